@@ -1,0 +1,55 @@
+# make run     install what is missing, run what is stale, print the table
+# make ui      the same graph in Prefect's pages
+# make test    every check and test; make test-long: whole runs
+#
+# Another Python: make run PYTHON=python3.12
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+IN_VENV := PATH="$(CURDIR)/$(BIN):$$PATH"
+PIP := PIP_ROOT_USER_ACTION=ignore $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
+SUPPORTED := import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 13) or sys.exit( \
+  "aerie: needs Python 3.11, 3.12 or 3.13; $(PYTHON) is %d.%d. Name another one: make PYTHON=python3.12" % v)
+
+.PHONY: run ui check test test-long clean
+
+# Everything a second run does must be quick: no pip, and the table only where the report stage had no cause to print it.
+run: $(VENV)/.installed
+	@$(BIN)/python -m stages.params
+	@touch $(VENV)/.started
+	@$(IN_VENV) dvc repro
+	@echo; if test results/report.html -nt $(VENV)/.started; then echo "the table is above; the page is results/report.html"; \
+	  else $(BIN)/python -m stages.report --table; fi
+
+ui: $(VENV)/.installed
+	@$(IN_VENV) python -m pipeline.serve
+
+check: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: check
+	$(IN_VENV) pytest
+
+test-long: $(VENV)/.installed-test
+	$(IN_VENV) pytest -m long
+
+# Caches and byte code; .venv, .scratch (half-done training) and what DVC keeps stay.
+clean:
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info build
+	find . -name __pycache__ -type d -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "aerie: $(PYTHON) not found; name another one: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c '$(SUPPORTED)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV): minutes the first time, and once more when pyproject.toml or constraints.txt change"
+	@$(PIP) install -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	@$(PIP) install -c constraints.txt -e '.[test]'
+	@touch $@

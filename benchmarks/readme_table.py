@@ -1,0 +1,50 @@
+"""The README's table from a run of the embedded default.   python -m benchmarks.readme_table 2026-11-21 "4 min 15 s"
+
+Keeps results/benchmark.csv as docs/results/DATE-weather-tiny.csv and writes the table, with date, hardware and the time
+`make run` took, between README's markers. tests/test_house.py holds the two against each other.
+"""
+
+import csv
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+README, RECORDS = Path("README.md"), Path("docs/results")
+HEAD = (
+    "| Tree_structure | prefill_latency (s) | spec_accept_rate (%) | e2e_latency (s) | compress ratio (↑) | speedup |"
+)
+BLOCK = re.compile(r"<!-- table (\S+) -->\n(.*?)<!-- /table -->", re.DOTALL)
+
+
+def table(record: Path) -> str:
+    """The rows of a kept benchmark.csv as the seed prints them: the last checkpoint first, a tree without its letter."""
+    with record.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    lines = [HEAD, "|---|---|---|---|---|---|"]
+    for checkpoint in sorted({r["checkpoint"] for r in rows}, reverse=True):
+        lines.append(f"| **{checkpoint}** | | | | | |")
+        for r in (r for r in rows if r["checkpoint"] == checkpoint):
+            seconds = [f"{float(r[k]):.3f}" for k in ("prefill_latency_s", "e2e_latency_s")]
+            rate, tau, speedup = 100 * float(r["accept_rate"]), float(r["tau"]), float(r["speedup"])
+            cells = [r["tree"][1:], seconds[0], f"{rate:.1f}", seconds[1], f"{tau:.2f}", f"{speedup:.2f}"]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(date: str, duration: str) -> None:
+    record = RECORDS / f"{date}-weather-tiny.csv"
+    shutil.copyfile("results/benchmark.csv", record)
+    with record.open(newline="") as file:
+        first = next(csv.DictReader(file))
+    cell = json.loads(Path(f"results/cells/{first['workload']}-{first['checkpoint']}-{first['tree']}.json").read_text())
+    hardware = cell["hardware"]
+    text = README.read_text()
+    caption = f"{date}, {hardware['cpu']}, {hardware['threads']} threads, float32; `make run` took {duration} after installing."
+    block = f"<!-- table {record} -->\n{table(record)}\n{caption}\n<!-- /table -->"
+    README.write_text(re.sub(r"<!-- table.*?<!-- /table -->", lambda _: block, text, flags=re.DOTALL))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,223 @@
+"""The Prefect server, its pages and the flow, until Ctrl-C: what `make ui` runs. On this machine only.
+
+make ui                        # http://127.0.0.1:4200; another port: AERIE_PORT=4300 make ui
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import psutil
+
+if TYPE_CHECKING:
+    from prefect.runner import Runner
+
+HOST = "127.0.0.1"  # never 0.0.0.0: the server asks nobody for a password, and its flow runs code
+START_WITHIN = 120.0  # seconds; 6 warm, 12 cold on two cores, and its first start makes a database
+END_WITHIN = 10.0
+TAIL_LINES = 30
+
+
+def main() -> None:
+    for number in _endings():
+        signal.signal(number, _exit)  # as an exception, so that what is below ends what it has started
+    try:
+        port = read_port()
+        end_leftover(port)
+        refuse_taken(port)
+        with server(port):
+            serve_flow(port)
+    except ValueError as error:
+        sys.exit(f"aerie: {error}")
+
+
+def read_port() -> int:
+    """AERIE_PORT, or 4200.
+
+    Raises:
+        ValueError: where it is no port.
+    """
+    text = os.environ.get("AERIE_PORT", "4200")
+    if not text.isdecimal() or not 0 < int(text) < 65536:
+        raise ValueError(f"AERIE_PORT is {text!r}; expected a port, 1 to 65535")
+    return int(text)
+
+
+def end_leftover(port: int) -> None:
+    """End the server of ours that a `make ui` on this port has left, which it does when killed outright."""
+    commands = {process: process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])}
+    served = {process.pid for process, command in commands.items() if "pipeline.serve" in command}
+    for server in [process for process, command in commands.items() if command == _server_command(port)]:
+        with suppress(psutil.NoSuchProcess):
+            if server.ppid() in served:
+                continue
+            print(f"ending the Prefect server that a killed `make ui` has left, process {server.pid}", flush=True)
+            server.terminate()
+            if psutil.wait_procs([server], END_WITHIN)[1]:
+                server.kill()
+
+
+def refuse_taken(port: int) -> None:
+    """Nothing may listen there: it might be another project's server, which would take our runs.
+
+    Raises:
+        ValueError: where something does.
+    """
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError as error:
+            raise ValueError(
+                f"port {port} of {HOST} can't be used ({error}): is `make ui` open in another terminal? "
+                "Or name another port: AERIE_PORT=4300 make ui"
+            ) from None
+
+
+@contextmanager
+def server(port: int) -> Iterator[None]:
+    """A Prefect server that answers, and its settings in os.environ; ended on leaving.
+
+    Raises:
+        ValueError: with the end of its log, where it does not answer in time.
+    """
+    home = Path(os.environ.setdefault("PREFECT_HOME", str(Path(".prefect").resolve())))
+    os.environ |= {
+        "PREFECT_API_URL": f"http://{HOST}:{port}/api",
+        "PREFECT_SERVER_UI_API_URL": f"http://{HOST}:{port}/api",  # or the pages of any other port ask 4200
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+        "DO_NOT_TRACK": "1",
+    }
+    # Prefect's first pages: each line of a log names its stage, they are those that links in logs lead to, and they ask
+    # nothing of other hosts, where the second ones, with analytics off too, load a configuration from amplitude.com.
+    os.environ.setdefault("PREFECT_SERVER_UI_V2_ENABLED", "false")
+    os.environ.setdefault("PREFECT_RUNNER_POLL_FREQUENCY", "2")  # seconds from Run to running; Prefect's own is 10
+    home.mkdir(parents=True, exist_ok=True)
+    log = home / "server.log"
+    print(f"starting the Prefect server on port {port}; its log is {log}", flush=True)
+    with log.open("wb") as file:
+        # A group of its own, so that Ctrl-C reaches the flow first, which has things to tell the server.
+        process = subprocess.Popen(
+            _server_command(port),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        _wait_until_it_answers(process, log)
+        yield
+    finally:
+        _end_group(process)
+
+
+def serve_flow(port: int) -> None:
+    """Wait for runs asked for in the pages or by `prefect deployment run`, one at a time, until told to stop."""
+    # Only now: Prefect reads its settings from the environment once, when it is imported.
+    from prefect.deployments.runner import EntrypointType
+    from prefect.runner import Runner
+
+    from pipeline.flows import build
+
+    close_lost()
+    runner = Runner(name="build", limit=1)  # two runs at once would work on the same files
+    # By module path, since each run imports the flow anew, standing where we stand.
+    runner.add_flow(build, name="build", entrypoint_type=EntrypointType.MODULE_PATH)
+    prefect = os.path.relpath(Path(sys.executable).with_name("prefect"))  # the terminal it is typed in knows no .venv
+    print(
+        f"\nopen   http://{HOST}:{port}/deployments   (build -> Run -> Quick run)\n"
+        f"or run PREFECT_API_URL={os.environ['PREFECT_API_URL']} {prefect} deployment run build/build\n"
+        "end    Ctrl-C; a stage at work is ended too\n",
+        flush=True,
+    )
+    asyncio.run(_run_until_told(runner))
+
+
+def close_lost() -> None:
+    """Let runs that say they run, though the machine went down under them, be crashed: nobody could cancel them."""
+    from prefect import get_client
+    from prefect.client.schemas.filters import FlowRunFilter
+    from prefect.states import Crashed, State
+
+    ours = {"deployment_id": {"is_null_": False}}  # a run of `python -m pipeline.flows` has none, and may be alive
+    asked = FlowRunFilter.model_validate(ours | {"state": {"type": {"any_": ["PENDING", "RUNNING", "CANCELLING"]}}})
+    with get_client(sync_client=True) as client:
+        for run in client.read_flow_runs(flow_run_filter=asked):
+            lost: State[None] = Crashed(
+                message="`make ui` or the machine ended under this run; run it again, what finished is cached"
+            )
+            client.set_flow_run_state(run.id, lost, force=True)
+
+
+async def _run_until_told(runner: "Runner") -> None:
+    """`build.serve()`, but with an end that works: Prefect 3.8's own kills the flow outright, and the stage lives on."""
+    told = asyncio.Event()
+    serving = asyncio.create_task(runner.start())
+    await asyncio.sleep(0)  # start() first installs a SIGTERM handler, which forgets to await stop(): ours replace it
+    for number in _endings():
+        asyncio.get_running_loop().add_signal_handler(number, told.set)
+    telling = asyncio.create_task(told.wait())
+    await asyncio.wait({serving, telling}, return_when=asyncio.FIRST_COMPLETED)
+    if runner.started:
+        await runner.astop()  # cancels the flow, which ends its stage, and tells the server so
+    else:
+        serving.cancel()
+    with suppress(asyncio.CancelledError):
+        await serving
+
+
+def _server_command(port: int) -> list[str]:
+    return [sys.executable, "-m", "prefect", "server", "start", "--host", HOST, "--port", str(port)]
+
+
+def _wait_until_it_answers(process: subprocess.Popen[bytes], log: Path) -> None:
+    url = f"{os.environ['PREFECT_API_URL']}/health"
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy knows no 127.0.0.1 of ours
+    deadline = time.monotonic() + START_WITHIN
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            with direct.open(url, timeout=2):
+                return
+        except OSError:
+            time.sleep(0.2)
+    ended = f"ended with {process.returncode}" if process.returncode is not None else f"not up in {START_WITHIN:.0f} s"
+    tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:])
+    raise ValueError(f"the Prefect server: {ended}, nothing answers at {url}. The end of {log}:\n{tail}")
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    for ask, patience in ((signal.SIGTERM, END_WITHIN), (signal.SIGKILL, None)):
+        try:
+            os.killpg(process.pid, ask)
+        except ProcessLookupError:
+            pass
+        try:
+            process.wait(patience)
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _endings() -> list[signal.Signals]:
+    """Ctrl-C, a kill, a closed terminal; less what whoever started us wants ignored, as nohup does."""
+    asked = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    return [number for number in asked if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    main()

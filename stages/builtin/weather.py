@@ -1,0 +1,104 @@
+"""The embedded world: weather questions and their true answers, as TOON tables.
+
+A question names a place, a first day, a horizon and a unit; the answer is a TOON document whose table
+has one row per day. Structure is learnable by a tiny model (dates count up, columns repeat), while
+temperatures, rain and sky keep the entropy that makes a draft miss. Two-turn conversations ask for the
+days that follow. Everything comes from one integer seed; nothing reads the clock.
+"""
+
+import datetime as dt
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+# Place -> yearly mean (C), half the yearly swing (C), chance that a day is wet.
+CLIMATES: dict[str, tuple[float, float, float]] = {
+    "Lyon": (13, 9, 0.30), "Oslo": (6, 11, 0.35), "Quito": (14, 1, 0.55), "Cairo": (22, 8, 0.03),
+    "Osaka": (17, 11, 0.35), "Perth": (19, 6, 0.20), "Lima": (19, 3, 0.05), "Delhi": (25, 9, 0.20),
+    "Turin": (12, 10, 0.30), "Bergen": (8, 7, 0.65), "Dakar": (25, 3, 0.10), "Nome": (-2, 13, 0.40),
+    "Hanoi": (24, 6, 0.45), "Graz": (10, 11, 0.35), "Porto": (15, 5, 0.40), "Boston": (11, 12, 0.35),
+}  # fmt: skip
+COLUMNS = ("date", "low", "high", "rain", "sky")
+MAX_DAYS = 6
+ANSWER_SYSTEM = "You are a weather service. Answer in TOON."
+_SYSTEMS = (ANSWER_SYSTEM, "Reply with a TOON table only.", "Weather desk. Output: TOON.")
+_OPENINGS = (
+    "Forecast for {place} from {first}, {days} days, in {unit}.",
+    "What is the weather in {place} from {first} for {days} days? Use {unit}.",
+    "Weather for {place}, {days} days starting {first}, unit {unit}.",
+)
+_FOLLOW_UPS = ("And the next {days} days?", "Continue for {days} more days.")
+
+
+@dataclass(frozen=True)
+class Day:
+    date: str  # ISO 8601
+    low: int  # in the forecast's unit
+    high: int
+    rain: int  # chance of rain in percent, a multiple of ten
+    sky: str
+
+
+@dataclass(frozen=True)
+class Forecast:
+    place: str
+    unit: str  # "C" or "F"
+    days: tuple[Day, ...]
+
+
+def to_toon(forecast: Forecast) -> str:
+    """The canonical TOON text of a forecast (equal to what toon-format's encoder writes; a test compares)."""
+    head = f"place: {forecast.place}\nunit: {forecast.unit}\ndays[{len(forecast.days)}]{{{','.join(COLUMNS)}}}:"
+    return "\n".join([head, *(f"  {d.date},{d.low},{d.high},{d.rain},{d.sky}" for d in forecast.days)])
+
+
+def _days(rng: random.Random, place: str, unit: str, first: dt.date, count: int) -> tuple[Day, ...]:
+    """A pressure wave of six days passes each place at its own phase and moves temperature, rain and sky.
+
+    The wave is what a model can learn, so that rows differ from day to day even at temperature 0; the
+    noise on top is what it cannot.
+    """
+    mean, swing, wet_chance = CLIMATES[place]
+    phase, days = list(CLIMATES).index(place), []
+    for offset in range(count):
+        date = first + dt.timedelta(days=offset)
+        season = -math.cos(2 * math.pi * (date.timetuple().tm_yday - 20) / 365)
+        if place in ("Perth", "Lima"):  # southern half
+            season = -season
+        wave = math.sin(2 * math.pi * (date.toordinal() + phase) / 6)
+        noon = mean + swing * season + 4 * wave + rng.gauss(0, 0.8)
+        wetness = wet_chance - 0.35 * wave + rng.gauss(0, 0.12)
+        low, high = round(noon - 4), round(noon + (4 if wetness < 0.5 else 2))
+        rain = 10 * min(9, max(0, round(10 * wetness)))
+        if wetness >= 0.5:
+            sky = "snow" if noon < 0 else "storm" if noon > 20 else "rain"
+        else:
+            sky = "cloudy" if rain >= 20 else "fog" if noon < 8 else "sunny"
+        if unit == "F":
+            low, high = round(low * 1.8 + 32), round(high * 1.8 + 32)
+        days.append(Day(date.isoformat(), low, high, rain, sky))
+    return tuple(days)
+
+
+def conversation(rng: random.Random) -> list[dict[str, str]]:
+    """One conversation as OpenAI-style messages: system, user, assistant, and for a third a second turn."""
+    place, unit = rng.choice(list(CLIMATES)), rng.choice("CCF")
+    first = dt.date(2026, 1, 1) + dt.timedelta(days=rng.randrange(365))
+    turns = 2 if rng.random() < 1 / 3 else 1
+    messages = [{"role": "system", "content": rng.choice(_SYSTEMS)}]
+    for turn in range(turns):
+        count = rng.randrange(2, MAX_DAYS + 1) if turns == 1 else rng.randrange(2, 4)
+        wording = rng.choice(_OPENINGS if turn == 0 else _FOLLOW_UPS)
+        question = wording.format(place=place, first=first.isoformat(), days=count, unit=unit)
+        answer = to_toon(Forecast(place, unit, _days(rng, place, unit, first, count)))
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        first += dt.timedelta(days=count)
+    return messages
+
+
+def conversations(seed: int) -> Iterator[list[dict[str, str]]]:
+    """An endless stream of conversations, the same for the same seed on every machine."""
+    rng = random.Random(seed)
+    while True:
+        yield conversation(rng)

@@ -1,0 +1,200 @@
+"""The torch engine: plain and speculative greedy decoding of one prompt at a time, by the same machinery.
+
+Both are generators of `Step`s, so that the caller holds the clock: the first is the token from prefill, each later one
+what a decoding step (plain) or a verify cycle (speculative) commits. In float32 both yield the same tokens.
+
+A cycle stands at "tokens up to n are in the cache, token n is the bonus token":
+
+    expand    from the draft's state at n - 1, grow candidates; keep the best num_draft_tokens - 1 under the root (token n)
+    verify    one target forward over the tree; node i sees the whole prefix, its ancestors and itself
+    accept    from the root, follow the target's own choice as long as it is in the tree
+    compact   keep the accepted path's keys in the cache; feed its features to the draft
+
+Letters: T cached tokens, M num_draft_tokens, L layers, G key-value heads, E head width, H hidden, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from stages.drafting import tree as trees
+from stages.drafting.draft import Draft, first_state
+from stages.drafting.expand import expand
+from stages.drafting.target import capture
+
+
+class Step(NamedTuple):
+    tokens: list[int]  # committed: accepted drafts, then the bonus token unless it was cut off
+    accepted: int  # how many of them are drafts
+
+
+class _Layer(CacheLayerMixin):
+    """Keys and values in one buffer of fixed room; `used` tokens of it count."""
+
+    is_compileable = False
+    is_sliding = False
+
+    def __init__(self, room: int):
+        super().__init__()
+        self.room, self.used = room, 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        b, g, _, e = key_states.shape
+        self.keys = key_states.new_empty(b, g, self.room, e)
+        self.values = value_states.new_empty(b, g, self.room, e)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_args, **_kwargs) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        end = self.used + key_states.shape[2]
+        self.keys[:, :, self.used : end] = key_states
+        self.values[:, :, self.used : end] = value_states
+        self.used = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def keep(self, start: int, path: Tensor) -> None:
+        """Of the tokens from `start` on, keep those at start + path, in that order."""
+        end = start + len(path)
+        self.keys[:, :, start:end] = self.keys[:, :, start + path]
+        self.values[:, :, start:end] = self.values[:, :, start + path]
+        self.used = end
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.used + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.used
+
+    def get_max_length(self) -> int:
+        return self.room
+
+    get_max_cache_shape = get_max_length  # its name in transformers 5.17
+
+
+class Engine:
+    """A target, and optionally a draft, ready to decode. Raises ValueError where the two can't belong together."""
+
+    def __init__(self, model: PreTrainedModel, eos: list[int], feature_layers: list[int], draft: Draft | None = None):
+        self.model, self.decoder = model, model.get_decoder()
+        self.head = model.get_output_embeddings().weight  # [V, H]
+        self.embedding = model.get_input_embeddings().weight  # [V, H]
+        self.eos, self.feature_layers, self.draft = set(eos), feature_layers, draft
+        if draft and (draft.config.vocab_size, draft.config.hidden_size) != tuple(self.embedding.shape):
+            raise ValueError(
+                f"the draft is for a target of {draft.config.vocab_size} tokens and width {draft.config.hidden_size}; "
+                f"this target has {self.embedding.shape[0]} and {self.embedding.shape[1]}; train a draft for it"
+            )
+
+    def _cache(self, room: int) -> Cache:
+        limit = self.model.config.get_text_config().max_position_embeddings
+        if room > limit:
+            raise ValueError(
+                f"prompt and answer may take {room} tokens, the target holds {limit} (max_position_embeddings); "
+                "lower benchmark.workloads.*.max_new_tokens or use shorter prompts"
+            )
+        return Cache(layers=[_Layer(room) for _ in self.decoder.layers])
+
+    def _forward(self, ids: Tensor, positions: Tensor, sees: Tensor, cache: Cache) -> Tensor:
+        """ids [1, M], positions [1, M], sees [1, 1, M, T+M] bool -> last hidden [M, H]; the cache grows by M."""
+        out = self.decoder(
+            input_ids=ids, position_ids=positions, attention_mask=sees, past_key_values=cache, use_cache=True
+        )
+        return out.last_hidden_state[0]
+
+    def _prefill(self, prompt: list[int], cache: Cache) -> Tensor:
+        """The whole prompt at once; returns its last token's hidden state [1, H]."""
+        ids = torch.tensor([prompt], device=self.model.device)
+        count = ids.shape[1]
+        sees = torch.ones(1, 1, count, count, dtype=torch.bool, device=ids.device).tril()
+        return self._forward(ids, torch.arange(count, device=ids.device)[None], sees, cache)[-1:]
+
+    def _choose(self, hidden: Tensor) -> list[int]:
+        """The target's greedy choice after each hidden state [M, H]."""
+        return (hidden @ self.head.T).argmax(-1).tolist()
+
+    @torch.inference_mode()
+    def margin(self, ids: list[int]) -> float:
+        """The gap between the target's two best logits after `ids`."""
+        logits = self._prefill(ids, self._cache(len(ids)))[0] @ self.head.T
+        first, second = logits.float().topk(2).values.tolist()
+        return first - second
+
+    @torch.inference_mode()
+    def plain(self, prompt: list[int], max_new_tokens: int) -> Iterator[Step]:
+        """Autoregressive decoding: one token a step, until an end token or `max_new_tokens`."""
+        cache = self._cache(len(prompt) + max_new_tokens)
+        token = self._choose(self._prefill(prompt, cache))[0]
+        yield Step([token], 0)
+        everything = torch.ones(1, 1, 1, cache.layers[0].room, dtype=torch.bool, device=self.model.device)
+        for position in range(len(prompt), len(prompt) + max_new_tokens - 1):
+            if token in self.eos:
+                return
+            ids = torch.tensor([[token]], device=self.model.device)
+            where = torch.tensor([[position]], device=self.model.device)
+            token = self._choose(self._forward(ids, where, everything[..., : position + 1], cache))[0]
+            yield Step([token], 0)
+
+    @torch.inference_mode()
+    def speculative(
+        self, prompt: list[int], max_new_tokens: int, num_steps: int, topk: int, num_draft_tokens: int
+    ) -> Iterator[Step]:
+        """Draft, verify, accept: each step after the first is one cycle.
+
+        What passes an end token or the length limit is cut off, so the last cycle may come without its bonus token.
+        """
+        assert self.draft is not None
+        draft, device = self.draft, self.model.device
+        cache = self._cache(len(prompt) + max_new_tokens + num_draft_tokens)
+        with capture(self.model, self.feature_layers) as caught:
+            bonus = self._choose(self._prefill(prompt, cache))[0]
+            yield Step([bonus], 0)
+            done = 1
+            tokens, verified = [*prompt[1:], bonus], 0
+            features = torch.cat(caught, dim=-1)[0]  # [T, 3H]
+            keys = values = None
+            while done < max_new_tokens and bonus not in self.eos:
+                # The draft reads the newly verified positions: features of p with the embedding of token p + 1.
+                new = torch.arange(verified, verified + len(features), device=device)[None]
+                fused = draft.fc(features.to(draft.fc.weight.dtype))[None]
+                embeds = self.embedding[torch.tensor([tokens], device=device)]
+                key, value = draft.keys_values(draft.mix(embeds, fused), draft.rope(new))
+                keys = key if keys is None else torch.cat([keys, key], dim=1)
+                values = value if values is None else torch.cat([values, value], dim=1)
+                verified += len(features)
+                last = new[:, -1:]
+                state = first_state(draft, embeds[:, -1:], fused[:, -1:], last, keys, values, None)
+                candidates = expand(draft, self.embedding, state, last, keys, values, None, num_steps, topk)
+                tree = trees.keep(candidates, num_draft_tokens)
+
+                caught.clear()
+                ids = torch.cat([torch.tensor([[bonus]], device=device), tree.tokens], dim=1)  # [1, M]
+                prefix_seen = torch.ones(1, num_draft_tokens, verified, dtype=torch.bool, device=device)
+                sees = torch.cat([prefix_seen, trees.ancestors(tree.parents)], dim=2)[:, None]
+                hidden = self._forward(ids, verified + tree.depths, sees, cache)
+                choices = self._choose(hidden)
+                path = trees.accept(tree, torch.tensor([choices]))[0]
+
+                bonus = choices[path[-1]]
+                drafts = ids[0].tolist()
+                tokens = [*(drafts[node] for node in path[1:]), bonus]
+                committed = self._cut(tokens, max_new_tokens - done)
+                yield Step(committed, min(len(path) - 1, len(committed)))
+                done += len(committed)
+                if len(committed) < len(tokens):
+                    return
+                index = torch.tensor(path, device=device)
+                for layer in cache.layers:
+                    layer.keep(verified, index)
+                features = torch.cat(caught, dim=-1)[0, index]
+
+    def _cut(self, tokens: list[int], room: int) -> list[int]:
+        """`tokens` up to the first end token, and at most `room` of them."""
+        for place, token in enumerate(tokens[:room]):
+            if token in self.eos:
+                return tokens[: place + 1]
+        return tokens[:room]

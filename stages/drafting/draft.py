@@ -1,0 +1,227 @@
+"""The EAGLE-3 draft: one decoder layer that guesses the target's next tokens from the target's own features.
+
+EAGLE-3, section 3, https://arxiv.org/abs/2503.01840; tensor names and shapes as SGLang's `LlamaForCausalLMEagle3` and
+vLLM load them. Three users share the one layer below, so that what is trained is what is replayed and what is served:
+training (`ttt`), replay and the engine (`expand`).
+
+    position p:   embed(token p+1), fc(features of p)  --layer-->  hidden p  --norm, lm_head-->  guess for token p+2
+    one step on:  embed(guess),     hidden p           --layer-->  ...                        guess for token p+3
+
+The recurrent state is the layer's output *before* the final norm; step k of position p is rotated to position p + k,
+which is where serving feeds it. Attention of a step sees the prefix (step-0 keys of tokens up to p) and its own
+ancestors only:
+
+                 prefix 0 .. p      own ancestors, self
+    step 0:      1 1 1 1 . .        -
+    step 2:      1 1 1 1 . .        1 1
+
+Letters: B rows, T prefix tokens, Q queries of a row, S own ancestors with self, H hidden, D draft vocabulary, V target
+vocabulary, A attention heads, G key-value heads, E head width.
+"""
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    hidden_size: int  # H, the target's
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int  # V
+    draft_vocab_size: int  # D
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: dict[str, Any]  # the target's rope_parameters: rope_theta, rope_type, ...
+
+    @classmethod
+    def from_json(cls, config: dict[str, Any]) -> "DraftConfig":
+        """From a draft's config.json, which holds more keys than these."""
+        names = {f.name for f in fields(cls)} - {"rope"}
+        return cls(rope=config["rope_parameters"], **{name: config[name] for name in names})
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Projections of [embedding, hidden] (2H wide), as EAGLE-3 has them; the attention itself is `attend`."""
+
+    def __init__(self, c: DraftConfig):
+        super().__init__()
+        self.q_proj = nn.Linear(2 * c.hidden_size, c.num_attention_heads * c.head_dim, bias=False)
+        self.k_proj = nn.Linear(2 * c.hidden_size, c.num_key_value_heads * c.head_dim, bias=False)
+        self.v_proj = nn.Linear(2 * c.hidden_size, c.num_key_value_heads * c.head_dim, bias=False)
+        self.o_proj = nn.Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
+
+
+class MLP(nn.Module):
+    def __init__(self, c: DraftConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, c: DraftConfig):
+        super().__init__()
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)  # of the embedding
+        self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)  # of the features or the recurrent state
+        self.self_attn = Attention(c)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.mlp = MLP(c)
+
+
+class Draft(nn.Module):
+    """The draft's weights and its few operations. The embedding is the target's and is passed in."""
+
+    inverse_frequency: Tensor  # [E/2] float32, whatever the weights are
+    d2t: Tensor  # [D] int64 offsets: target id = draft id + d2t[draft id]
+    t2d: Tensor  # [V] bool: is this target token in the draft's vocabulary?
+
+    def __init__(self, config: DraftConfig):
+        super().__init__()
+        c = self.config = config
+        self.fc = nn.Linear(3 * c.hidden_size, c.hidden_size, bias=False)
+        self.midlayer = Layer(c)
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.lm_head = nn.Linear(c.hidden_size, c.draft_vocab_size, bias=False)
+        self.register_buffer("d2t", torch.zeros(c.draft_vocab_size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.zeros(c.vocab_size, dtype=torch.bool))
+        self.register_buffer("inverse_frequency", inverse_frequency(c.rope, c.head_dim), persistent=False)
+
+    def _apply(self, fn, recurse=True):
+        """Moves and casts as any module, but angles stay float32: a table rounded to bfloat16 is off by whole turns."""
+        super()._apply(fn, recurse)
+        device = self.inverse_frequency.device
+        self.inverse_frequency = inverse_frequency(self.config.rope, self.config.head_dim).to(device)
+        return self
+
+    @classmethod
+    def of(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> "Draft":
+        """A draft from a checkpoint's config.json and tensors."""
+        draft = cls(DraftConfig.from_json(config))
+        draft.load_state_dict(tensors)
+        return draft
+
+    def mix(self, embeds: Tensor, hidden: Tensor) -> Tensor:
+        """What the projections read: embeds [..., H], hidden [..., H] -> [..., 2H]."""
+        return torch.cat([self.midlayer.input_layernorm(embeds), self.midlayer.hidden_norm(hidden)], dim=-1)
+
+    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [...] -> cos and sin [..., 1, E/2]; angles in float32, only then the layer's dtype."""
+        angles = positions[..., None, None].to(torch.float32) * self.inverse_frequency
+        return angles.cos().to(self.fc.weight.dtype), angles.sin().to(self.fc.weight.dtype)
+
+    def queries(self, mixed: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """mixed [..., 2H] -> rotated queries [..., A, E]."""
+        return rotate(self.midlayer.self_attn.q_proj(mixed).unflatten(-1, (-1, self.config.head_dim)), *rope)
+
+    def keys_values(self, mixed: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """mixed [..., 2H] -> rotated keys and values, [..., G, E] each."""
+        k = self.midlayer.self_attn.k_proj(mixed).unflatten(-1, (-1, self.config.head_dim))
+        v = self.midlayer.self_attn.v_proj(mixed).unflatten(-1, (-1, self.config.head_dim))
+        return rotate(k, *rope), v
+
+    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """The rest of the layer: hidden [..., H] (its residual is un-normed), attended [..., A, E] -> hidden [..., H]."""
+        hidden = hidden + self.midlayer.self_attn.o_proj(attended.flatten(-2))
+        return hidden + self.midlayer.mlp(self.midlayer.post_attention_layernorm(hidden))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [..., H] -> [..., D] over the draft vocabulary."""
+        return self.lm_head(self.norm(hidden))
+
+    def to_target(self, draft_ids: Tensor) -> Tensor:
+        """Draft token ids -> target token ids, any shape."""
+        return draft_ids + self.d2t[draft_ids]
+
+
+def attend(
+    q: Tensor,  # [B, Q, A, E]
+    k: Tensor,  # [B, T, G, E] the prefix
+    v: Tensor,  # [B, T, G, E]
+    allowed: Tensor | None,  # [B, Q, T] bool: which prefix tokens a query sees; None: all
+    own_k: Tensor | None = None,  # [B, Q, S, G, E] a query's own ancestors and itself
+    own_v: Tensor | None = None,  # [B, Q, S, G, E]
+) -> Tensor:  # [B, Q, A, E]
+    """One softmax over the prefix and the query's own ancestors; grouped heads read their keys without copying them."""
+    groups = k.shape[2]
+    q = q.unflatten(2, (groups, -1)) / math.sqrt(q.shape[-1])  # [B, Q, G, R, E], R queries heads a key head
+    scores = torch.einsum("bqgre,btge->bqgrt", q, k)
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed[:, :, None, None], float("-inf"))
+    if own_k is None or own_v is None:
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+        return torch.einsum("bqgrt,btge->bqgre", weights, v).flatten(2, 3)
+    own = torch.einsum("bqgre,bqsge->bqgrs", q, own_k)
+    weights = torch.softmax(torch.cat([scores, own], dim=-1), dim=-1, dtype=torch.float32).to(q.dtype)
+    prefix_weights, own_weights = weights.split([k.shape[1], own_k.shape[2]], dim=-1)
+    out = torch.einsum("bqgrt,btge->bqgre", prefix_weights, v)
+    return (out + torch.einsum("bqgrs,bqsge->bqgre", own_weights, own_v)).flatten(2, 3)
+
+
+def inverse_frequency(rope: dict[str, Any], head_dim: int) -> Tensor:
+    """RoPE's 1/theta**(2i/E) in float32, [E/2], with the target's own scaling.
+
+    The table is never rounded to bfloat16: a rival's was, and its angles were wrong by up to 2 (research/specforge.md
+    W1). Raises ValueError for a rope_type that is not implemented rather than training a wrong one.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequency = 1.0 / (float(rope["rope_theta"]) ** exponents)
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        return frequency
+    if kind == "linear":
+        return frequency / rope["factor"]
+    if kind == "llama3":  # Llama 3.1: long wavelengths are stretched, short ones kept, a smooth ramp between
+        low, high, old = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
+        turns = old * frequency / (2 * math.pi)
+        ramp = ((turns - low) / (high - low)).clamp(0, 1)
+        return frequency * (ramp + (1 - ramp) / rope["factor"])
+    raise ValueError(
+        f"the target's rope_type {kind!r} is not supported by the draft; known are default, linear, llama3"
+    )
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [..., heads, E], cos and sin [..., 1, E/2] -> x rotated, in half-split pairs as in Llama."""
+    low, high = x.chunk(2, dim=-1)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+
+
+def prefix(draft: Draft, ids: Tensor, features: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The step-0 side of whole rows: ids [B, T], features [B, T, 3H], embedding [V, H].
+
+    Position p pairs its features with token p + 1; the last position has no next token yet and takes token 0, so the
+    caller never queries it. Returns fused hidden [B, T, H] and prefix keys and values [B, T, G, E].
+    """
+    following = torch.cat([ids[:, 1:], torch.zeros_like(ids[:, :1])], dim=1)
+    hidden = draft.fc(features)
+    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    return hidden, *draft.keys_values(draft.mix(embedding[following], hidden), draft.rope(positions))
+
+
+def first_state(
+    draft: Draft, embeds: Tensor, fused: Tensor, positions: Tensor, keys: Tensor, values: Tensor, allowed: Tensor | None
+) -> Tensor:
+    """Step 0 at chosen positions: embeds and fused [B, Q, H], positions [B, Q], allowed [B, Q, T] or None -> state [B, Q, H]."""
+    mixed = draft.mix(embeds, fused)
+    return draft.finish(fused, attend(draft.queries(mixed, draft.rope(positions)), keys, values, allowed))

@@ -1,0 +1,72 @@
+"""From positions to candidate trees: the draft applied step by step to the beams of many positions at once.
+
+Replay asks for all positions of many prompts, the engine for one position: the same function serves both.
+
+Letters: B rows, P positions of a row, K topk, T prefix tokens, H hidden, G key-value heads, E head width, C candidates.
+"""
+
+import torch
+from torch import Tensor
+
+from stages.drafting import tree
+from stages.drafting.draft import Draft, attend
+from stages.drafting.tree import Candidates
+
+
+def expand(
+    draft: Draft,
+    embedding: Tensor,  # [V, H] the target's
+    hidden: Tensor,  # [B, P, H] step-0 output at each position: the state after the last verified token
+    positions: Tensor,  # [B, P] p, where the next token fed is rotated to p + 1
+    keys: Tensor,  # [B, T, G, E] the prefix
+    values: Tensor,  # [B, T, G, E]
+    allowed: Tensor | None,  # [B, P, T] bool: tokens up to p; None: the whole prefix
+    steps: int,
+    topk: int,
+) -> Candidates:
+    """Every candidate of `steps` steps at each of the B*P positions, row by row: scores, tokens, parents [B*P, C]."""
+    b, p, _ = hidden.shape
+    n = b * p
+    probs = torch.softmax(draft.logits(hidden).flatten(0, 1).float(), dim=-1)  # [N, D]
+    beam, ids = tree.first_step(probs, topk)  # [N, K]
+    ids = draft.to_target(ids)
+    slots = torch.arange(topk, device=ids.device).expand(n, topk)
+    scores, tokens, parents = [beam], [ids], [torch.full_like(ids, -1)]
+
+    # One query per beam node: K queries at each position see the same prefix.
+    seen = None if allowed is None else allowed[:, :, None].expand(b, p, topk, -1).flatten(1, 2)  # [B, P*K, T]
+    state = hidden.flatten(0, 1)[:, None].expand(n, topk, -1)  # [N, K, H]
+    beam_tokens, beam_numbers = ids, slots
+    own_k = own_v = None  # [N, K, ancestors, G, E]
+    for step in range(1, steps):
+        rope = draft.rope((positions + step).flatten()[:, None].expand(n, topk))
+        mixed = draft.mix(embedding[beam_tokens], state)
+        key, value = draft.keys_values(mixed, rope)
+        own_k = key[:, :, None] if own_k is None else torch.cat([own_k, key[:, :, None]], dim=2)
+        own_v = value[:, :, None] if own_v is None else torch.cat([own_v, value[:, :, None]], dim=2)
+        query = draft.queries(mixed, rope)
+        out = attend(
+            query.unflatten(0, (b, p)).flatten(1, 2), keys, values, seen,
+            own_k.unflatten(0, (b, p)).flatten(1, 2), own_v.unflatten(0, (b, p)).flatten(1, 2),
+        )  # fmt: skip
+        state = draft.finish(state, out.unflatten(1, (p, topk)).flatten(0, 1))  # [N, K, H]
+
+        probs = torch.softmax(draft.logits(state).float(), dim=-1)  # [N, K, D]
+        new_scores, new_ids, beam, places = tree.next_step(beam, probs)
+        new_tokens = draft.to_target(new_ids)
+        scores.append(new_scores)
+        tokens.append(new_tokens)
+        parents.append(beam_numbers.repeat_interleave(topk, dim=1))
+
+        # The next beam's nodes: their parents' slots carry the state and the ancestors' keys along.
+        slot = places // topk  # [N, K]
+        beam_tokens = torch.gather(new_tokens, 1, places)
+        beam_numbers = places + topk + (step - 1) * topk * topk
+        state, own_k, own_v = _pick(state, slot), _pick(own_k, slot), _pick(own_v, slot)
+    return Candidates(torch.cat(scores, 1), torch.cat(tokens, 1), torch.cat(parents, 1))
+
+
+def _pick(x: Tensor, slot: Tensor) -> Tensor:
+    """x [N, K, ...], slot [N, K] -> x with its slots rearranged."""
+    index = slot.reshape(*slot.shape, *([1] * (x.ndim - 2))).expand(*slot.shape, *x.shape[2:])
+    return torch.gather(x, 1, index)

@@ -1,0 +1,99 @@
+"""Exact replay: what every tree would accept, from cached hidden states alone (research/replay.md).
+
+At temperature 0 the target's answer does not depend on the draft, and what the draft proposes after token t depends on
+the tokens and features up to t only. So expand once at *every* position of the answer, find how deep the answer stays
+inside the candidates, and walk: accept, step over the bonus token, repeat. One expansion per topk holds every smaller
+num_steps and every num_draft_tokens: a node is in the tree of (steps, tokens) iff fewer than tokens - 1 candidates of
+the first `steps` steps come before it.
+
+Letters: B rows, T tokens, P positions of a row's answer (padded), N = B*P, S steps, C candidates, G trees of the grid.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from stages.drafting.draft import Draft, first_state, prefix
+from stages.drafting.expand import expand
+from stages.drafting.tree import Candidates
+
+NEVER = torch.iinfo(torch.int64).max  # the rank of a node that does not exist
+
+
+@torch.inference_mode()
+def replay(
+    draft: Draft,
+    embedding: Tensor,  # [V, H]
+    ids: Tensor,  # [B, T] prompt and answer, right-padded
+    features: Tensor,  # [B, T, 3H]
+    starts: Tensor,  # [B] index of each answer's first token
+    ends: Tensor,  # [B] index after its last
+    topk: int,
+    trees: Sequence[tuple[int, int]],  # (num_steps, num_draft_tokens), all of this topk
+) -> tuple[Tensor, Tensor]:
+    """Accepted drafts [B, G] and verify cycles [B, G] of every tree on every answer, as integers."""
+    steps = max(s for s, _ in trees)
+    count = (ends - starts - 1).clamp(min=0)  # [B] places where decoding may stand: bonus token y_0 .. y_{n-2}
+    most = max(int(count.max()), 1)
+    place = torch.arange(most, device=ids.device)  # [P]
+    where = (starts[:, None] - 1 + place).clamp(
+        max=ids.shape[1] - 1
+    )  # [B, P] p: the last verified token before the bonus
+
+    fused, keys, values = prefix(draft, ids, features, embedding)
+    allowed = torch.arange(ids.shape[1], device=ids.device) <= where[..., None]
+    bonus = torch.gather(ids, 1, (where + 1).clamp(max=ids.shape[1] - 1))
+    picked = torch.gather(fused, 1, where[..., None].expand(-1, -1, fused.shape[-1]))
+    state = first_state(draft, embedding[bonus], picked, where, keys, values, allowed)
+    candidates = expand(draft, embedding, state, where, keys, values, allowed, steps, topk)
+
+    wanted = _following(ids, where, ends, steps).flatten(0, 1)  # [N, S]
+    rank = ranks(candidates, wanted, steps, topk)
+    accepted = torch.stack([(rank[:, :s, s - 1] < m - 1).sum(1) for s, m in trees])  # [G, N]
+    return walk(accepted.unflatten(1, where.shape), count)
+
+
+def ranks(candidates: Candidates, wanted: Tensor, steps: int, topk: int) -> Tensor:
+    """wanted [N, S]: the answer's next tokens, -1 past its end -> rank [N, S, S].
+
+    rank[n, d, s] is how many candidates of the first s + 1 steps come before the node that matches the answer at depth
+    d + 1, by (score descending, number ascending); NEVER where no candidate matches that far or the step is later.
+    """
+    n, count = candidates.scores.shape
+    ends = [topk + s * topk * topk for s in range(steps)]  # candidates of the first s + 1 steps
+    numbers = torch.arange(count, device=wanted.device)
+    rank = torch.full((n, steps, steps), NEVER, device=wanted.device)
+    parent = torch.full((n, 1), -1, device=wanted.device)
+    for depth, end in enumerate(ends):
+        begin = ends[depth - 1] if depth else 0
+        here = candidates.parents[:, begin:end] == parent
+        here &= candidates.tokens[:, begin:end] == wanted[:, depth, None]
+        found = here.any(1)
+        number = begin + here.int().argmax(1)  # at most one matches: siblings carry different tokens
+        score = torch.gather(candidates.scores, 1, number[:, None])
+        before = (candidates.scores > score) | ((candidates.scores == score) & (numbers < number[:, None]))
+        before_by_step = before.cumsum(1)[:, [e - 1 for e in ends]]  # [N, S]
+        rank[:, depth, depth:] = torch.where(found[:, None], before_by_step, NEVER)[:, depth:]
+        parent = torch.where(found, number, -2)[:, None]  # -2 is nobody's parent
+    return rank
+
+
+def walk(accepted: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """accepted [G, B, P] drafts if decoding stands at a place, count [B] places -> totals and cycles [B, G] of the walk."""
+    stand = torch.zeros(accepted.shape[:2], dtype=torch.int64, device=accepted.device)  # [G, B]
+    total, cycles = torch.zeros_like(stand), torch.zeros_like(stand)
+    last = accepted.shape[2] - 1
+    while bool((going := stand < count).any()):
+        step = torch.gather(accepted, 2, stand.clamp(max=last)[..., None])[..., 0]
+        total += step * going
+        cycles += going
+        stand = torch.where(going, stand + step + 1, stand)
+    return total.T, cycles.T
+
+
+def _following(ids: Tensor, where: Tensor, ends: Tensor, steps: int) -> Tensor:
+    """[B, P, S]: the answer's tokens after the bonus token of each place, -1 past the answer's end."""
+    index = where[..., None] + 2 + torch.arange(steps, device=ids.device)
+    tokens = torch.gather(ids[:, None].expand(-1, where.shape[1], -1), 2, index.clamp(max=ids.shape[1] - 1))
+    return torch.where(index < ends[:, None, None], tokens, -1)

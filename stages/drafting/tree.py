@@ -1,0 +1,131 @@
+"""Draft trees: which guesses exist, which are kept, what the target accepts. Pure functions on small tensors.
+
+Semantics `sglang` (0.5.17 to 0.5.23, research/sglang.md section 1): a node's score is the product of the draft's
+probabilities from the root to it, in float32. Step 1 records k candidates; each later step expands the beam of k nodes
+by k tokens each, records all k*k products, and the best k of them are the next beam. The tree is the root and the best
+num_draft_tokens - 1 candidates over all steps:
+
+    topk 2, three steps:     step 1        step 2            step 3          candidates are numbered in this order:
+                                a     ->  aa  ab  ba  bb  -> ...             0 1 | 2 3 4 5 | 6 7 8 9
+                                b         (beam: best 2)                     k + (steps - 1) * k**2 = 10
+
+Ties are broken by (score descending, candidate number ascending), so a parent always comes before its children: a
+product can't exceed its factor, and a parent's number is the smaller. A child is then never kept without its parent.
+
+Letters: N trees, K topk, S num_steps, C candidates, M num_draft_tokens (the root counted), D draft vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Candidates:
+    """All that an expansion of N trees recorded, in candidate order."""
+
+    scores: Tensor  # [N, C] float32
+    tokens: Tensor  # [N, C] int64, target ids
+    parents: Tensor  # [N, C] int64, candidate number of the parent, -1 for the root
+
+    def first_steps(self, steps: int, topk: int) -> "Candidates":
+        """The same expansion stopped earlier: what `steps` steps would have recorded."""
+        count = topk + (steps - 1) * topk * topk
+        return Candidates(self.scores[:, :count], self.tokens[:, :count], self.parents[:, :count])
+
+
+@dataclass
+class Tree:
+    """N trees of M nodes; node 0 is the root, parents come before children."""
+
+    nodes: Tensor  # [N, M-1] candidate number of each drafted node, ascending
+    tokens: Tensor  # [N, M-1] their tokens
+    parents: Tensor  # [N, M] node index of the parent; the root's is 0
+    depths: Tensor  # [N, M], the root's is 0
+
+
+def best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of scores [..., C] and their places, by (score descending, place ascending), on any device.
+
+    torch.topk promises nothing about ties. Non-negative floats order as their bits do, so (bits, -place) in one int64
+    is a unique key with exactly the order we want. Raises AssertionError for a negative score.
+    """
+    assert scores.dtype == torch.float32
+    count = scores.shape[-1]
+    bits = scores.contiguous().view(torch.int32).to(torch.int64)
+    key = (bits << 32) | torch.arange(count - 1, -1, -1, device=scores.device)
+    places = count - 1 - (torch.topk(key, k, dim=-1).values & 0xFFFFFFFF)
+    return torch.gather(scores, -1, places), places
+
+
+def first_step(probs: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    """probs [N, D] float32 -> scores [N, K] and draft ids [N, K] of step 1's candidates, which are also its beam."""
+    return best(probs, topk)
+
+
+def next_step(beam: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One more step. beam [N, K] scores, probs [N, K, D] float32 of each beam node's successors.
+
+    Returns the K*K candidates' scores and draft ids [N, K*K] (parent by parent), and the next beam's scores [N, K] and
+    places among them [N, K]; place // K is the parent's slot in the old beam.
+    """
+    topk = beam.shape[1]
+    chances, ids = best(probs, topk)  # [N, K, K]
+    scores = (beam[..., None] * chances).flatten(1)
+    return scores, ids.flatten(1), *best(scores, topk)
+
+
+def keep(candidates: Candidates, num_draft_tokens: int) -> Tree:
+    """The best M - 1 candidates and the root, in candidate order."""
+    n, m = candidates.scores.shape[0], num_draft_tokens
+    nodes = best(candidates.scores, m - 1)[1].sort(dim=-1).values  # [N, M-1]
+    parent_candidates = torch.gather(candidates.parents, 1, nodes)
+    # A parent's node index: its rank among the kept candidates, plus one for the root; -1 finds the root at 0.
+    parents = torch.searchsorted(nodes, parent_candidates, right=True)
+    parents = torch.cat([parents.new_zeros(n, 1), parents], dim=1)
+    return Tree(nodes, torch.gather(candidates.tokens, 1, nodes), parents, _depths(parents))
+
+
+def _depths(parents: Tensor) -> Tensor:
+    """[N, M]: hops to the root. Each round climbs one step, until every climber has arrived."""
+    depths, climbers = torch.zeros_like(parents), parents
+    depths[:, 1:] = 1
+    while bool((climbers > 0).any()):
+        depths += climbers > 0
+        climbers = torch.gather(parents, 1, climbers)
+    return depths
+
+
+def ancestors(parents: Tensor) -> Tensor:
+    """parents [N, M] -> [N, M, M] bool: may node i see node j? Itself and its ancestors, the root always.
+
+    root, a, b, aa, ba (parents 0 0 0 1 2):   1 . . . .
+                                              1 1 . . .
+                                              1 . 1 . .
+                                              1 1 . 1 .
+                                              1 . 1 . 1
+    """
+    n, m = parents.shape
+    sees = torch.eye(m, dtype=torch.bool, device=parents.device).expand(n, m, m).clone()
+    climbers = parents
+    while True:
+        sees.scatter_(2, climbers[..., None], True)
+        if not bool((climbers > 0).any()):
+            return sees
+        climbers = torch.gather(parents, 1, climbers)
+
+
+def accept(tree: Tree, choices: Tensor) -> list[list[int]]:
+    """The path of node indices that each target accepts, root first. choices [N, M]: the target's token after each node.
+
+    From the root, step to the child whose token the target chose there, until there is none.
+    """
+    paths = []
+    for tokens, parents, chosen in zip(tree.tokens.tolist(), tree.parents.tolist(), choices.tolist(), strict=True):
+        path = [0]
+        for node in range(1, len(parents)):  # parents come first, so one pass climbs the whole path
+            if parents[node] == path[-1] and tokens[node - 1] == chosen[path[-1]]:
+                path.append(node)
+        paths.append(path)
+    return paths

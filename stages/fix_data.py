@@ -1,0 +1,455 @@
+"""Raw conversations -> clean, repaired or dropped, split into train and eval.
+
+    python -m stages.fix_data
+
+Reads what `fix_data.raw` is (stages/formats/raw.py), writes data/fixed/{train,eval}.parquet in source order and
+results/fix_report.json. A line that is no conversation stops the stage, since the file is then not what its name says
+(with format: auto, only one that is no JSON object does); a conversation that is broken inside is dropped with a
+reason and counted. Rows in = clean + repaired + dropped, asserted.
+
+A million rows fit in memory: rows are judged in chunks, each alone and so in several processes, and wait on disk as
+Arrow files. What is kept of each row is its digests, its name and its signature; from these alone is decided, over all rows,
+who goes where. Then the waiting files are filtered and streamed into the two tables. The number of processes changes no byte.
+"""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from itertools import chain, islice, pairwise
+from json.encoder import encode_basestring_ascii
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import orjson
+import polars as pl
+
+from stages.formats import atomic, conversations, raw, similar, toon, turns
+from stages.formats.turns import Dropped, Message
+from stages.params import FixData, check_raw_exists, load, run_stage
+
+TRAIN, EVAL = Path("data/fixed/train.parquet"), Path("data/fixed/eval.parquet")
+REPORT = Path("results/fix_report.json")
+WAITING = Path(".scratch/fix_data")
+MOST_PROCESSES = 8  # each holds a Python and some chunks, about 200 MiB
+EXAMPLES = 5  # of pairs of near duplicates
+DIGEST = 16  # bytes of a row's digest that are kept: no two rows of a billion meet by chance
+
+# Where a row goes.
+TO_TRAIN, TO_EVAL, DUPLICATE, IN_EVAL, NEAR_DUPLICATE, NEAR_EVAL = range(6)
+REASONS = {
+    DUPLICATE: "duplicate", IN_EVAL: "in_eval", NEAR_DUPLICATE: "near_duplicate", NEAR_EVAL: "near_eval",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mended:
+    """One repaired answer, for the report's examples."""
+
+    before: str
+    after: str
+    rules: list[str]
+
+
+@dataclass
+class Part:
+    """What one chunk became: its rows wait in `file`, and here is what the decisions need of them."""
+
+    file: Path
+    rows_in: int = 0
+    source: str = ""
+    names: list[str] = field(default_factory=list)
+    verdicts: list[str] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)  # of the whole conversation
+    openings: list[bytes] = field(default_factory=list)  # of its system message and first question
+    evaluation: list[bool] = field(default_factory=list)
+    signatures: np.ndarray | None = None
+    formats: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+    lost: dict[str, str] = field(default_factory=dict)  # reason -> the first row it met
+    examples: dict[str, Mended] = field(default_factory=dict)  # rule -> where it acts with the fewest others
+
+
+def main() -> None:
+    started = time.perf_counter()
+    params = load()
+    check_raw_exists(params)
+    shutil.rmtree(WAITING, ignore_errors=True)  # what a killed run left
+    WAITING.mkdir(parents=True)
+    try:
+        pinned: dict[str, Any] = {}
+        parts = list(judged(params.fix_data, pinned))
+        fates, likeness = decide(parts, params.fix_data)
+        report = write(parts, fates, params.fix_data) | likeness
+        if likeness["near_duplicates"] is not None:
+            report["near_duplicates"]["examples"] = compare(parts, report["near_duplicates"].pop("pairs"))
+    finally:
+        shutil.rmtree(WAITING, ignore_errors=True)
+    seconds = time.perf_counter() - started
+    report |= {"hub": pinned, "rows_per_second": round(report["rows_in"] / seconds), "seconds": round(seconds, 3)}
+    atomic.write_json(REPORT, report)
+    print(
+        f"fix_data: {report['rows_in']} rows = {report['clean']} clean + {report['repaired']} repaired + "
+        f"{report['dropped']} dropped; {report['train']} to train, {report['eval']} to eval"
+    )
+
+
+# --- each row alone -------------------------------------------------------------------------------------------------
+
+
+def judged(params: FixData, pinned: dict[str, Any]) -> Iterator[Part]:
+    """A part for each chunk, in order. One chunk is judged here; more go to other processes, a few at a time."""
+    evaluation = params.eval_path()
+    given = Path(params.raw)
+    first = evaluation.relative_to(given if given.is_dir() else given.parent).as_posix() if evaluation else None
+    chunks = raw.all_chunks(given, first, pinned)
+    start = list(islice(chunks, 2))
+    jobs = ((c, params, WAITING / f"{n:06}.arrow", first) for n, c in enumerate(chain(start, chunks)))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = min(MOST_PROCESSES, cores)
+    if len(start) < 2 or workers < 2:
+        yield from (judge_chunk(*job) for job in jobs)
+        return
+    # spawn: a fork of a process in which polars has threads may hang.
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        waiting: deque[Future[Part]] = deque()
+        try:
+            for job in jobs:
+                waiting.append(pool.submit(judge_chunk, *job))
+                if len(waiting) > 2 * workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except BrokenProcessPool:
+            raise ValueError(
+                f"fix_data: one of {workers} processes was killed, expected each to have some 200 MiB of memory; free "
+                "some, or give the stage fewer cores: taskset -c 0 python -m stages.fix_data"
+            ) from None
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def judge_chunk(chunk: raw.Chunk, params: FixData, file: Path, eval_source: str | None) -> Part:
+    """Judge each row of a chunk by itself; what may be kept is written to `file`."""
+    part = Part(file, source=chunk.source)
+    kept: list[turns.Conversation] = []
+    for place, row in raw.parsed(chunk):
+        part.rows_in += 1
+        try:
+            conversation, answers = judge(row, params, chunk, place, part.formats)
+        except Dropped as reason:
+            part.dropped[str(reason)] += 1
+            part.lost.setdefault(str(reason), f"{chunk.source}, row {place}")
+            continue
+        rules = list(dict.fromkeys(rule for answer in answers for rule in answer.rules))
+        for answer in answers:
+            keep_plainest(part.examples, answer)
+        kept.append(conversation)
+        part.verdicts.append(f"repaired:{','.join(rules)}" if rules else "clean")
+        given = "" if row.get("id") is None else str(row["id"])
+        given = given or str(row.get("prompt_id") or "")
+        part.names.append(given if given and turns.is_text(given) else f"line-{place}")
+        part.places.append(place)
+        opening = hash_of(opening_of(conversation.messages), conversation.images)
+        whole = orjson.dumps([conversation.messages, conversation.extras()])
+        part.digests.append(hashlib.sha256(whole).digest()[:DIGEST])
+        part.openings.append(opening[:DIGEST])
+        if eval_source is None:
+            part.evaluation.append(int.from_bytes(opening[:8]) < params.eval_share * 2**64)
+        else:
+            first = params.eval_rows is None or place < params.eval_rows
+            part.evaluation.append(chunk.source == eval_source and first)
+    if params.near_duplicate is not None:
+        part.signatures = similar.signatures(["\n".join(m["content"] for m in c.messages) for c in kept])
+    table(kept, part).write_ipc(file, compression="lz4")
+    return part
+
+
+def judge(
+    row: dict[str, Any], params: FixData, chunk: raw.Chunk, place: int, formats: Counter[str]
+) -> tuple[turns.Conversation, list[Mended]]:
+    """A row as it travels on, and what was repaired in it. Length is of this: prose that was stripped doesn't count.
+
+    Raises:
+        Dropped: with the reason.
+        ValueError: where the row is not of the format that params.yaml insists on.
+    """
+    kind = turns.detect(row) if params.format == "auto" else params.format
+    formats[kind or "unknown"] += 1
+    if kind is None:
+        raise Dropped("unknown_format")
+    if not turns.fits(row, kind):
+        raise ValueError(
+            f"{chunk.shown}, line {place + 1}: expected an object with {turns.expected(kind)}, as fix_data.format: "
+            f"{kind} says, found {raw.shown(row)}; choose another format (auto, {', '.join(turns.FORMATS)}) or mend the file"
+        )
+    conversation = turns.read(row, kind, chunk.folder)
+    answers = repair_answers(conversation.messages, params.surrounding_text) if params.answers == "toon" else []
+    length = sum(len(message["content"]) for message in conversation.messages)
+    if conversation.reasoning:
+        length += sum(len(thought) for thought in conversation.reasoning if thought)
+    if length > params.max_chars:
+        raise Dropped("too_long")
+    if length < params.min_chars:
+        raise Dropped("too_short")
+    return conversation, answers
+
+
+def repair_answers(messages: list[Message], surrounding: Literal["strip", "keep"]) -> list[Mended]:
+    """Mend every answer in `messages`, in place; the horizon is what the question before it asked for.
+
+    Raises:
+        Dropped: for the first answer that can't be mended; the others of its row go with it.
+    """
+    mended = []
+    question = messages[0]
+    for before, answer in pairwise(messages):
+        question = before if before["role"] == "user" else question
+        if answer["role"] != "assistant" or not answer["content"]:  # a call for a tool has nothing to mend
+            continue
+        result = toon.repair(answer["content"], toon.horizon_asked(question["content"]), surrounding)
+        verdict, _, detail = result.verdict.partition(":")
+        if verdict == "dropped":
+            raise Dropped(detail)
+        if verdict == "repaired":
+            mended.append(Mended(answer["content"], result.text, detail.split(",")))
+        answer["content"] = result.text
+    return mended
+
+
+def keep_plainest(examples: dict[str, Mended], answer: Mended) -> None:
+    """For each rule, the answer in which it acts alone, if anywhere; of like ones the first."""
+    for rule in answer.rules:
+        if rule not in examples or len(answer.rules) < len(examples[rule].rules):
+            examples[rule] = answer
+
+
+def table(kept: list[turns.Conversation], part: Part) -> pl.DataFrame:
+    """The rows in the schema that travels on. Messages are laid flat first: ten times as quick as row by row."""
+    flat = pl.DataFrame(
+        {
+            "row": [row for row, c in enumerate(kept) for _ in c.messages],
+            "role": [m["role"] for c in kept for m in c.messages],
+            "content": [m["content"] for c in kept for m in c.messages],
+        },
+        schema={"row": pl.Int32, "role": pl.String, "content": pl.String},
+    )
+    messages = flat.group_by("row", maintain_order=True).agg(pl.struct("role", "content").alias("messages"))
+    columns = {
+        "id": part.names,
+        "messages": messages["messages"],
+        "tools": [c.tools for c in kept],
+        "tool_calls": [c.tool_calls for c in kept],
+        "reasoning": [c.reasoning for c in kept],
+        "images": [c.images for c in kept],
+        "source": [part.source] * len(kept),
+        "source_row": part.places,
+        "verdict": part.verdicts,
+    }
+    return pl.DataFrame(columns, schema=conversations.FIXED)
+
+
+def hash_of(messages: list[Message], images: list[str] | None) -> bytes:
+    """Of roles, contents and pictures; JSON keeps the border between two messages apart from their text.
+
+    The text is json.dumps's, written out by its own encoder of strings: this is the one line that every row's time
+    goes through.
+    """
+    said = [f'["{m["role"]}", {encode_basestring_ascii(m["content"])}]' for m in messages]
+    if images:
+        said.append(json.dumps(images))
+    return hashlib.sha256(f"[{', '.join(said)}]".encode()).digest()
+
+
+def opening_of(messages: list[Message]) -> list[Message]:
+    """What decides between train and eval: system message and first question.
+
+    Only that: every later prompt of a conversation begins with it, so no prompt, of any turn, is in both splits,
+    though its answer or the turns after it differ. It depends on no other row, so adding rows moves none across.
+    """
+    return messages[:2] if messages[0]["role"] == "system" else messages[:1]
+
+
+# --- all rows together ----------------------------------------------------------------------------------------------
+
+
+def decide(parts: list[Part], params: FixData) -> tuple[np.ndarray, dict[str, Any]]:
+    """(where each row goes, in order; the report of duplicates and of overlap between the splits).
+
+    Of likes the first stays, and a training row gives way to an eval row.
+    """
+    evaluation = np.array([flag for part in parts for flag in part.evaluation], bool)
+    fates = np.where(evaluation, TO_EVAL, TO_TRAIN).astype(np.int8)
+
+    held_out = {o for part in parts for o, flag in zip(part.openings, part.evaluation, strict=True) if flag}
+    known = {d for part in parts for d, flag in zip(part.digests, part.evaluation, strict=True) if flag}
+    seen: set[bytes] = set()
+    overlap = np.zeros(len(fates), bool)
+    row = 0
+    for part in parts:
+        for digest, opening, flag in zip(part.digests, part.openings, part.evaluation, strict=True):
+            if digest in seen and (flag or digest not in known):
+                fates[row] = DUPLICATE
+            elif not flag and opening in held_out:  # never by hash; with eval_file, what DVC can't know
+                overlap[row] = True
+            seen.add(digest)
+            row += 1
+    if params.eval_overlap == "remove":
+        fates[overlap] = IN_EVAL
+    report: dict[str, Any] = {
+        "overlap": {"policy": params.eval_overlap, "exact": int(overlap.sum()), "near": None},
+        "near_duplicates": None,
+    }
+    if params.near_duplicate is None or not len(fates):
+        return fates, report
+
+    kept = np.flatnonzero(fates <= TO_EVAL)
+    ranks = np.full(len(fates), -1)
+    ranks[np.r_[kept[evaluation[kept]], kept[~evaluation[kept]]]] = np.arange(len(kept))  # eval rows come first
+    signatures = [part.signatures for part in parts if part.signatures is not None]
+    linked, alike = similar.pairs(signatures, params.near_duplicate)
+    both = (ranks[linked] >= 0).all(1)
+    linked, alike = linked[both], alike[both]
+    by_rank = np.argsort(np.where(ranks < 0, len(fates), ranks), kind="stable")[: len(kept)]
+    first = by_rank[similar.groups(len(kept), ranks[linked])]  # by rank: the row it hangs together with
+    near = np.zeros(len(fates), bool)
+    taken: set[int] = set()  # eval rows that a training row like them is kept beside
+    for head, row in zip(first.tolist(), by_rank.tolist(), strict=True):
+        if head == row:
+            continue
+        near[row] = beside = bool(evaluation[head] and not evaluation[row])
+        if beside and params.eval_overlap == "remove":
+            fates[row] = NEAR_EVAL
+        elif not beside or head in taken:
+            fates[row] = NEAR_DUPLICATE
+        else:
+            taken.add(head)
+    report["overlap"]["near"] = int(near.sum())
+    report["near_duplicates"] = {
+        "threshold": params.near_duplicate,
+        "measure": f"MinHash of {similar.SLOTS} slots over runs of {similar.N_CHARS} characters",
+        "pairs_found": len(linked),
+        "dropped": int((fates == NEAR_DUPLICATE).sum()),
+        "pairs": [
+            (int(a), int(b), round(float(x), 3)) for (a, b), x in zip(linked[:EXAMPLES], alike[:EXAMPLES], strict=True)
+        ],
+    }
+    return fates, report
+
+
+def write(parts: list[Part], fates: np.ndarray, params: FixData) -> dict[str, Any]:
+    """Stream the rows to their tables, and count them."""
+    dropped = sum((part.dropped for part in parts), Counter[str]())
+    lost: dict[str, str] = {}
+    examples: dict[str, Mended] = {}
+    verdicts: Counter[str] = Counter()
+    names: set[str] = set()
+    ids: list[str | None] = []
+    split: Counter[int] = Counter(fates[fates <= TO_EVAL].tolist())
+    check_split(
+        split, dropped + Counter({REASONS[f]: n for f, n in Counter(fates.tolist()).items() if f in REASONS}), params
+    )
+    start = 0
+    for part in parts:
+        mine = fates[start : start + len(part.names)]
+        start += len(mine)
+        for reason, where in part.lost.items():
+            lost.setdefault(reason, where)
+        for answer in part.examples.values():
+            keep_plainest(examples, answer)
+        stays = (mine <= TO_EVAL).tolist()
+        for fate in np.unique(mine[mine > TO_EVAL]).tolist():
+            dropped[REASONS[fate]] += int((mine == fate).sum())
+            lost.setdefault(REASONS[fate], f"{part.source}, row {part.places[int(np.argmax(mine == fate))]}")
+        verdicts.update(verdict for verdict, stay in zip(part.verdicts, stays, strict=True) if stay)
+        ids += [
+            name_of(name, place, names) if stay else None
+            for name, place, stay in zip(part.names, part.places, stays, strict=True)
+        ]
+    chosen = WAITING / "chosen.arrow"
+    pl.DataFrame({"id": ids, "fate": fates}, schema={"id": pl.String, "fate": pl.Int8}).write_ipc(chosen)
+    rows = pl.scan_ipc([part.file for part in parts]).drop("id")
+    together = pl.concat([pl.scan_ipc(chosen), rows], how="horizontal")
+    for path, fate in ((TRAIN, TO_TRAIN), (EVAL, TO_EVAL)):
+        mine_only = together.filter(pl.col("fate") == fate).select(conversations.FIXED.names())
+        conversations.stream(path, mine_only, conversations.FIXED)
+
+    rows_in, rows_out = sum(part.rows_in for part in parts), sum(split.values())
+    clean = verdicts["clean"]
+    assert rows_in == rows_out + dropped.total() and rows_out == verdicts.total(), (rows_in, rows_out, dropped)
+    rules: Counter[str] = Counter()
+    for verdict, count in verdicts.items():
+        if verdict != "clean":
+            rules.update(dict.fromkeys(verdict.removeprefix("repaired:").split(","), count))
+    return {
+        "rows_in": rows_in,
+        "clean": clean,
+        "repaired": rows_out - clean,
+        "dropped": dropped.total(),
+        "rows_out": rows_out,
+        "train": split[TO_TRAIN],
+        "eval": split[TO_EVAL],
+        "formats": dict(sorted(sum((part.formats for part in parts), Counter[str]()).items())),
+        "rules": dict(sorted(rules.items())),
+        "dropped_reasons": dict(sorted(dropped.items())),
+        "dropped_first": dict(sorted(lost.items())),
+        "examples": {rule: {"before": examples[rule].before, "after": examples[rule].after} for rule in sorted(rules)},
+    }
+
+
+def name_of(given: str, place: int, taken: set[str]) -> str:
+    """The row's own id, or its line; made unique by the line, since later stages name answers by it."""
+    name = given
+    while name in taken:
+        name += f"@{place}"
+    taken.add(name)
+    return name
+
+
+def check_split(split: Counter[int], dropped: Counter[str], params: FixData) -> None:
+    """Raises ValueError where a split has no rows: the stages after this one could only fail on it."""
+    rows = split.total()
+    reasons = ", ".join(f"{reason} {n}" for reason, n in dropped.most_common()) or "it has no lines"
+    if rows == 0:
+        raise ValueError(
+            f"{params.raw}: expected conversations to keep, found none ({reasons}); "
+            f"if its answers are no TOON tables, set fix_data.answers: text"
+        )
+    if split[TO_EVAL] and split[TO_TRAIN]:
+        return
+    name = "train" if split[TO_EVAL] else "eval"
+    if params.eval_file is not None:
+        raise ValueError(
+            f"fix_data.eval_file {params.eval_file} (eval_rows {params.eval_rows}) leaves the {name} split of {rows} rows "
+            f"empty ({reasons}); change eval_rows, or give more rows"
+        )
+    change = "lower" if name == "train" else "raise"
+    raise ValueError(
+        f"fix_data.eval_share is {params.eval_share}, which leaves the {name} split of {rows} rows empty; "
+        f"{change} it or give more rows"
+    )
+
+
+def compare(parts: list[Part], pairs: list[tuple[int, int, float]]) -> list[dict[str, Any]]:
+    """The texts of some pairs that were taken for the same, so that a human can judge the threshold."""
+    starts = np.cumsum([0] + [len(part.names) for part in parts])
+
+    def text(row: int) -> str:
+        home = int(np.searchsorted(starts, row, side="right")) - 1
+        messages = pl.read_ipc(parts[home].file)["messages"][row - int(starts[home])]
+        return "\n".join(message["content"] for message in messages)[:1000]
+
+    return [{"first": text(a), "second": text(b), "likeness": likeness} for a, b, likeness in pairs]
+
+
+if __name__ == "__main__":
+    run_stage(main)

@@ -1,0 +1,140 @@
+"""Atomic writes: a reader sees the old file or the new one, never half of one.
+
+Each write goes to a temporary name beside its place, is fsynced, and is renamed over it. Renaming also keeps the
+DVC cache whole: outputs are hard links into it, so writing *through* one would change the cached copy too.
+A killed writer leaves its temporary, `.NAME.PID.part`, behind; the next write of the same place removes it.
+"""
+
+import csv
+import ctypes
+import glob
+import io
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
+
+
+@contextmanager
+def file(path: Path) -> Iterator[Path]:
+    """A temporary path to write; it takes `path`'s place when the block ends without an error."""
+    temporary = _temporary(path)
+    try:
+        yield temporary
+        _fsync(temporary)
+        os.replace(temporary, path)
+        _fsync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def folder(path: Path) -> Iterator[Path]:
+    """A temporary folder to fill; it takes `path`'s place, whole, when the block ends without an error."""
+    temporary = _temporary(path)
+    temporary.mkdir()
+    try:
+        yield temporary
+        for inside in [*temporary.rglob("*"), temporary]:  # a folder's own fsync is what keeps the names in it
+            _fsync(inside)
+        if path.exists():
+            _swap(temporary, path)
+        else:
+            os.replace(temporary, path)
+        _fsync(path.parent)
+    finally:
+        _remove(temporary)  # after a swap this is the old folder
+
+
+def write_text(path: Path, text: str) -> None:
+    with file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Indented JSON; NaN and infinity are refused, since half of the world's readers can't parse them."""
+    try:
+        text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
+    except ValueError as error:
+        raise ValueError(f"{path} not written: expected finite numbers, found NaN or infinity ({error})") from None
+    write_text(path, text + "\n")
+
+
+def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Rows under a header, keys that are no column left out. A float keeps every bit: csv writes it by repr."""
+    text = io.StringIO()
+    table = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
+    table.writeheader()
+    table.writerows(rows)
+    write_text(path, text.getvalue())
+
+
+def read_json(path: Path, made_by: str) -> Any:
+    """Raises ValueError naming the file and the stage that makes it, where it is missing or broken."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} not found; run: dvc repro {made_by}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); delete it and run: dvc repro {made_by}") from None
+
+
+def _temporary(path: Path) -> Path:
+    """A free name beside `path`, after removing what killed writers of `path` left there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*"):
+        pid = re.fullmatch(rf"\.{re.escape(path.name)}\.([1-9]\d*)\.(part|old)", left.name)
+        if pid and not _is_another_writer(int(pid[1])):
+            _remove(left)
+    return path.with_name(f".{path.name}.{os.getpid()}.part")
+
+
+def _is_another_writer(pid: int) -> bool:
+    """Whether a living process other than this one may own it; two at once is an error, but not ours to mend."""
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it lives, and is another user's
+        pass
+    return True
+
+
+def _swap(new: Path, path: Path) -> None:
+    """Let two folders change places: a folder can't be renamed over a full one.
+
+    One step on Linux, so that `path` is there at any moment. Elsewhere, and on file systems that can't, a kill in
+    the midst leaves nothing at `path`: the work is made again, and never read half.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if hasattr(libc, "renameat2"):
+        names = os.fsencode(new), os.fsencode(path)
+        if libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
+            return
+    aside = new.with_suffix(".old")
+    os.replace(path, aside)
+    os.replace(new, path)
+    os.replace(aside, new)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,146 @@
+"""A draft checkpoint on disk: `draft/` is what engines load, `state/` is what the next training segment needs.
+
+`draft/` holds config.json and model.safetensors exactly as SGLang's `LlamaForCausalLMEagle3` (0.5.17 to 0.5.23) and
+vLLM load them. SGLang ignores unknown names and leaves missing ones random, without a word, so names, shapes and the
+vocabulary maps are checked on every write and read. `state/` holds the optimizer's moments as safetensors and where
+the run stood as JSON. Which layers feed the draft: no list is written, since both engines default to EAGLE-3's
+[2, n//2, n-3]; other layers are written in each engine's own convention (research/specforge.md 2.1).
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from stages.formats import atomic
+
+DRAFTS = Path("drafts")
+
+
+def folder(name: str) -> Path:
+    return DRAFTS / name
+
+
+def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a draft with its shape, by config.json."""
+    h, d, v = config["hidden_size"], config["draft_vocab_size"], config["vocab_size"]
+    q, kv = (config["head_dim"] * config[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
+    m = config["intermediate_size"]
+    return {
+        "fc.weight": (h, 3 * h),
+        "midlayer.input_layernorm.weight": (h,),
+        "midlayer.hidden_norm.weight": (h,),
+        "midlayer.self_attn.q_proj.weight": (q, 2 * h),
+        "midlayer.self_attn.k_proj.weight": (kv, 2 * h),
+        "midlayer.self_attn.v_proj.weight": (kv, 2 * h),
+        "midlayer.self_attn.o_proj.weight": (h, q),
+        "midlayer.post_attention_layernorm.weight": (h,),
+        "midlayer.mlp.gate_proj.weight": (m, h),
+        "midlayer.mlp.up_proj.weight": (m, h),
+        "midlayer.mlp.down_proj.weight": (h, m),
+        "norm.weight": (h,),
+        "lm_head.weight": (d, h),
+        "d2t": (d,),
+        "t2d": (v,),
+    }
+
+
+def config_json(
+    shape: dict[str, Any], rope: dict[str, Any], feature_layers: list[int], num_layers: int, eos_token_ids: list[int]
+) -> dict[str, Any]:
+    """config.json of a draft: `shape` has the sizes of `shapes`, rope is the target's rope_parameters.
+
+    RoPE is written in both spellings: transformers 5 reads rope_parameters, SGLang and vLLM may read rope_theta and
+    rope_scaling.
+    """
+    scaling = (
+        None if rope.get("rope_type", "default") == "default" else {k: v for k, v in rope.items() if k != "rope_theta"}
+    )
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "dtype": "float32",
+        "bos_token_id": None,
+        "eos_token_id": eos_token_ids[0] if len(eos_token_ids) == 1 else eos_token_ids,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": scaling,
+        "rope_parameters": rope,
+        **shape,
+    }
+    if feature_layers != [2, num_layers // 2, num_layers - 3]:
+        # SGLang adds one to the ids in eagle_config; vLLM takes its top-level list as it is.
+        config["eagle_config"] = {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": [i - 1 for i in feature_layers],
+        }
+        config["eagle_aux_hidden_state_layer_ids"] = feature_layers
+    return config
+
+
+def write_draft(place: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Atomically write `place`/draft. Raises AssertionError where names, shapes or maps would mislead an engine."""
+    assert not (problem := _problem(config, tensors)), problem
+    with atomic.folder(place / "draft") as temporary:
+        atomic.write_json(temporary / "config.json", config)
+        save_file(
+            {name: t.contiguous() for name, t in tensors.items()}, temporary / "model.safetensors", {"format": "pt"}
+        )
+
+
+def read_draft(place: Path, made_by: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json and the tensors of `place`/draft. Raises ValueError naming what is missing, misshapen or unknown."""
+    config = atomic.read_json(place / "draft" / "config.json", made_by)
+    tensors = _tensors(place / "draft" / "model.safetensors", made_by)
+    if problem := _problem(config, tensors):
+        raise ValueError(f"{place}/draft is no EAGLE-3 draft: {problem}; run: dvc repro -f {made_by}")
+    return config, tensors
+
+
+def write_state(place: Path, tensors: dict[str, Tensor], progress: dict[str, Any]) -> None:
+    """Atomically write `place`/state: the optimizer's tensors, and where training stood (plain JSON)."""
+    with atomic.folder(place / "state") as temporary:
+        save_file({name: t.contiguous() for name, t in tensors.items()}, temporary / "optimizer.safetensors")
+        atomic.write_json(temporary / "progress.json", progress)
+
+
+def read_state(place: Path, made_by: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors = _tensors(place / "state" / "optimizer.safetensors", made_by)
+    return tensors, atomic.read_json(place / "state" / "progress.json", made_by)
+
+
+def _tensors(path: Path, made_by: str) -> dict[str, Tensor]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    except FileNotFoundError:
+        raise ValueError(f"{path} not found; run: dvc repro {made_by}") from None
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is cut or broken ({error}); delete it and run: dvc repro {made_by}") from None
+
+
+def _problem(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+    """What is wrong with a draft, or an empty string."""
+    try:
+        expected = shapes(config)
+    except KeyError as error:
+        return f"config.json lacks {error}"
+    if set(expected) != set(tensors):
+        return f"missing tensors {sorted(set(expected) - set(tensors))}, unknown {sorted(set(tensors) - set(expected))}"
+    wrong = [
+        f"{n} is {tuple(tensors[n].shape)}, expected {s}" for n, s in expected.items() if tuple(tensors[n].shape) != s
+    ]
+    if wrong:
+        return "; ".join(wrong)
+    d2t, t2d = tensors["d2t"], tensors["t2d"]
+    if d2t.dtype != torch.int64 or t2d.dtype != torch.bool:
+        return f"d2t is {d2t.dtype} and t2d {t2d.dtype}, expected int64 offsets and bool"
+    if not torch.equal(t2d.nonzero().flatten(), d2t + torch.arange(len(d2t))):
+        return "d2t + arange does not list the tokens that t2d marks"
+    return ""

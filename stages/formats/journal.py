@@ -1,0 +1,75 @@
+"""A journal of finished work: one JSON line per piece, under the digest of what was asked, never rewritten.
+
+A line is in the file as soon as it is written, so a killed process loses nothing that it had in hand; a line cut by the
+kill is taken off when the journal is opened again. What is found is found by content, never by counting lines: pieces
+finish in any order, and an order says nothing about which are missing.
+"""
+
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+FSYNC_S = 1.0  # a kill needs no fsync, a power cut does; one a second costs nothing
+
+
+def key(asked: Any) -> str:
+    """The digest of a piece of work, which is anything JSON can write."""
+    return hashlib.sha256(json.dumps(asked, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:32]
+
+
+class Journal:
+    """What was finished, by key. One process writes at a time."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self.done: dict[str, Any] = {}
+        if path.exists():
+            self._read()
+        self.resumed = len(self.done)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._synced = time.monotonic()
+
+    def add(self, key: str, value: Any) -> None:
+        """Keep `value` under `key`; what is there already stays as it is."""
+        if key in self.done:
+            return
+        line = json.dumps([key, value], ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        while line:  # a full disk or a signal may take a part of it
+            line = line[os.write(self._descriptor, line) :]
+        self.done[key] = value
+        if time.monotonic() - self._synced > FSYNC_S:
+            os.fsync(self._descriptor)
+            self._synced = time.monotonic()
+
+    def close(self) -> None:
+        os.fsync(self._descriptor)
+        os.close(self._descriptor)
+
+    def _read(self) -> None:
+        whole = 0
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file):
+                try:
+                    found, value = json.loads(line)
+                except ValueError:
+                    if line.endswith(b"\n"):
+                        raise ValueError(
+                            f"{self.path} line {number + 1} is not a whole piece of work, though lines follow it; only its last "
+                            f"may be cut. Delete the file and run again: what it holds is made anew"
+                        ) from None
+                    break
+                if not line.endswith(b"\n"):  # JSON by chance, but the writer had not finished
+                    break
+                self.done.setdefault(found, value)
+                whole += len(line)
+        os.truncate(self.path, whole)
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,109 @@
+"""target.json: which model the target is, pinned, and the shapes that every later stage needs without loading it.
+
+A builtin target's weights lie beside its manifest; any other target stays where Hugging Face keeps it, and the
+manifest holds the commit. Feature layers are ids i meaning *the residual stream entering block i*, which is
+transformers' `hidden_states[i]`; engines count differently, so convert at export, never here.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from stages.formats import atomic
+
+FOLDER = Path("artifacts/target")
+MADE_BY = "prepare_target"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    model: str  # "builtin/NAME", a Hugging Face id, or a local folder
+    revision: str | None  # the commit, for a Hugging Face id
+    modality: str  # "text"
+    config_digest: str  # sha256 of config.json
+    tokenizer_digest: str  # sha256 of the tokenizer's files
+    feature_layers: list[int]
+    hidden_size: int  # H
+    intermediate_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int  # V: rows of the embedding, padding included
+    rms_norm_eps: float
+    rope: dict[str, Any]  # transformers' rope_parameters
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    eos_token_ids: list[int]
+
+
+def write(path: Path, manifest: Manifest) -> None:
+    atomic.write_json(path / "target.json", asdict(manifest))
+
+
+def read(path: Path = FOLDER) -> Manifest:
+    """Raises ValueError naming the file and the stage to run, where it is missing or of another version."""
+    fields = atomic.read_json(path / "target.json", MADE_BY)
+    try:
+        return Manifest(**fields)
+    except TypeError as error:
+        raise ValueError(f"{path}/target.json is of another version ({error}); run: dvc repro {MADE_BY}") from None
+
+
+def weights(manifest: Manifest, path: Path = FOLDER) -> Path:
+    """The folder that holds config.json, the tokenizer and the weights; a Hugging Face id comes from its local cache."""
+    if manifest.model.startswith("builtin/"):
+        return path
+    if Path(manifest.model).is_dir():
+        return Path(manifest.model)
+    from huggingface_hub import snapshot_download  # only a hub target needs it, and it costs start-up time
+
+    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+    return Path(snapshot_download(manifest.model, revision=manifest.revision, allow_patterns=patterns))
+
+
+def tables(manifest: Manifest, path: Path = FOLDER) -> tuple[Tensor, Tensor]:
+    """The target's embedding [V, H] and output head [V, H] as float32, read without loading the model.
+
+    A tied target has one table for both. Raises ValueError where the files hold no such tensors.
+    """
+    folder = weights(manifest, path)
+    index = folder / "model.safetensors.index.json"
+    try:
+        weight_map = json.loads(index.read_text())["weight_map"] if index.exists() else {"": "model.safetensors"}
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{index} is cut or broken ({error!r}); get the target's weights anew") from None
+    files = sorted(set(weight_map.values()))
+    found: dict[str, Tensor] = {}
+    for name in files:
+        if not (folder / name).exists():
+            raise ValueError(f"{folder / name} not found; the target's weights must be safetensors")
+        try:
+            with safe_open(folder / name, framework="pt") as tensors:
+                for key in tensors.keys():  # noqa: SIM118 - not a dict
+                    if key.endswith(("embed_tokens.weight", "lm_head.weight")) and "visual" not in key:
+                        # A copy in torch's own memory, aligned to 64 bytes: on the mapped file, whose tensors begin
+                        # anywhere, sums were rounded otherwise in one process of ten (docs/LOG.md).
+                        table = torch.empty(tensors.get_slice(key).get_shape(), dtype=torch.float32)
+                        found[key.rsplit(".", 2)[-2]] = table.copy_(tensors.get_tensor(key))
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{folder / name} is cut or broken ({error}); get the target's weights anew") from None
+    embedding = found.get("embed_tokens")
+    head = embedding if manifest.tie_word_embeddings else found.get("lm_head")
+    if embedding is None or head is None:
+        raise ValueError(f"{folder} has no embed_tokens.weight and lm_head.weight; found {sorted(found)}")
+    return embedding, head
+
+
+def digest(folder: Path, *patterns: str) -> str:
+    """sha256 over the names and bytes of the files that match, in the order of their names."""
+    total = hashlib.sha256()
+    for file in sorted({f for pattern in patterns for f in folder.glob(pattern)}):
+        total.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+    return total.hexdigest()

@@ -1,0 +1,458 @@
+"""params.yaml, typed and strict: one section, one frozen class. No torch, no defaults.
+
+    python -m stages.params        # check the whole file, as `make run` does before anything starts
+
+Every stage reads its parameters through `load()`, which checks the *whole* file: DVC drops keys that are not
+strings without a word, so a misspelt section would otherwise vanish from the graph (research/dvc_prefect.md, 1).
+This file is in no stage's `deps`: DVC tracks the values, and the code below holds none.
+"""
+
+import inspect
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+PARAMS = Path("params.yaml")
+ROOT_CHECKPOINT = "e000"  # what init_draft makes; every chain of segments starts here
+
+Count = Annotated[int, Field(gt=0)]
+Share = Annotated[float, Field(gt=0, lt=1)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$")]
+Names = Annotated[list[Name], Field(min_length=1)]
+Grid = Annotated[list[Count], Field(min_length=1)]
+T = TypeVar("T")
+# http://host:port, also http://host:6000-6007 for a server on each of those ports; no user:password@, which would be logged
+BASE_URL = r"^https?://[^\s/@?#:]+(:\d{1,5}(-\d{1,5})?)?(/v1)?/?$"
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class Section(BaseModel):
+    """A strict, frozen section: unknown keys are refused, an integer is not a string, nothing has a default."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class Tree(BaseModel):
+    """A draft tree by name: `t8_2_16` is num_steps 8, topk 2, num_draft_tokens 16 (the root counted, as in SGLang)."""
+
+    model_config = ConfigDict(frozen=True)
+    num_steps: int
+    topk: int
+    num_draft_tokens: int
+
+    @property
+    def name(self) -> str:
+        return f"t{self.num_steps}_{self.topk}_{self.num_draft_tokens}"
+
+    @classmethod
+    def parse(cls, name: str) -> "Tree":
+        """Raises ValueError for a name that is no tree or a tree that cannot be built."""
+        match = re.fullmatch(r"t?([0-9]+)_([0-9]+)_([0-9]+)", name)
+        if not match:
+            raise ValueError(f"{name!r} is not a tree; write t<num_steps>_<topk>_<num_draft_tokens>, as t8_2_16")
+        steps, topk, tokens = map(int, match.groups())
+        if steps < 1 or topk < 1 or tokens < 2:
+            raise ValueError(
+                f"{name}: num_steps and topk must be at least 1 and num_draft_tokens at least 2 (root counted)"
+            )
+        if topk == 1 and tokens != steps + 1:
+            raise ValueError(
+                f"{name}: at topk 1 a tree is a chain of num_steps drafts and the root, as SGLang forces; "
+                f"write t{steps}_1_{steps + 1}"
+            )
+        if tokens - 1 > (most := candidates(steps, topk)):
+            raise ValueError(
+                f"{name}: num_draft_tokens - 1 = {tokens - 1} nodes, but topk + (num_steps - 1) * topk**2 = {most} candidates "
+                f"are all that exist; use at most t{steps}_{topk}_{most + 1}"
+            )
+        tree = cls(num_steps=steps, topk=topk, num_draft_tokens=tokens)
+        if tree.name != name:  # one tree, one name: the name is in every path
+            raise ValueError(f"{name!r} is not the name of a tree; write {tree.name}")
+        return tree
+
+
+def candidates(steps: int, topk: int) -> int:
+    """How many nodes an expansion records: k + (steps - 1) * k**2 (SGLang 0.5.17 to 0.5.23)."""
+    return topk + (steps - 1) * topk * topk
+
+
+class Target(Section):
+    model: Annotated[str, Field(min_length=1)]
+    revision: str | None
+    trust_remote_code: bool
+    dtype: Dtype
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
+    num_threads: Count
+    feature_layers: Annotated[list[Count], Field(min_length=3, max_length=3)] | None
+
+
+class PrepareTarget(Section):
+    seed: Seed
+    steps: Count
+    batch_tokens: Count
+    learning_rate: Positive
+
+
+class FixData(Section):
+    raw: Annotated[str, Field(min_length=1)]
+    format: Literal["auto", "sharegpt", "ultrachat", "messages", "prompt_answer"]
+    answers: Literal["toon", "text"]
+    surrounding_text: Literal["strip", "keep"]
+    min_chars: Count
+    max_chars: Count
+    near_duplicate: Annotated[float, Field(ge=0.5, le=1)] | None
+    eval_file: Annotated[str, Field(min_length=1)] | None
+    eval_rows: Count | None
+    eval_share: Share
+    eval_overlap: Literal["remove", "keep"]
+
+    @model_validator(mode="after")
+    def keys_agree(self) -> "FixData":
+        if self.min_chars > self.max_chars:
+            raise ValueError(f"min_chars {self.min_chars} is above max_chars {self.max_chars}; lower it")
+        if self.eval_rows is not None and self.eval_file is None:
+            raise ValueError(
+                f"eval_rows is {self.eval_rows}, expected null where eval_file is null: the split is then by eval_share; "
+                "name the file whose first rows are meant"
+            )
+        return self
+
+    def eval_path(self) -> Path | None:
+        """Where eval_file lies: in the folder `raw`, or `raw` itself; None where the split is by hash."""
+        if self.eval_file is None:
+            return None
+        raw = Path(self.raw)
+        return raw / self.eval_file if raw.is_dir() else raw.with_name(self.eval_file)
+
+
+class Server(Section):
+    """How sample_target reaches the servers that answer; what only concerns the way there is tracked by no stage."""
+
+    launch: Literal["transformers", "sglang", "vllm"] | None
+    launch_args: list[str]
+    start_timeout_s: Positive
+    base_urls: list[Annotated[str, Field(pattern=BASE_URL)]]
+    model: Annotated[str, Field(min_length=1)] | None
+    concurrency: Count
+    timeout_s: Positive
+    attempts: Count
+    api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None
+
+    @model_validator(mode="after")
+    def one_way_there(self) -> "Server":
+        if self.launch and self.base_urls:
+            raise ValueError(
+                f"launch is {self.launch} and base_urls names {len(self.base_urls)} server(s), expected one of the two: "
+                "set launch to null to use yours, or base_urls to [] to have one started"
+            )
+        return self
+
+    @property
+    def known(self) -> bool:
+        return bool(self.launch or self.base_urls)
+
+
+class SampleTarget(Section):
+    backend: Literal["transformers", "server", "keep"]
+    train_rows: Count | None
+    eval_rows: Count | None
+    temperature: NonNegative
+    top_p: Annotated[float, Field(gt=0, le=1)]
+    thinking: bool | None
+    history: Literal["data", "target"]
+    seed: Seed
+    batch_size: Count
+    max_new_tokens: Count
+    truncated: Literal["keep", "drop"]
+    server: Server
+
+    @model_validator(mode="after")
+    def backend_has_what_it_needs(self) -> "SampleTarget":
+        if self.backend == "server" and not self.server.known:
+            raise ValueError(
+                "backend is server, but neither server.launch nor server.base_urls says which; name your servers in "
+                "base_urls, or set launch to transformers, sglang or vllm"
+            )
+        if self.history == "target" and self.backend != "server":
+            raise ValueError(
+                f"history is target, expected data with backend {self.backend}: asking a later turn after the target's own "
+                "earlier answers needs backend: server"
+            )
+        return self
+
+
+class ExtractHiddens(Section):
+    dtype: Dtype
+    max_length: Count
+    batch_tokens: Count
+    shard_mib: Count
+
+
+class InitDraft(Section):
+    draft_vocab_size: Count | None
+    intermediate_size: Count | None
+    max_position_embeddings: Count | None
+    seed: Seed
+
+
+class CheckOverfit(Section):
+    steps: Count
+    learning_rate: Positive
+    min_tau: Annotated[float, Field(ge=1)]
+
+
+class Segment(Section):
+    """A saved checkpoint: `epochs` more epochs, starting from the checkpoint named `from`."""
+
+    from_: Annotated[Name, Field(alias="from")]
+    epochs: Count
+
+
+class TrainDraft(Section):
+    checkpoints: Annotated[dict[Name, Segment], Field(min_length=1)]
+    ttt_steps: Count
+    ttt_decay: Annotated[float, Field(gt=0, le=1)]
+    mask: Literal["aligned", "eagle"]
+    learning_rate: Positive
+    warmup_steps: Annotated[int, Field(ge=0)]
+    weight_decay: NonNegative
+    grad_clip: Positive
+    batch_tokens: Count
+    seed: Seed
+
+    @model_validator(mode="after")
+    def chains_reach_the_root(self) -> "TrainDraft":
+        for name in self.checkpoints:
+            seen = [name]
+            while (parent := self.checkpoints[seen[-1]].from_) != ROOT_CHECKPOINT:
+                if parent not in self.checkpoints:
+                    known = ", ".join([ROOT_CHECKPOINT, *self.checkpoints])
+                    raise ValueError(f"checkpoints.{seen[-1]}.from is {parent!r}, expected one of {known}")
+                if parent in seen:
+                    raise ValueError(f"checkpoints {' -> '.join([*seen, parent])} go in a circle; start one from e000")
+                seen.append(parent)
+        if ROOT_CHECKPOINT in self.checkpoints:
+            raise ValueError(f"checkpoints.{ROOT_CHECKPOINT} is made by init_draft; choose another name")
+        return self
+
+
+class ReplayTrees(Section):
+    semantics: Literal["sglang"]
+    steps: Grid
+    topk: Grid
+    tokens: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)]
+    batch_rows: Count
+
+    @model_validator(mode="after")
+    def some_tree_exists(self) -> "ReplayTrees":
+        if not self.trees():
+            raise ValueError(
+                f"no tree of steps {self.steps}, topk {self.topk} and tokens {self.tokens} can be built: tokens - 1 is "
+                "above topk + (steps - 1) * topk**2 in each; write smaller tokens"
+            )
+        return self
+
+    def trees(self) -> list[Tree]:
+        """Every tree of the grid that can be built, by topk, steps, tokens."""
+        return [
+            Tree(num_steps=s, topk=k, num_draft_tokens=m)
+            for k in sorted(set(self.topk))
+            for s in sorted(set(self.steps))
+            for m in ([s + 1] if k == 1 else sorted(set(self.tokens)))
+            if m - 1 <= candidates(s, k)
+        ]
+
+
+class Workload(Section):
+    split: Literal["eval"]
+    prompts: Count
+    warmup: Annotated[int, Field(ge=0)]
+    max_new_tokens: Count
+
+
+class Benchmark(Section):
+    workloads: Annotated[dict[Name, Workload], Field(min_length=1)]
+    checkpoints: Names
+    trees: Annotated[list[str], Field(min_length=1)]
+
+    @field_validator("trees")
+    @classmethod
+    def trees_can_be_built(cls, names: list[str]) -> list[str]:
+        for name in names:
+            Tree.parse(name)
+        return names
+
+    @field_validator("checkpoints", "trees")
+    @classmethod
+    def no_name_twice(cls, names: list[str]) -> list[str]:
+        if twice := sorted({n for n in names if names.count(n) > 1}):
+            raise ValueError(f"{', '.join(twice)} is listed twice; list each name once")
+        return names
+
+
+class Report(Section):
+    title: Annotated[str, Field(min_length=1)]
+
+
+class Params(Section):
+    target: Target
+    prepare_target: PrepareTarget
+    fix_data: FixData
+    sample_target: SampleTarget
+    extract_hiddens: ExtractHiddens
+    init_draft: InitDraft
+    check_overfit: CheckOverfit
+    train_draft: TrainDraft
+    replay_trees: ReplayTrees
+    benchmark: Benchmark
+    report: Report
+
+    @model_validator(mode="after")
+    def sections_agree(self) -> "Params":
+        for name in self.benchmark.checkpoints:
+            if name not in self.train_draft.checkpoints:
+                known = ", ".join(self.train_draft.checkpoints)
+                raise ValueError(
+                    f"benchmark.checkpoints: {name!r} is not trained, expected some of {known}; "
+                    "correct it, or add it to train_draft.checkpoints"
+                )
+        if self.check_overfit.min_tau > self.train_draft.ttt_steps + 1:
+            raise ValueError(
+                f"check_overfit.min_tau {self.check_overfit.min_tau} can't be reached: a chain of train_draft.ttt_steps = "
+                f"{self.train_draft.ttt_steps} drafts accepts at most {self.train_draft.ttt_steps + 1}; lower it"
+            )
+        return self
+
+
+def load(path: Path = PARAMS) -> Params:
+    """The whole of params.yaml, checked.
+
+    Raises:
+        ValueError: naming the file, every wrong key, what was expected and what to do.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} not found; run from the project's root, where dvc.yaml lies")
+    try:
+        # The parser DVC uses, so that we see what DVC sees; it also refuses a key given twice.
+        raw = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
+    except (YAMLError, ValueError) as error:  # ValueError: bytes that are no UTF-8, dates that don't exist
+        raise ValueError(f"{path} is not valid YAML: {_explain_yaml(error)}") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path}: expected the sections {', '.join(Params.model_fields)}; found {raw!r:.60}")
+    try:
+        return Params.model_validate(raw)
+    except ValidationError as error:
+        problems = "\n".join(f"  {_explain(e)}" for e in error.errors(include_url=False))
+        raise ValueError(f"{path} has {error.error_count()} problem(s) to correct:\n{problems}") from None
+
+
+def _explain(error: Any) -> str:
+    """One pydantic error as: key: what was expected, what was found, what to do."""
+    place = [str(part) for part in error["loc"] if part != "[key]"]
+    key, kind, found = ".".join(place), error["type"], f"found {error['input']!r}"
+    message = error["msg"].removeprefix("Value error, ")
+    if kind == "value_error":  # our own: says all three, and where no section is at fault, the key too
+        return f"{key}: {message}" if key else message
+    if kind == "extra_forbidden":
+        return f"{key}: unknown key; known keys are {', '.join(_known_keys(place[:-1]))}. Correct the spelling or delete it"
+    if kind == "missing":
+        return f"{key}: missing; the code holds no defaults, so write it (git show HEAD:params.yaml has one)"
+    if kind in ("model_type", "dict_type"):
+        return f"{key}: expected a section with {', '.join(_known_keys(place))}, {found}"
+    if not isinstance(error["input"], str):
+        found += "; YAML reads 8_2_16 as the number 8216, so begin a name with a letter (t8_2_16) or put text in quotes"
+    if kind == "invalid_key" or "[key]" in error["loc"] or place[-1] == "from":
+        return f"{key}: expected a name (a letter, then letters, digits and _), {found}"
+    if kind == "string_type":
+        return f"{key}: expected text, {found}"
+    if kind == "string_pattern_mismatch":
+        return f"{key}: expected text matching {error['ctx']['pattern']}, {found}"
+    # Pydantic's own words: "Input should be greater than 0", "List should have at least 1 item after validation, not 0".
+    expected = re.sub(r"^\w+ should (be|have) ", "expected ", message)
+    return f"{key}: {re.sub(' after validation.*', '', expected)}, found {error['input']!r}"
+
+
+def _explain_yaml(error: Exception) -> str:
+    """The parser's words in one line: the line and what is wrong there, without the address of its manual."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    return f"line {mark.line + 1}: {problem}; correct it" if mark and problem else f"{error}; correct it"
+
+
+def _known_keys(place: list[str]) -> list[str]:
+    """The keys of the section at `place`, as written in the file."""
+    model: Any = Params
+    for part in place:
+        field = model.model_fields.get(part)
+        annotation = field.annotation if field else model
+        inner = [a for a in getattr(annotation, "__args__", ()) if isinstance(a, type) and issubclass(a, Section)]
+        model = inner[0] if inner else annotation if isinstance(annotation, type) else model
+    return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def check_raw_exists(params: Params) -> None:
+    """Raises ValueError where the raw conversations are not there, before any stage spends a minute."""
+    fix = params.fix_data
+    raw, evaluation = Path(fix.raw), fix.eval_path()
+    if not raw.exists():
+        raise ValueError(
+            f"{PARAMS}: fix_data.raw is {raw}, which does not exist; give a file or a folder (docs/data.md)"
+        )
+    if evaluation is not None and (not evaluation.is_file() or (raw.is_file() and evaluation != raw)):
+        raise ValueError(
+            f"{PARAMS}: fix_data.eval_file is {fix.eval_file}, expected a file in the folder fix_data.raw, or "
+            f"the name of that file itself, found neither under {raw}; DVC tracks fix_data.raw, so put it there"
+        )
+
+
+def check_draft_vocab(params: Params, vocab_size: int) -> None:
+    """Raises ValueError where the draft's vocabulary would be larger than the target's."""
+    wanted = params.init_draft.draft_vocab_size
+    if wanted is not None and wanted > vocab_size:
+        raise ValueError(
+            f"{PARAMS}: init_draft.draft_vocab_size is {wanted}, but {params.target.model} has {vocab_size} tokens; "
+            f"use at most {vocab_size}, or null for all"
+        )
+
+
+def named(items: Mapping[str, T], name: str, key: str) -> T:
+    """items[name]; raises ValueError naming what `key` of params.yaml does have."""
+    if name not in items:
+        raise ValueError(f"{PARAMS}: {key} has no {name!r}; it has {', '.join(items)}")
+    return items[name]
+
+
+def run_stage(main: Callable[..., None]) -> None:
+    """Run a stage's `main` with the command line's words; what the user can mend prints as one message and exits with 1."""
+    words, takes = sys.argv[1:], inspect.signature(main)
+    try:
+        try:
+            takes.bind(*words)
+        except TypeError:
+            wanted = " ".join(name.upper() for name in takes.parameters) or "no arguments"
+            raise ValueError(f"expected {wanted}, found {' '.join(words) or 'none'}") from None
+        main(*words)
+    except ValueError as error:
+        sys.exit(f"aerie: {error}")
+
+
+def main() -> None:
+    params = load()
+    check_raw_exists(params)
+    b = params.benchmark
+    cells = len(b.workloads) * len(b.checkpoints) * len(b.trees)
+    print(
+        f"{PARAMS} is valid: target {params.target.model}, {len(params.train_draft.checkpoints)} checkpoints, {cells} cells"
+    )
+
+
+if __name__ == "__main__":
+    run_stage(main)

@@ -1,0 +1,113 @@
+"""prepare_target: model id -> a pinned manifest; or the embedded target.   python -m stages.prepare_target
+
+A Hugging Face id or a local folder is pinned, not copied: its commit, digests and shapes go into target.json.
+`builtin/NAME` is trained here from a seed and a fixed number of steps, so that the default runs without a download.
+"""
+
+import time
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from transformers import AutoConfig, PretrainedConfig
+from transformers.utils import logging
+
+from stages import params
+from stages.builtin import tiny
+from stages.drafting import target
+from stages.formats import atomic, manifest
+from stages.formats.manifest import Manifest
+
+
+def main() -> None:
+    p = params.load()
+    params.check_raw_exists(p)  # nothing may take a minute before this is known
+    torch.set_num_threads(p.target.num_threads)
+    started = time.perf_counter()
+    with atomic.folder(manifest.FOLDER) as folder:
+        made = _builtin(p, folder) if p.target.model.startswith("builtin/") else _pinned(p, folder)
+        manifest.write(folder, made)
+    print(
+        f"target {made.model}: {made.num_layers} layers, {made.hidden_size} wide, {made.vocab_size} tokens, "
+        f"features entering blocks {made.feature_layers} ({time.perf_counter() - started:.0f} s)"
+    )
+
+
+def _builtin(p: params.Params, folder: Path) -> Manifest:
+    name, train = p.target.model.removeprefix("builtin/"), p.prepare_target
+    if name not in tiny.NAMES:
+        raise ValueError(
+            f"params.yaml: target.model builtin/{name} is unknown; there is builtin/{', builtin/'.join(tiny.NAMES)}"
+        )
+    corpus = tiny.corpus(train.seed)
+    tokenizer = tiny.build_tokenizer(tiny.texts(corpus[:2000]))
+    params.check_draft_vocab(p, len(tokenizer))
+    model = tiny.build_model(tokenizer, train.seed)
+    rows = tiny.encode(tokenizer, corpus)
+    with tqdm(total=train.steps, desc="train the target", unit="step", mininterval=2) as bar:
+        for _, loss in tiny.train(model, rows, train.seed, train.steps, train.batch_tokens, train.learning_rate):
+            bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
+            bar.update()
+    logging.disable_progress_bar()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return _manifest(p, model.config, folder, revision=None)
+
+
+def _pinned(p: params.Params, folder: Path) -> Manifest:
+    """Nothing is copied: only the small files that name the model are read. Raises ValueError where it isn't to be had."""
+    where, revision = Path(p.target.model), None
+    if not where.is_dir():
+        where, revision = _from_hub(p.target.model, p.target.revision)
+    config = AutoConfig.from_pretrained(where, trust_remote_code=p.target.trust_remote_code)
+    params.check_draft_vocab(p, config.get_text_config().vocab_size)
+    return _manifest(p, config, where, revision)
+
+
+def _from_hub(model: str, revision: str | None) -> tuple[Path, str]:
+    from huggingface_hub import HfApi, snapshot_download
+
+    try:
+        commit = HfApi().model_info(model, revision=revision).sha
+        small = ["*.json", "*.txt", "*.model", "*.jinja"]
+        return Path(snapshot_download(model, revision=commit, allow_patterns=small)), str(commit)
+    except Exception as error:  # the hub's own errors, and those of whichever HTTP client it uses
+        raise ValueError(
+            f"params.yaml: target.model {model} (revision {revision}) is neither a folder here nor to be had from "
+            f"Hugging Face ({type(error).__name__}); check the spelling, the network, and HF_TOKEN for gated models"
+        ) from None
+
+
+def _manifest(p: params.Params, whole: PretrainedConfig, folder: Path, revision: str | None) -> Manifest:
+    config = whole.get_text_config()
+    layers = sorted(p.target.feature_layers or target.default_feature_layers(config.num_hidden_layers))
+    if len(set(layers)) < 3 or layers[-1] >= config.num_hidden_layers:
+        raise ValueError(
+            f"params.yaml: target.feature_layers {layers} must be three different ids below {config.num_hidden_layers}, "
+            f"the number of {p.target.model}'s layers; name them by hand for a target under 7 layers"
+        )
+    eos = whole.eos_token_id if whole.eos_token_id is not None else config.eos_token_id
+    return Manifest(
+        model=p.target.model,
+        revision=revision,
+        modality="text",
+        config_digest=manifest.digest(folder, "config.json"),
+        tokenizer_digest=manifest.digest(folder, "tokenizer*", "vocab*", "merges.txt", "chat_template*"),
+        feature_layers=layers,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        vocab_size=config.vocab_size,
+        rms_norm_eps=config.rms_norm_eps,
+        rope=dict(config.rope_parameters),
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=bool(whole.tie_word_embeddings),
+        eos_token_ids=[eos] if isinstance(eos, int) else list(eos),
+    )
+
+
+if __name__ == "__main__":
+    params.run_stage(main)

@@ -1,0 +1,89 @@
+"""replay_trees: cached eval hidden states + a draft -> tau of every tree.   python -m stages.replay_trees CHECKPOINT
+
+Exact, not estimated: research/replay.md and drafting/replay.py. One expansion per topk gives every smaller num_steps
+and every num_draft_tokens.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+
+from stages import params
+from stages.drafting import acceptance
+from stages.drafting.draft import Draft
+from stages.drafting.replay import replay
+from stages.formats import checkpoint, hiddens, manifest, replays
+from stages.params import Tree
+
+HIDDENS = Path("data/hiddens/eval")
+
+
+def main(name: str) -> None:
+    p = params.load()
+    torch.set_num_threads(p.target.num_threads)
+    started = time.perf_counter()
+    embedding, _ = manifest.tables(manifest.read())
+    config, tensors = checkpoint.read_draft(checkpoint.folder(name), f"train_draft@{name}")
+    draft = Draft.of(config, tensors).to(p.target.device).requires_grad_(False)
+    rows = sorted(hiddens.read(HIDDENS), key=lambda r: len(r.ids))
+
+    grid = p.replay_trees.trees()
+    accepted, cycles = _replay(draft, embedding.to(p.target.device), rows, grid, p.replay_trees.batch_rows)
+    low, high = acceptance.interval(accepted, cycles)
+    found: list[dict[str, Any]] = []
+    for g, tree in enumerate(grid):
+        tau = acceptance.tau(accepted[:, g], cycles[:, g])
+        found.append(
+            {
+                "checkpoint": name,
+                "steps": tree.num_steps,
+                "topk": tree.topk,
+                "tokens": tree.num_draft_tokens,
+                "tau": tau,
+                "tau_low": float(low[g]),
+                "tau_high": float(high[g]),
+                "accept_rate": (tau - 1) / tree.num_steps,
+                "cycles": int(cycles[:, g].sum()),
+                "accepted": int(accepted[:, g].sum()),
+            }
+        )
+    replays.write(replays.path(name), found)
+    best = max(range(len(grid)), key=lambda g: found[g]["tau"])
+    print(
+        f"{name}: {len(grid)} trees on {len(rows)} answers in {time.perf_counter() - started:.1f} s; "
+        f"best {grid[best].name}, tau {found[best]['tau']:.3f}"
+    )
+
+
+def _replay(
+    draft: Draft, embedding, rows: list[hiddens.Row], grid: list[Tree], batch_rows: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Accepted drafts and verify cycles of each answer and tree, [rows, trees] each."""
+    accepted = np.zeros((len(rows), len(grid)), dtype=np.int64)
+    cycles = np.zeros_like(accepted)
+    topks = sorted({t.topk for t in grid})
+    device = embedding.device
+    with tqdm(total=len(topks) * len(rows), desc="replay", unit="row", mininterval=2) as bar:
+        for topk in topks:
+            chosen = [g for g, t in enumerate(grid) if t.topk == topk]
+            shapes = [(grid[g].num_steps, grid[g].num_draft_tokens) for g in chosen]
+            for first in range(0, len(rows), batch_rows):
+                batch = rows[first : first + batch_rows]
+                ids = pad_sequence([r.ids.to(torch.int64) for r in batch], batch_first=True).to(device)
+                features = pad_sequence([r.features for r in batch], batch_first=True).to(device)
+                starts = torch.tensor([r.prompt_length for r in batch], device=device)
+                ends = torch.tensor([len(r.ids) for r in batch], device=device)
+                a, c = replay(draft, embedding, ids, features, starts, ends, topk, shapes)
+                place = np.ix_(range(first, first + len(batch)), chosen)
+                accepted[place], cycles[place] = a.cpu().numpy(), c.cpu().numpy()
+                bar.update(len(batch))
+    return accepted, cycles
+
+
+if __name__ == "__main__":
+    params.run_stage(main)

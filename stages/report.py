@@ -1,0 +1,489 @@
+"""report: cells, replays and every stage's own report -> the table, the plots, one page.   python -m stages.report
+
+    python -m stages.report --table    # the table once more, from what lies in results/, without redoing anything
+
+Cells and replays are the lists in params.yaml, never a glob: removed ones stay on disk. The columns of the first table
+are the seed's (EAGLE3 + Qwen3VL); docs/metrics.md defines each. `--table` must answer at once, so matplotlib and
+Jinja2 are imported where they are used.
+"""
+
+import csv
+import difflib
+import hashlib
+import io
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from stages import params
+from stages.formats import atomic, cell, replays
+
+BENCHMARK = Path("results/benchmark.csv")
+REPLAY = Path("results/replay.csv")
+METRICS = Path("results/metrics.json")
+PAGE = Path("results/report.html")
+TEMPLATE = Path(__file__).with_suffix(".html.j2")
+
+NAMES = ("workload", "checkpoint", "tree", "num_steps", "topk", "num_draft_tokens")
+MEASURED = (
+    "tau", "tau_low", "tau_high", "accept_rate", "prefill_latency_s", "e2e_latency_s", "output_tok_s", "speedup",
+    "identical_share",
+)  # fmt: skip
+COLUMNS = (*NAMES, *MEASURED, "replay_tau", "engine")
+
+# What each stage's own report must hold; whatever else it holds is shown too.
+REPORTS = {
+    "fix_data": (
+        "fix_report",
+        (
+            "rows_in",
+            "rows_out",
+            "rules",
+            "dropped_reasons",
+            "examples",
+            "seconds",
+            "formats",
+            "near_duplicates",
+            "overlap",
+            "hub",
+        ),
+    ),
+    "sample_target": ("sample_report", ("rows_in", "rows_out", "dropped", "seconds")),
+    "extract_hiddens": ("hiddens_report", ("rows_in", "rows_out", "dropped", "seconds")),
+    "init_draft": ("vocab_report", ("draft_vocab_size", "target_vocab_size", "coverage_train", "coverage_eval")),
+    "check_overfit": ("overfit_report", ("tau", "min_tau", "steps", "losses")),
+}
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Found:
+    """Everything that was read, by what it is about."""
+
+    cells: list[Row]  # as in stages/formats/cell.py, in the order of params.yaml
+    rows: list[Row]  # the same, as lines of benchmark.csv
+    replays: dict[str, list[Row]]  # checkpoint -> its replayed trees
+    reports: dict[str, Row]  # stage -> its own report
+    trained: dict[str, Row]  # checkpoint -> its epochs
+
+    def flow(self) -> list[Row]:
+        return [_rows_of(stage, self.reports[stage]) for stage in ("fix_data", "sample_target", "extract_hiddens")]
+
+
+def main(*arguments: str) -> None:
+    if arguments == ("--table",):
+        print(_table_from_disk())
+        return
+    if arguments:
+        raise ValueError(f"report takes --table or nothing; found {' '.join(arguments)}")
+    p = params.load()
+    cells = read_cells(p)
+    replayed = {name: replays.read(name) for name in p.train_draft.checkpoints}
+    rows = [_row(c, replayed) for c in cells]
+    reports = {stage: _read_report(stage) for stage in REPORTS}
+    trained = {name: _read_training(name, segment.from_) for name, segment in p.train_draft.checkpoints.items()}
+    found = Found(cells, rows, replayed, reports, trained)
+    metrics = summarize(found)
+
+    atomic.write_csv(BENCHMARK, COLUMNS, rows)
+    replays.write(REPLAY, [tree for trees in replayed.values() for tree in trees])
+    atomic.write_json(METRICS, metrics)
+    atomic.write_text(PAGE, render(p, found, metrics))
+    print(table(rows, metrics))
+
+
+# What is read
+
+
+def read_cells(p: params.Params) -> list[Row]:
+    """The cells params.yaml lists. Raises ValueError naming the file and what to run, where one is missing or foreign."""
+    cells = []
+    for workload in p.benchmark.workloads:
+        for checkpoint in p.benchmark.checkpoints:
+            for tree in p.benchmark.trees:
+                found = cell.read(workload, checkpoint, tree)
+                again = f"run: dvc repro -f -s benchmark@{workload}-{checkpoint}-{tree}"
+                place = cell.path(workload, checkpoint, tree)
+                if missing := set(cell.METRICS) - set(found["metrics"]):
+                    raise ValueError(f"{place} lacks the metrics {sorted(missing)}; {again}")
+                if found["definitions"] != cell.DEFINITIONS:
+                    raise ValueError(
+                        f"{place} is measured by {found['definitions']}, expected {cell.DEFINITIONS}; {again}"
+                    )
+                if (inside := [found[k] for k in NAMES[:3]]) != [workload, checkpoint, tree]:
+                    raise ValueError(f"{place} holds the cell {'-'.join(inside)}; {again}")
+                cells.append(found)
+    return cells
+
+
+def _read_report(stage: str) -> Row:
+    name, keys = REPORTS[stage]
+    return _whole(Path(f"results/{name}.json"), keys, stage)
+
+
+def _read_training(checkpoint: str, parent: str) -> Row:
+    stage = f"train_draft@{checkpoint}"
+    place = Path(f"results/train/{checkpoint}.json")
+    found = _whole(place, ("from", "epochs", "seconds"), stage)
+    if found["from"] != parent:
+        raise ValueError(f"{place} starts from {found['from']}, expected {parent}; run: dvc repro {stage}")
+    for epoch in found["epochs"]:
+        if missing := {"loss", "step_accuracy"} - set(epoch):
+            raise ValueError(f"{place} has an epoch without {sorted(missing)}; run: dvc repro -f -s {stage}")
+    return found
+
+
+def _whole(place: Path, keys: Iterable[str], stage: str) -> Row:
+    found: Row = atomic.read_json(place, made_by=stage)
+    if missing := [k for k in keys if k not in found]:
+        raise ValueError(f"{place} lacks {missing}; it is of another version: dvc repro -f -s {stage}")
+    return found
+
+
+# What is made of it
+
+
+def _row(c: Row, replays: dict[str, list[Row]]) -> Row:
+    """One line of benchmark.csv. Floats keep every bit, so that tau can be compared between machines."""
+    shape = c["num_steps"], c["topk"], c["num_draft_tokens"]
+    replayed = [r["tau"] for r in replays[c["checkpoint"]] if (r["steps"], r["topk"], r["tokens"]) == shape]
+    measured = {k: float(c["metrics"][k]) for k in MEASURED}
+    return {k: c[k] for k in NAMES} | measured | {"replay_tau": replayed[0] if replayed else "", "engine": c["engine"]}
+
+
+def _rows_of(stage: str, report: Row) -> Row:
+    """Rows in, out and dropped by reason. What doesn't add up is shown, not hidden and not fatal: the work is done."""
+    reasons: dict[str, int] = report["dropped_reasons"] if stage == "fix_data" else report["dropped"]
+    lost = report["rows_in"] - report["rows_out"] - sum(reasons.values())
+    return {"stage": stage, "in": report["rows_in"], "out": report["rows_out"], "reasons": reasons, "unaccounted": lost}
+
+
+def summarize(found: Found) -> Row:
+    """results/metrics.json. The best checkpoint has the highest replayed tau, averaged over all trees of the grid."""
+    means = {name: fmean(tree["tau"] for tree in trees) for name, trees in found.replays.items()}
+    checkpoints: dict[str, Row] = {}
+    for name, trees in found.replays.items():
+        top = max(trees, key=lambda tree: tree["tau"])
+        best = {"tree": f"t{top['steps']}_{top['topk']}_{top['tokens']}", "tau": top["tau"]}
+        checkpoints[name] = {"mean_replay_tau": means[name], "best_replayed": best}
+        if cells := [row for row in found.rows if row["checkpoint"] == name]:
+            for metric in ("tau", "speedup"):
+                first = max(cells, key=lambda row: row[metric])
+                checkpoints[name][f"best_by_{metric}"] = {k: first[k] for k in ("workload", "tree", "tau", "speedup")}
+    return {
+        "best_checkpoint": max(means, key=lambda name: means[name]),
+        "checkpoints": checkpoints,
+        "identical_share_min": min(row["identical_share"] for row in found.rows),
+        "definitions": cell.DEFINITIONS,
+        "cells": len(found.rows),
+        "replayed_trees": sum(map(len, found.replays.values())),
+        "rows_unaccounted": sum(abs(line["unaccounted"]) for line in found.flow()),
+    }
+
+
+# The terminal's table
+
+HEAD = (
+    ("Tree_structure", ""), ("prefill_latency", "(s)"), ("spec_accept_rate", "(%)"), ("e2e_latency", "(s)"),
+    ("compress ratio", "(tau)"), ("95%", "interval"), ("speedup", ""), ("identical", "(%)"),
+)  # fmt: skip
+
+
+def table(rows: list[Row], metrics: Row) -> str:
+    """Plain aligned text, the seed's columns first; `rows` as in benchmark.csv, as numbers or as text."""
+    lines = []
+    for workload, checkpoint in dict.fromkeys((row["workload"], row["checkpoint"]) for row in rows):
+        mine = [row for row in rows if (row["workload"], row["checkpoint"]) == (workload, checkpoint)]
+        mark = ", the best checkpoint by tau" if checkpoint == metrics["best_checkpoint"] else ""
+        lines += [
+            f"{workload}, checkpoint {checkpoint}{mark}",
+            *_aligned([*zip(*HEAD, strict=True), *map(_texts, mine)]),
+        ]
+        plain = max(float(row["output_tok_s"]) / float(row["speedup"]) for row in mine)
+        lines += [f"plain decoding, at its best: {plain:.1f} tokens/s", ""]
+    if lost := metrics["rows_unaccounted"]:
+        lines += [f"warning: {lost} rows are neither out nor dropped; see 'What happened to the rows' in {PAGE}", ""]
+    return "\n".join([*lines, f"tau by {metrics['definitions']}; plots and provenance: {PAGE}"])
+
+
+def _texts(row: Row) -> tuple[str, ...]:
+    n = {k: float(row[k]) for k in MEASURED}
+    interval = f"{n['tau_low']:.2f}-{n['tau_high']:.2f}"
+    return (
+        tree_structure(row["tree"]), f"{n['prefill_latency_s']:.3f}", f"{100 * n['accept_rate']:.1f}",
+        f"{n['e2e_latency_s']:.3f}", f"{n['tau']:.2f}", interval, f"{n['speedup']:.2f}x", f"{100 * n['identical_share']:.0f}",
+    )  # fmt: skip
+
+
+def tree_structure(name: str) -> str:
+    """The seed's notation. A chain's root was not counted there, so its own name for it follows: 8_1_9 (8_1_8)."""
+    steps, topk, tokens = name.removeprefix("t").split("_")
+    return f"{steps}_{topk}_{tokens}" + (f" ({steps}_1_{steps})" if topk == "1" else "")
+
+
+def _aligned(lines: list[tuple[str, ...]]) -> list[str]:
+    """First column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        "  ".join(t.rjust(w) if i else t.ljust(w) for i, (t, w) in enumerate(zip(line, widths, strict=True))).rstrip()
+        for line in lines
+    ]
+
+
+def _table_from_disk() -> str:
+    if not BENCHMARK.exists():
+        raise ValueError(f"{BENCHMARK} not found; run: dvc repro report")
+    with BENCHMARK.open(newline="", encoding="utf-8") as lines:
+        return table(list(csv.DictReader(lines)), atomic.read_json(METRICS, made_by="report"))
+
+
+# The page
+
+
+def render(p: params.Params, found: Found, metrics: Row) -> str:
+    """The page as one text: no script, no font, no picture from elsewhere."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    best, replays = metrics["best_checkpoint"], found.replays
+    fixed = found.reports["fix_data"]
+    others = [name for name in replays if name != best]
+    rest = sorted(others, key=lambda name: -metrics["checkpoints"][name]["mean_replay_tau"])
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATE.parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"tree": tree_structure, "scalars": _scalars}
+    return environment.get_template(TEMPLATE.name).render(
+        title=p.report.title,
+        model=p.target.model,
+        metrics=metrics,
+        groups=[_group(found, *names) for names in dict.fromkeys((r["workload"], r["checkpoint"]) for r in found.rows)],
+        trees=len(replays[best]),
+        heats=[_heat(replays[best], budget) for budget in _budgets(replays[best])],
+        duel=_duel(replays[best], replays[rest[0]]) | {"best": best, "other": rest[0]} if rest else None,
+        plots=_plots(found, best, rest),
+        histograms=_histograms([c for c in found.cells if c["checkpoint"] == best] or found.cells),
+        trained=found.trained,
+        flow=found.flow(),
+        reports=found.reports,
+        diffs={rule: _diff(e["before"], e["after"]) for rule, e in fixed["examples"].items()},
+        near=[_diff(e["first"], e["second"]) for e in (fixed["near_duplicates"] or {}).get("examples", [])],
+        provenance=_provenance(p, found.cells),
+    )
+
+
+def _group(found: Found, workload: str, checkpoint: str) -> Row:
+    """One table of results, with the fastest plain decoding seen beside its trees."""
+    cells, lines = (
+        [x for x in some if (x["workload"], x["checkpoint"]) == (workload, checkpoint)]
+        for some in (found.cells, found.rows)
+    )
+    fastest = max(cells, key=lambda c: c["metrics"]["baseline_output_tok_s"])
+    plain = {
+        "prefill": fmean(prompt["baseline_prefill_latency_s"] for prompt in fastest["prompts"]),
+        "e2e": fmean(prompt["baseline_e2e_latency_s"] for prompt in fastest["prompts"]),
+        "tok_s": fastest["metrics"]["baseline_output_tok_s"],
+    }
+    top = {k: max(line[k] for line in lines) for k in ("tau", "speedup")}
+    shared = {k: fastest[k] for k in ("workload", "checkpoint", "temperature", "engine")}
+    return shared | {"prompts": len(fastest["prompts"]), "rows": lines, "plain": plain, "top": top}
+
+
+def _budgets(trees: list[Row]) -> list[int]:
+    """The seed's two budgets where the grid has them, else its largest."""
+    grid = {tree["tokens"] for tree in trees if tree["topk"] > 1} or {tree["tokens"] for tree in trees}
+    return sorted(grid & {16, 32}) or [max(grid)]
+
+
+def _heat(trees: list[Row], budget: int) -> Row:
+    """tau by steps and topk, each with as many draft tokens as it can use of `budget`; `weight` in 0..1 is its colour."""
+    best: dict[tuple[int, int], Row] = {}
+    for tree in sorted((t for t in trees if t["tokens"] <= budget), key=lambda t: t["tokens"]):
+        best[tree["steps"], tree["topk"]] = dict(tree)
+    low, high = min(t["tau"] for t in best.values()), max(t["tau"] for t in best.values())
+    for tree in best.values():
+        tree["weight"] = (tree["tau"] - low) / ((high - low) or 1)
+    steps, topks = sorted({s for s, _ in best}), sorted({k for _, k in best})
+    lines = [{"topk": k, "cells": [best.get((s, k)) for s in steps]} for k in topks]
+    return {"budget": budget, "steps": steps, "lines": lines, "high": high}
+
+
+def _duel(best: list[Row], other: list[Row]) -> Row:
+    """On how many trees the best checkpoint is really ahead of the next one."""
+    pairs = _paired(best, other)
+    return {"of": len(pairs), "won": sum(x > y for x, y, _ in pairs), "lost": sum(x < y for x, y, _ in pairs)}
+
+
+def _paired(best: list[Row], other: list[Row]) -> list[tuple[float, float, int]]:
+    """(tau of best, tau of other, topk) for each tree that both have."""
+    theirs = {(t["steps"], t["topk"], t["tokens"]): t["tau"] for t in other}
+    keyed = [((t["steps"], t["topk"], t["tokens"]), t) for t in best]
+    return [(t["tau"], theirs[key], t["topk"]) for key, t in keyed if key in theirs]
+
+
+def _histograms(cells: list[Row]) -> list[Row]:
+    """How many drafts a verify cycle accepted, for at most four telling trees."""
+    chains = [c for c in cells if c["topk"] == 1]
+    picks = [
+        ("highest tau", max(cells, key=lambda c: c["metrics"]["tau"])),
+        ("fastest", max(cells, key=lambda c: c["metrics"]["speedup"])),
+        ("longest chain", max(chains, key=lambda c: c["num_steps"]) if chains else None),
+        ("lowest tau", min(cells, key=lambda c: c["metrics"]["tau"])),
+    ]
+    shown: dict[tuple[str, str], Row] = {}
+    for why, c in picks:
+        if not c or not (cycles := sum(c["histogram"])):
+            continue
+        if old := shown.get(key := (c["workload"], c["tree"])):
+            old["why"] += f", {why}"
+            continue
+        bars = [count / cycles for count in c["histogram"]]
+        shown[key] = {"why": why, "cycles": cycles, "bars": bars, "most": max(bars), "tau": c["metrics"]["tau"]}
+        shown[key] |= {k: c[k] for k in ("workload", "checkpoint", "tree")}
+    return list(shown.values())
+
+
+def _diff(before: str, after: str) -> list[tuple[str, str]]:
+    """(" ", "-" or "+", line) with two lines around each change, and "@" where lines are left out between changes."""
+    lines = difflib.unified_diff(before.split("\n"), after.split("\n"), lineterm="", n=2)
+    return [(line[0], line[1:]) for line in lines][3:]  # less its heading: two names and the first place
+
+
+def _scalars(report: Row) -> Row:
+    return {k: v for k, v in report.items() if isinstance(v, int | float | str) and k not in ("rows_in", "rows_out")}
+
+
+def _provenance(p: params.Params, cells: list[Row]) -> Row:
+    """What the cells were measured on; more than one line means that their latencies don't compare."""
+    words = Counter(json.dumps([c["hardware"], c["versions"], c["engine"]], sort_keys=True) for c in cells)
+    values = json.dumps(p.model_dump(mode="json", by_alias=True), sort_keys=True)
+    return {
+        "machines": [
+            {"cells": count, "hardware": hardware, "versions": versions, "engine": engine}
+            for text, count in words.most_common()
+            for hardware, versions, engine in [json.loads(text)]
+        ],
+        "seeds": sorted({c["seed"] for c in cells}),
+        "seconds": sum(c["seconds"] for c in cells),
+        "digest": hashlib.sha256(values.encode()).hexdigest(),
+    }
+
+
+# Plots: matplotlib draws in stand-in colours, which become CSS variables, so that they follow light, dark and paper
+
+INK, FAINT = "#010101", "#020202"
+SERIES = ("#030301", "#030302", "#030303", "#030304", "#030305", "#030306")
+CSS = {INK: "var(--ink)", FAINT: "var(--line)"} | {colour: f"var(--s{i})" for i, colour in enumerate(SERIES)}
+STYLE = {
+    "svg.fonttype": "none", "svg.hashsalt": "aerie", "font.family": "sans-serif", "font.size": 10.5, "text.color": INK,
+    "axes.edgecolor": FAINT, "axes.labelcolor": INK, "axes.spines.top": False, "axes.spines.right": False,
+    "axes.axisbelow": True, "axes.grid": True, "grid.color": FAINT, "grid.linewidth": 0.6, "xtick.color": INK,
+    "ytick.color": INK, "xtick.major.size": 0, "ytick.major.size": 0, "legend.frameon": False, "lines.linewidth": 1.6,
+    "lines.markersize": 4, "figure.facecolor": "none", "axes.facecolor": "none",
+}  # fmt: skip
+
+
+def _plots(found: Found, best: str, rest: list[str]) -> dict[str, str]:
+    import matplotlib
+
+    replays, trained = found.replays, found.trained
+    with matplotlib.rc_context(STYLE):
+        plots = {
+            "tokens": _svg(lambda axes: _draw_tokens(axes, replays[best])),
+            "loss": _svg(lambda axes: _draw_loss(axes, trained)),
+            "accuracy": _svg(lambda axes: _draw_accuracy(axes, trained)),
+        }
+        if rest:
+            plots["duel"] = _svg(lambda axes: _draw_duel(axes, best, rest[0], _paired(replays[best], replays[rest[0]])))
+    return plots
+
+
+def _svg(draw: Callable[[Any], None]) -> Any:
+    """An inline SVG, ready for the page: without prologue, metadata, name spaces, fixed size, or repeated ids."""
+    from markupsafe import Markup
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(4.7, 3.3), layout="tight")
+    axes = figure.subplots()
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    draw(axes)
+    axes.margins(x=0.03)
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend()
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Type": None, "Format": None})
+    svg = text.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
+    svg = re.sub(r' xmlns(:xlink)?="[^"]*"|(?<=<svg) width="[^"]*"| height="[^"]*"(?= viewBox)', "", svg)
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
+    for colour, variable in CSS.items():
+        svg = svg.replace(colour, variable)
+    return Markup(svg)  # matplotlib has escaped every text in it
+
+
+def _cycle() -> Iterator[str]:
+    return itertools.cycle(SERIES)
+
+
+def _draw_tokens(axes: Any, trees: list[Row]) -> None:
+    for topk, colour in zip(sorted({t["topk"] for t in trees}), _cycle(), strict=False):
+        mine = [t for t in trees if t["topk"] == topk]
+        tokens = sorted({t["tokens"] for t in mine})
+        best = [max(t["tau"] for t in mine if t["tokens"] == count) for count in tokens]
+        axes.plot(tokens, best, marker="o", color=colour, label=f"topk {topk}")
+    axes.set(xlabel="num_draft_tokens", ylabel="tau, at the best num_steps")
+
+
+def _draw_duel(axes: Any, best: str, other: str, pairs: list[tuple[float, float, int]]) -> None:
+    ends = [min(min(x, y) for x, y, _ in pairs), max(max(x, y) for x, y, _ in pairs)]
+    axes.plot(ends, ends, color=INK, linewidth=0.8)
+    for topk, colour in zip(sorted({k for _, _, k in pairs}), _cycle(), strict=False):
+        mine = [(y, x) for x, y, k in pairs if k == topk]
+        axes.plot(*zip(*mine, strict=True), "o", color=colour, markersize=3, label=f"topk {topk}")
+    axes.set(xlabel=f"tau with {other}", ylabel=f"tau with {best}")
+
+
+def _draw_loss(axes: Any, trained: dict[str, Row]) -> None:
+    """Each segment starts where the one it continues ended."""
+    ends: dict[str, int] = {}
+    last: dict[str, float] = {}
+    for name, colour in zip(_in_order(trained), _cycle(), strict=False):
+        parent, epochs = trained[name]["from"], trained[name]["epochs"]
+        start, losses = ends.get(parent, 0), [epoch["loss"] for epoch in epochs]
+        joined = [(start, last[parent])] if parent in last else []
+        points = [*joined, *enumerate(losses, start + 1)]
+        axes.plot(*zip(*points, strict=True), color=colour, label=name)
+        axes.plot(points[-1][0], points[-1][1], "o", color=colour)
+        ends[name], last[name] = start + len(epochs), losses[-1]
+    axes.set(xlabel="epoch", ylabel="training loss")
+
+
+def _in_order(trained: dict[str, Row]) -> list[str]:
+    """Parents before children, whatever the order in params.yaml."""
+    order: list[str] = []
+    while len(order) < len(trained):
+        order += [n for n, t in trained.items() if n not in order and (t["from"] in order or t["from"] not in trained)]
+    return order
+
+
+def _draw_accuracy(axes: Any, trained: dict[str, Row]) -> None:
+    for name, colour in zip(trained, _cycle(), strict=False):
+        accuracy = [100 * share for share in trained[name]["epochs"][-1]["step_accuracy"]]
+        axes.plot(range(1, len(accuracy) + 1), accuracy, marker="o", color=colour, label=name)
+    axes.set(xlabel="training-time-test step", ylabel="accuracy after the last epoch (%)")
+
+
+if __name__ == "__main__":
+    params.run_stage(main)

@@ -1,0 +1,70 @@
+"""A slow EAGLE-3 draft for comparison: one position at a time, nothing cached, written from the papers' words.
+
+It shares only the weights with `stages.drafting.draft`: its own rotation (complex numbers), its own attention (a Python
+loop over heads), its own norm.
+"""
+
+import torch
+from torch import Tensor
+
+from stages.drafting.draft import Draft, DraftConfig
+
+CONFIG = DraftConfig(
+    hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=23,
+    draft_vocab_size=11, max_position_embeddings=64, rms_norm_eps=1e-6, rope={"rope_theta": 100.0, "rope_type": "default"},
+)  # fmt: skip
+
+
+def random_draft(seed: int, scale: float = 0.4) -> tuple[Draft, Tensor, Tensor]:
+    """A draft whose weights are large enough that its guesses differ, and a target's embedding and head [V, H]."""
+    generator = torch.Generator().manual_seed(seed)
+    draft = Draft(CONFIG)
+    for parameter in draft.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data = 1 + 0.1 * noise if parameter.ndim == 1 else scale * noise
+    chosen = torch.randperm(CONFIG.vocab_size, generator=generator)[: CONFIG.draft_vocab_size].sort().values
+    draft.d2t.copy_(chosen - torch.arange(len(chosen)))
+    draft.t2d[chosen] = True
+    tables = torch.randn(2, CONFIG.vocab_size, CONFIG.hidden_size, generator=generator)
+    return draft.requires_grad_(False), tables[0], tables[1]
+
+
+def guess(draft: Draft, embedding: Tensor, ids: list[int], features: Tensor, p: int, path: list[int]) -> Tensor:
+    """Probabilities [D] of the token after `path`, drafted from position p: ids up to p + 1 are known, features up to p."""
+    layer, w = draft.midlayer, draft.midlayer.self_attn
+    inputs = [(embedding[ids[j + 1]], draft.fc.weight @ features[j], j) for j in range(p + 1)]
+    state = None
+    for step in range(len(path) + 1):
+        if step:  # the recurrent state, not yet normed, with the drafted token, one position on
+            inputs.append((embedding[path[step - 1]], state, p + step))
+        mixed = [torch.cat([norm(e, layer.input_layernorm), norm(h, layer.hidden_norm)]) for e, h, _ in inputs]
+        positions = [j for _, _, j in inputs]
+        keys = [[turn(x, j) for x in split(w.k_proj.weight @ m)] for m, j in zip(mixed, positions, strict=True)]
+        values = [split(w.v_proj.weight @ m) for m in mixed]
+        queries = [turn(x, positions[-1]) for x in split(w.q_proj.weight @ mixed[-1])]
+        heads = []
+        for a, q in enumerate(queries):
+            g = a // (CONFIG.num_attention_heads // CONFIG.num_key_value_heads)
+            weights = torch.softmax(torch.stack([q @ k[g] for k in keys]) / CONFIG.head_dim**0.5, 0)
+            heads.append(sum(x * v[g] for x, v in zip(weights, values, strict=True)))
+        hidden = inputs[-1][1] + w.o_proj.weight @ torch.cat(heads)
+        x = norm(hidden, layer.post_attention_layernorm)
+        gated = torch.nn.functional.silu(layer.mlp.gate_proj.weight @ x) * (layer.mlp.up_proj.weight @ x)
+        state = hidden + layer.mlp.down_proj.weight @ gated
+    return torch.softmax(draft.lm_head.weight @ norm(state, draft.norm), 0)
+
+
+def norm(x: Tensor, module) -> Tensor:
+    return x / (x.pow(2).mean() + CONFIG.rms_norm_eps).sqrt() * module.weight
+
+
+def split(x: Tensor) -> list[Tensor]:
+    return list(x.split(CONFIG.head_dim))
+
+
+def turn(x: Tensor, position: int) -> Tensor:
+    """Rotate pairs (i, i + E/2) by position * theta**(-2i/E), as complex numbers."""
+    half = CONFIG.head_dim // 2
+    angles = position * CONFIG.rope["rope_theta"] ** (-2 * torch.arange(half, dtype=torch.float64) / CONFIG.head_dim)
+    turned = torch.complex(x[:half].double(), x[half:].double()) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([turned.real, turned.imag]).float()

@@ -1,0 +1,106 @@
+"""Replay against the slow draft: for every place of an answer, build the tree by enumeration, and walk."""
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from stages.drafting.draft import first_state, prefix
+from stages.drafting.expand import expand
+from stages.drafting.replay import replay, walk
+from tests.drafting.plain import CONFIG, guess, random_draft
+
+
+def make_answers(draft, embedding, count: int) -> list[tuple[list[int], torch.Tensor, int, int]]:
+    """Rows (ids, features, start, end) whose answers mostly follow the draft's own first guesses, so that trees accept some."""
+    rows = []
+    for seed in range(count):
+        generator = torch.Generator().manual_seed(seed)
+        prompt, answer = 3 + seed % 3, 7 + seed % 4
+        features = torch.randn(prompt + answer, 3 * CONFIG.hidden_size, generator=generator)
+        ids = torch.randint(0, CONFIG.vocab_size, (prompt + 1,), generator=generator).tolist()
+        for p in range(prompt - 1, prompt + answer - 2):
+            best = guess(draft, embedding, ids, features, p, []).topk(3).indices
+            choice = best[
+                0 if torch.rand(1, generator=generator) < 0.6 else int(torch.randint(0, 3, (1,), generator=generator))
+            ]
+            ids.append(int(draft.to_target(choice)))
+        rows.append((ids, features, prompt, prompt + answer))
+    return rows
+
+
+def slow_tree(draft, embedding, ids, features, p: int, steps: int, topk: int, tokens: int) -> set[tuple[int, ...]]:
+    """The paths of the tree drafted at p, by research/sglang.md section 1, with the slow draft."""
+    found, beam = [], [(1.0, (), -1)]
+    for _ in range(steps):
+        level = []
+        for score, path, _ in beam:
+            probs = guess(draft, embedding, ids, features, p, list(path))
+            for i in sorted(range(len(probs)), key=lambda i: (-probs[i].item(), i))[:topk]:
+                level.append(
+                    (score * probs[i].item(), (*path, int(draft.to_target(torch.tensor(i)))), len(found) + len(level))
+                )
+        found += level
+        beam = sorted(level, key=lambda c: (-c[0], c[2]))[:topk]
+    if topk == 1:
+        return {c[1] for c in found}
+    return {c[1] for c in sorted(found, key=lambda c: (-c[0], c[2]))[: tokens - 1]}
+
+
+@pytest.mark.parametrize("topk", [1, 2, 3])
+def test_replay_equals_building_every_tree_and_walking(topk: int) -> None:
+    draft, embedding, _ = random_draft(3)
+    rows = make_answers(draft, embedding, 4)
+    trees = [(s, s + 1) for s in (1, 2, 4)] if topk == 1 else [(1, 3), (3, 5), (3, 8), (4, 8)]
+    accepted, cycles = replay(
+        draft, embedding,
+        pad_sequence([torch.tensor(r[0]) for r in rows], batch_first=True),
+        pad_sequence([r[1] for r in rows], batch_first=True),
+        torch.tensor([r[2] for r in rows]), torch.tensor([r[3] for r in rows]), topk, trees,
+    )  # fmt: skip
+    assert accepted.sum() > 5, "nothing is accepted, so nothing is tested"
+    for b, (ids, features, start, end) in enumerate(rows):
+        for g, (steps, tokens) in enumerate(trees):
+            bonus, total, count = start, 0, 0
+            while bonus < end - 1:
+                paths = slow_tree(draft, embedding, ids, features, bonus - 1, steps, topk, tokens)
+                depth = 0
+                while bonus + depth + 1 < end and tuple(ids[bonus + 1 : bonus + depth + 2]) in paths:
+                    depth += 1
+                total, count, bonus = total + depth, count + 1, bonus + depth + 1
+            assert (accepted[b, g].item(), cycles[b, g].item()) == (total, count), (b, steps, topk, tokens)
+
+
+def test_expansion_scores_are_products_of_the_slow_drafts_chances() -> None:
+    draft, embedding, _ = random_draft(4)
+    ids, features, start, _ = make_answers(draft, embedding, 1)[0]
+    p, whole = start + 1, torch.tensor([ids])
+    fused, keys, values = prefix(draft, whole, features[None], embedding)
+    allowed = (torch.arange(len(ids)) <= p)[None, None]
+    state = first_state(
+        draft, embedding[whole[:, p + 1]][:, None], fused[:, p : p + 1], torch.tensor([[p]]), keys, values, allowed
+    )
+    found = expand(draft, embedding, state, torch.tensor([[p]]), keys, values, allowed, steps=4, topk=2)
+    for number in range(found.scores.shape[1]):
+        path, climber = [], number
+        while climber != -1:
+            path.insert(0, found.tokens[0, climber].item())
+            climber = found.parents[0, climber].item()
+        chance = 1.0
+        for depth, token in enumerate(path):
+            draft_id = [int(draft.to_target(torch.tensor(i))) for i in range(CONFIG.draft_vocab_size)].index(token)
+            chance *= guess(draft, embedding, ids, features, p, path[:depth])[draft_id].item()
+        assert found.scores[0, number].item() == pytest.approx(chance, rel=1e-4)
+
+
+def test_walk_steps_over_the_bonus_token() -> None:
+    """Two accepted, bonus, none accepted, bonus, one accepted and the answer ends: 3 drafts in 3 cycles."""
+    accepted = torch.tensor([[[2, 9, 9, 0, 1, 9]]])
+    assert [x.item() for x in walk(accepted, torch.tensor([6]))] == [3, 3]
+
+
+def test_an_answer_of_one_token_has_no_cycle() -> None:
+    """The only token comes from prefill; nothing is drafted."""
+    draft, embedding, _ = random_draft(3)
+    ids, features = torch.randint(0, 20, (1, 5)), torch.randn(1, 5, 3 * CONFIG.hidden_size)
+    accepted, cycles = replay(draft, embedding, ids, features, torch.tensor([4]), torch.tensor([5]), 2, [(3, 5)])
+    assert (accepted.item(), cycles.item()) == (0, 0)

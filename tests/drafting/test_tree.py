@@ -1,0 +1,148 @@
+"""Trees against a slow, obvious enumeration: paths in a dictionary, Python's own sort, no tensors inside."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stages.drafting import tree
+
+VOCAB = 5
+
+
+def successors(path: tuple[int, ...], kind: str, seed: int) -> list[float]:
+    """A made-up draft: float32 probabilities of each token after `path`, as a function of nothing else."""
+    if kind == "ties":  # many equal chances
+        return torch.tensor([0.25, 0.25, 0.25, 0.25, 0.0]).tolist()
+    generator = torch.Generator().manual_seed(hash((path, seed)) & 0x7FFFFFFF)
+    logits = torch.randn(VOCAB, generator=generator) * (200 if kind == "saturated" else 2)  # 200: exact zeros and ones
+    return torch.softmax(logits, 0).tolist()
+
+
+def enumerate_candidates(kind: str, seed: int, steps: int, topk: int) -> list[tuple[float, tuple[int, ...], int]]:
+    """All candidates in SGLang's order as (score, path, parent's number), by the words of research/sglang.md section 1."""
+
+    def best(items: list[float], k: int) -> list[int]:
+        return sorted(range(len(items)), key=lambda i: (-items[i], i))[:k]
+
+    def product(a: float, b: float) -> float:
+        return (torch.tensor(a) * torch.tensor(b)).item()  # in float32, as the engine does
+
+    found: list[tuple[float, tuple[int, ...], int]] = []
+    beam = [(1.0, (), -1)]  # score, path, candidate number
+    for step in range(steps):
+        level = []
+        for score, path, number in beam:
+            chances = successors(path, kind, seed)
+            for token in best(chances, topk):
+                chance = chances[token] if step == 0 else product(score, chances[token])
+                level.append((chance, (*path, token), number))
+        first = len(found)
+        found += level
+        beam = [(level[i][0], level[i][1], first + i) for i in best([c[0] for c in level], topk)]
+    return found
+
+
+def tensors(kind: str, seed: int, steps: int, topk: int) -> tree.Candidates:
+    """The same expansion through stages.drafting.tree, one tree."""
+    probs = torch.tensor([successors((), kind, seed)])
+    beam, ids = tree.first_step(probs, topk)
+    paths = [(t,) for t in ids[0].tolist()]
+    numbers = list(range(topk))
+    scores, tokens, parents = [beam], [ids], [torch.full_like(ids, -1)]
+    for step in range(1, steps):
+        probs = torch.tensor([[successors(p, kind, seed) for p in paths]])
+        new_scores, new_ids, beam, places = tree.next_step(beam, probs)
+        scores.append(new_scores)
+        tokens.append(new_ids)
+        parents.append(torch.tensor([numbers]).repeat_interleave(topk, dim=1))
+        slots = (places // topk)[0].tolist()
+        paths = [(*paths[s], new_ids[0, p].item()) for s, p in zip(slots, places[0].tolist(), strict=True)]
+        numbers = [p + topk + (step - 1) * topk * topk for p in places[0].tolist()]
+    return tree.Candidates(torch.cat(scores, 1), torch.cat(tokens, 1), torch.cat(parents, 1))
+
+
+@st.composite
+def shapes(draw) -> tuple[str, int, int, int, int]:
+    steps, topk = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    most = topk + (steps - 1) * topk * topk
+    tokens = draw(st.integers(2, most + 1))
+    return draw(st.sampled_from(["plain", "ties", "saturated"])), draw(st.integers(0, 10_000)), steps, topk, tokens
+
+
+@settings(max_examples=150, deadline=None)
+@given(shapes())
+def test_candidates_are_those_of_the_enumeration(shape) -> None:
+    kind, seed, steps, topk, _ = shape
+    slow, fast = enumerate_candidates(kind, seed, steps, topk), tensors(kind, seed, steps, topk)
+    assert fast.scores[0].tolist() == [c[0] for c in slow]
+    assert fast.tokens[0].tolist() == [c[1][-1] for c in slow]
+    assert fast.parents[0].tolist() == [c[2] for c in slow]
+    assert len(slow) == topk + (steps - 1) * topk**2
+
+
+@settings(max_examples=150, deadline=None)
+@given(shapes())
+def test_the_tree_is_closed_and_is_the_best_of_the_enumeration(shape) -> None:
+    kind, seed, steps, topk, tokens = shape
+    slow, kept = enumerate_candidates(kind, seed, steps, topk), tree.keep(tensors(kind, seed, steps, topk), tokens)
+    expected = sorted(sorted(range(len(slow)), key=lambda i: (-slow[i][0], i))[: tokens - 1])
+    assert kept.nodes[0].tolist() == expected
+    node_of = {-1: 0} | {number: i + 1 for i, number in enumerate(expected)}
+    # A parent that is not kept would be a KeyError here: SGLang's own torch.topk makes such orphans on saturated scores.
+    assert kept.parents[0].tolist() == [0, *(node_of[slow[n][2]] for n in expected)]
+    assert kept.depths[0].tolist() == [0, *(len(slow[n][1]) for n in expected)]
+    assert kept.tokens[0].tolist() == [slow[n][1][-1] for n in expected]
+
+
+@settings(max_examples=100, deadline=None)
+@given(shapes(), st.integers(0, 1000))
+def test_the_target_accepts_its_own_path_as_far_as_it_is_in_the_tree(shape, choice_seed: int) -> None:
+    kind, seed, steps, topk, tokens = shape
+    slow, kept = enumerate_candidates(kind, seed, steps, topk), tree.keep(tensors(kind, seed, steps, topk), tokens)
+    paths = [(), *(slow[n][1] for n in kept.nodes[0].tolist())]
+
+    def chosen(path: tuple[int, ...]) -> int:  # a made-up target, greedy in its own probabilities
+        return max(range(VOCAB), key=lambda t: successors(path, "plain", choice_seed)[t])
+
+    walked: tuple[int, ...] = ()
+    while (*walked, chosen(walked)) in paths:
+        walked = (*walked, chosen(walked))
+    path = tree.accept(kept, torch.tensor([[chosen(p) for p in paths]]))[0]
+    assert paths[path[-1]] == walked
+    assert [paths[n] for n in path] == [walked[:i] for i in range(len(walked) + 1)]
+
+
+def test_ancestors_are_as_drawn_in_the_module() -> None:
+    drawing = """
+        1 . . . .
+        1 1 . . .
+        1 . 1 . .
+        1 1 . 1 .
+        1 . 1 . 1"""
+    expected = [[mark == "1" for mark in line.split()] for line in drawing.strip().splitlines()]
+    assert tree.ancestors(torch.tensor([[0, 0, 0, 1, 2]]))[0].tolist() == expected
+
+
+def test_a_chain_of_many_steps_keeps_its_depths() -> None:
+    parents = torch.tensor([[0, *range(20)]])
+    assert tree._depths(parents)[0].tolist() == list(range(21))
+    assert torch.equal(tree.ancestors(parents)[0], torch.ones(21, 21).tril().bool())
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 9), (2, 3, 11)])
+def test_best_breaks_ties_by_place(shape: tuple[int, ...]) -> None:
+    scores = torch.randint(0, 3, shape, generator=torch.Generator().manual_seed(0)).float() / 2
+    values, places = tree.best(scores, 4)
+    flat = scores.reshape(-1, shape[-1]).tolist()
+    expected = [sorted(range(len(row)), key=lambda i, row=row: (-row[i], i))[:4] for row in flat]
+    assert places.reshape(-1, 4).tolist() == expected
+    assert values.reshape(-1, 4).tolist() == [[row[i] for i in e] for row, e in zip(flat, expected, strict=True)]
+
+
+def test_products_stay_ordered_when_they_underflow() -> None:
+    """Products of tiny chances reach denormals and zero; their bits still order as their values do."""
+    scores = torch.tensor([[math.ldexp(1, -149), 0.0, math.ldexp(1, -126), 1.0, 0.0]])
+    assert tree.best(scores, 5)[1].tolist() == [[3, 2, 0, 1, 4]]

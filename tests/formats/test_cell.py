@@ -1,0 +1,89 @@
+"""A benchmark cell holds every metric docs/metrics.md defines, comes back as it went, and is refused by name."""
+
+import json
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages.formats import cell
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def made_up() -> dict[str, Any]:
+    prompt = dict.fromkeys(cell.PROMPT_COLUMNS, 1) | {"id": "q7.0", "identical": True, "finish_reason": "stop"}
+    return {
+        "workload": "eval", "checkpoint": "e003", "tree": "t8_2_16", "num_steps": 8, "topk": 2, "num_draft_tokens": 16,
+        "engine": "torch", "definitions": cell.DEFINITIONS, "temperature": 0.0,
+        "metrics": {name: n + 0.5 for n, name in enumerate(cell.METRICS)}, "histogram": [3, 2, 0, 1],
+        "prompts": [prompt, prompt], "hardware": {"cpu": "abacus"}, "versions": {"torch": "2"}, "seconds": 1.5,
+        "seed": 0,
+    }  # fmt: skip
+
+
+def test_a_cell_comes_back_as_it_went() -> None:
+    place = cell.write(made_up())
+    assert str(place) == "results/cells/eval-e003-t8_2_16.json"  # dvc.yaml's outs name it so
+    assert cell.read("eval", "e003", "t8_2_16") == made_up()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda c: c.pop("seed"),
+        lambda c: c.update(note="x"),
+        lambda c: c["metrics"].pop("tau_low"),
+        lambda c: c["metrics"].update(mean=1.0),
+        lambda c: c["prompts"][1].pop("cycles"),
+    ],
+    ids=["a key less", "a key more", "a metric less", "a metric more", "a prompt's column less"],
+)
+def test_a_cell_that_is_not_whole_is_not_written(spoil: Any) -> None:
+    broken = json.loads(json.dumps(made_up()))
+    spoil(broken)
+    with pytest.raises(AssertionError):
+        cell.write(broken)
+    assert not Path("results").exists()
+
+
+def test_a_missing_a_cut_and_an_old_cell_are_named_with_what_to_run() -> None:
+    name = "benchmark@eval-e003-t8_2_16"
+    with pytest.raises(ValueError, match=rf"eval-e003-t8_2_16\.json not found; run: dvc repro {name}$"):
+        cell.read("eval", "e003", "t8_2_16")
+    place = cell.write(made_up())
+    whole = place.read_text()
+    place.write_text(whole[:100])
+    with pytest.raises(ValueError, match=rf"eval-e003-t8_2_16\.json is not valid JSON .*run: dvc repro {name}$"):
+        cell.read("eval", "e003", "t8_2_16")
+    place.write_text(json.dumps({k: v for k, v in made_up().items() if k not in ("histogram", "seed")}))
+    with pytest.raises(ValueError, match=rf"json lacks \['histogram', 'seed'\].*: dvc repro -f -s {name}$"):
+        cell.read("eval", "e003", "t8_2_16")
+
+
+def test_every_metric_is_defined_in_the_docs_and_of_their_version() -> None:
+    """A number without a definition is worth nothing; rivals' tables differ in what tau counts."""
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    missing = [name for name in cell.METRICS if not re.search(rf"\b{re.escape(name)}\b", text)]
+    assert not missing, f"docs/metrics.md does not define {missing}"
+    version = re.fullmatch(r"docs/metrics\.md, version (\d+)", cell.DEFINITIONS)
+    assert version and re.search(rf"\bversion {version[1]}\b", text, re.IGNORECASE)
+
+
+def test_hardware_says_what_compares_and_never_whose_machine() -> None:
+    words = cell.hardware("cpu", 2)
+    assert words["threads"] == 2 and words["cpu"] and "gpu" not in words
+    assert len(socket.gethostname()) < 3 or socket.gethostname() not in json.dumps(words)
+
+
+def test_versions_are_the_installed_ones() -> None:
+    import polars
+
+    assert cell.versions("polars") == {"polars": polars.__version__}

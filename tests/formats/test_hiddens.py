@@ -1,0 +1,298 @@
+"""Hidden states come back as they went, take what they must on disk, and are refused by name when altered."""
+
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import polars as pl
+import pytest
+import torch
+from safetensors import safe_open
+
+from stages.formats import hiddens
+from stages.formats.hiddens import Row
+
+H = 6  # hidden size
+LENGTHS = (5, 1, 16, 9, 23, 2)
+
+
+def made_up(lengths: tuple[int, ...] = LENGTHS) -> list[Row]:
+    """Rows of these lengths; the names are not in the alphabet's order, so that a sorted read shows."""
+    g = torch.Generator().manual_seed(0)
+    return [
+        Row(
+            id=f"{'zyxwvu'[n]}.{n}",
+            ids=torch.randint(0, 50_000, (t,), generator=g, dtype=torch.int32),
+            mask=torch.randint(0, 2, (t,), generator=g).bool(),
+            features=torch.randn(t, 3 * H, generator=g),  # [T, 3H]
+            last=torch.randn(t, H, generator=g),  # [T, H]
+            prompt_length=t // 2,
+            finish_reason=("stop", "length")[n % 2],
+        )
+        for n, t in enumerate(lengths)
+    ]
+
+
+def assert_same(found: list[Row], expected: list[Row]) -> None:
+    assert [r.id for r in found] == [r.id for r in expected]
+    for row, was in zip(found, expected, strict=True):
+        assert (row.prompt_length, row.finish_reason) == (was.prompt_length, was.finish_reason)
+        for name in ("ids", "mask", "features", "last"):
+            tensor, expect = getattr(row, name), getattr(was, name)
+            assert tensor.dtype == expect.dtype and tensor.shape == expect.shape, name
+            assert torch.equal(tensor, expect), f"{row.id}: {name}"
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """A folder of rows in three shards or so."""
+    hiddens.write(tmp_path, made_up(), torch.float32, shard_bytes=1_500)
+    return tmp_path
+
+
+def shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+# --- what goes in comes out -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shard_bytes", [1, 1_500, 10**9])
+def test_rows_come_back_in_their_order(tmp_path: Path, dtype: torch.dtype, shard_bytes: int) -> None:
+    """Bit for bit in float32; in 16 bits as the cast made them, given back as float32."""
+    rows = made_up()
+    assert hiddens.write(tmp_path, iter(rows), dtype, shard_bytes) == len(rows)
+    cast = [replace(r, features=r.features.to(dtype).float(), last=r.last.to(dtype).float()) for r in rows]
+    assert_same(list(hiddens.read(tmp_path)), cast)
+    if shard_bytes == 1:
+        assert len(shards(tmp_path)) == len(rows)
+    elif shard_bytes == 10**9:
+        assert len(shards(tmp_path)) == 1
+    else:
+        assert 1 < len(shards(tmp_path)) < len(rows)
+
+
+def test_no_rows_is_an_answer_too(tmp_path: Path) -> None:
+    """The split at the sampling temperature has none where that is 0."""
+    assert hiddens.write(tmp_path, [], torch.float32, 10**9) == 0
+    assert list(hiddens.read(tmp_path)) == [] and shards(tmp_path) == []
+    assert len(hiddens.digest(tmp_path)) == 8
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_a_token_takes_what_is_said_and_no_padding(tmp_path: Path, dtype: torch.dtype, itemsize: int) -> None:
+    """4H numbers, an int32 and a bit; rivals pad each row to its batch's longest, 3.7 to 4.4 times as much."""
+    hiddens.write(tmp_path, made_up(), dtype, 10**9)
+    tokens = sum(LENGTHS)
+    by_hand = tokens * (4 * H * itemsize + 4) + -(-tokens // 8)
+    size = shards(tmp_path)[0].stat().st_size
+    assert by_hand <= size <= by_hand + 512  # the header names four tensors
+    assert hiddens.row_bytes(H, dtype) * tokens == pytest.approx(by_hand, abs=1)
+
+
+def test_a_llama_8b_token_in_bfloat16_takes_32_8_kb() -> None:
+    """The module's own docstring says so; a rival stores 32 784, with its int64 (research/specforge.md 3.3)."""
+    assert hiddens.row_bytes(4096, torch.bfloat16) == 32_772.125
+
+
+def test_shards_are_about_as_large_as_asked(tmp_path: Path) -> None:
+    """Closed by the row that fills it: never below, except for the last, and above by less than a row."""
+    asked = 1_500
+    hiddens.write(tmp_path, made_up(), torch.float32, asked)
+    tokens = dict(pl.read_parquet(tmp_path / "index.parquet").group_by("shard").agg(pl.col("length").sum()).iter_rows())
+    for place in shards(tmp_path)[:-1]:
+        size = tokens[place.name] * (4 * H * 4 + 4 + 1 / 8)
+        assert asked <= size < asked + max(LENGTHS) * (4 * H * 4 + 5)
+
+
+def test_the_mask_is_one_bit_a_token_first_token_highest(tmp_path: Path) -> None:
+    """Read without our reader: eleven tokens are two bytes, and rows follow each other within a byte."""
+    rows = made_up((3, 8))
+    rows[0] = replace(rows[0], mask=torch.tensor([1, 0, 1]).bool())
+    rows[1] = replace(rows[1], mask=torch.tensor([1, 1, 0, 0, 1, 0, 0, 1]).bool())
+    hiddens.write(tmp_path, rows, torch.float32, 10**9)
+    with safe_open(shards(tmp_path)[0], framework="pt") as shard:
+        assert shard.get_tensor("mask").tolist() == [0b10111001, 0b00100000]
+        assert shard.get_tensor("ids").tolist() == rows[0].ids.tolist() + rows[1].ids.tolist()
+        assert torch.equal(shard.get_tensor("features")[3:], rows[1].features)
+    assert_same(list(hiddens.read(tmp_path)), rows)
+
+
+# --- what is altered is refused, by name ----------------------------------------------------------------------------
+
+
+def refused(folder: Path) -> str:
+    """The one message of a refused read; it says which stage to run."""
+    with pytest.raises(ValueError, match="run: dvc repro extract_hiddens") as error:
+        list(hiddens.read(folder))
+    assert type(error.value) is ValueError and str(folder) in str(error.value)
+    return str(error.value)
+
+
+def test_any_flipped_bit_of_a_shard_is_refused(tmp_path: Path) -> None:
+    """One bit in every byte, header and numbers; only bits past the last token's mask mean nothing."""
+    rows = made_up((2, 3))
+    hiddens.write(tmp_path, rows, torch.float32, 10**9)
+    place = shards(tmp_path)[0]
+    whole = place.read_bytes()
+    for byte in range(len(whole)):
+        spoilt = bytearray(whole)
+        spoilt[byte] ^= 1 << byte % 3
+        place.write_bytes(spoilt)
+        if byte == len(whole) - 1:  # tokens 0 to 4 have the mask's bits 7 to 3: a lower one means nothing
+            assert_same(list(hiddens.read(tmp_path)), rows)
+        else:
+            assert str(place) in refused(tmp_path), f"byte {byte}"
+
+
+def test_the_row_with_the_flipped_bit_is_named(written: Path) -> None:
+    place = shards(written)[0]
+    spoilt = bytearray(place.read_bytes())
+    with safe_open(place, framework="pt") as shard:
+        first = shard.get_tensor("features")[0, 0].numpy().tobytes()
+    spoilt[spoilt.index(first)] ^= 1
+    place.write_bytes(spoilt)
+    assert f"{place}: row z.0 does not match its checksum" in refused(written)
+
+
+@pytest.mark.parametrize("left", [0, 7, 100, -1], ids=["nothing", "half a length", "half a header", "a byte short"])
+def test_a_cut_shard_is_refused(written: Path, left: int) -> None:
+    place = shards(written)[1]
+    place.write_bytes(place.read_bytes()[:left])
+    assert re.search(r"shard-00001\.safetensors is missing or cut \(.+\); delete", refused(written))
+
+
+def test_a_missing_shard_is_refused(written: Path) -> None:
+    shards(written)[1].unlink()
+    assert "shard-00001.safetensors is missing or cut" in refused(written)
+
+
+def test_swapped_shards_are_refused(written: Path) -> None:
+    first, second = shards(written)[:2]
+    whole = first.read_bytes()
+    shutil.copy(second, first)
+    second.write_bytes(whole)
+    assert "shard-00000.safetensors: row" in refused(written)
+
+
+def test_rows_of_whole_shards_come_before_the_broken_one_stops_the_read(written: Path) -> None:
+    """Checked as they are read, a shard at a time: nothing waits for the whole, and nothing broken gets out."""
+    shards(written)[1].unlink()
+    in_first = (
+        pl.read_parquet(written / "index.parquet").filter(pl.col("shard") == "shard-00000.safetensors")["id"].to_list()
+    )
+    reader, found = hiddens.read(written), []
+    with pytest.raises(ValueError, match=r"shard-00001\.safetensors is missing"):
+        found.extend(row.id for row in reader)  # keeps what came before the error
+    assert found == in_first == [row.id for row in made_up()][: len(in_first)] != []
+
+
+READS: list[Callable[[Path], object]] = [lambda folder: list(hiddens.read(folder)), hiddens.digest]
+by_every_reader = pytest.mark.parametrize("reads", READS, ids=["read", "digest"])
+
+
+@by_every_reader
+def test_a_missing_index_is_refused(written: Path, reads: Callable[[Path], object]) -> None:
+    """Bug: `digest`, which train_draft asks first, ended in a traceback."""
+    (written / "index.parquet").unlink()
+    with pytest.raises(ValueError, match=r"index\.parquet not found; run: dvc repro extract_hiddens$"):
+        reads(written)
+
+
+@by_every_reader
+@pytest.mark.parametrize("left", [0, 100, -1])
+def test_a_cut_index_is_refused(written: Path, reads: Callable[[Path], object], left: int) -> None:
+    place = written / "index.parquet"
+    place.write_bytes(place.read_bytes()[:left])
+    with pytest.raises(ValueError, match=r"index\.parquet is not readable Parquet .*run: dvc repro extract_hiddens$"):
+        reads(written)
+
+
+@by_every_reader
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda index: index.drop("checksum"),
+        lambda index: index.with_columns(pl.col("offset").cast(pl.Int32)),
+        lambda index: index.with_columns(extra=1),
+        lambda index: index.select(reversed(index.columns)),
+    ],
+    ids=["a column less", "another type", "a column more", "another order"],
+)
+def test_an_index_of_another_version_is_refused(
+    written: Path, reads: Callable[[Path], object], change: Callable[[pl.DataFrame], pl.DataFrame]
+) -> None:
+    place = written / "index.parquet"
+    change(pl.read_parquet(place)).write_parquet(place)
+    with pytest.raises(ValueError, match=r"index\.parquet has columns .*expected .*run: dvc repro extract_hiddens$"):
+        reads(written)
+
+
+def test_what_the_index_alone_says_of_a_row_is_checked_too(written: Path) -> None:
+    """Bug: the checksum covered the tensors only; a flipped bit in prompt_length or the name was read as true."""
+    place = written / "index.parquet"
+    whole = pl.read_parquet(place)
+    for change in (
+        pl.col("id").str.replace("z", "a"),
+        pl.col("prompt_length") + 1,
+        pl.col("finish_reason").replace({"stop": "length"}),
+        pl.col("offset") + 1,
+        pl.col("length") - 1,
+    ):
+        whole.with_columns(change).write_parquet(place)
+        assert "does not match its checksum" in refused(written)
+
+
+# --- numbers that are none ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", ["features", "last"])
+def test_a_row_with_nan_is_refused_by_name(tmp_path: Path, where: str, number: float) -> None:
+    rows = made_up()
+    getattr(rows[3], where)[4, 2] = number
+    hiddens.write(tmp_path, rows, torch.float32, 10**9)
+    assert pl.read_parquet(tmp_path / "index.parquet")["finite"].to_list() == [True, True, True, False, True, True]
+    message = refused(tmp_path)
+    assert "row w.3 holds NaN or infinity, expected finite hidden states; set extract_hiddens.dtype" in message
+
+
+def test_a_number_too_large_for_float16_is_infinity_on_disk_and_refused(tmp_path: Path) -> None:
+    """Finite in the target, infinite after the cast: what was stored counts."""
+    rows = made_up()
+    rows[1].features[0, 0] = 70_000.0  # float16 ends at 65 504
+    hiddens.write(tmp_path, rows, torch.float16, 10**9)
+    assert "row y.1 holds NaN or infinity" in refused(tmp_path)
+
+
+# --- the name of the content ----------------------------------------------------------------------------------------
+
+
+def test_the_digest_changes_with_any_content_and_only_then(tmp_path: Path) -> None:
+    """A resumed training run takes up its scratch folder by this name."""
+
+    def digest(rows: list[Row], dtype: torch.dtype = torch.float32, shard_bytes: int = 10**9) -> str:
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
+        hiddens.write(tmp_path, rows, dtype, shard_bytes)
+        return hiddens.digest(tmp_path)
+
+    base = made_up()
+    other = [
+        digest([replace(base[0], **{name: change(getattr(base[0], name))}), *base[1:]])
+        for name, change in {
+            "id": lambda x: x + "a",
+            "ids": lambda x: x + 1,
+            "mask": lambda x: ~x,
+            "features": lambda x: x * (1 + 1e-6),
+            "last": lambda x: -x,
+            "prompt_length": lambda x: x + 1,
+            "finish_reason": lambda x: "length",
+        }.items()
+    ]
+    other += [digest(base[:-1]), digest(base[::-1]), digest(base, torch.bfloat16)]
+    assert digest(base) == digest(made_up()) and digest(base) not in other
+    assert len(set(other)) == len(other)

@@ -1,0 +1,87 @@
+"""A DVC project of three small stages, for the tests of what runs stages. No torch, no model, under a second a stage."""
+
+import io
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+REPO = Path(__file__).resolve().parents[2]
+
+# Out of order on purpose: the order to run in must come from the dependencies.
+GRAPH = """
+stages:
+  last:
+    cmd: python last.py
+    deps: [middle.csv, last.py]
+    outs: [results/benchmark.csv]
+  first:
+    cmd: python first.py
+    deps: [raw.csv, first.py]
+    outs: [first.csv]
+  middle:
+    cmd: python middle.py
+    deps: [first.csv, middle.py]
+    outs: [middle.csv]
+"""
+COPIES = {"first": ("raw.csv", "first.csv"), "middle": ("first.csv", "middle.csv")}
+COPIES["last"] = ("middle.csv", "results/benchmark.csv")
+
+
+class Project:
+    """The project's folder, and its stages' scripts."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def script(self, stage: str, before: str = "") -> None:
+        """Let `stage` run the lines `before`, then copy its input to its output."""
+        lines = ["import os, shutil, signal, sys, time", before, f"print('this is {stage}')"]
+        (self.root / f"{stage}.py").write_text("\n".join([*lines, "shutil.copy({!r}, {!r})".format(*COPIES[stage])]))
+
+    def sleeper(self, stage: str, first: str = "") -> None:
+        """Let `stage` say its process id and sleep."""
+        self.script(stage, f"{first}\nprint('asleep', os.getpid(), flush=True)\ntime.sleep(600)")
+
+    def locked(self) -> set[str]:
+        """The stages in dvc.lock; fails where that is not valid YAML."""
+        return set(YAML(typ="safe").load(self.root / "dvc.lock")["stages"])
+
+
+def make_project(root: Path) -> Project:
+    (root / ".dvc").mkdir(parents=True)
+    (root / ".dvc" / "config").write_text("[core]\n    no_scm = true\n    analytics = false\n")
+    (root / "results").mkdir()
+    (root / "dvc.yaml").write_text(GRAPH)
+    (root / "raw.csv").write_text("tree,tau\nt5_1_6,2.512345678901\n")
+    project = Project(root)
+    for stage in COPIES:
+        project.script(stage)
+    return project
+
+
+def give_params(project: Project) -> None:
+    """A valid params.yaml, ours, with raw data that exists."""
+    yaml = YAML()
+    params = yaml.load(REPO / "params.yaml")
+    params["fix_data"]["raw"] = "raw.csv"
+    text = io.StringIO()
+    yaml.dump(params, text)
+    (project.root / "params.yaml").write_text(text.getvalue())
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
+    """The current directory, for one test."""
+    monkeypatch.setenv("DVC_SITE_CACHE_DIR", str(tmp_path / "site"))
+    made = make_project(tmp_path / "project")
+    monkeypatch.chdir(made.root)
+    return made
+
+
+@pytest.fixture(scope="session")
+def served_project(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """Another, which a server can keep for a whole session."""
+    made = make_project(tmp_path_factory.mktemp("served") / "project")
+    give_params(made)
+    return made

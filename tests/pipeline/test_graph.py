@@ -1,0 +1,151 @@
+"""pipeline/graph.py against a real DVC: the order, the three outcomes, a failure, and an end that leaves nothing."""
+
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline import graph
+from pipeline.graph import Outcome
+
+
+def run_all() -> dict[str, Outcome]:
+    return {name: graph.run_stage(name, lambda line: None) for name in graph.stages()}
+
+
+class Watched:
+    """A stage at work on another thread, as Prefect may run it; its log, and how it ended."""
+
+    def __init__(self, stage: str) -> None:
+        self.lines: list[str] = []
+        self.problem: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, args=(stage,))
+        self.thread.start()
+
+    def _run(self, stage: str) -> None:
+        try:
+            graph.run_stage(stage, self.lines.append)
+        except BaseException as problem:
+            self.problem = problem
+
+    def sleeping(self) -> psutil.Process:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            if said := [line for line in self.lines if line.startswith("asleep")]:
+                return psutil.Process(int(said[0].split()[1]))
+            time.sleep(0.02)
+        raise AssertionError(f"the stage never slept: {self.lines}")
+
+
+def test_stages_come_in_dependency_order_with_what_they_need(project):
+    assert list(graph.stages().items()) == [("first", []), ("middle", ["first"]), ("last", ["middle"])]
+
+
+def test_stages_made_from_lists_are_there_and_a_data_file_under_dvc_runs_too(project):
+    (project.root / "params.yaml").write_text("trees: [t5_1_6, t5_2_8]\n")
+    (project.root / "dvc.yaml").write_text(
+        "stages:\n  cell:\n    matrix: {tree: '${trees}'}\n    cmd: echo ${item.tree}\n    deps: [raw.csv]\n"
+    )
+    (project.root / "raw.csv.dvc").write_text(f"outs:\n- md5: {'a' * 32}\n  hash: md5\n  path: raw.csv\n")
+    needs = graph.stages()
+    assert needs == {"raw.csv.dvc": [], "cell@t5_1_6": ["raw.csv.dvc"], "cell@t5_2_8": ["raw.csv.dvc"]}
+    assert [graph.run_stage("raw.csv.dvc", print) for _ in range(2)] == [Outcome.RAN, Outcome.UNCHANGED]
+    assert graph.run_stage("cell@t5_2_8", print) == Outcome.RAN
+
+
+def test_a_stage_runs_then_stays_then_comes_back_from_the_cache(project):
+    assert set(run_all().values()) == {Outcome.RAN}
+    assert set(run_all().values()) == {Outcome.UNCHANGED}
+    raw = project.root / "raw.csv"
+    before = raw.read_text()
+    raw.write_text("tree,tau\nt5_1_6,2.6\n")
+    assert set(run_all().values()) == {Outcome.RAN}
+    raw.write_text(before)
+    assert set(run_all().values()) == {Outcome.RESTORED}
+    assert (project.root / "results/benchmark.csv").read_text() == before
+
+
+def test_a_stage_that_prints_another_verdict_fools_nobody(project):
+    project.script("first", """print("Stage 'first' didn't change, skipping")""")
+    assert graph.run_stage("first", print) == Outcome.RAN
+
+
+def test_lines_arrive_while_the_stage_is_at_work(project):
+    """The stage prints, then waits for the file that only the reader of that line makes."""
+    waits = (
+        "end = time.time() + 20\nwhile not os.path.exists('go'):\n    assert time.time() < end\n    time.sleep(0.02)"
+    )
+    project.script("first", f"print('ready')\n{waits}")
+    lines = []
+
+    def answer(line: str) -> None:
+        lines.append(line)
+        if line == "ready":
+            Path("go").touch()
+
+    assert graph.run_stage("first", answer) == Outcome.RAN
+    assert lines.index("ready") < lines.index("this is first")
+
+
+def test_the_log_has_no_blank_lines_and_not_what_dvc_advises_after_each_stage(project):
+    """Nine of fourteen lines of a stage's log were about git, autostage and `dvc push`."""
+    project.script("first", "print('')")
+    (project.root / ".dvc" / "config").write_text("[core]\n    analytics = false\n")
+    subprocess.run(["git", "init", "-q"], check=True)
+    lines: list[str] = []
+    graph.run_stage("first", lines.append)
+    assert lines == [
+        "Running stage 'first':",
+        "> python first.py",
+        "this is first",
+        "Generating lock file 'dvc.lock'",
+        "Updating lock file 'dvc.lock'",
+    ]
+
+
+def test_a_failure_names_the_stage_and_shows_the_end_of_its_log(project):
+    graph.run_stage("first", print)
+    project.script("middle", "print(*range(100), sep='\\n')\nsys.exit('out of cheese')")
+    with pytest.raises(graph.StageError, match="stage middle failed") as failure:
+        graph.run_stage("middle", print)
+    assert "out of cheese" in str(failure.value) and "\n42\n" not in str(failure.value)
+    assert project.locked() == {"first"}
+    project.script("middle")
+    assert run_all() == {"first": Outcome.UNCHANGED, "middle": Outcome.RAN, "last": Outcome.RAN}
+
+
+@pytest.mark.parametrize("first", ["", "signal.signal(signal.SIGTERM, signal.SIG_IGN)"], ids=["polite", "stubborn"])
+def test_end_children_ends_the_command_and_dvc_keeps_its_house(project, monkeypatch, first):
+    monkeypatch.setattr(graph, "COMMAND_GRACE", 0.5)
+    graph.run_stage("first", print)
+    project.sleeper("middle", first)
+    watched = Watched("middle")
+    command = watched.sleeping()
+    started = time.monotonic()
+    graph.end_children()
+    assert time.monotonic() - started < 5
+    watched.thread.join(5)
+    assert not command.is_running()
+    assert "stage middle failed" in str(watched.problem)
+    assert project.locked() == {"first"}
+    project.script("middle")
+    assert run_all()["middle"] == Outcome.RAN
+    graph.end_children()  # nothing to end, nothing to say
+
+
+def test_a_stage_ends_when_its_reader_fails(project):
+    """Else it would work on beside the next run, on the same files."""
+    project.sleeper("first")
+    commands = []
+
+    def stumble(line: str) -> None:
+        if line.startswith("asleep"):
+            commands.append(psutil.Process(int(line.split()[1])))
+            raise ConnectionError("the log's server is gone")
+
+    with pytest.raises(ConnectionError):
+        graph.run_stage("first", stumble)
+    assert commands and not commands[0].is_running()

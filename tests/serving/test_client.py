@@ -1,0 +1,158 @@
+"""The client against a server that does all a server can do wrong."""
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from stages.serving import client
+from tests.serving.fake import Fake, completion, echo
+
+BODY = {"messages": [{"role": "user", "content": "hello"}], "seed": 1}
+
+
+def asks(urls: list[str], bodies: list[dict[str, Any]], **settings: Any) -> Any:
+    """Every answer, or the exception in its place; and the client."""
+
+    async def run() -> tuple[list[Any], client.Client]:
+        how = {"concurrency": 16, "timeout_s": 1.0, "attempts": 6, "first_rest_s": 0.02} | settings
+        async with client.Client(urls, "tiny", **how) as http:
+            return await asyncio.gather(*(http.ask(b) for b in bodies), return_exceptions=True), http
+
+    return asyncio.run(run())
+
+
+def numbered(count: int) -> list[dict[str, Any]]:
+    return [{**BODY, "seed": n} for n in range(count)]
+
+
+@pytest.mark.parametrize(
+    "wrong", [500, 502, 503, 429, "reset", "cut", "half", "hang", "drip", {"choices": []}, None], ids=str
+)
+def test_what_may_pass_is_asked_again(wrong: Any) -> None:
+    with Fake(lambda body, number: wrong if number == 0 else echo(body, number)) as fake:
+        (answer,), http = asks([fake.url], [BODY], timeout_s=0.5)
+    assert answer.text.startswith("place: ")
+    assert answer.finish_reason == "stop"
+    assert len(fake.bodies) == 2 and fake.bodies[0] == fake.bodies[1]
+    assert sum(http.asked_again.values()) == 1
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_what_is_refused_is_not_asked_again(status: int) -> None:
+    with Fake(lambda *_: status) as fake:
+        (answer,), _ = asks([fake.url], [BODY])
+    assert isinstance(answer, client.Refused) and f"HTTP {status}" in str(answer)
+    assert len(fake.bodies) == 1
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_what_concerns_every_row_stops_the_run(status: int) -> None:
+    with Fake(lambda *_: status) as fake:
+        (answer,), _ = asks([fake.url], [BODY])
+    assert isinstance(answer, ValueError) and f"HTTP {status}" in str(answer)
+    assert len(fake.bodies) == 1
+
+
+def test_another_model_is_no_answer() -> None:
+    with Fake(lambda *_: completion("hi", "other")) as fake:
+        (answer,), _ = asks([fake.url], [BODY])
+    assert isinstance(answer, ValueError)
+    assert "answered as model 'other', expected 'tiny'" in str(answer)
+    with Fake(lambda *_: completion("hi", "tiny@main")) as fake:  # as transformers says it
+        (answer,), _ = asks([fake.url], [BODY])
+    assert answer.text == "hi"
+
+
+def test_a_server_of_another_model_is_refused_before_anything_is_asked() -> None:
+    with Fake(models={"data": [{"id": "other", "owned_by": "vllm"}]}) as fake:
+        with pytest.raises(ValueError, match=r"serves other, expected tiny; correct sample_target.server.base_urls"):
+            asks([fake.url], [BODY])
+        assert not fake.bodies
+
+
+def test_an_engine_is_known_by_its_models_and_gets_its_own_fields() -> None:
+    async def run(url: str) -> client.Answer:
+        async with client.Client([url], "tiny", 4, 1.0, 2) as http:
+            return await http.ask(BODY, {"vllm": {"return_token_ids": True}, "sglang": {"top_k": -1}})
+
+    says = completion("hi", choice={"token_ids": [4, 5]}, prompt_token_ids=[1, 2])
+    with Fake(lambda *_: says, models={"data": [{"id": "tiny", "owned_by": "vllm"}]}) as fake:
+        answer = asyncio.run(run(fake.url))
+    assert (answer.prompt_ids, answer.answer_ids) == ([1, 2], [4, 5])
+    assert fake.bodies == [{"model": "tiny", **BODY, "return_token_ids": True}]
+
+
+def test_attempts_end_and_the_message_names_the_last_failure() -> None:
+    with Fake(lambda *_: 503) as fake:
+        (answer,), _ = asks([fake.url], [BODY], attempts=3)
+    assert isinstance(answer, ValueError)
+    assert "no answer in 3 attempts" in str(answer) and "HTTP 503" in str(answer)
+    assert len(fake.bodies) == 3
+
+
+def test_a_tenth_broken_a_twentieth_cut_and_some_hung_lose_nothing() -> None:
+    """Issue 3's faults: 10% of responses 500, 5% reset in the middle, 2% hang."""
+    rng = random.Random(1)
+    faults = ["reset"] * 3 + ["cut"] * 2 + ["hang"] * 2 + [500] * 10
+
+    def reply(body: dict[str, Any], number: int) -> Any:
+        place = rng.randrange(100)
+        return faults[place] if place < len(faults) else echo(body, number)
+
+    with Fake(reply) as one, Fake(reply) as two:
+        answers, http = asks([one.url, two.url], numbered(200), timeout_s=0.5)
+    assert [a.text for a in answers] == [
+        echo({"model": "tiny", **b}, 0)["choices"][0]["message"]["content"] for b in numbered(200)
+    ]
+    assert sum(http.asked_again.values()) > 10
+
+
+def test_a_dead_server_is_left_alone_and_taken_back() -> None:
+    down = {"now": True}
+    with Fake(lambda b, n: 500 if down["now"] else echo(b, n)) as sick, Fake(delay_s=0.01) as well:
+        answers, http = asks([sick.url, well.url], numbered(100), first_rest_s=5.0)
+        assert all(isinstance(a, client.Answer) for a in answers)
+        # 8 of the 16 at once go there first; after three failures in a row nobody else does.
+        assert len(sick.bodies) <= 16
+        down["now"] = False
+        answers, http = asks([sick.url, well.url], numbered(100))
+        assert {e.url: e.answered > 20 for e in http.endpoints} == {sick.url: True, well.url: True}
+
+
+def test_a_server_that_is_away_at_first_is_met_later() -> None:
+    with Fake() as well:
+        with Fake() as gone:
+            pass
+        answers, _ = asks([gone.url, well.url], numbered(20))
+    assert all(isinstance(a, client.Answer) for a in answers)
+
+
+def test_never_more_at_once_than_said_and_the_idlest_first() -> None:
+    with Fake(delay_s=0.02) as slow, Fake() as fast:
+        answers, _ = asks([slow.url, fast.url], numbered(120), concurrency=8)
+    assert all(isinstance(a, client.Answer) for a in answers)
+    assert slow.most_at_once + fast.most_at_once <= 9
+    assert len(fast.bodies) > len(slow.bodies)
+
+
+def test_the_key_is_sent_and_never_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "swordfish")
+    with Fake(lambda *_: 401) as fake:
+        (answer,), http = asks([fake.url], [BODY], key=client.api_key("MY_KEY"))
+    assert "authorization: bearer swordfish" in fake.headers[0].lower()
+    assert "swordfish" not in f"{answer} {answer!r} {http!r} {vars(http)}"
+    monkeypatch.delenv("MY_KEY")
+    with pytest.raises(ValueError, match="MY_KEY, but that variable is not set"):
+        client.api_key("MY_KEY")
+
+
+def test_a_range_of_ports_is_a_server_each() -> None:
+    assert client.expand(["http://a:6000-6002/v1/", "https://b/v1"]) == [
+        "http://a:6000", "http://a:6001", "http://a:6002", "https://b",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="no range of ports"):
+        client.expand(["http://a:6002-6000"])
+    with pytest.raises(ValueError, match="http://a:6001 twice"):
+        client.expand(["http://a:6000-6002", "http://a:6001"])

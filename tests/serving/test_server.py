@@ -1,0 +1,126 @@
+"""A server as a child: ready, broken, and gone however its parent ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from stages.serving import server
+
+ROOT = Path(__file__).parents[2]
+# Serves, and has a child of its own that ignores SIGTERM, as an engine's workers may.
+SERVES = """
+import http.server, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(99)"], stdout=subprocess.PIPE)
+child.stdout.readline()
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers(); self.wfile.write(str(child.pid).encode())
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""  # noqa: E501
+
+
+def line(program: str, port: int) -> list[str]:
+    return [sys.executable, "-c", program, str(port)]
+
+
+def gone(pid: int, within_s: float = 5.0) -> bool:
+    until = time.monotonic() + within_s
+    while time.monotonic() < until:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_it_is_ready_inside_and_gone_after(tmp_path: Path) -> None:
+    port = server.free_port()
+    with server.started("vllm", line(SERVES, port), port, "tiny", tmp_path / "log", 20, settle_s=0.5) as running:
+        child = int(httpx.get(running.base_url, trust_env=False).text)
+        running.check()
+        assert not gone(child, 0)
+    assert gone(child)
+
+
+def test_it_is_gone_after_an_error_too(tmp_path: Path) -> None:
+    port = server.free_port()
+    children = []
+
+    def fails() -> None:
+        with server.started("vllm", line(SERVES, port), port, "tiny", tmp_path / "log", 20, settle_s=0.5) as running:
+            children.append(int(httpx.get(running.base_url, trust_env=False).text))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fails()
+    assert gone(children[0])
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
+def test_it_is_gone_when_the_stage_is_killed(tmp_path: Path, how: signal.Signals) -> None:
+    port = server.free_port()
+    log = str(tmp_path / "log")
+    stage = (
+        f"import time; from pathlib import Path; from stages.serving import server\n"
+        f"with server.started('vllm', {line(SERVES, port)!r}, {port}, 'tiny', Path({log!r}), 20, settle_s=0.5):\n"
+        f"    print('ready', flush=True); time.sleep(99)"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", stage], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert parent.stdout is not None and parent.stdout.readline() == b"ready\n"
+    child = int(httpx.get(f"http://127.0.0.1:{port}", trust_env=False).text)
+    os.kill(parent.pid, how)
+    parent.wait(20)
+    parent.stdout.close()
+    assert gone(child)
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"http://127.0.0.1:{port}", trust_env=False)
+
+
+def test_one_that_ends_at_once_shows_its_log(tmp_path: Path) -> None:
+    port = server.free_port()
+    broken = "import sys; print('CUDA is not there'); sys.exit(3)"
+    begun = time.monotonic()
+    with (
+        pytest.raises(ValueError, match=r"(?s)the vllm server ended with status 3; its log.*CUDA is not there"),
+        server.started("vllm", line(broken, port), port, "tiny", tmp_path / "log", 60, settle_s=0.5),
+    ):
+        pass
+    assert time.monotonic() - begun < 20
+
+
+def test_one_that_is_never_ready_is_ended(tmp_path: Path) -> None:
+    port = server.free_port()
+    sleeps = "import os, time; print(os.getpid(), flush=True); time.sleep(99)"
+    with (
+        pytest.raises(ValueError, match=r"not ready after 1\.5 s; raise sample_target.server.start_timeout_s"),
+        server.started("vllm", line(sleeps, port), port, "tiny", tmp_path / "log", 1.5, settle_s=0.5),
+    ):
+        pass
+    assert gone(int((tmp_path / "log").read_text().split()[0]))
+
+
+def test_an_engine_that_is_not_installed(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ValueError, match="launch is vllm, but there is no `no-such-vllm` on the PATH"),
+        server.started("vllm", ["no-such-vllm"], 1, "tiny", tmp_path / "log", 1),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("engine", ["transformers", "sglang", "vllm"])
+def test_every_command_stays_on_loopback_and_off_the_models_own_settings(engine: str) -> None:
+    words = server.command(engine, "/models/t", 8123, "bfloat16", "cuda", True)
+    assert words[words.index("--host") + 1] == "127.0.0.1"
+    assert words[words.index("--port") + 1] == "8123"
+    assert words[words.index("--dtype") + 1] == "bfloat16"
+    assert "--trust-remote-code" in words
+    defaults = {"sglang": "openai", "vllm": "vllm"}
+    assert engine == "transformers" or defaults[engine] in words[words.index("--trust-remote-code") - 1]

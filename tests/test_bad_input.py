@@ -1,0 +1,121 @@
+"""What a user gets wrong stops at the stage that knows, with one message naming key, expectation and remedy."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stages import benchmark, check_overfit, extract_hiddens, init_draft, prepare_target, replay_trees, sample_target
+from tests.conftest import edit_params
+
+
+@pytest.fixture
+def project(small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    project = tmp_path / "project"
+    shutil.copytree(small_run, project, ignore=shutil.ignore_patterns(".dvc", ".git"))
+    monkeypatch.chdir(project)
+    return project
+
+
+def refused(project: Path, changes: dict, main, *arguments: str) -> str:
+    edit_params(project, changes)
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - each caller looks at the message
+        main(*arguments)
+    return str(error.value)
+
+
+def test_a_draft_vocabulary_larger_than_the_targets(project: Path) -> None:
+    before = (project / "drafts/e000/draft/model.safetensors").read_bytes()
+    for main in (init_draft.main, prepare_target.main):  # prepare_target refuses it before it trains anything
+        message = refused(project, {"init_draft": {"draft_vocab_size": 100_000}}, main)
+        assert "init_draft.draft_vocab_size is 100000" in message
+        assert "464 tokens" in message
+        assert "use at most 464" in message
+    assert (project / "drafts/e000/draft/model.safetensors").read_bytes() == before
+    assert (project / "artifacts/target/model.safetensors").exists()
+
+
+def test_an_unknown_builtin_target(project: Path) -> None:
+    message = refused(project, {"target": {"model": "builtin/weather-huge"}}, prepare_target.main)
+    assert "target.model" in message
+    assert "builtin/weather-tiny" in message
+
+
+def test_a_target_that_is_nowhere(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    message = refused(project, {"target": {"model": "nobody/nothing"}}, prepare_target.main)
+    assert "target.model nobody/nothing" in message
+    assert "check the spelling" in message
+
+
+def test_feature_layers_that_do_not_exist(project: Path) -> None:
+    edit_params(project, {"prepare_target": {"steps": 1}})
+    message = refused(project, {"target": {"feature_layers": [2, 3, 9]}}, prepare_target.main)
+    assert "target.feature_layers [2, 3, 9]" in message
+    assert "below 7" in message
+
+
+def test_an_eval_split_without_rows_that_fit(project: Path) -> None:
+    message = refused(project, {"extract_hiddens": {"max_length": 10}}, extract_hiddens.main)
+    assert "extract_hiddens.max_length 10" in message
+    assert "the shortest of" in message
+
+
+def test_every_answer_cut_and_dropped(project: Path) -> None:
+    changes = {"sample_target": {"truncated": "drop", "max_new_tokens": 2, "train_rows": 4}}
+    message = refused(project, changes, sample_target.main)
+    assert "no row is left in the train split" in message
+    assert "max_new_tokens" in message
+
+
+def test_hidden_states_that_would_not_fit_the_disk(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extract_hiddens.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1000))
+    before = (project / "data/hiddens/train/index.parquet").read_bytes()
+    message = refused(project, {}, extract_hiddens.main)
+    assert "extract_hiddens.dtype to bfloat16" in message
+    assert (project / "data/hiddens/train/index.parquet").read_bytes() == before
+
+
+def test_positions_too_few_for_what_is_trained(project: Path) -> None:
+    message = refused(project, {"init_draft": {"max_position_embeddings": 512}}, init_draft.main)
+    assert "max_position_embeddings 512" in message
+    assert "519" in message
+
+
+def test_a_draft_that_can_not_learn(project: Path) -> None:
+    message = refused(project, {"check_overfit": {"steps": 1, "min_tau": 7.5}}, check_overfit.main)
+    assert "check_overfit.min_tau" in message
+    assert "raise check_overfit.steps" in message
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments"), [(replay_trees.main, ["e003"]), (benchmark.main, ["eval", "e003", "t5_1_6"])]
+)
+def test_a_cut_draft(project: Path, main, arguments) -> None:
+    weights = project / "drafts/e003/draft/model.safetensors"
+    data = weights.read_bytes()
+    weights.unlink()  # it is a hard link into DVC's cache
+    weights.write_bytes(data[:-100])
+    message = refused(project, {}, main, *arguments)
+    assert "drafts/e003/draft/model.safetensors" in message
+    assert "train_draft@e003" in message
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["stages.train_draft", "e004"], "train_draft.checkpoints has no 'e004'; it has e001, e003, straight"),
+        (["stages.benchmark", "chat", "e003", "t5_1_6"], "benchmark.workloads has no 'chat'; it has eval"),
+        (["stages.benchmark", "eval", "e003", "t8_2_99"], "t8_2_31"),
+        (["stages.train_draft"], "expected NAME, found none"),
+        (["stages.fix_data", "now"], "expected no arguments, found now"),
+    ],
+)
+def test_words_that_name_nothing(project: Path, words: list[str], message: str) -> None:
+    done = subprocess.run([sys.executable, "-m", *words], cwd=project, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert done.stderr.startswith("aerie: ")
+    assert "Traceback" not in done.stderr

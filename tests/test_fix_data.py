@@ -1,0 +1,511 @@
+"""The stage in a folder of its own: what goes in comes out or is counted, and every refusal says what to do."""
+
+import gzip
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import toon_format
+import toons
+
+from stages import fix_data
+from stages.builtin import exports, weather
+from stages.formats import atomic, conversations, raw
+
+ROOT = Path(__file__).parents[1]
+RAW = Path("data/raw/weather_toon.jsonl")
+TABLE = weather.to_toon(weather.Forecast("Oslo", "C", (weather.Day("2026-01-01", -9, -2, 40, "snow"),)))
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty project with the real params.yaml and the real raw file."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(ROOT / "params.yaml", tmp_path)
+    RAW.parent.mkdir(parents=True)
+    shutil.copy(ROOT / RAW, RAW)
+    return tmp_path
+
+
+def set_params(**changes: str) -> None:
+    """Change keys of fix_data in the folder's params.yaml, as a user would: one line each."""
+    path = Path("params.yaml")
+    text = path.read_text()
+    for key, value in changes.items():
+        text, found = re.subn(rf"^(  {key}: )\S+", rf"\g<1>{value}", text, count=1, flags=re.MULTILINE)
+        assert found == 1, key
+    path.write_text(text)
+
+
+def write_raw(rows: list[Any]) -> None:
+    RAW.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+
+
+def row(*turns: str, system: str | None = "Weather desk.", **more: Any) -> dict[str, Any]:
+    """A ShareGPT row of alternating turns, the human's first."""
+    head = [{"from": "system", "value": system}] if system is not None else []
+    names = ("human", "gpt")
+    return {"conversations": head + [{"from": names[i % 2], "value": turn} for i, turn in enumerate(turns)], **more}
+
+
+def questions(count: int) -> list[dict[str, Any]]:
+    """Rows that differ in their question only."""
+    return [row(f"Forecast {n} for Oslo, 1 day.", TABLE, id=f"q{n}") for n in range(count)]
+
+
+def outcome() -> tuple[pl.DataFrame, pl.DataFrame, dict[str, Any]]:
+    fix_data.main()
+    train, evaluation = (
+        conversations.read(path, conversations.FIXED, "fix_data") for path in (fix_data.TRAIN, fix_data.EVAL)
+    )
+    return train, evaluation, atomic.read_json(fix_data.REPORT, "fix_data")
+
+
+# --- the committed file ---------------------------------------------------------------------------------------------
+
+
+def test_counts_add_up_on_the_committed_file(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train, evaluation, report = outcome()
+    lines = RAW.read_text().splitlines()
+    assert report["rows_in"] == len(lines) == report["clean"] + report["repaired"] + report["dropped"]
+    assert report["rows_out"] == report["clean"] + report["repaired"] == train.height + evaluation.height
+    assert (report["train"], report["eval"]) == (train.height, evaluation.height)
+    assert sum(report["dropped_reasons"].values()) == report["dropped"] > 0
+
+    # Counted again from the tables, not from the report.
+    kept = pl.concat([train, evaluation])
+    rules = Counter(rule for v in kept["verdict"] if v != "clean" for rule in v.removeprefix("repaired:").split(","))
+    assert report["rules"] == rules and set(report["examples"]) == set(rules)
+    assert all(example["before"] != example["after"] for example in report["examples"].values())
+    assert 0.10 < report["eval"] / report["rows_out"] < 0.20 and report["seconds"] < 10
+    assert len(capsys.readouterr().out.strip().splitlines()) == 1
+
+    for table in (train, evaluation):
+        assert table["source_row"].to_list() == sorted(table["source_row"])
+    assert kept["id"].is_unique().all() and kept["source_row"].is_unique().all()
+
+
+def test_every_row_kept_says_what_the_clean_conversation_says(home: Path) -> None:
+    """Against the world as it was before the export damaged it, and by both decoders."""
+    train, evaluation, _ = outcome()
+    stream = weather.conversations(exports.SEED)
+    clean = [next(stream) for _ in range(exports.ROWS)]
+    for identifier, messages in pl.concat([train, evaluation]).select("id", "messages").iter_rows():
+        truth = clean[int(identifier.split("-")[1])]
+        assert [m["role"] for m in messages] == [m["role"] for m in truth], identifier
+        for message, was in zip(messages, truth, strict=True):
+            if message["role"] != "assistant":
+                assert message == was
+                continue
+            decoded = toon_format.loads(message["content"])
+            assert decoded == toons.loads(message["content"]) == toon_format.loads(was["content"]), identifier
+
+
+def test_no_prompt_is_in_both_splits(home: Path) -> None:
+    """A conversation's prompts are all its openings up to a question: none may be trained on and evaluated on."""
+
+    def prompts(table: pl.DataFrame) -> set[str]:
+        return {
+            json.dumps(messages[: place + 1])
+            for messages in table["messages"].to_list()
+            for place, message in enumerate(messages)
+            if message["role"] == "user"
+        }
+
+    # The same questions with other answers and other second turns, which alone would hash differently.
+    rows = questions(200)
+    twins = [
+        row(r["conversations"][1]["value"], TABLE, f"And the next 1 days? ({i})", TABLE) for i, r in enumerate(rows)
+    ]
+    write_raw([item for pair in zip(rows, twins, strict=True) for item in pair])
+    train, evaluation, report = outcome()
+    assert report["rows_out"] == 400 and not prompts(train) & prompts(evaluation)
+
+
+def test_adding_rows_moves_none_across(home: Path) -> None:
+    rows = questions(300)
+    write_raw(rows[100:200])
+    train, evaluation, _ = outcome()
+    write_raw([rows[0], *rows[250:], *reversed(rows[100:200]), *rows[200:250]])
+    later_train, later_evaluation, _ = outcome()
+    assert set(train["id"]) <= set(later_train["id"]) and set(evaluation["id"]) <= set(later_evaluation["id"])
+    assert later_evaluation.height > evaluation.height > 0
+
+
+def test_the_split_is_a_hash_of_the_opening_and_stays_so(home: Path) -> None:
+    """Written out here, so that a change of the hash, which would move every user's rows, does not pass unseen."""
+    write_raw(questions(100))
+    _, evaluation, _ = outcome()
+    expected = []
+    for n in range(100):
+        opening = f'[["system", "Weather desk."], ["user", "Forecast {n} for Oslo, 1 day."]]'
+        if int(hashlib.sha256(opening.encode()).hexdigest()[:16], 16) / 2**64 < 0.15:
+            expected.append(f"q{n}")
+    assert evaluation["id"].to_list() == expected
+
+
+# --- one row, one verdict -------------------------------------------------------------------------------------------
+
+ASK = "Forecast for Oslo, 1 day."
+CUT = TABLE.removesuffix(",snow")
+ROWS = [
+    ("clean", row(ASK, TABLE), "clean"),
+    ("no system message", row(ASK, TABLE, system=None), "clean"),
+    ("fenced", row(ASK, f"```toon\n{TABLE}\n```"), "repaired:fence"),
+    ("both answers repaired", row(ASK, f"```\n{TABLE}\n```", "1 more day?", TABLE.replace("  ", "\t")),
+     "repaired:fence,indent"),
+    ("first answer cut", row(ASK, CUT, "1 more day?", TABLE), "row_width"),
+    ("second answer cut", row(ASK, TABLE, "1 more day?", CUT), "row_width"),
+    ("another horizon than asked", row("Forecast for Oslo, 2 days.", TABLE), "row_count"),
+    ("empty answer", row(ASK, ""), "empty_turn"),
+    ("blank question", row(" \n", TABLE), "empty_turn"),
+    ("empty system message", row(ASK, TABLE, system=""), "empty_turn"),
+    ("no answer", row(ASK), "wrong_turns"),
+    ("ends in a question", row(ASK, TABLE, "1 more day?"), "wrong_turns"),
+    ("only a system message", row(), "wrong_turns"),
+    ("no turns", row(system=None), "wrong_turns"),
+    ("answer first", {"conversations": row(ASK, TABLE)["conversations"][:0:-1]}, "wrong_turns"),
+    ("system in the middle", {"conversations": row(ASK, TABLE)["conversations"] + row(ASK, TABLE)["conversations"]},
+     "wrong_turns"),
+    ("unknown role", {"conversations": [{"from": "narrator", "value": "x"}]}, "unknown_role"),
+    ("a tool that nobody called", {"conversations": [{"from": "tool", "value": "x"}]}, "wrong_turns"),
+    ("no format at all", {"text": "Once upon a time"}, "unknown_format"),
+    ("no role", {"conversations": [{"value": "x"}]}, "unknown_role"),
+    ("text is a list", {"conversations": [{"from": "human", "value": ["x"]}]}, "not_text"),
+    ("turn is text", {"conversations": ["x"]}, "not_text"),
+    ("half an emoji", row("Oslo \ud83d?", TABLE), "not_text"),
+    ("too long", row(ASK + "!" * 8_000, TABLE), "too_long"),
+    ("too long only with its prose", row(ASK, TABLE + "\n" + "Bye! " * 2_000), "repaired:prose"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("raw", "verdict"), [r[1:] for r in ROWS], ids=[r[0] for r in ROWS])
+def test_verdict_of_a_row(home: Path, raw: dict[str, Any], verdict: str) -> None:
+    write_raw([*questions(30), raw])
+    train, evaluation, report = outcome()
+    kept = pl.concat([train, evaluation]).filter(pl.col("source_row") == 30)
+    assert report["rows_in"] == 31 and report["rows_out"] == 30 + kept.height
+    if verdict == "clean" or verdict.startswith("repaired"):
+        assert kept["verdict"].to_list() == [verdict] and report["dropped_reasons"] == {}
+        assert [m["content"] for m in kept["messages"].to_list()[0] if m["role"] == "assistant"][-1] == TABLE
+    else:
+        assert kept.height == 0 and report["dropped_reasons"] == {verdict: 1}
+
+
+def test_duplicates_are_dropped_also_where_only_the_repair_shows_them(home: Path) -> None:
+    write_raw([*questions(30), *questions(30)[:2], row(ASK, TABLE), row(ASK, f"```\n{TABLE}\n```"), row(ASK, CUT)])
+    _, _, report = outcome()
+    assert report["dropped_reasons"] == {"duplicate": 3, "row_width": 1} and report["rules"] == {}
+
+
+def test_ids_are_unique_and_never_missing(home: Path) -> None:
+    rows = questions(30)
+    rows[3]["id"], rows[4]["id"], rows[5]["id"], rows[6]["id"] = "q2", None, 7, "\ud83d"
+    del rows[7]["id"]
+    write_raw(rows)
+    train, evaluation, _ = outcome()
+    names = dict(pl.concat([train, evaluation]).select("source_row", "id").iter_rows())
+    assert [names[n] for n in range(2, 9)] == ["q2", "q2@3", "line-4", "7", "line-6", "line-7", "q8"]
+
+
+def test_keep_and_text_leave_the_surroundings(home: Path) -> None:
+    fenced = f"Here:\n```toon\n{TABLE}\n```"
+    write_raw([*questions(30), row(ASK, fenced), row("Say more.", CUT)])
+    for changes, verdicts in (
+        ({"surrounding_text": "keep"}, {30: "clean"}),  # the cut table is dropped
+        ({"answers": "text"}, {30: "clean", 31: "clean"}),  # no TOON work at all
+    ):
+        set_params(**changes)
+        train, evaluation, _ = outcome()
+        kept = pl.concat([train, evaluation]).filter(pl.col("source_row") >= 30).sort("source_row")
+        assert dict(kept.select("source_row", "verdict").iter_rows()) == verdicts
+        assert kept["messages"].to_list()[0][-1]["content"] == fenced
+
+
+def test_messages_format(home: Path) -> None:
+    turns = [{"role": "user", "content": "Forecast {} for Oslo, 1 day."}, {"role": "assistant", "content": TABLE}]
+    write_raw([{"messages": [{**turns[0], "content": turns[0]["content"].format(n)}, turns[1]]} for n in range(40)])
+    set_params(format="messages")
+    train, evaluation, report = outcome()
+    assert report["clean"] == 40
+    assert pl.concat([train, evaluation]).sort("source_row")["messages"].to_list()[39][0] == {
+        "role": "user",
+        "content": "Forecast 39 for Oslo, 1 day.",
+    }
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ('{"id": "a", "conversations": [', '\'{"id": "a", "conversations": [\''),
+        ("", "an empty line"),
+        ("[1, 2]", "'[1, 2]'"),
+        ('{"messages": []}', "'{\"messages\": []}'"),
+        ('{"conversations": "hello"}', '\'{"conversations": "hello"}\''),
+    ],
+)
+def test_a_line_that_is_no_conversation_stops_the_stage(home: Path, line: str, found: str) -> None:
+    set_params(format="sharegpt")
+    write_raw([*questions(4), line, *questions(2)])
+    with pytest.raises(ValueError, match="line 5: expected") as error:
+        fix_data.main()
+    assert str(RAW) in str(error.value) and f"found {found}" in str(error.value) and "mend" in str(error.value)
+    assert not fix_data.TRAIN.exists() and not fix_data.REPORT.exists()
+
+
+def test_a_line_that_is_no_utf8_stops_the_stage(home: Path) -> None:
+    RAW.write_bytes(b'{"conversations": "caf\xe9"}\n')
+    with pytest.raises(ValueError, match="line 1: expected one JSON object per line"):
+        fix_data.main()
+
+
+def test_a_missing_raw_file_is_named_with_its_key(home: Path) -> None:
+    RAW.unlink()
+    with pytest.raises(ValueError, match=f"fix_data.raw is {RAW}, which does not exist"):
+        fix_data.main()
+
+
+@pytest.mark.parametrize(("share", "split", "change"), [("0.000001", "eval", "raise"), ("0.999999", "train", "lower")])
+def test_an_empty_split_names_the_key(home: Path, share: str, split: str, change: str) -> None:
+    write_raw(questions(20))
+    set_params(eval_share=share)
+    with pytest.raises(ValueError, match=f"fix_data.eval_share is .* the {split} split of 20 rows empty; {change} it"):
+        fix_data.main()
+    assert not fix_data.TRAIN.exists() and not fix_data.EVAL.exists()
+
+
+@pytest.mark.parametrize(
+    ("rows", "reasons"), [([], "it has no lines"), ([row(ASK, "I don't know."), row(ASK, CUT)], "row_width 1")]
+)
+def test_a_file_without_one_usable_row_says_why(home: Path, rows: list[Any], reasons: str) -> None:
+    write_raw(rows)
+    with pytest.raises(ValueError, match=f"found none .*{reasons}.*set fix_data.answers: text"):
+        fix_data.main()
+
+
+# --- whatever it lies in --------------------------------------------------------------------------------------------
+
+
+def pairs(count: int, of: int = 1, length: int = 400) -> list[dict[str, Any]]:
+    """Rows with a question and an answer of their own, in a language nobody speaks."""
+    rng = random.Random(of)
+
+    def words(n: int) -> str:
+        return "".join(rng.choices("abcdefghijklmnop 雨晴雪", k=n))
+
+    return [{"id": f"{of}-{n}", "prompt": f"{n} {words(60)}", "answer": words(length)} for n in range(count)]
+
+
+def set_lines(**changes: str) -> None:
+    """`set_params`, for text answers, and more kinds of values."""
+    set_params(answers="text", **changes)
+
+
+def test_a_folder_of_every_format_gives_the_same_as_one_file(home: Path) -> None:
+    """Four spellings of like conversations in four kinds of files: each is told by its keys, and they all count."""
+    folder = Path("data/mixed")
+    folder.mkdir()
+    asked = pairs(160)
+
+    def turns(r: dict[str, Any]) -> list[dict[str, str]]:
+        return [{"role": "user", "content": r["prompt"]}, {"role": "assistant", "content": r["answer"]}]
+
+    first, second, third, fourth = (asked[i : i + 40] for i in range(0, 160, 40))
+    with gzip.open(folder / "a.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps(row(r["prompt"], r["answer"], system=None, id=r["id"])) + "\n" for r in first)
+    (folder / "b.json").write_text(json.dumps([{"messages": turns(r), "prompt_id": r["id"]} for r in second]))
+    pl.DataFrame([{"id": r["id"], "messages": turns(r)} for r in third]).write_parquet(folder / "c.parquet")
+    (folder / "d.jsonl").write_text("".join(json.dumps(r) + "\n" for r in fourth))
+    set_lines(raw="data/mixed")
+    train, evaluation, report = outcome()
+    assert report["formats"] == {"messages": 40, "prompt_answer": 40, "sharegpt": 40, "ultrachat": 40}
+    kept = {i: m for table in (train, evaluation) for i, m in table.select("id", "messages").iter_rows()}
+    assert kept == {r["id"]: turns(r) for r in asked}
+    assert set(pl.concat([train, evaluation])["source"]) == {"a.jsonl.gz", "b.json", "c.parquet", "d.jsonl"}
+
+
+def test_one_process_or_several_and_chunks_of_any_size_make_the_same_bytes(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = pairs(300)
+    rows += [{**r, "id": "again"} for r in rows[::40]] + [{"prompt": "?"}] * 5
+    rows += [{**r, "answer": r["answer"][:-9] + "different"} for r in rows[5:300:30]]
+    write_raw(rows)
+    set_lines(near_duplicate="0.8")
+    outcomes = []
+    for size, processors in ((1 << 22, 2), (20_000, 2), (20_000, 1), (3_000, 1)):
+        monkeypatch.setattr(raw, "CHUNK_BYTES", size)
+        monkeypatch.setattr(fix_data.os, "sched_getaffinity", lambda _, n=processors: set(range(n)))
+        _, _, report = outcome()
+        assert report["dropped_reasons"]["duplicate"] == 8 and report["dropped_reasons"]["unknown_format"] == 5
+        timeless = {k: v for k, v in report.items() if k not in ("seconds", "rows_per_second")}
+        outcomes.append((fix_data.TRAIN.read_bytes(), fix_data.EVAL.read_bytes(), timeless))
+    assert all(other == outcomes[0] for other in outcomes[1:])
+    assert not fix_data.WAITING.exists()
+
+
+def test_an_error_in_another_process_is_the_same_message(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raw, "CHUNK_BYTES", 2_000)
+    write_raw([*questions(40), "no json", *questions(40)])
+    with pytest.raises(ValueError, match="line 41: expected one JSON object per line, found 'no json'"):
+        fix_data.main()
+    assert not fix_data.WAITING.exists() and not fix_data.TRAIN.exists()
+
+
+def test_a_hub_dataset_in_the_stage(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through datasets.load_dataset, on a folder in the place of an id; and its pictures' bytes are refused."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", home / "cache")
+    Path("talk").mkdir()
+    Path("talk/train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in pairs(60)))
+    Path("data/talk.hub.yaml").write_text("dataset: talk\nname: null\nsplit: train\nrevision: null\n")
+    set_lines(raw="data/talk.hub.yaml")
+    _, _, report = outcome()
+    assert report["clean"] == 60 and report["formats"] == {"prompt_answer": 60}
+    assert report["hub"]["talk.hub.yaml"] | {"split": "train", "rows": 60} == report["hub"]["talk.hub.yaml"]
+
+
+def test_tools_reasoning_and_pictures_travel_beside_the_messages(home: Path) -> None:
+    Path("data/raw/sky.png").touch()
+    special = {
+        "id": "special", "tools": [{"name": "f"}], "images": ["sky.png"],
+        "messages": [
+            {"role": "user", "content": "<image>?"},
+            {"role": "assistant", "content": None, "tool_calls": [{"id": 1}], "reasoning_content": "hm"},
+            {"role": "tool", "content": "rain"},
+            {"role": "assistant", "content": "Rain."},
+        ],
+    }  # fmt: skip
+    write_raw([*pairs(40), special])
+    set_lines()
+    train, evaluation, _ = outcome()
+    (found,) = pl.concat([train, evaluation]).filter(pl.col("id") == "special").to_dicts()
+    assert found["images"] == ["data/raw/sky.png"] and found["tools"] == '[{"name": "f"}]'
+    assert found["reasoning"] == [None, "hm", None, None] and found["tool_calls"] == [None, '[{"id": 1}]', None, None]
+    others = pl.concat([train, evaluation]).filter(pl.col("id") != "special")
+    assert others.select("tools", "tool_calls", "reasoning", "images").null_count().row(0) == (40,) * 4
+
+
+def test_length_filters(home: Path) -> None:
+    write_raw([*pairs(40, length=100), *pairs(5, 2, length=900), *pairs(5, 3, length=2)])
+    set_lines(min_chars="100", max_chars="500")
+    _, _, report = outcome()
+    assert report["dropped_reasons"] == {"too_long": 5, "too_short": 5}
+    assert report["dropped_first"]["too_long"] == "weather_toon.jsonl, row 40"
+
+
+# --- likes, and the split -------------------------------------------------------------------------------------------
+
+
+def altered(r: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Nearly the same conversation."""
+    return {**r, "answer": r["answer"][:200] + "#" + r["answer"][201:], **more}
+
+
+def test_near_duplicates_leave_their_first(home: Path) -> None:
+    rows = pairs(60)
+    write_raw([*rows, *(altered(r, id=f"near {r['id']}") for r in rows[:20])])
+    set_lines()
+    _, _, report = outcome()
+    assert report["rows_out"] == 80 and report["near_duplicates"] is None and report["overlap"]["near"] is None
+    set_lines(near_duplicate="0.8")
+    train, evaluation, report = outcome()
+    # The question, and so the split, is that of the first.
+    assert report["dropped_reasons"] == {"near_duplicate": 20} and report["near_duplicates"]["dropped"] == 20
+    assert not any(name.startswith("near") for name in [*train["id"], *evaluation["id"]])
+    assert all(0.8 <= e["likeness"] < 1 and e["first"] != e["second"] for e in report["near_duplicates"]["examples"])
+
+
+@pytest.mark.parametrize("policy", ["remove", "keep"])
+def test_near_duplicates_across_the_hash_split(home: Path, policy: str) -> None:
+    """The question differs by a letter, so that the hash may send the two apart: training gives way to eval."""
+    rows = pairs(100)
+    twins = [{**r, "id": f"near {r['id']}", "prompt": r["prompt"] + "!"} for r in rows]
+    write_raw([*rows, *twins])
+    set_lines()
+    train, evaluation, _ = outcome()
+    side = dict.fromkeys(train["id"], "train") | dict.fromkeys(evaluation["id"], "eval")
+    apart = sum(side[r["id"]] != side[f"near {r['id']}"] for r in rows)
+    assert apart > 5
+    set_lines(near_duplicate="0.8", eval_overlap=policy)
+    train, evaluation, report = outcome()
+    assert report["overlap"] == {"policy": policy, "exact": 0, "near": apart}
+    if policy == "remove":
+        assert report["dropped_reasons"] == {"near_duplicate": 100 - apart, "near_eval": apart}
+        assert report["rows_out"] == 100
+    else:
+        assert report["dropped_reasons"] == {"near_duplicate": 100 - apart} and report["rows_out"] == 100 + apart
+    assert set(evaluation["id"]) >= {r["id"] for r in rows if side[r["id"]] == "eval"}
+
+
+def test_the_first_rows_of_the_raw_file_for_evaluation(home: Path) -> None:
+    """The seed's `_toon`, first 100: the others train, less those that ask the same."""
+    rows = pairs(120)
+    write_raw(
+        [*rows, {**rows[3], "id": "same"}, {**rows[4], "id": "asks the same", "answer": "Other."}, altered(rows[5])]
+    )
+    set_lines(eval_file="weather_toon.jsonl", eval_rows="30", near_duplicate="0.8")
+    train, evaluation, report = outcome()
+    assert evaluation["id"].to_list() == [r["id"] for r in rows[:30]]
+    assert train["id"].to_list() == [r["id"] for r in rows[30:]]
+    assert report["overlap"] == {"policy": "remove", "exact": 3, "near": 0}
+    assert report["dropped_reasons"] == {"in_eval": 3}
+
+
+@pytest.mark.parametrize("policy", ["remove", "keep"])
+def test_a_given_eval_file_wins_over_training_rows_that_come_before_it(home: Path, policy: str) -> None:
+    folder = Path("data/both")
+    folder.mkdir()
+    rows = pairs(90)
+    near = {**rows[3], "id": "near", "prompt": "Please: " + rows[3]["prompt"]}
+    for name, some in (("a_train.jsonl", [*rows[:10], near, *rows[30:]]), ("z_test.jsonl", [*rows[:30], rows[0]])):
+        (folder / name).write_text("".join(json.dumps(r) + "\n" for r in some))
+    set_lines(raw="data/both", eval_file="z_test.jsonl", eval_overlap=policy, near_duplicate="0.8")
+    train, evaluation, report = outcome()
+    assert evaluation["id"].to_list() == [r["id"] for r in rows[:30]]
+    assert (
+        report["rows_in"] == 102 and report["overlap"] == {"policy": policy, "exact": 10, "near": 1}
+    ) or policy == "keep"
+    if policy == "remove":
+        assert train["id"].to_list() == [r["id"] for r in rows[30:]]
+        assert report["dropped_reasons"] == {"duplicate": 1, "in_eval": 10, "near_eval": 1}
+    else:
+        assert report["overlap"]["exact"] == 10 and train.height >= 60
+    assert set(evaluation["source"]) == {"z_test.jsonl"}
+
+
+def test_an_eval_file_that_leaves_a_split_empty(home: Path) -> None:
+    write_raw(pairs(20))
+    set_lines(eval_file="weather_toon.jsonl")
+    with pytest.raises(
+        ValueError, match=r"eval_file weather_toon.jsonl \(eval_rows None\) leaves the train split of 20"
+    ):
+        fix_data.main()
+
+
+def test_a_process_that_is_killed_is_one_message(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the kernel does when memory runs out; it was a traceback."""
+
+    class Pool(fix_data.ProcessPoolExecutor):
+        def submit(self, *arguments: Any, **more: Any) -> Any:
+            return super().submit(os._exit, 9)
+
+    monkeypatch.setattr(fix_data, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(fix_data.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    monkeypatch.setattr(raw, "CHUNK_BYTES", 2_000)
+    write_raw(questions(40))
+    with pytest.raises(ValueError, match=r"one of 2 processes was killed, expected .* fewer cores"):
+        fix_data.main()
+    assert not fix_data.WAITING.exists()

@@ -1,0 +1,177 @@
+"""The rules of the house that a machine can check. What imports what is import-linter's part, in pyproject.toml."""
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel
+from ruamel.yaml import YAML
+
+from benchmarks import readme_table
+from stages.params import Params
+
+ROOT = Path(__file__).parent.parent
+SHARED_SECTION = "target"
+
+
+def _graph() -> dict[str, dict[str, Any]]:
+    """Stage name -> its definition; a foreach's is what it repeats."""
+    stages = YAML(typ="safe").load((ROOT / "dvc.yaml").read_text())["stages"]
+    return {name: stage.get("do", stage) for name, stage in stages.items()}
+
+
+GRAPH = _graph()
+every_stage = pytest.mark.parametrize("stage", GRAPH)
+
+
+# Dependencies are the import closure
+
+
+@cache
+def imports(file: str) -> frozenset[str]:
+    """The files under stages/ that `file` imports, wherever in it; `from stages.x import y` may mean the module x.y."""
+    named: list[str] = []
+    for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            named += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, (
+                f"{file}:{node.lineno}: relative import; write it from the root, as stages.formats.atomic"
+            )
+            named += [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
+    files = (f"{name.replace('.', '/')}.py" for name in named if name.split(".")[0] == "stages")
+    return frozenset(found for found in files if (ROOT / found).is_file())
+
+
+def closure(stage: str) -> set[str]:
+    """Every file a stage's code is made of, its template too; stages/params.py is left out: DVC tracks its values."""
+    found = {str(file.relative_to(ROOT)) for file in (ROOT / "stages").glob(f"{stage}.*")}
+    open_ends = {file for file in found if file.endswith(".py")}
+    while open_ends:
+        open_ends = {new for file in open_ends for new in imports(file)} - found
+        found |= open_ends
+    return found - {"stages/params.py"}
+
+
+@every_stage
+def test_deps_are_the_import_closure(stage: str) -> None:
+    listed = [dep for dep in GRAPH[stage]["deps"] if dep.startswith("stages/")]
+    made_of = closure(stage)
+    add, drop = sorted(made_of - set(listed)), sorted(set(listed) - made_of)
+    assert not add and not drop, f"stages.{stage}.deps: add {add}, drop {drop}"
+    assert len(listed) == len(set(listed)), f"stages.{stage}.deps lists a file twice"
+
+
+def test_the_closure_follows_a_name_that_is_a_module() -> None:
+    """`from stages.formats import atomic` names a file, `from stages.formats.atomic import file` names the same one."""
+    assert "stages/formats/atomic.py" in imports("stages/report.py")
+    assert {"stages/report.py", "stages/report.html.j2", "stages/formats/cell.py"} <= closure("report")
+
+
+# One word everywhere
+
+
+@every_stage
+def test_a_stage_is_one_word_everywhere(stage: str) -> None:
+    assert (ROOT / "stages" / f"{stage}.py").is_file(), f"dvc.yaml has {stage}; write stages/{stage}.py"
+    assert stage in Params.model_fields, f"dvc.yaml has {stage}; give it a section in params.yaml and stages/params.py"
+    command = GRAPH[stage]["cmd"]
+    assert command.split(" $")[0] == f"python -m stages.{stage}", f"stages.{stage}.cmd is {command!r}"
+    assert GRAPH[stage].get("desc"), f"stages.{stage} has no desc; say in a line what becomes what"
+
+
+def test_every_stage_file_and_section_is_in_the_graph() -> None:
+    files = {file.stem for file in (ROOT / "stages").glob("*.py")} - {"__init__", "params"}
+    assert files == set(GRAPH)
+    assert set(Params.model_fields) - {SHARED_SECTION} == set(GRAPH)
+
+
+def test_init_files_are_empty() -> None:
+    found = [file for package in ("stages", "pipeline") for file in (ROOT / package).rglob("__init__.py")]
+    assert len(found) >= 2
+    for file in found:
+        assert file.read_text() == "", f"{file.relative_to(ROOT)} must be empty: re-exports make import cycles"
+
+
+# Parameters: what dvc.yaml tracks exists, and is what the code reads
+
+
+def _section_inside(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
+    """(the section an annotation holds, whether under names of the user's own), through dict[...], | None, Annotated."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation, False
+    for inner in get_args(annotation):
+        model, _ = _section_inside(inner)
+        if model:
+            return model, getattr(annotation, "__origin__", None) is dict
+    return None, False
+
+
+@every_stage
+def test_tracked_params_exist(stage: str) -> None:
+    for tracked in GRAPH[stage]["params"]:
+        model: type[BaseModel] | None = Params
+        named_by_user = False
+        for part in re.findall(r"\$\{[^}]*\}|[^.]+", tracked):
+            if named_by_user:
+                assert part.startswith("${"), (
+                    f"stages.{stage}.params: {tracked}: {part} must be a ${{...}} of the graph"
+                )
+                named_by_user = False
+                continue
+            fields = {f.alias or name: f for name, f in (model.model_fields if model else {}).items()}
+            assert part in fields, (
+                f"stages.{stage}.params: {tracked}: no key {part}; known keys are {', '.join(fields)}"
+            )
+            model, named_by_user = _section_inside(fields[part].annotation)
+
+
+def test_train_draft_tracks_every_key_but_other_checkpoints() -> None:
+    """Tracking the whole section would retrain e003 when e020 is added."""
+    tracked = {p for p in GRAPH["train_draft"]["params"] if p.startswith("train_draft.")}
+    keys = set(Params.model_fields["train_draft"].annotation.model_fields) - {"checkpoints"}
+    assert tracked == {f"train_draft.{key}" for key in keys} | {"train_draft.checkpoints.${key}"}
+
+
+def reads(stage: str) -> set[str]:
+    """What the stage's file reads of the parameters, as dotted keys: attributes of `load()` or of a `Params` argument."""
+    tree = ast.parse((ROOT / "stages" / f"{stage}.py").read_text(encoding="utf-8"))
+    roots = {
+        arg.arg
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        for arg in node.args.args
+        if arg.annotation and ast.unparse(arg.annotation) in ("Params", "params.Params")
+    } | {
+        target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and ast.unparse(node.value) in ("load()", "params.load()")
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    chains = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    found = {chain.split(".", 1)[1] for chain in chains if chain.split(".")[0] in roots}
+    found |= {
+        chain.removeprefix("params.").removeprefix("load().") for chain in chains if chain.startswith("params.load().")
+    }
+    return {key for key in found if key.split(".")[0] in Params.model_fields}
+
+
+@every_stage
+def test_a_stage_reads_only_what_dvc_tracks(stage: str) -> None:
+    """`p.section.key` must be tracked, or lie above something tracked (a section that is given a short name)."""
+    tracked = [p.split(".${")[0] for p in GRAPH[stage]["params"]]
+    for key in sorted(reads(stage)):
+        covered = any(f"{key}.".startswith(f"{p}.") or f"{p}.".startswith(f"{key}.") for p in tracked)
+        assert covered, (
+            f"stages/{stage}.py reads {key}; add it to stages.{stage}.params, which tracks {', '.join(tracked)}"
+        )
+
+
+def test_readme_shows_the_very_table_of_a_kept_run() -> None:
+    found = readme_table.BLOCK.search((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert found, "README.md has lost its table; run: python -m benchmarks.readme_table DATE DURATION"
+    assert found[2].startswith(readme_table.table(ROOT / found[1]))

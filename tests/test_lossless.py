@@ -1,0 +1,107 @@
+"""Speculative decoding says what plain greedy decoding says, token for token, in float32, for any draft."""
+
+from pathlib import Path
+
+import polars as pl
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from stages.drafting import target
+from stages.drafting.decode import Engine
+from stages.drafting.draft import Draft, DraftConfig
+from stages.formats import checkpoint, conversations, manifest
+
+TREES = [(1, 1, 2), (5, 1, 6), (8, 2, 16), (8, 3, 16), (5, 4, 16), (10, 3, 32), (8, 2, 8)]
+ROOM = 60
+
+
+@pytest.fixture(scope="module")
+def prompts(small_run: Path) -> list[list[int]]:
+    """Every prompt of the eval split."""
+    table = conversations.read(small_run / "data/sampled/eval.parquet", conversations.SAMPLED, "sample_target")
+    return table["prompt_ids"].to_list()
+
+
+@pytest.fixture(scope="module")
+def model(small_run: Path):
+    torch.set_num_threads(2)
+    return target.load(str(small_run / "artifacts/target"), None, "float32", "cpu")
+
+
+def engine(small_run: Path, model, name: str) -> Engine:
+    draft = Draft.of(*checkpoint.read_draft(small_run / "drafts" / name, "init_draft"))
+    made = manifest.read(small_run / "artifacts/target")
+    return Engine(model, made.eos_token_ids, made.feature_layers, draft.requires_grad_(False))
+
+
+def said(steps) -> list[int]:
+    return [token for step in steps for token in step.tokens]
+
+
+def test_plain_decoding_is_transformers_own_greedy_search(small_run: Path, model, prompts) -> None:
+    made = manifest.read(small_run / "artifacts/target")
+    reference = AutoModelForCausalLM.from_pretrained(small_run / "artifacts/target").eval()
+    plain = engine(small_run, model, "e003")
+    for prompt in prompts:
+        out = reference.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=ROOM,
+            do_sample=False,
+            eos_token_id=made.eos_token_ids,
+            pad_token_id=0,
+        )
+        assert said(plain.plain(prompt, ROOM)) == out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", ["e003", "e000"])  # a trained draft, and a random one
+@pytest.mark.parametrize("tree", TREES, ids=lambda t: "t{}_{}_{}".format(*t))
+def test_every_tree_says_what_plain_decoding_says(small_run: Path, model, prompts, name: str, tree) -> None:
+    both = engine(small_run, model, name)
+    for prompt in prompts:
+        steps = list(both.speculative(prompt, ROOM, *tree))
+        assert said(steps) == said(both.plain(prompt, ROOM))
+        for step in steps[1:]:  # a cycle commits its drafts and one bonus token, unless it was cut at the end
+            assert 0 <= step.accepted <= tree[0]
+            assert len(step.tokens) == step.accepted + 1 or step is steps[-1]
+
+
+def test_a_trained_draft_is_accepted_more_than_a_random_one(small_run: Path, model, prompts) -> None:
+    """Otherwise the lossless tests above could pass with trees that never accept anything."""
+    accepted = {
+        name: sum(s.accepted for p in prompts for s in engine(small_run, model, name).speculative(p, ROOM, 8, 2, 16))
+        for name in ("e000", "e003")
+    }
+    assert accepted["e003"] > max(50, 2 * accepted["e000"])
+
+
+@pytest.mark.parametrize("room", [1, 2, 3, 7])
+def test_the_length_limit_holds_inside_a_cycle(small_run: Path, model, prompts, room: int) -> None:
+    both = engine(small_run, model, "e003")
+    for prompt in prompts:
+        steps = list(both.speculative(prompt, room, 8, 2, 16))
+        assert said(steps) == said(both.plain(prompt, room))
+        assert len(said(steps)) <= room
+
+
+def test_a_draft_for_another_target_is_refused_with_the_numbers(small_run: Path, model) -> None:
+    config, _ = checkpoint.read_draft(small_run / "drafts/e000", "init_draft")
+    other = Draft(DraftConfig.from_json({**config, "vocab_size": config["vocab_size"] + 1}))
+    with pytest.raises(ValueError, match=f"{config['vocab_size'] + 1} tokens"):
+        Engine(model, [2], [2, 3, 4], other)
+
+
+def test_a_prompt_longer_than_the_target_holds_is_refused_before_the_first_token(small_run: Path, model) -> None:
+    with pytest.raises(ValueError, match="max_position_embeddings"):
+        next(engine(small_run, model, "e000").plain([5] * 2000, 100))
+
+
+def test_fixture_covers_the_whole_eval_split(small_run: Path, prompts) -> None:
+    assert len(prompts) == pl.read_parquet(small_run / "data/sampled/eval.parquet").height == 6
+
+
+def test_margin_is_the_gap_between_the_two_best_logits(small_run: Path, model, prompts) -> None:
+    logits = model(torch.tensor([prompts[0]])).logits[0, -1].sort(descending=True).values
+    assert engine(small_run, model, "e000").margin(prompts[0]) == pytest.approx(
+        (logits[0] - logits[1]).item(), abs=1e-4
+    )

@@ -1,0 +1,551 @@
+"""params.yaml is refused before any work, in one message: file, key, what was expected, what was found, what to do."""
+
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ruamel.yaml import YAML
+
+from stages import params
+from stages.params import Tree, candidates
+
+ROOT = Path(__file__).parents[1]
+REAL = (ROOT / "params.yaml").read_text(encoding="utf-8")
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of its own with the real params.yaml."""
+    monkeypatch.chdir(tmp_path)
+    Path("params.yaml").write_text(REAL, encoding="utf-8")
+    return tmp_path
+
+
+def edited(*changes: tuple[str, str]) -> None:
+    """Change params.yaml as a user does, in its text."""
+    text = REAL
+    for old, new in changes:
+        assert text.count(old) >= 1, old
+        text = text.replace(old, new, 1)
+    Path("params.yaml").write_text(text, encoding="utf-8")
+
+
+def set_value(place: tuple[str, ...], value: Any) -> None:
+    """Set one key of params.yaml, or delete it where the value is `...`."""
+    whole = YAML(typ="safe").load(REAL)
+    section = whole
+    for part in place[:-1]:
+        section = section[part]
+    section[place[-1]] = value
+    if value is ...:
+        del section[place[-1]]
+    with Path("params.yaml").open("w") as file:
+        YAML(typ="safe").dump(whole, file)
+
+
+def refusal() -> str:
+    """The one message; fails where the file is accepted."""
+    with pytest.raises(ValueError, match=r"^params\.yaml") as error:
+        params.load()
+    assert type(error.value) is ValueError
+    assert error.value.__context__ is None or error.value.__suppress_context__  # no second traceback above it
+    return str(error.value)
+
+
+def problems() -> list[str]:
+    """Every problem the message names, a line each."""
+    head, *lines = refusal().split("\n")
+    assert head == f"params.yaml has {len(lines)} problem(s) to correct:"
+    assert all(line.startswith("  ") for line in lines)
+    return [line.strip() for line in lines]
+
+
+def leaves(section: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for key, value in section.items():
+        if isinstance(value, dict):
+            yield from leaves(value, (*above, key))
+        else:
+            yield (*above, key), value
+
+
+LEAVES = dict(leaves(YAML(typ="safe").load(REAL)))
+NUMBERS = {place: value for place, value in LEAVES.items() if type(value) in (int, float)}
+# May be zero, written by hand: greedy answers, no warm-up, no decay, and the seeds.
+ZERO = {
+    "sample_target.temperature", "train_draft.warmup_steps", "train_draft.weight_decay",
+    "benchmark.workloads.eval.warmup", "prepare_target.seed", "sample_target.seed", "init_draft.seed", "train_draft.seed",
+}  # fmt: skip
+every_key = pytest.mark.parametrize("place", LEAVES, ids=".".join)
+every_number = pytest.mark.parametrize("place", NUMBERS, ids=".".join)
+
+
+# --- the real file --------------------------------------------------------------------------------------------------
+
+
+def test_the_committed_file_loads_as_it_is_written() -> None:
+    """Each value of the file is the value of the attribute: nothing is renamed, cast or filled in."""
+    whole = params.load().model_dump(by_alias=True)
+    assert whole == YAML(typ="safe").load(REAL)
+    assert len(LEAVES) > 60 and len(NUMBERS) > 35
+
+
+def test_the_committed_trees_can_all_be_built_and_replayed() -> None:
+    """A served tree that the replay's grid doesn't hold could not be compared with its prediction."""
+    p = params.load()
+    grid = {tree.name for tree in p.replay_trees.trees()}
+    assert set(p.benchmark.trees) <= grid
+
+
+def test_parameters_are_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        params.load().target.num_threads = 3  # type: ignore[misc]
+
+
+def test_loading_costs_no_torch() -> None:
+    """`make run` and the flows check the file first; torch would take seconds."""
+    code = (
+        "import sys; from stages import params; sys.exit(bool({'torch', 'transformers', 'polars'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+# --- keys -----------------------------------------------------------------------------------------------------------
+
+
+@every_key
+def test_a_missing_key_is_named(place: tuple[str, ...]) -> None:
+    set_value(place, ...)
+    assert problems() == [
+        f"{'.'.join(place)}: missing; the code holds no defaults, so write it (git show HEAD:params.yaml has one)"
+    ]
+
+
+NAMED_BY_USER = {("train_draft", "checkpoints"), ("benchmark", "workloads")}
+SECTIONS = sorted({place[:depth] for place in LEAVES for depth in range(len(place))} - NAMED_BY_USER)
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: ".".join(section) or "top")
+def test_an_unknown_key_is_named_with_the_known_ones(section: tuple[str, ...]) -> None:
+    set_value((*section, "colour"), "green")
+    inside = YAML(typ="safe").load(REAL)
+    for part in section:
+        inside = inside[part]
+    key, known = ".".join([*section, "colour"]), ", ".join(inside)
+    assert problems() == [f"{key}: unknown key; known keys are {known}. Correct the spelling or delete it"]
+
+
+def test_a_misspelt_section_is_named_both_ways() -> None:
+    """DVC would drop the stage without a word."""
+    edited(("train_draft:", "trian_draft:"))
+    found = problems()
+    assert [line.split(";")[0] for line in found] == ["train_draft: missing", "trian_draft: unknown key"]
+
+
+def test_a_key_that_is_no_text_is_refused_at_the_top_too() -> None:
+    Path("params.yaml").write_text(REAL + "\n5: x\n")
+    assert problems()[0].startswith("5: expected a name (a letter, then letters, digits and _), found 5; YAML reads")
+
+
+def test_every_problem_is_told_at_once() -> None:
+    edited(("seed: 7", "seed: -7"), ("dtype: float32 ", "dtype: float8 "), ("max_chars:", "max_char:"))
+    assert [line.split(":")[0] for line in problems()] == [
+        "target.dtype", "prepare_target.seed", "fix_data.max_chars", "fix_data.max_char",
+    ]  # fmt: skip
+
+
+# --- values ---------------------------------------------------------------------------------------------------------
+
+
+@every_key
+def test_a_mapping_is_no_value_of_any_key(place: tuple[str, ...]) -> None:
+    set_value(place, {"a": 1})
+    (line,) = problems()
+    assert line.startswith(".".join(place) + ": expected ") and "found {'a': 1}" in line
+
+
+@every_number
+@pytest.mark.parametrize("value", ["1", True, None, [1]], ids=["text", "true", "null", "list"])
+def test_a_number_is_a_number(place: tuple[str, ...], value: Any) -> None:
+    """Quoted numbers and booleans are not read as 1. Where null means something, the file's comment says what."""
+    may_be_null = {"sample_target.train_rows", "sample_target.eval_rows", "init_draft.draft_vocab_size"}
+    set_value(place, value)
+    if value is None and ".".join(place) in may_be_null:
+        params.load()
+        return
+    (line,) = problems()
+    assert re.fullmatch(rf"{re.escape('.'.join(place))}: expected .+, found {re.escape(repr(value))}", line)
+
+
+@every_number
+def test_nothing_is_negative(place: tuple[str, ...]) -> None:
+    set_value(place, -1)
+    (line,) = problems()
+    assert re.fullmatch(rf"{re.escape('.'.join(place))}: expected greater than (or equal to )?[01], found -1", line)
+
+
+@every_number
+def test_zero_is_refused_but_where_it_means_something(place: tuple[str, ...]) -> None:
+    set_value(place, 0)
+    if ".".join(place) in ZERO:
+        params.load()
+    else:
+        (line,) = problems()
+        assert re.fullmatch(rf"{re.escape('.'.join(place))}: expected greater than (or equal to )?[01], found 0", line)
+
+
+@pytest.mark.parametrize("number", [".nan", ".inf", "-.inf"])
+def test_no_number_is_infinite(number: str) -> None:
+    """Bug: a learning rate of .inf was greater than 0 and so accepted."""
+    for key in ("learning_rate: 0.03", "grad_clip: 0.5", "temperature: 0.7", "min_tau: 6.0"):
+        edited((key, f"{key.split(':')[0]}: {number}"))
+        (line,) = problems()
+        assert "expected a finite number, found " in line
+
+
+BAD_VALUES = [
+    ("num_threads: 2", "num_threads: 2.0", "target.num_threads: expected a valid integer, found 2.0"),
+    ("dtype: float32 ", "dtype: float8 ", "target.dtype: expected 'float32', 'bfloat16' or 'float16', found 'float8'"),
+    ("device: cpu", "device: gpu", r"target.device: expected text matching ^(cpu|cuda(:\d+)?)$, found 'gpu'"),
+    ("feature_layers: null", "feature_layers: [1, 2]",
+     "target.feature_layers: expected at least 3 items, found [1, 2]"),
+    ("feature_layers: null", "feature_layers: [0, 1, 2]", "target.feature_layers.0: expected greater than 0, found 0"),
+    ("trust_remote_code: false", "trust_remote_code: 'no'",
+     "target.trust_remote_code: expected a valid boolean, found 'no'"),
+    ("learning_rate: 0.03", "learning_rate: '3e-2'",
+     "prepare_target.learning_rate: expected a valid number, found '3e-2'"),
+    ("eval_share: 0.15", "eval_share: 1", "fix_data.eval_share: expected less than 1, found 1"),
+    ("top_p: 1.0", "top_p: 1.1", "sample_target.top_p: expected less than or equal to 1, found 1.1"),
+    ("min_tau: 6.0", "min_tau: 0.9", "check_overfit.min_tau: expected greater than or equal to 1, found 0.9"),
+    ("tokens: [4,", "tokens: [1,", "replay_trees.tokens.0: expected greater than or equal to 2, found 1"),
+    ("semantics: sglang", "semantics: vllm", "replay_trees.semantics: expected 'sglang', found 'vllm'"),
+    ("split: eval", "split: train", "benchmark.workloads.eval.split: expected 'eval', found 'train'"),
+    ("[e003, e009]", "e003", "benchmark.checkpoints: expected a valid list, found 'e003'"),
+    ("[e003, e009]", "[]", "benchmark.checkpoints: expected at least 1 item, found []"),
+    ("title: weather-tiny", "title: ''", "report.title: expected at least 1 character, found ''"),
+    ("  title: weather-tiny", "", "report: expected a section with title, found None"),
+    ("e009: {from: e003, epochs: 6}", "e009: e003",
+     "train_draft.checkpoints.e009: expected a section with from, epochs, found 'e003'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new", "line"), BAD_VALUES, ids=[row[1] for row in BAD_VALUES])
+def test_what_was_expected_and_found(old: str, new: str, line: str) -> None:
+    edited((old, new))
+    assert problems() == [line]
+
+
+def test_text_that_yaml_reads_as_a_number_is_told_so() -> None:
+    edited(("model: builtin/weather-tiny", "model: 5"))
+    (line,) = problems()
+    assert line.startswith("target.model: expected text, found 5; ") and "put text in quotes" in line
+
+
+def test_an_exponent_without_a_point_is_a_number() -> None:
+    """PyYAML, by YAML 1.1, reads text; DVC and we read YAML 1.2."""
+    edited(("learning_rate: 0.03", "learning_rate: 3e-2"))
+    assert params.load().prepare_target.learning_rate == 0.03
+
+
+# --- trees and checkpoints ------------------------------------------------------------------------------------------
+
+BAD_TREES = [
+    (
+        "8_2_16",
+        "benchmark.trees.3: expected text, found 8216; YAML reads 8_2_16 as the number 8216, so begin a name with",
+    ),
+    ("'8_2_16'", "benchmark.trees: '8_2_16' is not the name of a tree; write t8_2_16"),
+    (
+        "'8_1_8'",
+        "benchmark.trees: 8_1_8: at topk 1 a tree is a chain of num_steps drafts and the root, .*; write t8_1_9",
+    ),
+    (
+        "t8_1_8",
+        "benchmark.trees: t8_1_8: at topk 1 a tree is a chain of num_steps drafts and the root, .*; write t8_1_9",
+    ),
+    ("t8_1_10", "benchmark.trees: t8_1_10: at topk 1 .*; write t8_1_9"),
+    ("t8_2_32", "benchmark.trees: t8_2_32: .* = 31 nodes, .* = 30 candidates are all that exist; use at most t8_2_31"),
+    ("t1_4_6", "benchmark.trees: t1_4_6: .* = 5 nodes, .* = 4 candidates are all that exist; use at most t1_4_5"),
+    ("t0_2_16", "benchmark.trees: t0_2_16: num_steps and topk must be at least 1 and num_draft_tokens at least 2"),
+    ("t8_0_16", "benchmark.trees: t8_0_16: num_steps and topk must be at least 1"),
+    ("t8_2_1", "benchmark.trees: t8_2_1: .* num_draft_tokens at least 2"),
+    ("t08_2_16", "benchmark.trees: 't08_2_16' is not the name of a tree; write t8_2_16"),
+    ("t٨_2_16", "benchmark.trees: 't٨_2_16' is not a tree; write t<num_steps>_<topk>_<num_draft_tokens>, as t8_2_16"),
+    ("t8_-2_16", "benchmark.trees: 't8_-2_16' is not a tree"),
+    ("t8_2", "benchmark.trees: 't8_2' is not a tree"),
+    ("t8_2_16_1", "benchmark.trees: 't8_2_16_1' is not a tree"),
+    ("tree", "benchmark.trees: 'tree' is not a tree"),
+    ("t8_2_16, t8_2_16", "benchmark.trees: t8_2_16 is listed twice; list each name once"),
+]
+
+
+@pytest.mark.parametrize(("tree", "message"), BAD_TREES, ids=[row[0] for row in BAD_TREES])
+def test_a_tree_that_can_not_be_is_told_what_to_write(tree: str, message: str) -> None:
+    """Bug: t08_2_16 and digits of other scripts were read as t8_2_16: a cell then bore another name than its tree."""
+    edited(("t8_2_16,", f"{tree},"))
+    (line,) = problems()
+    assert re.match(message, line)
+
+
+def test_the_largest_tree_can_be_built() -> None:
+    edited(("t8_2_16,", "t8_2_31,"))
+    assert "t8_2_31" in params.load().benchmark.trees
+
+
+def test_a_grid_without_one_tree_is_refused() -> None:
+    """Bug: it was accepted, and replay_trees then wrote an empty table."""
+    edited(
+        ("steps: [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]", "steps: [1]"), ("topk: [1, 2, 3, 4]", "topk: [2]"), ("[4, 6,", "[6,")
+    )
+    (line,) = problems()
+    assert (
+        line.startswith("replay_trees: no tree of steps [1], topk [2] and tokens [6, ")
+        and "write smaller tokens" in line
+    )
+
+
+SECOND = "e009: {from: e003, epochs: 6}"
+NO_NAME = "expected a name (a letter, then letters, digits and _), found"
+BAD_CHECKPOINTS = [
+    (SECOND, "8_2_16: {from: e003, epochs: 6}", f"train_draft.checkpoints.8216: {NO_NAME} 8216; YAML reads 8_2_16 as"),
+    (SECOND, "'009': {from: e003, epochs: 6}", f"train_draft.checkpoints.009: {NO_NAME} '009'"),
+    (SECOND, "e-9: {from: e003, epochs: 6}", f"train_draft.checkpoints.e-9: {NO_NAME} 'e-9'"),
+    (SECOND, "e009: {from: 3, epochs: 6}", f"train_draft.checkpoints.e009.from: {NO_NAME} 3; YAML reads"),
+    (SECOND, "e009: {from: e010, epochs: 6}",
+     "train_draft: checkpoints.e009.from is 'e010', expected one of e000, e003, e009"),
+    (SECOND, "e009: {from: e009, epochs: 6}",
+     "train_draft: checkpoints e009 -> e009 go in a circle; start one from e000"),
+    ("e003: {from: e000,", "e003: {from: e009,",
+     "train_draft: checkpoints e003 -> e009 -> e003 go in a circle; start one from e000"),
+    (SECOND, "e000: {from: e003, epochs: 6}",
+     "train_draft: checkpoints.e000 is made by init_draft; choose another name"),
+    ("[e003, e009]", "[e003, e003]", "benchmark.checkpoints: e003 is listed twice; list each name once"),
+    ("[e003, e009]", "[e003, 9]", "benchmark.checkpoints.1: expected text, found 9; YAML reads"),
+    ("[e003, e009]", "[e003, e010]",
+     "benchmark.checkpoints: 'e010' is not trained, expected some of e003, e009; correct it, or add it to train_draft"),
+    ("min_tau: 6.0", "min_tau: 8.5",
+     "check_overfit.min_tau 8.5 can't be reached: a chain of train_draft.ttt_steps = 7 drafts accepts at most 8"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new", "start"), BAD_CHECKPOINTS, ids=[row[1] for row in BAD_CHECKPOINTS])
+def test_checkpoints_that_can_not_be_trained_or_measured(old: str, new: str, start: str) -> None:
+    edited((old, new))
+    (line,) = problems()
+    assert line.startswith(start), line
+
+
+def test_checkpoints_may_branch_and_stand_in_any_order() -> None:
+    edited(
+        (SECOND, "e012: {from: e009, epochs: 3}\n    e009: {from: e003, epochs: 6}\n    other: {from: e003, epochs: 1}")
+    )
+    assert list(params.load().train_draft.checkpoints) == ["e003", "e012", "e009", "other"]
+
+
+def test_the_reachable_min_tau_is_accepted() -> None:
+    edited(("min_tau: 6.0", "min_tau: 8"))
+    assert params.load().check_overfit.min_tau == 8
+
+
+# --- the file itself ------------------------------------------------------------------------------------------------
+
+
+def line_of(text: str) -> int:
+    return next(n for n, line in enumerate(REAL.splitlines(), 1) if line.startswith(text))
+
+
+@pytest.mark.parametrize("key", ["seed: 7", "e003: {from: e000, epochs: 3}"])
+def test_a_key_given_twice_is_refused_with_its_line(key: str) -> None:
+    """Most parsers take the last one in silence."""
+    indent = re.search(rf"^( *){re.escape(key)}", REAL, re.MULTILINE)[1]  # type: ignore[index]
+    edited((key, f"{key}\n{indent}{key}"))
+    where = line_of(indent + key) + 1
+    assert refusal().startswith(
+        f'params.yaml is not valid YAML: line {where}: found duplicate key "{key.split(":")[0]}"'
+    )
+    assert "http" not in refusal() and "\n" not in refusal()
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (REAL.replace("  seed: 7", "\tseed: 7", 1).encode(), f"line {line_of('  seed: 7')}: "),
+        (REAL.encode() + b"\n[", r"line \d+: could not find expected"),
+        (b"target: \xff", "'utf-8' codec"),
+        (b"target: 2026-13-01", "month must be in 1..12"),
+        (b"a: 1\n---\nb: 1", "line 2: "),
+        (b"!!python/object:os.system {}", "line 1: could not determine a constructor"),
+    ],
+    ids=["tab", "rest", "no UTF-8", "no such day", "two documents", "python object"],
+)
+def test_invalid_yaml_is_one_line_that_says_where(content: bytes, says: str) -> None:
+    Path("params.yaml").write_bytes(content)
+    message = refusal()
+    assert re.match(rf"params\.yaml is not valid YAML: ({says})", message), message
+    assert message.endswith("; correct it") and "\n" not in message
+
+
+@pytest.mark.parametrize(("text", "found"), [("", "None"), ("hello", "'hello'"), ("- 1", r"\[1\]")])
+def test_a_file_that_is_no_mapping_is_told_the_sections(text: str, found: str) -> None:
+    Path("params.yaml").write_text(text)
+    assert re.fullmatch(
+        rf"params\.yaml: expected the sections target, prepare_target, .*, report; found {found}", refusal()
+    )
+
+
+def test_a_missing_file_says_where_to_run() -> None:
+    Path("params.yaml").unlink()
+    assert refusal() == "params.yaml not found; run from the project's root, where dvc.yaml lies"
+    Path("params.yaml").mkdir()
+    assert "not found" in refusal()
+
+
+# --- what the file alone can't know ---------------------------------------------------------------------------------
+
+
+def test_a_missing_raw_file_is_named_before_any_work() -> None:
+    p = params.load()
+    with pytest.raises(
+        ValueError, match=r"^params\.yaml: fix_data\.raw is data/raw/weather_toon\.jsonl, .*; give a file or"
+    ):
+        params.check_raw_exists(p)
+    Path(p.fix_data.raw).mkdir(parents=True)
+    params.check_raw_exists(p)
+    Path(p.fix_data.raw).rmdir()
+    Path(p.fix_data.raw).touch()
+    params.check_raw_exists(p)
+
+
+def test_an_eval_file_is_in_the_folder_or_the_file_itself() -> None:
+    edited(("eval_file: null", "eval_file: test.jsonl"))
+    Path("data/raw").mkdir(parents=True)
+    raw, test = Path("data/raw/weather_toon.jsonl"), Path("data/raw/test.jsonl")
+    raw.touch()
+    test.touch()  # beside the raw file, where DVC would not see it change
+    with pytest.raises(ValueError, match=r"fix_data\.eval_file is test\.jsonl, expected a file in the folder"):
+        params.check_raw_exists(params.load())
+    edited(("raw: data/raw/weather_toon.jsonl", "raw: data/raw"), ("eval_file: null", "eval_file: test.jsonl"))
+    p = params.load()
+    params.check_raw_exists(p)
+    assert p.fix_data.eval_path() == test
+    edited(("eval_file: null", "eval_file: weather_toon.jsonl"))
+    p = params.load()
+    params.check_raw_exists(p)
+    assert p.fix_data.eval_path() == raw
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("eval_rows: null", "eval_rows: 100", "fix_data: eval_rows is 100, expected null where eval_file is null"),
+        ("min_chars: 1 ", "min_chars: 9000 ", "fix_data: min_chars 9000 is above max_chars 8000; lower it"),
+        ("near_duplicate: null", "near_duplicate: 0.2", "fix_data.near_duplicate: expected"),
+    ],
+)
+def test_keys_of_fix_data_that_disagree(old: str, new: str, message: str) -> None:
+    edited((old, new))
+    assert problems()[0].startswith(message)
+
+
+def test_a_draft_vocabulary_larger_than_the_targets_is_refused() -> None:
+    p = params.load()
+    assert p.init_draft.draft_vocab_size == 320
+    params.check_draft_vocab(p, 320)
+    with pytest.raises(
+        ValueError, match=r"^params\.yaml: init_draft\.draft_vocab_size is 320, but .* has 319 tokens; use at most 319"
+    ):
+        params.check_draft_vocab(p, 319)
+    edited(("draft_vocab_size: 320", "draft_vocab_size: null"))
+    params.check_draft_vocab(params.load(), 1)
+
+
+# --- trees, counted -------------------------------------------------------------------------------------------------
+
+
+def expansion(steps: int, topk: int) -> list[tuple[int, ...]]:
+    """Every node recorded while a tree grows as SGLang's does: the topk best of a level have topk children each."""
+    chance, score = random.Random(0), {(): 0.0}
+    frontier: list[tuple[int, ...]] = [()]
+    recorded: list[tuple[int, ...]] = []
+    for _ in range(steps):
+        children = [(*node, child) for node in frontier for child in range(topk)]
+        score |= {child: score[child[:-1]] + chance.random() for child in children}
+        recorded += children
+        frontier = sorted(children, key=lambda node: score[node])[-topk:]
+    return recorded
+
+
+@pytest.mark.parametrize("steps", range(1, 9))
+@pytest.mark.parametrize("topk", range(1, 6))
+def test_candidates_are_the_nodes_an_expansion_records(steps: int, topk: int) -> None:
+    nodes = expansion(steps, topk)
+    assert candidates(steps, topk) == len(nodes) == len(set(nodes))
+
+
+@given(st.integers(1, 12), st.integers(1, 8), st.integers(0, 10_000))
+def test_a_tree_that_can_be_built_comes_back_from_its_name(steps: int, topk: int, draw: int) -> None:
+    most = len(expansion(steps, topk)) + 1
+    tokens = most if topk == 1 else 2 + draw % (most - 1)
+    name = f"t{steps}_{topk}_{tokens}"
+    tree = Tree.parse(name)
+    assert (tree.num_steps, tree.topk, tree.num_draft_tokens, tree.name) == (steps, topk, tokens, name)
+    with pytest.raises(ValueError, match=f"t{steps}_{topk}_{most}$"):  # it says which is the largest
+        Tree.parse(f"t{steps}_{topk}_{most + 1}")
+
+
+@given(st.text(alphabet="t0123456789_٣ \n", max_size=12))
+def test_a_name_that_is_accepted_is_the_trees_own(name: str) -> None:
+    """One tree, one name: it is in the cell's path, in dvc.lock and in the report."""
+    try:
+        tree = Tree.parse(name)
+    except ValueError:
+        return
+    assert tree.name == name
+
+
+def test_the_replay_grid_is_every_tree_that_can_be_built() -> None:
+    """Asked of Tree.parse, one by one; at topk 1 the chain of each length."""
+    grid = params.load().replay_trees
+    expected = {f"t{s}_1_{s + 1}" for s in grid.steps}
+    for s in grid.steps:
+        for k in set(grid.topk) - {1}:
+            for m in grid.tokens:
+                try:
+                    expected.add(Tree.parse(f"t{s}_{k}_{m}").name)
+                except ValueError:
+                    assert m - 1 > len(expansion(s, k))
+    found = [tree.name for tree in grid.trees()]
+    assert set(found) == expected and len(found) == len(expected) > 100
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def command(home: Path) -> subprocess.CompletedProcess:
+    """`python -m stages.params`, as `make run` calls it before anything starts."""
+    return subprocess.run(
+        [sys.executable, "-m", "stages.params"], cwd=home, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+
+
+def test_the_command_says_what_it_checked(home: Path) -> None:
+    Path("data/raw").mkdir(parents=True)
+    Path("data/raw/weather_toon.jsonl").touch()
+    done = command(home)
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout == "params.yaml is valid: target builtin/weather-tiny, 2 checkpoints, 16 cells\n"
+
+
+def test_the_command_refuses_with_the_message_and_no_traceback(home: Path) -> None:
+    done = command(home)  # the raw file is not there
+    assert (done.returncode, done.stdout) == (1, "") and done.stderr.startswith("aerie: params.yaml: fix_data.raw is")
+    edited(("num_threads:", "num_thread:"))
+    done = command(home)
+    assert (done.returncode, done.stdout) == (1, "") and done.stderr == f"aerie: {refusal()}\n"
+    assert "target.num_thread: unknown key" in done.stderr and "Traceback" not in done.stderr

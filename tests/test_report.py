@@ -1,0 +1,310 @@
+"""report: the table says what the cells say, bit for bit; it reads what params.yaml lists; the page needs no network."""
+
+import csv
+import json
+import math
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages import params, report
+from stages.formats import atomic, cell, replays
+
+ROOT = Path(__file__).parent.parent
+Row = dict[str, Any]
+
+
+@pytest.fixture
+def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> params.Params:
+    """A project whose results are made up, with the repository's own params.yaml."""
+    monkeypatch.chdir(tmp_path)
+    Path("params.yaml").write_bytes((ROOT / "params.yaml").read_bytes())
+    p = params.load()
+    make_up_results(p)
+    return p
+
+
+def make_up_results(p: params.Params) -> None:
+    """Cells, replays and stage reports that could be true: accept lengths fall off with depth, epochs help or hurt."""
+    chance = random.Random(4)
+    skill = {name: 0.80 - 0.03 * i for i, name in enumerate(p.train_draft.checkpoints)}
+    for workload in p.benchmark.workloads:
+        for checkpoint in p.benchmark.checkpoints:
+            for name in p.benchmark.trees:
+                cell.write(_made_up_cell(chance, workload, checkpoint, params.Tree.parse(name), skill[checkpoint]))
+    for checkpoint, segment in p.train_draft.checkpoints.items():
+        lines = [",".join(replays.COLUMNS)]
+        for tree in p.replay_trees.trees():
+            tau = _tau(skill[checkpoint], tree) + chance.uniform(-0.15, 0.15)
+            rate = (tau - 1) / tree.num_steps
+            shape = tree.num_steps, tree.topk, tree.num_draft_tokens
+            lines.append(
+                ",".join(map(str, (checkpoint, *shape, tau, tau - 0.1, tau + 0.1, rate, 900, round(900 * (tau - 1)))))
+            )
+        atomic.write_text(Path(f"results/replay/{checkpoint}.csv"), "\n".join(lines) + "\n")
+        epochs = [
+            {
+                "epoch": e,
+                "loss": 9 * 0.8 ** (e + 3 * (segment.from_ != params.ROOT_CHECKPOINT)),
+                "step_loss": [1.0] * 7,
+                "step_accuracy": [skill[checkpoint] * 0.94**k for k in range(7)],
+            }
+            for e in range(1, segment.epochs + 1)
+        ]
+        done = {"checkpoint": checkpoint, "from": segment.from_, "epochs": epochs, "seconds": 12.5}
+        atomic.write_json(Path(f"results/train/{checkpoint}.json"), done)
+    for stage, (name, _) in report.REPORTS.items():
+        atomic.write_json(Path(f"results/{name}.json"), _made_up_report(stage))
+
+
+def _made_up_cell(chance: random.Random, workload: str, checkpoint: str, tree: params.Tree, skill: float) -> Row:
+    tau = _tau(skill, tree) + chance.uniform(-0.1, 0.1)
+    speedup = tau / (1.18 + 0.06 * tree.num_steps + 0.01 * tree.num_draft_tokens)
+    latency, prompts = chance.uniform(0.55, 0.65), 12
+    metrics = {
+        "tau": tau, "tau_low": tau - chance.uniform(0.1, 0.3), "tau_high": tau + chance.uniform(0.1, 0.3),
+        "accept_rate": (tau - 1) / tree.num_steps, "node_accept_rate": (tau - 1) / (tree.num_draft_tokens - 1),
+        "prefill_latency_s": 0.021 + chance.random() / 1000, "e2e_latency_s": latency / speedup,
+        "output_tok_s": 210 * speedup, "baseline_output_tok_s": 210.0, "speedup": speedup, "identical_share": 1.0,
+    }  # fmt: skip
+    prompt = dict.fromkeys(cell.PROMPT_COLUMNS, 0) | {
+        "baseline_prefill_latency_s": 0.021,
+        "baseline_e2e_latency_s": latency,
+    }
+    shares = [math.exp(-(((i - tau + 1) / (0.3 * tree.num_steps)) ** 2)) for i in range(tree.num_steps + 1)]
+    return {
+        "workload": workload, "checkpoint": checkpoint, "tree": tree.name, "num_steps": tree.num_steps, "topk": tree.topk,
+        "num_draft_tokens": tree.num_draft_tokens, "engine": "torch", "definitions": cell.DEFINITIONS, "temperature": 0.0,
+        "metrics": metrics, "histogram": [round(360 * s / sum(shares)) for s in shares],
+        "prompts": [prompt | {"id": f"row{i}.0"} for i in range(prompts)],
+        "hardware": {"cpu": "Made-up CPU, 2 cores", "system": "Linux", "python": "3.11.9"},
+        "versions": {"torch": "2.13.0", "transformers": "5.23.0"}, "seconds": 3.4, "seed": 0,
+    }  # fmt: skip
+
+
+def _tau(skill: float, tree: params.Tree) -> float:
+    p = min(0.95, skill + 0.04 * (tree.topk > 1) - 0.004 * tree.topk)
+    depth = min(tree.num_steps, 2 + (tree.num_draft_tokens - 1) / (1 + 0.7 * (tree.topk - 1)))
+    return (1 - p ** (depth + 1)) / (1 - p)
+
+
+def _made_up_report(stage: str) -> Row:
+    fixed = "[2]{hour,temp}:\n  08,12.5\n  09,13.1"
+    return {
+        "fix_data": {
+            "rows_in": 300, "clean": 200, "repaired": 80, "dropped": 20, "rows_out": 280, "train": 238, "eval": 42,
+            "rules": {"fence": 61, "row_count": 25}, "dropped_reasons": {"duplicate": 12, "no table": 8}, "seconds": 0.4,
+            "formats": {"sharegpt": 290, "prompt_answer": 10}, "overlap": {"policy": "keep", "exact": 3, "near": 5},
+            "hub": {"talk.hub.yaml": {"dataset": "someone/talk", "split": "train", "commit": "8049631c", "rows": 10}},
+            "near_duplicates": {
+                "threshold": 0.8, "measure": "MinHash", "dropped": 7,
+                "examples": [{"first": "a\nOslo", "second": "a\nBergen <b>", "likeness": 0.875}],
+            },
+            "examples": {
+                "fence": {"before": f"Here it is:\n```toon\n{fixed}\n```", "after": fixed},
+                "row_count": {"before": fixed.replace("[2]", "[3]"), "after": fixed},
+            },
+        },
+        "sample_target": {"rows_in": 280, "rows_out": 260, "dropped": {"not asked for": 20}, "seconds": 21.0, "tokens": 31000},
+        "extract_hiddens": {"rows_in": 260, "rows_out": 258, "dropped": {"longer than max_length": 2}, "seconds": 4.0},
+        "init_draft": {"draft_vocab_size": 320, "target_vocab_size": 512, "coverage_train": 0.9991, "coverage_eval": 0.9985},
+        "check_overfit": {"tau": 7.6, "min_tau": 6.0, "steps": 120, "losses": [5.0, 0.2], "seconds": 6.0},
+    }[stage]  # fmt: skip
+
+
+def _lines(place: Path) -> list[Row]:
+    with place.open(newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+def test_the_table_equals_the_cells_bit_for_bit(made_up: params.Params) -> None:
+    report.main()
+    rows = _lines(report.BENCHMARK)
+    b = made_up.benchmark
+    assert [(r["workload"], r["checkpoint"], r["tree"]) for r in rows] == [
+        (w, c, t) for w in b.workloads for c in b.checkpoints for t in b.trees
+    ]
+    for row in rows:
+        metrics = cell.read(row["workload"], row["checkpoint"], row["tree"])["metrics"]
+        for name in report.MEASURED:
+            assert float(row[name]).hex() == metrics[name].hex(), name
+
+
+def test_columns_come_in_their_order(made_up: params.Params) -> None:
+    report.main()
+    assert report.BENCHMARK.read_text().splitlines()[0] == (
+        "workload,checkpoint,tree,num_steps,topk,num_draft_tokens,tau,tau_low,tau_high,accept_rate,prefill_latency_s,"
+        "e2e_latency_s,output_tok_s,speedup,identical_share,replay_tau,engine"
+    )
+    joined = report.REPLAY.read_text().splitlines()
+    assert joined[0] == ",".join(replays.COLUMNS)
+    assert len(joined) - 1 == len(made_up.replay_trees.trees()) * len(made_up.train_draft.checkpoints)
+
+
+def test_replayed_tau_stands_beside_the_served_one_where_the_grid_has_the_tree(made_up: params.Params) -> None:
+    place = Path(f"results/replay/{made_up.benchmark.checkpoints[0]}.csv")
+    kept = [line for line in place.read_text().splitlines() if ",8,2,16," not in line]
+    place.write_text("\n".join(kept) + "\n")
+    report.main()
+    replayed = {(r["checkpoint"], r["tree"]): r["replay_tau"] for r in _lines(report.BENCHMARK)}
+    first, other = made_up.benchmark.checkpoints[:2]
+    assert replayed[first, "t8_2_16"] == ""
+    line = next(line for line in Path(f"results/replay/{other}.csv").read_text().splitlines() if ",8,2,16," in line)
+    assert replayed[other, "t8_2_16"] == line.split(",")[4]
+
+
+def test_the_best_checkpoint_is_the_one_with_the_highest_mean_replayed_tau(made_up: params.Params) -> None:
+    report.main()
+    metrics = json.loads(report.METRICS.read_text())
+    taus: dict[str, list[float]] = {}
+    for line in _lines(report.REPLAY):
+        taus.setdefault(line["checkpoint"], []).append(float(line["tau"]))
+    means = {name: sum(values) / len(values) for name, values in taus.items()}
+    assert metrics["best_checkpoint"] == max(means, key=means.__getitem__)
+    for name, found in metrics["checkpoints"].items():
+        assert found["mean_replay_tau"] == pytest.approx(means[name])
+        mine = [row for row in _lines(report.BENCHMARK) if row["checkpoint"] == name]
+        assert found["best_by_tau"]["tau"] == max(float(row["tau"]) for row in mine)
+        assert found["best_by_speedup"]["speedup"] == max(float(row["speedup"]) for row in mine)
+
+
+def test_a_missing_cell_is_named_with_what_to_run(made_up: params.Params) -> None:
+    cell.path("eval", "e009", "t8_2_16").unlink()
+    with pytest.raises(
+        ValueError, match=r"eval-e009-t8_2_16\.json not found; run: dvc repro benchmark@eval-e009-t8_2_16"
+    ):
+        report.main()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda c: c["metrics"].pop("tau_low"), "lacks the metrics .'tau_low'.; run: dvc repro -f -s benchmark@"),
+        (
+            lambda c: c.update(definitions="docs/metrics.md, version 0"),
+            "version 0, expected docs/metrics.md, version 1",
+        ),
+        (lambda c: c.update(tree="t5_1_6"), "holds the cell eval-e009-t5_1_6"),
+    ],
+)
+def test_a_foreign_cell_is_refused(made_up: params.Params, spoil: Any, message: str) -> None:
+    place = cell.path("eval", "e009", "t8_2_16")
+    found = json.loads(place.read_text())
+    spoil(found)
+    atomic.write_json(place, found)
+    with pytest.raises(ValueError, match=message):
+        report.main()
+
+
+def test_a_report_of_another_version_is_refused(made_up: params.Params) -> None:
+    atomic.write_json(Path("results/vocab_report.json"), {"draft_vocab_size": 320})
+    with pytest.raises(ValueError, match=r"vocab_report.json lacks .'target_vocab_size'.*dvc repro -f -s init_draft"):
+        report.main()
+
+
+def test_training_from_another_checkpoint_is_refused(made_up: params.Params) -> None:
+    place = Path("results/train/e009.json")
+    atomic.write_json(place, json.loads(place.read_text()) | {"from": "e000"})
+    with pytest.raises(
+        ValueError, match=r"e009\.json starts from e000, expected e003; run: dvc repro train_draft@e009"
+    ):
+        report.main()
+
+
+def test_a_workload_that_never_drafts_is_no_reason_to_fail(made_up: params.Params) -> None:
+    """Answers of one token come whole from the prefill: no cycle, an empty histogram."""
+    for checkpoint in made_up.benchmark.checkpoints:
+        for tree in made_up.benchmark.trees:
+            c = cell.read("eval", checkpoint, tree)
+            cell.write(c | {"histogram": [0] * len(c["histogram"])})
+    report.main()
+    assert '<div class="bars">' not in report.PAGE.read_text()
+
+
+def test_cells_and_replays_that_params_do_not_list_are_ignored(made_up: params.Params) -> None:
+    stale = cell.read("eval", "e009", "t8_2_16") | {"tree": "t9_2_16", "checkpoint": "e001"}
+    cell.write(stale)
+    Path("results/replay/e001.csv").write_text("not,a,replay\n")
+    report.main()
+    b = made_up.benchmark
+    assert len(_lines(report.BENCHMARK)) == len(b.workloads) * len(b.checkpoints) * len(b.trees)
+    for made in (report.BENCHMARK, report.REPLAY, report.PAGE):
+        assert "e001" not in made.read_text()
+
+
+def test_the_page_needs_nothing_from_elsewhere(made_up: params.Params) -> None:
+    report.main()
+    page = report.PAGE.read_text()
+    assert not re.search(r"https?:|//[a-z]|<script|<link|<img|@import|url\((?!#)", page)
+    assert page.count("<svg") == 4
+    assert "#0101" not in page
+    for word in ("Tree_structure", "prefill_latency (s)", "spec_accept_rate (%)", "e2e_latency (s)", "compress ratio"):
+        assert word in re.sub(r"<[^>]+>", "", page)
+
+
+def test_the_page_is_the_same_twice(made_up: params.Params) -> None:
+    report.main()
+    first = report.PAGE.read_bytes()
+    report.main()
+    assert report.PAGE.read_bytes() == first
+
+
+def test_what_users_wrote_is_escaped(made_up: params.Params) -> None:
+    place = Path("results/fix_report.json")
+    fixed = json.loads(place.read_text())
+    fixed["examples"] = {"fence": {"before": "<b>hot</b>", "after": "hot"}}
+    atomic.write_json(place, fixed)
+    report.main()
+    assert "&lt;b&gt;hot" in report.PAGE.read_text()
+
+
+def test_rows_that_do_not_add_up_are_shown(made_up: params.Params, capsys: pytest.CaptureFixture[str]) -> None:
+    atomic.write_json(Path("results/sample_report.json"), _made_up_report("sample_target") | {"rows_out": 250})
+    report.main()
+    assert "10 unaccounted for" in report.PAGE.read_text()
+    assert json.loads(report.METRICS.read_text())["rows_unaccounted"] == 10
+    assert "warning: 10 rows" in capsys.readouterr().out
+
+
+def test_one_checkpoint_alone_has_no_duel(made_up: params.Params) -> None:
+    text = (
+        Path("params.yaml")
+        .read_text()
+        .replace("    e009: {from: e003, epochs: 6}\n", "")
+        .replace("[e003, e009]", "[e003]")
+    )
+    Path("params.yaml").write_text(text)
+    report.main()
+    assert report.PAGE.read_text().count("<svg") == 3
+
+
+def test_table_is_printed_again_from_disk_alone(made_up: params.Params, capsys: pytest.CaptureFixture[str]) -> None:
+    report.main()
+    printed = capsys.readouterr().out
+    for gone in (cell.CELLS, Path("results/replay")):
+        gone.rename(gone.with_suffix(".gone"))
+    report.main("--table")
+    assert capsys.readouterr().out == printed
+    assert re.search(
+        r"^Tree_structure +prefill_latency +spec_accept_rate +e2e_latency +compress ratio", printed, re.MULTILINE
+    )
+    row = next(r for r in _lines(report.BENCHMARK) if r["tree"] == "t8_1_9")
+    assert re.search(rf"^8_1_9 \(8_1_8\) .* {float(row['tau']):.2f} ", printed, re.MULTILINE)
+    assert "the best checkpoint by tau" in printed
+
+
+def test_table_without_a_benchmark_says_what_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"benchmark\.csv not found; run: dvc repro report"):
+        report.main("--table")
+
+
+def test_table_starts_without_the_heavy_libraries() -> None:
+    code = "import sys, stages.report; print(*{'matplotlib', 'jinja2', 'polars', 'torch', 'numpy'} & set(sys.modules))"
+    heavy = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert heavy.stdout.split() == []

@@ -1,0 +1,235 @@
+"""What reruns: edit one thing in a finished project, and see which stages wake. docs/reruns.md says the same in prose.
+
+The graph is the real dvc.yaml, untouched, and DVC is the real DVC. Only the work is not: in place of each command we
+note its stage and write outputs that are a digest of all the stage is declared to depend on. So an edit wakes what it
+wakes in the worst case: where the stage's real output would not change, DVC stops earlier.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import chdir, contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import dvc.stage.run
+import pytest
+from dvc.repo import Repo
+from ruamel.yaml import YAML
+
+from stages.params import load
+
+REPO = Path(__file__).resolve().parents[1]
+
+# Lists short enough for a test, and not what a user has made of params.yaml today.
+BASE = {
+    "fix_data": {"raw": "data/raw/rows.jsonl"},
+    "train_draft": {"checkpoints": {"e003": {"from": "e000", "epochs": 3}, "e009": {"from": "e003", "epochs": 6}}},
+    "benchmark": {
+        "workloads": {"eval": {"split": "eval", "prompts": 12, "warmup": 1, "max_new_tokens": 200}},
+        "checkpoints": ["e003", "e009"],
+        "trees": ["t5_2_8"],
+    },
+}
+
+
+def sets(**sections: Any) -> Callable[[Path], None]:
+    """An edit of params.yaml: what is given, merged in; a function makes the new value from the old one."""
+
+    def merge(old: Any, new: Any) -> Any:
+        if isinstance(new, dict) and isinstance(old, dict):
+            return old | {key: merge(old.get(key), value) for key, value in new.items()}
+        return new(old) if callable(new) else new
+
+    def edit(root: Path) -> None:
+        yaml = YAML(typ="safe")
+        path = root / "params.yaml"
+        params = merge(yaml.load(path), sections)
+        yaml.dump(params, path)
+        load(path)
+
+    return edit
+
+
+def comments(name: str) -> Callable[[Path], None]:
+    """A comment added to a file."""
+
+    def edit(root: Path) -> None:
+        with (root / name).open("a", encoding="utf-8") as file:
+            file.write("# a remark\n")
+
+    return edit
+
+
+def adds_row(root: Path) -> None:
+    with (root / "data/raw/rows.jsonl").open("a") as file:
+        file.write("{}\n")
+
+
+def names_a_dataset(root: Path) -> None:
+    """A hub id is no path, so a small file names it, and that file is the dependency."""
+    (root / "data/raw/talk.hub.yaml").write_text("dataset: someone/talk\nname: null\nsplit: train\nrevision: null\n")
+    sets(fix_data={"raw": "data/raw/talk.hub.yaml"})(root)
+
+
+def adds(name: str) -> Callable[[list[str]], list[str]]:
+    return lambda names: [*names, name]
+
+
+@dataclass(frozen=True)
+class Row:
+    edit: str
+    by: Callable[[Path], None]
+    runs: str  # stages, * for any; "-" before those that stay asleep all the same
+    back: str | None = None  # what runs when the edit is undone; None: not tried here, to save as much time again
+
+
+E012 = {"e012": {"from": "e009", "epochs": 3}}
+RERUNS = [
+    Row(
+        "benchmark.trees: add t8_2_16",
+        sets(benchmark={"trees": adds("t8_2_16")}),
+        "benchmark@*-t8_2_16 report",
+        back="report",  # which depends on results/cells, and DVC leaves the cells of a stage that is gone in there
+    ),
+    Row(
+        "train_draft.checkpoints and benchmark.checkpoints: add e012, from e009",
+        sets(train_draft={"checkpoints": E012}, benchmark={"checkpoints": adds("e012")}),
+        "train_draft@e012 replay_trees@e012 benchmark@*-e012-* report",
+        back="report",
+    ),
+    Row(
+        "train_draft.learning_rate",
+        sets(train_draft={"learning_rate": lambda old: old / 2}),
+        "train_draft@* replay_trees@* benchmark@* report",
+        back="",
+    ),
+    Row("replay_trees.topk: another one", sets(replay_trees={"topk": adds(7)}), "replay_trees@* report"),
+    Row(
+        "benchmark.workloads: more prompts",
+        sets(benchmark={"workloads": {"eval": {"prompts": 13}}}),
+        "benchmark@* report",
+    ),
+    Row("report.title", sets(report={"title": "another"}), "report", back=""),
+    Row(
+        "sample_target.temperature",
+        sets(sample_target={"temperature": lambda old: old + 0.1}),
+        "* -fix_data -prepare_target",
+    ),
+    Row("prepare_target.seed", sets(prepare_target={"seed": lambda old: old + 1}), "* -fix_data"),
+    Row("fix_data.eval_share", sets(fix_data={"eval_share": lambda old: old / 2}), "* -prepare_target"),
+    Row("fix_data.raw: another row", adds_row, "* -prepare_target"),
+    Row("fix_data.raw: a dataset of the hub", names_a_dataset, "* -prepare_target"),
+    Row("stages/drafting/decode.py: a comment", comments("stages/drafting/decode.py"), "benchmark@* report"),
+    Row(
+        "stages/drafting/tree.py: a comment",
+        comments("stages/drafting/tree.py"),
+        "replay_trees@* benchmark@* report",
+        back="",
+    ),
+    Row("stages/report.py: a comment", comments("stages/report.py"), "report"),
+    Row("stages/params.py: a comment", comments("stages/params.py"), ""),
+    Row("README.md", comments("README.md"), ""),
+]
+
+
+def matching(patterns: str, names: set[str]) -> set[str]:
+    """The names that `patterns` means; a pattern that means none is a mistake of the table."""
+    chosen: set[str] = set()
+    for pattern in patterns.split():
+        found = {name for name in names if fnmatchcase(name, pattern.removeprefix("-"))}
+        assert found, f"{pattern} matches no stage"
+        chosen = chosen - found if pattern.startswith("-") else chosen | found
+    return chosen
+
+
+class Recorder:
+    """Stands in for the commands of the stages: notes who runs, writes what depends on all it was given."""
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+
+    def __call__(self, stage: Any, dry: bool = False, run_env: Any = None) -> None:
+        self.ran.append(stage.addressing)
+        digest = hashlib.sha256(stage.cmd.encode())
+        for dep in sorted(stage.deps, key=str):
+            if hasattr(dep, "read_params"):
+                digest.update(json.dumps(dep.read_params(), sort_keys=True).encode())
+            else:
+                path = Path(dep.fs_path)
+                for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+                    digest.update(b"" if file.is_dir() else file.name.encode() + file.read_bytes())
+        for out in map(str, stage.outs):
+            path = Path(stage.wdir) / out
+            file = path if path.suffix else path / "part"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(digest.hexdigest() + out)
+
+    def repro(self, root: Path) -> set[str]:
+        self.ran.clear()
+        with opened(root) as repo:
+            repo.reproduce()
+        assert len(self.ran) == len(set(self.ran))
+        return set(self.ran)
+
+
+@contextmanager
+def opened(root: Path) -> Iterator[Repo]:
+    """DVC, standing in `root`: it reads the dvc.yaml, and names the stages, of where it stands."""
+    with chdir(root), Repo() as repo:
+        yield repo
+
+
+def names(root: Path) -> set[str]:
+    with opened(root) as repo:
+        return {stage.addressing for stage in repo.index.stages}
+
+
+@pytest.fixture(scope="module")
+def recorder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DVC_SITE_CACHE_DIR", str(tmp_path_factory.mktemp("site")))
+        made = Recorder()
+        patch.setattr(dvc.stage.run, "cmd_run", made)
+        yield made
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, recorder: Recorder) -> Path:
+    """A project in which every stage has run once."""
+    root = tmp_path_factory.mktemp("reruns") / "finished"
+    (root / ".dvc").mkdir(parents=True)
+    config = (REPO / ".dvc" / "config").read_text()
+    (root / ".dvc" / "config").write_text(config.replace("[core]", "[core]\n    no_scm = true"))
+    for name in ("dvc.yaml", "params.yaml", ".dvcignore"):
+        shutil.copy(REPO / name, root / name)
+    sets(**BASE)(root)
+    with opened(root) as repo:
+        deps = {str(dep) for stage in repo.index.stages for dep in stage.deps}
+    for name in {name for name in deps if name.startswith("stages/")} | {"stages/params.py"}:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPO / name, root / name)
+    (root / "README.md").touch()
+    (root / "data" / "raw").mkdir(parents=True)
+    (root / "data" / "raw" / "rows.jsonl").write_text("{}\n")
+    assert recorder.repro(root) == names(root)
+    assert recorder.repro(root) == set()
+    return root
+
+
+@pytest.mark.parametrize("row", RERUNS, ids=lambda row: row.edit)
+def test_an_edit_wakes_its_stages_and_undoing_it_brings_the_rest_back(
+    row: Row, finished: Path, tmp_path: Path, recorder: Recorder
+) -> None:
+    root = tmp_path / "project"
+    shutil.copytree(finished, root)
+    row.by(root)
+    assert recorder.repro(root) == matching(row.runs, names(root))
+    if row.back is None:
+        return
+    for file in ("params.yaml", "README.md", *(path.relative_to(finished) for path in finished.glob("stages/**/*.py"))):
+        shutil.copy(finished / file, root / file)
+    assert recorder.repro(root) == matching(row.back, names(root))

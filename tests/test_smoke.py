@@ -1,0 +1,66 @@
+"""The whole graph, small: every stage runs, the table is there, and what is replayed is what was decoded."""
+
+import csv
+import json
+from pathlib import Path
+
+import polars as pl
+
+from tests.conftest import SMALL, dvc
+
+COLUMNS = [
+    "workload", "checkpoint", "tree", "num_steps", "topk", "num_draft_tokens", "tau", "tau_low", "tau_high",
+    "accept_rate", "prefill_latency_s", "e2e_latency_s", "output_tok_s", "speedup", "identical_share",
+]  # fmt: skip
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_table_has_a_row_for_every_cell(small_run: Path) -> None:
+    rows = table(small_run / "results/benchmark.csv")
+    assert [r["tree"] for r in rows] == SMALL["benchmark"]["trees"]
+    assert set(COLUMNS) | {"engine"} <= set(rows[0])
+    for r in rows:
+        assert float(r["identical_share"]) == 1.0
+        assert float(r["accept_rate"]) == (float(r["tau"]) - 1) / int(r["num_steps"])
+        assert float(r["tau_low"]) <= float(r["tau"]) <= float(r["tau_high"])
+
+
+def test_replay_equals_live_decoding_as_integers(small_run: Path) -> None:
+    """Cells decode every prompt of the eval split here, so accepted drafts and cycles must be replay's own."""
+    replayed = {(r["steps"], r["topk"], r["tokens"]): r for r in table(small_run / "results/replay/e003.csv")}
+    for name in SMALL["benchmark"]["trees"]:
+        cell = json.loads((small_run / f"results/cells/eval-e003-{name}.json").read_text())
+        live = (sum(p["cycles"] for p in cell["prompts"]), sum(p["accepted"] for p in cell["prompts"]))
+        row = replayed[tuple(name[1:].split("_"))]
+        assert (int(row["cycles"]), int(row["accepted"])) == live
+        assert live[1] > 0, "nothing was accepted, so nothing was compared"
+        assert cell["histogram"] and sum(i * n for i, n in enumerate(cell["histogram"])) == live[1]
+
+
+def test_rows_add_up_at_every_stage(small_run: Path) -> None:
+    fix = json.loads((small_run / "results/fix_report.json").read_text())
+    assert fix["rows_in"] == fix["clean"] + fix["repaired"] + fix["dropped"] == 2000
+    sampled = json.loads((small_run / "results/sample_report.json").read_text())
+    fixed = pl.read_parquet(small_run / "data/fixed/train.parquet")["messages"].to_list()
+    answers = sum(m["role"] == "assistant" for messages in fixed for m in messages)
+    assert sampled["not_asked"]["train"] == answers - SMALL["sample_target"]["train_rows"]
+    for name in ("sample_report", "hiddens_report"):
+        report = json.loads((small_run / f"results/{name}.json").read_text())
+        assert report["rows_in"] == report["rows_out"] + sum(report["dropped"].values()) > 0
+
+
+def test_two_segments_are_bit_for_bit_one_long_one(small_run: Path) -> None:
+    """e001 then e003 against three epochs straight: weights, moments and position."""
+    for part in ("draft/model.safetensors", "state/optimizer.safetensors", "state/progress.json"):
+        assert (small_run / "drafts/e003" / part).read_bytes() == (small_run / "drafts/straight" / part).read_bytes()
+
+
+def test_nothing_runs_twice(small_run: Path) -> None:
+    again = dvc(small_run, "repro")
+    assert again.returncode == 0, again.stderr
+    assert "Running stage" not in again.stdout
+    assert "up to date" in again.stdout
