@@ -157,9 +157,18 @@ def _end(process: subprocess.Popen[str]) -> None:
         time.sleep(0.05)
     process.kill()  # no effect on one that has ended; a DVC still here after all this hangs
     process.wait()
-    _, alive = psutil.wait_procs(commands, timeout=max(0.0, COMMAND_GRACE - (time.monotonic() - started)))
+    while (alive := [c for c in commands if _alive(c)]) and time.monotonic() - started < COMMAND_GRACE:
+        time.sleep(0.05)
     for command in alive:
         _quietly(command.kill)
+
+
+def _alive(process: psutil.Process) -> bool:
+    """A zombie has ended, though nobody has asked how: in many containers process 1 never does."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _descendants(process: subprocess.Popen[str]) -> set[psutil.Process]:

@@ -4,8 +4,10 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from ruamel.yaml import YAML
 
@@ -66,6 +68,22 @@ def dvc(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "dvc", *arguments], cwd=project, env=env, capture_output=True, text=True
     )
+
+
+def gone(pid: int, within_s: float = 5.0) -> bool:
+    """Whether the process ends in time. A zombie has ended: where process 1 reaps nobody, as in many containers, it stays
+    one for good if its parent went before it (bug of a test that took it for alive, seen in CI only).
+    """
+    until = time.monotonic() + within_s
+    while True:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.05)
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from pipeline import serve
+from tests.conftest import gone
 
 REPO = Path(__file__).resolve().parents[2]
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -164,7 +165,7 @@ def test_cancelling_in_the_pages_ends_the_stage(server: Server) -> None:
     command = server.sleeping(run)
     server.ask(f"flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}})
     assert server.ended(run)["type"] == "CANCELLED"
-    assert not command.is_running()
+    assert gone(command.pid)
     assert "first" in server.project.locked()
 
 
@@ -192,7 +193,7 @@ def test_a_make_ui_killed_outright_leaves_no_stage_and_the_next_one_starts(serve
     command = server.sleeping(run)
     server.process.kill()
     server.process.wait()
-    wait_for(lambda: not command.is_running())
+    assert gone(command.pid, 40)
     assert server.ended(run)["type"] == "CRASHED"
     lost = server.run()
     server.ask(f"flow_runs/{lost}/set_state", {"state": {"type": "RUNNING"}, "force": True})
@@ -208,7 +209,7 @@ def test_the_end_of_make_ui_ends_the_stage_at_work_and_the_server(server: Server
     command = server.sleeping(server.run())
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(30) == 0
-    assert not command.is_running()
+    assert gone(command.pid)
     with pytest.raises(urllib.error.URLError, match="refused"):
         server.ask("health")
 

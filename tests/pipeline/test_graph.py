@@ -10,6 +10,7 @@ import pytest
 
 from pipeline import graph
 from pipeline.graph import Outcome
+from tests.conftest import gone
 
 
 def run_all() -> dict[str, Outcome]:
@@ -128,7 +129,7 @@ def test_end_children_ends_the_command_and_dvc_keeps_its_house(project, monkeypa
     graph.end_children()
     assert time.monotonic() - started < 5
     watched.thread.join(5)
-    assert not command.is_running()
+    assert gone(command.pid)
     assert "stage middle failed" in str(watched.problem)
     assert project.locked() == {"first"}
     project.script("middle")
@@ -148,4 +149,4 @@ def test_a_stage_ends_when_its_reader_fails(project):
 
     with pytest.raises(ConnectionError):
         graph.run_stage("first", stumble)
-    assert commands and not commands[0].is_running()
+    assert commands and gone(commands[0].pid)

@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
 from stages.serving import server
+from tests.conftest import gone
 
 ROOT = Path(__file__).parents[2]
 # Serves, and has a child of its own that ignores SIGTERM, as an engine's workers may.
@@ -28,15 +28,6 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 def line(program: str, port: int) -> list[str]:
     return [sys.executable, "-c", program, str(port)]
-
-
-def gone(pid: int, within_s: float = 5.0) -> bool:
-    until = time.monotonic() + within_s
-    while time.monotonic() < until:
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def test_it_is_ready_inside_and_gone_after(tmp_path: Path) -> None:
