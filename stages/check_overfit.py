@@ -12,7 +12,7 @@ import torch
 from tqdm import trange
 
 from stages import params
-from stages.drafting import acceptance, ttt
+from stages.drafting import acceptance, optim, ttt
 from stages.drafting.draft import Draft
 from stages.formats import atomic, checkpoint, hiddens, manifest
 
@@ -28,21 +28,18 @@ def main() -> None:
     draft = Draft.of(config, tensors).to(p.target.device)
     rows = list(hiddens.read(HIDDENS))
     row = sorted(rows, key=lambda r: len(r.ids))[len(rows) // 2]  # of middling length
-    batch = ttt.Batch.of([row], p.target.device)
+    settings = p.train_draft
+    pack = ttt.Pack.of([row], settings.ttt_steps, settings.mask).to(p.target.device)
+    objective = ttt.Objective(settings.ttt_steps, settings.ttt_decay, settings.mask, settings.loss)
 
-    optimizer = torch.optim.AdamW(
-        draft.parameters(), lr=p.check_overfit.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
-    )
+    optimizer = optim.Optimizer(draft, p.check_overfit.learning_rate, weight_decay=0.0)
     losses: list[float] = []
     for _ in trange(p.check_overfit.steps, desc=f"learn row {row.id} by heart", unit="step", mininterval=2):
-        result = ttt.forward(draft, batch, embedding, head, p.train_draft.ttt_steps, p.train_draft.mask)
-        loss = ttt.weighted(result.loss, p.train_draft.ttt_decay)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(draft.parameters(), p.train_draft.grad_clip)
-        optimizer.step()
-        losses.append(loss.item())
-    tau = chain_tau(draft, batch, embedding, head, p.train_draft.ttt_steps, row)
+        total = ttt.forward(draft, pack, embedding, head, objective).total
+        total.backward()
+        optimizer.step(p.check_overfit.learning_rate, settings.grad_clip)
+        losses.append(total.item())
+    tau = chain_tau(draft, row, embedding, head, settings.ttt_steps)
     report = {
         "row": row.id,
         "tau": tau,
@@ -65,10 +62,11 @@ def main() -> None:
 
 
 @torch.no_grad()
-def chain_tau(draft: Draft, batch: ttt.Batch, embedding, head, steps: int, row: hiddens.Row) -> float:
+def chain_tau(draft: Draft, row: hiddens.Row, embedding, head, steps: int) -> float:
     """The accept length of chains of `steps` drafts over the row's answer, walked as decoding would."""
-    result = ttt.forward(draft, batch, embedding, head, steps, "aligned")
-    accepted = ttt.chain_accepted(result)[0].tolist()  # at each supervised position, in order: the answer's own
+    pack = ttt.Pack.of([row], steps, "aligned").to(head.device)
+    result = ttt.forward(draft, pack, embedding, head, ttt.Objective(steps))
+    accepted = ttt.chain_accepted(result, pack).tolist()  # at each supervised position, in order: the answer's own
     place, total, cycles = 0, 0, 0
     while place < len(accepted):
         total, cycles, place = total + accepted[place], cycles + 1, place + accepted[place] + 1

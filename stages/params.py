@@ -222,11 +222,16 @@ class TrainDraft(Section):
     ttt_steps: Count
     ttt_decay: Annotated[float, Field(gt=0, le=1)]
     mask: Literal["aligned", "eagle"]
+    loss: Literal["ce", "lk_alpha", "lk_lambda"]
+    dtype: Literal["float32", "bfloat16"]
     learning_rate: Positive
     warmup_steps: Annotated[int, Field(ge=0)]
     weight_decay: NonNegative
     grad_clip: Positive
     batch_tokens: Count
+    packs_per_step: Count
+    processes: Count
+    parallel: Literal["ddp", "fsdp"]
     seed: Seed
 
     @model_validator(mode="after")

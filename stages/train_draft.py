@@ -1,62 +1,105 @@
 """train_draft: hidden states -> draft checkpoint.   python -m stages.train_draft CHECKPOINT
 
-One segment of training: `epochs` more epochs from the checkpoint it names, with the optimizer's moments, so that e009
+One segment of training: `epochs` more epochs from the checkpoint it names, with the optimizer's state, so that e009
 after e003 is bit for bit nine epochs straight. The schedule has no end: warm-up, then constant. A killed run resumes
 after its last whole epoch. Logs loss and accuracy per TTT step; tau belongs to replay_trees, so that editing a tree
 never retrains.
+
+A step learns from `packs_per_step` packs of at most `batch_tokens` tokens, rows end to end; with several processes each
+takes its share of a step's packs, so their number changes who computes, not what. Packs are read, put together and
+sent to the device by threads while the one before is learned from.
 """
 
+import math
 import random
 import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from stages import params
-from stages.drafting import ttt
+from stages.drafting import optim, ranks, ttt
 from stages.drafting.draft import Draft
 from stages.formats import atomic, checkpoint, hiddens, manifest, scratch
-from stages.formats.hiddens import Row
+from stages.formats.store import Store
 
 HIDDENS, REPORTS = Path("data/hiddens/train"), Path("results/train")
+AHEAD, THREADS = 3, 4  # steps whose packs are read before their turn, and who reads them for a GPU
+OPEN_PACKS = 8
+LOG_STEPS = 50  # between looks at the loss: each waits for the device
 
 
 def main(name: str) -> None:
     p = params.load()
+    ranks.spread("stages.train_draft", [name], p.train_draft.processes)
+    with ranks.joined(p.target.device) as group:
+        _main(p, name, group)
+
+
+def _main(p: params.Params, name: str, group: ranks.Ranks) -> None:
     torch.set_num_threads(p.target.num_threads)
     segment, settings = params.named(p.train_draft.checkpoints, name, "train_draft.checkpoints"), p.train_draft
     parent, root = checkpoint.folder(segment.from_), segment.from_ == params.ROOT_CHECKPOINT
     made_by = "init_draft" if root else f"train_draft@{segment.from_}"
     made = manifest.read()
-    hyper = settings.model_dump(exclude={"checkpoints"})
+    hyper = settings.model_dump(exclude={"checkpoints", "processes", "parallel"})
     work = scratch.place(
         f"train_draft-{name}", hyper, segment.model_dump(), p.target.model_dump(), hiddens.digest(HIDDENS),
         [scratch.digest(parent / part) for part in ("draft", "state")],
     )  # fmt: skip
     resumed = work.exists()
     run = Run.load(work if resumed else parent, made_by)
+    last = checkpoint.read_progress(parent, made_by)["epoch"] + segment.epochs
     if resumed:
         run.log = atomic.read_json(work / "log.json", made_by)
-        print(f"resumed after epoch {run.epoch} from {work}")
+        if group.first:
+            print(f"resumed after epoch {run.epoch} from {work}")
 
-    rows = list(hiddens.read(HIDDENS))
-    run.to(p.target.device, *manifest.tables(made), settings)
-    last = checkpoint.read_state(parent, made_by)[1]["epoch"] + segment.epochs
-    with tqdm(total=last * len(rows), initial=run.epoch * len(rows), desc=name, unit="row", mininterval=2) as bar:
+    store = Store(HIDDENS)
+    run.to(group, *manifest.tables(made), settings)
+    with tqdm(
+        total=last * len(store), initial=run.epoch * len(store), desc=name, unit="row", mininterval=2,
+        disable=not group.first,
+    ) as bar:  # fmt: skip
         while run.epoch < last:
-            run.train_epoch(rows, settings, bar)
-            with atomic.folder(work) as whole:  # weights, moments and log belong together: all of an epoch, or none
-                run.save(whole)
-                atomic.write_json(whole / "log.json", run.log)
-    run.save(checkpoint.folder(name))
+            run.train_epoch(store, bar)
+            state = run.state()  # gathered by all, written by the first
+            if group.first:
+                with atomic.folder(
+                    work
+                ) as whole:  # weights, optimizer and log belong together: all of an epoch, or none
+                    run.save(whole, *state)
+                    atomic.write_json(whole / "log.json", run.log)
+    state = run.state()
+    if not group.first:
+        return
+    run.save(checkpoint.folder(name), *state)
     seconds = round(sum(e["seconds"] for e in run.log), 2)
     report = {"checkpoint": name, "from": segment.from_, "epochs": run.log, "seconds": seconds}
     atomic.write_json(REPORTS / f"{name}.json", report)
     scratch.done(work)
     print(f"{name}: {run.epoch} epochs, {run.step} steps, loss {run.log[0]['loss']:.3f} -> {run.log[-1]['loss']:.3f}")
+
+
+class Lesson(nn.Module):
+    """A pack's loss, as a module: what FSDP gathers weights for. The target's tables are nobody's parameters."""
+
+    def __init__(self, draft: Draft, embedding: Tensor, head: Tensor, objective: ttt.Objective):
+        super().__init__()
+        self.draft, self.objective = draft, objective
+        self.tables = (embedding, head)
+
+    def forward(self, pack: ttt.Pack, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """-> total, loss [L], hits [L, P]; see ttt.Result."""
+        result = ttt.forward(self.draft, pack, *self.tables, self.objective, counts)
+        return result.total, result.loss, result.hits
 
 
 @dataclass
@@ -65,112 +108,200 @@ class Run:
 
     draft: Draft
     config: dict
-    moments: dict[str, Tensor]  # of AdamW, until `to` builds it
+    saved: dict[str, Tensor]  # the optimizer's state, until `to` builds it
     epoch: int
     step: int
     log: list[dict] = field(default_factory=list)  # of this segment's epochs
-    optimizer: torch.optim.AdamW | None = None
-    embedding: Tensor | None = None
-    head: Tensor | None = None
+    group: ranks.Ranks = field(init=False)  # this and what follows by `to`
+    settings: params.TrainDraft = field(init=False)
+    objective: ttt.Objective = field(init=False)
+    lesson: nn.Module = field(init=False)
+    optimizer: optim.Optimizer = field(init=False)
 
     @classmethod
     def load(cls, place: Path, made_by: str) -> "Run":
         config, tensors = checkpoint.read_draft(place, made_by)
-        draft = Draft.of(config, tensors)
-        moments, progress = checkpoint.read_state(place, made_by)
-        return cls(draft, config, moments, progress["epoch"], progress["step"])
+        state, progress = checkpoint.read_state(place, made_by)
+        return cls(Draft.of(config, tensors), config, state, progress["epoch"], progress["step"])
 
-    def to(self, device: str, embedding: Tensor, head: Tensor, s: params.TrainDraft) -> None:
-        """Move to the device and give the optimizer its moments back."""
-        self.draft.to(device)
-        self.embedding, self.head = embedding.to(device), head.to(device)
-        self.optimizer = torch.optim.AdamW(
-            self.draft.parameters(), lr=s.learning_rate, betas=(0.9, 0.95), weight_decay=s.weight_decay
+    def to(self, group: ranks.Ranks, embedding: Tensor, head: Tensor, s: params.TrainDraft) -> None:
+        """Move to the devices, cast, shard, and give the optimizer its state back."""
+        self.group, self.settings, dtype = group, s, getattr(torch, s.dtype)
+        self.objective = ttt.Objective(s.ttt_steps, s.ttt_decay, s.mask, s.loss)
+        masters = {name.removeprefix("master."): t for name, t in self.saved.items() if name.startswith("master.")}
+        self.draft.load_state_dict(masters, strict=False)  # where the checkpoint's own weights are rounded
+        self.draft.to(group.device)
+        self.lesson = Lesson(
+            self.draft, embedding.to(group.device, dtype), head.to(group.device, dtype), self.objective
         )
-        if self.moments:
-            for name, parameter in self.draft.named_parameters():
-                self.optimizer.state[parameter] = {
-                    "step": torch.tensor(float(self.step)),
-                    "exp_avg": self.moments[f"exp_avg.{name}"].to(device),
-                    "exp_avg_sq": self.moments[f"exp_avg_sq.{name}"].to(device),
-                }
+        exact = None
+        if s.parallel == "fsdp" and group.world > 1:
+            from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    def train_epoch(self, rows: list[Row], s: params.TrainDraft, bar: tqdm) -> None:
+            # Weights stay float32 and sharded; each forward gathers them in `dtype`, gradients are summed in float32.
+            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+            fully_shard(self.lesson, mp_policy=policy).set_gradient_divide_factor(1.0)
+        elif dtype != torch.float32:
+            exact = {name: w.detach().clone() for name, w in self.draft.named_parameters()}
+            self.draft.to(dtype)
+        self.optimizer = optim.Optimizer(self.draft, s.learning_rate, s.weight_decay, exact)
+        self.optimizer.restore(self.saved, self.step)
+        self.saved = {}
+
+    def train_epoch(self, store: Store, bar: tqdm) -> None:
         """One epoch over all rows; appends its loss and accuracies to the log."""
-        assert self.optimizer is not None and self.embedding is not None and self.head is not None
-        started, batches = time.perf_counter(), plan([len(r.ids) for r in rows], s.batch_tokens, s.seed, self.epoch)
-        totals = torch.zeros(3, s.ttt_steps, dtype=torch.float64)  # loss * count, hits, count
-        for batch in batches:
-            result = ttt.forward(
-                self.draft, ttt.Batch.of([rows[i] for i in batch], str(self.head.device)), self.embedding, self.head,
-                s.ttt_steps, s.mask,
-            )  # fmt: skip
-            loss = ttt.weighted(result.loss, s.ttt_decay)
-            if not torch.isfinite(loss):
-                raise ValueError(
-                    f"train_draft: the loss is {loss.item()} at step {self.step} (epoch {self.epoch}); lower "
-                    "train_draft.learning_rate or grad_clip. Whole epochs so far are kept in .scratch"
-                )
-            for group in self.optimizer.param_groups:
-                group["lr"] = s.learning_rate * min(1.0, (self.step + 1) / max(1, s.warmup_steps))
-            self.optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(self.draft.parameters(), s.grad_clip)
-            self.optimizer.step()
-            self.step += 1
-            counts = torch.stack([g.sum() for g in result.supervised]).double().cpu()
-            totals[0] += torch.stack([x.detach() for x in result.loss]).double().cpu() * counts
-            totals[1] += torch.stack([h.sum() for h in result.hits]).double().cpu()
-            totals[2] += counts
-            bar.update(len(batch))
+        s, steps = self.settings, plan(store.lengths, self.settings, self.epoch)
+        started, device = time.perf_counter(), self.group.device
+        totals = torch.zeros(3, s.ttt_steps, dtype=torch.float64, device=device)  # loss, hits, taught
+        for number, packs in enumerate(read_ahead(store, steps, self.objective, self.group)):
+            totals += self.learn(packs)
+            bar.update(sum(map(len, steps[number])))
+            if number % LOG_STEPS == 0:
+                bar.set_postfix_str(f"loss {self._checked(totals):.3f}", refresh=False)
+        if self.group.world > 1:
+            dist.all_reduce(totals)
+        self._checked(totals)
         self.epoch += 1
-        step_loss = (totals[0] / totals[2].clamp(min=1)).tolist()
-        weights = [s.ttt_decay**k for k in range(s.ttt_steps)]
+        loss, hits, taught = totals.tolist()
+        step_loss = [x / max(1.0, n) for x, n in zip(loss, taught, strict=True)]
         entry = {
             "epoch": self.epoch,
-            "loss": sum(w * x for w, x in zip(weights, step_loss, strict=True)),
+            "loss": sum(s.ttt_decay**k * x for k, x in enumerate(step_loss)),
             "step_loss": step_loss,
-            "step_accuracy": (totals[1] / totals[2].clamp(min=1)).tolist(),
-            "tokens": sum(len(r.ids) for r in rows),
+            "step_accuracy": [x / max(1.0, n) for x, n in zip(hits, taught, strict=True)],
+            "tokens": sum(store.lengths),
             "seconds": round(time.perf_counter() - started, 2),
         }
         self.log = [*self.log, entry]
         bar.set_postfix_str(f"epoch {self.epoch}, loss {entry['loss']:.3f}, accuracy {entry['step_accuracy'][0]:.2f}")
 
-    def save(self, place: Path) -> None:
-        """Weights for whoever decodes, moments and position for the next segment."""
-        assert self.optimizer is not None
-        moments = {
-            f"{kind}.{name}": self.optimizer.state[parameter][kind].cpu()
-            for name, parameter in self.draft.named_parameters()
-            for kind in ("exp_avg", "exp_avg_sq")
-        }
-        checkpoint.write_draft(place, self.config, {k: v.cpu() for k, v in self.draft.state_dict().items()})
-        checkpoint.write_state(place, moments, {"epoch": self.epoch, "step": self.step})
+    def learn(self, packs: list[ttt.Pack]) -> Tensor:
+        """One step of the optimizer -> loss, hits and taught positions, summed: [3, L] float64. Waits for nothing."""
+        counts = torch.tensor([p.counts for p in packs]).sum(0).to(self.group.device, non_blocking=True)  # [L]
+        taught = counts.clone()
+        if self.group.world > 1:
+            dist.all_reduce(counts)
+        found = torch.zeros(3, len(counts), dtype=torch.float64, device=self.group.device)
+        found[2] = taught
+        for pack in packs:
+            total, loss, hits = self.lesson(pack, counts)
+            total.backward()
+            self.optimizer.collect()
+            found[0] += loss
+            found[1] += hits.sum(1)
+        warm = min(1.0, (self.step + 1) / max(1, self.settings.warmup_steps))
+        self.optimizer.step(self.settings.learning_rate * warm, self.settings.grad_clip)
+        self.step += 1
+        return found
+
+    def _checked(self, totals: Tensor) -> float:
+        """The first step's mean loss so far. Raises ValueError where any is not finite."""
+        loss, _, taught = totals.tolist()
+        if not all(map(math.isfinite, loss)):
+            raise ValueError(
+                f"train_draft: the loss is {loss} by step {self.step} (epoch {self.epoch}); lower "
+                "train_draft.learning_rate or grad_clip. Whole epochs so far are kept in .scratch"
+            )
+        return loss[0] / max(1.0, taught[0])
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Weights and the optimizer's state, whole and on the CPU, whoever holds which part."""
+        exact = {name: _whole(t) for name, t in self.optimizer.masters.items()}
+        state = {name: _whole(t) for name, t in self.optimizer.moments().items()}
+        dtype = getattr(torch, self.settings.dtype)
+        if dtype != torch.float32:
+            state |= {f"master.{name}": t for name, t in exact.items()}
+        maps = {"d2t": self.draft.d2t.cpu(), "t2d": self.draft.t2d.cpu()}
+        return {**{name: t.to(dtype) for name, t in exact.items()}, **maps}, state
+
+    def save(self, place: Path, weights: dict[str, Tensor], state: dict[str, Tensor]) -> None:
+        """Weights for whoever decodes, the optimizer and its position for the next segment."""
+        checkpoint.write_draft(place, {**self.config, "dtype": self.settings.dtype}, weights)
+        checkpoint.write_state(place, state, {"epoch": self.epoch, "step": self.step})
 
 
-def plan(lengths: list[int], batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
-    """The epoch's batches of row indices: at most `batch_tokens` tokens each, padding counted; rows of like length meet.
+def _whole(tensor: Tensor) -> Tensor:
+    full = getattr(tensor, "full_tensor", None)  # of a DTensor
+    return (full() if full else tensor).detach().cpu()
+
+
+def plan(lengths: list[int], s: params.TrainDraft, epoch: int) -> list[list[list[int]]]:
+    """The epoch's steps, each of `packs_per_step` packs of row numbers, a pack of at most `batch_tokens` tokens.
 
     Depends on seed and epoch only, so a segment that starts at epoch 3 sees what a straight run would.
     """
-    rng = random.Random(seed * 1_000_003 + epoch)
+    rng = random.Random(s.seed * 1_000_003 + epoch)
     order = list(range(len(lengths)))
     rng.shuffle(order)
-    # Sort within a few batches' worth of rows: little padding, and yet other neighbours every epoch.
-    mean = sum(lengths) / len(lengths)
-    chunk = max(1, round(8 * batch_tokens / mean))
-    ordered = [i for c in range(0, len(order), chunk) for i in sorted(order[c : c + chunk], key=lambda i: lengths[i])]
-    batches: list[list[int]] = [[]]
-    for index in ordered:
-        if (
-            batches[-1]
-            and (len(batches[-1]) + 1) * max(lengths[index], *(lengths[i] for i in batches[-1])) > batch_tokens
-        ):
-            batches.append([])
-        batches[-1].append(index)
-    rng.shuffle(batches)
-    return batches
+    packs: list[list[int]] = []
+    open_: list[tuple[list[int], list[int]]] = []  # packs with room, and that room
+    for (
+        row
+    ) in order:  # into the first of a few open packs that has room: few tokens short, and other neighbours every epoch
+        pack, room = next((x for x in open_ if x[1][0] >= lengths[row]), ([], [s.batch_tokens]))
+        if not pack:
+            packs.append(pack)
+            open_ = [*open_, (pack, room)][-OPEN_PACKS:]
+        pack.append(row)
+        room[0] -= lengths[row]
+    rng.shuffle(packs)
+    return [packs[i : i + s.packs_per_step] for i in range(0, len(packs), s.packs_per_step)]
+
+
+def share(packs: list[list[int]], rank: int, world: int) -> list[tuple[list[int], bool]]:
+    """This process's packs of a step, as (rows, mute). All get as many, since each forward is a meeting of all under FSDP:
+    where packs run out, the step's first once more, muted: it teaches nothing.
+    """
+    even = [(rows, False) for rows in packs] + [(packs[0], True)] * (-len(packs) % world)
+    return even[rank::world]
+
+
+def read_ahead(
+    store: Store, steps: list[list[list[int]]], objective: ttt.Objective, group: ranks.Ranks
+) -> Iterator[list[ttt.Pack]]:
+    """Each step's packs of this process, on the device, made by threads a few steps before their turn.
+
+    Raises ValueError where a shard is broken; see Store.row.
+    """
+    on_gpu = group.device.startswith("cuda")
+
+    def made(rows: list[int], mute: bool) -> ttt.Pack:
+        pack = ttt.Pack.of([store.row(i) for i in rows], objective.steps, objective.mask, pinned=on_gpu)
+        return pack.muted() if mute else pack
+
+    with ThreadPoolExecutor(THREADS if on_gpu else 1) as threads:
+
+        def begun(packs: list[list[int]]) -> list[Future[ttt.Pack]]:
+            return [threads.submit(made, *task) for task in share(packs, group.rank, group.world)]
+
+        coming = deque(map(begun, steps[:AHEAD]))
+        device = _Sender(group.device) if on_gpu else None
+        for number in range(len(steps)):
+            coming.extend(map(begun, steps[number + AHEAD : number + AHEAD + 1]))
+            packs = [x.result() for x in coming.popleft()]
+            yield device.send(packs) if device else packs
+
+
+class _Sender:
+    """Copies packs to a GPU while it computes. The host may run ahead of the GPU, but by two steps only."""
+
+    def __init__(self, device: str):
+        self.device, self.stream = device, torch.cuda.Stream()
+        self.under_way: deque[tuple[torch.cuda.Event, list[ttt.Pack]]] = deque()
+
+    def send(self, packs: list[ttt.Pack]) -> list[ttt.Pack]:
+        learned = torch.cuda.Event()
+        learned.record()  # when all that was launched so far is done
+        self.under_way.append((learned, packs))  # the pinned memory is kept until it was copied for certain
+        if len(self.under_way) > 2:
+            self.under_way.popleft()[0].synchronize()
+        with torch.cuda.stream(self.stream):
+            there = [pack.to(self.device) for pack in packs]
+        main = torch.cuda.current_stream()
+        main.wait_stream(self.stream)
+        for pack in there:
+            pack.used_on(main)
+        return there
 
 
 if __name__ == "__main__":

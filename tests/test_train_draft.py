@@ -1,5 +1,6 @@
 """Training as a stage: killed at any moment it resumes, and ends bit for bit where an undisturbed run ends."""
 
+import json
 import random
 import shutil
 import subprocess
@@ -8,8 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from stages.train_draft import plan
+from stages import params
+from stages.train_draft import plan, share
+from tests.conftest import edit_params
 
 RESULTS = ("draft/model.safetensors", "draft/config.json", "state/optimizer.safetensors", "state/progress.json")
 
@@ -85,14 +90,70 @@ def test_work_of_other_parameters_is_not_taken_up(project: Path) -> None:
     assert "resumed" not in kill_and_finish(project, kills=0, seed=0)
 
 
+def settings(batch_tokens: int, packs_per_step: int = 1) -> params.TrainDraft:
+    return params.TrainDraft.model_construct(seed=1, batch_tokens=batch_tokens, packs_per_step=packs_per_step)
+
+
 def test_a_plan_holds_every_row_once_and_keeps_to_the_budget() -> None:
     lengths = [5 + (37 * i) % 85 for i in range(200)]
     for epoch in range(3):
-        batches = plan(lengths, 300, seed=1, epoch=epoch)
-        assert sorted(i for b in batches for i in b) == list(range(200))
-        assert all(len(b) * max(lengths[i] for i in b) <= 300 for b in batches)
-    assert plan(lengths, 300, 1, 0) == plan(lengths, 300, 1, 0) != plan(lengths, 300, 1, 1)
+        steps = plan(lengths, settings(300, 2), epoch)
+        packs = [pack for step in steps for pack in step]
+        assert sorted(i for pack in packs for i in pack) == list(range(200))
+        assert all(sum(lengths[i] for i in pack) <= 300 for pack in packs)
+        assert all(len(step) == 2 for step in steps[:-1])
+        assert sum(lengths) / len(packs) > 0.85 * 300  # packs are nearly full
+    assert plan(lengths, settings(300), 0) == plan(lengths, settings(300), 0) != plan(lengths, settings(300), 1)
 
 
 def test_a_row_longer_than_the_budget_goes_alone() -> None:
-    assert sorted(map(len, plan([500, 10, 10], 300, seed=1, epoch=0))) == [1, 2]
+    assert sorted(len(pack) for (pack,) in plan([500, 10, 10], settings(300), epoch=0)) == [1, 2]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_pack_is_somebodys_and_all_get_as_many(world: int) -> None:
+    packs = [[1], [2, 3], [4], [5], [6]]
+    shares = [share(packs, rank, world) for rank in range(world)]
+    assert len({len(s) for s in shares}) == 1
+    assert sorted(rows for s in shares for rows, mute in s if not mute) == packs
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_processes_learn_what_one_does(project: Path, small_run: Path, parallel: str) -> None:
+    """Same packs, same loss, weights equal but for the order of sums; and the state is whole: one process goes on from it."""
+    edit_params(project, {"train_draft": {"packs_per_step": 3}})
+    alone = finish(project)
+    one = load_file(project / "drafts/straight/draft/model.safetensors")
+    shutil.rmtree(project / "drafts/straight")
+    edit_params(project, {"train_draft": {"processes": 2, "parallel": parallel}})
+    together = finish(project)
+    two = load_file(project / "drafts/straight/draft/model.safetensors")
+    assert alone["epochs"][-1]["loss"] == pytest.approx(together["epochs"][-1]["loss"], rel=1e-4)
+    assert two.keys() == one.keys()
+    for name, tensor in one.items():
+        assert (two[name].float() - tensor.float()).norm() <= 1e-3 * tensor.float().norm(), name
+    moments = load_file(project / "drafts/straight/state/optimizer.safetensors")
+    assert moments.keys() == load_file(small_run / "drafts/straight/state/optimizer.safetensors").keys()
+
+
+def test_bfloat16_keeps_float32_masters_and_goes_on_from_them(project: Path) -> None:
+    """Two segments are one: were the masters rounded between them, e003 after e001 would end elsewhere."""
+    edit_params(project, {"train_draft": {"dtype": "bfloat16"}})
+    finish(project)
+    for name in ("e001", "e003"):
+        shutil.rmtree(project / "drafts" / name)
+        finish(project, name)
+    straight, chained = (load_file(project / f"drafts/{n}/state/optimizer.safetensors") for n in ("straight", "e003"))
+    assert straight["master.fc.weight"].dtype == torch.float32
+    assert all(torch.equal(straight[name], chained[name]) for name in straight)
+    draft = load_file(project / "drafts/straight/draft/model.safetensors")
+    assert draft["fc.weight"].dtype == torch.bfloat16
+    assert torch.equal(draft["fc.weight"], straight["master.fc.weight"].bfloat16())
+
+
+def finish(project: Path, name: str = "straight") -> dict:
+    done = subprocess.run(
+        [sys.executable, "-m", "stages.train_draft", name], cwd=project, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((project / f"results/train/{name}.json").read_text())

@@ -160,7 +160,7 @@ class Engine:
             while done < max_new_tokens and bonus not in self.eos:
                 # The draft reads the newly verified positions: features of p with the embedding of token p + 1.
                 new = torch.arange(verified, verified + len(features), device=device)[None]
-                fused = draft.fc(features.to(draft.fc.weight.dtype))[None]
+                fused = draft.fuse(features.to(draft.fc.weight.dtype))[None]
                 embeds = self.embedding[torch.tensor([tokens], device=device)]
                 key, value = draft.keys_values(draft.mix(embeds, fused), draft.rope(new))
                 keys = key if keys is None else torch.cat([keys, key], dim=1)

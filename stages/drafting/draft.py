@@ -121,6 +121,10 @@ class Draft(nn.Module):
         draft.load_state_dict(tensors)
         return draft
 
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's features [..., 3H] -> [..., H]."""
+        return self.fc(features)
+
     def mix(self, embeds: Tensor, hidden: Tensor) -> Tensor:
         """What the projections read: embeds [..., H], hidden [..., H] -> [..., 2H]."""
         return torch.cat([self.midlayer.input_layernorm(embeds), self.midlayer.hidden_norm(hidden)], dim=-1)
@@ -214,7 +218,7 @@ def prefix(draft: Draft, ids: Tensor, features: Tensor, embedding: Tensor) -> tu
     caller never queries it. Returns fused hidden [B, T, H] and prefix keys and values [B, T, G, E].
     """
     following = torch.cat([ids[:, 1:], torch.zeros_like(ids[:, :1])], dim=1)
-    hidden = draft.fc(features)
+    hidden = draft.fuse(features)
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     return hidden, *draft.keys_values(draft.mix(embedding[following], hidden), draft.rope(positions))
 

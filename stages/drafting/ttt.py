@@ -10,149 +10,203 @@ which is just where serving asks. With span tokens s..e-1:
     step 0 learns s+1 .. e-1        step 2 learns s+3 .. e-1        (token s itself comes from the target's prefill)
 
 `mask: eagle` keeps the papers' gate, mask[p+k], which is two tokens early (research/specforge.md 2.4): for comparison.
-Each step's loss is the mean over its supervised positions of the whole batch; then the steps are weighted decay**k.
 
-Only positions that some step supervises are computed: prefix keys need every token, but queries, the layer and both
-heads run on those positions alone. Letters as in `draft`; P supervised positions of a row (padded), L steps.
+Rows lie end to end in a `Pack`, nothing is padded. Keys of step 0 are needed of every token; queries, the layer and
+both heads run on supervised positions alone, and a step on those alone that it or a later one teaches: the others' keys
+serve nobody else. A query of step k sees the prefix of its own row, and its own earlier steps:
+
+                 tokens of its row 0 .. p      own steps 1 .. k
+    step 0:      1 1 1 1 . .                   -
+    step 2:      1 1 1 1 . .                   1 1
+
+so attention is a causal one whose mask is the same for all L steps, and a few products more, merged by log-sum-exp.
+Letters as in `draft`; T tokens of a pack, P supervised positions in it, L steps, N pairs of (step, position) taught.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stages.drafting.draft import Draft, attend, prefix
+from stages.drafting import heads, sight
+from stages.drafting.draft import Draft
+from stages.drafting.fused import fused
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is learned; part of train_draft's parameters."""
+
+    steps: int  # L
+    decay: float = 0.8  # step k weighs decay**k
+    mask: str = "aligned"  # aligned or eagle
+    loss: str = "ce"  # ce, lk_alpha or lk_lambda: see heads.LOSSES
 
 
 @dataclass
-class Batch:
-    """Rows padded to the longest. Padding is never supervised and, the layer being causal, never seen."""
+class Pack:
+    """Rows end to end, and what is taught at which of their tokens; made on the CPU, then moved whole."""
 
-    ids: Tensor  # [B, T] int64
-    features: Tensor  # [B, T, 3H]
-    last: Tensor  # [B, T, H] the target's last hidden state, after its final norm
-    mask: Tensor  # [B, T] bool: tokens of assistant spans
-    lengths: Tensor  # [B] tokens of each row, padding not counted
+    ids: Tensor  # [T] int64
+    features: Tensor  # [T, 3H]
+    last: Tensor  # [T, H] the target's last hidden state, after its final norm
+    row: Tensor  # [T] int64: the row a token belongs to
+    place: Tensor  # [T] int64: its position in that row
+    asked: Tensor  # [P] int64: tokens from which something is drafted; those of the most steps first
+    pair_state: Tensor  # [N] int64: index into all steps' states, one step after the other; sorted by label
+    pair_label: Tensor  # [N] int64: index into labels
+    labels: Tensor  # [U] int64: tokens whose last hidden state teaches
+    widths: list[int]  # L: step k runs on asked[:widths[k]]
+    counts: list[int]  # L: positions that step k teaches
+    chunks: list[tuple[int, int, int, int]]  # pairs from .. to, and the range of labels that they are taught
 
     @classmethod
-    def of(cls, rows: Sequence[Any], device: str) -> "Batch":
-        """Pad rows (each with ids [T], features [T, 3H], last [T, H], mask [T]) on the right."""
+    def of(cls, rows: Sequence[Any], steps: int, mask: str, pinned: bool = False) -> "Pack":
+        """From rows, each with ids [t], features [t, 3H], last [t, H] and mask [t]; in pinned memory, for a GPU."""
+        lengths = torch.tensor([len(r.ids) for r in rows])
+        row = torch.arange(len(rows)).repeat_interleave(lengths)
+        place = torch.arange(len(row)) - (lengths.cumsum(0) - lengths)[row]
+        gates = supervision(torch.cat([r.mask for r in rows]), row, steps, mask)  # [L, T]
+        # How many steps a position runs: to the last that teaches it. Sorted so, a step's positions are a prefix of all.
+        depth = (gates * torch.arange(1, steps + 1)[:, None]).amax(0)  # [T]
+        asked = torch.sort(depth, descending=True, stable=True).indices[: int((depth > 0).sum())]
+        widths = [int((depth > k).sum()) for k in range(steps)]
+        before = torch.tensor([0, *widths]).cumsum(0)
+        step, index = gates[:, asked].nonzero(as_tuple=True)
+        label, order = torch.sort(asked[index] + 1 + step, stable=True)
+        labels, pair_label = torch.unique_consecutive(label, return_inverse=True)
+        cuts = [(a, min(a + heads.CHUNK, len(label))) for a in range(0, len(label), heads.CHUNK)]
+        return cls(
+            ids=torch.cat([r.ids for r in rows]).to(torch.int64),
+            features=_end_to_end([r.features for r in rows], pinned),
+            last=_end_to_end([r.last for r in rows], pinned),
+            row=row,
+            place=place,
+            asked=asked,
+            pair_state=(before[step] + index)[order],
+            pair_label=pair_label,
+            labels=labels,
+            widths=widths,
+            counts=gates.sum(1).tolist(),
+            chunks=[(a, b, int(pair_label[a]), int(pair_label[b - 1]) + 1) for a, b in cuts],
+        )
 
-        def pad(name: str) -> Tensor:
-            return nn.utils.rnn.pad_sequence([getattr(r, name) for r in rows], batch_first=True).to(device)
+    def to(self, device: torch.device | str) -> "Pack":
+        """Without waiting for the copies, where the memory is pinned."""
+        return replace(self, **{name: t.to(device, non_blocking=True) for name, t in self._tensors()})
 
-        lengths = torch.tensor([len(r.ids) for r in rows], device=device)
-        return cls(pad("ids").to(torch.int64), pad("features"), pad("last"), pad("mask"), lengths)
+    def used_on(self, stream: torch.cuda.Stream) -> None:
+        """Its memory on the GPU may be given to others only when `stream` has got past here."""
+        for _, tensor in self._tensors():
+            tensor.record_stream(stream)
+
+    def muted(self) -> "Pack":
+        """The same, teaching nothing."""
+        return replace(self, chunks=[], counts=[0] * len(self.counts))
+
+    def _tensors(self) -> list[tuple[str, Tensor]]:
+        return [(name, value) for name, value in vars(self).items() if isinstance(value, Tensor)]
+
+
+def _end_to_end(parts: list[Tensor], pinned: bool) -> Tensor:
+    whole = torch.empty(sum(map(len, parts)), *parts[0].shape[1:], dtype=parts[0].dtype, pin_memory=pinned)
+    return torch.cat(parts, out=whole)
 
 
 @dataclass
-class StepResult:
-    """Per TTT step: the mean loss, hits (the draft's argmax is the target's), and how many positions were supervised."""
+class Result:
+    """Per step, nothing of it brought to the host."""
 
-    loss: list[Tensor]
-    hits: list[Tensor]  # each [B, P] bool, False where not supervised
-    supervised: list[Tensor]  # each [B, P] bool
+    total: Tensor  # what backward starts from: sum over steps of decay**k times the step's mean loss
+    loss: Tensor  # [L] sum over the positions taught
+    hits: Tensor  # [L, P] bool: the draft's argmax is the target's; False where nothing is taught
 
 
-def supervision(mask: Tensor, lengths: Tensor, steps: int, kind: str) -> list[Tensor]:
-    """mask [B, T] of assistant tokens, lengths [B] -> for each step k, [B, T] bool: is position p taught at this step?"""
+def supervision(mask: Tensor, row: Tensor, steps: int, kind: str) -> Tensor:
+    """mask [T] of assistant tokens, row [T] -> [L, T] bool: is position p taught at step k?"""
+
+    def ahead(x: Tensor, n: int) -> Tensor:
+        """x[p + n] where that is a token of the same row, else False."""
+        inside = nn.functional.pad(row[n:], (0, min(n, len(row))), value=-1) == row
+        return nn.functional.pad(x[n:], (0, min(n, len(x)))) & inside
+
     gates: list[Tensor] = []
-    place = torch.arange(mask.shape[1], device=mask.device)
     for k in range(steps):
         if kind == "eagle":
-            gate = _ahead(mask, k) & (place + k + 2 < lengths[:, None])  # the label must exist, whatever its span
+            gate = ahead(mask, k) & ahead(torch.ones_like(mask), k + 2)  # the label must exist, whatever its span
         else:
             # Token p+1 at or after the start of the span of p+2+k: all of p+1 .. p+2+k are assistant tokens.
-            gate = _ahead(mask, k + 2) & (gates[-1] if gates else _ahead(mask, 1))
+            gate = ahead(mask, k + 2) & (gates[-1] if gates else ahead(mask, 1))
         gates.append(gate)
-    return gates
+    return torch.stack(gates)
 
 
-def forward(draft: Draft, batch: Batch, embedding: Tensor, head: Tensor, steps: int, mask: str) -> StepResult:
-    """All L steps. embedding [V, H] and head [V, H] are the target's, frozen."""
-    gates = supervision(batch.mask, batch.lengths, steps, mask)
-    where, valid = _gather_index(torch.stack(gates).any(0))  # [B, P] positions, and which of them are real
-    teacher, answer = _teacher(draft, batch.last, head, _ahead_any(where, valid, batch.mask.shape, steps))
-
-    fused, keys, values = prefix(draft, batch.ids, batch.features, embedding)
-    columns = torch.arange(batch.ids.shape[1], device=where.device)
-    allowed = columns <= where[..., None]  # [B, P, T]
-    hidden = torch.gather(fused, 1, where[..., None].expand(-1, -1, fused.shape[-1]))  # [B, P, H]
-    padded_ids = nn.functional.pad(batch.ids, (0, steps + 1))
-    own_k = own_v = None
-    result = StepResult([], [], [])
-    for k in range(steps):
-        embeds = embedding[torch.gather(padded_ids, 1, where + 1 + k)]
-        mixed = draft.mix(embeds, hidden)
-        rope = draft.rope(where + k)
-        if k > 0:  # step 0's own key is the prefix key of p
-            key, value = draft.keys_values(mixed, rope)
-            own_k = key[:, :, None] if own_k is None else torch.cat([own_k, key[:, :, None]], dim=2)
-            own_v = value[:, :, None] if own_v is None else torch.cat([own_v, value[:, :, None]], dim=2)
-        hidden = draft.finish(hidden, attend(draft.queries(mixed, rope), keys, values, allowed, own_k, own_v))
-
-        gate = torch.gather(gates[k], 1, where) & valid  # [B, P]
-        label_row = torch.gather(teacher.row, 1, (where + 1 + k).clamp(max=teacher.row.shape[1] - 1))[gate]  # [n]
-        in_vocabulary = draft.t2d[answer[label_row]]  # where the target's choice can't be drafted, nothing is taught
-        logits = draft.logits(hidden[gate])  # [n, D]
-        losses = -(teacher.probs[label_row] * torch.log_softmax(logits.float(), dim=-1)).sum(-1)  # [n]
-        result.loss.append((losses * in_vocabulary).sum() / in_vocabulary.sum().clamp(min=1))
-        hits = torch.zeros_like(gate)
-        hits[gate] = draft.to_target(logits.detach().argmax(-1)) == answer[label_row]
-        result.hits.append(hits)
-        result.supervised.append(gate)
-    return result
-
-
-def weighted(losses: list[Tensor], decay: float) -> Tensor:
-    """Sum over steps of decay**k times the step's mean loss."""
-    return torch.stack([decay**k * loss for k, loss in enumerate(losses)]).sum()
+def forward(
+    draft: Draft,
+    pack: Pack,
+    embedding: Tensor,  # [V, H] the target's, frozen
+    head: Tensor,  # [V, H] the target's, frozen
+    objective: Objective,
+    counts: Tensor | None = None,  # [L] positions each step teaches in the whole batch; None: in this pack
+) -> Result:
+    """All L steps of a pack. Summed over a batch's packs, `total` is the batch's loss: each step's mean over it."""
+    dtype, steps = draft.fc.weight.dtype, objective.steps
+    if not pack.chunks:  # nothing is taught, yet every weight has a gradient, as whoever sums gradients expects
+        nothing = torch.stack([p.sum() * 0 for p in draft.parameters()]).sum()
+        return Result(nothing, pack.features.new_zeros(steps), pack.ids.new_zeros(steps, 0).bool())
+    features = draft.fuse(pack.features.to(dtype))  # [T, H]
+    following = nn.functional.pad(pack.ids, (0, steps + 1))
+    keys, values = _keys_values(draft, embedding[following[1 : len(pack.ids) + 1]], features, pack.place)
+    visible = sight.of(pack, keys, values)
+    hidden = features[pack.asked]  # [P, H]
+    own_keys: list[Tensor] = []
+    own_values: list[Tensor] = []
+    states: list[Tensor] = []
+    for k, width in enumerate(pack.widths):
+        asked, hidden = pack.asked[:width], hidden[:width]
+        embeds, positions = embedding[following[asked + 1 + k]], pack.place[asked] + k
+        if k == 0:  # its own key is the prefix key of p
+            query = _queries(draft, embeds, hidden, positions)
+            attended, _ = visible.attend(query)
+        else:
+            query, key, value = _all_three(draft, embeds, hidden, positions)
+            own_keys, own_values = [x[:width] for x in own_keys] + [key], [x[:width] for x in own_values] + [value]
+            attended, weight = visible.attend(query)
+            attended = sight.merge(attended, weight, query, own_keys, own_values)
+        hidden = _finish(draft, hidden, attended.to(dtype))
+        states.append(hidden)
+    decay = objective.decay ** torch.arange(steps, device=head.device)
+    weights = decay / (torch.tensor(pack.counts, device=head.device) if counts is None else counts).clamp(min=1)
+    return Result(*heads.chunked(draft, states, pack, head, weights, objective.loss))
 
 
-def chain_accepted(result: StepResult) -> Tensor:
-    """[B, P] drafts that a chain started at each position would have accepted: hits before the first miss.
+def chain_accepted(result: Result, pack: Pack) -> Tensor:
+    """[P] drafts that a chain started at each position would have accepted: hits before the first miss, in row order.
 
     On a row of the target's temperature-0 answer this is what decoding accepts, exactly: while every guess so far is
     right, the tokens fed are the draft's own. On a sampled row it counts agreement with the target's argmax along it.
     """
-    hits = torch.stack(result.hits, dim=-1).int()
-    return hits.cumprod(-1).sum(-1)
+    return result.hits.int().cumprod(0).sum(0)[pack.asked.argsort()]
 
 
-@dataclass
-class _Teacher:
-    probs: Tensor  # [n, D] float32, renormalised over the draft vocabulary
-    row: Tensor  # [B, T] which of the n rows belongs to a position
+@fused
+def _keys_values(draft: Draft, embeds: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    return draft.keys_values(draft.mix(embeds, hidden), draft.rope(positions))
 
 
-@torch.no_grad()
-def _teacher(draft: Draft, last: Tensor, head: Tensor, needed: Tensor) -> tuple[_Teacher, Tensor]:
-    """The target's distributions at the positions `needed` [B, T], and its argmax [n] over the full vocabulary."""
-    logits = last[needed] @ head.T  # [n, V]
-    row = torch.zeros(needed.shape, dtype=torch.int64, device=needed.device)
-    row[needed] = torch.arange(int(needed.sum()), device=needed.device)
-    return _Teacher(torch.softmax(logits[:, draft.t2d].float(), dim=-1), row), logits.argmax(-1)
+@fused
+def _queries(draft: Draft, embeds: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
+    return draft.queries(draft.mix(embeds, hidden), draft.rope(positions))
 
 
-def _ahead(x: Tensor, n: int) -> Tensor:
-    """x [B, T] shifted so that place p holds x[p + n]; False past the end."""
-    return nn.functional.pad(x[:, n:], (0, min(n, x.shape[1])))
+@fused
+def _all_three(draft: Draft, embeds: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    mixed, rope = draft.mix(embeds, hidden), draft.rope(positions)
+    return draft.queries(mixed, rope), *draft.keys_values(mixed, rope)
 
 
-def _gather_index(used: Tensor) -> tuple[Tensor, Tensor]:
-    """used [B, T] bool -> the used positions of each row [B, P], padded, and valid [B, P]."""
-    counts = used.sum(1)
-    most = max(int(counts.max()), 1)
-    order = torch.sort(used.int(), dim=1, descending=True, stable=True).indices[:, :most]
-    valid = torch.arange(most, device=used.device) < counts[:, None]
-    return order.masked_fill(~valid, 0), valid
-
-
-def _ahead_any(where: Tensor, valid: Tensor, shape: torch.Size, steps: int) -> Tensor:
-    """[B, T] bool: the positions p+1 .. p+steps whose last hidden state teaches one of the supervised positions."""
-    needed = torch.zeros(shape[0], shape[1] + steps + 1, dtype=torch.bool, device=where.device)
-    for k in range(steps):
-        needed.scatter_(1, where + 1 + k, needed.gather(1, where + 1 + k) | valid)
-    return needed[:, : shape[1]]
+@fused
+def _finish(draft: Draft, hidden: Tensor, attended: Tensor) -> Tensor:
+    return draft.finish(hidden, attended)

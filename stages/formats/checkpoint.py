@@ -111,8 +111,11 @@ def write_state(place: Path, tensors: dict[str, Tensor], progress: dict[str, Any
 
 
 def read_state(place: Path, made_by: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    tensors = _tensors(place / "state" / "optimizer.safetensors", made_by)
-    return tensors, atomic.read_json(place / "state" / "progress.json", made_by)
+    return _tensors(place / "state" / "optimizer.safetensors", made_by), read_progress(place, made_by)
+
+
+def read_progress(place: Path, made_by: str) -> dict[str, Any]:
+    return atomic.read_json(place / "state" / "progress.json", made_by)
 
 
 def _tensors(path: Path, made_by: str) -> dict[str, Tensor]:

@@ -85,12 +85,12 @@ def read(folder: Path) -> Iterator[Row]:
 
     Raises ValueError naming the shard and the row, where a shard is missing, cut, altered, or holds NaN or infinity.
     """
-    index = _read_index(folder)
+    index = read_index(folder)
     for (name,), rows in index.group_by("shard", maintain_order=True):
         yield from _read_shard(folder / str(name), rows)
 
 
-def _read_index(folder: Path) -> pl.DataFrame:
+def read_index(folder: Path) -> pl.DataFrame:
     path = folder / "index.parquet"
     try:
         index = pl.read_parquet(path)
@@ -106,12 +106,11 @@ def _read_index(folder: Path) -> pl.DataFrame:
 
 
 def _read_shard(path: Path, rows: pl.DataFrame) -> Iterator[Row]:
-    repair = f"delete {path.parent} and run: dvc repro {MADE_BY}"
     try:
         with safe_open(path, framework="pt") as shard:
             tensors = {name: shard.get_tensor(name) for name in ("features", "last", "ids", "mask")}
     except (FileNotFoundError, SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is missing or cut ({error}); {repair}") from None
+        raise broken(path, str(error)) from None
     mask = torch.from_numpy(np.unpackbits(tensors["mask"].numpy(), count=len(tensors["ids"])).astype(bool))
     for entry in rows.iter_rows(named=True):
         span = slice(entry["offset"], entry["offset"] + entry["length"])
@@ -119,16 +118,30 @@ def _read_shard(path: Path, rows: pl.DataFrame) -> Iterator[Row]:
             entry["id"], tensors["ids"][span], mask[span], tensors["features"][span], tensors["last"][span],
             entry["prompt_length"], entry["finish_reason"],
         )  # fmt: skip
-        if len(row.ids) != entry["length"] or _checksum(row) != entry["checksum"]:
-            raise ValueError(f"{path}: row {entry['id']} does not match its checksum; {repair}")
-        if not entry["finite"]:
-            raise ValueError(
-                f"{path}: row {entry['id']} holds NaN or infinity, expected finite hidden states; set "
-                "extract_hiddens.dtype or target.dtype to float32 and run: dvc repro extract_hiddens"
-            )
+        check(row, entry, path.parent)
         yield Row(
             row.id, row.ids, row.mask, row.features.float(), row.last.float(), row.prompt_length, row.finish_reason
         )
+
+
+def check(row: Row, entry: dict, folder: Path) -> None:
+    """Raises ValueError naming the row, where it is not what its index entry says, or holds NaN or infinity."""
+    path = folder / entry["shard"]
+    if len(row.ids) != entry["length"] or _checksum(row) != entry["checksum"]:
+        raise ValueError(f"{path}: row {entry['id']} does not match its checksum; {_repair(folder)}")
+    if not entry["finite"]:
+        raise ValueError(
+            f"{path}: row {entry['id']} holds NaN or infinity, expected finite hidden states; set "
+            "extract_hiddens.dtype or target.dtype to float32 and run: dvc repro extract_hiddens"
+        )
+
+
+def broken(shard: Path, found: str) -> ValueError:
+    return ValueError(f"{shard} is missing or cut ({found}); {_repair(shard.parent)}")
+
+
+def _repair(folder: Path) -> str:
+    return f"delete {folder} and run: dvc repro {MADE_BY}"
 
 
 def _join(rows: list[Row]) -> dict[str, Tensor]:
@@ -158,5 +171,5 @@ def _checksum(row: Row) -> int:
 
 def digest(folder: Path) -> str:
     """A short name of the whole content, from the index's checksums: what a resumed run compares."""
-    index = _read_index(folder)
+    index = read_index(folder)
     return f"{zlib.crc32(index.write_csv().encode()):08x}"

@@ -1,45 +1,47 @@
 """Training-time test against the slow draft: every step of every position, its labels, its mean."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch import Tensor
 
-from stages.drafting import ttt
+from stages.drafting import heads, ttt
+from stages.drafting.ttt import Objective, Pack
 from tests.drafting.plain import CONFIG, guess, random_draft
 
 STEPS = 4
 
 
-def make_row(seed: int, length: int, spans: list[tuple[int, int]]) -> ttt.Batch:
+def make_row(seed: int, length: int, spans: list[tuple[int, int]]) -> SimpleNamespace:
     generator = torch.Generator().manual_seed(seed)
-    mask = torch.zeros(1, length, dtype=torch.bool)
+    mask = torch.zeros(length, dtype=torch.bool)
     for start, end in spans:
-        mask[0, start:end] = True
-    return ttt.Batch(
-        torch.randint(0, CONFIG.vocab_size, (1, length), generator=generator),
-        torch.randn(1, length, 3 * CONFIG.hidden_size, generator=generator),
-        torch.randn(1, length, CONFIG.hidden_size, generator=generator),
-        mask,
-        torch.tensor([length]),
+        mask[start:end] = True
+    return SimpleNamespace(
+        ids=torch.randint(0, CONFIG.vocab_size, (length,), generator=generator),
+        features=torch.randn(length, 3 * CONFIG.hidden_size, generator=generator),
+        last=torch.randn(length, CONFIG.hidden_size, generator=generator),
+        mask=mask,
     )
 
 
-def padded_batch(rows: list[ttt.Batch], extra: int = 0) -> ttt.Batch:
-    """Several one-row batches as one, right-padded, and `extra` more padding."""
-    names = ("ids", "features", "last", "mask")
-    longest = max(r.ids.shape[1] for r in rows) + extra
-    stacked = [
-        torch.cat(
-            [torch.cat([x := getattr(r, n), x.new_zeros(1, longest - x.shape[1], *x.shape[2:])], 1) for r in rows]
-        )
-        for n in names
-    ]
-    return ttt.Batch(*stacked, torch.cat([r.lengths for r in rows]))
+def run(
+    rows: list[SimpleNamespace], weights: tuple, mask: str = "aligned", loss: str = "ce"
+) -> tuple[Pack, ttt.Result]:
+    draft, embedding, head = weights
+    pack = Pack.of(rows, STEPS, mask)
+    return pack, ttt.forward(draft, pack, embedding, head, Objective(STEPS, mask=mask, loss=loss))
+
+
+def means(pack: Pack, result: ttt.Result) -> list[float]:
+    return (result.loss / torch.tensor(pack.counts).clamp(min=1)).tolist()
 
 
 def learned(mask: list[int], steps: int, kind: str) -> list[list[int]]:
     """The label tokens that each step is taught."""
-    gates = ttt.supervision(torch.tensor([mask]).bool(), torch.tensor([len(mask)]), steps, kind)
-    return [[p + 2 + k for p in gate[0].nonzero().flatten().tolist()] for k, gate in enumerate(gates)]
+    gates = ttt.supervision(torch.tensor(mask).bool(), torch.zeros(len(mask)), steps, kind)
+    return [[p + 2 + k for p in gate.nonzero().flatten().tolist()] for k, gate in enumerate(gates)]
 
 
 def test_the_gate_is_as_drawn() -> None:
@@ -55,62 +57,95 @@ def test_two_spans_never_teach_across_the_gap() -> None:
     assert learned([0, 1, 1, 0, 1, 1, 1], 3, "aligned") == [[2, 5, 6], [6], []]
 
 
-@pytest.mark.parametrize("mask", ["aligned", "eagle"])
-def test_every_step_is_what_the_slow_draft_says(mask: str) -> None:
-    draft, embedding, head = random_draft(1)
-    rows = [make_row(2, 13, [(4, 11)]), make_row(3, 9, [(3, 9)]), make_row(4, 12, [(2, 5), (7, 12)])]
-    result = ttt.forward(draft, padded_batch(rows), embedding, head, STEPS, mask)
+@pytest.mark.parametrize(("mask", "loss"), [("eagle", "ce"), *(("aligned", loss) for loss in heads.LOSSES)])
+def test_every_step_and_every_gradient_is_what_the_slow_draft_says(mask: str, loss: str, monkeypatch) -> None:
+    """Loss, hits and the gradient of every weight, against one position at a time and plain autograd."""
+    monkeypatch.setattr(heads, "CHUNK", 7)  # several chunks, and labels that lie in two of them
+    weights = random_draft(1)
+    draft, embedding, head = weights
+    draft.requires_grad_(True)
+    rows = [make_row(2, 9, [(3, 9)]), make_row(4, 11, [(1, 4), (6, 10)])]
+    pack, result = run(rows, weights, mask, loss)
+    found = torch.autograd.grad(result.total, list(draft.parameters()))
+    total = torch.zeros(())
     for k in range(STEPS):
         losses, hits, taught = [], 0, 0
         for row in rows:
-            ids, tokens = row.ids[0].tolist(), row.ids.shape[1]
-            assistant = row.mask[0].tolist()
+            ids, tokens, assistant = row.ids.tolist(), len(row.ids), row.mask.tolist()
             for p in range(tokens - 2 - k):
                 inside = all(assistant[p + 1 : p + 3 + k]) if mask == "aligned" else assistant[p + k]
                 if not inside:
                     continue
-                logits = head @ row.last[0, p + 1 + k]
-                probs = guess(draft, embedding, ids, row.features[0], p, ids[p + 2 : p + 2 + k])
+                logits = head @ row.last[p + 1 + k]
+                probs = guess(draft, embedding, ids, row.features, p, ids[p + 2 : p + 2 + k])
                 answer, said = int(logits.argmax()), int(draft.to_target(probs.argmax()))
                 taught, hits = taught + 1, hits + (answer == said)
                 if bool(draft.t2d[answer]):
-                    teacher = torch.softmax(logits[draft.t2d], 0)
-                    losses.append(float(-(teacher * probs.log()).sum()))
-        assert int(result.supervised[k].sum()) == taught
+                    losses.append(slow_loss(loss, logits, probs, draft.t2d))
+        assert pack.counts[k] == taught
         assert int(result.hits[k].sum()) == hits
-        assert result.loss[k].item() == pytest.approx(sum(losses) / max(1, len(losses)), rel=1e-4)
+        assert result.loss[k].item() == pytest.approx(float(sum(x.detach() for x in losses)), rel=1e-4)
+        total = total + 0.8**k * sum(losses) / max(1, taught)
+    assert result.total.item() == pytest.approx(total.item(), rel=1e-4)
+    expected = torch.autograd.grad(total, list(draft.parameters()))
+    for (name, _), a, b in zip(draft.named_parameters(), found, expected, strict=True):
+        assert torch.allclose(a, b, rtol=1e-3, atol=1e-5 * float(b.abs().max())), name
 
 
-def test_padding_changes_nothing() -> None:
-    """A rival's loss depended on what a row was padded with (research/specforge.md W2); ours is the mean over what counts."""
+def slow_loss(kind: str, logits: Tensor, probs: Tensor, t2d: Tensor) -> Tensor:
+    cross_entropy = -(torch.softmax(logits[t2d], 0) * probs.log()).sum()
+    alpha = torch.minimum(torch.softmax(logits, 0)[t2d], probs).sum()
+    w = torch.exp(-3 * alpha.detach())
+    return {"ce": cross_entropy, "lk_alpha": -alpha.log(), "lk_lambda": w * cross_entropy + (1 - w) * (1 - alpha)}[kind]
+
+
+def test_company_changes_nothing() -> None:
+    """A rival's loss depended on what a row was padded with (research/specforge.md W2); here rows only add up."""
+    weights = random_draft(5)
+    rows = [make_row(6, 10, [(3, 9)]), make_row(7, 14, [(2, 14)]), make_row(8, 6, [])]
+    alone = [run([row], weights)[1].loss for row in rows]
+    together = run(rows, weights)[1].loss
+    assert torch.allclose(sum(alone), together, rtol=1e-5)
+
+
+def test_a_batch_of_several_packs_is_one_mean() -> None:
+    """With the whole batch's counts, packs add up to the batch in one pack, whichever rows share one."""
     draft, embedding, head = random_draft(5)
-    row = make_row(6, 10, [(3, 9)])
-    alone = ttt.forward(draft, row, embedding, head, STEPS, "aligned")
-    padded = padded_batch([row], extra=7)
-    for a, b in zip(alone.loss, ttt.forward(draft, padded, embedding, head, STEPS, "aligned").loss, strict=True):
-        assert a.item() == pytest.approx(b.item(), rel=1e-5)
+    packs = [Pack.of([make_row(s, 8 + s, [(3, 7 + s)])], STEPS, "aligned") for s in (1, 2, 3)]
+    counts = torch.tensor([p.counts for p in packs]).sum(0)
+    parts = [ttt.forward(draft, p, embedding, head, Objective(STEPS), counts).total for p in packs]
+    rows = [make_row(s, 8 + s, [(3, 7 + s)]) for s in (1, 2, 3)]
+    assert sum(parts).item() == pytest.approx(run(rows, (draft, embedding, head))[1].total.item(), rel=1e-5)
 
 
-def test_a_batch_without_supervision_costs_nothing_and_breaks_nothing() -> None:
-    draft, embedding, head = random_draft(7)
-    result = ttt.forward(draft, make_row(8, 6, []), embedding, head, STEPS, "aligned")
-    assert [x.item() for x in result.loss] == [0.0] * STEPS
+def test_a_pack_without_supervision_costs_nothing_and_breaks_nothing() -> None:
+    weights = random_draft(7)
+    weights[0].requires_grad_(True)
+    pack, result = run([make_row(8, 6, [])], weights)
+    assert means(pack, result) == [0.0] * STEPS
+    result.total.backward()
 
 
-def test_weights_decay_by_step() -> None:
-    assert ttt.weighted([torch.tensor(1.0), torch.tensor(10.0), torch.tensor(100.0)], 0.5).item() == 1 + 5 + 25
+def test_a_chain_is_accepted_up_to_its_first_miss() -> None:
+    pack = Pack.of([make_row(1, 12, [(2, 12)])], 3, "aligned")
+    hits = torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1, 1], [1, 0, 1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 0, 1, 1, 1, 0, 0]]).bool()
+    order = pack.asked.argsort()
+    told = torch.zeros_like(hits)
+    told[:, order] = hits  # as written: in the order of the row
+    accepted = ttt.chain_accepted(ttt.Result(torch.zeros(()), torch.zeros(3), told), pack)
+    assert accepted.tolist() == [3, 1, 0, 2, 3, 3, 3, 2, 1]
 
 
 def test_training_makes_the_loss_fall() -> None:
     draft, embedding, head = random_draft(9, scale=0.1)
     draft.requires_grad_(True)
-    batch = make_row(10, 14, [(3, 14)])
+    pack = Pack.of([make_row(10, 14, [(3, 14)])], STEPS, "aligned")
     optimizer = torch.optim.AdamW(draft.parameters(), lr=0.01)
     losses = []
     for _ in range(60):
-        loss = ttt.weighted(ttt.forward(draft, batch, embedding, head, STEPS, "aligned").loss, 0.8)
+        total = ttt.forward(draft, pack, embedding, head, Objective(STEPS)).total
         optimizer.zero_grad()
-        loss.backward()
+        total.backward()
         optimizer.step()
-        losses.append(loss.item())
+        losses.append(total.item())
     assert losses[-1] < 0.7 * losses[0]

@@ -1,0 +1,61 @@
+"""Is training on a GPU, with flex attention and compiled pieces, what it is on a CPU?   python -m benchmarks.flex_check
+
+The same pack in float32 on both, in bfloat16 on the GPU: the loss of each step, the number of hits, and the gradient of
+every weight by |gpu - cpu| / |cpu|. Exits with 1 where float32 is off by more than 1e-5 (lk_alpha 1e-2: at a random
+draft's acceptances of 1e-3 and less, which of two near numbers is the smaller weighs much). The CPU's side is tested
+against a slow draft in tests/drafting/test_ttt.py.
+"""
+
+import sys
+from types import SimpleNamespace
+
+import torch
+
+from stages.drafting import ttt
+from stages.drafting.draft import Draft, DraftConfig
+
+H, V, D, STEPS = 512, 2000, 1500, 7
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    config = DraftConfig(H, 2 * H, 8, 2, 64, V, D, 4096, 1e-6, {"rope_theta": 1e4, "rope_type": "default"})
+    draft = Draft(config)
+    draft.t2d[:D] = True
+    embedding, head = torch.randn(2, V, H) * 0.3
+    spans = [(30, 900), (5, 300), (200, 1500), (0, 64)]
+    rows = [
+        SimpleNamespace(
+            ids=torch.randint(0, V, (end + 9,)), features=torch.randn(end + 9, 3 * H), last=torch.randn(end + 9, H),
+            mask=(torch.arange(end + 9) >= start) & (torch.arange(end + 9) < end),
+        )
+        for start, end in spans
+    ]  # fmt: skip
+    good = True
+    for loss in ("ce", "lk_alpha", "lk_lambda"):
+        pack = ttt.Pack.of(rows, STEPS, "aligned")
+        reference = learn(draft, pack, embedding, head, loss)
+        for dtype in (torch.float32, torch.bfloat16):
+            there = Draft(config)
+            there.load_state_dict(draft.state_dict())
+            there = there.to("cuda").to(dtype)
+            found = learn(there, pack.to("cuda"), embedding.to("cuda", dtype), head.to("cuda", dtype), loss)
+            off = {n: float((found[n] - g).norm() / g.norm()) for n, g in reference.items()}
+            print(loss, dtype, {n: f"{x:.1e}" for n, x in off.items()}, flush=True)
+            off.pop("hits")  # a near tie is nobody's fault
+            good &= dtype != torch.float32 or max(off.values()) < (1e-2 if loss == "lk_alpha" else 1e-5)
+    sys.exit(not good)
+
+
+def learn(draft: Draft, pack: ttt.Pack, embedding, head, loss: str) -> dict[str, torch.Tensor]:
+    draft.zero_grad()
+    result = ttt.forward(draft, pack, embedding, head, ttt.Objective(STEPS, loss=loss))
+    result.total.backward()
+    told = {"total": result.total, "loss": result.loss, "hits": result.hits.sum(1)}
+    return {
+        n: t.detach().float().cpu() for n, t in {**told, **{n: p.grad for n, p in draft.named_parameters()}}.items()
+    }
+
+
+if __name__ == "__main__":
+    main()

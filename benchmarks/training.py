@@ -1,0 +1,153 @@
+"""Training's speed at a real size, reading from disk included.   python -m benchmarks.training [--scenario dense ...]
+
+A draft for a Qwen3-8B-shaped target with a vocabulary of 32,000 (or smaller, by --hidden), random hidden states in
+bfloat16 written as extract_hiddens would, then epochs of train_draft's own loop. The floor, at 8B shape and 7 steps
+(research/measured_anchors.md): 16.46 GFLOP a token of dense 2,048-token rows; the card's bf16 peak is 989 TFLOP/s by its
+datasheet, about 790 by a large matrix product. MFU is counted against 989, and only for `dense`.
+
+    dense     rows of 2,048 tokens, all of them taught
+    real      lognormal lengths, mean 850, at most 4,096, the last 60% of each row taught
+    long      one row of 32,768 tokens
+
+With torchrun it measures that many GPUs. Prints JSON.
+"""
+
+import argparse
+import json
+import random
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from stages import params
+from stages.drafting import ranks
+from stages.drafting.draft import Draft, DraftConfig
+from stages.formats import hiddens
+from stages.formats.store import Store
+from stages.train_draft import Run
+
+DENSE_FLOP, PEAK = 16.46e9, 989e12  # a token at 8B shape; a second
+LENGTHS = {
+    "dense": lambda rng: 2048,
+    "real": lambda rng: max(16, min(4096, round(rng.lognormvariate(6.42, 0.81)))),  # mean 850
+    "long": lambda rng: 32768,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--scenario", nargs="+", default=["dense", "real"], choices=LENGTHS)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--vocab", type=int, default=151936)
+    parser.add_argument("--draft-vocab", type=int, default=32000)
+    parser.add_argument("--tokens", type=int, default=200_000, help="of the data on disk")
+    parser.add_argument("--batch-tokens", type=int, default=16384)
+    parser.add_argument("--packs-per-step", type=int, default=1)
+    parser.add_argument("--epochs", type=int, default=2, help="measured, after one that warms up")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--parallel", default="ddp")
+    parser.add_argument("--drop-caches", action="store_true", help="read from the disk, not from memory (needs root)")
+    parser.add_argument("--profile", action="store_true")
+    args = parser.parse_args()
+    with ranks.joined(args.device) as group:
+        for scenario in args.scenario:
+            _measure(args, scenario, group)
+
+
+def _measure(args: argparse.Namespace, scenario: str, group: ranks.Ranks) -> None:
+    folder = Path(tempfile.gettempdir()) / f"aerie-training-{scenario}-{args.hidden}-{args.tokens}"
+    if group.first and not folder.exists():
+        half = folder.with_suffix(".half")
+        shutil.rmtree(half, ignore_errors=True)
+        half.mkdir()
+        hiddens.write(half, rows(args, scenario), torch.bfloat16, 1 << 30)
+        half.rename(folder)
+    while not folder.exists():
+        time.sleep(0.5)
+    args.batch_tokens = max(args.batch_tokens, 32768) if scenario == "long" else args.batch_tokens
+    store, run = Store(folder), start(args, group)
+    with tqdm(disable=True) as bar:
+        run.train_epoch(store, bar)
+        if group.device != "cpu":
+            torch.cuda.reset_peak_memory_stats()
+        for _ in range(args.epochs):
+            if args.drop_caches and group.first:
+                Path("/proc/sys/vm/drop_caches").write_text("1")
+            run.train_epoch(store, bar)
+    if not group.first:
+        return
+    rates = [round(e["tokens"] / e["seconds"]) for e in run.log[1:]]
+    found = {
+        "scenario": scenario, "gpus": group.world, "parallel": args.parallel, "batch_tokens": run.settings.batch_tokens,
+        "packs_per_step": args.packs_per_step, "rows": len(store), "tokens": sum(store.lengths), "steps": run.step,
+        "tokens_per_s": rates, "first_epoch_s": run.log[0]["seconds"],
+        "loss": [round(e["loss"], 3) for e in run.log], "drop_caches": args.drop_caches,
+    }  # fmt: skip
+    if group.device != "cpu":
+        found["device"], found["torch"] = torch.cuda.get_device_name(), torch.__version__
+        found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
+        if scenario == "dense" and args.hidden == 4096:
+            found["mfu"] = [round(r * DENSE_FLOP / PEAK / group.world, 3) for r in rates]
+    print(json.dumps(found), flush=True)
+    if args.profile:
+        profile(run, store, tqdm(disable=True))
+
+
+def rows(args: argparse.Namespace, scenario: str):
+    """Random rows of bfloat16 hidden states, `args.tokens` of them in all."""
+    rng, made, device = random.Random(1), 0, "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(1)
+    while made < args.tokens:
+        length = LENGTHS[scenario](rng)
+        taught = torch.arange(length) >= (0 if scenario != "real" else round(0.4 * length))
+        features = torch.randn(length, 4 * args.hidden, device=device).to(torch.bfloat16).cpu()
+        ids = torch.randint(0, args.vocab, (length,), dtype=torch.int32)
+        yield hiddens.Row(
+            str(made), ids, taught, features[:, : 3 * args.hidden].contiguous(),
+            features[:, 3 * args.hidden :].contiguous(), int((~taught).sum()), "stop",
+        )  # fmt: skip
+        made += length
+
+
+def start(args: argparse.Namespace, group: ranks.Ranks) -> Run:
+    h, heads = args.hidden, args.hidden // 128
+    torch.manual_seed(2)
+    with torch.device(group.device):
+        draft = Draft(
+            DraftConfig(
+                h, 3 * h, heads, max(1, heads // 4), 128, args.vocab, args.draft_vocab, 40960, 1e-6,
+                {"rope_theta": 1e6, "rope_type": "default"},
+            )
+        )  # fmt: skip
+        draft.t2d[: args.draft_vocab] = True
+        for weight in draft.parameters():
+            if weight.ndim == 2:
+                torch.nn.init.normal_(weight, std=0.02)
+        tables = torch.randn(2, args.vocab, h, dtype=torch.bfloat16) * 0.02
+    settings = params.TrainDraft.model_construct(
+        checkpoints={}, ttt_steps=7, ttt_decay=0.8, mask="aligned", loss="ce", dtype=args.dtype, learning_rate=1e-4,
+        warmup_steps=10, weight_decay=0.0, grad_clip=0.5, batch_tokens=args.batch_tokens,
+        packs_per_step=args.packs_per_step, processes=1, parallel=args.parallel, seed=1,
+    )  # fmt: skip
+    run = Run(draft, {}, {}, 0, 0)
+    run.to(group, tables[0], tables[1], settings)
+    return run
+
+
+def profile(run: Run, store: Store, bar: tqdm) -> None:
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    with profiler(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
+        run.train_epoch(store, bar)
+    run.log.pop()
+    print(found.key_averages().table(sort_by="cuda_time_total", row_limit=45, max_name_column_width=70), flush=True)
+
+
+if __name__ == "__main__":
+    main()

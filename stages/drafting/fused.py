@@ -1,0 +1,25 @@
+"""Functions that a GPU runs as few kernels: compiled by torch.compile there, plain elsewhere."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def fused(function: F) -> F:
+    """Compile `function` at its first call with a CUDA tensor, for any sizes; the compiler is not imported before."""
+    compiled: list[Any] = []
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not any(isinstance(x, Tensor) and x.is_cuda for x in args):
+            return function(*args, **kwargs)
+        if not compiled:
+            compiled.append(torch.compile(function, dynamic=True))
+        return compiled[0](*args, **kwargs)
+
+    return call  # type: ignore[return-value]

@@ -1,0 +1,152 @@
+"""What the queries of a pack see of its tokens: those of their own row, up to their own place.
+
+The mask is one for all TTT steps. `attend` gives, beside the mean of the values it saw, the logarithm of the weight it
+saw (log-sum-exp of the scores), and `merge` adds what a query sees besides: its own earlier steps. One softmax over
+both would say the same (tests/drafting/test_ttt.py).
+
+On a GPU it is flex attention over the pack, so nothing of size T x T is kept; elsewhere plain products, row by row.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from stages.drafting.fused import fused
+
+
+class Sight(Protocol):
+    def attend(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """query [Q, A, E] of the first Q asked positions -> out [Q, A, E], lse [Q, A] float32."""
+        ...
+
+
+def of(pack: Any, keys: Tensor, values: Tensor) -> Sight:
+    """The sight of a pack (see ttt.Pack) with keys and values [T, G, E], on the device where it is."""
+    return _Flex.of(pack, keys, values) if pack.ids.is_cuda else _Plain.of(pack, keys, values)
+
+
+def merge(out: Tensor, lse: Tensor, query: Tensor, own_keys: list[Tensor], own_values: list[Tensor]) -> Tensor:
+    """out [Q, A, E] and lse [Q, A] of the prefix, query [Q, A, E], S own keys and values, each [Q, G, E] -> [Q, A, E]."""
+    keys, values = torch.stack(own_keys), torch.stack(own_values)  # [S, Q, G, E]
+    width = query.shape[-1]
+    if query.is_cuda and width & (width - 1) == 0:
+        from stages.drafting.merge_gpu import Merge  # needs triton, which torch brings for GPUs only
+
+        return Merge.apply(out, lse, query, keys, values)
+    return _merge(out, lse, query, keys, values)
+
+
+@fused
+def _merge(out: Tensor, lse: Tensor, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    groups, width = keys.shape[2], query.shape[-1]
+    grouped = query.float().unflatten(1, (groups, -1))  # [Q, G, R, E], R query heads a key head
+    scores = (grouped * keys.float()[:, :, :, None]).sum(-1) / math.sqrt(width)  # [S, Q, G, R]
+    before = lse.unflatten(1, (groups, -1))  # [Q, G, R]
+    whole = torch.logaddexp(before, torch.logsumexp(scores, dim=0))
+    own = ((scores - whole).exp()[..., None] * values.float()[:, :, :, None]).sum(0)  # [Q, G, R, E]
+    prefix = (before - whole).exp()[..., None] * out.float().unflatten(1, (groups, -1))
+    return (prefix + own).flatten(1, 2)
+
+
+@dataclass
+class _Plain:
+    """Rows side by side, padded, for attention only: B rows, of at most K tokens and M queries."""
+
+    keys: Tensor  # [B, K, G, E], any token's where a row is shorter
+    values: Tensor  # [B, K, G, E]
+    queries: Tensor  # [B, M] indices into asked, any where a row has fewer
+    allowed: Tensor  # [B, M, K] bool
+    back: Tensor  # [P] where an asked position's answer is in [B * M]
+
+    @classmethod
+    def of(cls, pack: Any, keys: Tensor, values: Tensor) -> "_Plain":
+        rows = int(pack.row[-1]) + 1
+        tokens, there, _ = _table(pack.row, rows)
+        queries, _, back = _table(pack.row[pack.asked], rows)
+        allowed = there[:, None] & (pack.place[tokens][:, None] <= pack.place[pack.asked][queries][..., None])
+        allowed[..., 0] = True  # a place nobody asked from sees something too, for its softmax's sake
+        return cls(keys[tokens], values[tokens], queries, allowed, back)
+
+    def attend(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        asked = nn.functional.pad(query, (0, 0, 0, 0, 0, len(self.back) - len(query)))[self.queries]  # [B, M, A, E]
+        grouped = asked.unflatten(2, (self.keys.shape[2], -1)) / math.sqrt(query.shape[-1])  # [B, M, G, R, E]
+        scores = torch.einsum("bmgre,bkge->bmgrk", grouped, self.keys).float()
+        scores = scores.masked_fill(~self.allowed[:, :, None, None], float("-inf"))
+        lse = torch.logsumexp(scores, dim=-1)  # [B, M, G, R]
+        out = torch.einsum("bmgrk,bkge->bmgre", (scores - lse[..., None]).exp().to(query.dtype), self.values)
+        here = self.back[: len(query)]
+        return out.flatten(2, 3).flatten(0, 1)[here], lse.flatten(2, 3).flatten(0, 1)[here]
+
+
+def _table(row: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Things that belong to rows, row [n] -> table [B, K] of their indices, there [B, K] bool, and each one's cell [n]."""
+    order = torch.sort(row, stable=True).indices
+    counts = torch.bincount(row, minlength=rows)
+    slot = torch.empty_like(row)
+    slot[order] = torch.arange(len(row)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    cells = max(int(counts.max()), 1)
+    back = row * cells + slot
+    table = torch.zeros(rows * cells, dtype=torch.int64)
+    table[back] = torch.arange(len(row))
+    return table.unflatten(0, (rows, cells)), torch.arange(cells) < counts[:, None], back
+
+
+BLOCK = 128  # of flex attention; packs are padded to whole multiples of PAD, so that few shapes are compiled
+PAD = 4096
+
+
+@dataclass
+class _Flex:
+    mask: Any  # BlockMask
+    keys: Tensor  # [1, G, T, E], T rounded up
+    values: Tensor
+
+    @classmethod
+    def of(cls, pack: Any, keys: Tensor, values: Tensor) -> "_Flex":
+        """Queries stand where all tokens do, T of them, with asked first: what is nobody's is in no block, and costs nothing."""
+        size = -(-len(pack.ids) // PAD) * PAD
+        key_row = nn.functional.pad(pack.row, (0, size - len(pack.row)), value=-1).int()
+        key_place = nn.functional.pad(pack.place, (0, size - len(pack.row))).int()
+        unasked = size - len(pack.asked)
+        query_row = nn.functional.pad(pack.row[pack.asked], (0, unasked), value=-2).int()
+        query_place = nn.functional.pad(pack.place[pack.asked], (0, unasked)).int()
+        mask = _block_mask(query_row, query_place, key_row, key_place)
+        return cls(mask, _by_head(keys, size), _by_head(values, size))
+
+    def attend(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        count = len(query)
+        out, lse = _flex(_by_head(query, self.keys.shape[2]), self.keys, self.values, self.mask)
+        return out[0].transpose(0, 1)[:count], lse[0].transpose(0, 1)[:count]
+
+
+def _by_head(x: Tensor, size: int) -> Tensor:
+    """[n, heads, E] -> [1, heads, size, E]."""
+    whole = x if len(x) == size else nn.functional.pad(x, (0, 0, 0, 0, 0, size - len(x)))
+    return whole.transpose(0, 1)[None]
+
+
+_compiled: dict[str, Any] = {}
+
+
+def _block_mask(query_row: Tensor, query_place: Tensor, key_row: Tensor, key_place: Tensor) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def sees(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (query_row[q] == key_row[k]) & (key_place[k] <= query_place[q])
+
+    if "mask" not in _compiled:
+        _compiled["mask"] = torch.compile(create_block_mask, dynamic=False)
+    size = len(key_row)
+    return _compiled["mask"](sees, None, None, size, size, device=query_row.device, BLOCK_SIZE=BLOCK)
+
+
+def _flex(query: Tensor, keys: Tensor, values: Tensor, mask: Any) -> tuple[Tensor, Tensor]:
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    if "flex" not in _compiled:
+        _compiled["flex"] = torch.compile(flex_attention, dynamic=False)
+    out, aux = _compiled["flex"](query, keys, values, block_mask=mask, enable_gqa=True, return_aux=AuxRequest(lse=True))
+    return out, aux.lse
