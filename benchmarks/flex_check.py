@@ -10,8 +10,9 @@ import sys
 from types import SimpleNamespace
 
 import torch
+from triton.testing import do_bench
 
-from stages.drafting import ttt
+from stages.drafting import sight, ttt
 from stages.drafting.draft import Draft, DraftConfig
 
 H, V, D, STEPS = 512, 2000, 1500, 7
@@ -44,7 +45,28 @@ def main() -> None:
             print(loss, dtype, {n: f"{x:.1e}" for n, x in off.items()}, flush=True)
             off.pop("hits")  # a near tie is nobody's fault
             good &= dtype != torch.float32 or max(off.values()) < (1e-2 if loss == "lk_alpha" else 1e-5)
+    time_merge()
     sys.exit(not good)
+
+
+def time_merge() -> None:
+    """Milliseconds of sight.merge, forward and backward, as the kernels and as the compiler has it, at 8B shape."""
+    positions, heads, groups, width = 16384, 32, 8, 128
+    make = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16).requires_grad_(True)  # noqa: E731
+    out, query, lse = make(positions, heads, width), make(positions, heads, width), torch.randn(positions, heads).cuda()
+    for steps in (1, 3, 6):
+        keys, values = ([make(positions, groups, width) for _ in range(steps)] for _ in range(2))
+        slope = torch.randn_like(out)
+        for name, merge in (("kernels", sight.merge), ("compiled", compiled_merge)):
+
+            def both(merge=merge, keys=keys, values=values, slope=slope) -> None:
+                merge(out, lse, query, keys, values).to(slope.dtype).backward(slope)
+
+            print(f"merge, {steps} own steps, {name}: {do_bench(both, return_mode='median'):.2f} ms", flush=True)
+
+
+def compiled_merge(out, lse, query, keys, values):
+    return sight._merge(out, lse, query, torch.stack(keys), torch.stack(values))
 
 
 def learn(draft: Draft, pack: ttt.Pack, embedding, head, loss: str) -> dict[str, torch.Tensor]:
