@@ -174,7 +174,12 @@ def test_a_mapping_is_no_value_of_any_key(place: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("value", ["1", True, None, [1]], ids=["text", "true", "null", "list"])
 def test_a_number_is_a_number(place: tuple[str, ...], value: Any) -> None:
     """Quoted numbers and booleans are not read as 1. Where null means something, the file's comment says what."""
-    may_be_null = {"sample_target.train_rows", "sample_target.eval_rows", "init_draft.draft_vocab_size"}
+    may_be_null = {
+        "fix_data.max_dropped_share",
+        "sample_target.train_rows",
+        "sample_target.eval_rows",
+        "init_draft.draft_vocab_size",
+    }
     set_value(place, value)
     if value is None and ".".join(place) in may_be_null:
         params.load()
