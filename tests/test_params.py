@@ -79,7 +79,7 @@ LEAVES = dict(leaves(YAML(typ="safe").load(REAL)))
 NUMBERS = {place: value for place, value in LEAVES.items() if type(value) in (int, float)}
 # May be zero, written by hand: greedy answers, no warm-up, no decay, and the seeds.
 ZERO = {
-    "sample_target.temperature", "train_draft.warmup_steps", "train_draft.weight_decay",
+    "fix_data.max_dropped_share", "sample_target.temperature", "train_draft.warmup_steps", "train_draft.weight_decay",
     "benchmark.workloads.eval.warmup", "prepare_target.seed", "sample_target.seed", "init_draft.seed", "train_draft.seed",
 }  # fmt: skip
 every_key = pytest.mark.parametrize("place", LEAVES, ids=".".join)
