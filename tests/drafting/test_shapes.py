@@ -96,6 +96,9 @@ def test_plain_conversations_are_known_by_their_shape(family: str, thinking: boo
         ]
         text = tok.apply_chat_template(talk, tokenize=False, **prompt.template_settings(thinking))
         known = prompt._known_starts(tok, talk, text, thinking)
+        if family == "hunyuan" and thinking is False:  # writes the empty think block behind the last answer
+            assert known is None and "rewrites" in str(slowly(tok, talk, text, thinking))
+            continue
         assert known is not None and len(known) == turns and known == slowly(tok, talk, text, thinking)
 
 
