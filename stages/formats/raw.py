@@ -44,11 +44,28 @@ ACCEPTED = "JSONL, JSON (both also as .gz, .bz2, .xz or .zst), Parquet, or NAME.
 
 
 @dataclass(frozen=True)
+class Table:
+    """Some rows of a table, as Arrow's bytes: a slice of a data frame holds, and sends, all that it was cut from."""
+
+    data: bytes
+    rows: int
+
+    def __len__(self) -> int:
+        return self.rows
+
+    @classmethod
+    def of(cls, frame: pl.DataFrame) -> "Table":
+        file = io.BytesIO()
+        frame.write_ipc(file)
+        return cls(file.getvalue(), frame.height)
+
+
+@dataclass(frozen=True)
 class Chunk:
     source: str  # the file, as seen from the folder that was given
     folder: str | None  # where paths in the rows start; None for a hub's dataset
     first: int  # number of its first row in that file, from 0
-    rows: list[bytes] | list[str] | pl.DataFrame
+    rows: list[bytes] | list[str] | Table
     shown: str  # the file, for messages
 
 
@@ -106,10 +123,11 @@ def parsed(chunk: Chunk) -> Iterator[tuple[int, dict[str, Any]]]:
     Raises:
         ValueError: naming file and line, for the first that is no JSON object.
     """
-    if isinstance(chunk.rows, pl.DataFrame):
-        yield from enumerate(chunk.rows.to_dicts(), chunk.first)
+    if isinstance(chunk.rows, Table):
+        yield from enumerate(pl.read_ipc(chunk.rows.data, use_pyarrow=False).to_dicts(), chunk.first)
         return
-    for number, line in enumerate(chunk.rows, chunk.first):
+    lines: list[Any] = chunk.rows
+    for number, line in enumerate(lines, chunk.first):
         try:
             row = orjson.loads(line)
         except ValueError:  # orjson refuses half a surrogate pair and NaN too, with which a row can be dropped
@@ -183,10 +201,11 @@ def _is_row(value: Any) -> bool:
     return isinstance(value, dict) and turns.detect(value) is not None
 
 
-def _parquet(path: Path) -> Iterator[pl.DataFrame]:
+def _parquet(path: Path) -> Iterator[Table]:
     rows = pl.scan_parquet(path, glob=False)
     per_chunk = _rows_per_chunk(rows.select(pl.len()).collect().item(), path.stat().st_size)
-    yield from rows.collect_batches(chunk_size=per_chunk, maintain_order=True)
+    for batch in rows.collect_batches(chunk_size=per_chunk, maintain_order=True):
+        yield Table.of(batch)
 
 
 def _rows_per_chunk(rows: int, size: int) -> int:
@@ -212,7 +231,7 @@ def read_pin(path: Path) -> dict[str, str | None]:
     return pin
 
 
-def _from_hub(path: Path, source: str, pinned: dict[str, Any]) -> Iterator[pl.DataFrame]:
+def _from_hub(path: Path, source: str, pinned: dict[str, Any]) -> Iterator[Table]:
     """A dataset's rows, as they are stored: pictures stay bytes and are not decoded."""
     import datasets  # takes two seconds, and most runs have no use for it
     from huggingface_hub import HfApi
@@ -233,7 +252,7 @@ def _from_hub(path: Path, source: str, pinned: dict[str, Any]) -> Iterator[pl.Da
         ) from None
     pinned[source] = {**pin, "commit": None if local else commit, "rows": len(table)}
     for batch in table.with_format("arrow").iter(batch_size=_rows_per_chunk(len(table), table.data.nbytes)):
-        yield pl.DataFrame(pl.from_arrow(batch))
+        yield Table.of(pl.DataFrame(pl.from_arrow(batch)))
 
 
 def all_chunks(path: Path, first: str | None, pinned: dict[str, Any]) -> Iterator[Chunk]:
