@@ -100,6 +100,8 @@ def chunks(path: Path, source: str, pinned: dict[str, Any]) -> Iterator[Chunk]:
         ValueError: naming the file, where it can't be read.
     """
     what = kind(path)
+    tables: Iterator[Table] | Iterator[list[bytes]] | Iterator[list[str]]
+    folder: str | None
     if what == PIN:
         tables, folder = _from_hub(path, source, pinned), None
     else:
