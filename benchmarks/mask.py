@@ -70,7 +70,7 @@ def main() -> None:
     tokenizer = tiny.build_tokenizer(tiny.texts(talks))
     eos = [tokenizer.eos_token_id]
     rows: dict[str, list[float]] = {
-        k: [] for k in ("walk", "search", "starts", "render_tokenise", "spans", "exploded", "naive")
+        k: [] for k in ("walk", "search", "starts", "by_prompts", "render_tokenise", "spans", "exploded", "naive")
     }
     lengths = []
     for _ in range(count):
@@ -83,7 +83,9 @@ def main() -> None:
         lengths.append(len(ids))
         rows["walk"].append(milliseconds(lambda: walk(text, offsets)))
         rows["search"].append(milliseconds(lambda: search(ids, offsets, begins, set(eos))))
+        assert prompt.starts_by_prompts(tokenizer, talk, text) == begins
         rows["starts"].append(milliseconds(lambda: prompt.starts(tokenizer, talk, text)))
+        rows["by_prompts"].append(milliseconds(lambda: prompt.starts_by_prompts(tokenizer, talk, text)))
         rows["render_tokenise"].append(
             milliseconds(
                 lambda: tokenizer(tokenizer.apply_chat_template(talk, tokenize=False), return_offsets_mapping=True), 3
@@ -106,7 +108,8 @@ def main() -> None:
         "of_one_conversation": {
             "walk": "AngelSlim's loop, given text, ids and offsets",
             "search": "ours, given ids, offsets and where answers begin",
-            "starts": "finding where they begin, by rendering each prefix",
+            "starts": "finding where they begin, in a conversation of a known shape",
+            "by_prompts": "the same in the first of its shape, by rendering each prompt",
             "render_tokenise": "the tokenizer's part of either",
             "spans": "all of ours: render, tokenise, starts, search",
             "exploded": "a row per answer, ids of prompt and answer, as backend keep makes them",

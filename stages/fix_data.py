@@ -2,10 +2,11 @@
 
     python -m stages.fix_data
 
-Reads what `fix_data.raw` is (stages/formats/raw.py), writes data/fixed/{train,eval}.parquet in source order and
-results/fix_report.json. A line that is no conversation stops the stage, since the file is then not what its name says
-(with format: auto, only one that is no JSON object does); a conversation that is broken inside is dropped with a
-reason and counted. Rows in = clean + repaired + dropped, asserted.
+Reads what `fix_data.raw` is (stages/formats/raw.py), writes data/fixed/{train,eval}.parquet in source order, the
+pictures that came as bytes to data/fixed/images/, and results/fix_report.json. A line that is no conversation stops the
+stage, since the file is then not what its name says (with format: auto, only one that is no JSON object does); a
+conversation that is broken inside is dropped with a reason and counted, and too many of them stop the stage. Rows in =
+clean + repaired + dropped, asserted.
 
 A million rows fit in memory: rows are judged in chunks, each alone and so in several processes, and wait on disk as
 Arrow files. What is kept of each row is its digests, its name and its signature; from these alone is decided, over all rows,
@@ -32,13 +33,15 @@ import numpy as np
 import orjson
 import polars as pl
 
-from stages.formats import atomic, conversations, raw, similar, toon, turns
+from stages.formats import atomic, conversations, pictures, raw, similar, toon, turns
 from stages.formats.turns import Dropped, Message
 from stages.params import FixData, check_raw_exists, load, run_stage
 
 TRAIN, EVAL = Path("data/fixed/train.parquet"), Path("data/fixed/eval.parquet")
+IMAGES = Path("data/fixed/images")  # of pictures that came as bytes; those that came as files stay where they are
 REPORT = Path("results/fix_report.json")
 WAITING = Path(".scratch/fix_data")
+WAITING_IMAGES = WAITING / "images"
 MOST_PROCESSES = 8  # each holds a Python and some chunks, about 200 MiB
 EXAMPLES = 5  # of pairs of near duplicates
 DIGEST = 16  # bytes of a row's digest that are kept: no two rows of a billion meet by chance
@@ -59,6 +62,14 @@ class Mended:
     rules: list[str]
 
 
+@dataclass(frozen=True)
+class Lost:
+    """One dropped row, for messages."""
+
+    where: str
+    found: str = ""  # the beginning of what is wrong with it, or of the row
+
+
 @dataclass
 class Part:
     """What one chunk became: its rows wait in `file`, and here is what the decisions need of them."""
@@ -75,7 +86,7 @@ class Part:
     signatures: np.ndarray | None = None
     formats: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
-    lost: dict[str, str] = field(default_factory=dict)  # reason -> the first row it met
+    lost: dict[str, Lost] = field(default_factory=dict)  # reason -> the first row it met
     examples: dict[str, Mended] = field(default_factory=dict)  # rule -> where it acts with the fewest others
 
 
@@ -84,7 +95,7 @@ def main() -> None:
     params = load()
     check_raw_exists(params)
     shutil.rmtree(WAITING, ignore_errors=True)  # what a killed run left
-    WAITING.mkdir(parents=True)
+    WAITING_IMAGES.mkdir(parents=True)
     try:
         pinned: dict[str, Any] = {}
         parts = list(judged(params.fix_data, pinned))
@@ -148,7 +159,9 @@ def judge_chunk(chunk: raw.Chunk, params: FixData, file: Path, eval_source: str 
             conversation, answers = judge(row, params, chunk, place, part.formats)
         except Dropped as reason:
             part.dropped[str(reason)] += 1
-            part.lost.setdefault(str(reason), f"{chunk.source}, row {place}")
+            if str(reason) not in part.lost:
+                found = raw.shown(row if reason.text is None else reason.text)
+                part.lost[str(reason)] = Lost(f"{chunk.source}, row {place}", found)
             continue
         rules = list(dict.fromkeys(rule for answer in answers for rule in answer.rules))
         for answer in answers:
@@ -192,7 +205,7 @@ def judge(
             f"{chunk.shown}, line {place + 1}: expected an object with {turns.expected(kind)}, as fix_data.format: "
             f"{kind} says, found {raw.shown(row)}; choose another format (auto, {', '.join(turns.FORMATS)}) or mend the file"
         )
-    conversation = turns.read(row, kind, chunk.folder)
+    conversation = turns.read(row, kind, chunk.folder, keep_picture)
     answers = repair_answers(conversation.messages, params.surrounding_text) if params.answers == "toon" else []
     length = sum(len(message["content"]) for message in conversation.messages)
     if conversation.reasoning:
@@ -202,6 +215,12 @@ def judge(
     if length < params.min_chars:
         raise Dropped("too_short")
     return conversation, answers
+
+
+def keep_picture(data: bytes) -> str | None:
+    """Where a picture's bytes will lie, once its row is known to stay; until then it waits as the rows do."""
+    name = pictures.keep(data, WAITING_IMAGES)
+    return None if name is None else (IMAGES / name).as_posix()
 
 
 def repair_answers(messages: list[Message], surrounding: Literal["strip", "keep"]) -> list[Mended]:
@@ -219,7 +238,7 @@ def repair_answers(messages: list[Message], surrounding: Literal["strip", "keep"
         result = toon.repair(answer["content"], toon.horizon_asked(question["content"]), surrounding)
         verdict, _, detail = result.verdict.partition(":")
         if verdict == "dropped":
-            raise Dropped(detail)
+            raise Dropped(detail, answer["content"])
         if verdict == "repaired":
             mended.append(Mended(answer["content"], result.text, detail.split(",")))
         answer["content"] = result.text
@@ -348,28 +367,21 @@ def decide(parts: list[Part], params: FixData) -> tuple[np.ndarray, dict[str, An
 
 def write(parts: list[Part], fates: np.ndarray, params: FixData) -> dict[str, Any]:
     """Stream the rows to their tables, and count them."""
-    dropped = sum((part.dropped for part in parts), Counter[str]())
-    lost: dict[str, str] = {}
+    dropped, lost = all_dropped(parts, fates)
+    rows_in, split = sum(part.rows_in for part in parts), Counter(fates[fates <= TO_EVAL].tolist())
+    check_split(split, dropped, params)
+    check_dropped(rows_in, dropped, lost, params)
     examples: dict[str, Mended] = {}
     verdicts: Counter[str] = Counter()
     names: set[str] = set()
     ids: list[str | None] = []
-    split: Counter[int] = Counter(fates[fates <= TO_EVAL].tolist())
-    check_split(
-        split, dropped + Counter({REASONS[f]: n for f, n in Counter(fates.tolist()).items() if f in REASONS}), params
-    )
     start = 0
     for part in parts:
         mine = fates[start : start + len(part.names)]
         start += len(mine)
-        for reason, where in part.lost.items():
-            lost.setdefault(reason, where)
         for answer in part.examples.values():
             keep_plainest(examples, answer)
         stays = (mine <= TO_EVAL).tolist()
-        for fate in np.unique(mine[mine > TO_EVAL]).tolist():
-            dropped[REASONS[fate]] += int((mine == fate).sum())
-            lost.setdefault(REASONS[fate], f"{part.source}, row {part.places[int(np.argmax(mine == fate))]}")
         verdicts.update(verdict for verdict, stay in zip(part.verdicts, stays, strict=True) if stay)
         ids += [
             name_of(name, place, names) if stay else None
@@ -382,8 +394,9 @@ def write(parts: list[Part], fates: np.ndarray, params: FixData) -> dict[str, An
     for path, fate in ((TRAIN, TO_TRAIN), (EVAL, TO_EVAL)):
         mine_only = together.filter(pl.col("fate") == fate).select(conversations.FIXED.names())
         conversations.stream(path, mine_only, conversations.FIXED)
+    kept_pictures = publish_pictures()
 
-    rows_in, rows_out = sum(part.rows_in for part in parts), sum(split.values())
+    rows_out = sum(split.values())
     clean = verdicts["clean"]
     assert rows_in == rows_out + dropped.total() and rows_out == verdicts.total(), (rows_in, rows_out, dropped)
     rules: Counter[str] = Counter()
@@ -401,9 +414,36 @@ def write(parts: list[Part], fates: np.ndarray, params: FixData) -> dict[str, An
         "formats": dict(sorted(sum((part.formats for part in parts), Counter[str]()).items())),
         "rules": dict(sorted(rules.items())),
         "dropped_reasons": dict(sorted(dropped.items())),
-        "dropped_first": dict(sorted(lost.items())),
+        "dropped_first": {reason: lost[reason].where for reason in sorted(lost)},
+        "pictures_written": kept_pictures,
         "examples": {rule: {"before": examples[rule].before, "after": examples[rule].after} for rule in sorted(rules)},
     }
+
+
+def all_dropped(parts: list[Part], fates: np.ndarray) -> tuple[Counter[str], dict[str, Lost]]:
+    """(how many rows each reason dropped, the first of each)."""
+    dropped = sum((part.dropped for part in parts), Counter[str]())
+    lost: dict[str, Lost] = {}
+    start = 0
+    for part in parts:
+        mine = fates[start : start + len(part.names)]
+        start += len(mine)
+        for fate in np.unique(mine[mine > TO_EVAL]).tolist():
+            dropped[REASONS[fate]] += int((mine == fate).sum())
+            lost.setdefault(REASONS[fate], Lost(f"{part.source}, row {part.places[int(np.argmax(mine == fate))]}"))
+        lost = part.lost | lost
+    return dropped, lost
+
+
+def publish_pictures() -> int:
+    """Move the pictures that the two tables name to their place; those of dropped rows are forgotten. How many stay."""
+    column = pl.concat([pl.scan_parquet(path).select(pl.col("images").explode()) for path in (TRAIN, EVAL)])
+    here = column.filter(pl.col("images").str.starts_with(f"{IMAGES.as_posix()}/")).unique()
+    names = [Path(path).name for path in here.collect(engine="streaming")["images"]]
+    with atomic.folder(IMAGES) as folder:  # also where there is none: DVC expects what it was told of
+        for name in names:
+            shutil.move(WAITING_IMAGES / name, folder / name)
+    return len(names)
 
 
 def name_of(given: str, place: int, taken: set[str]) -> str:
@@ -436,6 +476,25 @@ def check_split(split: Counter[int], dropped: Counter[str], params: FixData) -> 
     raise ValueError(
         f"fix_data.eval_share is {params.eval_share}, which leaves the {name} split of {rows} rows empty; "
         f"{change} it or give more rows"
+    )
+
+
+def check_dropped(rows: int, dropped: Counter[str], lost: dict[str, Lost], params: FixData) -> None:
+    """Raises ValueError where a larger share of the rows is lost than fix_data.max_dropped_share allows.
+
+    The message holds what the report would: the report itself tells of tables, and then there are none.
+    """
+    most = params.max_dropped_share
+    if most is None or dropped.total() <= most * rows:
+        return
+    reasons = "".join(
+        f"\n  {reason} {count}, first {lost[reason].where}{': ' if lost[reason].found else ''}{lost[reason].found}"
+        for reason, count in dropped.most_common()
+    )
+    raise ValueError(
+        f"{params.raw}: {dropped.total()} of {rows} rows ({dropped.total() / rows:.0%}) are dropped, expected at most "
+        f"{most:.0%} (fix_data.max_dropped_share):{reasons}\nMend the data or the parameters these reasons belong to "
+        "(docs/data.md), or raise max_dropped_share"
     )
 
 

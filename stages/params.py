@@ -109,6 +109,7 @@ class FixData(Section):
     surrounding_text: Literal["strip", "keep"]
     min_chars: Count
     max_chars: Count
+    max_dropped_share: Annotated[float, Field(ge=0, lt=1)] | None
     near_duplicate: Annotated[float, Field(ge=0.5, le=1)] | None
     eval_file: Annotated[str, Field(min_length=1)] | None
     eval_rows: Count | None

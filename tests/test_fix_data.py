@@ -1,5 +1,6 @@
 """The stage in a folder of its own: what goes in comes out or is counted, and every refusal says what to do."""
 
+import base64
 import gzip
 import hashlib
 import json
@@ -396,6 +397,77 @@ def test_tools_reasoning_and_pictures_travel_beside_the_messages(home: Path) -> 
     assert found["reasoning"] == [None, "hm", None, None] and found["tool_calls"] == [None, '[{"id": 1}]', None, None]
     others = pl.concat([train, evaluation]).filter(pl.col("id") != "special")
     assert others.select("tools", "tool_calls", "reasoning", "images").null_count().row(0) == (40,) * 4
+
+
+def png(n: int) -> bytes:
+    """The first bytes of a PNG, and then what tells it from others; nobody decodes it here."""
+    return b"\x89PNG\r\n\x1a\n" + bytes([n]) * (n + 1)
+
+
+def test_pictures_that_come_as_bytes_become_files(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As structs in Parquet, as the Hub's datasets have them, and as data URLs; one file for one picture."""
+    monkeypatch.setattr(raw, "CHUNK_ROWS", 16)  # several processes
+    folder = Path("data/seen")
+    folder.mkdir()
+    (folder / "own.png").touch()
+    struct = [
+        {
+            "id": f"p{n}",
+            "prompt": f"<image>Picture {n}?",
+            "answer": "Rain.",
+            "image": {"bytes": png(n // 2), "path": "x.png"},
+        }
+        for n in range(60)
+    ]
+    struct[7]["image"] = {"bytes": b"BM and more", "path": "own.png"}
+    struct[8]["image"] = {"bytes": None, "path": "own.png"}
+    struct[9]["answer"] = " "  # dropped, and so its picture is no file: that of 8, which has its own, was the same
+    pl.DataFrame(struct).write_parquet(folder / "a.parquet")
+
+    def url(n: int) -> dict[str, Any]:
+        return {
+            "type": "image_url",
+            "image_url": {"url": f"data:image/jpeg;base64,{base64.b64encode(png(n)).decode()}"},
+        }
+
+    asked = [[url(n), {"type": "text", "text": f"Which {n}?"}, url(100)] for n in range(20, 40)]
+    lines = [{"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": "This."}]} for a in asked]
+    (folder / "b.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    set_lines(raw="data/seen")
+    train, evaluation, report = outcome()
+    assert report["dropped_reasons"] == {"empty_turn": 1, "image_bytes": 1} and report["rows_out"] == 78
+    kept = {
+        (s, r): i for t in (train, evaluation) for s, r, i in t.select("source", "source_row", "images").iter_rows()
+    }
+    assert kept.pop(("a.parquet", 8)) == ["data/seen/own.png"]
+    for (source, place), images in kept.items():
+        expected = [png(place // 2)] if source == "a.parquet" else [png(20 + place), png(100)]
+        assert [Path(image).read_bytes() for image in images] == expected
+        assert images == [f"data/fixed/images/{hashlib.sha256(data).hexdigest()}.png" for data in expected]
+    files = {path.as_posix() for path in fix_data.IMAGES.iterdir()}
+    assert files == {image for images in kept.values() for image in images}
+    assert report["pictures_written"] == len(files) == 40  # 0 to 39 but for 4, and 100
+    set_lines(raw=str(RAW))
+    outcome()
+    assert fix_data.IMAGES.is_dir() and not list(fix_data.IMAGES.iterdir())  # the old ones are gone
+
+
+def test_too_many_dropped_rows_stop_the_run_and_say_which(home: Path) -> None:
+    """Bug of every tool compared: half the data is lost, the counts are in a log, and the draft is trained on the rest."""
+    write_raw([*questions(30), *[row(f"{n} {ASK}", CUT) for n in range(9)], *[{"text": "once"}] * 11])
+    train, _, _ = outcome()  # 40% lost
+    set_params(max_dropped_share="0.39")
+    before = fix_data.TRAIN.read_bytes()
+    with pytest.raises(ValueError, match=r"20 of 50 rows \(40%\) are dropped, expected at most 39%") as error:
+        fix_data.main()
+    lines = str(error.value).splitlines()
+    assert lines[1] == f'  unknown_format 11, first {RAW.name}, row 39: \'{{"text": "once"}}\''
+    assert lines[2].startswith(f"  row_width 9, first {RAW.name}, row 30: 'place: Oslo")
+    assert "raise max_dropped_share" in lines[3]
+    assert fix_data.TRAIN.read_bytes() == before and not fix_data.WAITING.exists()
+    for passes in ("0.4", "null"):
+        set_params(max_dropped_share=passes)
+        assert outcome()[0].height == train.height
 
 
 def test_length_filters(home: Path) -> None:

@@ -79,7 +79,7 @@ LEAVES = dict(leaves(YAML(typ="safe").load(REAL)))
 NUMBERS = {place: value for place, value in LEAVES.items() if type(value) in (int, float)}
 # May be zero, written by hand: greedy answers, no warm-up, no decay, and the seeds.
 ZERO = {
-    "sample_target.temperature", "train_draft.warmup_steps", "train_draft.weight_decay",
+    "fix_data.max_dropped_share", "sample_target.temperature", "train_draft.warmup_steps", "train_draft.weight_decay",
     "benchmark.workloads.eval.warmup", "prepare_target.seed", "sample_target.seed", "init_draft.seed", "train_draft.seed",
 }  # fmt: skip
 every_key = pytest.mark.parametrize("place", LEAVES, ids=".".join)
@@ -174,7 +174,12 @@ def test_a_mapping_is_no_value_of_any_key(place: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("value", ["1", True, None, [1]], ids=["text", "true", "null", "list"])
 def test_a_number_is_a_number(place: tuple[str, ...], value: Any) -> None:
     """Quoted numbers and booleans are not read as 1. Where null means something, the file's comment says what."""
-    may_be_null = {"sample_target.train_rows", "sample_target.eval_rows", "init_draft.draft_vocab_size"}
+    may_be_null = {
+        "fix_data.max_dropped_share",
+        "sample_target.train_rows",
+        "sample_target.eval_rows",
+        "init_draft.draft_vocab_size",
+    }
     set_value(place, value)
     if value is None and ".".join(place) in may_be_null:
         params.load()

@@ -15,8 +15,11 @@ from bisect import bisect_left
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from stages.drafting import shapes
+
 Messages = list[dict[str, Any]]
 _closers: WeakKeyDictionary[Any, tuple[frozenset[int], tuple[str, ...]]] = WeakKeyDictionary()
+_shapes: WeakKeyDictionary[Any, dict[Any, shapes.Shape | None]] = WeakKeyDictionary()
 
 
 def turns(messages: Messages) -> list[int]:
@@ -80,7 +83,13 @@ def spans(
 
 
 def starts(tokenizer: Any, messages: Messages, text: str, thinking: bool | None = None) -> list[int]:
-    """Where in `text`, the whole rendering, each answer begins, in characters.
+    """Where in `text`, the whole rendering, each answer begins, in characters."""
+    known = _known_starts(tokenizer, messages, text, thinking)
+    return starts_by_prompts(tokenizer, messages, text, thinking) if known is None else known
+
+
+def starts_by_prompts(tokenizer: Any, messages: Messages, text: str, thinking: bool | None = None) -> list[int]:
+    """`starts` for any template and conversation, by rendering each prompt.
 
     The rendering up to an answer, with the assistant's header, is a prefix of the whole, but for what the template
     writes into the header of the turn to come only: an empty think block. Then the two part at the header's end.
@@ -96,7 +105,10 @@ def starts(tokenizer: Any, messages: Messages, text: str, thinking: bool | None 
         if text.startswith(before):
             found.append(len(before))
             continue
-        least, shared = _render(tokenizer, messages[:i], False, thinking), _shared(before, text)
+        # The answer may begin as the header would go on: so would a "<b>" where an empty <think> is left out.
+        other = [*messages[:i], {**messages[i], "content": shapes.MARK}, *messages[i + 1 : asked[-1] + 1]]
+        shared = min(_shared(before, text), _shared(before, _render(tokenizer, other, False, thinking)))
+        least = _render(tokenizer, messages[:i], False, thinking)
         if shared <= len(least.rstrip()):
             raise ValueError(
                 f"message {i}: the template rewrites what comes before this answer once more follows it, "
@@ -104,6 +116,28 @@ def starts(tokenizer: Any, messages: Messages, text: str, thinking: bool | None 
             )
         found.append(shared)
     return found
+
+
+def _known_starts(tokenizer: Any, messages: Messages, text: str, thinking: bool | None) -> list[int] | None:
+    """`starts` by what is known of conversations of this shape; None where that proves nothing."""
+    template = tokenizer.chat_template
+    last = (turns(messages) or [-1])[-1]
+    asked = messages[: last + 1]
+    roles, sought = shapes.roles(asked), shapes.sought(template) if isinstance(template, str) else None
+    if not roles or sought is None:
+        return None
+    learnt = _shapes.setdefault(tokenizer, {})
+    key = template, thinking, roles
+    if key not in learnt:
+        if len(learnt) >= shapes.MOST_SHAPES:
+            learnt.clear()
+        learnt[key] = shapes.learn(
+            roles,
+            lambda marked: _render(tokenizer, marked, False, thinking),
+            lambda marked, whole: starts_by_prompts(tokenizer, marked, whole, thinking),
+        )
+    shape = learnt[key]
+    return None if shape is None else shapes.begins(shape, asked, text, sought)
 
 
 def place(

@@ -1,8 +1,8 @@
 """Raw conversations as rows, whatever they lie in: JSONL, JSON, Parquet, compressed, a folder of those, a hub's dataset.
 
 Rows come in chunks of a few MiB, so that a file of any length needs the memory of some chunks. A chunk of lines is
-parsed where it is used, which may be another process. Not streamed: a `.json` that is one array, since nothing
-here parses half of one.
+parsed where it is used, which may be another process. A `.json` that is one array is cut into its elements on the way,
+by stages/formats/elements.py.
 
 A dataset of the Hugging Face Hub is named by a small file, `NAME.hub.yaml`, which stands in `fix_data.raw` or in its
 folder like any other: so DVC has a file to track, and the data changes only when its text does.
@@ -15,6 +15,7 @@ folder like any other: so DVC has a file to track, and the data changes only whe
 
 import bz2
 import gzip
+import io
 import itertools
 import json
 import lzma
@@ -30,12 +31,33 @@ import polars as pl
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from stages.formats import elements, turns
+
 CHUNK_BYTES, CHUNK_ROWS = 4 << 20, 4096
 PIN = ".hub.yaml"
 PIN_KEYS = ("dataset", "name", "split", "revision")
-OPEN: dict[str, Callable[[Path], Any]] = {".gz": gzip.GzipFile, ".bz2": bz2.BZ2File, ".xz": lzma.LZMAFile}
+OPEN: dict[str, Callable[[Path], Any]] = {
+    ".gz": gzip.GzipFile, ".bz2": bz2.BZ2File, ".xz": lzma.LZMAFile, ".zst": lambda path: _zstandard(path),
+}  # fmt: skip
 KINDS = (".jsonl", ".ndjson", ".json", ".parquet", PIN)
 ACCEPTED = "JSONL, JSON (both also as .gz, .bz2, .xz or .zst), Parquet, or NAME.hub.yaml; or a folder of those"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Some rows of a table, as Arrow's bytes: a slice of a data frame holds, and sends, all that it was cut from."""
+
+    data: bytes
+    rows: int
+
+    def __len__(self) -> int:
+        return self.rows
+
+    @classmethod
+    def of(cls, frame: pl.DataFrame) -> "Table":
+        file = io.BytesIO()
+        frame.write_ipc(file)
+        return cls(file.getvalue(), frame.height)
 
 
 @dataclass(frozen=True)
@@ -43,7 +65,7 @@ class Chunk:
     source: str  # the file, as seen from the folder that was given
     folder: str | None  # where paths in the rows start; None for a hub's dataset
     first: int  # number of its first row in that file, from 0
-    rows: list[bytes] | list[str] | list[Any] | pl.DataFrame
+    rows: list[bytes] | list[str] | Table
     shown: str  # the file, for messages
 
 
@@ -78,6 +100,8 @@ def chunks(path: Path, source: str, pinned: dict[str, Any]) -> Iterator[Chunk]:
         ValueError: naming the file, where it can't be read.
     """
     what = kind(path)
+    tables: Iterator[Table] | Iterator[list[bytes]] | Iterator[list[str]]
+    folder: str | None
     if what == PIN:
         tables, folder = _from_hub(path, source, pinned), None
     else:
@@ -101,22 +125,21 @@ def parsed(chunk: Chunk) -> Iterator[tuple[int, dict[str, Any]]]:
     Raises:
         ValueError: naming file and line, for the first that is no JSON object.
     """
-    if isinstance(chunk.rows, pl.DataFrame):
-        yield from enumerate(chunk.rows.to_dicts(), chunk.first)
+    if isinstance(chunk.rows, Table):
+        yield from enumerate(pl.read_ipc(chunk.rows.data, use_pyarrow=False).to_dicts(), chunk.first)
         return
-    for number, line in enumerate(chunk.rows, chunk.first):
-        row = line
-        if isinstance(line, bytes | str):
+    lines: list[Any] = chunk.rows
+    for number, line in enumerate(lines, chunk.first):
+        try:
+            row = orjson.loads(line)
+        except ValueError:  # orjson refuses half a surrogate pair and NaN too, with which a row can be dropped
             try:
-                row = orjson.loads(line)
-            except ValueError:  # orjson refuses half a surrogate pair and NaN too, with which a row can be dropped
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
-                    raise ValueError(
-                        f"{chunk.shown}, line {number + 1}: expected one JSON object per line, found {shown(line)} "
-                        f"({error}); mend or delete that line, or give another file as fix_data.raw"
-                    ) from None
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
+                raise ValueError(
+                    f"{chunk.shown}, line {number + 1}: expected one JSON object per line, found {shown(line)} "
+                    f"({error}); mend or delete that line, or give another file as fix_data.raw"
+                ) from None
         if not isinstance(row, dict):
             raise ValueError(
                 f"{chunk.shown}, line {number + 1}: expected an object, found {shown(line)}; mend or delete it"
@@ -131,42 +154,65 @@ def shown(line: Any) -> str:
     return repr(text if len(text) <= 80 else text[:80] + "…") if text else "an empty line"
 
 
-def _lines(path: Path) -> Iterator[list[bytes] | list[str]]:
-    if path.suffix.lower() == ".zst":  # not in the standard library before Python 3.14
-        for batch in pl.scan_lines(path, glob=False).collect_batches(chunk_size=CHUNK_ROWS, maintain_order=True):
-            yield batch["line"].to_list()
-        return
-    with OPEN.get(path.suffix.lower(), lambda path: path.open("rb"))(path) as file:
-        if file.peek(3)[:3] == b"\xef\xbb\xbf":  # a byte order mark is no JSON
-            file.read(3)
+def _zstandard(path: Path) -> io.BufferedReader:
+    import pyarrow  # not in the standard library before Python 3.14; a quarter of a second, and few files are
+
+    return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
+
+
+def _open(path: Path) -> Any:
+    """The file's bytes, decompressed on the way, without a byte order mark, which is no JSON."""
+    file = OPEN.get(path.suffix.lower(), lambda path: path.open("rb"))(path)
+    if file.peek(3)[:3] == b"\xef\xbb\xbf":
+        file.read(3)
+    return file
+
+
+def _lines(path: Path) -> Iterator[list[bytes]]:
+    with _open(path) as file:
         while lines := file.readlines(CHUNK_BYTES):
             yield lines
 
 
-def _json(path: Path) -> Iterator[list[Any] | list[bytes] | list[str]]:
-    """An array of rows; or, as many exports have it, JSONL under this name."""
-    start = next((line.lstrip() for lines in _lines(path) for line in lines if line.strip()), b"")
-    if start[:1] not in (b"[", "["):
-        yield from _lines(path)
-        return
-    text = [line for lines in _lines(path) for line in lines]
-    whole = "\n".join(text) if isinstance(text[0], str) else b"".join(text)  # type: ignore[arg-type]
-    del text
+def _json(path: Path) -> Iterator[list[bytes]] | Iterator[list[str]]:
+    """An array of rows, alone or in an object; or, as many exports have it, JSONL under this name."""
+    with _open(path) as file:
+        key = elements.key_of_rows(file.read(CHUNK_BYTES).decode(errors="replace"), _is_row)
+    return _lines(path) if key is None else _elements(path, key)
+
+
+def _elements(path: Path, key: str) -> Iterator[list[str]]:
+    """The elements of the array under `key`, or of the file where that is empty, as texts."""
+    rows: list[str] = []
+    size = 0
     try:
-        rows = orjson.loads(whole)
-    except ValueError:
-        try:
-            rows = json.loads(whole)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(
-                f"{path}: expected a JSON array of objects ({error}); mend it, or write it as JSONL"
-            ) from None
-    for first in range(0, len(rows), CHUNK_ROWS):
-        yield rows[first : first + CHUNK_ROWS]
+        with _open(path) as file, io.TextIOWrapper(file, encoding="utf-8", newline="") as text:
+            for row in elements.texts(text.read, key, _is_row):
+                rows.append(row)
+                size += len(row)
+                if size >= CHUNK_BYTES:
+                    yield rows
+                    rows, size = [], 0
+    except (elements.NotJson, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: expected a JSON array of objects ({error}); mend it, or write it as JSONL") from None
+    if rows:
+        yield rows
 
 
-def _parquet(path: Path) -> Iterator[pl.DataFrame]:
-    yield from pl.scan_parquet(path, glob=False).collect_batches(chunk_size=CHUNK_ROWS, maintain_order=True)
+def _is_row(value: Any) -> bool:
+    return isinstance(value, dict) and turns.detect(value) is not None
+
+
+def _parquet(path: Path) -> Iterator[Table]:
+    rows = pl.scan_parquet(path, glob=False)
+    per_chunk = _rows_per_chunk(rows.select(pl.len()).collect().item(), path.stat().st_size)
+    for batch in rows.collect_batches(chunk_size=per_chunk, maintain_order=True):
+        yield Table.of(batch)
+
+
+def _rows_per_chunk(rows: int, size: int) -> int:
+    """So many that a chunk of them is a few MiB, though each may hold a picture."""
+    return max(1, min(CHUNK_ROWS, CHUNK_BYTES * rows // max(size, 1)))
 
 
 # --- the hub --------------------------------------------------------------------------------------------------------
@@ -187,7 +233,7 @@ def read_pin(path: Path) -> dict[str, str | None]:
     return pin
 
 
-def _from_hub(path: Path, source: str, pinned: dict[str, Any]) -> Iterator[pl.DataFrame]:
+def _from_hub(path: Path, source: str, pinned: dict[str, Any]) -> Iterator[Table]:
     """A dataset's rows, as they are stored: pictures stay bytes and are not decoded."""
     import datasets  # takes two seconds, and most runs have no use for it
     from huggingface_hub import HfApi
@@ -207,8 +253,8 @@ def _from_hub(path: Path, source: str, pinned: dict[str, Any]) -> Iterator[pl.Da
             "spelling, the network, and HF_TOKEN if it is gated"
         ) from None
     pinned[source] = {**pin, "commit": None if local else commit, "rows": len(table)}
-    for batch in table.with_format("arrow").iter(batch_size=CHUNK_ROWS):
-        yield pl.DataFrame(pl.from_arrow(batch))
+    for batch in table.with_format("arrow").iter(batch_size=_rows_per_chunk(len(table), table.data.nbytes)):
+        yield Table.of(pl.DataFrame(pl.from_arrow(batch)))
 
 
 def all_chunks(path: Path, first: str | None, pinned: dict[str, Any]) -> Iterator[Chunk]:

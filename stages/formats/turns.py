@@ -6,9 +6,12 @@ nobody knows, or a picture that can't be found drop the row with a one-word reas
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from stages.formats import pictures
 
 Message = dict[str, str]
 
@@ -28,6 +31,10 @@ PICTURE = "<image>"  # where a picture stands in a text, as in LLaVA's data
 
 class Dropped(Exception):
     """A row that can't be used; its message is the reason, one word that the report counts."""
+
+    def __init__(self, reason: str, text: str | None = None) -> None:
+        super().__init__(reason)
+        self.text = text  # what was found, where it is one text of the row
 
 
 @dataclass
@@ -66,12 +73,14 @@ def expected(kind: str) -> str:
     )
 
 
-def read(row: dict[str, Any], kind: str, folder: str | None) -> Conversation:
-    """A row's turns as messages, and what comes with them.
+def read(
+    row: dict[str, Any], kind: str, folder: str | None, keep: Callable[[bytes], str | None] = lambda data: None
+) -> Conversation:
+    """A row's turns as messages, and what comes with them. `keep` writes a picture's bytes and gives their path.
 
     Raises:
         Dropped: for a turn that is no text, is empty or has a role we do not know, for turns out of order, and for
-            pictures that are not files here.
+            pictures that are neither files here nor bytes that `keep` takes.
     """
     turns = row[LISTS[kind]] if kind in LISTS else _pair(row)
     given = _pictures_of(row)
@@ -99,7 +108,9 @@ def read(row: dict[str, Any], kind: str, folder: str | None) -> Conversation:
     if any(thought for _, _, thought in made):
         conversation.reasoning = [thought for _, _, thought in made]
     if given or found:
-        conversation.images = _pictures(given + found, messages, folder)
+        conversation.images = _paths(given + found, folder, keep)
+        if sum(message["content"].count(PICTURE) for message in messages) != len(conversation.images):
+            raise Dropped("image_count")
     return conversation
 
 
@@ -113,8 +124,8 @@ def _plain(turn: Any) -> tuple[Message, None, None] | None:
     return {"role": ROLES[role], "content": text}, None, None
 
 
-def _message(turn: Any, pictures: list[Any]) -> tuple[Message, str | None, str | None]:
-    """(message, its tool calls as JSON, its reasoning); pictures between its parts are added to `pictures`."""
+def _message(turn: Any, found: list[Any]) -> tuple[Message, str | None, str | None]:
+    """(message, its tool calls as JSON, its reasoning); pictures between its parts are added to `found`."""
     if not isinstance(turn, dict):
         raise Dropped("not_text")
     role = turn.get("from") if turn.get("from") is not None else turn.get("role")
@@ -123,7 +134,7 @@ def _message(turn: Any, pictures: list[Any]) -> tuple[Message, str | None, str |
     if text is None and calls is not None:
         text = ""
     if isinstance(text, list) and text and all(isinstance(part, dict) for part in text):
-        text = "".join(_part(part, pictures) for part in text)
+        text = "".join(_part(part, found) for part in text)
     if not isinstance(text, str) or not is_text(text):
         raise Dropped("not_text")
     role = ROLES.get(role) if isinstance(role, str) else None
@@ -136,13 +147,13 @@ def _message(turn: Any, pictures: list[Any]) -> tuple[Message, str | None, str |
     return {"role": role, "content": text}, called, thought
 
 
-def _part(part: dict[str, Any], pictures: list[Any]) -> str:
+def _part(part: dict[str, Any], found: list[Any]) -> str:
     """OpenAI's parts of a content: text, or a picture, for which its place is marked."""
     if part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     if part.get("type") in ("image_url", "image", "input_image"):
         link = part.get("image_url") or part.get("image") or part.get("path")
-        pictures.append(link.get("url", link) if isinstance(link, dict) else link)
+        found.append(link.get("url") or link if isinstance(link, dict) else link)
         return PICTURE
     raise Dropped("unknown_part")
 
@@ -166,34 +177,46 @@ def _pictures_of(row: dict[str, Any]) -> list[Any]:
     return [] if given is None else given if isinstance(given, list) else [given]
 
 
-def _pictures(given: list[Any], messages: list[Message], folder: str | None) -> list[str]:
-    """The pictures as paths from the project's root. URLs may change or vanish, and bytes would fill the table."""
+def _paths(given: list[Any], folder: str | None, keep: Callable[[bytes], str | None]) -> list[str]:
+    """The pictures as paths from the project's root: what is at a URL may change or vanish, and bytes fill a table."""
     paths = []
     for picture in given:
-        if isinstance(picture, bytes) or (isinstance(picture, dict) and picture.get("bytes") is not None):
+        data = _bytes_of(picture)
+        path = _path(picture, folder) if data is None else keep(data)
+        if path is None:
             raise Dropped("image_bytes")
-        if isinstance(picture, dict):
-            picture = picture.get("path")
-        if not isinstance(picture, str) or not is_text(picture) or "\0" in picture:
-            raise Dropped("image_missing")
-        if picture.startswith("data:"):
-            raise Dropped("image_bytes")
-        if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", picture) and not picture.startswith("file://"):
-            raise Dropped("image_url")
-        path = Path(picture.removeprefix("file://"))
-        if folder is None and not path.is_absolute():
-            raise Dropped("image_missing")
-        path = Path(folder or "") / path
-        try:
-            there = path.is_file()
-        except OSError:  # a name longer than any file's
-            there = False
-        if not there:
-            raise Dropped("image_missing")
-        paths.append(path.as_posix())
-    if sum(message["content"].count(PICTURE) for message in messages) != len(paths):
-        raise Dropped("image_count")
+        paths.append(path)
     return paths
+
+
+def _bytes_of(picture: Any) -> bytes | None:
+    """A picture that comes as bytes: bare, in a struct of the Hub's datasets, or in a `data:` URL; else None."""
+    if isinstance(picture, dict):
+        picture = picture.get("bytes")
+    if isinstance(picture, str) and picture[:5].lower() == "data:":
+        return pictures.from_url(picture) or b""
+    return bytes(picture) if isinstance(picture, bytes | bytearray) else None
+
+
+def _path(picture: Any, folder: str | None) -> str:
+    """A path from the project's root, of a file that is there. Raises Dropped for a URL, and where there is none."""
+    if isinstance(picture, dict):
+        picture = picture.get("path")
+    if not isinstance(picture, str) or not is_text(picture) or "\0" in picture:
+        raise Dropped("image_missing")
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", picture) and not picture.startswith("file://"):
+        raise Dropped("image_url")
+    path = Path(picture.removeprefix("file://"))
+    if folder is None and not path.is_absolute():
+        raise Dropped("image_missing")
+    path = Path(folder or "") / path
+    try:
+        there = path.is_file()
+    except OSError:  # a name longer than any file's
+        there = False
+    if not there:
+        raise Dropped("image_missing")
+    return path.as_posix()
 
 
 def is_text(value: Any) -> bool:

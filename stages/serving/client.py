@@ -3,6 +3,9 @@
 A request goes to the server with the fewest under way. Busy (429), broken (5xx), cut, hung and unreachable are asked
 again, elsewhere first, with growing pauses; a server that fails several times in a row rests, longer each time, and is
 tried again when its rest is over. What a server refuses (other 4xx) would be refused again, so it is not asked again.
+
+Through aiohttp, which takes a fifth of httpx's time for a request (docs/sampling.md): when hundreds of answers come in
+one moment they wait for each other, and that wait is the whole overhead.
 """
 
 import asyncio
@@ -12,11 +15,13 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
-import httpx
+import aiohttp
 
 TRANSIENT = {408, 425, 429, 500, 502, 503, 504, 529}
 ROW_REFUSED = {400, 413, 422}  # this row is at fault, so long as others are answered; any other 4xx concerns all
@@ -36,6 +41,17 @@ class Answer:
     answer_ids: list[int] | None
 
 
+class Reply(NamedTuple):
+    """A server's response, read whole."""
+
+    status: int
+    after: str  # its Retry-After, where it says one
+    body: bytes
+
+    def said(self) -> str:
+        return " ".join(self.body.decode(errors="replace").split())[:300]
+
+
 class Refused(Exception):
     """A server understood the request and will not answer it."""
 
@@ -52,6 +68,7 @@ class Endpoint:
     answered: int = 0
     failures: int = 0  # in a row
     rests_until: float = 0.0
+    proxy: str | None = None
     turn: asyncio.Semaphore | None = None
     meeting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -74,6 +91,15 @@ def expand(base_urls: list[str]) -> list[str]:
     if twice := sorted({u for u in urls if urls.count(u) > 1}):
         raise ValueError(f"sample_target.server.base_urls names {', '.join(twice)} twice; name each server once")
     return urls
+
+
+def proxy_of(url: str) -> str | None:
+    """What the environment (HTTPS_PROXY, NO_PROXY) says of a server; nothing of one on this machine, where none is meant."""
+    parts = urlsplit(url)
+    if parts.hostname in ("127.0.0.1", "localhost", "::1") or proxy_bypass(parts.hostname or ""):
+        return None
+    proxies = getproxies()
+    return proxies.get(parts.scheme) or proxies.get("all")
 
 
 def api_key(variable: str | None) -> str | None:
@@ -105,38 +131,18 @@ class Client:
         self.model, self.attempts, self.timeout_s, self.check = model, attempts, timeout_s, check
         self.concurrency, self.first_rest_s = concurrency, first_rest_s
         self.asked_again: dict[str, int] = {}  # by reason
-        self.endpoints = [Endpoint(url, engine or "") for url in urls]
+        self.endpoints = [Endpoint(url, engine or "", proxy=proxy_of(url)) for url in urls]
         self._gate = asyncio.Semaphore(concurrency)
-        # One connection pool for each request under way: httpx walks through a pool's connections on every request,
-        # which at 256 of them takes 15 ms of CPU (docs/results/client_overhead.json has what it takes so).
         self._key = (lambda: key) if key else None  # in no repr
-        self._tls = httpx.create_ssl_context() if any(url.startswith("https") for url in urls) else False
-        self._idle: list[httpx.AsyncClient] = []
-        self._all: list[httpx.AsyncClient] = []
-
-    @contextlib.contextmanager
-    def _connections(self) -> Iterator[httpx.AsyncClient]:
-        """The pool used last, if one is idle, since its connections are the likeliest to be open still."""
-        if not self._idle:
-            pool = httpx.AsyncClient(
-                verify=self._tls,
-                timeout=httpx.Timeout(self.timeout_s, connect=min(10.0, self.timeout_s)),
-                headers={"Authorization": f"Bearer {self._key()}"} if self._key else {},
-                follow_redirects=False,  # would carry the key elsewhere
-                mounts={
-                    "all://127.0.0.1": None,
-                    "all://localhost": None,
-                },  # a proxy of the environment is not for loopback
-            )
-            self._all.append(pool)
-            self._idle.append(pool)
-        pool = self._idle.pop()
-        try:
-            yield pool
-        finally:
-            self._idle.append(pool)
+        self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> "Client":
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),  # `_gate` is the limit
+            timeout=aiohttp.ClientTimeout(self.timeout_s, sock_connect=min(10.0, self.timeout_s)),
+            headers={"Authorization": f"Bearer {self._key()}"} if self._key else {},
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
         met = await asyncio.gather(*(self._greet(e) for e in self.endpoints), return_exceptions=True)
         for error in met:
             if error and not isinstance(error, _AskAgain):  # one that is away now may come; `ask` meets it then
@@ -145,7 +151,8 @@ class Client:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await asyncio.gather(*(pool.aclose() for pool in self._all))
+        if self._http:
+            await self._http.close()
 
     async def ask(self, body: dict[str, Any], engines: dict[str, dict[str, Any]] | None = None) -> Answer:
         """One answer to one request, `body` without the model; `engines` adds what only that engine understands.
@@ -155,20 +162,17 @@ class Client:
             ValueError: where it can't be answered now (after all attempts) or every row would fail the same way.
         """
         async with self._gate:
-            with self._connections() as http:
-                return await self._attempts(http, body, engines or {})
+            return await self._attempts(body, engines or {})
 
-    async def _attempts(
-        self, http: httpx.AsyncClient, body: dict[str, Any], engines: dict[str, dict[str, Any]]
-    ) -> Answer:
+    async def _attempts(self, body: dict[str, Any], engines: dict[str, dict[str, Any]]) -> Answer:
         failed, avoid = "", None
         for attempt in range(self.attempts):
             endpoint = await self._choose(avoid)
             endpoint.under_way += 1
             try:
-                await self._meet(http, endpoint)
+                await self._meet(endpoint)
                 async with endpoint.turn or contextlib.nullcontext():
-                    answer = await self._once(http, endpoint, body, engines)
+                    answer = await self._once(endpoint, body, engines)
             except _AskAgain as error:
                 failed, avoid = f"{endpoint.url}: {error}", endpoint
                 self._failed(endpoint, error)
@@ -185,40 +189,41 @@ class Client:
             "answered is kept. Or raise sample_target.server.attempts or timeout_s"
         )
 
-    async def _once(
-        self, http: httpx.AsyncClient, endpoint: Endpoint, body: dict[str, Any], engines: dict[str, dict[str, Any]]
-    ) -> Answer:
+    async def _once(self, endpoint: Endpoint, body: dict[str, Any], engines: dict[str, dict[str, Any]]) -> Answer:
         whole = {"model": self.model, **body, **engines.get(endpoint.engine, {})}
-        try:
-            # wait_for bounds the whole exchange; httpx's own timeout starts anew with every byte that drips in.
-            response = await asyncio.wait_for(
-                http.post(f"{endpoint.url}/v1/chat/completions", json=whole), self.timeout_s
-            )
-        except TimeoutError:
-            raise _AskAgain("timeout", f"no whole answer within {self.timeout_s:g} s") from None
-        except httpx.TimeoutException:
-            raise _AskAgain("timeout", "no connection in time") from None
-        except httpx.HTTPError as error:  # refused, reset, closed in the middle
-            raise _AskAgain("connection", f"{type(error).__name__} {error}".strip()) from None
-        if response.status_code in TRANSIENT:
-            after = response.headers.get("retry-after", "")
-            raise _AskAgain(f"http {response.status_code}", f"HTTP {response.status_code} {_said(response)}",
-                            float(after) if after.isdigit() else 0.0)  # fmt: skip
-        if response.status_code in ROW_REFUSED:
-            raise Refused(response.status_code, _said(response))
-        if response.status_code != 200:
+        reply = await self._send(endpoint, "POST", "/v1/chat/completions", json=whole)
+        if reply.status in TRANSIENT:
+            raise _AskAgain(f"http {reply.status}", f"HTTP {reply.status} {reply.said()}",
+                            float(reply.after) if reply.after.isdigit() else 0.0)  # fmt: skip
+        if reply.status in ROW_REFUSED:
+            raise Refused(reply.status, reply.said())
+        if reply.status != 200:
             hint = {401: "; is sample_target.server.api_key_env right?", 403: "; is sample_target.server.api_key_env right?",
                     404: "; is it an OpenAI-compatible server, and does it serve that model?"}  # fmt: skip
             raise ValueError(
-                f"{endpoint.url} answered HTTP {response.status_code} to a request for model {self.model}: "
-                f"{_said(response)}{hint.get(response.status_code, '')}"
+                f"{endpoint.url} answered HTTP {reply.status} to a request for model {self.model}: "
+                f"{reply.said()}{hint.get(reply.status, '')}"
             )
-        return self._read(endpoint, response)
+        return self._read(endpoint, reply.body)
 
-    def _read(self, endpoint: Endpoint, response: httpx.Response) -> Answer:
+    async def _send(self, endpoint: Endpoint, method: str, path: str, **more: Any) -> Reply:
+        """One exchange, bounded from asking to the last byte. Redirects are not followed: they'd carry the key elsewhere."""
+        assert self._http, "a client is used inside `async with`"
+        url = endpoint.url + path
+        try:
+            async with self._http.request(method, url, proxy=endpoint.proxy, allow_redirects=False, **more) as response:
+                return Reply(response.status, response.headers.get("Retry-After", ""), await response.read())
+        except aiohttp.ConnectionTimeoutError:
+            raise _AskAgain("timeout", "no connection in time") from None
+        except TimeoutError:
+            raise _AskAgain("timeout", f"no whole answer within {self.timeout_s:g} s") from None
+        except aiohttp.ClientError as error:  # refused, reset, closed in the middle
+            raise _AskAgain("connection", f"{type(error).__name__} {error}".strip()) from None
+
+    def _read(self, endpoint: Endpoint, body: bytes) -> Answer:
         """The answer in a response; one that is cut or malformed is asked again."""
         try:
-            found = json.loads(response.content)
+            found = json.loads(body)
             choice, usage = found["choices"][0], found.get("usage") or {}
             message, finish_reason = choice["message"], choice["finish_reason"]
             text = message.get("content") or ""
@@ -263,10 +268,9 @@ class Client:
         return min(self.first_rest_s * 2**times, LONGEST_REST_S) * random.uniform(0.7, 1.3)
 
     async def _greet(self, endpoint: Endpoint) -> None:
-        with self._connections() as http:
-            await self._meet(http, endpoint)
+        await self._meet(endpoint)
 
-    async def _meet(self, http: httpx.AsyncClient, endpoint: Endpoint) -> None:
+    async def _meet(self, endpoint: Endpoint) -> None:
         """Learn which engine a server is, and that it serves the model, before anything is asked of it."""
         if endpoint.engine and endpoint.turn:
             return
@@ -275,7 +279,7 @@ class Client:
                 raise _AskAgain("connection", "can't be reached")
             if not endpoint.engine:
                 try:
-                    endpoint.engine = await self._engine(http, endpoint)
+                    endpoint.engine = await self._engine(endpoint)
                 except _AskAgain:
                     endpoint.failures += 1
                     endpoint.rests_until = time.monotonic() + self._pause(endpoint.failures)
@@ -286,25 +290,25 @@ class Client:
                 1 if endpoint.engine == "transformers" else self.concurrency
             )
 
-    async def _engine(self, http: httpx.AsyncClient, endpoint: Endpoint) -> str:
+    async def _engine(self, endpoint: Endpoint) -> str:
         served: list[dict[str, Any]] = []
+        briefly = aiohttp.ClientTimeout(min(10.0, self.timeout_s))
+        reply = await self._send(endpoint, "GET", "/v1/models", timeout=briefly)
+        if reply.status in (401, 403):
+            raise ValueError(
+                f"{endpoint.url} answered HTTP {reply.status} for its models; "
+                "is sample_target.server.api_key_env right?"
+            )
         try:
-            response = await http.get(f"{endpoint.url}/v1/models", timeout=min(10.0, self.timeout_s))
-            if response.status_code in (401, 403):
-                raise ValueError(
-                    f"{endpoint.url} answered HTTP {response.status_code} for its models; "
-                    "is sample_target.server.api_key_env right?"
-                )
-            if response.status_code == 200:
-                served = [m for m in response.json()["data"] if isinstance(m, dict)]
+            if reply.status == 200:
+                served = [m for m in json.loads(reply.body)["data"] if isinstance(m, dict)]
             engine = next((m["owned_by"] for m in served if m.get("owned_by") in ("sglang", "vllm")), "openai")
             if engine == "openai":
-                spec = await http.get(f"{endpoint.url}/openapi.json", timeout=min(10.0, self.timeout_s))
-                if spec.status_code == 200 and {"/load_model", "/v1/chat/completions"} <= set(spec.json()["paths"]):
+                spec = await self._send(endpoint, "GET", "/openapi.json", timeout=briefly)
+                known = json.loads(spec.body)["paths"] if spec.status == 200 else {}
+                if {"/load_model", "/v1/chat/completions"} <= set(known):
                     return "transformers"  # it lists what lies in its cache, whatever it serves
-        except httpx.TransportError as error:
-            raise _AskAgain("connection", f"{type(error).__name__} {error}".strip()) from None
-        except (KeyError, TypeError, json.JSONDecodeError):
+        except (KeyError, TypeError, ValueError):
             return "openai"
         names = [str(m.get("id")) for m in served]
         if names and self.model not in names:
@@ -319,7 +323,3 @@ class _AskAgain(Exception):
     def __init__(self, reason: str, message: str, after_s: float = 0.0) -> None:
         super().__init__(message)
         self.reason, self.after_s = reason, after_s
-
-
-def _said(response: httpx.Response) -> str:
-    return " ".join(response.text.split())[:300]

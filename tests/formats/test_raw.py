@@ -4,11 +4,15 @@ import bz2
 import gzip
 import json
 import lzma
+import pickle
+import random
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import polars as pl
+import psutil
 import pyarrow as pa
 import pytest
 
@@ -23,6 +27,7 @@ ROWS: list[dict[str, Any]] = [
 ]
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
 ARRAY = json.dumps(ROWS, indent=1).encode()
+WRAPPED = json.dumps({"version": 1, "data": ROWS, "tags": ["x"]}, ensure_ascii=False).encode()
 
 
 def zstd(data: bytes) -> bytes:
@@ -41,8 +46,9 @@ def rows_of(path: Path, first: str | None = None) -> list[tuple[str, int, dict[s
 
 @pytest.mark.parametrize("packed", PACKERS)
 @pytest.mark.parametrize(
-    ("name", "data"), [("a.jsonl", LINES), ("a.ndjson", LINES), ("a.json", LINES), ("a.json", ARRAY)],
-    ids=["jsonl", "ndjson", "lines called json", "json"],
+    ("name", "data"),
+    [("a.jsonl", LINES), ("a.ndjson", LINES), ("a.json", LINES), ("a.json", ARRAY), ("a.json", WRAPPED)],
+    ids=["jsonl", "ndjson", "lines called json", "json", "in an object"],
 )  # fmt: skip
 def test_a_file_gives_its_rows(tmp_path: Path, name: str, data: bytes, packed: str) -> None:
     path = tmp_path / (name + packed)
@@ -67,9 +73,44 @@ def test_lines_in_many_chunks_keep_their_numbers(tmp_path: Path, monkeypatch: py
     assert [(place, row) for _, place, row in rows_of(path)] == list(enumerate(ROWS))
 
 
-def test_a_byte_order_mark_is_no_json(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + LINES)
-    assert [row for _, _, row in rows_of(tmp_path / "a.jsonl")] == ROWS
+@pytest.mark.parametrize(("name", "data"), [("a.jsonl", LINES), ("a.json", LINES), ("a.json", ARRAY)])
+def test_a_byte_order_mark_is_no_json(tmp_path: Path, name: str, data: bytes) -> None:
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + data)
+    assert [row for _, _, row in rows_of(tmp_path / name)] == ROWS
+
+
+@pytest.mark.parametrize("packed", ["", ".gz", ".zst"])
+def test_an_array_on_one_line_is_never_whole_in_memory(tmp_path: Path, packed: str) -> None:
+    """Bug: a .json was read and parsed whole; 1 GiB of one took 6 GiB."""
+    one = json.dumps({"prompt": "x" * 5_000, "answer": "y"})
+    path = tmp_path / ("a.json" + packed)
+    path.write_bytes(PACKERS[packed](b'{"rows": [' + ", ".join([one] * 20_000).encode() + b"]}"))  # 100 MiB
+    tracemalloc.start()
+    before = psutil.Process().memory_info().rss
+    most = before
+    try:
+        chunks = 0
+        for chunk in raw.all_chunks(path, None, {}):
+            chunks += len(chunk.rows)
+            most = max(most, psutil.Process().memory_info().rss)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert chunks == 20_000 and peak < 32 << 20 and most - before < 64 << 20
+
+
+def test_chunks_of_large_rows_are_short(tmp_path: Path) -> None:
+    """4,096 rows with a picture each would be gigabytes.
+
+    Bug: a slice of a row group went to another process with the whole group: 8,000 pictures took 131 s and 2.1 GiB.
+    """
+    rng = random.Random(1)
+    rows = [{"prompt": "<image>", "answer": "b", "image": {"bytes": rng.randbytes(100_000), "path": None}}] * 200
+    pl.DataFrame(rows).write_parquet(tmp_path / "a.parquet", compression="uncompressed")
+    chunks = list(raw.all_chunks(tmp_path / "a.parquet", None, {}))
+    sizes = [len(chunk.rows) for chunk in chunks]
+    assert sum(sizes) == 200 and max(sizes) <= raw.CHUNK_BYTES // 100_000
+    assert max(len(pickle.dumps(chunk)) for chunk in chunks) < raw.CHUNK_BYTES * 1.1  # and not the row group
 
 
 def test_a_folder_is_its_files_by_name_the_given_one_first(tmp_path: Path) -> None:
@@ -107,6 +148,9 @@ def test_a_cut_json_array_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(ARRAY[:-5])
     with pytest.raises(ValueError, match=r"a\.json: expected a JSON array of objects"):
         rows_of(tmp_path / "a.json")
+    (tmp_path / "c.json").write_bytes(b'["caf\xe9"]')
+    with pytest.raises(ValueError, match=r"c\.json: expected a JSON array of objects \('utf-8' codec"):
+        rows_of(tmp_path / "c.json")
     (tmp_path / "b.json").write_text('[{"a": 1}, 2]')
     with pytest.raises(ValueError, match=r"b\.json, line 2: expected an object, found '2'"):
         rows_of(tmp_path / "b.json")

@@ -222,7 +222,8 @@ def check_never_another_forecast(
     """fix(corrupt(encode(d))) is d or a drop, and what is accepted is clean when it comes again.
 
     At most one loss per answer: two can hide each other (a cell lost, another too many), and nothing could tell.
-    For the same reason only one corruption at all where the horizon is unknown.
+    For the same reason only one corruption at all where the horizon is unknown. Every example is corrupted at least
+    once, and each that is accepted is read by the second decoder too.
     """
     text = toon_format.dumps(truth(forecast))
     rng = random.Random(seed)
@@ -242,7 +243,7 @@ def check_never_another_forecast(
 
 cases = given(
     forecast=forecasts(),
-    names=st.tuples(harmless, losses, harmless).map(lambda parts: [*parts[0], *parts[1], *parts[2]]),
+    names=st.tuples(harmless, losses, harmless).map(lambda parts: [*parts[0], *parts[1], *parts[2]]).filter(bool),
     known=st.booleans(),
     keep=st.booleans(),
     seed=st.integers(0, 2**32),

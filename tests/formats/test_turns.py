@@ -94,8 +94,11 @@ def parts(url: Any) -> dict[str, Any]:
     [
         (parts("https://example.org/sky.png"), "image_url"),
         (parts("s3://bucket/sky.png"), "image_url"),
-        (parts("data:image/png;base64,iVBORw0KGgo="), "image_bytes"),
-        ({"messages": PLAIN, "image": {"bytes": b"\x89PNG", "path": None}}, "image_bytes"),
+        (parts("data:image/png;base64,iVBORw0KGgo"), "image_bytes"),  # its padding is cut off
+        (parts("data:image/svg+xml,<svg/>"), "image_bytes"),
+        (parts("DATA:text/plain;base64,aGVsbG8="), "image_bytes"),  # hello
+        ({"messages": PLAIN, "image": {"bytes": b"\x89PNG", "path": "sky.png"}}, "image_bytes"),
+        ({"messages": PLAIN, "image": b""}, "image_bytes"),
         (parts("nowhere.png"), "image_missing"),
         (parts("x" * 5000), "image_missing"),
         (parts(None), "image_missing"),

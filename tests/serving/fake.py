@@ -1,6 +1,6 @@
 """An OpenAI-compatible server that can be told to misbehave. Raw asyncio, so that it can also cut, reset and hang.
 
-python tests/serving/fake.py PORT DELAY_S      # a null server: one fixed answer, after a fixed delay
+python -m tests.serving.fake PORT DELAY_S [spread]     # a null server: one answer, after a fixed delay, or one of its own
 """
 
 import asyncio
@@ -27,11 +27,19 @@ def echo(body: dict[str, Any], _number: int) -> dict[str, Any]:
     return completion(f"place: {hashlib.sha256(asked).hexdigest()[:12]}", body["model"])
 
 
+def spread(delay_s: float, seed: int) -> float:
+    """A delay of half to one and a half of `delay_s`, another for each seed: so no two answers come in one moment."""
+    return delay_s * (0.5 + seed * 0.6180339887498949 % 1)
+
+
 class Fake:
     """Serves in a thread, inside `with`. `reply` gives a completion, an int (a status), or a word: what goes wrong."""
 
-    def __init__(self, reply: Reply = echo, delay_s: float = 0.0, port: int = 0, models: Any = None) -> None:
-        self.reply, self.delay_s, self.port, self.models = reply, delay_s, port, models
+    def __init__(self, reply: Reply = echo, delay_s: Any = 0.0, port: int = 0, models: Any = None) -> None:
+        """`delay_s` in seconds, or what gives them for a body."""
+        self.reply, self.port, self.models, self.location = reply, port, models, ""
+        self.delay_of: Callable[[dict[str, Any]], float] = delay_s if callable(delay_s) else lambda _: delay_s
+        self.paths: list[str] = []
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[str] = []
         self.most_at_once = self._at_once = 0
@@ -49,6 +57,7 @@ class Fake:
                 )
                 body = await reader.readexactly(length)
                 path = words.split(" ", 2)[1]
+                self.paths.append(path)
                 if path == "/v1/chat/completions":
                     self.headers.append(words)
                     self._at_once += 1
@@ -72,7 +81,7 @@ class Fake:
         """Whether the connection lives on."""
         self.bodies.append(body)
         said = self.reply(body, len(self.bodies) - 1)
-        await asyncio.sleep(self.delay_s)
+        await asyncio.sleep(self.delay_of(body))
         if said == "hang":
             await asyncio.sleep(30)
             return False
@@ -103,7 +112,8 @@ class Fake:
     def _send(self, writer: asyncio.StreamWriter, status: int, value: Any) -> None:
         data = value if isinstance(value, bytes) else json.dumps(value).encode()
         writer.write(
-            b"HTTP/1.1 %d X\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % (status, len(data))
+            b"HTTP/1.1 %d X\r\nContent-Type: application/json\r\n%bContent-Length: %d\r\n\r\n"
+            % (status, f"Location: {self.location}\r\n".encode() if self.location else b"", len(data))
             + data
         )
 
@@ -134,7 +144,9 @@ class Fake:
 
 
 if __name__ == "__main__":
-    fake = Fake(lambda body, number: completion("ok", body["model"]), float(sys.argv[2]), int(sys.argv[1]))
+    seconds = float(sys.argv[2])
+    delay = (lambda body: spread(seconds, body["seed"])) if sys.argv[3:] == ["spread"] else seconds
+    fake = Fake(lambda body, number: completion("ok", body["model"]), delay, int(sys.argv[1]))
     loop = asyncio.new_event_loop()
     loop.run_until_complete(fake._listen())
     loop.run_forever()

@@ -118,7 +118,8 @@ def test_a_dead_server_is_left_alone_and_taken_back() -> None:
         assert len(sick.bodies) <= 16
         down["now"] = False
         answers, http = asks([sick.url, well.url], numbered(100))
-        assert {e.url: e.answered > 20 for e in http.endpoints} == {sick.url: True, well.url: True}
+        answered = {e.url: e.answered for e in http.endpoints}
+        assert answered[sick.url] > 20 and answered[well.url] > 0  # the one that is well is the slower
 
 
 def test_a_server_that_is_away_at_first_is_met_later() -> None:
@@ -146,6 +147,37 @@ def test_the_key_is_sent_and_never_said(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delenv("MY_KEY")
     with pytest.raises(ValueError, match="MY_KEY, but that variable is not set"):
         client.api_key("MY_KEY")
+
+
+def test_an_answer_from_elsewhere_is_not_followed() -> None:
+    """A redirect would carry the key to whoever it names."""
+    with Fake() as other, Fake(lambda *_: 307) as fake:
+        fake.location = f"{other.url}/v1/chat/completions"
+        (answer,), _ = asks([fake.url], [BODY], key="swordfish")
+    assert isinstance(answer, ValueError) and "HTTP 307" in str(answer)
+    assert len(fake.bodies) == 1 and not other.bodies
+
+
+def test_a_proxy_of_the_environment_is_for_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    assert client.proxy_of("http://gpu1:8000") is None
+    monkeypatch.setenv("http_proxy", "http://proxy:3128")
+    monkeypatch.setenv("no_proxy", "gpu2,.local")
+    urls = [
+        "http://gpu1:8000",
+        "http://gpu2:8000",
+        "http://a.local:1",
+        "http://127.0.0.1:1",
+        "http://localhost:1",
+        "https://b",
+    ]
+    assert [client.proxy_of(url) for url in urls] == ["http://proxy:3128", None, None, None, None, None]
+    with Fake() as proxy:
+        monkeypatch.setenv("http_proxy", proxy.url)
+        (answer,), _ = asks(["http://nowhere.invalid:8000"], [BODY])
+    assert isinstance(answer, ValueError | client.Answer) and proxy.paths[0].startswith("http://nowhere.invalid:8000/")
 
 
 def test_a_range_of_ports_is_a_server_each() -> None:

@@ -1,0 +1,46 @@
+"""Pictures that come as bytes, kept as files: named by their content, so that one picture is one file.
+
+Only what a vision tower's processor reads: PNG, JPEG, WebP, GIF, told by the first bytes and never by a given name or
+media type, both of which exports get wrong.
+"""
+
+import base64
+import binascii
+import hashlib
+import os
+import re
+from pathlib import Path
+
+DATA_URL = re.compile(r"data:[^,]{0,200};base64,", re.IGNORECASE)
+MAGIC = {".png": rb"\x89PNG\r\n\x1a\n", ".jpg": rb"\xff\xd8\xff", ".gif": rb"GIF8[79]a", ".webp": rb"RIFF.{4}WEBP"}
+KINDS = {extension: re.compile(magic, re.DOTALL) for extension, magic in MAGIC.items()}
+
+
+def from_url(url: str) -> bytes | None:
+    """The bytes in a `data:` URL; None where it holds no base64."""
+    head = DATA_URL.match(url)
+    if head is None:
+        return None
+    try:
+        return base64.b64decode("".join(url[head.end() :].split()), validate=True)
+    except (binascii.Error, ValueError):  # the second for letters beyond ASCII
+        return None
+
+
+def name_of(data: bytes) -> str | None:
+    """The name a picture is kept under, `<sha256>.<extension>`; None where it is no picture that we know."""
+    extension = next((extension for extension, magic in KINDS.items() if magic.match(data)), None)
+    return None if extension is None else hashlib.sha256(data).hexdigest() + extension
+
+
+def keep(data: bytes, folder: Path) -> str | None:
+    """Write a picture into `folder`, which exists; its name there, or None where it is none that we know.
+
+    Several processes may keep the same picture at once: each writes a file of its own and renames it.
+    """
+    name = name_of(data)
+    if name is not None and not (folder / name).exists():
+        part = folder / f".{name}.{os.getpid()}.part"
+        part.write_bytes(data)
+        os.replace(part, folder / name)
+    return name

@@ -1,0 +1,56 @@
+"""Bytes of pictures become files named by their content, whatever they are wrapped in and whoever writes beside."""
+
+import base64
+import hashlib
+import io
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from stages.formats import pictures
+
+
+def picture(kind: str, colour: int = 0) -> bytes:
+    """Pillow's, an independent writer."""
+    file = io.BytesIO()
+    Image.new("RGB", (3, 2), (colour, 5, 5)).save(file, kind)
+    return file.getvalue()
+
+
+KINDS = {"PNG": ".png", "JPEG": ".jpg", "GIF": ".gif", "WEBP": ".webp"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_picture_is_a_file_named_by_its_content(tmp_path: Path, kind: str) -> None:
+    data = picture(kind)
+    name = pictures.keep(data, tmp_path)
+    assert name == hashlib.sha256(data).hexdigest() + KINDS[kind] and (tmp_path / name).read_bytes() == data
+    assert pictures.keep(data, tmp_path) == name and [p.name for p in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("data", [picture("BMP"), picture("TIFF"), b"", b"\x89PNG", b"<svg/>", b"RIFF1234WAVEfmt "])
+def test_what_is_no_known_picture_is_no_file(tmp_path: Path, data: bytes) -> None:
+    assert pictures.keep(data, tmp_path) is None and not list(tmp_path.iterdir())
+
+
+@given(data=st.binary(), media=st.sampled_from(["image/png", "", "image/jpeg;charset=x"]), width=st.integers(1, 80))
+def test_a_data_url_gives_its_bytes(data: bytes, media: str, width: int) -> None:
+    text = base64.b64encode(data).decode()
+    folded = "\n".join(text[i : i + width] for i in range(0, len(text), width))  # as e-mail folds it
+    assert pictures.from_url(f"data:{media};base64,{folded}") == data
+
+
+@pytest.mark.parametrize("url", ["data:image/png,abc", "data:;base64,a", "data:;base64,YW?j", "data:;base64,é", "x"])
+def test_a_url_without_base64_gives_nothing(url: str) -> None:
+    assert pictures.from_url(url) is None
+
+
+def test_many_writers_of_one_picture(tmp_path: Path) -> None:
+    many = [picture("PNG", n % 3) for n in range(60)]
+    with ThreadPoolExecutor(8) as pool:
+        names = list(pool.map(lambda data: pictures.keep(data, tmp_path), many))
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(set(names)) and len(set(names)) == 3
