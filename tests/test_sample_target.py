@@ -68,7 +68,7 @@ def use(project: Path, backend: str, server_: dict[str, Any] | None = None, **se
 
 
 def answers(project: Path, split: str) -> pl.DataFrame:
-    return pl.read_parquet(project / f"data/sampled/{split}.parquet")
+    return pl.read_parquet(project / f"data/sampled/{split}/*.parquet")
 
 
 def report(project: Path) -> dict[str, Any]:
