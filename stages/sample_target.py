@@ -82,7 +82,8 @@ def main(*words: str) -> None:
     folder = manifest.weights(made)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=p.target.trust_remote_code)
     work = Work(p, tokenizer, made, folder, prompt.end_id(tokenizer, made.eos_token_ids))
-    asked_for = p.sample_target.model_dump(exclude={"server": WAY})
+    s = p.sample_target
+    asked_for = s.model_dump(exclude={"server": WAY})
     place = scratch.place("sample_target", asdict(made), p.target.model_dump(), asked_for, scratch.digest(FIXED))
     with contextlib.ExitStack() as stack:
         splits = _splits(p, place, stack)
@@ -90,7 +91,7 @@ def main(*words: str) -> None:
             print(f"resumed: {resumed} pieces of work were done before, kept in {place}")
         answer = _backend(work, stack, place)
         for split in splits:
-            if p.sample_target.backend == "keep" and split.name == "train":
+            if s.backend == "keep" and split.name == "train":
                 _keep(work, split)
             else:
                 answer(split)
