@@ -30,15 +30,17 @@ def echo(body: dict[str, Any], _number: int) -> dict[str, Any]:
 class Fake:
     """Serves in a thread, inside `with`. `reply` gives a completion, an int (a status), or a word: what goes wrong."""
 
-    def __init__(self, reply: Reply = echo, delay_s: float = 0.0, port: int = 0, models: Any = None) -> None:
-        self.reply, self.delay_s, self.port, self.models = reply, delay_s, port, models
+    def __init__(
+        self, reply: Reply = echo, delay_s: float = 0.0, port: int = 0, models: Any = None, host: str = "127.0.0.1"
+    ) -> None:
+        self.reply, self.delay_s, self.port, self.models, self.host = reply, delay_s, port, models, host
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[str] = []
         self.most_at_once = self._at_once = 0
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -108,7 +110,7 @@ class Fake:
         )
 
     async def _listen(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, backlog=1024)
+        self._server = await asyncio.start_server(self._serve, self.host, self.port, backlog=1024)
         self.port = self._server.sockets[0].getsockname()[1]
 
     def __enter__(self) -> "Fake":
