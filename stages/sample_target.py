@@ -427,7 +427,9 @@ class Asking:
                 self._refuse(q, error)
                 return None
             except ValueError as error:
-                raise ValueError(f"sample_target: row {q.id}: {error}") from None
+                own = self.work.own_server
+                said = f"\nThe last lines of its log, {own.log}:\n{server.tail(own.log)}" if own else ""
+                raise ValueError(f"sample_target: row {q.id}: {error}{said}") from None
             self._tokens += known["completion_tokens"] or 0
         for number in homes:
             shards.journal(number).add(asked, known)

@@ -56,7 +56,8 @@ def sampled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
         fix_data.main()
         prepare_target.main()
-        assert (template := Path("artifacts/target/chat_template.jinja")).exists()
+        template = Path("artifacts/target/chat_template.jinja")
+        assert template.exists()
         template.write_text(TEMPLATE)
         sample_target.main()
     finally:
@@ -203,6 +204,9 @@ def assert_same(found: tuple[dict[str, pl.DataFrame], dict[str, Any]], whole: An
 
 def killed_at_random(project: Path, kills: int, seed: int) -> None:
     """As often as said, at any moment from its start to its end; whenever a run comes through, another begins."""
+    warm = FORKS.Process(target=time.sleep, args=(0,))
+    warm.start()
+    warm.join()
     rng, begin = random.Random(seed), time.monotonic()
     finished()
     took, whole = time.monotonic() - begin, result(project)
@@ -223,7 +227,7 @@ def killed_at_random(project: Path, kills: int, seed: int) -> None:
 
 
 def test_killed_at_random_before_a_real_server(project: Path, real: dict[str, Any]) -> None:
-    use(project, "server", real, train_rows=24, eval_rows=5, max_new_tokens=8)
+    use(project, "server", real, train_rows=18, eval_rows=3, max_new_tokens=4)
     killed_at_random(project, 5, seed=1)
 
 
@@ -286,7 +290,7 @@ def conversations_of(project: Path, count: int, turns: int, **changes: Any) -> N
 
 
 @pytest.mark.parametrize("history", ["data", "target"])
-@pytest.mark.parametrize("allowed", [1, 3, 7])
+@pytest.mark.parametrize("allowed", [3, 7])
 def test_stopped_again_and_again_it_is_the_same_run(project: Path, history: str, allowed: int) -> None:
     """Conversations of five turns over shards of two rows: a later turn quotes answers of shards that are published.
 
@@ -313,22 +317,23 @@ def test_stopped_again_and_again_it_is_the_same_run(project: Path, history: str,
         assert (whole[1]["dropped"].get("earlier_turn_incomplete", 0) > 0) == (history == "target")
         shutil.rmtree("data/sampled")
         fake.bodies.clear()
-        for runs in range(200):
+        stopped = 0
+        while not Path("data/sampled").exists():
             left[0] = allowed
             try:
                 sample_target.main()
-                break
             except ValueError as error:
-                assert "HTTP 404" in str(error)
-        assert runs >= 28 // (allowed + 3)
+                if "HTTP 404" not in str(error):
+                    raise
+                stopped += 1
+        assert stopped >= 2
     assert_same(result(project), whole)
-    served = len(fake.bodies) - runs  # at least one request of each stopped run was the one that stopped it
-    assert served <= asked + runs * 2 * 3 + 7 * runs
+    assert len(fake.bodies) - asked < stopped * 8  # what was under way, and the refused
 
 
 def test_a_proxy_that_breaks_answers_changes_none(project: Path, real: dict[str, Any]) -> None:
     """10% of all answers are errors, 5% reset in the middle, 2% never come."""
-    use(project, "server", real, train_rows=90, eval_rows=5, max_new_tokens=6, shard_size=16)
+    use(project, "server", real, train_rows=90, eval_rows=5, max_new_tokens=3, shard_size=16)
     sample_target.main()
     whole = result(project)
     rng = random.Random(8)
@@ -340,7 +345,7 @@ def test_a_proxy_that_breaks_answers_changes_none(project: Path, real: dict[str,
 
     with Proxy(real["base_urls"][0], fault) as proxy:
         broken = {**real, "base_urls": [proxy.url], "timeout_s": 1.5}
-        use(project, "server", broken, train_rows=90, eval_rows=5, max_new_tokens=6, shard_size=16)
+        use(project, "server", broken, train_rows=90, eval_rows=5, max_new_tokens=3, shard_size=16)
         sample_target.main()
     assert_same(result(project), whole)
     assert proxy.faults["500"] >= 5 and proxy.faults["reset"] >= 2 and proxy.faults["hang"] >= 1
@@ -567,10 +572,10 @@ def test_a_real_server_renders_tools_as_we_do(project: Path, real: dict[str, Any
     with_tools(thoughts=False)
     own = {}
     for backend in ("transformers", "server"):
-        use(project, backend, real, train_rows=None, eval_rows=None, temperature=0.0, max_new_tokens=8)
+        use(project, backend, real, train_rows=6, eval_rows=1, temperature=0.0, max_new_tokens=6)
         sample_target.main()
         own[backend] = {row["id"]: row for row in answers(project, "train").to_dicts()}
-    assert len(own["transformers"]) == 12
+    assert len(own["transformers"]) == 6
     assert own["server"] and all(row == own["transformers"][name] for name, row in own["server"].items())
 
 
@@ -607,7 +612,9 @@ def test_conversations_with_images_are_refused(project: Path) -> None:
 def test_a_prompt_that_is_empty_names_its_row(project: Path, backend: str) -> None:
     """A mask that is all one: the template renders nothing before the answer."""
     Path("artifacts/target/chat_template.jinja").write_text(
-        "{% if messages | length == 1 and messages[0].content != 'a' %}{% else %}" + TEMPLATE + "{% endif %}"
+        "{% if messages[-1].role == 'user' and messages[-1].content | length > 1 %}{% else %}"
+        + TEMPLATE
+        + "{% endif %}"
     )
     first = pl.read_parquet("data/fixed/train.parquet")["id"][0]
     with Fake(echo) as fake:

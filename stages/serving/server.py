@@ -8,6 +8,7 @@ stage's: when the stage is gone, even by SIGKILL, the pipe closes and the guard 
 0.11 and later) and were not run here: neither has a build for our CPUs.
 """
 
+import contextlib
 import os
 import shutil
 import signal
@@ -23,6 +24,7 @@ import httpx
 
 HOST = "127.0.0.1"
 END_S = 15.0  # from asking a server to end to killing it
+ENDING_S = 2.0  # from not listening any more to having ended
 EXTRA = {"transformers": "pip install -c constraints.txt -e '.[serve]'"}
 
 # Ends the whole group once its standard input closes. As text, since it must not import the stage's packages (2 s).
@@ -58,7 +60,7 @@ class Server:
         restarts: int, threads: int | None,
     ) -> None:  # fmt: skip
         self.engine, self.model, self.log = engine, model, log  # model: the name it answers to
-        self.base_url, self.restarted = f"http://{HOST}:{port}", 0
+        self.base_url, self.restarted, self._port = f"http://{HOST}:{port}", 0, port
         self._line, self._timeout_s, self._settle_s, self._restarts = line, timeout_s, settle_s, restarts
         # Else it takes every core that it sees, and the stage, its tests and other servers wait for each other.
         limit = {} if threads is None else {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
@@ -71,6 +73,9 @@ class Server:
         Raises:
             ValueError: with the tail of its log, where it has ended too often, or is not ready in time.
         """
+        if not self._listens():  # it is about to end, and the guard a moment behind it
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process().wait(ENDING_S)
         while (status := self.ended()) is not None:
             if self.restarted == self._restarts:
                 raise self._failure(status)
@@ -97,8 +102,7 @@ class Server:
 
     def ended(self) -> int | None:
         """Its exit status; None while it runs."""
-        assert self._guard is not None
-        return self._guard.poll()
+        return self._process().poll()
 
     def wait(self) -> bool:
         """Until it is ready (True) or has ended (False). Raises ValueError where neither is so in time."""
@@ -120,8 +124,8 @@ class Server:
 
     def end(self) -> None:
         """End its whole group: politely, then not."""
-        guard = self._guard
-        assert guard is not None and guard.stdin is not None
+        guard = self._process()
+        assert guard.stdin is not None
         try:
             os.killpg(guard.pid, signal.SIGTERM)  # to the server and its children; the guard ignores it
             guard.wait(self._settle_s)
@@ -133,6 +137,14 @@ class Server:
             pass
         guard.stdin.close()
         guard.wait()
+
+    def _process(self) -> subprocess.Popen:
+        assert self._guard is not None, "not started"
+        return self._guard
+
+    def _listens(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex((HOST, self._port)) == 0
 
     def _failure(self, status: int) -> ValueError:
         often = f", after {self.restarted} restarts" if self.restarted else ""
