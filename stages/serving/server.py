@@ -9,6 +9,7 @@ stage's: when the stage is gone, even by SIGKILL, the pipe closes and the guard 
 """
 
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -144,7 +145,8 @@ class Server:
 
     def _listens(self) -> bool:
         with socket.socket() as probe:
-            return probe.connect_ex((HOST, self._port)) == 0
+            probe.settimeout(1.0)  # one too busy to answer does listen
+            return probe.connect_ex((HOST, self._port)) != errno.ECONNREFUSED
 
     def _failure(self, status: int) -> ValueError:
         often = f", after {self.restarted} restarts" if self.restarted else ""
