@@ -446,7 +446,9 @@ def test_a_server_that_falls_is_started_again(
 def test_a_server_that_falls_again_and_again_stops_the_run(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine_that_falls(project, monkeypatch, "range(10, 10**6)")
     use(project, "server", {"launch": "sglang", "concurrency": 1}, train_rows=60)
-    with pytest.raises(ValueError, match=r"(?s)status 9, after 3 restarts; its log, .*illegal memory access"):
+    # Where the machine is so busy that a fall costs a request two attempts, these end first; the log is shown either way.
+    ends = r"(?s)(status 9, after 3 restarts; its|no answer in 6 attempts.*The last lines of its) log, .*illegal memory access"
+    with pytest.raises(ValueError, match=ends):
         sample_target.main()
 
 
