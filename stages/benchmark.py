@@ -25,7 +25,7 @@ def main(workload: str, name: str, tree_name: str) -> None:
     torch.set_num_threads(p.target.num_threads)
     started = time.perf_counter()
     tree, w = Tree.parse(tree_name), params.named(p.benchmark.workloads, workload, "benchmark.workloads")
-    prompts = conversations.read(SAMPLED / f"{w.split}.parquet", conversations.SAMPLED, "sample_target").head(w.prompts)
+    prompts = conversations.read(SAMPLED / w.split, conversations.SAMPLED, "sample_target", w.prompts)
     if len(prompts) < w.prompts:
         print(f"note: workload {workload} asks for {w.prompts} prompts, the {w.split} split has {len(prompts)}")
     engine = _engine(p, name)

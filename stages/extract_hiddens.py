@@ -30,7 +30,7 @@ def main() -> None:
     torch.set_num_threads(p.target.num_threads)
     started = time.perf_counter()
     made = manifest.read()
-    tables = {s: conversations.read(SAMPLED / f"{s}.parquet", conversations.SAMPLED, "sample_target") for s in SPLITS}
+    tables = {s: conversations.read(SAMPLED / s, conversations.SAMPLED, "sample_target") for s in SPLITS}
     fitting = {s: t.filter(_length() <= p.extract_hiddens.max_length) for s, t in tables.items()}
     for split in ("train", "eval"):
         if fitting[split].is_empty():

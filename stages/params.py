@@ -12,9 +12,18 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
@@ -162,11 +171,24 @@ class Server(Section):
         return bool(self.launch or self.base_urls)
 
 
+class Portion(Section):
+    """A part of a mixture: of the rows, as many as its weight is of all weights, are drawn at `temperature`."""
+
+    temperature: NonNegative
+    weight: Positive
+
+
+Temperature = Annotated[
+    Annotated[NonNegative, Tag("a number")] | Annotated[list[Portion], Field(min_length=1), Tag("a mixture")],
+    Discriminator(lambda value: "a mixture" if isinstance(value, list) else "a number"),
+]
+
+
 class SampleTarget(Section):
     backend: Literal["transformers", "server", "keep"]
     train_rows: Count | None
     eval_rows: Count | None
-    temperature: NonNegative
+    temperature: Temperature
     top_p: Annotated[float, Field(gt=0, le=1)]
     thinking: bool | None
     history: Literal["data", "target"]
@@ -174,6 +196,7 @@ class SampleTarget(Section):
     batch_size: Count
     max_new_tokens: Count
     truncated: Literal["keep", "drop"]
+    shard_size: Count
     server: Server
 
     @model_validator(mode="after")
@@ -189,6 +212,18 @@ class SampleTarget(Section):
                 "earlier answers needs backend: server"
             )
         return self
+
+    @property
+    def mixture(self) -> list[tuple[float, float]]:
+        """(temperature, weight) of the training rows; one of weight 1 where all have the same."""
+        parts = self.temperature
+        return [(p.temperature, p.weight) for p in parts] if isinstance(parts, list) else [(parts, 1.0)]
+
+    @property
+    def eval_temperature(self) -> float:
+        """Of the second eval set, one number since results are compared at one: the mixture's heaviest above 0, the first
+        of equals; 0 where all of it is greedy."""
+        return max([part for part in self.mixture if part[0] > 0], key=lambda part: part[1], default=(0.0, 0.0))[0]
 
 
 class ExtractHiddens(Section):
@@ -363,7 +398,7 @@ def load(path: Path = PARAMS) -> Params:
 
 def _explain(error: Any) -> str:
     """One pydantic error as: key: what was expected, what was found, what to do."""
-    place = [str(part) for part in error["loc"] if part != "[key]"]
+    place = [str(part) for part in error["loc"] if part not in ("[key]", "a number", "a mixture")]
     key, kind, found = ".".join(place), error["type"], f"found {error['input']!r}"
     message = error["msg"].removeprefix("Value error, ")
     if kind == "value_error":  # our own: says all three, and where no section is at fault, the key too
@@ -399,9 +434,16 @@ def _known_keys(place: list[str]) -> list[str]:
     for part in place:
         field = model.model_fields.get(part)
         annotation = field.annotation if field else model
-        inner = [a for a in getattr(annotation, "__args__", ()) if isinstance(a, type) and issubclass(a, Section)]
+        inner = _sections_in(annotation)
         model = inner[0] if inner else annotation if isinstance(annotation, type) else model
     return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def _sections_in(annotation: Any) -> list[type[Section]]:
+    """The sections an annotation holds, through dict[...], list[...], | and Annotated."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [found for inner in get_args(annotation) for found in _sections_in(inner)]
 
 
 def check_raw_exists(params: Params) -> None:

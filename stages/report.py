@@ -54,7 +54,7 @@ REPORTS = {
             "hub",
         ),
     ),
-    "sample_target": ("sample_report", ("rows_in", "rows_out", "dropped", "seconds")),
+    "sample_target": ("sample_report", ("rows_in", "rows_out", "dropped", "seconds", "preview")),
     "extract_hiddens": ("hiddens_report", ("rows_in", "rows_out", "dropped", "seconds")),
     "init_draft": ("vocab_report", ("draft_vocab_size", "target_vocab_size", "coverage_train", "coverage_eval")),
     "check_overfit": ("overfit_report", ("tau", "min_tau", "steps", "losses")),

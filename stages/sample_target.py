@@ -1,42 +1,61 @@
 """sample_target: questions -> the target's own answers.   python -m stages.sample_target [--preview N]
 
 A draft learns what the target says, not what the data says: training on the target's own answers is worth about 10% of
-accept length (research/users.md 1.4). Training answers are drawn at `temperature`; eval answers are the target's at
-temperature 0, and a second set at `temperature` where that is above 0. Each assistant turn is one row: its prompt is
-the conversation before it, rendered by the chat template as a server would.
+accept length (research/users.md 1.4). Training answers are drawn at `temperature`, a number or a mixture; eval answers
+are the target's at temperature 0, and a second set above 0 where training is. Each assistant turn is one row: its
+prompt is the conversation before it, rendered by the chat template as a server would.
 
 Answers come from the target in this process, or from servers; or, for training only, from the data itself. Each is
-kept in .scratch as it comes, under the digest of what was asked, so that a killed run goes on where it was.
+kept in .scratch as it comes, and each shard of rows as soon as it is whole, so that a killed run goes on where it was.
 `--preview N` shows N rows with what is trained on in colour. More in docs/sampling.md.
 """
 
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import polars as pl
 import torch
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from stages import params
 from stages.drafting import prompt, sample, target
-from stages.formats import atomic, conversations, manifest, scratch
-from stages.formats.journal import Journal, key
+from stages.formats import atomic, conversations, manifest, questions, scratch
+from stages.formats.journal import key
+from stages.formats.questions import Question
+from stages.formats.shards import Shards
 from stages.serving import client, server
 
 FIXED, SAMPLED, REPORT = Path("data/fixed"), Path("data/sampled"), Path("results/sample_report.json")
-COLUMNS = ("id", "prompt_ids", "source_row", "verdict")
+WAY = {"base_urls", "start_timeout_s", "concurrency", "timeout_s", "attempts", "api_key_env"}  # moves no answer
 ALL_REFUSED = 8  # refused rows, and none answered, that stop a run
-Rows = list[dict[str, Any]]
+RESTARTS = 3  # of a server of one's own, in one run
+SHARDS_AHEAD = 4  # under way at once, beyond what the concurrency needs: one slow row must not fill the memory
+SHOWN, SHOWN_CHARS = 3, 1600  # rows of the report's preview, and what is shown of a prompt or an answer
+
+
+@dataclass
+class Split:
+    """Questions of one kind, and where their answers go."""
+
+    name: str
+    source: Path
+    asked: int  # how many, of those there are
+    not_asked: int
+    mixture: list[tuple[float, float]]  # (temperature, weight)
+    shards: Shards
+
+    def conversations(self) -> Iterator[list[Question]]:
+        return questions.read(self.source, self.asked)
 
 
 @dataclass
@@ -47,11 +66,9 @@ class Work:
     tokenizer: Any
     made: manifest.Manifest
     folder: Path
-    journal: Journal
     end: int  # the token that closes an answer
-    dropped: Counter = field(default_factory=Counter)
-    token_ids: Counter = field(default_factory=Counter)  # where those of an answer come from
     asked_again: Counter = field(default_factory=Counter)
+    own_server: server.Server | None = None  # where one was started
 
 
 def main(*words: str) -> None:
@@ -64,131 +81,221 @@ def main(*words: str) -> None:
     made = manifest.read()
     folder = manifest.weights(made)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=p.target.trust_remote_code)
+    work = Work(p, tokenizer, made, folder, prompt.end_id(tokenizer, made.eos_token_ids))
     s = p.sample_target
-    place = scratch.place("sample_target", asdict(made), p.target.dtype, s.server.launch, s.server.launch_args)
-
-    report: dict = {"rows_in": 0, "rows_out": 0, "not_asked": {}, "truncated": {}, "tokens": {}}
+    asked_for = s.model_dump(exclude={"server": WAY})
+    place = scratch.place("sample_target", asdict(made), p.target.model_dump(), asked_for, scratch.digest(FIXED))
     with contextlib.ExitStack() as stack:
-        journal = stack.enter_context(Journal(place / "answers.jsonl"))
-        work = Work(p, tokenizer, made, folder, journal, prompt.end_id(tokenizer, made.eos_token_ids))
-        if work.journal.resumed:
-            print(f"resumed: {work.journal.resumed} pieces of work were done before, kept in {place}")
+        splits = _splits(p, place, stack)
+        if resumed := sum(split.shards.resumed for split in splits):
+            print(f"resumed: {resumed} pieces of work were done before, kept in {place}")
         answer = _backend(work, stack, place)
-        for split, source, rows, temperature in [
-            ("train", "train", s.train_rows, s.temperature),
-            ("eval", "eval", s.eval_rows, 0.0),
-            ("eval_t", "eval", s.eval_rows if s.temperature > 0 else 0, s.temperature),
-        ]:
-            fixed = conversations.read(FIXED / f"{source}.parquet", conversations.FIXED, "fix_data")
-            if s.backend == "keep" and split == "train":
-                asked, answers = _keep(work, fixed, rows)
+        for split in splits:
+            if s.backend == "keep" and split.name == "train":
+                _keep(work, split)
             else:
-                questions = _questions(fixed, rows)
-                asked, answers = len(questions), answer(questions, temperature, split)
-            kept = [a for a in answers if s.truncated == "keep" or a["finish_reason"] == "stop"]
-            report["rows_in"] += asked
-            report["not_asked"][split] = _turns(fixed) - asked  # beyond train_rows or eval_rows
-            report["rows_out"] += len(kept)
-            work.dropped["truncated"] += len(answers) - len(kept)
-            report["truncated"][split] = sum(a["finish_reason"] == "length" for a in answers)
-            report["tokens"][split] = sum(len(a["answer_ids"]) for a in kept)
-            if not kept and split != "eval_t":
-                raise ValueError(
-                    f"sample_target: no row is left in the {split} split, expected at least one ({asked} sampled, "
-                    f"{report['truncated'][split]} cut at max_new_tokens); raise sample_target.{source}_rows or max_new_tokens"
-                )
-            table = pl.DataFrame(kept, schema=conversations.SAMPLED)
-            conversations.write(SAMPLED / f"{split}.parquet", table, conversations.SAMPLED)
-            how = "of the data" if s.backend == "keep" and split == "train" else f"at temperature {temperature}"
-            shares = f"{report['truncated'][split]} cut at {s.max_new_tokens} tokens"
-            shares += f", {report['not_asked'][split]} questions not asked" if report["not_asked"][split] else ""
-            print(f"{split}: {len(kept)} answers {how}, {report['tokens'][split]} tokens, {shares}")
-    report["dropped"] = dict(work.dropped)
-    assert report["rows_in"] == report["rows_out"] + sum(work.dropped.values())
-    report |= {"backend": s.backend, "token_ids": dict(work.token_ids), "asked_again": dict(work.asked_again)}
-    atomic.write_json(REPORT, {**report, "seconds": round(time.perf_counter() - started, 2)})
+                answer(split)
+            _tell(p, split)
+            split.shards.finish()
+    for split in splits:
+        split.shards.move(SAMPLED / split.name)
+    atomic.write_json(REPORT, _report(work, splits) | {"seconds": round(time.perf_counter() - started, 2)})
     scratch.done(place)
 
 
-def _turns(fixed: pl.DataFrame) -> int:
-    """How many answers there are to ask for."""
-    roles = pl.element().struct.field("role") == "assistant"
-    return int(fixed.select(pl.col("messages").list.eval(roles).list.sum().sum()).item() or 0)
+def _splits(p: params.Params, place: Path, stack: contextlib.ExitStack) -> list[Split]:
+    """What is to be asked. Raises ValueError where conversations have images, which no later stage could see."""
+    s = p.sample_target
+    hot = s.eval_temperature
+    splits = []
+    for name, source, most, mixture in [
+        ("train", "train", s.train_rows, s.mixture),
+        ("eval", "eval", s.eval_rows, [(0.0, 1.0)]),
+        ("eval_t", "eval", s.eval_rows if hot else 0, [(hot, 1.0)]),
+    ]:
+        path = FIXED / f"{source}.parquet"
+        there = conversations.answers(path, "fix_data")
+        if images := conversations.with_images(path, "fix_data"):
+            raise ValueError(
+                f"sample_target: {images} conversations of {path} have images, expected none: a target that sees them is not "
+                "supported, and without them its answers would be to other questions. Take those rows out of fix_data.raw"
+            )
+        asked = there if most is None else min(most, there)
+        shards = stack.enter_context(Shards(place / name, asked, s.shard_size, conversations.SAMPLED))
+        splits.append(Split(name, path, asked, there - asked, mixture, shards))
+    return splits
 
 
-def _questions(fixed: pl.DataFrame, rows: int | None) -> Rows:
-    """One question per assistant turn, in the data's order, the first `rows` of them."""
-    questions: Rows = []
-    for row in fixed.iter_rows(named=True):
-        for number, turn in enumerate(prompt.turns(row["messages"])):
-            if rows is not None and len(questions) >= rows:
-                return questions
-            questions.append({**row, "id": f"{row['id']}.{number}", "conversation": row["id"], "turn": turn})
-    return questions
-
-
-def _backend(work: Work, stack: contextlib.ExitStack, place: Path) -> Callable[[Rows, float, str], Rows]:
+def _backend(work: Work, stack: contextlib.ExitStack, place: Path) -> Callable[[Split], None]:
     """What answers questions. The eval split of `keep` too: replay is exact on the target's own words only."""
-    s = work.p.sample_target
+    s, t = work.p.sample_target, work.p.target
     if s.backend == "server" or (s.backend == "keep" and s.server.known):
         reach = _reach(work, stack, place)
-        return lambda questions, temperature, split: asyncio.run(_ask_all(work, reach, questions, temperature, split))
-    t = work.p.target
+        return lambda split: asyncio.run(_ask_all(work, reach, split))
     model = target.load(str(work.folder), None, t.dtype, t.device, t.trust_remote_code)
-    return lambda questions, temperature, split: _answer(work, model, questions, temperature, split)
+    return lambda split: _answer(work, model, split)
+
+
+def _tell(p: params.Params, split: Split) -> None:
+    """Print what became of a split. Raises ValueError where nothing did."""
+    s, counted = p.sample_target, split.shards.counted
+    if not counted["rows"] and split.name != "eval_t":
+        raise ValueError(
+            f"sample_target: no row is left in the {split.name} split, expected at least one ({split.asked} sampled, "
+            f"{counted['truncated']} cut at max_new_tokens); raise sample_target.{split.name}_rows or max_new_tokens"
+        )
+    how = " and ".join(f"{temperature:g}" for temperature, _ in split.mixture)
+    how = "of the data" if s.backend == "keep" and split.name == "train" else f"at temperature {how}"
+    shares = f"{counted['truncated']} cut at {s.max_new_tokens} tokens"
+    shares += f", {split.not_asked} questions not asked" if split.not_asked else ""
+    print(f"{split.name}: {counted['rows']} answers {how}, {counted['tokens']} tokens, {shares}")
+
+
+def _report(work: Work, splits: list[Split]) -> dict[str, Any]:
+    """results/sample_report.json. What was counted in shards that an earlier, killed run published is in it."""
+    whole: Counter[str] = sum((split.shards.counted for split in splits), Counter())
+    of = lambda kind: {k.split("/")[1]: n for k, n in sorted(whole.items()) if k.startswith(f"{kind}/")}  # noqa: E731
+    report: dict[str, Any] = {
+        "rows_in": sum(split.asked for split in splits),
+        "rows_out": whole["rows"],
+        "dropped": of("dropped"),
+        "not_asked": {split.name: split.not_asked for split in splits},  # beyond train_rows or eval_rows
+        "truncated": {split.name: split.shards.counted["truncated"] for split in splits},
+        "tokens": {split.name: split.shards.counted["tokens"] for split in splits},
+        "shards": {split.name: split.shards.count for split in splits},
+        "token_ids": of("token_ids"),  # where those of an answer come from
+        "temperatures": of("temperature"),
+        "backend": work.p.sample_target.backend,
+        "asked_again": dict(work.asked_again),
+        "server_restarts": work.own_server.restarted if work.own_server else 0,
+        "preview": _shown(work.tokenizer),
+    }
+    assert report["rows_in"] == report["rows_out"] + sum(report["dropped"].values())
+    return report
+
+
+def _settle(
+    work: Work, split: Split, q: Question, heat: float | None, prompt_ids: list[int], answer_ids: list[int],
+    finish_reason: str, source: str,
+) -> None:  # fmt: skip
+    """Put an answer into its place, or count why it has none. Raises ValueError for a mask that would teach nothing."""
+    s, eos = work.p.sample_target, work.made.eos_token_ids
+    cut, dropped = finish_reason == "length", None
+    if source != "template" and all(token in eos for token in answer_ids):
+        dropped = "empty"  # a target may end at once: nothing to learn, and nothing broken
+    else:
+        prompt.check(q.id, prompt_ids, answer_ids, eos, not cut)
+    if cut and s.truncated == "drop":
+        dropped = "truncated"
+    counts = {"truncated": int(cut)}
+    if dropped:
+        split.shards.settle(q.position, None, {f"dropped/{dropped}": 1} | counts)
+        return
+    row = {
+        "id": q.id, "prompt_ids": prompt_ids, "answer_ids": answer_ids, "finish_reason": finish_reason,
+        "temperature": heat, "source_row": q.source_row, "verdict": q.verdict,
+    }  # fmt: skip
+    counts |= {"rows": 1, "tokens": len(answer_ids), f"token_ids/{source}": 1}
+    if split.name == "train":
+        counts[f"temperature/{'the data' if heat is None else format(heat, 'g')}"] = 1
+    split.shards.settle(q.position, row, counts)
+
+
+def _drop(split: Split, q: Question, reason: str) -> None:
+    split.shards.settle(q.position, None, {f"dropped/{reason}": 1})
+
+
+def _heat(work: Work, split: Split, name: str) -> float:
+    """The temperature of one row: from the seed and its id alone, so that neither order nor shards nor servers are in it."""
+    weights = list(itertools.accumulate(weight for _, weight in split.mixture))
+    at = _number(f"{work.p.sample_target.seed}:temperature:{name}") / 2**32 * weights[-1]
+    return next(heat for (heat, _), upto in zip(split.mixture, weights, strict=True) if at < upto)
+
+
+def _seed(seed: int, name: str) -> int:
+    """Of one request: from the row and its turn, so that neither order nor concurrency is in it."""
+    return _number(f"{seed}:{name}") >> 1
+
+
+def _number(text: str) -> int:
+    """One of 2**32, by the text alone."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
+
+
+def _prompt_ids(work: Work, q: Question, history: list[dict[str, Any]]) -> list[int]:
+    ids = prompt.prompt_ids(work.tokenizer, history, work.p.sample_target.thinking, q.tools)
+    prompt.check(q.id, ids, [work.end], work.made.eos_token_ids, complete=False)  # of the mask, the prompt's half
+    return ids
 
 
 # In this process
 
 
-def _answer(work: Work, model: Any, questions: Rows, temperature: float, split: str) -> Rows:
-    """Answers in the questions' order; batches hold prompts of like length, so that little is padding."""
-    s, eos, tokenizer = work.p.sample_target, work.made.eos_token_ids, work.tokenizer
-    for q in questions:
-        q["prompt_ids"] = prompt.prompt_ids(tokenizer, q["messages"][: q["turn"]], s.thinking)
+def _answer(work: Work, model: Any, split: Split) -> None:
+    """Shard by shard; batches hold prompts of one temperature and like length, so that little is padding."""
+    s, eos, tokenizer, shards = work.p.sample_target, work.made.eos_token_ids, work.tokenizer, split.shards
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
-    order = sorted(range(len(questions)), key=lambda i: len(questions[i]["prompt_ids"]))
-    answers: dict[int, dict] = {}
-    with tqdm(total=len(questions), desc=f"sample {split}", unit="row", mininterval=2) as bar:
-        for first in range(0, len(order), s.batch_size):
-            batch = order[first : first + s.batch_size]
-            prompts = [questions[i]["prompt_ids"] for i in batch]
-            settings = (s.max_new_tokens, temperature, s.top_p)
-            asked = key(["transformers", prompts, settings, s.seed + first])
-            if asked not in work.journal.done:
-                work.journal.add(asked, sample.answer(model, prompts, *settings, eos, pad, seed=s.seed + first))
-            for i, (ids, finish_reason) in zip(batch, work.journal.done[asked], strict=True):
-                columns = {name: questions[i][name] for name in COLUMNS}
-                answers[i] = {**columns, "answer_ids": ids, "finish_reason": finish_reason, "temperature": temperature}
-            bar.update(len(batch))
-    work.token_ids["exact"] += len(questions)
-    return [answers[i] for i in range(len(questions))]
+    every = itertools.chain.from_iterable(split.conversations())
+    with tqdm(total=split.asked, desc=f"sample {split.name}", unit="row", mininterval=2) as bar:
+        for number, group in itertools.groupby(every, key=lambda q: shards.shard(q.position)):
+            if number in shards.published:
+                bar.update(shards.length(number))
+                continue
+            for first, heat, batch in _batches(work, split, list(group)):
+                prompts = [ids for _, ids in batch]
+                settings, seed = (s.max_new_tokens, heat, s.top_p), s.seed + number * s.shard_size + first
+                asked, journal = key(["transformers", prompts, settings, seed]), shards.journal(number)
+                if asked not in journal.done:
+                    journal.add(asked, sample.answer(model, prompts, *settings, eos, pad, seed=seed))
+                # Settling may publish the shard, and with it goes its journal.
+                for (q, prompt_ids), (ids, finish_reason) in zip(batch, list(journal.done[asked]), strict=True):
+                    _settle(work, split, q, heat, prompt_ids, ids, finish_reason, "exact")
+                bar.update(len(batch))
+
+
+def _batches(
+    work: Work, split: Split, asked: list[Question]
+) -> Iterator[tuple[int, float, list[tuple[Question, list[int]]]]]:
+    """(place of its first row, temperature, questions and their prompts) of each batch; malformed rows are dropped."""
+    ready = []
+    for q in asked:
+        if q.malformed:
+            _drop(split, q, q.malformed)
+        else:
+            ready.append((_heat(work, split, q.id), q, _prompt_ids(work, q, q.messages[: q.turn])))
+    ready.sort(key=lambda one: (one[0], len(one[2])))
+    first = 0
+    for heat, alike in itertools.groupby(ready, key=lambda one: one[0]):
+        rows = [(q, ids) for _, q, ids in alike]
+        for at in range(0, len(rows), work.p.sample_target.batch_size):
+            batch = rows[at : at + work.p.sample_target.batch_size]
+            yield first, heat, batch
+            first += len(batch)
 
 
 # The data's own answers
 
 
-def _keep(work: Work, fixed: pl.DataFrame, rows: int | None) -> tuple[int, Rows]:
-    """How many turns there are, and each as the target would have been prompted for it and have said it."""
+def _keep(work: Work, split: Split) -> None:
+    """Each turn as the target would have been prompted for it and have said it."""
     s, eos = work.p.sample_target, work.made.eos_token_ids
-    kept: Rows = []
-    for row in fixed.iter_rows(named=True):
-        if rows is not None and len(kept) >= rows:
-            break
+    for asked in split.conversations():
+        missing = [q for q in asked if not split.shards.done(q.position)]
+        if not missing:
+            continue
+        first = asked[0]
         try:
-            turns = prompt.exploded(work.tokenizer, row["messages"], eos, s.thinking)
+            turns = (
+                [] if first.malformed else prompt.exploded(work.tokenizer, first.messages, eos, s.thinking, first.tools)
+            )
         except ValueError as error:
-            raise ValueError(
-                f"sample_target: row {row['id']} (line {row['source_row']} of the raw data), {error}"
-            ) from None
-        for number, (prompt_ids, answer_ids) in enumerate(turns):
-            name = f"{row['id']}.{number}"
-            prompt.check(name, prompt_ids, answer_ids, eos)
-            columns = {"id": name, "prompt_ids": prompt_ids, "source_row": row["source_row"], "verdict": row["verdict"]}
-            kept.append({**columns, "answer_ids": answer_ids, "finish_reason": "stop", "temperature": None})
-    kept = kept if rows is None else kept[:rows]
-    work.token_ids["template"] += len(kept)
-    return len(kept), kept
+            name = first.id.rpartition(".")[0]
+            raise ValueError(f"sample_target: row {name} (line {first.source_row} of the raw data), {error}") from None
+        for q in missing:
+            if q.malformed:
+                _drop(split, q, q.malformed)
+            else:
+                _settle(work, split, q, None, *turns[q.position - first.position], "stop", "template")
 
 
 # Through servers
@@ -213,22 +320,19 @@ def _reach(work: Work, stack: contextlib.ExitStack, place: Path) -> Reach:
     line = server.command(s.launch, folder, port, t.dtype, t.device, t.trust_remote_code) + s.launch_args
     log = place.parent / f"{s.launch}_server.log"  # outlives the run: it is what one looks at when it failed
     print(f"starting {s.launch} on port {port}; its log is {log}", flush=True)
-    running = stack.enter_context(server.started(s.launch, line, port, folder, log, s.start_timeout_s))
-    return Reach([running.base_url], running.model, s.launch, running.check, None)
+    threads = t.num_threads if t.device == "cpu" else None
+    running = server.started(s.launch, line, port, folder, log, s.start_timeout_s, restarts=RESTARTS, threads=threads)
+    work.own_server = stack.enter_context(running)
+    return Reach([work.own_server.base_url], folder, s.launch, work.own_server.check, None)
 
 
-async def _ask_all(work: Work, reach: Reach, questions: Rows, temperature: float, split: str) -> Rows:
-    """Answers in the questions' order, without those that were dropped; workers take conversations from one queue."""
-    s, way = work.p.sample_target, work.p.sample_target.server
-    found: list[dict | None] = [None] * len(questions)
-    conversations_: dict[str, list[int]] = {}
-    for i, q in enumerate(questions):
-        # Turns are asked one after the other where a later one quotes an earlier one's answer, else all at once.
-        conversations_.setdefault(q["conversation"] if s.history == "target" else q["id"], []).append(i)
-    queue = iter(conversations_.values())
-    refused: list[str] = []
-    begun, tokens = time.perf_counter(), 0
-    with tqdm(total=len(questions), desc=f"sample {split}", unit="row", mininterval=2) as bar:
+async def _ask_all(work: Work, reach: Reach, split: Split) -> None:
+    """Ask all of a split; workers take conversations from one queue."""
+    way, shards = work.p.sample_target.server, split.shards
+    ahead = SHARDS_AHEAD + way.concurrency // shards.size
+    queue = _groups(work, split)
+    with tqdm(total=split.asked, desc=f"sample {split.name}", unit="row", mininterval=2) as bar:
+        bar.update(sum(map(shards.length, shards.published)))
         async with client.Client(
             reach.urls,
             reach.model,
@@ -239,137 +343,219 @@ async def _ask_all(work: Work, reach: Reach, questions: Rows, temperature: float
             reach.engine,
             reach.check,
         ) as http:
+            asking = Asking(work, split, http, bar)
 
             async def worker() -> None:
-                nonlocal tokens
-                for indices in queue:
-                    said: dict[int, str] = {}  # turn -> the target's own words
-                    broken = False
-                    for i in indices:
-                        q = questions[i]
-                        if broken:
-                            work.dropped["earlier_turn_incomplete"] += 1
-                            bar.update()
-                            continue
-                        history = [
-                            {**m, "content": said.get(k, m["content"])}
-                            for k, m in enumerate(q["messages"][: q["turn"]])
-                        ]
-                        try:
-                            answer = await _ask(work, http, q["id"], history, temperature)
-                        except client.Refused as error:
-                            refused.append(f"row {q['id']}: {error}")
-                            if len(refused) >= ALL_REFUSED and not any(found):
-                                raise ValueError(
-                                    f"the servers refused the first {len(refused)} rows; correct what they say: {refused[0]}"
-                                ) from None
-                            work.dropped["refused"] += 1
-                            broken = True
-                        else:
-                            row = _row(work, q, history, answer, temperature)
-                            found[i] = row
-                            tokens += len(row["answer_ids"]) if row else 0
-                            said[q["turn"]] = answer.text
-                            broken = s.history == "target" and (row is None or row["finish_reason"] != "stop")
-                        bar.update()
-                        rate = tokens / (time.perf_counter() - begun)
-                        bar.set_postfix_str(
-                            f"{rate:.0f} tokens/s, {sum(http.asked_again.values())} asked again", refresh=False
-                        )
+                for group in queue:
+                    while shards.shard(group[0].position) > shards.oldest + ahead:
+                        await asyncio.sleep(0.1)
+                    await asking.converse(group)
 
             try:
-                async with asyncio.TaskGroup() as group:
-                    for _ in range(min(way.concurrency, len(conversations_))):
-                        group.create_task(worker())
+                async with asyncio.TaskGroup() as tasks:
+                    for _ in range(min(way.concurrency, split.asked)):
+                        tasks.create_task(worker())
             except* ValueError as failed:  # the first says it; the others were cancelled, or failed the same way
                 raise failed.exceptions[0] from None
             finally:
                 work.asked_again.update(http.asked_again)
-    if refused:
-        print(f"{split}: {len(refused)} rows refused, the first: {refused[0]}")
-    return [row for row in found if row is not None]
+    if asking.refused:
+        print(f"{split.name}: {len(asking.refused)} rows refused, the first: {asking.refused[0]}")
 
 
-async def _ask(work: Work, http: client.Client, name: str, history: Rows, temperature: float) -> client.Answer:
-    """One answer, from the journal where it was given before."""
-    s, eos = work.p.sample_target, work.made.eos_token_ids
+def _groups(work: Work, split: Split) -> Iterator[list[Question]]:
+    """What is asked one after the other, of what is not done: a conversation, where later turns quote earlier answers."""
+    for asked in split.conversations():
+        groups = [asked] if work.p.sample_target.history == "target" else [[q] for q in asked]
+        yield from (group for group in groups if not all(split.shards.done(q.position) for q in group))
+
+
+class Asking:
+    """A split being asked of servers."""
+
+    def __init__(self, work: Work, split: Split, http: client.Client, bar: tqdm) -> None:
+        self.work, self.split, self.http, self.bar = work, split, http, bar
+        self.refused: list[str] = []
+        self._begun, self._tokens = time.perf_counter(), 0
+
+    async def converse(self, group: list[Question]) -> None:
+        """Settle a group in its order. Of a conversation begun in a shard that is done, the journals tell what was said."""
+        own_words = self.work.p.sample_target.history == "target"
+        said: dict[int, dict[str, Any]] = {}  # turn -> the target's own message
+        broken = False
+        for place, q in enumerate(group):
+            done = self.split.shards.done(q.position)
+            if broken or q.malformed:
+                if not done:
+                    _drop(self.split, q, q.malformed or "earlier_turn_incomplete")
+                    self.bar.update()
+                continue
+            history = [said.get(k, message) for k, message in enumerate(q.messages[: q.turn])]
+            answer = await self._answer(q, history, self._homes(group[place:]), done)
+            if answer is None:
+                broken = own_words
+                continue
+            got = _token_ids(self.work, q, history, answer)
+            if not done:
+                self._settle(q, got)
+            broken = own_words and (got is None or not got.answer_ids or got.finish_reason != "stop")
+            if (
+                own_words and "tool_calls" not in q.messages[q.turn]
+            ):  # a call stays the data's own, whose result follows
+                said[q.turn] = {"role": "assistant", "content": answer.text}
+                if answer.reasoning:
+                    said[q.turn]["reasoning_content"] = answer.reasoning
+
+    def _homes(self, rest: list[Question]) -> list[int]:
+        """The shards whose journals keep an answer: its own, and those whose rows will quote it."""
+        numbers = dict.fromkeys(self.split.shards.shard(q.position) for q in rest)
+        return [number for number in numbers if number not in self.split.shards.published]
+
+    async def _answer(
+        self, q: Question, history: list[dict[str, Any]], homes: list[int], done: bool
+    ) -> client.Answer | None:
+        """From a journal where it was given before; None where the servers refuse the row, or did."""
+        body = _body(self.work, q, history, _heat(self.work, self.split, q.id))
+        asked, shards = key(["server", q.id, body]), self.split.shards
+        known = next((found for n in homes if (found := shards.journal(n).done.get(asked))), None)
+        if known is None and done:
+            return None
+        if known is None:
+            try:
+                known = asdict(await self.http.ask(body, _engines(self.work, q, body["temperature"])))
+            except client.Refused as error:
+                self._refuse(q, error)
+                return None
+            except ValueError as error:
+                own = self.work.own_server
+                said = f"\nThe last lines of its log, {own.log}:\n{server.tail(own.log)}" if own else ""
+                raise ValueError(f"sample_target: row {q.id}: {error}{said}") from None
+            self._tokens += known["completion_tokens"] or 0
+        for number in homes:
+            shards.journal(number).add(asked, known)
+        return client.Answer(**known)
+
+    def _refuse(self, q: Question, error: client.Refused) -> None:
+        self.refused.append(f"row {q.id}: {error}")
+        if len(self.refused) >= ALL_REFUSED and not self.split.shards.counted["rows"]:
+            raise ValueError(
+                f"the servers refused the first {len(self.refused)} rows; correct what they say: {self.refused[0]}"
+            ) from None
+        _drop(self.split, q, "refused")
+        self.bar.update()
+
+    def _settle(self, q: Question, got: "Got | None") -> None:
+        if got is None:
+            _drop(self.split, q, "token_ids_unknown")
+        else:
+            heat = _heat(self.work, self.split, q.id)
+            _settle(self.work, self.split, q, heat, got.prompt_ids, got.answer_ids, got.finish_reason, got.source)
+        self.bar.update()
+        rate, again = self._tokens / (time.perf_counter() - self._begun), sum(self.http.asked_again.values())
+        self.bar.set_postfix_str(
+            f"{rate:.0f} tokens/s, {again} asked again, {len(self.refused)} refused", refresh=False
+        )
+
+
+def _body(work: Work, q: Question, history: list[dict[str, Any]], heat: float) -> dict[str, Any]:
+    """What every server is asked, less the model."""
+    s = work.p.sample_target
     body: dict[str, Any] = {
-        "messages": history,
-        "temperature": temperature,
+        "messages": questions.as_openai(history),
+        "temperature": heat,
         "top_p": s.top_p,
         "max_tokens": s.max_new_tokens,
-        "seed": _seed(s.seed, name),
+        "seed": _seed(s.seed, q.id),
     }
+    if q.tools:
+        body["tools"] = q.tools
     if s.thinking is not None:
         body["chat_template_kwargs"] = prompt.template_settings(s.thinking)
-    asked = key(["server", name, body])
-    if asked not in work.journal.done:
-        # Only temperature and top_p shape the distribution: the model's generation defaults are put aside, as in
-        # sample.py. `transformers serve` would even stay greedy at any temperature, unless do_sample is said.
-        pad = work.tokenizer.pad_token_id
-        config = {
-            "do_sample": temperature > 0, "top_k": 0, "repetition_penalty": 1.0, "eos_token_id": eos,
-            "pad_token_id": eos[0] if pad is None else pad, "max_new_tokens": s.max_new_tokens,
-        }  # fmt: skip
-        plain = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-        engines: dict[str, dict[str, Any]] = {
-            "transformers": {"generation_config": json.dumps(config)},
-            "sglang": plain,
-            "vllm": {**plain, "return_token_ids": True},
-        }
-        try:
-            answer = await http.ask(body, engines)
-        except ValueError as error:
-            raise ValueError(f"sample_target: row {name}: {error}") from None
-        work.journal.add(asked, asdict(answer))
-    return client.Answer(**work.journal.done[asked])
+    return body
 
 
-def _row(work: Work, q: dict, history: Rows, answer: client.Answer, temperature: float) -> dict | None:
-    """The answer as token ids, or None where they can't be had.
+def _engines(work: Work, q: Question, heat: float) -> dict[str, dict[str, Any]]:
+    """What is added for each engine. Only temperature and top_p shape the distribution: the model's generation defaults are
+    put aside, as in sample.py. `transformers serve` would even stay greedy at any temperature, unless do_sample is said.
+    """
+    eos, pad = work.made.eos_token_ids, work.tokenizer.pad_token_id
+    config = {
+        "do_sample": heat > 0, "top_k": 0, "repetition_penalty": 1.0, "eos_token_id": eos,
+        "pad_token_id": eos[0] if pad is None else pad, "max_new_tokens": work.p.sample_target.max_new_tokens,
+    }  # fmt: skip
+    plain = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    # To vLLM "none" means that a call stays text, which is what is wanted; to SGLang, that it leaves the tools out.
+    as_text = {"tool_choice": "none"} if q.tools else {}
+    return {
+        "transformers": {"generation_config": json.dumps(config)},
+        "sglang": plain,
+        "vllm": {**plain, **as_text, "return_token_ids": True},
+    }
+
+
+@dataclass(frozen=True)
+class Got:
+    """An answer as token ids."""
+
+    prompt_ids: list[int]
+    answer_ids: list[int]
+    finish_reason: str
+    source: str  # of the ids
+
+
+def _token_ids(work: Work, q: Question, history: list[dict[str, Any]], answer: client.Answer) -> Got | None:
+    """None where they can't be told.
 
     Raises ValueError where the server's prompt is not ours: then its template is another one, and no row is right.
     """
     s, eos = work.p.sample_target, work.made.eos_token_ids
-    ours = prompt.prompt_ids(work.tokenizer, history, s.thinking)
-    theirs = answer.prompt_ids
+    ours, theirs = _prompt_ids(work, q, history), answer.prompt_ids
     if (theirs is not None and theirs != ours) or (theirs is None and answer.prompt_tokens not in (None, len(ours))):
+        extras = bool(q.tools) or any({"tool_calls", "reasoning_content"} & set(message) for message in history)
+        hint = "; this row has tools, calls or thoughts, which not every server renders (docs/sampling.md)" * extras
         raise ValueError(
-            f"sample_target: row {q['id']}: the server was prompted with {len(theirs) if theirs else answer.prompt_tokens} "
+            f"sample_target: row {q.id}: the server was prompted with {len(theirs) if theirs else answer.prompt_tokens} "
             f"tokens, this tokenizer and its chat template give {len(ours)}{' others' if theirs else ''}; let the server use "
-            "the target's own template, and set sample_target.thinking as it does"
+            f"the target's own template, and set sample_target.thinking as it does{hint}"
         )
-    if answer.answer_ids:
-        ids, finish_reason, source = answer.answer_ids, answer.finish_reason, "server"
-        if finish_reason == "stop" and ids[-1] not in eos:
-            ids = [*ids, work.end]
-    else:
-        ids = prompt.retokenised(work.tokenizer, history, answer.text, answer.reasoning, eos, s.thinking)
-        finish_reason, source = answer.finish_reason, "text"
-        said = answer.completion_tokens
-        if finish_reason == "length" and said == len(ids) + 1:
-            finish_reason = "stop"  # the end token was the last that fitted
-        if finish_reason == "stop":
-            ids = [*ids, work.end]
-        # Some servers leave the end token out of their count.
-        if said is not None and said not in ((len(ids), len(ids) - 1) if finish_reason == "stop" else (len(ids),)):
-            work.dropped["token_ids_unknown"] += 1
-            return None
-        source = "text, unchecked" if said is None else "text, as many"
-    if not ids:  # a target may end at once, but then with an end token
-        work.dropped["empty"] += 1
+    finish_reason = answer.finish_reason
+    if ids := answer.answer_ids:
+        ended = finish_reason == "stop" and ids[-1] not in eos
+        return Got(ours, [*ids, work.end] if ended else ids, finish_reason, "server")
+    ids = prompt.retokenised(work.tokenizer, history, answer.text, answer.reasoning, eos, s.thinking, q.tools)
+    said = answer.completion_tokens
+    if finish_reason == "length" and said == len(ids) + 1:
+        finish_reason = "stop"  # the end token was the last that fitted
+    if finish_reason == "stop":
+        ids = [*ids, work.end]
+    # Some servers leave the end token out of their count.
+    if said is not None and said not in ((len(ids), len(ids) - 1) if finish_reason == "stop" else (len(ids),)):
         return None
-    work.token_ids[source] += 1
-    columns = {"id": q["id"], "prompt_ids": ours, "source_row": q["source_row"], "verdict": q["verdict"]}
-    return {**columns, "answer_ids": ids, "finish_reason": finish_reason, "temperature": temperature}
-
-
-def _seed(seed: int, name: str) -> int:
-    """Of one request: from the row and its turn, so that neither order nor concurrency is in it."""
-    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:4], "big") >> 1
+    return Got(ours, ids, finish_reason, "text, unchecked" if said is None else "text, as many")
 
 
 # Preview
+
+
+def _shown(tokenizer: Any) -> list[dict[str, Any]]:
+    """The first training rows as text, for the report, which has no tokenizer; long ones without their middle."""
+    rows = conversations.read(SAMPLED / "train", conversations.SAMPLED, "sample_target", SHOWN)
+    return [
+        {
+            "id": row["id"],
+            "prompt": _clipped(tokenizer.decode(row["prompt_ids"])),
+            "answer": _clipped(tokenizer.decode(row["answer_ids"])),
+            "prompt_tokens": len(row["prompt_ids"]),
+            "answer_tokens": len(row["answer_ids"]),
+            "finish_reason": row["finish_reason"],
+        }
+        for row in rows.to_dicts()
+    ]
+
+
+def _clipped(text: str) -> str:
+    half = SHOWN_CHARS // 2
+    return text if len(text) <= SHOWN_CHARS else f"{text[:half]} […] {text[-half:]}"
 
 
 def _preview(p: params.Params, *words: str) -> None:
@@ -378,19 +564,20 @@ def _preview(p: params.Params, *words: str) -> None:
         raise ValueError(f"expected no arguments or --preview N, found {' '.join(words)}")
     made, count = manifest.read(), int(words[1])
     tokenizer = AutoTokenizer.from_pretrained(manifest.weights(made), trust_remote_code=p.target.trust_remote_code)
-    sampled = SAMPLED / "train.parquet"
+    sampled, fixed = SAMPLED / "train", FIXED / "train.parquet"
     if sampled.exists():
         print(f"{sampled}, its first {count} rows")
-        rows = conversations.read(sampled, conversations.SAMPLED, "sample_target").head(count).to_dicts()
+        rows = conversations.read(sampled, conversations.SAMPLED, "sample_target", count).to_dicts()
     else:
-        print(f"{FIXED}/train.parquet, its first {count} turns, with the data's own answers; nothing is sampled yet")
-        fixed = conversations.read(FIXED / "train.parquet", conversations.FIXED, "fix_data").head(count)
+        print(f"{fixed}, its first {count} turns, with the data's own answers; nothing is sampled yet")
         rows = []
-        for row in fixed.to_dicts():
-            turns = prompt.exploded(tokenizer, row["messages"], made.eos_token_ids, p.sample_target.thinking)
-            rows += [{"id": f"{row['id']}.{n}", "prompt_ids": a, "answer_ids": b} for n, (a, b) in enumerate(turns)]
+        for asked in questions.read(fixed, count):
+            eos, thinking = made.eos_token_ids, p.sample_target.thinking
+            turns = prompt.exploded(tokenizer, asked[0].messages, eos, thinking, asked[0].tools)
+            pairs = zip(asked, turns, strict=False)  # the last conversation may be asked in part
+            rows += [{"id": q.id, "prompt_ids": a, "answer_ids": b} for q, (a, b) in pairs]
     on, off = ("[[", "]]") if os.environ.get("NO_COLOR") else ("\x1b[30;42m", "\x1b[0m")
-    for row in rows[:count]:
+    for row in rows:
         supervised, whole = len(row["answer_ids"]), len(row["prompt_ids"]) + len(row["answer_ids"])
         print(
             f"\n--- {row['id']}: {supervised} of {whole} tokens are trained on, {row.get('finish_reason', 'the data')}"

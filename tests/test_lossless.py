@@ -19,7 +19,7 @@ ROOM = 60
 @pytest.fixture(scope="module")
 def prompts(small_run: Path) -> list[list[int]]:
     """Every prompt of the eval split."""
-    table = conversations.read(small_run / "data/sampled/eval.parquet", conversations.SAMPLED, "sample_target")
+    table = conversations.read(small_run / "data/sampled/eval", conversations.SAMPLED, "sample_target")
     return table["prompt_ids"].to_list()
 
 
@@ -97,7 +97,7 @@ def test_a_prompt_longer_than_the_target_holds_is_refused_before_the_first_token
 
 
 def test_fixture_covers_the_whole_eval_split(small_run: Path, prompts) -> None:
-    assert len(prompts) == pl.read_parquet(small_run / "data/sampled/eval.parquet").height == 6
+    assert len(prompts) == pl.read_parquet(small_run / "data/sampled/eval").height == 6
 
 
 def test_margin_is_the_gap_between_the_two_best_logits(small_run: Path, model, prompts) -> None:

@@ -185,6 +185,9 @@ def test_a_number_is_a_number(place: tuple[str, ...], value: Any) -> None:
         params.load()
         return
     (line,) = problems()
+    if value == [1] and ".".join(place) == "sample_target.temperature":  # a list is a mixture
+        assert line == "sample_target.temperature.0: expected a section with temperature, weight, found 1"
+        return
     assert re.fullmatch(rf"{re.escape('.'.join(place))}: expected .+, found {re.escape(repr(value))}", line)
 
 
@@ -212,6 +215,46 @@ def test_no_number_is_infinite(number: str) -> None:
         edited((key, f"{key.split(':')[0]}: {number}"))
         (line,) = problems()
         assert "expected a finite number, found " in line
+
+
+@pytest.mark.parametrize(
+    ("mixture", "line"),
+    [
+        ([], "sample_target.temperature: expected at least 1 item, found []"),
+        (
+            [{"temperature": 1.0}],
+            "sample_target.temperature.0.weight: missing; the code holds no defaults, so write it",
+        ),
+        (
+            [{"temperature": -1, "weight": 1}],
+            "sample_target.temperature.0.temperature: expected greater than or equal to 0",
+        ),
+        ([{"temperature": 1, "weight": 0}], "sample_target.temperature.0.weight: expected greater than 0, found 0"),
+        (
+            [{"temperature": 1, "weight": 1, "top_p": 1}],
+            "sample_target.temperature.0.top_p: unknown key; known keys are temperature, weight. Correct the spelling",
+        ),
+    ],
+)
+def test_a_mixture_that_is_none_is_named(mixture: list[Any], line: str) -> None:
+    set_value(("sample_target", "temperature"), mixture)
+    (found,) = problems()
+    assert found.startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "of_eval"),
+    [
+        (0, 0.0),
+        (0.7, 0.7),
+        ([{"temperature": 0, "weight": 9}, {"temperature": 0.3, "weight": 1}, {"temperature": 0.6, "weight": 1}], 0.3),
+        ([{"temperature": 0.3, "weight": 1}, {"temperature": 0.6, "weight": 2}], 0.6),
+        ([{"temperature": 0, "weight": 1}], 0.0),
+    ],
+)
+def test_eval_is_at_one_temperature(temperature: Any, of_eval: float) -> None:
+    set_value(("sample_target", "temperature"), temperature)
+    assert params.load().sample_target.eval_temperature == of_eval
 
 
 BAD_VALUES = [

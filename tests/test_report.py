@@ -110,7 +110,13 @@ def _made_up_report(stage: str) -> Row:
                 "row_count": {"before": fixed.replace("[2]", "[3]"), "after": fixed},
             },
         },
-        "sample_target": {"rows_in": 280, "rows_out": 260, "dropped": {"not asked for": 20}, "seconds": 21.0, "tokens": 31000},
+        "sample_target": {
+            "rows_in": 280, "rows_out": 260, "dropped": {"not asked for": 20}, "seconds": 21.0, "tokens": 31000,
+            "preview": [
+                {"id": "q7.0", "prompt": "<|im_start|>user\nIs 2 < 3 & <b>so</b>?<|im_end|>\n", "answer": "<i>yes</i>\n</mark>",
+                 "prompt_tokens": 9, "answer_tokens": 3, "finish_reason": "stop"},
+            ],
+        },
         "extract_hiddens": {"rows_in": 260, "rows_out": 258, "dropped": {"longer than max_length": 2}, "seconds": 4.0},
         "init_draft": {"draft_vocab_size": 320, "target_vocab_size": 512, "coverage_train": 0.9991, "coverage_eval": 0.9985},
         "check_overfit": {"tau": 7.6, "min_tau": 6.0, "steps": 120, "losses": [5.0, 0.2], "seconds": 6.0},
@@ -133,6 +139,17 @@ def test_the_table_equals_the_cells_bit_for_bit(made_up: params.Params) -> None:
         metrics = cell.read(row["workload"], row["checkpoint"], row["tree"])["metrics"]
         for name in report.MEASURED:
             assert float(row[name]).hex() == metrics[name].hex(), name
+
+
+def test_the_page_shows_what_is_trained_on_and_escapes_it(made_up: params.Params) -> None:
+    """An answer may hold any text: a page that ran it as HTML would show another mask, or worse."""
+    report.main()
+    page = report.PAGE.read_text()
+    assert "<strong>q7.0</strong>: 3 of 12 tokens, a whole answer" in page
+    assert (
+        '<pre class="masked"><span>&lt;|im_start|&gt;user\nIs 2 &lt; 3 &amp; &lt;b&gt;so&lt;/b&gt;?&lt;|im_end|&gt;\n</span>'
+        "<mark>&lt;i&gt;yes&lt;/i&gt;\n&lt;/mark&gt;</mark></pre>"
+    ) in page
 
 
 def test_columns_come_in_their_order(made_up: params.Params) -> None:

@@ -1,13 +1,16 @@
-"""sample_target through a real `transformers serve`, through kills, and with the data's own answers."""
+"""sample_target through a real `transformers serve`, through kills and faults, and with the data's own answers."""
 
+import itertools
 import json
+import multiprocessing
 import os
 import random
 import shutil
-import signal
-import subprocess
+import stat
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,11 +23,23 @@ from transformers import AutoTokenizer
 from stages import fix_data, params, prepare_target, sample_target
 from stages.serving import server
 from tests.conftest import ROOT, copy_project, edit_params
-from tests.serving.fake import Fake, completion
+from tests.serving.fake import Fake, completion, echo
+from tests.serving.proxy import Proxy
 
 SERVER = {"launch": None, "launch_args": [], "start_timeout_s": 120.0, "base_urls": [], "model": None,
           "concurrency": 8, "timeout_s": 60.0, "attempts": 6, "api_key_env": None}  # fmt: skip
 SPLITS = ("train", "eval", "eval_t")
+# The builtin target's template, and tools, calls and thoughts as a template may render them.
+TEMPLATE = (
+    "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<{{ c.function.name }}{% for k, v in c.function.arguments.items() %}"
+    " {{ k }}={{ v | tojson }}{% endfor %}>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# A stage that is killed runs in a fork of a process that has imported everything: half a second instead of five.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["stages.sample_target"])
 
 
 @pytest.fixture(scope="session")
@@ -32,14 +47,19 @@ def sampled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project with a target that can say a little, and its answers by the transformers backend. Copy it to change it."""
     project = copy_project(tmp_path_factory.mktemp("sampled"))
     edit_params(project, {
+        "target": {"num_threads": 1},  # two processes of two threads on two cores would wait for each other
         "prepare_target": {"steps": 30},
-        "sample_target": {"train_rows": 6, "eval_rows": 3, "max_new_tokens": 24},
+        "sample_target": {"train_rows": 6, "eval_rows": 3, "max_new_tokens": 24, "shard_size": 4},
     })  # fmt: skip
     before = Path.cwd()
     os.chdir(project)
     try:
-        for main in (fix_data.main, prepare_target.main, sample_target.main):
-            main()
+        fix_data.main()
+        prepare_target.main()
+        template = Path("artifacts/target/chat_template.jinja")
+        assert template.exists()
+        template.write_text(TEMPLATE)
+        sample_target.main()
     finally:
         os.chdir(before)
     return project
@@ -53,14 +73,22 @@ def project(sampled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 
 @pytest.fixture(scope="session")
-def transformers_serve(sampled: Path) -> Iterator[dict[str, Any]]:
-    """The real server, of the same target; as the keys of sample_target.server that name it."""
+def transformers_serve(sampled: Path) -> Iterator[server.Server]:
+    """The real server, of the same target."""
     folder, port = str(sampled / "artifacts/target"), server.free_port()
     line = server.command("transformers", folder, port, "float32", "cpu", False)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")  # two processes of two threads on two cores would wait for each other
-        with server.started("transformers", line, port, folder, sampled / "server.log", 120) as running:
-            yield {"base_urls": [running.base_url], "model": folder}
+    with server.started("transformers", line, port, folder, sampled / "server.log", 120, threads=1) as running:
+        yield running
+
+
+@pytest.fixture
+def real(transformers_serve: server.Server) -> Iterator[dict[str, Any]]:
+    """The keys of sample_target.server that name it. Where a test fails, pytest prints the server's log with it."""
+    transformers_serve.check()  # says so, with the log, where an earlier test has ended it
+    yield {"base_urls": [transformers_serve.base_url], "model": transformers_serve.model}
+    ended = transformers_serve.ended()
+    print(f"the server {'runs' if ended is None else f'ended with status {ended}'}; its log's last lines:")
+    print(server.tail(transformers_serve.log, 40))
 
 
 def use(project: Path, backend: str, server_: dict[str, Any] | None = None, **settings: Any) -> None:
@@ -68,7 +96,7 @@ def use(project: Path, backend: str, server_: dict[str, Any] | None = None, **se
 
 
 def answers(project: Path, split: str) -> pl.DataFrame:
-    return pl.read_parquet(project / f"data/sampled/{split}.parquet")
+    return pl.read_parquet(project / f"data/sampled/{split}/*.parquet")
 
 
 def report(project: Path) -> dict[str, Any]:
@@ -77,10 +105,10 @@ def report(project: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_real_server_says_what_this_process_says(project: Path, transformers_serve: dict[str, Any]) -> None:
+def test_a_real_server_says_what_this_process_says(project: Path, real: dict[str, Any]) -> None:
     """At temperature 0, where its ids can be told; and above, the same at any concurrency, since each row has its seed."""
     own = {row["id"]: row for row in answers(project, "eval").to_dicts()}
-    use(project, "server", transformers_serve)
+    use(project, "server", real)
     sample_target.main()
     said = answers(project, "eval").to_dicts()
     assert said and all(row == own[row["id"]] for row in said)
@@ -88,7 +116,7 @@ def test_a_real_server_says_what_this_process_says(project: Path, transformers_s
     assert set(found["token_ids"]) == {"text, as many"}
     assert set(found["dropped"]) <= {"truncated", "token_ids_unknown", "empty"}
     first = {split: answers(project, split) for split in SPLITS}
-    use(project, "server", {**transformers_serve, "concurrency": 1})
+    use(project, "server", {**real, "concurrency": 1})
     sample_target.main()
     for split in SPLITS:
         assert answers(project, split).equals(first[split])
@@ -143,37 +171,482 @@ def test_later_turns_are_asked_after_the_targets_own_answers(project: Path) -> N
     assert len({b["seed"] for b in fake.bodies[:3]}) == 3
 
 
-def test_a_killed_run_goes_on_without_a_hole_or_a_duplicate(project: Path) -> None:
+def begun() -> Any:
+    """The stage as a process of its own, to be killed."""
+    stage = FORKS.Process(target=sample_target.main)
+    stage.start()
+    return stage
+
+
+def finished() -> None:
+    stage = begun()
+    stage.join(300)
+    assert stage.exitcode == 0
+
+
+def result(project: Path) -> tuple[dict[str, pl.DataFrame], dict[str, Any]]:
+    """The rows of each split, checked for being one each, and what the report counts, but for how it came about."""
+    rows = {split: answers(project, split) for split in SPLITS}
+    for split, table in rows.items():
+        assert table["id"].is_unique().all(), split
+        size = params.load().sample_target.shard_size
+        heights = [pl.read_parquet(f).height for f in sorted((project / f"data/sampled/{split}").iterdir())]
+        assert max(heights) <= size
+    assert not list(Path(".scratch").glob("sample_target-*"))
+    return rows, {k: v for k, v in report(project).items() if k not in ("seconds", "asked_again", "server_restarts")}
+
+
+def assert_same(found: tuple[dict[str, pl.DataFrame], dict[str, Any]], whole: Any) -> None:
+    for split in SPLITS:
+        assert found[0][split].equals(whole[0][split]), split
+    assert found[1] == whole[1]
+
+
+def killed_at_random(project: Path, kills: int, seed: int) -> None:
+    """As often as said, at any moment from its start to its end; whenever a run comes through, another begins."""
+    warm = FORKS.Process(target=time.sleep, args=(0,))
+    warm.start()
+    warm.join()
+    rng, begin = random.Random(seed), time.monotonic()
+    finished()
+    took, whole = time.monotonic() - begin, result(project)
+    shutil.rmtree("data/sampled")
+    while kills:
+        stage = begun()
+        stage.join(rng.uniform(0, 0.8) * took)
+        if stage.exitcode is None:
+            stage.kill()
+            stage.join()
+            kills -= 1
+            continue
+        assert stage.exitcode == 0
+        assert_same(result(project), whole)
+        shutil.rmtree("data/sampled")
+    finished()
+    assert_same(result(project), whole)
+
+
+def test_killed_at_random_before_a_real_server(project: Path, real: dict[str, Any]) -> None:
+    use(project, "server", real, train_rows=18, eval_rows=3, max_new_tokens=4)
+    killed_at_random(project, 5, seed=1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(2))
+def test_killed_at_50_random_points_before_a_real_server(project: Path, real: dict[str, Any], seed: int) -> None:
+    use(project, "server", real, train_rows=60, eval_rows=10, max_new_tokens=8, shard_size=7)
+    killed_at_random(project, 50, seed)
+
+
+@pytest.mark.long
+def test_killed_at_50_random_points_in_this_process(project: Path) -> None:
+    use(project, "transformers", train_rows=60, eval_rows=10, shard_size=8, batch_size=3)
+    killed_at_random(project, 50, seed=5)
+
+
+def test_a_killed_run_asks_again_only_what_was_under_way(project: Path) -> None:
     """Bug of counting lines: answers come in any order, so the count says nothing of which are there."""
-    rng, command = random.Random(3), [sys.executable, "-m", "stages.sample_target"]
+    rng = random.Random(3)
 
     def reply(body: dict[str, Any], number: int) -> dict[str, Any]:
-        time.sleep(0.01)  # the server takes one at a time, so that there is a middle to be killed in
+        time.sleep(0.005)  # the server takes one at a time, so that there is a middle to be killed in
         return completion(f"place: {body['seed']}", body["model"])
 
     with Fake(reply) as fake:
-        use(project, "server", {"base_urls": [fake.url]}, train_rows=120, eval_rows=20)
-        subprocess.run(command, check=True, capture_output=True)
-        whole, asked = {split: answers(project, split) for split in SPLITS}, len(fake.bodies)
+        use(project, "server", {"base_urls": [fake.url]}, train_rows=120, eval_rows=20, shard_size=16)
+        finished()
+        whole, asked = result(project), len(fake.bodies)
         assert asked == 160
         shutil.rmtree("data/sampled")
         fake.bodies.clear()
         at = 0
         for _ in range(3):
             at += rng.randrange(15, 45)
-            stage = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            stage = begun()
             while len(fake.bodies) < at:
-                assert stage.poll() is None
+                assert stage.exitcode is None
                 time.sleep(0.002)
-            os.kill(stage.pid, signal.SIGKILL)
-            stage.wait()
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-        assert "resumed: " in done.stdout
-    for split in SPLITS:
-        assert answers(project, split).equals(whole[split])
+            stage.kill()
+            stage.join()
+        (place,) = Path(".scratch").glob("sample_target-*")
+        kept = sum(len(f.read_text().split("\n")) - 1 for f in place.glob("train/journals/*.jsonl"))
+        published = len(list(place.glob("train/parts/*.parquet")))
+        assert published >= 1 and kept + 16 * published <= at  # a published shard's journal is gone
+        finished()
+    assert_same(result(project), whole)
     again = len(fake.bodies) - asked
     assert 0 <= again <= 3 * SERVER["concurrency"]  # only what was under way is asked twice
-    assert not list(Path(".scratch").glob("sample_target-*"))
+
+
+def conversations_of(project: Path, count: int, turns: int, **changes: Any) -> None:
+    """Make the training data `count` conversations of `turns` questions each."""
+    rows = pl.read_parquet("data/fixed/train.parquet").head(count).to_dicts()
+    schema = pl.read_parquet("data/fixed/train.parquet").schema
+    for n, row in enumerate(rows):
+        says = itertools.cycle(("user", "assistant"))
+        row["messages"] = [{"role": r, "content": f"{n}: {i}"} for i, r in zip(range(2 * turns), says, strict=False)]
+        row |= changes
+    pl.DataFrame(rows, schema=schema).write_parquet("data/fixed/train.parquet")
+
+
+@pytest.mark.parametrize("history", ["data", "target"])
+@pytest.mark.parametrize("allowed", [3, 7])
+def test_stopped_again_and_again_it_is_the_same_run(project: Path, history: str, allowed: int) -> None:
+    """Conversations of five turns over shards of two rows: a later turn quotes answers of shards that are published.
+
+    Some rows are refused and some can't be told; they are counted once, in whichever run they were.
+    """
+    conversations_of(project, 6, 5)
+    left = [10**6]
+
+    def reply(body: dict[str, Any], number: int) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            return 404  # stops the run
+        odd = int(body["seed"]) % 7
+        said = completion(f"own {len(body['messages'])} {body['seed']}", body["model"])
+        return 400 if odd == 0 else said | {"usage": {"completion_tokens": 99}} if odd == 1 else said
+
+    with Fake(reply) as fake:
+        use(
+            project, "server", {"base_urls": [fake.url], "concurrency": 3}, history=history, train_rows=28, shard_size=2
+        )
+        sample_target.main()
+        whole, asked = result(project), len(fake.bodies)
+        assert whole[1]["dropped"]["refused"] and whole[1]["dropped"]["token_ids_unknown"]
+        assert (whole[1]["dropped"].get("earlier_turn_incomplete", 0) > 0) == (history == "target")
+        shutil.rmtree("data/sampled")
+        fake.bodies.clear()
+        stopped = 0
+        while not Path("data/sampled").exists():
+            left[0] = allowed
+            try:
+                sample_target.main()
+            except ValueError as error:
+                if "HTTP 404" not in str(error):
+                    raise
+                stopped += 1
+        assert stopped >= 2
+    assert_same(result(project), whole)
+    assert len(fake.bodies) - asked < stopped * 8  # what was under way, and the refused
+
+
+def test_a_proxy_that_breaks_answers_changes_none(project: Path, real: dict[str, Any]) -> None:
+    """10% of all answers are errors, 5% reset in the middle, 2% never come."""
+    use(project, "server", real, train_rows=56, eval_rows=2, max_new_tokens=3, shard_size=16)
+    sample_target.main()
+    whole = result(project)
+    rng = random.Random(17)
+    drawn = [rng.random() for _ in range(1000)]
+
+    def fault(number: int) -> str | None:
+        at = drawn[number]
+        return "500" if at < 0.10 else "reset" if at < 0.15 else "hang" if at < 0.17 else None
+
+    with Proxy(real["base_urls"][0], fault) as proxy:
+        broken = {**real, "base_urls": [proxy.url], "timeout_s": 1.2}
+        use(project, "server", broken, train_rows=56, eval_rows=2, max_new_tokens=3, shard_size=16)
+        sample_target.main()
+    assert_same(result(project), whole)
+    assert proxy.faults["500"] >= 5 and proxy.faults["reset"] >= 3 and proxy.faults["hang"] >= 1
+    again = Counter(report(project)["asked_again"])
+    assert again["http 500"] == proxy.faults["500"] and again["timeout"] == proxy.faults["hang"]
+    assert again["connection"] == proxy.faults["reset"] and proxy.asked == 60 + sum(again.values())
+
+
+def test_several_servers_on_several_hosts_one_of_which_dies(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipe of docs/sampling.md for large runs, on four addresses of this machine: one list, one client."""
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    settings = {"train_rows": 300, "eval_rows": 20, "shard_size": 50}
+    alone = Fake(echo)
+    with alone:
+        use(project, "server", {"base_urls": [alone.url]}, **settings)
+        sample_target.main()
+    whole = result(project)
+    hosts = [Fake(echo, delay_s=0.01, host=f"127.0.0.{n}") for n in (2, 3, 4)]
+    reply = hosts[1].reply
+    dying = threading.Event()
+
+    def dies(body: dict[str, Any], number: int) -> Any:
+        if number == 30:
+            dying.set()
+        return "reset" if number >= 30 else reply(body, number)
+
+    hosts[1].reply = dies
+    hosts[0].__enter__()
+    hosts[2].__enter__()
+    hosts[1].__enter__()
+
+    def end() -> None:
+        dying.wait(60)
+        hosts[1].__exit__()
+
+    death = threading.Thread(target=end)
+    death.start()
+    try:
+        use(project, "server", {"base_urls": [host.url for host in hosts], "concurrency": 24}, **settings)
+        sample_target.main()
+    finally:
+        dying.set()
+        death.join()
+        hosts[0].__exit__()
+        hosts[2].__exit__()
+    assert_same(result(project), whole)
+    served = [len(host.bodies) for host in hosts]
+    assert served[1] >= 30 and min(served[0], served[2]) > 80
+    assert report(project)["asked_again"]["connection"] >= 1
+
+
+FAKE_ENGINE = """#!{python}
+import os, sys
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from tests.serving import fake
+asked, seen = Path({asked!r}), {falls_at}
+def reply(body, number):
+    with asked.open("a") as file:
+        file.write("x")
+    if asked.stat().st_size in seen:
+        print("CUDA error: an illegal memory access", flush=True)
+        os._exit(9)
+    return fake.echo(body, number)
+print("threads", os.environ["OMP_NUM_THREADS"], flush=True)
+port = int(sys.argv[sys.argv.index("--port") + 1])
+with fake.Fake(reply, port=port) as running:
+    running._thread.join()
+"""
+
+
+def engine_that_falls(project: Path, monkeypatch: pytest.MonkeyPatch, falls_at: str) -> None:
+    """An `sglang` on the PATH that ends itself at the requests whose numbers are in `falls_at`."""
+    program = project / "bin/sglang"
+    program.parent.mkdir()
+    settings = {"python": sys.executable, "root": str(ROOT), "asked": str(project / "asked"), "falls_at": falls_at}
+    program.write_text(FAKE_ENGINE.format(**settings))
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+
+
+def test_a_server_that_falls_is_started_again(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A long run must not be lost to one crash of the engine."""
+    engine_that_falls(project, monkeypatch, "{10, 40}")
+    use(project, "server", {"launch": "sglang"}, train_rows=60)
+    sample_target.main()
+    assert "ended with status 9; starting it again (2 of 3)" in capsys.readouterr().out
+    found = report(project)
+    assert found["server_restarts"] == 2 and found["rows_out"] == 66
+    log = Path(".scratch/sglang_server.log").read_text()
+    assert log.count("illegal memory access") == 2
+    assert log.count("threads 1\n") == 3  # of target.num_threads: else it would take the stage's cores
+
+
+def test_a_server_that_falls_again_and_again_stops_the_run(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine_that_falls(project, monkeypatch, "range(10, 10**6)")
+    use(project, "server", {"launch": "sglang", "concurrency": 1}, train_rows=60)
+    # Where the machine is so busy that a fall costs a request two attempts, these end first; the log is shown either way.
+    ends = r"(?s)(status 9, after 3 restarts; its|no answer in 6 attempts.*The last lines of its) log, .*illegal memory access"
+    with pytest.raises(ValueError, match=ends):
+        sample_target.main()
+
+
+@pytest.mark.long
+def test_a_real_server_that_is_killed_is_started_again(project: Path) -> None:
+    import psutil
+
+    use(project, "server", {"launch": "transformers"}, train_rows=60, max_new_tokens=8)
+    sample_target.main()
+    whole = result(project)
+    killed = []
+
+    def kill() -> None:
+        while not killed:
+            time.sleep(0.05)
+            if sum(f.stat().st_size for f in Path(".scratch").glob("sample_target-*/train/journals/*")) > 3000:
+                for child in psutil.Process().children(recursive=True):
+                    if "transformers.cli.transformers" in " ".join(child.cmdline()[:3]):
+                        child.kill()
+                        killed.append(child.pid)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    sample_target.main()
+    killer.join()
+    assert report(project)["server_restarts"] == 1
+    assert_same(result(project), whole)
+
+
+def test_each_rows_temperature_is_its_own(project: Path) -> None:
+    """AngelSlim draws one for each process; here it follows from the row, wherever and whenever it is asked."""
+    mixture = [
+        {"temperature": 0.0, "weight": 2},
+        {"temperature": 0.5, "weight": 1},
+        {"temperature": 1.0, "weight": 1.0},
+    ]
+    with Fake(echo) as fake:
+        use(project, "server", {"base_urls": [fake.url]}, temperature=mixture, train_rows=400, shard_size=64)
+        sample_target.main()
+        asked = {b["seed"]: b["temperature"] for b in fake.bodies[:400]}
+        rows = answers(project, "train")
+        shares = Counter(rows["temperature"].to_list())
+        assert Counter(asked.values()) == shares
+        assert set(shares) == {0.0, 0.5, 1.0}
+        assert abs(shares[0.0] - 200) < 40 and abs(shares[0.5] - 100) < 35  # four standard deviations
+        assert report(project)["temperatures"] == {"0": shares[0.0], "0.5": shares[0.5], "1": shares[1.0]}
+        assert set(answers(project, "eval_t")["temperature"]) == {0.5}  # the heaviest above 0, the first of equals
+        use(project, "server", {"base_urls": [fake.url], "concurrency": 1}, train_rows=100, shard_size=7)
+        sample_target.main()
+        assert answers(project, "train").equals(rows.head(100))
+
+
+def test_a_mixture_in_this_process(project: Path) -> None:
+    mixture = [{"temperature": 0.0, "weight": 1.0}, {"temperature": 0.9, "weight": 1.0}]
+    use(project, "transformers", temperature=mixture, train_rows=20, batch_size=4, max_new_tokens=6)
+    sample_target.main()
+    rows = answers(project, "train")
+    assert set(rows["temperature"].cast(pl.Float64).round(3)) == {0.0, 0.9}
+    use(project, "transformers", temperature=0.0, train_rows=20, batch_size=4, max_new_tokens=6)
+    sample_target.main()
+    cold = answers(project, "train")
+    assert rows["id"].to_list() == cold["id"].to_list()
+    same = rows["answer_ids"].to_list(), cold["answer_ids"].to_list(), rows["temperature"].to_list()
+    assert all(a == b for a, b, heat in zip(*same, strict=True) if heat == 0.0)
+    assert not all(a == b for a, b, heat in zip(*same, strict=True) if heat > 0)
+    assert answers(project, "eval_t").is_empty()
+
+
+TOOLS = [{"type": "function", "function": {"name": "sky", "description": "d", "parameters": {"type": "object"}}}]
+CALLED = {"id": "abc", "type": "function", "function": {"name": "sky", "arguments": '{"at": "Oslo", "b": [1, 2]}'}}
+
+
+def with_tools(thoughts: bool) -> None:
+    """Make every conversation one in which a tool is called: question, call, result, answer."""
+    for split in ("train", "eval"):
+        table = pl.read_parquet(f"data/fixed/{split}.parquet")
+        rows = table.head(6).to_dicts()
+        for row in rows:
+            first = row["messages"][0]["content"]
+            said = [("user", first), ("assistant", ""), ("tool", "blue"), ("assistant", "it is blue")]
+            row["messages"] = [{"role": role, "content": text} for role, text in said]
+            row["tools"], row["tool_calls"] = json.dumps(TOOLS), [None, json.dumps([CALLED]), None, None]
+            row["reasoning"] = [None, "I look up", None, "so"] if thoughts else None
+        pl.DataFrame(rows, schema=table.schema).write_parquet(f"data/fixed/{split}.parquet")
+
+
+def rendered(body: dict[str, Any], tokenizer: Any) -> list[int]:
+    """The prompt's ids as a server makes them: arguments parsed, then the template."""
+    messages = json.loads(json.dumps(body["messages"]))
+    for call in itertools.chain.from_iterable(m.get("tool_calls", ()) for m in messages):
+        call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    text = tokenizer.apply_chat_template(messages, tools=body["tools"], tokenize=False, add_generation_prompt=True)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_tools_calls_and_thoughts_reach_the_server_and_the_prompt(project: Path) -> None:
+    """Prompts are compared id by id with those of a server that renders what it was sent."""
+    with_tools(thoughts=True)
+    tokenizer = AutoTokenizer.from_pretrained("artifacts/target")
+
+    def reply(body: dict[str, Any], number: int) -> dict[str, Any]:
+        return completion("hi", body["model"], prompt_token_ids=rendered(body, tokenizer))
+
+    models = {"data": [{"id": "tiny", "owned_by": "vllm"}]}
+    with Fake(reply, models=models) as fake:
+        use(project, "server", {"base_urls": [fake.url], "model": "tiny"}, train_rows=None, eval_rows=None)
+        sample_target.main()
+    assert all(body["tools"] == TOOLS and body["tool_choice"] == "none" for body in fake.bodies)
+    second = next(b["messages"] for b in fake.bodies if len(b["messages"]) == 3)
+    assert second[1] == {"role": "assistant", "content": "", "reasoning_content": "I look up", "tool_calls": [CALLED]}
+    assert second[2] == {"role": "tool", "content": "blue", "tool_call_id": "abc"}
+    text = tokenizer.decode(answers(project, "train")["prompt_ids"][1])
+    assert json.dumps(TOOLS[0])[:20] in text and '(I look up)<sky at="Oslo" b=[1, 2]>' in text
+    use(project, "keep", {"base_urls": [fake.url], "model": "tiny"}, train_rows=2, eval_rows=1)
+    with Fake(reply, models=models, port=fake.port):
+        sample_target.main()
+    kept = [tokenizer.decode(ids) for ids in answers(project, "train")["answer_ids"]]
+    assert kept == ['(I look up)<sky at="Oslo" b=[1, 2]><|im_end|>', "(so)it is blue<|im_end|>"]
+
+
+def test_a_real_server_renders_tools_as_we_do(project: Path, real: dict[str, Any]) -> None:
+    """It says the prompt's length, and in this process the same prompts get the same answers."""
+    with_tools(thoughts=False)
+    own = {}
+    for backend in ("transformers", "server"):
+        use(project, backend, real, train_rows=6, eval_rows=1, temperature=0.0, max_new_tokens=6)
+        sample_target.main()
+        own[backend] = {row["id"]: row for row in answers(project, "train").to_dicts()}
+    assert len(own["transformers"]) == 6
+    assert own["server"] and all(row == own["transformers"][name] for name, row in own["server"].items())
+
+
+def test_a_server_that_leaves_thoughts_out_is_told(project: Path, real: dict[str, Any]) -> None:
+    """`transformers serve` takes no thoughts into a history; where the template shows them, that is another prompt."""
+    with_tools(thoughts=True)
+    use(project, "server", real)
+    with pytest.raises(ValueError, match="this row has tools, calls or thoughts, which not every server renders"):
+        sample_target.main()
+
+
+def test_rows_whose_tools_can_t_be_read_are_dropped(project: Path) -> None:
+    conversations_of(project, 6, 2)
+    table = pl.read_parquet("data/fixed/train.parquet")
+    bad = pl.Series("tools", ["a prose", *[None] * 5], dtype=pl.String)
+    table.with_columns(bad).write_parquet("data/fixed/train.parquet")
+    for backend in ("transformers", "keep", "server"):
+        with Fake(echo) as fake:
+            use(project, backend, {"base_urls": [fake.url]}, train_rows=8, max_new_tokens=4)
+            sample_target.main()
+        assert report(project)["dropped"]["malformed_tools"] == 2
+        assert answers(project, "train").height == 6
+
+
+def test_conversations_with_images_are_refused(project: Path) -> None:
+    table = pl.read_parquet("data/fixed/train.parquet")
+    seen = pl.Series("images", [["sky.png"], [], *[None] * (len(table) - 2)], dtype=pl.List(pl.String))
+    table.with_columns(seen).write_parquet("data/fixed/train.parquet")
+    with pytest.raises(ValueError, match=r"1 conversations of data/fixed/train\.parquet have images, expected none"):
+        sample_target.main()
+
+
+@pytest.mark.parametrize("backend", ["transformers", "server"])
+def test_a_prompt_that_is_empty_names_its_row(project: Path, backend: str) -> None:
+    """A mask that is all one: the template renders nothing before the answer."""
+    Path("artifacts/target/chat_template.jinja").write_text(
+        "{% if messages[-1].role == 'user' and messages[-1].content | length > 1 %}{% else %}"
+        + TEMPLATE
+        + "{% endif %}"
+    )
+    first = pl.read_parquet("data/fixed/train.parquet")["id"][0]
+    with Fake(echo) as fake:
+        use(project, backend, {"base_urls": [fake.url], "concurrency": 1})
+        with pytest.raises(ValueError, match=rf"row {first}\.0: its mask is all one"):
+            sample_target.main()
+
+
+def test_an_answer_without_a_word_is_dropped_and_one_without_an_end_stops_the_run(project: Path) -> None:
+    """A target may end at once: that row teaches nothing, and is no reason to stop a run of days."""
+
+    def reply(body: dict[str, Any], number: int) -> dict[str, Any]:
+        return completion("hi" if number else "", body["model"])
+
+    with Fake(reply) as fake:
+        use(project, "server", {"base_urls": [fake.url], "concurrency": 1})
+        sample_target.main()
+    assert report(project)["dropped"] == {"empty": 1}
+    use(project, "transformers", max_new_tokens=4)
+    plain, ends = sample_target.sample.answer, []
+
+    def answers_without_end(*args: Any, **kwargs: Any) -> list[tuple[list[int], str]]:
+        ends.append(1)
+        return [(ids[:1], "stop") for ids, _ in plain(*args, **kwargs)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample_target.sample, "answer", answers_without_end)
+        with pytest.raises(ValueError, match=r"row .*\.0: its answer ends in token \d+, expected one of the target's"):
+            sample_target.main()
+    assert ends
 
 
 def test_keep_takes_the_datas_own_answers_and_the_targets_for_eval(project: Path) -> None:
@@ -189,7 +662,9 @@ def test_keep_takes_the_datas_own_answers_and_the_targets_for_eval(project: Path
         assert tokenizer.decode(row["answer_ids"]) == f"{text}<|im_end|>"
         assert (row["id"], row["prompt_ids"], row["finish_reason"]) == (asked["id"], asked["prompt_ids"], "stop")
     assert answers(project, "eval").equals(before["eval"])
-    assert report(project)["token_ids"] == {"template": 6, "exact": 6}
+    found = report(project)
+    assert found["token_ids"] == {"template": 6, "exact": 6}
+    assert found["temperatures"] == {"the data": 6} and found["shards"] == {"train": 2, "eval": 1, "eval_t": 1}
 
 
 def test_keep_names_the_row_whose_mask_is_wrong(project: Path) -> None:
@@ -210,6 +685,12 @@ def test_the_preview_shows_what_is_trained_on(project: Path, capsys: pytest.Capt
     tokenizer = AutoTokenizer.from_pretrained("artifacts/target")
     painted = "".join(part.split("\x1b[0m")[0] for part in shown.split("--- ")[1].split("\x1b[30;42m")[1:])
     assert painted == tokenizer.decode(row["answer_ids"]).replace("\n", "")
+    kept = report(project)["preview"]
+    assert [r["id"] for r in kept] == answers(project, "train")["id"].to_list()[:3]
+    assert kept[0]["answer"] == tokenizer.decode(row["answer_ids"])
+    assert kept[0]["prompt"] == tokenizer.decode(row["prompt_ids"]) and kept[0]["answer_tokens"] == len(
+        row["answer_ids"]
+    )
     shutil.rmtree("data/sampled")
     sample_target.main("--preview", "1")
     assert "with the data's own answers" in capsys.readouterr().out

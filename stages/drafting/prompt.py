@@ -32,13 +32,15 @@ def template_settings(thinking: bool | None) -> dict[str, bool]:
     return {} if thinking is None else {"enable_thinking": thinking}
 
 
-def prompt_ids(tokenizer: Any, messages: Messages, thinking: bool | None = None) -> list[int]:
-    """Token ids of `messages` with the assistant's header after them, ready for its answer."""
-    return tokenizer.encode(_render(tokenizer, messages, True, thinking), add_special_tokens=False)
+def prompt_ids(
+    tokenizer: Any, messages: Messages, thinking: bool | None = None, tools: Messages | None = None
+) -> list[int]:
+    """Token ids of `messages`, and of the `tools` on offer, with the assistant's header after them, ready for its answer."""
+    return tokenizer.encode(_render(tokenizer, messages, True, thinking, tools), add_special_tokens=False)
 
 
 def exploded(
-    tokenizer: Any, messages: Messages, eos: list[int], thinking: bool | None = None
+    tokenizer: Any, messages: Messages, eos: list[int], thinking: bool | None = None, tools: Messages | None = None
 ) -> list[tuple[list[int], list[int]]]:
     """Per assistant's message, (prompt ids, answer ids with their end token), as if the target had said it.
 
@@ -50,8 +52,8 @@ def exploded(
     known_text, known_ids = "", list[int]()
     closers, closing = _closers_of(tokenizer)
     for i in turns(messages):
-        before = _render(tokenizer, messages[:i], True, thinking)
-        whole = _render(tokenizer, messages[: i + 1], False, thinking)
+        before = _render(tokenizer, messages[:i], True, thinking, tools)
+        whole = _render(tokenizer, messages[: i + 1], False, thinking, tools)
         if not whole.startswith(before):
             raise ValueError(
                 f"message {i}: the template prompts with ...{before[-60:]!r} but renders the answer after "
@@ -175,8 +177,9 @@ def check(row: str, prompt: list[int], answer: list[int], eos: list[int], comple
 
 
 def retokenised(
-    tokenizer: Any, messages: Messages, text: str, reasoning: str | None, eos: list[int], thinking: bool | None = None
-) -> list[int]:
+    tokenizer: Any, messages: Messages, text: str, reasoning: str | None, eos: list[int],
+    thinking: bool | None = None, tools: Messages | None = None,
+) -> list[int]:  # fmt: skip
     """Ids of an answer of which a server gave the text only, without its end token.
 
     With its thoughts taken out of the text, both go through the template, which knows what it writes between them.
@@ -184,7 +187,7 @@ def retokenised(
     if reasoning is None:
         return tokenizer.encode(text, add_special_tokens=False)
     said = {"role": "assistant", "content": text, "reasoning_content": reasoning}
-    ids = exploded(tokenizer, [*messages, said], eos, thinking)[-1][1]
+    ids = exploded(tokenizer, [*messages, said], eos, thinking, tools)[-1][1]
     return ids[:-1] if ids[-1] in eos else ids
 
 
@@ -200,10 +203,12 @@ def _shared(a: str, b: str) -> int:
     return len(os.path.commonprefix([a, b]))  # noqa: RUF071 - characters are what is asked for
 
 
-def _render(tokenizer: Any, messages: Messages, header: bool, thinking: bool | None) -> str:
+def _render(
+    tokenizer: Any, messages: Messages, header: bool, thinking: bool | None, tools: Messages | None = None
+) -> str:
     if not messages and not header:
         return ""
-    settings = template_settings(thinking)
+    settings = template_settings(thinking) | ({"tools": tools} if tools else {})
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=header, **settings)
 
 

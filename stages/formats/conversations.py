@@ -2,9 +2,12 @@
 
 `FIXED` (fix_data -> sample_target): whole conversations as messages, with where each row came from and its verdict.
 `SAMPLED` (sample_target -> extract_hiddens, benchmark): one row per answer, as token ids: the prompt exactly as a
-server would render it, and the target's own answer. The loss span is the answer.
+server would render it, and the target's own answer. The loss span is the answer. A folder of shards, since it may be
+large and is made over days: part-00000.parquet, ... (shards.py).
 """
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import polars as pl
@@ -55,14 +58,80 @@ def stream(path: Path, rows: pl.LazyFrame, schema: pl.Schema) -> None:
         rows.sink_parquet(temporary, maintain_order=True, engine="streaming", **how)
 
 
-def read(path: Path, schema: pl.Schema, made_by: str) -> pl.DataFrame:
-    """Raises ValueError naming the file and the stage to run, where it is missing, broken or of another schema."""
+def part(number: int) -> str:
+    """The name of a shard's file."""
+    return f"part-{number:05d}.parquet"
+
+
+def read(path: Path, schema: pl.Schema, made_by: str, rows: int | None = None) -> pl.DataFrame:
+    """A file, or a folder of shards in their order; the first `rows` of them if a number is given.
+
+    Raises:
+        ValueError: naming the file and the stage to run, where it is missing, broken or of another schema, or where a
+            shard is missing.
+    """
+    files = _parts(path, made_by) if path.is_dir() else [path]
+    tables: list[pl.DataFrame] = []
+    for file in files:
+        left = None if rows is None else rows - sum(map(len, tables))
+        if tables and left == 0:
+            break
+        tables.append(_read(file, schema, made_by, left))
+    return pl.concat(tables)
+
+
+def batches(path: Path, schema: pl.Schema, made_by: str) -> Iterator[pl.DataFrame]:
+    """The rows of one file, a row group's worth at a time: a table of millions is never whole in memory."""
+    _read(path, schema, made_by, 0)
+    for first in range(0, _counted(path, made_by, pl.len()), ROW_GROUP):
+        try:
+            yield pl.scan_parquet(path).slice(first, ROW_GROUP).collect(engine="streaming")
+        except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
+            raise _broken(path, made_by, error) from None
+
+
+def answers(path: Path, made_by: str) -> int:
+    """How many assistant's messages the conversations of a FIXED file have."""
+    roles = pl.element().struct.field("role") == "assistant"
+    return _counted(path, made_by, pl.col("messages").list.eval(roles).list.sum().sum())
+
+
+def with_images(path: Path, made_by: str) -> int:
+    """How many conversations of a FIXED file have images."""
+    return _counted(path, made_by, (pl.col("images").list.len() > 0).sum())
+
+
+def _read(path: Path, schema: pl.Schema, made_by: str, rows: int | None) -> pl.DataFrame:
     try:
-        rows = pl.read_parquet(path)
+        table = pl.read_parquet(path, n_rows=rows)
     except FileNotFoundError:
         raise ValueError(f"{path} not found; run: dvc repro {made_by}") from None
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
-        raise ValueError(f"{path} is not readable Parquet ({error}); delete it and run: dvc repro {made_by}") from None
-    if rows.schema != schema:
-        raise ValueError(f"{path} has columns {dict(rows.schema)}, expected {dict(schema)}; run: dvc repro {made_by}")
-    return rows
+        raise _broken(path, made_by, error) from None
+    if table.schema != schema:
+        raise ValueError(f"{path} has columns {dict(table.schema)}, expected {dict(schema)}; run: dvc repro {made_by}")
+    return table
+
+
+def _counted(path: Path, made_by: str, what: pl.Expr) -> int:
+    try:
+        return int(pl.scan_parquet(path).select(what).collect(engine="streaming").item() or 0)
+    except FileNotFoundError:
+        raise ValueError(f"{path} not found; run: dvc repro {made_by}") from None
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
+        raise _broken(path, made_by, error) from None
+
+
+def _parts(folder: Path, made_by: str) -> list[Path]:
+    """The shards of a folder in their order. Raises ValueError where one is missing: no reader may lose rows in silence."""
+    numbers = sorted(
+        int(match[1]) for f in folder.iterdir() if (match := re.fullmatch(r"part-(\d{5,})\.parquet", f.name))
+    )
+    if not numbers or numbers != list(range(len(numbers))):
+        missing = next(n for n in range(len(numbers) + 1) if n not in numbers)
+        raise ValueError(f"{folder / part(missing)} not found among {len(numbers)} shards; run: dvc repro {made_by}")
+    return [folder / part(number) for number in numbers]
+
+
+def _broken(path: Path, made_by: str, error: BaseException) -> ValueError:
+    return ValueError(f"{path} is not readable Parquet ({error}); delete it and run: dvc repro {made_by}")

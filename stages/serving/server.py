@@ -2,12 +2,14 @@
 
 The child runs under a guard, in a process group of its own. The guard holds one end of a pipe whose other end is the
 stage's: when the stage is gone, even by SIGKILL, the pipe closes and the guard ends the group. Servers listen on
-127.0.0.1 only.
+127.0.0.1 only. One that ends on its own is started again, a few times: a crash of the engine must not cost the run.
 
 `transformers` is what the tests run. The flags of `sglang` and `vllm` are from their documentation (sglang 0.5, vllm
 0.11 and later) and were not run here: neither has a build for our CPUs.
 """
 
+import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -15,15 +17,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
 HOST = "127.0.0.1"
 END_S = 15.0  # from asking a server to end to killing it
+ENDING_S = 2.0  # from not listening any more to having ended
 EXTRA = {"transformers": "pip install -c constraints.txt -e '.[serve]'"}
 
 # Ends the whole group once its standard input closes. As text, since it must not import the stage's packages (2 s).
@@ -51,13 +53,107 @@ os._exit(status if status >= 0 else 128 - status)
 """
 
 
-@dataclass(frozen=True)
 class Server:
-    engine: str
-    base_url: str
-    model: str  # the name it answers to
-    log: Path
-    check: Callable[[], None]  # raises ValueError, with the log's tail, where the server has ended
+    """A server of one's own; `started` makes one."""
+
+    def __init__(
+        self, engine: str, line: list[str], port: int, model: str, log: Path, timeout_s: float, settle_s: float,
+        restarts: int, threads: int | None,
+    ) -> None:  # fmt: skip
+        self.engine, self.model, self.log = engine, model, log  # model: the name it answers to
+        self.base_url, self.restarted, self._port = f"http://{HOST}:{port}", 0, port
+        self._line, self._timeout_s, self._settle_s, self._restarts = line, timeout_s, settle_s, restarts
+        # Else it takes every core that it sees, and the stage, its tests and other servers wait for each other.
+        limit = {} if threads is None else {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+        self._environment = {**os.environ, **limit}
+        self._guard: subprocess.Popen | None = None
+
+    def check(self) -> None:
+        """Nothing where it runs. Where it has ended it is started again, and waited for, as often as it may be.
+
+        Raises:
+            ValueError: with the tail of its log, where it has ended too often, or is not ready in time.
+        """
+        if not self._listens():  # it is about to end, and the guard a moment behind it
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process().wait(ENDING_S)
+        while (status := self.ended()) is not None:
+            if self.restarted == self._restarts:
+                raise self._failure(status)
+            self.restarted += 1
+            print(
+                f"the {self.engine} server ended with status {status}; starting it again ({self.restarted} of "
+                f"{self._restarts}), its log is {self.log}",
+                flush=True,
+            )
+            self.end()
+            self.start("ab")
+            self.wait()
+
+    def start(self, mode: str) -> None:
+        with self.log.open(mode) as file:
+            self._guard = subprocess.Popen(
+                [sys.executable, "-c", GUARD, str(self._settle_s), *self._line],
+                stdin=subprocess.PIPE,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C goes to the stage alone, which then ends the server in order
+                env=self._environment,
+            )
+
+    def ended(self) -> int | None:
+        """Its exit status; None while it runs."""
+        return self._process().poll()
+
+    def wait(self) -> bool:
+        """Until it is ready (True) or has ended (False). Raises ValueError where neither is so in time."""
+        deadline = time.monotonic() + self._timeout_s
+        with httpx.Client(trust_env=False, timeout=5.0) as http:  # a proxy of the environment is not for loopback
+            while time.monotonic() < deadline:
+                if self.ended() is not None:
+                    return False
+                try:
+                    if http.get(f"{self.base_url}/health").status_code == 200:
+                        return True
+                except httpx.TransportError:  # not listening yet, or too busy to answer
+                    pass
+                time.sleep(0.2)
+        raise ValueError(
+            f"the {self.engine} server was not ready after {self._timeout_s:g} s; raise sample_target.server.start_timeout_s, "
+            f"or see its log, {self.log}:\n{tail(self.log)}"
+        )
+
+    def end(self) -> None:
+        """End its whole group: politely, then not."""
+        guard = self._process()
+        assert guard.stdin is not None
+        try:
+            os.killpg(guard.pid, signal.SIGTERM)  # to the server and its children; the guard ignores it
+            guard.wait(self._settle_s)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            pass
+        try:
+            os.killpg(guard.pid, signal.SIGKILL)  # also what outlived the server: workers of an engine that crashed
+        except ProcessLookupError:
+            pass
+        guard.stdin.close()
+        guard.wait()
+
+    def _process(self) -> subprocess.Popen:
+        assert self._guard is not None, "not started"
+        return self._guard
+
+    def _listens(self) -> bool:
+        with socket.socket() as probe:
+            probe.settimeout(1.0)  # one too busy to answer does listen
+            return probe.connect_ex((HOST, self._port)) != errno.ECONNREFUSED
+
+    def _failure(self, status: int) -> ValueError:
+        often = f", after {self.restarted} restarts" if self.restarted else ""
+        return ValueError(
+            f"the {self.engine} server ended with status {status}{often}{_remedy(self.engine, self.log)}; its log, "
+            f"{self.log}:\n{tail(self.log)}"
+        )
 
 
 def command(engine: str, folder: str, port: int, dtype: str, device: str, trust_remote_code: bool) -> list[str]:
@@ -82,9 +178,12 @@ def command(engine: str, folder: str, port: int, dtype: str, device: str, trust_
 
 @contextmanager
 def started(
-    engine: str, line: list[str], port: int, model: str, log: Path, timeout_s: float, settle_s: float = END_S
-) -> Iterator[Server]:
+    engine: str, line: list[str], port: int, model: str, log: Path, timeout_s: float, settle_s: float = END_S,
+    restarts: int = 0, threads: int | None = None,
+) -> Iterator[Server]:  # fmt: skip
     """Inside the block the server of command `line` answers on `port`; after it, it and its children are gone.
+
+    `restarts` is how often `check` may start it again; `threads` how many it may compute with on the CPU.
 
     Raises:
         ValueError: where it can't be started, ends before it is ready, or is not ready within `timeout_s`; with the
@@ -96,26 +195,14 @@ def started(
             "environment of its own will do) and put its bin folder on the PATH, or name a running server in base_urls"
         )
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as file:
-        guard = subprocess.Popen(
-            [sys.executable, "-c", GUARD, str(settle_s), *line],
-            stdin=subprocess.PIPE,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C goes to the stage alone, which then ends the server in order
-        )
-
-    def check() -> None:
-        if (status := guard.poll()) is not None:
-            found = f"{_remedy(engine, log)}; its log, {log}:\n{tail(log)}"
-            raise ValueError(f"the {engine} server ended with status {status}{found}")
-
-    server = Server(engine, f"http://{HOST}:{port}", model, log, check)
+    server = Server(engine, line, port, model, log, timeout_s, settle_s, restarts, threads)
+    server.start("wb")
     try:
-        _wait(server, timeout_s)
+        if not server.wait():  # at the first start it is the command that is wrong
+            raise server._failure(server.ended() or 0)
         yield server
     finally:
-        _end(guard, settle_s)
+        server.end()
 
 
 def free_port() -> int:
@@ -129,39 +216,6 @@ def tail(log: Path, lines: int = 20) -> str:
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 20_000))
         return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
-
-
-def _wait(server: Server, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    with httpx.Client(trust_env=False, timeout=5.0) as http:  # a proxy of the environment is not for loopback
-        while time.monotonic() < deadline:
-            server.check()
-            try:
-                if http.get(f"{server.base_url}/health").status_code == 200:
-                    return
-            except httpx.TransportError:  # not listening yet, or too busy to answer
-                pass
-            time.sleep(0.2)
-    raise ValueError(
-        f"the {server.engine} server was not ready after {timeout_s:g} s; raise sample_target.server.start_timeout_s, or see "
-        f"its log, {server.log}:\n{tail(server.log)}"
-    )
-
-
-def _end(guard: subprocess.Popen, settle_s: float) -> None:
-    """End the server's whole group: politely, then not."""
-    assert guard.stdin is not None
-    try:
-        os.killpg(guard.pid, signal.SIGTERM)  # to the server and its children; the guard ignores it
-        guard.wait(settle_s)
-    except (ProcessLookupError, subprocess.TimeoutExpired):
-        pass
-    try:
-        os.killpg(guard.pid, signal.SIGKILL)  # also what outlived the server itself: workers of an engine that crashed
-    except ProcessLookupError:
-        pass
-    guard.stdin.close()
-    guard.wait()
 
 
 def _remedy(engine: str, log: Path) -> str:

@@ -102,3 +102,43 @@ def test_a_stream_is_written_as_a_table_is_and_twice_the_same(tmp_path: Path) ->
     with pytest.raises(AssertionError, match="is not"):
         conversations.stream(tmp_path / "c.parquet", rows.lazy().drop("tools"), FIXED)
     assert not (tmp_path / "c.parquet").exists()
+
+
+def test_a_folder_is_its_shards_in_order(tmp_path: Path) -> None:
+    for number in range(3):
+        rows = pl.DataFrame([row | {"id": f"{number}"} for row in SAMPLED_ROWS], schema=SAMPLED)
+        conversations.write(tmp_path / conversations.part(number), rows, SAMPLED)
+    (tmp_path / "part-00001.parquet.tmp").touch()
+    found = conversations.read(tmp_path, SAMPLED, "sample_target")
+    assert found["id"].to_list() == ["0", "0", "1", "1", "2", "2"]
+    for most in range(8):
+        assert conversations.read(tmp_path, SAMPLED, "sample_target", most).equals(found.head(most))
+    (tmp_path / "part-00001.parquet").unlink()
+    with pytest.raises(
+        ValueError, match=r"part-00001\.parquet not found among 2 shards; run: dvc repro sample_target$"
+    ):
+        conversations.read(tmp_path, SAMPLED, "sample_target")
+    for left in tmp_path.iterdir():
+        left.unlink()
+    with pytest.raises(ValueError, match=r"part-00000\.parquet not found among 0 shards"):
+        conversations.read(tmp_path, SAMPLED, "sample_target")
+
+
+def test_batches_are_the_whole_file(tmp_path: Path) -> None:
+    rows = pl.DataFrame(FIXED_ROWS * 12_000, schema=FIXED)
+    conversations.stream(tmp_path / "a.parquet", rows.lazy(), FIXED)
+    parts = list(conversations.batches(tmp_path / "a.parquet", FIXED, "fix_data"))
+    assert [len(part) for part in parts] == [conversations.ROW_GROUP, 24_000 - conversations.ROW_GROUP]
+    assert pl.concat(parts).equals(rows)
+    assert conversations.answers(tmp_path / "a.parquet", "fix_data") == 12_000
+    assert conversations.with_images(tmp_path / "a.parquet", "fix_data") == 12_000
+    for ask in (conversations.answers, conversations.with_images):
+        with pytest.raises(ValueError, match=r"b\.parquet not found; run: dvc repro fix_data$"):
+            ask(tmp_path / "b.parquet", "fix_data")
+
+
+def test_a_table_without_rows_has_no_answers(tmp_path: Path) -> None:
+    conversations.write(tmp_path / "a.parquet", pl.DataFrame([], schema=FIXED), FIXED)
+    assert conversations.answers(tmp_path / "a.parquet", "fix_data") == 0
+    assert conversations.with_images(tmp_path / "a.parquet", "fix_data") == 0
+    assert list(conversations.batches(tmp_path / "a.parquet", FIXED, "fix_data")) == []

@@ -35,9 +35,12 @@ def spread(delay_s: float, seed: int) -> float:
 class Fake:
     """Serves in a thread, inside `with`. `reply` gives a completion, an int (a status), or a word: what goes wrong."""
 
-    def __init__(self, reply: Reply = echo, delay_s: Any = 0.0, port: int = 0, models: Any = None) -> None:
+    def __init__(
+        self, reply: Reply = echo, delay_s: Any = 0.0, port: int = 0, models: Any = None, host: str = "127.0.0.1"
+    ) -> None:
         """`delay_s` in seconds, or what gives them for a body."""
-        self.reply, self.port, self.models, self.location = reply, port, models, ""
+        self.reply, self.port, self.models, self.host = reply, port, models, host
+        self.location = ""
         self.delay_of: Callable[[dict[str, Any]], float] = delay_s if callable(delay_s) else lambda _: delay_s
         self.paths: list[str] = []
         self.bodies: list[dict[str, Any]] = []
@@ -46,7 +49,7 @@ class Fake:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -118,7 +121,7 @@ class Fake:
         )
 
     async def _listen(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, backlog=1024)
+        self._server = await asyncio.start_server(self._serve, self.host, self.port, backlog=1024)
         self.port = self._server.sockets[0].getsockname()[1]
 
     def __enter__(self) -> "Fake":

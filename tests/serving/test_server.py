@@ -115,3 +115,53 @@ def test_every_command_stays_on_loopback_and_off_the_models_own_settings(engine:
     assert "--trust-remote-code" in words
     defaults = {"sglang": "openai", "vllm": "vllm"}
     assert engine == "transformers" or defaults[engine] in words[words.index("--trust-remote-code") - 1]
+
+
+# Says its threads, serves, and ends itself as often as its file has lines less than asked for.
+FALLS = """
+import http.server, os, sys
+print("threads", os.environ.get("OMP_NUM_THREADS"), flush=True)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        if self.path == "/fall":
+            print("the engine fell", flush=True); os._exit(7)
+        self.send_response(200); self.end_headers(); self.wfile.write(b"up")
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def falls(running: server.Server) -> None:
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"{running.base_url}/fall", trust_env=False)
+    until = time.monotonic() + 10
+    while running.ended() is None and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def test_one_that_falls_is_started_again_and_then_no_more(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    port, log = server.free_port(), tmp_path / "log"
+    with server.started("vllm", line(FALLS, port), port, "t", log, 20, settle_s=0.5, restarts=2, threads=3) as running:
+        for often in (1, 2):
+            falls(running)
+            running.check()
+            assert running.restarted == often
+            assert httpx.get(running.base_url, trust_env=False).text == "up"
+        running.check()
+        falls(running)
+        with pytest.raises(
+            ValueError, match=r"(?s)the vllm server ended with status 7, after 2 restarts; its log, .*the engine fell"
+        ):
+            running.check()
+    assert "ended with status 7; starting it again (2 of 2), its log is " in capfd.readouterr().out
+    assert log.read_text().count("threads 3\n") == 3  # the log of before stays
+
+
+def test_one_that_ends_before_it_is_ready_is_not_tried_again(tmp_path: Path) -> None:
+    port, log = server.free_port(), tmp_path / "log"
+    broken = "import sys; print('no such flag'); sys.exit(2)"
+    with (
+        pytest.raises(ValueError, match=r"(?s)ended with status 2; its log, .*no such flag"),
+        server.started("vllm", line(broken, port), port, "t", log, 20, settle_s=0.5, restarts=3),
+    ):
+        pass
+    assert log.read_text().count("no such flag") == 1

@@ -1,0 +1,117 @@
+"""Questions to the target: every assistant's message of FIXED conversations, in their order, with what goes before it.
+
+Messages are as a chat template takes them, and `as_openai` makes them what a server takes: the two differ only in a
+call's arguments, which OpenAI's shape has as text and servers parse before they render. What exports leave out and
+templates ask for is filled in the same for both: `type`, ids of calls, and whose call a tool's message answers.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stages.formats import conversations
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Question:
+    """One answer to be had from the target."""
+
+    position: int  # in the order of all questions of a split
+    id: str  # "<conversation id>.<number of the answer>"
+    messages: Messages  # the whole conversation, with the data's own answers
+    turn: int  # which of them is asked for; those before it are its history
+    tools: list[dict[str, Any]] | None
+    source_row: int
+    verdict: str
+    malformed: str | None = None  # why it can't be asked
+
+
+def read(path: Path, most: int | None) -> Iterator[list[Question]]:
+    """The questions of each conversation, the first `most` in all; conversations without any are left out."""
+    position = 0
+    for table in conversations.batches(path, conversations.FIXED, "fix_data"):
+        for row in table.iter_rows(named=True):
+            asked = _of_conversation(row, position)[: None if most is None else most - position]
+            position += len(asked)
+            if asked:
+                yield asked
+            if position == most:
+                return
+
+
+def _of_conversation(row: dict[str, Any], position: int) -> list[Question]:
+    try:
+        messages, tools, malformed = _messages(row), _tools(row["tools"]), None
+    except (ValueError, TypeError, KeyError, AttributeError):  # fix_data takes what an export calls tools as it is
+        messages, tools, malformed = row["messages"], None, "malformed_tools"
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    about = row["source_row"], row["verdict"], malformed
+    return [Question(position + n, f"{row['id']}.{n}", messages, turn, tools, *about) for n, turn in enumerate(turns)]
+
+
+def as_openai(messages: Messages) -> Messages:
+    """The same as a server takes them: a call's arguments as text."""
+    return [
+        {**m, "tool_calls": [_with_text(call) for call in m["tool_calls"]]} if "tool_calls" in m else m
+        for m in messages
+    ]
+
+
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+
+def _messages(row: dict[str, Any]) -> Messages:
+    calls = row["tool_calls"] or [None] * len(row["messages"])
+    reasoning = row["reasoning"] or [None] * len(row["messages"])
+    found: Messages = []
+    waiting: list[str] = []  # ids of calls whose results have not come
+    number = 0
+    for message, called, thought in zip(row["messages"], calls, reasoning, strict=True):
+        more: dict[str, Any] = {}
+        if thought:
+            more["reasoning_content"] = thought
+        if called:
+            given = json.loads(called)
+            more["tool_calls"] = [
+                _call(c, number + k) for k, c in enumerate([given] if isinstance(given, dict) else given)
+            ]
+            number += len(more["tool_calls"])
+            waiting = [call["id"] for call in more["tool_calls"]]
+        if message["role"] == "tool" and waiting:  # the export's rows are in the calls' order
+            more["tool_call_id"] = waiting.pop(0)
+        found.append({**message, **more})
+    return found
+
+
+def _call(given: dict[str, Any], number: int) -> dict[str, Any]:
+    function = given.get("function", given)
+    arguments = function["arguments"]
+    arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    if not isinstance(arguments, dict) or not isinstance(function["name"], str):
+        raise ValueError("a call needs a name, and arguments by name")
+    # Nine letters and digits, since Mistral's template takes no other id.
+    return {
+        "id": str(given.get("id") or f"call{number:05d}"),
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
+
+
+def _tools(text: str | None) -> list[dict[str, Any]] | None:
+    """Tools in OpenAI's shape; keys in the order in which servers write them, since templates render them as JSON."""
+    if text is None:
+        return None
+    found = []
+    for given in json.loads(text):
+        function = given.get("function", given)
+        if not isinstance(function["name"], str):
+            raise ValueError("a tool needs a name")
+        first = {key: function[key] for key in ("name", "description", "parameters") if key in function}
+        found.append({"type": "function", "function": {**first, **function}})
+    return found or None

@@ -1,0 +1,78 @@
+"""Questions: one per assistant's message, in order; tools, calls and thoughts in the shapes templates and servers take."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from stages.formats import conversations, questions
+
+TOOL = {"type": "function", "function": {"parameters": {"type": "object"}, "strict": True, "name": "sky"}}
+CALL = {"id": "abc", "type": "function", "function": {"name": "sky", "arguments": '{"at": "Oslo", "b": 1}'}}
+
+
+def row(name: str, turns: str, **changes: Any) -> dict[str, Any]:
+    """`turns` as letters: u, a, t; the n-th message says "n"."""
+    roles = {"u": "user", "a": "assistant", "t": "tool"}
+    messages = [{"role": roles[letter], "content": str(n)} for n, letter in enumerate(turns)]
+    empty = dict.fromkeys(("tools", "tool_calls", "reasoning", "images"))
+    return {"id": name, "messages": messages, "source": "x", "source_row": 0, "verdict": "clean", **empty, **changes}
+
+
+def asked(tmp_path: Path, rows: list[dict[str, Any]], most: int = 99) -> list[list[questions.Question]]:
+    path = tmp_path / "train.parquet"
+    conversations.write(path, pl.DataFrame(rows, schema=conversations.FIXED), conversations.FIXED)
+    return list(questions.read(path, most))
+
+
+def test_one_question_for_each_answer_in_order(tmp_path: Path) -> None:
+    rows = [row("x", "uaua"), row("none", "u"), row("y", "ua"), row("z", "uaua")]
+    found = asked(tmp_path, rows)
+    assert [[(q.position, q.id, q.turn) for q in group] for group in found] == [
+        [(0, "x.0", 1), (1, "x.1", 3)], [(2, "y.0", 1)], [(3, "z.0", 1), (4, "z.1", 3)],
+    ]  # fmt: skip
+    for most in range(6):
+        assert [q.id for group in asked(tmp_path, rows, most) for q in group] == ["x.0", "x.1", "y.0", "z.0", "z.1"][
+            :most
+        ]
+
+
+def test_calls_thoughts_and_tools(tmp_path: Path) -> None:
+    calls = [
+        None,
+        json.dumps([CALL, {"name": "sun", "arguments": {}}]),
+        None,
+        None,
+        json.dumps([CALL | {"id": None}]),
+        None,
+        None,
+    ]
+    tools = json.dumps([TOOL, {"name": "sun", "description": "d"}])
+    thoughts = [None, "hm", *[None] * 5]
+    ((first, *_),) = asked(tmp_path, [row("x", "uattata", tools=tools, tool_calls=calls, reasoning=thoughts)])
+    said = first.messages
+    assert said[1]["reasoning_content"] == "hm" and "reasoning_content" not in said[4]
+    assert [c["function"]["arguments"] for c in said[1]["tool_calls"]] == [{"at": "Oslo", "b": 1}, {}]
+    assert [c["id"] for c in said[1]["tool_calls"]] == ["abc", "call00001"]
+    assert [m.get("tool_call_id") for m in said if m["role"] == "tool"] == ["abc", "call00001", "call00002"]
+    assert json.dumps(first.tools) == json.dumps([  # with the order of keys
+        {"type": "function", "function": {"name": "sky", "parameters": {"type": "object"}, "strict": True}},
+        {"type": "function", "function": {"name": "sun", "description": "d"}},
+    ])  # fmt: skip
+    sent = questions.as_openai(said)
+    assert sent[1]["tool_calls"][0] == CALL
+    assert sent[0] is said[0] and said[1]["tool_calls"][0]["function"]["arguments"]["b"] == 1
+
+
+def test_what_is_no_tool_is_said(tmp_path: Path) -> None:
+    """fix_data takes an export's tools as they are; a row whose tools are prose can't be asked, and no other is lost."""
+    bad = ["no JSON", "[1]", '[{"function": 3}]', '{"a": {}}', '[{"name": 5}]']
+    rows = [row(str(n), "ua", tools=text) for n, text in enumerate(bad)]
+    rows += [
+        row(f"c{n}", "ua", tool_calls=[None, text])
+        for n, text in enumerate([*bad, '[{"name": "a", "arguments": "no"}]'])
+    ]
+    found = asked(tmp_path, [*rows, row("fine", "ua")])
+    assert [group[0].malformed for group in found] == ["malformed_tools"] * len(rows) + [None]
+    assert [group[0].position for group in found] == list(range(len(rows) + 1))
