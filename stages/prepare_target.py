@@ -4,6 +4,7 @@ A Hugging Face id or a local folder is pinned, not copied: its commit, digests a
 `builtin/NAME` is trained here from a seed and a fixed number of steps, so that the default runs without a download.
 """
 
+import json
 import time
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def _builtin(p: params.Params, folder: Path) -> Manifest:
     logging.disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return _manifest(p, model.config, folder, revision=None)
+    return describe(p.target.model, None, model.config, folder, p.target.feature_layers)
 
 
 def _pinned(p: params.Params, folder: Path) -> Manifest:
@@ -61,7 +62,7 @@ def _pinned(p: params.Params, folder: Path) -> Manifest:
         where, revision = _from_hub(p.target.model, p.target.revision)
     config = AutoConfig.from_pretrained(where, trust_remote_code=p.target.trust_remote_code)
     params.check_draft_vocab(p, config.get_text_config().vocab_size)
-    return _manifest(p, config, where, revision)
+    return describe(p.target.model, revision, config, where, p.target.feature_layers)
 
 
 def _from_hub(model: str, revision: str | None) -> tuple[Path, str]:
@@ -78,35 +79,42 @@ def _from_hub(model: str, revision: str | None) -> tuple[Path, str]:
         ) from None
 
 
-def _manifest(p: params.Params, whole: PretrainedConfig, folder: Path, revision: str | None) -> Manifest:
-    config = whole.get_text_config()
-    layers = sorted(p.target.feature_layers or target.default_feature_layers(config.num_hidden_layers))
-    if len(set(layers)) < 3 or layers[-1] >= config.num_hidden_layers:
+def describe(
+    model: str, revision: str | None, config: PretrainedConfig, folder: Path, feature_layers: list[int] | None
+) -> Manifest:
+    """What `folder`'s small files say of the target. Raises ValueError where the feature layers can't be."""
+    shapes = target.facts(config)
+    layers = sorted(feature_layers or target.default_feature_layers(shapes["num_layers"]))
+    if len(set(layers)) < 3 or layers[0] < 0 or layers[-1] >= shapes["num_layers"]:
         raise ValueError(
-            f"params.yaml: target.feature_layers {layers} must be three different ids below {config.num_hidden_layers}, "
-            f"the number of {p.target.model}'s layers; name them by hand for a target under 7 layers"
+            f"params.yaml: target.feature_layers {layers} must be three different ids below {shapes['num_layers']}, "
+            f"the number of {model}'s layers; name them by hand for a target under 7 layers"
         )
-    eos = whole.eos_token_id if whole.eos_token_id is not None else config.eos_token_id
     return Manifest(
-        model=p.target.model,
+        model=model,
         revision=revision,
-        modality="text",
+        modality="image" if hasattr(config, "vision_config") else "text",
         config_digest=manifest.digest(folder, "config.json"),
         tokenizer_digest=manifest.digest(folder, "tokenizer*", "vocab*", "merges.txt", "chat_template*"),
         feature_layers=layers,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_layers=config.num_hidden_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        vocab_size=config.vocab_size,
-        rms_norm_eps=config.rms_norm_eps,
-        rope=dict(config.rope_parameters),
-        max_position_embeddings=config.max_position_embeddings,
-        tie_word_embeddings=bool(whole.tie_word_embeddings),
-        eos_token_ids=[eos] if isinstance(eos, int) else list(eos),
+        eos_token_ids=_eos(config, folder),
+        **shapes,
     )
+
+
+def _eos(config: PretrainedConfig, folder: Path) -> list[int]:
+    """The tokens that end an answer: generation_config.json knows more of them than config.json (Llama-3: three)."""
+    generation = folder / "generation_config.json"
+    said = [json.loads(generation.read_text())] if generation.exists() else []
+    said += [vars(config), vars(config.get_text_config())]
+    found: dict[int, None] = {}  # in the order they are said
+    for ids in (each.get("eos_token_id") for each in said):
+        found.update(dict.fromkeys([ids] if isinstance(ids, int) else ids or []))
+    if not found:
+        raise ValueError(
+            f"{folder} names no eos_token_id, neither in generation_config.json nor in config.json; without one no answer ends"
+        )
+    return list(found)
 
 
 if __name__ == "__main__":

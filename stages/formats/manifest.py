@@ -25,7 +25,7 @@ MADE_BY = "prepare_target"
 class Manifest:
     model: str  # "builtin/NAME", a Hugging Face id, or a local folder
     revision: str | None  # the commit, for a Hugging Face id
-    modality: str  # "text"
+    modality: str  # "text", or "image" for a target that also sees
     config_digest: str  # sha256 of config.json
     tokenizer_digest: str  # sha256 of the tokenizer's files
     feature_layers: list[int]
