@@ -191,10 +191,13 @@ class SampleTarget(Section):
 
 
 class ExtractHiddens(Section):
-    dtype: Dtype
+    dtype: Literal["float32", "bfloat16", "float16", "fp8"]
     max_length: Count
     batch_tokens: Count
     shard_mib: Count
+    compile: bool
+    processes: Count
+    import_: Annotated[Annotated[str, Field(min_length=1)] | None, Field(alias="import")]
 
 
 class InitDraft(Section):

@@ -173,18 +173,36 @@ def forward_documents(model: PreTrainedModel, ids: Tensor, lengths: list[int], p
         rows = pad_sequence(list(ids.split(lengths)), batch_first=True)  # [B, T]
         return unpadded(decoder(input_ids=rows, use_cache=False).last_hidden_state, lengths)
     positions = torch.cat([torch.arange(length) for length in lengths])  # [N], each document from 0
-    borders = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    borders, longest = borders.to(ids.device, non_blocking=True), max(lengths)
+    borders = to(torch.tensor([0, *lengths]).cumsum(0).int(), ids.device)
+    longest = max(lengths)
     with _attention(model, DOCUMENTS):
         return decoder(
             input_ids=ids[None],
-            position_ids=positions.to(ids.device, non_blocking=True)[None],
+            position_ids=to(positions, ids.device)[None],
             use_cache=False,
             cu_seq_lens_q=borders,  # the names transformers hands down to every attention
             cu_seq_lens_k=borders,
             max_length_q=longest,
             max_length_k=longest,
         ).last_hidden_state[0]
+
+
+def to(tensor: Tensor, device: torch.device) -> Tensor:
+    """The same on `device`, without waiting for what the device has still to do."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def compile_blocks(model: PreTrainedModel, tokens: int) -> None:
+    """Let torch.compile fuse what lies between the matrix products of a block, one code for all blocks and lengths.
+
+    Made ready here, on one document of `tokens` tokens: the compiler takes hints from the first shapes it sees, and
+    every process must round as every other.
+    """
+    for block in model.get_decoder().layers:
+        block.forward = torch.compile(block.forward, dynamic=True)
+    ids = torch.arange(tokens, device=model.device) % model.get_input_embeddings().num_embeddings
+    half = tokens // 2
+    forward_documents(model, ids, [half, tokens - half], packed=True)
 
 
 def unpadded(stream: Tensor, lengths: list[int]) -> Tensor:
