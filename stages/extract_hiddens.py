@@ -141,12 +141,12 @@ def _check_some_fit(tables: dict[str, pl.DataFrame], fitting: dict[str, pl.DataF
 
 def _digest(p: params.Params, made: Manifest) -> str:
     """Of all that a byte of a shard depends on, so that unfinished shards of something else are never taken up."""
-    e = p.extract_hiddens.model_dump(exclude={"processes"})
+    e = p.extract_hiddens
+    ours = e.model_dump(exclude={"processes"})
     numerics = (p.target.dtype, p.target.device.split(":")[0], p.target.num_threads)
-    given = features.fingerprint(Path(p.extract_hiddens.import_)) if p.extract_hiddens.import_ else None
-    return scratch.place("extract_hiddens", asdict(made), e, numerics, given, scratch.digest(SAMPLED)).name.split("-")[
-        -1
-    ]
+    given = features.fingerprint(Path(e.import_)) if e.import_ else None
+    place = scratch.place("extract_hiddens", asdict(made), ours, numerics, given, scratch.digest(SAMPLED))
+    return place.name.rsplit("-", 1)[1]
 
 
 def _plan(split: str, table: pl.DataFrame, token_bytes: float, shard_bytes: int, folder: Path) -> list[Work]:

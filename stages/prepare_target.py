@@ -43,7 +43,7 @@ def _builtin(p: params.Params, folder: Path) -> Manifest:
     corpus = tiny.corpus(train.seed)
     tokenizer = tiny.build_tokenizer(tiny.texts(corpus[:2000]))
     params.check_draft_vocab(p, len(tokenizer))
-    model = tiny.build_model(tokenizer, train.seed)
+    model = tiny.build_model(tokenizer, train.seed, name)
     rows = tiny.encode(tokenizer, corpus)
     with tqdm(total=train.steps, desc="train the target", unit="step", mininterval=2) as bar:
         for _, loss in tiny.train(model, rows, train.seed, train.steps, train.batch_tokens, train.learning_rate):

@@ -1,5 +1,6 @@
 """extract_hiddens on a tiny random target: the right numbers, the same bytes whoever makes them, and none lost to a kill."""
 
+import io
 import os
 import random
 import signal
@@ -7,7 +8,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import chdir, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import polars as pl
@@ -82,6 +85,16 @@ def start(project: Path, **env: str) -> subprocess.Popen:
 
 
 def run(project: Path, **changes: Any) -> str:
+    """The stage in this process, which saves seconds of imports; returns what it says."""
+    edit_params(project, {"extract_hiddens": changes})
+    said = io.StringIO()
+    with chdir(project), redirect_stdout(said):
+        extract_hiddens.main()
+    return said.getvalue()
+
+
+def run_apart(project: Path, **changes: Any) -> str:
+    """The stage in a process of its own, as unfinished work is known by all code that is loaded."""
     edit_params(project, {"extract_hiddens": changes})
     process = start(project)
     said = process.communicate(timeout=300)[0]
@@ -90,11 +103,9 @@ def run(project: Path, **changes: Any) -> str:
 
 
 def refused(project: Path, **changes: Any) -> str:
-    edit_params(project, {"extract_hiddens": changes})
-    process = start(project)
-    said = process.communicate(timeout=300)[0]
-    assert process.returncode == 1 and "Traceback" not in said, said
-    return said
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the caller looks at all of what is said
+        run(project, **changes)
+    return str(error.value)
 
 
 def files(project: Path) -> dict[str, bytes]:
@@ -170,6 +181,7 @@ def within_fp8(mine: torch.Tensor, true: torch.Tensor) -> None:
     assert ((mine - true).abs() <= torch.maximum(true.abs() / 16, scale / 1024) * 1.0001).all()
 
 
+@pytest.mark.long  # the compiler takes a minute and a half on two cores
 def test_compiled_blocks_say_the_same(project: Path, made: Path, once: dict[str, bytes]) -> None:
     run(project, compile=True)
     for mine, plain in zip(*(hiddens.read(p / "data/hiddens/eval") for p in (project, made)), strict=True):
@@ -186,7 +198,7 @@ def test_batches_hold_so_many_tokens(padded: bool, expected: list[range]) -> Non
 
 def test_what_does_not_fit_the_disk_stops_before_the_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(extract_hiddens.shutil, "disk_usage", lambda _: (0, 0, 2**30))
+    monkeypatch.setattr(extract_hiddens.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**30))
     extract_hiddens._preflight(10**9, 10**4, 10**5)  # most of it is there already
     with pytest.raises(
         ValueError, match=r"needs 1\.0 GiB in data/hiddens, 1\.0 GiB are free; set extract_hiddens\.dtype"
@@ -199,7 +211,7 @@ def test_what_does_not_fit_the_disk_stops_before_the_work(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("processes", [2, 3])
 def test_any_number_of_processes_makes_the_same_bytes(project: Path, once: dict[str, bytes], processes: int) -> None:
-    run(project, processes=processes)
+    run_apart(project, processes=processes)
     assert files(project) == once
 
 
@@ -241,7 +253,7 @@ def kill_and_go_on(project: Path, seed: int, processes: int, once: dict[str, byt
         killed(project, rng, lambda most=most: len(list(folder.rglob(".*.part"))) + len(shards_of(folder)) >= most)  # type: ignore[misc]
         before = len(shards_of(folder))
     done = len([*folder.rglob("shard-*.json")])
-    said = run(project)
+    said = run_apart(project)
     assert files(project) == once
     if done and processes == 1:
         assert f"resumed: {done} of " in said
@@ -268,7 +280,7 @@ def test_unfinished_shards_of_other_parameters_are_not_taken_up(project: Path, o
     edit_params(project, {"extract_hiddens": {"batch_tokens": 400}})
     folder = project / "data/hiddens"
     assert killed(project, random.Random(0), lambda: bool([*folder.rglob("shard-*.json")]))
-    assert "resumed" not in run(project, batch_tokens=512)
+    assert "resumed" not in run_apart(project, batch_tokens=512)
     assert files(project) == once
 
 
@@ -355,5 +367,4 @@ def test_an_altered_import_of_ours_is_refused(
         (tmp_path / "given" / name).write_bytes(spoilt)
     said = refused(project, **{"import": str(tmp_path / "given")})
     assert "given/train/shard-00000.safetensors: row train." in said and "does not match its checksum" in said
-    assert "not found" not in said and "import is nowhere" not in said
     assert "expected a folder, found none" in refused(project, **{"import": "nowhere"})
