@@ -93,6 +93,8 @@ class Target(Section):
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
     num_threads: Count
     feature_layers: Annotated[list[Count], Field(min_length=3, max_length=3)] | None
+    lm_head_key: Annotated[str, Field(min_length=1)] | None
+    chat_template: Annotated[str, Field(pattern=r"^[^/]+$")] | None
 
 
 class PrepareTarget(Section):

@@ -6,8 +6,10 @@ A Hugging Face id or a local folder is pinned, not copied: its commit, digests a
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import jinja2
 import torch
 from tqdm import tqdm
 from transformers import AutoConfig, PretrainedConfig
@@ -19,19 +21,42 @@ from stages.drafting import target
 from stages.formats import atomic, manifest
 from stages.formats.manifest import Manifest
 
+TEMPLATES = Path("templates")
+
 
 def main() -> None:
     p = params.load()
     params.check_raw_exists(p)  # nothing may take a minute before this is known
     torch.set_num_threads(p.target.num_threads)
     started = time.perf_counter()
+    template = _template(p.target.chat_template)
     with atomic.folder(manifest.FOLDER) as folder:
         made = _builtin(p, folder) if p.target.model.startswith("builtin/") else _pinned(p, folder)
+        made = replace(made, lm_head_key=p.target.lm_head_key, chat_template=template)
         manifest.write(folder, made)
     print(
         f"target {made.model}: {made.num_layers} layers, {made.hidden_size} wide, {made.vocab_size} tokens, "
         f"features entering blocks {made.feature_layers} ({time.perf_counter() - started:.0f} s)"
     )
+
+
+def _template(name: str | None) -> str | None:
+    """The text of the chat template that takes the place of the target's own. Raises ValueError where it can't be."""
+    if name is None:
+        return None
+    path = TEMPLATES / name
+    if not path.is_file():
+        there = ", ".join(sorted(f.name for f in TEMPLATES.glob("*.jinja"))) or "none"
+        raise ValueError(
+            f"params.yaml: target.chat_template is {name}, expected the name of a file in {TEMPLATES}/, which has {there}; put "
+            "it there, so that an edit of it is noticed"
+        )
+    text = path.read_text(encoding="utf-8")
+    try:
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"{path} line {error.lineno} is no Jinja template ({error.message}); correct it") from None
+    return text
 
 
 def _builtin(p: params.Params, folder: Path) -> Manifest:
