@@ -261,6 +261,8 @@ def _source(p: params.Params, made: Manifest, fitting: dict[str, pl.DataFrame]) 
         if p.target.device == "cuda" and "LOCAL_RANK" in os.environ
         else p.target.device
     )
+    if device.startswith("cuda:"):
+        torch.cuda.set_device(device)  # or every process would take a share of the first one's memory
     model = target.load(str(manifest.weights(made)), None, p.target.dtype, device, p.target.trust_remote_code)
     packed = target.packs(model)
     if not packed:

@@ -35,7 +35,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     project = tmp_path_factory.mktemp("extract")
     (project / "params.yaml").write_text((ROOT / "params.yaml").read_text())
     small = {"max_length": 200, "batch_tokens": 512, "shard_mib": 1}
-    edit_params(project, {"target": {"model": "tiny"}, "extract_hiddens": small})
+    edit_params(project, {"target": {"model": "tiny", "num_threads": 1}, "extract_hiddens": small})
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64, hidden_size=H, intermediate_size=48, num_hidden_layers=7, num_attention_heads=4, eos_token_id=1

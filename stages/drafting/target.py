@@ -7,6 +7,7 @@ Letters: B rows, T tokens, N tokens of several documents end to end, H the targe
 """
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -223,7 +224,8 @@ def packs(model: PreTrainedModel) -> bool:
     try:
         together = forward_documents(model, ids, [11, 13], packed=True)
         alone = [forward_documents(model, document, [len(document)], packed=False) for document in ids.split([11, 13])]
-    except (ValueError, TypeError, RuntimeError, NotImplementedError):
+    except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+        warnings.warn(f"documents end to end: {type(error).__name__}: {error}", stacklevel=2)
         return False
     difference = (together - torch.cat(alone)).float().norm(dim=-1) / torch.cat(alone).float().norm(dim=-1)  # [24]
     # Halves round differently in every kernel, and a router may flip for a token; documents that see each other differ
@@ -266,17 +268,18 @@ def _attend_documents(
             scale=scaling, window_size_left=None if sliding_window is None else sliding_window - 1,
         )[0]  # fmt: skip
         return out[None], None
-    return _one_by_one(query, key, value, scaling, sliding_window, cu_seq_lens_q.tolist())[None], None
+    return _one_by_one(query, key, value, scaling, sliding_window, cu_seq_lens_q)[None], None
 
 
+@torch.compiler.disable  # it would be compiled anew for every number of documents
 def _one_by_one(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, borders: list[int]
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, borders: Tensor
 ) -> Tensor:
     """The same where no kernel takes borders (CPUs, float32): a call a document. [N, heads, D]"""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     out = torch.empty_like(query)
-    for first, end in itertools.pairwise(borders):
+    for first, end in itertools.pairwise(borders.tolist()):
         q, k, v = (t[:, :, first:end] for t in (query, key, value))
         mask = None
         if window is not None and window < end - first:

@@ -1,5 +1,6 @@
 """Every class of target through the one generic path, against transformers' own outputs, on tiny random models."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -151,10 +152,34 @@ def test_a_model_that_does_not_keep_documents_apart_is_found_out(tmp_path: Path)
     for attention in (blind, refusing):
         target.AttentionInterface.register(target.DOCUMENTS, attention)
         try:
-            assert not target.packs(model)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                assert not target.packs(model)
         finally:
             target.AttentionInterface.register(target.DOCUMENTS, borders)
     assert target.packs(model)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3", "qwen3 moe"])
+def test_blocks_are_compiled_once_for_all_lengths(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block compiled anew for each layer or batch would soon meet the compiler's limit, and run uncompiled."""
+    saved(tmp_path, name, False)
+    model = target.load(str(tmp_path), None, "float32", "cpu")
+    plain = target.forward_documents(model, torch.cat(rows()), LENGTHS, True)
+    compiled: list[int] = []
+
+    def count(graph: Any, _example: Any) -> Any:
+        compiled.append(1)
+        return graph.forward
+
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: compiler(function, dynamic=dynamic, backend=count))
+    target.compile_blocks(model, 64)
+    once = len(compiled)
+    for lengths in ([5, 9, 30], [7], [50, 1, 1, 1]):
+        target.forward_documents(model, torch.arange(sum(lengths)) % V, lengths, True)
+    assert len(compiled) == once < LAYERS
+    torch.testing.assert_close(target.forward_documents(model, torch.cat(rows()), LENGTHS, True), plain)
 
 
 # --- facts ----------------------------------------------------------------------------------------------------------
