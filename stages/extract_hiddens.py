@@ -9,9 +9,11 @@ makes a shard makes the same bytes: this process, one of several (`processes`, o
 WORLD_SIZE, on hosts that share the folder), or a later run that goes on where this one was killed. docs/hiddens.md
 """
 
+import ctypes
 import os
 import queue
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -40,6 +42,7 @@ from stages.formats.manifest import Manifest
 SAMPLED, HIDDENS, REPORT = Path("data/sampled"), Path("data/hiddens"), Path("results/hiddens_report.json")
 SPLITS = ("train", "eval", "eval_t")
 LAST = hiddens.PARTS  # the number of the last hidden among the parts of a token: low, mid, high, last
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 COMMITS = 2  # shards that are synced to disk at once
 THREADS = 6  # that sum, write and sync; each lets Python's lock go
 PATIENCE_S = 60  # until a file that another host has written shows here
@@ -400,7 +403,8 @@ def _launch(processes: int) -> None:
     try:
         for rank in range(processes):
             env = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            started.append(subprocess.Popen([sys.executable, "-m", "stages.extract_hiddens"], env=env))
+            command = [sys.executable, "-m", "stages.extract_hiddens"]
+            started.append(subprocess.Popen(command, env=env, preexec_fn=_end_with_parent))
         while any(s.poll() is None for s in started) and not any(s.poll() for s in started):
             time.sleep(0.05)
         failed = [s.returncode for s in started if s.poll()]
@@ -414,6 +418,13 @@ def _launch(processes: int) -> None:
             f"extract_hiddens: one of {processes} processes ended with {failed[0]}; what it said is above. Finished shards are "
             "kept; run again, or set extract_hiddens.processes to 1"
         )
+
+
+def _end_with_parent() -> None:
+    """On Linux, so that killing the stage leaves no process that goes on writing beside the next run."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "prctl"):
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _all_done(store: Any, rank: int, world: int) -> bool:

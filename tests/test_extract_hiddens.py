@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import polars as pl
+import psutil
 import pytest
 import torch
 from safetensors import safe_open
@@ -266,6 +267,18 @@ def shards_of(folder: Path) -> list[Path]:
 @pytest.mark.parametrize("seed", range(3))
 def test_what_was_killed_goes_on_to_the_same_bytes(project: Path, seed: int, once: dict[str, bytes]) -> None:
     kill_and_go_on(project, seed, 1, once)
+
+
+def test_no_process_outlives_the_stage(project: Path) -> None:
+    """Killed alone, as DVC or a user kills it: its ranks would else go on writing beside the next run."""
+    edit_params(project, {"extract_hiddens": {"processes": 2}})
+    parent = start(project)
+    deadline = time.monotonic() + 60
+    while len(ranks := psutil.Process(parent.pid).children()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    parent.kill()
+    parent.wait()
+    assert len(ranks) == 2 and not psutil.wait_procs(ranks, timeout=20)[1]
 
 
 @pytest.mark.long
