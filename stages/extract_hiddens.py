@@ -1,106 +1,457 @@
 """extract_hiddens: answers -> the target's hidden states.   python -m stages.extract_hiddens
 
 One forward over prompt and answer, without the LM head, keeping the residual streams that enter the three feature
-blocks and the last hidden state after the final norm. Stored unpadded, in large shards (formats/hiddens.py). Says
-before it starts how many bytes it will write, and stops if they don't fit.
+blocks and the last hidden state after the final norm. Documents lie end to end, so no padding is computed or stored.
+Says before it starts how many bytes it will write, and stops if they don't fit.
+
+The work is cut into shards before it starts, from the rows' lengths alone, and each shard into batches. So whoever
+makes a shard makes the same bytes: this process, one of several (`processes`, or any launcher that sets RANK and
+WORLD_SIZE, on hosts that share the folder), or a later run that goes on where this one was killed. docs/hiddens.md
 """
 
+import ctypes
+import os
+import queue
 import shutil
+import signal
+import socket
+import subprocess
+import sys
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from stages import params
 from stages.drafting import target
-from stages.formats import atomic, conversations, hiddens, manifest
-from stages.formats.hiddens import Row
+from stages.formats import atomic, conversations, features, hiddens, manifest, scratch
+from stages.formats.hiddens import Block, Head, Shard
+from stages.formats.manifest import Manifest
 
 SAMPLED, HIDDENS, REPORT = Path("data/sampled"), Path("data/hiddens"), Path("results/hiddens_report.json")
 SPLITS = ("train", "eval", "eval_t")
+LAST = hiddens.PARTS  # the number of the last hidden among the parts of a token: low, mid, high, last
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+COMMITS = 2  # shards that are synced to disk at once
+THREADS = 6  # that sum, write and sync; each lets Python's lock go
+PATIENCE_S = 60  # until a file that another host has written shows here
+
+
+@dataclass(frozen=True)
+class Work:
+    """One shard to make: rows of a split, in the order they are stored."""
+
+    split: str
+    number: int
+    rows: pl.DataFrame
+    folder: Path  # unfinished, beside its place: on the disk that will hold it
+
+    @property
+    def path(self) -> Path:
+        return self.folder / hiddens.shard_name(self.number)
+
+    @property
+    def entries(self) -> Path:
+        """The shard's part of the index; once it is there, the shard is done."""
+        return self.path.with_suffix(".json")
+
+    def done(self) -> bool:
+        return self.entries.exists() or (self.folder / "index.parquet").exists()
+
+    def heads(self) -> list[Head]:
+        return [_head(row) for row in self.rows.iter_rows(named=True)]
 
 
 def main() -> None:
     p = params.load()
+    e = p.extract_hiddens  # but for `processes` all of it is tracked: how many work on it changes no byte
+    if e.processes > 1 and "RANK" not in os.environ:
+        _launch(e.processes)
+        return
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    store = next(torch.distributed.rendezvous("env://", rank, world))[0] if world > 1 else None  # waits for all
     torch.set_num_threads(p.target.num_threads)
     started = time.perf_counter()
     made = manifest.read()
+    dtype = hiddens.DTYPES[e.dtype]
     tables = {s: conversations.read(SAMPLED / s, conversations.SAMPLED, "sample_target") for s in SPLITS}
-    fitting = {s: t.filter(_length() <= p.extract_hiddens.max_length) for s, t in tables.items()}
-    for split in ("train", "eval"):
-        if fitting[split].is_empty():
-            shortest = tables[split].select(_length().min()).item()
-            raise ValueError(
-                f"extract_hiddens: no row of the {split} split fits extract_hiddens.max_length "
-                f"{p.extract_hiddens.max_length}; the shortest of {len(tables[split])} has {shortest} tokens: raise it"
-            )
-    dtype = getattr(torch, p.extract_hiddens.dtype)
-    planned = sum(int(t.select(_length().sum()).item() or 0) for t in fitting.values())
-    planned_bytes = _preflight(planned, hiddens.row_bytes(made.hidden_size, dtype))
+    fitting = {s: t.filter(_length() <= e.max_length) for s, t in tables.items()}
+    _check_some_fit(tables, fitting, e.max_length)
+    place = HIDDENS / f".unfinished-{_digest(p, made)}"
+    token_bytes = hiddens.row_bytes(made.hidden_size, dtype)
+    work = [w for s in SPLITS for w in _plan(s, fitting[s], token_bytes, e.shard_mib << 20, place / s)]
+    todo = [w for w in work if not w.done()]
+    planned = sum(_tokens(w.rows) for w in work)
+    if rank == 0:
+        _preflight(planned, sum(_tokens(w.rows) for w in todo), token_bytes)
+        if len(todo) < len(work):
+            print(f"resumed: {len(work) - len(todo)} of {len(work)} shards were done before")
+    if mine := [w for i, w in enumerate(work) if i % world == rank and not w.done()]:
+        _extract(mine, _source(p, made, fitting), made.hidden_size, dtype, show=rank == 0)
+    if not _all_done(store, rank, world):
+        return
+    for split in SPLITS:
+        _publish(split, [w for w in work if w.split == split], place / split)
+    for old in HIDDENS.glob(".unfinished-*"):  # this one is empty now; others are of earlier parameters
+        shutil.rmtree(old, ignore_errors=True)
 
-    model = target.load(str(manifest.weights(made)), None, p.target.dtype, p.target.device, p.target.trust_remote_code)
-    written = 0
-    with tqdm(total=planned, desc="extract", unit="token", unit_scale=True, mininterval=2) as bar:
-        for split, table in fitting.items():
-            with atomic.folder(HIDDENS / split) as folder:
-                rows = _forward(model, table, made.feature_layers, p.extract_hiddens.batch_tokens, bar)
-                written += hiddens.write(folder, rows, dtype, p.extract_hiddens.shard_mib << 20)
-    rows_in = sum(map(len, tables.values()))
+    rows_in, rows_out = sum(map(len, tables.values())), sum(len(w.rows) for w in work)
+    seconds = time.perf_counter() - started
     report: dict[str, Any] = {
         "rows_in": rows_in,
-        "rows_out": written,
+        "rows_out": rows_out,
         "dropped": Counter({"longer than max_length": rows_in - sum(map(len, fitting.values()))}),
         "tokens": planned,
-        "bytes": round(planned_bytes),
-        "seconds": round(time.perf_counter() - started, 2),
+        "bytes": round(planned * token_bytes),
+        "seconds": round(seconds, 2),
     }
     assert report["rows_in"] == report["rows_out"] + sum(report["dropped"].values())
     atomic.write_json(REPORT, report)
-    print(
-        f"{written} rows, {planned} tokens, {planned_bytes / 2**20:.0f} MiB of {p.extract_hiddens.dtype} hidden states"
-    )
+    print(f"{rows_out} rows, {planned} tokens, {planned * token_bytes / 2**20:.0f} MiB of {e.dtype} hidden states")
+
+
+# What is to be done
 
 
 def _length() -> pl.Expr:
     return pl.col("prompt_ids").list.len() + pl.col("answer_ids").list.len()
 
 
-def _preflight(tokens: int, token_bytes: float) -> float:
-    """Raises ValueError where the hidden states, 5% to spare, would not fit the disk."""
+def _tokens(table: pl.DataFrame) -> int:
+    return int(table.select(_length().sum()).item() or 0)
+
+
+def _check_some_fit(tables: dict[str, pl.DataFrame], fitting: dict[str, pl.DataFrame], max_length: int) -> None:
+    for split in ("train", "eval"):
+        if fitting[split].is_empty():
+            shortest = tables[split].select(_length().min()).item()
+            raise ValueError(
+                f"extract_hiddens: no row of the {split} split fits extract_hiddens.max_length {max_length}; the shortest of "
+                f"{len(tables[split])} has {shortest} tokens: raise it"
+            )
+
+
+def _digest(p: params.Params, made: Manifest) -> str:
+    """Of all that a byte of a shard depends on, so that unfinished shards of something else are never taken up."""
+    e = p.extract_hiddens
+    ours = e.model_dump(exclude={"processes"})
+    numerics = (p.target.dtype, p.target.device.split(":")[0], p.target.num_threads)
+    given = features.fingerprint(Path(e.import_)) if e.import_ else None
+    place = scratch.place("extract_hiddens", asdict(made), ours, numerics, given, scratch.digest(SAMPLED))
+    return place.name.rsplit("-", 1)[1]
+
+
+def _plan(split: str, table: pl.DataFrame, token_bytes: float, shard_bytes: int, folder: Path) -> list[Work]:
+    """The split's shards. Longest rows first: batches are of like lengths, and memory runs out at once if ever."""
+    rows = table.sort(_length(), "id", descending=[True, False])
+    spans = hiddens.plan(rows.select(_length()).to_series().to_list(), token_bytes, shard_bytes)
+    return [Work(split, number, rows[span.start : span.stop], folder) for number, span in enumerate(spans)]
+
+
+def _preflight(tokens: int, left: int, token_bytes: float) -> None:
+    """Raises ValueError where the hidden states that are not there yet, 5% to spare, would not fit the disk."""
     HIDDENS.mkdir(parents=True, exist_ok=True)
-    needed, free = tokens * token_bytes, shutil.disk_usage(HIDDENS).free
-    print(f"{tokens} tokens x {token_bytes:.0f} bytes = {needed / 2**30:.2f} GiB; {free / 2**30:.1f} GiB are free")
+    needed, free = left * token_bytes, shutil.disk_usage(HIDDENS).free
+    print(
+        f"{tokens} tokens x {token_bytes:.0f} bytes = {tokens * token_bytes / 2**30:.2f} GiB, "
+        f"{needed / 2**30:.2f} of them to write; {free / 2**30:.1f} GiB are free"
+    )
     if needed * 1.05 > free:
         raise ValueError(
             f"extract_hiddens needs {needed * 1.05 / 2**30:.1f} GiB in {HIDDENS}, {free / 2**30:.1f} GiB are free; set "
-            "extract_hiddens.dtype to bfloat16, lower sample_target.train_rows or extract_hiddens.max_length, or free space"
+            "extract_hiddens.dtype to bfloat16 or fp8, lower sample_target.train_rows or extract_hiddens.max_length, or free "
+            "space"
         )
-    return needed
 
 
-def _forward(model, table: pl.DataFrame, layers: list[int], batch_tokens: int, bar: tqdm) -> Iterator[Row]:
-    """Rows in the order of their length, longest first: batches hold little padding, and memory runs out at once if ever."""
-    rows = table.sort(_length(), "id", descending=[True, False]).to_dicts()
-    while rows:
-        width = len(rows[0]["prompt_ids"]) + len(rows[0]["answer_ids"])
-        count = max(1, batch_tokens // width)
-        batch, rows = rows[:count], rows[count:]
-        ids = [torch.tensor(r["prompt_ids"] + r["answer_ids"], dtype=torch.int32) for r in batch]
-        padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(model.device, torch.int64)
-        features, last = target.hidden_states(model, padded, layers)  # [B, T, 3H], [B, T, H]
-        features, last = features.cpu(), last.cpu()
-        for i, row in enumerate(batch):
-            length, prompt_length = len(ids[i]), len(row["prompt_ids"])
-            mask = torch.arange(length) >= prompt_length
-            yield Row(
-                row["id"], ids[i], mask, features[i, :length], last[i, :length], prompt_length, row["finish_reason"]
+def _head(row: dict[str, Any]) -> Head:
+    ids = torch.tensor(row["prompt_ids"] + row["answer_ids"], dtype=torch.int32)
+    return Head(
+        row["id"], ids, torch.arange(len(ids)) >= len(row["prompt_ids"]), len(row["prompt_ids"]), row["finish_reason"]
+    )
+
+
+# Where hidden states come from
+
+
+class Slot:
+    """Room for one batch: on the device, where parts are put, and on the host, where threads sum and write them."""
+
+    def __init__(self, tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.tokens, self.device = 0, device
+        on_gpu = device.type == "cuda"
+        self._there = _room(tokens, hidden_size, dtype, device=device)
+        self._here = _room(tokens, hidden_size, dtype, pin_memory=True) if on_gpu else self._there
+        self._copied = torch.cuda.Event() if on_gpu else None
+
+    def keep(self, part: int, numbers: Tensor) -> None:
+        """Part low, mid, high or LAST of all tokens [N, H], as it will be stored."""
+        block = self._there[0]
+        count, width = numbers.shape
+        stored, scale = hiddens.encode(numbers, block.last.dtype)
+        columns = slice(0, width) if part == LAST else slice(part * width, (part + 1) * width)
+        (block.last if part == LAST else block.features)[:count, columns].copy_(stored)
+        scales = block.last_scale if part == LAST else block.features_scale
+        if scale is not None and scales is not None:
+            scales[:count, 0 if part == LAST else part].copy_(scale[:, 0])
+        self.tokens = count
+
+    def put(self, block: Block) -> None:
+        """All parts at once, as they are stored."""
+        self.tokens = len(block.features)
+        for name, tensor in block.tensors().items():
+            getattr(self._there[0], name)[: self.tokens].copy_(tensor)
+
+    def send(self, side: "torch.cuda.Stream | None") -> None:
+        """Start the copy to the host, beside the next forward; from now on the slot is the writer's."""
+        n, (block, finite) = self.tokens, self._there
+        finite[:n].copy_(hiddens.finite(block[:n]))
+        if side is None or self._copied is None:
+            return
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            for name, tensor in block.tensors().items():
+                getattr(self._here[0], name)[:n].copy_(tensor[:n], non_blocking=True)
+            self._here[1][:n].copy_(finite[:n], non_blocking=True)
+            self._copied.record(side)
+
+    def host(self) -> tuple[Block, Tensor]:
+        """What was sent, and of each token whether it is finite; waits for the copy."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._here[0][: self.tokens], self._here[1][: self.tokens]
+
+
+def _room(tokens: int, hidden_size: int, dtype: torch.dtype, **where: Any) -> tuple[Block, Tensor]:
+    scales = (hiddens.PARTS, 1) if dtype == hiddens.FP8 else ()
+    block = Block(
+        torch.empty(tokens, hiddens.PARTS * hidden_size, dtype=dtype, **where),
+        torch.empty(tokens, hidden_size, dtype=dtype, **where),
+        *(torch.empty(tokens, parts, dtype=torch.float32, **where) for parts in scales),
+    )
+    return block, torch.empty(tokens, dtype=torch.bool, **where)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What fills slots: `fill(heads, slot)` with the hidden states of these rows, `cut(lengths)` into batches before."""
+
+    fill: Callable[[list[Head], Slot], None]
+    cut: Callable[[list[int]], list[range]]
+    device: torch.device
+
+
+def _source(p: params.Params, made: Manifest, fitting: dict[str, pl.DataFrame]) -> Source:
+    e = p.extract_hiddens
+    if e.import_ is not None:
+        wanted = {row["id"]: row for table in fitting.values() for row in table.iter_rows(named=True)}
+        given = features.find(Path(e.import_), {name: _head(row) for name, row in wanted.items()}, made.hidden_size)
+        stored = partial(_stored, given, hiddens.DTYPES[e.dtype])
+        return Source(stored, partial(_batches, e.batch_tokens, False), torch.device("cpu"))
+    device = (
+        f"cuda:{os.environ['LOCAL_RANK']}"
+        if p.target.device == "cuda" and "LOCAL_RANK" in os.environ
+        else p.target.device
+    )
+    if device.startswith("cuda:"):
+        torch.cuda.set_device(device)  # or every process would take a share of the first one's memory
+    model = target.load(str(manifest.weights(made)), None, p.target.dtype, device, p.target.trust_remote_code)
+    packed = target.packs(model)
+    if not packed:
+        print(
+            f"{made.model}: its attention takes no documents end to end, so they are padded to like lengths", flush=True
+        )
+    if e.compile and packed:
+        target.compile_blocks(model, e.batch_tokens)
+    return Source(
+        partial(_forward, model, made.feature_layers, packed),
+        partial(_batches, e.batch_tokens, not packed),
+        model.device,
+    )
+
+
+def _batches(batch_tokens: int, padded: bool, lengths: list[int]) -> list[range]:
+    """Consecutive rows, longest first, of at most `batch_tokens` tokens, with padding where it is computed; one row at least."""
+    batches, first, tokens = [], 0, 0
+    for row, length in enumerate(lengths):
+        size = lengths[first] if padded else length
+        if row > first and tokens + size > batch_tokens:
+            batches.append(range(first, row))
+            first, tokens = row, 0
+        tokens += lengths[first] if padded else length
+    return [*batches, range(first, len(lengths))]
+
+
+def _forward(model: Any, layers: list[int], packed: bool, heads: list[Head], slot: Slot) -> None:
+    """The target's own hidden states."""
+    lengths = [len(h.ids) for h in heads]
+    ids = target.to(torch.cat([h.ids for h in heads]).long(), model.device)  # [N]
+    with target.tapped(model, layers, lambda part, stream: slot.keep(part, target.unpadded(stream, lengths))):
+        slot.keep(LAST, target.forward_documents(model, ids, lengths, packed))
+
+
+def _stored(given: features.Given, dtype: torch.dtype, heads: list[Head], slot: Slot) -> None:
+    """Hidden states made elsewhere. Those in the dtype that is asked for stay as they are, to the bit."""
+    parts = []
+    for head in heads:
+        block = given(head)
+        if block.last.dtype != dtype:
+            numbers = [
+                hiddens.decode(block.features, block.features_scale),
+                hiddens.decode(block.last, block.last_scale),
+            ]
+            (low_mid_high, fs), (last, ls) = (
+                hiddens.encode(numbers[0], dtype, hiddens.PARTS),
+                hiddens.encode(numbers[1], dtype),
             )
-            bar.update(length)
+            block = Block(low_mid_high, last, fs, ls)
+        parts.append(block)
+    names = parts[0].tensors()
+    slot.put(Block(**{name: torch.cat([part.tensors()[name] for part in parts]) for name in names}))
+
+
+# Compute, copy, sum and write, each beside the others
+
+
+def _extract(work: list[Work], source: Source, hidden_size: int, dtype: torch.dtype, show: bool) -> None:
+    """Two slots: while one's batch is copied and written, the next one is computed."""
+    lengths = {w.path: w.rows.select(_length()).to_series().to_list() for w in work}
+    batches = {w.path: source.cut(lengths[w.path]) for w in work}
+    largest = max(sum(lengths[path][i] for i in batch) for path, cut in batches.items() for batch in cut)
+    side = torch.cuda.Stream(source.device) if source.device.type == "cuda" else None
+    free: queue.Queue[Slot] = queue.Queue()
+    for _ in range(2):
+        free.put(Slot(largest, hidden_size, dtype, source.device))
+    commits: deque[Future] = deque()
+    with (
+        ThreadPoolExecutor(THREADS) as pool,
+        ThreadPoolExecutor(1) as writer,  # batches are stored in turn
+        ThreadPoolExecutor(COMMITS) as committer,
+        tqdm(
+            total=sum(map(sum, lengths.values())), desc="extract", unit="token", unit_scale=True, mininterval=2
+        ) as bar,
+    ):
+        bar.disable = not show
+        for w in work:
+            w.folder.mkdir(parents=True, exist_ok=True)
+            heads = w.heads()
+            stores: list[Future] = []
+            shard = Shard(w.path, heads, hidden_size, dtype)
+            for batch in batches[w.path]:
+                slot = free.get()
+                for failed in (f for f in stores if f.done()):
+                    failed.result()
+                source.fill(heads[batch.start : batch.stop], slot)
+                slot.send(side)
+                stores.append(writer.submit(_store, shard, batch, slot, free, pool))
+                bar.update(slot.tokens)
+            commits.append(committer.submit(_commit, shard, w, stores))
+            if len(commits) > 2 * COMMITS:  # a slow disk holds us up here
+                commits.popleft().result()
+        for commit in commits:
+            commit.result()
+
+
+def _store(shard: Shard, batch: range, slot: Slot, free: queue.Queue, pool: ThreadPoolExecutor) -> None:
+    try:
+        block, finite = slot.host()
+        with _disk(shard.path):
+            shard.put(batch.start, len(batch), block, finite, pool.map)
+    finally:
+        free.put(slot)
+
+
+def _commit(shard: Shard, work: Work, stores: list[Future]) -> None:
+    for stored in stores:
+        stored.result()
+    with _disk(shard.path):
+        atomic.write_json(work.entries, shard.commit())
+
+
+@contextmanager
+def _disk(path: Path) -> Iterator[None]:
+    """A full or broken disk is the user's to mend."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"{path} could not be written ({error}); mend that and run again: finished shards are kept"
+        ) from None
+
+
+# Several processes
+
+
+def _launch(processes: int) -> None:
+    """This stage, `processes` times, as torchrun would start it; one that fails ends the others."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    started = []
+    try:
+        for rank in range(processes):
+            env = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            command = [sys.executable, "-m", "stages.extract_hiddens"]
+            started.append(subprocess.Popen(command, env=env, preexec_fn=_end_with_parent))
+        while any(s.poll() is None for s in started) and not any(s.poll() for s in started):
+            time.sleep(0.05)
+        failed = [s.returncode for s in started if s.poll()]
+    finally:
+        for process in started:
+            process.terminate()  # those that have ended don't mind
+    for process in started:
+        process.wait()
+    if failed:
+        raise ValueError(
+            f"extract_hiddens: one of {processes} processes ended with {failed[0]}; what it said is above. Finished shards are "
+            "kept; run again, or set extract_hiddens.processes to 1"
+        )
+
+
+def _end_with_parent() -> None:
+    """On Linux, so that killing the stage leaves no process that goes on writing beside the next run."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "prctl"):
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _all_done(store: Any, rank: int, world: int) -> bool:
+    """Waits until every process has made its shards; True in the one that finishes the work."""
+    if store is not None:
+        store.set(f"extracted/{rank}", "done")
+        if rank == 0:  # a launcher ends us if one of them dies
+            store.wait([f"extracted/{r}" for r in range(world)], timedelta(days=30))
+    return rank == 0
+
+
+def _publish(split: str, work: list[Work], folder: Path) -> None:
+    """The split's shards and their index take their place."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "index.parquet").exists():
+        entries = [entry for w in work for entry in _entries(w)]
+        hiddens.write_index(folder, entries)
+    for w in work:
+        w.entries.unlink(missing_ok=True)
+    atomic.publish(folder, HIDDENS / split)
+
+
+def _entries(work: Work) -> list[dict[str, Any]]:
+    deadline = time.monotonic() + PATIENCE_S
+    while not work.entries.exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return atomic.read_json(work.entries, "extract_hiddens")
 
 
 if __name__ == "__main__":

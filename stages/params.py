@@ -102,6 +102,8 @@ class Target(Section):
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
     num_threads: Count
     feature_layers: Annotated[list[Count], Field(min_length=3, max_length=3)] | None
+    lm_head_key: Annotated[str, Field(min_length=1)] | None
+    chat_template: Annotated[str, Field(pattern=r"^[^/]+$")] | None
 
 
 class PrepareTarget(Section):
@@ -227,10 +229,13 @@ class SampleTarget(Section):
 
 
 class ExtractHiddens(Section):
-    dtype: Dtype
+    dtype: Literal["float32", "bfloat16", "float16", "fp8"]
     max_length: Count
     batch_tokens: Count
     shard_mib: Count
+    compile: bool
+    processes: Count
+    import_: Annotated[Annotated[str, Field(min_length=1)] | None, Field(alias="import")]
 
 
 class InitDraft(Section):

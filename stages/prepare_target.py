@@ -4,9 +4,12 @@ A Hugging Face id or a local folder is pinned, not copied: its commit, digests a
 `builtin/NAME` is trained here from a seed and a fixed number of steps, so that the default runs without a download.
 """
 
+import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import jinja2
 import torch
 from tqdm import tqdm
 from transformers import AutoConfig, PretrainedConfig
@@ -18,19 +21,42 @@ from stages.drafting import target
 from stages.formats import atomic, manifest
 from stages.formats.manifest import Manifest
 
+TEMPLATES = Path("templates")
+
 
 def main() -> None:
     p = params.load()
     params.check_raw_exists(p)  # nothing may take a minute before this is known
     torch.set_num_threads(p.target.num_threads)
     started = time.perf_counter()
+    template = _template(p.target.chat_template)
     with atomic.folder(manifest.FOLDER) as folder:
         made = _builtin(p, folder) if p.target.model.startswith("builtin/") else _pinned(p, folder)
+        made = replace(made, lm_head_key=p.target.lm_head_key, chat_template=template)
         manifest.write(folder, made)
     print(
         f"target {made.model}: {made.num_layers} layers, {made.hidden_size} wide, {made.vocab_size} tokens, "
         f"features entering blocks {made.feature_layers} ({time.perf_counter() - started:.0f} s)"
     )
+
+
+def _template(name: str | None) -> str | None:
+    """The text of the chat template that takes the place of the target's own. Raises ValueError where it can't be."""
+    if name is None:
+        return None
+    path = TEMPLATES / name
+    if not path.is_file():
+        there = ", ".join(sorted(f.name for f in TEMPLATES.glob("*.jinja"))) or "none"
+        raise ValueError(
+            f"params.yaml: target.chat_template is {name}, expected the name of a file in {TEMPLATES}/, which has {there}; put "
+            "it there, so that an edit of it is noticed"
+        )
+    text = path.read_text(encoding="utf-8")
+    try:
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"{path} line {error.lineno} is no Jinja template ({error.message}); correct it") from None
+    return text
 
 
 def _builtin(p: params.Params, folder: Path) -> Manifest:
@@ -42,7 +68,7 @@ def _builtin(p: params.Params, folder: Path) -> Manifest:
     corpus = tiny.corpus(train.seed)
     tokenizer = tiny.build_tokenizer(tiny.texts(corpus[:2000]))
     params.check_draft_vocab(p, len(tokenizer))
-    model = tiny.build_model(tokenizer, train.seed)
+    model = tiny.build_model(tokenizer, train.seed, name)
     rows = tiny.encode(tokenizer, corpus)
     with tqdm(total=train.steps, desc="train the target", unit="step", mininterval=2) as bar:
         for _, loss in tiny.train(model, rows, train.seed, train.steps, train.batch_tokens, train.learning_rate):
@@ -51,7 +77,7 @@ def _builtin(p: params.Params, folder: Path) -> Manifest:
     logging.disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return _manifest(p, model.config, folder, revision=None)
+    return describe(p.target.model, None, model.config, folder, p.target.feature_layers)
 
 
 def _pinned(p: params.Params, folder: Path) -> Manifest:
@@ -61,7 +87,7 @@ def _pinned(p: params.Params, folder: Path) -> Manifest:
         where, revision = _from_hub(p.target.model, p.target.revision)
     config = AutoConfig.from_pretrained(where, trust_remote_code=p.target.trust_remote_code)
     params.check_draft_vocab(p, config.get_text_config().vocab_size)
-    return _manifest(p, config, where, revision)
+    return describe(p.target.model, revision, config, where, p.target.feature_layers)
 
 
 def _from_hub(model: str, revision: str | None) -> tuple[Path, str]:
@@ -78,35 +104,42 @@ def _from_hub(model: str, revision: str | None) -> tuple[Path, str]:
         ) from None
 
 
-def _manifest(p: params.Params, whole: PretrainedConfig, folder: Path, revision: str | None) -> Manifest:
-    config = whole.get_text_config()
-    layers = sorted(p.target.feature_layers or target.default_feature_layers(config.num_hidden_layers))
-    if len(set(layers)) < 3 or layers[-1] >= config.num_hidden_layers:
+def describe(
+    model: str, revision: str | None, config: PretrainedConfig, folder: Path, feature_layers: list[int] | None
+) -> Manifest:
+    """What `folder`'s small files say of the target. Raises ValueError where the feature layers can't be."""
+    shapes = target.facts(config)
+    layers = sorted(feature_layers or target.default_feature_layers(shapes["num_layers"]))
+    if len(set(layers)) < 3 or layers[0] < 0 or layers[-1] >= shapes["num_layers"]:
         raise ValueError(
-            f"params.yaml: target.feature_layers {layers} must be three different ids below {config.num_hidden_layers}, "
-            f"the number of {p.target.model}'s layers; name them by hand for a target under 7 layers"
+            f"params.yaml: target.feature_layers {layers} must be three different ids below {shapes['num_layers']}, "
+            f"the number of {model}'s layers; name them by hand for a target under 7 layers"
         )
-    eos = whole.eos_token_id if whole.eos_token_id is not None else config.eos_token_id
     return Manifest(
-        model=p.target.model,
+        model=model,
         revision=revision,
-        modality="text",
+        modality="image" if hasattr(config, "vision_config") else "text",
         config_digest=manifest.digest(folder, "config.json"),
         tokenizer_digest=manifest.digest(folder, "tokenizer*", "vocab*", "merges.txt", "chat_template*"),
         feature_layers=layers,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_layers=config.num_hidden_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        vocab_size=config.vocab_size,
-        rms_norm_eps=config.rms_norm_eps,
-        rope=dict(config.rope_parameters),
-        max_position_embeddings=config.max_position_embeddings,
-        tie_word_embeddings=bool(whole.tie_word_embeddings),
-        eos_token_ids=[eos] if isinstance(eos, int) else list(eos),
+        eos_token_ids=_eos(config, folder),
+        **shapes,
     )
+
+
+def _eos(config: PretrainedConfig, folder: Path) -> list[int]:
+    """The tokens that end an answer: generation_config.json knows more of them than config.json (Llama-3: three)."""
+    generation = folder / "generation_config.json"
+    said = [json.loads(generation.read_text())] if generation.exists() else []
+    said += [vars(config), vars(config.get_text_config())]
+    found: dict[int, None] = {}  # in the order they are said
+    for ids in (each.get("eos_token_id") for each in said):
+        found.update(dict.fromkeys([ids] if isinstance(ids, int) else ids or []))
+    if not found:
+        raise ValueError(
+            f"{folder} names no eos_token_id, neither in generation_config.json nor in config.json; without one no answer ends"
+        )
+    return list(found)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import AutoTokenizer
 
 from stages import params
 from stages.drafting import prompt, sample, target
@@ -80,7 +79,7 @@ def main(*words: str) -> None:
     started = time.perf_counter()
     made = manifest.read()
     folder = manifest.weights(made)
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=p.target.trust_remote_code)
+    tokenizer = prompt.load_tokenizer(folder, p.target.trust_remote_code, made.chat_template)
     work = Work(p, tokenizer, made, folder, prompt.end_id(tokenizer, made.eos_token_ids))
     s = p.sample_target
     asked_for = s.model_dump(exclude={"server": WAY})
@@ -563,7 +562,7 @@ def _preview(p: params.Params, *words: str) -> None:
     if len(words) != 2 or words[0] != "--preview" or not words[1].isdigit() or words[1] == "0":
         raise ValueError(f"expected no arguments or --preview N, found {' '.join(words)}")
     made, count = manifest.read(), int(words[1])
-    tokenizer = AutoTokenizer.from_pretrained(manifest.weights(made), trust_remote_code=p.target.trust_remote_code)
+    tokenizer = prompt.load_tokenizer(manifest.weights(made), p.target.trust_remote_code, made.chat_template)
     sampled, fixed = SAMPLED / "train", FIXED / "train.parquet"
     if sampled.exists():
         print(f"{sampled}, its first {count} rows")

@@ -153,7 +153,7 @@ class Run:
         s, steps = self.settings, plan(store.lengths, self.settings, self.epoch)
         started, device = time.perf_counter(), self.group.device
         totals = torch.zeros(3, s.ttt_steps, dtype=torch.float64, device=device)  # loss, hits, taught
-        for number, packs in enumerate(read_ahead(store, steps, self.objective, self.group)):
+        for number, packs in enumerate(read_ahead(store, steps, self.objective, self.group, getattr(torch, s.dtype))):
             totals += self.learn(packs)
             bar.update(sum(map(len, steps[number])))
             if number % LOG_STEPS == 0:
@@ -257,7 +257,7 @@ def share(packs: list[list[int]], rank: int, world: int) -> list[tuple[list[int]
 
 
 def read_ahead(
-    store: Store, steps: list[list[list[int]]], objective: ttt.Objective, group: ranks.Ranks
+    store: Store, steps: list[list[list[int]]], objective: ttt.Objective, group: ranks.Ranks, dtype: torch.dtype
 ) -> Iterator[list[ttt.Pack]]:
     """Each step's packs of this process, on the device, made by threads a few steps before their turn.
 
@@ -266,7 +266,7 @@ def read_ahead(
     on_gpu = group.device.startswith("cuda")
 
     def made(rows: list[int], mute: bool) -> ttt.Pack:
-        pack = ttt.Pack.of([store.row(i) for i in rows], objective.steps, objective.mask, pinned=on_gpu)
+        pack = ttt.Pack.of([store.row(i, dtype) for i in rows], objective.steps, objective.mask, pinned=on_gpu)
         return pack.muted() if mute else pack
 
     with ThreadPoolExecutor(THREADS if on_gpu else 1) as threads:

@@ -119,6 +119,13 @@ RERUNS = [
         sets(sample_target={"temperature": lambda old: old + 0.1}),
         "* -fix_data -prepare_target",
     ),
+    Row(
+        "extract_hiddens.processes",
+        sets(extract_hiddens={"processes": 8}),
+        "",
+    ),
+    Row("extract_hiddens.dtype", sets(extract_hiddens={"dtype": "fp8"}), "* -fix_data -prepare_target -sample_target"),
+    Row("templates/chatml.jinja", comments("templates/chatml.jinja"), "* -fix_data"),
     Row("prepare_target.seed", sets(prepare_target={"seed": lambda old: old + 1}), "* -fix_data"),
     Row("fix_data.eval_share", sets(fix_data={"eval_share": lambda old: old / 2}), "* -prepare_target"),
     Row("fix_data.raw: another row", adds_row, "* -prepare_target"),
@@ -213,6 +220,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory, recorder: Recorder) -> Pa
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPO / name, root / name)
     (root / "README.md").touch()
+    (root / "templates").mkdir()
+    (root / "templates" / "chatml.jinja").touch()
     (root / "data" / "raw").mkdir(parents=True)
     (root / "data" / "raw" / "rows.jsonl").write_text("{}\n")
     assert recorder.repro(root) == names(root)

@@ -1,4 +1,4 @@
-"""Targets small enough to train on a laptop: transformers' own Qwen3 class, a BPE tokenizer, a chat template.
+"""Targets small enough to train on a laptop: transformers' own Qwen3 classes, a BPE tokenizer, a chat template.
 
 Everything follows from the seed and a fixed number of steps, never from the clock. Matrices train with Muon, which
 needs about half the steps of AdamW at this size (docs/LOG.md, 2026-11-21), the rest with AdamW.
@@ -11,11 +11,18 @@ from collections.abc import Iterator
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from stages.builtin import weather
 
-NAMES = ("weather-tiny",)
+NAMES = ("weather-tiny", "weather-tiny-moe")
 CONVERSATIONS = 6_000  # one pass over them is about 500 steps of 2,048 tokens
 END, START, STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 # ChatML, as Qwen3's own template renders it without tools and without thinking.
@@ -47,24 +54,31 @@ def build_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """A random Qwen3, 128 wide. Seven layers: the fewest whose feature layers [2, n//2, n-3] are three different ones."""
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, name: str = NAMES[0]) -> PreTrainedModel:
+    """A random Qwen3, 128 wide. Seven layers: the fewest whose feature layers [2, n//2, n-3] are three different ones.
+
+    With experts, each token takes two of eight, together as wide as the dense one's MLP: the same arithmetic a token,
+    four times the weights.
+    """
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=7,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return Qwen3ForCausalLM(config)
+    shape = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 7,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if name == "weather-tiny":
+        return Qwen3ForCausalLM(Qwen3Config(**shape))
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts, use_sliding_window=False))
 
 
 def texts(conversations: list[list[dict[str, str]]], tokenizer: PreTrainedTokenizerFast | None = None) -> Iterator[str]:
@@ -93,7 +107,7 @@ def encode(
 
 
 def train(
-    model: Qwen3ForCausalLM, rows: list[tuple[Tensor, Tensor]], seed: int, steps: int, batch_tokens: int, rate: float
+    model: PreTrainedModel, rows: list[tuple[Tensor, Tensor]], seed: int, steps: int, batch_tokens: int, rate: float
 ):
     """Train in place for exactly `steps` steps; yields (step, loss) after each."""
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]

@@ -15,11 +15,21 @@ from bisect import bisect_left
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from transformers import AutoTokenizer
+
 from stages.drafting import shapes
 
 Messages = list[dict[str, Any]]
 _closers: WeakKeyDictionary[Any, tuple[frozenset[int], tuple[str, ...]]] = WeakKeyDictionary()
 _shapes: WeakKeyDictionary[Any, dict[Any, shapes.Shape | None]] = WeakKeyDictionary()
+
+
+def load_tokenizer(source: Any, trust_remote_code: bool, chat_template: str | None) -> Any:
+    """The target's tokenizer, from its folder; `chat_template` takes the place of its own."""
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    return tokenizer
 
 
 def turns(messages: Messages) -> list[int]:

@@ -1,15 +1,33 @@
 """The frozen target: transformers' own class, its decoder's forward, and the hidden states a draft feeds on.
 
-Letters: B rows, T tokens, H the target's hidden size, V its vocabulary.
+One path for every class that transformers' Auto classes know: dense, mixture of experts, and the language model inside
+a vision-language one. All we ask of a class is a decoder with a list of `layers`, which is what we hook.
+
+Letters: B rows, T tokens, N tokens of several documents end to end, H the target's hidden size, V its vocabulary.
 """
 
-from collections.abc import Iterator
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging
+
+DOCUMENTS = "aerie_documents"  # the name of our attention in transformers' registry
+FLASH_HEADS = 256  # the widest head of the flash kernel
 
 
 def load(
@@ -17,15 +35,23 @@ def load(
 ) -> PreTrainedModel:
     """The target in evaluation mode, without gradients, its weights from safetensors only."""
     logging.disable_progress_bar()  # it prints a bar a tensor
-    model = AutoModelForCausalLM.from_pretrained(
-        source,
-        revision=revision,
-        dtype=getattr(torch, dtype),
-        attn_implementation="sdpa",
-        use_safetensors=True,
-        trust_remote_code=trust_remote_code,
+    pinned: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    config = AutoConfig.from_pretrained(source, **pinned)
+    model = auto_class(config).from_pretrained(
+        source, dtype=getattr(torch, dtype), attn_implementation="sdpa", use_safetensors=True, **pinned
     )
-    return model.to(device).eval().requires_grad_(False)
+    model = model.to(device).eval().requires_grad_(False)
+    for weight in model.parameters():
+        # On the CPU they lie in the mapped file, anywhere, and sums then round otherwise in one process of ten (docs/LOG.md).
+        if weight.data_ptr() % 64:
+            weight.data = weight.data.clone()
+    return model
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """Which of transformers' Auto classes makes this model: a vision-language config names no causal language model."""
+    sees = type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if sees and hasattr(config, "vision_config") else AutoModelForCausalLM
 
 
 def default_feature_layers(num_layers: int) -> list[int]:
@@ -33,21 +59,93 @@ def default_feature_layers(num_layers: int) -> list[int]:
     return [2, num_layers // 2, num_layers - 3]
 
 
+def facts(whole: PretrainedConfig) -> dict[str, Any]:
+    """The shapes in a config that a draft depends on, under the manifest's names, whatever the class calls them.
+
+    A vision-language config keeps them in its text config, except for those it only has outside. Raises ValueError
+    naming the key, where a config has none of the names we know for it.
+    """
+    config = whole.get_text_config()
+    heads, hidden = _needed(config, "num_attention_heads"), _needed(config, "hidden_size")
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": _needed(config, "intermediate_size", "moe_intermediate_size"),
+        "num_layers": _needed(config, "num_hidden_layers"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _first(config, "num_key_value_heads") or heads,
+        "head_dim": _first(config, "head_dim") or hidden // heads,  # absent or null in half of the classes
+        "vocab_size": _needed(config, "vocab_size"),
+        "rms_norm_eps": _needed(config, "rms_norm_eps"),
+        "rope": rope(config),
+        "max_position_embeddings": _needed(config, "max_position_embeddings"),
+        "tie_word_embeddings": tied(whole),
+    }
+
+
+def tied(whole: PretrainedConfig) -> bool:
+    """Whether embedding and head are one table. transformers reads the outer config, and its text config where that is silent."""
+    outer = _first(whole, "tie_word_embeddings")
+    return bool(outer if outer is not None else _first(whole.get_text_config(), "tie_word_embeddings"))
+
+
+def rope(config: PretrainedConfig) -> dict[str, Any]:
+    """The rotary embedding's parameters in transformers 5's spelling, from either spelling.
+
+    Older configs, and those of remote code, say `rope_theta` and `rope_scaling` (whose kind is `rope_type` or `type`).
+    """
+    found = dict(_first(config, "rope_parameters") or {})
+    if "rope_theta" not in found:
+        found = {**(_first(config, "rope_scaling") or {}), **found}
+        found["rope_theta"] = _first(config, "rope_theta") or 10_000.0
+    kind = found.pop("type", "default")
+    found.setdefault("rope_type", kind)
+    if found["rope_type"] == "mrope":  # Qwen2-VL's name for the default with mrope_section
+        found["rope_type"] = "default"
+    return found
+
+
+def _first(config: Any, *names: str) -> Any:
+    """The first of these keys that the config has and that is not null."""
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+
+
+def _needed(config: Any, *names: str) -> Any:
+    found = _first(config, *names)
+    if found is None:
+        raise ValueError(
+            f"the target's config ({type(config).__name__}) has no {' or '.join(names)}; such a model can't be a target yet"
+        )
+    return found
+
+
+@contextmanager
+def tapped(model: PreTrainedModel, layers: list[int], keep: Callable[[int, Tensor], None]) -> Iterator[None]:
+    """Inside the block, each decoder forward calls keep(k, stream) with the residual stream entering the k-th of `layers`.
+
+    Hooked where the block is entered, which is where SGLang and vLLM capture. So for Qwen3-VL what deepstack adds after
+    the blocks before it is in, as it is in `hidden_states[i]` of transformers: both add between two blocks.
+    """
+
+    def tap(k: int) -> Callable:
+        return lambda _module, args, kwargs: keep(k, args[0] if args else kwargs["hidden_states"])
+
+    blocks = model.get_decoder().layers
+    handles = [
+        blocks[i].register_forward_pre_hook(tap(k), with_kwargs=True) for k, i in enumerate(sorted(layers))
+    ]  # fmt: skip
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 @contextmanager
 def capture(model: PreTrainedModel, layers: list[int]) -> Iterator[list[Tensor]]:
     """Inside the block, each decoder forward leaves the residual streams [B, T, H] entering `layers`, low to high."""
     caught: list[Tensor] = []
-
-    def keep(_module, args, kwargs):
-        caught.append(args[0] if args else kwargs["hidden_states"])
-
-    blocks = model.get_decoder().layers
-    handles = [blocks[i].register_forward_pre_hook(keep, with_kwargs=True) for i in sorted(layers)]
-    try:
+    with tapped(model, layers, lambda _, stream: caught.append(stream)):
         yield caught
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @torch.inference_mode()
@@ -59,3 +157,139 @@ def hidden_states(model: PreTrainedModel, ids: Tensor, layers: list[int]) -> tup
     with capture(model, layers) as caught:
         last = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
     return torch.cat(caught, dim=-1), last
+
+
+# Documents end to end, without padding
+
+
+@torch.inference_mode()
+def forward_documents(model: PreTrainedModel, ids: Tensor, lengths: list[int], packed: bool) -> Tensor:
+    """Documents end to end, ids [N] -> their last hidden states [N, H] after the final norm. No LM head, no cache.
+
+    `packed`: as one row, attention kept inside each document (see `packs`); otherwise as rows padded to the longest,
+    whose padding is dropped. Streams that are `tapped` have the same two layouts: `unpadded` makes [N, H] of either.
+    """
+    decoder = model.get_decoder()
+    if not packed:
+        rows = pad_sequence(list(ids.split(lengths)), batch_first=True)  # [B, T]
+        return unpadded(decoder(input_ids=rows, use_cache=False).last_hidden_state, lengths)
+    positions = torch.cat([torch.arange(length) for length in lengths])  # [N], each document from 0
+    borders = to(torch.tensor([0, *lengths]).cumsum(0).int(), ids.device)
+    longest = max(lengths)
+    with _attention(model, DOCUMENTS):
+        return decoder(
+            input_ids=ids[None],
+            position_ids=to(positions, ids.device)[None],
+            use_cache=False,
+            cu_seq_lens_q=borders,  # the names transformers hands down to every attention
+            cu_seq_lens_k=borders,
+            max_length_q=longest,
+            max_length_k=longest,
+        ).last_hidden_state[0]
+
+
+def to(tensor: Tensor, device: torch.device) -> Tensor:
+    """The same on `device`, without waiting for what the device has still to do."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def compile_blocks(model: PreTrainedModel, tokens: int) -> None:
+    """Let torch.compile fuse what lies between the matrix products of a block, one code for all blocks and lengths.
+
+    Made ready here, on one document of `tokens` tokens: the compiler takes hints from the first shapes it sees, and
+    every process must round as every other.
+    """
+    for block in model.get_decoder().layers:
+        block.forward = torch.compile(block.forward, dynamic=True)
+    ids = torch.arange(tokens, device=model.device) % model.get_input_embeddings().num_embeddings
+    half = tokens // 2
+    forward_documents(model, ids, [half, tokens - half], packed=True)
+
+
+def unpadded(stream: Tensor, lengths: list[int]) -> Tensor:
+    """A stream as the decoder has it, [1, N, H] packed or [B, T, H] padded, as [N, H] of the documents end to end."""
+    if len(stream) == 1:
+        return stream[0]
+    return torch.cat([row[:length] for row, length in zip(stream, lengths, strict=True)])
+
+
+def packs(model: PreTrainedModel) -> bool:
+    """Whether this model's classes keep documents apart when they lie end to end in one row: asked of the model itself.
+
+    Two short documents, each alone and both together. Most classes take our attention; one that carries state from
+    token to token in another way (a linear attention), or has an attention of its own, shows here, and is padded.
+    """
+    vocabulary = model.get_input_embeddings().num_embeddings
+    ids = (torch.arange(24, device=model.device) * 7919 + 11) % vocabulary
+    try:
+        together = forward_documents(model, ids, [11, 13], packed=True)
+        alone = [forward_documents(model, document, [len(document)], packed=False) for document in ids.split([11, 13])]
+    except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+        warnings.warn(f"documents end to end: {type(error).__name__}: {error}", stacklevel=2)
+        return False
+    difference = (together - torch.cat(alone)).float().norm(dim=-1) / torch.cat(alone).float().norm(dim=-1)  # [24]
+    # Halves round differently in every kernel, and a router may flip for a token; documents that see each other differ
+    # in all tokens of the second, by far more.
+    return bool(difference[11:].median() < (1e-3 if model.dtype == torch.float32 else 0.1))
+
+
+@contextmanager
+def _attention(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Inside the block the decoder's attention is that of `name`; a vision tower keeps its own."""
+    config = model.get_decoder().config
+    before = config._attn_implementation
+    config._attn_implementation = name
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def _attend_documents(
+    module: Any,
+    query: Tensor,  # [1, heads, N, D]
+    key: Tensor,  # [1, key-value heads, N, D]
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention [1, N, heads, D] inside each document; transformers calls it as one of its attentions."""
+    unknown = sorted(name for name in ("s_aux", "softcap", "position_bias") if others.get(name) is not None)
+    if cu_seq_lens_q is None or max_length_q is None or unknown:
+        raise NotImplementedError(f"attention with {unknown or 'no document borders'}")
+    if query.is_cuda and query.element_size() == 2 and query.shape[-1] % 8 == 0 and query.shape[-1] <= FLASH_HEADS:
+        heads_last = (t[0].transpose(0, 1) for t in (query, key, value))  # [N, heads, D] each
+        out = torch.ops.aten._flash_attention_forward(
+            *heads_last, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, 0.0, True, False,
+            scale=scaling, window_size_left=None if sliding_window is None else sliding_window - 1,
+        )[0]  # fmt: skip
+        return out[None], None
+    return _one_by_one(query, key, value, scaling, sliding_window, cu_seq_lens_q)[None], None
+
+
+@torch.compiler.disable  # it would be compiled anew for every number of documents
+def _one_by_one(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, borders: Tensor
+) -> Tensor:
+    """The same where no kernel takes borders (CPUs, float32): a call a document. [N, heads, D]"""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    out = torch.empty_like(query)
+    for first, end in itertools.pairwise(borders.tolist()):
+        q, k, v = (t[:, :, first:end] for t in (query, key, value))
+        mask = None
+        if window is not None and window < end - first:
+            distance = torch.arange(end - first, device=query.device)
+            distance = distance[:, None] - distance  # [T, T]
+            mask = (distance >= 0) & (distance < window)
+        out[:, :, first:end] = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling
+        )
+    return out[0].transpose(0, 1)
+
+
+AttentionInterface.register(DOCUMENTS, _attend_documents)

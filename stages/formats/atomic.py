@@ -41,15 +41,20 @@ def folder(path: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        for inside in [*temporary.rglob("*"), temporary]:  # a folder's own fsync is what keeps the names in it
-            _fsync(inside)
-        if path.exists():
-            _swap(temporary, path)
-        else:
-            os.replace(temporary, path)
-        _fsync(path.parent)
+        publish(temporary, path)
     finally:
         _remove(temporary)  # after a swap this is the old folder
+
+
+def publish(made: Path, path: Path) -> None:
+    """Let a whole folder take `path`'s place, on the same file system; the old one, if any, is then at `made`."""
+    for inside in [*made.rglob("*"), made]:  # a folder's own fsync is what keeps the names in it
+        _fsync(inside)
+    if path.exists():
+        _swap(made, path)
+    else:
+        os.replace(made, path)
+    _fsync(path.parent)
 
 
 def write_text(path: Path, text: str) -> None:

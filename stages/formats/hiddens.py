@@ -1,21 +1,34 @@
-"""Hidden states on disk: a few large safetensors shards and an index, unpadded.
+"""Hidden states on disk: a few large safetensors shards and an index, unpadded.   docs/hiddens.md
 
 A shard holds rows end to end: `features` [N, 3H] (low, mid, high), `last` [N, H] (after the final norm), `ids` [N]
 int32 and `mask` (one bit a token: is it the assistant's?). `index.parquet` says where each row lies, with its checksum
 and whether all its numbers are finite. 4H numbers and 4 bytes and a bit a token: at H = 4096 in bfloat16, 32.8 kB.
+
+In fp8 (e4m3) the numbers of a token come in four parts, low, mid, high and last, each divided by a float32 scale of its
+own: `features_scale` [N, 3] and `last_scale` [N, 1]. A residual stream grows from block to block, so one scale for all
+would waste the low part's precision. 16 bytes more a token: at H = 4096, 16.4 kB.
+
+Shards are planned before anything is computed, from lengths alone, so that any number of processes makes the same
+files; and are written where they will lie, row by row, since header and offsets are known.
 """
 
+import json
+import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
+
+from stages.formats import atomic
 
 INDEX = pl.Schema(
     {
@@ -25,11 +38,24 @@ INDEX = pl.Schema(
         "length": pl.Int64,  # T
         "prompt_length": pl.Int64,  # tokens before the answer
         "finish_reason": pl.String,
-        "checksum": pl.UInt32,  # crc32 of id, prompt_length, finish_reason, features, last hidden, ids and mask
+        "checksum": pl.UInt32,  # crc32 of id, prompt_length, finish_reason, features, last hidden, ids, mask, scales
         "finite": pl.Boolean,
     }
 )
 MADE_BY = "extract_hiddens"
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+}
+FP8 = DTYPES["fp8"]
+LARGEST = torch.finfo(FP8).max  # 448
+PARTS = 3  # of the features: low, mid, high
+SAFETENSORS = {
+    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", FP8: "F8_E4M3", torch.int32: "I32",
+    torch.uint8: "U8",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -45,49 +71,201 @@ class Row:
     finish_reason: str
 
 
+@dataclass(frozen=True)
+class Head:
+    """What is known of a row before its hidden states are."""
+
+    id: str
+    ids: Tensor  # [T] int32
+    mask: Tensor  # [T] bool
+    prompt_length: int
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class Block:
+    """Tokens' hidden states as they are stored. The scales are there in fp8 only."""
+
+    features: Tensor  # [N, 3H]
+    last: Tensor  # [N, H]
+    features_scale: Tensor | None = None  # [N, 3] float32
+    last_scale: Tensor | None = None  # [N, 1] float32
+
+    def __getitem__(self, tokens: slice) -> "Block":
+        return Block(**{name: tensor[tokens] for name, tensor in self.tensors().items()})
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+
+
 def row_bytes(hidden_size: int, dtype: torch.dtype) -> float:
-    """Bytes a token takes on disk: 4H numbers, an int32 id, one bit."""
-    return 4 * hidden_size * dtype.itemsize + 4 + 1 / 8
+    """Bytes a token takes on disk: 4H numbers, in fp8 four float32 scales, an int32 id, one bit."""
+    scales = 4 * (PARTS + 1) if dtype == FP8 else 0
+    return 4 * hidden_size * dtype.itemsize + scales + 4 + 1 / 8
+
+
+# Numbers
+
+
+def encode(numbers: Tensor, dtype: torch.dtype, parts: int = 1) -> tuple[Tensor, Tensor | None]:
+    """Numbers [N, W] as stored; in fp8 with the float32 scales [N, parts] that `decode` multiplies them with.
+
+    The largest number of a part becomes e4m3's largest, 448. Then every number x of the part comes back within
+    max(|x| / 16, scale / 1024): three bits after the point, and below 2**-6 steps of 2**-9. A part that holds NaN or
+    infinity has such a scale too.
+    """
+    if dtype != FP8:
+        return numbers.to(dtype), None
+    split = numbers.float().unflatten(-1, (parts, -1))  # [N, parts, W / parts]
+    scale = (split.abs().amax(-1) / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)  # [N, parts]
+    return (split / scale[..., None]).to(FP8).flatten(-2), scale
+
+
+def decode(tensor: Tensor, scale: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The numbers [N, W] as `dtype`: what a shard's `features` or `last` stand for, with the scales [N, parts] of fp8."""
+    if scale is None:
+        return tensor.to(dtype)
+    return (tensor.float().unflatten(-1, (scale.shape[-1], -1)) * scale[..., None]).flatten(-2).to(dtype)
+
+
+def finite(block: Block) -> Tensor:
+    """Of each token [N], whether all that is stored is finite: a number too large for float16 is not."""
+    checks = [block.features_scale, block.last_scale] if block.last_scale is not None else [block.features, block.last]
+    return torch.stack([torch.isfinite(t).all(-1) for t in checks if t is not None]).all(0)
+
+
+# Writing
+
+
+def plan(lengths: Sequence[int], token_bytes: float, shard_bytes: int) -> list[range]:
+    """Which consecutive rows each shard holds: it is closed by the row that fills it."""
+    shards, first, size = [], 0, 0.0
+    for number, length in enumerate(lengths):
+        size += length * token_bytes
+        if size >= shard_bytes:
+            shards.append(range(first, number + 1))
+            first, size = number + 1, 0.0
+    return [*shards, range(first, len(lengths))] if first < len(lengths) else shards
+
+
+def shard_name(number: int) -> str:
+    return f"shard-{number:05d}.safetensors"
+
+
+class Shard:
+    """One shard while it is written: rows are put in any order, by any thread, and `commit` gives the file its name."""
+
+    def __init__(self, path: Path, heads: list[Head], hidden_size: int, dtype: torch.dtype) -> None:
+        self.path, self.heads = path, heads
+        self.offsets = np.cumsum([0, *(len(h.ids) for h in heads)]).tolist()  # first token of each row
+        self.entries: list[dict[str, Any]] = [{} for _ in heads]
+        ids = torch.cat([h.ids for h in heads])
+        bits = torch.from_numpy(np.packbits(torch.cat([h.mask for h in heads]).numpy()))
+        # The widest numbers first, so that each begins at a multiple of its size; the format allows no holes.
+        shapes: dict[str, tuple[torch.dtype, list[int]]] = {
+            "ids": (torch.int32, [len(ids)]),
+            "features": (dtype, [len(ids), PARTS * hidden_size]),
+            "last": (dtype, [len(ids), hidden_size]),
+            "mask": (torch.uint8, [len(bits)]),
+        }
+        if dtype == FP8:
+            scales = {
+                "features_scale": (torch.float32, [len(ids), PARTS]),
+                "last_scale": (torch.float32, [len(ids), 1]),
+            }
+            shapes = {**scales, **shapes}
+        header, self._places, end = {}, {}, 0
+        for name, (kind, shape) in shapes.items():
+            size = kind.itemsize * int(np.prod(shape))
+            header[name] = {"dtype": SAFETENSORS[kind], "shape": shape, "data_offsets": [end, end + size]}
+            self._places[name] = (end, size // max(1, shape[0]))  # where it begins, bytes of its row
+            end += size
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-(8 + len(text)) % 64)
+        self._data = 8 + len(text)
+        self._stack = ExitStack()
+        temporary = self._stack.enter_context(atomic.file(path))
+        self._file = self._stack.enter_context(temporary.open("wb"))
+        self._file.write(len(text).to_bytes(8, "little") + text)
+        self._file.truncate(self._data + end)
+        self._file.flush()
+        self._write("ids", 0, ids)
+        self._write("mask", 0, bits)
+
+    def put(self, first: int, count: int, block: Block, finite: Tensor, run: Callable = map) -> None:
+        """Rows first … first + count - 1, end to end in `block` on the CPU, and of each token whether it is finite [N].
+
+        `run` is map, or that of a pool of threads: checksums and writing let Python's lock go.
+        """
+        start, end = self.offsets[first], self.offsets[first + count]
+        assert len(block.features) == len(finite) == end - start
+
+        def enter(row: int) -> None:
+            tokens = slice(self.offsets[row] - start, self.offsets[row + 1] - start)
+            self.entries[row] = {
+                "id": self.heads[row].id, "shard": self.path.name, "offset": self.offsets[row],
+                "length": len(self.heads[row].ids), "prompt_length": self.heads[row].prompt_length,
+                "finish_reason": self.heads[row].finish_reason,
+                "checksum": _checksum(self.heads[row], block[tokens]), "finite": bool(finite[tokens].all()),
+            }  # fmt: skip
+
+        writes: list[Callable[[], None]] = [partial(self._write, n, start, t) for n, t in block.tensors().items()]
+        list(run(lambda do: do(), writes + [partial(enter, row) for row in range(first, first + count)]))
+
+    def commit(self) -> list[dict[str, Any]]:
+        """Give the whole shard its name; returns its rows' entries of the index."""
+        assert all(self.entries), "a row was never put"
+        self._stack.close()
+        return self.entries
+
+    def _write(self, name: str, token: int, tensor: Tensor) -> None:
+        begin, row = self._places[name]
+        place, left = self._data + begin + token * row, _bytes(tensor)
+        while left:  # a call takes 2 GiB at most
+            written = os.pwrite(self._file.fileno(), left, place)
+            place, left = place + written, left[written:]
 
 
 def write(folder: Path, rows: Iterable[Row], dtype: torch.dtype, shard_bytes: int) -> int:
     """Write rows in their order into shards of about `shard_bytes`; returns how many. The caller makes `folder` atomic."""
-    entries: list[dict] = []
-    pending: list[Row] = []
-    size = 0.0
-
-    def flush() -> None:
-        nonlocal pending, size
-        name = f"shard-{len({e['shard'] for e in entries}):05d}.safetensors"
-        tensors, offset = _join(pending), 0
-        save_file(tensors, folder / name)
-        for row in pending:
-            entries.append(_entry(row, name, offset))
-            offset += len(row.ids)
-        pending, size = [], 0
-
-    for row in rows:
-        row = Row(
-            row.id, row.ids, row.mask, row.features.to(dtype), row.last.to(dtype), row.prompt_length, row.finish_reason
-        )
-        pending.append(row)
-        size += len(row.ids) * row_bytes(row.last.shape[1], dtype)
-        if size >= shard_bytes:
-            flush()
-    if pending:
-        flush()
-    pl.DataFrame(entries, schema=INDEX).write_parquet(folder / "index.parquet")
+    rows, entries = list(rows), []
+    hidden_size = rows[0].last.shape[1] if rows else 0
+    for number, span in enumerate(plan([len(r.ids) for r in rows], row_bytes(hidden_size, dtype), shard_bytes)):
+        held = [rows[i] for i in span]
+        shard = Shard(folder / shard_name(number), [_head(r) for r in held], hidden_size, dtype)
+        for i, row in enumerate(held):
+            features, features_scale = encode(row.features, dtype, PARTS)
+            last, last_scale = encode(row.last, dtype)
+            block = Block(features, last, features_scale, last_scale)
+            shard.put(i, 1, block, finite(block))
+        entries += shard.commit()
+    write_index(folder, entries)
     return len(entries)
 
 
-def read(folder: Path) -> Iterator[Row]:
-    """Every row, in order, checked. Features come as float32.
+def write_index(folder: Path, entries: list[dict[str, Any]]) -> None:
+    """The rows of all shards, in order."""
+    with atomic.file(folder / "index.parquet") as temporary:
+        pl.DataFrame(entries, schema=INDEX).write_parquet(temporary)
+
+
+# Reading
+
+
+def read(folder: Path, dtype: torch.dtype = torch.float32) -> Iterator[Row]:
+    """Every row, in order, checked. Features come as `dtype`, however they are stored.
 
     Raises ValueError naming the shard and the row, where a shard is missing, cut, altered, or holds NaN or infinity.
     """
-    index = read_index(folder)
-    for (name,), rows in index.group_by("shard", maintain_order=True):
-        yield from _read_shard(folder / str(name), rows)
+    for head, block in blocks(folder, read_index(folder)):
+        features = decode(block.features, block.features_scale, dtype)
+        yield Row(**vars(head), features=features, last=decode(block.last, block.last_scale, dtype))
+
+
+def blocks(folder: Path, rows: pl.DataFrame) -> Iterator[tuple[Head, Block]]:
+    """The given rows of the index as they are stored, checked as `read` checks them."""
+    for (name,), held in rows.group_by("shard", maintain_order=True):
+        yield from _read_shard(folder / str(name), held)
 
 
 def read_index(folder: Path) -> pl.DataFrame:
@@ -105,68 +283,73 @@ def read_index(folder: Path) -> pl.DataFrame:
     return index
 
 
-def _read_shard(path: Path, rows: pl.DataFrame) -> Iterator[Row]:
-    try:
-        with safe_open(path, framework="pt") as shard:
-            tensors = {name: shard.get_tensor(name) for name in ("features", "last", "ids", "mask")}
-    except (FileNotFoundError, SafetensorError, OSError) as error:
-        raise broken(path, str(error)) from None
-    mask = torch.from_numpy(np.unpackbits(tensors["mask"].numpy(), count=len(tensors["ids"])).astype(bool))
+def _read_shard(path: Path, rows: pl.DataFrame) -> Iterator[tuple[Head, Block]]:
+    slices = open_shard(path)
     for entry in rows.iter_rows(named=True):
-        span = slice(entry["offset"], entry["offset"] + entry["length"])
-        row = Row(
-            entry["id"], tensors["ids"][span], mask[span], tensors["features"][span], tensors["last"][span],
-            entry["prompt_length"], entry["finish_reason"],
-        )  # fmt: skip
-        check(row, entry, path.parent)
-        yield Row(
-            row.id, row.ids, row.mask, row.features.float(), row.last.float(), row.prompt_length, row.finish_reason
-        )
+        yield cut(path, entry, slices)
 
 
-def check(row: Row, entry: dict, folder: Path) -> None:
-    """Raises ValueError naming the row, where it is not what its index entry says, or holds NaN or infinity."""
-    path = folder / entry["shard"]
-    if len(row.ids) != entry["length"] or _checksum(row) != entry["checksum"]:
-        raise ValueError(f"{path}: row {entry['id']} does not match its checksum; {_repair(folder)}")
+def open_shard(path: Path) -> dict[str, Any]:
+    """What `cut` cuts rows from: the shard's tensors, mapped and not read. Raises ValueError where it is missing or cut."""
+    try:
+        shard = safe_open(path, framework="pt")
+        slices = {name: shard.get_slice(name) for name in ("features", "last", "ids", "mask")}
+        if slices["features"].get_dtype() == SAFETENSORS[FP8]:
+            slices |= {name: shard.get_slice(name) for name in ("features_scale", "last_scale")}
+    except (FileNotFoundError, SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is missing or cut ({error}); {_repair(path)}") from None
+    return slices
+
+
+def cut(path: Path, entry: dict[str, Any], slices: dict[str, Any], known: bool = False) -> tuple[Head, Block]:
+    """The row of an index entry, as stored; `known` to be whole, its checksum is not taken again.
+
+    Raises ValueError naming the row, where it is not what its entry says, or holds NaN or infinity.
+    """
+    start, end = entry["offset"], entry["offset"] + entry["length"]
+    try:
+        whole = 0 <= start <= end <= slices["ids"].get_shape()[0]
+        head, block = _cut_out(entry, slices) if whole else (None, None)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is missing or cut ({error}); {_repair(path)}") from None
+    if head is None or block is None or not (known or _checksum(head, block) == entry["checksum"]):
+        raise ValueError(f"{path}: row {entry['id']} does not match its checksum; {_repair(path)}")
     if not entry["finite"]:
         raise ValueError(
             f"{path}: row {entry['id']} holds NaN or infinity, expected finite hidden states; set "
             "extract_hiddens.dtype or target.dtype to float32 and run: dvc repro extract_hiddens"
         )
+    return head, block
 
 
-def broken(shard: Path, found: str) -> ValueError:
-    return ValueError(f"{shard} is missing or cut ({found}); {_repair(shard.parent)}")
+def _repair(shard: Path) -> str:
+    return f"delete {shard.parent} and run: dvc repro {MADE_BY}"
 
 
-def _repair(folder: Path) -> str:
-    return f"delete {folder} and run: dvc repro {MADE_BY}"
+def _cut_out(entry: dict[str, Any], slices: dict[str, Any]) -> tuple[Head, Block]:
+    """One row of a shard, read where it lies."""
+    start, end = entry["offset"], entry["offset"] + entry["length"]
+    bits = np.unpackbits(slices["mask"][start // 8 : -(-end // 8)].numpy())  # eight tokens a byte, across rows
+    mask = torch.from_numpy(bits[start % 8 :][: end - start].astype(bool))
+    head = Head(entry["id"], slices["ids"][start:end], mask, entry["prompt_length"], entry["finish_reason"])
+    return head, Block(**{name: part[start:end] for name, part in slices.items() if name not in ("ids", "mask")})
 
 
-def _join(rows: list[Row]) -> dict[str, Tensor]:
-    bits = np.packbits(torch.cat([r.mask for r in rows]).numpy())
-    return {
-        "features": torch.cat([r.features for r in rows]),
-        "last": torch.cat([r.last for r in rows]),
-        "ids": torch.cat([r.ids for r in rows]),
-        "mask": torch.from_numpy(bits),
-    }
+def _head(row: Row) -> Head:
+    return Head(row.id, row.ids, row.mask, row.prompt_length, row.finish_reason)
 
 
-def _entry(row: Row, shard: str, offset: int) -> dict:
-    finite = bool(torch.isfinite(row.features).all() and torch.isfinite(row.last).all())
-    return {
-        "id": row.id, "shard": shard, "offset": offset, "length": len(row.ids), "prompt_length": row.prompt_length,
-        "finish_reason": row.finish_reason, "checksum": _checksum(row), "finite": finite,
-    }  # fmt: skip
-
-
-def _checksum(row: Row) -> int:
-    total = zlib.crc32(repr((row.id, row.prompt_length, row.finish_reason)).encode())
-    for tensor in (row.features, row.last, row.ids, row.mask):
-        total = zlib.crc32(tensor.contiguous().view(torch.uint8).numpy(), total)
+def _checksum(head: Head, block: Block) -> int:
+    total = zlib.crc32(repr((head.id, head.prompt_length, head.finish_reason)).encode())
+    scales = [block.features_scale, block.last_scale] if block.last_scale is not None else []
+    for tensor in (block.features, block.last, head.ids, head.mask, *scales):
+        total = zlib.crc32(_bytes(tensor), total)
     return total
+
+
+def _bytes(tensor: Tensor | None) -> memoryview:
+    assert tensor is not None
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def digest(folder: Path) -> str:

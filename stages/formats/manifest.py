@@ -25,7 +25,7 @@ MADE_BY = "prepare_target"
 class Manifest:
     model: str  # "builtin/NAME", a Hugging Face id, or a local folder
     revision: str | None  # the commit, for a Hugging Face id
-    modality: str  # "text"
+    modality: str  # "text", or "image" for a target that also sees
     config_digest: str  # sha256 of config.json
     tokenizer_digest: str  # sha256 of the tokenizer's files
     feature_layers: list[int]
@@ -41,6 +41,8 @@ class Manifest:
     max_position_embeddings: int
     tie_word_embeddings: bool
     eos_token_ids: list[int]
+    lm_head_key: str | None = None  # the head's tensor, where it is not the one its name and the tie tell
+    chat_template: str | None = None  # Jinja, in place of the tokenizer's own
 
 
 def write(path: Path, manifest: Manifest) -> None:
@@ -81,24 +83,38 @@ def tables(manifest: Manifest, path: Path = FOLDER) -> tuple[Tensor, Tensor]:
         raise ValueError(f"{index} is cut or broken ({error!r}); get the target's weights anew") from None
     files = sorted(set(weight_map.values()))
     found: dict[str, Tensor] = {}
+    names: dict[str, str] = {}  # embed_tokens, lm_head -> the tensor's whole name
     for name in files:
         if not (folder / name).exists():
             raise ValueError(f"{folder / name} not found; the target's weights must be safetensors")
         try:
             with safe_open(folder / name, framework="pt") as tensors:
                 for key in tensors.keys():  # noqa: SIM118 - not a dict
-                    if key.endswith(("embed_tokens.weight", "lm_head.weight")) and "visual" not in key:
+                    table = _table(key, manifest.lm_head_key)
+                    if table is not None and len(key) <= len(names.get(table, key)):
+                        # The shortest name: a block that predicts further tokens may hold copies under longer ones.
                         # A copy in torch's own memory, aligned to 64 bytes: on the mapped file, whose tensors begin
                         # anywhere, sums were rounded otherwise in one process of ten (docs/LOG.md).
-                        table = torch.empty(tensors.get_slice(key).get_shape(), dtype=torch.float32)
-                        found[key.rsplit(".", 2)[-2]] = table.copy_(tensors.get_tensor(key))
+                        numbers = torch.empty(tensors.get_slice(key).get_shape(), dtype=torch.float32)
+                        found[table], names[table] = numbers.copy_(tensors.get_tensor(key)), key
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{folder / name} is cut or broken ({error}); get the target's weights anew") from None
     embedding = found.get("embed_tokens")
-    head = embedding if manifest.tie_word_embeddings else found.get("lm_head")
+    tied = manifest.tie_word_embeddings and manifest.lm_head_key is None
+    head = embedding if tied else found.get("lm_head")
     if embedding is None or head is None:
-        raise ValueError(f"{folder} has no embed_tokens.weight and lm_head.weight; found {sorted(found)}")
+        wanted = manifest.lm_head_key or "lm_head.weight"
+        raise ValueError(f"{folder} has no embed_tokens.weight and {wanted}; found {sorted(found)}")
     return embedding, head
+
+
+def _table(key: str, lm_head_key: str | None) -> str | None:
+    """Which of the two tables a tensor is, by its name; a vision tower's are none."""
+    if lm_head_key is not None and key == lm_head_key:
+        return "lm_head"
+    if key.endswith("embed_tokens.weight") and "visual" not in key:
+        return "embed_tokens"
+    return "lm_head" if lm_head_key is None and key.endswith("lm_head.weight") and "visual" not in key else None
 
 
 def digest(folder: Path, *patterns: str) -> str:

@@ -7,9 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 
 from stages.formats import hiddens
 
@@ -19,41 +17,26 @@ class Store:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._index = hiddens.read_index(folder)
-        self.lengths: list[int] = self._index["length"].to_list()
-        self._rows = self._index.to_dicts()
-        self._seen: set[int] = set()
-        self._shards: dict[str, tuple[Any, torch.Tensor, torch.Tensor]] = {}
+        index = hiddens.read_index(folder)
+        self.lengths: list[int] = index["length"].to_list()
+        self._entries = index.to_dicts()
+        self._known: set[int] = set()
+        self._shards: dict[str, dict[str, Any]] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._entries)
 
-    def row(self, number: int) -> hiddens.Row:
-        """In the dtype it is stored in. Raises ValueError as hiddens.read does."""
-        entry = self._rows[number]
-        shard, ids, mask = self._shard(entry["shard"])
-        span = slice(entry["offset"], entry["offset"] + entry["length"])
-        try:
-            features, last = (shard.get_slice(name)[span] for name in ("features", "last"))
-        except (SafetensorError, OSError) as error:
-            raise hiddens.broken(self.folder / entry["shard"], str(error)) from None
-        row = hiddens.Row(
-            entry["id"], ids[span], mask[span], features, last, entry["prompt_length"], entry["finish_reason"]
-        )
-        if number not in self._seen:
-            hiddens.check(row, entry, self.folder)
-            self._seen.add(number)
-        return row
-
-    def _shard(self, name: str) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    def row(self, number: int, dtype: torch.dtype) -> hiddens.Row:
+        """In the dtype it is stored in, fp8 as `dtype`. Raises ValueError as hiddens.read does."""
+        entry = self._entries[number]
+        path = self.folder / entry["shard"]
         with self._lock:
-            if name not in self._shards:
-                try:
-                    shard = safe_open(self.folder / name, framework="pt")
-                    ids, bits = shard.get_tensor("ids"), shard.get_tensor("mask")
-                except (FileNotFoundError, SafetensorError, OSError) as error:
-                    raise hiddens.broken(self.folder / name, str(error)) from None
-                mask = torch.from_numpy(np.unpackbits(bits.numpy(), count=len(ids)).astype(bool))
-                self._shards[name] = shard, ids, mask
-            return self._shards[name]
+            shard = self._shards[path.name] = self._shards.get(path.name) or hiddens.open_shard(path)
+        head, block = hiddens.cut(path, entry, shard, known=number in self._known)
+        self._known.add(number)
+        features, last = block.features, block.last
+        if block.features_scale is not None:
+            features = hiddens.decode(features, block.features_scale, dtype)
+            last = hiddens.decode(last, block.last_scale, dtype)
+        return hiddens.Row(**vars(head), features=features, last=last)

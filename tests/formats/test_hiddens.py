@@ -3,13 +3,17 @@
 import re
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import polars as pl
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from stages.formats import hiddens
 from stages.formats.hiddens import Row
@@ -75,6 +79,94 @@ def test_rows_come_back_in_their_order(tmp_path: Path, dtype: torch.dtype, shard
         assert 1 < len(shards(tmp_path)) < len(rows)
 
 
+def test_fp8_rows_come_back_within_its_error(tmp_path: Path) -> None:
+    """As `encode` made them, to the bit; and each part of a token by its own scale, as the parts differ by far."""
+    rows = made_up()
+    for row in rows:
+        row.features[:, :H] *= 1e-4
+        row.features[:, 2 * H :] *= 1e4
+    assert hiddens.write(tmp_path, iter(rows), hiddens.FP8, 300) == len(rows)
+    for row, was in zip(hiddens.read(tmp_path), rows, strict=True):
+        assert torch.equal(row.last, hiddens.decode(*hiddens.encode(was.last, hiddens.FP8)))
+        for part in range(3):
+            columns = slice(part * H, (part + 1) * H)
+            within_the_bound(row.features[:, columns], was.features[:, columns])
+        within_the_bound(row.last, was.last)
+        assert torch.equal(row.ids, was.ids) and torch.equal(row.mask, was.mask)
+    assert len(shards(tmp_path)) > 1
+
+
+def within_the_bound(found: torch.Tensor, true: torch.Tensor) -> None:
+    """e4m3 has three bits after the point: half a step is 1/16; below 2**-6 steps are 2**-9. A hair for the division."""
+    scale = true.abs().amax(-1, keepdim=True) / 448
+    assert ((found - true).abs() <= torch.maximum(true.abs() / 16, scale / 1024) * (1 + 1e-6)).all()
+
+
+@given(st.lists(st.floats(-1e30, 1e30), min_size=4, max_size=4), st.sampled_from([1e-30, 1e-6, 1.0, 1e6]))
+@example([0.0, -0.0, 0.0, 0.0], 1.0)
+@example([1e-45, 0.0, -1e-45, 0.0], 1.0)
+@example([448.0, 447.9, -448.0, 1e-3], 1.0)
+def test_any_number_in_fp8_is_within_its_error(numbers: list[float], factor: float) -> None:
+    true = torch.tensor([numbers]) * factor
+    stored, scale = hiddens.encode(true, hiddens.FP8)
+    assert stored.dtype == torch.float8_e4m3fn and scale is not None and scale.shape == (1, 1)
+    found = hiddens.decode(stored, scale)
+    assert torch.isfinite(found).all()
+    tiny = torch.tensor(torch.finfo(torch.float32).tiny)  # no scale is below it
+    bound = torch.maximum(torch.maximum(true.abs() / 16, scale / 1024), tiny) * (1 + 1e-6)
+    assert ((found - true).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", list(hiddens.DTYPES.values()))
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+def test_rows_are_read_in_the_dtype_of_the_computation(
+    tmp_path: Path, dtype: torch.dtype, compute: torch.dtype
+) -> None:
+    hiddens.write(tmp_path, made_up(), dtype, 10**9)
+    for row, plain in zip(hiddens.read(tmp_path, compute), hiddens.read(tmp_path), strict=True):
+        assert row.features.dtype == row.last.dtype == compute
+        assert torch.equal(row.features, plain.features.to(compute)) and torch.equal(row.last, plain.last.to(compute))
+
+
+def test_safetensors_reads_our_shards(tmp_path: Path) -> None:
+    """The file is written by us, in place, and its header must be theirs."""
+    hiddens.write(tmp_path, made_up(), hiddens.FP8, 10**9)
+    tokens = sum(LENGTHS)
+    assert {name: (tuple(t.shape), t.dtype) for name, t in load_file(shards(tmp_path)[0]).items()} == {
+        "features": ((tokens, 3 * H), torch.float8_e4m3fn), "features_scale": ((tokens, 3), torch.float32),
+        "last": ((tokens, H), torch.float8_e4m3fn), "last_scale": ((tokens, 1), torch.float32),
+        "ids": ((tokens,), torch.int32), "mask": ((-(-tokens // 8),), torch.uint8),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("lengths", [[5, 1, 16, 9], [100], [], [1] * 7])
+@pytest.mark.parametrize("size", [1, 10, 17, 1000])
+def test_a_plan_holds_every_row_once_in_order(lengths: list[int], size: int) -> None:
+    spans = hiddens.plan(lengths, 1.0, size)
+    assert [i for span in spans for i in span] == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in span) >= size for span in spans[:-1])
+    assert all(sum(lengths[i] for i in span[:-1]) < size for span in spans)
+
+
+def test_a_shard_may_be_put_in_any_order_by_threads(tmp_path: Path) -> None:
+    """As extract_hiddens does; it is the very file that is written row by row."""
+    (tmp_path / "plain").mkdir()
+    rows = made_up()
+    hiddens.write(tmp_path / "plain", rows, torch.bfloat16, 10**9)
+    shard = hiddens.Shard(tmp_path / hiddens.shard_name(0), [hiddens._head(r) for r in rows], H, torch.bfloat16)
+    with ThreadPoolExecutor(3) as pool:
+        for first, end in ((4, 6), (0, 3), (3, 4)):
+            features, last = (
+                torch.cat([getattr(r, name) for r in rows[first:end]]).bfloat16() for name in ("features", "last")
+            )
+            block = hiddens.Block(features, last)
+            shard.put(first, end - first, block, hiddens.finite(block), pool.map)
+    assert not (tmp_path / hiddens.shard_name(0)).exists()
+    entries = shard.commit()
+    assert (tmp_path / hiddens.shard_name(0)).read_bytes() == shards(tmp_path / "plain")[0].read_bytes()
+    assert entries == pl.read_parquet(tmp_path / "plain/index.parquet").to_dicts()
+
+
 def test_no_rows_is_an_answer_too(tmp_path: Path) -> None:
     """The split at the sampling temperature has none where that is 0."""
     assert hiddens.write(tmp_path, [], torch.float32, 10**9) == 0
@@ -82,20 +174,25 @@ def test_no_rows_is_an_answer_too(tmp_path: Path) -> None:
     assert len(hiddens.digest(tmp_path)) == 8
 
 
-@pytest.mark.parametrize(("dtype", "itemsize"), [(torch.float32, 4), (torch.bfloat16, 2)])
-def test_a_token_takes_what_is_said_and_no_padding(tmp_path: Path, dtype: torch.dtype, itemsize: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "itemsize", "scales"), [(torch.float32, 4, 0), (torch.bfloat16, 2, 0), (torch.float8_e4m3fn, 1, 16)]
+)
+def test_a_token_takes_what_is_said_and_no_padding(
+    tmp_path: Path, dtype: torch.dtype, itemsize: int, scales: int
+) -> None:
     """4H numbers, an int32 and a bit; rivals pad each row to its batch's longest, 3.7 to 4.4 times as much."""
     hiddens.write(tmp_path, made_up(), dtype, 10**9)
     tokens = sum(LENGTHS)
-    by_hand = tokens * (4 * H * itemsize + 4) + -(-tokens // 8)
+    by_hand = tokens * (4 * H * itemsize + scales + 4) + -(-tokens // 8)
     size = shards(tmp_path)[0].stat().st_size
-    assert by_hand <= size <= by_hand + 512  # the header names four tensors
+    assert by_hand <= size <= by_hand + 640  # the header names four tensors, or six
     assert hiddens.row_bytes(H, dtype) * tokens == pytest.approx(by_hand, abs=1)
 
 
 def test_a_llama_8b_token_in_bfloat16_takes_32_8_kb() -> None:
     """The module's own docstring says so; a rival stores 32 784, with its int64 (research/specforge.md 3.3)."""
     assert hiddens.row_bytes(4096, torch.bfloat16) == 32_772.125
+    assert hiddens.row_bytes(4096, hiddens.FP8) == 16_404.125
 
 
 def test_shards_are_about_as_large_as_asked(tmp_path: Path) -> None:
@@ -251,10 +348,11 @@ def test_what_the_index_alone_says_of_a_row_is_checked_too(written: Path) -> Non
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 @pytest.mark.parametrize("where", ["features", "last"])
-def test_a_row_with_nan_is_refused_by_name(tmp_path: Path, where: str, number: float) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_a_row_with_nan_is_refused_by_name(tmp_path: Path, where: str, number: float, dtype: torch.dtype) -> None:
     rows = made_up()
     getattr(rows[3], where)[4, 2] = number
-    hiddens.write(tmp_path, rows, torch.float32, 10**9)
+    hiddens.write(tmp_path, rows, dtype, 10**9)
     assert pl.read_parquet(tmp_path / "index.parquet")["finite"].to_list() == [True, True, True, False, True, True]
     message = refused(tmp_path)
     assert "row w.3 holds NaN or infinity, expected finite hidden states; set extract_hiddens.dtype" in message

@@ -104,6 +104,20 @@ def test_a_vision_towers_tables_are_not_taken(tmp_path: Path) -> None:
     assert torch.equal(found[0], language) and torch.equal(found[1], head)
 
 
+def test_a_head_may_be_named_and_a_copy_under_a_longer_name_is_not_taken(tmp_path: Path) -> None:
+    """Some checkpoints call the head otherwise, or hold it though config.json ties it; others have blocks for more tokens."""
+    language, copy, head = torch.randn(V, H), torch.randn(V, H), torch.randn(V, H)
+    tensors = {
+        "model.embed_tokens.weight": language, "model.layers.7.embed_tokens.weight": copy, "output.weight": head,
+    }  # fmt: skip
+    save_file(tensors, tmp_path / "model.safetensors")
+    for tied in (True, False):
+        found = manifest.tables(replace(made_up(tmp_path, tied), lm_head_key="output.weight"))
+        assert torch.equal(found[0], language) and torch.equal(found[1], head)
+    with pytest.raises(ValueError, match=r"has no embed_tokens.weight and head.weight; found \['embed_tokens'\]"):
+        manifest.tables(replace(made_up(tmp_path), lm_head_key="head.weight"))
+
+
 @pytest.mark.parametrize(
     ("tensors", "found"),
     [

@@ -1,0 +1,123 @@
+"""Hidden states made elsewhere: our own folders, or SpecForge's records as safetensors.   docs/hiddens.md
+
+Both are found by what they are of: a row's token ids. Everything a row of ours must have is checked as it is read.
+
+- Ours: a folder with `index.parquet` and shards, or folders of them (train, eval, eval_t).
+- SpecForge's: one safetensors file a row, with `input_ids` [S], `hidden_state` [1, S, H] (after the final norm) and
+  `aux_hidden_state` [1, S, 3H]. As it writes them they are pickles, which run code when they are read: refused.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from stages.formats import hiddens
+from stages.formats.hiddens import Block, Head
+
+Given = Callable[[Head], Block]
+PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
+KEY = "extract_hiddens.import"
+CONVERT = (
+    "convert each, where you trust them: d = torch.load(f, weights_only=True); safetensors.torch.save_file({k: d[k]."
+    "contiguous() for k in ('input_ids', 'hidden_state', 'aux_hidden_state')}, f.with_suffix('.safetensors'))"
+)
+
+
+def fingerprint(folder: Path) -> list[Any]:
+    """What tells this folder from another or later one without reading all of it."""
+    files = sorted(f for f in folder.rglob("*") if f.is_file())
+    return [[str(f.relative_to(folder)), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+
+
+def find(folder: Path, wanted: dict[str, Head], hidden_size: int) -> Given:
+    """Where every wanted row lies. Raises ValueError where one is missing.
+
+    What is given reads a row and raises ValueError where it is altered, of another shape or not finite.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"params.yaml: {KEY} is {folder}, expected a folder, found none; correct it")
+    indexes = sorted(folder.rglob("index.parquet"))
+    found = dict(_ours(indexes) if indexes else _records(folder))
+    of_ids = {_key(head.ids): name for name, head in wanted.items()}
+    if missing := sorted(name for key, name in of_ids.items() if key not in found):
+        raise ValueError(
+            f"{KEY}: {folder} has no hidden states of {len(missing)} of {len(of_ids)} rows of data/sampled, the first of them "
+            f"{missing[0]}; expected the same token ids. Extract those too, or from the same sampled rows"
+        )
+
+    def given(head: Head) -> Block:
+        where, block = found[_key(head.ids)]()
+        _check(where, block, len(head.ids), hidden_size)
+        return block
+
+    return given
+
+
+def _ours(indexes: list[Path]) -> Iterator[tuple[str, Callable[[], tuple[str, Block]]]]:
+    for index in indexes:
+        rows = hiddens.read_index(index.parent)
+        for (name,), held in rows.group_by("shard", maintain_order=True):
+            (ids,) = _tensors(index.parent / str(name), "ids")
+            for number, (offset, length) in enumerate(held.select("offset", "length").iter_rows()):
+
+                def read(folder: Path = index.parent, row: Any = held[number : number + 1]) -> tuple[str, Block]:
+                    return f"{folder}: row {row['id'].item()}", next(hiddens.blocks(folder, row))[
+                        1
+                    ]  # checks its checksum
+
+                yield _key(ids[offset : offset + length]), read
+
+
+def _records(folder: Path) -> Iterator[tuple[str, Callable[[], tuple[str, Block]]]]:
+    paths = sorted(folder.rglob("*.safetensors"))
+    if not paths:
+        pickles = sum(1 for f in folder.rglob("*") if f.suffix in PICKLES)
+        raise ValueError(
+            f"{KEY}: {folder} holds no index.parquet and no safetensors file, but {pickles} pickles, which run code when they "
+            f"are read; {CONVERT}"
+            if pickles
+            else f"{KEY}: {folder} holds no index.parquet and no safetensors file; expected hidden states (docs/hiddens.md)"
+        )
+    for path in paths:
+
+        def read(path: Path = path) -> tuple[str, Block]:
+            tensors = _tensors(path, "aux_hidden_state", "hidden_state")
+            return str(path), Block(*(t.flatten(0, -2) for t in tensors))
+
+        yield _key(_tensors(path, "input_ids")[0].flatten()), read
+
+
+def _tensors(path: Path, *names: str) -> list[Tensor]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return [file.get_tensor(name) for name in names]
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{KEY}: {path} is broken, or holds no {' and '.join(names)} ({error}); make it anew"
+        ) from None
+
+
+def _check(where: str, block: Block, tokens: int, hidden_size: int) -> None:
+    wanted = (tokens, hiddens.PARTS * hidden_size), (tokens, hidden_size)
+    shapes = tuple(block.features.shape), tuple(block.last.shape)
+    if shapes != wanted:
+        raise ValueError(
+            f"{KEY}: {where} has features and last hidden of shapes {shapes}, expected {wanted} for this target; they are of "
+            "another model, or of other layers"
+        )
+    if block.last.dtype not in hiddens.DTYPES.values() or block.features.dtype != block.last.dtype:
+        raise ValueError(
+            f"{KEY}: {where} is of {block.features.dtype}, {block.last.dtype}; expected {[*hiddens.DTYPES]}"
+        )
+    numbers = [hiddens.decode(block.features, block.features_scale), hiddens.decode(block.last, block.last_scale)]
+    if not all(bool(torch.isfinite(n).all()) for n in numbers):
+        raise ValueError(f"{KEY}: {where} holds NaN or infinity, expected finite hidden states; make them anew")
+
+
+def _key(ids: Tensor) -> str:
+    return hashlib.sha256(ids.to(torch.int32).contiguous().numpy().tobytes()).hexdigest()

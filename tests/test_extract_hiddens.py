@@ -1,0 +1,383 @@
+"""extract_hiddens on a tiny random target: the right numbers, the same bytes whoever makes them, and none lost to a kill."""
+
+import io
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import chdir, redirect_stdout
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import polars as pl
+import psutil
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from stages import extract_hiddens, prepare_target
+from stages.formats import conversations, hiddens, manifest
+from tests.conftest import ROOT, edit_params
+
+H = 32
+ROWS = {"train": 44, "eval": 9, "eval_t": 0}
+LONGEST = 230
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project up to its sampled rows: some 5,000 tokens, 512 bytes each in float32, so several shards of a MiB."""
+    project = tmp_path_factory.mktemp("extract")
+    (project / "params.yaml").write_text((ROOT / "params.yaml").read_text())
+    small = {"max_length": 200, "batch_tokens": 512, "shard_mib": 1}
+    edit_params(project, {"target": {"model": "tiny", "num_threads": 1}, "extract_hiddens": small})
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=H, intermediate_size=48, num_hidden_layers=7, num_attention_heads=4, eos_token_id=1
+    )
+    LlamaForCausalLM(config).save_pretrained(project / "tiny")
+    described = prepare_target.describe(
+        "tiny", None, AutoConfig.from_pretrained(project / "tiny"), project / "tiny", None
+    )
+    (project / "artifacts/target").mkdir(parents=True)
+    manifest.write(project / "artifacts/target", described)
+    (project / "data/sampled").mkdir(parents=True)
+    rng = random.Random(0)
+    for split, count in ROWS.items():
+        rows = [
+            {
+                "id": f"{split}.{n}", "source_row": n, "verdict": "ok", "temperature": 0.0,
+                "prompt_ids": [rng.randrange(64) for _ in range(rng.randrange(1, 60))],
+                "answer_ids": [rng.randrange(64) for _ in range(rng.randrange(1, LONGEST - 60))],
+                "finish_reason": rng.choice(["stop", "length"]),
+            }
+            for n in range(count)
+        ]  # fmt: skip
+        table = pl.DataFrame(rows, schema=conversations.SAMPLED)
+        conversations.write(project / f"data/sampled/{split}.parquet", table, conversations.SAMPLED)
+    (project / "results").mkdir()
+    return project
+
+
+@pytest.fixture
+def project(made: Path, tmp_path: Path) -> Path:
+    """A copy to change; the target and the rows are links."""
+    for name in ("artifacts", "tiny"):
+        (tmp_path / name).symlink_to(made / name)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/sampled").symlink_to(made / "data/sampled")
+    (tmp_path / "params.yaml").write_text((made / "params.yaml").read_text())
+    (tmp_path / "results").mkdir()
+    return tmp_path
+
+
+def start(project: Path, **env: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "stages.extract_hiddens"],
+        cwd=project, env={**os.environ, "PYTHONPATH": str(ROOT), **env}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def run(project: Path, **changes: Any) -> str:
+    """The stage in this process, which saves seconds of imports; returns what it says."""
+    edit_params(project, {"extract_hiddens": changes})
+    said = io.StringIO()
+    with chdir(project), redirect_stdout(said):
+        extract_hiddens.main()
+    return said.getvalue()
+
+
+def run_apart(project: Path, **changes: Any) -> str:
+    """The stage in a process of its own, as unfinished work is known by all code that is loaded."""
+    edit_params(project, {"extract_hiddens": changes})
+    process = start(project)
+    said = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, said
+    return said
+
+
+def refused(project: Path, **changes: Any) -> str:
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the caller looks at all of what is said
+        run(project, **changes)
+    return str(error.value)
+
+
+def files(project: Path) -> dict[str, bytes]:
+    """Every file under data/hiddens, with its bytes: hidden ones too, so that nothing unfinished may be left."""
+    folder = project / "data/hiddens"
+    return {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}
+
+
+@pytest.fixture(scope="module")
+def once(made: Path) -> dict[str, bytes]:
+    """What one process makes, undisturbed."""
+    run(made)
+    return files(made)
+
+
+def sampled(project: Path, split: str) -> list[dict[str, Any]]:
+    return pl.read_parquet(project / f"data/sampled/{split}.parquet").to_dicts()
+
+
+# --- the right numbers ----------------------------------------------------------------------------------------------
+
+
+def test_rows_are_those_of_transformers_alone(made: Path, once: dict[str, bytes]) -> None:
+    """Each row by itself, in transformers' own words; all that fit, each once, the longest first."""
+    model = AutoModelForCausalLM.from_pretrained(made / "tiny", dtype=torch.float32).eval()
+    for split in ("train", "eval"):
+        rows = list(hiddens.read(made / "data/hiddens" / split))
+        expected = {r["id"]: r for r in sampled(made, split) if len(r["prompt_ids"]) + len(r["answer_ids"]) <= 200}
+        assert sorted(r.id for r in rows) == sorted(expected) and len(expected) < ROWS[split] + (split == "eval")
+        assert [len(r.ids) for r in rows] == sorted((len(r.ids) for r in rows), reverse=True)
+        for row in rows:
+            asked = expected[row.id]
+            assert row.ids.tolist() == asked["prompt_ids"] + asked["answer_ids"]
+            assert row.mask.tolist() == [False] * len(asked["prompt_ids"]) + [True] * len(asked["answer_ids"])
+            assert (row.prompt_length, row.finish_reason) == (len(asked["prompt_ids"]), asked["finish_reason"])
+            with torch.inference_mode():
+                states = model(row.ids.long()[None], output_hidden_states=True).hidden_states
+            torch.testing.assert_close(
+                row.features, torch.cat([states[i][0] for i in (2, 3, 4)], -1), rtol=1e-5, atol=1e-5
+            )
+            torch.testing.assert_close(row.last, states[-1][0], rtol=1e-5, atol=1e-5)
+    assert list(hiddens.read(made / "data/hiddens/eval_t")) == []
+    assert len([name for name in once if name.startswith("train/shard")]) >= 2
+
+
+@pytest.mark.parametrize(("dtype", "token"), [("float32", 4 * H * 4), ("bfloat16", 4 * H * 2), ("fp8", 4 * H + 16)])
+def test_the_files_are_as_large_as_was_said(project: Path, dtype: str, token: int) -> None:
+    """Tokens times the formula, and a header a shard: what the preflight counts on."""
+    said = run(project, dtype=dtype)
+    kept = [r for s in ROWS for r in sampled(project, s) if len(r["prompt_ids"]) + len(r["answer_ids"]) <= 200]
+    tokens = sum(len(r["prompt_ids"]) + len(r["answer_ids"]) for r in kept)
+    assert f"{tokens} tokens x {token + 4} bytes" in said
+    shards = [data for name, data in files(project).items() if name.endswith(".safetensors")]
+    assert sum(map(len, shards)) == pytest.approx(tokens * (token + 4 + 1 / 8), abs=640 * len(shards))
+    assert hiddens.row_bytes(H, hiddens.DTYPES[dtype]) == token + 4 + 1 / 8
+
+
+def test_fp8_is_float32_rounded_once(project: Path, once: dict[str, bytes], made: Path) -> None:
+    run(project, dtype="fp8")
+    for row, exact in zip(
+        sorted(hiddens.read(project / "data/hiddens/train"), key=lambda r: r.id),
+        sorted(hiddens.read(made / "data/hiddens/train"), key=lambda r: r.id),
+        strict=True,
+    ):
+        for part in range(3):
+            mine, true = (r.features[:, part * H : (part + 1) * H] for r in (row, exact))
+            within_fp8(mine, true)
+        within_fp8(row.last, exact.last)
+
+
+def within_fp8(mine: torch.Tensor, true: torch.Tensor) -> None:
+    scale = true.abs().amax(-1, keepdim=True) / 448
+    assert ((mine - true).abs() <= torch.maximum(true.abs() / 16, scale / 1024) * 1.0001).all()
+
+
+@pytest.mark.long  # the compiler takes a minute and a half on two cores
+def test_compiled_blocks_say_the_same(project: Path, made: Path, once: dict[str, bytes]) -> None:
+    run(project, compile=True)
+    for mine, plain in zip(*(hiddens.read(p / "data/hiddens/eval") for p in (project, made)), strict=True):
+        torch.testing.assert_close(mine.features, plain.features, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(mine.last, plain.last, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("padded", "expected"), [(False, [range(3), range(3, 5)]), (True, [range(2), range(2, 5)])])
+def test_batches_hold_so_many_tokens(padded: bool, expected: list[range]) -> None:
+    """[9, 8, 7 | 6, 5] of 24 tokens; with their padding [9, 9 | 7, 7, 7]."""
+    assert extract_hiddens._batches(24, padded, [9, 8, 7, 6, 5]) == expected
+    assert extract_hiddens._batches(4, padded, [9, 8]) == [range(1), range(1, 2)]
+
+
+def test_what_does_not_fit_the_disk_stops_before_the_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(extract_hiddens.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**30))
+    extract_hiddens._preflight(10**9, 10**4, 10**5)  # most of it is there already
+    with pytest.raises(
+        ValueError, match=r"needs 1\.0 GiB in data/hiddens, 1\.0 GiB are free; set extract_hiddens\.dtype"
+    ):
+        extract_hiddens._preflight(10**9, 10_700, 10**5)
+
+
+# --- the same bytes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_any_number_of_processes_makes_the_same_bytes(project: Path, once: dict[str, bytes], processes: int) -> None:
+    run_apart(project, processes=processes)
+    assert files(project) == once
+
+
+def test_ranks_of_another_launcher_make_the_same_bytes(project: Path, once: dict[str, bytes]) -> None:
+    """As torchrun or srun would start them, one late."""
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(random.randrange(20_000, 40_000))}
+    first = start(project, RANK="0", LOCAL_RANK="0", **shared)
+    time.sleep(1)
+    second = start(project, RANK="1", LOCAL_RANK="1", **shared)
+    for process in (first, second):
+        said = process.communicate(timeout=300)[0]
+        assert process.returncode == 0, said
+    assert files(project) == once
+
+
+def killed(project: Path, rng: random.Random, when: Callable[[], bool]) -> bool:
+    """Whether it was killed, with all of its processes, a random moment after `when` came true."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stages.extract_hiddens"], cwd=project, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    while process.poll() is None and not when():
+        time.sleep(0.001)
+    time.sleep(rng.random() * 0.02)
+    alive = process.poll() is None
+    if alive:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    return alive
+
+
+def kill_and_go_on(project: Path, seed: int, processes: int, once: dict[str, bytes]) -> None:
+    rng = random.Random(seed)
+    edit_params(project, {"extract_hiddens": {"processes": processes}})
+    folder = project / "data/hiddens"
+    before = 0
+    for _ in range(2):
+        most = before + rng.randrange(1, 6)
+        killed(project, rng, lambda most=most: len(list(folder.rglob(".*.part"))) + len(shards_of(folder)) >= most)  # type: ignore[misc]
+        before = len(shards_of(folder))
+    done = len([*folder.rglob("shard-*.json")])
+    said = run_apart(project)
+    assert files(project) == once
+    if done and processes == 1:
+        assert f"resumed: {done} of " in said
+
+
+def shards_of(folder: Path) -> list[Path]:
+    return list(folder.rglob("shard-*.safetensors"))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_was_killed_goes_on_to_the_same_bytes(project: Path, seed: int, once: dict[str, bytes]) -> None:
+    kill_and_go_on(project, seed, 1, once)
+
+
+def test_no_process_outlives_the_stage(project: Path) -> None:
+    """Killed alone, as DVC or a user kills it: its ranks would else go on writing beside the next run."""
+    edit_params(project, {"extract_hiddens": {"processes": 2}})
+    parent = start(project)
+    deadline = time.monotonic() + 60
+    while len(ranks := psutil.Process(parent.pid).children()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    parent.kill()
+    parent.wait()
+    assert len(ranks) == 2 and not psutil.wait_procs(ranks, timeout=20)[1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(10, 20))
+def test_what_was_killed_anywhere_goes_on(project: Path, seed: int, processes: int, once: dict[str, bytes]) -> None:
+    kill_and_go_on(project, seed, processes, once)
+
+
+def test_unfinished_shards_of_other_parameters_are_not_taken_up(project: Path, once: dict[str, bytes]) -> None:
+    """They are of another batch size, whose sums may round otherwise; and they go when the work is done."""
+    edit_params(project, {"extract_hiddens": {"batch_tokens": 400}})
+    folder = project / "data/hiddens"
+    assert killed(project, random.Random(0), lambda: bool([*folder.rglob("shard-*.json")]))
+    assert "resumed" not in run_apart(project, batch_tokens=512)
+    assert files(project) == once
+
+
+# --- made elsewhere -------------------------------------------------------------------------------------------------
+
+
+def test_our_own_folder_is_imported_to_the_bit(project: Path, made: Path, once: dict[str, bytes]) -> None:
+    run(project, **{"import": str(made / "data/hiddens")})
+    assert files(project) == once
+
+
+def specforge(project: Path, folder: Path, dtype: torch.dtype = torch.float32, save: Callable = save_file) -> None:
+    """One record a row, as SpecForge names and shapes them (research/specforge.md 2.2)."""
+    folder.mkdir()
+    for split in ("train", "eval"):
+        for number, row in enumerate(hiddens.read(project / "data/hiddens" / split)):
+            record = {
+                "input_ids": row.ids.long(),
+                "loss_mask": row.mask.long(),
+                "hidden_state": row.last.to(dtype)[None],
+                "aux_hidden_state": row.features.to(dtype)[None],
+            }
+            suffix = "safetensors" if save is save_file else "ckpt"
+            save(record, folder / f"{split}-{number}.{suffix}")
+
+
+def test_specforges_records_are_imported(project: Path, made: Path, once: dict[str, bytes], tmp_path: Path) -> None:
+    specforge(made, tmp_path / "given")
+    run(project, **{"import": str(tmp_path / "given")})
+    assert files(project) == once
+
+
+def test_what_is_imported_is_stored_as_asked(project: Path, made: Path, once: dict[str, bytes], tmp_path: Path) -> None:
+    """float32 records to fp8 are what extraction in fp8 writes."""
+    run(project, dtype="fp8", **{"import": str(made / "data/hiddens")})
+    imported = files(project)
+    run(project, dtype="fp8", **{"import": None})
+    assert files(project) == imported
+
+
+def test_pickles_are_refused_with_the_way_out(
+    project: Path, made: Path, once: dict[str, bytes], tmp_path: Path
+) -> None:
+    specforge(made, tmp_path / "given", save=torch.save)
+    said = refused(project, **{"import": str(tmp_path / "given")})
+    assert "pickles, which run code when they are read; convert each" in said and "save_file" in said
+
+
+def one_record(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    path = sorted(folder.glob("train-*.safetensors"))[0]
+    with safe_open(path, framework="pt") as file:
+        return path, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda r: {**r, "hidden_state": r["hidden_state"] * float("nan")}, "holds NaN or infinity, expected finite"),
+        (lambda r: {**r, "hidden_state": r["hidden_state"][:, :, 1:]}, "of another model, or of other layers"),
+        (lambda r: {**r, "hidden_state": r["hidden_state"][:, 1:]}, "of another model, or of other layers"),
+        (lambda r: {**r, "input_ids": r["input_ids"] + 1}, "has no hidden states of 1 of "),
+        (lambda r: {k: v for k, v in r.items() if k != "aux_hidden_state"}, "or holds no aux_hidden_state"),
+    ],
+    ids=["NaN", "another width", "another length", "other ids", "no features"],
+)
+def test_wrong_records_are_refused_by_name(
+    project: Path, made: Path, once: dict[str, bytes], tmp_path: Path, change: Callable, said: str
+) -> None:
+    specforge(made, tmp_path / "given")
+    path, record = one_record(tmp_path / "given")
+    save_file({k: v.contiguous() for k, v in change(record).items()}, path)
+    message = refused(project, **{"import": str(tmp_path / "given")})
+    assert said in message and (str(path) in message or "has no hidden states" in said)
+
+
+def test_an_altered_import_of_ours_is_refused(
+    project: Path, made: Path, once: dict[str, bytes], tmp_path: Path
+) -> None:
+    for name, data in once.items():
+        (tmp_path / "given" / name).parent.mkdir(parents=True, exist_ok=True)
+        spoilt = bytearray(data)
+        if name == "train/shard-00000.safetensors":
+            spoilt[-100] ^= 1
+        (tmp_path / "given" / name).write_bytes(spoilt)
+    said = refused(project, **{"import": str(tmp_path / "given")})
+    assert "given/train/shard-00000.safetensors: row train." in said and "does not match its checksum" in said
+    assert "expected a folder, found none" in refused(project, **{"import": "nowhere"})

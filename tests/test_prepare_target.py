@@ -1,0 +1,47 @@
+"""prepare_target: the template that takes the place of a target's own."""
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from stages import prepare_target
+from stages.builtin import tiny
+from stages.drafting import prompt
+from tests.conftest import ROOT
+
+SAID = [
+    {"role": "user", "content": "rain?"},
+    {"role": "assistant", "content": "no"},
+    {"role": "user", "content": "sun?"},
+]
+
+
+def test_the_given_template_takes_the_place_of_the_targets_own(tmp_path: Path) -> None:
+    """A base model has none; what it is then told is what a server is told with the same file."""
+    tokenizer = tiny.build_tokenizer(tiny.texts(tiny.corpus(7)[:50]))
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    text = (ROOT / "templates/chatml.jinja").read_text()
+    loaded = prompt.load_tokenizer(tmp_path, False, text)
+    rendered = tokenizer.apply_chat_template(SAID, chat_template=text, tokenize=False, add_generation_prompt=True)
+    assert rendered.startswith("<|im_start|>user\nrain?<|im_end|>\n") and rendered.endswith("<|im_start|>assistant\n")
+    assert prompt.prompt_ids(loaded, SAID) == tokenizer.encode(rendered)
+    tokenizer.chat_template = tiny.TEMPLATE  # as the embedded targets have it
+    tokenizer.save_pretrained(tmp_path)
+    own = prompt.load_tokenizer(tmp_path, False, None)
+    assert own.chat_template == AutoTokenizer.from_pretrained(tmp_path).chat_template == tiny.TEMPLATE
+    assert prompt.prompt_ids(own, SAID) == prompt.prompt_ids(loaded, SAID)
+
+
+def test_a_template_that_is_not_there_or_no_template_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "templates").mkdir()
+    (tmp_path / "templates/broken.jinja").write_text("{% for m in messages %}\n{{ m.content }")
+    assert prepare_target._template(None) is None
+    with pytest.raises(ValueError, match=r"target\.chat_template is mine\.jinja, expected .* which has broken\.jinja"):
+        prepare_target._template("mine.jinja")
+    with pytest.raises(ValueError, match=r"broken\.jinja line 2 is no Jinja template"):
+        prepare_target._template("broken.jinja")
