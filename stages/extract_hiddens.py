@@ -9,14 +9,9 @@ makes a shard makes the same bytes: this process, one of several (`processes`, o
 WORLD_SIZE, on hosts that share the folder), or a later run that goes on where this one was killed. docs/hiddens.md
 """
 
-import ctypes
 import os
 import queue
 import shutil
-import signal
-import socket
-import subprocess
-import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -34,7 +29,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from stages import params
-from stages.drafting import target
+from stages.drafting import ranks, target
 from stages.formats import atomic, conversations, features, hiddens, manifest, scratch
 from stages.formats.hiddens import Block, Head, Shard
 from stages.formats.manifest import Manifest
@@ -42,7 +37,6 @@ from stages.formats.manifest import Manifest
 SAMPLED, HIDDENS, REPORT = Path("data/sampled"), Path("data/hiddens"), Path("results/hiddens_report.json")
 SPLITS = ("train", "eval", "eval_t")
 LAST = hiddens.PARTS  # the number of the last hidden among the parts of a token: low, mid, high, last
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 COMMITS = 2  # shards that are synced to disk at once
 THREADS = 6  # that sum, write and sync; each lets Python's lock go
 PATIENCE_S = 60  # until a file that another host has written shows here
@@ -76,8 +70,7 @@ class Work:
 def main() -> None:
     p = params.load()
     e = p.extract_hiddens  # but for `processes` all of it is tracked: how many work on it changes no byte
-    if e.processes > 1 and "RANK" not in os.environ:
-        _launch(e.processes)
+    if ranks.spread("extract_hiddens", [], e.processes):
         return
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     store = next(torch.distributed.rendezvous("env://", rank, world))[0] if world > 1 else None  # waits for all
@@ -391,40 +384,6 @@ def _disk(path: Path) -> Iterator[None]:
 
 
 # Several processes
-
-
-def _launch(processes: int) -> None:
-    """This stage, `processes` times, as torchrun would start it; one that fails ends the others."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    started = []
-    try:
-        for rank in range(processes):
-            env = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            command = [sys.executable, "-m", "stages.extract_hiddens"]
-            started.append(subprocess.Popen(command, env=env, preexec_fn=_end_with_parent))
-        while any(s.poll() is None for s in started) and not any(s.poll() for s in started):
-            time.sleep(0.05)
-        failed = [s.returncode for s in started if s.poll()]
-    finally:
-        for process in started:
-            process.terminate()  # those that have ended don't mind
-    for process in started:
-        process.wait()
-    if failed:
-        raise ValueError(
-            f"extract_hiddens: one of {processes} processes ended with {failed[0]}; what it said is above. Finished shards are "
-            "kept; run again, or set extract_hiddens.processes to 1"
-        )
-
-
-def _end_with_parent() -> None:
-    """On Linux, so that killing the stage leaves no process that goes on writing beside the next run."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "prctl"):
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _all_done(store: Any, rank: int, world: int) -> bool:

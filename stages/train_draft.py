@@ -38,7 +38,8 @@ LOG_STEPS = 50  # between looks at the loss: each waits for the device
 
 def main(name: str) -> None:
     p = params.load()
-    ranks.spread("stages.train_draft", [name], p.train_draft.processes)
+    if ranks.spread("train_draft", [name], p.train_draft.processes):
+        return
     with ranks.joined(p.target.device) as group:
         _main(p, name, group)
 

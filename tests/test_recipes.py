@@ -66,9 +66,7 @@ def test_a_wrong_recipe_changes_nothing(recipe: str, said: str, project: Path) -
         use("mine.yaml")
     assert (project / "params.yaml").read_text() == before
     assert not list(project.glob(".params-*"))
-    with pytest.raises(
-        ValueError, match="there is no recipe recipes/yours"
-    ):
+    with pytest.raises(ValueError, match="there is no recipe recipes/yours"):
         use("yours")
 
 

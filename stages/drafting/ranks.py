@@ -1,13 +1,20 @@
 """Several processes, one per device, as torchrun starts them; and one, where it did not."""
 
+import ctypes
 import os
+import signal
+import socket
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 @dataclass(frozen=True)
@@ -38,12 +45,44 @@ def joined(device: str) -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
-def spread(module: str, arguments: list[str], processes: int) -> None:
-    """Become `processes` processes of `python -m module` under torchrun; returns where this already is one of several.
+def spread(stage: str, arguments: list[str], processes: int) -> bool:
+    """Run the stage as `processes` processes, as torchrun would start them, and wait; False where this is to be the one.
 
-    Over several hosts, start the stage with torchrun yourself: it finds its rank in the environment.
+    So it is with one process, and where this already is one of several. Over several hosts, start the stage with torchrun
+    or any launcher that sets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+
+    Raises ValueError where one of them fails; it then ends the others.
     """
     if processes == 1 or "RANK" in os.environ:
-        return
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m", module]
-    os.execv(sys.executable, [sys.executable, *command, *arguments])
+        return False
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    started = []
+    try:
+        for rank in range(processes):
+            env = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            command = [sys.executable, "-m", f"stages.{stage}", *arguments]
+            started.append(subprocess.Popen(command, env=env, preexec_fn=_end_with_parent))
+        while any(s.poll() is None for s in started) and not any(s.poll() for s in started):
+            time.sleep(0.05)
+        failed = [s.returncode for s in started if s.poll()]
+    finally:
+        for process in started:
+            process.terminate()  # those that have ended don't mind
+    for process in started:
+        process.wait()
+    if failed:
+        raise ValueError(
+            f"{stage}: one of {processes} processes ended with {failed[0]}; what it said is above. What was finished is "
+            f"kept; run again, or set {stage}.processes to 1"
+        )
+    return True
+
+
+def _end_with_parent() -> None:
+    """On Linux, so that killing the stage leaves no process that goes on writing beside the next run."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "prctl"):
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,110 @@
+"""Extraction's speed at a real size, writing shards included.   python -m benchmarks.extraction [--dtype bfloat16 ...]
+
+A Qwen3-8B-shaped random target in bfloat16 on a GPU, rows of 2,048 tokens (or lognormal ones: --real), through the
+stage's own plan, forward and writers. The floor: 2 FLOP for each of the 6.95e9 weights of the 36 blocks and 2 * T * H *
+layers (half of T seen) for attention: 14.5 GFLOP a token at 2,048; the card's bf16 peak is 989 TFLOP/s. Bytes a token
+must be the formula's. Under torchrun it measures that many GPUs, shards dealt out as the stage does. Prints JSON.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import polars as pl
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from stages import extract_hiddens as stage
+from stages.drafting import target
+from stages.formats import conversations, hiddens
+
+LENGTH, PEAK, LAYERS = 2048, 989e12, [2, 18, 33]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tokens", type=int, default=250_000)
+    parser.add_argument("--batch-tokens", type=int, default=16384)
+    parser.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=list(hiddens.DTYPES))
+    parser.add_argument("--shard-mib", type=int, default=512)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--real", action="store_true", help="lognormal lengths, mean 850, at most 4,096")
+    args = parser.parse_args()
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)
+    if world > 1:
+        torch.distributed.init_process_group("gloo")
+    config = Qwen3Config(
+        hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,
+        head_dim=128, vocab_size=151936, max_position_embeddings=40960,
+    )  # fmt: skip
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+    model.requires_grad_(False)
+    packed = target.packs(model)
+    if args.compile:
+        target.compile_blocks(model, args.batch_tokens)
+    source = stage.Source(
+        partial(stage._forward, model, LAYERS, packed), partial(stage._batches, args.batch_tokens, not packed), device
+    )
+    for name in args.dtype:
+        dtype = hiddens.DTYPES[name]
+        token_bytes = hiddens.row_bytes(config.hidden_size, dtype)
+        folder = Path(tempfile.gettempdir()) / f"aerie-extraction-{name}"
+        seconds = []
+        for tokens in (4 * args.batch_tokens * world, args.tokens):  # the first warms up
+            if rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+            table = rows(tokens, args.real)
+            work = stage._plan("train", table, token_bytes, args.shard_mib << 20, folder)
+            if world > 1:
+                torch.distributed.barrier()
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            stage._extract(work[rank::world], source, config.hidden_size, dtype, show=False)
+            torch.cuda.synchronize()
+            if world > 1:
+                torch.distributed.barrier()
+            seconds.append(time.perf_counter() - started)
+        if rank:
+            continue
+        count = int(table.select(stage._length().sum()).item())
+        written = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
+        rate = count / seconds[-1]
+        flop = 2 * 6.95e9 + 2 * LENGTH * config.hidden_size * config.num_hidden_layers
+        found = {
+            "gpus": world, "device": torch.cuda.get_device_name(), "torch": torch.__version__, "dtype": name,
+            "compile": args.compile, "packed": packed, "real": args.real, "tokens": count, "shards": len(work),
+            "tokens_per_s": round(rate), "gb_per_s": round(written / 1e9 / seconds[-1], 2),
+            "bytes_per_token": round(written / count, 2), "formula": token_bytes,
+        }  # fmt: skip
+        if not args.real:
+            found["mfu"] = round(rate * flop / PEAK / world, 3)
+        print(json.dumps(found), flush=True)
+
+
+def rows(tokens: int, real: bool) -> pl.DataFrame:
+    rng, made = random.Random(1), []
+    while sum(map(len, made)) < tokens:
+        length = max(16, min(4096, round(rng.lognormvariate(6.42, 0.81)))) if real else LENGTH
+        made.append([rng.randrange(150000) for _ in range(length)])
+    return pl.DataFrame(
+        [
+            {"id": f"{i:06d}", "prompt_ids": ids[: len(ids) // 2], "answer_ids": ids[len(ids) // 2 :],
+             "finish_reason": "stop", "temperature": 0.0, "source_row": i, "verdict": "clean"}
+            for i, ids in enumerate(made)
+        ],
+        schema=conversations.SAMPLED,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
