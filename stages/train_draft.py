@@ -118,6 +118,7 @@ class Run:
     objective: ttt.Objective = field(init=False)
     lesson: nn.Module = field(init=False)
     optimizer: optim.Optimizer = field(init=False)
+    shares: int = 1
 
     @classmethod
     def load(cls, place: Path, made_by: str) -> "Run":
@@ -141,7 +142,8 @@ class Run:
 
             # Weights stay float32 and sharded; each forward gathers them in `dtype`, gradients are summed in float32.
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-            fully_shard(self.lesson, mp_policy=policy).set_gradient_divide_factor(1.0)
+            fully_shard(self.lesson, mp_policy=policy)
+            self.shares = group.world  # FSDP gives the mean over processes, ours is a sum
         elif dtype != torch.float32:
             exact = {name: w.detach().clone() for name, w in self.draft.named_parameters()}
             self.draft.to(dtype)
@@ -186,7 +188,7 @@ class Run:
         found[2] = taught
         for pack in packs:
             total, loss, hits = self.lesson(pack, counts)
-            total.backward()
+            (total * self.shares).backward()
             self.optimizer.collect()
             found[0] += loss
             found[1] += hits.sum(1)

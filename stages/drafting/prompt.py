@@ -110,7 +110,7 @@ def starts_by_prompts(tokenizer: Any, messages: Messages, text: str, thinking: b
     asked = turns(messages)
     if not asked:
         return found
-    batch = [messages[:i] for i in asked]  # one call for all: half of a call is not the rendering
+    batch = [_both_names(messages[:i]) for i in asked]  # one call for all: half of a call is not the rendering
     settings = template_settings(thinking)
     heads = tokenizer.apply_chat_template(batch, tokenize=False, add_generation_prompt=True, **settings)
     for i, before in zip(asked, heads, strict=True):
@@ -219,7 +219,14 @@ def _render(
     if not messages and not header:
         return ""
     settings = template_settings(thinking) | ({"tools": tools} if tools else {})
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=header, **settings)
+    return tokenizer.apply_chat_template(
+        _both_names(messages), tokenize=False, add_generation_prompt=header, **settings
+    )
+
+
+def _both_names(messages: Messages) -> Messages:
+    """Thoughts under gpt-oss's name too: its template reads `thinking`, the others `reasoning_content`."""
+    return [{**m, "thinking": m["reasoning_content"]} if m.get("reasoning_content") else m for m in messages]
 
 
 def _until_end(tokenizer: Any, text: str, eos: list[int], message: int) -> list[int]:

@@ -9,6 +9,7 @@ import binascii
 import hashlib
 import os
 import re
+import threading
 from pathlib import Path
 
 DATA_URL = re.compile(r"data:[^,]{0,200};base64,", re.IGNORECASE)
@@ -36,11 +37,11 @@ def name_of(data: bytes) -> str | None:
 def keep(data: bytes, folder: Path) -> str | None:
     """Write a picture into `folder`, which exists; its name there, or None where it is none that we know.
 
-    Several processes may keep the same picture at once: each writes a file of its own and renames it.
+    Several processes and threads may keep the same picture at once: each writes a file of its own and renames it.
     """
     name = name_of(data)
     if name is not None and not (folder / name).exists():
-        part = folder / f".{name}.{os.getpid()}.part"
+        part = folder / f".{name}.{os.getpid()}.{threading.get_ident()}.part"
         part.write_bytes(data)
         os.replace(part, folder / name)
     return name
