@@ -1,9 +1,11 @@
 """`sight.merge` and its gradient as GPU kernels, in Triton.
 
 Compiled from its plain form it took about 8% of a training step on an H200 (docs/results/2026-11-21-h200-training.md):
-sums over a few steps of 128 numbers each are no shape a compiler knows. Here a program holds some positions of one head and reads each
-number once. The gradient is that of one softmax over prefix and own steps: with w = exp(lse - whole) the prefix's share
-and delta = dO . O,   d_out = w dO,   d_lse = w (dO . out - delta),   ds_j = p_j (dO . v_j - delta).
+sums over a few steps of 128 numbers each are no shape a compiler knows. Here a program holds some positions of one head
+and reads each number once. The gradient is that of one softmax over prefix and own steps: with w = exp(lse - whole),
+the prefix's share, and delta = dO . O,
+
+    d_out = w dO        d_lse = w (dO . out - delta)        ds_j = p_j (dO . v_j - delta)
 
 Letters as in `sight`: P positions, S own steps, G key-value heads, R query heads for each, E head width, a power of two.
 """
