@@ -6,8 +6,8 @@ after its last whole epoch. Logs loss and accuracy per TTT step; tau belongs to 
 never retrains.
 
 A step learns from `packs_per_step` packs of at most `batch_tokens` tokens, rows end to end; with several processes each
-takes its share of a step's packs, so their number changes who computes, not what. Packs are read, put together and
-sent to the device by threads while the one before is learned from.
+takes its share of a step's packs, so their number changes who computes, not what. For a GPU, packs are read, put together
+and sent by threads while the one before is learned from.
 """
 
 import math
@@ -262,7 +262,7 @@ def share(packs: list[list[int]], rank: int, world: int) -> list[tuple[list[int]
 def read_ahead(
     store: Store, steps: list[list[list[int]]], objective: ttt.Objective, group: ranks.Ranks, dtype: torch.dtype
 ) -> Iterator[list[ttt.Pack]]:
-    """Each step's packs of this process, on the device, made by threads a few steps before their turn.
+    """Each step's packs of this process, on the device; for a GPU made by threads, a few steps before their turn.
 
     Raises ValueError where a shard is broken; see Store.row.
     """
@@ -272,17 +272,19 @@ def read_ahead(
         pack = ttt.Pack.of([store.row(i, dtype) for i in rows], objective.steps, objective.mask, pinned=on_gpu)
         return pack.muted() if mute else pack
 
-    with ThreadPoolExecutor(THREADS if on_gpu else 1) as threads:
+    shares = [share(packs, group.rank, group.world) for packs in steps]
+    if not on_gpu:  # threads would take the cores that learn
+        yield from ([made(*task) for task in tasks] for tasks in shares)
+        return
+    with ThreadPoolExecutor(THREADS) as threads:
 
-        def begun(packs: list[list[int]]) -> list[Future[ttt.Pack]]:
-            return [threads.submit(made, *task) for task in share(packs, group.rank, group.world)]
+        def begun(tasks: list[tuple[list[int], bool]]) -> list[Future[ttt.Pack]]:
+            return [threads.submit(made, *task) for task in tasks]
 
-        coming = deque(map(begun, steps[:AHEAD]))
-        device = _Sender(group.device) if on_gpu else None
+        coming, device = deque(map(begun, shares[:AHEAD])), _Sender(group.device)
         for number in range(len(steps)):
-            coming.extend(map(begun, steps[number + AHEAD : number + AHEAD + 1]))
-            packs = [x.result() for x in coming.popleft()]
-            yield device.send(packs) if device else packs
+            coming.extend(map(begun, shares[number + AHEAD : number + AHEAD + 1]))
+            yield device.send([x.result() for x in coming.popleft()])
 
 
 class _Sender:

@@ -1,10 +1,8 @@
 """What the queries of a pack see of its tokens: those of their own row, up to their own place.
 
-The mask is one for all TTT steps. `attend` gives, beside the mean of the values it saw, the logarithm of the weight it
-saw (log-sum-exp of the scores), and `merge` adds what a query sees besides: its own earlier steps. One softmax over
-both would say the same (tests/drafting/test_ttt.py).
-
-On a GPU it is flex attention over the pack, so nothing of size T x T is kept; elsewhere plain products, row by row.
+And its own earlier steps. The mask is one for all TTT steps. On a GPU it is flex attention over the pack, so nothing of
+size T x T is kept; that gives, beside the mean of the values it saw, the logarithm of the weight it saw (log-sum-exp of
+the scores), and `merge` adds the own steps as one softmax over both would. Elsewhere it is that one softmax, row by row.
 """
 
 import math
@@ -14,12 +12,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from stages.drafting.draft import attend
 from stages.drafting.fused import fused
 
 
 class Sight(Protocol):
-    def attend(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        """query [Q, A, E] of the first Q asked positions -> out [Q, A, E], lse [Q, A] float32."""
+    def attend(self, query: Tensor, own_keys: list[Tensor], own_values: list[Tensor]) -> Tensor:
+        """query [Q, A, E] of the first Q asked positions, S own keys and values, each [Q, G, E] -> [Q, A, E]."""
         ...
 
 
@@ -68,17 +67,22 @@ class _Plain:
         queries, _, back = _table(pack.row[pack.asked], rows)
         allowed = there[:, None] & (pack.place[tokens][:, None] <= pack.place[pack.asked][queries][..., None])
         allowed[..., 0] = True  # a place nobody asked from sees something too, for its softmax's sake
-        return cls(keys[tokens], values[tokens], queries, allowed, back)
+        return cls(_rows(keys, tokens), _rows(values, tokens), queries, allowed, back)
 
-    def attend(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        asked = nn.functional.pad(query, (0, 0, 0, 0, 0, len(self.back) - len(query)))[self.queries]  # [B, M, A, E]
-        grouped = asked.unflatten(2, (self.keys.shape[2], -1)) / math.sqrt(query.shape[-1])  # [B, M, G, R, E]
-        scores = torch.einsum("bmgre,bkge->bmgrk", grouped, self.keys).float()
-        scores = scores.masked_fill(~self.allowed[:, :, None, None], float("-inf"))
-        lse = torch.logsumexp(scores, dim=-1)  # [B, M, G, R]
-        out = torch.einsum("bmgrk,bkge->bmgre", (scores - lse[..., None]).exp().to(query.dtype), self.values)
-        here = self.back[: len(query)]
-        return out.flatten(2, 3).flatten(0, 1)[here], lse.flatten(2, 3).flatten(0, 1)[here]
+    def attend(self, query: Tensor, own_keys: list[Tensor], own_values: list[Tensor]) -> Tensor:
+        missing = len(self.back) - len(query)
+
+        def by_row(x: Tensor) -> Tensor:
+            return _rows(nn.functional.pad(x, (0, 0) * (x.ndim - 1) + (0, missing)), self.queries)
+
+        own_k, own_v = (by_row(torch.stack(x, 1)) if x else None for x in (own_keys, own_values))  # [B, M, S, G, E]
+        out = attend(by_row(query), self.keys, self.values, self.allowed, own_k, own_v)  # [B, M, A, E]
+        return _rows(out.flatten(0, 1), self.back[: len(query)])
+
+
+def _rows(x: Tensor, index: Tensor) -> Tensor:
+    """x[index] along the first dimension, whose gradient costs a CPU less than that of indexing."""
+    return x.index_select(0, index.flatten()).unflatten(0, index.shape)
 
 
 def _table(row: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -116,10 +120,11 @@ class _Flex:
         mask = _block_mask(query_row, query_place, key_row, key_place)
         return cls(mask, _by_head(keys, size), _by_head(values, size))
 
-    def attend(self, query: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(self, query: Tensor, own_keys: list[Tensor], own_values: list[Tensor]) -> Tensor:
         count = len(query)
         out, lse = _flex(_by_head(query, self.keys.shape[2]), self.keys, self.values, self.mask)
-        return out[0].transpose(0, 1)[:count], lse[0].transpose(0, 1)[:count]
+        out, lse = out[0].transpose(0, 1)[:count], lse[0].transpose(0, 1)[:count]
+        return merge(out, lse, query, own_keys, own_values) if own_keys else out
 
 
 def _by_head(x: Tensor, size: int) -> Tensor:

@@ -160,7 +160,7 @@ def forward(
     following = nn.functional.pad(pack.ids, (0, steps + 1))
     keys, values = _keys_values(draft, embedding[following[1 : len(pack.ids) + 1]], features, pack.place)
     visible = sight.of(pack, keys, values)
-    hidden = features[pack.asked]  # [P, H]
+    hidden = features.index_select(0, pack.asked)  # [P, H]
     own_keys: list[Tensor] = []
     own_values: list[Tensor] = []
     states: list[Tensor] = []
@@ -169,12 +169,10 @@ def forward(
         embeds, positions = embedding[following[asked + 1 + k]], pack.place[asked] + k
         if k == 0:  # its own key is the prefix key of p
             query = _queries(draft, embeds, hidden, positions)
-            attended, _ = visible.attend(query)
         else:
             query, key, value = _all_three(draft, embeds, hidden, positions)
             own_keys, own_values = [x[:width] for x in own_keys] + [key], [x[:width] for x in own_values] + [value]
-            attended, weight = visible.attend(query)
-            attended = sight.merge(attended, weight, query, own_keys, own_values)
+        attended = visible.attend(query, own_keys, own_values)  # [Q, A, E]
         hidden = _finish(draft, hidden, attended.to(dtype))
         states.append(hidden)
     decay = objective.decay ** torch.arange(steps, device=head.device)
