@@ -60,7 +60,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for n in range(count)
         ]  # fmt: skip
         table = pl.DataFrame(rows, schema=conversations.SAMPLED)
-        conversations.write(project / f"data/sampled/{split}.parquet", table, conversations.SAMPLED)
+        conversations.write(project / "data/sampled" / split / conversations.part(0), table, conversations.SAMPLED)
     (project / "results").mkdir()
     return project
 
@@ -123,7 +123,7 @@ def once(made: Path) -> dict[str, bytes]:
 
 
 def sampled(project: Path, split: str) -> list[dict[str, Any]]:
-    return pl.read_parquet(project / f"data/sampled/{split}.parquet").to_dicts()
+    return pl.read_parquet(project / f"data/sampled/{split}/*.parquet").to_dicts()
 
 
 # --- the right numbers ----------------------------------------------------------------------------------------------
