@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--shard-mib", type=int, default=512)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--real", action="store_true", help="lognormal lengths, mean 850, at most 4,096")
+    parser.add_argument("--profile", action="store_true", help="also the kernels of a forward")
     args = parser.parse_args()
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -54,6 +55,7 @@ def main() -> None:
     source = stage.Source(
         partial(stage._forward, model, LAYERS, packed), partial(stage._batches, args.batch_tokens, not packed), device
     )
+    alone = forward_rate(model, args.batch_tokens, args.profile and rank == 0) if packed else None
     for name in args.dtype:
         dtype = hiddens.DTYPES[name]
         token_bytes = hiddens.row_bytes(config.hidden_size, dtype)
@@ -79,16 +81,41 @@ def main() -> None:
         count = int(table.select(stage._length().sum()).item())
         written = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
         rate = count / seconds[-1]
-        flop = 2 * 6.95e9 + 2 * LENGTH * config.hidden_size * config.num_hidden_layers
         found = {
             "gpus": world, "device": torch.cuda.get_device_name(), "torch": torch.__version__, "dtype": name,
             "compile": args.compile, "packed": packed, "real": args.real, "tokens": count, "shards": len(work),
             "tokens_per_s": round(rate), "gb_per_s": round(written / 1e9 / seconds[-1], 2),
             "bytes_per_token": round(written / count, 2), "formula": token_bytes,
         }  # fmt: skip
-        if not args.real:
-            found["mfu"] = round(rate * flop / PEAK / world, 3)
+        if not args.real and alone:
+            found |= {"mfu": mfu(rate / world), "forward_alone_tokens_per_s": round(alone), "its_mfu": mfu(alone)}
         print(json.dumps(found), flush=True)
+
+
+def mfu(rate: float) -> float:
+    """Of one GPU at `rate` tokens a second, in rows of 2,048."""
+    flop = 2 * 6.95e9 + 2 * LENGTH * 4096 * 36
+    return round(rate * flop / PEAK, 3)
+
+
+def forward_rate(model, tokens: int, profile: bool) -> float:
+    """Tokens a second of the forward on random ids, nothing kept and nothing written: what writing can cost at most."""
+    lengths = [LENGTH] * (tokens // LENGTH)
+    ids = torch.randint(0, 150000, (sum(lengths),), device=model.device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(3):
+        target.forward_documents(model, ids, lengths, packed=True)
+    begin.record()
+    for _ in range(8):
+        target.forward_documents(model, ids, lengths, packed=True)
+    end.record()
+    torch.cuda.synchronize()
+    if profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+            target.forward_documents(model, ids, lengths, packed=True)
+            torch.cuda.synchronize()
+        print(found.key_averages().table(sort_by="cuda_time_total", row_limit=22, max_name_column_width=60), flush=True)
+    return 8 * sum(lengths) / (begin.elapsed_time(end) / 1000)
 
 
 def rows(tokens: int, real: bool) -> pl.DataFrame:

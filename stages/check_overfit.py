@@ -6,15 +6,17 @@ train_draft, so nothing longer starts before this passes; it holds no clock, so 
 retrains nothing.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from tqdm import trange
 
 from stages import params
-from stages.drafting import acceptance, optim, ttt
+from stages.drafting import acceptance, optim, target, ttt
 from stages.drafting.draft import Draft
 from stages.formats import atomic, checkpoint, hiddens, manifest
+from stages.formats.store import Store
 
 HIDDENS, REPORT = Path("data/hiddens/train"), Path("results/overfit_report.json")
 
@@ -26,9 +28,7 @@ def main() -> None:
     embedding, head = (t.to(p.target.device) for t in manifest.tables(made))
     config, tensors = checkpoint.read_draft(checkpoint.folder(params.ROOT_CHECKPOINT), "init_draft")
     draft = Draft.of(config, tensors).to(p.target.device)
-    rows = list(hiddens.read(HIDDENS))
-    row = sorted(rows, key=lambda r: len(r.ids))[len(rows) // 2]  # of middling length
-    settings = p.train_draft
+    row, settings = _row(p, made), p.train_draft
     pack = ttt.Pack.of([row], settings.ttt_steps, settings.mask).to(p.target.device)
     objective = ttt.Objective(settings.ttt_steps, settings.ttt_decay, settings.mask, settings.loss)
 
@@ -59,6 +59,17 @@ def main() -> None:
             "results/vocab_report.json (coverage), target.feature_layers, and the row's loss span"
         )
     atomic.write_json(REPORT, report)
+
+
+def _row(p: params.Params, made: manifest.Manifest) -> hiddens.Row:
+    """A row of middling length, its hidden states by the target itself where none are stored."""
+    store = Store(HIDDENS)
+    row = store.row(sorted(range(len(store)), key=lambda i: store.lengths[i])[len(store) // 2], torch.float32)
+    if not store.online:
+        return row
+    model = target.load(str(manifest.weights(made)), None, p.target.dtype, p.target.device, p.target.trust_remote_code)
+    features, last = target.Live(model, made.feature_layers)(row.ids.long().to(model.device), [len(row.ids)])
+    return replace(row, features=features.cpu(), last=last.cpu())
 
 
 @torch.no_grad()

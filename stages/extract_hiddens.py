@@ -49,6 +49,7 @@ class Work:
     split: str
     number: int
     rows: pl.DataFrame
+    token_bytes: float  # as stored
     folder: Path  # unfinished, beside its place: on the disk that will hold it
 
     @property
@@ -82,16 +83,20 @@ def main() -> None:
     fitting = {s: t.filter(_length() <= e.max_length) for s, t in tables.items()}
     _check_some_fit(tables, fitting, e.max_length)
     place = HIDDENS / f".unfinished-{_digest(p, made)}"
-    token_bytes = hiddens.row_bytes(made.hidden_size, dtype)
-    work = [w for s in SPLITS for w in _plan(s, fitting[s], token_bytes, e.shard_mib << 20, place / s)]
+    sizes = dict.fromkeys(SPLITS, hiddens.row_bytes(made.hidden_size, dtype))
+    if e.online:
+        sizes["train"] = hiddens.row_bytes(0, torch.float32)
+    work = [w for s in SPLITS for w in _plan(s, fitting[s], sizes[s], e.shard_mib << 20, place / s)]
     todo = [w for w in work if not w.done()]
-    planned = sum(_tokens(w.rows) for w in work)
     if rank == 0:
-        _preflight(planned, sum(_tokens(w.rows) for w in todo), token_bytes)
+        _preflight(work, todo)
         if len(todo) < len(work):
             print(f"resumed: {len(work) - len(todo)} of {len(work)} shards were done before")
-    if mine := [w for i, w in enumerate(work) if i % world == rank and not w.done()]:
-        _extract(mine, _source(p, made, fitting), made.hidden_size, dtype, show=rank == 0)
+    mine = [w for i, w in enumerate(work) if i % world == rank and not w.done()]
+    for w in (w for w in mine if e.online and w.split == "train"):
+        _tokens_alone(w)
+    if states := [w for w in mine if not w.done()]:
+        _extract(states, _source(p, made, fitting), made.hidden_size, dtype, show=rank == 0)
     if not _all_done(store, rank, world):
         return
     for split in SPLITS:
@@ -105,13 +110,16 @@ def main() -> None:
         "rows_in": rows_in,
         "rows_out": rows_out,
         "dropped": Counter({"longer than max_length": rows_in - sum(map(len, fitting.values()))}),
-        "tokens": planned,
-        "bytes": round(planned * token_bytes),
+        "tokens": sum(_tokens(w.rows) for w in work),
+        "bytes": _bytes(work),
         "seconds": round(seconds, 2),
     }
     assert report["rows_in"] == report["rows_out"] + sum(report["dropped"].values())
     atomic.write_json(REPORT, report)
-    print(f"{rows_out} rows, {planned} tokens, {planned * token_bytes / 2**20:.0f} MiB of {e.dtype} hidden states")
+    where = "; those of training rows are made online, by train_draft" if e.online else ""
+    print(
+        f"{rows_out} rows, {report['tokens']} tokens, {_bytes(work) / 2**20:.0f} MiB of {e.dtype} hidden states{where}"
+    )
 
 
 # What is to be done
@@ -123,6 +131,10 @@ def _length() -> pl.Expr:
 
 def _tokens(table: pl.DataFrame) -> int:
     return int(table.select(_length().sum()).item() or 0)
+
+
+def _bytes(work: list[Work]) -> int:
+    return round(sum(_tokens(w.rows) * w.token_bytes for w in work))
 
 
 def _check_some_fit(tables: dict[str, pl.DataFrame], fitting: dict[str, pl.DataFrame], max_length: int) -> None:
@@ -149,17 +161,17 @@ def _plan(split: str, table: pl.DataFrame, token_bytes: float, shard_bytes: int,
     """The split's shards. Longest rows first: batches are of like lengths, and memory runs out at once if ever."""
     rows = table.sort(_length(), "id", descending=[True, False])
     spans = hiddens.plan(rows.select(_length()).to_series().to_list(), token_bytes, shard_bytes)
-    return [Work(split, number, rows[span.start : span.stop], folder) for number, span in enumerate(spans)]
+    return [Work(split, n, rows[span.start : span.stop], token_bytes, folder) for n, span in enumerate(spans)]
 
 
-def _preflight(tokens: int, left: int, token_bytes: float) -> None:
+def _preflight(work: list[Work], todo: list[Work]) -> None:
     """Raises ValueError where the hidden states that are not there yet, 5% to spare, would not fit the disk."""
     HIDDENS.mkdir(parents=True, exist_ok=True)
-    needed, free = left * token_bytes, shutil.disk_usage(HIDDENS).free
-    print(
-        f"{tokens} tokens x {token_bytes:.0f} bytes = {tokens * token_bytes / 2**30:.2f} GiB, "
-        f"{needed / 2**30:.2f} of them to write; {free / 2**30:.1f} GiB are free"
-    )
+    needed, free = _bytes(todo), shutil.disk_usage(HIDDENS).free
+    for size in sorted({w.token_bytes for w in work}):
+        tokens = sum(_tokens(w.rows) for w in work if w.token_bytes == size)
+        print(f"{tokens} tokens x {size:.0f} bytes = {tokens * size / 2**30:.2f} GiB")
+    print(f"{needed / 2**30:.2f} GiB of them to write; {free / 2**30:.1f} GiB are free")
     if needed * 1.05 > free:
         raise ValueError(
             f"extract_hiddens needs {needed * 1.05 / 2**30:.1f} GiB in {HIDDENS}, {free / 2**30:.1f} GiB are free; set "
@@ -315,6 +327,15 @@ def _stored(given: features.Given, dtype: torch.dtype, heads: list[Head], slot: 
 
 
 # Compute, copy, sum and write, each beside the others
+
+
+def _tokens_alone(work: Work) -> None:
+    """A shard of rows whose hidden states are of width 0: the trainer makes them."""
+    work.folder.mkdir(parents=True, exist_ok=True)
+    shard = Shard(work.path, work.heads(), 0, torch.float32)
+    nothing = torch.empty(shard.offsets[-1], 0)
+    shard.put(0, len(shard.heads), Block(nothing, nothing), torch.ones(len(nothing), dtype=torch.bool))
+    _commit(shard, work, [])
 
 
 def _extract(work: list[Work], source: Source, hidden_size: int, dtype: torch.dtype, show: bool) -> None:

@@ -235,7 +235,17 @@ class ExtractHiddens(Section):
     shard_mib: Count
     compile: bool
     processes: Count
+    online: bool
     import_: Annotated[Annotated[str, Field(min_length=1)] | None, Field(alias="import")]
+
+    @model_validator(mode="after")
+    def one_source(self) -> "ExtractHiddens":
+        if self.online and self.import_ is not None:
+            raise ValueError(
+                f"online is true and import is {self.import_}, expected one of the two: what is imported lies on a disk "
+                "already; set online to false, or import to null"
+            )
+        return self
 
 
 class InitDraft(Section):
@@ -273,6 +283,8 @@ class TrainDraft(Section):
     packs_per_step: Count
     processes: Count
     parallel: Literal["ddp", "fsdp"]
+    report_to: list[Literal["tensorboard", "wandb"]]
+    run_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")] | None
     seed: Seed
 
     @model_validator(mode="after")

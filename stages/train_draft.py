@@ -7,7 +7,8 @@ never retrains.
 
 A step learns from `packs_per_step` packs of at most `batch_tokens` tokens, rows end to end; with several processes each
 takes its share of a step's packs, so their number changes who computes, not what. For a GPU, packs are read, put together
-and sent by threads while the one before is learned from.
+and sent by threads while the one before is learned from. Where `extract_hiddens.online` has left the hidden states out, the
+target runs here, on each pack before it is learned from.
 """
 
 import math
@@ -16,8 +17,9 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,15 +27,16 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from stages import params
-from stages.drafting import optim, ranks, ttt
+from stages.drafting import optim, ranks, target, ttt
 from stages.drafting.draft import Draft
-from stages.formats import atomic, checkpoint, hiddens, manifest, scratch
+from stages.formats import atomic, checkpoint, hiddens, manifest, scratch, trackers
 from stages.formats.store import Store
 
 HIDDENS, REPORTS = Path("data/hiddens/train"), Path("results/train")
 AHEAD, THREADS = 3, 4  # steps whose packs are read before their turn, and who reads them for a GPU
 OPEN_PACKS = 8
 LOG_STEPS = 50  # between looks at the loss: each waits for the device
+WHO = {"processes", "parallel", "report_to", "run_name"}  # computes and watches: moves no weight
 
 
 def main(name: str) -> None:
@@ -50,10 +53,10 @@ def _main(p: params.Params, name: str, group: ranks.Ranks) -> None:
     parent, root = checkpoint.folder(segment.from_), segment.from_ == params.ROOT_CHECKPOINT
     made_by = "init_draft" if root else f"train_draft@{segment.from_}"
     made = manifest.read()
-    hyper = settings.model_dump(exclude={"checkpoints", "processes", "parallel"})
+    hyper = settings.model_dump(exclude={"checkpoints", *WHO})
     work = scratch.place(
         f"train_draft-{name}", hyper, segment.model_dump(), p.target.model_dump(), hiddens.digest(HIDDENS),
-        [scratch.digest(parent / part) for part in ("draft", "state")],
+        [scratch.digest(folder) for folder in (manifest.FOLDER, parent / "draft", parent / "state")],
     )  # fmt: skip
     resumed = work.exists()
     run = Run.load(work if resumed else parent, made_by)
@@ -65,10 +68,18 @@ def _main(p: params.Params, name: str, group: ranks.Ranks) -> None:
 
     store = Store(HIDDENS)
     run.to(group, *manifest.tables(made), settings)
-    with tqdm(
-        total=last * len(store), initial=run.epoch * len(store), desc=name, unit="row", mininterval=2,
-        disable=not group.first,
-    ) as bar:  # fmt: skip
+    if store.online:
+        model = target.load(str(manifest.weights(made)), None, p.target.dtype, group.device, p.target.trust_remote_code)
+        tokens = settings.batch_tokens if p.extract_hiddens.compile else None
+        run.live = target.Live(model, made.feature_layers, tokens)
+    watched = f"{settings.run_name or name}-{work.name[-8:]}"  # new parameters, a new curve
+    with (
+        trackers.started(settings.report_to if group.first else (), watched, hyper, run.step) as run.tell,
+        tqdm(
+            total=last * len(store), initial=run.epoch * len(store), desc=name, unit="row", mininterval=2,
+            disable=not group.first,
+        ) as bar,
+    ):  # fmt: skip
         while run.epoch < last:
             run.train_epoch(store, bar)
             state = run.state()  # gathered by all, written by the first
@@ -119,6 +130,8 @@ class Run:
     lesson: nn.Module = field(init=False)
     optimizer: optim.Optimizer = field(init=False)
     shares: int = 1
+    live: target.Live | None = None  # the target, where no hidden states are stored
+    tell: trackers.Log = lambda step, numbers: None
 
     @classmethod
     def load(cls, place: Path, made_by: str) -> "Run":
@@ -160,14 +173,16 @@ class Run:
             totals += self.learn(packs)
             bar.update(sum(map(len, steps[number])))
             if number % LOG_STEPS == 0:
-                bar.set_postfix_str(f"loss {self._checked(totals):.3f}", refresh=False)
+                loss = self._checked(totals)
+                bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
+                self.tell(self.step, {"step/loss": loss, "step/learning_rate": self._rate()})
         if self.group.world > 1:
             dist.all_reduce(totals)
         self._checked(totals)
         self.epoch += 1
         loss, hits, taught = totals.tolist()
         step_loss = [x / max(1.0, n) for x, n in zip(loss, taught, strict=True)]
-        entry = {
+        entry: dict[str, Any] = {
             "epoch": self.epoch,
             "loss": sum(s.ttt_decay**k * x for k, x in enumerate(step_loss)),
             "step_loss": step_loss,
@@ -176,6 +191,9 @@ class Run:
             "seconds": round(time.perf_counter() - started, 2),
         }
         self.log = [*self.log, entry]
+        by_step = {f"epoch/{kind}_{k}": x for kind in ("loss", "accuracy") for k, x in enumerate(entry[f"step_{kind}"])}
+        speed = {"epoch/tokens_per_s": entry["tokens"] / max(entry["seconds"], 0.01)}
+        self.tell(self.step, {"epoch/loss": entry["loss"], **by_step, **speed})
         bar.set_postfix_str(f"epoch {self.epoch}, loss {entry['loss']:.3f}, accuracy {entry['step_accuracy'][0]:.2f}")
 
     def learn(self, packs: list[ttt.Pack]) -> Tensor:
@@ -187,15 +205,25 @@ class Run:
         found = torch.zeros(3, len(counts), dtype=torch.float64, device=self.group.device)
         found[2] = taught
         for pack in packs:
-            total, loss, hits = self.lesson(pack, counts)
+            total, loss, hits = self.lesson(self._whole(pack), counts)
             (total * self.shares).backward()
             self.optimizer.collect()
             found[0] += loss
             found[1] += hits.sum(1)
-        warm = min(1.0, (self.step + 1) / max(1, self.settings.warmup_steps))
-        self.optimizer.step(self.settings.learning_rate * warm, self.settings.grad_clip)
+        self.optimizer.step(self._rate(), self.settings.grad_clip)
         self.step += 1
         return found
+
+    def _rate(self) -> float:
+        """The learning rate of the next step."""
+        return self.settings.learning_rate * min(1.0, (self.step + 1) / max(1, self.settings.warmup_steps))
+
+    def _whole(self, pack: ttt.Pack) -> ttt.Pack:
+        """The pack with its hidden states, by the live target where there is one."""
+        if self.live is None:
+            return pack
+        features, last = self.live(pack.ids, pack.lengths)
+        return replace(pack, features=features, last=last)
 
     def _checked(self, totals: Tensor) -> float:
         """The first step's mean loss so far. Raises ValueError where any is not finite."""

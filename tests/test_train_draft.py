@@ -136,6 +136,26 @@ def test_two_processes_learn_what_one_does(project: Path, small_run: Path, paral
     assert moments.keys() == load_file(small_run / "drafts/straight/state/optimizer.safetensors").keys()
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_online_learns_what_stored_hidden_states_teach(project: Path, small_run: Path, processes: int) -> None:
+    """The trainer runs the target itself: no hidden states of training rows on disk, the same weights but for how sums round."""
+    edit_params(project, {"extract_hiddens": {"online": True}, "train_draft": {"packs_per_step": 2}})
+    stored = finish(project)
+    before = load_file(project / "drafts/straight/draft/model.safetensors")
+    shutil.rmtree(project / "drafts/straight")
+    edit_params(project, {"train_draft": {"processes": processes}})
+    tau = json.loads((project / "results/overfit_report.json").read_text())["tau"]
+    run(project, "extract_hiddens")
+    shards = {s: next((project / f"data/hiddens/{s}").glob("*.safetensors")) for s in ("train", "eval")}
+    assert {s: load_file(path)["last"].shape[1] for s, path in shards.items()} == {"train": 0, "eval": 128}
+    run(project, "check_overfit")
+    assert json.loads((project / "results/overfit_report.json").read_text())["tau"] == pytest.approx(tau, rel=0.2)
+    online = finish(project)
+    assert online["epochs"][-1]["loss"] == pytest.approx(stored["epochs"][-1]["loss"], rel=1e-4)
+    for name, tensor in load_file(project / "drafts/straight/draft/model.safetensors").items():
+        assert (tensor.float() - before[name].float()).norm() <= 1e-3 * before[name].float().norm(), name
+
+
 def test_bfloat16_keeps_float32_masters_and_goes_on_from_them(project: Path) -> None:
     """Two segments are one: were the masters rounded between them, e003 after e001 would end elsewhere."""
     edit_params(project, {"train_draft": {"dtype": "bfloat16"}})
@@ -151,9 +171,12 @@ def test_bfloat16_keeps_float32_masters_and_goes_on_from_them(project: Path) -> 
     assert torch.equal(draft["fc.weight"], straight["master.fc.weight"].bfloat16())
 
 
-def finish(project: Path, name: str = "straight") -> dict:
-    done = subprocess.run(
-        [sys.executable, "-m", "stages.train_draft", name], cwd=project, capture_output=True, text=True, timeout=300
-    )
+def run(project: Path, stage: str, *arguments: str) -> None:
+    command = [sys.executable, "-m", f"stages.{stage}", *arguments]
+    done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def finish(project: Path, name: str = "straight") -> dict:
+    run(project, "train_draft", name)
     return json.loads((project / f"results/train/{name}.json").read_text())

@@ -188,6 +188,24 @@ def forward_documents(model: PreTrainedModel, ids: Tensor, lengths: list[int], p
         ).last_hidden_state[0]
 
 
+class Live:
+    """The hidden states of documents, made when they are wanted: what a trainer reads where none are stored."""
+
+    def __init__(self, model: PreTrainedModel, layers: list[int], compile_tokens: int | None = None):
+        """`compile_tokens`: compile the blocks, on so many tokens."""
+        self.model, self.layers, self.packed = model, layers, packs(model)
+        if compile_tokens and self.packed:
+            compile_blocks(model, compile_tokens)
+
+    def __call__(self, ids: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
+        """Documents end to end, ids [N] -> features [N, 3H] and last [N, H], that gradients may be taken beside."""
+        streams: dict[int, Tensor] = {}
+        with tapped(self.model, self.layers, lambda part, x: streams.update({part: unpadded(x, lengths)})):
+            last = forward_documents(self.model, ids, lengths, self.packed)
+        # Copies, since autograd may not keep what was made in inference mode.
+        return torch.cat([streams[part] for part in sorted(streams)], dim=-1), last.clone()
+
+
 def to(tensor: Tensor, device: torch.device) -> Tensor:
     """The same on `device`, without waiting for what the device has still to do."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -50,7 +50,7 @@ class Pack:
     """Rows end to end, and what is taught at which of their tokens; made on the CPU, then moved whole."""
 
     ids: Tensor  # [T] int64
-    features: Tensor  # [T, 3H]
+    features: Tensor  # [T, 3H]; [T, 0] until a live target has been asked
     last: Tensor  # [T, H] the target's last hidden state, after its final norm
     row: Tensor  # [T] int64: the row a token belongs to
     place: Tensor  # [T] int64: its position in that row
@@ -61,6 +61,7 @@ class Pack:
     widths: list[int]  # L: step k runs on asked[:widths[k]]
     counts: list[int]  # L: positions that step k teaches
     chunks: list[tuple[int, int, int, int]]  # pairs from .. to, and the range of labels that they are taught
+    lengths: list[int]  # of its rows
 
     @classmethod
     def of(cls, rows: Sequence[Any], steps: int, mask: str, pinned: bool = False) -> "Pack":
@@ -91,6 +92,7 @@ class Pack:
             widths=widths,
             counts=gates.sum(1).tolist(),
             chunks=[(a, b, int(pair_label[a]), int(pair_label[b - 1]) + 1) for a, b in cuts],
+            lengths=lengths.tolist(),
         )
 
     def to(self, device: torch.device | str) -> "Pack":

@@ -301,6 +301,11 @@ def open_shard(path: Path) -> dict[str, Any]:
     return slices
 
 
+def width(path: Path) -> int:
+    """H of a shard; 0 in one that holds tokens and masks only, whose hidden states the reader makes."""
+    return open_shard(path)["last"].get_shape()[1]
+
+
 def cut(path: Path, entry: dict[str, Any], slices: dict[str, Any], known: bool = False) -> tuple[Head, Block]:
     """The row of an index entry, as stored; `known` to be whole, its checksum is not taken again.
 

@@ -13,7 +13,10 @@ from stages.formats import hiddens
 
 
 class Store:
-    """The rows of one split, by their number in the index. Several threads may read at a time."""
+    """The rows of one split, by their number in the index. Several threads may read at a time.
+
+    `online`: they have tokens and masks only; the reader is to make the hidden states (see extract_hiddens.online).
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -23,6 +26,7 @@ class Store:
         self._known: set[int] = set()
         self._shards: dict[str, dict[str, Any]] = {}
         self._lock = threading.Lock()
+        self.online = bool(self._entries) and hiddens.width(folder / self._entries[0]["shard"]) == 0
 
     def __len__(self) -> int:
         return len(self._entries)
