@@ -24,7 +24,8 @@ from stages import extract_hiddens as stage
 from stages.drafting import target
 from stages.formats import conversations, hiddens
 
-LENGTH, PEAK, LAYERS = 2048, 989e12, [2, 18, 33]
+LENGTH, PEAK, LAYERS, H = 2048, 989e12, [2, 18, 33], 4096
+FLOP = 2 * 6.95e9 + 2 * LENGTH * H * 36  # a token
 
 
 def main() -> None:
@@ -42,13 +43,7 @@ def main() -> None:
     torch.cuda.set_device(device)
     if world > 1:
         torch.distributed.init_process_group("gloo")
-    config = Qwen3Config(
-        hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,
-        head_dim=128, vocab_size=151936, max_position_embeddings=40960,
-    )  # fmt: skip
-    with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
-    model.requires_grad_(False)
+    model = random_target(device)
     packed = target.packs(model)
     if args.compile:
         target.compile_blocks(model, args.batch_tokens)
@@ -58,7 +53,7 @@ def main() -> None:
     alone = forward_rate(model, args.batch_tokens, args.profile and rank == 0) if packed else None
     for name in args.dtype:
         dtype = hiddens.DTYPES[name]
-        token_bytes = hiddens.row_bytes(config.hidden_size, dtype)
+        token_bytes = hiddens.row_bytes(H, dtype)
         folder = Path(tempfile.gettempdir()) / f"aerie-extraction-{name}"
         seconds = []
         for tokens in (4 * args.batch_tokens * world, args.tokens):  # the first warms up
@@ -71,7 +66,7 @@ def main() -> None:
                 torch.distributed.barrier()
             torch.cuda.synchronize()
             started = time.perf_counter()
-            stage._extract(work[rank::world], source, config.hidden_size, dtype, show=False)
+            stage._extract(work[rank::world], source, H, dtype, show=False)
             torch.cuda.synchronize()
             if world > 1:
                 torch.distributed.barrier()
@@ -92,10 +87,20 @@ def main() -> None:
         print(json.dumps(found), flush=True)
 
 
+def random_target(device: torch.device | str):
+    """Qwen3-8B's shape in bfloat16."""
+    config = Qwen3Config(
+        hidden_size=H, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,
+        head_dim=128, vocab_size=151936, max_position_embeddings=40960,
+    )  # fmt: skip
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+    return model.requires_grad_(False)
+
+
 def mfu(rate: float) -> float:
     """Of one GPU at `rate` tokens a second, in rows of 2,048."""
-    flop = 2 * 6.95e9 + 2 * LENGTH * 4096 * 36
-    return round(rate * flop / PEAK, 3)
+    return round(rate * FLOP / PEAK, 3)
 
 
 def forward_rate(model, tokens: int, profile: bool) -> float:

@@ -9,7 +9,8 @@ datasheet, about 790 by a large matrix product. MFU is counted against 989, and 
     real      lognormal lengths, mean 850, at most 4,096, the last 60% of each row taught
     long      one row of 32,768 tokens
 
-With torchrun it measures that many GPUs. Prints JSON.
+With torchrun it measures that many GPUs. `--online` stores no hidden states: a random target of 8B shape makes them,
+14.5 GFLOP a token more. Prints JSON.
 """
 
 import argparse
@@ -23,8 +24,10 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from benchmarks.extraction import FLOP as TARGET_FLOP
+from benchmarks.extraction import random_target
 from stages import params
-from stages.drafting import ranks
+from stages.drafting import ranks, target
 from stages.drafting.draft import Draft, DraftConfig
 from stages.formats import hiddens
 from stages.formats.store import Store
@@ -52,6 +55,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--parallel", default="ddp")
     parser.add_argument("--drop-caches", action="store_true", help="read from the disk, not from memory (needs root)")
+    parser.add_argument("--online", action="store_true", help="hidden states by a random 8B target, in the trainer")
+    parser.add_argument("--compile", action="store_true", help="that target's blocks")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     with ranks.joined(args.device) as group:
@@ -60,7 +65,8 @@ def main() -> None:
 
 
 def _measure(args: argparse.Namespace, scenario: str, group: ranks.Ranks) -> None:
-    folder = Path(tempfile.gettempdir()) / f"aerie-training-{scenario}-{args.hidden}-{args.tokens}"
+    kind = f"{scenario}{'-online' if args.online else ''}"
+    folder = Path(tempfile.gettempdir()) / f"aerie-training-{kind}-{args.hidden}-{args.tokens}"
     if group.first and not folder.exists():
         half = folder.with_suffix(".half")
         shutil.rmtree(half, ignore_errors=True)
@@ -71,6 +77,9 @@ def _measure(args: argparse.Namespace, scenario: str, group: ranks.Ranks) -> Non
         time.sleep(0.5)
     args.batch_tokens = max(args.batch_tokens, 32768) if scenario == "long" else args.batch_tokens
     store, run = Store(folder), start(args, group)
+    assert store.online == args.online
+    if args.online:
+        run.live = target.Live(random_target(group.device), [2, 18, 33], args.batch_tokens if args.compile else None)
     with tqdm(disable=True) as bar:
         run.train_epoch(store, bar)
         if group.device != "cpu":
@@ -87,12 +96,14 @@ def _measure(args: argparse.Namespace, scenario: str, group: ranks.Ranks) -> Non
         "packs_per_step": args.packs_per_step, "rows": len(store), "tokens": sum(store.lengths), "steps": run.step,
         "tokens_per_s": rates, "first_epoch_s": run.log[0]["seconds"],
         "loss": [round(e["loss"], 3) for e in run.log], "drop_caches": args.drop_caches,
+        "online": args.online, "compile": args.compile,
     }  # fmt: skip
     if group.device != "cpu":
         found["device"], found["torch"] = torch.cuda.get_device_name(), torch.__version__
         found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
         if scenario == "dense" and args.hidden == 4096:
-            found["mfu"] = [round(r * DENSE_FLOP / PEAK / group.world, 3) for r in rates]
+            flop = DENSE_FLOP + (TARGET_FLOP if args.online else 0)
+            found["mfu"] = [round(r * flop / PEAK / group.world, 3) for r in rates]
     print(json.dumps(found), flush=True)
     if args.profile:
         profile(run, store, tqdm(disable=True))
@@ -105,11 +116,12 @@ def rows(args: argparse.Namespace, scenario: str):
     while made < args.tokens:
         length = LENGTHS[scenario](rng)
         taught = torch.arange(length) >= (0 if scenario != "real" else round(0.4 * length))
-        features = torch.randn(length, 4 * args.hidden, device=device).to(torch.bfloat16).cpu()
+        hidden = 0 if args.online else args.hidden
+        features = torch.randn(length, 4 * hidden, device=device).to(torch.bfloat16).cpu()
         ids = torch.randint(0, args.vocab, (length,), dtype=torch.int32)
         yield hiddens.Row(
-            str(made), ids, taught, features[:, : 3 * args.hidden].contiguous(),
-            features[:, 3 * args.hidden :].contiguous(), int((~taught).sum()), "stop",
+            str(made), ids, taught, features[:, : 3 * hidden].contiguous(), features[:, 3 * hidden :].contiguous(),
+            int((~taught).sum()), "stop",
         )  # fmt: skip
         made += length
 

@@ -42,15 +42,15 @@ def use(name: str) -> list[str]:
     changes = [(s, k, whole.get(s, {}).get(k), new) for s, keys in recipe.items() for k, new in keys.items()]
     for section, key, _, new in changes:
         whole.setdefault(section, {})[key] = new
-    with NamedTemporaryFile("w", dir=".", prefix=".params-", suffix=".yaml", encoding="utf-8") as file:
+    with NamedTemporaryFile("w", dir=".", prefix=".params-", suffix=".yaml", encoding="utf-8", delete=False) as file:
         yaml.dump(whole, file)
-        file.flush()
-        try:
-            params.load(Path(file.name))
-        except ValueError as error:
-            raise ValueError(f"recipe {name}: {str(error).replace(file.name, 'params.yaml with it')}") from None
+    try:
+        params.load(Path(file.name))
         os.replace(file.name, params.PARAMS)
-        Path(file.name).touch()  # for the context to remove
+    except ValueError as error:
+        raise ValueError(f"recipe {name}: {str(error).replace(file.name, 'params.yaml with it')}") from None
+    finally:
+        Path(file.name).unlink(missing_ok=True)
     return [f"{section}.{key}: {old} -> {new}" for section, key, old, new in changes if old != new]
 
 

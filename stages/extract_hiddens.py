@@ -264,14 +264,8 @@ def _source(p: params.Params, made: Manifest, fitting: dict[str, pl.DataFrame]) 
         given = features.find(Path(e.import_), {name: _head(row) for name, row in wanted.items()}, made.hidden_size)
         stored = partial(_stored, given, hiddens.DTYPES[e.dtype])
         return Source(stored, partial(_batches, e.batch_tokens, False), torch.device("cpu"))
-    device = (
-        f"cuda:{os.environ['LOCAL_RANK']}"
-        if p.target.device == "cuda" and "LOCAL_RANK" in os.environ
-        else p.target.device
-    )
-    if device.startswith("cuda:"):
-        torch.cuda.set_device(device)  # or every process would take a share of the first one's memory
-    model = target.load(str(manifest.weights(made)), None, p.target.dtype, device, p.target.trust_remote_code)
+    where = (p.target.dtype, ranks.own(p.target.device), p.target.trust_remote_code)
+    model = target.load(str(manifest.weights(made)), None, *where)
     packed = target.packs(model)
     if not packed:
         print(

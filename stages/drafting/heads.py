@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from stages.drafting.fused import fused
 
-LOSSES = ("ce", "lk_alpha", "lk_lambda")  # see `_rows`
 LAMBDA_DECAY = 3.0
 CHUNK = 16384  # pairs at a time: with a draft vocabulary of 32,000, 1 GB of logits in bfloat16
 

@@ -35,14 +35,21 @@ def joined(device: str) -> Iterator[Ranks]:
     if world == 1:
         yield Ranks(0, 1, device)
         return
-    if device.startswith("cuda"):
-        device = f"cuda:{os.environ['LOCAL_RANK']}"
-        torch.cuda.set_device(device)
+    device = own(device)
     dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
     try:
         yield Ranks(dist.get_rank(), world, device)
     finally:
         dist.destroy_process_group()
+
+
+def own(device: str) -> str:
+    """The GPU of this process, where it is one of several; else `device`. It is then the current one."""
+    if device.startswith("cuda") and "LOCAL_RANK" in os.environ:
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+    if device.startswith("cuda:"):
+        torch.cuda.set_device(device)  # or every process would take a share of the first one's memory
+    return device
 
 
 def spread(stage: str, arguments: list[str], processes: int) -> bool:

@@ -42,7 +42,7 @@ class Objective:
     steps: int  # L
     decay: float = 0.8  # step k weighs decay**k
     mask: str = "aligned"  # aligned or eagle
-    loss: str = "ce"  # ce, lk_alpha or lk_lambda: see heads.LOSSES
+    loss: str = "ce"  # ce, lk_alpha or lk_lambda: see heads.ROWS
 
 
 @dataclass

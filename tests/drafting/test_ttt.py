@@ -57,7 +57,7 @@ def test_two_spans_never_teach_across_the_gap() -> None:
     assert learned([0, 1, 1, 0, 1, 1, 1], 3, "aligned") == [[2, 5, 6], [6], []]
 
 
-@pytest.mark.parametrize(("mask", "loss"), [("eagle", "ce"), *(("aligned", loss) for loss in heads.LOSSES)])
+@pytest.mark.parametrize(("mask", "loss"), [("eagle", "ce"), *(("aligned", loss) for loss in heads.ROWS)])
 def test_every_step_and_every_gradient_is_what_the_slow_draft_says(mask: str, loss: str, monkeypatch) -> None:
     """Loss, hits and the gradient of every weight, against one position at a time and plain autograd."""
     monkeypatch.setattr(heads, "CHUNK", 7)  # several chunks, and labels that lie in two of them
