@@ -8,7 +8,7 @@ from torch import Tensor
 
 from stages.drafting import heads, ttt
 from stages.drafting.ttt import Objective, Pack
-from tests.drafting.plain import CONFIG, guess, random_draft
+from tests.drafting.plain import CONFIG, OPTIONS, guess, random_draft
 
 STEPS = 4
 
@@ -57,11 +57,20 @@ def test_two_spans_never_teach_across_the_gap() -> None:
     assert learned([0, 1, 1, 0, 1, 1, 1], 3, "aligned") == [[2, 5, 6], [6], []]
 
 
-@pytest.mark.parametrize(("mask", "loss"), [("eagle", "ce"), *(("aligned", loss) for loss in heads.LOSSES)])
-def test_every_step_and_every_gradient_is_what_the_slow_draft_says(mask: str, loss: str, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("mask", "loss", "options"),
+    [
+        ("eagle", "ce", "none"),
+        *(("aligned", loss, "none") for loss in heads.LOSSES),
+        *(("aligned", "ce", options) for options in OPTIONS if options != "none"),
+    ],
+)
+def test_every_step_and_every_gradient_is_what_the_slow_draft_says(
+    mask: str, loss: str, options: str, monkeypatch
+) -> None:
     """Loss, hits and the gradient of every weight, against one position at a time and plain autograd."""
     monkeypatch.setattr(heads, "CHUNK", 7)  # several chunks, and labels that lie in two of them
-    weights = random_draft(1)
+    weights = random_draft(1, **OPTIONS[options])
     draft, embedding, head = weights
     draft.requires_grad_(True)
     rows = [make_row(2, 9, [(3, 9)]), make_row(4, 11, [(1, 4), (6, 10)])]
