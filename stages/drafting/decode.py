@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from stages.drafting import tree as trees
-from stages.drafting.draft import Draft, first_state, sees
+from stages.drafting.draft import Draft, first_state, in_sight
 from stages.drafting.expand import expand
 from stages.drafting.target import capture
 
@@ -168,9 +168,8 @@ class Engine:
                 verified += len(features)
                 last = new[:, -1:]
                 window = draft.config.sliding_window
-                allowed = (
-                    None if window is None else sees(torch.tensor([[verified - 1]], device=device), verified, window)
-                )
+                p = torch.tensor([[verified - 1]], device=device)
+                allowed = None if window is None else in_sight(p, verified, window)
                 state = first_state(draft, embeds[:, -1:], fused[:, -1:], last, keys, values, allowed)
                 candidates = expand(draft, self.embedding, state, last, keys, values, allowed, num_steps, topk)
                 tree = trees.keep(candidates, num_draft_tokens)

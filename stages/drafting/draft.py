@@ -8,8 +8,8 @@ training (`ttt`), replay and the engine (`expand`).
     one step on:  embed(guess),     hidden p           --layer-->  ...                        guess for token p+3
 
 The recurrent state is the layer's output *before* the final norm, unless `norm_output`; step k of position p is rotated
-to position p + k, which is where serving feeds it. Attention of a step sees the prefix (step-0 keys of tokens up to p) and its own
-ancestors only:
+to position p + k, which is where serving feeds it. Attention of a step sees the prefix (step-0 keys of tokens up to p)
+and its own ancestors only:
 
                  prefix 0 .. p      own ancestors, self
     step 0:      1 1 1 1 . .        -
@@ -211,7 +211,7 @@ def attend(
     return (out + torch.einsum("bqgrs,bqsge->bqgre", own_weights, own_v)).flatten(2, 3)
 
 
-def sees(where: Tensor, tokens: int, window: int | None, step: int = 0) -> Tensor:
+def in_sight(where: Tensor, tokens: int, window: int | None, step: int = 0) -> Tensor:
     """where [B, Q]: p of each query -> [B, Q, T] bool, the prefix tokens that a step drafted from p sees."""
     index, p = torch.arange(tokens, device=where.device), where[..., None]
     return index <= p if window is None else (index <= p) & (index > p + step - window)

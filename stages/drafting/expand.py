@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stages.drafting import tree
-from stages.drafting.draft import Draft, attend, sees
+from stages.drafting.draft import Draft, attend, in_sight
 from stages.drafting.tree import Candidates
 
 
@@ -52,7 +52,7 @@ def expand(
         query = draft.queries(mixed, rope)
         if window is not None and allowed is not None:  # it moves on with the steps
             last = tokens_seen - 1 - allowed.flip(-1).int().argmax(-1)  # [B, P] p
-            seen = by_node(sees(last, tokens_seen, window, step))
+            seen = by_node(in_sight(last, tokens_seen, window, step))
         out = attend(
             query.unflatten(0, (b, p)).flatten(1, 2), keys, values, seen,
             own_k.unflatten(0, (b, p)).flatten(1, 2), own_v.unflatten(0, (b, p)).flatten(1, 2),

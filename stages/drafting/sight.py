@@ -1,8 +1,9 @@
 """What the queries of a pack see of its tokens: those of their own row, up to their own place.
 
-And its own earlier steps. The mask is one for all TTT steps, unless a window moves on with them. On a GPU it is flex attention over the pack, so nothing of
-size T x T is kept; that gives, beside the mean of the values it saw, the logarithm of the weight it saw (log-sum-exp of
-the scores), and `merge` adds the own steps as one softmax over both would. Elsewhere it is that one softmax, row by row.
+And its own earlier steps. The mask is one for all TTT steps, unless a window moves on with them. On a GPU it is flex
+attention over the pack, so nothing of size T x T is kept; that gives, beside the mean of the values it saw, the logarithm
+of the weight it saw (log-sum-exp of the scores), and `merge` adds the own steps as one softmax over both would. Elsewhere
+it is that one softmax, row by row.
 """
 
 import math

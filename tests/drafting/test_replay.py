@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from stages.drafting.draft import first_state, prefix, sees
+from stages.drafting.draft import first_state, in_sight, prefix
 from stages.drafting.expand import expand
 from stages.drafting.replay import replay, walk
 from tests.drafting.plain import CONFIG, OPTIONS, guess, random_draft
@@ -78,7 +78,7 @@ def test_expansion_scores_are_products_of_the_slow_drafts_chances(options: str) 
     ids, features, start, _ = make_answers(draft, embedding, 1)[0]
     p, whole = start + 1, torch.tensor([ids])
     fused, keys, values = prefix(draft, whole, features[None], embedding)
-    allowed = sees(torch.tensor([[p]]), len(ids), draft.config.sliding_window)
+    allowed = in_sight(torch.tensor([[p]]), len(ids), draft.config.sliding_window)
     state = first_state(
         draft, embedding[whole[:, p + 1]][:, None], fused[:, p : p + 1], torch.tensor([[p]]), keys, values, allowed
     )
