@@ -388,7 +388,6 @@ BAD_CHECKPOINTS = [
     ("  checkpoints: {}", f"  checkpoints: {{'1': {PUBLISHED}}}", f"import_draft.checkpoints.1: {NO_NAME} '1'"),
     ("e003: {from: e000,", "e003: {from: theirs,", "train_draft: checkpoints.e003.from is 'theirs', expected one of"),
     ("window: null ", "window: 9 ", "init_draft.window is 9, expected at least the most steps asked for, 10"),
-    ("qk_norm: false ", "qk_norm: true\n  window: 64 #", "init_draft: qk_norm is true and window 64, expected one of the two"),
     ("revision: null                # of", "revision: main # of", "init_draft: revision is 'main', expected null where from"),
     ("draft_config_path: null ", "draft_config_path: /tmp/x.json ", "init_draft.draft_config_path: expected text matching"),
     ("min_tau: 6.0", "min_tau: 8.5",
@@ -410,12 +409,15 @@ def test_checkpoints_may_branch_and_stand_in_any_order() -> None:
     assert list(params.load().train_draft.checkpoints) == ["e003", "e012", "e009", "other"]
 
 
+def test_a_window_and_q_k_norms_are_what_no_engine_loads_together() -> None:
+    edited(("qk_norm: false ", "qk_norm: true "), ("window: null ", "window: 64 "))
+    (line,) = problems()
+    assert line.startswith("init_draft: qk_norm is true and window 64, expected one of the two")
+
+
 def test_a_published_draft_may_be_replayed_and_measured() -> None:
-    edited(
-        ("  checkpoints: {}", f"  checkpoints: {{theirs: {PUBLISHED}}}"),
-        ("[e003, e009]", "[theirs]"),
-        (MEASURED, "[theirs]\n  trees"),
-    )
+    imported = f"  checkpoints: {{theirs: {PUBLISHED}}}"
+    edited(("  checkpoints: {}", imported), ("[e003, e009]", "[theirs]"), (MEASURED, "[theirs]\n  trees"))
     p = params.load()
     assert p.made_by("theirs") == "import_draft@theirs" and p.made_by("e003") == "train_draft@e003"
 
