@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stages.drafting import heads, ttt
+from stages.drafting import heads, sight, ttt
 from stages.drafting.ttt import Objective, Pack
 from tests.drafting.plain import CONFIG, OPTIONS, guess, random_draft
 
@@ -99,6 +99,27 @@ def test_every_step_and_every_gradient_is_what_the_slow_draft_says(
     expected = torch.autograd.grad(total, list(draft.parameters()))
     for (name, _), a, b in zip(draft.named_parameters(), found, expected, strict=True):
         assert torch.allclose(a, b, rtol=1e-3, atol=1e-5 * float(b.abs().max())), name
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_flex_attention_sees_what_plain_attention_sees(window: int | None, monkeypatch) -> None:
+    """What a GPU runs, here uncompiled: the same loss, whether or not each step has a mask of its own.
+
+    Flex attention has no gradient on a CPU; on a GPU benchmarks/flex_check.py compares those too.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    weights = random_draft(11, sliding_window=window)
+    rows = [make_row(12, 40, [(3, 30)]), make_row(13, 9, []), make_row(14, 25, [(1, 9), (12, 25)])]
+    found = []
+    for kind in (sight._Plain, sight._Flex):
+        monkeypatch.setattr(sight, "PAD", 128)
+        monkeypatch.setattr(sight, "_compiled", {"mask": create_block_mask, "flex": flex_attention})
+        monkeypatch.setattr(sight, "of", kind.of)
+        _, result = run(rows, weights)
+        found.append(result)
+    assert torch.allclose(found[0].loss, found[1].loss, rtol=1e-4)
+    assert torch.equal(found[0].hits, found[1].hits)
 
 
 def slow_loss(kind: str, logits: Tensor, probs: Tensor, t2d: Tensor) -> Tensor:
