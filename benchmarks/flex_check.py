@@ -7,6 +7,7 @@ against a slow draft in tests/drafting/test_ttt.py.
 """
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -20,9 +21,8 @@ H, V, D, STEPS = 512, 2000, 1500, 7
 
 def main() -> None:
     torch.manual_seed(0)
-    config = DraftConfig(H, 2 * H, 8, 2, 64, V, D, 4096, 1e-6, {"rope_theta": 1e4, "rope_type": "default"})
-    draft = Draft(config)
-    draft.t2d[:D] = True
+    plain = DraftConfig(H, 2 * H, 8, 2, 64, V, D, 4096, 1e-6, {"rope_theta": 1e4, "rope_type": "default"})
+    options = replace(plain, fc_norm=True, norm_output=True, qk_norm=True, sliding_window=100)
     embedding, head = torch.randn(2, V, H) * 0.3
     spans = [(30, 900), (5, 300), (200, 1500), (0, 64)]
     rows = [
@@ -33,7 +33,9 @@ def main() -> None:
         for start, end in spans
     ]  # fmt: skip
     good = True
-    for loss in ("ce", "lk_alpha", "lk_lambda"):
+    for config, loss in ((plain, "ce"), (plain, "lk_alpha"), (plain, "lk_lambda"), (options, "ce")):
+        draft = Draft(config)
+        draft.t2d[:D] = True
         pack = ttt.Pack.of(rows, STEPS, "aligned")
         reference = learn(draft, pack, embedding, head, loss)
         for dtype in (torch.float32, torch.bfloat16):
@@ -42,7 +44,9 @@ def main() -> None:
             there = there.to("cuda").to(dtype)
             found = learn(there, pack.to("cuda"), embedding.to("cuda", dtype), head.to("cuda", dtype), loss)
             off = {n: float((found[n] - g).norm() / g.norm()) for n, g in reference.items()}
-            print(loss, dtype, {n: f"{x:.1e}" for n, x in off.items()}, flush=True)
+            print(
+                loss, "options" if config is options else "", dtype, {n: f"{x:.1e}" for n, x in off.items()}, flush=True
+            )
             off.pop("hits")  # a near tie is nobody's fault
             good &= dtype != torch.float32 or max(off.values()) < (1e-2 if loss == "lk_alpha" else 1e-5)
     time_merge()

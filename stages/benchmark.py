@@ -92,7 +92,7 @@ def main(workload: str, name: str, tree_name: str) -> None:
 def _engine(p: params.Params, name: str) -> Engine:
     made = manifest.read()
     model = target.load(str(manifest.weights(made)), None, p.target.dtype, p.target.device, p.target.trust_remote_code)
-    config, tensors = checkpoint.read_draft(checkpoint.folder(name), f"train_draft@{name}")
+    config, tensors = checkpoint.read_draft(checkpoint.folder(name), p.made_by(name))
     draft = Draft.of(config, tensors).to(p.target.device, model.dtype).requires_grad_(False)
     return Engine(model, made.eos_token_ids, made.feature_layers, draft)
 

@@ -1,7 +1,8 @@
-"""init_draft: token counts -> draft vocabulary and a fresh draft, checkpoint e000.   python -m stages.init_draft
+"""init_draft: token counts -> draft vocabulary and a draft to begin with, checkpoint e000.   python -m stages.init_draft
 
 The draft vocabulary is the most frequent tokens of the training answers; the shape follows the target. Weights are
-drawn from a seed; the fusion starts as the mean of the three feature layers.
+drawn from a seed; the fusion starts as the mean of the three feature layers. Or all of it is a published draft's: a warm
+start.
 """
 
 from pathlib import Path
@@ -12,7 +13,8 @@ import torch
 from stages import params
 from stages.drafting import vocab
 from stages.drafting.draft import Draft, DraftConfig
-from stages.formats import atomic, checkpoint, hiddens, manifest
+from stages.formats import atomic, checkpoint, draft_config, hiddens, manifest, published_draft
+from stages.formats.manifest import Manifest
 
 HIDDENS, REPORT = Path("data/hiddens"), Path("results/vocab_report.json")
 
@@ -22,17 +24,38 @@ def main() -> None:
     made = manifest.read()
     params.check_draft_vocab(p, made.vocab_size)
     counts = {split: _count(split, made.vocab_size) for split in ("train", "eval")}
-    size = p.init_draft.draft_vocab_size or made.vocab_size
-    chosen = vocab.choose(counts["train"], size, made.eos_token_ids)
-    d2t, t2d = vocab.maps(chosen, made.vocab_size)
-
+    draft, config = _warm(p, made) if p.init_draft.from_ else _fresh(p, made, counts["train"])
     longest = p.extract_hiddens.max_length + p.train_draft.ttt_steps
-    positions = p.init_draft.max_position_embeddings or max(made.max_position_embeddings, longest)
-    if positions < longest:
+    if config["max_position_embeddings"] < longest:
         raise ValueError(
-            f"params.yaml: init_draft.max_position_embeddings {positions} is below extract_hiddens.max_length + "
-            f"train_draft.ttt_steps = {longest}: positions past it would be trained wrong; raise it, or null for the target's"
+            f"params.yaml: init_draft.max_position_embeddings {config['max_position_embeddings']} is below "
+            f"extract_hiddens.max_length + train_draft.ttt_steps = {longest}: positions past it would be trained wrong; raise "
+            "it (or draft_config_path's), or null for the target's"
         )
+    place = checkpoint.folder(params.ROOT_CHECKPOINT)
+    checkpoint.write_draft(place, config, draft.state_dict())
+    checkpoint.write_state(place, {}, {"epoch": 0, "step": 0})
+
+    report = {
+        "draft_vocab_size": config["draft_vocab_size"],
+        "target_vocab_size": made.vocab_size,
+        "distinct_tokens_train": int((counts["train"] > 0).sum()),
+        "coverage_train": vocab.coverage(counts["train"], draft.t2d),
+        "coverage_eval": vocab.coverage(counts["eval"], draft.t2d),
+        "draft_parameters": sum(x.numel() for x in draft.parameters()),
+    }
+    atomic.write_json(REPORT, report)
+    print(
+        f"e000: {report['draft_parameters']:,} parameters, draft vocabulary {config['draft_vocab_size']} of "
+        f"{made.vocab_size}, covers {report['coverage_eval']:.2%} of the eval answers' tokens"
+    )
+
+
+def _fresh(p: params.Params, made: Manifest, counts: torch.Tensor) -> tuple[Draft, dict[str, Any]]:
+    """A draft drawn from the seed, its vocabulary by counts [V], and its config.json."""
+    size = p.init_draft.draft_vocab_size or made.vocab_size
+    chosen = vocab.choose(counts, size, made.eos_token_ids)
+    d2t, t2d = vocab.maps(chosen, made.vocab_size)
     shape: dict[str, Any] = {
         "hidden_size": made.hidden_size,
         "intermediate_size": p.init_draft.intermediate_size or made.intermediate_size,
@@ -41,11 +64,12 @@ def main() -> None:
         "head_dim": made.head_dim,
         "vocab_size": made.vocab_size,
         "draft_vocab_size": size,
-        "max_position_embeddings": positions,
+        "max_position_embeddings": _positions(p, made.max_position_embeddings),
         "rms_norm_eps": made.rms_norm_eps,
     }
+    config = _config(p, made, shape, made.rope, _options(p))
     torch.manual_seed(p.init_draft.seed)
-    draft = Draft(DraftConfig(**shape, rope=made.rope))
+    draft = Draft(DraftConfig.from_json(config))
     draft.d2t.copy_(d2t)
     draft.t2d.copy_(t2d)
     for name, parameter in draft.named_parameters():
@@ -53,31 +77,80 @@ def main() -> None:
             torch.nn.init.normal_(parameter, std=0.02)
         if name == "fc.weight":
             parameter.data += torch.eye(made.hidden_size).repeat(1, 3) / 3
-    config = checkpoint.config_json(shape, made.rope, made.feature_layers, made.num_layers, made.eos_token_ids)
-    place = checkpoint.folder(params.ROOT_CHECKPOINT)
-    checkpoint.write_draft(place, config, draft.state_dict())
-    checkpoint.write_state(place, {}, {"epoch": 0, "step": 0})
+    return draft, config
 
-    report = {
-        "draft_vocab_size": size,
-        "target_vocab_size": made.vocab_size,
-        "distinct_tokens_train": int((counts["train"] > 0).sum()),
-        "coverage_train": vocab.coverage(counts["train"], t2d),
-        "coverage_eval": vocab.coverage(counts["eval"], t2d),
-        "draft_parameters": sum(x.numel() for x in draft.parameters()),
+
+def _warm(p: params.Params, made: Manifest) -> tuple[Draft, dict[str, Any]]:
+    """A published draft in float32, with its own vocabulary, and its config.json.
+
+    Raises ValueError where params.yaml asks for another shape than its weights have, or for other norms.
+    """
+    name = p.init_draft.from_
+    assert name is not None
+    folder, commit = published_draft.fetch(name, p.init_draft.revision)
+    found = published_draft.read(folder, made, lambda: manifest.tables(made), name)
+    print(f"e000 starts from {name}" + (f" at {commit}" if commit else ""))
+    for note in found.notes:
+        print(f"note: {note}")
+    theirs = found.config
+    _agree("draft_vocab_size", p.init_draft.draft_vocab_size or made.vocab_size, theirs["draft_vocab_size"])
+    _agree("intermediate_size", p.init_draft.intermediate_size, theirs["intermediate_size"])
+    for key, wanted in _options(p).items():
+        if key != "sliding_window":  # has no weights: a draft may learn to do with one, or without
+            _agree(key, wanted, bool(found.options.get(key)))
+    shape = {key: theirs[key] for key in checkpoint.SIZES}
+    shape["max_position_embeddings"] = _positions(p, theirs["max_position_embeddings"])
+    options = {**found.options, "sliding_window": p.init_draft.window}
+    config = _config(p, made, shape, theirs["rope_parameters"], options)
+    for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"):
+        _agree(f"draft_config_path: {key}", config[key], theirs[key])
+    return Draft.of(config, found.tensors), config
+
+
+def _agree(key: str, wanted: Any, found: Any) -> None:
+    if wanted not in (None, found):
+        raise ValueError(
+            f"params.yaml: init_draft.{key} is {wanted}, but the weights of init_draft.from have {found}; set it so"
+        )
+
+
+def _options(p: params.Params) -> dict[str, Any]:
+    """As drafting.draft.DraftConfig names them."""
+    init = p.init_draft
+    return {
+        "fc_norm": init.fc_norm,
+        "norm_before_fc": init.norm_before_fc,
+        "norm_output": init.norm_output,
+        "qk_norm": init.qk_norm,
+        "sliding_window": init.window,
     }
-    atomic.write_json(REPORT, report)
-    print(
-        f"e000: {report['draft_parameters']:,} parameters, draft vocabulary {size} of {made.vocab_size}, "
-        f"covers {report['coverage_eval']:.2%} of the eval answers' tokens"
-    )
+
+
+def _positions(p: params.Params, theirs: int) -> int:
+    longest = p.extract_hiddens.max_length + p.train_draft.ttt_steps
+    return p.init_draft.max_position_embeddings or max(theirs, longest)
+
+
+def _config(
+    p: params.Params, made: Manifest, shape: dict[str, Any], rope: dict[str, Any], options: dict[str, Any]
+) -> dict[str, Any]:
+    """config.json, with what draft_config_path overrides."""
+
+    def written(shape: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
+        return checkpoint.config_json(shape, rope, made.feature_layers, made.num_layers, made.eos_token_ids, options)
+
+    config = written(shape, rope)
+    if p.init_draft.draft_config_path is None:
+        return config
+    given = draft_config.read(Path(p.init_draft.draft_config_path))
+    return written(*draft_config.override(given, shape, rope, config))
 
 
 def _count(split: str, vocab_size: int) -> torch.Tensor:
     """How often each token stands in the split's answers: [V] int64."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for row in hiddens.read(HIDDENS / split):
-        counts += torch.bincount(row.ids[row.mask].to(torch.int64), minlength=vocab_size)
+    for head in hiddens.read_heads(HIDDENS / split):
+        counts += torch.bincount(head.ids[head.mask].to(torch.int64), minlength=vocab_size)
     return counts
 
 

@@ -44,6 +44,12 @@ BASE_URL = r"^https?://[^\s/@?#:]+(:\d{1,5}(-\d{1,5})?)?(/v1)?/?$"
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
+def _each_once(names: list[str]) -> list[str]:
+    if twice := sorted({n for n in names if names.count(n) > 1}):
+        raise ValueError(f"{', '.join(twice)} is listed twice; list each name once")
+    return names
+
+
 class Section(BaseModel):
     """A strict, frozen section: unknown keys are refused, an integer is not a string, nothing has a default."""
 
@@ -252,7 +258,26 @@ class InitDraft(Section):
     draft_vocab_size: Count | None
     intermediate_size: Count | None
     max_position_embeddings: Count | None
+    draft_config_path: Annotated[str, Field(pattern=r"^draft_configs/[^/]+$")] | None
+    fc_norm: bool
+    norm_before_fc: bool
+    norm_output: bool
+    qk_norm: bool
+    window: Count | None
+    from_: Annotated[Annotated[str, Field(min_length=1)] | None, Field(alias="from")]
+    revision: str | None
     seed: Seed
+
+    @model_validator(mode="after")
+    def options_go_together(self) -> "InitDraft":
+        if self.revision is not None and self.from_ is None:
+            raise ValueError(f"revision is {self.revision!r}, expected null where from is null; name the draft in from")
+        if self.qk_norm and self.window is not None:
+            raise ValueError(
+                f"qk_norm is true and window {self.window}, expected one of the two: vLLM, which alone loads drafts with q/k "
+                "norms, gives such a layer no window; set window to null, or qk_norm to false"
+            )
+        return self
 
 
 class CheckOverfit(Section):
@@ -303,12 +328,30 @@ class TrainDraft(Section):
         return self
 
 
+class Import(Section):
+    """A published draft taken as a checkpoint; `rope_theta` overrides its config's."""
+
+    model: Annotated[str, Field(min_length=1)]
+    revision: str | None
+    rope_theta: Positive | None
+
+
+class ImportDraft(Section):
+    checkpoints: dict[Name, Import]
+
+
 class ReplayTrees(Section):
+    checkpoints: Names
     semantics: Literal["sglang"]
     steps: Grid
     topk: Grid
     tokens: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)]
     batch_rows: Count
+
+    @field_validator("checkpoints")
+    @classmethod
+    def no_name_twice(cls, names: list[str]) -> list[str]:
+        return _each_once(names)
 
     @model_validator(mode="after")
     def some_tree_exists(self) -> "ReplayTrees":
@@ -352,9 +395,7 @@ class Benchmark(Section):
     @field_validator("checkpoints", "trees")
     @classmethod
     def no_name_twice(cls, names: list[str]) -> list[str]:
-        if twice := sorted({n for n in names if names.count(n) > 1}):
-            raise ValueError(f"{', '.join(twice)} is listed twice; list each name once")
-        return names
+        return _each_once(names)
 
 
 class Report(Section):
@@ -370,25 +411,48 @@ class Params(Section):
     init_draft: InitDraft
     check_overfit: CheckOverfit
     train_draft: TrainDraft
+    import_draft: ImportDraft
     replay_trees: ReplayTrees
     benchmark: Benchmark
     report: Report
 
     @model_validator(mode="after")
     def sections_agree(self) -> "Params":
-        for name in self.benchmark.checkpoints:
-            if name not in self.train_draft.checkpoints:
-                known = ", ".join(self.train_draft.checkpoints)
-                raise ValueError(
-                    f"benchmark.checkpoints: {name!r} is not trained, expected some of {known}; "
-                    "correct it, or add it to train_draft.checkpoints"
-                )
+        trained, imported = self.train_draft.checkpoints, self.import_draft.checkpoints
+        if taken := [name for name in imported if name in trained or name == ROOT_CHECKPOINT]:
+            raise ValueError(f"import_draft.checkpoints.{taken[0]} is made by another stage; choose another name")
+        lists = {
+            "replay_trees.checkpoints": self.replay_trees.checkpoints,
+            "benchmark.checkpoints": self.benchmark.checkpoints,
+        }
+        for key, names in lists.items():
+            for name in names:
+                if name not in trained and name not in imported:
+                    known = ", ".join([*trained, *imported])
+                    raise ValueError(
+                        f"{key}: {name!r} is not trained, expected some of {known}; "
+                        "correct it, or add it to train_draft.checkpoints or import_draft.checkpoints"
+                    )
         if self.check_overfit.min_tau > self.train_draft.ttt_steps + 1:
             raise ValueError(
                 f"check_overfit.min_tau {self.check_overfit.min_tau} can't be reached: a chain of train_draft.ttt_steps = "
                 f"{self.train_draft.ttt_steps} drafts accepts at most {self.train_draft.ttt_steps + 1}; lower it"
             )
+        deepest = max(
+            self.train_draft.ttt_steps,
+            *self.replay_trees.steps,
+            *(Tree.parse(tree).num_steps for tree in self.benchmark.trees),
+        )
+        if self.init_draft.window is not None and self.init_draft.window < deepest:
+            raise ValueError(
+                f"init_draft.window is {self.init_draft.window}, expected at least the most steps asked for, {deepest}: a step "
+                "would not see its own first; raise it (thousands are usual)"
+            )
         return self
+
+    def made_by(self, checkpoint: str) -> str:
+        """The stage that makes a checkpoint's draft."""
+        return f"{'import' if checkpoint in self.import_draft.checkpoints else 'train'}_draft@{checkpoint}"
 
 
 def load(path: Path = PARAMS) -> Params:

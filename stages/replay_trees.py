@@ -28,12 +28,13 @@ def main(name: str) -> None:
     torch.set_num_threads(p.target.num_threads)
     started = time.perf_counter()
     embedding, _ = manifest.tables(manifest.read())
-    config, tensors = checkpoint.read_draft(checkpoint.folder(name), f"train_draft@{name}")
+    config, tensors = checkpoint.read_draft(checkpoint.folder(name), p.made_by(name))
     draft = Draft.of(config, tensors).to(p.target.device).requires_grad_(False)
     rows = sorted(hiddens.read(HIDDENS), key=lambda r: len(r.ids))
 
-    grid = p.replay_trees.trees()
-    accepted, cycles = _replay(draft, embedding.to(p.target.device), rows, grid, p.replay_trees.batch_rows)
+    settings = p.replay_trees
+    grid = settings.trees()
+    accepted, cycles = _replay(draft, embedding.to(p.target.device), rows, grid, settings.batch_rows)
     low, high = acceptance.interval(accepted, cycles)
     found: list[dict[str, Any]] = []
     for g, tree in enumerate(grid):

@@ -85,7 +85,7 @@ def main(*arguments: str) -> None:
         raise ValueError(f"report takes --table or nothing; found {' '.join(arguments)}")
     p = params.load()
     cells = read_cells(p)
-    replayed = {name: replays.read(name) for name in p.train_draft.checkpoints}
+    replayed = {name: replays.read(name) for name in p.replay_trees.checkpoints}
     rows = [_row(c, replayed) for c in cells]
     reports = {stage: _read_report(stage) for stage in REPORTS}
     trained = {name: _read_training(name, segment.from_) for name, segment in p.train_draft.checkpoints.items()}
@@ -153,7 +153,7 @@ def _whole(place: Path, keys: Iterable[str], stage: str) -> Row:
 def _row(c: Row, replays: dict[str, list[Row]]) -> Row:
     """One line of benchmark.csv. Floats keep every bit, so that tau can be compared between machines."""
     shape = c["num_steps"], c["topk"], c["num_draft_tokens"]
-    replayed = [r["tau"] for r in replays[c["checkpoint"]] if (r["steps"], r["topk"], r["tokens"]) == shape]
+    replayed = [r["tau"] for r in replays.get(c["checkpoint"], []) if (r["steps"], r["topk"], r["tokens"]) == shape]
     measured = {k: float(c["metrics"][k]) for k in MEASURED}
     return {k: c[k] for k in NAMES} | measured | {"replay_tau": replayed[0] if replayed else "", "engine": c["engine"]}
 
@@ -274,6 +274,7 @@ def render(p: params.Params, found: Found, metrics: Row) -> str:
         plots=_plots(found, best, rest),
         histograms=_histograms([c for c in found.cells if c["checkpoint"] == best] or found.cells),
         trained=found.trained,
+        imported={name: item.model_dump() for name, item in p.import_draft.checkpoints.items()},
         flow=found.flow(),
         reports=found.reports,
         diffs={rule: _diff(e["before"], e["after"]) for rule, e in fixed["examples"].items()},

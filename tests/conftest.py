@@ -26,7 +26,12 @@ SMALL = {
             "straight": {"from": "e000", "epochs": 3},
         }
     },
-    "replay_trees": {"steps": [1, 2, 3, 5, 8], "topk": [1, 2, 3], "tokens": [4, 8, 16]},
+    "replay_trees": {
+        "checkpoints": ["e001", "e003", "straight"],
+        "steps": [1, 2, 3, 5, 8],
+        "topk": [1, 2, 3],
+        "tokens": [4, 8, 16],
+    },
     "benchmark": {
         "workloads": {"eval": {"split": "eval", "prompts": 6, "warmup": 0, "max_new_tokens": 60}},
         "checkpoints": ["e003"],

@@ -28,6 +28,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+MEASURED = "[e003, e009]\n  trees"  # benchmark.checkpoints
+
+
 def edited(*changes: tuple[str, str]) -> None:
     """Change params.yaml as a user does, in its text."""
     text = REAL
@@ -274,8 +277,8 @@ BAD_VALUES = [
     ("tokens: [4,", "tokens: [1,", "replay_trees.tokens.0: expected greater than or equal to 2, found 1"),
     ("semantics: sglang", "semantics: vllm", "replay_trees.semantics: expected 'sglang', found 'vllm'"),
     ("split: eval", "split: train", "benchmark.workloads.eval.split: expected 'eval', found 'train'"),
-    ("[e003, e009]", "e003", "benchmark.checkpoints: expected a valid list, found 'e003'"),
-    ("[e003, e009]", "[]", "benchmark.checkpoints: expected at least 1 item, found []"),
+    (MEASURED, "e003\n  trees", "benchmark.checkpoints: expected a valid list, found 'e003'"),
+    (MEASURED, "[]\n  trees", "benchmark.checkpoints: expected at least 1 item, found []"),
     ("title: weather-tiny", "title: ''", "report.title: expected at least 1 character, found ''"),
     ("  title: weather-tiny", "", "report: expected a section with title, found None"),
     ("e009: {from: e003, epochs: 6}", "e009: e003",
@@ -359,6 +362,7 @@ def test_a_grid_without_one_tree_is_refused() -> None:
 
 
 SECOND = "e009: {from: e003, epochs: 6}"
+PUBLISHED = "{model: AngelSlim/Qwen3-8B_eagle3, revision: null, rope_theta: null}"
 NO_NAME = "expected a name (a letter, then letters, digits and _), found"
 BAD_CHECKPOINTS = [
     (SECOND, "8_2_16: {from: e003, epochs: 6}", f"train_draft.checkpoints.8216: {NO_NAME} 8216; YAML reads 8_2_16 as"),
@@ -373,10 +377,19 @@ BAD_CHECKPOINTS = [
      "train_draft: checkpoints e003 -> e009 -> e003 go in a circle; start one from e000"),
     (SECOND, "e000: {from: e003, epochs: 6}",
      "train_draft: checkpoints.e000 is made by init_draft; choose another name"),
-    ("[e003, e009]", "[e003, e003]", "benchmark.checkpoints: e003 is listed twice; list each name once"),
-    ("[e003, e009]", "[e003, 9]", "benchmark.checkpoints.1: expected text, found 9; YAML reads"),
-    ("[e003, e009]", "[e003, e010]",
+    (MEASURED, "[e003, e003]\n  trees", "benchmark.checkpoints: e003 is listed twice; list each name once"),
+    (MEASURED, "[e003, 9]\n  trees", "benchmark.checkpoints.1: expected text, found 9; YAML reads"),
+    (MEASURED, "[e003, e010]\n  trees",
      "benchmark.checkpoints: 'e010' is not trained, expected some of e003, e009; correct it, or add it to train_draft"),
+    ("[e003, e009]", "[e003, e010]", "replay_trees.checkpoints: 'e010' is not trained, expected some of e003, e009"),
+    ("[e003, e009]", "[e003, e003]", "replay_trees.checkpoints: e003 is listed twice"),
+    ("  checkpoints: {}", f"  checkpoints: {{e003: {PUBLISHED}}}", "import_draft.checkpoints.e003 is made by another stage"),
+    ("  checkpoints: {}", f"  checkpoints: {{e000: {PUBLISHED}}}", "import_draft.checkpoints.e000 is made by another stage"),
+    ("  checkpoints: {}", f"  checkpoints: {{'1': {PUBLISHED}}}", f"import_draft.checkpoints.1: {NO_NAME} '1'"),
+    ("e003: {from: e000,", "e003: {from: theirs,", "train_draft: checkpoints.e003.from is 'theirs', expected one of"),
+    ("window: null ", "window: 9 ", "init_draft.window is 9, expected at least the most steps asked for, 10"),
+    ("revision: null                # of", "revision: main # of", "init_draft: revision is 'main', expected null where from"),
+    ("draft_config_path: null ", "draft_config_path: /tmp/x.json ", "init_draft.draft_config_path: expected text matching"),
     ("min_tau: 6.0", "min_tau: 8.5",
      "check_overfit.min_tau 8.5 can't be reached: a chain of train_draft.ttt_steps = 7 drafts accepts at most 8"),
 ]  # fmt: skip
@@ -394,6 +407,19 @@ def test_checkpoints_may_branch_and_stand_in_any_order() -> None:
         (SECOND, "e012: {from: e009, epochs: 3}\n    e009: {from: e003, epochs: 6}\n    other: {from: e003, epochs: 1}")
     )
     assert list(params.load().train_draft.checkpoints) == ["e003", "e012", "e009", "other"]
+
+
+def test_a_window_and_q_k_norms_are_what_no_engine_loads_together() -> None:
+    edited(("qk_norm: false ", "qk_norm: true "), ("window: null ", "window: 64 "))
+    (line,) = problems()
+    assert line.startswith("init_draft: qk_norm is true and window 64, expected one of the two")
+
+
+def test_a_published_draft_may_be_replayed_and_measured() -> None:
+    imported = f"  checkpoints: {{theirs: {PUBLISHED}}}"
+    edited(("  checkpoints: {}", imported), ("[e003, e009]", "[theirs]"), (MEASURED, "[theirs]\n  trees"))
+    p = params.load()
+    assert p.made_by("theirs") == "import_draft@theirs" and p.made_by("e003") == "train_draft@e003"
 
 
 def test_the_reachable_min_tau_is_accepted() -> None:

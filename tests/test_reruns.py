@@ -28,6 +28,8 @@ REPO = Path(__file__).resolve().parents[1]
 BASE = {
     "fix_data": {"raw": "data/raw/rows.jsonl"},
     "train_draft": {"checkpoints": {"e003": {"from": "e000", "epochs": 3}, "e009": {"from": "e003", "epochs": 6}}},
+    "import_draft": {"checkpoints": {}},
+    "replay_trees": {"checkpoints": ["e003", "e009"]},
     "benchmark": {
         "workloads": {"eval": {"split": "eval", "prompts": 12, "warmup": 1, "max_new_tokens": 200}},
         "checkpoints": ["e003", "e009"],
@@ -87,6 +89,7 @@ class Row:
     back: str | None = None  # what runs when the edit is undone; None: not tried here, to save as much time again
 
 
+PUBLISHED = {"theirs": {"model": "a/draft", "revision": None, "rope_theta": None}}
 E012 = {"e012": {"from": "e009", "epochs": 3}}
 RERUNS = [
     Row(
@@ -96,10 +99,34 @@ RERUNS = [
         back="report",  # which depends on results/cells, and DVC leaves the cells of a stage that is gone in there
     ),
     Row(
-        "train_draft.checkpoints and benchmark.checkpoints: add e012, from e009",
-        sets(train_draft={"checkpoints": E012}, benchmark={"checkpoints": adds("e012")}),
+        "e012, from e009: in train_draft.checkpoints, replay_trees.checkpoints and benchmark.checkpoints",
+        sets(
+            train_draft={"checkpoints": E012},
+            replay_trees={"checkpoints": adds("e012")},
+            benchmark={"checkpoints": adds("e012")},
+        ),
         "train_draft@e012 replay_trees@e012 benchmark@*-e012-* report",
         back="report",
+    ),
+    Row(
+        "a published draft: in import_draft.checkpoints, replay_trees.checkpoints and benchmark.checkpoints",
+        sets(
+            import_draft={"checkpoints": PUBLISHED},
+            replay_trees={"checkpoints": adds("theirs")},
+            benchmark={"checkpoints": adds("theirs")},
+        ),
+        "import_draft@theirs replay_trees@theirs benchmark@*-theirs-* report",
+        back="report",
+    ),
+    Row(
+        "init_draft.window",
+        sets(init_draft={"window": 2048}),
+        "init_draft check_overfit train_draft@* replay_trees@* benchmark@* report",
+    ),
+    Row(
+        "draft_configs/theta_10000.json",
+        comments("draft_configs/theta_10000.json"),
+        "init_draft check_overfit train_draft@* replay_trees@* benchmark@* report",
     ),
     Row(
         "train_draft.learning_rate",
@@ -216,17 +243,36 @@ def finished(tmp_path_factory: pytest.TempPathFactory, recorder: Recorder) -> Pa
     sets(**BASE)(root)
     with opened(root) as repo:
         deps = {str(dep) for stage in repo.index.stages for dep in stage.deps}
-    for name in {name for name in deps if name.startswith("stages/")} | {"stages/params.py"}:
+    for name in {name for name in deps if name.startswith("stages/")} | {"stages/params.py", "stages/import_draft.py"}:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPO / name, root / name)
     (root / "README.md").touch()
     (root / "templates").mkdir()
     (root / "templates" / "chatml.jinja").touch()
+    (root / "draft_configs").mkdir()
+    (root / "draft_configs" / "theta_10000.json").touch()
     (root / "data" / "raw").mkdir(parents=True)
     (root / "data" / "raw" / "rows.jsonl").write_text("{}\n")
     assert recorder.repro(root) == names(root)
     assert recorder.repro(root) == set()
     return root
+
+
+def test_a_published_draft_is_benchmarked_without_sampling_for_training_or_training(
+    finished: Path, tmp_path: Path, recorder: Recorder
+) -> None:
+    """Its cell needs the target, the eval split's prompts and the draft: no hidden states, no draft of ours."""
+    root = tmp_path / "project"
+    shutil.copytree(finished, root)
+    sets(import_draft={"checkpoints": PUBLISHED}, benchmark={"checkpoints": adds("theirs")})(root)
+    with opened(root) as repo:
+        cell = next(s for s in repo.index.stages if "-theirs-" in s.addressing)
+        graph, open_ends, needed = repo.index.graph, [cell], set()
+        while open_ends:
+            stage = open_ends.pop()
+            needed.add(stage.addressing)
+            open_ends += graph.successors(stage)
+    assert needed == {cell.addressing, "import_draft@theirs", "prepare_target", "sample_target", "fix_data"}
 
 
 @pytest.mark.parametrize("row", RERUNS, ids=lambda row: row.edit)

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from stages.drafting import tree as trees
-from stages.drafting.draft import Draft, first_state
+from stages.drafting.draft import Draft, first_state, in_sight
 from stages.drafting.expand import expand
 from stages.drafting.target import capture
 
@@ -167,8 +167,11 @@ class Engine:
                 values = value if values is None else torch.cat([values, value], dim=1)
                 verified += len(features)
                 last = new[:, -1:]
-                state = first_state(draft, embeds[:, -1:], fused[:, -1:], last, keys, values, None)
-                candidates = expand(draft, self.embedding, state, last, keys, values, None, num_steps, topk)
+                window = draft.config.sliding_window
+                p = torch.tensor([[verified - 1]], device=device)
+                allowed = None if window is None else in_sight(p, verified, window)
+                state = first_state(draft, embeds[:, -1:], fused[:, -1:], last, keys, values, allowed)
+                candidates = expand(draft, self.embedding, state, last, keys, values, allowed, num_steps, topk)
                 tree = trees.keep(candidates, num_draft_tokens)
 
                 caught.clear()

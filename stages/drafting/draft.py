@@ -7,13 +7,16 @@ training (`ttt`), replay and the engine (`expand`).
     position p:   embed(token p+1), fc(features of p)  --layer-->  hidden p  --norm, lm_head-->  guess for token p+2
     one step on:  embed(guess),     hidden p           --layer-->  ...                        guess for token p+3
 
-The recurrent state is the layer's output *before* the final norm; step k of position p is rotated to position p + k,
-which is where serving feeds it. Attention of a step sees the prefix (step-0 keys of tokens up to p) and its own
-ancestors only:
+The recurrent state is the layer's output *before* the final norm, unless `norm_output`; step k of position p is rotated
+to position p + k, which is where serving feeds it. Attention of a step sees the prefix (step-0 keys of tokens up to p)
+and its own ancestors only:
 
                  prefix 0 .. p      own ancestors, self
     step 0:      1 1 1 1 . .        -
     step 2:      1 1 1 1 . .        1 1
+
+With a `sliding_window` W, a step that stands at position p + k sees W positions, its own among them, as vLLM and
+transformers count them: of the prefix those after p + k - W. Own ancestors are always seen, so W is at least the steps.
 
 Letters: B rows, T prefix tokens, Q queries of a row, S own ancestors with self, H hidden, D draft vocabulary, V target
 vocabulary, A attention heads, G key-value heads, E head width.
@@ -39,12 +42,19 @@ class DraftConfig:
     max_position_embeddings: int
     rms_norm_eps: float
     rope: dict[str, Any]  # the target's rope_parameters: rope_theta, rope_type, ...
+    # Options, as engines call them; config.json names those that are on.
+    fc_norm: bool = False  # EAGLE-3.1: a norm of each feature layer before fc
+    norm_before_fc: bool = False  # one norm of all three instead
+    norm_output: bool = False  # EAGLE-3.1: the recurrent state is the normed one
+    norm_before_residual: bool = False  # the layer's residual is the normed state (speculators' drafts)
+    qk_norm: bool = False  # queries and keys normed by head, as in Qwen3
+    sliding_window: int | None = None  # W
 
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> "DraftConfig":
         """From a draft's config.json, which holds more keys than these."""
-        names = {f.name for f in fields(cls)} - {"rope"}
-        return cls(rope=config["rope_parameters"], **{name: config[name] for name in names})
+        given = {f.name: config[f.name] for f in fields(cls) if f.name in config}
+        return cls(**given, rope=config["rope_parameters"], qk_norm=config["model_type"] == "qwen3")
 
 
 class RMSNorm(nn.Module):
@@ -66,6 +76,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(2 * c.hidden_size, c.num_key_value_heads * c.head_dim, bias=False)
         self.v_proj = nn.Linear(2 * c.hidden_size, c.num_key_value_heads * c.head_dim, bias=False)
         self.o_proj = nn.Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
+        if c.qk_norm:
+            self.q_norm, self.k_norm = (RMSNorm(c.head_dim, c.rms_norm_eps) for _ in "qk")
 
 
 class MLP(nn.Module):
@@ -103,6 +115,10 @@ class Draft(nn.Module):
         self.midlayer = Layer(c)
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.lm_head = nn.Linear(c.hidden_size, c.draft_vocab_size, bias=False)
+        if c.norm_before_fc:
+            self.input_norm = RMSNorm(3 * c.hidden_size, c.rms_norm_eps)
+        if c.fc_norm:
+            self.fc_norm = nn.ModuleList(RMSNorm(c.hidden_size, c.rms_norm_eps) for _ in range(3))
         self.register_buffer("d2t", torch.zeros(c.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(c.vocab_size, dtype=torch.bool))
         self.register_buffer("inverse_frequency", inverse_frequency(c.rope, c.head_dim), persistent=False)
@@ -123,6 +139,11 @@ class Draft(nn.Module):
 
     def fuse(self, features: Tensor) -> Tensor:
         """The target's features [..., 3H] -> [..., H]."""
+        if self.config.norm_before_fc:
+            features = self.input_norm(features)
+        if self.config.fc_norm:
+            parts = zip(self.fc_norm, features.chunk(3, dim=-1), strict=True)
+            features = torch.cat([norm(part) for norm, part in parts], dim=-1)
         return self.fc(features)
 
     def mix(self, embeds: Tensor, hidden: Tensor) -> Tensor:
@@ -136,22 +157,30 @@ class Draft(nn.Module):
 
     def queries(self, mixed: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         """mixed [..., 2H] -> rotated queries [..., A, E]."""
-        return rotate(self.midlayer.self_attn.q_proj(mixed).unflatten(-1, (-1, self.config.head_dim)), *rope)
+        q = self.midlayer.self_attn.q_proj(mixed).unflatten(-1, (-1, self.config.head_dim))
+        return rotate(self.midlayer.self_attn.q_norm(q) if self.config.qk_norm else q, *rope)
 
     def keys_values(self, mixed: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """mixed [..., 2H] -> rotated keys and values, [..., G, E] each."""
         k = self.midlayer.self_attn.k_proj(mixed).unflatten(-1, (-1, self.config.head_dim))
         v = self.midlayer.self_attn.v_proj(mixed).unflatten(-1, (-1, self.config.head_dim))
-        return rotate(k, *rope), v
+        return rotate(self.midlayer.self_attn.k_norm(k) if self.config.qk_norm else k, *rope), v
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """The rest of the layer: hidden [..., H] (its residual is un-normed), attended [..., A, E] -> hidden [..., H]."""
+        """The rest of the layer: hidden [..., H] (its residual is un-normed), attended [..., A, E] -> state [..., H]."""
+        if self.config.norm_before_residual:
+            hidden = self.midlayer.hidden_norm(hidden)
         hidden = hidden + self.midlayer.self_attn.o_proj(attended.flatten(-2))
-        return hidden + self.midlayer.mlp(self.midlayer.post_attention_layernorm(hidden))
+        hidden = hidden + self.midlayer.mlp(self.midlayer.post_attention_layernorm(hidden))
+        return self.norm(hidden) if self.config.norm_output else hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [..., H] -> [..., D] over the draft vocabulary."""
-        return self.lm_head(self.norm(hidden))
+    def readout(self, state: Tensor) -> Tensor:
+        """What the head reads: state [..., H] -> [..., H], normed once."""
+        return state if self.config.norm_output else self.norm(state)
+
+    def logits(self, state: Tensor) -> Tensor:
+        """state [..., H] -> [..., D] over the draft vocabulary."""
+        return self.lm_head(self.readout(state))
 
     def to_target(self, draft_ids: Tensor) -> Tensor:
         """Draft token ids -> target token ids, any shape."""
@@ -180,6 +209,12 @@ def attend(
     prefix_weights, own_weights = weights.split([k.shape[1], own_k.shape[2]], dim=-1)
     out = torch.einsum("bqgrt,btge->bqgre", prefix_weights, v)
     return (out + torch.einsum("bqgrs,bqsge->bqgre", own_weights, own_v)).flatten(2, 3)
+
+
+def in_sight(where: Tensor, tokens: int, window: int | None, step: int = 0) -> Tensor:
+    """where [B, Q]: p of each query -> [B, Q, T] bool, the prefix tokens that a step drafted from p sees."""
+    index, p = torch.arange(tokens, device=where.device), where[..., None]
+    return index <= p if window is None else (index <= p) & (index > p + step - window)
 
 
 def inverse_frequency(rope: dict[str, Any], head_dim: int) -> Tensor:

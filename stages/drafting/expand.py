@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stages.drafting import tree
-from stages.drafting.draft import Draft, attend
+from stages.drafting.draft import Draft, attend, in_sight
 from stages.drafting.tree import Candidates
 
 
@@ -20,7 +20,7 @@ def expand(
     positions: Tensor,  # [B, P] p, where the next token fed is rotated to p + 1
     keys: Tensor,  # [B, T, G, E] the prefix
     values: Tensor,  # [B, T, G, E]
-    allowed: Tensor | None,  # [B, P, T] bool: tokens up to p; None: the whole prefix
+    allowed: Tensor | None,  # [B, P, T] bool: tokens that step 0 sees, up to p; None: the whole prefix
     steps: int,
     topk: int,
 ) -> Candidates:
@@ -34,7 +34,12 @@ def expand(
     scores, tokens, parents = [beam], [ids], [torch.full_like(ids, -1)]
 
     # One query per beam node: K queries at each position see the same prefix.
-    seen = None if allowed is None else allowed[:, :, None].expand(b, p, topk, -1).flatten(1, 2)  # [B, P*K, T]
+    def by_node(allowed: Tensor) -> Tensor:
+        return allowed[:, :, None].expand(b, p, topk, -1).flatten(1, 2)  # [B, P*K, T]
+
+    window, tokens_seen = draft.config.sliding_window, keys.shape[1]
+    assert window is None or window >= steps, f"a window of {window} is left by own ancestors of {steps} steps"
+    seen = None if allowed is None else by_node(allowed)
     state = hidden.flatten(0, 1)[:, None].expand(n, topk, -1)  # [N, K, H]
     beam_tokens, beam_numbers = ids, slots
     own_k = own_v = None  # [N, K, ancestors, G, E]
@@ -45,6 +50,9 @@ def expand(
         own_k = key[:, :, None] if own_k is None else torch.cat([own_k, key[:, :, None]], dim=2)
         own_v = value[:, :, None] if own_v is None else torch.cat([own_v, value[:, :, None]], dim=2)
         query = draft.queries(mixed, rope)
+        if window is not None and allowed is not None:  # it moves on with the steps
+            last = tokens_seen - 1 - allowed.flip(-1).int().argmax(-1)  # [B, P] p
+            seen = by_node(in_sight(last, tokens_seen, window, step))
         out = attend(
             query.unflatten(0, (b, p)).flatten(1, 2), keys, values, seen,
             own_k.unflatten(0, (b, p)).flatten(1, 2), own_v.unflatten(0, (b, p)).flatten(1, 2),

@@ -24,14 +24,14 @@ CHUNK = 16384  # pairs at a time: with a draft vocabulary of 32,000, 1 GB of log
 
 def chunked(
     draft: Any,
-    states: Sequence[Tensor],  # L, each [P_k, H], before the final norm
+    states: Sequence[Tensor],  # L, each [P_k, H], as a step hands them to the next
     pack: Any,  # ttt.Pack
     head: Tensor,  # [V, H]
     weights: Tensor,  # [L] what a position of that step adds to the total
     loss: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> total (scalar, differentiable), loss [L] summed over each step's positions, hits [L, P] bool."""
-    normed = draft.norm(torch.cat(list(states)))  # [S, H]
+    normed = draft.readout(torch.cat(list(states)))  # [S, H]
     of_state = torch.cat([w.expand(width) for w, width in zip(weights, pack.widths, strict=True)])  # [S]
     total, losses, hits = _Chunked.apply(normed, draft.lm_head.weight, of_state, pack, head, draft.d2t, draft.t2d, loss)
     by_step = torch.stack([x.sum() for x in losses.split(pack.widths)])

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stages.drafting.draft import Draft, first_state, prefix
+from stages.drafting.draft import Draft, first_state, in_sight, prefix
 from stages.drafting.expand import expand
 from stages.drafting.tree import Candidates
 
@@ -42,7 +42,7 @@ def replay(
     )  # [B, P] p: the last verified token before the bonus
 
     fused, keys, values = prefix(draft, ids, features, embedding)
-    allowed = torch.arange(ids.shape[1], device=ids.device) <= where[..., None]
+    allowed = in_sight(where, ids.shape[1], draft.config.sliding_window)
     bonus = torch.gather(ids, 1, (where + 1).clamp(max=ids.shape[1] - 1))
     picked = torch.gather(fused, 1, where[..., None].expand(-1, -1, fused.shape[-1]))
     state = first_state(draft, embedding[bonus], picked, where, keys, values, allowed)

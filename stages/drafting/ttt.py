@@ -19,7 +19,8 @@ serve nobody else. A query of step k sees the prefix of its own row, and its own
     step 0:      1 1 1 1 . .                   -
     step 2:      1 1 1 1 . .                   1 1
 
-so attention is a causal one whose mask is the same for all L steps, and a few products more, merged by log-sum-exp.
+so attention is a causal one whose mask is the same for all L steps (with a sliding window, each step's own), and a few
+products more, merged by log-sum-exp.
 Letters as in `draft`; T tokens of a pack, P supervised positions in it, L steps, N pairs of (step, position) taught.
 """
 
@@ -161,7 +162,7 @@ def forward(
     features = draft.fuse(pack.features.to(dtype))  # [T, H]
     following = nn.functional.pad(pack.ids, (0, steps + 1))
     keys, values = _keys_values(draft, embedding[following[1 : len(pack.ids) + 1]], features, pack.place)
-    visible = sight.of(pack, keys, values)
+    visible = sight.of(pack, keys, values, draft.config.sliding_window)
     hidden = features.index_select(0, pack.asked)  # [P, H]
     own_keys: list[Tensor] = []
     own_values: list[Tensor] = []

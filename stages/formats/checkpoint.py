@@ -7,6 +7,7 @@ the run stood as JSON. Which layers feed the draft: no list is written, since bo
 [2, n//2, n-3]; other layers are written in each engine's own convention (research/specforge.md 2.1).
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,20 @@ from torch import Tensor
 from stages.formats import atomic
 
 DRAFTS = Path("drafts")
+NORMS = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
+# vLLM has a draft layer with q/k norms under this name. SGLang has none and would leave them out without a word; an
+# architecture that it doesn't know it refuses.
+QK_NORM = {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 
 def folder(name: str) -> Path:
     return DRAFTS / name
+
+
+SIZES = (  # what of config.json the shapes and numbers of the layer are
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+    "draft_vocab_size", "max_position_embeddings", "rms_norm_eps",
+)  # fmt: skip
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -29,6 +40,13 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     h, d, v = config["hidden_size"], config["draft_vocab_size"], config["vocab_size"]
     q, kv = (config["head_dim"] * config[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
     m = config["intermediate_size"]
+    options: dict[str, tuple[int, ...]] = {}
+    if config.get("norm_before_fc"):
+        options["input_norm.weight"] = (3 * h,)
+    if config.get("fc_norm"):
+        options |= {f"fc_norm.{layer}.weight": (h,) for layer in range(3)}
+    if config["model_type"] == QK_NORM["model_type"]:
+        options |= {f"midlayer.self_attn.{x}_norm.weight": (config["head_dim"],) for x in "qk"}
     return {
         "fc.weight": (h, 3 * h),
         "midlayer.input_layernorm.weight": (h,),
@@ -45,17 +63,25 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "lm_head.weight": (d, h),
         "d2t": (d,),
         "t2d": (v,),
+        **options,
     }
 
 
 def config_json(
-    shape: dict[str, Any], rope: dict[str, Any], feature_layers: list[int], num_layers: int, eos_token_ids: list[int]
+    shape: dict[str, Any],
+    rope: dict[str, Any],
+    feature_layers: list[int],
+    num_layers: int,
+    eos_token_ids: list[int],
+    options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """config.json of a draft: `shape` has the sizes of `shapes`, rope is the target's rope_parameters.
 
     RoPE is written in both spellings: transformers 5 reads rope_parameters, SGLang and vLLM may read rope_theta and
-    rope_scaling.
+    rope_scaling. `options` are drafting's DraftConfig's, written where they are on, as engines read them; which engine
+    reads which: docs/drafts.md.
     """
+    on = {name: value for name, value in (options or {}).items() if value}
     scaling = (
         None if rope.get("rope_type", "default") == "default" else {k: v for k, v in rope.items() if k != "rope_theta"}
     )
@@ -81,12 +107,15 @@ def config_json(
             "eagle_aux_hidden_state_layer_ids": [i - 1 for i in feature_layers],
         }
         config["eagle_aux_hidden_state_layer_ids"] = feature_layers
-    return config
+    config |= {name: True for name in NORMS if name in on}
+    if "sliding_window" in on:  # vLLM takes the window of a layer that is named sliding
+        config |= {"sliding_window": on["sliding_window"], "layer_types": ["sliding_attention"]}
+    return config | QK_NORM if "qk_norm" in on else config
 
 
 def write_draft(place: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Atomically write `place`/draft. Raises AssertionError where names, shapes or maps would mislead an engine."""
-    assert not (problem := _problem(config, tensors)), problem
+    assert not (found := problem(config, tensors)), found
     with atomic.folder(place / "draft") as temporary:
         atomic.write_json(temporary / "config.json", config)
         save_file(
@@ -98,8 +127,8 @@ def read_draft(place: Path, made_by: str) -> tuple[dict[str, Any], dict[str, Ten
     """config.json and the tensors of `place`/draft. Raises ValueError naming what is missing, misshapen or unknown."""
     config = atomic.read_json(place / "draft" / "config.json", made_by)
     tensors = _tensors(place / "draft" / "model.safetensors", made_by)
-    if problem := _problem(config, tensors):
-        raise ValueError(f"{place}/draft is no EAGLE-3 draft: {problem}; run: dvc repro -f {made_by}")
+    if found := problem(config, tensors):
+        raise ValueError(f"{place}/draft is no EAGLE-3 draft: {found}; run: dvc repro -f {made_by}")
     return config, tensors
 
 
@@ -128,7 +157,7 @@ def _tensors(path: Path, made_by: str) -> dict[str, Tensor]:
         raise ValueError(f"{path} is cut or broken ({error}); delete it and run: dvc repro {made_by}") from None
 
 
-def _problem(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+def problem(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
     """What is wrong with a draft, or an empty string."""
     try:
         expected = shapes(config)

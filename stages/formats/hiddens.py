@@ -262,6 +262,24 @@ def read(folder: Path, dtype: torch.dtype = torch.float32) -> Iterator[Row]:
         yield Row(**vars(head), features=features, last=decode(block.last, block.last_scale, dtype))
 
 
+def read_heads(folder: Path) -> Iterator[Head]:
+    """Every row, in order, but for its hidden states: those are not read, so neither is the checksum compared.
+
+    Raises ValueError naming the shard, where one is missing or cut.
+    """
+    for (name,), rows in read_index(folder).group_by("shard", maintain_order=True):
+        path = folder / str(name)
+        slices = open_shard(path)
+        for entry in rows.iter_rows(named=True):
+            try:
+                head = _cut_head(entry, slices)
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{path} is missing or cut ({error}); {_repair(path)}") from None
+            if not len(head.ids) == len(head.mask) == entry["length"]:
+                raise ValueError(f"{path}: row {entry['id']} lies past its end; {_repair(path)}")
+            yield head
+
+
 def blocks(folder: Path, rows: pl.DataFrame) -> Iterator[tuple[Head, Block]]:
     """The given rows of the index as they are stored, checked as `read` checks them."""
     for (name,), held in rows.group_by("shard", maintain_order=True):
@@ -334,10 +352,15 @@ def _repair(shard: Path) -> str:
 def _cut_out(entry: dict[str, Any], slices: dict[str, Any]) -> tuple[Head, Block]:
     """One row of a shard, read where it lies."""
     start, end = entry["offset"], entry["offset"] + entry["length"]
+    parts = {name: part[start:end] for name, part in slices.items() if name not in ("ids", "mask")}
+    return _cut_head(entry, slices), Block(**parts)
+
+
+def _cut_head(entry: dict[str, Any], slices: dict[str, Any]) -> Head:
+    start, end = entry["offset"], entry["offset"] + entry["length"]
     bits = np.unpackbits(slices["mask"][start // 8 : -(-end // 8)].numpy())  # eight tokens a byte, across rows
     mask = torch.from_numpy(bits[start % 8 :][: end - start].astype(bool))
-    head = Head(entry["id"], slices["ids"][start:end], mask, entry["prompt_length"], entry["finish_reason"])
-    return head, Block(**{name: part[start:end] for name, part in slices.items() if name not in ("ids", "mask")})
+    return Head(entry["id"], slices["ids"][start:end], mask, entry["prompt_length"], entry["finish_reason"])
 
 
 def _head(row: Row) -> Head:

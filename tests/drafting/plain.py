@@ -4,6 +4,9 @@ It shares only the weights with `stages.drafting.draft`: its own rotation (compl
 loop over heads), its own norm.
 """
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,12 +16,26 @@ CONFIG = DraftConfig(
     hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=23,
     draft_vocab_size=11, max_position_embeddings=64, rms_norm_eps=1e-6, rope={"rope_theta": 100.0, "rope_type": "default"},
 )  # fmt: skip
+OPTIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "fc_norm": {"fc_norm": True},
+    "norm_output": {"norm_output": True},
+    "eagle31": {"fc_norm": True, "norm_output": True},
+    "norm_before_fc": {"norm_before_fc": True, "fc_norm": True},
+    "norm_before_residual": {"norm_before_residual": True},
+    "qk_norm": {"qk_norm": True},
+    "window": {"sliding_window": 4},
+    "all": {
+        "fc_norm": True, "norm_before_fc": True, "norm_output": True, "norm_before_residual": True, "qk_norm": True,
+        "sliding_window": 5,
+    },
+}  # fmt: skip
 
 
-def random_draft(seed: int, scale: float = 0.4) -> tuple[Draft, Tensor, Tensor]:
+def random_draft(seed: int, scale: float = 0.4, **options: Any) -> tuple[Draft, Tensor, Tensor]:
     """A draft whose weights are large enough that its guesses differ, and a target's embedding and head [V, H]."""
     generator = torch.Generator().manual_seed(seed)
-    draft = Draft(CONFIG)
+    draft = Draft(replace(CONFIG, **options))
     for parameter in draft.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.data = 1 + 0.1 * noise if parameter.ndim == 1 else scale * noise
@@ -31,27 +48,45 @@ def random_draft(seed: int, scale: float = 0.4) -> tuple[Draft, Tensor, Tensor]:
 
 def guess(draft: Draft, embedding: Tensor, ids: list[int], features: Tensor, p: int, path: list[int]) -> Tensor:
     """Probabilities [D] of the token after `path`, drafted from position p: ids up to p + 1 are known, features up to p."""
-    layer, w = draft.midlayer, draft.midlayer.self_attn
-    inputs = [(embedding[ids[j + 1]], draft.fc.weight @ features[j], j) for j in range(p + 1)]
+    layer, w, c = draft.midlayer, draft.midlayer.self_attn, draft.config
+    inputs = [(embedding[ids[j + 1]], draft.fc.weight @ normed_features(draft, features[j]), j) for j in range(p + 1)]
     state = None
     for step in range(len(path) + 1):
-        if step:  # the recurrent state, not yet normed, with the drafted token, one position on
+        if step:  # the recurrent state, not yet normed (or normed once), with the drafted token, one position on
             inputs.append((embedding[path[step - 1]], state, p + step))
-        mixed = [torch.cat([norm(e, layer.input_layernorm), norm(h, layer.hidden_norm)]) for e, h, _ in inputs]
-        positions = [j for _, _, j in inputs]
-        keys = [[turn(x, j) for x in split(w.k_proj.weight @ m)] for m, j in zip(mixed, positions, strict=True)]
+        visible = [x for x in inputs if c.sliding_window is None or x[2] > p + step - c.sliding_window]
+        mixed = [torch.cat([norm(e, layer.input_layernorm), norm(h, layer.hidden_norm)]) for e, h, _ in visible]
+        positions = [j for _, _, j in visible]
+        heads_of = [split(w.k_proj.weight @ m) for m in mixed]
+        if c.qk_norm:
+            heads_of = [[norm(x, w.k_norm) for x in heads] for heads in heads_of]
+        keys = [[turn(x, j) for x in heads] for heads, j in zip(heads_of, positions, strict=True)]
         values = [split(w.v_proj.weight @ m) for m in mixed]
-        queries = [turn(x, positions[-1]) for x in split(w.q_proj.weight @ mixed[-1])]
+        asking = split(w.q_proj.weight @ mixed[-1])
+        queries = [turn(norm(x, w.q_norm) if c.qk_norm else x, positions[-1]) for x in asking]
         heads = []
         for a, q in enumerate(queries):
             g = a // (CONFIG.num_attention_heads // CONFIG.num_key_value_heads)
             weights = torch.softmax(torch.stack([q @ k[g] for k in keys]) / CONFIG.head_dim**0.5, 0)
             heads.append(sum(x * v[g] for x, v in zip(weights, values, strict=True)))
-        hidden = inputs[-1][1] + w.o_proj.weight @ torch.cat(heads)
+        residual = norm(inputs[-1][1], layer.hidden_norm) if c.norm_before_residual else inputs[-1][1]
+        hidden = residual + w.o_proj.weight @ torch.cat(heads)
         x = norm(hidden, layer.post_attention_layernorm)
         gated = torch.nn.functional.silu(layer.mlp.gate_proj.weight @ x) * (layer.mlp.up_proj.weight @ x)
-        state = hidden + layer.mlp.down_proj.weight @ gated
-    return torch.softmax(draft.lm_head.weight @ norm(state, draft.norm), 0)
+        out = hidden + layer.mlp.down_proj.weight @ gated
+        state = norm(out, draft.norm) if c.norm_output else out
+    return torch.softmax(draft.lm_head.weight @ norm(out, draft.norm), 0)
+
+
+def normed_features(draft: Draft, features: Tensor) -> Tensor:
+    """What fc reads of a position's features [3H]."""
+    if draft.config.norm_before_fc:
+        features = norm(features, draft.input_norm)
+    if draft.config.fc_norm:
+        features = torch.cat(
+            [norm(x, n) for x, n in zip(features.split(CONFIG.hidden_size), draft.fc_norm, strict=True)]
+        )
+    return features
 
 
 def norm(x: Tensor, module) -> Tensor:

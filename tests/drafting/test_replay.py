@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from stages.drafting.draft import first_state, prefix
+from stages.drafting.draft import first_state, in_sight, prefix
 from stages.drafting.expand import expand
 from stages.drafting.replay import replay, walk
-from tests.drafting.plain import CONFIG, guess, random_draft
+from tests.drafting.plain import CONFIG, OPTIONS, guess, random_draft
 
 
 def make_answers(draft, embedding, count: int) -> list[tuple[list[int], torch.Tensor, int, int]]:
@@ -46,9 +46,11 @@ def slow_tree(draft, embedding, ids, features, p: int, steps: int, topk: int, to
     return {c[1] for c in sorted(found, key=lambda c: (-c[0], c[2]))[: tokens - 1]}
 
 
-@pytest.mark.parametrize("topk", [1, 2, 3])
-def test_replay_equals_building_every_tree_and_walking(topk: int) -> None:
-    draft, embedding, _ = random_draft(3)
+@pytest.mark.parametrize(
+    ("topk", "options"), [(1, "none"), (2, "none"), (3, "none"), *((2, o) for o in OPTIONS if o != "none")]
+)
+def test_replay_equals_building_every_tree_and_walking(topk: int, options: str) -> None:
+    draft, embedding, _ = random_draft(3, **OPTIONS[options])
     rows = make_answers(draft, embedding, 4)
     trees = [(s, s + 1) for s in (1, 2, 4)] if topk == 1 else [(1, 3), (3, 5), (3, 8), (4, 8)]
     accepted, cycles = replay(
@@ -70,12 +72,13 @@ def test_replay_equals_building_every_tree_and_walking(topk: int) -> None:
             assert (accepted[b, g].item(), cycles[b, g].item()) == (total, count), (b, steps, topk, tokens)
 
 
-def test_expansion_scores_are_products_of_the_slow_drafts_chances() -> None:
-    draft, embedding, _ = random_draft(4)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_expansion_scores_are_products_of_the_slow_drafts_chances(options: str) -> None:
+    draft, embedding, _ = random_draft(4, **OPTIONS[options])
     ids, features, start, _ = make_answers(draft, embedding, 1)[0]
     p, whole = start + 1, torch.tensor([ids])
     fused, keys, values = prefix(draft, whole, features[None], embedding)
-    allowed = (torch.arange(len(ids)) <= p)[None, None]
+    allowed = in_sight(torch.tensor([[p]]), len(ids), draft.config.sliding_window)
     state = first_state(
         draft, embedding[whole[:, p + 1]][:, None], fused[:, p : p + 1], torch.tensor([[p]]), keys, values, allowed
     )

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from stages.drafting import heads, ttt
+from stages.drafting import heads, sight, ttt
 from stages.drafting.ttt import Objective, Pack
-from tests.drafting.plain import CONFIG, guess, random_draft
+from tests.drafting.plain import CONFIG, OPTIONS, guess, random_draft
 
 STEPS = 4
 
@@ -57,11 +57,20 @@ def test_two_spans_never_teach_across_the_gap() -> None:
     assert learned([0, 1, 1, 0, 1, 1, 1], 3, "aligned") == [[2, 5, 6], [6], []]
 
 
-@pytest.mark.parametrize(("mask", "loss"), [("eagle", "ce"), *(("aligned", loss) for loss in heads.ROWS)])
-def test_every_step_and_every_gradient_is_what_the_slow_draft_says(mask: str, loss: str, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("mask", "loss", "options"),
+    [
+        ("eagle", "ce", "none"),
+        *(("aligned", loss, "none") for loss in heads.ROWS),
+        *(("aligned", "ce", options) for options in OPTIONS if options != "none"),
+    ],
+)
+def test_every_step_and_every_gradient_is_what_the_slow_draft_says(
+    mask: str, loss: str, options: str, monkeypatch
+) -> None:
     """Loss, hits and the gradient of every weight, against one position at a time and plain autograd."""
     monkeypatch.setattr(heads, "CHUNK", 7)  # several chunks, and labels that lie in two of them
-    weights = random_draft(1)
+    weights = random_draft(1, **OPTIONS[options])
     draft, embedding, head = weights
     draft.requires_grad_(True)
     rows = [make_row(2, 9, [(3, 9)]), make_row(4, 11, [(1, 4), (6, 10)])]
@@ -90,6 +99,27 @@ def test_every_step_and_every_gradient_is_what_the_slow_draft_says(mask: str, lo
     expected = torch.autograd.grad(total, list(draft.parameters()))
     for (name, _), a, b in zip(draft.named_parameters(), found, expected, strict=True):
         assert torch.allclose(a, b, rtol=1e-3, atol=1e-5 * float(b.abs().max())), name
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_flex_attention_sees_what_plain_attention_sees(window: int | None, monkeypatch) -> None:
+    """What a GPU runs, here uncompiled: the same loss, whether or not each step has a mask of its own.
+
+    Flex attention has no gradient on a CPU; on a GPU benchmarks/flex_check.py compares those too.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    weights = random_draft(11, sliding_window=window)
+    rows = [make_row(12, 40, [(3, 30)]), make_row(13, 9, []), make_row(14, 25, [(1, 9), (12, 25)])]
+    found = []
+    for kind in (sight._Plain, sight._Flex):
+        monkeypatch.setattr(sight, "PAD", 128)
+        monkeypatch.setattr(sight, "_compiled", {"mask": create_block_mask, "flex": flex_attention})
+        monkeypatch.setattr(sight, "of", kind.of)
+        _, result = run(rows, weights)
+        found.append(result)
+    assert torch.allclose(found[0].loss, found[1].loss, rtol=1e-4)
+    assert torch.equal(found[0].hits, found[1].hits)
 
 
 def slow_loss(kind: str, logits: Tensor, probs: Tensor, t2d: Tensor) -> Tensor:

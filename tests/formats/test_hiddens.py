@@ -1,5 +1,6 @@
 """Hidden states come back as they went, take what they must on disk, and are refused by name when altered."""
 
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -77,6 +78,29 @@ def test_rows_come_back_in_their_order(tmp_path: Path, dtype: torch.dtype, shard
         assert len(shards(tmp_path)) == 1
     else:
         assert 1 < len(shards(tmp_path)) < len(rows)
+
+
+def test_heads_are_read_without_their_hidden_states(written: Path) -> None:
+    """Token ids and masks as `read` gives them, also where the hidden states beside them are broken."""
+    expected = made_up()
+
+    def check() -> None:
+        heads = list(hiddens.read_heads(written))
+        assert [h.id for h in heads] == [r.id for r in expected]
+        for head, row in zip(heads, expected, strict=True):
+            assert torch.equal(head.ids, row.ids) and torch.equal(head.mask, row.mask)
+            assert (head.prompt_length, head.finish_reason) == (row.prompt_length, row.finish_reason)
+
+    check()
+    for path in shards(written):
+        whole = bytearray(path.read_bytes())
+        header = 8 + int.from_bytes(whole[:8], "little")
+        whole[header + json.loads(whole[8:header])["features"]["data_offsets"][0]] ^= 1
+        path.write_bytes(whole)
+    check()
+    shards(written)[1].unlink()
+    with pytest.raises(ValueError, match=r"shard-00001.safetensors is missing or cut .* dvc repro extract_hiddens"):
+        list(hiddens.read_heads(written))
 
 
 def test_fp8_rows_come_back_within_its_error(tmp_path: Path) -> None:

@@ -1,0 +1,41 @@
+"""import_draft: a published draft -> a checkpoint like our own, without training.   python -m stages.import_draft CHECKPOINT
+
+What engines would make of the draft is what is replayed and benchmarked; drafts/NAME/draft serves in their place.
+"""
+
+from pathlib import Path
+
+from stages import params
+from stages.drafting.draft import Draft
+from stages.formats import atomic, checkpoint, manifest, published_draft
+
+REPORTS = Path("results/imported")
+
+
+def main(name: str) -> None:
+    p = params.load()
+    item = params.named(p.import_draft.checkpoints, name, "import_draft.checkpoints")
+    made = manifest.read()
+    folder, commit = published_draft.fetch(item.model, item.revision)
+    found = published_draft.read(folder, made, lambda: manifest.tables(made), item.model, item.rope_theta)
+    draft = Draft.of(found.config, found.tensors)  # what we couldn't run, a kind of RoPE say, is refused here
+    checkpoint.write_draft(checkpoint.folder(name), found.config, found.tensors)
+    parameters = sum(x.numel() for x in draft.parameters())
+    report = {
+        "checkpoint": name,
+        "model": item.model,
+        "commit": commit,
+        "draft_parameters": parameters,
+        "draft_vocab_size": found.config["draft_vocab_size"],
+        "rope_theta": found.config["rope_theta"],
+        "options": found.options,
+        "notes": found.notes,
+    }
+    atomic.write_json(REPORTS / f"{name}.json", report)
+    print(f"{name}: {item.model}{f' at {commit}' if commit else ''}, {parameters:,} parameters")
+    for note in found.notes:
+        print(f"note: {note}")
+
+
+if __name__ == "__main__":
+    params.run_stage(main)

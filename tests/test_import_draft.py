@@ -1,0 +1,168 @@
+"""A published draft: imported and measured without training, or trained on from; end to end on the embedded target."""
+
+import csv
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from stages.drafting import target
+from stages.drafting.decode import Engine
+from stages.drafting.draft import Draft, DraftConfig
+from stages.drafting.replay import replay
+from stages.formats import checkpoint, hiddens, manifest
+from tests.conftest import dvc, edit_params
+from tests.drafting.plain import OPTIONS
+
+IMPORTED = {"theirs": {"model": "published", "revision": None, "rope_theta": None}}
+
+
+def run(project: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", *words], cwd=project, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def project(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small run, and e003 as another trainer would have published it: vLLM's names, in two shards."""
+    root = tmp_path_factory.mktemp("import") / "project"
+    shutil.copytree(small_run, root, symlinks=True)
+    draft, published = root / "drafts/e003/draft", root / "published"
+    published.mkdir()
+    config = json.loads((draft / "config.json").read_text())
+    del config["rope_parameters"]
+    (published / "config.json").write_text(json.dumps(config))
+    tensors = {n.replace("midlayer.", "layers.0."): t for n, t in load_file(draft / "model.safetensors").items()}
+    for i, half in enumerate((sorted(tensors)[::2], sorted(tensors)[1::2])):
+        save_file({n: tensors[n] for n in half}, published / f"model-{i}.safetensors")
+    return root
+
+
+def test_an_imported_draft_is_measured_like_the_checkpoint_it_was(project: Path) -> None:
+    """By DVC, where no hidden states and no training are: only its own stages run, and its cell says what e003's says."""
+    lists = {"checkpoints": ["e001", "e003", "straight", "theirs"]}
+    edit_params(project, {"import_draft": {"checkpoints": IMPORTED}, "replay_trees": lists})
+    edit_params(project, {"benchmark": {"checkpoints": ["e003", "theirs"]}})
+    away = project.with_name("away")
+    away.mkdir()
+    for gone in ("data/hiddens", "drafts", "results/train", "results/replay"):
+        shutil.move(project / gone, away / gone.replace("/", "-"))
+    try:
+        done = dvc(project, "repro", "--single-item", "import_draft@theirs")
+        assert done.returncode == 0, done.stdout + done.stderr
+        done = dvc(project, "repro", "--single-item", "benchmark@eval-theirs-t8_2_16")
+        assert done.returncode == 0, done.stdout + done.stderr
+    finally:
+        shutil.move(project / "drafts/theirs", away / "drafts/theirs")
+        shutil.rmtree(project / "drafts")
+        for gone in ("data/hiddens", "drafts", "results/train", "results/replay"):
+            shutil.move(away / gone.replace("/", "-"), project / gone)
+    for part in ("config.json", "model.safetensors"):
+        same = [(project / f"drafts/{name}/draft" / part).read_bytes() for name in ("theirs", "e003")]
+        assert same[0] == same[1]
+    cells = [json.loads((project / f"results/cells/eval-{n}-t8_2_16.json").read_text()) for n in ("theirs", "e003")]
+    assert cells[0]["histogram"] == cells[1]["histogram"]
+    report = json.loads((project / "results/imported/theirs.json").read_text())
+    assert report["model"] == "published" and report["notes"] == [] and report["commit"] is None
+
+
+def test_its_replay_and_its_report(project: Path) -> None:
+    done = dvc(project, "repro", "report")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [list(csv.reader((project / f"results/replay/{n}.csv").read_text().split())) for n in ("theirs", "e003")]
+    assert [row[1:] for row in rows[0]] == [row[1:] for row in rows[1]]
+    assert "checkpoint theirs" in done.stdout
+    page = (project / "results/report.html").read_text()
+    assert "<th>theirs" in page and "published, imported" in page
+    assert "theirs" in json.loads((project / "results/metrics.json").read_text())["checkpoints"]
+
+
+def test_a_warm_start_is_the_published_draft(project: Path, tmp_path: Path) -> None:
+    root = tmp_path / "project"
+    shutil.copytree(project, root, symlinks=True)
+    size = json.loads((root / "published/config.json").read_text())["draft_vocab_size"]
+    edit_params(root, {"init_draft": {"from": "published", "draft_vocab_size": size}})
+    done = run(root, "stages.init_draft")
+    assert done.returncode == 0, done.stderr
+    ours, theirs = (load_file(root / f"drafts/{n}/draft/model.safetensors") for n in ("e000", "e003"))
+    assert set(ours) == set(theirs) and all(torch.equal(ours[n], theirs[n]) for n in ours)
+    done = run(root, "stages.train_draft", "e001")
+    assert done.returncode == 0, done.stderr
+    warm, fresh = (json.loads((r / "results/train/e001.json").read_text()) for r in (root, project))
+    assert warm["epochs"][0]["loss"] < fresh["epochs"][0]["loss"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"draft_vocab_size": 64},
+            "init_draft.draft_vocab_size is 64, but the weights of init_draft.from have 320; set it so",
+        ),
+        ({"fc_norm": True}, "init_draft.fc_norm is True, but the weights of init_draft.from have False"),
+        ({"intermediate_size": 64}, "init_draft.intermediate_size is 64, but the weights"),
+        ({"from": "drafts/e003"}, "drafts/e003/config.json not found; expected a draft's folder"),
+    ],
+)
+def test_a_warm_start_that_can_not_be(project: Path, tmp_path: Path, changes: dict, message: str) -> None:
+    root = tmp_path / "project"
+    shutil.copytree(project, root, symlinks=True)
+    edit_params(root, {"init_draft": {"from": "published", **changes}})
+    done = run(root, "stages.init_draft")
+    assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_config_of_ones_own_and_the_options(project: Path, tmp_path: Path) -> None:
+    """What is asked for is in config.json, and the draft has the weights for it."""
+    root = tmp_path / "project"
+    shutil.copytree(project, root, symlinks=True)
+    (root / "draft_configs").mkdir(exist_ok=True)
+    mine = {
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "rope_theta": 20000,
+    }
+    (root / "draft_configs/mine.json").write_text(json.dumps(mine | {"model_type": "llama", "use_cache": True}))
+    asked = {"draft_config_path": "draft_configs/mine.json", "fc_norm": True, "norm_output": True, "window": 16}
+    edit_params(root, {"init_draft": asked})
+    done = run(root, "stages.init_draft")
+    assert done.returncode == 0, done.stderr
+    config, tensors = checkpoint.read_draft(root / "drafts/e000", "init_draft")
+    assert {key: config[key] for key in mine} == mine
+    assert config["rope_parameters"]["rope_theta"] == 20000 and config["rope_scaling"] is None
+    assert config["fc_norm"] and config["norm_output"] and config["sliding_window"] == 16
+    assert tensors["midlayer.self_attn.k_proj.weight"].shape[0] == 16 and "fc_norm.2.weight" in tensors
+    assert run(root, "stages.train_draft", "e001").returncode == 0
+    assert checkpoint.read_draft(root / "drafts/e001", "train_draft@e001")[0] == config
+    done = run(root, "stages.replay_trees", "e001")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("options", [o for o in OPTIONS if o != "none"])
+def test_decoding_with_any_option_is_lossless_and_is_what_replay_counts(small_run: Path, options: str) -> None:
+    """A random draft over the target's whole vocabulary, its state near the trained one's, so that some is accepted."""
+    torch.set_num_threads(2)
+    chosen = OPTIONS[options] | ({"sliding_window": 8} if "sliding_window" in OPTIONS[options] else {})
+    made = manifest.read(small_run / "artifacts/target")
+    model = target.load(str(small_run / "artifacts/target"), None, "float32", "cpu")
+    config, tensors = checkpoint.read_draft(small_run / "drafts/e003", "train_draft@e003")
+    draft = Draft(DraftConfig(**{**vars(DraftConfig.from_json(config)), **chosen})).requires_grad_(False)
+    missing = draft.load_state_dict(tensors, strict=False)
+    assert not missing.unexpected_keys and all("norm" in name for name in missing.missing_keys)
+    engine = Engine(model, made.eos_token_ids, made.feature_layers, draft)
+    for row in list(hiddens.read(small_run / "data/hiddens/eval"))[:3]:
+        prompt, answer = row.ids[: row.prompt_length].tolist(), row.ids[row.prompt_length :].tolist()
+        plain = [t for step in engine.plain(prompt, len(answer)) for t in step.tokens]
+        steps = list(engine.speculative(prompt, len(answer), 6, 2, 12))
+        assert [t for step in steps for t in step.tokens] == plain == answer
+        accepted, cycles = replay(
+            draft, engine.embedding, row.ids[None].long(), row.features[None], torch.tensor([row.prompt_length]),
+            torch.tensor([len(row.ids)]), 2, [(6, 12)],
+        )  # fmt: skip
+        assert (accepted.item(), cycles.item()) == (sum(s.accepted for s in steps[1:]), len(steps) - 1)
