@@ -60,7 +60,7 @@ def test_calls_thoughts_and_tools(tmp_path: Path) -> None:
         {"type": "function", "function": {"name": "sky", "parameters": {"type": "object"}, "strict": True}},
         {"type": "function", "function": {"name": "sun", "description": "d"}},
     ])  # fmt: skip
-    sent = questions.as_openai(said)
+    sent = questions.as_openai(said, str)
     assert sent[1]["tool_calls"][0] == CALL
     assert sent[0] is said[0] and said[1]["tool_calls"][0]["function"]["arguments"]["b"] == 1
 
