@@ -25,10 +25,10 @@ GROUND = {
     "sunny": (120, 190, 255), "cloudy": (170, 180, 190), "fog": (225, 225, 215),
     "rain": (90, 110, 150), "storm": (60, 50, 80), "snow": (200, 215, 240),
 }  # fmt: skip
-_OPENINGS = (
-    "Forecast for {place} from {first}, {days} days, in C.",
-    "What is the weather in {place} from {first} for {days} days? Use C.",
-    "Weather for {place}, {days} days starting {first}, unit C.",
+# All end alike: the place is one token of an answer's hundred, and so seldom learned from if it had to be looked for.
+_OPENINGS = tuple(
+    opening + " {place} from {first}, {days} days, in C."
+    for opening in ("Forecast for", "The weather in", "Read the map of")
 )
 _FOLLOW_UPS = ("And the next {days} days?", "Continue for {days} more days.")
 PICTURE = "<image>"  # where a map stands in a question, as in an export
