@@ -145,7 +145,7 @@ def describe(
         model=model,
         revision=revision,
         modality="image" if hasattr(config, "vision_config") else "text",
-        config_digest=manifest.digest(folder, "config.json"),
+        config_digest=manifest.digest(folder, "config.json", "preprocessor_config.json", "processor_config.json"),
         tokenizer_digest=manifest.digest(folder, "tokenizer*", "vocab*", "merges.txt", "chat_template*"),
         feature_layers=layers,
         eos_token_ids=_eos(config, folder),
