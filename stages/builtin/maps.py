@@ -1,10 +1,11 @@
 """Weather maps: small pictures that show what a question asks about, and the answers that only they tell.
 
 A map has a column of two tiles for each day. Above, the sky's colours and sign, and along the lower edge the chance of
-rain as a blue strip; below, two bars, the night's and the day's temperature, as high as they are warm and coloured by
-it. Place and first day come from the question, everything else from the map: none of it can be guessed, since these
-days are drawn without regard to climate and season. Drawn in whole pixels by numpy alone, so that every machine and
-every version of an imaging library has the same maps.
+rain as a blue strip; below, two bars, the night's and the day's temperature, as high as they are warm, from blue to red
+as they are, and with a shade of green that comes back every ten degrees, so that two degrees are plain to see. Place
+and first day come from the question, everything else from the map: none of it can be guessed, since these days are
+drawn without regard to climate and season. Drawn in whole pixels by numpy alone, so that every machine and every
+version of an imaging library has the same maps.
 
 Letters: D days, TILE pixels across a tile.
 """
@@ -65,7 +66,7 @@ def _bars(day: weather.Day) -> Map:
     for left, degrees in ((0, day.low), (TILE // 2, day.high)):
         height = (degrees - WARMTH[0] + 4) // 2  # two degrees a pixel
         warmth = min(255, (degrees - WARMTH[0]) * 5)
-        tile[TILE - height :, left : left + TILE // 2] = (warmth, 60, 255 - warmth)
+        tile[TILE - height :, left : left + TILE // 2] = (warmth, 50 * (degrees // 2 % 5), 255 - warmth)
     return tile
 
 
