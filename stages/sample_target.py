@@ -67,7 +67,7 @@ class Work:
     made: manifest.Manifest
     folder: Path
     end: int  # the token that closes an answer
-    eyes: pixels.Eyes | None = None  # of a target that sees pictures
+    eyes: pixels.Eyes | None  # where there are pictures
     asked_again: Counter = field(default_factory=Counter)
     own_server: server.Server | None = None  # where one was started
 
@@ -82,13 +82,13 @@ def main(*words: str) -> None:
     made = manifest.read()
     folder = manifest.weights(made)
     tokenizer = prompt.load_tokenizer(folder, p.target.trust_remote_code, made.chat_template)
-    eyes = pixels.Eyes(folder, p.target.trust_remote_code) if made.modality == "image" else None
-    work = Work(p, tokenizer, made, folder, prompt.end_id(tokenizer, made.eos_token_ids), eyes)
+    end, eyes = prompt.end_id(tokenizer, made.eos_token_ids), _eyes(p, made, folder)
+    work = Work(p, tokenizer, made, folder, end, eyes)
     s = p.sample_target
     asked_for = s.model_dump(exclude={"server": WAY})
     place = scratch.place("sample_target", asdict(made), p.target.model_dump(), asked_for, scratch.digest(FIXED))
     with contextlib.ExitStack() as stack:
-        splits = _splits(p, made, place, stack)
+        splits = _splits(p, place, stack)
         if resumed := sum(split.shards.resumed for split in splits):
             print(f"resumed: {resumed} pieces of work were done before, kept in {place}")
         answer = _backend(work, stack, place)
@@ -105,8 +105,23 @@ def main(*words: str) -> None:
     scratch.done(place)
 
 
-def _splits(p: params.Params, made: manifest.Manifest, place: Path, stack: contextlib.ExitStack) -> list[Split]:
-    """What is to be asked. Raises ValueError where conversations have images and the target sees none."""
+def _eyes(p: params.Params, made: manifest.Manifest, folder: Path) -> pixels.Eyes | None:
+    """What the target sees pictures with, where there are any. Raises ValueError where it reads text only."""
+    for path in (FIXED / "train.parquet", FIXED / "eval.parquet"):
+        images = conversations.with_images(path, "fix_data")
+        if images and made.modality == "text":
+            raise ValueError(
+                f"sample_target: {images} conversations of {path} have images, expected none: {made.model} reads text only, "
+                "and without them its answers would be to other questions. Take those rows out of fix_data.raw, or set "
+                "target.model to a vision-language model"
+            )
+        if images:
+            return pixels.Eyes(folder, p.target.trust_remote_code)
+    return None
+
+
+def _splits(p: params.Params, place: Path, stack: contextlib.ExitStack) -> list[Split]:
+    """What is to be asked."""
     s = p.sample_target
     hot = s.eval_temperature
     splits = []
@@ -117,12 +132,6 @@ def _splits(p: params.Params, made: manifest.Manifest, place: Path, stack: conte
     ]:
         path = FIXED / f"{source}.parquet"
         there = conversations.answers(path, "fix_data")
-        if made.modality == "text" and (images := conversations.with_images(path, "fix_data")):
-            raise ValueError(
-                f"sample_target: {images} conversations of {path} have images, expected none: {made.model} reads text only, "
-                "and without them its answers would be to other questions. Take those rows out of fix_data.raw, or set "
-                "target.model to a vision-language model"
-            )
         asked = there if most is None else min(most, there)
         shards = stack.enter_context(Shards(place / name, asked, s.shard_size, conversations.SAMPLED))
         splits.append(Split(name, path, asked, there - asked, mixture, shards))
