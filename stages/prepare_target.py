@@ -6,8 +6,10 @@ A Hugging Face id or a local folder is pinned, not copied: its commit, digests a
 
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import torch
@@ -16,7 +18,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.utils import logging
 
 from stages import params
-from stages.builtin import tiny
+from stages.builtin import sights, tiny
 from stages.drafting import target
 from stages.formats import atomic, manifest
 from stages.formats.manifest import Manifest
@@ -61,23 +63,47 @@ def _template(name: str | None) -> str | None:
 
 def _builtin(p: params.Params, folder: Path) -> Manifest:
     name, train = p.target.model.removeprefix("builtin/"), p.prepare_target
-    if name not in tiny.NAMES:
+    names = (*tiny.NAMES, sights.NAME)
+    if name not in names:
         raise ValueError(
-            f"params.yaml: target.model builtin/{name} is unknown; there is builtin/{', builtin/'.join(tiny.NAMES)}"
+            f"params.yaml: target.model builtin/{name} is unknown; there is builtin/{', builtin/'.join(names)}"
         )
-    corpus = tiny.corpus(train.seed)
-    tokenizer = tiny.build_tokenizer(tiny.texts(corpus[:2000]))
-    params.check_draft_vocab(p, len(tokenizer))
-    model = tiny.build_model(tokenizer, train.seed, name)
-    rows = tiny.encode(tokenizer, corpus)
+    model, tokenizer, learning = _seeing(p, folder) if name == sights.NAME else _reading(p, name)
     with tqdm(total=train.steps, desc="train the target", unit="step", mininterval=2) as bar:
-        for _, loss in tiny.train(model, rows, train.seed, train.steps, train.batch_tokens, train.learning_rate):
+        for _, loss in learning:
             bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
             bar.update()
     logging.disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return describe(p.target.model, None, model.config, folder, p.target.feature_layers)
+
+
+def _reading(p: params.Params, name: str) -> tuple[Any, Any, Iterator[tuple[int, float]]]:
+    """A model of text, its tokenizer, and its training, which goes on as it is iterated."""
+    train = p.prepare_target
+    corpus = tiny.corpus(train.seed)
+    tokenizer = tiny.build_tokenizer(tiny.texts(corpus[:2000]))
+    params.check_draft_vocab(p, len(tokenizer))
+    model = tiny.build_model(tokenizer, train.seed, name)
+    rows = tiny.encode(tokenizer, corpus)
+    how = train.seed, train.steps, train.batch_tokens, train.learning_rate
+    return model, tokenizer, tiny.train(model, rows, *how)
+
+
+def _seeing(p: params.Params, folder: Path) -> tuple[Any, Any, Iterator[tuple[int, float]]]:
+    """The same of a model that sees; `folder` gets its image processor."""
+    train = p.prepare_target
+    corpus = sights.corpus(train.seed)
+    tokenizer = sights.build_tokenizer(corpus[:2000])
+    params.check_draft_vocab(p, len(tokenizer))
+    processor = sights.build_processor()
+    processor.save_pretrained(folder)
+    model = sights.build_model(tokenizer, train.seed)
+    rows = sights.encode(tokenizer, processor, corpus)
+    how = train.seed, train.steps, train.batch_tokens, train.learning_rate
+    more = sights.pictures(rows, model.config.image_token_id)
+    return model, tokenizer, tiny.train(model, [(row.ids, row.labels) for row in rows], *how, more)
 
 
 def _pinned(p: params.Params, folder: Path) -> Manifest:
@@ -119,7 +145,7 @@ def describe(
         model=model,
         revision=revision,
         modality="image" if hasattr(config, "vision_config") else "text",
-        config_digest=manifest.digest(folder, "config.json"),
+        config_digest=manifest.digest(folder, "config.json", "preprocessor_config.json", "processor_config.json"),
         tokenizer_digest=manifest.digest(folder, "tokenizer*", "vocab*", "merges.txt", "chat_template*"),
         feature_layers=layers,
         eos_token_ids=_eos(config, folder),

@@ -16,6 +16,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ import torch
 from tqdm import tqdm
 
 from stages import params
-from stages.drafting import prompt, sample, target
+from stages.drafting import pixels, prompt, sample, target
 from stages.formats import atomic, conversations, manifest, questions, scratch
 from stages.formats.journal import key
 from stages.formats.questions import Question
@@ -66,6 +67,7 @@ class Work:
     made: manifest.Manifest
     folder: Path
     end: int  # the token that closes an answer
+    eyes: pixels.Eyes | None  # where there are pictures
     asked_again: Counter = field(default_factory=Counter)
     own_server: server.Server | None = None  # where one was started
 
@@ -80,7 +82,8 @@ def main(*words: str) -> None:
     made = manifest.read()
     folder = manifest.weights(made)
     tokenizer = prompt.load_tokenizer(folder, p.target.trust_remote_code, made.chat_template)
-    work = Work(p, tokenizer, made, folder, prompt.end_id(tokenizer, made.eos_token_ids))
+    end, eyes = prompt.end_id(tokenizer, made.eos_token_ids), _eyes(p, made, folder)
+    work = Work(p, tokenizer, made, folder, end, eyes)
     s = p.sample_target
     asked_for = s.model_dump(exclude={"server": WAY})
     place = scratch.place("sample_target", asdict(made), p.target.model_dump(), asked_for, scratch.digest(FIXED))
@@ -102,8 +105,23 @@ def main(*words: str) -> None:
     scratch.done(place)
 
 
+def _eyes(p: params.Params, made: manifest.Manifest, folder: Path) -> pixels.Eyes | None:
+    """What the target sees pictures with, where there are any. Raises ValueError where it reads text only."""
+    for path in (FIXED / "train.parquet", FIXED / "eval.parquet"):
+        images = conversations.with_images(path, "fix_data")
+        if images and made.modality == "text":
+            raise ValueError(
+                f"sample_target: {images} conversations of {path} have images, expected none: {made.model} reads text only, "
+                "and without them its answers would be to other questions. Take those rows out of fix_data.raw, or set "
+                "target.model to a vision-language model"
+            )
+        if images:
+            return pixels.Eyes(folder, p.target.trust_remote_code)
+    return None
+
+
 def _splits(p: params.Params, place: Path, stack: contextlib.ExitStack) -> list[Split]:
-    """What is to be asked. Raises ValueError where conversations have images, which no later stage could see."""
+    """What is to be asked."""
     s = p.sample_target
     hot = s.eval_temperature
     splits = []
@@ -114,11 +132,6 @@ def _splits(p: params.Params, place: Path, stack: contextlib.ExitStack) -> list[
     ]:
         path = FIXED / f"{source}.parquet"
         there = conversations.answers(path, "fix_data")
-        if images := conversations.with_images(path, "fix_data"):
-            raise ValueError(
-                f"sample_target: {images} conversations of {path} have images, expected none: a target that sees them is not "
-                "supported, and without them its answers would be to other questions. Take those rows out of fix_data.raw"
-            )
         asked = there if most is None else min(most, there)
         shards = stack.enter_context(Shards(place / name, asked, s.shard_size, conversations.SAMPLED))
         splits.append(Split(name, path, asked, there - asked, mixture, shards))
@@ -182,6 +195,8 @@ def _settle(
     cut, dropped = finish_reason == "length", None
     if source != "template" and all(token in eos for token in answer_ids):
         dropped = "empty"  # a target may end at once: nothing to learn, and nothing broken
+    elif work.eyes and work.eyes.token in answer_ids:
+        dropped = "picture_token_in_answer"  # it stands for an embedding that there isn't
     else:
         prompt.check(q.id, prompt_ids, answer_ids, eos, not cut)
     if cut and s.truncated == "drop":
@@ -192,7 +207,7 @@ def _settle(
         return
     row = {
         "id": q.id, "prompt_ids": prompt_ids, "answer_ids": answer_ids, "finish_reason": finish_reason,
-        "temperature": heat, "source_row": q.source_row, "verdict": q.verdict,
+        "temperature": heat, "source_row": q.source_row, "verdict": q.verdict, "images": q.images or None,
     }  # fmt: skip
     counts |= {"rows": 1, "tokens": len(answer_ids), f"token_ids/{source}": 1}
     if split.name == "train":
@@ -224,7 +239,31 @@ def _number(text: str) -> int:
 def _prompt_ids(work: Work, q: Question, history: list[dict[str, Any]]) -> list[int]:
     ids = prompt.prompt_ids(work.tokenizer, history, work.p.sample_target.thinking, q.tools)
     prompt.check(q.id, ids, [work.end], work.made.eos_token_ids, complete=False)  # of the mask, the prompt's half
-    return ids
+    return _with_pictures(work, q, ids)
+
+
+def _with_pictures(work: Work, q: Question, ids: list[int]) -> list[int]:
+    """A rendered prompt's ids with each picture's token as often as the target sees it."""
+    if work.eyes is None:
+        return ids
+    try:
+        return pixels.expanded(ids, work.eyes.token, work.eyes.sizes(q.images))
+    except ValueError as error:
+        raise ValueError(f"sample_target: row {q.id}: {error}") from None
+
+
+def _unaskable(work: Work, q: Question) -> str | None:
+    """Why a question can't be asked, one word that the report counts; decodes its pictures."""
+    if q.malformed or work.eyes is None:
+        return q.malformed
+    mark = work.tokenizer.convert_ids_to_tokens(work.eyes.token)
+    if any(mark in json.dumps(message, ensure_ascii=False) for message in q.messages[: q.turn + 1]):
+        return "picture_token_in_text"  # a target would look for a picture there
+    try:
+        work.eyes.sizes(q.images)
+    except pixels.Unreadable:
+        return "image_unreadable"
+    return None
 
 
 # In this process
@@ -243,9 +282,11 @@ def _answer(work: Work, model: Any, split: Split) -> None:
             for first, heat, batch in _batches(work, split, list(group)):
                 prompts = [ids for _, ids in batch]
                 settings, seed = (s.max_new_tokens, heat, s.top_p), s.seed + number * s.shard_size + first
-                asked, journal = key(["transformers", prompts, settings, seed]), shards.journal(number)
+                images = [path for q, _ in batch for path in q.images]
+                asked, journal = key(["transformers", prompts, images, settings, seed]), shards.journal(number)
                 if asked not in journal.done:
-                    journal.add(asked, sample.answer(model, prompts, *settings, eos, pad, seed=seed))
+                    seen = work.eyes.see(images) if work.eyes and images else None
+                    journal.add(asked, sample.answer(model, prompts, *settings, eos, pad, seed, seen))
                 # Settling may publish the shard, and with it goes its journal.
                 for (q, prompt_ids), (ids, finish_reason) in zip(batch, list(journal.done[asked]), strict=True):
                     _settle(work, split, q, heat, prompt_ids, ids, finish_reason, "exact")
@@ -258,8 +299,8 @@ def _batches(
     """(place of its first row, temperature, questions and their prompts) of each batch; malformed rows are dropped."""
     ready = []
     for q in asked:
-        if q.malformed:
-            _drop(split, q, q.malformed)
+        if reason := _unaskable(work, q):
+            _drop(split, q, reason)
         else:
             ready.append((_heat(work, split, q.id), q, _prompt_ids(work, q, q.messages[: q.turn])))
     ready.sort(key=lambda one: (one[0], len(one[2])))
@@ -285,16 +326,19 @@ def _keep(work: Work, split: Split) -> None:
         first = asked[0]
         try:
             turns = (
-                [] if first.malformed else prompt.exploded(work.tokenizer, first.messages, eos, s.thinking, first.tools)
+                []
+                if all(q.malformed for q in asked)
+                else prompt.exploded(work.tokenizer, first.messages, eos, s.thinking, first.tools)
             )
         except ValueError as error:
             name = first.id.rpartition(".")[0]
             raise ValueError(f"sample_target: row {name} (line {first.source_row} of the raw data), {error}") from None
         for q in missing:
-            if q.malformed:
-                _drop(split, q, q.malformed)
+            if reason := _unaskable(work, q):
+                _drop(split, q, reason)
             else:
-                _settle(work, split, q, None, *turns[q.position - first.position], "stop", "template")
+                asked_ids, answer_ids = turns[q.position - first.position]
+                _settle(work, split, q, None, _with_pictures(work, q, asked_ids), answer_ids, "stop", "template")
 
 
 # Through servers
@@ -384,9 +428,11 @@ class Asking:
         broken = False
         for place, q in enumerate(group):
             done = self.split.shards.done(q.position)
-            if broken or q.malformed:
+            # Decoding a large picture takes as long as a hundred answers: beside the loop, which goes on.
+            reason = await asyncio.to_thread(_unaskable, self.work, q) if q.images else _unaskable(self.work, q)
+            if broken or reason:
                 if not done:
-                    _drop(self.split, q, q.malformed or "earlier_turn_incomplete")
+                    _drop(self.split, q, reason or "earlier_turn_incomplete")
                     self.bar.update()
                 continue
             history = [said.get(k, message) for k, message in enumerate(q.messages[: q.turn])]
@@ -397,13 +443,18 @@ class Asking:
             got = _token_ids(self.work, q, history, answer)
             if not done:
                 self._settle(q, got)
-            broken = own_words and (got is None or not got.answer_ids or got.finish_reason != "stop")
+            broken = own_words and not (got and self._quotable(got))
             if (
                 own_words and "tool_calls" not in q.messages[q.turn]
             ):  # a call stays the data's own, whose result follows
                 said[q.turn] = {"role": "assistant", "content": answer.text}
                 if answer.reasoning:
                     said[q.turn]["reasoning_content"] = answer.reasoning
+
+    def _quotable(self, got: "Got") -> bool:
+        """Whether later turns may be asked after this answer."""
+        pictured = self.work.eyes and self.work.eyes.token in got.answer_ids
+        return bool(got.answer_ids) and got.finish_reason == "stop" and not pictured
 
     def _homes(self, rest: list[Question]) -> list[int]:
         """The shards whose journals keep an answer: its own, and those whose rows will quote it."""
@@ -414,7 +465,8 @@ class Asking:
         self, q: Question, history: list[dict[str, Any]], homes: list[int], done: bool
     ) -> client.Answer | None:
         """From a journal where it was given before; None where the servers refuse the row, or did."""
-        body = _body(self.work, q, history, _heat(self.work, self.split, q.id))
+        about = self.work, q, history, _heat(self.work, self.split, q.id)
+        body = await asyncio.to_thread(_body, *about) if q.images else _body(*about)
         asked, shards = key(["server", q.id, body]), self.split.shards
         known = next((found for n in homes if (found := shards.journal(n).done.get(asked))), None)
         if known is None and done:
@@ -460,7 +512,7 @@ def _body(work: Work, q: Question, history: list[dict[str, Any]], heat: float) -
     """What every server is asked, less the model."""
     s = work.p.sample_target
     body: dict[str, Any] = {
-        "messages": questions.as_openai(history),
+        "messages": questions.as_openai(history, work.eyes.url if work.eyes else str),
         "temperature": heat,
         "top_p": s.top_p,
         "max_tokens": s.max_new_tokens,
@@ -509,9 +561,12 @@ def _token_ids(work: Work, q: Question, history: list[dict[str, Any]], answer: c
     """
     s, eos = work.p.sample_target, work.made.eos_token_ids
     ours, theirs = _prompt_ids(work, q, history), answer.prompt_ids
+    if theirs is not None and work.eyes and theirs.count(work.eyes.token) == len(q.images):
+        theirs = _with_pictures(work, q, theirs)  # as they were rendered, before the server repeated any
     if (theirs is not None and theirs != ours) or (theirs is None and answer.prompt_tokens not in (None, len(ours))):
         extras = bool(q.tools) or any({"tool_calls", "reasoning_content"} & set(message) for message in history)
         hint = "; this row has tools, calls or thoughts, which not every server renders (docs/sampling.md)" * extras
+        hint += "; this row has pictures, which the server may cut otherwise (docs/sampling.md)" * bool(q.images)
         raise ValueError(
             f"sample_target: row {q.id}: the server was prompted with {len(theirs) if theirs else answer.prompt_tokens} "
             f"tokens, this tokenizer and its chat template give {len(ours)}{' others' if theirs else ''}; let the server use "
@@ -542,7 +597,7 @@ def _shown(tokenizer: Any) -> list[dict[str, Any]]:
     return [
         {
             "id": row["id"],
-            "prompt": _clipped(tokenizer.decode(row["prompt_ids"])),
+            "prompt": _clipped(_text(tokenizer, row["prompt_ids"])),
             "answer": _clipped(tokenizer.decode(row["answer_ids"])),
             "prompt_tokens": len(row["prompt_ids"]),
             "answer_tokens": len(row["answer_ids"]),
@@ -550,6 +605,11 @@ def _shown(tokenizer: Any) -> list[dict[str, Any]]:
         }
         for row in rows.to_dicts()
     ]
+
+
+def _text(tokenizer: Any, ids: list[int]) -> str:
+    """A picture's thousand tokens as one and their number."""
+    return re.sub(r"(<\|\w+\|>)\1+", lambda m: f"{m[1]}×{len(m[0]) // len(m[1])}", tokenizer.decode(ids))
 
 
 def _clipped(text: str) -> str:
@@ -583,7 +643,7 @@ def _preview(p: params.Params, *words: str) -> None:
         )
         # Colour line by line: a terminal would else paint the margin too.
         answer = "\n".join(f"{on}{line}{off}" for line in tokenizer.decode(row["answer_ids"]).split("\n"))
-        print(tokenizer.decode(row["prompt_ids"]) + answer)
+        print(_text(tokenizer, row["prompt_ids"]) + answer)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from stages import prepare_target
 from stages.builtin import tiny
 from stages.drafting import prompt
 from tests.conftest import ROOT
+from tests.drafting.seeing import save
 
 SAID = [
     {"role": "user", "content": "rain?"},
@@ -45,3 +46,13 @@ def test_a_template_that_is_not_there_or_no_template_is_refused(
         prepare_target._template("mine.jinja")
     with pytest.raises(ValueError, match=r"broken\.jinja line 2 is no Jinja template"):
         prepare_target._template("broken.jinja")
+
+
+def test_how_pictures_are_cut_is_pinned_with_the_target(tmp_path: Path) -> None:
+    model, _ = save("qwen3-vl", tmp_path)
+    before = prepare_target.describe("mine", None, model.config, tmp_path, None)
+    assert before.modality == "image"
+    said = tmp_path / "preprocessor_config.json"
+    said.write_text(said.read_text().replace("16384", "4096"))
+    after = prepare_target.describe("mine", None, model.config, tmp_path, None)
+    assert after.config_digest != before.config_digest and after.tokenizer_digest == before.tokenizer_digest

@@ -4,14 +4,16 @@ import csv
 import shutil
 from pathlib import Path
 
+import polars as pl
 import pytest
 import torch
 from ruamel.yaml import YAML
+from transformers import AutoTokenizer
 
 from pipeline.__main__ import use
-from stages import params
+from stages import fix_data, params, prepare_target, sample_target
 from stages.builtin import tiny
-from stages.drafting import target
+from stages.drafting import pixels, sample, target
 from tests.conftest import ROOT, SMALL, copy_project, dvc, edit_params
 
 every_recipe = pytest.mark.parametrize("name", sorted(file.stem for file in (ROOT / "recipes").glob("*.yaml")))
@@ -88,6 +90,38 @@ def test_the_embedded_experts_learn_and_are_a_target_like_any_other(tmp_path: Pa
     assert target.packs(loaded)
     torch.testing.assert_close(target.forward_documents(loaded, ids, lengths, True), alone, rtol=1e-4, atol=1e-4)
     assert router.shape == (len(ids), 8) and loaded.config.num_experts_per_tok == 2
+
+
+@pytest.mark.long
+def test_the_embedded_target_that_sees_reads_maps_it_never_saw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answers to the eval questions are the tables the maps were drawn from; with maps swapped, they follow the maps."""
+    monkeypatch.chdir(copy_project(tmp_path))
+    use("weather-tiny-vl")
+    edit_params(tmp_path, {"sample_target": {"train_rows": 1, "temperature": 0.0}})
+    fix_data.main()
+    prepare_target.main()
+    sample_target.main()
+    tokenizer = AutoTokenizer.from_pretrained("artifacts/target")
+    model, eyes = target.load("artifacts/target", None, "float32", "cpu"), pixels.Eyes("artifacts/target", False)
+    (end,) = {model.config.get_text_config().eos_token_id}
+
+    def table(text: str) -> list[list[str]]:
+        """The rows' cells less the date, which is in the question."""
+        return [line.removesuffix("<|im_end|>").split(",")[1:] for line in text.split("\n")[3:]]
+
+    data = {row["id"]: row for row in pl.read_parquet("data/fixed/eval.parquet").to_dicts()}
+    own, swapped = [], []
+    rows = [row for row in pl.read_parquet("data/sampled/eval/*.parquet").to_dicts() if len(row["images"]) == 1]
+    drawn = [table(data[row["id"].rpartition(".")[0]]["messages"][2]["content"]) for row in rows]
+    for number, row in enumerate(rows):
+        own += zip(drawn[number], table(tokenizer.decode(row["answer_ids"])), strict=False)
+        same_size = [k for k, days in enumerate(drawn) if len(days) == len(drawn[number]) and k != number]
+        for other in same_size[:1]:
+            seen = eyes.see(rows[other]["images"])
+            ((ids, _),) = sample.answer(model, [row["prompt_ids"]], 200, 0.0, 1.0, [end], end, 1, seen)
+            swapped += zip(drawn[other], table(tokenizer.decode(ids)), strict=False)
+    assert len(own) > 50 and sum(a == b for a, b in own) > 0.8 * len(own)
+    assert len(swapped) > 30 and sum(a == b for a, b in swapped) > 0.8 * len(swapped)
 
 
 @pytest.mark.long

@@ -1,6 +1,7 @@
 """What a real export does to clean conversations: fences, prose, wrong counts, lost rows, empty turns, duplicates.
 
-    python -m stages.builtin.exports > data/raw/weather_toon.jsonl      # the committed file, byte for byte
+    python -m stages.builtin.exports > data/raw/weather_toon.jsonl          # the committed file, byte for byte
+    python -m stages.builtin.exports maps > data/raw/weather_maps.jsonl     # but for how its PNGs are compressed
 
 Each corruption is a pure function (rng, text) -> text of an answer, in one of three tables by what it does to the
 data: SURROUNDING leaves the table as it is, SPELLING writes the same data differently, LOSS takes data away or makes
@@ -8,6 +9,8 @@ it ambiguous. A corruption that finds nothing to bite on returns its text unchan
 The kinds are those of research/users.md, 4.4; their shares are guesses, since no public count of them was found.
 """
 
+import base64
+import io
 import json
 import random
 import re
@@ -16,14 +19,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import toon_format
+from PIL import Image
 
-from stages.builtin import weather
+from stages.builtin import maps, weather
 
 SEED = 23  # not prepare_target.seed: the questions of the export are not those the target learned from
 ROWS = 2_000
+MAPS_SEED, MAPS_ROWS = 29, 320
 DAMAGED = 0.35  # share of conversations that something happens to
 
-Message = dict[str, str]
+Message = dict[str, Any]
 Corruption = Callable[[random.Random, str], str]
 
 
@@ -253,10 +258,37 @@ def export(seed: int, rows: int) -> Iterator[dict[str, Any]]:
             made += 1
 
 
-def main() -> None:
-    for row in export(SEED, ROWS):
+def export_maps(seed: int, rows: int) -> Iterator[dict[str, Any]]:
+    """Rows of OpenAI's messages, with the maps as `data:` URLs among the parts of a question; `map-000042` as above."""
+    rng = random.Random(seed + 1)
+    for number, (messages, pictures) in zip(range(rows), maps.conversations(seed), strict=False):
+        urls = iter([_url(picture) for picture in pictures])
+        shown = [_shown(m, urls) if maps.PICTURE in m["content"] else m for m in messages]
+        if rng.random() < DAMAGED:
+            shown = damage(rng, shown)
+        yield {"id": f"map-{number:06d}", "messages": shown}
+
+
+def _shown(message: Message, urls: Iterator[str]) -> dict[str, Any]:
+    """A question that begins with its map, in parts."""
+    text = {"type": "text", "text": message["content"].removeprefix(maps.PICTURE)}
+    return {**message, "content": [{"type": "image_url", "image_url": {"url": next(urls)}}, text]}
+
+
+def _url(picture: maps.Map) -> str:
+    """As a PNG. Its bytes are those of the zlib that Pillow brings: so the file is committed, and a test compares pixels."""
+    buffer = io.BytesIO()
+    Image.fromarray(picture).save(buffer, "PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def main(*words: str) -> None:
+    rows = {(): lambda: export(SEED, ROWS), ("maps",): lambda: export_maps(MAPS_SEED, MAPS_ROWS)}
+    if words not in rows:
+        raise SystemExit(f"expected no argument or maps, found {' '.join(words)}")
+    for row in rows[words]():
         sys.stdout.write(json.dumps(row) + "\n")  # ASCII: the same bytes whatever the terminal's encoding
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -6,7 +6,8 @@ needs about half the steps of AdamW at this size (docs/LOG.md, 2026-11-21), the 
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -22,7 +23,7 @@ from transformers import (
 
 from stages.builtin import weather
 
-NAMES = ("weather-tiny", "weather-tiny-moe")
+NAMES = ("weather-tiny", "weather-tiny-moe")  # sights.NAME is the third
 CONVERSATIONS = 6_000  # one pass over them is about 500 steps of 2,048 tokens
 END, START, STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 # ChatML, as Qwen3's own template renders it without tools and without thinking.
@@ -61,7 +62,15 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, name: str = NAMES
     four times the weights.
     """
     torch.manual_seed(seed)
-    shape = {
+    if name == "weather-tiny":
+        return Qwen3ForCausalLM(Qwen3Config(**shape(tokenizer)))
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape(tokenizer), **experts, use_sliding_window=False))
+
+
+def shape(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    """What every embedded target's decoder has in its config."""
+    return {
         "vocab_size": len(tokenizer),
         "hidden_size": 128,
         "intermediate_size": 256,
@@ -75,10 +84,6 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, name: str = NAMES
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    if name == "weather-tiny":
-        return Qwen3ForCausalLM(Qwen3Config(**shape))
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts, use_sliding_window=False))
 
 
 def texts(conversations: list[list[dict[str, str]]], tokenizer: PreTrainedTokenizerFast | None = None) -> Iterator[str]:
@@ -94,22 +99,34 @@ def encode(
     tokenizer: PreTrainedTokenizerFast, conversations: list[list[dict[str, str]]]
 ) -> list[tuple[Tensor, Tensor]]:
     """Per conversation: ids [T], and labels [T] that are -100 outside the assistant's turns (its end token is inside)."""
+    encoded = tokenizer(list(texts(conversations, tokenizer)))["input_ids"]
+    return [(torch.tensor(ids), labels(tokenizer, ids)) for ids in encoded]
+
+
+def labels(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> Tensor:
+    """The ids [T], -100 outside the assistant's turns."""
     start, assistant = tokenizer.convert_tokens_to_ids(START), tokenizer.encode("assistant")[0]
-    rows = []
-    for ids in tokenizer(list(texts(conversations, tokenizer)))["input_ids"]:
-        inside, labels = False, []
-        for position, token in enumerate(ids):
-            if token == start:
-                inside = ids[position + 1] == assistant
-            labels.append(token if inside else -100)
-        rows.append((torch.tensor(ids), torch.tensor(labels)))
-    return rows
+    inside, found = False, []
+    for position, token in enumerate(ids):
+        if token == start:
+            inside = ids[position + 1] == assistant
+        found.append(token if inside else -100)
+    return torch.tensor(found)
 
 
 def train(
-    model: PreTrainedModel, rows: list[tuple[Tensor, Tensor]], seed: int, steps: int, batch_tokens: int, rate: float
+    model: PreTrainedModel,
+    rows: list[tuple[Tensor, Tensor]],
+    seed: int,
+    steps: int,
+    batch_tokens: int,
+    rate: float,
+    more: Callable[[list[int]], dict[str, Tensor]] = lambda batch: {},
 ):
-    """Train in place for exactly `steps` steps; yields (step, loss) after each."""
+    """Train in place for exactly `steps` steps; yields (step, loss) after each.
+
+    `more` gives what the model takes besides ids, for a batch of rows by their indices.
+    """
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
     chosen = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in chosen]
@@ -118,15 +135,16 @@ def train(
     base = {muon: rate, adamw: rate / 5}
     batches = itertools.cycle(_batches(rows, batch_tokens, seed))
     for step in range(steps):
-        ids, labels = _pad([rows[i] for i in next(batches)])  # [B, T] each
+        batch = next(batches)
+        ids, wished = _pad([rows[i] for i in batch])  # [B, T] each
         # Warm up over 20 steps, then fall to almost nothing over the last 40%.
         scale = min(1.0, (step + 1) / 20) * min(1.0, max(0.02, (steps - step) / (0.4 * steps)))
         for optimizer, rate_ in base.items():
             for group in optimizer.param_groups:
                 group["lr"] = rate_ * scale
-        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]  # [B, T-1, H]
-        wanted = labels[:, 1:] != -100
-        loss = nn.functional.cross_entropy(model.lm_head(hidden[wanted]), labels[:, 1:][wanted])
+        hidden = model.model(input_ids=ids, use_cache=False, **more(batch)).last_hidden_state[:, :-1]  # [B, T-1, H]
+        wanted = wished[:, 1:] != -100
+        loss = nn.functional.cross_entropy(model.lm_head(hidden[wanted]), wished[:, 1:][wanted])
         muon.zero_grad()
         adamw.zero_grad()
         loss.backward()

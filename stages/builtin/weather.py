@@ -22,7 +22,7 @@ CLIMATES: dict[str, tuple[float, float, float]] = {
 COLUMNS = ("date", "low", "high", "rain", "sky")
 MAX_DAYS = 6
 ANSWER_SYSTEM = "You are a weather service. Answer in TOON."
-_SYSTEMS = (ANSWER_SYSTEM, "Reply with a TOON table only.", "Weather desk. Output: TOON.")
+SYSTEMS = (ANSWER_SYSTEM, "Reply with a TOON table only.", "Weather desk. Output: TOON.")
 _OPENINGS = (
     "Forecast for {place} from {first}, {days} days, in {unit}.",
     "What is the weather in {place} from {first} for {days} days? Use {unit}.",
@@ -86,7 +86,7 @@ def conversation(rng: random.Random) -> list[dict[str, str]]:
     place, unit = rng.choice(list(CLIMATES)), rng.choice("CCF")
     first = dt.date(2026, 1, 1) + dt.timedelta(days=rng.randrange(365))
     turns = 2 if rng.random() < 1 / 3 else 1
-    messages = [{"role": "system", "content": rng.choice(_SYSTEMS)}]
+    messages = [{"role": "system", "content": rng.choice(SYSTEMS)}]
     for turn in range(turns):
         count = rng.randrange(2, MAX_DAYS + 1) if turns == 1 else rng.randrange(2, 4)
         wording = rng.choice(_OPENINGS if turn == 0 else _FOLLOW_UPS)

@@ -26,7 +26,7 @@ class Manifest:
     model: str  # "builtin/NAME", a Hugging Face id, or a local folder
     revision: str | None  # the commit, for a Hugging Face id
     modality: str  # "text", or "image" for a target that also sees
-    config_digest: str  # sha256 of config.json
+    config_digest: str  # sha256 of config.json, and of what says how pictures are cut
     tokenizer_digest: str  # sha256 of the tokenizer's files
     feature_layers: list[int]
     hidden_size: int  # H

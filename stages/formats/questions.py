@@ -1,12 +1,13 @@
 """Questions to the target: every assistant's message of FIXED conversations, in their order, with what goes before it.
 
-Messages are as a chat template takes them, and `as_openai` makes them what a server takes: the two differ only in a
-call's arguments, which OpenAI's shape has as text and servers parse before they render. What exports leave out and
-templates ask for is filled in the same for both: `type`, ids of calls, and whose call a tool's message answers.
+Messages are as a chat template takes them, and `as_openai` makes them what a server takes: the two differ in a call's
+arguments, which OpenAI's shape has as text and servers parse before they render, and in pictures, of which a template
+takes the place only. What exports leave out and templates ask for is filled in the same for both: `type`, ids of
+calls, and whose call a tool's message answers.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,11 @@ class Question:
     verdict: str
     malformed: str | None = None  # why it can't be asked
 
+    @property
+    def images(self) -> list[str]:
+        """The paths of the pictures before this answer, in the order of their places."""
+        return [part["image"] for message in self.messages[: self.turn] for part in _parts(message) if "image" in part]
+
 
 def read(path: Path, most: int | None) -> Iterator[list[Question]]:
     """The questions of each conversation, the first `most` in all; conversations without any are left out."""
@@ -49,16 +55,33 @@ def _of_conversation(row: dict[str, Any], position: int) -> list[Question]:
     except (ValueError, TypeError, KeyError, AttributeError):  # fix_data takes what an export calls tools as it is
         messages, tools, malformed = row["messages"], None, "malformed_tools"
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    about = row["source_row"], row["verdict"], malformed
-    return [Question(position + n, f"{row['id']}.{n}", messages, turn, tools, *about) for n, turn in enumerate(turns)]
+    found = []
+    for n, turn in enumerate(turns):
+        wrong = malformed or ("image_in_answer" if any("image" in part for part in _parts(messages[turn])) else None)
+        name = f"{row['id']}.{n}"
+        found.append(Question(position + n, name, messages, turn, tools, row["source_row"], row["verdict"], wrong))
+    return found
 
 
-def as_openai(messages: Messages) -> Messages:
-    """The same as a server takes them: a call's arguments as text."""
-    return [
-        {**m, "tool_calls": [_with_text(call) for call in m["tool_calls"]]} if "tool_calls" in m else m
-        for m in messages
-    ]
+def as_openai(messages: Messages, url: Callable[[str], str]) -> Messages:
+    """The same as a server takes them: a call's arguments as text, a picture as what `url` gives for its path."""
+    found = []
+    for message in messages:
+        more: dict[str, Any] = {}
+        if "tool_calls" in message:
+            more["tool_calls"] = [_with_text(call) for call in message["tool_calls"]]
+        if parts := _parts(message):
+            more["content"] = [
+                {"type": "image_url", "image_url": {"url": url(part["image"])}} if "image" in part else part
+                for part in parts
+            ]
+        found.append({**message, **more} if more else message)
+    return found
+
+
+def _parts(message: dict[str, Any]) -> list[dict[str, str]]:
+    """Of a content in parts; none where it is a text."""
+    return message["content"] if isinstance(message["content"], list) else []
 
 
 def _with_text(call: dict[str, Any]) -> dict[str, Any]:
@@ -72,8 +95,11 @@ def _messages(row: dict[str, Any]) -> Messages:
     found: Messages = []
     waiting: list[str] = []  # ids of calls whose results have not come
     number = 0
+    pictures = iter(row["images"] or [])
     for message, called, thought in zip(row["messages"], calls, reasoning, strict=True):
         more: dict[str, Any] = {}
+        if row["images"] and conversations.PICTURE in message["content"]:
+            more["content"] = _with_pictures(message["content"], pictures)
         if thought:
             more["reasoning_content"] = thought
         if called:
@@ -85,8 +111,19 @@ def _messages(row: dict[str, Any]) -> Messages:
             waiting = [call["id"] for call in more["tool_calls"]]
         if message["role"] == "tool" and waiting:  # the export's rows are in the calls' order
             more["tool_call_id"] = waiting.pop(0)
-        found.append({**message, **more})
+        found.append({**message, **more} if more else message)
     return found
+
+
+def _with_pictures(text: str, paths: Iterator[str]) -> list[dict[str, str]]:
+    """A text's parts as templates take them; fix_data has counted that there are as many marks as pictures."""
+    parts: list[dict[str, str]] = []
+    for n, words in enumerate(text.split(conversations.PICTURE)):
+        if n:
+            parts.append({"type": "image", "image": next(paths)})
+        if words:
+            parts.append({"type": "text", "text": words})
+    return parts
 
 
 def _call(given: dict[str, Any], number: int) -> dict[str, Any]:

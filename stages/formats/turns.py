@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.formats import pictures
+from stages.formats.conversations import PICTURE
 
 Message = dict[str, str]
 
@@ -26,7 +27,6 @@ ROLES = {
 LETTERS = {"system": "s", "user": "u", "assistant": "a", "call": "c", "tool": "t"}
 # An optional system message; then a question, any number of calls with their results, and an answer, in turns.
 ORDER = re.compile(r"s?(u(c+t+)*[ac])*u(c+t+)*[ac]")
-PICTURE = "<image>"  # where a picture stands in a text, as in LLaVA's data
 
 
 class Dropped(Exception):

@@ -1,5 +1,7 @@
 """The committed export: it regenerates, it is as damaged as it says, and its repairs are the truth."""
 
+import base64
+import io
 import itertools
 import json
 import random
@@ -7,15 +9,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import toon_format
 import toons
+from PIL import Image
 
-from stages.builtin import exports, weather
+from stages.builtin import exports, maps, weather
 from stages.formats import toon
 
 ROOT = Path(__file__).parents[2]
 RAW = ROOT / "data/raw/weather_toon.jsonl"
+MAPS = ROOT / "data/raw/weather_maps.jsonl"
 
 
 def rows() -> list[dict]:
@@ -73,3 +78,30 @@ def test_corruptions_are_pure_and_bite(name: str) -> None:
     for seed in range(10):
         assert change(random.Random(seed), text) == change(random.Random(seed), text) != text
         assert change(random.Random(seed), "no table") is not None
+
+
+def test_the_committed_maps_regenerate_pixel_for_pixel() -> None:
+    """Byte for byte but for the PNGs, whose compression is that of whatever zlib Pillow was built with."""
+
+    def taken_apart(row: dict) -> tuple[dict, list[np.ndarray]]:
+        pictures = []
+        for part in (p for m in row["messages"] if isinstance(m["content"], list) for p in m["content"]):
+            if part["type"] == "image_url":
+                head, _, data = part["image_url"]["url"].partition(",")
+                assert head == "data:image/png;base64"
+                pictures.append(np.asarray(Image.open(io.BytesIO(base64.b64decode(data)))))
+                part["image_url"] = None
+        return row, pictures
+
+    committed = [json.loads(line) for line in MAPS.read_text().splitlines()]
+    made = list(exports.export_maps(exports.MAPS_SEED, exports.MAPS_ROWS))
+    assert len(committed) == exports.MAPS_ROWS and MAPS.stat().st_size < 500_000
+    again = "run: python -m stages.builtin.exports maps > data/raw/weather_maps.jsonl"
+    drawn = [m for _, pictures in itertools.islice(maps.conversations(exports.MAPS_SEED), 20) for m in pictures]
+    shown = []
+    for old, new in zip(committed, made, strict=True):
+        (rest, pictures), (rest_, pictures_) = taken_apart(old), taken_apart(new)
+        assert rest == rest_, again
+        assert all(np.array_equal(a, b) for a, b in zip(pictures, pictures_, strict=True)), again
+        shown += pictures
+    assert sum(any(np.array_equal(p, d) for p in shown[:30]) for d in drawn) > 15  # some questions lost theirs

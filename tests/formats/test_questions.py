@@ -60,7 +60,7 @@ def test_calls_thoughts_and_tools(tmp_path: Path) -> None:
         {"type": "function", "function": {"name": "sky", "parameters": {"type": "object"}, "strict": True}},
         {"type": "function", "function": {"name": "sun", "description": "d"}},
     ])  # fmt: skip
-    sent = questions.as_openai(said)
+    sent = questions.as_openai(said, str)
     assert sent[1]["tool_calls"][0] == CALL
     assert sent[0] is said[0] and said[1]["tool_calls"][0]["function"]["arguments"]["b"] == 1
 
@@ -76,3 +76,29 @@ def test_what_is_no_tool_is_said(tmp_path: Path) -> None:
     found = asked(tmp_path, [*rows, row("fine", "ua")])
     assert [group[0].malformed for group in found] == ["malformed_tools"] * len(rows) + [None]
     assert [group[0].position for group in found] == list(range(len(rows) + 1))
+
+
+def test_pictures_are_parts_in_their_places(tmp_path: Path) -> None:
+    """What a template takes; what a server takes; and of each question those that come before it."""
+    rows = [row("x", "uaua", images=["a.png", "b.png", "c.png"]), row("y", "ua"), row("z", "ua", images=["d.png"])]
+    rows[0]["messages"][0]["content"] = "<image><image>which?"
+    rows[0]["messages"][2]["content"] = "and <image> now"
+    rows[1]["messages"][0]["content"] = "a text with <image> in it"
+    rows[2]["messages"][1]["content"] = "so: <image>"
+    (first, second), (text,), (answer,) = asked(tmp_path, rows)
+    assert first.messages[0]["content"] == [
+        {"type": "image", "image": "a.png"},
+        {"type": "image", "image": "b.png"},
+        {"type": "text", "text": "which?"},
+    ]
+    assert [part.get("text") for part in first.messages[2]["content"]] == ["and ", None, " now"]
+    assert (first.images, second.images) == (["a.png", "b.png"], ["a.png", "b.png", "c.png"])
+    assert text.messages[0]["content"] == "a text with <image> in it" and not text.images
+    assert (first.malformed, text.malformed, answer.malformed) == (None, None, "image_in_answer")
+    sent = questions.as_openai(first.messages, lambda path: f"data:{path}")
+    assert sent[2]["content"] == [
+        {"type": "text", "text": "and "},
+        {"type": "image_url", "image_url": {"url": "data:c.png"}},
+        {"type": "text", "text": " now"},
+    ]
+    assert sent[1] is first.messages[1] and "image" in first.messages[0]["content"][0]
