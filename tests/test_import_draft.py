@@ -61,9 +61,9 @@ def test_an_imported_draft_is_measured_like_the_checkpoint_it_was(project: Path)
         shutil.rmtree(project / "drafts")
         for gone in ("data/hiddens", "drafts", "results/train", "results/replay"):
             shutil.move(away / gone.replace("/", "-"), project / gone)
-    for part in ("config.json", "model.safetensors"):
-        same = [(project / f"drafts/{name}/draft" / part).read_bytes() for name in ("theirs", "e003")]
-        assert same[0] == same[1]
+    theirs, ours = (project / f"drafts/{name}/draft" for name in ("theirs", "e003"))
+    assert json.loads((theirs / "config.json").read_text()) == json.loads((ours / "config.json").read_text())
+    assert (theirs / "model.safetensors").read_bytes() == (ours / "model.safetensors").read_bytes()
     cells = [json.loads((project / f"results/cells/eval-{n}-t8_2_16.json").read_text()) for n in ("theirs", "e003")]
     assert cells[0]["histogram"] == cells[1]["histogram"]
     report = json.loads((project / "results/imported/theirs.json").read_text())
