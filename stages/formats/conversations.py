@@ -38,6 +38,7 @@ SAMPLED = pl.Schema(
         "temperature": pl.Float32,
         "source_row": pl.Int32,
         "verdict": pl.String,
+        "images": pl.List(pl.String),  # paths, in the order of the prompt's tokens that stand for them; null where none
     }
 )
 
