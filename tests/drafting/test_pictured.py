@@ -17,7 +17,7 @@ from stages.drafting.draft import Draft, DraftConfig, Seen
 from stages.drafting.pixels import Pixels
 from stages.drafting.replay import replay
 from stages.formats import checkpoint, hiddens
-from tests.drafting.seeing import (
+from tests.drafting.pictured import (
     CLASSES,
     DOCUMENTS,
     LAYOUT,
