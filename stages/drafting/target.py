@@ -151,16 +151,22 @@ def _needed(config: Any, *names: str) -> Any:
 def tapped(model: PreTrainedModel, layers: list[int], keep: Callable[[int, Tensor], None]) -> Iterator[None]:
     """Inside the block, each decoder forward calls keep(k, stream) with the residual stream entering the k-th of `layers`.
 
-    Hooked where the block is entered, which is where SGLang and vLLM capture. So for Qwen3-VL what deepstack adds after
-    the blocks before it is in, as it is in `hidden_states[i]` of transformers: both add between two blocks.
+    That is taken where the block before is left, as `hidden_states[i]` of transformers and as SGLang 0.5.17 captures it.
+    Only deepstack tells the two apart: what Qwen3-VL adds to pictures' tokens between block i - 1 and block i is not in,
+    what it added before is.
     """
+    blocks = model.get_decoder().layers
 
-    def tap(k: int) -> Callable:
+    def entering(k: int) -> Callable:
         return lambda _module, args, kwargs: keep(k, args[0] if args else kwargs["hidden_states"])
 
-    blocks = model.get_decoder().layers
+    def leaving(k: int) -> Callable:
+        return lambda _module, _args, out: keep(k, out[0] if isinstance(out, tuple) else out)
+
     handles = [
-        blocks[i].register_forward_pre_hook(tap(k), with_kwargs=True) for k, i in enumerate(sorted(layers))
+        blocks[i - 1].register_forward_hook(leaving(k)) if i
+        else blocks[0].register_forward_pre_hook(entering(k), with_kwargs=True)
+        for k, i in enumerate(sorted(layers))
     ]  # fmt: skip
     try:
         yield

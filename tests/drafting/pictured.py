@@ -71,22 +71,15 @@ def positions_of(shape: tuple[list[tuple[int, int]], list[int]]) -> list[tuple[i
 
 
 def alone(model: Any, ids: Tensor, shown: Pixels | None) -> dict[str, Tensor]:
-    """transformers' own forward of one document, and what its blocks were given."""
-    entering: dict[int, Tensor] = {}
-    handles = [
-        block.register_forward_pre_hook(lambda _m, args, _i=i: entering.__setitem__(_i, args[0][0]))
-        for i, block in enumerate(model.get_decoder().layers)
-    ]
+    """transformers' own forward of one document."""
     types = (ids == TOKEN).int()[None]
     given = {} if shown is None else {"pixel_values": shown.values, "image_grid_thw": shown.grid}
     with torch.inference_mode():
         whole = model(input_ids=ids[None], mm_token_type_ids=types, output_hidden_states=True, use_cache=False, **given)
-    for handle in handles:
-        handle.remove()
     return {
-        "features": torch.cat([entering[i] for i in TAPPED], dim=-1),  # [T, 3H]
+        "features": torch.cat([whole.hidden_states[i][0] for i in TAPPED], dim=-1),  # [T, 3H]
         "last": whole.hidden_states[-1][0],
-        "embeds": entering[0],
+        "embeds": whole.hidden_states[0][0],
         "logits": whole.logits[0],
     }
 

@@ -30,7 +30,7 @@ from tests.drafting.pictured import (
     load,
     positions_of,
 )
-from tests.drafting.test_target import saved
+from tests.drafting.test_target import H, saved
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -76,6 +76,25 @@ def test_another_picture_is_another_document(tmp_path: Path, name: str) -> None:
     other = Pixels(shown.values + 1, shown.grid)
     one, two = (forward(model, [(ids, pixels)])["features"] for pixels in (shown, other))
     assert (one - two).norm(dim=-1)[-1] > 1e-4
+
+
+@pytest.mark.parametrize("name", ["qwen3 vl", "qwen3 vl moe"])
+def test_of_deepstack_a_stream_holds_what_sglang_captures(tmp_path: Path, name: str) -> None:
+    """Bug: the stream was taken after the addition right before its block, which SGLang 0.5.17 makes inside that block.
+
+    `hidden_states + residual` is appended before the layer is called with `post_residual_addition` (qwen3_vl.py:1164).
+    """
+    model, (ids, shown) = load(tmp_path, name), documents()[0]
+    blocks, entering, leaving = model.get_decoder().layers, {}, {}
+    for i in (1, 2, 3):
+        blocks[i].register_forward_pre_hook(lambda _m, args, _i=i: entering.__setitem__(_i, args[0][0]))
+        blocks[i - 1].register_forward_hook(lambda _m, _args, out, _i=i: leaving.__setitem__(_i, out[0]))
+    low = forward(model, [(ids, shown)])["features"][:, :H]
+    assert torch.equal(low, leaving[2])
+    pieces = ids == TOKEN
+    assert torch.equal(entering[2][~pieces], low[~pieces]) and torch.equal(entering[3], leaving[3])
+    assert (entering[2] - low)[pieces].norm(dim=-1).min() > 0.01  # two levels here: after blocks 0 and 1
+    assert (entering[1] - leaving[1])[pieces].norm(dim=-1).min() > 0.01
 
 
 @every_class
