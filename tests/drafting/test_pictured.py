@@ -1,6 +1,7 @@
 """Targets that see: forwards with pictures against transformers' own, and drafts that see what their target saw."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -237,10 +238,20 @@ def test_plain_decoding_is_transformers_own_greedy_search(run: Run) -> None:
     assert len(set(map(tuple, run.answers))) == len(run.answers)
 
 
-@pytest.mark.parametrize("tree", [(1, 1, 2), (4, 1, 5), (4, 2, 8), (3, 3, 10)])
-def test_replay_says_what_the_live_engine_accepts(run: Run, tree: tuple[int, int, int]) -> None:
+def without_sections(draft: Draft) -> Draft:
+    """The same weights with plain positions, as SGLang runs a draft whose config names no mrope_section."""
+    rope = {k: v for k, v in draft.config.rope.items() if not k.startswith("mrope")}
+    other = Draft(replace(draft.config, rope=rope)).requires_grad_(False)
+    other.load_state_dict(draft.state_dict())
+    return other
+
+
+@pytest.mark.parametrize("sections", [True, False], ids=["sections", "plain"])
+@pytest.mark.parametrize("tree", [(1, 1, 2), (4, 2, 8), (3, 3, 10)])
+def test_replay_says_what_the_live_engine_accepts(run: Run, tree: tuple[int, int, int], sections: bool) -> None:
     """And the engine says what plain decoding says, whatever the draft."""
-    engine = Engine(run.model, [5], TAPPED, run.draft)
+    draft = run.draft if sections else without_sections(run.draft)
+    engine = Engine(run.model, [5], TAPPED, draft)
     live = []
     for (ids, shown), answer in zip(run.prompts, run.answers, strict=True):
         steps = list(engine.speculative(ids.tolist(), ROOM, *tree, shown))
@@ -255,7 +266,7 @@ def test_replay_says_what_the_live_engine_accepts(run: Run, tree: tuple[int, int
     starts = torch.tensor([r.prompt_length for r in rows])
     ends = torch.tensor([len(r.ids) for r in rows])
     seen = Seen(positions, pictured, visual)
-    a, c = replay(run.draft, run.embedding, ids.long(), features, starts, ends, tree[1], [(tree[0], tree[2])], seen)
+    a, c = replay(draft, run.embedding, ids.long(), features, starts, ends, tree[1], [(tree[0], tree[2])], seen)
     assert torch.cat([a, c], dim=1).tolist() == live
     assert sum(accepted for accepted, _ in live[:3]) > 15  # a draft that is never accepted would prove nothing
 
