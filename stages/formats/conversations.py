@@ -15,6 +15,7 @@ import polars as pl
 from stages.formats import atomic
 
 ROW_GROUP = 1 << 14  # fixed, so that the same rows make the same file
+PICTURE = "<image>"  # where a picture stands in a text, as in LLaVA's data
 
 FIXED = pl.Schema(
     {
@@ -38,7 +39,9 @@ SAMPLED = pl.Schema(
         "temperature": pl.Float32,
         "source_row": pl.Int32,
         "verdict": pl.String,
-        "images": pl.List(pl.String),  # paths, in the order of the prompt's tokens that stand for them; null where none
+        "images": pl.List(
+            pl.String
+        ),  # of the prompt, in their order; null where none. Each has its tokens in prompt_ids
     }
 )
 
