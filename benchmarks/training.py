@@ -27,8 +27,9 @@ from tqdm import tqdm
 from benchmarks.extraction import FLOP as TARGET_FLOP
 from benchmarks.extraction import random_target
 from stages import params
-from stages.drafting import ranks, target
+from stages.drafting import ranks
 from stages.drafting.draft import Draft, DraftConfig
+from stages.drafting.live import Live
 from stages.formats import hiddens
 from stages.formats.store import Store
 from stages.train_draft import Run
@@ -79,7 +80,7 @@ def _measure(args: argparse.Namespace, scenario: str, group: ranks.Ranks) -> Non
     store, run = Store(folder), start(args, group)
     assert store.online == args.online
     if args.online:
-        run.live = target.Live(random_target(group.device), [2, 18, 33], args.batch_tokens if args.compile else None)
+        run.live = Live(random_target(group.device), [2, 18, 33], None, args.batch_tokens if args.compile else None)
     with tqdm(disable=True) as bar:
         run.train_epoch(store, bar)
         if group.device != "cpu":

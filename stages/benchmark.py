@@ -5,15 +5,18 @@ the two must say the same: the share of identical answers is a metric of every c
 """
 
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 import torch
 
 from stages import params
 from stages.drafting import acceptance, target
 from stages.drafting.decode import Engine, Step
 from stages.drafting.draft import Draft
+from stages.drafting.pixels import Eyes, Pixels
 from stages.formats import cell, checkpoint, conversations, manifest
 from stages.params import Tree
 
@@ -28,18 +31,19 @@ def main(workload: str, name: str, tree_name: str) -> None:
     prompts = conversations.read(SAMPLED / w.split, conversations.SAMPLED, "sample_target", w.prompts)
     if len(prompts) < w.prompts:
         print(f"note: workload {workload} asks for {w.prompts} prompts, the {w.split} split has {len(prompts)}")
-    engine = _engine(p, name)
+    engine, shown = _engine(p, name), _shown(p, prompts)
 
     rows, histogram = [], np.zeros(tree.num_steps + 1, dtype=np.int64)
     shape = (tree.num_steps, tree.topk, tree.num_draft_tokens)
-    warm = prompts["prompt_ids"].to_list()[: w.warmup]
-    for prompt in warm:  # not counted: first calls allocate and pick kernels
-        list(engine.plain(prompt, w.max_new_tokens))
-        list(engine.speculative(prompt, w.max_new_tokens, *shape))
+    for question in prompts.head(w.warmup).iter_rows(named=True):  # not counted: first calls allocate and pick kernels
+        prompt, pictures = question["prompt_ids"], shown[question["id"]]
+        list(engine.plain(prompt, w.max_new_tokens, pictures))
+        list(engine.speculative(prompt, w.max_new_tokens, *shape, pictures))
     for number, question in enumerate(prompts.iter_rows(named=True)):
+        prompt, pictures = question["prompt_ids"], shown[question["id"]]
         runs = {
-            "plain": lambda q=question: engine.plain(q["prompt_ids"], w.max_new_tokens),
-            "speculative": lambda q=question: engine.speculative(q["prompt_ids"], w.max_new_tokens, *shape),
+            "plain": partial(engine.plain, prompt, w.max_new_tokens, pictures),
+            "speculative": partial(engine.speculative, prompt, w.max_new_tokens, *shape, pictures),
         }
         order = list(runs) if number % 2 == 0 else list(runs)[::-1]
         timed = {kind: _timed(runs[kind], p.target.device) for kind in order}
@@ -50,12 +54,12 @@ def main(workload: str, name: str, tree_name: str) -> None:
         rows.append(
             {
                 "id": question["id"],
-                "prompt_tokens": len(question["prompt_ids"]),
+                "prompt_tokens": len(prompt),
                 "output_tokens": len(said),
                 "cycles": len(cycles),
                 "accepted": sum(s.accepted for s in cycles),
                 "identical": said == plain_said,
-                "divergence_margin": _margin(engine, question["prompt_ids"], said, plain_said),
+                "divergence_margin": _margin(engine, prompt, pictures, said, plain_said),
                 "finish_reason": "stop" if said[-1] in engine.eos else "length",
                 "prefill_latency_s": prefill,
                 "e2e_latency_s": e2e,
@@ -97,14 +101,25 @@ def _engine(p: params.Params, name: str) -> Engine:
     return Engine(model, made.eos_token_ids, made.feature_layers, draft)
 
 
-def _margin(engine: Engine, prompt: list[int], said: list[int], plain_said: list[int]) -> float | None:
+def _shown(p: params.Params, prompts: pl.DataFrame) -> dict[str, Pixels | None]:
+    """The pictures of each prompt, by its id, decoded before any clock runs: a server's client sends them ready, too."""
+    images = {row["id"]: row["images"] for row in prompts.iter_rows(named=True)}
+    if not any(images.values()):
+        return dict.fromkeys(images)
+    eyes = Eyes(str(manifest.weights(manifest.read())), p.target.trust_remote_code)
+    return {name: eyes.see(paths) if paths else None for name, paths in images.items()}
+
+
+def _margin(
+    engine: Engine, prompt: list[int], pictures: Pixels | None, said: list[int], plain_said: list[int]
+) -> float | None:
     """How sure the target was where two answers part: a near-tie is rounding, a wide gap would be a defect."""
     if said == plain_said:
         return None
     shared = next(
         (i for i, (a, b) in enumerate(zip(said, plain_said, strict=False)) if a != b), min(len(said), len(plain_said))
     )
-    return engine.margin(prompt + plain_said[:shared])
+    return engine.margin(prompt, plain_said[:shared], pictures)
 
 
 def _timed(run, device: str) -> tuple[list[int], list[Step], float, float]:

@@ -13,12 +13,13 @@ import torch
 from tqdm import trange
 
 from stages import params
-from stages.drafting import acceptance, optim, target, ttt
+from stages.drafting import acceptance, optim, ttt
 from stages.drafting.draft import Draft
-from stages.formats import atomic, checkpoint, hiddens, manifest
+from stages.drafting.live import Live
+from stages.formats import atomic, checkpoint, conversations, hiddens, manifest
 from stages.formats.store import Store
 
-HIDDENS, REPORT = Path("data/hiddens/train"), Path("results/overfit_report.json")
+SAMPLED, HIDDENS, REPORT = Path("data/sampled/train"), Path("data/hiddens/train"), Path("results/overfit_report.json")
 
 
 def main() -> None:
@@ -67,9 +68,14 @@ def _row(p: params.Params, made: manifest.Manifest) -> hiddens.Row:
     row = store.row(sorted(range(len(store)), key=lambda i: store.lengths[i])[len(store) // 2], torch.float32)
     if not store.online:
         return row
-    model = target.load(str(manifest.weights(made)), None, p.target.dtype, p.target.device, p.target.trust_remote_code)
-    features, last = target.Live(model, made.feature_layers)(row.ids.long().to(model.device), [len(row.ids)])
-    return replace(row, features=features.cpu(), last=last.cpu())
+    where = (p.target.dtype, p.target.device, p.target.trust_remote_code)
+    live = Live.load(str(manifest.weights(made)), *where, made.feature_layers)
+    view = live.look([row.id], [row.ids], [conversations.images(SAMPLED, "sample_target").get(row.id)])
+    states = live(row.ids.long().to(live.model.device), [len(row.ids)], view)
+    row = replace(row, features=states.features.cpu(), last=states.last.cpu())
+    if view is None or states.visual is None:
+        return row
+    return replace(row, positions=view.positions.T, pictured=view.pictured, visual=states.visual.cpu())
 
 
 @torch.no_grad()

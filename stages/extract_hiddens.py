@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 from stages import params
 from stages.drafting import ranks, target
+from stages.drafting.pixels import Eyes
 from stages.formats import atomic, conversations, features, hiddens, manifest, scratch
 from stages.formats.hiddens import Block, Head, Shard
 from stages.formats.manifest import Manifest
@@ -49,8 +50,8 @@ class Work:
     split: str
     number: int
     rows: pl.DataFrame
-    token_bytes: float  # as stored
     folder: Path  # unfinished, beside its place: on the disk that will hold it
+    size: "Size"
 
     @property
     def path(self) -> Path:
@@ -65,7 +66,7 @@ class Work:
         return self.entries.exists() or (self.folder / "index.parquet").exists()
 
     def heads(self) -> list[Head]:
-        return [_head(row) for row in self.rows.iter_rows(named=True)]
+        return [_head(row, self.size.token) for row in self.rows.iter_rows(named=True)]
 
 
 def main() -> None:
@@ -78,25 +79,25 @@ def main() -> None:
     torch.set_num_threads(p.target.num_threads)
     started = time.perf_counter()
     made = manifest.read()
-    dtype = hiddens.DTYPES[e.dtype]
+    whole = Size.of(made, hiddens.DTYPES[e.dtype])
+    sizes = dict.fromkeys(SPLITS, whole) | ({"train": TOKENS_ALONE} if e.online else {})
     tables = {s: conversations.read(SAMPLED / s, conversations.SAMPLED, "sample_target") for s in SPLITS}
     fitting = {s: t.filter(_length() <= e.max_length) for s, t in tables.items()}
     _check_some_fit(tables, fitting, e.max_length)
+    kept = {s: t.filter(_readable(whole.token)) for s, t in fitting.items()}
+    _check_pictures(kept, whole.token)
     place = HIDDENS / f".unfinished-{_digest(p, made)}"
-    sizes = dict.fromkeys(SPLITS, hiddens.row_bytes(made.hidden_size, dtype))
-    if e.online:
-        sizes["train"] = hiddens.row_bytes(0, torch.float32)
-    work = [w for s in SPLITS for w in _plan(s, fitting[s], sizes[s], e.shard_mib << 20, place / s)]
+    work = [w for s in SPLITS for w in _plan(s, kept[s], sizes[s], e.shard_mib << 20, place / s)]
     todo = [w for w in work if not w.done()]
     if rank == 0:
         _preflight(work, todo)
         if len(todo) < len(work):
             print(f"resumed: {len(work) - len(todo)} of {len(work)} shards were done before")
     mine = [w for i, w in enumerate(work) if i % world == rank and not w.done()]
-    for w in (w for w in mine if e.online and w.split == "train"):
+    for w in (w for w in mine if not w.size.hidden_size):
         _tokens_alone(w)
-    if states := [w for w in mine if not w.done()]:
-        _extract(states, _source(p, made, fitting), made.hidden_size, dtype, show=rank == 0)
+    if states := [w for w in mine if w.size.hidden_size]:
+        _extract(states, _source(p, made, kept), whole, show=rank == 0)
     if not _all_done(store, rank, world):
         return
     for split in SPLITS:
@@ -114,6 +115,8 @@ def main() -> None:
         "bytes": _bytes(work),
         "seconds": round(seconds, 2),
     }
+    if whole.token is not None:
+        report["dropped"]["a picture's token in the answer"] = sum(map(len, fitting.values())) - rows_out
     assert report["rows_in"] == report["rows_out"] + sum(report["dropped"].values())
     atomic.write_json(REPORT, report)
     where = "; those of training rows are made online, by train_draft" if e.online else ""
@@ -125,6 +128,51 @@ def main() -> None:
 # What is to be done
 
 
+@dataclass(frozen=True)
+class Size:
+    """What rows take on disk."""
+
+    hidden_size: int
+    dtype: torch.dtype
+    token: int | None  # stands for a piece of a picture
+    token_bytes: float
+    piece_bytes: int
+
+    @classmethod
+    def of(cls, made: Manifest, dtype: torch.dtype) -> "Size":
+        token = made.image_token_id
+        token_bytes = hiddens.row_bytes(made.hidden_size, dtype, sees=token is not None)
+        return cls(made.hidden_size, dtype, token, token_bytes, hiddens.piece_bytes(made.hidden_size, dtype))
+
+    def pieces(self, rows: pl.DataFrame) -> list[int]:
+        """Of each row, tokens that stand for a piece of a picture."""
+        if self.token is None:
+            return [0] * len(rows)
+        return rows.select(pl.col("prompt_ids").list.count_matches(self.token)).to_series().to_list()
+
+    def of_rows(self, rows: pl.DataFrame) -> float:
+        """Bytes of these rows."""
+        return _tokens(rows) * self.token_bytes + sum(self.pieces(rows)) * self.piece_bytes
+
+
+# Where the trainer makes the hidden states: rows of width 0.
+TOKENS_ALONE = Size(0, torch.float32, None, hiddens.row_bytes(0, torch.float32), 0)
+
+
+def _readable(token: int | None) -> pl.Expr:
+    """Whether the target can be given this answer again: with a token in it that stands for a picture there is none of, not."""
+    return pl.lit(True) if token is None else ~pl.col("answer_ids").list.contains(token)
+
+
+def _check_pictures(tables: dict[str, pl.DataFrame], token: int | None) -> None:
+    shown = sum(int(t["images"].list.len().sum() or 0) for t in tables.values())
+    if shown and token is None:
+        raise ValueError(
+            f"data/sampled has {shown} pictures, expected none for this target, whose class sees none here (docs/hiddens.md, "
+            "Which targets); leave such rows out of fix_data.raw or take another target.model"
+        )
+
+
 def _length() -> pl.Expr:
     return pl.col("prompt_ids").list.len() + pl.col("answer_ids").list.len()
 
@@ -134,7 +182,7 @@ def _tokens(table: pl.DataFrame) -> int:
 
 
 def _bytes(work: list[Work]) -> int:
-    return round(sum(_tokens(w.rows) * w.token_bytes for w in work))
+    return round(sum(w.size.of_rows(w.rows) for w in work))
 
 
 def _check_some_fit(tables: dict[str, pl.DataFrame], fitting: dict[str, pl.DataFrame], max_length: int) -> None:
@@ -157,20 +205,23 @@ def _digest(p: params.Params, made: Manifest) -> str:
     return place.name.rsplit("-", 1)[1]
 
 
-def _plan(split: str, table: pl.DataFrame, token_bytes: float, shard_bytes: int, folder: Path) -> list[Work]:
+def _plan(split: str, table: pl.DataFrame, size: Size, shard_bytes: int, folder: Path) -> list[Work]:
     """The split's shards. Longest rows first: batches are of like lengths, and memory runs out at once if ever."""
     rows = table.sort(_length(), "id", descending=[True, False])
-    spans = hiddens.plan(rows.select(_length()).to_series().to_list(), token_bytes, shard_bytes)
-    return [Work(split, n, rows[span.start : span.stop], token_bytes, folder) for n, span in enumerate(spans)]
+    lengths = rows.select(_length()).to_series().to_list()
+    spans = hiddens.plan(lengths, size.token_bytes, shard_bytes, size.pieces(rows), size.piece_bytes)
+    return [Work(split, number, rows[span.start : span.stop], folder, size) for number, span in enumerate(spans)]
 
 
 def _preflight(work: list[Work], todo: list[Work]) -> None:
     """Raises ValueError where the hidden states that are not there yet, 5% to spare, would not fit the disk."""
     HIDDENS.mkdir(parents=True, exist_ok=True)
     needed, free = _bytes(todo), shutil.disk_usage(HIDDENS).free
-    for size in sorted({w.token_bytes for w in work}):
-        tokens = sum(_tokens(w.rows) for w in work if w.token_bytes == size)
-        print(f"{tokens} tokens x {size:.0f} bytes = {tokens * size / 2**30:.2f} GiB")
+    for size in dict.fromkeys(w.size for w in work):
+        alike = [w for w in work if w.size == size]
+        tokens, pieces = sum(_tokens(w.rows) for w in alike), sum(sum(size.pieces(w.rows)) for w in alike)
+        pictures = f" + {pieces} pieces of pictures x {size.piece_bytes} bytes" if pieces else ""
+        print(f"{tokens} tokens x {size.token_bytes:.0f} bytes{pictures} = {_bytes(alike) / 2**30:.2f} GiB")
     print(f"{needed / 2**30:.2f} GiB of them to write; {free / 2**30:.1f} GiB are free")
     if needed * 1.05 > free:
         raise ValueError(
@@ -180,11 +231,12 @@ def _preflight(work: list[Work], todo: list[Work]) -> None:
         )
 
 
-def _head(row: dict[str, Any]) -> Head:
+def _head(row: dict[str, Any], token: int | None) -> Head:
     ids = torch.tensor(row["prompt_ids"] + row["answer_ids"], dtype=torch.int32)
     return Head(
-        row["id"], ids, torch.arange(len(ids)) >= len(row["prompt_ids"]), len(row["prompt_ids"]), row["finish_reason"]
-    )
+        row["id"], ids, torch.arange(len(ids)) >= len(row["prompt_ids"]), len(row["prompt_ids"]), row["finish_reason"],
+        None if token is None else ids == token,
+    )  # fmt: skip
 
 
 # Where hidden states come from
@@ -193,11 +245,12 @@ def _head(row: dict[str, Any]) -> Head:
 class Slot:
     """Room for one batch: on the device, where parts are put, and on the host, where threads sum and write them."""
 
-    def __init__(self, tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.tokens, self.device = 0, device
+    def __init__(self, tokens: int, pieces: int, size: Size, device: torch.device) -> None:
+        """For so many tokens at most, and so many pieces of pictures."""
+        self.tokens, self.pieces, self.device = 0, 0, device
         on_gpu = device.type == "cuda"
-        self._there = _room(tokens, hidden_size, dtype, device=device)
-        self._here = _room(tokens, hidden_size, dtype, pin_memory=True) if on_gpu else self._there
+        self._there = _room(tokens, pieces, size, device=device)
+        self._here = _room(tokens, pieces, size, pin_memory=True) if on_gpu else self._there
         self._copied = torch.cuda.Event() if on_gpu else None
 
     def keep(self, part: int, numbers: Tensor) -> None:
@@ -212,22 +265,35 @@ class Slot:
             scales[:count, 0 if part == LAST else part].copy_(scale[:, 0])
         self.tokens = count
 
+    def see(self, positions: Tensor, visual: Tensor) -> None:
+        """Of a target that sees, the positions [N, 3] of all tokens, and the embeddings [M, H] of pictures' pieces."""
+        block, self.pieces = self._there[0], len(visual)
+        stored, scale = hiddens.encode(visual, block.last.dtype)
+        for room, tensor in ((block.positions, positions), (block.visual, stored), (block.visual_scale, scale)):
+            if room is not None and tensor is not None:
+                room[: len(tensor)].copy_(tensor)
+
     def put(self, block: Block) -> None:
         """All parts at once, as they are stored."""
-        self.tokens = len(block.features)
+        self.tokens, self.pieces = len(block.features), 0 if block.visual is None else len(block.visual)
+        room = self._used(self._there[0]).tensors()
         for name, tensor in block.tensors().items():
-            getattr(self._there[0], name)[: self.tokens].copy_(tensor)
+            room[name].copy_(tensor)
+
+    def _used(self, block: Block) -> Block:
+        return block.part(slice(self.tokens), slice(self.pieces))
 
     def send(self, side: "torch.cuda.Stream | None") -> None:
         """Start the copy to the host, beside the next forward; from now on the slot is the writer's."""
-        n, (block, finite) = self.tokens, self._there
-        finite[:n].copy_(hiddens.finite(block[:n]))
+        n, finite, block = self.tokens, self._there[1], self._used(self._there[0])
+        finite[:n].copy_(hiddens.finite(block))
         if side is None or self._copied is None:
             return
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
+            here = self._used(self._here[0]).tensors()
             for name, tensor in block.tensors().items():
-                getattr(self._here[0], name)[:n].copy_(tensor[:n], non_blocking=True)
+                here[name].copy_(tensor, non_blocking=True)
             self._here[1][:n].copy_(finite[:n], non_blocking=True)
             self._copied.record(side)
 
@@ -235,16 +301,19 @@ class Slot:
         """What was sent, and of each token whether it is finite; waits for the copy."""
         if self._copied is not None:
             self._copied.synchronize()
-        return self._here[0][: self.tokens], self._here[1][: self.tokens]
+        return self._used(self._here[0]), self._here[1][: self.tokens]
 
 
-def _room(tokens: int, hidden_size: int, dtype: torch.dtype, **where: Any) -> tuple[Block, Tensor]:
-    scales = (hiddens.PARTS, 1) if dtype == hiddens.FP8 else ()
-    block = Block(
-        torch.empty(tokens, hiddens.PARTS * hidden_size, dtype=dtype, **where),
-        torch.empty(tokens, hidden_size, dtype=dtype, **where),
-        *(torch.empty(tokens, parts, dtype=torch.float32, **where) for parts in scales),
-    )
+def _room(tokens: int, pieces: int, size: Size, **where: Any) -> tuple[Block, Tensor]:
+    hidden_size, dtype = size.hidden_size, size.dtype
+    shapes = {"features": (tokens, hiddens.PARTS * hidden_size, dtype), "last": (tokens, hidden_size, dtype)}
+    scales = {"features_scale": (tokens, hiddens.PARTS, torch.float32), "last_scale": (tokens, 1, torch.float32)}
+    if size.token is not None:
+        shapes |= {"positions": (tokens, 3, torch.int32), "visual": (pieces, hidden_size, dtype)}
+        scales["visual_scale"] = (pieces, 1, torch.float32)
+    if dtype == hiddens.FP8:
+        shapes |= scales
+    block = Block(**{name: torch.empty(n, width, dtype=kind, **where) for name, (n, width, kind) in shapes.items()})
     return block, torch.empty(tokens, dtype=torch.bool, **where)
 
 
@@ -257,11 +326,11 @@ class Source:
     device: torch.device
 
 
-def _source(p: params.Params, made: Manifest, fitting: dict[str, pl.DataFrame]) -> Source:
-    e = p.extract_hiddens
+def _source(p: params.Params, made: Manifest, tables: dict[str, pl.DataFrame]) -> Source:
+    e, token = p.extract_hiddens, made.image_token_id
+    rows = (row for table in tables.values() for row in table.iter_rows(named=True))
     if e.import_ is not None:
-        wanted = {row["id"]: row for table in fitting.values() for row in table.iter_rows(named=True)}
-        given = features.find(Path(e.import_), {name: _head(row) for name, row in wanted.items()}, made.hidden_size)
+        given = features.find(Path(e.import_), {row["id"]: _head(row, token) for row in rows}, made.hidden_size)
         stored = partial(_stored, given, hiddens.DTYPES[e.dtype])
         return Source(stored, partial(_batches, e.batch_tokens, False), torch.device("cpu"))
     where = (p.target.dtype, ranks.own(p.target.device), p.target.trust_remote_code)
@@ -273,8 +342,12 @@ def _source(p: params.Params, made: Manifest, fitting: dict[str, pl.DataFrame]) 
         )
     if e.compile and packed:
         target.compile_blocks(model, e.batch_tokens)
+    fill = partial(_forward, model, made.feature_layers, packed)
+    if token is not None:
+        eyes = Eyes(str(manifest.weights(made)), p.target.trust_remote_code)
+        fill = partial(_see, model, fill, eyes, {row["id"]: row["images"] for row in rows if row["images"]})
     return Source(
-        partial(_forward, model, made.feature_layers, packed),
+        fill,
         partial(_batches, e.batch_tokens, not packed),
         model.device,
     )
@@ -292,12 +365,30 @@ def _batches(batch_tokens: int, padded: bool, lengths: list[int]) -> list[range]
     return [*batches, range(first, len(lengths))]
 
 
-def _forward(model: Any, layers: list[int], packed: bool, heads: list[Head], slot: Slot) -> None:
+def _forward(
+    model: Any, layers: list[int], packed: bool, heads: list[Head], slot: Slot, view: target.View | None = None
+) -> None:
     """The target's own hidden states."""
     lengths = [len(h.ids) for h in heads]
     ids = target.to(torch.cat([h.ids for h in heads]).long(), model.device)  # [N]
     with target.tapped(model, layers, lambda part, stream: slot.keep(part, target.unpadded(stream, lengths))):
-        slot.keep(LAST, target.forward_documents(model, ids, lengths, packed))
+        slot.keep(LAST, target.forward_documents(model, ids, lengths, packed, view))
+
+
+def _see(
+    model: Any, forward: Callable[..., None], eyes: Eyes, images: dict[str, list[str]], heads: list[Head], slot: Slot
+) -> None:
+    """The same of a target that sees: with the rows' pictures, and what its decoder was given in their place."""
+    lengths = [len(h.ids) for h in heads]
+    pictures = [eyes.see(images[h.id]) if h.id in images else None for h in heads]
+    view = target.look(model, [f"row {h.id}" for h in heads], [h.ids for h in heads], pictures)
+    pieces = target.to(view.pictured.nonzero()[:, 0], model.device)  # [M]
+
+    def keep(embeds: Tensor, positions: Tensor) -> None:
+        slot.see(target.unpadded(positions, lengths), target.unpadded(embeds, lengths)[pieces])
+
+    with target.entered(model, keep):
+        forward(heads, slot, view=view)
 
 
 def _stored(given: features.Given, dtype: torch.dtype, heads: list[Head], slot: Slot) -> None:
@@ -314,7 +405,9 @@ def _stored(given: features.Given, dtype: torch.dtype, heads: list[Head], slot: 
                 hiddens.encode(numbers[0], dtype, hiddens.PARTS),
                 hiddens.encode(numbers[1], dtype),
             )
-            block = Block(low_mid_high, last, fs, ls)
+            visual = None if block.visual is None else hiddens.decode(block.visual, block.visual_scale)
+            seen = (None, None) if visual is None else hiddens.encode(visual, dtype)
+            block = Block(low_mid_high, last, fs, ls, block.positions, *seen)
         parts.append(block)
     names = parts[0].tensors()
     slot.put(Block(**{name: torch.cat([part.tensors()[name] for part in parts]) for name in names}))
@@ -332,15 +425,19 @@ def _tokens_alone(work: Work) -> None:
     _commit(shard, work, [])
 
 
-def _extract(work: list[Work], source: Source, hidden_size: int, dtype: torch.dtype, show: bool) -> None:
+def _extract(work: list[Work], source: Source, size: Size, show: bool) -> None:
     """Two slots: while one's batch is copied and written, the next one is computed."""
     lengths = {w.path: w.rows.select(_length()).to_series().to_list() for w in work}
     batches = {w.path: source.cut(lengths[w.path]) for w in work}
-    largest = max(sum(lengths[path][i] for i in batch) for path, cut in batches.items() for batch in cut)
+    pieces = {w.path: size.pieces(w.rows) for w in work}
+    tokens, seen = (
+        max(sum(counts[path][i] for i in batch) for path, cut in batches.items() for batch in cut)
+        for counts in (lengths, pieces)
+    )
     side = torch.cuda.Stream(source.device) if source.device.type == "cuda" else None
     free: queue.Queue[Slot] = queue.Queue()
     for _ in range(2):
-        free.put(Slot(largest, hidden_size, dtype, source.device))
+        free.put(Slot(tokens, seen, size, source.device))
     commits: deque[Future] = deque()
     with (
         ThreadPoolExecutor(THREADS) as pool,
@@ -355,7 +452,7 @@ def _extract(work: list[Work], source: Source, hidden_size: int, dtype: torch.dt
             w.folder.mkdir(parents=True, exist_ok=True)
             heads = w.heads()
             stores: list[Future] = []
-            shard = Shard(w.path, heads, hidden_size, dtype)
+            shard = Shard(w.path, heads, size.hidden_size, size.dtype)
             for batch in batches[w.path]:
                 slot = free.get()
                 for failed in (f for f in stores if f.done()):

@@ -149,6 +149,8 @@ def describe(
         tokenizer_digest=manifest.digest(folder, "tokenizer*", "vocab*", "merges.txt", "chat_template*"),
         feature_layers=layers,
         eos_token_ids=_eos(config, folder),
+        # Positions on three axes are what we know of pictures' places; another class that sees is taken for its text.
+        image_token_id=getattr(config, "image_token_id", None) if "mrope_section" in shapes["rope"] else None,
         **shapes,
     )
 

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from stages import params
 from stages.drafting import acceptance
-from stages.drafting.draft import Draft
+from stages.drafting.draft import Draft, Seen
 from stages.drafting.replay import replay
 from stages.formats import checkpoint, hiddens, manifest, replays
 from stages.params import Tree
@@ -79,11 +79,20 @@ def _replay(
                 features = pad_sequence([r.features for r in batch], batch_first=True).to(device)
                 starts = torch.tensor([r.prompt_length for r in batch], device=device)
                 ends = torch.tensor([len(r.ids) for r in batch], device=device)
-                a, c = replay(draft, embedding, ids, features, starts, ends, topk, shapes)
+                a, c = replay(draft, embedding, ids, features, starts, ends, topk, shapes, _seen(batch, device))
                 place = np.ix_(range(first, first + len(batch)), chosen)
                 accepted[place], cycles[place] = a.cpu().numpy(), c.cpu().numpy()
                 bar.update(len(batch))
     return accepted, cycles
+
+
+def _seen(rows: list[hiddens.Row], device: torch.device) -> Seen | None:
+    """What rows of a target that sees hold beside tokens; None for text."""
+    positions, pictured, visual = zip(*((r.positions, r.pictured, r.visual) for r in rows), strict=True)
+    if positions[0] is None:
+        return None
+    positions, pictured = (pad_sequence(list(t), batch_first=True) for t in (positions, pictured))
+    return Seen(positions.to(device), pictured.to(device), torch.cat(visual).to(device))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,12 +27,13 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from stages import params
-from stages.drafting import optim, ranks, target, ttt
+from stages.drafting import optim, ranks, ttt
 from stages.drafting.draft import Draft
-from stages.formats import atomic, checkpoint, hiddens, manifest, scratch, trackers
+from stages.drafting.live import Live
+from stages.formats import atomic, checkpoint, conversations, hiddens, manifest, scratch, trackers
 from stages.formats.store import Store
 
-HIDDENS, REPORTS = Path("data/hiddens/train"), Path("results/train")
+SAMPLED, HIDDENS, REPORTS = Path("data/sampled/train"), Path("data/hiddens/train"), Path("results/train")
 AHEAD, THREADS = 3, 4  # steps whose packs are read before their turn, and who reads them for a GPU
 OPEN_PACKS = 8
 LOG_STEPS = 50  # between looks at the loss: each waits for the device
@@ -69,9 +70,10 @@ def _main(p: params.Params, name: str, group: ranks.Ranks) -> None:
     store = Store(HIDDENS)
     run.to(group, *manifest.tables(made), settings)
     if store.online:
-        model = target.load(str(manifest.weights(made)), None, p.target.dtype, group.device, p.target.trust_remote_code)
         tokens = settings.batch_tokens if p.extract_hiddens.compile else None
-        run.live = target.Live(model, made.feature_layers, tokens)
+        where = (p.target.dtype, group.device, p.target.trust_remote_code)
+        run.live = Live.load(str(manifest.weights(made)), *where, made.feature_layers, tokens)
+        run.images = conversations.images(SAMPLED, "sample_target")
     watched = f"{settings.run_name or name}-{work.name[-8:]}"  # new parameters, a new curve
     with (
         trackers.started(settings.report_to if group.first else (), watched, hyper, run.step) as run.tell,
@@ -130,7 +132,8 @@ class Run:
     lesson: nn.Module = field(init=False)
     optimizer: optim.Optimizer = field(init=False)
     shares: int = 1
-    live: target.Live | None = None  # the target, where no hidden states are stored
+    live: Live | None = None  # the target, where no hidden states are stored
+    images: dict[str, list[str]] = field(default_factory=dict)  # and the pictures of its rows, by their ids
     tell: trackers.Log = lambda step, numbers: None
 
     @classmethod
@@ -169,7 +172,9 @@ class Run:
         s, steps = self.settings, plan(store.lengths, self.settings, self.epoch)
         started, device = time.perf_counter(), self.group.device
         totals = torch.zeros(3, s.ttt_steps, dtype=torch.float64, device=device)  # loss, hits, taught
-        for number, packs in enumerate(read_ahead(store, steps, self.objective, self.group, getattr(torch, s.dtype))):
+        look = self._look if self.live and self.live.eyes else None
+        reading = read_ahead(store, steps, self.objective, self.group, getattr(torch, s.dtype), look)
+        for number, packs in enumerate(reading):
             totals += self.learn(packs)
             bar.update(sum(map(len, steps[number])))
             if number % LOG_STEPS == 0:
@@ -222,8 +227,14 @@ class Run:
         """The pack with its hidden states, by the live target where there is one."""
         if self.live is None:
             return pack
-        features, last = self.live(pack.ids, pack.lengths)
-        return replace(pack, features=features, last=last)
+        return replace(pack, **self.live(pack.ids, pack.lengths, pack.view)._asdict())
+
+    def _look(self, pack: ttt.Pack, rows: list[hiddens.Row]) -> ttt.Pack:
+        """A pack with the pictures of its rows, for the live target; called by the threads that read."""
+        assert self.live is not None
+        view = self.live.look([r.id for r in rows], [r.ids for r in rows], [self.images.get(r.id) for r in rows])
+        assert view is not None
+        return replace(pack, view=view, positions=view.positions.T.contiguous(), piece=ttt.pieces(view.pictured))
 
     def _checked(self, totals: Tensor) -> float:
         """The first step's mean loss so far. Raises ValueError where any is not finite."""
@@ -288,16 +299,20 @@ def share(packs: list[list[int]], rank: int, world: int) -> list[tuple[list[int]
 
 
 def read_ahead(
-    store: Store, steps: list[list[list[int]]], objective: ttt.Objective, group: ranks.Ranks, dtype: torch.dtype
-) -> Iterator[list[ttt.Pack]]:
+    store: Store, steps: list[list[list[int]]], objective: ttt.Objective, group: ranks.Ranks, dtype: torch.dtype,
+    look: Callable[[ttt.Pack, list[hiddens.Row]], ttt.Pack] | None = None,
+) -> Iterator[list[ttt.Pack]]:  # fmt: skip
     """Each step's packs of this process, on the device; for a GPU made by threads, a few steps before their turn.
 
+    `look` gives a pack the pictures of its rows, where the target is to see them here.
     Raises ValueError where a shard is broken; see Store.row.
     """
     on_gpu = group.device.startswith("cuda")
 
     def made(rows: list[int], mute: bool) -> ttt.Pack:
-        pack = ttt.Pack.of([store.row(i, dtype) for i in rows], objective.steps, objective.mask, pinned=on_gpu)
+        read = [store.row(i, dtype) for i in rows]
+        pack = ttt.Pack.of(read, objective.steps, objective.mask, pinned=on_gpu)
+        pack = look(pack, read) if look else pack
         return pack.muted() if mute else pack
 
     shares = [share(packs, group.rank, group.world) for packs in steps]

@@ -101,7 +101,9 @@ def test_fixture_covers_the_whole_eval_split(small_run: Path, prompts) -> None:
 
 
 def test_margin_is_the_gap_between_the_two_best_logits(small_run: Path, model, prompts) -> None:
-    logits = model(torch.tensor([prompts[0]])).logits[0, -1].sort(descending=True).values
-    assert engine(small_run, model, "e000").margin(prompts[0]) == pytest.approx(
-        (logits[0] - logits[1]).item(), abs=1e-4
-    )
+    logits = model(torch.tensor([prompts[0]])).logits[0].sort(descending=True).values
+    for said in (0, 1, 3):
+        left = len(prompts[0]) - said
+        assert engine(small_run, model, "e000").margin(prompts[0][:left], prompts[0][left:]) == pytest.approx(
+            (logits[-1, 0] - logits[-1, 1]).item(), abs=1e-4
+        )

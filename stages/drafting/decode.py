@@ -10,6 +10,9 @@ A cycle stands at "tokens up to n are in the cache, token n is the bonus token":
     accept    from the root, follow the target's own choice as long as it is in the tree
     compact   keep the accepted path's keys in the cache; feed its features to the draft
 
+With pictures, prefill enters the target where it takes pixels; what is decoded stands at its index in the cache and `shift`
+more on all three axes, since a picture takes less room there than it has tokens.
+
 Letters: T cached tokens, M num_draft_tokens, L layers, G key-value heads, E head width, H hidden, V vocabulary.
 """
 
@@ -24,12 +27,21 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from stages.drafting import tree as trees
 from stages.drafting.draft import Draft, first_state, in_sight
 from stages.drafting.expand import expand
-from stages.drafting.target import capture
+from stages.drafting.target import Pictures, capture, entered, look, pixels, sees
 
 
 class Step(NamedTuple):
     tokens: list[int]  # committed: accepted drafts, then the bonus token unless it was cut off
     accepted: int  # how many of them are drafts
+
+
+class Begun(NamedTuple):
+    """A prompt in the cache."""
+
+    hidden: Tensor  # [1, H] of its last token
+    embeds: Tensor  # [1, T, H] what the decoder was given, pictures in their place
+    positions: Tensor | None  # [1, T, 3] rotary positions, of a target that sees
+    shift: int  # what is added to a later token's index
 
 
 class _Layer(CacheLayerMixin):
@@ -106,42 +118,67 @@ class Engine:
         )
         return out.last_hidden_state[0]
 
-    def _prefill(self, prompt: list[int], cache: Cache) -> Tensor:
-        """The whole prompt at once; returns its last token's hidden state [1, H]."""
+    def _prefill(self, prompt: list[int], cache: Cache, pictures: Pictures | None) -> Begun:
+        """The whole prompt at once. Raises ValueError where it has not one token for each piece of its pictures."""
         ids = torch.tensor([prompt], device=self.model.device)
         count = ids.shape[1]
-        sees = torch.ones(1, 1, count, count, dtype=torch.bool, device=ids.device).tril()
-        return self._forward(ids, torch.arange(count, device=ids.device)[None], sees, cache)[-1:]
+        causal = torch.ones(1, 1, count, count, dtype=torch.bool, device=ids.device).tril()
+        if not sees(self.model):
+            hidden = self._forward(ids, torch.arange(count, device=ids.device)[None], causal, cache)
+            return Begun(hidden[-1:], self.embedding[ids], None, 0)
+        view, given = look(self.model, ["the prompt"], [torch.tensor(prompt)], [pictures]), []
+        with entered(self.model, lambda embeds, positions: given.append((embeds, positions))):
+            out = self.model.base_model(
+                input_ids=ids, position_ids=view.positions[:, None].to(ids.device), attention_mask=causal,
+                past_key_values=cache, use_cache=True, **pixels(self.model, view),
+            )  # fmt: skip
+        (embeds, positions), shift = given[0], int(view.positions.max()) + 1 - count
+        return Begun(out.last_hidden_state[0, -1:], embeds, positions, shift)
 
     def _choose(self, hidden: Tensor) -> list[int]:
         """The target's greedy choice after each hidden state [M, H]."""
         return (hidden @ self.head.T).argmax(-1).tolist()
 
     @torch.inference_mode()
-    def margin(self, ids: list[int]) -> float:
-        """The gap between the target's two best logits after `ids`."""
-        logits = self._prefill(ids, self._cache(len(ids)))[0] @ self.head.T
+    def margin(self, prompt: list[int], said: list[int], pictures: Pictures | None = None) -> float:
+        """The gap between the target's two best logits after `prompt` and what was `said`."""
+        cache, count, more = self._cache(len(prompt) + len(said)), len(prompt), len(said)
+        begun = self._prefill(prompt, cache, pictures)
+        hidden = begun.hidden  # [1, H]
+        if said:
+            ids = torch.tensor([said], device=self.model.device)
+            causal = torch.ones(1, 1, more, count + more, dtype=torch.bool, device=ids.device).tril(count)
+            where = torch.arange(count, count + more, device=ids.device)[None] + begun.shift
+            hidden = self._forward(ids, where, causal, cache)[-1:]
+        logits = hidden[0] @ self.head.T
         first, second = logits.float().topk(2).values.tolist()
         return first - second
 
     @torch.inference_mode()
-    def plain(self, prompt: list[int], max_new_tokens: int) -> Iterator[Step]:
+    def plain(self, prompt: list[int], max_new_tokens: int, pictures: Pictures | None = None) -> Iterator[Step]:
         """Autoregressive decoding: one token a step, until an end token or `max_new_tokens`."""
         cache = self._cache(len(prompt) + max_new_tokens)
-        token = self._choose(self._prefill(prompt, cache))[0]
+        begun = self._prefill(prompt, cache, pictures)
+        token = self._choose(begun.hidden)[0]
         yield Step([token], 0)
         everything = torch.ones(1, 1, 1, cache.layers[0].room, dtype=torch.bool, device=self.model.device)
         for position in range(len(prompt), len(prompt) + max_new_tokens - 1):
             if token in self.eos:
                 return
             ids = torch.tensor([[token]], device=self.model.device)
-            where = torch.tensor([[position]], device=self.model.device)
+            where = torch.tensor([[position + begun.shift]], device=self.model.device)
             token = self._choose(self._forward(ids, where, everything[..., : position + 1], cache))[0]
             yield Step([token], 0)
 
     @torch.inference_mode()
     def speculative(
-        self, prompt: list[int], max_new_tokens: int, num_steps: int, topk: int, num_draft_tokens: int
+        self,
+        prompt: list[int],
+        max_new_tokens: int,
+        num_steps: int,
+        topk: int,
+        num_draft_tokens: int,
+        pictures: Pictures | None = None,
     ) -> Iterator[Step]:
         """Draft, verify, accept: each step after the first is one cycle.
 
@@ -151,17 +188,19 @@ class Engine:
         draft, device = self.draft, self.model.device
         cache = self._cache(len(prompt) + max_new_tokens + num_draft_tokens)
         with capture(self.model, self.feature_layers) as caught:
-            bonus = self._choose(self._prefill(prompt, cache))[0]
+            begun = self._prefill(prompt, cache, pictures)
+            bonus = self._choose(begun.hidden)[0]
             yield Step([bonus], 0)
-            done = 1
-            tokens, verified = [*prompt[1:], bonus], 0
+            done, verified = 1, 0
+            embeds = torch.cat([begun.embeds[:, 1:], self.embedding[torch.tensor([[bonus]], device=device)]], dim=1)
+            positions = begun.positions
             features = torch.cat(caught, dim=-1)[0]  # [T, 3H]
             keys = values = None
             while done < max_new_tokens and bonus not in self.eos:
                 # The draft reads the newly verified positions: features of p with the embedding of token p + 1.
-                new = torch.arange(verified, verified + len(features), device=device)[None]
+                places = torch.arange(verified, verified + len(features), device=device)[None]
+                new = draft.turning(places, positions)
                 fused = draft.fuse(features.to(draft.fc.weight.dtype))[None]
-                embeds = self.embedding[torch.tensor([tokens], device=device)]
                 key, value = draft.keys_values(draft.mix(embeds, fused), draft.rope(new))
                 keys = key if keys is None else torch.cat([keys, key], dim=1)
                 values = value if values is None else torch.cat([values, value], dim=1)
@@ -177,8 +216,8 @@ class Engine:
                 caught.clear()
                 ids = torch.cat([torch.tensor([[bonus]], device=device), tree.tokens], dim=1)  # [1, M]
                 prefix_seen = torch.ones(1, num_draft_tokens, verified, dtype=torch.bool, device=device)
-                sees = torch.cat([prefix_seen, trees.ancestors(tree.parents)], dim=2)[:, None]
-                hidden = self._forward(ids, verified + tree.depths, sees, cache)
+                seen = torch.cat([prefix_seen, trees.ancestors(tree.parents)], dim=2)[:, None]
+                hidden = self._forward(ids, verified + tree.depths + begun.shift, seen, cache)
                 choices = self._choose(hidden)
                 path = trees.accept(tree, torch.tensor([choices]))[0]
 
@@ -194,6 +233,10 @@ class Engine:
                 for layer in cache.layers:
                     layer.keep(verified, index)
                 features = torch.cat(caught, dim=-1)[0, index]
+                embeds = self.embedding[torch.tensor([tokens], device=device)]
+                if positions is not None:
+                    where = torch.arange(verified, verified + len(features), device=device) + begun.shift
+                    positions = where[None, :, None].expand(-1, -1, 3)
 
     def _cut(self, tokens: list[int], room: int) -> list[int]:
         """`tokens` up to the first end token, and at most `room` of them."""

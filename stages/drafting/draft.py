@@ -8,8 +8,9 @@ training (`ttt`), replay and the engine (`expand`).
     one step on:  embed(guess),     hidden p           --layer-->  ...                        guess for token p+3
 
 The recurrent state is the layer's output *before* the final norm, unless `norm_output`; step k of position p is rotated
-to position p + k, which is where serving feeds it. Attention of a step sees the prefix (step-0 keys of tokens up to p)
-and its own ancestors only:
+to position p + k, which is where serving feeds it. Where token p + 1 stands for a piece of a picture, its embedding is
+the piece's, as the target's vision tower made it, and positions are the target's own, on three axes (`mrope`). Attention
+of a step sees the prefix (step-0 keys of tokens up to p) and its own ancestors only:
 
                  prefix 0 .. p      own ancestors, self
     step 0:      1 1 1 1 . .        -
@@ -28,6 +29,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from stages.drafting.mrope import axes
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,7 @@ class Draft(nn.Module):
     """The draft's weights and its few operations. The embedding is the target's and is passed in."""
 
     inverse_frequency: Tensor  # [E/2] float32, whatever the weights are
+    axes: Tensor | None  # [E/2] int64: the axis that turns each frequency, where positions have three
     d2t: Tensor  # [D] int64 offsets: target id = draft id + d2t[draft id]
     t2d: Tensor  # [V] bool: is this target token in the draft's vocabulary?
 
@@ -122,6 +126,7 @@ class Draft(nn.Module):
         self.register_buffer("d2t", torch.zeros(c.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(c.vocab_size, dtype=torch.bool))
         self.register_buffer("inverse_frequency", inverse_frequency(c.rope, c.head_dim), persistent=False)
+        self.register_buffer("axes", axes(c.rope, c.head_dim), persistent=False)
 
     def _apply(self, fn, recurse=True):
         """Moves and casts as any module, but angles stay float32: a table rounded to bfloat16 is off by whole turns."""
@@ -150,9 +155,19 @@ class Draft(nn.Module):
         """What the projections read: embeds [..., H], hidden [..., H] -> [..., 2H]."""
         return torch.cat([self.midlayer.input_layernorm(embeds), self.midlayer.hidden_norm(hidden)], dim=-1)
 
+    def turning(self, places: Tensor, positions: Tensor | None) -> Tensor:
+        """What `rope` takes: places [...] of tokens in their row, or the target's positions [..., 3] of them.
+
+        The latter for a draft with sections; text, whose positions may be None, is at its place on all three axes.
+        """
+        if self.axes is None:
+            return places
+        return places[..., None].expand(*places.shape, 3) if positions is None else positions
+
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [...] -> cos and sin [..., 1, E/2]; angles in float32, only then the layer's dtype."""
-        angles = positions[..., None, None].to(torch.float32) * self.inverse_frequency
+        """positions [...], or [..., 3] (see `turning`) -> cos and sin [..., 1, E/2]; angles in float32, then as the layer."""
+        by_frequency = positions[..., None] if self.axes is None else positions[..., self.axes]
+        angles = by_frequency[..., None, :].to(torch.float32) * self.inverse_frequency
         return angles.cos().to(self.fc.weight.dtype), angles.sin().to(self.fc.weight.dtype)
 
     def queries(self, mixed: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
@@ -246,21 +261,36 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
 
 
-def prefix(draft: Draft, ids: Tensor, features: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+@dataclass(frozen=True)
+class Seen:
+    """What rows of a target that sees hold beside tokens."""
+
+    positions: Tensor  # [B, T, 3] the target's rotary positions
+    pictured: Tensor  # [B, T] bool: tokens that stand for a piece of a picture
+    visual: Tensor  # [M, H] the pieces' embeddings, row by row
+
+
+def prefix(
+    draft: Draft, ids: Tensor, features: Tensor, embedding: Tensor, seen: Seen | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """The step-0 side of whole rows: ids [B, T], features [B, T, 3H], embedding [V, H].
 
     Position p pairs its features with token p + 1; the last position has no next token yet and takes token 0, so the
     caller never queries it. Returns fused hidden [B, T, H] and prefix keys and values [B, T, G, E].
     """
     following = torch.cat([ids[:, 1:], torch.zeros_like(ids[:, :1])], dim=1)
-    hidden = draft.fuse(features)
-    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    return hidden, *draft.keys_values(draft.mix(embedding[following], hidden), draft.rope(positions))
+    hidden, embeds = draft.fuse(features), embedding[following]
+    if seen is not None:  # a picture that a row begins with follows no position
+        after = seen.pictured.nonzero()[:, 1] > 0
+        embeds[:, :-1][seen.pictured[:, 1:]] = seen.visual[after].to(embeds.dtype)
+    places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    positions = draft.turning(places, None if seen is None else seen.positions)
+    return hidden, *draft.keys_values(draft.mix(embeds, hidden), draft.rope(positions))
 
 
 def first_state(
     draft: Draft, embeds: Tensor, fused: Tensor, positions: Tensor, keys: Tensor, values: Tensor, allowed: Tensor | None
 ) -> Tensor:
-    """Step 0 at chosen positions: embeds and fused [B, Q, H], positions [B, Q], allowed [B, Q, T] or None -> state [B, Q, H]."""
+    """Step 0 at chosen positions [B, Q], as `rope` takes them: embeds, fused [B, Q, H], allowed [B, Q, T] or None -> state."""
     mixed = draft.mix(embeds, fused)
     return draft.finish(fused, attend(draft.queries(mixed, draft.rope(positions)), keys, values, allowed))

@@ -17,7 +17,7 @@ def expand(
     draft: Draft,
     embedding: Tensor,  # [V, H] the target's
     hidden: Tensor,  # [B, P, H] step-0 output at each position: the state after the last verified token
-    positions: Tensor,  # [B, P] p, where the next token fed is rotated to p + 1
+    positions: Tensor,  # [B, P] p, where the next token fed is rotated to p + 1; or as `rope` takes them, [B, P, 3]
     keys: Tensor,  # [B, T, G, E] the prefix
     values: Tensor,  # [B, T, G, E]
     allowed: Tensor | None,  # [B, P, T] bool: tokens that step 0 sees, up to p; None: the whole prefix
@@ -44,7 +44,7 @@ def expand(
     beam_tokens, beam_numbers = ids, slots
     own_k = own_v = None  # [N, K, ancestors, G, E]
     for step in range(1, steps):
-        rope = draft.rope((positions + step).flatten()[:, None].expand(n, topk))
+        rope = draft.rope((positions + step).flatten(0, 1)[:, None])  # [N, 1, 1, E/2], for all K
         mixed = draft.mix(embedding[beam_tokens], state)
         key, value = draft.keys_values(mixed, rope)
         own_k = key[:, :, None] if own_k is None else torch.cat([own_k, key[:, :, None]], dim=2)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stages.drafting.draft import Draft, first_state, in_sight, prefix
+from stages.drafting.draft import Draft, Seen, first_state, in_sight, prefix
 from stages.drafting.expand import expand
 from stages.drafting.tree import Candidates
 
@@ -31,6 +31,7 @@ def replay(
     ends: Tensor,  # [B] index after its last
     topk: int,
     trees: Sequence[tuple[int, int]],  # (num_steps, num_draft_tokens), all of this topk
+    seen: Seen | None = None,  # of a target that sees
 ) -> tuple[Tensor, Tensor]:
     """Accepted drafts [B, G] and verify cycles [B, G] of every tree on every answer, as integers."""
     steps = max(s for s, _ in trees)
@@ -41,12 +42,14 @@ def replay(
         max=ids.shape[1] - 1
     )  # [B, P] p: the last verified token before the bonus
 
-    fused, keys, values = prefix(draft, ids, features, embedding)
+    fused, keys, values = prefix(draft, ids, features, embedding, seen)
     allowed = in_sight(where, ids.shape[1], draft.config.sliding_window)
     bonus = torch.gather(ids, 1, (where + 1).clamp(max=ids.shape[1] - 1))
     picked = torch.gather(fused, 1, where[..., None].expand(-1, -1, fused.shape[-1]))
-    state = first_state(draft, embedding[bonus], picked, where, keys, values, allowed)
-    candidates = expand(draft, embedding, state, where, keys, values, allowed, steps, topk)
+    theirs = None if seen is None else torch.gather(seen.positions, 1, where[..., None].expand(-1, -1, 3))
+    positions = draft.turning(where, theirs)
+    state = first_state(draft, embedding[bonus], picked, positions, keys, values, allowed)
+    candidates = expand(draft, embedding, state, positions, keys, values, allowed, steps, topk)
 
     wanted = _following(ids, where, ends, steps).flatten(0, 1)  # [N, S]
     rank = ranks(candidates, wanted, steps, topk)

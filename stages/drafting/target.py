@@ -1,16 +1,20 @@
 """The frozen target: transformers' own class, its decoder's forward, and the hidden states a draft feeds on.
 
-One path for every class that transformers' Auto classes know: dense, mixture of experts, and the language model inside
-a vision-language one. All we ask of a class is a decoder with a list of `layers`, which is what we hook.
+One path for every class that transformers' Auto classes know: dense, mixture of experts, and vision-language. All we ask
+of a class is a decoder with a list of `layers`, which is what we hook. A target that sees is entered where it takes
+pixels: it puts pictures' embeddings in their tokens' place and, in Qwen3-VL, adds to the first streams (deepstack); its
+own `get_rope_index` says where on three axes each token lies.
 
-Letters: B rows, T tokens, N tokens of several documents end to end, H the target's hidden size, V its vocabulary.
+Letters: B rows, T tokens, N tokens of several documents end to end, M of them that stand for pieces of pictures, H the
+target's hidden size, V its vocabulary.
 """
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,12 +23,15 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AttentionInterface,
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     PretrainedConfig,
     PreTrainedModel,
 )
 from transformers.utils import logging
+
+from stages.drafting.mrope import axes
 
 DOCUMENTS = "aerie_documents"  # the name of our attention in transformers' registry
 FLASH_HEADS = 256  # the widest head of the flash kernel
@@ -67,6 +74,9 @@ def facts(whole: PretrainedConfig) -> dict[str, Any]:
     """
     config = whole.get_text_config()
     heads, hidden = _needed(config, "num_attention_heads"), _needed(config, "hidden_size")
+    turning = rope(config)
+    if "mrope_section" in turning:
+        turning["mrope_interleaved"] = interleaved(config)
     return {
         "hidden_size": hidden,
         "intermediate_size": _needed(config, "intermediate_size", "moe_intermediate_size"),
@@ -76,7 +86,7 @@ def facts(whole: PretrainedConfig) -> dict[str, Any]:
         "head_dim": _first(config, "head_dim") or hidden // heads,  # absent or null in half of the classes
         "vocab_size": _needed(config, "vocab_size"),
         "rms_norm_eps": _needed(config, "rms_norm_eps"),
-        "rope": rope(config),
+        "rope": turning,
         "max_position_embeddings": _needed(config, "max_position_embeddings"),
         "tie_word_embeddings": tied(whole),
     }
@@ -104,6 +114,25 @@ def rope(config: PretrainedConfig) -> dict[str, Any]:
     return found
 
 
+def interleaved(config: PretrainedConfig) -> bool:
+    """Whether this class deals its frequencies to the three axes in turns (see `mrope`), which few configs say.
+
+    Asked of its own rotary module: moved on one axis alone, which frequencies turn? Raises ValueError for a third way.
+    """
+    with torch.device("meta"):
+        module = type(AutoModel.from_config(config).rotary_emb)
+    moved = torch.eye(3, dtype=torch.int64)[:, None]  # [3, 1, 3]: the n-th token moved on axis n
+    _, sin = module(config)(torch.empty(1, dtype=torch.float32), moved)  # [1, 3, E], its halves alike
+    found = sin[0, :, : sin.shape[-1] // 2].argmax(0)  # [E / 2]
+    for way in (False, True):
+        if torch.equal(found, axes({**rope(config), "mrope_interleaved": way}, sin.shape[-1])):
+            return way
+    raise ValueError(
+        f"the target's {module.__name__} deals frequencies to the axes as {found.tolist()}, expected mrope_section "
+        f"{rope(config)['mrope_section']} chunked or interleaved; such a model can't be a target yet"
+    )
+
+
 def _first(config: Any, *names: str) -> Any:
     """The first of these keys that the config has and that is not null."""
     return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
@@ -122,16 +151,22 @@ def _needed(config: Any, *names: str) -> Any:
 def tapped(model: PreTrainedModel, layers: list[int], keep: Callable[[int, Tensor], None]) -> Iterator[None]:
     """Inside the block, each decoder forward calls keep(k, stream) with the residual stream entering the k-th of `layers`.
 
-    Hooked where the block is entered, which is where SGLang and vLLM capture. So for Qwen3-VL what deepstack adds after
-    the blocks before it is in, as it is in `hidden_states[i]` of transformers: both add between two blocks.
+    That is taken where the block before is left, as `hidden_states[i]` of transformers and as SGLang 0.5.17 captures it.
+    Only deepstack tells the two apart: what Qwen3-VL adds to pictures' tokens between block i - 1 and block i is not in,
+    what it added before is.
     """
+    blocks = model.get_decoder().layers
 
-    def tap(k: int) -> Callable:
+    def entering(k: int) -> Callable:
         return lambda _module, args, kwargs: keep(k, args[0] if args else kwargs["hidden_states"])
 
-    blocks = model.get_decoder().layers
+    def leaving(k: int) -> Callable:
+        return lambda _module, _args, out: keep(k, out[0] if isinstance(out, tuple) else out)
+
     handles = [
-        blocks[i].register_forward_pre_hook(tap(k), with_kwargs=True) for k, i in enumerate(sorted(layers))
+        blocks[i - 1].register_forward_hook(leaving(k)) if i
+        else blocks[0].register_forward_pre_hook(entering(k), with_kwargs=True)
+        for k, i in enumerate(sorted(layers))
     ]  # fmt: skip
     try:
         yield
@@ -159,51 +194,136 @@ def hidden_states(model: PreTrainedModel, ids: Tensor, layers: list[int]) -> tup
     return torch.cat(caught, dim=-1), last
 
 
+# What a target that sees is given beside tokens
+
+
+class Pictures(Protocol):
+    """Of one document, in the order of its tokens (`pixels.Pixels`)."""
+
+    @property
+    def values(self) -> Tensor: ...  # [patches, D]
+
+    @property
+    def grid(self) -> Tensor: ...  # [images, 3] patches in time, height and width
+
+
+@dataclass(frozen=True)
+class View:
+    """What documents end to end hold beside their tokens, on the CPU."""
+
+    positions: Tensor  # [3, N] int64: rotary positions, each document's from 0
+    pictured: Tensor  # [N] bool: tokens that stand for a piece of a picture
+    values: Tensor | None  # [patches, D] of all pictures
+    grid: Tensor | None  # [images, 3]
+
+
+def sees(model: PreTrainedModel) -> bool:
+    """Whether this target is entered with pixels, and with positions on three axes."""
+    return hasattr(model.base_model, "get_rope_index")
+
+
+def look(
+    model: PreTrainedModel, names: Sequence[str], documents: Sequence[Tensor], pictures: Sequence[Pictures | None]
+) -> View:
+    """Documents, ids [T] on the CPU each, with the pictures of each -> what the target is given of them.
+
+    Positions are the target's own. Raises ValueError naming a document that has not one token for each embedding.
+    """
+    whole: Any = model.base_model
+    token, merge = model.config.image_token_id, model.config.vision_config.spatial_merge_size
+    positions, pictured = [], []
+    for name, ids, shown in zip(names, documents, pictures, strict=True):
+        pieces = ids == token
+        needed = 0 if shown is None else int(shown.grid.prod(-1).sum()) // merge**2
+        if int(pieces.sum()) != needed:
+            raise ValueError(
+                f"{name} has {int(pieces.sum())} tokens {token} for pictures' pieces, expected {needed} for its "
+                f"{0 if shown is None else len(shown.grid)} pictures; sample it again: dvc repro -f sample_target"
+            )
+        where, _ = whole.get_rope_index(
+            ids[None].long(), mm_token_type_ids=pieces[None].int(), image_grid_thw=None if shown is None else shown.grid
+        )
+        positions.append(where[:, 0])
+        pictured.append(pieces)
+    all_shown = [shown for shown in pictures if shown is not None]
+    return View(
+        torch.cat(positions, dim=1),
+        torch.cat(pictured),
+        torch.cat([shown.values for shown in all_shown]) if all_shown else None,
+        torch.cat([shown.grid for shown in all_shown]) if all_shown else None,
+    )
+
+
+def pixels(model: PreTrainedModel, view: View) -> dict[str, Tensor]:
+    """The view's pictures under the names by which the model takes them."""
+    if view.values is None or view.grid is None:
+        return {}
+    return {"pixel_values": to(view.values, model.device), "image_grid_thw": to(view.grid, model.device)}
+
+
+@contextmanager
+def entered(model: PreTrainedModel, keep: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+    """Inside the block, each forward of a target that sees calls keep(embeds [B, T, H], positions [B, T, 3]).
+
+    That is what its decoder is given: embeddings with pictures' in their place, and rotary positions.
+    """
+
+    def tap(_module: Any, _args: Any, kwargs: Any) -> None:
+        keep(kwargs["inputs_embeds"], kwargs["position_ids"][-3:].permute(1, 2, 0))  # a fourth is the text's, for masks
+
+    handle = model.get_decoder().register_forward_pre_hook(tap, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 # Documents end to end, without padding
 
 
 @torch.inference_mode()
-def forward_documents(model: PreTrainedModel, ids: Tensor, lengths: list[int], packed: bool) -> Tensor:
+def forward_documents(
+    model: PreTrainedModel, ids: Tensor, lengths: list[int], packed: bool, view: View | None = None
+) -> Tensor:
     """Documents end to end, ids [N] -> their last hidden states [N, H] after the final norm. No LM head, no cache.
 
     `packed`: as one row, attention kept inside each document (see `packs`); otherwise as rows padded to the longest,
     whose padding is dropped. Streams that are `tapped` have the same two layouts: `unpadded` makes [N, H] of either.
+    `view` is for a target that sees; without it these are texts.
     """
-    decoder = model.get_decoder()
-    if not packed:
-        rows = pad_sequence(list(ids.split(lengths)), batch_first=True)  # [B, T]
-        return unpadded(decoder(input_ids=rows, use_cache=False).last_hidden_state, lengths)
-    positions = torch.cat([torch.arange(length) for length in lengths])  # [N], each document from 0
-    borders = to(torch.tensor([0, *lengths]).cumsum(0).int(), ids.device)
+    if view is None and sees(model):
+        documents = ids.cpu().split(lengths)
+        view = look(model, [f"document {n}" for n in range(len(lengths))], documents, [None] * len(lengths))
+    rows = ids[None] if packed else pad_sequence(list(ids.split(lengths)), batch_first=True)  # [1, N] or [B, T]
+    given: dict[str, Tensor] = {} if view is None else pixels(model, view)
+    if packed:
+        places = torch.cat([torch.arange(length) for length in lengths])[None]  # [1, N], each document from 0
+        positions = places if view is None else torch.cat([places, view.positions])[:, None]  # [4, 1, N]
+        given["position_ids"] = to(positions, ids.device)
+    elif view is not None:
+        by_row = pad_sequence(list(view.positions.T.split(lengths)), batch_first=True)  # [B, T, 3]
+        given["position_ids"] = to(by_row.permute(2, 0, 1).contiguous(), ids.device)
+    whole = model.get_decoder() if view is None else model.base_model
+    with _apart(model, lengths) if packed else nullcontext():
+        return unpadded(whole(input_ids=rows, use_cache=False, **given).last_hidden_state, lengths)
+
+
+@contextmanager
+def _apart(model: PreTrainedModel, lengths: list[int]) -> Iterator[None]:
+    """Inside the block the decoder keeps documents of these lengths, in one row, apart; a vision tower is told nothing."""
+    borders = to(torch.tensor([0, *lengths]).cumsum(0).int(), model.device)
     longest = max(lengths)
-    with _attention(model, DOCUMENTS):
-        return decoder(
-            input_ids=ids[None],
-            position_ids=to(positions, ids.device)[None],
-            use_cache=False,
-            cu_seq_lens_q=borders,  # the names transformers hands down to every attention
-            cu_seq_lens_k=borders,
-            max_length_q=longest,
-            max_length_k=longest,
-        ).last_hidden_state[0]
-
-
-class Live:
-    """The hidden states of documents, made when they are wanted: what a trainer reads where none are stored."""
-
-    def __init__(self, model: PreTrainedModel, layers: list[int], compile_tokens: int | None = None):
-        """`compile_tokens`: compile the blocks, on so many tokens."""
-        self.model, self.layers, self.packed = model, layers, packs(model)
-        if compile_tokens and self.packed:
-            compile_blocks(model, compile_tokens)
-
-    def __call__(self, ids: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
-        """Documents end to end, ids [N] -> features [N, 3H] and last [N, H], that gradients may be taken beside."""
-        streams: dict[int, Tensor] = {}
-        with tapped(self.model, self.layers, lambda part, x: streams.update({part: unpadded(x, lengths)})):
-            last = forward_documents(self.model, ids, lengths, self.packed)
-        # Copies, since autograd may not keep what was made in inference mode.
-        return torch.cat([streams[part] for part in sorted(streams)], dim=-1), last.clone()
+    told = {  # the names transformers hands down to every attention
+        "cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": longest, "max_length_k": longest,
+    }  # fmt: skip
+    handle = model.get_decoder().register_forward_pre_hook(
+        lambda _module, args, kwargs: (args, {**kwargs, **told}), with_kwargs=True
+    )
+    try:
+        with _attention(model, DOCUMENTS):
+            yield
+    finally:
+        handle.remove()
 
 
 def to(tensor: Tensor, device: torch.device) -> Tensor:
@@ -219,8 +339,7 @@ def compile_blocks(model: PreTrainedModel, tokens: int) -> None:
     """
     for block in model.get_decoder().layers:
         block.forward = torch.compile(block.forward, dynamic=True)
-    ids = torch.arange(tokens, device=model.device) % model.get_input_embeddings().num_embeddings
-    half = tokens // 2
+    ids, half = _text(model, torch.arange(tokens)), tokens // 2
     forward_documents(model, ids, [half, tokens - half], packed=True)
 
 
@@ -237,8 +356,7 @@ def packs(model: PreTrainedModel) -> bool:
     Two short documents, each alone and both together. Most classes take our attention; one that carries state from
     token to token in another way (a linear attention), or has an attention of its own, shows here, and is padded.
     """
-    vocabulary = model.get_input_embeddings().num_embeddings
-    ids = (torch.arange(24, device=model.device) * 7919 + 11) % vocabulary
+    ids = _text(model, torch.arange(24) * 7919 + 11)
     try:
         together = forward_documents(model, ids, [11, 13], packed=True)
         alone = [forward_documents(model, document, [len(document)], packed=False) for document in ids.split([11, 13])]
@@ -249,6 +367,14 @@ def packs(model: PreTrainedModel) -> bool:
     # Halves round differently in every kernel, and a router may flip for a token; documents that see each other differ
     # in all tokens of the second, by far more.
     return bool(difference[11:].median() < (1e-3 if model.dtype == torch.float32 else 0.1))
+
+
+def _text(model: PreTrainedModel, numbers: Tensor) -> Tensor:
+    """Numbers [N] as token ids on the model's device, none of which stands for a picture."""
+    ids = numbers % model.get_input_embeddings().num_embeddings
+    if sees(model):
+        ids[ids == model.config.image_token_id] = 0
+    return ids.to(model.device)
 
 
 @contextmanager

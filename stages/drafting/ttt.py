@@ -26,6 +26,7 @@ Letters as in `draft`; T tokens of a pack, P supervised positions in it, L steps
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,10 +64,17 @@ class Pack:
     counts: list[int]  # L: positions that step k teaches
     chunks: list[tuple[int, int, int, int]]  # pairs from .. to, and the range of labels that they are taught
     lengths: list[int]  # of its rows
+    positions: Tensor | None = None  # [T, 3] rotary positions; this and what follows for targets that see
+    visual: Tensor | None = None  # [M, H] embeddings of pictures' pieces
+    piece: Tensor | None = None  # [T] int64: the piece that a token stands for, -1 for a text's
+    view: Any = None  # target.View: what a live target that sees is to be given
 
     @classmethod
     def of(cls, rows: Sequence[Any], steps: int, mask: str, pinned: bool = False) -> "Pack":
-        """From rows, each with ids [t], features [t, 3H], last [t, H] and mask [t]; in pinned memory, for a GPU."""
+        """From rows, each with ids [t], features [t, 3H], last [t, H] and mask [t]; in pinned memory, for a GPU.
+
+        Rows of a target that sees have positions [t, 3], pictured [t] and visual [m, H] too.
+        """
         lengths = torch.tensor([len(r.ids) for r in rows])
         row = torch.arange(len(rows)).repeat_interleave(lengths)
         place = torch.arange(len(row)) - (lengths.cumsum(0) - lengths)[row]
@@ -94,6 +102,7 @@ class Pack:
             counts=gates.sum(1).tolist(),
             chunks=[(a, b, int(pair_label[a]), int(pair_label[b - 1]) + 1) for a, b in cuts],
             lengths=lengths.tolist(),
+            **_seen(rows, pinned),
         )
 
     def to(self, device: torch.device | str) -> "Pack":
@@ -111,6 +120,23 @@ class Pack:
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
         return [(name, value) for name, value in vars(self).items() if isinstance(value, Tensor)]
+
+
+def _seen(rows: Sequence[Any], pinned: bool) -> dict[str, Tensor]:
+    """What rows of a target that sees add to a pack; nothing for text."""
+    if getattr(rows[0], "positions", None) is None:
+        return {}
+    pictured = torch.cat([r.pictured for r in rows])
+    return {
+        "positions": torch.cat([r.positions for r in rows]),
+        "visual": _end_to_end([r.visual for r in rows], pinned),
+        "piece": pieces(pictured),
+    }
+
+
+def pieces(pictured: Tensor) -> Tensor:
+    """pictured [T] bool -> the piece that each token stands for, -1 for a text's."""
+    return torch.where(pictured, pictured.cumsum(0) - 1, -1)
 
 
 def _end_to_end(parts: list[Tensor], pinned: bool) -> Tensor:
@@ -160,8 +186,9 @@ def forward(
         nothing = torch.stack([p.sum() * 0 for p in draft.parameters()]).sum()
         return Result(nothing, pack.features.new_zeros(steps), pack.ids.new_zeros(steps, 0).bool())
     features = draft.fuse(pack.features.to(dtype))  # [T, H]
-    following = nn.functional.pad(pack.ids, (0, steps + 1))
-    keys, values = _keys_values(draft, embedding[following[1 : len(pack.ids) + 1]], features, pack.place)
+    turning = draft.turning(pack.place, pack.positions)
+    embed = partial(_embeds, pack, nn.functional.pad(pack.ids, (0, steps + 1)), embedding)
+    keys, values = _keys_values(draft, embed(slice(1, len(pack.ids) + 1)), features, turning)
     visible = sight.of(pack, keys, values, draft.config.sliding_window)
     hidden = features.index_select(0, pack.asked)  # [P, H]
     own_keys: list[Tensor] = []
@@ -169,7 +196,7 @@ def forward(
     states: list[Tensor] = []
     for k, width in enumerate(pack.widths):
         asked, hidden = pack.asked[:width], hidden[:width]
-        embeds, positions = embedding[following[asked + 1 + k]], pack.place[asked] + k
+        embeds, positions = embed(asked + 1 + k), turning[asked] + k
         if k == 0:  # its own key is the prefix key of p
             query = _queries(draft, embeds, hidden, positions)
         else:
@@ -181,6 +208,15 @@ def forward(
     decay = objective.decay ** torch.arange(steps, device=head.device)
     weights = decay / (torch.tensor(pack.counts, device=head.device) if counts is None else counts).clamp(min=1)
     return Result(*heads.chunked(draft, states, pack, head, weights, objective.loss))
+
+
+def _embeds(pack: Pack, ids: Tensor, embedding: Tensor, tokens: slice | Tensor) -> Tensor:
+    """Embeddings [n, H] of the pack's tokens, by their index; ids [T + L + 1] has room past the last one."""
+    found = embedding[ids[tokens]]
+    if pack.visual is None or pack.piece is None or not len(pack.visual):
+        return found
+    piece = nn.functional.pad(pack.piece, (0, len(ids) - len(pack.piece)), value=-1)[tokens]  # [n]
+    return torch.where(piece[:, None] < 0, found, pack.visual[piece.clamp(min=0)].to(found.dtype))
 
 
 def chain_accepted(result: Result, pack: Pack) -> Tensor:

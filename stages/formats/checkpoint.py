@@ -78,13 +78,13 @@ def config_json(
     """config.json of a draft: `shape` has the sizes of `shapes`, rope is the target's rope_parameters.
 
     RoPE is written in both spellings: transformers 5 reads rope_parameters, SGLang and vLLM may read rope_theta and
-    rope_scaling. `options` are drafting's DraftConfig's, written where they are on, as engines read them; which engine
-    reads which: docs/drafts.md.
+    rope_scaling. With `mrope_section` there, and `mrope_interleaved` beside it, they give the draft the target's positions
+    on three axes; without, plain ones. `options` are drafting's DraftConfig's, written where they are on, as engines read
+    them; which engine reads which: docs/drafts.md.
     """
     on = {name: value for name, value in (options or {}).items() if value}
-    scaling = (
-        None if rope.get("rope_type", "default") == "default" else {k: v for k, v in rope.items() if k != "rope_theta"}
-    )
+    plain = rope.get("rope_type", "default") == "default" and "mrope_section" not in rope
+    scaling = None if plain else {k: v for k, v in rope.items() if k != "rope_theta"}
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",

@@ -39,9 +39,7 @@ SAMPLED = pl.Schema(
         "temperature": pl.Float32,
         "source_row": pl.Int32,
         "verdict": pl.String,
-        "images": pl.List(
-            pl.String
-        ),  # of the prompt, in their order; null where none. Each has its tokens in prompt_ids
+        "images": pl.List(pl.String),  # of the prompt, in their order, each with its tokens there; null where none
     }
 )
 
@@ -82,6 +80,16 @@ def read(path: Path, schema: pl.Schema, made_by: str, rows: int | None = None) -
             break
         tables.append(_read(file, schema, made_by, left))
     return pl.concat(tables)
+
+
+def images(path: Path, made_by: str) -> dict[str, list[str]]:
+    """Of a folder of SAMPLED shards, the pictures of each row that has some, by its id. Raises ValueError as `read` does."""
+    found: dict[str, list[str]] = {}
+    for file in _parts(path, made_by):
+        _read(file, SAMPLED, made_by, 0)
+        shown = pl.read_parquet(file, columns=["id", "images"]).filter(pl.col("images").list.len() > 0)
+        found |= dict(shown.iter_rows())
+    return found
 
 
 def batches(path: Path, schema: pl.Schema, made_by: str) -> Iterator[pl.DataFrame]:

@@ -1,10 +1,12 @@
 """Hidden states made elsewhere: our own folders, or SpecForge's records as safetensors.   docs/hiddens.md
 
-Both are found by what they are of: a row's token ids. Everything a row of ours must have is checked as it is read.
+Both are found by what they are of: a row's token ids, and its name too where it has pictures, which ids don't tell apart.
+Everything a row of ours must have is checked as it is read.
 
 - Ours: a folder with `index.parquet` and shards, or folders of them (train, eval, eval_t).
 - SpecForge's: one safetensors file a row, with `input_ids` [S], `hidden_state` [1, S, H] (after the final norm) and
-  `aux_hidden_state` [1, S, 3H]. As it writes them they are pickles, which run code when they are read: refused.
+  `aux_hidden_state` [1, S, 3H]. As it writes them they are pickles, which run code when they are read: refused. So are
+  they for a target that sees: they hold neither positions nor what stands in pictures' place.
 """
 
 import hashlib
@@ -43,7 +45,7 @@ def find(folder: Path, wanted: dict[str, Head], hidden_size: int) -> Given:
         raise ValueError(f"params.yaml: {KEY} is {folder}, expected a folder, found none; correct it")
     indexes = sorted(folder.rglob("index.parquet"))
     found = dict(_ours(indexes) if indexes else _records(folder))
-    of_ids = {_key(head.ids): name for name, head in wanted.items()}
+    of_ids = {_key_of(head): name for name, head in wanted.items()}
     if missing := sorted(name for key, name in of_ids.items() if key not in found):
         raise ValueError(
             f"{KEY}: {folder} has no hidden states of {len(missing)} of {len(of_ids)} rows of data/sampled, the first of them "
@@ -51,29 +53,37 @@ def find(folder: Path, wanted: dict[str, Head], hidden_size: int) -> Given:
         )
 
     def given(head: Head) -> Block:
-        where, block = found[_key(head.ids)]()
+        where, pictured, block = found[_key_of(head)]()
         _check(where, block, len(head.ids), hidden_size)
+        _check_seen(where, head, pictured, block)
         return block
 
     return given
 
 
-def _ours(indexes: list[Path]) -> Iterator[tuple[str, Callable[[], tuple[str, Block]]]]:
+Read = Callable[
+    [], tuple[str, Tensor | None, Block]
+]  # -> where a row lies, which of its tokens are pictures', the rest
+
+
+def _ours(indexes: list[Path]) -> Iterator[tuple[str, Read]]:
     for index in indexes:
         rows = hiddens.read_index(index.parent)
         for (name,), held in rows.group_by("shard", maintain_order=True):
             (ids,) = _tensors(index.parent / str(name), "ids")
-            for number, (offset, length) in enumerate(held.select("offset", "length").iter_rows()):
+            for number, entry in enumerate(held.iter_rows(named=True)):
 
-                def read(folder: Path = index.parent, row: Any = held[number : number + 1]) -> tuple[str, Block]:
-                    return f"{folder}: row {row['id'].item()}", next(hiddens.blocks(folder, row))[
-                        1
-                    ]  # checks its checksum
+                def read(
+                    folder: Path = index.parent, row: Any = held[number : number + 1]
+                ) -> tuple[str, Tensor | None, Block]:
+                    head, block = next(hiddens.blocks(folder, row))  # checks its checksum
+                    return f"{folder}: row {head.id}", head.pictured, block
 
-                yield _key(ids[offset : offset + length]), read
+                named = entry["id"] if entry.get("visual_length") else ""
+                yield _key(ids[entry["offset"] : entry["offset"] + entry["length"]], named), read
 
 
-def _records(folder: Path) -> Iterator[tuple[str, Callable[[], tuple[str, Block]]]]:
+def _records(folder: Path) -> Iterator[tuple[str, Read]]:
     paths = sorted(folder.rglob("*.safetensors"))
     if not paths:
         pickles = sum(1 for f in folder.rglob("*") if f.suffix in PICKLES)
@@ -85,9 +95,9 @@ def _records(folder: Path) -> Iterator[tuple[str, Callable[[], tuple[str, Block]
         )
     for path in paths:
 
-        def read(path: Path = path) -> tuple[str, Block]:
+        def read(path: Path = path) -> tuple[str, Tensor | None, Block]:
             tensors = _tensors(path, "aux_hidden_state", "hidden_state")
-            return str(path), Block(*(t.flatten(0, -2) for t in tensors))
+            return str(path), None, Block(*(t.flatten(0, -2) for t in tensors))
 
         yield _key(_tensors(path, "input_ids")[0].flatten()), read
 
@@ -119,5 +129,23 @@ def _check(where: str, block: Block, tokens: int, hidden_size: int) -> None:
         raise ValueError(f"{KEY}: {where} holds NaN or infinity, expected finite hidden states; make them anew")
 
 
-def _key(ids: Tensor) -> str:
-    return hashlib.sha256(ids.to(torch.int32).contiguous().numpy().tobytes()).hexdigest()
+def _check_seen(where: str, head: Head, pictured: Tensor | None, block: Block) -> None:
+    """What a target that sees has beside tokens is there, and is of the same tokens; of another target nothing is."""
+    if head.pictured is None and pictured is None:
+        return
+    if head.pictured is None or pictured is None or not torch.equal(head.pictured, pictured):
+        told = ["none" if p is None else f"{int(p.sum())} tokens of pictures" for p in (pictured, head.pictured)]
+        raise ValueError(
+            f"{KEY}: {where} has positions and embeddings of {told[0]}, expected {told[1]}; they are of another model, or of "
+            "a form that keeps none: extract them here"
+        )
+    if block.visual is not None and not bool(torch.isfinite(hiddens.decode(block.visual, block.visual_scale)).all()):
+        raise ValueError(f"{KEY}: {where} holds NaN or infinity, expected finite hidden states; make them anew")
+
+
+def _key_of(head: Head) -> str:
+    return _key(head.ids, head.id if head.pieces else "")
+
+
+def _key(ids: Tensor, name: str = "") -> str:
+    return hashlib.sha256(ids.to(torch.int32).contiguous().numpy().tobytes() + name.encode()).hexdigest()

@@ -43,6 +43,7 @@ class Manifest:
     eos_token_ids: list[int]
     lm_head_key: str | None = None  # the head's tensor, where it is not the one its name and the tie tell
     chat_template: str | None = None  # Jinja, in place of the tokenizer's own
+    image_token_id: int | None = None  # stands for a piece of a picture, where hidden states hold pictures
 
 
 def write(path: Path, manifest: Manifest) -> None:

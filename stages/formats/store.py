@@ -39,8 +39,4 @@ class Store:
             shard = self._shards[path.name] = self._shards.get(path.name) or hiddens.open_shard(path)
         head, block = hiddens.cut(path, entry, shard, known=number in self._known)
         self._known.add(number)
-        features, last = block.features, block.last
-        if block.features_scale is not None:
-            features = hiddens.decode(features, block.features_scale, dtype)
-            last = hiddens.decode(last, block.last_scale, dtype)
-        return hiddens.Row(**vars(head), features=features, last=last)
+        return hiddens.row_of(head, block, block.last.dtype if block.last_scale is None else dtype)

@@ -1,0 +1,33 @@
+"""Rotary positions on three axes, time, height and width: which of them turns which frequency.
+
+A target that sees gives a picture's tokens a place in the picture, and text the same place on all axes. Its frequencies
+are dealt to the axes by `mrope_section`, three counts that add up to E/2, in one of two ways:
+
+    chunked, Qwen2.5-VL     [2, 1, 1]  ->  t t h w       one section after the other
+    interleaved, Qwen3-VL   [2, 1, 1]  ->  t h w t       in turns, while a section lasts; what is left is time's
+
+Letters: E head width.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def axes(rope: dict[str, Any], head_dim: int) -> Tensor | None:
+    """The axis (0, 1, 2) of each frequency, [E/2] int64, by rope_parameters; None where there is one axis only."""
+    section = rope.get("mrope_section")
+    if section is None:
+        return None
+    if len(section) != 3 or sum(section) != head_dim // 2:
+        raise ValueError(
+            f"the target's mrope_section is {section}, expected three counts that add up to {head_dim // 2}, half of "
+            f"head_dim {head_dim}; correct rope_parameters in its config.json"
+        )
+    if not rope.get("mrope_interleaved", False):
+        return torch.arange(3).repeat_interleave(torch.tensor(section))
+    found = torch.zeros(head_dim // 2, dtype=torch.int64)
+    for axis in (1, 2):
+        found[axis : 3 * section[axis] : 3] = axis
+    return found

@@ -1,0 +1,220 @@
+"""The stages after sampling, on a tiny random target that sees: hidden states with pictures, and a draft trained on them."""
+
+import json
+import random
+from collections.abc import Iterator
+from contextlib import chdir
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoConfig
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from stages import benchmark, check_overfit, init_draft, prepare_target, replay_trees, train_draft
+from stages.drafting import target
+from stages.drafting.decode import Engine
+from stages.drafting.pixels import Eyes
+from stages.formats import conversations, hiddens, manifest
+from tests.conftest import ROOT, edit_params
+from tests.drafting.pictured import DOCUMENTS, TAPPED, TOKEN, alone, document
+from tests.drafting.test_target import H, saved
+from tests.test_extract_hiddens import files, refused, run, run_apart
+
+ROOM = 12
+SMALL: dict[str, Any] = {
+    "target": {"model": "tiny", "num_threads": 1},
+    "extract_hiddens": {"max_length": 100, "batch_tokens": 60, "shard_mib": 1},
+    "init_draft": {"draft_vocab_size": 60},
+    "check_overfit": {"steps": 60, "min_tau": 1.5},
+    "train_draft": {"ttt_steps": 3, "batch_tokens": 120, "checkpoints": {"e003": {"from": "e000", "epochs": 3}}},
+    "replay_trees": {"steps": [1, 3], "topk": [1, 2], "tokens": [4, 6]},
+    "benchmark": {
+        "workloads": {"eval": {"split": "eval", "prompts": 8, "warmup": 1, "max_new_tokens": ROOM}},
+        "checkpoints": ["e003"], "trees": ["t3_1_4", "t3_2_6"],
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project up to its sampled rows: answers of noise to train on, the target's own to evaluate."""
+    project = tmp_path_factory.mktemp("pictured")
+    (project / "params.yaml").write_text((ROOT / "params.yaml").read_text())
+    edit_params(project, SMALL)
+    saved(project / "tiny", "qwen3 vl", False)
+    sizes = {"shortest_edge": 64, "longest_edge": 64 * 64}
+    Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=sizes).save_pretrained(project / "tiny")
+    with chdir(project):
+        made = prepare_target.describe("tiny", None, AutoConfig.from_pretrained("tiny"), Path("tiny"), None)
+    for folder in ("artifacts/target", "data/sampled", "pictures", "results"):
+        (project / folder).mkdir(parents=True)
+    manifest.write(project / "artifacts/target", made)
+    model, eyes = target.load(str(project / "tiny"), None, "float32", "cpu"), Eyes(str(project / "tiny"), False)
+    rng = random.Random(0)
+    for split, count in {"train": 14, "eval": 8, "eval_t": 0}.items():
+        rows = [one_row(project, split, n, rng) for n in range(count)]
+        if split == "train":
+            # The same question about another picture; and an answer that names a picture there is none of.
+            rows += [{**rows[0], "id": "train.other", "images": [draw(project / "pictures/other.png", (2, 3), 99)]}]
+            rows += [{**rows[1], "id": "train.names", "answer_ids": [7, TOKEN, 8]}]
+        else:
+            for row in rows:
+                seen = eyes.see([str(project / path) for path in row["images"]]) if row["images"] else None
+                decoding = Engine(model, [5], TAPPED).plain(row["prompt_ids"], ROOM, seen)
+                row["answer_ids"] = [token for step in decoding for token in step.tokens]
+        table = pl.DataFrame(rows, schema=conversations.SAMPLED)
+        conversations.write(project / "data/sampled" / split / conversations.part(0), table, conversations.SAMPLED)
+    return project
+
+
+def one_row(project: Path, split: str, number: int, rng: random.Random) -> dict[str, Any]:
+    shape = DOCUMENTS[number % len(DOCUMENTS)]
+    ids, _ = document(shape, rng.randrange(10**6))
+    paths = [
+        draw(project / f"pictures/{split}-{number}-{i}.png", size, rng.randrange(10**6))
+        for i, size in enumerate(shape[0])
+    ]
+    return {
+        "id": f"{split}.{number}", "source_row": number, "verdict": "ok", "temperature": 0.0, "prompt_ids": ids.tolist(),
+        "answer_ids": [rng.randrange(7, 80) for _ in range(rng.randrange(5, 14))], "finish_reason": "stop",
+        "images": paths or None,
+    }  # fmt: skip
+
+
+def draw(path: Path, pieces: tuple[int, int], seed: int) -> str:
+    """A picture of noise, of so many rows and columns of pieces, 8 points each."""
+    noise = np.random.default_rng(seed).integers(0, 256, (8 * pieces[0], 8 * pieces[1], 3), dtype=np.uint8)
+    Image.fromarray(noise).save(path)
+    return f"pictures/{path.name}"
+
+
+@pytest.fixture(scope="module")
+def once(made: Path) -> dict[str, bytes]:
+    run(made)
+    return files(made)
+
+
+@pytest.fixture
+def project(made: Path, tmp_path: Path) -> Path:
+    for name in ("artifacts", "tiny", "pictures"):
+        (tmp_path / name).symlink_to(made / name)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/sampled").symlink_to(made / "data/sampled")
+    (tmp_path / "params.yaml").write_text((made / "params.yaml").read_text())
+    (tmp_path / "results").mkdir()
+    return tmp_path
+
+
+def sampled(project: Path, split: str) -> dict[str, dict[str, Any]]:
+    table = pl.read_parquet(project / f"data/sampled/{split}/*.parquet")
+    return {row["id"]: row for row in table.to_dicts()}
+
+
+def test_rows_are_those_of_transformers_alone(made: Path, once: dict[str, bytes]) -> None:
+    model, eyes = target.load(str(made / "tiny"), None, "float32", "cpu"), Eyes(str(made / "tiny"), False)
+    for split in ("train", "eval"):
+        asked = sampled(made, split)
+        rows = list(hiddens.read(made / "data/hiddens" / split))
+        assert sorted(r.id for r in rows) == sorted(set(asked) - {"train.names"})
+        for row in rows:
+            one = asked[row.id]
+            assert row.ids.tolist() == one["prompt_ids"] + one["answer_ids"]
+            seen = eyes.see([str(made / path) for path in one["images"]]) if one["images"] else None
+            expected = alone(model, row.ids.long(), seen)
+            torch.testing.assert_close(row.features, expected["features"], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(row.last, expected["last"], rtol=1e-5, atol=1e-5)
+            assert row.pictured is not None and torch.equal(row.pictured, row.ids == TOKEN)
+            assert row.visual is not None
+            torch.testing.assert_close(row.visual, expected["embeds"][row.pictured], rtol=1e-5, atol=1e-5)
+            assert row.positions is not None and int(row.positions.max()) < len(row.ids)
+    report = json.loads((made / "results/hiddens_report.json").read_text())
+    assert report["dropped"] == {"longer than max_length": 0, "a picture's token in the answer": 1}
+    assert report["rows_in"] == 24 and report["rows_out"] == 23
+    size = sum(len(data) for name, data in once.items() if name.endswith(".safetensors"))
+    pieces = sum(
+        int((r.ids == TOKEN).sum()) for s in ("train", "eval") for r in hiddens.read(made / "data/hiddens" / s)
+    )
+    by_hand = report["tokens"] * (4 * H * 4 + 4 + 12 + 2 / 8) + pieces * H * 4
+    assert report["bytes"] == pytest.approx(by_hand, abs=1) and size == pytest.approx(by_hand, abs=2 * 1000)
+
+
+def test_two_processes_make_the_same_bytes(project: Path, once: dict[str, bytes]) -> None:
+    run_apart(project, processes=2)
+    assert files(project) == once
+
+
+@pytest.mark.parametrize("dtype", ["float32", "fp8"])
+def test_our_own_folder_is_imported(project: Path, made: Path, once: dict[str, bytes], dtype: str) -> None:
+    """To the bit, pictures and all, also of two rows whose tokens are alike; rounded as extraction itself rounds."""
+    run(project, dtype=dtype, **{"import": str(made / "data/hiddens")})
+    imported = files(project)
+    run(project, dtype=dtype, **{"import": None})
+    assert files(project) == imported
+    assert (imported == once) == (dtype == "float32")
+
+
+def test_a_text_targets_hidden_states_are_not_taken_for_pictures(
+    project: Path, made: Path, once: dict[str, bytes], tmp_path: Path
+) -> None:
+    for split in ("train", "eval"):
+        rows = [
+            hiddens.Row(r.id, r.ids, r.mask, r.features, r.last, r.prompt_length, r.finish_reason)
+            for r in hiddens.read(made / "data/hiddens" / split)
+            if r.visual is not None and not len(r.visual)
+        ]
+        (tmp_path / "given" / split).mkdir(parents=True)
+        hiddens.write(tmp_path / "given" / split, rows, torch.float32, 10**9)
+    assert "has no hidden states of" in refused(project, **{"import": str(tmp_path / "given")})
+    texts = pl.col("images").is_null()
+    (project / "data/sampled").unlink()
+    for split in ("train", "eval", "eval_t"):
+        table = pl.read_parquet(made / f"data/sampled/{split}/*.parquet").filter(texts)
+        conversations.write(project / "data/sampled" / split / conversations.part(0), table, conversations.SAMPLED)
+    said = refused(project, **{"import": str(tmp_path / "given")})
+    assert "has positions and embeddings of none, expected 0 tokens of pictures" in said
+
+
+def test_a_target_that_sees_none_refuses_pictures(project: Path) -> None:
+    found = json.loads((project / "artifacts/target/target.json").read_text())
+    (project / "artifacts").unlink()
+    (project / "artifacts/target").mkdir(parents=True)
+    (project / "artifacts/target/target.json").write_text(json.dumps({**found, "image_token_id": None}))
+    assert "pictures, expected none for this target" in refused(project)
+
+
+def test_a_draft_is_trained_replayed_and_decoded(made: Path, once: dict[str, bytes]) -> None:
+    """Every stage to the benchmark; what it decodes live is, prompt by prompt, what replay says, and what the target says."""
+    with chdir(made):
+        init_draft.main()
+        config = json.loads((made / "drafts/e000/draft/config.json").read_text())
+        assert config["rope_scaling"] == {
+            "rope_type": "default",
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        }
+        check_overfit.main()
+        train_draft.main("e003")
+        replay_trees.main("e003")
+        replayed = pl.read_csv("results/replay/e003.csv")
+        for tree, (steps, topk, tokens) in {"t3_1_4": (3, 1, 4), "t3_2_6": (3, 2, 6)}.items():
+            benchmark.main("eval", "e003", tree)
+            cell = json.loads(Path(f"results/cells/eval-e003-{tree}.json").read_text())
+            assert cell["metrics"]["identical_share"] == 1.0
+            (known,) = replayed.filter(steps=steps, topk=topk, tokens=tokens).to_dicts()
+            assert known["accepted"] == sum(r["accepted"] for r in cell["prompts"])
+            assert known["cycles"] == sum(r["cycles"] for r in cell["prompts"])
+    log = json.loads((made / "results/train/e003.json").read_text())["epochs"]
+    assert log[-1]["loss"] < log[0]["loss"]
