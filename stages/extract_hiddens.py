@@ -90,7 +90,8 @@ def main() -> None:
     work = [w for s in SPLITS for w in _plan(s, kept[s], sizes[s], e.shard_mib << 20, place / s)]
     todo = [w for w in work if not w.done()]
     if rank == 0:
-        _preflight(work, todo)
+        _tell(work)
+        _preflight(_bytes(todo))
         if len(todo) < len(work):
             print(f"resumed: {len(work) - len(todo)} of {len(work)} shards were done before")
     mine = [w for i, w in enumerate(work) if i % world == rank and not w.done()]
@@ -213,16 +214,19 @@ def _plan(split: str, table: pl.DataFrame, size: Size, shard_bytes: int, folder:
     return [Work(split, number, rows[span.start : span.stop], folder, size) for number, span in enumerate(spans)]
 
 
-def _preflight(work: list[Work], todo: list[Work]) -> None:
-    """Raises ValueError where the hidden states that are not there yet, 5% to spare, would not fit the disk."""
-    HIDDENS.mkdir(parents=True, exist_ok=True)
-    needed, free = _bytes(todo), shutil.disk_usage(HIDDENS).free
+def _tell(work: list[Work]) -> None:
     for size in dict.fromkeys(w.size for w in work):
         alike = [w for w in work if w.size == size]
         tokens, pieces = sum(_tokens(w.rows) for w in alike), sum(sum(size.pieces(w.rows)) for w in alike)
         pictures = f" + {pieces} pieces of pictures x {size.piece_bytes} bytes" if pieces else ""
         print(f"{tokens} tokens x {size.token_bytes:.0f} bytes{pictures} = {_bytes(alike) / 2**30:.2f} GiB")
-    print(f"{needed / 2**30:.2f} GiB of them to write; {free / 2**30:.1f} GiB are free")
+
+
+def _preflight(needed: int) -> None:
+    """Raises ValueError where so many bytes, 5% to spare, would not fit the disk."""
+    HIDDENS.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(HIDDENS).free
+    print(f"{needed / 2**30:.2f} GiB of them are to be written; {free / 2**30:.1f} GiB are free")
     if needed * 1.05 > free:
         raise ValueError(
             f"extract_hiddens needs {needed * 1.05 / 2**30:.1f} GiB in {HIDDENS}, {free / 2**30:.1f} GiB are free; set "

@@ -12,6 +12,7 @@ import polars as pl
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from transformers import AutoConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -32,7 +33,7 @@ SMALL: dict[str, Any] = {
     "init_draft": {"draft_vocab_size": 60},
     "check_overfit": {"steps": 60, "min_tau": 1.5},
     "train_draft": {"ttt_steps": 3, "batch_tokens": 120, "checkpoints": {"e003": {"from": "e000", "epochs": 3}}},
-    "replay_trees": {"steps": [1, 3], "topk": [1, 2], "tokens": [4, 6]},
+    "replay_trees": {"checkpoints": ["e003"], "steps": [1, 3], "topk": [1, 2], "tokens": [4, 6]},
     "benchmark": {
         "workloads": {"eval": {"split": "eval", "prompts": 8, "warmup": 1, "max_new_tokens": ROOM}},
         "checkpoints": ["e003"], "trees": ["t3_1_4", "t3_2_6"],
@@ -218,3 +219,22 @@ def test_a_draft_is_trained_replayed_and_decoded(made: Path, once: dict[str, byt
             assert known["cycles"] == sum(r["cycles"] for r in cell["prompts"])
     log = json.loads((made / "results/train/e003.json").read_text())["epochs"]
     assert log[-1]["loss"] < log[0]["loss"]
+
+
+def test_online_the_trainer_shows_the_pictures_itself(project: Path, made: Path, once: dict[str, bytes]) -> None:
+    """Nothing of training rows is stored but tokens, and the draft learns the same, but for how sums round."""
+    with chdir(made):
+        init_draft.main()
+        check_overfit.main()
+        train_draft.main("e003")
+    learned = load_file(made / "drafts/e003/draft/model.safetensors")
+    tau = json.loads((made / "results/overfit_report.json").read_text())["tau"]
+    run(project, online=True)
+    assert not any(row.features.shape[1] for row in hiddens.read(project / "data/hiddens/train"))
+    with chdir(project):
+        init_draft.main()
+        check_overfit.main()
+        train_draft.main("e003")
+    assert json.loads((project / "results/overfit_report.json").read_text())["tau"] == pytest.approx(tau, rel=0.1)
+    for name, tensor in load_file(project / "drafts/e003/draft/model.safetensors").items():
+        assert (tensor.float() - learned[name].float()).norm() <= 1e-3 * learned[name].float().norm(), name
