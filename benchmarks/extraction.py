@@ -53,7 +53,7 @@ def main() -> None:
     alone = forward_rate(model, args.batch_tokens, args.profile and rank == 0) if packed else None
     for name in args.dtype:
         dtype = hiddens.DTYPES[name]
-        token_bytes = hiddens.row_bytes(H, dtype)
+        size = stage.Size(H, dtype, None, hiddens.row_bytes(H, dtype), 0)
         folder = Path(tempfile.gettempdir()) / f"aerie-extraction-{name}"
         seconds = []
         for tokens in (4 * args.batch_tokens * world, args.tokens):  # the first warms up
@@ -61,12 +61,12 @@ def main() -> None:
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir()
             table = rows(tokens, args.real)
-            work = stage._plan("train", table, token_bytes, args.shard_mib << 20, folder)
+            work = stage._plan("train", table, size, args.shard_mib << 20, folder)
             if world > 1:
                 torch.distributed.barrier()
             torch.cuda.synchronize()
             started = time.perf_counter()
-            stage._extract(work[rank::world], source, H, dtype, show=False)
+            stage._extract(work[rank::world], source, size, show=False)
             torch.cuda.synchronize()
             if world > 1:
                 torch.distributed.barrier()
@@ -80,7 +80,7 @@ def main() -> None:
             "gpus": world, "device": torch.cuda.get_device_name(), "torch": torch.__version__, "dtype": name,
             "compile": args.compile, "packed": packed, "real": args.real, "tokens": count, "shards": len(work),
             "tokens_per_s": round(rate), "gb_per_s": round(written / 1e9 / seconds[-1], 2),
-            "bytes_per_token": round(written / count, 2), "formula": token_bytes,
+            "bytes_per_token": round(written / count, 2), "formula": size.token_bytes,
         }  # fmt: skip
         if not args.real and alone:
             found |= {"mfu": mfu(rate / world), "forward_alone_tokens_per_s": round(alone), "its_mfu": mfu(alone)}
@@ -131,7 +131,7 @@ def rows(tokens: int, real: bool) -> pl.DataFrame:
     return pl.DataFrame(
         [
             {"id": f"{i:06d}", "prompt_ids": ids[: len(ids) // 2], "answer_ids": ids[len(ids) // 2 :],
-             "finish_reason": "stop", "temperature": 0.0, "source_row": i, "verdict": "clean"}
+             "finish_reason": "stop", "temperature": 0.0, "source_row": i, "verdict": "clean", "images": None}
             for i, ids in enumerate(made)
         ],
         schema=conversations.SAMPLED,
