@@ -487,12 +487,13 @@ def test_a_real_server_that_is_killed_is_started_again(project: Path) -> None:
     use(project, "server", {"launch": "transformers"}, train_rows=60, max_new_tokens=8)
     sample_target.main()
     whole = result(project)
-    killed = []
+    killed: list[int] = []
+    over = threading.Event()
 
     def kill() -> None:
-        while not killed:
-            time.sleep(0.05)
-            if sum(f.stat().st_size for f in Path(".scratch").glob("sample_target-*/train/journals/*")) > 3000:
+        """Some shards are there, and most are not."""
+        while not killed and not over.wait(0.01):
+            if len(list(Path(".scratch").glob("sample_target-*/train/parts/*.parquet"))) > 2:
                 for child in psutil.Process().children(recursive=True):
                     if "transformers.cli.transformers" in " ".join(child.cmdline()[:3]):
                         child.kill()
@@ -501,7 +502,9 @@ def test_a_real_server_that_is_killed_is_started_again(project: Path) -> None:
     killer = threading.Thread(target=kill)
     killer.start()
     sample_target.main()
+    over.set()
     killer.join()
+    assert killed, "it was over before"
     assert report(project)["server_restarts"] == 1
     assert_same(result(project), whole)
 
