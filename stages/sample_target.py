@@ -358,13 +358,8 @@ class Reach:
 def _reach(work: Work, stack: contextlib.ExitStack, place: Path) -> Reach:
     s, t = work.p.sample_target.server, work.p.target
     if s.launch is None:
-        return Reach(
-            client.expand(s.base_urls),
-            s.model or t.model,
-            None,
-            lambda: None,
-            session.api_key(s.api_key_env, "sample_target.server"),
-        )
+        secret = session.api_key(s.api_key_env, client.SECTION)
+        return Reach(client.expand(s.base_urls), s.model or t.model, None, lambda: None, secret)
     folder, port = str(work.folder), server.free_port()
     line = server.command(s.launch, folder, port, t.dtype, t.device, t.trust_remote_code) + s.launch_args
     log = place.parent / f"{s.launch}_server.log"  # outlives the run: it is what one looks at when it failed

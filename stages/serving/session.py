@@ -87,7 +87,9 @@ class Session:
             await self._http.close()
 
     @asynccontextmanager
-    async def exchange(self, url: str, method: str, path: str, **more: Any) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def exchange(
+        self, url: str, method: str, path: str, within_s: float | None = None, **more: Any
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A response whose body is still to be read, inside. Redirects are not followed: they'd carry the key elsewhere.
 
         Raises:
@@ -97,7 +99,9 @@ class Session:
         if url not in self._proxies:
             self._proxies[url] = proxy_of(url)
         proxy = self._proxies[url]
-        with self._failures():
+        if within_s is not None:
+            more["timeout"] = aiohttp.ClientTimeout(within_s)
+        with _failures(within_s or self.timeout_s):
             async with self._http.request(method, url + path, proxy=proxy, allow_redirects=False, **more) as response:
                 yield response
 
@@ -105,17 +109,6 @@ class Session:
         """One exchange, bounded from asking to the last byte."""
         async with self.exchange(url, method, path, **more) as response:
             return await read(response)
-
-    @contextmanager
-    def _failures(self) -> Iterator[None]:
-        try:
-            yield
-        except aiohttp.ConnectionTimeoutError:
-            raise Failed("timeout", "no connection in time") from None
-        except TimeoutError:
-            raise Failed("timeout", f"no whole answer within {self.timeout_s:g} s") from None
-        except aiohttp.ClientError as error:  # refused, reset, closed in the middle
-            raise Failed("connection", f"{type(error).__name__} {error}".strip()) from None
 
     def check(self, url: str, reply: Reply) -> None:
         """Nothing where the status is 200.
@@ -141,8 +134,8 @@ class Session:
     async def engine_of(self, url: str) -> str:
         """transformers, sglang, vllm, or openai for any other. Raises ValueError where it serves another model."""
         served: list[dict[str, Any]] = []
-        briefly = aiohttp.ClientTimeout(min(10.0, self.timeout_s))
-        reply = await self.send(url, "GET", "/v1/models", timeout=briefly)
+        briefly = min(10.0, self.timeout_s)
+        reply = await self.send(url, "GET", "/v1/models", within_s=briefly)
         if reply.status in (401, 403):
             raise ValueError(f"{url} answered HTTP {reply.status} for its models; is {self.section}.api_key_env right?")
         try:
@@ -150,7 +143,7 @@ class Session:
                 served = [m for m in json.loads(reply.body)["data"] if isinstance(m, dict)]
             engine = next((m["owned_by"] for m in served if m.get("owned_by") in ("sglang", "vllm")), "openai")
             if engine == "openai":
-                spec = await self.send(url, "GET", "/openapi.json", timeout=briefly)
+                spec = await self.send(url, "GET", "/openapi.json", within_s=briefly)
                 known = json.loads(spec.body)["paths"] if spec.status == 200 else {}
                 if {"/load_model", "/v1/chat/completions"} <= set(known):
                     return "transformers"  # it lists what lies in its cache, whatever it serves
@@ -167,3 +160,15 @@ class Session:
 
 async def read(response: aiohttp.ClientResponse) -> Reply:
     return Reply(response.status, response.headers.get("Retry-After", ""), await response.read())
+
+
+@contextmanager
+def _failures(within_s: float) -> Iterator[None]:
+    try:
+        yield
+    except aiohttp.ConnectionTimeoutError:
+        raise Failed("timeout", "no connection in time") from None
+    except TimeoutError:
+        raise Failed("timeout", f"no whole answer within {within_s:g} s") from None
+    except aiohttp.ClientError as error:  # refused, reset, closed in the middle
+        raise Failed("connection", f"{type(error).__name__} {error}".strip()) from None
