@@ -61,10 +61,13 @@ class Record:
         return [gap / tokens for gap, (_, tokens) in gaps for _ in range(tokens)]
 
 
-def summary(records: list[Record], begun: float) -> dict[str, Any]:
-    """Of N >= 1 records. A distribution of nothing is None, not 0: no request answered is not an answer at once."""
+def summary(records: list[Record]) -> dict[str, Any]:
+    """Of N >= 1 records, from when the first was due to when the last ended.
+
+    A distribution of nothing is None, not 0: no request answered is not an answer at once.
+    """
     done = [r for r in records if not r.failed]
-    duration_s = max(r.ended for r in records) - begun
+    duration_s = max(r.ended for r in records) - min(r.due for r in records)
     given, taken = sum(r.input_tokens for r in done), sum(r.output_tokens for r in done)
     return {
         "requests": len(records),

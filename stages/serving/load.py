@@ -60,7 +60,6 @@ class Arrivals:
 @dataclass
 class Load:
     engine: str
-    begun: float  # of the clock of the records
     records: list[Record]  # one for each request, in their order
     most_at_once: int
     warmup_failed: dict[str, int]  # by reason
@@ -81,7 +80,7 @@ async def run(
     engine: str | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> Load:
-    """All of `asks`, sent to the server at `url` (without /v1), after `warmup`, which counts nowhere.
+    """All of `asks`, one or more, sent to the server at `url` (without /v1), after `warmup`, which counts nowhere.
 
     A request may take `deadline_s` from being sent to its last byte. `check` looks after the server when a connection
     fails, and may raise ValueError; `section` is the one of params.yaml that messages point to.
@@ -104,10 +103,9 @@ async def run(
         before = await _counters(http, url) if engine == "vllm" else None
         generator.most_at_once = 0
         generator.uncounted.clear()
-        begun = time.perf_counter()
         records = await generator.send(asks, arrivals)
         after = await _counters(http, url) if engine == "vllm" else None
-        found = Load(engine, begun, records, generator.most_at_once, _by_reason(failed), generator.uncounted, None, {})
+        found = Load(engine, records, generator.most_at_once, _by_reason(failed), generator.uncounted, None, {})
         if before and after:
             _add_counters(found, before, after)
         elif before or after:

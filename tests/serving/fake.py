@@ -64,6 +64,7 @@ class Fake:
         self.location = ""
         self.pages: dict[str, Any] = {}  # path -> what a GET or POST of it gives: a value, bytes, or what makes one
         self.arrived: list[float] = []  # of each request for an answer, by the machine's clock
+        self.streams: list[list[float]] = []  # when each chunk of each stream was sent
         self.given_up = 0  # streams whose client went away
         self.delay_of: Callable[[dict[str, Any]], float] = delay_s if callable(delay_s) else lambda _: delay_s
         self.paths: list[str] = []
@@ -151,7 +152,8 @@ class Fake:
     async def _stream(
         self, path: str, said: Streamed, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> bool:
-        begun = time.perf_counter()
+        begun, sent = time.perf_counter(), []
+        self.streams.append(sent)
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
         say = self._native if path == "/generate" else self._openai
         if path == "/v1/chat/completions":
@@ -164,6 +166,7 @@ class Fake:
             if reader.at_eof():  # a writer learns it only some writes later
                 raise ConnectionResetError
             done += tokens
+            sent.append(time.perf_counter())
             self._event(writer, say(path, said, done - tokens, done, done == total and not said.wrong))
         if said.wrong:
             return await self._break(said.wrong, writer)
@@ -252,6 +255,7 @@ def main(port: int, seconds: float, how: str) -> None:
 
     delay = (lambda body: spread(seconds, body["seed"])) if how == "spread" else seconds
     fake = Fake(answer, delay, port)
+    fake.pages = {"/flush_cache": b"", "/server_info": {}}
     loop = asyncio.new_event_loop()
     loop.run_until_complete(fake._listen())
     loop.run_forever()
