@@ -197,6 +197,13 @@ def test_a_warm_up_that_fails_whole_stops_it() -> None:
         run(fake.url, asks(5, [1]), engine="sglang")
 
 
+def test_a_server_may_come_to_rest_for_longer_than_a_request_may_take() -> None:
+    with sglang(Fake(lambda *_: Streamed([(0.02, 1)]))) as fake:
+        fake.pages["/flush_cache"] = lambda: time.sleep(0.8) or b""
+        found = run(fake.url, asks(1, [1]), deadline_s=0.4, engine="sglang")
+    assert found.records[0].failed is None
+
+
 def test_sglangs_histogram_becomes_our_counts() -> None:
     """9 tokens: the prefill's, cycles of 3, 1 and 4, of which a bonus is cut: so the last accepted 4."""
     said = {
@@ -226,6 +233,9 @@ def test_figures_that_do_not_add_up_are_told_and_cost_no_answer() -> None:
         found = run(fake.url, asks(1, [1]), engine="sglang")
     assert found.records[0].failed is None and found.records[0].counts is None
     assert len(found.uncounted) == 1 and found.uncounted[0].startswith("0: the engine's figures don't add up")
+    with sglang(Fake(lambda *_: Streamed(SCHEDULE, finish="abort", meta={"spec_accept_histogram": [9, 9]}))) as fake:
+        found = run(fake.url, asks(1, [1]), engine="sglang")
+    assert found.records[0].failed == "aborted" and not found.uncounted  # half an answer needn't add up
 
 
 def counters(drafts: int, accepted: int, reached: list[int]) -> bytes:
