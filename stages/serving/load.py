@@ -37,10 +37,9 @@ class Ask:
     prompt: list[int] | list[dict[str, Any]]  # token ids, or messages
     max_tokens: int
     temperature: float
+    top_p: float
     ignore_eos: bool  # answers of max_tokens, whatever they say
-    more: dict[str, Any] = field(
-        default_factory=dict
-    )  # fields of the body that only this engine has, such as image_data
+    more: dict[str, Any] = field(default_factory=dict)  # of the body, what only this engine knows: image_data
 
 
 @dataclass(frozen=True)
@@ -93,16 +92,14 @@ async def run(
             engine = engine or await http.engine_of(url)
         except session.Failed as error:
             raise ValueError(f"{url} can't be asked: {error}; is it running? Correct {section}.base_urls") from None
-        generator = Generator(http, url, engine, check)
-        warmed = await generator.send(warmup, Arrivals(math.inf, arrivals.concurrency, 0))
+        warmed = await Generator(http, url, engine, check).send(warmup, Arrivals(math.inf, arrivals.concurrency, 0))
         failed = [r for r in warmed if r.failed]
         if failed and len(failed) == len(warmed):
             raise ValueError(f"{url} failed all {len(failed)} requests of the warm-up, the first: {failed[0].why}")
         if engine == "sglang":
             await _flush(http, url)
         before = await _counters(http, url) if engine == "vllm" else None
-        generator.most_at_once = 0
-        generator.uncounted.clear()
+        generator = Generator(http, url, engine, check)
         records = await generator.send(asks, arrivals)
         after = await _counters(http, url) if engine == "vllm" else None
         found = Load(engine, records, generator.most_at_once, _by_reason(failed), generator.uncounted, None, {})
@@ -191,7 +188,9 @@ def request(ask: Ask, engine: str, model: str) -> tuple[str, bytes]:
     """
     ids = bool(ask.prompt) and isinstance(ask.prompt[0], int)
     if ids and engine == "sglang":
-        sampling = {"max_new_tokens": ask.max_tokens, "temperature": ask.temperature, "ignore_eos": ask.ignore_eos}
+        sampling = {
+            "max_new_tokens": ask.max_tokens, "temperature": ask.temperature, "top_p": ask.top_p, "ignore_eos": ask.ignore_eos,
+        }  # fmt: skip
         body = {"input_ids": ask.prompt, "sampling_params": sampling, "stream": True, **ask.more}
         return "/generate", orjson.dumps(body)
     own: dict[str, Any] = {"ignore_eos": ask.ignore_eos}
@@ -211,6 +210,7 @@ def request(ask: Ask, engine: str, model: str) -> tuple[str, bytes]:
         "prompt" if ids else "messages": ask.prompt,
         "max_tokens": ask.max_tokens,
         "temperature": ask.temperature,
+        "top_p": ask.top_p,
         "stream": True,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         **own,

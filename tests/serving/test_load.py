@@ -27,7 +27,7 @@ LATE_S = 0.06  # a busy machine's
 
 def asks(count: int, prompt: Any = None, **changes: Any) -> list[Ask]:
     known = {"prompt": [{"role": "user", "content": "hello"}] if prompt is None else prompt}
-    known |= {"max_tokens": 8, "temperature": 0.0, "ignore_eos": False} | changes
+    known |= {"max_tokens": 8, "temperature": 0.0, "top_p": 1.0, "ignore_eos": False} | changes
     return [Ask(id=str(number), **known) for number in range(count)]
 
 
@@ -280,7 +280,7 @@ def test_requests_in_each_dialect() -> None:
 
     (ids,) = asks(1, [1, 2], ignore_eos=True, max_tokens=5, more={"image_data": ["x"]})
     assert body(ids, "sglang") == ("/generate", {
-        "input_ids": [1, 2], "sampling_params": {"max_new_tokens": 5, "temperature": 0.0, "ignore_eos": True},
+        "input_ids": [1, 2], "sampling_params": {"max_new_tokens": 5, "temperature": 0.0, "top_p": 1.0, "ignore_eos": True},
         "stream": True, "image_data": ["x"],
     })  # fmt: skip
     path, said = body(ids, "vllm")
@@ -319,7 +319,7 @@ def test_ctrl_c_ends_it_at_once_without_complaints() -> None:
     program = (
         "import asyncio, math, sys\n"
         "from stages.serving import load\n"
-        "ask = load.Ask('0', [{'role': 'user', 'content': 'x'}], 8, 0.0, False)\n"
+        "ask = load.Ask('0', [{'role': 'user', 'content': 'x'}], 8, 0.0, 1.0, False)\n"
         "print('ready', flush=True)\n"
         "asyncio.run(load.run(sys.argv[1], 'tiny', [ask] * 9, load.Arrivals(math.inf, 3, 0), 60.0, [], 's', engine='openai'))"
     )
@@ -341,7 +341,7 @@ def test_ctrl_c_ends_it_at_once_without_complaints() -> None:
 def test_records_come_in_the_order_of_the_asks() -> None:
     with Fake(lambda body, _: Streamed([(0.001 * body["seed"], 1)])) as fake:
         wanted = [
-            Ask(str(n), [{"role": "user", "content": "x"}], 8, 0.0, False, {"seed": 50 - 10 * n}) for n in range(5)
+            Ask(str(n), [{"role": "user", "content": "x"}], 8, 0.0, 1.0, False, {"seed": 50 - 10 * n}) for n in range(5)
         ]
         found = run(fake.url, wanted)
     assert [r.id for r in found.records] == ["0", "1", "2", "3", "4"]
