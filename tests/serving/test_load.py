@@ -295,20 +295,28 @@ def test_requests_in_each_dialect() -> None:
 
 
 def test_a_load_that_is_cancelled_leaves_nothing_behind() -> None:
-    async def cancelled(url: str) -> int:
+    async def cancelled(fake: Fake) -> int:
         task = asyncio.create_task(
             load.run(
-                url, "tiny", asks(20), Arrivals(math.inf, 5, 0), 60.0, [], "benchmark_served.server", engine="openai"
+                fake.url,
+                "tiny",
+                asks(20),
+                Arrivals(math.inf, 5, 0),
+                60.0,
+                [],
+                "benchmark_served.server",
+                engine="openai",
             )
         )
-        await asyncio.sleep(0.3)
+        while len(fake.streams) < 5:
+            await asyncio.sleep(0.02)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         return len(asyncio.all_tasks()) - 1
 
     with Fake(lambda *_: Streamed([(0.05 * i, 1) for i in range(200)])) as fake:
-        assert asyncio.run(cancelled(fake.url)) == 0
+        assert asyncio.run(cancelled(fake)) == 0
         until = time.monotonic() + 5
         while fake.given_up < 5 and time.monotonic() < until:
             time.sleep(0.02)
