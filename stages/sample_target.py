@@ -33,7 +33,7 @@ from stages.formats import atomic, conversations, manifest, questions, scratch
 from stages.formats.journal import key
 from stages.formats.questions import Question
 from stages.formats.shards import Shards
-from stages.serving import client, server
+from stages.serving import client, server, session
 
 FIXED, SAMPLED, REPORT = Path("data/fixed"), Path("data/sampled"), Path("results/sample_report.json")
 WAY = {"base_urls", "start_timeout_s", "concurrency", "timeout_s", "attempts", "api_key_env"}  # moves no answer
@@ -358,7 +358,8 @@ class Reach:
 def _reach(work: Work, stack: contextlib.ExitStack, place: Path) -> Reach:
     s, t = work.p.sample_target.server, work.p.target
     if s.launch is None:
-        return Reach(client.expand(s.base_urls), s.model or t.model, None, lambda: None, client.api_key(s.api_key_env))
+        secret = session.api_key(s.api_key_env, client.SECTION)
+        return Reach(client.expand(s.base_urls), s.model or t.model, None, lambda: None, secret)
     folder, port = str(work.folder), server.free_port()
     line = server.command(s.launch, folder, port, t.dtype, t.device, t.trust_remote_code) + s.launch_args
     log = place.parent / f"{s.launch}_server.log"  # outlives the run: it is what one looks at when it failed
@@ -474,7 +475,7 @@ class Asking:
         if known is None:
             try:
                 known = asdict(await self.http.ask(body, _engines(self.work, q, body["temperature"])))
-            except client.Refused as error:
+            except session.Refused as error:
                 self._refuse(q, error)
                 return None
             except ValueError as error:
@@ -486,7 +487,7 @@ class Asking:
             shards.journal(number).add(asked, known)
         return client.Answer(**known)
 
-    def _refuse(self, q: Question, error: client.Refused) -> None:
+    def _refuse(self, q: Question, error: session.Refused) -> None:
         self.refused.append(f"row {q.id}: {error}")
         if len(self.refused) >= ALL_REFUSED and not self.split.shards.counted["rows"]:
             raise ValueError(

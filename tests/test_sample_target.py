@@ -1,8 +1,10 @@
 """sample_target through a real `transformers serve`, through kills and faults, and with the data's own answers."""
 
+import asyncio
 import http.client
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -23,7 +25,7 @@ from ruamel.yaml import YAML
 from transformers import AutoTokenizer
 
 from stages import fix_data, params, prepare_target, sample_target
-from stages.serving import server
+from stages.serving import client, load, server
 from tests.conftest import ROOT, copy_project, edit_params
 from tests.serving.fake import Fake, completion, echo
 from tests.serving.proxy import Proxy
@@ -117,6 +119,32 @@ def real(transformers_serve: server.Server) -> Iterator[dict[str, Any]]:
     ended = transformers_serve.ended()
     print(f"the server {'runs' if ended is None else f'ended with status {ended}'}; its log's last lines:")
     print(server.tail(transformers_serve.log, 40))
+
+
+def test_the_load_generator_reads_the_stream_of_a_real_server(real: dict[str, Any]) -> None:
+    """What it puts together from pieces is the answer that the same server gives whole."""
+    url, model = real["base_urls"][0], real["model"]
+    bodies = [
+        {"messages": [{"role": "user", "content": place}], "max_tokens": 12, "temperature": 0.0}
+        for place in ("Oslo", "Rome", "Lima")
+    ]
+
+    async def whole() -> list[client.Answer]:
+        async with client.Client([url], model, 1, 60.0, 1) as http:
+            return [await http.ask(body) for body in bodies]
+
+    asks = [
+        load.Ask(str(n), b["messages"], b["max_tokens"], b["temperature"], 1.0, False) for n, b in enumerate(bodies)
+    ]
+    found = asyncio.run(
+        load.run(url, model, asks, load.Arrivals(math.inf, 1, 0), 60.0, asks[:1], "benchmark_served.server")
+    )
+    assert found.engine == "transformers" and found.warmup_failed == {}
+    for record, answer in zip(found.records, asyncio.run(whole()), strict=True):
+        assert record.failed is None, record.why
+        assert (record.text, record.finish_reason) == (answer.text, answer.finish_reason)
+        assert (record.input_tokens, record.output_tokens) == (answer.prompt_tokens, answer.completion_tokens)
+        assert 0 < record.ttft_s <= record.e2e_s
 
 
 def use(project: Path, backend: str, server_: dict[str, Any] | None = None, **settings: Any) -> None:

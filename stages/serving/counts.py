@@ -1,0 +1,96 @@
+"""What engines say of accepted drafts, turned into the project's own counts (docs/metrics.md: cycle, accepted).
+
+Engines count what a cycle accepted before they look for the end of the answer: drafts beyond an end token or the length
+limit are in their figures and not in ours. SGLang speaks of each request, so that its tokens tell how much was cut:
+
+    output tokens = prefills + accepted + cycles - cut,   and of what was cut the last was the bonus
+
+(SGLang 0.5.17, scheduler_components/batch_result_processor.py counts, schedule_batch.py: output_ids_through_stop cuts).
+vLLM has counters over all requests, where cut and uncut ends can't be told apart; so its counts stay as they are.
+"""
+
+import itertools
+import re
+from typing import Any, NamedTuple
+
+COUNTER = re.compile(r"vllm:spec_decode_num_(\w+?)_total(?:\{(.*)\})?\s+([0-9.eE+]+)")
+
+
+class Counts(NamedTuple):
+    """tau is (accepted + cycles) / cycles."""
+
+    cycles: int
+    accepted: int  # drafts
+    cut: int | None  # tokens beyond the end; None where it can't be known
+    clipped: bool  # `accepted` leaves out those beyond the end
+    histogram: list[int]  # the engine's: cycles that accepted i drafts, those beyond the end too
+
+
+class Counters(NamedTuple):
+    """vLLM's, over all requests since it started."""
+
+    drafts: int  # cycles that had drafts to verify
+    draft_tokens: int
+    accepted: int
+    per_position: list[int]  # cycles that accepted at least i + 1
+
+
+def of_request(said: dict[str, Any], output_tokens: int) -> Counts | None:
+    """From SGLang's figures of a request; None where it says none, as one does that doesn't speculate.
+
+    Raises:
+        ValueError: where they don't come to the tokens of the answer.
+    """
+    histogram = said.get("spec_correct_drafts_histogram") or said.get("spec_accept_histogram")  # the older name
+    prefills = 1 + said.get("num_retractions", 0)  # one put back is prefilled again, which says a token again
+    if not histogram:
+        return Counts(0, 0, 0, True, []) if output_tokens == prefills else None  # no cycle was needed
+    cycles, accepted = sum(histogram), sum(i * times for i, times in enumerate(histogram))
+    cut = prefills + accepted + cycles - output_tokens
+    most = max((i for i, times in enumerate(histogram) if times), default=0)
+    if not 0 <= cut <= most or said.get("spec_verify_ct", cycles) != cycles:
+        raise ValueError(
+            f"the engine's figures don't add up: {prefills} prefills, {cycles} cycles ({said.get('spec_verify_ct')} by "
+            f"spec_verify_ct) and {accepted} accepted drafts are not {output_tokens} tokens with 0 to {most} cut off; "
+            "expected prefills + accepted + cycles - cut"
+        )
+    return Counts(cycles, accepted - max(0, cut - 1), cut, True, histogram)
+
+
+def counters(text: str) -> Counters | None:
+    """vLLM's from its /metrics, summed over engines; None where it doesn't speculate."""
+    found = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0}
+    positions: dict[int, int] = {}
+    known = False
+    for line in text.splitlines():
+        if match := COUNTER.match(line):
+            known = True
+            name, value = match[1], int(float(match[3]))
+            if name == "accepted_tokens_per_pos":
+                place = int(re.search(r'position="(\d+)"', match[2] or "")[1])  # type: ignore[index]
+                positions[place] = positions.get(place, 0) + value
+            elif name in found:
+                found[name] += value
+    if not known:
+        return None
+    reached = [positions[i] for i in sorted(positions)]
+    return Counters(found["drafts"], found["draft_tokens"], found["accepted_tokens"], reached)
+
+
+def between(before: Counters, after: Counters, requests: int, output_tokens: int | None) -> Counts:
+    """Of the requests between two readings; `output_tokens` of them all, None where some failed.
+
+    Raises:
+        ValueError: where the counters are not those of these requests alone.
+    """
+    cycles, accepted = after.drafts - before.drafts, after.accepted - before.accepted
+    earlier = before.per_position or [0] * len(after.per_position)
+    reached = [cycles, *(a - b for a, b in zip(after.per_position, earlier, strict=True)), 0]
+    histogram = [a - b for a, b in itertools.pairwise(reached)]
+    if min(histogram) < 0 or sum(reached[1:]) != accepted:
+        raise ValueError(
+            f"vLLM's counters don't add up: {cycles} drafts, {accepted} accepted tokens, of which {reached[1:-1]} by "
+            "position; expected falling positions that sum to them. Was the server restarted meanwhile?"
+        )
+    cut = None if output_tokens is None else requests + accepted + cycles - output_tokens
+    return Counts(cycles, accepted, cut, False, histogram)

@@ -1,0 +1,111 @@
+"""What the records of a load say of latency and throughput, as docs/metrics.md defines it. Pure functions.
+
+Times are seconds of one clock, the client's. Letters: N requests, E token events of a request.
+"""
+
+import itertools
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from stages.serving.counts import Counts
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass
+class Record:
+    """One request, as the client saw it."""
+
+    id: str
+    due: float  # when it arrived: it may have waited for its turn
+    sent: float
+    ended: float  # the last byte, or the failure
+    events: list[tuple[float, int]]  # [E]: when tokens came, and how many at once
+    counted: bool  # the server said how many; else an event is a piece of text, and its 1 is a guess
+    input_tokens: int
+    output_tokens: int
+    finish_reason: str | None
+    failed: str | None  # the reason, to count by
+    why: str = ""
+    text: str = ""
+    ids: list[int] = field(default_factory=list)  # the answer's, where the server says them
+    said: dict[str, Any] = field(default_factory=dict)  # the engine's own figures of this request
+    counts: Counts | None = None  # what they come to, by our definition
+
+    @property
+    def ttft_s(self) -> float:
+        return self.events[0][0] - self.sent
+
+    @property
+    def e2e_s(self) -> float:
+        return self.events[-1][0] - self.sent
+
+    @property
+    def tpot_s(self) -> float | None:
+        """None for one token: there is no time per token after the first."""
+        if self.output_tokens < 2:
+            return None
+        return (self.events[-1][0] - self.events[0][0]) / (self.output_tokens - 1)
+
+    def chunk_gaps_s(self) -> list[float]:
+        """[E - 1]: from event to event."""
+        return [later - earlier for (earlier, _), (later, _) in itertools.pairwise(self.events)]
+
+    def token_gaps_s(self) -> list[float]:
+        """[tokens after the first event]: a gap is shared by the tokens that ended it."""
+        gaps = zip(self.chunk_gaps_s(), self.events[1:], strict=True)
+        return [gap / tokens for gap, (_, tokens) in gaps for _ in range(tokens)]
+
+
+def summary(records: list[Record]) -> dict[str, Any]:
+    """Of N >= 1 records, from when the first was due to when the last ended.
+
+    A distribution of nothing is None, not 0: no request answered is not an answer at once.
+    """
+    done = [r for r in records if not r.failed]
+    duration_s = max(r.ended for r in records) - min(r.due for r in records)
+    given, taken = sum(r.input_tokens for r in done), sum(r.output_tokens for r in done)
+    return {
+        "requests": len(records),
+        "completed": len(done),
+        "failed": dict(Counter(r.failed for r in records if r.failed)),
+        "duration_s": duration_s,
+        "input_tokens": given,
+        "output_tokens": taken,
+        "request_throughput": len(done) / duration_s,
+        "output_throughput": taken / duration_s,
+        "total_throughput": (given + taken) / duration_s,
+        "mean_at_once": sum(r.e2e_s for r in done) / duration_s,
+        "ttft_s": distribution([r.ttft_s for r in done]),
+        "tpot_s": distribution([s for r in done if (s := r.tpot_s) is not None]),
+        "itl_s": distribution([s for r in done for s in r.token_gaps_s()]) if all(r.counted for r in done) else None,
+        "chunk_gap_s": distribution([s for r in done for s in r.chunk_gaps_s()]),
+        "e2e_s": distribution([r.e2e_s for r in done]),
+        "wait_s": distribution([r.sent - r.due for r in done]),
+    }
+
+
+def distribution(values: list[float]) -> dict[str, float] | None:
+    """Mean and percentiles, between two values in proportion, as numpy, SGLang and vLLM have it."""
+    if not values:
+        return None
+    found = np.percentile(values, PERCENTILES)
+    return {"mean": float(np.mean(values))} | {f"p{p}": float(v) for p, v in zip(PERCENTILES, found, strict=True)}
+
+
+def goodput(
+    records: list[Record],
+    duration_s: float,
+    ttft_s: float = math.inf,
+    tpot_s: float = math.inf,
+    e2e_s: float = math.inf,
+) -> float:
+    """Requests/s that were answered within all limits. An answer of one token has no TPOT to miss, as in vLLM."""
+    good = [
+        r for r in records if not r.failed and r.ttft_s <= ttft_s and (r.tpot_s or 0.0) <= tpot_s and r.e2e_s <= e2e_s
+    ]
+    return len(good) / duration_s

@@ -1,0 +1,174 @@
+"""HTTP to servers of one model: how one is reached, which engine it is, and what goes wrong on the way.
+
+For whoever asks: `client` asks again, `load` counts what failed. Through aiohttp, which takes a fifth of httpx's time for
+a request (docs/sampling.md).
+"""
+
+import json
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+import aiohttp
+
+TRANSIENT = {408, 425, 429, 500, 502, 503, 504, 529}
+ROW_REFUSED = {400, 413, 422}  # this row is at fault, so long as others are answered; any other 4xx concerns all
+FINISHED = ("stop", "length")
+
+
+class Reply(NamedTuple):
+    """A server's response, read whole."""
+
+    status: int
+    after: str  # its Retry-After, where it says one
+    body: bytes
+
+    def said(self) -> str:
+        return " ".join(self.body.decode(errors="replace").split())[:300]
+
+
+class Refused(Exception):
+    """A server understood the request and will not answer it."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(f"HTTP {status} {message}")
+        self.status = status
+
+
+class Failed(Exception):
+    """An exchange that failed and may not the next time; `reason` is short, to count by."""
+
+    def __init__(self, reason: str, message: str, after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.reason, self.after_s = reason, after_s
+
+
+def proxy_of(url: str) -> str | None:
+    """What the environment (HTTPS_PROXY, NO_PROXY) says of a server; nothing of one on this machine, where none is meant."""
+    parts = urlsplit(url)
+    if parts.hostname in ("127.0.0.1", "localhost", "::1") or proxy_bypass(parts.hostname or ""):
+        return None
+    proxies = getproxies()
+    return proxies.get(parts.scheme) or proxies.get("all")
+
+
+def api_key(variable: str | None, section: str) -> str | None:
+    """The key in the environment; no message ever holds it."""
+    if variable is None:
+        return None
+    if not os.environ.get(variable):
+        raise ValueError(f"{section}.api_key_env is {variable}, but that variable is not set; export it, or use null")
+    return os.environ[variable]
+
+
+class Session:
+    """Use as `async with`. `section` is the one of params.yaml that messages point to."""
+
+    def __init__(self, model: str, timeout_s: float, section: str, key: str | None = None) -> None:
+        self.model, self.timeout_s, self.section = model, timeout_s, section
+        self._proxies: dict[str, str | None] = {}
+        self._key = (lambda: key) if key else None  # in no repr
+        self._http: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> "Session":
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),  # how many at once is the caller's to say
+            timeout=aiohttp.ClientTimeout(self.timeout_s, sock_connect=min(10.0, self.timeout_s)),
+            headers={"Authorization": f"Bearer {self._key()}"} if self._key else {},
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._http:
+            await self._http.close()
+
+    @asynccontextmanager
+    async def exchange(
+        self, url: str, method: str, path: str, within_s: float | None = None, **more: Any
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A response whose body is still to be read, inside. Redirects are not followed: they'd carry the key elsewhere.
+
+        Raises:
+            Failed: where the server can't be reached, closes in the middle, or takes too long, the reading inside too.
+        """
+        assert self._http, "a session is used inside `async with`"
+        if url not in self._proxies:
+            self._proxies[url] = proxy_of(url)
+        proxy = self._proxies[url]
+        if within_s is not None:
+            more["timeout"] = aiohttp.ClientTimeout(within_s)
+        with _failures(within_s or self.timeout_s):
+            async with self._http.request(method, url + path, proxy=proxy, allow_redirects=False, **more) as response:
+                yield response
+
+    async def send(self, url: str, method: str, path: str, **more: Any) -> Reply:
+        """One exchange, bounded from asking to the last byte."""
+        async with self.exchange(url, method, path, **more) as response:
+            return await read(response)
+
+    def check(self, url: str, reply: Reply) -> None:
+        """Nothing where the status is 200.
+
+        Raises:
+            Failed: for a status that may pass.
+            Refused: where the server will not answer this row.
+            ValueError: where it would answer no row.
+        """
+        if reply.status in TRANSIENT:
+            after_s = float(reply.after) if reply.after.isdigit() else 0.0
+            raise Failed(f"http {reply.status}", f"HTTP {reply.status} {reply.said()}", after_s)
+        if reply.status in ROW_REFUSED:
+            raise Refused(reply.status, reply.said())
+        if reply.status != 200:
+            key = f"; is {self.section}.api_key_env right?"
+            hint = {401: key, 403: key, 404: "; is it an OpenAI-compatible server, and does it serve that model?"}
+            raise ValueError(
+                f"{url} answered HTTP {reply.status} to a request for model {self.model}: "
+                f"{reply.said()}{hint.get(reply.status, '')}"
+            )
+
+    async def engine_of(self, url: str) -> str:
+        """transformers, sglang, vllm, or openai for any other. Raises ValueError where it serves another model."""
+        served: list[dict[str, Any]] = []
+        briefly = min(10.0, self.timeout_s)
+        reply = await self.send(url, "GET", "/v1/models", within_s=briefly)
+        if reply.status in (401, 403):
+            raise ValueError(f"{url} answered HTTP {reply.status} for its models; is {self.section}.api_key_env right?")
+        try:
+            if reply.status == 200:
+                served = [m for m in json.loads(reply.body)["data"] if isinstance(m, dict)]
+            engine = next((m["owned_by"] for m in served if m.get("owned_by") in ("sglang", "vllm")), "openai")
+            if engine == "openai":
+                spec = await self.send(url, "GET", "/openapi.json", within_s=briefly)
+                known = json.loads(spec.body)["paths"] if spec.status == 200 else {}
+                if {"/load_model", "/v1/chat/completions"} <= set(known):
+                    return "transformers"  # it lists what lies in its cache, whatever it serves
+        except (KeyError, TypeError, ValueError):
+            return "openai"
+        names = [str(m.get("id")) for m in served]
+        if names and self.model not in names:
+            raise ValueError(
+                f"{url} serves {', '.join(names)}, expected {self.model}; correct {self.section}.base_urls, or set "
+                f"{self.section}.model to the target's name there"
+            )
+        return engine
+
+
+async def read(response: aiohttp.ClientResponse) -> Reply:
+    return Reply(response.status, response.headers.get("Retry-After", ""), await response.read())
+
+
+@contextmanager
+def _failures(within_s: float) -> Iterator[None]:
+    try:
+        yield
+    except aiohttp.ConnectionTimeoutError:
+        raise Failed("timeout", "no connection in time") from None
+    except TimeoutError:
+        raise Failed("timeout", f"no whole answer within {within_s:g} s") from None
+    except aiohttp.ClientError as error:  # refused, reset, closed in the middle
+        raise Failed("connection", f"{type(error).__name__} {error}".strip()) from None
