@@ -17,7 +17,7 @@ COPIED = {
     "angelslim-pytorch": (180, 463.69),
     "angelslim-tool": (12, 1665.0),
     "angelslim-vllm": (170, 27334.11),
-    "eagle3-paper": (337, 1923.74),
+    "eagle3-paper": (339, 2003.74),
     "qwen3-30b-a3b-shape": (8, 3162.5),
     "qwen3-coder-h100": (94, 99168.45),
     "qwen3-vl-weather": (81, 1022.2),
