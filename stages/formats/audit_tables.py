@@ -160,7 +160,7 @@ def _tool(tool: Publication, table: Publication) -> Iterator[Finding]:
 
 
 def _paper(paper: Publication) -> Iterator[Finding]:
-    llama: dict[str, object] = {"target": "Llama-3.1-Instruct 8B", "dataset": "MT-bench"}
+    llama: dict[str, object] = {"target": "Llama-3.1-8B-Instruct", "dataset": "MT-bench"}
     plain = one(paper, "output_tok_s", method="plain", **llama)
     lines = []
     for method in ("EAGLE-2", "EAGLE-3"):

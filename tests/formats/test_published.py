@@ -61,7 +61,7 @@ def test_a_metric_on_a_data_set_is_a_row_on_it() -> None:
     rows = [
         row
         for row in PUBLISHED["eagle3-paper"].rows
-        if row.setting.target == "Llama-3.1-Instruct 8B" and row.where == "Table 1" and row.setting.temperature == 1
+        if row.setting.target == "Llama-3.1-8B-Instruct" and row.where == "Table 1" and row.setting.temperature == 1
     ]
     found = {(row.setting.method, row.setting.dataset): row.value for row in rows if row.metric == "tau"}
     assert found["EAGLE-3", "GSM8K"] == 4.59 and found["EAGLE-2", "CNN/DM"] == 3.14 and found["EAGLE-3", "mean"] == 4.92
