@@ -63,6 +63,8 @@ def test_times_hang_on_engine_and_machine_and_accept_lengths_do_not() -> None:
     said = "its temperature isn't stated"
     assert tau.differs == ("defined as 1 + accepted / drafts, from vLLM's counters", said)
     assert tok_s.differs[1:] == (said, "engine vLLM against torch", "hardware 1 H20 against H200")
-    sweep = [row for row in PUBLISHED["specforge-sweep"].rows if row.setting.tree == "t3_1_4"][:1]
+    sweep = [row for row in PUBLISHED["specforge-sweep"].rows if (row.metric, row.setting.tree) == ("tau", "t3_1_4")][
+        :1
+    ]
     (line,) = beside.lines(sweep, [ours("t3_1_4", temperature=0.5)])
     assert "temperature 0.0 against 0.5" in line.differs
