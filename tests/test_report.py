@@ -293,7 +293,7 @@ def test_published_numbers_stand_beside_ours_where_target_and_tree_agree(made_up
     Path("params.yaml").write_text(text)
     report.main()
     page = re.sub(r"<[^>]+>", "|", report.PAGE.read_text())
-    assert "Beside what was published" in page and "EAGLE-3, the paper" in page
+    assert "Beside what was published" in page and "EAGLE-3, the paper" in page and "https:" not in page
     assert "none of a tree measured here" in page  # the paper's chains are of two and three drafts
     with Path("published/specforge-sweep.csv").open(newline="") as lines:
         point = next(

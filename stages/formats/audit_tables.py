@@ -12,6 +12,7 @@ def findings(publications: dict[str, Publication]) -> Iterator[Finding]:
         yield from _depth(publication)
         yield from _speedup(publication)
     yield from _vllm(publications["angelslim-vllm"])
+    yield from _elsewhere(publications["angelslim-issue-163"], publications["angelslim-pytorch"])
     yield from _tool(publications["angelslim-tool"], publications["angelslim-pytorch"])
     yield from _paper(publications["eagle3-paper"])
 
@@ -139,8 +140,46 @@ def _vllm(publication: Publication) -> Iterator[Finding]:
         f"{min(ratios):.1f} to {max(ratios):.1f} times slower: "
         + "; ".join(f"{target} {maths:g} and {human:g} tokens/s" for target, (maths, human) in slow.items())
         + ". At batch 1 a step costs the same whatever it is about.",
-        "The two groups of columns were likely run by different scripts (CUDA graphs on and off, or a wall clock with more "
+        "The two groups of columns may have been run by different scripts (CUDA graphs on and off, or a wall clock with more "
         "in it); compare columns within a group only.",
+    )
+
+
+def _elsewhere(user: Publication, table: Publication) -> Iterator[Finding]:
+    """The same draft in an engine that serves, beside the table of AngelSlim's own."""
+    rows = having(user, "output_tok_s")
+    plain = {stated(cell, "batch"): cell.numbers["output_tok_s"] for cell in rows if cell.setting.method == "plain"}
+    lines = []
+    for cell in having(user, "tau"):
+        batch, tau = stated(cell, "batch"), cell.numbers["tau"]
+        ratio = cell.numbers["output_tok_s"] / plain[batch]
+        lines.append((f"{batch:g}", str(cell.setting.tree), f"{ratio:.2f}", f"{tau:g}", f"{tau / ratio:.2f}"))
+    own = [
+        cell
+        for cell in having(table, "speedup", "tau")
+        if (cell.setting.target, cell.setting.temperature) == (rows[0].setting.target, 0.0)
+    ]
+    speedups, taus = ([cell.numbers[metric] for cell in own] for metric in ("speedup", "tau"))
+    yield Finding(
+        user.name,
+        "The same draft in two engines",
+        DEPENDS,
+        f"AngelSlim's PyTorch table has speedups of {min(speedups):g} to {max(speedups):g} at accept lengths of {min(taus):g} to "
+        f"{max(taus):g} for this target at temperature 0. Here, over the plain decoding of the same batch:",
+        "In an engine whose plain step is fast, a cycle of a mixture of experts costs a few of its steps. Trees, data "
+        "sets and GPUs differ too, and those of the table aren't all stated.",
+        (("batch", "tree", "throughput ratio", "accept length", "a cycle, in plain steps"), *lines),
+    )
+    tokens = [cell.numbers["run_s"] * cell.numbers["output_tok_s"] for cell in rows]
+    spread = max(tokens) / min(tokens) - 1
+    yield Finding(
+        user.name,
+        "Latency against throughput",
+        AGREES if spread < 0.1 else DEPENDS,
+        f"latency · throughput is {min(tokens):,.0f} to {max(tokens):,.0f} in all {len(rows)} rows, {100 * spread:.0f}% apart.",
+        "Nearly one number of tokens: latency is the whole run's time, not a request's."
+        if spread < 0.1
+        else "Answers differ in length, or latency isn't the whole run's time.",
     )
 
 

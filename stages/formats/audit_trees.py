@@ -168,8 +168,8 @@ def _engines(weather: Publication) -> Finding:
         DEPENDS,
         f"{eagle:g} / {medusa:g} = {eagle / medusa:.1f} times; the highest accept length printed is {most:g}. So acceptance "
         "alone can't give it, not even if Medusa accepted nothing and the cycles of both took as long.",
-        "So part of the factor is the engine, as the remark itself says; method and engine changed together, and Medusa's engine "
-        "isn't stated.",
+        "Part of the factor is then the engine, as the remark itself says; method and engine changed together, and Medusa's "
+        "engine isn't stated.",
     )
 
 

@@ -26,7 +26,7 @@ def ours(tree: str, workload: str = "eval", temperature: float = 0.0, **metrics:
         ("Qwen/Qwen3-VL-2B-Instruct", {"angelslim-vllm"}),
         ("meta-llama/Llama-3.1-8B-Instruct", {"eagle3-paper", "specforge-sweep"}),
         ("Qwen/Qwen3-Coder-30B-A3B-Instruct", {"qwen3-coder-h100", "specforge-sweep"}),
-        ("Qwen/Qwen3-30B-A3B", {"angelslim-pytorch", "angelslim-vllm"}),
+        ("Qwen/Qwen3-30B-A3B", {"angelslim-issue-163", "angelslim-pytorch", "angelslim-vllm"}),
     ],
 )
 def test_whose_target_is_ours(model: str, names: set[str]) -> None:
