@@ -22,7 +22,7 @@ from statistics import fmean
 from typing import Any
 
 from stages import params
-from stages.formats import atomic, cell, replays
+from stages.formats import atomic, audit, beside, cell, published, replays
 
 BENCHMARK = Path("results/benchmark.csv")
 REPLAY = Path("results/replay.csv")
@@ -280,7 +280,24 @@ def render(p: params.Params, found: Found, metrics: Row) -> str:
         diffs={rule: _diff(e["before"], e["after"]) for rule, e in fixed["examples"].items()},
         near=[_diff(e["first"], e["second"]) for e in (fixed["near_duplicates"] or {}).get("examples", [])],
         provenance=_provenance(p, found.cells),
+        published=_published(p.target.model, [c for c in found.cells if c["checkpoint"] == best] or found.cells),
     )
+
+
+def _published(model: str, cells: list[Row]) -> list[Row]:
+    """What others printed of this target: each publication with our numbers beside, and what its own say of each other."""
+    publications = published.load()
+    mine = beside.of_target(publications, model)
+    findings = audit.findings(publications) if mine else []
+    return [
+        {
+            "publication": publications[name],
+            "numbers": len(rows),
+            "lines": list(beside.lines(rows, cells)),
+            "findings": [finding for finding in findings if finding.what == name],
+        }
+        for name, rows in mine.items()
+    ]
 
 
 def _group(found: Found, workload: str, checkpoint: str) -> Row:

@@ -19,7 +19,7 @@ from stages.formats import checkpoint, hiddens, manifest
 from tests.conftest import dvc, edit_params
 from tests.drafting.plain import OPTIONS
 
-IMPORTED = {"theirs": {"model": "published", "revision": None, "rope_theta": None}}
+IMPORTED = {"theirs": {"model": "from_others", "revision": None, "rope_theta": None}}
 
 
 def run(project: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -31,7 +31,7 @@ def project(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small run, and e003 as another trainer would have published it: vLLM's names, in two shards."""
     root = tmp_path_factory.mktemp("import") / "project"
     shutil.copytree(small_run, root, symlinks=True)
-    draft, published = root / "drafts/e003/draft", root / "published"
+    draft, published = root / "drafts/e003/draft", root / "from_others"
     published.mkdir()
     config = json.loads((draft / "config.json").read_text())
     del config["rope_parameters"]
@@ -67,7 +67,7 @@ def test_an_imported_draft_is_measured_like_the_checkpoint_it_was(project: Path)
     cells = [json.loads((project / f"results/cells/eval-{n}-t8_2_16.json").read_text()) for n in ("theirs", "e003")]
     assert cells[0]["histogram"] == cells[1]["histogram"]
     report = json.loads((project / "results/imported/theirs.json").read_text())
-    assert report["model"] == "published" and report["notes"] == [] and report["commit"] is None
+    assert report["model"] == "from_others" and report["notes"] == [] and report["commit"] is None
 
 
 def test_its_replay_and_its_report(project: Path) -> None:
@@ -77,15 +77,15 @@ def test_its_replay_and_its_report(project: Path) -> None:
     assert [row[1:] for row in rows[0]] == [row[1:] for row in rows[1]]
     assert "checkpoint theirs" in done.stdout
     page = (project / "results/report.html").read_text()
-    assert "<th>theirs" in page and "published, imported" in page
+    assert "<th>theirs" in page and "from_others, imported" in page
     assert "theirs" in json.loads((project / "results/metrics.json").read_text())["checkpoints"]
 
 
 def test_a_warm_start_is_the_published_draft(project: Path, tmp_path: Path) -> None:
     root = tmp_path / "project"
     shutil.copytree(project, root, symlinks=True)
-    size = json.loads((root / "published/config.json").read_text())["draft_vocab_size"]
-    edit_params(root, {"init_draft": {"from": "published", "draft_vocab_size": size}})
+    size = json.loads((root / "from_others/config.json").read_text())["draft_vocab_size"]
+    edit_params(root, {"init_draft": {"from": "from_others", "draft_vocab_size": size}})
     done = run(root, "stages.init_draft")
     assert done.returncode == 0, done.stderr
     ours, theirs = (load_file(root / f"drafts/{n}/draft/model.safetensors") for n in ("e000", "e003"))
@@ -111,7 +111,7 @@ def test_a_warm_start_is_the_published_draft(project: Path, tmp_path: Path) -> N
 def test_a_warm_start_that_can_not_be(project: Path, tmp_path: Path, changes: dict, message: str) -> None:
     root = tmp_path / "project"
     shutil.copytree(project, root, symlinks=True)
-    edit_params(root, {"init_draft": {"from": "published", **changes}})
+    edit_params(root, {"init_draft": {"from": "from_others", **changes}})
     done = run(root, "stages.init_draft")
     assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
 

@@ -5,6 +5,7 @@ import json
 import math
 import random
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> params.Params:
     """A project whose results are made up, with the repository's own params.yaml."""
     monkeypatch.chdir(tmp_path)
     Path("params.yaml").write_bytes((ROOT / "params.yaml").read_bytes())
+    shutil.copytree(ROOT / "published", "published")
     p = params.load()
     make_up_results(p)
     return p
@@ -278,6 +280,34 @@ def test_what_users_wrote_is_escaped(made_up: params.Params) -> None:
     atomic.write_json(place, fixed)
     report.main()
     assert "&lt;b&gt;hot" in report.PAGE.read_text()
+
+
+def test_published_numbers_stand_beside_ours_where_target_and_tree_agree(made_up: params.Params) -> None:
+    report.main()
+    assert "Beside what was published" not in report.PAGE.read_text()  # nobody published the embedded target
+    text = (
+        Path("params.yaml")
+        .read_text()
+        .replace("model: builtin/weather-tiny ", "model: meta-llama/Llama-3.1-8B-Instruct ")
+    )
+    Path("params.yaml").write_text(text)
+    report.main()
+    page = re.sub(r"<[^>]+>", "|", report.PAGE.read_text())
+    assert "Beside what was published" in page and "EAGLE-3, the paper" in page and "https:" not in page
+    assert "none of a tree measured here" in page  # the paper's chains are of two and three drafts
+    with Path("published/specforge-sweep.csv").open(newline="") as lines:
+        point = next(
+            r
+            for r in csv.DictReader(lines)
+            if (r["target"], r["bs_steps_topk_ndt"]) == ("Llama-3.1-8B-Instruct", "1,5,1,6")
+        )
+    best = json.loads(report.METRICS.read_text())["best_checkpoint"]
+    ours, theirs = cell.read("eval", best, "t5_1_6")["metrics"]["tau"], float(point["accept_len"])
+    line = (
+        rf"5_1_6 \(5_1_5\)\|+tau\|+{theirs:.4g}\|+{ours:.4g}\|+{ours / theirs:.2f}\|+{point['draft']}\|+eval, {best}\|"
+    )
+    assert re.search(line, page)
+    assert "its definition isn&#39;t stated" in page and "Speedup above accept length: depends" in page
 
 
 def test_rows_that_do_not_add_up_are_shown(made_up: params.Params, capsys: pytest.CaptureFixture[str]) -> None:

@@ -165,6 +165,7 @@ RERUNS = [
         back="",
     ),
     Row("stages/report.py: a comment", comments("stages/report.py"), "report"),
+    Row("published/table.yaml", comments("published/table.yaml"), "report"),
     Row("stages/params.py: a comment", comments("stages/params.py"), ""),
     Row("README.md", comments("README.md"), ""),
 ]
@@ -251,6 +252,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory, recorder: Recorder) -> Pa
     (root / "templates" / "chatml.jinja").touch()
     (root / "draft_configs").mkdir()
     (root / "draft_configs" / "theta_10000.json").touch()
+    (root / "published").mkdir()
+    (root / "published" / "table.yaml").touch()
     (root / "data" / "raw").mkdir(parents=True)
     (root / "data" / "raw" / "rows.jsonl").write_text("{}\n")
     assert recorder.repro(root) == names(root)
