@@ -114,7 +114,7 @@ def test_never_more_at_once_than_said_and_never_fewer_while_others_wait(rate: fl
     told = latency.summary(found.records)
     assert told["mean_at_once"] > 5  # of 6, to the end of the last ten rounds
     assert [r.sent for r in found.records] == sorted(r.sent for r in found.records)  # in their order
-    assert told["wait_s"]["p99"] > 0.3 and told["ttft_s"]["p99"] < 0.02 + LATE_S  # waiting is not the server's
+    assert told["wait_s"]["p99"] > 0.3 and told["ttft_s"]["p50"] < 0.02 + LATE_S  # waiting is not the server's
 
 
 def test_failures_are_counted_by_reason_and_none_is_lost() -> None:
@@ -349,7 +349,8 @@ def test_ctrl_c_ends_it_at_once_without_complaints() -> None:
 def test_records_come_in_the_order_of_the_asks() -> None:
     with Fake(lambda body, _: Streamed([(0.001 * body["seed"], 1)])) as fake:
         wanted = [
-            Ask(str(n), [{"role": "user", "content": "x"}], 8, 0.0, 1.0, False, {"seed": 50 - 10 * n}) for n in range(5)
+            Ask(str(n), [{"role": "user", "content": "x"}], 8, 0.0, 1.0, False, {"seed": 600 - 120 * n})
+            for n in range(5)
         ]
         found = run(fake.url, wanted)
     assert [r.id for r in found.records] == ["0", "1", "2", "3", "4"]
