@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import stages.drafting.first_calls  # noqa: F401 - its import is its use
 from stages.drafting.mrope import axes
 
 

@@ -31,6 +31,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+import stages.drafting.first_calls  # noqa: F401 - its import is its use
 from stages.drafting.mrope import axes
 
 DOCUMENTS = "aerie_documents"  # the name of our attention in transformers' registry

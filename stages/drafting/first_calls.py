@@ -1,0 +1,17 @@
+"""Elementwise functions of the CPU, each called once before threads share one.
+
+Importing this is its use. MKL picks the code of cos, exp and the like at their first call; where two threads made that call
+at once, one of them now and then computed its half of the tensor by other code, and sums rounded otherwise: one process in
+ten or twenty learned other last bits (docs/LOG.md, 2026-11-21).
+"""
+
+import torch
+
+for _dtype in (torch.float32, torch.float64):
+    _one = torch.ones(1, dtype=_dtype)
+    for _function in (
+        torch.cos, torch.sin, torch.tan, torch.tanh, torch.exp, torch.expm1, torch.log, torch.log2, torch.log10,
+        torch.log1p, torch.erf, torch.erfc, torch.erfinv, torch.acos, torch.asin, torch.atan, torch.sqrt, torch.rsqrt,
+        torch.pow,
+    ):  # fmt: skip
+        _function(_one, _one) if _function is torch.pow else _function(_one)
