@@ -8,6 +8,7 @@ This file is in no stage's `deps`: DVC tracks the values, and the code below hol
 """
 
 import inspect
+import math
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -42,6 +43,7 @@ T = TypeVar("T")
 # http://host:port, also http://host:6000-6007 for a server on each of those ports; no user:password@, which would be logged
 BASE_URL = r"^https?://[^\s/@?#:]+(:\d{1,5}(-\d{1,5})?)?(/v1)?/?$"
 Dtype = Literal["float32", "bfloat16", "float16"]
+OWN_PROMPTS = {"eval", "random"}  # the pipeline's own, beside prepare_prompts.sets
 
 
 def _each_once(names: list[str]) -> list[str]:
@@ -373,26 +375,160 @@ class ReplayTrees(Section):
         ]
 
 
+class PromptSet(Section):
+    """Questions that others ask: a file in data/prompt_sets/, or a Hugging Face dataset's id."""
+
+    from_: Annotated[Annotated[str, Field(min_length=1)], Field(alias="from")]
+    revision: str | None
+    split: Annotated[str, Field(min_length=1)] | None
+    format: Literal["mt_bench", "gsm8k", "humaneval", "alpaca", "math500"]
+
+    @model_validator(mode="after")
+    def a_file_has_no_revision(self) -> "PromptSet":
+        if self.is_file and (self.revision or self.split):
+            raise ValueError(f"from is the file {self.from_}, expected revision and split to be null: they are of a dataset's id")
+        return self
+
+    @property
+    def is_file(self) -> bool:
+        return self.from_.endswith((".jsonl", ".json", ".parquet"))
+
+
+class PreparePrompts(Section):
+    sets: dict[Name, PromptSet]
+
+    @model_validator(mode="after")
+    def names_are_free(self) -> "PreparePrompts":
+        if taken := sorted(OWN_PROMPTS & set(self.sets)):
+            raise ValueError(f"sets.{taken[0]}: {' and '.join(sorted(OWN_PROMPTS))} are our own; choose another name")
+        return self
+
+
 class Workload(Section):
-    split: Literal["eval"]
-    prompts: Count
+    """What is asked, and how requests arrive: docs/workloads.md."""
+
+    prompts: Name
+    num_prompts: Count | None
+    begin: Annotated[int, Field(ge=0)]
+    end: Count | None
+    turns: Literal["first", "all"]
+    input_tokens: Count | None
+    max_new_tokens: Count | Grid
+    length_range: Annotated[float, Field(ge=0, le=1)]
+    ignore_eos: bool
+    temperature: NonNegative
+    top_p: Annotated[float, Field(gt=0, le=1)]
+    request_rate: Literal["inf"] | Positive
+    concurrency: Count | Grid | None
     warmup: Annotated[int, Field(ge=0)]
-    max_new_tokens: Count
+    repeats: Count
+    deadline_s: Positive
+    grade: bool
+    seed: Seed
+
+    @model_validator(mode="after")
+    def keys_agree(self) -> "Workload":
+        drawn = self.prompts == "random"
+        if drawn != (self.input_tokens is not None):
+            raise ValueError(
+                f"input_tokens is {self.input_tokens} with prompts: {self.prompts}, expected a number for random, else null: "
+                "other prompts have their own lengths"
+            )
+        if drawn and self.num_prompts is None:
+            raise ValueError("num_prompts is null with prompts: random, expected a number: there is no end to them")
+        if not drawn and self.length_range != 1:
+            raise ValueError(
+                f"length_range is {self.length_range} with prompts: {self.prompts}, expected 1: only lengths of random "
+                "prompts are drawn"
+            )
+        if self.end is not None and self.end <= self.begin:
+            raise ValueError(f"end is {self.end}, expected more than begin, {self.begin}; no prompt lies between")
+        return self
+
+    @property
+    def rate(self) -> float:
+        """Requests a second."""
+        return math.inf if self.request_rate == "inf" else self.request_rate
+
+    def points(self) -> list[tuple[int, int | None]]:
+        """(max_new_tokens, concurrency) of each load: one, or a sweep."""
+        lengths = self.max_new_tokens if isinstance(self.max_new_tokens, list) else [self.max_new_tokens]
+        caps: list[int | None] = list(self.concurrency) if isinstance(self.concurrency, list) else [self.concurrency]
+        return [(length, cap) for length in lengths for cap in caps]
+
+
+def _trees_can_be_built(names: list[str]) -> list[str]:
+    for name in names:
+        Tree.parse(name)
+    return names
 
 
 class Benchmark(Section):
     workloads: Annotated[dict[Name, Workload], Field(min_length=1)]
+    torch: list[Name]
     checkpoints: Names
     trees: Annotated[list[str], Field(min_length=1)]
 
     @field_validator("trees")
     @classmethod
     def trees_can_be_built(cls, names: list[str]) -> list[str]:
-        for name in names:
-            Tree.parse(name)
-        return names
+        return _trees_can_be_built(names)
 
-    @field_validator("checkpoints", "trees")
+    @field_validator("torch", "checkpoints", "trees")
+    @classmethod
+    def no_name_twice(cls, names: list[str]) -> list[str]:
+        return _each_once(names)
+
+    @model_validator(mode="after")
+    def the_torch_engine_can_do_it(self) -> "Benchmark":
+        for name in self.torch:
+            w = named(self.workloads, name, "benchmark.workloads")
+            wants = {
+                "temperature": (w.temperature, 0), "request_rate": (w.request_rate, "inf"), "concurrency": (w.concurrency, 1),
+                "ignore_eos": (w.ignore_eos, False), "prompts": (w.prompts == "random", False),
+            }  # fmt: skip
+            wrong = [f"{key} {found!r} (expected {wanted!r})" for key, (found, wanted) in wants.items() if found != wanted]
+            if isinstance(w.max_new_tokens, list):
+                wrong.append("max_new_tokens is a list (expected one)")
+            if wrong:
+                raise ValueError(
+                    f"torch: workload {name} has {', '.join(wrong)}: the torch engine decodes one prompt at a time, greedily; "
+                    "take it out of benchmark.torch, or serve it (benchmark_served)"
+                )
+        return self
+
+
+class ServedBy(Section):
+    """The engine's server: started for each cell, or one that runs."""
+
+    base_urls: dict[Annotated[str, Field(pattern=r"^(baseline|[A-Za-z]\w*-t\d+_\d+_\d+)$")], Annotated[str, Field(pattern=BASE_URL)]]
+    model: Annotated[str, Field(min_length=1)] | None
+    api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None
+    command: list[Annotated[str, Field(min_length=1)]]
+    algorithm: Annotated[str, Field(min_length=1)]
+    tp: Count
+    mem_fraction: Share
+    max_total_tokens: Count | None
+    max_batch: Count | None
+    torch_compile: bool
+    launch_args: list[str]
+    start_timeout_s: Positive
+
+
+class BenchmarkServed(Section):
+    engine: Literal["sglang", "vllm"]
+    workloads: list[Name]
+    checkpoints: list[Name]
+    trees: list[str]
+    interleave: bool
+    server: ServedBy
+
+    @field_validator("trees")
+    @classmethod
+    def trees_can_be_built(cls, names: list[str]) -> list[str]:
+        return _trees_can_be_built(names)
+
+    @field_validator("workloads", "checkpoints", "trees")
     @classmethod
     def no_name_twice(cls, names: list[str]) -> list[str]:
         return _each_once(names)
@@ -413,7 +549,9 @@ class Params(Section):
     train_draft: TrainDraft
     import_draft: ImportDraft
     replay_trees: ReplayTrees
+    prepare_prompts: PreparePrompts
     benchmark: Benchmark
+    benchmark_served: BenchmarkServed
     report: Report
 
     @model_validator(mode="after")
@@ -424,6 +562,7 @@ class Params(Section):
         lists = {
             "replay_trees.checkpoints": self.replay_trees.checkpoints,
             "benchmark.checkpoints": self.benchmark.checkpoints,
+            "benchmark_served.checkpoints": self.benchmark_served.checkpoints,
         }
         for key, names in lists.items():
             for name in names:
@@ -433,6 +572,24 @@ class Params(Section):
                         f"{key}: {name!r} is not trained, expected some of {known}; "
                         "correct it, or add it to train_draft.checkpoints or import_draft.checkpoints"
                     )
+        for name in self.benchmark_served.workloads:
+            if name not in self.benchmark.workloads:
+                raise ValueError(
+                    f"benchmark_served.workloads: {name!r} is none, expected some of {', '.join(self.benchmark.workloads)}; "
+                    "correct it, or add it to benchmark.workloads"
+                )
+        if not self.benchmark.torch and not self.benchmark_served.workloads:
+            raise ValueError(
+                "benchmark.torch and benchmark_served.workloads are both [], expected a workload in one of them: there would "
+                "be nothing to report"
+            )
+        for name, workload in self.benchmark.workloads.items():
+            if workload.prompts not in OWN_PROMPTS | set(self.prepare_prompts.sets):
+                known = ", ".join([*sorted(OWN_PROMPTS), *self.prepare_prompts.sets])
+                raise ValueError(
+                    f"benchmark.workloads.{name}.prompts is {workload.prompts!r}, expected one of {known}; correct it, or add "
+                    "the set to prepare_prompts.sets"
+                )
         if self.check_overfit.min_tau > self.train_draft.ttt_steps + 1:
             raise ValueError(
                 f"check_overfit.min_tau {self.check_overfit.min_tau} can't be reached: a chain of train_draft.ttt_steps = "
@@ -441,7 +598,7 @@ class Params(Section):
         deepest = max(
             self.train_draft.ttt_steps,
             *self.replay_trees.steps,
-            *(Tree.parse(tree).num_steps for tree in self.benchmark.trees),
+            *(Tree.parse(tree).num_steps for tree in [*self.benchmark.trees, *self.benchmark_served.trees]),
         )
         if self.init_draft.window is not None and self.init_draft.window < deepest:
             raise ValueError(
@@ -576,8 +733,9 @@ def run_stage(main: Callable[..., None]) -> None:
 def main() -> None:
     params = load()
     check_raw_exists(params)
-    b = params.benchmark
-    cells = len(b.workloads) * len(b.checkpoints) * len(b.trees)
+    b, served = params.benchmark, params.benchmark_served
+    cells = len(b.torch) * len(b.checkpoints) * len(b.trees)
+    cells += len(served.workloads) * (1 + len(served.checkpoints) * len(served.trees))
     print(
         f"{PARAMS} is valid: target {params.target.model}, {len(params.train_draft.checkpoints)} checkpoints, {cells} cells"
     )

@@ -13,6 +13,8 @@ from ruamel.yaml import YAML
 
 ROOT = Path(__file__).parent.parent
 
+EVAL = YAML(typ="safe").load((ROOT / "params.yaml").read_text())["benchmark"]["workloads"]["eval"]
+
 # What makes the whole graph run in about a minute. The target says little sense, which no test minds: lossless, exact and
 # resumable must hold for any target. `straight` is e001 and then e003 in one go.
 SMALL = {
@@ -33,7 +35,7 @@ SMALL = {
         "tokens": [4, 8, 16],
     },
     "benchmark": {
-        "workloads": {"eval": {"split": "eval", "prompts": 6, "warmup": 0, "max_new_tokens": 60}},
+        "workloads": {"eval": {**EVAL, "num_prompts": 6, "warmup": 0, "max_new_tokens": 60}},
         "checkpoints": ["e003"],
         "trees": ["t5_1_6", "t8_2_16", "t8_3_16"],
     },

@@ -23,6 +23,7 @@ def _graph() -> dict[str, dict[str, Any]]:
     return {name: stage.get("do", stage) for name, stage in stages.items()}
 
 
+BASELINE = "_baseline"  # of a stage: the same without a draft, so the same file and section
 GRAPH = _graph()
 every_stage = pytest.mark.parametrize("stage", GRAPH)
 
@@ -48,7 +49,7 @@ def imports(file: str) -> frozenset[str]:
 
 def closure(stage: str) -> set[str]:
     """Every file a stage's code is made of, its template too; stages/params.py is left out: DVC tracks its values."""
-    found = {str(file.relative_to(ROOT)) for file in (ROOT / "stages").glob(f"{stage}.*")}
+    found = {str(file.relative_to(ROOT)) for file in (ROOT / "stages").glob(f"{stage.removesuffix(BASELINE)}.*")}
     open_ends = {file for file in found if file.endswith(".py")}
     while open_ends:
         open_ends = {new for file in open_ends for new in imports(file)} - found
@@ -76,17 +77,19 @@ def test_the_closure_follows_a_name_that_is_a_module() -> None:
 
 @every_stage
 def test_a_stage_is_one_word_everywhere(stage: str) -> None:
-    assert (ROOT / "stages" / f"{stage}.py").is_file(), f"dvc.yaml has {stage}; write stages/{stage}.py"
-    assert stage in Params.model_fields, f"dvc.yaml has {stage}; give it a section in params.yaml and stages/params.py"
+    word = stage.removesuffix(BASELINE)
+    assert (ROOT / "stages" / f"{word}.py").is_file(), f"dvc.yaml has {stage}; write stages/{word}.py"
+    assert word in Params.model_fields, f"dvc.yaml has {stage}; give it a section in params.yaml and stages/params.py"
     command = GRAPH[stage]["cmd"]
-    assert command.split(" $")[0] == f"python -m stages.{stage}", f"stages.{stage}.cmd is {command!r}"
+    assert command.split(" $")[0] == f"python -m stages.{word}", f"stages.{stage}.cmd is {command!r}"
     assert GRAPH[stage].get("desc"), f"stages.{stage} has no desc; say in a line what becomes what"
 
 
 def test_every_stage_file_and_section_is_in_the_graph() -> None:
     files = {file.stem for file in (ROOT / "stages").glob("*.py")} - {"__init__", "params"}
-    assert files == set(GRAPH)
-    assert set(Params.model_fields) - {SHARED_SECTION} == set(GRAPH)
+    stages = {stage.removesuffix(BASELINE) for stage in GRAPH}
+    assert files == stages
+    assert set(Params.model_fields) - {SHARED_SECTION} == stages
 
 
 def test_init_files_are_empty() -> None:
@@ -145,7 +148,7 @@ def test_train_draft_tracks_every_key_but_other_checkpoints() -> None:
 
 def reads(stage: str) -> set[str]:
     """What the stage's file reads of the parameters, as dotted keys: attributes of `load()` or of a `Params` argument."""
-    tree = ast.parse((ROOT / "stages" / f"{stage}.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "stages" / f"{stage.removesuffix(BASELINE)}.py").read_text(encoding="utf-8"))
     roots = {
         arg.arg
         for node in ast.walk(tree)
