@@ -1,5 +1,6 @@
 # make run     install what is missing, run what is stale, print the table
 # make ui      the same graph in Prefect's pages
+# make serving-env         SGLang in an environment of its own; ENGINE=vllm: vLLM
 # make test    every check and test; make test-long: whole runs
 #
 # Another Python: make run PYTHON=python3.12
@@ -12,7 +13,7 @@ PIP := PIP_ROOT_USER_ACTION=ignore $(BIN)/python -m pip -qq --disable-pip-versio
 SUPPORTED := import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 13) or sys.exit( \
   "aerie: needs Python 3.11, 3.12 or 3.13; $(PYTHON) is %d.%d. Name another one: make PYTHON=python3.12" % v)
 
-.PHONY: run ui check test test-long clean
+.PHONY: run ui check test test-long clean serving-env
 
 # Everything a second run does must be quick: no pip, and the table only where the report stage had no cause to print it.
 run: $(VENV)/.installed
@@ -24,6 +25,18 @@ run: $(VENV)/.installed
 
 ui: $(VENV)/.installed
 	@$(IN_VENV) python -m pipeline.serve
+
+ENGINE ?= sglang
+SERVING := serving-env/$(ENGINE)
+
+# Servers of their own, never imported: their torch and transformers are not ours.
+serving-env: $(SERVING)/.installed
+
+$(SERVING)/.installed: serving-env/$(ENGINE).txt
+	@test -x $(SERVING)/bin/python || $(PYTHON) -m venv $(SERVING)
+	@echo "installing $(ENGINE) into $(SERVING): about 10 GB"
+	@PIP_ROOT_USER_ACTION=ignore $(SERVING)/bin/python -m pip -q --disable-pip-version-check --no-input install -r $<
+	@touch $@
 
 check: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -41,6 +41,7 @@ Names = Annotated[list[Name], Field(min_length=1)]
 Grid = Annotated[list[Count], Field(min_length=1)]
 T = TypeVar("T")
 # http://host:port, also http://host:6000-6007 for a server on each of those ports; no user:password@, which would be logged
+ONE_URL = r"^https?://[^\s/@?#:]+(:\d{1,5})?(/v1)?/?$"
 BASE_URL = r"^https?://[^\s/@?#:]+(:\d{1,5}(-\d{1,5})?)?(/v1)?/?$"
 Dtype = Literal["float32", "bfloat16", "float16"]
 OWN_PROMPTS = {"eval", "random"}  # the pipeline's own, beside prepare_prompts.sets
@@ -160,7 +161,7 @@ class Server(Section):
     launch: Literal["transformers", "sglang", "vllm"] | None
     launch_args: list[str]
     start_timeout_s: Positive
-    base_urls: list[Annotated[str, Field(pattern=BASE_URL)]]
+    base_urls: list[Annotated[str, Field(pattern=ONE_URL)]]
     model: Annotated[str, Field(min_length=1)] | None
     concurrency: Count
     timeout_s: Positive
@@ -386,7 +387,9 @@ class PromptSet(Section):
     @model_validator(mode="after")
     def a_file_has_no_revision(self) -> "PromptSet":
         if self.is_file and (self.revision or self.split):
-            raise ValueError(f"from is the file {self.from_}, expected revision and split to be null: they are of a dataset's id")
+            raise ValueError(
+                f"from is the file {self.from_}, expected revision and split to be null: they are of a dataset's id"
+            )
         return self
 
     @property
@@ -487,7 +490,9 @@ class Benchmark(Section):
                 "temperature": (w.temperature, 0), "request_rate": (w.request_rate, "inf"), "concurrency": (w.concurrency, 1),
                 "ignore_eos": (w.ignore_eos, False), "prompts": (w.prompts == "random", False),
             }  # fmt: skip
-            wrong = [f"{key} {found!r} (expected {wanted!r})" for key, (found, wanted) in wants.items() if found != wanted]
+            wrong = [
+                f"{key} {found!r} (expected {wanted!r})" for key, (found, wanted) in wants.items() if found != wanted
+            ]
             if isinstance(w.max_new_tokens, list):
                 wrong.append("max_new_tokens is a list (expected one)")
             if wrong:
@@ -501,7 +506,9 @@ class Benchmark(Section):
 class ServedBy(Section):
     """The engine's server: started for each cell, or one that runs."""
 
-    base_urls: dict[Annotated[str, Field(pattern=r"^(baseline|[A-Za-z]\w*-t\d+_\d+_\d+)$")], Annotated[str, Field(pattern=BASE_URL)]]
+    base_urls: dict[
+        Annotated[str, Field(pattern=r"^(baseline|[A-Za-z]\w*-t\d+_\d+_\d+)$")], Annotated[str, Field(pattern=ONE_URL)]
+    ]
     model: Annotated[str, Field(min_length=1)] | None
     api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None
     command: list[Annotated[str, Field(min_length=1)]]

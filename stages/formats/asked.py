@@ -11,7 +11,9 @@ ASKED = pl.Schema(
     {
         "id": pl.String,
         "prompt_ids": pl.List(pl.Int32),  # of the first turn, through the chat template; pictures' tokens expanded
-        "messages": pl.List(pl.Struct({"role": pl.String, "content": pl.String})),  # of the first turn; null: eval, random
+        "messages": pl.List(
+            pl.Struct({"role": pl.String, "content": pl.String})
+        ),  # of the first turn; null: eval, random
         "later": pl.List(pl.String),  # what the user says in each later turn; null where there is none
         "images": pl.List(pl.String),  # paths, in the order of their places; null for text
         "length_share": pl.Float64,  # of the workload's max_new_tokens: drawn for random lengths, else 1

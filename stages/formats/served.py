@@ -61,7 +61,9 @@ def config(checkpoint: str | None, tree: str | None) -> str:
 
 def stage(workload: str, checkpoint: str | None, tree: str | None) -> str:
     """The DVC stage that makes it."""
-    return f"benchmark_served{'' if checkpoint else '_baseline'}@{workload}" + (f"-{checkpoint}-{tree}" if checkpoint else "")
+    return f"benchmark_served{'' if checkpoint else '_baseline'}@{workload}" + (
+        f"-{checkpoint}-{tree}" if checkpoint else ""
+    )
 
 
 def write(found: dict[str, Any]) -> Path:

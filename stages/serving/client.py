@@ -49,7 +49,7 @@ def expand(base_urls: list[str]) -> list[str]:
     """One URL per server: http://host:6000-6007 is eight of them. Raises ValueError for a range that is none."""
     urls: list[str] = []
     for given in base_urls:
-        url = re.sub(r"(/v1)?/?$", "", given)
+        url = session.bare(given)
         match = re.fullmatch(r"(https?://[^:/]+):(\d+)-(\d+)", url)
         if not match:
             urls.append(url)

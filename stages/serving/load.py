@@ -78,11 +78,13 @@ async def run(
     key: str | None = None,
     engine: str | None = None,
     check: Callable[[], None] = lambda: None,
+    ended: Callable[[], object] = lambda: None,
 ) -> Load:
     """All of `asks`, one or more, sent to the server at `url` (without /v1), after `warmup`, which counts nowhere.
 
     A request may take `deadline_s` from being sent to its last byte. `check` looks after the server when a connection
-    fails, and may raise ValueError; `section` is the one of params.yaml that messages point to.
+    fails, and may raise ValueError; `ended` is called as each of `asks` ends; `section` is the one of params.yaml that
+    messages point to.
 
     Raises:
         ValueError: where the server is another one, refuses whoever asks, or fails all of the warm-up.
@@ -99,7 +101,7 @@ async def run(
         if engine == "sglang":
             await _flush(http, url)
         before = await _counters(http, url) if engine == "vllm" else None
-        generator = Generator(http, url, engine, check)
+        generator = Generator(http, url, engine, check, ended)
         records = await generator.send(asks, arrivals)
         after = await _counters(http, url) if engine == "vllm" else None
         found = Load(engine, records, generator.most_at_once, _by_reason(failed), generator.uncounted, None, {})
@@ -115,8 +117,15 @@ async def run(
 class Generator:
     """Sends to one server."""
 
-    def __init__(self, http: session.Session, url: str, engine: str, check: Callable[[], None]) -> None:
-        self.http, self.url, self.engine, self.check = http, url, engine, check
+    def __init__(
+        self,
+        http: session.Session,
+        url: str,
+        engine: str,
+        check: Callable[[], None],
+        ended: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.http, self.url, self.engine, self.check, self.ended = http, url, engine, check, ended
         self.most_at_once = self._at_once = 0
         self.uncounted: list[str] = []
 
@@ -145,6 +154,7 @@ class Generator:
                 return await self._one(ask, path, body, due)
             finally:
                 self._at_once -= 1
+                self.ended()
 
     async def _one(self, ask: Ask, path: str, body: bytes, due: float) -> Record:
         stream, failed, why = Stream(path == "/generate"), None, ""

@@ -4,8 +4,7 @@ The child runs under a guard, in a process group of its own. The guard holds one
 stage's: when the stage is gone, even by SIGKILL, the pipe closes and the guard ends the group. Servers listen on
 127.0.0.1 only. One that ends on its own is started again, a few times: a crash of the engine must not cost the run.
 
-`transformers` is what the tests run. The flags of `sglang` and `vllm` are from their documentation (sglang 0.5, vllm
-0.11 and later) and were not run here: neither has a build for our CPUs.
+`transformers` is what the tests run; `sglang` 0.5.17 ran on a GPU (docs/results), `vllm` did not.
 """
 
 import contextlib
@@ -58,11 +57,12 @@ class Server:
 
     def __init__(
         self, engine: str, line: list[str], port: int, model: str, log: Path, timeout_s: float, settle_s: float,
-        restarts: int, threads: int | None,
+        restarts: int, threads: int | None, section: str,
     ) -> None:  # fmt: skip
         self.engine, self.model, self.log = engine, model, log  # model: the name it answers to
         self.base_url, self.restarted, self._port = f"http://{HOST}:{port}", 0, port
         self._line, self._timeout_s, self._settle_s, self._restarts = line, timeout_s, settle_s, restarts
+        self._section = section
         # Else it takes every core that it sees, and the stage, its tests and other servers wait for each other.
         limit = {} if threads is None else {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         self._environment = {**os.environ, **limit}
@@ -119,7 +119,7 @@ class Server:
                     pass
                 time.sleep(0.2)
         raise ValueError(
-            f"the {self.engine} server was not ready after {self._timeout_s:g} s; raise sample_target.server.start_timeout_s, "
+            f"the {self.engine} server was not ready after {self._timeout_s:g} s; raise {self._section}.start_timeout_s, "
             f"or see its log, {self.log}:\n{tail(self.log)}"
         )
 
@@ -179,11 +179,12 @@ def command(engine: str, folder: str, port: int, dtype: str, device: str, trust_
 @contextmanager
 def started(
     engine: str, line: list[str], port: int, model: str, log: Path, timeout_s: float, settle_s: float = END_S,
-    restarts: int = 0, threads: int | None = None,
+    restarts: int = 0, threads: int | None = None, section: str = "sample_target.server",
 ) -> Iterator[Server]:  # fmt: skip
     """Inside the block the server of command `line` answers on `port`; after it, it and its children are gone.
 
-    `restarts` is how often `check` may start it again; `threads` how many it may compute with on the CPU.
+    `restarts` is how often `check` may start it again; `threads` how many it may compute with on the CPU; `section` the
+    one of params.yaml that messages point to.
 
     Raises:
         ValueError: where it can't be started, ends before it is ready, or is not ready within `timeout_s`; with the
@@ -191,11 +192,11 @@ def started(
     """
     if shutil.which(line[0]) is None:
         raise ValueError(
-            f"sample_target.server.launch is {engine}, but there is no `{line[0]}` on the PATH; install {engine} (an "
-            "environment of its own will do) and put its bin folder on the PATH, or name a running server in base_urls"
+            f"{section} asks for {engine}, but there is no `{line[0]}` on the PATH; install it into an environment of its own "
+            "(make serving-env) and put its bin folder on the PATH, or name a running server in base_urls"
         )
     log.parent.mkdir(parents=True, exist_ok=True)
-    server = Server(engine, line, port, model, log, timeout_s, settle_s, restarts, threads)
+    server = Server(engine, line, port, model, log, timeout_s, settle_s, restarts, threads, section)
     server.start("wb")
     try:
         if not server.wait():  # at the first start it is the command that is wrong

@@ -6,6 +6,7 @@ a request (docs/sampling.md).
 
 import json
 import os
+import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, NamedTuple
@@ -53,6 +54,11 @@ def proxy_of(url: str) -> str | None:
         return None
     proxies = getproxies()
     return proxies.get(parts.scheme) or proxies.get("all")
+
+
+def bare(url: str) -> str:
+    """A server's URL as requests' paths follow it: without /v1, which users may write."""
+    return re.sub(r"(/v1)?/?$", "", url)
 
 
 def api_key(variable: str | None, section: str) -> str | None:

@@ -1,0 +1,525 @@
+"""benchmark_served: one cell, by a serving engine.   python -m stages.benchmark_served WORKLOAD [CHECKPOINT TREE]
+
+A cell is one server configuration under one workload; without a checkpoint and a tree it is the baseline, the same server
+without a draft. A workload that is a sweep gives a point for each pair of answer length and concurrency, all on one server.
+The server is started for the cell and ended with it, or is one of yours (benchmark_served.server.base_urls). What an engine
+can't run becomes a cell that says so; what would measure something else than was asked stops with an explanation.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+from tqdm import tqdm
+
+from stages import params
+from stages.drafting import acceptance, pixels, prompt
+from stages.formats import asked, cell, checkpoint, manifest, served
+from stages.params import Tree
+from stages.serving import engines, gpus, latency, load, server, session
+from stages.serving.load import Arrivals, Ask, Load
+
+SECTION = "benchmark_served.server"
+LOGS = Path(".scratch/served")
+SPEAKS = 20  # cycles without a single accepted draft that are no accident
+RELEASED_GIB, RELEASE_S = 1.0, 30.0  # of a GPU's memory, and how long after the server's end
+
+
+@dataclass
+class Work:
+    """What every load of the cell needs."""
+
+    p: params.Params
+    name: str
+    w: params.Workload
+    rows: pl.DataFrame  # as asked.ASKED
+    warmup: pl.DataFrame
+    made: manifest.Manifest
+    folder: Path  # the target
+    setup: engines.Setup
+    key: str | None
+    eyes: pixels.Eyes | None
+
+    @property
+    def model(self) -> str:
+        return self.p.benchmark_served.server.model or str(self.folder.absolute())
+
+
+@dataclass
+class Side:
+    """A server configuration of the cell, and what was measured on it."""
+
+    checkpoint: str | None
+    tree: Tree | None
+    draft: engines.Draft | None
+    flags: list[str]
+    loads: dict[tuple[int, int | None], list[list[Load]]] = field(default_factory=dict)  # point -> repeat -> turn
+    said: dict[str, Any] = field(default_factory=dict)
+    line: list[str] = field(default_factory=list)
+    gpu: dict[str, float | None] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str | None, str | None]:
+        """Of checkpoint and tree."""
+        return self.checkpoint, self.tree.name if self.tree else None
+
+    @property
+    def config(self) -> str:
+        return served.config(*self.names)
+
+
+def main(workload: str, name: str = "", tree_name: str = "") -> None:
+    if bool(name) != bool(tree_name):
+        raise ValueError(
+            f"expected WORKLOAD [CHECKPOINT TREE], found {workload} {name}; a cell with a draft needs both"
+        )
+    p = params.load()
+    started = time.perf_counter()
+    w = params.named(p.benchmark.workloads, workload, "benchmark.workloads")
+    made = manifest.read()
+    folder, device = manifest.weights(made), gpus.visible()
+    tree = Tree.parse(tree_name) if name else None
+    config: dict[str, Any] = {}
+    if name:
+        config, _ = checkpoint.read_draft(checkpoint.folder(name), p.made_by(name))
+    rows, warmup = asked.read(workload)
+    work = Work(
+        p,
+        workload,
+        w,
+        rows,
+        warmup,
+        made,
+        folder,
+        _setup(p, w, made, folder, config),
+        None,
+        _eyes(p, made, folder, rows),
+    )
+    side, plain = _side(work, name, tree, config), Side(None, None, None, [])
+    engine = p.benchmark_served.engine
+    reason = engines.unsupported(engine, *_shape(tree), config) if tree else None
+    reason = reason or (f"{engine} takes no pictures with token ids" if work.eyes and engine == "vllm" else None)
+    if not reason:
+        _check_fits(work, tree, config)
+        work.key = session.api_key(p.benchmark_served.server.api_key_env, SECTION)
+        _measure(work, side, plain if tree and p.benchmark_served.interleave else None)
+    found = _cell(work, side, plain, reason, device) | {"seconds": round(time.perf_counter() - started, 2)}
+    print(_told(found, served.write(found)))
+
+
+def _shape(tree: Tree) -> tuple[int, int, int]:
+    return tree.num_steps, tree.topk, tree.num_draft_tokens
+
+
+def _side(work: Work, name: str, tree: Tree | None, config: dict[str, Any]) -> Side:
+    if tree is None:
+        return Side(None, None, None, [])
+    s = work.p.benchmark_served
+    draft = engines.Draft(str((checkpoint.folder(name) / "draft").absolute()), s.server.algorithm, *_shape(tree))
+    return Side(name, tree, draft, engines.speculation(s.engine, draft, config))
+
+
+def _setup(
+    p: params.Params, w: params.Workload, made: manifest.Manifest, folder: Path, config: dict[str, Any]
+) -> engines.Setup:
+    s = p.benchmark_served.server
+    most = [cap for _, cap in w.points() if cap is not None]
+    holds = config.get("max_position_embeddings", made.max_position_embeddings)
+    return engines.Setup(
+        p.benchmark_served.engine, str(folder.absolute()), p.target.dtype, p.target.device, p.target.trust_remote_code,
+        s.tp, s.mem_fraction, s.max_total_tokens, s.max_batch or max(most, default=None),
+        holds if holds < made.max_position_embeddings else None,  # an engine refuses a draft that holds less than it does
+        s.torch_compile, tuple(s.launch_args),
+    )  # fmt: skip
+
+
+def _eyes(p: params.Params, made: manifest.Manifest, folder: Path, rows: pl.DataFrame) -> pixels.Eyes | None:
+    """What shows the pictures, where there are any."""
+    return pixels.Eyes(folder, p.target.trust_remote_code) if (rows["images"].list.len() > 0).any() else None
+
+
+def _need(work: Work, tree: Tree | None) -> int:
+    """Tokens that the longest request may take: prompt, answer, and a tree beyond it."""
+    longest = max(work.rows["prompt_ids"].list.len().max(), work.warmup["prompt_ids"].list.len().max() or 0)
+    return longest + max(length for length, _ in work.w.points()) + (tree.num_draft_tokens if tree else 0)
+
+
+def _check_fits(work: Work, tree: Tree | None, config: dict[str, Any]) -> None:
+    """Raises ValueError where target or draft hold too few positions for what will be asked."""
+    need, target = _need(work, tree), work.made.max_position_embeddings
+    for who, holds in (("the target", target), ("the draft", config.get("max_position_embeddings", target))):
+        if holds < need:
+            raise ValueError(
+                f"{who} holds {holds} positions (max_position_embeddings), expected at least {need}: the longest prompt of "
+                f"workload {work.name}, its answer and a tree. Lower max_new_tokens or choose shorter prompts; a draft's is "
+                "init_draft.max_position_embeddings, and rope allows more without training anew"
+            )
+
+
+# Measuring
+
+
+def _measure(work: Work, side: Side, plain: Side | None) -> None:
+    """All repeats of all points. With `plain` each repeat has a server without a draft too, in turns, so that a drifting
+    machine touches both alike.
+    """
+    every = list(range(work.w.repeats))
+    if plain is None:
+        rounds = [(side, every)]
+    else:
+        rounds = [(s, [n]) for n in every for s in ((plain, side) if n % 2 == 0 else (side, plain))]
+    for one, repeats in rounds:
+        with _serving(work, one) as (url, check):
+            for number in repeats:
+                for point in work.w.points():
+                    begun = time.perf_counter()
+                    turns = asyncio.run(_load(work, one, url, check, point, number))
+                    one.loads.setdefault(point, []).append(turns)
+                    print(_line(work, one, point, number, turns, time.perf_counter() - begun), flush=True)
+
+
+@contextlib.contextmanager
+def _serving(work: Work, side: Side) -> Iterator[tuple[str, Any]]:
+    """(its URL, what looks after it) of a server of this side: one of the user's, or one that is started for the block."""
+    s = work.p.benchmark_served
+    if side.config in s.server.base_urls:
+        url = session.bare(s.server.base_urls[side.config])
+        asyncio.run(_meet(work, side, url, lambda: None))
+        yield url, lambda: None
+        return
+    if s.server.base_urls:
+        print(f"note: benchmark_served.server.base_urls has no {side.config}; starting one", flush=True)
+    before = gpus.visible()
+    if work.p.target.device != "cpu":
+        gpus.check_free(before[: s.server.tp], s.server.mem_fraction)
+    port = server.free_port()
+    side.line = [*engines.line(work.setup, port, s.server.command), *side.flags]
+    log = LOGS / f"{served.name(work.name, *side.names)}.log"
+    print(f"starting {s.engine} for {side.config}; its log is {log}", flush=True)
+    threads = work.p.target.num_threads if work.p.target.device == "cpu" else None
+    folder = str(work.folder.absolute())
+    with server.started(
+        s.engine, side.line, port, folder, log, s.server.start_timeout_s, threads=threads, section=SECTION
+    ) as running:
+        asyncio.run(_meet(work, side, running.base_url, running.check))
+        side.gpu = {"gpu_before": _used(before), "gpu_serving": _used(gpus.visible())}
+        yield running.base_url, running.check
+    side.gpu["gpu_after"] = _released(before)
+
+
+async def _meet(work: Work, side: Side, url: str, check: Any) -> None:
+    """Learn what the server is, and that it is the one meant. Raises ValueError where it isn't."""
+    async with session.Session(work.model, work.w.deadline_s, SECTION, work.key) as http:
+        try:
+            engine = await http.engine_of(url)
+            side.said = await engines.info(http, url, engine)
+        except session.Failed as error:
+            check()
+            raise ValueError(f"{url} can't be asked: {error}; is it running? Correct {SECTION}.base_urls") from None
+    if engine != work.setup.engine:
+        raise ValueError(f"{url} is served by {engine}, expected {work.setup.engine}; correct benchmark_served.engine")
+    most = max((cap for _, cap in work.w.points() if cap is not None), default=None)
+    engines.check(side.said, side.draft, min(most, len(work.rows)) if most else None, _need(work, side.tree))
+
+
+def _used(found: list[gpus.Gpu]) -> float | None:
+    return round(sum(gpu.used for gpu in found), 2) if found else None
+
+
+def _released(before: list[gpus.Gpu]) -> float | None:
+    """GiB in use once the server has let go of its memory; says so where it doesn't."""
+    until = time.monotonic() + RELEASE_S
+    while (after := _used(gpus.visible())) is not None and after > (_used(before) or 0) + RELEASED_GIB:
+        if time.monotonic() > until:
+            print(
+                f"warning: {after} GiB are still in use {RELEASE_S:g} s after the server's end, {_used(before)} were before"
+            )
+            break
+        time.sleep(0.5)
+    return after
+
+
+async def _load(work: Work, side: Side, url: str, check: Any, point: tuple[int, int | None], number: int) -> list[Load]:
+    """One repeat of one point: a load for each turn, the later ones asked after the engine's own earlier answers."""
+    length, cap = point
+    w, arrivals = work.w, Arrivals(work.w.rate, cap, work.w.seed + number)
+    about = f"{side.config}, {length} tokens, {cap or 'no limit'} at once"
+    asks, warmup, loads = _first(work, work.rows, length), _first(work, work.warmup, length), []
+    while asks:
+        with tqdm(total=len(asks), desc=about, unit="request", mininterval=2) as bar:
+            found = await load.run(
+                url, work.model, asks, arrivals, w.deadline_s, warmup, SECTION, work.key, work.setup.engine, check, bar.update
+            )  # fmt: skip
+        _check_answered(about, found)
+        loads.append(found)
+        asks, warmup = _next(work, loads, length), []
+    _check_speaks(work, side, loads)
+    return loads
+
+
+def _check_answered(about: str, found: Load) -> None:
+    failed = [r for r in found.records if r.failed]
+    if len(failed) == len(found.records):
+        raise ValueError(f"{about}: all {len(failed)} requests failed, the first: {failed[0].failed}, {failed[0].why}")
+
+
+def _check_speaks(work: Work, side: Side, loads: list[Load]) -> None:
+    """Raises ValueError where a draft is served and not one draft token was accepted: a draft is never that bad."""
+    cycles, accepted = _sums(loads)
+    if side.draft and cycles >= SPEAKS and accepted == 0:
+        raise ValueError(
+            f"{side.config}: tau is exactly 1.00, no draft was accepted in {cycles} cycles. The engine drafts from something "
+            f"else than this draft: benchmark_served.server.algorithm is {side.draft.algorithm}, and with EAGLE SGLang leaves "
+            "out an EAGLE-3 draft's fusion of layers (expected EAGLE3); or the draft is another target's, or its tensors have "
+            "names that the engine passes over. Replay says what to expect: results/replay"
+        )
+    if side.draft and not cycles and not any(found.uncounted for found in loads):
+        tokens = sum(r.output_tokens for found in loads for r in found.records)
+        if tokens > len(work.rows) * 2:
+            raise ValueError(
+                f"{side.config}: the engine says nothing of accepted drafts; is speculation on? It says it runs "
+                f"{side.said.get('speculative_algorithm', 'nobody knows what')}"
+            )
+
+
+def _sums(loads: list[Load]) -> tuple[int, int]:
+    """Cycles and accepted drafts of some loads."""
+    counts = [c for found in loads for c in _counts(found)]
+    return sum(c.cycles for c in counts), sum(c.accepted for c in counts)
+
+
+def _counts(found: Load) -> list[Any]:
+    return [found.counters] if found.counters else [r.counts for r in found.records if r.counts]
+
+
+# What is asked
+
+
+def _first(work: Work, rows: pl.DataFrame, length: int) -> list[Ask]:
+    return [_ask(work, row, 0, row["prompt_ids"], length) for row in rows.iter_rows(named=True)]
+
+
+def _next(work: Work, loads: list[Load], length: int) -> list[Ask]:
+    """The turn after those asked, of the questions that have one and whose earlier turns were answered."""
+    turn = len(loads)
+    if work.w.turns == "first":
+        return []
+    asks, tokenizer = [], None
+    answers = [{r.id.rpartition("#")[0]: r for r in found.records if not r.failed} for found in loads]
+    for row in work.rows.iter_rows(named=True):
+        later = row["later"] or []
+        if len(later) < turn or not all(row["id"] in of_turn for of_turn in answers):
+            continue
+        tokenizer = tokenizer or prompt.load_tokenizer(
+            work.folder, work.p.target.trust_remote_code, work.made.chat_template
+        )
+        messages = list(row["messages"])
+        for said, words in zip(answers, later, strict=False):
+            record = said[row["id"]]
+            text = tokenizer.decode(record.ids, skip_special_tokens=True) if record.ids else record.text
+            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": words}]
+        ids = prompt.prompt_ids(tokenizer, messages, work.p.sample_target.thinking, None)
+        asks.append(_ask(work, row, turn, ids, length))
+    return asks
+
+
+def _ask(work: Work, row: dict[str, Any], turn: int, ids: list[int], length: int) -> Ask:
+    more = {"image_data": [work.eyes.url(path) for path in row["images"]]} if work.eyes and row["images"] else {}
+    tokens = max(1, round(row["length_share"] * length))
+    w = work.w
+    return Ask(f"{row['id']}#{turn}", ids, tokens, w.temperature, w.top_p, w.ignore_eos, more)
+
+
+# The cell
+
+
+def _cell(work: Work, side: Side, plain: Side, reason: str | None, before: list[gpus.Gpu]) -> dict[str, Any]:
+    p = work.p
+    device = "cpu" if p.target.device == "cpu" else p.target.device
+    hardware = cell.hardware("cpu", p.target.num_threads)
+    if before and device != "cpu":
+        hardware["gpu"] = ", ".join(gpu.name for gpu in before[: p.benchmark_served.server.tp])
+    if side.config in p.benchmark_served.server.base_urls:
+        hardware = {"server": "one that was running; what it runs on isn't known"}
+    version = side.said.get("version")
+    return {
+        "workload": work.name,
+        "checkpoint": side.checkpoint,
+        "tree": side.names[1],
+        **(side.tree.model_dump() if side.tree else dict.fromkeys(Tree.model_fields)),
+        "engine": p.benchmark_served.engine,
+        "status": served.UNSUPPORTED if reason else served.RAN,
+        "reason": reason,
+        "definitions": cell.DEFINITIONS,
+        "temperature": work.w.temperature,
+        "fingerprint": _fingerprint(work, side, hardware),
+        "server": {
+            "command": [_shown(word) for word in side.line],
+            "info": {k: _shown(v) for k, v in side.said.items()},
+        },
+        "memory": _memory(side, before),
+        "points": _points(work, side),
+        "baseline_points": _points(work, plain),
+        "hardware": hardware,
+        "versions": {p.benchmark_served.engine: version} if version else {},
+        "seed": work.w.seed,
+    }
+
+
+def _fingerprint(work: Work, side: Side, hardware: dict[str, Any]) -> dict[str, Any]:
+    """What must agree for a speedup to be one. The server's context length is not in it: it moves nothing that is timed."""
+    asked_for = work.w.model_dump()
+    words = json.dumps([work.rows.select("id", "prompt_ids", "length_share").to_dicts(), asked_for], sort_keys=True)
+    setup = asdict(work.setup) | {"folder": work.made.model, "context_length": None}
+    target = [work.made.model, work.made.revision, work.made.config_digest]
+    return {
+        "target": target,
+        "setup": setup,
+        "engine_version": side.said.get("version"),
+        "workload": hashlib.sha256(words.encode()).hexdigest()[:16],
+        "hardware": {key: hardware[key] for key in sorted(hardware) if key != "python"},
+    }
+
+
+def _shown(word: Any) -> Any:
+    """What a cell may show: of a path its last two names."""
+    return "/".join(word.split("/")[-2:]) if isinstance(word, str) and word.startswith("/") else word
+
+
+def _memory(side: Side, before: list[gpus.Gpu]) -> dict[str, Any]:
+    draft = None
+    if side.draft:
+        draft = round((Path(side.draft.folder) / "model.safetensors").stat().st_size / 2**30, 3)
+    total = {"gpu_total": round(sum(gpu.total for gpu in before), 2) if before else None}
+    return dict.fromkeys(served.MEMORY) | engines.memory(side.said) | {"draft": draft} | total | side.gpu
+
+
+def _points(work: Work, side: Side) -> list[dict[str, Any]]:
+    return [_point(work, side, *point, repeats) for point, repeats in side.loads.items()]
+
+
+def _point(work: Work, side: Side, length: int, cap: int | None, repeats: list[list[Load]]) -> dict[str, Any]:
+    rows = [
+        _row(number, turn, r)
+        for number, turns in enumerate(repeats)
+        for turn, found in enumerate(turns)
+        for r in found.records
+    ]
+    return {
+        "max_new_tokens": length,
+        "concurrency": cap,
+        "request_rate": work.w.request_rate,
+        "loads": [latency.summary(_end_to_end(turns)) for turns in repeats],
+        "acceptance": _acceptance(side, [found for turns in repeats for found in turns]),
+        "quality": None,
+        "requests": rows,
+        "warnings": _warnings(work, side, cap, length, repeats),
+    }
+
+
+def _row(repeat: int, turn: int, r: latency.Record) -> dict[str, Any]:
+    said = json.dumps(r.ids) if r.ids else r.text
+    done = not r.failed
+    return {
+        "repeat": repeat, "id": r.id.rpartition("#")[0], "turn": turn, "prompt_tokens": r.input_tokens,
+        "output_tokens": r.output_tokens, "cycles": r.counts.cycles if r.counts else None,
+        "accepted": r.counts.accepted if r.counts else None, "finish_reason": r.finish_reason, "failed": r.failed,
+        "ttft_s": r.ttft_s if done else None, "tpot_s": r.tpot_s if done else None, "e2e_s": r.e2e_s if done else None,
+        "wait_s": r.sent - r.due, "answer": hashlib.sha256(said.encode()).hexdigest()[:16] if done else None,
+        "correct": None,
+    }  # fmt: skip
+
+
+def _end_to_end(turns: list[Load]) -> list[latency.Record]:
+    """The records of all turns as if each followed the one before at once: between them the client renders prompts."""
+    every: list[latency.Record] = []
+    for found in turns:
+        if every:
+            late = min(r.due for r in found.records) - max(r.ended for r in every)
+            for r in found.records:
+                r.due, r.sent, r.ended = r.due - late, r.sent - late, r.ended - late
+                r.events = [(at - late, tokens) for at, tokens in r.events]
+        every += found.records
+    return every
+
+
+def _acceptance(side: Side, loads: list[Load]) -> dict[str, Any] | None:
+    """docs/metrics.md: "Accepted drafts of a server". None without a draft, or where the engine counts nothing."""
+    counts = [c for found in loads for c in _counts(found)]
+    if side.tree is None or not counts:
+        return None
+    accepted, cycles = (np.array([getattr(c, key) for c in counts]) for key in ("accepted", "cycles"))
+    tau, (low, high) = acceptance.tau(accepted, cycles), acceptance.interval(accepted, cycles)
+    histogram = np.zeros(side.tree.num_steps + 1, dtype=np.int64)
+    for c in counts:
+        histogram[: len(c.histogram)] += np.array(c.histogram, dtype=np.int64)
+    figures: dict[str, Any] = {}
+    for found in loads:
+        figures |= found.figures
+    per_request = [r.said["spec_accept_length"] for f in loads for r in f.records if "spec_accept_length" in r.said]
+    if per_request:
+        figures["spec_accept_length, mean over requests"] = float(np.mean(per_request))
+    alone = loads[0].counters is not None  # of all requests together: nothing to resample
+    return {
+        "tau": tau,
+        "tau_low": None if alone else float(low),
+        "tau_high": None if alone else float(high),
+        "accept_rate": (tau - 1) / side.tree.num_steps,
+        "node_accept_rate": float(accepted.sum() / max(1, cycles.sum() * (side.tree.num_draft_tokens - 1))),
+        "cycles": int(cycles.sum()),
+        "accepted": int(accepted.sum()),
+        "histogram": histogram.tolist(),
+        "clipped": all(c.clipped for c in counts),
+        "engine": figures,
+    }
+
+
+def _warnings(work: Work, side: Side, cap: int | None, length: int, repeats: list[list[Load]]) -> list[str]:
+    found = []
+    loads = [one for turns in repeats for one in turns]
+    failed = [r for one in loads for r in one.records if r.failed]
+    if failed:
+        found.append(
+            f"{len(failed)} requests failed and are in no latency, the first: {failed[0].failed}, {failed[0].why}"
+        )
+    if uncounted := [words for one in loads for words in one.uncounted]:
+        found.append(
+            f"{len(uncounted)} requests' accepted drafts can't be counted and are in no tau, the first: {uncounted[0]}"
+        )
+    holds = engines.memory(side.said)["kv_tokens"]
+    longest = sorted(work.rows["prompt_ids"].list.len().to_list(), reverse=True)[: cap or len(work.rows)]
+    need = sum(longest) + len(longest) * (length + (side.tree.num_draft_tokens if side.tree else 0))
+    if holds is not None and need > holds:
+        found.append(
+            f"the KV cache holds {holds} tokens, {need} would be needed for {len(longest)} of the longest at once: some may "
+            "have waited in the engine, or been put back"
+        )
+    return found
+
+
+def _line(work: Work, side: Side, point: tuple[int, int | None], number: int, turns: list[Load], seconds: float) -> str:
+    told = latency.summary([r for found in turns for r in found.records])
+    cycles, accepted = _sums(turns)
+    tau = f"tau {(accepted + cycles) / cycles:.3f}, " if cycles else ""
+    repeat = f" ({number + 1} of {work.w.repeats})" if work.w.repeats > 1 else ""
+    return (
+        f"{side.config}, {point[0]} tokens, {point[1] or 'no limit'} at once{repeat}: {tau}"
+        f"{told['output_throughput']:.1f} output tokens/s, {told['completed']} of {told['requests']} answered, {seconds:.1f} s"
+    )
+
+
+def _told(found: dict[str, Any], place: Path) -> str:
+    what = served.name(found["workload"], found["checkpoint"], found["tree"])
+    return f"{what}: {found['status']}{': ' + found['reason'] if found['reason'] else ''} -> {place}"
+
+
+if __name__ == "__main__":
+    params.run_stage(main)

@@ -1,0 +1,243 @@
+"""benchmark_served: against servers that speak SGLang's and vLLM's protocols and really decode (tests/serving/double.py)."""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from stages import benchmark_served
+from stages.formats import atomic, replays, served
+from tests.conftest import EVAL, ROOT, edit_params, gone
+
+DOUBLE = [sys.executable, "-m", "tests.serving.double"]
+LOAD = {**EVAL, "num_prompts": 6, "warmup": 1, "max_new_tokens": 60}
+
+
+@pytest.fixture(scope="module")
+def made(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What served cells need, of a graph that ran: target, drafts, prompts, replays; and the double's code."""
+    project = tmp_path_factory.mktemp("served")
+    for name in ("artifacts", "drafts/e003", "data/prompts", "results/replay", "stages", "tests/serving", "templates"):
+        shutil.copytree(small_run / name, project / name)
+    shutil.copytree(ROOT / "tests/serving", project / "tests/serving", dirs_exist_ok=True)
+    for name in ("params.yaml", "tests/conftest.py"):
+        shutil.copy(small_run / name, project / name)
+    return project
+
+
+@pytest.fixture
+def project(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """There, with settings of its own, and no cell."""
+    monkeypatch.chdir(made)
+    monkeypatch.setenv("PYTHONPATH", str(made))
+    shutil.copy(ROOT / "params.yaml", made)
+    shutil.rmtree(made / "results/cells", ignore_errors=True)
+    given = YAML(typ="safe").load((made / "params.yaml").read_text())["benchmark_served"]["server"]
+    edit_params(
+        made,
+        {
+            "target": {"num_threads": 1},
+            "train_draft": {"checkpoints": {"e003": {"from": "e000", "epochs": 3}}},
+            "replay_trees": {"checkpoints": ["e003"]},
+            "benchmark": {"workloads": {"eval": LOAD}, "checkpoints": ["e003"]},
+            "benchmark_served": {
+                "workloads": ["eval"], "checkpoints": ["e003"], "trees": ["t5_1_6", "t8_2_16"],
+                "server": {**given, "command": [*DOUBLE, "serve"], "start_timeout_s": 60.0},
+            },
+        },
+    )  # fmt: skip
+    return made
+
+
+def ask(project: Path, **server: Any) -> None:
+    """Change keys of benchmark_served.server."""
+    given = YAML(typ="safe").load((project / "params.yaml").read_text())["benchmark_served"]["server"]
+    edit_params(project, {"benchmark_served": {"server": {**given, **server}}})
+
+
+def replayed(tree: str) -> dict[str, Any]:
+    steps, topk, tokens = map(int, tree[1:].split("_"))
+    return next(t for t in replays.read("e003") if (t["steps"], t["topk"], t["tokens"]) == (steps, topk, tokens))
+
+
+@pytest.mark.parametrize("tree", ["t5_1_6", "t8_2_16"])
+def test_what_is_served_is_what_replay_said(tree: str, project: Path) -> None:
+    """To the draft: replay counted every accepted draft of the same prompts from hidden states, without any server."""
+    benchmark_served.main("eval", "e003", tree)
+    (found,) = served.read("eval", "e003", tree)["points"]
+    expected = replayed(tree)
+    got = found["acceptance"]
+    assert (got["cycles"], got["accepted"]) == (int(expected["cycles"]), int(expected["accepted"]))
+    assert got["tau"] == pytest.approx(expected["tau"], abs=1e-12) and got["tau_low"] <= got["tau"] <= got["tau_high"]
+    assert sum(got["histogram"]) == got["cycles"] and got["clipped"]
+    assert got["engine"]["avg_spec_accept_length"] == pytest.approx(got["tau"])
+    assert [r["failed"] for r in found["requests"]] == [None] * 6 and not found["warnings"]
+
+
+def test_a_baseline_says_the_same_without_a_draft(project: Path) -> None:
+    benchmark_served.main("eval")
+    benchmark_served.main("eval", "e003", "t5_1_6")
+    plain, drafted = served.read("eval", None, None), served.read("eval", "e003", "t5_1_6")
+    assert plain["checkpoint"] is None and plain["points"][0]["acceptance"] is None
+    answers = [{r["id"]: r["answer"] for r in found["points"][0]["requests"]} for found in (plain, drafted)]
+    assert answers[0] == answers[1] and len(answers[0]) == 6
+    assert plain["fingerprint"] == drafted["fingerprint"]
+    assert "--speculative-num-steps" in drafted["server"]["command"]
+    assert not any("speculative" in word for word in plain["server"]["command"])
+    assert str(project) not in json.dumps([plain, drafted])  # no cell tells where it was made
+    assert drafted["memory"]["draft"] > 0 and drafted["memory"]["kv_tokens"] == 100_000
+
+
+def test_a_sweep_is_one_server_and_a_point_for_each_pair(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    edit_params(
+        project,
+        {
+            "benchmark": {
+                "workloads": {"eval": {**LOAD, "max_new_tokens": [5, 20], "concurrency": [1, 3], "repeats": 2}},
+                "torch": [],
+            }
+        },
+    )
+    benchmark_served.main("eval", "e003", "t5_1_6")
+    found = served.read("eval", "e003", "t5_1_6")
+    assert [(p["max_new_tokens"], p["concurrency"]) for p in found["points"]] == [(5, 1), (5, 3), (20, 1), (20, 3)]
+    for point in found["points"]:
+        assert len(point["loads"]) == 2 and len(point["requests"]) == 12
+        assert max(r["output_tokens"] for r in point["requests"]) <= point["max_new_tokens"]
+    assert capfd.readouterr().out.count("starting sglang") == 1
+
+
+def test_repeats_take_turns_with_the_baseline(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Four servers, one after the other."""
+    edit_params(
+        project,
+        {
+            "benchmark": {"workloads": {"eval": {**LOAD, "max_new_tokens": 10, "repeats": 2}}},
+            "benchmark_served": {"interleave": True},
+        },
+    )
+    benchmark_served.main("eval", "e003", "t5_1_6")
+    found = served.read("eval", "e003", "t5_1_6")
+    assert len(found["points"][0]["loads"]) == len(found["baseline_points"][0]["loads"]) == 2
+    started = [
+        line.split(";")[0].rpartition(" ")[2]
+        for line in capfd.readouterr().out.splitlines()
+        if line.startswith("starting")
+    ]
+    assert started == ["baseline", "e003-t5_1_6", "e003-t5_1_6", "baseline"]
+
+
+def test_vllm_counts_over_all_requests(project: Path) -> None:
+    ask(project, command=[*DOUBLE, "vllm", "serve"])
+    edit_params(project, {"benchmark_served": {"engine": "vllm"}})
+    benchmark_served.main("eval", "e003", "t5_1_6")
+    (point,) = served.read("eval", "e003", "t5_1_6")["points"]
+    got, expected = point["acceptance"], replayed("t5_1_6")
+    assert got["cycles"] == int(expected["cycles"]) and got["tau"] == pytest.approx(expected["tau"], abs=1e-12)
+    assert got["tau_low"] is None and not got["clipped"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "tree", "said"),
+    [
+        ("sglang", "t8_2_8", "at least num_steps + 1 = 9, found 8"),
+        ("vllm", "t8_2_16", "chains only, this tree has topk 2"),
+    ],
+)
+def test_what_an_engine_cannot_run_is_a_cell_that_says_so(engine: str, tree: str, said: str, project: Path) -> None:
+    """And no server is started: `command` would fail."""
+    ask(project, command=["/nowhere"])
+    edit_params(project, {"benchmark_served": {"engine": engine}})
+    benchmark_served.main("eval", "e003", tree)
+    found = served.read("eval", "e003", tree)
+    assert found["status"] == "unsupported" and said in found["reason"] and found["points"] == []
+
+
+@pytest.mark.parametrize(
+    ("server", "workload", "said"),
+    [
+        ({"algorithm": "EAGLE"}, {}, r"tau is exactly 1\.00, no draft was accepted in \d+ cycles.*algorithm is EAGLE.*EAGLE3"),
+        ({"launch_args": ["--cuda-graph-max-bs", "2"]}, {"concurrency": 4}, "at most 2 requests in its CUDA graphs, expected 4"),
+        ({"launch_args": ["--max-running-requests", "2"]}, {"concurrency": 4}, "at most 2 requests in one batch, expected 4"),
+        ({"launch_args": ["--context-length", "64"]}, {}, r"holds 64 tokens of a request, expected at least \d+"),
+        ({}, {"max_new_tokens": 5000}, r"the target holds \d+ positions \(max_position_embeddings\), expected at least"),
+        ({"launch_args": ["--fail-at-start"]}, {}, "(?s)ended with status 1; its log.*told to fail at start"),
+        ({"command": ["/nowhere/sglang"]}, {}, "there is no `/nowhere/sglang` on the PATH"),
+        ({"base_urls": {"e003-t5_1_6": "http://127.0.0.1:9"}}, {}, "http://127.0.0.1:9 can't be asked"),
+    ],
+)  # fmt: skip
+def test_what_would_measure_something_else_stops_with_a_reason(
+    server: dict[str, Any], workload: dict[str, Any], said: str, project: Path
+) -> None:
+    """Each was reported by users as a slow draft: research/users.md, research/sglang.md."""
+    ask(project, **server)
+    edit_params(project, {"benchmark": {"workloads": {"eval": {**LOAD, **workload}}, "torch": []}})
+    with pytest.raises(ValueError, match=said):
+        benchmark_served.main("eval", "e003", "t5_1_6")
+    assert not served.path("eval", "e003", "t5_1_6").exists()
+
+
+def test_a_draft_that_holds_too_few_positions_is_named(project: Path) -> None:
+    place = project / "drafts/e003/draft/config.json"
+    whole = atomic.read_json(place, "x")
+    atomic.write_json(place, {**whole, "max_position_embeddings": 80})
+    try:
+        with pytest.raises(ValueError, match=r"the draft holds 80 positions \(max_position_embeddings\)"):
+            benchmark_served.main("eval", "e003", "t5_1_6")
+    finally:
+        atomic.write_json(place, whole)
+
+
+def test_a_running_server_is_used_and_must_run_this_tree(project: Path) -> None:
+    from stages.serving import server
+
+    port = server.free_port()
+    url = f"http://127.0.0.1:{port}"
+    line = [
+        *DOUBLE,
+        "serve",
+        "--model-path",
+        "artifacts/target",
+        "--port",
+        str(port),
+        "--speculative-algorithm",
+        "EAGLE3",
+    ]
+    line += ["--speculative-draft-model-path", str(project / "drafts/e003/draft"), "--speculative-num-steps", "5"]
+    line += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "6", "--cuda-graph-max-bs", "8"]
+    with server.started("sglang", line, port, "artifacts/target", project / "log", 60):
+        ask(
+            project, base_urls={"e003-t5_1_6": url, "e003-t8_2_16": url}, model="artifacts/target", command=["/nowhere"]
+        )
+        benchmark_served.main("eval", "e003", "t5_1_6")
+        found = served.read("eval", "e003", "t5_1_6")
+        assert found["points"][0]["acceptance"]["tau"] == pytest.approx(replayed("t5_1_6")["tau"])
+        assert found["server"]["command"] == [] and "isn't known" in found["hardware"]["server"]
+        with pytest.raises(ValueError, match="says speculative_num_steps 5, expected 8"):
+            benchmark_served.main("eval", "e003", "t8_2_16")
+
+
+def test_the_server_goes_with_the_stage(project: Path) -> None:
+    """Ended by Ctrl-C in the middle of its load, and killed: no server outlives it."""
+    import os
+    import signal
+
+    import psutil
+
+    for number in (signal.SIGINT, signal.SIGKILL):
+        line = [sys.executable, "-m", "stages.benchmark_served", "eval", "e003", "t5_1_6"]
+        stage = subprocess.Popen(line, cwd=project, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        until, children = time.monotonic() + 120, []
+        while not any("tests.serving.double" in " ".join(c.cmdline()) for c in children):
+            assert time.monotonic() < until and stage.poll() is None, stage.communicate()[0]
+            children = [c for c in psutil.Process(stage.pid).children(recursive=True) if c.is_running()]
+            time.sleep(0.05)
+        os.kill(stage.pid, number)
+        stage.communicate(timeout=60)
+        assert all(gone(child.pid, 30) for child in children)
