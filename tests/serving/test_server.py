@@ -100,7 +100,7 @@ def test_one_that_is_never_ready_is_ended(tmp_path: Path) -> None:
 
 def test_an_engine_that_is_not_installed(tmp_path: Path) -> None:
     with (
-        pytest.raises(ValueError, match="launch is vllm, but there is no `no-such-vllm` on the PATH"),
+        pytest.raises(ValueError, match="asks for vllm, but there is no `no-such-vllm`"),
         server.started("vllm", ["no-such-vllm"], 1, "tiny", tmp_path / "log", 1),
     ):
         pass
