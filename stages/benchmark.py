@@ -1,26 +1,46 @@
 """benchmark: one cell of the table, by the torch engine.   python -m stages.benchmark WORKLOAD CHECKPOINT TREE
 
 Plain and speculative decoding of the same prompts, in turns, so that a drifting machine touches both alike. At float32
-the two must say the same: the share of identical answers is a metric of every cell.
+the two must say the same: the share of identical answers is a metric of every cell. A later turn of a question comes
+after plain decoding's own earlier answers, for both: so both decode the same prompt, even where a near-tie parted them.
 """
 
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
 import torch
 
 from stages import params
-from stages.drafting import acceptance, target
+from stages.drafting import acceptance, prompt, target
 from stages.drafting.decode import Engine, Step
 from stages.drafting.draft import Draft
 from stages.drafting.pixels import Eyes, Pixels
-from stages.formats import cell, checkpoint, conversations, manifest
-from stages.params import Tree
+from stages.formats import asked, cell, checkpoint, manifest
+from stages.params import Tree, Workload
+from stages.serving import grades
 
-SAMPLED = Path("data/sampled")
+KINDS = ("plain", "speculative")
+SAMPLES, QUANTILES = 2000, (0.025, 0.975)  # as of tau's interval
+
+Row = dict[str, Any]
+Said = dict[str, list[int]]  # by kind of decoding, the ids of an answer
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every decoding of a cell needs."""
+
+    p: params.Params
+    w: Workload
+    tree: Tree
+    engine: Engine
+    shown: dict[str, Pixels | None]  # the pictures of each prompt, by its id
+    tokenizer: Any  # None where no text is needed
 
 
 def main(workload: str, name: str, tree_name: str) -> None:
@@ -28,46 +48,22 @@ def main(workload: str, name: str, tree_name: str) -> None:
     torch.set_num_threads(p.target.num_threads)
     started = time.perf_counter()
     tree, w = Tree.parse(tree_name), params.named(p.benchmark.workloads, workload, "benchmark.workloads")
-    prompts = conversations.read(SAMPLED / w.split, conversations.SAMPLED, "sample_target", w.prompts)
-    if len(prompts) < w.prompts:
-        print(f"note: workload {workload} asks for {w.prompts} prompts, the {w.split} split has {len(prompts)}")
-    engine, shown = _engine(p, name), _shown(p, prompts)
+    prompts, warm = asked.read(workload)
+    _check_grades(workload, w, prompts)
+    engine, shown = _engine(p, name), _shown(p, pl.concat([prompts, warm]))
+    work = Work(p, w, tree, engine, shown, _tokenizer(p, w, prompts))
 
+    for question in warm.iter_rows(named=True):  # not counted: first calls allocate and pick kernels
+        for kind in KINDS:
+            list(_decoding(work, kind, question["prompt_ids"], question["id"]))
     rows, histogram = [], np.zeros(tree.num_steps + 1, dtype=np.int64)
-    shape = (tree.num_steps, tree.topk, tree.num_draft_tokens)
-    for question in prompts.head(w.warmup).iter_rows(named=True):  # not counted: first calls allocate and pick kernels
-        prompt, pictures = question["prompt_ids"], shown[question["id"]]
-        list(engine.plain(prompt, w.max_new_tokens, pictures))
-        list(engine.speculative(prompt, w.max_new_tokens, *shape, pictures))
-    for number, question in enumerate(prompts.iter_rows(named=True)):
-        prompt, pictures = question["prompt_ids"], shown[question["id"]]
-        runs = {
-            "plain": partial(engine.plain, prompt, w.max_new_tokens, pictures),
-            "speculative": partial(engine.speculative, prompt, w.max_new_tokens, *shape, pictures),
-        }
-        order = list(runs) if number % 2 == 0 else list(runs)[::-1]
-        timed = {kind: _timed(runs[kind], p.target.device) for kind in order}
-        said, steps, prefill, e2e = timed["speculative"]
-        plain_said, _, plain_prefill, plain_e2e = timed["plain"]
-        cycles = steps[1:]
-        histogram += np.bincount([s.accepted for s in cycles], minlength=tree.num_steps + 1)
-        rows.append(
-            {
-                "id": question["id"],
-                "prompt_tokens": len(prompt),
-                "output_tokens": len(said),
-                "cycles": len(cycles),
-                "accepted": sum(s.accepted for s in cycles),
-                "identical": said == plain_said,
-                "divergence_margin": _margin(engine, prompt, pictures, said, plain_said),
-                "finish_reason": "stop" if said[-1] in engine.eos else "length",
-                "prefill_latency_s": prefill,
-                "e2e_latency_s": e2e,
-                "baseline_output_tokens": len(plain_said),
-                "baseline_prefill_latency_s": plain_prefill,
-                "baseline_e2e_latency_s": plain_e2e,
-            }
-        )
+    spoken: list[Said] = []  # of each row, to be graded once no clock runs
+    for repeat in range(w.repeats):
+        for number, question in enumerate(prompts.iter_rows(named=True)):
+            for row, cycles, said in _turns(work, question, repeat, number):
+                histogram += np.bincount([s.accepted for s in cycles], minlength=tree.num_steps + 1)
+                rows.append(row)
+                spoken.append(said)
     metrics = _metrics(rows, tree)
     place = cell.write(
         {
@@ -77,20 +73,84 @@ def main(workload: str, name: str, tree_name: str) -> None:
             **tree.model_dump(),
             "engine": "torch",
             "definitions": cell.DEFINITIONS,
-            "temperature": 0.0,
+            "temperature": w.temperature,
             "metrics": metrics,
+            "repeats": _repeats(rows),
+            "quality": _grade(work, rows, spoken, dict(prompts.select("id", "reference").iter_rows())),
             "histogram": histogram.tolist(),
             "prompts": rows,
             "hardware": cell.hardware(p.target.device, p.target.num_threads),
             "versions": cell.versions("torch", "transformers"),
             "seconds": round(time.perf_counter() - started, 2),
-            "seed": 0,
+            "seed": w.seed,
         }
     )
     print(
         f"{tree_name} at {name}: tau {metrics['tau']:.3f}, speedup {metrics['speedup']:.2f}, "
         f"identical {metrics['identical_share']:.0%} of {len(rows)} answers -> {place}"
     )
+
+
+def _turns(work: Work, question: Row, repeat: int, number: int) -> Iterator[tuple[Row, list[Step], Said]]:
+    """Of each turn its row, its cycles, and what both said.
+
+    Who goes first changes from prompt to prompt, from repeat to repeat and from turn to turn.
+    """
+    messages, ids, answer = question["messages"], question["prompt_ids"], ""
+    for turn, says in enumerate([None, *(question["later"] or [])]):
+        if says is not None:
+            messages = [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": says}]
+            ids = prompt.prompt_ids(work.tokenizer, messages, work.p.sample_target.thinking)
+        order = KINDS if (number + repeat + turn) % 2 == 0 else KINDS[::-1]
+        timed = {
+            kind: _timed(partial(_decoding, work, kind, ids, question["id"]), work.p.target.device) for kind in order
+        }
+        said, steps, prefill, e2e = timed["speculative"]
+        plain_said, _, plain_prefill, plain_e2e = timed["plain"]
+        cycles = steps[1:]
+        row = {
+            "id": question["id"],
+            "repeat": repeat,
+            "turn": turn,
+            "prompt_tokens": len(ids),
+            "output_tokens": len(said),
+            "cycles": len(cycles),
+            "accepted": sum(s.accepted for s in cycles),
+            "identical": said == plain_said,
+            "divergence_margin": _margin(work.engine, ids, work.shown[question["id"]], said, plain_said),
+            "finish_reason": "stop" if said[-1] in work.engine.eos else "length",
+            "prefill_latency_s": prefill,
+            "e2e_latency_s": e2e,
+            "correct": None,
+            "baseline_output_tokens": len(plain_said),
+            "baseline_prefill_latency_s": plain_prefill,
+            "baseline_e2e_latency_s": plain_e2e,
+            "baseline_correct": None,
+        }
+        yield row, cycles, {"plain": plain_said, "speculative": said}
+        if work.tokenizer is not None:
+            answer = _text(work, plain_said)
+
+
+def _decoding(work: Work, kind: str, ids: list[int], name: str) -> Iterator[Step]:
+    most, pictures, tree = work.w.max_new_tokens, work.shown[name], work.tree
+    assert isinstance(most, int), "params.Benchmark sees to it"
+    if kind == "plain":
+        return work.engine.plain(ids, most, pictures)
+    return work.engine.speculative(ids, most, tree.num_steps, tree.topk, tree.num_draft_tokens, pictures)
+
+
+def _tokenizer(p: params.Params, w: Workload, prompts: pl.DataFrame) -> Any:
+    """Where answers are graded, or later turns follow them."""
+    if not w.grade and not prompts["later"].is_not_null().any():
+        return None
+    made = manifest.read()
+    return prompt.load_tokenizer(manifest.weights(made), p.target.trust_remote_code, made.chat_template)
+
+
+def _text(work: Work, ids: list[int]) -> str:
+    """An answer as a server would send it: without the target's special tokens."""
+    return work.tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def _engine(p: params.Params, name: str) -> Engine:
@@ -139,14 +199,46 @@ def _now(device: str) -> float:
     return time.perf_counter()
 
 
-def _metrics(rows: list[dict], tree: Tree) -> dict[str, float]:
-    """docs/metrics.md, version 1."""
-    accepted, cycles = (np.array([r[k] for r in rows]) for k in ("accepted", "cycles"))
+# Grades
+
+
+def _check_grades(workload: str, w: Workload, prompts: pl.DataFrame) -> None:
+    """Raises ValueError, before anything is decoded, where answers shall be graded and nothing says what is right."""
+    if w.grade and (without := prompts["reference"].null_count()):
+        raise ValueError(
+            f"benchmark.workloads.{workload}.grade is true, but {without} of its {len(prompts)} prompts have no answer to "
+            "grade by, expected one for each: MT-bench's shape of a set may lack them, and HumanEval's tests always. Take "
+            "the set as its authors publish it, or set grade to false"
+        )
+
+
+def _grade(work: Work, rows: list[Row], spoken: list[Said], references: dict[str, str]) -> dict[str, Any] | None:
+    """Fills in `correct` and `baseline_correct` of first turns, and says how many are; None where nothing is graded."""
+    if not work.w.grade:
+        return None
+    first = [(row, said) for row, said in zip(rows, spoken, strict=True) if row["turn"] == 0]
+    for row, said in first:
+        for kind, column in (("plain", "baseline_correct"), ("speculative", "correct")):
+            row[column] = grades.grade(references[row["id"]], _text(work, said[kind]))
+    graded = [references[row["id"]] for row, _ in first]
+    return {
+        "plain": grades.quality(graded, [row["baseline_correct"] for row, _ in first]),
+        "speculative": grades.quality(graded, [row["correct"] for row, _ in first]),
+    }
+
+
+# Metrics
+
+
+def _metrics(rows: list[Row], tree: Tree) -> dict[str, float]:
+    """docs/metrics.md, version 2. Intervals are over whole prompts: all turns and repeats of one are drawn together."""
+    accepted, cycles = (_by_prompt(rows, k).sum(1) for k in ("accepted", "cycles"))  # [P]
     tau = acceptance.tau(accepted, cycles)
     low, high = acceptance.interval(accepted, cycles)
     seconds, plain_seconds = (sum(r[k] for r in rows) for k in ("e2e_latency_s", "baseline_e2e_latency_s"))
     tokens, plain_tokens = (sum(r[k] for r in rows) for k in ("output_tokens", "baseline_output_tokens"))
     output_tok_s, baseline_tok_s = tokens / seconds, plain_tokens / plain_seconds
+    speedup_low, speedup_high = _speedup_interval(rows)
     return {
         "tau": tau,
         "tau_low": float(low),
@@ -158,8 +250,54 @@ def _metrics(rows: list[dict], tree: Tree) -> dict[str, float]:
         "output_tok_s": output_tok_s,
         "baseline_output_tok_s": baseline_tok_s,
         "speedup": output_tok_s / baseline_tok_s,
+        "speedup_low": speedup_low,
+        "speedup_high": speedup_high,
         "identical_share": float(np.mean([r["identical"] for r in rows])),
     }
+
+
+def _by_prompt(rows: list[Row], column: str) -> np.ndarray:
+    """Sums of a column, [P, R]: of each prompt, in each repeat, over its turns."""
+    prompts = list(dict.fromkeys(row["id"] for row in rows))
+    place = {name: number for number, name in enumerate(prompts)}
+    sums = np.zeros((len(prompts), 1 + max(row["repeat"] for row in rows)), dtype=type(rows[0][column]))
+    for row in rows:
+        sums[place[row["id"]], row["repeat"]] += row[column]
+    return sums
+
+
+def _repeats(rows: list[Row]) -> list[dict[str, float]]:
+    """Of each repeat alone, its speed and speedup: how much the machine drifts."""
+    tokens, seconds, plain_tokens, plain_seconds = (column.sum(0) for column in _speeds(rows))  # [R]
+    speed, plain = tokens / seconds, plain_tokens / plain_seconds
+    return [
+        {"output_tok_s": float(a), "baseline_output_tok_s": float(b), "speedup": float(a / b)}
+        for a, b in zip(speed, plain, strict=True)
+    ]
+
+
+def _speedup_interval(rows: list[Row]) -> tuple[float, float]:
+    """95% bootstrap interval of the speedup, over prompts and repeats, each drawn on its own.
+
+    A repeat's weather is that of all its prompts, and a prompt's ease that of all its repeats: so a resample takes whole
+    rows and whole columns of the table of the two (Owen's pigeonhole bootstrap, 2007, which errs on the wide side). With
+    one repeat it is over prompts alone, and says nothing of how the machine drifts.
+    """
+    columns = _speeds(rows)  # four of [P, R]
+    prompts, repeats = columns[0].shape
+    random = np.random.default_rng(0)
+    by_prompt = random.multinomial(prompts, np.full(prompts, 1 / prompts), size=SAMPLES)  # [S, P]
+    by_repeat = random.multinomial(repeats, np.full(repeats, 1 / repeats), size=SAMPLES)  # [S, R]
+    sums = [((by_prompt @ column) * by_repeat).sum(1) for column in columns]  # four of [S]
+    tokens, seconds, plain_tokens, plain_seconds = sums
+    low, high = np.quantile(tokens / seconds / (plain_tokens / plain_seconds), QUANTILES)
+    return float(low), float(high)
+
+
+def _speeds(rows: list[Row]) -> list[np.ndarray]:
+    """[P, R] each: tokens and seconds, speculative and then plain."""
+    names = ("output_tokens", "e2e_latency_s", "baseline_output_tokens", "baseline_e2e_latency_s")
+    return [_by_prompt(rows, name) for name in names]
 
 
 if __name__ == "__main__":

@@ -9,15 +9,13 @@ from stages.formats import conversations
 FOLDER = Path("data/prompts")
 ASKED = pl.Schema(
     {
-        "id": pl.String,
+        "id": pl.String,  # each row's own, but of the warm-up
         "prompt_ids": pl.List(pl.Int32),  # of the first turn, through the chat template; pictures' tokens expanded
-        "messages": pl.List(
-            pl.Struct({"role": pl.String, "content": pl.String})
-        ),  # of the first turn; null: eval, random
+        "messages": pl.List(pl.Struct({"role": pl.String, "content": pl.String})),  # of the first turn; of sets only
         "later": pl.List(pl.String),  # what the user says in each later turn; null where there is none
         "images": pl.List(pl.String),  # paths, in the order of their places; null for text
         "length_share": pl.Float64,  # of the workload's max_new_tokens: drawn for random lengths, else 1
-        "reference": pl.String,  # what answers are graded by, in the set's own form (stages/serving/grades.py); null: none
+        "reference": pl.String,  # what the first turn's answer is graded by (stages/serving/grades.py); null: nothing
         "warmup": pl.Boolean,  # asked before, and counted nowhere
     }
 )
@@ -25,6 +23,11 @@ ASKED = pl.Schema(
 
 def path(workload: str) -> Path:
     return FOLDER / f"{workload}.parquet"
+
+
+def tokens(length_share: float, max_new_tokens: int) -> int:
+    """How long a row's answer may be, where the workload's may have `max_new_tokens`."""
+    return max(1, round(length_share * max_new_tokens))
 
 
 def write(workload: str, rows: pl.DataFrame) -> None:

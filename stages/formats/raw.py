@@ -103,7 +103,7 @@ def chunks(path: Path, source: str, pinned: dict[str, Any]) -> Iterator[Chunk]:
     tables: Iterator[Table] | Iterator[list[bytes]] | Iterator[list[str]]
     folder: str | None
     if what == PIN:
-        tables, folder = _from_hub(path, source, pinned), None
+        tables, folder = of_dataset(read_pin(path), str(path), source, pinned), None
     else:
         folder = str(path.parent)
         tables = _parquet(path) if what == ".parquet" else _json(path) if what == ".json" else _lines(path)
@@ -138,7 +138,7 @@ def parsed(chunk: Chunk) -> Iterator[tuple[int, dict[str, Any]]]:
             except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
                 raise ValueError(
                     f"{chunk.shown}, line {number + 1}: expected one JSON object per line, found {shown(line)} "
-                    f"({error}); mend or delete that line, or give another file as fix_data.raw"
+                    f"({error}); mend or delete that line, or give another file"
                 ) from None
         if not isinstance(row, dict):
             raise ValueError(
@@ -233,12 +233,15 @@ def read_pin(path: Path) -> dict[str, str | None]:
     return pin
 
 
-def _from_hub(path: Path, source: str, pinned: dict[str, Any]) -> Iterator[Table]:
-    """A dataset's rows, as they are stored: pictures stay bytes and are not decoded."""
+def of_dataset(pin: dict[str, Any], shown: str, source: str, pinned: dict[str, Any]) -> Iterator[Table]:
+    """A dataset's rows, as they are stored: pictures stay bytes and are not decoded. `shown` names who asks for it.
+
+    Raises:
+        ValueError: where there is no such dataset, neither here nor on the Hub.
+    """
     import datasets  # takes two seconds, and most runs have no use for it
     from huggingface_hub import HfApi
 
-    pin = read_pin(path)
     name, commit = str(pin["dataset"]), pin["revision"]
     local = Path(name).is_dir()
     try:
@@ -248,7 +251,7 @@ def _from_hub(path: Path, source: str, pinned: dict[str, Any]) -> Iterator[Table
     except Exception as error:  # hub, cache, network and builders each have their own
         words = str(error).strip().splitlines() or [""]
         raise ValueError(
-            f"{path}: dataset {name} (name {pin['name']}, split {pin['split']}, revision {pin['revision']}) is "
+            f"{shown}: dataset {name} (name {pin['name']}, split {pin['split']}, revision {pin['revision']}) is "
             f"neither a folder here nor to be had from the Hub ({type(error).__name__}: {words[0]}); check the "
             "spelling, the network, and HF_TOKEN if it is gated"
         ) from None
