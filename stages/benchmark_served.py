@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from stages import params
 from stages.drafting import acceptance, pixels, prompt
 from stages.formats import asked, cell, checkpoint, manifest, served
 from stages.params import Tree
-from stages.serving import engines, gpus, latency, load, server, session
+from stages.serving import engines, gpus, grades, latency, load, server, session
 from stages.serving.load import Arrivals, Ask, Load
 
 SECTION = "benchmark_served.server"
@@ -47,6 +48,10 @@ class Work:
     setup: engines.Setup
     key: str | None
     eyes: pixels.Eyes | None
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return prompt.load_tokenizer(self.folder, self.p.target.trust_remote_code, self.made.chat_template)
 
     @property
     def model(self) -> str:
@@ -91,6 +96,8 @@ def main(workload: str, name: str = "", tree_name: str = "") -> None:
     if name:
         config, _ = checkpoint.read_draft(checkpoint.folder(name), p.made_by(name))
     rows, warmup = asked.read(workload)
+    if w.grade:
+        asked.check_graded(workload, rows)
     work = Work(
         p,
         workload,
@@ -309,32 +316,26 @@ def _first(work: Work, rows: pl.DataFrame, length: int) -> list[Ask]:
 
 def _next(work: Work, loads: list[Load], length: int) -> list[Ask]:
     """The turn after those asked, of the questions that have one and whose earlier turns were answered."""
-    turn = len(loads)
-    if work.w.turns == "first":
-        return []
-    asks, tokenizer = [], None
-    answers = [{r.id.rpartition("#")[0]: r for r in found.records if not r.failed} for found in loads]
+    turn, asks = len(loads), []
+    answers = [{_name(r): r for r in found.records if not r.failed} for found in loads]
     for row in work.rows.iter_rows(named=True):
         later = row["later"] or []
         if len(later) < turn or not all(row["id"] in of_turn for of_turn in answers):
             continue
-        tokenizer = tokenizer or prompt.load_tokenizer(
-            work.folder, work.p.target.trust_remote_code, work.made.chat_template
-        )
         messages = list(row["messages"])
         for said, words in zip(answers, later, strict=False):
-            record = said[row["id"]]
-            text = tokenizer.decode(record.ids, skip_special_tokens=True) if record.ids else record.text
-            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": words}]
-        ids = prompt.prompt_ids(tokenizer, messages, work.p.sample_target.thinking, None)
+            messages += [
+                {"role": "assistant", "content": _text(work, said[row["id"]])},
+                {"role": "user", "content": words},
+            ]
+        ids = prompt.prompt_ids(work.tokenizer, messages, work.p.sample_target.thinking)
         asks.append(_ask(work, row, turn, ids, length))
     return asks
 
 
 def _ask(work: Work, row: dict[str, Any], turn: int, ids: list[int], length: int) -> Ask:
     more = {"image_data": [work.eyes.url(path) for path in row["images"]]} if work.eyes and row["images"] else {}
-    tokens = max(1, round(row["length_share"] * length))
-    w = work.w
+    w, tokens = work.w, asked.tokens(row["length_share"], length)
     return Ask(f"{row['id']}#{turn}", ids, tokens, w.temperature, w.top_p, w.ignore_eos, more)
 
 
@@ -407,34 +408,61 @@ def _points(work: Work, side: Side) -> list[dict[str, Any]]:
 
 
 def _point(work: Work, side: Side, length: int, cap: int | None, repeats: list[list[Load]]) -> dict[str, Any]:
-    rows = [
-        _row(number, turn, r)
+    every = [
+        (number, turn, r)
         for number, turns in enumerate(repeats)
         for turn, found in enumerate(turns)
         for r in found.records
     ]
+    marks = _marks(work, every)
     return {
         "max_new_tokens": length,
         "concurrency": cap,
         "request_rate": work.w.request_rate,
         "loads": [latency.summary(_end_to_end(turns)) for turns in repeats],
         "acceptance": _acceptance(side, [found for turns in repeats for found in turns]),
-        "quality": None,
-        "requests": rows,
+        "quality": _quality(work, every, marks),
+        "requests": [_row(*one, mark) for one, mark in zip(every, marks, strict=True)],
         "warnings": _warnings(work, side, cap, length, repeats),
     }
 
 
-def _row(repeat: int, turn: int, r: latency.Record) -> dict[str, Any]:
+def _marks(work: Work, every: list[tuple[int, int, latency.Record]]) -> list[bool | None]:
+    """Whether each answer is right; None where nothing is graded: of later turns, and of requests that failed."""
+    if not work.w.grade:
+        return [None] * len(every)
+    right = dict(work.rows.select("id", "reference").iter_rows())
+    return [None if turn or r.failed else grades.grade(right[_name(r)], _text(work, r)) for _, turn, r in every]
+
+
+def _quality(
+    work: Work, every: list[tuple[int, int, latency.Record]], marks: list[bool | None]
+) -> dict[str, Any] | None:
+    right = dict(work.rows.select("id", "reference").iter_rows())
+    graded = [(right[_name(r)], mark) for (_, _, r), mark in zip(every, marks, strict=True) if mark is not None]
+    return grades.quality([words for words, _ in graded], [mark for _, mark in graded]) if graded else None
+
+
+def _name(r: latency.Record) -> str:
+    """The question's, of an ask `id#turn`."""
+    return r.id.rpartition("#")[0]
+
+
+def _text(work: Work, r: latency.Record) -> str:
+    """An answer without the target's special tokens, as a server would send it."""
+    return work.tokenizer.decode(r.ids, skip_special_tokens=True) if r.ids else r.text
+
+
+def _row(repeat: int, turn: int, r: latency.Record, correct: bool | None) -> dict[str, Any]:
     said = json.dumps(r.ids) if r.ids else r.text
     done = not r.failed
     return {
-        "repeat": repeat, "id": r.id.rpartition("#")[0], "turn": turn, "prompt_tokens": r.input_tokens,
+        "repeat": repeat, "id": _name(r), "turn": turn, "prompt_tokens": r.input_tokens,
         "output_tokens": r.output_tokens, "cycles": r.counts.cycles if r.counts else None,
         "accepted": r.counts.accepted if r.counts else None, "finish_reason": r.finish_reason, "failed": r.failed,
         "ttft_s": r.ttft_s if done else None, "tpot_s": r.tpot_s if done else None, "e2e_s": r.e2e_s if done else None,
         "wait_s": r.sent - r.due, "answer": hashlib.sha256(said.encode()).hexdigest()[:16] if done else None,
-        "correct": None,
+        "correct": correct,
     }  # fmt: skip
 
 

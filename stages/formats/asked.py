@@ -38,3 +38,13 @@ def read(workload: str) -> tuple[pl.DataFrame, pl.DataFrame]:
     """(those to measure, those to warm up with). Raises ValueError naming what to run where there are none."""
     rows = conversations.read(path(workload), ASKED, f"prepare_prompts@{workload}", None)
     return rows.filter(~pl.col("warmup")), rows.filter("warmup")
+
+
+def check_graded(workload: str, rows: pl.DataFrame) -> None:
+    """Raises ValueError, before anything is decoded, where answers shall be graded and nothing says what is right."""
+    if without := rows["reference"].null_count():
+        raise ValueError(
+            f"benchmark.workloads.{workload}.grade is true, but {without} of its {len(rows)} prompts have no answer to "
+            "grade by, expected one for each: MT-bench's shape of a set may lack them, and HumanEval's tests always. Take "
+            "the set as its authors publish it, or set grade to false"
+        )
