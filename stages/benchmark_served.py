@@ -30,6 +30,7 @@ from stages.serving.load import Arrivals, Ask, Load
 
 SECTION = "benchmark_served.server"
 LOGS = Path(".scratch/served")
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SPEAKS = 20  # cycles without a single accepted draft that are no accident
 RELEASED_GIB, RELEASE_S = 1.0, 30.0  # of a GPU's memory, and how long after the server's end
 
@@ -155,7 +156,7 @@ def _eyes(p: params.Params, made: manifest.Manifest, folder: Path, rows: pl.Data
 
 def _need(work: Work, tree: Tree | None) -> int:
     """Tokens that the longest request may take: prompt, answer, and a tree beyond it."""
-    longest = max(work.rows["prompt_ids"].list.len().max(), work.warmup["prompt_ids"].list.len().max() or 0)
+    longest = max(_longest(work), work.warmup["prompt_ids"].list.len().max() or 0)
     return longest + max(length for length, _ in work.w.points()) + (tree.num_draft_tokens if tree else 0)
 
 
@@ -207,6 +208,7 @@ def _serving(work: Work, side: Side) -> Iterator[tuple[str, Any]]:
     before = gpus.visible()
     if work.p.target.device != "cpu":
         gpus.check_free(before[: s.server.tp], s.server.mem_fraction)
+        _preflight(work, side, sum(gpu.total for gpu in before[: s.server.tp]) * s.server.mem_fraction)
     port = server.free_port()
     side.line = [*engines.line(work.setup, port, s.server.command), *side.flags]
     log = LOGS / f"{served.name(work.name, *side.names)}.log"
@@ -220,6 +222,35 @@ def _serving(work: Work, side: Side) -> Iterator[tuple[str, Any]]:
         side.gpu = {"gpu_before": _used(before), "gpu_serving": _used(gpus.visible())}
         yield running.base_url, running.check
     side.gpu["gpu_after"] = _released(before)
+
+
+def _preflight(work: Work, side: Side, room: float) -> None:
+    """Says what the server will hold, in GiB, of the `room` it may take. Raises ValueError where the weights alone don't fit."""
+    m, gib = work.made, 2**30
+    held = sum(file.stat().st_size for file in work.folder.glob("*.safetensors")) / gib
+    draft = _draft_gib(side) or 0.0
+    token = 2 * m.num_layers * m.num_key_value_heads * m.head_dim * DTYPE_BYTES[work.p.target.dtype]  # keys and values
+    tokens = max(_at_once(work, cap) * (_longest(work) + length) for length, cap in work.w.points())
+    cache = min(tokens, work.setup.max_total_tokens or tokens) * token / gib
+    print(
+        f"memory: {held:.2f} GiB of weights, {draft:.2f} of the draft, {cache:.2f} of KV cache at most "
+        f"({tokens} tokens of {token} bytes), of {room:.2f} GiB",
+        flush=True,
+    )
+    if room and held + draft > room:
+        raise ValueError(
+            f"the target's weights are {held:.1f} GiB and the draft's {draft:.1f}, expected less than {room:.1f} GiB "
+            "(benchmark_served.server.mem_fraction of the GPU's memory, times tp); raise tp or mem_fraction, or take a "
+            "larger GPU"
+        )
+
+
+def _at_once(work: Work, cap: int | None) -> int:
+    return min(cap or len(work.rows), len(work.rows))
+
+
+def _longest(work: Work) -> int:
+    return int(work.rows["prompt_ids"].list.len().max())
 
 
 async def _meet(work: Work, side: Side, url: str, check: Any) -> None:
@@ -395,12 +426,14 @@ def _shown(word: Any) -> Any:
     return "/".join(word.split("/")[-2:]) if isinstance(word, str) and word.startswith("/") else word
 
 
+def _draft_gib(side: Side) -> float | None:
+    """Of its file: engines don't say what a draft takes."""
+    return round((Path(side.draft.folder) / "model.safetensors").stat().st_size / 2**30, 3) if side.draft else None
+
+
 def _memory(side: Side, before: list[gpus.Gpu]) -> dict[str, Any]:
-    draft = None
-    if side.draft:
-        draft = round((Path(side.draft.folder) / "model.safetensors").stat().st_size / 2**30, 3)
     total = {"gpu_total": round(sum(gpu.total for gpu in before), 2) if before else None}
-    return dict.fromkeys(served.MEMORY) | engines.memory(side.said) | {"draft": draft} | total | side.gpu
+    return dict.fromkeys(served.MEMORY) | engines.memory(side.said) | {"draft": _draft_gib(side)} | total | side.gpu
 
 
 def _points(work: Work, side: Side) -> list[dict[str, Any]]:

@@ -582,7 +582,9 @@ class Params(Section):
         lists = {
             "replay_trees.checkpoints": self.replay_trees.checkpoints,
             "benchmark.checkpoints": self.benchmark.checkpoints,
-            "benchmark_served.checkpoints": self.benchmark_served.checkpoints if self.benchmark_served.workloads else [],
+            "benchmark_served.checkpoints": self.benchmark_served.checkpoints
+            if self.benchmark_served.workloads
+            else [],
         }
         for key, names in lists.items():
             for name in names:

@@ -1,18 +1,22 @@
 """benchmark_served: against servers that speak SGLang's and vLLM's protocols and really decode (tests/serving/double.py)."""
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from ruamel.yaml import YAML
 
 from stages import benchmark_served
 from stages.formats import atomic, replays, served
+from stages.serving import server
 from tests.conftest import EVAL, ROOT, edit_params, gone
 
 DOUBLE = [sys.executable, "-m", "tests.serving.double"]
@@ -55,10 +59,10 @@ def project(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return made
 
 
-def ask(project: Path, **server: Any) -> None:
+def ask(project: Path, **changes: Any) -> None:
     """Change keys of benchmark_served.server."""
     given = YAML(typ="safe").load((project / "params.yaml").read_text())["benchmark_served"]["server"]
-    edit_params(project, {"benchmark_served": {"server": {**given, **server}}})
+    edit_params(project, {"benchmark_served": {"server": {**given, **changes}}})
 
 
 def replayed(tree: str) -> dict[str, Any]:
@@ -160,7 +164,7 @@ def test_what_an_engine_cannot_run_is_a_cell_that_says_so(engine: str, tree: str
 
 
 @pytest.mark.parametrize(
-    ("server", "workload", "said"),
+    ("changes", "workload", "said"),
     [
         ({"algorithm": "EAGLE"}, {}, r"tau is exactly 1\.00, no draft was accepted in \d+ cycles.*algorithm is EAGLE.*EAGLE3"),
         ({"launch_args": ["--cuda-graph-max-bs", "2"]}, {"concurrency": 4}, "at most 2 requests in its CUDA graphs, expected 4"),
@@ -173,10 +177,10 @@ def test_what_an_engine_cannot_run_is_a_cell_that_says_so(engine: str, tree: str
     ],
 )  # fmt: skip
 def test_what_would_measure_something_else_stops_with_a_reason(
-    server: dict[str, Any], workload: dict[str, Any], said: str, project: Path
+    changes: dict[str, Any], workload: dict[str, Any], said: str, project: Path
 ) -> None:
     """Each was reported by users as a slow draft: research/users.md, research/sglang.md."""
-    ask(project, **server)
+    ask(project, **changes)
     edit_params(project, {"benchmark": {"workloads": {"eval": {**LOAD, **workload}}, "torch": []}})
     with pytest.raises(ValueError, match=said):
         benchmark_served.main("eval", "e003", "t5_1_6")
@@ -195,8 +199,6 @@ def test_a_draft_that_holds_too_few_positions_is_named(project: Path) -> None:
 
 
 def test_a_running_server_is_used_and_must_run_this_tree(project: Path) -> None:
-    from stages.serving import server
-
     port = server.free_port()
     url = f"http://127.0.0.1:{port}"
     line = [
@@ -225,11 +227,6 @@ def test_a_running_server_is_used_and_must_run_this_tree(project: Path) -> None:
 
 def test_the_server_goes_with_the_stage(project: Path) -> None:
     """Ended by Ctrl-C in the middle of its load, and killed: no server outlives it."""
-    import os
-    import signal
-
-    import psutil
-
     for number in (signal.SIGINT, signal.SIGKILL):
         line = [sys.executable, "-m", "stages.benchmark_served", "eval", "e003", "t5_1_6"]
         stage = subprocess.Popen(line, cwd=project, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
