@@ -35,7 +35,7 @@ def make_up_results(p: params.Params) -> None:
     """Cells, replays and stage reports that could be true: accept lengths fall off with depth, epochs help or hurt."""
     chance = random.Random(4)
     skill = {name: 0.80 - 0.03 * i for i, name in enumerate(p.train_draft.checkpoints)}
-    for workload in p.benchmark.workloads:
+    for workload in p.benchmark.torch:
         for checkpoint in p.benchmark.checkpoints:
             for name in p.benchmark.trees:
                 cell.write(_made_up_cell(chance, workload, checkpoint, params.Tree.parse(name), skill[checkpoint]))
