@@ -281,9 +281,7 @@ def render(p: params.Params, found: Found, metrics: Row) -> str:
         heats=[_heat(replays[best], budget) for budget in _budgets(replays[best])],
         duel=_duel(replays[best], replays[rest[0]]) | {"best": best, "other": rest[0]} if rest else None,
         plots=_plots(found, best, rest),
-        histograms=_histograms([c for c in found.cells if c["checkpoint"] == best] or found.cells)
-        if found.cells
-        else [],
+        histograms=_histograms([c for c in found.cells if c["checkpoint"] == best] or found.cells),
         served=_served(found) if found.lines else None,
         trained=found.trained,
         imported={name: item.model_dump() for name, item in p.import_draft.checkpoints.items()},
@@ -291,16 +289,18 @@ def render(p: params.Params, found: Found, metrics: Row) -> str:
         reports=found.reports,
         diffs={rule: _diff(e["before"], e["after"]) for rule, e in fixed["examples"].items()},
         near=[_diff(e["first"], e["second"]) for e in (fixed["near_duplicates"] or {}).get("examples", [])],
-        provenance=_provenance(p, found.cells),
+        provenance=_provenance(p, found),
         published=_published(p.target.model, _of_best(found, best)),
     )
 
 
 def _of_best(found: Found, best: str) -> list[Row]:
-    """The best checkpoint's cells, or all where it has none; then what was served, in the same shape."""
+    """The best checkpoint's cells, or all where it has none; then likewise what was served, in the same shape."""
+    drafted = {line.cell["checkpoint"] for line in found.lines}
+    shown = {best, None} if best in drafted else drafted
     return [
         *([c for c in found.cells if c["checkpoint"] == best] or found.cells),
-        *beside.of_served(line for line in found.lines if line.cell["checkpoint"] in (best, None)),
+        *beside.of_served(line for line in found.lines if line.cell["checkpoint"] in shown),
     ]
 
 
@@ -396,10 +396,10 @@ def _histograms(cells: list[Row]) -> list[Row]:
     """How many drafts a verify cycle accepted, for at most four telling trees."""
     chains = [c for c in cells if c["topk"] == 1]
     picks = [
-        ("highest tau", max(cells, key=lambda c: c["metrics"]["tau"])),
-        ("fastest", max(cells, key=lambda c: c["metrics"]["speedup"])),
-        ("longest chain", max(chains, key=lambda c: c["num_steps"]) if chains else None),
-        ("lowest tau", min(cells, key=lambda c: c["metrics"]["tau"])),
+        ("highest tau", max(cells, key=lambda c: c["metrics"]["tau"], default=None)),
+        ("fastest", max(cells, key=lambda c: c["metrics"]["speedup"], default=None)),
+        ("longest chain", max(chains, key=lambda c: c["num_steps"], default=None)),
+        ("lowest tau", min(cells, key=lambda c: c["metrics"]["tau"], default=None)),
     ]
     shown: dict[tuple[str, str], Row] = {}
     for why, c in picks:
@@ -424,12 +424,12 @@ def _scalars(report: Row) -> Row:
     return {k: v for k, v in report.items() if isinstance(v, int | float | str) and k not in ("rows_in", "rows_out")}
 
 
-def _provenance(p: params.Params, cells: list[Row]) -> Row:
+def _provenance(p: params.Params, found: Found) -> Row:
     values = json.dumps(p.model_dump(mode="json", by_alias=True), sort_keys=True)
     return {
-        "machines": _surroundings(cells),
-        "seeds": sorted({c["seed"] for c in cells}),
-        "seconds": sum(c["seconds"] for c in cells),
+        "machines": _surroundings(found.cells),
+        "seeds": sorted({c["seed"] for c in [*found.cells, *found.served]}),
+        "seconds": sum(c["seconds"] for c in found.cells),
         "digest": hashlib.sha256(values.encode()).hexdigest(),
     }
 

@@ -20,7 +20,7 @@ SERVED = {
     "ttft_p99_ms": ("ttft_p99_s", 1000), "tpot_mean_ms": ("tpot_mean_s", 1000), "tpot_p50_ms": ("tpot_p50_s", 1000),
     "tpot_p90_ms": ("tpot_p90_s", 1000), "tpot_p99_ms": ("tpot_p99_s", 1000), "itl_mean_ms": ("itl_mean_s", 1000),
 }  # fmt: skip
-LOAD = ("output_tokens", "concurrency")  # of a published setting: times hang on them where there is a server
+LOAD = {"output_tokens": "max_new_tokens", "concurrency": "concurrency", "batch": "concurrency"}  # setting -> column
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def lines(rows: Iterable[Row], cells: list[dict[str, Any]]) -> Iterator[Line]:
         if row.metric == "baseline_output_tok_s":
             continue
         for ours in cells:
-            if ours["tree"] == row.setting.tree and row.metric in ours["metrics"]:
+            if ours["tree"] == row.setting.tree and row.metric in ours["metrics"] and _loads_agree(row, ours):
                 theirs = row.value / 100 if row.unit == "%" else row.value
                 value = float(ours["metrics"][row.metric])
                 yield Line(row, theirs, value, ours["workload"], ours["checkpoint"], tuple(_differs(row, ours)))
@@ -75,7 +75,7 @@ def of_served(found: Iterable[joined.Line]) -> Iterator[dict[str, Any]]:
                 for name, (column, times) in SERVED.items()
                 if line.row[column] is not None
             }
-            at = {"output_tokens": line.row["max_new_tokens"], "concurrency": line.row["concurrency"]}
+            at = {k: line.row[k] for k in LOAD.values()}
             names = {k: line.cell[k] for k in ("workload", "checkpoint", "tree", "engine", "temperature", "hardware")}
             if line.row["decoding"] == joined.PLAIN:  # in turns with a cell, too
                 names |= {"checkpoint": None, "tree": None}
@@ -95,12 +95,16 @@ def _differs(row: Row, ours: dict[str, Any]) -> Iterator[str]:
     if not _same(row.setting.dataset, ours["workload"]):
         yield f"data set {row.setting.dataset} against {ours['workload']}"
     if row.metric in TIMES:
-        yield f"engine {row.setting.engine} against {ours['engine']}"
+        if (row.setting.engine or "").lower() != ours["engine"]:
+            yield f"engine {row.setting.engine} against {ours['engine']}"
         machine = ours["hardware"].get("gpu") or ours["hardware"].get("cpu")
         yield f"hardware {row.setting.hardware} against {machine}"
-        for key in LOAD if "load" in ours else ():
-            if (theirs := getattr(row.setting, key)) != ours["load"][key]:
-                yield f"{key} {theirs} against {ours['load'][key]}"
+
+
+def _loads_agree(row: Row, ours: dict[str, Any]) -> bool:
+    """Where a published number says its load, only points of that very load stand beside it: a sweep has dozens."""
+    stated = {key: value for key in LOAD if isinstance(value := getattr(row.setting, key), int | float)}
+    return all(ours["load"][LOAD[key]] == value for key, value in stated.items()) if "load" in ours else True
 
 
 def _same(dataset: str | None, workload: str) -> bool:
