@@ -137,11 +137,13 @@ def off(row: Row) -> str:
     """Why a served tau away from the replayed one matters; nothing where they agree or needn't."""
     if row["replay_agrees"] != "no":
         return ""
+    few = row["tau_low"] is not None and row["tau_low"] <= row["replay_tau"] <= row["tau_high"]
     return (
         f"tau {row['tau']:.2f} is {row['replay_ratio']:.2f} of the replayed {row['replay_tau']:.2f}. A replay accepts exactly "
         "what this draft and tree accept on these prompts, so the engine drafts from something else than was trained: other "
         "weights or some it skipped, other feature layers, positions, a chat template or a map of the vocabulary. Until that "
         "is found, this line says nothing of the draft."
+        + (" But its interval holds the replayed tau: so few prompts may explain it; ask more." if few else "")
     )
 
 

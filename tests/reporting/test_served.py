@@ -116,6 +116,15 @@ def test_the_terminal_says_what_is_off_apart_or_lost() -> None:
     assert cannot == "! 8_3_16: unsupported: topk; replayed, its tau is 4.20"
 
 
+def test_a_tau_that_few_prompts_may_explain_is_off_and_says_so() -> None:
+    far = {"replay_agrees": "no", "replay_ratio": 0.7, "replay_tau": 3.0, "tau": 2.1, "tau_low": 1.5}
+    (sure,) = with_speedups({(64, 4): 1.5}, tau_high=2.9, **far)
+    (few,) = with_speedups({(64, 4): 1.5}, tau_high=3.1, **far)
+    assert "so few prompts" not in served.off(sure) and served.off(few).endswith(
+        "so few prompts may explain it; ask more."
+    )
+
+
 def test_a_long_sweep_is_left_to_the_table_on_disk() -> None:
     rows = with_speedups({(tokens, cap): 4 / cap**0.75 for tokens in range(10, 20) for cap in (1, 4, 16, 64, 128)})
     lines = served.table(rows)
