@@ -196,9 +196,11 @@ def _differing(mine: Any, theirs: Any, name: str = "fingerprint") -> Iterator[st
 
 def _identical(point: Row, other: Row) -> float | None:
     """Share of the requests answered by both whose answers are the same."""
-    theirs = {(r["repeat"], r["id"], r["turn"]): r["answer"] for r in other["requests"] if not r["failed"]}
-    mine = [((r["repeat"], r["id"], r["turn"]), r["answer"]) for r in point["requests"] if not r["failed"]]
-    same = [answer == theirs[key] for key, answer in mine if key in theirs and answer is not None]
+    ours, theirs = (
+        {(r["repeat"], r["id"], r["turn"]): r["answer"] for r in one["requests"] if not r["failed"]}
+        for one in (point, other)
+    )
+    same = [ours[key] == theirs[key] for key in ours.keys() & theirs.keys()]
     return fmean(same) if same else None
 
 
