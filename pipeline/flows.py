@@ -25,12 +25,12 @@ from prefect.states import Completed, Failed, State
 from pipeline import graph
 from stages.params import check_raw_exists, load
 
-TABLE = Path("results/benchmark.csv")
+TABLES = {"benchmark": Path("results/benchmark.csv"), "served": Path("results/served.csv")}
 
 
 @flow(name="build")
 def build() -> State[None]:
-    """params.yaml -> results/benchmark.csv; a task for each stage of dvc.yaml, in an order in which they can run."""
+    """params.yaml -> the tables of results/; a task for each stage of dvc.yaml, in an order in which they can run."""
     end_with_parent()
     try:
         require_server()
@@ -71,18 +71,27 @@ def bring_up_to_date(stages: dict[str, list[str]]) -> dict[str, State[str]]:
 
 
 def publish(states: dict[str, State[str]]) -> None:
-    """The benchmark's table, unless it is from before a failure, and what became of each stage."""
+    """The tables of what was measured, unless they are from before a failure, and what became of each stage."""
     lines = [f"| {name} | {_word(state)} |" for name, state in states.items()]
     create_markdown_artifact(
         "\n".join([f"**{_counts(states)}**", "", "| stage | outcome |", "|---|---|", *lines]),
         key="outcomes",
         description="What DVC made of each stage in this run",
     )
-    if TABLE.exists() and all(state.is_completed() for state in states.values()):
-        with TABLE.open(encoding="utf-8", newline="") as file:
-            rows = [{name: _brief(cell) for name, cell in row.items()} for row in csv.DictReader(file)]
-        about = f"{TABLE}, rounded; the columns are defined in docs/metrics.md"
-        create_table_artifact(rows, key="benchmark", description=about)
+    if not all(state.is_completed() for state in states.values()):
+        return
+    for key, table in TABLES.items():
+        if rows := _rows(table):
+            about = f"{table}, rounded; the columns are defined in docs/metrics.md"
+            create_table_artifact(rows, key=key, description=about)
+
+
+def _rows(table: Path) -> list[dict[str, str]]:
+    """Its lines; none where nothing was asked of that engine."""
+    if not table.exists():
+        return []
+    with table.open(encoding="utf-8", newline="") as file:
+        return [{name: _brief(cell) for name, cell in row.items()} for row in csv.DictReader(file)]
 
 
 def verdict(states: dict[str, State[str]]) -> State[None]:

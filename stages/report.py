@@ -3,26 +3,26 @@
     python -m stages.report --table    # the table once more, from what lies in results/, without redoing anything
 
 Cells and replays are the lists in params.yaml, never a glob: removed ones stay on disk. The columns of the first table
-are the seed's (EAGLE3 + Qwen3VL); docs/metrics.md defines each. `--table` must answer at once, so matplotlib and
-Jinja2 are imported where they are used.
+are the seed's (EAGLE3 + Qwen3VL); docs/metrics.md defines each. Served cells are joined in formats/joined.py and shown
+by reporting/served.py. `--table` must answer at once, so matplotlib and Jinja2 are imported where they are used.
 """
 
 import csv
 import difflib
 import hashlib
-import io
-import itertools
 import json
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from stages import params
-from stages.formats import atomic, audit, beside, cell, published, replays
+from stages.formats import atomic, audit, beside, cell, joined, published, replays
+from stages.reporting import plots, served
+from stages.reporting.text import aligned, figure, tree_structure
 
 BENCHMARK = Path("results/benchmark.csv")
 REPLAY = Path("results/replay.csv")
@@ -72,6 +72,8 @@ class Found:
     replays: dict[str, list[Row]]  # checkpoint -> its replayed trees
     reports: dict[str, Row]  # stage -> its own report
     trained: dict[str, Row]  # checkpoint -> its epochs
+    served: list[Row]  # as in stages/formats/served.py, each workload's baseline first
+    lines: list[joined.Line]  # the same, point by point, beside their baselines
 
     def flow(self) -> list[Row]:
         return [_rows_of(stage, self.reports[stage]) for stage in ("fix_data", "sample_target", "extract_hiddens")]
@@ -84,19 +86,21 @@ def main(*arguments: str) -> None:
     if arguments:
         raise ValueError(f"report takes --table or nothing; found {' '.join(arguments)}")
     p = params.load()
-    cells = read_cells(p)
+    cells, served_cells = read_cells(p), joined.read(*_served_axes(p))
     replayed = {name: replays.read(name) for name in p.replay_trees.checkpoints}
     rows = [_row(c, replayed) for c in cells]
     reports = {stage: _read_report(stage) for stage in REPORTS}
     trained = {name: _read_training(name, segment.from_) for name, segment in p.train_draft.checkpoints.items()}
-    found = Found(cells, rows, replayed, reports, trained)
+    lines = joined.lines(served_cells, replayed, _asks_what_was_replayed(p))
+    found = Found(cells, rows, replayed, reports, trained, served_cells, lines)
     metrics = summarize(found)
 
     atomic.write_csv(BENCHMARK, COLUMNS, rows)
+    joined.write(lines)
     replays.write(REPLAY, [tree for trees in replayed.values() for tree in trees])
     atomic.write_json(METRICS, metrics)
     atomic.write_text(PAGE, render(p, found, metrics))
-    print(table(rows, metrics))
+    print(table(rows, [line.row for line in lines], metrics))
 
 
 # What is read
@@ -105,7 +109,7 @@ def main(*arguments: str) -> None:
 def read_cells(p: params.Params) -> list[Row]:
     """The cells params.yaml lists. Raises ValueError naming the file and what to run, where one is missing or foreign."""
     cells = []
-    for workload in p.benchmark.workloads:
+    for workload in p.benchmark.torch:
         for checkpoint in p.benchmark.checkpoints:
             for tree in p.benchmark.trees:
                 found = cell.read(workload, checkpoint, tree)
@@ -121,6 +125,18 @@ def read_cells(p: params.Params) -> list[Row]:
                     raise ValueError(f"{place} holds the cell {'-'.join(inside)}; {again}")
                 cells.append(found)
     return cells
+
+
+def _served_axes(p: params.Params) -> tuple[list[str], list[str], list[str]]:
+    return p.benchmark_served.workloads, p.benchmark_served.checkpoints, p.benchmark_served.trees
+
+
+def _asks_what_was_replayed(p: params.Params) -> set[str]:
+    """Workloads of the eval split whose answers end where they end: beyond the end is text that no replay has."""
+    every = p.benchmark.workloads
+    return {
+        name for name in p.benchmark_served.workloads if every[name].prompts == "eval" and not every[name].ignore_eos
+    }
 
 
 def _read_report(stage: str) -> Row:
@@ -180,12 +196,12 @@ def summarize(found: Found) -> Row:
     return {
         "best_checkpoint": max(means, key=lambda name: means[name]),
         "checkpoints": checkpoints,
-        "identical_share_min": min(row["identical_share"] for row in found.rows),
+        "identical_share_min": min((row["identical_share"] for row in found.rows), default=None),
         "definitions": cell.DEFINITIONS,
         "cells": len(found.rows),
         "replayed_trees": sum(map(len, found.replays.values())),
         "rows_unaccounted": sum(abs(line["unaccounted"]) for line in found.flow()),
-    }
+    } | ({"served": served.summary([line.row for line in found.lines])} if found.lines else {})
 
 
 # The terminal's table
@@ -196,18 +212,19 @@ HEAD = (
 )  # fmt: skip
 
 
-def table(rows: list[Row], metrics: Row) -> str:
-    """Plain aligned text, the seed's columns first; `rows` as in benchmark.csv, as numbers or as text."""
+def table(rows: list[Row], served_rows: list[Row], metrics: Row) -> str:
+    """Plain aligned text, the seed's columns first; `rows` as in benchmark.csv, as numbers or as text, then served.csv's."""
     lines = []
     for workload, checkpoint in dict.fromkeys((row["workload"], row["checkpoint"]) for row in rows):
         mine = [row for row in rows if (row["workload"], row["checkpoint"]) == (workload, checkpoint)]
         mark = ", the best checkpoint by tau" if checkpoint == metrics["best_checkpoint"] else ""
         lines += [
             f"{workload}, checkpoint {checkpoint}{mark}",
-            *_aligned([*zip(*HEAD, strict=True), *map(_texts, mine)]),
+            *aligned([*zip(*HEAD, strict=True), *map(_texts, mine)]),
         ]
         plain = max(float(row["output_tok_s"]) / float(row["speedup"]) for row in mine)
         lines += [f"plain decoding, at its best: {plain:.1f} tokens/s", ""]
+    lines += served.table(served_rows)
     if lost := metrics["rows_unaccounted"]:
         lines += [f"warning: {lost} rows are neither out nor dropped; see 'What happened to the rows' in {PAGE}", ""]
     return "\n".join([*lines, f"tau by {metrics['definitions']}; plots and provenance: {PAGE}"])
@@ -222,26 +239,12 @@ def _texts(row: Row) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def tree_structure(name: str) -> str:
-    """The seed's notation. A chain's root was not counted there, so its own name for it follows: 8_1_9 (8_1_8)."""
-    steps, topk, tokens = name.removeprefix("t").split("_")
-    return f"{steps}_{topk}_{tokens}" + (f" ({steps}_1_{steps})" if topk == "1" else "")
-
-
-def _aligned(lines: list[tuple[str, ...]]) -> list[str]:
-    """First column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return [
-        "  ".join(t.rjust(w) if i else t.ljust(w) for i, (t, w) in enumerate(zip(line, widths, strict=True))).rstrip()
-        for line in lines
-    ]
-
-
 def _table_from_disk() -> str:
     if not BENCHMARK.exists():
         raise ValueError(f"{BENCHMARK} not found; run: dvc repro report")
     with BENCHMARK.open(newline="", encoding="utf-8") as lines:
-        return table(list(csv.DictReader(lines)), atomic.read_json(METRICS, made_by="report"))
+        rows = list(csv.DictReader(lines))
+    return table(rows, joined.read_table(), atomic.read_json(METRICS, made_by="report"))
 
 
 # The page
@@ -262,7 +265,13 @@ def render(p: params.Params, found: Found, metrics: Row) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"tree": tree_structure, "scalars": _scalars}
+    environment.filters |= {
+        "tree": tree_structure,
+        "scalars": _scalars,
+        "figure": figure,
+        "load": served.load_words,
+        "at": served.load_said,
+    }
     return environment.get_template(TEMPLATE.name).render(
         title=p.report.title,
         model=p.target.model,
@@ -273,15 +282,49 @@ def render(p: params.Params, found: Found, metrics: Row) -> str:
         duel=_duel(replays[best], replays[rest[0]]) | {"best": best, "other": rest[0]} if rest else None,
         plots=_plots(found, best, rest),
         histograms=_histograms([c for c in found.cells if c["checkpoint"] == best] or found.cells),
+        served=_served(found) if found.lines else None,
         trained=found.trained,
         imported={name: item.model_dump() for name, item in p.import_draft.checkpoints.items()},
         flow=found.flow(),
         reports=found.reports,
         diffs={rule: _diff(e["before"], e["after"]) for rule, e in fixed["examples"].items()},
         near=[_diff(e["first"], e["second"]) for e in (fixed["near_duplicates"] or {}).get("examples", [])],
-        provenance=_provenance(p, found.cells),
-        published=_published(p.target.model, [c for c in found.cells if c["checkpoint"] == best] or found.cells),
+        provenance=_provenance(p, found),
+        published=_published(p.target.model, _of_best(found, best)),
     )
+
+
+def _of_best(found: Found, best: str) -> list[Row]:
+    """The best checkpoint's cells, or all where it has none; then likewise what was served, in the same shape."""
+    drafted = {line.cell["checkpoint"] for line in found.lines}
+    shown = {best, None} if best in drafted else drafted
+    return [
+        *([c for c in found.cells if c["checkpoint"] == best] or found.cells),
+        *beside.of_served(line for line in found.lines if line.cell["checkpoint"] in shown),
+    ]
+
+
+def _served(found: Found) -> Row:
+    """The page's parts on served cells: reporting/served.py says what each is."""
+    rows = [line.row for line in found.lines]
+    sweeps = served.sweeps(rows)
+    return {
+        "groups": served.groups(rows),
+        "sweeps": [
+            s | {"svg": plots.inline(partial(plots.draw_speedups, **s["plot"])) if s["plot"] else None} for s in sweeps
+        ],
+        "memory": served.memory(found.served),
+        "quality": served.quality(found.lines),
+        "engines": served.engines(found.lines),
+        "warnings": served.warnings(found.lines),
+        "servers": served.servers(found.served),
+        "surroundings": _surroundings(found.served),
+        "seconds": sum(c["seconds"] for c in found.served),
+        "off": served.off,
+        "server": served.server,
+        "title": served.title,
+        "many": served.MANY,
+    }
 
 
 def _published(model: str, cells: list[Row]) -> list[Row]:
@@ -353,10 +396,10 @@ def _histograms(cells: list[Row]) -> list[Row]:
     """How many drafts a verify cycle accepted, for at most four telling trees."""
     chains = [c for c in cells if c["topk"] == 1]
     picks = [
-        ("highest tau", max(cells, key=lambda c: c["metrics"]["tau"])),
-        ("fastest", max(cells, key=lambda c: c["metrics"]["speedup"])),
-        ("longest chain", max(chains, key=lambda c: c["num_steps"]) if chains else None),
-        ("lowest tau", min(cells, key=lambda c: c["metrics"]["tau"])),
+        ("highest tau", max(cells, key=lambda c: c["metrics"]["tau"], default=None)),
+        ("fastest", max(cells, key=lambda c: c["metrics"]["speedup"], default=None)),
+        ("longest chain", max(chains, key=lambda c: c["num_steps"], default=None)),
+        ("lowest tau", min(cells, key=lambda c: c["metrics"]["tau"], default=None)),
     ]
     shown: dict[tuple[str, str], Row] = {}
     for why, c in picks:
@@ -381,126 +424,37 @@ def _scalars(report: Row) -> Row:
     return {k: v for k, v in report.items() if isinstance(v, int | float | str) and k not in ("rows_in", "rows_out")}
 
 
-def _provenance(p: params.Params, cells: list[Row]) -> Row:
-    """What the cells were measured on; more than one line means that their latencies don't compare."""
-    words = Counter(json.dumps([c["hardware"], c["versions"], c["engine"]], sort_keys=True) for c in cells)
+def _provenance(p: params.Params, found: Found) -> Row:
     values = json.dumps(p.model_dump(mode="json", by_alias=True), sort_keys=True)
     return {
-        "machines": [
-            {"cells": count, "hardware": hardware, "versions": versions, "engine": engine}
-            for text, count in words.most_common()
-            for hardware, versions, engine in [json.loads(text)]
-        ],
-        "seeds": sorted({c["seed"] for c in cells}),
-        "seconds": sum(c["seconds"] for c in cells),
+        "machines": _surroundings(found.cells),
+        "seeds": sorted({c["seed"] for c in [*found.cells, *found.served]}),
+        "seconds": sum(c["seconds"] for c in found.cells),
         "digest": hashlib.sha256(values.encode()).hexdigest(),
     }
 
 
-# Plots: matplotlib draws in stand-in colours, which become CSS variables, so that they follow light, dark and paper
-
-INK, FAINT = "#010101", "#020202"
-SERIES = ("#030301", "#030302", "#030303", "#030304", "#030305", "#030306")
-CSS = {INK: "var(--ink)", FAINT: "var(--line)"} | {colour: f"var(--s{i})" for i, colour in enumerate(SERIES)}
-STYLE = {
-    "svg.fonttype": "none", "svg.hashsalt": "aerie", "font.family": "sans-serif", "font.size": 10.5, "text.color": INK,
-    "axes.edgecolor": FAINT, "axes.labelcolor": INK, "axes.spines.top": False, "axes.spines.right": False,
-    "axes.axisbelow": True, "axes.grid": True, "grid.color": FAINT, "grid.linewidth": 0.6, "xtick.color": INK,
-    "ytick.color": INK, "xtick.major.size": 0, "ytick.major.size": 0, "legend.frameon": False, "lines.linewidth": 1.6,
-    "lines.markersize": 4, "figure.facecolor": "none", "axes.facecolor": "none",
-}  # fmt: skip
+def _surroundings(cells: list[Row]) -> list[Row]:
+    """What the cells were measured on; more than one line means that their latencies don't compare."""
+    words = Counter(json.dumps([c["hardware"], c["versions"], c["engine"]], sort_keys=True) for c in cells)
+    return [
+        {"cells": count, "hardware": hardware, "versions": versions, "engine": engine}
+        for text, count in words.most_common()
+        for hardware, versions, engine in [json.loads(text)]
+    ]
 
 
 def _plots(found: Found, best: str, rest: list[str]) -> dict[str, str]:
-    import matplotlib
-
     replays, trained = found.replays, found.trained
-    with matplotlib.rc_context(STYLE):
-        plots = {
-            "tokens": _svg(lambda axes: _draw_tokens(axes, replays[best])),
-            "loss": _svg(lambda axes: _draw_loss(axes, trained)),
-            "accuracy": _svg(lambda axes: _draw_accuracy(axes, trained)),
-        }
-        if rest:
-            plots["duel"] = _svg(lambda axes: _draw_duel(axes, best, rest[0], _paired(replays[best], replays[rest[0]])))
-    return plots
-
-
-def _svg(draw: Callable[[Any], None]) -> Any:
-    """An inline SVG, ready for the page: without prologue, metadata, name spaces, fixed size, or repeated ids."""
-    from markupsafe import Markup
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    figure = Figure(figsize=(4.7, 3.3), layout="tight")
-    axes = figure.subplots()
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-    draw(axes)
-    axes.margins(x=0.03)
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend()
-    text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Type": None, "Format": None})
-    svg = text.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
-    svg = re.sub(r' xmlns(:xlink)?="[^"]*"|(?<=<svg) width="[^"]*"| height="[^"]*"(?= viewBox)', "", svg)
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
-    for colour, variable in CSS.items():
-        svg = svg.replace(colour, variable)
-    return Markup(svg)  # matplotlib has escaped every text in it
-
-
-def _cycle() -> Iterator[str]:
-    return itertools.cycle(SERIES)
-
-
-def _draw_tokens(axes: Any, trees: list[Row]) -> None:
-    for topk, colour in zip(sorted({t["topk"] for t in trees}), _cycle(), strict=False):
-        mine = [t for t in trees if t["topk"] == topk]
-        tokens = sorted({t["tokens"] for t in mine})
-        best = [max(t["tau"] for t in mine if t["tokens"] == count) for count in tokens]
-        axes.plot(tokens, best, marker="o", color=colour, label=f"topk {topk}")
-    axes.set(xlabel="num_draft_tokens", ylabel="tau, at the best num_steps")
-
-
-def _draw_duel(axes: Any, best: str, other: str, pairs: list[tuple[float, float, int]]) -> None:
-    ends = [min(min(x, y) for x, y, _ in pairs), max(max(x, y) for x, y, _ in pairs)]
-    axes.plot(ends, ends, color=INK, linewidth=0.8)
-    for topk, colour in zip(sorted({k for _, _, k in pairs}), _cycle(), strict=False):
-        mine = [(y, x) for x, y, k in pairs if k == topk]
-        axes.plot(*zip(*mine, strict=True), "o", color=colour, markersize=3, label=f"topk {topk}")
-    axes.set(xlabel=f"tau with {other}", ylabel=f"tau with {best}")
-
-
-def _draw_loss(axes: Any, trained: dict[str, Row]) -> None:
-    """Each segment starts where the one it continues ended."""
-    ends: dict[str, int] = {}
-    last: dict[str, float] = {}
-    for name, colour in zip(_in_order(trained), _cycle(), strict=False):
-        parent, epochs = trained[name]["from"], trained[name]["epochs"]
-        start, losses = ends.get(parent, 0), [epoch["loss"] for epoch in epochs]
-        joined = [(start, last[parent])] if parent in last else []
-        points = [*joined, *enumerate(losses, start + 1)]
-        axes.plot(*zip(*points, strict=True), color=colour, label=name)
-        axes.plot(points[-1][0], points[-1][1], "o", color=colour)
-        ends[name], last[name] = start + len(epochs), losses[-1]
-    axes.set(xlabel="epoch", ylabel="training loss")
-
-
-def _in_order(trained: dict[str, Row]) -> list[str]:
-    """Parents before children, whatever the order in params.yaml."""
-    order: list[str] = []
-    while len(order) < len(trained):
-        order += [n for n, t in trained.items() if n not in order and (t["from"] in order or t["from"] not in trained)]
-    return order
-
-
-def _draw_accuracy(axes: Any, trained: dict[str, Row]) -> None:
-    for name, colour in zip(trained, _cycle(), strict=False):
-        accuracy = [100 * share for share in trained[name]["epochs"][-1]["step_accuracy"]]
-        axes.plot(range(1, len(accuracy) + 1), accuracy, marker="o", color=colour, label=name)
-    axes.set(xlabel="training-time-test step", ylabel="accuracy after the last epoch (%)")
+    drawn = {
+        "tokens": partial(plots.draw_tokens, trees=replays[best]),
+        "loss": partial(plots.draw_loss, trained=trained),
+        "accuracy": partial(plots.draw_accuracy, trained=trained),
+    }
+    if rest:
+        pairs = _paired(replays[best], replays[rest[0]])
+        drawn["duel"] = partial(plots.draw_duel, best=best, other=rest[0], pairs=pairs)
+    return {name: plots.inline(draw) for name, draw in drawn.items()}
 
 
 if __name__ == "__main__":

@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 
 from stages import params, report
-from stages.formats import atomic, cell, replays
+from stages.formats import atomic, cell, joined, replays, served
+from tests.conftest import EVAL, edit_params
+from tests.served_cells import FINGERPRINT, point, sweep
+from tests.served_cells import made_up as served_cell
 
 ROOT = Path(__file__).parent.parent
 Row = dict[str, Any]
@@ -35,7 +38,7 @@ def make_up_results(p: params.Params) -> None:
     """Cells, replays and stage reports that could be true: accept lengths fall off with depth, epochs help or hurt."""
     chance = random.Random(4)
     skill = {name: 0.80 - 0.03 * i for i, name in enumerate(p.train_draft.checkpoints)}
-    for workload in p.benchmark.workloads:
+    for workload in p.benchmark.torch:
         for checkpoint in p.benchmark.checkpoints:
             for name in p.benchmark.trees:
                 cell.write(_made_up_cell(chance, workload, checkpoint, params.Tree.parse(name), skill[checkpoint]))
@@ -324,10 +327,187 @@ def test_one_checkpoint_alone_has_no_duel(made_up: params.Params) -> None:
         .read_text()
         .replace("    e009: {from: e003, epochs: 6}\n", "")
         .replace("[e003, e009]", "[e003]")
+        .replace("[e009]", "[e003]")
     )
     Path("params.yaml").write_text(text)
     report.main()
     assert report.PAGE.read_text().count("<svg") == 3
+
+
+# Served cells
+
+TREES = ("t5_1_6", "t8_2_16")
+
+
+def serve(workloads: Row, **benchmark: Any) -> None:
+    """Ask for these workloads to be served, besides what the project has; `benchmark` changes that section."""
+    edit_params(
+        Path(),
+        {
+            "benchmark": {"workloads": {"eval": EVAL} | workloads} | benchmark,
+            "benchmark_served": {"workloads": list(workloads), "checkpoints": ["e009"], "trees": list(TREES)},
+        },
+    )
+
+
+def replayed(tree: str) -> float:
+    shape = params.Tree.parse(tree)
+    wanted = shape.num_steps, shape.topk, shape.num_draft_tokens
+    return next(r["tau"] for r in replays.read("e009") if (r["steps"], r["topk"], r["tokens"]) == wanted)
+
+
+def make_up_served(workload: str, off: float = 1.0, **keys: Any) -> None:
+    """A baseline and a chain whose tau is `off` times the replayed, each of three repeats; the other tree can't run."""
+    served.write(served_cell(workload, points=[point(200, 64, 0.02, repeats=3, accuracy=0.5)]))
+    drafted = point(200, 64, 0.01, off * replayed("t5_1_6"), repeats=3, accuracy=0.5, warnings=["<b>hot</b>"])
+    served.write(served_cell(workload, "e009", "t5_1_6", [drafted]) | keys)
+    served.write(served_cell(workload, "e009", "t8_2_16"))
+
+
+def words(page: str) -> str:
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", page))
+
+
+def test_without_served_workloads_nothing_of_them_is_shown(
+    made_up: params.Params, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report.main()
+    assert joined.TABLE.read_text() == ",".join(joined.COLUMNS) + "\n"
+    assert "served" not in json.loads(report.METRICS.read_text()) and "served by" not in capsys.readouterr().out
+    for heading in ("<h2>Served", "When not to speculate", "Servers and their flags", "highest speedup served"):
+        assert heading not in report.PAGE.read_text()
+
+
+def test_served_cells_stand_beside_plain_decoding_and_replays(
+    made_up: params.Params, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serve({"code": {**EVAL, "concurrency": 64, "repeats": 3, "grade": True}})
+    make_up_served("code")
+    report.main()
+    chain, baseline_row, other = sorted(_lines(joined.TABLE), key=lambda r: (r["tree"] != "t5_1_6", r["tree"]))
+    assert (baseline_row["decoding"], other["status"]) == ("plain", "unsupported")
+    assert chain["replay_agrees"] == "yes" and float(chain["speedup_low"]) < float(chain["speedup"])
+    page = report.PAGE.read_text()
+    said = words(page)
+    assert f"{float(chain['speedup']):.2f}×" in said and f"{replayed('t5_1_6'):.2f} × 1.00" in said
+    assert "unsupported: topk above 1 isn&#39;t built there" in said and f"{replayed('t8_2_16'):.2f}" in said
+    assert 'class="off"' not in page
+    for part in (
+        "Memory",
+        "Right answers",
+        "The engine's own figures",
+        "spec_accept_length",
+        "Warnings",
+        "launch_server",
+    ):
+        assert part in said
+    assert "&lt;b&gt;hot" in page and "<b>hot" not in page
+    assert "When not to speculate" not in page
+    assert re.search(r"^5_1_6 \(5_1_5\) +200 x 64 ", capsys.readouterr().out, re.MULTILINE)
+    assert not re.search(r"https?:|<script|<link|<img|@import|url\((?!#)", page)
+    found = json.loads(report.METRICS.read_text())["served"]
+    assert (found["points"], found["plain_points"], found["unsupported"], found["off_replay"]) == (1, 1, 1, 0)
+    assert found["best_by_speedup"]["speedup"] == float(chain["speedup"])
+
+
+def test_a_tau_far_from_the_replayed_one_is_a_red_row_that_says_why(made_up: params.Params) -> None:
+    serve({"code": {**EVAL, "concurrency": 64, "repeats": 3}})
+    make_up_served("code", off=0.7)
+    report.main()
+    page = report.PAGE.read_text()
+    assert page.count('<tr class="off">') == 1
+    assert f"is 0.70 of the replayed {replayed('t5_1_6'):.2f}. A replay accepts exactly what this draft" in words(page)
+    assert json.loads(report.METRICS.read_text())["served"]["off_replay"] == 1
+
+
+@pytest.mark.parametrize("others", [{"prompts": "gsm8k"}, {"ignore_eos": True}, {"temperature": 0.7}])
+def test_what_was_not_replayed_is_not_held_against_it(made_up: params.Params, others: Row) -> None:
+    serve({"code": {**EVAL, "concurrency": 64, "repeats": 3} | others})
+    make_up_served("code", off=0.7, **{k: v for k, v in others.items() if k == "temperature"})
+    report.main()
+    assert 'class="off"' not in report.PAGE.read_text()
+    assert "off_replay" in (found := json.loads(report.METRICS.read_text())["served"]) and found["off_replay"] == 0
+
+
+def test_cells_of_another_fingerprint_have_a_reason_instead_of_a_speedup(made_up: params.Params) -> None:
+    serve({"code": {**EVAL, "concurrency": 64, "repeats": 3}})
+    make_up_served("code", fingerprint=FINGERPRINT | {"gpu": "NVIDIA H100"})
+    report.main()
+    said = words(report.PAGE.read_text())
+    assert "not compared: the baseline differs in gpu (NVIDIA H100 against NVIDIA H200)" in said
+    assert json.loads(report.METRICS.read_text())["served"]["best_by_speedup"] is None
+
+
+def test_a_sweep_says_when_not_to_speculate(made_up: params.Params) -> None:
+    serve({"sweep": {**EVAL, "max_new_tokens": [16, 64], "concurrency": [1, 16, 64], "repeats": 2}})
+    served.write(served_cell("sweep", points=sweep([16, 64], [1, 16, 64], lambda tokens, cap: 0.02, repeats=2)))
+    pace = {1: 0.01, 16: 0.0135, 64: 0.04}
+    for tree, gain in zip(TREES, (1.0, 1.2), strict=True):
+        points = sweep([16, 64], [1, 16, 64], lambda tokens, cap, gain=gain: pace[cap] / gain, repeats=2, tau=2.9)
+        served.write(served_cell("sweep", "e009", tree, points))
+    report.main()
+    page = report.PAGE.read_text()
+    said = words(page)
+    assert page.count("<svg") == 4 + 3  # of each tree and of the best of both
+    assert "Slower than plain decoding at 2 of 6 loads (tokens × at once): 16 x 64, 64 x 64." in said
+    at = re.search(
+        r"5_1_6 \(5_1_5\) · sweep.*?Answers of 64 tokens: faster up to a concurrency of ([\d.]+), slower beyond", said
+    )
+    rows = {
+        r["concurrency"]: float(r["speedup"])
+        for r in _lines(joined.TABLE)
+        if (r["tree"], r["max_new_tokens"]) == ("t5_1_6", "64")
+    }
+    by_hand = 16 * 4 ** ((rows["16"] - 1) / (rows["16"] - rows["64"]))
+    assert at and float(at[1]) == pytest.approx(by_hand, rel=0.005)
+    assert 'class="slower"' in page and "#0101" not in page
+
+
+def test_without_torch_cells_the_report_shows_what_was_served(
+    made_up: params.Params, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(cell.CELLS)
+    serve({"code": {**EVAL, "concurrency": 64, "repeats": 3}}, torch=[])
+    make_up_served("code")
+    report.main()
+    assert _lines(report.BENCHMARK) == []
+    printed = capsys.readouterr().out
+    assert printed.startswith("code, checkpoint e009, served by sglang\nTree_structure")
+    report.main("--table")
+    assert capsys.readouterr().out == printed
+    page = report.PAGE.read_text()
+    assert (
+        "<h2>Served" in page
+        and "<h2>Which tree" in page
+        and "<h2>Results" not in page
+        and "verify cycle</h3>" not in page
+    )
+    assert json.loads(report.METRICS.read_text())["identical_share_min"] is None
+
+
+def test_published_numbers_stand_beside_served_ones_of_the_same_load(made_up: params.Params) -> None:
+    edit_params(Path(), {"target": {"model": "Qwen/Qwen3-Coder-30B-A3B-Instruct"}})
+    serve({"code": {**EVAL, "max_new_tokens": 1024, "concurrency": [32, 64], "repeats": 2}})
+    edit_params(Path(), {"benchmark_served": {"trees": ["t5_8_32"]}})
+    served.write(served_cell("code", points=sweep([1024], [32, 64], lambda tokens, cap: 0.02, repeats=2)))
+    served.write(
+        served_cell(
+            "code",
+            "e009",
+            "t5_8_32",
+            sweep([1024], [32, 64], lambda tokens, cap: 0.01, repeats=2, tau=2.9, tree="t5_8_32"),
+        )
+    )
+    report.main()
+    page = re.sub(r"<[^>]+>", "|", report.PAGE.read_text())
+    plain, drafted = (
+        next(r for r in _lines(joined.TABLE) if (r["decoding"], r["concurrency"]) == (how, "64"))
+        for how in ("plain", "speculative")
+    )
+    assert re.search(rf"plain decoding\|+total_tok_s\|+2847\|+{float(plain['total_throughput']):.4g}\|", page)
+    assert re.search(rf"\|5_8_32\|+total_tok_s\|+5324\|+{float(drafted['total_throughput']):.4g}\|", page)
+    assert re.search(rf"\|5_8_32\|+tpot_p99_ms\|+18.7\|+{1000 * float(drafted['tpot_p99_s']):.4g}\|", page)
+    assert re.search(r"\|5_8_32\|+accept_rate\|+0.78\|+0.38\|", page)
 
 
 def test_table_is_printed_again_from_disk_alone(made_up: params.Params, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,11 +5,22 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from stages.formats import cell
+from stages.formats import joined
 from stages.formats.published import UNKNOWN, Publication, Row
 
 # What hangs on the machine and the engine.
-TIMES = ("prefill_latency_s", "e2e_latency_s", "output_tok_s", "speedup")
+TIMES = (
+    "prefill_latency_s", "e2e_latency_s", "output_tok_s", "speedup", "throughput_ratio", "total_tok_s", "ttft_mean_ms",
+    "ttft_p99_ms", "tpot_mean_ms", "tpot_p50_ms", "tpot_p90_ms", "tpot_p99_ms", "itl_mean_ms",
+)  # fmt: skip
+# What a point of a served cell is called in published/*.yaml: the column of results/served.csv, and how many of the unit it is.
+SERVED = {
+    "tau": ("tau", 1), "accept_rate": ("accept_rate", 1), "speedup": ("speedup", 1), "throughput_ratio": ("speedup", 1),
+    "output_tok_s": ("output_throughput", 1), "total_tok_s": ("total_throughput", 1), "ttft_mean_ms": ("ttft_mean_s", 1000),
+    "ttft_p99_ms": ("ttft_p99_s", 1000), "tpot_mean_ms": ("tpot_mean_s", 1000), "tpot_p50_ms": ("tpot_p50_s", 1000),
+    "tpot_p90_ms": ("tpot_p90_s", 1000), "tpot_p99_ms": ("tpot_p99_s", 1000), "itl_mean_ms": ("itl_mean_s", 1000),
+}  # fmt: skip
+LOAD = {"output_tokens": "max_new_tokens", "concurrency": "concurrency", "batch": "concurrency"}  # setting -> column
 
 
 @dataclass(frozen=True)
@@ -18,7 +29,7 @@ class Line:
     theirs: float  # in our unit
     ours: float
     workload: str
-    checkpoint: str
+    checkpoint: str | None  # None: plain decoding
     differs: tuple[str, ...]  # why the two needn't agree
 
     @property
@@ -41,15 +52,34 @@ def of_target(publications: dict[str, Publication], model: str) -> dict[str, lis
 
 
 def lines(rows: Iterable[Row], cells: list[dict[str, Any]]) -> Iterator[Line]:
-    """Each published number beside every cell of its tree; `cells` as in formats/cell.py. Baselines are no draft's doing."""
+    """Each published number beside every cell of its tree; `cells` as in formats/cell.py, or as `of_served` gives them.
+
+    A cell's own baseline is no draft's doing; a served one is a cell, without a tree.
+    """
     for row in rows:
-        if row.metric not in cell.METRICS or row.metric == "baseline_output_tok_s":
+        if row.metric == "baseline_output_tok_s":
             continue
         for ours in cells:
-            if ours["tree"] == row.setting.tree:
+            if ours["tree"] == row.setting.tree and row.metric in ours["metrics"] and _loads_agree(row, ours):
                 theirs = row.value / 100 if row.unit == "%" else row.value
                 value = float(ours["metrics"][row.metric])
                 yield Line(row, theirs, value, ours["workload"], ours["checkpoint"], tuple(_differs(row, ours)))
+
+
+def of_served(found: Iterable[joined.Line]) -> Iterator[dict[str, Any]]:
+    """Points of served cells in the shape that `lines` takes, with the load they were measured at."""
+    for line in found:
+        if line.point:
+            known = {
+                name: line.row[column] * times
+                for name, (column, times) in SERVED.items()
+                if line.row[column] is not None
+            }
+            at = {k: line.row[k] for k in LOAD.values()}
+            names = {k: line.cell[k] for k in ("workload", "checkpoint", "tree", "engine", "temperature", "hardware")}
+            if line.row["decoding"] == joined.PLAIN:  # in turns with a cell, too
+                names |= {"checkpoint": None, "tree": None}
+            yield names | {"metrics": known, "load": at}
 
 
 def _differs(row: Row, ours: dict[str, Any]) -> Iterator[str]:
@@ -65,9 +95,16 @@ def _differs(row: Row, ours: dict[str, Any]) -> Iterator[str]:
     if not _same(row.setting.dataset, ours["workload"]):
         yield f"data set {row.setting.dataset} against {ours['workload']}"
     if row.metric in TIMES:
-        yield f"engine {row.setting.engine} against {ours['engine']}"
+        if (row.setting.engine or "").lower() != ours["engine"]:
+            yield f"engine {row.setting.engine} against {ours['engine']}"
         machine = ours["hardware"].get("gpu") or ours["hardware"].get("cpu")
         yield f"hardware {row.setting.hardware} against {machine}"
+
+
+def _loads_agree(row: Row, ours: dict[str, Any]) -> bool:
+    """Where a published number says its load, only points of that very load stand beside it: a sweep has dozens."""
+    stated = {key: value for key in LOAD if isinstance(value := getattr(row.setting, key), int | float)}
+    return all(ours["load"][LOAD[key]] == value for key, value in stated.items()) if "load" in ours else True
 
 
 def _same(dataset: str | None, workload: str) -> bool:

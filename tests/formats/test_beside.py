@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from stages.formats import beside, cell, published
+from stages.formats import beside, cell, joined, published
 from tests.conftest import ROOT
+from tests.served_cells import made_up, point
 
 PUBLISHED = published.load(ROOT / "published")
 
@@ -68,3 +69,25 @@ def test_times_hang_on_engine_and_machine_and_accept_lengths_do_not() -> None:
     ]
     (line,) = beside.lines(sweep, [ours("t3_1_4", temperature=0.5)])
     assert "temperature 0.0 against 0.5" in line.differs
+
+
+def test_served_points_are_compared_in_the_publications_units_and_at_its_load() -> None:
+    baseline = made_up("random", points=[point(1024, 64, 0.02), point(1024, 32, 0.02)], temperature=1.0)
+    drafts = [point(1024, 64, 0.01, tau=2.9, tree="t5_8_32"), point(1024, 32, 0.01, tau=2.9, tree="t5_8_32")]
+    cell_ = made_up("random", "e009", "t5_8_32", drafts, baseline_points=[point(1024, 64, 0.03)])
+    cells = list(beside.of_served(joined.lines([baseline, cell_], {}, set())))
+    assert [(c["checkpoint"], c["tree"]) for c in cells] == [(None, None)] * 2 + [("e009", "t5_8_32")] * 2 + [
+        (None, None)
+    ]
+    rows = [r for r in PUBLISHED["qwen3-coder-h100"].rows if r.setting.output_tokens == 1024]
+    found = {(line.published.metric, line.checkpoint): line for line in beside.lines(rows, cells)}
+    load = drafts[0]["loads"][0]
+    line = found["ttft_mean_ms", "e009"]
+    assert (line.theirs, line.ours) == (168, pytest.approx(1000 * load["ttft_s"]["mean"]))
+    assert found["total_tok_s", "e009"].ours == load["total_throughput"]
+    assert found["tau", "e009"].ours == 2.9 and ("tau", None) not in found
+    assert found["total_tok_s", None].theirs == 2847
+    assert line.differs == (
+        "its definition isn't stated", "its temperature isn't stated",
+        "hardware 1 H100 80GB SXM, driver 550.127.08, CUDA 12.4 against NVIDIA H200",
+    )  # fmt: skip

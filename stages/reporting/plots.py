@@ -1,0 +1,118 @@
+"""Plots of the page: matplotlib draws in stand-in colours, which become CSS variables, so that they follow light, dark
+and paper. matplotlib is imported where it draws: the terminal's table must answer at once.
+"""
+
+import io
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Row = dict[str, Any]
+
+INK, FAINT = "#010101", "#020202"
+SERIES = ("#030301", "#030302", "#030303", "#030304", "#030305", "#030306")
+CSS = {INK: "var(--ink)", FAINT: "var(--line)"} | {colour: f"var(--s{i})" for i, colour in enumerate(SERIES)}
+STYLE = {
+    "svg.fonttype": "none", "svg.hashsalt": "aerie", "font.family": "sans-serif", "font.size": 10.5, "text.color": INK,
+    "axes.edgecolor": FAINT, "axes.labelcolor": INK, "axes.spines.top": False, "axes.spines.right": False,
+    "axes.axisbelow": True, "axes.grid": True, "grid.color": FAINT, "grid.linewidth": 0.6, "xtick.color": INK,
+    "ytick.color": INK, "xtick.major.size": 0, "ytick.major.size": 0, "legend.frameon": False, "lines.linewidth": 1.6,
+    "lines.markersize": 4, "figure.facecolor": "none", "axes.facecolor": "none",
+}  # fmt: skip
+
+
+def inline(draw: Callable[[Any], None]) -> Any:
+    """An inline SVG, ready for the page: without prologue, metadata, name spaces, fixed size, or repeated ids."""
+    from markupsafe import Markup
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    text = io.StringIO()
+    with rc_context(STYLE):
+        figure = Figure(figsize=(4.7, 3.3), layout="tight")
+        axes = figure.subplots()
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+        draw(axes)
+        axes.margins(x=0.03)
+        if axes.get_legend_handles_labels()[1]:
+            axes.legend()
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Type": None, "Format": None})
+    svg = text.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
+    svg = re.sub(r' xmlns(:xlink)?="[^"]*"|(?<=<svg) width="[^"]*"| height="[^"]*"(?= viewBox)', "", svg)
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
+    for colour, variable in CSS.items():
+        svg = svg.replace(colour, variable)
+    return Markup(svg)  # matplotlib has escaped every text in it
+
+
+def _cycle() -> Iterator[str]:
+    return itertools.cycle(SERIES)
+
+
+def draw_tokens(axes: Any, trees: list[Row]) -> None:
+    for topk, colour in zip(sorted({t["topk"] for t in trees}), _cycle(), strict=False):
+        mine = [t for t in trees if t["topk"] == topk]
+        tokens = sorted({t["tokens"] for t in mine})
+        best = [max(t["tau"] for t in mine if t["tokens"] == count) for count in tokens]
+        axes.plot(tokens, best, marker="o", color=colour, label=f"topk {topk}")
+    axes.set(xlabel="num_draft_tokens", ylabel="tau, at the best num_steps")
+
+
+def draw_duel(axes: Any, best: str, other: str, pairs: list[tuple[float, float, int]]) -> None:
+    ends = [min(min(x, y) for x, y, _ in pairs), max(max(x, y) for x, y, _ in pairs)]
+    axes.plot(ends, ends, color=INK, linewidth=0.8)
+    for topk, colour in zip(sorted({k for _, _, k in pairs}), _cycle(), strict=False):
+        mine = [(y, x) for x, y, k in pairs if k == topk]
+        axes.plot(*zip(*mine, strict=True), "o", color=colour, markersize=3, label=f"topk {topk}")
+    axes.set(xlabel=f"tau with {other}", ylabel=f"tau with {best}")
+
+
+def draw_loss(axes: Any, trained: dict[str, Row]) -> None:
+    """Each segment starts where the one it continues ended."""
+    ends: dict[str, int] = {}
+    last: dict[str, float] = {}
+    for name, colour in zip(_in_order(trained), _cycle(), strict=False):
+        parent, epochs = trained[name]["from"], trained[name]["epochs"]
+        start, losses = ends.get(parent, 0), [epoch["loss"] for epoch in epochs]
+        joined = [(start, last[parent])] if parent in last else []
+        points = [*joined, *enumerate(losses, start + 1)]
+        axes.plot(*zip(*points, strict=True), color=colour, label=name)
+        axes.plot(points[-1][0], points[-1][1], "o", color=colour)
+        ends[name], last[name] = start + len(epochs), losses[-1]
+    axes.set(xlabel="epoch", ylabel="training loss")
+
+
+def _in_order(trained: dict[str, Row]) -> list[str]:
+    """Parents before children, whatever the order in params.yaml."""
+    order: list[str] = []
+    while len(order) < len(trained):
+        order += [n for n, t in trained.items() if n not in order and (t["from"] in order or t["from"] not in trained)]
+    return order
+
+
+def draw_accuracy(axes: Any, trained: dict[str, Row]) -> None:
+    for name, colour in zip(trained, _cycle(), strict=False):
+        accuracy = [100 * share for share in trained[name]["epochs"][-1]["step_accuracy"]]
+        axes.plot(range(1, len(accuracy) + 1), accuracy, marker="o", color=colour, label=name)
+    axes.set(xlabel="training-time-test step", ylabel="accuracy after the last epoch (%)")
+
+
+def draw_speedups(axes: Any, lines: list[Row], axis: str, unit: str) -> None:
+    """A line per series: `name`, and `points` of (place on the axis, speedup, low, high), the interval None for one repeat."""
+    from matplotlib.ticker import NullLocator
+
+    places = sorted({x for line in lines for x, *_ in line["points"]})
+    axes.set_xscale("log", base=2)
+    axes.axhline(1, color=INK, linewidth=0.8)
+    for line, colour in zip(lines, _cycle(), strict=False):
+        xs, ys, lows, highs = zip(*line["points"], strict=True)
+        axes.plot(xs, ys, marker="o", color=colour, label=f"{line['name']} {unit}")
+        if None not in (*lows, *highs):
+            axes.vlines(xs, lows, highs, color=colour, linewidth=0.9)
+    axes.set_xticks(places, [f"{x:g}" for x in places])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set(xlabel=axis, ylabel="speedup over plain decoding")
