@@ -1,5 +1,7 @@
 """benchmark_served: against servers that speak SGLang's and vLLM's protocols and really decode (tests/serving/double.py)."""
 
+import base64
+import io
 import json
 import os
 import shutil
@@ -7,16 +9,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+from PIL import Image
 from ruamel.yaml import YAML
 
-from stages import benchmark_served
-from stages.formats import atomic, replays, served
-from stages.serving import server
+from stages import benchmark_served, params, prepare_prompts
+from stages.drafting import pixels
+from stages.formats import asked, atomic, replays, served
+from stages.serving import load, server
 from tests.conftest import EVAL, ROOT, edit_params, gone
 
 DOUBLE = [sys.executable, "-m", "tests.serving.double"]
@@ -27,12 +33,44 @@ LOAD = {**EVAL, "num_prompts": 6, "warmup": 1, "max_new_tokens": 60}
 def made(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What served cells need, of a graph that ran: target, drafts, prompts, replays; and the double's code."""
     project = tmp_path_factory.mktemp("served")
-    for name in ("artifacts", "drafts/e003", "data/prompts", "results/replay", "stages", "tests/serving", "templates"):
+    for name in (
+        "artifacts",
+        "drafts/e003",
+        "data/prompts",
+        "data/prompt_sets",
+        "results/replay",
+        "stages",
+        "tests/serving",
+        "templates",
+    ):
         shutil.copytree(small_run / name, project / name)
     shutil.copytree(ROOT / "tests/serving", project / "tests/serving", dirs_exist_ok=True)
     for name in ("params.yaml", "tests/conftest.py"):
         shutil.copy(small_run / name, project / name)
     return project
+
+
+@pytest.fixture(scope="module")
+def running(made: Path) -> Iterator[str]:
+    """The URL of a server of e003 and t5_1_6 that somebody else started."""
+    port = server.free_port()
+    line = [
+        *DOUBLE,
+        "serve",
+        "--model-path",
+        "artifacts/target",
+        "--port",
+        str(port),
+        "--speculative-algorithm",
+        "EAGLE3",
+    ]
+    line += ["--speculative-draft-model-path", str(made / "drafts/e003/draft"), "--speculative-num-steps", "5"]
+    line += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "6", "--cuda-graph-max-bs", "8"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(made)
+        patch.setenv("PYTHONPATH", str(made))
+        with server.started("sglang", line, port, "artifacts/target", made / "log", 60):
+            yield f"http://127.0.0.1:{port}"
 
 
 @pytest.fixture
@@ -98,23 +136,35 @@ def test_a_baseline_says_the_same_without_a_draft(project: Path) -> None:
     assert drafted["memory"]["draft"] > 0 and drafted["memory"]["kv_tokens"] == 100_000
 
 
-def test_a_sweep_is_one_server_and_a_point_for_each_pair(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    edit_params(
-        project,
-        {
-            "benchmark": {
-                "workloads": {"eval": {**LOAD, "max_new_tokens": [5, 20], "concurrency": [1, 3], "repeats": 2}},
-                "torch": [],
-            }
-        },
-    )
+def test_a_sweep_is_one_server_and_a_point_for_each_pair(project: Path, running: str) -> None:
+    sweep = {**LOAD, "max_new_tokens": [5, 20], "concurrency": [1, 3], "repeats": 2}
+    edit_params(project, {"benchmark": {"workloads": {"eval": sweep}, "torch": []}})
+    ask(project, base_urls={"e003-t5_1_6": running}, command=["/nowhere"], model="artifacts/target")
     benchmark_served.main("eval", "e003", "t5_1_6")
     found = served.read("eval", "e003", "t5_1_6")
     assert [(p["max_new_tokens"], p["concurrency"]) for p in found["points"]] == [(5, 1), (5, 3), (20, 1), (20, 3)]
     for point in found["points"]:
         assert len(point["loads"]) == 2 and len(point["requests"]) == 12
         assert max(r["output_tokens"] for r in point["requests"]) <= point["max_new_tokens"]
-    assert capfd.readouterr().out.count("starting sglang") == 1
+
+
+def test_a_later_turn_is_asked_after_the_engines_own_answer(project: Path, running: str) -> None:
+    talk = {**LOAD, "prompts": "mt_bench", "num_prompts": 3, "turns": "all", "max_new_tokens": 10}
+    edit_params(
+        project, {"benchmark": {"workloads": {"eval": LOAD, "talk": talk}}, "benchmark_served": {"workloads": ["talk"]}}
+    )
+    ask(project, base_urls={"e003-t5_1_6": running}, model="artifacts/target")
+    prepare_prompts.main("talk")
+    benchmark_served.main("talk", "e003", "t5_1_6")
+    (point,) = served.read("talk", "e003", "t5_1_6")["points"]
+    turns = [r["turn"] for r in point["requests"]]
+    assert turns == [0, 0, 0, 1, 1, 1] and point["loads"][0]["requests"] == 6
+    rows, _ = asked.read("talk")
+    for first, second, row in zip(
+        point["requests"][:3], point["requests"][3:], rows.iter_rows(named=True), strict=True
+    ):
+        assert first["id"] == second["id"] == row["id"] and first["prompt_tokens"] == len(row["prompt_ids"])
+        assert second["prompt_tokens"] > first["prompt_tokens"] + len(row["later"][0].split())
 
 
 def test_repeats_take_turns_with_the_baseline(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -198,31 +248,19 @@ def test_a_draft_that_holds_too_few_positions_is_named(project: Path) -> None:
         atomic.write_json(place, whole)
 
 
-def test_a_running_server_is_used_and_must_run_this_tree(project: Path) -> None:
-    port = server.free_port()
-    url = f"http://127.0.0.1:{port}"
-    line = [
-        *DOUBLE,
-        "serve",
-        "--model-path",
-        "artifacts/target",
-        "--port",
-        str(port),
-        "--speculative-algorithm",
-        "EAGLE3",
-    ]
-    line += ["--speculative-draft-model-path", str(project / "drafts/e003/draft"), "--speculative-num-steps", "5"]
-    line += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "6", "--cuda-graph-max-bs", "8"]
-    with server.started("sglang", line, port, "artifacts/target", project / "log", 60):
-        ask(
-            project, base_urls={"e003-t5_1_6": url, "e003-t8_2_16": url}, model="artifacts/target", command=["/nowhere"]
-        )
-        benchmark_served.main("eval", "e003", "t5_1_6")
-        found = served.read("eval", "e003", "t5_1_6")
-        assert found["points"][0]["acceptance"]["tau"] == pytest.approx(replayed("t5_1_6")["tau"])
-        assert found["server"]["command"] == [] and "isn't known" in found["hardware"]["server"]
-        with pytest.raises(ValueError, match="says speculative_num_steps 5, expected 8"):
-            benchmark_served.main("eval", "e003", "t8_2_16")
+def test_a_running_server_is_used_and_must_run_this_tree(project: Path, running: str) -> None:
+    ask(
+        project,
+        base_urls={"e003-t5_1_6": running, "e003-t8_2_16": running},
+        model="artifacts/target",
+        command=["/nowhere"],
+    )
+    benchmark_served.main("eval", "e003", "t5_1_6")
+    found = served.read("eval", "e003", "t5_1_6")
+    assert found["points"][0]["acceptance"]["tau"] == pytest.approx(replayed("t5_1_6")["tau"])
+    assert found["server"]["command"] == [] and "isn't known" in found["hardware"]["server"]
+    with pytest.raises(ValueError, match="says speculative_num_steps 5, expected 8"):
+        benchmark_served.main("eval", "e003", "t8_2_16")
 
 
 def test_the_server_goes_with_the_stage(project: Path) -> None:
@@ -238,3 +276,21 @@ def test_the_server_goes_with_the_stage(project: Path) -> None:
         os.kill(stage.pid, number)
         stage.communicate(timeout=60)
         assert all(gone(child.pid, 30) for child in children)
+
+
+def test_pictures_go_with_the_token_ids(tmp_path: Path) -> None:
+    """As data: URLs in the order of their places, under the one key that SGLang's /generate has for them."""
+    paths = []
+    for number, colour in enumerate(["red", "blue"]):
+        paths.append(str(tmp_path / f"{number}.png"))
+        Image.new("RGB", (8, 8), colour).save(paths[-1])
+    w = params.Workload.model_validate(LOAD)
+    work: Any = SimpleNamespace(eyes=pixels.Eyes(str(tmp_path), False), w=w)
+    row = {"id": "a", "images": paths, "length_share": 0.5}
+    (path, body) = load.request(benchmark_served._ask(work, row, 0, [1, 2], 60), "sglang", "t")
+    told = json.loads(body)
+    assert path == "/generate" and told["input_ids"] == [1, 2] and told["sampling_params"]["max_new_tokens"] == 30
+    shown = [
+        Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).getpixel((0, 0)) for url in told["image_data"]
+    ]
+    assert shown == [(255, 0, 0), (0, 0, 255)]
