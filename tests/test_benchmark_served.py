@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -285,7 +286,8 @@ def test_pictures_go_with_the_token_ids(tmp_path: Path) -> None:
         paths.append(str(tmp_path / f"{number}.png"))
         Image.new("RGB", (8, 8), colour).save(paths[-1])
     w = params.Workload.model_validate(LOAD)
-    work: Any = SimpleNamespace(eyes=pixels.Eyes(str(tmp_path), False), w=w)
+    url = partial(pixels.Eyes.url, None)  # which needs no target's processor
+    work: Any = SimpleNamespace(eyes=SimpleNamespace(url=url), w=w)
     row = {"id": "a", "images": paths, "length_share": 0.5}
     (path, body) = load.request(benchmark_served._ask(work, row, 0, [1, 2], 60), "sglang", "t")
     told = json.loads(body)
