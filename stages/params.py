@@ -190,6 +190,14 @@ class Portion(Section):
     weight: Positive
 
 
+CountOrGrid = Annotated[
+    Annotated[Count, Tag("a number")] | Annotated[Grid, Tag("a list")],
+    Discriminator(lambda value: "a list" if isinstance(value, list) else "a number"),
+]
+Rate = Annotated[
+    Annotated[Positive, Tag("a number")] | Annotated[Literal["inf"], Tag("a text")],
+    Discriminator(lambda value: "a text" if isinstance(value, str) else "a number"),
+]
 Temperature = Annotated[
     Annotated[NonNegative, Tag("a number")] | Annotated[list[Portion], Field(min_length=1), Tag("a mixture")],
     Discriminator(lambda value: "a mixture" if isinstance(value, list) else "a number"),
@@ -429,13 +437,13 @@ class Workload(Section):
     end: Count | None
     turns: Literal["first", "all"]
     input_tokens: Count | None
-    max_new_tokens: Count | Grid
+    max_new_tokens: CountOrGrid
     length_range: Annotated[float, Field(ge=0, le=1)]
     ignore_eos: bool
     temperature: NonNegative
     top_p: Annotated[float, Field(gt=0, le=1)]
-    request_rate: Literal["inf"] | Positive
-    concurrency: Count | Grid | None
+    request_rate: Rate
+    concurrency: CountOrGrid | None
     warmup: Annotated[int, Field(ge=0)]
     repeats: Count
     deadline_s: Positive
@@ -664,7 +672,7 @@ def load(path: Path = PARAMS) -> Params:
 
 def _explain(error: Any) -> str:
     """One pydantic error as: key: what was expected, what was found, what to do."""
-    place = [str(part) for part in error["loc"] if part not in ("[key]", "a number", "a mixture")]
+    place = [str(part) for part in error["loc"] if part not in ("[key]", "a number", "a mixture", "a list", "a text")]
     key, kind, found = ".".join(place), error["type"], f"found {error['input']!r}"
     message = error["msg"].removeprefix("Value error, ")
     if kind == "value_error":  # our own: says all three, and where no section is at fault, the key too

@@ -33,7 +33,7 @@ TEMPLATE = Path(__file__).with_suffix(".html.j2")
 NAMES = ("workload", "checkpoint", "tree", "num_steps", "topk", "num_draft_tokens")
 MEASURED = (
     "tau", "tau_low", "tau_high", "accept_rate", "prefill_latency_s", "e2e_latency_s", "output_tok_s", "speedup",
-    "identical_share",
+    "speedup_low", "speedup_high", "identical_share",
 )  # fmt: skip
 COLUMNS = (*NAMES, *MEASURED, "replay_tau", "engine")
 
@@ -208,7 +208,7 @@ def summarize(found: Found) -> Row:
 
 HEAD = (
     ("Tree_structure", ""), ("prefill_latency", "(s)"), ("spec_accept_rate", "(%)"), ("e2e_latency", "(s)"),
-    ("compress ratio", "(tau)"), ("95%", "interval"), ("speedup", ""), ("identical", "(%)"),
+    ("compress ratio", "(tau)"), ("95%", "interval"), ("speedup", ""), ("95%", "interval"), ("identical", "(%)"),
 )  # fmt: skip
 
 
@@ -232,10 +232,11 @@ def table(rows: list[Row], served_rows: list[Row], metrics: Row) -> str:
 
 def _texts(row: Row) -> tuple[str, ...]:
     n = {k: float(row[k]) for k in MEASURED}
-    interval = f"{n['tau_low']:.2f}-{n['tau_high']:.2f}"
+    interval, speedups = (f"{n[f'{k}_low']:.2f}-{n[f'{k}_high']:.2f}" for k in ("tau", "speedup"))
     return (
         tree_structure(row["tree"]), f"{n['prefill_latency_s']:.3f}", f"{100 * n['accept_rate']:.1f}",
-        f"{n['e2e_latency_s']:.3f}", f"{n['tau']:.2f}", interval, f"{n['speedup']:.2f}x", f"{100 * n['identical_share']:.0f}",
+        f"{n['e2e_latency_s']:.3f}", f"{n['tau']:.2f}", interval, f"{n['speedup']:.2f}x", speedups,
+        f"{100 * n['identical_share']:.0f}",
     )  # fmt: skip
 
 

@@ -83,7 +83,8 @@ NUMBERS = {place: value for place, value in LEAVES.items() if type(value) in (in
 # May be zero, written by hand: greedy answers, no warm-up, no decay, and the seeds.
 ZERO = {
     "fix_data.max_dropped_share", "sample_target.temperature", "train_draft.warmup_steps", "train_draft.weight_decay",
-    "benchmark.workloads.eval.warmup", "prepare_target.seed", "sample_target.seed", "init_draft.seed", "train_draft.seed",
+    "benchmark.workloads.eval.warmup", "benchmark.workloads.eval.begin", "benchmark.workloads.eval.seed",
+    "benchmark.workloads.eval.temperature", "prepare_target.seed", "sample_target.seed", "init_draft.seed", "train_draft.seed",
 }  # fmt: skip
 every_key = pytest.mark.parametrize("place", LEAVES, ids=".".join)
 every_number = pytest.mark.parametrize("place", NUMBERS, ids=".".join)
@@ -130,7 +131,7 @@ def test_a_missing_key_is_named(place: tuple[str, ...]) -> None:
     ]
 
 
-NAMED_BY_USER = {("train_draft", "checkpoints"), ("benchmark", "workloads")}
+NAMED_BY_USER = {("train_draft", "checkpoints"), ("benchmark", "workloads"), ("prepare_prompts", "sets")}
 SECTIONS = sorted({place[:depth] for place in LEAVES for depth in range(len(place))} - NAMED_BY_USER)
 
 
@@ -182,6 +183,7 @@ def test_a_number_is_a_number(place: tuple[str, ...], value: Any) -> None:
         "sample_target.train_rows",
         "sample_target.eval_rows",
         "init_draft.draft_vocab_size",
+        "benchmark.workloads.eval.num_prompts",
     }
     set_value(place, value)
     if value is None and ".".join(place) in may_be_null:
@@ -190,6 +192,13 @@ def test_a_number_is_a_number(place: tuple[str, ...], value: Any) -> None:
     (line,) = problems()
     if value == [1] and ".".join(place) == "sample_target.temperature":  # a list is a mixture
         assert line == "sample_target.temperature.0: expected a section with temperature, weight, found 1"
+        return
+    of_workload = place[:2] == ("benchmark", "workloads")
+    if value == [1] and of_workload and place[-1] in ("max_new_tokens", "concurrency"):  # a list is a sweep
+        assert line.startswith(f"benchmark: torch: workload eval has {place[-1]} ")
+        return
+    if value is None and of_workload and place[-1] == "concurrency":  # no limit
+        assert line.startswith("benchmark: torch: workload eval has concurrency None (expected 1)")
         return
     assert re.fullmatch(rf"{re.escape('.'.join(place))}: expected .+, found {re.escape(repr(value))}", line)
 
@@ -206,6 +215,8 @@ def test_zero_is_refused_but_where_it_means_something(place: tuple[str, ...]) ->
     set_value(place, 0)
     if ".".join(place) in ZERO:
         params.load()
+    elif place[-1] == "length_range":  # which means something of random lengths only
+        assert problems()[0].startswith("benchmark.workloads.eval: length_range is 0.0 with prompts: eval, expected 1")
     else:
         (line,) = problems()
         assert re.fullmatch(rf"{re.escape('.'.join(place))}: expected greater than (or equal to )?[01], found 0", line)
@@ -276,7 +287,6 @@ BAD_VALUES = [
     ("min_tau: 6.0", "min_tau: 0.9", "check_overfit.min_tau: expected greater than or equal to 1, found 0.9"),
     ("tokens: [4,", "tokens: [1,", "replay_trees.tokens.0: expected greater than or equal to 2, found 1"),
     ("semantics: sglang", "semantics: vllm", "replay_trees.semantics: expected 'sglang', found 'vllm'"),
-    ("split: eval", "split: train", "benchmark.workloads.eval.split: expected 'eval', found 'train'"),
     (MEASURED, "e003\n  trees", "benchmark.checkpoints: expected a valid list, found 'e003'"),
     (MEASURED, "[]\n  trees", "benchmark.checkpoints: expected at least 1 item, found []"),
     ("title: weather-tiny", "title: ''", "report.title: expected at least 1 character, found ''"),
@@ -425,6 +435,88 @@ def test_a_published_draft_may_be_replayed_and_measured() -> None:
 def test_the_reachable_min_tau_is_accepted() -> None:
     edited(("min_tau: 6.0", "min_tau: 8"))
     assert params.load().check_overfit.min_tau == 8
+
+
+# --- workloads and prompt sets ---------------------------------------------------------------------------------------
+
+
+def workload(**changes: Any) -> dict[str, Any]:
+    return {**YAML(typ="safe").load(REAL)["benchmark"]["workloads"]["eval"], **changes}
+
+
+RANDOM = {"prompts": "random", "input_tokens": 512, "concurrency": 64, "length_range": 0.5}
+BAD_WORKLOADS = [
+    ({"prompts": "mtbench"}, "benchmark.workloads.chat.prompts is 'mtbench', expected one of eval, random, alpaca, gsm8k"),
+    ({"grade": True}, "benchmark.workloads.chat.grade is true with prompts: eval, expected a set of format gsm8k, humaneval"),
+    ({"prompts": "alpaca", "grade": True}, "benchmark.workloads.chat.grade is true with prompts: alpaca, expected a set of"),
+    ({"input_tokens": 5}, "benchmark.workloads.chat: input_tokens is 5 with prompts: eval, expected a number for random"),
+    ({**RANDOM, "input_tokens": None}, "benchmark.workloads.chat: input_tokens is None with prompts: random"),
+    ({**RANDOM, "num_prompts": None}, "benchmark.workloads.chat: num_prompts is null with prompts: random, expected a number"),
+    ({"begin": 4, "end": 4}, "benchmark.workloads.chat: end is 4, expected more than begin, 4"),
+    ({"request_rate": "slow"}, "benchmark.workloads.chat.request_rate: expected 'inf', found 'slow'"),
+    ({"request_rate": 0}, "benchmark.workloads.chat.request_rate: expected greater than 0, found 0"),
+    ({"concurrency": [1, 0]}, "benchmark.workloads.chat.concurrency.1: expected greater than 0, found 0"),
+    ({"max_new_tokens": []}, "benchmark.workloads.chat.max_new_tokens: expected at least 1 item, found []"),
+    ({"turns": "second"}, "benchmark.workloads.chat.turns: expected 'first' or 'all', found 'second'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "start"), BAD_WORKLOADS, ids=[row[1][24:60] for row in BAD_WORKLOADS])
+def test_a_workload_that_can_not_be_asked(changes: dict[str, Any], start: str) -> None:
+    set_value(("benchmark", "workloads", "chat"), workload(**changes))
+    (line,) = problems()
+    assert line.startswith(start), line
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"temperature": 0.7}, "temperature 0.7 (expected 0)"),
+        ({"request_rate": 8.0}, "request_rate 8.0 (expected 'inf')"),
+        ({"concurrency": 2}, "concurrency 2 (expected 1)"),
+        ({"ignore_eos": True}, "ignore_eos True (expected False)"),
+        ({"max_new_tokens": [10, 20]}, "max_new_tokens is a list (expected one)"),
+        ({**RANDOM, "concurrency": 1}, "prompts True (expected False)"),
+    ],
+)
+def test_what_the_torch_engine_can_not_do(changes: dict[str, Any], says: str) -> None:
+    set_value(("benchmark", "workloads", "eval"), workload(**changes))
+    (line,) = problems()
+    assert line.startswith("benchmark: torch: workload eval has ") and says in line
+
+
+def test_a_sweep_is_every_pair_of_length_and_concurrency() -> None:
+    changes = {"max_new_tokens": [10, 128], "concurrency": [1, 4], "request_rate": "inf"}
+    set_value(("benchmark", "workloads", "sweep"), workload(**changes))
+    found = params.load().benchmark.workloads
+    assert found["sweep"].points() == [(10, 1), (10, 4), (128, 1), (128, 4)]
+    assert found["eval"].points() == [(200, 1)] and found["eval"].rate == float("inf")
+
+
+FILE = {"from": "data/prompt_sets/a.jsonl", "name": None, "split": None, "revision": None, "format": "gsm8k"}
+BAD_SETS = [
+    ("math", {"split": "test"}, "from is the file data/prompt_sets/a.jsonl, expected name, split and revision to be null"),
+    ("math", {"from": "elsewhere/a.jsonl"}, "from is the file elsewhere/a.jsonl, expected one in data/prompt_sets/"),
+    ("math", {"from": "data/prompt_sets/../a.json"}, "from is the file data/prompt_sets/../a.json, expected one in data/"),
+    ("math", {"from": "openai/gsm8k"}, "from is the dataset openai/gsm8k, expected split to say which part of it"),
+    ("math", {"format": "mmlu"}, "expected 'mt_bench', 'gsm8k', 'humaneval', 'alpaca' or 'math500', found 'mmlu'"),
+    ("eval", {}, "sets.eval: eval and random are our own; choose another name"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "says"), BAD_SETS, ids=[row[2][:40] for row in BAD_SETS])
+def test_a_prompt_set_that_can_not_be_read(name: str, changes: dict[str, Any], says: str) -> None:
+    set_value(("prepare_prompts", "sets", name), {**FILE, **changes})
+    (line,) = problems()
+    assert line.startswith("prepare_prompts") and says in line
+
+
+def test_a_dataset_of_the_hub_has_a_configuration_a_split_and_a_commit() -> None:
+    hub = {"from": "openai/gsm8k", "name": "main", "split": "test", "revision": "a" * 40, "format": "gsm8k"}
+    set_value(("prepare_prompts", "sets", "gsm8k"), hub)
+    found = params.load().prepare_prompts.sets
+    assert not found["gsm8k"].is_file and found["gsm8k"].can_be_graded
+    assert found["alpaca"].is_file and not found["alpaca"].can_be_graded
 
 
 # --- the file itself ------------------------------------------------------------------------------------------------

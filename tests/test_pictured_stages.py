@@ -16,12 +16,12 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from stages import benchmark, check_overfit, init_draft, prepare_target, replay_trees, train_draft
+from stages import benchmark, check_overfit, init_draft, prepare_prompts, prepare_target, replay_trees, train_draft
 from stages.drafting import target
 from stages.drafting.decode import Engine
 from stages.drafting.pixels import Eyes
 from stages.formats import conversations, hiddens, manifest
-from tests.conftest import ROOT, edit_params
+from tests.conftest import EVAL, ROOT, edit_params
 from tests.drafting.pictured import DOCUMENTS, TAPPED, TOKEN, alone, document
 from tests.drafting.test_target import H, saved
 from tests.test_extract_hiddens import files, refused, run, run_apart
@@ -35,9 +35,10 @@ SMALL: dict[str, Any] = {
     "train_draft": {"ttt_steps": 3, "batch_tokens": 120, "checkpoints": {"e003": {"from": "e000", "epochs": 3}}},
     "replay_trees": {"checkpoints": ["e003"], "steps": [1, 3], "topk": [1, 2], "tokens": [4, 6]},
     "benchmark": {
-        "workloads": {"eval": {"split": "eval", "prompts": 8, "warmup": 1, "max_new_tokens": ROOM}},
+        "workloads": {"eval": {**EVAL, "num_prompts": 8, "max_new_tokens": ROOM}},
         "checkpoints": ["e003"], "trees": ["t3_1_4", "t3_2_6"],
     },
+    "benchmark_served": {"checkpoints": [], "trees": []},
 }  # fmt: skip
 
 
@@ -209,6 +210,7 @@ def test_a_draft_is_trained_replayed_and_decoded(made: Path, once: dict[str, byt
         check_overfit.main()
         train_draft.main("e003")
         replay_trees.main("e003")
+        prepare_prompts.main("eval")
         replayed = pl.read_csv("results/replay/e003.csv")
         for tree, (steps, topk, tokens) in {"t3_1_4": (3, 1, 4), "t3_2_6": (3, 2, 6)}.items():
             benchmark.main("eval", "e003", tree)

@@ -75,7 +75,8 @@ def _made_up_cell(chance: random.Random, workload: str, checkpoint: str, tree: p
         "tau": tau, "tau_low": tau - chance.uniform(0.1, 0.3), "tau_high": tau + chance.uniform(0.1, 0.3),
         "accept_rate": (tau - 1) / tree.num_steps, "node_accept_rate": (tau - 1) / (tree.num_draft_tokens - 1),
         "prefill_latency_s": 0.021 + chance.random() / 1000, "e2e_latency_s": latency / speedup,
-        "output_tok_s": 210 * speedup, "baseline_output_tok_s": 210.0, "speedup": speedup, "identical_share": 1.0,
+        "output_tok_s": 210 * speedup, "baseline_output_tok_s": 210.0, "speedup": speedup, "speedup_low": speedup * 0.95,
+        "speedup_high": speedup * 1.04, "identical_share": 1.0,
     }  # fmt: skip
     prompt = dict.fromkeys(cell.PROMPT_COLUMNS, 0) | {
         "baseline_prefill_latency_s": 0.021,
@@ -89,6 +90,7 @@ def _made_up_cell(chance: random.Random, workload: str, checkpoint: str, tree: p
         "prompts": [prompt | {"id": f"row{i}.0"} for i in range(prompts)],
         "hardware": {"cpu": "Made-up CPU, 2 cores", "system": "Linux", "python": "3.11.9"},
         "versions": {"torch": "2.13.0", "transformers": "5.23.0"}, "seconds": 3.4, "seed": 0,
+        "repeats": [{"output_tok_s": 210 * speedup, "baseline_output_tok_s": 210.0, "speedup": speedup}], "quality": None,
     }  # fmt: skip
 
 
@@ -161,7 +163,7 @@ def test_columns_come_in_their_order(made_up: params.Params) -> None:
     report.main()
     assert report.BENCHMARK.read_text().splitlines()[0] == (
         "workload,checkpoint,tree,num_steps,topk,num_draft_tokens,tau,tau_low,tau_high,accept_rate,prefill_latency_s,"
-        "e2e_latency_s,output_tok_s,speedup,identical_share,replay_tau,engine"
+        "e2e_latency_s,output_tok_s,speedup,speedup_low,speedup_high,identical_share,replay_tau,engine"
     )
     joined = report.REPLAY.read_text().splitlines()
     assert joined[0] == ",".join(replays.COLUMNS)
@@ -209,7 +211,7 @@ def test_a_missing_cell_is_named_with_what_to_run(made_up: params.Params) -> Non
         (lambda c: c["metrics"].pop("tau_low"), "lacks the metrics .'tau_low'.; run: dvc repro -f -s benchmark@"),
         (
             lambda c: c.update(definitions="docs/metrics.md, version 0"),
-            "version 0, expected docs/metrics.md, version 1",
+            "version 0, expected docs/metrics.md, version 2",
         ),
         (lambda c: c.update(tree="t5_1_6"), "holds the cell eval-e009-t5_1_6"),
     ],

@@ -21,6 +21,7 @@ from dvc.repo import Repo
 from ruamel.yaml import YAML
 
 from stages.params import load
+from tests.conftest import EVAL
 
 REPO = Path(__file__).resolve().parents[1]
 
@@ -31,10 +32,12 @@ BASE = {
     "import_draft": {"checkpoints": {}},
     "replay_trees": {"checkpoints": ["e003", "e009"]},
     "benchmark": {
-        "workloads": {"eval": {"split": "eval", "prompts": 12, "warmup": 1, "max_new_tokens": 200}},
+        "workloads": {"eval": {**EVAL, "num_prompts": 12}},
+        "torch": ["eval"],
         "checkpoints": ["e003", "e009"],
         "trees": ["t5_2_8"],
     },
+    "benchmark_served": {"workloads": []},
 }
 
 
@@ -137,9 +140,23 @@ RERUNS = [
     Row("replay_trees.topk: another one", sets(replay_trees={"topk": adds(7)}), "replay_trees@* report"),
     Row(
         "benchmark.workloads: more prompts",
-        sets(benchmark={"workloads": {"eval": {"prompts": 13}}}),
-        "benchmark@* report",
+        sets(benchmark={"workloads": {"eval": {"num_prompts": 13}}}),
+        "prepare_prompts@eval benchmark@eval-* report",
     ),
+    Row(
+        "benchmark.workloads: longer answers, repeats",
+        sets(benchmark={"workloads": {"eval": {"max_new_tokens": 300, "repeats": 3}}}),
+        "benchmark@eval-* report",
+    ),
+    Row(
+        "benchmark.workloads: another one, in benchmark.torch too",
+        sets(benchmark={"workloads": {"chat": {**EVAL, "prompts": "mt_bench"}}, "torch": adds("chat")}),
+        "prepare_prompts@chat benchmark@chat-* report",
+        back="report",
+    ),
+    Row("data/prompt_sets/gsm8k.jsonl: a row", comments("data/prompt_sets/gsm8k.jsonl"), "prepare_prompts@* benchmark@* report"),
+    Row("sample_target.thinking", sets(sample_target={"thinking": True}), "* -fix_data -prepare_target"),
+    Row("stages/formats/prompt_sets.py: a comment", comments("stages/formats/prompt_sets.py"), "prepare_prompts@* benchmark@* report"),
     Row("report.title", sets(report={"title": "another"}), "report", back=""),
     Row(
         "sample_target.temperature",
@@ -151,7 +168,7 @@ RERUNS = [
         sets(extract_hiddens={"processes": 8}),
         "",
     ),
-    Row("extract_hiddens.dtype", sets(extract_hiddens={"dtype": "fp8"}), "* -fix_data -prepare_target -sample_target"),
+    Row("extract_hiddens.dtype", sets(extract_hiddens={"dtype": "fp8"}), "* -fix_data -prepare_target -sample_target -prepare_prompts@*"),
     Row("templates/chatml.jinja", comments("templates/chatml.jinja"), "* -fix_data"),
     Row("prepare_target.seed", sets(prepare_target={"seed": lambda old: old + 1}), "* -fix_data"),
     Row("fix_data.eval_share", sets(fix_data={"eval_share": lambda old: old / 2}), "* -prepare_target"),
@@ -252,9 +269,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory, recorder: Recorder) -> Pa
     (root / "templates" / "chatml.jinja").touch()
     (root / "draft_configs").mkdir()
     (root / "draft_configs" / "theta_10000.json").touch()
+    (root / "data/prompt_sets").mkdir(parents=True)
+    (root / "data/prompt_sets/gsm8k.jsonl").touch()
     (root / "published").mkdir()
     (root / "published" / "table.yaml").touch()
-    (root / "data" / "raw").mkdir(parents=True)
+    (root / "data" / "raw").mkdir()
     (root / "data" / "raw" / "rows.jsonl").write_text("{}\n")
     assert recorder.repro(root) == names(root)
     assert recorder.repro(root) == set()
@@ -275,7 +294,8 @@ def test_a_published_draft_is_benchmarked_without_sampling_for_training_or_train
             stage = open_ends.pop()
             needed.add(stage.addressing)
             open_ends += graph.successors(stage)
-    assert needed == {cell.addressing, "import_draft@theirs", "prepare_target", "sample_target", "fix_data"}
+    prompts = {"prepare_prompts@eval", "prepare_target", "sample_target", "fix_data"}
+    assert needed == {cell.addressing, "import_draft@theirs"} | prompts
 
 
 @pytest.mark.parametrize("row", RERUNS, ids=lambda row: row.edit)

@@ -10,7 +10,8 @@ from tests.conftest import SMALL, dvc
 
 COLUMNS = [
     "workload", "checkpoint", "tree", "num_steps", "topk", "num_draft_tokens", "tau", "tau_low", "tau_high",
-    "accept_rate", "prefill_latency_s", "e2e_latency_s", "output_tok_s", "speedup", "identical_share",
+    "accept_rate", "prefill_latency_s", "e2e_latency_s", "output_tok_s", "speedup", "speedup_low", "speedup_high",
+    "identical_share",
 ]  # fmt: skip
 
 
@@ -27,6 +28,7 @@ def test_the_table_has_a_row_for_every_cell(small_run: Path) -> None:
         assert float(r["identical_share"]) == 1.0
         assert float(r["accept_rate"]) == (float(r["tau"]) - 1) / int(r["num_steps"])
         assert float(r["tau_low"]) <= float(r["tau"]) <= float(r["tau_high"])
+        assert float(r["speedup_low"]) <= float(r["speedup"]) <= float(r["speedup_high"])
 
 
 def test_replay_equals_live_decoding_as_integers(small_run: Path) -> None:
