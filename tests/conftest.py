@@ -75,7 +75,7 @@ def dvc(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def gone(pid: int, within_s: float = 5.0) -> bool:
+def gone(pid: int, within_s: float = 60.0) -> bool:
     """Whether the process ends in time. A zombie has ended: where process 1 reaps nobody, as in many containers, it stays
     one for good if its parent went before it (bug of a test that took it for alive, seen in CI only).
     """
