@@ -13,9 +13,14 @@ from ruamel.yaml import YAML
 
 ROOT = Path(__file__).parent.parent
 
+# Products this small gain nothing by a second thread, and where two tests run at once they lose a hundred times as much:
+# the threads wait for each other in turn. Before torch is imported, here and in what tests start.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 # What makes the whole graph run in about a minute. The target says little sense, which no test minds: lossless, exact and
 # resumable must hold for any target. `straight` is e001 and then e003 in one go.
 SMALL = {
+    "target": {"num_threads": 1},
     "prepare_target": {"steps": 60},
     "sample_target": {"train_rows": 32, "eval_rows": 6, "max_new_tokens": 60},
     "check_overfit": {"steps": 60, "min_tau": 1.5},
