@@ -278,7 +278,7 @@ def test_no_process_outlives_the_stage(project: Path) -> None:
         time.sleep(0.05)
     parent.kill()
     parent.wait()
-    assert len(ranks) == 2 and not psutil.wait_procs(ranks, timeout=20)[1]
+    assert len(ranks) == 2 and not psutil.wait_procs(ranks, timeout=60)[1]
 
 
 @pytest.mark.long

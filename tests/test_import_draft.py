@@ -147,7 +147,6 @@ def test_a_config_of_ones_own_and_the_options(project: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("options", [o for o in OPTIONS if o != "none"])
 def test_decoding_with_any_option_is_lossless_and_is_what_replay_counts(small_run: Path, options: str) -> None:
     """A random draft over the target's whole vocabulary, its state near the trained one's, so that some is accepted."""
-    torch.set_num_threads(2)
     chosen = OPTIONS[options] | ({"sliding_window": 8} if "sliding_window" in OPTIONS[options] else {})
     made = manifest.read(small_run / "artifacts/target")
     model = target.load(str(small_run / "artifacts/target"), None, "float32", "cpu")

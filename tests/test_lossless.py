@@ -25,7 +25,6 @@ def prompts(small_run: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def model(small_run: Path):
-    torch.set_num_threads(2)
     return target.load(str(small_run / "artifacts/target"), None, "float32", "cpu")
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import dvc.stage.run
 import pytest
+from dvc.exceptions import ReproductionError
 from dvc.repo import Repo
 from ruamel.yaml import YAML
 
@@ -154,9 +155,17 @@ RERUNS = [
         "prepare_prompts@chat benchmark@chat-* report",
         back="report",
     ),
-    Row("data/prompt_sets/gsm8k.jsonl: a row", comments("data/prompt_sets/gsm8k.jsonl"), "prepare_prompts@* benchmark@* report"),
+    Row(
+        "data/prompt_sets/gsm8k.jsonl: a row",
+        comments("data/prompt_sets/gsm8k.jsonl"),
+        "prepare_prompts@* benchmark@* report",
+    ),
     Row("sample_target.thinking", sets(sample_target={"thinking": True}), "* -fix_data -prepare_target"),
-    Row("stages/formats/prompt_sets.py: a comment", comments("stages/formats/prompt_sets.py"), "prepare_prompts@* benchmark@* report"),
+    Row(
+        "stages/formats/prompt_sets.py: a comment",
+        comments("stages/formats/prompt_sets.py"),
+        "prepare_prompts@* benchmark@* report",
+    ),
     Row("report.title", sets(report={"title": "another"}), "report", back=""),
     Row(
         "sample_target.temperature",
@@ -168,7 +177,11 @@ RERUNS = [
         sets(extract_hiddens={"processes": 8}),
         "",
     ),
-    Row("extract_hiddens.dtype", sets(extract_hiddens={"dtype": "fp8"}), "* -fix_data -prepare_target -sample_target -prepare_prompts@*"),
+    Row(
+        "extract_hiddens.dtype",
+        sets(extract_hiddens={"dtype": "fp8"}),
+        "* -fix_data -prepare_target -sample_target -prepare_prompts@*",
+    ),
     Row("templates/chatml.jinja", comments("templates/chatml.jinja"), "* -fix_data"),
     Row("prepare_target.seed", sets(prepare_target={"seed": lambda old: old + 1}), "* -fix_data"),
     Row("fix_data.eval_share", sets(fix_data={"eval_share": lambda old: old / 2}), "* -prepare_target"),
@@ -220,10 +233,10 @@ class Recorder:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(digest.hexdigest() + out)
 
-    def repro(self, root: Path) -> set[str]:
+    def repro(self, root: Path, **how: bool) -> set[str]:
         self.ran.clear()
         with opened(root) as repo:
-            repo.reproduce()
+            repo.reproduce(**how)
         assert len(self.ran) == len(set(self.ran))
         return set(self.ran)
 
@@ -311,3 +324,44 @@ def test_an_edit_wakes_its_stages_and_undoing_it_brings_the_rest_back(
     for file in ("params.yaml", "README.md", *(path.relative_to(finished) for path in finished.glob("stages/**/*.py"))):
         shutil.copy(finished / file, root / file)
     assert recorder.repro(root) == matching(row.back, names(root))
+
+
+def pushed(finished: Path, tmp_path: Path) -> Path:
+    """A copy of a finished project that has a remote, and all in it that may be there."""
+    root = tmp_path / "published"
+    shutil.copytree(finished, root)
+    local = f"[core]\n    remote = shared\n['remote \"shared\"']\n    url = {tmp_path / 'remote'}\n"
+    (root / ".dvc" / "config.local").write_text(local)
+    with opened(root) as repo:
+        repo.push()
+    return root
+
+
+def cloned(root: Path, to: Path) -> Path:
+    """What git has of it: neither DVC's cache nor what the stages made."""
+    made = shutil.ignore_patterns("cache", "tmp", "artifacts", "fixed", "sampled", "hiddens", "drafts", "results")
+    shutil.copytree(root, to, ignore=made)
+    return to
+
+
+SHARED = {"pull": True, "allow_missing": True}  # dvc repro --pull --allow-missing
+
+
+def test_a_clone_runs_only_what_was_edited(finished: Path, tmp_path: Path, recorder: Recorder) -> None:
+    """On what its author has published, without the hidden states of training."""
+    clone = cloned(pushed(finished, tmp_path), tmp_path / "clone")
+    assert recorder.repro(clone, **SHARED) == set()
+    assert not (clone / "results").exists()  # nor is anything fetched for it
+    with opened(clone) as repo:
+        repo.pull(allow_missing=True)
+    assert recorder.repro(clone, **SHARED) == set()
+    sets(benchmark={"trees": adds("t8_2_16")}, replay_trees={"topk": adds(7)})(clone)
+    runs = "benchmark@*-t8_2_16 replay_trees@* report"
+    assert recorder.repro(clone, **SHARED) == matching(runs, names(clone))
+    assert not list(clone.glob("data/hiddens/train/*"))
+    sets(train_draft={"learning_rate": lambda old: old / 2})(clone)
+    with pytest.raises(ReproductionError) as failed:
+        recorder.repro(clone, **SHARED)
+    assert "data/hiddens/train" in str(failed.value.__cause__)
+    runs = "extract_hiddens train_draft@* replay_trees@* benchmark@* report"
+    assert recorder.repro(clone) == matching(runs, names(clone))

@@ -23,7 +23,7 @@ REPO = Path(__file__).resolve().parents[2]
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def wait_for(what: Callable[[], Any], seconds: float = 40.0) -> Any:
+def wait_for(what: Callable[[], Any], seconds: float = 120.0) -> Any:
     """The first true thing `what` gives."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -68,7 +68,7 @@ class Server:
         answers = 0
         while True:
             try:
-                with DIRECT.open(request, timeout=20) as answer:
+                with DIRECT.open(request, timeout=60) as answer:
                     return json.load(answer)
             except urllib.error.HTTPError as error:
                 answers += 1
@@ -193,7 +193,7 @@ def test_a_make_ui_killed_outright_leaves_no_stage_and_the_next_one_starts(serve
     command = server.sleeping(run)
     server.process.kill()
     server.process.wait()
-    assert gone(command.pid, 40)
+    assert gone(command.pid, 120)
     assert server.ended(run)["type"] == "CRASHED"
     lost = server.run()
     server.ask(f"flow_runs/{lost}/set_state", {"state": {"type": "RUNNING"}, "force": True})
@@ -208,7 +208,7 @@ def test_the_end_of_make_ui_ends_the_stage_at_work_and_the_server(server: Server
     server.project.sleeper("middle")
     command = server.sleeping(server.run())
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(30) == 0
+    assert server.process.wait(120) == 0
     assert gone(command.pid)
     with pytest.raises(urllib.error.URLError, match="refused"):
         server.ask("health")
@@ -225,7 +225,7 @@ def test_a_run_without_a_server_is_refused_in_one_line(project: Any, tmp_path, s
     env = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT")}
     env |= {"PYTHONPATH": str(REPO), "PREFECT_HOME": str(tmp_path)} | settings
     command = [sys.executable, "-m", "pipeline.flows"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert message in done.stderr and done.stderr.count("\n") == 1
 

@@ -47,6 +47,9 @@ class Streamed:
     stamped: bool = False  # the text is when each chunk was sent, by the machine's one clock
     wrong: str | None = None  # after the chunks, instead of an end: reset, hang, close, or the message of an error
     prompt_tokens: int = 7
+    ready: Callable[[], bool] = lambda: (
+        True
+    )  # before each chunk: whether it may go; so a test sets an order, not a time
 
 
 def spelt(first: int, last: int) -> str:
@@ -163,7 +166,9 @@ class Fake:
             if (rest_s := begun + at_s - time.perf_counter()) > 0:
                 await writer.drain()
                 await asyncio.sleep(rest_s)
-            if reader.at_eof():  # a writer learns it only some writes later
+            while not (may := said.ready()) and not reader.at_eof():
+                await asyncio.sleep(0.001)
+            if not may or reader.at_eof():  # a writer learns it only some writes later
                 raise ConnectionResetError
             done += tokens
             sent.append(time.perf_counter())

@@ -16,7 +16,7 @@ def asks(urls: list[str], bodies: list[dict[str, Any]], **settings: Any) -> Any:
     """Every answer, or the exception in its place; and the client."""
 
     async def run() -> tuple[list[Any], client.Client]:
-        how = {"concurrency": 16, "timeout_s": 1.0, "attempts": 6, "first_rest_s": 0.02} | settings
+        how = {"concurrency": 16, "timeout_s": 60.0, "attempts": 6, "first_rest_s": 0.02} | settings
         async with client.Client(urls, "tiny", **how) as http:
             return await asyncio.gather(*(http.ask(b) for b in bodies), return_exceptions=True), http
 
@@ -32,7 +32,7 @@ def numbered(count: int) -> list[dict[str, Any]]:
 )
 def test_what_may_pass_is_asked_again(wrong: Any) -> None:
     with Fake(lambda body, number: wrong if number == 0 else echo(body, number)) as fake:
-        (answer,), http = asks([fake.url], [BODY], timeout_s=0.5)
+        (answer,), http = asks([fake.url], [BODY], timeout_s=1.5 if wrong in ("hang", "drip") else 60.0)
     assert answer.text.startswith("place: ")
     assert answer.finish_reason == "stop"
     assert len(fake.bodies) == 2 and fake.bodies[0] == fake.bodies[1]
@@ -102,7 +102,7 @@ def test_a_tenth_broken_a_twentieth_cut_and_some_hung_lose_nothing() -> None:
         return faults[place] if place < len(faults) else echo(body, number)
 
     with Fake(reply) as one, Fake(reply) as two:
-        answers, http = asks([one.url, two.url], numbered(200), timeout_s=0.5)
+        answers, http = asks([one.url, two.url], numbered(200), timeout_s=1.0)
     assert [a.text for a in answers] == [
         echo({"model": "tiny", **b}, 0)["choices"][0]["message"]["content"] for b in numbered(200)
     ]
@@ -112,7 +112,7 @@ def test_a_tenth_broken_a_twentieth_cut_and_some_hung_lose_nothing() -> None:
 def test_a_dead_server_is_left_alone_and_taken_back() -> None:
     down = {"now": True}
     with Fake(lambda b, n: 500 if down["now"] else echo(b, n)) as sick, Fake(delay_s=0.01) as well:
-        answers, http = asks([sick.url, well.url], numbered(100), first_rest_s=5.0)
+        answers, http = asks([sick.url, well.url], numbered(100), first_rest_s=60.0)
         assert all(isinstance(a, client.Answer) for a in answers)
         # 8 of the 16 at once go there first; after three failures in a row nobody else does.
         assert len(sick.bodies) <= 16
@@ -131,7 +131,7 @@ def test_a_server_that_is_away_at_first_is_met_later() -> None:
 
 
 def test_never_more_at_once_than_said_and_the_idlest_first() -> None:
-    with Fake(delay_s=0.02) as slow, Fake() as fast:
+    with Fake(delay_s=0.3) as slow, Fake() as fast:
         answers, _ = asks([slow.url, fast.url], numbered(120), concurrency=8)
     assert all(isinstance(a, client.Answer) for a in answers)
     assert slow.most_at_once + fast.most_at_once <= 9

@@ -32,7 +32,7 @@ def line(program: str, port: int) -> list[str]:
 
 def test_it_is_ready_inside_and_gone_after(tmp_path: Path) -> None:
     port = server.free_port()
-    with server.started("vllm", line(SERVES, port), port, "tiny", tmp_path / "log", 20, settle_s=0.5) as running:
+    with server.started("vllm", line(SERVES, port), port, "tiny", tmp_path / "log", 60, settle_s=0.5) as running:
         child = int(httpx.get(running.base_url, trust_env=False).text)
         running.check()
         assert not gone(child, 0)
@@ -44,7 +44,7 @@ def test_it_is_gone_after_an_error_too(tmp_path: Path) -> None:
     children = []
 
     def fails() -> None:
-        with server.started("vllm", line(SERVES, port), port, "tiny", tmp_path / "log", 20, settle_s=0.5) as running:
+        with server.started("vllm", line(SERVES, port), port, "tiny", tmp_path / "log", 60, settle_s=0.5) as running:
             children.append(int(httpx.get(running.base_url, trust_env=False).text))
             raise KeyboardInterrupt
 
@@ -59,7 +59,7 @@ def test_it_is_gone_when_the_stage_is_killed(tmp_path: Path, how: signal.Signals
     log = str(tmp_path / "log")
     stage = (
         f"import time; from pathlib import Path; from stages.serving import server\n"
-        f"with server.started('vllm', {line(SERVES, port)!r}, {port}, 'tiny', Path({log!r}), 20, settle_s=0.5):\n"
+        f"with server.started('vllm', {line(SERVES, port)!r}, {port}, 'tiny', Path({log!r}), 60, settle_s=0.5):\n"
         f"    print('ready', flush=True); time.sleep(99)"
     )
     parent = subprocess.Popen(
@@ -68,7 +68,7 @@ def test_it_is_gone_when_the_stage_is_killed(tmp_path: Path, how: signal.Signals
     assert parent.stdout is not None and parent.stdout.readline() == b"ready\n"
     child = int(httpx.get(f"http://127.0.0.1:{port}", trust_env=False).text)
     os.kill(parent.pid, how)
-    parent.wait(20)
+    parent.wait(60)
     parent.stdout.close()
     assert gone(child)
     with pytest.raises(httpx.ConnectError):
@@ -84,15 +84,15 @@ def test_one_that_ends_at_once_shows_its_log(tmp_path: Path) -> None:
         server.started("vllm", line(broken, port), port, "tiny", tmp_path / "log", 60, settle_s=0.5),
     ):
         pass
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 60  # it was not given all the time it had to be ready
 
 
 def test_one_that_is_never_ready_is_ended(tmp_path: Path) -> None:
     port = server.free_port()
-    sleeps = "import os, time; print(os.getpid(), flush=True); time.sleep(99)"
+    sleeps = ["sh", "-c", "echo $$; exec sleep 99"]
     with (
         pytest.raises(ValueError, match=r"not ready after 1\.5 s; raise sample_target.server.start_timeout_s"),
-        server.started("vllm", line(sleeps, port), port, "tiny", tmp_path / "log", 1.5, settle_s=0.5),
+        server.started("vllm", sleeps, port, "tiny", tmp_path / "log", 1.5, settle_s=0.5),
     ):
         pass
     assert gone(int((tmp_path / "log").read_text().split()[0]))
@@ -133,14 +133,14 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 def falls(running: server.Server) -> None:
     with pytest.raises(httpx.TransportError):
         httpx.get(f"{running.base_url}/fall", trust_env=False)
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while running.ended() is None and time.monotonic() < until:
         time.sleep(0.01)
 
 
 def test_one_that_falls_is_started_again_and_then_no_more(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     port, log = server.free_port(), tmp_path / "log"
-    with server.started("vllm", line(FALLS, port), port, "t", log, 20, settle_s=0.5, restarts=2, threads=3) as running:
+    with server.started("vllm", line(FALLS, port), port, "t", log, 60, settle_s=0.5, restarts=2, threads=3) as running:
         for often in (1, 2):
             falls(running)
             running.check()
@@ -161,7 +161,7 @@ def test_one_that_ends_before_it_is_ready_is_not_tried_again(tmp_path: Path) -> 
     broken = "import sys; print('no such flag'); sys.exit(2)"
     with (
         pytest.raises(ValueError, match=r"(?s)ended with status 2; its log, .*no such flag"),
-        server.started("vllm", line(broken, port), port, "t", log, 20, settle_s=0.5, restarts=3),
+        server.started("vllm", line(broken, port), port, "t", log, 60, settle_s=0.5, restarts=3),
     ):
         pass
     assert log.read_text().count("no such flag") == 1

@@ -1,0 +1,76 @@
+"""A finished project in a remote, and a clone that has git's files alone. docs/sharing.md says the same in prose."""
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import dvc
+
+REPRO = ("repro", "--pull", "--allow-missing")
+
+
+def git(project: Path, *words: str) -> None:
+    who = ("-c", "user.name=a", "-c", "user.email=a@b")
+    subprocess.run(["git", *who, *words], cwd=project, check=True, capture_output=True)
+
+
+def said(project: Path, *words: str) -> str:
+    done = dvc(project, *words)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def published(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The finished project, committed with its dvc.lock, and pushed to a folder."""
+    place = tmp_path_factory.mktemp("shared")
+    shutil.copytree(small_run, place / "published", symlinks=True)
+    said(place / "published", "remote", "add", "--default", "shared", str(place / "remote"))
+    git(place / "published", "add", "--all")
+    git(place / "published", "commit", "--quiet", "--message", "a run")
+    said(place / "published", "push")
+    return place / "published"
+
+
+@pytest.fixture
+def clone(published: Path, tmp_path: Path) -> Path:
+    git(tmp_path, "clone", "--quiet", str(published), "clone")
+    return tmp_path / "clone"
+
+
+def made(project: Path, *folders: str) -> Iterator[Path]:
+    """Files below, but for those of git."""
+    return (path.relative_to(project) for name in folders for path in (project / name).rglob("*") if path.is_file())
+
+
+def test_a_clone_runs_nothing_and_has_the_report_and_a_draft(published: Path, clone: Path) -> None:
+    assert "Data and pipelines are up to date." in (told := said(clone, *REPRO)) and "Running stage" not in told
+    said(clone, "pull", "report")
+    said(clone, "pull", "drafts/e003/draft")
+    here = set(made(clone, "results", "drafts", "artifacts", "data/hiddens", "data/sampled"))
+    assert here == {
+        Path("results/report.html"), Path("results/metrics.json"), Path("results/benchmark.csv"), Path("results/replay.csv"),
+        Path("drafts/e003/draft/config.json"), Path("drafts/e003/draft/model.safetensors"),
+    }  # fmt: skip
+    assert all((clone / path).read_bytes() == (published / path).read_bytes() for path in here)
+    assert "Running stage" not in said(clone, *REPRO)
+
+
+def test_all_of_it_comes_but_the_hidden_states_of_training(published: Path, clone: Path) -> None:
+    said(clone, "pull", "--allow-missing")
+    folders = ("results", "drafts", "artifacts", "data/fixed", "data/sampled", "data/hiddens")
+    left = {path for path in made(published, *folders) if path.is_relative_to("data/hiddens/train")}
+    assert left and set(made(clone, *folders)) == set(made(published, *folders)) - left
+    sizes = {(published / path).stat().st_size for path in left}
+    assert sizes.isdisjoint(path.stat().st_size for path in (published.parent / "remote").rglob("*"))
+    assert "Running stage" not in said(clone, *REPRO)
+
+
+def test_a_draft_is_got_without_a_clone(published: Path, tmp_path: Path) -> None:
+    said(tmp_path, "get", str(published), "drafts/e003/draft", "--out", "mine")
+    assert {path.name for path in (tmp_path / "mine").iterdir()} == {"config.json", "model.safetensors"}
+    weights = (published / "drafts/e003/draft/model.safetensors").read_bytes()
+    assert (tmp_path / "mine/model.safetensors").read_bytes() == weights
