@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import dvc.stage.run
 import polars as pl
 import pytest
 import torch
@@ -23,7 +24,9 @@ from stages.drafting import pixels, sample, target
 from stages.drafting.draft import Draft, DraftConfig
 from stages.formats import published
 from stages.reproduce import estimate
-from tests.conftest import ROOT, SMALL, copy_project, dvc, edit_params
+from tests.conftest import ROOT, SMALL, copy_project, edit_params
+from tests.conftest import dvc as run_dvc
+from tests.test_reruns import Recorder, names, opened
 
 NAMES = sorted(file.stem for file in (ROOT / "recipes").glob("*.yaml"))
 BUILTIN = [name for name in NAMES if name.startswith("weather-tiny")]  # the others need a GPU and a download
@@ -139,6 +142,29 @@ def test_all_25_rows_of_the_weather_table_have_a_cell_under_their_epoch() -> Non
     assert epochs == {"e004": 4, "e010": 6}, "theirs count from zero: 3 and 9"
 
 
+def test_a_graph_that_trains_nothing_is_brought_up_to_date_whole(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By DVC, every command replaced by files of its name: the report must not wait for what no stage makes (bug: it did,
+    for a folder that only training made)."""
+    use("angelslim-hunyuan-7b")
+    made = Recorder()
+    monkeypatch.setenv("DVC_SITE_CACHE_DIR", str(project / ".site"))
+    monkeypatch.setattr(dvc.stage.run, "cmd_run", made)
+    (project / ".dvc").mkdir()
+    (project / ".dvc/config").write_text("[core]\n    no_scm = true\n    analytics = false\n")
+    with opened(project) as repo:
+        stages = list(repo.index.stages)
+        outs = {str(out) for stage in stages for out in stage.outs}
+        brought = {str(dep) for stage in stages for dep in stage.deps if dep.fs_path} - outs
+    for name in brought - {"results/cells", "results/replay", "results/train", "params.yaml"}:
+        file = project / name / "file" if not Path(name).suffix else project / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    ran = made.repro(project)
+    assert ran == names(project) and "report" in ran and not any(stage.startswith("train_draft") for stage in ran)
+
+
 def test_and_back_again(project: Path) -> None:
     before = (project / "params.yaml").read_text()
     assert use("weather-tiny-moe")[0] == "target.model: builtin/weather-tiny -> builtin/weather-tiny-moe"
@@ -227,7 +253,7 @@ def test_a_recipe_runs_from_raw_data_to_the_table(name: str, tmp_path: Path, mon
     monkeypatch.chdir(project)
     use(name)
     edit_params(project, SMALL)
-    done = dvc(project, "repro")
+    done = run_dvc(project, "repro")
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     with (project / "results/benchmark.csv").open() as file:
         cells = list(csv.DictReader(file))

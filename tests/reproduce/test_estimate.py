@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import recipes_page
 from pipeline import recipes
 from stages import params
 from stages.formats import checkpoint, hiddens
 from stages.reproduce import estimate
+from tests.conftest import ROOT
 
 PRINTED = {  # model cards; Qwen3-VL's counts its vision tower
     "angelslim-qwen3-1.7b": 1.7, "angelslim-qwen3-4b": 4.0, "angelslim-qwen3-8b": 8.2, "angelslim-qwen3-14b": 14.8,
@@ -97,3 +99,8 @@ def test_files_that_the_user_brings_are_missing_until_they_are_there() -> None:
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).touch()
     assert estimate._missing(p) == wanted[2:]
+
+
+def test_the_page_of_recipes_is_what_its_command_writes() -> None:
+    committed = (ROOT / recipes_page.PAGE).read_text(encoding="utf-8")
+    assert committed == recipes_page.page(), "run: python -m benchmarks.recipes_page"
