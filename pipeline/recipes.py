@@ -12,6 +12,7 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
 from stages import params
 
@@ -76,8 +77,22 @@ def _put(into: Any, key: str, new: Any, model: Any, place: str) -> list[str]:
     if isinstance(new, dict) and isinstance(inner, type) and issubclass(inner, params.Section):
         section = into.setdefault(key, {})
         return [line for name, value in new.items() for line in _put(section, name, value, inner, f"{place}{key}.")]
-    old, into[key] = into.get(key), new
+    old, into[key] = into.get(key), _laid_out(new)
     return [f"{place}{key}: {_brief(old)} -> {_brief(new)}"] if old != new else []
+
+
+def _laid_out(value: Any) -> Any:
+    """As params.yaml has it: what holds nothing but plain values in one line."""
+    if isinstance(value, dict):
+        made: Any = CommentedMap({name: _laid_out(inner) for name, inner in value.items()})
+        plain = not any(isinstance(inner, dict | list) for inner in value.values())
+    elif isinstance(value, list):
+        made, plain = CommentedSeq(map(_laid_out, value)), True
+    else:
+        return value
+    if plain:
+        made.fa.set_flow_style()
+    return made
 
 
 def _brief(value: Any) -> str:

@@ -3,11 +3,11 @@
 What knows models and results is `stages.reproduce`, run as a command like every stage. Each function yields lines to print.
 """
 
+import itertools
 import json
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -58,9 +58,12 @@ def dry_run(name: str) -> Iterator[str]:
     """What would run, and what it would take. Raises ValueError where the recipe is not valid."""
     _described(name)
     with recipes.merged(name) as (file, changes):
-        counts = Counter(stage.partition("@")[0] for stage in stages_with(file))
+        needs = stages_with(file)
         estimate = _estimate(name, file)
-    yield f"{sum(counts.values())} stages: " + ", ".join(f"{count} {stage}" for stage, count in counts.items())
+    yield f"{len(needs)} stages:"
+    for stage, parts in itertools.groupby(sorted(needs), lambda name: name.partition("@")[0]):
+        names = [part for name in parts if (part := name.partition("@")[2])]
+        yield f"  {stage}" + (f" ({len(names)}): {', '.join(names)}" if names else "")
     yield f"{len(changes)} keys of params.yaml would change"
     yield from estimate["lines"]
 

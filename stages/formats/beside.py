@@ -9,8 +9,9 @@ from typing import Any
 from stages.formats import cell
 from stages.formats.published import UNKNOWN, Publication, Row
 
-# What hangs on the machine and the engine.
+# What hangs on the machine and the engine, of a torch cell's metrics.
 TIMES = ("prefill_latency_s", "e2e_latency_s", "output_tok_s", "speedup")
+ACCEPTANCE = ("tau", "accept_rate", "node_accept_rate")  # what hangs on what is decoded alone
 
 
 @dataclass(frozen=True)
@@ -55,20 +56,28 @@ def lines(rows: Iterable[Row], cells: list[dict[str, Any]]) -> Iterator[Line]:
 
 def _differs(row: Row, ours: dict[str, Any]) -> Iterator[str]:
     """Accept lengths hang on what is decoded and how it is counted; times on the machine and the engine too."""
-    if row.definition == UNKNOWN:
-        yield "its definition isn't stated"
-    elif row.definition != row.metric:
-        yield f"defined as {row.definition}"
-    if row.setting.temperature == UNKNOWN:
-        yield "its temperature isn't stated"
-    elif row.setting.temperature != ours["temperature"]:
-        yield f"temperature {row.setting.temperature} against {ours['temperature']}"
+    yield from _differs_in_meaning(row, ours, alike=False)
     if not _same(row.setting.dataset, ours["workload"]):
         yield f"data set {row.setting.dataset} against {ours['workload']}"
     if row.metric in TIMES:
         yield f"engine {row.setting.engine} against {ours['engine']}"
-        machine = ours["hardware"].get("gpu") or ours["hardware"].get("cpu")
-        yield f"hardware {row.setting.hardware} against {machine}"
+        yield f"hardware {row.setting.hardware} against {_machine(ours)}"
+
+
+def _differs_in_meaning(row: Row, ours: dict[str, Any], alike: bool) -> Iterator[str]:
+    """`alike`: our number is made as theirs is defined."""
+    if not alike and row.definition == UNKNOWN:
+        yield "its definition isn't stated"
+    elif not alike and row.definition != row.metric:
+        yield f"defined as {row.definition}"
+    if row.setting.temperature == UNKNOWN:
+        yield "its temperature isn't stated"
+    elif row.setting.temperature is not None and row.setting.temperature != ours["temperature"]:
+        yield f"temperature {row.setting.temperature} against {ours['temperature']}"
+
+
+def _machine(ours: dict[str, Any]) -> Any:
+    return ours["hardware"].get("gpu") or ours["hardware"].get("cpu")
 
 
 def _same(dataset: str | None, workload: str) -> bool:
@@ -138,39 +147,22 @@ def measured(name: str, found: Cell, baseline: Cell | None) -> Number | None:
 
 def bars(row: Row, found: Cell, alike: bool) -> Iterator[str]:
     """Why a published number can't be compared with this cell's; `alike`: the measure taken is defined as theirs."""
-    setting = row.setting
-    if not alike and row.definition == UNKNOWN:
-        yield "its definition isn't stated"
-    elif not alike and row.definition != row.metric:
-        yield f"defined as {row.definition}"
-    if setting.temperature == UNKNOWN:
-        yield "its temperature isn't stated"
-    elif setting.temperature is not None and setting.temperature != found["temperature"]:
-        yield f"temperature {setting.temperature:g} against {found['temperature']:g}"
-    if setting.engine and not _named_in(found["engine"], setting.engine):
-        yield f"engine {setting.engine} against {found['engine']}"
+    yield from _differs_in_meaning(row, found, alike)
     if row.metric in ACCEPTANCE:
         return
+    setting = row.setting
+    if setting.engine and found["engine"] not in setting.engine.lower():  # our torch engine is PyTorch, as AngelSlim's
+        yield f"engine {setting.engine} against {found['engine']}"
     version = found["versions"].get(found["engine"], "one that isn't known")
-    if setting.engine_version == UNKNOWN:
-        yield f"engine version isn't stated, against {version}"
-    elif setting.engine_version not in (None, version):
+    if setting.engine_version not in (None, version):
         yield f"engine version {setting.engine_version} against {version}"
-    machine = found["hardware"].get("gpu") or found["hardware"].get("cpu")
-    if setting.hardware == UNKNOWN:
-        yield f"hardware isn't stated, against {machine}"
-    elif setting.hardware and not set(re.findall(r"[A-Z]+\d+", setting.hardware)) <= set(
-        re.findall(r"[A-Z]+\d+", str(machine))
-    ):
-        yield f"hardware {setting.hardware} against {machine}"
+    if setting.hardware and not _cards(setting.hardware) <= _cards(str(_machine(found))):
+        yield f"hardware {setting.hardware} against {_machine(found)}"
 
 
-ACCEPTANCE = ("tau", "accept_rate", "node_accept_rate")  # hang on what is decoded, not on how fast
-
-
-def _named_in(ours: str, theirs: str) -> bool:
-    """Our torch engine is a PyTorch one, whoever's."""
-    return ours in theirs.lower() or theirs == UNKNOWN
+def _cards(hardware: str) -> set[str]:
+    """H20 in "1 H20", H100 in "NVIDIA H100 80GB HBM3"; where no card is named, the words, which agree with no other's."""
+    return set(re.findall(r"\b[A-Z]+\d+\b", hardware)) - {"HBM3"} or {hardware}
 
 
 def _of_torch(name: str) -> Measure:

@@ -8,11 +8,13 @@ check_overfit. Nothing is known of how long answers get, so they count as long a
 """
 
 import json
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from stages import init_draft, params, prepare_target
@@ -169,11 +171,14 @@ def _say_disk(found: Estimate, p: params.Params, recipe: params.Recipe, shape: S
         found.disk("target", 4 * shape.parameters, f"{shape.parameters / 1e6:.1f}e6 * 4 bytes")
     else:
         found.download_bytes += 2 * shape.parameters
-        found.say(
-            "to download",
-            f"{found.download_bytes / GIB:.1f} GiB",
-            "into the Hugging Face cache, target and drafts, 2 bytes each",
-        )
+        how = f"target and drafts, 2 bytes each; {_free_in_cache() / GIB:.0f} GiB are free in the Hugging Face cache"
+        found.say("to download, unless it is there", f"{found.download_bytes / GIB:.1f} GiB", how)
+
+
+def _free_in_cache() -> int:
+    """Bytes; of the nearest folder above where the cache isn't yet."""
+    cache = Path(constants.HF_HUB_CACHE).absolute()
+    return shutil.disk_usage(next(folder for folder in (cache, *cache.parents) if folder.is_dir())).free
 
 
 def _token_bytes(p: params.Params, made: Manifest) -> float:

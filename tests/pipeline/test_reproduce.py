@@ -65,7 +65,8 @@ def test_a_dry_run_changes_and_runs_nothing(home: Path, ran: list[str], capsys: 
     before = {file: file.read_bytes() for file in home.rglob("*") if file.is_file() and "__pycache__" not in file.parts}
     main(["reproduce", "qwen3-coder-30b-a3b", "--dry-run"])
     said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("18 stages: 1 fix_data") and "3 benchmark_served, 3 benchmark_served_baseline" in said[0]
+    assert said[0] == "18 stages:" and "  import_draft (1): theirs" in said and "  report" in said
+    assert "  benchmark_served_baseline (3): chat, code_gen, completion" in said
     assert any(
         line.startswith("target: Qwen/Qwen3-Coder-30B-A3B-Instruct, 30.53e9 parameters, 3.35e9 of them")
         for line in said

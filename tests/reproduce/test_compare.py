@@ -99,7 +99,7 @@ def test_an_accept_length_is_compared_by_the_definition_it_was_printed_with() ->
     assert tau.taken == ("tree t6_10_60, which isn't stated",)
     speedup = side(sides, "speedup", dataset="MT-bench", temperature=0.0)
     assert speedup.ours == beside.Number(2.5)
-    assert speedup.bars == ("engine version isn't stated, against 2.13.0",) and speedup.verdict == "not comparable"
+    assert speedup.bars == ("engine version unknown against 2.13.0",) and speedup.verdict == "not comparable"
 
 
 @pytest.mark.parametrize(
