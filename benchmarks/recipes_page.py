@@ -77,8 +77,8 @@ def page() -> str:
         draft = sum(estimate.draft_parameters(estimate.init_draft.infer(p, shape.made)).values())
         cells = (
             f"`{path.stem}`", ", ".join(dict.fromkeys(f"`{match.publication}`" for match in about.beside)) or "ours",
-            about.status.partition(",")[0], f"{shape.parameters / 1e9:.3g}e9", f"{shape.kv_bytes(p.target.dtype):,} B",
-            f"{draft / 1e6:.3g}e6", f"{found.disk_bytes / 2**30:.1f} GiB", f"{found.download_bytes / 2**30:.1f} GiB",
+            about.status.partition(",")[0], estimate.many(shape.parameters), f"{shape.kv_bytes(p.target.dtype):,} B",
+            estimate.many(draft), f"{found.disk_bytes / 2**30:.1f} GiB", f"{found.download_bytes / 2**30:.1f} GiB",
             f"{found.gpu_hours:.2g}" if found.gpu_hours else "none",
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")

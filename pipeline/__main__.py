@@ -6,6 +6,7 @@ python -m pipeline reproduce RECIPE --dry-run    what would run, how large, how 
 python -m pipeline reproduce RECIPE --compare    only lay what is there beside what was published
 """
 
+import signal
 import sys
 
 from pipeline.recipes import use
@@ -34,4 +35,6 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    # A kill as an exception, like Ctrl-C, so that the stage at work is ended too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     main(sys.argv[1:])

@@ -16,7 +16,6 @@ from typing import Any
 from pipeline import graph, recipes
 from stages import params
 
-FOLDER = Path("results/reproduce")
 GIB = 2**30
 
 
@@ -29,12 +28,12 @@ def reproduce(name: str) -> Iterator[str]:
     """
     _described(name)
     with recipes.merged(name) as (file, _):
-        needs = stages_with(file)
+        stages_with(file)
         estimate = _estimate(name, file)
         yield from [*estimate["lines"], ""]
         _refuse_what_cannot_end(estimate)
     yield from recipes.use(name)
-    failed: list[str] = []
+    needs, failed = graph.stages(), list[str]()
     for stage, upstream in needs.items():
         if lacking := [one for one in upstream if one in failed]:
             failed.append(stage)

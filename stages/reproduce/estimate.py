@@ -8,6 +8,7 @@ check_overfit. Nothing is known of how long answers get, so they count as long a
 """
 
 import json
+import math
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -130,15 +131,15 @@ def draft_parameters(draft: dict[str, Any]) -> dict[str, int]:
 
 def _say_sizes(found: Estimate, p: params.Params, shape: Shape, draft: dict[str, Any]) -> None:
     made, size = shape.made, _bytes(p.target.dtype)
-    experts = f", {shape.active / 1e9:.2f}e9 of them active" if shape.mixture else ""
-    found.say("target", f"{made.model}, {shape.parameters / 1e9:.4g}e9 parameters{experts}", shape.recorded_from)
+    experts = f", {many(shape.active)} of them active" if shape.mixture else ""
+    found.say("target", f"{made.model}, {many(shape.parameters)} parameters{experts}", shape.recorded_from)
     kv = shape.kv_bytes(p.target.dtype)
     how = f"2 * {made.num_layers} layers * {made.num_key_value_heads} heads * {made.head_dim} * {size} bytes"
     found.say("KV cache", f"{kv:,} bytes a token", how)
     total, rope = sum(draft_parameters(draft).values()), draft["rope_parameters"]["rope_type"]
     within, vocabulary = draft["intermediate_size"], draft["draft_vocab_size"]
     how = f"inferred: {made.hidden_size} wide, {within} within, vocabulary {vocabulary}, {rope} RoPE"
-    found.say("draft", f"{total / 1e6:.4g}e6 parameters", how)
+    found.say("draft", f"{many(total)} parameters", how)
     held = {"target": shape.parameters * size, "draft": total * size}
     if p.benchmark_served.workloads and (tokens := p.benchmark_served.server.max_total_tokens):
         held[f"{tokens:,} tokens of KV cache"] = tokens * kv
@@ -162,13 +163,13 @@ def _say_disk(found: Estimate, p: params.Params, recipe: params.Recipe, shape: S
     weights = _bytes(p.train_draft.dtype)
     # e000 is float32; a segment keeps its draft, float32 weights and two moments, and one more of each while it runs.
     kept = len(segments) + 1 if segments else 0
-    how = f"{total / 1e6:.1f}e6 * (4 + {kept} * ({weights} + 12)) bytes"
+    how = f"{many(total)} * (4 + {kept} * ({weights} + 12)) bytes"
     found.disk("checkpoints", total * (4 + kept * (weights + 12)), how)
     if imported := p.import_draft.checkpoints:
-        found.disk("imported drafts", 2 * total * len(imported), f"{len(imported)} * {total / 1e6:.1f}e6 * 2 bytes")
+        found.disk("imported drafts", 2 * total * len(imported), f"{len(imported)} * {many(total)} * 2 bytes")
         found.download_bytes += 2 * total * len(imported)
     if made.model.startswith("builtin/"):
-        found.disk("target", 4 * shape.parameters, f"{shape.parameters / 1e6:.1f}e6 * 4 bytes")
+        found.disk("target", 4 * shape.parameters, f"{many(shape.parameters)} * 4 bytes")
     else:
         found.download_bytes += 2 * shape.parameters
         how = f"target and drafts, 2 bytes each; {_free_in_cache() / GIB:.0f} GiB are free in the Hugging Face cache"
@@ -299,6 +300,12 @@ def _missing(p: params.Params) -> list[str]:
     wanted = {w.prompts for w in p.benchmark.workloads.values()} & set(p.prepare_prompts.sets)
     files = [p.prepare_prompts.sets[name].from_ for name in sorted(wanted) if p.prepare_prompts.sets[name].is_file]
     return [name for name in [p.fix_data.raw, *files] if not Path(name).exists()]
+
+
+def many(parameters: int) -> str:
+    """In three digits, as model cards have them."""
+    unit = next((unit for unit in (1e9, 1e6) if parameters >= unit), 1e3)
+    return f"{parameters / unit:.3g}e{round(math.log10(unit))}"
 
 
 def _bytes(dtype: str) -> int:

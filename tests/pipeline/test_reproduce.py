@@ -24,7 +24,9 @@ NAMELESS = "{publication: a, rows: {dataset: b}, cells: {engine: torch, workload
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What recipes are made of, and the code; no data, no DVC."""
+    """What recipes are made of, and the code; no data."""
+    (tmp_path / ".dvc").mkdir()
+    (tmp_path / ".dvc/config").write_text("[core]\n    no_scm = true\n    analytics = false\n")
     for folder in ("recipes", "published", "stages"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     for file in ("params.yaml", "dvc.yaml"):
@@ -68,8 +70,7 @@ def test_a_dry_run_changes_and_runs_nothing(home: Path, ran: list[str], capsys: 
     assert said[0] == "18 stages:" and "  import_draft (1): theirs" in said and "  report" in said
     assert "  benchmark_served_baseline (3): chat, code_gen, completion" in said
     assert any(
-        line.startswith("target: Qwen/Qwen3-Coder-30B-A3B-Instruct, 30.53e9 parameters, 3.35e9 of them")
-        for line in said
+        line.startswith("target: Qwen/Qwen3-Coder-30B-A3B-Instruct, 30.5e9 parameters, 3.35e9 of them") for line in said
     )
     assert any(line.startswith("KV cache: 98,304 bytes a token") for line in said)
     assert any(line.startswith("together: ") and "GPU-hours" in line for line in said)
