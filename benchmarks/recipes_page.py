@@ -35,7 +35,7 @@ Its block `recipe` says what it reproduces (`stages/params.py`, `Recipe`):
 | `tolerance` | of a metric, the share that two right runs may differ by |
 | `beside` | rows of `published/`, our cells for them, what unstated settings are taken for, which measure is defined as theirs |
 
-`measures` names those of `MEASURES` in `stages/formats/beside.py`.
+`measures` names those of `MEASURES` in `stages/formats/verdicts.py`.
 
 ## The table
 

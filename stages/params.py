@@ -29,7 +29,6 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 PARAMS = Path("params.yaml")
-RECIPES = Path("recipes")
 ROOT_CHECKPOINT = "e000"  # what init_draft makes; every chain of segments starts here
 
 Count = Annotated[int, Field(gt=0)]
@@ -44,6 +43,7 @@ T = TypeVar("T")
 # http://host:port, also http://host:6000-6007 for a server on each of those ports; no user:password@, which would be logged
 BASE_URL = r"^https?://[^\s/@?#:]+(:\d{1,5}(-\d{1,5})?)?(/v1)?/?$"
 Dtype = Literal["float32", "bfloat16", "float16"]
+RECIPES = Path("recipes")
 OWN_PROMPTS = {"eval", "random"}  # the pipeline's own, beside prepare_prompts.sets
 
 
@@ -387,9 +387,7 @@ class PromptSet(Section):
     @model_validator(mode="after")
     def a_file_has_no_revision(self) -> "PromptSet":
         if self.is_file and (self.revision or self.split):
-            raise ValueError(
-                f"from is the file {self.from_}, expected revision and split to be null: they are of a dataset's id"
-            )
+            raise ValueError(f"from is the file {self.from_}, expected revision and split to be null: they are of a dataset's id")
         return self
 
     @property
@@ -490,9 +488,7 @@ class Benchmark(Section):
                 "temperature": (w.temperature, 0), "request_rate": (w.request_rate, "inf"), "concurrency": (w.concurrency, 1),
                 "ignore_eos": (w.ignore_eos, False), "prompts": (w.prompts == "random", False),
             }  # fmt: skip
-            wrong = [
-                f"{key} {found!r} (expected {wanted!r})" for key, (found, wanted) in wants.items() if found != wanted
-            ]
+            wrong = [f"{key} {found!r} (expected {wanted!r})" for key, (found, wanted) in wants.items() if found != wanted]
             if isinstance(w.max_new_tokens, list):
                 wrong.append("max_new_tokens is a list (expected one)")
             if wrong:
@@ -506,9 +502,7 @@ class Benchmark(Section):
 class ServedBy(Section):
     """The engine's server: started for each cell, or one that runs."""
 
-    base_urls: dict[
-        Annotated[str, Field(pattern=r"^(baseline|[A-Za-z]\w*-t\d+_\d+_\d+)$")], Annotated[str, Field(pattern=BASE_URL)]
-    ]
+    base_urls: dict[Annotated[str, Field(pattern=r"^(baseline|[A-Za-z]\w*-t\d+_\d+_\d+)$")], Annotated[str, Field(pattern=BASE_URL)]]
     model: Annotated[str, Field(min_length=1)] | None
     api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None
     command: list[Annotated[str, Field(min_length=1)]]
@@ -634,7 +628,7 @@ class Beside(Section):
     rows: Annotated[dict[str, str | float | None], Field(min_length=1)]  # settings that its rows have
     cells: Cells
     assumed: dict[str, str | float]  # settings that nobody stated, and what they are taken for
-    measures: dict[str, str]  # a published metric -> the measure of ours that is defined as it is (formats/beside.py)
+    measures: dict[str, str]  # a published metric -> the measure of ours that is defined as it is (formats/verdicts.py)
 
 
 class Recipe(Section):

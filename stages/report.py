@@ -418,10 +418,9 @@ def _plots(found: Found, best: str, rest: list[str]) -> dict[str, str]:
     with matplotlib.rc_context(STYLE):
         plots = {
             "tokens": _svg(lambda axes: _draw_tokens(axes, replays[best])),
+            "loss": _svg(lambda axes: _draw_loss(axes, trained)),
+            "accuracy": _svg(lambda axes: _draw_accuracy(axes, trained)),
         }
-        if trained:
-            plots["loss"] = _svg(lambda axes: _draw_loss(axes, trained))
-            plots["accuracy"] = _svg(lambda axes: _draw_accuracy(axes, trained))
         if rest:
             plots["duel"] = _svg(lambda axes: _draw_duel(axes, best, rest[0], _paired(replays[best], replays[rest[0]])))
     return plots

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stages import params
-from stages.formats import atomic, beside, cell, published, served
+from stages.formats import atomic, cell, published, served, verdicts
 from stages.formats.published import MEAN, UNKNOWN, Row
 from stages.reproduce import estimate
 
@@ -42,9 +42,9 @@ def main(recipe: str, file: str) -> None:
 
 def lay_beside(
     recipe: params.Recipe, publications: dict[str, published.Publication]
-) -> tuple[list[beside.Side], Counter[str]]:
+) -> tuple[list[verdicts.Side], Counter[str]]:
     """Every number with its counterpart, and how many have none, by reason. Raises ValueError for what isn't published."""
-    sides: list[beside.Side] = []
+    sides: list[verdicts.Side] = []
     left_out: Counter[str] = Counter()
     for name, matches in itertools.groupby(recipe.beside, lambda match: match.publication):
         if name not in publications:
@@ -57,7 +57,7 @@ def lay_beside(
             match = next((match for match in of_it if _is_of(row, match.rows)), None)
             if match is None:
                 left_out[_why_none(row)] += 1
-            elif (measure := match.measures.get(row.metric, row.metric)) not in beside.MEASURES:
+            elif (measure := match.measures.get(row.metric, row.metric)) not in verdicts.MEASURES:
                 left_out[f"{row.metric}: no cell of ours measures it"] += 1
             elif match.cells.checkpoint and row.setting.tree == UNKNOWN and "tree" not in match.assumed:
                 left_out[f"{row.metric} ({row.where}): its tree isn't stated"] += 1
@@ -77,7 +77,7 @@ def _why_none(row: Row) -> str:
     return f"{row.metric} ({method}, {row.where}): the recipe has no cell for it"
 
 
-def _side(row: Row, match: params.Beside, measure: str, recipe: params.Recipe) -> beside.Side:
+def _side(row: Row, match: params.Beside, measure: str, recipe: params.Recipe) -> verdicts.Side:
     """The number, with what the recipe takes for what nobody stated, beside the cell's."""
     taken = {key: value for key, value in match.assumed.items() if getattr(row.setting, key) == UNKNOWN}
     setting: Any = replace(row.setting, **taken)  # type: ignore[arg-type]
@@ -85,15 +85,15 @@ def _side(row: Row, match: params.Beside, measure: str, recipe: params.Recipe) -
     name, found, baseline = _cells(match.cells, row.setting.tree)
     plain = row.setting.method == PLAIN
     bars = [f"another {what}: {said}" for what, said in recipe.substitutes.items() if not (plain and what == "draft")]
-    ours = beside.measured(measure, found, baseline) if found else None
+    ours = verdicts.measured(measure, found, baseline) if found else None
     if found:
-        bars += beside.bars(row, found, row.metric in match.measures)
+        bars += verdicts.bars(row, found, row.metric in match.measures)
         if found.get("status") == served.UNSUPPORTED:
             bars.append(f"unsupported: {found['reason']}")
         elif ours is None:
             bars.append("this cell doesn't hold it, or has no baseline with its fingerprint")
     said = tuple(f"{key} {value}, which isn't stated" for key, value in taken.items())
-    return beside.Side(row, ours, name, found is not None, recipe.tolerance.get(row.metric, 0.0), said, tuple(bars))
+    return verdicts.Side(row, ours, name, found is not None, recipe.tolerance.get(row.metric, 0.0), said, tuple(bars))
 
 
 def _cells(wanted: params.Cells, tree: str | None) -> tuple[str, Cell | None, Cell | None]:
@@ -115,7 +115,7 @@ def _cells(wanted: params.Cells, tree: str | None) -> tuple[str, Cell | None, Ce
 
 
 def page(
-    name: str, recipe: params.Recipe, sides: list[beside.Side], left_out: Counter[str], sizes: estimate.Estimate
+    name: str, recipe: params.Recipe, sides: list[verdicts.Side], left_out: Counter[str], sizes: estimate.Estimate
 ) -> str:
     verdicts = Counter(side.verdict for side in sides)
     counts = ", ".join(f"{verdicts[word]} {word}" for word in ("within", "outside", "not comparable", "not run"))
@@ -139,7 +139,7 @@ def page(
     return "\n".join(lines)
 
 
-def _table(sides: list[beside.Side]) -> Iterator[str]:
+def _table(sides: list[verdicts.Side]) -> Iterator[str]:
     """Reasons are numbered, since most rows share them."""
     reasons = {why: n for n, why in enumerate(dict.fromkeys(w for s in sides for w in (*s.bars, *s.taken)), 1)}
     yield f"| {' | '.join(SHOWN)} |"
@@ -159,7 +159,7 @@ def _table(sides: list[beside.Side]) -> Iterator[str]:
     yield from (f"{n}. {why}" for why, n in reasons.items())
 
 
-def _line(side: beside.Side) -> dict[str, Any]:
+def _line(side: verdicts.Side) -> dict[str, Any]:
     """Of the CSV; ours in the published unit."""
     row, setting = side.published, side.published.setting
     scale = row.value / side.theirs if side.theirs else 1.0

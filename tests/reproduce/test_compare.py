@@ -9,7 +9,7 @@ import pytest
 
 from pipeline import recipes
 from stages import params
-from stages.formats import atomic, beside, cell, published, served
+from stages.formats import atomic, cell, published, served, verdicts
 from stages.reproduce import compare, estimate
 
 pytestmark = pytest.mark.usefixtures("home")
@@ -62,11 +62,11 @@ def served_cell(workload: str, checkpoint: str | None, tree: str | None, rate: f
     served.write(found | changes)
 
 
-def sides_of(name: str) -> tuple[list[beside.Side], Counter[str]]:
+def sides_of(name: str) -> tuple[list[verdicts.Side], Counter[str]]:
     return compare.lay_beside(recipe_of(name), published.load())
 
 
-def side(sides: list[beside.Side], metric: str, **setting: Any) -> beside.Side:
+def side(sides: list[verdicts.Side], metric: str, **setting: Any) -> verdicts.Side:
     (found,) = [
         s for s in sides if s.published.metric == metric
         and all(getattr(s.published.setting, key) == value for key, value in setting.items())
@@ -93,12 +93,12 @@ def test_an_accept_length_is_compared_by_the_definition_it_was_printed_with() ->
     torch_cell("mt_bench")
     sides, _ = sides_of("angelslim-qwen3-8b")
     tau = side(sides, "tau", dataset="MT-bench", temperature=0.0, engine="AngelSlim, PyTorch")
-    assert tau.ours == beside.Number(3.5, pytest.approx(1.96 * 0.5))
+    assert tau.ours == verdicts.Number(3.5, pytest.approx(1.96 * 0.5))
     assert tau.theirs == 3.65 and tau.ratio == pytest.approx(3.5 / 3.65)
     assert (tau.verdict, tau.bars) == ("within", ())
     assert tau.taken == ("tree t6_10_60, which isn't stated",)
     speedup = side(sides, "speedup", dataset="MT-bench", temperature=0.0)
-    assert speedup.ours == beside.Number(2.5)
+    assert speedup.ours == verdicts.Number(2.5)
     assert speedup.bars == ("engine version unknown against 2.13.0",) and speedup.verdict == "not comparable"
 
 
@@ -213,4 +213,4 @@ def test_a_publication_that_is_none_is_named() -> None:
 def test_every_measure_a_recipe_names_is_one_of_ours() -> None:
     for file in Path("recipes").glob("*.yaml"):
         for match in recipe_of(file.stem).beside:
-            assert set(match.measures.values()) <= set(beside.MEASURES), file
+            assert set(match.measures.values()) <= set(verdicts.MEASURES), file
