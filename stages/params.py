@@ -29,6 +29,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 PARAMS = Path("params.yaml")
+PROMPT_SETS = Path("data/prompt_sets")
 ROOT_CHECKPOINT = "e000"  # what init_draft makes; every chain of segments starts here
 
 Count = Annotated[int, Field(gt=0)]
@@ -380,19 +381,33 @@ class PromptSet(Section):
     """Questions that others ask: a file in data/prompt_sets/, or a Hugging Face dataset's id."""
 
     from_: Annotated[Annotated[str, Field(min_length=1)], Field(alias="from")]
-    revision: str | None
+    name: Annotated[str, Field(min_length=1)] | None
     split: Annotated[str, Field(min_length=1)] | None
+    revision: Annotated[str, Field(min_length=1)] | None
     format: Literal["mt_bench", "gsm8k", "humaneval", "alpaca", "math500"]
 
     @model_validator(mode="after")
-    def a_file_has_no_revision(self) -> "PromptSet":
-        if self.is_file and (self.revision or self.split):
-            raise ValueError(f"from is the file {self.from_}, expected revision and split to be null: they are of a dataset's id")
+    def a_file_or_an_id(self) -> "PromptSet":
+        if self.is_file and (self.name or self.revision or self.split):
+            raise ValueError(
+                f"from is the file {self.from_}, expected name, split and revision to be null: they are of a dataset's id"
+            )
+        if self.is_file and (Path(self.from_).parts[:2] != PROMPT_SETS.parts or ".." in Path(self.from_).parts):
+            raise ValueError(
+                f"from is the file {self.from_}, expected one in {PROMPT_SETS}/, which DVC tracks; put it there"
+            )
+        if not self.is_file and self.split is None:
+            raise ValueError(f"from is the dataset {self.from_}, expected split to say which part of it (test, train)")
         return self
 
     @property
     def is_file(self) -> bool:
         return self.from_.endswith((".jsonl", ".json", ".parquet"))
+
+    @property
+    def can_be_graded(self) -> bool:
+        """Whether its own rows say what is right."""
+        return self.format in ("gsm8k", "humaneval", "math500")
 
 
 class PreparePrompts(Section):

@@ -175,18 +175,24 @@ def _memory(key: str) -> Measure:
 
 def _tau_of_questions(found: Cell, _: Cell | None) -> Number | None:
     """AngelSlim's: the mean over questions of (accepted / cycles, and 1)."""
-    rows = [row for row in found.get("prompts", []) if row["cycles"]]
-    return _mean([1 + row["accepted"] / row["cycles"] for row in rows]) if rows else None
+    questions = [q for q in _questions(found, "accepted", "cycles") if q[1]]
+    return _mean([1 + accepted / cycles for accepted, cycles in questions]) if questions else None
 
 
 def _speedup_of_questions(found: Cell, _: Cell | None) -> Number | None:
-    """AngelSlim's: mean over questions of tokens/s, over that of plain decoding."""
-    rows = found.get("prompts", [])
-    if not rows:
-        return None
-    ours = fmean(row["output_tokens"] / row["e2e_latency_s"] for row in rows)
-    plain = fmean(row["baseline_output_tokens"] / row["baseline_e2e_latency_s"] for row in rows)
-    return Number(ours / plain)
+    """AngelSlim's: the mean over questions of tokens/s, over that of plain decoding."""
+    ours = _questions(found, "output_tokens", "e2e_latency_s")
+    plain = _questions(found, "baseline_output_tokens", "baseline_e2e_latency_s")
+    return Number(fmean(n / s for n, s in ours) / fmean(n / s for n, s in plain)) if ours else None
+
+
+def _questions(found: Cell, *columns: str) -> list[list[float]]:
+    """The columns' sums over each question's turns and repeats, of a torch cell."""
+    sums: dict[str, list[float]] = {}
+    for row in found.get("prompts", []):
+        so_far = sums.get(row["id"], [0.0] * len(columns))
+        sums[row["id"]] = [total + row[column] for total, column in zip(so_far, columns, strict=True)]
+    return list(sums.values())
 
 
 def _either(torch: Measure, served: Measure) -> Measure:

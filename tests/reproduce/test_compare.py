@@ -23,13 +23,14 @@ def recipe_of(name: str) -> params.Recipe:
 
 
 def torch_cell(workload: str, tree: str = "t6_10_60", **changes: Any) -> None:
-    """Two questions: 4 and 3 tokens a cycle; twice and three times as fast as plain decoding."""
+    """Two questions, one of two turns: 4 and 3 tokens a cycle; twice and three times as fast as plain decoding."""
     rows = [
         dict.fromkeys(cell.PROMPT_COLUMNS, 0) | {
-            "cycles": 10, "accepted": accepted, "output_tokens": 100, "e2e_latency_s": 1.0 / speed,
-            "baseline_output_tokens": 100, "baseline_e2e_latency_s": 1.0,
+            "id": name, "cycles": cycles, "accepted": accepted, "output_tokens": 10 * cycles,
+            "e2e_latency_s": 0.1 * cycles / speed, "baseline_output_tokens": 10 * cycles,
+            "baseline_e2e_latency_s": 0.1 * cycles,
         }
-        for accepted, speed in ((30, 2.0), (20, 3.0))
+        for name, cycles, accepted, speed in (("a", 6, 22, 2.0), ("a", 4, 8, 2.0), ("b", 20, 40, 3.0))
     ]  # fmt: skip
     found = dict.fromkeys(cell.KEYS) | {
         "workload": workload, "checkpoint": "theirs", "tree": tree, "num_steps": 6, "engine": "torch", "temperature": 0.0,
