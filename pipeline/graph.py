@@ -14,6 +14,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -53,8 +54,8 @@ class StageError(RuntimeError):
     """A stage failed, or DVC did; the message is for the user and holds the end of the log."""
 
 
-def stages() -> dict[str, list[str]]:
-    """Every stage with the stages it depends on, in an order in which they can run.
+def stages(root: Path | None = None) -> dict[str, list[str]]:
+    """Every stage with the stages it depends on, in an order in which they can run; of another folder than this one.
 
     In process, from the graph that `dvc repro` itself plans by: `dvc dag --dot` says the same, but as text that is
     ours to parse, and a parser that misses an edge is silent where a renamed attribute is not. Neither takes a lock.
@@ -64,10 +65,15 @@ def stages() -> dict[str, list[str]]:
     """
     from dvc.repo import Repo  # 0.4 s, so only where a flow runs
 
-    with Repo() as repo:
+    with Repo(root) as repo:
         graph = repo.index.graph
-        needs = {stage.addressing: [other.addressing for other in graph.successors(stage)] for stage in graph}
+        needs = {_name(stage): [_name(other) for other in graph.successors(stage)] for stage in graph}
     return {name: needs[name] for name in TopologicalSorter(needs).static_order()}
+
+
+def _name(stage: Any) -> str:
+    """As `dvc repro` takes it in the stage's folder; of another folder DVC names dvc.yaml too."""
+    return str(stage.addressing).rpartition(":")[2]
 
 
 def run_stage(name: str, on_line: Callable[[str], object]) -> Outcome:

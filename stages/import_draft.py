@@ -9,7 +9,7 @@ from stages import params
 from stages.drafting.draft import Draft
 from stages.formats import atomic, checkpoint, manifest, published_draft
 
-REPORTS = Path("results/imported")
+REPORTS = Path("results/train")  # a folder that is there whether drafts are trained, imported or both
 
 
 def main(name: str) -> None:

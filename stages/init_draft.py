@@ -53,21 +53,9 @@ def main() -> None:
 
 def _fresh(p: params.Params, made: Manifest, counts: torch.Tensor) -> tuple[Draft, dict[str, Any]]:
     """A draft drawn from the seed, its vocabulary by counts [V], and its config.json."""
-    size = p.init_draft.draft_vocab_size or made.vocab_size
-    chosen = vocab.choose(counts, size, made.eos_token_ids)
+    config = infer(p, made)
+    chosen = vocab.choose(counts, config["draft_vocab_size"], made.eos_token_ids)
     d2t, t2d = vocab.maps(chosen, made.vocab_size)
-    shape: dict[str, Any] = {
-        "hidden_size": made.hidden_size,
-        "intermediate_size": p.init_draft.intermediate_size or made.intermediate_size,
-        "num_attention_heads": made.num_attention_heads,
-        "num_key_value_heads": made.num_key_value_heads,
-        "head_dim": made.head_dim,
-        "vocab_size": made.vocab_size,
-        "draft_vocab_size": size,
-        "max_position_embeddings": _positions(p, made.max_position_embeddings),
-        "rms_norm_eps": made.rms_norm_eps,
-    }
-    config = _config(p, made, shape, made.rope, _options(p))
     torch.manual_seed(p.init_draft.seed)
     draft = Draft(DraftConfig.from_json(config))
     draft.d2t.copy_(d2t)
@@ -78,6 +66,22 @@ def _fresh(p: params.Params, made: Manifest, counts: torch.Tensor) -> tuple[Draf
         if name == "fc.weight":
             parameter.data += torch.eye(made.hidden_size).repeat(1, 3) / 3
     return draft, config
+
+
+def infer(p: params.Params, made: Manifest) -> dict[str, Any]:
+    """config.json of a draft drawn anew: the target's shapes, but for what params.yaml says."""
+    shape: dict[str, Any] = {
+        "hidden_size": made.hidden_size,
+        "intermediate_size": p.init_draft.intermediate_size or made.intermediate_size,
+        "num_attention_heads": made.num_attention_heads,
+        "num_key_value_heads": made.num_key_value_heads,
+        "head_dim": made.head_dim,
+        "vocab_size": made.vocab_size,
+        "draft_vocab_size": p.init_draft.draft_vocab_size or made.vocab_size,
+        "max_position_embeddings": _positions(p, made.max_position_embeddings),
+        "rms_norm_eps": made.rms_norm_eps,
+    }
+    return _config(p, made, shape, made.rope, _options(p))
 
 
 def _warm(p: params.Params, made: Manifest) -> tuple[Draft, dict[str, Any]]:

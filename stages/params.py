@@ -45,6 +45,7 @@ T = TypeVar("T")
 ONE_URL = r"^https?://[^\s/@?#:]+(:\d{1,5})?(/v1)?/?$"
 BASE_URL = r"^https?://[^\s/@?#:]+(:\d{1,5}(-\d{1,5})?)?(/v1)?/?$"
 Dtype = Literal["float32", "bfloat16", "float16"]
+RECIPES = Path("recipes")
 OWN_PROMPTS = {"eval", "random"}  # the pipeline's own, beside prepare_prompts.sets
 
 
@@ -306,7 +307,7 @@ class Segment(Section):
 
 
 class TrainDraft(Section):
-    checkpoints: Annotated[dict[Name, Segment], Field(min_length=1)]
+    checkpoints: dict[Name, Segment]  # none, where all drafts are imported
     ttt_steps: Count
     ttt_decay: Annotated[float, Field(gt=0, le=1)]
     mask: Literal["aligned", "eagle"]
@@ -648,6 +649,64 @@ class Params(Section):
         return f"{'import' if checkpoint in self.import_draft.checkpoints else 'train'}_draft@{checkpoint}"
 
 
+class Cells(Section):
+    """A cell of ours, but for its tree, which is the published row's; without a checkpoint the engine's plain decoding."""
+
+    engine: Literal["torch", "sglang", "vllm"]
+    workload: Name
+    checkpoint: Name | None
+
+
+class Beside(Section):
+    """Published numbers, by their settings, and the cells of ours that are laid beside them."""
+
+    publication: Annotated[str, Field(min_length=1)]  # a file in published/
+    rows: Annotated[dict[str, str | float | None], Field(min_length=1)]  # settings that its rows have
+    cells: Cells
+    assumed: dict[str, str | float]  # settings that nobody stated, and what they are taken for
+    measures: dict[str, str]  # a published metric -> the measure of ours that is defined as it is (formats/verdicts.py)
+
+
+class Recipe(Section):
+    """What a recipe says of itself, in its block `recipe`; the rest of it are keys of params.yaml."""
+
+    status: Annotated[str, Field(pattern=r"^(validated only|ran on \d{4}-\d\d-\d\d, \S.*)$")]
+    pins: dict[str, Annotated[str, Field(min_length=1)]]  # an engine or a package -> its version
+    substitutes: dict[Literal["target", "draft", "data"], str]  # what stands in for what isn't to be had
+    notes: list[str]
+    train_rows: Count | None  # for the estimate, where sample_target.train_rows is null; null: nothing is trained
+    row_tokens: Count  # and how long a row is on average, prompt and answer
+    tolerance: dict[str, Annotated[float, Field(ge=0, lt=1)]]  # of a metric, as a share; others have none
+    beside: list[Beside]
+
+    @model_validator(mode="after")
+    def a_target_is_named(self) -> "Recipe":
+        for n, match in enumerate(self.beside):
+            if "target" not in match.rows:
+                raise ValueError(f"beside.{n}.rows has no target, expected it as {match.publication} calls it; name it")
+        return self
+
+
+def read_recipe(path: Path) -> tuple[Recipe | None, dict[str, dict[str, Any]]]:
+    """A recipe's block about itself, where it has one, and its sections of params.yaml.
+
+    Raises:
+        ValueError: naming the file, what was expected and what to do.
+    """
+    try:
+        found = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
+    except (YAMLError, ValueError) as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(found, dict) or not all(isinstance(keys, dict) for keys in found.values()):
+        raise ValueError(f"{path}: expected sections with keys, as params.yaml has them; found {found!r:.60}")
+    about = found.pop("recipe", None)
+    try:
+        return None if about is None else Recipe.model_validate(about), found
+    except ValidationError as error:
+        problems = "\n".join(f"  recipe.{_explain(e, Recipe)}" for e in error.errors(include_url=False))
+        raise ValueError(f"{path} has {error.error_count()} problem(s) to correct:\n{problems}") from None
+
+
 def load(path: Path = PARAMS) -> Params:
     """The whole of params.yaml, checked.
 
@@ -670,19 +729,20 @@ def load(path: Path = PARAMS) -> Params:
         raise ValueError(f"{path} has {error.error_count()} problem(s) to correct:\n{problems}") from None
 
 
-def _explain(error: Any) -> str:
-    """One pydantic error as: key: what was expected, what was found, what to do."""
+def _explain(error: Any, whole: type[Section] = Params) -> str:
+    """One pydantic error of `whole` as: key: what was expected, what was found, what to do."""
     place = [str(part) for part in error["loc"] if part not in ("[key]", "a number", "a mixture", "a list", "a text")]
     key, kind, found = ".".join(place), error["type"], f"found {error['input']!r}"
     message = error["msg"].removeprefix("Value error, ")
     if kind == "value_error":  # our own: says all three, and where no section is at fault, the key too
         return f"{key}: {message}" if key else message
     if kind == "extra_forbidden":
-        return f"{key}: unknown key; known keys are {', '.join(_known_keys(place[:-1]))}. Correct the spelling or delete it"
+        known = ", ".join(_known_keys(place[:-1], whole))
+        return f"{key}: unknown key; known keys are {known}. Correct the spelling or delete it"
     if kind == "missing":
         return f"{key}: missing; the code holds no defaults, so write it (git show HEAD:params.yaml has one)"
     if kind in ("model_type", "dict_type"):
-        return f"{key}: expected a section with {', '.join(_known_keys(place))}, {found}"
+        return f"{key}: expected a section with {', '.join(_known_keys(place, whole))}, {found}"
     if not isinstance(error["input"], str):
         found += "; YAML reads 8_2_16 as the number 8216, so begin a name with a letter (t8_2_16) or put text in quotes"
     if kind == "invalid_key" or "[key]" in error["loc"] or place[-1] == "from":
@@ -702,9 +762,9 @@ def _explain_yaml(error: Exception) -> str:
     return f"line {mark.line + 1}: {problem}; correct it" if mark and problem else f"{error}; correct it"
 
 
-def _known_keys(place: list[str]) -> list[str]:
-    """The keys of the section at `place`, as written in the file."""
-    model: Any = Params
+def _known_keys(place: list[str], whole: type[Section]) -> list[str]:
+    """The keys of the section at `place` of `whole`, as written in the file."""
+    model: Any = whole
     for part in place:
         field = model.model_fields.get(part)
         annotation = field.annotation if field else model

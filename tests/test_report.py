@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ruamel.yaml import YAML
 
 from stages import params, report
 from stages.formats import atomic, cell, joined, replays, served
@@ -537,3 +538,27 @@ def test_table_starts_without_the_heavy_libraries() -> None:
     code = "import sys, stages.report; print(*{'matplotlib', 'jinja2', 'polars', 'torch', 'numpy'} & set(sys.modules))"
     heavy = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert heavy.stdout.split() == []
+
+
+def test_where_nothing_is_trained_the_page_has_no_curves(made_up: params.Params) -> None:
+    """Drafts that were all imported: no loss, no accuracy, and their cells and replays all the same."""
+    for kind in ("e003", "e009"):
+        Path(f"results/train/{kind}.json").unlink()
+    for tree in made_up.benchmark.trees:
+        cell.write(cell.read("eval", "e009", tree) | {"checkpoint": "theirs"})
+    text = Path("results/replay/e009.csv").read_text().replace("e009", "theirs")
+    atomic.write_text(Path("results/replay/theirs.csv"), text)
+    whole = YAML(typ="safe").load(Path("params.yaml").read_text())
+    whole["train_draft"]["checkpoints"] = {}
+    whole["import_draft"]["checkpoints"] = {"theirs": {"model": "someone/theirs", "revision": None, "rope_theta": None}}
+    for section in ("replay_trees", "benchmark", "benchmark_served"):
+        whole[section]["checkpoints"] = ["theirs"]
+    with Path("params.yaml").open("w") as file:
+        YAML(typ="safe").dump(whole, file)
+    report.main()
+    page = Path("results/report.html").read_text()
+    assert (
+        "someone/theirs, imported" in page
+        and "Loss per epoch" not in page
+        and "Drafts accepted in a verify cycle" in page
+    )

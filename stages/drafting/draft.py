@@ -251,8 +251,11 @@ def inverse_frequency(rope: dict[str, Any], head_dim: int) -> Tensor:
         turns = old * frequency / (2 * math.pi)
         ramp = ((turns - low) / (high - low)).clamp(0, 1)
         return frequency * (ramp + (1 - ramp) / rope["factor"])
+    if kind == "dynamic" and rope.get("alpha"):  # Hunyuan: a base stretched once, whatever the length
+        return 1.0 / ((float(rope["rope_theta"]) * rope["alpha"] ** (head_dim / (head_dim - 2))) ** exponents)
     raise ValueError(
-        f"the target's rope_type {kind!r} is not supported by the draft; known are default, linear, llama3"
+        f"the target's rope_type {kind!r} is not supported by the draft; known are default, linear, llama3, and dynamic "
+        "with an alpha"
     )
 
 

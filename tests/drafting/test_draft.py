@@ -72,3 +72,16 @@ def test_draft_ids_become_target_ids_by_offset() -> None:
     draft, _, _ = random_draft(2)
     ids = draft.to_target(torch.arange(CONFIG.draft_vocab_size))
     assert torch.equal(ids, draft.t2d.nonzero().flatten())
+
+
+def test_hunyuans_angles_are_its_targets() -> None:
+    """Its checkpoints say rope_type dynamic with an alpha, which stretches the base once: transformers' own table."""
+    from transformers import HunYuanDenseV1Config
+    from transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense import HunYuanDenseV1RotaryEmbedding
+
+    rope = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 10000.0}
+    config = HunYuanDenseV1Config(hidden_size=64, num_attention_heads=2, head_dim=32, rope_parameters=dict(rope))
+    theirs = HunYuanDenseV1RotaryEmbedding(config).inv_freq
+    torch.testing.assert_close(d.inverse_frequency(rope, 32), theirs.float())
+    with pytest.raises(ValueError, match="and dynamic with an alpha"):
+        d.inverse_frequency({**rope, "alpha": None}, 32)

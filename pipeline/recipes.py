@@ -1,0 +1,100 @@
+"""Recipes: files of recipes/ that hold sections and keys as params.yaml has them, only those they are about.
+
+A block `recipe` says what it reproduces and what of it can be compared (`stages.params.Recipe`); it goes nowhere.
+"""
+
+import io
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap, CommentedSeq
+
+from stages import params
+
+
+def path_of(name: str) -> Path:
+    """Raises ValueError where there is no such recipe."""
+    path = Path(name) if name.endswith((".yaml", ".yml")) else params.RECIPES / f"{name}.yaml"
+    if not path.is_file():
+        known = ", ".join(sorted(file.stem for file in params.RECIPES.glob("*.yaml")))
+        raise ValueError(f"there is no recipe {path}; known are {known}")
+    return path
+
+
+def use(name: str) -> list[str]:
+    """Write the recipe's keys into params.yaml -> a line for each that changed.
+
+    Raises:
+        ValueError: where there is no such recipe, or params.yaml would not be valid with it; it then stays as it was.
+    """
+    with merged(name) as (file, changes):
+        os.replace(file, params.PARAMS)
+    return changes
+
+
+@contextmanager
+def merged(name: str) -> Iterator[tuple[Path, list[str]]]:
+    """params.yaml with the recipe's keys as a file beside it while this lasts, and a line for each key that changed.
+
+    Raises:
+        ValueError: as `use`.
+    """
+    _, recipe = params.read_recipe(path_of(name))
+    text, changes = _merge(recipe)
+    with NamedTemporaryFile("w", dir=".", prefix=".params-", suffix=".yaml", encoding="utf-8", delete=False) as file:
+        file.write(text)
+    try:
+        try:
+            params.load(Path(file.name))
+        except ValueError as error:
+            raise ValueError(f"recipe {name}: {str(error).replace(file.name, 'params.yaml with it')}") from None
+        yield Path(file.name), changes
+    finally:
+        Path(file.name).unlink(missing_ok=True)
+
+
+def _merge(recipe: dict[str, dict[str, Any]]) -> tuple[str, list[str]]:
+    """The text of params.yaml with the recipe's keys, its comments kept, and what changed."""
+    yaml = YAML()
+    yaml.width = 200  # long comments and lists stay on their lines
+    yaml.representer.add_representer(type(None), lambda r, _: r.represent_scalar("tag:yaml.org,2002:null", "null"))
+    whole = yaml.load(params.PARAMS.read_text(encoding="utf-8"))
+    changes = [line for section, keys in recipe.items() for line in _put(whole, section, keys, params.Params, "")]
+    text = io.StringIO()
+    yaml.dump(whole, text)
+    return text.getvalue(), changes
+
+
+def _put(into: Any, key: str, new: Any, model: Any, place: str) -> list[str]:
+    """Set a key, of which a section's own keys are set one by one, and what users name is replaced -> what changed."""
+    fields = {field.alias or name: field for name, field in getattr(model, "model_fields", {}).items()}
+    inner = fields[key].annotation if key in fields else None
+    if isinstance(new, dict) and isinstance(inner, type) and issubclass(inner, params.Section):
+        section = into.setdefault(key, {})
+        return [line for name, value in new.items() for line in _put(section, name, value, inner, f"{place}{key}.")]
+    old, into[key] = into.get(key), _laid_out(new)
+    return [f"{place}{key}: {_brief(old)} -> {_brief(new)}"] if old != new else []
+
+
+def _laid_out(value: Any) -> Any:
+    """As params.yaml has it: what holds nothing but plain values in one line."""
+    if isinstance(value, dict):
+        made: Any = CommentedMap({name: _laid_out(inner) for name, inner in value.items()})
+        plain = not any(isinstance(inner, dict | list) for inner in value.values())
+    elif isinstance(value, list):
+        made, plain = CommentedSeq(map(_laid_out, value)), True
+    else:
+        return value
+    if plain:
+        made.fa.set_flow_style()
+    return made
+
+
+def _brief(value: Any) -> str:
+    """Of what has names of its own, the names."""
+    return ", ".join(value) if isinstance(value, dict) and value else str(value)

@@ -1,0 +1,181 @@
+"""A recipe's results beside what was published.   python -m stages.reproduce.compare RECIPE PARAMS
+
+Of each publication that the recipe names, every number of its target: beside a cell of ours where the recipe says which,
+else counted among those left out, by reason. Writes results/reproduce/NAME.md and .csv, and prints the former.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from stages import params
+from stages.formats import atomic, cell, published, served, verdicts
+from stages.formats.published import MEAN, UNKNOWN, Row
+from stages.reproduce import estimate
+
+FOLDER = Path("results/reproduce")
+COLUMNS = (
+    "publication", "table", "label", "draft", "dataset", "temperature", "tree", "metric", "unit", "published", "ours", "spread",
+    "ratio", "tolerance", "verdict", "why", "taken", "cell",
+)  # fmt: skip
+Cell = dict[str, Any]
+PLAIN = "plain"  # the method of published baselines
+SHOWN = ("draft", "dataset", "T", "tree", "metric", "published", "ours", "ratio", "tolerance", "verdict")
+
+
+def main(recipe: str, file: str) -> None:
+    name, p = Path(recipe).stem, params.load(Path(file))
+    about, _ = params.read_recipe(Path(recipe))
+    assert about, recipe
+    sides, left_out = lay_beside(about, published.load())
+    text = page(name, about, sides, left_out, estimate.estimate(p, about))
+    atomic.write_csv(FOLDER / f"{name}.csv", COLUMNS, [_line(side) for side in sides])
+    atomic.write_text(FOLDER / f"{name}.md", text)
+    print(text)
+
+
+# What is laid beside what
+
+
+def lay_beside(
+    recipe: params.Recipe, publications: dict[str, published.Publication]
+) -> tuple[list[verdicts.Side], Counter[str]]:
+    """Every number with its counterpart, and how many have none, by reason. Raises ValueError for what isn't published."""
+    sides: list[verdicts.Side] = []
+    left_out: Counter[str] = Counter()
+    for name, matches in itertools.groupby(recipe.beside, lambda match: match.publication):
+        if name not in publications:
+            raise ValueError(f"recipe.beside: {name} is no publication, expected one of {', '.join(publications)}")
+        of_it = list(matches)
+        targets = {match.rows["target"] for match in of_it}
+        for row in publications[name].rows:
+            if row.setting.target not in targets:
+                continue
+            match = next((match for match in of_it if _is_of(row, match.rows)), None)
+            if match is None:
+                left_out[_why_none(row)] += 1
+            elif (measure := match.measures.get(row.metric, row.metric)) not in verdicts.MEASURES:
+                left_out[f"{row.metric}: no cell of ours measures it"] += 1
+            elif match.cells.checkpoint and row.setting.tree == UNKNOWN and "tree" not in match.assumed:
+                left_out[f"{row.metric} ({row.where}): its tree isn't stated"] += 1
+            else:
+                sides.append(_side(row, match, measure, recipe))
+    return sides, left_out
+
+
+def _is_of(row: Row, wanted: dict[str, str | float | None]) -> bool:
+    return all(getattr(row.setting, key) == value for key, value in wanted.items())
+
+
+def _why_none(row: Row) -> str:
+    if row.setting.dataset == MEAN:
+        return f"{row.metric}: a mean over data sets, whose parts are compared"
+    method = row.setting.method or "no method"
+    return f"{row.metric} ({method}, {row.where}): the recipe has no cell for it"
+
+
+def _side(row: Row, match: params.Beside, measure: str, recipe: params.Recipe) -> verdicts.Side:
+    """The number, with what the recipe takes for what nobody stated, beside the cell's."""
+    taken = {key: value for key, value in match.assumed.items() if getattr(row.setting, key) == UNKNOWN}
+    setting: Any = replace(row.setting, **taken)  # type: ignore[arg-type]
+    row = replace(row, setting=setting)
+    name, found, baseline = _cells(match.cells, row.setting.tree)
+    plain = row.setting.method == PLAIN
+    bars = [f"another {what}: {said}" for what, said in recipe.substitutes.items() if not (plain and what == "draft")]
+    ours = verdicts.measured(measure, found, baseline) if found else None
+    if found:
+        bars += verdicts.bars(row, found, row.metric in match.measures)
+        if found.get("status") == served.UNSUPPORTED:
+            bars.append(f"unsupported: {found['reason']}")
+        elif ours is None:
+            bars.append("this cell doesn't hold it, or has no baseline with its fingerprint")
+    said = tuple(f"{key} {value}, which isn't stated" for key, value in taken.items())
+    return verdicts.Side(row, ours, name, found is not None, recipe.tolerance.get(row.metric, 0.0), said, tuple(bars))
+
+
+def _cells(wanted: params.Cells, tree: str | None) -> tuple[str, Cell | None, Cell | None]:
+    """(the cell's name, the cell, its baseline), None for those that aren't there."""
+    workload, checkpoint = wanted.workload, wanted.checkpoint
+    tree = tree if checkpoint else None
+    if wanted.engine == "torch":
+        place = cell.path(workload, str(checkpoint), str(tree))
+        return place.stem, cell.read(workload, str(checkpoint), str(tree)) if place.exists() else None, None
+    place, plain = served.path(workload, checkpoint, tree), served.path(workload, None, None)
+    found = served.read(workload, checkpoint, tree) if place.exists() else None
+    baseline = served.read(workload, None, None) if checkpoint and plain.exists() else None
+    if found and baseline and found["fingerprint"] != baseline["fingerprint"]:
+        baseline = None
+    return place.stem, found, baseline
+
+
+# What is shown
+
+
+def page(
+    name: str, recipe: params.Recipe, sides: list[verdicts.Side], left_out: Counter[str], sizes: estimate.Estimate
+) -> str:
+    verdicts = Counter(side.verdict for side in sides)
+    counts = ", ".join(f"{verdicts[word]} {word}" for word in ("within", "outside", "not comparable", "not run"))
+    pins = ", ".join(f"{package} {version}" for package, version in recipe.pins.items()) or "none"
+    here, there = (size / 2**30 for size in (sizes.disk_bytes, sizes.download_bytes))
+    shares = [f"{share:.0%} of {metric}" for metric, share in recipe.tolerance.items()]
+    margin = ["half of the last decimal printed", "half of our 95% interval where there is one", *shares]
+    said = [
+        f"Status of the recipe: {recipe.status}. Pins: {pins}.",
+        f"Expected: {sizes.gpu_hours:.2g} GPU-hours of an H200, {here:.1f} GiB here, {there:.1f} GiB to download.",
+        *(f"Another {what}: {said}." for what, said in recipe.substitutes.items()),
+        *recipe.notes,
+        f"{len(sides)} published numbers: {counts}. {left_out.total()} more of this target are left out, see below.",
+        f"Tolerance: the sum of {', '.join(margin)}.",
+    ]
+    lines = [f"# {name}", "", *(f"- {line}" for line in said), ""]
+    for publication, of_it in itertools.groupby(sides, lambda side: side.published.what):
+        lines += [f"## {publication}", "", *_table(list(of_it)), ""]
+    if left_out:
+        lines += ["## Left out", "", *(f"- {count}: {why}" for why, count in left_out.items()), ""]
+    return "\n".join(lines)
+
+
+def _table(sides: list[verdicts.Side]) -> Iterator[str]:
+    """Reasons are numbered, since most rows share them."""
+    reasons = {why: n for n, why in enumerate(dict.fromkeys(w for s in sides for w in (*s.bars, *s.taken)), 1)}
+    yield f"| {' | '.join(SHOWN)} |"
+    yield "|" + "---|" * len(SHOWN)
+    for side in sides:
+        line = _line(side)
+        marks = ", ".join(str(reasons[why]) for why in (*side.bars, *side.taken))
+        cells = [
+            line["draft"] or "none", ", ".join(filter(None, (line["dataset"], line["label"]))),
+            line["temperature"], line["tree"] or "none",
+            f"{line['metric']} ({line['unit']})", f"{side.published.value:.{side.published.decimals}f}",
+            *(_brief(line[key]) for key in ("ours", "ratio")), f"{side.tolerance:.1%}",
+            side.verdict + (f" ({marks})" if marks else ""),
+        ]  # fmt: skip
+        yield f"| {' | '.join(map(str, cells))} |"
+    yield ""
+    yield from (f"{n}. {why}" for why, n in reasons.items())
+
+
+def _line(side: verdicts.Side) -> dict[str, Any]:
+    """Of the CSV; ours in the published unit."""
+    row, setting = side.published, side.published.setting
+    scale = row.value / side.theirs if side.theirs else 1.0
+    return {
+        "publication": row.what, "table": row.where, "label": setting.label,
+        "draft": setting.draft, "dataset": setting.dataset,
+        "temperature": setting.temperature, "tree": setting.tree, "metric": row.metric, "unit": row.unit, "published": row.value,
+        "ours": side.ours.value * scale if side.ours else None, "spread": side.ours.spread * scale if side.ours else None,
+        "ratio": side.ratio, "tolerance": side.tolerance, "verdict": side.verdict, "why": "; ".join(side.bars),
+        "taken": "; ".join(side.taken), "cell": side.cell,
+    }  # fmt: skip
+
+
+def _brief(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+if __name__ == "__main__":
+    params.run_stage(main)

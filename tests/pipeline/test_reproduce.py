@@ -1,0 +1,165 @@
+"""python -m pipeline reproduce: what it says beforehand, what it refuses, what it runs, and the table at the end."""
+
+import io
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from pipeline import graph, reproduce
+from pipeline.__main__ import main
+from tests.conftest import ROOT
+
+Usage = namedtuple("Usage", "total used free")
+NAMELESS = "{publication: a, rows: {dataset: b}, cells: {engine: torch, workload: c, checkpoint: d}, assumed: {}, measures: {}}"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What recipes are made of, and the code; no data."""
+    (tmp_path / ".dvc").mkdir()
+    (tmp_path / ".dvc/config").write_text("[core]\n    no_scm = true\n    analytics = false\n")
+    for folder in ("recipes", "published", "stages"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    for file in ("params.yaml", "dvc.yaml"):
+        shutil.copy(ROOT / file, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is run as a command runs in this process: torch takes seconds to import."""
+
+    def run(what: str, *words: str) -> str:
+        with redirect_stdout(io.StringIO()) as said:
+            import_module(f"stages.reproduce.{what}").main(*words)
+        return said.getvalue()
+
+    monkeypatch.setattr(reproduce, "_run", run)
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The stages that were run, in order; sample_target fails."""
+    done: list[str] = []
+
+    def run_stage(name: str, on_line: Callable[[str], object]) -> graph.Outcome:
+        done.append(name)
+        if name == "sample_target":
+            raise graph.StageError("stage sample_target failed: no GPU")
+        return graph.Outcome.RAN
+
+    monkeypatch.setattr(graph, "run_stage", run_stage)
+    return done
+
+
+@pytest.mark.usefixtures("here")
+def test_a_dry_run_changes_and_runs_nothing(home: Path, ran: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    before = {file: file.read_bytes() for file in home.rglob("*") if file.is_file() and "__pycache__" not in file.parts}
+    main(["reproduce", "qwen3-coder-30b-a3b", "--dry-run"])
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "18 stages:" and "  import_draft (1): theirs" in said and "  report" in said
+    assert "  benchmark_served_baseline (3): chat, code_gen, completion" in said
+    assert any(
+        line.startswith("target: Qwen/Qwen3-Coder-30B-A3B-Instruct, 30.5e9 parameters, 3.35e9 of them") for line in said
+    )
+    assert any(line.startswith("KV cache: 98,304 bytes a token") for line in said)
+    assert any(line.startswith("together: ") and "GPU-hours" in line for line in said)
+    after = {file: file.read_bytes() for file in home.rglob("*") if file.is_file() and "__pycache__" not in file.parts}
+    assert after == before and ran == []
+
+
+@pytest.mark.usefixtures("here")
+def test_it_takes_the_recipe_runs_all_it_can_and_lays_results_beside(
+    home: Path, ran: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After a failure what doesn't need the failed stage still runs; the table is of what is there, and the exit tells."""
+    (home / "data/raw").mkdir(parents=True)
+    (home / "data/raw/weather_maps.jsonl").touch()
+    with pytest.raises(SystemExit, match=r"of 59 stages failed: sample_target, .*; see above, mend it, run again"):
+        main(["reproduce", "qwen3-vl-2b-weather"])
+    said = capsys.readouterr().out
+    assert set(ran) == {"fix_data", "prepare_target", "sample_target"}
+    assert (
+        "stage sample_target failed: no GPU" in said and "extract_hiddens: not run, for it needs sample_target" in said
+    )
+    assert YAML(typ="safe").load((home / "params.yaml").read_text())["target"]["model"] == "Qwen/Qwen3-VL-2B-Instruct"
+    table = (home / "results/reproduce/qwen3-vl-2b-weather.md").read_text()
+    assert table in said and "79 published numbers" in table and "79 not run" in table
+
+
+@pytest.mark.usefixtures("here")
+def test_files_that_are_missing_are_named_before_anything_changes(home: Path, ran: list[str]) -> None:
+    before = (home / "params.yaml").read_bytes()
+    with pytest.raises(SystemExit, match=r"data/prompt_sets/angelslim/mt_bench.jsonl not found; the recipe says where"):
+        main(["reproduce", "angelslim-qwen3-1.7b"])
+    assert ran == [] and (home / "params.yaml").read_bytes() == before
+
+
+@pytest.mark.usefixtures("here")
+def test_a_disk_that_is_too_small_is_refused(home: Path, ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / "data/raw").mkdir(parents=True)
+    (home / "data/raw/weather_maps.jsonl").touch()
+    monkeypatch.setattr(reproduce.shutil, "disk_usage", lambda _: Usage(0, 0, 2**30))
+    with pytest.raises(SystemExit, match=r"about 10.0 GiB will be written here, and 1.0 GiB are free; make room"):
+        main(["reproduce", "qwen3-vl-2b-weather"])
+    assert ran == []
+
+
+def test_comparing_needs_no_gpu_and_leaves_params_alone(
+    home: Path, ran: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (home / "params.yaml").read_bytes()
+    main(["reproduce", "angelslim-hunyuan-7b", "--compare"])
+    assert "16 published numbers: 0 within, 0 outside, 0 not comparable, 16 not run." in capsys.readouterr().out
+    assert (home / "params.yaml").read_bytes() == before and ran == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "expected: python -m pipeline use RECIPE, or .*; found nothing"),
+        (["use"], "found use"),
+        (["use", "weather-tiny", "--dry-run"], "found use weather-tiny --dry-run"),
+        (["reproduce", "weather-tiny", "--fast"], "found reproduce weather-tiny --fast"),
+        (["reproduce", "weather-tiny", "--dry-run", "--compare"], "found reproduce"),
+        (["reproduce", "no-such"], "there is no recipe recipes/no-such.yaml; known are angelslim-hunyuan-1.8b"),
+        (["reproduce", "mine.yaml"], "mine.yaml has no block `recipe`, expected one that says what it reproduces"),
+    ],
+)
+def test_what_it_does_not_understand(home: Path, words: list[str], said: str) -> None:
+    (home / "mine.yaml").write_text("report: {title: mine}\n")
+    with pytest.raises(SystemExit, match=said):
+        main(words)
+
+
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        ("status: maybe", "recipe.status: expected text matching"),
+        ("gpu: H20", "recipe.gpu: unknown key; known keys are status, pins, substitutes"),
+        ("tolerance: {tau: 1.5}", "recipe.tolerance.tau: expected less than 1, found 1.5"),
+        (f"beside: [{NAMELESS}]", "recipe.beside.0.rows has no target, expected it as a calls it"),
+    ],
+)
+def test_a_block_that_is_wrong_is_told_like_params(home: Path, block: str, said: str) -> None:
+    whole: dict[str, Any] = YAML(typ="safe").load((home / "recipes/weather-tiny.yaml").read_text())
+    whole["recipe"] |= YAML(typ="safe").load(block)
+    with (home / "mine.yaml").open("w") as file:
+        YAML(typ="safe").dump(whole, file)
+    with pytest.raises(SystemExit, match=r"mine.yaml has 1 problem\(s\) to correct:\n  " + said):
+        main(["use", "mine.yaml"])
+
+
+def test_pipeline_itself_stays_light() -> None:
+    code = "import sys, pipeline.__main__; sys.exit('torch' in sys.modules or 'dvc' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -1,0 +1,217 @@
+"""A recipe's table: what is laid beside what, how far they may differ, and why two numbers can't be compared."""
+
+import csv
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import recipes
+from stages import params
+from stages.formats import atomic, cell, published, served, verdicts
+from stages.reproduce import compare, estimate
+
+pytestmark = pytest.mark.usefixtures("home")
+H20 = {"gpu": "NVIDIA H20", "cpu": "one core"}
+
+
+def recipe_of(name: str) -> params.Recipe:
+    about, _ = params.read_recipe(Path(f"recipes/{name}.yaml"))
+    assert about is not None
+    return about
+
+
+def torch_cell(workload: str, tree: str = "t6_10_60", **changes: Any) -> None:
+    """Two questions, one of two turns: 4 and 3 tokens a cycle; twice and three times as fast as plain decoding."""
+    rows = [
+        dict.fromkeys(cell.PROMPT_COLUMNS, 0) | {
+            "id": name, "cycles": cycles, "accepted": accepted, "output_tokens": 10 * cycles,
+            "e2e_latency_s": 0.1 * cycles / speed, "baseline_output_tokens": 10 * cycles,
+            "baseline_e2e_latency_s": 0.1 * cycles,
+        }
+        for name, cycles, accepted, speed in (("a", 6, 22, 2.0), ("a", 4, 8, 2.0), ("b", 20, 40, 3.0))
+    ]  # fmt: skip
+    found = dict.fromkeys(cell.KEYS) | {
+        "workload": workload, "checkpoint": "theirs", "tree": tree, "num_steps": 6, "engine": "torch", "temperature": 0.0,
+        "metrics": dict.fromkeys(cell.METRICS, 1.0) | {"tau": 3.7, "tau_low": 3.6, "tau_high": 3.8}, "prompts": rows,
+        "hardware": H20, "versions": {"torch": "2.13.0"}, "definitions": cell.DEFINITIONS,
+    }  # fmt: skip
+    cell.write(found | changes)
+
+
+def served_cell(workload: str, checkpoint: str | None, tree: str | None, rate: float, **changes: Any) -> None:
+    """Two loads, a tenth apart in throughput."""
+    times = {"mean": 0.02, "p99": 0.05}
+    loads = [
+        {"output_throughput": r, "total_throughput": 2 * r, "ttft_s": times, "tpot_s": times, "e2e_s": times}
+        for r in (0.95 * rate, 1.05 * rate)
+    ]
+    acceptance = dict.fromkeys(served.ACCEPTANCE) | {
+        "tau": 2.0, "tau_low": 1.98, "tau_high": 2.02, "accept_rate": 0.5, "node_accept_rate": 0.5,
+    }  # fmt: skip
+    point = dict.fromkeys(served.POINT) | {
+        "loads": loads,
+        "acceptance": acceptance if checkpoint else None,
+        "requests": [],
+    }
+    found = dict.fromkeys(served.KEYS) | {
+        "workload": workload, "checkpoint": checkpoint, "tree": tree, "num_steps": 2, "engine": "vllm", "temperature": 0.0,
+        "status": served.RAN, "points": [point], "baseline_points": [], "memory": dict.fromkeys(served.MEMORY),
+        "hardware": H20, "versions": {"vllm": "0.11.2"}, "definitions": cell.DEFINITIONS, "fingerprint": "f",
+    }  # fmt: skip
+    served.write(found | changes)
+
+
+def sides_of(name: str) -> tuple[list[verdicts.Side], Counter[str]]:
+    return compare.lay_beside(recipe_of(name), published.load())
+
+
+def side(sides: list[verdicts.Side], metric: str, **setting: Any) -> verdicts.Side:
+    (found,) = [
+        s for s in sides if s.published.metric == metric
+        and all(getattr(s.published.setting, key) == value for key, value in setting.items())
+    ]  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", ["angelslim-qwen3-8b", "angelslim-hunyuan-4b", "qwen3-coder-30b-a3b", "qwen3-vl-2b-weather"]
+)
+def test_every_number_of_the_target_is_laid_beside_or_counted_with_a_reason(name: str) -> None:
+    recipe, publications = recipe_of(name), published.load()
+    wanted = 0
+    for publication in {match.publication for match in recipe.beside}:
+        targets = {match.rows["target"] for match in recipe.beside if match.publication == publication}
+        wanted += sum(row.setting.target in targets for row in publications[publication].rows)
+    sides, left_out = sides_of(name)
+    assert len(sides) + left_out.total() == wanted > 10
+    assert {s.verdict for s in sides} == {"not run"}
+
+
+def test_an_accept_length_is_compared_by_the_definition_it_was_printed_with() -> None:
+    """AngelSlim's are means over questions: (1 + 3 + 1 + 2) / 2, not the cell's 3.7, and (200 + 300) / (100 + 100)."""
+    torch_cell("mt_bench")
+    sides, _ = sides_of("angelslim-qwen3-8b")
+    tau = side(sides, "tau", dataset="MT-bench", temperature=0.0, engine="AngelSlim, PyTorch")
+    assert tau.ours == verdicts.Number(3.5, pytest.approx(1.96 * 0.5))
+    assert tau.theirs == 3.65 and tau.ratio == pytest.approx(3.5 / 3.65)
+    assert (tau.verdict, tau.bars) == ("within", ())
+    assert tau.taken == ("tree t6_10_60, which isn't stated",)
+    speedup = side(sides, "speedup", dataset="MT-bench", temperature=0.0)
+    assert speedup.ours == verdicts.Number(2.5)
+    assert speedup.bars == ("engine version unknown against 2.13.0",) and speedup.verdict == "not comparable"
+
+
+@pytest.mark.parametrize(
+    ("tau", "verdict"), [(2.0, "within"), (2.124, "within"), (2.126, "outside"), (1.876, "within"), (1.874, "outside")]
+)
+def test_the_tolerance_is_the_sum_of_rounding_interval_and_declared_share(tau: float, verdict: str) -> None:
+    """2.00 is printed: 0.005 by rounding, 0.02 by our interval, 5% declared are 0.1 of it: 0.125."""
+    served_cell("gsm8k_1024", "theirs", "t2_1_3", 250.0)
+    place = served.path("gsm8k_1024", "theirs", "t2_1_3")
+    found = atomic.read_json(place, "a test")
+    found["points"][0]["acceptance"] |= {"tau": tau, "tau_low": tau - 0.02, "tau_high": tau + 0.02}
+    atomic.write_json(place, found)
+    sides, _ = sides_of("angelslim-qwen3-8b")
+    found_side = side(sides, "tau", dataset="GSM8K", engine="vLLM")
+    assert found_side.theirs == 2.0 and found_side.tolerance == pytest.approx(0.125 / 2)
+    assert found_side.verdict == verdict
+
+
+def test_times_need_the_same_machine_and_engine_and_accept_lengths_do_not() -> None:
+    served_cell("gsm8k_1024", "theirs", "t2_1_3", 257.0)
+    served_cell("alpaca_1024", "theirs", "t2_1_3", 266.0, hardware={"gpu": "NVIDIA H200"})
+    served_cell("humaneval_1024", "theirs", "t2_1_3", 244.0, versions={"vllm": "0.12.0"})
+    sides, _ = sides_of("angelslim-qwen3-8b")
+    same, machine, version = (
+        side(sides, "output_tok_s", dataset=d, engine="vLLM", method="EAGLE-3")
+        for d in ("GSM8K", "Alpaca", "HumanEval")
+    )
+    assert same.verdict == "within" and same.ours is not None
+    assert same.ours.value == pytest.approx(257.0)
+    assert same.ours.spread == pytest.approx(1.96 * 257.0 * 0.05 * 2**0.5 / 2**0.5)
+    assert machine.bars == ("hardware 1 H20 against NVIDIA H200",) and machine.verdict == "not comparable"
+    assert version.bars == ("engine version 0.11.2 against 0.12.0",)
+    for dataset in ("GSM8K", "Alpaca", "HumanEval"):
+        assert side(sides, "tau", dataset=dataset, engine="vLLM").verdict == "within"
+
+
+def test_another_draft_bars_what_it_does_and_not_plain_decoding() -> None:
+    machine = {"gpu": "NVIDIA H100 80GB HBM3"}
+    like = {"engine": "sglang", "hardware": machine, "versions": {"sglang": "0.4.5"}}
+    served_cell("code_gen", None, None, 1400.0, **like)
+    served_cell("code_gen", "theirs", "t5_8_32", 2800.0, num_steps=5, **like)
+    sides, left_out = sides_of("qwen3-coder-30b-a3b")
+    change = side(sides, "total_tok_s_change", label="Code Gen")
+    assert change.ours is not None and change.ours.value == pytest.approx(1.0) and change.theirs == 0.87
+    assert [bar.split(":")[0] for bar in change.bars] == ["another draft"]
+    plain = side(sides, "total_tok_s", label="Code Gen", method="plain")
+    assert plain.bars == ("its definition isn't stated",)
+    assert plain.ratio == pytest.approx(2800 / 2847)
+    assert left_out["accept_rate (4.2, against other methods): its tree isn't stated"] == 1
+
+
+def test_a_baseline_of_another_fingerprint_is_no_baseline() -> None:
+    served_cell("code_gen", None, None, 1400.0, engine="sglang", fingerprint="other")
+    served_cell("code_gen", "theirs", "t5_8_32", 2800.0, engine="sglang")
+    sides, _ = sides_of("qwen3-coder-30b-a3b")
+    change = side(sides, "total_tok_s_change", label="Code Gen")
+    assert change.ours is None and "has no baseline with its fingerprint" in change.bars[-1]
+
+
+def test_what_an_engine_can_not_run_says_so() -> None:
+    served_cell(
+        "eval",
+        "e010",
+        "t8_2_8",
+        1.0,
+        status=served.UNSUPPORTED,
+        reason="num_draft_tokens below num_steps + 1",
+        points=[],
+    )
+    sides, _ = sides_of("qwen3-vl-2b-weather")
+    found = side(sides, "tau", label="8_2_8")
+    assert found.verdict == "not comparable" and found.bars[-1] == "unsupported: num_draft_tokens below num_steps + 1"
+
+
+def test_the_page_and_the_csv_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    torch_cell("mt_bench")
+    name = "angelslim-qwen3-8b"
+    with recipes.merged(name) as (file, _):
+        compare.main(f"recipes/{name}.yaml", str(file))
+    page = Path(f"results/reproduce/{name}.md").read_text()
+    assert capsys.readouterr().out == page + "\n"
+    with Path(f"results/reproduce/{name}.csv").open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    verdicts = Counter(row["verdict"] for row in rows)
+    assert verdicts == {"within": 1, "not comparable": 1, "not run": 26}
+    assert "28 published numbers: 1 within, 0 outside, 1 not comparable, 26 not run. 7 more" in page
+    assert "| AngelSlim's, for the target | MT-bench | 0.0 | t6_10_60 | tau (tokens) | 3.65 | 3.5 | 0.9589 |" in page
+    assert "Status of the recipe: validated only. Pins: vllm 0.11.2." in page and "GPU-hours of an H200" in page
+    assert "5% of tau, 10% of speedup" in page
+
+
+def test_percent_is_compared_as_a_share_and_shown_as_percent() -> None:
+    served_cell("eval", "e010", "t10_3_32", 1.0, engine="sglang")
+    sides, _ = sides_of("qwen3-vl-2b-weather")
+    found = side(sides, "accept_rate", label="10_3_32")
+    assert (found.theirs, found.ratio) == pytest.approx((0.31, 0.5 / 0.31))
+    assert compare._line(found)["ours"] == pytest.approx(50.0) and compare._line(found)["published"] == 31
+    assert [bar.split(":")[0] for bar in found.bars] == ["another target", "another data"]
+
+
+def test_a_publication_that_is_none_is_named() -> None:
+    recipe = recipe_of("weather-tiny")
+    match = recipe_of("qwen3-vl-2b-weather").beside[0].model_copy(update={"publication": "nature"})
+    with pytest.raises(ValueError, match="nature is no publication, expected one of angelslim-issue-163"):
+        compare.lay_beside(recipe.model_copy(update={"beside": [match]}), published.load())
+    assert compare.page("x", recipe, [], Counter(), estimate.Estimate()).startswith(
+        "# x\n\n- Status of the recipe: ran on"
+    )
+
+
+def test_every_measure_a_recipe_names_is_one_of_ours() -> None:
+    for file in Path("recipes").glob("*.yaml"):
+        for match in recipe_of(file.stem).beside:
+            assert set(match.measures.values()) <= set(verdicts.MEASURES), file

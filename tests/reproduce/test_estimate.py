@@ -1,0 +1,106 @@
+"""Estimates against what models really have, what was measured, and a slow count."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import recipes_page
+from pipeline import recipes
+from stages import params
+from stages.formats import checkpoint, hiddens
+from stages.reproduce import estimate
+from tests.conftest import ROOT
+
+PRINTED = {  # model cards; Qwen3-VL's counts its vision tower
+    "angelslim-qwen3-1.7b": 1.7, "angelslim-qwen3-4b": 4.0, "angelslim-qwen3-8b": 8.2, "angelslim-qwen3-14b": 14.8,
+    "angelslim-qwen3-32b": 32.8, "angelslim-qwen3-30b-a3b": 30.5, "angelslim-hunyuan-1.8b": 1.8, "qwen3-vl-2b-weather": 2.1,
+}  # fmt: skip
+
+
+pytestmark = pytest.mark.usefixtures("home")
+
+
+def shape_of(name: str) -> tuple[params.Params, estimate.Shape]:
+    with recipes.merged(name) as (file, _):
+        p = params.load(file)
+    return p, estimate.of_target(p)
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_parameters_are_those_of_the_model_card(name: str) -> None:
+    _, shape = shape_of(name)
+    assert round(shape.parameters / 1e9, 1) == PRINTED[name]
+    assert (shape.active < shape.parameters) == shape.mixture == ("a3b" in name)
+
+
+def test_a_mixture_is_active_where_a_token_is_sent() -> None:
+    """Its card says 3.3e9 of 30.5e9; experts are counted by hand: 48 layers, 128 of 3 * 2048 * 768, 8 of them met."""
+    _, shape = shape_of("qwen3-coder-30b-a3b")
+    experts = 48 * 128 * 3 * 2048 * 768
+    assert shape.active == shape.parameters - experts + experts * 8 // 128
+    assert shape.active == pytest.approx(3.3e9, rel=0.02)
+    assert shape.kv_bytes("float16") == 96 * 1024, "the 96 KiB that docs/published.md reckons with"
+
+
+def test_a_tied_target_has_one_table() -> None:
+    _, shape = shape_of("angelslim-qwen3-4b")
+    layer = 2560 * (4096 + 2 * 1024) + 4096 * 2560 + 3 * 2560 * 9728 + 2 * 2560 + 2 * 128
+    assert shape.parameters == 151936 * 2560 + 36 * layer + 2560
+    assert shape.blocks == 36 * layer
+
+
+def test_training_and_extraction_take_the_hours_that_were_measured() -> None:
+    """docs/results/2026-11-21-h200-training.md, Qwen3-8B's shape: 34,250 and 29,595 tokens/s, rows of 2,048."""
+    p, shape = shape_of("angelslim-qwen3-8b")
+    draft = estimate.init_draft.infer(p, shape.made)
+    flop = estimate.train_flop(shape.made, draft, 7)
+    assert flop == pytest.approx(16.46e9, rel=0.03)
+    assert estimate.TRAINING * estimate.PEAK / flop == pytest.approx(34_250, rel=0.03)
+    flop = estimate.target_flop(shape, 2048)
+    assert flop == pytest.approx(14.5e9, rel=0.01)
+    assert estimate.EXTRACTING * estimate.PEAK / flop == pytest.approx(29_595, rel=0.01)
+
+
+def test_draft_parameters_are_those_of_its_tensors() -> None:
+    p, shape = shape_of("angelslim-qwen3-8b")
+    draft = estimate.init_draft.infer(p, shape.made)
+    parts = estimate.draft_parameters(draft)
+    assert (parts["fc"], parts["head"]) == (3 * 4096 * 4096, 32000 * 4096)
+    slowly = sum(torch.Size(s).numel() for n, s in checkpoint.shapes(draft).items() if n not in ("d2t", "t2d"))
+    assert sum(parts.values()) == slowly
+
+
+def test_hidden_states_are_counted_by_row_and_online_ones_are_not() -> None:
+    about, _ = params.read_recipe(Path("recipes/qwen3-vl-2b-weather.yaml"))
+    assert about is not None
+    p, _ = shape_of("qwen3-vl-2b-weather")
+    kept = estimate.estimate(p, about)
+    size = hiddens.row_bytes(2048, torch.bfloat16, True) + hiddens.piece_bytes(2048, torch.bfloat16)
+    online = p.model_copy(update={"extract_hiddens": p.extract_hiddens.model_copy(update={"online": True})})
+    assert kept.disk_bytes - estimate.estimate(online, about).disk_bytes == pytest.approx(220 * 512 * size)
+
+
+def test_a_target_that_is_not_recorded_is_named() -> None:
+    p, _ = shape_of("weather-tiny")
+    other = p.model_copy(update={"target": p.target.model_copy(update={"model": "someone/Other-9B"})})
+    with pytest.raises(
+        ValueError, match=r"recipes/targets/Other-9B.json not found, expected a recorded config.json of"
+    ):
+        estimate.of_target(other)
+
+
+def test_files_that_the_user_brings_are_missing_until_they_are_there() -> None:
+    p, _ = shape_of("angelslim-qwen3-8b")
+    folder = "data/prompt_sets/angelslim"
+    wanted = [p.fix_data.raw, *(f"{folder}/{n}.jsonl" for n in ("alpaca", "gsm8k", "humaneval", "mt_bench"))]
+    assert estimate._missing(p) == wanted
+    for name in wanted[:2]:
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).touch()
+    assert estimate._missing(p) == wanted[2:]
+
+
+def test_the_page_of_recipes_is_what_its_command_writes() -> None:
+    committed = (ROOT / recipes_page.PAGE).read_text(encoding="utf-8")
+    assert committed == recipes_page.page(), "run: python -m benchmarks.recipes_page"
