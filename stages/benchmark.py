@@ -159,7 +159,7 @@ def _engine(p: params.Params, name: str) -> Engine:
     model = target.load(str(manifest.weights(made)), None, p.target.dtype, p.target.device, p.target.trust_remote_code)
     config, tensors = checkpoint.read_draft(checkpoint.folder(name), p.made_by(name))
     draft = Draft.of(config, tensors).to(p.target.device, model.dtype).requires_grad_(False)
-    return Engine(model, made.eos_token_ids, made.feature_layers, draft)
+    return Engine(model, made.eos_token_ids, made.feature_layers, draft, p.benchmark.semantics)
 
 
 def _shown(p: params.Params, prompts: pl.DataFrame) -> dict[str, Pixels | None]:

@@ -355,7 +355,7 @@ class ImportDraft(Section):
 
 class ReplayTrees(Section):
     checkpoints: Names
-    semantics: Literal["sglang"]
+    semantics: Literal["sglang", "eagle"]
     steps: Grid
     topk: Grid
     tokens: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)]
@@ -491,6 +491,7 @@ def _trees_can_be_built(names: list[str]) -> list[str]:
 class Benchmark(Section):
     workloads: Annotated[dict[Name, Workload], Field(min_length=1)]
     torch: list[Name]
+    semantics: Literal["sglang", "eagle"]
     checkpoints: Names
     trees: Annotated[list[str], Field(min_length=1)]
 

@@ -34,7 +34,7 @@ def main(name: str) -> None:
 
     settings = p.replay_trees
     grid = settings.trees()
-    accepted, cycles = _replay(draft, embedding.to(p.target.device), rows, grid, settings.batch_rows)
+    accepted, cycles = _replay(draft, embedding.to(p.target.device), rows, grid, settings)
     low, high = acceptance.interval(accepted, cycles)
     found: list[dict[str, Any]] = []
     for g, tree in enumerate(grid):
@@ -62,7 +62,7 @@ def main(name: str) -> None:
 
 
 def _replay(
-    draft: Draft, embedding, rows: list[hiddens.Row], grid: list[Tree], batch_rows: int
+    draft: Draft, embedding, rows: list[hiddens.Row], grid: list[Tree], settings: params.ReplayTrees
 ) -> tuple[np.ndarray, np.ndarray]:
     """Accepted drafts and verify cycles of each answer and tree, [rows, trees] each."""
     accepted = np.zeros((len(rows), len(grid)), dtype=np.int64)
@@ -73,13 +73,14 @@ def _replay(
         for topk in topks:
             chosen = [g for g, t in enumerate(grid) if t.topk == topk]
             shapes = [(grid[g].num_steps, grid[g].num_draft_tokens) for g in chosen]
-            for first in range(0, len(rows), batch_rows):
-                batch = rows[first : first + batch_rows]
+            for first in range(0, len(rows), settings.batch_rows):
+                batch = rows[first : first + settings.batch_rows]
                 ids = pad_sequence([r.ids.to(torch.int64) for r in batch], batch_first=True).to(device)
                 features = pad_sequence([r.features for r in batch], batch_first=True).to(device)
                 starts = torch.tensor([r.prompt_length for r in batch], device=device)
                 ends = torch.tensor([len(r.ids) for r in batch], device=device)
-                a, c = replay(draft, embedding, ids, features, starts, ends, topk, shapes, _seen(batch, device))
+                shown, grown = _seen(batch, device), settings.semantics
+                a, c = replay(draft, embedding, ids, features, starts, ends, topk, shapes, shown, grown)
                 place = np.ix_(range(first, first + len(batch)), chosen)
                 accepted[place], cycles[place] = a.cpu().numpy(), c.cpu().numpy()
                 bar.update(len(batch))

@@ -286,7 +286,7 @@ BAD_VALUES = [
     ("top_p: 1.0", "top_p: 1.1", "sample_target.top_p: expected less than or equal to 1, found 1.1"),
     ("min_tau: 6.0", "min_tau: 0.9", "check_overfit.min_tau: expected greater than or equal to 1, found 0.9"),
     ("tokens: [4,", "tokens: [1,", "replay_trees.tokens.0: expected greater than or equal to 2, found 1"),
-    ("semantics: sglang", "semantics: vllm", "replay_trees.semantics: expected 'sglang', found 'vllm'"),
+    ("  semantics: sglang             # how", "  semantics: vllm               # how", "replay_trees.semantics: expected 'sglang' or 'eagle', found 'vllm'"),
     (MEASURED, "e003\n  trees", "benchmark.checkpoints: expected a valid list, found 'e003'"),
     (MEASURED, "[]\n  trees", "benchmark.checkpoints: expected at least 1 item, found []"),
     ("title: weather-tiny", "title: ''", "report.title: expected at least 1 character, found ''"),

@@ -91,11 +91,18 @@ class _Layer(CacheLayerMixin):
 class Engine:
     """A target, and optionally a draft, ready to decode. Raises ValueError where the two can't belong together."""
 
-    def __init__(self, model: PreTrainedModel, eos: list[int], feature_layers: list[int], draft: Draft | None = None):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        eos: list[int],
+        feature_layers: list[int],
+        draft: Draft | None = None,
+        semantics: str = "sglang",  # of tree.SEMANTICS
+    ):
         self.model, self.decoder = model, model.get_decoder()
         self.head = model.get_output_embeddings().weight  # [V, H]
         self.embedding = model.get_input_embeddings().weight  # [V, H]
-        self.eos, self.feature_layers, self.draft = set(eos), feature_layers, draft
+        self.eos, self.feature_layers, self.draft, self.semantics = set(eos), feature_layers, draft, semantics
         if draft and (draft.config.vocab_size, draft.config.hidden_size) != tuple(self.embedding.shape):
             raise ValueError(
                 f"the draft is for a target of {draft.config.vocab_size} tokens and width {draft.config.hidden_size}; "
@@ -210,7 +217,8 @@ class Engine:
                 p = torch.tensor([[verified - 1]], device=device)
                 allowed = None if window is None else in_sight(p, verified, window)
                 state = first_state(draft, embeds[:, -1:], fused[:, -1:], last, keys, values, allowed)
-                candidates = expand(draft, self.embedding, state, last, keys, values, allowed, num_steps, topk)
+                grown = num_steps, topk, self.semantics
+                candidates = expand(draft, self.embedding, state, last, keys, values, allowed, *grown)
                 tree = trees.keep(candidates, num_draft_tokens)
 
                 caught.clear()

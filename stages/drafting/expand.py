@@ -23,12 +23,13 @@ def expand(
     allowed: Tensor | None,  # [B, P, T] bool: tokens that step 0 sees, up to p; None: the whole prefix
     steps: int,
     topk: int,
+    semantics: str = "sglang",  # of tree.SEMANTICS
 ) -> Candidates:
     """Every candidate of `steps` steps at each of the B*P positions, row by row: scores, tokens, parents [B*P, C]."""
     b, p, _ = hidden.shape
     n = b * p
-    probs = torch.softmax(draft.logits(hidden).flatten(0, 1).float(), dim=-1)  # [N, D]
-    beam, ids = tree.first_step(probs, topk)  # [N, K]
+    score = tree.SEMANTICS[semantics]
+    beam, ids = tree.first_step(score.chances(draft.logits(hidden).flatten(0, 1).float()), topk)  # [N, K]
     ids = draft.to_target(ids)
     slots = torch.arange(topk, device=ids.device).expand(n, topk)
     scores, tokens, parents = [beam], [ids], [torch.full_like(ids, -1)]
@@ -59,8 +60,8 @@ def expand(
         )  # fmt: skip
         state = draft.finish(state, out.unflatten(1, (p, topk)).flatten(0, 1))  # [N, K, H]
 
-        probs = torch.softmax(draft.logits(state).float(), dim=-1)  # [N, K, D]
-        new_scores, new_ids, beam, places = tree.next_step(beam, probs)
+        chances = score.chances(draft.logits(state).float())  # [N, K, D]
+        new_scores, new_ids, beam, places = tree.next_step(beam, chances, score.join)
         new_tokens = draft.to_target(new_ids)
         scores.append(new_scores)
         tokens.append(new_tokens)

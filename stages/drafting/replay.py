@@ -32,6 +32,7 @@ def replay(
     topk: int,
     trees: Sequence[tuple[int, int]],  # (num_steps, num_draft_tokens), all of this topk
     seen: Seen | None = None,  # of a target that sees
+    semantics: str = "sglang",  # of tree.SEMANTICS
 ) -> tuple[Tensor, Tensor]:
     """Accepted drafts [B, G] and verify cycles [B, G] of every tree on every answer, as integers."""
     steps = max(s for s, _ in trees)
@@ -49,7 +50,7 @@ def replay(
     theirs = None if seen is None else torch.gather(seen.positions, 1, where[..., None].expand(-1, -1, 3))
     positions = draft.turning(where, theirs)
     state = first_state(draft, embedding[bonus], picked, positions, keys, values, allowed)
-    candidates = expand(draft, embedding, state, positions, keys, values, allowed, steps, topk)
+    candidates = expand(draft, embedding, state, positions, keys, values, allowed, steps, topk, semantics)
 
     wanted = _following(ids, where, ends, steps).flatten(0, 1)  # [N, S]
     rank = ranks(candidates, wanted, steps, topk)

@@ -9,16 +9,37 @@ num_draft_tokens - 1 candidates over all steps:
                                 a     ->  aa  ab  ba  bb  -> ...             0 1 | 2 3 4 5 | 6 7 8 9
                                 b         (beam: best 2)                     k + (steps - 1) * k**2 = 10
 
+Semantics `eagle` (EAGLE's own `topK_genrate`, and AngelSlim's): the sum of the logarithms instead. Its `depth` d is
+num_steps d + 1 here, its `total_token` num_draft_tokens. The same trees but for rounding, and but for paths whose product
+is 0 in float32: their logarithms still differ.
+
 Ties are broken by (score descending, candidate number ascending), so a parent always comes before its children: a
-product can't exceed its factor, and a parent's number is the smaller. A child is then never kept without its parent.
+product can't exceed its factor, a sum of numbers of at most 0 none of them, and a parent's number is the smaller. A child
+is then never kept without its parent.
 
 Letters: N trees, K topk, S num_steps, C candidates, M num_draft_tokens (the root counted), D draft vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Semantics(NamedTuple):
+    """How a node is scored."""
+
+    chances: Callable[[Tensor], Tensor]  # a step's logits [..., D] float32 -> what each token adds to a path's score
+    join: Callable[[Tensor, Tensor], Tensor]  # a path's score and that
+
+
+SEMANTICS = {
+    "sglang": Semantics(partial(torch.softmax, dim=-1), torch.mul),
+    "eagle": Semantics(partial(torch.log_softmax, dim=-1), torch.add),
+}
 
 
 @dataclass
@@ -48,31 +69,34 @@ class Tree:
 def best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest of scores [..., C] and their places, by (score descending, place ascending), on any device.
 
-    torch.topk promises nothing about ties. Non-negative floats order as their bits do, so (bits, -place) in one int64
-    is a unique key with exactly the order we want. Raises AssertionError for a negative score.
+    torch.topk promises nothing about ties. Non-negative floats order as their bits do, negative ones the other way round,
+    so (bits, -place) in one int64 is a unique key with exactly the order we want.
     """
     assert scores.dtype == torch.float32
     count = scores.shape[-1]
-    bits = scores.contiguous().view(torch.int32).to(torch.int64)
+    bits = (scores + 0.0).contiguous().view(torch.int32).to(torch.int64)  # + 0.0: there is but one zero
+    bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     key = (bits << 32) | torch.arange(count - 1, -1, -1, device=scores.device)
     places = count - 1 - (torch.topk(key, k, dim=-1).values & 0xFFFFFFFF)
     return torch.gather(scores, -1, places), places
 
 
-def first_step(probs: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """probs [N, D] float32 -> scores [N, K] and draft ids [N, K] of step 1's candidates, which are also its beam."""
-    return best(probs, topk)
+def first_step(chances: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    """chances [N, D] float32 -> scores [N, K] and draft ids [N, K] of step 1's candidates, which are also its beam."""
+    return best(chances, topk)
 
 
-def next_step(beam: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One more step. beam [N, K] scores, probs [N, K, D] float32 of each beam node's successors.
+def next_step(
+    beam: Tensor, chances: Tensor, join: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One more step. beam [N, K] scores, chances [N, K, D] float32 of each beam node's successors.
 
     Returns the K*K candidates' scores and draft ids [N, K*K] (parent by parent), and the next beam's scores [N, K] and
     places among them [N, K]; place // K is the parent's slot in the old beam.
     """
     topk = beam.shape[1]
-    chances, ids = best(probs, topk)  # [N, K, K]
-    scores = (beam[..., None] * chances).flatten(1)
+    chances, ids = best(chances, topk)  # [N, K, K]
+    scores = join(beam[..., None], chances).flatten(1)
     return scores, ids.flatten(1), *best(scores, topk)
 
 

@@ -1,5 +1,7 @@
 """Replay against the slow draft: for every place of an answer, build the tree by enumeration, and walk."""
 
+import math
+
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -7,6 +9,7 @@ from torch.nn.utils.rnn import pad_sequence
 from stages.drafting.draft import first_state, in_sight, prefix
 from stages.drafting.expand import expand
 from stages.drafting.replay import replay, walk
+from stages.drafting.tree import SEMANTICS
 from tests.drafting.plain import CONFIG, OPTIONS, guess, random_draft
 
 
@@ -28,17 +31,19 @@ def make_answers(draft, embedding, count: int) -> list[tuple[list[int], torch.Te
     return rows
 
 
-def slow_tree(draft, embedding, ids, features, p: int, steps: int, topk: int, tokens: int) -> set[tuple[int, ...]]:
-    """The paths of the tree drafted at p, by research/sglang.md section 1, with the slow draft."""
-    found, beam = [], [(1.0, (), -1)]
+def slow_tree(
+    draft, embedding, ids, features, p: int, steps: int, topk: int, tokens: int, semantics: str
+) -> set[tuple[int, ...]]:
+    """The paths of the tree drafted at p, by research/sglang.md section 1, with the slow draft; `eagle` adds logarithms."""
+    found, beam = [], [(0.0 if semantics == "eagle" else 1.0, (), -1)]
     for _ in range(steps):
         level = []
         for score, path, _ in beam:
             probs = guess(draft, embedding, ids, features, p, list(path))
             for i in sorted(range(len(probs)), key=lambda i: (-probs[i].item(), i))[:topk]:
-                level.append(
-                    (score * probs[i].item(), (*path, int(draft.to_target(torch.tensor(i)))), len(found) + len(level))
-                )
+                chance = probs[i].item()
+                joined = score + math.log(chance) if semantics == "eagle" else score * chance
+                level.append((joined, (*path, int(draft.to_target(torch.tensor(i)))), len(found) + len(level)))
         found += level
         beam = sorted(level, key=lambda c: (-c[0], c[2]))[:topk]
     if topk == 1:
@@ -47,9 +52,10 @@ def slow_tree(draft, embedding, ids, features, p: int, steps: int, topk: int, to
 
 
 @pytest.mark.parametrize(
-    ("topk", "options"), [(1, "none"), (2, "none"), (3, "none"), *((2, o) for o in OPTIONS if o != "none")]
+    ("topk", "options", "semantics"),
+    [*((k, "none", how) for how in SEMANTICS for k in (1, 2, 3)), *((2, o, "sglang") for o in OPTIONS if o != "none")],
 )
-def test_replay_equals_building_every_tree_and_walking(topk: int, options: str) -> None:
+def test_replay_equals_building_every_tree_and_walking(topk: int, options: str, semantics: str) -> None:
     draft, embedding, _ = random_draft(3, **OPTIONS[options])
     rows = make_answers(draft, embedding, 4)
     trees = [(s, s + 1) for s in (1, 2, 4)] if topk == 1 else [(1, 3), (3, 5), (3, 8), (4, 8)]
@@ -58,13 +64,14 @@ def test_replay_equals_building_every_tree_and_walking(topk: int, options: str) 
         pad_sequence([torch.tensor(r[0]) for r in rows], batch_first=True),
         pad_sequence([r[1] for r in rows], batch_first=True),
         torch.tensor([r[2] for r in rows]), torch.tensor([r[3] for r in rows]), topk, trees,
+        semantics=semantics,
     )  # fmt: skip
     assert accepted.sum() > 5, "nothing is accepted, so nothing is tested"
     for b, (ids, features, start, end) in enumerate(rows):
         for g, (steps, tokens) in enumerate(trees):
             bonus, total, count = start, 0, 0
             while bonus < end - 1:
-                paths = slow_tree(draft, embedding, ids, features, bonus - 1, steps, topk, tokens)
+                paths = slow_tree(draft, embedding, ids, features, bonus - 1, steps, topk, tokens, semantics)
                 depth = 0
                 while bonus + depth + 1 < end and tuple(ids[bonus + 1 : bonus + depth + 2]) in paths:
                     depth += 1

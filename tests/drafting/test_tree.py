@@ -1,5 +1,6 @@
 """Trees against a slow, obvious enumeration: paths in a dictionary, Python's own sort, no tensors inside."""
 
+import functools
 import math
 
 import pytest
@@ -12,32 +13,40 @@ from stages.drafting import tree
 VOCAB = 5
 
 
-def successors(path: tuple[int, ...], kind: str, seed: int) -> list[float]:
-    """A made-up draft: float32 probabilities of each token after `path`, as a function of nothing else."""
+def successors(path: tuple[int, ...], kind: str, seed: int, semantics: str = "sglang") -> list[float]:
+    """A made-up draft: what each token after `path` adds to a score, in float32, as a function of nothing else: its
+    probability, or its logarithm.
+    """
+    as_asked = torch.log_softmax if semantics == "eagle" else torch.softmax
     if kind == "ties":  # many equal chances
-        return torch.tensor([0.25, 0.25, 0.25, 0.25, 0.0]).tolist()
+        return as_asked(torch.tensor([1.0, 1.0, 1.0, 1.0, -torch.inf]), 0).tolist()
     generator = torch.Generator().manual_seed(hash((path, seed)) & 0x7FFFFFFF)
     logits = torch.randn(VOCAB, generator=generator) * (200 if kind == "saturated" else 2)  # 200: exact zeros and ones
-    return torch.softmax(logits, 0).tolist()
+    return as_asked(logits, 0).tolist()
 
 
-def enumerate_candidates(kind: str, seed: int, steps: int, topk: int) -> list[tuple[float, tuple[int, ...], int]]:
-    """All candidates in SGLang's order as (score, path, parent's number), by the words of research/sglang.md section 1."""
+def enumerate_candidates(
+    kind: str, seed: int, steps: int, topk: int, semantics: str
+) -> list[tuple[float, tuple[int, ...], int]]:
+    """All candidates in SGLang's order as (score, path, parent's number), by the words of research/sglang.md section 1; or
+    with logarithms that are added, by those of research/angelslim_and_eagle.md on EAGLE's topK_genrate.
+    """
 
     def best(items: list[float], k: int) -> list[int]:
         return sorted(range(len(items)), key=lambda i: (-items[i], i))[:k]
 
-    def product(a: float, b: float) -> float:
-        return (torch.tensor(a) * torch.tensor(b)).item()  # in float32, as the engine does
+    def joined(a: float, b: float) -> float:  # in float32, as the engine does
+        one, other = torch.tensor(a), torch.tensor(b)
+        return (one + other if semantics == "eagle" else one * other).item()
 
     found: list[tuple[float, tuple[int, ...], int]] = []
     beam = [(1.0, (), -1)]  # score, path, candidate number
     for step in range(steps):
         level = []
         for score, path, number in beam:
-            chances = successors(path, kind, seed)
+            chances = successors(path, kind, seed, semantics)
             for token in best(chances, topk):
-                chance = chances[token] if step == 0 else product(score, chances[token])
+                chance = chances[token] if step == 0 else joined(score, chances[token])
                 level.append((chance, (*path, token), number))
         first = len(found)
         found += level
@@ -45,16 +54,15 @@ def enumerate_candidates(kind: str, seed: int, steps: int, topk: int) -> list[tu
     return found
 
 
-def tensors(kind: str, seed: int, steps: int, topk: int) -> tree.Candidates:
+def tensors(kind: str, seed: int, steps: int, topk: int, semantics: str) -> tree.Candidates:
     """The same expansion through stages.drafting.tree, one tree."""
-    probs = torch.tensor([successors((), kind, seed)])
-    beam, ids = tree.first_step(probs, topk)
+    beam, ids = tree.first_step(torch.tensor([successors((), kind, seed, semantics)]), topk)
     paths = [(t,) for t in ids[0].tolist()]
     numbers = list(range(topk))
     scores, tokens, parents = [beam], [ids], [torch.full_like(ids, -1)]
     for step in range(1, steps):
-        probs = torch.tensor([[successors(p, kind, seed) for p in paths]])
-        new_scores, new_ids, beam, places = tree.next_step(beam, probs)
+        chances = torch.tensor([[successors(p, kind, seed, semantics) for p in paths]])
+        new_scores, new_ids, beam, places = tree.next_step(beam, chances, tree.SEMANTICS[semantics].join)
         scores.append(new_scores)
         tokens.append(new_ids)
         parents.append(torch.tensor([numbers]).repeat_interleave(topk, dim=1))
@@ -65,18 +73,20 @@ def tensors(kind: str, seed: int, steps: int, topk: int) -> tree.Candidates:
 
 
 @st.composite
-def shapes(draw) -> tuple[str, int, int, int, int]:
+def shapes(draw) -> tuple[str, int, int, int, str, int]:
     steps, topk = draw(st.integers(1, 5)), draw(st.integers(1, 4))
     most = topk + (steps - 1) * topk * topk
     tokens = draw(st.integers(2, most + 1))
-    return draw(st.sampled_from(["plain", "ties", "saturated"])), draw(st.integers(0, 10_000)), steps, topk, tokens
+    kind, semantics = draw(st.sampled_from(["plain", "ties", "saturated"])), draw(st.sampled_from(list(tree.SEMANTICS)))
+    return kind, draw(st.integers(0, 10_000)), steps, topk, semantics, tokens
 
 
 @settings(max_examples=150, deadline=None)
 @given(shapes())
 def test_candidates_are_those_of_the_enumeration(shape) -> None:
-    kind, seed, steps, topk, _ = shape
-    slow, fast = enumerate_candidates(kind, seed, steps, topk), tensors(kind, seed, steps, topk)
+    *drawn, _ = shape
+    _, _, steps, topk, _ = drawn
+    slow, fast = enumerate_candidates(*drawn), tensors(*drawn)
     assert fast.scores[0].tolist() == [c[0] for c in slow]
     assert fast.tokens[0].tolist() == [c[1][-1] for c in slow]
     assert fast.parents[0].tolist() == [c[2] for c in slow]
@@ -86,8 +96,8 @@ def test_candidates_are_those_of_the_enumeration(shape) -> None:
 @settings(max_examples=150, deadline=None)
 @given(shapes())
 def test_the_tree_is_closed_and_is_the_best_of_the_enumeration(shape) -> None:
-    kind, seed, steps, topk, tokens = shape
-    slow, kept = enumerate_candidates(kind, seed, steps, topk), tree.keep(tensors(kind, seed, steps, topk), tokens)
+    *drawn, tokens = shape
+    slow, kept = enumerate_candidates(*drawn), tree.keep(tensors(*drawn), tokens)
     expected = sorted(sorted(range(len(slow)), key=lambda i: (-slow[i][0], i))[: tokens - 1])
     assert kept.nodes[0].tolist() == expected
     node_of = {-1: 0} | {number: i + 1 for i, number in enumerate(expected)}
@@ -100,8 +110,8 @@ def test_the_tree_is_closed_and_is_the_best_of_the_enumeration(shape) -> None:
 @settings(max_examples=100, deadline=None)
 @given(shapes(), st.integers(0, 1000))
 def test_the_target_accepts_its_own_path_as_far_as_it_is_in_the_tree(shape, choice_seed: int) -> None:
-    kind, seed, steps, topk, tokens = shape
-    slow, kept = enumerate_candidates(kind, seed, steps, topk), tree.keep(tensors(kind, seed, steps, topk), tokens)
+    *drawn, tokens = shape
+    slow, kept = enumerate_candidates(*drawn), tree.keep(tensors(*drawn), tokens)
     paths = [(), *(slow[n][1] for n in kept.nodes[0].tolist())]
 
     def chosen(path: tuple[int, ...]) -> int:  # a made-up target, greedy in its own probabilities
@@ -146,3 +156,20 @@ def test_products_stay_ordered_when_they_underflow() -> None:
     """Products of tiny chances reach denormals and zero; their bits still order as their values do."""
     scores = torch.tensor([[math.ldexp(1, -149), 0.0, math.ldexp(1, -126), 1.0, 0.0]])
     assert tree.best(scores, 5)[1].tolist() == [[3, 2, 0, 1, 4]]
+
+
+def test_logarithms_order_as_their_values_do() -> None:
+    """Sums of logarithms are negative: their bits order the other way round; -inf comes last, and both zeros are one."""
+    scores = torch.tensor([[-1.5, 0.0, -torch.inf, -1e-40, -0.0, -200.0, -1.5]])
+    assert tree.best(scores, 7)[1].tolist() == [[1, 4, 3, 0, 6, 5, 2]]
+
+
+def test_logarithms_tell_apart_what_products_cannot() -> None:
+    """A path of ten chances of 1e-5: its product is 0 in float32, so that SGLang can't tell it from a worse one."""
+    logits = torch.tensor([[0.0, -11.5, -23.0]])
+    by_name = {name: how.chances(logits) for name, how in tree.SEMANTICS.items()}
+    paths = {
+        name: [functools.reduce(tree.SEMANTICS[name].join, [chances[0, token]] * 10) for token in (1, 2)]
+        for name, chances in by_name.items()
+    }
+    assert paths["sglang"][0] == paths["sglang"][1] == 0 and paths["eagle"][0] > paths["eagle"][1]
