@@ -495,9 +495,17 @@ def test_a_sweep_is_every_pair_of_length_and_concurrency() -> None:
 
 FILE = {"from": "data/prompt_sets/a.jsonl", "name": None, "split": None, "revision": None, "format": "gsm8k"}
 BAD_SETS = [
-    ("math", {"split": "test"}, "from is the file data/prompt_sets/a.jsonl, expected name, split and revision to be null"),
+    (
+        "math",
+        {"split": "test"},
+        "from is the file data/prompt_sets/a.jsonl, expected name, split and revision to be null",
+    ),
     ("math", {"from": "elsewhere/a.jsonl"}, "from is the file elsewhere/a.jsonl, expected one in data/prompt_sets/"),
-    ("math", {"from": "data/prompt_sets/../a.json"}, "from is the file data/prompt_sets/../a.json, expected one in data/"),
+    (
+        "math",
+        {"from": "data/prompt_sets/../a.json"},
+        "from is the file data/prompt_sets/../a.json, expected one in data/",
+    ),
     ("math", {"from": "openai/gsm8k"}, "from is the dataset openai/gsm8k, expected split to say which part of it"),
     ("math", {"format": "mmlu"}, "expected 'mt_bench', 'gsm8k', 'humaneval', 'alpaca' or 'math500', found 'mmlu'"),
     ("eval", {}, "sets.eval: eval and random are our own; choose another name"),

@@ -154,9 +154,12 @@ RERUNS = [
         "prepare_prompts@chat benchmark@chat-* report",
         back="report",
     ),
-    Row("data/prompt_sets/gsm8k.jsonl: a row", comments("data/prompt_sets/gsm8k.jsonl"), "prepare_prompts@* benchmark@* report"),
+    Row(
+        "data/prompt_sets/gsm8k.jsonl: a row",
+        comments("data/prompt_sets/gsm8k.jsonl"),
+        "prepare_prompts@* benchmark@* report",
+    ),
     Row("sample_target.thinking", sets(sample_target={"thinking": True}), "* -fix_data -prepare_target"),
-    Row("stages/formats/prompt_sets.py: a comment", comments("stages/formats/prompt_sets.py"), "prepare_prompts@* benchmark@* report"),
     Row("report.title", sets(report={"title": "another"}), "report", back=""),
     Row(
         "sample_target.temperature",
@@ -168,7 +171,11 @@ RERUNS = [
         sets(extract_hiddens={"processes": 8}),
         "",
     ),
-    Row("extract_hiddens.dtype", sets(extract_hiddens={"dtype": "fp8"}), "* -fix_data -prepare_target -sample_target -prepare_prompts@*"),
+    Row(
+        "extract_hiddens.dtype",
+        sets(extract_hiddens={"dtype": "fp8"}),
+        "* -fix_data -prepare_target -sample_target -prepare_prompts@*",
+    ),
     Row("templates/chatml.jinja", comments("templates/chatml.jinja"), "* -fix_data"),
     Row("prepare_target.seed", sets(prepare_target={"seed": lambda old: old + 1}), "* -fix_data"),
     Row("fix_data.eval_share", sets(fix_data={"eval_share": lambda old: old / 2}), "* -prepare_target"),
