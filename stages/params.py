@@ -510,7 +510,9 @@ class Benchmark(Section):
                 "temperature": (w.temperature, 0), "request_rate": (w.request_rate, "inf"), "concurrency": (w.concurrency, 1),
                 "ignore_eos": (w.ignore_eos, False), "prompts": (w.prompts == "random", False),
             }  # fmt: skip
-            wrong = [f"{key} {found!r} (expected {wanted!r})" for key, (found, wanted) in wants.items() if found != wanted]
+            wrong = [
+                f"{key} {found!r} (expected {wanted!r})" for key, (found, wanted) in wants.items() if found != wanted
+            ]
             if isinstance(w.max_new_tokens, list):
                 wrong.append("max_new_tokens is a list (expected one)")
             if wrong:
@@ -524,7 +526,9 @@ class Benchmark(Section):
 class ServedBy(Section):
     """The engine's server: started for each cell, or one that runs."""
 
-    base_urls: dict[Annotated[str, Field(pattern=r"^(baseline|[A-Za-z]\w*-t\d+_\d+_\d+)$")], Annotated[str, Field(pattern=BASE_URL)]]
+    base_urls: dict[
+        Annotated[str, Field(pattern=r"^(baseline|[A-Za-z]\w*-t\d+_\d+_\d+)$")], Annotated[str, Field(pattern=BASE_URL)]
+    ]
     model: Annotated[str, Field(min_length=1)] | None
     api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None
     command: list[Annotated[str, Field(min_length=1)]]

@@ -76,6 +76,11 @@ def test_every_format_takes_mt_benchs_shape(kind: str) -> None:
     assert read(write(row), kind) == [Problem("3", ["How many?"], None)]
 
 
+def test_mt_bench_as_the_hub_has_it() -> None:
+    row = {"prompt_id": 56922487, "category": "writing", "prompt": ["Begin.", "Go on."], "reference": []}
+    assert read(write(row), "mt_bench") == [Problem("56922487", ["Begin.", "Go on."], None)]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_our_own_samples_are_eight_of_each(kind: str) -> None:
     problems = read(str(ROOT / f"data/prompt_sets/{kind}.jsonl"), kind)

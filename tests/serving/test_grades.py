@@ -103,8 +103,7 @@ def test_the_samples_own_solutions_pass_and_no_others(problem: dict[str, Any]) -
 def test_of_several_blocks_the_last_that_defines_it_counts() -> None:
     asked = reference(PROBLEMS[0])
     bad, good = (
-        "```\ndef double_all(numbers):\n    return {}\n```\n".format(body)
-        for body in ("[]", "[2 * n for n in numbers]")
+        f"```\ndef double_all(numbers):\n    return {body}\n```\n" for body in ("[]", "[2 * n for n in numbers]")
     )
     assert grades.grade(asked, f"First try:\n{bad}That is wrong. Better:\n{good}")
     assert not grades.grade(asked, f"{good}No:\n{bad}")
@@ -175,10 +174,14 @@ REACHES = {
 @pytest.mark.skipif(len(grades._fences()) < 3, reason="no Landlock or no seccomp here")
 @pytest.mark.parametrize("text", REACHES.values(), ids=REACHES)
 def test_what_a_program_must_not_do_fails(text: str, witness: Path) -> None:
-    """Each line succeeds without fences, but the one that looks for a server where there is none."""
-    whole = text.format(mine=str(witness), pid=os.getpid())
-    caught = f"try:\n    {whole.replace(chr(10), chr(10) + '    ')}\nexcept (PermissionError, RuntimeError):\n    pass\nelse:\n    1 / 0"
+    whole = text.format(mine=str(witness), pid=os.getpid()).replace("\n", "\n    ")
+    caught = f"try:\n    {whole}\nexcept (PermissionError, RuntimeError):\n    pass\nelse:\n    1 / 0"
     assert grades.passes(caught)["passed"], "it was not refused"
+
+
+@pytest.mark.parametrize("name", ["writes a file", "runs a command", "starts a thread", "kills"])
+def test_it_is_the_fence_that_keeps_it_from_that(name: str) -> None:
+    assert grades.passes(REACHES[name].format(pid=os.getpid()), fenced=False)["passed"]
 
 
 def test_it_sees_no_environment_and_an_empty_folder(monkeypatch: pytest.MonkeyPatch) -> None:
