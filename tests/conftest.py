@@ -44,6 +44,7 @@ SMALL = {
         "checkpoints": ["e003"],
         "trees": ["t5_1_6", "t8_2_16", "t8_3_16"],
     },
+    "benchmark_served": {"checkpoints": ["e003"]},
 }
 
 

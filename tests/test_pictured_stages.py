@@ -38,7 +38,7 @@ SMALL: dict[str, Any] = {
         "workloads": {"eval": {**EVAL, "num_prompts": 8, "max_new_tokens": ROOM}},
         "checkpoints": ["e003"], "trees": ["t3_1_4", "t3_2_6"],
     },
-    "benchmark_served": {"checkpoints": [], "trees": []},
+    "benchmark_served": {"checkpoints": ["e003"]},
 }  # fmt: skip
 
 

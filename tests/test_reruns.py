@@ -161,11 +161,6 @@ RERUNS = [
         "prepare_prompts@* benchmark@* report",
     ),
     Row("sample_target.thinking", sets(sample_target={"thinking": True}), "* -fix_data -prepare_target"),
-    Row(
-        "stages/formats/prompt_sets.py: a comment",
-        comments("stages/formats/prompt_sets.py"),
-        "prepare_prompts@* benchmark@* report",
-    ),
     Row("report.title", sets(report={"title": "another"}), "report", back=""),
     Row(
         "sample_target.temperature",

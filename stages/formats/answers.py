@@ -9,13 +9,19 @@ BOX = re.compile(r"\\(?:boxed|fbox)\s*(\{|\\?[^\s\\{}$.,]+)")
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number, whatever currency, commas and zeros it is written with: -$1,234.50, 18.00, 7 %, \\$1{,}234."""
+    """The last number, whatever currency, commas and zeros it is written with: -$1,234.50, 18.00, 7 %, \\$1{,}234.
+
+    None where there is none, or one of thousands of digits, as a target in a loop writes them.
+    """
     plain = re.sub(r"\\?\$|\\[,!]", "", text.replace("{,}", ","))
     found = [match for match in NUMBER.finditer(plain) if match[2] or match[3]]
     if not found:
         return None
     sign, whole, part = found[-1].groups()
-    value = Fraction((whole or "0").replace(",", "") + (part or ""))
+    try:
+        value = Fraction((whole or "0").replace(",", "") + (part or ""))
+    except ValueError:  # more digits than Python reads
+        return None
     return -value if sign else value
 
 

@@ -79,6 +79,8 @@ def _dataset(pin: dict[str, Any], pinned: dict[str, Any]) -> Iterator[raw.Chunk]
 
 
 def _problem(row: dict[str, Any], number: int, kind: str) -> Problem:
+    if kind == "mt_bench" and isinstance(row.get("prompt"), list):  # HuggingFaceH4/mt_bench_prompts
+        row = {**row, "turns": row["prompt"], "question_id": row.get("prompt_id")}
     if row.get("turns") is not None:
         asked, reference, name = _turns(row), _first_reference(row, kind), row.get("question_id")
     elif kind in OWN_SHAPES:

@@ -68,12 +68,13 @@ def _same_number(right: dict[str, Any], answer: str) -> bool:
 
 # What is written, not what is meant: each is taken out, in this order.
 UNWRITTEN = re.compile(
-    r"\\left(?![a-z])|\\right(?![a-z])|\\[,!;:> ]|\\(?:quad|qquad|displaystyle)(?![a-z])|\^\{?\\(?:circ|degree)\}?"
+    r"\\left(?![a-z])|\\right(?![a-z])|(?<!\\)\\[,!;:> ]|\\(?:quad|qquad|displaystyle)(?![a-z])|\^\{?\\(?:circ|degree)\}?"
     r"|\\degree|°|\\?\$|\\?%|~"
 )
 WORDS = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf|operatorname)\s*\{([^{}]*)\}")
-UNIT = re.compile(r"(?<=[\d})])\s*\\text\s*\{\s*[^{}]*\}(?:\^\{?\d\}?)?$")  # 12\text{ cm}^2
+UNIT = re.compile(r"(?<=[\d})])\s*(?:\\(?:text|mbox)\s*\{|\\mathrm\s*\{[~ ])[^{}]*\}(?:\^\{?\d\}?)?$")  # 12\text{ cm}^2
 FRACTION = re.compile(r"(-?)\\frac\{(-?[\d.]+)\}\{(-?[\d.]+)\}|(-?[\d.]+)/([\d.]+)")
+PLAIN = re.compile(r"-?[\d.]+")
 
 
 def _same_mathematics(right: dict[str, Any], answer: str) -> bool:
@@ -88,25 +89,27 @@ def _same_mathematics(right: dict[str, Any], answer: str) -> bool:
 def normalised(text: str) -> str:
     """LaTeX of one value in one way of writing: \\dfrac12 and \\frac{1}{2}, 1,000 and 1000, x=5 and 5, (A) and A."""
     plain = re.sub(r"\\[dtc]frac", r"\\frac", text.strip().rstrip("."))
+    plain = re.sub(r"\{,\}|,\\!\s*", ",", plain)  # of thousands
     plain = UNIT.sub("", plain)
     plain = WORDS.sub(r"\1", UNWRITTEN.sub("", plain))
     plain = re.sub(r"\\frac\s*([\da-z])\s*([\da-z])", r"\\frac{\1}{\2}", plain)
     plain = re.sub(r"\\frac\s*([\da-z])\s*\{", r"\\frac{\1}{", plain)
     plain = re.sub(r"(\\frac\{[^{}]*\})\s*([\da-z])", r"\1{\2}", plain)
     plain = re.sub(r"\\sqrt\s*([\da-z])", r"\\sqrt{\1}", plain)
-    plain = re.sub(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?:\D|$))", "", plain) if not re.search(r"[(\[{]", plain) else plain
+    if not re.search(r"[(\[{]", plain):  # where a comma may separate two
+        plain = re.sub(r"(?<=\d),(?=\d{3}(?:\D|$))", "", plain)
     plain = re.sub(r"^[a-zA-Z](?:\([a-z]\))?\s*=\s*", "", re.sub(r"\s+", " ", plain).strip())
     plain = re.sub(r"^\(([A-Za-z])\)$", r"\1", plain)
     return plain.replace(" ", "").replace("\\ne", "\\neq").replace("\\neqq", "\\neq")
 
 
 def _value(text: str) -> Fraction | None:
-    """Of what is a number or a fraction of two."""
+    """Of what is a number or a fraction of two, of no more digits than Python reads."""
     try:
         if match := FRACTION.fullmatch(text):
             sign, over, under, above, below = match.groups()
             return (-1 if sign else 1) * Fraction(over or above) / Fraction(under or below)
-        return Fraction(text)
+        return Fraction(text) if PLAIN.fullmatch(text) else None
     except (ValueError, ZeroDivisionError):
         return None
 

@@ -1,0 +1,61 @@
+"""A project of a tiny random target of text, with its tokenizer and an eval split: what asking it needs, and no more."""
+
+from contextlib import chdir
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import torch
+from transformers import AutoConfig
+
+from stages import init_draft, params, prepare_target
+from stages.builtin import tiny
+from stages.formats import checkpoint, conversations, manifest, prompt_sets
+from tests.conftest import EVAL, ROOT, edit_params
+
+SETS = ("mt_bench", "gsm8k", "humaneval", "alpaca", "math500")
+EVAL_ROWS = 12
+TREES = ["t3_1_4", "t3_2_6"]
+WORKLOADS: dict[str, dict[str, Any]] = {
+    "eval": {**EVAL, "num_prompts": 5, "max_new_tokens": 12},
+    **{name: {**EVAL, "prompts": name, "num_prompts": 3, "max_new_tokens": 12} for name in SETS},
+}
+
+
+def make(project: Path) -> None:
+    """Every file that prepare_prompts and benchmark read, but params.yaml's own prompts."""
+    (project / "data").mkdir()
+    (project / "data/prompt_sets").symlink_to(ROOT / "data/prompt_sets")
+    (project / "params.yaml").write_text((ROOT / "params.yaml").read_text())
+    edit_params(project, {
+        "target": {"model": "tiny", "num_threads": 1},
+        "benchmark": {"workloads": WORKLOADS, "torch": list(WORKLOADS), "checkpoints": ["e003"], "trees": TREES},
+    })  # fmt: skip
+    tokenizer = tiny.build_tokenizer(iter(said()))
+    tokenizer.save_pretrained(project / "tiny")
+    tiny.build_model(tokenizer, 0).save_pretrained(project / "tiny")
+    with chdir(project):
+        made = prepare_target.describe("tiny", None, AutoConfig.from_pretrained("tiny"), Path("tiny"), None)
+        Path("artifacts/target").mkdir(parents=True)
+        manifest.write(Path("artifacts/target"), made)
+        edit_params(project, {"init_draft": {"draft_vocab_size": None}})
+        draft, config = init_draft._fresh(params.load(), made, torch.ones(made.vocab_size, dtype=torch.int64))
+        checkpoint.write_draft(checkpoint.folder("e003"), config, dict(draft.state_dict()))
+        rows = [_eval_row(tokenizer, number, text) for number, text in enumerate(said()[:EVAL_ROWS])]
+        table = pl.DataFrame(rows, schema=conversations.SAMPLED)
+        conversations.write(Path("data/sampled/eval") / conversations.part(0), table, conversations.SAMPLED)
+
+
+def said() -> list[str]:
+    """Texts of the samples."""
+    files = [str(ROOT / f"data/prompt_sets/{name}.jsonl") for name in SETS]
+    problems = [prompt_sets.read(file, None, None, None, name) for file, name in zip(files, SETS, strict=True)]
+    return [turn for some in problems for problem in some for turn in problem.turns]
+
+
+def _eval_row(tokenizer: Any, number: int, text: str) -> dict[str, Any]:
+    ids = tokenizer.encode(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n")
+    return {
+        "id": f"row{number}.0", "prompt_ids": ids, "answer_ids": [7, 8], "finish_reason": "length", "temperature": 0.0,
+        "source_row": number, "verdict": "clean", "images": None,
+    }  # fmt: skip

@@ -1,0 +1,225 @@
+"""The torch engine's cell: later turns after plain decoding's answers, repeats in turns, a speedup's interval, grades."""
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from stages import benchmark, prepare_prompts
+from stages.formats import cell
+from tests import talking
+from tests.conftest import ROOT, edit_params
+from tests.talking import WORKLOADS
+
+ROOM = 12
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    project = tmp_path_factory.mktemp("talking")
+    talking.make(project)
+    return project
+
+
+@pytest.fixture
+def project(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("artifacts", "tiny", "drafts"):
+        (tmp_path / name).symlink_to(made / name)
+    (tmp_path / "data").mkdir()
+    for name in ("sampled", "prompt_sets"):
+        (tmp_path / "data" / name).symlink_to((made / "data" / name).resolve())
+    (tmp_path / "params.yaml").write_text((made / "params.yaml").read_text())
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def measured(project: Path, name: str, **changes: Any) -> dict[str, Any]:
+    """The cell of a workload."""
+    edit_params(project, {"benchmark": {"workloads": {**WORKLOADS, name: {**WORKLOADS[name], **changes}}}})
+    prepare_prompts.main(name)
+    benchmark.main(name, "e003", "t3_2_6")
+    return cell.read(name, "e003", "t3_2_6")
+
+
+def greedy(model: Any, ids: list[int]) -> list[int]:
+    """transformers' own answer."""
+    out = model.generate(torch.tensor([ids]), max_new_tokens=ROOM, do_sample=False)
+    return out[0, len(ids) :].tolist()
+
+
+def test_later_turns_come_after_plain_decodings_own_answers(project: Path) -> None:
+    """Of each turn as many tokens as transformers says, after the history as its template renders it."""
+    found = measured(project, "mt_bench", turns="all")
+    tokenizer, model = AutoTokenizer.from_pretrained("tiny"), AutoModelForCausalLM.from_pretrained("tiny")
+    asked = [json.loads(line) for line in (ROOT / "data/prompt_sets/mt_bench.jsonl").read_text().splitlines()[:3]]
+    rows = iter(found["prompts"])
+    for question in asked:
+        messages: list[dict[str, str]] = []
+        for turn, says in enumerate(question["turns"]):
+            messages.append({"role": "user", "content": says})
+            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+            said, row = greedy(model, ids), next(rows)
+            assert (row["id"], row["turn"], row["repeat"]) == (str(question["question_id"]), turn, 0)
+            assert (row["prompt_tokens"], row["output_tokens"]) == (len(ids), len(said))
+            assert row["identical"] and row["baseline_output_tokens"] == len(said)
+            messages.append({"role": "assistant", "content": tokenizer.decode(said, skip_special_tokens=True)})
+    assert next(rows, None) is None and found["metrics"]["identical_share"] == 1.0
+
+
+def test_first_turns_alone_are_the_first_rows_of_both(project: Path) -> None:
+    keys = ("id", "prompt_tokens", "output_tokens", "cycles", "accepted")
+    both = [row for row in measured(project, "mt_bench", turns="all")["prompts"] if row["turn"] == 0]
+    alone = measured(project, "mt_bench")["prompts"]
+    assert [[row[k] for k in keys] for row in alone] == [[row[k] for k in keys] for row in both]
+
+
+def test_who_goes_first_changes_from_prompt_to_prompt_and_from_repeat_to_repeat(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[tuple[str, str]] = []
+    real = benchmark._decoding
+
+    def noted(work: Any, kind: str, ids: list[int], name: str) -> Any:
+        begun.append((name, kind))
+        return real(work, kind, ids, name)
+
+    monkeypatch.setattr(benchmark, "_decoding", noted)
+    measured(project, "eval", num_prompts=3, repeats=2, warmup=1)
+    plain, speculative = "plain", "speculative"
+    warm = [("row3.0", plain), ("row3.0", speculative)]
+    orders = [(plain, speculative), (speculative, plain)]
+    expected = [(f"row{n}.0", kind) for repeat in range(2) for n in range(3) for kind in orders[(n + repeat) % 2]]
+    assert begun == warm + expected
+
+
+def test_repeats_move_no_count_and_no_interval_of_tau(project: Path) -> None:
+    """Bug to be: a prompt decoded three times is one prompt, not three, to an interval over prompts."""
+    once, thrice = measured(project, "eval"), measured(project, "eval", repeats=3)
+    for name in ("tau", "tau_low", "tau_high", "accept_rate", "identical_share"):
+        assert thrice["metrics"][name] == once["metrics"][name]
+    assert [row["repeat"] for row in thrice["prompts"]] == [n for n in range(3) for _ in range(5)]
+    assert thrice["histogram"] == [3 * n for n in once["histogram"]]
+    assert len(thrice["repeats"]) == 3 and len(once["repeats"]) == 1
+    assert once["repeats"][0]["speedup"] == once["metrics"]["speedup"]
+
+
+# --- the speedup's interval -----------------------------------------------------------------------------------------
+
+
+def rows_of(prompts: int, repeats: int, turns: int, draw: random.Random) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": f"q{p}", "repeat": r, "turn": t, "output_tokens": draw.randrange(5, 90), "e2e_latency_s": draw.uniform(1, 2),
+            "baseline_output_tokens": draw.randrange(5, 90), "baseline_e2e_latency_s": draw.uniform(2, 5),
+        }
+        for r in range(repeats) for p in range(prompts) for t in range(turns)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("prompts", "repeats", "turns"), [(7, 1, 1), (6, 4, 2), (1, 5, 1), (1, 1, 1)])
+def test_the_interval_is_that_of_drawing_prompts_and_repeats(prompts: int, repeats: int, turns: int) -> None:
+    """Row by row: each counts as often as its prompt was drawn, times as often as its repeat was."""
+    rows = rows_of(prompts, repeats, turns, random.Random(3))
+    draws = np.random.default_rng(0)
+    by_prompt = draws.multinomial(prompts, [1 / prompts] * prompts, size=2000)
+    by_repeat = draws.multinomial(repeats, [1 / repeats] * repeats, size=2000)
+    speedups = []
+    for ps, rs in zip(by_prompt.tolist(), by_repeat.tolist(), strict=True):
+        times = [ps[int(row["id"][1:])] * rs[row["repeat"]] for row in rows]
+        total = {
+            k: sum(n * row[k] for n, row in zip(times, rows, strict=True))
+            for k in ("output_tokens", "e2e_latency_s", "baseline_output_tokens", "baseline_e2e_latency_s")
+        }
+        plain = total["baseline_output_tokens"] / total["baseline_e2e_latency_s"]
+        speedups.append(total["output_tokens"] / total["e2e_latency_s"] / plain)
+    low, high = benchmark._speedup_interval(rows)
+    assert [low, high] == pytest.approx(np.quantile(speedups, [0.025, 0.975]).tolist())
+    assert (low == high) == (prompts == repeats == 1)
+
+
+def test_an_interval_holds_the_truth_about_as_often_as_it_says() -> None:
+    """Speeds of prompts and repeats that scatter around a speedup of 2: of 200 made-up cells, nine in ten or more."""
+    draw, held = random.Random(8), 0
+    for _ in range(200):
+        ease, weather = ([draw.gauss(1, 0.2) for _ in range(n)] for n in (20, 8))
+        rows = [
+            {"id": f"q{p}", "repeat": r, "turn": 0, "output_tokens": 100, "baseline_output_tokens": 100,
+             "e2e_latency_s": 1 / (2 * ease[p] * weather[r]), "baseline_e2e_latency_s": 1.0}
+            for r in range(8) for p in range(20)
+        ]  # fmt: skip
+        truth = 2 / (sum(1 / draw.gauss(1, 0.2) for _ in range(4000)) / 4000) ** 2  # of pooled times
+        low, high = benchmark._speedup_interval(rows)
+        held += low <= truth <= high
+    assert 175 <= held <= 200
+
+
+def test_of_each_repeat_its_own_speedup() -> None:
+    rows = rows_of(4, 3, 2, random.Random(5))
+    for number, found in enumerate(benchmark._repeats(rows)):
+        mine = [row for row in rows if row["repeat"] == number]
+        plain = sum(r["baseline_output_tokens"] for r in mine) / sum(r["baseline_e2e_latency_s"] for r in mine)
+        speed = sum(r["output_tokens"] for r in mine) / sum(r["e2e_latency_s"] for r in mine)
+        assert found == pytest.approx({"output_tok_s": speed, "baseline_output_tok_s": plain, "speedup": speed / plain})
+
+
+# --- grades ---------------------------------------------------------------------------------------------------------
+
+
+def test_answers_are_graded_where_that_is_asked_for(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a random target says is wrong; what we put into its mouth is right for two problems of three."""
+    found = measured(project, "gsm8k", grade=True)
+    assert found["quality"]["plain"] == {
+        "graded": 3, "correct": 0, "accuracy": 0.0, "how": "gsm8k: exact match of the last number",
+    }  # fmt: skip
+    assert [row["correct"] for row in found["prompts"]] == [False] * 3
+    asked = [json.loads(line) for line in (ROOT / "data/prompt_sets/humaneval.jsonl").read_text().splitlines()[:3]]
+    says = iter([row["canonical_solution"] for row in asked[:2] for _ in range(2)] + ["    return 0\n"] * 2)
+    monkeypatch.setattr(benchmark, "_text", lambda work, ids: next(says) if said_whole else "")
+    said_whole = False
+    real = benchmark._grade
+
+    def grade(*arguments: Any) -> Any:
+        nonlocal said_whole
+        said_whole = True  # before, texts are of histories
+        return real(*arguments)
+
+    monkeypatch.setattr(benchmark, "_grade", grade)
+    found = measured(project, "humaneval", grade=True)
+    assert [row["correct"] for row in found["prompts"]] == [True, True, False]
+    assert [row["baseline_correct"] for row in found["prompts"]] == [True, True, False]
+    quality = found["quality"]["speculative"]
+    assert (quality["graded"], quality["correct"]) == (3, 2) and quality["how"].startswith("humaneval: pass@1")
+
+
+def test_nothing_is_graded_unasked(project: Path) -> None:
+    found = measured(project, "gsm8k")
+    assert found["quality"] is None and {row["correct"] for row in found["prompts"]} == {None}
+
+
+def test_a_set_without_answers_is_refused_before_anything_is_decoded(project: Path) -> None:
+    (project / "data/prompt_sets").unlink()
+    (project / "data/prompt_sets").mkdir()
+    rows = [{"question_id": n, "turns": ["How many?"], "reference": ["#### 5"] if n else None} for n in range(3)]
+    (project / "data/prompt_sets/gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match=r"workloads\.gsm8k\.grade is true, but 1 of its 3 prompts have no answer"):
+        measured(project, "gsm8k", grade=True)
+    assert not Path("results").exists()
+
+
+def test_prompts_that_are_not_there_are_named(project: Path) -> None:
+    with pytest.raises(ValueError, match=r"data/prompts/eval\.parquet not found; run: dvc repro prepare_prompts@eval"):
+        benchmark.main("eval", "e003", "t3_2_6")

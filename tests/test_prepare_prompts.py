@@ -1,0 +1,234 @@
+"""Prompts of workloads: the eval split's as they are, a set's as transformers renders them, random ones as SGLang's."""
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+from transformers import AutoTokenizer
+
+from stages import prepare_prompts
+from stages.formats import asked, conversations, prompt_sets
+from tests import talking
+from tests.conftest import ROOT, edit_params
+from tests.talking import WORKLOADS
+
+RANDOM = {
+    "prompts": "random",
+    "num_prompts": 40,
+    "input_tokens": 64,
+    "length_range": 0.5,
+    "concurrency": 8,
+    "warmup": 3,
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    project = tmp_path_factory.mktemp("talking")
+    talking.make(project)
+    return project
+
+
+@pytest.fixture
+def project(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("artifacts", "tiny"):
+        (tmp_path / name).symlink_to(made / name)
+    (tmp_path / "data").mkdir()
+    for name in ("sampled", "prompt_sets"):
+        (tmp_path / "data" / name).symlink_to((made / "data" / name).resolve())
+    (tmp_path / "params.yaml").write_text((made / "params.yaml").read_text())
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def ask(project: Path, name: str, **changes: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The rows to measure and to warm up with of a workload that is served, so that it may be any."""
+    workload = {**WORKLOADS[name if name in WORKLOADS else "eval"], **changes}
+    edit_params(project, {"benchmark": {"workloads": {**WORKLOADS, "chat": workload}}})
+    prepare_prompts.main("chat")
+    measured, warm = asked.read("chat")
+    return measured.to_dicts(), warm.to_dicts()
+
+
+def split(project: Path) -> list[dict[str, Any]]:
+    return pl.read_parquet(project / "data/sampled/eval/*.parquet").to_dicts()
+
+
+def ids(rows: list[dict[str, Any]]) -> list[str]:
+    return [row["id"] for row in rows]
+
+
+# --- the eval split -------------------------------------------------------------------------------------------------
+
+
+def test_the_eval_splits_prompts_are_as_they_are(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    measured, warm = ask(project, "eval")
+    rows = split(project)
+    assert [(r["id"], r["prompt_ids"]) for r in measured] == [(r["id"], r["prompt_ids"]) for r in rows[:5]]
+    assert ids(warm) == [rows[5]["id"]]  # one that isn't measured
+    assert all(r["messages"] is r["later"] is r["images"] is r["reference"] is None for r in measured)
+    assert {r["length_share"] for r in measured} == {1.0}
+    counts = [len(r["prompt_ids"]) for r in rows[:5]]
+    assert capsys.readouterr().out == (
+        f"chat: 5 prompts of eval, {min(counts)} to {max(counts)} tokens, {sum(counts) / 5:.1f} on average; 1 to warm up with "
+        "-> data/prompts/chat.parquet\n"
+    )
+
+
+def test_pictures_go_along(project: Path) -> None:
+    rows = [{**row, "images": [f"pictures/{row['id']}.png"]} for row in split(project)]
+    (project / "data/sampled").unlink()
+    table = pl.DataFrame(rows, schema=conversations.SAMPLED)
+    conversations.write(Path("data/sampled/eval") / conversations.part(0), table, conversations.SAMPLED)
+    assert [row["images"] for row in ask(project, "eval")[0]] == [row["images"] for row in rows[:5]]
+    with pytest.raises(ValueError, match="has no prompt without pictures from 0 on"):
+        ask(project, "chat", **RANDOM)
+
+
+@pytest.mark.parametrize(
+    ("changes", "measured", "warm"),
+    [
+        ({"begin": 2, "end": 5, "num_prompts": None}, [2, 3, 4], [5]),
+        ({"begin": 2, "end": 5, "num_prompts": 2}, [2, 3], [4]),
+        ({"begin": 10, "num_prompts": None, "warmup": 3}, [10, 11], [0, 1, 2]),
+        ({"num_prompts": None, "warmup": 2}, [*range(12)], [0, 1]),
+        ({"num_prompts": 11, "warmup": 4}, [*range(11)], [11, 0, 1, 2]),
+        ({"num_prompts": 1, "warmup": 0}, [0], []),
+        ({"begin": 11, "num_prompts": 1, "warmup": 14}, [11], [*range(11), 11, 11, 11]),
+    ],
+)
+def test_which_are_measured_and_which_warm_up(
+    project: Path, changes: dict[str, Any], measured: list[int], warm: list[int]
+) -> None:
+    """Others than those measured, where there are others: else a prefix cache would know what is measured."""
+    found = ask(project, "eval", **changes)
+    assert tuple(map(ids, found)) == ([f"row{n}.0" for n in measured], [f"row{n}.0" for n in warm])
+
+
+def test_too_few_are_said_and_none_are_refused(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    measured, _ = ask(project, "eval", num_prompts=50, begin=3)
+    assert len(measured) == 9
+    assert "note: workload chat asks for 50 prompts, eval has 9 from 3 to its end\n" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"benchmark\.workloads\.chat\.begin is 12, expected at most 11: eval has 12"):
+        ask(project, "eval", begin=12)
+
+
+# --- sets -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", talking.SETS)
+def test_a_sets_prompts_are_what_transformers_renders(project: Path, name: str) -> None:
+    measured, warm = ask(project, name, turns="all", num_prompts=6, warmup=4)
+    tokenizer = AutoTokenizer.from_pretrained("tiny")
+    problems = prompt_sets.read(str(ROOT / f"data/prompt_sets/{name}.jsonl"), None, None, None, name)
+    assert ids([*measured, *warm]) == [p.id for p in [*problems, *problems[:2]]]
+    for row, problem in zip(measured, problems, strict=False):
+        messages = [{"role": "user", "content": problem.turns[0]}]
+        whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        assert row["prompt_ids"] == whole["input_ids"] and row["messages"] == messages
+        assert row["later"] == (problem.turns[1:] or None) and row["reference"] == problem.reference
+
+
+def test_only_first_turns_where_only_those_are_asked(project: Path) -> None:
+    assert all(row["later"] is None for row in ask(project, "mt_bench")[0])
+
+
+def test_thinking_is_as_sample_target_has_it(project: Path) -> None:
+    """The template's own default, and its header with and without."""
+    path = project / "tiny/chat_template.jinja"
+    (project / "tiny").unlink()
+    (project / "tiny").mkdir()
+    for file in (project / "artifacts").resolve().parent.joinpath("tiny").iterdir():
+        (project / "tiny" / file.name).symlink_to(file)
+    template = path.read_text()
+    path.unlink()
+    path.write_text(template + "{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}")
+    tokenizer = AutoTokenizer.from_pretrained("tiny")
+    for thinking, end in ((None, "assistant\n"), (True, "True"), (False, "False")):
+        edit_params(project, {"sample_target": {"thinking": thinking}})
+        assert tokenizer.decode(ask(project, "alpaca")[0][0]["prompt_ids"]).endswith(end)
+
+
+def test_a_prompt_that_leaves_no_room_is_named_before_anything_is_served(project: Path) -> None:
+    long = prompt_sets.Problem("long", ["word " * 3000], None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prompt_sets, "read", lambda *_: [long])
+        with pytest.raises(
+            ValueError, match=r"workload chat, prompt long has \d{4} tokens, expected fewer than the 2048 that"
+        ):
+            ask(project, "alpaca")
+
+
+# --- random lengths -------------------------------------------------------------------------------------------------
+
+
+def sglang(texts: list[list[int]], lengths: list[int]) -> set[tuple[int, ...]]:
+    """Of each row and length what bench_serving's sample_random_requests makes (SGLang 0.5.17): cut, or repeated and cut;
+    of the row begun anywhere, which is our difference."""
+    made = set()
+    for row in texts:
+        for first in range(len(row)):
+            turned = row[first:] + row[:first]
+            for length in lengths:
+                ratio = (length + len(turned) - 1) // len(turned)
+                made.add(tuple(turned[:length] if len(turned) > length else (turned * ratio)[:length]))
+    return made
+
+
+def test_random_prompts_are_rows_cut_or_repeated(project: Path) -> None:
+    measured, warm = ask(project, "chat", **RANDOM)
+    assert len(measured) == 40 and len(warm) == 3
+    lengths = [len(row["prompt_ids"]) for row in [*measured, *warm]]
+    texts = [row["prompt_ids"] for row in split(project)]
+    possible = sglang(texts, sorted(set(lengths)))
+    assert all(tuple(row["prompt_ids"]) in possible for row in [*measured, *warm])
+    assert len({tuple(row["prompt_ids"]) for row in [*measured, *warm]}) == 43  # also of 12 rows
+    assert min(map(len, texts)) < min(lengths), "nothing was repeated"
+
+
+def test_lengths_are_drawn_from_the_whole_range(project: Path) -> None:
+    """Uniform, as numpy's randint(max(int(64 * 0.5), 1), 65) is; the answers' shares likewise, and independent."""
+    measured, _ = ask(project, "chat", **{**RANDOM, "num_prompts": 4000})
+    counted = Counter(len(row["prompt_ids"]) for row in measured)
+    assert set(counted) == set(range(32, 65))
+    assert max(abs(n - 4000 / 33) for n in counted.values()) < 5 * np.sqrt(4000 / 33)
+    shares = np.array([row["length_share"] for row in measured])
+    assert 0.5 <= shares.min() < 0.51 and 0.99 < shares.max() <= 1 and abs(shares.mean() - 0.75) < 0.02
+    lengths = [len(row["prompt_ids"]) for row in measured]
+    assert abs(np.corrcoef(lengths, shares)[0, 1]) < 0.06
+
+
+def test_full_lengths_are_exact(project: Path) -> None:
+    measured, _ = ask(project, "chat", **{**RANDOM, "length_range": 1.0})
+    assert {(len(row["prompt_ids"]), row["length_share"]) for row in measured} == {(64, 1.0)}
+
+
+def test_a_seed_makes_the_same_prompts_again_and_another_others(project: Path) -> None:
+    first = ask(project, "chat", **RANDOM)
+    assert ask(project, "chat", **RANDOM) == first
+    other = ask(project, "chat", **{**RANDOM, "seed": 43})
+    assert [r["prompt_ids"] for r in other[0]] != [r["prompt_ids"] for r in first[0]]
+    longer, _ = ask(project, "chat", **{**RANDOM, "length_range": 1.0})  # moves lengths, and nothing else
+    for row, whole in zip(first[0], longer, strict=True):
+        assert whole["prompt_ids"][: len(row["prompt_ids"])] == row["prompt_ids"]
+
+
+def test_a_share_of_an_answers_length() -> None:
+    assert [asked.tokens(share, 128) for share in (1.0, 0.5, 0.001)] == [128, 64, 1]
+
+
+def test_missing_files_are_named(project: Path) -> None:
+    with pytest.raises(
+        ValueError, match=re.escape("data/prompts/none.parquet not found; run: dvc repro prepare_prompts@none")
+    ):
+        asked.read("none")
+    (project / "data/prompt_sets").unlink()
+    with pytest.raises(ValueError, match=r"data/prompt_sets/gsm8k\.jsonl not found"):
+        ask(project, "gsm8k")
+    (project / "data/sampled").unlink()
+    with pytest.raises(ValueError, match=r"data/sampled/eval not found; run: dvc repro sample_target"):
+        ask(project, "eval")
