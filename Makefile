@@ -45,7 +45,7 @@ check: $(VENV)/.installed-test
 	$(BIN)/lint-imports
 
 test: check
-	$(IN_VENV) pytest
+	$(IN_VENV) pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-long: $(VENV)/.installed-test
 	$(IN_VENV) pytest -m long

@@ -27,7 +27,7 @@ from stages.serving import load, server
 from tests.conftest import EVAL, ROOT, edit_params, gone
 
 DOUBLE = [sys.executable, "-m", "tests.serving.double"]
-LOAD = {**EVAL, "num_prompts": 6, "warmup": 1, "max_new_tokens": 60}
+LOAD = {**EVAL, "num_prompts": 6, "warmup": 1, "max_new_tokens": 40}
 
 
 @pytest.fixture(scope="module")

@@ -210,9 +210,9 @@ def test_what_does_not_fit_the_disk_stops_before_the_work(monkeypatch: pytest.Mo
 # --- the same bytes -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("processes", [2, 3])
-def test_any_number_of_processes_makes_the_same_bytes(project: Path, once: dict[str, bytes], processes: int) -> None:
-    run_apart(project, processes=processes)
+def test_any_number_of_processes_makes_the_same_bytes(project: Path, once: dict[str, bytes]) -> None:
+    """Three; the next test has two."""
+    run_apart(project, processes=3)
     assert files(project) == once
 
 
@@ -264,7 +264,7 @@ def shards_of(folder: Path) -> list[Path]:
     return list(folder.rglob("shard-*.safetensors"))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_what_was_killed_goes_on_to_the_same_bytes(project: Path, seed: int, once: dict[str, bytes]) -> None:
     kill_and_go_on(project, seed, 1, once)
 
