@@ -34,7 +34,7 @@ def main(name: str) -> None:
 
     settings = p.replay_trees
     grid = settings.trees()
-    accepted, cycles = _replay(draft, embedding.to(p.target.device), rows, grid, settings)
+    accepted, cycles, reached, depth = _replay(draft, embedding.to(p.target.device), rows, grid, settings)
     low, high = acceptance.interval(accepted, cycles)
     found: list[dict[str, Any]] = []
     for g, tree in enumerate(grid):
@@ -51,6 +51,8 @@ def main(name: str) -> None:
                 "accept_rate": (tau - 1) / tree.num_steps,
                 "cycles": int(cycles[:, g].sum()),
                 "accepted": int(accepted[:, g].sum()),
+                "mean_depth": float(depth[g] / max(1, cycles[:, g].sum())),
+                "acceptance": _by_depth(reached[g], int(cycles[:, g].sum()), tree.num_steps),
             }
         )
     replays.write(replays.path(name), found)
@@ -63,10 +65,13 @@ def main(name: str) -> None:
 
 def _replay(
     draft: Draft, embedding, rows: list[hiddens.Row], grid: list[Tree], settings: params.ReplayTrees
-) -> tuple[np.ndarray, np.ndarray]:
-    """Accepted drafts and verify cycles of each answer and tree, [rows, trees] each."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Accepted drafts and verify cycles of each answer and tree, [rows, trees] each; over all answers, cycles that
+    accepted at least s + 1 drafts [trees, steps], and summed depths of trees [trees].
+    """
     accepted = np.zeros((len(rows), len(grid)), dtype=np.int64)
-    cycles = np.zeros_like(accepted)
+    cycles, depth = np.zeros_like(accepted), np.zeros(len(grid), dtype=np.int64)
+    reached = np.zeros((len(grid), max(t.num_steps for t in grid)), dtype=np.int64)
     topks = sorted({t.topk for t in grid})
     device = embedding.device
     with tqdm(total=len(topks) * len(rows), desc="replay", unit="row", mininterval=2) as bar:
@@ -80,11 +85,20 @@ def _replay(
                 starts = torch.tensor([r.prompt_length for r in batch], device=device)
                 ends = torch.tensor([len(r.ids) for r in batch], device=device)
                 shown, grown = _seen(batch, device), settings.semantics
-                a, c = replay(draft, embedding, ids, features, starts, ends, topk, shapes, shown, grown)
+                found = replay(draft, embedding, ids, features, starts, ends, topk, shapes, shown, grown)
                 place = np.ix_(range(first, first + len(batch)), chosen)
-                accepted[place], cycles[place] = a.cpu().numpy(), c.cpu().numpy()
+                accepted[place], cycles[place] = found.accepted.cpu().numpy(), found.cycles.cpu().numpy()
+                depth[chosen] += found.depth.sum(0).cpu().numpy()
+                reached[chosen, : found.reached.shape[2]] += found.reached.sum(0).cpu().numpy()
                 bar.update(len(batch))
-    return accepted, cycles
+    return accepted, cycles, reached, depth
+
+
+def _by_depth(reached: np.ndarray, cycles: int, steps: int) -> str:
+    """The share of cycles that accepted a draft at each depth, of those that accepted one at the depth before: "0.81 0.7"."""
+    before = [cycles, *reached[: steps - 1].tolist()]
+    shares = [here / ahead for here, ahead in zip(reached[:steps].tolist(), before, strict=True) if ahead]
+    return " ".join(f"{share:.4f}" for share in shares)
 
 
 def _seen(rows: list[hiddens.Row], device: torch.device) -> Seen | None:

@@ -165,7 +165,7 @@ def test_decoding_with_any_option_is_lossless_and_is_what_replay_counts(small_ru
         plain = [t for step in engine.plain(prompt, len(answer)) for t in step.tokens]
         steps = list(engine.speculative(prompt, len(answer), 6, 2, 12))
         assert [t for step in steps for t in step.tokens] == plain == answer
-        accepted, cycles = replay(
+        accepted, cycles, *_ = replay(
             draft, engine.embedding, row.ids[None].long(), row.features[None], torch.tensor([row.prompt_length]),
             torch.tensor([len(row.ids)]), 2, [(6, 12)],
         )  # fmt: skip

@@ -49,9 +49,8 @@ def make_up_results(p: params.Params) -> None:
             tau = _tau(skill[checkpoint], tree) + chance.uniform(-0.15, 0.15)
             rate = (tau - 1) / tree.num_steps
             shape = tree.num_steps, tree.topk, tree.num_draft_tokens
-            lines.append(
-                ",".join(map(str, (checkpoint, *shape, tau, tau - 0.1, tau + 0.1, rate, 900, round(900 * (tau - 1)))))
-            )
+            counted = 900, round(900 * (tau - 1)), tree.num_steps - 0.5, " ".join(["0.8"] * tree.num_steps)
+            lines.append(",".join(map(str, (checkpoint, *shape, tau, tau - 0.1, tau + 0.1, rate, *counted))))
         atomic.write_text(Path(f"results/replay/{checkpoint}.csv"), "\n".join(lines) + "\n")
         epochs = [
             {

@@ -1,6 +1,7 @@
 """The whole graph, small: every stage runs, the table is there, and what is replayed is what was decoded."""
 
 import csv
+import itertools
 import json
 from pathlib import Path
 
@@ -40,6 +41,9 @@ def test_replay_equals_live_decoding_as_integers(small_run: Path) -> None:
         row = replayed[tuple(name[1:].split("_"))]
         assert (int(row["cycles"]), int(row["accepted"])) == live
         assert live[1] > 0, "nothing was accepted, so nothing was compared"
+        least = [sum(cell["histogram"][d:]) for d in range(len(cell["histogram"]))]  # cycles with d drafts or more
+        shares = [f"{here / ahead:.4f}" for ahead, here in itertools.pairwise(least) if ahead]
+        assert row["acceptance"].split() == shares
         assert cell["histogram"] and sum(i * n for i, n in enumerate(cell["histogram"])) == live[1]
 
 

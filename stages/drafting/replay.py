@@ -10,15 +10,25 @@ Letters: B rows, T tokens, P positions of a row's answer (padded), N = B*P, S st
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from stages.drafting.draft import Draft, Seen, first_state, in_sight, prefix
 from stages.drafting.expand import expand
-from stages.drafting.tree import Candidates
+from stages.drafting.tree import Candidates, best
 
 NEVER = torch.iinfo(torch.int64).max  # the rank of a node that does not exist
+
+
+class Replayed(NamedTuple):
+    """Of every answer and tree, as integers."""
+
+    accepted: Tensor  # [B, G] drafts
+    cycles: Tensor  # [B, G] verify cycles
+    reached: Tensor  # [B, G, S] cycles that accepted at least s + 1 drafts
+    depth: Tensor  # [B, G] depths of the trees of those cycles, summed
 
 
 @torch.inference_mode()
@@ -33,8 +43,8 @@ def replay(
     trees: Sequence[tuple[int, int]],  # (num_steps, num_draft_tokens), all of this topk
     seen: Seen | None = None,  # of a target that sees
     semantics: str = "sglang",  # of tree.SEMANTICS
-) -> tuple[Tensor, Tensor]:
-    """Accepted drafts [B, G] and verify cycles [B, G] of every tree on every answer, as integers."""
+) -> Replayed:
+    """What every tree accepts of every answer, and how deep trees are where decoding stands."""
     steps = max(s for s, _ in trees)
     count = (ends - starts - 1).clamp(min=0)  # [B] places where decoding may stand: bonus token y_0 .. y_{n-2}
     most = max(int(count.max()), 1)
@@ -55,7 +65,20 @@ def replay(
     wanted = _following(ids, where, ends, steps).flatten(0, 1)  # [N, S]
     rank = ranks(candidates, wanted, steps, topk)
     accepted = torch.stack([(rank[:, :s, s - 1] < m - 1).sum(1) for s, m in trees])  # [G, N]
-    return walk(accepted.unflatten(1, where.shape), count)
+    deep = depths(candidates, trees, topk)
+    return walk(accepted.unflatten(1, where.shape), deep.unflatten(1, where.shape), count, steps)
+
+
+def depths(candidates: Candidates, trees: Sequence[tuple[int, int]], topk: int) -> Tensor:
+    """[G, N]: how deep the deepest node of each tree is; num_steps at most, and less where shallow nodes take the places."""
+    numbers = torch.arange(candidates.scores.shape[1], device=candidates.scores.device)
+    level = torch.where(numbers < topk, 1, (numbers - topk) // (topk * topk) + 2)  # [C] the step that made a candidate
+    deepest: dict[int, Tensor] = {}
+    for s in {s for s, _ in trees}:
+        most = max(m for steps, m in trees if steps == s) - 1
+        first = candidates.first_steps(s, topk).scores
+        deepest[s] = level[best(first, most)[1]].cummax(1).values  # [N, most]: of the best 1, 2, ... candidates
+    return torch.stack([deepest[s][:, m - 2] for s, m in trees])
 
 
 def ranks(candidates: Candidates, wanted: Tensor, steps: int, topk: int) -> Tensor:
@@ -83,17 +106,25 @@ def ranks(candidates: Candidates, wanted: Tensor, steps: int, topk: int) -> Tens
     return rank
 
 
-def walk(accepted: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """accepted [G, B, P] drafts if decoding stands at a place, count [B] places -> totals and cycles [B, G] of the walk."""
+def walk(accepted: Tensor, deep: Tensor, count: Tensor, steps: int) -> Replayed:
+    """The cycles of each tree: from the first place on, accept, step over the bonus token, and stand at the next.
+
+    accepted [G, B, P]: drafts if decoding stands at a place; deep [G, B, P]: the tree's depth there; count [B] places.
+    """
     stand = torch.zeros(accepted.shape[:2], dtype=torch.int64, device=accepted.device)  # [G, B]
-    total, cycles = torch.zeros_like(stand), torch.zeros_like(stand)
+    total, cycles, depth = torch.zeros_like(stand), torch.zeros_like(stand), torch.zeros_like(stand)
+    reached = torch.zeros(*stand.shape, steps, dtype=torch.int64, device=accepted.device)
+    least = torch.arange(1, steps + 1, device=accepted.device)
     last = accepted.shape[2] - 1
     while bool((going := stand < count).any()):
-        step = torch.gather(accepted, 2, stand.clamp(max=last)[..., None])[..., 0]
+        here = stand.clamp(max=last)[..., None]
+        step = torch.gather(accepted, 2, here)[..., 0]
         total += step * going
         cycles += going
+        depth += torch.gather(deep, 2, here)[..., 0] * going
+        reached += (step[..., None] >= least) & going[..., None]
         stand = torch.where(going, stand + step + 1, stand)
-    return total.T, cycles.T
+    return Replayed(total.T, cycles.T, reached.transpose(0, 1), depth.T)
 
 
 def _following(ids: Tensor, where: Tensor, ends: Tensor, steps: int) -> Tensor:

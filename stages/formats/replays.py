@@ -8,7 +8,10 @@ from typing import Any
 from stages.formats import atomic
 
 RESULTS = Path("results/replay")
-COLUMNS = ("checkpoint", "steps", "topk", "tokens", "tau", "tau_low", "tau_high", "accept_rate", "cycles", "accepted")
+COLUMNS = (
+    "checkpoint", "steps", "topk", "tokens", "tau", "tau_low", "tau_high", "accept_rate", "cycles", "accepted", "mean_depth",
+    "acceptance",
+)  # fmt: skip
 
 
 def path(checkpoint: str) -> Path:

@@ -59,7 +59,7 @@ def test_replay_equals_building_every_tree_and_walking(topk: int, options: str, 
     draft, embedding, _ = random_draft(3, **OPTIONS[options])
     rows = make_answers(draft, embedding, 4)
     trees = [(s, s + 1) for s in (1, 2, 4)] if topk == 1 else [(1, 3), (3, 5), (3, 8), (4, 8)]
-    accepted, cycles = replay(
+    accepted, cycles, reached, deep = replay(
         draft, embedding,
         pad_sequence([torch.tensor(r[0]) for r in rows], batch_first=True),
         pad_sequence([r[1] for r in rows], batch_first=True),
@@ -69,14 +69,17 @@ def test_replay_equals_building_every_tree_and_walking(topk: int, options: str, 
     assert accepted.sum() > 5, "nothing is accepted, so nothing is tested"
     for b, (ids, features, start, end) in enumerate(rows):
         for g, (steps, tokens) in enumerate(trees):
-            bonus, total, count = start, 0, 0
+            bonus, total, count, levels, far = start, 0, 0, 0, [0] * reached.shape[2]
             while bonus < end - 1:
                 paths = slow_tree(draft, embedding, ids, features, bonus - 1, steps, topk, tokens, semantics)
                 depth = 0
                 while bonus + depth + 1 < end and tuple(ids[bonus + 1 : bonus + depth + 2]) in paths:
                     depth += 1
                 total, count, bonus = total + depth, count + 1, bonus + depth + 1
-            assert (accepted[b, g].item(), cycles[b, g].item()) == (total, count), (b, steps, topk, tokens)
+                levels += max(map(len, paths))
+                far = [n + (depth > d) for d, n in enumerate(far)]
+            found = accepted[b, g].item(), cycles[b, g].item(), deep[b, g].item(), reached[b, g].tolist()
+            assert found == (total, count, levels, far), (b, steps, topk, tokens)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -104,13 +107,15 @@ def test_expansion_scores_are_products_of_the_slow_drafts_chances(options: str) 
 
 def test_walk_steps_over_the_bonus_token() -> None:
     """Two accepted, bonus, none accepted, bonus, one accepted and the answer ends: 3 drafts in 3 cycles."""
-    accepted = torch.tensor([[[2, 9, 9, 0, 1, 9]]])
-    assert [x.item() for x in walk(accepted, torch.tensor([6]))] == [3, 3]
+    accepted, deep = torch.tensor([[[2, 9, 9, 0, 1, 9]]]), torch.tensor([[[3, 9, 9, 2, 1, 9]]])
+    found = walk(accepted, deep, torch.tensor([6]), 3)
+    assert (found.accepted.item(), found.cycles.item(), found.depth.item()) == (3, 3, 6)
+    assert found.reached.tolist() == [[[2, 1, 0]]]  # two of the cycles accepted one draft or more, one of them two
 
 
 def test_an_answer_of_one_token_has_no_cycle() -> None:
     """The only token comes from prefill; nothing is drafted."""
     draft, embedding, _ = random_draft(3)
     ids, features = torch.randint(0, 20, (1, 5)), torch.randn(1, 5, 3 * CONFIG.hidden_size)
-    accepted, cycles = replay(draft, embedding, ids, features, torch.tensor([4]), torch.tensor([5]), 2, [(3, 5)])
+    accepted, cycles = replay(draft, embedding, ids, features, torch.tensor([4]), torch.tensor([5]), 2, [(3, 5)])[:2]
     assert (accepted.item(), cycles.item()) == (0, 0)
