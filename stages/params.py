@@ -666,10 +666,6 @@ class Recipe(Section):
         return self
 
 
-class _RecipeFile(Section):
-    recipe: Recipe | None
-
-
 def read_recipe(path: Path) -> tuple[Recipe | None, dict[str, dict[str, Any]]]:
     """A recipe's block about itself, where it has one, and its sections of params.yaml.
 
@@ -682,10 +678,11 @@ def read_recipe(path: Path) -> tuple[Recipe | None, dict[str, dict[str, Any]]]:
         raise ValueError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(found, dict) or not all(isinstance(keys, dict) for keys in found.values()):
         raise ValueError(f"{path}: expected sections with keys, as params.yaml has them; found {found!r:.60}")
+    about = found.pop("recipe", None)
     try:
-        return _RecipeFile.model_validate({"recipe": found.pop("recipe", None)}).recipe, found
+        return None if about is None else Recipe.model_validate(about), found
     except ValidationError as error:
-        problems = "\n".join(f"  {_explain(e)}" for e in error.errors(include_url=False))
+        problems = "\n".join(f"  recipe.{_explain(e, Recipe)}" for e in error.errors(include_url=False))
         raise ValueError(f"{path} has {error.error_count()} problem(s) to correct:\n{problems}") from None
 
 
@@ -711,19 +708,20 @@ def load(path: Path = PARAMS) -> Params:
         raise ValueError(f"{path} has {error.error_count()} problem(s) to correct:\n{problems}") from None
 
 
-def _explain(error: Any) -> str:
-    """One pydantic error as: key: what was expected, what was found, what to do."""
+def _explain(error: Any, whole: type[Section] = Params) -> str:
+    """One pydantic error of `whole` as: key: what was expected, what was found, what to do."""
     place = [str(part) for part in error["loc"] if part not in ("[key]", "a number", "a mixture")]
     key, kind, found = ".".join(place), error["type"], f"found {error['input']!r}"
     message = error["msg"].removeprefix("Value error, ")
     if kind == "value_error":  # our own: says all three, and where no section is at fault, the key too
         return f"{key}: {message}" if key else message
     if kind == "extra_forbidden":
-        return f"{key}: unknown key; known keys are {', '.join(_known_keys(place[:-1]))}. Correct the spelling or delete it"
+        known = ", ".join(_known_keys(place[:-1], whole))
+        return f"{key}: unknown key; known keys are {known}. Correct the spelling or delete it"
     if kind == "missing":
         return f"{key}: missing; the code holds no defaults, so write it (git show HEAD:params.yaml has one)"
     if kind in ("model_type", "dict_type"):
-        return f"{key}: expected a section with {', '.join(_known_keys(place))}, {found}"
+        return f"{key}: expected a section with {', '.join(_known_keys(place, whole))}, {found}"
     if not isinstance(error["input"], str):
         found += "; YAML reads 8_2_16 as the number 8216, so begin a name with a letter (t8_2_16) or put text in quotes"
     if kind == "invalid_key" or "[key]" in error["loc"] or place[-1] == "from":
@@ -743,9 +741,9 @@ def _explain_yaml(error: Exception) -> str:
     return f"line {mark.line + 1}: {problem}; correct it" if mark and problem else f"{error}; correct it"
 
 
-def _known_keys(place: list[str]) -> list[str]:
-    """The keys of the section at `place`, as written in the file."""
-    model: Any = _RecipeFile if place[:1] == ["recipe"] else Params
+def _known_keys(place: list[str], whole: type[Section]) -> list[str]:
+    """The keys of the section at `place` of `whole`, as written in the file."""
+    model: Any = whole
     for part in place:
         field = model.model_fields.get(part)
         annotation = field.annotation if field else model
