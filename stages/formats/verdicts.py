@@ -4,6 +4,7 @@ A number is compared with a measure that is made as it is defined: `MEASURES`, e
 served one (formats/served.py) or of either. Apart from formats/beside.py, which the report is made of: it judges nothing.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -152,15 +153,15 @@ def _mean(values: list[float]) -> Number:
 
 
 def _over_baseline(name: str, less: float = 0.0) -> Measure:
-    """A measure over the baseline's own, `less` 1 for a change."""
+    """A measure over the baseline's own, `less` 1 for a change; the two are measured apart, so their shares add as squares."""
 
     def measure(found: Cell, baseline: Cell | None) -> Number | None:
         ours = measured(name, found, None)
         plain = measured(name, baseline, None) if baseline else None
-        if ours is None or plain is None or not plain.value:
+        if ours is None or plain is None or not ours.value or not plain.value:
             return None
         ratio = ours.value / plain.value
-        return Number(ratio - less, ratio * (ours.spread / ours.value + plain.spread / plain.value))
+        return Number(ratio - less, abs(ratio) * math.hypot(ours.spread / ours.value, plain.spread / plain.value))
 
     return measure
 

@@ -108,6 +108,8 @@ def _cells(wanted: params.Cells, tree: str | None) -> tuple[str, Cell | None, Ce
     baseline = served.read(workload, None, None) if checkpoint and plain.exists() else None
     if found and baseline and found["fingerprint"] != baseline["fingerprint"]:
         baseline = None
+    if found and found["baseline_points"]:  # measured in turns with it
+        baseline = found | {"points": found["baseline_points"]}
     return place.stem, found, baseline
 
 

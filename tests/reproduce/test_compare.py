@@ -160,6 +160,17 @@ def test_a_baseline_of_another_fingerprint_is_no_baseline() -> None:
     assert change.ours is None and "has no baseline with its fingerprint" in change.bars[-1]
 
 
+def test_a_baseline_measured_in_turns_with_the_cell_is_its_own() -> None:
+    served_cell("code_gen", None, None, 9999.0, engine="sglang")
+    served_cell("code_gen", "other", "t5_8_32", 1000.0, engine="sglang")
+    slow = served.read("code_gen", "other", "t5_8_32")["points"]
+    served_cell("code_gen", "theirs", "t5_8_32", 2800.0, engine="sglang", baseline_points=slow)
+    sides, _ = sides_of("qwen3-coder-30b-a3b")
+    assert side(sides, "speedup", label="Code Gen").ours == verdicts.Number(
+        pytest.approx(2.8), pytest.approx(0.388, rel=0.01)
+    )
+
+
 def test_what_an_engine_can_not_run_says_so() -> None:
     served_cell(
         "eval",
