@@ -30,6 +30,7 @@ from ruamel.yaml.error import YAMLError
 
 PARAMS = Path("params.yaml")
 PROMPT_SETS = Path("data/prompt_sets")
+DATASET = r"\w[\w.-]*(/\w[\w.-]*)?"  # the id of one on the Hub
 ROOT_CHECKPOINT = "e000"  # what init_draft makes; every chain of segments starts here
 
 Count = Annotated[int, Field(gt=0)]
@@ -401,9 +402,12 @@ class PromptSet(Section):
             raise ValueError(
                 f"from is the file {self.from_}, expected name, split and revision to be null: they are of a dataset's id"
             )
-        if self.is_file and (Path(self.from_).parts[:2] != PROMPT_SETS.parts or ".." in Path(self.from_).parts):
+        parts = Path(self.from_).parts
+        tracked = parts[:2] == PROMPT_SETS.parts and ".." not in parts
+        if not tracked and (self.is_file or not re.fullmatch(DATASET, self.from_)):
             raise ValueError(
-                f"from is the file {self.from_}, expected one in {PROMPT_SETS}/, which DVC tracks; put it there"
+                f"from is {self.from_}, expected a file or folder in {PROMPT_SETS}/, which DVC tracks, or a dataset's id "
+                "(owner/name); put it there"
             )
         if not self.is_file and self.split is None:
             raise ValueError(f"from is the dataset {self.from_}, expected split to say which part of it (test, train)")

@@ -7,7 +7,7 @@ eval split's tokens. What each set's problems are asked with is docs/workloads.m
 
 import itertools
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import polars as pl
@@ -20,6 +20,7 @@ EVAL = Path("data/sampled/eval")
 LENGTHS, SHARES, PLACES = range(3)  # each draw of `random` has numbers of its own, so that none moves with another
 
 Row = dict[str, Any]
+T = TypeVar("T")
 
 
 def main(workload: str) -> None:
@@ -27,46 +28,49 @@ def main(workload: str) -> None:
     w = params.named(p.benchmark.workloads, workload, "benchmark.workloads")
     made = manifest.read()
     if w.prompts == "eval":
-        rows = [_row(r["id"], r["prompt_ids"], images=r["images"]) for r in _eval().to_dicts()]
+        measured, warm = _chosen(workload, w, [_row(**row) for row in _eval().to_dicts()])
     elif w.prompts == "random":
         rows = _random(w, _eval())
+        measured, warm = rows[: w.num_prompts], rows[w.num_prompts :]
     else:
-        rows = _of_set(p, w, made)
-    measured, warm = _chosen(workload, w, rows)
+        measured, warm = _of_set(p, workload, w, made)
     _check_they_fit(workload, [*measured, *warm], made.max_position_embeddings)
     whole = [{**row, "warmup": again} for some, again in ((measured, False), (warm, True)) for row in some]
     asked.write(workload, pl.DataFrame(whole, schema=asked.ASKED))
     _tell(workload, w, measured, warm)
 
 
-def _row(name: str, ids: list[int], **more: Any) -> Row:
+def _row(id: str, prompt_ids: list[int], **more: Any) -> Row:
     """One of asked.ASKED; what isn't given is null."""
-    return {"id": name, "prompt_ids": ids, "messages": None, "later": None, "images": None, "length_share": 1.0,
+    return {"id": id, "prompt_ids": prompt_ids, "messages": None, "later": None, "images": None, "length_share": 1.0,
             "reference": None} | more  # fmt: skip
 
 
 def _eval() -> pl.DataFrame:
-    return conversations.read(EVAL, conversations.SAMPLED, "sample_target")
+    split = conversations.read(EVAL, conversations.SAMPLED, "sample_target")
+    return split.select("id", "prompt_ids", "images")
 
 
 # A published set
 
 
-def _of_set(p: params.Params, w: Workload, made: manifest.Manifest) -> list[Row]:
+def _of_set(p: params.Params, workload: str, w: Workload, made: manifest.Manifest) -> tuple[list[Row], list[Row]]:
     """Its problems, in its order, each as the one message of a user."""
     from stages.drafting import prompt  # transformers takes seconds, which the eval split has no use for
 
     chosen = p.prepare_prompts.sets[w.prompts]
     problems = prompt_sets.read(chosen.from_, chosen.name, chosen.split, chosen.revision, chosen.format)
     tokenizer = prompt.load_tokenizer(manifest.weights(made), p.target.trust_remote_code, made.chat_template)
-    rows = []
-    for problem in problems:
+
+    def row(problem: prompt_sets.Problem) -> Row:
         first, *later = problem.turns
         messages = [{"role": "user", "content": first}]
         ids = prompt.prompt_ids(tokenizer, messages, p.sample_target.thinking)
-        more = {"later": later if later and w.turns == "all" else None, "reference": problem.reference}
-        rows.append(_row(problem.id, ids, messages=messages, **more))
-    return rows
+        after = later if later and w.turns == "all" else None
+        return _row(problem.id, ids, messages=messages, later=after, reference=problem.reference)
+
+    measured, warm = _chosen(workload, w, problems)
+    return [row(problem) for problem in measured], [row(problem) for problem in warm]
 
 
 # Random lengths
@@ -76,11 +80,11 @@ def _random(w: Workload, split: pl.DataFrame) -> list[Row]:
     """As many prompts as are asked for, and as many to warm up with, of the rows from `begin` to `end`.
 
     Lengths are uniform from length_range of the whole to the whole, as in SGLang's bench_serving, and a prompt is a row's
-    tokens cut or repeated, as there. Theirs begin where the row does, and ours anywhere in it: few rows then make many
-    prompts, of which no two begin alike as long as there are tokens to begin with.
+    tokens cut or repeated, as there. Theirs begin where the row does, and ours anywhere in it, each at another place as long
+    as there are places: few rows then make many prompts, and a prefix cache finds little.
     """
     assert w.input_tokens is not None and w.num_prompts is not None
-    texts = [ids for ids, images in split.select("prompt_ids", "images").iter_rows() if not images][w.begin : w.end]
+    texts = [ids for _, ids, images in split.iter_rows() if not images][w.begin : w.end]
     if not texts:
         raise ValueError(
             f"{EVAL} has no prompt without pictures from {w.begin} on, expected some whose tokens random prompts can be made "
@@ -105,26 +109,28 @@ def _random(w: Workload, split: pl.DataFrame) -> list[Row]:
 # What is asked of them
 
 
-def _chosen(workload: str, w: Workload, rows: list[Row]) -> tuple[list[Row], list[Row]]:
+def _chosen(workload: str, w: Workload, there: list[T]) -> tuple[list[T], list[T]]:
     """(those to measure, those to warm up with).
 
     The latter are others where there are others: a server that keeps prefixes would else know what is measured. They come
     from behind the measured ones, then from before them, and from among them only where that isn't enough.
+
+    Raises:
+        ValueError: where none lies from `begin` on.
     """
-    begin, end = (w.begin, w.end) if w.prompts != "random" else (0, None)  # these are of the rows they are made of
-    there = rows[begin:end]
-    if not there:
+    taken = there[w.begin : w.end]
+    if not taken:
         raise ValueError(
-            f"{params.PARAMS}: benchmark.workloads.{workload}.begin is {begin}, expected at most {len(rows) - 1}: "
-            f"{w.prompts} has {len(rows)} prompts, counted from 0"
+            f"{params.PARAMS}: benchmark.workloads.{workload}.begin is {w.begin}, expected at most {len(there) - 1}: "
+            f"{w.prompts} has {len(there)} prompts, counted from 0"
         )
-    measured = there[: w.num_prompts]
+    measured = taken[: w.num_prompts]
     if w.num_prompts is not None and len(measured) < w.num_prompts:
         print(
-            f"note: workload {workload} asks for {w.num_prompts} prompts, {w.prompts} has {len(measured)} from {begin} to "
-            f"{'its end' if end is None else end}"
+            f"note: workload {workload} asks for {w.num_prompts} prompts, {w.prompts} has {len(measured)} from {w.begin} to "
+            f"{'its end' if w.end is None else w.end}"
         )
-    others = [*rows[begin + len(measured) :], *rows[:begin]]
+    others = [*there[w.begin + len(measured) :], *there[: w.begin]]
     return measured, list(itertools.islice(itertools.chain(others, itertools.cycle(measured)), w.warmup))
 
 

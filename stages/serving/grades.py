@@ -22,7 +22,9 @@ from stages.serving import guard
 
 TIMEOUT_S = 10.0  # of one program, by the clock and of processor time
 MEMORY = 1 << 30  # bytes of address space of each process
-PROCESSES = 64  # of its user, where seccomp doesn't forbid new ones altogether; root has no such limit
+PROCESSES = (
+    64  # and threads beyond those its user has, where seccomp doesn't forbid them altogether; root has no such limit
+)
 HOW = {
     "gsm8k": "exact match of the last number",
     "math500": "exact match of the last box, normalised",

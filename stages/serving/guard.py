@@ -89,7 +89,7 @@ def _kill_the_rest(child: int) -> None:
 
 def _children() -> list[int]:
     try:
-        with open(f"/proc/self/task/{os.getpid()}/children") as file:  # noqa: PTH123 - nothing more is imported than needed
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:  # noqa: PTH123 - no pathlib: nothing is imported that isn't needed
             return [int(pid) for pid in file.read().split()]
     except OSError:
         return []
@@ -114,7 +114,7 @@ def _run(job: dict[str, Any], writes: int) -> None:
         nothing = os.open(os.devnull, os.O_RDWR)
         for stream in range(3):
             os.dup2(nothing, stream)
-        _limit(job)
+        _limit(job)  # before the fences, behind which no limit is set any more
         os.write(writes, json.dumps(_fences() if job["fenced"] else []).encode() + b"\n")
         sys.argv[:] = ["program"]
         exec(compile(job["program"], "program", "exec"), {"__name__": "__main__"})
@@ -126,15 +126,29 @@ def _run(job: dict[str, Any], writes: int) -> None:
 
 def _limit(job: dict[str, Any]) -> None:
     limits = {
-        resource.RLIMIT_CPU: int(job["timeout_s"]) + 1, resource.RLIMIT_AS: job["memory"],
-        resource.RLIMIT_NPROC: job["processes"], resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_NOFILE: 64,
+        resource.RLIMIT_CPU: int(job["timeout_s"]) + 1, resource.RLIMIT_AS: job["memory"], resource.RLIMIT_FSIZE: 0,
+        resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: 64,
     }  # fmt: skip
+    if not (job["fenced"] and _has_seccomp()):
+        limits[resource.RLIMIT_NPROC] = _tasks() + job["processes"]
     for kind, most in limits.items():
         try:
             resource.setrlimit(kind, (most, most))
         except (ValueError, OSError):  # lower already; or a system that knows no such limit
             pass
+
+
+def _tasks() -> int:
+    """How many threads this user has: the limit is on all of them. 0 where there is no /proc."""
+    found = 0
+    for process in os.listdir("/proc") if sys.platform == "linux" else []:  # noqa: PTH208
+        try:
+            with open(f"/proc/{process}/status") as file:  # noqa: PTH123
+                said = dict(line.split(":", 1) for line in file)
+            found += int(said["Threads"]) if int(said["Uid"].split()[0]) == os.getuid() else 0
+        except (OSError, ValueError, KeyError):  # no process, or none any more
+            pass
+    return found
 
 
 def _fences() -> list[str]:
@@ -162,12 +176,15 @@ def _landlock() -> bool:
     return not libc.syscall(add, fd, 1, null, 0) and not libc.syscall(restrict, fd, 0)
 
 
+def _has_seccomp() -> bool:
+    return os.uname().machine in CALLS and os.path.exists("/proc/sys/kernel/seccomp/actions_avail")  # noqa: PTH110
+
+
 def _seccomp() -> bool:
     """CALLS fail."""
-    machine = os.uname().machine
-    if machine not in CALLS:
+    if not _has_seccomp():
         return False
-    architecture, calls = CALLS[machine]
+    architecture, calls = CALLS[os.uname().machine]
     load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06
     code = [(load, 0, 0, 4), (equal, 1, 0, architecture), (give, 0, 0, NEVER), (load, 0, 0, 0)]
     code += [(at_least, 0, 1, 0x40000000), (give, 0, 0, NEVER)]  # the numbers of x32
