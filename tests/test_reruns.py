@@ -39,7 +39,7 @@ BASE = {
         "checkpoints": ["e003", "e009"],
         "trees": ["t5_2_8"],
     },
-    "benchmark_served": {"workloads": []},
+    "benchmark_served": {"workloads": ["eval"], "checkpoints": ["e009"], "trees": ["t5_1_6"]},
 }
 
 
@@ -126,29 +126,29 @@ RERUNS = [
     Row(
         "init_draft.window",
         sets(init_draft={"window": 2048}),
-        "init_draft check_overfit train_draft@* replay_trees@* benchmark@* report",
+        "init_draft check_overfit train_draft@* replay_trees@* benchmark@* benchmark_served@* report",
     ),
     Row(
         "draft_configs/theta_10000.json",
         comments("draft_configs/theta_10000.json"),
-        "init_draft check_overfit train_draft@* replay_trees@* benchmark@* report",
+        "init_draft check_overfit train_draft@* replay_trees@* benchmark@* benchmark_served@* report",
     ),
     Row(
         "train_draft.learning_rate",
         sets(train_draft={"learning_rate": lambda old: old / 2}),
-        "train_draft@* replay_trees@* benchmark@* report",
+        "train_draft@* replay_trees@* benchmark@* benchmark_served@* report",
         back="",
     ),
     Row("replay_trees.topk: another one", sets(replay_trees={"topk": adds(7)}), "replay_trees@* report"),
     Row(
         "benchmark.workloads: more prompts",
         sets(benchmark={"workloads": {"eval": {"num_prompts": 13}}}),
-        "prepare_prompts@eval benchmark@eval-* report",
+        "prepare_prompts@eval benchmark*@eval* report",
     ),
     Row(
         "benchmark.workloads: longer answers, repeats",
         sets(benchmark={"workloads": {"eval": {"max_new_tokens": 300, "repeats": 3}}}),
-        "benchmark@eval-* report",
+        "benchmark*@eval* report",
     ),
     Row(
         "benchmark.workloads: another one, in benchmark.torch too",
@@ -159,7 +159,7 @@ RERUNS = [
     Row(
         "data/prompt_sets/gsm8k.jsonl: a row",
         comments("data/prompt_sets/gsm8k.jsonl"),
-        "prepare_prompts@* benchmark@* report",
+        "prepare_prompts@* benchmark*@* report",
     ),
     Row("sample_target.thinking", sets(sample_target={"thinking": True}), "* -fix_data -prepare_target"),
     Row("report.title", sets(report={"title": "another"}), "report", back=""),
@@ -176,7 +176,7 @@ RERUNS = [
     Row(
         "extract_hiddens.dtype",
         sets(extract_hiddens={"dtype": "fp8"}),
-        "* -fix_data -prepare_target -sample_target -prepare_prompts@*",
+        "* -fix_data -prepare_target -sample_target -prepare_prompts@* -benchmark_served_baseline@*",
     ),
     Row("templates/chatml.jinja", comments("templates/chatml.jinja"), "* -fix_data"),
     Row("prepare_target.seed", sets(prepare_target={"seed": lambda old: old + 1}), "* -fix_data"),
@@ -189,6 +189,16 @@ RERUNS = [
         comments("stages/drafting/tree.py"),
         "replay_trees@* benchmark@* report",
         back="",
+    ),
+    Row(
+        "benchmark_served.trees: add t8_2_16",
+        sets(benchmark_served={"trees": adds("t8_2_16")}),
+        "benchmark_served@*-t8_2_16 report",
+    ),
+    Row(
+        "stages/serving/engines.py: a comment",
+        comments("stages/serving/engines.py"),
+        "benchmark_served@* benchmark_served_baseline@* report",
     ),
     Row("stages/report.py: a comment", comments("stages/report.py"), "report"),
     Row("published/table.yaml", comments("published/table.yaml"), "report"),
@@ -362,5 +372,5 @@ def test_a_clone_runs_only_what_was_edited(finished: Path, tmp_path: Path, recor
     with pytest.raises(ReproductionError) as failed:
         recorder.repro(clone, **SHARED)
     assert "data/hiddens/train" in str(failed.value.__cause__)
-    runs = "extract_hiddens train_draft@* replay_trees@* benchmark@* report"
+    runs = "extract_hiddens train_draft@* replay_trees@* benchmark@* benchmark_served@* report"
     assert recorder.repro(clone) == matching(runs, names(clone))
