@@ -1,7 +1,7 @@
 """Sets of questions that others publish: their rows -> what is asked, in turns, and what answers are graded by.
 
-Each format's rows are as their authors publish them, or in MT-bench's shape, in which EAGLE and AngelSlim carry their
-copies of all five (question_id, turns, reference). What is asked of a set is docs/workloads.md's to say: the sets hold
+Each format's rows are as their authors publish them, or in MT-bench's shape (question_id, turns, reference), in which
+EAGLE and AngelSlim carry copies of most. What is asked of a set is docs/workloads.md's to say: the sets hold
 problems, and whoever asks puts words around them.
 """
 

@@ -21,10 +21,9 @@ from stages.formats import answers
 from stages.serving import guard
 
 TIMEOUT_S = 10.0  # of one program, by the clock and of processor time
+SLACK_S = 20.0  # for the guard to start, and to kill what is left
 MEMORY = 1 << 30  # bytes of address space of each process
-PROCESSES = (
-    64  # and threads beyond those its user has, where seccomp doesn't forbid them altogether; root has no such limit
-)
+PROCESSES = 64  # beyond those its user has, where seccomp doesn't forbid them altogether; root has no such limit
 HOW = {
     "gsm8k": "exact match of the last number",
     "math500": "exact match of the last box, normalised",
@@ -35,12 +34,12 @@ FENCED = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 def grade(reference: str, answer: str) -> bool:
-    """Whether `answer`, a text, is right; what a target thought before it (</think>) doesn't count."""
+    """Whether `answer`, a text, is right; what a target thought before it, or was thinking when it was cut, doesn't count."""
     right = json.loads(reference)
     graders: dict[str, Callable[[dict[str, Any], str], bool]] = {
         "gsm8k": _same_number, "math500": _same_mathematics, "humaneval": _passes,
     }  # fmt: skip
-    return graders[right["kind"]](right, answer.rpartition("</think>")[2])
+    return graders[right["kind"]](right, answer.rpartition("</think>")[2].partition("<think>")[0])
 
 
 def quality(references: list[str], marks: list[bool]) -> dict[str, Any]:
@@ -166,7 +165,9 @@ def passes(text: str, fenced: bool = True) -> dict[str, Any]:
             start_new_session=True,  # Ctrl-C is the stage's alone
         )
         try:
-            out, err = run.communicate(json.dumps(job).encode(), timeout=TIMEOUT_S + 20)
+            out, err = run.communicate(json.dumps(job).encode(), timeout=TIMEOUT_S + SLACK_S)
+        except subprocess.TimeoutExpired:  # the guard itself got no time, or could not kill what was there
+            return {"passed": False, "how": "no time left", "fences": []}
         finally:
             if run.poll() is None:
                 os.killpg(run.pid, signal.SIGKILL)  # and with it goes its child

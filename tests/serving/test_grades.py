@@ -40,6 +40,7 @@ def right(kind: str, answer: str) -> str:
         ("She earns 1200 in 4 weeks.", False),  # exact match asks for the last
         ("<think>1300? no</think>1200", True),
         ("<think>It is 1200</think>I don't know.", False),
+        ("<think>It is 1200, but wait", False),  # cut by length
         ("-1200", False),
         ("120", False),
         ("no idea", False),
@@ -204,6 +205,14 @@ def test_children_that_left_its_group_are_killed_with_it() -> None:
     )
     before = guards()
     assert grades.passes(text, fenced=False)["how"] == "no time left"
+    assert guards() <= before
+
+
+def test_a_guard_that_gets_no_time_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cell of an hour's decoding must not be lost with it."""
+    monkeypatch.setattr(grades, "SLACK_S", -2.9)
+    before = guards()
+    assert grades.passes("import time\ntime.sleep(9.5)") == {"passed": False, "how": "no time left", "fences": []}
     assert guards() <= before
 
 
