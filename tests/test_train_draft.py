@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from stages import params
 from stages.train_draft import plan, share
-from tests.conftest import edit_params
+from tests.conftest import SMALL, edit_params
 
 RESULTS = ("draft/model.safetensors", "draft/config.json", "state/optimizer.safetensors", "state/progress.json")
 
@@ -118,9 +118,13 @@ def test_every_pack_is_somebodys_and_all_get_as_many(world: int) -> None:
     assert sorted(rows for s in shares for rows, mute in s if not mute) == packs
 
 
+# One epoch of `straight`, where what is compared differs from the first step on.
+SHORT = {"checkpoints": SMALL["train_draft"]["checkpoints"] | {"straight": {"from": "e000", "epochs": 1}}}
+
+
 def test_two_processes_learn_what_one_does(project: Path, small_run: Path) -> None:
     """Same packs, same loss, weights equal but for the order of sums; and the state is whole: one process goes on from it."""
-    edit_params(project, {"train_draft": {"packs_per_step": 3}})
+    edit_params(project, {"train_draft": {"packs_per_step": 3, **SHORT}})
     alone = finish(project)
     one = load_file(project / "drafts/straight/draft/model.safetensors")
     for parallel in ("ddp", "fsdp"):
@@ -138,7 +142,7 @@ def test_two_processes_learn_what_one_does(project: Path, small_run: Path) -> No
 
 def test_online_learns_what_stored_hidden_states_teach(project: Path) -> None:
     """The trainer runs the target itself: no hidden states of training rows on disk, the same weights but for how sums round."""
-    edit_params(project, {"extract_hiddens": {"online": True}, "train_draft": {"packs_per_step": 2}})
+    edit_params(project, {"extract_hiddens": {"online": True}, "train_draft": {"packs_per_step": 2, **SHORT}})
     stored = finish(project)
     before = load_file(project / "drafts/straight/draft/model.safetensors")
     tau = json.loads((project / "results/overfit_report.json").read_text())["tau"]
