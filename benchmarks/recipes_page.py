@@ -46,8 +46,8 @@ cell of ours can have are counted by reason at the end, so that none is lost.
   times: over repeats, none where there is one), and the recipe's share of their number. **within** and **outside** say whether
   the two differ by less or more.
 - **not comparable**, always with the reason: the metric's definition isn't stated or is another; the temperature isn't; a target,
-  a draft or data stands in; the engine can't run it; and for all but accept lengths and rates another machine, engine or
-  version, or one that nobody stated. The ratio is shown all the same.
+  a draft or data stands in, or the target has another name; the engine can't run it; and for all but accept lengths and rates
+  another machine, engine or version, or one that nobody stated. The ratio is shown all the same.
 - **not run**: the cell isn't there.
 - Settings that nobody stated and the recipe takes for something (a tool's default) are named in each row they concern.
 

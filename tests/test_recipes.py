@@ -23,6 +23,7 @@ from stages.builtin import tiny
 from stages.drafting import pixels, sample, target
 from stages.drafting.draft import Draft, DraftConfig
 from stages.formats import published
+from stages.formats.beside import name_of
 from stages.reproduce import estimate
 from tests.conftest import ROOT, SMALL, copy_project, edit_params
 from tests.conftest import dvc as run_dvc
@@ -114,6 +115,7 @@ def test_what_a_recipe_reproduces_is_published_and_has_a_cell(name: str, project
     for match in about.beside:
         rows = [r for r in publications[match.publication].rows if _is_of(r.setting, match.rows)]
         assert rows, f"{match.publication} has no row of {match.rows}"
+        assert "target" in about.substitutes or name_of(p.target.model) == name_of(str(match.rows["target"]))
         assert match.cells.workload in p.benchmark.workloads
         temperatures = {match.assumed.get("temperature", row.setting.temperature) for row in rows}
         assert temperatures == {p.benchmark.workloads[match.cells.workload].temperature}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stages import params
-from stages.formats import atomic, cell, published, served, verdicts
+from stages.formats import atomic, beside, cell, published, served, verdicts
 from stages.formats.published import MEAN, UNKNOWN, Row
 from stages.reproduce import estimate
 
@@ -30,7 +30,7 @@ def main(recipe: str, file: str) -> None:
     name, p = Path(recipe).stem, params.load(Path(file))
     about, _ = params.read_recipe(Path(recipe))
     assert about, recipe
-    sides, left_out = lay_beside(about, published.load())
+    sides, left_out = lay_beside(about, p.target.model, published.load())
     text = page(name, about, sides, left_out, estimate.estimate(p, about))
     atomic.write_csv(FOLDER / f"{name}.csv", COLUMNS, [_line(side) for side in sides])
     atomic.write_text(FOLDER / f"{name}.md", text)
@@ -41,7 +41,7 @@ def main(recipe: str, file: str) -> None:
 
 
 def lay_beside(
-    recipe: params.Recipe, publications: dict[str, published.Publication]
+    recipe: params.Recipe, model: str, publications: dict[str, published.Publication]
 ) -> tuple[list[verdicts.Side], Counter[str]]:
     """Every number with its counterpart, and how many have none, by reason. Raises ValueError for what isn't published."""
     sides: list[verdicts.Side] = []
@@ -62,7 +62,7 @@ def lay_beside(
             elif match.cells.checkpoint and row.setting.tree == UNKNOWN and "tree" not in match.assumed:
                 left_out[f"{row.metric} ({row.where}): its tree isn't stated"] += 1
             else:
-                sides.append(_side(row, match, measure, recipe))
+                sides.append(_side(row, match, measure, recipe, model))
     return sides, left_out
 
 
@@ -77,14 +77,17 @@ def _why_none(row: Row) -> str:
     return f"{row.metric} ({method}, {row.where}): the recipe has no cell for it"
 
 
-def _side(row: Row, match: params.Beside, measure: str, recipe: params.Recipe) -> verdicts.Side:
+def _side(row: Row, match: params.Beside, measure: str, recipe: params.Recipe, model: str) -> verdicts.Side:
     """The number, with what the recipe takes for what nobody stated, beside the cell's."""
     taken = {key: value for key, value in match.assumed.items() if getattr(row.setting, key) == UNKNOWN}
     setting: Any = replace(row.setting, **taken)  # type: ignore[arg-type]
     row = replace(row, setting=setting)
     name, found, baseline = _cells(match.cells, row.setting.tree)
+    others: dict[str, str] = {str(what): said for what, said in recipe.substitutes.items()}
+    if beside.name_of(model) != beside.name_of(row.setting.target):
+        others.setdefault("target", f"{model} against {row.setting.target}")
     plain = row.setting.method == PLAIN
-    bars = [f"another {what}: {said}" for what, said in recipe.substitutes.items() if not (plain and what == "draft")]
+    bars = [f"another {what}: {said}" for what, said in others.items() if not (plain and what == "draft")]
     ours = verdicts.measured(measure, found, baseline) if found else None
     if found:
         bars += verdicts.bars(row, found, row.metric in match.measures)

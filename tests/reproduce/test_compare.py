@@ -64,7 +64,9 @@ def served_cell(workload: str, checkpoint: str | None, tree: str | None, rate: f
 
 
 def sides_of(name: str) -> tuple[list[verdicts.Side], Counter[str]]:
-    return compare.lay_beside(recipe_of(name), published.load())
+    with recipes.merged(name) as (file, _):
+        model = params.load(file).target.model
+    return compare.lay_beside(recipe_of(name), model, published.load())
 
 
 def side(sides: list[verdicts.Side], metric: str, **setting: Any) -> verdicts.Side:
@@ -152,6 +154,14 @@ def test_another_draft_bars_what_it_does_and_not_plain_decoding() -> None:
     assert left_out["accept_rate (4.2, against other methods): its tree isn't stated"] == 1
 
 
+def test_another_target_is_no_twin_whatever_the_recipe_says() -> None:
+    """Bug: a recipe that named Qwen3-8B's rows for a target of a million parameters got its verdict."""
+    torch_cell("mt_bench")
+    sides, _ = compare.lay_beside(recipe_of("angelslim-qwen3-8b"), "builtin/weather-tiny", published.load())
+    tau = side(sides, "tau", dataset="MT-bench", temperature=0.0, engine="AngelSlim, PyTorch")
+    assert tau.bars == ("another target: builtin/weather-tiny against Qwen3-8B",) and tau.verdict == "not comparable"
+
+
 def test_a_baseline_of_another_fingerprint_is_no_baseline() -> None:
     served_cell("code_gen", None, None, 1400.0, engine="sglang", fingerprint="other")
     served_cell("code_gen", "theirs", "t5_8_32", 2800.0, engine="sglang")
@@ -216,7 +226,7 @@ def test_a_publication_that_is_none_is_named() -> None:
     recipe = recipe_of("weather-tiny")
     match = recipe_of("qwen3-vl-2b-weather").beside[0].model_copy(update={"publication": "nature"})
     with pytest.raises(ValueError, match="nature is no publication, expected one of angelslim-issue-163"):
-        compare.lay_beside(recipe.model_copy(update={"beside": [match]}), published.load())
+        compare.lay_beside(recipe.model_copy(update={"beside": [match]}), "a", published.load())
     assert compare.page("x", recipe, [], Counter(), estimate.Estimate()).startswith(
         "# x\n\n- Status of the recipe: ran on"
     )
