@@ -383,7 +383,7 @@ def test_without_served_workloads_nothing_of_them_is_shown(
 def test_served_cells_stand_beside_plain_decoding_and_replays(
     made_up: params.Params, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    serve({"code": {**EVAL, "concurrency": 64, "repeats": 3, "grade": True}})
+    serve({"code": {**EVAL, "concurrency": 64, "repeats": 3}})
     make_up_served("code")
     report.main()
     chain, baseline_row, other = sorted(_lines(joined.TABLE), key=lambda r: (r["tree"] != "t5_1_6", r["tree"]))
