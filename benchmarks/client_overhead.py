@@ -20,8 +20,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
-
+from benchmarks.load_overhead import wait_for
 from stages.serving import client, server
 from tests.serving.fake import spread
 
@@ -89,12 +88,7 @@ def scenario(name: str, at_once: int, delay_s: float, rounds: int) -> dict[str, 
     delays = [spread(delay_s, seed) if name == "spread" else delay_s for seed in range(requests)]
     null = subprocess.Popen([sys.executable, "-m", "tests.serving.fake", *words])
     try:
-        for _ in range(100):
-            try:
-                httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False)
-                break
-            except httpx.TransportError:
-                time.sleep(0.1)
+        wait_for(port)
         return {
             "floor": measured(asyncio.run(barest(port, at_once, requests)), delays),
             "client": measured(asyncio.run(ours(port, at_once, requests)), delays),

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -131,3 +132,47 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ended.write_text("" if done.returncode == 0 else f"{done.stdout}\n{done.stderr}")
     assert not ended.read_text(), ended.read_text()
     return project
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Products this small gain nothing by more, and on a busy machine lose a hundred times as much; stages set their own."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with what recipes are made of, to be in."""
+    for folder in ("recipes", "published"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    for file in ("params.yaml", "dvc.yaml"):
+        shutil.copy(ROOT / file, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def talking_made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests import talking
+
+    project = tmp_path_factory.mktemp("talking")
+    talking.make(project)
+    return project
+
+
+@pytest.fixture
+def talking_project(talking_made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The project of tests/talking.py, to be in and to write prompts and cells in."""
+    for name in ("artifacts", "tiny", "drafts"):
+        (tmp_path / name).symlink_to(talking_made / name)
+    (tmp_path / "data").mkdir()
+    for name in ("sampled", "prompt_sets"):
+        (tmp_path / "data" / name).symlink_to((talking_made / "data" / name).resolve())
+    (tmp_path / "params.yaml").write_text((talking_made / "params.yaml").read_text())
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

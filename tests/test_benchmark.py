@@ -2,7 +2,6 @@
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,38 +12,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stages import benchmark, prepare_prompts
 from stages.formats import cell
-from tests import talking
 from tests.conftest import ROOT, edit_params
 from tests.talking import WORKLOADS
 
 ROOM = 12
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    project = tmp_path_factory.mktemp("talking")
-    talking.make(project)
-    return project
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
-def project(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("artifacts", "tiny", "drafts"):
-        (tmp_path / name).symlink_to(made / name)
-    (tmp_path / "data").mkdir()
-    for name in ("sampled", "prompt_sets"):
-        (tmp_path / "data" / name).symlink_to((made / "data" / name).resolve())
-    (tmp_path / "params.yaml").write_text((made / "params.yaml").read_text())
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def project(talking_project: Path) -> Path:
+    return talking_project
 
 
 def measured(project: Path, name: str, **changes: Any) -> dict[str, Any]:

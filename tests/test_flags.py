@@ -1,7 +1,6 @@
 """docs/flags.md: what it names is there."""
 
 import re
-from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel
@@ -9,6 +8,7 @@ from pydantic import BaseModel
 from stages.formats import cell, verdicts
 from stages.params import Params, Tree
 from tests.conftest import ROOT
+from tests.test_house import section_inside
 
 TEXT = (ROOT / "docs/flags.md").read_text(encoding="utf-8")
 SPANS = re.findall(r"`([^`]+)`", TEXT)
@@ -28,17 +28,6 @@ DOCUMENTED = (  # in the seeds
 )  # fmt: skip
 
 
-def inside(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
-    """(the section an annotation holds, whether under names of the user's own)."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation, False
-    for inner in get_args(annotation):
-        model, _ = inside(inner)
-        if model:
-            return model, getattr(annotation, "__origin__", None) is dict
-    return None, False
-
-
 @pytest.mark.parametrize("key", KEYS)
 def test_every_key_it_names_exists(key: str) -> None:
     model: type[BaseModel] | None = Params
@@ -50,7 +39,7 @@ def test_every_key_it_names_exists(key: str) -> None:
         assert model is not None, key
         fields = {field.alias or name: field for name, field in model.model_fields.items()}
         assert part in fields, f"{key}: there is no {part}, only {', '.join(fields)}"
-        model, free = inside(fields[part].annotation)
+        model, free = section_inside(fields[part].annotation)
 
 
 @pytest.mark.parametrize("flag", DOCUMENTED)

@@ -102,12 +102,12 @@ def test_init_files_are_empty() -> None:
 # Parameters: what dvc.yaml tracks exists, and is what the code reads
 
 
-def _section_inside(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
+def section_inside(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
     """(the section an annotation holds, whether under names of the user's own), through dict[...], | None, Annotated."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation, False
     for inner in get_args(annotation):
-        model, _ = _section_inside(inner)
+        model, _ = section_inside(inner)
         if model:
             return model, getattr(annotation, "__origin__", None) is dict
     return None, False
@@ -129,7 +129,7 @@ def test_tracked_params_exist(stage: str) -> None:
             assert part in fields, (
                 f"stages.{stage}.params: {tracked}: no key {part}; known keys are {', '.join(fields)}"
             )
-            model, named_by_user = _section_inside(fields[part].annotation)
+            model, named_by_user = section_inside(fields[part].annotation)
 
 
 WHO_NOT_WHAT = {  # computes, or watches

@@ -26,23 +26,9 @@ RANDOM = {
 }
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    project = tmp_path_factory.mktemp("talking")
-    talking.make(project)
-    return project
-
-
 @pytest.fixture
-def project(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("artifacts", "tiny"):
-        (tmp_path / name).symlink_to(made / name)
-    (tmp_path / "data").mkdir()
-    for name in ("sampled", "prompt_sets"):
-        (tmp_path / "data" / name).symlink_to((made / "data" / name).resolve())
-    (tmp_path / "params.yaml").write_text((made / "params.yaml").read_text())
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def project(talking_project: Path) -> Path:
+    return talking_project
 
 
 def ask(project: Path, name: str, **changes: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -5,7 +5,6 @@ hours are known, without a GPU or a download. All in this process, for each part
 """
 
 import csv
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +34,8 @@ every_recipe = pytest.mark.parametrize("name", NAMES)
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for folder in ("recipes", "published"):
-        shutil.copytree(ROOT / folder, tmp_path / folder)
-    for file in ("params.yaml", "dvc.yaml"):
-        shutil.copy(ROOT / file, tmp_path)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def project(home: Path) -> Path:
+    return home
 
 
 def test_every_recipe_that_was_asked_for_is_there() -> None:

@@ -1,6 +1,5 @@
 """Targets that see: forwards with pictures against transformers' own, and drafts that see what their target saw."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,14 +32,7 @@ from tests.drafting.pictured import (
 )
 from tests.drafting.test_target import H, saved
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Products this small gain nothing by more, and on a busy machine lose a hundred times as much."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 every_class = pytest.mark.parametrize("name", CLASSES)
