@@ -47,8 +47,11 @@ class Work:
     made: manifest.Manifest
     folder: Path  # the target
     setup: engines.Setup
-    key: str | None
     eyes: pixels.Eyes | None
+
+    @cached_property
+    def key(self) -> str | None:
+        return session.api_key(self.p.benchmark_served.server.api_key_env, SECTION)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -56,7 +59,7 @@ class Work:
 
     @property
     def model(self) -> str:
-        return self.p.benchmark_served.server.model or str(self.folder.absolute())
+        return self.p.benchmark_served.server.model or str(self.folder)
 
 
 @dataclass
@@ -91,7 +94,7 @@ def main(workload: str, name: str = "", tree_name: str = "") -> None:
     started = time.perf_counter()
     w = params.named(p.benchmark.workloads, workload, "benchmark.workloads")
     made = manifest.read()
-    folder, device = manifest.weights(made), gpus.visible()
+    folder, before = manifest.weights(made).absolute(), gpus.visible()
     tree = Tree.parse(tree_name) if name else None
     config: dict[str, Any] = {}
     if name:
@@ -99,27 +102,16 @@ def main(workload: str, name: str = "", tree_name: str = "") -> None:
     rows, warmup = asked.read(workload)
     if w.grade:
         asked.check_graded(workload, rows)
-    work = Work(
-        p,
-        workload,
-        w,
-        rows,
-        warmup,
-        made,
-        folder,
-        _setup(p, w, made, folder, config),
-        None,
-        _eyes(p, made, folder, rows),
-    )
+    setup, eyes = _setup(p, w, made, folder, config), _eyes(p, folder, rows)
+    work = Work(p, workload, w, rows, warmup, made, folder, setup, eyes)
     side, plain = _side(work, name, tree, config), Side(None, None, None, [])
     engine = p.benchmark_served.engine
     reason = engines.unsupported(engine, *_shape(tree), config) if tree else None
     reason = reason or (f"{engine} takes no pictures with token ids" if work.eyes and engine == "vllm" else None)
     if not reason:
         _check_fits(work, tree, config)
-        work.key = session.api_key(p.benchmark_served.server.api_key_env, SECTION)
         _measure(work, side, plain if tree and p.benchmark_served.interleave else None)
-    found = _cell(work, side, plain, reason, device) | {"seconds": round(time.perf_counter() - started, 2)}
+    found = _cell(work, side, plain, reason, before) | {"seconds": round(time.perf_counter() - started, 2)}
     print(_told(found, served.write(found)))
 
 
@@ -142,14 +134,14 @@ def _setup(
     most = [cap for _, cap in w.points() if cap is not None]
     holds = config.get("max_position_embeddings", made.max_position_embeddings)
     return engines.Setup(
-        p.benchmark_served.engine, str(folder.absolute()), p.target.dtype, p.target.device, p.target.trust_remote_code,
+        p.benchmark_served.engine, str(folder), p.target.dtype, p.target.device, p.target.trust_remote_code,
         s.tp, s.mem_fraction, s.max_total_tokens, s.max_batch or max(most, default=None),
         holds if holds < made.max_position_embeddings else None,  # an engine refuses a draft that holds less than it does
         s.torch_compile, tuple(s.launch_args),
     )  # fmt: skip
 
 
-def _eyes(p: params.Params, made: manifest.Manifest, folder: Path, rows: pl.DataFrame) -> pixels.Eyes | None:
+def _eyes(p: params.Params, folder: Path, rows: pl.DataFrame) -> pixels.Eyes | None:
     """What shows the pictures, where there are any."""
     return pixels.Eyes(folder, p.target.trust_remote_code) if (rows["images"].list.len() > 0).any() else None
 
@@ -214,9 +206,8 @@ def _serving(work: Work, side: Side) -> Iterator[tuple[str, Any]]:
     log = LOGS / f"{served.name(work.name, *side.names)}.log"
     print(f"starting {s.engine} for {side.config}; its log is {log}", flush=True)
     threads = work.p.target.num_threads if work.p.target.device == "cpu" else None
-    folder = str(work.folder.absolute())
     with server.started(
-        s.engine, side.line, port, folder, log, s.server.start_timeout_s, threads=threads, section=SECTION
+        s.engine, side.line, port, str(work.folder), log, s.server.start_timeout_s, threads=threads, section=SECTION
     ) as running:
         asyncio.run(_meet(work, side, running.base_url, running.check))
         side.gpu = {"gpu_before": _used(before), "gpu_serving": _used(gpus.visible())}
@@ -375,9 +366,8 @@ def _ask(work: Work, row: dict[str, Any], turn: int, ids: list[int], length: int
 
 def _cell(work: Work, side: Side, plain: Side, reason: str | None, before: list[gpus.Gpu]) -> dict[str, Any]:
     p = work.p
-    device = "cpu" if p.target.device == "cpu" else p.target.device
     hardware = cell.hardware("cpu", p.target.num_threads)
-    if before and device != "cpu":
+    if before and p.target.device != "cpu":
         hardware["gpu"] = ", ".join(gpu.name for gpu in before[: p.benchmark_served.server.tp])
     if side.config in p.benchmark_served.server.base_urls:
         hardware = {"server": "one that was running; what it runs on isn't known"}

@@ -89,9 +89,8 @@ def speculation(engine: str, draft: Draft, config: dict[str, Any]) -> list[str]:
 
 def line(setup: Setup, port: int, own: list[str]) -> list[str]:
     """The whole command line of a server without a draft; `own` are its first words where they are not the engine's."""
-    whole = server.command(
-        setup.engine, setup.folder, port, setup.dtype, setup.device, setup.trust_remote_code
-    )  # fmt: skip
+    told = setup.dtype, setup.device, setup.trust_remote_code
+    whole = server.command(setup.engine, setup.folder, port, *told)
     first = len(FIRST[setup.engine])
     assert whole[:first] == FIRST[setup.engine], whole
     return [*(own or _found(setup.engine)), *whole[first:], *setup.flags()]
