@@ -28,7 +28,7 @@ TREES = ["t5_1_6", "t8_2_16", "t10_3_32", "t5_4_16", "t6_10_32", "t8_2_8"]  # th
 CHECKPOINT = "e009"
 KIT = (  # what runs without the kernels that the kit leaves out (shared/gpu/README.md)
     "--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none", "--disable-custom-all-reduce",
-    "--cuda-graph-backend-prefill", "disabled", "--mm-feature-transport", "cpu",
+    "--cuda-graph-backend-prefill", "disabled", "--mm-feature-transport", "cpu", "--mm-attention-backend", "triton_attn",
 )  # fmt: skip
 SCENARIOS: dict[str, dict[str, Any]] = {  # seed 002, section 2.2; lengths exact, not drawn
     "code_gen": {"num_prompts": 128, "input_tokens": 512, "max_new_tokens": 1024, "request_rate": "inf", "concurrency": 64},
