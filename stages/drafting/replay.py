@@ -1,25 +1,30 @@
 """Exact replay: what every tree would accept, from cached hidden states alone (research/replay.md).
 
 At temperature 0 the target's answer does not depend on the draft, and what the draft proposes after token t depends on
-the tokens and features up to t only. So expand once at *every* position of the answer, find how deep the answer stays
-inside the candidates, and walk: accept, step over the bonus token, repeat. One expansion per topk holds every smaller
-num_steps and every num_draft_tokens: a node is in the tree of (steps, tokens) iff fewer than tokens - 1 candidates of
-the first `steps` steps come before it.
+the tokens and features up to t only. So expand once at *every* place of the answer, find how deep the answer stays
+inside the candidates, and walk: accept, step over the bonus token, repeat. One expansion holds every topk, and of each
+every smaller num_steps and every num_draft_tokens: a node is in the tree of (steps, topk, tokens) iff fewer than
+tokens - 1 candidates of topk's first `steps` steps come before it. What it costs follows from places and topks; a tree
+more costs two bytes a place, and its walk.
 
-Letters: B rows, T tokens, P positions of a row's answer (padded), N = B*P, S steps, C candidates, G trees of the grid.
+Places are not padded: those of all answers stand one behind the other, and are expanded in parts that fit into memory.
+
+Letters: B rows, T tokens, L places of all answers, N places of a part, S steps, C candidates, D nodes that are ranked,
+G trees of the grid.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from stages.drafting.draft import Draft, Seen, first_state, in_sight, prefix
-from stages.drafting.expand import expand
-from stages.drafting.tree import Candidates, best
+from stages.drafting.draft import Draft, Seen, attend, first_state, in_sight, prefix
+from stages.drafting.expand import AT_ONCE, grow
+from stages.drafting.tree import Candidates
 
-NEVER = torch.iinfo(torch.int64).max  # the rank of a node that does not exist
+NEVER = torch.iinfo(torch.int32).max  # the rank of a node that does not exist
 
 
 class Replayed(NamedTuple):
@@ -31,6 +36,21 @@ class Replayed(NamedTuple):
     depth: Tensor  # [B, G] depths of the trees of those cycles, summed
 
 
+class Room(NamedTuple):
+    """How much is dealt with at once."""
+
+    tokens: int  # of rows, padded
+    places: int
+
+
+class Block(NamedTuple):
+    """Places of one row, one behind the other: they share keys and a mask's width."""
+
+    row: int
+    begin: int  # p of the first: the last verified token before the bonus
+    end: int  # p after the last, and so many tokens the last one sees
+
+
 @torch.inference_mode()
 def replay(
     draft: Draft,
@@ -39,96 +59,185 @@ def replay(
     features: Tensor,  # [B, T, 3H]
     starts: Tensor,  # [B] index of each answer's first token
     ends: Tensor,  # [B] index after its last
-    topk: int,
-    trees: Sequence[tuple[int, int]],  # (num_steps, num_draft_tokens), all of this topk
+    trees: Sequence[tuple[int, int, int]],  # num_steps, topk, num_draft_tokens
     seen: Seen | None = None,  # of a target that sees
     semantics: str = "sglang",  # of tree.SEMANTICS
+    at_once: int = 1024,  # places that are expanded together; see `room`
 ) -> Replayed:
     """What every tree accepts of every answer, and how deep trees are where decoding stands."""
-    steps = max(s for s, _ in trees)
-    count = (ends - starts - 1).clamp(min=0)  # [B] places where decoding may stand: bonus token y_0 .. y_{n-2}
-    most = max(int(count.max()), 1)
-    place = torch.arange(most, device=ids.device)  # [P]
-    where = (starts[:, None] - 1 + place).clamp(
-        max=ids.shape[1] - 1
-    )  # [B, P] p: the last verified token before the bonus
-
+    device, steps = ids.device, max(s for s, _, _ in trees)
+    topks = sorted({k for _, k, _ in trees})
+    first, last = starts.tolist(), ends.tolist()
+    spans = [
+        Block(b, start - 1, max(start - 1, end - 2)) for b, (start, end) in enumerate(zip(first, last, strict=True))
+    ]
+    counts = torch.tensor([span.end - span.begin for span in spans], device=device)  # bonus token y_0 .. y_{n-2}
     fused, keys, values = prefix(draft, ids, features, embedding, seen)
-    allowed = in_sight(where, ids.shape[1], draft.config.sliding_window)
-    bonus = torch.gather(ids, 1, (where + 1).clamp(max=ids.shape[1] - 1))
-    picked = torch.gather(fused, 1, where[..., None].expand(-1, -1, fused.shape[-1]))
-    theirs = None if seen is None else torch.gather(seen.positions, 1, where[..., None].expand(-1, -1, 3))
-    positions = draft.turning(where, theirs)
-    state = first_state(draft, embedding[bonus], picked, positions, keys, values, allowed)
-    candidates = expand(draft, embedding, state, positions, keys, values, allowed, steps, topk, semantics)
+    following = _following(ids, ends, steps)
 
-    wanted = _following(ids, where, ends, steps).flatten(0, 1)  # [N, S]
-    rank = ranks(candidates, wanted, steps, topk)
-    accepted = torch.stack([(rank[:, :s, s - 1] < m - 1).sum(1) for s, m in trees])  # [G, N]
-    deep = depths(candidates, trees, topk)
-    return walk(accepted.unflatten(1, where.shape), deep.unflatten(1, where.shape), count, steps)
+    total = int(counts.sum())
+    accepted = torch.zeros(len(trees), total + 1, dtype=torch.int8, device=device)  # [G, L + 1]: the last is nobody's
+    deep, done = torch.zeros_like(accepted), 0
+    queries = draft.config.num_attention_heads * sum(topks)  # of a place, at most
+    width = max(1, AT_ONCE[device.type] // (queries * ids.shape[1]))
+    for blocks in _parts(spans, width, at_once):
+        row = torch.cat([torch.full((p.end - p.begin,), p.row) for p in blocks]).to(device)  # [N]
+        where = torch.cat([torch.arange(p.begin, p.end) for p in blocks]).to(device)  # [N] p
+        positions = draft.turning(where, None if seen is None else seen.positions[row, where])
+        edges = torch.tensor([0, *(p.end - p.begin for p in blocks)], device=device).cumsum(0)  # where a block begins
+
+        def look(step, place, query, own_k, own_v, blocks=blocks, edges=edges, where=where):
+            out, p = torch.empty_like(query), where[place]
+            for block, (i, j) in zip(blocks, pairwise(torch.searchsorted(place, edges).tolist()), strict=True):
+                sight = in_sight(p[None, i:j], block.end, draft.config.sliding_window, step)
+                k, v = (x[block.row, None, : block.end] for x in (keys, values))
+                out[i:j] = attend(query[None, i:j], k, v, sight, own_k[None, i:j], own_v[None, i:j])[0]
+            return out
+
+        states = []
+        for block, (i, j) in zip(blocks, pairwise(edges.tolist()), strict=True):
+            sight = in_sight(where[None, i:j], block.end, draft.config.sliding_window)
+            k, v = (x[block.row, None, : block.end] for x in (keys, values))
+            embeds, inside = embedding[ids[block.row, block.begin + 1 : block.end + 1]], slice(block.begin, block.end)
+            at = positions[None, i:j]
+            states.append(first_state(draft, embeds[None], fused[block.row, None, inside], at, k, v, sight)[0])
+        grown = grow(draft, embedding, torch.cat(states), positions, look, steps, topks, semantics)
+        here = slice(done, done := done + len(where))
+        for k, candidates in grown.items():
+            _reach(candidates, following[row, where], k, trees, accepted[:, here], deep[:, here])
+    return walk(accepted, deep, counts, steps)
 
 
-def depths(candidates: Candidates, trees: Sequence[tuple[int, int]], topk: int) -> Tensor:
-    """[G, N]: how deep the deepest node of each tree is; num_steps at most, and less where shallow nodes take the places."""
-    numbers = torch.arange(candidates.scores.shape[1], device=candidates.scores.device)
-    level = torch.where(numbers < topk, 1, (numbers - topk) // (topk * topk) + 2)  # [C] the step that made a candidate
-    deepest: dict[int, Tensor] = {}
-    for s in {s for s, _ in trees}:
-        most = max(m for steps, m in trees if steps == s) - 1
-        first = candidates.first_steps(s, topk).scores
-        deepest[s] = level[best(first, most)[1]].cummax(1).values  # [N, most]: of the best 1, 2, ... candidates
-    return torch.stack([deepest[s][:, m - 2] for s, m in trees])
+def room(draft: Draft, trees: Sequence[tuple[int, int, int]], memory: int) -> Room:
+    """What fits into `memory` bytes, half for each, reckoned as if no two topks had a node in common."""
+    c, size = draft.config, draft.fc.weight.element_size()
+    steps, topks = max(s for s, _, _ in trees), {k for _, k, _ in trees}
+    cached = 2 * c.num_key_value_heads * c.head_dim
+    token = (3 * c.hidden_size + 4 * c.hidden_size + 2 * cached) * size + 2 * len(trees) + 8 * steps
+    own = 2 * steps * cached  # old and new
+    layer = 8 * c.hidden_size + 3 * c.intermediate_size + 6 * c.num_attention_heads * c.head_dim
+    node = (own + layer) * size + 16 * max(topks)
+    recorded = sum(k + (steps - 1) * k * k for k in topks) * 24 + steps * steps * 16
+    return Room(max(1, memory // 2 // token), max(1, memory // 2 // (sum(topks) * node + recorded)))
 
 
-def ranks(candidates: Candidates, wanted: Tensor, steps: int, topk: int) -> Tensor:
-    """wanted [N, S]: the answer's next tokens, -1 past its end -> rank [N, S, S].
+def _parts(spans: Sequence[Block], width: int, at_once: int) -> Iterator[list[Block]]:
+    """Blocks of at most `width` places, gathered into parts of at most `at_once`."""
+    part: list[Block] = []
+    left = at_once
+    for span in spans:
+        begin = span.begin
+        while begin < span.end:
+            end = min(span.end, begin + min(width, left))
+            part.append(Block(span.row, begin, end))
+            left, begin = left - (end - begin), end
+            if not left:
+                yield part
+                part, left = [], at_once
+    if part:
+        yield part
 
-    rank[n, d, s] is how many candidates of the first s + 1 steps come before the node that matches the answer at depth
-    d + 1, by (score descending, number ascending); NEVER where no candidate matches that far or the step is later.
+
+def _reach(
+    candidates: Candidates,
+    wanted: Tensor,  # [N, S]
+    topk: int,
+    trees: Sequence[tuple[int, int, int]],
+    accepted: Tensor,  # [G, N] int8, as
+    deep: Tensor,  # [G, N] int8: both are filled in, where the tree is of this topk
+) -> None:
+    """How many drafts each tree of `topk` accepts at each place, and how deep it is."""
+    steps = wanted.shape[1]
+    matching = ranks(candidates.scores, path(candidates, wanted, topk), steps, topk)
+    foremost = ranks(candidates.scores, leaders(candidates.scores, steps, topk), steps, topk)
+    for s in {s for s, k, _ in trees if k == topk}:
+        chosen = [g for g, (steps, k, _) in enumerate(trees) if (steps, k) == (s, topk)]
+        most = torch.tensor([trees[g][2] - 1 for g in chosen], device=wanted.device)
+        accepted[chosen] = (matching[:, :s, s - 1, None] < most).sum(1).T.to(torch.int8)
+        deep[chosen] = (foremost[:, :s, s - 1, None] < most).sum(1).T.to(torch.int8)
+
+
+def path(candidates: Candidates, wanted: Tensor, topk: int) -> Tensor:
+    """wanted [N, S]: the answer's next tokens, -1 past its end -> candidate numbers [N, S] of the nodes that match them, -2
+    from the first that none matches.
     """
-    n, count = candidates.scores.shape
-    ends = [topk + s * topk * topk for s in range(steps)]  # candidates of the first s + 1 steps
-    numbers = torch.arange(count, device=wanted.device)
-    rank = torch.full((n, steps, steps), NEVER, device=wanted.device)
-    parent = torch.full((n, 1), -1, device=wanted.device)
-    for depth, end in enumerate(ends):
-        begin = ends[depth - 1] if depth else 0
+    parent, numbers = torch.full_like(wanted[:, :1], -1), []
+    for step in range(wanted.shape[1]):
+        begin, end = _level(step, topk)
         here = candidates.parents[:, begin:end] == parent
-        here &= candidates.tokens[:, begin:end] == wanted[:, depth, None]
-        found = here.any(1)
+        here &= candidates.tokens[:, begin:end] == wanted[:, step, None]
         number = begin + here.int().argmax(1)  # at most one matches: siblings carry different tokens
-        score = torch.gather(candidates.scores, 1, number[:, None])
-        before = (candidates.scores > score) | ((candidates.scores == score) & (numbers < number[:, None]))
-        before_by_step = before.cumsum(1)[:, [e - 1 for e in ends]]  # [N, S]
-        rank[:, depth, depth:] = torch.where(found[:, None], before_by_step, NEVER)[:, depth:]
-        parent = torch.where(found, number, -2)[:, None]  # -2 is nobody's parent
-    return rank
+        parent = torch.where(here.any(1), number, -2)[:, None]  # -2 is nobody's parent
+        numbers.append(parent)
+    return torch.cat(numbers, 1)
 
 
-def walk(accepted: Tensor, deep: Tensor, count: Tensor, steps: int) -> Replayed:
+def leaders(scores: Tensor, steps: int, topk: int) -> Tensor:
+    """scores [N, C] -> [N, S]: the number of each step's best candidate, which the tree holds iff it goes as deep."""
+    numbers = torch.arange(scores.shape[1], device=scores.device)
+    found = []
+    for step in range(steps):
+        begin, end = _level(step, topk)
+        level = scores[:, begin:end]
+        best = level == level.amax(1, keepdim=True)
+        found.append(torch.where(best, numbers[begin:end], NEVER).amin(1))
+    return torch.stack(found, 1)
+
+
+def ranks(scores: Tensor, numbers: Tensor, steps: int, topk: int) -> Tensor:
+    """scores [N, C] of candidates, numbers [N, D] of some of them, or negative -> rank [N, D, S] int32.
+
+    rank[n, d, s] is how many candidates of the first s + 1 steps come before it, by (score descending, number ascending);
+    NEVER where the number is negative. Of a step before its own it says nothing.
+    """
+    every = torch.arange(scores.shape[1], device=scores.device, dtype=torch.int32)
+    rank = []
+    for number in numbers.unbind(1):
+        score = torch.gather(scores, 1, number.clamp(min=0)[:, None])
+        before = (scores > score) | ((scores == score) & (every < number[:, None]))  # [N, C]
+        first = before[:, :topk].sum(1, keepdim=True, dtype=torch.int32)
+        later = before[:, topk:].unflatten(1, (steps - 1, -1)).sum(2, dtype=torch.int32) if steps > 1 else first[:, :0]
+        by_step = torch.cat([first, later], 1).cumsum(1, dtype=torch.int32)  # [N, S]
+        rank.append(torch.where(number[:, None] < 0, NEVER, by_step))
+    return torch.stack(rank, 1)
+
+
+def _level(step: int, topk: int) -> tuple[int, int]:
+    """The candidate numbers of a step, counted from 0: from the first to before the second."""
+    return (topk + (step - 1) * topk * topk if step else 0), topk + step * topk * topk
+
+
+def walk(accepted: Tensor, deep: Tensor, counts: Tensor, steps: int) -> Replayed:
     """The cycles of each tree: from the first place on, accept, step over the bonus token, and stand at the next.
 
-    accepted [G, B, P]: drafts if decoding stands at a place; deep [G, B, P]: the tree's depth there; count [B] places.
+    accepted [G, L + 1]: drafts if decoding stands at a place, those of all answers one behind the other, and one that is
+    nobody's; deep likewise: the tree's depth there; counts [B] places of each answer.
     """
-    stand = torch.zeros(accepted.shape[:2], dtype=torch.int64, device=accepted.device)  # [G, B]
+    stand = torch.zeros(len(accepted), len(counts), dtype=torch.int64, device=accepted.device)  # [G, B]
     total, cycles, depth = torch.zeros_like(stand), torch.zeros_like(stand), torch.zeros_like(stand)
-    reached = torch.zeros(*stand.shape, steps, dtype=torch.int64, device=accepted.device)
-    least = torch.arange(1, steps + 1, device=accepted.device)
-    last = accepted.shape[2] - 1
-    while bool((going := stand < count).any()):
-        here = stand.clamp(max=last)[..., None]
-        step = torch.gather(accepted, 2, here)[..., 0]
+    times = torch.zeros(
+        *stand.shape, steps + 1, dtype=torch.int64, device=accepted.device
+    )  # cycles that accepted s drafts
+    begin = counts.cumsum(0) - counts
+    for cycle in range(int(counts.max())):
+        going = stand < counts
+        if cycle % 16 == 15 and not bool(going.any()):  # a GPU is asked now and then only
+            break
+        here = begin + torch.minimum(stand, counts)
+        step = torch.gather(accepted, 1, here).long()
         total += step * going
         cycles += going
-        depth += torch.gather(deep, 2, here)[..., 0] * going
-        reached += (step[..., None] >= least) & going[..., None]
+        depth += torch.gather(deep, 1, here) * going
+        times.scatter_add_(2, step[..., None], going[..., None].long())
         stand = torch.where(going, stand + step + 1, stand)
+    reached = times.flip(2).cumsum(2).flip(2)[..., 1:]
     return Replayed(total.T, cycles.T, reached.transpose(0, 1), depth.T)
 
 
-def _following(ids: Tensor, where: Tensor, ends: Tensor, steps: int) -> Tensor:
-    """[B, P, S]: the answer's tokens after the bonus token of each place, -1 past the answer's end."""
-    index = where[..., None] + 2 + torch.arange(steps, device=ids.device)
-    tokens = torch.gather(ids[:, None].expand(-1, where.shape[1], -1), 2, index.clamp(max=ids.shape[1] - 1))
+def _following(ids: Tensor, ends: Tensor, steps: int) -> Tensor:
+    """[B, T, S]: the answer's tokens after the bonus token of each p, -1 past the answer's end."""
+    index = (
+        torch.arange(ids.shape[1], device=ids.device)[:, None] + 2 + torch.arange(steps, device=ids.device)
+    )  # [T, S]
+    tokens = ids[:, index.clamp(max=ids.shape[1] - 1)]
     return torch.where(index < ends[:, None, None], tokens, -1)

@@ -58,17 +58,18 @@ def slow_tree(
 def test_replay_equals_building_every_tree_and_walking(topk: int, options: str, semantics: str) -> None:
     draft, embedding, _ = random_draft(3, **OPTIONS[options])
     rows = make_answers(draft, embedding, 4)
-    trees = [(s, s + 1) for s in (1, 2, 4)] if topk == 1 else [(1, 3), (3, 5), (3, 8), (4, 8)]
+    shapes = [(s, s + 1) for s in (1, 2, 4)] if topk == 1 else [(1, 3), (3, 5), (3, 8), (4, 8)]
+    trees = [(s, topk, m) for s, m in shapes]
     accepted, cycles, reached, deep = replay(
         draft, embedding,
         pad_sequence([torch.tensor(r[0]) for r in rows], batch_first=True),
         pad_sequence([r[1] for r in rows], batch_first=True),
-        torch.tensor([r[2] for r in rows]), torch.tensor([r[3] for r in rows]), topk, trees,
+        torch.tensor([r[2] for r in rows]), torch.tensor([r[3] for r in rows]), trees,
         semantics=semantics,
     )  # fmt: skip
     assert accepted.sum() > 5, "nothing is accepted, so nothing is tested"
     for b, (ids, features, start, end) in enumerate(rows):
-        for g, (steps, tokens) in enumerate(trees):
+        for g, (steps, _, tokens) in enumerate(trees):
             bonus, total, count, levels, far = start, 0, 0, 0, [0] * reached.shape[2]
             while bonus < end - 1:
                 paths = slow_tree(draft, embedding, ids, features, bonus - 1, steps, topk, tokens, semantics)
@@ -107,7 +108,7 @@ def test_expansion_scores_are_products_of_the_slow_drafts_chances(options: str) 
 
 def test_walk_steps_over_the_bonus_token() -> None:
     """Two accepted, bonus, none accepted, bonus, one accepted and the answer ends: 3 drafts in 3 cycles."""
-    accepted, deep = torch.tensor([[[2, 9, 9, 0, 1, 9]]]), torch.tensor([[[3, 9, 9, 2, 1, 9]]])
+    accepted, deep = torch.tensor([[2, 3, 3, 0, 1, 3, 3]]), torch.tensor([[3, 3, 3, 2, 1, 3, 3]])
     found = walk(accepted, deep, torch.tensor([6]), 3)
     assert (found.accepted.item(), found.cycles.item(), found.depth.item()) == (3, 3, 6)
     assert found.reached.tolist() == [[[2, 1, 0]]]  # two of the cycles accepted one draft or more, one of them two
@@ -117,5 +118,5 @@ def test_an_answer_of_one_token_has_no_cycle() -> None:
     """The only token comes from prefill; nothing is drafted."""
     draft, embedding, _ = random_draft(3)
     ids, features = torch.randint(0, 20, (1, 5)), torch.randn(1, 5, 3 * CONFIG.hidden_size)
-    accepted, cycles = replay(draft, embedding, ids, features, torch.tensor([4]), torch.tensor([5]), 2, [(3, 5)])[:2]
+    accepted, cycles = replay(draft, embedding, ids, features, torch.tensor([4]), torch.tensor([5]), [(3, 2, 5)])[:2]
     assert (accepted.item(), cycles.item()) == (0, 0)

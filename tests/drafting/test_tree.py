@@ -56,13 +56,15 @@ def enumerate_candidates(
 
 def tensors(kind: str, seed: int, steps: int, topk: int, semantics: str) -> tree.Candidates:
     """The same expansion through stages.drafting.tree, one tree."""
-    beam, ids = tree.first_step(torch.tensor([successors((), kind, seed, semantics)]), topk)
+    beam, ids = tree.best(torch.tensor([successors((), kind, seed, semantics)]), topk)
     paths = [(t,) for t in ids[0].tolist()]
     numbers = list(range(topk))
     scores, tokens, parents = [beam], [ids], [torch.full_like(ids, -1)]
     for step in range(1, steps):
         chances = torch.tensor([[successors(p, kind, seed, semantics) for p in paths]])
-        new_scores, new_ids, beam, places = tree.next_step(beam, chances, tree.SEMANTICS[semantics].join)
+        chances, new_ids = tree.best(chances, topk)
+        new_scores, beam, places = tree.next_step(beam, chances, tree.SEMANTICS[semantics].join)
+        new_ids = new_ids.flatten(1)
         scores.append(new_scores)
         tokens.append(new_ids)
         parents.append(torch.tensor([numbers]).repeat_interleave(topk, dim=1))
