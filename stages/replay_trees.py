@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from stages import params
-from stages.drafting import acceptance
+from stages.drafting import acceptance, bounds
 from stages.drafting.draft import Draft, Seen
 from stages.drafting.replay import replay, room
 from stages.formats import checkpoint, hiddens, manifest, replays
@@ -36,8 +36,13 @@ def main(name: str) -> None:
 
     settings = p.replay_trees
     grid = settings.trees()
-    accepted, cycles, reached, depth = _replay(draft, embedding.to(p.target.device, dtype), rows, grid, settings)
+    accepted, cycles, reached, depth, oracle, adaptive = _replay(
+        draft, embedding.to(p.target.device, dtype), rows, grid, settings
+    )
     low, high = acceptance.interval(accepted, cycles)
+    cuts = dict(
+        zip(sorted({t.topk for t in grid}), adaptive.swapaxes(0, 1), strict=True)
+    )  # [3, thresholds, steps] of a topk
     found: list[dict[str, Any]] = []
     for g, tree in enumerate(grid):
         tau = acceptance.tau(accepted[:, g], cycles[:, g])
@@ -55,6 +60,8 @@ def main(name: str) -> None:
                 "accepted": int(accepted[:, g].sum()),
                 "mean_depth": float(depth[g] / max(1, cycles[:, g].sum())),
                 "acceptance": _by_depth(reached[g], int(cycles[:, g].sum()), tree.num_steps),
+                "tau_oracle": acceptance.tau(*oracle[:, g]),
+                "tau_adaptive": bounds.at_width(cuts[tree.topk][:, :, tree.num_steps - 1], tree.num_draft_tokens),
             }
         )
     replays.write(replays.path(name), found)
@@ -67,13 +74,16 @@ def main(name: str) -> None:
 
 def _replay(
     draft: Draft, embedding, rows: list[hiddens.Row], grid: list[Tree], settings: params.ReplayTrees
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, ...]:
     """Accepted drafts and verify cycles of each answer and tree, [rows, trees] each; over all answers, cycles that
-    accepted at least s + 1 drafts [trees, steps], and summed depths of trees [trees].
+    accepted at least s + 1 drafts [trees, steps], and summed depths of trees [trees]; the oracle's accepted drafts and
+    cycles [2, trees]; and those of adaptive trees, with their drafted nodes, [3, topks, thresholds, steps].
     """
     accepted = np.zeros((len(rows), len(grid)), dtype=np.int64)
     cycles, depth = np.zeros_like(accepted), np.zeros(len(grid), dtype=np.int64)
-    reached = np.zeros((len(grid), max(t.num_steps for t in grid)), dtype=np.int64)
+    steps, topks = max(t.num_steps for t in grid), {t.topk for t in grid}
+    reached, oracle = np.zeros((len(grid), steps), dtype=np.int64), np.zeros((2, len(grid)), dtype=np.int64)
+    adaptive = np.zeros((3, len(topks), len(bounds.THRESHOLDS), steps), dtype=np.int64)
     device, shapes = embedding.device, [(t.num_steps, t.topk, t.num_draft_tokens) for t in grid]
     fits = room(draft, shapes, int(settings.memory_gib * 2**30))
     with tqdm(total=len(rows), desc="replay", unit="row", mininterval=2) as bar:
@@ -88,8 +98,11 @@ def _replay(
             accepted[here], cycles[here] = found.accepted.cpu().numpy(), found.cycles.cpu().numpy()
             depth += found.depth.sum(0).cpu().numpy()
             reached += found.reached.sum(0).cpu().numpy()
+            oracle += torch.stack([found.oracle_accepted, found.oracle_cycles]).sum(1).cpu().numpy()
+            sums = torch.stack([found.adaptive.accepted, found.adaptive.cycles, found.adaptive.depth]).sum(1)
+            adaptive += sums.view(adaptive.shape).cpu().numpy()
             bar.update(len(batch))
-    return accepted, cycles, reached, depth
+    return accepted, cycles, reached, depth, oracle, adaptive
 
 
 def _batches(lengths: list[int], tokens: int) -> Iterator[slice]:

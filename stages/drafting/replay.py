@@ -20,20 +20,36 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from stages.drafting.bounds import THRESHOLDS, cut, fewest
 from stages.drafting.draft import Draft, Seen, attend, first_state, in_sight, prefix
 from stages.drafting.expand import AT_ONCE, grow
-from stages.drafting.tree import Candidates
+from stages.drafting.tree import SEMANTICS, Candidates, level
 
 NEVER = torch.iinfo(torch.int32).max  # the rank of a node that does not exist
 
 
-class Replayed(NamedTuple):
+class Walked(NamedTuple):
     """Of every answer and tree, as integers."""
 
     accepted: Tensor  # [B, G] drafts
     cycles: Tensor  # [B, G] verify cycles
     reached: Tensor  # [B, G, S] cycles that accepted at least s + 1 drafts
     depth: Tensor  # [B, G] depths of the trees of those cycles, summed
+
+
+class Replayed(NamedTuple):
+    """`Walked` of the grid's trees, and beside them what other trees from the same candidates would do: `bounds`."""
+
+    accepted: Tensor  # [B, G]
+    cycles: Tensor  # [B, G]
+    reached: Tensor  # [B, G, S]
+    depth: Tensor  # [B, G]
+    oracle_accepted: Tensor  # [B, G]
+    oracle_cycles: Tensor  # [B, G]
+    adaptive: (
+        Walked  # [B, K * Q * S, ...]: of each topk, ascending, each threshold, and of each the first 1, 2, ... steps;
+    )
+    # its depth is not that: the drafted nodes of the cycles' trees, summed
 
 
 class Room(NamedTuple):
@@ -77,7 +93,11 @@ def replay(
 
     total = int(counts.sum())
     accepted = torch.zeros(len(trees), total + 1, dtype=torch.int8, device=device)  # [G, L + 1]: the last is nobody's
-    deep, done = torch.zeros_like(accepted), 0
+    deep, reach, done = torch.zeros_like(accepted), torch.zeros_like(accepted), 0
+    thresholds = SEMANTICS[semantics].score(torch.tensor(THRESHOLDS, device=device))
+    cuts = len(topks), len(THRESHOLDS), steps
+    cut_accepted = torch.zeros(*cuts, total + 1, dtype=torch.int8, device=device)
+    cut_nodes = torch.zeros(*cuts, total + 1, dtype=torch.int16, device=device)
     queries = draft.config.num_attention_heads * sum(topks)  # of a place, at most
     width = max(1, AT_ONCE[device.type] // (queries * ids.shape[1]))
     for blocks in _parts(spans, width, at_once):
@@ -103,9 +123,13 @@ def replay(
             states.append(first_state(draft, embeds[None], fused[block.row, None, inside], at, k, v, sight)[0])
         grown = grow(draft, embedding, torch.cat(states), positions, look, steps, topks, semantics)
         here = slice(done, done := done + len(where))
-        for k, candidates in grown.items():
-            _reach(candidates, following[row, where], k, trees, accepted[:, here], deep[:, here])
-    return walk(accepted, deep, counts, steps)
+        for i, k in enumerate(topks):
+            numbers = path(grown[k], following[row, where], k)
+            of_trees = [x[:, here] for x in (accepted, deep, reach)]
+            _reach(grown[k].scores, numbers, k, trees, *of_trees)
+            cut_accepted[i, ..., here], cut_nodes[i, ..., here] = cut(grown[k].scores, numbers, k, thresholds)
+    adaptive = walk(cut_accepted.flatten(0, 2), cut_nodes.flatten(0, 2), counts, steps)
+    return Replayed(*walk(accepted, deep, counts, steps), *fewest(reach, counts, steps), adaptive)
 
 
 def room(draft: Draft, trees: Sequence[tuple[int, int, int]], memory: int) -> Room:
@@ -113,7 +137,8 @@ def room(draft: Draft, trees: Sequence[tuple[int, int, int]], memory: int) -> Ro
     c, size = draft.config, draft.fc.weight.element_size()
     steps, topks = max(s for s, _, _ in trees), {k for _, k, _ in trees}
     cached = 2 * c.num_key_value_heads * c.head_dim
-    token = (3 * c.hidden_size + 4 * c.hidden_size + 2 * cached) * size + 2 * len(trees) + 8 * steps
+    walked = len(trees) + len(topks) * len(THRESHOLDS) * steps
+    token = (7 * c.hidden_size + 2 * cached) * size + 3 * walked + 8 * steps
     own = 2 * steps * cached  # old and new
     layer = 8 * c.hidden_size + 3 * c.intermediate_size + 6 * c.num_attention_heads * c.head_dim
     node = (own + layer) * size + 16 * max(topks)
@@ -139,22 +164,24 @@ def _parts(spans: Sequence[Block], width: int, at_once: int) -> Iterator[list[Bl
 
 
 def _reach(
-    candidates: Candidates,
-    wanted: Tensor,  # [N, S]
+    scores: Tensor,  # [N, C]
+    numbers: Tensor,  # [N, S] of the candidates that match the answer
     topk: int,
     trees: Sequence[tuple[int, int, int]],
-    accepted: Tensor,  # [G, N] int8, as
-    deep: Tensor,  # [G, N] int8: both are filled in, where the tree is of this topk
+    accepted: Tensor,  # [G, N] int8, as the next two are;
+    deep: Tensor,  # all are filled in
+    reach: Tensor,  # where the tree is of this topk
 ) -> None:
-    """How many drafts each tree of `topk` accepts at each place, and how deep it is."""
-    steps = wanted.shape[1]
-    matching = ranks(candidates.scores, path(candidates, wanted, topk), steps, topk)
-    foremost = ranks(candidates.scores, leaders(candidates.scores, steps, topk), steps, topk)
+    """How many drafts each tree of `topk` accepts at each place, how deep it is, and how many it could accept at most."""
+    steps = numbers.shape[1]
+    matching = ranks(scores, numbers, steps, topk)
+    foremost = ranks(scores, leaders(scores, steps, topk), steps, topk)
     for s in {s for s, k, _ in trees if k == topk}:
         chosen = [g for g, (steps, k, _) in enumerate(trees) if (steps, k) == (s, topk)]
-        most = torch.tensor([trees[g][2] - 1 for g in chosen], device=wanted.device)
+        most = torch.tensor([trees[g][2] - 1 for g in chosen], device=scores.device)
         accepted[chosen] = (matching[:, :s, s - 1, None] < most).sum(1).T.to(torch.int8)
         deep[chosen] = (foremost[:, :s, s - 1, None] < most).sum(1).T.to(torch.int8)
+        reach[chosen] = torch.minimum((numbers[:, :s] >= 0).sum(1), most[:, None]).to(torch.int8)
 
 
 def path(candidates: Candidates, wanted: Tensor, topk: int) -> Tensor:
@@ -163,7 +190,7 @@ def path(candidates: Candidates, wanted: Tensor, topk: int) -> Tensor:
     """
     parent, numbers = torch.full_like(wanted[:, :1], -1), []
     for step in range(wanted.shape[1]):
-        begin, end = _level(step, topk)
+        begin, end = level(step, topk)
         here = candidates.parents[:, begin:end] == parent
         here &= candidates.tokens[:, begin:end] == wanted[:, step, None]
         number = begin + here.int().argmax(1)  # at most one matches: siblings carry different tokens
@@ -177,9 +204,9 @@ def leaders(scores: Tensor, steps: int, topk: int) -> Tensor:
     numbers = torch.arange(scores.shape[1], device=scores.device)
     found = []
     for step in range(steps):
-        begin, end = _level(step, topk)
-        level = scores[:, begin:end]
-        best = level == level.amax(1, keepdim=True)
+        begin, end = level(step, topk)
+        here = scores[:, begin:end]
+        best = here == here.amax(1, keepdim=True)
         found.append(torch.where(best, numbers[begin:end], NEVER).amin(1))
     return torch.stack(found, 1)
 
@@ -202,12 +229,7 @@ def ranks(scores: Tensor, numbers: Tensor, steps: int, topk: int) -> Tensor:
     return torch.stack(rank, 1)
 
 
-def _level(step: int, topk: int) -> tuple[int, int]:
-    """The candidate numbers of a step, counted from 0: from the first to before the second."""
-    return (topk + (step - 1) * topk * topk if step else 0), topk + step * topk * topk
-
-
-def walk(accepted: Tensor, deep: Tensor, counts: Tensor, steps: int) -> Replayed:
+def walk(accepted: Tensor, deep: Tensor, counts: Tensor, steps: int) -> Walked:
     """The cycles of each tree: from the first place on, accept, step over the bonus token, and stand at the next.
 
     accepted [G, L + 1]: drafts if decoding stands at a place, those of all answers one behind the other, and one that is
@@ -231,7 +253,7 @@ def walk(accepted: Tensor, deep: Tensor, counts: Tensor, steps: int) -> Replayed
         times.scatter_add_(2, step[..., None], going[..., None].long())
         stand = torch.where(going, stand + step + 1, stand)
     reached = times.flip(2).cumsum(2).flip(2)[..., 1:]
-    return Replayed(total.T, cycles.T, reached.transpose(0, 1), depth.T)
+    return Walked(total.T, cycles.T, reached.transpose(0, 1), depth.T)
 
 
 def _following(ids: Tensor, ends: Tensor, steps: int) -> Tensor:

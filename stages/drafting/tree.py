@@ -36,12 +36,18 @@ class Semantics(NamedTuple):
 
     chances: Callable[[Tensor], Tensor]  # a step's logits [..., D] float32 -> what each token adds to a path's score
     join: Callable[[Tensor, Tensor], Tensor]  # a path's score and that
+    score: Callable[[Tensor], Tensor]  # a path's probability -> its score
 
 
 SEMANTICS = {
-    "sglang": Semantics(partial(torch.softmax, dim=-1), torch.mul),
-    "eagle": Semantics(partial(torch.log_softmax, dim=-1), torch.add),
+    "sglang": Semantics(partial(torch.softmax, dim=-1), torch.mul, torch.clone),
+    "eagle": Semantics(partial(torch.log_softmax, dim=-1), torch.add, torch.log),
 }
+
+
+def level(step: int, topk: int) -> tuple[int, int]:
+    """The candidate numbers of a step, counted from 0: from the first to before the second."""
+    return (topk + (step - 1) * topk * topk if step else 0), topk + step * topk * topk
 
 
 @dataclass
@@ -54,7 +60,7 @@ class Candidates:
 
     def first_steps(self, steps: int, topk: int) -> "Candidates":
         """The same expansion stopped earlier: what `steps` steps would have recorded."""
-        count = topk + (steps - 1) * topk * topk
+        count = level(steps - 1, topk)[1]
         return Candidates(self.scores[:, :count], self.tokens[:, :count], self.parents[:, :count])
 
 
