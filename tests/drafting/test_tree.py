@@ -154,6 +154,22 @@ def test_best_breaks_ties_by_place(shape: tuple[int, ...]) -> None:
     assert values.reshape(-1, 4).tolist() == [[row[i] for i in e] for row, e in zip(flat, expected, strict=True)]
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(tree.FEW - 2, 2 * tree.FEW), st.integers(1, 12), st.sampled_from([1, 2, 5, 60]), st.integers(0, 1000)
+)
+def test_best_of_a_vocabulary_breaks_ties_by_place_too(count: int, k: int, kinds: int, seed: int) -> None:
+    """Few different scores among many: the k-th best has equals that are not taken, and torch.topk may take any of them."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.cat([torch.randn(kinds, generator=generator), torch.tensor([0.0, -0.0, -torch.inf, 1e-40])])
+    scores = values[torch.randint(0, len(values), (3, 2, count), generator=generator)]
+    found, places = tree.best(scores, k)
+    rows = scores.reshape(-1, count).tolist()
+    expected = [sorted(range(count), key=lambda i, row=row: (-row[i], i))[:k] for row in rows]
+    assert places.reshape(-1, k).tolist() == expected
+    assert found.reshape(-1, k).tolist() == [[row[i] for i in e] for row, e in zip(rows, expected, strict=True)]
+
+
 def test_products_stay_ordered_when_they_underflow() -> None:
     """Products of tiny chances reach denormals and zero; their bits still order as their values do."""
     scores = torch.tensor([[math.ldexp(1, -149), 0.0, math.ldexp(1, -126), 1.0, 0.0]])
