@@ -2,7 +2,7 @@
 
 Replay asks for all positions of many prompts and for several topks at once, the engine for one of each: the same `grow`
 serves both. What a node holds follows from its path alone, not from the topk whose beam it is in, so a node that several
-beams hold is computed once: of topk 1 to 10, 55 beam slots a position, about 20 are different (docs/LOG.md).
+beams hold is computed once.
 
 Letters: N positions, K a topk, W the widest topk, M nodes of a step, S own ancestors with self, H hidden, A attention
 heads, G key-value heads, E head width, C candidates; in `expand` N = B rows * P positions of a row, T prefix tokens.
@@ -23,7 +23,7 @@ from stages.drafting.tree import Candidates
 Look = Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 # Numbers of an intermediate that are made at once: on a CPU they should stay in its cache, a GPU wants many.
-AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 26}
+AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 27}
 
 
 class Beam(NamedTuple):
@@ -88,25 +88,27 @@ def grow(
     own_k = own_v = None  # [M, S, G, E]
     for step in range(1, steps):
         children, nodes = _distinct([beams[k].children for k in topks], ids.numel())
-        parents, tokens = children // widest, ids.flatten()[children]  # [M]
-        place, before = place[parents], hidden[parents]
+        parents = children // widest  # [M]
+        tokens, place, before = _pick(ids.flatten(), children), _pick(place, parents), _pick(hidden, parents)
         cos, sin = draft.rope(positions + step)  # [N, 1, E/2]
-        rope = cos[place], sin[place]
-        mixed = draft.mix(embedding[tokens], before)
+        rope = _pick(cos, place), _pick(sin, place)
+        mixed = draft.mix(_pick(embedding, tokens), before)
         key, value = draft.keys_values(mixed, rope)
         own_k, own_v = _append(own_k, parents, key), _append(own_v, parents, value)
         hidden = draft.finish(before, look(step, place, draft.queries(mixed, rope), own_k, own_v))
         chances, ids = _children(draft, hidden, score, widest)
 
-        begin = {k: k + (step - 1) * k * k for k in topks}  # the first candidate number of this step
         for k, node in zip(topks, nodes, strict=True):  # [N, K]
-            scores, beam, places = tree.next_step(beams[k].scores, chances[node, :k], score.join)
-            for record, new in zip(
-                found[k], (scores, ids[node, :k].flatten(1), beams[k].numbers.repeat_interleave(k, dim=1)), strict=True
-            ):
-                record.append(new)
+            adds, new = chances, ids  # [M, W]; of one topk the nodes are its beam's, in order
+            if len(topks) > 1:
+                adds, new = (_pick(x, node.flatten())[:, :k] for x in (chances, ids))
+            adds, new = adds.reshape(-1, k, k), new.reshape(-1, k * k)
+            scores, beam, places = tree.next_step(beams[k].scores, adds, score.join)
+            records = scores, new, beams[k].numbers.repeat_interleave(k, dim=1)
+            for record, more in zip(found[k], records, strict=True):
+                record.append(more)
             chosen = torch.gather(node, 1, places // k) * widest + places % k
-            beams[k] = Beam(beam, chosen, places + begin[k])
+            beams[k] = Beam(beam, chosen, places + tree.level(step, k)[0])
     return {k: Candidates(*(torch.cat(parts, 1) for parts in found[k])) for k in topks}
 
 
@@ -114,7 +116,7 @@ def _children(draft: Draft, state: Tensor, score: tree.Semantics, count: int) ->
     """state [M, H] -> what the best `count` successors of each add to its score, and their target ids, [M, W]."""
     rows = max(1, AT_ONCE[state.device.type] // draft.config.draft_vocab_size)
     parts = [tree.best(score.chances(draft.logits(part).float()), count) for part in state.split(rows)]
-    chances, ids = (torch.cat(x) for x in zip(*parts, strict=True))
+    chances, ids = parts[0] if len(parts) == 1 else (torch.cat(x) for x in zip(*parts, strict=True))
     return chances, draft.to_target(ids)
 
 
@@ -132,4 +134,9 @@ def _distinct(beams: list[Tensor], count: int) -> tuple[Tensor, list[Tensor]]:
 
 def _append(own: Tensor | None, parents: Tensor, new: Tensor) -> Tensor:
     """The parents' own keys or values [., S-1, G, E], and each node's new one [M, G, E] -> [M, S, G, E]."""
-    return new[:, None] if own is None else torch.cat([own[parents], new[:, None]], dim=1)
+    return new[:, None] if own is None else torch.cat([_pick(own, parents), new[:, None]], dim=1)
+
+
+def _pick(x: Tensor, index: Tensor) -> Tensor:
+    """x[index], where a decoding step of one position waits for Python: half the time of that."""
+    return x.index_select(0, index)

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-FEW = 128  # scores, of which the way that needs no second look is the faster
+FEW, SMALL = 128, 1 << 14  # scores in a row, in all: of fewer, the way that needs no second look is the faster
 
 
 class Semantics(NamedTuple):
@@ -79,10 +79,10 @@ def best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
     torch.topk promises nothing about ties. Of a vocabulary it is asked all the same, since that is the fastest way to the
     k largest values: where the next one is smaller, they have k places, to be put in order; where it is equal, and among
-    few scores, they are found by `_by_keys`.
+    few scores, `_by_keys` finds them.
     """
     assert scores.dtype == torch.float32
-    if scores.shape[-1] <= max(k, FEW):
+    if scores.shape[-1] <= max(k, FEW) or scores.numel() <= SMALL:
         places = _by_keys(scores, k)
         return torch.gather(scores, -1, places), places
     values, places = torch.topk(scores, k + 1, dim=-1)
