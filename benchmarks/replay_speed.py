@@ -22,11 +22,10 @@ from torch.nn.utils.rnn import pad_sequence
 from stages.drafting import acceptance, tree
 from stages.drafting.draft import Draft, DraftConfig, first_state, in_sight, prefix
 from stages.drafting.expand import expand
-from stages.drafting.replay import Replayed, replay, room
+from stages.drafting.replay import Replayed, Shape, replay, room
 
 PEAK = {"float32": 67e12, "bfloat16": 989e12}  # FLOP/s of an H200 (its data sheet; float32 without TF32)
 BYTES = 4.8e12  # a second
-Shape = tuple[int, int, int]  # num_steps, topk, num_draft_tokens
 
 
 def main() -> None:

@@ -10,10 +10,11 @@ more costs two bytes a place, and its walk.
 Places are not padded: those of all answers stand one behind the other, and are expanded in parts that fit into memory.
 
 Letters: B rows, T tokens, L places of all answers, N places of a part, S steps, C candidates, D nodes that are ranked,
-G trees of the grid.
+G trees of the grid, K topks, Q thresholds.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from stages.drafting.expand import AT_ONCE, grow
 from stages.drafting.tree import SEMANTICS, Candidates, level
 
 NEVER = torch.iinfo(torch.int32).max  # the rank of a node that does not exist
+Shape = tuple[int, int, int]  # num_steps, topk, num_draft_tokens
 
 
 class Walked(NamedTuple):
@@ -46,10 +48,9 @@ class Replayed(NamedTuple):
     depth: Tensor  # [B, G]
     oracle_accepted: Tensor  # [B, G]
     oracle_cycles: Tensor  # [B, G]
-    adaptive: (
-        Walked  # [B, K * Q * S, ...]: of each topk, ascending, each threshold, and of each the first 1, 2, ... steps;
-    )
-    # its depth is not that: the drafted nodes of the cycles' trees, summed
+    # Of each topk, ascending, each threshold, and of it the first 1, 2, ... steps: [B, K * Q * S, ...]. For depth it has the
+    # drafted nodes of the cycles' trees, summed.
+    adaptive: Walked
 
 
 class Room(NamedTuple):
@@ -60,11 +61,60 @@ class Room(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Places of one row, one behind the other: they share keys and a mask's width."""
+    """Places of one row, one behind the other: they share its keys."""
 
     row: int
     begin: int  # p of the first: the last verified token before the bonus
     end: int  # p after the last, and so many tokens the last one sees
+
+
+class Part(NamedTuple):
+    """Blocks that are expanded together."""
+
+    blocks: list[Block]
+    row: Tensor  # [N] of each place
+    where: Tensor  # [N] its p
+    edges: Tensor  # which place each block begins with, and N
+
+    @classmethod
+    def of(cls, blocks: list[Block], device: torch.device) -> "Part":
+        row = torch.cat([torch.full((b.end - b.begin,), b.row) for b in blocks])
+        where = torch.cat([torch.arange(b.begin, b.end) for b in blocks])
+        edges = torch.tensor([0, *(b.end - b.begin for b in blocks)]).cumsum(0)
+        return cls(blocks, row.to(device), where.to(device), edges.to(device))
+
+
+class Tables:
+    """What is found at every place: those of all answers one behind the other, and one that is nobody's (L + 1)."""
+
+    def __init__(self, trees: Sequence[Shape], places: int, semantics: str, device: torch.device):
+        self.trees, self.topks, self.steps = trees, sorted({k for _, k, _ in trees}), max(s for s, _, _ in trees)
+        self.thresholds = SEMANTICS[semantics].score(torch.tensor(THRESHOLDS, device=device))  # [Q]
+        cuts = len(self.topks), len(THRESHOLDS), self.steps, places + 1
+        self.accepted = torch.zeros(len(trees), places + 1, dtype=torch.int8, device=device)  # [G, L + 1] drafts
+        self.deep = torch.zeros_like(self.accepted)  # [G, L + 1] the tree's depth
+        self.reach = torch.zeros_like(self.accepted)  # [G, L + 1] drafts of the best tree of all
+        self.cut_accepted = torch.zeros(cuts, dtype=torch.int8, device=device)  # [K, Q, S, L + 1]
+        self.cut_nodes = torch.zeros(cuts, dtype=torch.int16, device=device)  # [K, Q, S, L + 1]
+
+    def fill(self, here: slice, topk: int, candidates: Candidates, wanted: Tensor) -> None:
+        """The places `here` of the trees of `topk`; wanted [N, S] the answer's next tokens."""
+        scores, numbers, trees = candidates.scores, path(candidates, wanted, topk), self.trees
+        matching = ranks(scores, numbers, self.steps, topk)
+        foremost = ranks(scores, leaders(scores, self.steps, topk), self.steps, topk)
+        for s in {s for s, k, _ in trees if k == topk}:
+            chosen = [g for g, (steps, k, _) in enumerate(trees) if (steps, k) == (s, topk)]
+            most = torch.tensor([trees[g][2] - 1 for g in chosen], device=scores.device)
+            self.accepted[chosen, here] = (matching[:, :s, s - 1, None] < most).sum(1).T.to(torch.int8)
+            self.deep[chosen, here] = (foremost[:, :s, s - 1, None] < most).sum(1).T.to(torch.int8)
+            self.reach[chosen, here] = torch.minimum((numbers[:, :s] >= 0).sum(1), most[:, None]).to(torch.int8)
+        place = self.topks.index(topk), ..., here
+        self.cut_accepted[place], self.cut_nodes[place] = cut(scores, numbers, topk, self.thresholds)
+
+    def walked(self, counts: Tensor) -> Replayed:
+        adaptive = walk(self.cut_accepted.flatten(0, 2), self.cut_nodes.flatten(0, 2), counts, self.steps)
+        static = walk(self.accepted, self.deep, counts, self.steps)
+        return Replayed(*static, *fewest(self.reach, counts, self.steps), adaptive)
 
 
 @torch.inference_mode()
@@ -75,64 +125,69 @@ def replay(
     features: Tensor,  # [B, T, 3H]
     starts: Tensor,  # [B] index of each answer's first token
     ends: Tensor,  # [B] index after its last
-    trees: Sequence[tuple[int, int, int]],  # num_steps, topk, num_draft_tokens
+    trees: Sequence[Shape],
     seen: Seen | None = None,  # of a target that sees
     semantics: str = "sglang",  # of tree.SEMANTICS
     at_once: int = 1024,  # places that are expanded together; see `room`
 ) -> Replayed:
     """What every tree accepts of every answer, and how deep trees are where decoding stands."""
-    device, steps = ids.device, max(s for s, _, _ in trees)
-    topks = sorted({k for _, k, _ in trees})
-    first, last = starts.tolist(), ends.tolist()
-    spans = [
-        Block(b, start - 1, max(start - 1, end - 2)) for b, (start, end) in enumerate(zip(first, last, strict=True))
-    ]
-    counts = torch.tensor([span.end - span.begin for span in spans], device=device)  # bonus token y_0 .. y_{n-2}
+    begins, last = (starts - 1).tolist(), (ends - 2).tolist()  # bonus token y_0 .. y_{n-2}
+    spans = [Block(b, begin, max(begin, end)) for b, (begin, end) in enumerate(zip(begins, last, strict=True))]
+    counts = torch.tensor([span.end - span.begin for span in spans], device=ids.device)
+    tables, done = Tables(trees, int(counts.sum()), semantics, ids.device), 0
     fused, keys, values = prefix(draft, ids, features, embedding, seen)
-    following = _following(ids, ends, steps)
+    following = _following(ids, ends, tables.steps)
 
-    total = int(counts.sum())
-    accepted = torch.zeros(len(trees), total + 1, dtype=torch.int8, device=device)  # [G, L + 1]: the last is nobody's
-    deep, reach, done = torch.zeros_like(accepted), torch.zeros_like(accepted), 0
-    thresholds = SEMANTICS[semantics].score(torch.tensor(THRESHOLDS, device=device))
-    cuts = len(topks), len(THRESHOLDS), steps
-    cut_accepted = torch.zeros(*cuts, total + 1, dtype=torch.int8, device=device)
-    cut_nodes = torch.zeros(*cuts, total + 1, dtype=torch.int16, device=device)
-    queries = draft.config.num_attention_heads * sum(topks)  # of a place, at most
-    width = max(1, AT_ONCE[device.type] // (queries * ids.shape[1]))
+    queries = draft.config.num_attention_heads * sum(tables.topks)  # of a place, at most
+    width = max(1, AT_ONCE[ids.device.type] // (queries * ids.shape[1]))
     for blocks in _parts(spans, width, at_once):
-        row = torch.cat([torch.full((p.end - p.begin,), p.row) for p in blocks]).to(device)  # [N]
-        where = torch.cat([torch.arange(p.begin, p.end) for p in blocks]).to(device)  # [N] p
-        positions = draft.turning(where, None if seen is None else seen.positions[row, where])
-        edges = torch.tensor([0, *(p.end - p.begin for p in blocks)], device=device).cumsum(0)  # where a block begins
-
-        def look(step, place, query, own_k, own_v, blocks=blocks, edges=edges, where=where):
-            out, p = torch.empty_like(query), where[place]
-            for block, (i, j) in zip(blocks, pairwise(torch.searchsorted(place, edges).tolist()), strict=True):
-                sight = in_sight(p[None, i:j], block.end, draft.config.sliding_window, step)
-                k, v = (x[block.row, None, : block.end] for x in (keys, values))
-                out[i:j] = attend(query[None, i:j], k, v, sight, own_k[None, i:j], own_v[None, i:j])[0]
-            return out
-
-        states = []
-        for block, (i, j) in zip(blocks, pairwise(edges.tolist()), strict=True):
-            sight = in_sight(where[None, i:j], block.end, draft.config.sliding_window)
-            k, v = (x[block.row, None, : block.end] for x in (keys, values))
-            embeds, inside = embedding[ids[block.row, block.begin + 1 : block.end + 1]], slice(block.begin, block.end)
-            at = positions[None, i:j]
-            states.append(first_state(draft, embeds[None], fused[block.row, None, inside], at, k, v, sight)[0])
-        grown = grow(draft, embedding, torch.cat(states), positions, look, steps, topks, semantics)
-        here = slice(done, done := done + len(where))
-        for i, k in enumerate(topks):
-            numbers = path(grown[k], following[row, where], k)
-            of_trees = [x[:, here] for x in (accepted, deep, reach)]
-            _reach(grown[k].scores, numbers, k, trees, *of_trees)
-            cut_accepted[i, ..., here], cut_nodes[i, ..., here] = cut(grown[k].scores, numbers, k, thresholds)
-    adaptive = walk(cut_accepted.flatten(0, 2), cut_nodes.flatten(0, 2), counts, steps)
-    return Replayed(*walk(accepted, deep, counts, steps), *fewest(reach, counts, steps), adaptive)
+        part = Part.of(blocks, ids.device)
+        positions = draft.turning(part.where, None if seen is None else seen.positions[part.row, part.where])
+        bonus, verified = embedding[ids[part.row, part.where + 1]], fused[part.row, part.where]
+        hidden = _first(draft, part, bonus, verified, positions, keys, values)
+        look = partial(_look, draft, part, keys, values)
+        grown = grow(draft, embedding, hidden, positions, look, tables.steps, tables.topks, semantics)
+        here = slice(done, done := done + len(part.where))
+        for topk, candidates in grown.items():
+            tables.fill(here, topk, candidates, following[part.row, part.where])
+    return tables.walked(counts)
 
 
-def room(draft: Draft, trees: Sequence[tuple[int, int, int]], memory: int) -> Room:
+def _first(
+    draft: Draft, part: Part, embeds: Tensor, fused: Tensor, positions: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
+    """Step 0 at the places of a part: embeds of the bonus tokens and fused features [N, H], keys and values of all rows
+    [B, T, G, E] -> state [N, H].
+    """
+    states = []
+    for block, (i, j) in zip(part.blocks, pairwise(part.edges.tolist()), strict=True):
+        sight = in_sight(part.where[None, i:j], block.end, draft.config.sliding_window)
+        k, v = (x[block.row, None, : block.end] for x in (keys, values))
+        states.append(first_state(draft, embeds[None, i:j], fused[None, i:j], positions[None, i:j], k, v, sight)[0])
+    return torch.cat(states)
+
+
+def _look(
+    draft: Draft,
+    part: Part,
+    keys: Tensor,
+    values: Tensor,
+    step: int,
+    place: Tensor,
+    query: Tensor,
+    own_k: Tensor,
+    own_v: Tensor,
+) -> Tensor:
+    """expand.Look over the rows' keys and values [B, T, G, E], block by block: each as far as its places see."""
+    out, p = torch.empty_like(query), part.where[place]
+    for block, (i, j) in zip(part.blocks, pairwise(torch.searchsorted(place, part.edges).tolist()), strict=True):
+        sight = in_sight(p[None, i:j], block.end, draft.config.sliding_window, step)
+        k, v = (x[block.row, None, : block.end] for x in (keys, values))
+        out[i:j] = attend(query[None, i:j], k, v, sight, own_k[None, i:j], own_v[None, i:j])[0]
+    return out
+
+
+def room(draft: Draft, trees: Sequence[Shape], memory: int) -> Room:
     """What fits into `memory` bytes, half for each, reckoned as if no two topks had a node in common."""
     c, size = draft.config, draft.fc.weight.element_size()
     steps, topks = max(s for s, _, _ in trees), {k for _, k, _ in trees}
@@ -161,27 +216,6 @@ def _parts(spans: Sequence[Block], width: int, at_once: int) -> Iterator[list[Bl
                 part, left = [], at_once
     if part:
         yield part
-
-
-def _reach(
-    scores: Tensor,  # [N, C]
-    numbers: Tensor,  # [N, S] of the candidates that match the answer
-    topk: int,
-    trees: Sequence[tuple[int, int, int]],
-    accepted: Tensor,  # [G, N] int8, as the next two are;
-    deep: Tensor,  # all are filled in
-    reach: Tensor,  # where the tree is of this topk
-) -> None:
-    """How many drafts each tree of `topk` accepts at each place, how deep it is, and how many it could accept at most."""
-    steps = numbers.shape[1]
-    matching = ranks(scores, numbers, steps, topk)
-    foremost = ranks(scores, leaders(scores, steps, topk), steps, topk)
-    for s in {s for s, k, _ in trees if k == topk}:
-        chosen = [g for g, (steps, k, _) in enumerate(trees) if (steps, k) == (s, topk)]
-        most = torch.tensor([trees[g][2] - 1 for g in chosen], device=scores.device)
-        accepted[chosen] = (matching[:, :s, s - 1, None] < most).sum(1).T.to(torch.int8)
-        deep[chosen] = (foremost[:, :s, s - 1, None] < most).sum(1).T.to(torch.int8)
-        reach[chosen] = torch.minimum((numbers[:, :s] >= 0).sum(1), most[:, None]).to(torch.int8)
 
 
 def path(candidates: Candidates, wanted: Tensor, topk: int) -> Tensor:
