@@ -360,7 +360,7 @@ class ReplayTrees(Section):
     steps: Grid
     topk: Grid
     tokens: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)]
-    batch_rows: Count
+    memory_gib: Positive
 
     @field_validator("checkpoints")
     @classmethod

@@ -5,6 +5,7 @@ and every num_draft_tokens.
 """
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from stages import params
-from stages.drafting import acceptance
+from stages.drafting import acceptance, bounds
 from stages.drafting.draft import Draft, Seen
-from stages.drafting.replay import replay
+from stages.drafting.replay import replay, room
 from stages.formats import checkpoint, hiddens, manifest, replays
 from stages.params import Tree
 
@@ -29,13 +30,19 @@ def main(name: str) -> None:
     started = time.perf_counter()
     embedding, _ = manifest.tables(manifest.read())
     config, tensors = checkpoint.read_draft(checkpoint.folder(name), p.made_by(name))
-    draft = Draft.of(config, tensors).to(p.target.device).requires_grad_(False)
-    rows = sorted(hiddens.read(HIDDENS), key=lambda r: len(r.ids))
+    dtype = getattr(torch, p.target.dtype)  # engines run the draft as they run the target; scores are float32
+    draft = Draft.of(config, tensors).to(p.target.device, dtype).requires_grad_(False)
+    rows = sorted(hiddens.read(HIDDENS, dtype), key=lambda r: len(r.ids))
 
     settings = p.replay_trees
     grid = settings.trees()
-    accepted, cycles, reached, depth = _replay(draft, embedding.to(p.target.device), rows, grid, settings)
+    accepted, cycles, reached, depth, oracle, adaptive = _replay(
+        draft, embedding.to(p.target.device, dtype), rows, grid, settings
+    )
     low, high = acceptance.interval(accepted, cycles)
+    cuts = dict(
+        zip(sorted({t.topk for t in grid}), adaptive.swapaxes(0, 1), strict=True)
+    )  # [3, thresholds, steps] of a topk
     found: list[dict[str, Any]] = []
     for g, tree in enumerate(grid):
         tau = acceptance.tau(accepted[:, g], cycles[:, g])
@@ -53,6 +60,8 @@ def main(name: str) -> None:
                 "accepted": int(accepted[:, g].sum()),
                 "mean_depth": float(depth[g] / max(1, cycles[:, g].sum())),
                 "acceptance": _by_depth(reached[g], int(cycles[:, g].sum()), tree.num_steps),
+                "tau_oracle": acceptance.tau(*oracle[:, g]),
+                "tau_adaptive": bounds.at_width(cuts[tree.topk][:, :, tree.num_steps - 1], tree.num_draft_tokens),
             }
         )
     replays.write(replays.path(name), found)
@@ -65,33 +74,44 @@ def main(name: str) -> None:
 
 def _replay(
     draft: Draft, embedding, rows: list[hiddens.Row], grid: list[Tree], settings: params.ReplayTrees
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, ...]:
     """Accepted drafts and verify cycles of each answer and tree, [rows, trees] each; over all answers, cycles that
-    accepted at least s + 1 drafts [trees, steps], and summed depths of trees [trees].
+    accepted at least s + 1 drafts [trees, steps], and summed depths of trees [trees]; the oracle's accepted drafts and
+    cycles [2, trees]; and those of adaptive trees, with their drafted nodes, [3, topks, thresholds, steps].
     """
     accepted = np.zeros((len(rows), len(grid)), dtype=np.int64)
     cycles, depth = np.zeros_like(accepted), np.zeros(len(grid), dtype=np.int64)
-    reached = np.zeros((len(grid), max(t.num_steps for t in grid)), dtype=np.int64)
-    topks = sorted({t.topk for t in grid})
-    device = embedding.device
-    with tqdm(total=len(topks) * len(rows), desc="replay", unit="row", mininterval=2) as bar:
-        for topk in topks:
-            chosen = [g for g, t in enumerate(grid) if t.topk == topk]
-            shapes = [(grid[g].num_steps, grid[g].num_draft_tokens) for g in chosen]
-            for first in range(0, len(rows), settings.batch_rows):
-                batch = rows[first : first + settings.batch_rows]
-                ids = pad_sequence([r.ids.to(torch.int64) for r in batch], batch_first=True).to(device)
-                features = pad_sequence([r.features for r in batch], batch_first=True).to(device)
-                starts = torch.tensor([r.prompt_length for r in batch], device=device)
-                ends = torch.tensor([len(r.ids) for r in batch], device=device)
-                shown, grown = _seen(batch, device), settings.semantics
-                found = replay(draft, embedding, ids, features, starts, ends, topk, shapes, shown, grown)
-                place = np.ix_(range(first, first + len(batch)), chosen)
-                accepted[place], cycles[place] = found.accepted.cpu().numpy(), found.cycles.cpu().numpy()
-                depth[chosen] += found.depth.sum(0).cpu().numpy()
-                reached[chosen, : found.reached.shape[2]] += found.reached.sum(0).cpu().numpy()
-                bar.update(len(batch))
-    return accepted, cycles, reached, depth
+    steps, topks = max(t.num_steps for t in grid), {t.topk for t in grid}
+    reached, oracle = np.zeros((len(grid), steps), dtype=np.int64), np.zeros((2, len(grid)), dtype=np.int64)
+    adaptive = np.zeros((3, len(topks), len(bounds.THRESHOLDS), steps), dtype=np.int64)
+    device, shapes = embedding.device, [(t.num_steps, t.topk, t.num_draft_tokens) for t in grid]
+    fits = room(draft, shapes, int(settings.memory_gib * 2**30))
+    with tqdm(total=len(rows), desc="replay", unit="row", mininterval=2) as bar:
+        for here in _batches([len(r.ids) for r in rows], fits.tokens):
+            batch = rows[here]
+            ids = pad_sequence([r.ids.to(torch.int64) for r in batch], batch_first=True).to(device)
+            features = pad_sequence([r.features for r in batch], batch_first=True).to(device)
+            starts = torch.tensor([r.prompt_length for r in batch], device=device)
+            ends = torch.tensor([len(r.ids) for r in batch], device=device)
+            shown, grown = _seen(batch, device), settings.semantics
+            found = replay(draft, embedding, ids, features, starts, ends, shapes, shown, grown, fits.places)
+            accepted[here], cycles[here] = found.accepted.cpu().numpy(), found.cycles.cpu().numpy()
+            depth += found.depth.sum(0).cpu().numpy()
+            reached += found.reached.sum(0).cpu().numpy()
+            oracle += torch.stack([found.oracle_accepted, found.oracle_cycles]).sum(1).cpu().numpy()
+            sums = torch.stack([found.adaptive.accepted, found.adaptive.cycles, found.adaptive.depth]).sum(1)
+            adaptive += sums.view(adaptive.shape).cpu().numpy()
+            bar.update(len(batch))
+    return accepted, cycles, reached, depth, oracle, adaptive
+
+
+def _batches(lengths: list[int], tokens: int) -> Iterator[slice]:
+    """Rows of ascending lengths, as many together as `tokens` hold where they are padded; one at least."""
+    first = 0
+    for end in range(1, len(lengths) + 1):
+        if end == len(lengths) or (end + 1 - first) * lengths[end] > tokens:
+            yield slice(first, end)
+            first = end
 
 
 def _by_depth(reached: np.ndarray, cycles: int, steps: int) -> str:

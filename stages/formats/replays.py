@@ -10,7 +10,7 @@ from stages.formats import atomic
 RESULTS = Path("results/replay")
 COLUMNS = (
     "checkpoint", "steps", "topk", "tokens", "tau", "tau_low", "tau_high", "accept_rate", "cycles", "accepted", "mean_depth",
-    "acceptance",
+    "acceptance", "tau_oracle", "tau_adaptive",
 )  # fmt: skip
 
 

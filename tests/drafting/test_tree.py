@@ -2,6 +2,7 @@
 
 import functools
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -56,13 +57,15 @@ def enumerate_candidates(
 
 def tensors(kind: str, seed: int, steps: int, topk: int, semantics: str) -> tree.Candidates:
     """The same expansion through stages.drafting.tree, one tree."""
-    beam, ids = tree.first_step(torch.tensor([successors((), kind, seed, semantics)]), topk)
+    beam, ids = tree.best(torch.tensor([successors((), kind, seed, semantics)]), topk)
     paths = [(t,) for t in ids[0].tolist()]
     numbers = list(range(topk))
     scores, tokens, parents = [beam], [ids], [torch.full_like(ids, -1)]
     for step in range(1, steps):
         chances = torch.tensor([[successors(p, kind, seed, semantics) for p in paths]])
-        new_scores, new_ids, beam, places = tree.next_step(beam, chances, tree.SEMANTICS[semantics].join)
+        chances, new_ids = tree.best(chances, topk)
+        new_scores, beam, places = tree.next_step(beam, chances, tree.SEMANTICS[semantics].join)
+        new_ids = new_ids.flatten(1)
         scores.append(new_scores)
         tokens.append(new_ids)
         parents.append(torch.tensor([numbers]).repeat_interleave(topk, dim=1))
@@ -150,6 +153,23 @@ def test_best_breaks_ties_by_place(shape: tuple[int, ...]) -> None:
     expected = [sorted(range(len(row)), key=lambda i, row=row: (-row[i], i))[:4] for row in flat]
     assert places.reshape(-1, 4).tolist() == expected
     assert values.reshape(-1, 4).tolist() == [[row[i] for i in e] for row, e in zip(flat, expected, strict=True)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(tree.FEW - 2, 2 * tree.FEW), st.integers(1, 12), st.sampled_from([1, 2, 5, 60]), st.integers(0, 1000)
+)
+def test_best_of_a_vocabulary_breaks_ties_by_place_too(count: int, k: int, kinds: int, seed: int) -> None:
+    """Few different scores among many: the k-th best has equals that are not taken, and torch.topk may take any of them."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.cat([torch.randn(kinds, generator=generator), torch.tensor([0.0, -0.0, -torch.inf, 1e-40])])
+    scores = values[torch.randint(0, len(values), (3, 2, count), generator=generator)]
+    with mock.patch.object(tree, "SMALL", 0):
+        found, places = tree.best(scores, k)
+    rows = scores.reshape(-1, count).tolist()
+    expected = [sorted(range(count), key=lambda i, row=row: (-row[i], i))[:k] for row in rows]
+    assert places.reshape(-1, k).tolist() == expected
+    assert found.reshape(-1, k).tolist() == [[row[i] for i in e] for row, e in zip(rows, expected, strict=True)]
 
 
 def test_products_stay_ordered_when_they_underflow() -> None:
