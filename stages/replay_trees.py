@@ -5,6 +5,7 @@ and every num_draft_tokens.
 """
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from stages import params
-from stages.drafting import acceptance
+from stages.drafting import acceptance, inside, kinds, prompt
 from stages.drafting.draft import Draft, Seen
 from stages.drafting.replay import replay
 from stages.formats import checkpoint, hiddens, manifest, replays
@@ -27,14 +28,21 @@ def main(name: str) -> None:
     p = params.load()
     torch.set_num_threads(p.target.num_threads)
     started = time.perf_counter()
-    embedding, _ = manifest.tables(manifest.read())
+    made = manifest.read()
+    embedding, _ = manifest.tables(made)
     config, tensors = checkpoint.read_draft(checkpoint.folder(name), p.made_by(name))
     draft = Draft.of(config, tensors).to(p.target.device).requires_grad_(False)
     rows = sorted(hiddens.read(HIDDENS), key=lambda r: len(r.ids))
 
     settings = p.replay_trees
-    grid = settings.trees()
-    accepted, cycles, reached, depth = _replay(draft, embedding.to(p.target.device), rows, grid, settings)
+    grid, watched = settings.trees(), settings.watched()
+    tokenizer = prompt.load_tokenizer(manifest.weights(made), p.target.trust_remote_code, made.chat_template)
+    kind = kinds.kinds(tokenizer, (token for row in rows for token in row.ids.tolist()))
+    every = list(dict.fromkeys([*grid, *watched]))
+    tallies = {tree: inside.Tally() for tree in watched}
+    accepted, cycles, reached, depth = _replay(
+        draft, embedding.to(p.target.device), rows, every, settings, tallies, kind
+    )
     low, high = acceptance.interval(accepted, cycles)
     found: list[dict[str, Any]] = []
     for g, tree in enumerate(grid):
@@ -56,6 +64,7 @@ def main(name: str) -> None:
             }
         )
     replays.write(replays.path(name), found)
+    replays.write_inside(name, ({"tree": tree.name} | row for tree, tally in tallies.items() for row in tally.rows()))
     best = max(range(len(grid)), key=lambda g: found[g]["tau"])
     print(
         f"{name}: {len(grid)} trees on {len(rows)} answers in {time.perf_counter() - started:.1f} s; "
@@ -64,7 +73,13 @@ def main(name: str) -> None:
 
 
 def _replay(
-    draft: Draft, embedding, rows: list[hiddens.Row], grid: list[Tree], settings: params.ReplayTrees
+    draft: Draft,
+    embedding,
+    rows: list[hiddens.Row],
+    grid: list[Tree],
+    settings: params.ReplayTrees,
+    tallies: dict[Tree, inside.Tally],  # of some trees of the grid: what happens inside is added to them
+    kind: torch.Tensor,  # [V] of each token, as kinds.kinds gives it
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Accepted drafts and verify cycles of each answer and tree, [rows, trees] each; over all answers, cycles that
     accepted at least s + 1 drafts [trees, steps], and summed depths of trees [trees].
@@ -78,6 +93,7 @@ def _replay(
         for topk in topks:
             chosen = [g for g, t in enumerate(grid) if t.topk == topk]
             shapes = [(grid[g].num_steps, grid[g].num_draft_tokens) for g in chosen]
+            watched = [at for at, g in enumerate(chosen) if grid[g] in tallies]
             for first in range(0, len(rows), settings.batch_rows):
                 batch = rows[first : first + settings.batch_rows]
                 ids = pad_sequence([r.ids.to(torch.int64) for r in batch], batch_first=True).to(device)
@@ -85,13 +101,24 @@ def _replay(
                 starts = torch.tensor([r.prompt_length for r in batch], device=device)
                 ends = torch.tensor([len(r.ids) for r in batch], device=device)
                 shown, grown = _seen(batch, device), settings.semantics
-                found = replay(draft, embedding, ids, features, starts, ends, topk, shapes, shown, grown)
+                given = draft, embedding, ids, features, starts, ends
+                found = replay(*given, topk, shapes, shown, grown, watched)
                 place = np.ix_(range(first, first + len(batch)), chosen)
                 accepted[place], cycles[place] = found.accepted.cpu().numpy(), found.cycles.cpu().numpy()
                 depth[chosen] += found.depth.sum(0).cpu().numpy()
                 reached[chosen, : found.reached.shape[2]] += found.reached.sum(0).cpu().numpy()
+                for at, stood in zip(watched, () if found.stood is None else found.stood, strict=True):
+                    tree = grid[chosen[at]]
+                    shape = tree.num_steps, tree.topk, tree.num_draft_tokens
+                    looked_at = inside.look(*given, stood, shape, shown, grown)
+                    _add(tallies[tree], looked_at, batch, ids, starts, ends, kind)
                 bar.update(len(batch))
     return accepted, cycles, reached, depth
+
+
+def _add(tally: inside.Tally, cycles: inside.Cycles, rows: Iterable[hiddens.Row], *others: torch.Tensor) -> None:
+    ids, starts, ends, kind = (t.cpu() for t in others)
+    tally.add(inside.Cycles(*(t.cpu() for t in cycles)), [r.id for r in rows], ids, starts, ends, kind)
 
 
 def _by_depth(reached: np.ndarray, cycles: int, steps: int) -> str:

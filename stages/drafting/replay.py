@@ -29,6 +29,7 @@ class Replayed(NamedTuple):
     cycles: Tensor  # [B, G] verify cycles
     reached: Tensor  # [B, G, S] cycles that accepted at least s + 1 drafts
     depth: Tensor  # [B, G] depths of the trees of those cycles, summed
+    stood: Tensor | None = None  # [W, B, P] bool: does the walk of each watched tree stand there?
 
 
 @torch.inference_mode()
@@ -43,6 +44,7 @@ def replay(
     trees: Sequence[tuple[int, int]],  # (num_steps, num_draft_tokens), all of this topk
     seen: Seen | None = None,  # of a target that sees
     semantics: str = "sglang",  # of tree.SEMANTICS
+    watched: Sequence[int] = (),  # W of the trees, whose places are told too
 ) -> Replayed:
     """What every tree accepts of every answer, and how deep trees are where decoding stands."""
     steps = max(s for s, _ in trees)
@@ -66,7 +68,9 @@ def replay(
     rank = ranks(candidates, wanted, steps, topk)
     accepted = torch.stack([(rank[:, :s, s - 1] < m - 1).sum(1) for s, m in trees])  # [G, N]
     deep = depths(candidates, trees, topk)
-    return walk(accepted.unflatten(1, where.shape), deep.unflatten(1, where.shape), count, steps)
+    accepted = accepted.unflatten(1, where.shape)
+    found = walk(accepted, deep.unflatten(1, where.shape), count, steps)
+    return found._replace(stood=stops(accepted[list(watched)], count)) if watched else found
 
 
 def depths(candidates: Candidates, trees: Sequence[tuple[int, int]], topk: int) -> Tensor:
@@ -125,6 +129,18 @@ def walk(accepted: Tensor, deep: Tensor, count: Tensor, steps: int) -> Replayed:
         reached += (step[..., None] >= least) & going[..., None]
         stand = torch.where(going, stand + step + 1, stand)
     return Replayed(total.T, cycles.T, reached.transpose(0, 1), depth.T)
+
+
+def stops(accepted: Tensor, count: Tensor) -> Tensor:
+    """[G, B, P] bool: the places that `walk` stands at, one for each cycle. accepted [G, B, P], count [B] as there."""
+    beyond = accepted.shape[2]  # one place more, for walks that have ended
+    stood = torch.zeros(*accepted.shape[:2], beyond + 1, dtype=torch.bool, device=accepted.device)
+    stand = torch.zeros(accepted.shape[:2], dtype=torch.int64, device=accepted.device)  # [G, B]
+    while bool((going := stand < count).any()):
+        here = torch.where(going, stand, beyond)[..., None]
+        stood.scatter_(2, here, True)
+        stand += torch.gather(accepted, 2, here.clamp(max=beyond - 1))[..., 0] + 1
+    return stood[..., :beyond]
 
 
 def _following(ids: Tensor, where: Tensor, ends: Tensor, steps: int) -> Tensor:

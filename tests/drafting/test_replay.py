@@ -59,7 +59,7 @@ def test_replay_equals_building_every_tree_and_walking(topk: int, options: str, 
     draft, embedding, _ = random_draft(3, **OPTIONS[options])
     rows = make_answers(draft, embedding, 4)
     trees = [(s, s + 1) for s in (1, 2, 4)] if topk == 1 else [(1, 3), (3, 5), (3, 8), (4, 8)]
-    accepted, cycles, reached, deep = replay(
+    accepted, cycles, reached, deep, _ = replay(
         draft, embedding,
         pad_sequence([torch.tensor(r[0]) for r in rows], batch_first=True),
         pad_sequence([r[1] for r in rows], batch_first=True),
