@@ -50,13 +50,13 @@ def write_inside(checkpoint: str, rows: Iterable[Mapping[str, Any]]) -> None:
     atomic.write_csv(inside_path(checkpoint), INSIDE, ({"checkpoint": checkpoint} | dict(row) for row in rows))
 
 
-def read_inside(place: Path, checkpoint: str) -> list[dict[str, Any]]:
+def read_inside(checkpoint: str) -> list[dict[str, Any]]:
     """Every bucket, its counts as numbers and None where it has none. No rows where no tree was looked into.
 
     Raises:
         ValueError: naming the file and what to run, where it is missing or not whole.
     """
-    again = f"run: dvc repro -f -s replay_trees@{checkpoint}"
+    place, again = inside_path(checkpoint), f"run: dvc repro -f -s replay_trees@{checkpoint}"
     if not place.exists():
         raise ValueError(f"{place} not found; {again}")
     with place.open(newline="", encoding="utf-8") as lines:
@@ -66,7 +66,7 @@ def read_inside(place: Path, checkpoint: str) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = list(found)
     for row in rows:
         try:
-            row |= {k: float(row[k]) if row[k] else None for k in INSIDE[4:]}
+            row |= {k: float(row[k]) if row[k] != "" else None for k in INSIDE[4:]}
         except (TypeError, ValueError):
             raise ValueError(f"{place} has a line that is no bucket: {row}; {again}") from None
     return rows
