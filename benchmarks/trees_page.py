@@ -254,8 +254,8 @@ Take `{EASY}` and divide its logits by a temperature, in the trees alone. After 
 
 {question(r, [(d, f"{EASY} at {t:g}") for t, d in temperatures])}
 
-From temperature {turns:g} on 10_2_32 is ahead, as in the seed's table, and by the seed's mechanism: third guesses take places from
-deeper nodes. At {flattest:g} (`{flat}`) the tree of 10_3_32 ends at depth {r.trees[flat][THREE]["mean_depth"]:.1f}.
+From temperature {turns:g} on 10_2_32 is ahead, as in the seed's table, and by the seed's mechanism: third guesses take
+places from deeper nodes. At {flattest:g} (`{flat}`) the tree of 10_3_32 ends at depth {r.trees[flat][THREE]["mean_depth"]:.1f}.
 
 {sibling_lines(r, [(shape, draft) for shape in (TWO, THREE) for draft in (EASY, flat)])}
 
