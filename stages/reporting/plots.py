@@ -37,7 +37,7 @@ def inline(draw: Callable[[Any], None]) -> Any:
         draw(axes)
         axes.margins(x=0.03)
         if labels := axes.get_legend_handles_labels()[1]:
-            axes.legend(ncols=1 + len(labels) // 7, handlelength=1.5, columnspacing=1)
+            axes.legend(ncols=legend_columns(len(labels)), handlelength=1.5, columnspacing=1)
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Type": None, "Format": None})
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :]
@@ -47,6 +47,10 @@ def inline(draw: Callable[[Any], None]) -> Any:
     for colour, variable in CSS.items():
         svg = svg.replace(colour, variable)
     return Markup(svg)  # matplotlib has escaped every text in it
+
+
+def legend_columns(series: int) -> int:
+    return 1 + series // 7
 
 
 def _cycle() -> Iterator[str]:

@@ -3,10 +3,11 @@
 `trees` are rows of a replay as formats/replays.py reads them; `inside` those of its buckets. docs/metrics.md, docs/trees.md
 """
 
+import math
 from collections import Counter
 from typing import Any
 
-from stages.reporting.plots import INK, styles
+from stages.reporting.plots import INK, SERIES, legend_columns, styles
 from stages.reporting.text import tree_structure
 
 Row = dict[str, Any]
@@ -124,10 +125,11 @@ def draw_kinds(axes: Any, inside: list[Row]) -> None:
         accepted = {row["bucket"]: 100 * row["accepted"] / totals[row["bucket"]] for row in rows}
         places = [at + width * (number - (len(trees) - 1) / 2) for at in range(len(names))]
         heights = [accepted.get(name, 0.0) for name in names]
-        axes.bar(places, heights, width * 0.9, color=style["color"], label=tree_structure(tree))
+        shade = 0.6 ** (number // len(SERIES))  # colours come again
+        axes.bar(places, heights, width * 0.9, color=style["color"], alpha=shade, label=tree_structure(tree))
     axes.set_xticks(range(len(names)), [f"{name}\n{totals[name]:,.0f} tokens" for name in names])
     axes.set_yticks(range(0, 101, 20))
-    axes.set(ylabel="accepted as drafts (%)", ylim=(0, 105 + 14 * len(trees)))
+    axes.set(ylabel="accepted as drafts (%)", ylim=(0, 105 + 14 * math.ceil(len(trees) / legend_columns(len(trees)))))
     axes.grid(visible=False, axis="x")
 
 
