@@ -53,7 +53,9 @@ def test_inside_a_replay_every_answer_is_what_was_decoded_live(small_run: Path) 
     rows = [r for r in table(small_run / "results/replay/e003.inside.csv") if r["tree"] == "t8_2_16"]
     assert {r["bucket"]: (int(r["cycles"]), int(r["accepted"])) for r in rows if r["by"] == "row"} == live
     for what in {r["by"] for r in rows}:
-        assert sum(int(r["accepted"]) for r in rows if r["by"] == what) == sum(accepted for _, accepted in live.values())
+        assert sum(int(r["accepted"]) for r in rows if r["by"] == what) == sum(
+            accepted for _, accepted in live.values()
+        )
 
 
 def test_rows_add_up_at_every_stage(small_run: Path) -> None:
