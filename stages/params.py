@@ -360,12 +360,18 @@ class ReplayTrees(Section):
     steps: Grid
     topk: Grid
     tokens: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)]
+    inside: list[str]
     memory_gib: Positive
 
-    @field_validator("checkpoints")
+    @field_validator("checkpoints", "inside")
     @classmethod
     def no_name_twice(cls, names: list[str]) -> list[str]:
         return _each_once(names)
+
+    @field_validator("inside")
+    @classmethod
+    def trees_can_be_built(cls, names: list[str]) -> list[str]:
+        return _trees_can_be_built(names)
 
     @model_validator(mode="after")
     def some_tree_exists(self) -> "ReplayTrees":
@@ -375,6 +381,10 @@ class ReplayTrees(Section):
                 "above topk + (steps - 1) * topk**2 in each; write smaller tokens"
             )
         return self
+
+    def watched(self) -> list[Tree]:
+        """The trees of `inside`; the grid needn't have them."""
+        return [Tree.parse(name) for name in self.inside]
 
     def trees(self) -> list[Tree]:
         """Every tree of the grid that can be built, by topk, steps, tokens."""
@@ -640,7 +650,10 @@ class Params(Section):
         deepest = max(
             self.train_draft.ttt_steps,
             *self.replay_trees.steps,
-            *(Tree.parse(tree).num_steps for tree in [*self.benchmark.trees, *self.benchmark_served.trees]),
+            *(
+                Tree.parse(tree).num_steps
+                for tree in [*self.replay_trees.inside, *self.benchmark.trees, *self.benchmark_served.trees]
+            ),
         )
         if self.init_draft.window is not None and self.init_draft.window < deepest:
             raise ValueError(

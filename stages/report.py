@@ -22,6 +22,7 @@ from typing import Any
 from stages import params
 from stages.formats import atomic, audit, beside, cell, joined, published, replays
 from stages.reporting import plots, served
+from stages.reporting import trees as of_trees
 from stages.reporting.text import aligned, figure, tree_structure
 
 BENCHMARK = Path("results/benchmark.csv")
@@ -70,6 +71,7 @@ class Found:
     cells: list[Row]  # as in stages/formats/cell.py, in the order of params.yaml
     rows: list[Row]  # the same, as lines of benchmark.csv
     replays: dict[str, list[Row]]  # checkpoint -> its replayed trees
+    inside: dict[str, list[Row]]  # checkpoint -> what happens in the cycles of some trees, bucket by bucket
     reports: dict[str, Row]  # stage -> its own report
     trained: dict[str, Row]  # checkpoint -> its epochs
     served: list[Row]  # as in stages/formats/served.py, each workload's baseline first
@@ -88,11 +90,12 @@ def main(*arguments: str) -> None:
     p = params.load()
     cells, served_cells = read_cells(p), joined.read(*_served_axes(p))
     replayed = {name: replays.read(name) for name in p.replay_trees.checkpoints}
+    inside = {name: replays.read_inside(name) for name in p.replay_trees.checkpoints}
     rows = [_row(c, replayed) for c in cells]
     reports = {stage: _read_report(stage) for stage in REPORTS}
     trained = {name: _read_training(name, segment.from_) for name, segment in p.train_draft.checkpoints.items()}
     lines = joined.lines(served_cells, replayed, _asks_what_was_replayed(p))
-    found = Found(cells, rows, replayed, reports, trained, served_cells, lines)
+    found = Found(cells, rows, replayed, inside, reports, trained, served_cells, lines)
     metrics = summarize(found)
 
     atomic.write_csv(BENCHMARK, COLUMNS, rows)
@@ -282,6 +285,7 @@ def render(p: params.Params, found: Found, metrics: Row) -> str:
         heats=[_heat(replays[best], budget) for budget in _budgets(replays[best])],
         duel=_duel(replays[best], replays[rest[0]]) | {"best": best, "other": rest[0]} if rest else None,
         plots=_plots(found, best, rest),
+        inside=_inside(p, found, best),
         histograms=_histograms([c for c in found.cells if c["checkpoint"] == best] or found.cells),
         served=_served(found) if found.lines else None,
         trained=found.trained,
@@ -303,6 +307,31 @@ def _of_best(found: Found, best: str) -> list[Row]:
         *([c for c in found.cells if c["checkpoint"] == best] or found.cells),
         *beside.of_served(line for line in found.lines if line.cell["checkpoint"] in shown),
     ]
+
+
+def _inside(p: params.Params, found: Found, best: str) -> Row:
+    """The page's part on trees: reporting/trees.py says what each is."""
+    replayed, inside = found.replays[best], found.inside[best]
+    steps = of_trees.chosen_steps(replayed, p.benchmark.trees)
+    drawn = {
+        "front": partial(of_trees.draw_front, trees=replayed),
+        "at_steps": partial(plots.draw_tokens, trees=replayed, steps=steps),
+    }
+    table = of_trees.table(inside)
+    if table:
+        lengths = partial(of_trees.draw_lengths, inside=inside)
+        drawn |= {
+            "context": partial(lengths, what="context", label="tokens before the drafts, from"),
+            "answer": partial(lengths, what="answer", label="place in the answer, from"),
+            "kinds": partial(of_trees.draw_kinds, inside=inside),
+            "chances": partial(of_trees.draw_chances, inside=inside),
+        }
+    return {
+        "steps": steps,
+        "plots": {name: plots.inline(draw) for name, draw in drawn.items()},
+        "table": table,
+        "fewest": of_trees.FEWEST,
+    }
 
 
 def _served(found: Found) -> Row:

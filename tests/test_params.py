@@ -394,6 +394,8 @@ BAD_CHECKPOINTS = [
      "benchmark.checkpoints: 'e010' is not trained, expected some of e003, e009; correct it, or add it to train_draft"),
     ("[e003, e009]", "[e003, e010]", "replay_trees.checkpoints: 'e010' is not trained, expected some of e003, e009"),
     ("[e003, e009]", "[e003, e003]", "replay_trees.checkpoints: e003 is listed twice"),
+    ("inside: [t8_1_9,", "inside: [t10_2_32,", "replay_trees.inside: t10_2_32 is listed twice"),
+    ("inside: [t8_1_9,", "inside: [t3_2_16,", "replay_trees.inside: t3_2_16: num_draft_tokens - 1 = 15 nodes, but topk"),
     ("  checkpoints: {}", f"  checkpoints: {{e003: {PUBLISHED}}}", "import_draft.checkpoints.e003 is made by another stage"),
     ("  checkpoints: {}", f"  checkpoints: {{e000: {PUBLISHED}}}", "import_draft.checkpoints.e000 is made by another stage"),
     ("  checkpoints: {}", f"  checkpoints: {{'1': {PUBLISHED}}}", f"import_draft.checkpoints.1: {NO_NAME} '1'"),

@@ -32,7 +32,7 @@ SMALL: dict[str, Any] = {
     "init_draft": {"draft_vocab_size": 60},
     "check_overfit": {"steps": 60, "min_tau": 1.5},
     "train_draft": {"ttt_steps": 3, "batch_tokens": 120, "checkpoints": {"e003": {"from": "e000", "epochs": 3}}},
-    "replay_trees": {"checkpoints": ["e003"], "steps": [1, 3], "topk": [1, 2], "tokens": [4, 6]},
+    "replay_trees": {"checkpoints": ["e003"], "steps": [1, 3], "topk": [1, 2], "tokens": [4, 6], "inside": ["t3_2_6"]},
     "benchmark": {
         "workloads": {"eval": {**EVAL, "num_prompts": 8, "max_new_tokens": ROOM}},
         "checkpoints": ["e003"], "trees": ["t3_1_4", "t3_2_6"],
@@ -213,6 +213,8 @@ def test_a_draft_is_trained_replayed_and_decoded(made: Path, once: dict[str, byt
             (known,) = replayed.filter(steps=steps, topk=topk, tokens=tokens).to_dicts()
             assert known["accepted"] == sum(r["accepted"] for r in cell["prompts"])
             assert known["cycles"] == sum(r["cycles"] for r in cell["prompts"])
+        inside = pl.read_csv("results/replay/e003.inside.csv", infer_schema_length=None).filter(by="row")
+        assert [inside[k].sum() for k in ("cycles", "accepted")] == [known[k] for k in ("cycles", "accepted")]
     log = json.loads((made / "results/train/e003.json").read_text())["epochs"]
     assert log[-1]["loss"] < log[0]["loss"]
 

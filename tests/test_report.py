@@ -22,6 +22,8 @@ from tests.served_cells import made_up as served_cell
 
 ROOT = Path(__file__).parent.parent
 Row = dict[str, Any]
+PLOTS = 6
+INSIDE = 4  # more, of what happens inside trees, where any was looked into
 
 
 @pytest.fixture
@@ -52,6 +54,7 @@ def make_up_results(p: params.Params) -> None:
             counted = 900, round(900 * (tau - 1)), tree.num_steps - 0.5, " ".join(["0.8"] * tree.num_steps)
             lines.append(",".join(map(str, (checkpoint, *shape, tau, tau - 0.1, tau + 0.1, rate, *counted))))
         atomic.write_text(Path(f"results/replay/{checkpoint}.csv"), "\n".join(lines) + "\n")
+        replays.write_inside(checkpoint, [])
         epochs = [
             {
                 "epoch": e,
@@ -65,6 +68,21 @@ def make_up_results(p: params.Params) -> None:
         atomic.write_json(Path(f"results/train/{checkpoint}.json"), done)
     for stage, (name, _) in report.REPORTS.items():
         atomic.write_json(Path(f"results/{name}.json"), _made_up_report(stage))
+
+
+def made_up_inside(trees: list[params.Tree]) -> list[Row]:
+    """Buckets that could be true: 60 cycles a tree, half of what is promised is kept."""
+    buckets = {
+        "row": ("q1.0", "q2.0"), "context": ("64-96", "96-128"), "answer": ("0-8", "8-12"), "after": ("digits", "letters"),
+        "token": ("digits", "structure"), "sibling": ("1", "2", "3"), "chance": ("0.01-0.02", "0.9-1"),
+    }  # fmt: skip
+    return [
+        {"tree": tree.name, "by": what, "bucket": bucket, "cycles": "" if what in ("sibling", "chance") else 30}
+        | {"nodes": 30 * (tree.num_draft_tokens - 1), "promised": 80.0, "accepted": 40}
+        for tree in trees
+        for what, names in buckets.items()
+        for bucket in names
+    ]
 
 
 def _made_up_cell(chance: random.Random, workload: str, checkpoint: str, tree: params.Tree, skill: float) -> Row:
@@ -265,7 +283,7 @@ def test_the_page_needs_nothing_from_elsewhere(made_up: params.Params) -> None:
     report.main()
     page = report.PAGE.read_text()
     assert not re.search(r"https?:|//[a-z]|<script|<link|<img|@import|url\((?!#)", page)
-    assert page.count("<svg") == 4
+    assert page.count("<svg") == PLOTS
     assert "#0101" not in page
     for word in ("Tree_structure", "prefill_latency (s)", "spec_accept_rate (%)", "e2e_latency (s)", "compress ratio"):
         assert word in re.sub(r"<[^>]+>", "", page)
@@ -333,7 +351,25 @@ def test_one_checkpoint_alone_has_no_duel(made_up: params.Params) -> None:
     )
     Path("params.yaml").write_text(text)
     report.main()
-    assert report.PAGE.read_text().count("<svg") == 3
+    assert report.PAGE.read_text().count("<svg") == PLOTS - 1
+
+
+def test_what_happens_inside_trees_is_shown_where_any_was_looked_into(made_up: params.Params) -> None:
+    report.main()
+    assert "Inside some trees" not in report.PAGE.read_text()
+    for name in made_up.replay_trees.checkpoints:
+        replays.write_inside(name, made_up_inside(made_up.replay_trees.watched()))
+    report.main()
+    page = report.PAGE.read_text()
+    assert page.count("<svg") == PLOTS + INSIDE and "#0303" not in page
+    said = re.sub(r"(\s|<[^>]+>)+", " ", page)
+    assert "Inside some trees" in said and "8_1_9 (8_1_8) 60 2.33 8 2.67 1.33 0.50 33% → 33%" in said
+
+
+def test_a_replay_without_its_cycles_is_named(made_up: params.Params) -> None:
+    replays.inside_path("e003").unlink()
+    with pytest.raises(ValueError, match=r"e003\.inside\.csv not found; run: dvc repro -f -s replay_trees@e003"):
+        report.main()
 
 
 # Served cells
@@ -450,7 +486,7 @@ def test_a_sweep_says_when_not_to_speculate(made_up: params.Params) -> None:
     report.main()
     page = report.PAGE.read_text()
     said = words(page)
-    assert page.count("<svg") == 4 + 3  # of each tree and of the best of both
+    assert page.count("<svg") == PLOTS + 3  # of each tree and of the best of both
     assert "Slower than plain decoding at 2 of 6 loads (tokens × at once): 16 x 64, 64 x 64." in said
     at = re.search(
         r"5_1_6 \(5_1_5\) · sweep.*?Answers of 64 tokens: faster up to a concurrency of ([\d.]+), slower beyond", said
@@ -545,8 +581,9 @@ def test_where_nothing_is_trained_the_page_has_no_curves(made_up: params.Params)
         Path(f"results/train/{kind}.json").unlink()
     for tree in made_up.benchmark.trees:
         cell.write(cell.read("eval", "e009", tree) | {"checkpoint": "theirs"})
-    text = Path("results/replay/e009.csv").read_text().replace("e009", "theirs")
-    atomic.write_text(Path("results/replay/theirs.csv"), text)
+    for kind in (".csv", ".inside.csv"):
+        text = Path(f"results/replay/e009{kind}").read_text().replace("e009", "theirs")
+        atomic.write_text(Path(f"results/replay/theirs{kind}"), text)
     whole = YAML(typ="safe").load(Path("params.yaml").read_text())
     whole["train_draft"]["checkpoints"] = {}
     whole["import_draft"]["checkpoints"] = {"theirs": {"model": "someone/theirs", "revision": None, "rope_theta": None}}

@@ -140,6 +140,7 @@ RERUNS = [
         back="",
     ),
     Row("replay_trees.topk: another one", sets(replay_trees={"topk": adds(7)}), "replay_trees@* report"),
+    Row("replay_trees.inside: another one", sets(replay_trees={"inside": adds("t2_2_4")}), "replay_trees@* report"),
     Row(
         "benchmark.workloads: more prompts",
         sets(benchmark={"workloads": {"eval": {"num_prompts": 13}}}),

@@ -51,6 +51,7 @@ class Replayed(NamedTuple):
     # Of each topk, ascending, each threshold, and of it the first 1, 2, ... steps: [B, K * Q * S, ...]. For depth it has the
     # drafted nodes of the cycles' trees, summed.
     adaptive: Walked
+    stood: Tensor | None = None  # [W, B, P] bool: does the walk of each watched tree stand there?
 
 
 class Room(NamedTuple):
@@ -129,6 +130,7 @@ def replay(
     seen: Seen | None = None,  # of a target that sees
     semantics: str = "sglang",  # of tree.SEMANTICS
     at_once: int = 1024,  # places that are expanded together; see `room`
+    watched: Sequence[int] = (),  # W of the trees, whose places are told too
 ) -> Replayed:
     """What every tree accepts of every answer, and how deep trees are where decoding stands."""
     begins, last = (starts - 1).tolist(), (ends - 2).tolist()  # bonus token y_0 .. y_{n-2}
@@ -150,7 +152,8 @@ def replay(
         here = slice(done, done := done + len(part.where))
         for topk, candidates in grown.items():
             tables.fill(here, topk, candidates, following[part.row, part.where])
-    return tables.walked(counts)
+    found = tables.walked(counts)
+    return found._replace(stood=stops(tables.accepted[list(watched)], counts)) if watched else found
 
 
 def _first(
@@ -288,6 +291,20 @@ def walk(accepted: Tensor, deep: Tensor, counts: Tensor, steps: int) -> Walked:
         stand = torch.where(going, stand + step + 1, stand)
     reached = times.flip(2).cumsum(2).flip(2)[..., 1:]
     return Walked(total.T, cycles.T, reached.transpose(0, 1), depth.T)
+
+
+def stops(accepted: Tensor, counts: Tensor) -> Tensor:
+    """[G, B, P] bool: the places that `walk` stands at, one for each cycle, P the most that an answer has. accepted and
+    counts as there.
+    """
+    beyond = int(counts.max())  # one place more, for walks that have ended
+    stood = torch.zeros(len(accepted), len(counts), beyond + 1, dtype=torch.bool, device=accepted.device)
+    stand = torch.zeros(stood.shape[:2], dtype=torch.int64, device=accepted.device)  # [G, B]
+    begin = counts.cumsum(0) - counts
+    while bool((going := stand < counts).any()):
+        stood.scatter_(2, torch.where(going, stand, beyond)[..., None], True)
+        stand += torch.gather(accepted, 1, begin + torch.minimum(stand, counts)).long() + 1
+    return stood[..., :beyond]
 
 
 def _following(ids: Tensor, ends: Tensor, steps: int) -> Tensor:
