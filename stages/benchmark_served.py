@@ -358,7 +358,7 @@ def _next(work: Work, loads: list[Load], length: int) -> list[Ask]:
 def _ask(work: Work, row: dict[str, Any], turn: int, ids: list[int], length: int) -> Ask:
     more = {"image_data": [work.eyes.url(path) for path in row["images"]]} if work.eyes and row["images"] else {}
     w, tokens = work.w, asked.tokens(row["length_share"], length)
-    return Ask(f"{row['id']}#{turn}", ids, tokens, w.temperature, w.top_p, w.ignore_eos, more)
+    return Ask(f"{row['id']}#{turn}", ids, tokens, w.temperature, w.top_p, w.top_k, w.ignore_eos, more)
 
 
 # The cell
