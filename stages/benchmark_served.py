@@ -382,6 +382,8 @@ def _cell(work: Work, side: Side, plain: Side, reason: str | None, before: list[
         "reason": reason,
         "definitions": cell.DEFINITIONS,
         "temperature": work.w.temperature,
+        "top_p": work.w.top_p,
+        "top_k": work.w.top_k,
         "fingerprint": _fingerprint(work, side, hardware),
         "server": {
             "command": [_shown(word) for word in side.line],

@@ -1,14 +1,18 @@
 """replay_trees: cached eval hidden states + a draft -> tau of every tree.   python -m stages.replay_trees CHECKPOINT
 
 Exact, not estimated: research/replay.md and drafting/replay.py. One expansion per topk gives every smaller num_steps
-and every num_draft_tokens.
+and every num_draft_tokens. Answers drawn above temperature 0 (data/hiddens/eval_t, where sample_target made any) are
+replayed too: what verification commits there is a draw of the target's own, so what a tree accepts of these answers is
+what decoding would accept of others like them, and its interval is over prompts all the same.
 """
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
@@ -17,24 +21,50 @@ from stages import params
 from stages.drafting import acceptance
 from stages.drafting.draft import Draft, Seen
 from stages.drafting.replay import replay
-from stages.formats import checkpoint, hiddens, manifest, replays
+from stages.formats import checkpoint, conversations, hiddens, manifest, origin, replays
 from stages.params import Tree
 
-HIDDENS = Path("data/hiddens/eval")
+HIDDENS, SAMPLED = Path("data/hiddens"), Path("data/sampled")
+SPLITS = ("eval", "eval_t")
+
+
+@dataclass(frozen=True)
+class Answers:
+    """A split of the target's answers."""
+
+    temperature: float
+    top_p: float | None  # None where nothing is drawn
+    rows: list[hiddens.Row]  # the shortest first
 
 
 def main(name: str) -> None:
     p = params.load()
     torch.set_num_threads(p.target.num_threads)
     started = time.perf_counter()
-    embedding, _ = manifest.tables(manifest.read())
+    made = manifest.read()
+    embedding, _ = manifest.tables(made)
     config, tensors = checkpoint.read_draft(checkpoint.folder(name), p.made_by(name))
+    _check_draft(name, config, made)
     draft = Draft.of(config, tensors).to(p.target.device).requires_grad_(False)
-    rows = sorted(hiddens.read(HIDDENS), key=lambda r: len(r.ids))
+    embedding = embedding.to(p.target.device)
+    found = {
+        split: _found(name, draft, embedding, answers, p.replay_trees)
+        for split in SPLITS
+        if (answers := _answers(p, split, made)).rows
+    }
+    replays.write(replays.path(name), [row for rows in found.values() for row in rows])
+    best = max(found["eval"], key=lambda row: row["tau"])
+    sets = " and ".join(f"those at temperature {rows[0]['temperature']:g}" for rows in found.values())
+    print(
+        f"{name}: {len(found['eval'])} trees on the answers of the eval split, {sets}, in {time.perf_counter() - started:.1f} s; "
+        f"best t{best['steps']}_{best['topk']}_{best['tokens']}, tau {best['tau']:.3f}"
+    )
 
-    settings = p.replay_trees
+
+def _found(name: str, draft: Draft, embedding, answers: Answers, settings: params.ReplayTrees) -> list[dict[str, Any]]:
+    """Of every tree a row of the table, on these answers."""
     grid = settings.trees()
-    accepted, cycles, reached, depth = _replay(draft, embedding.to(p.target.device), rows, grid, settings)
+    accepted, cycles, reached, depth = _replay(draft, embedding, answers.rows, grid, settings)
     low, high = acceptance.interval(accepted, cycles)
     found: list[dict[str, Any]] = []
     for g, tree in enumerate(grid):
@@ -53,14 +83,52 @@ def main(name: str) -> None:
                 "accepted": int(accepted[:, g].sum()),
                 "mean_depth": float(depth[g] / max(1, cycles[:, g].sum())),
                 "acceptance": _by_depth(reached[g], int(cycles[:, g].sum()), tree.num_steps),
+                "temperature": answers.temperature,
+                "top_p": answers.top_p,
             }
         )
-    replays.write(replays.path(name), found)
-    best = max(range(len(grid)), key=lambda g: found[g]["tau"])
-    print(
-        f"{name}: {len(grid)} trees on {len(rows)} answers in {time.perf_counter() - started:.1f} s; "
-        f"best {grid[best].name}, tau {found[best]['tau']:.3f}"
-    )
+    return found
+
+
+# Whose answers, and whose hidden states
+
+
+def _check_draft(name: str, config: dict[str, Any], made: manifest.Manifest) -> None:
+    """Raises ValueError where a draft is for a target of another shape."""
+    theirs, ours = (config["vocab_size"], config["hidden_size"]), (made.vocab_size, made.hidden_size)
+    if theirs != ours:
+        raise ValueError(
+            f"{checkpoint.folder(name)}/draft is for a target of {theirs[0]} tokens and width {theirs[1]}, expected "
+            f"{made.model}'s {ours[0]} and {ours[1]}; train or import a draft for this target"
+        )
+
+
+def _answers(p: params.Params, split: str, made: manifest.Manifest) -> Answers:
+    """Raises ValueError where the hidden states are not this target's, not those of the split's answers, or where these were
+    drawn otherwise than is asked.
+    """
+    origin.check(HIDDENS / split, split, made)
+    table = conversations.read(SAMPLED / split, conversations.SAMPLED, "sample_target")
+    s = p.sample_target
+    heat = s.eval_temperature if split == "eval_t" else 0.0
+    top_p = s.top_p if heat else None
+    asked = [np.float32(value) if value is not None else None for value in (heat, top_p)]  # as the table holds them
+    for drawn in table.select("temperature", "top_p").unique().sort(pl.all()).rows():
+        if (split == "eval_t" and not heat) or list(drawn) != asked:
+            expected = f"temperature {heat:g}, top_p {top_p}" if heat or split == "eval" else "none above temperature 0"
+            raise ValueError(
+                f"{SAMPLED / split} has answers of temperature {drawn[0]:g}, top_p {drawn[1]}, expected {expected}, as "
+                "sample_target asks; run: dvc repro sample_target"
+            )
+    known = {row["id"]: row["prompt_ids"] + row["answer_ids"] for row in table.iter_rows(named=True)}
+    rows = sorted(hiddens.read(HIDDENS / split), key=lambda r: len(r.ids))
+    for row in rows:
+        if row.ids.tolist() != known.get(row.id):
+            which = "is another answer than" if row.id in known else "is none of"
+            raise ValueError(
+                f"{HIDDENS / split}: row {row.id} {which} those in {SAMPLED / split}; run: dvc repro extract_hiddens"
+            )
+    return Answers(heat, top_p, rows)
 
 
 def _replay(

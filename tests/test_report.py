@@ -50,7 +50,7 @@ def make_up_results(p: params.Params) -> None:
             rate = (tau - 1) / tree.num_steps
             shape = tree.num_steps, tree.topk, tree.num_draft_tokens
             counted = 900, round(900 * (tau - 1)), tree.num_steps - 0.5, " ".join(["0.8"] * tree.num_steps)
-            lines.append(",".join(map(str, (checkpoint, *shape, tau, tau - 0.1, tau + 0.1, rate, *counted))))
+            lines.append(",".join(map(str, (checkpoint, *shape, tau, tau - 0.1, tau + 0.1, rate, *counted, 0.0, ""))))
         atomic.write_text(Path(f"results/replay/{checkpoint}.csv"), "\n".join(lines) + "\n")
         epochs = [
             {
@@ -86,7 +86,7 @@ def _made_up_cell(chance: random.Random, workload: str, checkpoint: str, tree: p
     return {
         "workload": workload, "checkpoint": checkpoint, "tree": tree.name, "num_steps": tree.num_steps, "topk": tree.topk,
         "num_draft_tokens": tree.num_draft_tokens, "engine": "torch", "definitions": cell.DEFINITIONS, "temperature": 0.0,
-        "metrics": metrics, "histogram": [round(360 * s / sum(shares)) for s in shares],
+        "top_p": 1.0, "top_k": None, "metrics": metrics, "histogram": [round(360 * s / sum(shares)) for s in shares],
         "prompts": [prompt | {"id": f"row{i}.0"} for i in range(prompts)],
         "hardware": {"cpu": "Made-up CPU, 2 cores", "system": "Linux", "python": "3.11.9"},
         "versions": {"torch": "2.13.0", "transformers": "5.23.0"}, "seconds": 3.4, "seed": 0,

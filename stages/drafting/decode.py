@@ -202,10 +202,12 @@ class Engine:
     ) -> Iterator[Step]:
         """Draft, verify, accept: each step after the first is one cycle. Without `sampling`, greedy.
 
-        What passes an end token or the length limit is cut off, so the last cycle may come without its bonus token.
+        What passes an end token or the length limit is cut off, so the last cycle may come without its bonus token. Raises
+        ValueError for a tree that can't be built, before the first token.
         """
         assert self.draft is not None
         draft, device = self.draft, self.model.device
+        trees.check(num_steps, topk, num_draft_tokens, draft.config.draft_vocab_size)
         cache = self._cache(len(prompt) + max_new_tokens + num_draft_tokens)
         with capture(self.model, self.feature_layers) as caught:
             chooser, places = self._chooser(sampling, max_new_tokens)

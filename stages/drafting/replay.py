@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stages.drafting.draft import Draft, Seen, first_state, in_sight, prefix
 from stages.drafting.expand import expand
-from stages.drafting.tree import Candidates, best
+from stages.drafting.tree import Candidates, best, check
 
 NEVER = torch.iinfo(torch.int64).max  # the rank of a node that does not exist
 
@@ -44,7 +44,11 @@ def replay(
     seen: Seen | None = None,  # of a target that sees
     semantics: str = "sglang",  # of tree.SEMANTICS
 ) -> Replayed:
-    """What every tree accepts of every answer, and how deep trees are where decoding stands."""
+    """What every tree accepts of every answer, and how deep trees are where decoding stands. Raises ValueError for a tree that
+    can't be built.
+    """
+    for s, m in trees:
+        check(s, topk, m, draft.config.draft_vocab_size)
     steps = max(s for s, _ in trees)
     count = (ends - starts - 1).clamp(min=0)  # [B] places where decoding may stand: bonus token y_0 .. y_{n-2}
     most = max(int(count.max()), 1)

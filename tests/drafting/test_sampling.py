@@ -130,12 +130,8 @@ def slow(engine: Engine, prompt: list[int], count: int, how: Sampling) -> list[i
     for number in sampling.numbers(how.seed, count).tolist():
         logits = engine.model(torch.tensor([ids])).logits[:, -1]
         chances = warped(logits, how.temperature, how.top_p, how.top_k)[0].double()
-        left = number * chances.sum().item()
-        for token, chance in enumerate(chances.tolist()):
-            left -= chance
-            if left < 0:
-                break
-        ids.append(token)
+        reached = itertools.accumulate((chances / chances.sum()).tolist())
+        ids.append(next(token for token, end in enumerate(reached) if number < end))
     return ids[len(prompt) :]
 
 
@@ -302,12 +298,18 @@ def test_replay_of_a_sampled_answer_equals_decoding_it_as_integers(engine: Engin
 PROMPTS, EACH = 200, 8  # and trajectories of each, for replay
 
 
-def trajectories(engine: Engine, prompts: list[list[int]], how: tuple[float, float, int | None] | None) -> list[list[int]]:
+def trajectories(
+    engine: Engine, prompts: list[list[int]], how: tuple[float, float, int | None] | None
+) -> list[list[int]]:
     """An answer to each prompt, drawn by torch from transformers' chances; greedy without `how`."""
     ids, generator = torch.tensor(prompts), torch.Generator().manual_seed(9)
     for _ in range(ANSWER):
         logits = engine.model(ids).logits[:, -1]
-        drawn = logits.argmax(-1)[:, None] if how is None else torch.multinomial(warped(logits, *how), 1, generator=generator)
+        drawn = (
+            logits.argmax(-1)[:, None]
+            if how is None
+            else torch.multinomial(warped(logits, *how), 1, generator=generator)
+        )
         ids = torch.cat([ids, drawn], dim=1)
     return ids[:, len(prompts[0]) :].tolist()
 
