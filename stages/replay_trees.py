@@ -30,11 +30,16 @@ SPLITS = ("eval", "eval_t")
 
 @dataclass(frozen=True)
 class Answers:
-    """A split of the target's answers."""
+    """A split of the target's answers, and how they were drawn."""
 
+    folder: Path
     temperature: float
     top_p: float | None  # None where nothing is drawn
-    rows: list[hiddens.Row]  # the shortest first
+    count: int
+
+    def rows(self) -> list[hiddens.Row]:
+        """The shortest first."""
+        return sorted(hiddens.read(self.folder), key=lambda r: len(r.ids))
 
 
 def main(name: str) -> None:
@@ -47,24 +52,21 @@ def main(name: str) -> None:
     _check_draft(name, config, made)
     draft = Draft.of(config, tensors).to(p.target.device).requires_grad_(False)
     embedding = embedding.to(p.target.device)
-    found = {
-        split: _found(name, draft, embedding, answers, p.replay_trees)
-        for split in SPLITS
-        if (answers := _answers(p, split, made)).rows
-    }
-    replays.write(replays.path(name), [row for rows in found.values() for row in rows])
-    best = max(found["eval"], key=lambda row: row["tau"])
-    sets = " and ".join(f"those at temperature {rows[0]['temperature']:g}" for rows in found.values())
+    splits = [answers for split in SPLITS if (answers := _answers(p, split, made)).count]
+    found = [_found(name, draft, embedding, answers, p.replay_trees) for answers in splits]
+    replays.write(replays.path(name), [row for rows in found for row in rows])
+    best = max(found[0], key=lambda row: row["tau"])
+    sets = " and ".join(f"{answers.count} answers at temperature {answers.temperature:g}" for answers in splits)
     print(
-        f"{name}: {len(found['eval'])} trees on the answers of the eval split, {sets}, in {time.perf_counter() - started:.1f} s; "
-        f"best t{best['steps']}_{best['topk']}_{best['tokens']}, tau {best['tau']:.3f}"
+        f"{name}: {len(found[0])} trees on {sets} in {time.perf_counter() - started:.1f} s; best at temperature 0 "
+        f"t{best['steps']}_{best['topk']}_{best['tokens']}, tau {best['tau']:.3f}"
     )
 
 
 def _found(name: str, draft: Draft, embedding, answers: Answers, settings: params.ReplayTrees) -> list[dict[str, Any]]:
     """Of every tree a row of the table, on these answers."""
     grid = settings.trees()
-    accepted, cycles, reached, depth = _replay(draft, embedding, answers.rows, grid, settings)
+    accepted, cycles, reached, depth = _replay(draft, embedding, answers.rows(), grid, settings)
     low, high = acceptance.interval(accepted, cycles)
     found: list[dict[str, Any]] = []
     for g, tree in enumerate(grid):
@@ -115,20 +117,28 @@ def _answers(p: params.Params, split: str, made: manifest.Manifest) -> Answers:
     asked = [np.float32(value) if value is not None else None for value in (heat, top_p)]  # as the table holds them
     for drawn in table.select("temperature", "top_p").unique().sort(pl.all()).rows():
         if (split == "eval_t" and not heat) or list(drawn) != asked:
-            expected = f"temperature {heat:g}, top_p {top_p}" if heat or split == "eval" else "none above temperature 0"
+            expected = _said(heat, top_p) if heat or split == "eval" else "none above temperature 0"
             raise ValueError(
-                f"{SAMPLED / split} has answers of temperature {drawn[0]:g}, top_p {drawn[1]}, expected {expected}, as "
-                "sample_target asks; run: dvc repro sample_target"
+                f"{SAMPLED / split} has answers of {_said(*drawn)}, expected {expected}, as sample_target asks; run: dvc repro "
+                "sample_target"
             )
     known = {row["id"]: row["prompt_ids"] + row["answer_ids"] for row in table.iter_rows(named=True)}
-    rows = sorted(hiddens.read(HIDDENS / split), key=lambda r: len(r.ids))
-    for row in rows:
+    count = 0
+    for row in hiddens.read_heads(HIDDENS / split):
         if row.ids.tolist() != known.get(row.id):
             which = "is another answer than" if row.id in known else "is none of"
             raise ValueError(
                 f"{HIDDENS / split}: row {row.id} {which} those in {SAMPLED / split}; run: dvc repro extract_hiddens"
             )
-    return Answers(heat, top_p, rows)
+        count += 1
+    return Answers(HIDDENS / split, heat, top_p, count)
+
+
+def _said(temperature: float | None, top_p: float | None) -> str:
+    return ", ".join(
+        f"{name} {'null' if value is None else f'{value:g}'}"
+        for name, value in (("temperature", temperature), ("top_p", top_p))
+    )
 
 
 def _replay(

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from torch import Tensor
 from transformers.generation import logits_process
 
@@ -22,7 +21,7 @@ from stages.drafting.draft import Draft
 from stages.drafting.replay import replay
 from stages.drafting.sampling import Sampling
 from stages.drafting.target import capture
-from tests.drafting.plain import CONFIG
+from tests.drafting.plain import CONFIG, scatter, small_target
 
 V, FEATURES = 7, [1, 2, 3]
 PROMPT = [3, 1, 4, 1]
@@ -37,17 +36,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    """A target of seven tokens whose next one is far from certain, and a draft that guesses at random."""
-    config = transformers.Qwen3Config(
-        vocab_size=V, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=128, tie_word_embeddings=False,
-    )  # fmt: skip
-    model = transformers.Qwen3ForCausalLM(config).eval().requires_grad_(False)
+    """The target, which never ends, and a draft that guesses at random."""
+    model = small_target(V, 1)
     draft = Draft(replace(CONFIG, vocab_size=V, draft_vocab_size=5))
-    generator = torch.Generator().manual_seed(1)
-    for parameter in [*model.parameters(), *draft.parameters()]:
-        noise = torch.randn(parameter.shape, generator=generator)
-        parameter.data = 1 + 0.1 * noise if parameter.ndim == 1 else 0.3 * noise
+    scatter(draft, 0.3, 2)
     draft.d2t.copy_(torch.tensor([0, 1, 1, 2, 2]))  # tokens 0, 2, 3, 5, 6
     return Engine(model, [], FEATURES, draft.requires_grad_(False))
 
