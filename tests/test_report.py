@@ -182,6 +182,43 @@ def test_replayed_tau_stands_beside_the_served_one_where_the_grid_has_the_tree(m
     assert replayed[other, "t8_2_16"] == line.split(",")[4]
 
 
+def test_cells_above_temperature_0_stand_beside_the_replay_of_answers_drawn_alike(
+    made_up: params.Params, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their answers are drawn, so none is held against plain decoding's; the best checkpoint is that of temperature 0."""
+    checkpoint, tree = made_up.benchmark.checkpoints[0], params.Tree.parse("t8_2_16")
+    place = replays.path(checkpoint)
+    report.main()
+    best = json.loads(report.METRICS.read_text())["checkpoints"]
+    hot = [row | {"tau": row["tau"] - 0.5, "temperature": 0.7, "top_p": 0.9} for row in replays.read(checkpoint)]
+    replays.write(place, [*replays.read(checkpoint), *hot])
+    found = cell.read("eval", checkpoint, tree.name)
+    cold = next(r["tau"] for r in replays.read(checkpoint) if _shape(r) == tree)
+    drawn = {"temperature": 0.7, "top_p": 0.9, "metrics": found["metrics"] | {"identical_share": None}}
+    taus = {}
+    for name, how in (("greedy", {}), ("drawn", drawn), ("otherwise", drawn | {"top_p": 1.0})):
+        cell.write(found | how)
+        report.main()
+        (line,) = (r for r in _lines(report.BENCHMARK) if (r["checkpoint"], r["tree"]) == (checkpoint, tree.name))
+        taus[name] = line["replay_tau"], line["identical_share"]
+        assert json.loads(report.METRICS.read_text())["identical_share_min"] == 1.0
+    assert taus == {"greedy": (str(cold), "1.0"), "drawn": (str(cold - 0.5), ""), "otherwise": ("", "")}
+    table = capsys.readouterr().out.rsplit("e003, the best", 1)[-1]
+    assert any(line.endswith("–") and line.startswith("8_2_16") for line in table.splitlines())
+    for name, now in json.loads(report.METRICS.read_text())["checkpoints"].items():
+        assert now["mean_replay_tau"] == best[name]["mean_replay_tau"]
+    for name in made_up.benchmark.checkpoints:
+        for other in made_up.benchmark.trees:
+            cell.write(cell.read("eval", name, other) | drawn)
+    report.main()
+    assert json.loads(report.METRICS.read_text())["identical_share_min"] is None
+    assert "same answers as plain" not in report.PAGE.read_text()
+
+
+def _shape(row: Row) -> params.Tree:
+    return params.Tree(num_steps=row["steps"], topk=row["topk"], num_draft_tokens=row["tokens"])
+
+
 def test_the_best_checkpoint_is_the_one_with_the_highest_mean_replayed_tau(made_up: params.Params) -> None:
     report.main()
     metrics = json.loads(report.METRICS.read_text())
