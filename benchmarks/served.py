@@ -105,7 +105,7 @@ def compare(trees: list[str]) -> list[dict[str, Any]]:
     """Served tau beside replay's, of the same prompts."""
     found, plain = [], served.read("eval", None, None)["points"][0]
     said = {(r["id"], r["turn"]): r["answer"] for r in plain["requests"]}
-    mine = {f"t{t['steps']}_{t['topk']}_{t['tokens']}": t["tau"] for t in replays.read(CHECKPOINT)}
+    mine = {f"t{t['steps']}_{t['topk']}_{t['tokens']}": t["tau"] for t in replays.greedy(replays.read(CHECKPOINT))}
     print(f"{'tree':10}{'served':>9}{'replay':>9}{'off by':>9}{'same answers':>14}{'cycle ms':>10}{'speedup':>9}")
     for tree in trees:
         cell = served.read("eval", CHECKPOINT, tree)

@@ -457,6 +457,7 @@ class Workload(Section):
     ignore_eos: bool
     temperature: NonNegative
     top_p: Annotated[float, Field(gt=0, le=1)]
+    top_k: Count | None
     request_rate: Rate
     concurrency: CountOrGrid | None
     warmup: Annotated[int, Field(ge=0)]
@@ -524,7 +525,7 @@ class Benchmark(Section):
         for name in self.torch:
             w = named(self.workloads, name, "benchmark.workloads")
             wants = {
-                "temperature": (w.temperature, 0), "request_rate": (w.request_rate, "inf"), "concurrency": (w.concurrency, 1),
+                "request_rate": (w.request_rate, "inf"), "concurrency": (w.concurrency, 1),
                 "ignore_eos": (w.ignore_eos, False), "prompts": (w.prompts == "random", False),
             }  # fmt: skip
             wrong = [
@@ -534,7 +535,7 @@ class Benchmark(Section):
                 wrong.append("max_new_tokens is a list (expected one)")
             if wrong:
                 raise ValueError(
-                    f"torch: workload {name} has {', '.join(wrong)}: the torch engine decodes one prompt at a time, greedily; "
+                    f"torch: workload {name} has {', '.join(wrong)}: the torch engine decodes one prompt at a time; "
                     "take it out of benchmark.torch, or serve it (benchmark_served)"
                 )
         return self

@@ -70,7 +70,7 @@ class Found:
 
     cells: list[Row]  # as in stages/formats/cell.py, in the order of params.yaml
     rows: list[Row]  # the same, as lines of benchmark.csv
-    replays: dict[str, list[Row]]  # checkpoint -> its replayed trees
+    replays: dict[str, list[Row]]  # checkpoint -> its trees, replayed at temperature 0
     inside: dict[str, list[Row]]  # checkpoint -> what happens in the cycles of some trees, bucket by bucket
     reports: dict[str, Row]  # stage -> its own report
     trained: dict[str, Row]  # checkpoint -> its epochs
@@ -90,12 +90,13 @@ def main(*arguments: str) -> None:
     p = params.load()
     cells, served_cells = read_cells(p), joined.read(*_served_axes(p))
     replayed = {name: replays.read(name) for name in p.replay_trees.checkpoints}
+    rows = [_row(c, replayed.get(c["checkpoint"], [])) for c in cells]
     inside = {name: replays.read_inside(name) for name in p.replay_trees.checkpoints}
-    rows = [_row(c, replayed) for c in cells]
     reports = {stage: _read_report(stage) for stage in REPORTS}
     trained = {name: _read_training(name, segment.from_) for name, segment in p.train_draft.checkpoints.items()}
     lines = joined.lines(served_cells, replayed, _asks_what_was_replayed(p))
-    found = Found(cells, rows, replayed, inside, reports, trained, served_cells, lines)
+    greedy = {name: replays.greedy(trees) for name, trees in replayed.items()}
+    found = Found(cells, rows, greedy, inside, reports, trained, served_cells, lines)
     metrics = summarize(found)
 
     atomic.write_csv(BENCHMARK, COLUMNS, rows)
@@ -169,12 +170,12 @@ def _whole(place: Path, keys: Iterable[str], stage: str) -> Row:
 # What is made of it
 
 
-def _row(c: Row, replays: dict[str, list[Row]]) -> Row:
+def _row(c: Row, trees: list[Row]) -> Row:
     """One line of benchmark.csv. Floats keep every bit, so that tau can be compared between machines."""
-    shape = c["num_steps"], c["topk"], c["num_draft_tokens"]
-    replayed = [r["tau"] for r in replays.get(c["checkpoint"], []) if (r["steps"], r["topk"], r["tokens"]) == shape]
-    measured = {k: float(c["metrics"][k]) for k in MEASURED}
-    return {k: c[k] for k in NAMES} | measured | {"replay_tau": replayed[0] if replayed else "", "engine": c["engine"]}
+    replayed = replays.tau(trees, c)
+    measured = {k: "" if (value := c["metrics"][k]) is None else float(value) for k in MEASURED}
+    rest = {"replay_tau": "" if replayed is None else replayed, "engine": c["engine"]}
+    return {k: c[k] for k in NAMES} | measured | rest
 
 
 def _rows_of(stage: str, report: Row) -> Row:
@@ -199,7 +200,7 @@ def summarize(found: Found) -> Row:
     return {
         "best_checkpoint": max(means, key=lambda name: means[name]),
         "checkpoints": checkpoints,
-        "identical_share_min": min((row["identical_share"] for row in found.rows), default=None),
+        "identical_share_min": min((s for row in found.rows if (s := row["identical_share"]) != ""), default=None),
         "definitions": cell.DEFINITIONS,
         "cells": len(found.rows),
         "replayed_trees": sum(map(len, found.replays.values())),
@@ -234,12 +235,12 @@ def table(rows: list[Row], served_rows: list[Row], metrics: Row) -> str:
 
 
 def _texts(row: Row) -> tuple[str, ...]:
-    n = {k: float(row[k]) for k in MEASURED}
+    n = {k: float(row[k]) for k in MEASURED if row[k] != ""}
     interval, speedups = (f"{n[f'{k}_low']:.2f}-{n[f'{k}_high']:.2f}" for k in ("tau", "speedup"))
     return (
         tree_structure(row["tree"]), f"{n['prefill_latency_s']:.3f}", f"{100 * n['accept_rate']:.1f}",
         f"{n['e2e_latency_s']:.3f}", f"{n['tau']:.2f}", interval, f"{n['speedup']:.2f}x", speedups,
-        f"{100 * n['identical_share']:.0f}",
+        figure(n.get("identical_share"), 0, 100),
     )  # fmt: skip
 
 

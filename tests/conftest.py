@@ -53,7 +53,7 @@ SMALL = {
 LONG = [
     "test_train_draft", "test_sample_target", "test_benchmark_served", "test_extract_hiddens", "test_import_draft",
     "test_reruns", "test_bad_input", "test_flows", "test_lossless", "test_pictured_stages", "test_sharing", "test_load",
-    "test_pictured",
+    "test_pictured", "test_sampling",
 ]  # fmt: skip
 
 

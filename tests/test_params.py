@@ -474,7 +474,6 @@ def test_a_workload_that_can_not_be_asked(changes: dict[str, Any], start: str) -
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"temperature": 0.7}, "temperature 0.7 (expected 0)"),
         ({"request_rate": 8.0}, "request_rate 8.0 (expected 'inf')"),
         ({"concurrency": 2}, "concurrency 2 (expected 1)"),
         ({"ignore_eos": True}, "ignore_eos True (expected False)"),

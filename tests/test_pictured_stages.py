@@ -84,9 +84,9 @@ def one_row(project: Path, split: str, number: int, rng: random.Random) -> dict[
         for i, size in enumerate(shape[0])
     ]
     return {
-        "id": f"{split}.{number}", "source_row": number, "verdict": "ok", "temperature": 0.0, "prompt_ids": ids.tolist(),
-        "answer_ids": [rng.randrange(7, 80) for _ in range(rng.randrange(5, 14))], "finish_reason": "stop",
-        "images": paths or None,
+        "id": f"{split}.{number}", "source_row": number, "verdict": "ok", "temperature": 0.0, "top_p": None,
+        "prompt_ids": ids.tolist(), "answer_ids": [rng.randrange(7, 80) for _ in range(rng.randrange(5, 14))],
+        "finish_reason": "stop", "images": paths or None,
     }  # fmt: skip
 
 

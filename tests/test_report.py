@@ -52,7 +52,7 @@ def make_up_results(p: params.Params) -> None:
             rate = (tau - 1) / tree.num_steps
             shape = tree.num_steps, tree.topk, tree.num_draft_tokens
             counted = 900, round(900 * (tau - 1)), tree.num_steps - 0.5, " ".join(["0.8"] * tree.num_steps)
-            lines.append(",".join(map(str, (checkpoint, *shape, tau, tau - 0.1, tau + 0.1, rate, *counted))))
+            lines.append(",".join(map(str, (checkpoint, *shape, tau, tau - 0.1, tau + 0.1, rate, *counted, tau, "", 0.0, ""))))
         atomic.write_text(Path(f"results/replay/{checkpoint}.csv"), "\n".join(lines) + "\n")
         replays.write_inside(checkpoint, [])
         epochs = [
@@ -104,7 +104,7 @@ def _made_up_cell(chance: random.Random, workload: str, checkpoint: str, tree: p
     return {
         "workload": workload, "checkpoint": checkpoint, "tree": tree.name, "num_steps": tree.num_steps, "topk": tree.topk,
         "num_draft_tokens": tree.num_draft_tokens, "engine": "torch", "definitions": cell.DEFINITIONS, "temperature": 0.0,
-        "metrics": metrics, "histogram": [round(360 * s / sum(shares)) for s in shares],
+        "top_p": 1.0, "top_k": None, "metrics": metrics, "histogram": [round(360 * s / sum(shares)) for s in shares],
         "prompts": [prompt | {"id": f"row{i}.0"} for i in range(prompts)],
         "hardware": {"cpu": "Made-up CPU, 2 cores", "system": "Linux", "python": "3.11.9"},
         "versions": {"torch": "2.13.0", "transformers": "5.23.0"}, "seconds": 3.4, "seed": 0,
@@ -198,6 +198,43 @@ def test_replayed_tau_stands_beside_the_served_one_where_the_grid_has_the_tree(m
     assert replayed[first, "t8_2_16"] == ""
     line = next(line for line in Path(f"results/replay/{other}.csv").read_text().splitlines() if ",8,2,16," in line)
     assert replayed[other, "t8_2_16"] == line.split(",")[4]
+
+
+def test_cells_above_temperature_0_stand_beside_the_replay_of_answers_drawn_alike(
+    made_up: params.Params, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their answers are drawn, so none is held against plain decoding's; the best checkpoint is that of temperature 0."""
+    checkpoint, tree = made_up.benchmark.checkpoints[0], params.Tree.parse("t8_2_16")
+    place = replays.path(checkpoint)
+    report.main()
+    best = json.loads(report.METRICS.read_text())["checkpoints"]
+    hot = [row | {"tau": row["tau"] - 0.5, "temperature": 0.7, "top_p": 0.9} for row in replays.read(checkpoint)]
+    replays.write(place, [*replays.read(checkpoint), *hot])
+    found = cell.read("eval", checkpoint, tree.name)
+    cold = next(r["tau"] for r in replays.read(checkpoint) if _shape(r) == tree)
+    drawn = {"temperature": 0.7, "top_p": 0.9, "metrics": found["metrics"] | {"identical_share": None}}
+    taus = {}
+    for name, how in (("greedy", {}), ("drawn", drawn), ("otherwise", drawn | {"top_p": 1.0})):
+        cell.write(found | how)
+        report.main()
+        (line,) = (r for r in _lines(report.BENCHMARK) if (r["checkpoint"], r["tree"]) == (checkpoint, tree.name))
+        taus[name] = line["replay_tau"], line["identical_share"]
+        assert json.loads(report.METRICS.read_text())["identical_share_min"] == 1.0
+    assert taus == {"greedy": (str(cold), "1.0"), "drawn": (str(cold - 0.5), ""), "otherwise": ("", "")}
+    table = capsys.readouterr().out.rsplit("e003, the best", 1)[-1]
+    assert any(line.endswith("–") and line.startswith("8_2_16") for line in table.splitlines())
+    for name, now in json.loads(report.METRICS.read_text())["checkpoints"].items():
+        assert now["mean_replay_tau"] == best[name]["mean_replay_tau"]
+    for name in made_up.benchmark.checkpoints:
+        for other in made_up.benchmark.trees:
+            cell.write(cell.read("eval", name, other) | drawn)
+    report.main()
+    assert json.loads(report.METRICS.read_text())["identical_share_min"] is None
+    assert "same answers as plain" not in report.PAGE.read_text()
+
+
+def _shape(row: Row) -> params.Tree:
+    return params.Tree(num_steps=row["steps"], topk=row["topk"], num_draft_tokens=row["tokens"])
 
 
 def test_the_best_checkpoint_is_the_one_with_the_highest_mean_replayed_tau(made_up: params.Params) -> None:

@@ -1,7 +1,8 @@
-"""The torch engine: plain and speculative greedy decoding of one prompt at a time, by the same machinery.
+"""The torch engine: plain and speculative decoding of one prompt at a time, greedy or sampled, by the same machinery.
 
 Both are generators of `Step`s, so that the caller holds the clock: the first is the token from prefill, each later one
-what a decoding step (plain) or a verify cycle (speculative) commits. In float32 both yield the same tokens.
+what a decoding step (plain) or a verify cycle (speculative) commits. In float32 both yield the same tokens, sampled ones
+too: what is drawn depends on the seed and the token's place alone (drafting/sampling.py).
 
 A cycle stands at "tokens up to n are in the cache, token n is the bonus token":
 
@@ -27,6 +28,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from stages.drafting import tree as trees
 from stages.drafting.draft import Draft, first_state, in_sight
 from stages.drafting.expand import expand
+from stages.drafting.sampling import Chooser, Sampling
 from stages.drafting.target import Pictures, capture, entered, look, pixels, sees
 
 
@@ -142,9 +144,14 @@ class Engine:
         (embeds, positions), shift = given[0], int(view.positions.max()) + 1 - count
         return Begun(out.last_hidden_state[0, -1:], embeds, positions, shift)
 
-    def _choose(self, hidden: Tensor) -> list[int]:
-        """The target's greedy choice after each hidden state [M, H]."""
-        return (hidden @ self.head.T).argmax(-1).tolist()
+    def _chooser(self, sampling: Sampling | None, max_new_tokens: int) -> tuple[Chooser, Tensor]:
+        """What chooses the answer's tokens, and their numbers [max_new_tokens]."""
+        device = self.model.device
+        return Chooser(sampling, max_new_tokens, device), torch.arange(max_new_tokens, device=device)
+
+    def _choose(self, chooser: Chooser, hidden: Tensor, places: Tensor) -> list[int]:
+        """The target's choice after each hidden state [M, H], as token number places [M] of the answer."""
+        return chooser.choose(hidden @ self.head.T, places).tolist()
 
     @torch.inference_mode()
     def margin(self, prompt: list[int], said: list[int], pictures: Pictures | None = None) -> float:
@@ -162,11 +169,14 @@ class Engine:
         return first - second
 
     @torch.inference_mode()
-    def plain(self, prompt: list[int], max_new_tokens: int, pictures: Pictures | None = None) -> Iterator[Step]:
-        """Autoregressive decoding: one token a step, until an end token or `max_new_tokens`."""
+    def plain(
+        self, prompt: list[int], max_new_tokens: int, pictures: Pictures | None = None, sampling: Sampling | None = None
+    ) -> Iterator[Step]:
+        """Autoregressive decoding: one token a step, until an end token or `max_new_tokens`. Without `sampling`, greedy."""
         cache = self._cache(len(prompt) + max_new_tokens)
+        chooser, places = self._chooser(sampling, max_new_tokens)
         begun = self._prefill(prompt, cache, pictures)
-        token = self._choose(begun.hidden)[0]
+        token = self._choose(chooser, begun.hidden, places[:1])[0]
         yield Step([token], 0)
         everything = torch.ones(1, 1, 1, cache.layers[0].room, dtype=torch.bool, device=self.model.device)
         for position in range(len(prompt), len(prompt) + max_new_tokens - 1):
@@ -174,7 +184,9 @@ class Engine:
                 return
             ids = torch.tensor([[token]], device=self.model.device)
             where = torch.tensor([[position + begun.shift]], device=self.model.device)
-            token = self._choose(self._forward(ids, where, everything[..., : position + 1], cache))[0]
+            hidden = self._forward(ids, where, everything[..., : position + 1], cache)
+            done = position + 1 - len(prompt)
+            token = self._choose(chooser, hidden, places[done : done + 1])[0]
             yield Step([token], 0)
 
     @torch.inference_mode()
@@ -186,17 +198,21 @@ class Engine:
         topk: int,
         num_draft_tokens: int,
         pictures: Pictures | None = None,
+        sampling: Sampling | None = None,
     ) -> Iterator[Step]:
-        """Draft, verify, accept: each step after the first is one cycle.
+        """Draft, verify, accept: each step after the first is one cycle. Without `sampling`, greedy.
 
-        What passes an end token or the length limit is cut off, so the last cycle may come without its bonus token.
+        What passes an end token or the length limit is cut off, so the last cycle may come without its bonus token. Raises
+        ValueError for a tree that can't be built, before the first token.
         """
         assert self.draft is not None
         draft, device = self.draft, self.model.device
+        trees.check(num_steps, topk, num_draft_tokens, draft.config.draft_vocab_size)
         cache = self._cache(len(prompt) + max_new_tokens + num_draft_tokens)
         with capture(self.model, self.feature_layers) as caught:
+            chooser, places = self._chooser(sampling, max_new_tokens)
             begun = self._prefill(prompt, cache, pictures)
-            bonus = self._choose(begun.hidden)[0]
+            bonus = self._choose(chooser, begun.hidden, places[:1])[0]
             yield Step([bonus], 0)
             done, verified = 1, 0
             embeds = torch.cat([begun.embeds[:, 1:], self.embedding[torch.tensor([[bonus]], device=device)]], dim=1)
@@ -226,7 +242,7 @@ class Engine:
                 prefix_seen = torch.ones(1, num_draft_tokens, verified, dtype=torch.bool, device=device)
                 seen = torch.cat([prefix_seen, trees.ancestors(tree.parents)], dim=2)[:, None]
                 hidden = self._forward(ids, verified + tree.depths + begun.shift, seen, cache)
-                choices = self._choose(hidden)
+                choices = self._choose(chooser, hidden, done + tree.depths[0])
                 path = trees.accept(tree, torch.tensor([choices]))[0]
 
                 bonus = choices[path[-1]]

@@ -24,7 +24,7 @@ from torch import Tensor
 from stages.drafting.bounds import THRESHOLDS, cut, fewest
 from stages.drafting.draft import Draft, Seen, attend, first_state, in_sight, prefix
 from stages.drafting.expand import AT_ONCE, grow
-from stages.drafting.tree import SEMANTICS, Candidates, level
+from stages.drafting.tree import SEMANTICS, Candidates, check, level
 
 NEVER = torch.iinfo(torch.int32).max  # the rank of a node that does not exist
 Shape = tuple[int, int, int]  # num_steps, topk, num_draft_tokens
@@ -132,7 +132,11 @@ def replay(
     at_once: int = 1024,  # places that are expanded together; see `room`
     watched: Sequence[int] = (),  # W of the trees, whose places are told too
 ) -> Replayed:
-    """What every tree accepts of every answer, and how deep trees are where decoding stands."""
+    """What every tree accepts of every answer, and how deep trees are where decoding stands. Raises ValueError for a tree that
+    can't be built.
+    """
+    for steps, topk, tokens in trees:
+        check(steps, topk, tokens, draft.config.draft_vocab_size)
     begins, last = (starts - 1).tolist(), (ends - 2).tolist()  # bonus token y_0 .. y_{n-2}
     spans = [Block(b, begin, max(begin, end)) for b, (begin, end) in enumerate(zip(begins, last, strict=True))]
     counts = torch.tensor([span.end - span.begin for span in spans], device=ids.device)

@@ -60,7 +60,7 @@ class Candidates:
 
     def first_steps(self, steps: int, topk: int) -> "Candidates":
         """The same expansion stopped earlier: what `steps` steps would have recorded."""
-        count = level(steps - 1, topk)[1]
+        count = pool(steps, topk)
         return Candidates(self.scores[:, :count], self.tokens[:, :count], self.parents[:, :count])
 
 
@@ -72,6 +72,29 @@ class Tree:
     tokens: Tensor  # [N, M-1] their tokens
     parents: Tensor  # [N, M] node index of the parent; the root's is 0
     depths: Tensor  # [N, M], the root's is 0
+
+
+def pool(steps: int, topk: int) -> int:
+    """How many candidates an expansion records."""
+    return level(steps - 1, topk)[1]
+
+
+def check(steps: int, topk: int, num_draft_tokens: int, draft_vocab_size: int) -> None:
+    """Raises ValueError for a tree that can't be built, with this draft or any."""
+    name = f"t{steps}_{topk}_{num_draft_tokens}"
+    if min(steps, topk) < 1 or num_draft_tokens < 2:
+        raise ValueError(
+            f"{name}: expected num_steps and topk of 1 or more, and num_draft_tokens of 2 or more (root counted)"
+        )
+    if num_draft_tokens - 1 > (most := pool(steps, topk)):
+        raise ValueError(
+            f"{name} has {num_draft_tokens - 1} nodes under the root, expected at most the topk + (num_steps - 1) * topk**2 = "
+            f"{most} candidates that its expansion records; lower num_draft_tokens to {most + 1} or raise num_steps or topk"
+        )
+    if topk > draft_vocab_size:
+        raise ValueError(
+            f"{name}: topk is {topk}, expected at most {draft_vocab_size}, the tokens of the draft's vocabulary; lower topk"
+        )
 
 
 def best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:

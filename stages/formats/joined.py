@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from stages.formats import atomic, interval, served
+from stages.formats import atomic, interval, replays, served
 
 Row = dict[str, Any]
 
@@ -66,7 +66,7 @@ def _read(workload: str, checkpoint: str | None, tree: str | None) -> Row:
     return found
 
 
-def lines(cells: Iterable[Row], replays: Mapping[str, list[Row]], of_eval: Collection[str]) -> list[Line]:
+def lines(cells: Iterable[Row], replayed: Mapping[str, list[Row]], of_eval: Collection[str]) -> list[Line]:
     """Every point of every cell; `cells` as `read` gives them, `of_eval` the workloads that ask what was replayed."""
     found: list[Line] = []
     baselines: dict[str, Row] = {}
@@ -75,7 +75,7 @@ def lines(cells: Iterable[Row], replays: Mapping[str, list[Row]], of_eval: Colle
             baselines[cell["workload"]] = cell
             found += _plain(cell, cell["points"])
         else:
-            found += _speculative(cell, baselines[cell["workload"]], replays, cell["workload"] in of_eval)
+            found += _speculative(cell, baselines[cell["workload"]], replayed, cell["workload"] in of_eval)
             found += _plain(cell, cell["baseline_points"])
     return found
 
@@ -92,8 +92,8 @@ def _plain(cell: Row, points: list[Row]) -> Iterator[Line]:
         yield Line(row | dict.fromkeys(ACCEPTED) | {"accuracy": _accuracy(point)}, cell, point)
 
 
-def _speculative(cell: Row, baseline: Row, replays: Mapping[str, list[Row]], of_eval: bool) -> Iterator[Line]:
-    replay = _replayed(cell, replays)
+def _speculative(cell: Row, baseline: Row, replayed: Mapping[str, list[Row]], of_eval: bool) -> Iterator[Line]:
+    replay = replays.tau(replayed.get(cell["checkpoint"], []), cell)
     if cell["status"] == served.UNSUPPORTED:
         yield Line(_unmeasured(cell, SPECULATIVE) | {"replay_tau": replay}, cell, None)
         return
@@ -139,12 +139,6 @@ def _beside_replay(point: Row, replay: float | None, whole: bool) -> Row:
     ratio = found["tau"] / replay
     agrees = ("yes" if abs(ratio - 1) <= TOLERANCE else "no") if whole else None
     return found | {"replay_ratio": ratio, "replay_agrees": agrees}
-
-
-def _replayed(cell: Row, replays: Mapping[str, list[Row]]) -> float | None:
-    shape = cell["num_steps"], cell["topk"], cell["num_draft_tokens"]
-    trees = replays.get(cell["checkpoint"], [])
-    return next((tree["tau"] for tree in trees if (tree["steps"], tree["topk"], tree["tokens"]) == shape), None)
 
 
 def _beside_baseline(cell: Row, point: Row, baseline: Row) -> Row:

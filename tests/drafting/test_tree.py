@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 from unittest import mock
 
 import pytest
@@ -9,7 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stages import params
 from stages.drafting import tree
+from stages.drafting.decode import Engine
+from stages.drafting.replay import replay
+from tests.drafting.plain import CONFIG, random_draft, small_target
 
 VOCAB = 5
 
@@ -193,3 +198,33 @@ def test_logarithms_tell_apart_what_products_cannot() -> None:
         for name, chances in by_name.items()
     }
     assert paths["sglang"][0] == paths["sglang"][1] == 0 and paths["eagle"][0] > paths["eagle"][1]
+
+
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [
+        ((2, 2, 8), "t2_2_8 has 7 nodes under the root, expected at most the topk + (num_steps - 1) * topk**2 = 6 candidates"),
+        ((4, 1, 6), "t4_1_6 has 5 nodes under the root, expected at most the topk + (num_steps - 1) * topk**2 = 4 candidates"),
+        ((0, 2, 2), "t0_2_2: expected num_steps and topk of 1 or more"),
+        ((2, 12, 4), "t2_12_4: topk is 12, expected at most 11, the tokens of the draft's vocabulary; lower topk"),
+    ],
+)  # fmt: skip
+def test_a_tree_that_can_not_be_built_is_refused_before_anything_is_computed(shape: tuple, says: str) -> None:
+    """By the engine and by replay alike, with the numbers."""
+    steps, topk, tokens = shape
+    draft, embedding, _ = random_draft(3)
+    with pytest.raises(ValueError, match=re.escape(says)):
+        tree.check(*shape, CONFIG.draft_vocab_size)
+    ids, features = torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 8, 3 * CONFIG.hidden_size)
+    with pytest.raises(ValueError, match=re.escape(says)):
+        replay(draft, embedding, ids, features, torch.tensor([3]), torch.tensor([8]), [(steps, topk, tokens)])
+    engine = Engine(small_target(CONFIG.vocab_size, 1), [], [1, 2, 3], draft)
+    with pytest.raises(ValueError, match=re.escape(says)):
+        next(engine.speculative([1, 2], 5, steps, topk, tokens))
+
+
+def test_the_largest_trees_are_built() -> None:
+    for steps, topk in ((1, 1), (3, 1), (1, 4), (2, 2), (4, 3)):
+        most = tree.pool(steps, topk)
+        assert most == params.candidates(steps, topk)  # what params.yaml is checked against
+        tree.check(steps, topk, most + 1, 11)
