@@ -258,7 +258,8 @@ def replayed(engine: Engine, prompts: list[list[int]], answers: list[list[int]],
     starts = torch.tensor([len(p) for p in prompts])
     ends = torch.full_like(starts, texts.shape[1])
     features = torch.cat(caught, dim=-1)
-    return replay(engine.draft, engine.embedding, texts, features, starts, ends, topk, SHAPES[topk])[:2]
+    trees = [(steps, topk, tokens) for steps, tokens in SHAPES[topk]]
+    return replay(engine.draft, engine.embedding, texts, features, starts, ends, trees)[:2]
 
 
 def prompts_of(seed: int, count: int) -> list[list[int]]:
