@@ -23,7 +23,9 @@ def seconds(tree: Tree, batch: int = 1, truth: dict[str, float] = TRUTH) -> floa
     return total + sum(truth["step"] + truth["row"] * (rows - 1) for rows in drafted)
 
 
-def grid(trees: list[Tree] = TREES, batches: tuple[int, ...] = (1,), noise: float = 0.0, truth: dict[str, float] = TRUTH) -> list[Row]:
+def grid(
+    trees: list[Tree] = TREES, batches: tuple[int, ...] = (1,), noise: float = 0.0, truth: dict[str, float] = TRUTH
+) -> list[Row]:
     chance = random.Random(5)
     return [
         {
@@ -34,7 +36,9 @@ def grid(trees: list[Tree] = TREES, batches: tuple[int, ...] = (1,), noise: floa
     ]  # fmt: skip
 
 
-def made_up(checkpoint: str = "e000", model: str = "builtin/weather-tiny", points: list[Row] | None = None, **keys: Any) -> Row:
+def made_up(
+    checkpoint: str = "e000", model: str = "builtin/weather-tiny", points: list[Row] | None = None, **keys: Any
+) -> Row:
     """As cost.KEYS, of the torch engine."""
     points = grid() if points is None else points
     return {

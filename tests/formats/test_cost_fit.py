@@ -64,7 +64,9 @@ def test_a_knee_is_found_where_computing_outlasts_reading() -> None:
         point["cycle_s"] += 0.04e-3 * max(0, point["tokens"] * point["batch"] - 64)
     found = cost_fit.fit(points)
     assert found.knee == 64 and found.seconds["beyond"] == pytest.approx(0.04e-3)
-    assert found.cycle_s(6, 2, 20, 1) == pytest.approx(costs.seconds(Tree.parse("t6_2_20"), 1, costs.TRUTH | {"token": 0.0}))
+    assert found.cycle_s(6, 2, 20, 1) == pytest.approx(
+        costs.seconds(Tree.parse("t6_2_20"), 1, costs.TRUTH | {"token": 0.0})
+    )
 
 
 def test_no_term_is_negative() -> None:
