@@ -36,7 +36,7 @@ def main(name: str) -> None:
     torch.set_num_threads(p.target.num_threads)
     started = time.perf_counter()
     made, s = manifest.read(), p.time_trees
-    prompt, trees = _prompt(s.context), s.trees()
+    prompt, trees = _prompt(s.context, made.image_token_id), s.trees()
     _check_fits(s, made.max_position_embeddings)
     engine, config = _engine(p, made, name)
 
@@ -74,14 +74,14 @@ def main(name: str) -> None:
     )
 
 
-def _prompt(tokens: int) -> list[int]:
+def _prompt(tokens: int, picture: int | None) -> list[int]:
     """The first ids of the eval answers, one after another: the target's own text, since experts are chosen by what is said.
 
-    Raises ValueError where the answers have fewer.
+    Without `picture`, the token that stands for a piece of one. Raises ValueError where the answers have fewer.
     """
     ids: list[int] = []
     for row in conversations.read(ANSWERS, conversations.SAMPLED, "sample_target").iter_rows(named=True):
-        ids += row["answer_ids"]
+        ids += [token for token in row["answer_ids"] if token != picture]
         if len(ids) >= tokens:
             return ids[:tokens]
     raise ValueError(

@@ -14,6 +14,7 @@ from stages.formats.cost_model import TERMS, Fit, units
 
 Row = dict[str, Any]
 
+MOST_KNEES = 12  # to try: each is a fit for every point that is left out
 FEWEST = 3  # points: with two, one is left to predict the other, and says nothing
 
 
@@ -34,8 +35,9 @@ def fit(grid: Sequence[Row]) -> Fit:
 def _choices(grid: Sequence[Row]) -> list[tuple[int, int | None]]:
     """(how many terms, knee) to try, the plainest first: of equals `min` takes the first."""
     bent = TERMS.index("beyond")
-    rows = sorted({row["tokens"] * row["batch"] for row in grid})
-    return [*((count, None) for count in range(1, bent + 1)), *((len(TERMS), knee) for knee in rows[1:-1])]
+    rows = sorted({row["tokens"] * row["batch"] for row in grid})[1:-1]
+    knees = rows[:: -(-len(rows) // MOST_KNEES) or 1]
+    return [*((count, None) for count in range(1, bent + 1)), *((len(TERMS), knee) for knee in knees)]
 
 
 def _tried(grid: Sequence[Row], times: np.ndarray, count: int, knee: int | None) -> Fit:

@@ -64,10 +64,8 @@ def torch_rows(costs: dict[str, Row], cells: Iterable[Row], guesses: Iterable[Ro
     by_tree = {_key(guess): guess for guess in guesses if guess["engine"] == "torch"}
     made, why = [], []
     for cell in cells:
-        names = {k: cell[k] for k in ("workload", "checkpoint", "tree", "engine")} | {
-            "concurrency": 1,
-            "max_new_tokens": None,
-        }
+        names = {k: cell[k] for k in ("workload", "checkpoint", "tree", "engine")}
+        names |= {"concurrency": 1, "max_new_tokens": None}
         timed = costs.get(cell["checkpoint"])
         if timed is None:
             continue
@@ -92,25 +90,23 @@ def served_rows(costs: Iterable[Row], lines: Iterable[Line], replays: Mapping[st
     """Served points beside what the other points of their cost predict for them: none judges itself."""
     every, made = list(lines), []
     for timed in costs:
-        fit = cost_model.Fit.of_json(timed["fit"])
-        plain = {row["batch"]: row for row in timed["plain"]}
-        for point, left_out_s in zip(timed["grid"], fit.left_out_s, strict=True):
-            shape = tuple(point[axis] for axis in predicted.SHAPE)
-            trees = predicted.of_temperature(replays.get(timed["checkpoint"], []), timed["settings"]["temperature"])
-            tree = next((t for t in trees if tuple(t[axis] for axis in predicted.SHAPE) == shape), None)
+        trees = predicted.of_temperature(replays.get(timed["checkpoint"], []), timed["settings"]["temperature"])
+        for number, point in enumerate(timed["grid"]):
+            tree = next((t for t in trees if all(t[axis] == point[axis] for axis in predicted.SHAPE)), None)
             line = next((one for one in every if _is_of(one, timed, point)), None)
-            if tree is None or line is None or (found := of_served(line)) is None:
-                continue
-            step = plain[point["batch"]]
-            c = left_out_s / step["step_s"]
-            tau, low, high = predicted.taus(tree)
-            error = math.hypot(fit.margin, predicted.NORMAL * step["error"])
-            guess = {"tau": tau, "C": c} | predicted.speedup(tau, low, high, c, error)
-            names = {
-                k: line.row[k] for k in ("workload", "checkpoint", "tree", "engine", "concurrency", "max_new_tokens")
-            }
-            made.append(beside(names, guess, found))
+            if tree and line and (found := of_served(line)):
+                names = ("workload", "checkpoint", "tree", "engine", "concurrency", "max_new_tokens")
+                made.append(beside({k: line.row[k] for k in names}, _left_out(timed, number, tree), found))
     return made
+
+
+def _left_out(timed: Row, number: int, tree: Row) -> Row:
+    """The prediction of a grid's point by the others."""
+    fit, batch = cost_model.Fit.of_json(timed["fit"]), timed["grid"][number]["batch"]
+    step = next(row for row in timed["plain"] if row["batch"] == batch)
+    c, (tau, low, high) = fit.left_out_s[number] / step["step_s"], predicted.taus(tree)
+    error = math.hypot(fit.margin, predicted.NORMAL * step["error"])
+    return {"tau": tau, "C": c} | predicted.speedup(tau, low, high, c, error)
 
 
 def _is_of(line: Line, timed: Row, point: Row) -> bool:

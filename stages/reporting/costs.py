@@ -90,7 +90,8 @@ def _left_out(one: Row, checkpoint: str, temperature: float, trees: list[Row]) -
 def about(one: Row) -> str:
     """A cost, or whatever names one, in words."""
     load = f", {one['workload']}, {one['max_new_tokens']} tokens" if one["workload"] else ""
-    return f"{one.get('timed_on', one['engine'])} engine{load}"
+    warm = f", temperature {one['temperature']:g}" if one.get("temperature") else ""
+    return f"{one.get('timed_on', one['engine'])} engine{load}{warm}"
 
 
 # The terminal
