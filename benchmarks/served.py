@@ -38,7 +38,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {  # seed 002, section 2.2; lengths exact
 SWEEP = {"num_prompts": 256, "input_tokens": 128, "max_new_tokens": [10, 128], "concurrency": [1, 4, 16, 64, 256]}
 FIRST = (
     "fix_data", "prepare_target", "sample_target", "extract_hiddens", "init_draft", "check_overfit", "train_draft e003",
-    "train_draft e009", f"replay_trees {CHECKPOINT}",
+    "train_draft e009", f"replay_trees {CHECKPOINT}", "time_trees e000",
 )  # fmt: skip
 GIVEN = (
     "fix_data",

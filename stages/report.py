@@ -1,10 +1,12 @@
 """report: cells, replays and every stage's own report -> the table, the plots, one page.   python -m stages.report
 
     python -m stages.report --table    # the table once more, from what lies in results/, without redoing anything
+    python -m stages.report --launch   # when to speculate, with what tree and which flags, likewise
 
 Cells and replays are the lists in params.yaml, never a glob: removed ones stay on disk. The columns of the first table
 are the seed's (EAGLE3 + Qwen3VL); docs/metrics.md defines each. Served cells are joined in formats/joined.py and shown
-by reporting/served.py. `--table` must answer at once, so matplotlib and Jinja2 are imported where they are used.
+by reporting/served.py, costs and predictions (docs/cost.md) by reporting/costs.py. `--table` must answer at once, so
+matplotlib and Jinja2 are imported where they are used.
 """
 
 import csv
@@ -20,8 +22,8 @@ from statistics import fmean
 from typing import Any
 
 from stages import params
-from stages.formats import atomic, audit, beside, cell, joined, published, replays
-from stages.reporting import plots, served
+from stages.formats import atomic, audit, beside, cell, cost, joined, predicted, published, replays
+from stages.reporting import costs, plots, served
 from stages.reporting import trees as of_trees
 from stages.reporting.text import aligned, figure, tree_structure
 
@@ -76,6 +78,7 @@ class Found:
     trained: dict[str, Row]  # checkpoint -> its epochs
     served: list[Row]  # as in stages/formats/served.py, each workload's baseline first
     lines: list[joined.Line]  # the same, point by point, beside their baselines
+    predicted: costs.Predicted
 
     def flow(self) -> list[Row]:
         return [_rows_of(stage, self.reports[stage]) for stage in ("fix_data", "sample_target", "extract_hiddens")]
@@ -85,8 +88,11 @@ def main(*arguments: str) -> None:
     if arguments == ("--table",):
         print(_table_from_disk())
         return
+    if arguments == ("--launch",):
+        print("\n".join(costs.table(predicted.read_launch())))
+        return
     if arguments:
-        raise ValueError(f"report takes --table or nothing; found {' '.join(arguments)}")
+        raise ValueError(f"report takes --table, --launch or nothing; found {' '.join(arguments)}")
     p = params.load()
     cells, served_cells = read_cells(p), joined.read(*_served_axes(p))
     replayed = {name: replays.read(name) for name in p.replay_trees.checkpoints}
@@ -96,15 +102,17 @@ def main(*arguments: str) -> None:
     trained = {name: _read_training(name, segment.from_) for name, segment in p.train_draft.checkpoints.items()}
     lines = joined.lines(served_cells, replayed, _asks_what_was_replayed(p))
     greedy = {name: replays.greedy(trees) for name, trees in replayed.items()}
-    found = Found(cells, rows, greedy, inside, reports, trained, served_cells, lines)
+    guessed = _predicted(p, cells, lines, replayed)
+    found = Found(cells, rows, greedy, inside, reports, trained, served_cells, lines, guessed)
     metrics = summarize(found)
 
     atomic.write_csv(BENCHMARK, COLUMNS, rows)
     joined.write(lines)
+    predicted.write(guessed.rows, guessed.launch, guessed.costs)
     replays.write(REPLAY, [tree for trees in replayed.values() for tree in trees])
     atomic.write_json(METRICS, metrics)
     atomic.write_text(PAGE, render(p, found, metrics))
-    print(table(rows, [line.row for line in lines], metrics))
+    print(table(rows, [line.row for line in lines], metrics, guessed.launch))
 
 
 # What is read
@@ -141,6 +149,27 @@ def _asks_what_was_replayed(p: params.Params) -> set[str]:
     return {
         name for name in p.benchmark_served.workloads if every[name].prompts == "eval" and not every[name].ignore_eos
     }
+
+
+def _predicted(
+    p: params.Params, cells: list[Row], lines: list[joined.Line], replayed: dict[str, list[Row]]
+) -> costs.Predicted:
+    """Every replayed tree's speedup by what cycles cost; flags are those benchmark_served would start a server with."""
+    from stages.serving import engines  # with a client of HTTP, which the terminal's table can do without
+
+    timed = [cost.read(name, p.target.model) for name in p.time_trees.checkpoints]
+
+    def flags(engine: str, row: Row) -> list[str] | None:
+        config = next((one["draft"] for one in timed if p.alike(one["checkpoint"], row["checkpoint"])), None)
+        shape = row["steps"], row["topk"], row["tokens"]
+        if config is None or engines.unsupported(engine, *shape, config):
+            return None
+        folder = f"drafts/{row['checkpoint']}/draft"
+        return engines.speculation(engine, engines.Draft(folder, p.benchmark_served.server.algorithm, *shape), config)
+
+    every = p.benchmark.workloads
+    temperatures = dict.fromkeys(float(every[name].temperature) for name in p.benchmark.torch) or {0.0: None}
+    return costs.predict(timed, lines, cells, replayed, p.alike, list(temperatures), flags)
 
 
 def _read_report(stage: str) -> Row:
@@ -216,8 +245,10 @@ HEAD = (
 )  # fmt: skip
 
 
-def table(rows: list[Row], served_rows: list[Row], metrics: Row) -> str:
-    """Plain aligned text, the seed's columns first; `rows` as in benchmark.csv, as numbers or as text, then served.csv's."""
+def table(rows: list[Row], served_rows: list[Row], metrics: Row, launch: list[Row]) -> str:
+    """Plain aligned text, the seed's columns first; `rows` as in benchmark.csv, as numbers or as text, then served.csv's, then
+    what to launch.
+    """
     lines = []
     for workload, checkpoint in dict.fromkeys((row["workload"], row["checkpoint"]) for row in rows):
         mine = [row for row in rows if (row["workload"], row["checkpoint"]) == (workload, checkpoint)]
@@ -229,6 +260,7 @@ def table(rows: list[Row], served_rows: list[Row], metrics: Row) -> str:
         plain = max(float(row["output_tok_s"]) / float(row["speedup"]) for row in mine)
         lines += [f"plain decoding, at its best: {plain:.1f} tokens/s", ""]
     lines += served.table(served_rows)
+    lines += [*costs.table(launch), ""] if launch else []
     if lost := metrics["rows_unaccounted"]:
         lines += [f"warning: {lost} rows are neither out nor dropped; see 'What happened to the rows' in {PAGE}", ""]
     return "\n".join([*lines, f"tau by {metrics['definitions']}; plots and provenance: {PAGE}"])
@@ -249,7 +281,7 @@ def _table_from_disk() -> str:
         raise ValueError(f"{BENCHMARK} not found; run: dvc repro report")
     with BENCHMARK.open(newline="", encoding="utf-8") as lines:
         rows = list(csv.DictReader(lines))
-    return table(rows, joined.read_table(), atomic.read_json(METRICS, made_by="report"))
+    return table(rows, joined.read_table(), atomic.read_json(METRICS, made_by="report"), predicted.read_launch())
 
 
 # The page
@@ -289,6 +321,7 @@ def render(p: params.Params, found: Found, metrics: Row) -> str:
         inside=_inside(p, found, best),
         histograms=_histograms([c for c in found.cells if c["checkpoint"] == best] or found.cells),
         served=_served(found) if found.lines else None,
+        costs=costs.page(found.predicted, best),
         trained=found.trained,
         imported={name: item.model_dump() for name, item in p.import_draft.checkpoints.items()},
         flow=found.flow(),

@@ -41,6 +41,7 @@ SMALL = {
         "topk": [1, 2, 3],
         "tokens": [4, 8, 16],
     },
+    "time_trees": {"steps": [1, 3, 6], "topk": [1, 2], "tokens": [2, 4, 8], "context": 32, "cycles": 1, "repeats": 2},
     "benchmark": {
         "workloads": {"eval": {**EVAL, "num_prompts": 6, "warmup": 0, "max_new_tokens": 40}},
         "checkpoints": ["e003"],

@@ -83,7 +83,7 @@ NUMBERS = {place: value for place, value in LEAVES.items() if type(value) in (in
 # May be zero, written by hand: greedy answers, no warm-up, no decay, and the seeds.
 ZERO = {
     "fix_data.max_dropped_share", "sample_target.temperature", "train_draft.warmup_steps", "train_draft.weight_decay",
-    "benchmark.workloads.eval.warmup", "benchmark.workloads.eval.begin", "benchmark.workloads.eval.seed",
+    "time_trees.warmup", "benchmark.workloads.eval.warmup", "benchmark.workloads.eval.begin", "benchmark.workloads.eval.seed",
     "benchmark.workloads.eval.temperature", "prepare_target.seed", "sample_target.seed", "init_draft.seed", "train_draft.seed",
 }  # fmt: skip
 every_key = pytest.mark.parametrize("place", LEAVES, ids=".".join)
@@ -288,6 +288,7 @@ BAD_VALUES = [
     ("tokens: [4,", "tokens: [1,", "replay_trees.tokens.0: expected greater than or equal to 2, found 1"),
     ("semantics: sglang             # how", "semantics: vllm  # how",
      "replay_trees.semantics: expected 'sglang' or 'eagle', found 'vllm'"),
+    ("tokens: [2, 4,", "tokens: [1, 4,", "time_trees.tokens.0: expected greater than or equal to 2, found 1"),
     (MEASURED, "e003\n  trees", "benchmark.checkpoints: expected a valid list, found 'e003'"),
     (MEASURED, "[]\n  trees", "benchmark.checkpoints: expected at least 1 item, found []"),
     ("title: weather-tiny", "title: ''", "report.title: expected at least 1 character, found ''"),
@@ -396,6 +397,9 @@ BAD_CHECKPOINTS = [
     ("[e003, e009]", "[e003, e003]", "replay_trees.checkpoints: e003 is listed twice"),
     ("inside: [t8_1_9,", "inside: [t10_2_32,", "replay_trees.inside: t10_2_32 is listed twice"),
     ("inside: [t8_1_9,", "inside: [t3_2_16,", "replay_trees.inside: t3_2_16: num_draft_tokens - 1 = 15 nodes, but topk"),
+    ("checkpoints: [e000] ", "checkpoints: [e001] ", "time_trees.checkpoints: 'e001' is none, expected some of e000, e003, e009"),
+    ("checkpoints: [e000] ", "checkpoints: [e000, e000] ", "time_trees.checkpoints: e000 is listed twice"),
+    ("  steps: [1, 3, 6, 10] ", "  steps: [1] ", "time_trees: steps [1], topk [1, 2, 4] and tokens [2, 4, 8, 16, 32, 64]"),
     ("  checkpoints: {}", f"  checkpoints: {{e003: {PUBLISHED}}}", "import_draft.checkpoints.e003 is made by another stage"),
     ("  checkpoints: {}", f"  checkpoints: {{e000: {PUBLISHED}}}", "import_draft.checkpoints.e000 is made by another stage"),
     ("  checkpoints: {}", f"  checkpoints: {{'1': {PUBLISHED}}}", f"import_draft.checkpoints.1: {NO_NAME} '1'"),

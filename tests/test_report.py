@@ -15,7 +15,8 @@ import pytest
 from ruamel.yaml import YAML
 
 from stages import params, report
-from stages.formats import atomic, cell, joined, replays, served
+from stages.formats import atomic, cell, cost, joined, replays, served
+from tests import costs
 from tests.conftest import EVAL, edit_params
 from tests.served_cells import FINGERPRINT, point, sweep
 from tests.served_cells import made_up as served_cell
@@ -52,7 +53,9 @@ def make_up_results(p: params.Params) -> None:
             rate = (tau - 1) / tree.num_steps
             shape = tree.num_steps, tree.topk, tree.num_draft_tokens
             counted = 900, round(900 * (tau - 1)), tree.num_steps - 0.5, " ".join(["0.8"] * tree.num_steps)
-            lines.append(",".join(map(str, (checkpoint, *shape, tau, tau - 0.1, tau + 0.1, rate, *counted, tau, "", 0.0, ""))))
+            lines.append(
+                ",".join(map(str, (checkpoint, *shape, tau, tau - 0.1, tau + 0.1, rate, *counted, tau, "", 0.0, "")))
+            )
         atomic.write_text(Path(f"results/replay/{checkpoint}.csv"), "\n".join(lines) + "\n")
         replays.write_inside(checkpoint, [])
         epochs = [
@@ -66,6 +69,7 @@ def make_up_results(p: params.Params) -> None:
         ]
         done = {"checkpoint": checkpoint, "from": segment.from_, "epochs": epochs, "seconds": 12.5}
         atomic.write_json(Path(f"results/train/{checkpoint}.json"), done)
+    cost.write(costs.made_up(model=p.target.model))
     for stage, (name, _) in report.REPORTS.items():
         atomic.write_json(Path(f"results/{name}.json"), _made_up_report(stage))
 
@@ -351,6 +355,7 @@ def test_published_numbers_stand_beside_ours_where_target_and_tree_agree(made_up
         .replace("model: builtin/weather-tiny ", "model: meta-llama/Llama-3.1-8B-Instruct ")
     )
     Path("params.yaml").write_text(text)
+    cost.write(costs.made_up(model="meta-llama/Llama-3.1-8B-Instruct"))
     report.main()
     page = re.sub(r"<[^>]+>", "|", report.PAGE.read_text())
     assert "Beside what was published" in page and "EAGLE-3, the paper" in page and "https:" not in page
@@ -523,7 +528,7 @@ def test_a_sweep_says_when_not_to_speculate(made_up: params.Params) -> None:
     report.main()
     page = report.PAGE.read_text()
     said = words(page)
-    assert page.count("<svg") == PLOTS + 3  # of each tree and of the best of both
+    assert page.count("<svg") == PLOTS + 3 + 1  # of each tree and of the best of both; predicted against measured
     assert "Slower than plain decoding at 2 of 6 loads (tokens × at once): 16 x 64, 64 x 64." in said
     at = re.search(
         r"5_1_6 \(5_1_5\) · sweep.*?Answers of 64 tokens: faster up to a concurrency of ([\d.]+), slower beyond", said
@@ -562,6 +567,7 @@ def test_without_torch_cells_the_report_shows_what_was_served(
 
 def test_published_numbers_stand_beside_served_ones_of_the_same_load(made_up: params.Params) -> None:
     edit_params(Path(), {"target": {"model": "Qwen/Qwen3-Coder-30B-A3B-Instruct"}})
+    cost.write(costs.made_up(model="Qwen/Qwen3-Coder-30B-A3B-Instruct"))
     serve({"code": {**EVAL, "max_new_tokens": 1024, "concurrency": [32, 64], "repeats": 2}})
     edit_params(Path(), {"benchmark_served": {"trees": ["t5_8_32"]}})
     served.write(served_cell("code", points=sweep([1024], [32, 64], lambda tokens, cap: 0.02, repeats=2)))

@@ -45,6 +45,7 @@ class Line:
     row: Row  # a line of results/served.csv; None where nothing is known
     cell: Row  # as in formats/served.py
     point: Row | None  # None where the engine can't run the cell
+    plain: Row | None = None  # the baseline's point of the same load, of a speculative one
 
 
 def read(workloads: Iterable[str], checkpoints: Iterable[str], trees: Iterable[str]) -> list[Row]:
@@ -102,7 +103,8 @@ def _speculative(cell: Row, baseline: Row, replayed: Mapping[str, list[Row]], of
     for point in cell["points"]:
         whole = of_eval and cell["temperature"] == 0 and point["max_new_tokens"] == longest
         row = _measured(cell, point, SPECULATIVE) | _beside_replay(point, replay, whole)
-        yield Line(row | _beside_baseline(cell, point, baseline), cell, point)
+        plain = _of_load(point, cell["baseline_points"] or baseline["points"])
+        yield Line(row | _beside_baseline(cell, point, baseline, plain), cell, point, plain)
 
 
 # A line
@@ -141,10 +143,9 @@ def _beside_replay(point: Row, replay: float | None, whole: bool) -> Row:
     return found | {"replay_ratio": ratio, "replay_agrees": agrees}
 
 
-def _beside_baseline(cell: Row, point: Row, baseline: Row) -> Row:
-    """Speedup, same answers and accuracies, or the reason why there are none."""
+def _beside_baseline(cell: Row, point: Row, baseline: Row, other: Row | None) -> Row:
+    """Speedup, same answers and accuracies, or the reason why there are none; `other` is the baseline's point."""
     found: Row = {"accuracy": _accuracy(point)}
-    other = _of_load(point, cell["baseline_points"] or baseline["points"])
     if why := _apart(cell, point, baseline, other):
         return found | {"remark": f"not compared: {why}"}
     assert other is not None  # _apart says so
