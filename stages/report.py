@@ -89,7 +89,7 @@ def main(*arguments: str) -> None:
         print(_table_from_disk())
         return
     if arguments == ("--launch",):
-        print("\n".join(costs.table(predicted.read_launch())))
+        print("\n".join(costs.table(predicted.read_launch())) or f"nothing is predicted; {PAGE} says why")
         return
     if arguments:
         raise ValueError(f"report takes --table, --launch or nothing; found {' '.join(arguments)}")

@@ -230,5 +230,8 @@ def test_too_few_served_cells_say_why_there_is_no_cost(project: params.Params) -
     assert "sweep, e009, 200 tokens: a timing grid has 2 points, expected at least 3" in words(report.PAGE.read_text())
 
 
-def test_nothing_to_launch_is_no_table() -> None:
+def test_nothing_to_launch_is_no_table(project: params.Params, capsys: pytest.CaptureFixture[str]) -> None:
     assert shown.table([]) == []
+    predicted.write([], [], [])
+    report.main("--launch")
+    assert capsys.readouterr().out == "nothing is predicted; results/report.html says why\n"
