@@ -49,8 +49,8 @@ def predict(cost: Row, checkpoint: str, temperature: float, trees: Iterable[Row]
 
 
 def of_temperature(trees: Iterable[Row], temperature: float) -> list[Row]:
-    """Of replayed trees those of one temperature; a replay that doesn't say is greedy."""
-    return [tree for tree in trees if float(tree.get("temperature") or 0) == temperature]
+    """Of replayed trees those of one temperature."""
+    return [tree for tree in trees if tree["temperature"] == temperature]
 
 
 def taus(tree: Row) -> tuple[float, float, float]:

@@ -17,7 +17,8 @@ def replay(name: str, tau: float, low: float | None = None, high: float | None =
     """As replays.read gives it: what isn't computed with is text."""
     tree = Tree.parse(name)
     shape = {"steps": tree.num_steps, "topk": tree.topk, "tokens": tree.num_draft_tokens}
-    return shape | {"tau": tau, "tau_low": str(low or tau), "tau_high": str(high or tau)} | keys
+    drawn = {"temperature": 0.0, "top_p": None}
+    return shape | {"tau": tau, "tau_low": str(low or tau), "tau_high": str(high or tau)} | drawn | keys
 
 
 def test_a_speedup_is_tau_over_the_cost_of_a_cycle_in_plain_steps() -> None:
@@ -64,7 +65,7 @@ def test_a_batch_without_a_plain_step_is_not_predicted() -> None:
 
 def test_trees_of_the_temperature_alone_are_taken() -> None:
     """Replays of before have no such column and are greedy; it may come as text."""
-    trees = [replay("t3_2_8", 3.0), replay("t3_2_8", 2.0, temperature="0.7"), replay("t3_2_4", 2.5, temperature=0.0)]
+    trees = [replay("t3_2_8", 3.0), replay("t3_2_8", 2.0, temperature=0.7), replay("t3_2_4", 2.5, temperature=0.0)]
     taus = {t: [r["tau"] for r in predicted.predict(costs.made_up(), "e009", t, trees)] for t in (0.0, 0.7, 1.0)}
     assert taus == {0.0: [3.0, 2.5], 0.7: [2.0], 1.0: []}
 

@@ -18,7 +18,7 @@ from tests.conftest import EVAL, ROOT, edit_params
 from tests.formats.test_cost_served import plain_s, torch_cell
 from tests.served_cells import made_up as served_cell
 from tests.served_cells import point
-from tests.test_report import make_up_results, words
+from tests.test_report import PLOTS, make_up_results, words
 
 Row = dict[str, Any]
 CHAINS = ("t3_1_4", "t5_1_6", "t8_1_9")
@@ -148,6 +148,7 @@ def test_an_untimed_import_has_no_prediction_and_a_reason(project: params.Params
     edit_params(Path(), {"replay_trees": {"checkpoints": ["e003", "e009", "theirs"]}})
     text = Path("results/replay/e009.csv").read_text().replace("e009", "theirs")
     Path("results/replay/theirs.csv").write_text(text)
+    replays.write_inside("theirs", [])
     report.main()
     assert {row["checkpoint"] for row in table(predicted.TABLE)} == {"e003", "e009"}
     assert "theirs: the torch engine has timed no draft of its shapes" in words(report.PAGE.read_text())
@@ -182,7 +183,7 @@ def test_predictions_stand_beside_measurements(project: params.Params) -> None:
     count = len(project.benchmark.checkpoints) * len(project.benchmark.trees)
     assert f"Of {count} cells, predictions are" in said
     assert "1 of them disagree beyond both intervals: 8_2_16 at e009 (mostly C)." in said
-    assert page.count('<tr class="off">') == 1 and page.count("<svg") == 4 + 1
+    assert page.count('<tr class="off">') == 1 and page.count("<svg") == PLOTS + 1
     assert not re.search(r"https?:|<script|<link|<img|@import|url\((?!#)", page)
 
 
