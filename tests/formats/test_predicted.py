@@ -64,7 +64,6 @@ def test_a_batch_without_a_plain_step_is_not_predicted() -> None:
 
 
 def test_trees_of_the_temperature_alone_are_taken() -> None:
-    """Replays of before have no such column and are greedy; it may come as text."""
     trees = [replay("t3_2_8", 3.0), replay("t3_2_8", 2.0, temperature=0.7), replay("t3_2_4", 2.5, temperature=0.0)]
     taus = {t: [r["tau"] for r in predicted.predict(costs.made_up(), "e009", t, trees)] for t in (0.0, 0.7, 1.0)}
     assert taus == {0.0: [3.0, 2.5], 0.7: [2.0], 1.0: []}
