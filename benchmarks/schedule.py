@@ -1,0 +1,100 @@
+"""What the flow costs over plain DVC, in a toy project on this machine: python -m benchmarks.schedule
+
+One second a cell, 24 of them: DVC in a row, then four at a time without Prefect; then a run with nothing to do, its server's
+start included, and one in which all is to do. Seconds by the clock, and the load that there was besides.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from ruamel.yaml import YAML
+
+from pipeline import graph, serve
+from pipeline.resources import Lease, Pool
+from pipeline.schedule import Graph, run_all
+from stages.params import Needs
+
+CELLS, SLOTS = 24, 4
+REPO = Path(__file__).parents[1]
+DVC_YAML = """
+stages:
+  first: {cmd: cp raw.csv first.csv, deps: [raw.csv], outs: [first.csv]}
+  cell:
+    matrix: {n: %s}
+    cmd: sleep 1; cp first.csv cell${item.n}.csv
+    deps: [first.csv]
+    outs: ["cell${item.n}.csv"]
+"""
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        found = {"load before": os.getloadavg()[0], "dvc repro": _timed(folder, "serial", _serial)}
+        found["parallel"] = _timed(folder, "parallel", lambda: _parallel(Path(folder)))
+        found["flow"] = _timed(folder, "flow", _flow)
+        found["flow, nothing to do"] = _again(Path(folder) / "flow", _flow)
+        found["dvc repro, nothing to do"] = _again(Path(folder) / "serial", _serial)
+        found["load after"] = os.getloadavg()[0]
+    print(json.dumps({name: round(seconds, 1) for name, seconds in found.items()}, indent=2))
+
+
+def _timed(folder: str, name: str, act: Callable[[], None]) -> float:
+    """In a project that was never run."""
+    root = Path(folder) / name
+    (root / ".dvc").mkdir(parents=True)
+    (root / ".dvc/config").write_text("[core]\n    no_scm = true\n    analytics = false\n")
+    (root / "dvc.yaml").write_text(DVC_YAML % list(range(CELLS)))
+    (root / "raw.csv").write_text(f"{name}\n")
+    params = YAML().load(REPO / "params.yaml")
+    params["fix_data"]["raw"] = "raw.csv"
+    params["schedule"]["slots"] = SLOTS
+    params["schedule"]["stages"] = {stage: {"gpus": 0, "exclusive": False} for stage in ("first", "cell")}
+    YAML().dump(params, root / "params.yaml")
+    return _again(root, act)
+
+
+def _again(root: Path, act: Callable[[], None]) -> float:
+    os.chdir(root)
+    begun = time.monotonic()
+    act()
+    return time.monotonic() - begun
+
+
+def _serial() -> None:
+    subprocess.run([sys.executable, "-m", "dvc", "repro", "-q"], check=True)
+
+
+def _parallel(folder: Path) -> None:
+    needs, changed = graph.stages(), dict[str, bool]()
+
+    def bring(name: str, lease: Lease, why: list[str]) -> None:
+        changed[name] = bool(why) and graph.run_stage(name, str) != graph.Outcome.UNCHANGED
+
+    with ThreadPoolExecutor() as threads:
+        work = Graph(needs, dict.fromkeys(needs, Needs(gpus=0, exclusive=False)))
+        pool = Pool(SLOTS, [], folder / "locks")
+        run_all(
+            work, graph.why_stale(), pool, lambda *given: threads.submit(bring, *given), changed.get, graph.why_stale
+        )
+
+
+def _flow() -> None:
+    """With a server that is started for it and ended after it."""
+    os.environ |= {
+        "PREFECT_HOME": str(Path.cwd().parent / "prefect"),
+        "PYTHONPATH": str(REPO),
+        "TMPDIR": str(Path.cwd().parent),
+    }
+    with serve.server(4390):
+        subprocess.run([sys.executable, "-m", "pipeline.flows"], check=True, stderr=subprocess.DEVNULL)
+
+
+if __name__ == "__main__":
+    main()
