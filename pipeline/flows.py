@@ -186,11 +186,13 @@ class Progress:
 def bring_up_to_date(work: Graph, why: dict[str, list[str]], pool: resources.Pool) -> dict[str, State[str]]:
     """Each stage after what it needs; after a failure all others still run, as with `dvc repro --keep-going`.
 
-    On threads of Prefect's, ordered from this one, where a cancellation lands. `why` gains the reasons found on the way.
+    On threads of Prefect's, ordered from this one, where a cancellation lands. `why` then has the reasons
+    of what did run, found on the way too.
     """
     futures: dict[str, Any] = {}
 
     def start(name: str, lease: resources.Lease, reasons: list[str]) -> Future[Any]:
+        why.pop(name, None)
         if reasons:
             why[name] = reasons
         held = [file.fileno() for file in lease.files]

@@ -23,7 +23,7 @@ REPO = Path(__file__).resolve().parents[2]
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def wait_for(what: Callable[[], Any], seconds: float = 120.0) -> Any:
+def wait_for(what: Callable[[], Any], seconds: float = 300.0) -> Any:
     """The first true thing `what` gives."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -117,7 +117,7 @@ class Server:
 def server(served_project: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     started = Server(served_project, str(tmp_path_factory.mktemp("prefect")))
     try:
-        wait_for(started.up, 120)
+        wait_for(started.up, 600)
         yield started
     finally:
         started.process.terminate()
@@ -281,7 +281,7 @@ def test_a_make_ui_killed_outright_leaves_no_stage_and_the_next_one_starts(serve
     lost = server.run()
     server.ask(f"flow_runs/{lost}/set_state", {"state": {"type": "RUNNING"}, "force": True})
     server.start()
-    wait_for(server.up, 120)
+    wait_for(server.up, 600)
     assert "run it again" in server.ended(lost)["message"]
     assert "ending the Prefect server that a killed `make ui` has left" in server.log.read_text()
 
