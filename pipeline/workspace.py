@@ -79,7 +79,7 @@ def promote(name: str) -> Iterator[str]:
             that git tracks have changes; and where DVC can't check its results out, with all as it was.
     """
     folder = path_of(name)
-    if changed := _git("status", "--porcelain", "--untracked-files=no").strip():
+    if changed := _git("status", "--porcelain", "--untracked-files=no").rstrip():
         raise ValueError(
             f"files have changes, expected none, so that nothing is lost; commit or stash them:\n{changed}"
         )

@@ -25,6 +25,15 @@ stages:
     deps: [first.csv, middle.py]
     outs: [middle.csv]
 """
+IGNORED = """.scratch/
+*.log
+/first.csv
+/middle.csv
+/results/
+/.dvc/tmp
+/.dvc/cache
+config.local
+"""
 COPIES = {"first": ("raw.csv", "first.csv"), "middle": ("first.csv", "middle.csv")}
 COPIES["last"] = ("middle.csv", "results/benchmark.csv")
 
@@ -97,17 +106,9 @@ def served_project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     give_params(made)
     graph = made.root / "dvc.yaml"
     graph.write_text(graph.read_text().replace("last.py]", "last.py]\n    params: [report.title]"))
-    ignored = [
-        ".scratch/",
-        "*.log",
-        "/first.csv",
-        "/middle.csv",
-        "/results/",
-        "/.dvc/tmp",
-        "/.dvc/cache",
-        "config.local",
-    ]
-    (made.root / ".gitignore").write_text("\n".join([*ignored, ""]))
+    (made.root / "recipes").mkdir()
+    (made.root / "recipes/ours.yaml").write_text("report: {title: ours}\n")
+    (made.root / ".gitignore").write_text(IGNORED)
     made.git("init", "-q")
     made.commit()
     return made

@@ -201,7 +201,8 @@ RUNNER = """
 import sys
 from pipeline import graph
 from pipeline.resources import lock
-with graph.guarded([lock(graph.Path("held.lock")).fileno()]):
+held = lock(graph.Path("held.lock"))
+with graph.guarded([held.fileno()]):
     graph.run_stage("first", lambda line: print(line, flush=True))
 """
 
