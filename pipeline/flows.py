@@ -108,7 +108,7 @@ def _run(change: Callable[[], None] | None, after: Callable[[], None] = lambda: 
             publish_plan(why)
             states = bring_up_to_date(work, why, pool)
         except BaseException:  # a cancelled flow: its tasks are on other threads, which see no signal
-            graph.end_children()
+            graph.stop()
             raise
         publish(states, why)
         if change:
@@ -148,7 +148,8 @@ def bring(stage: str, why: list[str], environment: dict[str, str], held: list[in
                 return Failed(message=str(error))
             pause = rules.retry_pause_s * 2 ** (attempt - 1)
             log.warning(f"{error}\nthat may pass: attempt {attempt + 1} of {rules.attempts} in {pause:g} s")
-            time.sleep(pause)
+            if not graph.pause(pause):
+                return Failed(message=f"{error}\nnot tried again: the run is cancelled")
     raise AssertionError("the last attempt has ended above")
 
 
@@ -163,7 +164,7 @@ class Progress:
         self._key = re.sub(r"[^a-z0-9]+", "-", f"progress-{stage}".lower())
         self._stage, self._log = stage, log
         self._artifact: Any = None
-        self._told = 0.0
+        self._told = float("-inf")
 
     def __call__(self, line: str) -> None:
         found = PROGRESS.search(line)

@@ -65,6 +65,7 @@ MODULE = "dvc"  # as a word of its command line, by which DVC is told from what 
 _live: set[subprocess.Popen[str]] = set()
 _live_lock = threading.Lock()
 _mark: str | None = None
+_stopped = threading.Event()
 
 
 class StageError(RuntimeError):
@@ -243,6 +244,17 @@ def end_children() -> None:
         end.join()
 
 
+def stop() -> None:
+    """End every stage, and let this process start none any more: not one whose turn came just now, nor another attempt."""
+    _stopped.set()
+    end_children()
+
+
+def pause(seconds: float) -> bool:
+    """Before another attempt; False, and at once, where there is to be none."""
+    return not _stopped.wait(seconds)
+
+
 def _end_of(pid: int) -> None:
     try:
         _end(psutil.Process(pid))
@@ -257,6 +269,8 @@ def _start(name: str, environment: dict[str, str], hold: Iterable[int]) -> subpr
     # dvc.yaml says `python -m stages.NAME`: that python must be ours, activated or not.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     with _live_lock:
+        if _stopped.is_set():
+            raise StageError(f"stage {name} was not started: the run is cancelled")
         process = subprocess.Popen(
             command,
             env=os.environ | {"PATH": path, "PYTHONUNBUFFERED": "1"} | ({MARK: _mark} if _mark else {}) | environment,

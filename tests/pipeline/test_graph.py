@@ -197,6 +197,17 @@ def test_only_a_failure_that_may_pass_says_so(project):
         assert failure.value.transient == transient
 
 
+def test_a_stopped_run_starts_nothing_more(project, monkeypatch):
+    """A thread whose stage came to its turn, or waited for another attempt, began it after the cancellation."""
+    monkeypatch.setattr(graph, "_stopped", threading.Event())
+    assert graph.pause(0)
+    graph.stop()
+    assert not graph.pause(600)
+    with pytest.raises(graph.StageError, match="the run is cancelled"):
+        graph.run_stage("first", print)
+    assert not (project.root / "first.csv").exists()
+
+
 RUNNER = """
 import sys
 from pipeline import graph
