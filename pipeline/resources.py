@@ -87,6 +87,7 @@ class Pool:
 
 def lock(path: Path, kind: int = fcntl.LOCK_EX) -> TextIO | None:
     """The file, open and locked, or None where another holds it. Closing it frees it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("a")
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)

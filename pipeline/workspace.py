@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -30,7 +30,6 @@ ENGINES = ("serving-env/sglang", "serving-env/vllm")  # environments of 10 GB, i
 @contextmanager
 def at_work(say: Callable[[str], object]) -> Iterator[TextIO]:
     """The workspace we stand in, for one run: others wait here. The file must stay open for as long as a stage runs."""
-    LOCKED.parent.mkdir(exist_ok=True)
     while (held := lock(LOCKED)) is None:
         say("another run is at work here; waiting for its end")
         _wait_for(LOCKED)
@@ -55,20 +54,28 @@ def make(name: str) -> Path:
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     _git("worktree", "add", "--detach", str(folder), "HEAD")
+    try:
+        _fill(folder)
+    except BaseException:  # or a retry would work in half of it
+        _git("worktree", "remove", "--force", str(folder))
+        raise
+    return folder
+
+
+def _fill(folder: Path) -> None:
     for name in _uncommitted():
         _copy(Path(name), folder / name)
-    cache = subprocess.run(_dvc("cache", "dir"), capture_output=True, text=True).stdout.strip()
     local = Path(".dvc/config.local")
-    kept = local.read_text(encoding="utf-8") if local.exists() else ""
-    (folder / local).write_text(kept, encoding="utf-8")
-    _run(_dvc("cache", "dir", "--local", str(Path(cache).resolve())), folder)
+    if local.exists():
+        shutil.copy2(local, folder / local)
+    cache = Path(_run(_dvc("cache", "dir"), Path()).strip()).resolve()
+    _run(_dvc("cache", "dir", "--local", str(cache)), folder)
     for engine in map(Path, ENGINES):
         if engine.is_dir():
             (folder / engine).parent.mkdir(exist_ok=True)
             (folder / engine).symlink_to(engine.resolve())
     if (folder / graph.LOCK_FILE).exists():
         _run(_dvc("checkout", "--quiet", "--force", "--allow-missing"), folder)
-    return folder
 
 
 def promote(name: str) -> Iterator[str]:
@@ -88,11 +95,11 @@ def promote(name: str) -> Iterator[str]:
         raise ValueError(
             f"{' and '.join(moved.split())} of a later commit differ from those that {name} began with; run it again from here"
         )
-    LOCKED.parent.mkdir(exist_ok=True)
-    held, theirs = lock(LOCKED), lock(folder / LOCKED)
-    if not held or not theirs:
-        raise ValueError(f"a run is at work {'in that workspace' if held else 'here'}; wait for its end, or cancel it")
-    with held, theirs:
+    with ExitStack() as stack:
+        for path, where in ((LOCKED, "here"), (folder / LOCKED, "in that workspace")):
+            if (held := lock(path)) is None:
+                raise ValueError(f"a run is at work {where}; wait for its end, or cancel it")
+            stack.enter_context(held)
         if stale := _stale(folder):
             raise ValueError(f"{name} has not finished: {', '.join(stale)} would run; run it again, then promote it")
         for file in PROMOTED:
