@@ -1,7 +1,7 @@
 """What the flow costs over plain DVC, in a toy project on this machine: python -m benchmarks.schedule
 
-One second a cell, 24 of them: DVC in a row, then four at a time without Prefect; then a run with nothing to do, its server's
-start included, and one in which all is to do. Seconds by the clock, and the load that there was besides.
+24 cells of a second each, and the stage above them: DVC in a row, four at once, the same through the flow, and runs with nothing
+to do. Seconds by the clock, and the load that there was besides.
 """
 
 import json
@@ -36,16 +36,22 @@ stages:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        found = {"load before": os.getloadavg()[0], "dvc repro": _timed(folder, "serial", _serial)}
-        found["parallel"] = _timed(folder, "parallel", lambda: _parallel(Path(folder)))
-        found["flow"] = _timed(folder, "flow", _flow)
-        found["flow, nothing to do"] = _again(Path(folder) / "flow", _flow)
+        os.environ |= {"PREFECT_HOME": f"{folder}/prefect", "PYTHONPATH": str(REPO), "TMPDIR": folder}
+        found = {"load before": os.getloadavg()[0], "dvc repro": _timed(folder, "serial", 1, _serial)}
+        found["four at once, no Prefect"] = _timed(folder, "parallel", SLOTS, lambda: _parallel(Path(folder)))
+        begun = time.monotonic()
+        with serve.server(4390):
+            found["server's first start"] = time.monotonic() - begun
+            found["flow, four at once"] = _timed(folder, "flow", SLOTS, _flow)
+            found["flow, one at a time"] = _timed(folder, "flow1", 1, _flow)
+        found["flow, nothing to do, with the server's start"] = _again(Path(folder) / "flow", _flow_and_server)
         found["dvc repro, nothing to do"] = _again(Path(folder) / "serial", _serial)
         found["load after"] = os.getloadavg()[0]
-    print(json.dumps({name: round(seconds, 1) for name, seconds in found.items()}, indent=2))
+        found["flow over dvc repro, a stage"] = (found["flow, one at a time"] - found["dvc repro"]) / (CELLS + 1)
+    print(json.dumps({name: round(seconds, 2) for name, seconds in found.items()}, indent=2))
 
 
-def _timed(folder: str, name: str, act: Callable[[], None]) -> float:
+def _timed(folder: str, name: str, slots: int, act: Callable[[], None]) -> float:
     """In a project that was never run."""
     root = Path(folder) / name
     (root / ".dvc").mkdir(parents=True)
@@ -54,7 +60,7 @@ def _timed(folder: str, name: str, act: Callable[[], None]) -> float:
     (root / "raw.csv").write_text(f"{name}\n")
     params = YAML().load(REPO / "params.yaml")
     params["fix_data"]["raw"] = "raw.csv"
-    params["schedule"]["slots"] = SLOTS
+    params["schedule"]["slots"] = slots
     params["schedule"]["stages"] = {stage: {"gpus": 0, "exclusive": False} for stage in ("first", "cell")}
     YAML().dump(params, root / "params.yaml")
     return _again(root, act)
@@ -86,14 +92,12 @@ def _parallel(folder: Path) -> None:
 
 
 def _flow() -> None:
-    """With a server that is started for it and ended after it."""
-    os.environ |= {
-        "PREFECT_HOME": str(Path.cwd().parent / "prefect"),
-        "PYTHONPATH": str(REPO),
-        "TMPDIR": str(Path.cwd().parent),
-    }
+    subprocess.run([sys.executable, "-m", "pipeline.flows"], check=True, stderr=subprocess.DEVNULL)
+
+
+def _flow_and_server() -> None:
     with serve.server(4390):
-        subprocess.run([sys.executable, "-m", "pipeline.flows"], check=True, stderr=subprocess.DEVNULL)
+        _flow()
 
 
 if __name__ == "__main__":
