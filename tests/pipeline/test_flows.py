@@ -48,6 +48,7 @@ class Server:
     def start(self) -> None:
         home = self.home
         settings = {"AERIE_PORT": str(self.port), "PREFECT_HOME": home, "PREFECT_RUNNER_POLL_FREQUENCY": "1"}
+        settings["TMPDIR"] = home  # slots of its own, or a run beside these tests would share them
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "pipeline.serve"],

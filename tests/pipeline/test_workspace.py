@@ -1,6 +1,7 @@
 """A run's own workspace: what it begins with, and what promote and drop refuse."""
 
 import subprocess
+import threading
 
 import pytest
 
@@ -70,3 +71,20 @@ def test_promote_refuses_what_would_lose_something(in_git) -> None:
     assert "params.yaml of a later commit differ" in promote("one")
     list(workspace.drop("one"))
     assert not made.exists()
+
+
+def test_a_second_run_here_waits_for_the_first(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    said, order = threading.Event(), []
+
+    def second() -> None:
+        with workspace.at_work(lambda line: said.set()):
+            order.append("second")
+
+    with workspace.at_work(pytest.fail):
+        waits = threading.Thread(target=second)
+        waits.start()
+        assert said.wait(60)
+        order.append("first")
+    waits.join(60)
+    assert order == ["first", "second"]
