@@ -173,6 +173,19 @@ def test_why_names_the_parameter_the_file_and_what_is_gone(project):
     assert graph.why_stale(["first"]) == {"first": ["first.py modified"]}
 
 
+def test_what_another_process_works_on_may_be_stale(project):
+    """DVC's refusal to look there ended the whole run."""
+    project.sleeper("first")
+    watched = Watched("first")
+    watched.sleeping()
+    try:
+        found = graph.why_stale()
+        assert set(found) == {"first", "middle", "last"} and "another process is at work" in found["last"][0]
+    finally:
+        graph.end_children()
+        watched.thread.join(60)
+
+
 @pytest.mark.parametrize("cut", ["", "schema: '2.0'\nstages:\n  first:\n    cmd: 'pyth"])
 def test_a_cut_lock_file_comes_back_from_git_or_goes_and_nothing_runs_again(project, cut: str):
     lock = project.root / "dvc.lock"
