@@ -619,6 +619,34 @@ class Report(Section):
     title: Annotated[str, Field(min_length=1)]
 
 
+CountOrAll = Annotated[
+    Annotated[int, Field(ge=0), Tag("a number")] | Annotated[Literal["all"], Tag("a text")],
+    Discriminator(lambda value: "a text" if isinstance(value, str) else "a number"),
+]
+
+
+class Needs(Section):
+    """What a stage takes of the machine while it runs."""
+
+    gpus: CountOrAll
+    exclusive: bool
+
+
+class Schedule(Section):
+    """What Prefect runs at once, and again: docs/scheduling.md. No stage reads it."""
+
+    slots: Count
+    attempts: Count
+    retry_pause_s: NonNegative
+    stages: dict[Name, Needs]
+
+    def needs(self, stage: str) -> Needs:
+        """Of a stage of dvc.yaml, a cell too; a file that `dvc add` keeps takes a slot. Raises ValueError for others."""
+        if stage.endswith(".dvc"):
+            return Needs(gpus=0, exclusive=False)
+        return named(self.stages, stage.partition("@")[0], "schedule.stages")
+
+
 class Params(Section):
     target: Target
     prepare_target: PrepareTarget
@@ -635,6 +663,7 @@ class Params(Section):
     benchmark: Benchmark
     benchmark_served: BenchmarkServed
     report: Report
+    schedule: Schedule
 
     @model_validator(mode="after")
     def sections_agree(self) -> "Params":

@@ -85,6 +85,7 @@ ZERO = {
     "fix_data.max_dropped_share", "sample_target.temperature", "train_draft.warmup_steps", "train_draft.weight_decay",
     "time_trees.warmup", "benchmark.workloads.eval.warmup", "benchmark.workloads.eval.begin", "benchmark.workloads.eval.seed",
     "benchmark.workloads.eval.temperature", "prepare_target.seed", "sample_target.seed", "init_draft.seed", "train_draft.seed",
+    "schedule.retry_pause_s",
 }  # fmt: skip
 every_key = pytest.mark.parametrize("place", LEAVES, ids=".".join)
 every_number = pytest.mark.parametrize("place", NUMBERS, ids=".".join)
@@ -131,7 +132,12 @@ def test_a_missing_key_is_named(place: tuple[str, ...]) -> None:
     ]
 
 
-NAMED_BY_USER = {("train_draft", "checkpoints"), ("benchmark", "workloads"), ("prepare_prompts", "sets")}
+NAMED_BY_USER = {
+    ("train_draft", "checkpoints"),
+    ("benchmark", "workloads"),
+    ("prepare_prompts", "sets"),
+    ("schedule", "stages"),
+}
 SECTIONS = sorted({place[:depth] for place in LEAVES for depth in range(len(place))} - NAMED_BY_USER)
 
 
@@ -213,7 +219,7 @@ def test_nothing_is_negative(place: tuple[str, ...]) -> None:
 @every_number
 def test_zero_is_refused_but_where_it_means_something(place: tuple[str, ...]) -> None:
     set_value(place, 0)
-    if ".".join(place) in ZERO:
+    if ".".join(place) in ZERO or place[-1] == "gpus":
         params.load()
     elif place[-1] == "length_range":  # which means something of random lengths only
         assert problems()[0].startswith("benchmark.workloads.eval: length_range is 0.0 with prompts: eval, expected 1")
@@ -603,7 +609,7 @@ def test_invalid_yaml_is_one_line_that_says_where(content: bytes, says: str) -> 
 def test_a_file_that_is_no_mapping_is_told_the_sections(text: str, found: str) -> None:
     Path("params.yaml").write_text(text)
     assert re.fullmatch(
-        rf"params\.yaml: expected the sections target, prepare_target, .*, report; found {found}", refusal()
+        rf"params\.yaml: expected the sections target, prepare_target, .*, report, schedule; found {found}", refusal()
     )
 
 
