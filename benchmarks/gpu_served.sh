@@ -9,8 +9,8 @@ part=$1
 copy() { mkdir -p "$2" && cp -r benchmarks data dvc.yaml params.yaml pipeline published recipes stages templates draft_configs tests "$1"/* "$2"; }
 one() { # GPU FOLDER FLAGS...
   local gpu=$1 name=$2 log=log-$RANDOM.txt; shift 2
-  (cd "/tmp/served/$name" && CUDA_VISIBLE_DEVICES=$gpu python3 -m benchmarks.served "${name%+*}" --part "$part" "$@" >"$log" 2>&1
-   tar czf "$OUT/$name.part" results data/prompts log-*.txt .scratch/served 2>/dev/null; mv "$OUT/$name.part" "$OUT/$name.tar.gz"
+  (cd "/tmp/served/$name" && CUDA_VISIBLE_DEVICES=$gpu python3 -m benchmarks.served "${name%+*}" --part "${part/load/serve}" "$@" >"$log" 2>&1
+   tar czf "$OUT/${name/+/-}.part" results data/prompts log-*.txt .scratch/served 2>/dev/null; mv "$OUT/${name/+/-}.part" "$OUT/${name/+/-}.tar.gz"
    tail -n 30 "$log" | sed "s/^/$name: /")
 }
 recorded() { # what a server with a draft says of itself and of one request: what tests/serving/double.py is to say
@@ -35,9 +35,8 @@ elif [ "$part" = serve ]; then # one server at a time on a GPU: SGLang sizes its
   one 1 weather-tiny-moe --concurrency 4 &
   wait
 else
-  { one 0 weather-tiny --workloads chat; one 0 weather-tiny --workloads sweep; } &
-  { one 1 weather-tiny+b --workloads completion
-    (cd /tmp/served/weather-tiny+b && CUDA_VISIBLE_DEVICES=1 python3 -m benchmarks.bench_serving artifacts/target 2>&1 | tee "$OUT/bench_serving.txt"); } &
+  { one 0 weather-tiny --workloads chat --trees t5_4_16; one 0 weather-tiny --workloads sweep --trees t5_4_16; } &
+  one 1 weather-tiny+b --workloads completion --trees t5_4_16 &
   wait
 fi
 tar cJf "$OUT/kernels.tar.xz" -C /tmp/kit triton tvm 2>/dev/null # compiled ones, to be carried again: a first start takes a minute

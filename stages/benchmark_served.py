@@ -356,9 +356,18 @@ def _next(work: Work, loads: list[Load], length: int) -> list[Ask]:
 
 
 def _ask(work: Work, row: dict[str, Any], turn: int, ids: list[int], length: int) -> Ask:
-    more = {"image_data": [work.eyes.url(path) for path in row["images"]]} if work.eyes and row["images"] else {}
     w, tokens = work.w, asked.tokens(row["length_share"], length)
-    return Ask(f"{row['id']}#{turn}", ids, tokens, w.temperature, w.top_p, w.top_k, w.ignore_eos, more)
+    shown = _pictures(work.eyes, row["images"], ids) if work.eyes and row["images"] else {}
+    return Ask(f"{row['id']}#{turn}", ids, tokens, w.temperature, w.top_p, w.top_k, w.ignore_eos, shown)
+
+
+def _pictures(eyes: pixels.Eyes, images: list[str], ids: list[int]) -> dict[str, Any]:
+    """Pictures as SGLang takes them beside ids; it repeats each one's token itself, and where that is done already it
+    never answers (0.5.17)."""
+    return {
+        "input_ids": pixels.rendered(ids, eyes.token, eyes.sizes(images)),
+        "image_data": [eyes.url(path) for path in images],
+    }
 
 
 # The cell

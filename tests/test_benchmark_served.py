@@ -280,18 +280,22 @@ def test_the_server_goes_with_the_stage(project: Path) -> None:
 
 
 def test_pictures_go_with_the_token_ids(tmp_path: Path) -> None:
-    """As data: URLs in the order of their places, under the one key that SGLang's /generate has for them."""
+    """As data: URLs in the order of their places, under the one key that SGLang's /generate has for them.
+
+    Their own tokens stand once each: 0.5.17 never answers where they are repeated already.
+    """
     paths = []
     for number, colour in enumerate(["red", "blue"]):
         paths.append(str(tmp_path / f"{number}.png"))
         Image.new("RGB", (8, 8), colour).save(paths[-1])
     w = params.Workload.model_validate(LOAD)
     url = partial(pixels.Eyes.url, None)  # which needs no target's processor
-    work: Any = SimpleNamespace(eyes=SimpleNamespace(url=url), w=w)
+    eyes = SimpleNamespace(url=url, token=9, sizes=lambda images: [4, 1][: len(images)])
+    work: Any = SimpleNamespace(eyes=eyes, w=w)
     row = {"id": "a", "images": paths, "length_share": 0.5}
-    (path, body) = load.request(benchmark_served._ask(work, row, 0, [1, 2], 60), "sglang", "t")
+    (path, body) = load.request(benchmark_served._ask(work, row, 0, [1, 9, 9, 9, 9, 9, 2], 60), "sglang", "t")
     told = json.loads(body)
-    assert path == "/generate" and told["input_ids"] == [1, 2] and told["sampling_params"]["max_new_tokens"] == 30
+    assert path == "/generate" and told["input_ids"] == [1, 9, 9, 2] and told["sampling_params"]["max_new_tokens"] == 30
     shown = [
         Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).getpixel((0, 0)) for url in told["image_data"]
     ]

@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 from contextlib import chdir
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ import polars as pl
 import pytest
 import torch
 from PIL import Image
+from ruamel.yaml import YAML
 from safetensors.torch import load_file
 from transformers import AutoConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from stages import (
     benchmark,
+    benchmark_served,
     check_overfit,
     init_draft,
     prepare_prompts,
@@ -28,13 +31,14 @@ from stages import (
 from stages.drafting import target
 from stages.drafting.decode import Engine
 from stages.drafting.pixels import Eyes
-from stages.formats import conversations, hiddens, manifest
+from stages.formats import conversations, hiddens, manifest, served
 from tests.conftest import EVAL, ROOT, edit_params
 from tests.drafting.pictured import DOCUMENTS, TAPPED, TOKEN, alone, document
 from tests.drafting.test_target import H, saved
 from tests.test_extract_hiddens import files, refused, run, run_apart
 
 ROOM = 12
+GIVEN = YAML(typ="safe").load((ROOT / "params.yaml").read_text())
 SMALL: dict[str, Any] = {
     "target": {"model": "tiny", "num_threads": 1},
     "extract_hiddens": {"max_length": 100, "batch_tokens": 60, "shard_mib": 1},
@@ -49,7 +53,10 @@ SMALL: dict[str, Any] = {
         "workloads": {"eval": {**EVAL, "num_prompts": 8, "max_new_tokens": ROOM}},
         "checkpoints": ["e003"], "trees": ["t3_1_4", "t3_2_6"],
     },
-    "benchmark_served": {"checkpoints": ["e003"]},
+    "benchmark_served": {
+        "checkpoints": ["e003"], "trees": ["t3_2_6"], "workloads": ["eval"],
+        "server": {**GIVEN["benchmark_served"]["server"], "command": [sys.executable, "-m", "tests.serving.double", "serve"]},
+    },
 }  # fmt: skip
 
 
@@ -203,8 +210,10 @@ def test_a_target_that_sees_none_refuses_pictures(project: Path) -> None:
     assert "pictures, expected none for this target" in refused(project)
 
 
-def test_a_draft_is_trained_replayed_and_decoded(made: Path, once: dict[str, bytes]) -> None:
-    """Every stage to the benchmark; what it decodes live is, prompt by prompt, what replay says, and what the target says."""
+def test_a_draft_is_trained_replayed_and_decoded(
+    made: Path, once: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every stage to the benchmarks; what is decoded live, by a server too, is what replay says, and what the target says."""
     with chdir(made):
         init_draft.main()
         config = json.loads((made / "drafts/e000/draft/config.json").read_text())
@@ -225,6 +234,11 @@ def test_a_draft_is_trained_replayed_and_decoded(made: Path, once: dict[str, byt
             (known,) = replayed.filter(steps=steps, topk=topk, tokens=tokens).to_dicts()
             assert known["accepted"] == sum(r["accepted"] for r in cell["prompts"])
             assert known["cycles"] == sum(r["cycles"] for r in cell["prompts"])
+        monkeypatch.setenv("PYTHONPATH", str(ROOT))  # the double's
+        benchmark_served.main("eval", "e003", "t3_2_6")
+        (point,) = served.read("eval", "e003", "t3_2_6")["points"]
+        assert not any(r["failed"] for r in point["requests"])
+        assert [point["acceptance"][k] for k in ("cycles", "accepted")] == [known[k] for k in ("cycles", "accepted")]
         inside = pl.read_csv("results/replay/e003.inside.csv", infer_schema_length=None).filter(by="row")
         assert [inside[k].sum() for k in ("cycles", "accepted")] == [known[k] for k in ("cycles", "accepted")]
         time_trees.main("e000")

@@ -151,6 +151,15 @@ def expanded(ids: list[int], token: int, sizes: list[int]) -> list[int]:
     return [one for known in ids for one in ([known] * next(left) if known == token else [known])]
 
 
+def rendered(ids: list[int], token: int, sizes: list[int]) -> list[int]:
+    """The inverse of `expanded`."""
+    found, left, place = list[int](), iter(sizes), 0
+    while place < len(ids):
+        found.append(ids[place])
+        place += next(left) if ids[place] == token else 1
+    return found
+
+
 def _opened(path: str) -> tuple[Image.Image, str | None]:
     """The picture decoded, upright and RGB; and its media type where the file says just that to every decoder."""
     try:

@@ -162,6 +162,8 @@ def test_broken_pictures_are_told_from_missing_ones(tmp_path: Path) -> None:
 
 def test_a_template_that_shows_no_pictures_is_told() -> None:
     assert pixels.expanded([1, 9, 2, 9], 9, [3, 1]) == [1, 9, 9, 9, 2, 9]
+    assert pixels.rendered([1, 9, 9, 9, 2, 9], 9, [3, 1]) == [1, 9, 2, 9]
+    assert pixels.rendered([9, 9, 9, 9, 2], 9, [3, 1]) == [9, 9, 2]  # one picture behind the other
     with pytest.raises(ValueError, match="wrote 1 picture tokens, expected 2, one for each picture"):
         pixels.expanded([1, 9, 2], 9, [3, 1])
 

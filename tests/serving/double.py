@@ -10,8 +10,10 @@ a time. What it doesn't copy: batching, sampling.
 
 import argparse
 import asyncio
+import base64
 import json
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from functools import cached_property
@@ -83,22 +85,38 @@ class Double:
         self.drafts = self.accepted = 0
         self.positions = [0] * (self.flags.speculative_num_steps or 0)
 
-    def steps(self, ids: list[int], most: int) -> Iterator[Any]:
+    @cached_property
+    def eyes(self) -> Any:
+        from stages.drafting.pixels import Eyes
+
+        return Eyes(self.flags.model_path, False)
+
+    def look(self, ids: list[int], urls: list[str]) -> tuple[list[int], Any]:
+        """A rendered prompt's ids with each picture's token as often as it is seen, and the pictures."""
+        from stages.drafting.pixels import expanded
+
+        with tempfile.TemporaryDirectory() as folder:
+            paths = [f"{folder}/{number}" for number in range(len(urls))]
+            for path, url in zip(paths, urls, strict=True):
+                Path(path).write_bytes(base64.b64decode(url.partition(",")[2]))
+            return expanded(ids, self.eyes.token, self.eyes.sizes(paths)), self.eyes.see(paths)
+
+    def steps(self, ids: list[int], most: int, pictures: Any) -> Iterator[Any]:
         f = self.flags
         if (
             not self.speculates or f.speculative_algorithm == "EAGLE"
         ):  # without its fusion an EAGLE-3 draft drafts nonsense
-            return self.engine.plain(ids, most)
+            return self.engine.plain(ids, most, pictures)
         return self.engine.speculative(
-            ids, most, f.speculative_num_steps, f.speculative_eagle_topk, f.speculative_num_draft_tokens
+            ids, most, f.speculative_num_steps, f.speculative_eagle_topk, f.speculative_num_draft_tokens, pictures
         )
 
-    async def decode(self, ids: list[int], most: int) -> Any:
+    async def decode(self, ids: list[int], most: int, pictures: Any = None) -> Any:
         """(tokens so far, histogram, whether that is all) after each step."""
         loop, queue = asyncio.get_running_loop(), asyncio.Queue()
 
         def work() -> None:
-            for step in self.steps(ids, most):
+            for step in self.steps(ids, most, pictures):
                 loop.call_soon_threadsafe(queue.put_nowait, step)
             loop.call_soon_threadsafe(queue.put_nowait, None)
 
@@ -119,9 +137,11 @@ class Double:
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        ids, most = body["input_ids"], body["sampling_params"]["max_new_tokens"]
+        ids, most, pictures = body["input_ids"], body["sampling_params"]["max_new_tokens"], None
+        if urls := body.get("image_data"):
+            ids, pictures = self.look(ids, urls)
         response = await opened(request)
-        async for said, histogram, last in self.decode(ids, most):
+        async for said, histogram, last in self.decode(ids, most, pictures):
             ended = "stop" if said[-1] in self.engine.eos else "length"
             seen = RECORDED["generate"]["meta_info"]
             meta: dict[str, Any] = {key: seen[key] for key in seen if not key.startswith("spec_")}
