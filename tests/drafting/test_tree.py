@@ -120,9 +120,21 @@ def test_the_target_accepts_its_own_path_as_far_as_it_is_in_the_tree(shape, choi
     walked: tuple[int, ...] = ()
     while (*walked, chosen(walked)) in paths:
         walked = (*walked, chosen(walked))
-    path = tree.accept(kept, torch.tensor([[chosen(p) for p in paths]]))[0]
-    assert paths[path[-1]] == walked
-    assert [paths[n] for n in path] == [walked[:i] for i in range(len(walked) + 1)]
+    steps = drawn[2]
+    path, count = tree.accept(kept, tree.ancestors(kept.parents), torch.tensor([[chosen(p) for p in paths]]), steps)
+    assert path.shape == (1, steps + 1) and count.item() == len(walked) + 1
+    assert [paths[n] for n in path[0, : len(walked) + 1]] == [walked[:i] for i in range(len(walked) + 1)]
+    assert not path[0, len(walked) + 1 :].any()
+
+
+@settings(max_examples=50, deadline=None)
+@given(shapes())
+def test_a_tree_is_the_same_where_its_height_is_told(shape) -> None:
+    """A GPU is told; it would have to be asked how far the climb is."""
+    *drawn, tokens = shape
+    kept, told = tree.keep(tensors(*drawn), tokens), tree.keep(tensors(*drawn), tokens, drawn[2])
+    assert torch.equal(kept.depths, told.depths)
+    assert torch.equal(tree.ancestors(kept.parents), tree.ancestors(kept.parents, drawn[2]))
 
 
 def test_ancestors_are_as_drawn_in_the_module() -> None:
@@ -138,7 +150,7 @@ def test_ancestors_are_as_drawn_in_the_module() -> None:
 
 def test_a_chain_of_many_steps_keeps_its_depths() -> None:
     parents = torch.tensor([[0, *range(20)]])
-    assert tree._depths(parents)[0].tolist() == list(range(21))
+    assert tree._depths(parents, None)[0].tolist() == list(range(21))
     assert torch.equal(tree.ancestors(parents)[0], torch.ones(21, 21).tril().bool())
 
 
