@@ -30,6 +30,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from stages.drafting import tree as trees
+from stages.drafting.blocks import Blocks
 from stages.drafting.cache import Store, shapes
 from stages.drafting.draft import Draft, first_state, in_sight
 from stages.drafting.expand import expand
@@ -88,7 +89,12 @@ class Engine:
 
         self.shapes, self.mail = shapes(model), Mail(self.device)
         self._make_room(0)
+        self.blocks = self._blocks() if self.graphs.records else None
         self.ahead = int(self.graphs.records)  # how many steps are begun before the one before is read
+
+    def _blocks(self) -> Blocks | None:
+        """The target in few kernels, where it is of the build that they are made for."""
+        return Blocks.of(self.model, Store(self.shapes, 8, self.model.dtype, self.device))
 
     def _forward(self, ids: Tensor, positions: Tensor, sees: Tensor, places: Tensor, seen: int) -> Tensor:
         """ids [1, M], positions [1, M], sees [1, 1, M, seen] bool, places [M] -> last hidden [M, H]."""
@@ -278,7 +284,7 @@ class Engine:
         return fused
 
     def _plain_step(self, stand: Stand, seen: int) -> None:
-        hidden = self._verify(stand, stand.tokens, stand.length, self.places[:1, None] == 0, seen)
+        hidden, _ = self._verify(stand, stand.tokens, stand.length, self.places[:1, None] == 0, seen)
         stand.tokens.copy_(self._choose(hidden))
         stand.length.add_(1)
         stand.told[1:].copy_(stand.tokens)
@@ -288,15 +294,14 @@ class Engine:
         steps, topk, width = shape
         tree, ids = self._grow(stand, steps, topk, width, self.room if self.graphs.records else seen - width)
         sees = trees.ancestors(tree.parents, steps)  # [1, M, M]
-        with capture(self.model, self.feature_layers) as caught:
-            hidden = self._verify(stand, ids, stand.length + tree.depths[0], sees[0], seen)
+        hidden, features = self._verify(stand, ids, stand.length + tree.depths[0], sees[0], seen)
         choices = self._choose(hidden)
         path, count = trees.accept(tree, sees, choices[None], steps)
         path = path[0]  # [R]
 
         rows = stand.length + self.places[: steps + 1]  # [R]
         self.store.move(stand.length + path, rows)
-        stand.features.copy_(torch.cat(caught, dim=-1)[0, path])
+        stand.features.copy_(features[path])
         stand.turns.copy_(rows if stand.turns.ndim == 1 else (rows + stand.shift)[:, None].expand(-1, 3))
         stand.tokens.copy_(choices[path])  # what the target chose after a node is the next node's token
         stand.count.copy_(count)
@@ -319,11 +324,22 @@ class Engine:
         tree = trees.keep(candidates, width, steps)
         return tree, torch.cat([stand.tokens[last], tree.tokens[0]])
 
-    def _verify(self, stand: Stand, ids: Tensor, places: Tensor, sees: Tensor, seen: int) -> Tensor:
-        """The target reads a tree behind the cache: ids [M] at places [M], sees [M, M] among themselves -> hidden [M, H]."""
-        rows = stand.length + self.places[: len(ids)]  # [M] where they lie
-        mask = (self.places[:seen] < stand.length).repeat(len(ids), 1).index_copy_(1, rows, sees)  # [M, seen]
-        return self._forward(ids[None], (places + stand.shift)[None], mask[None, None], rows, seen)
+    def _verify(self, stand: Stand, ids: Tensor, places: Tensor, tree: Tensor, seen: int) -> tuple[Tensor, Tensor]:
+        """The target reads a tree behind the cache: ids [M] at places [M], tree [M, M] of who sees whom.
+
+        Returns the last hidden [M, H] and the features [M, 3H].
+        """
+        rows, positions = stand.length + self.places[: len(ids)], places + stand.shift  # [M] where they lie, and stand
+        if self.blocks is not None:
+            hidden, caught = self.blocks.forward(
+                ids, positions, tree, stand.length, rows, self.store, self.feature_layers
+            )
+        else:
+            mask = (self.places[:seen] < stand.length).repeat(len(ids), 1).index_copy_(1, rows, tree)  # [M, seen]
+            with capture(self.model, self.feature_layers) as streams:
+                hidden = self._forward(ids[None], positions[None], mask[None, None], rows, seen)
+            caught = [stream[0] for stream in streams]
+        return hidden, torch.cat(caught, dim=-1)
 
     def _cut(self, tokens: list[int], room: int) -> list[int]:
         """`tokens` up to the first end token, and at most `room` of them."""

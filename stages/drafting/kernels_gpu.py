@@ -1,0 +1,189 @@
+"""What lies between the matrix products of a block, as few GPU kernels, in Triton; and attention over a tree.
+
+Decoding is bound by the bytes of weights: a kernel that moves a few kilobytes costs its launch, two microseconds or so,
+hundreds of times a pass. So each of these does all that can be done before the next product. `blocks` has the same in
+torch, which these are tested against.
+
+Letters: M tokens, H hidden, A query heads, G key-value heads, R query heads for each, E head width (a power of two), T nodes
+of a tree, P parts of the keys.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+KEYS = 64  # of a block
+PROGRAMS = 256  # about two for each multiprocessor
+
+
+@triton.jit
+def _norm(x, more, weight, summed, out, eps, H: tl.constexpr, B: tl.constexpr, ADD: tl.constexpr):
+    m, h = tl.program_id(0).to(tl.int64), tl.arange(0, B)
+    inside = h < H
+    row = tl.load(x + m * H + h, mask=inside, other=0)
+    if ADD:
+        row = (row.to(tl.float32) + tl.load(more + m * H + h, mask=inside, other=0).to(tl.float32)).to(row.dtype)
+        tl.store(summed + m * H + h, row, mask=inside)
+    wide = row.to(tl.float32)
+    normed = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / H + eps)).to(row.dtype)
+    scaled = normed.to(tl.float32) * tl.load(weight + h, mask=inside, other=0).to(tl.float32)
+    tl.store(out + m * H + h, scaled.to(row.dtype), mask=inside)
+
+
+def norm(x: Tensor, weight: Tensor, eps: float, more: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x + more [M, H], and that normed."""
+    m, h = x.shape
+    out, summed = torch.empty_like(x), x if more is None else torch.empty_like(x)
+    block = triton.next_power_of_2(h)
+    _norm[(m,)](x, x if more is None else more, weight, summed, out, eps, h, block, more is not None, num_warps=8)
+    return summed, out
+
+
+@triton.jit
+def _turn(
+    qkv, q_weight, k_weight, cos, sin, rows, q, keys, values, eps, key_g, key_row, value_g, value_row,
+    A: tl.constexpr, G: tl.constexpr, E: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    m, a, e = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, E)
+    half: tl.constexpr = E // 2
+    other = (e + half) % E
+    here = qkv + (m * (A + 2 * G) + a) * E
+    x = tl.load(here + e)
+    row = tl.load(rows + m)
+    if a >= A + G:
+        tl.store(values + (a - A - G) * value_g + row * value_row + e, x)
+    else:
+        wide, partner = x.to(tl.float32), tl.load(here + other).to(tl.float32)
+        if NORM:
+            weight = q_weight if a < A else k_weight
+            scale = tl.rsqrt(tl.sum(wide * wide, 0) / E + eps)
+            wide = (wide * scale).to(x.dtype).to(tl.float32) * tl.load(weight + e).to(tl.float32)
+            partner = (partner * scale).to(x.dtype).to(tl.float32) * tl.load(weight + other).to(tl.float32)
+            wide, partner = wide.to(x.dtype).to(tl.float32), partner.to(x.dtype).to(tl.float32)
+        signed = tl.where(e < half, -partner, partner)
+        turned = wide * tl.load(cos + m * E + e).to(tl.float32) + signed * tl.load(sin + m * E + e).to(tl.float32)
+        if a < A:
+            tl.store(q + (m * A + a) * E + e, turned.to(x.dtype))
+        else:
+            tl.store(keys + (a - A) * key_g + row * key_row + e, turned.to(x.dtype))
+
+
+def turn(
+    qkv: Tensor,  # [M, (A + 2G) * E]
+    norms: tuple[Tensor, Tensor, float] | None,  # of queries and of keys [E], and their eps
+    cos: Tensor,  # [M, E], halves alike
+    sin: Tensor,
+    keys: Tensor,  # [G, room, E], in any order of strides but the last
+    values: Tensor,
+    rows: Tensor,  # [M] where keys and values go
+) -> Tensor:  # [M, A, E]
+    """Queries and keys normed and turned; keys and values into their rows."""
+    (g, _, e), m = keys.shape, len(qkv)
+    a = qkv.shape[1] // e - 2 * g
+    q = qkv.new_empty(m, a, e)
+    q_norm, k_norm, eps = norms or (qkv, qkv, 0.0)
+    _turn[m, a + 2 * g](
+        qkv, q_norm, k_norm, cos, sin, rows, q, keys, values, eps, keys.stride(0), keys.stride(1), values.stride(0),
+        values.stride(1), a, g, e, norms is not None, num_warps=1,
+    )  # fmt: skip
+    return q
+
+
+@triton.jit
+def _attend(
+    q, keys, values, sees, length, parts, lse, scale, key_g, key_row, value_g, value_row, count, first,
+    G: tl.constexpr, R: tl.constexpr, E: tl.constexpr, T: tl.constexpr, P: tl.constexpr, B: tl.constexpr, N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    g, part, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    n = tl.load(length)
+    total = n + T
+    each = tl.cdiv(tl.cdiv(total, P), N) * N
+    begin = part * each
+    end = tl.minimum(begin + each, total)
+    row, e = block * B + tl.arange(0, B), tl.arange(0, E)  # rows of a head: R for each token
+    m, inside = row // R, row < count * R
+    at = (m * (G * R) + g * R + row % R).to(tl.int64)
+    query = tl.load(q + at[:, None] * E + e[None], mask=inside[:, None], other=0)
+    highest = tl.full([B], float("-inf"), tl.float32)
+    total_weight, sum_ = tl.zeros([B], tl.float32), tl.zeros([B, E], tl.float32)
+    least = tl.load(first + m, mask=inside, other=0)  # the first key that a token sees
+    for start in range(begin, end, N):
+        j = start + tl.arange(0, N)
+        there = j < end
+        key = tl.load(keys + g * key_g + j[None] * key_row + e[:, None], mask=there[None], other=0)  # [E, N]
+        scores = tl.dot(query, key, input_precision=PRECISION) * scale
+        node = j - n
+        seen = tl.load(
+            sees + m[:, None] * T + node[None], mask=inside[:, None] & there[None] & (node >= 0)[None], other=0
+        )
+        seen = ((node < 0)[None] & (j[None] >= least[:, None])) | (seen != 0)
+        scores = tl.where(seen & there[None], scores, float("-inf"))
+        peak = tl.maximum(highest, tl.max(scores, 1))
+        level = tl.where(peak == float("-inf"), 0.0, peak)
+        before, weights = tl.exp(highest - level), tl.exp(scores - level[:, None])
+        value = tl.load(values + g * value_g + j[:, None] * value_row + e[None], mask=there[:, None], other=0)  # [N, E]
+        sum_ = sum_ * before[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
+        total_weight = total_weight * before + tl.sum(weights, 1)
+        highest = peak
+    place = at * P + part
+    seen_any = total_weight > 0
+    share = tl.where(seen_any, total_weight, 1.0)
+    tl.store(parts + place[:, None] * E + e[None], sum_ / share[:, None], mask=inside[:, None])
+    tl.store(lse + place, tl.where(seen_any, highest + tl.log(share), float("-inf")), mask=inside)
+
+
+@triton.jit
+def _merge(parts, lse, out, E: tl.constexpr, P: tl.constexpr):
+    row, p, e = tl.program_id(0).to(tl.int64), tl.arange(0, P), tl.arange(0, E)
+    levels = tl.load(lse + row * P + p)
+    weights = tl.exp(levels - tl.max(levels, 0))
+    found = tl.load(parts + (row * P + p)[:, None] * E + e[None])
+    tl.store(out + row * E + e, (tl.sum(found * weights[:, None], 0) / tl.sum(weights, 0)).to(out.dtype.element_ty))
+
+
+def attend(
+    q: Tensor,  # [M, A, E]
+    keys: Tensor,  # [G, room, E]: a prefix, and behind it T nodes
+    values: Tensor,
+    length: Tensor,  # [1] tokens of the prefix
+    sees: Tensor,  # [M, T] bool, the nodes that each token sees
+    first: Tensor,  # [M] the first token of the prefix that each sees
+    scale: float,
+) -> Tensor:  # [M, A, E]
+    """One softmax over prefix and nodes. The keys are dealt to programs in parts, which are merged by their sums of exponents."""
+    (m, a, e), g, t = q.shape, keys.shape[0], sees.shape[1]
+    rows = m * (a // g)
+    block = min(64, max(16, triton.next_power_of_2(rows)))
+    blocks = triton.cdiv(rows, block)
+    parts = triton.next_power_of_2(max(4, min(16, PROGRAMS // (g * blocks))))
+    found = torch.empty(m * a, parts, e, dtype=torch.float32, device=q.device)
+    lse = torch.empty(m * a, parts, dtype=torch.float32, device=q.device)
+    _attend[g, parts, blocks](
+        q, keys, values, sees, length, found, lse, scale, keys.stride(0), keys.stride(1), values.stride(0),
+        values.stride(1), m, first, g, a // g, e, t, parts, block, KEYS, "ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=4, num_stages=2,
+    )  # fmt: skip
+    out = torch.empty_like(q)
+    _merge[(m * a,)](found, lse, out, e, parts, num_warps=1)
+    return out
+
+
+@triton.jit
+def _gate(x, out, width, B: tl.constexpr):
+    m, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
+    inside = i < width
+    gate = tl.load(x + m * 2 * width + i, mask=inside, other=0)
+    wide = gate.to(tl.float32)
+    opened = (wide * tl.sigmoid(wide)).to(gate.dtype).to(tl.float32)
+    up = tl.load(x + m * 2 * width + width + i, mask=inside, other=0).to(tl.float32)
+    tl.store(out + m * width + i, (opened * up).to(gate.dtype), mask=inside)
+
+
+def gate(x: Tensor) -> Tensor:
+    """x [M, 2I], gates and then ups -> silu(gate) * up [M, I]."""
+    m, width = len(x), x.shape[1] // 2
+    out = x.new_empty(m, width)
+    _gate[m, triton.cdiv(width, 1024)](x, out, width, 1024, num_warps=4)
+    return out

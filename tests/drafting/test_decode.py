@@ -1,0 +1,165 @@
+"""The engine on a small random target, as a GPU runs it: fixed shapes, few kernels, one cycle ahead of what is read."""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from stages.drafting import decode
+from stages.drafting.blocks import Blocks
+from stages.drafting.cache import Store, shapes
+from stages.drafting.decode import Engine
+from stages.drafting.draft import Draft, DraftConfig
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+VOCAB, ROOM, END = 12, 40, 7
+TREES = [(1, 1, 2), (4, 1, 5), (3, 3, 8), (5, 4, 16), (2, 3, 13)]
+
+
+class Played:
+    """Stands in for CUDA graphs: fixed shapes, and a pass that leaves no trace when it is recorded."""
+
+    def __init__(self, device: torch.device):
+        self.records, self.recorded = True, set[Hashable]()
+
+    def run(self, key: Hashable, work: Callable[[], None], changed: list[Tensor]) -> None:
+        if key not in self.recorded:
+            before = [tensor.clone() for tensor in changed]
+            work()
+            for tensor, value in zip(changed, before, strict=True):
+                tensor.copy_(value)
+        self.recorded.add(key)
+        work()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(3)
+    config = Qwen3Config(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        vocab_size=VOCAB, max_position_embeddings=512, initializer_range=0.2, eos_token_id=None,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval().requires_grad_(False)
+
+
+def draft(**options: Any) -> Draft:
+    torch.manual_seed(4)
+    config = DraftConfig(
+        64, 96, 4, 2, 16, VOCAB, VOCAB, 512, 1e-6, {"rope_theta": 1e4, "rope_type": "default"}, **options
+    )  # fmt: skip
+    made = Draft(config).requires_grad_(False)
+    for weight in made.parameters():
+        if weight.ndim == 2:
+            torch.nn.init.normal_(weight, std=0.3)
+    return made
+
+
+@pytest.fixture(params=["called", "played", "in blocks"])
+def engine(request: pytest.FixtureRequest, model: Any, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """As on a CPU, as on a GPU with transformers' own modules, and there in few kernels."""
+    if request.param != "called":
+        monkeypatch.setattr(decode, "Graphs", Played)
+        blocks = (
+            Blocks.of(model, Store(shapes(model), 8, model.dtype, model.device))
+            if request.param == "in blocks"
+            else None
+        )
+        assert (blocks is None) == (request.param == "played")
+        monkeypatch.setattr(Engine, "_blocks", lambda _: blocks)
+    return Engine(model, [END], [1, 3, 4], draft())
+
+
+def prompts() -> list[list[int]]:
+    draw = torch.Generator().manual_seed(5)
+    return [torch.randint(0, VOCAB, (length,), generator=draw).tolist() for length in (1, 2, 30)]
+
+
+ASKED: dict[tuple[int, ...], list[int]] = {}
+
+
+def theirs(model: Any, prompt: list[int], room: int = ROOM) -> list[int]:
+    """transformers' own greedy search; asked once, since it takes longer than all else here."""
+    if (asked := (room, *prompt)) not in ASKED:
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=room,
+            do_sample=False,
+            eos_token_id=[END],
+            pad_token_id=0,
+        )
+        ASKED[asked] = out[0, len(prompt) :].tolist()
+    return ASKED[asked]
+
+
+def said(steps: Any) -> list[int]:
+    return [token for step in steps for token in step.tokens]
+
+
+def test_plain_decoding_is_transformers_own(engine: Engine, model: Any) -> None:
+    for prompt in prompts():
+        assert said(engine.plain(prompt, ROOM)) == theirs(model, prompt)
+
+
+@pytest.mark.parametrize("tree", TREES, ids=lambda t: "t{}_{}_{}".format(*t))
+def test_trees_say_what_transformers_says(engine: Engine, model: Any, tree: tuple[int, int, int]) -> None:
+    accepted = 0
+    for prompt in prompts():
+        steps = list(engine.speculative(prompt, ROOM, *tree))
+        assert said(steps) == theirs(model, prompt)
+        assert all(len(step.tokens) == step.accepted + 1 for step in steps[1:-1])
+        accepted += sum(step.accepted for step in steps[1:])
+    assert accepted or tree == (1, 1, 2)  # otherwise this could pass with trees that never accept anything
+
+
+@pytest.mark.parametrize("room", [1, 2, 3, 7])
+def test_the_length_limit_holds_inside_a_cycle(engine: Engine, model: Any, room: int) -> None:
+    for prompt in prompts():
+        assert said(engine.speculative(prompt, room, 5, 4, 16)) == theirs(model, prompt, room)
+        assert said(engine.plain(prompt, room)) == theirs(model, prompt, room)
+
+
+def test_an_end_token_ends_both_though_it_is_found_late(engine: Engine, model: Any) -> None:
+    """Every token in turn as the one that ends: what is decoded past it is dropped, and the next prompt starts clean."""
+    whole = {tuple(prompt): said(Engine(model, [-1], [1, 3, 4]).plain(prompt, ROOM)) for prompt in prompts()}
+    for end in range(VOCAB):
+        engine.eos = {end}
+        for prompt, answer in whole.items():
+            cut = answer[: answer.index(end) + 1] if end in answer else answer
+            assert said(engine.plain(list(prompt), ROOM)) == cut
+            assert said(engine.speculative(list(prompt), ROOM, 5, 4, 16)) == cut
+
+
+def test_every_way_to_run_accepts_the_same_drafts(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every option of a draft, step by step."""
+    for options in ({}, {"sliding_window": 6}, {"fc_norm": True, "norm_output": True, "qk_norm": True}):
+        found = []
+        for way in ("called", "played", "blocks"):
+            with monkeypatch.context() as patch:
+                if way != "called":
+                    patch.setattr(decode, "Graphs", Played)
+                if way == "played":
+                    patch.setattr(Engine, "_blocks", lambda _: None)
+                engine = Engine(model, [END], [1, 3, 4], draft(**options))
+                found.append([list(engine.speculative(prompt, ROOM, 5, 3, 12)) for prompt in prompts()])
+        assert found[0] == found[1] == found[2]
+
+
+def test_decodings_of_one_engine_come_one_after_the_other(engine: Engine) -> None:
+    """They share their caches: the first would go on in the second's."""
+    first = engine.plain([1, 2, 3], ROOM)
+    next(first)
+    assert said(engine.plain([4, 5], 3))
+    with pytest.raises(RuntimeError, match="another decoding of this engine began"):
+        list(first)
+
+
+def test_more_room_is_taken_when_it_is_needed(engine: Engine, model: Any) -> None:
+    for length in (3, 300, 5):
+        prompt = torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+        assert said(engine.speculative(prompt, 12, 3, 3, 8)) == theirs(model, prompt, 12)
