@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from stages.drafting import kernels_torch
 from stages.drafting.cache import Store
 from stages.drafting.target import sees
 
@@ -42,61 +43,10 @@ class Block:
     mlp: Any
 
 
-class Plain:
-    """Between the products, in torch."""
-
-    @staticmethod
-    def norm(x: Tensor, weight: Tensor, eps: float, more: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x + more [M, H], and that normed."""
-        summed = x if more is None else x + more
-        return summed, F.rms_norm(summed, weight.shape, weight, eps)
-
-    @staticmethod
-    def turn(
-        qkv: Tensor, norms: tuple[Tensor, Tensor, float] | None, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
-        rows: Tensor,
-    ) -> Tensor:  # fmt: skip
-        """qkv [M, (A + 2G) * E], cos and sin [M, E] -> turned queries [M, A, E]; keys and values into their rows."""
-        groups, _, width = keys.shape
-        heads = qkv.unflatten(1, (-1, width))  # [M, A + 2G, E]
-        q, k, v = heads.split([heads.shape[1] - 2 * groups, groups, groups], dim=1)
-        if norms:
-            q_norm, k_norm, eps = norms
-            q, k = F.rms_norm(q, (width,), q_norm, eps), F.rms_norm(k, (width,), k_norm, eps)
-        turned = torch.cat([q, k], dim=1)
-        low, high = turned.chunk(2, dim=-1)
-        turned = turned * cos[:, None] + torch.cat([-high, low], dim=-1) * sin[:, None]
-        keys.index_copy_(1, rows, turned[:, -groups:].transpose(0, 1))
-        values.index_copy_(1, rows, v.transpose(0, 1))
-        return turned[:, :-groups]
-
-    @staticmethod
-    def attend(
-        q: Tensor, keys: Tensor, values: Tensor, length: Tensor, sees: Tensor, first: Tensor, scale: float
-    ) -> Tensor:
-        """q [M, A, E], keys and values [G, room, E], length [1] of the prefix, sees [M, T] of the nodes behind it -> [M, A, E].
-
-        Of the prefix a token sees what stands at first [M] or later.
-        """
-        place = torch.arange(keys.shape[1], device=q.device)
-        seen = (place < length) & (place >= first[:, None])  # [M, room]
-        seen.index_copy_(1, length + place[: sees.shape[1]], sees)
-        out = F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None], keys[None], values[None], attn_mask=seen, scale=scale, enable_gqa=True
-        )
-        return out[0].transpose(0, 1)
-
-    @staticmethod
-    def gate(x: Tensor) -> Tensor:
-        """x [M, 2I], gates and then ups -> silu(gate) * up [M, I]."""
-        gates, ups = x.chunk(2, dim=-1)
-        return F.silu(gates) * ups
-
-
 def kernels(device: torch.device) -> Any:
     """What does the work between the products there."""
     if device.type != "cuda":
-        return Plain
+        return kernels_torch
     from stages.drafting import kernels_gpu  # needs triton, which torch brings for GPUs only
 
     return kernels_gpu
@@ -111,7 +61,7 @@ class Blocks:
         blocks, config = self.decoder.layers, self.decoder.config
         self.eps, self.scale = config.rms_norm_eps, blocks[0].self_attn.scaling
         self.width = blocks[0].self_attn.head_dim
-        if self.kernels is not Plain and self.width not in WIDTHS:
+        if self.kernels is not kernels_torch and self.width not in WIDTHS:
             raise ValueError(f"heads are {self.width} wide, of {WIDTHS} the kernels know")
         self.blocks = [self._block(block) for block in blocks]
 
@@ -155,10 +105,10 @@ class Blocks:
             raise ValueError("queries are not normed head by head")
         biases = [p.bias for p in projections if p.bias is not None]
         return Block(
-            block.input_layernorm.weight, _together(projections), torch.cat(biases) if biases else None,
+            block.input_layernorm.weight, together(projections), torch.cat(biases) if biases else None,
             (norms[0].weight, norms[1].weight, self.eps) if norms[0] is not None and norms[1] is not None else None,
             attention.o_proj.weight, block.post_attention_layernorm.weight,
-            _together([mlp.gate_proj, mlp.up_proj]) if gated else None, mlp.down_proj.weight if gated else None, mlp,
+            together([mlp.gate_proj, mlp.up_proj]) if gated else None, mlp.down_proj.weight if gated else None, mlp,
         )  # fmt: skip
 
     def forward(
@@ -198,7 +148,7 @@ def _opens_as_silu(function: Any) -> bool:
     return torch.allclose(function(probe), F.silu(probe))
 
 
-def _together(parts: list[nn.Linear]) -> Tensor:
+def together(parts: list[nn.Linear]) -> Tensor:
     """The weights of products of one input, as one; the parts become views of it, so that there is one copy of them."""
     whole = torch.cat([part.weight for part in parts])
     at = 0

@@ -30,6 +30,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from stages.drafting import tree as trees
+from stages.drafting.beams import Beams
 from stages.drafting.blocks import Blocks
 from stages.drafting.cache import Store, shapes
 from stages.drafting.draft import Draft, first_state, in_sight
@@ -90,6 +91,7 @@ class Engine:
         self.shapes, self.mail = shapes(model), Mail(self.device)
         self._make_room(0)
         self.blocks = self._blocks() if self.graphs.records else None
+        self.beams = Beams.of(draft, self.embedding) if draft and self.graphs.records else None
         self.ahead = int(self.graphs.records)  # how many steps are begun before the one before is read
 
     def _blocks(self) -> Blocks | None:
@@ -169,7 +171,7 @@ class Engine:
         """
         assert self.draft is not None
         rows, shape = num_steps + 1, (num_steps, topk, num_draft_tokens)
-        spare = max(rows, num_draft_tokens) + self.ahead * rows
+        spare = max(rows, num_draft_tokens, (num_steps - 1) * topk) + self.ahead * rows
         turn = self._begin(len(prompt) + max_new_tokens, spare)
         with capture(self.model, self.feature_layers) as caught:
             begun = self._prefill(prompt, pictures)
@@ -312,8 +314,14 @@ class Engine:
         """The draft reads the last cycle's rows and grows a tree -> it and its tokens [M], the root's first."""
         draft, last = self.draft, stand.count - 1
         assert draft is not None
-        embeds = self.embedding[stand.tokens][None]  # [1, R, H]
         places = stand.length - stand.count + self.places[: len(stand.tokens)]
+        if self.beams is not None:
+            keys, values = (x[0].transpose(0, 1) for x in (self.draft_keys, self.draft_values))  # [G, room, E]
+            rows = stand.tokens, stand.features, stand.turns, last, places
+            candidates = self.beams.grow(*rows, stand.length, keys, values, steps, topk, self.semantics)
+            tree = trees.keep(candidates, width, steps)
+            return tree, torch.cat([stand.tokens[last], tree.tokens[0]])
+        embeds = self.embedding[stand.tokens][None]  # [1, R, H]
         fused = self._extend(embeds, stand.features, stand.turns[None], places)
         keys, values = self.draft_keys[:, :seen], self.draft_values[:, :seen]
         window, at = draft.config.sliding_window, (stand.length - 1)[None]  # [1, 1]

@@ -1,11 +1,11 @@
-"""What lies between the matrix products of a block, as few GPU kernels, in Triton; and attention over a tree.
+"""What lies between the matrix products of a block, and of a step of the draft, as few GPU kernels, in Triton.
 
 Decoding is bound by the bytes of weights: a kernel that moves a few kilobytes costs its launch, two microseconds or so,
-hundreds of times a pass. So each of these does all that can be done before the next product. `blocks` has the same in
-torch, which these are tested against.
+hundreds of times a pass. So each of these does all that can be done before the next product. `kernels_torch` has the same
+functions, which these are tested against.
 
 Letters: M tokens, H hidden, A query heads, G key-value heads, R query heads for each, E head width (a power of two), T nodes
-of a tree, P parts of the keys.
+of a tree, P parts of the keys, K topk, D draft vocabulary, V target vocabulary, C candidates.
 """
 
 import torch
@@ -13,8 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stages.drafting.tree import Candidates
+
 KEYS = 64  # of a block
 PROGRAMS = 256  # about two for each multiprocessor
+CHUNK = 1024  # of a vocabulary
+NEVER = tl.constexpr(-0x7FFFFFFFFFFFFFFF)  # comes after every key
 
 
 @triton.jit
@@ -92,8 +96,8 @@ def turn(
 
 @triton.jit
 def _attend(
-    q, keys, values, sees, length, parts, lse, scale, key_g, key_row, value_g, value_row, count, first,
-    G: tl.constexpr, R: tl.constexpr, E: tl.constexpr, T: tl.constexpr, P: tl.constexpr, B: tl.constexpr, N: tl.constexpr,
+    q, keys, values, sees, length, parts, lse, scale, key_g, key_row, value_g, value_row, count, first, T,
+    G: tl.constexpr, R: tl.constexpr, E: tl.constexpr, P: tl.constexpr, B: tl.constexpr, N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     g, part, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -155,14 +159,15 @@ def attend(
     """One softmax over prefix and nodes. The keys are dealt to programs in parts, which are merged by their sums of exponents."""
     (m, a, e), g, t = q.shape, keys.shape[0], sees.shape[1]
     rows = m * (a // g)
-    block = min(64, max(16, triton.next_power_of_2(rows)))
+    exact = q.dtype == torch.float32  # without matrix units: small blocks, or the compiler takes minutes
+    block = 16 if exact else min(64, max(16, triton.next_power_of_2(rows)))
     blocks = triton.cdiv(rows, block)
     parts = triton.next_power_of_2(max(4, min(16, PROGRAMS // (g * blocks))))
     found = torch.empty(m * a, parts, e, dtype=torch.float32, device=q.device)
     lse = torch.empty(m * a, parts, dtype=torch.float32, device=q.device)
     _attend[g, parts, blocks](
         q, keys, values, sees, length, found, lse, scale, keys.stride(0), keys.stride(1), values.stride(0),
-        values.stride(1), m, first, g, a // g, e, t, parts, block, KEYS, "ieee" if q.dtype == torch.float32 else "tf32",
+        values.stride(1), m, first, t, g, a // g, e, parts, block, 16 if exact else KEYS, "ieee" if exact else "tf32",
         num_warps=4, num_stages=2,
     )  # fmt: skip
     out = torch.empty_like(q)
@@ -187,3 +192,149 @@ def gate(x: Tensor) -> Tensor:
     out = x.new_empty(m, width)
     _gate[m, triton.cdiv(width, 1024)](x, out, width, 1024, num_warps=4)
     return out
+
+
+@triton.jit
+def _mix(embedding, tokens, states, slots, first, second, out, picked, eps, H: tl.constexpr, B: tl.constexpr):
+    m, h = tl.program_id(0).to(tl.int64), tl.arange(0, B)
+    inside, of_state = h < H, tl.program_id(1)
+    if of_state == 1:
+        row = tl.load(states + tl.load(slots + m) * H + h, mask=inside, other=0)
+        tl.store(picked + m * H + h, row, mask=inside)
+        weight = tl.load(second + h, mask=inside, other=0)
+    else:
+        row = tl.load(embedding + tl.load(tokens + m) * H + h, mask=inside, other=0)
+        weight = tl.load(first + h, mask=inside, other=0)
+    wide = row.to(tl.float32)
+    normed = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / H + eps)).to(row.dtype).to(tl.float32)
+    tl.store(out + (2 * m + of_state) * H + h, (normed * weight.to(tl.float32)).to(row.dtype), mask=inside)
+
+
+def mix(
+    embedding: Tensor,  # [V, H]
+    tokens: Tensor,  # [M]
+    states: Tensor,  # [*, H]
+    slots: Tensor,  # [M] which of the states is each token's
+    weights: tuple[Tensor, Tensor],  # [H] norms of embeddings and of states
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """What the draft's projections read [M, 2H], and the states [M, H] themselves."""
+    m, h = len(tokens), states.shape[1]
+    out, picked = states.new_empty(m, 2 * h), states.new_empty(m, h)
+    _mix[m, 2](embedding, tokens, states, slots, *weights, out, picked, eps, h, triton.next_power_of_2(h), num_warps=8)
+    return out, picked
+
+
+@triton.jit
+def _ordered(scores, least, places):
+    """Unique keys: greater where the score is greater, and of equal scores where the place is lower; places <= least."""
+    bits = (scores + 0.0).to(tl.int32, bitcast=True)
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (bits.to(tl.int64) << 32) | (least - places).to(tl.int64)
+
+
+@triton.jit
+def _best_of_chunk(logits, keys, peaks, sums, D, K: tl.constexpr, B: tl.constexpr):
+    m, chunk, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    d = chunk * B + tl.arange(0, B)
+    inside = d < D
+    score = tl.load(logits + m * D + d, mask=inside, other=float("-inf")).to(tl.float32)
+    peak = tl.max(score, 0)
+    tl.store(peaks + m * chunks + chunk, peak)
+    tl.store(sums + m * chunks + chunk, tl.sum(tl.where(inside, tl.exp(score - peak), 0.0), 0))
+    key = tl.where(inside, _ordered(score, D - 1, d), NEVER)
+    for k in range(K):
+        found = tl.max(key, 0)
+        tl.store(keys + (m * chunks + chunk) * K + k, found)
+        key = tl.where(key == found, NEVER, key)
+
+
+@triton.jit
+def _best(
+    keys, peaks, sums, chances, ids, D, chunks,
+    K: tl.constexpr, B: tl.constexpr, C: tl.constexpr, LOG: tl.constexpr,
+):  # fmt: skip
+    m, i, c = tl.program_id(0).to(tl.int64), tl.arange(0, B), tl.arange(0, C)
+    level = tl.load(peaks + m * chunks + c, mask=c < chunks, other=float("-inf"))
+    peak = tl.max(level, 0)
+    weights = tl.load(sums + m * chunks + c, mask=c < chunks, other=0.0) * tl.exp(level - peak)
+    total = tl.sum(weights, 0)
+    key = tl.load(keys + m * chunks * K + i, mask=i < chunks * K, other=NEVER)
+    for k in range(K):
+        found = tl.max(key, 0)
+        bits = (found >> 32).to(tl.int32)
+        score = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True) - peak
+        chance = score - tl.log(total) if LOG else tl.exp(score) / total
+        tl.store(chances + m * K + k, chance)
+        tl.store(ids + m * K + k, D - 1 - (found & 0xFFFFFFFF))
+        key = tl.where(key == found, NEVER, key)
+
+
+def best(logits: Tensor, topk: int, semantics: str) -> tuple[Tensor, Tensor]:
+    """logits [M, D] -> what each of the K best tokens adds to a path's score [M, K] float32, and those draft ids [M, K].
+
+    Ordered by logits, which is by chances but where two chances are one number in float32.
+    """
+    m, size = logits.shape
+    chunks = triton.cdiv(size, CHUNK)
+    keys = torch.empty(m, chunks, topk, dtype=torch.int64, device=logits.device)
+    peaks, sums = torch.empty(2, m, chunks, dtype=torch.float32, device=logits.device)
+    _best_of_chunk[m, chunks](logits, keys, peaks, sums, size, topk, CHUNK, num_warps=4)
+    chances = torch.empty(m, topk, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(m, topk, dtype=torch.int64, device=logits.device)
+    _best[(m,)](
+        keys, peaks, sums, chances, ids, size, chunks, topk, triton.next_power_of_2(chunks * topk),
+        triton.next_power_of_2(chunks), semantics == "eagle", num_warps=1,
+    )  # fmt: skip
+    return chances, ids
+
+
+@triton.jit
+def _join(
+    beam, numbers, sees, chances, ids, d2t, scores, tokens, parents, new_beam, new_numbers, new_sees, new_tokens, slots,
+    first, T, own, K: tl.constexpr, W: tl.constexpr, N: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    i, t = tl.arange(0, W), tl.arange(0, N)
+    inside = i < K * K
+    before, chance = tl.load(beam + i // K, mask=inside, other=0.0), tl.load(chances + i, mask=inside, other=0.0)
+    score = before + chance if ADD else before * chance
+    kind = tl.load(ids + i, mask=inside, other=0)
+    token = kind + tl.load(d2t + kind, mask=inside, other=0)
+    tl.store(scores + first + i, score, mask=inside)
+    tl.store(tokens + first + i, token, mask=inside)
+    tl.store(parents + first + i, tl.load(numbers + i // K, mask=inside, other=0), mask=inside)
+    key = tl.where(inside, _ordered(score, W - 1, i), NEVER)
+    for k in range(K):
+        found = tl.max(key, 0)
+        place = W - 1 - (found & 0xFFFFFFFF)
+        chosen = i == place
+        tl.store(new_beam + k, tl.sum(tl.where(chosen, score, 0.0), 0))
+        tl.store(new_tokens + k, tl.sum(tl.where(chosen, token, 0), 0))
+        tl.store(new_numbers + k, first + place)
+        tl.store(slots + k, place // K)
+        row = tl.load(sees + place // K * T + t, mask=t < T, other=0)
+        tl.store(new_sees + k * T + t, tl.where(t == own + k, 1, row), mask=t < T)
+        key = tl.where(chosen, NEVER, key)
+
+
+def join(
+    step: int,  # whose nodes are the beam, from 1 on
+    beam: Tensor,  # [K] scores, float32
+    numbers: Tensor,  # [K] of the beam's nodes among the candidates
+    sees: Tensor,  # [K, T] bool: which nodes of all steps each of the beam's sees
+    chances: Tensor,  # [K, K] float32, of their successors
+    ids: Tensor,  # [K, K] draft ids
+    d2t: Tensor,  # [D]
+    found: Candidates,  # [1, C] each: where the candidates go
+    semantics: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The successors are candidates, the best K of them the next beam: its scores, numbers, sees, tokens, and old slots."""
+    topk, nodes = sees.shape
+    new, new_sees = torch.empty_like(beam), torch.empty_like(sees)
+    new_numbers, new_tokens, slots = torch.empty(3, topk, dtype=torch.int64, device=beam.device)
+    _join[(1,)](
+        beam, numbers, sees.view(torch.uint8), chances, ids, d2t, found.scores, found.tokens, found.parents, new,
+        new_numbers, new_sees.view(torch.uint8), new_tokens, slots, topk + (step - 1) * topk * topk, nodes, step * topk,
+        topk, triton.next_power_of_2(topk * topk), triton.next_power_of_2(nodes), semantics == "eagle", num_warps=1,
+    )  # fmt: skip
+    return new, new_numbers, new_sees, new_tokens, slots

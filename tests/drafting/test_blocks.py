@@ -16,8 +16,10 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from stages.drafting.blocks import Blocks, Plain
+from stages.drafting import kernels_torch as plain
+from stages.drafting.blocks import Blocks
 from stages.drafting.cache import Store, shapes
+from stages.drafting.tree import Candidates
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -112,9 +114,9 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 def test_norm_and_gate(gpu: Any, width: int) -> None:
     x, more, weight = draw(5, width), draw(5, width, seed=1), draw(width, seed=2)
     for added in (None, more):
-        for mine, theirs in zip(gpu.norm(x, weight, 1e-6, added), Plain.norm(x, weight, 1e-6, added), strict=True):
+        for mine, theirs in zip(gpu.norm(x, weight, 1e-6, added), plain.norm(x, weight, 1e-6, added), strict=True):
             torch.testing.assert_close(mine, theirs)
-    torch.testing.assert_close(gpu.gate(x), Plain.gate(x))
+    torch.testing.assert_close(gpu.gate(x), plain.gate(x))
 
 
 @pytest.mark.parametrize("normed", [True, False])
@@ -127,7 +129,7 @@ def test_turn(gpu: Any, normed: bool) -> None:
         norms = (draw(16, seed=3), draw(16, seed=4), 1e-6) if normed else None
         given = draw(3, (6 + 2 + 2) * 16), norms, draw(3, 16, seed=5), draw(3, 16, seed=6)
         rows = torch.tensor([7, 2, 5], device=DEVICE)
-        torch.testing.assert_close(gpu.turn(*given, *caches[:2], rows), Plain.turn(*given, *caches[2:], rows))
+        torch.testing.assert_close(gpu.turn(*given, *caches[:2], rows), plain.turn(*given, *caches[2:], rows))
         for mine, theirs in zip(caches[:2], caches[2:], strict=True):
             torch.testing.assert_close(mine, theirs)
 
@@ -143,5 +145,49 @@ def test_attend(gpu: Any, length: int, count: int, nodes: int) -> None:
     n, first = torch.tensor([length], device=DEVICE), (torch.arange(count, device=DEVICE) % 4) * (length // 5)
     found = gpu.attend(draw(count, 6, 32), keys, values, n, sees, first, 0.2)
     end = length + nodes
-    expected = Plain.attend(draw(count, 6, 32), keys[:, :end], values[:, :end], n, sees, first, 0.2)
+    expected = plain.attend(draw(count, 6, 32), keys[:, :end], values[:, :end], n, sees, first, 0.2)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_mix(gpu: Any) -> None:
+    table, states = draw(20, 48), draw(3, 48, seed=1)
+    tokens, slots = (torch.tensor(x, device=DEVICE) for x in ([4, 19, 0, 7], [2, 0, 0, 1]))
+    weights = draw(48, seed=2), draw(48, seed=3)
+    for mine, theirs in zip(*(k.mix(table, tokens, states, slots, weights, 1e-6) for k in (gpu, plain)), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("semantics", ["sglang", "eagle"])
+@pytest.mark.parametrize(("size", "topk"), [(5, 3), (1100, 10), (3000, 1)])
+def test_best(gpu: Any, size: int, topk: int, semantics: str) -> None:
+    """Logits of a few values only, so that most are ties; among them infinities, and scores of either sign."""
+    logits = (draw(4, size) * 2).round()
+    logits[2, 1] = -torch.inf
+    chances, ids = gpu.best(logits, topk, semantics)
+    expected, places = plain.best(logits, topk, semantics)
+    torch.testing.assert_close(chances, expected)
+    assert torch.equal(ids, places)
+
+
+@pytest.mark.parametrize("semantics", ["sglang", "eagle"])
+@pytest.mark.parametrize("topk", [1, 3, 10])
+def test_join(gpu: Any, topk: int, semantics: str) -> None:
+    """Two steps of beams, with ties among the products."""
+    steps, found = 4, []
+    for k in (gpu, plain):
+        count = topk + (steps - 1) * topk * topk
+        candidates = Candidates(
+            *(torch.zeros(1, count, dtype=t, device=DEVICE) for t in (torch.float32, *2 * [torch.int64]))
+        )
+        numbers = torch.arange(topk, device=DEVICE)
+        sees = plain.saw(torch.zeros(topk, (steps - 1) * topk, dtype=torch.bool, device=DEVICE), 0)
+        beam = (draw(topk).sigmoid() * 4).round() / 4
+        d2t, got = torch.arange(30, device=DEVICE) % 7, []
+        for step in (1, 2, 3):
+            chances, ids = plain.best((draw(topk, 30, seed=step) * 2).round(), topk, semantics)
+            beam, numbers, sees, tokens, slots = k.join(
+                step, beam, numbers, sees, chances, ids, d2t, candidates, semantics
+            )
+            got += [beam, numbers, sees.clone(), tokens, slots]
+        found.append([*got, candidates.scores, candidates.tokens, candidates.parents])
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
