@@ -250,21 +250,37 @@ def kernels(args: argparse.Namespace) -> None:
 # products
 
 
+TILES = [  # tile, depth, stages, warps
+    (16, 128, 6, 4), (16, 256, 4, 4), (16, 256, 6, 2), (32, 128, 4, 4), (32, 128, 6, 4), (32, 256, 3, 4), (32, 256, 4, 8),
+    (64, 64, 6, 4), (64, 128, 4, 4), (64, 128, 5, 8), (128, 64, 5, 4), (128, 64, 4, 8),
+]  # fmt: skip
+
+
 def products(args: argparse.Namespace) -> None:
+    from stages.drafting import kernels_gpu
+
     h = args.hidden
     shapes = {
-        "qkv": (h + h // 2, h), "o": (h, h), "gate_up": (6 * h, h), "gate": (3 * h, h), "down": (h, 3 * h), "k": (h // 4, h),
-        "head": (151936, h), "draft qkv": (h + h // 2, 2 * h), "draft head": (32000, h), "fc": (h, 3 * h),
+        "qkv": (h + h // 2, h), "o": (h, h), "gate_up": (6 * h, h), "down": (h, 3 * h), "head": (151936, h),
+        "draft qkv": (h + h // 2, 2 * h), "draft head": (32000, h), "fc": (h, 3 * h),
     }  # fmt: skip
     for name, (n, k) in shapes.items():
         copies = max(1, min(24, int(4e8 / (2 * n * k))))
         weights = [torch.randn(n, k, dtype=torch.bfloat16, device=args.device) for _ in range(copies)]
-        line = f"{name:10} {n:6} x {k:5}:"
-        for rows in (1, 4, 10, 16, 31, 32, 60, 64):
+        for rows in (1, 10, 16, 31, 60):
             x = torch.randn(rows, k, dtype=torch.bfloat16, device=args.device)
             us = played(lambda x=x, weights=weights: [F.linear(x, w) for w in weights]) * 1e3 / copies
-            line += f"  {rows}: {us:.1f} us {2 * n * k / us / 1e6:.2f} TB/s"
-        say(line)
+            line = f"{name:10} {n:6} x {k:5} {rows:2} rows: cuBLAS {us:6.1f} us {2 * n * k / us / 1e6:.2f} TB/s"
+            found = {}
+            for tiles in TILES if rows in (1, 16, 60) else []:
+                try:
+                    play = lambda x=x, weights=weights, t=tiles: [kernels_gpu.product(x, w, *t) for w in weights]  # noqa: E731
+                    found[tiles] = played(play) * 1e3 / copies
+                except Exception as error:
+                    found[tiles] = float("inf")
+                    say(f"  {tiles}: {type(error).__name__} {str(error)[:80]}")
+            best = sorted(found.items(), key=lambda item: item[1])[:3]
+            say(line + "".join(f"; {tiles} {us:.1f} us {2 * n * k / us / 1e6:.2f}" for tiles, us in best))
 
 
 def played(work: Callable[[], object]) -> float:

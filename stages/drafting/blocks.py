@@ -103,7 +103,7 @@ class Blocks:
         norms = [getattr(attention, f"{x}_norm", None) for x in "qk"]
         if any(norm is not None and norm.weight.shape != (self.width,) for norm in norms):
             raise ValueError("queries are not normed head by head")
-        biases = [p.bias for p in projections if p.bias is not None]
+        biases = [p.bias.detach() for p in projections if p.bias is not None]
         return Block(
             block.input_layernorm.weight, together(projections), torch.cat(biases) if biases else None,
             (norms[0].weight, norms[1].weight, self.eps) if norms[0] is not None and norms[1] is not None else None,
@@ -150,7 +150,7 @@ def _opens_as_silu(function: Any) -> bool:
 
 def together(parts: list[nn.Linear]) -> Tensor:
     """The weights of products of one input, as one; the parts become views of it, so that there is one copy of them."""
-    whole = torch.cat([part.weight for part in parts])
+    whole = torch.cat([part.weight.detach() for part in parts])
     at = 0
     for part in parts:
         part.weight.data = whole[at : at + len(part.weight)]

@@ -5,10 +5,12 @@ On the CPU a pass is simply called, and its result is there.
 
 import warnings
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+SLOTS = 2  # the step that is read, and the one that was begun before
 WARM = 2  # calls before a recording: kernels are compiled and picked, workspaces taken
 
 
@@ -57,23 +59,20 @@ class Graphs:
 
 
 class Mail:
-    """A small tensor's values, fetched while the device goes on: at most `slots` at a time on their way."""
+    """Small tensors' values, fetched while the device goes on: at most SLOTS of a size at a time on their way."""
 
-    def __init__(self, device: torch.device, slots: int = 2):
+    def __init__(self, device: torch.device):
         self.waits = device.type == "cuda"
-        self.slots = slots
-        self.boxes: list[tuple[Tensor, torch.cuda.Event]] = []
-        self.sent = 0
+        self.boxes: dict[int, list[tuple[Tensor, Any]]] = {}  # by size: a plain step's is smaller than a cycle's
 
     def send(self, values: Tensor) -> Callable[[], list[int]]:
         """Begin to fetch values [n] int64, as they are once the device has done what it was asked for -> waits for them."""
         if not self.waits:
             found = values.tolist()
             return lambda: found
-        if len(self.boxes) < self.slots:
-            self.boxes.append((torch.empty_like(values, device="cpu", pin_memory=True), torch.cuda.Event()))
-        box, arrived = self.boxes[self.sent % self.slots]
-        self.sent += 1
+        boxes = self.boxes.setdefault(len(values), [])
+        boxes.append(boxes.pop(0) if len(boxes) == SLOTS else self.box(len(values)))
+        box, arrived = boxes[-1]
         box.copy_(values, non_blocking=True)
         arrived.record()
 
@@ -82,3 +81,7 @@ class Mail:
             return box.tolist()
 
         return fetch
+
+    def box(self, size: int) -> tuple[Tensor, Any]:
+        """Memory that the device writes to by itself, and what tells that it did."""
+        return torch.empty(size, dtype=torch.int64, pin_memory=True), torch.cuda.Event()

@@ -338,3 +338,28 @@ def join(
         topk, triton.next_power_of_2(topk * topk), triton.next_power_of_2(nodes), semantics == "eagle", num_warps=1,
     )  # fmt: skip
     return new, new_numbers, new_sees, new_tokens, slots
+
+
+@triton.jit
+def _product(
+    x, w, y, M, N, K, B: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    n, m, d = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, B), tl.arange(0, DEPTH)
+    weights = w + n.to(tl.int64)[:, None] * K + d[None]
+    given = x + m[None] * K + d[:, None]
+    sum_ = tl.zeros([TILE, B], tl.float32)
+    for start in range(0, K, DEPTH):
+        inside = start + d < K
+        part = tl.load(weights + start, mask=(n < N)[:, None] & inside[None], other=0, eviction_policy="evict_first")
+        row = tl.load(given + start, mask=(m < M)[None] & inside[:, None], other=0, eviction_policy="evict_last")
+        sum_ = tl.dot(part, row, sum_)
+    tl.store(y + m[None] * N + n[:, None], sum_.to(y.dtype.element_ty), mask=(n < N)[:, None] & (m < M)[None])
+
+
+def product(x: Tensor, w: Tensor, tile: int, depth: int, stages: int, warps: int) -> Tensor:
+    """x [M, K] @ w.T [N, K] -> [M, N], for at most 64 tokens: a program streams `tile` rows of weights past all of them."""
+    (m, k), n = x.shape, len(w)
+    y = x.new_empty(m, n)
+    rows = max(16, triton.next_power_of_2(m))
+    _product[(triton.cdiv(n, tile),)](x, w, y, m, n, k, rows, tile, depth, num_warps=warps, num_stages=stages)
+    return y

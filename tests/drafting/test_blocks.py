@@ -191,3 +191,9 @@ def test_join(gpu: Any, topk: int, semantics: str) -> None:
             got += [beam, numbers, sees.clone(), tokens, slots]
         found.append([*got, candidates.scores, candidates.tokens, candidates.parents])
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(("rows", "width", "outputs"), [(1, 40, 70), (5, 64, 33), (60, 96, 64)])
+def test_product(gpu: Any, rows: int, width: int, outputs: int) -> None:
+    x, w = draw(rows, width), draw(outputs, width, seed=1)
+    torch.testing.assert_close(gpu.product(x, w, 16, 32, 2, 4), x @ w.T, rtol=2e-3, atol=2e-3)  # tf32 on a GPU
