@@ -250,37 +250,30 @@ def kernels(args: argparse.Namespace) -> None:
 # products
 
 
-TILES = [  # tile, depth, stages, warps
-    (16, 128, 6, 4), (16, 256, 4, 4), (16, 256, 6, 2), (32, 128, 4, 4), (32, 128, 6, 4), (32, 256, 3, 4), (32, 256, 4, 8),
-    (64, 64, 6, 4), (64, 128, 4, 4), (64, 128, 5, 8), (128, 64, 5, 4), (128, 64, 4, 8),
-]  # fmt: skip
-
-
 def products(args: argparse.Namespace) -> None:
     from stages.drafting import kernels_gpu
 
     h = args.hidden
     shapes = {
         "qkv": (h + h // 2, h), "o": (h, h), "gate_up": (6 * h, h), "down": (h, 3 * h), "head": (151936, h),
-        "draft qkv": (h + h // 2, 2 * h), "draft head": (32000, h), "fc": (h, 3 * h),
+        "draft qkv": (h + h // 2, 2 * h), "draft head": (32000, h),
     }  # fmt: skip
     for name, (n, k) in shapes.items():
         copies = max(1, min(24, int(4e8 / (2 * n * k))))
         weights = [torch.randn(n, k, dtype=torch.bfloat16, device=args.device) for _ in range(copies)]
-        for rows in (1, 10, 16, 31, 60):
-            x = torch.randn(rows, k, dtype=torch.bfloat16, device=args.device)
-            us = played(lambda x=x, weights=weights: [F.linear(x, w) for w in weights]) * 1e3 / copies
-            line = f"{name:10} {n:6} x {k:5} {rows:2} rows: cuBLAS {us:6.1f} us {2 * n * k / us / 1e6:.2f} TB/s"
-            found = {}
-            for tiles in TILES if rows in (1, 16, 60) else []:
+        for rows in (1, 16, 31, 60):
+            x, gated = torch.randn(rows, k, dtype=torch.bfloat16, device=args.device), name == "gate_up"
+            library = (lambda x, w: kernels_gpu.gate(F.linear(x, w))) if gated else F.linear
+            found = {"library": played(lambda: [library(x, w) for w in weights])}  # noqa: B023 - called at once
+            for t in kernels_gpu.TILINGS:
                 try:
-                    play = lambda x=x, weights=weights, t=tiles: [kernels_gpu.product(x, w, *t) for w in weights]  # noqa: E731
-                    found[tiles] = played(play) * 1e3 / copies
+                    found[str(t)] = played(lambda: [kernels_gpu.streamed(x, w, gated, *t) for w in weights])  # noqa: B023
                 except Exception as error:
-                    found[tiles] = float("inf")
-                    say(f"  {tiles}: {type(error).__name__} {str(error)[:80]}")
-            best = sorted(found.items(), key=lambda item: item[1])[:3]
-            say(line + "".join(f"; {tiles} {us:.1f} us {2 * n * k / us / 1e6:.2f}" for tiles, us in best))
+                    say(f"  {t}: {type(error).__name__} {str(error)[:80]}")
+            ranked = sorted((ms * 1e3 / copies, which) for which, ms in found.items())
+            line = "; ".join(f"{which} {us:.1f} us {2 * n * k / us / 1e6:.2f} TB/s" for us, which in ranked)
+            taken = kernels_gpu._tiling(x, weights[0], gated) or "library"
+            say(f"{name:10} {n:6} x {k:5} {rows:2} rows, the engine takes {taken}: {line}")
 
 
 def played(work: Callable[[], object]) -> float:

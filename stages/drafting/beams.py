@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from stages.drafting.blocks import WIDTHS, kernels, together
 from stages.drafting.draft import Draft
@@ -58,7 +57,7 @@ class Beams:
         k, draft, device = self.kernels, self.draft, tokens.device
         fused = draft.fuse(features.to(draft.fc.weight.dtype))  # [R, H]
         mixed, _ = k.mix(self.embedding, tokens, fused, torch.arange(len(tokens), device=device), self.norms, self.eps)
-        query = k.turn(F.linear(mixed, self.qkv), self.heads, *self._rope(turns), keys, values, rows)
+        query = k.turn(k.product(mixed, self.qkv), self.heads, *self._rope(turns), keys, values, rows)
         nobody = torch.zeros(1, 0, dtype=torch.bool, device=device)
         cache = keys, values, length
         state, logits = self._finish(mixed[last], fused[last], query[last], *cache, nobody, 0)
@@ -81,7 +80,7 @@ class Beams:
         for step in range(1, steps):
             at = slice((step - 1) * topk, step * topk)
             mixed, residual = k.mix(self.embedding, beam_tokens, state, slots, self.norms, self.eps)
-            qkv = F.linear(mixed, self.qkv)
+            qkv = k.product(mixed, self.qkv)
             query = k.turn(qkv, self.heads, cos[step - 1], sin[step - 1], keys, values, behind[at])
             state, logits = self._finish(mixed, residual, query, *cache, sees, step)
             chances, ids = k.best(logits, topk, semantics)
@@ -105,8 +104,8 @@ class Beams:
         out = k.attend(query, keys, values, length, sees, least.expand(len(query)).contiguous(), self.scale)
         if draft.config.norm_before_residual:
             residual = mixed[:, residual.shape[1] :].contiguous()
-        attended = F.linear(out.flatten(1), layer.self_attn.o_proj.weight)
+        attended = k.product(out.flatten(1), layer.self_attn.o_proj.weight)
         stream, normed = k.norm(residual, layer.post_attention_layernorm.weight, self.eps, attended)
-        fed = F.linear(k.gate(F.linear(normed, self.gate_up)), layer.mlp.down_proj.weight)
+        fed = k.product(k.gated(normed, self.gate_up), layer.mlp.down_proj.weight)
         stream, read = k.norm(stream, draft.norm.weight, self.eps, fed)
-        return (read if draft.config.norm_output else stream), draft.lm_head(read)
+        return (read if draft.config.norm_output else stream), k.product(read, draft.lm_head.weight)

@@ -131,11 +131,11 @@ class Blocks:
             stream, x = k.norm(stream, block.before, self.eps, more)
             if number in layers:
                 streams[number] = stream
-            q = k.turn(F.linear(x, block.qkv, block.bias), block.norms, cos, sin, layer.keys[0], layer.values[0], rows)
+            q = k.turn(k.product(x, block.qkv, block.bias), block.norms, cos, sin, layer.keys[0], layer.values[0], rows)
             attended = k.attend(q, layer.keys[0], layer.values[0], length, tree, first, self.scale)
-            stream, x = k.norm(stream, block.after, self.eps, F.linear(attended.flatten(1), block.out))
+            stream, x = k.norm(stream, block.after, self.eps, k.product(attended.flatten(1), block.out))
             if block.gate_up is not None:
-                more = F.linear(k.gate(F.linear(x, block.gate_up)), block.down)
+                more = k.product(k.gated(x, block.gate_up), block.down)
             else:
                 more = block.mlp(x[None])
                 more = (more[0] if isinstance(more, tuple) else more)[0]  # with a router's logits, of some

@@ -21,6 +21,7 @@ more on all three axes, since a picture takes less room there than it has tokens
 Letters: T tokens of the prompt, n cached tokens, M num_draft_tokens, R rows, L layers, H hidden, V vocabulary.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -35,7 +36,7 @@ from stages.drafting.blocks import Blocks
 from stages.drafting.cache import Store, shapes
 from stages.drafting.draft import Draft, first_state, in_sight
 from stages.drafting.expand import expand
-from stages.drafting.graphs import Graphs, Mail
+from stages.drafting.graphs import Graphs, Mail, unused
 from stages.drafting.target import Pictures, capture, entered, look, pixels, sees
 
 ROOMS = 256  # tokens; room is taken in whole multiples, so that few prompts ask for another
@@ -231,19 +232,32 @@ class Engine:
         return self.turn
 
     def _make_room(self, room: int) -> None:
+        """Raises ValueError where a GPU has less memory left than that takes."""
         self.graphs, self.stands = (
             Graphs(self.device),
             dict[int, Stand](),
         )  # what is recorded knows the old room's place
+        like = self.embedding if self.draft is None else self.draft.fc.weight
+        config = None if self.draft is None else self.draft.config
+        shape = (
+            1,
+            room,
+            config.num_key_value_heads if config else 0,
+            config.head_dim if config else 0,
+        )  # [1, room, G, E]
+        self._fits(room, 2 * math.prod(shape) * like.element_size())
         self.room, self.places = room, torch.arange(room, device=self.device)
         self.store = Store(self.shapes, room, self.model.dtype, self.device)
-        groups, width = (
-            (0, 0) if self.draft is None else (self.draft.config.num_key_value_heads, self.draft.config.head_dim)
-        )
-        dtype = self.model.dtype if self.draft is None else self.draft.fc.weight.dtype
-        self.draft_keys, self.draft_values = (  # [1, room, G, E]
-            torch.zeros(1, room, groups, width, dtype=dtype, device=self.device) for _ in range(2)
-        )
+        self.draft_keys, self.draft_values = (like.new_zeros(shape) for _ in range(2))
+
+    def _fits(self, room: int, drafts: int) -> None:
+        """drafts: the bytes of the draft's keys and values."""
+        need = sum(g * e for both in self.shapes for g, e in both) * room * self.model.dtype.itemsize + drafts
+        if (free := unused(self.device)) < need:
+            raise ValueError(
+                f"keys and values of {room} tokens take {need / 2**30:.1f} GiB, {self.device} has {free / 2**30:.1f} GiB left; "
+                "lower benchmark.workloads.*.max_new_tokens, use shorter prompts, or end what else runs there"
+            )
 
     def _stand(self, rows: int, begun: Begun, bonus: Tensor) -> Stand:
         """Behind the prompt, which was all verified; the draft has its last row still to read."""

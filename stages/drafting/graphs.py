@@ -3,6 +3,7 @@
 On the CPU a pass is simply called, and its result is there.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -12,6 +13,14 @@ from torch import Tensor
 
 SLOTS = 2  # the step that is read, and the one that was begun before
 WARM = 2  # calls before a recording: kernels are compiled and picked, workspaces taken
+
+
+def unused(device: torch.device) -> float:
+    """Bytes that can still be taken: the device's, and what torch holds of it for nobody. Of a CPU it isn't asked."""
+    if device.type != "cuda":
+        return math.inf
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + held
 
 
 class Graphs:

@@ -60,6 +60,16 @@ def gate(x: Tensor) -> Tensor:
     return F.silu(gates) * ups
 
 
+def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [M, K] -> x @ w.T + bias [M, N]."""
+    return F.linear(x, w, bias)
+
+
+def gated(x: Tensor, w: Tensor) -> Tensor:
+    """x [M, H], w [2I, H] of gates and then ups -> silu(gate) * up [M, I]."""
+    return gate(product(x, w))
+
+
 def mix(
     embedding: Tensor,  # [V, H]
     tokens: Tensor,  # [M]

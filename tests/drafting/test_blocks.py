@@ -193,7 +193,19 @@ def test_join(gpu: Any, topk: int, semantics: str) -> None:
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize(("rows", "width", "outputs"), [(1, 40, 70), (5, 64, 33), (60, 96, 64)])
-def test_product(gpu: Any, rows: int, width: int, outputs: int) -> None:
-    x, w = draw(rows, width), draw(outputs, width, seed=1)
-    torch.testing.assert_close(gpu.product(x, w, 16, 32, 2, 4), x @ w.T, rtol=2e-3, atol=2e-3)  # tf32 on a GPU
+@pytest.mark.parametrize(("rows", "width", "outputs"), [(1, 40, 70), (5, 64, 34), (60, 96, 64)])
+def test_products_with_a_stream_of_weights(gpu: Any, rows: int, width: int, outputs: int) -> None:
+    x, w, close = draw(rows, width), draw(outputs, width, seed=1), {"rtol": 2e-3, "atol": 2e-3}  # tf32 on a GPU
+    torch.testing.assert_close(gpu.streamed(x, w, False, 16, 32, 4, 2), plain.product(x, w), **close)
+    torch.testing.assert_close(gpu.streamed(x, w, True, 16, 32, 4, 2), plain.gated(x, w), **close)
+
+
+def test_the_fastest_product_is_taken_and_timed_once(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of half-precision products of few tokens; others are the library's."""
+    timed = iter([3.0, 5.0, 2.0, *[float("inf")] * 4])
+    monkeypatch.setattr(gpu, "_time", lambda work: next(timed))
+    monkeypatch.setattr(gpu, "fastest", {})
+    x, w = draw(20, 32).half(), draw(48, 32, seed=1).half()
+    assert gpu._tiling(x, w, False) == gpu._tiling(x[:17], w, False) == gpu.TILINGS[1]
+    assert gpu._tiling(x.float(), w.float(), False) is None and gpu._tiling(x.repeat(4, 1), w, False) is None
+    torch.testing.assert_close(gpu.product(x, w), plain.product(x, w), rtol=2e-3, atol=2e-2)

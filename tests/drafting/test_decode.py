@@ -84,7 +84,10 @@ def engine(request: pytest.FixtureRequest, model: Any, monkeypatch: pytest.Monke
         )
         assert (blocks is None) == (request.param == "played")
         monkeypatch.setattr(Engine, "_blocks", lambda _: blocks)
-    return Engine(model, [END], [1, 3, 4], draft())
+    made = Engine(model, [END], [1, 3, 4], draft())
+    if request.param == "played":
+        made.beams = None
+    return made
 
 
 def prompts() -> list[list[int]]:
@@ -160,6 +163,7 @@ def test_every_way_to_run_accepts_the_same_drafts(model: Any, monkeypatch: pytes
                 if way == "played":
                     patch.setattr(Engine, "_blocks", lambda _: None)
                 engine = Engine(model, [END], [1, 3, 4], draft(**options))
+                engine.beams = None if way == "played" else engine.beams
                 found.append([list(engine.speculative(prompt, ROOM, 5, 3, 12)) for prompt in prompts()])
         assert found[0] == found[1] == found[2]
 
@@ -188,3 +192,12 @@ def test_more_room_is_taken_when_it_is_needed(engine: Engine, model: Any) -> Non
     for length in (3, 300, 5):
         prompt = torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist()
         assert said(engine.speculative(prompt, 12, 3, 3, 8)) == theirs(model, prompt, 12)
+
+
+def test_too_little_memory_is_told_before_the_first_token(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """6 layers of 2 heads 16 wide, and the draft's: 1,792 bytes a token, keys and values in float32."""
+    monkeypatch.setattr(decode, "unused", lambda _: 1792 * 256 - 1)
+    with pytest.raises(ValueError, match=r"keys and values of 256 tokens take 0\.0 GiB, cpu has 0\.0 GiB left; lower"):
+        next(engine.plain([1, 2, 3], 8))
+    monkeypatch.setattr(decode, "unused", lambda _: 1792 * 256)
+    assert next(engine.plain([1, 2, 3], 8)).tokens
