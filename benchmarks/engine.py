@@ -143,6 +143,7 @@ def speed(args: argparse.Namespace) -> None:
     engine = big(args)
     weights = sum(p.nbytes for p in engine.model.parameters()) + sum(p.nbytes for p in engine.draft.parameters())
     cuda = args.device == "cuda"
+    say(f"in few kernels: target {engine.blocks is not None}, draft {engine.beams is not None}")
     list(decoding(engine, TREES[-1], CYCLES))  # takes the room that all need
     for tree in [None, *TREES]:
         begun = time.perf_counter()

@@ -81,7 +81,8 @@ def shapes(model: PreTrainedModel) -> list[tuple[Shape, Shape]]:
     Raises ValueError for a target with a layer that keeps something else (a linear attention's state): drafts that were
     refused could not be taken back from it.
     """
-    decoder, found = model.get_decoder(), DynamicCache()
+    decoder = model.get_decoder()
+    found = DynamicCache(config=decoder.config)
     decoder(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), past_key_values=found, use_cache=True)
     layers = [layer for layer in found.layers if getattr(layer, "keys", None) is not None]
     if len(layers) != len(decoder.layers):
@@ -91,3 +92,12 @@ def shapes(model: PreTrainedModel) -> list[tuple[Shape, Shape]]:
         )
     sizes = [(tuple(layer.keys.shape), tuple(layer.values.shape)) for layer in layers]
     return [((keys[1], keys[3]), (values[1], values[3])) for keys, values in sizes]
+
+
+def sliding_window(model: PreTrainedModel) -> int | None:
+    """How many tokens the shortest-sighted layers see; None where all see all."""
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and "sliding_attention" not in kinds:
+        return None
+    return getattr(config, "sliding_window", None)

@@ -33,7 +33,7 @@ from transformers import PreTrainedModel
 from stages.drafting import tree as trees
 from stages.drafting.beams import Beams
 from stages.drafting.blocks import Blocks
-from stages.drafting.cache import Store, shapes
+from stages.drafting.cache import Store, shapes, sliding_window
 from stages.drafting.draft import Draft, first_state, in_sight
 from stages.drafting.expand import expand
 from stages.drafting.graphs import Graphs, Mail, unused
@@ -89,6 +89,7 @@ class Engine:
                 f"this target has {self.embedding.shape[0]} and {self.embedding.shape[1]}; train a draft for it"
             )
 
+        self.window = sliding_window(model)
         self.shapes, self.mail = shapes(model), Mail(self.device)
         self._make_room(0)
         self.blocks = self._blocks() if self.graphs.records else None
@@ -219,7 +220,12 @@ class Engine:
 
     def _begin(self, tokens: int, spare: int) -> object:
         """Room for prompt and answer, and for what is written beyond -> the turn: who holds it has the caches."""
-        limit = self.model.config.get_text_config().max_position_embeddings
+        limit, window = self.model.config.get_text_config().max_position_embeddings, self.window
+        if window is not None and tokens > window:
+            raise ValueError(
+                f"prompt and answer may take {tokens} tokens, and layers of this target see {window} (sliding_window), which "
+                "the torch engine does not decode with; use shorter prompts, or measure this target by benchmark_served"
+            )
         if tokens > limit:
             raise ValueError(
                 f"prompt and answer may take {tokens} tokens, the target holds {limit} (max_position_embeddings); "

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config, Qwen3Config, Qwen3NextConfig
 
 from stages.drafting import decode
 from stages.drafting.blocks import Blocks
@@ -201,3 +201,34 @@ def test_too_little_memory_is_told_before_the_first_token(engine: Engine, monkey
         next(engine.plain([1, 2, 3], 8))
     monkeypatch.setattr(decode, "unused", lambda _: 1792 * 256)
     assert next(engine.plain([1, 2, 3], 8)).tokens
+
+
+def test_a_target_that_sees_a_window_is_refused_beyond_it() -> None:
+    """It was decoded as if every layer saw all, and said other things than transformers."""
+    sizes = {
+        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+        "vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
+    for config in (
+        MistralConfig(**sizes, sliding_window=20),
+        Qwen2Config(**sizes, sliding_window=20, use_sliding_window=True, max_window_layers=1),
+    ):
+        narrow = AutoModelForCausalLM.from_config(config).eval()
+        assert len(said(Engine(narrow, [], [0, 0, 1]).plain([1] * 12, 8))) == 8
+        with pytest.raises(
+            ValueError, match=r"may take 21 tokens, and layers of this target see 20 \(sliding_window\)"
+        ):
+            next(Engine(narrow, [], [0, 0, 1]).plain([1] * 13, 8))
+    assert Engine(AutoModelForCausalLM.from_config(Qwen2Config(**sizes, sliding_window=20)), [], []).window is None
+
+
+def test_a_target_with_another_state_than_keys_and_values_is_refused() -> None:
+    """Drafts that were refused could not be taken back from a linear attention."""
+    config = Qwen3NextConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
+        vocab_size=VOCAB, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+        num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16, shared_expert_intermediate_size=16,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"Qwen3NextForCausalLM keeps keys and values in 1 of its 4 layers"):
+        Engine(AutoModelForCausalLM.from_config(config).eval(), [], [0, 1, 2])
