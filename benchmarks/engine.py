@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from stages.drafting.decode import Engine, Step
 from stages.drafting.draft import Draft, DraftConfig
+from stages.drafting.graphs import Mail
 
 TREES = [(5, 4, 16), (8, 2, 31), (8, 10, 60)]
 GOALS = {None: 4.75, (5, 4, 16): 6.2, (8, 2, 31): 7.0, (8, 10, 60): 8.0}  # ms, issue 7
@@ -151,7 +152,7 @@ def speed(args: argparse.Namespace) -> None:
         ready = time.perf_counter() - begun
         if cuda:
             torch.cuda.reset_peak_memory_stats()
-        with waiting(engine) as waits:
+        with waiting() as waits:
             times, before, steps = [], time.perf_counter(), 0
             for _ in decoding(engine, tree):
                 now = time.perf_counter()
@@ -164,20 +165,20 @@ def speed(args: argparse.Namespace) -> None:
         if cuda:
             alone = on_device(engine, tree)
             peak = torch.cuda.max_memory_allocated()
-            kept = engine.store.nbytes + engine.draft_keys.nbytes + engine.draft_values.nbytes
+            kept = sum(room.store.nbytes + room.draft_keys.nbytes + room.draft_values.nbytes for room in engine.idle)
             line += f", device alone {alone:.3f} ms; memory: peak {peak / 1e9:.3f} GB, weights {weights / 1e9:.3f}, "
             line += f"KV {kept / 1e9:.3f}, rest {100 * (peak / (weights + kept) - 1):.1f}%"
         say(line)
 
 
 @contextmanager
-def waiting(engine: Engine) -> Iterator[list[float]]:
+def waiting() -> Iterator[list[float]]:
     """Inside the block, how long each fetch waited for the device."""
     waits: list[float] = []
-    send = engine.mail.send
+    send = Mail.send
 
-    def timed(values: torch.Tensor) -> Callable[[], list[int]]:
-        fetch = send(values)
+    def timed(mail: Mail, values: torch.Tensor) -> Callable[[], list[int]]:
+        fetch = send(mail, values)
 
         def wait() -> list[int]:
             before = time.perf_counter()
@@ -187,33 +188,30 @@ def waiting(engine: Engine) -> Iterator[list[float]]:
 
         return wait
 
-    engine.mail.send = timed  # type: ignore[method-assign]
+    Mail.send = timed  # type: ignore[method-assign]
     try:
         yield waits
     finally:
-        del engine.mail.send
+        Mail.send = send  # type: ignore[method-assign]
 
 
 def on_device(engine: Engine, tree: tuple[int, int, int] | None) -> float:
     """Milliseconds of a recorded step, by events around 100 of them, the median of five."""
-    steps = decoding(engine, tree)
-    for _ in range(8):
-        next(steps)
-    play = engine.graphs.played["plain" if tree is None else tree]
-    found = []
+    for _ in decoding(engine, tree, 8):
+        pass
+    room, found = engine.idle[-1], []
+    play, stand = room.graphs.played["plain" if tree is None else tree], room.stands[1 if tree is None else tree[0] + 1]
     for _ in range(5):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        before = {
-            name: tensor.clone() for name, tensor in engine.stands[1 if tree is None else tree[0] + 1]._asdict().items()
-        }
+        before = [tensor.clone() for tensor in stand]
         begin.record()
         for _ in range(20):
             play()
         end.record()
         end.synchronize()
         found.append(begin.elapsed_time(end) / 20)
-        for name, tensor in engine.stands[1 if tree is None else tree[0] + 1]._asdict().items():
-            tensor.copy_(before[name])
+        for tensor, value in zip(stand, before, strict=True):
+            tensor.copy_(value)
     return statistics.median(found)
 
 

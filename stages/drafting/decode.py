@@ -21,9 +21,10 @@ more on all three axes, since a picture takes less room there than it has tokens
 Letters: T tokens of the prompt, n cached tokens, M num_draft_tokens, R rows, L layers, H hidden, V vocabulary.
 """
 
-import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -68,6 +69,20 @@ class Stand(NamedTuple):
     told: Tensor  # [1 + R] accepted drafts and the tokens, for the host
 
 
+@dataclass
+class Room:
+    """Where one decoding at a time has its caches, and the passes that were recorded upon them."""
+
+    size: int  # tokens
+    places: Tensor  # [size] 0, 1, 2, ...
+    store: Store
+    draft_keys: Tensor  # [1, size, G, E]
+    draft_values: Tensor
+    graphs: Graphs
+    mail: Mail
+    stands: dict[int, Stand]  # by R
+
+
 class Engine:
     """A target, and optionally a draft, ready to decode. Raises ValueError where the two can't belong together."""
 
@@ -90,38 +105,38 @@ class Engine:
             )
 
         self.window = sliding_window(model)
-        self.shapes, self.mail = shapes(model), Mail(self.device)
-        self._make_room(0)
-        self.blocks = self._blocks() if self.graphs.records else None
-        self.beams = Beams.of(draft, self.embedding) if draft and self.graphs.records else None
-        self.ahead = int(self.graphs.records)  # how many steps are begun before the one before is read
+        self.shapes, self.idle = shapes(model), list[Room]()
+        self.records = Graphs(self.device).records
+        self.blocks = self._blocks() if self.records else None
+        self.beams = Beams.of(draft, self.embedding) if draft and self.records else None
+        self.ahead = int(self.records)  # how many steps are begun before the one before is read
 
     def _blocks(self) -> Blocks | None:
         """The target in few kernels, where it is of the build that they are made for."""
         return Blocks.of(self.model, Store(self.shapes, 8, self.model.dtype, self.device))
 
-    def _forward(self, ids: Tensor, positions: Tensor, sees: Tensor, places: Tensor, seen: int) -> Tensor:
+    def _forward(self, room: Room, ids: Tensor, positions: Tensor, sees: Tensor, places: Tensor, seen: int) -> Tensor:
         """ids [1, M], positions [1, M], sees [1, 1, M, seen] bool, places [M] -> last hidden [M, H]."""
         out = self.decoder(
-            input_ids=ids, position_ids=positions, attention_mask=sees, past_key_values=self.store.cache(places, seen),
+            input_ids=ids, position_ids=positions, attention_mask=sees, past_key_values=room.store.cache(places, seen),
             use_cache=True,
         )  # fmt: skip
         return out.last_hidden_state[0]
 
-    def _prefill(self, prompt: list[int], pictures: Pictures | None) -> Begun:
+    def _prefill(self, room: Room, prompt: list[int], pictures: Pictures | None) -> Begun:
         """The whole prompt at once. Raises ValueError where it has not one token for each piece of its pictures."""
         ids = torch.tensor([prompt], device=self.device)
         count = ids.shape[1]
-        places = self.places[:count]
+        places = room.places[:count]
         causal = torch.ones(1, 1, count, count, dtype=torch.bool, device=ids.device).tril()
         if not sees(self.model):
-            hidden = self._forward(ids, places[None], causal, places, count)
+            hidden = self._forward(room, ids, places[None], causal, places, count)
             return Begun(hidden[-1:], self.embedding[ids], None, 0)
         view, given = look(self.model, ["the prompt"], [torch.tensor(prompt)], [pictures]), []
         with entered(self.model, lambda embeds, positions: given.append((embeds, positions))):
             out = self.model.base_model(
                 input_ids=ids, position_ids=view.positions[:, None].to(ids.device), attention_mask=causal,
-                past_key_values=self.store.cache(places, count), use_cache=True, **pixels(self.model, view),
+                past_key_values=room.store.cache(places, count), use_cache=True, **pixels(self.model, view),
             )  # fmt: skip
         (embeds, positions), shift = given[0], int(view.positions.max()) + 1 - count
         return Begun(out.last_hidden_state[0, -1:], embeds, positions, shift)
@@ -134,14 +149,14 @@ class Engine:
     def margin(self, prompt: list[int], said: list[int], pictures: Pictures | None = None) -> float:
         """The gap between the target's two best logits after `prompt` and what was `said`."""
         count, more = len(prompt), len(said)
-        self._begin(count + more, 0)
-        begun = self._prefill(prompt, pictures)
-        hidden = begun.hidden  # [1, H]
-        if said:
-            ids = torch.tensor([said], device=self.device)
-            causal = torch.ones(1, 1, more, count + more, dtype=torch.bool, device=self.device).tril(count)
-            places = self.places[count : count + more]
-            hidden = self._forward(ids, places[None] + begun.shift, causal, places, count + more)[-1:]
+        with self._room(count + more, 0) as room:
+            begun = self._prefill(room, prompt, pictures)
+            hidden = begun.hidden  # [1, H]
+            if said:
+                ids = torch.tensor([said], device=self.device)
+                causal = torch.ones(1, 1, more, count + more, dtype=torch.bool, device=self.device).tril(count)
+                places = room.places[count : count + more]
+                hidden = self._forward(room, ids, places[None] + begun.shift, causal, places, count + more)[-1:]
         logits = hidden[0] @ self.head.T
         first, second = logits.float().topk(2).values.tolist()
         return first - second
@@ -149,13 +164,14 @@ class Engine:
     @torch.inference_mode()
     def plain(self, prompt: list[int], max_new_tokens: int, pictures: Pictures | None = None) -> Iterator[Step]:
         """Autoregressive decoding: one token a step, until an end token or `max_new_tokens`."""
-        turn = self._begin(len(prompt) + max_new_tokens, self.ahead)
-        begun = self._prefill(prompt, pictures)
-        bonus = self._choose(begun.hidden)
-        stand = self._stand(1, begun, bonus)
-        yield from self._steps(
-            turn, stand, "plain", lambda seen: self._plain_step(stand, seen), 1, len(prompt), max_new_tokens
-        )
+        with self._room(len(prompt) + max_new_tokens, self.ahead) as room:
+            begun = self._prefill(room, prompt, pictures)
+            stand = self._stand(room, 1, begun)
+
+            def step(seen: int) -> None:
+                self._plain_step(room, stand, seen)
+
+            yield from self._steps(room, stand, "plain", step, 1, len(prompt), max_new_tokens)
 
     @torch.inference_mode()
     def speculative(
@@ -174,24 +190,19 @@ class Engine:
         assert self.draft is not None
         rows, shape = num_steps + 1, (num_steps, topk, num_draft_tokens)
         spare = max(rows, num_draft_tokens, (num_steps - 1) * topk) + self.ahead * rows
-        turn = self._begin(len(prompt) + max_new_tokens, spare)
-        with capture(self.model, self.feature_layers) as caught:
-            begun = self._prefill(prompt, pictures)
-        bonus = self._choose(begun.hidden)
-        stand = self._stand(rows, begun, bonus)
-        self._enter(stand, begun, torch.cat(caught, dim=-1)[0])
-        yield from self._steps(
-            turn,
-            stand,
-            shape,
-            lambda seen: self._cycle(stand, shape, seen),
-            num_draft_tokens,
-            len(prompt),
-            max_new_tokens,
-        )
+        with self._room(len(prompt) + max_new_tokens, spare) as room:
+            with capture(self.model, self.feature_layers) as caught:
+                begun = self._prefill(room, prompt, pictures)
+            stand = self._stand(room, rows, begun)
+            self._enter(room, stand, begun, torch.cat(caught, dim=-1)[0])
+
+            def cycle(seen: int) -> None:
+                self._cycle(room, stand, shape, seen)
+
+            yield from self._steps(room, stand, shape, cycle, num_draft_tokens, len(prompt), max_new_tokens)
 
     def _steps(
-        self, turn: object, stand: Stand, key: object, work: Callable[[int], None], width: int, count: int, most: int
+        self, room: Room, stand: Stand, key: Hashable, work: Callable[[int], None], width: int, count: int, most: int
     ) -> Iterator[Step]:
         """Steps of a decoding that stands behind a prompt of `count` tokens: `work` is one, with `width` nodes.
 
@@ -202,14 +213,10 @@ class Engine:
         yield Step([bonus], 0)
         done, sent = 1, deque[Callable[[], list[int]]]()
         while done < most and bonus not in self.eos:
-            if self.turn is not turn:
-                raise RuntimeError(
-                    "another decoding of this engine began before this one ended; finish one, then the next"
-                )
             while len(sent) <= self.ahead and done + len(sent) < most:
-                seen = self.room if self.graphs.records else count + done - 1 + width
-                self.graphs.run(key, lambda: work(seen), list(stand))  # noqa: B023 - called at once
-                sent.append(self.mail.send(stand.told))
+                seen = room.size if self.records else count + done - 1 + width
+                room.graphs.run(key, lambda: work(seen), list(stand))  # noqa: B023 - called at once
+                sent.append(room.mail.send(stand.told))
             accepted, *tokens = sent.popleft()()
             tokens = tokens[: accepted + 1]
             committed = self._cut(tokens, most - done)
@@ -218,8 +225,9 @@ class Engine:
                 return
             done, bonus = done + len(committed), tokens[-1]
 
-    def _begin(self, tokens: int, spare: int) -> object:
-        """Room for prompt and answer, and for what is written beyond -> the turn: who holds it has the caches."""
+    @contextmanager
+    def _room(self, tokens: int, spare: int) -> Iterator[Room]:
+        """Room for prompt and answer, and for what is written beyond: an idle one, or a larger one in its place."""
         limit, window = self.model.config.get_text_config().max_position_embeddings, self.window
         if window is not None and tokens > window:
             raise ValueError(
@@ -231,46 +239,48 @@ class Engine:
                 f"prompt and answer may take {tokens} tokens, the target holds {limit} (max_position_embeddings); "
                 "lower benchmark.workloads.*.max_new_tokens or use shorter prompts"
             )
-        if tokens + spare > self.room:
-            self._make_room(0)  # the old one goes before the new one is taken
-            self._make_room(-(-(tokens + spare) // ROOMS) * ROOMS)
-        self.turn = object()
-        return self.turn
+        room = self.idle.pop() if self.idle else None
+        if room is None or room.size < tokens + spare:
+            room = None  # it goes before the new one is taken
+            room = self._new_room(-(-(tokens + spare) // ROOMS) * ROOMS)
+        try:
+            yield room
+        finally:
+            self.idle.append(room)
 
-    def _make_room(self, room: int) -> None:
+    def _new_room(self, size: int) -> Room:
         """Raises ValueError where a GPU has less memory left than that takes."""
-        self.graphs, self.stands = (
+        like, groups, width = self.embedding, 0, 0
+        if self.draft is not None:
+            like, c = self.draft.fc.weight, self.draft.config
+            groups, width = c.num_key_value_heads, c.head_dim
+        self._fits(size, 2 * size * groups * width * like.element_size())
+        return Room(
+            size,
+            torch.arange(size, device=self.device),
+            Store(self.shapes, size, self.model.dtype, self.device),
+            like.new_zeros(1, size, groups, width),
+            like.new_zeros(1, size, groups, width),
             Graphs(self.device),
-            dict[int, Stand](),
-        )  # what is recorded knows the old room's place
-        like = self.embedding if self.draft is None else self.draft.fc.weight
-        config = None if self.draft is None else self.draft.config
-        shape = (
-            1,
-            room,
-            config.num_key_value_heads if config else 0,
-            config.head_dim if config else 0,
-        )  # [1, room, G, E]
-        self._fits(room, 2 * math.prod(shape) * like.element_size())
-        self.room, self.places = room, torch.arange(room, device=self.device)
-        self.store = Store(self.shapes, room, self.model.dtype, self.device)
-        self.draft_keys, self.draft_values = (like.new_zeros(shape) for _ in range(2))
+            Mail(self.device),
+            {},
+        )
 
-    def _fits(self, room: int, drafts: int) -> None:
+    def _fits(self, size: int, drafts: int) -> None:
         """drafts: the bytes of the draft's keys and values."""
-        need = sum(g * e for both in self.shapes for g, e in both) * room * self.model.dtype.itemsize + drafts
+        need = sum(g * e for both in self.shapes for g, e in both) * size * self.model.dtype.itemsize + drafts
         if (free := unused(self.device)) < need:
             raise ValueError(
-                f"keys and values of {room} tokens take {need / 2**30:.1f} GiB, {self.device} has {free / 2**30:.1f} GiB left; "
+                f"keys and values of {size} tokens take {need / 2**30:.1f} GiB, {self.device} has {free / 2**30:.1f} GiB left; "
                 "lower benchmark.workloads.*.max_new_tokens, use shorter prompts, or end what else runs there"
             )
 
-    def _stand(self, rows: int, begun: Begun, bonus: Tensor) -> Stand:
+    def _stand(self, room: Room, rows: int, begun: Begun) -> Stand:
         """Behind the prompt, which was all verified; the draft has its last row still to read."""
-        if rows not in self.stands:
+        if rows not in room.stands:
             whole = {"dtype": torch.int64, "device": self.device}
             axes = () if self.draft is None or self.draft.axes is None else (3,)
-            self.stands[rows] = Stand(
+            room.stands[rows] = Stand(
                 length=torch.zeros(1, **whole),
                 count=torch.zeros(1, **whole),
                 tokens=torch.zeros(rows, **whole),
@@ -279,50 +289,50 @@ class Engine:
                 shift=torch.zeros(1, **whole),
                 told=torch.zeros(1 + rows, **whole),
             )
-        stand = self.stands[rows]
+        stand = room.stands[rows]
         stand.length.fill_(begun.embeds.shape[1])
         stand.count.fill_(1)
-        stand.tokens[:1] = bonus
+        stand.tokens[:1] = self._choose(begun.hidden)
         stand.shift.fill_(begun.shift)
         return stand
 
-    def _enter(self, stand: Stand, begun: Begun, features: Tensor) -> None:
+    def _enter(self, room: Room, stand: Stand, begun: Begun, features: Tensor) -> None:
         """The draft reads the prompt, features [T, 3H]: all of it but the last row, which waits for the first cycle."""
         assert self.draft is not None
         count = len(features)
-        turns = self.draft.turning(self.places[None, :count], begun.positions)  # [1, T] or [1, T, 3]
+        turns = self.draft.turning(room.places[None, :count], begun.positions)  # [1, T] or [1, T, 3]
         stand.features[0], stand.turns[0] = features[-1], turns[0, -1]
         if count > 1:
-            self._extend(begun.embeds[:, 1:], features[:-1], turns[:, :-1], self.places[: count - 1])
+            self._extend(room, begun.embeds[:, 1:], features[:-1], turns[:, :-1], room.places[: count - 1])
 
-    def _extend(self, embeds: Tensor, features: Tensor, turns: Tensor, places: Tensor) -> Tensor:
+    def _extend(self, room: Room, embeds: Tensor, features: Tensor, turns: Tensor, places: Tensor) -> Tensor:
         """The draft reads rows: embeds [1, R, H] of the tokens after them, their features [R, 3H] -> fused [1, R, H]."""
         draft = self.draft
         assert draft is not None
         fused = draft.fuse(features.to(draft.fc.weight.dtype))[None]
         keys, values = draft.keys_values(draft.mix(embeds, fused), draft.rope(turns))
-        self.draft_keys.index_copy_(1, places, keys)
-        self.draft_values.index_copy_(1, places, values)
+        room.draft_keys.index_copy_(1, places, keys)
+        room.draft_values.index_copy_(1, places, values)
         return fused
 
-    def _plain_step(self, stand: Stand, seen: int) -> None:
-        hidden, _ = self._verify(stand, stand.tokens, stand.length, self.places[:1, None] == 0, seen)
+    def _plain_step(self, room: Room, stand: Stand, seen: int) -> None:
+        hidden, _ = self._verify(room, stand, stand.tokens, stand.length, room.places[:1, None] == 0, seen)
         stand.tokens.copy_(self._choose(hidden))
         stand.length.add_(1)
         stand.told[1:].copy_(stand.tokens)
 
-    def _cycle(self, stand: Stand, shape: tuple[int, int, int], seen: int) -> None:
+    def _cycle(self, room: Room, stand: Stand, shape: tuple[int, int, int], seen: int) -> None:
         """One cycle, on the device alone."""
         steps, topk, width = shape
-        tree, ids = self._grow(stand, steps, topk, width, self.room if self.graphs.records else seen - width)
+        tree, ids = self._grow(room, stand, steps, topk, width, room.size if self.records else seen - width)
         sees = trees.ancestors(tree.parents, steps)  # [1, M, M]
-        hidden, features = self._verify(stand, ids, stand.length + tree.depths[0], sees[0], seen)
+        hidden, features = self._verify(room, stand, ids, stand.length + tree.depths[0], sees[0], seen)
         choices = self._choose(hidden)
         path, count = trees.accept(tree, sees, choices[None], steps)
         path = path[0]  # [R]
 
-        rows = stand.length + self.places[: steps + 1]  # [R]
-        self.store.move(stand.length + path, rows)
+        rows = stand.length + room.places[: steps + 1]  # [R]
+        room.store.move(stand.length + path, rows)
         stand.features.copy_(features[path])
         stand.turns.copy_(rows if stand.turns.ndim == 1 else (rows + stand.shift)[:, None].expand(-1, 3))
         stand.tokens.copy_(choices[path])  # what the target chose after a node is the next node's token
@@ -330,42 +340,46 @@ class Engine:
         stand.length.add_(count)
         stand.told.copy_(torch.cat([count - 1, stand.tokens]))
 
-    def _grow(self, stand: Stand, steps: int, topk: int, width: int, seen: int) -> tuple[trees.Tree, Tensor]:
+    def _grow(
+        self, room: Room, stand: Stand, steps: int, topk: int, width: int, seen: int
+    ) -> tuple[trees.Tree, Tensor]:
         """The draft reads the last cycle's rows and grows a tree -> it and its tokens [M], the root's first."""
         draft, last = self.draft, stand.count - 1
         assert draft is not None
-        places = stand.length - stand.count + self.places[: len(stand.tokens)]
+        places = stand.length - stand.count + room.places[: len(stand.tokens)]
         if self.beams is not None:
-            keys, values = (x[0].transpose(0, 1) for x in (self.draft_keys, self.draft_values))  # [G, room, E]
+            keys, values = (x[0].transpose(0, 1) for x in (room.draft_keys, room.draft_values))  # [G, room, E]
             rows = stand.tokens, stand.features, stand.turns, last, places
             candidates = self.beams.grow(*rows, stand.length, keys, values, steps, topk, self.semantics)
             tree = trees.keep(candidates, width, steps)
             return tree, torch.cat([stand.tokens[last], tree.tokens[0]])
         embeds = self.embedding[stand.tokens][None]  # [1, R, H]
-        fused = self._extend(embeds, stand.features, stand.turns[None], places)
-        keys, values = self.draft_keys[:, :seen], self.draft_values[:, :seen]
+        fused = self._extend(room, embeds, stand.features, stand.turns[None], places)
+        keys, values = room.draft_keys[:, :seen], room.draft_values[:, :seen]
         window, at = draft.config.sliding_window, (stand.length - 1)[None]  # [1, 1]
-        allowed = None if window is None and not self.graphs.records else in_sight(at, seen, window)
+        allowed = None if window is None and not self.records else in_sight(at, seen, window)
         turns = stand.turns[last][None]  # [1, 1] or [1, 1, 3]
         state = first_state(draft, embeds[:, last], fused[:, last], turns, keys, values, allowed)
         candidates = expand(draft, self.embedding, state, turns, keys, values, allowed, steps, topk, self.semantics)
         tree = trees.keep(candidates, width, steps)
         return tree, torch.cat([stand.tokens[last], tree.tokens[0]])
 
-    def _verify(self, stand: Stand, ids: Tensor, places: Tensor, tree: Tensor, seen: int) -> tuple[Tensor, Tensor]:
+    def _verify(
+        self, room: Room, stand: Stand, ids: Tensor, places: Tensor, tree: Tensor, seen: int
+    ) -> tuple[Tensor, Tensor]:
         """The target reads a tree behind the cache: ids [M] at places [M], tree [M, M] of who sees whom.
 
         Returns the last hidden [M, H] and the features [M, 3H].
         """
-        rows, positions = stand.length + self.places[: len(ids)], places + stand.shift  # [M] where they lie, and stand
+        rows, positions = stand.length + room.places[: len(ids)], places + stand.shift  # [M] where they lie, and stand
         if self.blocks is not None:
             hidden, caught = self.blocks.forward(
-                ids, positions, tree, stand.length, rows, self.store, self.feature_layers
+                ids, positions, tree, stand.length, rows, room.store, self.feature_layers
             )
         else:
-            mask = (self.places[:seen] < stand.length).repeat(len(ids), 1).index_copy_(1, rows, tree)  # [M, seen]
+            mask = (room.places[:seen] < stand.length).repeat(len(ids), 1).index_copy_(1, rows, tree)  # [M, seen]
             with capture(self.model, self.feature_layers) as streams:
-                hidden = self._forward(ids[None], positions[None], mask[None, None], rows, seen)
+                hidden = self._forward(room, ids[None], positions[None], mask[None, None], rows, seen)
             caught = [stream[0] for stream in streams]
         return hidden, torch.cat(caught, dim=-1)
 

@@ -1,6 +1,7 @@
 """The engine on a small random target, as a GPU runs it: fixed shapes, few kernels, one cycle ahead of what is read."""
 
 from collections.abc import Callable, Hashable
+from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
 
@@ -179,13 +180,20 @@ def test_letters_of_two_sizes_and_two_on_their_way() -> None:
                 assert fetch() == expected
 
 
-def test_decodings_of_one_engine_come_one_after_the_other(engine: Engine) -> None:
-    """They share their caches: the first would go on in the second's."""
-    first = engine.plain([1, 2, 3], ROOM)
-    next(first)
-    assert said(engine.plain([4, 5], 3))
-    with pytest.raises(RuntimeError, match="another decoding of this engine began"):
-        list(first)
+def test_decodings_of_one_engine_do_not_meet(engine: Engine, model: Any) -> None:
+    """Each has a room of its own, also where one begins before another has ended, or where one is given up."""
+    given_up = engine.speculative([4, 5, 6], ROOM, 5, 4, 16)
+    next(given_up)
+    next(given_up)
+    given_up.close()
+    both = engine.speculative([1, 2, 3], ROOM, 5, 4, 16), engine.plain([4, 5], ROOM)
+    found: tuple[list[int], list[int]] = ([], [])
+    for pair in zip_longest(*both):
+        for step, said_before in zip(pair, found, strict=True):
+            said_before.extend(step.tokens if step else [])
+    assert found == (theirs(model, [1, 2, 3]), theirs(model, [4, 5]))
+    assert len(engine.idle) == 2
+    assert said(engine.plain([1, 2, 3], ROOM)) == found[0] and len(engine.idle) == 2
 
 
 def test_more_room_is_taken_when_it_is_needed(engine: Engine, model: Any) -> None:
