@@ -59,7 +59,8 @@ class Beams:
         mixed, _ = k.mix(self.embedding, tokens, fused, torch.arange(len(tokens), device=device), self.norms, self.eps)
         query = k.turn(k.product(mixed, self.qkv), self.heads, *self._rope(turns), keys, values, rows)
         nobody = torch.zeros(1, 0, dtype=torch.bool, device=device)
-        cache = keys, values, length
+        everything = torch.zeros(topk, dtype=torch.int64, device=device)  # seen from the first token on
+        cache = keys, values, length, everything
         state, logits = self._finish(mixed[last], fused[last], query[last], *cache, nobody, 0)
 
         beam, ids = (x[0] for x in k.best(logits, topk, semantics))  # [K]
@@ -94,14 +95,15 @@ class Beams:
         return tuple(x[:, 0].repeat(1, 2) for x in self.draft.rope(turns))
 
     def _finish(
-        self, mixed: Tensor, residual: Tensor, query: Tensor, keys: Tensor, values: Tensor, length: Tensor, sees: Tensor,
-        step: int,
+        self, mixed: Tensor, residual: Tensor, query: Tensor, keys: Tensor, values: Tensor, length: Tensor, first: Tensor,
+        sees: Tensor, step: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """From queries [M, A, E] to states [M, H] and logits [M, D]."""
         k, draft, layer = self.kernels, self.draft, self.draft.midlayer
         window = draft.config.sliding_window
-        least = length * 0 if window is None else (length + step - window).clamp(min=0)
-        out = k.attend(query, keys, values, length, sees, least.expand(len(query)).contiguous(), self.scale)
+        if window is not None:  # it moves on with the steps
+            first = (length + step - window).clamp(min=0).repeat(len(query))
+        out = k.attend(query, keys, values, length, sees, first[: len(query)], self.scale)
         if draft.config.norm_before_residual:
             residual = mixed[:, residual.shape[1] :].contiguous()
         attended = k.product(out.flatten(1), layer.self_attn.o_proj.weight)

@@ -30,7 +30,8 @@ class Graphs:
         self.records = device.type == "cuda"
         self.device = device
         self.played: dict[Hashable, Callable[[], None]] = {}
-        self.pool = None
+        self.pool: Any = None
+        self.stream: Any = None
 
     def run(self, key: Hashable, work: Callable[[], None], changed: list[Tensor]) -> None:
         """Do `work`: play what was recorded under `key`; the first time, record it.
@@ -45,9 +46,10 @@ class Graphs:
         self.played[key]()
 
     def _recorded(self, work: Callable[[], None], changed: list[Tensor]) -> Callable[[], None]:
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device)
+        graph, before = torch.cuda.CUDAGraph(), [tensor.clone() for tensor in changed]
+        # One stream for all, since cuBLAS keeps a workspace for each that it ever saw.
+        stream = self.stream = self.stream or torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        before = [tensor.clone() for tensor in changed]
         with torch.cuda.stream(stream):
             for _ in range(WARM):
                 work()
