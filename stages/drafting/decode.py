@@ -75,6 +75,7 @@ class Room:
 
     size: int  # tokens
     places: Tensor  # [size] 0, 1, 2, ...
+    yes: Tensor  # [1, size] bool, all true
     store: Store
     draft_keys: Tensor  # [1, size, G, E]
     draft_values: Tensor
@@ -258,7 +259,8 @@ class Engine:
         return Room(
             size,
             torch.arange(size, device=self.device),
-            Store(self.shapes, size, self.model.dtype, self.device),
+            torch.ones(1, size, dtype=torch.bool, device=self.device),
+            Store(self.shapes, size, self.model.dtype, self.device, last=not self.records),
             like.new_zeros(1, size, groups, width),
             like.new_zeros(1, size, groups, width),
             Graphs(self.device),
@@ -316,7 +318,7 @@ class Engine:
         return fused
 
     def _plain_step(self, room: Room, stand: Stand, seen: int) -> None:
-        hidden, _ = self._verify(room, stand, stand.tokens, stand.length, room.places[:1, None] == 0, seen)
+        hidden, _ = self._verify(room, stand, stand.tokens, stand.length, room.yes[:, :1], seen, [])
         stand.tokens.copy_(self._choose(hidden))
         stand.length.add_(1)
         stand.told[1:].copy_(stand.tokens)
@@ -326,14 +328,16 @@ class Engine:
         steps, topk, width = shape
         tree, ids = self._grow(room, stand, steps, topk, width, room.size if self.records else seen - width)
         sees = trees.ancestors(tree.parents, steps)  # [1, M, M]
-        hidden, features = self._verify(room, stand, ids, stand.length + tree.depths[0], sees[0], seen)
+        hidden, streams = self._verify(
+            room, stand, ids, stand.length + tree.depths[0], sees[0], seen, self.feature_layers
+        )
         choices = self._choose(hidden)
         path, count = trees.accept(tree, sees, choices[None], steps)
         path = path[0]  # [R]
 
         rows = stand.length + room.places[: steps + 1]  # [R]
         room.store.move(stand.length + path, rows)
-        stand.features.copy_(features[path])
+        stand.features.copy_(torch.cat(streams, dim=-1)[path])
         stand.turns.copy_(rows if stand.turns.ndim == 1 else (rows + stand.shift)[:, None].expand(-1, 3))
         stand.tokens.copy_(choices[path])  # what the target chose after a node is the next node's token
         stand.count.copy_(count)
@@ -365,23 +369,23 @@ class Engine:
         return tree, torch.cat([stand.tokens[last], tree.tokens[0]])
 
     def _verify(
-        self, room: Room, stand: Stand, ids: Tensor, places: Tensor, tree: Tensor, seen: int
-    ) -> tuple[Tensor, Tensor]:
+        self, room: Room, stand: Stand, ids: Tensor, places: Tensor, tree: Tensor, seen: int, layers: list[int]
+    ) -> tuple[Tensor, list[Tensor]]:
         """The target reads a tree behind the cache: ids [M] at places [M], tree [M, M] of who sees whom.
 
-        Returns the last hidden [M, H] and the features [M, 3H].
+        Returns the last hidden [M, H] and the streams [M, H] entering `layers`.
         """
         rows, positions = stand.length + room.places[: len(ids)], places + stand.shift  # [M] where they lie, and stand
         if self.blocks is not None:
-            hidden, caught = self.blocks.forward(
-                ids, positions, tree, stand.length, rows, room.store, self.feature_layers
-            )
-        else:
+            return self.blocks.forward(ids, positions, tree, stand.length, rows, room.store, layers)
+        if self.records:
             mask = (room.places[:seen] < stand.length).repeat(len(ids), 1).index_copy_(1, rows, tree)  # [M, seen]
-            with capture(self.model, self.feature_layers) as streams:
-                hidden = self._forward(room, ids[None], positions[None], mask[None, None], rows, seen)
-            caught = [stream[0] for stream in streams]
-        return hidden, torch.cat(caught, dim=-1)
+        else:
+            prefix = room.yes[:, : seen - len(ids)].expand(len(ids), -1)
+            mask = torch.cat([prefix, tree], dim=1)
+        with capture(self.model, layers) as streams:
+            hidden = self._forward(room, ids[None], positions[None], mask[None, None], rows, seen)
+        return hidden, [stream[0] for stream in streams]
 
     def _cut(self, tokens: list[int], room: int) -> list[int]:
         """`tokens` up to the first end token, and at most `room` of them."""
