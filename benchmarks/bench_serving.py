@@ -36,7 +36,7 @@ def theirs(words: list[str], port: int, o: argparse.Namespace) -> dict[str, floa
 def ours(url: str, vocabulary: int, o: argparse.Namespace, seed: int) -> dict[str, float]:
     draw = random.Random(seed)
     asks = [
-        load.Ask(str(n), [draw.randrange(vocabulary) for _ in range(INPUT)], OUTPUT, 0.0, 1.0, True)
+        load.Ask(str(n), [draw.randrange(vocabulary) for _ in range(INPUT)], OUTPUT, 0.0, 1.0, None, True)
         for n in range(o.requests)
     ]
     arrivals = load.Arrivals(float("inf"), o.concurrency, seed)

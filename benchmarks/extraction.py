@@ -131,7 +131,7 @@ def rows(tokens: int, real: bool) -> pl.DataFrame:
     return pl.DataFrame(
         [
             {"id": f"{i:06d}", "prompt_ids": ids[: len(ids) // 2], "answer_ids": ids[len(ids) // 2 :],
-             "finish_reason": "stop", "temperature": 0.0, "source_row": i, "verdict": "clean", "images": None}
+             "finish_reason": "stop", "temperature": 0.0, "top_p": None, "source_row": i, "verdict": "clean", "images": None}
             for i, ids in enumerate(made)
         ],
         schema=conversations.SAMPLED,

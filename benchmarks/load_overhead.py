@@ -27,7 +27,7 @@ WARM_TOKENS = 3
 
 def asks(dialect: str, count: int, tokens: int) -> list[Ask]:
     prompt: Any = [{"role": "user", "content": "x" * 400}] if dialect == "chat" else list(range(400))
-    return [Ask(str(n), prompt, tokens, 0.0, 1.0, True) for n in range(count)]
+    return [Ask(str(n), prompt, tokens, 0.0, 1.0, None, True) for n in range(count)]
 
 
 def measured(port: int, dialect: str, engine: str, at_once: int, tokens: int, rounds: int) -> dict[str, Any]:

@@ -1,9 +1,13 @@
 """Served cells of an embedded target on one GPU, every stage without DVC: tau beside replay's, and seed 002's scenarios.
 
-    python3 -m benchmarks.served RECIPE [--device cuda] [--dtype bfloat16] [--rows 300] [--kit /tmp/kit] [--scenarios]
+    python3 -m benchmarks.served RECIPE [--device cuda] [--dtype bfloat16] [--rows 100] [--kit /tmp/kit] [--jobs 1]
+                                        [--workloads eval code_gen chat completion sweep] [--part all|train|replay|serve]
 
 For a machine that has torch but not our installation (a lent GPU), in a copy: it edits params.yaml. The engine is SGLang
-of shared/gpu's kit, in an environment of its own. Prints a line a tree; cells and page lie under results/.
+of shared/gpu's kit, in an environment of its own. Prints a line a tree; cells and page lie under results/. Parts are calls
+of their own on a lent machine: `train` ends with replay; `replay` takes a target and drafts that lie there already, and
+samples, extracts and replays on this device; `serve` goes on from either. With `--jobs` several servers run at once: taus
+are what they are, times are not.
 """
 
 import argparse
@@ -11,6 +15,7 @@ import json
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +28,24 @@ TREES = ["t5_1_6", "t8_2_16", "t10_3_32", "t5_4_16", "t6_10_32", "t8_2_8"]  # th
 CHECKPOINT = "e009"
 KIT = (  # what runs without the kernels that the kit leaves out (shared/gpu/README.md)
     "--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none", "--disable-custom-all-reduce",
-    "--cuda-graph-backend-prefill", "disabled", "--mm-feature-transport", "cpu",
+    "--cuda-graph-backend-prefill", "disabled", "--mm-feature-transport", "cpu", "--mm-attention-backend", "triton_attn",
 )  # fmt: skip
 SCENARIOS: dict[str, dict[str, Any]] = {  # seed 002, section 2.2; lengths exact, not drawn
     "code_gen": {"num_prompts": 128, "input_tokens": 512, "max_new_tokens": 1024, "request_rate": "inf", "concurrency": 64},
     "chat": {"num_prompts": 128, "input_tokens": 256, "max_new_tokens": 256, "request_rate": 8.0, "concurrency": 32},
     "completion": {"num_prompts": 256, "input_tokens": 1024, "max_new_tokens": 128, "request_rate": "inf", "concurrency": 128},
 }  # fmt: skip
-SWEEP = {"num_prompts": 256, "input_tokens": 128, "max_new_tokens": [10, 20, 128], "concurrency": [1, 4, 16, 64, 256]}
+SWEEP = {"num_prompts": 256, "input_tokens": 128, "max_new_tokens": [10, 128], "concurrency": [1, 4, 16, 64, 256]}
 FIRST = (
     "fix_data", "prepare_target", "sample_target", "extract_hiddens", "init_draft", "check_overfit", "train_draft e003",
-    "train_draft e009", f"replay_trees {CHECKPOINT}",
+    "train_draft e009", f"replay_trees {CHECKPOINT}", "time_trees e000",
 )  # fmt: skip
+GIVEN = (
+    "fix_data",
+    "sample_target",
+    "extract_hiddens",
+    "replay_trees",
+)  # what is run anew where target and drafts are given
 
 
 def command(kit: str) -> list[str]:
@@ -57,6 +68,8 @@ def edit(o: argparse.Namespace) -> None:
     p["extract_hiddens"] |= {"dtype": o.dtype}
     p["fix_data"] |= {"eval_share": 0.4}  # half a percent of tau needs hundreds of answers
     p["sample_target"] |= {"eval_rows": o.rows, "temperature": 0.0}
+    if o.part == "replay":
+        p["sample_target"] |= {"train_rows": 8}
     p["replay_trees"] |= {
         "checkpoints": [CHECKPOINT],
         "steps": [5, 6, 8, 10],
@@ -64,13 +77,12 @@ def edit(o: argparse.Namespace) -> None:
         "tokens": [8, 16, 32],
     }
     first = dict(p["benchmark"]["workloads"]["eval"])
-    workloads = {"eval": {**first, "num_prompts": o.rows, "concurrency": 1}}
-    drawn = {**first, "prompts": "random", "ignore_eos": True, "warmup": 4, "repeats": 3}
-    if o.scenarios:
-        workloads |= {name: {**drawn, **keys} for name, keys in SCENARIOS.items()}
-        workloads |= {"sweep": {**drawn, **SWEEP, "repeats": 1}}
-    p["benchmark"] |= {"workloads": workloads, "torch": ["eval"], "checkpoints": [CHECKPOINT], "trees": TREES[:1]}
-    server = dict(p["benchmark_served"]["server"]) | {"command": command(o.kit), "mem_fraction": 0.5}
+    drawn = {**first, "prompts": "random", "ignore_eos": True, "warmup": 4, "repeats": o.repeats}
+    workloads = {"eval": {**first, "num_prompts": o.rows, "concurrency": o.concurrency}}
+    workloads |= {name: {**drawn, **keys} for name, keys in SCENARIOS.items()}
+    workloads |= {"sweep": {**drawn, **SWEEP, "repeats": 1}}
+    p["benchmark"] |= {"workloads": workloads, "torch": [], "checkpoints": [CHECKPOINT], "trees": TREES[:1]}
+    server = dict(p["benchmark_served"]["server"]) | {"command": command(o.kit), "mem_fraction": o.mem_fraction}
     server |= {"launch_args": list(KIT) if o.kit else []}
     p["benchmark_served"] |= {
         "workloads": list(workloads),
@@ -93,7 +105,7 @@ def compare(trees: list[str]) -> list[dict[str, Any]]:
     """Served tau beside replay's, of the same prompts."""
     found, plain = [], served.read("eval", None, None)["points"][0]
     said = {(r["id"], r["turn"]): r["answer"] for r in plain["requests"]}
-    mine = {f"t{t['steps']}_{t['topk']}_{t['tokens']}": t["tau"] for t in replays.read(CHECKPOINT)}
+    mine = {f"t{t['steps']}_{t['topk']}_{t['tokens']}": t["tau"] for t in replays.greedy(replays.read(CHECKPOINT))}
     print(f"{'tree':10}{'served':>9}{'replay':>9}{'off by':>9}{'same answers':>14}{'cycle ms':>10}{'speedup':>9}")
     for tree in trees:
         cell = served.read("eval", CHECKPOINT, tree)
@@ -118,20 +130,31 @@ def main() -> None:
     takes.add_argument("recipe")
     takes.add_argument("--device", default="cuda")
     takes.add_argument("--dtype", default="bfloat16")
-    takes.add_argument("--rows", type=int, default=300)
+    takes.add_argument("--rows", type=int, default=100)
+    takes.add_argument("--concurrency", type=int, default=1)
+    takes.add_argument("--repeats", type=int, default=2, help="of each scenario")
+    takes.add_argument("--mem-fraction", type=float, default=0.5)
+    takes.add_argument("--jobs", type=int, default=1, help="servers at once")
+    takes.add_argument("--part", choices=("all", "train", "replay", "serve"), default="all")
     takes.add_argument("--kit", default="/tmp/kit", help="empty: the tests' double instead of SGLang")
-    takes.add_argument("--scenarios", action="store_true")
+    takes.add_argument("--workloads", nargs="+", default=["eval"], choices=["eval", *SCENARIOS, "sweep"])
     takes.add_argument("--trees", nargs="+", default=TREES)
     o = takes.parse_args()
     edit(o)
-    workloads = ["eval", *([*SCENARIOS, "sweep"] if o.scenarios else [])]
-    for words in [*FIRST, *(f"prepare_prompts {w}" for w in workloads)]:
-        stage(words)
-    for workload in workloads:
-        stage(f"benchmark_served {workload}")
-        for tree in o.trees if workload == "eval" else ["t5_4_16"]:
-            stage(f"benchmark_served {workload} {CHECKPOINT} {tree}")
-    Path("results/served_against_replay.json").write_text(json.dumps(compare(o.trees), indent=1) + "\n")
+    if o.part != "serve":
+        stages = [s for s in FIRST if o.part != "replay" or s.startswith(GIVEN)]
+        for words in [*stages, *(f"prepare_prompts {w}" for w in o.workloads)]:
+            stage(words)
+    if o.part in ("train", "replay"):
+        return
+    cells = []
+    for workload in o.workloads:
+        with_draft = o.trees if workload == "eval" else ["t5_4_16"]
+        cells += [f"{workload}", *(f"{workload} {CHECKPOINT} {tree}" for tree in with_draft)]
+    with ThreadPoolExecutor(o.jobs) as pool:
+        list(pool.map(lambda cell: stage(f"benchmark_served {cell}"), cells))
+    if "eval" in o.workloads:
+        Path("results/served_against_replay.json").write_text(json.dumps(compare(o.trees), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -46,7 +46,9 @@ def main() -> None:
             run(work, "replay_trees", chain[-1])
             with (work / f"results/replay/{chain[-1]}.csv").open() as file:
                 rows = {
-                    (int(r["steps"]), int(r["topk"]), int(r["tokens"])): float(r["tau"]) for r in csv.DictReader(file)
+                    (int(r["steps"]), int(r["topk"]), int(r["tokens"])): float(r["tau"])
+                    for r in csv.DictReader(file)
+                    if float(r["temperature"]) == 0
                 }
             found[dtype, seed] = [rows[tree] for tree in TREES]
             print(dtype, seed, [round(tau, 3) for tau in found[dtype, seed]], flush=True)

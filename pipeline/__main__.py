@@ -1,9 +1,11 @@
-"""Recipes from the command line.
+"""Recipes, and workspaces of runs, from the command line.
 
 python -m pipeline use RECIPE                    take its keys into params.yaml, whose comments and other keys stay
 python -m pipeline reproduce RECIPE              that, run the graph, and lay the results beside what was published
 python -m pipeline reproduce RECIPE --dry-run    what would run, how large, how long; changes and runs nothing
 python -m pipeline reproduce RECIPE --compare    only lay what is there beside what was published
+python -m pipeline promote RUN                   take the parameters and results of a run's own workspace for ours
+python -m pipeline drop RUN                      remove that workspace
 """
 
 import signal
@@ -11,12 +13,15 @@ import sys
 
 from pipeline.recipes import use
 from pipeline.reproduce import compare, dry_run, reproduce
+from pipeline.workspace import drop, promote
 
 WAYS = {
     ("use",): use,
     ("reproduce",): reproduce,
     ("reproduce", "--dry-run"): dry_run,
     ("reproduce", "--compare"): compare,
+    ("promote",): promote,
+    ("drop",): drop,
 }
 
 
@@ -26,7 +31,7 @@ def main(words: list[str]) -> None:
         names = [word for word in words[1:] if not word.startswith("-")]
         way = WAYS.get((*words[:1], *flags))
         if way is None or len(names) != 1:
-            usage = "python -m pipeline use RECIPE, or python -m pipeline reproduce RECIPE [--dry-run | --compare]"
+            usage = "python -m pipeline use RECIPE, reproduce RECIPE [--dry-run | --compare], promote RUN, or drop RUN"
             raise ValueError(f"expected: {usage}; found {' '.join(words) or 'nothing'}")
         for line in way(names[0]):
             print(line, flush=True)

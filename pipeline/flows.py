@@ -1,80 +1,231 @@
 """The story: check the parameters, bring every stage up to date, publish the table.
 
-    make ui                        # the server, its pages, and this flow waiting to be run (pipeline/serve.py)
+    make ui                        # the server, its pages, and the flows waiting to be run (pipeline/serve.py)
     python -m pipeline.flows       # one run from here, recorded by that server
 
 Prefect shows and schedules; DVC decides what is fresh. So no task here is cached or retried by Prefect: each asks DVC.
 """
 
+import contextlib
 import csv
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
+import time
 from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from prefect import flow, get_client, get_run_logger, task
-from prefect.artifacts import create_markdown_artifact, create_table_artifact
+from prefect import flow, get_client, get_run_logger, runtime, task
+from prefect.artifacts import (
+    create_link_artifact,
+    create_markdown_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
 from prefect.cache_policies import NO_CACHE
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Completed, Failed, State
 
-from pipeline import graph
-from stages.params import check_raw_exists, load
+from pipeline import graph, recipes, reproduce, resources, workspace
+from pipeline.forms import Changes, RecipeName, Sweep
+from pipeline.schedule import Graph, run_all
+from stages.params import Params, check_raw_exists, load
 
 TABLES = {"benchmark": Path("results/benchmark.csv"), "served": Path("results/served.csv")}
+REPORT = Path("results/report.html")
+PROGRESS = re.compile(
+    r"(?P<percent>\d+)%\|.*\| (?P<told>\d.*)"
+)  # a line of tqdm: 45%|####  | 9/20 [00:10<00:12, 1.02row/s]
+PROGRESS_EVERY = 3.0  # seconds
+NO_CHANGES = Changes()
 
 
 @flow(name="build")
-def build() -> State[None]:
-    """params.yaml -> the tables of results/; a task for each stage of dvc.yaml, in an order in which they can run."""
+def build(changes: Changes = NO_CHANGES) -> State[None]:
+    """params.yaml -> the tables of results/; a task for each stage of dvc.yaml, as many at once as `schedule` lets run.
+
+    Without changes here, one run after another; with some, in a workspace of its own, beside others.
+    """
+    return _run(None if changes == NO_CHANGES else lambda: _change(changes.sections(load())))
+
+
+@flow(name="sweep")
+def sweep(cells: Sweep) -> State[None]:
+    """Trees x checkpoints x workloads, in a workspace of its own; what is trained already is not trained again."""
+    return _run(lambda: _change(cells.sections(load())))
+
+
+@flow(name="reproduce")
+def reproduce_recipe(recipe: RecipeName) -> State[None]:
+    """A published experiment, in a workspace of its own, and its results beside what was published."""
+    return _run(lambda: _say(reproduce.take(recipe)), lambda: _beside(recipe))
+
+
+def _change(sections: dict[str, dict[str, Any]]) -> None:
+    _say(iter(recipes.change(sections) or ["nothing differs from params.yaml"]))
+
+
+def _say(lines: Iterator[str]) -> None:
+    for line in filter(None, lines):
+        get_run_logger().info(line)
+
+
+def _beside(recipe: str) -> None:
+    """The comparison as an artifact."""
+    lines = "\n".join(reproduce.compare(recipe))
+    create_markdown_artifact(f"```\n{lines}\n```", key="compared", description=f"{recipe}: ours beside the published")
+
+
+def _run(change: Callable[[], None] | None, after: Callable[[], None] = lambda: None) -> State[None]:
+    """A run of the whole graph: here, or where `change` is, in a new workspace whose params.yaml it changes."""
     end_with_parent()
-    try:
-        require_server()
-        check_raw_exists(load())
-    except ValueError as error:  # for the user to correct: the page shows it without a traceback
-        get_run_logger().error(str(error))
-        return Failed(message=str(error))
-    try:
-        states = bring_up_to_date(graph.stages())
-    except BaseException:  # a cancelled flow; also when its tasks are on other threads, which see no signal
-        graph.end_children()
-        raise
-    publish(states)
-    return verdict(states)
+    with contextlib.ExitStack() as stack:
+        try:
+            require_server()
+            if change:
+                name = f"{runtime.flow_run.name}-{str(runtime.flow_run.id)[:8]}"
+                stack.enter_context(contextlib.chdir(workspace.make(name)))
+            held = stack.enter_context(workspace.at_work(get_run_logger().info))
+            if change:
+                change()
+            if healed := graph.heal_lock():
+                get_run_logger().warning(healed)
+            check_raw_exists(load())
+            work, pool = plan(load())
+        except ValueError as error:  # for the user to correct: the page shows it without a traceback
+            get_run_logger().error(str(error))
+            return Failed(message=str(error))
+        try:
+            stack.enter_context(graph.guarded([held.fileno()]))
+            why = graph.why_stale()
+            publish_plan(why)
+            states = bring_up_to_date(work, why, pool)
+        except BaseException:  # a cancelled flow: its tasks are on other threads, which see no signal
+            graph.stop()
+            raise
+        publish(states, why)
+        if change:
+            get_run_logger().info(f"take it over with: python -m pipeline promote {Path.cwd().name}")
+        state = verdict(states)
+        try:
+            if state.is_completed():
+                after()
+        except ValueError as error:
+            return Failed(message=str(error))
+        return state
+
+
+def plan(params: Params) -> tuple[Graph, resources.Pool]:
+    """What there is to run, and on what. Raises ValueError where a stage asks for more than this machine has."""
+    upstream = graph.stages()
+    pool = resources.Pool(params.schedule.slots, resources.gpus())
+    needs = {name: params.schedule.needs(name) for name in upstream}
+    for name, need in needs.items():
+        pool.check(name, need)
+    return Graph(upstream, needs), pool
 
 
 @task(cache_policy=NO_CACHE)
-def bring(stage: str) -> Any:
-    """One stage, its log line by line, and what DVC made of it as the state's name."""
-    try:
-        outcome = graph.run_stage(stage, get_run_logger().info)
-    except graph.StageError as error:  # a state, not a raise, which would bury the stage's log under Prefect's stack
-        return Failed(message=str(error))
+def bring(stage: str, why: list[str], environment: dict[str, str], held: list[int]) -> Any:
+    """One stage, its log line by line, and what DVC made of it as the state's name. Without a reason why, none starts."""
+    if not why:
+        return _completed(stage, graph.Outcome.UNCHANGED)
+    log, rules = get_run_logger(), load().schedule
+    log.info(f"{stage} is stale: {', '.join(why)}")
+    on_line = Progress(stage, log.info)
+    for attempt in range(1, rules.attempts + 1):
+        try:
+            return _completed(stage, graph.run_stage(stage, on_line, environment, held))
+        except graph.StageError as error:  # a state, not a raise, which would bury the log under Prefect's stack
+            if not error.transient or attempt == rules.attempts:
+                return Failed(message=str(error))
+            pause = rules.retry_pause_s * 2 ** (attempt - 1)
+            log.warning(f"{error}\nthat may pass: attempt {attempt + 1} of {rules.attempts} in {pause:g} s")
+            if not graph.pause(pause):
+                return Failed(message=f"{error}\nnot tried again: the run is cancelled")
+    raise AssertionError("the last attempt has ended above")
+
+
+def _completed(stage: str, outcome: graph.Outcome) -> State[str]:
     return Completed(name=outcome.capitalize(), message=f"{stage}: {outcome}", data=outcome.value)
 
 
-def bring_up_to_date(stages: dict[str, list[str]]) -> dict[str, State[str]]:
+class Progress:
+    """Lines of a log; those of a progress bar become a bar in the pages, and only its last is logged."""
+
+    def __init__(self, stage: str, log: Callable[[str], object]) -> None:
+        self._key = re.sub(r"[^a-z0-9]+", "-", f"progress-{stage}".lower())
+        self._stage, self._log = stage, log
+        self._artifact: Any = None
+        self._told = float("-inf")
+
+    def __call__(self, line: str) -> None:
+        found = PROGRESS.search(line)
+        if not found:
+            self._log(line)
+            return
+        percent = float(found["percent"])
+        if percent == 100:
+            self._log(line)
+        elif time.monotonic() - self._told < PROGRESS_EVERY:
+            return
+        self._told = time.monotonic()
+        about = f"{self._stage}: {found['told']}"
+        if self._artifact is None:
+            self._artifact = create_progress_artifact(percent, key=self._key, description=about)
+        else:
+            update_progress_artifact(self._artifact, percent, description=about)
+
+
+def bring_up_to_date(work: Graph, why: dict[str, list[str]], pool: resources.Pool) -> dict[str, State[str]]:
     """Each stage after what it needs; after a failure all others still run, as with `dvc repro --keep-going`.
 
-    One at a time, in this thread: timed cells must not share the CPU, and a cancellation lands here.
+    On threads of Prefect's, ordered from this one, where a cancellation lands. `why` then has the reasons
+    of what did run, found on the way too.
     """
-    states: dict[str, State[str]] = {}
-    for name, needs in stages.items():
-        work = bring.with_options(name=name, task_run_name=name)
+    futures: dict[str, Any] = {}
+
+    def start(name: str, lease: resources.Lease, reasons: list[str]) -> Future[Any]:
+        why.pop(name, None)
+        if reasons:
+            why[name] = reasons
+        held = [file.fileno() for file in lease.files]
+        one = bring.with_options(name=name, task_run_name=name)
         # wait_for draws the edges of the graph in the UI; a task whose needs are not completed ends as NotReady.
-        states[name] = work(name, wait_for=[states[need] for need in needs], return_state=True)
-    return states
+        before = [futures[need] for need in work.upstream[name]]
+        futures[name] = one.submit(name, reasons, lease.environment, held, wait_for=before, return_state=False)
+        waited: Future[Any] = futures[name].wrapped_future
+        return waited
+
+    def ended_as(name: str) -> bool | None:
+        futures[name].wait()
+        state = futures[name].state
+        return state.name != graph.Outcome.UNCHANGED.capitalize() if state.is_completed() else None
+
+    run_all(work, why, pool, start, ended_as, graph.why_stale)
+    return {name: futures[name].state for name in work.upstream}
 
 
-def publish(states: dict[str, State[str]]) -> None:
-    """The tables of what was measured, unless they are from before a failure, and what became of each stage."""
-    lines = [f"| {name} | {_word(state)} |" for name, state in states.items()]
+def publish_plan(why: dict[str, list[str]]) -> None:
+    """Before anything runs: which stages are stale, and what changed."""
+    rows = [{"stage": name, "because": "; ".join(reasons)} for name, reasons in why.items()]
+    if rows:
+        create_table_artifact(rows, key="plan", description="What is stale before the run; it wakes what is below it")
+    get_run_logger().info(f"{len(rows)} stages are stale" + (f": {', '.join(why)}" if rows else ""))
+
+
+def publish(states: dict[str, State[str]], why: dict[str, list[str]]) -> None:
+    """The tables of what was measured, unless they are from before a failure, and what became of each stage and why."""
+    lines = [f"| {name} | {_word(state)} | {'; '.join(why.get(name, []))} |" for name, state in states.items()]
     create_markdown_artifact(
-        "\n".join([f"**{_counts(states)}**", "", "| stage | outcome |", "|---|---|", *lines]),
+        "\n".join([f"**{_counts(states)}**", "", "| stage | outcome | what had changed |", "|---|---|---|", *lines]),
         key="outcomes",
         description="What DVC made of each stage in this run",
     )
@@ -84,6 +235,8 @@ def publish(states: dict[str, State[str]]) -> None:
         if rows := _rows(table):
             about = f"{table}, rounded; the columns are defined in docs/metrics.md"
             create_table_artifact(rows, key=key, description=about)
+    if REPORT.exists():
+        create_link_artifact(REPORT.resolve().as_uri(), "results/report.html", key="report", description="The report")
 
 
 def _rows(table: Path) -> list[dict[str, str]]:

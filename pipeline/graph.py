@@ -1,7 +1,8 @@
-"""DVC, as the rest of `pipeline` sees it: the stages in order, run one, end all. Nothing else here calls DVC.
+"""DVC, as the rest of `pipeline` sees it: the stages in order, what is stale and why, run one, end all.
 
-DVC alone decides whether a stage runs, comes back from the cache or stays as it is; we read its verdict from the line
-it prints. Measured facts behind the choices below: research/dvc_prefect.md, sections 2, 3 and 5.
+Nothing else here calls DVC. It alone decides whether a stage runs, comes back from the cache or stays as it is: we ask its
+status in this process, and read its verdict from the line it prints. Measured facts behind the choices below:
+research/dvc_prefect.md, sections 2, 3 and 5.
 """
 
 import os
@@ -9,14 +10,18 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
 import psutil
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 
 TAIL_LINES = 10  # of a failed stage in its state, which Prefect prints twice; the log above it has all
 COMMAND_GRACE = 5.0  # seconds between SIGTERM and SIGKILL for a stage's command
@@ -46,12 +51,29 @@ ADVICE = (
     "Use `dvc push` to send your updates to remote storage.",
 )
 
+# What the end of a log says of a failure that another attempt may mend; everything else fails at once.
+TRANSIENT = (
+    "ConnectionError", "Connection refused", "Connection reset", "ConnectTimeout", "ReadTimeout", "RemoteDisconnected",
+    "ServerDisconnectedError", "TimeoutError", "Temporary failure in name resolution", "Max retries exceeded",
+    "server was not ready", "429 Too Many Requests", "502 Bad Gateway", "503 Service", "504 Gateway",
+)  # fmt: skip
+
+MARK = "AERIE_RUN"  # in the environment of all that a run has started, by which a killed run's stages are found
+LOCK_FILE = Path("dvc.lock")
+MODULE = "dvc"  # as a word of its command line, by which DVC is told from what it started
+
 _live: set[subprocess.Popen[str]] = set()
 _live_lock = threading.Lock()
+_mark: str | None = None
+_stopped = threading.Event()
 
 
 class StageError(RuntimeError):
     """A stage failed, or DVC did; the message is for the user and holds the end of the log."""
+
+    def __init__(self, message: str, transient: bool = False) -> None:
+        super().__init__(message)
+        self.transient = transient
 
 
 def stages(root: Path | None = None) -> dict[str, list[str]]:
@@ -71,20 +93,124 @@ def stages(root: Path | None = None) -> dict[str, list[str]]:
     return {name: needs[name] for name in TopologicalSorter(needs).static_order()}
 
 
+def why_stale(names: list[str] | None = None) -> dict[str, list[str]]:
+    """Each stage that is not up to date, of `names` or of all, with what changed; in process, 0.3 s where a DVC takes 1.
+
+    What another process works on, DVC doesn't look at: then all that were asked about may be stale.
+
+    Raises:
+        dvc.exceptions.DvcException: as `stages`.
+    """
+    from dvc.lock import LockError
+    from dvc.repo import Repo
+
+    try:
+        with Repo(_wait_for_lock=True) as repo:
+            found = repo.status(targets=names)
+    except LockError as error:
+        unknown = f"DVC can't say, another process is at work: {str(error).splitlines()[0]}"
+        return {name: [unknown] for name in names or stages()}
+    return {name.rpartition(":")[2]: list(_reasons(changes)) for name, changes in found.items()}
+
+
+def _reasons(found: list[Any]) -> Iterator[str]:
+    """DVC's status of a stage in words: `stages/report.py modified`, `params.yaml: report.title modified`."""
+    for entry in found:
+        if isinstance(entry, str):
+            yield entry.replace("changed checksum", "the command changed")
+            continue
+        for path, change in next(iter(entry.values())).items():
+            if isinstance(change, dict):  # parameters
+                yield from (f"{path}: {key} {how}" for key, how in change.items())
+            else:
+                yield f"{path} {change}"
+
+
+def heal_lock() -> str | None:
+    """Where dvc.lock is not valid, cut by a kill, take back the one of the last commit -> what was done, None if nothing.
+
+    What ran since comes back from the run-cache, without running.
+    """
+    if not LOCK_FILE.exists() or _is_lock(LOCK_FILE.read_text(encoding="utf-8", errors="replace")):
+        return None
+    asked = subprocess.run(["git", "show", f"HEAD:./{LOCK_FILE}"], capture_output=True, text=True)
+    if asked.returncode == 0 and _is_lock(asked.stdout):
+        beside = LOCK_FILE.with_suffix(".healed")
+        beside.write_text(asked.stdout, encoding="utf-8")
+        os.replace(beside, LOCK_FILE)
+        return f"{LOCK_FILE} was cut by a kill; restored from the last commit, what ran since comes from the run-cache"
+    LOCK_FILE.unlink()
+    return f"{LOCK_FILE} was cut by a kill and no commit has it; removed, what ran comes from the run-cache"
+
+
+def _is_lock(text: str) -> bool:
+    try:
+        found = YAML(typ="safe").load(text)
+    except (YAMLError, ValueError):
+        return False
+    return isinstance(found, dict) and "schema" in found
+
+
+@contextmanager
+def guarded(hold: Iterable[int] = ()) -> Iterator[None]:
+    """While this lasts, another process watches this one, and ends its stages should it be killed outright.
+
+    It shares the open files `hold`: a lock on one is free only when those stages have ended.
+    """
+    global _mark
+    _mark = uuid.uuid4().hex
+    command = [sys.executable, "-m", "pipeline.guard", _mark]
+    # A session of its own, so that what is sent to our group leaves it be; it ends when the pipe does.
+    guard = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=list(hold), start_new_session=True)
+    assert guard.stdin
+    try:
+        yield
+    finally:
+        guard.stdin.close()
+        guard.wait()
+        _mark = None
+
+
+def end_marked(mark: str) -> None:
+    """End every stage that a run of that mark has left, each child-first, all at once."""
+    found = {process.pid: process for process in psutil.process_iter(["environ", "cmdline"])
+             if (process.info["environ"] or {}).get(MARK) == mark}  # fmt: skip
+    tops = [process for process in found.values() if _parent(process) not in found]
+    ends = [threading.Thread(target=_end, args=(process,)) for process in tops]
+    for end in ends:
+        end.start()
+    for end in ends:
+        end.join()
+
+
+def _parent(process: psutil.Process) -> int | None:
+    try:
+        return int(process.ppid())
+    except psutil.NoSuchProcess:
+        return None
+
+
 def _name(stage: Any) -> str:
     """As `dvc repro` takes it in the stage's folder; of another folder DVC names dvc.yaml too."""
     return str(stage.addressing).rpartition(":")[2]
 
 
-def run_stage(name: str, on_line: Callable[[str], object]) -> Outcome:
+def run_stage(
+    name: str,
+    on_line: Callable[[str], object],
+    environment: dict[str, str] | None = None,
+    hold: Iterable[int] = (),
+) -> Outcome:
     """Bring one stage up to date; its upstream is the caller's business. Each line that says something goes to `on_line`.
+
+    `environment` is added to ours; the open files `hold` stay open, and with them their locks, until DVC has ended.
 
     Raises:
         StageError: with the end of the log, where the stage or DVC failed.
     """
     tail: deque[str] = deque(maxlen=TAIL_LINES)
     outcome = None
-    process = _start(name)
+    process = _start(name, environment or {}, hold)
     assert process.stdout
     try:
         for line in map(str.rstrip, process.stdout):
@@ -96,15 +222,18 @@ def run_stage(name: str, on_line: Callable[[str], object]) -> Outcome:
     except BaseException:  # cancelled, interrupted, or on_line failed: a stage must not outlive whoever watches it
         # Someone has to go on reading, or what is still printed fills the pipe and DVC can't end.
         threading.Thread(target=process.stdout.read, daemon=True).start()
-        _end(process)
+        _end(psutil.Process(process.pid))
+        process.wait()
         raise
     finally:
         with _live_lock:
             _live.discard(process)
     if status:
+        log = "\n".join(tail)
         raise StageError(
             f"stage {name} failed (dvc exited with {status}); mend it and run again, what has finished is cached. "
-            f"The end of its log:\n" + "\n".join(tail)
+            f"The end of its log:\n{log}",
+            any(text in log for text in TRANSIENT),
         )
     assert outcome, f"dvc said none of {list(VERDICTS)} of {name}; has a new version changed its messages? {list(tail)}"
     return outcome
@@ -114,20 +243,44 @@ def end_children() -> None:
     """End every stage that is running now. Safe to call twice, and when none is."""
     with _live_lock:
         processes = list(_live)
-    for process in processes:
-        _end(process)
+    ends = [threading.Thread(target=_end_of, args=(process.pid,)) for process in processes]
+    for end in ends:  # together: a cancelled flow has 30 s in all
+        end.start()
+    for end in ends:
+        end.join()
 
 
-def _start(name: str) -> subprocess.Popen[str]:
+def stop() -> None:
+    """End every stage, and let this process start none any more: not one whose turn came just now, nor another attempt."""
+    _stopped.set()
+    end_children()
+
+
+def pause(seconds: float) -> bool:
+    """Before another attempt; False, and at once, where there is to be none."""
+    return not _stopped.wait(seconds)
+
+
+def _end_of(pid: int) -> None:
+    try:
+        _end(psutil.Process(pid))
+    except psutil.NoSuchProcess:
+        pass
+
+
+def _start(name: str, environment: dict[str, str], hold: Iterable[int]) -> subprocess.Popen[str]:
     # --wait-for-lock, which must stand before `repro`: without it a stage that has *finished* is lost when DVC can't
     # get its lock within 3 s. Its own session: a Ctrl-C or a group kill must not hit DVC before its command.
-    command = [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", "--single-item", name]
+    command = [sys.executable, "-m", MODULE, "--wait-for-lock", "repro", "--single-item", name]
     # dvc.yaml says `python -m stages.NAME`: that python must be ours, activated or not.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     with _live_lock:
+        if _stopped.is_set():
+            raise StageError(f"stage {name} was not started: the run is cancelled")
         process = subprocess.Popen(
             command,
-            env=os.environ | {"PATH": path, "PYTHONUNBUFFERED": "1"},
+            env=os.environ | {"PATH": path, "PYTHONUNBUFFERED": "1"} | ({MARK: _mark} if _mark else {}) | environment,
+            pass_fds=list(hold),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -143,7 +296,7 @@ def _verdict(name: str, line: str) -> Outcome | None:
     return next((outcome for text, outcome in VERDICTS.items() if text.format(name) in line), None)
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _end(process: psutil.Process) -> None:
     """End a running stage child-first: the command, so that DVC reports a failure, frees its locks and exits itself.
 
     The other way round is wrong twice: a command outlives a DVC that is killed, and the next run would work beside it
@@ -152,7 +305,9 @@ def _end(process: subprocess.Popen[str]) -> None:
     started = time.monotonic()
     commands: set[psutil.Process] = set()  # remembered: the command of a shell that has ended is nobody's descendant
     signalled: set[psutil.Process] = set()
-    while (late := time.monotonic() - started) < COMMAND_GRACE + DVC_GRACE and process.poll() is None:
+    if MODULE not in _words(process):  # a command whose DVC has gone before it
+        commands.add(process)
+    while (late := time.monotonic() - started) < COMMAND_GRACE + DVC_GRACE and _alive(process):
         commands |= _descendants(process)  # looked for again each time: DVC may be about to start its command
         for command in commands:
             if late > COMMAND_GRACE:
@@ -161,12 +316,18 @@ def _end(process: subprocess.Popen[str]) -> None:
                 _quietly(command.terminate)
         signalled |= commands
         time.sleep(0.05)
-    process.kill()  # no effect on one that has ended; a DVC still here after all this hangs
-    process.wait()
+    _quietly(process.kill)  # no effect on one that has ended; a DVC still here after all this hangs
     while (alive := [c for c in commands if _alive(c)]) and time.monotonic() - started < COMMAND_GRACE:
         time.sleep(0.05)
     for command in alive:
         _quietly(command.kill)
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return list(process.cmdline())
+    except psutil.NoSuchProcess:
+        return []
 
 
 def _alive(process: psutil.Process) -> bool:
@@ -177,9 +338,9 @@ def _alive(process: psutil.Process) -> bool:
         return False
 
 
-def _descendants(process: subprocess.Popen[str]) -> set[psutil.Process]:
+def _descendants(process: psutil.Process) -> set[psutil.Process]:
     try:
-        return set(psutil.Process(process.pid).children(recursive=True))
+        return set(process.children(recursive=True))
     except psutil.NoSuchProcess:
         return set()
 

@@ -45,14 +45,27 @@ def merged(name: str) -> Iterator[tuple[Path, list[str]]]:
         ValueError: as `use`.
     """
     _, recipe = params.read_recipe(path_of(name))
-    text, changes = _merge(recipe)
+    with _written(recipe, f"recipe {name}") as found:
+        yield found
+
+
+def change(sections: dict[str, dict[str, Any]]) -> list[str]:
+    """Write these keys into params.yaml, as `use` does a recipe's. Raises ValueError where it would not be valid with them."""
+    with _written(sections, "these parameters") as (file, changes):
+        os.replace(file, params.PARAMS)
+    return changes
+
+
+@contextmanager
+def _written(sections: dict[str, dict[str, Any]], called: str) -> Iterator[tuple[Path, list[str]]]:
+    text, changes = _merge(sections)
     with NamedTemporaryFile("w", dir=".", prefix=".params-", suffix=".yaml", encoding="utf-8", delete=False) as file:
         file.write(text)
     try:
         try:
             params.load(Path(file.name))
         except ValueError as error:
-            raise ValueError(f"recipe {name}: {str(error).replace(file.name, 'params.yaml with it')}") from None
+            raise ValueError(f"{called}: {str(error).replace(file.name, 'params.yaml with it')}") from None
         yield Path(file.name), changes
     finally:
         Path(file.name).unlink(missing_ok=True)

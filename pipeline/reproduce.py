@@ -26,13 +26,7 @@ def reproduce(name: str) -> Iterator[str]:
         ValueError: before anything is changed, where the recipe is not valid, files are missing or the disk is too small;
             at the end, where stages failed.
     """
-    _described(name)
-    with recipes.merged(name) as (file, _):
-        stages_with(file)
-        estimate = _estimate(name, file)
-        yield from [*estimate["lines"], ""]
-        _refuse_what_cannot_end(estimate)
-    yield from recipes.use(name)
+    yield from take(name)
     needs, failed = graph.stages(), list[str]()
     for stage, upstream in needs.items():
         if lacking := [one for one in upstream if one in failed]:
@@ -51,6 +45,17 @@ def reproduce(name: str) -> Iterator[str]:
         raise ValueError(
             f"{len(failed)} of {len(needs)} stages failed: {', '.join(failed)}; see above, mend it, run again"
         )
+
+
+def take(name: str) -> Iterator[str]:
+    """Take the recipe into params.yaml, after saying what it would take. Raises ValueError as `reproduce` beforehand."""
+    _described(name)
+    with recipes.merged(name) as (file, _):
+        stages_with(file)
+        estimate = _estimate(name, file)
+        yield from [*estimate["lines"], ""]
+        _refuse_what_cannot_end(estimate)
+    yield from recipes.use(name)
 
 
 def dry_run(name: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The Prefect server, its pages and the flow, until Ctrl-C: what `make ui` runs. On this machine only.
+"""The Prefect server, its pages and the flows of prefect.yaml, until Ctrl-C: what `make ui` runs. On this machine only.
 
 make ui                        # http://127.0.0.1:4200; another port: AERIE_PORT=4300 make ui
 """
@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
+from ruamel.yaml import YAML
 
 if TYPE_CHECKING:
     from prefect.runner import Runner
@@ -26,6 +27,7 @@ HOST = "127.0.0.1"  # never 0.0.0.0: the server asks nobody for a password, and 
 START_WITHIN = 120.0  # seconds; 6 warm, 12 cold on two cores, and its first start makes a database
 END_WITHIN = 10.0
 TAIL_LINES = 30
+RUNS_AT_ONCE = 4
 
 
 def main() -> None:
@@ -36,7 +38,7 @@ def main() -> None:
         end_leftover(port)
         refuse_taken(port)
         with server(port):
-            serve_flow(port)
+            serve_flows(port)
     except ValueError as error:
         sys.exit(f"aerie: {error}")
 
@@ -122,18 +124,26 @@ def server(port: int) -> Iterator[None]:
         _end_group(process)
 
 
-def serve_flow(port: int) -> None:
-    """Wait for runs asked for in the pages or by `prefect deployment run`, one at a time, until told to stop."""
+def serve_flows(port: int) -> None:
+    """Wait for runs asked for in the pages, by schedules or by `prefect deployment run`, until told to stop."""
     # Only now: Prefect reads its settings from the environment once, when it is imported.
     from prefect.deployments.runner import EntrypointType
     from prefect.runner import Runner
+    from prefect.schedules import Cron
 
-    from pipeline.flows import build
+    from pipeline import flows
 
     close_lost()
-    runner = Runner(name="build", limit=1)  # two runs at once would work on the same files
-    # By module path, since each run imports the flow anew, standing where we stand.
-    runner.add_flow(build, name="build", entrypoint_type=EntrypointType.MODULE_PATH)
+    runner = Runner(name="aerie", limit=RUNS_AT_ONCE)  # those of one workspace wait for each other
+    for deployment in deployments():
+        # By module path, since each run imports the flow anew, standing where we stand.
+        runner.add_flow(
+            getattr(flows, deployment["entrypoint"].partition(":")[2]),
+            name=deployment["name"],
+            description=deployment["description"],
+            schedules=[Cron(s["cron"], timezone=s["timezone"], active=s["active"]) for s in deployment["schedules"]],
+            entrypoint_type=EntrypointType.MODULE_PATH,
+        )
     prefect = os.path.relpath(Path(sys.executable).with_name("prefect"))  # the terminal it is typed in knows no .venv
     print(
         f"\nopen   http://{HOST}:{port}/deployments   (build -> Run -> Quick run)\n"
@@ -142,6 +152,12 @@ def serve_flow(port: int) -> None:
         flush=True,
     )
     asyncio.run(_run_until_told(runner))
+
+
+def deployments() -> list[dict[str, Any]]:
+    """Of prefect.yaml beside this package, so that the two ways to deploy offer the same."""
+    found = YAML(typ="safe").load(Path(__file__).parent.with_name("prefect.yaml").read_text(encoding="utf-8"))
+    return list(found["deployments"])
 
 
 def close_lost() -> None:

@@ -1,10 +1,13 @@
 """benchmark: one cell of the table, by the torch engine.   python -m stages.benchmark WORKLOAD CHECKPOINT TREE
 
 Plain and speculative decoding of the same prompts, in turns, so that a drifting machine touches both alike. At float32
-the two must say the same: the share of identical answers is a metric of every cell. A later turn of a question comes
-after plain decoding's own earlier answers, for both: so both decode the same prompt, even where a near-tie parted them.
+the two must say the same: the share of identical answers is a metric of every greedy cell. Above temperature 0 both are
+drawn from the same seed, so that one is not timed on a longer answer than the other (drafting/sampling.py). A later turn
+of a question comes after plain decoding's own earlier answers, for both: so both decode the same prompt, even where a
+near-tie parted them.
 """
 
+import hashlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +23,7 @@ from stages.drafting import acceptance, prompt, target
 from stages.drafting.decode import Engine, Step
 from stages.drafting.draft import Draft
 from stages.drafting.pixels import Eyes, Pixels
+from stages.drafting.sampling import Sampling
 from stages.formats import asked, cell, checkpoint, manifest
 from stages.params import Tree, Workload
 from stages.serving import grades
@@ -56,7 +60,7 @@ def main(workload: str, name: str, tree_name: str) -> None:
 
     for question in warm.iter_rows(named=True):  # not counted: first calls allocate and pick kernels
         for kind in KINDS:
-            list(_decoding(work, kind, question["prompt_ids"], question["id"]))
+            list(_decoding(work, kind, question["prompt_ids"], question["id"], _sampling(work, question["id"], 0, 0)))
     rows, histogram = [], np.zeros(tree.num_steps + 1, dtype=np.int64)
     spoken: list[Said] = []  # of each row, to be graded once no clock runs
     for repeat in range(w.repeats):
@@ -75,6 +79,8 @@ def main(workload: str, name: str, tree_name: str) -> None:
             "engine": "torch",
             "definitions": cell.DEFINITIONS,
             "temperature": w.temperature,
+            "top_p": w.top_p,
+            "top_k": w.top_k,
             "metrics": metrics,
             "repeats": _repeats(rows),
             "quality": _grade(work, rows, spoken, dict(prompts.select("id", "reference").iter_rows())),
@@ -86,9 +92,11 @@ def main(workload: str, name: str, tree_name: str) -> None:
             "seed": w.seed,
         }
     )
+    same = metrics["identical_share"]
+    alike = "" if same is None else f"identical {same:.0%} of "
     print(
         f"{tree_name} at {name}: tau {metrics['tau']:.3f}, speedup {metrics['speedup']:.2f}, "
-        f"identical {metrics['identical_share']:.0%} of {len(rows)} answers -> {place}"
+        f"{alike}{len(rows)} answers -> {place}"
     )
 
 
@@ -103,8 +111,10 @@ def _turns(work: Work, question: Row, repeat: int, number: int) -> Iterator[tupl
             messages = [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": says}]
             ids = prompt.prompt_ids(work.tokenizer, messages, work.p.sample_target.thinking)
         order = KINDS if (number + repeat + turn) % 2 == 0 else KINDS[::-1]
+        drawn = _sampling(work, question["id"], repeat, turn)
         timed = {
-            kind: _timed(partial(_decoding, work, kind, ids, question["id"]), work.p.target.device) for kind in order
+            kind: _timed(partial(_decoding, work, kind, ids, question["id"], drawn), work.p.target.device)
+            for kind in order
         }
         said, steps, prefill, e2e = timed["speculative"]
         plain_said, _, plain_prefill, plain_e2e = timed["plain"]
@@ -117,8 +127,10 @@ def _turns(work: Work, question: Row, repeat: int, number: int) -> Iterator[tupl
             "output_tokens": len(said),
             "cycles": len(cycles),
             "accepted": sum(s.accepted for s in cycles),
-            "identical": said == plain_said,
-            "divergence_margin": _margin(work.engine, ids, work.shown[question["id"]], said, plain_said),
+            "identical": None if drawn else said == plain_said,
+            "divergence_margin": None
+            if drawn
+            else _margin(work.engine, ids, work.shown[question["id"]], said, plain_said),
             "finish_reason": "stop" if said[-1] in work.engine.eos else "length",
             "prefill_latency_s": prefill,
             "e2e_latency_s": e2e,
@@ -133,12 +145,21 @@ def _turns(work: Work, question: Row, repeat: int, number: int) -> Iterator[tupl
             answer = _text(work, plain_said)
 
 
-def _decoding(work: Work, kind: str, ids: list[int], name: str) -> Iterator[Step]:
+def _sampling(work: Work, name: str, repeat: int, turn: int) -> Sampling | None:
+    """How an answer is drawn: by the workload's seed and what it answers, so that order has no part in it; None: greedily."""
+    w = work.w
+    if w.temperature == 0:
+        return None
+    drawn = hashlib.sha256(f"{w.seed}:{name}:{repeat}:{turn}".encode()).digest()
+    return Sampling(w.temperature, w.top_p, w.top_k, int.from_bytes(drawn[:8], "big") >> 1)
+
+
+def _decoding(work: Work, kind: str, ids: list[int], name: str, drawn: Sampling | None) -> Iterator[Step]:
     most, pictures, tree = work.w.max_new_tokens, work.shown[name], work.tree
     assert isinstance(most, int), "params.Benchmark sees to it"
     if kind == "plain":
-        return work.engine.plain(ids, most, pictures)
-    return work.engine.speculative(ids, most, tree.num_steps, tree.topk, tree.num_draft_tokens, pictures)
+        return work.engine.plain(ids, most, pictures, drawn)
+    return work.engine.speculative(ids, most, tree.num_steps, tree.topk, tree.num_draft_tokens, pictures, drawn)
 
 
 def _tokenizer(p: params.Params, w: Workload, prompts: pl.DataFrame) -> Any:
@@ -221,7 +242,7 @@ def _grade(work: Work, rows: list[Row], spoken: list[Said], references: dict[str
 # Metrics
 
 
-def _metrics(rows: list[Row], tree: Tree) -> dict[str, float]:
+def _metrics(rows: list[Row], tree: Tree) -> dict[str, float | None]:
     """docs/metrics.md, version 2. Intervals are over whole prompts: all turns and repeats of one are drawn together."""
     accepted, cycles = (_by_prompt(rows, k).sum(1) for k in ("accepted", "cycles"))  # [P]
     tau = acceptance.tau(accepted, cycles)
@@ -243,7 +264,7 @@ def _metrics(rows: list[Row], tree: Tree) -> dict[str, float]:
         "speedup": output_tok_s / baseline_tok_s,
         "speedup_low": speedup_low,
         "speedup_high": speedup_high,
-        "identical_share": float(np.mean([r["identical"] for r in rows])),
+        "identical_share": None if rows[0]["identical"] is None else float(np.mean([r["identical"] for r in rows])),
     }
 
 

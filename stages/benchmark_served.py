@@ -358,7 +358,7 @@ def _next(work: Work, loads: list[Load], length: int) -> list[Ask]:
 def _ask(work: Work, row: dict[str, Any], turn: int, ids: list[int], length: int) -> Ask:
     more = {"image_data": [work.eyes.url(path) for path in row["images"]]} if work.eyes and row["images"] else {}
     w, tokens = work.w, asked.tokens(row["length_share"], length)
-    return Ask(f"{row['id']}#{turn}", ids, tokens, w.temperature, w.top_p, w.ignore_eos, more)
+    return Ask(f"{row['id']}#{turn}", ids, tokens, w.temperature, w.top_p, w.top_k, w.ignore_eos, more)
 
 
 # The cell
@@ -382,6 +382,8 @@ def _cell(work: Work, side: Side, plain: Side, reason: str | None, before: list[
         "reason": reason,
         "definitions": cell.DEFINITIONS,
         "temperature": work.w.temperature,
+        "top_p": work.w.top_p,
+        "top_k": work.w.top_k,
         "fingerprint": _fingerprint(work, side, hardware),
         "server": {
             "command": [_shown(word) for word in side.line],

@@ -31,7 +31,7 @@ from tqdm import tqdm
 from stages import params
 from stages.drafting import ranks, target
 from stages.drafting.pixels import Eyes
-from stages.formats import atomic, conversations, features, hiddens, manifest, scratch, slots
+from stages.formats import atomic, conversations, features, hiddens, manifest, origin, scratch, slots
 from stages.formats.hiddens import Block, Head, Shard
 from stages.formats.manifest import Manifest
 from stages.formats.slots import Slot
@@ -102,7 +102,7 @@ def main() -> None:
     if not _all_done(store, rank, world):
         return
     for split in SPLITS:
-        _publish(split, [w for w in work if w.split == split], place / split)
+        _publish(split, [w for w in work if w.split == split], place / split, made)
     for old in HIDDENS.glob(".unfinished-*"):  # this one is empty now; others are of earlier parameters
         shutil.rmtree(old, ignore_errors=True)
 
@@ -436,9 +436,10 @@ def _all_done(store: Any, rank: int, world: int) -> bool:
     return rank == 0
 
 
-def _publish(split: str, work: list[Work], folder: Path) -> None:
-    """The split's shards and their index take their place."""
+def _publish(split: str, work: list[Work], folder: Path, made: Manifest) -> None:
+    """The split's shards, their index and whose they are take their place."""
     folder.mkdir(parents=True, exist_ok=True)
+    origin.write(folder, split, made)
     if not (folder / "index.parquet").exists():
         entries = [entry for w in work for entry in _entries(w)]
         hiddens.write_index(folder, entries)

@@ -48,6 +48,7 @@ BASE_URL = r"^https?://[^\s/@?#:]+(:\d{1,5}(-\d{1,5})?)?(/v1)?/?$"
 Dtype = Literal["float32", "bfloat16", "float16"]
 RECIPES = Path("recipes")
 OWN_PROMPTS = {"eval", "random"}  # the pipeline's own, beside prepare_prompts.sets
+FEWEST_TIMED = 8  # trees of time_trees: a fit has up to six terms
 
 
 def _each_once(names: list[str]) -> list[str]:
@@ -360,12 +361,18 @@ class ReplayTrees(Section):
     steps: Grid
     topk: Grid
     tokens: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)]
-    batch_rows: Count
+    inside: list[str]
+    memory_gib: Positive
 
-    @field_validator("checkpoints")
+    @field_validator("checkpoints", "inside")
     @classmethod
     def no_name_twice(cls, names: list[str]) -> list[str]:
         return _each_once(names)
+
+    @field_validator("inside")
+    @classmethod
+    def trees_can_be_built(cls, names: list[str]) -> list[str]:
+        return _trees_can_be_built(names)
 
     @model_validator(mode="after")
     def some_tree_exists(self) -> "ReplayTrees":
@@ -376,15 +383,54 @@ class ReplayTrees(Section):
             )
         return self
 
+    def watched(self) -> list[Tree]:
+        """The trees of `inside`; the grid needn't have them."""
+        return [Tree.parse(name) for name in self.inside]
+
     def trees(self) -> list[Tree]:
         """Every tree of the grid that can be built, by topk, steps, tokens."""
-        return [
-            Tree(num_steps=s, topk=k, num_draft_tokens=m)
-            for k in sorted(set(self.topk))
-            for s in sorted(set(self.steps))
-            for m in ([s + 1] if k == 1 else sorted(set(self.tokens)))
-            if m - 1 <= candidates(s, k)
-        ]
+        return _grid(self.steps, self.topk, self.tokens)
+
+
+def _grid(steps: list[int], topks: list[int], tokens: list[int]) -> list[Tree]:
+    return [
+        Tree(num_steps=s, topk=k, num_draft_tokens=m)
+        for k in sorted(set(topks))
+        for s in sorted(set(steps))
+        for m in ([s + 1] if k == 1 else sorted(set(tokens)))
+        if m - 1 <= candidates(s, k)
+    ]
+
+
+class TimeTrees(Section):
+    """The timing grid of the torch engine."""
+
+    checkpoints: Names
+    steps: Grid
+    topk: Grid
+    tokens: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)]
+    context: Count
+    warmup: Annotated[int, Field(ge=0)]
+    cycles: Count
+    repeats: Count
+
+    @field_validator("checkpoints")
+    @classmethod
+    def no_name_twice(cls, names: list[str]) -> list[str]:
+        return _each_once(names)
+
+    @model_validator(mode="after")
+    def enough_trees_to_judge_the_fit(self) -> "TimeTrees":
+        if len(self.trees()) < FEWEST_TIMED:
+            raise ValueError(
+                f"steps {self.steps}, topk {self.topk} and tokens {self.tokens} make {len(self.trees())} trees, expected at "
+                f"least {FEWEST_TIMED}: each is left out once, to see how well the others predict it; write longer lists"
+            )
+        return self
+
+    def trees(self) -> list[Tree]:
+        """Every tree of the grid that can be built, by topk, steps, tokens."""
+        return _grid(self.steps, self.topk, self.tokens)
 
 
 class PromptSet(Section):
@@ -447,6 +493,7 @@ class Workload(Section):
     ignore_eos: bool
     temperature: NonNegative
     top_p: Annotated[float, Field(gt=0, le=1)]
+    top_k: Count | None
     request_rate: Rate
     concurrency: CountOrGrid | None
     warmup: Annotated[int, Field(ge=0)]
@@ -514,7 +561,7 @@ class Benchmark(Section):
         for name in self.torch:
             w = named(self.workloads, name, "benchmark.workloads")
             wants = {
-                "temperature": (w.temperature, 0), "request_rate": (w.request_rate, "inf"), "concurrency": (w.concurrency, 1),
+                "request_rate": (w.request_rate, "inf"), "concurrency": (w.concurrency, 1),
                 "ignore_eos": (w.ignore_eos, False), "prompts": (w.prompts == "random", False),
             }  # fmt: skip
             wrong = [
@@ -524,7 +571,7 @@ class Benchmark(Section):
                 wrong.append("max_new_tokens is a list (expected one)")
             if wrong:
                 raise ValueError(
-                    f"torch: workload {name} has {', '.join(wrong)}: the torch engine decodes one prompt at a time, greedily; "
+                    f"torch: workload {name} has {', '.join(wrong)}: the torch engine decodes one prompt at a time; "
                     "take it out of benchmark.torch, or serve it (benchmark_served)"
                 )
         return self
@@ -572,6 +619,34 @@ class Report(Section):
     title: Annotated[str, Field(min_length=1)]
 
 
+CountOrAll = Annotated[
+    Annotated[int, Field(ge=0), Tag("a number")] | Annotated[Literal["all"], Tag("a text")],
+    Discriminator(lambda value: "a text" if isinstance(value, str) else "a number"),
+]
+
+
+class Needs(Section):
+    """What a stage takes of the machine while it runs."""
+
+    gpus: CountOrAll
+    exclusive: bool
+
+
+class Schedule(Section):
+    """What Prefect runs at once, and again: docs/scheduling.md. No stage reads it."""
+
+    slots: Count
+    attempts: Count
+    retry_pause_s: NonNegative
+    stages: dict[Name, Needs]
+
+    def needs(self, stage: str) -> Needs:
+        """Of a stage of dvc.yaml, a cell too; a file that `dvc add` keeps takes a slot. Raises ValueError for others."""
+        if stage.endswith(".dvc"):
+            return Needs(gpus=0, exclusive=False)
+        return named(self.stages, stage.partition("@")[0], "schedule.stages")
+
+
 class Params(Section):
     target: Target
     prepare_target: PrepareTarget
@@ -583,10 +658,12 @@ class Params(Section):
     train_draft: TrainDraft
     import_draft: ImportDraft
     replay_trees: ReplayTrees
+    time_trees: TimeTrees
     prepare_prompts: PreparePrompts
     benchmark: Benchmark
     benchmark_served: BenchmarkServed
     report: Report
+    schedule: Schedule
 
     @model_validator(mode="after")
     def sections_agree(self) -> "Params":
@@ -608,6 +685,12 @@ class Params(Section):
                         f"{key}: {name!r} is not trained, expected some of {known}; "
                         "correct it, or add it to train_draft.checkpoints or import_draft.checkpoints"
                     )
+        for name in self.time_trees.checkpoints:
+            if name not in (timeable := [ROOT_CHECKPOINT, *trained, *imported]):
+                raise ValueError(
+                    f"time_trees.checkpoints: {name!r} is none, expected some of {', '.join(timeable)}; correct it. "
+                    f"{ROOT_CHECKPOINT} costs what every trained checkpoint does"
+                )
         for name in self.benchmark_served.workloads:
             if name not in self.benchmark.workloads:
                 raise ValueError(
@@ -640,7 +723,11 @@ class Params(Section):
         deepest = max(
             self.train_draft.ttt_steps,
             *self.replay_trees.steps,
-            *(Tree.parse(tree).num_steps for tree in [*self.benchmark.trees, *self.benchmark_served.trees]),
+            *self.time_trees.steps,
+            *(
+                Tree.parse(tree).num_steps
+                for tree in [*self.replay_trees.inside, *self.benchmark.trees, *self.benchmark_served.trees]
+            ),
         )
         if self.init_draft.window is not None and self.init_draft.window < deepest:
             raise ValueError(
@@ -651,7 +738,13 @@ class Params(Section):
 
     def made_by(self, checkpoint: str) -> str:
         """The stage that makes a checkpoint's draft."""
+        if checkpoint == ROOT_CHECKPOINT:
+            return "init_draft"
         return f"{'import' if checkpoint in self.import_draft.checkpoints else 'train'}_draft@{checkpoint}"
+
+    def alike(self, one: str, other: str) -> bool:
+        """Whether two checkpoints' drafts have the same shapes: all that training makes of e000 have its own."""
+        return one == other or not {one, other} & set(self.import_draft.checkpoints)
 
 
 class Cells(Section):

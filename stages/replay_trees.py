@@ -1,41 +1,107 @@
 """replay_trees: cached eval hidden states + a draft -> tau of every tree.   python -m stages.replay_trees CHECKPOINT
 
 Exact, not estimated: research/replay.md and drafting/replay.py. One expansion per topk gives every smaller num_steps
-and every num_draft_tokens.
+and every num_draft_tokens. Answers drawn above temperature 0 (data/hiddens/eval_t, where sample_target made any) are
+replayed too: what verification commits there is a draw of the target's own, so what a tree accepts of these answers is
+what decoding would accept of others like them, and its interval is over prompts all the same.
 """
 
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from stages import params
-from stages.drafting import acceptance
+from stages.drafting import acceptance, bounds, inside, kinds, prompt
 from stages.drafting.draft import Draft, Seen
-from stages.drafting.replay import replay
-from stages.formats import checkpoint, hiddens, manifest, replays
+from stages.drafting.replay import replay, room
+from stages.formats import checkpoint, conversations, hiddens, manifest, origin, replays
 from stages.params import Tree
 
-HIDDENS = Path("data/hiddens/eval")
+HIDDENS, SAMPLED = Path("data/hiddens"), Path("data/sampled")
+SPLITS = ("eval", "eval_t")
+
+
+@dataclass(frozen=True)
+class Answers:
+    """A split of the target's answers, and how they were drawn."""
+
+    folder: Path
+    temperature: float
+    top_p: float | None  # None where nothing is drawn
+    count: int
+
+    def rows(self, dtype: torch.dtype) -> list[hiddens.Row]:
+        """The shortest first."""
+        return sorted(hiddens.read(self.folder, dtype), key=lambda r: len(r.ids))
+
+
+@dataclass(frozen=True)
+class Inside:
+    """Some trees, and what happens in their cycles."""
+
+    tallies: dict[Tree, inside.Tally]
+    tokenizer: Any
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        return ({"tree": tree.name} | row for tree, tally in self.tallies.items() for row in tally.rows())
+
+    def add(self, tree: Tree, cycles: inside.Cycles, batch: list[hiddens.Row], *rows: torch.Tensor) -> None:
+        """The cycles of one tree; rows are ids [B, T], starts and ends [B]."""
+        ids, starts, ends = (t.cpu() for t in rows)
+        kind = kinds.kinds(self.tokenizer, ids.flatten().tolist())  # [V]
+        self.tallies[tree].add(
+            inside.Cycles(*(t.cpu() for t in cycles)), [r.id for r in batch], ids, starts, ends, kind
+        )
 
 
 def main(name: str) -> None:
     p = params.load()
     torch.set_num_threads(p.target.num_threads)
     started = time.perf_counter()
-    embedding, _ = manifest.tables(manifest.read())
+    made = manifest.read()
+    embedding, _ = manifest.tables(made)
     config, tensors = checkpoint.read_draft(checkpoint.folder(name), p.made_by(name))
-    draft = Draft.of(config, tensors).to(p.target.device).requires_grad_(False)
-    rows = sorted(hiddens.read(HIDDENS), key=lambda r: len(r.ids))
-
+    _check_draft(name, config, made)
+    dtype = getattr(torch, p.target.dtype)  # engines run the draft as they run the target; scores are float32
+    draft = Draft.of(config, tensors).to(p.target.device, dtype).requires_grad_(False)
+    embedding = embedding.to(p.target.device, dtype)
+    splits = [answers for split in SPLITS if (answers := _answers(p, split, made)).count]
+    tokenizer = prompt.load_tokenizer(manifest.weights(made), p.target.trust_remote_code, made.chat_template)
     settings = p.replay_trees
+    inner = Inside({tree: inside.Tally() for tree in settings.watched()}, tokenizer)
+    found = [
+        _found(name, draft, embedding, answers, settings, None if answers.temperature else inner) for answers in splits
+    ]
+    replays.write(replays.path(name), [row for rows in found for row in rows])
+    replays.write_inside(name, inner.rows())
+    best = max(found[0], key=lambda row: row["tau"])
+    sets = " and ".join(f"{answers.count} answers at temperature {answers.temperature:g}" for answers in splits)
+    print(
+        f"{name}: {len(found[0])} trees on {sets} in {time.perf_counter() - started:.1f} s; best at temperature 0 "
+        f"t{best['steps']}_{best['topk']}_{best['tokens']}, tau {best['tau']:.3f}"
+    )
+
+
+def _found(
+    name: str, draft: Draft, embedding, answers: Answers, settings: params.ReplayTrees, inner: Inside | None
+) -> list[dict[str, Any]]:
+    """Of every tree a row of the table, on these answers; what happens inside some goes to `inner`."""
     grid = settings.trees()
-    accepted, cycles, reached, depth = _replay(draft, embedding.to(p.target.device), rows, grid, settings)
+    every = list(dict.fromkeys([*grid, *(inner.tallies if inner else ())]))
+    rows = answers.rows(embedding.dtype)
+    accepted, cycles, reached, depth, oracle, adaptive = _replay(draft, embedding, rows, every, settings, inner)
     low, high = acceptance.interval(accepted, cycles)
+    cuts = dict(
+        zip(sorted({t.topk for t in every}), adaptive.swapaxes(0, 1), strict=True)
+    )  # [3, thresholds, steps] of a topk
     found: list[dict[str, Any]] = []
     for g, tree in enumerate(grid):
         tau = acceptance.tau(accepted[:, g], cycles[:, g])
@@ -53,45 +119,116 @@ def main(name: str) -> None:
                 "accepted": int(accepted[:, g].sum()),
                 "mean_depth": float(depth[g] / max(1, cycles[:, g].sum())),
                 "acceptance": _by_depth(reached[g], int(cycles[:, g].sum()), tree.num_steps),
+                "tau_oracle": acceptance.tau(*oracle[:, g]),
+                "tau_adaptive": bounds.at_width(cuts[tree.topk][:, :, tree.num_steps - 1], tree.num_draft_tokens),
+                "temperature": answers.temperature,
+                "top_p": answers.top_p,
             }
         )
-    replays.write(replays.path(name), found)
-    best = max(range(len(grid)), key=lambda g: found[g]["tau"])
-    print(
-        f"{name}: {len(grid)} trees on {len(rows)} answers in {time.perf_counter() - started:.1f} s; "
-        f"best {grid[best].name}, tau {found[best]['tau']:.3f}"
+    return found
+
+
+# Whose answers, and whose hidden states
+
+
+def _check_draft(name: str, config: dict[str, Any], made: manifest.Manifest) -> None:
+    """Raises ValueError where a draft is for a target of another shape."""
+    theirs, ours = (config["vocab_size"], config["hidden_size"]), (made.vocab_size, made.hidden_size)
+    if theirs != ours:
+        raise ValueError(
+            f"{checkpoint.folder(name)}/draft is for a target of {theirs[0]} tokens and width {theirs[1]}, expected "
+            f"{made.model}'s {ours[0]} and {ours[1]}; train or import a draft for this target"
+        )
+
+
+def _answers(p: params.Params, split: str, made: manifest.Manifest) -> Answers:
+    """Raises ValueError where the hidden states are not this target's, not those of the split's answers, or where these were
+    drawn otherwise than is asked.
+    """
+    origin.check(HIDDENS / split, split, made)
+    table = conversations.read(SAMPLED / split, conversations.SAMPLED, "sample_target")
+    s = p.sample_target
+    heat = s.eval_temperature if split == "eval_t" else 0.0
+    top_p = s.top_p if heat else None
+    asked = [np.float32(value) if value is not None else None for value in (heat, top_p)]  # as the table holds them
+    for drawn in table.select("temperature", "top_p").unique().sort(pl.all()).rows():
+        if (split == "eval_t" and not heat) or list(drawn) != asked:
+            expected = _said(heat, top_p) if heat or split == "eval" else "none above temperature 0"
+            raise ValueError(
+                f"{SAMPLED / split} has answers of {_said(*drawn)}, expected {expected}, as sample_target asks; run: dvc repro "
+                "sample_target"
+            )
+    known = {row["id"]: row["prompt_ids"] + row["answer_ids"] for row in table.iter_rows(named=True)}
+    count = 0
+    for row in hiddens.read_heads(HIDDENS / split):
+        if row.ids.tolist() != known.get(row.id):
+            which = "is another answer than" if row.id in known else "is none of"
+            raise ValueError(
+                f"{HIDDENS / split}: row {row.id} {which} those in {SAMPLED / split}; run: dvc repro extract_hiddens"
+            )
+        count += 1
+    return Answers(HIDDENS / split, heat, top_p, count)
+
+
+def _said(temperature: float | None, top_p: float | None) -> str:
+    return ", ".join(
+        f"{name} {'null' if value is None else f'{value:g}'}"
+        for name, value in (("temperature", temperature), ("top_p", top_p))
     )
 
 
 def _replay(
-    draft: Draft, embedding, rows: list[hiddens.Row], grid: list[Tree], settings: params.ReplayTrees
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    draft: Draft,
+    embedding,
+    rows: list[hiddens.Row],
+    grid: list[Tree],
+    settings: params.ReplayTrees,
+    inner: Inside | None,  # its trees are of the grid
+) -> tuple[np.ndarray, ...]:
     """Accepted drafts and verify cycles of each answer and tree, [rows, trees] each; over all answers, cycles that
-    accepted at least s + 1 drafts [trees, steps], and summed depths of trees [trees].
+    accepted at least s + 1 drafts [trees, steps], and summed depths of trees [trees]; the oracle's accepted drafts and
+    cycles [2, trees]; and those of adaptive trees, with their drafted nodes, [3, topks, thresholds, steps].
     """
     accepted = np.zeros((len(rows), len(grid)), dtype=np.int64)
     cycles, depth = np.zeros_like(accepted), np.zeros(len(grid), dtype=np.int64)
-    reached = np.zeros((len(grid), max(t.num_steps for t in grid)), dtype=np.int64)
-    topks = sorted({t.topk for t in grid})
-    device = embedding.device
-    with tqdm(total=len(topks) * len(rows), desc="replay", unit="row", mininterval=2) as bar:
-        for topk in topks:
-            chosen = [g for g, t in enumerate(grid) if t.topk == topk]
-            shapes = [(grid[g].num_steps, grid[g].num_draft_tokens) for g in chosen]
-            for first in range(0, len(rows), settings.batch_rows):
-                batch = rows[first : first + settings.batch_rows]
-                ids = pad_sequence([r.ids.to(torch.int64) for r in batch], batch_first=True).to(device)
-                features = pad_sequence([r.features for r in batch], batch_first=True).to(device)
-                starts = torch.tensor([r.prompt_length for r in batch], device=device)
-                ends = torch.tensor([len(r.ids) for r in batch], device=device)
-                shown, grown = _seen(batch, device), settings.semantics
-                found = replay(draft, embedding, ids, features, starts, ends, topk, shapes, shown, grown)
-                place = np.ix_(range(first, first + len(batch)), chosen)
-                accepted[place], cycles[place] = found.accepted.cpu().numpy(), found.cycles.cpu().numpy()
-                depth[chosen] += found.depth.sum(0).cpu().numpy()
-                reached[chosen, : found.reached.shape[2]] += found.reached.sum(0).cpu().numpy()
-                bar.update(len(batch))
-    return accepted, cycles, reached, depth
+    steps, topks = max(t.num_steps for t in grid), {t.topk for t in grid}
+    reached, oracle = np.zeros((len(grid), steps), dtype=np.int64), np.zeros((2, len(grid)), dtype=np.int64)
+    adaptive = np.zeros((3, len(topks), len(bounds.THRESHOLDS), steps), dtype=np.int64)
+    device, shapes = embedding.device, [(t.num_steps, t.topk, t.num_draft_tokens) for t in grid]
+    looked_into = list(inner.tallies) if inner else []
+    watched = [grid.index(tree) for tree in looked_into]
+    fits = room(draft, shapes, int(settings.memory_gib * 2**30))
+    with tqdm(total=len(rows), desc="replay", unit="row", mininterval=2) as bar:
+        for here in _batches([len(r.ids) for r in rows], fits.tokens):
+            batch = rows[here]
+            ids = pad_sequence([r.ids.to(torch.int64) for r in batch], batch_first=True).to(device)
+            features = pad_sequence([r.features for r in batch], batch_first=True).to(device)
+            starts = torch.tensor([r.prompt_length for r in batch], device=device)
+            ends = torch.tensor([len(r.ids) for r in batch], device=device)
+            shown, grown = _seen(batch, device), settings.semantics
+            given = draft, embedding, ids, features, starts, ends
+            found = replay(*given, shapes, shown, grown, fits.places, watched)
+            accepted[here], cycles[here] = found.accepted.cpu().numpy(), found.cycles.cpu().numpy()
+            depth += found.depth.sum(0).cpu().numpy()
+            reached += found.reached.sum(0).cpu().numpy()
+            oracle += torch.stack([found.oracle_accepted, found.oracle_cycles]).sum(1).cpu().numpy()
+            sums = torch.stack([found.adaptive.accepted, found.adaptive.cycles, found.adaptive.depth]).sum(1)
+            adaptive += sums.view(adaptive.shape).cpu().numpy()
+            for tree, stood in zip(looked_into, () if found.stood is None else found.stood, strict=True):
+                assert inner
+                shape = tree.num_steps, tree.topk, tree.num_draft_tokens
+                inner.add(tree, inside.look(*given, stood, shape, shown, grown), batch, ids, starts, ends)
+            bar.update(len(batch))
+    return accepted, cycles, reached, depth, oracle, adaptive
+
+
+def _batches(lengths: list[int], tokens: int) -> Iterator[slice]:
+    """Rows of ascending lengths, as many together as `tokens` hold where they are padded; one at least."""
+    first = 0
+    for end in range(1, len(lengths) + 1):
+        if end == len(lengths) or (end + 1 - first) * lengths[end] > tokens:
+            yield slice(first, end)
+            first = end
 
 
 def _by_depth(reached: np.ndarray, cycles: int, steps: int) -> str:

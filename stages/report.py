@@ -1,10 +1,12 @@
 """report: cells, replays and every stage's own report -> the table, the plots, one page.   python -m stages.report
 
     python -m stages.report --table    # the table once more, from what lies in results/, without redoing anything
+    python -m stages.report --launch   # when to speculate, with what tree and which flags, likewise
 
 Cells and replays are the lists in params.yaml, never a glob: removed ones stay on disk. The columns of the first table
 are the seed's (EAGLE3 + Qwen3VL); docs/metrics.md defines each. Served cells are joined in formats/joined.py and shown
-by reporting/served.py. `--table` must answer at once, so matplotlib and Jinja2 are imported where they are used.
+by reporting/served.py, costs and predictions (docs/cost.md) by reporting/costs.py. `--table` must answer at once, so
+matplotlib and Jinja2 are imported where they are used.
 """
 
 import csv
@@ -20,8 +22,9 @@ from statistics import fmean
 from typing import Any
 
 from stages import params
-from stages.formats import atomic, audit, beside, cell, joined, published, replays
-from stages.reporting import plots, served
+from stages.formats import atomic, audit, beside, cell, cost, joined, predicted, published, replays
+from stages.reporting import costs, plots, served
+from stages.reporting import trees as of_trees
 from stages.reporting.text import aligned, figure, tree_structure
 
 BENCHMARK = Path("results/benchmark.csv")
@@ -69,11 +72,13 @@ class Found:
 
     cells: list[Row]  # as in stages/formats/cell.py, in the order of params.yaml
     rows: list[Row]  # the same, as lines of benchmark.csv
-    replays: dict[str, list[Row]]  # checkpoint -> its replayed trees
+    replays: dict[str, list[Row]]  # checkpoint -> its trees, replayed at temperature 0
+    inside: dict[str, list[Row]]  # checkpoint -> what happens in the cycles of some trees, bucket by bucket
     reports: dict[str, Row]  # stage -> its own report
     trained: dict[str, Row]  # checkpoint -> its epochs
     served: list[Row]  # as in stages/formats/served.py, each workload's baseline first
     lines: list[joined.Line]  # the same, point by point, beside their baselines
+    predicted: costs.Predicted
 
     def flow(self) -> list[Row]:
         return [_rows_of(stage, self.reports[stage]) for stage in ("fix_data", "sample_target", "extract_hiddens")]
@@ -83,24 +88,31 @@ def main(*arguments: str) -> None:
     if arguments == ("--table",):
         print(_table_from_disk())
         return
+    if arguments == ("--launch",):
+        print("\n".join(costs.table(predicted.read_launch())) or f"nothing is predicted; {PAGE} says why")
+        return
     if arguments:
-        raise ValueError(f"report takes --table or nothing; found {' '.join(arguments)}")
+        raise ValueError(f"report takes --table, --launch or nothing; found {' '.join(arguments)}")
     p = params.load()
     cells, served_cells = read_cells(p), joined.read(*_served_axes(p))
     replayed = {name: replays.read(name) for name in p.replay_trees.checkpoints}
-    rows = [_row(c, replayed) for c in cells]
+    rows = [_row(c, replayed.get(c["checkpoint"], [])) for c in cells]
+    inside = {name: replays.read_inside(name) for name in p.replay_trees.checkpoints}
     reports = {stage: _read_report(stage) for stage in REPORTS}
     trained = {name: _read_training(name, segment.from_) for name, segment in p.train_draft.checkpoints.items()}
     lines = joined.lines(served_cells, replayed, _asks_what_was_replayed(p))
-    found = Found(cells, rows, replayed, reports, trained, served_cells, lines)
+    greedy = {name: replays.greedy(trees) for name, trees in replayed.items()}
+    guessed = _predicted(p, cells, lines, replayed)
+    found = Found(cells, rows, greedy, inside, reports, trained, served_cells, lines, guessed)
     metrics = summarize(found)
 
     atomic.write_csv(BENCHMARK, COLUMNS, rows)
     joined.write(lines)
+    predicted.write(guessed.rows, guessed.launch, guessed.costs)
     replays.write(REPLAY, [tree for trees in replayed.values() for tree in trees])
     atomic.write_json(METRICS, metrics)
     atomic.write_text(PAGE, render(p, found, metrics))
-    print(table(rows, [line.row for line in lines], metrics))
+    print(table(rows, [line.row for line in lines], metrics, guessed.launch))
 
 
 # What is read
@@ -139,6 +151,27 @@ def _asks_what_was_replayed(p: params.Params) -> set[str]:
     }
 
 
+def _predicted(
+    p: params.Params, cells: list[Row], lines: list[joined.Line], replayed: dict[str, list[Row]]
+) -> costs.Predicted:
+    """Every replayed tree's speedup by what cycles cost; flags are those benchmark_served would start a server with."""
+    from stages.serving import engines  # with a client of HTTP, which the terminal's table can do without
+
+    timed = [cost.read(name, p.target.model) for name in p.time_trees.checkpoints]
+
+    def flags(engine: str, row: Row) -> list[str] | None:
+        config = next((one["draft"] for one in timed if p.alike(one["checkpoint"], row["checkpoint"])), None)
+        shape = row["steps"], row["topk"], row["tokens"]
+        if config is None or engines.unsupported(engine, *shape, config):
+            return None
+        folder = f"drafts/{row['checkpoint']}/draft"
+        return engines.speculation(engine, engines.Draft(folder, p.benchmark_served.server.algorithm, *shape), config)
+
+    every = p.benchmark.workloads
+    temperatures = dict.fromkeys(float(every[name].temperature) for name in p.benchmark.torch) or {0.0: None}
+    return costs.predict(timed, lines, cells, replayed, p.alike, list(temperatures), flags)
+
+
 def _read_report(stage: str) -> Row:
     name, keys = REPORTS[stage]
     return _whole(Path(f"results/{name}.json"), keys, stage)
@@ -166,12 +199,12 @@ def _whole(place: Path, keys: Iterable[str], stage: str) -> Row:
 # What is made of it
 
 
-def _row(c: Row, replays: dict[str, list[Row]]) -> Row:
+def _row(c: Row, trees: list[Row]) -> Row:
     """One line of benchmark.csv. Floats keep every bit, so that tau can be compared between machines."""
-    shape = c["num_steps"], c["topk"], c["num_draft_tokens"]
-    replayed = [r["tau"] for r in replays.get(c["checkpoint"], []) if (r["steps"], r["topk"], r["tokens"]) == shape]
-    measured = {k: float(c["metrics"][k]) for k in MEASURED}
-    return {k: c[k] for k in NAMES} | measured | {"replay_tau": replayed[0] if replayed else "", "engine": c["engine"]}
+    replayed = replays.tau(trees, c)
+    measured = {k: "" if (value := c["metrics"][k]) is None else float(value) for k in MEASURED}
+    rest = {"replay_tau": "" if replayed is None else replayed, "engine": c["engine"]}
+    return {k: c[k] for k in NAMES} | measured | rest
 
 
 def _rows_of(stage: str, report: Row) -> Row:
@@ -196,7 +229,7 @@ def summarize(found: Found) -> Row:
     return {
         "best_checkpoint": max(means, key=lambda name: means[name]),
         "checkpoints": checkpoints,
-        "identical_share_min": min((row["identical_share"] for row in found.rows), default=None),
+        "identical_share_min": min((s for row in found.rows if (s := row["identical_share"]) != ""), default=None),
         "definitions": cell.DEFINITIONS,
         "cells": len(found.rows),
         "replayed_trees": sum(map(len, found.replays.values())),
@@ -212,8 +245,10 @@ HEAD = (
 )  # fmt: skip
 
 
-def table(rows: list[Row], served_rows: list[Row], metrics: Row) -> str:
-    """Plain aligned text, the seed's columns first; `rows` as in benchmark.csv, as numbers or as text, then served.csv's."""
+def table(rows: list[Row], served_rows: list[Row], metrics: Row, launch: list[Row]) -> str:
+    """Plain aligned text, the seed's columns first; `rows` as in benchmark.csv, as numbers or as text, then served.csv's, then
+    what to launch.
+    """
     lines = []
     for workload, checkpoint in dict.fromkeys((row["workload"], row["checkpoint"]) for row in rows):
         mine = [row for row in rows if (row["workload"], row["checkpoint"]) == (workload, checkpoint)]
@@ -225,18 +260,19 @@ def table(rows: list[Row], served_rows: list[Row], metrics: Row) -> str:
         plain = max(float(row["output_tok_s"]) / float(row["speedup"]) for row in mine)
         lines += [f"plain decoding, at its best: {plain:.1f} tokens/s", ""]
     lines += served.table(served_rows)
+    lines += [*costs.table(launch), ""] if launch else []
     if lost := metrics["rows_unaccounted"]:
         lines += [f"warning: {lost} rows are neither out nor dropped; see 'What happened to the rows' in {PAGE}", ""]
     return "\n".join([*lines, f"tau by {metrics['definitions']}; plots and provenance: {PAGE}"])
 
 
 def _texts(row: Row) -> tuple[str, ...]:
-    n = {k: float(row[k]) for k in MEASURED}
+    n = {k: float(row[k]) for k in MEASURED if row[k] != ""}
     interval, speedups = (f"{n[f'{k}_low']:.2f}-{n[f'{k}_high']:.2f}" for k in ("tau", "speedup"))
     return (
         tree_structure(row["tree"]), f"{n['prefill_latency_s']:.3f}", f"{100 * n['accept_rate']:.1f}",
         f"{n['e2e_latency_s']:.3f}", f"{n['tau']:.2f}", interval, f"{n['speedup']:.2f}x", speedups,
-        f"{100 * n['identical_share']:.0f}",
+        figure(n.get("identical_share"), 0, 100),
     )  # fmt: skip
 
 
@@ -245,7 +281,7 @@ def _table_from_disk() -> str:
         raise ValueError(f"{BENCHMARK} not found; run: dvc repro report")
     with BENCHMARK.open(newline="", encoding="utf-8") as lines:
         rows = list(csv.DictReader(lines))
-    return table(rows, joined.read_table(), atomic.read_json(METRICS, made_by="report"))
+    return table(rows, joined.read_table(), atomic.read_json(METRICS, made_by="report"), predicted.read_launch())
 
 
 # The page
@@ -282,8 +318,10 @@ def render(p: params.Params, found: Found, metrics: Row) -> str:
         heats=[_heat(replays[best], budget) for budget in _budgets(replays[best])],
         duel=_duel(replays[best], replays[rest[0]]) | {"best": best, "other": rest[0]} if rest else None,
         plots=_plots(found, best, rest),
+        inside=_inside(p, found, best),
         histograms=_histograms([c for c in found.cells if c["checkpoint"] == best] or found.cells),
         served=_served(found) if found.lines else None,
+        costs=costs.page(found.predicted, best),
         trained=found.trained,
         imported={name: item.model_dump() for name, item in p.import_draft.checkpoints.items()},
         flow=found.flow(),
@@ -303,6 +341,31 @@ def _of_best(found: Found, best: str) -> list[Row]:
         *([c for c in found.cells if c["checkpoint"] == best] or found.cells),
         *beside.of_served(line for line in found.lines if line.cell["checkpoint"] in shown),
     ]
+
+
+def _inside(p: params.Params, found: Found, best: str) -> Row:
+    """The page's part on trees: reporting/trees.py says what each is."""
+    replayed, inside = found.replays[best], found.inside[best]
+    steps = of_trees.chosen_steps(replayed, p.benchmark.trees)
+    drawn = {
+        "front": partial(of_trees.draw_front, trees=replayed),
+        "at_steps": partial(plots.draw_tokens, trees=replayed, steps=steps),
+    }
+    table = of_trees.table(inside)
+    if table:
+        lengths = partial(of_trees.draw_lengths, inside=inside)
+        drawn |= {
+            "context": partial(lengths, what="context", label="tokens before the drafts, from"),
+            "answer": partial(lengths, what="answer", label="place in the answer, from"),
+            "kinds": partial(of_trees.draw_kinds, inside=inside),
+            "chances": partial(of_trees.draw_chances, inside=inside),
+        }
+    return {
+        "steps": steps,
+        "plots": {name: plots.inline(draw) for name, draw in drawn.items()},
+        "table": table,
+        "fewest": of_trees.FEWEST,
+    }
 
 
 def _served(found: Found) -> Row:

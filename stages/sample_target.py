@@ -207,7 +207,8 @@ def _settle(
         return
     row = {
         "id": q.id, "prompt_ids": prompt_ids, "answer_ids": answer_ids, "finish_reason": finish_reason,
-        "temperature": heat, "source_row": q.source_row, "verdict": q.verdict, "images": q.images or None,
+        "temperature": heat, "top_p": s.top_p if heat else None, "source_row": q.source_row, "verdict": q.verdict,
+        "images": q.images or None,
     }  # fmt: skip
     counts |= {"rows": 1, "tokens": len(answer_ids), f"token_ids/{source}": 1}
     if split.name == "train":

@@ -41,6 +41,7 @@ SMALL = {
         "topk": [1, 2, 3],
         "tokens": [4, 8, 16],
     },
+    "time_trees": {"steps": [1, 3, 6], "topk": [1, 2], "tokens": [2, 4, 8], "context": 32, "cycles": 1, "repeats": 2},
     "benchmark": {
         "workloads": {"eval": {**EVAL, "num_prompts": 6, "warmup": 0, "max_new_tokens": 40}},
         "checkpoints": ["e003"],
@@ -53,7 +54,7 @@ SMALL = {
 LONG = [
     "test_train_draft", "test_sample_target", "test_benchmark_served", "test_extract_hiddens", "test_import_draft",
     "test_reruns", "test_bad_input", "test_flows", "test_lossless", "test_pictured_stages", "test_sharing", "test_load",
-    "test_pictured",
+    "test_pictured", "test_sampling",
 ]  # fmt: skip
 
 

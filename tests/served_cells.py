@@ -83,7 +83,7 @@ def made_up(
         "workload": workload, "checkpoint": checkpoint, "tree": tree, "num_steps": shape and shape.num_steps,
         "topk": shape and shape.topk, "num_draft_tokens": shape and shape.num_draft_tokens, "engine": "sglang",
         "status": served.RAN if points else served.UNSUPPORTED, "reason": None if points else "topk above 1 isn't built there",
-        "definitions": cell.DEFINITIONS, "temperature": 0.0, "fingerprint": FINGERPRINT,
+        "definitions": cell.DEFINITIONS, "temperature": 0.0, "top_p": 1.0, "top_k": None, "fingerprint": FINGERPRINT,
         "server": {"command": ["python3", "-m", "sglang.launch_server", *flags], "info": {"version": "0.5.17"}},
         "memory": draft | gpu if points else dict.fromkeys(served.MEMORY), "points": points or [], "baseline_points": [],
         "hardware": {"cpu": "Made-up CPU", "gpu": "NVIDIA H200", "threads": 16}, "versions": {"sglang": "0.5.17"},

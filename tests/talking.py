@@ -57,5 +57,5 @@ def _eval_row(tokenizer: Any, number: int, text: str) -> dict[str, Any]:
     ids = tokenizer.encode(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n")
     return {
         "id": f"row{number}.0", "prompt_ids": ids, "answer_ids": [7, 8], "finish_reason": "length", "temperature": 0.0,
-        "source_row": number, "verdict": "clean", "images": None,
+        "top_p": None, "source_row": number, "verdict": "clean", "images": None,
     }  # fmt: skip

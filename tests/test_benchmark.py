@@ -2,7 +2,9 @@
 
 import json
 import random
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from tests.conftest import ROOT, edit_params
 from tests.talking import WORKLOADS
 
 ROOM = 12
+WORKLOAD = SimpleNamespace(temperature=0.8, top_p=1.0, top_k=None, seed=42)
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -72,9 +75,9 @@ def test_who_goes_first_changes_from_prompt_to_prompt_and_from_repeat_to_repeat(
     begun: list[tuple[str, str]] = []
     real = benchmark._decoding
 
-    def noted(work: Any, kind: str, ids: list[int], name: str) -> Any:
+    def noted(work: Any, kind: str, ids: list[int], name: str, drawn: Any) -> Any:
         begun.append((name, kind))
-        return real(work, kind, ids, name)
+        return real(work, kind, ids, name, drawn)
 
     monkeypatch.setattr(benchmark, "_decoding", noted)
     measured(project, "eval", num_prompts=3, repeats=2, warmup=1)
@@ -94,6 +97,22 @@ def test_repeats_move_no_count_and_no_interval_of_tau(project: Path) -> None:
     assert thrice["histogram"] == [3 * n for n in once["histogram"]]
     assert len(thrice["repeats"]) == 3 and len(once["repeats"]) == 1
     assert once["repeats"][0]["speedup"] == once["metrics"]["speedup"]
+
+
+def test_drawn_answers_are_the_seeds_and_each_repeat_draws_its_own(project: Path) -> None:
+    """Plain and speculative decoding draw alike; `identical` is not defined, and other seeds say something else."""
+    once = measured(project, "eval", temperature=0.8, top_p=0.95, top_k=40, repeats=2)
+    again = measured(project, "eval", temperature=0.8, top_p=0.95, top_k=40, repeats=2)
+    other = measured(project, "eval", temperature=0.8, top_p=0.95, top_k=40, repeats=2, seed=43)
+    counts = [[(r["output_tokens"], r["cycles"], r["accepted"]) for r in c["prompts"]] for c in (once, again, other)]
+    assert counts[0] == counts[1] and once["histogram"] == again["histogram"]
+    assert (once["temperature"], once["top_p"], once["top_k"]) == (0.8, 0.95, 40)
+    for found in (once, other):
+        assert found["metrics"]["identical_share"] is None
+        assert {(r["identical"], r["divergence_margin"]) for r in found["prompts"]} == {(None, None)}
+        assert all(r["output_tokens"] == r["baseline_output_tokens"] for r in found["prompts"])
+    seeds = [benchmark._sampling(SimpleNamespace(w=WORKLOAD), *which) for which in product("ab", (0, 1), (0, 1))]
+    assert len({drawn.seed for drawn in seeds}) == 8, "each prompt, repeat and turn has draws of its own"
 
 
 # --- the speedup's interval -----------------------------------------------------------------------------------------

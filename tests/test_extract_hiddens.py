@@ -52,7 +52,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for split, count in ROWS.items():
         rows = [
             {
-                "id": f"{split}.{n}", "source_row": n, "verdict": "ok", "temperature": 0.0,
+                "id": f"{split}.{n}", "source_row": n, "verdict": "ok", "temperature": 0.0, "top_p": None,
                 "prompt_ids": [rng.randrange(64) for _ in range(rng.randrange(1, 60))],
                 "answer_ids": [rng.randrange(64) for _ in range(rng.randrange(1, LONGEST - 60))],
                 "finish_reason": rng.choice(["stop", "length"]), "images": None,

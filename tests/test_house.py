@@ -11,10 +11,10 @@ from pydantic import BaseModel
 from ruamel.yaml import YAML
 
 from benchmarks import readme_table
-from stages.params import Params
+from stages.params import Params, load
 
 ROOT = Path(__file__).parent.parent
-SHARED_SECTION = "target"
+NO_STAGES = {"target", "schedule"}  # sections that several stages share, or none reads
 
 
 def _graph() -> dict[str, dict[str, Any]]:
@@ -89,7 +89,12 @@ def test_every_stage_file_and_section_is_in_the_graph() -> None:
     files = {file.stem for file in (ROOT / "stages").glob("*.py")} - {"__init__", "params"}
     stages = {stage.removesuffix(BASELINE) for stage in GRAPH}
     assert files == stages
-    assert set(Params.model_fields) - {SHARED_SECTION} == stages
+    assert set(Params.model_fields) - NO_STAGES == stages
+
+
+def test_every_stage_says_what_it_needs_of_the_machine() -> None:
+    """Else a run in Prefect is refused; a stage whose numbers are times must say exclusive: true."""
+    assert set(load(ROOT / "params.yaml").schedule.stages) == set(GRAPH)
 
 
 def test_init_files_are_empty() -> None:

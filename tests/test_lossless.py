@@ -1,4 +1,4 @@
-"""Speculative decoding says what plain greedy decoding says, token for token, in float32, for any draft."""
+"""Speculative decoding says what plain decoding says, token for token, in float32, for any draft; drawn from one seed, too."""
 
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from stages.drafting import target
 from stages.drafting.decode import Engine
 from stages.drafting.draft import Draft, DraftConfig
+from stages.drafting.sampling import Sampling
 from stages.formats import checkpoint, conversations, manifest
 
 TREES = [(1, 1, 2), (5, 1, 6), (8, 2, 16), (8, 3, 16), (5, 4, 16), (10, 3, 32), (8, 2, 8)]
@@ -67,6 +68,17 @@ def test_every_tree_says_what_plain_decoding_says(small_run: Path, model, prompt
         for step in steps[1:]:  # a cycle commits its drafts and one bonus token, unless it was cut at the end
             assert 0 <= step.accepted <= tree[0]
             assert len(step.tokens) == step.accepted + 1 or step is steps[-1]
+
+
+@pytest.mark.parametrize("tree", [(5, 1, 6), (8, 3, 16)], ids=lambda t: "t{}_{}_{}".format(*t))
+def test_drawn_answers_are_those_of_plain_decoding_from_the_same_seed(small_run: Path, model, prompts, tree) -> None:
+    both, accepted = engine(small_run, model, "e003"), 0
+    for seed, prompt in enumerate(prompts):
+        drawn = Sampling(0.7, 0.95, 50, seed)
+        steps = list(both.speculative(prompt, ROOM, *tree, sampling=drawn))
+        assert said(steps) == said(both.plain(prompt, ROOM, sampling=drawn))
+        accepted += sum(step.accepted for step in steps)
+    assert accepted > 5, "nothing is accepted, so nothing is tested"
 
 
 def test_a_trained_draft_is_accepted_more_than_a_random_one(small_run: Path, model, prompts) -> None:

@@ -83,8 +83,9 @@ NUMBERS = {place: value for place, value in LEAVES.items() if type(value) in (in
 # May be zero, written by hand: greedy answers, no warm-up, no decay, and the seeds.
 ZERO = {
     "fix_data.max_dropped_share", "sample_target.temperature", "train_draft.warmup_steps", "train_draft.weight_decay",
-    "benchmark.workloads.eval.warmup", "benchmark.workloads.eval.begin", "benchmark.workloads.eval.seed",
+    "time_trees.warmup", "benchmark.workloads.eval.warmup", "benchmark.workloads.eval.begin", "benchmark.workloads.eval.seed",
     "benchmark.workloads.eval.temperature", "prepare_target.seed", "sample_target.seed", "init_draft.seed", "train_draft.seed",
+    "schedule.retry_pause_s",
 }  # fmt: skip
 every_key = pytest.mark.parametrize("place", LEAVES, ids=".".join)
 every_number = pytest.mark.parametrize("place", NUMBERS, ids=".".join)
@@ -131,7 +132,12 @@ def test_a_missing_key_is_named(place: tuple[str, ...]) -> None:
     ]
 
 
-NAMED_BY_USER = {("train_draft", "checkpoints"), ("benchmark", "workloads"), ("prepare_prompts", "sets")}
+NAMED_BY_USER = {
+    ("train_draft", "checkpoints"),
+    ("benchmark", "workloads"),
+    ("prepare_prompts", "sets"),
+    ("schedule", "stages"),
+}
 SECTIONS = sorted({place[:depth] for place in LEAVES for depth in range(len(place))} - NAMED_BY_USER)
 
 
@@ -213,7 +219,7 @@ def test_nothing_is_negative(place: tuple[str, ...]) -> None:
 @every_number
 def test_zero_is_refused_but_where_it_means_something(place: tuple[str, ...]) -> None:
     set_value(place, 0)
-    if ".".join(place) in ZERO:
+    if ".".join(place) in ZERO or place[-1] == "gpus":
         params.load()
     elif place[-1] == "length_range":  # which means something of random lengths only
         assert problems()[0].startswith("benchmark.workloads.eval: length_range is 0.0 with prompts: eval, expected 1")
@@ -288,6 +294,7 @@ BAD_VALUES = [
     ("tokens: [4,", "tokens: [1,", "replay_trees.tokens.0: expected greater than or equal to 2, found 1"),
     ("semantics: sglang             # how", "semantics: vllm  # how",
      "replay_trees.semantics: expected 'sglang' or 'eagle', found 'vllm'"),
+    ("tokens: [2, 4,", "tokens: [1, 4,", "time_trees.tokens.0: expected greater than or equal to 2, found 1"),
     (MEASURED, "e003\n  trees", "benchmark.checkpoints: expected a valid list, found 'e003'"),
     (MEASURED, "[]\n  trees", "benchmark.checkpoints: expected at least 1 item, found []"),
     ("title: weather-tiny", "title: ''", "report.title: expected at least 1 character, found ''"),
@@ -394,6 +401,11 @@ BAD_CHECKPOINTS = [
      "benchmark.checkpoints: 'e010' is not trained, expected some of e003, e009; correct it, or add it to train_draft"),
     ("[e003, e009]", "[e003, e010]", "replay_trees.checkpoints: 'e010' is not trained, expected some of e003, e009"),
     ("[e003, e009]", "[e003, e003]", "replay_trees.checkpoints: e003 is listed twice"),
+    ("inside: [t8_1_9,", "inside: [t10_2_32,", "replay_trees.inside: t10_2_32 is listed twice"),
+    ("inside: [t8_1_9,", "inside: [t3_2_16,", "replay_trees.inside: t3_2_16: num_draft_tokens - 1 = 15 nodes, but topk"),
+    ("checkpoints: [e000] ", "checkpoints: [e001] ", "time_trees.checkpoints: 'e001' is none, expected some of e000, e003, e009"),
+    ("checkpoints: [e000] ", "checkpoints: [e000, e000] ", "time_trees.checkpoints: e000 is listed twice"),
+    ("  steps: [1, 3, 6, 10] ", "  steps: [1] ", "time_trees: steps [1], topk [1, 2, 4] and tokens [2, 4, 8, 16, 32, 64]"),
     ("  checkpoints: {}", f"  checkpoints: {{e003: {PUBLISHED}}}", "import_draft.checkpoints.e003 is made by another stage"),
     ("  checkpoints: {}", f"  checkpoints: {{e000: {PUBLISHED}}}", "import_draft.checkpoints.e000 is made by another stage"),
     ("  checkpoints: {}", f"  checkpoints: {{'1': {PUBLISHED}}}", f"import_draft.checkpoints.1: {NO_NAME} '1'"),
@@ -472,7 +484,6 @@ def test_a_workload_that_can_not_be_asked(changes: dict[str, Any], start: str) -
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"temperature": 0.7}, "temperature 0.7 (expected 0)"),
         ({"request_rate": 8.0}, "request_rate 8.0 (expected 'inf')"),
         ({"concurrency": 2}, "concurrency 2 (expected 1)"),
         ({"ignore_eos": True}, "ignore_eos True (expected False)"),
@@ -598,7 +609,7 @@ def test_invalid_yaml_is_one_line_that_says_where(content: bytes, says: str) -> 
 def test_a_file_that_is_no_mapping_is_told_the_sections(text: str, found: str) -> None:
     Path("params.yaml").write_text(text)
     assert re.fullmatch(
-        rf"params\.yaml: expected the sections target, prepare_target, .*, report; found {found}", refusal()
+        rf"params\.yaml: expected the sections target, prepare_target, .*, report, schedule; found {found}", refusal()
     )
 
 

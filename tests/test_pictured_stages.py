@@ -15,7 +15,16 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from stages import benchmark, check_overfit, init_draft, prepare_prompts, prepare_target, replay_trees, train_draft
+from stages import (
+    benchmark,
+    check_overfit,
+    init_draft,
+    prepare_prompts,
+    prepare_target,
+    replay_trees,
+    time_trees,
+    train_draft,
+)
 from stages.drafting import target
 from stages.drafting.decode import Engine
 from stages.drafting.pixels import Eyes
@@ -32,7 +41,10 @@ SMALL: dict[str, Any] = {
     "init_draft": {"draft_vocab_size": 60},
     "check_overfit": {"steps": 60, "min_tau": 1.5},
     "train_draft": {"ttt_steps": 3, "batch_tokens": 120, "checkpoints": {"e003": {"from": "e000", "epochs": 3}}},
-    "replay_trees": {"checkpoints": ["e003"], "steps": [1, 3], "topk": [1, 2], "tokens": [4, 6]},
+    "replay_trees": {"checkpoints": ["e003"], "steps": [1, 3], "topk": [1, 2], "tokens": [4, 6], "inside": ["t3_2_6"]},
+    "time_trees": {
+        "steps": [1, 3], "topk": [1, 2, 3], "tokens": [2, 4, 6], "context": 20, "warmup": 0, "cycles": 1, "repeats": 2,
+    },
     "benchmark": {
         "workloads": {"eval": {**EVAL, "num_prompts": 8, "max_new_tokens": ROOM}},
         "checkpoints": ["e003"], "trees": ["t3_1_4", "t3_2_6"],
@@ -84,9 +96,9 @@ def one_row(project: Path, split: str, number: int, rng: random.Random) -> dict[
         for i, size in enumerate(shape[0])
     ]
     return {
-        "id": f"{split}.{number}", "source_row": number, "verdict": "ok", "temperature": 0.0, "prompt_ids": ids.tolist(),
-        "answer_ids": [rng.randrange(7, 80) for _ in range(rng.randrange(5, 14))], "finish_reason": "stop",
-        "images": paths or None,
+        "id": f"{split}.{number}", "source_row": number, "verdict": "ok", "temperature": 0.0, "top_p": None,
+        "prompt_ids": ids.tolist(), "answer_ids": [rng.randrange(7, 80) for _ in range(rng.randrange(5, 14))],
+        "finish_reason": "stop", "images": paths or None,
     }  # fmt: skip
 
 
@@ -213,6 +225,10 @@ def test_a_draft_is_trained_replayed_and_decoded(made: Path, once: dict[str, byt
             (known,) = replayed.filter(steps=steps, topk=topk, tokens=tokens).to_dicts()
             assert known["accepted"] == sum(r["accepted"] for r in cell["prompts"])
             assert known["cycles"] == sum(r["cycles"] for r in cell["prompts"])
+        inside = pl.read_csv("results/replay/e003.inside.csv", infer_schema_length=None).filter(by="row")
+        assert [inside[k].sum() for k in ("cycles", "accepted")] == [known[k] for k in ("cycles", "accepted")]
+        time_trees.main("e000")
+        assert len(json.loads(Path("results/cost/torch-e000.json").read_text())["grid"]) == 11
     log = json.loads((made / "results/train/e003.json").read_text())["epochs"]
     assert log[-1]["loss"] < log[0]["loss"]
 

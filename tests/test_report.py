@@ -15,13 +15,16 @@ import pytest
 from ruamel.yaml import YAML
 
 from stages import params, report
-from stages.formats import atomic, cell, joined, replays, served
+from stages.formats import atomic, cell, cost, joined, replays, served
+from tests import costs
 from tests.conftest import EVAL, edit_params
 from tests.served_cells import FINGERPRINT, point, sweep
 from tests.served_cells import made_up as served_cell
 
 ROOT = Path(__file__).parent.parent
 Row = dict[str, Any]
+PLOTS = 6
+INSIDE = 4  # more, of what happens inside trees, where any was looked into
 
 
 @pytest.fixture
@@ -50,8 +53,11 @@ def make_up_results(p: params.Params) -> None:
             rate = (tau - 1) / tree.num_steps
             shape = tree.num_steps, tree.topk, tree.num_draft_tokens
             counted = 900, round(900 * (tau - 1)), tree.num_steps - 0.5, " ".join(["0.8"] * tree.num_steps)
-            lines.append(",".join(map(str, (checkpoint, *shape, tau, tau - 0.1, tau + 0.1, rate, *counted))))
+            lines.append(
+                ",".join(map(str, (checkpoint, *shape, tau, tau - 0.1, tau + 0.1, rate, *counted, tau, "", 0.0, "")))
+            )
         atomic.write_text(Path(f"results/replay/{checkpoint}.csv"), "\n".join(lines) + "\n")
+        replays.write_inside(checkpoint, [])
         epochs = [
             {
                 "epoch": e,
@@ -63,8 +69,24 @@ def make_up_results(p: params.Params) -> None:
         ]
         done = {"checkpoint": checkpoint, "from": segment.from_, "epochs": epochs, "seconds": 12.5}
         atomic.write_json(Path(f"results/train/{checkpoint}.json"), done)
+    cost.write(costs.made_up(model=p.target.model))
     for stage, (name, _) in report.REPORTS.items():
         atomic.write_json(Path(f"results/{name}.json"), _made_up_report(stage))
+
+
+def made_up_inside(trees: list[params.Tree]) -> list[Row]:
+    """Buckets that could be true: 60 cycles a tree, half of what is promised is kept."""
+    buckets = {
+        "row": ("q1.0", "q2.0"), "context": ("64-96", "96-128"), "answer": ("0-8", "8-12"), "after": ("digits", "letters"),
+        "token": ("digits", "structure"), "sibling": ("1", "2", "3"), "chance": ("0.01-0.02", "0.9-1"),
+    }  # fmt: skip
+    return [
+        {"tree": tree.name, "by": what, "bucket": bucket, "cycles": "" if what in ("sibling", "chance") else 30}
+        | {"nodes": 30 * (tree.num_draft_tokens - 1), "promised": 80.0, "accepted": 40}
+        for tree in trees
+        for what, names in buckets.items()
+        for bucket in names
+    ]
 
 
 def _made_up_cell(chance: random.Random, workload: str, checkpoint: str, tree: params.Tree, skill: float) -> Row:
@@ -86,7 +108,7 @@ def _made_up_cell(chance: random.Random, workload: str, checkpoint: str, tree: p
     return {
         "workload": workload, "checkpoint": checkpoint, "tree": tree.name, "num_steps": tree.num_steps, "topk": tree.topk,
         "num_draft_tokens": tree.num_draft_tokens, "engine": "torch", "definitions": cell.DEFINITIONS, "temperature": 0.0,
-        "metrics": metrics, "histogram": [round(360 * s / sum(shares)) for s in shares],
+        "top_p": 1.0, "top_k": None, "metrics": metrics, "histogram": [round(360 * s / sum(shares)) for s in shares],
         "prompts": [prompt | {"id": f"row{i}.0"} for i in range(prompts)],
         "hardware": {"cpu": "Made-up CPU, 2 cores", "system": "Linux", "python": "3.11.9"},
         "versions": {"torch": "2.13.0", "transformers": "5.23.0"}, "seconds": 3.4, "seed": 0,
@@ -182,6 +204,43 @@ def test_replayed_tau_stands_beside_the_served_one_where_the_grid_has_the_tree(m
     assert replayed[other, "t8_2_16"] == line.split(",")[4]
 
 
+def test_cells_above_temperature_0_stand_beside_the_replay_of_answers_drawn_alike(
+    made_up: params.Params, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their answers are drawn, so none is held against plain decoding's; the best checkpoint is that of temperature 0."""
+    checkpoint, tree = made_up.benchmark.checkpoints[0], params.Tree.parse("t8_2_16")
+    place = replays.path(checkpoint)
+    report.main()
+    best = json.loads(report.METRICS.read_text())["checkpoints"]
+    hot = [row | {"tau": row["tau"] - 0.5, "temperature": 0.7, "top_p": 0.9} for row in replays.read(checkpoint)]
+    replays.write(place, [*replays.read(checkpoint), *hot])
+    found = cell.read("eval", checkpoint, tree.name)
+    cold = next(r["tau"] for r in replays.read(checkpoint) if _shape(r) == tree)
+    drawn = {"temperature": 0.7, "top_p": 0.9, "metrics": found["metrics"] | {"identical_share": None}}
+    taus = {}
+    for name, how in (("greedy", {}), ("drawn", drawn), ("otherwise", drawn | {"top_p": 1.0})):
+        cell.write(found | how)
+        report.main()
+        (line,) = (r for r in _lines(report.BENCHMARK) if (r["checkpoint"], r["tree"]) == (checkpoint, tree.name))
+        taus[name] = line["replay_tau"], line["identical_share"]
+        assert json.loads(report.METRICS.read_text())["identical_share_min"] == 1.0
+    assert taus == {"greedy": (str(cold), "1.0"), "drawn": (str(cold - 0.5), ""), "otherwise": ("", "")}
+    table = capsys.readouterr().out.rsplit("e003, the best", 1)[-1]
+    assert any(line.endswith("–") and line.startswith("8_2_16") for line in table.splitlines())
+    for name, now in json.loads(report.METRICS.read_text())["checkpoints"].items():
+        assert now["mean_replay_tau"] == best[name]["mean_replay_tau"]
+    for name in made_up.benchmark.checkpoints:
+        for other in made_up.benchmark.trees:
+            cell.write(cell.read("eval", name, other) | drawn)
+    report.main()
+    assert json.loads(report.METRICS.read_text())["identical_share_min"] is None
+    assert "same answers as plain" not in report.PAGE.read_text()
+
+
+def _shape(row: Row) -> params.Tree:
+    return params.Tree(num_steps=row["steps"], topk=row["topk"], num_draft_tokens=row["tokens"])
+
+
 def test_the_best_checkpoint_is_the_one_with_the_highest_mean_replayed_tau(made_up: params.Params) -> None:
     report.main()
     metrics = json.loads(report.METRICS.read_text())
@@ -265,7 +324,7 @@ def test_the_page_needs_nothing_from_elsewhere(made_up: params.Params) -> None:
     report.main()
     page = report.PAGE.read_text()
     assert not re.search(r"https?:|//[a-z]|<script|<link|<img|@import|url\((?!#)", page)
-    assert page.count("<svg") == 4
+    assert page.count("<svg") == PLOTS
     assert "#0101" not in page
     for word in ("Tree_structure", "prefill_latency (s)", "spec_accept_rate (%)", "e2e_latency (s)", "compress ratio"):
         assert word in re.sub(r"<[^>]+>", "", page)
@@ -296,6 +355,7 @@ def test_published_numbers_stand_beside_ours_where_target_and_tree_agree(made_up
         .replace("model: builtin/weather-tiny ", "model: meta-llama/Llama-3.1-8B-Instruct ")
     )
     Path("params.yaml").write_text(text)
+    cost.write(costs.made_up(model="meta-llama/Llama-3.1-8B-Instruct"))
     report.main()
     page = re.sub(r"<[^>]+>", "|", report.PAGE.read_text())
     assert "Beside what was published" in page and "EAGLE-3, the paper" in page and "https:" not in page
@@ -333,7 +393,25 @@ def test_one_checkpoint_alone_has_no_duel(made_up: params.Params) -> None:
     )
     Path("params.yaml").write_text(text)
     report.main()
-    assert report.PAGE.read_text().count("<svg") == 3
+    assert report.PAGE.read_text().count("<svg") == PLOTS - 1
+
+
+def test_what_happens_inside_trees_is_shown_where_any_was_looked_into(made_up: params.Params) -> None:
+    report.main()
+    assert "Inside some trees" not in report.PAGE.read_text()
+    for name in made_up.replay_trees.checkpoints:
+        replays.write_inside(name, made_up_inside(made_up.replay_trees.watched()))
+    report.main()
+    page = report.PAGE.read_text()
+    assert page.count("<svg") == PLOTS + INSIDE and "#0303" not in page
+    said = re.sub(r"(\s|<[^>]+>)+", " ", page)
+    assert "Inside some trees" in said and "8_1_9 (8_1_8) 60 2.33 8 2.67 1.33 0.50 33% → 33%" in said
+
+
+def test_a_replay_without_its_cycles_is_named(made_up: params.Params) -> None:
+    replays.inside_path("e003").unlink()
+    with pytest.raises(ValueError, match=r"e003\.inside\.csv not found; run: dvc repro -f -s replay_trees@e003"):
+        report.main()
 
 
 # Served cells
@@ -450,7 +528,7 @@ def test_a_sweep_says_when_not_to_speculate(made_up: params.Params) -> None:
     report.main()
     page = report.PAGE.read_text()
     said = words(page)
-    assert page.count("<svg") == 4 + 3  # of each tree and of the best of both
+    assert page.count("<svg") == PLOTS + 3 + 1  # of each tree and of the best of both; predicted against measured
     assert "Slower than plain decoding at 2 of 6 loads (tokens × at once): 16 x 64, 64 x 64." in said
     at = re.search(
         r"5_1_6 \(5_1_5\) · sweep.*?Answers of 64 tokens: faster up to a concurrency of ([\d.]+), slower beyond", said
@@ -489,6 +567,7 @@ def test_without_torch_cells_the_report_shows_what_was_served(
 
 def test_published_numbers_stand_beside_served_ones_of_the_same_load(made_up: params.Params) -> None:
     edit_params(Path(), {"target": {"model": "Qwen/Qwen3-Coder-30B-A3B-Instruct"}})
+    cost.write(costs.made_up(model="Qwen/Qwen3-Coder-30B-A3B-Instruct"))
     serve({"code": {**EVAL, "max_new_tokens": 1024, "concurrency": [32, 64], "repeats": 2}})
     edit_params(Path(), {"benchmark_served": {"trees": ["t5_8_32"]}})
     served.write(served_cell("code", points=sweep([1024], [32, 64], lambda tokens, cap: 0.02, repeats=2)))
@@ -545,8 +624,9 @@ def test_where_nothing_is_trained_the_page_has_no_curves(made_up: params.Params)
         Path(f"results/train/{kind}.json").unlink()
     for tree in made_up.benchmark.trees:
         cell.write(cell.read("eval", "e009", tree) | {"checkpoint": "theirs"})
-    text = Path("results/replay/e009.csv").read_text().replace("e009", "theirs")
-    atomic.write_text(Path("results/replay/theirs.csv"), text)
+    for kind in (".csv", ".inside.csv"):
+        text = Path(f"results/replay/e009{kind}").read_text().replace("e009", "theirs")
+        atomic.write_text(Path(f"results/replay/theirs{kind}"), text)
     whole = YAML(typ="safe").load(Path("params.yaml").read_text())
     whole["train_draft"]["checkpoints"] = {}
     whole["import_draft"]["checkpoints"] = {"theirs": {"model": "someone/theirs", "revision": None, "rope_theta": None}}

@@ -126,12 +126,12 @@ RERUNS = [
     Row(
         "init_draft.window",
         sets(init_draft={"window": 2048}),
-        "init_draft check_overfit train_draft@* replay_trees@* benchmark@* benchmark_served@* report",
+        "init_draft check_overfit train_draft@* replay_trees@* time_trees@* benchmark@* benchmark_served@* report",
     ),
     Row(
         "draft_configs/theta_10000.json",
         comments("draft_configs/theta_10000.json"),
-        "init_draft check_overfit train_draft@* replay_trees@* benchmark@* benchmark_served@* report",
+        "init_draft check_overfit train_draft@* replay_trees@* time_trees@* benchmark@* benchmark_served@* report",
     ),
     Row(
         "train_draft.learning_rate",
@@ -140,6 +140,9 @@ RERUNS = [
         back="",
     ),
     Row("replay_trees.topk: another one", sets(replay_trees={"topk": adds(7)}), "replay_trees@* report"),
+    Row("replay_trees.inside: another one", sets(replay_trees={"inside": adds("t2_2_4")}), "replay_trees@* report"),
+    Row("time_trees.topk: another one", sets(time_trees={"topk": adds(7)}), "time_trees@* report"),
+    Row("time_trees.checkpoints: add e009", sets(time_trees={"checkpoints": adds("e009")}), "time_trees@e009 report"),
     Row(
         "benchmark.workloads: more prompts",
         sets(benchmark={"workloads": {"eval": {"num_prompts": 13}}}),
@@ -183,11 +186,15 @@ RERUNS = [
     Row("fix_data.eval_share", sets(fix_data={"eval_share": lambda old: old / 2}), "* -prepare_target"),
     Row("fix_data.raw: another row", adds_row, "* -prepare_target"),
     Row("fix_data.raw: a dataset of the hub", names_a_dataset, "* -prepare_target"),
-    Row("stages/drafting/decode.py: a comment", comments("stages/drafting/decode.py"), "benchmark@* report"),
+    Row(
+        "stages/drafting/decode.py: a comment",
+        comments("stages/drafting/decode.py"),
+        "time_trees@* benchmark@* report",
+    ),
     Row(
         "stages/drafting/tree.py: a comment",
         comments("stages/drafting/tree.py"),
-        "replay_trees@* benchmark@* report",
+        "replay_trees@* time_trees@* benchmark@* report",
         back="",
     ),
     Row(

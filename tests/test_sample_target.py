@@ -134,7 +134,8 @@ def test_the_load_generator_reads_the_stream_of_a_real_server(real: dict[str, An
             return [await http.ask(body) for body in bodies]
 
     asks = [
-        load.Ask(str(n), b["messages"], b["max_tokens"], b["temperature"], 1.0, False) for n, b in enumerate(bodies)
+        load.Ask(str(n), b["messages"], b["max_tokens"], b["temperature"], 1.0, None, False)
+        for n, b in enumerate(bodies)
     ]
     found = asyncio.run(
         load.run(url, model, asks, load.Arrivals(math.inf, 1, 0), 60.0, asks[:1], "benchmark_served.server")

@@ -34,7 +34,9 @@ def test_the_table_has_a_row_for_every_cell(small_run: Path) -> None:
 
 def test_replay_equals_live_decoding_as_integers(small_run: Path) -> None:
     """Cells decode every prompt of the eval split here, so accepted drafts and cycles must be replay's own."""
-    replayed = {(r["steps"], r["topk"], r["tokens"]): r for r in table(small_run / "results/replay/e003.csv")}
+    rows = table(small_run / "results/replay/e003.csv")
+    assert [r["temperature"] for r in rows] == ["0.0"] * (len(rows) // 2) + ["0.7"] * (len(rows) // 2)
+    replayed = {(r["steps"], r["topk"], r["tokens"]): r for r in rows if r["temperature"] == "0.0"}
     for name in SMALL["benchmark"]["trees"]:
         cell = json.loads((small_run / f"results/cells/eval-e003-{name}.json").read_text())
         live = (sum(p["cycles"] for p in cell["prompts"]), sum(p["accepted"] for p in cell["prompts"]))
@@ -45,6 +47,17 @@ def test_replay_equals_live_decoding_as_integers(small_run: Path) -> None:
         shares = [f"{here / ahead:.4f}" for ahead, here in itertools.pairwise(least) if ahead]
         assert row["acceptance"].split() == shares
         assert cell["histogram"] and sum(i * n for i, n in enumerate(cell["histogram"])) == live[1]
+
+
+def test_inside_a_replay_every_answer_is_what_was_decoded_live(small_run: Path) -> None:
+    cell = json.loads((small_run / "results/cells/eval-e003-t8_2_16.json").read_text())
+    live = {p["id"]: (p["cycles"], p["accepted"]) for p in cell["prompts"]}
+    rows = [r for r in table(small_run / "results/replay/e003.inside.csv") if r["tree"] == "t8_2_16"]
+    assert {r["bucket"]: (int(r["cycles"]), int(r["accepted"])) for r in rows if r["by"] == "row"} == live
+    for what in {r["by"] for r in rows}:
+        assert sum(int(r["accepted"]) for r in rows if r["by"] == what) == sum(
+            accepted for _, accepted in live.values()
+        )
 
 
 def test_rows_add_up_at_every_stage(small_run: Path) -> None:

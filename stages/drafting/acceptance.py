@@ -23,7 +23,8 @@ def interval(
     counts = np.random.default_rng(seed).multinomial(
         prompts, np.full(prompts, 1 / prompts), size=samples
     )  # [samples, P]
-    flat_accepted, flat_cycles = accepted.reshape(prompts, -1), cycles.reshape(prompts, -1)
+    # As float64, in which such sums are exact: of integers, products are many times slower.
+    counts, flat_accepted, flat_cycles = (x.astype(float).reshape(len(x), -1) for x in (counts, accepted, cycles))
     drawn_cycles = np.maximum(counts @ flat_cycles, 1)
     low, high = np.quantile((counts @ flat_accepted + drawn_cycles) / drawn_cycles, [0.025, 0.975], axis=0)
     return low.reshape(cycles.shape[1:]), high.reshape(cycles.shape[1:])

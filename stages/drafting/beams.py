@@ -15,7 +15,7 @@ from torch import Tensor
 from stages.drafting.blocks import WIDTHS, kernels, together
 from stages.drafting.draft import Draft
 from stages.drafting.kernels_torch import saw
-from stages.drafting.tree import Candidates
+from stages.drafting.tree import Candidates, pool
 
 
 class Beams:
@@ -64,7 +64,7 @@ class Beams:
         state, logits = self._finish(mixed[last], fused[last], query[last], *cache, nobody, 0)
 
         beam, ids = (x[0] for x in k.best(logits, topk, semantics))  # [K]
-        count = topk + (steps - 1) * topk * topk
+        count = pool(steps, topk)
         found = Candidates(
             torch.empty(1, count, dtype=torch.float32, device=device),
             *torch.empty(2, 1, count, dtype=torch.int64, device=device),

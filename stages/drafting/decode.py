@@ -1,7 +1,8 @@
-"""The torch engine: plain and speculative greedy decoding of one prompt at a time, by the same machinery.
+"""The torch engine: plain and speculative decoding of one prompt at a time, greedy or sampled, by the same machinery.
 
 Both are generators of `Step`s, so that the caller holds the clock: the first is the token from prefill, each later one
-what a decoding step (plain) or a verify cycle (speculative) commits. In float32 both yield the same tokens.
+what a decoding step (plain) or a verify cycle (speculative) commits. In float32 both yield the same tokens, sampled ones
+too: what is drawn depends on the seed and the token's place alone (drafting/sampling.py).
 
 A cycle stands at "tokens up to n are in the cache, token n is the bonus token":
 
@@ -38,6 +39,7 @@ from stages.drafting.cache import Store, shapes, sliding_window
 from stages.drafting.draft import Draft, first_state, in_sight
 from stages.drafting.expand import expand
 from stages.drafting.graphs import Graphs, Mail, unused
+from stages.drafting.sampling import Chooser, Sampling, numbers
 from stages.drafting.target import Pictures, capture, entered, look, pixels, sees
 
 ROOMS = 256  # tokens; room is taken in whole multiples, so that few prompts ask for another
@@ -62,6 +64,7 @@ class Stand(NamedTuple):
 
     length: Tensor  # [1] n: tokens in the cache
     count: Tensor  # [1] rows that the last cycle verified, of R
+    said: Tensor  # [1] tokens of the answer so far: the place of the next
     tokens: Tensor  # [R] the token after each; that of the last is the bonus token
     features: Tensor  # [R, 3H]
     turns: Tensor  # [R], or [R, 3]: what turns the draft's queries and keys of these rows
@@ -76,6 +79,7 @@ class Room:
     size: int  # tokens
     places: Tensor  # [size] 0, 1, 2, ...
     yes: Tensor  # [1, size] bool, all true
+    numbers: Tensor  # [size] float64: what the answer's tokens are drawn by
     store: Store
     draft_keys: Tensor  # [1, size, G, E]
     draft_values: Tensor
@@ -142,9 +146,15 @@ class Engine:
         (embeds, positions), shift = given[0], int(view.positions.max()) + 1 - count
         return Begun(out.last_hidden_state[0, -1:], embeds, positions, shift)
 
-    def _choose(self, hidden: Tensor) -> Tensor:
-        """The target's greedy choice [M] after each hidden state [M, H]."""
-        return (hidden @ self.head.T).argmax(-1)
+    def _chooser(self, room: Room, sampling: Sampling | None, max_new_tokens: int) -> Chooser:
+        """What chooses the answer's tokens, by numbers that lie where a recorded pass finds them."""
+        if sampling is not None:
+            room.numbers[:max_new_tokens] = numbers(sampling.seed, max_new_tokens)
+        return Chooser(sampling, room.numbers)
+
+    def _choose(self, chooser: Chooser, hidden: Tensor, places: Tensor) -> Tensor:
+        """The target's choice [M] after each hidden state [M, H], as token number places [M] of the answer."""
+        return chooser.choose(hidden @ self.head.T, places)
 
     @torch.inference_mode()
     def margin(self, prompt: list[int], said: list[int], pictures: Pictures | None = None) -> float:
@@ -163,16 +173,20 @@ class Engine:
         return first - second
 
     @torch.inference_mode()
-    def plain(self, prompt: list[int], max_new_tokens: int, pictures: Pictures | None = None) -> Iterator[Step]:
-        """Autoregressive decoding: one token a step, until an end token or `max_new_tokens`."""
+    def plain(
+        self, prompt: list[int], max_new_tokens: int, pictures: Pictures | None = None, sampling: Sampling | None = None
+    ) -> Iterator[Step]:
+        """Autoregressive decoding: one token a step, until an end token or `max_new_tokens`. Without `sampling`, greedy."""
         with self._room(len(prompt) + max_new_tokens, self.ahead) as room:
+            chooser = self._chooser(room, sampling, max_new_tokens)
             begun = self._prefill(room, prompt, pictures)
-            stand = self._stand(room, 1, begun)
+            stand = self._stand(room, 1, begun, chooser)
 
             def step(seen: int) -> None:
-                self._plain_step(room, stand, seen)
+                self._plain_step(room, stand, chooser, seen)
 
-            yield from self._steps(room, stand, "plain", step, 1, len(prompt), max_new_tokens)
+            key = "plain", chooser.kind
+            yield from self._steps(room, stand, key, step, 1, len(prompt), max_new_tokens)
 
     @torch.inference_mode()
     def speculative(
@@ -183,24 +197,29 @@ class Engine:
         topk: int,
         num_draft_tokens: int,
         pictures: Pictures | None = None,
+        sampling: Sampling | None = None,
     ) -> Iterator[Step]:
-        """Draft, verify, accept: each step after the first is one cycle.
+        """Draft, verify, accept: each step after the first is one cycle. Without `sampling`, greedy.
 
-        What passes an end token or the length limit is cut off, so the last cycle may come without its bonus token.
+        What passes an end token or the length limit is cut off, so the last cycle may come without its bonus token. Raises
+        ValueError for a tree that can't be built, before the first token.
         """
         assert self.draft is not None
+        trees.check(num_steps, topk, num_draft_tokens, self.draft.config.draft_vocab_size)
         rows, shape = num_steps + 1, (num_steps, topk, num_draft_tokens)
         spare = max(rows, num_draft_tokens, (num_steps - 1) * topk) + self.ahead * rows
         with self._room(len(prompt) + max_new_tokens, spare) as room:
+            chooser = self._chooser(room, sampling, max_new_tokens)
             with capture(self.model, self.feature_layers) as caught:
                 begun = self._prefill(room, prompt, pictures)
-            stand = self._stand(room, rows, begun)
+            stand = self._stand(room, rows, begun, chooser)
             self._enter(room, stand, begun, torch.cat(caught, dim=-1)[0])
 
             def cycle(seen: int) -> None:
-                self._cycle(room, stand, shape, seen)
+                self._cycle(room, stand, shape, chooser, seen)
 
-            yield from self._steps(room, stand, shape, cycle, num_draft_tokens, len(prompt), max_new_tokens)
+            key = shape, chooser.kind
+            yield from self._steps(room, stand, key, cycle, num_draft_tokens, len(prompt), max_new_tokens)
 
     def _steps(
         self, room: Room, stand: Stand, key: Hashable, work: Callable[[int], None], width: int, count: int, most: int
@@ -260,6 +279,7 @@ class Engine:
             size,
             torch.arange(size, device=self.device),
             torch.ones(1, size, dtype=torch.bool, device=self.device),
+            torch.zeros(size, dtype=torch.float64, device=self.device),
             Store(self.shapes, size, self.model.dtype, self.device, last=not self.records),
             like.new_zeros(1, size, groups, width),
             like.new_zeros(1, size, groups, width),
@@ -277,14 +297,15 @@ class Engine:
                 "lower benchmark.workloads.*.max_new_tokens, use shorter prompts, or end what else runs there"
             )
 
-    def _stand(self, room: Room, rows: int, begun: Begun) -> Stand:
-        """Behind the prompt, which was all verified; the draft has its last row still to read."""
+    def _stand(self, room: Room, rows: int, begun: Begun, chooser: Chooser) -> Stand:
+        """Behind the prompt, which was all verified, and the answer's first token; the draft has its last row still to read."""
         if rows not in room.stands:
             whole = {"dtype": torch.int64, "device": self.device}
             axes = () if self.draft is None or self.draft.axes is None else (3,)
             room.stands[rows] = Stand(
                 length=torch.zeros(1, **whole),
                 count=torch.zeros(1, **whole),
+                said=torch.zeros(1, **whole),
                 tokens=torch.zeros(rows, **whole),
                 features=torch.zeros(rows, 3 * self.embedding.shape[1], dtype=self.model.dtype, device=self.device),
                 turns=torch.zeros(rows, *axes, **whole),
@@ -294,7 +315,8 @@ class Engine:
         stand = room.stands[rows]
         stand.length.fill_(begun.embeds.shape[1])
         stand.count.fill_(1)
-        stand.tokens[:1] = self._choose(begun.hidden)
+        stand.tokens[:1] = self._choose(chooser, begun.hidden, stand.said.zero_())
+        stand.said.fill_(1)
         stand.shift.fill_(begun.shift)
         return stand
 
@@ -317,13 +339,14 @@ class Engine:
         room.draft_values.index_copy_(1, places, values)
         return fused
 
-    def _plain_step(self, room: Room, stand: Stand, seen: int) -> None:
+    def _plain_step(self, room: Room, stand: Stand, chooser: Chooser, seen: int) -> None:
         hidden, _ = self._verify(room, stand, stand.tokens, stand.length, room.yes[:, :1], seen, [])
-        stand.tokens.copy_(self._choose(hidden))
+        stand.tokens.copy_(self._choose(chooser, hidden, stand.said))
         stand.length.add_(1)
+        stand.said.add_(1)
         stand.told[1:].copy_(stand.tokens)
 
-    def _cycle(self, room: Room, stand: Stand, shape: tuple[int, int, int], seen: int) -> None:
+    def _cycle(self, room: Room, stand: Stand, shape: tuple[int, int, int], chooser: Chooser, seen: int) -> None:
         """One cycle, on the device alone."""
         steps, topk, width = shape
         tree, ids = self._grow(room, stand, steps, topk, width, room.size if self.records else seen - width)
@@ -331,7 +354,7 @@ class Engine:
         hidden, streams = self._verify(
             room, stand, ids, stand.length + tree.depths[0], sees[0], seen, self.feature_layers
         )
-        choices = self._choose(hidden)
+        choices = self._choose(chooser, hidden, stand.said + tree.depths[0])
         path, count = trees.accept(tree, sees, choices[None], steps)
         path = path[0]  # [R]
 
@@ -342,6 +365,7 @@ class Engine:
         stand.tokens.copy_(choices[path])  # what the target chose after a node is the next node's token
         stand.count.copy_(count)
         stand.length.add_(count)
+        stand.said.add_(count)
         stand.told.copy_(torch.cat([count - 1, stand.tokens]))
 
     def _grow(

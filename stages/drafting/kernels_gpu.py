@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from stages.drafting.tree import Candidates
+from stages.drafting.tree import Candidates, level
 
 KEYS = 64  # of a block
 PROGRAMS = 256  # about two for each multiprocessor
@@ -339,7 +339,7 @@ def join(
     new_numbers, new_tokens, slots = torch.empty(3, topk, dtype=torch.int64, device=beam.device)
     _join[(1,)](
         beam, numbers, sees.view(torch.uint8), chances, ids, d2t, found.scores, found.tokens, found.parents, new,
-        new_numbers, new_sees.view(torch.uint8), new_tokens, slots, topk + (step - 1) * topk * topk, nodes, step * topk,
+        new_numbers, new_sees.view(torch.uint8), new_tokens, slots, level(step, topk)[0], nodes, step * topk,
         topk, triton.next_power_of_2(topk * topk), triton.next_power_of_2(nodes), semantics == "eagle", num_warps=1,
     )  # fmt: skip
     return new, new_numbers, new_sees, new_tokens, slots

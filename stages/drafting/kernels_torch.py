@@ -86,7 +86,7 @@ def mix(
 
 def best(logits: Tensor, topk: int, semantics: str) -> tuple[Tensor, Tensor]:
     """logits [M, D] -> what each of the K best tokens adds to a path's score [M, K] float32, and those draft ids [M, K]."""
-    return trees.first_step(trees.SEMANTICS[semantics].chances(logits.float()), topk)
+    return trees.best(trees.SEMANTICS[semantics].chances(logits.float()), topk)
 
 
 def join(
@@ -101,16 +101,13 @@ def join(
     semantics: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The successors are candidates, the best K of them the next beam: its scores, numbers, sees, tokens, and old slots."""
-    topk = len(beam)
-    scores, places, new, best_places = trees.next_step(beam[None], chances[None], trees.SEMANTICS[semantics].join)
-    rows = torch.arange(topk, device=beam.device).repeat_interleave(topk)
-    kinds = ids.flatten()[rows * topk + places[0]]  # the successors come sorted: next_step leaves them where they are
-    first = topk + (step - 1) * topk * topk
-    here = slice(first, first + topk * topk)
-    found.scores[0, here], found.tokens[0, here] = scores[0], kinds + d2t[kinds]
-    found.parents[0, here] = numbers.repeat_interleave(topk)
-    slots = best_places[0] // topk
-    return new[0], first + best_places[0], saw(sees[slots], step), found.tokens[0, here][best_places[0]], slots
+    topk, kinds = len(beam), ids.flatten()
+    scores, new, places = trees.next_step(beam[None], chances[None], trees.SEMANTICS[semantics].join)
+    first, end = trees.level(step, topk)
+    found.scores[0, first:end], found.tokens[0, first:end] = scores[0], kinds + d2t[kinds]
+    found.parents[0, first:end] = numbers.repeat_interleave(topk)
+    slots = places[0] // topk
+    return new[0], first + places[0], saw(sees[slots], step), found.tokens[0, first:end][places[0]], slots
 
 
 def saw(sees: Tensor, step: int) -> Tensor:

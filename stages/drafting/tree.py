@@ -28,18 +28,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+FEW, SMALL = 128, 1 << 14  # scores in a row, in all: of fewer, the way that needs no second look is the faster
+
 
 class Semantics(NamedTuple):
     """How a node is scored."""
 
     chances: Callable[[Tensor], Tensor]  # a step's logits [..., D] float32 -> what each token adds to a path's score
     join: Callable[[Tensor, Tensor], Tensor]  # a path's score and that
+    score: Callable[[Tensor], Tensor]  # a path's probability -> its score
 
 
 SEMANTICS = {
-    "sglang": Semantics(partial(torch.softmax, dim=-1), torch.mul),
-    "eagle": Semantics(partial(torch.log_softmax, dim=-1), torch.add),
+    "sglang": Semantics(partial(torch.softmax, dim=-1), torch.mul, torch.clone),
+    "eagle": Semantics(partial(torch.log_softmax, dim=-1), torch.add, torch.log),
 }
+
+
+def level(step: int, topk: int) -> tuple[int, int]:
+    """The candidate numbers of a step, counted from 0: from the first to before the second."""
+    return (topk + (step - 1) * topk * topk if step else 0), topk + step * topk * topk
 
 
 @dataclass
@@ -52,7 +60,7 @@ class Candidates:
 
     def first_steps(self, steps: int, topk: int) -> "Candidates":
         """The same expansion stopped earlier: what `steps` steps would have recorded."""
-        count = topk + (steps - 1) * topk * topk
+        count = pool(steps, topk)
         return Candidates(self.scores[:, :count], self.tokens[:, :count], self.parents[:, :count])
 
 
@@ -66,38 +74,70 @@ class Tree:
     depths: Tensor  # [N, M], the root's is 0
 
 
+def pool(steps: int, topk: int) -> int:
+    """How many candidates an expansion records."""
+    return level(steps - 1, topk)[1]
+
+
+def check(steps: int, topk: int, num_draft_tokens: int, draft_vocab_size: int) -> None:
+    """Raises ValueError for a tree that can't be built, with this draft or any."""
+    name = f"t{steps}_{topk}_{num_draft_tokens}"
+    if min(steps, topk) < 1 or num_draft_tokens < 2:
+        raise ValueError(
+            f"{name}: expected num_steps and topk of 1 or more, and num_draft_tokens of 2 or more (root counted)"
+        )
+    if num_draft_tokens - 1 > (most := pool(steps, topk)):
+        raise ValueError(
+            f"{name} has {num_draft_tokens - 1} nodes under the root, expected at most the topk + (num_steps - 1) * topk**2 = "
+            f"{most} candidates that its expansion records; lower num_draft_tokens to {most + 1} or raise num_steps or topk"
+        )
+    if topk > draft_vocab_size:
+        raise ValueError(
+            f"{name}: topk is {topk}, expected at most {draft_vocab_size}, the tokens of the draft's vocabulary; lower topk"
+        )
+
+
 def best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest of scores [..., C] and their places, by (score descending, place ascending), on any device.
 
-    torch.topk promises nothing about ties. Non-negative floats order as their bits do, negative ones the other way round,
-    so (bits, -place) in one int64 is a unique key with exactly the order we want.
+    torch.topk promises nothing about ties. Of a vocabulary it is asked all the same, since that is the fastest way to the
+    k largest values: where the next one is smaller, they have k places, to be put in order; where it is equal, and among
+    few scores, `_by_keys` finds them.
     """
     assert scores.dtype == torch.float32
+    recorded = scores.is_cuda and torch.cuda.is_current_stream_capturing()  # a device that is can't be asked for ties
+    if scores.shape[-1] <= max(k, FEW) or scores.numel() <= SMALL or recorded:
+        places = _by_keys(scores, k)
+        return torch.gather(scores, -1, places), places
+    values, places = torch.topk(scores, k + 1, dim=-1)
+    tied = values[..., k - 1] == values[..., k]
+    places = places[..., :k].sort(dim=-1).values
+    by_score = (torch.gather(scores, -1, places) + 0.0).sort(dim=-1, descending=True, stable=True).indices
+    places = torch.gather(places, -1, by_score)
+    if bool(tied.any()):
+        places[tied] = _by_keys(scores[tied], k)
+    return torch.gather(scores, -1, places), places
+
+
+def _by_keys(scores: Tensor, k: int) -> Tensor:
+    """The places of the k largest [..., K]. Non-negative floats order as their bits do, negative ones the other way round,
+    so (bits, -place) in one int64 is a unique key with exactly the order we want.
+    """
     count = scores.shape[-1]
     bits = (scores + 0.0).contiguous().view(torch.int32).to(torch.int64)  # + 0.0: there is but one zero
     bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     key = (bits << 32) | torch.arange(count - 1, -1, -1, device=scores.device)
-    places = count - 1 - (torch.topk(key, k, dim=-1).values & 0xFFFFFFFF)
-    return torch.gather(scores, -1, places), places
+    return count - 1 - (torch.topk(key, k, dim=-1).values & 0xFFFFFFFF)
 
 
-def first_step(chances: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """chances [N, D] float32 -> scores [N, K] and draft ids [N, K] of step 1's candidates, which are also its beam."""
-    return best(chances, topk)
+def next_step(beam: Tensor, chances: Tensor, join: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """One more step. beam [N, K] scores, chances [N, K, K] float32 of the best K successors of each beam node, best first.
 
-
-def next_step(
-    beam: Tensor, chances: Tensor, join: Callable[[Tensor, Tensor], Tensor]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One more step. beam [N, K] scores, chances [N, K, D] float32 of each beam node's successors.
-
-    Returns the K*K candidates' scores and draft ids [N, K*K] (parent by parent), and the next beam's scores [N, K] and
-    places among them [N, K]; place // K is the parent's slot in the old beam.
+    Returns the K*K candidates' scores [N, K*K] (parent by parent), and the next beam's scores [N, K] and places among
+    them [N, K]; place // K is the parent's slot in the old beam.
     """
-    topk = beam.shape[1]
-    chances, ids = best(chances, topk)  # [N, K, K]
     scores = join(beam[..., None], chances).flatten(1)
-    return scores, ids.flatten(1), *best(scores, topk)
+    return scores, *best(scores, beam.shape[1])
 
 
 def keep(candidates: Candidates, num_draft_tokens: int, steps: int | None = None) -> Tree:

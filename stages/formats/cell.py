@@ -13,21 +13,23 @@ from stages.formats import atomic
 CELLS = Path("results/cells")
 DEFINITIONS = "docs/metrics.md, version 2"
 
-# Every metric a cell must carry; docs/metrics.md defines each. Seconds are the means over prompts.
+# Every metric a cell must carry; docs/metrics.md defines each. Seconds are the means over prompts; `identical_share` is null
+# above temperature 0.
 METRICS = (
     "tau", "tau_low", "tau_high", "accept_rate", "node_accept_rate", "prefill_latency_s", "e2e_latency_s",
     "output_tok_s", "baseline_output_tok_s", "speedup", "speedup_low", "speedup_high", "identical_share",
 )  # fmt: skip
 # One row per answer, of each prompt, turn and repeat (both from 0): counts are integers, `accepted` the drafts accepted in
-# it, `cycles` its verify passes, `divergence_margin` the gap between the target's two best logits where the two answers
-# part, null where they don't, `correct` null where nothing is graded.
+# it, `cycles` its verify passes, `identical` null above temperature 0, `divergence_margin` the gap between the target's two
+# best logits where the two answers part, null where they don't, `correct` null where nothing is graded.
 PROMPT_COLUMNS = (
     "id", "repeat", "turn", "prompt_tokens", "output_tokens", "cycles", "accepted", "identical", "divergence_margin",
     "finish_reason", "correct", "prefill_latency_s", "e2e_latency_s",
     "baseline_output_tokens", "baseline_prefill_latency_s", "baseline_e2e_latency_s", "baseline_correct",
 )  # fmt: skip
 KEYS = (
-    "workload", "checkpoint", "tree", "num_steps", "topk", "num_draft_tokens", "engine", "definitions", "temperature",
+    "workload", "checkpoint", "tree", "num_steps", "topk", "num_draft_tokens", "engine", "definitions", "temperature", "top_p",
+    "top_k",  # null: all
     "metrics", "histogram", "prompts", "hardware", "versions", "seconds", "seed",
     "repeats",  # of each the speeds and the speedup, by the names of METRICS
     "quality",  # {plain, speculative: {graded, correct, accuracy, how}}; null where nothing is graded

@@ -36,7 +36,8 @@ SAMPLED = pl.Schema(
         "prompt_ids": pl.List(pl.Int32),  # through the chat template, up to and with the assistant's header
         "answer_ids": pl.List(pl.Int32),  # the target's own tokens, its end token included unless cut by length
         "finish_reason": pl.String,  # "stop" or "length"; an answer cut by length is not a complete answer
-        "temperature": pl.Float32,
+        "temperature": pl.Float32,  # that it was drawn at; null where the data's own is kept
+        "top_p": pl.Float32,  # and from how much of the distribution; null where nothing was drawn, so at temperature 0 too
         "source_row": pl.Int32,
         "verdict": pl.String,
         "images": pl.List(pl.String),  # of the prompt, in their order, each with its tokens there; null where none

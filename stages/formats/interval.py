@@ -9,11 +9,11 @@ def of_mean(values: Sequence[float], share: float = 0.95) -> tuple[float, float]
     """(low, high); None for fewer than two values, which say nothing of how they scatter."""
     if len(values) < 2:
         return None
-    half = _t(len(values) - 1, share) * stdev(values) / math.sqrt(len(values))
+    half = student(len(values) - 1, share) * stdev(values) / math.sqrt(len(values))
     return fmean(values) - half, fmean(values) + half
 
 
-def _t(freedom: int, share: float) -> float:
+def student(freedom: int, share: float = 0.95) -> float:
     """The t that `share` of Student's distribution lies within, to both sides."""
     low, high = 0.0, 1.0
     while _within(high, freedom) < share:

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from stages.formats import atomic, interval, served
+from stages.formats import atomic, interval, replays, served
 
 Row = dict[str, Any]
 
@@ -45,6 +45,7 @@ class Line:
     row: Row  # a line of results/served.csv; None where nothing is known
     cell: Row  # as in formats/served.py
     point: Row | None  # None where the engine can't run the cell
+    plain: Row | None = None  # the baseline's point of the same load, of a speculative one
 
 
 def read(workloads: Iterable[str], checkpoints: Iterable[str], trees: Iterable[str]) -> list[Row]:
@@ -66,7 +67,7 @@ def _read(workload: str, checkpoint: str | None, tree: str | None) -> Row:
     return found
 
 
-def lines(cells: Iterable[Row], replays: Mapping[str, list[Row]], of_eval: Collection[str]) -> list[Line]:
+def lines(cells: Iterable[Row], replayed: Mapping[str, list[Row]], of_eval: Collection[str]) -> list[Line]:
     """Every point of every cell; `cells` as `read` gives them, `of_eval` the workloads that ask what was replayed."""
     found: list[Line] = []
     baselines: dict[str, Row] = {}
@@ -75,7 +76,7 @@ def lines(cells: Iterable[Row], replays: Mapping[str, list[Row]], of_eval: Colle
             baselines[cell["workload"]] = cell
             found += _plain(cell, cell["points"])
         else:
-            found += _speculative(cell, baselines[cell["workload"]], replays, cell["workload"] in of_eval)
+            found += _speculative(cell, baselines[cell["workload"]], replayed, cell["workload"] in of_eval)
             found += _plain(cell, cell["baseline_points"])
     return found
 
@@ -92,8 +93,8 @@ def _plain(cell: Row, points: list[Row]) -> Iterator[Line]:
         yield Line(row | dict.fromkeys(ACCEPTED) | {"accuracy": _accuracy(point)}, cell, point)
 
 
-def _speculative(cell: Row, baseline: Row, replays: Mapping[str, list[Row]], of_eval: bool) -> Iterator[Line]:
-    replay = _replayed(cell, replays)
+def _speculative(cell: Row, baseline: Row, replayed: Mapping[str, list[Row]], of_eval: bool) -> Iterator[Line]:
+    replay = replays.tau(replayed.get(cell["checkpoint"], []), cell)
     if cell["status"] == served.UNSUPPORTED:
         yield Line(_unmeasured(cell, SPECULATIVE) | {"replay_tau": replay}, cell, None)
         return
@@ -102,7 +103,8 @@ def _speculative(cell: Row, baseline: Row, replays: Mapping[str, list[Row]], of_
     for point in cell["points"]:
         whole = of_eval and cell["temperature"] == 0 and point["max_new_tokens"] == longest
         row = _measured(cell, point, SPECULATIVE) | _beside_replay(point, replay, whole)
-        yield Line(row | _beside_baseline(cell, point, baseline), cell, point)
+        plain = _of_load(point, cell["baseline_points"] or baseline["points"])
+        yield Line(row | _beside_baseline(cell, point, baseline, plain), cell, point, plain)
 
 
 # A line
@@ -141,16 +143,9 @@ def _beside_replay(point: Row, replay: float | None, whole: bool) -> Row:
     return found | {"replay_ratio": ratio, "replay_agrees": agrees}
 
 
-def _replayed(cell: Row, replays: Mapping[str, list[Row]]) -> float | None:
-    shape = cell["num_steps"], cell["topk"], cell["num_draft_tokens"]
-    trees = replays.get(cell["checkpoint"], [])
-    return next((tree["tau"] for tree in trees if (tree["steps"], tree["topk"], tree["tokens"]) == shape), None)
-
-
-def _beside_baseline(cell: Row, point: Row, baseline: Row) -> Row:
-    """Speedup, same answers and accuracies, or the reason why there are none."""
+def _beside_baseline(cell: Row, point: Row, baseline: Row, other: Row | None) -> Row:
+    """Speedup, same answers and accuracies, or the reason why there are none; `other` is the baseline's point."""
     found: Row = {"accuracy": _accuracy(point)}
-    other = _of_load(point, cell["baseline_points"] or baseline["points"])
     if why := _apart(cell, point, baseline, other):
         return found | {"remark": f"not compared: {why}"}
     assert other is not None  # _apart says so

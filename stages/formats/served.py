@@ -13,7 +13,7 @@ RAN, UNSUPPORTED = "ran", "unsupported"
 KEYS = (
     "workload", "checkpoint", "tree", "num_steps", "topk", "num_draft_tokens",  # null of a baseline, but the workload
     "engine", "status", "reason",  # unsupported: what the engine can't do; then there is no point
-    "definitions", "temperature",
+    "definitions", "temperature", "top_p", "top_k",
     "fingerprint",  # what two cells must share to be compared: engine and version, flags but the draft's, prompts, GPU
     "server",  # command: its line; info: what it says of itself
     "memory",  # as MEMORY

@@ -36,8 +36,8 @@ def inline(draw: Callable[[Any], None]) -> Any:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
         draw(axes)
         axes.margins(x=0.03)
-        if axes.get_legend_handles_labels()[1]:
-            axes.legend()
+        if labels := axes.get_legend_handles_labels()[1]:
+            axes.legend(ncols=legend_columns(len(labels)), handlelength=1.5, columnspacing=1)
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Type": None, "Format": None})
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :]
@@ -49,17 +49,32 @@ def inline(draw: Callable[[Any], None]) -> Any:
     return Markup(svg)  # matplotlib has escaped every text in it
 
 
+def legend_columns(series: int) -> int:
+    return 1 + series // 7
+
+
 def _cycle() -> Iterator[str]:
     return itertools.cycle(SERIES)
 
 
-def draw_tokens(axes: Any, trees: list[Row]) -> None:
-    for topk, colour in zip(sorted({t["topk"] for t in trees}), _cycle(), strict=False):
-        mine = [t for t in trees if t["topk"] == topk]
+def styles() -> Iterator[Row]:
+    """How series are told apart: by colour, and where those are used up by their marks and lines too."""
+    for marker, line in itertools.cycle((("o", "-"), ("s", "--"), ("^", ":"))):
+        for colour in SERIES:
+            yield {"color": colour, "marker": marker, "linestyle": line}
+
+
+def draw_tokens(axes: Any, trees: list[Row], steps: int | None = None) -> None:
+    """At the best num_steps of each point, or at `steps`. A topk has its colour whether or not it is drawn."""
+    for topk, style in zip(sorted({t["topk"] for t in trees}), styles(), strict=False):
+        mine = [t for t in trees if t["topk"] == topk and steps in (None, t["steps"])]
         tokens = sorted({t["tokens"] for t in mine})
         best = [max(t["tau"] for t in mine if t["tokens"] == count) for count in tokens]
-        axes.plot(tokens, best, marker="o", color=colour, label=f"topk {topk}")
-    axes.set(xlabel="num_draft_tokens", ylabel="tau, at the best num_steps")
+        if mine:
+            axes.plot(tokens, best, **style, label=f"topk {topk}")
+    axes.set(
+        xlabel="num_draft_tokens", ylabel=f"tau, at {'the best num_steps' if steps is None else f'num_steps {steps}'}"
+    )
 
 
 def draw_duel(axes: Any, best: str, other: str, pairs: list[tuple[float, float, int]]) -> None:

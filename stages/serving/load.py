@@ -38,6 +38,7 @@ class Ask:
     max_tokens: int
     temperature: float
     top_p: float
+    top_k: int | None
     ignore_eos: bool  # answers of max_tokens, whatever they say
     more: dict[str, Any] = field(default_factory=dict)  # of the body, what only this engine knows: image_data
 
@@ -197,20 +198,22 @@ def request(ask: Ask, engine: str, model: str) -> tuple[str, bytes]:
         ValueError: where the engine doesn't take such a request.
     """
     ids = bool(ask.prompt) and isinstance(ask.prompt[0], int)
+    likeliest = {} if ask.top_k is None else {"top_k": ask.top_k}
     if ids and engine == "sglang":
         sampling = {
             "max_new_tokens": ask.max_tokens, "temperature": ask.temperature, "top_p": ask.top_p, "ignore_eos": ask.ignore_eos,
+            **likeliest,
         }  # fmt: skip
         body = {"input_ids": ask.prompt, "sampling_params": sampling, "stream": True, **ask.more}
         return "/generate", orjson.dumps(body)
-    own: dict[str, Any] = {"ignore_eos": ask.ignore_eos}
+    own: dict[str, Any] = {"ignore_eos": ask.ignore_eos, **likeliest}
     if engine == "sglang":
         own["return_spec_tokens_details"] = True  # SGLang of before it (0.5.17) passes it over
     elif engine == "vllm":
         own["return_token_ids"] = True
     else:
-        if ask.ignore_eos or (ids and engine == "transformers"):
-            what = "ignore_eos" if ask.ignore_eos else "token ids as prompts"
+        if ask.ignore_eos or likeliest or (ids and engine == "transformers"):
+            what = "ignore_eos" if ask.ignore_eos else "top_k" if likeliest else "token ids as prompts"
             raise ValueError(
                 f"{ask.id}: expected an engine that takes {what}, found {engine}; ask without, or use sglang or vllm"
             )

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 from stages.drafting.draft import Draft, DraftConfig
@@ -36,14 +37,35 @@ def random_draft(seed: int, scale: float = 0.4, **options: Any) -> tuple[Draft, 
     """A draft whose weights are large enough that its guesses differ, and a target's embedding and head [V, H]."""
     generator = torch.Generator().manual_seed(seed)
     draft = Draft(replace(CONFIG, **options))
-    for parameter in draft.parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        parameter.data = 1 + 0.1 * noise if parameter.ndim == 1 else scale * noise
+    _scatter(draft, scale, generator)
     chosen = torch.randperm(CONFIG.vocab_size, generator=generator)[: CONFIG.draft_vocab_size].sort().values
     draft.d2t.copy_(chosen - torch.arange(len(chosen)))
     draft.t2d[chosen] = True
     tables = torch.randn(2, CONFIG.vocab_size, CONFIG.hidden_size, generator=generator)
     return draft.requires_grad_(False), tables[0], tables[1]
+
+
+def scatter(module: torch.nn.Module, scale: float, seed: int) -> None:
+    """Weights drawn anew, norms near 1."""
+    _scatter(module, scale, torch.Generator().manual_seed(seed))
+
+
+def _scatter(module: torch.nn.Module, scale: float, generator: torch.Generator) -> None:
+    for parameter in module.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data = 1 + 0.1 * noise if parameter.ndim == 1 else scale * noise
+
+
+def small_target(vocab_size: int, seed: int, **more: Any) -> transformers.PreTrainedModel:
+    """A random target as wide as CONFIG, whose next token is far from certain: its answers scatter above temperature 0."""
+    model = transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(
+            vocab_size=vocab_size, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=8, max_position_embeddings=128, tie_word_embeddings=False, **more,
+        )
+    )  # fmt: skip
+    scatter(model, 0.3, seed)
+    return model.eval().requires_grad_(False)
 
 
 def guess(draft: Draft, embedding: Tensor, ids: list[int], features: Tensor, p: int, path: list[int]) -> Tensor:

@@ -16,6 +16,7 @@ from stages.drafting.cache import Store, shapes
 from stages.drafting.decode import Engine
 from stages.drafting.draft import Draft, DraftConfig
 from stages.drafting.graphs import Mail
+from stages.drafting.sampling import Sampling, draw, numbers, probabilities
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -27,7 +28,7 @@ class Played:
     """Stands in for CUDA graphs: fixed shapes, and a pass that leaves no trace when it is recorded."""
 
     def __init__(self, device: torch.device):
-        self.records, self.recorded = True, set[Hashable]()
+        self.records, self.recorded = True, dict[Hashable, Callable[[], None]]()
 
     def run(self, key: Hashable, work: Callable[[], None], changed: list[Tensor]) -> None:
         if key not in self.recorded:
@@ -35,8 +36,8 @@ class Played:
             work()
             for tensor, value in zip(changed, before, strict=True):
                 tensor.copy_(value)
-        self.recorded.add(key)
-        work()
+            self.recorded[key] = work
+        self.recorded[key]()
 
 
 class Posted(Mail):
@@ -115,6 +116,17 @@ def theirs(model: Any, prompt: list[int], room: int = ROOM) -> list[int]:
     return ASKED[asked]
 
 
+def drawn(model: Any, prompt: list[int], how: Sampling) -> list[int]:
+    """An answer token by token, from transformers' forward over the whole text."""
+    ids = list(prompt)
+    for number in numbers(how.seed, ROOM):
+        logits = model(torch.tensor([ids])).logits[:, -1]
+        ids.append(int(draw(probabilities(logits, *how[:3]), number[None])))
+        if ids[-1] == END:
+            break
+    return ids[len(prompt) :]
+
+
 def said(steps: Any) -> list[int]:
     return [token for step in steps for token in step.tokens]
 
@@ -133,6 +145,23 @@ def test_trees_say_what_transformers_says(engine: Engine, model: Any, tree: tupl
         assert all(len(step.tokens) == step.accepted + 1 for step in steps[1:-1])
         accepted += sum(step.accepted for step in steps[1:])
     assert accepted or tree == (1, 1, 2)  # otherwise this could pass with trees that never accept anything
+
+
+def test_drawn_answers_follow_their_own_numbers_and_temperature(engine: Engine, model: Any) -> None:
+    """In turns with others of one engine: a pass that was recorded for one temperature is not played for another."""
+    accepted = 0
+    for seed, (temperature, top_p, top_k) in enumerate(
+        [(0.7, 0.9, 5), (6.0, 1.0, None), (0.7, 0.9, 5), (6.0, 0.8, None)]
+    ):
+        how = Sampling(temperature, top_p, top_k, seed)
+        for prompt in prompts():
+            expected = drawn(model, prompt, how)
+            assert said(engine.plain(prompt, ROOM, sampling=how)) == expected
+            steps = list(engine.speculative(prompt, ROOM, 5, 4, 16, sampling=how))
+            assert said(steps) == expected
+            accepted += sum(step.accepted for step in steps[1:])
+            assert said(engine.speculative(prompt, 7, 5, 4, 16)) == theirs(model, prompt, 7)
+    assert accepted > 5
 
 
 @pytest.mark.parametrize("room", [1, 2, 3, 7])

@@ -258,7 +258,7 @@ def test_replay_says_what_the_live_engine_accepts(run: Run, tree: tuple[int, int
     starts = torch.tensor([r.prompt_length for r in rows])
     ends = torch.tensor([len(r.ids) for r in rows])
     seen = Seen(positions, pictured, visual)
-    a, c, *_ = replay(draft, run.embedding, ids.long(), features, starts, ends, tree[1], [(tree[0], tree[2])], seen)
+    a, c, *_ = replay(draft, run.embedding, ids.long(), features, starts, ends, [tree], seen)
     assert torch.cat([a, c], dim=1).tolist() == live
     assert sum(accepted for accepted, _ in live[:3]) > 15  # a draft that is never accepted would prove nothing
 

@@ -2,13 +2,19 @@
 
 import functools
 import math
+import re
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stages import params
 from stages.drafting import tree
+from stages.drafting.decode import Engine
+from stages.drafting.replay import replay
+from tests.drafting.plain import CONFIG, random_draft, small_target
 
 VOCAB = 5
 
@@ -56,13 +62,15 @@ def enumerate_candidates(
 
 def tensors(kind: str, seed: int, steps: int, topk: int, semantics: str) -> tree.Candidates:
     """The same expansion through stages.drafting.tree, one tree."""
-    beam, ids = tree.first_step(torch.tensor([successors((), kind, seed, semantics)]), topk)
+    beam, ids = tree.best(torch.tensor([successors((), kind, seed, semantics)]), topk)
     paths = [(t,) for t in ids[0].tolist()]
     numbers = list(range(topk))
     scores, tokens, parents = [beam], [ids], [torch.full_like(ids, -1)]
     for step in range(1, steps):
         chances = torch.tensor([[successors(p, kind, seed, semantics) for p in paths]])
-        new_scores, new_ids, beam, places = tree.next_step(beam, chances, tree.SEMANTICS[semantics].join)
+        chances, new_ids = tree.best(chances, topk)
+        new_scores, beam, places = tree.next_step(beam, chances, tree.SEMANTICS[semantics].join)
+        new_ids = new_ids.flatten(1)
         scores.append(new_scores)
         tokens.append(new_ids)
         parents.append(torch.tensor([numbers]).repeat_interleave(topk, dim=1))
@@ -164,6 +172,23 @@ def test_best_breaks_ties_by_place(shape: tuple[int, ...]) -> None:
     assert values.reshape(-1, 4).tolist() == [[row[i] for i in e] for row, e in zip(flat, expected, strict=True)]
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(tree.FEW - 2, 2 * tree.FEW), st.integers(1, 12), st.sampled_from([1, 2, 5, 60]), st.integers(0, 1000)
+)
+def test_best_of_a_vocabulary_breaks_ties_by_place_too(count: int, k: int, kinds: int, seed: int) -> None:
+    """Few different scores among many: the k-th best has equals that are not taken, and torch.topk may take any of them."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.cat([torch.randn(kinds, generator=generator), torch.tensor([0.0, -0.0, -torch.inf, 1e-40])])
+    scores = values[torch.randint(0, len(values), (3, 2, count), generator=generator)]
+    with mock.patch.object(tree, "SMALL", 0):
+        found, places = tree.best(scores, k)
+    rows = scores.reshape(-1, count).tolist()
+    expected = [sorted(range(count), key=lambda i, row=row: (-row[i], i))[:k] for row in rows]
+    assert places.reshape(-1, k).tolist() == expected
+    assert found.reshape(-1, k).tolist() == [[row[i] for i in e] for row, e in zip(rows, expected, strict=True)]
+
+
 def test_products_stay_ordered_when_they_underflow() -> None:
     """Products of tiny chances reach denormals and zero; their bits still order as their values do."""
     scores = torch.tensor([[math.ldexp(1, -149), 0.0, math.ldexp(1, -126), 1.0, 0.0]])
@@ -185,3 +210,33 @@ def test_logarithms_tell_apart_what_products_cannot() -> None:
         for name, chances in by_name.items()
     }
     assert paths["sglang"][0] == paths["sglang"][1] == 0 and paths["eagle"][0] > paths["eagle"][1]
+
+
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [
+        ((2, 2, 8), "t2_2_8 has 7 nodes under the root, expected at most the topk + (num_steps - 1) * topk**2 = 6 candidates"),
+        ((4, 1, 6), "t4_1_6 has 5 nodes under the root, expected at most the topk + (num_steps - 1) * topk**2 = 4 candidates"),
+        ((0, 2, 2), "t0_2_2: expected num_steps and topk of 1 or more"),
+        ((2, 12, 4), "t2_12_4: topk is 12, expected at most 11, the tokens of the draft's vocabulary; lower topk"),
+    ],
+)  # fmt: skip
+def test_a_tree_that_can_not_be_built_is_refused_before_anything_is_computed(shape: tuple, says: str) -> None:
+    """By the engine and by replay alike, with the numbers."""
+    steps, topk, tokens = shape
+    draft, embedding, _ = random_draft(3)
+    with pytest.raises(ValueError, match=re.escape(says)):
+        tree.check(*shape, CONFIG.draft_vocab_size)
+    ids, features = torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 8, 3 * CONFIG.hidden_size)
+    with pytest.raises(ValueError, match=re.escape(says)):
+        replay(draft, embedding, ids, features, torch.tensor([3]), torch.tensor([8]), [(steps, topk, tokens)])
+    engine = Engine(small_target(CONFIG.vocab_size, 1), [], [1, 2, 3], draft)
+    with pytest.raises(ValueError, match=re.escape(says)):
+        next(engine.speculative([1, 2], 5, steps, topk, tokens))
+
+
+def test_the_largest_trees_are_built() -> None:
+    for steps, topk in ((1, 1), (3, 1), (1, 4), (2, 2), (4, 3)):
+        most = tree.pool(steps, topk)
+        assert most == params.candidates(steps, topk)  # what params.yaml is checked against
+        tree.check(steps, topk, most + 1, 11)

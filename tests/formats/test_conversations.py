@@ -38,11 +38,11 @@ FIXED_ROWS = [
 SAMPLED_ROWS = [
     {
         "id": "q7.0", "prompt_ids": [1, 2**31 - 1], "answer_ids": [5], "finish_reason": "stop", "temperature": 0.5,
-        "source_row": 6, "verdict": "clean", "images": ["data/raw/sky.png", "data/raw/sea.png"],
+        "top_p": 0.75, "source_row": 6, "verdict": "clean", "images": ["data/raw/sky.png", "data/raw/sea.png"],
     },
     {
         "id": "a.1", "prompt_ids": [3], "answer_ids": [], "finish_reason": "length", "temperature": 0.0,
-        "source_row": 0, "verdict": "clean", "images": None,
+        "top_p": None, "source_row": 0, "verdict": "clean", "images": None,
     },
 ]  # fmt: skip
 tables = pytest.mark.parametrize(

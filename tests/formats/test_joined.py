@@ -10,8 +10,13 @@ import pytest
 from stages.formats import atomic, cell, interval, joined, served
 from tests.served_cells import FINGERPRINT, Row, made_up, point
 
+GREEDY = {"temperature": 0.0, "top_p": None}
 REPLAYS = {
-    "e009": [{"steps": 5, "topk": 1, "tokens": 6, "tau": 3.0}, {"steps": 8, "topk": 2, "tokens": 16, "tau": 4.0}]
+    "e009": [
+        {"steps": 5, "topk": 1, "tokens": 6, "tau": 3.0} | GREEDY,
+        {"steps": 8, "topk": 2, "tokens": 16, "tau": 4.0} | GREEDY,
+        {"steps": 5, "topk": 1, "tokens": 6, "tau": 2.5, "temperature": 0.7, "top_p": 0.9},
+    ]
 }
 
 
@@ -139,6 +144,20 @@ def test_tau_of_the_eval_split_more_than_a_tenth_away_is_off(tau: float, agrees:
     assert (row["replay_tau"], row["replay_ratio"], row["replay_agrees"]) == (3.0, pytest.approx(tau / 3), agrees)
     assert only(join(baseline, drafted(point(64, 4, 0.01, tau=tau)), of_eval=False))["replay_agrees"] is None
     assert only(join(baseline, drafted(point(64, 4, 0.01, tau=tau), temperature=0.7)))["replay_agrees"] is None
+
+
+@pytest.mark.parametrize(
+    ("how", "tau"),
+    [
+        ({}, 3.0), ({"top_p": 0.5, "top_k": 9}, 3.0), ({"temperature": 0.7, "top_p": 0.9}, 2.5), ({"temperature": 0.7}, None),
+        ({"temperature": 0.7, "top_p": 0.9, "top_k": 9}, None), ({"temperature": 0.8, "top_p": 0.9}, None),
+    ],
+)  # fmt: skip
+def test_a_cell_stands_beside_the_replay_of_answers_that_were_drawn_as_its_own(how: Row, tau: float | None) -> None:
+    """At temperature 0 nothing is drawn, so top-p and top-k say nothing there."""
+    row = only(join(made_up("eval", points=[point(64, 4, 0.02)]), drafted(point(64, 4, 0.01, tau=2.6), **how)))
+    assert row["replay_tau"] == tau
+    assert row["replay_ratio"] == (None if tau is None else pytest.approx(2.6 / tau))
 
 
 def test_answers_cut_short_by_a_sweep_are_not_held_against_the_replay() -> None:

@@ -1,6 +1,7 @@
 """A DVC project of three small stages, for the tests of what runs stages. No torch, no model, under a second a stage."""
 
 import io
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,15 @@ stages:
     deps: [first.csv, middle.py]
     outs: [middle.csv]
 """
+IGNORED = """.scratch/
+*.log
+/first.csv
+/middle.csv
+/results/
+/.dvc/tmp
+/.dvc/cache
+config.local
+"""
 COPIES = {"first": ("raw.csv", "first.csv"), "middle": ("first.csv", "middle.csv")}
 COPIES["last"] = ("middle.csv", "results/benchmark.csv")
 
@@ -42,6 +52,14 @@ class Project:
     def sleeper(self, stage: str, first: str = "") -> None:
         """Let `stage` say its process id and sleep."""
         self.script(stage, f"{first}\nprint('asleep', os.getpid(), flush=True)\ntime.sleep(600)")
+
+    def git(self, *words: str) -> None:
+        who = ["-c", "user.name=aerie", "-c", "user.email=aerie@example.org"]
+        subprocess.run(["git", *who, *words], cwd=self.root, check=True)
+
+    def commit(self) -> None:
+        self.git("add", "-A")
+        self.git("commit", "-q", "--allow-empty", "-m", "as it is")
 
     def locked(self) -> set[str]:
         """The stages in dvc.lock; fails where that is not valid YAML."""
@@ -65,6 +83,8 @@ def give_params(project: Project) -> None:
     yaml = YAML()
     params = yaml.load(REPO / "params.yaml")
     params["fix_data"]["raw"] = "raw.csv"
+    params["schedule"]["stages"] = {stage: {"gpus": 0, "exclusive": False} for stage in COPIES}
+    params["schedule"]["retry_pause_s"] = 0
     text = io.StringIO()
     yaml.dump(params, text)
     (project.root / "params.yaml").write_text(text.getvalue())
@@ -81,7 +101,14 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
 
 @pytest.fixture(scope="session")
 def served_project(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """Another, which a server can keep for a whole session."""
+    """Another, which a server can keep for a whole session; in git, and its last stage reads a parameter."""
     made = make_project(tmp_path_factory.mktemp("served") / "project")
     give_params(made)
+    graph = made.root / "dvc.yaml"
+    graph.write_text(graph.read_text().replace("last.py]", "last.py]\n    params: [report.title]"))
+    (made.root / "recipes").mkdir()
+    (made.root / "recipes/ours.yaml").write_text("report: {title: ours}\n")
+    (made.root / ".gitignore").write_text(IGNORED)
+    made.git("init", "-q")
+    made.commit()
     return made

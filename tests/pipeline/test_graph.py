@@ -1,6 +1,8 @@
 """pipeline/graph.py against a real DVC: the order, the three outcomes, a failure, and an end that leaves nothing."""
 
+import os
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 
 from pipeline import graph
 from pipeline.graph import Outcome
+from pipeline.resources import lock
 from tests.conftest import gone
 
 
@@ -150,3 +153,98 @@ def test_a_stage_ends_when_its_reader_fails(project):
     with pytest.raises(ConnectionError):
         graph.run_stage("first", stumble)
     assert commands and gone(commands[0].pid)
+
+
+def test_why_names_the_parameter_the_file_and_what_is_gone(project):
+    (project.root / "params.yaml").write_text("report: {title: one}\n")
+    text = (project.root / "dvc.yaml").read_text()
+    (project.root / "dvc.yaml").write_text(text.replace("last.py]", "last.py]\n    params: [report.title]"))
+    assert set(graph.why_stale()) == {"first", "middle", "last"}
+    run_all()
+    assert graph.why_stale() == {}
+    (project.root / "params.yaml").write_text("report: {title: two}\n")
+    (project.root / "middle.csv").unlink()
+    project.script("first", "# edited")
+    assert graph.why_stale() == {
+        "first": ["first.py modified"],
+        "middle": ["middle.csv deleted"],
+        "last": ["middle.csv deleted", "params.yaml: report.title modified"],
+    }
+    assert graph.why_stale(["first"]) == {"first": ["first.py modified"]}
+
+
+def test_what_another_process_works_on_may_be_stale(project):
+    """DVC's refusal to look there ended the whole run."""
+    project.sleeper("first")
+    watched = Watched("first")
+    watched.sleeping()
+    try:
+        found = graph.why_stale()
+        assert set(found) == {"first", "middle", "last"} and "another process is at work" in found["last"][0]
+    finally:
+        graph.end_children()
+        watched.thread.join(60)
+
+
+@pytest.mark.parametrize("cut", ["", "schema: '2.0'\nstages:\n  first:\n    cmd: 'pyth"])
+def test_a_cut_lock_file_comes_back_from_git_or_goes_and_nothing_runs_again(project, cut: str):
+    lock = project.root / "dvc.lock"
+    run_all()
+    assert graph.heal_lock() is None
+    lock.write_text(cut)
+    assert "no commit has it; removed" in str(graph.heal_lock())
+    assert run_all() == dict.fromkeys(["first", "middle", "last"], Outcome.RESTORED)
+    whole = lock.read_text()
+    project.git("init", "-q")
+    project.commit()
+    lock.write_text(cut)
+    assert "restored from the last commit" in str(graph.heal_lock())
+    assert lock.read_text() == whole and graph.why_stale() == {}
+
+
+def test_only_a_failure_that_may_pass_says_so(project):
+    for words, transient in (("ReadTimeout: no answer", True), ("aerie: a wrong number", False)):
+        project.script("first", f"sys.exit({words!r})")
+        with pytest.raises(graph.StageError) as failure:
+            graph.run_stage("first", print)
+        assert failure.value.transient == transient
+
+
+def test_a_stopped_run_starts_nothing_more(project, monkeypatch):
+    """A thread whose stage came to its turn, or waited for another attempt, began it after the cancellation."""
+    monkeypatch.setattr(graph, "_stopped", threading.Event())
+    assert graph.pause(0)
+    graph.stop()
+    assert not graph.pause(600)
+    with pytest.raises(graph.StageError, match="the run is cancelled"):
+        graph.run_stage("first", print)
+    assert not (project.root / "first.csv").exists()
+
+
+RUNNER = """
+import sys
+from pipeline import graph
+from pipeline.resources import lock
+held = lock(graph.Path("held.lock"))
+with graph.guarded([held.fileno()]):
+    graph.run_stage("first", lambda line: print(line, flush=True))
+"""
+
+
+def test_a_run_killed_outright_is_cleaned_up_after_and_holds_its_lock_until_then(project):
+    """Where the stage lived on, the next run worked beside it on the same files."""
+    project.sleeper("first", "signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    run = subprocess.Popen([sys.executable, "-c", RUNNER], env=env, stdout=subprocess.PIPE, text=True)
+    assert run.stdout
+    command = int(next(line for line in run.stdout if line.startswith("asleep")).split()[1])
+    run.kill()
+    run.wait()
+    assert lock(Path("held.lock")) is None and not gone(command, 0)  # it ignores SIGTERM: five seconds are its grace
+    assert gone(command, 60)
+    deadline = time.monotonic() + 60
+    while not lock(Path("held.lock")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    project.script("first")
+    assert run_all()["first"] == Outcome.RAN

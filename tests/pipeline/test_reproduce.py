@@ -67,7 +67,7 @@ def test_a_dry_run_changes_and_runs_nothing(home: Path, ran: list[str], capsys: 
     before = {file: file.read_bytes() for file in home.rglob("*") if file.is_file() and "__pycache__" not in file.parts}
     main(["reproduce", "qwen3-coder-30b-a3b", "--dry-run"])
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == "18 stages:" and "  import_draft (1): theirs" in said and "  report" in said
+    assert said[0] == "19 stages:" and "  import_draft (1): theirs" in said and "  report" in said
     assert "  benchmark_served_baseline (3): chat, code_gen, completion" in said
     assert any(
         line.startswith("target: Qwen/Qwen3-Coder-30B-A3B-Instruct, 30.5e9 parameters, 3.35e9 of them") for line in said
@@ -85,7 +85,7 @@ def test_it_takes_the_recipe_runs_all_it_can_and_lays_results_beside(
     """After a failure what doesn't need the failed stage still runs; the table is of what is there, and the exit tells."""
     (home / "data/raw").mkdir(parents=True)
     (home / "data/raw/weather_maps.jsonl").touch()
-    with pytest.raises(SystemExit, match=r"of 59 stages failed: sample_target, .*; see above, mend it, run again"):
+    with pytest.raises(SystemExit, match=r"of 60 stages failed: sample_target, .*; see above, mend it, run again"):
         main(["reproduce", "qwen3-vl-2b-weather"])
     said = capsys.readouterr().out
     assert set(ran) == {"fix_data", "prepare_target", "sample_target"}
@@ -127,7 +127,7 @@ def test_comparing_needs_no_gpu_and_leaves_params_alone(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "expected: python -m pipeline use RECIPE, or .*; found nothing"),
+        ([], "expected: python -m pipeline use RECIPE, .*; found nothing"),
         (["use"], "found use"),
         (["use", "weather-tiny", "--dry-run"], "found use weather-tiny --dry-run"),
         (["reproduce", "weather-tiny", "--fast"], "found reproduce weather-tiny --fast"),

@@ -3,8 +3,9 @@
     python -m tests.serving.double serve --model-path TARGET --port P [SGLang's flags]
     python -m tests.serving.double vllm serve TARGET --port P [vLLM's flags]
 
-It really drafts and verifies, so what it says of accepted drafts is true. Its answers have the fields that SGLang 0.5.17
-(tokenizer_manager.py, http_server.py) and vLLM 0.30 have. One request at a time. What it doesn't copy: batching, sampling.
+It really drafts and verifies, so what it says of accepted drafts is true. SGLang's answers are those that 0.5.17 gave on a GPU
+(recorded/sglang-0.5.17.json), with this server's own numbers in them; vLLM's have the fields of 0.30's source. One request at
+a time. What it doesn't copy: batching, sampling.
 """
 
 import argparse
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+
+RECORDED = json.loads((Path(__file__).parent / "recorded/sglang-0.5.17.json").read_text())
 
 
 def arguments(words: list[str]) -> argparse.Namespace:
@@ -120,12 +123,14 @@ class Double:
         response = await opened(request)
         async for said, histogram, last in self.decode(ids, most):
             ended = "stop" if said[-1] in self.engine.eos else "length"
-            meta: dict[str, Any] = {"id": "x", "prompt_tokens": len(ids), "completion_tokens": len(said)}
+            seen = RECORDED["generate"]["meta_info"]
+            meta: dict[str, Any] = {key: seen[key] for key in seen if not key.startswith("spec_")}
+            meta |= {"prompt_tokens": len(ids), "completion_tokens": len(said)}
             meta["finish_reason"] = {"type": ended} if last else None
             if last and self.speculates:
-                cycles = sum(histogram)
-                meta |= {"spec_accept_histogram": histogram, "spec_verify_ct": cycles}
-                meta["spec_accept_length"] = len(said) / max(1, cycles)
+                cycles, most = sum(histogram), max((i for i, times in enumerate(histogram) if times), default=0)
+                meta |= dict.fromkeys(("spec_correct_drafts_histogram", "spec_accept_histogram"), histogram[: most + 1])
+                meta |= {"spec_verify_ct": cycles, "spec_accept_length": len(said) / max(1, cycles)}
             await event(response, {"text": "", "output_ids": said, "meta_info": meta})
         return await done(response)
 
@@ -141,26 +146,21 @@ class Double:
         return await done(response)
 
     async def server_info(self, _request: web.Request) -> web.Response:
-        f = self.flags
-        state: dict[str, Any] = {
-            "memory_usage": {"weight": 0.004, "kvcache": 0.1, "token_capacity": f.max_total_tokens},
+        f, seen = self.flags, RECORDED["server_info"]
+        (state,) = seen["internal_states"]
+        state = state | {
+            "memory_usage": state["memory_usage"] | {"token_capacity": f.max_total_tokens},
             "effective_max_running_requests_per_dp": f.max_running_requests,
         }
         if self.drafts:
             state["avg_spec_accept_length"] = 1 + self.accepted / self.drafts
-        graphs = {"decode": {"backend": "full", "max_bs": f.cuda_graph_max_bs, "bs": [f.cuda_graph_max_bs or 8]}}
+        decode = {"max_bs": f.cuda_graph_max_bs, "bs": [f.cuda_graph_max_bs or 8]}
+        graphs = seen["cuda_graph_config"] | {"decode": seen["cuda_graph_config"]["decode"] | decode}
         tree = {
             key: getattr(f, key) for key in vars(f) if key.startswith("speculative") and key != "speculative_config"
         }
-        return web.json_response(
-            {
-                "version": "0.5.17",
-                "context_length": f.context_length,
-                "cuda_graph_config": graphs,
-                "internal_states": [state],
-            }
-            | tree
-        )
+        mine = {"model_path": f.model_path, "context_length": f.context_length, "cuda_graph_config": graphs}
+        return web.json_response(seen | mine | {"internal_states": [state]} | tree)
 
     async def metrics(self, _request: web.Request) -> web.Response:
         if not self.speculates:

@@ -1,12 +1,15 @@
 """Command lines of engines, and what is made of what a server says of itself."""
 
+import asyncio
 import json
 import re
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from stages.serving import engines
+from stages.serving import counts, engines
 
 SETUP = engines.Setup(
     "sglang", "/models/t", "bfloat16", "cuda", False, 2, 0.85, 65536, 64, 4096, True, ("--attention-backend", "triton")
@@ -96,3 +99,31 @@ def test_a_server_that_is_not_the_one_meant(said: dict[str, Any], draft: Any, pr
         return
     with pytest.raises(ValueError, match=problem):
         engines.check(said, draft, 64, 1500)
+
+
+def test_what_a_real_server_said_of_itself() -> None:
+    """Recorded on a GPU, with tree 5_4_16 and 64 at once."""
+    seen = json.loads((Path(__file__).parent / "recorded/sglang-0.5.17.json").read_text())
+    body = json.dumps(seen["server_info"]).encode()
+
+    class Http:
+        async def send(self, *_asked: str) -> Any:
+            return SimpleNamespace(status=200, body=body)
+
+    said = asyncio.run(engines.info(cast(Any, Http()), "http://x", "sglang"))
+    assert engines.memory(said) == {"weights": 0.002, "kv_cache": 60.836, "kv_tokens": 36451920}
+    engines.check(said, engines.Draft("drafts/e009/draft", "EAGLE3", 5, 4, 16), 64, 1600)
+    for draft, at_once, problem in (
+        (engines.Draft("drafts/e009/draft", "EAGLE3", 5, 4, 16), 65, "at most 64 requests in one batch"),
+        (engines.Draft("drafts/e009/draft", "EAGLE3", 5, 2, 16), 64, "speculative_eagle_topk 4, expected 2"),
+        (None, 64, "speculative_algorithm EAGLE3, expected None"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            engines.check(said, draft, at_once, 1600)
+
+
+def test_what_a_real_server_said_of_a_request() -> None:
+    """Twelve tokens, none of them a draft: one from prefill, eleven from verify passes."""
+    meta = json.loads((Path(__file__).parent / "recorded/sglang-0.5.17.json").read_text())["generate"]["meta_info"]
+    found = counts.of_request(meta, 12)
+    assert found is not None and (found.cycles, found.accepted, found.histogram) == (11, 0, [11])

@@ -25,7 +25,7 @@ AT_ONCE = Arrivals(math.inf, None, 0)
 
 def asks(count: int, prompt: Any = None, **changes: Any) -> list[Ask]:
     known = {"prompt": [{"role": "user", "content": "hello"}] if prompt is None else prompt}
-    known |= {"max_tokens": 8, "temperature": 0.0, "top_p": 1.0, "ignore_eos": False} | changes
+    known |= {"max_tokens": 8, "temperature": 0.0, "top_p": 1.0, "top_k": None, "ignore_eos": False} | changes
     return [Ask(id=str(number), **known) for number in range(count)]
 
 
@@ -308,6 +308,10 @@ def test_requests_in_each_dialect() -> None:
     (words,) = asks(1, max_tokens=5)
     path, said = body(words, "openai")
     assert path == "/v1/chat/completions" and said["messages"] == words.prompt and "ignore_eos" not in said
+    (few,) = asks(1, [1, 2], top_k=20)
+    assert body(few, "sglang")[1]["sampling_params"]["top_k"] == 20 and body(few, "vllm")[1]["top_k"] == 20
+    with pytest.raises(ValueError, match="takes top_k, found openai"):
+        load.request(asks(1, top_k=20)[0], "openai", "tiny")
     with pytest.raises(ValueError, match="0: expected an engine that takes ignore_eos, found openai"):
         load.request(ids, "openai", "tiny")
     with pytest.raises(ValueError, match="takes token ids as prompts, found transformers"):
@@ -347,7 +351,7 @@ def test_ctrl_c_ends_it_at_once_without_complaints() -> None:
     program = (
         "import asyncio, math, sys\n"
         "from stages.serving import load\n"
-        "ask = load.Ask('0', [{'role': 'user', 'content': 'x'}], 8, 0.0, 1.0, False)\n"
+        "ask = load.Ask('0', [{'role': 'user', 'content': 'x'}], 8, 0.0, 1.0, None, False)\n"
         "print('ready', flush=True)\n"
         "asyncio.run(load.run(sys.argv[1], 'tiny', [ask] * 9, load.Arrivals(math.inf, 3, 0), 60.0, [], 's', engine='openai'))"
     )
@@ -374,7 +378,7 @@ def test_records_come_in_the_order_of_the_asks() -> None:
 
     with Fake(reply) as fake, pytest.MonkeyPatch.context() as patch:
         wanted = [
-            Ask(str(n), [{"role": "user", "content": "x"}], 8, 0.0, 1.0, False, {"seed": 4 - n}) for n in range(5)
+            Ask(str(n), [{"role": "user", "content": "x"}], 8, 0.0, 1.0, None, False, {"seed": 4 - n}) for n in range(5)
         ]
         patch.setattr(load, "Record", lambda name, *rest: answered.append(name) or latency.Record(name, *rest))
         found = run(fake.url, wanted)

@@ -1,0 +1,160 @@
+"""What docs/trees.md is written from: replays of drafts from hard to easy.   python -m benchmarks.trees_record 2026-11-21
+
+Run it in a project after `dvc repro`, with e001 (one epoch from e000) added to train_draft.checkpoints. It replays e001,
+e003 and e009 over a wider grid than the default's, and e009 once more with its chances flattened or sharpened: ten minutes on
+two quiet cores. What comes out is kept in docs/results/DATE-trees/; `python -m benchmarks.trees_page` writes the page.
+"""
+
+import csv
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ruamel.yaml import YAML
+from safetensors.torch import load_file, save_file
+
+from stages.formats import atomic, cell, replays
+
+Row = dict[str, Any]
+Shape = tuple[int, int, int]
+
+ROOT = Path(__file__).parent.parent
+RECORDS = ROOT / "docs/results"
+HARD, MIDDLE, EASY = "e001", "e003", "e009"
+TEMPERATURES = (0.5, 1.4, 2, 3, 4)  # of e009's chances: its logits are divided by them
+TWO, THREE = (10, 2, 32), (10, 3, 32)  # the seed's question
+WIDE: Shape = (6, 10, 32)
+TOPKS, BUDGETS = (1, 2, 3, 4, 5, 6, 8, 10), (8, 16, 24, 32, 48, 64)
+GRID = {
+    "steps": list(range(1, 13)), "topk": list(TOPKS), "tokens": [4, 6, *BUDGETS],
+    "inside": [f"t{s}_{k}_{m}" for s, k, m in (TWO, THREE, WIDE)],
+}  # fmt: skip
+PAIR = {"steps": [10], "topk": [1, 2, 3], "tokens": [32], "inside": GRID["inside"][:2]}
+TREES = ("draft", "steps", "topk", "tokens", "tau", "tau_low", "tau_high", "cycles", "accepted", "mean_depth")
+INSIDE = ("draft", *replays.INSIDE[1:])
+
+
+# Recording
+
+
+def record(date: str) -> None:
+    place = RECORDS / f"{date}-trees"
+    place.mkdir(parents=True, exist_ok=True)
+    drafts = [(name, GRID, 1.0) for name in (HARD, MIDDLE, EASY)]
+    drafts += [(f"{EASY}@{temperature:g}", PAIR, temperature) for temperature in TEMPERATURES]
+    trees: list[Row] = []
+    inside: list[Row] = []
+    for name, grid, temperature in drafts:
+        print(f"{name} ...", flush=True)
+        made = replayed(name.split("@")[0], grid, temperature)
+        for rows, found in zip((trees, inside), made, strict=True):
+            rows += [row | {"draft": name} for row in found]
+    atomic.write_csv(place / "trees.csv", TREES, map(rounded, trees))
+    atomic.write_csv(place / "inside.csv", INSIDE, map(rounded, inside))
+    settings = YAML(typ="safe").load(Path("params.yaml").read_text())
+    about = {
+        "date": date,
+        "model": settings["target"]["model"],
+        "hardware": cell.hardware("cpu", settings["target"]["num_threads"]),
+    }
+    atomic.write_json(place / "about.json", about)
+
+
+def replayed(checkpoint: str, grid: Row, temperature: float) -> tuple[list[Row], list[Row]]:
+    """The two tables of a replay of this grid, in a project of its own beside this one's data."""
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        for name in ("artifacts", "data"):
+            (work / name).symlink_to(Path(name).resolve())
+        draft = shutil.copytree(f"drafts/{checkpoint}/draft", work / f"drafts/{checkpoint}/draft")
+        weights = load_file(draft / "model.safetensors")
+        (draft / "model.safetensors").unlink()  # it may be a link into DVC's cache
+        # The last norm feeds the head alone: the state that goes on to the next step is taken before it.
+        save_file(weights | {"norm.weight": weights["norm.weight"] / temperature}, draft / "model.safetensors")
+        yaml = YAML()
+        settings = yaml.load(Path("params.yaml").read_text())
+        settings["replay_trees"].update(grid)
+        with (work / "params.yaml").open("w") as file:
+            yaml.dump(settings, file)
+        command = [sys.executable, "-m", "stages.replay_trees", checkpoint]
+        done = subprocess.run(
+            command, cwd=work, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return tuple(rows_of(work / place(checkpoint)) for place in (replays.path, replays.inside_path))
+
+
+def rows_of(place: Path) -> list[Row]:
+    with place.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def rounded(row: Row) -> Row:
+    return {k: f"{float(v):.4f}" if "." in v and k in (*TREES[4:], "promised") else v for k, v in row.items()}
+
+
+# What is read of a record
+
+
+class Record:
+    """The tables of a record, by draft."""
+
+    def __init__(self, place: Path) -> None:
+        self.name = place.name
+        self.about = json.loads((place / "about.json").read_text())
+        self.trees: dict[str, dict[Shape, Row]] = {}
+        for row in rows_of(place / "trees.csv"):
+            shape = int(row["steps"]), int(row["topk"]), int(row["tokens"])
+            numbers = {k: float(row[k]) for k in TREES[4:]}
+            self.trees.setdefault(row["draft"], {})[shape] = numbers
+        self.inside: dict[tuple[str, str, str], dict[str, Row]] = {}
+        for row in rows_of(place / "inside.csv"):
+            counts = {k: float(row[k]) for k in ("cycles", "nodes", "promised", "accepted") if row[k]}
+            self.inside.setdefault((row["draft"], row["tree"], row["by"]), {})[row["bucket"]] = counts
+
+    def buckets(self, draft: str, shape: Shape, by: str) -> dict[str, Row]:
+        return self.inside[draft, name(shape), by]
+
+    def total(self, draft: str, shape: Shape, what: str) -> float:
+        return sum(row[what] for row in self.buckets(draft, shape, "row").values())
+
+    def tau(self, draft: str, shape: Shape) -> float:
+        return self.trees[draft][shape]["tau"]
+
+    def kept(self, draft: str, shape: Shape) -> float:
+        """Drafts accepted, of those promised."""
+        return self.total(draft, shape, "accepted") / self.total(draft, shape, "promised")
+
+    def difference(self, draft: str, one: Shape, other: Shape) -> tuple[float, float, float]:
+        """tau of one less that of the other, with its 95% interval: the same answers are drawn for both, 2,000 times."""
+        rows = [self.buckets(draft, shape, "row") for shape in (one, other)]
+        answers = sorted(rows[0])
+        counts = np.array([[[of[a]["cycles"], of[a]["accepted"]] for a in answers] for of in rows])  # [2, answers, 2]
+        draws = np.random.default_rng(0).multinomial(len(answers), np.full(len(answers), 1 / len(answers)), size=2000)
+        drawn = np.einsum("sa,tac->tsc", draws, counts)  # [2, samples, 2]
+        taus = 1 + drawn[..., 1] / drawn[..., 0]
+        low, high = np.quantile(taus[0] - taus[1], [0.025, 0.975])
+        whole = 1 + counts[..., 1].sum(1) / counts[..., 0].sum(1)
+        return float(whole[0] - whole[1]), float(low), float(high)
+
+
+def name(shape: Shape) -> str:
+    return "t{}_{}_{}".format(*shape)
+
+
+def short(shape: Shape) -> str:
+    return name(shape)[1:]
+
+
+def last_record() -> Path:
+    return max(RECORDS.glob("*-trees"))
+
+
+if __name__ == "__main__":
+    record(sys.argv[1])

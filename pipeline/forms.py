@@ -1,0 +1,108 @@
+"""What the forms of Prefect's pages ask, and which keys of params.yaml the answers are.
+
+The page refuses what doesn't look right (the patterns below go into its form), the run's first second what can't be: a
+tree that cannot be built, a name that params.yaml does not know.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
+
+from stages.params import RECIPES, ROOT_CHECKPOINT, Count, Name, Params, Tree
+
+TREE = r"^t[1-9][0-9]*_[1-9][0-9]*_[1-9][0-9]*$"
+
+
+def _can_be_built(name: str) -> str:
+    return Tree.parse(name).name
+
+
+def _rising(epochs: list[int]) -> list[int]:
+    if sorted(set(epochs)) != epochs:
+        raise ValueError(f"epochs are {epochs}, expected each above the one before: each goes on from it; sort them")
+    return epochs
+
+
+TreeName = Annotated[str, Field(pattern=TREE), AfterValidator(_can_be_built)]
+Trees = Annotated[list[TreeName], Field(min_length=1)]
+Epochs = Annotated[list[Count], Field(min_length=1), AfterValidator(_rising)]
+AsParams = "empty: as params.yaml has them"
+
+
+class Changes(BaseModel):
+    """What differs from params.yaml. Anything at all: the run is made in a workspace of its own."""
+
+    model_config = ConfigDict(extra="forbid")
+    trees: Trees | None = Field(
+        default=None,
+        description=f"t<num_steps>_<topk>_<num_draft_tokens>, as t8_2_16, to time on the torch engine; {AsParams}",
+    )
+    epochs: Epochs | None = Field(
+        default=None,
+        description=f"after which epochs of training a checkpoint is saved and measured, as 3, 9; {AsParams}",
+    )
+    workloads: list[Name] | None = Field(
+        default=None, description=f"names of benchmark.workloads for the torch engine, as eval; {AsParams}"
+    )
+    other: dict[str, Any] = Field(default={}, description='any other keys, as {"train_draft.learning_rate": 0.0003}')
+
+    def sections(self, now: Params) -> dict[str, dict[str, Any]]:
+        """As a recipe has them. Raises ValueError where a key of `other` is none."""
+        found: dict[str, dict[str, Any]] = {}
+        for key, value in self.other.items():
+            section, *inner = key.split(".")
+            if section not in Params.model_fields or not inner or "" in inner:
+                raise ValueError(f"other: {key!r} is no key of params.yaml; write section.key, as train_draft.seed")
+            at = found.setdefault(section, {})
+            for part in inner[:-1]:
+                at = at.setdefault(part, {})
+            at[inner[-1]] = value
+        if self.trees is not None:
+            found.setdefault("benchmark", {})["trees"] = self.trees
+        if self.workloads is not None:
+            found.setdefault("benchmark", {})["torch"] = self.workloads
+        if self.epochs is not None:
+            _save_after(self.epochs, now, found)
+        return found
+
+
+def _save_after(epochs: list[int], now: Params, found: dict[str, dict[str, Any]]) -> None:
+    """A chain of segments, and its names in every list of checkpoints, beside those that are imported."""
+    names = [f"e{epoch:03d}" for epoch in epochs]
+    pairs = zip([ROOT_CHECKPOINT, *names], names, [0, *epochs], epochs, strict=False)
+    segments = {name: {"from": start, "epochs": end - begin} for start, name, begin, end in pairs}
+    found.setdefault("train_draft", {})["checkpoints"] = segments
+    lists = {
+        "replay_trees": now.replay_trees.checkpoints,
+        "benchmark": now.benchmark.checkpoints,
+        "benchmark_served": now.benchmark_served.checkpoints,
+    }
+    for section, has in lists.items():
+        imported = [name for name in has if name in now.import_draft.checkpoints]
+        found.setdefault(section, {})["checkpoints"] = [*names, *imported]
+
+
+class Sweep(BaseModel):
+    """Every tree with every checkpoint under every workload: a cell each."""
+
+    model_config = ConfigDict(extra="forbid")
+    trees: Trees = Field(description="t<num_steps>_<topk>_<num_draft_tokens>, as t8_2_16; a chain is t8_1_9")
+    checkpoints: list[Name] | None = Field(default=None, description=f"trained or imported ones, as e009; {AsParams}")
+    workloads: list[Name] | None = Field(default=None, description=f"names of benchmark.workloads, as eval; {AsParams}")
+    engine: Literal["torch", "served"] = Field(
+        default="torch", description="torch; served: benchmark_served.engine's server"
+    )
+
+    def sections(self, now: Params) -> dict[str, dict[str, Any]]:
+        """As a recipe has them."""
+        axes = {"trees": self.trees, "checkpoints": self.checkpoints}
+        axes |= {("torch" if self.engine == "torch" else "workloads"): self.workloads}
+        section = "benchmark" if self.engine == "torch" else "benchmark_served"
+        return {section: {key: names for key, names in axes.items() if names is not None}}
+
+
+def known_recipes() -> list[str]:
+    return sorted(file.stem for file in RECIPES.glob("*.yaml"))
+
+
+RecipeName = Annotated[str, WithJsonSchema({"type": "string", "enum": known_recipes() or [""]})]

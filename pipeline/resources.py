@@ -1,0 +1,108 @@
+"""What stages may take of this machine at once: slots, GPUs, or the machine as a whole; over all runs of a user on it.
+
+Each is a file that the kernel locks (flock), so it frees itself when whoever holds it ends, killed or not. DVC inherits
+the open files of its stage: what a killed flow leaves behind keeps its GPU until it has ended too.
+"""
+
+import fcntl
+import os
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+from stages.params import Needs
+
+
+@dataclass
+class Lease:
+    """Held until `release`; `gpus` are the ids a stage may see, None on a machine without any."""
+
+    files: list[TextIO] = field(default_factory=list)
+    gpus: list[str] | None = None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}
+
+    def release(self) -> None:
+        for file in self.files:
+            file.close()
+
+
+class Pool:
+    """Who asks for the whole machine holds the gate meanwhile, so that others can't begin before it for ever."""
+
+    def __init__(self, slots: int, gpus: list[str], folder: Path | None = None) -> None:
+        self.slots, self.gpus = slots, gpus
+        self._folder = folder or Path(tempfile.gettempdir()) / f"aerie-{os.getuid()}"
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        self._gate: TextIO | None = None
+
+    def check(self, stage: str, needs: Needs) -> None:
+        """Raises ValueError where the stage would wait for ever."""
+        if self.gpus and needs.gpus != "all" and needs.gpus > len(self.gpus):
+            raise ValueError(
+                f"params.yaml: schedule.stages.{stage.partition('@')[0]}.gpus is {needs.gpus}, expected at most the "
+                f"{len(self.gpus)} of this machine ({', '.join(self.gpus)}); lower it, or write all"
+            )
+
+    def take(self, needs: Needs) -> Lease | None:
+        """All that is needed, or nothing and at once."""
+        self._gate = self._gate or self._lock("gate")
+        if self._gate is None:
+            return None  # another run waits for the whole machine
+        lease = self._take(needs)
+        if lease or not needs.exclusive:
+            self.close()
+        return lease
+
+    def close(self) -> None:
+        """Let others in."""
+        if self._gate:
+            self._gate.close()
+            self._gate = None
+
+    def _take(self, needs: Needs) -> Lease | None:
+        lease = Lease(gpus=[] if self.gpus else None)
+        machine = self._lock("machine", fcntl.LOCK_EX if needs.exclusive else fcntl.LOCK_SH)
+        slot = machine and next(filter(None, (self._lock(f"slot-{n}") for n in range(self.slots))), None)
+        lease.files += [file for file in (machine, slot) if file]
+        wanted = len(self.gpus) if needs.gpus == "all" else min(needs.gpus, len(self.gpus))
+        for gpu in self.gpus if slot else []:
+            if len(lease.gpus or []) < wanted and (file := self._lock(f"gpu-{gpu.replace('/', '_')}")):
+                lease.files.append(file)
+                assert lease.gpus is not None
+                lease.gpus.append(gpu)
+        if slot and len(lease.gpus or []) == wanted:
+            return lease
+        lease.release()
+        return None
+
+    def _lock(self, name: str, kind: int = fcntl.LOCK_EX) -> TextIO | None:
+        return lock(self._folder / f"{name}.lock", kind)
+
+
+def lock(path: Path, kind: int = fcntl.LOCK_EX) -> TextIO | None:
+    """The file, open and locked, or None where another holds it. Closing it frees it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("a")
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    return file
+
+
+def gpus() -> list[str]:
+    """Those of CUDA_VISIBLE_DEVICES, or all that nvidia-smi names; none on a machine without it."""
+    if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [gpu.strip() for gpu in named.split(",") if gpu.strip()]
+    if shutil.which("nvidia-smi") is None:
+        return []
+    asked = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    said = subprocess.run(asked, capture_output=True, text=True, timeout=60)
+    return said.stdout.split() if said.returncode == 0 else []

@@ -1,0 +1,173 @@
+"""A workspace of its own for each run whose parameters differ: a git worktree that shares the DVC cache.
+
+What ran elsewhere comes from that cache, so a workspace costs a checkout (hard links), and two runs never share a
+params.yaml. It stays until it is dropped:
+
+python -m pipeline promote RUN     # its params.yaml and dvc.lock become ours, and DVC checks out what they name
+python -m pipeline drop RUN        # the worktree goes; the cache keeps its results
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from pipeline import graph
+from pipeline.resources import lock
+from stages.params import PARAMS
+
+RUNS = Path(".scratch/runs")
+LOCKED = Path(".scratch/run.lock")
+PROMOTED = (PARAMS, graph.LOCK_FILE)
+ENGINES = ("serving-env/sglang", "serving-env/vllm")  # environments of 10 GB, in no commit
+
+
+@contextmanager
+def at_work(say: Callable[[str], object]) -> Iterator[TextIO]:
+    """The workspace we stand in, for one run: others wait here. The file must stay open for as long as a stage runs."""
+    while (held := lock(LOCKED)) is None:
+        say("another run is at work here; waiting for its end")
+        _wait_for(LOCKED)
+    with held:
+        yield held
+
+
+def _wait_for(path: Path) -> None:
+    while (free := lock(path)) is None:
+        time.sleep(1)
+    free.close()
+
+
+def make(name: str) -> Path:
+    """The files as they lie here, uncommitted ones too, and what the cache has of their outputs.
+
+    Raises:
+        ValueError: where this is no git repository with a commit, or git or DVC refuses.
+    """
+    folder = (RUNS / name).resolve()
+    if folder.exists():  # a retry of the same run
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _git("worktree", "add", "--detach", str(folder), "HEAD")
+    try:
+        _fill(folder)
+    except BaseException:  # or a retry would work in half of it
+        _git("worktree", "remove", "--force", str(folder))
+        raise
+    return folder
+
+
+def _fill(folder: Path) -> None:
+    for name in _uncommitted():
+        _copy(Path(name), folder / name)
+    local = Path(".dvc/config.local")
+    if local.exists():
+        shutil.copy2(local, folder / local)
+    cache = Path(_run(_dvc("cache", "dir"), Path()).strip()).resolve()
+    _run(_dvc("cache", "dir", "--local", str(cache)), folder)
+    for engine in map(Path, ENGINES):
+        if engine.is_dir():
+            (folder / engine).parent.mkdir(exist_ok=True)
+            (folder / engine).symlink_to(engine.resolve())
+    if (folder / graph.LOCK_FILE).exists():
+        _run(_dvc("checkout", "--quiet", "--force", "--allow-missing"), folder)
+
+
+def promote(name: str) -> Iterator[str]:
+    """Take a finished run's parameters and results for ours.
+
+    Raises:
+        ValueError: before anything changes, where there is no such run, it has not finished, a run is at work here, or files
+            that git tracks have changes; and where DVC can't check its results out, with all as it was.
+    """
+    folder = path_of(name)
+    if changed := _git("status", "--porcelain", "--untracked-files=no").rstrip():
+        raise ValueError(
+            f"files have changes, expected none, so that nothing is lost; commit or stash them:\n{changed}"
+        )
+    moved = _git("diff", "--name-only", _git("rev-parse", "HEAD", at=folder).strip(), "HEAD", "--", *map(str, PROMOTED))
+    if moved:
+        raise ValueError(
+            f"{' and '.join(moved.split())} of a later commit differ from those that {name} began with; run it again from here"
+        )
+    with ExitStack() as stack:
+        for path, where in ((LOCKED, "here"), (folder / LOCKED, "in that workspace")):
+            if (held := lock(path)) is None:
+                raise ValueError(f"a run is at work {where}; wait for its end, or cancel it")
+            stack.enter_context(held)
+        if stale := _stale(folder):
+            raise ValueError(f"{name} has not finished: {', '.join(stale)} would run; run it again, then promote it")
+        for file in PROMOTED:
+            _copy(folder / file, file)
+        try:
+            _run(_dvc("checkout"), Path())
+        except ValueError:
+            _git("checkout", "--", *map(str, PROMOTED))
+            raise
+    yield f"{' and '.join(map(str, PROMOTED))} are those of {name}, and so are the results; git diff shows what changed"
+
+
+def drop(name: str) -> Iterator[str]:
+    """Remove a run's workspace. Raises ValueError where there is none, or its run is at work."""
+    folder = path_of(name)
+    if (held := lock(folder / LOCKED)) is None:
+        raise ValueError(f"{name} is at work; cancel it first")
+    with held:
+        _git("worktree", "remove", "--force", str(folder))
+    yield f"{folder} is gone; what it computed stays in DVC's cache until `dvc gc`"
+
+
+def path_of(name: str) -> Path:
+    """Raises ValueError where there is no such workspace, naming those there are."""
+    folder = RUNS / name
+    if not folder.is_dir() or folder.parent != RUNS:
+        known = ", ".join(sorted(found.name for found in RUNS.glob("*"))) or "none"
+        raise ValueError(f"there is no run {name} in {RUNS}; there are {known}")
+    return folder.resolve()
+
+
+def _stale(folder: Path) -> list[str]:
+    here = Path.cwd()
+    os.chdir(folder)
+    try:
+        return list(graph.why_stale())
+    finally:
+        os.chdir(here)
+
+
+def _uncommitted() -> list[str]:
+    """Files that differ from the commit, or are new, or gone; none that git ignores."""
+    asks = [["diff", "--name-only", "-z", "HEAD"], ["ls-files", "-z", "--others", "--exclude-standard"]]
+    return [name for ask in asks for name in _git(*ask, "--", ".").split("\0") if name]
+
+
+def _copy(source: Path, to: Path) -> None:
+    """To a name beside it first, so that nobody finds half of it; a file that is gone goes there too."""
+    if not source.exists():
+        to.unlink(missing_ok=True)
+        return
+    to.parent.mkdir(parents=True, exist_ok=True)
+    beside = to.with_name(f"{to.name}.copying")
+    shutil.copy2(source, beside)
+    os.replace(beside, to)
+
+
+def _dvc(*words: str) -> list[str]:
+    return [sys.executable, "-m", "dvc", *words]
+
+
+def _git(*words: str, at: Path | None = None) -> str:
+    return _run(["git", *words], at or Path())
+
+
+def _run(command: list[str], at: Path) -> str:
+    """What it prints. Raises ValueError with what it says, where it refuses."""
+    done = subprocess.run(command, cwd=at, capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(f"{' '.join(command[-4:])}: {(done.stderr or done.stdout).strip()}")
+    return done.stdout

@@ -1,0 +1,202 @@
+"""What the report makes of costs: predicted speedups of every replayed tree, beside what cells measured, and what to launch."""
+
+import math
+import shlex
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from stages.formats import cost_measured, cost_served, predicted
+from stages.formats.joined import Line
+from stages.reporting import plots
+from stages.reporting.text import aligned, figure, tree_structure
+
+Row = dict[str, Any]
+Costs = list[Row]
+MOST = 8  # trees of a table on the page
+
+
+@dataclass(frozen=True)
+class Predicted:
+    costs: Costs  # all, as formats/cost.KEYS: the torch engine's, then those of served cells
+    rows: list[Row]  # as predicted.COLUMNS
+    launch: list[Row]  # as predicted.launches
+    beside: list[Row]  # as cost_measured.beside
+    remarks: list[str]  # what isn't predicted or compared, and why
+
+
+def predict(
+    timed: Costs,
+    lines: list[Line],
+    cells: list[Row],
+    replays: Mapping[str, list[Row]],
+    alike: Callable[[str, str], bool],
+    temperatures: Iterable[float],
+    flags: Callable[[str, Row], list[str] | None],
+) -> Predicted:
+    """`timed` are the torch engine's costs; `alike` says whether two checkpoints' drafts have the same shapes.
+
+    `temperatures` are those the torch engine is asked at; a served cost has its own. `flags` as in predicted.launches.
+    """
+    served, remarks = cost_served.costs(lines)
+    every = [*timed, *served]
+    rows: list[Row] = []
+    for some in _by_load(every).values():
+        for checkpoint, trees in replays.items():
+            if one := _cost_of(checkpoint, some, alike):
+                mine = temperatures if one["engine"] == "torch" else [one["settings"]["temperature"]]
+                for temperature in mine:
+                    rows += predicted.predict(one, checkpoint, temperature, trees)
+                    remarks += _left_out(one, checkpoint, temperature, trees)
+    of_torch = {name: one for name in replays if (one := _cost_of(name, timed, alike))}
+    remarks += [_untimed(name) for name in replays if name not in of_torch]
+    compared, why = cost_measured.torch_rows(of_torch, cells, rows)
+    compared += cost_measured.served_rows(served, lines, replays)
+    return Predicted(every, rows, predicted.launches(rows, flags), compared, [*remarks, *why])
+
+
+def _by_load(costs: Costs) -> dict[tuple[Any, ...], Costs]:
+    found: dict[tuple[Any, ...], Costs] = {}
+    for one in costs:
+        found.setdefault(tuple(one[name] for name in predicted.NAMES), []).append(one)
+    return found
+
+
+def _cost_of(checkpoint: str, costs: Costs, alike: Callable[[str, str], bool]) -> Row | None:
+    """Its own, or that of a draft of the same shapes."""
+    own = [one for one in costs if one["checkpoint"] == checkpoint]
+    return next(iter([*own, *(one for one in costs if alike(one["checkpoint"], checkpoint))]), None)
+
+
+def _untimed(checkpoint: str) -> str:
+    return (
+        f"{checkpoint}: the torch engine has timed no draft of its shapes, so there are no predictions by its costs and no "
+        "flags; add it to time_trees.checkpoints"
+    )
+
+
+def _left_out(one: Row, checkpoint: str, temperature: float, trees: list[Row]) -> list[str]:
+    name, mine = about(one), predicted.of_temperature(trees, temperature)
+    if not mine:
+        return [f"{name}: {checkpoint} was not replayed at temperature {temperature:g}, so it has no tau there"]
+    if far := predicted.outside(one, mine):
+        ends = predicted.reach(one["grid"])
+        axes = ", ".join(f"{axis} {low}" + (f" to {high}" if high > low else "") for axis, (low, high) in ends.items())
+        return [f"{name}: {far} of {len(mine)} trees of {checkpoint} lie outside what was timed ({axes})"]
+    return []
+
+
+def about(one: Row) -> str:
+    """A cost, or whatever names one, in words."""
+    load = f", {one['workload']}, {one['max_new_tokens']} tokens" if one["workload"] else ""
+    warm = f", temperature {one['temperature']:g}" if one.get("temperature") else ""
+    return f"{one.get('timed_on', one['engine'])} engine{load}{warm}"
+
+
+# The terminal
+
+
+HEAD = ("launch", "at once", "speculate", "tree", "checkpoint", "tau", "C", "speedup", "95% interval", "costs of")
+
+
+def table(launch: list[Row]) -> list[str]:
+    """What to launch, as aligned lines, each with its flags below."""
+    if not launch:
+        return []
+    lines = aligned([HEAD, *map(_texts, launch)])
+    told = [lines[0]]
+    for line, row in zip(lines[1:], launch, strict=True):
+        told += [line, *([f"    {shlex.join(row['flags'])}"] if row["flags"] else [])]
+    others = sorted({row["engine"] for row in launch if row["timed_on"] != row["engine"]})
+    note = f"{' and '.join(others)}: not by costs of their own; serve a few cells (benchmark_served), or measure before use"
+    return ["Predicted: when to speculate, and how", *told, *([note] if others else [])]
+
+
+def _texts(row: Row) -> tuple[str, ...]:
+    return (
+        row["engine"], f"{row['concurrency']:g}", "yes" if row["enable"] else "no", tree_structure(tree(row)),
+        row["checkpoint"], figure(row["tau"]), figure(row["C"]), f"{row['speedup']:.2f}x",
+        f"{row['low']:.2f}-{row['high']:.2f}", about(row),
+    )  # fmt: skip
+
+
+def tree(row: Row) -> str:
+    return f"t{row['steps']}_{row['topk']}_{row['tokens']}"
+
+
+# The page
+
+
+def page(found: Predicted, best: str) -> Row:
+    """What report.costs.html.j2 shows."""
+    return {
+        "launch": [row | {"tree": tree(row), "command": shlex.join(row["flags"])} for row in found.launch],
+        "fits": [_fit(one) for one in found.costs],
+        "tops": _tops(found.rows, best),
+        "beside": found.beside,
+        "apart": [row for row in found.beside if not row["agrees"]],
+        "off": _off(found.beside),
+        "svg": plots.inline(partial(draw, rows=found.beside)) if found.beside else None,
+        "remarks": found.remarks,
+        "about": about,
+        "name": tree,
+    }
+
+
+def _fit(one: Row) -> Row:
+    """A cost's terms in ms, and how well it predicts."""
+    fit = one["fit"]
+    return {
+        "about": about(one),
+        "points": len(one["grid"]),
+        "terms": {term: 1000 * seconds for term, seconds in fit["seconds"].items()},
+        "knee": fit["knee"],
+        "plain": [(row["batch"], 1000 * row["step_s"]) for row in one["plain"]],
+        "error": fit["error"],
+        "error_max": fit["error_max"],
+        "residual": fit["residual"],
+        "hardware": one["hardware"],
+        "versions": one["versions"],
+        "settings": one["settings"],
+    }
+
+
+def _tops(rows: list[Row], best: str) -> list[Row]:
+    """Of each load the trees with the highest predicted speedups, of the best checkpoint where it has some."""
+    found = []
+    for load in dict.fromkeys(tuple(row[k] for k in ("engine", *predicted.LOAD)) for row in rows):
+        mine = [row for row in rows if tuple(row[k] for k in ("engine", *predicted.LOAD)) == load]
+        mine = [row for row in mine if row["checkpoint"] == best] or mine
+        top = sorted(mine, key=lambda row: -row["speedup"])[:MOST]
+        found.append({"about": about(top[0]), "load": top[0], "of": len(mine), "rows": top})
+    return found
+
+
+def _off(beside: list[Row]) -> Row | None:
+    """How far predictions are from measurements, as shares: root mean square, and on the whole too high or too low."""
+    if not beside:
+        return None
+    logs = [math.log(row["predicted"]["speedup"] / row["measured"]["speedup"]) for row in beside]
+    mean, square = sum(logs) / len(logs), sum(x * x for x in logs) / len(logs)
+    return {"rms": math.sqrt(square), "bias": math.exp(mean) - 1, "of": len(logs)}
+
+
+def draw(axes: Any, rows: list[Row]) -> None:
+    """Predicted against measured speedups, with both intervals, a colour for each engine."""
+    ends = [row[who]["speedup"] for row in rows for who in ("predicted", "measured")]
+    axes.plot([min(ends), max(ends)], [min(ends), max(ends)], color=plots.INK, linewidth=0.8)
+    for engine, colour in zip(dict.fromkeys(row["engine"] for row in rows), plots.SERIES, strict=False):
+        mine = [row for row in rows if row["engine"] == engine]
+        xs, ys = ([row[who]["speedup"] for row in mine] for who in ("measured", "predicted"))
+        axes.plot(xs, ys, "o", color=colour, markersize=3, label=engine)
+        axes.vlines(
+            xs,
+            *zip(*((r["predicted"]["low"], r["predicted"]["high"]) for r in mine), strict=True),
+            color=colour,
+            lw=0.7,
+        )
+        axes.hlines(
+            ys, *zip(*((r["measured"]["low"], r["measured"]["high"]) for r in mine), strict=True), color=colour, lw=0.7
+        )
+    axes.set(xlabel="measured speedup of decoding", ylabel="predicted")

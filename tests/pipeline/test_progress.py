@@ -1,0 +1,51 @@
+"""Bars that stages draw in a terminal become bars in the pages."""
+
+import io
+from typing import Any
+
+import pytest
+from tqdm import tqdm
+
+from pipeline import flows
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What is asked of Prefect."""
+    calls: list[tuple[Any, ...]] = []
+
+    def create(percent: float, key: str, description: str) -> str:
+        calls.append(("create", percent, key, description))
+        return "id"
+
+    monkeypatch.setattr(flows, "create_progress_artifact", create)
+    monkeypatch.setattr(flows, "update_progress_artifact", lambda id, percent, description: calls.append((id, percent)))
+    return calls
+
+
+def bar() -> list[str]:
+    """What tqdm itself writes, line by line as a pipe's reader sees it."""
+    drawn = io.StringIO()
+    for _ in tqdm(range(4), file=drawn, desc="replay", unit="row", mininterval=0):
+        pass
+    return [line for line in drawn.getvalue().replace("\r", "\n").splitlines() if line]
+
+
+def test_a_bar_is_one_artifact_and_its_end_in_the_log(told, monkeypatch) -> None:
+    monkeypatch.setattr(flows, "PROGRESS_EVERY", 0)
+    log: list[str] = []
+    lines = bar()
+    show = flows.Progress("replay_trees@e003", log.append)
+    for line in ["reading 3/4 of it", *lines, "done"]:
+        show(line)
+    assert sorted({call[1] for call in told}) == [0, 25, 50, 75, 100]
+    assert told[0][:3] == ("create", 0, "progress-replay-trees-e003") and "0/4 [00:00<?, ?row/s]" in told[0][3]
+    assert (log[0], log[-1]) == ("reading 3/4 of it", "done") and all("100%|" in line for line in log[1:-1])
+
+
+def test_the_server_is_not_asked_for_every_line(told, monkeypatch) -> None:
+    monkeypatch.setattr(flows, "PROGRESS_EVERY", 3600)
+    show = flows.Progress("benchmark@a", lambda line: None)
+    for line in bar():
+        show(line)
+    assert {call[1] for call in told} == {0, 100}

@@ -1,0 +1,238 @@
+"""What the report says of costs: the page, the terminal's lines and the files, of a project whose results are made up."""
+
+import csv
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages import params, report
+from stages.formats import cell, cost, predicted, replays, served
+from stages.reporting import costs as shown
+from stages.serving import engines
+from tests import costs
+from tests.conftest import EVAL, ROOT, edit_params
+from tests.formats.test_cost_served import plain_s, torch_cell
+from tests.served_cells import made_up as served_cell
+from tests.served_cells import point
+from tests.test_report import PLOTS, make_up_results, words
+
+Row = dict[str, Any]
+CHAINS = ("t3_1_4", "t5_1_6", "t8_1_9")
+TREES = ("t5_2_8", "t8_2_16", "t5_4_16", "t10_2_32")
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> params.Params:
+    monkeypatch.chdir(tmp_path)
+    Path("params.yaml").write_bytes((ROOT / "params.yaml").read_bytes())
+    shutil.copytree(ROOT / "published", "published")
+    p = params.load()
+    make_up_results(p)
+    return p
+
+
+def tau(tree: str, checkpoint: str = "e009") -> float:
+    shape = tuple(map(int, tree[1:].split("_")))
+    return next(r["tau"] for r in replays.read(checkpoint) if (r["steps"], r["topk"], r["tokens"]) == shape)
+
+
+def decode(checkpoint: str, tree: str, slow: float = 1.0, off: float = 1.0) -> None:
+    """Give a torch cell the rows of a decoding: a cycle `slow` times the timed one, a tau `off` times the replayed."""
+    found = cell.read("eval", checkpoint, tree)
+    made = torch_cell(tree, off * tau(tree, checkpoint), slow * costs.seconds(params.Tree.parse(tree)))
+    prompts = [row | made["prompts"][0] for row in found["prompts"]]
+    cell.write(found | {"prompts": prompts, "metrics": found["metrics"] | made["metrics"]})
+
+
+def serve(caps: list[int], dear: float, cheap: tuple[str, ...] = (*CHAINS, *TREES)) -> None:
+    """Cells of a sweep on SGLang, whose cycles cost what those of the grid do, times `dear` at the largest concurrency."""
+    workloads = {"eval": EVAL, "sweep": {**EVAL, "concurrency": caps, "repeats": 2}}
+    edit_params(Path(), {"benchmark": {"workloads": workloads}})
+    edit_params(Path(), {"benchmark_served": {"workloads": ["sweep"], "checkpoints": ["e009"], "trees": list(cheap)}})
+    plain = [point(200, cap, plain_s(cap), requests=max(8, cap), seed=cap, repeats=2) for cap in caps]
+    served.write(served_cell("sweep", points=plain))
+    for tree in cheap:
+        points = []
+        for cap in caps:
+            cycle = costs.seconds(params.Tree.parse(tree), cap) * (dear if cap == max(caps) else 1)
+            points.append(
+                point(200, cap, cycle / tau(tree), tau(tree), tree, requests=max(8, cap), seed=cap, repeats=2)
+            )
+        served.write(served_cell("sweep", "e009", tree, points))
+
+
+def table(place: Path) -> list[Row]:
+    with place.open(newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+def test_every_replayed_tree_is_predicted_but_those_outside_the_grid(project: params.Params) -> None:
+    report.main()
+    rows = table(predicted.TABLE)
+    trees = project.replay_trees.trees()
+    within = [t for t in trees if t.num_steps <= 10 and t.topk <= 4 and t.num_draft_tokens <= 64]
+    assert len(rows) == len(within) * len(project.replay_trees.checkpoints) > 300
+    for row in rows[::37]:
+        tree = params.Tree(num_steps=row["steps"], topk=row["topk"], num_draft_tokens=row["tokens"])
+        by_hand = tau(tree.name, row["checkpoint"]) * costs.PLAIN_S / costs.seconds(tree)
+        assert float(row["speedup"]) == pytest.approx(by_hand)
+        assert float(row["low"]) < float(row["speedup"]) < float(row["high"])
+
+
+def test_trees_that_were_left_out_are_counted_on_the_page(project: params.Params) -> None:
+    cost.write(costs.made_up(points=costs.grid([t for t in costs.TREES if t.num_steps <= 6])))
+    report.main()
+    trees = project.replay_trees.trees()
+    far = sum(t.num_steps > 6 for t in trees)
+    page = words(report.PAGE.read_text())
+    assert (
+        f"torch engine: {far} of {len(trees)} trees of e009 lie outside what was timed (steps 1 to 6, topk 1 to 4"
+        in page
+    )
+
+
+def test_the_flags_are_those_a_server_is_started_with(
+    project: params.Params, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report.main()
+    printed = capsys.readouterr().out
+    launch = json.loads(predicted.LAUNCH.read_text())["launch"]
+    assert [(row["engine"], row["timed_on"]) for row in launch] == [("sglang", "torch"), ("vllm", "torch")]
+    config = cost.read("e000", project.target.model)["draft"]
+    for row in launch:
+        shape = row["steps"], row["topk"], row["tokens"]
+        draft = engines.Draft(f"drafts/{row['checkpoint']}/draft", "EAGLE3", *shape)
+        assert row["enable"] and row["flags"] == engines.speculation(row["engine"], draft, config)
+        assert engines.unsupported(row["engine"], *shape, config) is None
+    mine = [row for row in table(predicted.TABLE) if int(row["tokens"]) > int(row["steps"])]
+    assert launch[0]["speedup"] == max(float(row["speedup"]) for row in mine)
+    assert launch[1]["speedup"] == max(float(row["speedup"]) for row in mine if row["topk"] == "1")
+    report.main("--launch")
+    alone = capsys.readouterr().out
+    assert alone.strip() in printed and "--speculative-num-steps" in alone and "not by costs of their own" in alone
+    page = words(report.PAGE.read_text())
+    assert "not sglang’s own" in page and "--speculative-eagle-topk" in page
+
+
+def test_a_draft_that_an_engine_can_not_load_is_not_proposed_there(project: params.Params) -> None:
+    """q/k norms: vLLM alone has them."""
+    cost.write(costs.made_up(draft={"model_type": "qwen3", "draft_vocab_size": 320}))
+    report.main()
+    assert [row["engine"] for row in predicted.read_launch()] == ["vllm"]
+
+
+def test_a_draft_with_a_window_keeps_it(project: params.Params) -> None:
+    cost.write(costs.made_up(draft={"model_type": "llama", "sliding_window": 512}))
+    report.main()
+    assert predicted.read_launch()[0]["flags"][-2:] == ["--speculative-draft-window-size", "511"]
+
+
+def test_where_a_cycle_costs_more_than_it_brings_speculation_is_not_proposed(
+    project: params.Params, capsys: pytest.CaptureFixture[str]
+) -> None:
+    points = [row | {"cycle_s": 5 * row["cycle_s"]} for row in costs.grid()]
+    cost.write(costs.made_up(points=points))
+    report.main()
+    launch = predicted.read_launch()
+    assert [row["enable"] for row in launch] == [False, False] and not any(row["flags"] for row in launch)
+    assert "--speculative" not in capsys.readouterr().out
+
+
+def test_an_untimed_import_has_no_prediction_and_a_reason(project: params.Params) -> None:
+    theirs = {"model": "someone/theirs", "revision": None, "rope_theta": None}
+    edit_params(Path(), {"import_draft": {"checkpoints": {"theirs": theirs}}})
+    edit_params(Path(), {"replay_trees": {"checkpoints": ["e003", "e009", "theirs"]}})
+    text = Path("results/replay/e009.csv").read_text().replace("e009", "theirs")
+    Path("results/replay/theirs.csv").write_text(text)
+    replays.write_inside("theirs", [])
+    report.main()
+    assert {row["checkpoint"] for row in table(predicted.TABLE)} == {"e003", "e009"}
+    assert "theirs: the torch engine has timed no draft of its shapes" in words(report.PAGE.read_text())
+    edit_params(Path(), {"time_trees": {"checkpoints": ["e000", "theirs"]}})
+    cost.write(costs.made_up("theirs", points=costs.grid(truth=costs.TRUTH | {"step": 1e-3})))
+    report.main()
+    chain = {row["checkpoint"]: row for row in table(predicted.TABLE) if row["steps"] == "8" and row["topk"] == "1"}
+    assert (
+        float(chain["theirs"]["C"]) > 1.2 * float(chain["e009"]["C"]) == pytest.approx(1.2 * float(chain["e003"]["C"]))
+    )
+
+
+def test_a_missing_cost_and_one_of_another_target_are_explained(project: params.Params) -> None:
+    cost.write(costs.made_up(model="Qwen/Qwen3-8B"))
+    with pytest.raises(
+        ValueError, match=r"has timed drafts of the target Qwen/Qwen3-8B, expected builtin/weather-tiny"
+    ):
+        report.main()
+    cost.path("torch", "e000").unlink()
+    with pytest.raises(ValueError, match=r"torch-e000\.json not found; run: dvc repro time_trees@e000"):
+        report.main()
+
+
+def test_predictions_stand_beside_measurements(project: params.Params) -> None:
+    for checkpoint in project.benchmark.checkpoints:
+        for tree in project.benchmark.trees:
+            decode(checkpoint, tree)
+    decode("e009", "t8_2_16", slow=1.6)
+    report.main()
+    page = report.PAGE.read_text()
+    said = words(page)
+    count = len(project.benchmark.checkpoints) * len(project.benchmark.trees)
+    assert f"Of {count} cells, predictions are" in said
+    assert "1 of them disagree beyond both intervals: 8_2_16 at e009 (mostly C)." in said
+    assert page.count('<tr class="off">') == 1 and page.count("<svg") == PLOTS + 1
+    assert not re.search(r"https?:|<script|<link|<img|@import|url\((?!#)", page)
+
+
+def test_cells_of_another_machine_are_not_held_against_predictions(project: params.Params) -> None:
+    for tree in project.benchmark.trees:
+        decode("e009", tree, slow=3)
+    cost.write(costs.made_up(hardware=costs.HARDWARE | {"cpu": "Another CPU"}))
+    report.main()
+    said = words(report.PAGE.read_text())
+    assert "Predicted against measured" not in said
+    assert (
+        "its cells ran on another machine than the timing grid, cpu (Another CPU against Made-up CPU, 2 cores)" in said
+    )
+
+
+def test_served_cells_tell_at_which_concurrency_to_speculate(
+    project: params.Params, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The engine's own cells are its costs: the torch engine's then advise vLLM alone."""
+    serve([1, 8, 64], dear=2.0)
+    report.main()
+    launch = predicted.read_launch()
+    told = [(row["engine"], row["timed_on"], row["concurrency"], row["enable"]) for row in launch]
+    assert told[0] == ("sglang", "sglang", 1, True) and ("sglang", "sglang", 64, False) in told
+    assert told[-1] == ("vllm", "torch", 1, True) and len(told) == 4
+    made = json.loads(predicted.LAUNCH.read_text())["costs"]
+    assert [(one["engine"], one["workload"], len(one["grid"])) for one in made] == [
+        ("torch", None, 36),
+        ("sglang", "sweep", 21),
+    ]
+    rows = [row for row in table(predicted.TABLE) if row["engine"] == "sglang"]
+    assert {row["concurrency"] for row in rows} == {"1", "8", "64"}
+    assert {(int(row["steps"]) >= 3, int(row["tokens"]) >= 4, int(row["tokens"]) <= 32) for row in rows} == {
+        (True,) * 3
+    }
+    assert {row["checkpoint"] for row in rows} == {"e003", "e009"}  # of the same shapes, so of the same cost
+    assert "vllm: not by costs of their own" in capsys.readouterr().out
+    said = words(report.PAGE.read_text())
+    assert "sglang engine, sweep, 200 tokens, 21 points:" in said and "Of 21 cells, predictions are" in said
+
+
+def test_too_few_served_cells_say_why_there_is_no_cost(project: params.Params) -> None:
+    serve([1], dear=1.0, cheap=CHAINS[:2])
+    report.main()
+    assert "sweep, e009, 200 tokens: a timing grid has 2 points, expected at least 3" in words(report.PAGE.read_text())
+
+
+def test_nothing_to_launch_is_no_table(project: params.Params, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shown.table([]) == []
+    predicted.write([], [], [])
+    report.main("--launch")
+    assert capsys.readouterr().out == "nothing is predicted; results/report.html says why\n"

@@ -1,0 +1,232 @@
+"""The replay stage on answers at temperature 0 and above it, against cells that decode the same; and what it refuses.
+
+A random target of nine tokens, and a random draft for it: so a third of the guesses is right.
+"""
+
+import csv
+import shutil
+from contextlib import chdir
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import polars as pl
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stages import benchmark, extract_hiddens, init_draft, params, prepare_prompts, prepare_target, replay_trees
+from stages.drafting.decode import Engine
+from stages.drafting.replay import room
+from stages.formats import cell, checkpoint, conversations, manifest, replays
+from stages.replay_trees import _batches
+from tests.conftest import EVAL, ROOT, edit_params
+from tests.drafting.plain import random_draft, scatter, small_target
+
+V, END, ANSWER, PROMPTS = 9, 8, 30, 20
+DRAWN = {**EVAL, "num_prompts": PROMPTS, "warmup": 0, "max_new_tokens": ANSWER, "temperature": 0.7, "top_p": 0.9}
+SETTINGS: dict[str, Any] = {
+    "target": {"model": "tiny", "num_threads": 1, "feature_layers": [1, 2, 3]},
+    "sample_target": {"temperature": 0.7, "top_p": 0.9},
+    "init_draft": {"draft_vocab_size": 6},
+    "replay_trees": {"checkpoints": ["e003"], "steps": [1, 3], "topk": [1, 2], "tokens": [4, 6]},
+    "benchmark": {
+        "workloads": {"eval": {**DRAWN, "temperature": 0.0}, "drawn": DRAWN}, "torch": ["eval", "drawn"],
+        "checkpoints": ["e003"], "trees": ["t3_1_4", "t3_2_6"],
+    },
+}  # fmt: skip
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project up to its hidden states. The answers above temperature 0 are what the workload `drawn` draws."""
+    project = tmp_path_factory.mktemp("replay")
+    (project / "params.yaml").write_text((ROOT / "params.yaml").read_text())
+    edit_params(project, SETTINGS)
+    with chdir(project):
+        make_target(1)
+        p, target = params.load(), manifest.read()
+        draft, config = init_draft._fresh(p, target, torch.arange(V))
+        scatter(draft, 0.3, 2)
+        checkpoint.write_draft(checkpoint.folder("e003"), config, dict(draft.state_dict()))
+        engine = Engine(small_target(V, 1), target.eos_token_ids, target.feature_layers)
+        prompts = torch.randint(0, END, (PROMPTS, 5), generator=torch.Generator().manual_seed(4)).tolist()
+        for split, workload in (("train", "eval"), ("eval", "eval"), ("eval_t", "drawn")):
+            work: Any = SimpleNamespace(w=p.benchmark.workloads[workload])
+            rows = [answered(engine, work, f"row{n}.0", prompt) for n, prompt in enumerate(prompts)]
+            table = pl.DataFrame(rows, schema=conversations.SAMPLED)
+            conversations.write(Path("data/sampled") / split / conversations.part(0), table, conversations.SAMPLED)
+        extract_hiddens.main()
+        for workload in p.benchmark.torch:
+            prepare_prompts.main(workload)
+    return project
+
+
+def make_target(seed: int) -> None:
+    model = small_target(V, seed, eos_token_id=END)
+    model.save_pretrained("tiny")
+    manifest.write(
+        Path("artifacts/target"), prepare_target.describe("tiny", None, model.config, Path("tiny"), [1, 2, 3])
+    )
+
+
+def answered(engine: Engine, work: Any, name: str, prompt: list[int]) -> dict[str, Any]:
+    drawn = benchmark._sampling(work, name, 0, 0)
+    answer = [token for step in engine.plain(prompt, ANSWER, sampling=drawn) for token in step.tokens]
+    return {
+        "id": name, "prompt_ids": prompt, "answer_ids": answer, "finish_reason": "stop" if answer[-1] == END else "length",
+        "temperature": work.w.temperature, "top_p": work.w.top_p if drawn else None, "source_row": 0, "verdict": "clean",
+        "images": None,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def project(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    project = tmp_path / "project"
+    shutil.copytree(made, project)
+    monkeypatch.chdir(project)
+    return project
+
+
+def table() -> list[dict[str, str]]:
+    with replays.path("e003").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_cell_above_temperature_0_accepts_what_the_replay_of_its_answers_says_as_integers(project: Path) -> None:
+    replay_trees.main("e003")
+    rows = table()
+    assert [(row["temperature"], row["top_p"]) for row in rows] == [("0.0", "")] * 4 + [("0.7", "0.9")] * 4
+    told = {}
+    for workload, heat in (("eval", "0.0"), ("drawn", "0.7")):
+        for tree in ("t3_1_4", "t3_2_6"):
+            benchmark.main(workload, "e003", tree)
+            found = cell.read(workload, "e003", tree)
+            (row,) = (
+                r for r in rows if f"t{r['steps']}_{r['topk']}_{r['tokens']}" == tree and r["temperature"] == heat
+            )
+            accepted, cycles = (sum(answer[k] for answer in found["prompts"]) for k in ("accepted", "cycles"))
+            assert (int(row["accepted"]), int(row["cycles"])) == (accepted, cycles) and accepted > 5
+            assert float(row["tau_low"]) < float(row["tau"]) < float(row["tau_high"])
+            assert replays.tau(replays.read("e003"), found) == found["metrics"]["tau"]
+            told[workload, tree] = found["metrics"]["identical_share"], {a["identical"] for a in found["prompts"]}
+    assert told["eval", "t3_1_4"] == told["eval", "t3_2_6"] == (1.0, {True})
+    assert told["drawn", "t3_1_4"] == told["drawn", "t3_2_6"] == (None, {None}), "not defined where answers are drawn"
+
+
+def test_answers_all_at_temperature_0_are_replayed_alone(project: Path) -> None:
+    edit_params(project, {"sample_target": {"temperature": 0.0}})
+    for folder in ("sampled/eval_t", "hiddens/eval_t"):
+        shutil.rmtree(Path("data") / folder)
+    empty = pl.DataFrame(schema=conversations.SAMPLED)
+    conversations.write(Path("data/sampled/eval_t") / conversations.part(0), empty, conversations.SAMPLED)
+    extract_hiddens.main()
+    replay_trees.main("e003")
+    assert {row["temperature"] for row in table()} == {"0.0"}
+
+
+# What is refused
+
+
+def refused() -> str:
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - each caller looks at the message
+        replay_trees.main("e003")
+    assert not replays.path("e003").exists()
+    return str(error.value)
+
+
+def test_hidden_states_of_another_target(project: Path) -> None:
+    """Bug: a target of the same shape, trained from another seed, passed for the one the hidden states are of."""
+    make_target(7)
+    message = refused()
+    assert message.startswith("data/hiddens/eval holds hidden states of another target, tiny (")
+    assert "expected those of tiny as it is in artifacts/target now" in message
+    assert message.endswith("run: dvc repro -f -s extract_hiddens")
+
+
+def test_hidden_states_that_do_not_say_whose_they_are(project: Path) -> None:
+    Path("data/hiddens/eval_t/origin.json").unlink()
+    assert refused() == "data/hiddens/eval_t/origin.json not found; run: dvc repro extract_hiddens"
+
+
+def test_hidden_states_of_another_split(project: Path) -> None:
+    shutil.rmtree("data/hiddens/eval")
+    shutil.copytree("data/hiddens/eval_t", "data/hiddens/eval")
+    assert refused().startswith("data/hiddens/eval holds the split eval_t, expected eval")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (pl.col("id") + "x", "row row0.0 is none of those in data/sampled/eval;"),
+        (pl.col("answer_ids").list.head(3), "row row0.0 is another answer than those in data/sampled/eval;"),
+    ],
+)
+def test_hidden_states_of_other_answers(project: Path, change: pl.Expr, says: str) -> None:
+    rows = conversations.read(Path("data/sampled/eval"), conversations.SAMPLED, "sample_target").with_columns(change)
+    conversations.write(Path("data/sampled/eval") / conversations.part(0), rows, conversations.SAMPLED)
+    message = refused()
+    assert message.startswith("data/hiddens/eval: ") and "run: dvc repro extract_hiddens" in message
+    assert says.partition("row0.0")[2] in message
+
+
+@pytest.mark.parametrize(
+    ("asked", "found", "expected"),
+    [
+        ({"temperature": 1.0}, "temperature 0.7, top_p 0.9", "temperature 1, top_p 0.9"),
+        ({"top_p": 1.0}, "temperature 0.7, top_p 0.9", "temperature 0.7, top_p 1"),
+        ({"temperature": 0.0}, "temperature 0.7, top_p 0.9", "none above temperature 0"),
+    ],
+)
+def test_answers_drawn_otherwise_than_is_asked(project: Path, asked: dict, found: str, expected: str) -> None:
+    edit_params(project, {"sample_target": asked})
+    assert refused() == (
+        f"data/sampled/eval_t has answers of {found}, expected {expected}, as sample_target asks; run: dvc repro sample_target"
+    )
+
+
+def test_an_eval_split_that_was_drawn(project: Path) -> None:
+    rows = conversations.read(Path("data/sampled/eval"), conversations.SAMPLED, "sample_target")
+    hot = rows.with_columns(temperature=pl.lit(0.7, pl.Float32))
+    conversations.write(Path("data/sampled/eval") / conversations.part(0), hot, conversations.SAMPLED)
+    assert (
+        "data/sampled/eval has answers of temperature 0.7, top_p null, expected temperature 0, top_p null" in refused()
+    )
+
+
+def test_a_draft_for_a_target_of_another_shape(project: Path) -> None:
+    made = manifest.read()
+    edit_params(project, {"init_draft": {"draft_vocab_size": None}})
+    wider = SimpleNamespace(**{**vars(made), "vocab_size": V + 3})
+    draft, config = init_draft._fresh(params.load(), wider, torch.arange(V + 3))  # type: ignore[arg-type]
+    checkpoint.write_draft(checkpoint.folder("e003"), config, dict(draft.state_dict()))
+    assert refused() == (
+        "drafts/e003/draft is for a target of 12 tokens and width 16, expected tiny's 9 and 16; train or import a draft for "
+        "this target"
+    )
+
+
+# Rows taken together, as memory allows
+
+
+@given(st.lists(st.integers(1, 50), max_size=20), st.integers(1, 200))
+def test_every_row_is_in_one_batch_that_fits_or_is_alone(lengths: list[int], tokens: int) -> None:
+    lengths.sort()
+    batches = [lengths[here] for here in _batches(lengths, tokens)]
+    assert [length for batch in batches for length in batch] == lengths
+    assert all(len(batch) == 1 or len(batch) * batch[-1] <= tokens for batch in batches)
+    for batch, following in pairwise(batches):  # none is smaller than it need be
+        assert (len(batch) + 1) * following[0] > tokens
+
+
+def test_more_memory_and_fewer_topks_make_more_room_and_none_is_never_enough() -> None:
+    draft, *_ = random_draft(1)
+    some, more, fewer = (room(draft, trees, memory) for trees, memory in (
+        ([(4, 2, 8), (4, 3, 8)], 1 << 20), ([(4, 2, 8), (4, 3, 8)], 1 << 24), ([(4, 2, 8)], 1 << 20),
+    ))  # fmt: skip
+    assert some.places < more.places and some.tokens < more.tokens and some.places < fewer.places
+    assert room(draft, [(16, 10, 64)], 1) == (1, 1)

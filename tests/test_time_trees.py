@@ -1,0 +1,109 @@
+"""The timing grid of the torch engine on a tiny target: every tree in every round, and what can't be timed is refused."""
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages import params, time_trees
+from stages.drafting.decode import Engine, Step
+from stages.formats import cost, cost_fit
+from tests.conftest import edit_params
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+GRID = {"steps": [1, 3, 6], "topk": [1, 2], "tokens": [2, 4, 8], "context": 16, "warmup": 1, "cycles": 2, "repeats": 3}
+
+
+@pytest.fixture
+def project(talking_project: Path) -> Path:
+    """With a draft called e000: its shapes are those of every checkpoint."""
+    shutil.copytree(Path("drafts").resolve(), "copied")
+    Path("drafts").unlink()
+    Path("copied").rename("drafts")
+    Path("drafts/e003").rename("drafts/e000")
+    edit_params(talking_project, {"time_trees": GRID})
+    return talking_project
+
+
+def test_every_tree_of_the_grid_has_a_cost(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    time_trees.main("e000")
+    found = cost.read("e000", "tiny")
+    trees = params.load().time_trees.trees()
+    assert [(r["steps"], r["topk"], r["tokens"]) for r in found["grid"]] == [
+        (t.num_steps, t.topk, t.num_draft_tokens) for t in trees
+    ]
+    assert all(r["batch"] == 1 and r["cycle_s"] > 0 and r["error"] >= 0 and r["samples"] == 6 for r in found["grid"])
+    assert [p["samples"] for p in found["plain"]] == [6] and found["plain"][0]["step_s"] > 0
+    assert found["fit"] == cost_fit.fit(found["grid"]).to_json()
+    assert found["draft"] == json.loads(Path("drafts/e000/draft/config.json").read_text())
+    assert found["settings"] == GRID | {"dtype": "float32", "semantics": "sglang"}
+    assert (found["target"][0], found["hardware"]["threads"]) == ("tiny", 1)
+    assert capsys.readouterr().out.startswith("10 trees in ")
+
+
+def test_every_round_decodes_each_once_forth_and_back(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interleaved, and the one before has ended: what it hooks into the target would slow the next."""
+    begun: list[tuple[int, ...]] = []
+    open_now = 0
+    plain, speculative = Engine.plain, Engine.speculative
+
+    def noted(real: Any, engine: Engine, prompt: list[int], room: int, *shape: int) -> Iterator[Step]:
+        nonlocal open_now
+        assert open_now == 0 and len(prompt) == 16
+        begun.append(shape)
+        open_now += 1
+        steps = 0
+        try:
+            for step in real(engine, prompt, room, *shape):
+                steps += 1
+                yield step
+        finally:
+            open_now -= 1
+            assert steps == 1 + 1 + 2  # prefill, warm-up, timed
+
+    monkeypatch.setattr(Engine, "plain", lambda *words: noted(plain, *words))
+    monkeypatch.setattr(Engine, "speculative", lambda *words: noted(speculative, *words))
+    time_trees.main("e000")
+    each = len(params.load().time_trees.trees()) + 1
+    rounds = [begun[at : at + each] for at in range(0, len(begun), each)]
+    assert len(rounds) == 3 and set(Counter(begun).values()) == {3}
+    assert rounds[1] == rounds[0][::-1] and rounds[2] == rounds[0] and rounds[0][0] == ()
+
+
+def test_no_end_token_stops_the_clock(project: Path) -> None:
+    """Where every token is an end token, all cycles are timed all the same."""
+    place = Path("artifacts/target/target.json")
+    made = json.loads(place.read_text())
+    Path("artifacts").unlink()
+    place.parent.mkdir(parents=True)
+    place.write_text(json.dumps(made | {"eos_token_ids": list(range(made["vocab_size"]))}))
+    time_trees.main("e000")
+    assert all(row["samples"] == 6 for row in cost.read("e000", "tiny")["grid"])
+
+
+def test_a_median_forgives_a_stray_second() -> None:
+    told = time_trees._median("cycle_s", [0.010, 0.011, 0.010, 1.0, 0.009, 0.010, 0.011, 0.010])
+    assert told["cycle_s"] == pytest.approx(0.010) and 0 < told["error"] < 0.1 and told["samples"] == 8
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"context": 25}, r"answers of 24 tokens in all, expected 25 \(time_trees.context\); lower it"),
+        ({"cycles": 100000}, r"time_trees needs \d+ positions .*, the target holds \d+; lower time_trees.context"),
+    ],
+)
+def test_what_can_not_be_timed_is_refused(project: Path, keys: dict[str, int], said: str) -> None:
+    edit_params(project, {"time_trees": keys})
+    with pytest.raises(ValueError, match=said):
+        time_trees.main("e000")
+
+
+def test_a_missing_draft_names_its_stage(project: Path) -> None:
+    shutil.rmtree("drafts/e000")
+    with pytest.raises(ValueError, match="run: dvc repro init_draft"):
+        time_trees.main("e000")
