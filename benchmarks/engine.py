@@ -2,20 +2,25 @@
 
     right    a small target with a draft that is often accepted: speculative = plain = transformers' own greedy search,
              token for token in float32, and the share of identical answers in bfloat16
+    drawn    the same at temperature 0.7, with and without top-p and top-k, in one engine by turns: speculative = plain =
+             what the numbers say by transformers' forward, token for token in float32; then by transformers' own modules,
+             with a vocabulary whose best are found the long way
     speed    Qwen3-8B's shape, random weights, bfloat16, one prompt of 512 tokens: a plain step and cycles of three trees,
-             as a caller sees them and on the device alone; host time, copies and waits a cycle, memory
+             greedy, and one tree at temperature 0.7, as a caller sees them and on the device alone; host time, memory
     kernels  of a plain step and of each cycle the kernels that take longest
     products the matrix products of that target alone: bytes of weights a second at the rows of each tree
 
 The floor: a plain step reads 15.63 GB of weights (the embedding left out), 3.56 ms at the 4.39 TB/s at which an H200 reads
 (research/measured_anchors.md); a draft's forward 0.72 GB, 0.164 ms, num_steps of them a cycle. A random draft is never
-accepted, which a cycle's time does not depend on. Prints as it goes; a part that fails says why, and the next is tried.
+accepted, which a cycle's time does not depend on. Prints as it goes; a part that fails says why, and the next is tried;
+one that would begin after --seconds is left out, and said to be.
 """
 
 import argparse
 import statistics
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -26,10 +31,16 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from stages.drafting.decode import Engine, Step
 from stages.drafting.draft import Draft, DraftConfig
 from stages.drafting.graphs import Mail
+from stages.drafting.sampling import Sampling, draw, numbers, probabilities
 
 TREES = [(5, 4, 16), (8, 2, 31), (8, 10, 60)]
 GOALS = {None: 4.75, (5, 4, 16): 6.2, (8, 2, 31): 7.0, (8, 10, 60): 8.0}  # ms, issue 7
 PROMPT, CYCLES = 512, 250
+SMALL, ROOM, END = 16, 48, 7  # the small target's vocabulary, its answers' length and end token
+SMALL_TREES = [(1, 1, 2), (5, 1, 6), (5, 4, 16), (8, 2, 31), (8, 10, 60)]
+HOT = [(0.7, 1.0, None), (0.7, 0.9, None), (0.7, 0.95, 5)]  # temperature, top-p, top-k
+
+Tree = tuple[int, int, int]
 
 
 def main() -> None:
@@ -38,10 +49,17 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--seconds", type=float, default=170, help="no part begins later")
     args = parser.parse_args()
+    warnings.showwarning = lambda message, *_more, **_named: say(f"warning: {message}")
     say(f"torch {torch.__version__}, {torch.cuda.get_device_name() if args.device == 'cuda' else args.device}")
+    started = time.perf_counter()
     for name in args.parts:
         begun = time.perf_counter()
+        if begun - started > args.seconds:
+            say(f"-- {name}: left out, {begun - started:.0f} s have passed (--seconds)")
+            continue
+        say(f"== {name}")
         try:
             PARTS[name](args)
         except Exception:
@@ -91,32 +109,89 @@ def said(steps: Iterator[Step]) -> list[int]:
 # right
 
 
-def right(args: argparse.Namespace) -> None:
-    vocab, room, prompts = 12, 48, []
+def prompts() -> list[list[int]]:
+    found = []
     for seed in range(6):
-        draw = torch.Generator().manual_seed(seed)
-        prompts.append(torch.randint(0, vocab, (20 + 40 * seed,), generator=draw).tolist())
+        draws = torch.Generator().manual_seed(seed)
+        found.append(torch.randint(0, SMALL, (20 + 40 * seed,), generator=draws).tolist())
+    return found
+
+
+def small(args: argparse.Namespace, dtype: torch.dtype, vocab: int = SMALL) -> Engine:
+    torch.manual_seed(3)
+    model = target(6, 256, 8, vocab, dtype, args.device)
+    return Engine(model, [END], [2, 3, 4], draft_for(model, vocab))
+
+
+def right(args: argparse.Namespace) -> None:
+    asked = prompts()
     for dtype in (torch.float32, torch.bfloat16):
-        torch.manual_seed(3)
-        model = target(6, 256, 8, vocab, dtype, args.device)
-        engine = Engine(model, [7], [2, 3, 4], draft_for(model, vocab))
-        plain = [said(engine.plain(prompt, room)) for prompt in prompts]
-        same = sum(answer == theirs(model, prompt, room) for prompt, answer in zip(prompts[:3], plain, strict=False))
+        engine = small(args, dtype)
+        plain = [said(engine.plain(prompt, ROOM)) for prompt in asked]
+        same = sum(answer == theirs(engine.model, p) for p, answer in zip(asked[:3], plain, strict=False))
         say(f"{str(dtype)[6:]}: {same} of 3 plain answers as transformers' own")
-        for tree in [(1, 1, 2), (5, 1, 6), (5, 4, 16), (8, 2, 31), (8, 10, 60)]:
-            runs = [list(engine.speculative(prompt, room, *tree)) for prompt in prompts]
-            same = sum(said(iter(steps)) == answer for steps, answer in zip(runs, plain, strict=True))
-            cycles = [step for steps in runs for step in steps[1:]]
-            drafts = sum(step.accepted for step in cycles)
-            say(f"  {tree}: {same} of {len(prompts)} as plain, {drafts} drafts accepted in {len(cycles)} cycles")
+        for tree in SMALL_TREES:
+            compare(tree, [list(engine.speculative(prompt, ROOM, *tree)) for prompt in asked], plain)
 
 
-def theirs(model, prompt: list[int], room: int) -> list[int]:
+def compare(name: object, runs: list[list[Step]], plain: list[list[int]]) -> None:
+    same = sum(said(iter(steps)) == answer for steps, answer in zip(runs, plain, strict=True))
+    cycles = [step for steps in runs for step in steps[1:]]
+    drafts = sum(step.accepted for step in cycles)
+    ends = f"{drafts} drafts accepted in {len(cycles)} cycles, {sum(map(len, plain))} tokens"
+    say(f"  {'ok   ' if same == len(plain) else 'OTHER'} {name}: {same} of {len(plain)} as plain, {ends}")
+
+
+def theirs(model, prompt: list[int]) -> list[int]:
     ids = torch.tensor([prompt], device=model.device)
     out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=room, do_sample=False, eos_token_id=[7], pad_token_id=0
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=ROOM,
+        do_sample=False,
+        eos_token_id=[END],
+        pad_token_id=0,
     )
     return out[0, len(prompt) :].tolist()
+
+
+# drawn
+
+
+def drawn(args: argparse.Namespace) -> None:
+    asked = prompts()
+    engine = small(args, torch.float32)
+    hows = [[Sampling(*how, 10 * n + i) for i in range(len(asked))] for n, how in enumerate(HOT)]
+    plain = []
+    for how in hows:
+        plain.append([said(engine.plain(p, ROOM, sampling=h)) for p, h in zip(asked, how, strict=True)])
+        same = sum(a == by_hand(engine.model, p, h) for p, h, a in zip(asked[:3], how, plain[-1], strict=False))
+        say(f"{how[0][:3]}: {same} of 3 plain answers as the numbers say")
+    for tree in SMALL_TREES:
+        for how, answers in zip(hows, plain, strict=True):
+            runs = [list(engine.speculative(p, ROOM, *tree, sampling=h)) for p, h in zip(asked, how, strict=True)]
+            compare((tree, how[0][:3]), runs, answers)
+        runs = [list(engine.speculative(prompt, ROOM, *tree)) for prompt in asked[:2]]
+        compare((tree, "greedy, in between"), runs, [said(engine.plain(prompt, ROOM)) for prompt in asked[:2]])
+    for vocab in (SMALL, 5008):
+        engine = small(args, torch.float32, vocab)
+        engine.blocks = engine.beams = None
+        for how in (None, Sampling(0.7, 0.95, 50, 1)):
+            runs = [list(engine.speculative(prompt, ROOM, 5, 4, 16, sampling=how)) for prompt in asked[:3]]
+            answers = [said(engine.plain(prompt, ROOM, sampling=how)) for prompt in asked[:3]]
+            compare(f"by transformers' own modules, {vocab} tokens, {'drawn' if how else 'greedy'}", runs, answers)
+
+
+@torch.inference_mode()
+def by_hand(model, prompt: list[int], how: Sampling) -> list[int]:
+    """Token by token, a forward over the whole text each."""
+    ids = list(prompt)
+    for number in numbers(how.seed, ROOM).to(model.device):
+        logits = model(torch.tensor([ids], device=model.device)).logits[:, -1]
+        ids.append(int(draw(probabilities(logits, *how[:3]), number[None])))
+        if ids[-1] == END:
+            break
+    return ids[len(prompt) :]
 
 
 # speed
@@ -134,10 +209,12 @@ def big(args: argparse.Namespace) -> Engine:
 BUILT: dict[str, Engine] = {}
 
 
-def decoding(engine: Engine, tree: tuple[int, int, int] | None, tokens: int = CYCLES) -> Iterator[Step]:
+def decoding(engine: Engine, tree: Tree | None, tokens: int = CYCLES, how: Sampling | None = None) -> Iterator[Step]:
     draw = torch.Generator().manual_seed(1)
     prompt = torch.randint(0, 151936, (PROMPT,), generator=draw).tolist()
-    return engine.plain(prompt, tokens) if tree is None else engine.speculative(prompt, tokens, *tree)
+    if tree is None:
+        return engine.plain(prompt, tokens, sampling=how)
+    return engine.speculative(prompt, tokens, *tree, sampling=how)
 
 
 def speed(args: argparse.Namespace) -> None:
@@ -146,24 +223,26 @@ def speed(args: argparse.Namespace) -> None:
     cuda = args.device == "cuda"
     say(f"in few kernels: target {engine.blocks is not None}, draft {engine.beams is not None}")
     list(decoding(engine, TREES[-1], CYCLES))  # takes the room that all need
-    for tree in [None, *TREES]:
+    hot = Sampling(0.7, 0.95, 50, 1)
+    for tree, how in [*((tree, None) for tree in [None, *TREES]), (None, hot), (TREES[0], hot)]:
         begun = time.perf_counter()
-        list(decoding(engine, tree, 8))
+        list(decoding(engine, tree, 8, how))
         ready = time.perf_counter() - begun
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         with waiting() as waits:
             times, before, steps = [], time.perf_counter(), 0
-            for _ in decoding(engine, tree):
+            for _ in decoding(engine, tree, how=how):
                 now = time.perf_counter()
                 times.append(now - before)
                 before, steps = now, steps + 1
         times = times[1:]  # the first is prefill
         host = [t - w for t, w in zip(times, waits, strict=False)]
-        line = f"{tree or 'plain'}: {1e3 * statistics.median(times):.3f} ms a step as seen (goal {GOALS[tree]})"
+        line = f"{tree or 'plain'}{', drawn' if how else ''}: {1e3 * statistics.median(times):.3f} ms a step as seen"
+        line += "" if how else f" (goal {GOALS[tree]})"
         line += f", host {1e3 * statistics.median(host):.3f} ms, {steps} steps, first time {ready:.1f} s"
         if cuda:
-            alone = on_device(engine, tree)
+            alone = on_device(engine, tree, how)
             peak = torch.cuda.max_memory_allocated()
             kept = sum(room.store.nbytes + room.draft_keys.nbytes + room.draft_values.nbytes for room in engine.idle)
             line += f", device alone {alone:.3f} ms; memory: peak {peak / 1e9:.3f} GB, weights {weights / 1e9:.3f}, "
@@ -195,12 +274,13 @@ def waiting() -> Iterator[list[float]]:
         Mail.send = send  # type: ignore[method-assign]
 
 
-def on_device(engine: Engine, tree: tuple[int, int, int] | None) -> float:
+def on_device(engine: Engine, tree: Tree | None, how: Sampling | None) -> float:
     """Milliseconds of a recorded step, by events around 100 of them, the median of five."""
-    for _ in decoding(engine, tree, 8):
+    for _ in decoding(engine, tree, 8, how):
         pass
     room, found = engine.idle[-1], []
-    play, stand = room.graphs.played["plain" if tree is None else tree], room.stands[1 if tree is None else tree[0] + 1]
+    play = room.graphs.played[tree or "plain", None if how is None else how[:3]]
+    stand = room.stands[1 if tree is None else tree[0] + 1]
     for _ in range(5):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before = [tensor.clone() for tensor in stand]
@@ -296,7 +376,7 @@ def played(work: Callable[[], object]) -> float:
     return statistics.median(found)
 
 
-PARTS = {"right": right, "speed": speed, "kernels": kernels, "products": products}
+PARTS = {"right": right, "drawn": drawn, "speed": speed, "kernels": kernels, "products": products}
 
 if __name__ == "__main__":
     main()

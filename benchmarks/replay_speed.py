@@ -207,10 +207,10 @@ def step_by_step(draft: Draft, embedding: Tensor, row: list[Tensor], shape: Shap
         keys, values = keys[:, :bonus], values[:, :bonus]
         state = first_state(draft, embedding[ids[:, bonus, None]], fused[:, bonus - 1, None], p, keys, values, None)
         grown = expand(draft, embedding, state, p, keys, values, None, steps, topk, semantics)
-        kept = tree.keep(grown, tokens, steps)
+        kept = tree.keep(grown, tokens)
         choices = [said[bonus + d + 1] if bonus + d + 1 < end else -1 for d in kept.depths[0].tolist()]
         chosen = torch.tensor([choices], device=ids.device)
-        depth = int(tree.accept(kept, tree.ancestors(kept.parents, steps), chosen, steps)[1]) - 1
+        depth = int(tree.accept(kept, chosen, steps)[1]) - 1
         accepted, cycles, bonus = accepted + depth, cycles + 1, bonus + depth + 1
     return accepted, cycles
 

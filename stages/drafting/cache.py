@@ -30,14 +30,14 @@ class _Layer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args, **_kwargs) -> tuple[Tensor, Tensor]:
         """[1, G, M, E] each are written at the store's places -> all that the pass may see, [1, G, seen, E] each."""
-        store = self.store
-        keys, values = self.keys[:, :, : store.seen], self.values[:, :, : store.seen]
+        store, count = self.store, key_states.shape[2]
         if store.last:
-            keys[:, :, -len(store.places) :], values[:, :, -len(store.places) :] = key_states, value_states
+            begin, end = store.seen - count, store.seen
+            self.keys[:, :, begin:end], self.values[:, :, begin:end] = key_states, value_states
         else:
-            keys.index_copy_(2, store.places, key_states)
-            values.index_copy_(2, store.places, value_states)
-        return keys, values
+            self.keys.index_copy_(2, store.places, key_states)
+            self.values.index_copy_(2, store.places, value_states)
+        return self.keys.narrow(2, 0, store.seen), self.values.narrow(2, 0, store.seen)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.store.seen, 0

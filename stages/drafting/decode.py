@@ -350,12 +350,10 @@ class Engine:
         """One cycle, on the device alone."""
         steps, topk, width = shape
         tree, ids = self._grow(room, stand, steps, topk, width, room.size if self.records else seen - width)
-        sees = trees.ancestors(tree.parents, steps)  # [1, M, M]
-        hidden, streams = self._verify(
-            room, stand, ids, stand.length + tree.depths[0], sees[0], seen, self.feature_layers
-        )
-        choices = self._choose(chooser, hidden, stand.said + tree.depths[0])
-        path, count = trees.accept(tree, sees, choices[None], steps)
+        depths = tree.depths[0]  # [M]
+        hidden, streams = self._verify(room, stand, ids, stand.length + depths, tree.sees[0], seen, self.feature_layers)
+        choices = self._choose(chooser, hidden, stand.said + depths)
+        path, count = trees.accept(tree, choices[None], steps)
         path = path[0]  # [R]
 
         rows = stand.length + room.places[: steps + 1]  # [R]
@@ -374,23 +372,25 @@ class Engine:
         """The draft reads the last cycle's rows and grows a tree -> it and its tokens [M], the root's first."""
         draft, last = self.draft, stand.count - 1
         assert draft is not None
-        places = stand.length - stand.count + room.places[: len(stand.tokens)]
+        count = len(stand.tokens) if self.records else int(stand.count)
+        tokens, features, read = stand.tokens[:count], stand.features[:count], stand.turns[:count]
+        places = stand.length - stand.count + room.places[:count]
         if self.beams is not None:
             keys, values = (x[0].transpose(0, 1) for x in (room.draft_keys, room.draft_values))  # [G, room, E]
-            rows = stand.tokens, stand.features, stand.turns, last, places
+            rows = tokens, features, read, last, places
             candidates = self.beams.grow(*rows, stand.length, keys, values, steps, topk, self.semantics)
-            tree = trees.keep(candidates, width, steps)
-            return tree, torch.cat([stand.tokens[last], tree.tokens[0]])
-        embeds = self.embedding[stand.tokens][None]  # [1, R, H]
-        fused = self._extend(room, embeds, stand.features, stand.turns[None], places)
+            tree = trees.keep(candidates, width)
+            return tree, torch.cat([tokens[last], tree.tokens[0]])
+        embeds = self.embedding[tokens][None]  # [1, R, H]
+        fused = self._extend(room, embeds, features, read[None], places)
         keys, values = room.draft_keys[:, :seen], room.draft_values[:, :seen]
         window, at = draft.config.sliding_window, (stand.length - 1)[None]  # [1, 1]
         allowed = None if window is None and not self.records else in_sight(at, seen, window)
-        turns = stand.turns[last][None]  # [1, 1] or [1, 1, 3]
+        turns = read[last][None]  # [1, 1] or [1, 1, 3]
         state = first_state(draft, embeds[:, last], fused[:, last], turns, keys, values, allowed)
         candidates = expand(draft, self.embedding, state, turns, keys, values, allowed, steps, topk, self.semantics)
-        tree = trees.keep(candidates, width, steps)
-        return tree, torch.cat([stand.tokens[last], tree.tokens[0]])
+        tree = trees.keep(candidates, width)
+        return tree, torch.cat([tokens[last], tree.tokens[0]])
 
     def _verify(
         self, room: Room, stand: Stand, ids: Tensor, places: Tensor, tree: Tensor, seen: int, layers: list[int]
@@ -404,6 +404,8 @@ class Engine:
             return self.blocks.forward(ids, positions, tree, stand.length, rows, room.store, layers)
         if self.records:
             mask = (room.places[:seen] < stand.length).repeat(len(ids), 1).index_copy_(1, rows, tree)  # [M, seen]
+        elif len(ids) == 1:
+            mask = room.yes[:, :seen]
         else:
             prefix = room.yes[:, : seen - len(ids)].expand(len(ids), -1)
             mask = torch.cat([prefix, tree], dim=1)

@@ -345,7 +345,7 @@ def join(
     return new, new_numbers, new_sees, new_tokens, slots
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])  # or each number of rows would be compiled for
 def _product(
     x, w, y, M, N, K, B: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip

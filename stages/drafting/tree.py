@@ -20,7 +20,7 @@ is then never kept without its parent.
 Letters: N trees, K topk, S num_steps, C candidates, M num_draft_tokens (the root counted), D draft vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -71,6 +71,7 @@ class Tree:
     nodes: Tensor  # [N, M-1] candidate number of each drafted node, ascending
     tokens: Tensor  # [N, M-1] their tokens
     parents: Tensor  # [N, M] node index of the parent; the root's is 0
+    sees: Tensor  # [N, M, M] `ancestors`
     depths: Tensor  # [N, M], the root's is 0
 
 
@@ -140,38 +141,19 @@ def next_step(beam: Tensor, chances: Tensor, join: Callable[[Tensor, Tensor], Te
     return scores, *best(scores, beam.shape[1])
 
 
-def keep(candidates: Candidates, num_draft_tokens: int, steps: int | None = None) -> Tree:
-    """The best M - 1 candidates and the root, in candidate order. With the number of steps told, nothing waits for a GPU."""
+def keep(candidates: Candidates, num_draft_tokens: int) -> Tree:
+    """The best M - 1 candidates and the root, in candidate order."""
     n, m = candidates.scores.shape[0], num_draft_tokens
     nodes = best(candidates.scores, m - 1)[1].sort(dim=-1).values  # [N, M-1]
     parent_candidates = torch.gather(candidates.parents, 1, nodes)
     # A parent's node index: its rank among the kept candidates, plus one for the root; -1 finds the root at 0.
     parents = torch.searchsorted(nodes, parent_candidates, right=True)
     parents = torch.cat([parents.new_zeros(n, 1), parents], dim=1)
-    return Tree(nodes, torch.gather(candidates.tokens, 1, nodes), parents, _depths(parents, steps))
+    sees = ancestors(parents)
+    return Tree(nodes, torch.gather(candidates.tokens, 1, nodes), parents, sees, sees.sum(-1) - 1)
 
 
-def _climb(parents: Tensor, steps: int | None) -> Iterator[Tensor]:
-    """Of every node the parent, then the parent's parent, and so on, as long as one is not at the root.
-
-    Whether one is must be asked of the device, unless it is known that none is deeper than `steps`.
-    """
-    climbers, height = parents, 1
-    while height < steps if steps else bool((climbers > 0).any()):
-        yield climbers
-        climbers, height = torch.gather(parents, 1, climbers), height + 1
-
-
-def _depths(parents: Tensor, steps: int | None) -> Tensor:
-    """[N, M]: hops to the root."""
-    depths = torch.zeros_like(parents)
-    depths[:, 1:] = 1
-    for climbers in _climb(parents, steps):
-        depths += climbers > 0
-    return depths
-
-
-def ancestors(parents: Tensor, steps: int | None = None) -> Tensor:
+def ancestors(parents: Tensor) -> Tensor:
     """parents [N, M] -> [N, M, M] bool: may node i see node j? Itself and its ancestors, the root always.
 
     root, a, b, aa, ba (parents 0 0 0 1 2):   1 . . . .
@@ -179,25 +161,28 @@ def ancestors(parents: Tensor, steps: int | None = None) -> Tensor:
                                               1 . 1 . .
                                               1 1 . 1 .
                                               1 . 1 . 1
+
+    Who sees 2**r generations, and so does the one 2**r above, sees 2**(r + 1): no device is asked how deep a tree is.
     """
     n, m = parents.shape
-    sees = torch.eye(m, dtype=torch.bool, device=parents.device).expand(n, m, m).clone()
-    sees[..., 0] = True
-    for climbers in _climb(parents, steps):
-        sees.scatter_(2, climbers[..., None], True)
+    sees = torch.eye(m, dtype=torch.bool, device=parents.device).expand(n, m, m)
+    above = parents
+    for _ in range((m - 1).bit_length()):
+        sees = sees | torch.gather(sees, 1, above[..., None].expand(n, m, m))
+        above = torch.gather(above, 1, above)
     return sees
 
 
-def accept(tree: Tree, sees: Tensor, choices: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+def accept(tree: Tree, choices: Tensor, steps: int) -> tuple[Tensor, Tensor]:
     """What each target accepts: path [N, S+1] of node indices, root first, and count [N] of those that are one, >= 1.
 
-    sees [N, M, M]: `ancestors`; choices [N, M]: the target's token after each node. From the root, go to the child whose
-    token the target chose there, until there is none: so a node is on the path if it and all its ancestors were chosen.
-    Siblings carry different tokens, so these are a chain, in order. What follows the path's last node is 0.
+    choices [N, M]: the target's token after each node. From the root, go to the child whose token the target chose there,
+    until there is none: so a node is on the path if it and all its ancestors were chosen. Siblings carry different tokens,
+    so these are a chain, in order. What follows the path's last node is 0.
     """
     n, m = choices.shape
     refused = tree.tokens != torch.gather(choices, 1, tree.parents[:, 1:])  # [N, M-1]
-    taken = ~(sees[:, :, 1:] & refused[:, None]).any(-1)  # [N, M]
+    taken = ~(tree.sees[:, :, 1:] & refused[:, None]).any(-1)  # [N, M]
     place = torch.where(taken, tree.depths, steps + 1)  # [N, M]; the last place is for the others, and is cut off
     path = place.new_zeros(n, steps + 2).scatter_(1, place, torch.arange(m, device=place.device).expand(n, m))
     return path[:, : steps + 1], taken.sum(-1)

@@ -241,7 +241,7 @@ def test_a_spoiled_verification_is_refused(engine: Engine, monkeypatch: pytest.M
 
 
 def test_taking_every_first_guess_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def first_guess(tree: Tree, sees: Tensor, choices: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    def first_guess(tree: Tree, choices: Tensor, steps: int) -> tuple[Tensor, Tensor]:
         """It is said, whatever the target drew, and its successor after it."""
         choices[:, 0] = tree.tokens[:, 0]
         return torch.tensor([[0, 1, 0]]), torch.tensor([2])
