@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# On a lent machine of two GPUs, in two calls: embedded targets and drafts that lie in .arts/RECIPE are replayed there, then
-# served by SGLang's kit, with seed 002's scenarios. What it found goes to $OUT as it comes.
-#   benchmarks/gpu_served.sh replay    (the stages' wheels in /tmp/site)
-#   benchmarks/gpu_served.sh serve     (the kit in /tmp/kit)
+# On a lent machine of two GPUs, in three calls: embedded targets and drafts that lie in .arts/RECIPE are replayed there, served
+# by SGLang's kit, then put under seed 002's loads. What it found goes to $OUT as it comes.
+#   benchmarks/gpu_served.sh replay    (the stages' wheels in /tmp/site; 80 s)
+#   benchmarks/gpu_served.sh serve     (the kit in /tmp/kit; a cell takes a minute: seven each on both GPUs)
+#   benchmarks/gpu_served.sh load
 set -u
 part=$1
 copy() { mkdir -p "$2" && cp -r benchmarks data dvc.yaml params.yaml pipeline published recipes stages templates draft_configs tests "$1"/* "$2"; }
@@ -28,15 +29,16 @@ if [ "$part" = replay ]; then
   for name in weather-tiny weather-tiny-moe weather-tiny-vl; do copy ".arts/$name" "/tmp/served/$name"; done
   one 0 weather-tiny --workloads eval code_gen chat completion sweep & one 0 weather-tiny-moe & one 0 weather-tiny-vl & wait
   cp -r /tmp/served/weather-tiny /tmp/served/weather-tiny+b
-else
+elif [ "$part" = serve ]; then # one server at a time on a GPU: SGLang sizes its cache by what is free while it loads
   recorded &
-  # Servers at once: the wait for released memory would wait for the others'
-  for name in moe vl; do sed -i 's/RELEASE_S = 1.0, 30.0/RELEASE_S = 1.0, 0.0/' /tmp/served/weather-tiny-$name/stages/benchmark_served.py; done
-  for load in code_gen chat sweep; do one 0 weather-tiny --workloads $load; done &
-  { one 1 weather-tiny-moe --jobs 3 --concurrency 4 --mem-fraction 0.1 & moe=$!
-    one 1 weather-tiny-vl --jobs 3 --concurrency 4 --mem-fraction 0.1 & wait $moe $!
-    one 1 weather-tiny+b --workloads completion
+  one 0 weather-tiny-vl --concurrency 4 &
+  one 1 weather-tiny-moe --concurrency 4 &
+  wait
+else
+  { one 0 weather-tiny --workloads chat; one 0 weather-tiny --workloads sweep; } &
+  { one 1 weather-tiny+b --workloads completion
     (cd /tmp/served/weather-tiny+b && CUDA_VISIBLE_DEVICES=1 python3 -m benchmarks.bench_serving artifacts/target 2>&1 | tee "$OUT/bench_serving.txt"); } &
   wait
 fi
+tar cJf "$OUT/kernels.tar.xz" -C /tmp/kit triton tvm 2>/dev/null # compiled ones, to be carried again: a first start takes a minute
 echo "all of $part: $((SECONDS - begun)) s"

@@ -77,7 +77,7 @@ def edit(o: argparse.Namespace) -> None:
         "tokens": [8, 16, 32],
     }
     first = dict(p["benchmark"]["workloads"]["eval"])
-    drawn = {**first, "prompts": "random", "ignore_eos": True, "warmup": 4, "repeats": o.repeats}
+    drawn = {**first, "prompts": "random", "ignore_eos": True, "warmup": 64, "repeats": o.repeats}
     workloads = {"eval": {**first, "num_prompts": o.rows, "concurrency": o.concurrency}}
     workloads |= {name: {**drawn, **keys} for name, keys in SCENARIOS.items()}
     workloads |= {"sweep": {**drawn, **SWEEP, "repeats": 1}}

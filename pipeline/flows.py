@@ -97,8 +97,9 @@ def _run(change: Callable[[], None] | None, after: Callable[[], None] = lambda: 
                 change()
             if healed := graph.heal_lock():
                 get_run_logger().warning(healed)
-            check_raw_exists(load())
-            work, pool = plan(load())
+            params = load()
+            check_raw_exists(params)
+            work, pool = plan(params)
         except ValueError as error:  # for the user to correct: the page shows it without a traceback
             get_run_logger().error(str(error))
             return Failed(message=str(error))

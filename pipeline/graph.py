@@ -107,10 +107,12 @@ def why_stale(names: list[str] | None = None) -> dict[str, list[str]]:
     try:
         with Repo(_wait_for_lock=True) as repo:
             found = repo.status(targets=names)
+            new = {_name(stage) for stage in repo.index.stages if not any(dep.hash_info for dep in stage.deps)}
     except LockError as error:
         unknown = f"DVC can't say, another process is at work: {str(error).splitlines()[0]}"
         return {name: [unknown] for name in names or stages()}
-    return {name.rpartition(":")[2]: list(_reasons(changes)) for name, changes in found.items()}
+    why = {name.rpartition(":")[2]: list(_reasons(changes)) for name, changes in found.items()}
+    return {name: ["it is new"] if name in new else reasons for name, reasons in why.items()}
 
 
 def _reasons(found: list[Any]) -> Iterator[str]:

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Discriminator,
     Field,
     Tag,
     ValidationError,
-    field_validator,
     model_validator,
 )
 from ruamel.yaml import YAML
@@ -39,7 +39,6 @@ Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$")]
-Names = Annotated[list[Name], Field(min_length=1)]
 Grid = Annotated[list[Count], Field(min_length=1)]
 T = TypeVar("T")
 # http://host:port, also http://host:6000-6007 for a server on each of those ports; no user:password@, which would be logged
@@ -55,6 +54,17 @@ def _each_once(names: list[str]) -> list[str]:
     if twice := sorted({n for n in names if names.count(n) > 1}):
         raise ValueError(f"{', '.join(twice)} is listed twice; list each name once")
     return names
+
+
+def _trees_can_be_built(names: list[str]) -> list[str]:
+    for name in names:
+        Tree.parse(name)
+    return names
+
+
+Names = Annotated[list[Name], AfterValidator(_each_once)]
+SomeNames = Annotated[list[Name], Field(min_length=1), AfterValidator(_each_once)]
+Trees = Annotated[list[str], AfterValidator(_trees_can_be_built), AfterValidator(_each_once)]
 
 
 class Section(BaseModel):
@@ -356,23 +366,13 @@ class ImportDraft(Section):
 
 
 class ReplayTrees(Section):
-    checkpoints: Names
+    checkpoints: SomeNames
     semantics: Literal["sglang", "eagle"]
     steps: Grid
     topk: Grid
     tokens: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)]
-    inside: list[str]
+    inside: Trees
     memory_gib: Positive
-
-    @field_validator("checkpoints", "inside")
-    @classmethod
-    def no_name_twice(cls, names: list[str]) -> list[str]:
-        return _each_once(names)
-
-    @field_validator("inside")
-    @classmethod
-    def trees_can_be_built(cls, names: list[str]) -> list[str]:
-        return _trees_can_be_built(names)
 
     @model_validator(mode="after")
     def some_tree_exists(self) -> "ReplayTrees":
@@ -405,7 +405,7 @@ def _grid(steps: list[int], topks: list[int], tokens: list[int]) -> list[Tree]:
 class TimeTrees(Section):
     """The timing grid of the torch engine."""
 
-    checkpoints: Names
+    checkpoints: SomeNames
     steps: Grid
     topk: Grid
     tokens: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)]
@@ -413,11 +413,6 @@ class TimeTrees(Section):
     warmup: Annotated[int, Field(ge=0)]
     cycles: Count
     repeats: Count
-
-    @field_validator("checkpoints")
-    @classmethod
-    def no_name_twice(cls, names: list[str]) -> list[str]:
-        return _each_once(names)
 
     @model_validator(mode="after")
     def enough_trees_to_judge_the_fit(self) -> "TimeTrees":
@@ -533,28 +528,12 @@ class Workload(Section):
         return [(length, cap) for length in lengths for cap in caps]
 
 
-def _trees_can_be_built(names: list[str]) -> list[str]:
-    for name in names:
-        Tree.parse(name)
-    return names
-
-
 class Benchmark(Section):
     workloads: Annotated[dict[Name, Workload], Field(min_length=1)]
-    torch: list[Name]
+    torch: Names
     semantics: Literal["sglang", "eagle"]
-    checkpoints: Names
-    trees: Annotated[list[str], Field(min_length=1)]
-
-    @field_validator("trees")
-    @classmethod
-    def trees_can_be_built(cls, names: list[str]) -> list[str]:
-        return _trees_can_be_built(names)
-
-    @field_validator("torch", "checkpoints", "trees")
-    @classmethod
-    def no_name_twice(cls, names: list[str]) -> list[str]:
-        return _each_once(names)
+    checkpoints: SomeNames
+    trees: Annotated[Trees, Field(min_length=1)]
 
     @model_validator(mode="after")
     def the_torch_engine_can_do_it(self) -> "Benchmark":
@@ -598,21 +577,11 @@ class ServedBy(Section):
 
 class BenchmarkServed(Section):
     engine: Literal["sglang", "vllm"]
-    workloads: list[Name]
-    checkpoints: list[Name]
-    trees: list[str]
+    workloads: Names
+    checkpoints: Names
+    trees: Trees
     interleave: bool
     server: ServedBy
-
-    @field_validator("trees")
-    @classmethod
-    def trees_can_be_built(cls, names: list[str]) -> list[str]:
-        return _trees_can_be_built(names)
-
-    @field_validator("workloads", "checkpoints", "trees")
-    @classmethod
-    def no_name_twice(cls, names: list[str]) -> list[str]:
-        return _each_once(names)
 
 
 class Report(Section):

@@ -29,8 +29,12 @@ INSIDE = 4  # more, of what happens inside trees, where any was looked into
 
 @pytest.fixture
 def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> params.Params:
-    """A project whose results are made up, with the repository's own params.yaml."""
-    monkeypatch.chdir(tmp_path)
+    return made_up_project(tmp_path, monkeypatch)
+
+
+def made_up_project(folder: Path, monkeypatch: pytest.MonkeyPatch) -> params.Params:
+    """A project whose results are made up, with the repository's own params.yaml; we stand in it from now on."""
+    monkeypatch.chdir(folder)
     Path("params.yaml").write_bytes((ROOT / "params.yaml").read_bytes())
     shutil.copytree(ROOT / "published", "published")
     p = params.load()
@@ -430,10 +434,10 @@ def serve(workloads: Row, **benchmark: Any) -> None:
     )
 
 
-def replayed(tree: str) -> float:
+def replayed(tree: str, checkpoint: str = "e009") -> float:
     shape = params.Tree.parse(tree)
     wanted = shape.num_steps, shape.topk, shape.num_draft_tokens
-    return next(r["tau"] for r in replays.read("e009") if (r["steps"], r["topk"], r["tokens"]) == wanted)
+    return next(r["tau"] for r in replays.read(checkpoint) if (r["steps"], r["topk"], r["tokens"]) == wanted)
 
 
 def make_up_served(workload: str, off: float = 1.0, **keys: Any) -> None:

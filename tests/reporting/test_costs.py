@@ -3,7 +3,6 @@
 import csv
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,11 @@ from stages.formats import cell, cost, predicted, replays, served
 from stages.reporting import costs as shown
 from stages.serving import engines
 from tests import costs
-from tests.conftest import EVAL, ROOT, edit_params
+from tests.conftest import EVAL, edit_params
 from tests.formats.test_cost_served import plain_s, torch_cell
 from tests.served_cells import made_up as served_cell
 from tests.served_cells import point
-from tests.test_report import PLOTS, make_up_results, words
+from tests.test_report import PLOTS, made_up_project, replayed, words
 
 Row = dict[str, Any]
 CHAINS = ("t3_1_4", "t5_1_6", "t8_1_9")
@@ -27,23 +26,13 @@ TREES = ("t5_2_8", "t8_2_16", "t5_4_16", "t10_2_32")
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> params.Params:
-    monkeypatch.chdir(tmp_path)
-    Path("params.yaml").write_bytes((ROOT / "params.yaml").read_bytes())
-    shutil.copytree(ROOT / "published", "published")
-    p = params.load()
-    make_up_results(p)
-    return p
-
-
-def tau(tree: str, checkpoint: str = "e009") -> float:
-    shape = tuple(map(int, tree[1:].split("_")))
-    return next(r["tau"] for r in replays.read(checkpoint) if (r["steps"], r["topk"], r["tokens"]) == shape)
+    return made_up_project(tmp_path, monkeypatch)
 
 
 def decode(checkpoint: str, tree: str, slow: float = 1.0, off: float = 1.0) -> None:
     """Give a torch cell the rows of a decoding: a cycle `slow` times the timed one, a tau `off` times the replayed."""
     found = cell.read("eval", checkpoint, tree)
-    made = torch_cell(tree, off * tau(tree, checkpoint), slow * costs.seconds(params.Tree.parse(tree)))
+    made = torch_cell(tree, off * replayed(tree, checkpoint), slow * costs.seconds(params.Tree.parse(tree)))
     prompts = [row | made["prompts"][0] for row in found["prompts"]]
     cell.write(found | {"prompts": prompts, "metrics": found["metrics"] | made["metrics"]})
 
@@ -60,7 +49,7 @@ def serve(caps: list[int], dear: float, cheap: tuple[str, ...] = (*CHAINS, *TREE
         for cap in caps:
             cycle = costs.seconds(params.Tree.parse(tree), cap) * (dear if cap == max(caps) else 1)
             points.append(
-                point(200, cap, cycle / tau(tree), tau(tree), tree, requests=max(8, cap), seed=cap, repeats=2)
+                point(200, cap, cycle / replayed(tree), replayed(tree), tree, requests=max(8, cap), seed=cap, repeats=2)
             )
         served.write(served_cell("sweep", "e009", tree, points))
 
@@ -78,7 +67,7 @@ def test_every_replayed_tree_is_predicted_but_those_outside_the_grid(project: pa
     assert len(rows) == len(within) * len(project.replay_trees.checkpoints) > 300
     for row in rows[::37]:
         tree = params.Tree(num_steps=row["steps"], topk=row["topk"], num_draft_tokens=row["tokens"])
-        by_hand = tau(tree.name, row["checkpoint"]) * costs.PLAIN_S / costs.seconds(tree)
+        by_hand = replayed(tree.name, row["checkpoint"]) * costs.PLAIN_S / costs.seconds(tree)
         assert float(row["speedup"]) == pytest.approx(by_hand)
         assert float(row["low"]) < float(row["speedup"]) < float(row["high"])
 
