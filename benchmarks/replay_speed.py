@@ -206,9 +206,11 @@ def step_by_step(draft: Draft, embedding: Tensor, row: list[Tensor], shape: Shap
         fused, keys, values = prefix(draft, ids[:, : bonus + 1], features[:, : bonus + 1], embedding)
         keys, values = keys[:, :bonus], values[:, :bonus]
         state = first_state(draft, embedding[ids[:, bonus, None]], fused[:, bonus - 1, None], p, keys, values, None)
-        kept = tree.keep(expand(draft, embedding, state, p, keys, values, None, steps, topk, semantics), tokens)
+        grown = expand(draft, embedding, state, p, keys, values, None, steps, topk, semantics)
+        kept = tree.keep(grown, tokens)
         choices = [said[bonus + d + 1] if bonus + d + 1 < end else -1 for d in kept.depths[0].tolist()]
-        depth = len(tree.accept(kept, torch.tensor([choices]))[0]) - 1
+        chosen = torch.tensor([choices], device=ids.device)
+        depth = int(tree.accept(kept, chosen, steps)[1]) - 1
         accepted, cycles, bonus = accepted + depth, cycles + 1, bonus + depth + 1
     return accepted, cycles
 

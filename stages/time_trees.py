@@ -42,7 +42,7 @@ def main(name: str) -> None:
 
     steps = s.warmup + s.cycles
     plain = partial(engine.plain, prompt, steps + 1)
-    seconds = _timed([plain, *(_cycles(engine, prompt, tree, steps) for tree in trees)], s, p.target.device)
+    seconds = _timed([plain, *(_cycles(engine, prompt, tree, steps) for tree in trees)], s)
     grid = [
         {"steps": tree.num_steps, "topk": tree.topk, "tokens": tree.num_draft_tokens, "batch": BATCH}
         | _median("cycle_s", of_tree)
@@ -118,32 +118,27 @@ def _cycles(engine: Engine, prompt: list[int], tree: Tree, cycles: int) -> Decod
     return partial(engine.speculative, prompt, _room(tree, cycles), *shape)
 
 
-def _timed(decodings: list[Decoding], s: params.TimeTrees, device: str) -> list[list[float]]:
+def _timed(decodings: list[Decoding], s: params.TimeTrees) -> list[list[float]]:
     """Seconds of each decoding's steps after prefill and warm-up, of all rounds."""
     seconds: list[list[float]] = [[] for _ in decodings]
     for number in range(s.repeats):
         order = range(len(decodings))
         for at in order if number % 2 == 0 else reversed(order):
-            # Ended at once, or what it hooks into the target would slow the next.
+            # Ended at once, or it would keep its caches and the next take others.
             with closing(cast(Generator[Step, None, None], decodings[at]())) as decoding:
-                seconds[at] += list(_steps(decoding, s.cycles, s.warmup, device))
+                seconds[at] += list(_steps(decoding, s.cycles, s.warmup))
     return seconds
 
 
-def _steps(decoding: Iterator[Step], count: int, warmup: int, device: str) -> Iterator[float]:
+def _steps(decoding: Iterator[Step], count: int, warmup: int) -> Iterator[float]:
+    """Seconds from step to step. A step that came was read from the device; what has begun behind it is not waited for."""
     for _ in range(1 + warmup):  # prefill, then first steps, which may allocate and pick kernels
         next(decoding)
-    last = _now(device)
+    last = time.perf_counter()
     for _ in range(count):
         next(decoding)
-        begun, last = last, _now(device)
+        begun, last = last, time.perf_counter()
         yield last - begun
-
-
-def _now(device: str) -> float:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def _median(name: str, seconds: list[float]) -> dict[str, float]:

@@ -6,30 +6,43 @@ too: what is drawn depends on the seed and the token's place alone (drafting/sam
 
 A cycle stands at "tokens up to n are in the cache, token n is the bonus token":
 
+    extend    the draft reads what the last cycle verified
     expand    from the draft's state at n - 1, grow candidates; keep the best num_draft_tokens - 1 under the root (token n)
     verify    one target forward over the tree; node i sees the whole prefix, its ancestors and itself
     accept    from the root, follow the target's own choice as long as it is in the tree
-    compact   keep the accepted path's keys in the cache; feed its features to the draft
+    move      keep the accepted path's keys in the cache; its features are what the draft reads next
+
+Its shapes are fixed by the tree: the path is padded to R = num_steps + 1 rows, and rows beyond it are overwritten before a
+mask lets them be seen. So a GPU records a cycle once and plays it (`graphs`); what was accepted comes to the host in one
+copy, which is read while the next cycle runs. A plain step is the same with a tree of one node.
 
 With pictures, prefill enters the target where it takes pixels; what is decoded stands at its index in the cache and `shift`
 more on all three axes, since a picture takes less room there than it has tokens.
 
-Letters: T cached tokens, M num_draft_tokens, L layers, G key-value heads, E head width, H hidden, V vocabulary.
+Letters: T tokens of the prompt, n cached tokens, M num_draft_tokens, R rows, L layers, H hidden, V vocabulary.
 """
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 from stages.drafting import tree as trees
+from stages.drafting.beams import Beams
+from stages.drafting.blocks import Blocks
+from stages.drafting.cache import Store, shapes, sliding_window
 from stages.drafting.draft import Draft, first_state, in_sight
 from stages.drafting.expand import expand
-from stages.drafting.sampling import Chooser, Sampling
+from stages.drafting.graphs import Graphs, Mail, unused
+from stages.drafting.sampling import Chooser, Sampling, numbers
 from stages.drafting.target import Pictures, capture, entered, look, pixels, sees
+
+ROOMS = 256  # tokens; room is taken in whole multiples, so that few prompts ask for another
 
 
 class Step(NamedTuple):
@@ -46,48 +59,33 @@ class Begun(NamedTuple):
     shift: int  # what is added to a later token's index
 
 
-class _Layer(CacheLayerMixin):
-    """Keys and values in one buffer of fixed room; `used` tokens of it count."""
+class Stand(NamedTuple):
+    """Where a decoding stands, on the device: all that a cycle reads and changes beside keys and values."""
 
-    is_compileable = False
-    is_sliding = False
+    length: Tensor  # [1] n: tokens in the cache
+    count: Tensor  # [1] rows that the last cycle verified, of R
+    said: Tensor  # [1] tokens of the answer so far: the place of the next
+    tokens: Tensor  # [R] the token after each; that of the last is the bonus token
+    features: Tensor  # [R, 3H]
+    turns: Tensor  # [R], or [R, 3]: what turns the draft's queries and keys of these rows
+    shift: Tensor  # [1]
+    told: Tensor  # [1 + R] accepted drafts and the tokens, for the host
 
-    def __init__(self, room: int):
-        super().__init__()
-        self.room, self.used = room, 0
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        b, g, _, e = key_states.shape
-        self.keys = key_states.new_empty(b, g, self.room, e)
-        self.values = value_states.new_empty(b, g, self.room, e)
-        self.is_initialized = True
+@dataclass
+class Room:
+    """Where one decoding at a time has its caches, and the passes that were recorded upon them."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_args, **_kwargs) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        end = self.used + key_states.shape[2]
-        self.keys[:, :, self.used : end] = key_states
-        self.values[:, :, self.used : end] = value_states
-        self.used = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
-
-    def keep(self, start: int, path: Tensor) -> None:
-        """Of the tokens from `start` on, keep those at start + path, in that order."""
-        end = start + len(path)
-        self.keys[:, :, start:end] = self.keys[:, :, start + path]
-        self.values[:, :, start:end] = self.values[:, :, start + path]
-        self.used = end
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.used + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.used
-
-    def get_max_length(self) -> int:
-        return self.room
-
-    get_max_cache_shape = get_max_length  # its name in transformers 5.17
+    size: int  # tokens
+    places: Tensor  # [size] 0, 1, 2, ...
+    yes: Tensor  # [1, size] bool, all true
+    numbers: Tensor  # [size] float64: what the answer's tokens are drawn by
+    store: Store
+    draft_keys: Tensor  # [1, size, G, E]
+    draft_values: Tensor
+    graphs: Graphs
+    mail: Mail
+    stands: dict[int, Stand]  # by R
 
 
 class Engine:
@@ -101,7 +99,7 @@ class Engine:
         draft: Draft | None = None,
         semantics: str = "sglang",  # of tree.SEMANTICS
     ):
-        self.model, self.decoder = model, model.get_decoder()
+        self.model, self.decoder, self.device = model, model.get_decoder(), model.device
         self.head = model.get_output_embeddings().weight  # [V, H]
         self.embedding = model.get_input_embeddings().weight  # [V, H]
         self.eos, self.feature_layers, self.draft, self.semantics = set(eos), feature_layers, draft, semantics
@@ -111,59 +109,65 @@ class Engine:
                 f"this target has {self.embedding.shape[0]} and {self.embedding.shape[1]}; train a draft for it"
             )
 
-    def _cache(self, room: int) -> Cache:
-        limit = self.model.config.get_text_config().max_position_embeddings
-        if room > limit:
-            raise ValueError(
-                f"prompt and answer may take {room} tokens, the target holds {limit} (max_position_embeddings); "
-                "lower benchmark.workloads.*.max_new_tokens or use shorter prompts"
-            )
-        return Cache(layers=[_Layer(room) for _ in self.decoder.layers])
+        self.window = sliding_window(model)
+        self.shapes, self.idle = shapes(model), list[Room]()
+        self.records = Graphs(self.device).records
+        self.blocks = self._blocks() if self.records else None
+        self.beams = Beams.of(draft, self.embedding) if draft and self.records else None
+        self.ahead = int(self.records)  # how many steps are begun before the one before is read
 
-    def _forward(self, ids: Tensor, positions: Tensor, sees: Tensor, cache: Cache) -> Tensor:
-        """ids [1, M], positions [1, M], sees [1, 1, M, T+M] bool -> last hidden [M, H]; the cache grows by M."""
+    def _blocks(self) -> Blocks | None:
+        """The target in few kernels, where it is of the build that they are made for."""
+        return Blocks.of(self.model, Store(self.shapes, 8, self.model.dtype, self.device))
+
+    def _forward(self, room: Room, ids: Tensor, positions: Tensor, sees: Tensor, places: Tensor, seen: int) -> Tensor:
+        """ids [1, M], positions [1, M], sees [1, 1, M, seen] bool, places [M] -> last hidden [M, H]."""
         out = self.decoder(
-            input_ids=ids, position_ids=positions, attention_mask=sees, past_key_values=cache, use_cache=True
-        )
+            input_ids=ids, position_ids=positions, attention_mask=sees, past_key_values=room.store.cache(places, seen),
+            use_cache=True,
+        )  # fmt: skip
         return out.last_hidden_state[0]
 
-    def _prefill(self, prompt: list[int], cache: Cache, pictures: Pictures | None) -> Begun:
+    def _prefill(self, room: Room, prompt: list[int], pictures: Pictures | None) -> Begun:
         """The whole prompt at once. Raises ValueError where it has not one token for each piece of its pictures."""
-        ids = torch.tensor([prompt], device=self.model.device)
+        ids = torch.tensor([prompt], device=self.device)
         count = ids.shape[1]
+        places = room.places[:count]
         causal = torch.ones(1, 1, count, count, dtype=torch.bool, device=ids.device).tril()
         if not sees(self.model):
-            hidden = self._forward(ids, torch.arange(count, device=ids.device)[None], causal, cache)
+            hidden = self._forward(room, ids, places[None], causal, places, count)
             return Begun(hidden[-1:], self.embedding[ids], None, 0)
         view, given = look(self.model, ["the prompt"], [torch.tensor(prompt)], [pictures]), []
         with entered(self.model, lambda embeds, positions: given.append((embeds, positions))):
             out = self.model.base_model(
                 input_ids=ids, position_ids=view.positions[:, None].to(ids.device), attention_mask=causal,
-                past_key_values=cache, use_cache=True, **pixels(self.model, view),
+                past_key_values=room.store.cache(places, count), use_cache=True, **pixels(self.model, view),
             )  # fmt: skip
         (embeds, positions), shift = given[0], int(view.positions.max()) + 1 - count
         return Begun(out.last_hidden_state[0, -1:], embeds, positions, shift)
 
-    def _chooser(self, sampling: Sampling | None, max_new_tokens: int) -> tuple[Chooser, Tensor]:
-        """What chooses the answer's tokens, and their numbers [max_new_tokens]."""
-        device = self.model.device
-        return Chooser(sampling, max_new_tokens, device), torch.arange(max_new_tokens, device=device)
+    def _chooser(self, room: Room, sampling: Sampling | None, max_new_tokens: int) -> Chooser:
+        """What chooses the answer's tokens, by numbers that lie where a recorded pass finds them."""
+        if sampling is not None:
+            room.numbers[:max_new_tokens] = numbers(sampling.seed, max_new_tokens)
+        return Chooser(sampling, room.numbers)
 
-    def _choose(self, chooser: Chooser, hidden: Tensor, places: Tensor) -> list[int]:
-        """The target's choice after each hidden state [M, H], as token number places [M] of the answer."""
-        return chooser.choose(hidden @ self.head.T, places).tolist()
+    def _choose(self, chooser: Chooser, hidden: Tensor, places: Tensor) -> Tensor:
+        """The target's choice [M] after each hidden state [M, H], as token number places [M] of the answer."""
+        return chooser.choose(hidden @ self.head.T, places)
 
     @torch.inference_mode()
     def margin(self, prompt: list[int], said: list[int], pictures: Pictures | None = None) -> float:
         """The gap between the target's two best logits after `prompt` and what was `said`."""
-        cache, count, more = self._cache(len(prompt) + len(said)), len(prompt), len(said)
-        begun = self._prefill(prompt, cache, pictures)
-        hidden = begun.hidden  # [1, H]
-        if said:
-            ids = torch.tensor([said], device=self.model.device)
-            causal = torch.ones(1, 1, more, count + more, dtype=torch.bool, device=ids.device).tril(count)
-            where = torch.arange(count, count + more, device=ids.device)[None] + begun.shift
-            hidden = self._forward(ids, where, causal, cache)[-1:]
+        count, more = len(prompt), len(said)
+        with self._room(count + more, 0) as room:
+            begun = self._prefill(room, prompt, pictures)
+            hidden = begun.hidden  # [1, H]
+            if said:
+                ids = torch.tensor([said], device=self.device)
+                causal = torch.ones(1, 1, more, count + more, dtype=torch.bool, device=self.device).tril(count)
+                places = room.places[count : count + more]
+                hidden = self._forward(room, ids, places[None] + begun.shift, causal, places, count + more)[-1:]
         logits = hidden[0] @ self.head.T
         first, second = logits.float().topk(2).values.tolist()
         return first - second
@@ -173,21 +177,16 @@ class Engine:
         self, prompt: list[int], max_new_tokens: int, pictures: Pictures | None = None, sampling: Sampling | None = None
     ) -> Iterator[Step]:
         """Autoregressive decoding: one token a step, until an end token or `max_new_tokens`. Without `sampling`, greedy."""
-        cache = self._cache(len(prompt) + max_new_tokens)
-        chooser, places = self._chooser(sampling, max_new_tokens)
-        begun = self._prefill(prompt, cache, pictures)
-        token = self._choose(chooser, begun.hidden, places[:1])[0]
-        yield Step([token], 0)
-        everything = torch.ones(1, 1, 1, cache.layers[0].room, dtype=torch.bool, device=self.model.device)
-        for position in range(len(prompt), len(prompt) + max_new_tokens - 1):
-            if token in self.eos:
-                return
-            ids = torch.tensor([[token]], device=self.model.device)
-            where = torch.tensor([[position + begun.shift]], device=self.model.device)
-            hidden = self._forward(ids, where, everything[..., : position + 1], cache)
-            done = position + 1 - len(prompt)
-            token = self._choose(chooser, hidden, places[done : done + 1])[0]
-            yield Step([token], 0)
+        with self._room(len(prompt) + max_new_tokens, self.ahead) as room:
+            chooser = self._chooser(room, sampling, max_new_tokens)
+            begun = self._prefill(room, prompt, pictures)
+            stand = self._stand(room, 1, begun, chooser)
+
+            def step(seen: int) -> None:
+                self._plain_step(room, stand, chooser, seen)
+
+            key = "plain", chooser.kind
+            yield from self._steps(room, stand, key, step, 1, len(prompt), max_new_tokens)
 
     @torch.inference_mode()
     def speculative(
@@ -206,61 +205,213 @@ class Engine:
         ValueError for a tree that can't be built, before the first token.
         """
         assert self.draft is not None
-        draft, device = self.draft, self.model.device
-        trees.check(num_steps, topk, num_draft_tokens, draft.config.draft_vocab_size)
-        cache = self._cache(len(prompt) + max_new_tokens + num_draft_tokens)
-        with capture(self.model, self.feature_layers) as caught:
-            chooser, places = self._chooser(sampling, max_new_tokens)
-            begun = self._prefill(prompt, cache, pictures)
-            bonus = self._choose(chooser, begun.hidden, places[:1])[0]
-            yield Step([bonus], 0)
-            done, verified = 1, 0
-            embeds = torch.cat([begun.embeds[:, 1:], self.embedding[torch.tensor([[bonus]], device=device)]], dim=1)
-            positions = begun.positions
-            features = torch.cat(caught, dim=-1)[0]  # [T, 3H]
-            keys = values = None
-            while done < max_new_tokens and bonus not in self.eos:
-                # The draft reads the newly verified positions: features of p with the embedding of token p + 1.
-                places = torch.arange(verified, verified + len(features), device=device)[None]
-                new = draft.turning(places, positions)
-                fused = draft.fuse(features.to(draft.fc.weight.dtype))[None]
-                key, value = draft.keys_values(draft.mix(embeds, fused), draft.rope(new))
-                keys = key if keys is None else torch.cat([keys, key], dim=1)
-                values = value if values is None else torch.cat([values, value], dim=1)
-                verified += len(features)
-                last = new[:, -1:]
-                window = draft.config.sliding_window
-                p = torch.tensor([[verified - 1]], device=device)
-                allowed = None if window is None else in_sight(p, verified, window)
-                state = first_state(draft, embeds[:, -1:], fused[:, -1:], last, keys, values, allowed)
-                grown = num_steps, topk, self.semantics
-                candidates = expand(draft, self.embedding, state, last, keys, values, allowed, *grown)
-                tree = trees.keep(candidates, num_draft_tokens)
+        trees.check(num_steps, topk, num_draft_tokens, self.draft.config.draft_vocab_size)
+        rows, shape = num_steps + 1, (num_steps, topk, num_draft_tokens)
+        spare = max(rows, num_draft_tokens, (num_steps - 1) * topk) + self.ahead * rows
+        with self._room(len(prompt) + max_new_tokens, spare) as room:
+            chooser = self._chooser(room, sampling, max_new_tokens)
+            with capture(self.model, self.feature_layers) as caught:
+                begun = self._prefill(room, prompt, pictures)
+            stand = self._stand(room, rows, begun, chooser)
+            self._enter(room, stand, begun, torch.cat(caught, dim=-1)[0])
 
-                caught.clear()
-                ids = torch.cat([torch.tensor([[bonus]], device=device), tree.tokens], dim=1)  # [1, M]
-                prefix_seen = torch.ones(1, num_draft_tokens, verified, dtype=torch.bool, device=device)
-                seen = torch.cat([prefix_seen, trees.ancestors(tree.parents)], dim=2)[:, None]
-                hidden = self._forward(ids, verified + tree.depths + begun.shift, seen, cache)
-                choices = self._choose(chooser, hidden, done + tree.depths[0])
-                path = trees.accept(tree, torch.tensor([choices]))[0]
+            def cycle(seen: int) -> None:
+                self._cycle(room, stand, shape, chooser, seen)
 
-                bonus = choices[path[-1]]
-                drafts = ids[0].tolist()
-                tokens = [*(drafts[node] for node in path[1:]), bonus]
-                committed = self._cut(tokens, max_new_tokens - done)
-                yield Step(committed, min(len(path) - 1, len(committed)))
-                done += len(committed)
-                if len(committed) < len(tokens):
-                    return
-                index = torch.tensor(path, device=device)
-                for layer in cache.layers:
-                    layer.keep(verified, index)
-                features = torch.cat(caught, dim=-1)[0, index]
-                embeds = self.embedding[torch.tensor([tokens], device=device)]
-                if positions is not None:
-                    where = torch.arange(verified, verified + len(features), device=device) + begun.shift
-                    positions = where[None, :, None].expand(-1, -1, 3)
+            key = shape, chooser.kind
+            yield from self._steps(room, stand, key, cycle, num_draft_tokens, len(prompt), max_new_tokens)
+
+    def _steps(
+        self, room: Room, stand: Stand, key: Hashable, work: Callable[[int], None], width: int, count: int, most: int
+    ) -> Iterator[Step]:
+        """Steps of a decoding that stands behind a prompt of `count` tokens: `work` is one, with `width` nodes.
+
+        On a GPU the next one is begun before the last is read: an end token is found one step late, and what was decoded
+        past it is dropped.
+        """
+        bonus = int(stand.tokens[0])
+        yield Step([bonus], 0)
+        done, sent = 1, deque[Callable[[], list[int]]]()
+        while done < most and bonus not in self.eos:
+            while len(sent) <= self.ahead and done + len(sent) < most:
+                seen = room.size if self.records else count + done - 1 + width
+                room.graphs.run(key, lambda: work(seen), list(stand))  # noqa: B023 - called at once
+                sent.append(room.mail.send(stand.told))
+            accepted, *tokens = sent.popleft()()
+            tokens = tokens[: accepted + 1]
+            committed = self._cut(tokens, most - done)
+            yield Step(committed, min(accepted, len(committed)))
+            if len(committed) < len(tokens):
+                return
+            done, bonus = done + len(committed), tokens[-1]
+
+    @contextmanager
+    def _room(self, tokens: int, spare: int) -> Iterator[Room]:
+        """Room for prompt and answer, and for what is written beyond: an idle one, or a larger one in its place."""
+        limit, window = self.model.config.get_text_config().max_position_embeddings, self.window
+        if window is not None and tokens > window:
+            raise ValueError(
+                f"prompt and answer may take {tokens} tokens, and layers of this target see {window} (sliding_window), which "
+                "the torch engine does not decode with; use shorter prompts, or measure this target by benchmark_served"
+            )
+        if tokens > limit:
+            raise ValueError(
+                f"prompt and answer may take {tokens} tokens, the target holds {limit} (max_position_embeddings); "
+                "lower benchmark.workloads.*.max_new_tokens or use shorter prompts"
+            )
+        room = self.idle.pop() if self.idle else None
+        if room is None or room.size < tokens + spare:
+            room = None  # it goes before the new one is taken
+            room = self._new_room(-(-(tokens + spare) // ROOMS) * ROOMS)
+        try:
+            yield room
+        finally:
+            self.idle.append(room)
+
+    def _new_room(self, size: int) -> Room:
+        """Raises ValueError where a GPU has less memory left than that takes."""
+        like, groups, width = self.embedding, 0, 0
+        if self.draft is not None:
+            like, c = self.draft.fc.weight, self.draft.config
+            groups, width = c.num_key_value_heads, c.head_dim
+        self._fits(size, 2 * size * groups * width * like.element_size())
+        return Room(
+            size,
+            torch.arange(size, device=self.device),
+            torch.ones(1, size, dtype=torch.bool, device=self.device),
+            torch.zeros(size, dtype=torch.float64, device=self.device),
+            Store(self.shapes, size, self.model.dtype, self.device, last=not self.records),
+            like.new_zeros(1, size, groups, width),
+            like.new_zeros(1, size, groups, width),
+            Graphs(self.device),
+            Mail(self.device),
+            {},
+        )
+
+    def _fits(self, size: int, drafts: int) -> None:
+        """drafts: the bytes of the draft's keys and values."""
+        need = sum(g * e for both in self.shapes for g, e in both) * size * self.model.dtype.itemsize + drafts
+        if (free := unused(self.device)) < need:
+            raise ValueError(
+                f"keys and values of {size} tokens take {need / 2**30:.1f} GiB, {self.device} has {free / 2**30:.1f} GiB left; "
+                "lower benchmark.workloads.*.max_new_tokens, use shorter prompts, or end what else runs there"
+            )
+
+    def _stand(self, room: Room, rows: int, begun: Begun, chooser: Chooser) -> Stand:
+        """Behind the prompt, which was all verified, and the answer's first token; the draft has its last row still to read."""
+        if rows not in room.stands:
+            whole = {"dtype": torch.int64, "device": self.device}
+            axes = () if self.draft is None or self.draft.axes is None else (3,)
+            room.stands[rows] = Stand(
+                length=torch.zeros(1, **whole),
+                count=torch.zeros(1, **whole),
+                said=torch.zeros(1, **whole),
+                tokens=torch.zeros(rows, **whole),
+                features=torch.zeros(rows, 3 * self.embedding.shape[1], dtype=self.model.dtype, device=self.device),
+                turns=torch.zeros(rows, *axes, **whole),
+                shift=torch.zeros(1, **whole),
+                told=torch.zeros(1 + rows, **whole),
+            )
+        stand = room.stands[rows]
+        stand.length.fill_(begun.embeds.shape[1])
+        stand.count.fill_(1)
+        stand.tokens[:1] = self._choose(chooser, begun.hidden, stand.said.zero_())
+        stand.said.fill_(1)
+        stand.shift.fill_(begun.shift)
+        return stand
+
+    def _enter(self, room: Room, stand: Stand, begun: Begun, features: Tensor) -> None:
+        """The draft reads the prompt, features [T, 3H]: all of it but the last row, which waits for the first cycle."""
+        assert self.draft is not None
+        count = len(features)
+        turns = self.draft.turning(room.places[None, :count], begun.positions)  # [1, T] or [1, T, 3]
+        stand.features[0], stand.turns[0] = features[-1], turns[0, -1]
+        if count > 1:
+            self._extend(room, begun.embeds[:, 1:], features[:-1], turns[:, :-1], room.places[: count - 1])
+
+    def _extend(self, room: Room, embeds: Tensor, features: Tensor, turns: Tensor, places: Tensor) -> Tensor:
+        """The draft reads rows: embeds [1, R, H] of the tokens after them, their features [R, 3H] -> fused [1, R, H]."""
+        draft = self.draft
+        assert draft is not None
+        fused = draft.fuse(features.to(draft.fc.weight.dtype))[None]
+        keys, values = draft.keys_values(draft.mix(embeds, fused), draft.rope(turns))
+        room.draft_keys.index_copy_(1, places, keys)
+        room.draft_values.index_copy_(1, places, values)
+        return fused
+
+    def _plain_step(self, room: Room, stand: Stand, chooser: Chooser, seen: int) -> None:
+        hidden, _ = self._verify(room, stand, stand.tokens, stand.length, room.yes[:, :1], seen, [])
+        stand.tokens.copy_(self._choose(chooser, hidden, stand.said))
+        stand.length.add_(1)
+        stand.said.add_(1)
+        stand.told[1:].copy_(stand.tokens)
+
+    def _cycle(self, room: Room, stand: Stand, shape: tuple[int, int, int], chooser: Chooser, seen: int) -> None:
+        """One cycle, on the device alone."""
+        steps, topk, width = shape
+        tree, ids = self._grow(room, stand, steps, topk, width, room.size if self.records else seen - width)
+        depths = tree.depths[0]  # [M]
+        hidden, streams = self._verify(room, stand, ids, stand.length + depths, tree.sees[0], seen, self.feature_layers)
+        choices = self._choose(chooser, hidden, stand.said + depths)
+        path, count = trees.accept(tree, choices[None], steps)
+        path = path[0]  # [R]
+
+        rows = stand.length + room.places[: steps + 1]  # [R]
+        room.store.move(stand.length + path, rows)
+        stand.features.copy_(torch.cat(streams, dim=-1)[path])
+        stand.turns.copy_(rows if stand.turns.ndim == 1 else (rows + stand.shift)[:, None].expand(-1, 3))
+        stand.tokens.copy_(choices[path])  # what the target chose after a node is the next node's token
+        stand.count.copy_(count)
+        stand.length.add_(count)
+        stand.said.add_(count)
+        stand.told.copy_(torch.cat([count - 1, stand.tokens]))
+
+    def _grow(
+        self, room: Room, stand: Stand, steps: int, topk: int, width: int, seen: int
+    ) -> tuple[trees.Tree, Tensor]:
+        """The draft reads the last cycle's rows and grows a tree -> it and its tokens [M], the root's first."""
+        draft, last = self.draft, stand.count - 1
+        assert draft is not None
+        count = len(stand.tokens) if self.records else int(stand.count)
+        tokens, features, read = stand.tokens[:count], stand.features[:count], stand.turns[:count]
+        places = stand.length - stand.count + room.places[:count]
+        if self.beams is not None:
+            keys, values = (x[0].transpose(0, 1) for x in (room.draft_keys, room.draft_values))  # [G, room, E]
+            rows = tokens, features, read, last, places
+            candidates = self.beams.grow(*rows, stand.length, keys, values, steps, topk, self.semantics)
+            tree = trees.keep(candidates, width)
+            return tree, torch.cat([tokens[last], tree.tokens[0]])
+        embeds = self.embedding[tokens][None]  # [1, R, H]
+        fused = self._extend(room, embeds, features, read[None], places)
+        keys, values = room.draft_keys[:, :seen], room.draft_values[:, :seen]
+        window, at = draft.config.sliding_window, (stand.length - 1)[None]  # [1, 1]
+        allowed = None if window is None and not self.records else in_sight(at, seen, window)
+        turns = read[last][None]  # [1, 1] or [1, 1, 3]
+        state = first_state(draft, embeds[:, last], fused[:, last], turns, keys, values, allowed)
+        candidates = expand(draft, self.embedding, state, turns, keys, values, allowed, steps, topk, self.semantics)
+        tree = trees.keep(candidates, width)
+        return tree, torch.cat([tokens[last], tree.tokens[0]])
+
+    def _verify(
+        self, room: Room, stand: Stand, ids: Tensor, places: Tensor, tree: Tensor, seen: int, layers: list[int]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The target reads a tree behind the cache: ids [M] at places [M], tree [M, M] of who sees whom.
+
+        Returns the last hidden [M, H] and the streams [M, H] entering `layers`.
+        """
+        rows, positions = stand.length + room.places[: len(ids)], places + stand.shift  # [M] where they lie, and stand
+        if self.blocks is not None:
+            return self.blocks.forward(ids, positions, tree, stand.length, rows, room.store, layers)
+        if self.records:
+            mask = (room.places[:seen] < stand.length).repeat(len(ids), 1).index_copy_(1, rows, tree)  # [M, seen]
+        elif len(ids) == 1:
+            mask = room.yes[:, :seen]
+        else:
+            prefix = room.yes[:, : seen - len(ids)].expand(len(ids), -1)
+            mask = torch.cat([prefix, tree], dim=1)
+        with capture(self.model, layers) as streams:
+            hidden = self._forward(room, ids[None], positions[None], mask[None, None], rows, seen)
+        return hidden, [stream[0] for stream in streams]
 
     def _cut(self, tokens: list[int], room: int) -> list[int]:
         """`tokens` up to the first end token, and at most `room` of them."""

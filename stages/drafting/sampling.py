@@ -13,6 +13,7 @@ thresholds at 1, research/sglang.md section 2), in one draw a node instead of a 
 Letters: M nodes, V vocabulary.
 """
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
@@ -31,18 +32,18 @@ class Sampling(NamedTuple):
 class Chooser:
     """Chooses the tokens of one answer; without `how`, greedily."""
 
-    def __init__(self, how: Sampling | None, max_new_tokens: int, device: torch.device):
-        self._how = how
-        self._numbers = None if how is None else numbers(how.seed, max_new_tokens).to(device)  # [max_new_tokens]
+    def __init__(self, how: Sampling | None, numbers: Tensor):
+        """numbers [*] float64: the answer's own, as many as are asked for."""
+        self._how, self._numbers = how, numbers
+        # Answers alike in this differ in their numbers alone, so that one recorded pass serves them all.
+        self.kind: Hashable = None if how is None else how[:3]
 
     def choose(self, logits: Tensor, places: Tensor) -> Tensor:
         """logits [M, V] after each of M nodes, places [M]: which token of the answer comes there, from 0 -> tokens [M]."""
-        if self._how is None or self._numbers is None:
+        if self._how is None:
             return logits.argmax(-1)
         temperature, top_p, top_k, _ = self._how
-        # A tree may reach beyond the length limit; what is chosen there is cut off.
-        here = self._numbers[places.clamp(max=len(self._numbers) - 1)]
-        return draw(probabilities(logits, temperature, top_p, top_k), here)
+        return draw(probabilities(logits, temperature, top_p, top_k), self._numbers[places])
 
 
 def numbers(seed: int, count: int) -> Tensor:

@@ -71,6 +71,7 @@ class Tree:
     nodes: Tensor  # [N, M-1] candidate number of each drafted node, ascending
     tokens: Tensor  # [N, M-1] their tokens
     parents: Tensor  # [N, M] node index of the parent; the root's is 0
+    sees: Tensor  # [N, M, M] `ancestors`
     depths: Tensor  # [N, M], the root's is 0
 
 
@@ -105,7 +106,8 @@ def best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     few scores, `_by_keys` finds them.
     """
     assert scores.dtype == torch.float32
-    if scores.shape[-1] <= max(k, FEW) or scores.numel() <= SMALL:
+    recorded = scores.is_cuda and torch.cuda.is_current_stream_capturing()  # a device that is can't be asked for ties
+    if scores.shape[-1] <= max(k, FEW) or scores.numel() <= SMALL or recorded:
         places = _by_keys(scores, k)
         return torch.gather(scores, -1, places), places
     values, places = torch.topk(scores, k + 1, dim=-1)
@@ -147,17 +149,8 @@ def keep(candidates: Candidates, num_draft_tokens: int) -> Tree:
     # A parent's node index: its rank among the kept candidates, plus one for the root; -1 finds the root at 0.
     parents = torch.searchsorted(nodes, parent_candidates, right=True)
     parents = torch.cat([parents.new_zeros(n, 1), parents], dim=1)
-    return Tree(nodes, torch.gather(candidates.tokens, 1, nodes), parents, _depths(parents))
-
-
-def _depths(parents: Tensor) -> Tensor:
-    """[N, M]: hops to the root. Each round climbs one step, until every climber has arrived."""
-    depths, climbers = torch.zeros_like(parents), parents
-    depths[:, 1:] = 1
-    while bool((climbers > 0).any()):
-        depths += climbers > 0
-        climbers = torch.gather(parents, 1, climbers)
-    return depths
+    sees = ancestors(parents)
+    return Tree(nodes, torch.gather(candidates.tokens, 1, nodes), parents, sees, sees.sum(-1) - 1)
 
 
 def ancestors(parents: Tensor) -> Tensor:
@@ -168,27 +161,28 @@ def ancestors(parents: Tensor) -> Tensor:
                                               1 . 1 . .
                                               1 1 . 1 .
                                               1 . 1 . 1
+
+    Who sees 2**r generations, and so does the one 2**r above, sees 2**(r + 1): no device is asked how deep a tree is.
     """
     n, m = parents.shape
-    sees = torch.eye(m, dtype=torch.bool, device=parents.device).expand(n, m, m).clone()
-    climbers = parents
-    while True:
-        sees.scatter_(2, climbers[..., None], True)
-        if not bool((climbers > 0).any()):
-            return sees
-        climbers = torch.gather(parents, 1, climbers)
+    sees = torch.eye(m, dtype=torch.bool, device=parents.device).expand(n, m, m)
+    above = parents
+    for _ in range((m - 1).bit_length()):
+        sees = sees | torch.gather(sees, 1, above[..., None].expand(n, m, m))
+        above = torch.gather(above, 1, above)
+    return sees
 
 
-def accept(tree: Tree, choices: Tensor) -> list[list[int]]:
-    """The path of node indices that each target accepts, root first. choices [N, M]: the target's token after each node.
+def accept(tree: Tree, choices: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """What each target accepts: path [N, S+1] of node indices, root first, and count [N] of those that are one, >= 1.
 
-    From the root, step to the child whose token the target chose there, until there is none.
+    choices [N, M]: the target's token after each node. From the root, go to the child whose token the target chose there,
+    until there is none: so a node is on the path if it and all its ancestors were chosen. Siblings carry different tokens,
+    so these are a chain, in order. What follows the path's last node is 0.
     """
-    paths = []
-    for tokens, parents, chosen in zip(tree.tokens.tolist(), tree.parents.tolist(), choices.tolist(), strict=True):
-        path = [0]
-        for node in range(1, len(parents)):  # parents come first, so one pass climbs the whole path
-            if parents[node] == path[-1] and tokens[node - 1] == chosen[path[-1]]:
-                path.append(node)
-        paths.append(path)
-    return paths
+    n, m = choices.shape
+    refused = tree.tokens != torch.gather(choices, 1, tree.parents[:, 1:])  # [N, M-1]
+    taken = ~(tree.sees[:, :, 1:] & refused[:, None]).any(-1)  # [N, M]
+    place = torch.where(taken, tree.depths, steps + 1)  # [N, M]; the last place is for the others, and is cut off
+    path = place.new_zeros(n, steps + 2).scatter_(1, place, torch.arange(m, device=place.device).expand(n, m))
+    return path[:, : steps + 1], taken.sum(-1)

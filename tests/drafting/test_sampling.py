@@ -21,6 +21,7 @@ from stages.drafting.draft import Draft
 from stages.drafting.replay import replay
 from stages.drafting.sampling import Sampling
 from stages.drafting.target import capture
+from stages.drafting.tree import Tree
 from tests.drafting.plain import CONFIG, scatter, small_target
 
 V, FEATURES = 7, [1, 2, 3]
@@ -240,7 +241,12 @@ def test_a_spoiled_verification_is_refused(engine: Engine, monkeypatch: pytest.M
 
 
 def test_taking_every_first_guess_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode.trees, "accept", lambda tree, choices: [[0, 1]])
+    def first_guess(tree: Tree, choices: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+        """It is said, whatever the target drew, and its successor after it."""
+        choices[:, 0] = tree.tokens[:, 0]
+        return torch.tensor([[0, 1, 0]]), torch.tensor([2])
+
+    monkeypatch.setattr(decode.trees, "accept", first_guess)
     assert refused(engine, HOW["hot"], (2, 2, 7), RUNS // 3)
 
 

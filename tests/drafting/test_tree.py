@@ -128,9 +128,11 @@ def test_the_target_accepts_its_own_path_as_far_as_it_is_in_the_tree(shape, choi
     walked: tuple[int, ...] = ()
     while (*walked, chosen(walked)) in paths:
         walked = (*walked, chosen(walked))
-    path = tree.accept(kept, torch.tensor([[chosen(p) for p in paths]]))[0]
-    assert paths[path[-1]] == walked
-    assert [paths[n] for n in path] == [walked[:i] for i in range(len(walked) + 1)]
+    steps = drawn[2]
+    path, count = tree.accept(kept, torch.tensor([[chosen(p) for p in paths]]), steps)
+    assert path.shape == (1, steps + 1) and count.item() == len(walked) + 1
+    assert [paths[n] for n in path[0, : len(walked) + 1]] == [walked[:i] for i in range(len(walked) + 1)]
+    assert not path[0, len(walked) + 1 :].any()
 
 
 def test_ancestors_are_as_drawn_in_the_module() -> None:
@@ -144,10 +146,10 @@ def test_ancestors_are_as_drawn_in_the_module() -> None:
     assert tree.ancestors(torch.tensor([[0, 0, 0, 1, 2]]))[0].tolist() == expected
 
 
-def test_a_chain_of_many_steps_keeps_its_depths() -> None:
-    parents = torch.tensor([[0, *range(20)]])
-    assert tree._depths(parents)[0].tolist() == list(range(21))
-    assert torch.equal(tree.ancestors(parents)[0], torch.ones(21, 21).tril().bool())
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 9, 16, 17, 21])
+def test_in_a_chain_of_any_length_each_sees_all_before_it(count: int) -> None:
+    parents = torch.tensor([[max(0, node - 1) for node in range(count)]])
+    assert torch.equal(tree.ancestors(parents)[0], torch.ones(count, count).tril().bool())
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 9), (2, 3, 11)])

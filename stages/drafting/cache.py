@@ -1,0 +1,113 @@
+"""Keys and values of every layer in place: fixed room, so that a recorded pass finds them where they were.
+
+Rows are written at places given as a tensor and moved by tensors; what no mask lets see may hold anything finite.
+
+Letters: M tokens of a pass, L layers, G key-value heads, E head width, R rows that may move.
+"""
+
+from collections import Counter
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+Shape = tuple[int, int]  # G, E
+
+
+class _Layer(CacheLayerMixin):
+    """One layer of the store, as transformers asks for it."""
+
+    is_compileable = False
+    is_sliding = False
+
+    def __init__(self, store: "Store", keys: Tensor, values: Tensor):
+        super().__init__()
+        self.store, self.keys, self.values, self.is_initialized = store, keys, values, True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """There is nothing to do: keys and values are there from the first."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_args, **_kwargs) -> tuple[Tensor, Tensor]:
+        """[1, G, M, E] each are written at the store's places -> all that the pass may see, [1, G, seen, E] each."""
+        store, count = self.store, key_states.shape[2]
+        if store.last:
+            begin, end = store.seen - count, store.seen
+            self.keys[:, :, begin:end], self.values[:, :, begin:end] = key_states, value_states
+        else:
+            self.keys.index_copy_(2, store.places, key_states)
+            self.values.index_copy_(2, store.places, value_states)
+        return self.keys.narrow(2, 0, store.seen), self.values.narrow(2, 0, store.seen)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.store.seen, 0
+
+    def get_seq_length(self) -> int:
+        return self.store.seen - len(self.store.places)
+
+    def get_max_length(self) -> int:
+        return self.store.room
+
+    get_max_cache_shape = get_max_length  # its name in transformers 5.17
+
+
+class Store:
+    """Room for `room` tokens in every layer. Layers of one shape lie in one tensor, so that all move at once.
+
+    With `last` a pass writes the last rows that it sees: a slice, which takes a CPU half the time.
+    """
+
+    def __init__(
+        self, shapes: list[tuple[Shape, Shape]], room: int, dtype: torch.dtype, device: torch.device, last: bool = False
+    ):
+        self.room, self.seen, self.last = room, 0, last
+        self.places = torch.zeros(0, dtype=torch.int64, device=device)  # [M] where this pass writes
+        count = Counter(shape for both in shapes for shape in both)
+        self.tensors = {  # [n, G, room, E]; zeros, since a masked NaN would still be one
+            (g, e): torch.zeros(n, g, room, e, dtype=dtype, device=device) for (g, e), n in count.items()
+        }
+        rest = {shape: iter(tensor.split(1)) for shape, tensor in self.tensors.items()}
+        self.layers = [_Layer(self, next(rest[key]), next(rest[value])) for key, value in shapes]
+
+    def cache(self, places: Tensor, seen: int) -> Cache:
+        """What a pass is given: it writes at places [M], and sees the first `seen` rows."""
+        self.places, self.seen = places, seen
+        return Cache(layers=self.layers)
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Rows at source [R] to target [R], in every layer; the two may overlap."""
+        for tensor in self.tensors.values():
+            tensor.index_copy_(2, target, tensor.index_select(2, source))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+@torch.inference_mode()
+def shapes(model: PreTrainedModel) -> list[tuple[Shape, Shape]]:
+    """Of each layer the shapes of its keys and values: asked of the model itself, by one token.
+
+    Raises ValueError for a target with a layer that keeps something else (a linear attention's state): drafts that were
+    refused could not be taken back from it.
+    """
+    decoder = model.get_decoder()
+    found = DynamicCache(config=decoder.config)
+    decoder(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), past_key_values=found, use_cache=True)
+    layers = [layer for layer in found.layers if getattr(layer, "keys", None) is not None]
+    if len(layers) != len(decoder.layers):
+        raise ValueError(
+            f"{type(model).__name__} keeps keys and values in {len(layers)} of its {len(decoder.layers)} layers, the torch "
+            "engine needs them in all; measure this target by benchmark_served"
+        )
+    sizes = [(tuple(layer.keys.shape), tuple(layer.values.shape)) for layer in layers]
+    return [((keys[1], keys[3]), (values[1], values[3])) for keys, values in sizes]
+
+
+def sliding_window(model: PreTrainedModel) -> int | None:
+    """How many tokens the shortest-sighted layers see; None where all see all."""
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and "sliding_attention" not in kinds:
+        return None
+    return getattr(config, "sliding_window", None)
