@@ -274,6 +274,7 @@ def waiting() -> Iterator[list[float]]:
         Mail.send = send  # type: ignore[method-assign]
 
 
+@torch.inference_mode()
 def on_device(engine: Engine, tree: Tree | None, how: Sampling | None) -> float:
     """Milliseconds of a recorded step, by events around 100 of them, the median of five."""
     for _ in decoding(engine, tree, 8, how):

@@ -13,30 +13,18 @@ one() { # GPU FOLDER FLAGS...
    tar czf "$OUT/${name/+/-}.part" results data/prompts log-*.txt .scratch/served 2>/dev/null; mv "$OUT/${name/+/-}.part" "$OUT/${name/+/-}.tar.gz"
    tail -n 30 "$log" | sed "s/^/$name: /")
 }
-recorded() { # what a server with a draft says of itself and of one request: what tests/serving/double.py is to say
-  local port=
-  for _ in $(seq 100); do
-    port=$(pgrep -af 'sglang.launch_server.*EAGLE3' | grep -oP -- '--port \K[0-9]+' | head -n 1)
-    [ -n "$port" ] && curl -sf "http://127.0.0.1:$port/health" >/dev/null && break
-    sleep 2
-  done
-  curl -s "http://127.0.0.1:$port/server_info" >"$OUT/server_info.json"
-  curl -s "http://127.0.0.1:$port/generate" -H 'Content-Type: application/json' \
-    -d '{"input_ids": [5, 6, 7, 8], "sampling_params": {"temperature": 0, "max_new_tokens": 12}}' >"$OUT/generate.json"
-}
 begun=$SECONDS
 if [ "$part" = replay ]; then
   for name in weather-tiny weather-tiny-moe weather-tiny-vl; do copy ".arts/$name" "/tmp/served/$name"; done
   one 0 weather-tiny --workloads eval code_gen chat completion sweep & one 0 weather-tiny-moe & one 0 weather-tiny-vl & wait
   cp -r /tmp/served/weather-tiny /tmp/served/weather-tiny+b
-elif [ "$part" = serve ]; then # one server at a time on a GPU: SGLang sizes its cache by what is free while it loads
-  recorded &
-  one 0 weather-tiny-vl --concurrency 4 &
-  one 1 weather-tiny-moe --concurrency 4 &
+elif [ "$part" = serve ]; then # six servers on a GPU: their starts are what takes long
+  one 0 weather-tiny-vl --concurrency 4 --jobs 6 &
+  one 1 weather-tiny-moe --concurrency 4 --jobs 6 &
   wait
 else
-  { one 0 weather-tiny --workloads chat --trees t5_4_16; one 0 weather-tiny --workloads sweep --trees t5_4_16; } &
-  one 1 weather-tiny+b --workloads completion --trees t5_4_16 &
+  { one 0 weather-tiny --workloads chat; one 0 weather-tiny --workloads sweep; } &
+  one 1 weather-tiny+b --workloads completion &
   wait
 fi
 tar cJf "$OUT/kernels.tar.xz" -C /tmp/kit triton tvm 2>/dev/null # compiled ones, to be carried again: a first start takes a minute

@@ -35,7 +35,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {  # seed 002, section 2.2; lengths exact
     "chat": {"num_prompts": 128, "input_tokens": 256, "max_new_tokens": 256, "request_rate": 8.0, "concurrency": 32},
     "completion": {"num_prompts": 256, "input_tokens": 1024, "max_new_tokens": 128, "request_rate": "inf", "concurrency": 128},
 }  # fmt: skip
-SWEEP = {"num_prompts": 256, "input_tokens": 128, "max_new_tokens": [10, 128], "concurrency": [1, 4, 16, 64, 256]}
+SWEEP = {"num_prompts": 256, "input_tokens": 128, "max_new_tokens": [10, 128]}
 FIRST = (
     "fix_data", "prepare_target", "sample_target", "extract_hiddens", "init_draft", "check_overfit", "train_draft e003",
     "train_draft e009", f"replay_trees {CHECKPOINT}", "time_trees e000",
@@ -80,10 +80,10 @@ def edit(o: argparse.Namespace) -> None:
     drawn = {**first, "prompts": "random", "ignore_eos": True, "warmup": 64, "repeats": o.repeats}
     workloads = {"eval": {**first, "num_prompts": o.rows, "concurrency": o.concurrency}}
     workloads |= {name: {**drawn, **keys} for name, keys in SCENARIOS.items()}
-    workloads |= {"sweep": {**drawn, **SWEEP, "repeats": 1}}
+    workloads |= {"sweep": {**drawn, **SWEEP, "concurrency": o.at_once, "repeats": 1}}
     p["benchmark"] |= {"workloads": workloads, "torch": [], "checkpoints": [CHECKPOINT], "trees": TREES[:1]}
     server = dict(p["benchmark_served"]["server"]) | {"command": command(o.kit), "mem_fraction": o.mem_fraction}
-    server |= {"launch_args": list(KIT) if o.kit else []}
+    server |= {"launch_args": list(KIT) if o.kit else [], "max_total_tokens": 50_000 if o.jobs > 1 else None}
     p["benchmark_served"] |= {
         "workloads": list(workloads),
         "checkpoints": [CHECKPOINT],
@@ -134,7 +134,8 @@ def main() -> None:
     takes.add_argument("--concurrency", type=int, default=1)
     takes.add_argument("--repeats", type=int, default=2, help="of each scenario")
     takes.add_argument("--mem-fraction", type=float, default=0.5)
-    takes.add_argument("--jobs", type=int, default=1, help="servers at once")
+    takes.add_argument("--jobs", type=int, default=1, help="servers at once, each with a cache of 50,000 tokens")
+    takes.add_argument("--at-once", type=int, nargs="+", default=[1, 4, 16, 64, 256], help="of the sweep")
     takes.add_argument("--part", choices=("all", "train", "replay", "serve"), default="all")
     takes.add_argument("--kit", default="/tmp/kit", help="empty: the tests' double instead of SGLang")
     takes.add_argument("--workloads", nargs="+", default=["eval"], choices=["eval", *SCENARIOS, "sweep"])

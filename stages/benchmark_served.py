@@ -308,7 +308,8 @@ def _check_speaks(work: Work, side: Side, loads: list[Load]) -> None:
             f"{side.config}: tau is exactly 1.00, no draft was accepted in {cycles} cycles. The engine drafts from something "
             f"else than this draft: benchmark_served.server.algorithm is {side.draft.algorithm}, and with EAGLE SGLang leaves "
             "out an EAGLE-3 draft's fusion of layers (expected EAGLE3); or the draft is another target's, or its tensors have "
-            "names that the engine passes over. Replay says what to expect: results/replay"
+            "names that the engine passes over; or the target's own answers are noise there (SGLang 0.5.17 looks for lm_head in "
+            "a Qwen3-MoE with tied embeddings). Replay says what to expect: results/replay"
         )
     if side.draft and not cycles and not any(found.uncounted for found in loads):
         tokens = sum(r.output_tokens for found in loads for r in found.records)

@@ -59,14 +59,15 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, name: str = NAMES
     """A random Qwen3, 128 wide. Seven layers: the fewest whose feature layers [2, n//2, n-3] are three different ones.
 
     With experts, each token takes two of eight, together as wide as the dense one's MLP: the same arithmetic a token,
-    four times the weights. Its heads are 64 wide, the least that SGLang 0.5.17 turns in this architecture.
+    four times the weights. Heads 64 wide and an output layer of its own are what SGLang 0.5.17 needs of this architecture:
+    it turns no narrower ones, and looks for lm_head even where embeddings are tied.
     """
     torch.manual_seed(seed)
     if name == "weather-tiny":
         return Qwen3ForCausalLM(Qwen3Config(**shape(tokenizer)))
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
-    heads = {"head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape(tokenizer) | heads | experts, use_sliding_window=False))
+    servable = {"head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape(tokenizer) | experts | servable, use_sliding_window=False))
 
 
 def shape(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:

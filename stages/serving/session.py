@@ -18,6 +18,7 @@ import aiohttp
 TRANSIENT = {408, 425, 429, 500, 502, 503, 504, 529}
 ROW_REFUSED = {400, 413, 422}  # this row is at fault, so long as others are answered; any other 4xx concerns all
 FINISHED = ("stop", "length")
+KEPT_S = 3.0  # an idle connection; uvicorn, which SGLang and vLLM stand on, closes it after 5
 
 
 class Reply(NamedTuple):
@@ -81,7 +82,9 @@ class Session:
 
     async def __aenter__(self) -> "Session":
         self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),  # how many at once is the caller's to say
+            # How many at once is the caller's to say. A connection that a server closed while nobody looked fails the
+            # request that takes it again.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S),
             timeout=aiohttp.ClientTimeout(self.timeout_s, sock_connect=min(10.0, self.timeout_s)),
             headers={"Authorization": f"Bearer {self._key()}"} if self._key else {},
             cookie_jar=aiohttp.DummyCookieJar(),
