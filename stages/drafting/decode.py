@@ -92,6 +92,11 @@ class Proposer(Protocol):
 
     held: list[Tensor]
 
+    @property
+    def nbytes(self) -> int:
+        """Of all that is kept between cycles."""
+        ...
+
     def begin(self, prompt: list[int], begun: Begun, stand: Stand) -> None:
         """The prompt is in the cache, and the answer's first token, stand.tokens[0], is known."""
 
@@ -111,6 +116,8 @@ class Method(Protocol):
 
     steps: int  # most drafts that a tree has on a path
     nodes: int  # M
+    weights: int  # their bytes, of those that aren't the target's
+    parameters: int  # that were trained
 
     def proposer(self, size: int) -> Proposer:
         """For a room of `size` tokens."""

@@ -4,11 +4,10 @@
 
 The blocks begin at zero and the outs as the target's head, so an untrained head says what the target says of token p + 1.
 Outs have the draft's vocabulary, as EAGLE-3's head has. Head k is taught what EAGLE-3's step k - 1 is, on the same
-positions (see `ttt`): the target's distribution of that token, whose draws are the tokens that the paper takes. Heads
-know nothing of each other, so a tree is that of `static`, and all of it is guessed at once. Verification is the engine's:
-without loss. The paper's typical acceptance is not here.
+positions (see `ttt`): the target's distribution of that token, whose draws are the tokens that the paper takes. How it
+decodes: `medusa_trees`.
 
-Letters: K heads, P taught positions, H hidden, D draft vocabulary, M nodes, R rows.
+Letters: K heads, P taught positions, H hidden, D draft vocabulary, V target vocabulary.
 """
 
 from types import SimpleNamespace
@@ -18,9 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from stages.drafting import heads, ttt
-from stages.drafting import tree as trees
-from stages.drafting.decode import Begun, Stand, Verdict
-from stages.drafting.static import Static
 
 
 class Medusa(nn.Module):
@@ -58,6 +54,10 @@ class Medusa(nn.Module):
         states = [self.state(k, hidden) for k in range(len(self.outs))]
         return torch.cat([out(state) for out, state in zip(self.outs, states, strict=True)])
 
+    def to_target(self, draft_ids: Tensor) -> Tensor:
+        """Draft token ids -> target token ids, any shape."""
+        return draft_ids + self.d2t[draft_ids]
+
 
 def forward(
     medusa: Medusa, pack: ttt.Pack, embedding: Tensor, head: Tensor, objective: ttt.Objective, counts: Tensor | None = None
@@ -82,61 +82,7 @@ def guesses(medusa: Medusa, pack: ttt.Pack, embedding: Tensor, head: Tensor, ste
     """Of each of the first `steps` heads its best `count` target ids [P_k, count], at the positions that it is taught."""
     found = []
     for k, width in enumerate(pack.widths[:steps]):
-        logits = medusa.outs[k](medusa.state(k, pack.last[pack.asked[:width]]))
-        found.append(_targets(medusa, trees.best(logits.float(), count)[1]))
+        out = medusa.outs[k]
+        logits = out(medusa.state(k, pack.last[pack.asked[:width]].to(out.weight.dtype)))
+        found.append(medusa.to_target(logits.topk(count).indices))
     return found
-
-
-def _targets(medusa: Medusa, ids: Tensor) -> Tensor:
-    return ids + medusa.d2t[ids]
-
-
-class Heads:
-    """A Method: a trained Medusa's heads and a static tree. Raises ValueError where they can't belong together."""
-
-    def __init__(self, medusa: Medusa, tree: Static, hidden_size: int, vocab_size: int):
-        c = medusa.config
-        if (c["vocab_size"], c["hidden_size"]) != (vocab_size, hidden_size):
-            raise ValueError(
-                f"these Medusa heads are for a target of {c['vocab_size']} tokens and width {c['hidden_size']}; this target has "
-                f"{vocab_size} and {hidden_size}; train heads for it"
-            )
-        if tree.steps > c["heads"]:
-            raise ValueError(
-                f"the tree is {tree.steps} deep, expected at most {c['heads']}: a Medusa head guesses one depth; lower the "
-                "depth, or train more heads (train_draft.checkpoints)"
-            )
-        self.medusa, self.tree, self.steps, self.nodes = medusa, tree, tree.steps, tree.nodes
-        self.weights = sum(x.nbytes for x in medusa.state_dict().values())
-        self.parameters = sum(x.numel() for x in medusa.parameters())
-
-    def proposer(self, size: int) -> "Headed":
-        return Headed(self)
-
-
-class Headed:
-    """Proposes from the hidden state of the last token that was verified."""
-
-    def __init__(self, method: Heads):
-        weight = method.medusa.outs[0].weight
-        self.method, self.hidden = method, weight.new_zeros(1, weight.shape[1])
-        self.held = [self.hidden]
-
-    def begin(self, prompt: list[int], begun: Begun, stand: Stand) -> None:
-        self.hidden.copy_(begun.hidden[-1:])
-
-    def prepare(self, stand: Stand) -> None:
-        """Nothing is looked up."""
-
-    def propose(self, stand: Stand, seen: int) -> tuple[trees.Tree, Tensor]:
-        medusa, static = self.method.medusa, self.method.tree
-        ranked = trees.best(medusa.logits(self.hidden).float(), static.widest)[1]  # [K, widest]
-        tokens = _targets(medusa, ranked[static.depths[0, 1:] - 1, static.ranks])  # [M-1]
-        return static.tree(tokens), torch.cat([stand.tokens[stand.count - 1], tokens])
-
-    def learn(self, stand: Stand, verdict: Verdict) -> None:
-        self.hidden.copy_(verdict.hidden[verdict.path[stand.count - 1]])
-
-    @property
-    def nbytes(self) -> int:
-        return self.hidden.nbytes

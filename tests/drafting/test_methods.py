@@ -13,9 +13,11 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from stages.drafting import decode
 from stages.drafting.decode import Engine
 from stages.drafting.draft import DraftConfig
-from stages.drafting.eagle import Eagle, Guessing
+from stages.drafting.eagle import Eagle
+from stages.drafting.eagle_trees import Guessing
 from stages.drafting.lookahead import Lookahead
-from stages.drafting.medusa import Heads, Medusa
+from stages.drafting.medusa import Medusa
+from stages.drafting.medusa_trees import Heads
 from stages.drafting.ngram import Ngram
 from stages.drafting.sampling import Sampling
 from stages.drafting.static import Static, best_first
