@@ -760,12 +760,14 @@ class Params(Section):
             if self.benchmark_served.workloads
             else [],
         }
-        for key, names in lists.items():
+        for key, names in {**lists, "time_trees.checkpoints": self.time_trees.checkpoints}.items():
             for name in names:
                 if name in trained and (rival := trained[name].rival):
                     raise ValueError(
                         f"{key}: {name!r} is of {rival}, expected checkpoints of EAGLE-3; name it in benchmark_methods.drafted"
                     )
+        for key, names in lists.items():
+            for name in names:
                 if name not in trained and name not in imported:
                     known = ", ".join([*trained, *imported])
                     raise ValueError(
