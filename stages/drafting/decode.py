@@ -161,6 +161,12 @@ class Engine:
                 f"the draft is for a target of {draft.config.vocab_size} tokens and width {draft.config.hidden_size}; "
                 f"this target has {self.embedding.shape[0]} and {self.embedding.shape[1]}; train a draft for it"
             )
+        read, blocks = draft.fc.in_features // draft.config.hidden_size if draft else 0, len(self.decoder.layers)
+        if draft and (len(feature_layers) != read or not all(0 <= layer < blocks for layer in feature_layers)):
+            raise ValueError(
+                f"the draft reads {read} feature layers of the target, expected as many ids below {blocks}, its blocks; found "
+                f"{feature_layers}; correct target.feature_layers and run prepare_target, or take the draft trained for these"
+            )
 
         self.window = sliding_window(model)
         self.shapes, self.idle = shapes(model), list[Room]()
