@@ -67,11 +67,12 @@ class Changes(BaseModel):
 
 
 def _save_after(epochs: list[int], now: Params, found: dict[str, dict[str, Any]]) -> None:
-    """A chain of segments, and its names in every list of checkpoints, beside those that are imported."""
+    """A chain of segments, and its names in every list of checkpoints, beside those that are imported. Other methods' stay."""
     names = [f"e{epoch:03d}" for epoch in epochs]
     pairs = zip([ROOT_CHECKPOINT, *names], names, [0, *epochs], epochs, strict=False)
     segments = {name: {"from": start, "epochs": end - begin} for start, name, begin, end in pairs}
-    found.setdefault("train_draft", {})["checkpoints"] = segments
+    rivals = {name: s.model_dump(by_alias=True) for name, s in now.train_draft.checkpoints.items() if s.rival}
+    found.setdefault("train_draft", {})["checkpoints"] = {**segments, **rivals}
     lists = {
         "replay_trees": now.replay_trees.checkpoints,
         "benchmark": now.benchmark.checkpoints,

@@ -45,6 +45,10 @@ T = TypeVar("T")
 ONE_URL = r"^https?://[^\s/@?#:]+(:\d{1,5})?(/v1)?/?$"
 BASE_URL = r"^https?://[^\s/@?#:]+(:\d{1,5}(-\d{1,5})?)?(/v1)?/?$"
 Dtype = Literal["float32", "bfloat16", "float16"]
+TAGS = {  # of places in a form, which no user wrote
+    "[key]", "a number", "a mixture", "a list", "a text", "a segment", "a segment of a layer", "a segment of heads",
+    "a row", "a static row", "a row ahead",
+}  # fmt: skip
 RECIPES = Path("recipes")
 OWN_PROMPTS = {"eval", "random"}  # the pipeline's own, beside prepare_prompts.sets
 FEWEST_TIMED = 8  # trees of time_trees: a fit has up to six terms
@@ -312,14 +316,51 @@ class CheckOverfit(Section):
 
 
 class Segment(Section):
-    """A saved checkpoint: `epochs` more epochs, starting from the checkpoint named `from`."""
+    """A saved checkpoint: `epochs` more epochs, starting from the checkpoint named `from`; EAGLE-3's, unless it says a method."""
 
     from_: Annotated[Name, Field(alias="from")]
     epochs: Count
 
+    @property
+    def rival(self) -> str | None:
+        """The method, where it is another than EAGLE-3."""
+        found = getattr(self, "method", "eagle3")
+        return None if found == "eagle3" else found
+
+    @property
+    def width(self) -> int | None:
+        """How many heads Medusa has; None for others."""
+        return getattr(self, "heads", None)
+
+
+class OfLayer(Segment):
+    method: Literal["eagle3", "eagle", "medusa"]  # the last is OfHeads', and named here for whoever misspells one
+
+
+class OfHeads(Segment):
+    method: Literal["medusa"]
+    heads: Count
+
+
+def _kind_of_segment(value: Any) -> str:
+    found = value.get("method", "none") if isinstance(value, dict) else getattr(value, "method", "none")
+    return {"none": "a segment", "medusa": "a segment of heads"}.get(str(found), "a segment of a layer")
+
+
+AnySegment = Annotated[
+    Annotated[Segment, Tag("a segment")]
+    | Annotated[OfLayer, Tag("a segment of a layer")]
+    | Annotated[OfHeads, Tag("a segment of heads")],
+    Discriminator(_kind_of_segment),
+]
+
+
+def _method(segment: Segment) -> str:
+    return f"{segment.width} heads of medusa" if segment.width else segment.rival or "eagle3"
+
 
 class TrainDraft(Section):
-    checkpoints: dict[Name, Segment]  # none, where all drafts are imported
+    checkpoints: dict[Name, AnySegment]  # none, where all drafts are imported
     ttt_steps: Count
     ttt_decay: Annotated[float, Field(gt=0, le=1)]
     mask: Literal["aligned", "eagle"]
@@ -347,6 +388,12 @@ class TrainDraft(Section):
                     raise ValueError(f"checkpoints.{seen[-1]}.from is {parent!r}, expected one of {known}")
                 if parent in seen:
                     raise ValueError(f"checkpoints {' -> '.join([*seen, parent])} go in a circle; start one from e000")
+                mine, theirs = self.checkpoints[seen[-1]], self.checkpoints[parent]
+                if (mine.rival, mine.width) != (theirs.rival, theirs.width):
+                    raise ValueError(
+                        f"checkpoints.{seen[-1]} is of {_method(mine)} and starts from {parent}, which is of {_method(theirs)}; "
+                        f"expected one method: start it from {ROOT_CHECKPOINT}, whose shapes every method begins with"
+                    )
                 seen.append(parent)
         if ROOT_CHECKPOINT in self.checkpoints:
             raise ValueError(f"checkpoints.{ROOT_CHECKPOINT} is made by init_draft; choose another name")
@@ -584,6 +631,72 @@ class BenchmarkServed(Section):
     server: ServedBy
 
 
+class DynamicRow(Section):
+    """A row of the table of methods: a tree grown by how likely its branches are."""
+
+    method: Literal["eagle3", "eagle2", "eagle", "medusa"]  # the last two are StaticRow's: for whoever misspells one
+    checkpoint: Name
+    tree: Annotated[str, AfterValidator(lambda name: Tree.parse(name).name)]
+
+
+class StaticRow(Section):
+    """A tree of `nodes`, the root counted, and at most `depth` guesses deep, chosen once by the checkpoint's accuracies."""
+
+    method: Literal["eagle", "medusa"]
+    checkpoint: Name
+    depth: Count
+    nodes: Annotated[int, Field(ge=2)]
+
+
+class NgramRow(Section):
+    method: Literal["ngram", "lookahead"]  # the last is LookaheadRow's
+    longest: Count
+    shortest: Count
+    length: Count
+
+    @model_validator(mode="after")
+    def in_order(self) -> "NgramRow":
+        if self.shortest > self.longest:
+            raise ValueError(f"shortest is {self.shortest}, expected at most longest, {self.longest}; lower it")
+        return self
+
+
+class LookaheadRow(Section):
+    method: Literal["lookahead"]
+    window: Count
+    level: Annotated[int, Field(ge=2)]
+    guesses: Count
+
+
+MethodRow = DynamicRow | StaticRow | NgramRow | LookaheadRow
+
+
+def _kind_of_row(value: Any) -> str:
+    """By its method; with an unknown one, or one that stands in the other list, what tells of all that may stand there."""
+    found = value.get("method") if isinstance(value, dict) else getattr(value, "method", None)
+    return {"eagle": "a static row", "medusa": "a static row", "lookahead": "a row ahead"}.get(str(found), "a row")
+
+
+class BenchmarkMethods(Section):
+    """Rows of the table of methods, by names of the user's own."""
+
+    workload: Name
+    drafted: dict[
+        Name,
+        Annotated[
+            Annotated[DynamicRow, Tag("a row")] | Annotated[StaticRow, Tag("a static row")],
+            Discriminator(_kind_of_row),
+        ],
+    ]
+    draftless: dict[
+        Name,
+        Annotated[
+            Annotated[NgramRow, Tag("a row")] | Annotated[LookaheadRow, Tag("a row ahead")],
+            Discriminator(_kind_of_row),
+        ],
+    ]
+
+
 class Report(Section):
     title: Annotated[str, Field(min_length=1)]
 
@@ -631,6 +744,7 @@ class Params(Section):
     prepare_prompts: PreparePrompts
     benchmark: Benchmark
     benchmark_served: BenchmarkServed
+    benchmark_methods: BenchmarkMethods
     report: Report
     schedule: Schedule
 
@@ -646,6 +760,12 @@ class Params(Section):
             if self.benchmark_served.workloads
             else [],
         }
+        for key, names in {**lists, "time_trees.checkpoints": self.time_trees.checkpoints}.items():
+            for name in names:
+                if name in trained and (rival := trained[name].rival):
+                    raise ValueError(
+                        f"{key}: {name!r} is of {rival}, expected checkpoints of EAGLE-3; name it in benchmark_methods.drafted"
+                    )
         for key, names in lists.items():
             for name in names:
                 if name not in trained and name not in imported:
@@ -684,6 +804,7 @@ class Params(Section):
                     f"benchmark.workloads.{name}.grade is true with prompts: {workload.prompts}, expected a set of format gsm8k, "
                     "humaneval or math500: no other says what is right. Set grade to false"
                 )
+        self._rows_agree()
         if self.check_overfit.min_tau > self.train_draft.ttt_steps + 1:
             raise ValueError(
                 f"check_overfit.min_tau {self.check_overfit.min_tau} can't be reached: a chain of train_draft.ttt_steps = "
@@ -704,6 +825,44 @@ class Params(Section):
                 "would not see its own first; raise it (thousands are usual)"
             )
         return self
+
+    def _rows_agree(self) -> None:
+        """Of the table of methods: raises ValueError where a row names what isn't there, or another method's."""
+        table, trained = self.benchmark_methods, self.train_draft.checkpoints
+        rows = {**table.drafted, **table.draftless}
+        if rows and table.workload not in self.benchmark.torch:
+            raise ValueError(
+                f"benchmark_methods.workload is {table.workload!r}, expected one of benchmark.torch, "
+                f"{', '.join(self.benchmark.torch) or 'which is []'}; correct it, or add it there"
+            )
+        if twice := sorted(set(table.drafted) & set(table.draftless)):
+            raise ValueError(f"benchmark_methods: {twice[0]} is in drafted and in draftless; rename one")
+        for name, row in table.drafted.items():
+            key = f"benchmark_methods.drafted.{name}"
+            wanted = "eagle" if row.method == "eagle2" else row.method
+            kinds = {c: segment.rival or "eagle3" for c, segment in trained.items()}
+            kinds |= dict.fromkeys([ROOT_CHECKPOINT, *self.import_draft.checkpoints], "eagle3")
+            if kinds.get(row.checkpoint) != wanted:
+                known = ", ".join(c for c, kind in kinds.items() if kind == wanted) or "none yet"
+                found = f"of {kinds[row.checkpoint]}" if row.checkpoint in kinds else "no checkpoint"
+                more = "" if wanted == "eagle3" else f" {{from: {ROOT_CHECKPOINT}, epochs: 9, method: {wanted}, ...}}"
+                raise ValueError(
+                    f"{key}.checkpoint {row.checkpoint!r} is {found}, expected one of {wanted} ({known}); correct it, or add "
+                    f"one to train_draft.checkpoints{more}"
+                )
+            if isinstance(row, StaticRow):
+                deepest = (row.checkpoint in trained and trained[row.checkpoint].width) or self.train_draft.ttt_steps
+                if row.depth > deepest:
+                    what = f"the heads of {row.checkpoint}" if row.method == "medusa" else "train_draft.ttt_steps"
+                    raise ValueError(
+                        f"{key}.depth is {row.depth}, expected at most {deepest}, {what}: deeper guesses are not measured; "
+                        "lower it"
+                    )
+
+    def method_row(self, name: str) -> MethodRow:
+        """Of the table of methods. Raises ValueError naming those that there are."""
+        table = self.benchmark_methods
+        return named({**table.drafted, **table.draftless}, name, "benchmark_methods")
 
     def made_by(self, checkpoint: str) -> str:
         """The stage that makes a checkpoint's draft."""
@@ -798,7 +957,7 @@ def load(path: Path = PARAMS) -> Params:
 
 def _explain(error: Any, whole: type[Section] = Params) -> str:
     """One pydantic error of `whole` as: key: what was expected, what was found, what to do."""
-    place = [str(part) for part in error["loc"] if part not in ("[key]", "a number", "a mixture", "a list", "a text")]
+    place = [str(part) for part in error["loc"] if part not in TAGS]
     key, kind, found = ".".join(place), error["type"], f"found {error['input']!r}"
     message = error["msg"].removeprefix("Value error, ")
     if kind == "value_error":  # our own: says all three, and where no section is at fault, the key too
@@ -899,6 +1058,7 @@ def main() -> None:
     b, served = params.benchmark, params.benchmark_served
     cells = len(b.torch) * len(b.checkpoints) * len(b.trees)
     cells += len(served.workloads) * (1 + len(served.checkpoints) * len(served.trees))
+    cells += len(params.benchmark_methods.drafted) + len(params.benchmark_methods.draftless)
     print(
         f"{PARAMS} is valid: target {params.target.model}, {len(params.train_draft.checkpoints)} checkpoints, {cells} cells"
     )

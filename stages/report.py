@@ -5,7 +5,8 @@
 
 Cells and replays are the lists in params.yaml, never a glob: removed ones stay on disk. The columns of the first table
 are the seed's (EAGLE3 + Qwen3VL); docs/metrics.md defines each. Served cells are joined in formats/joined.py and shown
-by reporting/served.py, costs and predictions (docs/cost.md) by reporting/costs.py. `--table` must answer at once, so
+by reporting/served.py, costs and predictions (docs/cost.md) by reporting/costs.py, other methods (docs/methods.md) by
+reporting/methods.py. `--table` must answer at once, so
 matplotlib and Jinja2 are imported where they are used.
 """
 
@@ -22,8 +23,8 @@ from statistics import fmean
 from typing import Any
 
 from stages import params
-from stages.formats import atomic, audit, beside, cell, cost, joined, predicted, published, replays
-from stages.reporting import costs, plots, served
+from stages.formats import atomic, audit, beside, cell, cost, joined, method_cell, predicted, published, replays
+from stages.reporting import costs, methods, plots, served
 from stages.reporting import trees as of_trees
 from stages.reporting.text import aligned, figure, tree_structure
 
@@ -79,6 +80,8 @@ class Found:
     served: list[Row]  # as in stages/formats/served.py, each workload's baseline first
     lines: list[joined.Line]  # the same, point by point, beside their baselines
     predicted: costs.Predicted
+    methods: list[Row]  # as reporting/methods.COLUMNS
+    engines: list[Row]  # as methods.by_engine
 
     def flow(self) -> list[Row]:
         return [_rows_of(stage, self.reports[stage]) for stage in ("fix_data", "sample_target", "extract_hiddens")]
@@ -103,16 +106,19 @@ def main(*arguments: str) -> None:
     lines = joined.lines(served_cells, replayed, _asks_what_was_replayed(p))
     greedy = {name: replays.greedy(trees) for name, trees in replayed.items()}
     guessed = _predicted(p, cells, lines, replayed)
-    found = Found(cells, rows, greedy, inside, reports, trained, served_cells, lines, guessed)
+    compared = methods.rows(read_methods(p), trained)
+    engines = methods.by_engine(compared, cells, lines)
+    found = Found(cells, rows, greedy, inside, reports, trained, served_cells, lines, guessed, compared, engines)
     metrics = summarize(found)
 
     atomic.write_csv(BENCHMARK, COLUMNS, rows)
     joined.write(lines)
+    methods.write(compared)
     predicted.write(guessed.rows, guessed.launch, guessed.costs)
     replays.write(REPLAY, [tree for trees in replayed.values() for tree in trees])
     atomic.write_json(METRICS, metrics)
     atomic.write_text(PAGE, render(p, found, metrics))
-    print(table(rows, [line.row for line in lines], metrics, guessed.launch))
+    print(table(rows, [line.row for line in lines], metrics, guessed.launch, compared))
 
 
 # What is read
@@ -137,6 +143,13 @@ def read_cells(p: params.Params) -> list[Row]:
                     raise ValueError(f"{place} holds the cell {'-'.join(inside)}; {again}")
                 cells.append(found)
     return cells
+
+
+def read_methods(p: params.Params) -> list[Row]:
+    """The rows of the table of methods that params.yaml lists."""
+    listed = p.benchmark_methods
+    trained = [method_cell.read(row, f"benchmark_methods@{row}") for row in listed.drafted]
+    return [*trained, *(method_cell.read(row, f"benchmark_methods_baseline@{row}") for row in listed.draftless)]
 
 
 def _served_axes(p: params.Params) -> tuple[list[str], list[str], list[str]]:
@@ -245,9 +258,9 @@ HEAD = (
 )  # fmt: skip
 
 
-def table(rows: list[Row], served_rows: list[Row], metrics: Row, launch: list[Row]) -> str:
+def table(rows: list[Row], served_rows: list[Row], metrics: Row, launch: list[Row], compared: list[Row]) -> str:
     """Plain aligned text, the seed's columns first; `rows` as in benchmark.csv, as numbers or as text, then served.csv's, then
-    what to launch.
+    methods.csv's, then what to launch.
     """
     lines = []
     for workload, checkpoint in dict.fromkeys((row["workload"], row["checkpoint"]) for row in rows):
@@ -260,6 +273,7 @@ def table(rows: list[Row], served_rows: list[Row], metrics: Row, launch: list[Ro
         plain = max(float(row["output_tok_s"]) / float(row["speedup"]) for row in mine)
         lines += [f"plain decoding, at its best: {plain:.1f} tokens/s", ""]
     lines += served.table(served_rows)
+    lines += methods.table(compared)
     lines += [*costs.table(launch), ""] if launch else []
     if lost := metrics["rows_unaccounted"]:
         lines += [f"warning: {lost} rows are neither out nor dropped; see 'What happened to the rows' in {PAGE}", ""]
@@ -281,7 +295,8 @@ def _table_from_disk() -> str:
         raise ValueError(f"{BENCHMARK} not found; run: dvc repro report")
     with BENCHMARK.open(newline="", encoding="utf-8") as lines:
         rows = list(csv.DictReader(lines))
-    return table(rows, joined.read_table(), atomic.read_json(METRICS, made_by="report"), predicted.read_launch())
+    metrics = atomic.read_json(METRICS, made_by="report")
+    return table(rows, joined.read_table(), metrics, predicted.read_launch(), methods.read_table())
 
 
 # The page
@@ -317,11 +332,12 @@ def render(p: params.Params, found: Found, metrics: Row) -> str:
         trees=len(replays[best]),
         heats=[_heat(replays[best], budget) for budget in _budgets(replays[best])],
         duel=_duel(replays[best], replays[rest[0]]) | {"best": best, "other": rest[0]} if rest else None,
-        plots=_plots(found, best, rest),
+        plots=_plots(p, found, best, rest),
         inside=_inside(p, found, best),
         histograms=_histograms([c for c in found.cells if c["checkpoint"] == best] or found.cells),
         served=_served(found) if found.lines else None,
         costs=costs.page(found.predicted, best),
+        methods=methods.page(found.methods, found.engines),
         trained=found.trained,
         imported={name: item.model_dump() for name, item in p.import_draft.checkpoints.items()},
         flow=found.flow(),
@@ -508,8 +524,9 @@ def _surroundings(cells: list[Row]) -> list[Row]:
     ]
 
 
-def _plots(found: Found, best: str, rest: list[str]) -> dict[str, str]:
-    replays, trained = found.replays, found.trained
+def _plots(p: params.Params, found: Found, best: str, rest: list[str]) -> dict[str, str]:
+    rivals = {name for name, segment in p.train_draft.checkpoints.items() if segment.rival}
+    replays, trained = found.replays, {name: t for name, t in found.trained.items() if name not in rivals}
     drawn = {
         "tokens": partial(plots.draw_tokens, trees=replays[best]),
         "loss": partial(plots.draw_loss, trained=trained),

@@ -1,5 +1,8 @@
 """train_draft: hidden states -> draft checkpoint.   python -m stages.train_draft CHECKPOINT
 
+A checkpoint is of EAGLE-3, or of the method that its segment names: EAGLE or Medusa (drafting/rivals.py), which learn from
+the same rows in the same order and begin with e000's shapes and vocabulary.
+
 One segment of training: `epochs` more epochs from the checkpoint it names, with the optimizer's state, so that e009
 after e003 is bit for bit nine epochs straight. The schedule has no end: warm-up, then constant. A killed run resumes
 after its last whole epoch. Logs loss and accuracy per TTT step; tau belongs to replay_trees, so that editing a tree
@@ -27,15 +30,16 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from stages import params
-from stages.drafting import optim, ranks, ttt
+from stages.drafting import optim, ranks, rivals, ttt
 from stages.drafting.draft import Draft
 from stages.drafting.live import Live
-from stages.formats import atomic, checkpoint, conversations, hiddens, manifest, scratch, trackers
+from stages.formats import atomic, checkpoint, conversations, hiddens, manifest, rival, scratch, trackers
 from stages.formats.store import Store
 
 SAMPLED, HIDDENS, REPORTS = Path("data/sampled/train"), Path("data/hiddens/train"), Path("results/train")
 AHEAD, THREADS = 3, 4  # steps whose packs are read before their turn, and who reads them for a GPU
 OPEN_PACKS = 8
+MEASURED = 64  # packs that a rival's guesses are measured on
 LOG_STEPS = 50  # between looks at the loss: each waits for the device
 WHO = {"processes", "parallel", "report_to", "run_name"}  # computes and watches: moves no weight
 
@@ -60,7 +64,11 @@ def _main(p: params.Params, name: str, group: ranks.Ranks) -> None:
         [scratch.digest(folder) for folder in (manifest.FOLDER, parent / "draft", parent / "state")],
     )  # fmt: skip
     resumed = work.exists()
-    run = Run.load(work if resumed else parent, made_by)
+    tables = manifest.tables(made)
+    if root and not resumed and segment.rival:
+        run = Run.begin(segment, tables[1], settings)
+    else:
+        run = Run.load(work if resumed else parent, made_by, segment.rival, tables[1])
     last = checkpoint.read_progress(parent, made_by)["epoch"] + segment.epochs
     if resumed:
         run.log = atomic.read_json(work / "log.json", made_by)
@@ -68,7 +76,7 @@ def _main(p: params.Params, name: str, group: ranks.Ranks) -> None:
             print(f"resumed after epoch {run.epoch} from {work}")
 
     store = Store(HIDDENS)
-    run.to(group, *manifest.tables(made), settings)
+    run.to(group, *tables, settings)
     if store.online:
         tokens = settings.batch_tokens if p.extract_hiddens.compile else None
         where = (p.target.dtype, group.device, p.target.trust_remote_code)
@@ -94,6 +102,8 @@ def _main(p: params.Params, name: str, group: ranks.Ranks) -> None:
     state = run.state()
     if not group.first:
         return
+    if run.rival:
+        run.measure(store, state[0])
     run.save(checkpoint.folder(name), *state)
     seconds = round(sum(e["seconds"] for e in run.log), 2)
     report = {"checkpoint": name, "from": segment.from_, "epochs": run.log, "seconds": seconds}
@@ -105,14 +115,16 @@ def _main(p: params.Params, name: str, group: ranks.Ranks) -> None:
 class Lesson(nn.Module):
     """A pack's loss, as a module: what FSDP gathers weights for. The target's tables are nobody's parameters."""
 
-    def __init__(self, draft: Draft, embedding: Tensor, head: Tensor, objective: ttt.Objective):
+    def __init__(
+        self, draft: nn.Module, embedding: Tensor, head: Tensor, objective: ttt.Objective, learn: rivals.Forward
+    ):
         super().__init__()
-        self.draft, self.objective = draft, objective
+        self.draft, self.objective, self.learn = draft, objective, learn
         self.tables = (embedding, head)
 
     def forward(self, pack: ttt.Pack, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """-> total, loss [L], hits [L, P]; see ttt.Result."""
-        result = ttt.forward(self.draft, pack, *self.tables, self.objective, counts)
+        result = self.learn(self.draft, pack, *self.tables, self.objective, counts)
         return result.total, result.loss, result.hits
 
 
@@ -120,8 +132,9 @@ class Lesson(nn.Module):
 class Run:
     """Training as it stands: weights, optimizer, how far it got, and what it logged."""
 
-    draft: Draft
+    draft: nn.Module
     config: dict
+    rival: str | None  # the method, where it is not EAGLE-3
     saved: dict[str, Tensor]  # the optimizer's state, until `to` builds it
     epoch: int
     step: int
@@ -137,21 +150,39 @@ class Run:
     tell: trackers.Log = lambda step, numbers: None
 
     @classmethod
-    def load(cls, place: Path, made_by: str) -> "Run":
-        config, tensors = checkpoint.read_draft(place, made_by)
+    def load(cls, place: Path, made_by: str, method: str | None = None, head: Tensor | None = None) -> "Run":
+        """A rival needs the target's head [V, H]."""
+        draft: nn.Module
+        if method is None:
+            config, tensors = checkpoint.read_draft(place, made_by)
+            draft = Draft.of(config, tensors)
+        else:
+            assert head is not None
+            config, tensors = rival.read(place, method, made_by)
+            draft = rivals.of(config, tensors, head)
         state, progress = checkpoint.read_state(place, made_by)
-        return cls(Draft.of(config, tensors), config, state, progress["epoch"], progress["step"])
+        return cls(draft, config, method, state, progress["epoch"], progress["step"])
+
+    @classmethod
+    def begin(cls, segment: params.Segment, head: Tensor, s: params.TrainDraft) -> "Run":
+        """A rival untrained, of e000's shapes and vocabulary, with the target's head [V, H]."""
+        made, tensors = checkpoint.read_draft(checkpoint.folder(params.ROOT_CHECKPOINT), "init_draft")
+        assert segment.rival is not None
+        config = rival.config_json(segment.rival, made, s.dtype, segment.width)
+        draft = rivals.RIVALS[segment.rival].fresh(config, head, tensors["d2t"], tensors["t2d"], s.seed)
+        return cls(draft, config, segment.rival, {}, 0, 0)
 
     def to(self, group: ranks.Ranks, embedding: Tensor, head: Tensor, s: params.TrainDraft) -> None:
         """Move to the devices, cast, shard, and give the optimizer its state back."""
         self.group, self.settings, dtype = group, s, getattr(torch, s.dtype)
-        self.objective = ttt.Objective(s.ttt_steps, s.ttt_decay, s.mask, s.loss)
+        steps = {None: s.ttt_steps, "eagle": 1, "medusa": self.config.get("heads", 0)}[self.rival]
+        self.objective = ttt.Objective(steps, s.ttt_decay, s.mask, s.loss)
         masters = {name.removeprefix("master."): t for name, t in self.saved.items() if name.startswith("master.")}
         self.draft.load_state_dict(masters, strict=False)  # where the checkpoint's own weights are rounded
         self.draft.to(group.device)
-        self.lesson = Lesson(
-            self.draft, embedding.to(group.device, dtype), head.to(group.device, dtype), self.objective
-        )
+        learn = rivals.RIVALS[self.rival].forward if self.rival else ttt.forward
+        tables = embedding.to(group.device, dtype), head.to(group.device, dtype)
+        self.lesson = Lesson(self.draft, *tables, self.objective, learn)
         exact = None
         if s.parallel == "fsdp" and group.world > 1:
             from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -171,7 +202,7 @@ class Run:
         """One epoch over all rows; appends its loss and accuracies to the log."""
         s, steps = self.settings, plan(store.lengths, self.settings, self.epoch)
         started, device = time.perf_counter(), self.group.device
-        totals = torch.zeros(3, s.ttt_steps, dtype=torch.float64, device=device)  # loss, hits, taught
+        totals = torch.zeros(3, self.objective.steps, dtype=torch.float64, device=device)  # loss, hits, taught
         look = self._look if self.live and self.live.eyes else None
         reading = read_ahead(store, steps, self.objective, self.group, getattr(torch, s.dtype), look)
         for number, packs in enumerate(reading):
@@ -189,7 +220,7 @@ class Run:
         step_loss = [x / max(1.0, n) for x, n in zip(loss, taught, strict=True)]
         entry: dict[str, Any] = {
             "epoch": self.epoch,
-            "loss": sum(s.ttt_decay**k * x for k, x in enumerate(step_loss)),
+            "loss": sum(self.objective.decay**k * x for k, x in enumerate(step_loss)),
             "step_loss": step_loss,
             "step_accuracy": [x / max(1.0, n) for x, n in zip(hits, taught, strict=True)],
             "tokens": sum(store.lengths),
@@ -253,12 +284,26 @@ class Run:
         dtype = getattr(torch, self.settings.dtype)
         if dtype != torch.float32:
             state |= {f"master.{name}": t for name, t in exact.items()}
-        maps = {"d2t": self.draft.d2t.cpu(), "t2d": self.draft.t2d.cpu()}
+        maps = {name: t.cpu() for name, t in self.draft.state_dict().items() if name not in exact}
         return {**{name: t.to(dtype) for name, t in exact.items()}, **maps}, state
+
+    def measure(self, store: Store, weights: dict[str, Tensor]) -> None:
+        """Writes into the config how often a rival's guesses are right: by whoever has all weights, on what all would."""
+        s, alone = self.settings, ranks.Ranks(0, 1, self.group.device)
+        steps = rivals.most_steps(self.config, s.ttt_steps)
+        objective = ttt.Objective(steps, s.ttt_decay)
+        embedding, head = self.lesson.tables
+        module = rivals.of(self.config, weights, head).to(self.group.device)
+        look = self._look if self.live and self.live.eyes else None
+        packs = [[pack] for step in plan(store.lengths, s, 0) for pack in step][:MEASURED]
+        reading = read_ahead(store, packs, objective, alone, getattr(torch, s.dtype), look)
+        whole = (self._whole(pack) for read in reading for pack in read)
+        self.config["rank_accuracy"] = rivals.rank_accuracy(self.config, module, whole, embedding, head, steps)
 
     def save(self, place: Path, weights: dict[str, Tensor], state: dict[str, Tensor]) -> None:
         """Weights for whoever decodes, the optimizer and its position for the next segment."""
-        checkpoint.write_draft(place, {**self.config, "dtype": self.settings.dtype}, weights)
+        write = rival.write if self.rival else checkpoint.write_draft
+        write(place, {**self.config, "dtype": self.settings.dtype}, weights)
         checkpoint.write_state(place, state, {"epoch": self.epoch, "step": self.step})
 
 

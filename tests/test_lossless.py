@@ -1,17 +1,23 @@
 """Speculative decoding says what plain decoding says, token for token, in float32, for any draft; drawn from one seed, too."""
 
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from stages.drafting import target
+from stages.drafting import rivals, target
 from stages.drafting.decode import Engine
 from stages.drafting.draft import Draft, DraftConfig
+from stages.drafting.eagle_trees import Guessing
+from stages.drafting.lookahead import Lookahead
+from stages.drafting.medusa_trees import Heads
+from stages.drafting.ngram import Ngram
 from stages.drafting.sampling import Sampling
-from stages.formats import checkpoint, conversations, manifest
+from stages.drafting.static import Static, best_first
+from stages.formats import checkpoint, conversations, manifest, rival
 
 TREES = [(1, 1, 2), (5, 1, 6), (8, 2, 16), (8, 3, 16), (5, 4, 16), (10, 3, 32), (8, 2, 8)]
 ROOM = 40
@@ -79,6 +85,40 @@ def test_drawn_answers_are_those_of_plain_decoding_from_the_same_seed(small_run:
         assert said(steps) == said(both.plain(prompt, ROOM, sampling=drawn))
         accepted += sum(step.accepted for step in steps)
     assert accepted > 5, "nothing is accepted, so nothing is tested"
+
+
+@pytest.fixture(scope="module")
+def methods(small_run: Path, model) -> dict[str, Any]:
+    """Untrained EAGLE and Medusa, of e000's shapes, and those that need no draft."""
+    made, tensors = checkpoint.read_draft(small_run / "drafts/e000", "init_draft")
+    table, head, cpu = model.get_input_embeddings().weight, model.get_output_embeddings().weight, torch.device("cpu")
+    static = Static.of(best_first([[0.6, 0.2, 0.1]] * 4, 11), cpu)
+    fresh = {
+        name: rivals.RIVALS[name].fresh(rival.config_json(name, made, "float32", 4), head, tensors["d2t"], tensors["t2d"], 1)
+        for name in rival.METHODS
+    }  # fmt: skip
+    eagle, medusa = (fresh[name].requires_grad_(False) for name in rival.METHODS)
+    return {
+        "eagle": Guessing(eagle, table, static, "sglang"),
+        "eagle2": Guessing(eagle, table, (5, 2, 8), "sglang"),
+        "medusa": Heads(medusa, static, table.shape[1], table.shape[0]),
+        "lookahead": Lookahead(5, 4, 5, cpu),
+        "ngram": Ngram(3, 1, 8, cpu),
+    }
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle2", "medusa", "lookahead", "ngram"])
+def test_every_method_says_what_plain_decoding_says(small_run: Path, model, prompts, plain, methods, name: str) -> None:
+    both, accepted = engine(small_run, model, "e000"), 0
+    for seed, (prompt, answer) in enumerate(zip(prompts, plain, strict=True)):
+        steps = list(both.proposed(prompt, ROOM, methods[name]))
+        assert said(steps) == answer
+        accepted += sum(step.accepted for step in steps)
+        drawn = Sampling(0.7, 0.95, 50, seed)
+        assert said(both.proposed(prompt, ROOM, methods[name], sampling=drawn)) == said(
+            both.plain(prompt, ROOM, sampling=drawn)
+        )
+    assert accepted > 0, "nothing is accepted, so nothing is tested"
 
 
 def test_a_trained_draft_is_accepted_more_than_a_random_one(small_run: Path, model, prompts) -> None:

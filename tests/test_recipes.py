@@ -42,7 +42,7 @@ def test_every_recipe_that_was_asked_for_is_there() -> None:
     qwen = {f"angelslim-qwen3-{size}" for size in ("1.7b", "4b", "8b", "14b", "32b", "30b-a3b")}
     hunyuan = {f"angelslim-hunyuan-{size}" for size in ("1.8b", "4b", "7b")}
     assert set(NAMES) == qwen | hunyuan | {"qwen3-vl-2b-weather", "qwen3-coder-30b-a3b", *BUILTIN}
-    assert len(BUILTIN) == 3
+    assert len(BUILTIN) == 4
 
 
 @every_recipe
@@ -85,6 +85,8 @@ def test_a_recipe_is_valid_its_graph_resolves_and_what_it_takes_is_known(name: s
         f"benchmark_served@{w}-{c}-{t}" for w in served.workloads for c in served.checkpoints for t in served.trees
     }
     cells |= {f"benchmark_served_baseline@{w}" for w in served.workloads}
+    cells |= {f"benchmark_methods@{row}" for row in p.benchmark_methods.drafted}
+    cells |= {f"benchmark_methods_baseline@{row}" for row in p.benchmark_methods.draftless}
     assert {stage for stage in stages if stage.startswith("benchmark")} == cells
     made = {f"train_draft@{name}" for name in p.train_draft.checkpoints}
     made |= {f"import_draft@{name}" for name in p.import_draft.checkpoints}

@@ -96,6 +96,9 @@ class Row:
 
 PUBLISHED = {"theirs": {"model": "a/draft", "revision": None, "rope_theta": None}}
 E012 = {"e012": {"from": "e009", "epochs": 3}}
+HEADS = {"heads": {"from": "e000", "epochs": 3, "method": "medusa", "heads": 4}}
+NGRAM = {"ngram": {"method": "ngram", "longest": 3, "shortest": 1, "length": 8}}
+MEDUSA = {"medusa": {"method": "medusa", "checkpoint": "heads", "depth": 4, "nodes": 16}}
 RERUNS = [
     Row(
         "benchmark.trees: add t8_2_16",
@@ -122,6 +125,16 @@ RERUNS = [
         ),
         "import_draft@theirs replay_trees@theirs benchmark@*-theirs-* report",
         back="report",
+    ),
+    Row(
+        "Medusa's heads: in train_draft.checkpoints and benchmark_methods.drafted",
+        sets(train_draft={"checkpoints": HEADS}, benchmark_methods={"drafted": MEDUSA}),
+        "train_draft@heads benchmark_methods@medusa report",
+    ),
+    Row(
+        "benchmark_methods.draftless: prompt lookup",
+        sets(benchmark_methods={"draftless": NGRAM}),
+        "benchmark_methods_baseline@ngram report",
     ),
     Row(
         "init_draft.window",
@@ -288,9 +301,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory, recorder: Recorder) -> Pa
     for name in ("dvc.yaml", "params.yaml", ".dvcignore"):
         shutil.copy(REPO / name, root / name)
     sets(**BASE)(root)
-    with opened(root) as repo:
-        deps = {str(dep) for stage in repo.index.stages for dep in stage.deps}
-    for name in {name for name in deps if name.startswith("stages/")} | {"stages/params.py", "stages/import_draft.py"}:
+    code = [
+        file for file in (REPO / "stages").rglob("*.*") if file.suffix in (".py", ".j2")
+    ]  # of stages yet to come, too
+    for name in (file.relative_to(REPO) for file in code):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPO / name, root / name)
     (root / "README.md").touch()

@@ -16,6 +16,9 @@ Its shapes are fixed by the tree: the path is padded to R = num_steps + 1 rows, 
 mask lets them be seen. So a GPU records a cycle once and plays it (`graphs`); what was accepted comes to the host in one
 copy, which is read while the next cycle runs. A plain step is the same with a tree of one node.
 
+Other methods than this draft (drafting/ngram, lookahead, medusa, eagle) propose their trees as a `Proposer`; verifying,
+accepting and moving are the same, so what one says is what plain decoding says, too.
+
 With pictures, prefill enters the target where it takes pixels; what is decoded stands at its index in the cache and `shift`
 more on all three axes, since a picture takes less room there than it has tokens.
 
@@ -23,10 +26,10 @@ Letters: T tokens of the prompt, n cached tokens, M num_draft_tokens, R rows, L 
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -53,7 +56,7 @@ class Step(NamedTuple):
 class Begun(NamedTuple):
     """A prompt in the cache."""
 
-    hidden: Tensor  # [1, H] of its last token
+    hidden: Tensor  # [T, H] of its tokens, after the final norm
     embeds: Tensor  # [1, T, H] what the decoder was given, pictures in their place
     positions: Tensor | None  # [1, T, 3] rotary positions, of a target that sees
     shift: int  # what is added to a later token's index
@@ -72,6 +75,55 @@ class Stand(NamedTuple):
     told: Tensor  # [1 + R] accepted drafts and the tokens, for the host
 
 
+class Verdict(NamedTuple):
+    """What the target made of a tree."""
+
+    choices: Tensor  # [M] its token after each node
+    hidden: Tensor  # [M, H] of each node, after the final norm
+    path: Tensor  # [R] the accepted nodes, the root first; of those past stand.count any
+
+
+class Proposer(Protocol):
+    """What gives each cycle its tree, instead of the engine's own draft: one prompt's at a time.
+
+    `prepare` alone runs on the host; a GPU records the others once, so they are tensors of fixed shapes and keep what they
+    change in `held`.
+    """
+
+    held: list[Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all that is kept between cycles."""
+        ...
+
+    def begin(self, prompt: list[int], begun: Begun, stand: Stand) -> None:
+        """The prompt is in the cache, and the answer's first token, stand.tokens[0], is known."""
+
+    def prepare(self, stand: Stand) -> None:
+        """Before each cycle."""
+
+    def propose(self, stand: Stand, seen: int) -> tuple[trees.Tree, Tensor]:
+        """A tree and its tokens [M], the root's first; of the cache's rows `seen` may be looked at."""
+        ...
+
+    def learn(self, stand: Stand, verdict: Verdict) -> None:
+        """The cycle is over, and `stand` behind it."""
+
+
+class Method(Protocol):
+    """A way to propose trees."""
+
+    steps: int  # most drafts that a tree has on a path
+    nodes: int  # M
+    weights: int  # their bytes, of those that aren't the target's
+    parameters: int  # that were trained
+
+    def proposer(self, size: int) -> Proposer:
+        """For a room of `size` tokens."""
+        ...
+
+
 @dataclass
 class Room:
     """Where one decoding at a time has its caches, and the passes that were recorded upon them."""
@@ -86,6 +138,7 @@ class Room:
     graphs: Graphs
     mail: Mail
     stands: dict[int, Stand]  # by R
+    proposers: dict[Method, Proposer]
 
 
 class Engine:
@@ -107,6 +160,12 @@ class Engine:
             raise ValueError(
                 f"the draft is for a target of {draft.config.vocab_size} tokens and width {draft.config.hidden_size}; "
                 f"this target has {self.embedding.shape[0]} and {self.embedding.shape[1]}; train a draft for it"
+            )
+        read, blocks = draft.fc.in_features // draft.config.hidden_size if draft else 0, len(self.decoder.layers)
+        if draft and (len(feature_layers) != read or not all(0 <= layer < blocks for layer in feature_layers)):
+            raise ValueError(
+                f"the draft reads {read} feature layers of the target, expected as many ids below {blocks}, its blocks; found "
+                f"{feature_layers}; correct target.feature_layers and run prepare_target, or take the draft trained for these"
             )
 
         self.window = sliding_window(model)
@@ -136,7 +195,7 @@ class Engine:
         causal = torch.ones(1, 1, count, count, dtype=torch.bool, device=ids.device).tril()
         if not sees(self.model):
             hidden = self._forward(room, ids, places[None], causal, places, count)
-            return Begun(hidden[-1:], self.embedding[ids], None, 0)
+            return Begun(hidden, self.embedding[ids], None, 0)
         view, given = look(self.model, ["the prompt"], [torch.tensor(prompt)], [pictures]), []
         with entered(self.model, lambda embeds, positions: given.append((embeds, positions))):
             out = self.model.base_model(
@@ -144,7 +203,7 @@ class Engine:
                 past_key_values=room.store.cache(places, count), use_cache=True, **pixels(self.model, view),
             )  # fmt: skip
         (embeds, positions), shift = given[0], int(view.positions.max()) + 1 - count
-        return Begun(out.last_hidden_state[0, -1:], embeds, positions, shift)
+        return Begun(out.last_hidden_state[0], embeds, positions, shift)
 
     def _chooser(self, room: Room, sampling: Sampling | None, max_new_tokens: int) -> Chooser:
         """What chooses the answer's tokens, by numbers that lie where a recorded pass finds them."""
@@ -162,7 +221,7 @@ class Engine:
         count, more = len(prompt), len(said)
         with self._room(count + more, 0) as room:
             begun = self._prefill(room, prompt, pictures)
-            hidden = begun.hidden  # [1, H]
+            hidden = begun.hidden[-1:]  # [1, H]
             if said:
                 ids = torch.tensor([said], device=self.device)
                 causal = torch.ones(1, 1, more, count + more, dtype=torch.bool, device=self.device).tril(count)
@@ -221,10 +280,43 @@ class Engine:
             key = shape, chooser.kind
             yield from self._steps(room, stand, key, cycle, num_draft_tokens, len(prompt), max_new_tokens)
 
-    def _steps(
-        self, room: Room, stand: Stand, key: Hashable, work: Callable[[int], None], width: int, count: int, most: int
+    @torch.inference_mode()
+    def proposed(
+        self,
+        prompt: list[int],
+        max_new_tokens: int,
+        method: Method,
+        pictures: Pictures | None = None,
+        sampling: Sampling | None = None,
     ) -> Iterator[Step]:
+        """As `speculative`, with the trees of `method`."""
+        rows = method.steps + 1
+        with self._room(len(prompt) + max_new_tokens, max(rows, method.nodes) + self.ahead * rows) as room:
+            chooser = self._chooser(room, sampling, max_new_tokens)
+            begun = self._prefill(room, prompt, pictures)
+            stand = self._stand(room, rows, begun, chooser)
+            if method not in room.proposers:
+                room.proposers[method] = method.proposer(room.size)
+            proposer = room.proposers[method]
+            proposer.begin(prompt, begun, stand)
+
+            def cycle(seen: int) -> None:
+                tree, ids = proposer.propose(stand, room.size if self.records else seen - method.nodes)
+                proposer.learn(stand, self._judge(room, stand, tree, ids, method.steps, chooser, seen, []))
+
+            key = proposer, chooser.kind
+            yield from self._steps(
+                room, stand, key, cycle, method.nodes, len(prompt), max_new_tokens, lambda: proposer.prepare(stand),
+                proposer.held,
+            )  # fmt: skip
+
+    def _steps(
+        self, room: Room, stand: Stand, key: Hashable, work: Callable[[int], None], width: int, count: int, most: int,
+        prepare: Callable[[], None] = lambda: None, held: Sequence[Tensor] = (),
+    ) -> Iterator[Step]:  # fmt: skip
         """Steps of a decoding that stands behind a prompt of `count` tokens: `work` is one, with `width` nodes.
+
+        `prepare` comes before each, on the host; `held` is what `work` changes beside the stand.
 
         On a GPU the next one is begun before the last is read: an end token is found one step late, and what was decoded
         past it is dropped.
@@ -235,7 +327,8 @@ class Engine:
         while done < most and bonus not in self.eos:
             while len(sent) <= self.ahead and done + len(sent) < most:
                 seen = room.size if self.records else count + done - 1 + width
-                room.graphs.run(key, lambda: work(seen), list(stand))  # noqa: B023 - called at once
+                prepare()
+                room.graphs.run(key, lambda: work(seen), [*stand, *held])  # noqa: B023 - called at once
                 sent.append(room.mail.send(stand.told))
             accepted, *tokens = sent.popleft()()
             tokens = tokens[: accepted + 1]
@@ -286,6 +379,7 @@ class Engine:
             Graphs(self.device),
             Mail(self.device),
             {},
+            {},
         )
 
     def _fits(self, size: int, drafts: int) -> None:
@@ -315,7 +409,7 @@ class Engine:
         stand = room.stands[rows]
         stand.length.fill_(begun.embeds.shape[1])
         stand.count.fill_(1)
-        stand.tokens[:1] = self._choose(chooser, begun.hidden, stand.said.zero_())
+        stand.tokens[:1] = self._choose(chooser, begun.hidden[-1:], stand.said.zero_())
         stand.said.fill_(1)
         stand.shift.fill_(begun.shift)
         return stand
@@ -350,21 +444,30 @@ class Engine:
         """One cycle, on the device alone."""
         steps, topk, width = shape
         tree, ids = self._grow(room, stand, steps, topk, width, room.size if self.records else seen - width)
+        self._judge(room, stand, tree, ids, steps, chooser, seen, self.feature_layers)
+
+    def _judge(
+        self, room: Room, stand: Stand, tree: trees.Tree, ids: Tensor, steps: int, chooser: Chooser, seen: int,
+        layers: list[int],
+    ) -> Verdict:  # fmt: skip
+        """Verify, accept, move: a tree, its tokens [M], and the streams entering `layers` that are features."""
         depths = tree.depths[0]  # [M]
-        hidden, streams = self._verify(room, stand, ids, stand.length + depths, tree.sees[0], seen, self.feature_layers)
+        hidden, streams = self._verify(room, stand, ids, stand.length + depths, tree.sees[0], seen, layers)
         choices = self._choose(chooser, hidden, stand.said + depths)
         path, count = trees.accept(tree, choices[None], steps)
         path = path[0]  # [R]
 
         rows = stand.length + room.places[: steps + 1]  # [R]
         room.store.move(stand.length + path, rows)
-        stand.features.copy_(torch.cat(streams, dim=-1)[path])
+        if streams:
+            stand.features.copy_(torch.cat(streams, dim=-1)[path])
         stand.turns.copy_(rows if stand.turns.ndim == 1 else (rows + stand.shift)[:, None].expand(-1, 3))
         stand.tokens.copy_(choices[path])  # what the target chose after a node is the next node's token
         stand.count.copy_(count)
         stand.length.add_(count)
         stand.said.add_(count)
         stand.told.copy_(torch.cat([count - 1, stand.tokens]))
+        return Verdict(choices, hidden, path)
 
     def _grow(
         self, room: Room, stand: Stand, steps: int, topk: int, width: int, seen: int

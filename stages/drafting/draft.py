@@ -182,6 +182,10 @@ class Draft(nn.Module):
         v = self.midlayer.self_attn.v_proj(mixed).unflatten(-1, (-1, self.config.head_dim))
         return rotate(self.midlayer.self_attn.k_norm(k) if self.config.qk_norm else k, *rope), v
 
+    def residual(self, hidden: Tensor, mixed: Tensor) -> Tensor:
+        """What attention adds to: here the un-normed hidden [..., H]; other drafts (`eagle`) take what they mixed."""
+        return hidden
+
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """The rest of the layer: hidden [..., H] (its residual is un-normed), attended [..., A, E] -> state [..., H]."""
         if self.config.norm_before_residual:
@@ -297,4 +301,5 @@ def first_state(
 ) -> Tensor:
     """Step 0 at chosen positions [B, Q], as `rope` takes them: embeds, fused [B, Q, H], allowed [B, Q, T] or None -> state."""
     mixed = draft.mix(embeds, fused)
-    return draft.finish(fused, attend(draft.queries(mixed, draft.rope(positions)), keys, values, allowed))
+    attended = attend(draft.queries(mixed, draft.rope(positions)), keys, values, allowed)
+    return draft.finish(draft.residual(fused, mixed), attended)

@@ -95,7 +95,8 @@ def grow(
         mixed = draft.mix(_pick(embedding, tokens), before)
         key, value = draft.keys_values(mixed, rope)
         own_k, own_v = _append(own_k, parents, key), _append(own_v, parents, value)
-        hidden = draft.finish(before, look(step, place, draft.queries(mixed, rope), own_k, own_v))
+        attended = look(step, place, draft.queries(mixed, rope), own_k, own_v)
+        hidden = draft.finish(draft.residual(before, mixed), attended)
         chances, ids = _children(draft, hidden, score, widest)
 
         for k, node in zip(topks, nodes, strict=True):  # [N, K]

@@ -44,13 +44,16 @@ class _Chunked(torch.autograd.Function):
     def forward(
         ctx: Any, states: Tensor, weight: Tensor, of_state: Tensor, pack: Any, head: Tensor, d2t: Tensor, t2d: Tensor, loss: str
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        learning = any(ctx.needs_input_grad)
+        by_both, learning = (
+            ctx.needs_input_grad[1],
+            any(ctx.needs_input_grad),
+        )  # a head that is the target's learns nothing
         kept = torch.arange(len(d2t), device=d2t.device) + d2t if len(d2t) < len(t2d) else None
         losses = states.new_zeros(len(states), dtype=torch.float32)
         hits = torch.zeros(len(states), dtype=torch.bool, device=states.device)
         total = torch.zeros((), device=states.device)
         by_state = torch.zeros_like(states) if learning else None
-        by_weight = torch.zeros_like(weight, dtype=torch.float32) if learning else None
+        by_weight = torch.zeros_like(weight, dtype=torch.float32) if by_both else None
         for first, last, low, high in pack.chunks:
             state, label = pack.pair_state[first:last], pack.pair_label[first:last] - low
             full = pack.last[pack.labels[low:high]].to(head.dtype) @ head.T  # [U, V]
@@ -64,18 +67,18 @@ class _Chunked(torch.autograd.Function):
             losses[state] = row_loss * t2d[said]
             hits[state] = guess + d2t[guess] == said
             total += (row_loss * scale).sum()
-            if by_state is not None and by_weight is not None:
+            if by_state is not None:
                 by_state[state] = gradient @ weight
+            if by_weight is not None:
                 by_weight += _product(gradient.T, rows)
-        if by_state is not None and by_weight is not None:
-            ctx.save_for_backward(by_state, by_weight.to(weight.dtype))
+        ctx.save_for_backward(by_state, None if by_weight is None else by_weight.to(weight.dtype))
         ctx.mark_non_differentiable(losses, hits)
         return total, losses, hits
 
     @staticmethod
     def backward(ctx: Any, total: Tensor, *_: Any) -> tuple[Any, ...]:
         by_state, by_weight = ctx.saved_tensors
-        return by_state * total, by_weight * total, None, None, None, None, None, None
+        return by_state * total, None if by_weight is None else by_weight * total, None, None, None, None, None, None
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

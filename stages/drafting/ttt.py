@@ -87,7 +87,6 @@ class Pack:
         step, index = gates[:, asked].nonzero(as_tuple=True)
         label, order = torch.sort(asked[index] + 1 + step, stable=True)
         labels, pair_label = torch.unique_consecutive(label, return_inverse=True)
-        cuts = [(a, min(a + heads.CHUNK, len(label))) for a in range(0, len(label), heads.CHUNK)]
         return cls(
             ids=torch.cat([r.ids for r in rows]).to(torch.int64),
             features=_end_to_end([r.features for r in rows], pinned),
@@ -100,7 +99,7 @@ class Pack:
             labels=labels,
             widths=widths,
             counts=gates.sum(1).tolist(),
-            chunks=[(a, b, int(pair_label[a]), int(pair_label[b - 1]) + 1) for a, b in cuts],
+            chunks=_cuts(label, pair_label),
             lengths=lengths.tolist(),
             **_seen(rows, pinned),
         )
@@ -118,6 +117,18 @@ class Pack:
         """The same, teaching nothing."""
         return replace(self, chunks=[], counts=[0] * len(self.counts))
 
+    def step(self, number: int) -> "Pack":
+        """What step `number` alone teaches, as a pack of one step."""
+        begin = sum(self.widths[:number])
+        mine = (self.pair_state >= begin) & (self.pair_state < begin + self.widths[number])
+        label = self.labels[self.pair_label[mine]]
+        labels, pair_label = torch.unique_consecutive(label, return_inverse=True)
+        cuts = _cuts(label, pair_label)
+        return replace(
+            self, asked=self.asked[: self.widths[number]], pair_state=self.pair_state[mine] - begin, pair_label=pair_label,
+            labels=labels, widths=self.widths[number : number + 1], counts=self.counts[number : number + 1], chunks=cuts,
+        )  # fmt: skip
+
     def _tensors(self) -> list[tuple[str, Tensor]]:
         return [(name, value) for name, value in vars(self).items() if isinstance(value, Tensor)]
 
@@ -132,6 +143,12 @@ def _seen(rows: Sequence[Any], pinned: bool) -> dict[str, Tensor]:
         "visual": _end_to_end([r.visual for r in rows], pinned),
         "piece": pieces(pictured),
     }
+
+
+def _cuts(label: Tensor, pair_label: Tensor) -> list[tuple[int, int, int, int]]:
+    """Of pairs by label: from .. to of each chunk, and the range of labels that it is taught."""
+    ends = [(a, min(a + heads.CHUNK, len(label))) for a in range(0, len(label), heads.CHUNK)]
+    return [(a, b, int(pair_label[a]), int(pair_label[b - 1]) + 1) for a, b in ends]
 
 
 def pieces(pictured: Tensor) -> Tensor:
@@ -182,12 +199,11 @@ def forward(
 ) -> Result:
     """All L steps of a pack. Summed over a batch's packs, `total` is the batch's loss: each step's mean over it."""
     dtype, steps = draft.fc.weight.dtype, objective.steps
-    if not pack.chunks:  # nothing is taught, yet every weight has a gradient, as whoever sums gradients expects
-        nothing = torch.stack([p.sum() * 0 for p in draft.parameters()]).sum()
-        return Result(nothing, pack.features.new_zeros(steps), pack.ids.new_zeros(steps, 0).bool())
+    if not pack.chunks:
+        return nothing(draft, pack, steps)
     features = draft.fuse(pack.features.to(dtype))  # [T, H]
     turning = draft.turning(pack.place, pack.positions)
-    embed = partial(_embeds, pack, nn.functional.pad(pack.ids, (0, steps + 1)), embedding)
+    embed = partial(embeddings, pack, nn.functional.pad(pack.ids, (0, steps + 1)), embedding)
     keys, values = _keys_values(draft, embed(slice(1, len(pack.ids) + 1)), features, turning)
     visible = sight.of(pack, keys, values, draft.config.sliding_window)
     hidden = features.index_select(0, pack.asked)  # [P, H]
@@ -210,7 +226,13 @@ def forward(
     return Result(*heads.chunked(draft, states, pack, head, weights, objective.loss))
 
 
-def _embeds(pack: Pack, ids: Tensor, embedding: Tensor, tokens: slice | Tensor) -> Tensor:
+def nothing(draft: nn.Module, pack: Pack, steps: int) -> Result:
+    """Of a pack that teaches nothing: yet every weight has a gradient, as whoever sums gradients expects."""
+    total = torch.stack([p.sum() * 0 for p in draft.parameters()]).sum()
+    return Result(total, pack.last.new_zeros(steps), pack.ids.new_zeros(steps, 0).bool())
+
+
+def embeddings(pack: Pack, ids: Tensor, embedding: Tensor, tokens: slice | Tensor) -> Tensor:
     """Embeddings [n, H] of the pack's tokens, by their index; ids [T + L + 1] has room past the last one."""
     found = embedding[ids[tokens]]
     if pack.visual is None or pack.piece is None or not len(pack.visual):

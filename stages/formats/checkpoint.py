@@ -126,7 +126,7 @@ def write_draft(place: Path, config: dict[str, Any], tensors: dict[str, Tensor])
 def read_draft(place: Path, made_by: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """config.json and the tensors of `place`/draft. Raises ValueError naming what is missing, misshapen or unknown."""
     config = atomic.read_json(place / "draft" / "config.json", made_by)
-    tensors = _tensors(place / "draft" / "model.safetensors", made_by)
+    tensors = read_tensors(place / "draft" / "model.safetensors", made_by)
     if found := problem(config, tensors):
         raise ValueError(f"{place}/draft is no EAGLE-3 draft: {found}; run: dvc repro -f {made_by}")
     return config, tensors
@@ -140,14 +140,15 @@ def write_state(place: Path, tensors: dict[str, Tensor], progress: dict[str, Any
 
 
 def read_state(place: Path, made_by: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    return _tensors(place / "state" / "optimizer.safetensors", made_by), read_progress(place, made_by)
+    return read_tensors(place / "state" / "optimizer.safetensors", made_by), read_progress(place, made_by)
 
 
 def read_progress(place: Path, made_by: str) -> dict[str, Any]:
     return atomic.read_json(place / "state" / "progress.json", made_by)
 
 
-def _tensors(path: Path, made_by: str) -> dict[str, Tensor]:
+def read_tensors(path: Path, made_by: str) -> dict[str, Tensor]:
+    """Raises ValueError naming the file and what to run, where it is missing or broken."""
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict

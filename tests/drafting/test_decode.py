@@ -147,6 +147,23 @@ def test_trees_say_what_transformers_says(engine: Engine, model: Any, tree: tupl
     assert accepted or tree == (1, 1, 2)  # otherwise this could pass with trees that never accept anything
 
 
+@pytest.mark.parametrize("layers", [[1, 3], [1, 2, 3, 4], [1, 3, 6], [-1, 2, 3]])
+def test_features_that_the_draft_can_not_read_are_refused_before_the_first_token(model: Any, layers: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"reads 3 feature layers of the target, expected as many ids below 6") as told:
+        Engine(model, [END], layers, draft())
+    assert str(layers) in str(told.value)
+
+
+@pytest.mark.parametrize(("vocabulary", "width"), [(VOCAB + 1, 64), (VOCAB, 32)])
+def test_a_draft_of_another_width_or_vocabulary_is_refused_before_the_first_token(
+    model: Any, vocabulary: int, width: int
+) -> None:
+    rope = {"rope_theta": 1e4, "rope_type": "default"}
+    other = Draft(DraftConfig(width, 96, 4, 2, 16, vocabulary, VOCAB, 512, 1e-6, rope))
+    with pytest.raises(ValueError, match=f"of {vocabulary} tokens and width {width}; this target has {VOCAB} and 64"):
+        Engine(model, [END], [1, 3, 4], other)
+
+
 def test_drawn_answers_follow_their_own_numbers_and_temperature(engine: Engine, model: Any) -> None:
     """In turns with others of one engine: a pass that was recorded for one temperature is not played for another."""
     accepted = 0

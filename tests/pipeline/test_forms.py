@@ -23,6 +23,14 @@ def test_imported_drafts_stay_in_the_lists(home) -> None:
     assert load().benchmark.checkpoints == ["e002", "theirs"]
 
 
+def test_other_methods_stay_trained(home) -> None:
+    """Bug to be: their segments went with the chain that was replaced, and rows of the table named what was gone."""
+    recipes.use("weather-tiny-methods")
+    recipes.change(Changes(epochs=[9]).sections(load()))
+    assert list(load().train_draft.checkpoints) == ["e009", "eagle9", "medusa9"]
+    assert load().train_draft.checkpoints["medusa9"].width == 5
+
+
 def test_other_keys_go_where_they_belong_and_what_is_empty_stays(home) -> None:
     before = load()
     changes = Changes(trees=["t5_1_6"], other={"train_draft.learning_rate": 0.0003, "sample_target.server.attempts": 2})

@@ -1,0 +1,272 @@
+"""benchmark_methods: a row of the table of methods, on the engine's own verifier.   python -m stages.benchmark_methods ROW
+
+EAGLE-3, EAGLE-2, EAGLE, Medusa, lookahead and prompt lookup only differ in who proposes a cycle's tree; the pass that
+verifies it, what is accepted and the cache are the torch engine's, and so is the plain decoding beside each. Of a
+workload's questions the first turns are asked, once, one at a time; nothing is graded, since every method says what
+plain decoding says. docs/methods.md
+"""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import polars as pl
+import torch
+from torch import Tensor
+
+from stages import params
+from stages.drafting import acceptance, rivals, target
+from stages.drafting.decode import Engine, Method, Step
+from stages.drafting.draft import Draft
+from stages.drafting.eagle_trees import Guessing
+from stages.drafting.lookahead import Lookahead
+from stages.drafting.medusa_trees import Heads
+from stages.drafting.ngram import Ngram
+from stages.drafting.pixels import Eyes, Pixels
+from stages.drafting.sampling import Sampling
+from stages.drafting.static import Static, best_first
+from stages.formats import asked, cell, checkpoint, manifest, method_cell, rival
+from stages.params import Tree, Workload
+
+KINDS = ("plain", "speculative")
+SAMPLES, QUANTILES = 2000, (0.025, 0.975)  # as of tau's interval
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A method, ready to decode."""
+
+    engine: Engine
+    method: Method | None  # None: the engine's own draft, EAGLE-3, with
+    tree: Tree | None
+    shown: dict[str, Pixels | None]  # the pictures of each prompt, by its id
+    w: Workload
+
+    @property
+    def steps(self) -> int:
+        found = self.method.steps if self.method else self.tree and self.tree.num_steps
+        assert found
+        return found
+
+    def decoding(self, kind: str, question: Row) -> Iterator[Step]:
+        ids, most, pictures = question["prompt_ids"], self.w.max_new_tokens, self.shown[question["id"]]
+        assert isinstance(most, int), "params.Params sees to it"
+        drawn = _sampling(self.w, question["id"])
+        if kind == "plain":
+            return self.engine.plain(ids, most, pictures, drawn)
+        if self.method is not None:
+            return self.engine.proposed(ids, most, self.method, pictures, drawn)
+        assert self.tree is not None
+        shape = self.tree.num_steps, self.tree.topk, self.tree.num_draft_tokens
+        return self.engine.speculative(ids, most, *shape, pictures, drawn)
+
+
+def main(name: str) -> None:
+    p = params.load()
+    torch.set_num_threads(p.target.num_threads)
+    started = time.perf_counter()
+    settings, workload = p.method_row(name), p.benchmark_methods.workload
+    w = params.named(p.benchmark.workloads, workload, "benchmark.workloads")
+    prompts, warm = asked.read(workload)
+    work = _work(p, settings, w, pl.concat([prompts, warm]))
+    for question in warm.iter_rows(named=True):  # not counted: first calls allocate and pick kernels
+        for kind in KINDS:
+            list(work.decoding(kind, question))
+    rows, histogram = [], np.zeros(work.steps + 1, dtype=np.int64)
+    for number, question in enumerate(prompts.iter_rows(named=True)):
+        row, cycles = _asked(work, question, KINDS if number % 2 == 0 else KINDS[::-1], p.target.device)
+        histogram += np.bincount([s.accepted for s in cycles], minlength=len(histogram))
+        rows.append(row)
+    metrics = _metrics(rows, work.steps)
+    memory, parameters = _taken(work)
+    method_cell.write(
+        {
+            "row": name,
+            "method": settings.method,
+            "checkpoint": getattr(settings, "checkpoint", None),
+            "settings": settings.model_dump(exclude={"method", "checkpoint"}) | {"steps": work.steps},
+            "workload": workload,
+            "engine": "torch",
+            "definitions": cell.DEFINITIONS,
+            "temperature": w.temperature,
+            "top_p": w.top_p,
+            "top_k": w.top_k,
+            "metrics": metrics,
+            "histogram": histogram.tolist(),
+            "prompts": rows,
+            "memory": memory,
+            "parameters": parameters,
+            "mixture": any(".experts." in key for key, _ in work.engine.model.named_parameters()),
+            "model": p.target.model,
+            "hardware": cell.hardware(p.target.device, p.target.num_threads),
+            "versions": cell.versions("torch", "transformers"),
+            "seconds": round(time.perf_counter() - started, 2),
+            "seed": w.seed,
+        }
+    )
+    print(f"{name}: tau {metrics['tau']:.3f}, speedup {metrics['speedup']:.2f} -> {method_cell.path(name)}")
+
+
+# Who proposes
+
+
+def _work(p: params.Params, settings: params.MethodRow, w: Workload, prompts: pl.DataFrame) -> Work:
+    made = manifest.read()
+    model = target.load(str(manifest.weights(made)), None, p.target.dtype, p.target.device, p.target.trust_remote_code)
+    draft = None
+    if settings.method == "eagle3":
+        assert isinstance(settings, params.DynamicRow)
+        config, tensors = checkpoint.read_draft(checkpoint.folder(settings.checkpoint), p.made_by(settings.checkpoint))
+        draft = Draft.of(config, tensors).to(p.target.device, model.dtype).requires_grad_(False)
+    engine = Engine(model, made.eos_token_ids, made.feature_layers, draft, p.benchmark.semantics)
+    tree = Tree.parse(settings.tree) if isinstance(settings, params.DynamicRow) else None
+    method = None if draft else _method(p, settings, engine)
+    return Work(engine, method, tree, _shown(p, prompts), w)
+
+
+def _method(p: params.Params, settings: params.MethodRow, engine: Engine) -> Method:
+    """Raises ValueError where the checkpoint is another method's, or for another target."""
+    if isinstance(settings, params.NgramRow):
+        return Ngram(settings.longest, settings.shortest, settings.length, engine.device)
+    if isinstance(settings, params.LookaheadRow):
+        return Lookahead(settings.window, settings.level, settings.guesses, engine.device)
+    name = settings.checkpoint
+    method = "medusa" if settings.method == "medusa" else "eagle"
+    config, tensors = rival.read(checkpoint.folder(name), method, p.made_by(name))
+    module = rivals.of(config, tensors, engine.head).to(engine.device, engine.model.dtype).requires_grad_(False)
+    if isinstance(settings, params.DynamicRow):
+        tree = Tree.parse(settings.tree)
+        shape = tree.num_steps, tree.topk, tree.num_draft_tokens
+        return Guessing(module, engine.embedding, shape, p.benchmark.semantics)
+    static = _static(settings, config, engine.device)
+    if method == "eagle":
+        return Guessing(module, engine.embedding, static, p.benchmark.semantics)
+    return Heads(module, static, *reversed(engine.embedding.shape))
+
+
+def _static(settings: params.StaticRow, config: Row, device: torch.device) -> Static:
+    """Chosen by how often the checkpoint's guesses were right. Raises ValueError where that is not known so deep."""
+    accuracy = config["rank_accuracy"]
+    if settings.depth > len(accuracy):
+        raise ValueError(
+            f"benchmark_methods: depth is {settings.depth}, but {settings.checkpoint} was measured {len(accuracy)} deep, "
+            "expected no more (medusa: its heads; eagle: train_draft.ttt_steps); lower it"
+        )
+    return Static.of(best_first(accuracy[: settings.depth], settings.nodes - 1), device)
+
+
+def _taken(work: Work) -> tuple[dict[str, int], int]:
+    """Bytes beside the target's own: weights, and what is kept between cycles; and trained parameters."""
+    room, draft = work.engine.idle[0], work.engine.draft
+    if work.method is not None:
+        state = room.proposers[work.method].nbytes
+        return {"weights": work.method.weights, "state": state}, work.method.parameters
+    assert draft is not None
+    state = room.draft_keys.nbytes + room.draft_values.nbytes + room.stands[work.steps + 1].features.nbytes
+    return {"weights": sum(_bytes(draft.state_dict().values())), "state": state}, sum(
+        x.numel() for x in draft.parameters()
+    )
+
+
+def _bytes(tensors: Any) -> Iterator[int]:
+    return (t.nbytes for t in tensors if isinstance(t, Tensor))
+
+
+def _shown(p: params.Params, prompts: pl.DataFrame) -> dict[str, Pixels | None]:
+    """The pictures of each prompt, by its id, decoded before any clock runs."""
+    images = {row["id"]: row["images"] for row in prompts.iter_rows(named=True)}
+    if not any(images.values()):
+        return dict.fromkeys(images)
+    eyes = Eyes(str(manifest.weights(manifest.read())), p.target.trust_remote_code)
+    return {name: eyes.see(paths) if paths else None for name, paths in images.items()}
+
+
+# What is measured
+
+
+def _sampling(w: Workload, name: str) -> Sampling | None:
+    """As benchmark draws a prompt's first turn in its first repeat: so the rows are comparable with its cells."""
+    if w.temperature == 0:
+        return None
+    drawn = hashlib.sha256(f"{w.seed}:{name}:0:0".encode()).digest()
+    return Sampling(w.temperature, w.top_p, w.top_k, int.from_bytes(drawn[:8], "big") >> 1)
+
+
+def _asked(work: Work, question: Row, order: tuple[str, ...], device: str) -> tuple[Row, list[Step]]:
+    """A prompt's row and its cycles; who goes first changes from prompt to prompt."""
+    timed = {kind: _timed(partial(work.decoding, kind, question), device) for kind in order}
+    steps, prefill, e2e = timed["speculative"]
+    plain_steps, plain_prefill, plain_e2e = timed["plain"]
+    said, plain_said = ([token for s in some for token in s.tokens] for some in (steps, plain_steps))
+    cycles = steps[1:]
+    return {
+        "id": question["id"],
+        "prompt_tokens": len(question["prompt_ids"]),
+        "output_tokens": len(said),
+        "cycles": len(cycles),
+        "accepted": sum(s.accepted for s in cycles),
+        "identical": said == plain_said,
+        "finish_reason": "stop" if said[-1] in work.engine.eos else "length",
+        "prefill_latency_s": prefill,
+        "e2e_latency_s": e2e,
+        "baseline_output_tokens": len(plain_said),
+        "baseline_prefill_latency_s": plain_prefill,
+        "baseline_e2e_latency_s": plain_e2e,
+    }, cycles
+
+
+def _timed(run: Callable[[], Iterator[Step]], device: str) -> tuple[list[Step], float, float]:
+    """All of a decoding: its steps, seconds to the first token and to the last."""
+    begin = _now(device)
+    decoding = run()
+    steps = [next(decoding)]
+    first = _now(device)
+    steps += decoding
+    return steps, first - begin, _now(device) - begin
+
+
+def _now(device: str) -> float:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _metrics(rows: list[Row], steps: int) -> dict[str, float]:
+    """docs/metrics.md, version 2."""
+    column = {key: np.array([row[key] for row in rows], dtype=float) for key in method_cell.PROMPT_COLUMNS[1:6]}
+    column |= {key: np.array([row[key] for row in rows], dtype=float) for key in method_cell.PROMPT_COLUMNS[7:]}
+    tau = acceptance.tau(column["accepted"], column["cycles"])
+    low, high = acceptance.interval(column["accepted"], column["cycles"])
+    names = ("output_tokens", "e2e_latency_s", "baseline_output_tokens", "baseline_e2e_latency_s")
+    counts = np.random.default_rng(0).multinomial(len(rows), np.full(len(rows), 1 / len(rows)), size=SAMPLES)
+    resampled = [counts @ column[name] for name in names]
+    ends = np.quantile(_speedup(*resampled), QUANTILES)
+    sums = [column[name].sum() for name in names]
+    return {
+        "tau": tau,
+        "tau_low": float(low),
+        "tau_high": float(high),
+        "accept_rate": (tau - 1) / steps,
+        "prefill_latency_s": float(column["prefill_latency_s"].mean()),
+        "e2e_latency_s": float(column["e2e_latency_s"].mean()),
+        "output_tok_s": float(sums[0] / sums[1]),
+        "baseline_output_tok_s": float(sums[2] / sums[3]),
+        "speedup": float(_speedup(*sums)),
+        "speedup_low": float(ends[0]),
+        "speedup_high": float(ends[1]),
+        "identical_share": float(column["identical"].mean()),
+    }
+
+
+def _speedup(tokens: Any, seconds: Any, plain_tokens: Any, plain_seconds: Any) -> Any:
+    return tokens / seconds / (plain_tokens / plain_seconds)
+
+
+if __name__ == "__main__":
+    params.run_stage(main)

@@ -1,0 +1,184 @@
+"""What the report makes of the table of methods, and of what the engine gives beside what the method gives."""
+
+import csv
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from stages.formats import atomic
+from stages.formats.joined import PLAIN, SPECULATIVE, Line
+from stages.reporting.text import aligned, figure, tree_structure
+
+Row = dict[str, Any]
+
+TABLE = Path("results/methods.csv")
+BASELINE = "baseline"  # the row of plain decoding
+MEASURED = (
+    "tau", "tau_low", "tau_high", "accept_rate", "output_tok_s", "baseline_output_tok_s", "speedup", "speedup_low",
+    "speedup_high",
+)  # fmt: skip
+COLUMNS = (
+    "row", "method", "checkpoint", "tree", "workload", *MEASURED, "identical_share", "weights_bytes", "state_bytes",
+    "needs_training", "parameters", "training_s", "moe", "engine",
+)  # fmt: skip
+NOT_RUN, NOT_MEASURED = "not run", "not measured"
+ENGINES = ("torch", "sglang")
+BY_ENGINE = ("autoregressive", "medusa", "eagle3")
+
+
+def rows(cells: list[Row], trained: Mapping[str, Row]) -> list[Row]:
+    """Lines of the table, plain decoding's first; `cells` as in formats/method_cell.py, `trained` the reports of training."""
+    return [_baseline(cells), *(_row(c, trained) for c in cells)] if cells else []
+
+
+def _baseline(cells: list[Row]) -> Row:
+    """The fastest plain decoding of all."""
+    best = max(cells, key=lambda c: c["metrics"]["baseline_output_tok_s"])
+    alone = {"row": BASELINE, "method": BASELINE, "workload": best["workload"], "engine": best["engine"], "tau": 1.0}
+    fastest = best["metrics"]["baseline_output_tok_s"]
+    alone |= {"output_tok_s": fastest, "baseline_output_tok_s": fastest, "speedup": 1.0, "identical_share": 1.0}
+    return dict.fromkeys(COLUMNS) | alone | {
+        "weights_bytes": 0, "state_bytes": 0, "needs_training": "no", "parameters": 0, "moe": _moe(best),
+    }  # fmt: skip
+
+
+def _row(c: Row, trained: Mapping[str, Row]) -> Row:
+    metrics = c["metrics"]
+    found = {k: c[k] for k in ("row", "method", "checkpoint", "workload", "parameters", "engine")}
+    found |= {k: metrics[k] for k in (*MEASURED, "identical_share")}
+    needs = c["parameters"] > 0
+    return found | {
+        "tree": tree(c["method"], c["settings"]),
+        "weights_bytes": c["memory"]["weights"],
+        "state_bytes": c["memory"]["state"],
+        "needs_training": "yes" if needs else "no",
+        "training_s": training_seconds(c["checkpoint"], trained) if needs else 0.0,
+        "moe": _moe(c),
+    }
+
+
+def _moe(c: Row) -> str:
+    """Whether it was seen to work on a target with experts: on this run's target, or not at all."""
+    return "works" if c["mixture"] else NOT_RUN
+
+
+def training_seconds(checkpoint: str, trained: Mapping[str, Row]) -> float | None:
+    """Of all segments that lead to it; None for a draft that others trained."""
+    seconds, name = None, checkpoint
+    while name in trained:
+        seconds, name = (seconds or 0.0) + trained[name]["seconds"], trained[name]["from"]
+    return seconds
+
+
+def tree(method: str, settings: Row) -> str:
+    """What is guessed, in a word."""
+    if "tree" in settings:
+        return settings["tree"]
+    if method == "ngram":
+        return f"{settings['longest']}- to {settings['shortest']}-grams, {settings['length']} tokens"
+    if method == "lookahead":
+        return f"W {settings['window']}, N {settings['level']}, G {settings['guesses']}"
+    return f"static, {settings['nodes']} nodes, {settings['steps']} deep"
+
+
+def write(found: list[Row]) -> None:
+    atomic.write_csv(TABLE, COLUMNS, found)
+
+
+def read_table() -> list[Row]:
+    """results/methods.csv as numbers; [] where there is none."""
+    if not TABLE.exists():
+        return []
+    with TABLE.open(newline="", encoding="utf-8") as lines:
+        return [{k: _value(k, text) for k, text in line.items()} for line in csv.DictReader(lines)]
+
+
+WORDS = {"row", "method", "checkpoint", "tree", "workload", "needs_training", "moe", "engine"}
+
+
+def _value(column: str, text: str) -> Any:
+    return (text or None) if column in WORDS else float(text) if text else None
+
+
+# The terminal
+
+HEAD = (
+    ("method", ""), ("tree", ""), ("tau", ""), ("accept_rate", "(%)"), ("speedup", ""), ("95%", "interval"), ("tokens/s", ""),
+    ("plain", "tokens/s"), ("identical", "(%)"), ("memory", "weights"), ("memory", "state"), ("needs", "training"),
+    ("trained", "parameters"), ("training", "(s)"), ("MoE", ""),
+)  # fmt: skip
+
+
+def table(found: list[Row]) -> list[str]:
+    if not found:
+        return []
+    return [
+        f"Methods on one verifier, {found[0]['workload']}",
+        *aligned([*zip(*HEAD, strict=True), *map(texts, found)]),
+        "",
+    ]
+
+
+def texts(row: Row) -> tuple[str, ...]:
+    """A line of the table, under HEAD."""
+    name = row["row"] if row["row"] == row["method"] else f"{row['row']} ({row['method']})"
+    shape = row["tree"] or "–"
+    interval = "–" if row["speedup_low"] is None else f"{row['speedup_low']:.2f}-{row['speedup_high']:.2f}"
+    return (
+        name, tree_structure(shape) if shape[0] == "t" else shape, figure(row["tau"]), figure(row["accept_rate"], 1, 100),
+        f"{row['speedup']:.2f}x", interval, f"{row['output_tok_s']:.1f}",
+        figure(row["baseline_output_tok_s"], 1), figure(row["identical_share"], 0, 100),
+        size(row["weights_bytes"]), size(row["state_bytes"]), row["needs_training"], f"{row['parameters']:,.0f}",
+        figure(row["training_s"], 0), row["moe"],
+    )  # fmt: skip
+
+
+def size(count: float) -> str:
+    """Bytes, in the unit that fits."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"
+
+
+# What the engine gives, and what the method gives
+
+
+def by_engine(found: list[Row], cells: Iterable[Row], lines: Iterable[Line]) -> list[Row]:
+    """Tokens a second of a single request: a line for each way to decode, {engine: tokens/s or None}.
+
+    The torch engine's are of the table and of benchmark's cells, a server's of served cells of that workload at concurrency 1; of
+    several trees the fastest. No server here speaks Medusa.
+    """
+    if not found:
+        return []
+    workload, speeds = found[0]["workload"], {(way, engine): list[float]() for way in BY_ENGINE for engine in ENGINES}
+    for row in found:
+        way = "autoregressive" if row["method"] == BASELINE else row["method"]
+        speeds.get((way, row["engine"]), []).append(row["output_tok_s"])
+    for c in cells:
+        if c["workload"] == workload:
+            speeds["eagle3", "torch"].append(c["metrics"]["output_tok_s"])
+            speeds["autoregressive", "torch"].append(c["metrics"]["baseline_output_tok_s"])
+    ways = {PLAIN: "autoregressive", SPECULATIVE: "eagle3"}
+    for row in (line.row for line in lines):
+        alone = row["workload"] == workload and row["concurrency"] == 1 and row["output_throughput"] is not None
+        if alone:
+            speeds.get((ways[row["decoding"]], row["engine"]), []).append(row["output_throughput"])
+    return [{"way": way} | {engine: max(speeds[way, engine], default=None) for engine in ENGINES} for way in BY_ENGINE]
+
+
+def speed(value: float | None) -> str:
+    return NOT_MEASURED if value is None else f"{value:.1f}"
+
+
+def page(found: list[Row], engines: list[Row]) -> Row | None:
+    """What report.methods.html.j2 shows; None where there are no rows."""
+    if not found:
+        return None
+    head = [" ".join(filter(None, parts)) for parts in HEAD]
+    lines = [(texts(row), row["speedup"] == max(r["speedup"] for r in found)) for row in found]
+    return {
+        "workload": found[0]["workload"], "head": head, "lines": lines, "engines": engines, "names": ENGINES, "speed": speed,
+    }  # fmt: skip

@@ -1,0 +1,147 @@
+"""The table of methods: what the cells say and what training took, and the engine's part beside the method's."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from stages import params, report
+from stages.formats import cell, method_cell
+from stages.reporting import methods
+from tests.conftest import edit_params
+from tests.test_report import made_up_project
+
+TRAINED = {
+    "e003": {"from": "e000", "seconds": 30.0},
+    "e009": {"from": "e003", "seconds": 60.0},
+    "heads": {"from": "e000", "seconds": 25.0},
+}
+DRAFTED = {
+    "medusa": {"method": "medusa", "checkpoint": "heads", "depth": 4, "nodes": 9},
+    "dynamic": {"method": "eagle3", "checkpoint": "e009", "tree": "t5_2_8"},
+}
+DRAFTLESS = {"ngram": {"method": "ngram", "longest": 3, "shortest": 1, "length": 8}}
+
+
+def made_up_row(
+    row: str, speed: float, settings: dict[str, Any], mixture: bool = False, plain: float = 200.0
+) -> dict[str, Any]:
+    draft = settings.get("checkpoint")
+    metrics = dict.fromkeys(method_cell.METRICS, 1.0) | {
+        "tau": 2.5, "accept_rate": 0.375, "output_tok_s": speed, "baseline_output_tok_s": plain, "speedup": speed / plain,
+        "speedup_low": speed / plain - 0.1, "speedup_high": speed / plain + 0.1,
+    }  # fmt: skip
+    return {
+        "row": row, "method": settings["method"], "checkpoint": draft, "workload": "eval", "engine": "torch",
+        "settings": {k: v for k, v in settings.items() if k not in ("method", "checkpoint")} | {"steps": 4},
+        "definitions": cell.DEFINITIONS, "temperature": 0.0, "top_p": 1.0, "top_k": None, "metrics": metrics,
+        "histogram": [1, 2], "prompts": [dict.fromkeys(method_cell.PROMPT_COLUMNS, 0)],
+        "memory": {"weights": 3 * 2**20 if draft else 0, "state": 1536}, "parameters": 786432 if draft else 0,
+        "mixture": mixture, "model": "builtin/weather-tiny", "hardware": {"cpu": "a chip", "threads": 1, "system": "Linux"},
+        "versions": {"torch": "2"}, "seconds": 3.0, "seed": 1,
+    }  # fmt: skip
+
+
+def every_row(**how: Any) -> list[dict[str, Any]]:
+    speeds = {"medusa": 380.0, "dynamic": 440.0, "ngram": 250.0}
+    return [made_up_row(name, speeds[name], row, **how) for name, row in {**DRAFTED, **DRAFTLESS}.items()]
+
+
+def test_rows_are_the_cells_and_training_is_that_of_the_whole_chain() -> None:
+    found = methods.rows(every_row(), TRAINED)
+    assert [row["row"] for row in found] == ["baseline", "medusa", "dynamic", "ngram"]
+    assert all(set(row) == set(methods.COLUMNS) for row in found)
+    by = {row["row"]: row for row in found}
+    assert (by["baseline"]["speedup"], by["baseline"]["output_tok_s"], by["baseline"]["parameters"]) == (1.0, 200.0, 0)
+    assert {name: row["training_s"] for name, row in by.items()} == {
+        "baseline": None, "medusa": 25.0, "dynamic": 90.0, "ngram": 0.0,
+    }  # fmt: skip
+    assert {name: row["needs_training"] for name, row in by.items()} == {
+        "baseline": "no", "medusa": "yes", "dynamic": "yes", "ngram": "no",
+    }  # fmt: skip
+    assert {row["moe"] for row in found} == {"not run"}
+    assert {row["moe"] for row in methods.rows(every_row(mixture=True), TRAINED)} == {"works"}
+    assert methods.rows([], TRAINED) == [] and methods.table([]) == []
+
+
+def test_training_of_a_draft_that_others_trained_is_not_known() -> None:
+    assert methods.training_seconds("theirs", TRAINED) is None
+
+
+def test_the_table_survives_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert methods.read_table() == []
+    found = methods.rows(every_row(), TRAINED)
+    methods.write(found)
+    assert methods.read_table() == found
+    lines = methods.table(found)
+    assert methods.table(methods.read_table()) == lines
+    cells = {line.split()[0]: line for line in lines if line}
+    assert "dynamic (eagle3)" in cells["dynamic"] and " 5_2_8 " in cells["dynamic"] and "2.20x" in cells["dynamic"]
+    assert (
+        "static, 9 nodes, 4 deep" in cells["medusa"] and "3.0 MiB" in cells["medusa"] and "786,432" in cells["medusa"]
+    )
+    assert "3- to 1-grams, 8 tokens" in cells["ngram"] and "1.5 KiB" in cells["ngram"]
+
+
+@pytest.mark.parametrize(("count", "said"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 30, "5.00 GiB")])
+def test_bytes_have_the_unit_that_fits(count: int, said: str) -> None:
+    assert methods.size(count) == said
+
+
+def served(decoding: str, speed: float | None, **changes: Any) -> Any:
+    row = {"workload": "eval", "engine": "sglang", "decoding": decoding, "concurrency": 1, "output_throughput": speed}
+    return SimpleNamespace(row=row | changes)
+
+
+def test_the_engines_part_beside_the_methods() -> None:
+    found = methods.rows(every_row(), TRAINED)
+    nothing = methods.by_engine(found, [], [])
+    assert nothing == [
+        {"way": "autoregressive", "torch": 200.0, "sglang": None},
+        {"way": "medusa", "torch": 380.0, "sglang": None},
+        {"way": "eagle3", "torch": 440.0, "sglang": None},
+    ]
+    cells = [{"workload": "eval", "metrics": {"output_tok_s": 460.0, "baseline_output_tok_s": 210.0}},
+             {"workload": "chat", "metrics": {"output_tok_s": 999.0, "baseline_output_tok_s": 999.0}}]  # fmt: skip
+    lines = [
+        served("plain", 600.0), served("speculative", 900.0), served("speculative", 1000.0), served("speculative", None),
+        served("speculative", 9999.0, concurrency=8), served("plain", 9999.0, workload="chat"),
+        served("speculative", 9999.0, engine="vllm"),
+    ]  # fmt: skip
+    both = {row["way"]: (row["torch"], row["sglang"]) for row in methods.by_engine(found, cells, lines)}
+    assert both == {"autoregressive": (210.0, 600.0), "medusa": (380.0, None), "eagle3": (460.0, 1000.0)}
+    assert methods.by_engine([], cells, lines) == [] and methods.speed(None) == "not measured"
+
+
+def test_the_page_shows_both_tables_and_the_csv_has_the_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    made_up_project(tmp_path, monkeypatch)
+    checkpoints = {**{n: s.model_dump(by_alias=True) for n, s in params.load().train_draft.checkpoints.items()},
+                   "heads": {"from": "e000", "epochs": 1, "method": "medusa", "heads": 4}}  # fmt: skip
+    edit_params(tmp_path, {
+        "train_draft": {"checkpoints": checkpoints}, "benchmark_methods": {"drafted": DRAFTED, "draftless": DRAFTLESS},
+    })  # fmt: skip
+    epoch = {"epoch": 1, "loss": 3.0, "step_loss": [1.0] * 4, "step_accuracy": [0.5] * 4, "seconds": 2.0}
+    heads = {"checkpoint": "heads", "from": "e000", "epochs": [epoch], "seconds": 25.0}
+    report.atomic.write_json(Path("results/train/heads.json"), heads)
+    with pytest.raises(ValueError, match=r"method-medusa\.json not found; run: dvc repro benchmark_methods@medusa"):
+        report.main()
+    for row in every_row():
+        method_cell.write(row)
+    report.main()
+    page, terminal = Path("results/report.html").read_text(), capsys.readouterr().out
+    assert "Methods on one verifier" in page and "What the engine gives" in page and "static, 9 nodes, 4 deep" in page
+    assert "not measured" in page and "Methods on one verifier, eval" in terminal
+    assert [row["row"] for row in methods.read_table()] == ["baseline", "medusa", "dynamic", "ngram"]
+    report.main("--table")
+    assert "Methods on one verifier, eval" in capsys.readouterr().out
+
+
+def test_without_rows_the_page_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made_up_project(tmp_path, monkeypatch)
+    report.main()
+    assert "Methods on one verifier" not in Path("results/report.html").read_text()
+    assert methods.read_table() == []
