@@ -245,9 +245,8 @@ class Engine:
                 return
             done, bonus = done + len(committed), tokens[-1]
 
-    @contextmanager
-    def _room(self, tokens: int, spare: int) -> Iterator[Room]:
-        """Room for prompt and answer, and for what is written beyond: an idle one, or a larger one in its place."""
+    def check(self, tokens: int) -> None:
+        """Raises ValueError where prompt and answer take more `tokens` than this target holds or this engine decodes."""
         limit, window = self.model.config.get_text_config().max_position_embeddings, self.window
         if window is not None and tokens > window:
             raise ValueError(
@@ -259,6 +258,11 @@ class Engine:
                 f"prompt and answer may take {tokens} tokens, the target holds {limit} (max_position_embeddings); "
                 "lower benchmark.workloads.*.max_new_tokens or use shorter prompts"
             )
+
+    @contextmanager
+    def _room(self, tokens: int, spare: int) -> Iterator[Room]:
+        """Room for prompt and answer, and for what is written beyond: an idle one, or a larger one in its place."""
+        self.check(tokens)
         room = self.idle.pop() if self.idle else None
         if room is None or room.size < tokens + spare:
             room = None  # it goes before the new one is taken
@@ -270,10 +274,7 @@ class Engine:
 
     def _new_room(self, size: int) -> Room:
         """Raises ValueError where a GPU has less memory left than that takes."""
-        like, groups, width = self.embedding, 0, 0
-        if self.draft is not None:
-            like, c = self.draft.fc.weight, self.draft.config
-            groups, width = c.num_key_value_heads, c.head_dim
+        like, groups, width = self._draft_cache()
         self._fits(size, 2 * size * groups * width * like.element_size())
         return Room(
             size,
@@ -288,6 +289,13 @@ class Engine:
             {},
         )
 
+    def _draft_cache(self) -> tuple[Tensor, int, int]:
+        """Of the draft's keys: what they are like, G and E."""
+        if self.draft is None:
+            return self.embedding, 0, 0
+        c = self.draft.config
+        return self.draft.fc.weight, c.num_key_value_heads, c.head_dim
+
     def _fits(self, size: int, drafts: int) -> None:
         """drafts: the bytes of the draft's keys and values."""
         need = sum(g * e for both in self.shapes for g, e in both) * size * self.model.dtype.itemsize + drafts
@@ -300,18 +308,7 @@ class Engine:
     def _stand(self, room: Room, rows: int, begun: Begun, chooser: Chooser) -> Stand:
         """Behind the prompt, which was all verified, and the answer's first token; the draft has its last row still to read."""
         if rows not in room.stands:
-            whole = {"dtype": torch.int64, "device": self.device}
-            axes = () if self.draft is None or self.draft.axes is None else (3,)
-            room.stands[rows] = Stand(
-                length=torch.zeros(1, **whole),
-                count=torch.zeros(1, **whole),
-                said=torch.zeros(1, **whole),
-                tokens=torch.zeros(rows, **whole),
-                features=torch.zeros(rows, 3 * self.embedding.shape[1], dtype=self.model.dtype, device=self.device),
-                turns=torch.zeros(rows, *axes, **whole),
-                shift=torch.zeros(1, **whole),
-                told=torch.zeros(1 + rows, **whole),
-            )
+            room.stands[rows] = self._empty_stand(rows)
         stand = room.stands[rows]
         stand.length.fill_(begun.embeds.shape[1])
         stand.count.fill_(1)
@@ -319,6 +316,22 @@ class Engine:
         stand.said.fill_(1)
         stand.shift.fill_(begun.shift)
         return stand
+
+    def _empty_stand(self, rows: int, *slots: int) -> Stand:
+        """Of one decoding, or of as many as there are slots, one behind the other."""
+        whole = {"dtype": torch.int64, "device": self.device}
+        axes = () if self.draft is None or self.draft.axes is None else (3,)
+        width = 3 * self.embedding.shape[1]
+        return Stand(
+            length=torch.zeros(*slots, 1, **whole),
+            count=torch.zeros(*slots, 1, **whole),
+            said=torch.zeros(*slots, 1, **whole),
+            tokens=torch.zeros(*slots, rows, **whole),
+            features=torch.zeros(*slots, rows, width, dtype=self.model.dtype, device=self.device),
+            turns=torch.zeros(*slots, rows, *axes, **whole),
+            shift=torch.zeros(*slots, 1, **whole),
+            told=torch.zeros(*slots, 1 + rows, **whole),
+        )
 
     def _enter(self, room: Room, stand: Stand, begun: Begun, features: Tensor) -> None:
         """The draft reads the prompt, features [T, 3H]: all of it but the last row, which waits for the first cycle."""
