@@ -95,19 +95,38 @@ class Batches(Engine):
     def together(self, asks: Sequence[Ask], slots: int, tree: Tree | None) -> Iterator[list[Told]]:
         """Answer all of `asks`, at most `slots` at once, in order; plainly without a tree. Yields whatever becomes known at once.
 
-        Sampled ones share a temperature, top-p and top-k. Raises ValueError, before the first token, for what doesn't fit
-        and for a tree that can't be built.
+        Raises ValueError, before the first token, for what doesn't fit, for a tree that can't be built, and where those that
+        are sampled don't share temperature, top-p and top-k.
         """
+        slots = self._check(asks, slots, tree)
+        if slots < 2:
+            yield from self._one_by_one(asks, tree)
+        else:
+            yield from self._decode(asks, self._crowd(asks, slots, tree), tree)
+
+    @torch.inference_mode()
+    def prepare(self, asks: Sequence[Ask], slots: int, tree: Tree | None) -> None:
+        """Take the room that these need and record their pass, so that no clock sees it. Raises ValueError as `together`."""
+        slots = self._check(asks, slots, tree)
+        self.expected = max(len(ask.prompt) + ask.max_new_tokens for ask in asks)
+        if slots > 1:
+            crowd = self._crowd(asks, slots, tree)
+            stand, chooser = self._begin(asks, crowd, tree)
+            if self.records:
+                self._pass(crowd, stand, chooser, tree, [None] * slots)
+
+    def _check(self, asks: Sequence[Ask], slots: int, tree: Tree | None) -> int:
+        """How many slots will be used. Raises ValueError for what can't be decoded."""
         for ask in asks:
             self.check(len(ask.prompt) + ask.max_new_tokens)
+        if len({ask.sampling and ask.sampling[:3] for ask in asks}) > 1:
+            raise ValueError(
+                "prompts that are decoded together share temperature, top-p and top-k; decode others apart"
+            )
         if tree is not None:
             assert self.draft is not None
             trees.check(*tree, self.draft.config.draft_vocab_size)
-        slots = min(slots, len(asks))
-        if slots < 2:
-            yield from self._one_by_one(asks, tree)
-            return
-        yield from self._decode(asks, self._crowd(asks, slots, tree), tree)
+        return min(slots, len(asks))
 
     def _one_by_one(self, asks: Sequence[Ask], tree: Tree | None) -> Iterator[list[Told]]:
         for number, (prompt, most, pictures, how) in enumerate(asks):
@@ -121,18 +140,7 @@ class Batches(Engine):
                 yield [(number, step)]
 
     def _decode(self, asks: Sequence[Ask], crowd: Crowd, tree: Tree | None) -> Iterator[list[Told]]:
-        rows, width = (1, 1) if tree is None else (tree[0] + 1, tree[2])
-        if rows not in crowd.stands:
-            crowd.stands[rows] = self._empty_stand(rows, crowd.store.slots)
-        stand = crowd.stands[rows]
-        for number, room in enumerate(crowd.rooms):
-            room.stands[rows] = Stand(*(whole[number] for whole in stand))
-            self._leave(crowd, stand, number)
-        chooser = Chooser(asks[0].sampling, crowd.numbers.flatten())
-        if any((ask.sampling and ask.sampling[:3]) != chooser.kind for ask in asks):
-            raise ValueError(
-                "prompts that are decoded together share temperature, top-p and top-k; decode others apart"
-            )
+        stand, chooser = self._begin(asks, crowd, tree)
         waiting = deque(range(len(asks)))
         held: list[Held | None] = [None] * crowd.store.slots
         sent = deque[tuple[Callable[[], list[int]], list[Held | None]]]()
@@ -143,10 +151,21 @@ class Batches(Engine):
             if not self.records:
                 self._close_up(crowd, stand, held)
             while len(sent) <= self.ahead and any(h and h.wants for h in held):
-                sent.append((self._pass(crowd, stand, chooser, tree, held, width), list(held)))
+                sent.append((self._pass(crowd, stand, chooser, tree, held), list(held)))
             yield self._read_back(crowd, stand, held, *sent.popleft())
 
     # Slots
+
+    def _begin(self, asks: Sequence[Ask], crowd: Crowd, tree: Tree | None) -> tuple[Stand, Chooser]:
+        """Every slot empty, and what chooses for all of them."""
+        rows = tree[0] + 1 if tree else 1
+        if rows not in crowd.stands:
+            crowd.stands[rows] = self._empty_stand(rows, crowd.store.slots)
+        stand = crowd.stands[rows]
+        for slot, room in enumerate(crowd.rooms):
+            room.stands[rows] = Stand(*(whole[slot] for whole in stand))
+            self._leave(crowd, stand, slot)
+        return stand, Chooser(asks[0].sampling, crowd.numbers.flatten())
 
     def _fill(
         self, crowd: Crowd, stand: Stand, asks: Sequence[Ask], waiting: deque[int], held: list[Held | None], tree: Tree | None
@@ -196,9 +215,10 @@ class Batches(Engine):
     # Passes
 
     def _pass(
-        self, crowd: Crowd, stand: Stand, chooser: Chooser, tree: Tree | None, held: list[Held | None], width: int
+        self, crowd: Crowd, stand: Stand, chooser: Chooser, tree: Tree | None, held: list[Held | None]
     ) -> Callable[[], list[int]]:
         """Begin one of all slots -> what fetches what it tells."""
+        width = tree[2] if tree else 1
         using = [h for h in held if h]
         for h in using:
             h.sent += 1

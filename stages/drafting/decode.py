@@ -111,6 +111,9 @@ class Engine:
 
         self.window = sliding_window(model)
         self.shapes, self.idle = shapes(model), list[Room]()
+        self.expected = (
+            0  # tokens that a prompt and its answer will take at most, as far as is known: room for all at once
+        )
         self.records = Graphs(self.device).records
         self.blocks = self._blocks() if self.records else None
         self.beams = Beams.of(draft, self.embedding) if draft and self.records else None
@@ -263,6 +266,7 @@ class Engine:
     def _room(self, tokens: int, spare: int) -> Iterator[Room]:
         """Room for prompt and answer, and for what is written beyond: an idle one, or a larger one in its place."""
         self.check(tokens)
+        tokens = max(tokens, self.expected)
         room = self.idle.pop() if self.idle else None
         if room is None or room.size < tokens + spare:
             room = None  # it goes before the new one is taken
