@@ -108,7 +108,7 @@ class Batches(Engine):
     def prepare(self, asks: Sequence[Ask], slots: int, tree: Tree | None) -> None:
         """Take the room that these need and record their pass, so that no clock sees it. Raises ValueError as `together`."""
         slots = self._check(asks, slots, tree)
-        self.expected = max(len(ask.prompt) + ask.max_new_tokens for ask in asks)
+        self.expect(max(len(ask.prompt) + ask.max_new_tokens for ask in asks))
         if slots > 1:
             crowd = self._crowd(asks, slots, tree)
             stand, chooser = self._begin(asks, crowd, tree)

@@ -262,6 +262,11 @@ class Engine:
                 "lower benchmark.workloads.*.max_new_tokens or use shorter prompts"
             )
 
+    def expect(self, tokens: int) -> None:
+        """Prompts and answers of at most so many are to come: room is taken for them at once. Raises ValueError as `check`."""
+        self.check(tokens)
+        self.expected = tokens
+
     @contextmanager
     def _room(self, tokens: int, spare: int) -> Iterator[Room]:
         """Room for prompt and answer, and for what is written beyond: an idle one, or a larger one in its place."""
