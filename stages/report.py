@@ -144,7 +144,8 @@ def read_cells(p: params.Params) -> list[Row]:
 
 def _of_torch(p: params.Params, alone: bool) -> list[str]:
     """The torch engine's workloads that are answered prompt by prompt, or those that are measured in loads."""
-    return [name for name in p.benchmark.torch if p.benchmark.workloads[name].alone == alone]
+    every = p.benchmark.workloads
+    return [name for name in p.benchmark.torch if every[name].alone == alone]
 
 
 def _served_axes(p: params.Params) -> tuple[list[str], list[str], list[str]]:
