@@ -291,7 +291,7 @@ def _in_loads(work: Work) -> tuple[dict[str, Any], str]:
     found: Row = {
         "status": served.RAN,
         "reason": None,
-        "fingerprint": {"target": [made.model, made.revision, made.config_digest], "hardware": _hardware(work.p)},
+        "fingerprint": {"target": [made.model, made.revision, made.config_digest]},  # its baseline is its own
         "server": {"command": [], "info": {}},
         "memory": dict.fromkeys(served.MEMORY),
         "points": points["speculative"],
@@ -315,11 +315,11 @@ def _tree(work: Work, kind: str) -> tuple[int, int, int] | None:
 def _both(work: Work, length: int, cap: int | None, repeat: int) -> dict[str, list[list[latency.Record]]]:
     """One repeat of one point, by kind of decoding: a load for each turn. Who goes first changes with both."""
     found: dict[str, list[list[latency.Record]]] = {kind: [] for kind in KINDS}
-    asked_now = [Request(row, 0, row["messages"], row["prompt_ids"]) for row in work.prompts.iter_rows(named=True)]
-    for turn in range(len(work.prompts) and 1 + max(len(later or []) for later in work.prompts["later"])):
-        for kind in KINDS if (repeat + turn) % 2 == 0 else KINDS[::-1]:
-            found[kind].append(_load(work, kind, asked_now, length, cap, repeat))
-        asked_now = _next(work, asked_now, found["plain"][-1])
+    waiting = [Request(row, 0, row["messages"], row["prompt_ids"]) for row in work.prompts.iter_rows(named=True)]
+    while waiting:
+        for kind in KINDS if (repeat + waiting[0].turn) % 2 == 0 else KINDS[::-1]:
+            found[kind].append(_load(work, kind, waiting, length, cap, repeat))
+        waiting = _next(work, waiting, found["plain"][-1])
     return found
 
 
