@@ -29,6 +29,7 @@ from stages.drafting.decode import Step
 from stages.drafting.draft import Draft
 from stages.drafting.pixels import Eyes, Pixels
 from stages.drafting.sampling import Sampling
+from stages.drafting.shares import gathered
 from stages.formats import asked, cell, checkpoint, manifest, served
 from stages.params import Tree, Workload
 from stages.serving import counts, grades, latency, requests
@@ -58,10 +59,16 @@ class Work:
 def main(workload: str, name: str, tree_name: str) -> None:
     p = params.load()
     b = p.benchmark
-    if ranks.spread("benchmark", [workload, name, tree_name], b.processes, "num_gpus_total"):
-        return
-    with ranks.joined(p.target.device, b.num_gpus_per_model) as group:
-        _main(p, workload, name, tree_name, group)
+    try:
+        shared_out = ranks.spread("benchmark", [workload, name, tree_name], b.processes)
+    except ValueError:
+        raise ValueError(
+            f"one of {b.processes} processes ended early; what it said is above. Correct that and run again, or set "
+            "benchmark.num_gpus_total to num_gpus_per_model for one process"
+        ) from None
+    if not shared_out:
+        with ranks.joined(p.target.device) as group:
+            _main(p, workload, name, tree_name, group)
 
 
 def _main(p: params.Params, workload: str, name: str, tree_name: str, group: ranks.Ranks) -> None:
@@ -116,7 +123,7 @@ def _prompt_by_prompt(work: Work) -> tuple[dict[str, Any], str]:
         if number % work.group.world == work.group.rank
         for row, cycles, said in _turns(work, question, repeat, number)
     ]
-    every = sorted(work.group.gathered(mine), key=lambda one: one[:2])  # turns of a prompt stay in order
+    every = sorted(gathered(work.group, mine), key=lambda one: one[:2])  # turns of a prompt stay in order
     rows: list[Row] = [row for _, _, row, _, _ in every]
     histogram = np.zeros(work.tree.num_steps + 1, dtype=np.int64)
     for _, _, _, accepted, _ in every:
@@ -346,7 +353,7 @@ def _load(
     own = len(range(group.rank, slots, group.world))
     if asks:
         work.engine.prepare(asks, own, _tree(work, kind))
-    group.gathered([])  # all begin together
+    gathered(group, [])  # all begin together
     begun = _now(group.device)
     records = [
         latency.Record(f"{every[n].question['id']}#{every[n].turn}", 0.0, 0.0, 0.0, [], True, len(ask.prompt), 0, None, None)
@@ -370,7 +377,7 @@ def _load(
             histogram = np.bincount(drafts[1:], minlength=work.tree.num_steps + 1).tolist()
             record.counts = counts.Counts(len(drafts) - 1, sum(drafts), 0, True, histogram)
     mine = [[n, asdict(record)] for n, record in zip(numbers, records, strict=True)]
-    return [_record(one) for _, one in sorted(group.gathered(mine), key=lambda pair: pair[0])]
+    return [_record(one) for _, one in sorted(gathered(group, mine), key=lambda pair: pair[0])]
 
 
 def _record(found: Row) -> latency.Record:

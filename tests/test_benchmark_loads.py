@@ -167,3 +167,13 @@ def test_a_prompt_that_does_not_fit_is_told_before_anything_is_decoded(
         asked.write("eval", rows.with_columns(long))
         with pytest.raises(ValueError, match=r"may take 5012 tokens, the target holds \d+ \(max_position_embeddings\)"):
             benchmark.main("eval", *NAMES)
+
+
+def test_a_process_that_fails_ends_the_others_and_says_what_to_do(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    use(project, "eval", {"num_gpus_total": 2}, max_new_tokens=5000)
+    with pytest.raises(ValueError, match=r"one of 2 processes ended early; .* set benchmark\.num_gpus_total to"):
+        benchmark.main("eval", *NAMES)
+    assert not cell.path("eval", *NAMES).exists()

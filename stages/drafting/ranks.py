@@ -1,7 +1,6 @@
 """Several processes, one per device, as torchrun starts them; and one, where it did not."""
 
 import ctypes
-import json
 import os
 import signal
 import socket
@@ -11,7 +10,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,28 +27,15 @@ class Ranks:
     def first(self) -> bool:
         return self.rank == 0
 
-    def gathered(self, mine: list[Any]) -> list[Any]:
-        """What each process has, as JSON knows it, one process after the other; all wait for the last of them."""
-        if self.world == 1:
-            return mine
-        text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(self.device)
-        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world)]
-        dist.all_gather(sizes, torch.tensor([len(text)], device=self.device))
-        most = max(int(size) for size in sizes)
-        padded = [text.new_zeros(most) for _ in range(self.world)]
-        dist.all_gather(padded, torch.nn.functional.pad(text, (0, most - len(text))))
-        parts = [part[: int(size)].cpu().numpy().tobytes() for part, size in zip(padded, sizes, strict=True)]
-        return [one for part in parts for one in json.loads(part)]
-
 
 @contextmanager
-def joined(device: str, each: int = 1) -> Iterator[Ranks]:
-    """Inside the block the processes of torchrun know each other; `device` cuda becomes each one's own, the first of `each`."""
+def joined(device: str) -> Iterator[Ranks]:
+    """Inside the block the processes of torchrun know each other; `device` cuda becomes each one's own."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
         yield Ranks(0, 1, device)
         return
-    device = own(device, each)
+    device = own(device)
     dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
     try:
         yield Ranks(dist.get_rank(), world, device)
@@ -58,16 +43,16 @@ def joined(device: str, each: int = 1) -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
-def own(device: str, each: int = 1) -> str:
-    """The GPU of this process, the first of `each`, where it is one of several; else `device`. It is then the current one."""
+def own(device: str) -> str:
+    """The GPU of this process, where it is one of several; else `device`. It is then the current one."""
     if device.startswith("cuda") and "LOCAL_RANK" in os.environ:
-        device = f"cuda:{int(os.environ['LOCAL_RANK']) * each}"
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
     if device.startswith("cuda:"):
         torch.cuda.set_device(device)  # or every process would take a share of the first one's memory
     return device
 
 
-def spread(stage: str, arguments: list[str], processes: int, key: str = "processes") -> bool:
+def spread(stage: str, arguments: list[str], processes: int) -> bool:
     """Run the stage as `processes` processes, as torchrun would start them, and wait; False where this is to be the one.
 
     So it is with one process, and where this already is one of several. Over several hosts, start the stage with torchrun
@@ -98,7 +83,7 @@ def spread(stage: str, arguments: list[str], processes: int, key: str = "process
     if failed:
         raise ValueError(
             f"{stage}: one of {processes} processes ended with {failed[0]}; what it said is above. What was finished is "
-            f"kept; run again, or set {stage}.{key} to 1"
+            f"kept; run again, or set {stage}.processes to 1"
         )
     return True
 
