@@ -25,8 +25,10 @@ import torch
 from stages import params
 from stages.drafting import acceptance, prompt, ranks, target
 from stages.drafting.batches import Ask, Batches
+from stages.drafting.cards import left, place
 from stages.drafting.decode import Step
 from stages.drafting.draft import Draft
+from stages.drafting.memory import GIB, Memory
 from stages.drafting.pixels import Eyes, Pixels
 from stages.drafting.sampling import Sampling
 from stages.drafting.shares import gathered
@@ -80,6 +82,10 @@ def _main(p: params.Params, workload: str, name: str, tree_name: str, group: ran
         asked.check_graded(workload, prompts)
     engine, shown = _engine(p, w, name, group), _shown(p, pl.concat([prompts, warm]))
     work = Work(p, w, tree, group, engine, shown, _tokenizer(p, w, prompts), prompts, warm)
+    memory = _memory(work)
+    if group.first:
+        print(f"memory of a process: {memory}", flush=True)
+    memory.check(left(engine.model, p.benchmark.max_gpu_memory), engine.device)
     found, said = _prompt_by_prompt(work) if w.alone else _in_loads(work)
     if not group.first:
         return
@@ -101,6 +107,16 @@ def _main(p: params.Params, workload: str, name: str, tree_name: str, group: ran
     }
     place = cell.write(whole) if w.alone else served.write(whole)
     print(f"{tree_name} at {name}: {said} -> {place}")
+
+
+def _memory(work: Work) -> Memory:
+    """What the longest of its loads will take, or the longest prompt alone."""
+    w, world = work.w, work.group.world
+    longest = int(work.prompts["prompt_ids"].list.len().max())
+    every = len(work.prompts)
+    slots = [-(-min(cap or every, every) // world) for _, cap in w.points()]  # of a process
+    tokens = longest + max(length for length, _ in w.points())
+    return work.engine.memory(tokens, max(slots), _tree(work, "speculative"), w.temperature > 0)
 
 
 def _hardware(p: params.Params) -> dict[str, Any]:
@@ -222,8 +238,15 @@ def _text(work: Work, ids: list[int]) -> str:
 
 
 def _engine(p: params.Params, w: Workload, name: str, group: ranks.Ranks) -> Batches:
-    made = manifest.read()
-    model = target.load(str(manifest.weights(made)), None, p.target.dtype, group.device, p.target.trust_remote_code)
+    made, b = manifest.read(), p.benchmark
+    cards = [group.device]
+    if b.num_gpus_per_model > 1:  # every process's first card is `group.device`
+        first = torch.device(group.device).index or 0
+        cards = [f"cuda:{first + n * b.processes}" for n in range(b.num_gpus_per_model)]
+    lies = group.device if len(cards) == 1 and b.max_gpu_memory is None else "cpu"
+    model = target.load(str(manifest.weights(made)), None, p.target.dtype, lies, p.target.trust_remote_code)
+    if lies != group.device:
+        place(model, cards, b.max_gpu_memory)
     config, tensors = checkpoint.read_draft(checkpoint.folder(name), p.made_by(name))
     draft = Draft.of(config, tensors).to(group.device, model.dtype).requires_grad_(False)
     eos = [] if w.ignore_eos else made.eos_token_ids
@@ -300,11 +323,17 @@ def _in_loads(work: Work) -> tuple[dict[str, Any], str]:
         "reason": None,
         "fingerprint": {"target": [made.model, made.revision, made.config_digest]},  # its baseline is its own
         "server": {"command": [], "info": {}},
-        "memory": dict.fromkeys(served.MEMORY),
+        "memory": dict.fromkeys(served.MEMORY) | _gib(_memory(work)),
         "points": points["speculative"],
         "baseline_points": points["plain"],
     }
     return found, "; ".join(said)
+
+
+def _gib(memory: Memory) -> dict[str, float]:
+    """Of one process, under the names of served.MEMORY."""
+    sizes = {"weights": memory.target, "draft": memory.draft, "kv_cache": memory.cache}
+    return {name: round(size / GIB, 3) for name, size in sizes.items()} | {"kv_tokens": memory.tokens}
 
 
 def _warm_up(work: Work) -> None:

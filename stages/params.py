@@ -676,6 +676,11 @@ class Params(Section):
                     f"benchmark_served.workloads: {name!r} is none, expected some of {', '.join(self.benchmark.workloads)}; "
                     "correct it, or add it to benchmark.workloads"
                 )
+        if self.benchmark.num_gpus_per_model > 1 and not self.target.device.startswith("cuda"):
+            raise ValueError(
+                f"benchmark.num_gpus_per_model is {self.benchmark.num_gpus_per_model} with target.device {self.target.device}, "
+                "expected 1: only GPUs hold a part of a target each; set target.device to cuda"
+            )
         if not self.benchmark.torch and not self.benchmark_served.workloads:
             raise ValueError(
                 "benchmark.torch and benchmark_served.workloads are both [], expected a workload in one of them: there would "

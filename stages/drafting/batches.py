@@ -25,6 +25,7 @@ from stages.drafting.decode import ROOMS, Engine, Room, Stand, Step
 from stages.drafting.draft import first_state, in_sight
 from stages.drafting.expand import expand
 from stages.drafting.graphs import Graphs, Mail
+from stages.drafting.memory import Memory, weights, work
 from stages.drafting.sampling import Chooser, Sampling
 from stages.drafting.target import Pictures, capture
 
@@ -115,6 +116,14 @@ class Batches(Engine):
             if self.records:
                 self._pass(crowd, stand, chooser, tree, [None] * slots)
 
+    def memory(self, tokens: int, slots: int, tree: Tree | None, drawn: bool = False) -> Memory:
+        """What `slots` prompts at once take, each with its answer of at most so many tokens; `drawn` above temperature 0."""
+        held = slots * self._rows(tokens, tree)
+        of_draft = self._draft_bytes(held)
+        cache = held * sum(g * e for both in self.shapes for g, e, _ in both) * self.model.dtype.itemsize + of_draft
+        made = work(self.model, self.draft, tokens, slots, tree, drawn)
+        return Memory(weights(self.model), weights(self.draft), cache, held, made)
+
     def _check(self, asks: Sequence[Ask], slots: int, tree: Tree | None) -> int:
         """How many slots will be used. Raises ValueError for what can't be decoded."""
         for ask in asks:
@@ -190,7 +199,7 @@ class Batches(Engine):
             begun = self._prefill(room, ask.prompt, ask.pictures)
         stand = self._stand(room, rows, begun, chooser)
         if tree:
-            self._enter(room, stand, begun, torch.cat(caught, dim=-1)[0])
+            self._enter(room, stand, begun, self._features(caught))
         return Step([int(stand.tokens[0])], 0)
 
     def _leave(self, crowd: Crowd, stand: Stand, slot: int) -> None:
@@ -325,7 +334,7 @@ class Batches(Engine):
                 input_ids=ids, position_ids=places + stand.shift, attention_mask=mask[:, None], past_key_values=cache,
                 use_cache=True,
             )  # fmt: skip
-        return out.last_hidden_state, streams
+        return out.last_hidden_state, [stream.to(self.device) for stream in streams]
 
     def _choose_all(self, crowd: Crowd, chooser: Chooser, hidden: Tensor, places: Tensor) -> Tensor:
         """The target's choices [B, M] after hidden states [B, M, H], as tokens number places [B, M] of their answers."""
@@ -335,30 +344,34 @@ class Batches(Engine):
     # Room
 
     def _crowd(self, asks: Sequence[Ask], slots: int, tree: Tree | None) -> Crowd:
-        """The last one, where it has as many slots and room enough, or a new one in its place.
+        """The last one, where it has as many slots and room enough, or a new one in its place."""
+        each = self._rows(max(len(ask.prompt) + ask.max_new_tokens for ask in asks), tree)
+        crowd = self.crowd
+        if crowd is None or crowd.store.slots != slots or crowd.store.each < each:
+            crowd = self.crowd = None  # it goes before the new one is taken
+            crowd = self.crowd = self._new_crowd(slots, each)
+        return crowd
+
+    def _rows(self, tokens: int, tree: Tree | None) -> int:
+        """Room of a slot for a prompt and its answer of so many tokens.
 
         A pass writes up to `beyond` rows behind what it finds; what was begun before the one before it was read, as many
         more as that moved on.
         """
         steps, topk, width = tree or (0, 1, 1)
         beyond = max(steps + 1, width, (steps - 1) * topk) + (1 + self.ahead) * (steps + 1)
-        tokens = max(len(ask.prompt) + ask.max_new_tokens for ask in asks) + beyond
-        crowd = self.crowd
-        if crowd is None or crowd.store.slots != slots or crowd.store.each < tokens:
-            crowd = self.crowd = None  # it goes before the new one is taken
-            crowd = self.crowd = self._new_crowd(slots, -(-tokens // ROOMS) * ROOMS)
-        return crowd
+        return -(-(tokens + beyond) // ROOMS) * ROOMS
 
     def _new_crowd(self, slots: int, each: int) -> Crowd:
         """Raises ValueError where a GPU has less memory left than that takes."""
         like, groups, width = self._draft_cache()
-        self._fits(slots * each, 2 * slots * each * groups * width * like.element_size())
+        self._fits(slots * each, self._draft_bytes(slots * each))
         whole = {"dtype": torch.int64, "device": self.device}
         store = Slots(self.shapes, slots, each, self.model.dtype, self.device)
         keys, values = (like.new_zeros(slots, each, groups, width) for _ in range(2))
         drawn = torch.zeros(slots, each, dtype=torch.float64, device=self.device)
         places, yes = torch.arange(each, **whole), torch.ones(1, each, dtype=torch.bool, device=self.device)
-        graphs, mail = Graphs(self.device), Mail(self.device)
+        graphs, mail = self._graphs(), Mail(self.device)
         rooms = [
             Room(
                 each, places, yes, drawn[n], store.slot(n, last=not self.records), keys[n : n + 1], values[n : n + 1],

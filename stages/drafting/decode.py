@@ -114,7 +114,8 @@ class Engine:
         self.expected = (
             0  # tokens that a prompt and its answer will take at most, as far as is known: room for all at once
         )
-        self.records = Graphs(self.device).records
+        apart = {on for both in self.shapes for _, _, on in both} != {self.device}  # on several cards: cards.py
+        self.records = Graphs(self.device).records and not apart
         self.blocks = self._blocks() if self.records else None
         self.beams = Beams.of(draft, self.embedding) if draft and self.records else None
         self.ahead = int(self.records)  # how many steps are begun before the one before is read
@@ -216,7 +217,7 @@ class Engine:
             with capture(self.model, self.feature_layers) as caught:
                 begun = self._prefill(room, prompt, pictures)
             stand = self._stand(room, rows, begun, chooser)
-            self._enter(room, stand, begun, torch.cat(caught, dim=-1)[0])
+            self._enter(room, stand, begun, self._features(caught))
 
             def cycle(seen: int) -> None:
                 self._cycle(room, stand, shape, chooser, seen)
@@ -281,10 +282,19 @@ class Engine:
         finally:
             self.idle.append(room)
 
+    def _features(self, caught: list[Tensor]) -> Tensor:
+        """Streams [1, T, H] of a prompt, wherever their blocks lie -> [T, 3H]."""
+        return torch.cat([stream[0].to(self.device) for stream in caught], dim=-1)
+
+    def _graphs(self) -> Graphs:
+        found = Graphs(self.device)
+        found.records = self.records
+        return found
+
     def _new_room(self, size: int) -> Room:
         """Raises ValueError where a GPU has less memory left than that takes."""
         like, groups, width = self._draft_cache()
-        self._fits(size, 2 * size * groups * width * like.element_size())
+        self._fits(size, self._draft_bytes(size))
         return Room(
             size,
             torch.arange(size, device=self.device),
@@ -293,7 +303,7 @@ class Engine:
             Store(self.shapes, size, self.model.dtype, self.device, last=not self.records),
             like.new_zeros(1, size, groups, width),
             like.new_zeros(1, size, groups, width),
-            Graphs(self.device),
+            self._graphs(),
             Mail(self.device),
             {},
         )
@@ -305,9 +315,14 @@ class Engine:
         c = self.draft.config
         return self.draft.fc.weight, c.num_key_value_heads, c.head_dim
 
+    def _draft_bytes(self, tokens: int) -> int:
+        """Of the draft's keys and values of so many."""
+        like, groups, width = self._draft_cache()
+        return 2 * tokens * groups * width * like.element_size()
+
     def _fits(self, size: int, drafts: int) -> None:
         """drafts: the bytes of the draft's keys and values."""
-        need = sum(g * e for both in self.shapes for g, e in both) * size * self.model.dtype.itemsize + drafts
+        need = sum(g * e for both in self.shapes for g, e, _ in both) * size * self.model.dtype.itemsize + drafts
         if (free := unused(self.device)) < need:
             raise ValueError(
                 f"keys and values of {size} tokens take {need / 2**30:.1f} GiB, {self.device} has {free / 2**30:.1f} GiB left; "
@@ -433,7 +448,7 @@ class Engine:
             mask = torch.cat([prefix, tree], dim=1)
         with capture(self.model, layers) as streams:
             hidden = self._forward(room, ids[None], positions[None], mask[None, None], rows, seen)
-        return hidden, [stream[0] for stream in streams]
+        return hidden, [stream[0].to(self.device) for stream in streams]
 
     def _cut(self, tokens: list[int], room: int) -> list[int]:
         """`tokens` up to the first end token, and at most `room` of them."""

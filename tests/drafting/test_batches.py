@@ -226,7 +226,8 @@ def test_a_pass_is_recorded_once_for_a_tree_and_a_temperature(
 
 def test_slots_write_and_move_rows_as_stores_of_their_own() -> None:
     """Against a store for each."""
-    shapes, draws = [((2, 4), (2, 4)), ((1, 4), (1, 8))], torch.Generator().manual_seed(0)
+    cpu, draws = torch.device("cpu"), torch.Generator().manual_seed(0)
+    shapes = [((2, 4, cpu), (2, 4, cpu)), ((1, 4, cpu), (1, 8, cpu))]
     slots, apart = (
         Slots(shapes, 3, 10, torch.float32, torch.device("cpu")),
         [Store(shapes, 10, torch.float32, torch.device("cpu")) for _ in range(3)],
@@ -236,8 +237,8 @@ def test_slots_write_and_move_rows_as_stores_of_their_own() -> None:
         places = torch.stack([torch.randperm(seen, generator=draws)[:4] for _ in range(3)])  # [B, M]
         cache = slots.cache((starts + places).flatten(), seen)
         alone = [store.cache(row, seen) for store, row in zip(apart, places, strict=True)]
-        for number, (keys, values) in enumerate(shapes):
-            new = [torch.randn(3, g, 4, e, generator=draws) for g, e in (keys, values)]
+        for number, both in enumerate(shapes):
+            new = [torch.randn(3, g, 4, e, generator=draws) for g, e, _ in both]
             found = cache.layers[number].update(*new)
             for slot in range(3):
                 expected = alone[slot].layers[number].update(*(x[slot : slot + 1] for x in new))
