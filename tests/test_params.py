@@ -501,10 +501,10 @@ def test_gpus_are_shared_out_among_whole_copies_of_the_target() -> None:
     edited(*two, ("device: cpu ", "device: cuda "))
     assert params.load().benchmark.processes == 3
     edited(*two)
-    assert problems() == [
-        "benchmark.num_gpus_per_model is 2 with target.device cpu, expected 1: only GPUs hold a part of a target each; set "
-        "target.device to cuda"
-    ]
+    (line,) = problems()
+    assert line.startswith(
+        "benchmark.num_gpus_per_model is 2 with target.device cpu, expected 1: only GPUs hold a part"
+    )
     edited(("num_gpus_total: 1 ", "num_gpus_total: 6 "), ("num_gpus_per_model: 1 ", "num_gpus_per_model: 4 "))
     (line,) = problems()
     assert line.startswith("benchmark: num_gpus_total is 6, expected a multiple of num_gpus_per_model, 4: so many GPUs")
