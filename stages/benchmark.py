@@ -61,6 +61,7 @@ class Work:
 def main(workload: str, name: str, tree_name: str) -> None:
     p = params.load()
     b = p.benchmark
+    _check_gpus(p)
     try:
         shared_out = ranks.spread("benchmark", [workload, name, tree_name], b.processes)
     except ValueError:
@@ -71,6 +72,16 @@ def main(workload: str, name: str, tree_name: str) -> None:
     if not shared_out:
         with ranks.joined(p.target.device) as group:
             _main(p, workload, name, tree_name, group)
+
+
+def _check_gpus(p: params.Params) -> None:
+    """Raises ValueError where this stage sees fewer GPUs than it is to use."""
+    needed = p.benchmark.num_gpus_total
+    if needed > 1 and p.target.device.startswith("cuda") and (found := torch.cuda.device_count()) < needed:
+        raise ValueError(
+            f"benchmark.num_gpus_total is {needed}, this stage sees {found} GPUs; lower it, or raise "
+            "schedule.stages.benchmark.gpus (CUDA_VISIBLE_DEVICES, where you set it)"
+        )
 
 
 def _main(p: params.Params, workload: str, name: str, tree_name: str, group: ranks.Ranks) -> None:

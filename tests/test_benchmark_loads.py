@@ -1,16 +1,21 @@
 """The torch engine's cells of loads: what was asked and answered as one by one, clocks in order, ranks as one process."""
 
 import json
+import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import polars as pl
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from stages import benchmark, prepare_prompts
+from stages import benchmark, params, prepare_prompts
+from stages.drafting import acceptance
 from stages.formats import asked, cell, served
+from stages.serving import counts, latency
 from tests.conftest import ROOT, edit_params
 from tests.talking import WORKLOADS
 
@@ -108,10 +113,33 @@ def test_drawn_answers_are_those_of_one_at_a_time(project: Path) -> None:
     assert len({r["answer"] for r in point["requests"]}) > 5
 
 
+def test_accepted_drafts_are_pooled_over_prompts_turns_and_repeats() -> None:
+    """Added up by hand; its interval is that of docs/metrics.md, over prompts."""
+    draws, every = random.Random(6), []
+    for repeat in range(2):
+        for name in "abcde":
+            for turn in range(2):
+                histogram = [draws.randrange(9) for _ in range(4)]
+                told = counts.Counts(sum(histogram), sum(i * n for i, n in enumerate(histogram)), 0, True, histogram)
+                record = latency.Record(f"{name}#{turn}", 0, 0, 1, [(1, 1)], True, 3, 5, "stop", None, counts=told)
+                every.append((repeat, turn, name, record))
+    repeats = [[[x[3] for x in every if x[:2] == (repeat, turn)] for turn in range(2)] for repeat in range(2)]
+    found = benchmark._acceptance(SimpleNamespace(tree=params.Tree.parse("t3_2_6")), repeats)
+    accepted, cycles = (
+        np.array([sum(getattr(x[3].counts, key) for x in every if x[2] == name) for name in "abcde"])
+        for key in ("accepted", "cycles")
+    )
+    assert found["tau"] == pytest.approx(1 + accepted.sum() / cycles.sum())
+    assert [found["tau_low"], found["tau_high"]] == [float(end) for end in acceptance.interval(accepted, cycles)]
+    assert found["histogram"] == [sum(x[3].counts.histogram[i] for x in every) for i in range(4)]
+    assert found["accept_rate"] == pytest.approx(accepted.sum() / cycles.sum() / 3)
+    assert found["node_accept_rate"] == pytest.approx(accepted.sum() / (5 * cycles.sum()))
+
+
 def test_random_prompts_go_on_to_their_lengths(project: Path) -> None:
     """The seed's scenarios: end tokens ignored, lengths drawn for each prompt."""
-    random = {"prompts": "random", "input_tokens": 9, "length_range": 0.2, "ignore_eos": True, "num_prompts": 6}
-    found = measured(project, "eval", concurrency=4, **random)
+    changes = {"prompts": "random", "input_tokens": 9, "length_range": 0.2, "ignore_eos": True, "num_prompts": 6}
+    found = measured(project, "eval", concurrency=4, **changes)
     rows, _ = asked.read("eval")
     lengths = [asked.tokens(share, 12) for share in rows["length_share"]]
     assert len(set(lengths)) > 2
@@ -151,7 +179,7 @@ def timeless(found: Any) -> Any:
     if not isinstance(found, dict):
         return found
     timed = ("_s", "_tok_s", "seconds", "throughput", "mean_at_once")
-    left_out = {"speedup", "speedup_low", "speedup_high", "repeats"}
+    left_out = {"speedup", "speedup_low", "speedup_high", "repeats", "memory"}  # the last is of one process
     return {k: timeless(v) for k, v in found.items() if not k.endswith(timed) and k not in left_out}
 
 
@@ -177,3 +205,11 @@ def test_a_process_that_fails_ends_the_others_and_says_what_to_do(
     with pytest.raises(ValueError, match=r"one of 2 processes ended early; .* set benchmark\.num_gpus_total to"):
         benchmark.main("eval", *NAMES)
     assert not cell.path("eval", *NAMES).exists()
+
+
+def test_fewer_gpus_than_asked_for_are_told(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(project, "eval", {"num_gpus_total": 4})
+    edit_params(project, {"target": {"device": "cuda"}})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match=r"num_gpus_total is 4, this stage sees 1 GPUs; lower it, or raise schedule"):
+        benchmark.main("eval", *NAMES)
