@@ -116,17 +116,16 @@ def _main(p: params.Params, workload: str, name: str, tree_name: str, group: ran
         "seconds": round(time.perf_counter() - started, 2),
         "seed": w.seed,
     }
-    place = cell.write(whole) if w.alone else served.write(whole)
-    print(f"{tree_name} at {name}: {said} -> {place}")
+    file = cell.write(whole) if w.alone else served.write(whole)
+    print(f"{tree_name} at {name}: {said} -> {file}")
 
 
 def _memory(work: Work) -> Memory:
-    """What the longest of its loads will take, or the longest prompt alone."""
+    """What the longest of its loads will take, or the longest prompt alone. Raises ValueError for what can't be decoded."""
     w, world = work.w, work.group.world
-    longest = int(work.prompts["prompt_ids"].list.len().max())
     every = len(work.prompts)
     slots = [-(-min(cap or every, every) // world) for _, cap in w.points()]  # of a process
-    tokens = longest + max(length for length, _ in w.points())
+    tokens = _longest(work) + max(length for length, _ in w.points())
     return work.engine.memory(tokens, max(slots), _tree(work, "speculative"), w.temperature > 0)
 
 
@@ -137,8 +136,7 @@ def _hardware(p: params.Params) -> dict[str, Any]:
 
 def _prompt_by_prompt(work: Work) -> tuple[dict[str, Any], str]:
     """The part of a cell that is measured, and the same in words."""
-    longest = int(work.prompts["prompt_ids"].list.len().max())
-    work.engine.expect(longest + _most(work))
+    work.engine.expect(_longest(work) + _most(work))
     for question in work.warm.iter_rows(named=True):  # not counted: first calls allocate and pick kernels
         for kind in KINDS:
             drawn = _sampling(work, question["id"], 0, 0)
@@ -250,13 +248,12 @@ def _text(work: Work, ids: list[int]) -> str:
 
 def _engine(p: params.Params, w: Workload, name: str, group: ranks.Ranks) -> Batches:
     made, b = manifest.read(), p.benchmark
-    cards = [group.device]
-    if b.num_gpus_per_model > 1:  # every process's first card is `group.device`
-        first = torch.device(group.device).index or 0
-        cards = [f"cuda:{first + n * b.processes}" for n in range(b.num_gpus_per_model)]
-    lies = group.device if len(cards) == 1 and b.max_gpu_memory is None else "cpu"
+    first = torch.device(group.device).index or 0
+    cards = [f"cuda:{first + n * b.processes}" for n in range(b.num_gpus_per_model)]  # the first is the process's own
+    whole = group.device == "cpu" or (len(cards) == 1 and b.max_gpu_memory is None)
+    lies = group.device if whole else "cpu"
     model = target.load(str(manifest.weights(made)), None, p.target.dtype, lies, p.target.trust_remote_code)
-    if lies != group.device:
+    if not whole:
         place(model, cards, b.max_gpu_memory)
     config, tensors = checkpoint.read_draft(checkpoint.folder(name), p.made_by(name))
     draft = Draft.of(config, tensors).to(group.device, model.dtype).requires_grad_(False)
@@ -339,6 +336,11 @@ def _in_loads(work: Work) -> tuple[dict[str, Any], str]:
         "baseline_points": points["plain"],
     }
     return found, "; ".join(said)
+
+
+def _longest(work: Work) -> int:
+    """Tokens of the longest prompt of a first turn."""
+    return max(int(rows["prompt_ids"].list.len().max() or 0) for rows in (work.prompts, work.warm))
 
 
 def _gib(memory: Memory) -> dict[str, float]:

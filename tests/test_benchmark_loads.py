@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stages import benchmark, params, prepare_prompts
 from stages.drafting import acceptance
+from stages.drafting.batches import Batches
 from stages.formats import asked, cell, served
 from stages.serving import counts, latency
 from tests.conftest import ROOT, edit_params
@@ -187,14 +188,19 @@ def test_a_prompt_that_does_not_fit_is_told_before_anything_is_decoded(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The longest of them, one at a time or together: not after an hour of the others."""
-    monkeypatch.setattr(benchmark, "_decoding", lambda *_: pytest.fail("decoded"))
+    monkeypatch.setattr(Batches, "_prefill", lambda *_: pytest.fail("decoded"))
     for concurrency in (1, 2):
-        use(project, "eval", concurrency=concurrency, warmup=0)
+        use(project, "eval", concurrency=concurrency)
         rows = pl.read_parquet(asked.path("eval"))
         long = pl.Series("prompt_ids", [*rows["prompt_ids"].to_list()[:-1], [5] * 5000], pl.List(pl.Int32))
         asked.write("eval", rows.with_columns(long))
         with pytest.raises(ValueError, match=r"may take 5012 tokens, the target holds \d+ \(max_position_embeddings\)"):
             benchmark.main("eval", *NAMES)
+        use(project, "eval", concurrency=concurrency)
+        with pytest.raises(
+            ValueError, match=r"t2_9999_5: topk is 9999, expected at most \d+, the tokens of the draft's"
+        ):
+            benchmark.main("eval", NAMES[0], "t2_9999_5")
 
 
 def test_a_process_that_fails_ends_the_others_and_says_what_to_do(

@@ -115,9 +115,15 @@ class Batches(Engine):
             stand, chooser = self._begin(asks, crowd, tree)
             if self.records:
                 self._pass(crowd, stand, chooser, tree, [None] * slots)
+        elif self.records:
+            list(self._one_by_one([asks[0]._replace(max_new_tokens=2)], tree))
 
     def memory(self, tokens: int, slots: int, tree: Tree | None, drawn: bool = False) -> Memory:
-        """What `slots` prompts at once take, each with its answer of at most so many tokens; `drawn` above temperature 0."""
+        """What `slots` prompts at once take, each with its answer of at most so many tokens; `drawn` above temperature 0.
+
+        Raises ValueError for what can't be decoded, whatever the memory: so many tokens, or that tree.
+        """
+        self._check_one(tokens, tree)
         held = slots * self._rows(tokens, tree)
         of_draft = self._draft_bytes(held)
         cache = held * sum(g * e for both in self.shapes for g, e, _ in both) * self.model.dtype.itemsize + of_draft
@@ -126,16 +132,18 @@ class Batches(Engine):
 
     def _check(self, asks: Sequence[Ask], slots: int, tree: Tree | None) -> int:
         """How many slots will be used. Raises ValueError for what can't be decoded."""
-        for ask in asks:
-            self.check(len(ask.prompt) + ask.max_new_tokens)
+        self._check_one(max(len(ask.prompt) + ask.max_new_tokens for ask in asks), tree)
         if len({ask.sampling and ask.sampling[:3] for ask in asks}) > 1:
             raise ValueError(
                 "prompts that are decoded together share temperature, top-p and top-k; decode others apart"
             )
+        return min(slots, len(asks))
+
+    def _check_one(self, tokens: int, tree: Tree | None) -> None:
+        self.check(tokens)
         if tree is not None:
             assert self.draft is not None
             trees.check(*tree, self.draft.config.draft_vocab_size)
-        return min(slots, len(asks))
 
     def _one_by_one(self, asks: Sequence[Ask], tree: Tree | None) -> Iterator[list[Told]]:
         for number, (prompt, most, pictures, how) in enumerate(asks):
@@ -283,7 +291,7 @@ class Batches(Engine):
         hidden, streams = self._see(crowd, stand, ids, stand.length + tree.depths, tree.sees, seen, layers)
         choices = self._choose_all(crowd, chooser, hidden, stand.said + tree.depths)  # [B, M]
         path, count = trees.accept(tree, choices, steps)  # [B, R], [B]
-        count = count[:, None].where(awake, 1)
+        count = 1 + (count[:, None] - 1) * awake
 
         rows = stand.length + crowd.places[: steps + 1]  # [B, R]
         crowd.store.move((starts + stand.length + path).flatten(), (starts + rows).flatten())
