@@ -5,12 +5,16 @@ the two must say the same: the share of identical answers is a metric of every g
 drawn from the same seed, so that one is not timed on a longer answer than the other (drafting/sampling.py). A later turn
 of a question comes after plain decoding's own earlier answers, for both: so both decode the same prompt, even where a
 near-tie parted them.
+
+A workload that keeps several prompts under way, or is a sweep, is measured in loads, as a server is: all of it plainly and
+all of it speculatively, in turns (formats/served.py has the cell). With several GPUs each process has a share of the prompts,
+and of those under way; the first one writes what all of them measured.
 """
 
 import hashlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -19,14 +23,18 @@ import polars as pl
 import torch
 
 from stages import params
-from stages.drafting import acceptance, prompt, target
-from stages.drafting.decode import Engine, Step
+from stages.drafting import acceptance, prompt, ranks, target
+from stages.drafting.batches import Ask, Batches
+from stages.drafting.cards import left, place
+from stages.drafting.decode import Step
 from stages.drafting.draft import Draft
+from stages.drafting.memory import GIB, Memory
 from stages.drafting.pixels import Eyes, Pixels
 from stages.drafting.sampling import Sampling
-from stages.formats import asked, cell, checkpoint, manifest
+from stages.drafting.shares import gathered
+from stages.formats import asked, cell, checkpoint, manifest, served
 from stages.params import Tree, Workload
-from stages.serving import grades
+from stages.serving import counts, grades, latency, requests
 
 KINDS = ("plain", "speculative")
 SAMPLES, QUANTILES = 2000, (0.025, 0.975)  # as of tau's interval
@@ -42,62 +50,126 @@ class Work:
     p: params.Params
     w: Workload
     tree: Tree
-    engine: Engine
+    group: ranks.Ranks
+    engine: Batches
     shown: dict[str, Pixels | None]  # the pictures of each prompt, by its id
     tokenizer: Any  # None where no text is needed
+    prompts: pl.DataFrame  # as asked.ASKED
+    warm: pl.DataFrame
 
 
 def main(workload: str, name: str, tree_name: str) -> None:
     p = params.load()
+    b = p.benchmark
+    _check_gpus(p)
+    try:
+        shared_out = ranks.spread("benchmark", [workload, name, tree_name], b.processes)
+    except ValueError:
+        raise ValueError(
+            f"one of {b.processes} processes ended early; what it said is above. Correct that and run again, or set "
+            "benchmark.num_gpus_total to num_gpus_per_model for one process"
+        ) from None
+    if not shared_out:
+        with ranks.joined(p.target.device) as group:
+            _main(p, workload, name, tree_name, group)
+
+
+def _check_gpus(p: params.Params) -> None:
+    """Raises ValueError where this stage sees fewer GPUs than it is to use."""
+    needed = p.benchmark.num_gpus_total
+    if needed > 1 and p.target.device.startswith("cuda") and (found := torch.cuda.device_count()) < needed:
+        raise ValueError(
+            f"benchmark.num_gpus_total is {needed}, this stage sees {found} GPUs; lower it, or raise "
+            "schedule.stages.benchmark.gpus (CUDA_VISIBLE_DEVICES, where you set it)"
+        )
+
+
+def _main(p: params.Params, workload: str, name: str, tree_name: str, group: ranks.Ranks) -> None:
     torch.set_num_threads(p.target.num_threads)
     started = time.perf_counter()
     tree, w = Tree.parse(tree_name), params.named(p.benchmark.workloads, workload, "benchmark.workloads")
     prompts, warm = asked.read(workload)
     if w.grade:
         asked.check_graded(workload, prompts)
-    engine, shown = _engine(p, name), _shown(p, pl.concat([prompts, warm]))
-    work = Work(p, w, tree, engine, shown, _tokenizer(p, w, prompts))
+    engine, shown = _engine(p, w, name, group), _shown(p, pl.concat([prompts, warm]))
+    work = Work(p, w, tree, group, engine, shown, _tokenizer(p, w, prompts), prompts, warm)
+    memory = _memory(work)
+    if group.first:
+        print(f"memory of a process: {memory}", flush=True)
+    memory.check(left(engine.model, p.benchmark.max_gpu_memory), engine.device)
+    found, said = _prompt_by_prompt(work) if w.alone else _in_loads(work)
+    if not group.first:
+        return
+    whole = {
+        "workload": workload,
+        "checkpoint": name,
+        "tree": tree_name,
+        **tree.model_dump(),
+        "engine": served.TORCH,
+        "definitions": cell.DEFINITIONS,
+        "temperature": w.temperature,
+        "top_p": w.top_p,
+        "top_k": w.top_k,
+        **found,
+        "hardware": _hardware(p),
+        "versions": cell.versions("torch", "transformers"),
+        "seconds": round(time.perf_counter() - started, 2),
+        "seed": w.seed,
+    }
+    file = cell.write(whole) if w.alone else served.write(whole)
+    print(f"{tree_name} at {name}: {said} -> {file}")
 
-    for question in warm.iter_rows(named=True):  # not counted: first calls allocate and pick kernels
+
+def _memory(work: Work) -> Memory:
+    """What the longest of its loads will take, or the longest prompt alone. Raises ValueError for what can't be decoded."""
+    w, world = work.w, work.group.world
+    every = len(work.prompts)
+    slots = [-(-min(cap or every, every) // world) for _, cap in w.points()]  # of a process
+    tokens = _longest(work) + max(length for length, _ in w.points())
+    return work.engine.memory(tokens, max(slots), _tree(work, "speculative"), w.temperature > 0)
+
+
+def _hardware(p: params.Params) -> dict[str, Any]:
+    total = p.benchmark.num_gpus_total
+    return cell.hardware(p.target.device, p.target.num_threads) | ({"num_gpus_total": total} if total > 1 else {})
+
+
+def _prompt_by_prompt(work: Work) -> tuple[dict[str, Any], str]:
+    """The part of a cell that is measured, and the same in words."""
+    work.engine.expect(_longest(work) + _most(work))
+    for question in work.warm.iter_rows(named=True):  # not counted: first calls allocate and pick kernels
         for kind in KINDS:
-            list(_decoding(work, kind, question["prompt_ids"], question["id"], _sampling(work, question["id"], 0, 0)))
-    rows, histogram = [], np.zeros(tree.num_steps + 1, dtype=np.int64)
-    spoken: list[Said] = []  # of each row, to be graded once no clock runs
-    for repeat in range(w.repeats):
-        for number, question in enumerate(prompts.iter_rows(named=True)):
-            for row, cycles, said in _turns(work, question, repeat, number):
-                histogram += np.bincount([s.accepted for s in cycles], minlength=tree.num_steps + 1)
-                rows.append(row)
-                spoken.append(said)
-    metrics = _metrics(rows, tree)
-    place = cell.write(
-        {
-            "workload": workload,
-            "checkpoint": name,
-            "tree": tree_name,
-            **tree.model_dump(),
-            "engine": "torch",
-            "definitions": cell.DEFINITIONS,
-            "temperature": w.temperature,
-            "top_p": w.top_p,
-            "top_k": w.top_k,
-            "metrics": metrics,
-            "repeats": _repeats(rows),
-            "quality": _grade(work, rows, spoken, dict(prompts.select("id", "reference").iter_rows())),
-            "histogram": histogram.tolist(),
-            "prompts": rows,
-            "hardware": cell.hardware(p.target.device, p.target.num_threads),
-            "versions": cell.versions("torch", "transformers"),
-            "seconds": round(time.perf_counter() - started, 2),
-            "seed": w.seed,
-        }
-    )
+            drawn = _sampling(work, question["id"], 0, 0)
+            list(_decoding(work, kind, question["prompt_ids"], question["id"], drawn))
+    mine = [
+        (repeat, number, row, [s.accepted for s in cycles], said)
+        for repeat in range(work.w.repeats)
+        for number, question in enumerate(work.prompts.iter_rows(named=True))
+        if number % work.group.world == work.group.rank
+        for row, cycles, said in _turns(work, question, repeat, number)
+    ]
+    every = sorted(gathered(work.group, mine), key=lambda one: one[:2])  # turns of a prompt stay in order
+    rows: list[Row] = [row for _, _, row, _, _ in every]
+    histogram = np.zeros(work.tree.num_steps + 1, dtype=np.int64)
+    for _, _, _, accepted, _ in every:
+        histogram += np.bincount(accepted, minlength=work.tree.num_steps + 1)
+    spoken = [said for *_, said in every]  # to be graded now that no clock runs
+    metrics = _metrics(rows, work.tree)
     same = metrics["identical_share"]
     alike = "" if same is None else f"identical {same:.0%} of "
-    print(
-        f"{tree_name} at {name}: tau {metrics['tau']:.3f}, speedup {metrics['speedup']:.2f}, "
-        f"{alike}{len(rows)} answers -> {place}"
-    )
+    found = {
+        "metrics": metrics,
+        "repeats": _repeats(rows),
+        "quality": _grade(work, rows, spoken, dict(work.prompts.select("id", "reference").iter_rows())),
+        "histogram": histogram.tolist(),
+        "prompts": rows,
+    }
+    return found, f"tau {metrics['tau']:.3f}, speedup {metrics['speedup']:.2f}, {alike}{len(rows)} answers"
+
+
+def _most(work: Work) -> int:
+    assert isinstance(work.w.max_new_tokens, int), "params.Workload.alone sees to it"
+    return work.w.max_new_tokens
 
 
 def _turns(work: Work, question: Row, repeat: int, number: int) -> Iterator[tuple[Row, list[Step], Said]]:
@@ -155,8 +227,7 @@ def _sampling(work: Work, name: str, repeat: int, turn: int) -> Sampling | None:
 
 
 def _decoding(work: Work, kind: str, ids: list[int], name: str, drawn: Sampling | None) -> Iterator[Step]:
-    most, pictures, tree = work.w.max_new_tokens, work.shown[name], work.tree
-    assert isinstance(most, int), "params.Benchmark sees to it"
+    most, pictures, tree = _most(work), work.shown[name], work.tree
     if kind == "plain":
         return work.engine.plain(ids, most, pictures, drawn)
     return work.engine.speculative(ids, most, tree.num_steps, tree.topk, tree.num_draft_tokens, pictures, drawn)
@@ -175,12 +246,19 @@ def _text(work: Work, ids: list[int]) -> str:
     return work.tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def _engine(p: params.Params, name: str) -> Engine:
-    made = manifest.read()
-    model = target.load(str(manifest.weights(made)), None, p.target.dtype, p.target.device, p.target.trust_remote_code)
+def _engine(p: params.Params, w: Workload, name: str, group: ranks.Ranks) -> Batches:
+    made, b = manifest.read(), p.benchmark
+    first = torch.device(group.device).index or 0
+    cards = [f"cuda:{first + n * b.processes}" for n in range(b.num_gpus_per_model)]  # the first is the process's own
+    whole = group.device == "cpu" or (len(cards) == 1 and b.max_gpu_memory is None)
+    lies = group.device if whole else "cpu"
+    model = target.load(str(manifest.weights(made)), None, p.target.dtype, lies, p.target.trust_remote_code)
+    if not whole:
+        place(model, cards, b.max_gpu_memory)
     config, tensors = checkpoint.read_draft(checkpoint.folder(name), p.made_by(name))
-    draft = Draft.of(config, tensors).to(p.target.device, model.dtype).requires_grad_(False)
-    return Engine(model, made.eos_token_ids, made.feature_layers, draft, p.benchmark.semantics)
+    draft = Draft.of(config, tensors).to(group.device, model.dtype).requires_grad_(False)
+    eos = [] if w.ignore_eos else made.eos_token_ids
+    return Batches(model, eos, made.feature_layers, draft, p.benchmark.semantics)
 
 
 def _shown(p: params.Params, prompts: pl.DataFrame) -> dict[str, Pixels | None]:
@@ -193,7 +271,7 @@ def _shown(p: params.Params, prompts: pl.DataFrame) -> dict[str, Pixels | None]:
 
 
 def _margin(
-    engine: Engine, prompt: list[int], pictures: Pixels | None, said: list[int], plain_said: list[int]
+    engine: Batches, prompt: list[int], pictures: Pixels | None, said: list[int], plain_said: list[int]
 ) -> float | None:
     """How sure the target was where two answers part: a near-tie is rounding, a wide gap would be a defect."""
     if said == plain_said:
@@ -219,6 +297,190 @@ def _now(device: str) -> float:
     if device.startswith("cuda"):
         torch.cuda.synchronize()
     return time.perf_counter()
+
+
+# Loads
+
+
+@dataclass(frozen=True)
+class Request:
+    """A turn of a question."""
+
+    question: Row  # as asked.ASKED
+    turn: int
+    messages: list[dict[str, str]] | None  # None of random prompts
+    ids: list[int]
+
+
+def _in_loads(work: Work) -> tuple[dict[str, Any], str]:
+    """As `_prompt_by_prompt`, with a point for each answer length and concurrency."""
+    _warm_up(work)
+    points: dict[str, list[Row]] = {kind: [] for kind in KINDS}
+    for point in work.w.points():
+        repeats = [_both(work, *point, repeat) for repeat in range(work.w.repeats)]
+        for kind in KINDS:
+            points[kind].append(_point(work, kind, *point, [both[kind] for both in repeats]))
+    made = manifest.read()
+    said: list[str] = []
+    for ours, plain in zip(points["speculative"], points["plain"], strict=True):
+        speeds = [float(np.mean([one["output_throughput"] for one in p["loads"]])) for p in (ours, plain)]
+        load = f"{ours['max_new_tokens']} tokens, {ours['concurrency'] or 'all'} at once"
+        said.append(f"{load}: tau {ours['acceptance']['tau']:.3f}, {speeds[0]:.1f} tokens/s, plain {speeds[1]:.1f}")
+    found: Row = {
+        "status": served.RAN,
+        "reason": None,
+        "fingerprint": {"target": [made.model, made.revision, made.config_digest]},  # its baseline is its own
+        "server": {"command": [], "info": {}},
+        "memory": dict.fromkeys(served.MEMORY) | _gib(_memory(work)),
+        "points": points["speculative"],
+        "baseline_points": points["plain"],
+    }
+    return found, "; ".join(said)
+
+
+def _longest(work: Work) -> int:
+    """Tokens of the longest prompt of a first turn."""
+    return max(int(rows["prompt_ids"].list.len().max() or 0) for rows in (work.prompts, work.warm))
+
+
+def _gib(memory: Memory) -> dict[str, float]:
+    """Of one process, under the names of served.MEMORY."""
+    sizes = {"weights": memory.target, "draft": memory.draft, "kv_cache": memory.cache}
+    return {name: round(size / GIB, 3) for name, size in sizes.items()} | {"kv_tokens": memory.tokens}
+
+
+def _warm_up(work: Work) -> None:
+    """Not counted: first calls allocate and pick kernels."""
+    asks = [Ask(row["prompt_ids"], 2, work.shown[row["id"]]) for row in work.warm.iter_rows(named=True)]
+    for kind in KINDS if asks else ():
+        list(work.engine.together(asks, len(asks), _tree(work, kind)))
+
+
+def _tree(work: Work, kind: str) -> tuple[int, int, int] | None:
+    t = work.tree
+    return None if kind == "plain" else (t.num_steps, t.topk, t.num_draft_tokens)
+
+
+def _both(work: Work, length: int, cap: int | None, repeat: int) -> dict[str, list[list[latency.Record]]]:
+    """One repeat of one point, by kind of decoding: a load for each turn. Who goes first changes with both."""
+    found: dict[str, list[list[latency.Record]]] = {kind: [] for kind in KINDS}
+    waiting = [Request(row, 0, row["messages"], row["prompt_ids"]) for row in work.prompts.iter_rows(named=True)]
+    while waiting:
+        for kind in KINDS if (repeat + waiting[0].turn) % 2 == 0 else KINDS[::-1]:
+            found[kind].append(_load(work, kind, waiting, length, cap, repeat))
+        waiting = _next(work, waiting, found["plain"][-1])
+    return found
+
+
+def _next(work: Work, answered: list[Request], records: list[latency.Record]) -> list[Request]:
+    """What is asked after these, of questions that have a later turn."""
+    found: list[Request] = []
+    for request, record in zip(answered, records, strict=True):
+        later = request.question["later"] or []
+        if request.messages is not None and len(later) > request.turn:
+            said = {"role": "assistant", "content": _text(work, record.ids)}
+            messages = [*request.messages, said, {"role": "user", "content": later[request.turn]}]
+            ids = prompt.prompt_ids(work.tokenizer, messages, work.p.sample_target.thinking)
+            found.append(Request(request.question, request.turn + 1, messages, ids))
+    return found
+
+
+def _load(
+    work: Work, kind: str, every: list[Request], length: int, cap: int | None, repeat: int
+) -> list[latency.Record]:
+    """All of them, at most `cap` at once over all processes; each process has some of those slots and their requests."""
+    group, slots = work.group, min(cap or len(every), len(every))
+    numbers = [n for n in range(len(every)) if n % slots % group.world == group.rank]
+    asks = [_ask(work, every[n], length, repeat) for n in numbers]
+    own = len(range(group.rank, slots, group.world))
+    if asks:
+        work.engine.prepare(asks, own, _tree(work, kind))
+    gathered(group, [])  # all begin together
+    begun = _now(group.device)
+    records = [
+        latency.Record(f"{every[n].question['id']}#{every[n].turn}", 0.0, 0.0, 0.0, [], True, len(ask.prompt), 0, None, None)
+        for n, ask in zip(numbers, asks, strict=True)
+    ]  # fmt: skip
+    accepted: list[list[int]] = [[] for _ in asks]  # drafts of each cycle; of the first token, from prefill, 0
+    for told in work.engine.together(asks, own, _tree(work, kind)) if asks else ():
+        now = time.perf_counter() - begun
+        for number, step in told:
+            record = records[number]
+            if step is None:
+                record.sent = now
+            else:
+                record.events.append((now, len(step.tokens)))
+                record.ids += step.tokens
+                accepted[number].append(step.accepted)
+    for record, drafts in zip(records, accepted, strict=True):
+        record.ended, record.output_tokens = record.events[-1][0], len(record.ids)
+        record.finish_reason = "stop" if record.ids[-1] in work.engine.eos else "length"
+        if kind == "speculative":
+            histogram = np.bincount(drafts[1:], minlength=work.tree.num_steps + 1).tolist()
+            record.counts = counts.Counts(len(drafts) - 1, sum(drafts), 0, True, histogram)
+    mine = [[n, asdict(record)] for n, record in zip(numbers, records, strict=True)]
+    return [_record(one) for _, one in sorted(gathered(group, mine), key=lambda pair: pair[0])]
+
+
+def _record(found: Row) -> latency.Record:
+    """From what another process says of it."""
+    kept = found["counts"]
+    events = [(at, tokens) for at, tokens in found["events"]]
+    return latency.Record(**found | {"events": events, "counts": kept and counts.Counts(*kept)})
+
+
+def _ask(work: Work, request: Request, length: int, repeat: int) -> Ask:
+    name = request.question["id"]
+    most = asked.tokens(request.question["length_share"], length)
+    return Ask(request.ids, most, work.shown[name], _sampling(work, name, repeat, request.turn))
+
+
+def _point(work: Work, kind: str, length: int, cap: int | None, repeats: list[list[list[latency.Record]]]) -> Row:
+    """As served.POINT."""
+    every = [(n, turn, r) for n, turns in enumerate(repeats) for turn, load in enumerate(turns) for r in load]
+    references = dict(work.prompts.select("id", "reference").iter_rows())
+    graded = [
+        None if turn or not work.w.grade else grades.grade(references[requests.name(r)], _text(work, r.ids))
+        for _, turn, r in every
+    ]
+    marks = [
+        (references[requests.name(r)], mark) for (_, _, r), mark in zip(every, graded, strict=True) if mark is not None
+    ]
+    few = len(work.prompts)
+    return {
+        "max_new_tokens": length,
+        "concurrency": cap,
+        "request_rate": work.w.request_rate,
+        "loads": [latency.summary(requests.end_to_end(turns)) for turns in repeats],
+        "acceptance": _acceptance(work, repeats) if kind == "speculative" else None,
+        "quality": grades.quality([words for words, _ in marks], [mark for _, mark in marks]) if marks else None,
+        "requests": [requests.row(*one, mark) for one, mark in zip(every, graded, strict=True)],
+        "warnings": [f"{few} prompts, so never {cap} at once"] if cap and cap > few else [],
+    }
+
+
+def _acceptance(work: Work, repeats: list[list[list[latency.Record]]]) -> Row:
+    """As served.ACCEPTANCE, of all requests. Intervals are over prompts: all turns and repeats of one are drawn together."""
+    sums: dict[str, np.ndarray] = {}  # by prompt: accepted, cycles, then the histogram
+    for r in (r for turns in repeats for load in turns for r in load):
+        assert r.counts is not None, "_load counts"
+        own = np.array([r.counts.accepted, r.counts.cycles, *r.counts.histogram])
+        sums[requests.name(r)] = sums.get(requests.name(r), 0) + own
+    accepted, cycles, *histogram = np.array(list(sums.values())).T  # [P] each
+    tau, (low, high) = acceptance.tau(accepted, cycles), acceptance.interval(accepted, cycles)
+    nodes = cycles.sum() * (work.tree.num_draft_tokens - 1)
+    return {
+        "tau": tau,
+        "tau_low": float(low),
+        "tau_high": float(high),
+        "accept_rate": (tau - 1) / work.tree.num_steps,
+        "node_accept_rate": float(accepted.sum() / max(1, nodes)),
+        "cycles": int(cycles.sum()),
+        "accepted": int(accepted.sum()),
+        "histogram": [int(count.sum()) for count in histogram],
+        "clipped": True,
+        "engine": {},
+    }
 
 
 # Grades

@@ -25,7 +25,7 @@ from stages import params
 from stages.drafting import acceptance, pixels, prompt
 from stages.formats import asked, cell, checkpoint, manifest, served
 from stages.params import Tree
-from stages.serving import engines, gpus, grades, latency, load, server, session
+from stages.serving import engines, gpus, grades, latency, load, requests, server, session
 from stages.serving.load import Arrivals, Ask, Load
 
 SECTION = "benchmark_served.server"
@@ -340,7 +340,7 @@ def _first(work: Work, rows: pl.DataFrame, length: int) -> list[Ask]:
 def _next(work: Work, loads: list[Load], length: int) -> list[Ask]:
     """The turn after those asked, of the questions that have one and whose earlier turns were answered."""
     turn, asks = len(loads), []
-    answers = [{_name(r): r for r in found.records if not r.failed} for found in loads]
+    answers = [{requests.name(r): r for r in found.records if not r.failed} for found in loads]
     for row in work.rows.iter_rows(named=True):
         later = row["later"] or []
         if len(later) < turn or not all(row["id"] in of_turn for of_turn in answers):
@@ -454,10 +454,10 @@ def _point(work: Work, side: Side, length: int, cap: int | None, repeats: list[l
         "max_new_tokens": length,
         "concurrency": cap,
         "request_rate": work.w.request_rate,
-        "loads": [latency.summary(_end_to_end(turns)) for turns in repeats],
+        "loads": [latency.summary(requests.end_to_end([found.records for found in turns])) for turns in repeats],
         "acceptance": _acceptance(side, [found for turns in repeats for found in turns]),
         "quality": _quality(work, every, marks),
-        "requests": [_row(*one, mark) for one, mark in zip(every, marks, strict=True)],
+        "requests": [requests.row(*one, mark) for one, mark in zip(every, marks, strict=True)],
         "warnings": _warnings(work, side, cap, length, repeats),
     }
 
@@ -467,51 +467,20 @@ def _marks(work: Work, every: list[tuple[int, int, latency.Record]]) -> list[boo
     if not work.w.grade:
         return [None] * len(every)
     right = dict(work.rows.select("id", "reference").iter_rows())
-    return [None if turn or r.failed else grades.grade(right[_name(r)], _text(work, r)) for _, turn, r in every]
+    return [None if turn or r.failed else grades.grade(right[requests.name(r)], _text(work, r)) for _, turn, r in every]
 
 
 def _quality(
     work: Work, every: list[tuple[int, int, latency.Record]], marks: list[bool | None]
 ) -> dict[str, Any] | None:
     right = dict(work.rows.select("id", "reference").iter_rows())
-    graded = [(right[_name(r)], mark) for (_, _, r), mark in zip(every, marks, strict=True) if mark is not None]
+    graded = [(right[requests.name(r)], mark) for (_, _, r), mark in zip(every, marks, strict=True) if mark is not None]
     return grades.quality([words for words, _ in graded], [mark for _, mark in graded]) if graded else None
-
-
-def _name(r: latency.Record) -> str:
-    """The question's, of an ask `id#turn`."""
-    return r.id.rpartition("#")[0]
 
 
 def _text(work: Work, r: latency.Record) -> str:
     """An answer without the target's special tokens, as a server would send it."""
     return work.tokenizer.decode(r.ids, skip_special_tokens=True) if r.ids else r.text
-
-
-def _row(repeat: int, turn: int, r: latency.Record, correct: bool | None) -> dict[str, Any]:
-    said = json.dumps(r.ids) if r.ids else r.text
-    done = not r.failed
-    return {
-        "repeat": repeat, "id": _name(r), "turn": turn, "prompt_tokens": r.input_tokens,
-        "output_tokens": r.output_tokens, "cycles": r.counts.cycles if r.counts else None,
-        "accepted": r.counts.accepted if r.counts else None, "finish_reason": r.finish_reason, "failed": r.failed,
-        "ttft_s": r.ttft_s if done else None, "tpot_s": r.tpot_s if done else None, "e2e_s": r.e2e_s if done else None,
-        "wait_s": r.sent - r.due, "answer": hashlib.sha256(said.encode()).hexdigest()[:16] if done else None,
-        "correct": correct,
-    }  # fmt: skip
-
-
-def _end_to_end(turns: list[Load]) -> list[latency.Record]:
-    """The records of all turns as if each followed the one before at once: between them the client renders prompts."""
-    every: list[latency.Record] = []
-    for found in turns:
-        if every:
-            late = min(r.due for r in found.records) - max(r.ended for r in every)
-            for r in found.records:
-                r.due, r.sent, r.ended = r.due - late, r.sent - late, r.ended - late
-                r.events = [(at - late, tokens) for at, tokens in r.events]
-        every += found.records
-    return every
 
 
 def _acceptance(side: Side, loads: list[Load]) -> dict[str, Any] | None:

@@ -568,6 +568,12 @@ class Workload(Section):
         """Requests a second."""
         return math.inf if self.request_rate == "inf" else self.request_rate
 
+    @property
+    def alone(self) -> bool:
+        """Whether the torch engine answers it prompt by prompt; else it is measured in loads, as a server is."""
+        one = self.concurrency == 1 and not isinstance(self.max_new_tokens, list)
+        return one and self.prompts != "random" and not self.ignore_eos
+
     def points(self) -> list[tuple[int, int | None]]:
         """(max_new_tokens, concurrency) of each load: one, or a sweep."""
         lengths = self.max_new_tokens if isinstance(self.max_new_tokens, list) else [self.max_new_tokens]
@@ -579,28 +585,32 @@ class Benchmark(Section):
     workloads: Annotated[dict[Name, Workload], Field(min_length=1)]
     torch: Names
     semantics: Literal["sglang", "eagle"]
+    num_gpus_total: Count
+    num_gpus_per_model: Count
+    max_gpu_memory: Positive | None
     checkpoints: SomeNames
     trees: Annotated[Trees, Field(min_length=1)]
 
     @model_validator(mode="after")
     def the_torch_engine_can_do_it(self) -> "Benchmark":
         for name in self.torch:
-            w = named(self.workloads, name, "benchmark.workloads")
-            wants = {
-                "request_rate": (w.request_rate, "inf"), "concurrency": (w.concurrency, 1),
-                "ignore_eos": (w.ignore_eos, False), "prompts": (w.prompts == "random", False),
-            }  # fmt: skip
-            wrong = [
-                f"{key} {found!r} (expected {wanted!r})" for key, (found, wanted) in wants.items() if found != wanted
-            ]
-            if isinstance(w.max_new_tokens, list):
-                wrong.append("max_new_tokens is a list (expected one)")
-            if wrong:
+            rate = named(self.workloads, name, "benchmark.workloads").request_rate
+            if rate != "inf":
                 raise ValueError(
-                    f"torch: workload {name} has {', '.join(wrong)}: the torch engine decodes one prompt at a time; "
+                    f"torch: workload {name} has request_rate {rate} (expected inf): the torch engine waits for no arrivals; "
                     "take it out of benchmark.torch, or serve it (benchmark_served)"
                 )
+        if self.num_gpus_total % self.num_gpus_per_model:
+            raise ValueError(
+                f"num_gpus_total is {self.num_gpus_total}, expected a multiple of num_gpus_per_model, "
+                f"{self.num_gpus_per_model}: so many GPUs hold one copy of the target; correct one of them"
+            )
         return self
+
+    @property
+    def processes(self) -> int:
+        """Copies of the target, each with a share of the prompts."""
+        return self.num_gpus_total // self.num_gpus_per_model
 
 
 class ServedBy(Section):
@@ -786,6 +796,11 @@ class Params(Section):
                     f"benchmark_served.workloads: {name!r} is none, expected some of {', '.join(self.benchmark.workloads)}; "
                     "correct it, or add it to benchmark.workloads"
                 )
+        if self.benchmark.num_gpus_per_model > 1 and not self.target.device.startswith("cuda"):
+            raise ValueError(
+                f"benchmark.num_gpus_per_model is {self.benchmark.num_gpus_per_model} with target.device {self.target.device}, "
+                "expected 1: only GPUs hold a part of a target each; set target.device to cuda"
+            )
         if not self.benchmark.torch and not self.benchmark_served.workloads:
             raise ValueError(
                 "benchmark.torch and benchmark_served.workloads are both [], expected a workload in one of them: there would "

@@ -24,6 +24,7 @@ from typing import Any
 
 from stages import params
 from stages.formats import atomic, audit, beside, cell, cost, joined, method_cell, predicted, published, replays
+from stages.formats.served import TORCH
 from stages.reporting import costs, methods, plots, served
 from stages.reporting import trees as of_trees
 from stages.reporting.text import aligned, figure, tree_structure
@@ -97,7 +98,9 @@ def main(*arguments: str) -> None:
     if arguments:
         raise ValueError(f"report takes --table, --launch or nothing; found {' '.join(arguments)}")
     p = params.load()
-    cells, served_cells = read_cells(p), joined.read(*_served_axes(p))
+    cells = read_cells(p)
+    served_cells = joined.read(*_served_axes(p))
+    served_cells += joined.read_torch(_of_torch(p, alone=False), p.benchmark.checkpoints, p.benchmark.trees)
     replayed = {name: replays.read(name) for name in p.replay_trees.checkpoints}
     rows = [_row(c, replayed.get(c["checkpoint"], [])) for c in cells]
     inside = {name: replays.read_inside(name) for name in p.replay_trees.checkpoints}
@@ -127,7 +130,7 @@ def main(*arguments: str) -> None:
 def read_cells(p: params.Params) -> list[Row]:
     """The cells params.yaml lists. Raises ValueError naming the file and what to run, where one is missing or foreign."""
     cells = []
-    for workload in p.benchmark.torch:
+    for workload in _of_torch(p, alone=True):
         for checkpoint in p.benchmark.checkpoints:
             for tree in p.benchmark.trees:
                 found = cell.read(workload, checkpoint, tree)
@@ -152,16 +155,20 @@ def read_methods(p: params.Params) -> list[Row]:
     return [*trained, *(method_cell.read(row, f"benchmark_methods_baseline@{row}") for row in listed.draftless)]
 
 
+def _of_torch(p: params.Params, alone: bool) -> list[str]:
+    """The torch engine's workloads that are answered prompt by prompt, or those that are measured in loads."""
+    every = p.benchmark.workloads
+    return [name for name in p.benchmark.torch if every[name].alone == alone]
+
+
 def _served_axes(p: params.Params) -> tuple[list[str], list[str], list[str]]:
     return p.benchmark_served.workloads, p.benchmark_served.checkpoints, p.benchmark_served.trees
 
 
 def _asks_what_was_replayed(p: params.Params) -> set[str]:
     """Workloads of the eval split whose answers end where they end: beyond the end is text that no replay has."""
-    every = p.benchmark.workloads
-    return {
-        name for name in p.benchmark_served.workloads if every[name].prompts == "eval" and not every[name].ignore_eos
-    }
+    every, loaded = p.benchmark.workloads, [*p.benchmark_served.workloads, *_of_torch(p, alone=False)]
+    return {name for name in loaded if every[name].prompts == "eval" and not every[name].ignore_eos}
 
 
 def _predicted(
@@ -182,7 +189,8 @@ def _predicted(
 
     every = p.benchmark.workloads
     temperatures = dict.fromkeys(float(every[name].temperature) for name in p.benchmark.torch) or {0.0: None}
-    return costs.predict(timed, lines, cells, replayed, p.alike, list(temperatures), flags)
+    of_servers = [line for line in lines if line.cell["engine"] != TORCH]  # the torch engine's cost is its timing grid
+    return costs.predict(timed, of_servers, cells, replayed, p.alike, list(temperatures), flags)
 
 
 def _read_report(stage: str) -> Row:

@@ -190,21 +190,18 @@ def test_a_number_is_a_number(place: tuple[str, ...], value: Any) -> None:
         "sample_target.eval_rows",
         "init_draft.draft_vocab_size",
         "benchmark.workloads.eval.num_prompts",
+        "benchmark.workloads.eval.concurrency",
     }
     set_value(place, value)
     if value is None and ".".join(place) in may_be_null:
         params.load()
         return
+    if value == [1] and place[:2] == ("benchmark", "workloads") and place[-1] in ("max_new_tokens", "concurrency"):
+        params.load()  # a list is a sweep
+        return
     (line,) = problems()
     if value == [1] and ".".join(place) == "sample_target.temperature":  # a list is a mixture
         assert line == "sample_target.temperature.0: expected a section with temperature, weight, found 1"
-        return
-    of_workload = place[:2] == ("benchmark", "workloads")
-    if value == [1] and of_workload and place[-1] in ("max_new_tokens", "concurrency"):  # a list is a sweep
-        assert line.startswith(f"benchmark: torch: workload eval has {place[-1]} ")
-        return
-    if value is None and of_workload and place[-1] == "concurrency":  # no limit
-        assert line.startswith("benchmark: torch: workload eval has concurrency None (expected 1)")
         return
     assert re.fullmatch(rf"{re.escape('.'.join(place))}: expected .+, found {re.escape(repr(value))}", line)
 
@@ -606,20 +603,36 @@ def test_a_workload_that_can_not_be_asked(changes: dict[str, Any], start: str) -
     assert line.startswith(start), line
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"request_rate": 8.0}, "request_rate 8.0 (expected 'inf')"),
-        ({"concurrency": 2}, "concurrency 2 (expected 1)"),
-        ({"ignore_eos": True}, "ignore_eos True (expected False)"),
-        ({"max_new_tokens": [10, 20]}, "max_new_tokens is a list (expected one)"),
-        ({**RANDOM, "concurrency": 1}, "prompts True (expected False)"),
-    ],
-)
-def test_what_the_torch_engine_can_not_do(changes: dict[str, Any], says: str) -> None:
-    set_value(("benchmark", "workloads", "eval"), workload(**changes))
+def test_the_torch_engine_waits_for_no_arrivals() -> None:
+    set_value(("benchmark", "workloads", "eval"), workload(request_rate=8.0))
     (line,) = problems()
-    assert line.startswith("benchmark: torch: workload eval has ") and says in line
+    assert line.startswith("benchmark: torch: workload eval has request_rate 8.0 (expected inf)")
+
+
+@pytest.mark.parametrize(
+    ("changes", "alone"),
+    [
+        ({}, True), ({"concurrency": 2}, False), ({"concurrency": [1]}, False), ({"concurrency": None}, False),
+        ({"max_new_tokens": [10, 20]}, False), ({"ignore_eos": True}, False), ({**RANDOM, "concurrency": 1}, False),
+    ],
+)  # fmt: skip
+def test_one_prompt_at_a_time_has_cells_of_its_own(changes: dict[str, Any], alone: bool) -> None:
+    set_value(("benchmark", "workloads", "eval"), workload(**changes))
+    assert params.load().benchmark.workloads["eval"].alone == alone
+
+
+def test_gpus_are_shared_out_among_whole_copies_of_the_target() -> None:
+    two = ("num_gpus_total: 1 ", "num_gpus_total: 6 "), ("num_gpus_per_model: 1 ", "num_gpus_per_model: 2 ")
+    edited(*two, ("device: cpu ", "device: cuda "))
+    assert params.load().benchmark.processes == 3
+    edited(*two)
+    (line,) = problems()
+    assert line.startswith(
+        "benchmark.num_gpus_per_model is 2 with target.device cpu, expected 1: only GPUs hold a part"
+    )
+    edited(("num_gpus_total: 1 ", "num_gpus_total: 6 "), ("num_gpus_per_model: 1 ", "num_gpus_per_model: 4 "))
+    (line,) = problems()
+    assert line.startswith("benchmark: num_gpus_total is 6, expected a multiple of num_gpus_per_model, 4: so many GPUs")
 
 
 def test_a_sweep_is_every_pair_of_length_and_concurrency() -> None:

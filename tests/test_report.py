@@ -547,6 +547,55 @@ def test_a_sweep_says_when_not_to_speculate(made_up: params.Params) -> None:
     assert 'class="slower"' in page and "#0101" not in page
 
 
+def test_the_torch_engines_loads_stand_beside_served_ones(
+    made_up: params.Params, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One workload by both engines: a table of each, each beside its own plain decoding, and each its own break-even."""
+    serve({"code": {**EVAL, "concurrency": [8, 64], "repeats": 1}}, torch=["eval", "code"], checkpoints=["e009"])
+    served.write(served_cell("code", points=[point(200, 8, 0.02), point(200, 64, 0.02)]))
+    for tree in ("t5_1_6", "t8_2_16"):
+        tau = replayed(tree)
+        served.write(
+            served_cell("code", "e009", tree, [point(200, 8, 0.01, tau, tree), point(200, 64, 0.015, tau, tree)])
+        )
+    p = params.load()
+    for tree in p.benchmark.trees:
+        tau = replayed(tree)
+        ours = [point(200, 8, 0.01, tau, tree), point(200, 64, 0.03, tau, tree)]
+        plain = [point(200, 8, 0.02), point(200, 64, 0.02)]
+        found = served_cell("code", "e009", tree, ours, engine="torch", baseline_points=plain, fingerprint={})
+        assert served.write(found) == cell.path("code", "e009", tree)
+    report.main()
+    told = capsys.readouterr().out
+    assert "code, checkpoint e009, served by sglang" in told and "code, checkpoint e009, by the torch engine" in told
+    rows = [row for row in joined.read_table() if row["decoding"] == "speculative" and row["workload"] == "code"]
+    speedups = {(row["engine"], row["tree"], row["concurrency"]): row["speedup"] for row in rows}
+    assert len(speedups) == 2 * 2 + 2 * len(p.benchmark.trees)
+    assert speedups["torch", "t8_2_16", 8.0] > 1 > speedups["torch", "t8_2_16", 64.0]
+    assert min(speedups["sglang", "t8_2_16", cap] for cap in (8.0, 64.0)) > 1
+    assert {row["replay_agrees"] for row in rows} == {"yes"}
+    page = words(report.PAGE.read_text())
+    assert "8_2_16 · code, checkpoint e009, torch" in page and "8_2_16 · code, checkpoint e009, sglang" in page
+    assert "Slower than plain decoding at 1 of 2 loads" in page and "Faster than plain decoding at all 2 loads" in page
+    assert {row["workload"] for row in csv.DictReader(report.BENCHMARK.open())} == {"eval"}
+    costs_of = {
+        row["engine"] for row in json.loads(Path("results/launch.json").read_text())["costs"] if row["workload"]
+    }
+    assert "torch" not in costs_of  # loads of the torch engine say nothing of a server's cycles
+
+
+def test_a_torch_cell_of_another_kind_is_named_with_what_to_run(made_up: params.Params) -> None:
+    """One that was written before its workload became a sweep, and the other way round."""
+    edit_params(Path(), {"benchmark": {"workloads": {"eval": {**EVAL, "concurrency": [1, 8]}}}})
+    with pytest.raises(ValueError, match=r"eval-e003-t8_1_9\.json lacks .*dvc repro -f -s benchmark@eval-e003-t8_1_9"):
+        report.main()
+    edit_params(Path(), {"benchmark": {"workloads": {"eval": EVAL}}})
+    found = served_cell("eval", "e003", "t8_1_9", [point(200, 8, 0.01, 2.0, "t8_1_9")], engine="torch")
+    served.write(found)
+    with pytest.raises(ValueError, match=r"eval-e003-t8_1_9\.json lacks .*dvc repro -f -s benchmark@eval-e003-t8_1_9"):
+        report.main()
+
+
 def test_without_torch_cells_the_report_shows_what_was_served(
     made_up: params.Params, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,7 +2,7 @@
 
 Rows are written at places given as a tensor and moved by tensors; what no mask lets see may hold anything finite.
 
-Letters: M tokens of a pass, L layers, G key-value heads, E head width, R rows that may move.
+Letters: M tokens of a pass, L layers, G key-value heads, E head width, R rows that may move, B slots in use.
 """
 
 from collections import Counter
@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-Shape = tuple[int, int]  # G, E
+Shape = tuple[int, int, torch.device]  # G, E, and where the layer lies
 
 
 class _Layer(CacheLayerMixin):
@@ -35,8 +35,9 @@ class _Layer(CacheLayerMixin):
             begin, end = store.seen - count, store.seen
             self.keys[:, :, begin:end], self.values[:, :, begin:end] = key_states, value_states
         else:
-            self.keys.index_copy_(2, store.places, key_states)
-            self.values.index_copy_(2, store.places, value_states)
+            places = store.places.to(self.keys.device)
+            self.keys.index_copy_(2, places, key_states)
+            self.values.index_copy_(2, places, value_states)
         return self.keys.narrow(2, 0, store.seen), self.values.narrow(2, 0, store.seen)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -57,17 +58,21 @@ class Store:
     With `last` a pass writes the last rows that it sees: a slice, which takes a CPU half the time.
     """
 
+    layer: type["_Layer"] = _Layer
+
     def __init__(
-        self, shapes: list[tuple[Shape, Shape]], room: int, dtype: torch.dtype, device: torch.device, last: bool = False
-    ):
+        self, shapes: list[tuple[Shape, Shape]], room: int, dtype: torch.dtype, device: torch.device, last: bool = False,
+        tensors: dict[Shape, Tensor] | None = None,
+    ):  # fmt: skip
+        """tensors: where it lies, if not in tensors of its own."""
         self.room, self.seen, self.last = room, 0, last
         self.places = torch.zeros(0, dtype=torch.int64, device=device)  # [M] where this pass writes
         count = Counter(shape for both in shapes for shape in both)
-        self.tensors = {  # [n, G, room, E]; zeros, since a masked NaN would still be one
-            (g, e): torch.zeros(n, g, room, e, dtype=dtype, device=device) for (g, e), n in count.items()
+        self.tensors = tensors or {  # [n, G, room, E]; zeros, since a masked NaN would still be one
+            (g, e, on): torch.zeros(n, g, room, e, dtype=dtype, device=on) for (g, e, on), n in count.items()
         }
         rest = {shape: iter(tensor.split(1)) for shape, tensor in self.tensors.items()}
-        self.layers = [_Layer(self, next(rest[key]), next(rest[value])) for key, value in shapes]
+        self.layers = [self.layer(self, next(rest[key]), next(rest[value])) for key, value in shapes]
 
     def cache(self, places: Tensor, seen: int) -> Cache:
         """What a pass is given: it writes at places [M], and sees the first `seen` rows."""
@@ -77,16 +82,59 @@ class Store:
     def move(self, source: Tensor, target: Tensor) -> None:
         """Rows at source [R] to target [R], in every layer; the two may overlap."""
         for tensor in self.tensors.values():
-            tensor.index_copy_(2, target, tensor.index_select(2, source))
+            here, there = source.to(tensor.device), target.to(tensor.device)
+            tensor.index_copy_(2, there, tensor.index_select(2, here))
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
+class _Slotted(_Layer):
+    """One layer of slots."""
+
+    store: "Slots"
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_args, **_kwargs) -> tuple[Tensor, Tensor]:
+        """[B, G, M, E] each are written at the store's places -> all that the pass may see, [B, G, seen, E] each."""
+        return self._put(self.keys, key_states), self._put(self.values, value_states)
+
+    def _put(self, kept: Tensor, new: Tensor) -> Tensor:
+        """kept [1, G, slots * each, E]"""
+        store = self.store
+        kept[0].index_copy_(1, store.places.to(kept.device), new.transpose(0, 1).flatten(1, 2))
+        return kept[0].unflatten(1, (store.slots, store.each)).transpose(0, 1)[: len(new), :, : store.seen]
+
+    def get_seq_length(self) -> int:
+        return self.store.seen
+
+    def get_max_length(self) -> int:
+        return self.store.each
+
+    get_max_cache_shape = get_max_length
+
+
+class Slots(Store):
+    """Room for several prompts at once: `slots` of them one behind the other, slot b from row b * each on."""
+
+    layer = _Slotted
+
+    def __init__(
+        self, shapes: list[tuple[Shape, Shape]], slots: int, each: int, dtype: torch.dtype, device: torch.device
+    ):
+        self.shapes, self.slots, self.each, self.dtype = shapes, slots, each, dtype
+        super().__init__(shapes, slots * each, dtype, device)
+
+    def slot(self, number: int, last: bool) -> Store:
+        """One of them, as a store: what is written there is written here."""
+        first = number * self.each
+        tensors = {shape: tensor.narrow(2, first, self.each) for shape, tensor in self.tensors.items()}
+        return Store(self.shapes, self.each, self.dtype, self.places.device, last, tensors)
+
+
 @torch.inference_mode()
 def shapes(model: PreTrainedModel) -> list[tuple[Shape, Shape]]:
-    """Of each layer the shapes of its keys and values: asked of the model itself, by one token.
+    """Of each layer the shapes of its keys and values, and where they lie: asked of the model itself, by one token.
 
     Raises ValueError for a target with a layer that keeps something else (a linear attention's state): drafts that were
     refused could not be taken back from it.
@@ -100,8 +148,8 @@ def shapes(model: PreTrainedModel) -> list[tuple[Shape, Shape]]:
             f"{type(model).__name__} keeps keys and values in {len(layers)} of its {len(decoder.layers)} layers, the torch "
             "engine needs them in all; measure this target by benchmark_served"
         )
-    sizes = [(tuple(layer.keys.shape), tuple(layer.values.shape)) for layer in layers]
-    return [((keys[1], keys[3]), (values[1], values[3])) for keys, values in sizes]
+    kept = [(layer.keys, layer.values) for layer in layers]
+    return [tuple((x.shape[1], x.shape[3], x.device) for x in both) for both in kept]  # type: ignore[misc]
 
 
 def sliding_window(model: PreTrainedModel) -> int | None:

@@ -170,7 +170,11 @@ class Engine:
 
         self.window = sliding_window(model)
         self.shapes, self.idle = shapes(model), list[Room]()
-        self.records = Graphs(self.device).records
+        self.expected = (
+            0  # tokens that a prompt and its answer will take at most, as far as is known: room for all at once
+        )
+        apart = {on for both in self.shapes for _, _, on in both} != {self.device}  # on several cards: cards.py
+        self.records = Graphs(self.device).records and not apart
         self.blocks = self._blocks() if self.records else None
         self.beams = Beams.of(draft, self.embedding) if draft and self.records else None
         self.ahead = int(self.records)  # how many steps are begun before the one before is read
@@ -272,7 +276,7 @@ class Engine:
             with capture(self.model, self.feature_layers) as caught:
                 begun = self._prefill(room, prompt, pictures)
             stand = self._stand(room, rows, begun, chooser)
-            self._enter(room, stand, begun, torch.cat(caught, dim=-1)[0])
+            self._enter(room, stand, begun, self._features(caught))
 
             def cycle(seen: int) -> None:
                 self._cycle(room, stand, shape, chooser, seen)
@@ -338,9 +342,8 @@ class Engine:
                 return
             done, bonus = done + len(committed), tokens[-1]
 
-    @contextmanager
-    def _room(self, tokens: int, spare: int) -> Iterator[Room]:
-        """Room for prompt and answer, and for what is written beyond: an idle one, or a larger one in its place."""
+    def check(self, tokens: int) -> None:
+        """Raises ValueError where prompt and answer take more `tokens` than this target holds or this engine decodes."""
         limit, window = self.model.config.get_text_config().max_position_embeddings, self.window
         if window is not None and tokens > window:
             raise ValueError(
@@ -352,6 +355,17 @@ class Engine:
                 f"prompt and answer may take {tokens} tokens, the target holds {limit} (max_position_embeddings); "
                 "lower benchmark.workloads.*.max_new_tokens or use shorter prompts"
             )
+
+    def expect(self, tokens: int) -> None:
+        """Prompts and answers of at most so many are to come: room is taken for them at once. Raises ValueError as `check`."""
+        self.check(tokens)
+        self.expected = tokens
+
+    @contextmanager
+    def _room(self, tokens: int, spare: int) -> Iterator[Room]:
+        """Room for prompt and answer, and for what is written beyond: an idle one, or a larger one in its place."""
+        self.check(tokens)
+        tokens = max(tokens, self.expected)
         room = self.idle.pop() if self.idle else None
         if room is None or room.size < tokens + spare:
             room = None  # it goes before the new one is taken
@@ -361,13 +375,19 @@ class Engine:
         finally:
             self.idle.append(room)
 
+    def _features(self, caught: list[Tensor]) -> Tensor:
+        """Streams [1, T, H] of a prompt, wherever their blocks lie -> [T, 3H]."""
+        return torch.cat([stream[0].to(self.device) for stream in caught], dim=-1)
+
+    def _graphs(self) -> Graphs:
+        found = Graphs(self.device)
+        found.records = self.records
+        return found
+
     def _new_room(self, size: int) -> Room:
         """Raises ValueError where a GPU has less memory left than that takes."""
-        like, groups, width = self.embedding, 0, 0
-        if self.draft is not None:
-            like, c = self.draft.fc.weight, self.draft.config
-            groups, width = c.num_key_value_heads, c.head_dim
-        self._fits(size, 2 * size * groups * width * like.element_size())
+        like, groups, width = self._draft_cache()
+        self._fits(size, self._draft_bytes(size))
         return Room(
             size,
             torch.arange(size, device=self.device),
@@ -376,15 +396,27 @@ class Engine:
             Store(self.shapes, size, self.model.dtype, self.device, last=not self.records),
             like.new_zeros(1, size, groups, width),
             like.new_zeros(1, size, groups, width),
-            Graphs(self.device),
+            self._graphs(),
             Mail(self.device),
             {},
             {},
         )
 
+    def _draft_cache(self) -> tuple[Tensor, int, int]:
+        """Of the draft's keys: what they are like, G and E."""
+        if self.draft is None:
+            return self.embedding, 0, 0
+        c = self.draft.config
+        return self.draft.fc.weight, c.num_key_value_heads, c.head_dim
+
+    def _draft_bytes(self, tokens: int) -> int:
+        """Of the draft's keys and values of so many."""
+        like, groups, width = self._draft_cache()
+        return 2 * tokens * groups * width * like.element_size()
+
     def _fits(self, size: int, drafts: int) -> None:
         """drafts: the bytes of the draft's keys and values."""
-        need = sum(g * e for both in self.shapes for g, e in both) * size * self.model.dtype.itemsize + drafts
+        need = sum(g * e for both in self.shapes for g, e, _ in both) * size * self.model.dtype.itemsize + drafts
         if (free := unused(self.device)) < need:
             raise ValueError(
                 f"keys and values of {size} tokens take {need / 2**30:.1f} GiB, {self.device} has {free / 2**30:.1f} GiB left; "
@@ -394,18 +426,7 @@ class Engine:
     def _stand(self, room: Room, rows: int, begun: Begun, chooser: Chooser) -> Stand:
         """Behind the prompt, which was all verified, and the answer's first token; the draft has its last row still to read."""
         if rows not in room.stands:
-            whole = {"dtype": torch.int64, "device": self.device}
-            axes = () if self.draft is None or self.draft.axes is None else (3,)
-            room.stands[rows] = Stand(
-                length=torch.zeros(1, **whole),
-                count=torch.zeros(1, **whole),
-                said=torch.zeros(1, **whole),
-                tokens=torch.zeros(rows, **whole),
-                features=torch.zeros(rows, 3 * self.embedding.shape[1], dtype=self.model.dtype, device=self.device),
-                turns=torch.zeros(rows, *axes, **whole),
-                shift=torch.zeros(1, **whole),
-                told=torch.zeros(1 + rows, **whole),
-            )
+            room.stands[rows] = self._empty_stand(rows)
         stand = room.stands[rows]
         stand.length.fill_(begun.embeds.shape[1])
         stand.count.fill_(1)
@@ -413,6 +434,22 @@ class Engine:
         stand.said.fill_(1)
         stand.shift.fill_(begun.shift)
         return stand
+
+    def _empty_stand(self, rows: int, *slots: int) -> Stand:
+        """Of one decoding, or of as many as there are slots, one behind the other."""
+        whole = {"dtype": torch.int64, "device": self.device}
+        axes = () if self.draft is None or self.draft.axes is None else (3,)
+        width = 3 * self.embedding.shape[1]
+        return Stand(
+            length=torch.zeros(*slots, 1, **whole),
+            count=torch.zeros(*slots, 1, **whole),
+            said=torch.zeros(*slots, 1, **whole),
+            tokens=torch.zeros(*slots, rows, **whole),
+            features=torch.zeros(*slots, rows, width, dtype=self.model.dtype, device=self.device),
+            turns=torch.zeros(*slots, rows, *axes, **whole),
+            shift=torch.zeros(*slots, 1, **whole),
+            told=torch.zeros(*slots, 1 + rows, **whole),
+        )
 
     def _enter(self, room: Room, stand: Stand, begun: Begun, features: Tensor) -> None:
         """The draft reads the prompt, features [T, 3H]: all of it but the last row, which waits for the first cycle."""
@@ -514,7 +551,7 @@ class Engine:
             mask = torch.cat([prefix, tree], dim=1)
         with capture(self.model, layers) as streams:
             hidden = self._forward(room, ids[None], positions[None], mask[None, None], rows, seen)
-        return hidden, [stream[0] for stream in streams]
+        return hidden, [stream[0].to(self.device) for stream in streams]
 
     def _cut(self, tokens: list[int], room: int) -> list[int]:
         """`tokens` up to the first end token, and at most `room` of them."""

@@ -58,12 +58,18 @@ def read(workloads: Iterable[str], checkpoints: Iterable[str], trees: Iterable[s
     return [_read(workload, *config) for workload in workloads for config in configs]
 
 
-def _read(workload: str, checkpoint: str | None, tree: str | None) -> Row:
-    found = served.read(workload, checkpoint, tree)
+def read_torch(workloads: Iterable[str], checkpoints: Iterable[str], trees: Iterable[str]) -> list[Row]:
+    """The torch engine's cells of these, each with a baseline of its own. Raises ValueError as `read` does."""
+    return [_read(*names, served.TORCH) for names in itertools.product(workloads, checkpoints, trees)]
+
+
+def _read(workload: str, checkpoint: str | None, tree: str | None, engine: str | None = None) -> Row:
+    config = workload, checkpoint, tree, engine
+    found = served.read(*config)
     inside = [found[k] for k in ("workload", "checkpoint", "tree")]
     if inside != [workload, checkpoint, tree]:
-        again = f"run: dvc repro -f -s {served.stage(workload, checkpoint, tree)}"
-        raise ValueError(f"{served.path(workload, checkpoint, tree)} holds the cell {served.name(*inside)}; {again}")
+        again = f"run: dvc repro -f -s {served.stage(*config)}"
+        raise ValueError(f"{served.path(*config)} holds the cell {served.name(*inside)}; {again}")
     return found
 
 
@@ -76,7 +82,9 @@ def lines(cells: Iterable[Row], replayed: Mapping[str, list[Row]], of_eval: Coll
             baselines[cell["workload"]] = cell
             found += _plain(cell, cell["points"])
         else:
-            found += _speculative(cell, baselines[cell["workload"]], replayed, cell["workload"] in of_eval)
+            # One that was measured in turns with its own has no need of the workload's.
+            baseline = cell if cell["baseline_points"] else baselines[cell["workload"]]
+            found += _speculative(cell, baseline, replayed, cell["workload"] in of_eval)
             found += _plain(cell, cell["baseline_points"])
     return found
 

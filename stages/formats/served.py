@@ -1,4 +1,5 @@
-"""A served benchmark cell on disk: one server configuration under one workload (benchmark_served -> report).
+"""A benchmark cell of loads on disk: one server configuration under one workload (benchmark_served -> report), or the
+torch engine under one that isn't answered prompt by prompt (benchmark -> report).
 
 A workload may be a sweep: then the cell has a point for each pair of answer length and concurrency. A baseline cell is
 the same server without a draft. The report joins the two only where their fingerprints agree.
@@ -10,6 +11,7 @@ from typing import Any
 from stages.formats import atomic, cell
 
 RAN, UNSUPPORTED = "ran", "unsupported"
+TORCH = "torch"  # the engine whose loads are cells of `benchmark`: no server, and plain decoding in turns with each
 KEYS = (
     "workload", "checkpoint", "tree", "num_steps", "topk", "num_draft_tokens",  # null of a baseline, but the workload
     "engine", "status", "reason",  # unsupported: what the engine can't do; then there is no point
@@ -45,8 +47,10 @@ REQUEST = (
 )  # fmt: skip
 
 
-def path(workload: str, checkpoint: str | None, tree: str | None) -> Path:
-    """A baseline has neither checkpoint nor tree."""
+def path(workload: str, checkpoint: str | None, tree: str | None, engine: str | None = None) -> Path:
+    """A baseline has neither checkpoint nor tree. The torch engine's loads lie where its other cells do."""
+    if engine == TORCH:
+        return cell.path(workload, str(checkpoint), str(tree))
     return cell.CELLS / f"served-{name(workload, checkpoint, tree)}.json"
 
 
@@ -59,8 +63,10 @@ def config(checkpoint: str | None, tree: str | None) -> str:
     return f"{checkpoint}-{tree}" if checkpoint else "baseline"
 
 
-def stage(workload: str, checkpoint: str | None, tree: str | None) -> str:
+def stage(workload: str, checkpoint: str | None, tree: str | None, engine: str | None = None) -> str:
     """The DVC stage that makes it."""
+    if engine == TORCH:
+        return f"benchmark@{workload}-{checkpoint}-{tree}"
     return f"benchmark_served{'' if checkpoint else '_baseline'}@{workload}" + (
         f"-{checkpoint}-{tree}" if checkpoint else ""
     )
@@ -74,14 +80,15 @@ def write(found: dict[str, Any]) -> Path:
         assert set(point) == set(POINT), sorted(point)
         assert point["acceptance"] is None or set(point["acceptance"]) == set(ACCEPTANCE), sorted(point["acceptance"])
         assert all(set(row) == set(REQUEST) for row in point["requests"])
-    place = path(found["workload"], found["checkpoint"], found["tree"])
+    place = path(found["workload"], found["checkpoint"], found["tree"], found["engine"])
     atomic.write_json(place, found)
     return place
 
 
-def read(workload: str, checkpoint: str | None, tree: str | None) -> dict[str, Any]:
+def read(workload: str, checkpoint: str | None, tree: str | None, engine: str | None = None) -> dict[str, Any]:
     """Raises ValueError naming the file and what to run, where the cell is missing or not whole."""
-    place, made_by = path(workload, checkpoint, tree), stage(workload, checkpoint, tree)
+    config = workload, checkpoint, tree, engine
+    place, made_by = path(*config), stage(*config)
     found: dict[str, Any] = atomic.read_json(place, made_by=made_by)
     if missing := set(KEYS) - set(found):
         raise ValueError(

@@ -55,10 +55,11 @@ def server(row: Row) -> str:
 
 
 def groups(rows: list[Row]) -> list[Row]:
-    """A table for each workload and checkpoint: load by load its trees and the best plain decoding; last what can't run."""
+    """A table for each workload, engine and checkpoint: load by load its trees and the best plain decoding; last what can't
+    run."""
     found = []
-    for workload in dict.fromkeys(row["workload"] for row in rows):
-        mine = [row for row in rows if row["workload"] == workload]
+    for workload, engine in dict.fromkeys((row["workload"], row["engine"]) for row in rows):
+        mine = [row for row in rows if (row["workload"], row["engine"]) == (workload, engine)]
         plain = best_plain(mine)
         drafted = [row for row in mine if row["decoding"] == SPECULATIVE]
         for checkpoint in dict.fromkeys(row["checkpoint"] for row in drafted) or [None]:
@@ -91,13 +92,14 @@ def table(rows: list[Row]) -> list[str]:
     """The terminal's lines."""
     lines: list[str] = []
     for group in groups(rows):
-        lines.append(f"{title(group)}, served by {group['engine']}")
+        by = "by the torch engine" if group["engine"] == served.TORCH else f"served by {group['engine']}"
+        lines.append(f"{title(group)}, {by}")
         can = [row for row in group["rows"] if row["status"] == served.RAN]
         if 0 < len(can) <= MANY:
             lines += aligned([*zip(*HEAD, strict=True), *map(_texts, can)])
         elif can:
             lines.append(f"{len(can)} lines: results/served.csv")
-        for sweep in sweeps([row for row in rows if row["workload"] == group["workload"]]):
+        for sweep in sweeps([r for r in rows if (r["workload"], r["engine"]) == (group["workload"], group["engine"])]):
             if sweep["checkpoint"] == group["checkpoint"]:
                 lines += [f"{sweep['name']}: {said}" for said in sweep["by_length"] or sweep["by_cap"]]
         lines += [f"! {server(row)}, {load_words(row)}: {said}" for row in can for said in _said_in_terminal(row)]
@@ -157,8 +159,9 @@ def sweeps(rows: list[Row]) -> list[Row]:
     """
     mine = [row for row in rows if row["speedup"] is not None and _rate(row) is None]
     found = []
-    for workload, checkpoint in dict.fromkeys((row["workload"], row["checkpoint"]) for row in mine):
-        cells = [row for row in mine if (row["workload"], row["checkpoint"]) == (workload, checkpoint)]
+    names = ("workload", "engine", "checkpoint")
+    for group in dict.fromkeys(tuple(row[k] for k in names) for row in mine):
+        cells = [row for row in mine if tuple(row[k] for k in names) == group]
         trees = list(dict.fromkeys(row["tree"] for row in cells))
         if len(trees) > 1:
             fastest = {load(row): row for row in sorted(cells, key=lambda row: row["speedup"])}
@@ -176,7 +179,11 @@ def _sweep(name: str, rows: list[Row]) -> Row:
         for tokens in lengths
     ]
     slower = [row for _, row in sorted(by_load.items()) if row["speedup"] < 1]
-    shared = {k: rows[0][k] for k in ("workload", "checkpoint")} | {"name": name, "loads": len(rows), "slower": slower}
+    shared = {k: rows[0][k] for k in ("workload", "checkpoint", "engine")} | {
+        "name": name,
+        "loads": len(rows),
+        "slower": slower,
+    }
     by_length, by_cap = _said(by_load, lengths, caps)
     shared |= {"by_length": by_length, "by_cap": by_cap, "of_trees": False}
     return shared | {"caps": caps, "heat": heat, "plot": _plot(by_load, lengths, caps)}
@@ -275,7 +282,7 @@ def engines(lines: list[Line]) -> list[Row]:
     return [
         _named(line) | line.point["acceptance"] | {"said": _words(line.point["acceptance"]["engine"])}
         for line in lines
-        if line.point and line.point["acceptance"]
+        if line.point and line.point["acceptance"] and line.cell["engine"] != served.TORCH
     ]
 
 
@@ -300,7 +307,7 @@ def servers(cells: list[Row]) -> list[Row]:
             "command": _command(cell["server"]["command"]),
         }
         for cell in cells
-        if cell["status"] == served.RAN
+        if cell["status"] == served.RAN and cell["engine"] != served.TORCH
     ]
 
 

@@ -1,0 +1,221 @@
+"""The torch engine's cells of loads: what was asked and answered as one by one, clocks in order, ranks as one process."""
+
+import json
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from stages import benchmark, params, prepare_prompts
+from stages.drafting import acceptance
+from stages.drafting.batches import Batches
+from stages.formats import asked, cell, served
+from stages.serving import counts, latency
+from tests.conftest import ROOT, edit_params
+from tests.talking import WORKLOADS
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+NAMES = ("e003", "t3_2_6")
+
+
+@pytest.fixture
+def project(talking_project: Path) -> Path:
+    return talking_project
+
+
+def use(project: Path, name: str, benchmark_: dict[str, Any] | None = None, **changes: Any) -> None:
+    workloads = {**WORKLOADS, name: {**WORKLOADS[name], **changes}}
+    edit_params(project, {"benchmark": {"workloads": workloads, **(benchmark_ or {})}})
+    prepare_prompts.main(name)
+
+
+def measured(project: Path, name: str, **changes: Any) -> dict[str, Any]:
+    use(project, name, **changes)
+    benchmark.main(name, *NAMES)
+    return served.read(name, *NAMES, served.TORCH)
+
+
+def alone(project: Path, name: str, **changes: Any) -> list[dict[str, Any]]:
+    """The rows of the same workload, one prompt at a time."""
+    use(project, name, **changes)
+    benchmark.main(name, *NAMES)
+    return cell.read(name, *NAMES)["prompts"]
+
+
+def counted(point: dict[str, Any], *keys: str) -> list[tuple[Any, ...]]:
+    names = ("id", "repeat", "turn", "prompt_tokens", "output_tokens", "finish_reason", *keys)
+    return [tuple(row[k] for k in names) for row in point["requests"]]
+
+
+def test_a_sweep_says_what_one_at_a_time_says(project: Path) -> None:
+    """Of each load the same answers, drafts and cycles; of the plain ones the same answers."""
+    rows = alone(project, "eval", repeats=2)
+    found = measured(project, "eval", concurrency=[1, 2, 4, 64], repeats=2)
+    assert [p["concurrency"] for p in found["points"]] == [1, 2, 4, 64]
+    drafts = ("cycles", "accepted")
+    for ours, plain in zip(found["points"], found["baseline_points"], strict=True):
+        assert counted(ours, *drafts) == counted({"requests": rows}, *drafts)
+        assert counted(plain) == counted(ours) and plain["acceptance"] is None
+        assert [r["answer"] for r in ours["requests"]] == [r["answer"] for r in plain["requests"]]
+        accepted, cycles = (sum(row[k] for row in rows) for k in ("accepted", "cycles"))
+        told = ours["acceptance"]
+        assert (told["accepted"], told["cycles"]) == (accepted, cycles)
+        assert told["tau"] == pytest.approx(1 + accepted / cycles)
+        assert sum(told["histogram"]) == cycles and sum(i * n for i, n in enumerate(told["histogram"])) == accepted
+    assert found["points"][-1]["warnings"] == ["5 prompts, so never 64 at once"]
+    assert found["points"][0]["warnings"] == [] and found["engine"] == "torch"
+
+
+def test_clocks_are_in_order_and_no_more_are_under_way_than_asked_for(project: Path) -> None:
+    found = measured(project, "eval", concurrency=2, max_new_tokens=[3, 12])
+    assert [(p["max_new_tokens"], p["concurrency"]) for p in found["points"]] == [(3, 2), (12, 2)]
+    for point in [*found["points"], *found["baseline_points"]]:
+        (load,) = point["loads"]
+        assert load["completed"] == load["requests"] == 5 and load["mean_at_once"] <= 2
+        assert load["output_tokens"] == sum(r["output_tokens"] for r in point["requests"])
+        assert load["output_throughput"] == pytest.approx(load["output_tokens"] / load["duration_s"])
+        spans = [(r["wait_s"], r["wait_s"] + r["ttft_s"], r["wait_s"] + r["e2e_s"]) for r in point["requests"]]
+        assert all(sent < first <= last for sent, first, last in spans)
+        assert spans[0][0] == spans[1][0] and [sent for sent, *_ in spans] == sorted(sent for sent, *_ in spans)
+        for n, (sent, *_) in enumerate(spans[2:], 2):  # each is sent when one of those before has ended
+            assert sum(last <= sent for _, _, last in spans[:n]) >= n - 1
+        assert load["duration_s"] == pytest.approx(max(last for *_, last in spans))
+
+
+def test_later_turns_come_after_plain_decodings_own_answers(project: Path) -> None:
+    """As one by one, and as transformers says."""
+    found = measured(project, "mt_bench", concurrency=2, turns="all")
+    tokenizer, model = AutoTokenizer.from_pretrained("tiny"), AutoModelForCausalLM.from_pretrained("tiny")
+    questions = [json.loads(line) for line in (ROOT / "data/prompt_sets/mt_bench.jsonl").read_text().splitlines()[:3]]
+    expected = []
+    for question in questions:
+        messages: list[dict[str, str]] = []
+        for turn, says in enumerate(question["turns"]):
+            messages.append({"role": "user", "content": says})
+            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+            out = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :].tolist()
+            expected.append((str(question["question_id"]), 0, turn, len(ids), len(out)))
+            messages.append({"role": "assistant", "content": tokenizer.decode(out, skip_special_tokens=True)})
+    for point in (found["points"][0], found["baseline_points"][0]):
+        assert sorted(row[:-1] for row in counted(point)) == sorted(expected)
+
+
+def test_drawn_answers_are_those_of_one_at_a_time(project: Path) -> None:
+    how = {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "repeats": 2}
+    rows = alone(project, "eval", **how)
+    (point,) = measured(project, "eval", concurrency=3, **how)["points"]
+    assert counted(point, "cycles", "accepted") == counted({"requests": rows}, "cycles", "accepted")
+    assert len({r["answer"] for r in point["requests"]}) > 5
+
+
+def test_accepted_drafts_are_pooled_over_prompts_turns_and_repeats() -> None:
+    """Added up by hand; its interval is that of docs/metrics.md, over prompts."""
+    draws, every = random.Random(6), []
+    for repeat in range(2):
+        for name in "abcde":
+            for turn in range(2):
+                histogram = [draws.randrange(9) for _ in range(4)]
+                told = counts.Counts(sum(histogram), sum(i * n for i, n in enumerate(histogram)), 0, True, histogram)
+                record = latency.Record(f"{name}#{turn}", 0, 0, 1, [(1, 1)], True, 3, 5, "stop", None, counts=told)
+                every.append((repeat, turn, name, record))
+    repeats = [[[x[3] for x in every if x[:2] == (repeat, turn)] for turn in range(2)] for repeat in range(2)]
+    found = benchmark._acceptance(SimpleNamespace(tree=params.Tree.parse("t3_2_6")), repeats)
+    accepted, cycles = (
+        np.array([sum(getattr(x[3].counts, key) for x in every if x[2] == name) for name in "abcde"])
+        for key in ("accepted", "cycles")
+    )
+    assert found["tau"] == pytest.approx(1 + accepted.sum() / cycles.sum())
+    assert [found["tau_low"], found["tau_high"]] == [float(end) for end in acceptance.interval(accepted, cycles)]
+    assert found["histogram"] == [sum(x[3].counts.histogram[i] for x in every) for i in range(4)]
+    assert found["accept_rate"] == pytest.approx(accepted.sum() / cycles.sum() / 3)
+    assert found["node_accept_rate"] == pytest.approx(accepted.sum() / (5 * cycles.sum()))
+
+
+def test_random_prompts_go_on_to_their_lengths(project: Path) -> None:
+    """The seed's scenarios: end tokens ignored, lengths drawn for each prompt."""
+    changes = {"prompts": "random", "input_tokens": 9, "length_range": 0.2, "ignore_eos": True, "num_prompts": 6}
+    found = measured(project, "eval", concurrency=4, **changes)
+    rows, _ = asked.read("eval")
+    lengths = [asked.tokens(share, 12) for share in rows["length_share"]]
+    assert len(set(lengths)) > 2
+    for point in (found["points"][0], found["baseline_points"][0]):
+        assert [r["output_tokens"] for r in point["requests"]] == lengths
+        assert [r["prompt_tokens"] for r in point["requests"]] == rows["prompt_ids"].list.len().to_list()
+        assert {r["finish_reason"] for r in point["requests"]} == {"length"}
+
+
+def test_answers_are_graded_in_loads_too(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [json.loads(line) for line in (ROOT / "data/prompt_sets/gsm8k.jsonl").read_text().splitlines()[:3]]
+    says = iter([rows[0]["answer"], "#### -1", rows[2]["answer"]] * 2)
+    monkeypatch.setattr(benchmark, "_text", lambda work, ids: next(says))
+    found = measured(project, "gsm8k", concurrency=2, grade=True)
+    for point in (found["points"][0], found["baseline_points"][0]):
+        assert point["quality"]["correct"] == 2 and [r["correct"] for r in point["requests"]] == [True, False, True]
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_two_processes_make_the_cell_of_one(project: Path, concurrency: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are dealt out, and so are slots; what isn't a time is the same to the last answer."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    cells = []
+    for total in (1, 2):
+        use(project, "eval", {"num_gpus_total": total}, concurrency=concurrency, repeats=2)
+        benchmark.main("eval", *NAMES)
+        cells.append(json.loads(cell.path("eval", *NAMES).read_text()))
+    one, two = map(timeless, cells)
+    assert one.pop("hardware") | {"num_gpus_total": 2} == two.pop("hardware")
+    assert one == two
+
+
+def timeless(found: Any) -> Any:
+    """Without whatever holds seconds, or follows from them."""
+    if isinstance(found, list):
+        return [timeless(one) for one in found]
+    if not isinstance(found, dict):
+        return found
+    timed = ("_s", "_tok_s", "seconds", "throughput", "mean_at_once")
+    left_out = {"speedup", "speedup_low", "speedup_high", "repeats", "memory"}  # the last is of one process
+    return {k: timeless(v) for k, v in found.items() if not k.endswith(timed) and k not in left_out}
+
+
+def test_a_prompt_that_does_not_fit_is_told_before_anything_is_decoded(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The longest of them, one at a time or together: not after an hour of the others."""
+    monkeypatch.setattr(Batches, "_prefill", lambda *_: pytest.fail("decoded"))
+    for concurrency in (1, 2):
+        use(project, "eval", concurrency=concurrency)
+        rows = pl.read_parquet(asked.path("eval"))
+        long = pl.Series("prompt_ids", [*rows["prompt_ids"].to_list()[:-1], [5] * 5000], pl.List(pl.Int32))
+        asked.write("eval", rows.with_columns(long))
+        with pytest.raises(ValueError, match=r"may take 5012 tokens, the target holds \d+ \(max_position_embeddings\)"):
+            benchmark.main("eval", *NAMES)
+        use(project, "eval", concurrency=concurrency)
+        with pytest.raises(
+            ValueError, match=r"t2_9999_5: topk is 9999, expected at most \d+, the tokens of the draft's"
+        ):
+            benchmark.main("eval", NAMES[0], "t2_9999_5")
+
+
+def test_a_process_that_fails_ends_the_others_and_says_what_to_do(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    use(project, "eval", {"num_gpus_total": 2}, max_new_tokens=5000)
+    with pytest.raises(ValueError, match=r"one of 2 processes ended early; .* set benchmark\.num_gpus_total to"):
+        benchmark.main("eval", *NAMES)
+    assert not cell.path("eval", *NAMES).exists()
+
+
+def test_fewer_gpus_than_asked_for_are_told(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(project, "eval", {"num_gpus_total": 4})
+    edit_params(project, {"target": {"device": "cuda"}})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match=r"num_gpus_total is 4, this stage sees 1 GPUs; lower it, or raise schedule"):
+        benchmark.main("eval", *NAMES)
