@@ -20,7 +20,7 @@ run: $(VENV)/.installed
 	@$(BIN)/python -m stages.params
 	@touch $(VENV)/.started
 	@$(BIN)/python -m pipeline stale || $(IN_VENV) dvc repro
-	@echo; if test results/report.html -nt $(VENV)/.started; then echo "the table is above; the page is results/report.html"; \
+	@echo; if test results/report/index.html -nt $(VENV)/.started; then echo "the table is above; the page is results/report/index.html"; \
 	  else $(BIN)/python -m stages.report --table; fi
 
 ui: $(VENV)/.installed

@@ -26,7 +26,7 @@ from stages.drafting.pixels import Eyes, Pixels
 from stages.drafting.sampling import Sampling
 from stages.formats import asked, cell, checkpoint, manifest
 from stages.params import Tree, Workload
-from stages.serving import grades
+from stages.serving import energy, grades
 
 KINDS = ("plain", "speculative")
 SAMPLES, QUANTILES = 2000, (0.025, 0.975)  # as of tau's interval
@@ -50,7 +50,7 @@ class Work:
 def main(workload: str, name: str, tree_name: str) -> None:
     p = params.load()
     torch.set_num_threads(p.target.num_threads)
-    started = time.perf_counter()
+    meter, started = energy.Meter(p.target.gpus()), time.perf_counter()
     tree, w = Tree.parse(tree_name), params.named(p.benchmark.workloads, workload, "benchmark.workloads")
     prompts, warm = asked.read(workload)
     if w.grade:
@@ -90,6 +90,8 @@ def main(workload: str, name: str, tree_name: str) -> None:
             "versions": cell.versions("torch", "transformers"),
             "seconds": round(time.perf_counter() - started, 2),
             "seed": w.seed,
+            "gpus": meter.names(),
+            "joules": meter.joules(),
         }
     )
     same = metrics["identical_share"]

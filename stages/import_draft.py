@@ -8,6 +8,7 @@ from pathlib import Path
 from stages import params
 from stages.drafting.draft import Draft
 from stages.formats import atomic, checkpoint, manifest, published_draft
+from stages.serving import spent
 
 REPORTS = Path("results/train")  # a folder that is there whether drafts are trained, imported or both
 
@@ -38,4 +39,4 @@ def main(name: str) -> None:
 
 
 if __name__ == "__main__":
-    params.run_stage(main)
+    params.run_stage(spent.recorded(main, "import_draft"))

@@ -30,7 +30,7 @@ from stages.reporting.text import aligned, figure, tree_structure
 BENCHMARK = Path("results/benchmark.csv")
 REPLAY = Path("results/replay.csv")
 METRICS = Path("results/metrics.json")
-PAGE = Path("results/report.html")
+PAGE = Path("results/report/index.html")
 TEMPLATE = Path(__file__).with_suffix(".html.j2")
 
 NAMES = ("workload", "checkpoint", "tree", "num_steps", "topk", "num_draft_tokens")

@@ -32,6 +32,7 @@ from stages.drafting.draft import Draft
 from stages.drafting.live import Live
 from stages.formats import atomic, checkpoint, conversations, hiddens, manifest, scratch, trackers
 from stages.formats.store import Store
+from stages.serving import spent
 
 SAMPLED, HIDDENS, REPORTS = Path("data/sampled/train"), Path("data/hiddens/train"), Path("results/train")
 AHEAD, THREADS = 3, 4  # steps whose packs are read before their turn, and who reads them for a GPU
@@ -352,5 +353,10 @@ class _Sender:
         return there
 
 
+def _gpus() -> list[int]:
+    p = params.load()
+    return p.target.gpus(p.train_draft.processes)
+
+
 if __name__ == "__main__":
-    params.run_stage(main)
+    params.run_stage(spent.recorded(main, "train_draft", _gpus))

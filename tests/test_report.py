@@ -115,7 +115,7 @@ def _made_up_cell(chance: random.Random, workload: str, checkpoint: str, tree: p
         "top_p": 1.0, "top_k": None, "metrics": metrics, "histogram": [round(360 * s / sum(shares)) for s in shares],
         "prompts": [prompt | {"id": f"row{i}.0"} for i in range(prompts)],
         "hardware": {"cpu": "Made-up CPU, 2 cores", "system": "Linux", "python": "3.11.9"},
-        "versions": {"torch": "2.13.0", "transformers": "5.23.0"}, "seconds": 3.4, "seed": 0,
+        "versions": {"torch": "2.13.0", "transformers": "5.23.0"}, "seconds": 3.4, "seed": 0, "gpus": [], "joules": None,
         "repeats": [{"output_tok_s": 210 * speedup, "baseline_output_tok_s": 210.0, "speedup": speedup}], "quality": None,
     }  # fmt: skip
 
@@ -639,7 +639,7 @@ def test_where_nothing_is_trained_the_page_has_no_curves(made_up: params.Params)
     with Path("params.yaml").open("w") as file:
         YAML(typ="safe").dump(whole, file)
     report.main()
-    page = Path("results/report.html").read_text()
+    page = Path("results/report/index.html").read_text()
     assert (
         "someone/theirs, imported" in page
         and "Loss per epoch" not in page

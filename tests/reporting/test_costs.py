@@ -224,4 +224,4 @@ def test_nothing_to_launch_is_no_table(project: params.Params, capsys: pytest.Ca
     assert shown.table([]) == []
     predicted.write([], [], [])
     report.main("--launch")
-    assert capsys.readouterr().out == "nothing is predicted; results/report.html says why\n"
+    assert capsys.readouterr().out == "nothing is predicted; results/report/index.html says why\n"
