@@ -31,6 +31,7 @@ def main(name: str) -> None:
         "rope_theta": found.config["rope_theta"],
         "options": found.options,
         "notes": found.notes,
+        "weights": manifest.digest(checkpoint.folder(name) / "draft", "*.safetensors"),
     }
     atomic.write_json(REPORTS / f"{name}.json", report)
     print(f"{name}: {item.model}{f' at {commit}' if commit else ''}, {parameters:,} parameters")

@@ -23,9 +23,10 @@ from typing import Any
 
 from stages import params
 from stages.formats import atomic, audit, beside, cell, cost, joined, predicted, published, replays
-from stages.reporting import costs, plots, served
+from stages.reporting import costs, latencies, origin, plots, served
 from stages.reporting import trees as of_trees
 from stages.reporting.text import aligned, figure, tree_structure
+from stages.serving import spent
 
 BENCHMARK = Path("results/benchmark.csv")
 REPLAY = Path("results/replay.csv")
@@ -79,6 +80,8 @@ class Found:
     served: list[Row]  # as in stages/formats/served.py, each workload's baseline first
     lines: list[joined.Line]  # the same, point by point, beside their baselines
     predicted: costs.Predicted
+    spent: dict[str, Row]  # stage -> what it took
+    weights: dict[str, str]  # checkpoint -> digest of the draft's weights
 
     def flow(self) -> list[Row]:
         return [_rows_of(stage, self.reports[stage]) for stage in ("fix_data", "sample_target", "extract_hiddens")]
@@ -103,7 +106,9 @@ def main(*arguments: str) -> None:
     lines = joined.lines(served_cells, replayed, _asks_what_was_replayed(p))
     greedy = {name: replays.greedy(trees) for name, trees in replayed.items()}
     guessed = _predicted(p, cells, lines, replayed)
-    found = Found(cells, rows, greedy, inside, reports, trained, served_cells, lines, guessed)
+    found = Found(
+        cells, rows, greedy, inside, reports, trained, served_cells, lines, guessed, _read_spent(p), _weights(p)
+    )
     metrics = summarize(found)
 
     atomic.write_csv(BENCHMARK, COLUMNS, rows)
@@ -175,6 +180,29 @@ def _predicted(
 def _read_report(stage: str) -> Row:
     name, keys = REPORTS[stage]
     return _whole(Path(f"results/{name}.json"), keys, stage)
+
+
+def _read_spent(p: params.Params) -> dict[str, Row]:
+    """Of every stage but the cells, which hold their own, and this one, in the order of the graph."""
+    alone = ("fix_data", "prepare_target", "sample_target", "extract_hiddens", "init_draft", "check_overfit")
+    of_keys: dict[str, Iterable[str]] = {
+        "train_draft": p.train_draft.checkpoints,
+        "import_draft": p.import_draft.checkpoints,
+        "replay_trees": p.replay_trees.checkpoints,
+        "time_trees": p.time_trees.checkpoints,
+        "prepare_prompts": p.benchmark.workloads,
+    }
+    found = {stage: spent.read(stage) for stage in alone}
+    return found | {f"{stage}@{key}": spent.read(stage, key) for stage, keys in of_keys.items() for key in keys}
+
+
+def _weights(p: params.Params) -> dict[str, str]:
+    stages = dict.fromkeys(p.train_draft.checkpoints, "train_draft")
+    stages |= dict.fromkeys(p.import_draft.checkpoints, "import_draft")
+    return {
+        name: _whole(Path(f"results/train/{name}.json"), ["weights"], f"{stage}@{name}")["weights"]
+        for name, stage in stages.items()
+    }
 
 
 def _read_training(checkpoint: str, parent: str) -> Row:
@@ -308,6 +336,8 @@ def render(p: params.Params, found: Found, metrics: Row) -> str:
         "figure": figure,
         "load": served.load_words,
         "at": served.load_said,
+        "duration": origin.duration,
+        "energy": origin.energy,
     }
     return environment.get_template(TEMPLATE.name).render(
         title=p.report.title,
@@ -319,9 +349,11 @@ def render(p: params.Params, found: Found, metrics: Row) -> str:
         duel=_duel(replays[best], replays[rest[0]]) | {"best": best, "other": rest[0]} if rest else None,
         plots=_plots(found, best, rest),
         inside=_inside(p, found, best),
-        histograms=_histograms([c for c in found.cells if c["checkpoint"] == best] or found.cells),
+        histograms=_histograms(_of_checkpoint(found, best)),
         served=_served(found) if found.lines else None,
         costs=costs.page(found.predicted, best),
+        latencies=[*latencies.of_cells(_of_checkpoint(found, best)), *latencies.of_served(found.lines)],
+        took=origin.took(found.spent, [*found.cells, *(c for c in found.served if c["status"] == "ran")]),
         trained=found.trained,
         imported={name: item.model_dump() for name, item in p.import_draft.checkpoints.items()},
         flow=found.flow(),
@@ -330,7 +362,12 @@ def render(p: params.Params, found: Found, metrics: Row) -> str:
         near=[_diff(e["first"], e["second"]) for e in (fixed["near_duplicates"] or {}).get("examples", [])],
         provenance=_provenance(p, found),
         published=_published(p.target.model, _of_best(found, best)),
+        audited=_audited(p.target.model),
     )
+
+
+def _of_checkpoint(found: Found, best: str) -> list[Row]:
+    return [c for c in found.cells if c["checkpoint"] == best] or found.cells
 
 
 def _of_best(found: Found, best: str) -> list[Row]:
@@ -338,7 +375,7 @@ def _of_best(found: Found, best: str) -> list[Row]:
     drafted = {line.cell["checkpoint"] for line in found.lines}
     shown = {best, None} if best in drafted else drafted
     return [
-        *([c for c in found.cells if c["checkpoint"] == best] or found.cells),
+        *_of_checkpoint(found, best),
         *beside.of_served(line for line in found.lines if line.cell["checkpoint"] in shown),
     ]
 
@@ -404,6 +441,17 @@ def _published(model: str, cells: list[Row]) -> list[Row]:
             "findings": [finding for finding in findings if finding.what == name],
         }
         for name, rows in mine.items()
+    ]
+
+
+def _audited(model: str) -> list[Row]:
+    """What the publications of other targets say of themselves: in the order of published/, with what the audit finds."""
+    publications = published.load()
+    mine, findings = beside.of_target(publications, model), audit.findings(publications)
+    return [
+        {"publication": publication, "findings": of}
+        for name, publication in publications.items()
+        if name not in mine and (of := [finding for finding in findings if finding.what == name])
     ]
 
 
@@ -495,6 +543,11 @@ def _provenance(p: params.Params, found: Found) -> Row:
         "seeds": sorted({c["seed"] for c in [*found.cells, *found.served]}),
         "seconds": sum(c["seconds"] for c in found.cells),
         "digest": hashlib.sha256(values.encode()).hexdigest(),
+        "commit": origin.commit(),
+        "versions": origin.versions("aerie", "matplotlib", "jinja2"),
+        "target": next((one["target"] for one in found.predicted.costs if one["target"]), None),
+        "weights": found.weights,
+        "tables": origin.digests([BENCHMARK, REPLAY, METRICS, *filter(Path.exists, [joined.TABLE])]),
     }
 
 

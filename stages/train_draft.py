@@ -98,6 +98,7 @@ def _main(p: params.Params, name: str, group: ranks.Ranks) -> None:
     run.save(checkpoint.folder(name), *state)
     seconds = round(sum(e["seconds"] for e in run.log), 2)
     report = {"checkpoint": name, "from": segment.from_, "epochs": run.log, "seconds": seconds}
+    report["weights"] = manifest.digest(checkpoint.folder(name) / "draft", "*.safetensors")
     atomic.write_json(REPORTS / f"{name}.json", report)
     scratch.done(work)
     print(f"{name}: {run.epoch} epochs, {run.step} steps, loss {run.log[0]['loss']:.3f} -> {run.log[-1]['loss']:.3f}")
