@@ -1,6 +1,7 @@
 """What is stale, recipes, and workspaces of runs, from the command line.
 
 python -m pipeline stale                         which stages the next run wakes, and what changed; exits with 1 where any
+python -m pipeline pull STAGE                    fetch what it reads and isn't here, from the remote
 python -m pipeline use RECIPE                    take its keys into params.yaml, whose comments and other keys stay
 python -m pipeline reproduce RECIPE              that, run the graph, and lay the results beside what was published
 python -m pipeline reproduce RECIPE --dry-run    what would run, how large, how long; changes and runs nothing
@@ -35,6 +36,7 @@ def stale() -> Iterator[str]:
 
 WAYS: dict[tuple[str, ...], Callable[..., Iterable[str]]] = {
     ("stale",): stale,
+    ("pull",): graph.pull,
     ("use",): use,
     ("reproduce",): reproduce,
     ("reproduce", "--dry-run"): dry_run,
@@ -50,7 +52,10 @@ def main(words: list[str]) -> None:
         names = [word for word in words[1:] if not word.startswith("-")]
         way = WAYS.get((*words[:1], *flags))
         if way is None or len(names) != (way is not stale):
-            usage = "python -m pipeline stale, use RECIPE, reproduce RECIPE [--dry-run | --compare], promote RUN, or drop RUN"
+            usage = (
+                "python -m pipeline stale, pull STAGE, use RECIPE,"
+                " reproduce RECIPE [--dry-run | --compare], promote RUN, or drop RUN"
+            )
             raise ValueError(f"expected: {usage}; found {' '.join(words) or 'nothing'}")
         for line in way(*names):
             print(line, flush=True)

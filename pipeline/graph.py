@@ -153,6 +153,28 @@ def _reasons(found: list[Any]) -> Iterator[str]:
                 yield f"{path} {change}"
 
 
+def pull(name: str) -> list[str]:
+    """Fetch what one stage reads and isn't here -> the outputs asked for; none that no remote has or that is stale.
+
+    `dvc repro --pull` does so too, but for a folder of several stages' outputs, as the report reads, it only finds an error.
+
+    Raises:
+        dvc.exceptions.DvcException: where there is no such stage, or no remote.
+    """
+    from dvc.repo import Repo
+
+    with Repo(_wait_for_lock=True) as repo:
+        read = [dep.fs_path for stage in repo.stage.collect(name) for dep in stage.deps if dep.protocol == "local"]
+        missing = [
+            out.fs_path
+            for out in repo.index.outs
+            if out.hash_info and not out.exists and any(Path(out.fs_path).is_relative_to(path) for path in read)
+        ]
+        if missing:
+            repo.pull(targets=missing, allow_missing=True)
+        return [os.path.relpath(path) for path in missing]
+
+
 def heal_lock() -> str | None:
     """Where dvc.lock is not valid, cut by a kill, take back the one of the last commit -> what was done, None if nothing.
 
