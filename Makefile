@@ -19,8 +19,8 @@ SUPPORTED := import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 13) or sy
 run: $(VENV)/.installed
 	@$(BIN)/python -m stages.params
 	@touch $(VENV)/.started
-	@$(IN_VENV) dvc repro
-	@echo; if test results/report.html -nt $(VENV)/.started; then echo "the table is above; the page is results/report.html"; \
+	@$(BIN)/python -m pipeline stale || $(IN_VENV) dvc repro
+	@echo; if test results/report/index.html -nt $(VENV)/.started; then echo "the table is above; the page is results/report/index.html"; \
 	  else $(BIN)/python -m stages.report --table; fi
 
 ui: $(VENV)/.installed

@@ -1,5 +1,7 @@
-"""Recipes, and workspaces of runs, from the command line.
+"""What is stale, recipes, and workspaces of runs, from the command line.
 
+python -m pipeline stale                         which stages the next run wakes, and what changed; exits with 1 where any
+python -m pipeline pull STAGE                    fetch what it reads and isn't here, from the remote
 python -m pipeline use RECIPE                    take its keys into params.yaml, whose comments and other keys stay
 python -m pipeline reproduce RECIPE              that, run the graph, and lay the results beside what was published
 python -m pipeline reproduce RECIPE --dry-run    what would run, how large, how long; changes and runs nothing
@@ -10,12 +12,31 @@ python -m pipeline drop RUN                      remove that workspace
 
 import signal
 import sys
+from collections.abc import Callable, Iterable, Iterator
 
+from pipeline import graph
 from pipeline.recipes import use
 from pipeline.reproduce import compare, dry_run, reproduce
 from pipeline.workspace import drop, promote
 
-WAYS = {
+
+def stale() -> Iterator[str]:
+    """In the order of the graph, those of one reason on one line. Raises SystemExit(1) after the last."""
+    why = graph.why_stale()
+    if not why:
+        yield "nothing is stale"
+        return
+    reasons: dict[str, list[str]] = {}
+    for name in filter(why.get, graph.stages()):
+        reasons.setdefault("; ".join(why[name]), []).append(name)
+    for reason, names in reasons.items():
+        yield f"stale: {', '.join(names)} ({reason})"
+    sys.exit(1)
+
+
+WAYS: dict[tuple[str, ...], Callable[..., Iterable[str]]] = {
+    ("stale",): stale,
+    ("pull",): graph.pull,
     ("use",): use,
     ("reproduce",): reproduce,
     ("reproduce", "--dry-run"): dry_run,
@@ -30,10 +51,13 @@ def main(words: list[str]) -> None:
         flags = [word for word in words[1:] if word.startswith("-")]
         names = [word for word in words[1:] if not word.startswith("-")]
         way = WAYS.get((*words[:1], *flags))
-        if way is None or len(names) != 1:
-            usage = "python -m pipeline use RECIPE, reproduce RECIPE [--dry-run | --compare], promote RUN, or drop RUN"
+        if way is None or len(names) != (way is not stale):
+            usage = (
+                "python -m pipeline stale, pull STAGE, use RECIPE,"
+                " reproduce RECIPE [--dry-run | --compare], promote RUN, or drop RUN"
+            )
             raise ValueError(f"expected: {usage}; found {' '.join(words) or 'nothing'}")
-        for line in way(names[0]):
+        for line in way(*names):
             print(line, flush=True)
     except ValueError as error:
         sys.exit(f"aerie: {error}")

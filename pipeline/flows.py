@@ -39,7 +39,7 @@ from pipeline.schedule import Graph, run_all
 from stages.params import Params, check_raw_exists, load
 
 TABLES = {"benchmark": Path("results/benchmark.csv"), "served": Path("results/served.csv")}
-REPORT = Path("results/report.html")
+REPORT = Path("results/report/index.html")
 PROGRESS = re.compile(
     r"(?P<percent>\d+)%\|.*\| (?P<told>\d.*)"
 )  # a line of tqdm: 45%|####  | 9/20 [00:10<00:12, 1.02row/s]
@@ -237,7 +237,9 @@ def publish(states: dict[str, State[str]], why: dict[str, list[str]]) -> None:
             about = f"{table}, rounded; the columns are defined in docs/metrics.md"
             create_table_artifact(rows, key=key, description=about)
     if REPORT.exists():
-        create_link_artifact(REPORT.resolve().as_uri(), "results/report.html", key="report", description="The report")
+        create_link_artifact(
+            REPORT.resolve().as_uri(), "results/report/index.html", key="report", description="The report"
+        )
 
 
 def _rows(table: Path) -> list[dict[str, str]]:

@@ -23,6 +23,8 @@ import psutil
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from pipeline import fresh
+
 TAIL_LINES = 10  # of a failed stage in its state, which Prefect prints twice; the log above it has all
 COMMAND_GRACE = 5.0  # seconds between SIGTERM and SIGKILL for a stage's command
 DVC_GRACE = 15.0  # seconds for DVC to write its lock file after that; Prefect kills a cancelled flow after 30
@@ -85,34 +87,57 @@ def stages(root: Path | None = None) -> dict[str, list[str]]:
     Raises:
         dvc.exceptions.DvcException: where dvc.yaml or params.yaml can't be read; its message names the place.
     """
+    if root is None and (known := fresh.stages()) is not None:
+        return known
     from dvc.repo import Repo  # 0.4 s, so only where a flow runs
 
     with Repo(root) as repo:
-        graph = repo.index.graph
-        needs = {_name(stage): [_name(other) for other in graph.successors(stage)] for stage in graph}
+        return _stages(repo)
+
+
+def _stages(repo: Any) -> dict[str, list[str]]:
+    graph = repo.index.graph
+    needs = {_name(stage): [_name(other) for other in graph.successors(stage)] for stage in graph}
     return {name: needs[name] for name in TopologicalSorter(needs).static_order()}
 
 
 def why_stale(names: list[str] | None = None) -> dict[str, list[str]]:
-    """Each stage that is not up to date, of `names` or of all, with what changed; in process, 0.3 s where a DVC takes 1.
+    """Each stage that is not up to date, of `names` or of all, with what changed; in process, 0.3 s where a DVC takes 1,
+    and next to nothing where no file has changed since all were up to date (pipeline/fresh.py).
 
     What another process works on, DVC doesn't look at: then all that were asked about may be stale.
 
     Raises:
         dvc.exceptions.DvcException: as `stages`.
     """
+    if names is None and fresh.stages() is not None:
+        return {}
     from dvc.lock import LockError
     from dvc.repo import Repo
 
     try:
         with Repo(_wait_for_lock=True) as repo:
+            paths = _paths(repo) if names is None else []
+            looked = fresh.look(paths)
             found = repo.status(targets=names)
+            if paths and not found:
+                fresh.remember(paths, looked, _stages(repo))
             new = {_name(stage) for stage in repo.index.stages if not any(dep.hash_info for dep in stage.deps)}
     except LockError as error:
         unknown = f"DVC can't say, another process is at work: {str(error).splitlines()[0]}"
         return {name: [unknown] for name in names or stages()}
     why = {name.rpartition(":")[2]: list(_reasons(changes)) for name, changes in found.items()}
     return {name: ["it is new"] if name in new else reasons for name, reasons in why.items()}
+
+
+def _paths(repo: Any) -> list[str]:
+    """All that a stage's being up to date depends on, from here; nothing where some of it is not on this machine."""
+    given = [one for stage in repo.index.stages for one in (*stage.deps, *stage.outs)]
+    if any(one.protocol != "local" for one in given):
+        return []
+    files = {stage.path_in_repo for stage in repo.index.stages} | {str(LOCK_FILE), ".dvcignore"}
+    files |= {f"{repo.DVC_DIR}/{name}" for name in ("config", "config.local")}
+    return [*files, *{os.path.relpath(one.fs_path) for one in given}]
 
 
 def _reasons(found: list[Any]) -> Iterator[str]:
@@ -128,11 +153,35 @@ def _reasons(found: list[Any]) -> Iterator[str]:
                 yield f"{path} {change}"
 
 
+def pull(name: str) -> list[str]:
+    """Fetch what one stage reads and isn't here -> the outputs asked for; none that no remote has or that is stale.
+
+    `dvc repro --pull` does so too, but for a folder of several stages' outputs, as the report reads, it only finds an error.
+
+    Raises:
+        dvc.exceptions.DvcException: where there is no such stage, or no remote.
+    """
+    from dvc.repo import Repo
+
+    with Repo(_wait_for_lock=True) as repo:
+        read = [dep.fs_path for stage in repo.stage.collect(name) for dep in stage.deps if dep.protocol == "local"]
+        missing = [
+            out.fs_path
+            for out in repo.index.outs
+            if out.hash_info and not out.exists and any(Path(out.fs_path).is_relative_to(path) for path in read)
+        ]
+        if missing:
+            repo.pull(targets=missing, allow_missing=True)
+        return [os.path.relpath(path) for path in missing]
+
+
 def heal_lock() -> str | None:
     """Where dvc.lock is not valid, cut by a kill, take back the one of the last commit -> what was done, None if nothing.
 
     What ran since comes back from the run-cache, without running.
     """
+    if fresh.stages() is not None:  # to read it all takes a second, with 200 cells
+        return None
     if not LOCK_FILE.exists() or _is_lock(LOCK_FILE.read_text(encoding="utf-8", errors="replace")):
         return None
     asked = subprocess.run(["git", "show", f"HEAD:./{LOCK_FILE}"], capture_output=True, text=True)

@@ -34,7 +34,7 @@ from stages.drafting.sampling import Sampling
 from stages.drafting.shares import gathered
 from stages.formats import asked, cell, checkpoint, manifest, served
 from stages.params import Tree, Workload
-from stages.serving import counts, grades, latency, requests
+from stages.serving import counts, energy, grades, latency, requests
 
 KINDS = ("plain", "speculative")
 SAMPLES, QUANTILES = 2000, (0.025, 0.975)  # as of tau's interval
@@ -86,7 +86,7 @@ def _check_gpus(p: params.Params) -> None:
 
 def _main(p: params.Params, workload: str, name: str, tree_name: str, group: ranks.Ranks) -> None:
     torch.set_num_threads(p.target.num_threads)
-    started = time.perf_counter()
+    meter, started = energy.Meter(p.target.gpus()), time.perf_counter()
     tree, w = Tree.parse(tree_name), params.named(p.benchmark.workloads, workload, "benchmark.workloads")
     prompts, warm = asked.read(workload)
     if w.grade:
@@ -115,6 +115,8 @@ def _main(p: params.Params, workload: str, name: str, tree_name: str, group: ran
         "versions": cell.versions("torch", "transformers"),
         "seconds": round(time.perf_counter() - started, 2),
         "seed": w.seed,
+        "gpus": meter.names(),
+        "joules": meter.joules(),
     }
     file = cell.write(whole) if w.alone else served.write(whole)
     print(f"{tree_name} at {name}: {said} -> {file}")

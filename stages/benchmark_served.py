@@ -25,7 +25,7 @@ from stages import params
 from stages.drafting import acceptance, pixels, prompt
 from stages.formats import asked, cell, checkpoint, manifest, served
 from stages.params import Tree
-from stages.serving import engines, gpus, grades, latency, load, requests, server, session
+from stages.serving import energy, engines, gpus, grades, latency, load, requests, server, session
 from stages.serving.load import Arrivals, Ask, Load
 
 SECTION = "benchmark_served.server"
@@ -91,7 +91,7 @@ def main(workload: str, name: str = "", tree_name: str = "") -> None:
             f"expected WORKLOAD [CHECKPOINT TREE], found {workload} {name}; a cell with a draft needs both"
         )
     p = params.load()
-    started = time.perf_counter()
+    meter, started = energy.Meter(_gpus(p, name, tree_name)), time.perf_counter()
     w = params.named(p.benchmark.workloads, workload, "benchmark.workloads")
     made = manifest.read()
     folder, before = manifest.weights(made).absolute(), gpus.visible()
@@ -111,8 +111,16 @@ def main(workload: str, name: str = "", tree_name: str = "") -> None:
     if not reason:
         _check_fits(work, tree, config)
         _measure(work, side, plain if tree and p.benchmark_served.interleave else None)
-    found = _cell(work, side, plain, reason, before) | {"seconds": round(time.perf_counter() - started, 2)}
+    took = {"seconds": round(time.perf_counter() - started, 2), "gpus": meter.names(), "joules": meter.joules()}
+    found = _cell(work, side, plain, reason, before) | took
     print(_told(found, served.write(found)))
+
+
+def _gpus(p: params.Params, name: str, tree_name: str) -> list[int]:
+    """Those that the cell's server takes; none here, where one is used that runs somewhere."""
+    s = p.benchmark_served.server
+    known = served.config(name or None, tree_name or None) in s.base_urls
+    return [] if known or p.target.device == "cpu" else list(range(s.tp))
 
 
 def _shape(tree: Tree) -> tuple[int, int, int]:

@@ -18,6 +18,7 @@ from stages.drafting.draft import Draft
 from stages.drafting.live import Live
 from stages.formats import atomic, checkpoint, conversations, hiddens, manifest
 from stages.formats.store import Store
+from stages.serving import spent
 
 SAMPLED, HIDDENS, REPORT = Path("data/sampled/train"), Path("data/hiddens/train"), Path("results/overfit_report.json")
 
@@ -91,4 +92,4 @@ def chain_tau(draft: Draft, row: hiddens.Row, embedding, head, steps: int) -> fl
 
 
 if __name__ == "__main__":
-    params.run_stage(main)
+    params.run_stage(spent.recorded(main, "check_overfit", lambda: params.load().target.gpus()))

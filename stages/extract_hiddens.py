@@ -35,6 +35,7 @@ from stages.formats import atomic, conversations, features, hiddens, manifest, o
 from stages.formats.hiddens import Block, Head, Shard
 from stages.formats.manifest import Manifest
 from stages.formats.slots import Slot
+from stages.serving import spent
 
 SAMPLED, HIDDENS, REPORT = Path("data/sampled"), Path("data/hiddens"), Path("results/hiddens_report.json")
 SPLITS = ("train", "eval", "eval_t")
@@ -455,5 +456,10 @@ def _entries(work: Work) -> list[dict[str, Any]]:
     return atomic.read_json(work.entries, "extract_hiddens")
 
 
+def _gpus() -> list[int]:
+    p = params.load()
+    return p.target.gpus(p.extract_hiddens.processes)
+
+
 if __name__ == "__main__":
-    params.run_stage(main)
+    params.run_stage(spent.recorded(main, "extract_hiddens", _gpus))

@@ -36,6 +36,7 @@ import polars as pl
 from stages.formats import atomic, conversations, pictures, raw, similar, toon, turns
 from stages.formats.turns import Dropped, Message
 from stages.params import FixData, check_raw_exists, load, run_stage
+from stages.serving import spent
 
 TRAIN, EVAL = Path("data/fixed/train.parquet"), Path("data/fixed/eval.parquet")
 IMAGES = Path("data/fixed/images")  # of pictures that came as bytes; those that came as files stay where they are
@@ -511,4 +512,4 @@ def compare(parts: list[Part], pairs: list[tuple[int, int, float]]) -> list[dict
 
 
 if __name__ == "__main__":
-    run_stage(main)
+    run_stage(spent.recorded(main, "fix_data"))

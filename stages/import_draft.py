@@ -8,6 +8,7 @@ from pathlib import Path
 from stages import params
 from stages.drafting.draft import Draft
 from stages.formats import atomic, checkpoint, manifest, published_draft
+from stages.serving import spent
 
 REPORTS = Path("results/train")  # a folder that is there whether drafts are trained, imported or both
 
@@ -30,6 +31,7 @@ def main(name: str) -> None:
         "rope_theta": found.config["rope_theta"],
         "options": found.options,
         "notes": found.notes,
+        "weights": manifest.digest(checkpoint.folder(name) / "draft", "*.safetensors"),
     }
     atomic.write_json(REPORTS / f"{name}.json", report)
     print(f"{name}: {item.model}{f' at {commit}' if commit else ''}, {parameters:,} parameters")
@@ -38,4 +40,4 @@ def main(name: str) -> None:
 
 
 if __name__ == "__main__":
-    params.run_stage(main)
+    params.run_stage(spent.recorded(main, "import_draft"))

@@ -15,6 +15,7 @@ from stages.drafting import vocab
 from stages.drafting.draft import Draft, DraftConfig
 from stages.formats import atomic, checkpoint, draft_config, hiddens, manifest, published_draft
 from stages.formats.manifest import Manifest
+from stages.serving import spent
 
 HIDDENS, REPORT = Path("data/hiddens"), Path("results/vocab_report.json")
 
@@ -159,4 +160,4 @@ def _count(split: str, vocab_size: int) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    params.run_stage(main)
+    params.run_stage(spent.recorded(main, "init_draft"))

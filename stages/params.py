@@ -132,6 +132,12 @@ class Target(Section):
     lm_head_key: Annotated[str, Field(min_length=1)] | None
     chat_template: Annotated[str, Field(pattern=r"^[^/]+$")] | None
 
+    def gpus(self, processes: int = 1) -> list[int]:
+        """Which of the visible GPUs a stage computes on: the one named, or of several processes each its own."""
+        if self.device == "cpu":
+            return []
+        return [int(self.device.partition(":")[2] or 0)] if processes == 1 else list(range(processes))
+
 
 class PrepareTarget(Section):
     seed: Seed

@@ -15,6 +15,7 @@ import polars as pl
 from stages import params
 from stages.formats import asked, conversations, manifest, prompt_sets
 from stages.params import Workload
+from stages.serving import spent
 
 EVAL = Path("data/sampled/eval")
 LENGTHS, SHARES, PLACES = range(3)  # each draw of `random` has numbers of its own, so that none moves with another
@@ -156,4 +157,4 @@ def _tell(workload: str, w: Workload, measured: list[Row], warm: list[Row]) -> N
 
 
 if __name__ == "__main__":
-    params.run_stage(main)
+    params.run_stage(spent.recorded(main, "prepare_prompts"))

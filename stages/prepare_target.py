@@ -22,6 +22,7 @@ from stages.builtin import sights, tiny
 from stages.drafting import target
 from stages.formats import atomic, manifest
 from stages.formats.manifest import Manifest
+from stages.serving import spent
 
 TEMPLATES = Path("templates")
 
@@ -171,4 +172,4 @@ def _eos(config: PretrainedConfig, folder: Path) -> list[int]:
 
 
 if __name__ == "__main__":
-    params.run_stage(main)
+    params.run_stage(spent.recorded(main, "prepare_target", lambda: params.load().target.gpus()))

@@ -24,6 +24,7 @@ from stages.drafting.draft import Draft, Seen
 from stages.drafting.replay import replay, room
 from stages.formats import checkpoint, conversations, hiddens, manifest, origin, replays
 from stages.params import Tree
+from stages.serving import spent
 
 HIDDENS, SAMPLED = Path("data/hiddens"), Path("data/sampled")
 SPLITS = ("eval", "eval_t")
@@ -248,4 +249,4 @@ def _seen(rows: list[hiddens.Row], device: torch.device) -> Seen | None:
 
 
 if __name__ == "__main__":
-    params.run_stage(main)
+    params.run_stage(spent.recorded(main, "replay_trees", lambda: params.load().target.gpus()))

@@ -25,14 +25,15 @@ from typing import Any
 from stages import params
 from stages.formats import atomic, audit, beside, cell, cost, joined, method_cell, predicted, published, replays
 from stages.formats.served import TORCH
-from stages.reporting import costs, methods, plots, served
+from stages.reporting import costs, latencies, methods, origin, plots, served
 from stages.reporting import trees as of_trees
 from stages.reporting.text import aligned, figure, tree_structure
+from stages.serving import spent
 
 BENCHMARK = Path("results/benchmark.csv")
 REPLAY = Path("results/replay.csv")
 METRICS = Path("results/metrics.json")
-PAGE = Path("results/report.html")
+PAGE = Path("results/report/index.html")
 TEMPLATE = Path(__file__).with_suffix(".html.j2")
 
 NAMES = ("workload", "checkpoint", "tree", "num_steps", "topk", "num_draft_tokens")
@@ -83,6 +84,8 @@ class Found:
     predicted: costs.Predicted
     methods: list[Row]  # as reporting/methods.COLUMNS
     engines: list[Row]  # as methods.by_engine
+    spent: dict[str, Row]  # stage -> what it took
+    weights: dict[str, str]  # checkpoint -> digest of the draft's weights
 
     def flow(self) -> list[Row]:
         return [_rows_of(stage, self.reports[stage]) for stage in ("fix_data", "sample_target", "extract_hiddens")]
@@ -111,7 +114,9 @@ def main(*arguments: str) -> None:
     guessed = _predicted(p, cells, lines, replayed)
     compared = methods.rows(read_methods(p), trained)
     engines = methods.by_engine(compared, cells, lines)
-    found = Found(cells, rows, greedy, inside, reports, trained, served_cells, lines, guessed, compared, engines)
+    found = Found(
+        cells, rows, greedy, inside, reports, trained, served_cells, lines, guessed, compared, engines, _read_spent(p), _weights(p),
+    )  # fmt: skip
     metrics = summarize(found)
 
     atomic.write_csv(BENCHMARK, COLUMNS, rows)
@@ -196,6 +201,29 @@ def _predicted(
 def _read_report(stage: str) -> Row:
     name, keys = REPORTS[stage]
     return _whole(Path(f"results/{name}.json"), keys, stage)
+
+
+def _read_spent(p: params.Params) -> dict[str, Row]:
+    """Of every stage but the cells, which hold their own, and this one, in the order of the graph."""
+    alone = ("fix_data", "prepare_target", "sample_target", "extract_hiddens", "init_draft", "check_overfit")
+    of_keys: dict[str, Iterable[str]] = {
+        "train_draft": p.train_draft.checkpoints,
+        "import_draft": p.import_draft.checkpoints,
+        "replay_trees": p.replay_trees.checkpoints,
+        "time_trees": p.time_trees.checkpoints,
+        "prepare_prompts": p.benchmark.workloads,
+    }
+    found = {stage: spent.read(stage) for stage in alone}
+    return found | {f"{stage}@{key}": spent.read(stage, key) for stage, keys in of_keys.items() for key in keys}
+
+
+def _weights(p: params.Params) -> dict[str, str]:
+    stages = dict.fromkeys(p.train_draft.checkpoints, "train_draft")
+    stages |= dict.fromkeys(p.import_draft.checkpoints, "import_draft")
+    return {
+        name: _whole(Path(f"results/train/{name}.json"), ["weights"], f"{stage}@{name}")["weights"]
+        for name, stage in stages.items()
+    }
 
 
 def _read_training(checkpoint: str, parent: str) -> Row:
@@ -331,6 +359,8 @@ def render(p: params.Params, found: Found, metrics: Row) -> str:
         "figure": figure,
         "load": served.load_words,
         "at": served.load_said,
+        "duration": origin.duration,
+        "energy": origin.energy,
     }
     return environment.get_template(TEMPLATE.name).render(
         title=p.report.title,
@@ -342,10 +372,12 @@ def render(p: params.Params, found: Found, metrics: Row) -> str:
         duel=_duel(replays[best], replays[rest[0]]) | {"best": best, "other": rest[0]} if rest else None,
         plots=_plots(p, found, best, rest),
         inside=_inside(p, found, best),
-        histograms=_histograms([c for c in found.cells if c["checkpoint"] == best] or found.cells),
+        histograms=_histograms(_of_checkpoint(found, best)),
         served=_served(found) if found.lines else None,
         costs=costs.page(found.predicted, best),
         methods=methods.page(found.methods, found.engines),
+        latencies=[*latencies.of_cells(_of_checkpoint(found, best)), *latencies.of_served(found.lines)],
+        took=origin.took(found.spent, [*found.cells, *(c for c in found.served if c["status"] == "ran")]),
         trained=found.trained,
         imported={name: item.model_dump() for name, item in p.import_draft.checkpoints.items()},
         flow=found.flow(),
@@ -354,7 +386,12 @@ def render(p: params.Params, found: Found, metrics: Row) -> str:
         near=[_diff(e["first"], e["second"]) for e in (fixed["near_duplicates"] or {}).get("examples", [])],
         provenance=_provenance(p, found),
         published=_published(p.target.model, _of_best(found, best)),
+        audited=_audited(p.target.model),
     )
+
+
+def _of_checkpoint(found: Found, best: str) -> list[Row]:
+    return [c for c in found.cells if c["checkpoint"] == best] or found.cells
 
 
 def _of_best(found: Found, best: str) -> list[Row]:
@@ -362,7 +399,7 @@ def _of_best(found: Found, best: str) -> list[Row]:
     drafted = {line.cell["checkpoint"] for line in found.lines}
     shown = {best, None} if best in drafted else drafted
     return [
-        *([c for c in found.cells if c["checkpoint"] == best] or found.cells),
+        *_of_checkpoint(found, best),
         *beside.of_served(line for line in found.lines if line.cell["checkpoint"] in shown),
     ]
 
@@ -428,6 +465,17 @@ def _published(model: str, cells: list[Row]) -> list[Row]:
             "findings": [finding for finding in findings if finding.what == name],
         }
         for name, rows in mine.items()
+    ]
+
+
+def _audited(model: str) -> list[Row]:
+    """What the publications of other targets say of themselves: in the order of published/, with what the audit finds."""
+    publications = published.load()
+    mine, findings = beside.of_target(publications, model), audit.findings(publications)
+    return [
+        {"publication": publication, "findings": of}
+        for name, publication in publications.items()
+        if name not in mine and (of := [finding for finding in findings if finding.what == name])
     ]
 
 
@@ -519,6 +567,11 @@ def _provenance(p: params.Params, found: Found) -> Row:
         "seeds": sorted({c["seed"] for c in [*found.cells, *found.served]}),
         "seconds": sum(c["seconds"] for c in found.cells),
         "digest": hashlib.sha256(values.encode()).hexdigest(),
+        "commit": origin.commit(),
+        "versions": origin.versions("aerie", "matplotlib", "jinja2"),
+        "target": next((one["target"] for one in found.predicted.costs if one["target"]), None),
+        "weights": found.weights,
+        "tables": origin.digests([BENCHMARK, REPLAY, METRICS, *filter(Path.exists, [joined.TABLE])]),
     }
 
 

@@ -33,7 +33,7 @@ from stages.formats import atomic, conversations, manifest, questions, scratch
 from stages.formats.journal import key
 from stages.formats.questions import Question
 from stages.formats.shards import Shards
-from stages.serving import client, server, session
+from stages.serving import client, server, session, spent
 
 FIXED, SAMPLED, REPORT = Path("data/fixed"), Path("data/sampled"), Path("results/sample_report.json")
 WAY = {"base_urls", "start_timeout_s", "concurrency", "timeout_s", "attempts", "api_key_env"}  # moves no answer
@@ -648,5 +648,14 @@ def _preview(p: params.Params, *words: str) -> None:
         print(_text(tokenizer, row["prompt_ids"]) + answer)
 
 
+def _gpus() -> list[int] | None:
+    """A server that is started here may take all that there are; one that runs somewhere is nobody's here."""
+    p = params.load()
+    s = p.sample_target
+    if s.backend == "server" or (s.backend == "keep" and s.server.known):
+        return None if s.server.launch and p.target.device != "cpu" else []
+    return p.target.gpus()
+
+
 if __name__ == "__main__":
-    params.run_stage(main)
+    params.run_stage(spent.recorded(main, "sample_target", _gpus))

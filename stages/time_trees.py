@@ -22,6 +22,7 @@ from stages.drafting.decode import Engine, Step
 from stages.drafting.draft import Draft
 from stages.formats import cell, checkpoint, conversations, cost, cost_fit, manifest
 from stages.params import Tree
+from stages.serving import spent
 
 ANSWERS = Path("data/sampled/eval")
 BATCH = 1  # prompts that the torch engine decodes at once
@@ -149,4 +150,4 @@ def _median(name: str, seconds: list[float]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    params.run_stage(main)
+    params.run_stage(spent.recorded(main, "time_trees", lambda: params.load().target.gpus()))

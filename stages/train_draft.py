@@ -35,6 +35,7 @@ from stages.drafting.draft import Draft
 from stages.drafting.live import Live
 from stages.formats import atomic, checkpoint, conversations, hiddens, manifest, rival, scratch, trackers
 from stages.formats.store import Store
+from stages.serving import spent
 
 SAMPLED, HIDDENS, REPORTS = Path("data/sampled/train"), Path("data/hiddens/train"), Path("results/train")
 AHEAD, THREADS = 3, 4  # steps whose packs are read before their turn, and who reads them for a GPU
@@ -107,6 +108,7 @@ def _main(p: params.Params, name: str, group: ranks.Ranks) -> None:
     run.save(checkpoint.folder(name), *state)
     seconds = round(sum(e["seconds"] for e in run.log), 2)
     report = {"checkpoint": name, "from": segment.from_, "epochs": run.log, "seconds": seconds}
+    report["weights"] = manifest.digest(checkpoint.folder(name) / "draft", "*.safetensors")
     atomic.write_json(REPORTS / f"{name}.json", report)
     scratch.done(work)
     print(f"{name}: {run.epoch} epochs, {run.step} steps, loss {run.log[0]['loss']:.3f} -> {run.log[-1]['loss']:.3f}")
@@ -397,5 +399,10 @@ class _Sender:
         return there
 
 
+def _gpus() -> list[int]:
+    p = params.load()
+    return p.target.gpus(p.train_draft.processes)
+
+
 if __name__ == "__main__":
-    params.run_stage(main)
+    params.run_stage(spent.recorded(main, "train_draft", _gpus))

@@ -87,7 +87,7 @@ def made_up(
         "server": {"command": ["python3", "-m", "sglang.launch_server", *flags], "info": {"version": "0.5.17"}},
         "memory": draft | gpu if points else dict.fromkeys(served.MEMORY), "points": points or [], "baseline_points": [],
         "hardware": {"cpu": "Made-up CPU", "gpu": "NVIDIA H200", "threads": 16}, "versions": {"sglang": "0.5.17"},
-        "seconds": 61.0, "seed": 42,
+        "seconds": 61.0, "seed": 42, "gpus": ["NVIDIA H200"], "joules": 7500.0,
     } | keys  # fmt: skip
 
 

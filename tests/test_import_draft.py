@@ -78,7 +78,7 @@ def test_its_replay_and_its_report(project: Path) -> None:
     rows = [list(csv.reader((project / f"results/replay/{n}.csv").read_text().split())) for n in ("theirs", "e003")]
     assert [row[1:] for row in rows[0]] == [row[1:] for row in rows[1]]
     assert "checkpoint theirs" in done.stdout
-    page = (project / "results/report.html").read_text()
+    page = (project / "results/report/index.html").read_text()
     assert "<th>theirs" in page and "from_others, imported" in page
     assert "theirs" in json.loads((project / "results/metrics.json").read_text())["checkpoints"]
 

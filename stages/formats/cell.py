@@ -31,6 +31,7 @@ KEYS = (
     "workload", "checkpoint", "tree", "num_steps", "topk", "num_draft_tokens", "engine", "definitions", "temperature", "top_p",
     "top_k",  # null: all
     "metrics", "histogram", "prompts", "hardware", "versions", "seconds", "seed",
+    "gpus", "joules",  # of the cell's GPUs: their names, and what they took meanwhile; null where they don't count it
     "repeats",  # of each the speeds and the speedup, by the names of METRICS
     "quality",  # {plain, speculative: {graded, correct, accuracy, how}}; null where nothing is graded
 )  # fmt: skip

@@ -20,7 +20,7 @@ KEYS = (
     "server",  # command: its line; info: what it says of itself
     "memory",  # as MEMORY
     "points", "baseline_points",  # the latter where the cell measured its own baseline in turns (interleave), else []
-    "hardware", "versions", "seconds", "seed",
+    "hardware", "versions", "seconds", "seed", "gpus", "joules",  # the latter two as in a cell
 )  # fmt: skip
 MEMORY = (  # GiB, null where it isn't known; `kv_tokens` a count
     "weights", "draft", "kv_cache", "kv_tokens", "gpu_before", "gpu_serving", "gpu_after", "gpu_total",

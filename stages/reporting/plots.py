@@ -22,8 +22,11 @@ STYLE = {
 }  # fmt: skip
 
 
-def inline(draw: Callable[[Any], None]) -> Any:
-    """An inline SVG, ready for the page: without prologue, metadata, name spaces, fixed size, or repeated ids."""
+def inline(draw: Callable[[Any], None], height: float = 3.3) -> Any:
+    """An inline SVG, ready for the page, so many inches high of 4.7 wide.
+
+    Without prologue, metadata, name spaces, fixed size, or repeated ids.
+    """
     from markupsafe import Markup
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -31,7 +34,7 @@ def inline(draw: Callable[[Any], None]) -> Any:
 
     text = io.StringIO()
     with rc_context(STYLE):
-        figure = Figure(figsize=(4.7, 3.3), layout="tight")
+        figure = Figure(figsize=(4.7, height), layout="tight")
         axes = figure.subplots()
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
         draw(axes)

@@ -1,6 +1,7 @@
 """pipeline/graph.py against a real DVC: the order, the three outcomes, a failure, and an end that leaves nothing."""
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -248,3 +249,31 @@ def test_a_run_killed_outright_is_cleaned_up_after_and_holds_its_lock_until_then
         time.sleep(0.05)
     project.script("first")
     assert run_all()["first"] == Outcome.RAN
+
+
+def test_pull_fetches_the_outputs_of_others_below_a_folder_that_a_stage_reads(project):
+    """`dvc repro --pull` of a stage that reads such a folder ended with: 'cells' does not exist as an output or a stage."""
+    (project.root / "dvc.yaml").write_text(
+        "stages:\n"
+        "  cell:\n    matrix: {n: [1, 2]}\n    cmd: cp raw.csv cells/${item.n}.csv\n    deps: [raw.csv]\n"
+        "    outs: ['cells/${item.n}.csv']\n"
+        "  alone: {cmd: cp raw.csv alone.csv, deps: [raw.csv], outs: [alone.csv]}\n"
+        "  report: {cmd: cat cells/1.csv cells/2.csv > report.csv, deps: [cells, last.py], outs: [report.csv]}\n"
+    )
+    (project.root / "cells").mkdir()
+    run_all()
+    dvc = [sys.executable, "-m", "dvc"]
+    subprocess.run(
+        [*dvc, "remote", "add", "-q", "--default", "shared", str(project.root.parent / "remote")], check=True
+    )
+    subprocess.run([*dvc, "push", "-q"], check=True)
+    whole = (project.root / "report.csv").read_text()
+    for name in ("cells/1.csv", "cells/2.csv", "alone.csv", "report.csv"):
+        (project.root / name).unlink()
+    shutil.rmtree(project.root / "cells")
+    shutil.rmtree(project.root / ".dvc/cache")
+    project.script("last", "# edited, so that report runs")
+    assert sorted(graph.pull("report")) == ["cells/1.csv", "cells/2.csv"]
+    assert not (project.root / "alone.csv").exists() and graph.pull("report") == []
+    subprocess.run([*dvc, "repro", "-q", "--pull", "--allow-missing"], check=True)
+    assert (project.root / "report.csv").read_text() == whole and not (project.root / "alone.csv").exists()

@@ -127,7 +127,7 @@ def test_comparing_needs_no_gpu_and_leaves_params_alone(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "expected: python -m pipeline use RECIPE, .*; found nothing"),
+        ([], "expected: python -m pipeline stale, pull STAGE, use RECIPE, .*; found nothing"),
         (["use"], "found use"),
         (["use", "weather-tiny", "--dry-run"], "found use weather-tiny --dry-run"),
         (["reproduce", "weather-tiny", "--fast"], "found reproduce weather-tiny --fast"),

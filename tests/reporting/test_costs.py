@@ -17,7 +17,7 @@ from tests.conftest import EVAL, edit_params
 from tests.formats.test_cost_served import plain_s, torch_cell
 from tests.served_cells import made_up as served_cell
 from tests.served_cells import point
-from tests.test_report import PLOTS, made_up_project, replayed, words
+from tests.test_report import PLOTS, made_up_project, make_up_import, make_up_spent, replayed, words
 
 Row = dict[str, Any]
 CHAINS = ("t3_1_4", "t5_1_6", "t8_1_9")
@@ -41,6 +41,7 @@ def serve(caps: list[int], dear: float, cheap: tuple[str, ...] = (*CHAINS, *TREE
     """Cells of a sweep on SGLang, whose cycles cost what those of the grid do, times `dear` at the largest concurrency."""
     workloads = {"eval": EVAL, "sweep": {**EVAL, "concurrency": caps, "repeats": 2}}
     edit_params(Path(), {"benchmark": {"workloads": workloads}})
+    make_up_spent("prepare_prompts-sweep")
     edit_params(Path(), {"benchmark_served": {"workloads": ["sweep"], "checkpoints": ["e009"], "trees": list(cheap)}})
     plain = [point(200, cap, plain_s(cap), requests=max(8, cap), seed=cap, repeats=2) for cap in caps]
     served.write(served_cell("sweep", points=plain))
@@ -135,6 +136,7 @@ def test_an_untimed_import_has_no_prediction_and_a_reason(project: params.Params
     theirs = {"model": "someone/theirs", "revision": None, "rope_theta": None}
     edit_params(Path(), {"import_draft": {"checkpoints": {"theirs": theirs}}})
     edit_params(Path(), {"replay_trees": {"checkpoints": ["e003", "e009", "theirs"]}})
+    make_up_import("theirs")
     text = Path("results/replay/e009.csv").read_text().replace("e009", "theirs")
     Path("results/replay/theirs.csv").write_text(text)
     replays.write_inside("theirs", [])
@@ -224,4 +226,4 @@ def test_nothing_to_launch_is_no_table(project: params.Params, capsys: pytest.Ca
     assert shown.table([]) == []
     predicted.write([], [], [])
     report.main("--launch")
-    assert capsys.readouterr().out == "nothing is predicted; results/report.html says why\n"
+    assert capsys.readouterr().out == "nothing is predicted; results/report/index.html says why\n"

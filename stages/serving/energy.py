@@ -1,0 +1,72 @@
+"""What GPUs have taken, by the cards' own counters of energy: NVML's, which comes with the driver. No sampling, no thread."""
+
+import ctypes
+import os
+from typing import Any
+
+LIBRARY = "libnvidia-ml.so.1"
+NAME_BYTES = 96  # NVML_DEVICE_NAME_V2_BUFFER_SIZE in nvml.h
+
+
+class Meter:
+    """Of some GPUs, from now on. A counter is of the whole card, whoever else uses it; of a slice (MIG) there is none."""
+
+    def __init__(self, which: list[int] | None) -> None:
+        """`which` of those that CUDA_VISIBLE_DEVICES names, by their places in it; None: all of them."""
+        self._nvml: Any = _library() if which != [] else None
+        cards = _visible(self._nvml) if self._nvml else []
+        self._cards = cards if which is None else [cards[place] for place in which if place < len(cards)]
+        self._before = [self._millijoules(card) for card in self._cards]
+
+    def names(self) -> list[str]:
+        found = []
+        for card in self._cards:
+            name = ctypes.create_string_buffer(NAME_BYTES)
+            _told(self._nvml.nvmlDeviceGetName(card, name, NAME_BYTES))
+            found.append(name.value.decode())
+        return found
+
+    def joules(self) -> float | None:
+        """Since it was made, of all of them together; None where there is none, or one doesn't count."""
+        now = [self._millijoules(card) for card in self._cards]
+        pairs = list(zip(now, self._before, strict=True))
+        if not pairs or any(after is None or before is None for after, before in pairs):
+            return None
+        return sum(after - before for after, before in pairs) / 1000
+
+    def _millijoules(self, card: Any) -> Any:
+        count = ctypes.c_ulonglong()
+        return count.value if _told(self._nvml.nvmlDeviceGetTotalEnergyConsumption(card, ctypes.byref(count))) else None
+
+
+def _library() -> Any:
+    """NVML, ready; None on a machine without it."""
+    try:
+        nvml = ctypes.CDLL(LIBRARY)
+    except OSError:
+        return None
+    return nvml if _told(nvml.nvmlInit_v2()) else None
+
+
+def _visible(nvml: Any) -> list[Any]:
+    """Handles of the GPUs that a process here sees, in its order. CUDA's numbers are NVML's where all are of one kind."""
+    count = ctypes.c_uint()
+    if not _told(nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))):
+        return []
+    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
+    words = list(map(str, range(count.value))) if wanted is None else [word.strip() for word in wanted.split(",")]
+    found = []
+    for word in filter(None, words):
+        card = ctypes.c_void_p()
+        if word.isdigit():
+            asked = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(word)), ctypes.byref(card))
+        else:
+            asked = nvml.nvmlDeviceGetHandleByUUID(word.encode(), ctypes.byref(card))
+        if not _told(asked):
+            break  # as CUDA, which sees none from the first on that isn't there
+        found.append(card)
+    return found
+
+
+def _told(status: int) -> bool:
+    return status == 0  # NVML_SUCCESS
