@@ -8,12 +8,9 @@ Prefect shows and schedules; DVC decides what is fresh. So no task here is cache
 
 import contextlib
 import csv
-import multiprocessing
-import os
 import re
 import signal
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -33,8 +30,9 @@ from prefect.cache_policies import NO_CACHE
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Completed, Failed, State
 
-from pipeline import graph, recipes, reproduce, resources, workspace
+from pipeline import away, graph, recipes, reproduce, resources, workspace
 from pipeline.forms import Changes, RecipeName, Sweep
+from pipeline.guard import end_with_parent
 from pipeline.schedule import Graph, run_all
 from stages.params import Params, check_raw_exists, load
 
@@ -109,6 +107,7 @@ def _run(change: Callable[[], None] | None, after: Callable[[], None] = lambda: 
             publish_plan(why)
             states = bring_up_to_date(work, why, pool)
         except BaseException:  # a cancelled flow: its tasks are on other threads, which see no signal
+            away.cancel_all()
             graph.stop()
             raise
         publish(states, why)
@@ -128,14 +127,19 @@ def plan(params: Params) -> tuple[Graph, resources.Pool]:
     upstream = graph.stages()
     pool = resources.Pool(params.schedule.slots, resources.gpus())
     needs = {name: params.schedule.needs(name) for name in upstream}
+    sent = away.stages(params, upstream)
     for name, need in needs.items():
-        pool.check(name, need)
-    return Graph(upstream, needs), pool
+        if name not in sent:
+            pool.check(name, need)
+    return Graph(upstream, needs, sent), pool
 
 
 @task(cache_policy=NO_CACHE)
-def bring(stage: str, why: list[str], environment: dict[str, str], held: list[int]) -> Any:
-    """One stage, its log line by line, and what DVC made of it as the state's name. Without a reason why, none starts."""
+def bring(stage: str, why: list[str], environment: dict[str, str], held: list[int], sent: bool) -> Any:
+    """One stage, its log line by line, and what DVC made of it as the state's name. Without a reason why, none starts.
+
+    A `sent` one is made by a worker; its log is in the pages of the run that its own log names.
+    """
     if not why:
         return _completed(stage, graph.Outcome.UNCHANGED)
     log, rules = get_run_logger(), load().schedule
@@ -143,6 +147,8 @@ def bring(stage: str, why: list[str], environment: dict[str, str], held: list[in
     on_line = Progress(stage, log.info)
     for attempt in range(1, rules.attempts + 1):
         try:
+            if sent:
+                return _completed(stage, away.bring(stage, log.info))
             return _completed(stage, graph.run_stage(stage, on_line, environment, held))
         except graph.StageError as error:  # a state, not a raise, which would bury the log under Prefect's stack
             if not error.transient or attempt == rules.attempts:
@@ -201,7 +207,9 @@ def bring_up_to_date(work: Graph, why: dict[str, list[str]], pool: resources.Poo
         one = bring.with_options(name=name, task_run_name=name)
         # wait_for draws the edges of the graph in the UI; a task whose needs are not completed ends as NotReady.
         before = [futures[need] for need in work.upstream[name]]
-        futures[name] = one.submit(name, reasons, lease.environment, held, wait_for=before, return_state=False)
+        futures[name] = one.submit(
+            name, reasons, lease.environment, held, name in work.away, wait_for=before, return_state=False
+        )
         waited: Future[Any] = futures[name].wrapped_future
         return waited
 
@@ -285,17 +293,6 @@ def require_server() -> None:
     with get_client(sync_client=True) as client:
         if problem := client.api_healthcheck():
             raise ValueError(f"no Prefect server answers at PREFECT_API_URL {url} ({problem}); {todo}")
-
-
-def end_with_parent() -> None:
-    """End this run as a cancellation does when the process that serves it is gone: killed, it could not tell us."""
-    if parent := multiprocessing.parent_process():
-
-        def watch() -> None:
-            parent.join()
-            os.kill(os.getpid(), signal.SIGTERM)
-
-        threading.Thread(target=watch, daemon=True).start()
 
 
 def main() -> None:

@@ -607,7 +607,15 @@ class Schedule(Section):
     slots: Count
     attempts: Count
     retry_pause_s: NonNegative
+    runner: Literal["local", "workers"]
+    sent: list[Name]
     stages: dict[Name, Needs]
+
+    @model_validator(mode="after")
+    def sent_are_stages(self) -> "Schedule":
+        for name in self.sent:
+            named(self.stages, name, "schedule.stages")
+        return self
 
     def needs(self, stage: str) -> Needs:
         """Of a stage of dvc.yaml, a cell too; a file that `dvc add` keeps takes a slot. Raises ValueError for others."""
