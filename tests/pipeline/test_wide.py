@@ -19,15 +19,15 @@ from tests.pipeline.conftest import IGNORED, Project, give_params
 from tests.pipeline.test_flows import Server, wait_for
 
 REPO = Path(__file__).resolve().parents[2]
-CELLS = 6
+CELLS = 4
 GRAPH = f"""
 stages:
   first: {{cmd: cp raw.csv first.csv, deps: [raw.csv], outs: [first.csv]}}
   other: {{cmd: echo another > other.csv, deps: [raw.csv], outs: [other.csv]}}
   cell:
     matrix: {{n: {list(range(1, CELLS + 1))}}}
-    cmd: python cell.py ${{item.n}}
-    deps: [first.csv, cell.py, secret.txt]
+    cmd: python cells/${{item.n}}.py ${{item.n}}
+    deps: [first.csv, "cells/${{item.n}}.py", secret.txt]
     params: [report.title]
     outs: ["results/cells/${{item.n}}.csv"]
   last: {{cmd: cat other.csv results/cells/*.csv > last.csv, deps: [other.csv, results/cells], outs: [last.csv]}}
@@ -41,7 +41,7 @@ pathlib.Path("results/cells", n + ".csv").write_text(pathlib.Path("first.csv").r
 """
 SLEEPS = """
 beside = pathlib.Path({said!r})
-if n == "3" and not (beside / "awake").exists():
+if not (beside / "awake").exists():
     (beside / "asleep").write_text(str(os.getpid()))
     time.sleep(600)
 """
@@ -65,14 +65,16 @@ class Wide(Server):
         give_params(project)
         edit(project, stages={name: {"gpus": 0, "exclusive": False} for name in ("first", "other", "cell", "last")})
         edit(project, runner="workers", sent=["cell"])
-        self.cell(project)
+        (project.root / "cells").mkdir()
+        for n in range(1, CELLS + 1):
+            self.cell(project, n)
         project.git("init", "-q")
         project.commit()
         self.workers: dict[str, subprocess.Popen[bytes]] = {}
         super().__init__(project, str(root / "prefect"))
 
-    def cell(self, project: Project, before: str = "") -> None:
-        (project.root / "cell.py").write_text(CELL.format(before=before))
+    def cell(self, project: Project, n: int, before: str = "") -> None:
+        (project.root / f"cells/{n}.py").write_text(CELL.format(before=before))
 
     def start_worker(self, name: str) -> None:
         """As `make worker`; heartbeats come often, or a test of their absence would take minutes."""
@@ -115,7 +117,7 @@ class Wide(Server):
     def sleeps(self) -> None:
         for name in ("asleep", "awake"):
             (self.root / name).unlink(missing_ok=True)
-        self.cell(self.project, SLEEPS.format(said=str(self.root)) + f"# {os.urandom(4).hex()}")
+        self.cell(self.project, 3, SLEEPS.format(said=str(self.root)) + f"# {os.urandom(4).hex()}")
 
     def lock(self) -> dict[str, Any]:
         return YAML(typ="safe").load(self.project.root / "dvc.lock")
@@ -185,16 +187,15 @@ def test_what_was_made_anywhere_is_not_made_again(wide: Wide) -> None:
 
 
 def test_what_fails_on_a_worker_is_told_here_and_the_rest_is_made(wide: Wide) -> None:
-    wide.cell(wide.project, "if n == '3': sys.exit('aerie: out of cheese')")
+    wide.cell(wide.project, 2, "time.sleep(1)")
+    wide.cell(wide.project, 3, "sys.exit('aerie: out of cheese')")
     run = wide.run()
     state = wide.ended(run)
-    assert (
-        state["message"]
-        == f"see the log of cell@3; {CELLS + 3} stages: 2 unchanged, {CELLS - 1} ran, 1 failed, 1 not run"
-    )
+    assert state["message"].startswith(f"see the log of cell@3; {CELLS + 3} stages: ")
+    assert "1 ran" in state["message"] and state["message"].endswith("1 failed, 1 not run")
     said = wait_for(lambda: [line for line in wide.messages(run) if "out of cheese" in line])
     assert any("cell@3, made by " in line for line in said)
-    assert len(wide.sent(run)) == CELLS
+    assert len(wide.sent(run)) == 2
 
 
 def test_cancelling_ends_what_workers_do_for_the_run(wide: Wide) -> None:
@@ -242,8 +243,8 @@ def test_a_host_that_is_gone_is_noticed_and_another_makes_its_stage(wide: Wide) 
     command = wide.sleeping(run)
     (name,) = [name for name in wide.workers if str(wide.root / name) in command.cwd()]
     (wide.root / "awake").touch()
-    ours = {name: str(wide.root / name), "PWD": str(wide.root / name)}
-    lost = [p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get("PWD") == ours["PWD"]]
+    started_in = str(wide.root / name)
+    lost = [p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get("PWD") == started_in]
     for process in lost:
         process.send_signal(signal.SIGSTOP)  # none may see another end, as when a machine goes down
     for process in lost:
