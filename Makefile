@@ -27,10 +27,11 @@ run: $(VENV)/.installed
 ui: $(VENV)/.installed
 	@$(IN_VENV) python -m pipeline.serve
 
-# In the folder it is started in. As many stages at once as you allow, or as the runs' schedule.slots do on this machine.
+# In the folder it is started in.
+WORKER_LIMIT ?= 1
 WORKER := PREFECT_WORKER_QUERY_SECONDS=2 PWD="$(CURDIR)" prefect worker start --pool aerie-stages --type process
 worker: $(VENV)/.installed
-	@$(IN_VENV) $(WORKER)
+	@$(IN_VENV) $(WORKER) --limit $(WORKER_LIMIT)
 
 ENGINE ?= sglang
 SERVING := serving-env/$(ENGINE)

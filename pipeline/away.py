@@ -1,4 +1,4 @@
-"""Stages that workers of a Prefect work pool make, on other hosts too: sent, watched, collected.
+"""Stages that are made elsewhere, by the workers of a Prefect pool or on a Ray cluster: sent, watched, collected.
 
 A worker is `make worker` in a checkout of its own; what it runs is pipeline/worker.py. Files travel by the DVC remote
 (pipeline/remote.py), so the two hosts share that and the Prefect server, and nothing else.
@@ -7,8 +7,9 @@ A worker is `make worker` in a checkout of its own; what it runs is pipeline/wor
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
 from uuid import UUID
 
 from prefect import get_client
@@ -19,82 +20,107 @@ from prefect.runtime import task_run
 from prefect.states import Cancelling, Crashed
 
 from pipeline import graph, remote
-from stages.params import Params
+from stages.params import Needs, Schedule
 
 POOL = "aerie-stages"
 DEPLOYMENT = "stage/stage"  # in prefect.yaml
 ASK_EVERY = 1.0  # seconds, about all runs together
 ASK_WORKERS_EVERY = 10.0
 TAKEN_WITHIN = 180.0  # seconds from a worker's promise to the run's first word; a host under load takes some ten
-
 PAGE = 200  # runs of one answer, at most
 
 _sending = threading.Lock()  # one at a time: each is a process that reads the graph
 
 
-def stages(params: Params, names: Iterable[str]) -> frozenset[str]:
-    """Those that workers make. Raises ValueError where they can't: no remote, no deployment, no worker."""
-    rules = params.schedule
+class Hosts(Protocol):
+    """Who makes stages elsewhere."""
+
+    def make(self, order: remote.Order, needs: Needs, say: Callable[[str], object]) -> None:
+        """Until it is made. Raises StageError: as `graph.run_stage`, and where the host is lost, which another may mend."""
+
+    def cancel(self) -> None:
+        """All that is being made."""
+
+
+@contextmanager
+def hosts(rules: Schedule) -> Iterator[Hosts | None]:
+    """Those of schedule.runner. Raises ValueError where there are none, or no remote to meet at."""
     if rules.runner == "local":
-        return frozenset()
+        yield None
+        return
     remote.check()
-    with get_client(sync_client=True) as client:
-        try:
-            client.read_deployment_by_name(DEPLOYMENT)
-            online = [one for one in client.read_workers_for_work_pool(POOL) if one.status == WorkerStatus.ONLINE]
-        except ObjectNotFound:
-            online = []
-    if not online:
-        raise ValueError(
-            f"params.yaml: schedule.runner is workers, and no worker of the pool {POOL} is online; start one on each host, "
-            "`make worker` in a checkout there, or write local"
-        )
-    return frozenset(name for name in names if name.partition("@")[0] in rules.sent)
+    if rules.runner == "workers":
+        yield Workers()
+        return
+    try:
+        from pipeline.ray import Cluster
+    except ModuleNotFoundError:
+        raise ValueError("schedule.runner is ray, and prefect-ray is not installed: pip install -e '.[ray]'") from None
+    with Cluster(rules.ray_address) as cluster:
+        yield cluster
 
 
-def bring(name: str, say: Callable[[str], object]) -> graph.Outcome:
-    """One stage, made by a worker and collected; from the cache, where anybody has made it before.
+def bring(name: str, needs: Needs, hosts: Hosts, say: Callable[[str], object]) -> graph.Outcome:
+    """One stage, made elsewhere and collected; from the cache, where anybody has made it before.
 
     Raises:
-        StageError: as `graph.run_stage`, also where the worker is lost: that another attempt may mend.
+        StageError: as `Hosts.make`.
     """
     with _sending:
         said = graph.run_module(["pipeline.remote", "offer", name])
     order = json.loads(next(line for line in said if line.startswith(remote.SAID)).removeprefix(remote.SAID))
     if order is None:
         return graph.run_stage(name, say)
-    with get_client(sync_client=True) as client:
-        deployment = client.read_deployment_by_name(DEPLOYMENT)
-        run = client.create_flow_run_from_deployment(
-            deployment.id, name=name, parameters={"order": order}, parent_task_run_id=UUID(str(task_run.id))
-        )
-    say(f"sent to the pool {POOL}: run {run.id}")
-    ended = _sent.wait(run.id, say)
-    assert ended.state
-    if ended.state.type != StateType.COMPLETED:
-        message = f"{name}, made by {_host(ended)}, {ended.state.type.lower()}: {ended.state.message}"
-        raise graph.StageError(message, ended.state.type == StateType.CRASHED or graph.is_transient(message))
-    say(f"made by {_host(ended)}; collecting")
+    hosts.make(remote.Order(**order), needs, say)
     with _sending:
         graph.run_module(["pipeline.remote", "collect", name])
     graph.run_stage(name, say)
     return graph.Outcome.RAN
 
 
-def _host(run: FlowRun) -> str:
-    """The worker, which its first word puts among the run's tags."""
-    return ", ".join(run.tags) or "no worker"
-
-
-class Sent:
-    """Runs that are not over; all are asked about together, by whichever thread finds the last answer old."""
+class Workers:
+    """Of the pool, in whose pages each stage is a run; whichever thread finds the last answer old asks about all of them."""
 
     def __init__(self) -> None:
+        """Raises ValueError where no worker is there."""
+        with get_client(sync_client=True) as client:
+            try:
+                client.read_deployment_by_name(DEPLOYMENT)
+                online = [one for one in client.read_workers_for_work_pool(POOL) if one.status == WorkerStatus.ONLINE]
+            except ObjectNotFound:
+                online = []
+        if not online:
+            raise ValueError(
+                f"params.yaml: schedule.runner is workers, and no worker of the pool {POOL} is online; start one on each "
+                "host, `make worker` in a checkout there, or write local"
+            )
         self._lock = threading.Lock()
         self._runs: dict[UUID, FlowRun | None] = {}
         self._asked = self._asked_workers = float("-inf")
 
-    def wait(self, run: UUID, say: Callable[[str], object]) -> FlowRun:
+    def make(self, order: remote.Order, needs: Needs, say: Callable[[str], object]) -> None:
+        """`needs` are met on the worker's machine, by the same rules as here."""
+        name = order.stage
+        with get_client(sync_client=True) as client:
+            run = client.create_flow_run_from_deployment(
+                client.read_deployment_by_name(DEPLOYMENT).id,
+                name=name,
+                parameters={"order": order.model_dump()},
+                parent_task_run_id=UUID(str(task_run.id)),
+            )
+        say(f"sent to the pool {POOL}: run {run.id}")
+        ended = self._wait(run.id, say)
+        assert ended.state
+        if ended.state.type != StateType.COMPLETED:
+            message = f"{name}, made by {_host(ended)}, {ended.state.type.lower()}: {ended.state.message}"
+            raise graph.StageError(message, ended.state.type == StateType.CRASHED or graph.is_transient(message))
+        say(f"made by {_host(ended)}; collecting")
+
+    def cancel(self) -> None:
+        with self._lock:
+            cancel(map(str, self._runs))
+
+    def _wait(self, run: UUID, say: Callable[[str], object]) -> FlowRun:
         """Until it is over. Raises StageError where this run is cancelled meanwhile."""
         with self._lock:
             self._runs[run] = None
@@ -111,11 +137,6 @@ class Sent:
                     graph.tell_guard(f"back {run}")
                 return found
         raise graph.StageError("not waited for: the run is cancelled")
-
-    def cancel(self) -> None:
-        """All that are not over."""
-        with self._lock:
-            cancel(map(str, self._runs))
 
     def _look(self, run: UUID) -> FlowRun | None:
         with self._lock:
@@ -145,8 +166,9 @@ class Sent:
                 client.set_flow_run_state(run.id, crashed, force=True)
 
 
-_sent = Sent()
-cancel_all = _sent.cancel
+def _host(run: FlowRun) -> str:
+    """The worker, which its first word puts among the run's tags."""
+    return ", ".join(run.tags) or "no worker"
 
 
 def cancel(runs: Iterable[str]) -> None:

@@ -97,6 +97,7 @@ def _run(change: Callable[[], None] | None, after: Callable[[], None] = lambda: 
                 get_run_logger().warning(healed)
             params = load()
             check_raw_exists(params)
+            hosts = stack.enter_context(away.hosts(params.schedule))
             work, pool = plan(params)
         except ValueError as error:  # for the user to correct: the page shows it without a traceback
             get_run_logger().error(str(error))
@@ -105,9 +106,10 @@ def _run(change: Callable[[], None] | None, after: Callable[[], None] = lambda: 
             stack.enter_context(graph.guarded([held.fileno()]))
             why = graph.why_stale()
             publish_plan(why)
-            states = bring_up_to_date(work, why, pool)
+            states = bring_up_to_date(work, why, pool, hosts)
         except BaseException:  # a cancelled flow: its tasks are on other threads, which see no signal
-            away.cancel_all()
+            if hosts:
+                hosts.cancel()
             graph.stop()
             raise
         publish(states, why)
@@ -127,7 +129,8 @@ def plan(params: Params) -> tuple[Graph, resources.Pool]:
     upstream = graph.stages()
     pool = resources.Pool(params.schedule.slots, resources.gpus())
     needs = {name: params.schedule.needs(name) for name in upstream}
-    sent = away.stages(params, upstream)
+    rules = params.schedule
+    sent = frozenset(name for name in upstream if rules.runner != "local" and name.partition("@")[0] in rules.sent)
     for name, need in needs.items():
         if name not in sent:
             pool.check(name, need)
@@ -135,10 +138,10 @@ def plan(params: Params) -> tuple[Graph, resources.Pool]:
 
 
 @task(cache_policy=NO_CACHE)
-def bring(stage: str, why: list[str], environment: dict[str, str], held: list[int], sent: bool) -> Any:
+def bring(stage: str, why: list[str], environment: dict[str, str], held: list[int], hosts: Any = None) -> Any:
     """One stage, its log line by line, and what DVC made of it as the state's name. Without a reason why, none starts.
 
-    A `sent` one is made by a worker; its log is in the pages of the run that its own log names.
+    With `hosts` it is made there, and its log is in the pages of a run that its own log names.
     """
     if not why:
         return _completed(stage, graph.Outcome.UNCHANGED)
@@ -147,8 +150,8 @@ def bring(stage: str, why: list[str], environment: dict[str, str], held: list[in
     on_line = Progress(stage, log.info)
     for attempt in range(1, rules.attempts + 1):
         try:
-            if sent:
-                return _completed(stage, away.bring(stage, log.info))
+            if hosts:
+                return _completed(stage, away.bring(stage, rules.needs(stage), hosts, log.info))
             return _completed(stage, graph.run_stage(stage, on_line, environment, held))
         except graph.StageError as error:  # a state, not a raise, which would bury the log under Prefect's stack
             if not error.transient or attempt == rules.attempts:
@@ -191,7 +194,9 @@ class Progress:
             update_progress_artifact(self._artifact, percent, description=about)
 
 
-def bring_up_to_date(work: Graph, why: dict[str, list[str]], pool: resources.Pool) -> dict[str, State[str]]:
+def bring_up_to_date(
+    work: Graph, why: dict[str, list[str]], pool: resources.Pool, hosts: away.Hosts | None
+) -> dict[str, State[str]]:
     """Each stage after what it needs; after a failure all others still run, as with `dvc repro --keep-going`.
 
     On threads of Prefect's, ordered from this one, where a cancellation lands. `why` then has the reasons
@@ -207,9 +212,8 @@ def bring_up_to_date(work: Graph, why: dict[str, list[str]], pool: resources.Poo
         one = bring.with_options(name=name, task_run_name=name)
         # wait_for draws the edges of the graph in the UI; a task whose needs are not completed ends as NotReady.
         before = [futures[need] for need in work.upstream[name]]
-        futures[name] = one.submit(
-            name, reasons, lease.environment, held, name in work.away, wait_for=before, return_state=False
-        )
+        there = hosts if name in work.away else None
+        futures[name] = one.submit(name, reasons, lease.environment, held, there, wait_for=before, return_state=False)
         waited: Future[Any] = futures[name].wrapped_future
         return waited
 

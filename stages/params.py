@@ -607,7 +607,8 @@ class Schedule(Section):
     slots: Count
     attempts: Count
     retry_pause_s: NonNegative
-    runner: Literal["local", "workers"]
+    runner: Literal["local", "workers", "ray"]
+    ray_address: Annotated[str, Field(min_length=1)] | None
     sent: list[Name]
     stages: dict[Name, Needs]
 

@@ -119,6 +119,11 @@ class Wide(Server):
             (self.root / name).unlink(missing_ok=True)
         self.cell(self.project, 3, SLEEPS.format(said=str(self.root)) + f"# {os.urandom(4).hex()}")
 
+    def flow(self) -> psutil.Process:
+        """Of the run at work."""
+        (found,) = [p for p in psutil.Process(self.process.pid).children() if "spawn_main" in " ".join(p.cmdline())]
+        return found
+
     def lock(self) -> dict[str, Any]:
         return YAML(typ="safe").load(self.project.root / "dvc.lock")
 
@@ -212,8 +217,7 @@ def test_a_run_killed_outright_leaves_nothing_at_work_on_workers_and_the_next_on
     wide.sleeps()
     run = wide.run()
     command = wide.sleeping(run)
-    (flow,) = [p for p in psutil.Process(wide.process.pid).children() if "spawn_main" in " ".join(p.cmdline())]
-    flow.kill()
+    wide.flow().kill()
     assert gone(command.pid, 30)
     assert wide.ended(run)["type"] == "CRASHED"
     (wide.root / "awake").touch()
