@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 from uuid import UUID
 
+from httpx import HTTPError
 from prefect import get_client
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, StateType, WorkerStatus
@@ -101,13 +102,16 @@ class Workers:
     def make(self, order: remote.Order, needs: Needs, say: Callable[[str], object]) -> None:
         """`needs` are met on the worker's machine, by the same rules as here."""
         name = order.stage
-        with get_client(sync_client=True) as client:
-            run = client.create_flow_run_from_deployment(
-                client.read_deployment_by_name(DEPLOYMENT).id,
-                name=name,
-                parameters={"order": order.model_dump()},
-                parent_task_run_id=UUID(str(task_run.id)),
-            )
+        try:
+            with get_client(sync_client=True) as client:
+                run = client.create_flow_run_from_deployment(
+                    client.read_deployment_by_name(DEPLOYMENT).id,
+                    name=name,
+                    parameters={"order": order.model_dump()},
+                    parent_task_run_id=UUID(str(task_run.id)),
+                )
+        except HTTPError as error:
+            raise graph.StageError(f"{name} could not be sent: {error}", transient=True) from None
         say(f"sent to the pool {POOL}: run {run.id}")
         ended = self._wait(run.id, say)
         assert ended.state
@@ -140,18 +144,23 @@ class Workers:
 
     def _look(self, run: UUID) -> FlowRun | None:
         with self._lock:
-            now = time.monotonic()
-            if now - self._asked > ASK_EVERY:
-                with get_client(sync_client=True) as client:
-                    ids = list(self._runs)
-                    for begin in range(0, len(ids), PAGE):
-                        asked = FlowRunFilter.model_validate({"id": {"any_": ids[begin : begin + PAGE]}})
-                        self._runs |= {one.id: one for one in client.read_flow_runs(flow_run_filter=asked)}
-                    if now - self._asked_workers > ASK_WORKERS_EVERY:
-                        self._close_lost(client)
-                        self._asked_workers = now
-                self._asked = now
+            if time.monotonic() - self._asked > ASK_EVERY:
+                try:
+                    self._ask()
+                except HTTPError:  # a server under load says 503 for a while; the runs go on meanwhile
+                    pass
+                self._asked = time.monotonic()
             return self._runs[run]
+
+    def _ask(self) -> None:
+        with get_client(sync_client=True) as client:
+            ids = list(self._runs)
+            for begin in range(0, len(ids), PAGE):
+                asked = FlowRunFilter.model_validate({"id": {"any_": ids[begin : begin + PAGE]}})
+                self._runs |= {one.id: one for one in client.read_flow_runs(flow_run_filter=asked)}
+            if time.monotonic() - self._asked_workers > ASK_WORKERS_EVERY:
+                self._close_lost(client)
+                self._asked_workers = time.monotonic()
 
     def _close_lost(self, client: Any) -> None:
         """Runs whose worker is gone, with its host perhaps, say nothing any more."""

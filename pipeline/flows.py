@@ -77,8 +77,8 @@ def _say(lines: Iterator[str]) -> None:
 
 def _beside(recipe: str) -> None:
     """The comparison as an artifact."""
-    lines = "\n".join(reproduce.compare(recipe))
-    create_markdown_artifact(f"```\n{lines}\n```", key="compared", description=f"{recipe}: ours beside the published")
+    table = "\n".join(reproduce.compare(recipe))
+    create_markdown_artifact(table, key="compared", description=f"{recipe}: ours beside the published")
 
 
 def _run(change: Callable[[], None] | None, after: Callable[[], None] = lambda: None) -> State[None]:
@@ -117,10 +117,9 @@ def _run(change: Callable[[], None] | None, after: Callable[[], None] = lambda: 
             get_run_logger().info(f"take it over with: python -m pipeline promote {Path.cwd().name}")
         state = verdict(states)
         try:
-            if state.is_completed():
-                after()
+            after()  # of what is there, as `python -m pipeline reproduce` does after a failure
         except ValueError as error:
-            return Failed(message=str(error))
+            return Failed(message=f"{state.message}; {error}")
         return state
 
 

@@ -165,15 +165,18 @@ def guarded(hold: Iterable[int] = ()) -> Iterator[None]:
     _mark = uuid.uuid4().hex
     command = [sys.executable, "-m", "pipeline.guard", _mark]
     # A session of its own, so that what is sent to our group leaves it be; it ends when the pipe does.
-    guard = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=list(hold), start_new_session=True)
-    assert guard.stdin
+    pipe = subprocess.PIPE
+    guard = subprocess.Popen(command, stdin=pipe, stdout=pipe, pass_fds=list(hold), start_new_session=True)
+    assert guard.stdin and guard.stdout
+    guard.wait()  # it goes on as nobody's child, since Ray kills the children of a process that it kills
     _guard = guard.stdin
     try:
         yield
     finally:
         _guard = None
         guard.stdin.close()
-        guard.wait()
+        guard.stdout.read()  # until it has ended, and freed what it holds
+        guard.stdout.close()
         _mark = None
 
 

@@ -33,6 +33,8 @@ def end_with_parent() -> None:
 
 
 def main() -> None:
+    if os.fork():
+        os._exit(0)
     sent = set[str]()
     for line in sys.stdin:  # until the other end of the pipe is closed, by its owner or by the kernel
         what, run = line.split()

@@ -37,7 +37,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wide]:
         for name in NODES:
             subprocess.run(["git", "clone", "-q", started.project.root, root / name], check=True)
             nodes.append(start_node(root, name, address))
-            wait_for(lambda name=name: "started" in (root / f"{name}.log").read_text(), 120)
+            wait_for(lambda name=name: "started" in (root / f"{name}.log").read_text(), 300)
         wait_for(started.up, 600)
         yield started
     finally:

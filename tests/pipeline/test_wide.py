@@ -85,6 +85,7 @@ class Wide(Server):
             "PREFECT_API_URL": f"http://127.0.0.1:{self.port}/api",
             "PREFECT_HOME": str(self.root / f"{name}-home"),
             "PREFECT_WORKER_QUERY_SECONDS": "1",
+            "PREFECT_WORKER_ENABLE_CANCELLATION": "true",
             "PREFECT_WORKER_HEARTBEAT_SECONDS": "2",
             "PWD": str(clone),
             "PYTHONPATH": str(REPO),
