@@ -1,5 +1,6 @@
 # make run     install what is missing, run what is stale, print the table
 # make ui      the same graph in Prefect's pages
+# make worker  make stages for the runs of another host: docs/scheduling.md
 # make serving-env         SGLang in an environment of its own; ENGINE=vllm: vLLM
 # make test    every check and test; make test-long: whole runs
 #
@@ -13,7 +14,7 @@ PIP := PIP_ROOT_USER_ACTION=ignore $(BIN)/python -m pip -qq --disable-pip-versio
 SUPPORTED := import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 13) or sys.exit( \
   "aerie: needs Python 3.11, 3.12 or 3.13; $(PYTHON) is %d.%d. Name another one: make PYTHON=python3.12" % v)
 
-.PHONY: run ui check test test-long clean serving-env
+.PHONY: run ui worker check test test-long clean serving-env
 
 # Everything a second run does must be quick: no pip, and the table only where the report stage had no cause to print it.
 run: $(VENV)/.installed
@@ -25,6 +26,12 @@ run: $(VENV)/.installed
 
 ui: $(VENV)/.installed
 	@$(IN_VENV) python -m pipeline.serve
+
+# In the folder it is started in.
+WORKER_LIMIT ?= 1
+WORKER := PREFECT_WORKER_QUERY_SECONDS=2 PREFECT_WORKER_ENABLE_CANCELLATION=true PWD="$(CURDIR)" prefect worker start --pool aerie-stages --type process
+worker: $(VENV)/.installed
+	@$(IN_VENV) $(WORKER) --limit $(WORKER_LIMIT)
 
 ENGINE ?= sglang
 SERVING := serving-env/$(ENGINE)

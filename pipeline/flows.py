@@ -8,12 +8,9 @@ Prefect shows and schedules; DVC decides what is fresh. So no task here is cache
 
 import contextlib
 import csv
-import multiprocessing
-import os
 import re
 import signal
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -33,8 +30,9 @@ from prefect.cache_policies import NO_CACHE
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Completed, Failed, State
 
-from pipeline import graph, recipes, reproduce, resources, workspace
+from pipeline import away, graph, recipes, reproduce, resources, workspace
 from pipeline.forms import Changes, RecipeName, Sweep
+from pipeline.guard import end_with_parent
 from pipeline.schedule import Graph, run_all
 from stages.params import Params, check_raw_exists, load
 
@@ -79,8 +77,8 @@ def _say(lines: Iterator[str]) -> None:
 
 def _beside(recipe: str) -> None:
     """The comparison as an artifact."""
-    lines = "\n".join(reproduce.compare(recipe))
-    create_markdown_artifact(f"```\n{lines}\n```", key="compared", description=f"{recipe}: ours beside the published")
+    table = "\n".join(reproduce.compare(recipe))
+    create_markdown_artifact(table, key="compared", description=f"{recipe}: ours beside the published")
 
 
 def _run(change: Callable[[], None] | None, after: Callable[[], None] = lambda: None) -> State[None]:
@@ -99,6 +97,7 @@ def _run(change: Callable[[], None] | None, after: Callable[[], None] = lambda: 
                 get_run_logger().warning(healed)
             params = load()
             check_raw_exists(params)
+            hosts = stack.enter_context(away.hosts(params.schedule))
             work, pool = plan(params)
         except ValueError as error:  # for the user to correct: the page shows it without a traceback
             get_run_logger().error(str(error))
@@ -107,8 +106,10 @@ def _run(change: Callable[[], None] | None, after: Callable[[], None] = lambda: 
             stack.enter_context(graph.guarded([held.fileno()]))
             why = graph.why_stale()
             publish_plan(why)
-            states = bring_up_to_date(work, why, pool)
+            states = bring_up_to_date(work, why, pool, hosts)
         except BaseException:  # a cancelled flow: its tasks are on other threads, which see no signal
+            if hosts:
+                hosts.cancel()
             graph.stop()
             raise
         publish(states, why)
@@ -116,10 +117,9 @@ def _run(change: Callable[[], None] | None, after: Callable[[], None] = lambda: 
             get_run_logger().info(f"take it over with: python -m pipeline promote {Path.cwd().name}")
         state = verdict(states)
         try:
-            if state.is_completed():
-                after()
+            after()  # of what is there, as `python -m pipeline reproduce` does after a failure
         except ValueError as error:
-            return Failed(message=str(error))
+            return Failed(message=f"{state.message}; {error}")
         return state
 
 
@@ -128,14 +128,20 @@ def plan(params: Params) -> tuple[Graph, resources.Pool]:
     upstream = graph.stages()
     pool = resources.Pool(params.schedule.slots, resources.gpus())
     needs = {name: params.schedule.needs(name) for name in upstream}
+    rules = params.schedule
+    sent = frozenset(name for name in upstream if rules.runner != "local" and name.partition("@")[0] in rules.sent)
     for name, need in needs.items():
-        pool.check(name, need)
-    return Graph(upstream, needs), pool
+        if name not in sent:
+            pool.check(name, need)
+    return Graph(upstream, needs, sent), pool
 
 
 @task(cache_policy=NO_CACHE)
-def bring(stage: str, why: list[str], environment: dict[str, str], held: list[int]) -> Any:
-    """One stage, its log line by line, and what DVC made of it as the state's name. Without a reason why, none starts."""
+def bring(stage: str, why: list[str], environment: dict[str, str], held: list[int], hosts: Any = None) -> Any:
+    """One stage, its log line by line, and what DVC made of it as the state's name. Without a reason why, none starts.
+
+    With `hosts` it is made there, and its log is in the pages of a run that its own log names.
+    """
     if not why:
         return _completed(stage, graph.Outcome.UNCHANGED)
     log, rules = get_run_logger(), load().schedule
@@ -143,6 +149,8 @@ def bring(stage: str, why: list[str], environment: dict[str, str], held: list[in
     on_line = Progress(stage, log.info)
     for attempt in range(1, rules.attempts + 1):
         try:
+            if hosts:
+                return _completed(stage, away.bring(stage, rules.needs(stage), hosts, log.info))
             return _completed(stage, graph.run_stage(stage, on_line, environment, held))
         except graph.StageError as error:  # a state, not a raise, which would bury the log under Prefect's stack
             if not error.transient or attempt == rules.attempts:
@@ -185,7 +193,9 @@ class Progress:
             update_progress_artifact(self._artifact, percent, description=about)
 
 
-def bring_up_to_date(work: Graph, why: dict[str, list[str]], pool: resources.Pool) -> dict[str, State[str]]:
+def bring_up_to_date(
+    work: Graph, why: dict[str, list[str]], pool: resources.Pool, hosts: away.Hosts | None
+) -> dict[str, State[str]]:
     """Each stage after what it needs; after a failure all others still run, as with `dvc repro --keep-going`.
 
     On threads of Prefect's, ordered from this one, where a cancellation lands. `why` then has the reasons
@@ -201,7 +211,8 @@ def bring_up_to_date(work: Graph, why: dict[str, list[str]], pool: resources.Poo
         one = bring.with_options(name=name, task_run_name=name)
         # wait_for draws the edges of the graph in the UI; a task whose needs are not completed ends as NotReady.
         before = [futures[need] for need in work.upstream[name]]
-        futures[name] = one.submit(name, reasons, lease.environment, held, wait_for=before, return_state=False)
+        there = hosts if name in work.away else None
+        futures[name] = one.submit(name, reasons, lease.environment, held, there, wait_for=before, return_state=False)
         waited: Future[Any] = futures[name].wrapped_future
         return waited
 
@@ -287,17 +298,6 @@ def require_server() -> None:
     with get_client(sync_client=True) as client:
         if problem := client.api_healthcheck():
             raise ValueError(f"no Prefect server answers at PREFECT_API_URL {url} ({problem}); {todo}")
-
-
-def end_with_parent() -> None:
-    """End this run as a cancellation does when the process that serves it is gone: killed, it could not tell us."""
-    if parent := multiprocessing.parent_process():
-
-        def watch() -> None:
-            parent.join()
-            os.kill(os.getpid(), signal.SIGTERM)
-
-        threading.Thread(target=watch, daemon=True).start()
 
 
 def main() -> None:

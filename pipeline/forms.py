@@ -26,6 +26,7 @@ def _rising(epochs: list[int]) -> list[int]:
 TreeName = Annotated[str, Field(pattern=TREE), AfterValidator(_can_be_built)]
 Trees = Annotated[list[TreeName], Field(min_length=1)]
 Epochs = Annotated[list[Count], Field(min_length=1), AfterValidator(_rising)]
+SHAPE = "tSTEPS_TOPK_TOKENS, as t8_2_16"  # drawn as Markdown, where t<num_steps>_... is a tag, and shown as t
 AsParams = "empty: as params.yaml has them"
 
 
@@ -35,7 +36,7 @@ class Changes(BaseModel):
     model_config = ConfigDict(extra="forbid")
     trees: Trees | None = Field(
         default=None,
-        description=f"t<num_steps>_<topk>_<num_draft_tokens>, as t8_2_16, to time on the torch engine; {AsParams}",
+        description=f"{SHAPE}, to time on the torch engine; {AsParams}",
     )
     epochs: Epochs | None = Field(
         default=None,
@@ -87,7 +88,7 @@ class Sweep(BaseModel):
     """Every tree with every checkpoint under every workload: a cell each."""
 
     model_config = ConfigDict(extra="forbid")
-    trees: Trees = Field(description="t<num_steps>_<topk>_<num_draft_tokens>, as t8_2_16; a chain is t8_1_9")
+    trees: Trees = Field(description=f"{SHAPE}; a chain is t8_1_9")
     checkpoints: list[Name] | None = Field(default=None, description=f"trained or imported ones, as e009; {AsParams}")
     workloads: list[Name] | None = Field(default=None, description=f"names of benchmark.workloads, as eval; {AsParams}")
     engine: Literal["torch", "served"] = Field(

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from enum import StrEnum
 from graphlib import TopologicalSorter
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 from ruamel.yaml import YAML
@@ -67,6 +67,7 @@ MODULE = "dvc"  # as a word of its command line, by which DVC is told from what 
 _live: set[subprocess.Popen[str]] = set()
 _live_lock = threading.Lock()
 _mark: str | None = None
+_guard: IO[bytes] | None = None
 _stopped = threading.Event()
 
 
@@ -206,20 +207,33 @@ def _is_lock(text: str) -> bool:
 def guarded(hold: Iterable[int] = ()) -> Iterator[None]:
     """While this lasts, another process watches this one, and ends its stages should it be killed outright.
 
-    It shares the open files `hold`: a lock on one is free only when those stages have ended.
+    It shares the open files `hold`: a lock on one is free only when those stages have ended. What it is told with
+    `tell_guard` meanwhile, it ends too.
     """
-    global _mark
+    global _mark, _guard
     _mark = uuid.uuid4().hex
     command = [sys.executable, "-m", "pipeline.guard", _mark]
     # A session of its own, so that what is sent to our group leaves it be; it ends when the pipe does.
-    guard = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=list(hold), start_new_session=True)
-    assert guard.stdin
+    pipe = subprocess.PIPE
+    guard = subprocess.Popen(command, stdin=pipe, stdout=pipe, pass_fds=list(hold), start_new_session=True)
+    assert guard.stdin and guard.stdout
+    guard.wait()  # it goes on as nobody's child, since Ray kills the children of a process that it kills
+    _guard = guard.stdin
     try:
         yield
     finally:
+        _guard = None
         guard.stdin.close()
-        guard.wait()
+        guard.stdout.read()  # until it has ended, and freed what it holds
+        guard.stdout.close()
         _mark = None
+
+
+def tell_guard(line: str) -> None:
+    """A line for `pipeline.guard`, of what runs elsewhere; nothing where nobody watches."""
+    if _guard:
+        _guard.write(f"{line}\n".encode())  # a short line goes into a pipe whole, whichever thread writes it
+        _guard.flush()
 
 
 def end_marked(mark: str) -> None:
@@ -259,17 +273,55 @@ def run_stage(
     Raises:
         StageError: with the end of the log, where the stage or DVC failed.
     """
+    outcome: Outcome | None = None
     tail: deque[str] = deque(maxlen=TAIL_LINES)
-    outcome = None
-    process = _start(name, environment or {}, hold)
+
+    def on_any(line: str) -> None:
+        nonlocal outcome
+        outcome = outcome or _verdict(name, line)
+        if line and not line.lstrip().startswith(ADVICE):
+            tail.append(line)
+            on_line(line)
+
+    # --wait-for-lock, which must stand before `repro`: without it a stage that has *finished* is lost when DVC can't
+    # get its lock within 3 s.
+    if status := _run([MODULE, "--wait-for-lock", "repro", "--single-item", name], on_any, environment or {}, hold):
+        log = "\n".join(tail)
+        raise StageError(
+            f"stage {name} failed (dvc exited with {status}); mend it and run again, what has finished is cached. "
+            f"The end of its log:\n{log}",
+            is_transient(log),
+        )
+    assert outcome, f"dvc said none of {list(VERDICTS)} of {name}; has a new version changed its messages? {list(tail)}"
+    return outcome
+
+
+def run_module(words: list[str]) -> list[str]:
+    """`python -m` one of ours, which `stop` ends as it ends stages -> the lines it said.
+
+    Raises:
+        StageError: with the end of what it said, where it refuses.
+    """
+    said: list[str] = []
+    if _run(words, said.append, {}, ()):
+        log = "\n".join(said[-TAIL_LINES:])
+        raise StageError(f"{' '.join(words)}: {log}", is_transient(log))
+    return said
+
+
+def is_transient(log: str) -> bool:
+    """Whether another attempt may mend what ends a log so."""
+    return any(text in log for text in TRANSIENT)
+
+
+def _run(words: list[str], on_line: Callable[[str], object], environment: dict[str, str], hold: Iterable[int]) -> int:
+    """`python -m` these words, each line to `on_line`, until it has ended -> its exit status."""
+    process = _start(words, environment, hold)
     assert process.stdout
     try:
         for line in map(str.rstrip, process.stdout):
-            outcome = outcome or _verdict(name, line)
-            if line and not line.lstrip().startswith(ADVICE):
-                tail.append(line)
-                on_line(line)
-        status = process.wait()
+            on_line(line)
+        return process.wait()
     except BaseException:  # cancelled, interrupted, or on_line failed: a stage must not outlive whoever watches it
         # Someone has to go on reading, or what is still printed fills the pipe and DVC can't end.
         threading.Thread(target=process.stdout.read, daemon=True).start()
@@ -279,15 +331,6 @@ def run_stage(
     finally:
         with _live_lock:
             _live.discard(process)
-    if status:
-        log = "\n".join(tail)
-        raise StageError(
-            f"stage {name} failed (dvc exited with {status}); mend it and run again, what has finished is cached. "
-            f"The end of its log:\n{log}",
-            any(text in log for text in TRANSIENT),
-        )
-    assert outcome, f"dvc said none of {list(VERDICTS)} of {name}; has a new version changed its messages? {list(tail)}"
-    return outcome
 
 
 def end_children() -> None:
@@ -319,15 +362,14 @@ def _end_of(pid: int) -> None:
         pass
 
 
-def _start(name: str, environment: dict[str, str], hold: Iterable[int]) -> subprocess.Popen[str]:
-    # --wait-for-lock, which must stand before `repro`: without it a stage that has *finished* is lost when DVC can't
-    # get its lock within 3 s. Its own session: a Ctrl-C or a group kill must not hit DVC before its command.
-    command = [sys.executable, "-m", MODULE, "--wait-for-lock", "repro", "--single-item", name]
+def _start(words: list[str], environment: dict[str, str], hold: Iterable[int]) -> subprocess.Popen[str]:
+    """Its own session: a Ctrl-C or a group kill must not hit DVC before its command."""
+    command = [sys.executable, "-m", *words]
     # dvc.yaml says `python -m stages.NAME`: that python must be ours, activated or not.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     with _live_lock:
         if _stopped.is_set():
-            raise StageError(f"stage {name} was not started: the run is cancelled")
+            raise StageError(f"{' '.join(words)} was not started: the run is cancelled")
         process = subprocess.Popen(
             command,
             env=os.environ | {"PATH": path, "PYTHONUNBUFFERED": "1"} | ({MARK: _mark} if _mark else {}) | environment,

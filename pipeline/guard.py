@@ -1,12 +1,48 @@
-"""Waits until whoever started it is gone, and ends the stages it has left. python -m pipeline.guard MARK"""
+"""Waits until whoever started it is gone, and ends what it has left. python -m pipeline.guard MARK
 
+Its stages here, by their mark; and of the runs that workers make for it, those of which it has said `sent RUN` and not
+`back RUN`. The other way round, a flow's own process ends with the worker that started it.
+"""
+
+import multiprocessing
+import os
+import signal
 import sys
+import threading
+import time
 
 from pipeline.graph import end_marked
 
+ASK_PARENT = 0.5  # seconds
+
+
+def end_with_parent() -> None:
+    """End this run as a cancellation does when the process that serves it is gone: killed, it could not tell us."""
+    parent, number = multiprocessing.parent_process(), os.getppid()
+    if parent is None and "PREFECT__FLOW_RUN_ID" not in os.environ:
+        return  # started by hand
+
+    def watch() -> None:
+        if parent:
+            parent.join()
+        while os.getppid() == number and not parent:  # a work pool's worker starts us as any command
+            time.sleep(ASK_PARENT)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
+
 
 def main() -> None:
-    sys.stdin.buffer.read()  # until the other end of the pipe is closed, by its owner or by the kernel
+    if os.fork():
+        os._exit(0)
+    sent = set[str]()
+    for line in sys.stdin:  # until the other end of the pipe is closed, by its owner or by the kernel
+        what, run = line.split()
+        sent = sent | {run} if what == "sent" else sent - {run}
+    if sent:
+        from pipeline.away import cancel  # Prefect, which takes a second to import
+
+        threading.Thread(target=cancel, args=(sent,)).start()
     end_marked(sys.argv[1])
 
 

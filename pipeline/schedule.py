@@ -16,10 +16,14 @@ Why = list[str]  # what changed; none: the stage is up to date
 
 @dataclass(frozen=True)
 class Graph:
-    """Stages with the stages they need, in an order in which they can run, and what each takes of the machine."""
+    """Stages with the stages they need, in an order in which they can run, and what each takes of the machine.
+
+    Those `away` are made elsewhere, as many at once as are ready, and take nothing of this one.
+    """
 
     upstream: dict[str, list[str]]
     needs: dict[str, Needs]
+    away: frozenset[str] = frozenset()
 
 
 def run_all(
@@ -42,16 +46,16 @@ def run_all(
 
     def turn(name: str) -> int:
         """What takes nothing first, what takes the machine last."""
-        return 1 + graph.needs[name].exclusive if judged[name] else 0
+        return 1 + graph.needs[name].exclusive if judged[name] and name not in graph.away else 0
 
     try:
         while open_ or running:
             ready = [name for name in open_ if all(need in ended for need in graph.upstream[name])]
             judged |= _judge(graph, [name for name in ready if name not in judged], why, ended, ask)
             for name in sorted(ready, key=turn):
-                if turn(name) == 2 and running:
+                if turn(name) == 2 and any(at_work not in graph.away for at_work, _ in running.values()):
                     break
-                lease = pool.take(graph.needs[name]) if judged[name] else Lease()
+                lease = pool.take(graph.needs[name]) if turn(name) else Lease()
                 if lease:
                     open_.remove(name)
                     running[start(name, lease, judged[name])] = (name, lease)

@@ -135,7 +135,8 @@ def serve_flows(port: int) -> None:
 
     close_lost()
     runner = Runner(name="aerie", limit=RUNS_AT_ONCE)  # those of one workspace wait for each other
-    for deployment in deployments():
+    offer_stages(deployments()[-1])
+    for deployment in deployments()[:-1]:
         # By module path, since each run imports the flow anew, standing where we stand.
         runner.add_flow(
             getattr(flows, deployment["entrypoint"].partition(":")[2]),
@@ -152,6 +153,34 @@ def serve_flows(port: int) -> None:
         flush=True,
     )
     asyncio.run(_run_until_told(runner))
+
+
+def offer_stages(deployment: dict[str, Any]) -> None:
+    """A pool for the workers of other hosts, and what runs send there. Theirs is the folder in which they were started."""
+    from prefect import get_client
+    from prefect.client.schemas.actions import WorkPoolCreate
+    from prefect.exceptions import ObjectAlreadyExists
+    from prefect.utilities.callables import parameter_schema
+    from prefect.workers.process import ProcessWorker
+
+    from pipeline import worker
+
+    pool = deployment["work_pool"]["name"]
+    template = ProcessWorker.get_default_base_job_template()
+    with get_client(sync_client=True) as client:
+        try:
+            client.create_work_pool(WorkPoolCreate(name=pool, type=ProcessWorker.type, base_job_template=template))
+        except ObjectAlreadyExists:
+            pass
+        client.create_deployment(
+            client.create_flow(worker.stage),
+            deployment["name"],
+            description=deployment["description"],
+            work_pool_name=pool,
+            entrypoint="pipeline.worker.stage",
+            pull_steps=[{"prefect.deployments.steps.set_working_directory": {"directory": "{{ $PWD }}"}}],
+            parameter_openapi_schema=parameter_schema(worker.stage).model_dump_for_openapi(),
+        )
 
 
 def deployments() -> list[dict[str, Any]]:

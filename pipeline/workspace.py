@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from pipeline import graph
+from pipeline import graph, remote
 from pipeline.resources import lock
 from stages.params import PARAMS
 
@@ -28,11 +28,11 @@ ENGINES = ("serving-env/sglang", "serving-env/vllm")  # environments of 10 GB, i
 
 
 @contextmanager
-def at_work(say: Callable[[str], object]) -> Iterator[TextIO]:
-    """The workspace we stand in, for one run: others wait here. The file must stay open for as long as a stage runs."""
-    while (held := lock(LOCKED)) is None:
+def at_work(say: Callable[[str], object], locked: Path = LOCKED) -> Iterator[TextIO]:
+    """A workspace, the one we stand in, for one run: others wait here. The file must stay open for as long as a stage runs."""
+    while (held := lock(locked)) is None:
         say("another run is at work here; waiting for its end")
-        _wait_for(LOCKED)
+        _wait_for(locked)
     with held:
         yield held
 
@@ -65,17 +65,24 @@ def make(name: str) -> Path:
 def _fill(folder: Path) -> None:
     for name in _uncommitted():
         _copy(Path(name), folder / name)
+    settle(folder)
+    if (folder / graph.LOCK_FILE).exists():
+        _run(_dvc("checkout", "--quiet", "--force", "--allow-missing"), folder)
+
+
+def settle(folder: Path) -> None:
+    """Let DVC there use our cache and our remotes, and stages our serving engines."""
     local = Path(".dvc/config.local")
     if local.exists():
         shutil.copy2(local, folder / local)
     cache = Path(_run(_dvc("cache", "dir"), Path()).strip()).resolve()
     _run(_dvc("cache", "dir", "--local", str(cache)), folder)
+    for name, path in remote.folders().items():  # written relative to our .dvc/config, they would lie elsewhere
+        _run(_dvc("remote", "modify", "--local", name, "url", path), folder)
     for engine in map(Path, ENGINES):
         if engine.is_dir():
             (folder / engine).parent.mkdir(exist_ok=True)
             (folder / engine).symlink_to(engine.resolve())
-    if (folder / graph.LOCK_FILE).exists():
-        _run(_dvc("checkout", "--quiet", "--force", "--allow-missing"), folder)
 
 
 def promote(name: str) -> Iterator[str]:
@@ -110,6 +117,14 @@ def promote(name: str) -> Iterator[str]:
             _git("checkout", "--", *map(str, PROMOTED))
             raise
     yield f"{' and '.join(map(str, PROMOTED))} are those of {name}, and so are the results; git diff shows what changed"
+
+
+def make_bare(folder: Path) -> None:
+    """A DVC project of no files, which uses our cache and our remotes; as it is where it has been made before."""
+    (folder / ".dvc").mkdir(parents=True, exist_ok=True)
+    shutil.copy2(".dvc/config", folder / ".dvc/config")
+    settle(folder)
+    _run(_dvc("config", "--local", "core.no_scm", "true"), folder)
 
 
 def drop(name: str) -> Iterator[str]:

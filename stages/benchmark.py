@@ -86,7 +86,7 @@ def _check_gpus(p: params.Params) -> None:
 
 def _main(p: params.Params, workload: str, name: str, tree_name: str, group: ranks.Ranks) -> None:
     torch.set_num_threads(p.target.num_threads)
-    meter, started = energy.Meter(p.target.gpus()), time.perf_counter()
+    meter, started = energy.Meter(p.target.gpus(p.benchmark.num_gpus_total)), time.perf_counter()
     tree, w = Tree.parse(tree_name), params.named(p.benchmark.workloads, workload, "benchmark.workloads")
     prompts, warm = asked.read(workload)
     if w.grade:

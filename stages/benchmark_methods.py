@@ -31,6 +31,7 @@ from stages.drafting.sampling import Sampling
 from stages.drafting.static import Static, best_first
 from stages.formats import asked, cell, checkpoint, manifest, method_cell, rival
 from stages.params import Tree, Workload
+from stages.serving import energy
 
 KINDS = ("plain", "speculative")
 SAMPLES, QUANTILES = 2000, (0.025, 0.975)  # as of tau's interval
@@ -70,7 +71,7 @@ class Work:
 def main(name: str) -> None:
     p = params.load()
     torch.set_num_threads(p.target.num_threads)
-    started = time.perf_counter()
+    meter, started = energy.Meter(p.target.gpus()), time.perf_counter()
     settings, workload = p.method_row(name), p.benchmark_methods.workload
     w = params.named(p.benchmark.workloads, workload, "benchmark.workloads")
     prompts, warm = asked.read(workload)
@@ -108,6 +109,8 @@ def main(name: str) -> None:
             "versions": cell.versions("torch", "transformers"),
             "seconds": round(time.perf_counter() - started, 2),
             "seed": w.seed,
+            "gpus": meter.names(),
+            "joules": meter.joules(),
         }
     )
     print(f"{name}: tau {metrics['tau']:.3f}, speedup {metrics['speedup']:.2f} -> {method_cell.path(name)}")

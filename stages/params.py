@@ -736,7 +736,16 @@ class Schedule(Section):
     slots: Count
     attempts: Count
     retry_pause_s: NonNegative
+    runner: Literal["local", "workers", "ray"]
+    ray_address: Annotated[str, Field(min_length=1)] | None
+    sent: list[Name]
     stages: dict[Name, Needs]
+
+    @model_validator(mode="after")
+    def sent_are_stages(self) -> "Schedule":
+        for name in self.sent:
+            named(self.stages, name, "schedule.stages")
+        return self
 
     def needs(self, stage: str) -> Needs:
         """Of a stage of dvc.yaml, a cell too; a file that `dvc add` keeps takes a slot. Raises ValueError for others."""

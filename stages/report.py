@@ -112,11 +112,25 @@ def main(*arguments: str) -> None:
     lines = joined.lines(served_cells, replayed, _asks_what_was_replayed(p))
     greedy = {name: replays.greedy(trees) for name, trees in replayed.items()}
     guessed = _predicted(p, cells, lines, replayed)
-    compared = methods.rows(read_methods(p), trained)
+    of_methods = read_methods(p)
+    compared = methods.rows(of_methods, trained)
     engines = methods.by_engine(compared, cells, lines)
+    took = _read_spent(p) | {f"benchmark_methods@{row['row']}": row for row in of_methods}
     found = Found(
-        cells, rows, greedy, inside, reports, trained, served_cells, lines, guessed, compared, engines, _read_spent(p), _weights(p),
-    )  # fmt: skip
+        cells,
+        rows,
+        greedy,
+        inside,
+        reports,
+        trained,
+        served_cells,
+        lines,
+        guessed,
+        compared,
+        engines,
+        took,
+        _weights(p),
+    )
     metrics = summarize(found)
 
     atomic.write_csv(BENCHMARK, COLUMNS, rows)

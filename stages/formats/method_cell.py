@@ -11,6 +11,7 @@ from stages.formats import atomic, cell
 KEYS = (
     "row", "method", "checkpoint", "settings", "workload", "engine", "definitions", "temperature", "top_p", "top_k", "metrics",
     "histogram", "prompts", "memory", "parameters", "mixture", "model", "hardware", "versions", "seconds", "seed",
+    "gpus", "joules",
 )  # fmt: skip
 # As cell.METRICS, but for a share of nodes: what a window's nodes are for isn't to be accepted.
 METRICS = tuple(name for name in cell.METRICS if name != "node_accept_rate")

@@ -84,7 +84,7 @@ def give_params(project: Project) -> None:
     params = yaml.load(REPO / "params.yaml")
     params["fix_data"]["raw"] = "raw.csv"
     params["schedule"]["stages"] = {stage: {"gpus": 0, "exclusive": False} for stage in COPIES}
-    params["schedule"]["retry_pause_s"] = 0
+    params["schedule"] |= {"retry_pause_s": 0, "sent": []}
     text = io.StringIO()
     yaml.dump(params, text)
     (project.root / "params.yaml").write_text(text.getvalue())
@@ -101,8 +101,13 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
 
 @pytest.fixture(scope="session")
 def served_project(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """Another, which a server can keep for a whole session; in git, and its last stage reads a parameter."""
-    made = make_project(tmp_path_factory.mktemp("served") / "project")
+    """Another, which a server can keep for a whole session."""
+    return make_served(tmp_path_factory.mktemp("served"))
+
+
+def make_served(root: Path) -> Project:
+    """In git, and its last stage reads a parameter."""
+    made = make_project(root / "project")
     give_params(made)
     graph = made.root / "dvc.yaml"
     graph.write_text(graph.read_text().replace("last.py]", "last.py]\n    params: [report.title]"))

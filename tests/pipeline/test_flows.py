@@ -175,7 +175,7 @@ def test_cancelling_in_the_pages_ends_the_stage(server: Server) -> None:
 
 def test_the_deployments_are_those_of_prefect_yaml(server: Server) -> None:
     found = {deployment["name"]: deployment for deployment in server.ask("deployments/filter", {})}
-    assert set(found) == {"build", "sweep", "reproduce", "nightly"}
+    assert set(found) == {"build", "sweep", "reproduce", "nightly", "stage"}
     assert [(s["schedule"]["cron"], s["active"]) for s in found["nightly"]["schedules"]] == [("0 3 * * *", False)]
     form = json.dumps(found["sweep"]["parameter_openapi_schema"])
     assert "as t8_2_16; a chain is t8_1_9" in form and "names of benchmark.workloads" in form

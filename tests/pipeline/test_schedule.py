@@ -48,9 +48,11 @@ class Watch:
         self.asked.append(names)
         return {name: ["changed"] for name in names if name in self.stale}
 
-    def run(self, needs: dict[str, list[str]], wants: dict[str, Needs], pool: Pool) -> None:
+    def run(
+        self, needs: dict[str, list[str]], wants: dict[str, Needs], pool: Pool, away: frozenset[str] = frozenset()
+    ) -> None:
         why = {name: ["changed"] for name in self.stale}
-        schedule.run_all(schedule.Graph(needs, wants), why, pool, self.start, self.ended_as, self.ask)
+        schedule.run_all(schedule.Graph(needs, wants, away), why, pool, self.start, self.ended_as, self.ask)
 
 
 def test_four_cells_are_at_work_at_once_and_no_more(tmp_path: Path) -> None:
@@ -77,6 +79,15 @@ def test_a_timed_cell_is_alone(tmp_path: Path) -> None:
     for name in ("timed1", "timed2"):
         assert watch.events[watch.events.index(f"{name} begins") + 1] == f"{name} ends"
     assert watch.events.index("timed1 begins") > max(watch.events.index(f"other{n} ends") for n in (1, 2))
+
+
+def test_what_is_made_elsewhere_takes_nothing_here(tmp_path: Path) -> None:
+    """All at once with a timed one here, though there is one slot; five wait for each other."""
+    away = frozenset(f"cell{n}" for n in range(4))
+    watch = Watch({*away, "cell-here"}, together=5)
+    wants = {**dict.fromkeys(away, ALONE), "cell-here": ALONE}
+    watch.run({name: [] for name in wants}, wants, Pool(1, [], tmp_path), away)
+    assert watch.gpus["cell0"] is None and len(watch.events) == 10
 
 
 def test_no_gpu_is_given_twice_and_a_stage_sees_its_own(tmp_path: Path) -> None:

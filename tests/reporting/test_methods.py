@@ -39,7 +39,7 @@ def made_up_row(
         "histogram": [1, 2], "prompts": [dict.fromkeys(method_cell.PROMPT_COLUMNS, 0)],
         "memory": {"weights": 3 * 2**20 if draft else 0, "state": 1536}, "parameters": 786432 if draft else 0,
         "mixture": mixture, "model": "builtin/weather-tiny", "hardware": {"cpu": "a chip", "threads": 1, "system": "Linux"},
-        "versions": {"torch": "2"}, "seconds": 3.0, "seed": 1,
+        "versions": {"torch": "2"}, "seconds": 3.0, "seed": 1, "gpus": [], "joules": None,
     }  # fmt: skip
 
 

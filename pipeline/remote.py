@@ -1,0 +1,254 @@
+"""A DVC remote as the place where hosts meet: what a stage needs goes there, what it made comes back from there.
+
+python -m pipeline.remote offer STAGE     # push what it needs, and say what another host must be told; or: made already
+python -m pipeline.remote collect STAGE   # fetch what another host made of it, for DVC to find in its cache
+
+A host that is told an Order pulls these files and those outputs, and nothing else. What it made is known by DVC's own
+name for it, the run-cache's, which names the command, the parameters and the bytes of all dependencies: so nothing is
+taken for a stage's result that was made of anything else.
+"""
+
+import gzip
+import hashlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+from ruamel.yaml import YAML
+
+from pipeline.graph import LOCK_FILE
+
+FILES = "aerie"  # the remote's folder of Order.files, beside DVC's own
+NOT_SENT = {".dvc", LOCK_FILE.name}  # each host has a .dvc of its own: where the remote is, and who it is there
+KEPT = ".scratch"  # of a stage's folder that is used again: training goes on where it was ended
+SAID = "order: "
+
+
+class Order(BaseModel):
+    """A stage for another host to make."""
+
+    model_config = ConfigDict(extra="forbid")
+    stage: str
+    files: str  # digest of the archive of code, parameters and data that git or nobody keeps
+    upstream: dict[str, Any]  # of dvc.lock, the stages whose outputs it needs
+
+
+def offer(name: str) -> Order | None:
+    """Push what the stage needs, as it lies here -> the order; None where it has been made before, and is in the cache now.
+
+    Raises:
+        ValueError: where no remote is set, or it can't keep what is needed.
+    """
+    with _repo() as repo:
+        stage = _stage(repo, name)
+        if _restorable(repo, stage):
+            return None
+        paths, owners = _needed(repo, stage)
+        if paths:
+            repo.push(targets=paths)
+        archive = _archive(_listed() | _unkept(repo, stage))
+        digest = hashlib.sha256(archive).hexdigest()
+        fs, root = _place(repo)
+        to = fs.join(root, FILES, f"{digest}.tar.gz")
+        if not fs.exists(to):
+            beside = Path(repo.tmp_dir) / f"{digest}-{os.getpid()}.tar.gz"
+            beside.write_bytes(archive)
+            fs.put_file(str(beside), to)
+            beside.unlink()
+        known = YAML(typ="safe").load(LOCK_FILE)["stages"] if LOCK_FILE.exists() else {}
+        return Order(stage=name, files=digest, upstream={owner: known[owner] for owner in owners if owner in known})
+
+
+def collect(name: str) -> None:
+    """What another host made of the stage, into our cache.
+
+    Raises:
+        ValueError: where the remote has none made of what lies here.
+    """
+    with _repo() as repo:
+        if not _restorable(repo, _stage(repo, name)):
+            raise ValueError(
+                f"what a worker made of {name} is not on the remote, or not of what lies here; "
+                "files that changed while it was at work make it so: run again"
+            )
+
+
+def take(order: Order) -> None:
+    """The order's files and the outputs its stage needs, in the current folder, which has a .dvc and is otherwise emptied.
+
+    Raises:
+        ValueError: where the remote hasn't got them.
+    """
+    for old in Path().iterdir():
+        if old.name not in (".dvc", KEPT):
+            shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
+    with _repo() as repo:
+        fs, root = _place(repo)
+        archive = Path(repo.tmp_dir) / "files.tar.gz"
+        fs.get_file(fs.join(root, FILES, f"{order.files}.tar.gz"), str(archive))
+        found = hashlib.sha256(archive.read_bytes()).hexdigest()
+        if found != order.files:
+            raise ValueError(
+                f"{FILES}/{order.files}.tar.gz on the remote is of digest {found}; remove it and run again"
+            )
+        with tarfile.open(archive) as files:
+            files.extractall(filter="data")
+        archive.unlink()
+    with LOCK_FILE.open("w", encoding="utf-8") as file:
+        YAML(typ="safe").dump({"schema": "2.0", "stages": order.upstream}, file)
+    with _repo() as repo:
+        if paths := _needed(repo, _stage(repo, order.stage))[0]:
+            repo.pull(targets=paths)
+
+
+def give(name: str) -> None:
+    """What the stage has made here, and DVC's word of what it was made of, to the remote."""
+    with _repo() as repo:
+        stage = _stage(repo, name)
+        repo.push(targets=[name])
+        here, fs, there = _runs(repo, stage)
+        for entry in here.iterdir():
+            fs.put_file(str(entry), fs.join(there, entry.name))
+
+
+@contextmanager
+def _repo() -> Iterator[Any]:
+    """That we stand in. Raises ValueError with what DVC says, in place of its own errors."""
+    from dvc.exceptions import DvcException
+    from dvc.repo import Repo  # 0.4 s
+
+    try:
+        with Repo(_wait_for_lock=True) as repo:
+            yield repo
+    except DvcException as error:
+        raise ValueError(str(error)) from error
+
+
+def check() -> str:
+    """The default remote's address. Raises ValueError where there is none."""
+    with _repo() as repo:
+        fs, root = _place(repo)
+        return str(fs.unstrip_protocol(root))
+
+
+def folders() -> dict[str, str]:
+    """The remotes that are folders of this machine, or mounted here."""
+    with _repo() as repo:
+        return {name: about["url"] for name, about in repo.config["remote"].items() if Path(about["url"]).is_absolute()}
+
+
+def _stage(repo: Any, name: str) -> Any:
+    """With the hashes of its dependencies, which its name in the run-cache is made of."""
+    (stage,) = repo.stage.collect(name)
+    return stage
+
+
+def _place(repo: Any) -> tuple[Any, str]:
+    """The remote's file system, and its folder."""
+    odb = repo.cloud.get_remote_odb(None, "push", hash_name="md5-dos2unix")
+    return odb.fs, odb.path
+
+
+def _runs(repo: Any, stage: Any) -> tuple[Path, Any, str]:
+    """Where its entries in the run-cache are: here, the remote's file system, and there."""
+    from dvc.stage.cache import _get_stage_hash
+
+    key = _get_stage_hash(stage)
+    fs, root = _place(repo)
+    return Path(repo.stage_cache.cache_dir, key[:2], key), fs, fs.join(root, "runs", key[:2], key)
+
+
+def _restorable(repo: Any, stage: Any) -> bool:
+    """Whether DVC can bring the stage back without running it, after a look at the remote."""
+    from dvc.stage.cache import _can_hash
+
+    stage.save_deps()
+    if not _can_hash(stage):
+        raise ValueError(f"{stage.addressing} can't be made elsewhere, for DVC keeps no run-cache of it")
+    here, fs, there = _runs(repo, stage)
+    if not here.exists():
+        for entry in fs.find(there) if fs.exists(there) else []:
+            here.mkdir(parents=True, exist_ok=True)
+            beside = here.with_name(f"{here.name}.{os.getpid()}")
+            fs.get_file(entry, str(beside))
+            os.replace(beside, here / fs.name(entry))
+    entry = repo.stage_cache._load(stage)
+    if not entry:
+        return False
+    made = repo.stage_cache._create_stage(entry)
+    if not made.outs_cached():
+        for wanted in made.get_used_objs().values():
+            repo.cloud.pull(wanted)
+    return bool(made.outs_cached())
+
+
+def _needed(repo: Any, stage: Any) -> tuple[list[str], list[str]]:
+    """The outputs, or parts of them, that a stage depends on, and the stages that make them."""
+    outs = [out for out in repo.index.outs if out.use_cache and out.stage.addressing != stage.addressing]
+    paths, owners = set[str](), set[str]()
+    for dep in stage.deps:
+        for out in outs:
+            inside, around = _within(dep.fs_path, out.fs_path), _within(out.fs_path, dep.fs_path)
+            if inside or around:
+                paths.add((dep if inside else out).fs_path)
+                owners.add(out.stage.addressing)
+    return sorted(paths), sorted(owners)
+
+
+def _within(path: str, folder: str) -> bool:
+    return Path(path).is_relative_to(folder)
+
+
+def _listed() -> set[Path]:
+    """The files that git keeps here, or would: those as they lie here."""
+    asked = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", "."]
+    said = subprocess.run(asked, capture_output=True, text=True)
+    if said.returncode:
+        raise ValueError(f"{' '.join(asked)}: {said.stderr.strip()}")
+    found = {Path(name) for name in said.stdout.split("\0") if name}
+    return {path for path in found if path.is_file() and path.parts[0] not in NOT_SENT}
+
+
+def _unkept(repo: Any, stage: Any) -> set[Path]:
+    """The files that the stage depends on and no stage makes, also those that git ignores."""
+    outs = [out.fs_path for out in repo.index.outs if out.use_cache]
+    deps = [Path(dep.fs_path) for dep in stage.deps]
+    found = [file for dep in deps for file in ([dep] if dep.is_file() else dep.rglob("*")) if file.is_file()]
+    return {file.relative_to(repo.root_dir) for file in found if not any(_within(str(file), out) for out in outs)}
+
+
+def _archive(files: set[Path]) -> bytes:
+    """The same bytes for the same files, whenever and wherever they were written."""
+    plain = io.BytesIO()
+    with tarfile.open(fileobj=plain, mode="w") as archive:
+        for file in sorted(files):
+            about = tarfile.TarInfo(file.as_posix())
+            about.size, about.mode = file.stat().st_size, 0o755 if os.access(file, os.X_OK) else 0o644
+            with file.open("rb") as content:
+                archive.addfile(about, content)
+    return gzip.compress(plain.getvalue(), mtime=0)
+
+
+def main(words: list[str]) -> None:
+    what, name = words
+    try:
+        if what == "offer":
+            order = offer(name)
+            print(SAID + json.dumps(order and order.model_dump()), flush=True)
+        else:
+            collect(name)
+    except ValueError as error:
+        sys.exit(f"aerie: {error}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

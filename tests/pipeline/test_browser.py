@@ -1,0 +1,72 @@
+"""Prefect's pages in a real browser, as a user meets them: the form, the run it starts, the table at its end."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pipeline.conftest import make_served
+from tests.pipeline.test_flows import Server, wait_for
+
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="pip install -e '.[test]' to test the pages in a browser"
+)
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(
+    not CHROMIUM, reason="no Chromium on this machine: apt-get install chromium, or your own"
+)
+PATIENCE = 120_000  # milliseconds: a machine at other work
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    started = Server(make_served(tmp_path_factory.mktemp("browsed")), str(tmp_path_factory.mktemp("prefect")))
+    try:
+        wait_for(started.up, 600)
+        yield started
+    finally:
+        started.process.terminate()
+        started.process.wait(60)
+
+
+@pytest.fixture
+def page(server: Server, tmp_path: Path) -> Iterator[Any]:
+    """Which finds no other host, as on a machine without a network."""
+    with playwright.sync_playwright() as started:
+        alone = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--no-proxy-server", alone])
+        opened = browser.new_page(viewport={"width": 1280, "height": 1200})
+        opened.set_default_timeout(PATIENCE)
+        yield opened
+        browser.close()
+
+
+def test_a_run_is_started_from_the_form_and_its_table_is_found(server: Server, page: Any) -> None:
+    before = server.run()
+    assert server.ended(before)["type"] == "COMPLETED"
+    page.goto(f"http://127.0.0.1:{server.port}/deployments")
+    page.locator("a[href*='/deployments/deployment/']", has_text="sweep").first.click()
+    page.get_by_role("button", name="Run", exact=True).click()
+    page.get_by_text("Custom run").click()
+    # descriptions are drawn as Markdown, which took t<num_steps>_... for tags and showed only the t
+    page.get_by_text("tSTEPS_TOPK_TOKENS, as t8_2_16; a chain is t8_1_9").wait_for()
+    page.get_by_role("button", name="Add item").click()
+    page.locator("textarea").first.fill("8_2_16")
+    page.get_by_role("button", name="Submit").click()
+    page.get_by_text("does not match").first.wait_for()  # refused by the form: no run
+    assert [run["id"] for run in server.ask("flow_runs/filter", {})] == [before]
+    page.locator("textarea").first.fill("t8_2_16")
+    page.get_by_role("button", name="Submit").click()
+    (run,) = wait_for(lambda: [run for run in server.ask("flow_runs/filter", {}) if run["id"] != before])
+    assert run["parameters"]["cells"]["trees"] == ["t8_2_16"]
+    state = server.ended(run["id"])
+    assert state["type"] == "COMPLETED", state["message"]
+    page.goto(f"http://127.0.0.1:{server.port}/runs/flow-run/{run['id']}")
+    page.get_by_text("Artifacts", exact=True).click()
+    page.get_by_text("benchmark", exact=True).first.click()
+    page.get_by_text("t5_1_6", exact=True).first.wait_for()
+    page.get_by_text("2.512", exact=True).first.wait_for()
+    assert json.loads(server.artifacts(run["id"])["benchmark"]["data"]) == [{"tree": "t5_1_6", "tau": "2.512"}]

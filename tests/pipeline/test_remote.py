@@ -1,0 +1,183 @@
+"""pipeline/remote.py: a stage offered here, made in a clone, collected here; the remote a folder, or S3 where it is installed."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+from pipeline import graph, remote, workspace
+from tests.pipeline.conftest import IGNORED, Project, give_params
+
+KEYS = {"AWS_ACCESS_KEY_ID": "ours", "AWS_SECRET_ACCESS_KEY": "ours", "AWS_DEFAULT_REGION": "us-east-1"}
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """An S3 of this machine, with a bucket -> its address."""
+    pytest.importorskip("dvc_s3", reason="pip install -e '.[s3]' to test a remote on S3")
+    pytest.importorskip("moto", reason="pip install 'moto[server]' to test a remote on S3")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    log = tmp_path_factory.mktemp("s3") / "moto.log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file)
+    try:
+        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 120
+        put = urllib.request.Request(f"{url}/store", method="PUT")
+        while True:
+            try:
+                urllib.request.build_opener(urllib.request.ProxyHandler({})).open(put, timeout=5).close()
+                break
+            except OSError:
+                assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+                time.sleep(0.2)
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@pytest.fixture(params=["folder", "s3"])
+def head(request: pytest.FixtureRequest, project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
+    """The project whose first stage has run, with a remote of its own; `clone` beside it is another host's."""
+    give_params(project)
+    (project.root / ".gitignore").write_text(IGNORED)
+    if request.param == "s3":
+        for key, value in KEYS.items():
+            monkeypatch.setenv(key, value)
+        where = {"url": "s3://store/aerie", "endpointurl": request.getfixturevalue("s3")}
+    else:
+        where = {"url": "../../store"}  # as written relative to .dvc/config
+    text = "".join(f"    {key} = {value}\n" for key, value in where.items())
+    (project.root / ".dvc/config").write_text(
+        f"[core]\n    analytics = false\n    remote = store\n['remote \"store\"']\n{text}"
+    )
+    project.git("init", "-q")
+    project.commit()
+    subprocess.run(["git", "clone", "-q", ".", "../clone"], check=True)
+    graph.run_stage("first", print)
+    return project
+
+
+def make_there(order: remote.Order, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As a worker does, without a flow -> the folder it was made in."""
+    monkeypatch.chdir("../clone")
+    folder = Path(".scratch/sent", order.stage).resolve()
+    workspace.make_bare(folder)
+    with monkeypatch.context() as there:
+        there.chdir(folder)
+        remote.take(order)
+        graph.run_stage(order.stage, print)
+        remote.give(order.stage)
+    monkeypatch.chdir("../project")
+    return folder
+
+
+def test_a_stage_made_in_a_clone_is_in_dvc_lock_as_if_made_here(
+    head: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head.script("middle", "# not committed")
+    shutil.copytree(head.root, tmp_path / "serial")
+    subprocess.run([sys.executable, "-m", "dvc", "repro", "-q", "middle"], cwd=tmp_path / "serial", check=True)
+    order = remote.offer("middle")
+    assert order and list(order.upstream) == ["first"]
+    folder = make_there(order, monkeypatch)
+    assert "# not committed" in (folder / "middle.py").read_text()
+    assert not (head.root / "middle.csv").exists()
+    remote.collect("middle")
+    assert graph.run_stage("middle", print) == graph.Outcome.RESTORED
+    locks = [YAML(typ="safe").load(root / "dvc.lock") for root in (head.root, tmp_path / "serial")]
+    assert locks[0] == locks[1]
+    # and nobody makes it again: not here, not where nothing but the remote is
+    assert remote.offer("middle") is None
+    shutil.rmtree(head.root / ".dvc/cache")
+    assert remote.offer("middle") is None
+    assert (head.root / ".dvc/cache").exists()
+
+
+def test_what_changed_meanwhile_is_not_taken_for_the_result(head: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = remote.offer("middle")
+    assert order
+    make_there(order, monkeypatch)
+    head.script("middle", "# edited")
+    with pytest.raises(ValueError, match="what a worker made of middle is not on the remote, or not of what lies here"):
+        remote.collect("middle")
+
+
+def test_the_archive_is_the_same_whenever_it_is_made_and_a_broken_one_is_refused(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_params(project)
+    subprocess.run(
+        [sys.executable, "-m", "dvc", "remote", "add", "-q", "-d", "store", str(tmp_path / "store")], check=True
+    )
+    project.git("init", "-q")
+    one = remote.offer("first")
+    (project.root / "raw.csv").touch()
+    assert one and remote.offer("first") == one
+    (stored,) = (tmp_path / "store/aerie").iterdir()
+    assert stored.name == f"{one.files}.tar.gz"
+    stored.write_bytes(stored.read_bytes()[:-9])
+    (tmp_path / "there/.dvc").mkdir(parents=True)
+    shutil.copy(".dvc/config", tmp_path / "there/.dvc/config")
+    monkeypatch.chdir(tmp_path / "there")
+    with pytest.raises(ValueError, match="remove it and run again"):
+        remote.take(one)
+
+
+def test_a_file_that_dvc_keeps_goes_by_the_remote_and_one_nobody_keeps_in_the_archive(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_params(project)
+    dvc = [sys.executable, "-m", "dvc"]
+    subprocess.run([*dvc, "remote", "add", "-q", "-d", "store", str(tmp_path / "store")], check=True)
+    subprocess.run([*dvc, "add", "-q", "raw.csv"], check=True)
+    (project.root / "data").mkdir()
+    (project.root / "data/own.txt").write_text("ours\n")
+    text = (project.root / "dvc.yaml").read_text()
+    (project.root / "dvc.yaml").write_text(text.replace("[raw.csv,", "[raw.csv, data,"))
+    (project.root / ".gitignore").write_text("data/\n/raw.csv\n")
+    project.git("init", "-q")
+    order = remote.offer("first")
+    assert order and order.upstream == {}
+    (tmp_path / "there/.dvc").mkdir(parents=True)
+    shutil.copy(".dvc/config", tmp_path / "there/.dvc/config")
+    monkeypatch.chdir(tmp_path / "there")
+    remote.take(order)
+    assert Path("data/own.txt").read_text() == "ours\n" and Path("raw.csv").read_text().startswith("tree,tau")
+
+
+def test_without_a_remote_it_says_how_to_add_one(project: Project) -> None:
+    with pytest.raises(ValueError, match="dvc remote add -d"):
+        remote.check()
+
+
+def test_as_commands(project: Project, tmp_path: Path) -> None:
+    give_params(project)
+    subprocess.run(
+        [sys.executable, "-m", "dvc", "remote", "add", "-q", "-d", "store", str(tmp_path / "store")], check=True
+    )
+    project.git("init", "-q")
+    root = Path(__file__).resolve().parents[2]
+
+    def said(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "pipeline.remote", *words]
+        return subprocess.run(command, env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True)
+
+    order = json.loads(said("offer", "first").stdout.removeprefix(remote.SAID))
+    assert remote.Order(**order).stage == "first"
+    refused = said("collect", "first")
+    assert refused.returncode == 1 and refused.stderr.startswith(
+        "aerie: what a worker made of first is not on the remote"
+    )

@@ -1,0 +1,259 @@
+"""Stages made by workers: two worker processes, each in a checkout of its own, and one DVC remote that all share."""
+
+import io
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from ruamel.yaml import YAML
+
+from tests.conftest import gone
+from tests.pipeline.conftest import IGNORED, Project, give_params
+from tests.pipeline.test_flows import Server, wait_for
+
+REPO = Path(__file__).resolve().parents[2]
+CELLS = 4
+GRAPH = f"""
+stages:
+  first: {{cmd: cp raw.csv first.csv, deps: [raw.csv], outs: [first.csv]}}
+  other: {{cmd: echo another > other.csv, deps: [raw.csv], outs: [other.csv]}}
+  cell:
+    matrix: {{n: {list(range(1, CELLS + 1))}}}
+    cmd: python cells/${{item.n}}.py ${{item.n}}
+    deps: [first.csv, "cells/${{item.n}}.py", secret.txt]
+    params: [report.title]
+    outs: ["results/cells/${{item.n}}.csv"]
+  last: {{cmd: cat other.csv results/cells/*.csv > last.csv, deps: [other.csv, results/cells], outs: [last.csv]}}
+"""
+CELL = """
+import os, pathlib, sys, time
+n = sys.argv[1]
+{before}
+pathlib.Path("results/cells").mkdir(parents=True, exist_ok=True)
+pathlib.Path("results/cells", n + ".csv").write_text(pathlib.Path("first.csv").read_text() + n + "\\n")
+"""
+SLEEPS = """
+beside = pathlib.Path({said!r})
+if not (beside / "awake").exists():
+    (beside / "asleep").write_text(str(os.getpid()))
+    time.sleep(600)
+"""
+
+
+class Wide(Server):
+    """A server, a project whose cells are sent, a remote, and workers with clones of the project."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        project = Project(root / "project")
+        (project.root / ".dvc").mkdir(parents=True)
+        config = (
+            f"[core]\n    analytics = false\n    remote = store\n['remote \"store\"']\n    url = {root / 'store'}\n"
+        )
+        (project.root / ".dvc/config").write_text(config)
+        (project.root / "dvc.yaml").write_text(GRAPH)
+        (project.root / "raw.csv").write_text("tree,tau\n")
+        (project.root / ".gitignore").write_text(f"{IGNORED}*.csv\n!raw.csv\nsecret.txt\n")
+        (project.root / "secret.txt").write_text("a file that no commit has\n")
+        give_params(project)
+        edit(project, stages={name: {"gpus": 0, "exclusive": False} for name in ("first", "other", "cell", "last")})
+        edit(project, runner="workers", sent=["cell"])
+        (project.root / "cells").mkdir()
+        for n in range(1, CELLS + 1):
+            self.cell(project, n)
+        project.git("init", "-q")
+        project.commit()
+        self.workers: dict[str, subprocess.Popen[bytes]] = {}
+        super().__init__(project, str(root / "prefect"))
+
+    def cell(self, project: Project, n: int, before: str = "") -> None:
+        (project.root / f"cells/{n}.py").write_text(CELL.format(before=before))
+
+    def start_worker(self, name: str) -> None:
+        """As `make worker`; heartbeats come often, or a test of their absence would take minutes."""
+        clone = self.root / name
+        if not clone.exists():
+            subprocess.run(["git", "clone", "-q", self.project.root, clone], check=True)
+        env = os.environ | {
+            "PREFECT_API_URL": f"http://127.0.0.1:{self.port}/api",
+            "PREFECT_HOME": str(self.root / f"{name}-home"),
+            "PREFECT_WORKER_QUERY_SECONDS": "1",
+            "PREFECT_WORKER_ENABLE_CANCELLATION": "true",
+            "PREFECT_WORKER_HEARTBEAT_SECONDS": "2",
+            "PWD": str(clone),
+            "PYTHONPATH": str(REPO),
+            "DVC_SITE_CACHE_DIR": str(self.root / f"{name}-site"),
+            "TMPDIR": str(self.root / f"{name}-tmp"),  # slots of its own, as on another host
+        }
+        Path(env["TMPDIR"]).mkdir(exist_ok=True)
+        command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "aerie-stages", "--name", name]
+        with (self.root / f"{name}.log").open("ab") as log:
+            self.workers[name] = subprocess.Popen(
+                [*command, "--limit", "1"], cwd=clone, env=env, stdout=log, stderr=subprocess.STDOUT
+            )
+        wait_for(lambda: name in self.online())
+
+    def online(self) -> set[str]:
+        found = self.ask("work_pools/aerie-stages/workers/filter", {})
+        return {worker["name"] for worker in found if worker["status"] == "ONLINE"}
+
+    def sent(self, run: str) -> list[dict[str, Any]]:
+        """The runs of workers for that run."""
+        asked = {"flow_runs": {"parent_flow_run_id": {"any_": [run]}}}
+        return self.ask("flow_runs/filter", asked)
+
+    def sleeping(self, run: str) -> psutil.Process:
+        """The command of cell 3, which sleeps once it is told to by `sleeps`."""
+        path = self.root / "asleep"
+        wait_for(lambda: path.exists() and path.read_text())
+        return psutil.Process(int(path.read_text()))
+
+    def sleeps(self) -> None:
+        for name in ("asleep", "awake"):
+            (self.root / name).unlink(missing_ok=True)
+        self.cell(self.project, 3, SLEEPS.format(said=str(self.root)) + f"# {os.urandom(4).hex()}")
+
+    def flow(self) -> psutil.Process:
+        """Of the run at work."""
+        (found,) = [p for p in psutil.Process(self.process.pid).children() if "spawn_main" in " ".join(p.cmdline())]
+        return found
+
+    def lock(self) -> dict[str, Any]:
+        return YAML(typ="safe").load(self.project.root / "dvc.lock")
+
+
+def edit(project: Project, **keys: object) -> None:
+    """Of `schedule` in its params.yaml."""
+    yaml, text = YAML(), io.StringIO()
+    params = yaml.load(project.root / "params.yaml")
+    params["schedule"] |= keys
+    yaml.dump(params, text)
+    (project.root / "params.yaml").write_text(text.getvalue())
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wide]:
+    started = Wide(tmp_path_factory.mktemp("wide"))
+    try:
+        wait_for(started.up, 600)
+        yield started
+    finally:
+        for process in [*started.workers.values(), started.process]:
+            process.terminate()
+        for process in [*started.workers.values(), started.process]:
+            process.wait(60)
+
+
+def test_without_a_worker_the_run_says_what_to_start(wide: Wide) -> None:
+    state = wide.ended(wide.run())
+    assert state["type"] == "FAILED" and "no worker of the pool aerie-stages is online; start one" in state["message"]
+
+
+def test_cells_of_two_workers_leave_the_lock_file_of_a_run_in_a_row(wide: Wide) -> None:
+    for name in ("one", "two"):
+        wide.start_worker(name)
+    serial = wide.root / "serial"
+    shutil.copytree(wide.project.root, serial)
+    subprocess.run([sys.executable, "-m", "dvc", "repro", "-q"], cwd=serial, check=True)
+    run = wide.run()
+    state = wide.ended(run)
+    assert state["message"] == f"{CELLS + 3} stages: {CELLS + 3} ran", wide.messages(run)
+    assert wide.lock() == YAML(typ="safe").load(serial / "dvc.lock")
+    assert (wide.project.root / "last.csv").read_bytes() == (serial / "last.csv").read_bytes()
+    assert {tuple(sent["tags"]) for sent in wide.sent(run)} == {("one",), ("two",)}
+    assert wide.ended(wide.run())["message"] == f"{CELLS + 3} stages: {CELLS + 3} unchanged"
+
+
+def test_a_worker_has_fetched_what_its_cells_need_and_nothing_else(wide: Wide) -> None:
+    outs = {out["path"]: out["md5"] for stage in wide.lock()["stages"].values() for out in stage["outs"]}
+    for name in ("one", "two"):
+        cache = wide.root / name / ".dvc/cache/files/md5"
+        has = {path for path, md5 in outs.items() if (cache / md5[:2] / md5[2:]).exists()}
+        assert has - {f"results/cells/{n}.csv" for n in range(1, CELLS + 1)} == {"first.csv"}
+        assert not list((wide.root / name / ".scratch/sent").glob("cell@*/*"))
+
+
+def test_what_was_made_anywhere_is_not_made_again(wide: Wide) -> None:
+    """Here all is gone, as in a new clone; the remote has it."""
+    wide.project.git("stash", "-q", "-u")
+    shutil.rmtree(wide.project.root / ".dvc/cache")
+    shutil.rmtree(wide.project.root / "results")
+    (wide.project.root / "dvc.lock").unlink(missing_ok=True)
+    run = wide.run()
+    assert wide.ended(run)["type"] == "COMPLETED"
+    assert wide.sent(run) == []
+    assert (wide.project.root / "results/cells/3.csv").read_text() == "tree,tau\n3\n"
+
+
+def test_what_fails_on_a_worker_is_told_here_and_the_rest_is_made(wide: Wide) -> None:
+    wide.cell(wide.project, 2, "time.sleep(1)")
+    wide.cell(wide.project, 3, "sys.exit('aerie: out of cheese')")
+    run = wide.run()
+    state = wide.ended(run)
+    assert state["message"].startswith(f"see the log of cell@3; {CELLS + 3} stages: ")
+    assert "1 ran" in state["message"] and state["message"].endswith("1 failed, 1 not run")
+    said = wait_for(lambda: [line for line in wide.messages(run) if "out of cheese" in line])
+    assert any("cell@3, made by " in line for line in said)
+    assert len(wide.sent(run)) == 2
+
+
+def test_cancelling_ends_what_workers_do_for_the_run(wide: Wide) -> None:
+    wide.sleeps()
+    run = wide.run()
+    command = wide.sleeping(run)
+    wide.ask(f"flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}})
+    assert gone(command.pid, 30)
+    assert wide.ended(run)["type"] == "CANCELLED"
+    wait_for(lambda: {sent["state_type"] for sent in wide.sent(run)} <= {"COMPLETED", "CANCELLED"})
+
+
+def test_a_run_killed_outright_leaves_nothing_at_work_on_workers_and_the_next_one_recovers(wide: Wide) -> None:
+    wide.sleeps()
+    run = wide.run()
+    command = wide.sleeping(run)
+    wide.flow().kill()
+    assert gone(command.pid, 30)
+    assert wide.ended(run)["type"] == "CRASHED"
+    (wide.root / "awake").touch()
+    assert wide.ended(wide.run())["type"] == "COMPLETED"
+
+
+def test_a_worker_killed_outright_leaves_no_stage_and_another_makes_it(wide: Wide) -> None:
+    """The run that a killed worker had begun lived on, and the stage with it."""
+    wide.sleeps()
+    run = wide.run()
+    command = wide.sleeping(run)
+    (name,) = [name for name in wide.workers if str(wide.root / name) in command.cwd()]
+    (wide.root / "awake").touch()
+    wide.workers[name].kill()
+    assert gone(command.pid, 30)
+    state = wide.ended(run)
+    assert state["type"] == "COMPLETED", wide.messages(run)
+    assert [line for line in wide.messages(run) if "that may pass: attempt 2 of 3" in line]
+    wide.workers.pop(name).wait()
+    wide.start_worker(name)
+
+
+def test_a_host_that_is_gone_is_noticed_and_another_makes_its_stage(wide: Wide) -> None:
+    """Nothing was left there to say so: the run of the lost worker says it runs for ever."""
+    wide.sleeps()
+    run = wide.run()
+    command = wide.sleeping(run)
+    (name,) = [name for name in wide.workers if str(wide.root / name) in command.cwd()]
+    (wide.root / "awake").touch()
+    started_in = str(wide.root / name)
+    lost = [p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get("PWD") == started_in]
+    for process in lost:
+        process.send_signal(signal.SIGSTOP)  # none may see another end, as when a machine goes down
+    for process in lost:
+        process.kill()
+    assert wide.ended(run)["type"] == "COMPLETED", wide.messages(run)
+    assert [line for line in wide.messages(run) if f"nothing is heard of {name}" in line]
+    wide.workers.pop(name).wait()
