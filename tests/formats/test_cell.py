@@ -25,7 +25,7 @@ def made_up() -> dict[str, Any]:
         "engine": "torch", "definitions": cell.DEFINITIONS, "temperature": 0.0,
         "top_p": 1.0, "top_k": None, "metrics": {name: n + 0.5 for n, name in enumerate(cell.METRICS)}, "histogram": [3, 2, 0, 1],
         "prompts": [prompt, prompt], "hardware": {"cpu": "abacus"}, "versions": {"torch": "2"}, "seconds": 1.5,
-        "seed": 0, "repeats": [{"speedup": 2.0}], "quality": None,
+        "seed": 0, "repeats": [{"speedup": 2.0}], "quality": None, "gpus": [], "joules": None,
     }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from stages import params, report
 from stages.formats import cell, method_cell
 from stages.reporting import methods
 from tests.conftest import edit_params
-from tests.test_report import made_up_project
+from tests.test_report import made_up_project, make_up_spent
 
 TRAINED = {
     "e003": {"from": "e000", "seconds": 30.0},
@@ -125,14 +125,15 @@ def test_the_page_shows_both_tables_and_the_csv_has_the_rows(
         "train_draft": {"checkpoints": checkpoints}, "benchmark_methods": {"drafted": DRAFTED, "draftless": DRAFTLESS},
     })  # fmt: skip
     epoch = {"epoch": 1, "loss": 3.0, "step_loss": [1.0] * 4, "step_accuracy": [0.5] * 4, "seconds": 2.0}
-    heads = {"checkpoint": "heads", "from": "e000", "epochs": [epoch], "seconds": 25.0}
+    heads = {"checkpoint": "heads", "from": "e000", "epochs": [epoch], "seconds": 25.0, "weights": "0" * 64}
     report.atomic.write_json(Path("results/train/heads.json"), heads)
+    make_up_spent("train_draft-heads")
     with pytest.raises(ValueError, match=r"method-medusa\.json not found; run: dvc repro benchmark_methods@medusa"):
         report.main()
     for row in every_row():
         method_cell.write(row)
     report.main()
-    page, terminal = Path("results/report.html").read_text(), capsys.readouterr().out
+    page, terminal = Path("results/report/index.html").read_text(), capsys.readouterr().out
     assert "Methods on one verifier" in page and "What the engine gives" in page and "static, 9 nodes, 4 deep" in page
     assert "not measured" in page and "Methods on one verifier, eval" in terminal
     assert [row["row"] for row in methods.read_table()] == ["baseline", "medusa", "dynamic", "ngram"]
@@ -143,5 +144,5 @@ def test_the_page_shows_both_tables_and_the_csv_has_the_rows(
 def test_without_rows_the_page_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made_up_project(tmp_path, monkeypatch)
     report.main()
-    assert "Methods on one verifier" not in Path("results/report.html").read_text()
+    assert "Methods on one verifier" not in Path("results/report/index.html").read_text()
     assert methods.read_table() == []
