@@ -16,7 +16,7 @@ Its shapes are fixed by the tree: the path is padded to R = num_steps + 1 rows, 
 mask lets them be seen. So a GPU records a cycle once and plays it (`graphs`); what was accepted comes to the host in one
 copy, which is read while the next cycle runs. A plain step is the same with a tree of one node.
 
-Other methods than this draft (drafting/ngram, lookahead, medusa, eagle) propose their trees as a `Proposer`; verifying,
+Other methods than this draft (ngram, lookahead, medusa_trees, eagle_trees) propose their trees as a `Proposer`; verifying,
 accepting and moving are the same, so what one says is what plain decoding says, too.
 
 With pictures, prefill enters the target where it takes pixels; what is decoded stands at its index in the cache and `shift`

@@ -148,25 +148,25 @@ def size(count: float) -> str:
 def by_engine(found: list[Row], cells: Iterable[Row], lines: Iterable[Line]) -> list[Row]:
     """Tokens a second of a single request: a line for each way to decode, {engine: tokens/s or None}.
 
-    The torch engine's are of the table and of benchmark's cells, a server's of served cells of that workload at concurrency 1; of
-    several trees the fastest. No server here speaks Medusa.
+    The torch engine's are its fastest plain decoding, and that times the best speedup of the table and of benchmark's cells: a
+    speedup is over plain decoding in turns, while a machine may be slower for one row than for another. A server's are of
+    served cells of that workload at concurrency 1, of several trees the fastest. No server here speaks Medusa.
     """
     if not found:
         return []
-    workload, speeds = found[0]["workload"], {(way, engine): list[float]() for way in BY_ENGINE for engine in ENGINES}
-    for row in found:
-        way = "autoregressive" if row["method"] == BASELINE else row["method"]
-        speeds.get((way, row["engine"]), []).append(row["output_tok_s"])
-    for c in cells:
-        if c["workload"] == workload:
-            speeds["eagle3", "torch"].append(c["metrics"]["output_tok_s"])
-            speeds["autoregressive", "torch"].append(c["metrics"]["baseline_output_tok_s"])
+    workload = found[0]["workload"]
+    mine = [c["metrics"] for c in cells if c["workload"] == workload]
+    speedups = {way: [row["speedup"] for row in found if row["method"] == way] for way in BY_ENGINE}
+    speedups["eagle3"] += [metrics["speedup"] for metrics in mine]
+    plain = max(row["baseline_output_tok_s"] for row in [*found, *mine])
+    torch = {"autoregressive": plain} | {way: plain * max(some) for way, some in speedups.items() if some}
     ways = {PLAIN: "autoregressive", SPECULATIVE: "eagle3"}
+    served: dict[tuple[str, str], float] = {}
     for row in (line.row for line in lines):
-        alone = row["workload"] == workload and row["concurrency"] == 1 and row["output_throughput"] is not None
-        if alone:
-            speeds.get((ways[row["decoding"]], row["engine"]), []).append(row["output_throughput"])
-    return [{"way": way} | {engine: max(speeds[way, engine], default=None) for engine in ENGINES} for way in BY_ENGINE]
+        if row["workload"] == workload and row["concurrency"] == 1 and row["output_throughput"] is not None:
+            key = ways[row["decoding"]], row["engine"]
+            served[key] = max(served.get(key, 0.0), row["output_throughput"])
+    return [{"way": way, "torch": torch.get(way), "sglang": served.get((way, "sglang"))} for way in BY_ENGINE]
 
 
 def speed(value: float | None) -> str:
