@@ -13,11 +13,15 @@ Letters: B slots of a pass, M num_draft_tokens, R rows, H hidden, G key-value he
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from transformers import AttentionInterface, PretrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from stages.drafting import tree as trees
 from stages.drafting.cache import Slots
@@ -29,6 +33,7 @@ from stages.drafting.memory import Memory, weights, work
 from stages.drafting.sampling import Chooser, Sampling
 from stages.drafting.target import Pictures, capture
 
+GROUPED = "aerie_grouped"  # the name of our attention in transformers' registry
 Tree = tuple[int, int, int]  # num_steps, topk, num_draft_tokens
 Told = tuple[int, Step | None]  # which of the asks; None: its prefill begins
 
@@ -337,7 +342,7 @@ class Batches(Engine):
         mask = (crowd.places[:seen] < stand.length)[:, None].repeat(1, width, 1)  # [B, M, seen]
         mask.scatter_(2, rows[:, None].expand(-1, width, -1), tree)
         cache = crowd.store.cache((crowd.starts[:slots] + rows).flatten(), seen)
-        with capture(self.model, layers) as streams:
+        with capture(self.model, layers) as streams, grouped(self.decoder.config):
             out = self.decoder(
                 input_ids=ids, position_ids=places + stand.shift, attention_mask=mask[:, None], past_key_values=cache,
                 use_cache=True,
@@ -390,3 +395,44 @@ class Batches(Engine):
         starts = (torch.arange(slots, **whole) * each)[:, None]
         awake = torch.zeros(slots, 1, dtype=torch.bool, device=self.device)
         return Crowd(store, keys, values, drawn, starts, awake, rooms, {}, graphs, mail)
+
+
+# Attention
+
+
+@contextmanager
+def grouped(config: PretrainedConfig) -> Iterator[None]:
+    """Inside the block a decoder whose attention is sdpa reads each key once for all the queries of its group.
+
+    transformers repeats keys and values for every query head where there are several queries of a prompt, the whole room of
+    them: more bytes than all else that a pass over many prompts reads.
+    """
+    before = config._attn_implementation
+    config._attn_implementation = GROUPED if before == "sdpa" else before
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def _attend_grouped(
+    module: Any,
+    query: Tensor,  # [B, heads, M, E]
+    key: Tensor,  # [B, G, seen, E]
+    value: Tensor,
+    attention_mask: Tensor | None,  # [B, 1, M, seen] bool
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """[B, M, heads, E]. The heads of a group become rows of one head, as if there were as many more queries."""
+    groups, width = key.shape[1], query.shape[2]
+    unknown = any(others.get(name) is not None for name in ("softcap", "s_aux", "position_bias", "sliding_window"))
+    if attention_mask is None or query.shape[1] == groups or unknown:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
+    rows = query.unflatten(1, (groups, -1)).flatten(2, 3)  # [B, G, heads / G * M, E]
+    mask = attention_mask.repeat(1, 1, rows.shape[2] // width, 1)
+    out = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
+    return out.unflatten(2, (-1, width)).flatten(1, 2).transpose(1, 2), None
+
+
+AttentionInterface.register(GROUPED, _attend_grouped)

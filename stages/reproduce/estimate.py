@@ -261,10 +261,14 @@ def _say_torch_cells(found: Estimate, p: params.Params, shape: Shape) -> None:
     for name in p.benchmark.torch:
         w = p.benchmark.workloads[name]
         prompts = _prompts(p, w) * w.repeats + w.warmup
-        ((tokens, _),) = w.points()
         cells = len(p.benchmark.checkpoints) * len(p.benchmark.trees)
-        how = f"{cells} cells * {prompts:,} prompts * {tokens:,} tokens * 2 * {1e3 * step:.1f} ms: speculative counted as plain"
-        found.hours(f"benchmark, {name}", cells * prompts * tokens * 2 * step, how)
+        seconds, loads = 0.0, []
+        for tokens, cap in w.points():
+            at_once = min(prompts, cap or prompts)
+            seconds += cells * prompts / at_once * tokens * 2 * step
+            loads.append(f"{prompts:,} prompts * {tokens:,} tokens" + (f" / {at_once} at once" if at_once > 1 else ""))
+        how = f"{cells} cells * {' + '.join(loads)} * 2 * {1e3 * step:.1f} ms: speculative counted as plain"
+        found.hours(f"benchmark, {name}", seconds, how)
 
 
 def _say_served_cells(found: Estimate, p: params.Params, shape: Shape) -> None:

@@ -253,6 +253,29 @@ def test_slots_write_and_move_rows_as_stores_of_their_own() -> None:
     assert slots.nbytes == sum(store.nbytes for store in apart)
 
 
+def test_grouped_attention_is_that_of_repeated_keys() -> None:
+    """Head by head, each with the keys of its group; what it doesn't know goes transformers' own way."""
+    draws = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, heads, rows, 8, generator=draws) for heads, rows in ((6, 5), (2, 11), (2, 11)))
+    mask = torch.rand(3, 1, 5, 11, generator=draws) < 0.6
+    mask[..., 0] = True
+    out, _ = batches._attend_grouped(None, q, k, v, mask, scaling=0.3)
+    for head in range(6):
+        scores = (q[:, head] @ k[:, head // 3].mT * 0.3).masked_fill(~mask[:, 0], -torch.inf)
+        torch.testing.assert_close(out[:, :, head], scores.softmax(-1) @ v[:, head // 3])
+    with pytest.raises(ValueError, match="softcap"):
+        batches._attend_grouped(None, q, k, v, mask, scaling=0.3, softcap=30.0)
+
+
+def test_passes_leave_the_attention_as_it_was(engine: Batches) -> None:
+    before = engine.decoder.config._attn_implementation
+    told = engine.together(asks(3), 2, (3, 3, 8))
+    next(told)
+    told.close()
+    list(engine.together(asks(3), 2, (3, 3, 8)))
+    assert engine.decoder.config._attn_implementation == before == "sdpa"
+
+
 def test_a_draft_is_not_needed_to_decode_plainly(way: str, model: PreTrainedModel) -> None:
     engine = Batches(model, [END], [])
     assert said(steps(engine.together(asks(), 4, None), 9)) == [searched(model, ask) for ask in asks()]

@@ -104,3 +104,19 @@ def test_files_that_the_user_brings_are_missing_until_they_are_there() -> None:
 def test_the_page_of_recipes_is_what_its_command_writes() -> None:
     committed = (ROOT / recipes_page.PAGE).read_text(encoding="utf-8")
     assert committed == recipes_page.page(), "run: python -m benchmarks.recipes_page"
+
+
+def test_loads_of_the_torch_engine_take_turns_at_once() -> None:
+    """A sweep has as many passes as its rounds have tokens, of each concurrency."""
+    p, shape = shape_of("angelslim-qwen3-8b")
+    (name, *_), step = p.benchmark.torch, estimate.TORCH_LAYER_S * shape.made.num_layers
+    w = p.benchmark.workloads[name].model_copy(
+        update={"num_prompts": 30, "warmup": 2, "turns": "first", "max_new_tokens": [10, 50], "concurrency": [1, 8, 64]}
+    )
+    b = p.benchmark.model_copy(update={"torch": [name], "workloads": {name: w}})
+    found = estimate.Estimate()
+    estimate._say_torch_cells(found, p.model_copy(update={"benchmark": b}), shape)
+    rounds = 32 / 1 + 32 / 8 + 32 / 32  # 64 at once are never more than there are prompts
+    cells = len(b.checkpoints) * len(b.trees)
+    assert found.gpu_hours == pytest.approx(cells * rounds * (10 + 50) * 2 * step / 3600)
+    assert "32 prompts * 50 tokens / 8 at once" in found.lines[0]
