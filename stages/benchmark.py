@@ -23,13 +23,13 @@ import polars as pl
 import torch
 
 from stages import params
-from stages.drafting import acceptance, prompt, ranks, target
+from stages.drafting import acceptance, pixels, prompt, ranks, target
 from stages.drafting.batches import Ask, Batches
 from stages.drafting.cards import left, place
 from stages.drafting.decode import Step
 from stages.drafting.draft import Draft
 from stages.drafting.memory import GIB, Memory
-from stages.drafting.pixels import Eyes, Pixels
+from stages.drafting.pixels import Pixels
 from stages.drafting.sampling import Sampling
 from stages.drafting.shares import gathered
 from stages.formats import asked, cell, checkpoint, manifest, served
@@ -91,7 +91,10 @@ def _main(p: params.Params, workload: str, name: str, tree_name: str, group: ran
     prompts, warm = asked.read(workload)
     if w.grade:
         asked.check_graded(workload, prompts)
-    engine, shown = _engine(p, w, name, group), _shown(p, pl.concat([prompts, warm]))
+    images = dict(pl.concat([prompts, warm]).select("id", "images").iter_rows())
+    # Decoded before any clock runs: a server's client sends them ready, too.
+    shown = pixels.shown(manifest.weights(manifest.read()), p.target.trust_remote_code, images)
+    engine = _engine(p, w, name, group)
     work = Work(p, w, tree, group, engine, shown, _tokenizer(p, w, prompts), prompts, warm)
     memory = _memory(work)
     if group.first:
@@ -261,15 +264,6 @@ def _engine(p: params.Params, w: Workload, name: str, group: ranks.Ranks) -> Bat
     draft = Draft.of(config, tensors).to(group.device, model.dtype).requires_grad_(False)
     eos = [] if w.ignore_eos else made.eos_token_ids
     return Batches(model, eos, made.feature_layers, draft, p.benchmark.semantics)
-
-
-def _shown(p: params.Params, prompts: pl.DataFrame) -> dict[str, Pixels | None]:
-    """The pictures of each prompt, by its id, decoded before any clock runs: a server's client sends them ready, too."""
-    images = {row["id"]: row["images"] for row in prompts.iter_rows(named=True)}
-    if not any(images.values()):
-        return dict.fromkeys(images)
-    eyes = Eyes(str(manifest.weights(manifest.read())), p.target.trust_remote_code)
-    return {name: eyes.see(paths) if paths else None for name, paths in images.items()}
 
 
 def _margin(

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from stages import params
-from stages.drafting import acceptance, rivals, target
+from stages.drafting import acceptance, pixels, rivals, target
 from stages.drafting.decode import Engine, Method, Step
 from stages.drafting.draft import Draft
 from stages.drafting.eagle_trees import Guessing
 from stages.drafting.lookahead import Lookahead
 from stages.drafting.medusa_trees import Heads
 from stages.drafting.ngram import Ngram
-from stages.drafting.pixels import Eyes, Pixels
+from stages.drafting.pixels import Pixels
 from stages.drafting.sampling import Sampling
 from stages.drafting.static import Static, best_first
 from stages.formats import asked, cell, checkpoint, manifest, method_cell, rival
@@ -130,7 +130,8 @@ def _work(p: params.Params, settings: params.MethodRow, w: Workload, prompts: pl
     engine = Engine(model, made.eos_token_ids, made.feature_layers, draft, p.benchmark.semantics)
     tree = Tree.parse(settings.tree) if isinstance(settings, params.DynamicRow) else None
     method = None if draft else _method(p, settings, engine)
-    return Work(engine, method, tree, _shown(p, prompts), w)
+    images = dict(prompts.select("id", "images").iter_rows())
+    return Work(engine, method, tree, pixels.shown(manifest.weights(made), p.target.trust_remote_code, images), w)
 
 
 def _method(p: params.Params, settings: params.MethodRow, engine: Engine) -> Method:
@@ -179,15 +180,6 @@ def _taken(work: Work) -> tuple[dict[str, int], int]:
 
 def _bytes(tensors: Any) -> Iterator[int]:
     return (t.nbytes for t in tensors if isinstance(t, Tensor))
-
-
-def _shown(p: params.Params, prompts: pl.DataFrame) -> dict[str, Pixels | None]:
-    """The pictures of each prompt, by its id, decoded before any clock runs."""
-    images = {row["id"]: row["images"] for row in prompts.iter_rows(named=True)}
-    if not any(images.values()):
-        return dict.fromkeys(images)
-    eyes = Eyes(str(manifest.weights(manifest.read())), p.target.trust_remote_code)
-    return {name: eyes.see(paths) if paths else None for name, paths in images.items()}
 
 
 # What is measured

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import chdir
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -303,12 +304,12 @@ def test_another_methods_checkpoint_is_refused(taught: Path) -> None:
 
 def test_a_misshapen_checkpoint_is_named_tensor_by_tensor(taught: Path, tmp_path: Path) -> None:
     config, tensors = rival.read(checkpoint.folder("heads1"), "medusa", "a test")
+    wrong = partial(checkpoint.misshapen, expect=rival.shapes)
     cut = {**tensors, "outs.1.weight": tensors["outs.1.weight"][:-1]}
-    assert "outs.1.weight is (89, 128), expected (90, 128)" in rival.problem(config, cut)
-    assert "missing tensors ['blocks.0.bias']" in rival.problem(
-        config, {k: t for k, t in tensors.items() if k != "blocks.0.bias"}
-    )
-    assert "lacks 'heads'" in rival.problem({k: v for k, v in config.items() if k != "heads"}, tensors)
+    assert "outs.1.weight is (89, 128), expected (90, 128)" in wrong(config, cut)
+    lacking = {k: t for k, t in tensors.items() if k != "blocks.0.bias"}
+    assert "missing tensors ['blocks.0.bias']" in wrong(config, lacking)
+    assert "lacks 'heads'" in wrong({k: v for k, v in config.items() if k != "heads"}, tensors)
 
 
 def test_a_row_that_is_not_listed_is_named(taught: Path) -> None:

@@ -136,6 +136,14 @@ class Eyes:
         return found
 
 
+def shown(folder: str | Path, trust_remote_code: bool, images: dict[str, list[str] | None]) -> dict[str, Pixels | None]:
+    """Each one's pictures by its name. The target in `folder` need not see where there are none. Raises as `Eyes` does."""
+    if not any(images.values()):
+        return dict.fromkeys(images)
+    eyes = Eyes(folder, trust_remote_code)
+    return {name: eyes.see(paths) if paths else None for name, paths in images.items()}
+
+
 def expanded(ids: list[int], token: int, sizes: list[int]) -> list[int]:
     """A rendered prompt's ids with each picture's one `token` repeated as often as the picture has embeddings.
 

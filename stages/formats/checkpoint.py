@@ -7,7 +7,7 @@ the run stood as JSON. Which layers feed the draft: no list is written, since bo
 [2, n//2, n-3]; other layers are written in each engine's own convention (research/specforge.md 2.1).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -158,19 +158,24 @@ def read_tensors(path: Path, made_by: str) -> dict[str, Tensor]:
         raise ValueError(f"{path} is cut or broken ({error}); delete it and run: dvc repro {made_by}") from None
 
 
-def problem(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
-    """What is wrong with a draft, or an empty string."""
+def misshapen(
+    config: dict[str, Any], tensors: dict[str, Tensor], expect: Callable[[dict[str, Any]], dict[str, tuple[int, ...]]]
+) -> str:
+    """What is wrong with the tensors' names and shapes, or an empty string."""
     try:
-        expected = shapes(config)
+        expected = expect(config)
     except KeyError as error:
         return f"config.json lacks {error}"
     if set(expected) != set(tensors):
         return f"missing tensors {sorted(set(expected) - set(tensors))}, unknown {sorted(set(tensors) - set(expected))}"
-    wrong = [
-        f"{n} is {tuple(tensors[n].shape)}, expected {s}" for n, s in expected.items() if tuple(tensors[n].shape) != s
-    ]
-    if wrong:
-        return "; ".join(wrong)
+    wrong = [n for n, s in expected.items() if tuple(tensors[n].shape) != s]
+    return "; ".join(f"{n} is {tuple(tensors[n].shape)}, expected {expected[n]}" for n in wrong)
+
+
+def problem(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+    """What is wrong with a draft, or an empty string."""
+    if wrong := misshapen(config, tensors, shapes):
+        return wrong
     d2t, t2d = tensors["d2t"], tensors["t2d"]
     if d2t.dtype != torch.int64 or t2d.dtype != torch.bool:
         return f"d2t is {d2t.dtype} and t2d {t2d.dtype}, expected int64 offsets and bool"

@@ -52,7 +52,7 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def write(place: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    assert not (found := problem(config, tensors)), found
+    assert not (found := checkpoint.misshapen(config, tensors, shapes)), found
     with atomic.folder(place / "draft") as temporary:
         atomic.write_json(temporary / "config.json", config)
         save_file({name: t.contiguous() for name, t in tensors.items()}, temporary / "model.safetensors")
@@ -64,18 +64,6 @@ def read(place: Path, method: str, made_by: str) -> tuple[dict[str, Any], dict[s
     if (found := config.get("method", "eagle3")) != method:
         raise ValueError(f"{place}/draft is of the method {found}, expected {method}; name a checkpoint of that")
     tensors = checkpoint.read_tensors(place / "draft" / "model.safetensors", made_by)
-    if wrong := problem(config, tensors):
+    if wrong := checkpoint.misshapen(config, tensors, shapes):
         raise ValueError(f"{place}/draft is no draft of {method}: {wrong}; run: dvc repro -f {made_by}")
     return config, tensors
-
-
-def problem(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
-    """What is wrong, or an empty string."""
-    try:
-        expected = shapes(config)
-    except KeyError as error:
-        return f"config.json lacks {error}"
-    if set(expected) != set(tensors):
-        return f"missing tensors {sorted(set(expected) - set(tensors))}, unknown {sorted(set(tensors) - set(expected))}"
-    wrong = [n for n, s in expected.items() if tuple(tensors[n].shape) != s]
-    return "; ".join(f"{n} is {tuple(tensors[n].shape)}, expected {expected[n]}" for n in wrong)
