@@ -52,9 +52,8 @@ def offer(name: str) -> Order | None:
         stage = _stage(repo, name)
         if _restorable(repo, stage):
             return None
-        paths, owners = _needed(repo, stage)
-        if paths:
-            repo.push(targets=paths)
+        outs = list(_needed(repo, stage).values())
+        _push(repo, outs)
         archive = _archive(_listed() | _unkept(repo, stage))
         digest = hashlib.sha256(archive).hexdigest()
         fs, root = _place(repo)
@@ -65,6 +64,7 @@ def offer(name: str) -> Order | None:
             fs.put_file(str(beside), to)
             beside.unlink()
         known = YAML(typ="safe").load(LOCK_FILE)["stages"] if LOCK_FILE.exists() else {}
+        owners = sorted({out.stage.addressing for out in outs})
         return Order(stage=name, files=digest, upstream={owner: known[owner] for owner in owners if owner in known})
 
 
@@ -106,7 +106,7 @@ def take(order: Order) -> None:
     with LOCK_FILE.open("w", encoding="utf-8") as file:
         YAML(typ="safe").dump({"schema": "2.0", "stages": order.upstream}, file)
     with _repo() as repo:
-        if paths := _needed(repo, _stage(repo, order.stage))[0]:
+        if paths := sorted(_needed(repo, _stage(repo, order.stage))):
             repo.pull(targets=paths)
 
 
@@ -114,7 +114,7 @@ def give(name: str) -> None:
     """What the stage has made here, and DVC's word of what it was made of, to the remote."""
     with _repo() as repo:
         stage = _stage(repo, name)
-        repo.push(targets=[name])
+        _push(repo, stage.outs)
         here, fs, there = _runs(repo, stage)
         for entry in here.iterdir():
             fs.put_file(str(entry), fs.join(there, entry.name))
@@ -191,17 +191,25 @@ def _restorable(repo: Any, stage: Any) -> bool:
     return bool(made.outs_cached())
 
 
-def _needed(repo: Any, stage: Any) -> tuple[list[str], list[str]]:
-    """The outputs, or parts of them, that a stage depends on, and the stages that make them."""
+def _needed(repo: Any, stage: Any) -> dict[str, Any]:
+    """What a stage depends on: paths of outputs, or of parts of them, and the output that each is of."""
     outs = [out for out in repo.index.outs if out.use_cache and out.stage.addressing != stage.addressing]
-    paths, owners = set[str](), set[str]()
+    found = {}
     for dep in stage.deps:
         for out in outs:
-            inside, around = _within(dep.fs_path, out.fs_path), _within(out.fs_path, dep.fs_path)
-            if inside or around:
-                paths.add((dep if inside else out).fs_path)
-                owners.add(out.stage.addressing)
-    return sorted(paths), sorted(owners)
+            if _within(dep.fs_path, out.fs_path):
+                found[dep.fs_path] = out
+            elif _within(out.fs_path, dep.fs_path):
+                found[out.fs_path] = out
+    return found
+
+
+def _push(repo: Any, outs: list[Any]) -> None:
+    """Also those that dvc.yaml keeps from `dvc push`: who lets another host make a stage lets it have what that needs."""
+    for out in outs:
+        for wanted in out.get_used_objs().values():
+            if failed := repo.cloud.push(wanted).failed:
+                raise ValueError(f"{len(failed)} files of {out} could not be pushed; see above, and run again")
 
 
 def _within(path: str, folder: str) -> bool:
@@ -209,8 +217,8 @@ def _within(path: str, folder: str) -> bool:
 
 
 def _listed() -> set[Path]:
-    """The files that git keeps here, or would: those as they lie here."""
-    asked = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", "."]
+    """The files that git keeps, as they lie here; what it was never told of (an .env) goes nowhere."""
+    asked = ["git", "ls-files", "-z", "--cached", "--", "."]
     said = subprocess.run(asked, capture_output=True, text=True)
     if said.returncode:
         raise ValueError(f"{' '.join(asked)}: {said.stderr.strip()}")

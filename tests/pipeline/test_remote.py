@@ -88,6 +88,8 @@ def test_a_stage_made_in_a_clone_is_in_dvc_lock_as_if_made_here(
     head: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head.script("middle", "# not committed")
+    graph_file = head.root / "dvc.yaml"  # as hidden states are: too large for every `dvc push`, and needed all the same
+    graph_file.write_text(graph_file.read_text().replace("outs: [first.csv]", "outs: [{first.csv: {push: false}}]"))
     shutil.copytree(head.root, tmp_path / "serial")
     subprocess.run([sys.executable, "-m", "dvc", "repro", "-q", "middle"], cwd=tmp_path / "serial", check=True)
     order = remote.offer("middle")
