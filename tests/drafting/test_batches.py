@@ -22,7 +22,7 @@ from tests.drafting.test_target import manifest_of, saved
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-TREES: list[Tree | None] = [None, (1, 1, 2), (4, 1, 5), (3, 3, 8), (5, 4, 16)]
+TREES: list[Tree | None] = [None, (4, 1, 5), (3, 3, 8), (5, 4, 16)]
 WIDE = (2, 24, 60)  # so wide that a random draft is accepted now and then
 VOCAB, END, MOST = 12, 7, 40
 
@@ -109,9 +109,9 @@ def test_together_as_alone(engine: Batches, model: PreTrainedModel, tree: Tree |
     """Step by step, for fewer slots than prompts and more; ends inside a cycle, at an end token, at a first token."""
     one = [alone(engine, ask, tree) for ask in asks()]
     assert said(one) == [searched(model, ask) for ask in asks()]
-    for slots in (1, 2, 3, 8, 20):
+    for slots in (1, 3, 20):
         assert steps(engine.together(asks(), slots, tree), 9) == one
-    assert tree in (None, (1, 1, 2)) or sum(step.accepted for some in one for step in some) > 5
+    assert tree is None or sum(step.accepted for some in one for step in some) > 5
 
 
 def test_a_slot_is_taken_again_when_its_answer_ends(engine: Batches) -> None:
@@ -210,6 +210,9 @@ def test_room_is_kept_for_as_many_again(engine: Batches) -> None:
         list(engine.together(asks(), slots, tree))
         kept.append(engine.crowd)
     assert kept[0] is kept[1] is not kept[2]
+    engine.expect(300)
+    list(engine.plain([1, 2, 3], 4))
+    assert engine.idle[-1].size >= 300  # so that the longest prompt finds it
 
 
 def test_a_pass_is_recorded_once_for_a_tree_and_a_temperature(
