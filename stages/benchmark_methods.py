@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import polars as pl
 import torch
-from torch import Tensor
 
 from stages import params
 from stages.drafting import acceptance, pixels, rivals, target
@@ -173,13 +172,8 @@ def _taken(work: Work) -> tuple[dict[str, int], int]:
         return {"weights": work.method.weights, "state": state}, work.method.parameters
     assert draft is not None
     state = room.draft_keys.nbytes + room.draft_values.nbytes + room.stands[work.steps + 1].features.nbytes
-    return {"weights": sum(_bytes(draft.state_dict().values())), "state": state}, sum(
-        x.numel() for x in draft.parameters()
-    )
-
-
-def _bytes(tensors: Any) -> Iterator[int]:
-    return (t.nbytes for t in tensors if isinstance(t, Tensor))
+    weights = sum(x.nbytes for x in draft.state_dict().values())
+    return {"weights": weights, "state": state}, sum(x.numel() for x in draft.parameters())
 
 
 # What is measured
@@ -234,8 +228,8 @@ def _now(device: str) -> float:
 
 def _metrics(rows: list[Row], steps: int) -> dict[str, float]:
     """docs/metrics.md, version 2."""
-    column = {key: np.array([row[key] for row in rows], dtype=float) for key in method_cell.PROMPT_COLUMNS[1:6]}
-    column |= {key: np.array([row[key] for row in rows], dtype=float) for key in method_cell.PROMPT_COLUMNS[7:]}
+    numbers = [key for key in method_cell.PROMPT_COLUMNS if key not in ("id", "finish_reason")]
+    column = {key: np.array([row[key] for row in rows], dtype=float) for key in numbers}  # [P] each
     tau = acceptance.tau(column["accepted"], column["cycles"])
     low, high = acceptance.interval(column["accepted"], column["cycles"])
     names = ("output_tokens", "e2e_latency_s", "baseline_output_tokens", "baseline_e2e_latency_s")
