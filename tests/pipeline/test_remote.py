@@ -151,6 +151,8 @@ def test_a_file_that_dvc_keeps_goes_by_the_remote_and_one_nobody_keeps_in_the_ar
     (project.root / "dvc.yaml").write_text(text.replace("[raw.csv,", "[raw.csv, data,"))
     (project.root / ".gitignore").write_text("data/\n/raw.csv\n")
     project.git("init", "-q")
+    (project.root / ".env").write_text("KEY=secret\n")  # of which git was never told
+    project.git("add", "dvc.yaml", "params.yaml", ".gitignore", "raw.csv.dvc")
     order = remote.offer("first")
     assert order and order.upstream == {}
     (tmp_path / "there/.dvc").mkdir(parents=True)
@@ -158,6 +160,7 @@ def test_a_file_that_dvc_keeps_goes_by_the_remote_and_one_nobody_keeps_in_the_ar
     monkeypatch.chdir(tmp_path / "there")
     remote.take(order)
     assert Path("data/own.txt").read_text() == "ours\n" and Path("raw.csv").read_text().startswith("tree,tau")
+    assert not Path(".env").exists()
 
 
 def test_without_a_remote_it_says_how_to_add_one(project: Project) -> None:
