@@ -11,7 +11,6 @@ all of it speculatively, in turns (formats/served.py has the cell). With several
 and of those under way; the first one writes what all of them measured.
 """
 
-import hashlib
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -23,7 +22,7 @@ import polars as pl
 import torch
 
 from stages import params
-from stages.drafting import acceptance, pixels, prompt, ranks, target
+from stages.drafting import acceptance, pixels, prompt, ranks, sampling, target, timing
 from stages.drafting.batches import Ask, Batches
 from stages.drafting.cards import left, place
 from stages.drafting.decode import Step
@@ -189,13 +188,12 @@ def _turns(work: Work, question: Row, repeat: int, number: int) -> Iterator[tupl
             ids = prompt.prompt_ids(work.tokenizer, messages, work.p.sample_target.thinking)
         order = KINDS if (number + repeat + turn) % 2 == 0 else KINDS[::-1]
         drawn = _sampling(work, question["id"], repeat, turn)
-        timed = {
-            kind: _timed(partial(_decoding, work, kind, ids, question["id"], drawn), work.p.target.device)
+        both = {
+            kind: timing.timed(partial(_decoding, work, kind, ids, question["id"], drawn), work.p.target.device)
             for kind in order
         }
-        said, steps, prefill, e2e = timed["speculative"]
-        plain_said, _, plain_prefill, plain_e2e = timed["plain"]
-        cycles = steps[1:]
+        mine, plain = both["speculative"], both["plain"]
+        said, plain_said, cycles = mine.tokens, plain.tokens, mine.cycles
         row = {
             "id": question["id"],
             "repeat": repeat,
@@ -209,12 +207,12 @@ def _turns(work: Work, question: Row, repeat: int, number: int) -> Iterator[tupl
             if drawn
             else _margin(work.engine, ids, work.shown[question["id"]], said, plain_said),
             "finish_reason": "stop" if said[-1] in work.engine.eos else "length",
-            "prefill_latency_s": prefill,
-            "e2e_latency_s": e2e,
+            "prefill_latency_s": mine.first_s,
+            "e2e_latency_s": mine.last_s,
             "correct": None,
             "baseline_output_tokens": len(plain_said),
-            "baseline_prefill_latency_s": plain_prefill,
-            "baseline_e2e_latency_s": plain_e2e,
+            "baseline_prefill_latency_s": plain.first_s,
+            "baseline_e2e_latency_s": plain.last_s,
             "baseline_correct": None,
         }
         yield row, cycles, {"plain": plain_said, "speculative": said}
@@ -223,12 +221,9 @@ def _turns(work: Work, question: Row, repeat: int, number: int) -> Iterator[tupl
 
 
 def _sampling(work: Work, name: str, repeat: int, turn: int) -> Sampling | None:
-    """How an answer is drawn: by the workload's seed and what it answers, so that order has no part in it; None: greedily."""
+    """By the workload's seed and what is answered."""
     w = work.w
-    if w.temperature == 0:
-        return None
-    drawn = hashlib.sha256(f"{w.seed}:{name}:{repeat}:{turn}".encode()).digest()
-    return Sampling(w.temperature, w.top_p, w.top_k, int.from_bytes(drawn[:8], "big") >> 1)
+    return sampling.how(w.temperature, w.top_p, w.top_k, f"{w.seed}:{name}:{repeat}:{turn}")
 
 
 def _decoding(work: Work, kind: str, ids: list[int], name: str, drawn: Sampling | None) -> Iterator[Step]:
@@ -276,23 +271,6 @@ def _margin(
         (i for i, (a, b) in enumerate(zip(said, plain_said, strict=False)) if a != b), min(len(said), len(plain_said))
     )
     return engine.margin(prompt, plain_said[:shared], pictures)
-
-
-def _timed(run, device: str) -> tuple[list[int], list[Step], float, float]:
-    """All of a decoding: its tokens, its steps, seconds to the first token and to the last."""
-    begin = _now(device)
-    decoding = run()
-    steps = [next(decoding)]
-    first = _now(device)
-    steps += decoding
-    last = _now(device)
-    return [token for s in steps for token in s.tokens], steps, first - begin, last - begin
-
-
-def _now(device: str) -> float:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 # Loads
@@ -392,7 +370,7 @@ def _load(
     if asks:
         work.engine.prepare(asks, own, _tree(work, kind))
     gathered(group, [])  # all begin together
-    begun = _now(group.device)
+    begun = timing.now(group.device)
     records = [
         latency.Record(f"{every[n].question['id']}#{every[n].turn}", 0.0, 0.0, 0.0, [], True, len(ask.prompt), 0, None, None)
         for n, ask in zip(numbers, asks, strict=True)

@@ -6,9 +6,8 @@ workload's questions the first turns are asked, once, one at a time; nothing is 
 plain decoding says. docs/methods.md
 """
 
-import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ import polars as pl
 import torch
 
 from stages import params
-from stages.drafting import acceptance, pixels, rivals, target
+from stages.drafting import acceptance, pixels, rivals, sampling, target
 from stages.drafting.decode import Engine, Method, Step
 from stages.drafting.draft import Draft
 from stages.drafting.eagle_trees import Guessing
@@ -28,6 +27,7 @@ from stages.drafting.ngram import Ngram
 from stages.drafting.pixels import Pixels
 from stages.drafting.sampling import Sampling
 from stages.drafting.static import Static, best_first
+from stages.drafting.timing import timed
 from stages.formats import asked, cell, checkpoint, manifest, method_cell, rival
 from stages.params import Tree, Workload
 from stages.serving import energy
@@ -180,20 +180,15 @@ def _taken(work: Work) -> tuple[dict[str, int], int]:
 
 
 def _sampling(w: Workload, name: str) -> Sampling | None:
-    """As benchmark draws a prompt's first turn in its first repeat: so the rows are comparable with its cells."""
-    if w.temperature == 0:
-        return None
-    drawn = hashlib.sha256(f"{w.seed}:{name}:0:0".encode()).digest()
-    return Sampling(w.temperature, w.top_p, w.top_k, int.from_bytes(drawn[:8], "big") >> 1)
+    """As `benchmark` draws the first repeat's first turn."""
+    return sampling.how(w.temperature, w.top_p, w.top_k, f"{w.seed}:{name}:0:0")
 
 
 def _asked(work: Work, question: Row, order: tuple[str, ...], device: str) -> tuple[Row, list[Step]]:
     """A prompt's row and its cycles; who goes first changes from prompt to prompt."""
-    timed = {kind: _timed(partial(work.decoding, kind, question), device) for kind in order}
-    steps, prefill, e2e = timed["speculative"]
-    plain_steps, plain_prefill, plain_e2e = timed["plain"]
-    said, plain_said = ([token for s in some for token in s.tokens] for some in (steps, plain_steps))
-    cycles = steps[1:]
+    both = {kind: timed(partial(work.decoding, kind, question), device) for kind in order}
+    mine, plain = both["speculative"], both["plain"]
+    said, plain_said, cycles = mine.tokens, plain.tokens, mine.cycles
     return {
         "id": question["id"],
         "prompt_tokens": len(question["prompt_ids"]),
@@ -202,28 +197,12 @@ def _asked(work: Work, question: Row, order: tuple[str, ...], device: str) -> tu
         "accepted": sum(s.accepted for s in cycles),
         "identical": said == plain_said,
         "finish_reason": "stop" if said[-1] in work.engine.eos else "length",
-        "prefill_latency_s": prefill,
-        "e2e_latency_s": e2e,
+        "prefill_latency_s": mine.first_s,
+        "e2e_latency_s": mine.last_s,
         "baseline_output_tokens": len(plain_said),
-        "baseline_prefill_latency_s": plain_prefill,
-        "baseline_e2e_latency_s": plain_e2e,
+        "baseline_prefill_latency_s": plain.first_s,
+        "baseline_e2e_latency_s": plain.last_s,
     }, cycles
-
-
-def _timed(run: Callable[[], Iterator[Step]], device: str) -> tuple[list[Step], float, float]:
-    """All of a decoding: its steps, seconds to the first token and to the last."""
-    begin = _now(device)
-    decoding = run()
-    steps = [next(decoding)]
-    first = _now(device)
-    steps += decoding
-    return steps, first - begin, _now(device) - begin
-
-
-def _now(device: str) -> float:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def _metrics(rows: list[Row], steps: int) -> dict[str, float]:

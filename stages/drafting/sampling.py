@@ -13,6 +13,7 @@ thresholds at 1, research/sglang.md section 2), in one draw a node instead of a 
 Letters: M nodes, V vocabulary.
 """
 
+import hashlib
 from collections.abc import Hashable
 from typing import NamedTuple
 
@@ -27,6 +28,14 @@ class Sampling(NamedTuple):
     top_p: float  # 1: all
     top_k: int | None  # None: all
     seed: int  # this answer's own
+
+
+def how(temperature: float, top_p: float, top_k: int | None, about: str) -> Sampling | None:
+    """How an answer is drawn: by a seed from what it is `about`, so that order has no part in it; None: greedily."""
+    if temperature == 0:
+        return None
+    drawn = hashlib.sha256(about.encode()).digest()
+    return Sampling(temperature, top_p, top_k, int.from_bytes(drawn[:8], "big") >> 1)
 
 
 class Chooser:

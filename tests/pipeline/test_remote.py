@@ -6,10 +6,12 @@ import shutil
 import socket
 import subprocess
 import sys
+import tarfile
 import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
@@ -161,6 +163,24 @@ def test_a_file_that_dvc_keeps_goes_by_the_remote_and_one_nobody_keeps_in_the_ar
     remote.take(order)
     assert Path("data/own.txt").read_text() == "ours\n" and Path("raw.csv").read_text().startswith("tree,tau")
     assert not Path(".env").exists()
+
+
+@pytest.mark.parametrize(
+    "spoil", [{"name": "../out.txt"}, {"name": "/tmp/out.txt"}, {"type": tarfile.SYMTYPE, "linkname": "/"}]
+)
+def test_an_archive_that_would_write_elsewhere_is_refused(
+    spoil: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = tarfile.TarInfo("in.txt")
+    for key, value in spoil.items():
+        setattr(about, key, value)
+    with tarfile.open(tmp_path / "files.tar.gz", "w:gz") as archive:
+        archive.addfile(about)
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "there")
+    with pytest.raises(ValueError, match="which no run packs"):
+        remote._unpack(tmp_path / "files.tar.gz")
+    assert not list(Path().iterdir()) and not (tmp_path / "out.txt").exists()
 
 
 def test_without_a_remote_it_says_how_to_add_one(project: Project) -> None:
