@@ -397,11 +397,10 @@ async def _ask_all(work: Work, reach: Reach, split: Split) -> None:
                     await asking.converse(group)
 
             try:
-                async with asyncio.TaskGroup() as tasks:
-                    for _ in range(min(way.concurrency, split.asked)):
-                        tasks.create_task(worker())
-            except* ValueError as failed:  # the first says it; the others were cancelled, or failed the same way
-                raise failed.exceptions[0] from None
+                with session.one_error():
+                    async with asyncio.TaskGroup() as tasks:
+                        for _ in range(min(way.concurrency, split.asked)):
+                            tasks.create_task(worker())
             finally:
                 work.asked_again.update(http.asked_again)
     if asking.refused:

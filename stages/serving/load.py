@@ -136,15 +136,13 @@ class Generator:
         gate = asyncio.Semaphore(arrivals.concurrency) if arrivals.concurrency else contextlib.nullcontext()
         with _no_collection():
             due = time.perf_counter() + arrivals.due_s(len(asks))
-            try:
+            with session.one_error():
                 async with asyncio.TaskGroup() as group:
                     tasks = []
                     for (ask, path, body), when in zip(ready, due.tolist(), strict=True):
                         if (rest_s := when - time.perf_counter()) > 0:
                             await asyncio.sleep(rest_s)
                         tasks.append(group.create_task(self._in_turn(gate, ask, path, body, when)))
-            except* ValueError as failed:  # the first says it; the others were cancelled, or failed the same way
-                raise failed.exceptions[0] from None
         return [task.result() for task in tasks]
 
     async def _in_turn(self, gate: Any, ask: Ask, path: str, body: bytes, due: float) -> Record:

@@ -48,6 +48,20 @@ class Failed(Exception):
         self.reason, self.after_s = reason, after_s
 
 
+@contextmanager
+def one_error() -> Iterator[None]:
+    """Around a TaskGroup whose tasks fail alike: the first ValueError, instead of all in a group.
+
+    An `except*` may not raise it bare: before Python 3.11.4 it comes in a group again.
+    """
+    try:
+        yield
+    except ExceptionGroup as failed:
+        if failed.split(ValueError)[1] is None:
+            raise failed.exceptions[0] from None
+        raise
+
+
 def proxy_of(url: str) -> str | None:
     """What the environment (HTTPS_PROXY, NO_PROXY) says of a server; nothing of one on this machine, where none is meant."""
     parts = urlsplit(url)
