@@ -7,7 +7,7 @@ A worker is `make worker` in a checkout of its own; what it runs is pipeline/wor
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 from uuid import UUID
@@ -18,9 +18,9 @@ from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, StateType, WorkerStatus
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import task_run
-from prefect.states import Cancelling, Crashed
+from prefect.states import Crashed
 
-from pipeline import graph, remote
+from pipeline import graph, guard, remote
 from stages.params import Needs, Schedule
 
 POOL = "aerie-stages"
@@ -124,7 +124,7 @@ class Workers:
         """At once, so without the lock, which a thread may hold that waits for the server."""
         runs = list(map(str, self._runs))
         try:
-            cancel(runs)
+            guard.cancel(runs)
         except HTTPError:  # our guard knows of them too, and tells the server when we are gone
             return
         for run in runs:
@@ -184,10 +184,3 @@ class Workers:
 def _host(run: FlowRun) -> str:
     """The worker, which its first word puts among the run's tags."""
     return ", ".join(run.tags) or "no worker"
-
-
-def cancel(runs: Iterable[str]) -> None:
-    """Those of these runs that are not over; their worker then ends what it has begun."""
-    with get_client(sync_client=True) as client:
-        for run in runs:
-            client.set_flow_run_state(UUID(run), Cancelling())

@@ -8,10 +8,8 @@ Prefect shows and schedules; DVC decides what is fresh. So no task here is cache
 
 import contextlib
 import csv
-import re
 import signal
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -22,9 +20,7 @@ from prefect import flow, get_client, get_run_logger, runtime, task
 from prefect.artifacts import (
     create_link_artifact,
     create_markdown_artifact,
-    create_progress_artifact,
     create_table_artifact,
-    update_progress_artifact,
 )
 from prefect.cache_policies import NO_CACHE
 from prefect.settings import PREFECT_API_URL
@@ -33,15 +29,12 @@ from prefect.states import Completed, Failed, State
 from pipeline import away, graph, recipes, reproduce, resources, workspace
 from pipeline.forms import Changes, RecipeName, Sweep
 from pipeline.guard import end_with_parent
+from pipeline.progress import Progress
 from pipeline.schedule import Graph, run_all
 from stages.params import Params, check_raw_exists, load
 
 TABLES = {"benchmark": Path("results/benchmark.csv"), "served": Path("results/served.csv")}
 REPORT = Path("results/report/index.html")
-PROGRESS = re.compile(
-    r"(?P<percent>\d+)%\|.*\| (?P<told>\d.*)"
-)  # a line of tqdm: 45%|####  | 9/20 [00:10<00:12, 1.02row/s]
-PROGRESS_EVERY = 3.0  # seconds
 NO_CHANGES = Changes()
 
 
@@ -164,33 +157,6 @@ def bring(stage: str, why: list[str], environment: dict[str, str], held: list[in
 
 def _completed(stage: str, outcome: graph.Outcome) -> State[str]:
     return Completed(name=outcome.capitalize(), message=f"{stage}: {outcome}", data=outcome.value)
-
-
-class Progress:
-    """Lines of a log; those of a progress bar become a bar in the pages, and only its last is logged."""
-
-    def __init__(self, stage: str, log: Callable[[str], object]) -> None:
-        self._key = re.sub(r"[^a-z0-9]+", "-", f"progress-{stage}".lower())
-        self._stage, self._log = stage, log
-        self._artifact: Any = None
-        self._told = float("-inf")
-
-    def __call__(self, line: str) -> None:
-        found = PROGRESS.search(line)
-        if not found:
-            self._log(line)
-            return
-        percent = float(found["percent"])
-        if percent == 100:
-            self._log(line)
-        elif time.monotonic() - self._told < PROGRESS_EVERY:
-            return
-        self._told = time.monotonic()
-        about = f"{self._stage}: {found['told']}"
-        if self._artifact is None:
-            self._artifact = create_progress_artifact(percent, key=self._key, description=about)
-        else:
-            update_progress_artifact(self._artifact, percent, description=about)
 
 
 def bring_up_to_date(

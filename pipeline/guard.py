@@ -10,6 +10,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterable
+from uuid import UUID
 
 from pipeline.graph import end_marked
 
@@ -32,6 +34,16 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+def cancel(runs: Iterable[str]) -> None:
+    """Those of these flow runs that are not over; their worker then ends what it has begun."""
+    from prefect import get_client  # takes a second to import, which most guards never need
+    from prefect.states import Cancelling
+
+    with get_client(sync_client=True) as client:
+        for run in runs:
+            client.set_flow_run_state(UUID(run), Cancelling())
+
+
 def main() -> None:
     if os.fork():
         os._exit(0)
@@ -40,8 +52,6 @@ def main() -> None:
         what, run = line.split()
         sent = sent | {run} if what == "sent" else sent - {run}
     if sent:
-        from pipeline.away import cancel  # Prefect, which takes a second to import
-
         threading.Thread(target=cancel, args=(sent,)).start()
     end_marked(sys.argv[1])
 

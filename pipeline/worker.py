@@ -21,8 +21,8 @@ from prefect.cache_policies import NO_CACHE
 from prefect.states import Completed, Failed, State
 
 from pipeline import graph, remote, resources, workspace
-from pipeline.flows import Progress
 from pipeline.guard import end_with_parent
+from pipeline.progress import Progress
 from pipeline.schedule import ASK_AGAIN
 from stages.params import load
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tqdm import tqdm
 
-from pipeline import flows
+from pipeline import progress
 
 
 @pytest.fixture
@@ -18,8 +18,8 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         calls.append(("create", percent, key, description))
         return "id"
 
-    monkeypatch.setattr(flows, "create_progress_artifact", create)
-    monkeypatch.setattr(flows, "update_progress_artifact", lambda id, percent, description: calls.append((id, percent)))
+    monkeypatch.setattr(progress, "create_progress_artifact", create)
+    monkeypatch.setattr(progress, "update_progress_artifact", lambda id, percent, description: calls.append((id, percent)))
     return calls
 
 
@@ -32,10 +32,10 @@ def bar() -> list[str]:
 
 
 def test_a_bar_is_one_artifact_and_its_end_in_the_log(told, monkeypatch) -> None:
-    monkeypatch.setattr(flows, "PROGRESS_EVERY", 0)
+    monkeypatch.setattr(progress, "PROGRESS_EVERY", 0)
     log: list[str] = []
     lines = bar()
-    show = flows.Progress("replay_trees@e003", log.append)
+    show = progress.Progress("replay_trees@e003", log.append)
     for line in ["reading 3/4 of it", *lines, "done"]:
         show(line)
     assert sorted({call[1] for call in told}) == [0, 25, 50, 75, 100]
@@ -44,8 +44,8 @@ def test_a_bar_is_one_artifact_and_its_end_in_the_log(told, monkeypatch) -> None
 
 
 def test_the_server_is_not_asked_for_every_line(told, monkeypatch) -> None:
-    monkeypatch.setattr(flows, "PROGRESS_EVERY", 3600)
-    show = flows.Progress("benchmark@a", lambda line: None)
+    monkeypatch.setattr(progress, "PROGRESS_EVERY", 3600)
+    show = progress.Progress("benchmark@a", lambda line: None)
     for line in bar():
         show(line)
     assert {call[1] for call in told} == {0, 100}
