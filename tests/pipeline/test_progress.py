@@ -19,7 +19,9 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         return "id"
 
     monkeypatch.setattr(progress, "create_progress_artifact", create)
-    monkeypatch.setattr(progress, "update_progress_artifact", lambda id, percent, description: calls.append((id, percent)))
+    monkeypatch.setattr(
+        progress, "update_progress_artifact", lambda id, percent, description: calls.append((id, percent))
+    )
     return calls
 
 
