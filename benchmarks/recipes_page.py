@@ -8,6 +8,7 @@ from pathlib import Path
 from pipeline import recipes
 from stages import params
 from stages.reproduce import estimate
+from stages.sections.recipe import RECIPES
 
 PAGE = Path("docs/recipes.md")
 HEAD = """# Recipes
@@ -23,7 +24,7 @@ A recipe is a file of `recipes/` with the keys of `params.yaml` that differ, eac
 within a section (`server`) single keys are set; what you name yourself (`workloads`, `checkpoints`, `sets`) is replaced. To
 return: `git checkout params.yaml`.
 
-Its block `recipe` says what it reproduces (`stages/params.py`, `Recipe`):
+Its block `recipe` says what it reproduces (`stages/sections/recipe.py`):
 
 | key | what |
 |---|---|
@@ -68,7 +69,7 @@ def page() -> str:
     """Written from the project's root, from params.yaml as it is committed."""
     head = ("recipe", "published", "status", "target", "KV a token", "draft", "disk", "download", "GPU-hours")
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    for path in sorted(params.RECIPES.glob("*.yaml")):
+    for path in sorted(RECIPES.glob("*.yaml")):
         about, _ = params.read_recipe(path)
         assert about, path
         with recipes.merged(path.stem) as (file, _):

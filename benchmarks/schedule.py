@@ -19,7 +19,7 @@ from ruamel.yaml import YAML
 from pipeline import graph, serve
 from pipeline.resources import Lease, Pool
 from pipeline.schedule import Graph, run_all
-from stages.params import Needs
+from stages.sections.schedule import Needs
 
 CELLS, SLOTS = 24, 4
 REPO = Path(__file__).parents[1]

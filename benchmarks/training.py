@@ -26,12 +26,12 @@ from tqdm import tqdm
 
 from benchmarks.extraction import FLOP as TARGET_FLOP
 from benchmarks.extraction import random_target
-from stages import params
 from stages.drafting import ranks
 from stages.drafting.draft import Draft, DraftConfig
 from stages.drafting.live import Live
 from stages.formats import hiddens
 from stages.formats.store import Store
+from stages.sections.draft import TrainDraft
 from stages.train_draft import Run
 
 DENSE_FLOP, PEAK = 16.46e9, 989e12  # a token at 8B shape; a second
@@ -142,7 +142,7 @@ def start(args: argparse.Namespace, group: ranks.Ranks) -> Run:
             if weight.ndim == 2:
                 torch.nn.init.normal_(weight, std=0.02)
         tables = torch.randn(2, args.vocab, h, dtype=torch.bfloat16) * 0.02
-    settings = params.TrainDraft.model_construct(
+    settings = TrainDraft.model_construct(
         checkpoints={}, ttt_steps=7, ttt_decay=0.8, mask="aligned", loss="ce", dtype=args.dtype, learning_rate=1e-4,
         warmup_steps=10, weight_decay=0.0, grad_clip=0.5, batch_tokens=args.batch_tokens,
         packs_per_step=args.packs_per_step, processes=1, parallel=args.parallel, seed=1,

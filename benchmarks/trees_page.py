@@ -23,7 +23,7 @@ from benchmarks.trees_record import (
     short,
 )
 from stages.formats import published
-from stages.params import candidates
+from stages.sections.trees import candidates
 
 PAGE = ROOT / "docs/trees.md"
 CHAIN: Shape = (10, 1, 11)

@@ -21,7 +21,7 @@ from prefect.runtime import task_run
 from prefect.states import Crashed
 
 from pipeline import graph, guard, remote
-from stages.params import Needs, Schedule
+from stages.sections.schedule import Needs, Schedule
 
 POOL = "aerie-stages"
 DEPLOYMENT = "stage/stage"  # in prefect.yaml

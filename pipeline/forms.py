@@ -8,7 +8,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
-from stages.params import RECIPES, ROOT_CHECKPOINT, Count, Name, Params, Tree
+from stages.params import Params
+from stages.sections.recipe import RECIPES
+from stages.sections.section import ROOT_CHECKPOINT, Count, Name
+from stages.sections.trees import Tree
 
 TREE = r"^t[1-9][0-9]*_[1-9][0-9]*_[1-9][0-9]*$"
 

@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 
 from pipeline import graph, remote
 from pipeline.worker import stage_on_ray
-from stages.params import Needs
+from stages.sections.schedule import Needs
 
 ASK_EVERY = 1.0  # seconds
 

@@ -1,6 +1,6 @@
 """Recipes: files of recipes/ that hold sections and keys as params.yaml has them, only those they are about.
 
-A block `recipe` says what it reproduces and what of it can be compared (`stages.params.Recipe`); it goes nowhere.
+A block `recipe` says what it reproduces and what of it can be compared (`stages.sections.recipe`); it goes nowhere.
 """
 
 import io
@@ -15,13 +15,15 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
 from stages import params
+from stages.sections.recipe import RECIPES
+from stages.sections.section import PARAMS, Section
 
 
 def path_of(name: str) -> Path:
     """Raises ValueError where there is no such recipe."""
-    path = Path(name) if name.endswith((".yaml", ".yml")) else params.RECIPES / f"{name}.yaml"
+    path = Path(name) if name.endswith((".yaml", ".yml")) else RECIPES / f"{name}.yaml"
     if not path.is_file():
-        known = ", ".join(sorted(file.stem for file in params.RECIPES.glob("*.yaml")))
+        known = ", ".join(sorted(file.stem for file in RECIPES.glob("*.yaml")))
         raise ValueError(f"there is no recipe {path}; known are {known}")
     return path
 
@@ -33,7 +35,7 @@ def use(name: str) -> list[str]:
         ValueError: where there is no such recipe, or params.yaml would not be valid with it; it then stays as it was.
     """
     with merged(name) as (file, changes):
-        os.replace(file, params.PARAMS)
+        os.replace(file, PARAMS)
     return changes
 
 
@@ -52,7 +54,7 @@ def merged(name: str) -> Iterator[tuple[Path, list[str]]]:
 def change(sections: dict[str, dict[str, Any]]) -> list[str]:
     """Write these keys into params.yaml, as `use` does a recipe's. Raises ValueError where it would not be valid with them."""
     with _written(sections, "these parameters") as (file, changes):
-        os.replace(file, params.PARAMS)
+        os.replace(file, PARAMS)
     return changes
 
 
@@ -76,7 +78,7 @@ def _merge(recipe: dict[str, dict[str, Any]]) -> tuple[str, list[str]]:
     yaml = YAML()
     yaml.width = 200  # long comments and lists stay on their lines
     yaml.representer.add_representer(type(None), lambda r, _: r.represent_scalar("tag:yaml.org,2002:null", "null"))
-    whole = yaml.load(params.PARAMS.read_text(encoding="utf-8"))
+    whole = yaml.load(PARAMS.read_text(encoding="utf-8"))
     changes = [line for section, keys in recipe.items() for line in _put(whole, section, keys, params.Params, "")]
     text = io.StringIO()
     yaml.dump(whole, text)
@@ -87,7 +89,7 @@ def _put(into: Any, key: str, new: Any, model: Any, place: str) -> list[str]:
     """Set a key, of which a section's own keys are set one by one, and what users name is replaced -> what changed."""
     fields = {field.alias or name: field for name, field in getattr(model, "model_fields", {}).items()}
     inner = fields[key].annotation if key in fields else None
-    if isinstance(new, dict) and isinstance(inner, type) and issubclass(inner, params.Section):
+    if isinstance(new, dict) and isinstance(inner, type) and issubclass(inner, Section):
         section = into.setdefault(key, {})
         return [line for name, value in new.items() for line in _put(section, name, value, inner, f"{place}{key}.")]
     old, into[key] = into.get(key), _laid_out(new)

@@ -15,6 +15,7 @@ from typing import Any
 
 from pipeline import graph, recipes
 from stages import params
+from stages.sections.section import PARAMS
 
 GIB = 2**30
 
@@ -87,7 +88,7 @@ def stages_with(file: Path) -> dict[str, list[str]]:
         (root / ".dvc").mkdir()
         (root / ".dvc/config").write_text("[core]\n    no_scm = true\n    analytics = false\n")
         shutil.copy("dvc.yaml", root)
-        shutil.copy(file, root / params.PARAMS)
+        shutil.copy(file, root / PARAMS)
         return graph.stages(root)
 
 

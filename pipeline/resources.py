@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from stages.params import Needs
+from stages.sections.schedule import Needs
 
 
 @dataclass

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.resources import Lease, Pool
-from stages.params import Needs
+from stages.sections.schedule import Needs
 
 ASK_AGAIN = 0.2  # seconds, where another run holds what is needed
 

@@ -19,7 +19,7 @@ from typing import TextIO
 
 from pipeline import graph, remote
 from pipeline.resources import lock
-from stages.params import PARAMS
+from stages.sections.section import PARAMS
 
 RUNS = Path(".scratch/runs")
 LOCKED = Path(".scratch/run.lock")

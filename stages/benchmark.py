@@ -32,7 +32,9 @@ from stages.drafting.pixels import Pixels
 from stages.drafting.sampling import Sampling
 from stages.drafting.shares import gathered
 from stages.formats import asked, cell, checkpoint, manifest, served
-from stages.params import Tree, Workload
+from stages.sections.cells import Workload
+from stages.sections.section import named
+from stages.sections.trees import Tree
 from stages.serving import counts, energy, grades, latency, requests
 
 KINDS = ("plain", "speculative")
@@ -86,7 +88,7 @@ def _check_gpus(p: params.Params) -> None:
 def _main(p: params.Params, workload: str, name: str, tree_name: str, group: ranks.Ranks) -> None:
     torch.set_num_threads(p.target.num_threads)
     meter, started = energy.Meter(p.target.gpus(p.benchmark.num_gpus_total)), time.perf_counter()
-    tree, w = Tree.parse(tree_name), params.named(p.benchmark.workloads, workload, "benchmark.workloads")
+    tree, w = Tree.parse(tree_name), named(p.benchmark.workloads, workload, "benchmark.workloads")
     prompts, warm = asked.read(workload)
     if w.grade:
         asked.check_graded(workload, prompts)

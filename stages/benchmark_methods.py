@@ -29,7 +29,10 @@ from stages.drafting.sampling import Sampling
 from stages.drafting.static import Static, best_first
 from stages.drafting.timing import timed
 from stages.formats import asked, cell, checkpoint, manifest, method_cell, rival
-from stages.params import Tree, Workload
+from stages.sections.cells import Workload
+from stages.sections.methods import DynamicRow, LookaheadRow, MethodRow, NgramRow, StaticRow
+from stages.sections.section import named
+from stages.sections.trees import Tree
 from stages.serving import energy
 
 KINDS = ("plain", "speculative")
@@ -72,7 +75,7 @@ def main(name: str) -> None:
     torch.set_num_threads(p.target.num_threads)
     meter, started = energy.Meter(p.target.gpus()), time.perf_counter()
     settings, workload = p.method_row(name), p.benchmark_methods.workload
-    w = params.named(p.benchmark.workloads, workload, "benchmark.workloads")
+    w = named(p.benchmark.workloads, workload, "benchmark.workloads")
     prompts, warm = asked.read(workload)
     work = _work(p, settings, w, pl.concat([prompts, warm]))
     for question in warm.iter_rows(named=True):  # not counted: first calls allocate and pick kernels
@@ -118,32 +121,32 @@ def main(name: str) -> None:
 # Who proposes
 
 
-def _work(p: params.Params, settings: params.MethodRow, w: Workload, prompts: pl.DataFrame) -> Work:
+def _work(p: params.Params, settings: MethodRow, w: Workload, prompts: pl.DataFrame) -> Work:
     made = manifest.read()
     model = target.load(str(manifest.weights(made)), None, p.target.dtype, p.target.device, p.target.trust_remote_code)
     draft = None
     if settings.method == "eagle3":
-        assert isinstance(settings, params.DynamicRow)
+        assert isinstance(settings, DynamicRow)
         config, tensors = checkpoint.read_draft(checkpoint.folder(settings.checkpoint), p.made_by(settings.checkpoint))
         draft = Draft.of(config, tensors).to(p.target.device, model.dtype).requires_grad_(False)
     engine = Engine(model, made.eos_token_ids, made.feature_layers, draft, p.benchmark.semantics)
-    tree = Tree.parse(settings.tree) if isinstance(settings, params.DynamicRow) else None
+    tree = Tree.parse(settings.tree) if isinstance(settings, DynamicRow) else None
     method = None if draft else _method(p, settings, engine)
     images = dict(prompts.select("id", "images").iter_rows())
     return Work(engine, method, tree, pixels.shown(manifest.weights(made), p.target.trust_remote_code, images), w)
 
 
-def _method(p: params.Params, settings: params.MethodRow, engine: Engine) -> Method:
+def _method(p: params.Params, settings: MethodRow, engine: Engine) -> Method:
     """Raises ValueError where the checkpoint is another method's, or for another target."""
-    if isinstance(settings, params.NgramRow):
+    if isinstance(settings, NgramRow):
         return Ngram(settings.longest, settings.shortest, settings.length, engine.device)
-    if isinstance(settings, params.LookaheadRow):
+    if isinstance(settings, LookaheadRow):
         return Lookahead(settings.window, settings.level, settings.guesses, engine.device)
     name = settings.checkpoint
     method = "medusa" if settings.method == "medusa" else "eagle"
     config, tensors = rival.read(checkpoint.folder(name), method, p.made_by(name))
     module = rivals.of(config, tensors, engine.head).to(engine.device, engine.model.dtype).requires_grad_(False)
-    if isinstance(settings, params.DynamicRow):
+    if isinstance(settings, DynamicRow):
         tree = Tree.parse(settings.tree)
         shape = tree.num_steps, tree.topk, tree.num_draft_tokens
         return Guessing(module, engine.embedding, shape, p.benchmark.semantics)
@@ -153,7 +156,7 @@ def _method(p: params.Params, settings: params.MethodRow, engine: Engine) -> Met
     return Heads(module, static, *reversed(engine.embedding.shape))
 
 
-def _static(settings: params.StaticRow, config: Row, device: torch.device) -> Static:
+def _static(settings: StaticRow, config: Row, device: torch.device) -> Static:
     """Chosen by how often the checkpoint's guesses were right. Raises ValueError where that is not known so deep."""
     accuracy = config["rank_accuracy"]
     if settings.depth > len(accuracy):

@@ -24,7 +24,9 @@ from tqdm import tqdm
 from stages import params
 from stages.drafting import acceptance, pixels, prompt
 from stages.formats import asked, cell, checkpoint, manifest, served
-from stages.params import Tree
+from stages.sections.cells import Workload
+from stages.sections.section import named
+from stages.sections.trees import Tree
 from stages.serving import energy, engines, gpus, grades, latency, load, requests, server, session
 from stages.serving.load import Arrivals, Ask, Load
 
@@ -41,7 +43,7 @@ class Work:
 
     p: params.Params
     name: str
-    w: params.Workload
+    w: Workload
     rows: pl.DataFrame  # as asked.ASKED
     warmup: pl.DataFrame
     made: manifest.Manifest
@@ -92,7 +94,7 @@ def main(workload: str, name: str = "", tree_name: str = "") -> None:
         )
     p = params.load()
     meter, started = energy.Meter(_gpus(p, name, tree_name)), time.perf_counter()
-    w = params.named(p.benchmark.workloads, workload, "benchmark.workloads")
+    w = named(p.benchmark.workloads, workload, "benchmark.workloads")
     made = manifest.read()
     folder, before = manifest.weights(made).absolute(), gpus.visible()
     tree = Tree.parse(tree_name) if name else None
@@ -136,7 +138,7 @@ def _side(work: Work, name: str, tree: Tree | None, config: dict[str, Any]) -> S
 
 
 def _setup(
-    p: params.Params, w: params.Workload, made: manifest.Manifest, folder: Path, config: dict[str, Any]
+    p: params.Params, w: Workload, made: manifest.Manifest, folder: Path, config: dict[str, Any]
 ) -> engines.Setup:
     s = p.benchmark_served.server
     most = [cap for _, cap in w.points() if cap is not None]

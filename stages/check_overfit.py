@@ -18,6 +18,7 @@ from stages.drafting.draft import Draft
 from stages.drafting.live import Live
 from stages.formats import atomic, checkpoint, conversations, hiddens, manifest
 from stages.formats.store import Store
+from stages.sections.section import ROOT_CHECKPOINT
 from stages.serving import spent
 
 SAMPLED, HIDDENS, REPORT = Path("data/sampled/train"), Path("data/hiddens/train"), Path("results/overfit_report.json")
@@ -28,7 +29,7 @@ def main() -> None:
     torch.set_num_threads(p.target.num_threads)
     made = manifest.read()
     embedding, head = (t.to(p.target.device) for t in manifest.tables(made))
-    config, tensors = checkpoint.read_draft(checkpoint.folder(params.ROOT_CHECKPOINT), "init_draft")
+    config, tensors = checkpoint.read_draft(checkpoint.folder(ROOT_CHECKPOINT), "init_draft")
     draft = Draft.of(config, tensors).to(p.target.device)
     row, settings = _row(p, made), p.train_draft
     pack = ttt.Pack.of([row], settings.ttt_steps, settings.mask).to(p.target.device)

@@ -35,7 +35,8 @@ import polars as pl
 
 from stages.formats import atomic, conversations, pictures, raw, similar, toon, turns
 from stages.formats.turns import Dropped, Message
-from stages.params import FixData, check_raw_exists, load, run_stage
+from stages.params import check_raw_exists, load, run_stage
+from stages.sections.data import FixData
 from stages.serving import spent
 
 TRAIN, EVAL = Path("data/fixed/train.parquet"), Path("data/fixed/eval.parquet")

@@ -8,6 +8,7 @@ from pathlib import Path
 from stages import params
 from stages.drafting.draft import Draft
 from stages.formats import atomic, checkpoint, manifest, published_draft
+from stages.sections.section import named
 from stages.serving import spent
 
 REPORTS = Path("results/train")  # a folder that is there whether drafts are trained, imported or both
@@ -15,7 +16,7 @@ REPORTS = Path("results/train")  # a folder that is there whether drafts are tra
 
 def main(name: str) -> None:
     p = params.load()
-    item = params.named(p.import_draft.checkpoints, name, "import_draft.checkpoints")
+    item = named(p.import_draft.checkpoints, name, "import_draft.checkpoints")
     made = manifest.read()
     folder, commit = published_draft.fetch(item.model, item.revision)
     found = published_draft.read(folder, made, lambda: manifest.tables(made), item.model, item.rope_theta)

@@ -15,6 +15,7 @@ from stages.drafting import vocab
 from stages.drafting.draft import Draft, DraftConfig
 from stages.formats import atomic, checkpoint, draft_config, hiddens, manifest, published_draft
 from stages.formats.manifest import Manifest
+from stages.sections.section import ROOT_CHECKPOINT
 from stages.serving import spent
 
 HIDDENS, REPORT = Path("data/hiddens"), Path("results/vocab_report.json")
@@ -33,7 +34,7 @@ def main() -> None:
             f"extract_hiddens.max_length + train_draft.ttt_steps = {longest}: positions past it would be trained wrong; raise "
             "it (or draft_config_path's), or null for the target's"
         )
-    place = checkpoint.folder(params.ROOT_CHECKPOINT)
+    place = checkpoint.folder(ROOT_CHECKPOINT)
     checkpoint.write_draft(place, config, draft.state_dict())
     checkpoint.write_state(place, {}, {"epoch": 0, "step": 0})
 

@@ -14,7 +14,8 @@ import polars as pl
 
 from stages import params
 from stages.formats import asked, conversations, manifest, prompt_sets
-from stages.params import Workload
+from stages.sections.cells import Workload
+from stages.sections.section import PARAMS, named
 from stages.serving import spent
 
 EVAL = Path("data/sampled/eval")
@@ -26,7 +27,7 @@ T = TypeVar("T")
 
 def main(workload: str) -> None:
     p = params.load()
-    w = params.named(p.benchmark.workloads, workload, "benchmark.workloads")
+    w = named(p.benchmark.workloads, workload, "benchmark.workloads")
     made = manifest.read()
     if w.prompts == "eval":
         measured, warm = _chosen(workload, w, [_row(**row) for row in _eval().to_dicts()])
@@ -122,7 +123,7 @@ def _chosen(workload: str, w: Workload, there: list[T]) -> tuple[list[T], list[T
     taken = there[w.begin : w.end]
     if not taken:
         raise ValueError(
-            f"{params.PARAMS}: benchmark.workloads.{workload}.begin is {w.begin}, expected at most {len(there) - 1}: "
+            f"{PARAMS}: benchmark.workloads.{workload}.begin is {w.begin}, expected at most {len(there) - 1}: "
             f"{w.prompts} has {len(there)} prompts, counted from 0"
         )
     measured = taken[: w.num_prompts]

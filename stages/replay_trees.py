@@ -23,7 +23,7 @@ from stages.drafting import acceptance, bounds, inside, kinds, prompt
 from stages.drafting.draft import Draft, Seen
 from stages.drafting.replay import replay, room
 from stages.formats import checkpoint, conversations, hiddens, manifest, origin, replays
-from stages.params import Tree
+from stages.sections.trees import ReplayTrees, Tree
 from stages.serving import spent
 
 HIDDENS, SAMPLED = Path("data/hiddens"), Path("data/sampled")
@@ -92,7 +92,7 @@ def main(name: str) -> None:
 
 
 def _found(
-    name: str, draft: Draft, embedding, answers: Answers, settings: params.ReplayTrees, inner: Inside | None
+    name: str, draft: Draft, embedding, answers: Answers, settings: ReplayTrees, inner: Inside | None
 ) -> list[dict[str, Any]]:
     """Of every tree a row of the table, on these answers; what happens inside some goes to `inner`."""
     grid = settings.trees()
@@ -183,7 +183,7 @@ def _replay(
     embedding,
     rows: list[hiddens.Row],
     grid: list[Tree],
-    settings: params.ReplayTrees,
+    settings: ReplayTrees,
     inner: Inside | None,  # its trees are of the grid
 ) -> tuple[np.ndarray, ...]:
     """Accepted drafts and verify cycles of each answer and tree, [rows, trees] each; over all answers, cycles that

@@ -21,7 +21,7 @@ from stages.drafting import target
 from stages.drafting.decode import Engine, Step
 from stages.drafting.draft import Draft
 from stages.formats import cell, checkpoint, conversations, cost, cost_fit, manifest
-from stages.params import Tree
+from stages.sections.trees import TimeTrees, Tree
 from stages.serving import spent
 
 ANSWERS = Path("data/sampled/eval")
@@ -91,7 +91,7 @@ def _prompt(tokens: int, picture: int | None) -> list[int]:
     )
 
 
-def _check_fits(s: params.TimeTrees, holds: int) -> None:
+def _check_fits(s: TimeTrees, holds: int) -> None:
     """Raises ValueError where the target holds too few positions for the context and the cycles that follow it."""
     need = s.context + max(_room(tree, s.warmup + s.cycles) + tree.num_draft_tokens for tree in s.trees())
     if need > holds:
@@ -119,7 +119,7 @@ def _cycles(engine: Engine, prompt: list[int], tree: Tree, cycles: int) -> Decod
     return partial(engine.speculative, prompt, _room(tree, cycles), *shape)
 
 
-def _timed(decodings: list[Decoding], s: params.TimeTrees) -> list[list[float]]:
+def _timed(decodings: list[Decoding], s: TimeTrees) -> list[list[float]]:
     """Seconds of each decoding's steps after prefill and warm-up, of all rounds."""
     seconds: list[list[float]] = [[] for _ in decodings]
     for number in range(s.repeats):

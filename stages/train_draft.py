@@ -35,6 +35,8 @@ from stages.drafting.draft import Draft
 from stages.drafting.live import Live
 from stages.formats import atomic, checkpoint, conversations, hiddens, manifest, rival, scratch, trackers
 from stages.formats.store import Store
+from stages.sections.draft import Segment, TrainDraft
+from stages.sections.section import ROOT_CHECKPOINT, named
 from stages.serving import spent
 
 SAMPLED, HIDDENS, REPORTS = Path("data/sampled/train"), Path("data/hiddens/train"), Path("results/train")
@@ -55,8 +57,8 @@ def main(name: str) -> None:
 
 def _main(p: params.Params, name: str, group: ranks.Ranks) -> None:
     torch.set_num_threads(p.target.num_threads)
-    segment, settings = params.named(p.train_draft.checkpoints, name, "train_draft.checkpoints"), p.train_draft
-    parent, root = checkpoint.folder(segment.from_), segment.from_ == params.ROOT_CHECKPOINT
+    segment, settings = named(p.train_draft.checkpoints, name, "train_draft.checkpoints"), p.train_draft
+    parent, root = checkpoint.folder(segment.from_), segment.from_ == ROOT_CHECKPOINT
     made_by = "init_draft" if root else f"train_draft@{segment.from_}"
     made = manifest.read()
     hyper = settings.model_dump(exclude={"checkpoints", *WHO})
@@ -142,7 +144,7 @@ class Run:
     step: int
     log: list[dict] = field(default_factory=list)  # of this segment's epochs
     group: ranks.Ranks = field(init=False)  # this and what follows by `to`
-    settings: params.TrainDraft = field(init=False)
+    settings: TrainDraft = field(init=False)
     objective: ttt.Objective = field(init=False)
     lesson: nn.Module = field(init=False)
     optimizer: optim.Optimizer = field(init=False)
@@ -166,15 +168,15 @@ class Run:
         return cls(draft, config, method, state, progress["epoch"], progress["step"])
 
     @classmethod
-    def begin(cls, segment: params.Segment, head: Tensor, s: params.TrainDraft) -> "Run":
+    def begin(cls, segment: Segment, head: Tensor, s: TrainDraft) -> "Run":
         """A rival untrained, of e000's shapes and vocabulary, with the target's head [V, H]."""
-        made, tensors = checkpoint.read_draft(checkpoint.folder(params.ROOT_CHECKPOINT), "init_draft")
+        made, tensors = checkpoint.read_draft(checkpoint.folder(ROOT_CHECKPOINT), "init_draft")
         assert segment.rival is not None
         config = rival.config_json(segment.rival, made, s.dtype, segment.width)
         draft = rivals.RIVALS[segment.rival].fresh(config, head, tensors["d2t"], tensors["t2d"], s.seed)
         return cls(draft, config, segment.rival, {}, 0, 0)
 
-    def to(self, group: ranks.Ranks, embedding: Tensor, head: Tensor, s: params.TrainDraft) -> None:
+    def to(self, group: ranks.Ranks, embedding: Tensor, head: Tensor, s: TrainDraft) -> None:
         """Move to the devices, cast, shard, and give the optimizer its state back."""
         self.group, self.settings, dtype = group, s, getattr(torch, s.dtype)
         steps = {None: s.ttt_steps, "eagle": 1, "medusa": self.config.get("heads", 0)}[self.rival]
@@ -314,7 +316,7 @@ def _whole(tensor: Tensor) -> Tensor:
     return (full() if full else tensor).detach().cpu()
 
 
-def plan(lengths: list[int], s: params.TrainDraft, epoch: int) -> list[list[list[int]]]:
+def plan(lengths: list[int], s: TrainDraft, epoch: int) -> list[list[list[int]]]:
     """The epoch's steps, each of `packs_per_step` packs of row numbers, a pack of at most `batch_tokens` tokens.
 
     Depends on seed and epoch only, so a segment that starts at epoch 3 sees what a straight run would.

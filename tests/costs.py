@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 from stages.formats import cost, cost_fit
-from stages.params import TimeTrees, Tree
+from stages.sections.trees import TimeTrees, Tree
 
 Row = dict[str, Any]
 TRUTH = {"cycle": 3.0e-3, "step": 0.6e-3, "row": 0.02e-3, "token": 0.05e-3, "sequence": 0.0}  # seconds

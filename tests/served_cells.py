@@ -4,8 +4,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from stages import params
 from stages.formats import cell, served
+from stages.sections.trees import Tree
 from stages.serving import latency
 
 Row = dict[str, Any]
@@ -61,7 +61,7 @@ def point(
 
 
 def acceptance(tau: float, tree: str, cycles: int) -> Row:
-    shape = params.Tree.parse(tree)
+    shape = Tree.parse(tree)
     accepted = round((tau - 1) * cycles)
     return {
         "tau": tau, "tau_low": tau - 0.1, "tau_high": tau + 0.1, "accept_rate": (tau - 1) / shape.num_steps,
@@ -75,7 +75,7 @@ def made_up(
     workload: str, checkpoint: str | None = None, tree: str | None = None, points: list[Row] | None = None, **keys: Any
 ) -> Row:
     """As served.KEYS; without points, what the engine can't run."""
-    shape = params.Tree.parse(tree) if tree else None
+    shape = Tree.parse(tree) if tree else None
     draft = {"weights": 3.2, "draft": 0.3 if tree else None, "kv_cache": 100.1 if tree else 101.9, "kv_tokens": 910000}
     gpu = {"gpu_before": 0.5, "gpu_serving": 118.0, "gpu_after": 0.5, "gpu_total": 139.8}
     flags = ["--speculative-algorithm", "EAGLE3"] if tree else []

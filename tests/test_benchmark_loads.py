@@ -12,10 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from stages import benchmark, params, prepare_prompts
+from stages import benchmark, prepare_prompts
 from stages.drafting import acceptance
 from stages.drafting.batches import Batches
 from stages.formats import asked, cell, served
+from stages.sections.trees import Tree
 from stages.serving import counts, latency
 from tests.conftest import ROOT, edit_params
 from tests.talking import WORKLOADS
@@ -125,7 +126,7 @@ def test_accepted_drafts_are_pooled_over_prompts_turns_and_repeats() -> None:
                 record = latency.Record(f"{name}#{turn}", 0, 0, 1, [(1, 1)], True, 3, 5, "stop", None, counts=told)
                 every.append((repeat, turn, name, record))
     repeats = [[[x[3] for x in every if x[:2] == (repeat, turn)] for turn in range(2)] for repeat in range(2)]
-    found = benchmark._acceptance(SimpleNamespace(tree=params.Tree.parse("t3_2_6")), repeats)
+    found = benchmark._acceptance(SimpleNamespace(tree=Tree.parse("t3_2_6")), repeats)
     accepted, cycles = (
         np.array([sum(getattr(x[3].counts, key) for x in every if x[2] == name) for name in "abcde"])
         for key in ("accepted", "cycles")

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from stages import benchmark_methods, extract_hiddens, init_draft, params, prepare_prompts, train_draft
 from stages.drafting import rivals, ttt
 from stages.formats import checkpoint, conversations, hiddens, manifest, method_cell, rival
+from stages.sections.methods import StaticRow
 from tests.conftest import edit_params
 from tests.talking import WORKLOADS
 
@@ -271,7 +272,7 @@ def test_a_row_of_drawn_answers_says_what_plain_decoding_says(taught: Path) -> N
 
 def test_a_static_tree_follows_the_checkpoints_accuracies(taught: Path) -> None:
     settings = params.load().method_row("medusa")
-    assert isinstance(settings, params.StaticRow)
+    assert isinstance(settings, StaticRow)
     config = {"rank_accuracy": [[0.9, 0.05], [0.8, 0.1], [0.7, 0.2]]}
     static = benchmark_methods._static(settings, config, torch.device("cpu"))
     assert static.paths[:2] == [(0,), (1,)] and (0, 0, 0) in static.paths and static.nodes == 8

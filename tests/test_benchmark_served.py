@@ -20,9 +20,10 @@ import pytest
 from PIL import Image
 from ruamel.yaml import YAML
 
-from stages import benchmark_served, params, prepare_prompts
+from stages import benchmark_served, prepare_prompts
 from stages.drafting import pixels
 from stages.formats import asked, atomic, replays, served
+from stages.sections.cells import Workload
 from stages.serving import load, server
 from tests.conftest import EVAL, ROOT, edit_params, gone
 
@@ -288,7 +289,7 @@ def test_pictures_go_with_the_token_ids(tmp_path: Path) -> None:
     for number, colour in enumerate(["red", "blue"]):
         paths.append(str(tmp_path / f"{number}.png"))
         Image.new("RGB", (8, 8), colour).save(paths[-1])
-    w = params.Workload.model_validate(LOAD)
+    w = Workload.model_validate(LOAD)
     url = partial(pixels.Eyes.url, None)  # which needs no target's processor
     eyes = SimpleNamespace(url=url, token=9, sizes=lambda images: [4, 1][: len(images)])
     work: Any = SimpleNamespace(eyes=eyes, w=w)

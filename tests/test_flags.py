@@ -6,7 +6,8 @@ import pytest
 from pydantic import BaseModel
 
 from stages.formats import cell, verdicts
-from stages.params import Params, Tree
+from stages.params import Params
+from stages.sections.trees import Tree
 from tests.conftest import ROOT
 from tests.test_house import section_inside
 

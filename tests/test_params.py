@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
 from stages import params
-from stages.params import Tree, candidates
+from stages.sections.trees import Tree, candidates
 
 ROOT = Path(__file__).parents[1]
 REAL = (ROOT / "params.yaml").read_text(encoding="utf-8")
@@ -901,3 +901,11 @@ def test_the_command_refuses_with_the_message_and_no_traceback(home: Path) -> No
     done = command(home)
     assert (done.returncode, done.stdout) == (1, "") and done.stderr == f"aerie: {refusal()}\n"
     assert "target.num_thread: unknown key" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_range_of_ports_is_servers_of_sample_target_and_of_no_cell() -> None:
+    """Bug: the pattern for one server stood at both, so the list that docs/sampling.md shows was refused."""
+    set_value(("sample_target", "server", "base_urls"), ["http://gpu1:8000", "http://gpu2:6000-6007"])
+    assert params.load().sample_target.server.base_urls[1] == "http://gpu2:6000-6007"
+    set_value(("benchmark_served", "server", "base_urls"), {"baseline": "http://gpu2:6000-6007"})
+    assert "benchmark_served.server.base_urls.baseline: expected text matching" in refusal()

@@ -16,6 +16,8 @@ from ruamel.yaml import YAML
 
 from stages import params, report
 from stages.formats import atomic, cell, cost, joined, replays, served
+from stages.sections.section import ROOT_CHECKPOINT
+from stages.sections.trees import Tree
 from stages.serving import spent
 from tests import costs
 from tests.conftest import EVAL, edit_params
@@ -54,7 +56,7 @@ def make_up_results(p: params.Params) -> None:
     for workload in p.benchmark.torch:
         for checkpoint in p.benchmark.checkpoints:
             for name in p.benchmark.trees:
-                cell.write(_made_up_cell(chance, workload, checkpoint, params.Tree.parse(name), skill[checkpoint]))
+                cell.write(_made_up_cell(chance, workload, checkpoint, Tree.parse(name), skill[checkpoint]))
     for checkpoint, segment in p.train_draft.checkpoints.items():
         lines = [",".join(replays.COLUMNS)]
         for tree in p.replay_trees.trees():
@@ -70,7 +72,7 @@ def make_up_results(p: params.Params) -> None:
         epochs = [
             {
                 "epoch": e,
-                "loss": 9 * 0.8 ** (e + 3 * (segment.from_ != params.ROOT_CHECKPOINT)),
+                "loss": 9 * 0.8 ** (e + 3 * (segment.from_ != ROOT_CHECKPOINT)),
                 "step_loss": [1.0] * 7,
                 "step_accuracy": [skill[checkpoint] * 0.94**k for k in range(7)],
             }
@@ -100,7 +102,7 @@ def make_up_import(name: str) -> None:
     atomic.write_json(Path(f"results/train/{name}.json"), {"checkpoint": name, "weights": "cd" * 32})
 
 
-def made_up_inside(trees: list[params.Tree]) -> list[Row]:
+def made_up_inside(trees: list[Tree]) -> list[Row]:
     """Buckets that could be true: 60 cycles a tree, half of what is promised is kept."""
     buckets = {
         "row": ("q1.0", "q2.0"), "context": ("64-96", "96-128"), "answer": ("0-8", "8-12"), "after": ("digits", "letters"),
@@ -115,7 +117,7 @@ def made_up_inside(trees: list[params.Tree]) -> list[Row]:
     ]
 
 
-def _made_up_cell(chance: random.Random, workload: str, checkpoint: str, tree: params.Tree, skill: float) -> Row:
+def _made_up_cell(chance: random.Random, workload: str, checkpoint: str, tree: Tree, skill: float) -> Row:
     tau = _tau(skill, tree) + chance.uniform(-0.1, 0.1)
     speedup = tau / (1.18 + 0.06 * tree.num_steps + 0.01 * tree.num_draft_tokens)
     latency, prompts = chance.uniform(0.55, 0.65), 12
@@ -146,7 +148,7 @@ def _made_up_cell(chance: random.Random, workload: str, checkpoint: str, tree: p
     }  # fmt: skip
 
 
-def _tau(skill: float, tree: params.Tree) -> float:
+def _tau(skill: float, tree: Tree) -> float:
     p = min(0.95, skill + 0.04 * (tree.topk > 1) - 0.004 * tree.topk)
     depth = min(tree.num_steps, 2 + (tree.num_draft_tokens - 1) / (1 + 0.7 * (tree.topk - 1)))
     return (1 - p ** (depth + 1)) / (1 - p)
@@ -238,7 +240,7 @@ def test_cells_above_temperature_0_stand_beside_the_replay_of_answers_drawn_alik
     made_up: params.Params, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Their answers are drawn, so none is held against plain decoding's; the best checkpoint is that of temperature 0."""
-    checkpoint, tree = made_up.benchmark.checkpoints[0], params.Tree.parse("t8_2_16")
+    checkpoint, tree = made_up.benchmark.checkpoints[0], Tree.parse("t8_2_16")
     place = replays.path(checkpoint)
     report.main()
     best = json.loads(report.METRICS.read_text())["checkpoints"]
@@ -267,8 +269,8 @@ def test_cells_above_temperature_0_stand_beside_the_replay_of_answers_drawn_alik
     assert "same answers as plain" not in report.PAGE.read_text()
 
 
-def _shape(row: Row) -> params.Tree:
-    return params.Tree(num_steps=row["steps"], topk=row["topk"], num_draft_tokens=row["tokens"])
+def _shape(row: Row) -> Tree:
+    return Tree(num_steps=row["steps"], topk=row["topk"], num_draft_tokens=row["tokens"])
 
 
 def test_the_best_checkpoint_is_the_one_with_the_highest_mean_replayed_tau(made_up: params.Params) -> None:
@@ -462,7 +464,7 @@ def serve(workloads: Row, **benchmark: Any) -> None:
 
 
 def replayed(tree: str, checkpoint: str = "e009") -> float:
-    shape = params.Tree.parse(tree)
+    shape = Tree.parse(tree)
     wanted = shape.num_steps, shape.topk, shape.num_draft_tokens
     return next(r["tau"] for r in replays.read(checkpoint) if (r["steps"], r["topk"], r["tokens"]) == wanted)
 

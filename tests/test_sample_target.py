@@ -25,6 +25,7 @@ from ruamel.yaml import YAML
 from transformers import AutoTokenizer
 
 from stages import fix_data, params, prepare_target, sample_target
+from stages.sections.data import SampleTarget, Server
 from stages.serving import client, load, server
 from tests.conftest import ROOT, copy_project, edit_params
 from tests.serving.fake import Fake, completion, echo
@@ -761,8 +762,8 @@ def test_the_preview_shows_what_is_trained_on(project: Path, capsys: pytest.Capt
 def test_every_key_that_moves_an_answer_is_tracked() -> None:
     """And no other: with another port or more at once, the rows that were answered stay answered."""
     graph = YAML(typ="safe").load((ROOT / "dvc.yaml").read_text())["stages"]["sample_target"]["params"]
-    section = params.SampleTarget.model_fields
-    way = {f"sample_target.server.{key}" for key in params.Server.model_fields}
+    section = SampleTarget.model_fields
+    way = {f"sample_target.server.{key}" for key in Server.model_fields}
     untracked = {"start_timeout_s", "base_urls", "concurrency", "timeout_s", "attempts", "api_key_env"}
     wanted = {f"sample_target.{key}" for key in section if key != "server"} | way
     assert set(graph) == {"target"} | wanted - {f"sample_target.server.{key}" for key in untracked}

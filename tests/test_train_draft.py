@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from stages import params
+from stages.sections.draft import TrainDraft
 from stages.train_draft import plan, share
 from tests.conftest import SMALL, edit_params
 
@@ -90,8 +90,8 @@ def test_work_of_other_parameters_is_not_taken_up(project: Path) -> None:
     assert "resumed" not in kill_and_finish(project, kills=0, seed=0)
 
 
-def settings(batch_tokens: int, packs_per_step: int = 1) -> params.TrainDraft:
-    return params.TrainDraft.model_construct(seed=1, batch_tokens=batch_tokens, packs_per_step=packs_per_step)
+def settings(batch_tokens: int, packs_per_step: int = 1) -> TrainDraft:
+    return TrainDraft.model_construct(seed=1, batch_tokens=batch_tokens, packs_per_step=packs_per_step)
 
 
 def test_a_plan_holds_every_row_once_and_keeps_to_the_budget() -> None:

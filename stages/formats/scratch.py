@@ -41,4 +41,5 @@ def digest(folder: Path) -> str:
 def _code() -> set[Path]:
     files = {getattr(m, "__file__", None) for name, m in sys.modules.items() if name.startswith("stages.")}
     main = getattr(sys.modules["__main__"], "__file__", None)
-    return {Path(f) for f in {*files, main} if f and f.endswith(".py") and not f.endswith("params.py")}
+    code = {Path(f) for f in {*files, main} if f and f.endswith(".py")}
+    return {f for f in code if f.stem != "params" and f.parent.name != "sections"}  # they hold no values

@@ -15,6 +15,7 @@ from stages import params
 from stages.formats import atomic, beside, cell, published, served, verdicts
 from stages.formats.published import MEAN, UNKNOWN, Row
 from stages.reproduce import estimate
+from stages.sections.recipe import Beside, Cells, Recipe
 
 FOLDER = Path("results/reproduce")
 COLUMNS = (
@@ -41,7 +42,7 @@ def main(recipe: str, file: str) -> None:
 
 
 def lay_beside(
-    recipe: params.Recipe, model: str, publications: dict[str, published.Publication]
+    recipe: Recipe, model: str, publications: dict[str, published.Publication]
 ) -> tuple[list[verdicts.Side], Counter[str]]:
     """Every number with its counterpart, and how many have none, by reason. Raises ValueError for what isn't published."""
     sides: list[verdicts.Side] = []
@@ -77,7 +78,7 @@ def _why_none(row: Row) -> str:
     return f"{row.metric} ({method}, {row.where}): the recipe has no cell for it"
 
 
-def _side(row: Row, match: params.Beside, measure: str, recipe: params.Recipe, model: str) -> verdicts.Side:
+def _side(row: Row, match: Beside, measure: str, recipe: Recipe, model: str) -> verdicts.Side:
     """The number, with what the recipe takes for what nobody stated, beside the cell's."""
     taken = {key: value for key, value in match.assumed.items() if getattr(row.setting, key) == UNKNOWN}
     setting: Any = replace(row.setting, **taken)  # type: ignore[arg-type]
@@ -99,7 +100,7 @@ def _side(row: Row, match: params.Beside, measure: str, recipe: params.Recipe, m
     return verdicts.Side(row, ours, name, found is not None, recipe.tolerance.get(row.metric, 0.0), said, tuple(bars))
 
 
-def _cells(wanted: params.Cells, tree: str | None) -> tuple[str, Cell | None, Cell | None]:
+def _cells(wanted: Cells, tree: str | None) -> tuple[str, Cell | None, Cell | None]:
     """(the cell's name, the cell, its baseline), None for those that aren't there."""
     workload, checkpoint = wanted.workload, wanted.checkpoint
     tree = tree if checkpoint else None
@@ -120,7 +121,7 @@ def _cells(wanted: params.Cells, tree: str | None) -> tuple[str, Cell | None, Ce
 
 
 def page(
-    name: str, recipe: params.Recipe, sides: list[verdicts.Side], left_out: Counter[str], sizes: estimate.Estimate
+    name: str, recipe: Recipe, sides: list[verdicts.Side], left_out: Counter[str], sizes: estimate.Estimate
 ) -> str:
     verdicts = Counter(side.verdict for side in sides)
     counts = ", ".join(f"{verdicts[word]} {word}" for word in ("within", "outside", "not comparable", "not run"))

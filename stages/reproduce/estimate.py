@@ -22,8 +22,10 @@ from stages import init_draft, params, prepare_target
 from stages.drafting import target
 from stages.formats import checkpoint, hiddens
 from stages.formats.manifest import Manifest
+from stages.sections.cells import Workload
+from stages.sections.recipe import RECIPES, Recipe
 
-TARGETS = params.RECIPES / "targets"
+TARGETS = RECIPES / "targets"
 GIB, GB = 2**30, 1e9
 PEAK = 989e12  # FLOP/s of an H200 in bfloat16, by its datasheet
 # docs/results/2026-11-21-h200-training.md: shares of PEAK, at the shape of Qwen3-8B
@@ -77,7 +79,7 @@ def main(recipe: str, file: str) -> None:
     print(json.dumps(vars(estimate(params.load(Path(file)), about))))
 
 
-def estimate(p: params.Params, recipe: params.Recipe) -> Estimate:
+def estimate(p: params.Params, recipe: Recipe) -> Estimate:
     shape = of_target(p)
     draft = init_draft.infer(p, shape.made)
     found = Estimate(missing=_missing(p))
@@ -150,7 +152,7 @@ def _say_sizes(found: Estimate, p: params.Params, shape: Shape, draft: dict[str,
 # Disk
 
 
-def _say_disk(found: Estimate, p: params.Params, recipe: params.Recipe, shape: Shape, draft: dict[str, Any]) -> None:
+def _say_disk(found: Estimate, p: params.Params, recipe: Recipe, shape: Shape, draft: dict[str, Any]) -> None:
     made, total = shape.made, sum(draft_parameters(draft).values())
     token = _token_bytes(p, made)
     length = min(recipe.row_tokens, p.extract_hiddens.max_length)
@@ -191,7 +193,7 @@ def _token_bytes(p: params.Params, made: Manifest) -> float:
     )
 
 
-def _train_rows(p: params.Params, recipe: params.Recipe) -> int:
+def _train_rows(p: params.Params, recipe: Recipe) -> int:
     return p.sample_target.train_rows or recipe.train_rows or 0
 
 
@@ -203,7 +205,7 @@ def _eval_rows(p: params.Params) -> int:
 # Hours
 
 
-def _say_hours(found: Estimate, p: params.Params, recipe: params.Recipe, shape: Shape, draft: dict[str, Any]) -> None:
+def _say_hours(found: Estimate, p: params.Params, recipe: Recipe, shape: Shape, draft: dict[str, Any]) -> None:
     length = min(recipe.row_tokens, p.extract_hiddens.max_length)
     train, sets = _train_rows(p, recipe), 2 if p.sample_target.eval_temperature else 1
     rows = train + sets * _eval_rows(p)
@@ -251,7 +253,7 @@ def _say_sampling(found: Estimate, p: params.Params, shape: Shape, rows: int, to
     found.hours("sample_target", batches * tokens * step, how)
 
 
-def _prompts(p: params.Params, w: params.Workload) -> int:
+def _prompts(p: params.Params, w: Workload) -> int:
     """Of a question with several turns two: MT-bench has no more."""
     return (w.num_prompts or _eval_rows(p)) * (2 if w.turns == "all" else 1)
 

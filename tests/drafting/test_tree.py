@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages import params
 from stages.drafting import tree
 from stages.drafting.decode import Engine
 from stages.drafting.replay import replay
+from stages.sections.trees import candidates
 from tests.drafting.plain import CONFIG, random_draft, small_target
 
 VOCAB = 5
@@ -228,5 +228,5 @@ def test_a_tree_that_can_not_be_built_is_refused_before_anything_is_computed(sha
 def test_the_largest_trees_are_built() -> None:
     for steps, topk in ((1, 1), (3, 1), (1, 4), (2, 2), (4, 3)):
         most = tree.pool(steps, topk)
-        assert most == params.candidates(steps, topk)  # what params.yaml is checked against
+        assert most == candidates(steps, topk)  # what params.yaml is checked against
         tree.check(steps, topk, most + 1, 11)

@@ -11,10 +11,10 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks import published_page
-from stages import params
 from stages.formats import audit, audit_serving, audit_tables, audit_trees, finding, published
 from stages.formats.finding import AGREES, DEPENDS, OPEN, Finding
 from stages.formats.published import Publication, Row
+from stages.sections.trees import candidates
 from tests.conftest import ROOT
 
 PUBLISHED = published.load(ROOT / "published")
@@ -126,7 +126,7 @@ def test_the_target_s_shape_is_one_of_its_number_of_parameters_and_bytes() -> No
 
 def test_candidates_are_those_that_params_allow() -> None:
     for steps, topk in product((1, 2, 8), (1, 2, 10)):
-        assert finding.candidates(steps, topk) == params.candidates(steps, topk)
+        assert finding.candidates(steps, topk) == candidates(steps, topk)
 
 
 def test_a_mean_may_lose_what_rounding_loses_and_no_more() -> None:

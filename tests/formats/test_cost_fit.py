@@ -8,7 +8,7 @@ import pytest
 
 from stages.formats import cost_fit
 from stages.formats.cost_model import Fit
-from stages.params import Tree
+from stages.sections.trees import Tree
 from tests import costs
 
 BATCHED = costs.TRUTH | {"sequence": 0.3e-3}

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from stages.formats import cost_measured, cost_model, cost_served, joined, predicted
-from stages.params import Tree
+from stages.sections.trees import Tree
 from tests import costs
 from tests.formats.test_predicted import replay
 from tests.served_cells import FINGERPRINT, made_up, point

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stages.formats import cost_model, predicted
-from stages.params import Tree
+from stages.sections.trees import Tree
 from tests import costs
 from tests.costs import Row
 

@@ -37,14 +37,16 @@ def test_the_same_work_has_the_same_place_and_any_other_its_own() -> None:
 def test_changed_code_takes_up_no_work_of_before_but_new_parameters_classes_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """stages/params.py holds no values, so a new section there must not throw half a night's training away."""
-    for name in ("loss", "params"):
+    """The sections hold no values, so a new one must not throw half a night's training away."""
+    (tmp_path / "sections").mkdir()
+    for name in ("loss", "params", "sections/draft"):
         (tmp_path / f"{name}.py").write_text("a = 1")
         module = ModuleType(f"stages.{name}_of_a_test")
         module.__file__ = str(tmp_path / f"{name}.py")
         monkeypatch.setitem(sys.modules, module.__name__, module)
     before = scratch.place("train_draft-e003", 1)
     (tmp_path / "params.py").write_text("a = 2")
+    (tmp_path / "sections/draft.py").write_text("a = 2")
     assert scratch.place("train_draft-e003", 1) == before
     (tmp_path / "loss.py").write_text("a = 2")
     assert scratch.place("train_draft-e003", 1) != before

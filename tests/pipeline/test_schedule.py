@@ -12,7 +12,7 @@ from ruamel.yaml import YAML
 
 from pipeline import graph, schedule
 from pipeline.resources import Lease, Pool
-from stages.params import Needs
+from stages.sections.schedule import Needs
 
 ANY, ALONE = Needs(gpus=0, exclusive=False), Needs(gpus=0, exclusive=True)
 GPU, ALL = Needs(gpus=1, exclusive=False), Needs(gpus="all", exclusive=False)

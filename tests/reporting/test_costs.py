@@ -11,6 +11,7 @@ import pytest
 from stages import params, report
 from stages.formats import cell, cost, predicted, replays, served
 from stages.reporting import costs as shown
+from stages.sections.trees import Tree
 from stages.serving import engines
 from tests import costs
 from tests.conftest import EVAL, edit_params
@@ -32,7 +33,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> params.Params:
 def decode(checkpoint: str, tree: str, slow: float = 1.0, off: float = 1.0) -> None:
     """Give a torch cell the rows of a decoding: a cycle `slow` times the timed one, a tau `off` times the replayed."""
     found = cell.read("eval", checkpoint, tree)
-    made = torch_cell(tree, off * replayed(tree, checkpoint), slow * costs.seconds(params.Tree.parse(tree)))
+    made = torch_cell(tree, off * replayed(tree, checkpoint), slow * costs.seconds(Tree.parse(tree)))
     prompts = [row | made["prompts"][0] for row in found["prompts"]]
     cell.write(found | {"prompts": prompts, "metrics": found["metrics"] | made["metrics"]})
 
@@ -48,7 +49,7 @@ def serve(caps: list[int], dear: float, cheap: tuple[str, ...] = (*CHAINS, *TREE
     for tree in cheap:
         points = []
         for cap in caps:
-            cycle = costs.seconds(params.Tree.parse(tree), cap) * (dear if cap == max(caps) else 1)
+            cycle = costs.seconds(Tree.parse(tree), cap) * (dear if cap == max(caps) else 1)
             points.append(
                 point(200, cap, cycle / replayed(tree), replayed(tree), tree, requests=max(8, cap), seed=cap, repeats=2)
             )
@@ -67,7 +68,7 @@ def test_every_replayed_tree_is_predicted_but_those_outside_the_grid(project: pa
     within = [t for t in trees if t.num_steps <= 10 and t.topk <= 4 and t.num_draft_tokens <= 64]
     assert len(rows) == len(within) * len(project.replay_trees.checkpoints) > 300
     for row in rows[::37]:
-        tree = params.Tree(num_steps=row["steps"], topk=row["topk"], num_draft_tokens=row["tokens"])
+        tree = Tree(num_steps=row["steps"], topk=row["topk"], num_draft_tokens=row["tokens"])
         by_hand = replayed(tree.name, row["checkpoint"]) * costs.PLAIN_S / costs.seconds(tree)
         assert float(row["speedup"]) == pytest.approx(by_hand)
         assert float(row["low"]) < float(row["speedup"]) < float(row["high"])

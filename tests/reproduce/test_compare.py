@@ -11,12 +11,13 @@ from pipeline import recipes
 from stages import params
 from stages.formats import atomic, cell, published, served, verdicts
 from stages.reproduce import compare, estimate
+from stages.sections.recipe import Recipe
 
 pytestmark = pytest.mark.usefixtures("home")
 H20 = {"gpu": "NVIDIA H20", "cpu": "one core"}
 
 
-def recipe_of(name: str) -> params.Recipe:
+def recipe_of(name: str) -> Recipe:
     about, _ = params.read_recipe(Path(f"recipes/{name}.yaml"))
     assert about is not None
     return about

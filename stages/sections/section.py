@@ -1,0 +1,51 @@
+"""What all sections of params.yaml are made of: a strict base, and the kinds of values they share."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
+
+PARAMS = Path("params.yaml")
+ROOT_CHECKPOINT = "e000"  # what init_draft makes; every chain of segments starts here
+Count = Annotated[int, Field(gt=0)]
+Share = Annotated[float, Field(gt=0, lt=1)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Text = Annotated[str, Field(min_length=1)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$")]
+Grid = Annotated[list[Count], Field(min_length=1)]
+# http://host:port; no user:password@, which would be logged
+ONE_URL = r"^https?://[^\s/@?#:]+(:\d{1,5})?(/v1)?/?$"
+Dtype = Literal["float32", "bfloat16", "float16"]
+T = TypeVar("T")
+
+
+def _each_once(names: list[str]) -> list[str]:
+    if twice := sorted({n for n in names if names.count(n) > 1}):
+        raise ValueError(f"{', '.join(twice)} is listed twice; list each name once")
+    return names
+
+
+Names = Annotated[list[Name], AfterValidator(_each_once)]
+SomeNames = Annotated[list[Name], Field(min_length=1), AfterValidator(_each_once)]
+
+
+class Section(BaseModel):
+    """A strict, frozen section: unknown keys are refused, an integer is not a string, nothing has a default."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+
+CountOrGrid = Annotated[
+    Annotated[Count, Tag("a number")] | Annotated[Grid, Tag("a list")],
+    Discriminator(lambda value: "a list" if isinstance(value, list) else "a number"),
+]
+
+
+def named(items: Mapping[str, T], name: str, key: str) -> T:
+    """items[name]; raises ValueError naming what `key` of params.yaml does have."""
+    if name not in items:
+        raise ValueError(f"{PARAMS}: {key} has no {name!r}; it has {', '.join(items)}")
+    return items[name]
