@@ -72,6 +72,7 @@ def test_an_imported_draft_is_measured_like_the_checkpoint_it_was(project: Path)
     assert report["model"] == "from_others" and report["notes"] == [] and report["commit"] is None
 
 
+@pytest.mark.long
 def test_its_replay_and_its_report(project: Path) -> None:
     done = dvc(project, "repro", "report")
     assert done.returncode == 0, done.stdout + done.stderr

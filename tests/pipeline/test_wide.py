@@ -214,6 +214,7 @@ def test_cancelling_ends_what_workers_do_for_the_run(wide: Wide) -> None:
     wait_for(lambda: {sent["state_type"] for sent in wide.sent(run)} <= {"COMPLETED", "CANCELLED"})
 
 
+@pytest.mark.long
 def test_a_run_killed_outright_leaves_nothing_at_work_on_workers_and_the_next_one_recovers(wide: Wide) -> None:
     wide.sleeps()
     run = wide.run()
@@ -241,6 +242,7 @@ def test_a_worker_killed_outright_leaves_no_stage_and_another_makes_it(wide: Wid
     wide.start_worker(name)
 
 
+@pytest.mark.long
 def test_a_host_that_is_gone_is_noticed_and_another_makes_its_stage(wide: Wide) -> None:
     """Nothing was left there to say so: the run of the lost worker says it runs for ever."""
     wide.sleeps()
