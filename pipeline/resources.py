@@ -69,7 +69,7 @@ class Pool:
         lease = Lease(gpus=[] if self.gpus else None)
         kind = fcntl.LOCK_EX if needs.exclusive else fcntl.LOCK_SH
         wants = [lambda: self._lock("machine", kind), self._slot]
-        if needs.gpus and not self.gpus:  # it computes on all cores then, and two such at once wait for each other's threads
+        if needs.gpus and not self.gpus:  # it takes all cores, where threads of two wait for each other
             wants.append(lambda: self._lock("cores"))
         for want in wants:
             if (file := want()) is None:
