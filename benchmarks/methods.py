@@ -1,0 +1,70 @@
+"""Every method on one GPU, the torch engine's cells and costs beside them, and SGLang's of the same prompts.
+
+    python3 -m benchmarks.methods [--recipe weather-tiny-methods] [--device cuda] [--dtype bfloat16] [--kit /tmp/kit]
+                                  [--parts methods torch served]
+
+For a machine that has torch but not our installation (a lent GPU), in a copy: it edits params.yaml. Target, drafts and the
+prompts of `eval` lie there already, made by `make run` of the recipe. `served` asks SGLang of shared/gpu's kit the same, one
+request at a time, plain and with EAGLE-3's tree: the other column of what the engine gives and what the method gives. Cells
+lie under results/, from which `python -m stages.report` draws its page; a cell that fails says why, and the next is tried.
+"""
+
+import argparse
+from pathlib import Path
+
+from ruamel.yaml import YAML
+
+from benchmarks.served import KIT, command, stage
+from pipeline.__main__ import use
+
+TREE, CHECKPOINT, OTHERS = "t8_2_16", "e009", ["t8_1_9", "t5_4_16", "t10_3_32"]
+
+
+def main() -> None:
+    takes = argparse.ArgumentParser()
+    takes.add_argument("--recipe", default="weather-tiny-methods")
+    takes.add_argument("--model", help="another embedded target, as builtin/weather-tiny-moe")
+    takes.add_argument("--device", default="cuda")
+    takes.add_argument("--dtype", default="bfloat16")
+    takes.add_argument("--kit", default="/tmp/kit", help="empty: the tests' double instead of SGLang")
+    takes.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    o = takes.parse_args()
+    rows = edit(o)
+    for part in o.parts:
+        for words in PARTS[part](rows):
+            try:
+                stage(words)
+            except SystemExit as failed:
+                print(failed, flush=True)
+
+
+def edit(o: argparse.Namespace) -> list[str]:
+    """-> the table's rows."""
+    use(o.recipe)
+    yaml = YAML()
+    p = yaml.load(Path("params.yaml").read_text())
+    p["target"] |= {"device": o.device, "dtype": o.dtype} | ({"model": o.model} if o.model else {})
+    p["benchmark"] |= {"checkpoints": [CHECKPOINT], "trees": [TREE, *OTHERS]}
+    server = dict(p["benchmark_served"]["server"]) | {"command": command(o.kit), "mem_fraction": 0.5}
+    server |= {"launch_args": list(KIT) if o.kit else []}
+    p["benchmark_served"] |= {"workloads": ["eval"], "checkpoints": [CHECKPOINT], "trees": [TREE], "server": server}
+    yaml.dump(p, Path("params.yaml"))
+    return [*p["benchmark_methods"]["draftless"], *p["benchmark_methods"]["drafted"]]
+
+
+def methods(rows: list[str]) -> list[str]:
+    return [f"benchmark_methods {row}" for row in rows]
+
+
+def torch(_rows: list[str]) -> list[str]:
+    return ["time_trees e000", *(f"benchmark eval {CHECKPOINT} {tree}" for tree in [TREE, *OTHERS])]
+
+
+def served(_rows: list[str]) -> list[str]:
+    return ["benchmark_served eval", f"benchmark_served eval {CHECKPOINT} {TREE}"]
+
+
+PARTS = {"methods": methods, "torch": torch, "served": served}
+
+if __name__ == "__main__":
+    main()
