@@ -17,17 +17,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from stages.drafting.tree import Candidates, level
 
 KEYS = 64  # of a block
 PROGRAMS = 256  # about two for each multiprocessor
 CHUNK = 1024  # of a vocabulary
+# From Hopper on a kernel may start before the one before it has ended, and waits where it first needs what that made.
+EARLY = (
+    torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0) and not triton.knobs.runtime.interpret
+)
+WAITS = tl.constexpr(EARLY)
+LINES = tl.constexpr(8)  # of 128 bytes, of each row of weights, that a product asks for before its input is there
 NEVER = tl.constexpr(-0x7FFFFFFFFFFFFFFF)  # comes after every key
 
 
 @triton.jit
+def _wait():
+    """For all before this kernel; the next one may start meanwhile."""
+    if WAITS:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
 def _norm(x, more, weight, summed, out, eps, H: tl.constexpr, B: tl.constexpr, ADD: tl.constexpr):
+    _wait()
     m, h = tl.program_id(0).to(tl.int64), tl.arange(0, B)
     inside = h < H
     row = tl.load(x + m * H + h, mask=inside, other=0)
@@ -45,7 +61,19 @@ def norm(x: Tensor, weight: Tensor, eps: float, more: Tensor | None = None) -> t
     m, h = x.shape
     out, summed = torch.empty_like(x), x if more is None else torch.empty_like(x)
     block = triton.next_power_of_2(h)
-    _norm[(m,)](x, x if more is None else more, weight, summed, out, eps, h, block, more is not None, num_warps=8)
+    _norm[(m,)](
+        x,
+        x if more is None else more,
+        weight,
+        summed,
+        out,
+        eps,
+        h,
+        block,
+        more is not None,
+        num_warps=8,
+        launch_pdl=EARLY,
+    )
     return summed, out
 
 
@@ -54,6 +82,7 @@ def _turn(
     qkv, q_weight, k_weight, cos, sin, rows, q, keys, values, eps, key_g, key_row, value_g, value_row,
     A: tl.constexpr, G: tl.constexpr, E: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
+    _wait()
     m, a, e = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, E)
     half: tl.constexpr = E // 2
     other = (e + half) % E
@@ -94,7 +123,7 @@ def turn(
     q_norm, k_norm, eps = norms or (qkv, qkv, 0.0)
     _turn[m, a + 2 * g](
         qkv, q_norm, k_norm, cos, sin, rows, q, keys, values, eps, keys.stride(0), keys.stride(1), values.stride(0),
-        values.stride(1), a, g, e, norms is not None, num_warps=1,
+        values.stride(1), a, g, e, norms is not None, num_warps=1, launch_pdl=EARLY,
     )  # fmt: skip
     return q
 
@@ -105,6 +134,7 @@ def _attend(
     G: tl.constexpr, R: tl.constexpr, E: tl.constexpr, P: tl.constexpr, B: tl.constexpr, N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
+    _wait()
     g, part, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n = tl.load(length)
     total = n + T
@@ -145,6 +175,7 @@ def _attend(
 
 @triton.jit
 def _merge(parts, lse, out, E: tl.constexpr, P: tl.constexpr):
+    _wait()
     row, p, e = tl.program_id(0).to(tl.int64), tl.arange(0, P), tl.arange(0, E)
     levels = tl.load(lse + row * P + p)
     weights = tl.exp(levels - tl.max(levels, 0))
@@ -173,15 +204,16 @@ def attend(
     _attend[g, parts, blocks](
         q, keys, values, sees, length, found, lse, scale, keys.stride(0), keys.stride(1), values.stride(0),
         values.stride(1), m, first, t, g, a // g, e, parts, block, 16 if exact else KEYS, "ieee" if exact else "tf32",
-        num_warps=4, num_stages=2,
+        num_warps=4, num_stages=2, launch_pdl=EARLY,
     )  # fmt: skip
     out = torch.empty_like(q)
-    _merge[(m * a,)](found, lse, out, e, parts, num_warps=1)
+    _merge[(m * a,)](found, lse, out, e, parts, num_warps=1, launch_pdl=EARLY)
     return out
 
 
 @triton.jit
 def _gate(x, out, width, B: tl.constexpr):
+    _wait()
     m, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
     inside = i < width
     gate = tl.load(x + m * 2 * width + i, mask=inside, other=0)
@@ -195,12 +227,13 @@ def gate(x: Tensor) -> Tensor:
     """x [M, 2I], gates and then ups -> silu(gate) * up [M, I]."""
     m, width = len(x), x.shape[1] // 2
     out = x.new_empty(m, width)
-    _gate[m, triton.cdiv(width, 1024)](x, out, width, 1024, num_warps=4)
+    _gate[m, triton.cdiv(width, 1024)](x, out, width, 1024, num_warps=4, launch_pdl=EARLY)
     return out
 
 
 @triton.jit
 def _mix(embedding, tokens, states, slots, first, second, out, picked, eps, H: tl.constexpr, B: tl.constexpr):
+    _wait()
     m, h = tl.program_id(0).to(tl.int64), tl.arange(0, B)
     inside, of_state = h < H, tl.program_id(1)
     if of_state == 1:
@@ -226,7 +259,20 @@ def mix(
     """What the draft's projections read [M, 2H], and the states [M, H] themselves."""
     m, h = len(tokens), states.shape[1]
     out, picked = states.new_empty(m, 2 * h), states.new_empty(m, h)
-    _mix[m, 2](embedding, tokens, states, slots, *weights, out, picked, eps, h, triton.next_power_of_2(h), num_warps=8)
+    _mix[m, 2](
+        embedding,
+        tokens,
+        states,
+        slots,
+        *weights,
+        out,
+        picked,
+        eps,
+        h,
+        triton.next_power_of_2(h),
+        num_warps=8,
+        launch_pdl=EARLY,
+    )
     return out, picked
 
 
@@ -240,6 +286,7 @@ def _ordered(scores, least, places):
 
 @triton.jit
 def _best_of_chunk(logits, keys, peaks, sums, D, K: tl.constexpr, B: tl.constexpr):
+    _wait()
     m, chunk, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     d = chunk * B + tl.arange(0, B)
     inside = d < D
@@ -259,6 +306,7 @@ def _best(
     keys, peaks, sums, chances, ids, D, chunks,
     K: tl.constexpr, B: tl.constexpr, C: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
+    _wait()
     m, i, c = tl.program_id(0).to(tl.int64), tl.arange(0, B), tl.arange(0, C)
     level = tl.load(peaks + m * chunks + c, mask=c < chunks, other=float("-inf"))
     peak = tl.max(level, 0)
@@ -284,12 +332,12 @@ def best(logits: Tensor, topk: int, semantics: str) -> tuple[Tensor, Tensor]:
     chunks = triton.cdiv(size, CHUNK)
     keys = torch.empty(m, chunks, topk, dtype=torch.int64, device=logits.device)
     peaks, sums = torch.empty(2, m, chunks, dtype=torch.float32, device=logits.device)
-    _best_of_chunk[m, chunks](logits, keys, peaks, sums, size, topk, CHUNK, num_warps=4)
+    _best_of_chunk[m, chunks](logits, keys, peaks, sums, size, topk, CHUNK, num_warps=4, launch_pdl=EARLY)
     chances = torch.empty(m, topk, dtype=torch.float32, device=logits.device)
     ids = torch.empty(m, topk, dtype=torch.int64, device=logits.device)
     _best[(m,)](
         keys, peaks, sums, chances, ids, size, chunks, topk, triton.next_power_of_2(chunks * topk),
-        triton.next_power_of_2(chunks), semantics == "eagle", num_warps=1,
+        triton.next_power_of_2(chunks), semantics == "eagle", num_warps=1, launch_pdl=EARLY,
     )  # fmt: skip
     return chances, ids
 
@@ -299,6 +347,7 @@ def _join(
     beam, numbers, sees, chances, ids, d2t, scores, tokens, parents, new_beam, new_numbers, new_sees, new_tokens, slots,
     first, T, own, K: tl.constexpr, W: tl.constexpr, N: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
+    _wait()
     i, t = tl.arange(0, W), tl.arange(0, N)
     inside = i < K * K
     before, chance = tl.load(beam + i // K, mask=inside, other=0.0), tl.load(chances + i, mask=inside, other=0.0)
@@ -340,9 +389,17 @@ def join(
     _join[(1,)](
         beam, numbers, sees.view(torch.uint8), chances, ids, d2t, found.scores, found.tokens, found.parents, new,
         new_numbers, new_sees.view(torch.uint8), new_tokens, slots, level(step, topk)[0], nodes, step * topk,
-        topk, triton.next_power_of_2(topk * topk), triton.next_power_of_2(nodes), semantics == "eagle", num_warps=1,
+        topk, triton.next_power_of_2(topk * topk), triton.next_power_of_2(nodes), semantics == "eagle", num_warps=1, launch_pdl=EARLY,
     )  # fmt: skip
     return new, new_numbers, new_sees, new_tokens, slots
+
+
+@triton.jit
+def _ask_for(lines):
+    """To be brought near, without waiting for them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit(do_not_specialize=["M"])  # or each number of rows would be compiled for
@@ -350,6 +407,13 @@ def _product(
     x, w, y, M, N, K, B: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     n, m, d = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, B), tl.arange(0, DEPTH)
+    if WAITS:  # the weights wait for nobody
+        gdc_launch_dependents()
+        line = tl.minimum(n, N - 1).to(tl.int64)[:, None] * K + tl.minimum(64 * tl.arange(0, LINES), K - 1)[None]
+        _ask_for(w + line)
+        if GATED:
+            _ask_for(w + N.to(tl.int64) * K + line)
+        gdc_wait()
     weights = w + n.to(tl.int64)[:, None] * K + d[None]
     given = x + m[None] * K + d[:, None]
     sum_, ups = tl.zeros([TILE, B], tl.float32), tl.zeros([TILE, B], tl.float32)
@@ -375,7 +439,9 @@ def streamed(x: Tensor, w: Tensor, gated: bool, tile: int, depth: int, warps: in
     (m, k), n = x.shape, len(w) // (2 if gated else 1)
     y = x.new_empty(m, n)
     rows = max(16, triton.next_power_of_2(m))
-    _product[(triton.cdiv(n, tile),)](x, w, y, m, n, k, rows, tile, depth, gated, num_warps=warps, num_stages=stages)
+    _product[(triton.cdiv(n, tile),)](
+        x, w, y, m, n, k, rows, tile, depth, gated, num_warps=warps, num_stages=stages, launch_pdl=EARLY
+    )
     return y
 
 
