@@ -19,19 +19,31 @@ from pipeline.recipes import use
 from pipeline.reproduce import compare, dry_run, reproduce
 from pipeline.workspace import drop, promote
 
+TOLD = 3  # changes of a line
+
 
 def stale() -> Iterator[str]:
-    """In the order of the graph, those of one reason on one line. Raises SystemExit(1) after the last."""
+    """In the order of the graph, those of the same changes on one line. Raises SystemExit(1) after the last."""
     why = graph.why_stale()
     if not why:
         yield "nothing is stale"
         return
     reasons: dict[str, list[str]] = {}
     for name in filter(why.get, graph.stages()):
-        reasons.setdefault("; ".join(why[name]), []).append(name)
+        reasons.setdefault(_brief(why[name]), []).append(name)
     for reason, names in reasons.items():
         yield f"stale: {', '.join(names)} ({reason})"
     sys.exit(1)
+
+
+def _brief(changes: list[str]) -> str:
+    """All of them are in the stage's log and in Prefect's pages."""
+    if any(
+        change.endswith("not in cache") for change in changes
+    ):  # as in a new clone, where there is nothing else to say
+        return "its results are not here"
+    more = [f"{len(changes) - TOLD} more"] if len(changes) > TOLD else []
+    return "; ".join([*changes[:TOLD], *more])
 
 
 WAYS: dict[tuple[str, ...], Callable[..., Iterable[str]]] = {

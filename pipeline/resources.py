@@ -67,19 +67,28 @@ class Pool:
 
     def _take(self, needs: Needs) -> Lease | None:
         lease = Lease(gpus=[] if self.gpus else None)
-        machine = self._lock("machine", fcntl.LOCK_EX if needs.exclusive else fcntl.LOCK_SH)
-        slot = machine and next(filter(None, (self._lock(f"slot-{n}") for n in range(self.slots))), None)
-        lease.files += [file for file in (machine, slot) if file]
+        kind = fcntl.LOCK_EX if needs.exclusive else fcntl.LOCK_SH
+        wants = [lambda: self._lock("machine", kind), self._slot]
+        if needs.gpus and not self.gpus:  # it takes all cores, where threads of two wait for each other
+            wants.append(lambda: self._lock("cores"))
+        for want in wants:
+            if (file := want()) is None:
+                lease.release()
+                return None
+            lease.files.append(file)
         wanted = len(self.gpus) if needs.gpus == "all" else min(needs.gpus, len(self.gpus))
-        for gpu in self.gpus if slot else []:
+        for gpu in self.gpus:
             if len(lease.gpus or []) < wanted and (file := self._lock(f"gpu-{gpu.replace('/', '_')}")):
                 lease.files.append(file)
                 assert lease.gpus is not None
                 lease.gpus.append(gpu)
-        if slot and len(lease.gpus or []) == wanted:
+        if len(lease.gpus or []) == wanted:
             return lease
         lease.release()
         return None
+
+    def _slot(self) -> TextIO | None:
+        return next(filter(None, (self._lock(f"slot-{n}") for n in range(self.slots))), None)
 
     def _lock(self, name: str, kind: int = fcntl.LOCK_EX) -> TextIO | None:
         return lock(self._folder / f"{name}.lock", kind)

@@ -166,6 +166,7 @@ def test_rows_are_those_of_transformers_alone(made: Path, once: dict[str, bytes]
     assert report["bytes"] == pytest.approx(by_hand, abs=1) and size == pytest.approx(by_hand, abs=2 * 1000)
 
 
+@pytest.mark.long
 def test_two_processes_make_the_same_bytes(project: Path, once: dict[str, bytes]) -> None:
     run_apart(project, processes=2)
     assert files(project) == once

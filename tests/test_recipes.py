@@ -140,6 +140,7 @@ def test_all_25_rows_of_the_weather_table_have_a_cell_under_their_epoch() -> Non
     assert epochs == {"e004": 4, "e010": 6}, "theirs count from zero: 3 and 9"
 
 
+@pytest.mark.long
 def test_a_graph_that_trains_nothing_is_brought_up_to_date_whole(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,11 +10,15 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import chdir, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache, reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
+import dpath
 import dvc.stage.run
 import pytest
 from dvc.exceptions import ReproductionError
@@ -288,6 +292,10 @@ def recorder(tmp_path_factory: pytest.TempPathFactory) -> Any:
         # dvc.lock is read and written whole after each stage, its comments kept: two thirds of the time here. JSON is YAML.
         patch.setattr(_yaml, "parse_yaml_for_update", _yaml.parse_yaml)
         patch.setattr(_yaml, "_dump", json.dump)
+        # params.yaml is read once for each stage, and every leaf of it looked at for every key: half of the rest.
+        patch.setattr(dpath, "get", lambda tree, key, separator: reduce(getitem, key.split(separator), tree))
+        parse = lru_cache(maxsize=8)(_yaml.parse_yaml)
+        patch.setattr(_yaml, "parse_yaml", lambda text, path: deepcopy(parse(text, path)))
         yield made
 
 

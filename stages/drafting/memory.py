@@ -35,14 +35,14 @@ class Memory(NamedTuple):
     def __str__(self) -> str:
         parts = [(self.target, "of the target"), (self.draft, "of the draft"), (self.work, "for what passes make")]
         parts.insert(2, (self.cache, f"of keys and values of {self.tokens} tokens"))
-        said = ", ".join(f"{size / GIB:.2f} {what}" for size, what in parts)
-        return f"{said}: {self.total / GIB:.2f} GiB"
+        said = ", ".join(f"{size / GIB:.3g} {what}" for size, what in parts)
+        return f"{said}: {self.total / GIB:.3g} GiB"
 
     def check(self, free: float, device: torch.device) -> None:
         """Raises ValueError where what isn't there yet, all but the weights, is more than `free` bytes."""
         if (need := self.cache + self.work) > free:
             raise ValueError(
-                f"{need / GIB:.2f} GiB are needed beside the weights, {device} has {free / GIB:.2f} GiB left ({self}); lower "
+                f"{need / GIB:.3g} GiB are needed beside the weights, {device} has {free / GIB:.3g} GiB left ({self}); lower "
                 "benchmark.workloads.*.max_new_tokens or concurrency, use shorter prompts, or end what else runs there"
             )
 

@@ -2,14 +2,17 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from pipeline import fresh, graph
+from pipeline.__main__ import stale
 from tests.pipeline.conftest import Project
 from tests.pipeline.test_graph import run_all
 
@@ -119,5 +122,16 @@ def test_stale_says_what_and_why_and_fails_where_something_is(done: Project) -> 
         1,
         "stale: middle (middle.csv deleted)\nstale: last (middle.csv deleted; params.yaml: report.title modified)\n",
     )
+    shutil.rmtree(".dvc/cache")
+    for made in ("first.csv", "results/benchmark.csv"):
+        Path(made).unlink()
+    assert asked() == (1, "stale: first, middle, last (its results are not here)\n")
     Path("dvc.lock").unlink()
     assert asked() == (1, "stale: first, middle, last (it is new)\n")
+
+
+def test_a_line_of_it_has_three_changes_and_how_many_more(done: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new clone's first lines were 20,000 letters of files."""
+    changes = [f"{n}.py modified" for n in range(5)]
+    monkeypatch.setattr(graph, "why_stale", lambda: {"last": changes})
+    assert [*islice(stale(), 1)] == ["stale: last (0.py modified; 1.py modified; 2.py modified; 2 more)"]

@@ -69,16 +69,16 @@ def test_cells_are_made_on_both_nodes_and_dvc_lock_is_whole(wide: Wide) -> None:
     state = wide.ended(run)
     assert state["message"] == f"{CELLS + 3} stages: {CELLS + 3} ran", wide.messages(run)
     assert len(YAML(typ="safe").load(wide.project.root / "dvc.lock")["stages"]) == CELLS + 3
-    assert (wide.project.root / "results/cells/3.csv").read_text() == "tree,tau\n3\n"
+    assert (wide.project.root / "results/cells/2.csv").read_text() == "tree,tau\n2\n"
     caches = [wide.root / name / ".dvc/cache/runs" for name in NODES]
     assert sum(len(list(cache.glob("*/*"))) for cache in caches) == CELLS and all(cache.exists() for cache in caches)
     assert wide.ended(wide.run())["message"] == f"{CELLS + 3} stages: {CELLS + 3} unchanged"
 
 
 def test_what_fails_there_is_told_here(wide: Wide) -> None:
-    wide.cell(wide.project, 3, "sys.exit('aerie: out of cheese')")
+    wide.cell(wide.project, 2, "sys.exit('aerie: out of cheese')")
     run = wide.run()
-    assert wide.ended(run)["message"].startswith("see the log of cell@3; ")
+    assert wide.ended(run)["message"].startswith("see the log of cell@2; ")
     assert wait_for(lambda: [line for line in wide.messages(run) if "made on Ray" in line and "out of cheese" in line])
 
 

@@ -106,6 +106,15 @@ def test_more_gpus_than_there_are_is_refused_and_none_at_all_is_no_matter(tmp_pa
     Pool(1, [], tmp_path).check("cell@a", two)
 
 
+def test_without_gpus_those_that_ask_for_one_take_turns_at_the_cores(tmp_path: Path) -> None:
+    """Two trainings at once on two cores took 400 seconds, one after the other 13: their threads waited for each other."""
+    ours, theirs = Pool(4, [], tmp_path), Pool(4, [], tmp_path)
+    at_work = theirs.take(GPU)
+    assert at_work and ours.take(GPU) is None and ours.take(ALL) is None and ours.take(ANY)
+    at_work.release()
+    assert ours.take(ALL)
+
+
 def test_a_run_that_waits_for_the_machine_keeps_others_from_beginning(tmp_path: Path) -> None:
     """Else a timed cell could wait for ever beside a sweep of another run that always has something under way."""
     ours, theirs = Pool(4, [], tmp_path), Pool(4, [], tmp_path)

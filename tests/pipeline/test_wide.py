@@ -19,7 +19,7 @@ from tests.pipeline.conftest import IGNORED, Project, give_params
 from tests.pipeline.test_flows import Server, wait_for
 
 REPO = Path(__file__).resolve().parents[2]
-CELLS = 4
+CELLS = 2
 GRAPH = f"""
 stages:
   first: {{cmd: cp raw.csv first.csv, deps: [raw.csv], outs: [first.csv]}}
@@ -110,7 +110,7 @@ class Wide(Server):
         return self.ask("flow_runs/filter", asked)
 
     def sleeping(self, run: str) -> psutil.Process:
-        """The command of cell 3, which sleeps once it is told to by `sleeps`."""
+        """The command of cell 2, which sleeps once it is told to by `sleeps`."""
         path = self.root / "asleep"
         wait_for(lambda: path.exists() and path.read_text())
         return psutil.Process(int(path.read_text()))
@@ -118,7 +118,7 @@ class Wide(Server):
     def sleeps(self) -> None:
         for name in ("asleep", "awake"):
             (self.root / name).unlink(missing_ok=True)
-        self.cell(self.project, 3, SLEEPS.format(said=str(self.root)) + f"# {os.urandom(4).hex()}")
+        self.cell(self.project, 2, SLEEPS.format(said=str(self.root)) + f"# {os.urandom(4).hex()}")
 
     def flow(self) -> psutil.Process:
         """Of the run at work."""
@@ -189,18 +189,18 @@ def test_what_was_made_anywhere_is_not_made_again(wide: Wide) -> None:
     run = wide.run()
     assert wide.ended(run)["type"] == "COMPLETED"
     assert wide.sent(run) == []
-    assert (wide.project.root / "results/cells/3.csv").read_text() == "tree,tau\n3\n"
+    assert (wide.project.root / "results/cells/2.csv").read_text() == "tree,tau\n2\n"
 
 
 def test_what_fails_on_a_worker_is_told_here_and_the_rest_is_made(wide: Wide) -> None:
-    wide.cell(wide.project, 2, "time.sleep(1)")
-    wide.cell(wide.project, 3, "sys.exit('aerie: out of cheese')")
+    wide.cell(wide.project, 1, "time.sleep(1)")
+    wide.cell(wide.project, 2, "sys.exit('aerie: out of cheese')")
     run = wide.run()
     state = wide.ended(run)
-    assert state["message"].startswith(f"see the log of cell@3; {CELLS + 3} stages: ")
+    assert state["message"].startswith(f"see the log of cell@2; {CELLS + 3} stages: ")
     assert "1 ran" in state["message"] and state["message"].endswith("1 failed, 1 not run")
     said = wait_for(lambda: [line for line in wide.messages(run) if "out of cheese" in line])
-    assert any("cell@3, made by " in line for line in said)
+    assert any("cell@2, made by " in line for line in said)
     assert len(wide.sent(run)) == 2
 
 
@@ -214,6 +214,7 @@ def test_cancelling_ends_what_workers_do_for_the_run(wide: Wide) -> None:
     wait_for(lambda: {sent["state_type"] for sent in wide.sent(run)} <= {"COMPLETED", "CANCELLED"})
 
 
+@pytest.mark.long
 def test_a_run_killed_outright_leaves_nothing_at_work_on_workers_and_the_next_one_recovers(wide: Wide) -> None:
     wide.sleeps()
     run = wide.run()
@@ -241,6 +242,7 @@ def test_a_worker_killed_outright_leaves_no_stage_and_another_makes_it(wide: Wid
     wide.start_worker(name)
 
 
+@pytest.mark.long
 def test_a_host_that_is_gone_is_noticed_and_another_makes_its_stage(wide: Wide) -> None:
     """Nothing was left there to say so: the run of the lost worker says it runs for ever."""
     wide.sleeps()
