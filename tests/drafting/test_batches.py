@@ -34,19 +34,25 @@ def model() -> PreTrainedModel:
     return test_decode.model.__wrapped__()
 
 
-@pytest.fixture(params=["called", "played"])
+@pytest.fixture(params=["called", "played", "in blocks"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """As on a CPU, and as a GPU plays what it recorded."""
-    if request.param == "played":
+    """As on a CPU, as a GPU plays what it recorded of transformers' own modules, and there in few kernels."""
+    if request.param != "called":
         for module in (decode, batches):
             monkeypatch.setattr(module, "Graphs", Played)
             monkeypatch.setattr(module, "Mail", Posted)
+    if request.param == "played":
+        monkeypatch.setattr(Engine, "_blocks", lambda _: None)
     return request.param
 
 
 @pytest.fixture
 def engine(way: str, model: PreTrainedModel) -> Batches:
-    return Batches(model, [END], [1, 3, 4], draft())
+    made = Batches(model, [END], [1, 3, 4], draft())
+    assert (made.blocks is not None) == (way == "in blocks")
+    if way == "played":
+        made.beams = None
+    return made
 
 
 def asks(count: int = 9, **more: Any) -> list[Ask]:
