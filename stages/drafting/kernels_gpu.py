@@ -203,7 +203,8 @@ def attend(
     exact = q.dtype == torch.float32  # without matrix units: small blocks, or the compiler takes minutes
     block = 16 if exact else min(32, max(16, triton.next_power_of_2(rows)))
     blocks = triton.cdiv(rows, block)
-    parts = triton.next_power_of_2(max(4, min(16, PROGRAMS // (g * blocks * prompts))))
+    room = each or keys.shape[1]
+    parts = triton.next_power_of_2(max(4, min(room // KEYS, PROGRAMS // (g * blocks * prompts))))
     found = torch.empty(m * a, parts, e, dtype=torch.float32, device=q.device)
     lse = torch.empty(m * a, parts, dtype=torch.float32, device=q.device)
     _attend[g, parts, blocks * prompts](
