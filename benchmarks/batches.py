@@ -36,9 +36,11 @@ def main() -> None:
 
 
 def small(device: str) -> Batches:
+    """The same weights on every device."""
     torch.manual_seed(3)
-    model = target(6, 256, 8, 16, torch.float32, device)
-    return Batches(model, [END], [2, 3, 4], draft_for(model, 16))
+    model = target(6, 256, 8, 16, torch.float32, "cpu")
+    draft = draft_for(model, 16)
+    return Batches(model.to(device), [END], [2, 3, 4], draft.to(device))
 
 
 def answers(told: Any, count: int) -> list[list[int]]:

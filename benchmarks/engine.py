@@ -23,6 +23,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch.nn import functional as F
@@ -30,7 +31,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from stages.drafting.decode import Engine, Step
 from stages.drafting.draft import Draft, DraftConfig
-from stages.drafting.graphs import Mail
+from stages.drafting.graphs import Mail, milliseconds
 from stages.drafting.sampling import Sampling, draw, numbers, probabilities
 
 TREES = [(5, 4, 16), (8, 2, 31), (8, 10, 60)]
@@ -344,37 +345,19 @@ def products(args: argparse.Namespace) -> None:
         for rows in (1, 16, 31, 60):
             x, gated = torch.randn(rows, k, dtype=torch.bfloat16, device=args.device), name == "gate_up"
             library = (lambda x, w: kernels_gpu.gate(F.linear(x, w))) if gated else F.linear
-            found = {"library": played(lambda: [library(x, w) for w in weights])}  # noqa: B023 - called at once
+            found = {"library": milliseconds(lambda: [library(x, w) for w in weights], x.device)}  # noqa: B023 - called at once
             for t in kernels_gpu.TILINGS:
                 try:
-                    found[str(t)] = played(lambda: [kernels_gpu.streamed(x, w, gated, *t) for w in weights])  # noqa: B023
+                    alone = partial(
+                        kernels_gpu.streamed, x, gated=gated, tile=t[0], depth=t[1], warps=t[2], stages=t[3]
+                    )
+                    found[str(t)] = milliseconds(partial(list, map(alone, weights)), x.device)
                 except Exception as error:
                     say(f"  {t}: {type(error).__name__} {str(error)[:80]}")
             ranked = sorted((ms * 1e3 / copies, which) for which, ms in found.items())
             line = "; ".join(f"{which} {us:.1f} us {2 * n * k / us / 1e6:.2f} TB/s" for us, which in ranked)
             taken = kernels_gpu._tiling(x, weights[0], gated) or "library"
             say(f"{name:10} {n:6} x {k:5} {rows:2} rows, the engine takes {taken}: {line}")
-
-
-def played(work: Callable[[], object]) -> float:
-    """Milliseconds of `work` as a graph, the median of 15 plays."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        work()
-        work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        work()
-    found = []
-    for _ in range(15):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        found.append(begin.elapsed_time(end))
-    return statistics.median(found)
 
 
 PARTS = {"right": right, "drawn": drawn, "speed": speed, "kernels": kernels, "products": products}

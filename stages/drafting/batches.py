@@ -315,6 +315,25 @@ class Batches(Engine):
         slots, rows = stand.tokens.shape
         last = stand.count - 1  # [B, 1]
         places = crowd.starts[:slots] + stand.length - stand.count + crowd.places[:rows]  # [B, R]
+        if self.beams is not None:
+            read = stand.tokens.flatten(), stand.features.flatten(0, 1), stand.turns.flatten(0, 1)
+            at = (torch.arange(slots, device=self.device) * rows)[:, None] + last  # [B, 1] of B * R
+            cache = (
+                x[:slots].flatten(0, 1).transpose(0, 1) for x in (crowd.draft_keys, crowd.draft_values)
+            )  # [G, room, E]
+            candidates = self.beams.grow(
+                *read,
+                at[:, 0],
+                places.flatten(),
+                stand.length[:, 0],
+                *cache,
+                steps,
+                topk,
+                self.semantics,
+                crowd.store.each,
+            )
+            tree = trees.keep(candidates, width)
+            return tree, torch.cat([stand.tokens.gather(1, last), tree.tokens], dim=1)
         embeds, fused = self.embedding[stand.tokens], draft.fuse(stand.features.to(draft.fc.weight.dtype))  # [B, R, H]
         new = draft.keys_values(draft.mix(embeds, fused), draft.rope(stand.turns))  # [B, R, G, E] each
         for kept, rows_of in zip((crowd.draft_keys, crowd.draft_values), new, strict=True):
@@ -339,6 +358,13 @@ class Batches(Engine):
         """
         slots, width = ids.shape
         rows = stand.length + crowd.places[:width]  # [B, M]
+        if self.blocks is not None:
+            whole = (ids, places + stand.shift, crowd.starts[:slots] + rows)
+            ids, places, rows = (x.flatten() for x in whole)  # [B * M]
+            hidden, caught = self.blocks.forward(
+                ids, places, tree, stand.length[:, 0], rows, crowd.store, layers, crowd.store.each
+            )
+            return hidden.unflatten(0, (slots, width)), [stream.unflatten(0, (slots, width)) for stream in caught]
         mask = (crowd.places[:seen] < stand.length)[:, None].repeat(1, width, 1)  # [B, M, seen]
         mask.scatter_(2, rows[:, None].expand(-1, width, -1), tree)
         cache = crowd.store.cache((crowd.starts[:slots] + rows).flatten(), seen)

@@ -1,9 +1,10 @@
-"""The draft's part of a cycle in few kernels: what `expand` does for one prompt, with fixed places for all it keeps.
+"""The draft's part of a cycle in few kernels: what `expand` does, with fixed places for all it keeps.
 
 Own ancestors' keys are not carried along with beams but lie behind the prefix, K rows a step, in the draft's own cache; who
 may see which is a small table [K, T] that the beams' bookkeeping moves on. So attention is that of the target's tree.
 
-Letters: R rows read, H hidden, G key-value heads, E head width, K topk, T = (num_steps - 1) * K nodes, C candidates.
+Letters: B prompts, R rows read of each, H hidden, G key-value heads, E head width, K topk, C candidates,
+T = (num_steps - 1) * K nodes.
 """
 
 import math
@@ -19,7 +20,7 @@ from stages.drafting.tree import Candidates, pool
 
 
 class Beams:
-    """A draft, ready to grow trees behind one prompt."""
+    """A draft, ready to grow trees behind prompts."""
 
     def __init__(self, draft: Draft, embedding: Tensor):
         self.draft, self.embedding = draft, embedding
@@ -41,48 +42,54 @@ class Beams:
 
     def grow(
         self,
-        tokens: Tensor,  # [R] after each row that is read
-        features: Tensor,  # [R, 3H]
-        turns: Tensor,  # [R], or [R, 3], as `rope` takes them
-        last: Tensor,  # [1] the row to grow from
-        rows: Tensor,  # [R] where their keys and values go
-        length: Tensor,  # [1] tokens in the cache, with these up to the last
-        keys: Tensor,  # [G, room, E]
+        tokens: Tensor,  # [B * R] after each row that is read, of B prompts
+        features: Tensor,  # [B * R, 3H]
+        turns: Tensor,  # [B * R], or [B * R, 3], as `rope` takes them
+        last: Tensor,  # [B] which of these rows to grow from
+        rows: Tensor,  # [B * R] where their keys and values go
+        length: Tensor,  # [B] tokens in each prompt's cache, with these up to the last
+        keys: Tensor,  # [G, room, E], prompt b's from row b * each on
         values: Tensor,
         steps: int,
         topk: int,
         semantics: str,
+        each: int = 0,
     ) -> Candidates:
-        """Read rows, then grow: every candidate of `steps` steps, [1, C]."""
-        k, draft, device = self.kernels, self.draft, tokens.device
-        fused = draft.fuse(features.to(draft.fc.weight.dtype))  # [R, H]
+        """Read rows, then grow: every candidate of `steps` steps, [B, C]."""
+        k, draft, device, prompts = self.kernels, self.draft, tokens.device, len(last)
+        fused = draft.fuse(features.to(draft.fc.weight.dtype))  # [B * R, H]
         mixed, _ = k.mix(self.embedding, tokens, fused, torch.arange(len(tokens), device=device), self.norms, self.eps)
         query = k.turn(k.product(mixed, self.qkv), self.heads, *self._rope(turns), keys, values, rows)
-        nobody = torch.zeros(1, 0, dtype=torch.bool, device=device)
-        everything = torch.zeros(topk, dtype=torch.int64, device=device)  # seen from the first token on
-        cache = keys, values, length, everything
+        nobody = torch.zeros(prompts, 1, 0, dtype=torch.bool, device=device)
+        everything = torch.zeros(prompts * topk, dtype=torch.int64, device=device)  # seen from the first token on
+        cache = keys, values, each, length, everything
         state, logits = self._finish(mixed[last], fused[last], query[last], *cache, nobody, 0)
 
-        beam, ids = (x[0] for x in k.best(logits, topk, semantics))  # [K]
+        beam, ids = k.best(logits, topk, semantics)  # [B, K]
         count = pool(steps, topk)
         found = Candidates(
-            torch.empty(1, count, dtype=torch.float32, device=device),
-            *torch.empty(2, 1, count, dtype=torch.int64, device=device),
+            torch.empty(prompts, count, dtype=torch.float32, device=device),
+            *torch.empty(2, prompts, count, dtype=torch.int64, device=device),
         )
         beam_tokens = draft.to_target(ids)
-        found.scores[0, :topk], found.tokens[0, :topk], found.parents[0, :topk] = beam, beam_tokens, -1
-        numbers, slots = torch.arange(topk, device=device), torch.zeros(topk, dtype=torch.int64, device=device)
-        ahead = torch.arange(1, steps, device=device)
-        later = turns[last] + (ahead if turns.ndim == 1 else ahead[:, None])  # [S-1], or [S-1, 3]
-        cos, sin = (x[:, None].expand(-1, topk, -1).contiguous() for x in self._rope(later))  # [S-1, K, E]
+        found.scores[:, :topk], found.tokens[:, :topk], found.parents[:, :topk] = beam, beam_tokens, -1
+        beam_tokens, numbers = beam_tokens.flatten(), torch.arange(topk, device=device).repeat(prompts, 1)
+        starts = torch.arange(prompts, device=device)
+        slots = starts.repeat_interleave(topk)  # [B * K] of the states
+        ahead = torch.arange(1, steps, device=device)[:, None]  # [S-1, 1]
+        later = turns[last] + (ahead if turns.ndim == 1 else ahead[..., None])  # [S-1, B], or [S-1, B, 3]
+        shape = steps - 1, prompts, draft.config.head_dim
+        cos, sin = (
+            x.view(*shape).repeat_interleave(topk, 1) for x in self._rope(later.flatten(0, 1))
+        )  # [S-1, B * K, E]
         nodes = (steps - 1) * topk
-        behind = length + torch.arange(nodes, device=device)  # [T]
-        sees = saw(torch.zeros(topk, nodes, dtype=torch.bool, device=device), 0)
+        behind = (starts * each + length)[:, None] + torch.arange(nodes, device=device)  # [B, T]
+        behind = behind.view(prompts, steps - 1, topk).transpose(0, 1).flatten(1)  # [S-1, B * K]
+        sees = saw(torch.zeros(prompts, topk, nodes, dtype=torch.bool, device=device), 0)
         for step in range(1, steps):
-            at = slice((step - 1) * topk, step * topk)
             mixed, residual = k.mix(self.embedding, beam_tokens, state, slots, self.norms, self.eps)
             qkv = k.product(mixed, self.qkv)
-            query = k.turn(qkv, self.heads, cos[step - 1], sin[step - 1], keys, values, behind[at])
+            query = k.turn(qkv, self.heads, cos[step - 1], sin[step - 1], keys, values, behind[step - 1])
             state, logits = self._finish(mixed, residual, query, *cache, sees, step)
             chances, ids = k.best(logits, topk, semantics)
             beam, numbers, sees, beam_tokens, slots = k.join(
@@ -95,15 +102,15 @@ class Beams:
         return tuple(x[:, 0].repeat(1, 2) for x in self.draft.rope(turns))
 
     def _finish(
-        self, mixed: Tensor, residual: Tensor, query: Tensor, keys: Tensor, values: Tensor, length: Tensor, first: Tensor,
-        sees: Tensor, step: int,
+        self, mixed: Tensor, residual: Tensor, query: Tensor, keys: Tensor, values: Tensor, each: int, length: Tensor,
+        first: Tensor, sees: Tensor, step: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """From queries [M, A, E] to states [M, H] and logits [M, D]."""
         k, draft, layer = self.kernels, self.draft, self.draft.midlayer
         window = draft.config.sliding_window
         if window is not None:  # it moves on with the steps
-            first = (length + step - window).clamp(min=0).repeat(len(query))
-        out = k.attend(query, keys, values, length, sees, first[: len(query)], self.scale)
+            first = (length + step - window).clamp(min=0).repeat_interleave(len(query) // len(length))
+        out = k.attend(query, keys, values, length, sees, first[: len(query)], self.scale, each)
         if draft.config.norm_before_residual:
             residual = mixed[:, residual.shape[1] :].contiguous()
         attended = k.product(out.flatten(1), layer.self_attn.o_proj.weight)

@@ -89,7 +89,7 @@ class Blocks:
             input_ids=ids[None], position_ids=places[None], attention_mask=chain[None, None],
             past_key_values=store.cache(places, count), use_cache=True,
         ).last_hidden_state[0].float()  # fmt: skip
-        mine, _ = self.forward(ids, places, chain, places[:1], places, store, [])
+        mine, _ = self.forward(ids, places, chain[None], places[:1], places, store, [])
         difference = (mine.float() - theirs).norm(dim=-1) / theirs.norm(dim=-1)  # [M]
         # Halves round differently in every kernel, and a router may flip for a token; another build differs in all of them.
         return bool(difference.median() < (1e-4 if self.decoder.dtype == torch.float32 else 0.1))
@@ -121,8 +121,12 @@ class Blocks:
         rows: Tensor,
         store: Store,
         layers: list[int],
+        each: int = 0,
     ) -> tuple[Tensor, list[Tensor]]:
-        """ids, positions, rows [M], tree [M, M], length [1] -> last hidden [M, H], the streams [M, H] entering `layers`."""
+        """ids, positions, rows [M], tree [B, N, N], length [B] -> last hidden [M, H], the streams [M, H] entering `layers`.
+
+        B prompts of N nodes each, M in all; prompt b's rows of the store begin at b * each.
+        """
         k, streams = self.kernels, {}
         embeds = self.decoder.embed_tokens(ids[None])  # [1, M, H]
         turns = positions.expand(3, 1, -1) if self.axes else positions[None]
@@ -133,7 +137,7 @@ class Blocks:
             if number in layers:
                 streams[number] = stream
             q = k.turn(k.product(x, block.qkv, block.bias), block.norms, cos, sin, layer.keys[0], layer.values[0], rows)
-            attended = k.attend(q, layer.keys[0], layer.values[0], length, tree, first, self.scale)
+            attended = k.attend(q, layer.keys[0], layer.values[0], length, tree, first, self.scale, each)
             stream, x = k.norm(stream, block.after, self.eps, k.product(attended.flatten(1), block.out))
             if block.gate_up is not None:
                 more = k.product(k.gated(x, block.gate_up), block.down)

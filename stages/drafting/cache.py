@@ -6,6 +6,7 @@ Letters: M tokens of a pass, L layers, G key-value heads, E head width, R rows t
 """
 
 from collections import Counter
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -23,7 +24,9 @@ class _Layer(CacheLayerMixin):
 
     def __init__(self, store: "Store", keys: Tensor, values: Tensor):
         super().__init__()
-        self.store, self.keys, self.values, self.is_initialized = store, keys, values, True
+        # A proxy: in a circle with its layers the store, gigabytes of it, would stay until Python next looks for circles.
+        self.store: Store = proxy(store)
+        self.keys, self.values, self.is_initialized = keys, values, True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """There is nothing to do: keys and values are there from the first."""

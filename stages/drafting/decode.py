@@ -541,7 +541,7 @@ class Engine:
         """
         rows, positions = stand.length + room.places[: len(ids)], places + stand.shift  # [M] where they lie, and stand
         if self.blocks is not None:
-            return self.blocks.forward(ids, positions, tree, stand.length, rows, room.store, layers)
+            return self.blocks.forward(ids, positions, tree[None], stand.length, rows, room.store, layers)
         if self.records:
             mask = (room.places[:seen] < stand.length).repeat(len(ids), 1).index_copy_(1, rows, tree)  # [M, seen]
         elif len(ids) == 1:

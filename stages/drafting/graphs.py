@@ -4,8 +4,10 @@ On the CPU a pass is simply called, and its result is there.
 """
 
 import math
+import statistics
 import warnings
 from collections.abc import Callable, Hashable
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,6 +25,32 @@ def unused(device: torch.device) -> float:
     return torch.cuda.mem_get_info(device)[0] + held
 
 
+@cache
+def side(device: torch.device) -> Any:
+    """The stream that recordings are made on: one for all of a process, since cuBLAS keeps a workspace for each it ever saw."""
+    return torch.cuda.Stream(device)
+
+
+def milliseconds(work: Callable[[], object], device: torch.device, plays: int = 10) -> float:
+    """What `work` takes, recorded and played: the median."""
+    stream = side(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.synchronize(device)
+    graph, found = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        work()
+    for _ in range(1 + plays):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end))
+    return statistics.median(found[1:])
+
+
 class Graphs:
     """Passes without arguments, which read and write tensors that stay where they are."""
 
@@ -31,7 +59,6 @@ class Graphs:
         self.device = device
         self.played: dict[Hashable, Callable[[], None]] = {}
         self.pool: Any = None
-        self.stream: Any = None
 
     def run(self, key: Hashable, work: Callable[[], None], changed: list[Tensor]) -> None:
         """Do `work`: play what was recorded under `key`; the first time, record it.
@@ -47,8 +74,7 @@ class Graphs:
 
     def _recorded(self, work: Callable[[], None], changed: list[Tensor]) -> Callable[[], None]:
         graph, before = torch.cuda.CUDAGraph(), [tensor.clone() for tensor in changed]
-        # One stream for all, since cuBLAS keeps a workspace for each that it ever saw.
-        stream = self.stream = self.stream or torch.cuda.Stream(self.device)
+        stream = side(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             for _ in range(WARM):

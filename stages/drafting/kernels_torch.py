@@ -39,19 +39,25 @@ def turn(
 
 
 def attend(
-    q: Tensor, keys: Tensor, values: Tensor, length: Tensor, sees: Tensor, first: Tensor, scale: float
+    q: Tensor, keys: Tensor, values: Tensor, length: Tensor, sees: Tensor, first: Tensor, scale: float, each: int = 0
 ) -> Tensor:
-    """q [M, A, E], keys and values [G, room, E], length [1] of the prefix, sees [M, T] of the nodes behind it -> [M, A, E].
+    """q [M, A, E] of B prompts, keys and values [G, room, E], prompt b's from row b * each on, length [B] of the prefixes,
+    sees [B, N, T] of the nodes behind them -> [M, A, E].
 
-    Of the prefix a token sees what stands at first [M] or later.
+    Of its prefix a token sees what stands at first [M] or later.
     """
-    place = torch.arange(keys.shape[1], device=q.device)
-    seen = (place < length) & (place >= first[:, None])  # [M, room]
-    seen.index_copy_(1, length + place[: sees.shape[1]], sees)
-    out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None], keys[None], values[None], attn_mask=seen, scale=scale, enable_gqa=True
-    )
-    return out[0].transpose(0, 1)
+    found, count = [], sees.shape[1]
+    for slot, (tokens, least) in enumerate(zip(q.split(count), first.split(count), strict=True)):
+        rows = slice(slot * each, (slot + 1) * each or None)
+        place = torch.arange(keys[:, rows].shape[1], device=q.device)
+        seen = (place < length[slot]) & (place >= least[:, None])  # [N, room]
+        seen.index_copy_(1, length[slot] + place[: sees.shape[2]], sees[slot])
+        out = F.scaled_dot_product_attention(
+            tokens.transpose(0, 1)[None], keys[None, :, rows], values[None, :, rows], attn_mask=seen, scale=scale,
+            enable_gqa=True,
+        )  # fmt: skip
+        found.append(out[0].transpose(0, 1))
+    return torch.cat(found)
 
 
 def gate(x: Tensor) -> Tensor:
@@ -90,28 +96,33 @@ def best(logits: Tensor, topk: int, semantics: str) -> tuple[Tensor, Tensor]:
 
 
 def join(
-    step: int,  # whose nodes are the beam, from 1 on
-    beam: Tensor,  # [K] scores, float32
-    numbers: Tensor,  # [K] of the beam's nodes among the candidates
-    sees: Tensor,  # [K, T] bool: which nodes of all steps each of the beam's sees
-    chances: Tensor,  # [K, K] float32, of their successors
-    ids: Tensor,  # [K, K] draft ids
+    step: int,  # whose nodes are the beams, from 1 on
+    beam: Tensor,  # [B, K] scores of each prompt's, float32
+    numbers: Tensor,  # [B, K] of the beam's nodes among the candidates
+    sees: Tensor,  # [B, K, T] bool: which nodes of all steps each of the beam's sees
+    chances: Tensor,  # [B * K, K] float32, of their successors
+    ids: Tensor,  # [B * K, K] draft ids
     d2t: Tensor,  # [D]
-    found: trees.Candidates,  # [1, C] each: where the candidates go
+    found: trees.Candidates,  # [B, C] each: where the candidates go
     semantics: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The successors are candidates, the best K of them the next beam: its scores, numbers, sees, tokens, and old slots."""
-    topk, kinds = len(beam), ids.flatten()
-    scores, new, places = trees.next_step(beam[None], chances[None], trees.SEMANTICS[semantics].join)
+    """The successors are candidates, the best K of them the next beam: its scores, numbers and sees, its tokens [B * K], and
+    the places [B * K] that they grew from."""
+    prompts, topk, nodes = sees.shape
+    kinds = ids.view(prompts, -1)
+    scores, new, places = trees.next_step(beam, chances.view(prompts, topk, topk), trees.SEMANTICS[semantics].join)
     first, end = trees.level(step, topk)
-    found.scores[0, first:end], found.tokens[0, first:end] = scores[0], kinds + d2t[kinds]
-    found.parents[0, first:end] = numbers.repeat_interleave(topk)
-    slots = places[0] // topk
-    return new[0], first + places[0], saw(sees[slots], step), found.tokens[0, first:end][places[0]], slots
+    found.scores[:, first:end], found.tokens[:, first:end] = scores, kinds + d2t[kinds]
+    found.parents[:, first:end] = numbers.repeat_interleave(topk, dim=1)
+    slots = places // topk  # [B, K]
+    seen = saw(sees.gather(1, slots[..., None].expand(-1, -1, nodes)), step)
+    starts = topk * torch.arange(prompts, device=beam.device)[:, None]
+    tokens = found.tokens[:, first:end].gather(1, places)
+    return new, first + places, seen, tokens.flatten(), (starts + slots).flatten()
 
 
 def saw(sees: Tensor, step: int) -> Tensor:
-    """sees [K, T] of the beam's parents -> of the beam itself, the nodes of step + 1."""
-    topk = len(sees)
+    """sees [B, K, T] of the beams' parents -> of the beams themselves, the nodes of step + 1."""
+    _, topk, nodes = sees.shape
     columns = step * topk + torch.arange(topk, device=sees.device)
-    return sees.scatter(1, columns[:, None], True) if step * topk < sees.shape[1] else sees
+    return sees.scatter(2, columns[None, :, None].expand(len(sees), -1, 1), True) if step * topk < nodes else sees

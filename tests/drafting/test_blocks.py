@@ -74,7 +74,7 @@ def test_a_tree_behind_a_prompt_is_as_each_of_its_paths_alone(name: str) -> None
         )
         sees, depths = tree_of(TREE)
         rows = 11 + torch.arange(len(TREE))
-        hidden, streams = blocks.forward(nodes, 11 + depths, sees, torch.tensor([11]), rows, store, [0, 1, 3])
+        hidden, streams = blocks.forward(nodes, 11 + depths, sees[None], torch.tensor([11]), rows, store, [0, 1, 3])
         for node in range(len(TREE)):
             path = torch.cat([prompt, nodes[sees[node]]])
             out = model.model(input_ids=path[None], output_hidden_states=True)
@@ -143,10 +143,29 @@ def test_attend(gpu: Any, length: int, count: int, nodes: int) -> None:
     sees = draw(count, nodes, seed=3) > 0
     sees[:, 0] = True
     n, first = torch.tensor([length], device=DEVICE), (torch.arange(count, device=DEVICE) % 4) * (length // 5)
-    found = gpu.attend(draw(count, 6, 32), keys, values, n, sees, first, 0.2)
+    found = gpu.attend(draw(count, 6, 32), keys, values, n, sees[None], first, 0.2)
     end = length + nodes
-    expected = plain.attend(draw(count, 6, 32), keys[:, :end], values[:, :end], n, sees, first, 0.2)
+    expected = plain.attend(draw(count, 6, 32), keys[:, :end], values[:, :end], n, sees[None], first, 0.2)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("count", "nodes"), [(1, 1), (11, 11), (4, 9)])
+def test_several_prompts_attend_as_each_alone(gpu: Any, count: int, nodes: int) -> None:
+    lengths, each = [3, 61, 0], 80
+    keys, values = (draw(2, 3 * each, 32, seed=seed) for seed in (1, 2))
+    sees = draw(3, count, nodes, seed=3) > 0
+    sees[:, :, 0] = True
+    query, first = draw(3 * count, 6, 32), (torch.arange(3 * count, device=DEVICE) % 4)
+    n = torch.tensor(lengths, device=DEVICE)
+    for kernels in (gpu, plain):
+        found = kernels.attend(query, keys, values, n, sees, first, 0.2, each).split(count)
+        for slot in range(3):
+            rows, own = slice(slot * each, (slot + 1) * each), slice(slot * count, (slot + 1) * count)
+            own_keys, own_values = keys[:, rows].contiguous(), values[:, rows].contiguous()
+            expected = plain.attend(
+                query[own], own_keys, own_values, n[slot : slot + 1], sees[slot : slot + 1], first[own], 0.2
+            )
+            torch.testing.assert_close(found[slot], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_mix(gpu: Any) -> None:
@@ -171,20 +190,21 @@ def test_best(gpu: Any, size: int, topk: int, semantics: str) -> None:
 
 @pytest.mark.parametrize("semantics", ["sglang", "eagle"])
 @pytest.mark.parametrize("topk", [1, 3, 10])
-def test_join(gpu: Any, topk: int, semantics: str) -> None:
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_join(gpu: Any, prompts: int, topk: int, semantics: str) -> None:
     """Two steps of beams, with ties among the products."""
     steps, found = 4, []
     for k in (gpu, plain):
         count = topk + (steps - 1) * topk * topk
         candidates = Candidates(
-            *(torch.zeros(1, count, dtype=t, device=DEVICE) for t in (torch.float32, *2 * [torch.int64]))
+            *(torch.zeros(prompts, count, dtype=t, device=DEVICE) for t in (torch.float32, *2 * [torch.int64]))
         )
-        numbers = torch.arange(topk, device=DEVICE)
-        sees = plain.saw(torch.zeros(topk, (steps - 1) * topk, dtype=torch.bool, device=DEVICE), 0)
-        beam = (draw(topk).sigmoid() * 4).round() / 4
+        numbers = torch.arange(topk, device=DEVICE).repeat(prompts, 1)
+        sees = plain.saw(torch.zeros(prompts, topk, (steps - 1) * topk, dtype=torch.bool, device=DEVICE), 0)
+        beam = (draw(prompts, topk).sigmoid() * 4).round() / 4
         d2t, got = torch.arange(30, device=DEVICE) % 7, []
         for step in (1, 2, 3):
-            chances, ids = plain.best((draw(topk, 30, seed=step) * 2).round(), topk, semantics)
+            chances, ids = plain.best((draw(prompts * topk, 30, seed=step) * 2).round(), topk, semantics)
             beam, numbers, sees, tokens, slots = k.join(
                 step, beam, numbers, sees, chances, ids, d2t, candidates, semantics
             )
@@ -203,7 +223,7 @@ def test_products_with_a_stream_of_weights(gpu: Any, rows: int, width: int, outp
 def test_the_fastest_product_is_taken_and_timed_once(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of half-precision products of few tokens; others are the library's."""
     timed = iter([3.0, 5.0, 2.0, *[float("inf")] * 4])
-    monkeypatch.setattr(gpu, "_time", lambda work: next(timed))
+    monkeypatch.setattr(gpu, "_time", lambda *_given: next(timed))
     monkeypatch.setattr(gpu, "fastest", {})
     x, w = draw(20, 32).half(), draw(48, 32, seed=1).half()
     assert gpu._tiling(x, w, False) == gpu._tiling(x[:17], w, False) == gpu.TILINGS[1]
