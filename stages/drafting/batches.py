@@ -318,20 +318,11 @@ class Batches(Engine):
         if self.beams is not None:
             read = stand.tokens.flatten(), stand.features.flatten(0, 1), stand.turns.flatten(0, 1)
             at = (torch.arange(slots, device=self.device) * rows)[:, None] + last  # [B, 1] of B * R
-            cache = (
-                x[:slots].flatten(0, 1).transpose(0, 1) for x in (crowd.draft_keys, crowd.draft_values)
-            )  # [G, room, E]
+            keys, values = (x[:slots].flatten(0, 1).transpose(0, 1) for x in (crowd.draft_keys, crowd.draft_values))
             candidates = self.beams.grow(
-                *read,
-                at[:, 0],
-                places.flatten(),
-                stand.length[:, 0],
-                *cache,
-                steps,
-                topk,
-                self.semantics,
+                *read, at[:, 0], places.flatten(), stand.length[:, 0], keys, values, steps, topk, self.semantics,
                 crowd.store.each,
-            )
+            )  # fmt: skip
             tree = trees.keep(candidates, width)
             return tree, torch.cat([stand.tokens.gather(1, last), tree.tokens], dim=1)
         embeds, fused = self.embedding[stand.tokens], draft.fuse(stand.features.to(draft.fc.weight.dtype))  # [B, R, H]
