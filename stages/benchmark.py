@@ -371,6 +371,8 @@ def _load(
     own = len(range(group.rank, slots, group.world))
     if asks:
         work.engine.prepare(asks, own, _tree(work, kind))
+        if work.engine.records:  # all prompts are read once, uncounted, as in timing.timed
+            list(work.engine.together([ask._replace(max_new_tokens=1) for ask in asks], own, _tree(work, kind)))
     gathered(group, [])  # all begin together
     begun = timing.now(group.device)
     records = [

@@ -57,9 +57,13 @@ class Work:
         assert found
         return found
 
+    @property
+    def most(self) -> int:
+        assert isinstance(self.w.max_new_tokens, int), "params.Params sees to it"
+        return self.w.max_new_tokens
+
     def decoding(self, kind: str, question: Row) -> Iterator[Step]:
-        ids, most, pictures = question["prompt_ids"], self.w.max_new_tokens, self.shown[question["id"]]
-        assert isinstance(most, int), "params.Params sees to it"
+        ids, most, pictures = question["prompt_ids"], self.most, self.shown[question["id"]]
         drawn = _sampling(self.w, question["id"])
         if kind == "plain":
             return self.engine.plain(ids, most, pictures, drawn)
@@ -78,6 +82,8 @@ def main(name: str) -> None:
     w = named(p.benchmark.workloads, workload, "benchmark.workloads")
     prompts, warm = asked.read(workload)
     work = _work(p, settings, w, pl.concat([prompts, warm]))
+    every = pl.concat([prompts, warm])["prompt_ids"].list.len()
+    work.engine.expect(int(every.max() or 0) + work.most)
     for question in warm.iter_rows(named=True):  # not counted: first calls allocate and pick kernels
         for kind in KINDS:
             list(work.decoding(kind, question))
