@@ -27,8 +27,12 @@ PROGRAMS = 256  # about two for each multiprocessor
 CHUNK = 1024  # of a vocabulary
 # From Hopper on a kernel may start before the one before it has ended, and waits where it first needs what that made.
 EARLY = (
-    torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0) and not triton.knobs.runtime.interpret
+    torch.version.hip is None
+    and torch.cuda.is_available()
+    and torch.cuda.get_device_capability() >= (9, 0)
+    and not triton.knobs.runtime.interpret
 )
+LAUNCH: dict[str, Any] = {"launch_pdl": True} if EARLY else {}  # other backends don't know the word
 WAITS = tl.constexpr(EARLY)
 LINES = tl.constexpr(8)  # of 128 bytes, of each row of weights, that a product asks for before its input is there
 NEVER = tl.constexpr(-0x7FFFFFFFFFFFFFFF)  # comes after every key
@@ -73,7 +77,7 @@ def norm(x: Tensor, weight: Tensor, eps: float, more: Tensor | None = None) -> t
         block,
         more is not None,
         num_warps=8,
-        launch_pdl=EARLY,
+        **LAUNCH,
     )
     return summed, out
 
@@ -124,7 +128,7 @@ def turn(
     q_norm, k_norm, eps = norms or (qkv, qkv, 0.0)
     _turn[m, a + 2 * g](
         qkv, q_norm, k_norm, cos, sin, rows, q, keys, values, eps, keys.stride(0), keys.stride(1), values.stride(0),
-        values.stride(1), a, g, e, norms is not None, num_warps=1, launch_pdl=EARLY,
+        values.stride(1), a, g, e, norms is not None, num_warps=1, **LAUNCH,
     )  # fmt: skip
     return q
 
@@ -210,10 +214,10 @@ def attend(
     _attend[g, parts, blocks * prompts](
         q, keys, values, sees, length, found, lse, scale, keys.stride(0), keys.stride(1), values.stride(0),
         values.stride(1), n, first, t, each, blocks, g, a // g, e, parts, block, 16 if exact else KEYS,
-        "ieee" if exact else "tf32", num_warps=4, num_stages=2, launch_pdl=EARLY,
+        "ieee" if exact else "tf32", num_warps=4, num_stages=2, **LAUNCH,
     )  # fmt: skip
     out = torch.empty_like(q)
-    _merge[(m * a,)](found, lse, out, e, parts, num_warps=1, launch_pdl=EARLY)
+    _merge[(m * a,)](found, lse, out, e, parts, num_warps=1, **LAUNCH)
     return out
 
 
@@ -233,7 +237,7 @@ def gate(x: Tensor) -> Tensor:
     """x [M, 2I], gates and then ups -> silu(gate) * up [M, I]."""
     m, width = len(x), x.shape[1] // 2
     out = x.new_empty(m, width)
-    _gate[m, triton.cdiv(width, 1024)](x, out, width, 1024, num_warps=4, launch_pdl=EARLY)
+    _gate[m, triton.cdiv(width, 1024)](x, out, width, 1024, num_warps=4, **LAUNCH)
     return out
 
 
@@ -277,7 +281,7 @@ def mix(
         h,
         triton.next_power_of_2(h),
         num_warps=8,
-        launch_pdl=EARLY,
+        **LAUNCH,
     )
     return out, picked
 
@@ -338,12 +342,12 @@ def best(logits: Tensor, topk: int, semantics: str) -> tuple[Tensor, Tensor]:
     chunks = triton.cdiv(size, CHUNK)
     keys = torch.empty(m, chunks, topk, dtype=torch.int64, device=logits.device)
     peaks, sums = torch.empty(2, m, chunks, dtype=torch.float32, device=logits.device)
-    _best_of_chunk[m, chunks](logits, keys, peaks, sums, size, topk, CHUNK, num_warps=4, launch_pdl=EARLY)
+    _best_of_chunk[m, chunks](logits, keys, peaks, sums, size, topk, CHUNK, num_warps=4, **LAUNCH)
     chances = torch.empty(m, topk, dtype=torch.float32, device=logits.device)
     ids = torch.empty(m, topk, dtype=torch.int64, device=logits.device)
     _best[(m,)](
         keys, peaks, sums, chances, ids, size, chunks, topk, triton.next_power_of_2(chunks * topk),
-        triton.next_power_of_2(chunks), semantics == "eagle", num_warps=1, launch_pdl=EARLY,
+        triton.next_power_of_2(chunks), semantics == "eagle", num_warps=1, **LAUNCH,
     )  # fmt: skip
     return chances, ids
 
@@ -399,7 +403,7 @@ def join(
         beam, numbers, sees.view(torch.uint8), chances, ids, d2t, found.scores, found.tokens, found.parents, new,
         new_numbers, new_sees.view(torch.uint8), new_tokens, slots, level(step, topk)[0], nodes, found.scores.shape[1],
         step * topk, topk, triton.next_power_of_2(topk * topk), triton.next_power_of_2(nodes), semantics == "eagle",
-        num_warps=1, launch_pdl=EARLY,
+        num_warps=1, **LAUNCH,
     )  # fmt: skip
     return new, new_numbers, new_sees, new_tokens.flatten(), slots.flatten()
 
@@ -450,7 +454,7 @@ def streamed(x: Tensor, w: Tensor, gated: bool, tile: int, depth: int, warps: in
     y = x.new_empty(m, n)
     rows = max(16, triton.next_power_of_2(m))
     _product[(triton.cdiv(n, tile),)](
-        x, w, y, m, n, k, rows, tile, depth, gated, num_warps=warps, num_stages=stages, launch_pdl=EARLY
+        x, w, y, m, n, k, rows, tile, depth, gated, num_warps=warps, num_stages=stages, **LAUNCH
     )
     return y
 
