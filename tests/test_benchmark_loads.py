@@ -160,7 +160,7 @@ def test_answers_are_graded_in_loads_too(project: Path, monkeypatch: pytest.Monk
         assert point["quality"]["correct"] == 2 and [r["correct"] for r in point["requests"]] == [True, False, True]
 
 
-@pytest.mark.parametrize("concurrency", [1, 3])
+@pytest.mark.parametrize("concurrency", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_two_processes_make_the_cell_of_one(project: Path, concurrency: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts are dealt out, and so are slots; what isn't a time is the same to the last answer."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

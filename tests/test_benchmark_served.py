@@ -169,6 +169,7 @@ def test_a_later_turn_is_asked_after_the_engines_own_answer(project: Path, runni
         assert second["prompt_tokens"] > first["prompt_tokens"] + len(row["later"][0].split())
 
 
+@pytest.mark.long
 def test_repeats_take_turns_with_the_baseline(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Four servers, one after the other."""
     edit_params(

@@ -501,6 +501,7 @@ def test_a_server_that_falls_is_started_again(
     assert log.count("threads 1\n") == 3  # of target.num_threads: else it would take the stage's cores
 
 
+@pytest.mark.long
 def test_a_server_that_falls_again_and_again_stops_the_run(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine_that_falls(project, monkeypatch, "range(10, 10**6)")
     use(project, "server", {"launch": "sglang", "concurrency": 1}, train_rows=60)

@@ -319,6 +319,7 @@ def spread(accepted: np.ndarray, cycles: np.ndarray) -> tuple[float, float]:
     return acceptance.tau(accepted, cycles), float(high - low) / (2 * 1.96)
 
 
+@pytest.mark.long
 def test_replays_interval_covers_live_runs_of_other_seeds(engine: Engine) -> None:
     """Trajectories that torch drew against live runs of 150 other seeds: the two intervals of tau leave them no further
     apart than 4.9 standard errors, which comes by chance once in a million. Replay of greedy answers is further off.

@@ -213,6 +213,9 @@ def test_a_guard_that_gets_no_time_is_no_reason_to_fail(monkeypatch: pytest.Monk
     monkeypatch.setattr(grades, "SLACK_S", -2.9)
     before = guards()
     assert grades.passes("import time\ntime.sleep(9.5)") == {"passed": False, "how": "no time left", "fences": []}
+    ends = time.monotonic() + 5  # its child is killed by its end, and dies when the machine gets round to it
+    while not guards() <= before and time.monotonic() < ends:
+        time.sleep(0.01)
     assert guards() <= before
 
 
