@@ -51,9 +51,12 @@ def main() -> None:
     for line in sys.stdin:  # until the other end of the pipe is closed, by its owner or by the kernel
         what, run = line.split()
         sent = sent | {run} if what == "sent" else sent - {run}
+    telling = threading.Thread(target=cancel, args=(sent,))
     if sent:
-        threading.Thread(target=cancel, args=(sent,)).start()
+        telling.start()
     end_marked(sys.argv[1])
+    if sent:
+        telling.join()  # nothing can be imported once this thread has ended, and it imports
 
 
 if __name__ == "__main__":

@@ -100,6 +100,11 @@ class Wide(Server):
             )
         wait_for(lambda: name in self.online())
 
+    def two_workers(self) -> None:
+        """Those of them that aren't there yet: a test may be run alone."""
+        for name in {"one", "two"} - self.workers.keys():
+            self.start_worker(name)
+
     def online(self) -> set[str]:
         found = self.ask("work_pools/aerie-stages/workers/filter", {})
         return {worker["name"] for worker in found if worker["status"] == "ONLINE"}
@@ -116,6 +121,7 @@ class Wide(Server):
         return psutil.Process(int(path.read_text()))
 
     def sleeps(self) -> None:
+        self.two_workers()
         for name in ("asleep", "awake"):
             (self.root / name).unlink(missing_ok=True)
         self.cell(self.project, 2, SLEEPS.format(said=str(self.root)) + f"# {os.urandom(4).hex()}")
@@ -157,8 +163,7 @@ def test_without_a_worker_the_run_says_what_to_start(wide: Wide) -> None:
 
 
 def test_cells_of_two_workers_leave_the_lock_file_of_a_run_in_a_row(wide: Wide) -> None:
-    for name in ("one", "two"):
-        wide.start_worker(name)
+    wide.two_workers()
     serial = wide.root / "serial"
     shutil.copytree(wide.project.root, serial)
     subprocess.run([sys.executable, "-m", "dvc", "repro", "-q"], cwd=serial, check=True)
@@ -214,7 +219,6 @@ def test_cancelling_ends_what_workers_do_for_the_run(wide: Wide) -> None:
     wait_for(lambda: {sent["state_type"] for sent in wide.sent(run)} <= {"COMPLETED", "CANCELLED"})
 
 
-@pytest.mark.long
 def test_a_run_killed_outright_leaves_nothing_at_work_on_workers_and_the_next_one_recovers(wide: Wide) -> None:
     wide.sleeps()
     run = wide.run()
