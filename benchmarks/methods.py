@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ruamel.yaml import YAML
 
-from benchmarks.served import KIT, command, stage
+from benchmarks.served import of_kit, stage
 from pipeline.__main__ import use
 
 TREE, CHECKPOINT, OTHERS = "t8_2_16", "e009", ["t8_1_9", "t5_4_16", "t10_3_32"]
@@ -45,8 +45,7 @@ def edit(o: argparse.Namespace) -> list[str]:
     p = yaml.load(Path("params.yaml").read_text())
     p["target"] |= {"device": o.device, "dtype": o.dtype} | ({"model": o.model} if o.model else {})
     p["benchmark"] |= {"checkpoints": [CHECKPOINT], "trees": [TREE, *OTHERS]}
-    server = dict(p["benchmark_served"]["server"]) | {"command": command(o.kit), "mem_fraction": 0.5}
-    server |= {"launch_args": list(KIT) if o.kit else []}
+    server = of_kit(p["benchmark_served"]["server"], o.kit) | {"mem_fraction": 0.5}
     p["benchmark_served"] |= {"workloads": ["eval"], "checkpoints": [CHECKPOINT], "trees": [TREE], "server": server}
     yaml.dump(p, Path("params.yaml"))
     return [*p["benchmark_methods"]["draftless"], *p["benchmark_methods"]["drafted"]]

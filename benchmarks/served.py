@@ -60,6 +60,11 @@ def command(kit: str) -> list[str]:
     return ["env", *kept, "python3", "-m", "sglang.launch_server"]
 
 
+def of_kit(server: dict[str, Any], kit: str) -> dict[str, Any]:
+    """benchmark_served.server, of the kit's SGLang."""
+    return dict(server) | {"command": command(kit), "launch_args": list(KIT) if kit else []}
+
+
 def edit(o: argparse.Namespace) -> None:
     use(o.recipe)
     yaml = YAML()
@@ -82,8 +87,8 @@ def edit(o: argparse.Namespace) -> None:
     workloads |= {name: {**drawn, **keys} for name, keys in SCENARIOS.items()}
     workloads |= {"sweep": {**drawn, **SWEEP, "concurrency": o.at_once, "repeats": 1}}
     p["benchmark"] |= {"workloads": workloads, "torch": [], "checkpoints": [CHECKPOINT], "trees": TREES[:1]}
-    server = dict(p["benchmark_served"]["server"]) | {"command": command(o.kit), "mem_fraction": o.mem_fraction}
-    server |= {"launch_args": list(KIT) if o.kit else [], "max_total_tokens": 50_000 if o.jobs > 1 else None}
+    server = of_kit(p["benchmark_served"]["server"], o.kit) | {"mem_fraction": o.mem_fraction}
+    server |= {"max_total_tokens": 50_000 if o.jobs > 1 else None}
     p["benchmark_served"] |= {
         "workloads": list(workloads),
         "checkpoints": [CHECKPOINT],
