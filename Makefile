@@ -29,9 +29,8 @@ ui: $(VENV)/.installed
 
 # In the folder it is started in.
 WORKER_LIMIT ?= 1
-WORKER := PREFECT_WORKER_QUERY_SECONDS=2 PREFECT_WORKER_ENABLE_CANCELLATION=true PWD="$(CURDIR)" prefect worker start --pool aerie-stages --type process
 worker: $(VENV)/.installed
-	@$(IN_VENV) $(WORKER) --limit $(WORKER_LIMIT)
+	@$(IN_VENV) python -m pipeline.start_worker --limit $(WORKER_LIMIT)
 
 ENGINE ?= sglang
 SERVING := serving-env/$(ENGINE)

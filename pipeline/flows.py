@@ -13,9 +13,11 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+from httpx import HTTPStatusError
 from prefect import flow, get_client, get_run_logger, runtime, task
 from prefect.artifacts import (
     create_link_artifact,
@@ -26,7 +28,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Completed, Failed, State
 
-from pipeline import away, graph, recipes, reproduce, resources, workspace
+from pipeline import away, graph, password, recipes, reproduce, resources, workspace
 from pipeline.forms import Changes, RecipeName, Sweep
 from pipeline.guard import end_with_parent
 from pipeline.progress import Progress
@@ -81,7 +83,7 @@ def _run(change: Callable[[], None] | None, after: Callable[[], None] = lambda: 
         try:
             require_server()
             if change:
-                name = f"{runtime.flow_run.name}-{str(runtime.flow_run.id)[:8]}"
+                name = workspace.name_for(str(runtime.flow_run.name), str(runtime.flow_run.id))
                 stack.enter_context(contextlib.chdir(workspace.make(name)))
             held = stack.enter_context(workspace.at_work(get_run_logger().info))
             if change:
@@ -255,15 +257,24 @@ def require_server() -> None:
     """Refuse to run against no server, or Prefect would start its throw-away one, which loses a third of the records.
 
     Raises:
-        ValueError: where PREFECT_API_URL is not set or nothing answers there.
+        ValueError: where PREFECT_API_URL is not set, nothing answers there, or it refuses our password.
     """
     url = PREFECT_API_URL.value()
-    todo = "run `make ui` in another terminal, then `export PREFECT_API_URL=http://127.0.0.1:4200/api`"
+    todo = "run `make ui` in another terminal, and export PREFECT_API_URL and PREFECT_API_AUTH_STRING as it says"
     if not url:
         raise ValueError(f"PREFECT_API_URL is not set; {todo}")
     with get_client(sync_client=True) as client:
         if problem := client.api_healthcheck():
             raise ValueError(f"no Prefect server answers at PREFECT_API_URL {url} ({problem}); {todo}")
+        try:
+            client.api_version()  # the health check above is answered without a password
+        except HTTPStatusError as error:
+            if error.response.status_code != HTTPStatus.UNAUTHORIZED:
+                raise
+            raise ValueError(
+                f"the Prefect server at {url} refuses our password, expected the line in .prefect/password of its workspace; "
+                f'export {password.CLIENT}="$(cat .prefect/password)", or for `make worker` {password.FILE}'
+            ) from None
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
+from pipeline import form_limits
 from stages.params import Params
 from stages.sections.recipe import RECIPES
 from stages.sections.section import ROOT_CHECKPOINT, Count, Name
@@ -48,10 +49,14 @@ class Changes(BaseModel):
     workloads: list[Name] | None = Field(
         default=None, description=f"names of benchmark.workloads for the torch engine, as eval; {AsParams}"
     )
-    other: dict[str, Any] = Field(default={}, description='any other keys, as {"train_draft.learning_rate": 0.0003}')
+    other: dict[str, Any] = Field(
+        default={},
+        description='any other keys, as {"train_draft.learning_rate": 0.0003}; commands, flags, addresses and paths outside '
+        "the project only where schedule.form_may_set of params.yaml names them",
+    )
 
     def sections(self, now: Params) -> dict[str, dict[str, Any]]:
-        """As a recipe has them. Raises ValueError where a key of `other` is none."""
+        """As a recipe has them. Raises ValueError where a key of `other` is none, or none that a form may set."""
         found: dict[str, dict[str, Any]] = {}
         for key, value in self.other.items():
             section, *inner = key.split(".")
@@ -60,7 +65,10 @@ class Changes(BaseModel):
             at = found.setdefault(section, {})
             for part in inner[:-1]:
                 at = at.setdefault(part, {})
+                if not isinstance(at, dict):
+                    raise ValueError(f"other: {key!r} is below a key that is given a value too; write one of the two")
             at[inner[-1]] = value
+        form_limits.check(found, now)
         if self.trees is not None:
             found.setdefault("benchmark", {})["trees"] = self.trees
         if self.workloads is not None:
@@ -110,4 +118,13 @@ def known_recipes() -> list[str]:
     return sorted(file.stem for file in RECIPES.glob("*.yaml"))
 
 
-RecipeName = Annotated[str, WithJsonSchema({"type": "string", "enum": known_recipes() or [""]})]
+def _is_known(name: str) -> str:
+    """Hold the flow to what the page's form offers: a name becomes a path."""
+    if name not in (known := known_recipes()):
+        raise ValueError(f"there is no recipe {name!r}; known are {', '.join(known)}")
+    return name
+
+
+RecipeName = Annotated[
+    str, AfterValidator(_is_known), WithJsonSchema({"type": "string", "enum": known_recipes() or [""]})
+]

@@ -23,7 +23,7 @@ import psutil
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from pipeline import fresh
+from pipeline import fresh, password
 
 TAIL_LINES = 10  # of a failed stage in its state, which Prefect prints twice; the log above it has all
 COMMAND_GRACE = 5.0  # seconds between SIGTERM and SIGKILL for a stage's command
@@ -372,7 +372,7 @@ def _start(words: list[str], environment: dict[str, str], hold: Iterable[int]) -
             raise StageError(f"{' '.join(words)} was not started: the run is cancelled")
         process = subprocess.Popen(
             command,
-            env=os.environ | {"PATH": path, "PYTHONUNBUFFERED": "1"} | ({MARK: _mark} if _mark else {}) | environment,
+            env=_without_secrets() | {"PATH": path, "PYTHONUNBUFFERED": "1"} | ({MARK: _mark} if _mark else {}) | environment,
             pass_fds=list(hold),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -383,6 +383,11 @@ def _start(words: list[str], environment: dict[str, str], hold: Iterable[int]) -
         )
         _live.add(process)
     return process
+
+
+def _without_secrets() -> dict[str, str]:
+    """Our environment without the Prefect server's password: no stage talks to it, and stages start servers and graders."""
+    return {name: value for name, value in os.environ.items() if name not in (password.CLIENT, password.SERVER)}
 
 
 def _verdict(name: str, line: str) -> Outcome | None:

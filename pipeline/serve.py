@@ -5,6 +5,7 @@ make ui                        # http://127.0.0.1:4200; another port: AERIE_PORT
 
 import asyncio
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -20,10 +21,12 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from ruamel.yaml import YAML
 
+from pipeline import password
+from pipeline.prefect_server import HOST, origins
+
 if TYPE_CHECKING:
     from prefect.runner import Runner
 
-HOST = "127.0.0.1"  # never 0.0.0.0: the server asks nobody for a password, and its flow runs code
 START_WITHIN = 120.0  # seconds; 6 warm, 12 cold on two cores, and its first start makes a database
 END_WITHIN = 10.0
 TAIL_LINES = 30
@@ -93,8 +96,12 @@ def server(port: int) -> Iterator[None]:
     Raises:
         ValueError: with the end of its log, where it does not answer in time.
     """
-    home = Path(os.environ.setdefault("PREFECT_HOME", str(Path(".prefect").resolve())))
+    home = password.prefect_home()
+    home.mkdir(parents=True, exist_ok=True)
+    secret, _ = password.read_or_create(home)
     os.environ |= {
+        "PREFECT_HOME": str(home),
+        password.CLIENT: secret,  # for the runner, its flows and their guards
         "PREFECT_API_URL": f"http://{HOST}:{port}/api",
         "PREFECT_SERVER_UI_API_URL": f"http://{HOST}:{port}/api",  # or the pages of any other port ask 4200
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -105,7 +112,6 @@ def server(port: int) -> Iterator[None]:
     # nothing of other hosts, where the second ones, with analytics off too, load a configuration from amplitude.com.
     os.environ.setdefault("PREFECT_SERVER_UI_V2_ENABLED", "false")
     os.environ.setdefault("PREFECT_RUNNER_POLL_FREQUENCY", "2")  # seconds from Run to running; Prefect's own is 10
-    home.mkdir(parents=True, exist_ok=True)
     log = home / "server.log"
     print(f"starting the Prefect server on port {port}; its log is {log}", flush=True)
     with log.open("wb") as file:
@@ -115,6 +121,7 @@ def server(port: int) -> Iterator[None]:
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
+            env=os.environ | {password.SERVER: secret, "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": ",".join(origins(port))},
             start_new_session=True,
         )
     try:
@@ -146,9 +153,12 @@ def serve_flows(port: int) -> None:
             entrypoint_type=EntrypointType.MODULE_PATH,
         )
     prefect = os.path.relpath(Path(sys.executable).with_name("prefect"))  # the terminal it is typed in knows no .venv
+    show = f"cat {shlex.quote(os.path.relpath(password.prefect_home() / password.NAME))}"
     print(
         f"\nopen   http://{HOST}:{port}/deployments   (build -> Run -> Quick run)\n"
-        f"or run PREFECT_API_URL={os.environ['PREFECT_API_URL']} {prefect} deployment run build/build\n"
+        f"log in with the whole line that this shows: {show}\n"
+        f'or run PREFECT_API_URL={os.environ["PREFECT_API_URL"]} {password.CLIENT}="$({show})" '
+        f"{prefect} deployment run build/build\n"
         "end    Ctrl-C; a stage at work is ended too\n",
         flush=True,
     )
@@ -223,16 +233,18 @@ async def _run_until_told(runner: "Runner") -> None:
 
 
 def _server_command(port: int) -> list[str]:
-    return [sys.executable, "-m", "prefect", "server", "start", "--host", HOST, "--port", str(port)]
+    return [sys.executable, "-m", "pipeline.prefect_server", str(port)]
 
 
 def _wait_until_it_answers(process: subprocess.Popen[bytes], log: Path) -> None:
-    url = f"{os.environ['PREFECT_API_URL']}/health"
+    # Not /health, which asks for no password: what answers must be the server that was given ours.
+    url = f"{os.environ['PREFECT_API_URL']}/admin/version"
+    request = urllib.request.Request(url, headers=password.header(os.environ[password.CLIENT]))
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy knows no 127.0.0.1 of ours
     deadline = time.monotonic() + START_WITHIN
     while process.poll() is None and time.monotonic() < deadline:
         try:
-            with direct.open(url, timeout=2):
+            with direct.open(request, timeout=2):
                 return
         except OSError:
             time.sleep(0.2)

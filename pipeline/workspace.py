@@ -8,6 +8,7 @@ python -m pipeline drop RUN        # the worktree goes; the cache keeps its resu
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from stages.sections.section import PARAMS
 RUNS = Path(".scratch/runs")
 LOCKED = Path(".scratch/run.lock")
 PROMOTED = (PARAMS, graph.LOCK_FILE)
+NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_]+")
+NAME_LENGTH = 64
 ENGINES = ("serving-env/sglang", "serving-env/vllm")  # environments of 10 GB, in no commit
 
 
@@ -41,6 +44,11 @@ def _wait_for(path: Path) -> None:
     while (free := lock(path)) is None:
         time.sleep(1)
     free.close()
+
+
+def name_for(run: str, run_id: str) -> str:
+    """Return the folder name of a run's workspace. Whoever starts a run may name it anything, ../../x too."""
+    return f"{NOT_IN_NAMES.sub('-', run)[:NAME_LENGTH]}-{run_id[:8]}"
 
 
 def make(name: str) -> Path:

@@ -28,6 +28,7 @@ class Schedule(Section):
     runner: Literal["local", "workers", "ray"]
     ray_address: Text | None
     sent: list[Name]
+    form_may_set: list[Annotated[str, Field(pattern=r"^[a-z_]+(\.([A-Za-z0-9_]+|\*))+$")]]
     stages: dict[Name, Needs]
 
     @model_validator(mode="after")

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pipeline import serve
+from pipeline import password, serve
 from tests.conftest import gone
 
 REPO = Path(__file__).resolve().parents[2]
@@ -62,10 +62,15 @@ class Server:
         assert self.process.poll() is None, self.log.read_text()
         return "end    Ctrl-C" in self.log.read_text()
 
+    @property
+    def password(self) -> str:
+        """As a user finds it."""
+        return password.read(Path(self.home, password.NAME))
+
     def ask(self, path: str, body: object = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}/api/{path}", data)
-        request.add_header("content-type", "application/json")
+        headers = {"content-type": "application/json", **password.header(self.password)}
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}/api/{path}", data, headers)
         answers = 0
         while True:
             try:

@@ -1,11 +1,16 @@
 """What the forms' answers become: sections as a recipe has them, and params.yaml with them is valid."""
 
+import re
+from collections.abc import Iterator
+from typing import Annotated, Literal, get_args, get_origin
+
 import pytest
 from pydantic import ValidationError
 
-from pipeline import recipes
+from pipeline import form_limits, recipes
 from pipeline.forms import Changes, Sweep
-from stages.params import load
+from stages.params import Params, load
+from stages.sections.section import Section
 
 
 def test_epochs_become_a_chain_of_segments_and_its_names_stand_in_every_list(home) -> None:
@@ -77,3 +82,190 @@ def test_a_sweep_of_either_engine(home) -> None:
 def test_what_cannot_be_is_refused(given: dict, message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         Changes(**given)
+
+
+@pytest.mark.parametrize(
+    ("other", "key"),
+    [
+        ({"benchmark_served.server.command": ["sh", "-c", "id"]}, "benchmark_served.server.command"),
+        ({"benchmark_served.server": {"command": ["sh"]}}, "benchmark_served.server.command"),
+        ({"benchmark_served.server.launch_args": ["--x"]}, "benchmark_served.server.launch_args"),
+        ({"benchmark_served.server.launch_args": []}, "benchmark_served.server.launch_args"),
+        ({"benchmark_served.server.base_urls": {"baseline": "http://a:1"}}, "benchmark_served.server.base_urls.baseline"),
+        ({"benchmark_served.server.api_key_env": "AWS_SECRET_ACCESS_KEY"}, "benchmark_served.server.api_key_env"),
+        ({"sample_target.server.launch_args": ["--x"]}, "sample_target.server.launch_args"),
+        ({"sample_target.server.base_urls": ["http://a:1"]}, "sample_target.server.base_urls"),
+        ({"sample_target.server.api_key_env": "HF_TOKEN"}, "sample_target.server.api_key_env"),
+        ({"target.trust_remote_code": True}, "target.trust_remote_code"),
+        ({"target.trust_remote_code": True, "target.model": "org/name"}, "target.trust_remote_code"),
+        ({"schedule.ray_address": "evil:6379"}, "schedule.ray_address"),
+        ({"schedule.form_may_set": ["target.trust_remote_code"]}, "schedule.form_may_set"),
+        ({"target.model": "/etc"}, "target.model"),
+        ({"target.model": "data/../../theirs"}, "target.model"),
+        ({"target.model": "~/theirs"}, "target.model"),
+        ({"target.model": ".dvc"}, "target.model"),
+        ({"target.revision": "../x"}, "target.revision"),
+        ({"target.chat_template": ".."}, "target.chat_template"),
+        ({"fix_data.raw": "s3://theirs/rows.jsonl"}, "fix_data.raw"),
+        ({"fix_data.raw": "file:/etc/passwd"}, "fix_data.raw"),
+        ({"fix_data.raw": ".prefect/password"}, "fix_data.raw"),
+        ({"fix_data.eval_file": "../../x"}, "fix_data.eval_file"),
+        ({"extract_hiddens.import": "/theirs"}, "extract_hiddens.import"),
+        ({"init_draft.from": "../draft"}, "init_draft.from"),
+        ({"init_draft.draft_config_path": "draft_configs/.."}, "init_draft.draft_config_path"),
+        (
+            {"import_draft.checkpoints": {"theirs": {"model": "/x", "revision": None, "rope_theta": None}}},
+            "import_draft.checkpoints.theirs.model",
+        ),
+        ({"prepare_prompts.sets": {"s": {"from": "../x.jsonl"}}}, "prepare_prompts.sets.s.from"),
+        ({"sample_target.server.model": "/x"}, "sample_target.server.model"),
+        ({"benchmark_served.server.algorithm": "--model-path=x"}, "benchmark_served.server.algorithm"),
+    ],
+)
+def test_what_runs_code_or_leaves_the_project_is_not_set_through_a_form(home, other: dict, key: str) -> None:
+    """Bug: `other` took every key, benchmark_served.server.command among them, which a stage then ran as root."""
+    with pytest.raises(ValueError, match=rf"other: {re.escape(key)} can't be set through a form"):
+        Changes(other=other).sections(load())
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"target.model": "org/name", "target.revision": "refs/pr/1"},
+        {"target.model": "models/mine"},
+        {"fix_data.raw": "./data/raw"},
+        {"init_draft.from": None},
+        {"target.trust_remote_code": False, "target.model": "org/name"},
+        {"import_draft.checkpoints": {}},
+        {"report.title": "../ of /x"},
+        {"target.device": "cuda:0"},
+    ],
+)
+def test_a_hub_id_and_a_path_inside_the_project_may_be_set(home, other: dict) -> None:
+    if "target.trust_remote_code" in other:
+        recipes.change({"schedule": {"form_may_set": ["target.trust_remote_code"]}})
+    assert Changes(other=other).sections(load())
+
+
+def test_a_key_that_params_yaml_allows_by_name_may_be_set_and_no_other(home) -> None:
+    recipes.change({"schedule": {"form_may_set": ["benchmark_served.server.launch_args", "target.trust_remote_code"]}})
+    args = {"benchmark_served.server.launch_args": ["--tp", "2"]}
+    assert Changes(other=args).sections(load())["benchmark_served"]["server"] == {"launch_args": ["--tp", "2"]}
+    with pytest.raises(ValueError, match="sample_target.server.launch_args can't be set"):
+        Changes(other={"sample_target.server.launch_args": ["--tp", "2"]}).sections(load())
+    with pytest.raises(ValueError, match="form_may_set can't be set"):
+        Changes(other={"schedule.form_may_set": []}).sections(load())
+
+
+@pytest.mark.parametrize(
+    "trusting",
+    [
+        {"target": {"trust_remote_code": True}},
+        {"benchmark_served": {"server": {"launch_args": ["--trust-remote-code"]}}},
+        {"sample_target": {"server": {"launch_args": ["--trust_remote_code=true"]}}},
+    ],
+)
+def test_another_model_is_not_set_through_a_form_where_models_run_their_own_code(home, trusting: dict) -> None:
+    """Bug: with trust_remote_code in params.yaml, a form could name any repository, whose Python then ran."""
+    recipes.change(trusting)
+    for other in ({"target.model": "org/name"}, {"target.revision": "theirs"}):
+        with pytest.raises(ValueError, match="can't be set through a form: target.trust_remote_code"):
+            Changes(other=other).sections(load())
+    recipes.change({"schedule": {"form_may_set": ["target.model"]}})
+    assert Changes(other={"target.model": "org/name"}).sections(load())
+
+
+def test_a_misspelt_name_in_form_may_set_is_refused(home) -> None:
+    recipes.change({"schedule": {"form_may_set": ["benchmark_served.server.comand"]}})
+    with pytest.raises(ValueError, match="form_may_set names benchmark_served.server.comand, expected"):
+        Changes(other={"train_draft.seed": 1}).sections(load())
+
+
+# Keys of params.yaml that hold any text, or switch something on and off, and that a form may set: looked at one by one.
+HARMLESS = {
+    "target.lm_head_key",  # the name of a tensor
+    "report.title",  # shown; the page escapes it
+    "sample_target.thinking",
+    "extract_hiddens.compile",
+    "extract_hiddens.online",
+    "init_draft.fc_norm",
+    "init_draft.norm_before_fc",
+    "init_draft.norm_output",
+    "init_draft.qk_norm",
+    "benchmark.workloads.*.ignore_eos",
+    "benchmark.workloads.*.grade",  # runs what the target wrote, in the sandbox
+    "benchmark_served.interleave",
+    "benchmark_served.server.torch_compile",
+    "schedule.stages.*.exclusive",
+    # names of trees, which Tree.parse reads whole
+    "replay_trees.inside",
+    "benchmark.trees",
+    "benchmark_served.trees",
+    "benchmark_methods.drafted.*.tree",
+}
+
+
+def _open_keys(annotation: object, key: str, pattern: bool = False) -> Iterator[str]:
+    """Yield the keys below `annotation` that take any text or a truth value, and those whose pattern admits a dot or slash."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        for name, field in annotation.model_fields.items():
+            held = any(getattr(part, "pattern", None) for part in field.metadata)
+            yield from _open_keys(field.annotation, f"{key}.{field.alias or name}".lstrip("."), held)
+    elif annotation is bool or (annotation is str and not pattern):
+        yield key
+    elif get_origin(annotation) is Annotated:
+        inner, *about = get_args(annotation)
+        held = any(getattr(part, "pattern", None) for part in about)
+        yield from _open_keys(inner, key, pattern or held)
+    elif get_origin(annotation) is dict:
+        yield from _open_keys(get_args(annotation)[1], f"{key}.*")
+    elif get_origin(annotation) is not Literal:
+        for inner in get_args(annotation):
+            yield from _open_keys(inner, key, pattern)
+
+
+def test_every_key_that_takes_any_text_or_switches_something_is_looked_at() -> None:
+    """A new key must be named in pipeline/form_limits.py, or above as one that does no harm."""
+    found = set(_open_keys(Params, ""))
+    limited = {*form_limits.REFUSED, *form_limits.PATHS}
+    assert found - limited - HARMLESS == set()
+    assert HARMLESS <= found  # none is kept that params.yaml has no more
+
+
+@pytest.mark.parametrize("name", ["eval; touch x", "eval\n", "$(id)", "../x", "-rf", "a b", ""])
+def test_a_name_that_a_shell_would_read_is_refused_by_the_form(name: str) -> None:
+    """Names stand in the commands of dvc.yaml, which a shell runs."""
+    for given in ({"workloads": [name]}, {"trees": [name]}, {"trees": [f"t8_2_16{name}"]}):
+        if name or "workloads" in given or given["trees"] == [""]:
+            with pytest.raises(ValidationError):
+                Changes(**given)
+    with pytest.raises(ValidationError):
+        Sweep(trees=["t8_2_16"], checkpoints=[name])
+    with pytest.raises(ValidationError):
+        Sweep(trees=["t8_2_16"], workloads=[name])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"benchmark.trees": ["t8_1_9; touch x"]},
+        {"benchmark.torch": ["eval; touch x"]},
+        {"train_draft.checkpoints": {"e1; touch x": {"from": "e000", "epochs": 1}}},
+        {"import_draft.checkpoints": {"a$(id)": {"model": "org/name", "revision": None, "rope_theta": None}}},
+        {"prepare_prompts.sets": {"a b": {"from": "data/prompt_sets/x.jsonl"}}},
+        {"benchmark_methods.draftless": {"a;b": {"method": "ngram", "longest": 3, "shortest": 1, "length": 8}}},
+        {"replay_trees.checkpoints": ["e003;id"]},
+        {"time_trees.checkpoints": ["e000;id"]},
+    ],
+)
+def test_a_name_in_other_keys_that_a_shell_would_read_leaves_params_yaml_as_it_is(home, other: dict) -> None:
+    before = (home / "params.yaml").read_text()
+    with pytest.raises(ValueError, match="these parameters"):
+        recipes.change(Changes(other=other).sections(load()))
+    assert (home / "params.yaml").read_text() == before
+
+
+def test_a_key_below_one_that_has_a_value_is_refused() -> None:
+    """Bug: this was a TypeError and its traceback."""
+    with pytest.raises(ValueError, match="write one of the two"):
+        Changes(other={"train_draft.seed": 1, "train_draft.seed.x": 2}).sections(load())

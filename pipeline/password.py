@@ -1,0 +1,89 @@
+"""The password of this workspace's Prefect server. Who has it can start flows here, which run code.
+
+The server and its clients get it through the environment, never through a command line, which `ps` shows to everyone.
+"""
+
+import base64
+import os
+import secrets
+import stat
+from pathlib import Path
+
+NAME = "password"  # under PREFECT_HOME
+CLIENT = "PREFECT_API_AUTH_STRING"
+SERVER = "PREFECT_SERVER_API_AUTH_STRING"
+FILE = "AERIE_PASSWORD_FILE"  # the environment variable that names a copy of the file on a worker's host
+USER = "aerie"  # Prefect compares the whole line, user:password
+RANDOM_BYTES = 32
+
+
+def prefect_home() -> Path:
+    """Return PREFECT_HOME, or the workspace's own."""
+    return Path(os.environ.get("PREFECT_HOME") or Path(".prefect").resolve())
+
+
+def read_or_create(home: Path) -> tuple[str, Path]:
+    """Return the password that `home` keeps, and its file; a new one where there is none.
+
+    Raises:
+        ValueError: as `read`.
+    """
+    file = home / NAME
+    try:
+        # Exclusive and 0600 from the first byte on, so that nobody else can open the file before it is narrowed.
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return read(file), file
+    with os.fdopen(descriptor, "w", encoding="ascii") as opened:
+        opened.write(f"{USER}:{secrets.token_urlsafe(RANDOM_BYTES)}\n")
+        opened.flush()
+        os.fsync(opened.fileno())
+    return read(file), file
+
+
+def read(file: Path) -> str:
+    """Return the password in a file.
+
+    Raises:
+        ValueError: where there is no such file, others may read it, or it does not hold one line user:password.
+    """
+    try:
+        mode = stat.S_IMODE(file.stat().st_mode)
+        text = file.read_text(encoding="ascii", errors="replace").strip()
+    except OSError as error:
+        raise ValueError(f"the server's password can't be read: {error}") from None
+    if mode & 0o077:
+        raise ValueError(
+            f"{file} holds the server's password and has mode {mode:04o}, expected 0600: other users may have read it. "
+            f"Run: chmod 600 {file}; and where others use this machine, move the file away, so that a new one is made"
+        )
+    user, colon, password = text.partition(":")
+    if not (user and colon and password) or not text.isprintable() or " " in text:
+        raise ValueError(
+            f"{file}: expected one line user:password, found something else; move the file away, and `make ui` makes a new one"
+        )
+    return text
+
+
+def find() -> str:
+    """Return the password a client is to send: of the environment, of the file it names, or of this workspace's server.
+
+    Raises:
+        ValueError: where there is none, or as `read`.
+    """
+    if given := os.environ.get(CLIENT):
+        return given
+    if named := os.environ.get(FILE):
+        return read(Path(named))
+    own = prefect_home() / NAME
+    if own.exists():
+        return read(own)
+    raise ValueError(
+        f"no password for the Prefect server: neither {CLIENT} nor {FILE} is set, and there is no {own}; copy the file that "
+        f"`make ui` names to this host, mode 0600, and export {FILE}=THAT_FILE"
+    )
+
+
+def header(password: str) -> dict[str, str]:
+    """Return the HTTP header that carries the password."""
+    return {"Authorization": f"Basic {base64.b64encode(password.encode()).decode()}"}

@@ -1,0 +1,73 @@
+"""Prefect's server as `make ui` starts it: it answers only to the names of this machine. python -m pipeline.prefect_server PORT
+
+`prefect server start` answers any Host header. A page of another site whose name resolves to 127.0.0.1 (DNS rebinding) is
+of the server's own origin to a browser; its Host header still says that site's name, by which it is refused here.
+"""
+
+import sys
+
+import uvicorn
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+HOST = "127.0.0.1"  # never 0.0.0.0: the password travels unencrypted, and whoever has it runs code here
+NAMES = (HOST, "localhost")
+
+
+def origins(port: int) -> list[str]:
+    """Return the origins of the server's own pages."""
+    return [f"http://{name}:{port}" for name in NAMES]
+
+
+class OwnOrigins:
+    """Refuse a request that a page of another origin sends: CORS alone keeps its answer from that page, not its effect."""
+
+    def __init__(self, app: ASGIApp, allowed: list[str]) -> None:
+        self.app = app
+        self.allowed = {origin.encode() for origin in allowed}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sent = {value for name, value in scope.get("headers", []) if name == b"origin"}  # none: no browser, or its own page
+        if sent <= self.allowed:
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008, "reason": "foreign origin"})
+        else:
+            headers = [(b"content-type", b"text/plain; charset=utf-8")]
+            await send({"type": "http.response.start", "status": 403, "headers": headers})
+            await send({"type": "http.response.body", "body": b"Foreign origin"})
+
+
+def make_app(port: int) -> ASGIApp:
+    """Return Prefect's app behind both checks.
+
+    They are put around the app, not added to it: Prefect's services ask the same app in memory, under a host name of
+    their own.
+    """
+    from prefect.server.api.server import create_app
+
+    # A preflight of a foreign origin is answered by OwnOrigins; Prefect's CORS has the same list (pipeline/serve.py).
+    guarded = OwnOrigins(create_app(final=True), origins(port))
+    return TrustedHostMiddleware(guarded, allowed_hosts=NAMES, www_redirect=False)
+
+
+def main() -> None:
+    port = int(sys.argv[1])
+    from prefect.settings import get_current_settings
+
+    settings = get_current_settings().server
+    if settings.api.auth_string is None:
+        sys.exit("aerie: PREFECT_SERVER_API_AUTH_STRING is not set; `make ui` sets it")
+    uvicorn.run(
+        make_app(port),
+        host=HOST,
+        port=port,
+        timeout_keep_alive=settings.api.keepalive_timeout,
+        ws_ping_interval=settings.api.websocket_ping_interval,
+        ws_ping_timeout=settings.api.websocket_ping_timeout,
+        log_level=settings.logging_level.lower(),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""Start a worker that makes stages for the runs of another host: what `make worker` runs. docs/scheduling.md
+
+    PREFECT_API_URL=http://127.0.0.1:4200/api AERIE_PASSWORD_FILE=~/aerie-password make worker
+
+Arguments go to `prefect worker start`.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from pipeline import password
+
+POOL = "aerie-stages"
+POLL_S = "2"
+
+
+def main(arguments: list[str]) -> None:
+    try:
+        os.environ[password.CLIENT] = password.find()
+        # Only now: Prefect reads its settings from the environment once, when it is imported.
+        from pipeline.flows import require_server
+
+        require_server()
+    except ValueError as error:
+        sys.exit(f"aerie: {error}")
+    os.environ.setdefault("PREFECT_WORKER_QUERY_SECONDS", POLL_S)
+    os.environ.setdefault("PREFECT_WORKER_ENABLE_CANCELLATION", "true")
+    os.environ["PWD"] = str(Path.cwd())  # the stage runs there: the deployment's pull step says {{ $PWD }}
+    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process", *arguments]
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
