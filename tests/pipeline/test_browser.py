@@ -44,10 +44,57 @@ def page(server: Server, tmp_path: Path) -> Iterator[Any]:
         browser.close()
 
 
+def log_in(server: Server, page: Any) -> None:
+    """As a person does, with the line of the file that `make ui` names."""
+    box = page.get_by_placeholder("admin:pass")  # Prefect's hint of user:password
+    box.fill(server.password)
+    page.get_by_role("button", name="Login").click()
+    box.wait_for(state="detached")
+
+
+def test_without_the_password_the_pages_show_nothing_but_the_login(server: Server, page: Any) -> None:
+    """Bug: the pages asked nobody for a password."""
+    page.goto(f"http://127.0.0.1:{server.port}/deployments")
+    box = page.get_by_placeholder("admin:pass")
+    box.fill("aerie:wrong")
+    page.get_by_role("button", name="Login").click()
+    page.get_by_text("Authentication failed").first.wait_for()
+    assert page.locator("a[href*='/deployments/deployment/']").count() == 0
+    log_in(server, page)
+    page.locator("a[href*='/deployments/deployment/']", has_text="sweep").first.wait_for()
+
+
+def test_the_second_pages_ask_for_the_password_too(server: Server, page: Any) -> None:
+    """PREFECT_SERVER_UI_V2_ENABLED, or a cookie, chooses them."""
+    page.goto(f"http://127.0.0.1:{server.port}/v2/deployments")
+    log_in(server, page)
+    page.get_by_text("sweep", exact=True).first.wait_for()
+
+
+def test_a_page_of_another_origin_starts_no_run(server: Server, page: Any) -> None:
+    """Bug: a page of any site could POST create_flow_run, with a command among its parameters."""
+    deployment = server.ask("deployments/name/build/build")["id"]
+    before = len(server.ask("flow_runs/filter", {}))
+    # Of this address, since newer browsers themselves keep pages of public addresses from asking 127.0.0.1.
+    page.route("http://127.0.0.1:1/*", lambda route: route.fulfill(content_type="text/html", body="<p>theirs</p>"))
+    page.goto("http://127.0.0.1:1/")
+    attack = """async ([url, mode, type, password]) => {
+        const headers = {'content-type': type, ...(password ? {authorization: 'Basic ' + btoa(password)} : {})};
+        try { const answer = await fetch(url, {method: 'POST', mode, headers, body: '{}'}); return answer.type + answer.status }
+        catch (error) { return 'refused' }
+    }"""
+    url = f"http://127.0.0.1:{server.port}/api/deployments/{deployment}/create_flow_run"
+    assert page.evaluate(attack, [url, "cors", "application/json", ""]) == "refused"
+    assert page.evaluate(attack, [url, "cors", "application/json", server.password]) == "refused"
+    page.evaluate(attack, [url, "no-cors", "text/plain", ""])  # is sent without a preflight, and its answer hidden
+    assert len(server.ask("flow_runs/filter", {})) == before
+
+
 def test_a_run_is_started_from_the_form_and_its_table_is_found(server: Server, page: Any) -> None:
     before = server.run()
     assert server.ended(before)["type"] == "COMPLETED"
     page.goto(f"http://127.0.0.1:{server.port}/deployments")
+    log_in(server, page)
     page.locator("a[href*='/deployments/deployment/']", has_text="sweep").first.click()
     page.get_by_role("button", name="Run", exact=True).click()
     page.get_by_text("Custom run").click()
@@ -57,10 +104,10 @@ def test_a_run_is_started_from_the_form_and_its_table_is_found(server: Server, p
     page.locator("textarea").first.fill("8_2_16")
     page.get_by_role("button", name="Submit").click()
     page.get_by_text("does not match").first.wait_for()  # refused by the form: no run
-    assert [run["id"] for run in server.ask("flow_runs/filter", {})] == [before]
+    assert before in (seen := {run["id"] for run in server.ask("flow_runs/filter", {})})
     page.locator("textarea").first.fill("t8_2_16")
     page.get_by_role("button", name="Submit").click()
-    (run,) = wait_for(lambda: [run for run in server.ask("flow_runs/filter", {}) if run["id"] != before])
+    (run,) = wait_for(lambda: [run for run in server.ask("flow_runs/filter", {}) if run["id"] not in seen])
     assert run["parameters"]["cells"]["trees"] == ["t8_2_16"]
     state = server.ended(run["id"])
     assert state["type"] == "COMPLETED", state["message"]

@@ -1,7 +1,7 @@
 """What the forms' answers become: sections as a recipe has them, and params.yaml with them is valid."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Literal, get_args, get_origin
 
 import pytest
@@ -205,18 +205,21 @@ HARMLESS = {
 }
 
 
+def _has_pattern(about: Iterable[object]) -> bool:
+    """Return whether a pattern is among what a type or a field is annotated with."""
+    return any(getattr(part, "pattern", None) or _has_pattern(getattr(part, "metadata", ())) for part in about)
+
+
 def _open_keys(annotation: object, key: str, pattern: bool = False) -> Iterator[str]:
-    """Yield the keys below `annotation` that take any text or a truth value, and those whose pattern admits a dot or slash."""
+    """Yield the keys below `annotation` that take any text or a truth value."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         for name, field in annotation.model_fields.items():
-            held = any(getattr(part, "pattern", None) for part in field.metadata)
-            yield from _open_keys(field.annotation, f"{key}.{field.alias or name}".lstrip("."), held)
+            yield from _open_keys(field.annotation, f"{key}.{field.alias or name}".lstrip("."), _has_pattern(field.metadata))
     elif annotation is bool or (annotation is str and not pattern):
         yield key
     elif get_origin(annotation) is Annotated:
         inner, *about = get_args(annotation)
-        held = any(getattr(part, "pattern", None) for part in about)
-        yield from _open_keys(inner, key, pattern or held)
+        yield from _open_keys(inner, key, pattern or _has_pattern(about))
     elif get_origin(annotation) is dict:
         yield from _open_keys(get_args(annotation)[1], f"{key}.*")
     elif get_origin(annotation) is not Literal:

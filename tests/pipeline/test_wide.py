@@ -14,6 +14,7 @@ import psutil
 import pytest
 from ruamel.yaml import YAML
 
+from pipeline import password
 from tests.conftest import gone
 from tests.pipeline.conftest import IGNORED, Project, give_params
 from tests.pipeline.test_flows import Server, wait_for
@@ -85,15 +86,14 @@ class Wide(Server):
             "PREFECT_API_URL": f"http://127.0.0.1:{self.port}/api",
             "PREFECT_HOME": str(self.root / f"{name}-home"),
             "PREFECT_WORKER_QUERY_SECONDS": "1",
-            "PREFECT_WORKER_ENABLE_CANCELLATION": "true",
+            password.FILE: str(Path(self.home, password.NAME)),
             "PREFECT_WORKER_HEARTBEAT_SECONDS": "2",
-            "PWD": str(clone),
             "PYTHONPATH": str(REPO),
             "DVC_SITE_CACHE_DIR": str(self.root / f"{name}-site"),
             "TMPDIR": str(self.root / f"{name}-tmp"),  # slots of its own, as on another host
         }
         Path(env["TMPDIR"]).mkdir(exist_ok=True)
-        command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "aerie-stages", "--name", name]
+        command = [sys.executable, "-m", "pipeline.start_worker", "--name", name]
         with (self.root / f"{name}.log").open("ab") as log:
             self.workers[name] = subprocess.Popen(
                 [*command, "--limit", "1"], cwd=clone, env=env, stdout=log, stderr=subprocess.STDOUT
