@@ -50,6 +50,7 @@ PATHS = (
     "benchmark_served.server.algorithm",
     "benchmark_served.server.model",
 )
+INSIDE = "a path inside the project: relative, without '..' and hidden folders"
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 
 
@@ -76,9 +77,7 @@ def check(changed: dict[str, dict[str, Any]], now: Params) -> None:
         if trusted and pattern in (MODEL, REVISION):
             raise ValueError(_refusal(key, f"{TRUST} lets the model run its own Python"))
         if isinstance(value, str) and leaves_project(value):
-            raise ValueError(
-                _refusal(key, f"{value!r} is not a path inside the project (relative, nothing hidden, no '..') or a hub id")
-            )
+            raise ValueError(_refusal(key, f"{value!r} is neither a hub id nor {INSIDE}"))
 
 
 def trusts_code(now: Params) -> bool:
@@ -92,7 +91,10 @@ def leaves_project(text: str) -> bool:
     """Return whether the text is anything but a hub id, a plain word, or a path to a file of the project that is not hidden."""
     parts = text.replace("\\", "/").split("/")
     hidden = any(part.startswith(".") and part != "." for part in parts)  # .. too, and .prefect, .dvc, .git
-    return hidden or not text.isprintable() or text.startswith(("/", "\\", "~", "-")) or "$" in text or bool(URL.match(text))
+    plain = (
+        text.isprintable() and "$" not in text and not text.startswith(("/", "\\", "~", "-")) and not URL.match(text)
+    )
+    return hidden or not plain
 
 
 def _refusal(key: str, reason: str) -> str:

@@ -372,7 +372,10 @@ def _start(words: list[str], environment: dict[str, str], hold: Iterable[int]) -
             raise StageError(f"{' '.join(words)} was not started: the run is cancelled")
         process = subprocess.Popen(
             command,
-            env=_without_secrets() | {"PATH": path, "PYTHONUNBUFFERED": "1"} | ({MARK: _mark} if _mark else {}) | environment,
+            env=_without_secrets()
+            | {"PATH": path, "PYTHONUNBUFFERED": "1"}
+            | ({MARK: _mark} if _mark else {})
+            | environment,
             pass_fds=list(hold),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -27,7 +27,9 @@ class OwnOrigins:
         self.allowed = {origin.encode() for origin in allowed}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sent = {value for name, value in scope.get("headers", []) if name == b"origin"}  # none: no browser, or its own page
+        sent = {
+            value for name, value in scope.get("headers", []) if name == b"origin"
+        }  # none: no browser, or its own page
         if sent <= self.allowed:
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":

@@ -97,7 +97,7 @@ def server(port: int) -> Iterator[None]:
         ValueError: with the end of its log, where it does not answer in time.
     """
     home = password.prefect_home()
-    home.mkdir(parents=True, exist_ok=True)
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
     secret, _ = password.read_or_create(home)
     os.environ |= {
         "PREFECT_HOME": str(home),
@@ -121,7 +121,8 @@ def server(port: int) -> Iterator[None]:
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=os.environ | {password.SERVER: secret, "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": ",".join(origins(port))},
+            env=os.environ
+            | {password.SERVER: secret, "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": ",".join(origins(port))},
             start_new_session=True,
         )
     try:

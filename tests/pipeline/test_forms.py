@@ -91,7 +91,10 @@ def test_what_cannot_be_is_refused(given: dict, message: str) -> None:
         ({"benchmark_served.server": {"command": ["sh"]}}, "benchmark_served.server.command"),
         ({"benchmark_served.server.launch_args": ["--x"]}, "benchmark_served.server.launch_args"),
         ({"benchmark_served.server.launch_args": []}, "benchmark_served.server.launch_args"),
-        ({"benchmark_served.server.base_urls": {"baseline": "http://a:1"}}, "benchmark_served.server.base_urls.baseline"),
+        (
+            {"benchmark_served.server.base_urls": {"baseline": "http://a:1"}},
+            "benchmark_served.server.base_urls.baseline",
+        ),
         ({"benchmark_served.server.api_key_env": "AWS_SECRET_ACCESS_KEY"}, "benchmark_served.server.api_key_env"),
         ({"sample_target.server.launch_args": ["--x"]}, "sample_target.server.launch_args"),
         ({"sample_target.server.base_urls": ["http://a:1"]}, "sample_target.server.base_urls"),
@@ -151,7 +154,7 @@ def test_a_key_that_params_yaml_allows_by_name_may_be_set_and_no_other(home) -> 
     recipes.change({"schedule": {"form_may_set": ["benchmark_served.server.launch_args", "target.trust_remote_code"]}})
     args = {"benchmark_served.server.launch_args": ["--tp", "2"]}
     assert Changes(other=args).sections(load())["benchmark_served"]["server"] == {"launch_args": ["--tp", "2"]}
-    with pytest.raises(ValueError, match="sample_target.server.launch_args can't be set"):
+    with pytest.raises(ValueError, match=r"sample_target\.server\.launch_args can't be set"):
         Changes(other={"sample_target.server.launch_args": ["--tp", "2"]}).sections(load())
     with pytest.raises(ValueError, match="form_may_set can't be set"):
         Changes(other={"schedule.form_may_set": []}).sections(load())
@@ -169,7 +172,7 @@ def test_another_model_is_not_set_through_a_form_where_models_run_their_own_code
     """Bug: with trust_remote_code in params.yaml, a form could name any repository, whose Python then ran."""
     recipes.change(trusting)
     for other in ({"target.model": "org/name"}, {"target.revision": "theirs"}):
-        with pytest.raises(ValueError, match="can't be set through a form: target.trust_remote_code"):
+        with pytest.raises(ValueError, match=r"can't be set through a form: target\.trust_remote_code"):
             Changes(other=other).sections(load())
     recipes.change({"schedule": {"form_may_set": ["target.model"]}})
     assert Changes(other={"target.model": "org/name"}).sections(load())
@@ -177,7 +180,7 @@ def test_another_model_is_not_set_through_a_form_where_models_run_their_own_code
 
 def test_a_misspelt_name_in_form_may_set_is_refused(home) -> None:
     recipes.change({"schedule": {"form_may_set": ["benchmark_served.server.comand"]}})
-    with pytest.raises(ValueError, match="form_may_set names benchmark_served.server.comand, expected"):
+    with pytest.raises(ValueError, match=r"form_may_set names benchmark_served\.server\.comand, expected"):
         Changes(other={"train_draft.seed": 1}).sections(load())
 
 
@@ -214,7 +217,9 @@ def _open_keys(annotation: object, key: str, pattern: bool = False) -> Iterator[
     """Yield the keys below `annotation` that take any text or a truth value."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         for name, field in annotation.model_fields.items():
-            yield from _open_keys(field.annotation, f"{key}.{field.alias or name}".lstrip("."), _has_pattern(field.metadata))
+            yield from _open_keys(
+                field.annotation, f"{key}.{field.alias or name}".lstrip("."), _has_pattern(field.metadata)
+            )
     elif annotation is bool or (annotation is str and not pattern):
         yield key
     elif get_origin(annotation) is Annotated:
@@ -232,20 +237,18 @@ def test_every_key_that_takes_any_text_or_switches_something_is_looked_at() -> N
     found = set(_open_keys(Params, ""))
     limited = {*form_limits.REFUSED, *form_limits.PATHS}
     assert found - limited - HARMLESS == set()
-    assert HARMLESS <= found  # none is kept that params.yaml has no more
+    assert found >= HARMLESS  # none is kept that params.yaml has no more
 
 
 @pytest.mark.parametrize("name", ["eval; touch x", "eval\n", "$(id)", "../x", "-rf", "a b", ""])
 def test_a_name_that_a_shell_would_read_is_refused_by_the_form(name: str) -> None:
     """Names stand in the commands of dvc.yaml, which a shell runs."""
-    for given in ({"workloads": [name]}, {"trees": [name]}, {"trees": [f"t8_2_16{name}"]}):
-        if name or "workloads" in given or given["trees"] == [""]:
-            with pytest.raises(ValidationError):
-                Changes(**given)
-    with pytest.raises(ValidationError):
-        Sweep(trees=["t8_2_16"], checkpoints=[name])
-    with pytest.raises(ValidationError):
-        Sweep(trees=["t8_2_16"], workloads=[name])
+    for given in ({"workloads": [name]}, {"trees": [name]}, {"trees": [f"t8_2_16;{name}"]}):
+        with pytest.raises(ValidationError):
+            Changes(**given)
+    for given in ({"checkpoints": [name]}, {"workloads": [name]}):
+        with pytest.raises(ValidationError):
+            Sweep(trees=["t8_2_16"], **given)
 
 
 @pytest.mark.parametrize(
