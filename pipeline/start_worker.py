@@ -11,7 +11,6 @@ from pathlib import Path
 
 from pipeline import password
 
-POOL = "aerie-stages"
 POLL_S = "2"
 
 
@@ -19,6 +18,7 @@ def main(arguments: list[str]) -> None:
     try:
         os.environ[password.CLIENT] = password.find()
         # Only now: Prefect reads its settings from the environment once, when it is imported.
+        from pipeline.away import POOL
         from pipeline.flows import require_server
 
         require_server()

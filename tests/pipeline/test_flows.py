@@ -331,6 +331,7 @@ def test_a_port_in_use_is_refused() -> None:
 
 def test_a_server_that_dies_shows_the_end_of_its_log(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    monkeypatch.setenv(password.CLIENT, "aerie:secret")
     log = tmp_path / "server.log"
     log.write_text("no room on the disk\n")
     process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
