@@ -19,6 +19,9 @@ import sys
 import time
 from typing import Any
 
+Numbers = tuple[int | None, int | None]  # of a system call: on x86_64, on aarch64; None where it has no such call
+Instruction = tuple[int, int, int, int]  # BPF: code, jump if true, jump if false, operand
+
 SUBREAPER, DEATHSIG, NO_NEW_PRIVILEGES = 36, 1, 38  # of prctl(2)
 EXECUTE, WRITE, READ_FILE, READ_FOLDER = 1, 1 << 1, 1 << 2, 1 << 3  # of Landlock's rights to files
 # Landlock's ABI -> how many rights to files it knows. ABI 2 added moving between folders, 3 truncation, 5 ioctl of devices.
@@ -29,8 +32,8 @@ KILL_ROUNDS_S = 5.0  # how long a program is killed that forks faster than it is
 
 # Machine -> (seccomp's number of it, the place of its system call numbers in the tables below).
 MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-# System calls that fail with EPERM: name -> (number on x86_64, number on aarch64), None where there is no such call.
-DENIED: dict[str, tuple[int | None, int | None]] = {
+# System calls that fail with EPERM: name -> its numbers.
+DENIED: dict[str, Numbers] = {
     # Processes and programs.
     "clone": (56, 220), "fork": (57, None), "vfork": (58, None), "clone3": (435, 435), "execve": (59, 221),
     "execveat": (322, 281), "setns": (308, 268), "unshare": (272, 97),
@@ -73,7 +76,7 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "settimeofday": (164, 170), "clock_settime": (227, 112), "adjtimex": (159, 171), "clock_adjtime": (305, 266),
     "syslog": (103, 116), "vhangup": (153, 58), "iopl": (172, None), "ioperm": (173, None), "modify_ldt": (154, None),
 }  # fmt: skip
-# System calls that fail by their argument: name -> (numbers as above, which argument).
+# System calls that fail by their arguments.
 OPEN, OPENAT, OPENAT2, IOCTL, FCNTL = (2, None), (257, 56), (437, 437), (16, 29), (72, 25)
 FIRST_UNKNOWN_CALL = 470  # newer calls than the tables know are answered as an older kernel would
 O_TRUNC, ACCESS_MODE, READ_ONLY, NO_ACCESS = 0o1000, 0o3, 0, 3  # a file is truncated by these without a right to write
@@ -88,8 +91,6 @@ ALLOW, REFUSE, NO_SUCH_CALL = 0x7FFF0000, 0x00050001, 0x00050000 | 38
 LOAD, EQUAL, AT_LEAST, AND, RETURN = 0x20, 0x15, 0x35, 0x54, 0x06  # of BPF
 SECCOMP_CALL, LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = (317, 277), 444, 445, 446
 SET_FILTER, IS_ACTION_AVAILABLE = 1, 2  # of seccomp(2)
-
-Instruction = tuple[int, int, int, int]  # BPF: code, jump if true, jump if false, operand
 
 
 def main() -> None:
@@ -276,7 +277,8 @@ def sandbox_filter() -> list[Instruction]:
     code = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, architecture), (RETURN, 0, 0, REFUSE), (LOAD, 0, 0, 0)]
     code += [(AT_LEAST, 0, 1, FIRST_UNKNOWN_CALL), (RETURN, 0, 0, NO_SUCH_CALL)]  # the numbers of x32, too
     code += _on_call(OPENAT2, [(RETURN, 0, 0, NO_SUCH_CALL)])  # its flags lie in memory, where no filter looks
-    for numbers, argument in ((OPEN, 1), (OPENAT, 2)):
+    opens: tuple[tuple[Numbers, int], ...] = ((OPEN, 1), (OPENAT, 2))
+    for numbers, argument in opens:
         truncates = [word for mode in (READ_ONLY, NO_ACCESS) for word in _answer(O_TRUNC | mode, REFUSE)]
         masked = [_load_argument(argument), (AND, 0, 0, O_TRUNC | ACCESS_MODE)]
         code += _on_call(numbers, [*masked, *truncates, (RETURN, 0, 0, ALLOW)])
@@ -284,8 +286,8 @@ def sandbox_filter() -> list[Instruction]:
     code += _on_call(IOCTL, [_load_argument(1), *allowed, (RETURN, 0, 0, REFUSE)])
     refused = [word for command in DENIED_FCNTLS for word in _answer(command, REFUSE)]
     code += _on_call(FCNTL, [_load_argument(1), *refused, (RETURN, 0, 0, ALLOW)])
-    for numbers in DENIED.values():
-        code += _on_call(numbers, [(RETURN, 0, 0, REFUSE)])
+    for denied in DENIED.values():
+        code += _on_call(denied, [(RETURN, 0, 0, REFUSE)])
     return [*code, (RETURN, 0, 0, ALLOW)]
 
 
@@ -297,12 +299,12 @@ def load_filter(code: list[Instruction]) -> bool:
     return ctypes.CDLL(None).syscall(call, SET_FILTER, 0, ctypes.c_void_p(ctypes.addressof(program))) == 0
 
 
-def _number(numbers: tuple[int | None, int | None]) -> int | None:
+def _number(numbers: Numbers) -> int | None:
     """Return a call's number on this machine, which is one of MACHINES."""
     return numbers[MACHINES[os.uname().machine][1]]
 
 
-def _on_call(numbers: tuple[int | None, int | None], code: list[Instruction]) -> list[Instruction]:
+def _on_call(numbers: Numbers, code: list[Instruction]) -> list[Instruction]:
     """Return `code`, which ends by an answer, for one call; nothing where this machine has no such call."""
     number = _number(numbers)
     return [] if number is None else [(EQUAL, 0, len(code), number), *code]
