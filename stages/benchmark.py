@@ -92,6 +92,7 @@ def _main(p: params.Params, workload: str, name: str, tree_name: str, group: ran
     prompts, warm = asked.read(workload)
     if w.grade:
         asked.check_graded(workload, prompts)
+        grades.check_sandbox(prompts["reference"], workload, p.benchmark.allow_unsandboxed_code)
     images = dict(pl.concat([prompts, warm]).select("id", "images").iter_rows())
     # Decoded before any clock runs: a server's client sends them ready, too.
     shown = pixels.shown(manifest.weights(manifest.read()), p.target.trust_remote_code, images)
@@ -418,7 +419,7 @@ def _point(work: Work, kind: str, length: int, cap: int | None, repeats: list[li
     every = [(n, turn, r) for n, turns in enumerate(repeats) for turn, load in enumerate(turns) for r in load]
     references = dict(work.prompts.select("id", "reference").iter_rows())
     graded = [
-        None if turn or not work.w.grade else grades.grade(references[requests.name(r)], _text(work, r.ids))
+        None if turn or not work.w.grade else _is_right(work, references[requests.name(r)], r.ids)
         for _, turn, r in every
     ]
     marks = [
@@ -464,6 +465,10 @@ def _acceptance(work: Work, repeats: list[list[list[latency.Record]]]) -> Row:
 # Grades
 
 
+def _is_right(work: Work, reference: str, ids: list[int]) -> bool:
+    return grades.grade(reference, _text(work, ids), work.p.benchmark.allow_unsandboxed_code)
+
+
 def _grade(work: Work, rows: list[Row], spoken: list[Said], references: dict[str, str]) -> dict[str, Any] | None:
     """Fills in `correct` and `baseline_correct` of first turns, and says how many are; None where nothing is graded."""
     if not work.w.grade:
@@ -471,7 +476,7 @@ def _grade(work: Work, rows: list[Row], spoken: list[Said], references: dict[str
     first = [(row, said) for row, said in zip(rows, spoken, strict=True) if row["turn"] == 0]
     for row, said in first:
         for kind, column in (("plain", "baseline_correct"), ("speculative", "correct")):
-            row[column] = grades.grade(references[row["id"]], _text(work, said[kind]))
+            row[column] = _is_right(work, references[row["id"]], said[kind])
     graded = [references[row["id"]] for row, _ in first]
     return {
         "plain": grades.quality(graded, [row["baseline_correct"] for row, _ in first]),

@@ -104,6 +104,7 @@ def main(workload: str, name: str = "", tree_name: str = "") -> None:
     rows, warmup = asked.read(workload)
     if w.grade:
         asked.check_graded(workload, rows)
+        grades.check_sandbox(rows["reference"], workload, p.benchmark.allow_unsandboxed_code)
     setup, eyes = _setup(p, w, made, folder, config), _eyes(p, folder, rows)
     work = Work(p, workload, w, rows, warmup, made, folder, setup, eyes)
     side, plain = _side(work, name, tree, config), Side(None, None, None, [])
@@ -477,7 +478,11 @@ def _marks(work: Work, every: list[tuple[int, int, latency.Record]]) -> list[boo
     if not work.w.grade:
         return [None] * len(every)
     right = dict(work.rows.select("id", "reference").iter_rows())
-    return [None if turn or r.failed else grades.grade(right[requests.name(r)], _text(work, r)) for _, turn, r in every]
+    unsandboxed = work.p.benchmark.allow_unsandboxed_code
+    return [
+        None if turn or r.failed else grades.grade(right[requests.name(r)], _text(work, r), unsandboxed)
+        for _, turn, r in every
+    ]
 
 
 def _quality(

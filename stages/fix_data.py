@@ -208,6 +208,8 @@ def judge(
             f"{kind} says, found {raw.shown(row)}; choose another format (auto, {', '.join(turns.FORMATS)}) or mend the file"
         )
     conversation = turns.read(row, kind, chunk.folder, keep_picture)
+    if any(pictures.is_too_large(waiting_place(path)) for path in conversation.images or []):
+        raise Dropped("image_too_large")
     answers = repair_answers(conversation.messages, params.surrounding_text) if params.answers == "toon" else []
     length = sum(len(message["content"]) for message in conversation.messages)
     if conversation.reasoning:
@@ -223,6 +225,12 @@ def keep_picture(data: bytes) -> str | None:
     """Where a picture's bytes will lie, once its row is known to stay; until then it waits as the rows do."""
     name = pictures.keep(data, WAITING_IMAGES)
     return None if name is None else (IMAGES / name).as_posix()
+
+
+def waiting_place(path: str) -> Path:
+    """Return where a conversation's picture lies now: one that came as bytes is not yet in IMAGES."""
+    place = Path(path)
+    return WAITING_IMAGES / place.name if place.parent == IMAGES else place
 
 
 def repair_answers(messages: list[Message], surrounding: Literal["strip", "keep"]) -> list[Mended]:

@@ -20,6 +20,7 @@ import toons
 from stages import fix_data
 from stages.builtin import exports, weather
 from stages.formats import atomic, conversations, raw
+from tests.formats.test_pictures import png_of
 
 ROOT = Path(__file__).parents[1]
 RAW = Path("data/raw/weather_toon.jsonl")
@@ -450,6 +451,25 @@ def test_pictures_that_come_as_bytes_become_files(home: Path, monkeypatch: pytes
     set_lines(raw=str(RAW))
     outcome()
     assert fix_data.IMAGES.is_dir() and not list(fix_data.IMAGES.iterdir())  # the old ones are gone
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_a_row_whose_picture_has_too_many_pixels_is_dropped_and_counted(home: Path) -> None:
+    """Such a picture, of half a megabyte, took 2.6 GB of memory in every later stage."""
+    folder = Path("data/seen")
+    folder.mkdir()
+    (folder / "own.png").write_bytes(png_of(13000, 13000))
+    rows = [
+        {"prompt": f"<image>Picture {n}?", "answer": "Rain.", "image": {"bytes": png_of(9, n + 1), "path": None}}
+        for n in range(30)
+    ]
+    rows[4]["image"] = {"bytes": png_of(8193, 8192), "path": None}
+    rows[5]["image"] = {"bytes": None, "path": "own.png"}
+    pl.DataFrame(rows).write_parquet(folder / "a.parquet")
+    set_lines(raw="data/seen")
+    _, _, report = outcome()
+    assert report["dropped_reasons"] == {"image_too_large": 2} and report["rows_out"] == 28
+    assert report["pictures_written"] == 28
 
 
 def test_too_many_dropped_rows_stop_the_run_and_say_which(home: Path) -> None:

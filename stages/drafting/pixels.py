@@ -24,6 +24,9 @@ from torch import Tensor
 from transformers import AutoConfig
 
 CACHE_BYTES = 1 << 30  # of patches that are kept; sizes are kept for all
+MAX_PIXELS = (
+    1 << 26
+)  # 8,192 x 8,192, also formats/pictures.py's; decoding takes up to 16 bytes of memory a pixel, 1 GiB
 UPRIGHT, ORIENTATION = (None, 1), 0x0112  # the EXIF tag of a picture that lies on its side
 AS_THEY_ARE = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}  # what every server decodes alike
 # What Pillow and the processors raise for bytes that are cut or are no picture: truncated chunks are even SyntaxError.
@@ -31,7 +34,7 @@ BROKEN = (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.Decomp
 
 
 class Unreadable(ValueError):
-    """A picture that is there and can't be decoded, or not be cut into patches."""
+    """A picture that is there and can't be decoded, has too many pixels, or can't be cut into patches."""
 
 
 @dataclass(frozen=True)
@@ -172,10 +175,24 @@ def _opened(path: str) -> tuple[Image.Image, str | None]:
     """The picture decoded, upright and RGB; and its media type where the file says just that to every decoder."""
     try:
         with Image.open(path) as file:
+            if file.width * file.height > MAX_PIXELS:  # before getexif, which decodes a PNG
+                raise _too_large(path, f"{file.width} x {file.height} = {file.width * file.height} pixels")
             plain = file.mode == "RGB" and "transparency" not in file.info and not getattr(file, "is_animated", False)
             plain = plain and file.getexif().get(ORIENTATION) in UPRIGHT
             return ImageOps.exif_transpose(file).convert("RGB"), AS_THEY_ARE.get(file.format or "") if plain else None
     except FileNotFoundError:
         raise ValueError(f"{path} not found, expected a picture; run: dvc repro fix_data") from None
+    except Unreadable:
+        raise
+    except Image.DecompressionBombError as error:  # over Pillow's own limit
+        raise _too_large(path, f"too many pixels ({error})") from None
     except BROKEN as error:
         raise Unreadable(f"{path} can't be decoded as a picture ({error})") from None
+
+
+def _too_large(path: str, found: str) -> Unreadable:
+    """Return the error for a picture of which a small file would fill the memory."""
+    return Unreadable(
+        f"{path} has {found}, expected at most {MAX_PIXELS}: decoding more takes over a GiB of memory; make the picture "
+        "smaller (targets shrink it anyway) and run: dvc repro fix_data"
+    )

@@ -9,11 +9,15 @@ import binascii
 import hashlib
 import os
 import re
+import struct
 import threading
 from pathlib import Path
 
+from PIL import Image
+
 DATA_URL = re.compile(r"data:[^,]{0,200};base64,", re.IGNORECASE)
 MAGIC = {".png": rb"\x89PNG\r\n\x1a\n", ".jpg": rb"\xff\xd8\xff", ".gif": rb"GIF8[79]a", ".webp": rb"RIFF.{4}WEBP"}
+MAX_PIXELS = 1 << 26  # 8,192 x 8,192, also drafting/pixels.py's; decoding takes up to 16 bytes of memory a pixel, 1 GiB
 KINDS = {extension: re.compile(magic, re.DOTALL) for extension, magic in MAGIC.items()}
 
 
@@ -45,3 +49,17 @@ def keep(data: bytes, folder: Path) -> str | None:
         part.write_bytes(data)
         os.replace(part, folder / name)
     return name
+
+
+def is_too_large(path: Path) -> bool:
+    """Return whether the picture at `path` has more than MAX_PIXELS, by its header: nothing is decoded.
+
+    A file that Pillow can't read at all isn't too large; whoever decodes it says what is wrong with it.
+    """
+    try:
+        with Image.open(path) as file:
+            return file.width * file.height > MAX_PIXELS
+    except Image.DecompressionBombError:  # over Pillow's own limit
+        return True
+    except (OSError, ValueError, SyntaxError, EOFError, struct.error):
+        return False

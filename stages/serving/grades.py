@@ -1,18 +1,21 @@
 """Whether an answer is right: gsm8k by its number, math500 by what is in its box, humaneval by running what it wrote.
 
 A reference is JSON, as stages/formats/prompt_sets.py writes it; its `kind` says which of the three. docs/workloads.md
-tells how each is graded. What a target wrote runs in a sandbox (`passes`), and only where a workload's `grade` is true.
+tells how each is graded. What a target wrote runs in a sandbox (`run_program`), and only where a workload's `grade` is
+true.
 """
 
 import json
 import os
+import platform
 import re
 import secrets
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 from typing import Any
@@ -33,11 +36,16 @@ STOPS = re.compile(r"\n(?:class |def |#|if |print\(|@|```)")  # where a bare com
 FENCED = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
-def grade(reference: str, answer: str) -> bool:
-    """Whether `answer`, a text, is right; what a target thought before it, or was thinking when it was cut, doesn't count."""
+def grade(reference: str, answer: str, allow_unsandboxed_code: bool = False) -> bool:
+    """Whether `answer`, a text, is right; what a target thought before it, or was thinking when it was cut, doesn't count.
+
+    Raises:
+        ValueError: where the answer is a program that this machine can't sandbox, without `allow_unsandboxed_code`.
+    """
     right = json.loads(reference)
     graders: dict[str, Callable[[dict[str, Any], str], bool]] = {
-        "gsm8k": _same_number, "math500": _same_mathematics, "humaneval": _passes,
+        "gsm8k": _same_number, "math500": _same_mathematics,
+        "humaneval": lambda right, answer: _passes(right, answer, allow_unsandboxed_code),
     }  # fmt: skip
     return graders[right["kind"]](right, answer.rpartition("</think>")[2].partition("<think>")[0])
 
@@ -47,8 +55,8 @@ def quality(references: list[str], marks: list[bool]) -> dict[str, Any]:
     kind = json.loads(references[0])["kind"]
     how = f"{kind}: {HOW[kind]}"
     if kind == "humaneval":
-        fences = _fences()
-        how += f"; run with {', '.join(fences)}" if fences else "; run with no fence but limits"
+        kept_out = _protections()
+        how += f"; run with {', '.join(kept_out)}" if kept_out else "; run with no sandbox but limits"
     return {"graded": len(marks), "correct": sum(marks), "accuracy": sum(marks) / len(marks), "how": how}
 
 
@@ -118,8 +126,40 @@ def _value(text: str) -> Fraction | None:
 # Programs
 
 
-def _passes(right: dict[str, Any], answer: str) -> bool:
-    return passes(program(right["prompt"], right["entry_point"], right["test"], answer))["passed"]
+@dataclass(frozen=True)
+class ProgramResult:
+    """How a program ended that was run."""
+
+    passed: bool  # it came to its end
+    how: str  # "passed", "no time left", or its status
+    protections: tuple[str, ...] = ()  # what the sandbox kept it from, in words
+
+
+def check_sandbox(references: Iterable[str], workload: str, allow_unsandboxed_code: bool) -> None:
+    """Refuse, before anything is decoded, to grade programs that this machine can't sandbox.
+
+    Raises:
+        ValueError: where one of `references` is graded by running the answer, Landlock or seccomp is missing, and
+            `allow_unsandboxed_code` is false.
+    """
+    if allow_unsandboxed_code or all(json.loads(words)["kind"] != "humaneval" for words in references):
+        return
+    if missing := guard.missing_protections(guard.landlock_abi(), guard.has_seccomp()):
+        raise ValueError(_refusal(missing, f"benchmark.workloads.{workload}.grade is true, which runs"))
+
+
+def _refusal(missing: list[str], what: str) -> str:
+    return (
+        f"{what} programs that the target wrote; expected Landlock ABI {guard.LANDLOCK_ABI_NEEDED} (Linux 6.2) and seccomp "
+        f"filters to keep them from your files, found {' and '.join(missing)} on {platform.system()} {platform.release()}, "
+        f"{platform.machine()}; run the stage on a machine that has both, set the workload's grade to false, or, where "
+        "nothing on this machine can be lost, set benchmark.allow_unsandboxed_code to true"
+    )
+
+
+def _passes(right: dict[str, Any], answer: str, allow_unsandboxed_code: bool) -> bool:
+    text = program(right["prompt"], right["entry_point"], right["test"], answer)
+    return run_program(text, allow_unsandboxed_code).passed
 
 
 def program(prompt: str, entry_point: str, test: str, answer: str) -> str:
@@ -141,17 +181,22 @@ def program(prompt: str, entry_point: str, test: str, answer: str) -> str:
 
 
 @cache
-def passes(text: str, fenced: bool = True) -> dict[str, Any]:
-    """Whether a program comes to its end in a process of its own, and how it ended.
+def run_program(text: str, allow_unsandboxed_code: bool = False) -> ProgramResult:
+    """Run a program in a process of its own, and tell whether it came to its end.
 
-    An empty folder, no environment, limits, and a clock; on Linux no file is written and no process, signal or connection
-    made (`fenced`: Landlock, seccomp). stages/serving/guard.py sees to all that, and kills whatever is left. It is a fence
-    against accidents: whoever expects an enemy takes a virtual machine.
+    It has an empty folder, no environment, limits and a clock. Landlock and seccomp let it write no file, nor change
+    one's mode, owner, attributes or times, and start no process, send no signal and open no connection.
+    stages/serving/guard.py sees to all that, and kills whatever is left. The program may read what its user may read:
+    docs/workloads.md says against whom this protects.
+
+    Raises:
+        ValueError: where the kernel lacks Landlock or seccomp; the program was then not run. With
+            `allow_unsandboxed_code` it runs by limits and whatever the kernel has.
     """
     secret = secrets.token_hex(16)
     job = {
         "program": text, "secret": secret, "timeout_s": TIMEOUT_S, "memory": MEMORY, "processes": PROCESSES,
-        "fenced": fenced,
+        "allow_unsandboxed": allow_unsandboxed_code,
     }  # fmt: skip
     environment = {"PATH": os.defpath, "LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory(prefix="aerie-grade-") as folder:
@@ -167,18 +212,19 @@ def passes(text: str, fenced: bool = True) -> dict[str, Any]:
         try:
             out, err = run.communicate(json.dumps(job).encode(), timeout=TIMEOUT_S + SLACK_S)
         except subprocess.TimeoutExpired:  # the guard itself got no time, or could not kill what was there
-            return {"passed": False, "how": "no time left", "fences": []}
+            return ProgramResult(False, "no time left")
         finally:
             if run.poll() is None:
                 os.killpg(run.pid, signal.SIGKILL)  # and with it goes its child
                 run.wait()
     assert run.returncode == 0, f"the sandbox failed: {err.decode(errors='replace')[-2000:]}"
     found: dict[str, Any] = json.loads(out)
-    return found
+    if found["how"] == "not run":
+        raise ValueError(_refusal(found["missing"], "grading runs"))
+    return ProgramResult(found["passed"], found["how"], tuple(found["protections"]))
 
 
 @cache
-def _fences() -> list[str]:
-    """What keeps programs in on this machine, in words."""
-    found: list[str] = passes("")["fences"]
-    return found
+def _protections() -> tuple[str, ...]:
+    """Return what this machine's sandbox keeps programs from, in words."""
+    return run_program("", allow_unsandboxed_code=True).protections

@@ -1,8 +1,9 @@
 """A server as a child of the stage: started, waited for, watched, and ended with it, however the stage ends.
 
-The child runs under a guard, in a process group of its own. The guard holds one end of a pipe whose other end is the
-stage's: when the stage is gone, even by SIGKILL, the pipe closes and the guard ends the group. Servers listen on
-127.0.0.1 only. One that ends on its own is started again, a few times: a crash of the engine must not cost the run.
+The child runs under a guard (server_guard.py) in a session of its own. The guard holds one end of a pipe whose other end
+is the stage's: when the stage is gone, even by SIGKILL, the pipe closes and the guard ends the server and all that
+descends from it. Servers listen on 127.0.0.1 only. One that ends on its own is started again, a few times: a crash of
+the engine must not cost the run.
 
 `transformers` is what the tests run; `sglang` 0.5.17 ran on a GPU (docs/results), `vllm` did not.
 """
@@ -22,34 +23,13 @@ from pathlib import Path
 
 import httpx
 
+from stages.serving import server_guard
+
 HOST = "127.0.0.1"
 END_S = 15.0  # from asking a server to end to killing it
+SLACK_S = 5.0  # for a busy machine to get round to the guard
 ENDING_S = 2.0  # from not listening any more to having ended
 EXTRA = {"transformers": "pip install -c constraints.txt -e '.[serve]'"}
-
-# Ends the whole group once its standard input closes. As text, since it must not import the stage's packages (2 s).
-GUARD = """
-import os, signal, subprocess, sys, threading, time
-left = threading.Event()
-def watch():
-    while os.read(0, 1):
-        pass
-    left.set()
-    os.killpg(0, signal.SIGTERM)
-    time.sleep(float(sys.argv[1]))
-    os.killpg(0, signal.SIGKILL)
-for name in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(name, signal.SIG_IGN)
-watcher = threading.Thread(target=watch, daemon=True)
-watcher.start()
-def default():
-    for name in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(name, signal.SIG_DFL)
-status = subprocess.call(sys.argv[2:], stdin=subprocess.DEVNULL, preexec_fn=default)
-if left.is_set():
-    watcher.join()
-os._exit(status if status >= 0 else 128 - status)
-"""
 
 
 class Server:
@@ -93,7 +73,7 @@ class Server:
     def start(self, mode: str) -> None:
         with self.log.open(mode) as file:
             self._guard = subprocess.Popen(
-                [sys.executable, "-c", GUARD, str(self._settle_s), *self._line],
+                [sys.executable, "-I", server_guard.__file__, str(self._settle_s), *self._line],
                 stdin=subprocess.PIPE,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -124,20 +104,20 @@ class Server:
         )
 
     def end(self) -> None:
-        """End its whole group: politely, then not."""
+        """End the server and every process that descends from it: politely, then not. The guard does so."""
         guard = self._process()
         assert guard.stdin is not None
-        try:
-            os.killpg(guard.pid, signal.SIGTERM)  # to the server and its children; the guard ignores it
-            guard.wait(self._settle_s)
-        except (ProcessLookupError, subprocess.TimeoutExpired):
-            pass
-        try:
-            os.killpg(guard.pid, signal.SIGKILL)  # also what outlived the server: workers of an engine that crashed
-        except ProcessLookupError:
-            pass
         guard.stdin.close()
-        guard.wait()
+        try:
+            guard.wait(self._settle_s + server_guard.KILL_S + SLACK_S)
+        except subprocess.TimeoutExpired:
+            pass
+        if guard.returncode is None or guard.returncode < 0:  # it hangs, or was killed: then what is left of its group
+            try:
+                os.killpg(guard.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            guard.wait()
 
     def _process(self) -> subprocess.Popen:
         assert self._guard is not None, "not started"

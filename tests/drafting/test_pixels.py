@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageFile
 from transformers import Qwen3Config
 from transformers.image_utils import load_image
 
 from stages.drafting import pixels, prompt, sample, target
+from stages.formats import pictures
 from tests.drafting.seeing import KINDS, picture, save
+from tests.formats.test_pictures import png_of
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -158,6 +160,29 @@ def test_broken_pictures_are_told_from_missing_ones(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"gone\.png not found, expected a picture; run: dvc repro fix_data") as error:
         eyes.see([str(tmp_path / "gone.png")])
     assert not isinstance(error.value, pixels.Unreadable)
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("size", [(8193, 8192), (13000, 13000), (60000, 60000)], ids=str)
+def test_a_picture_of_too_many_pixels_is_refused_before_it_is_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
+) -> None:
+    """Half a megabyte of PNG held 169 megapixels, whose decoding took 2.6 GB; Pillow refuses twice 89 only."""
+    save("qwen3-vl", tmp_path / "target")
+    eyes = pixels.Eyes(tmp_path / "target", False)
+    (tmp_path / "bomb.png").write_bytes(png_of(*size))
+    monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("it was decoded"))
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("it was decoded"))
+    for look in (eyes.sizes, eyes.see, lambda paths: eyes.url(paths[0])):
+        with pytest.raises(
+            pixels.Unreadable, match=r"bomb\.png has .*, expected at most 67108864.* make the picture smaller"
+        ):
+            look([str(tmp_path / "bomb.png")])
+
+
+def test_fix_data_drops_just_the_pictures_that_targets_refuse() -> None:
+    """drafting and formats don't import each other, so both hold the number."""
+    assert pixels.MAX_PIXELS == pictures.MAX_PIXELS
 
 
 def test_a_template_that_shows_no_pictures_is_told() -> None:

@@ -3,6 +3,8 @@
 import base64
 import hashlib
 import io
+import struct
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -47,6 +49,34 @@ def test_a_data_url_gives_its_bytes(data: bytes, media: str, width: int) -> None
 @pytest.mark.parametrize("url", ["data:image/png,abc", "data:;base64,a", "data:;base64,YW?j", "data:;base64,é", "x"])
 def test_a_url_without_base64_gives_nothing(url: str) -> None:
     assert pictures.from_url(url) is None
+
+
+def chunk(name: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
+def png_of(width: int, height: int) -> bytes:
+    """A PNG that says a size, in a hundred bytes: black rows are missing, not its header."""
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    rows = zlib.compress(bytes(10))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize(
+    ("width", "height", "is_too_large"),
+    [(8192, 8192, False), (8193, 8192, True), (13000, 13000, True), (60000, 60000, True), (1, 1, False)],
+)
+def test_a_small_file_of_many_pixels_is_too_large(tmp_path: Path, width: int, height: int, is_too_large: bool) -> None:
+    """Half a megabyte of PNG held 169 megapixels, whose decoding took 2.6 GB."""
+    (tmp_path / "a.png").write_bytes(png_of(width, height))
+    assert pictures.is_too_large(tmp_path / "a.png") == is_too_large
+
+
+@pytest.mark.parametrize("data", [b"", b"\x89PNG\r\n\x1a\n", b"<svg/>", b"GIF89a", b"II*\0\xff\xff\xff\xff"])
+def test_what_cannot_be_read_is_not_too_large(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "a").write_bytes(data)
+    assert not pictures.is_too_large(tmp_path / "a") and not pictures.is_too_large(tmp_path / "none")
 
 
 def test_many_writers_of_one_picture(tmp_path: Path) -> None:

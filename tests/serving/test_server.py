@@ -30,6 +30,22 @@ def line(program: str, port: int) -> list[str]:
     return [sys.executable, "-c", program, str(port)]
 
 
+def start_stage(program: str, port: int, log: Path) -> subprocess.Popen:
+    """A process that has started a server of `program`, which is ready, and waits."""
+    stage = (
+        f"import time; from pathlib import Path; from stages.serving import server\n"
+        f"with server.started('vllm', {line(program, port)!r}, {port}, 'tiny', Path({str(log)!r}), 60, settle_s=0.5):\n"
+        f"    print('ready', flush=True); time.sleep(99)"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", stage], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert parent.stdout is not None
+    with parent.stdout:
+        assert parent.stdout.readline() == b"ready\n"
+    return parent
+
+
 def test_it_is_ready_inside_and_gone_after(tmp_path: Path) -> None:
     port = server.free_port()
     with server.started("vllm", line(SERVES, port), port, "tiny", tmp_path / "log", 60, settle_s=0.5) as running:
@@ -37,6 +53,71 @@ def test_it_is_ready_inside_and_gone_after(tmp_path: Path) -> None:
         running.check()
         assert not gone(child, 0)
     assert gone(child)
+
+
+# Serves, and has a grandchild in a session of its own whose parent has ended, as a daemon does: no signal to a group, and
+# no search among a server's children, finds it. It ignores SIGTERM.
+DAEMONISES = """
+import http.server, os, signal, sys, time
+reads, writes = os.pipe()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.write(writes, str(os.getpid()).encode())
+        time.sleep(300)
+    os._exit(0)
+daemon = os.read(reads, 99)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        if self.path == "/fall":
+            os._exit(7)
+        self.send_response(200); self.end_headers(); self.wfile.write(daemon)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+needs_subreaper = pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives orphans to a subreaper")
+
+
+@needs_subreaper
+def test_a_servers_daemon_is_gone_after_it(tmp_path: Path) -> None:
+    """A child that called setsid and forked twice outlived `Server.end`, with the GPU memory that it held."""
+    port = server.free_port()
+    with server.started("vllm", line(DAEMONISES, port), port, "tiny", tmp_path / "log", 60, settle_s=0.5) as running:
+        daemon = int(httpx.get(running.base_url, trust_env=False).text)
+        assert os.getsid(daemon) != os.getsid(0) and not gone(daemon, 0)
+    assert gone(daemon, 5)
+
+
+@needs_subreaper
+def test_a_servers_daemon_is_gone_when_the_server_falls(tmp_path: Path) -> None:
+    """The next server would find the port or the GPU's memory taken."""
+    port, log = server.free_port(), tmp_path / "log"
+    with server.started("vllm", line(DAEMONISES, port), port, "t", log, 60, settle_s=0.5, restarts=1) as running:
+        daemon = int(httpx.get(running.base_url, trust_env=False).text)
+        falls(running)
+        assert running.ended() == 7 and gone(daemon, 0)
+        running.check()
+        other = int(httpx.get(running.base_url, trust_env=False).text)
+        assert other != daemon
+    assert gone(other, 5)
+
+
+@needs_subreaper
+def test_a_servers_daemon_is_gone_when_the_stage_is_killed(tmp_path: Path) -> None:
+    port = server.free_port()
+    parent = start_stage(DAEMONISES, port, tmp_path / "log")
+    daemon = int(httpx.get(f"http://127.0.0.1:{port}", trust_env=False).text)
+    parent.kill()
+    parent.wait(60)
+    assert gone(daemon, 10)
+
+
+def test_a_server_is_gone_when_its_guard_is_killed(tmp_path: Path) -> None:
+    port = server.free_port()
+    with server.started("vllm", line(SERVES, port), port, "tiny", tmp_path / "log", 60, settle_s=0.5) as running:
+        child = int(httpx.get(running.base_url, trust_env=False).text)
+        running._process().kill()
+    assert gone(child, 10)
 
 
 def test_it_is_gone_after_an_error_too(tmp_path: Path) -> None:
@@ -56,20 +137,10 @@ def test_it_is_gone_after_an_error_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
 def test_it_is_gone_when_the_stage_is_killed(tmp_path: Path, how: signal.Signals) -> None:
     port = server.free_port()
-    log = str(tmp_path / "log")
-    stage = (
-        f"import time; from pathlib import Path; from stages.serving import server\n"
-        f"with server.started('vllm', {line(SERVES, port)!r}, {port}, 'tiny', Path({log!r}), 60, settle_s=0.5):\n"
-        f"    print('ready', flush=True); time.sleep(99)"
-    )
-    parent = subprocess.Popen(
-        [sys.executable, "-c", stage], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
-    assert parent.stdout is not None and parent.stdout.readline() == b"ready\n"
+    parent = start_stage(SERVES, port, tmp_path / "log")
     child = int(httpx.get(f"http://127.0.0.1:{port}", trust_env=False).text)
     os.kill(parent.pid, how)
     parent.wait(60)
-    parent.stdout.close()
     assert gone(child)
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"http://127.0.0.1:{port}", trust_env=False)

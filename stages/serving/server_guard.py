@@ -1,0 +1,116 @@
+"""Run a server, and end it with every process it started, once the stage asks for it or is gone.
+
+    python -I server_guard.py SETTLE_S COMMAND...
+
+Standard input is a pipe whose other end the stage holds: it closes when the stage ends the server, and when the stage is
+gone, even by SIGKILL. Processes are found by descent, not by their group: a worker may have a session of its own, and may
+have outlived the process that started it (on Linux such orphans become children of the guard, a subreaper).
+
+It imports nothing of the project, whose packages take seconds to import.
+"""
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+
+SUBREAPER, DEATHSIG = 36, 1  # of prctl(2)
+KILL_S = 10.0  # how long what forks faster than it is killed is killed
+ROUND_S = 0.02  # between two looks at what is left
+
+
+def main() -> None:
+    settle_s, command = float(sys.argv[1]), sys.argv[2:]
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, signal.SIG_IGN)
+    wake = _wake_on_child_end()
+    _prctl(SUBREAPER, 1)
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_prepare_server)
+    status = _wait(server.pid, wake)
+    if status is None:
+        _signal_descendants(signal.SIGTERM)
+        ends = time.monotonic() + settle_s
+        while status is None and time.monotonic() < ends:
+            time.sleep(ROUND_S)
+            status = _reap(server.pid)
+    last = _kill_descendants(server.pid)
+    status = last if status is None else status
+    os._exit(1 if status is None else status if status >= 0 else 128 - status)
+
+
+def _prepare_server() -> None:
+    """Run in the server's process before its program: undo what is the guard's alone, and let it die with the guard."""
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, signal.SIG_DFL)
+    _prctl(DEATHSIG, signal.SIGKILL)
+
+
+def _wake_on_child_end() -> int:
+    """Return a descriptor that can be read from once a child has ended."""
+    reads, writes = os.pipe()
+    os.set_blocking(reads, False)
+    os.set_blocking(writes, False)
+    signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # a default one would write nothing
+    return reads
+
+
+def _wait(server: int, wake: int) -> int | None:
+    """Wait until the server ends, and return its status; None where the stage asks for its end before."""
+    while True:
+        status = _reap(server)
+        if status is not None:
+            return status
+        ready, _, _ = select.select([0, wake], [], [])
+        if wake in ready:
+            os.read(wake, 4096)
+        if 0 in ready and not os.read(0, 4096):
+            return None
+
+
+def _reap(server: int) -> int | None:
+    """Take notice of every child that has ended, orphans too; return the server's status where it is one of them."""
+    found = None
+    try:
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == server:
+                found = os.waitstatus_to_exitcode(ended[1])
+    except ChildProcessError:
+        pass
+    return found
+
+
+def _kill_descendants(server: int) -> int | None:
+    """Kill all that is left, round by round; return the server's status where it was among them."""
+    status, ends = None, time.monotonic() + KILL_S
+    while _signal_descendants(signal.SIGKILL) and time.monotonic() < ends:
+        time.sleep(ROUND_S)
+        found = _reap(server)
+        status = status if found is None else found
+    return status
+
+
+def _signal_descendants(name: signal.Signals) -> int:
+    """Send a signal to every process that descends from this one; return how many there are."""
+    found = psutil.Process().children(recursive=True)
+    for process in found:
+        try:
+            process.send_signal(name)  # psutil sees to it that the number was not given to another process
+        except psutil.Error:  # it has ended
+            pass
+    return len(found)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "prctl"):  # Linux
+        libc.prctl(ctypes.c_int(option), *(ctypes.c_ulong(a) for a in (value, 0, 0, 0)))
+
+
+if __name__ == "__main__":
+    main()
