@@ -7,13 +7,14 @@ A Hugging Face id or a local folder is pinned, not copied: its commit, digests a
 import json
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 from transformers import AutoConfig, PretrainedConfig
 from transformers.utils import logging
@@ -196,14 +197,12 @@ def _check_tables(p: params.Params, made: Manifest, folder: Path) -> None:
 
 def _fitting(folder: Path, made: Manifest) -> str:
     """What to do about a wrong head, with the names of the tensors in `folder` that have its shape."""
-    found = []
+    shape, found = [made.vocab_size, made.hidden_size], list[str]()
     for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as tensors:
-            for key in tensors.keys():  # noqa: SIM118 - not a dict
-                if tensors.get_slice(key).get_shape() == [made.vocab_size, made.hidden_size]:
-                    found.append(key)
+        with suppress(SafetensorError, OSError), safe_open(path, framework="pt") as tensors:
+            found += [key for key in tensors.keys() if tensors.get_slice(key).get_shape() == shape]  # noqa: SIM118
     listed = ", ".join(found) or "none"
-    return f"Tensors of the head's shape ({made.vocab_size}, {made.hidden_size}): {listed}. Set target.lm_head_key to the head"
+    return f"Tensors of the head's shape {tuple(shape)}: {listed}. Set target.lm_head_key to the head"
 
 
 def _eos(config: PretrainedConfig, folder: Path) -> list[int]:

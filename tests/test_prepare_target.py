@@ -112,8 +112,9 @@ def test_a_wrong_head_is_refused_with_the_keys_that_would_fit(
     with_copies(folder, **{"draft.head": torch.randn(61, 32)})
     expected = (
         r"target\.lm_head_key is draft\.head: of LlamaForCausalLM, logits of 8 tokens differ from final hidden states times "
-        rf"draft\.head by up to \S+ \(largest logit \S+\), expected at most \S+ in {dtype}\. Tensors of the head's shape \(61, 32\): "
-        r"draft\.head, lm_head\.weight, model\.embed_tokens\.weight\. Set target\.lm_head_key to the head"
+        rf"draft\.head by up to \S+ \(largest logit \S+\), expected at most \S+ in {dtype}\. "
+        r"Tensors of the head's shape \(61, 32\): draft\.head, lm_head\.weight, model\.embed_tokens\.weight\. "
+        r"Set target\.lm_head_key to the head"
     )
     with pytest.raises(ValueError, match=expected):
         prepare_target.main()

@@ -77,11 +77,10 @@ def compare(model: PreTrainedModel, embedding: Tensor, head: Tensor) -> Differen
         own = model(input_ids=ids[None], use_cache=False).logits[0].float()  # [8, V]
     finally:
         handle.remove()
-    table = head.to(model.dtype).float()
-    ours = caught[0][0].float() @ table.T
+    ours = caught[0][0].float() @ head.T
     known = model.get_output_embeddings(), model.get_input_embeddings()
     same_head, same_embedding = (
-        module is not None and torch.equal(module.weight.float(), mine.to(model.dtype).float())
+        module is not None and torch.equal(module.weight, mine.to(model.dtype))
         for module, mine in zip(known, (head, embedding), strict=True)
     )
     if ours.shape != own.shape:
