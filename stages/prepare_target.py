@@ -7,19 +7,21 @@ A Hugging Face id or a local folder is pinned, not copied: its commit, digests a
 import json
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import torch
+from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 from transformers import AutoConfig, PretrainedConfig
 from transformers.utils import logging
 
 from stages import params
 from stages.builtin import sights, tiny
-from stages.drafting import target
+from stages.drafting import head_check, target
 from stages.formats import atomic, manifest
 from stages.formats.manifest import Manifest
 from stages.serving import spent
@@ -36,6 +38,7 @@ def main() -> None:
     with atomic.folder(manifest.FOLDER) as folder:
         made = _builtin(p, folder) if p.target.model.startswith("builtin/") else _pinned(p, folder)
         made = replace(made, lm_head_key=p.target.lm_head_key, chat_template=template)
+        _check_tables(p, made, folder)
         manifest.write(folder, made)
     print(
         f"target {made.model}: {made.num_layers} layers, {made.hidden_size} wide, {made.vocab_size} tokens, "
@@ -154,6 +157,52 @@ def describe(
         image_token_id=getattr(config, "image_token_id", None) if "mrope_section" in shapes["rope"] else None,
         **shapes,
     )
+
+
+def _check_tables(p: params.Params, made: Manifest, folder: Path) -> None:
+    """Compare what later stages read by name with what the target computes with: docs/guide.md says what it costs.
+
+    Raises ValueError naming the key, the largest difference and the keys of the head's shape.
+    """
+    place = manifest.weights(made, folder)
+    try:
+        embedding, head = manifest.tables(made, folder)
+    except ValueError as error:
+        raise ValueError(f"{error}. {_fitting(place, made)}") from None
+    key = made.lm_head_key or ("the embedding (tied)" if made.tie_word_embeddings else "lm_head.weight")
+    try:
+        model = head_check.load_first_block(str(place), p.target.dtype, p.target.trust_remote_code)
+        found = head_check.compare(model, embedding, head)
+    except Exception as error:  # a class of its own may not run with one block: check_overfit decodes with all of them
+        print(f"the head was not compared: one block of {made.model} alone gives {type(error).__name__}: {error}")
+        return
+    if not found.same_embedding:
+        raise ValueError(
+            f"{place}: embed_tokens.weight is another table than the embedding of {type(model).__name__}; later stages would "
+            "give the draft other embeddings than the target has. This target's files can't be read by name"
+        )
+    if found.agrees:
+        return
+    told = (
+        f"of {type(model).__name__}, logits of {head_check.TOKENS} tokens differ from final hidden states times {key} by up to "
+        f"{found.logits:.3g} (largest logit {found.largest:.3g}), expected at most {found.allowed:.2g} in {p.target.dtype}"
+    )
+    if found.same_head and found.same_choice:
+        print(
+            f"note: {told}. It is the class's own head, so the class scales or caps its logits; drafts are taught without"
+        )
+        return
+    raise ValueError(f"params.yaml: target.lm_head_key is {made.lm_head_key}: {told}. {_fitting(place, made)}")
+
+
+def _fitting(folder: Path, made: Manifest) -> str:
+    """What to do about a wrong head, with the names of the tensors in `folder` that have its shape."""
+    shape, found = [made.vocab_size, made.hidden_size], list[str]()
+    for path in sorted(folder.glob("*.safetensors")):
+        with suppress(SafetensorError, OSError), safe_open(path, framework="pt") as tensors:
+            found += [key for key in tensors.keys() if tensors.get_slice(key).get_shape() == shape]  # noqa: SIM118
+    listed = ", ".join(found) or "none"
+    return f"Tensors of the head's shape {tuple(shape)}: {listed}. Set target.lm_head_key to the head"
 
 
 def _eos(config: PretrainedConfig, folder: Path) -> list[int]:

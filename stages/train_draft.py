@@ -282,14 +282,23 @@ class Run:
         return loss[0] / max(1.0, taught[0])
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Weights and the optimizer's state, whole and on the CPU, whoever holds which part."""
+        """Weights and the optimizer's state, whole and on the CPU, whoever holds which part.
+
+        Raises ValueError, in every process, where any is NaN or infinite.
+        """
         exact = {name: _whole(t) for name, t in self.optimizer.masters.items()}
         state = {name: _whole(t) for name, t in self.optimizer.moments().items()}
         dtype = getattr(torch, self.settings.dtype)
         if dtype != torch.float32:
             state |= {f"master.{name}": t for name, t in exact.items()}
         maps = {name: t.cpu() for name, t in self.draft.state_dict().items() if name not in exact}
-        return {**{name: t.to(dtype) for name, t in exact.items()}, **maps}, state
+        weights = {name: t.to(dtype) for name, t in exact.items()}
+        if found := checkpoint.not_finite(weights | state):  # the loss of the last step is of the weights before it
+            raise ValueError(
+                f"train_draft diverged by step {self.step} (epoch {self.epoch}): {found}. They were not written; lower "
+                "train_draft.learning_rate or grad_clip. Whole epochs before this one are kept in .scratch"
+            )
+        return {**weights, **maps}, state
 
     def measure(self, store: Store, weights: dict[str, Tensor]) -> None:
         """Writes into the config how often a rival's guesses are right: by whoever has all weights, on what all would."""

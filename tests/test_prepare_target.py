@@ -1,15 +1,29 @@
-"""prepare_target: the template that takes the place of a target's own."""
+"""prepare_target: the template that takes the place of a target's own, and the tables that later stages read by name."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoTokenizer,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from stages import prepare_target
 from stages.builtin import tiny
 from stages.drafting import prompt
-from tests.conftest import ROOT
-from tests.drafting.seeing import save
+from tests.conftest import ROOT, edit_params
+from tests.drafting.seeing import KINDS, save
 
 SAID = [
     {"role": "user", "content": "rain?"},
@@ -56,3 +70,120 @@ def test_how_pictures_are_cut_is_pinned_with_the_target(tmp_path: Path) -> None:
     said.write_text(said.read_text().replace("16384", "4096"))
     after = prepare_target.describe("mine", None, model.config, tmp_path, None)
     assert after.config_digest != before.config_digest and after.tokenizer_digest == before.tokenizer_digest
+
+
+LLAMA = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 7, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 61, "eos_token_id": 1, "bos_token_id": None, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, **target: Any) -> Path:
+    """A project whose target is `model`, in the folder mine; -> that folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "params.yaml").write_text((ROOT / "params.yaml").read_text())
+    raw = tmp_path / "data/raw/weather_toon.jsonl"
+    raw.parent.mkdir(parents=True)
+    raw.touch()
+    (tmp_path / "templates").mkdir()
+    edit_params(tmp_path, {
+        "target": {"model": "mine", "num_threads": 1, **target}, "init_draft": {"draft_vocab_size": None},
+    })  # fmt: skip
+    with torch.no_grad():
+        for weight in model.parameters():  # so that logits are far from 0
+            weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel())))
+    model.save_pretrained(tmp_path / "mine")
+    tiny.build_tokenizer(["a b c"]).save_pretrained(tmp_path / "mine")
+    return tmp_path / "mine"
+
+
+def with_copies(folder: Path, **more: torch.Tensor) -> None:
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | more, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_wrong_head_is_refused_with_the_keys_that_would_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """Bug: with a target.lm_head_key of another table, sampling and extraction ran for hours before check_overfit failed."""
+    model = LlamaForCausalLM(LlamaConfig(**LLAMA))
+    folder = pinned(tmp_path, monkeypatch, model, lm_head_key="draft.head", dtype=dtype)
+    with_copies(folder, **{"draft.head": torch.randn(61, 32)})
+    expected = (
+        r"target\.lm_head_key is draft\.head: of LlamaForCausalLM, logits of 8 tokens differ from final hidden states times "
+        rf"draft\.head by up to \S+ \(largest logit \S+\), expected at most \S+ in {dtype}\. "
+        r"Tensors of the head's shape \(61, 32\): draft\.head, lm_head\.weight, model\.embed_tokens\.weight\. "
+        r"Set target\.lm_head_key to the head"
+    )
+    with pytest.raises(ValueError, match=expected):
+        prepare_target.main()
+    assert not (tmp_path / "artifacts").exists() or not (tmp_path / "artifacts/target").exists()
+    for right in (None, "lm_head.weight"):
+        edit_params(tmp_path, {"target": {"lm_head_key": right}})
+        prepare_target.main()
+        assert (tmp_path / "artifacts/target/target.json").exists()
+
+
+def test_a_head_that_is_not_there_is_refused_with_the_keys_that_would_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinned(tmp_path, monkeypatch, LlamaForCausalLM(LlamaConfig(**LLAMA)), lm_head_key="head")
+    with pytest.raises(
+        ValueError, match=r"no embed_tokens\.weight and head; .* shape \(61, 32\): lm_head\.weight, model\.embed"
+    ):
+        prepare_target.main()
+
+
+def test_a_head_that_config_json_calls_tied_and_is_not_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sibling: the embedding named as the head of a target that has one."""
+    folder = pinned(
+        tmp_path, monkeypatch, LlamaForCausalLM(LlamaConfig(**LLAMA)), lm_head_key="model.embed_tokens.weight"
+    )
+    assert "lm_head.weight" in load_file(folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight"):
+        prepare_target.main()
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN is larger than no tolerance."""
+    folder = pinned(tmp_path, monkeypatch, LlamaForCausalLM(LlamaConfig(**LLAMA)))
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"][3, 4] = torch.nan
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="by up to nan"):
+        prepare_target.main()
+
+
+def test_a_class_that_scales_its_logits_is_told_and_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pinned(tmp_path, monkeypatch, GraniteForCausalLM(GraniteConfig(**LLAMA, logits_scaling=8.0)))
+    prepare_target.main()
+    assert "note: of GraniteForCausalLM, logits of 8 tokens differ" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["tied", "qwen3", "moe", "sliding", "qwen3-vl", "qwen2.5-vl"])
+def test_the_tables_of_every_kind_of_target_agree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """One block of each is enough to compare, and nothing is said."""
+    if kind in KINDS:
+        pinned(tmp_path, monkeypatch, LlamaForCausalLM(LlamaConfig(**LLAMA)))
+        save(kind, tmp_path / "mine")
+    else:
+        experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+        window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3, "head_dim": 8}
+        model = {
+            "tied": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA, tie_word_embeddings=True)),
+            "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**LLAMA, head_dim=8)),
+            "moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**LLAMA, **experts)),
+            "sliding": lambda: Qwen3ForCausalLM(Qwen3Config(**LLAMA, **window)),
+        }[kind]()
+        pinned(tmp_path, monkeypatch, model)
+    prepare_target.main()
+    said = capsys.readouterr()
+    assert "not compared" not in said.out and "note" not in said.out
+    assert "UNEXPECTED" not in said.err + said.out

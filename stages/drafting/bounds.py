@@ -20,6 +20,12 @@ from torch import Tensor
 
 # Probabilities of a path, half an octave apart, from "nothing is sure enough" to "everything that was expanded".
 THRESHOLDS = (2.0, *(2.0 ** (-i / 2) for i in range(51)), 0.0)
+INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def narrowest(most: int) -> torch.dtype:
+    """Return the smallest signed integer type that holds `most`: tables of places are large, and the walk reads all of them."""
+    return next(dtype for dtype in INTEGERS if most <= torch.iinfo(dtype).max)
 
 
 def fewest(reach: Tensor, counts: Tensor, steps: int) -> tuple[Tensor, Tensor]:
@@ -29,17 +35,14 @@ def fewest(reach: Tensor, counts: Tensor, steps: int) -> tuple[Tensor, Tensor]:
     one that is nobody's; counts [B] places. From a place one steps on by 1 to reach + 1. The fewest cycles count first, then
     whether the last one accepts the answer's end too, so that no bonus is left: f is twice the cycles, less that one.
     """
-    begin = counts.cumsum(0) - counts
-    never, taken = 1 << 13, torch.arange(steps + 1, device=reach.device)
-    best = torch.zeros(
-        len(reach), len(counts), dtype=torch.int16, device=reach.device
-    )  # [G, B] f from the first place on
-    ahead = torch.full(
-        (*best.shape, steps + 1), never, dtype=torch.int16, device=reach.device
-    )  # f of the next S + 1 places
+    begin, longest = counts.cumsum(0) - counts, int(counts.max())
+    dtype, taken = narrowest(2 * longest), torch.arange(steps + 1, device=reach.device)
+    never = torch.iinfo(dtype).max  # nothing is added to it: one step on is always possible, and its f is less
+    best = torch.zeros(len(reach), len(counts), dtype=dtype, device=reach.device)  # [G, B] f from the first place on
+    ahead = torch.full((*best.shape, steps + 1), never, dtype=dtype, device=reach.device)  # f of the next S + 1 places
     ahead[..., 0] = 0  # the answer's end
     ahead[..., 1:2] = -1  # and beyond its bonus
-    for left in range(1, int(counts.max()) + 1):  # places from here to the answer's end
+    for left in range(1, longest + 1):  # places from here to the answer's end
         here = reach[:, begin + (counts - left).clamp(min=0)]  # [G, B]
         f = 2 + torch.where(taken <= here[..., None], ahead, never).amin(-1)
         best = torch.where(counts == left, f, best)
@@ -50,7 +53,8 @@ def fewest(reach: Tensor, counts: Tensor, steps: int) -> tuple[Tensor, Tensor]:
 
 
 def cut(scores: Tensor, numbers: Tensor, topk: int, thresholds: Tensor) -> tuple[Tensor, Tensor]:
-    """Trees of all candidates whose score reaches a threshold: drafts that they accept, int8, and nodes, int16, [Q, S, N].
+    """Trees of all candidates whose score reaches a threshold: drafts that they accept, and nodes, [Q, S, N], in the `narrowest`
+    types that hold the most of each.
 
     scores [N, C]; numbers [N, S] of the candidates that match the answer, negative from where none does; thresholds [Q], falling,
     the last below every score.
@@ -63,8 +67,9 @@ def cut(scores: Tensor, numbers: Tensor, topk: int, thresholds: Tensor) -> tuple
     nodes.scatter_add_(1, of_level.to(entry.device) * q + entry, torch.ones_like(entry, dtype=torch.int32))
     matching = torch.gather(entry, 1, numbers.clamp(min=0)).masked_fill(numbers < 0, q)  # [N, S]
     accepted = matching[..., None] <= torch.arange(q, device=entry.device)  # [N, S, Q]
-    sums = accepted.cumsum(1, dtype=torch.int8), nodes.unflatten(1, (steps, q)).cumsum(1).cumsum(2).to(torch.int16)
-    return sums[0].permute(2, 1, 0), sums[1].permute(2, 1, 0)
+    drafts = accepted.cumsum(1, dtype=narrowest(steps))
+    held = nodes.unflatten(1, (steps, q)).cumsum(1).cumsum(2).to(narrowest(scores.shape[1]))
+    return drafts.permute(2, 1, 0), held.permute(2, 1, 0)
 
 
 def at_width(found: np.ndarray, tokens: int) -> float:

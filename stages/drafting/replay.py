@@ -21,10 +21,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stages.drafting.bounds import THRESHOLDS, cut, fewest
+from stages.drafting.bounds import THRESHOLDS, cut, fewest, narrowest
 from stages.drafting.draft import Draft, Seen, attend, first_state, in_sight, prefix
 from stages.drafting.expand import AT_ONCE, grow
-from stages.drafting.tree import SEMANTICS, Candidates, check, level
+from stages.drafting.tree import SEMANTICS, Candidates, check, level, pool
 
 NEVER = torch.iinfo(torch.int32).max  # the rank of a node that does not exist
 Shape = tuple[int, int, int]  # num_steps, topk, num_draft_tokens
@@ -92,23 +92,25 @@ class Tables:
         self.trees, self.topks, self.steps = trees, sorted({k for _, k, _ in trees}), max(s for s, _, _ in trees)
         self.thresholds = SEMANTICS[semantics].score(torch.tensor(THRESHOLDS, device=device))  # [Q]
         cuts = len(self.topks), len(THRESHOLDS), self.steps, places + 1
-        self.accepted = torch.zeros(len(trees), places + 1, dtype=torch.int8, device=device)  # [G, L + 1] drafts
+        drafts, nodes = _dtypes(trees)
+        self.accepted = torch.zeros(len(trees), places + 1, dtype=drafts, device=device)  # [G, L + 1] drafts
         self.deep = torch.zeros_like(self.accepted)  # [G, L + 1] the tree's depth
         self.reach = torch.zeros_like(self.accepted)  # [G, L + 1] drafts of the best tree of all
-        self.cut_accepted = torch.zeros(cuts, dtype=torch.int8, device=device)  # [K, Q, S, L + 1]
-        self.cut_nodes = torch.zeros(cuts, dtype=torch.int16, device=device)  # [K, Q, S, L + 1]
+        self.cut_accepted = torch.zeros(cuts, dtype=drafts, device=device)  # [K, Q, S, L + 1]
+        self.cut_nodes = torch.zeros(cuts, dtype=nodes, device=device)  # [K, Q, S, L + 1]
 
     def fill(self, here: slice, topk: int, candidates: Candidates, wanted: Tensor) -> None:
         """The places `here` of the trees of `topk`; wanted [N, S] the answer's next tokens."""
         scores, numbers, trees = candidates.scores, path(candidates, wanted, topk), self.trees
+        drafts = self.accepted.dtype
         matching = ranks(scores, numbers, self.steps, topk)
         foremost = ranks(scores, leaders(scores, self.steps, topk), self.steps, topk)
         for s in {s for s, k, _ in trees if k == topk}:
             chosen = [g for g, (steps, k, _) in enumerate(trees) if (steps, k) == (s, topk)]
             most = torch.tensor([trees[g][2] - 1 for g in chosen], device=scores.device)
-            self.accepted[chosen, here] = (matching[:, :s, s - 1, None] < most).sum(1).T.to(torch.int8)
-            self.deep[chosen, here] = (foremost[:, :s, s - 1, None] < most).sum(1).T.to(torch.int8)
-            self.reach[chosen, here] = torch.minimum((numbers[:, :s] >= 0).sum(1), most[:, None]).to(torch.int8)
+            self.accepted[chosen, here] = (matching[:, :s, s - 1, None] < most).sum(1).T.to(drafts)
+            self.deep[chosen, here] = (foremost[:, :s, s - 1, None] < most).sum(1).T.to(drafts)
+            self.reach[chosen, here] = torch.minimum((numbers[:, :s] >= 0).sum(1), most[:, None]).to(drafts)
         place = self.topks.index(topk), ..., here
         self.cut_accepted[place], self.cut_nodes[place] = cut(scores, numbers, topk, self.thresholds)
 
@@ -199,13 +201,20 @@ def room(draft: Draft, trees: Sequence[Shape], memory: int) -> Room:
     c, size = draft.config, draft.fc.weight.element_size()
     steps, topks = max(s for s, _, _ in trees), {k for _, k, _ in trees}
     cached = 2 * c.num_key_value_heads * c.head_dim
-    walked = len(trees) + len(topks) * len(THRESHOLDS) * steps
-    token = (7 * c.hidden_size + 2 * cached) * size + 3 * walked + 8 * steps
+    drafts, nodes = (dtype.itemsize for dtype in _dtypes(trees))
+    walked = 3 * drafts * len(trees) + (drafts + nodes) * len(topks) * len(THRESHOLDS) * steps
+    token = (7 * c.hidden_size + 2 * cached) * size + walked + 8 * steps
     own = 2 * steps * cached  # old and new
     layer = 8 * c.hidden_size + 3 * c.intermediate_size + 6 * c.num_attention_heads * c.head_dim
     node = (own + layer) * size + 16 * max(topks)
     recorded = sum(k + (steps - 1) * k * k for k in topks) * 24 + steps * steps * 16
     return Room(max(1, memory // 2 // token), max(1, memory // 2 // (sum(topks) * node + recorded)))
+
+
+def _dtypes(trees: Sequence[Shape]) -> tuple[torch.dtype, torch.dtype]:
+    """Return the types in which `Tables` counts: the drafts of a path, and the candidates of an expansion."""
+    steps, topk = max(s for s, _, _ in trees), max(k for _, k, _ in trees)
+    return narrowest(steps), narrowest(pool(steps, topk))
 
 
 def _parts(spans: Sequence[Block], width: int, at_once: int) -> Iterator[list[Block]]:

@@ -114,8 +114,8 @@ def config_json(
 
 
 def write_draft(place: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Atomically write `place`/draft. Raises AssertionError where names, shapes or maps would mislead an engine."""
-    assert not (found := problem(config, tensors)), found
+    """Atomically write `place`/draft. Raises AssertionError where names, shapes, maps or weights would mislead an engine."""
+    assert not (found := problem(config, tensors) or not_finite(tensors)), found
     with atomic.folder(place / "draft") as temporary:
         atomic.write_json(temporary / "config.json", config)
         save_file(
@@ -148,14 +148,38 @@ def read_progress(place: Path, made_by: str) -> dict[str, Any]:
 
 
 def read_tensors(path: Path, made_by: str) -> dict[str, Tensor]:
-    """Raises ValueError naming the file and what to run, where it is missing or broken."""
+    """Raises ValueError naming the file and what to run, where it is missing or broken, or holds NaN or infinity."""
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     except FileNotFoundError:
         raise ValueError(f"{path} not found; run: dvc repro {made_by}") from None
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is cut or broken ({error}); delete it and run: dvc repro {made_by}") from None
+    if found := not_finite(tensors):
+        raise ValueError(f"{path}: {found}; run: dvc repro -f -s {made_by}, which names the cause where it comes again")
+    return tensors
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> str:
+    """Say which weights are NaN or infinite, or return an empty string. A draft with such weights decodes, accepts nothing,
+    and would be reported as one of tau 1.
+    """
+    bad = [name for name, tensor in tensors.items() if not _finite(tensor)]
+    if not bad:
+        return ""
+    first, more = tensors[bad[0]], f" (and {len(bad) - 1} more tensors hold some)" if len(bad) > 1 else ""
+    count = first.numel() - int(torch.isfinite(first).sum())
+    return f"{bad[0]} holds {count} NaN or infinite values of {first.numel()}{more}, expected finite weights"
+
+
+def _finite(tensor: Tensor) -> bool:
+    """Extremes are NaN where any value is, and cost a fortieth of isfinite. One-byte floats, which have none, are refused
+    elsewhere.
+    """
+    if not tensor.is_floating_point() or tensor.itemsize < 2 or not tensor.numel():
+        return True
+    return all(bool(torch.isfinite(extreme)) for extreme in tensor.aminmax())
 
 
 def misshapen(

@@ -233,6 +233,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors under our names, what no engine reads left out."""
     tensors: dict[str, Tensor] = {}
     for file in _files(folder):
+        read: dict[str, Tensor] = {}  # by the file's own names, which an error gives
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 - not a dict
@@ -241,9 +242,13 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
                         continue
                     if ours in tensors:
                         raise ValueError(f"{file} has {ours} under two names, {name} one of them; remove one")
-                    tensors[ours] = opened.get_tensor(name)
+                    tensors[ours] = read[name] = opened.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} is missing, cut or broken ({error}); get the draft anew") from None
+        if found := checkpoint.not_finite(read):
+            raise ValueError(
+                f"{file}: {found}; export the draft again from a checkpoint whose loss was finite, or get the draft anew"
+            )
     return tensors
 
 

@@ -52,7 +52,7 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def write(place: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    assert not (found := checkpoint.misshapen(config, tensors, shapes)), found
+    assert not (found := checkpoint.misshapen(config, tensors, shapes) or checkpoint.not_finite(tensors)), found
     with atomic.folder(place / "draft") as temporary:
         atomic.write_json(temporary / "config.json", config)
         save_file({name: t.contiguous() for name, t in tensors.items()}, temporary / "model.safetensors")

@@ -151,6 +151,37 @@ def test_a_config_without_a_size_is_refused_both_ways(tmp_path: Path, key: str) 
         checkpoint.read_draft(tmp_path, "init_draft")
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_that_are_not_finite_are_neither_written_nor_read(
+    tmp_path: Path, value: float, dtype: torch.dtype
+) -> None:
+    """Bug: a draft with NaN weights was read, decoded, accepted nothing, and was reported as one of tau 1.000."""
+    tensors = {n: t.to(dtype) if t.is_floating_point() else t for n, t in draft().items()}
+    tensors["fc.weight"][2, 5:8] = value
+    with pytest.raises(
+        AssertionError, match=r"fc\.weight holds 3 NaN or infinite values of 192, expected finite weights"
+    ):
+        checkpoint.write_draft(tmp_path / "e003", CONFIG, tensors)
+    tensors["norm.weight"][0] = value
+    write_unchecked(tmp_path / "e003", CONFIG, tensors)
+    expected = (
+        r"e003/draft/model\.safetensors: \S+ holds \d NaN or infinite values of \d+ \(and 1 more tensors hold some\), "
+        "expected finite weights; run: dvc repro -f -s train_draft@e003"
+    )
+    with pytest.raises(ValueError, match=expected):
+        checkpoint.read_draft(tmp_path / "e003", "train_draft@e003")
+
+
+def test_moments_that_are_not_finite_are_not_read(tmp_path: Path) -> None:
+    """Sibling: the next segment of training would have made every weight NaN by its first step."""
+    checkpoint.write_state(tmp_path, {"exp_avg.norm.weight": torch.full((H,), torch.nan)}, {"epoch": 3, "step": 9})
+    with pytest.raises(
+        ValueError, match=r"optimizer\.safetensors: exp_avg\.norm\.weight holds 8 NaN or infinite values"
+    ):
+        checkpoint.read_state(tmp_path, "train_draft@e003")
+
+
 @pytest.mark.parametrize("name", ["draft/config.json", "draft/model.safetensors"])
 def test_a_missing_or_cut_draft_is_named_with_its_stage(tmp_path: Path, name: str) -> None:
     checkpoint.write_draft(tmp_path, CONFIG, draft())

@@ -403,6 +403,9 @@ def test_a_theta_of_ones_own(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], Callable[[dict[str, Tensor]], Any], str]] = {
+    "NaN weights": (
+        {}, lambda t: t["midlayer.mlp.up_proj.weight"][0].fill_(torch.nan),
+        r"\.safetensors: \S*midlayer.mlp.up_proj.weight holds 8 NaN or infinite values of 160, expected finite .* export the"),
     "two layers": ({"num_hidden_layers": 2}, lambda t: None, "num_hidden_layers is 2, expected 1"),
     "another layer's tensors": ({}, lambda t: t.update({"layers.1.mlp.up_proj.weight": HEAD}), r"unknown \['layers.1.mlp"),
     "MLA": ({"kv_lora_rank": 512}, lambda t: None, "kv_lora_rank is 512, expected None"),
