@@ -525,7 +525,7 @@ def _acceptance(side: Side, loads: list[Load], prompts: str) -> dict[str, Any] |
 
 
 def _interval(loads: list[Load], num_steps: int, prompts: str) -> interval.Interval | None:
-    """Return tau's, over conversations; None where the engine counts over all requests, which no conversation can be told from."""
+    """Return tau's, over conversations; None where the engine counts over all requests together."""
     records = [r for found in loads for r in found.records if r.counts]
     if any(found.counters for found in loads) or not records:
         return None

@@ -52,7 +52,8 @@ def _measured(tau: float, c: float, decoding: float, whole: float, ends: tuple[f
 def beside(names: Row, guess: Row, found: Row) -> Row:
     """`names` of a cell, its prediction and its measurement, and whether their intervals have anything in common.
 
-    Where they haven't, `apart` says which of tau and C is further from what was predicted. Without both intervals, `agrees` is None.
+    Where they haven't, `apart` says which of tau and C is further from what was predicted. `agrees` is None where one has no
+    interval.
     """
     known = None not in (guess["low"], guess["high"], found["low"], found["high"])
     agrees = (guess["low"] <= found["high"] and found["low"] <= guess["high"]) if known else None

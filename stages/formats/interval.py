@@ -169,7 +169,7 @@ class _Jackknife:
 
 
 def _jackknife(without: np.ndarray, whole: np.ndarray, weights: np.ndarray) -> _Jackknife:
-    """Return the error of an estimate `whole` [...], from the estimates `without` each cluster [C, ...], of `weights` [C, ...]."""
+    """Return the error of an estimate `whole` [...] from those `without` each cluster [C, ...], of `weights` [C, ...]."""
     import numpy as np
 
     counted = weights > 0

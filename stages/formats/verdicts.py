@@ -134,7 +134,7 @@ def _of_acceptance(name: str) -> Measure:
 
 def _accepted(name: str, found: Cell, said: Cell) -> Number:
     """Return tau or a rate, which is (tau - 1) over what it is a rate of: its interval is as much narrower than tau's."""
-    of = {"tau": 1, "accept_rate": found["num_steps"], "node_accept_rate": found["num_draft_tokens"] - 1}[name]
+    of = 1 if name == "tau" else found["num_steps"] if name == "accept_rate" else found["num_draft_tokens"] - 1
     whole = found["engine"] == "vllm"
     why = "vLLM counts accepted drafts over all requests, not of each" if whole else ONE_PROMPT
     return replace(_within(said, "tau", of, why), value=said[name])
@@ -214,9 +214,8 @@ def _speedup_of_questions(found: Cell, _: Cell | None) -> Number | None:
     if not ours:
         return None
     speeds, plain_speeds = ([n / s for n, s in rows] for rows in (ours, plain))
-    found = interval.of_ratio_of_means(speeds, plain_speeds)
-    value = fmean(speeds) / fmean(plain_speeds)
-    return Number(value, found.half) if found else Number(value, None, "one question")
+    ends, value = interval.of_ratio_of_means(speeds, plain_speeds), fmean(speeds) / fmean(plain_speeds)
+    return Number(value, ends.half) if ends else Number(value, None, "one question")
 
 
 def _questions(found: Cell, *columns: str) -> list[list[float]]:

@@ -169,11 +169,12 @@ def _line(side: verdicts.Side) -> dict[str, Any]:
     """Of the CSV; ours in the published unit."""
     row, setting = side.published, side.published.setting
     scale = row.value / side.theirs if side.theirs else 1.0
+    spread = side.ours.spread if side.ours else None
     return {
         "publication": row.what, "table": row.where, "label": setting.label,
         "draft": setting.draft, "dataset": setting.dataset,
         "temperature": setting.temperature, "tree": setting.tree, "metric": row.metric, "unit": row.unit, "published": row.value,
-        "ours": side.ours.value * scale if side.ours else None, "spread": side.ours.spread * scale if side.ours and side.ours.spread is not None else None,
+        "ours": side.ours.value * scale if side.ours else None, "spread": None if spread is None else spread * scale,
         "no_interval": side.ours.why if side.ours else "",
         "ratio": side.ratio, "tolerance": side.tolerance, "verdict": side.verdict, "why": "; ".join(side.bars),
         "taken": "; ".join(side.taken), "cell": side.cell,
