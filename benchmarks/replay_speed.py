@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from stages.drafting import acceptance, tree
+from stages.drafting import tree
 from stages.drafting.draft import Draft, DraftConfig, first_state, in_sight, prefix
 from stages.drafting.expand import expand
 from stages.drafting.replay import Replayed, Shape, replay, room
@@ -66,7 +66,7 @@ def main() -> None:
         line(str(k), draft, run, [t for t in trees if t[1] == k])
     seconds, nodes, found = line("all", draft, run, trees)
     started = time.perf_counter()
-    acceptance.interval(found.accepted.cpu().numpy(), found.cycles.cpu().numpy())
+    interval.of_taus(found.accepted.cpu().numpy(), found.cycles.cpu().numpy(), [steps for steps, *_ in trees])
     print(f"intervals of all: {time.perf_counter() - started:.2f} s")
 
     if o.device == "cuda":

@@ -31,14 +31,13 @@ from stages.drafting.memory import GIB, Memory
 from stages.drafting.pixels import Pixels
 from stages.drafting.sampling import Sampling
 from stages.drafting.shares import gathered
-from stages.formats import asked, cell, checkpoint, manifest, served
+from stages.formats import asked, cell, checkpoint, clusters, interval, manifest, served
 from stages.sections.cells import Workload
 from stages.sections.section import named
 from stages.sections.trees import Tree
 from stages.serving import counts, energy, grades, latency, requests
 
 KINDS = ("plain", "speculative")
-SAMPLES, QUANTILES = 2000, (0.025, 0.975)  # as of tau's interval
 
 Row = dict[str, Any]
 Said = dict[str, list[int]]  # by kind of decoding, the ids of an answer
@@ -161,12 +160,12 @@ def _prompt_by_prompt(work: Work) -> tuple[dict[str, Any], str]:
     for _, _, _, accepted, _ in every:
         histogram += np.bincount(accepted, minlength=work.tree.num_steps + 1)
     spoken = [said for *_, said in every]  # to be graded now that no clock runs
-    metrics = _metrics(rows, work.tree)
+    metrics = _metrics(rows, work.tree, work.w.prompts)
     same = metrics["identical_share"]
     alike = "" if same is None else f"identical {same:.0%} of "
     found = {
         "metrics": metrics,
-        "repeats": _repeats(rows),
+        "repeats": _repeats(rows, work.w.prompts),
         "quality": _grade(work, rows, spoken, dict(work.prompts.select("id", "reference").iter_rows())),
         "histogram": histogram.tolist(),
         "prompts": rows,
@@ -439,19 +438,20 @@ def _point(work: Work, kind: str, length: int, cap: int | None, repeats: list[li
 
 
 def _acceptance(work: Work, repeats: list[list[list[latency.Record]]]) -> Row:
-    """As served.ACCEPTANCE, of all requests. Intervals are over prompts: all turns and repeats of one are drawn together."""
-    sums: dict[str, np.ndarray] = {}  # by prompt: accepted, cycles, then the histogram
+    """As served.ACCEPTANCE, of all requests; the interval is over conversations."""
+    names, counted = [], []
     for r in (r for turns in repeats for load in turns for r in load):
         assert r.counts is not None, "_load counts"
-        own = np.array([r.counts.accepted, r.counts.cycles, *r.counts.histogram])
-        sums[requests.name(r)] = sums.get(requests.name(r), 0) + own
-    accepted, cycles, *histogram = np.array(list(sums.values())).T  # [P] each
-    tau, (low, high) = acceptance.tau(accepted, cycles), acceptance.interval(accepted, cycles)
+        names.append(clusters.cluster_of(work.w.prompts, requests.name(r)))
+        counted.append([r.counts.accepted, r.counts.cycles, *r.counts.histogram])
+    accepted, cycles, *histogram = clusters.sums(names, np.array(counted)).T  # [C] each
+    tau = acceptance.tau(accepted, cycles)
+    low, high = interval.of_tau(accepted, cycles, work.tree.num_steps) or (None, None)
     nodes = cycles.sum() * (work.tree.num_draft_tokens - 1)
     return {
         "tau": tau,
-        "tau_low": float(low),
-        "tau_high": float(high),
+        "tau_low": low,
+        "tau_high": high,
         "accept_rate": (tau - 1) / work.tree.num_steps,
         "node_accept_rate": float(accepted.sum() / max(1, nodes)),
         "cycles": int(cycles.sum()),
@@ -487,19 +487,19 @@ def _grade(work: Work, rows: list[Row], spoken: list[Said], references: dict[str
 # Metrics
 
 
-def _metrics(rows: list[Row], tree: Tree) -> dict[str, float | None]:
-    """docs/metrics.md, version 2. Intervals are over whole prompts: all turns and repeats of one are drawn together."""
-    accepted, cycles = (_by_prompt(rows, k).sum(1) for k in ("accepted", "cycles"))  # [P]
+def _metrics(rows: list[Row], tree: Tree, prompts: str) -> dict[str, float | None]:
+    """Return cell.METRICS, as docs/metrics.md defines them; `prompts` is the workload's. Intervals are over conversations."""
+    accepted, cycles = (_by_cluster(rows, k, prompts).sum(1) for k in ("accepted", "cycles"))  # [C]
     tau = acceptance.tau(accepted, cycles)
-    low, high = acceptance.interval(accepted, cycles)
+    low, high = interval.of_tau(accepted, cycles, tree.num_steps) or (None, None)
     seconds, plain_seconds = (sum(r[k] for r in rows) for k in ("e2e_latency_s", "baseline_e2e_latency_s"))
     tokens, plain_tokens = (sum(r[k] for r in rows) for k in ("output_tokens", "baseline_output_tokens"))
     output_tok_s, baseline_tok_s = tokens / seconds, plain_tokens / plain_seconds
-    speedup_low, speedup_high = _speedup_interval(rows)
+    speedup_low, speedup_high = interval.of_speedup(*_speeds(rows, prompts)) or (None, None)
     return {
         "tau": tau,
-        "tau_low": float(low),
-        "tau_high": float(high),
+        "tau_low": low,
+        "tau_high": high,
         "accept_rate": (tau - 1) / tree.num_steps,
         "node_accept_rate": float(accepted.sum() / max(1, cycles.sum() * (tree.num_draft_tokens - 1))),
         "prefill_latency_s": float(np.mean([r["prefill_latency_s"] for r in rows])),
@@ -513,19 +513,17 @@ def _metrics(rows: list[Row], tree: Tree) -> dict[str, float | None]:
     }
 
 
-def _by_prompt(rows: list[Row], column: str) -> np.ndarray:
-    """Sums of a column, [P, R]: of each prompt, in each repeat, over its turns."""
-    prompts = list(dict.fromkeys(row["id"] for row in rows))
-    place = {name: number for number, name in enumerate(prompts)}
-    sums = np.zeros((len(prompts), 1 + max(row["repeat"] for row in rows)), dtype=type(rows[0][column]))
-    for row in rows:
-        sums[place[row["id"]], row["repeat"]] += row[column]
-    return sums
+def _by_cluster(rows: list[Row], column: str, prompts: str) -> np.ndarray:
+    """Return sums of a column, [C, R]: of each conversation, in each repeat."""
+    values = np.zeros((len(rows), 1 + max(row["repeat"] for row in rows)), dtype=type(rows[0][column]))
+    for number, row in enumerate(rows):
+        values[number, row["repeat"]] = row[column]
+    return clusters.sums([clusters.cluster_of(prompts, row["id"]) for row in rows], values)
 
 
-def _repeats(rows: list[Row]) -> list[dict[str, float]]:
+def _repeats(rows: list[Row], prompts: str) -> list[dict[str, float]]:
     """Of each repeat alone, its speed and speedup: how much the machine drifts."""
-    tokens, seconds, plain_tokens, plain_seconds = (column.sum(0) for column in _speeds(rows))  # [R]
+    tokens, seconds, plain_tokens, plain_seconds = (column.sum(0) for column in _speeds(rows, prompts))  # [R]
     speed, plain = tokens / seconds, plain_tokens / plain_seconds
     return [
         {"output_tok_s": float(a), "baseline_output_tok_s": float(b), "speedup": float(a / b)}
@@ -533,28 +531,11 @@ def _repeats(rows: list[Row]) -> list[dict[str, float]]:
     ]
 
 
-def _speedup_interval(rows: list[Row]) -> tuple[float, float]:
-    """95% bootstrap interval of the speedup, over prompts and repeats, each drawn on its own.
-
-    A repeat's weather is that of all its prompts, and a prompt's ease that of all its repeats: so a resample takes whole
-    rows and whole columns of the table of the two (Owen's pigeonhole bootstrap, 2007, which errs on the wide side). With
-    one repeat it is over prompts alone, and says nothing of how the machine drifts.
-    """
-    columns = _speeds(rows)  # four of [P, R]
-    prompts, repeats = columns[0].shape
-    random = np.random.default_rng(0)
-    by_prompt = random.multinomial(prompts, np.full(prompts, 1 / prompts), size=SAMPLES)  # [S, P]
-    by_repeat = random.multinomial(repeats, np.full(repeats, 1 / repeats), size=SAMPLES)  # [S, R]
-    sums = [((by_prompt @ column) * by_repeat).sum(1) for column in columns]  # four of [S]
-    tokens, seconds, plain_tokens, plain_seconds = sums
-    low, high = np.quantile(tokens / seconds / (plain_tokens / plain_seconds), QUANTILES)
-    return float(low), float(high)
-
-
-def _speeds(rows: list[Row]) -> list[np.ndarray]:
-    """[P, R] each: tokens and seconds, speculative and then plain."""
-    names = ("output_tokens", "e2e_latency_s", "baseline_output_tokens", "baseline_e2e_latency_s")
-    return [_by_prompt(rows, name) for name in names]
+def _speeds(rows: list[Row], prompts: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return [C, R] each: tokens and seconds, speculative and then plain."""
+    tokens, seconds = _by_cluster(rows, "output_tokens", prompts), _by_cluster(rows, "e2e_latency_s", prompts)
+    plain_tokens = _by_cluster(rows, "baseline_output_tokens", prompts)
+    return tokens, seconds, plain_tokens, _by_cluster(rows, "baseline_e2e_latency_s", prompts)
 
 
 if __name__ == "__main__":

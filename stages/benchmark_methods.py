@@ -28,7 +28,7 @@ from stages.drafting.pixels import Pixels
 from stages.drafting.sampling import Sampling
 from stages.drafting.static import Static, best_first
 from stages.drafting.timing import timed
-from stages.formats import asked, cell, checkpoint, manifest, method_cell, rival
+from stages.formats import asked, cell, checkpoint, clusters, interval, manifest, method_cell, rival
 from stages.sections.cells import Workload
 from stages.sections.methods import DynamicRow, LookaheadRow, MethodRow, NgramRow, StaticRow
 from stages.sections.section import named
@@ -36,7 +36,6 @@ from stages.sections.trees import Tree
 from stages.serving import energy
 
 KINDS = ("plain", "speculative")
-SAMPLES, QUANTILES = 2000, (0.025, 0.975)  # as of tau's interval
 
 Row = dict[str, Any]
 
@@ -92,7 +91,7 @@ def main(name: str) -> None:
         row, cycles = _asked(work, question, KINDS if number % 2 == 0 else KINDS[::-1], p.target.device)
         histogram += np.bincount([s.accepted for s in cycles], minlength=len(histogram))
         rows.append(row)
-    metrics = _metrics(rows, work.steps)
+    metrics = _metrics(rows, work.steps, w.prompts)
     memory, parameters = _taken(work)
     method_cell.write(
         {
@@ -214,29 +213,30 @@ def _asked(work: Work, question: Row, order: tuple[str, ...], device: str) -> tu
     }, cycles
 
 
-def _metrics(rows: list[Row], steps: int) -> dict[str, float]:
-    """docs/metrics.md, version 2."""
+def _metrics(rows: list[Row], steps: int, prompts: str) -> dict[str, float | None]:
+    """Return method_cell.METRICS, as docs/metrics.md defines them; `prompts` is the workload's. Intervals as in a cell."""
     numbers = [key for key in method_cell.PROMPT_COLUMNS if key not in ("id", "finish_reason")]
     column = {key: np.array([row[key] for row in rows], dtype=float) for key in numbers}  # [P] each
+    names = [clusters.cluster_of(prompts, row["id"]) for row in rows]
+    of_cluster = {key: clusters.sums(names, values) for key, values in column.items()}  # [C] each
     tau = acceptance.tau(column["accepted"], column["cycles"])
-    low, high = acceptance.interval(column["accepted"], column["cycles"])
-    names = ("output_tokens", "e2e_latency_s", "baseline_output_tokens", "baseline_e2e_latency_s")
-    counts = np.random.default_rng(0).multinomial(len(rows), np.full(len(rows), 1 / len(rows)), size=SAMPLES)
-    resampled = [counts @ column[name] for name in names]
-    ends = np.quantile(_speedup(*resampled), QUANTILES)
-    sums = [column[name].sum() for name in names]
+    low, high = interval.of_tau(of_cluster["accepted"], of_cluster["cycles"], steps) or (None, None)
+    speeds = ("output_tokens", "e2e_latency_s", "baseline_output_tokens", "baseline_e2e_latency_s")
+    tokens, seconds, plain_tokens, plain_seconds = (of_cluster[name][:, None] for name in speeds)  # one repeat
+    ends = interval.of_speedup(tokens, seconds, plain_tokens, plain_seconds) or (None, None)
+    sums = [column[name].sum() for name in speeds]
     return {
         "tau": tau,
-        "tau_low": float(low),
-        "tau_high": float(high),
+        "tau_low": low,
+        "tau_high": high,
         "accept_rate": (tau - 1) / steps,
         "prefill_latency_s": float(column["prefill_latency_s"].mean()),
         "e2e_latency_s": float(column["e2e_latency_s"].mean()),
         "output_tok_s": float(sums[0] / sums[1]),
         "baseline_output_tok_s": float(sums[2] / sums[3]),
         "speedup": float(_speedup(*sums)),
-        "speedup_low": float(ends[0]),
-        "speedup_high": float(ends[1]),
+        "speedup_low": ends[0],
+        "speedup_high": ends[1],
         "identical_share": float(column["identical"].mean()),
     }
 

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from stages import params
 from stages.drafting import acceptance, pixels, prompt
-from stages.formats import asked, cell, checkpoint, manifest, served
+from stages.formats import asked, cell, checkpoint, clusters, interval, manifest, served
 from stages.sections.cells import Workload
 from stages.sections.section import named
 from stages.sections.trees import Tree
@@ -466,7 +466,7 @@ def _point(work: Work, side: Side, length: int, cap: int | None, repeats: list[l
         "concurrency": cap,
         "request_rate": work.w.request_rate,
         "loads": [latency.summary(requests.end_to_end([found.records for found in turns])) for turns in repeats],
-        "acceptance": _acceptance(side, [found for turns in repeats for found in turns]),
+        "acceptance": _acceptance(side, [found for turns in repeats for found in turns], work.w.prompts),
         "quality": _quality(work, every, marks),
         "requests": [requests.row(*one, mark) for one, mark in zip(every, marks, strict=True)],
         "warnings": _warnings(work, side, cap, length, repeats),
@@ -498,13 +498,14 @@ def _text(work: Work, r: latency.Record) -> str:
     return work.tokenizer.decode(r.ids, skip_special_tokens=True) if r.ids else r.text
 
 
-def _acceptance(side: Side, loads: list[Load]) -> dict[str, Any] | None:
+def _acceptance(side: Side, loads: list[Load], prompts: str) -> dict[str, Any] | None:
     """docs/metrics.md: "Accepted drafts of a server". None without a draft, or where the engine counts nothing."""
     counts = [c for found in loads for c in _counts(found)]
     if side.tree is None or not counts:
         return None
     accepted, cycles = (np.array([getattr(c, key) for c in counts]) for key in ("accepted", "cycles"))
-    tau, (low, high) = acceptance.tau(accepted, cycles), acceptance.interval(accepted, cycles)
+    tau = acceptance.tau(accepted, cycles)
+    low, high = _interval(loads, side.tree.num_steps, prompts) or (None, None)
     histogram = np.zeros(side.tree.num_steps + 1, dtype=np.int64)
     for c in counts:
         histogram[: len(c.histogram)] += np.array(c.histogram, dtype=np.int64)
@@ -514,11 +515,10 @@ def _acceptance(side: Side, loads: list[Load]) -> dict[str, Any] | None:
     per_request = [r.said["spec_accept_length"] for f in loads for r in f.records if "spec_accept_length" in r.said]
     if per_request:
         figures["spec_accept_length, mean over requests"] = float(np.mean(per_request))
-    alone = loads[0].counters is not None  # of all requests together: nothing to resample
     return {
         "tau": tau,
-        "tau_low": None if alone else float(low),
-        "tau_high": None if alone else float(high),
+        "tau_low": low,
+        "tau_high": high,
         "accept_rate": (tau - 1) / side.tree.num_steps,
         "node_accept_rate": float(accepted.sum() / max(1, cycles.sum() * (side.tree.num_draft_tokens - 1))),
         "cycles": int(cycles.sum()),
@@ -527,6 +527,17 @@ def _acceptance(side: Side, loads: list[Load]) -> dict[str, Any] | None:
         "clipped": all(c.clipped for c in counts),
         "engine": figures,
     }
+
+
+def _interval(loads: list[Load], num_steps: int, prompts: str) -> interval.Interval | None:
+    """Return tau's, over conversations; None where the engine counts over all requests together."""
+    records = [r for found in loads for r in found.records if r.counts]
+    if any(found.counters for found in loads) or not records:
+        return None
+    names = [clusters.cluster_of(prompts, requests.name(r)) for r in records]
+    counted = np.array([[r.counts.accepted, r.counts.cycles] for r in records if r.counts])
+    accepted, cycles = clusters.sums(names, counted).T  # [C] each
+    return interval.of_tau(accepted, cycles, num_steps)
 
 
 def _warnings(work: Work, side: Side, cap: int | None, length: int, repeats: list[list[Load]]) -> list[str]:

@@ -3,7 +3,7 @@
 Exact, not estimated: research/replay.md and drafting/replay.py. One expansion per topk gives every smaller num_steps
 and every num_draft_tokens. Answers drawn above temperature 0 (data/hiddens/eval_t, where sample_target made any) are
 replayed too: what verification commits there is a draw of the target's own, so what a tree accepts of these answers is
-what decoding would accept of others like them, and its interval is over prompts all the same.
+what decoding would accept of others like them, and its interval is over conversations all the same.
 """
 
 import time
@@ -22,7 +22,7 @@ from stages import params
 from stages.drafting import acceptance, bounds, inside, kinds, prompt
 from stages.drafting.draft import Draft, Seen
 from stages.drafting.replay import replay, room
-from stages.formats import checkpoint, conversations, hiddens, manifest, origin, replays
+from stages.formats import checkpoint, clusters, conversations, hiddens, interval, manifest, origin, replays
 from stages.sections.trees import ReplayTrees, Tree
 from stages.serving import spent
 
@@ -99,13 +99,17 @@ def _found(
     every = list(dict.fromkeys([*grid, *(inner.tallies if inner else ())]))
     rows = answers.rows(embedding.dtype)
     accepted, cycles, reached, depth, oracle, adaptive = _replay(draft, embedding, rows, every, settings, inner)
-    low, high = acceptance.interval(accepted, cycles)
+    names = [clusters.conversation_of(row.id) for row in rows]
+    intervals = interval.of_taus(
+        clusters.sums(names, accepted), clusters.sums(names, cycles), [tree.num_steps for tree in every]
+    )
     cuts = dict(
         zip(sorted({t.topk for t in every}), adaptive.swapaxes(0, 1), strict=True)
     )  # [3, thresholds, steps] of a topk
     found: list[dict[str, Any]] = []
     for g, tree in enumerate(grid):
         tau = acceptance.tau(accepted[:, g], cycles[:, g])
+        low, high = intervals[g] or (None, None)
         found.append(
             {
                 "checkpoint": name,
@@ -113,8 +117,8 @@ def _found(
                 "topk": tree.topk,
                 "tokens": tree.num_draft_tokens,
                 "tau": tau,
-                "tau_low": float(low[g]),
-                "tau_high": float(high[g]),
+                "tau_low": low,
+                "tau_high": high,
                 "accept_rate": (tau - 1) / tree.num_steps,
                 "cycles": int(cycles[:, g].sum()),
                 "accepted": int(accepted[:, g].sum()),

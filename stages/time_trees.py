@@ -13,21 +13,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 
 from stages import params
 from stages.drafting import target
 from stages.drafting.decode import Engine, Step
 from stages.drafting.draft import Draft
-from stages.formats import cell, checkpoint, conversations, cost, cost_fit, manifest
+from stages.formats import cell, checkpoint, conversations, cost, cost_fit, interval, manifest
 from stages.sections.trees import TimeTrees, Tree
 from stages.serving import spent
 
 ANSWERS = Path("data/sampled/eval")
 BATCH = 1  # prompts that the torch engine decodes at once
-QUARTERS = 1.349  # standard deviations between a normal distribution's quartiles
-OF_MEDIAN = 1.253  # standard errors of a mean in that of a median
 
 Decoding = Callable[[], Iterator[Step]]
 
@@ -142,11 +139,10 @@ def _steps(decoding: Iterator[Step], count: int, warmup: int) -> Iterator[float]
         yield last - begun
 
 
-def _median(name: str, seconds: list[float]) -> dict[str, float]:
-    """The median, and its standard error as a share, from the quartiles: a stray second must not make it vast."""
-    low, middle, high = np.quantile(seconds, [0.25, 0.5, 0.75]).tolist()
-    error = OF_MEDIAN * (high - low) / QUARTERS / len(seconds) ** 0.5 / middle
-    return {name: middle, "error": error, "samples": len(seconds)}
+def _median(name: str, seconds: list[float]) -> dict[str, Any]:
+    """Return the columns `name`, error and samples of cost.GRID or cost.PLAIN."""
+    found = interval.median_time(seconds)
+    return {name: found.value, "error": found.error, "samples": len(seconds)}
 
 
 if __name__ == "__main__":

@@ -13,9 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stages import benchmark, prepare_prompts
-from stages.drafting import acceptance
 from stages.drafting.batches import Batches
-from stages.formats import asked, cell, served
+from stages.formats import asked, cell, interval, served
 from stages.sections.trees import Tree
 from stages.serving import counts, latency
 from tests.conftest import ROOT, edit_params
@@ -126,13 +125,13 @@ def test_accepted_drafts_are_pooled_over_prompts_turns_and_repeats() -> None:
                 record = latency.Record(f"{name}#{turn}", 0, 0, 1, [(1, 1)], True, 3, 5, "stop", None, counts=told)
                 every.append((repeat, turn, name, record))
     repeats = [[[x[3] for x in every if x[:2] == (repeat, turn)] for turn in range(2)] for repeat in range(2)]
-    found = benchmark._acceptance(SimpleNamespace(tree=Tree.parse("t3_2_6")), repeats)
+    found = benchmark._acceptance(SimpleNamespace(tree=Tree.parse("t3_2_6"), w=SimpleNamespace(prompts="mt_bench")), repeats)
     accepted, cycles = (
         np.array([sum(getattr(x[3].counts, key) for x in every if x[2] == name) for name in "abcde"])
         for key in ("accepted", "cycles")
     )
     assert found["tau"] == pytest.approx(1 + accepted.sum() / cycles.sum())
-    assert [found["tau_low"], found["tau_high"]] == [float(end) for end in acceptance.interval(accepted, cycles)]
+    assert (found["tau_low"], found["tau_high"]) == interval.of_tau(accepted, cycles, 3)
     assert found["histogram"] == [sum(x[3].counts.histogram[i] for x in every) for i in range(4)]
     assert found["accept_rate"] == pytest.approx(accepted.sum() / cycles.sum() / 3)
     assert found["node_accept_rate"] == pytest.approx(accepted.sum() / (5 * cycles.sum()))

@@ -11,10 +11,10 @@ from typing import Any
 from stages.formats import atomic
 
 CELLS = Path("results/cells")
-DEFINITIONS = "docs/metrics.md, version 2"
+DEFINITIONS = "docs/metrics.md, version 3"
 
 # Every metric a cell must carry; docs/metrics.md defines each. Seconds are the means over prompts; `identical_share` is null
-# above temperature 0.
+# above temperature 0, and the ends of intervals are null where one conversation was asked.
 METRICS = (
     "tau", "tau_low", "tau_high", "accept_rate", "node_accept_rate", "prefill_latency_s", "e2e_latency_s",
     "output_tok_s", "baseline_output_tok_s", "speedup", "speedup_low", "speedup_high", "identical_share",
@@ -52,7 +52,7 @@ def write(cell: dict[str, Any]) -> Path:
 
 
 def read(workload: str, checkpoint: str, tree: str) -> dict[str, Any]:
-    """Raises ValueError naming the file and what to run, where the cell is missing or not whole."""
+    """Raises ValueError naming the file and what to run, where the cell is missing, not whole or of another definition."""
     place = path(workload, checkpoint, tree)
     stage = f"benchmark@{workload}-{checkpoint}-{tree}"
     cell = atomic.read_json(place, made_by=stage)
@@ -60,7 +60,14 @@ def read(workload: str, checkpoint: str, tree: str) -> dict[str, Any]:
         raise ValueError(
             f"{place} lacks {sorted(missing)}; it was cut or written by another version: dvc repro -f -s {stage}"
         )
+    check_definitions(place, cell["definitions"], stage)
     return cell
+
+
+def check_definitions(place: Path, found: str, stage: str) -> None:
+    """Raises ValueError where a file of results was measured by the definitions of another version."""
+    if found != DEFINITIONS:
+        raise ValueError(f"{place} is measured by {found}, expected {DEFINITIONS}; run: dvc repro -f -s {stage}")
 
 
 def hardware(device: str, num_threads: int) -> dict[str, Any]:

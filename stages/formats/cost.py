@@ -24,7 +24,7 @@ KEYS = (
     "fit",  # formats/cost_model.Fit
     "hardware", "versions", "seconds",
 )  # fmt: skip
-PLAIN = ("batch", "step_s", "error", "samples")  # a step of plain decoding; `error` is its standard error as a share
+PLAIN = ("batch", "step_s", "error", "samples")  # a plain step; `error`: standard error as a share, null of one repeat
 GRID = ("steps", "topk", "tokens", "batch", "cycle_s", "error", "samples")  # a cycle: drafting, verifying, all between
 
 

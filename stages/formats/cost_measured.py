@@ -1,7 +1,8 @@
 """What live cells say of predictions: their own tau, C and speedup beside the predicted ones. docs/cost.md, version 1.
 
 tau / C is of decoding alone, so the measured speedup beside it is too: the prompts' prefill, which both sides pay, is left out
-of the times. A cell's own interval, which is of whole answers, goes with it as a share.
+of the times. A cell's own interval, which is of whole answers, goes with it as a share; without one (one prompt, one repeat)
+it can't be said whether the two agree.
 """
 
 import math
@@ -26,8 +27,8 @@ def of_torch(cell: Row) -> Row | None:
     if min(cycles, tokens, plain_tokens) < 1:
         return None
     step = plain / plain_tokens
-    share = [metrics[f"speedup_{end}"] / metrics["speedup"] for end in ("low", "high")]
-    return _measured(metrics["tau"], seconds / cycles / step, step * tokens / seconds, metrics["speedup"], share)
+    ends = metrics["speedup_low"], metrics["speedup_high"]
+    return _measured(metrics["tau"], seconds / cycles / step, step * tokens / seconds, metrics["speedup"], ends)
 
 
 def of_served(line: Line) -> Row | None:
@@ -39,23 +40,25 @@ def of_served(line: Line) -> Row | None:
     if not (cycles and steps and own):
         return None
     ends = row["speedup_low"], row["speedup_high"]
-    share = [1.0, 1.0] if None in ends else [end / row["speedup"] for end in ends]
-    return _measured(row["tau"], fmean(cycles) / fmean(steps), fmean(steps) / fmean(own), row["speedup"], share)
+    return _measured(row["tau"], fmean(cycles) / fmean(steps), fmean(steps) / fmean(own), row["speedup"], ends)
 
 
-def _measured(tau: float, c: float, decoding: float, whole: float, share: list[float]) -> Row:
-    low, high = (decoding * s for s in share)
+def _measured(tau: float, c: float, decoding: float, whole: float, ends: tuple[float | None, float | None]) -> Row:
+    """`ends` are of the interval of `whole`."""
+    low, high = (None if end is None else decoding * end / whole for end in ends)
     return {"tau": tau, "C": c, "speedup": decoding, "low": low, "high": high, "whole": whole}
 
 
 def beside(names: Row, guess: Row, found: Row) -> Row:
     """`names` of a cell, its prediction and its measurement, and whether their intervals have anything in common.
 
-    Where they haven't, `apart` says which of tau and C is further from what was predicted.
+    Where they haven't, `apart` says which of tau and C is further from what was predicted. `agrees` is None where one has no
+    interval.
     """
-    agrees = guess["low"] <= found["high"] and found["low"] <= guess["high"]
+    known = None not in (guess["low"], guess["high"], found["low"], found["high"])
+    agrees = (guess["low"] <= found["high"] and found["low"] <= guess["high"]) if known else None
     of_tau, of_c = (abs(math.log(found[k] / guess[k])) for k in ("tau", "C"))
-    apart = None if agrees else "tau" if of_tau > of_c else "C"
+    apart = None if agrees is not False else "tau" if of_tau > of_c else "C"
     return names | {"predicted": guess, "measured": found, "agrees": agrees, "apart": apart}
 
 
@@ -104,9 +107,8 @@ def _left_out(timed: Row, number: int, tree: Row) -> Row:
     """The prediction of a grid's point by the others."""
     fit, batch = cost_model.Fit.of_json(timed["fit"]), timed["grid"][number]["batch"]
     step = next(row for row in timed["plain"] if row["batch"] == batch)
-    c, (tau, low, high) = fit.left_out_s[number] / step["step_s"], predicted.taus(tree)
-    error = math.hypot(fit.margin, predicted.NORMAL * step["error"])
-    return {"tau": tau, "C": c} | predicted.speedup(tau, low, high, c, error)
+    c, (tau, ends) = fit.left_out_s[number] / step["step_s"], predicted.taus(tree)
+    return {"tau": tau, "C": c} | predicted.speedup(tau, ends, c, predicted.margin(fit, step))
 
 
 def _is_of(line: Line, timed: Row, point: Row) -> bool:

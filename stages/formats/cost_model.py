@@ -32,7 +32,9 @@ class Fit:
     @property
     def margin(self) -> float:
         """Half of the 95% interval of a predicted cycle, as a share: Student's t over the points left out."""
-        return interval.student(len(self.left_out_s) - 1) * self.error
+        found = interval.margin(self.error, len(self.left_out_s))
+        assert found is not None, "cost_fit.FEWEST points at least are fitted"
+        return found
 
     def to_json(self) -> Row:
         return asdict(self)

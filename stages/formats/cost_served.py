@@ -12,10 +12,10 @@ and its batch is the load's concurrency. At a request rate the batch follows the
 import json
 import math
 from collections.abc import Iterable, Iterator
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
-from stages.formats import cost
+from stages.formats import cost, interval
 from stages.formats.joined import SPECULATIVE, Line
 
 Row = dict[str, Any]
@@ -108,10 +108,9 @@ def _plain(lines: list[Line]) -> Iterator[Row]:
 
 
 def _timed(name: str, values: list[float]) -> Row:
-    """The mean of repeats, and its standard error as a share: 0 where one repeat can't tell."""
-    mean = fmean(values)
-    error = stdev(values) / math.sqrt(len(values)) / mean if len(values) > 1 else 0.0
-    return {name: mean, "error": error, "samples": len(values)}
+    """Return the columns `name`, error and samples of cost.GRID or cost.PLAIN, from the values of each repeat."""
+    found = interval.mean_time(values)
+    return {name: found.value, "error": found.error, "samples": len(values)}
 
 
 def cycle_s(point: Row) -> list[float]:

@@ -44,4 +44,5 @@ def read(row: str, stage: str) -> dict[str, Any]:
         raise ValueError(f"{place} lacks {sorted(missing)}; it was cut or written by another version; {again}")
     if found["row"] != row:
         raise ValueError(f"{place} holds the row {found['row']}; {again}")
+    cell.check_definitions(place, found["definitions"], stage)
     return found

@@ -3,7 +3,8 @@
     C = cycle / plain step at the same batch          speedup = tau / C
 
 tau is replayed, for every tree; C is the fit of a cost (cost_model). Nothing is extrapolated: a tree outside what was timed has
-no prediction. The interval joins tau's with the error of the fit on points left out, and that of the plain step.
+no prediction. The interval joins tau's with the error of the fit on points left out, and that of the plain step; where one of
+them isn't known, there is none.
 """
 
 import math
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from stages.formats import atomic, cost_model
+from stages.formats import atomic, cost_model, interval
 
 Row = dict[str, Any]
 
@@ -23,7 +24,6 @@ COLUMNS = (
 )  # fmt: skip
 LOAD = (*NAMES[1:], "temperature", "concurrency")
 ENGINES = ("sglang", "vllm")  # that flags are written for
-NORMAL = 1.96  # half of a 95% interval, in standard errors
 
 
 def predict(cost: Row, checkpoint: str, temperature: float, trees: Iterable[Row]) -> list[Row]:
@@ -32,18 +32,18 @@ def predict(cost: Row, checkpoint: str, temperature: float, trees: Iterable[Row]
     names = {name: cost[name] for name in NAMES} | {"temperature": temperature, "checkpoint": checkpoint}
     found = []
     for tree in of_temperature(trees, temperature):
-        tau, low, high = taus(tree)
+        tau, ends = taus(tree)
+        low, high = ends or (None, None)
         for plain in cost["plain"]:
             place = tree["steps"], tree["topk"], tree["tokens"], plain["batch"]
             if inside(within, *place):
                 c = fit.cycle_s(*place) / plain["step_s"]
-                error = math.hypot(fit.margin, NORMAL * plain["error"])
                 shape = dict(zip((*SHAPE, "concurrency"), place, strict=True))
                 found.append(
                     names
                     | shape
                     | {"tau": tau, "tau_low": low, "tau_high": high, "C": c}
-                    | speedup(tau, low, high, c, error)
+                    | speedup(tau, ends, c, margin(fit, plain))
                 )
     return found
 
@@ -53,15 +53,28 @@ def of_temperature(trees: Iterable[Row], temperature: float) -> list[Row]:
     return [tree for tree in trees if tree["temperature"] == temperature]
 
 
-def taus(tree: Row) -> tuple[float, float, float]:
-    """A replayed tau and its interval."""
-    return float(tree["tau"]), float(tree["tau_low"]), float(tree["tau_high"])
+def taus(tree: Row) -> tuple[float, interval.Interval | None]:
+    """Return a replayed tau and its interval; none where one conversation was replayed."""
+    ends = [float(tree[end]) for end in ("tau_low", "tau_high") if tree[end] not in ("", None)]
+    return float(tree["tau"]), interval.Interval(*ends) if ends else None
 
 
-def speedup(tau: float, low: float, high: float, c: float, error: float) -> Row:
-    """tau / C and its 95% interval: independent errors, as shares (logarithms), add by their squares."""
-    down, up = (math.hypot(math.log(a / b), error) for a, b in ((tau, low), (high, tau)))
-    return {"speedup": tau / c, "low": tau / c * math.exp(-down), "high": tau / c * math.exp(up)}
+def margin(fit: cost_model.Fit, plain: Row) -> float | None:
+    """Return half of the 95% interval of C, as a share; None where one repeat can't tell how a plain step scatters."""
+    of_step = interval.margin(plain["error"], plain["samples"])
+    return None if of_step is None else math.hypot(fit.margin, of_step)
+
+
+def speedup(tau: float, ends: interval.Interval | None, c: float, error: float | None) -> Row:
+    """Return tau / C and its 95% interval: independent errors, as shares (logarithms), add by their squares.
+
+    The interval is None where tau's is, or where the error of C isn't known.
+    """
+    found = tau / c
+    if ends is None or error is None:
+        return {"speedup": found, "low": None, "high": None}
+    down, up = (math.hypot(math.log(a / b), error) for a, b in ((tau, ends.low), (ends.high, tau)))
+    return {"speedup": found, "low": found * math.exp(-down), "high": found * math.exp(up)}
 
 
 def reach(grid: Iterable[Row]) -> dict[str, tuple[int, int]]:
@@ -87,7 +100,8 @@ def launches(predicted: Iterable[Row], flags: Callable[[str, Row], list[str] | N
     """Of each engine, load and concurrency the tree with the highest predicted speedup that the engine can run.
 
     An engine whose own cells gave no cost is advised by the torch engine's. `flags(engine, row)` is what turns the tree of a
-    prediction on, None where the engine can't run it. A tree is worth enabling where even the interval's low end is above 1.
+    prediction on, None where the engine can't run it. A tree is worth enabling where even the interval's low end is above 1:
+    never without an interval.
     """
     rows, found = list(predicted), []
     for engine in ENGINES:
@@ -98,7 +112,7 @@ def launches(predicted: Iterable[Row], flags: Callable[[str, Row], list[str] | N
             if can:
                 best, how = max(can, key=lambda pair: pair[0]["speedup"])
                 shown = {k: v for k, v in best.items() if k != "engine"}
-                enable = best["low"] > 1
+                enable = best["low"] is not None and best["low"] > 1
                 found.append(
                     {"engine": engine, "timed_on": timed_on, "enable": enable, **shown, "flags": how if enable else []}
                 )

@@ -34,7 +34,8 @@ POINT = (
     "warnings",  # sentences
 )  # fmt: skip
 ACCEPTANCE = (
-    "tau", "tau_low", "tau_high", "accept_rate", "node_accept_rate", "cycles", "accepted",
+    "tau", "tau_low", "tau_high",  # the ends null of one conversation, and where the engine counts over all requests
+    "accept_rate", "node_accept_rate", "cycles", "accepted",
     "histogram",  # the engine's: cycles that accepted i drafts, those beyond the end too
     "clipped",  # whether `accepted` leaves out what lies beyond an answer's end (docs/metrics.md)
     "engine",  # the engine's own figures, by its names
@@ -94,8 +95,5 @@ def read(workload: str, checkpoint: str | None, tree: str | None, engine: str | 
         raise ValueError(
             f"{place} lacks {sorted(missing)}; it was cut or written by another version: dvc repro -f -s {made_by}"
         )
-    if found["definitions"] != cell.DEFINITIONS:
-        raise ValueError(
-            f"{place} is measured by {found['definitions']}, expected {cell.DEFINITIONS}; dvc repro -f -s {made_by}"
-        )
+    cell.check_definitions(place, found["definitions"], made_by)
     return found

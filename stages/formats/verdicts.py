@@ -7,21 +7,24 @@ served one (formats/served.py) or of either. Apart from formats/beside.py, which
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from statistics import fmean, stdev
+from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
+from stages.formats import interval
 from stages.formats.published import UNKNOWN, Row
 
 ACCEPTANCE = ("tau", "accept_rate", "node_accept_rate")  # what hangs on what is decoded alone
+ONE_PROMPT = "one prompt"
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number of ours; `spread` is half of its 95% interval, 0 where it has none."""
+    """A number of ours."""
 
     value: float
-    spread: float = 0.0
+    spread: float | None  # half of its 95% interval; 0 of what is read and not sampled, None where there is no interval
+    why: str = ""  # there is none
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Side:
     def tolerance(self) -> float:
         """Half of the last decimal printed, the recipe's share of their number, and half of our 95% interval, as a share."""
         rounding = 0.5 * 10**-self.published.decimals / self._unit
-        spread = self.ours.spread if self.ours else 0.0
+        spread = (self.ours.spread if self.ours else None) or 0.0
         return self.relative + (rounding + spread) / abs(self.theirs) if self.theirs else float("inf")
 
     @property
@@ -62,6 +65,13 @@ class Side:
         if self.bars or self.ours is None:
             return "not comparable"
         return "within" if abs(self.ours.value - self.theirs) <= self.tolerance * abs(self.theirs) else "outside"
+
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to know of the verdict: why the two can't be compared, what was taken, why the tolerance has no interval."""
+        alone = (f"ours has no interval: {self.ours.why}",) if self.ours and self.ours.why else ()
+        return (*self.bars, *self.taken, *alone)
 
 
 Cell = dict[str, Any]
@@ -105,9 +115,11 @@ def _of_torch(name: str) -> Measure:
     def measure(found: Cell, _: Cell | None) -> Number | None:
         if "metrics" not in found or name not in found["metrics"]:
             return None
-        metrics = found["metrics"]
-        low, high = metrics.get(f"{name}_low"), metrics.get(f"{name}_high")
-        return Number(metrics[name], 0.0 if low is None or high is None else (high - low) / 2)
+        if name in ACCEPTANCE:
+            return _accepted(name, found, found["metrics"])
+        if f"{name}_low" in found["metrics"]:
+            return _within(found["metrics"], name, 1.0, ONE_PROMPT)
+        return Number(found["metrics"][name], None, "a torch cell's latencies and tokens/s carry none")
 
     return measure
 
@@ -115,13 +127,25 @@ def _of_torch(name: str) -> Measure:
 def _of_acceptance(name: str) -> Measure:
     def measure(found: Cell, _: Cell | None) -> Number | None:
         point = _point(found)
-        if point is None or point["acceptance"] is None:
-            return None
-        said = point["acceptance"]
-        spread = (said["tau_high"] - said["tau_low"]) / 2 / (1 if name == "tau" else found["num_steps"])
-        return Number(said[name], spread)
+        return None if point is None or point["acceptance"] is None else _accepted(name, found, point["acceptance"])
 
     return measure
+
+
+def _accepted(name: str, found: Cell, said: Cell) -> Number:
+    """Return tau or a rate, which is (tau - 1) over what it is a rate of: its interval is as much narrower than tau's."""
+    of = 1 if name == "tau" else found["num_steps"] if name == "accept_rate" else found["num_draft_tokens"] - 1
+    whole = found["engine"] == "vllm"
+    why = "vLLM counts accepted drafts over all requests, not of each" if whole else ONE_PROMPT
+    return replace(_within(said, "tau", of, why), value=said[name])
+
+
+def _within(said: Cell, name: str, of: float, why: str) -> Number:
+    """Return a figure with its interval, `name`_low to `name`_high, divided by `of`; `why` there is none, where there is none."""
+    low, high = said[f"{name}_low"], said[f"{name}_high"]
+    if low is None or high is None:
+        return Number(said[name], None, why)
+    return Number(said[name], interval.Interval(low, high).half / of)
 
 
 def _of_loads(*place: str, scale: float = 1.0) -> Measure:
@@ -148,8 +172,9 @@ def _point(found: Cell) -> dict[str, Any] | None:
     return found["points"][0] if found.get("points") else None
 
 
-def _mean(values: list[float]) -> Number:
-    return Number(fmean(values), 1.96 * stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0)
+def _mean(values: list[float], of: str = "repeat") -> Number:
+    found = interval.of_mean(values)
+    return Number(fmean(values), found.half) if found else Number(fmean(values), None, f"one {of}")
 
 
 def _over_baseline(name: str, less: float = 0.0) -> Measure:
@@ -161,6 +186,8 @@ def _over_baseline(name: str, less: float = 0.0) -> Measure:
         if ours is None or plain is None or not ours.value or not plain.value:
             return None
         ratio = ours.value / plain.value
+        if ours.spread is None or plain.spread is None:
+            return Number(ratio - less, None, ours.why or f"{plain.why} of the baseline")
         return Number(ratio - less, abs(ratio) * math.hypot(ours.spread / ours.value, plain.spread / plain.value))
 
     return measure
@@ -169,7 +196,7 @@ def _over_baseline(name: str, less: float = 0.0) -> Measure:
 def _memory(key: str) -> Measure:
     def measure(found: Cell, _: Cell | None) -> Number | None:
         value = found.get("memory", {}).get(key)
-        return None if value is None else Number(value * 2**30 / 1e9)
+        return None if value is None else Number(value * 2**30 / 1e9, 0.0)
 
     return measure
 
@@ -177,14 +204,18 @@ def _memory(key: str) -> Measure:
 def _tau_of_questions(found: Cell, _: Cell | None) -> Number | None:
     """AngelSlim's: the mean over questions of (accepted / cycles, and 1)."""
     questions = [q for q in _questions(found, "accepted", "cycles") if q[1]]
-    return _mean([1 + accepted / cycles for accepted, cycles in questions]) if questions else None
+    return _mean([1 + accepted / cycles for accepted, cycles in questions], "question") if questions else None
 
 
 def _speedup_of_questions(found: Cell, _: Cell | None) -> Number | None:
     """AngelSlim's: the mean over questions of tokens/s, over that of plain decoding."""
     ours = _questions(found, "output_tokens", "e2e_latency_s")
     plain = _questions(found, "baseline_output_tokens", "baseline_e2e_latency_s")
-    return Number(fmean(n / s for n, s in ours) / fmean(n / s for n, s in plain)) if ours else None
+    if not ours:
+        return None
+    speeds, plain_speeds = ([n / s for n, s in rows] for rows in (ours, plain))
+    ends, value = interval.of_ratio_of_means(speeds, plain_speeds), fmean(speeds) / fmean(plain_speeds)
+    return Number(value, ends.half) if ends else Number(value, None, "one question")
 
 
 def _questions(found: Cell, *columns: str) -> list[list[float]]:

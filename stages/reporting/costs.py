@@ -10,11 +10,12 @@ from typing import Any
 from stages.formats import cost_measured, cost_served, predicted
 from stages.formats.joined import Line
 from stages.reporting import plots
-from stages.reporting.text import aligned, figure, tree_structure
+from stages.reporting.text import aligned, figure, span, tree_structure
 
 Row = dict[str, Any]
 Costs = list[Row]
 MOST = 8  # trees of a table on the page
+NO_INTERVAL = "none"  # one conversation was replayed, or the plain step was timed in one repeat
 
 
 @dataclass(frozen=True)
@@ -115,10 +116,15 @@ def table(launch: list[Row]) -> list[str]:
 
 def _texts(row: Row) -> tuple[str, ...]:
     return (
-        row["engine"], f"{row['concurrency']:g}", "yes" if row["enable"] else "no", tree_structure(tree(row)),
+        row["engine"], f"{row['concurrency']:g}", advice(row), tree_structure(tree(row)),
         row["checkpoint"], figure(row["tau"]), figure(row["C"]), f"{row['speedup']:.2f}x",
-        f"{row['low']:.2f}-{row['high']:.2f}", about(row),
+        span(row["low"], row["high"], NO_INTERVAL), about(row),
     )  # fmt: skip
+
+
+def advice(row: Row) -> str:
+    """Return whether to speculate; without an interval that can't be said."""
+    return "yes" if row["enable"] else "can't tell" if row["low"] is None else "no"
 
 
 def tree(row: Row) -> str:
@@ -135,7 +141,10 @@ def page(found: Predicted, best: str) -> Row:
         "fits": [_fit(one) for one in found.costs],
         "tops": _tops(found.rows, best),
         "beside": found.beside,
-        "apart": [row for row in found.beside if not row["agrees"]],
+        "apart": [row for row in found.beside if row["agrees"] is False],
+        "untold": sum(row["agrees"] is None for row in found.beside),
+        "advice": advice,
+        "none": NO_INTERVAL,
         "off": _off(found.beside),
         "svg": plots.inline(partial(draw, rows=found.beside)) if found.beside else None,
         "remarks": found.remarks,
@@ -190,13 +199,10 @@ def draw(axes: Any, rows: list[Row]) -> None:
         mine = [row for row in rows if row["engine"] == engine]
         xs, ys = ([row[who]["speedup"] for row in mine] for who in ("measured", "predicted"))
         axes.plot(xs, ys, "o", color=colour, markersize=3, label=engine)
-        axes.vlines(
-            xs,
-            *zip(*((r["predicted"]["low"], r["predicted"]["high"]) for r in mine), strict=True),
-            color=colour,
-            lw=0.7,
-        )
-        axes.hlines(
-            ys, *zip(*((r["measured"]["low"], r["measured"]["high"]) for r in mine), strict=True), color=colour, lw=0.7
-        )
+        for row in mine:
+            guess, found = row["predicted"], row["measured"]
+            if guess["low"] is not None:
+                axes.vlines(found["speedup"], guess["low"], guess["high"], color=colour, lw=0.7)
+            if found["low"] is not None:
+                axes.hlines(guess["speedup"], found["low"], found["high"], color=colour, lw=0.7)
     axes.set(xlabel="measured speedup of decoding", ylabel="predicted")

@@ -7,7 +7,7 @@ from typing import Any
 
 from stages.formats import atomic
 from stages.formats.joined import PLAIN, SPECULATIVE, Line
-from stages.reporting.text import aligned, figure, tree_structure
+from stages.reporting.text import ONE_PROMPT, aligned, figure, span, tree_structure
 
 Row = dict[str, Any]
 
@@ -123,7 +123,7 @@ def texts(row: Row) -> tuple[str, ...]:
     """A line of the table, under HEAD."""
     name = row["row"] if row["row"] == row["method"] else f"{row['row']} ({row['method']})"
     shape = row["tree"] or "–"
-    interval = "–" if row["speedup_low"] is None else f"{row['speedup_low']:.2f}-{row['speedup_high']:.2f}"
+    interval = span(row["speedup_low"], row["speedup_high"], "–" if row["row"] == BASELINE else ONE_PROMPT)
     return (
         name, tree_structure(shape) if shape[0] == "t" else shape, figure(row["tau"]), figure(row["accept_rate"], 1, 100),
         f"{row['speedup']:.2f}x", interval, f"{row['output_tok_s']:.1f}",

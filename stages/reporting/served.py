@@ -12,7 +12,7 @@ from typing import Any
 
 from stages.formats import break_even, served
 from stages.formats.joined import PLAIN, SPECULATIVE, Line
-from stages.reporting.text import aligned, figure, span, tree_structure
+from stages.reporting.text import ONE_PROMPT, ONE_REPEAT, UNCOUNTED, aligned, figure, span, tree_structure
 
 Row = dict[str, Any]
 Load = tuple[float, float]  # (max_new_tokens, concurrency); infinite where it has no limit
@@ -117,11 +117,23 @@ def _texts(row: Row) -> tuple[str, ...]:
     speedup = 1.0 if row["decoding"] == PLAIN else row["speedup"]
     return (
         server(row), load_words(row), figure(row["tau"]),
-        span(row["tau_low"], row["tau_high"]), figure(row["replay_tau"]), figure(row["accept_rate"], 1, 100),
+        tau_span(row), figure(row["replay_tau"]), figure(row["accept_rate"], 1, 100),
         *(figure(row[name], 1, 1000) for name in times), figure(row["output_throughput"], 1),
         figure(row["total_throughput"], 1), figure(speedup) + ("" if speedup is None else "x"),
-        span(row["speedup_low"], row["speedup_high"]),
+        speedup_span(row),
     )  # fmt: skip
+
+
+def tau_span(row: Row) -> str:
+    """Return tau's interval, or why there is none; nothing without a tau."""
+    if row["tau"] is None:
+        return ""
+    return span(row["tau_low"], row["tau_high"], UNCOUNTED if row["engine"] == "vllm" else ONE_PROMPT)
+
+
+def speedup_span(row: Row) -> str:
+    """Return the speedup's interval, or why there is none; nothing without a speedup."""
+    return "" if row["speedup"] is None else span(row["speedup_low"], row["speedup_high"], ONE_REPEAT)
 
 
 def _said_in_terminal(row: Row) -> list[str]:

@@ -21,5 +21,9 @@ def figure(value: float | None, digits: int = 2, times: float = 1.0) -> str:
     return "–" if value is None else f"{times * value:.{digits}f}"
 
 
-def span(low: float | None, high: float | None) -> str:
-    return "" if low is None or high is None else f"{low:.2f}-{high:.2f}"
+ONE_PROMPT, ONE_REPEAT, UNCOUNTED = "one prompt", "one repeat", "not by request"  # why there is no interval
+
+
+def span(low: float | None, high: float | None, none: str = "") -> str:
+    """Return an interval, or `none` where there is none; ends of a CSV may be "" too."""
+    return none if low in (None, "") or high in (None, "") else f"{low:.2f}-{high:.2f}"

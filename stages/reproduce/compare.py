@@ -20,7 +20,7 @@ from stages.sections.recipe import Beside, Cells, Recipe
 FOLDER = Path("results/reproduce")
 COLUMNS = (
     "publication", "table", "label", "draft", "dataset", "temperature", "tree", "metric", "unit", "published", "ours", "spread",
-    "ratio", "tolerance", "verdict", "why", "taken", "cell",
+    "no_interval", "ratio", "tolerance", "verdict", "why", "taken", "cell",
 )  # fmt: skip
 Cell = dict[str, Any]
 PLAIN = "plain"  # the method of published baselines
@@ -147,12 +147,12 @@ def page(
 
 def _table(sides: list[verdicts.Side]) -> Iterator[str]:
     """Reasons are numbered, since most rows share them."""
-    reasons = {why: n for n, why in enumerate(dict.fromkeys(w for s in sides for w in (*s.bars, *s.taken)), 1)}
+    reasons = {why: n for n, why in enumerate(dict.fromkeys(w for s in sides for w in s.notes), 1)}
     yield f"| {' | '.join(SHOWN)} |"
     yield "|" + "---|" * len(SHOWN)
     for side in sides:
         line = _line(side)
-        marks = ", ".join(str(reasons[why]) for why in (*side.bars, *side.taken))
+        marks = ", ".join(str(reasons[why]) for why in side.notes)
         cells = [
             line["draft"] or "none", ", ".join(filter(None, (line["dataset"], line["label"]))),
             line["temperature"], line["tree"] or "none",
@@ -169,11 +169,13 @@ def _line(side: verdicts.Side) -> dict[str, Any]:
     """Of the CSV; ours in the published unit."""
     row, setting = side.published, side.published.setting
     scale = row.value / side.theirs if side.theirs else 1.0
+    spread = side.ours.spread if side.ours else None
     return {
         "publication": row.what, "table": row.where, "label": setting.label,
         "draft": setting.draft, "dataset": setting.dataset,
         "temperature": setting.temperature, "tree": setting.tree, "metric": row.metric, "unit": row.unit, "published": row.value,
-        "ours": side.ours.value * scale if side.ours else None, "spread": side.ours.spread * scale if side.ours else None,
+        "ours": side.ours.value * scale if side.ours else None, "spread": None if spread is None else spread * scale,
+        "no_interval": side.ours.why if side.ours else "",
         "ratio": side.ratio, "tolerance": side.tolerance, "verdict": side.verdict, "why": "; ".join(side.bars),
         "taken": "; ".join(side.taken), "cell": side.cell,
     }  # fmt: skip

@@ -22,6 +22,7 @@ from stages.drafting.replay import replay
 from stages.drafting.sampling import Sampling
 from stages.drafting.target import capture
 from stages.drafting.tree import Tree
+from stages.formats import interval
 from tests.drafting.plain import CONFIG, scatter, small_target
 
 V, FEATURES = 7, [1, 2, 3]
@@ -315,8 +316,8 @@ def trajectories(
 
 def spread(accepted: np.ndarray, cycles: np.ndarray) -> tuple[float, float]:
     """tau and its standard error, from the interval that is reported."""
-    low, high = acceptance.interval(accepted, cycles)
-    return acceptance.tau(accepted, cycles), float(high - low) / (2 * 1.96)
+    found = interval.of_tau(accepted, cycles, 3)
+    return acceptance.tau(accepted, cycles), found.half / interval.student(len(cycles) - 1)
 
 
 @pytest.mark.long

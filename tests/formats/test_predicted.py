@@ -43,8 +43,20 @@ def test_the_interval_joins_those_of_tau_of_the_fit_and_of_the_plain_step() -> N
     (fit_alone,) = predicted.predict(noisy | still, "e009", 0.0, [replay("t5_3_12", 4.0)])
     assert math.log(fit_alone["high"] / fit_alone["speedup"]) == pytest.approx(margin)
     (all_three,) = predicted.predict(noisy, "e009", 0.0, [replay("t5_3_12", 4.0, 3.6, 4.8)])
-    joined = math.sqrt(math.log(4.0 / 3.6) ** 2 + margin**2 + (1.96 * 0.01) ** 2)
-    assert all_three["low"] == pytest.approx(all_three["speedup"] * math.exp(-joined))
+    joined = math.sqrt(math.log(4.0 / 3.6) ** 2 + margin**2 + (2.2622 * 0.01) ** 2)  # Student's t: the plain step has ten samples
+    assert all_three["low"] == pytest.approx(all_three["speedup"] * math.exp(-joined), rel=1e-6)
+
+
+def test_without_the_spread_of_tau_or_of_the_plain_step_there_is_no_interval_and_no_yes() -> None:
+    """Bug: a plain step timed in one repeat counted as exact, and the prediction's interval was too narrow."""
+    (one_conversation,) = predicted.predict(
+        costs.made_up(), "e009", 0.0, [replay("t5_3_12", 4.0) | {"tau_low": "", "tau_high": ""}]
+    )
+    once = {"plain": [{"batch": 1, "step_s": costs.PLAIN_S, "error": None, "samples": 1}]}
+    (one_repeat,) = predicted.predict(costs.made_up(**once), "e009", 0.0, [replay("t5_3_12", 4.0, 3.9, 4.1)])
+    for row in (one_conversation, one_repeat):
+        assert (row["low"], row["high"]) == (None, None) and row["speedup"] > 1
+        assert not any(found["enable"] for found in predicted.launches([row], chains_on_vllm))
 
 
 def test_nothing_is_extrapolated() -> None:

@@ -34,7 +34,8 @@ def torch_cell(workload: str, tree: str = "t6_10_60", **changes: Any) -> None:
         for name, cycles, accepted, speed in (("a", 6, 22, 2.0), ("a", 4, 8, 2.0), ("b", 20, 40, 3.0))
     ]  # fmt: skip
     found = dict.fromkeys(cell.KEYS) | {
-        "workload": workload, "checkpoint": "theirs", "tree": tree, "num_steps": 6, "engine": "torch", "temperature": 0.0,
+        "workload": workload, "checkpoint": "theirs", "tree": tree, "num_steps": 6, "num_draft_tokens": 60,
+        "engine": "torch", "temperature": 0.0,
         "metrics": dict.fromkeys(cell.METRICS, 1.0) | {"tau": 3.7, "tau_low": 3.6, "tau_high": 3.8}, "prompts": rows,
         "hardware": H20, "versions": {"torch": "2.13.0"}, "definitions": cell.DEFINITIONS,
     }  # fmt: skip
@@ -57,7 +58,8 @@ def served_cell(workload: str, checkpoint: str | None, tree: str | None, rate: f
         "requests": [],
     }
     found = dict.fromkeys(served.KEYS) | {
-        "workload": workload, "checkpoint": checkpoint, "tree": tree, "num_steps": 2, "engine": "vllm", "temperature": 0.0,
+        "workload": workload, "checkpoint": checkpoint, "tree": tree, "num_steps": 2, "num_draft_tokens": 3,
+        "engine": "vllm", "temperature": 0.0,
         "status": served.RAN, "points": [point], "baseline_points": [], "memory": dict.fromkeys(served.MEMORY),
         "hardware": H20, "versions": {"vllm": "0.11.2"}, "definitions": cell.DEFINITIONS, "fingerprint": "f",
     }  # fmt: skip
@@ -97,12 +99,12 @@ def test_an_accept_length_is_compared_by_the_definition_it_was_printed_with() ->
     torch_cell("mt_bench")
     sides, _ = sides_of("angelslim-qwen3-8b")
     tau = side(sides, "tau", dataset="MT-bench", temperature=0.0, engine="AngelSlim, PyTorch")
-    assert tau.ours == verdicts.Number(3.5, pytest.approx(1.96 * 0.5))
+    assert tau.ours == verdicts.Number(3.5, pytest.approx(12.7062 * 0.5, rel=1e-5))  # Student's t of two questions
     assert tau.theirs == 3.65 and tau.ratio == pytest.approx(3.5 / 3.65)
     assert (tau.verdict, tau.bars) == ("within", ())
     assert tau.taken == ("tree t6_10_60, which isn't stated",)
     speedup = side(sides, "speedup", dataset="MT-bench", temperature=0.0)
-    assert speedup.ours == verdicts.Number(2.5)
+    assert speedup.ours is not None and speedup.ours.value == 2.5 and speedup.ours.spread > 1  # of two questions
     assert speedup.bars == ("engine version unknown against 2.13.0",) and speedup.verdict == "not comparable"
 
 
@@ -133,7 +135,7 @@ def test_times_need_the_same_machine_and_engine_and_accept_lengths_do_not() -> N
     )
     assert same.verdict == "within" and same.ours is not None
     assert same.ours.value == pytest.approx(257.0)
-    assert same.ours.spread == pytest.approx(1.96 * 257.0 * 0.05 * 2**0.5 / 2**0.5)
+    assert same.ours.spread == pytest.approx(12.7062 * 257.0 * 0.05, rel=1e-5)  # Student's t of two loads
     assert machine.bars == ("hardware 1 H20 against NVIDIA H200",) and machine.verdict == "not comparable"
     assert version.bars == ("engine version 0.11.2 against 0.12.0",)
     for dataset in ("GSM8K", "Alpaca", "HumanEval"):
@@ -178,7 +180,7 @@ def test_a_baseline_measured_in_turns_with_the_cell_is_its_own() -> None:
     served_cell("code_gen", "theirs", "t5_8_32", 2800.0, engine="sglang", baseline_points=slow)
     sides, _ = sides_of("qwen3-coder-30b-a3b")
     assert side(sides, "speedup", label="Code Gen").ours == verdicts.Number(
-        pytest.approx(2.8), pytest.approx(0.388, rel=0.01)
+        pytest.approx(2.8), pytest.approx(0.388 * 12.7062 / 1.96, rel=0.01)
     )
 
 
@@ -237,3 +239,53 @@ def test_every_measure_a_recipe_names_is_one_of_ours() -> None:
     for file in Path("recipes").glob("*.yaml"):
         for match in recipe_of(file.stem).beside:
             assert set(match.measures.values()) <= set(verdicts.MEASURES), file
+
+
+def served_acceptance(**changes: Any) -> None:
+    """Change what the cell of gsm8k_1024 says of accepted drafts."""
+    place = served.path("gsm8k_1024", "theirs", "t2_1_3")
+    found = atomic.read_json(place, "a test")
+    found["points"][0]["acceptance"] |= changes
+    atomic.write_json(place, found)
+
+
+def test_a_cell_that_vllm_counted_over_all_requests_ends_reproduce_with_a_page(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Bug: tau_low is None there, and the last step of `reproduce` ended in a TypeError after hours of measuring."""
+    served_cell("gsm8k_1024", "theirs", "t2_1_3", 250.0)
+    served_acceptance(tau_low=None, tau_high=None, clipped=False)
+    name = "angelslim-qwen3-8b"
+    with recipes.merged(name) as (file, _):
+        compare.main(f"recipes/{name}.yaml", str(file))
+    assert "ours has no interval: vLLM counts accepted drafts over all requests" in capsys.readouterr().out
+    with Path(f"results/reproduce/{name}.csv").open(newline="") as lines:
+        (tau,) = [row for row in csv.DictReader(lines) if row["metric"] == "tau" and row["ours"]]
+    assert (tau["ours"], tau["spread"], tau["verdict"]) == ("2.0", "", "within")
+    assert tau["no_interval"].startswith("vLLM counts")
+
+
+def test_the_spread_of_the_node_accept_rate_is_that_of_tau_over_the_nodes() -> None:
+    """Bug: it was divided by num_steps; accepted / nodes has num_draft_tokens - 1 nodes a cycle."""
+    served_cell("eval", "e010", "t10_3_32", 1.0, engine="sglang", num_steps=10, num_draft_tokens=32)
+    found = served.read("eval", "e010", "t10_3_32")
+    spreads = {name: verdicts.measured(name, found, None) for name in ("tau", "accept_rate", "node_accept_rate")}
+    assert {name: number.spread for name, number in spreads.items()} == pytest.approx(
+        {"tau": 0.02, "accept_rate": 0.02 / 10, "node_accept_rate": 0.02 / 31}
+    )
+
+
+def test_rates_of_a_torch_cell_have_the_interval_of_its_tau() -> None:
+    """Bug: they had none, though tau's was there, so their tolerance was too small."""
+    torch_cell("mt_bench")
+    found = cell.read("mt_bench", "theirs", "t6_10_60")
+    for name, over in (("accept_rate", 6), ("node_accept_rate", 59)):
+        assert verdicts.measured(name, found, None) == verdicts.Number(1.0, pytest.approx(0.1 / over))
+
+
+def test_few_repeats_are_judged_by_students_t_and_one_by_none() -> None:
+    """Bug: 1.96 standard errors of 3 repeats cover 81%, where Student's t takes 4.30; one repeat had a spread of 0."""
+    speeds = [100.0, 110.0, 120.0]
+    three = verdicts._mean(speeds)
+    assert three == verdicts.Number(110.0, pytest.approx(4.3027 * 10 / 3**0.5, rel=1e-4))
+    assert verdicts._mean(speeds[:1]) == verdicts.Number(100.0, None, "one repeat")

@@ -1,0 +1,57 @@
+"""The interval of a served cell's tau: over prompts, whatever the number of repeats (no server, no target)."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import polars as pl
+import pytest
+
+from stages import benchmark_served
+from stages.sections.trees import Tree
+from stages.serving import counts, latency
+from stages.serving.load import Load
+
+TREE = Tree.parse("t3_1_4")
+ACCEPTED = {"a.0": 4, "b.0": 9, "c.0": 15, "d.0": 20}  # of ten cycles each
+
+
+def load_of(accepted: dict[str, int]) -> Load:
+    """Every request answered in ten cycles."""
+    records = []
+    for name, drafts in accepted.items():
+        told = counts.Counts(10, drafts, 0, True, [10, 0, 0, 0])
+        records.append(
+            latency.Record(f"{name}#0", 0.0, 0.0, 1.0, [(0.5, 1), (1.0, 9)], True, 3, 10, "stop", None, counts=told)
+        )
+    return Load("sglang", records, 1, {}, [], None, {})
+
+
+def acceptance_of(repeats: list[dict[str, int]], prompts: str = "gsm8k") -> dict[str, Any]:
+    rows = pl.DataFrame(
+        {"id": list(repeats[0]), "prompt_ids": [[1, 2, 3]] * len(repeats[0]), "reference": [None] * len(repeats[0])}
+    )
+    work: Any = SimpleNamespace(w=SimpleNamespace(prompts=prompts, grade=False, request_rate=None), rows=rows)
+    side = benchmark_served.Side("e003", TREE, None, [])
+    point = benchmark_served._point(work, side, 10, 1, [[load_of(accepted)] for accepted in repeats])
+    return point["acceptance"]
+
+
+def test_repeats_of_the_same_answers_do_not_narrow_the_interval_of_tau() -> None:
+    """Bug: requests were resampled, not prompts: nine repeats of the same greedy answers made it a third as wide."""
+    once, often = acceptance_of([ACCEPTED]), acceptance_of([ACCEPTED] * 9)
+    assert often["tau"] == once["tau"]
+    assert (often["tau_low"], often["tau_high"]) == pytest.approx((once["tau_low"], once["tau_high"]))
+    assert once["tau_low"] < once["tau"] < once["tau_high"]
+
+
+def test_one_prompt_has_no_interval_however_often_it_is_repeated() -> None:
+    """Bug: it had one of zero width."""
+    found = acceptance_of([{"a.0": 4}] * 3)
+    assert (found["tau"], found["tau_low"], found["tau_high"]) == (1.4, None, None)
+
+
+def test_turns_of_a_conversation_of_the_eval_split_do_not_narrow_the_interval_of_tau() -> None:
+    """Bug: each answer of a conversation counted as a prompt of its own."""
+    turns = {name.replace(".0", f".{turn}"): drafts for name, drafts in ACCEPTED.items() for turn in range(4)}
+    once, often = acceptance_of([ACCEPTED], "eval"), acceptance_of([turns], "eval")
+    assert (often["tau_low"], often["tau_high"]) == pytest.approx((once["tau_low"], once["tau_high"]))
