@@ -59,7 +59,7 @@ def _check(cache: Any, oid: str, check_hash: bool = True, _info: dict[str, Any] 
     if not check_hash:
         return Meta.from_info(info)
     meta, found = hash_file(path, cache.fs, cache.hash_name, cache.state, info=info)
-    if found.value.partition(".")[0] == oid.partition(".")[0]:
+    if found.value and found.value.partition(".")[0] == oid.partition(".")[0]:
         if stat.S_IMODE(info["mode"]) != cache.CACHE_MODE:
             cache.protect(path)
         return meta

@@ -448,7 +448,9 @@ def check_stage_name(name: str) -> str:
         ValueError: where it is not.
     """
     if not re.fullmatch(STAGE_NAME, name):
-        raise ValueError(f"{name!r} is not the name of a stage, expected NAME or NAME@VALUE; `dvc stage list` shows them")
+        raise ValueError(
+            f"{name!r} is not the name of a stage, expected NAME or NAME@VALUE; `dvc stage list` shows them"
+        )
     return name
 
 

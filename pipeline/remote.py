@@ -233,12 +233,12 @@ def _needed(repo: Any, stage: Any) -> dict[str, Any]:
 
 
 def _check_inside(repo: Any) -> None:
-    """Raises ValueError where DVC would write an output outside the repository: it allows that, and we never do."""
+    """Raises ValueError where DVC would check out an output outside the repository, as a .dvc file can name one."""
     for out in repo.index.outs:
-        if out.protocol != "local" or not _within(os.path.realpath(out.fs_path), os.path.realpath(repo.root_dir)):
+        if out.use_cache and not _within(os.path.realpath(out.fs_path), os.path.realpath(repo.root_dir)):
             raise ValueError(
-                f"{out.stage.addressing} has the output {out.def_path}, expected one below the project's folder; correct "
-                "dvc.yaml of the host that sent it"
+                f"{out.stage.addressing} has the output {out.def_path}, expected one below the project's folder; correct it "
+                "on the host that sent it"
             )
 
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -38,8 +38,10 @@ def at_work(say: Callable[[str], object], locked: Path = LOCKED) -> Iterator[Tex
 
 
 @contextmanager
-def one_run(say: Callable[[str], object]) -> Iterator[Callable[[], AbstractContextManager[None]]]:
-    """Have this workspace to ourselves, its dvc.lock whole; what it yields guards the stages that are started within.
+def one_run(say: Callable[[str], object]) -> Iterator[list[int]]:
+    """Have this workspace to ourselves, with a whole dvc.lock -> the open files for `graph.guarded` to hold.
+
+    Every run of more than one stage begins with this: a flow's, `make run`'s, that of a recipe.
 
     Raises:
         ValueError: as `graph.heal_lock`.
@@ -47,7 +49,7 @@ def one_run(say: Callable[[str], object]) -> Iterator[Callable[[], AbstractConte
     with at_work(say) as held:
         if healed := graph.heal_lock():
             say(healed)
-        yield lambda: graph.guarded([held.fileno()])
+        yield [held.fileno()]
 
 
 def _wait_for(path: Path) -> None:
@@ -152,11 +154,10 @@ def drop(name: str) -> Iterator[str]:
 
 def path_of(name: str) -> Path:
     """Raises ValueError where there is no such workspace, naming those there are."""
-    folder = inside(RUNS, name)
-    if not folder.is_dir():
-        known = ", ".join(sorted(found.name for found in RUNS.glob("*"))) or "none"
-        raise ValueError(f"there is no run {name} in {RUNS}; there are {known}")
-    return folder
+    known = sorted(found.name for found in RUNS.glob("*") if found.is_dir())
+    if name not in known:
+        raise ValueError(f"there is no run {name} in {RUNS}; there are {', '.join(known) or 'none'}")
+    return inside(RUNS, name)
 
 
 def inside(parent: Path, name: str) -> Path:
@@ -166,7 +167,9 @@ def inside(parent: Path, name: str) -> Path:
         ValueError: where the name leads anywhere else. Whoever starts a run through Prefect's server gives it its name.
     """
     if name in ("", ".", "..") or {"/", "\0", "\n"} & set(name):
-        raise ValueError(f"{name!r} is not the name of a folder in {parent}, expected one without a slash; give another one")
+        raise ValueError(
+            f"{name!r} is not the name of a folder in {parent}, expected one without a slash; give another one"
+        )
     return parent.resolve() / name
 
 
