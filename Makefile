@@ -20,7 +20,7 @@ SUPPORTED := import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 13) or sy
 run: $(VENV)/.installed
 	@$(BIN)/python -m stages.params
 	@touch $(VENV)/.started
-	@$(BIN)/python -m pipeline stale || $(IN_VENV) dvc repro
+	@$(BIN)/python -m pipeline run
 	@echo; if test results/report/index.html -nt $(VENV)/.started; then echo "the table is above; the page is results/report/index.html"; \
 	  else $(BIN)/python -m stages.report --table; fi
 

@@ -21,8 +21,10 @@ HEAD = """# Recipes
     python -m pipeline reproduce RECIPE --compare    # only the last: what isn't there is `not run`
 
 A recipe is a file of `recipes/` with the keys of `params.yaml` that differ, each with where its value comes from. Of a section
-within a section (`server`) single keys are set; what you name yourself (`workloads`, `checkpoints`, `sets`) is replaced. To
-return: `git checkout params.yaml`.
+within a section (`server`) single keys are set; what you name yourself (`workloads`, `checkpoints`, `sets`) is replaced. So
+`use` and `reproduce` first copy `params.yaml` to `params.yaml.before-RECIPE`, which git ignores, or to `...-2` where a copy of
+something else is there: no copy is ever overwritten. To return: `cp params.yaml.before-RECIPE params.yaml`. Drafts and cells of
+checkpoints that a recipe left out come back from DVC's cache.
 
 Its block `recipe` says what it reproduces (`stages/sections/recipe.py`):
 

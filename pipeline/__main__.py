@@ -1,5 +1,6 @@
-"""What is stale, recipes, and workspaces of runs, from the command line.
+"""Run the graph, what is stale, recipes, and workspaces of runs, from the command line.
 
+python -m pipeline run                           bring every stage up to date, as `make run` does
 python -m pipeline stale                         which stages the next run wakes, and what changed; exits with 1 where any
 python -m pipeline pull STAGE                    fetch what it reads and isn't here, from the remote
 python -m pipeline use RECIPE                    take its keys into params.yaml, whose comments and other keys stay
@@ -10,21 +11,45 @@ python -m pipeline promote RUN                   take the parameters and results
 python -m pipeline drop RUN                      remove that workspace
 """
 
+import inspect
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
-from pipeline import graph
+from pipeline import graph, workspace
 from pipeline.recipes import use
 from pipeline.reproduce import compare, dry_run, reproduce
-from pipeline.workspace import drop, promote
 
 TOLD = 3  # changes of a line
 
 
+def run() -> Iterator[str]:
+    """Bring every stage up to date by one DVC, which prints here; killed outright, this run leaves no stage at work.
+
+    Raises:
+        ValueError: where dvc.yaml or params.yaml can't be read, or dvc.lock can't be healed.
+        StageError: where a stage failed.
+    """
+    with workspace.one_run(partial(print, flush=True)) as held:
+        why = graph.why_stale()
+        yield from _describe(why)
+        if not why:
+            return
+        with graph.guarded(held):
+            graph.run_all_stages()
+
+
 def stale() -> Iterator[str]:
-    """In the order of the graph, those of the same changes on one line. Raises SystemExit(1) after the last."""
+    """Say what the next run wakes. Raises SystemExit(1) after the last line, where that is anything."""
     why = graph.why_stale()
+    yield from _describe(why)
+    if why:
+        sys.exit(1)
+
+
+def _describe(why: dict[str, list[str]]) -> Iterator[str]:
+    """Yield a line for the stages of the same changes, in the order of the graph."""
     if not why:
         yield "nothing is stale"
         return
@@ -33,7 +58,6 @@ def stale() -> Iterator[str]:
         reasons.setdefault(_brief(why[name]), []).append(name)
     for reason, names in reasons.items():
         yield f"stale: {', '.join(names)} ({reason})"
-    sys.exit(1)
 
 
 def _brief(changes: list[str]) -> str:
@@ -47,14 +71,15 @@ def _brief(changes: list[str]) -> str:
 
 
 WAYS: dict[tuple[str, ...], Callable[..., Iterable[str]]] = {
+    ("run",): run,
     ("stale",): stale,
     ("pull",): graph.pull,
     ("use",): use,
     ("reproduce",): reproduce,
     ("reproduce", "--dry-run"): dry_run,
     ("reproduce", "--compare"): compare,
-    ("promote",): promote,
-    ("drop",): drop,
+    ("promote",): workspace.promote,
+    ("drop",): workspace.drop,
 }
 
 
@@ -63,16 +88,19 @@ def main(words: list[str]) -> None:
         flags = [word for word in words[1:] if word.startswith("-")]
         names = [word for word in words[1:] if not word.startswith("-")]
         way = WAYS.get((*words[:1], *flags))
-        if way is None or len(names) != (way is not stale):
+        if way is None or len(names) != len(inspect.signature(way).parameters):
             usage = (
-                "python -m pipeline stale, pull STAGE, use RECIPE,"
+                "python -m pipeline run, stale, pull STAGE, use RECIPE,"
                 " reproduce RECIPE [--dry-run | --compare], promote RUN, or drop RUN"
             )
             raise ValueError(f"expected: {usage}; found {' '.join(words) or 'nothing'}")
         for line in way(*names):
             print(line, flush=True)
-    except ValueError as error:
+    except (ValueError, graph.StageError) as error:
         sys.exit(f"aerie: {error}")
+    except KeyboardInterrupt:
+        print("aerie: interrupted; what has finished is cached, run again to go on", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ class Workers:
                 run = client.create_flow_run_from_deployment(
                     client.read_deployment_by_name(DEPLOYMENT).id,
                     name=name,
-                    parameters={"order": order.model_dump()},
+                    parameters={"order": order.model_dump(exclude_unset=True)},
                     parent_task_run_id=UUID(str(task_run.id)),
                 )
         except HTTPError as error:

@@ -85,11 +85,9 @@ def _run(change: Callable[[], None] | None, after: Callable[[], None] = lambda: 
             if change:
                 name = workspace.name_for(str(runtime.flow_run.name), str(runtime.flow_run.id))
                 stack.enter_context(contextlib.chdir(workspace.make(name)))
-            held = stack.enter_context(workspace.at_work(get_run_logger().info))
+            held = stack.enter_context(workspace.one_run(get_run_logger().warning))
             if change:
                 change()
-            if healed := graph.heal_lock():
-                get_run_logger().warning(healed)
             params = load()
             check_raw_exists(params)
             hosts = stack.enter_context(away.hosts(params.schedule))
@@ -98,7 +96,7 @@ def _run(change: Callable[[], None] | None, after: Callable[[], None] = lambda: 
             get_run_logger().error(str(error))
             return Failed(message=str(error))
         try:
-            stack.enter_context(graph.guarded([held.fileno()]))
+            stack.enter_context(graph.guarded(held))
             why = graph.why_stale()
             publish_plan(why)
             states = bring_up_to_date(work, why, pool, hosts)

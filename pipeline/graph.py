@@ -1,11 +1,13 @@
-"""DVC, as the rest of `pipeline` sees it: the stages in order, what is stale and why, run one, end all.
+"""DVC, as the rest of `pipeline` sees it: the stages in order, what is stale and why, run one or all, end all.
 
 Nothing else here calls DVC. It alone decides whether a stage runs, comes back from the cache or stays as it is: we ask its
-status in this process, and read its verdict from the line it prints. Measured facts behind the choices below:
-research/dvc_prefect.md, sections 2, 3 and 5.
+status in this process, and read its verdict from the line it prints. What it takes from its cache is compared with its name
+first (pipeline/checked_dvc.py). Measured facts behind the choices below: research/dvc_prefect.md, sections 2, 3 and 5.
 """
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -24,6 +26,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from pipeline import fresh, password
+from pipeline.checked_dvc import check_cached_copies
 
 TAIL_LINES = 10  # of a failed stage in its state, which Prefect prints twice; the log above it has all
 COMMAND_GRACE = 5.0  # seconds between SIGTERM and SIGKILL for a stage's command
@@ -60,9 +63,12 @@ TRANSIENT = (
     "server was not ready", "429 Too Many Requests", "502 Bad Gateway", "503 Service", "504 Gateway",
 )  # fmt: skip
 
+# A name of dvc.yaml, or with the value of a list; no folder, no option.
+STAGE_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_-]*(@[A-Za-z0-9_][A-Za-z0-9_.-]*)?$"
 MARK = "AERIE_RUN"  # in the environment of all that a run has started, by which a killed run's stages are found
 LOCK_FILE = Path("dvc.lock")
-MODULE = "dvc"  # as a word of its command line, by which DVC is told from what it started
+MODULE = "pipeline.checked_dvc"  # as a word of its command line, by which DVC is told from what it started
+CONFLICT = "<<<<<<< "  # begins what git leaves in a file that it could not merge
 
 _live: set[subprocess.Popen[str]] = set()
 _live_lock = threading.Lock()
@@ -79,6 +85,10 @@ class StageError(RuntimeError):
         self.transient = transient
 
 
+class BusyError(ValueError):
+    """Another process holds one of DVC's locks."""
+
+
 def stages(root: Path | None = None) -> dict[str, list[str]]:
     """Every stage with the stages it depends on, in an order in which they can run; of another folder than this one.
 
@@ -86,14 +96,34 @@ def stages(root: Path | None = None) -> dict[str, list[str]]:
     ours to parse, and a parser that misses an edge is silent where a renamed attribute is not. Neither takes a lock.
 
     Raises:
-        dvc.exceptions.DvcException: where dvc.yaml or params.yaml can't be read; its message names the place.
+        ValueError: where dvc.yaml or params.yaml can't be read; its message names the place.
     """
     if root is None and (known := fresh.stages()) is not None:
         return known
-    from dvc.repo import Repo  # 0.4 s, so only where a flow runs
-
-    with Repo(root) as repo:
+    with open_repo(root) as repo:
         return _stages(repo)
+
+
+@contextmanager
+def open_repo(root: Path | None = None) -> Iterator[Any]:
+    """Open the DVC repository of `root`, or of the current folder; cached copies are compared with their names.
+
+    Raises:
+        BusyError: where another process holds one of DVC's locks.
+        ValueError: with DVC's message, for any other error of DVC's.
+    """
+    from dvc.exceptions import DvcException
+    from dvc.lock import LockError
+    from dvc.repo import Repo  # 0.4 s
+
+    check_cached_copies()
+    try:
+        with Repo(root, _wait_for_lock=True) as repo:
+            yield repo
+    except LockError as error:
+        raise BusyError(str(error)) from error
+    except DvcException as error:
+        raise ValueError(str(error)) from error
 
 
 def _stages(repo: Any) -> dict[str, list[str]]:
@@ -109,22 +139,19 @@ def why_stale(names: list[str] | None = None) -> dict[str, list[str]]:
     What another process works on, DVC doesn't look at: then all that were asked about may be stale.
 
     Raises:
-        dvc.exceptions.DvcException: as `stages`.
+        ValueError: as `stages`.
     """
     if names is None and fresh.stages() is not None:
         return {}
-    from dvc.lock import LockError
-    from dvc.repo import Repo
-
     try:
-        with Repo(_wait_for_lock=True) as repo:
+        with open_repo() as repo:
             paths = _paths(repo) if names is None else []
             looked = fresh.look(paths)
             found = repo.status(targets=names)
             if paths and not found:
                 fresh.remember(paths, looked, _stages(repo))
             new = {_name(stage) for stage in repo.index.stages if not any(dep.hash_info for dep in stage.deps)}
-    except LockError as error:
+    except BusyError as error:
         unknown = f"DVC can't say, another process is at work: {str(error).splitlines()[0]}"
         return {name: [unknown] for name in names or stages()}
     why = {name.rpartition(":")[2]: list(_reasons(changes)) for name, changes in found.items()}
@@ -160,11 +187,10 @@ def pull(name: str) -> list[str]:
     `dvc repro --pull` does so too, but for a folder of several stages' outputs, as the report reads, it only finds an error.
 
     Raises:
-        dvc.exceptions.DvcException: where there is no such stage, or no remote.
+        ValueError: where there is no such stage, or no remote.
     """
-    from dvc.repo import Repo
-
-    with Repo(_wait_for_lock=True) as repo:
+    check_stage_name(name)
+    with open_repo() as repo:
         read = [dep.fs_path for stage in repo.stage.collect(name) for dep in stage.deps if dep.protocol == "local"]
         missing = [
             out.fs_path
@@ -180,15 +206,27 @@ def heal_lock() -> str | None:
     """Where dvc.lock is not valid, cut by a kill, take back the one of the last commit -> what was done, None if nothing.
 
     What ran since comes back from the run-cache, without running.
+
+    Raises:
+        ValueError: where it holds the conflicts of a merge, which a person must resolve.
     """
     if fresh.stages() is not None:  # to read it all takes a second, with 200 cells
         return None
-    if not LOCK_FILE.exists() or _is_lock(LOCK_FILE.read_text(encoding="utf-8", errors="replace")):
+    if not LOCK_FILE.exists():
         return None
+    text = LOCK_FILE.read_text(encoding="utf-8", errors="replace")
+    if _is_lock(text):
+        return None
+    if any(line.startswith(CONFLICT) for line in text.splitlines()):
+        raise ValueError(
+            f"{LOCK_FILE} holds conflicts of a merge, expected none; resolve them (either side will do: what ran before "
+            f"comes from DVC's run-cache), as with git checkout --ours {LOCK_FILE}, and run again"
+        )
     asked = subprocess.run(["git", "show", f"HEAD:./{LOCK_FILE}"], capture_output=True, text=True)
     if asked.returncode == 0 and _is_lock(asked.stdout):
         beside = LOCK_FILE.with_suffix(".healed")
         beside.write_text(asked.stdout, encoding="utf-8")
+        shutil.copymode(LOCK_FILE, beside)
         os.replace(beside, LOCK_FILE)
         return f"{LOCK_FILE} was cut by a kill; restored from the last commit, what ran since comes from the run-cache"
     LOCK_FILE.unlink()
@@ -296,6 +334,18 @@ def run_stage(
     return outcome
 
 
+def run_all_stages(hold: Iterable[int] = ()) -> None:
+    """Bring every stage up to date by one DVC, which prints as it likes to where this process prints.
+
+    Raises:
+        StageError: where a stage or DVC failed; DVC has printed why.
+    """
+    if status := _run([MODULE, "--wait-for-lock", "repro"], None, {}, hold):
+        raise StageError(
+            f"a stage failed (dvc exited with {status}), see above; mend it and run again, what has finished is cached"
+        )
+
+
 def run_module(words: list[str]) -> list[str]:
     """`python -m` one of ours, which `stop` ends as it ends stages -> the lines it said.
 
@@ -314,17 +364,19 @@ def is_transient(log: str) -> bool:
     return any(text in log for text in TRANSIENT)
 
 
-def _run(words: list[str], on_line: Callable[[str], object], environment: dict[str, str], hold: Iterable[int]) -> int:
-    """`python -m` these words, each line to `on_line`, until it has ended -> its exit status."""
-    process = _start(words, environment, hold)
-    assert process.stdout
+def _run(
+    words: list[str], on_line: Callable[[str], object] | None, environment: dict[str, str], hold: Iterable[int]
+) -> int:
+    """`python -m` these words until it has ended -> its exit status; each line to `on_line`, or where we print."""
+    process = _start(words, environment, hold, piped=on_line is not None)
     try:
-        for line in map(str.rstrip, process.stdout):
-            on_line(line)
+        if on_line and process.stdout:
+            for line in map(str.rstrip, process.stdout):
+                on_line(line)
         return process.wait()
     except BaseException:  # cancelled, interrupted, or on_line failed: a stage must not outlive whoever watches it
-        # Someone has to go on reading, or what is still printed fills the pipe and DVC can't end.
-        threading.Thread(target=process.stdout.read, daemon=True).start()
+        if process.stdout:  # someone has to go on reading, or what is still printed fills the pipe and DVC can't end
+            threading.Thread(target=process.stdout.read, daemon=True).start()
         _end(psutil.Process(process.pid))
         process.wait()
         raise
@@ -362,7 +414,9 @@ def _end_of(pid: int) -> None:
         pass
 
 
-def _start(words: list[str], environment: dict[str, str], hold: Iterable[int]) -> subprocess.Popen[str]:
+def _start(
+    words: list[str], environment: dict[str, str], hold: Iterable[int], piped: bool = True
+) -> subprocess.Popen[str]:
     """Its own session: a Ctrl-C or a group kill must not hit DVC before its command."""
     command = [sys.executable, "-m", *words]
     # dvc.yaml says `python -m stages.NAME`: that python must be ours, activated or not.
@@ -378,8 +432,8 @@ def _start(words: list[str], environment: dict[str, str], hold: Iterable[int]) -
             | environment,
             pass_fds=list(hold),
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stdout=subprocess.PIPE if piped else None,
+            stderr=subprocess.STDOUT if piped else None,
             encoding="utf-8",
             errors="replace",
             start_new_session=True,
@@ -391,6 +445,21 @@ def _start(words: list[str], environment: dict[str, str], hold: Iterable[int]) -
 def _without_secrets() -> dict[str, str]:
     """Our environment without the Prefect server's password: no stage talks to it, and stages start servers and graders."""
     return {name: value for name, value in os.environ.items() if name not in (password.CLIENT, password.SERVER)}
+
+
+def check_stage_name(name: str) -> str:
+    """Return the name where it is one that dvc.yaml can give, as report or benchmark@eval-e003-t8_2_16.
+
+    DVC would take any other for a path or an option.
+
+    Raises:
+        ValueError: where it is not.
+    """
+    if not re.fullmatch(STAGE_NAME, name):
+        raise ValueError(
+            f"{name!r} is not the name of a stage, expected NAME or NAME@VALUE; `dvc stage list` shows them"
+        )
+    return name
 
 
 def _verdict(name: str, line: str) -> Outcome | None:

@@ -4,7 +4,9 @@ A block `recipe` says what it reproduces and what of it can be compared (`stages
 """
 
 import io
+import itertools
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,14 +31,29 @@ def path_of(name: str) -> Path:
 
 
 def use(name: str) -> list[str]:
-    """Write the recipe's keys into params.yaml -> a line for each that changed.
+    """Write the recipe's keys into params.yaml -> a line for each that changed, and how to return to what was there.
 
     Raises:
         ValueError: where there is no such recipe, or params.yaml would not be valid with it; it then stays as it was.
     """
     with merged(name) as (file, changes):
+        if not changes:
+            return []
+        kept = _keep_copy(path_of(name).stem)
         os.replace(file, PARAMS)
-    return changes
+    return [*changes, f"{PARAMS} as it was is kept in {kept}; to return to it: cp {kept} {PARAMS}"]
+
+
+def _keep_copy(recipe: str) -> Path:
+    """Copy params.yaml to params.yaml.before-RECIPE, or -2, -3: what is replaced there may be in no commit."""
+    for number in itertools.count(1):
+        kept = PARAMS.with_name(f"{PARAMS.name}.before-{recipe}{f'-{number}' if number > 1 else ''}")
+        if kept.is_file() and kept.read_bytes() == PARAMS.read_bytes():
+            return kept
+        if not os.path.lexists(kept):
+            break
+    shutil.copy2(PARAMS, kept)
+    return kept
 
 
 @contextmanager
@@ -63,6 +80,7 @@ def _written(sections: dict[str, dict[str, Any]], called: str) -> Iterator[tuple
     text, changes = _merge(sections)
     with NamedTemporaryFile("w", dir=".", prefix=".params-", suffix=".yaml", encoding="utf-8", delete=False) as file:
         file.write(text)
+    shutil.copymode(PARAMS, file.name)  # a temporary file is readable by its owner alone
     try:
         try:
             params.load(Path(file.name))

@@ -17,15 +17,13 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 from ruamel.yaml import YAML
 
-from pipeline.graph import LOCK_FILE
+from pipeline.graph import LOCK_FILE, STAGE_NAME, check_stage_name, open_repo
 
 FILES = "aerie"  # the remote's folder of Order.files, beside DVC's own
 NOT_SENT = {".dvc", LOCK_FILE.name}  # each host has a .dvc of its own: where the remote is, and who it is there
@@ -33,13 +31,54 @@ KEPT = ".scratch"  # of a stage's folder that is used again: training goes on wh
 SAID = "order: "
 
 
-class Order(BaseModel):
-    """A stage for another host to make."""
+def _check_path(path: str) -> str:
+    if not path or PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
+        raise ValueError(f"path is {path!r}, expected one below the project's folder")
+    return path
+
+
+StageName = Annotated[str, Field(pattern=STAGE_NAME)]
+InnerPath = Annotated[str, AfterValidator(_check_path)]
+
+
+class LockedOutput(BaseModel):
+    """What a stage made, as dvc.lock has it: DVC writes there."""
 
     model_config = ConfigDict(extra="forbid")
-    stage: str
-    files: str  # digest of the archive of code, parameters and data that git or nobody keeps
-    upstream: dict[str, Any]  # of dvc.lock, the stages whose outputs it needs
+    path: InnerPath
+    hash: Literal["md5"] = "md5"
+    md5: Annotated[str, Field(pattern=r"^[0-9a-f]{32}(\.dir)?$")]  # also names the file in DVC's cache
+    size: int | None = None
+    nfiles: int | None = None
+    isexec: bool | None = None
+
+
+class LockedStage(BaseModel):
+    """A stage of dvc.lock."""
+
+    model_config = ConfigDict(extra="forbid")
+    cmd: str | list[str]
+    deps: list[dict[str, JsonValue]] = []  # DVC writes none of these; raw data may lie anywhere
+    params: dict[str, dict[str, JsonValue]] = {}  # by file and key
+    outs: list[LockedOutput] = []
+
+
+class Order(BaseModel):
+    """A stage for another host to make; nothing in it names a place outside that host's folder for it."""
+
+    model_config = ConfigDict(extra="forbid")
+    stage: StageName
+    files: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # sha256 of the archive of code, parameters and other data
+    upstream: dict[StageName, LockedStage]  # of dvc.lock, the stages whose outputs it needs
+
+
+def checked(order: Order) -> Order:
+    """Return the order as this host understands it: Ray hands it over without a check.
+
+    Raises:
+        ValueError: where it names something that is no stage, no digest, or a place outside its folder.
+    """
+    return Order.model_validate(order.model_dump(exclude_unset=True, warnings=False))
 
 
 def offer(name: str) -> Order | None:
@@ -48,7 +87,7 @@ def offer(name: str) -> Order | None:
     Raises:
         ValueError: where no remote is set, or it can't keep what is needed.
     """
-    with _repo() as repo:
+    with open_repo() as repo:
         stage = _stage(repo, name)
         if _restorable(repo, stage):
             return None
@@ -65,7 +104,8 @@ def offer(name: str) -> Order | None:
             beside.unlink()
         known = YAML(typ="safe").load(LOCK_FILE)["stages"] if LOCK_FILE.exists() else {}
         owners = sorted({out.stage.addressing for out in outs})
-        return Order(stage=name, files=digest, upstream={owner: known[owner] for owner in owners if owner in known})
+        upstream = {owner: known[owner] for owner in owners if owner in known}
+        return Order.model_validate({"stage": name, "files": digest, "upstream": upstream})
 
 
 def collect(name: str) -> None:
@@ -74,7 +114,7 @@ def collect(name: str) -> None:
     Raises:
         ValueError: where the remote has none made of what lies here.
     """
-    with _repo() as repo:
+    with open_repo() as repo:
         if not _restorable(repo, _stage(repo, name)):
             raise ValueError(
                 f"what a worker made of {name} is not on the remote, or not of what lies here; "
@@ -86,12 +126,13 @@ def take(order: Order) -> None:
     """The order's files and the outputs its stage needs, in the current folder, which has a .dvc and is otherwise emptied.
 
     Raises:
-        ValueError: where the remote hasn't got them.
+        ValueError: where the remote hasn't got them, or an output of the project would lie outside the current folder.
     """
+    order = checked(order)
     for old in Path().iterdir():
         if old.name not in (".dvc", KEPT):
             shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
-    with _repo() as repo:
+    with open_repo() as repo:
         fs, root = _place(repo)
         archive = Path(repo.tmp_dir) / "files.tar.gz"
         fs.get_file(fs.join(root, FILES, f"{order.files}.tar.gz"), str(archive))
@@ -103,15 +144,16 @@ def take(order: Order) -> None:
         _unpack(archive)
         archive.unlink()
     with LOCK_FILE.open("w", encoding="utf-8") as file:
-        YAML(typ="safe").dump({"schema": "2.0", "stages": order.upstream}, file)
-    with _repo() as repo:
+        YAML(typ="safe").dump({"schema": "2.0", "stages": order.model_dump(exclude_unset=True)["upstream"]}, file)
+    with open_repo() as repo:
+        _check_inside(repo)
         if paths := sorted(_needed(repo, _stage(repo, order.stage))):
             repo.pull(targets=paths)
 
 
 def give(name: str) -> None:
     """What the stage has made here, and DVC's word of what it was made of, to the remote."""
-    with _repo() as repo:
+    with open_repo() as repo:
         stage = _stage(repo, name)
         _push(repo, stage.outs)
         here, fs, there = _runs(repo, stage)
@@ -119,29 +161,16 @@ def give(name: str) -> None:
             fs.put_file(str(entry), fs.join(there, entry.name))
 
 
-@contextmanager
-def _repo() -> Iterator[Any]:
-    """That we stand in. Raises ValueError with what DVC says, in place of its own errors."""
-    from dvc.exceptions import DvcException
-    from dvc.repo import Repo  # 0.4 s
-
-    try:
-        with Repo(_wait_for_lock=True) as repo:
-            yield repo
-    except DvcException as error:
-        raise ValueError(str(error)) from error
-
-
 def check() -> str:
     """The default remote's address. Raises ValueError where there is none."""
-    with _repo() as repo:
+    with open_repo() as repo:
         fs, root = _place(repo)
         return str(fs.unstrip_protocol(root))
 
 
 def folders() -> dict[str, str]:
     """The remotes that are folders of this machine, or mounted here."""
-    with _repo() as repo:
+    with open_repo() as repo:
         return {name: about["url"] for name, about in repo.config["remote"].items() if Path(about["url"]).is_absolute()}
 
 
@@ -201,6 +230,16 @@ def _needed(repo: Any, stage: Any) -> dict[str, Any]:
             elif _within(out.fs_path, dep.fs_path):
                 found[out.fs_path] = out
     return found
+
+
+def _check_inside(repo: Any) -> None:
+    """Raises ValueError where DVC would check out an output outside the repository, as a .dvc file can name one."""
+    for out in repo.index.outs:
+        if out.use_cache and not _within(os.path.realpath(out.fs_path), os.path.realpath(repo.root_dir)):
+            raise ValueError(
+                f"{out.stage.addressing} has the output {out.def_path}, expected one below the project's folder; correct it "
+                "on the host that sent it"
+            )
 
 
 def _push(repo: Any, outs: list[Any]) -> None:
@@ -266,9 +305,10 @@ def _unpack(archive: Path) -> None:
 def main(words: list[str]) -> None:
     what, name = words
     try:
+        check_stage_name(name)
         if what == "offer":
             order = offer(name)
-            print(SAID + json.dumps(order and order.model_dump()), flush=True)
+            print(SAID + json.dumps(order and order.model_dump(exclude_unset=True)), flush=True)
         else:
             collect(name)
     except ValueError as error:

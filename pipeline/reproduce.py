@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from pipeline import graph, recipes
+from pipeline import graph, recipes, workspace
 from stages import params
 from stages.sections.section import PARAMS
 
@@ -21,14 +21,26 @@ GIB = 2**30
 
 
 def reproduce(name: str) -> Iterator[str]:
-    """Take the recipe into params.yaml, bring every stage up to date, compare.
+    """Take the recipe into params.yaml, bring every stage up to date, compare; alone in this workspace, as any run.
 
     Raises:
         ValueError: before anything is changed, where the recipe is not valid, files are missing or the disk is too small;
             at the end, where stages failed.
     """
-    yield from take(name)
-    needs, failed = graph.stages(), list[str]()
+    with workspace.one_run(print) as held:
+        yield from take(name)
+        needs, failed = graph.stages(), list[str]()
+        with graph.guarded(held):
+            yield from _run_each(needs, failed)
+        yield from compare(name)
+    if failed:
+        raise ValueError(
+            f"{len(failed)} of {len(needs)} stages failed: {', '.join(failed)}; see above, mend it, run again"
+        )
+
+
+def _run_each(needs: dict[str, list[str]], failed: list[str]) -> Iterator[str]:
+    """Bring each stage up to date, but those that need one that failed; `failed` then has their names."""
     for stage, upstream in needs.items():
         if lacking := [one for one in upstream if one in failed]:
             failed.append(stage)
@@ -41,11 +53,6 @@ def reproduce(name: str) -> Iterator[str]:
             yield str(error)
             continue
         yield f"{stage}: {outcome}"
-    yield from compare(name)
-    if failed:
-        raise ValueError(
-            f"{len(failed)} of {len(needs)} stages failed: {', '.join(failed)}; see above, mend it, run again"
-        )
 
 
 def take(name: str) -> Iterator[str]:

@@ -53,8 +53,12 @@ def stage_on_ray(order: remote.Order) -> State[None]:
 def _made(order: remote.Order) -> State[None]:
     """In the checkout we stand in. What fails is a state, which whoever sent it reads."""
     say = get_run_logger().info
-    folder = (SENT / order.stage).resolve()
     with contextlib.ExitStack() as stack:
+        try:
+            order = remote.checked(order)
+            folder = workspace.inside(SENT, order.stage)
+        except ValueError as error:  # before anything is touched
+            return Failed(message=str(error))
         held = stack.enter_context(workspace.at_work(say, SENT / f"{order.stage}.lock"))
         workspace.make_bare(folder)
         try:

@@ -40,6 +40,21 @@ def at_work(say: Callable[[str], object], locked: Path = LOCKED) -> Iterator[Tex
         yield held
 
 
+@contextmanager
+def one_run(say: Callable[[str], object]) -> Iterator[list[int]]:
+    """Have this workspace to ourselves, with a whole dvc.lock -> the open files for `graph.guarded` to hold.
+
+    Every run of more than one stage begins with this: a flow's, `make run`'s, that of a recipe.
+
+    Raises:
+        ValueError: as `graph.heal_lock`.
+    """
+    with at_work(say) as held:
+        if healed := graph.heal_lock():
+            say(healed)
+        yield [held.fileno()]
+
+
 def _wait_for(path: Path) -> None:
     while (free := lock(path)) is None:
         time.sleep(1)
@@ -55,9 +70,9 @@ def make(name: str) -> Path:
     """The files as they lie here, uncommitted ones too, and what the cache has of their outputs.
 
     Raises:
-        ValueError: where this is no git repository with a commit, or git or DVC refuses.
+        ValueError: where the name is not that of a folder, this is no git repository with a commit, or git or DVC refuses.
     """
-    folder = (RUNS / name).resolve()
+    folder = inside(RUNS, name)
     if folder.exists():  # a retry of the same run
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -147,11 +162,23 @@ def drop(name: str) -> Iterator[str]:
 
 def path_of(name: str) -> Path:
     """Raises ValueError where there is no such workspace, naming those there are."""
-    folder = RUNS / name
-    if not folder.is_dir() or folder.parent != RUNS:
-        known = ", ".join(sorted(found.name for found in RUNS.glob("*"))) or "none"
-        raise ValueError(f"there is no run {name} in {RUNS}; there are {known}")
-    return folder.resolve()
+    known = sorted(found.name for found in RUNS.glob("*") if found.is_dir())
+    if name not in known:
+        raise ValueError(f"there is no run {name} in {RUNS}; there are {', '.join(known) or 'none'}")
+    return inside(RUNS, name)
+
+
+def inside(parent: Path, name: str) -> Path:
+    """Return the whole path of the folder of that name in `parent`, there or not.
+
+    Raises:
+        ValueError: where the name leads anywhere else. Whoever starts a run through Prefect's server gives it its name.
+    """
+    if name in ("", ".", "..") or {"/", "\0", "\n"} & set(name):
+        raise ValueError(
+            f"{name!r} is not the name of a folder in {parent}, expected one without a slash; give another one"
+        )
+    return parent.resolve() / name
 
 
 def _stale(folder: Path) -> list[str]:

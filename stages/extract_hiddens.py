@@ -9,6 +9,7 @@ makes a shard makes the same bytes: this process, one of several (`processes`, o
 WORLD_SIZE, on hosts that share the folder), or a later run that goes on where this one was killed. docs/hiddens.md
 """
 
+import contextlib
 import os
 import queue
 import shutil
@@ -75,6 +76,12 @@ def main() -> None:
     e = p.extract_hiddens  # but for `processes` all of it is tracked: how many work on it changes no byte
     if ranks.spread("extract_hiddens", [], e.processes):
         return
+    with contextlib.ExitStack() as stack:
+        _main(p, stack)
+
+
+def _main(p: params.Params, stack: contextlib.ExitStack) -> None:
+    e = p.extract_hiddens
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     store = next(torch.distributed.rendezvous("env://", rank, world))[0] if world > 1 else None  # waits for all
     torch.set_num_threads(p.target.num_threads)
@@ -87,7 +94,9 @@ def main() -> None:
     _check_some_fit(tables, fitting, e.max_length)
     kept = {s: t.filter(_readable(whole.token)) for s, t in fitting.items()}
     _check_pictures(kept, whole.token)
-    place = HIDDENS / f".unfinished-{_digest(p, made)}"
+    ours = _scratch(p, made)
+    stack.enter_context(scratch.held(ours))
+    place = HIDDENS / f".unfinished-{ours.name.rsplit('-', 1)[1]}"
     work = [w for s in SPLITS for w in _plan(s, kept[s], sizes[s], e.shard_mib << 20, place / s)]
     todo = [w for w in work if not w.done()]
     if rank == 0:
@@ -197,14 +206,16 @@ def _check_some_fit(tables: dict[str, pl.DataFrame], fitting: dict[str, pl.DataF
             )
 
 
-def _digest(p: params.Params, made: Manifest) -> str:
-    """Of all that a byte of a shard depends on, so that unfinished shards of something else are never taken up."""
+def _scratch(p: params.Params, made: Manifest) -> Path:
+    """Return the place in .scratch of these shards, named by all that a byte of one depends on.
+
+    Only its name and its lock are used: unfinished shards lie beside their own place, on the disk that will hold them.
+    """
     e = p.extract_hiddens
     ours = e.model_dump(exclude={"processes"})
     numerics = (p.target.dtype, p.target.device.split(":")[0], p.target.num_threads)
     given = features.fingerprint(Path(e.import_)) if e.import_ else None
-    place = scratch.place("extract_hiddens", asdict(made), ours, numerics, given, scratch.digest(SAMPLED))
-    return place.name.rsplit("-", 1)[1]
+    return scratch.place("extract_hiddens", asdict(made), ours, numerics, given, scratch.digest(SAMPLED))
 
 
 def _plan(split: str, table: pl.DataFrame, size: Size, shard_bytes: int, folder: Path) -> list[Work]:

@@ -33,9 +33,9 @@ import numpy as np
 import orjson
 import polars as pl
 
-from stages.formats import atomic, conversations, pictures, raw, similar, toon, turns
+from stages.formats import atomic, conversations, pictures, raw, scratch, similar, toon, turns
 from stages.formats.turns import Dropped, Message
-from stages.params import check_raw_exists, load, run_stage
+from stages.params import Params, check_raw_exists, load, run_stage
 from stages.sections.data import FixData
 from stages.serving import spent
 
@@ -93,9 +93,15 @@ class Part:
 
 
 def main() -> None:
-    started = time.perf_counter()
     params = load()
     check_raw_exists(params)
+    with scratch.held(WAITING):
+        _fix(params)
+
+
+def _fix(params: Params) -> None:
+    """Judge every row, decide which stay, and write the two splits and the report."""
+    started = time.perf_counter()
     shutil.rmtree(WAITING, ignore_errors=True)  # what a killed run left
     WAITING_IMAGES.mkdir(parents=True)
     try:

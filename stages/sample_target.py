@@ -87,6 +87,13 @@ def main(*words: str) -> None:
     s = p.sample_target
     asked_for = s.model_dump(exclude={"server": WAY})
     place = scratch.place("sample_target", asdict(made), p.target.model_dump(), asked_for, scratch.digest(FIXED))
+    with scratch.held(place):
+        _sample(work, place, started)
+
+
+def _sample(work: Work, place: Path, started: float) -> None:
+    """Ask for all answers, those apart that are in the scratch folder, and put them in their place."""
+    p, s = work.p, work.p.sample_target
     with contextlib.ExitStack() as stack:
         splits = _splits(p, place, stack)
         if resumed := sum(split.shards.resumed for split in splits):

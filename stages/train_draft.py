@@ -58,14 +58,21 @@ def main(name: str) -> None:
 def _main(p: params.Params, name: str, group: ranks.Ranks) -> None:
     torch.set_num_threads(p.target.num_threads)
     segment, settings = named(p.train_draft.checkpoints, name, "train_draft.checkpoints"), p.train_draft
-    parent, root = checkpoint.folder(segment.from_), segment.from_ == ROOT_CHECKPOINT
-    made_by = "init_draft" if root else f"train_draft@{segment.from_}"
-    made = manifest.read()
-    hyper = settings.model_dump(exclude={"checkpoints", *WHO})
+    parent = checkpoint.folder(segment.from_)
     work = scratch.place(
-        f"train_draft-{name}", hyper, segment.model_dump(), p.target.model_dump(), hiddens.digest(HIDDENS),
+        f"train_draft-{name}", _hyper(settings), segment.model_dump(), p.target.model_dump(), hiddens.digest(HIDDENS),
         [scratch.digest(folder) for folder in (manifest.FOLDER, parent / "draft", parent / "state")],
     )  # fmt: skip
+    with scratch.held(work):
+        _train(p, name, group, work)
+
+
+def _train(p: params.Params, name: str, group: ranks.Ranks, work: Path) -> None:
+    """Train from the parent, or from the last whole epoch in the scratch folder `work`, and put the checkpoint in its place."""
+    segment, settings = p.train_draft.checkpoints[name], p.train_draft
+    parent, root = checkpoint.folder(segment.from_), segment.from_ == ROOT_CHECKPOINT
+    made_by = "init_draft" if root else f"train_draft@{segment.from_}"
+    made, hyper = manifest.read(), _hyper(settings)
     resumed = work.exists()
     tables = manifest.tables(made)
     if root and not resumed and segment.rival:
@@ -114,6 +121,11 @@ def _main(p: params.Params, name: str, group: ranks.Ranks) -> None:
     atomic.write_json(REPORTS / f"{name}.json", report)
     scratch.done(work)
     print(f"{name}: {run.epoch} epochs, {run.step} steps, loss {run.log[0]['loss']:.3f} -> {run.log[-1]['loss']:.3f}")
+
+
+def _hyper(settings: TrainDraft) -> dict[str, Any]:
+    """Return what decides about the weights."""
+    return settings.model_dump(exclude={"checkpoints", *WHO})
 
 
 class Lesson(nn.Module):

@@ -5,6 +5,8 @@ hours are known, without a GPU or a download. All in this process, for each part
 """
 
 import csv
+import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +172,33 @@ def test_and_back_again(project: Path) -> None:
     use("weather-tiny")
     assert params.load() == params.load(ROOT / "params.yaml")
     assert (project / "params.yaml").read_text().split() == before.split()
+
+
+def test_use_keeps_the_files_mode_and_a_copy_of_the_checkpoints_that_it_replaces(project: Path) -> None:
+    """Bug: params.yaml was left at mode 0600, and a user's own checkpoints were gone with no way back."""
+    mine, again = {"e002": {"from": "e000", "epochs": 2}}, {"e004": {"from": "e000", "epochs": 4}}
+    names = {"checkpoints": ["e002"]}
+    edit_params(project, {"train_draft": {"checkpoints": mine}, "replay_trees": names, "benchmark": names})
+    edit_params(project, {"benchmark_served": names, "time_trees": {"checkpoints": ["e000"]}})
+    (project / "params.yaml").chmod(0o644)
+    before = (project / "params.yaml").read_bytes()
+    (project / "mine.yaml").write_text(
+        "train_draft: {checkpoints: {e001: {from: e000, epochs: 1}}}\n"
+        "replay_trees: {checkpoints: [e001]}\nbenchmark: {checkpoints: [e001]}\nbenchmark_served: {checkpoints: [e001]}\n"
+    )
+    said = use("mine.yaml")
+    assert "train_draft.checkpoints: e002 -> e001" in said
+    assert said[-1].endswith("to return to it: cp params.yaml.before-mine params.yaml")
+    assert stat.S_IMODE((project / "params.yaml").stat().st_mode) == 0o644
+    kept = project / "params.yaml.before-mine"
+    assert kept.read_bytes() == before
+    shutil.copy(kept, project / "params.yaml")
+    assert use("mine.yaml")[-1] == said[-1] and not (project / "params.yaml.before-mine-2").exists()
+    assert use("mine.yaml") == []
+    edit_params(project, {"train_draft": {"checkpoints": {"e001": {"from": "e000", "epochs": 1}, **again}}})
+    assert use("mine.yaml")[-1].endswith("cp params.yaml.before-mine-2 params.yaml") and kept.read_bytes() == before
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    assert "/params.yaml.before-*" in ignored
 
 
 @pytest.mark.parametrize(

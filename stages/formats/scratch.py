@@ -1,13 +1,19 @@
 """Unfinished work, kept until it is done: `.scratch/<stage>-<digest>` of everything the result depends on.
 
 DVC deletes a stage's outputs before it reruns it, so a killed run resumes from here. The digest covers the parameters,
-the inputs and the code, so stale work is never taken up.
+the inputs and the code, so stale work is never taken up. One process at a time works in such a folder (`held`): a stage
+whose DVC was killed may still be at work when the next run begins.
 """
 
+import errno
+import fcntl
 import hashlib
 import json
+import os
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +28,67 @@ def place(stage: str, *depends_on: Any) -> Path:
     return SCRATCH / f"{stage}-{total.hexdigest()[:16]}"
 
 
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Have the folder to this process, which need not exist; of several ranks, the first has it for all of them.
+
+    The lock is the kernel's, on a file beside the folder, since a folder that is written anew is another one. It is free as
+    soon as its holder has ended, killed or not.
+
+    Raises:
+        ValueError: where another process works there.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    path = folder.with_name(f"{folder.name}.lock")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = _lock(path, folder)
+    try:
+        os.truncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # while it is still locked: see _lock
+        os.close(descriptor)
+
+
+def _lock(path: Path, folder: Path) -> int:
+    """Return the open file, locked. Raises ValueError where another process has it."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP):  # a file system that has no locks
+                return descriptor
+            holder = os.read(descriptor, 32).decode().strip()
+            os.close(descriptor)
+            if not isinstance(error, BlockingIOError):
+                raise
+            raise ValueError(
+                f"{folder} is in use, expected no other process there: process {holder or 'unknown'} works on the same stage "
+                "with the same inputs, perhaps for a run that was killed. Wait for its end, or end that process, then run again"
+            ) from None
+        if _is_at(descriptor, path):
+            return descriptor
+        os.close(descriptor)  # its holder has removed it since we opened it
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
 def done(folder: Path) -> None:
     """The result is in its place: forget the unfinished work, and that of earlier versions of the same stage."""
     stage = folder.name.rsplit("-", 1)[0]
     for pattern in (f"{stage}-*", f".{stage}-*"):  # with a dot: what a writer killed midway left (formats/atomic.py)
         for old in SCRATCH.glob(pattern):
-            shutil.rmtree(old, ignore_errors=True)
+            if old.is_dir():  # a lock is removed by who holds it
+                shutil.rmtree(old, ignore_errors=True)
 
 
 def digest(folder: Path) -> str:

@@ -1,12 +1,15 @@
 """Unfinished work is taken up by the very same work only, and forgotten once it is done."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from stages.formats import scratch
+from stages.formats import atomic, scratch
+from tests.conftest import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -79,3 +82,66 @@ def test_the_digest_of_a_folder_is_of_names_and_bytes(tmp_path: Path) -> None:
     assert digest(deep__b="2", a="1") == same
     others = [digest(a="2", deep__b="1"), digest(a="1", b="2"), digest(a="1"), digest(a="12", deep__b=""), digest()]
     assert len({same, *others}) == 1 + len(others)
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from stages.formats import scratch
+with scratch.held(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def hold(folder: Path, **more: str) -> subprocess.Popen[str]:
+    """Start a process that works in the folder, or is refused; it is at work once it has said so."""
+    env = os.environ | {"PYTHONPATH": str(ROOT)} | more
+    command = [sys.executable, "-c", HOLDER, str(folder)]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_second_process_on_a_scratch_folder_is_refused_until_the_first_has_ended() -> None:
+    """Bug: after `kill -9` of dvc the stage worked on, and the next run took up the same folder beside it."""
+    work = scratch.place("train_draft-e003", 1)
+    first = hold(work)
+    assert first.stdout and first.stdout.readline() == "held\n"
+    refused = rf"is in use.*: process {first.pid} works on the same stage"
+    with pytest.raises(ValueError, match=refused), scratch.held(work):
+        pass
+    with scratch.held(scratch.place("train_draft-e003", 2)):
+        pass  # other inputs, other work
+    first.kill()
+    first.wait()
+    with scratch.held(work):
+        assert (Path(".scratch") / f"{work.name}.lock").exists()
+    assert not list(Path(".scratch").iterdir())
+
+
+def test_of_several_ranks_the_first_holds_the_folder_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of torchrun share the folder: with a lock of its own each but one would be refused."""
+    work = scratch.place("train_draft-e003", 1)
+    first = hold(work, RANK="0", WORLD_SIZE="2")
+    assert first.stdout and first.stdout.readline() == "held\n"
+    monkeypatch.setenv("RANK", "1")
+    with scratch.held(work):
+        pass
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ValueError, match="is in use"), scratch.held(work):
+        pass
+    first.kill()
+    first.wait()
+
+
+def test_a_folder_that_is_written_anew_or_forgotten_stays_held() -> None:
+    """train_draft swaps its scratch folder for a new one after each epoch: a lock on the folder itself would go with it."""
+    work = scratch.place("train_draft-e003", 1)
+    with scratch.held(work):
+        for epoch in ("1", "2"):
+            with atomic.folder(work) as whole:
+                (whole / "epoch").write_text(epoch)
+        scratch.done(work)
+        second = hold(work)
+        assert second.wait(60) != 0 and second.stderr and "is in use" in second.stderr.read()
+    with scratch.held(work):
+        pass

@@ -1,6 +1,7 @@
 """A DVC project of three small stages, for the tests of what runs stages. No torch, no model, under a second a stage."""
 
 import io
+import os
 import subprocess
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from ruamel.yaml import YAML
 
 REPO = Path(__file__).resolve().parents[2]
+os.environ["PYTHONPATH"] = str(REPO)  # what these tests start is this checkout's, whichever one is installed
 
 # Out of order on purpose: the order to run in must come from the dependencies.
 GRAPH = """

@@ -1,5 +1,6 @@
 """pipeline/remote.py: a stage offered here, made in a clone, collected here; the remote a folder, or S3 where it is installed."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -14,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect.logging import disable_run_logger
 from ruamel.yaml import YAML
 
-from pipeline import graph, remote, workspace
+from pipeline import graph, remote, worker, workspace
 from tests.pipeline.conftest import IGNORED, Project, give_params
 
 KEYS = {"AWS_ACCESS_KEY_ID": "ours", "AWS_SECRET_ACCESS_KEY": "ours", "AWS_DEFAULT_REGION": "us-east-1"}
@@ -181,6 +183,76 @@ def test_an_archive_that_would_write_elsewhere_is_refused(
     with pytest.raises(ValueError, match="which no run packs"):
         remote._unpack(tmp_path / "files.tar.gz")
     assert not list(Path().iterdir()) and not (tmp_path / "out.txt").exists()
+
+
+ORDER: dict[str, Any] = {"stage": "first", "files": "a" * 64, "upstream": {}}
+LOCKED = {"cmd": "x", "outs": [{"path": "first.csv", "hash": "md5", "md5": "b" * 32, "size": 1}]}
+
+
+@pytest.mark.parametrize("stage", ["../../../x", "..", "", "/x", "first/../../../x"])
+def test_an_order_whose_stage_leaves_the_folder_of_orders_is_refused_before_anything_is_touched(
+    stage: str, project: Project, tmp_path: Path
+) -> None:
+    """Bug: a worker emptied any folder that an order named: stage="../../../x" was joined to .scratch/sent unchecked."""
+    (tmp_path / "x/.dvc").mkdir(parents=True)
+    precious = tmp_path / "x/precious.txt"
+    precious.write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match="stage"):
+        remote.Order(**ORDER | {"stage": stage})
+    unchecked = remote.Order.model_construct(**ORDER | {"stage": stage})  # as Ray hands one over
+    with disable_run_logger():
+        ended = worker._made(unchecked)
+    assert ended.is_failed() and "stage" in str(ended.message)
+    assert precious.read_text() == "mine" and sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"files": "../../x"},
+        {"files": "A" * 64},
+        {"stage": "-f"},
+        {"stage": "first\n"},
+        {"upstream": {"../x": LOCKED}},
+        {"upstream": {"first": LOCKED | {"outs": [{"path": "../../x", "md5": "b" * 32}]}}},
+        {"upstream": {"first": LOCKED | {"outs": [{"path": "/x", "md5": "b" * 32}]}}},
+        {"upstream": {"first": LOCKED | {"outs": [{"path": "x", "md5": "../../../x"}]}}},
+        {"upstream": {"first": LOCKED | {"cwd": "/"}}},
+    ],
+)
+def test_an_order_names_stages_digests_and_paths_inside_the_project_alone(wrong: dict[str, Any]) -> None:
+    """Bug: whatever stood in `upstream` went into dvc.lock, and DVC would have checked it out over files elsewhere."""
+    remote.Order(**ORDER | {"stage": "benchmark@eval-e003-t8_2_16", "upstream": {"first": LOCKED}})
+    with pytest.raises(ValueError, match=r"Order"):
+        remote.Order(**ORDER | wrong)
+
+
+def test_a_dvc_file_that_names_a_place_outside_the_project_is_refused_before_it_is_checked_out(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: of the files that an order brings, a .dvc file could have DVC put its output over any file."""
+    give_params(project)
+    for command in (
+        ["remote", "add", "-q", "-d", "store", str(tmp_path / "store")],
+        ["add", "-q", "raw.csv"],
+        ["push"],
+    ):
+        subprocess.run([sys.executable, "-m", "dvc", *command], check=True)
+    named = project.root / "raw.csv.dvc"
+    named.write_text(named.read_text().replace("path: raw.csv", "path: ../precious.csv"))
+    text = (project.root / "dvc.yaml").read_text()
+    (project.root / "dvc.yaml").write_text(text.replace("[raw.csv, first.py]", "[../precious.csv, first.py]"))
+    archive = remote._archive({Path(name) for name in ("raw.csv.dvc", "dvc.yaml", "params.yaml", "first.py")})
+    digest = hashlib.sha256(archive).hexdigest()
+    (tmp_path / "store/aerie").mkdir()
+    (tmp_path / f"store/aerie/{digest}.tar.gz").write_bytes(archive)
+    (tmp_path / "there/.dvc").mkdir(parents=True)
+    shutil.copy(".dvc/config", tmp_path / "there/.dvc/config")
+    monkeypatch.chdir(tmp_path / "there")
+    with pytest.raises(ValueError, match=r"has the output \.\./precious\.csv, expected one below"):
+        remote.take(remote.Order(**ORDER | {"files": digest}))
+    assert not (tmp_path / "precious.csv").exists()
 
 
 def test_without_a_remote_it_says_how_to_add_one(project: Project) -> None:

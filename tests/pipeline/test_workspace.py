@@ -45,6 +45,17 @@ def test_one_that_could_not_be_made_is_not_there_for_a_retry(in_git) -> None:
     assert "runs/one" not in subprocess.run(["git", "worktree", "list"], capture_output=True, text=True).stdout
 
 
+@pytest.mark.parametrize("name", ["../../../x", "..", ".", "", "a/../b", "/x"])
+def test_a_run_whose_name_is_a_path_gets_no_workspace(in_git, name: str) -> None:
+    """Bug: a run's name, which whoever starts it through Prefect's server chooses, was joined to .scratch/runs unchecked."""
+    with pytest.raises(ValueError, match="not the name of a folder"):
+        workspace.make(name)
+    for act in (workspace.promote, workspace.drop):
+        with pytest.raises(ValueError, match="there is no run"):
+            list(act(name))
+    assert not (in_git.root / ".scratch").exists() and not (in_git.root.parent / "x").exists()
+
+
 def promote(name: str) -> str:
     with pytest.raises(ValueError, match=r"\w") as refused:
         list(workspace.promote(name))

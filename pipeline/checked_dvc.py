@@ -1,0 +1,120 @@
+"""DVC with every cached copy compared with its name before it is used.
+
+    python -m pipeline.checked_dvc repro      # as `dvc repro`
+
+Outputs are hard links into DVC's cache (.dvc/config), so the disk is never doubled. DVC makes both read-only and then trusts
+a read-only copy without a look. Root may write into a read-only file all the same: an output edited in place changes the
+cached copy too, and DVC would restore the edit as the result of the stage. DVC hashes copies that are not read-only; here it
+hashes all of them, by its own record of sizes, times and inodes, so that a copy nobody touched costs one look-up.
+"""
+
+import json
+import logging
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+from ruamel.yaml import YAML
+
+DAMAGED = "damaged"  # folder of the cache, beside DVC's own `files` and `runs`
+
+log = logging.getLogger("dvc.damaged")  # below DVC's own, whose handlers print warnings
+
+
+def check_cached_copies() -> None:
+    """Let every repository that this process opens from now on compare cached copies with their names."""
+    from dvc.cachemgr import CacheManager  # 0.2 s, so only where DVC is asked
+
+    plain = CacheManager.__init__
+    if getattr(plain, "checks", False):
+        return
+
+    def checked(manager: Any, *words: Any, **more: Any) -> None:
+        plain(manager, *words, **more)
+        # Of the local cache alone: what a remote holds, its `verify` option checks (docs/dvc.md).
+        if manager.local is not None:
+            manager.local.check = MethodType(_check, manager.local)
+
+    checked.checks = True  # type: ignore[attr-defined]
+    CacheManager.__init__ = checked
+
+
+def _check(cache: Any, oid: str, check_hash: bool = True, _info: dict[str, Any] | None = None) -> Any:
+    """Return what is known of a cached copy; takes the place of DVC's `LocalHashFileDB.check`.
+
+    Raises:
+        FileNotFoundError: where there is no copy.
+        ObjectFormatError: where its bytes are not those of its name; it is then set aside, and DVC finds none there.
+    """
+    from dvc_data.hashfile.hash import hash_file
+    from dvc_data.hashfile.meta import Meta
+    from dvc_objects.errors import ObjectFormatError
+
+    path = cache.oid_to_path(oid)
+    info = _info or cache.fs.info(path)
+    if not check_hash:
+        return Meta.from_info(info)
+    meta, found = hash_file(path, cache.fs, cache.hash_name, cache.state, info=info)
+    if found.value and found.value.partition(".")[0] == oid.partition(".")[0]:
+        if stat.S_IMODE(info["mode"]) != cache.CACHE_MODE:
+            cache.protect(path)
+        return meta
+    kept = _set_aside(Path(path), oid)
+    log.warning(_describe(kept, oid))
+    raise ObjectFormatError(f"{path} is damaged")
+
+
+def _set_aside(copy: Path, oid: str) -> Path:
+    """Move a copy out of DVC's sight and keep its bytes: they may be an edit that somebody wants."""
+    folder = _cache_folder(copy) / DAMAGED
+    folder.mkdir(exist_ok=True)
+    kept = folder / f"{oid}.{copy.stat().st_mtime_ns}"  # the same name may be damaged twice, differently
+    os.replace(copy, kept)
+    return kept
+
+
+def _cache_folder(copy: Path) -> Path:
+    return copy.parents[3]  # of CACHE/files/md5/ab/cdef...
+
+
+def _describe(kept: Path, oid: str) -> str:
+    names = list(_made_as(kept.parents[1], oid))
+    whose = "; ".join(names) if names else "data that no stage made"
+    return (
+        f"the cached copy of {whose} does not have the bytes it was kept with: a program wrote into the output in place, "
+        f"which is a hard link to that copy. It is set aside as {os.path.relpath(kept)} and is not restored. The stage that "
+        "made it runs again when its result is needed; where a remote has the result, `dvc fetch` brings it back without a run"
+    )
+
+
+def _made_as(cache: Path, oid: str) -> Iterator[str]:
+    """Yield the outputs that the run-cache knows under this name, each with its stage's command."""
+    found = set[str]()
+    for entry in sorted((cache / "runs").glob("*/*/*")):
+        made = YAML(typ="safe").load(entry.read_text(encoding="utf-8"))
+        for out in made.get("outs", []):
+            found |= {f"{path} (made by: {made['cmd']})" for path in _paths(cache, out, oid)}
+    yield from sorted(found)
+
+
+def _paths(cache: Path, out: dict[str, Any], oid: str) -> list[str]:
+    """Return the paths of an output's files that have this name."""
+    name = str(out.get("md5", ""))
+    listed = cache / "files/md5" / name[:2] / name[2:]
+    if name == oid:
+        return [out["path"]]
+    if not name.endswith(".dir") or not listed.is_file():
+        return []
+    files = json.loads(listed.read_text(encoding="utf-8"))
+    return [f"{out['path']}/{file['relpath']}" for file in files if file["md5"] == oid]
+
+
+if __name__ == "__main__":
+    from dvc.cli import main
+
+    check_cached_copies()
+    sys.exit(main(sys.argv[1:]))

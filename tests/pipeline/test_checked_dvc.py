@@ -1,0 +1,105 @@
+"""A cached copy that was written into through its hard link is found before it is restored."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline import graph, remote
+from pipeline.graph import Outcome
+from tests.pipeline.conftest import REPO, Project, give_params
+
+
+@pytest.fixture
+def linked(project: Project) -> Project:
+    """The project with our link types, whose stages have run; each output has bytes of its own, so a copy of its own."""
+    links = next(line for line in (REPO / ".dvc/config").read_text().splitlines() if line.strip().startswith("type ="))
+    config = project.root / ".dvc/config"
+    config.write_text(f"{config.read_text()}[cache]\n{links}\n")
+    for name in ("first", "middle", "last"):
+        script = project.root / f"{name}.py"
+        script.write_text(f"{script.read_text().replace('shutil.copy', 'made = shutil.copy')}\n"
+                          f"with open(made, 'a') as file:\n    file.write('made by {name}\\n')\n")  # fmt: skip
+    run_all()
+    return project
+
+
+def run_all(on_line=print) -> dict[str, Outcome]:
+    return {name: graph.run_stage(name, on_line) for name in graph.stages()}
+
+
+def write_in_place(path: Path) -> None:
+    """As root does, whom a read-only mode does not stop; as anybody else could after a chmod."""
+    path.chmod(0o644)
+    with path.open("a") as file:
+        file.write("an edit\n")
+    path.chmod(0o444)
+
+
+def test_an_output_edited_in_place_is_not_restored_as_the_stages_result(linked: Project) -> None:
+    """Bug: outputs are hard links into DVC's cache, so the edit changed the cached copy, and going back to old parameters
+    "restored" the edit as the result, with nothing stale afterwards."""
+    edited, raw = linked.root / "middle.csv", linked.root / "raw.csv"
+    whole, before = edited.read_text(), raw.read_text()
+    assert edited.stat().st_nlink > 1
+    write_in_place(edited)
+    raw.write_text("tree,tau\nt5_1_6,2.6\n")
+    assert set(run_all().values()) == {Outcome.RAN}
+    raw.write_text(before)
+    said: list[str] = []
+    outcomes = run_all(said.append)
+    assert outcomes == {"first": Outcome.RESTORED, "middle": Outcome.RAN, "last": Outcome.RESTORED}
+    assert edited.read_text() == whole and graph.why_stale() == {}
+    (warning,) = [line for line in said if "cached copy" in line]
+    assert "middle.csv (made by: python middle.py) does not have the bytes it was kept with" in warning
+    (kept,) = (linked.root / ".dvc/cache/damaged").iterdir()
+    assert kept.read_text() == f"{whole}an edit\n" and str(kept.relative_to(linked.root)) in warning
+
+
+def test_an_output_edited_in_place_runs_again_where_it_lies(linked: Project, caplog) -> None:
+    """Bug: DVC found the output modified, and restored it from the copy that held the edit too."""
+    edited = linked.root / "middle.csv"
+    whole = edited.read_text()
+    write_in_place(edited)
+    assert graph.why_stale()["middle"] == ["middle.csv not in cache"]
+    assert "cached copy of middle.csv (made by: python middle.py)" in caplog.text
+    assert run_all() == {"first": Outcome.UNCHANGED, "middle": Outcome.RAN, "last": Outcome.RESTORED}
+    assert edited.read_text() == whole
+
+
+def test_a_file_of_a_folder_is_named_and_the_others_are_left_alone(linked: Project) -> None:
+    text = (linked.root / "dvc.yaml").read_text()
+    folder = "  folder: {cmd: mkdir made && echo 1 > made/one && echo 2 > made/two, deps: [raw.csv], outs: [made]}\n"
+    (linked.root / "dvc.yaml").write_text(text + folder)
+    run_all()
+    write_in_place(linked.root / "made/two")
+    said: list[str] = []
+    assert graph.run_stage("folder", said.append) == Outcome.RAN
+    assert any("cached copy of made/two (made by: mkdir made" in line for line in said)
+    assert (linked.root / "made/two").read_text() == "2\n"
+    assert len(list((linked.root / ".dvc/cache/damaged").iterdir())) == 1
+
+
+def test_a_damaged_copy_is_not_pushed_for_other_hosts(linked: Project, tmp_path: Path) -> None:
+    """Bug: what a worker or a clone then pulled had the edit under the name of the whole result."""
+    give_params(linked)
+    dvc = [sys.executable, "-m", "dvc"]
+    subprocess.run([*dvc, "remote", "add", "-q", "-d", "store", str(tmp_path / "store")], check=True)
+    linked.git("init", "-q")
+    write_in_place(linked.root / "first.csv")
+    remote.offer("middle")
+    held = [path for path in (tmp_path / "store").rglob("*") if path.is_file() and b"an edit" in path.read_bytes()]
+    assert held == []
+
+
+def test_whole_copies_are_hashed_once_and_then_known_by_size_and_time(linked: Project, monkeypatch) -> None:
+    """Hidden states can be terabytes: a copy that nobody touched must cost a look-up, not a read."""
+    import dvc_data.hashfile.hash as hashing
+
+    read: list[str] = []
+    plain = hashing.file_md5
+    monkeypatch.setattr(hashing, "file_md5", lambda path, *a, **k: read.append(path) or plain(path, *a, **k))
+    linked.script("last", "# edited")  # so that DVC is asked at all
+    graph.why_stale()
+    assert [path for path in read if "cache" in path] == []

@@ -1,0 +1,199 @@
+"""`make run`'s command: one DVC for all stages, guarded, with a dvc.lock that is healed first."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline import graph, workspace
+from pipeline.resources import lock
+from tests.conftest import gone
+from tests.pipeline.conftest import REPO, Project
+
+RUN = [sys.executable, "-m", "pipeline", "run"]
+
+
+@pytest.fixture
+def committed(project: Project) -> Project:
+    """All stages have run, and git has what they left."""
+    (project.root / ".gitignore").write_text("/.scratch/\n/.dvc/tmp\n/.dvc/cache\n")
+    assert run().returncode == 0
+    project.git("init", "-q")
+    project.commit()
+    return project
+
+
+@pytest.fixture
+def started(project: Project) -> Iterator[list[subprocess.Popen[str]]]:
+    """Runs to be ended, should a test fail before their end."""
+    runs: list[subprocess.Popen[str]] = []
+    yield runs
+    for one in runs:
+        one.send_signal(signal.SIGTERM)
+        one.wait(60)
+
+
+def run() -> subprocess.CompletedProcess[str]:
+    return subprocess.run(RUN, capture_output=True, text=True)
+
+
+def start(started: list[subprocess.Popen[str]]) -> subprocess.Popen[str]:
+    started.append(subprocess.Popen(RUN, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    return started[-1]
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> str:
+    assert process.stdout
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if text in line:
+            return line
+    raise AssertionError(f"{text!r} never came: {seen}")
+
+
+def find_dvc(run: subprocess.Popen[str]) -> psutil.Process:
+    (found,) = [one for one in psutil.Process(run.pid).children() if graph.MODULE in one.cmdline()]
+    return found
+
+
+def test_make_run_starts_stages_by_this_command_alone() -> None:
+    """Bug: the Makefile called `dvc repro` itself, without the flow's guard, lock and healing."""
+    recipe = (REPO / "Makefile").read_text().partition("\nrun: ")[2].partition("\n\n")[0]
+    assert "-m pipeline run" in recipe and "dvc repro" not in recipe
+
+
+def test_all_stages_run_by_one_dvc_and_a_second_run_finds_nothing_stale(project: Project) -> None:
+    project.script("middle", "print('dvc is', open(f'/proc/{os.getppid()}/stat').read().split()[3])")
+    project.script("last", "print('dvc is', open(f'/proc/{os.getppid()}/stat').read().split()[3])")
+    done = run()
+    assert done.returncode == 0 and "Running stage 'last'" in done.stdout
+    assert done.stdout.startswith("stale: first, middle, last (it is new)\n")
+    dvcs = [line for line in done.stdout.splitlines() if line.startswith("dvc is ")]
+    assert len(dvcs) == 2 and len(set(dvcs)) == 1
+    again = run()
+    assert (again.returncode, again.stdout) == (0, "nothing is stale\n")
+
+
+def test_a_cut_dvc_lock_is_healed_and_the_run_goes_on(committed: Project) -> None:
+    """Bug: `make run` met a dvc.lock that a kill had cut with a traceback, where the flow takes the last commit's."""
+    committed.script("last", "# edited")
+    lock_file = committed.root / "dvc.lock"
+    text = lock_file.read_text()
+    lock_file.write_text(text[: text.rindex("md5: ") + 2])  # in the midst of a key
+    done = run()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "dvc.lock was cut by a kill; restored from the last commit" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr and committed.locked() == {"first", "middle", "last"}
+
+
+def test_a_dvc_lock_with_the_conflicts_of_a_merge_is_left_to_the_user(committed: Project) -> None:
+    """Bug: it was taken for one that a kill had cut, and replaced with the last commit's."""
+    lock_file = committed.root / "dvc.lock"
+    text = f"<<<<<<< HEAD\n{lock_file.read_text()}=======\n>>>>>>> theirs\n"
+    lock_file.write_text(text)
+    done = run()
+    assert done.returncode == 1 and "dvc.lock holds conflicts of a merge" in done.stderr
+    assert "Traceback" not in done.stderr and lock_file.read_text() == text
+
+
+def test_a_stage_does_not_outlive_a_dvc_that_is_killed_outright(
+    project: Project, started: list[subprocess.Popen[str]]
+) -> None:
+    """Bug: after `kill -9` of dvc the stage worked on, and the next `make run` worked beside it on the same files."""
+    project.sleeper("first")
+    one = start(started)
+    stage = int(read_until(one, "asleep").split()[1])
+    find_dvc(one).kill()
+    assert one.wait(60) == 1 and gone(stage, 0)
+    project.script("first")
+    assert run().returncode == 0
+
+
+def test_a_stage_does_not_outlive_a_run_that_is_killed_outright_and_the_next_run_waits_for_its_end(
+    project: Project, started: list[subprocess.Popen[str]]
+) -> None:
+    """Bug: `make run` had no guard; its lock must be free only when what it has left is gone."""
+    project.sleeper("first", "signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+    one = start(started)
+    stage = int(read_until(one, "asleep").split()[1])
+    one.kill()
+    one.wait()
+    project.script("first")
+    assert lock(workspace.LOCKED) is None and not gone(stage, 0)
+    second = start(started)
+    assert "another run is at work here" in read_until(second, "at work")
+    assert gone(stage)
+    rest = second.stdout.read() if second.stdout else ""
+    assert second.wait(60) == 0 and "Running stage 'last'" in rest
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_ends_its_stage_without_a_traceback(
+    project: Project, started: list[subprocess.Popen[str]], number: signal.Signals
+) -> None:
+    project.sleeper("first")
+    one = start(started)
+    stage = int(read_until(one, "asleep").split()[1])
+    one.send_signal(number)
+    rest = one.stdout.read() if one.stdout else ""
+    assert one.wait(60) == 128 + number and "Traceback" not in rest and gone(stage, 0)
+
+
+def test_a_failed_stage_and_a_broken_graph_end_the_run_with_one_line(project: Project) -> None:
+    """Bug: what DVC said of a broken dvc.yaml came as a traceback."""
+    project.script("middle", "sys.exit('out of cheese')")
+    done = run()
+    assert done.returncode == 1 and "out of cheese" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("aerie: a stage failed (dvc exited with")
+    (project.root / "dvc.yaml").write_text("stages: [")
+    done = run()
+    assert done.returncode == 1 and done.stderr.startswith("aerie: ") and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["../x", "no such", "x:y"])
+def test_a_stage_of_no_such_name_is_refused_on_the_command_line(project: Project, name: str) -> None:
+    """Bug: DVC took it for a path, and said so in a traceback."""
+    done = subprocess.run([*RUN[:-1], "pull", name], capture_output=True, text=True)
+    assert done.returncode == 1 and "is not the name of a stage" in done.stderr and "Traceback" not in done.stderr
+
+
+SCRATCH = """
+from stages.formats import scratch
+held = scratch.held(scratch.place('first', 1))
+held.__enter__()
+"""
+
+
+def test_a_stage_that_a_killed_dvc_has_left_is_not_worked_beside(project: Project) -> None:
+    """Bug: after `kill -9` of a plain `dvc repro` the stage worked on, and the next run took up the same scratch folder."""
+    project.script("first", f"{SCRATCH}\nPath = __import__('pathlib').Path\nPath('asleep').write_text(str(os.getpid()))\n"
+                            "while not os.path.exists('go'): time.sleep(0.02)")  # fmt: skip
+    lines = (project.root / "first.py").read_text().splitlines()
+    refused = "import sys\ntry:\n    {}\nexcept ValueError as error:\n    sys.exit(f'aerie: {{error}}')"
+    at = lines.index("held.__enter__()")
+    lines[at : at + 1] = refused.format("held.__enter__()").splitlines()
+    (project.root / "first.py").write_text("\n".join(lines))
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    by_hand = subprocess.Popen([sys.executable, "-m", "dvc", "repro", "-q"], env=os.environ | {"PATH": path})
+    until = time.monotonic() + 60
+    while not Path("asleep").exists() or not Path("asleep").read_text():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    stage = int(Path("asleep").read_text())
+    by_hand.kill()
+    by_hand.wait()
+    try:
+        done = run()
+        assert done.returncode == 1 and f"process {stage} works on the same stage" in done.stderr
+        assert not gone(stage, 0)
+    finally:
+        Path("go").touch()
+    assert gone(stage)
+    assert run().returncode == 0
