@@ -241,6 +241,20 @@ def check_raw_exists(params: Params) -> None:
         )
 
 
+def check_watched(key: str, model: str | None, watch_key: str, watch: str) -> None:
+    """Raise ValueError where `model` is a local folder that DVC does not watch: replaced weights would go unnoticed.
+
+    DVC watches `watch`, a dependency of the stage that reads `model`; a Hugging Face id is pinned by its commit instead.
+    """
+    if model is None or not Path(model).is_dir():
+        return
+    if not Path(model).resolve().is_relative_to(Path(watch).resolve()):
+        raise ValueError(
+            f"{PARAMS}: {key} is the local folder {model}, expected {watch_key} to be that folder or one around it, found "
+            f"{watch}: DVC would not notice other weights in {model}; set {watch_key}: {model}"
+        )
+
+
 def check_draft_vocab(params: Params, vocab_size: int) -> None:
     """Raises ValueError where the draft's vocabulary would be larger than the target's."""
     wanted = params.init_draft.draft_vocab_size
@@ -268,6 +282,7 @@ def run_stage(main: Callable[..., None]) -> None:
 def main() -> None:
     params = load()
     check_raw_exists(params)
+    check_watched("target.model", params.target.model, "target.watch", params.target.watch)
     b, served = params.benchmark, params.benchmark_served
     cells = len(b.torch) * len(b.checkpoints) * len(b.trees)
     cells += len(served.workloads) * (1 + len(served.checkpoints) * len(served.trees))
