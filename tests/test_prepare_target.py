@@ -3,12 +3,15 @@
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from stages import prepare_target
 from stages.builtin import tiny
 from stages.drafting import prompt
-from tests.conftest import ROOT
+from stages.formats import manifest
+from tests.conftest import ROOT, edit_params
 from tests.drafting.seeing import save
 
 SAID = [
@@ -56,3 +59,39 @@ def test_how_pictures_are_cut_is_pinned_with_the_target(tmp_path: Path) -> None:
     said.write_text(said.read_text().replace("16384", "4096"))
     after = prepare_target.describe("mine", None, model.config, tmp_path, None)
     assert after.config_digest != before.config_digest and after.tokenizer_digest == before.tokenizer_digest
+
+
+@pytest.fixture
+def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project whose target is a local folder, which DVC does not watch."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "params.yaml").write_text((ROOT / "params.yaml").read_text())
+    raw = tmp_path / "data/raw/weather_toon.jsonl"
+    raw.parent.mkdir(parents=True)
+    raw.touch()
+    save("qwen3-vl", tmp_path / "mine")
+    edit_params(tmp_path, {"target": {"model": "mine", "num_threads": 1}, "init_draft": {"draft_vocab_size": None}})
+    return tmp_path
+
+
+def test_other_weights_in_a_local_folder_are_another_manifest(local: Path) -> None:
+    """Bug: target.json held digests of config and tokenizer only; not even `dvc repro -f` noticed other weights."""
+    edit_params(local, {"target": {"watch": "mine"}})
+    prepare_target.main()
+    before = manifest.read()
+    assert manifest.weights(before) == Path("mine")
+    path = local / "mine/model.safetensors"
+    tensors = load_file(path)
+    save_file({name: torch.randn_like(tensor) for name, tensor in tensors.items()}, path, {"format": "pt"})
+    with pytest.raises(ValueError, match="mine holds other weights"):
+        manifest.weights(before)
+    prepare_target.main()
+    after = manifest.read()
+    assert after.weights_digest != before.weights_digest and after.config_digest == before.config_digest
+    assert manifest.weights(after) == Path("mine")
+
+
+def test_a_local_folder_that_dvc_does_not_watch_is_refused(local: Path) -> None:
+    with pytest.raises(ValueError, match=r"expected target\.watch to be that folder .* set target\.watch: mine"):
+        prepare_target.main()
+    assert not manifest.FOLDER.exists()
