@@ -7,6 +7,7 @@ draft, and neither threshold nor tau nor clock: an edited check_overfit.min_tau 
 The measurement is kept in .scratch, so that such an edit measures nothing again.
 """
 
+import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -41,10 +42,12 @@ def main() -> None:
     kept = _place(p) / "measured.json"
     if kept.exists():
         found = Measured(**atomic.read_json(kept, "check_overfit"))
+        print(f"measured before, on the same inputs by the same code: {kept}")
     else:
         found = _measure(p)
         scratch.done(kept.parent)  # earlier measurements
-        atomic.write_json(kept, asdict(found))
+        if all(map(math.isfinite, found.losses)):  # JSON holds no NaN, and _judge says what to do about one
+            atomic.write_json(kept, asdict(found))
     _judge(p, found)
 
 
