@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 
-from pipeline import graph
+from pipeline import graph, versions
 from pipeline.recipes import use
 from pipeline.reproduce import compare, dry_run, reproduce
 from pipeline.workspace import drop, promote
@@ -25,6 +25,7 @@ TOLD = 3  # changes of a line
 def stale() -> Iterator[str]:
     """In the order of the graph, those of the same changes on one line. Raises SystemExit(1) after the last."""
     why = graph.why_stale()
+    yield from versions.warnings()
     if not why:
         yield "nothing is stale"
         return

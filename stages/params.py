@@ -17,6 +17,7 @@ from pydantic import ValidationError, model_validator
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from stages.sections import stage_runs
 from stages.sections.cells import Benchmark, BenchmarkServed
 from stages.sections.data import OWN_PROMPTS, FixData, PreparePrompts, SampleTarget
 from stages.sections.draft import CheckOverfit, ImportDraft, InitDraft, TrainDraft
@@ -274,7 +275,8 @@ def run_stage(main: Callable[..., None]) -> None:
         except TypeError:
             wanted = " ".join(name.upper() for name in takes.parameters) or "no arguments"
             raise ValueError(f"expected {wanted}, found {' '.join(words) or 'none'}") from None
-        main(*words)
+        with stage_runs.logged(sys.argv):
+            main(*words)
     except ValueError as error:
         sys.exit(f"aerie: {error}")
 
