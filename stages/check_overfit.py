@@ -53,8 +53,8 @@ def main() -> None:
 
 def _place(p: params.Params) -> Path:
     """Where the measurement is kept: by all that it depends on, the code among it, but for the threshold."""
-    settings = p.check_overfit.model_dump(exclude={"min_tau"})
-    trained = p.train_draft.model_dump(include={"ttt_steps", "ttt_decay", "mask", "loss", "grad_clip"})
+    settings, t = p.check_overfit.model_dump(exclude={"min_tau"}), p.train_draft
+    trained = [t.ttt_steps, t.ttt_decay, t.mask, t.loss, t.grad_clip]
     inputs = [manifest.FOLDER, checkpoint.folder(ROOT_CHECKPOINT) / "draft", *([SAMPLED] if Store(HIDDENS).online else [])]
     digests = [hiddens.digest(HIDDENS), *map(scratch.digest, inputs)]
     return scratch.place("check_overfit", p.target.model_dump(), settings, trained, digests)
