@@ -76,8 +76,10 @@ def _lines(now: dict[str, str]) -> Iterator[str]:
         run = _maker([run for run in runs if run.command == command], [out["path"] for out in stage.get("outs", [])])
         if run and (others := _others(run, now)):
             stages.setdefault("; ".join(others), []).append(name)
-    for others, names in stages.items():
-        yield f"made by other versions: {', '.join(names)} ({others}); nothing reruns for it, dvc repro -f -s NAME makes one again"
+    for said, names in stages.items():
+        yield (
+            f"made by other versions: {', '.join(names)} ({said}); nothing reruns for it, dvc repro -f -s NAME makes one again"
+        )
 
 
 def _others(run: StageRun, now: dict[str, str]) -> list[str]:

@@ -55,7 +55,11 @@ def _place(p: params.Params) -> Path:
     """Where the measurement is kept: by all that it depends on, the code among it, but for the threshold."""
     settings, t = p.check_overfit.model_dump(exclude={"min_tau"}), p.train_draft
     trained = [t.ttt_steps, t.ttt_decay, t.mask, t.loss, t.grad_clip]
-    inputs = [manifest.FOLDER, checkpoint.folder(ROOT_CHECKPOINT) / "draft", *([SAMPLED] if Store(HIDDENS).online else [])]
+    inputs = [
+        manifest.FOLDER,
+        checkpoint.folder(ROOT_CHECKPOINT) / "draft",
+        *([SAMPLED] if Store(HIDDENS).online else []),
+    ]
     digests = [hiddens.digest(HIDDENS), *map(scratch.digest, inputs)]
     return scratch.place("check_overfit", p.target.model_dump(), settings, trained, digests)
 

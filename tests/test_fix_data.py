@@ -393,7 +393,10 @@ def test_tools_reasoning_and_pictures_travel_beside_the_messages(home: Path) -> 
     set_lines()
     train, evaluation, _ = outcome()
     (found,) = pl.concat([train, evaluation]).filter(pl.col("id") == "special").to_dicts()
-    assert found["images"] == [f"data/fixed/images/{hashlib.sha256().hexdigest()}.png"] and found["tools"] == '[{"name": "f"}]'
+    assert (
+        found["images"] == [f"data/fixed/images/{hashlib.sha256().hexdigest()}.png"]
+        and found["tools"] == '[{"name": "f"}]'
+    )
     assert found["reasoning"] == [None, "hm", None, None] and found["tool_calls"] == [None, '[{"id": 1}]', None, None]
     others = pl.concat([train, evaluation]).filter(pl.col("id") != "special")
     assert others.select("tools", "tool_calls", "reasoning", "images").null_count().row(0) == (40,) * 4

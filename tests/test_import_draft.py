@@ -107,7 +107,10 @@ def test_a_warm_start_is_the_published_draft(project: Path, tmp_path: Path) -> N
         ({"fc_norm": True}, "init_draft.fc_norm is True, but the weights of init_draft.from have False"),
         ({"intermediate_size": 64}, "init_draft.intermediate_size is 64, but the weights"),
         ({"watch": "data/nothing"}, "init_draft.from is the local folder from_others, expected init_draft.watch to be"),
-        ({"from": "drafts/e003", "watch": "drafts/e003"}, "drafts/e003/config.json not found; expected a draft's folder"),
+        (
+            {"from": "drafts/e003", "watch": "drafts/e003"},
+            "drafts/e003/config.json not found; expected a draft's folder",
+        ),
     ],
 )
 def test_a_warm_start_that_can_not_be(

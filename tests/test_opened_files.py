@@ -47,9 +47,24 @@ def test_native_readers_and_children_are_seen(tmp_path: Path) -> None:
 
 
 def test_a_dep_is_a_file_or_all_in_a_folder_under_any_name_of_the_graph() -> None:
-    stage = {"deps": ["data/a", "drafts/${item.from}/draft"], "outs": [{"out/h": {"push": False}}], "metrics": ["m.json"]}
-    allowed = ["data/a", "data/a/b/c", "drafts/e003/draft/config.json", "out/h/x", "m.json", ".m.json.17.part", "params.yaml", "tiny/x"]
+    stage = {
+        "deps": ["data/a", "drafts/${item.from}/draft"],
+        "outs": [{"out/h": {"push": False}}],
+        "metrics": ["m.json"],
+    }
+    allowed = [
+        "data/a",
+        "data/a/b/c",
+        "drafts/e003/draft/config.json",
+        "out/h/x",
+        "m.json",
+        ".m.json.17.part",
+        "params.yaml",
+        "tiny/x",
+    ]
     other = ["data/ab", "drafts/e003/state/x", "m.json.part"]
     assert undeclared([*allowed, *other], stage, ["tiny"]) == other
     real = YAML(typ="safe").load((ROOT / "dvc.yaml").read_text())["stages"]["train_draft"]["do"]
-    assert undeclared(["drafts/e003/draft/model.safetensors", "data/fixed/train.parquet"], real) == ["data/fixed/train.parquet"]
+    assert undeclared(["drafts/e003/draft/model.safetensors", "data/fixed/train.parquet"], real) == [
+        "data/fixed/train.parquet"
+    ]

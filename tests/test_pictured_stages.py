@@ -87,7 +87,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows = [one_row(project, split, n, rng) for n in range(count)]
         if split == "train":
             # The same question about another picture; and an answer that names a picture there is none of.
-            rows += [{**rows[0], "id": "train.other", "images": [draw(project / "data/fixed/images/other.png", (2, 3), 99)]}]
+            rows += [
+                {**rows[0], "id": "train.other", "images": [draw(project / "data/fixed/images/other.png", (2, 3), 99)]}
+            ]
             rows += [{**rows[1], "id": "train.names", "answer_ids": [7, TOKEN, 8]}]
         else:
             for row in rows:
@@ -250,7 +252,7 @@ def test_another_threshold_measures_nothing_again_and_retrains_nothing(
         check_overfit.main()
         assert passed.read_bytes() == before and json.loads(report.read_text())["min_tau"] == 1.25
         edit_params(project, {"check_overfit": {"min_tau": 3.99}})
-        with pytest.raises(ValueError, match="expected at least 3.99"):
+        with pytest.raises(ValueError, match=r"expected at least 3\.99"):
             check_overfit.main()
     measured = check_overfit._place(load())
     edit_params(project, {"check_overfit": {"min_tau": 1.25, "steps": 90}})

@@ -47,7 +47,9 @@ class Manifest:
     lm_head_key: str | None = None  # the head's tensor, where it is not the one its name and the tie tell
     chat_template: str | None = None  # Jinja, in place of the tokenizer's own
     image_token_id: int | None = None  # stands for a piece of a picture, where hidden states hold pictures
-    weights_digest: str | None = None  # sha256 of a local folder's weights; a hub id's commit pins them, DVC a builtin's
+    weights_digest: str | None = (
+        None  # sha256 of a local folder's weights; a hub id's commit pins them, DVC a builtin's
+    )
     weights_sample: str | None = None  # of some of their bytes: what every stage that loads them compares
 
 

@@ -15,7 +15,9 @@ from stages.formats import pictures
 from stages.formats.conversations import PICTURE
 
 Message = dict[str, str]
-Keep = Callable[[bytes, str | None], str | None]  # a picture's bytes, the extension of the file they came as -> its path
+Keep = Callable[
+    [bytes, str | None], str | None
+]  # a picture's bytes, the extension of the file they came as -> its path
 
 LISTS = {"sharegpt": "conversations", "messages": "messages", "ultrachat": "messages"}
 PROMPTS = ("prompt", "question", "instruction", "query")
@@ -74,9 +76,7 @@ def expected(kind: str) -> str:
     )
 
 
-def read(
-    row: dict[str, Any], kind: str, folder: str | None, keep: Keep = lambda data, extension: None
-) -> Conversation:
+def read(row: dict[str, Any], kind: str, folder: str | None, keep: Keep = lambda data, extension: None) -> Conversation:
     """A row's turns as messages, and what comes with them. `keep` writes a picture's bytes and gives their path; it also
     gets the extension of a picture that came as a file.
 

@@ -205,7 +205,9 @@ def test_replaced_weights_of_a_local_folder_are_refused_until_they_are_prepared(
     assert manifest.weights(made) == tmp_path
     replace_weights(tmp_path)
     for load in (manifest.weights, manifest.tables):
-        with pytest.raises(ValueError, match=r"holds other weights .* run: dvc repro prepare_target, or put the former"):
+        with pytest.raises(
+            ValueError, match=r"holds other weights .* run: dvc repro prepare_target, or put the former"
+        ):
             load(made)
     after = pinned(tmp_path)
     assert manifest.weights(after) == tmp_path and after.weights_digest != made.weights_digest

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
-
 PART = re.compile(r"\.([^/]+)\.\d+\.part\b")  # what stages/formats/atomic.py writes before it is in its place
 
 

@@ -14,7 +14,19 @@ from pathlib import Path
 OPEN, IS_FOLDER, OVERFLOW = 0x20, 0x40000000, 0x4000  # <sys/inotify.h>
 EVENT = struct.Struct("iIII")
 # Code, which tests/test_house.py compares by imports; git's and DVC's own; unfinished work.
-SKIPPED = {"stages", "pipeline", "tests", "benchmarks", "docs", ".git", ".dvc", ".scratch", "logs", ".venv", "__pycache__"}
+SKIPPED = {
+    "stages",
+    "pipeline",
+    "tests",
+    "benchmarks",
+    "docs",
+    ".git",
+    ".dvc",
+    ".scratch",
+    "logs",
+    ".venv",
+    "__pycache__",
+}
 
 
 class Watch:
@@ -50,7 +62,7 @@ class Watch:
                 name = events[at + EVENT.size : at + EVENT.size + length].rstrip(b"\0")
                 at += EVENT.size + length
                 if name and not mask & IS_FOLDER and number in self._folders:
-                    yield os.path.join(self._folders[number], os.fsdecode(name))
+                    yield f"{self._folders[number]}/{os.fsdecode(name)}"
 
 
 @contextmanager

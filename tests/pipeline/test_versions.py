@@ -123,8 +123,8 @@ def test_a_run_that_ends_well_is_logged_and_a_broken_line_is_passed_over(monkeyp
         pass
     with stage_runs.LOG.open("a") as log:
         log.write('{"command": "cut\n{"command": "of another version"}\n')
-    with pytest.raises(ValueError), stage_runs.logged(["/there/stages/train_draft.py", "e009"]):
-        raise ValueError
+    with pytest.raises(ValueError, match="it failed"), stage_runs.logged(["/there/stages/train_draft.py", "e009"]):
+        raise ValueError("it failed")
     for arguments in (["stages/sample_target.py", "--preview"], ["/there/stages/reproduce/compare.py"]):
         with stage_runs.logged(arguments):
             pass
