@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from pipeline import graph, workspace
+from pipeline import graph, versions, workspace
 from pipeline.recipes import use
 from pipeline.reproduce import compare, dry_run, reproduce
 
@@ -43,6 +43,7 @@ def run() -> Iterator[str]:
 def stale() -> Iterator[str]:
     """Say what the next run wakes. Raises SystemExit(1) after the last line, where that is anything."""
     why = graph.why_stale()
+    yield from versions.warnings()
     yield from _describe(why)
     if why:
         sys.exit(1)

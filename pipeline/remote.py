@@ -269,7 +269,8 @@ def _unkept(repo: Any, stage: Any) -> set[Path]:
     outs = [out.fs_path for out in repo.index.outs if out.use_cache]
     deps = [Path(dep.fs_path) for dep in stage.deps]
     found = [file for dep in deps for file in ([dep] if dep.is_file() else dep.rglob("*")) if file.is_file()]
-    return {file.relative_to(repo.root_dir) for file in found if not any(_within(str(file), out) for out in outs)}
+    mine = [file for file in found if _within(str(file), repo.root_dir)]  # a watched folder elsewhere is the host's own
+    return {file.relative_to(repo.root_dir) for file in mine if not any(_within(str(file), out) for out in outs)}
 
 
 def _archive(files: set[Path]) -> bytes:

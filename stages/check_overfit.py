@@ -1,12 +1,14 @@
 """check_overfit: can this draft learn one row by heart?   python -m stages.check_overfit
 
 If a copy of e000 can't reach nearly whole accepted chains on a single row it was trained on, then features, masks,
-rotation or vocabulary disagree, and no amount of data will help (research/users.md 1.1). Its report is an input of
-train_draft, so nothing longer starts before this passes; it holds no clock, so that a rerun that changes nothing
-retrains nothing.
+rotation or vocabulary disagree, and no amount of data will help (research/users.md 1.1). train_draft depends on
+results/overfit_pass.json, so nothing longer starts before this passes. That file says that it passed, of which row and
+draft, and neither threshold nor tau nor clock: an edited check_overfit.min_tau retrains nothing while it is reached.
+The measurement is kept in .scratch, so that such an edit measures nothing again.
 """
 
-from dataclasses import replace
+import math
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,17 +18,54 @@ from stages import params
 from stages.drafting import acceptance, optim, ttt
 from stages.drafting.draft import Draft
 from stages.drafting.live import Live
-from stages.formats import atomic, checkpoint, conversations, hiddens, manifest
+from stages.formats import atomic, checkpoint, conversations, hiddens, manifest, scratch
 from stages.formats.store import Store
 from stages.sections.section import ROOT_CHECKPOINT
 from stages.serving import spent
 
-SAMPLED, HIDDENS, REPORT = Path("data/sampled/train"), Path("data/hiddens/train"), Path("results/overfit_report.json")
+SAMPLED, HIDDENS = Path("data/sampled/train"), Path("data/hiddens/train")
+REPORT, PASS = Path("results/overfit_report.json"), Path("results/overfit_pass.json")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was learned of one row; no threshold."""
+
+    row: str
+    tau: float
+    losses: list[float]  # of each step
 
 
 def main() -> None:
     p = params.load()
     torch.set_num_threads(p.target.num_threads)
+    kept = _place(p) / "measured.json"
+    if kept.exists():
+        found = Measured(**atomic.read_json(kept, "check_overfit"))
+        print(f"measured before, on the same inputs by the same code: {kept}")
+    else:
+        found = _measure(p)
+        scratch.done(kept.parent)  # earlier measurements
+        if all(map(math.isfinite, found.losses)):  # JSON holds no NaN, and _judge says what to do about one
+            atomic.write_json(kept, asdict(found))
+    _judge(p, found)
+
+
+def _place(p: params.Params) -> Path:
+    """Where the measurement is kept: by all that it depends on, the code among it, but for the threshold."""
+    settings, t = p.check_overfit.model_dump(exclude={"min_tau"}), p.train_draft
+    trained = [t.ttt_steps, t.ttt_decay, t.mask, t.loss, t.grad_clip]
+    inputs = [
+        manifest.FOLDER,
+        checkpoint.folder(ROOT_CHECKPOINT) / "draft",
+        *([SAMPLED] if Store(HIDDENS).online else []),
+    ]
+    digests = [hiddens.digest(HIDDENS), *map(scratch.digest, inputs)]
+    return scratch.place("check_overfit", p.target.model_dump(), settings, trained, digests)
+
+
+def _measure(p: params.Params) -> Measured:
+    """Train a copy of e000 on one row, and walk its chains over that row's answer."""
     made = manifest.read()
     embedding, head = (t.to(p.target.device) for t in manifest.tables(made))
     config, tensors = checkpoint.read_draft(checkpoint.folder(ROOT_CHECKPOINT), "init_draft")
@@ -42,9 +81,14 @@ def main() -> None:
         total.backward()
         optimizer.step(p.check_overfit.learning_rate, settings.grad_clip)
         losses.append(total.item())
-    tau = chain_tau(draft, row, embedding, head, settings.ttt_steps)
+    return Measured(row.id, chain_tau(draft, row, embedding, head, settings.ttt_steps), losses)
+
+
+def _judge(p: params.Params, found: Measured) -> None:
+    """Write the report and the pass. Raises ValueError where tau is below check_overfit.min_tau."""
+    tau, losses = found.tau, found.losses
     report = {
-        "row": row.id,
+        "row": found.row,
         "tau": tau,
         "min_tau": p.check_overfit.min_tau,
         "perfect_tau": p.train_draft.ttt_steps + 1,
@@ -56,12 +100,14 @@ def main() -> None:
     )
     if tau < p.check_overfit.min_tau:
         raise ValueError(
-            f"check_overfit: after {p.check_overfit.steps} steps on row {row.id} a chain of {p.train_draft.ttt_steps} drafts "
+            f"check_overfit: after {p.check_overfit.steps} steps on row {found.row} a chain of {p.train_draft.ttt_steps} drafts "
             f"is accepted {tau:.2f} tokens long, expected at least {p.check_overfit.min_tau} (check_overfit.min_tau). Loss went "
             f"{losses[0]:.3f} -> {losses[-1]:.3f}: if it fell, raise check_overfit.steps; if not, look at "
             "results/vocab_report.json (coverage), target.feature_layers, and the row's loss span"
         )
     atomic.write_json(REPORT, report)
+    draft = manifest.digest(checkpoint.folder(ROOT_CHECKPOINT) / "draft", "*.safetensors")
+    atomic.write_json(PASS, {"passed": True, "row": found.row, "draft": draft})
 
 
 def _row(p: params.Params, made: manifest.Manifest) -> hiddens.Row:

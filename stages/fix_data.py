@@ -3,7 +3,7 @@
     python -m stages.fix_data
 
 Reads what `fix_data.raw` is (stages/formats/raw.py), writes data/fixed/{train,eval}.parquet in source order, the
-pictures that came as bytes to data/fixed/images/, and results/fix_report.json. A line that is no conversation stops the
+pictures, named by their content, to data/fixed/images/, and results/fix_report.json. A line that is no conversation stops the
 stage, since the file is then not what its name says (with format: auto, only one that is no JSON object does); a
 conversation that is broken inside is dropped with a reason and counted, and too many of them stop the stage. Rows in =
 clean + repaired + dropped, asserted.
@@ -40,7 +40,7 @@ from stages.sections.data import FixData
 from stages.serving import spent
 
 TRAIN, EVAL = Path("data/fixed/train.parquet"), Path("data/fixed/eval.parquet")
-IMAGES = Path("data/fixed/images")  # of pictures that came as bytes; those that came as files stay where they are
+IMAGES = Path("data/fixed/images")  # of all pictures, so that no later stage reads the user's own files
 REPORT = Path("results/fix_report.json")
 WAITING = Path(".scratch/fix_data")
 WAITING_IMAGES = WAITING / "images"
@@ -227,9 +227,9 @@ def judge(
     return conversation, answers
 
 
-def keep_picture(data: bytes) -> str | None:
+def keep_picture(data: bytes, extension: str | None) -> str | None:
     """Where a picture's bytes will lie, once its row is known to stay; until then it waits as the rows do."""
-    name = pictures.keep(data, WAITING_IMAGES)
+    name = pictures.keep(data, WAITING_IMAGES, extension)
     return None if name is None else (IMAGES / name).as_posix()
 
 

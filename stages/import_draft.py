@@ -17,6 +17,9 @@ REPORTS = Path("results/train")  # a folder that is there whether drafts are tra
 def main(name: str) -> None:
     p = params.load()
     item = named(p.import_draft.checkpoints, name, "import_draft.checkpoints")
+    params.check_watched(
+        f"import_draft.checkpoints.{name}.model", item.model, "import_draft.watch", p.import_draft.watch
+    )
     made = manifest.read()
     folder, commit = published_draft.fetch(item.model, item.revision)
     found = published_draft.read(folder, made, lambda: manifest.tables(made), item.model, item.rope_theta)

@@ -23,6 +23,7 @@ HIDDENS, REPORT = Path("data/hiddens"), Path("results/vocab_report.json")
 
 def main() -> None:
     p = params.load()
+    params.check_watched("init_draft.from", p.init_draft.from_, "init_draft.watch", p.init_draft.watch)
     made = manifest.read()
     params.check_draft_vocab(p, made.vocab_size)
     counts = {split: _count(split, made.vocab_size) for split in ("train", "eval")}

@@ -17,6 +17,7 @@ from pydantic import ValidationError, model_validator
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from stages.sections import stage_runs
 from stages.sections.cells import Benchmark, BenchmarkServed
 from stages.sections.data import OWN_PROMPTS, FixData, PreparePrompts, SampleTarget
 from stages.sections.draft import CheckOverfit, ImportDraft, InitDraft, TrainDraft
@@ -241,6 +242,20 @@ def check_raw_exists(params: Params) -> None:
         )
 
 
+def check_watched(key: str, model: str | None, watch_key: str, watch: str) -> None:
+    """Raise ValueError where `model` is a local folder that DVC does not watch: replaced weights would go unnoticed.
+
+    DVC watches `watch`, a dependency of the stage that reads `model`; a Hugging Face id is pinned by its commit instead.
+    """
+    if model is None or not Path(model).is_dir():
+        return
+    if not Path(model).resolve().is_relative_to(Path(watch).resolve()):
+        raise ValueError(
+            f"{PARAMS}: {key} is the local folder {model}, expected {watch_key} to be that folder or one around it, found "
+            f"{watch}: DVC would not notice other weights in {model}; set {watch_key}: {model}"
+        )
+
+
 def check_draft_vocab(params: Params, vocab_size: int) -> None:
     """Raises ValueError where the draft's vocabulary would be larger than the target's."""
     wanted = params.init_draft.draft_vocab_size
@@ -260,7 +275,8 @@ def run_stage(main: Callable[..., None]) -> None:
         except TypeError:
             wanted = " ".join(name.upper() for name in takes.parameters) or "no arguments"
             raise ValueError(f"expected {wanted}, found {' '.join(words) or 'none'}") from None
-        main(*words)
+        with stage_runs.logged(sys.argv):
+            main(*words)
     except ValueError as error:
         sys.exit(f"aerie: {error}")
 
@@ -268,6 +284,7 @@ def run_stage(main: Callable[..., None]) -> None:
 def main() -> None:
     params = load()
     check_raw_exists(params)
+    check_watched("target.model", params.target.model, "target.watch", params.target.watch)
     b, served = params.benchmark, params.benchmark_served
     cells = len(b.torch) * len(b.checkpoints) * len(b.trees)
     cells += len(served.workloads) * (1 + len(served.checkpoints) * len(served.trees))

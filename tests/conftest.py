@@ -85,9 +85,9 @@ def edit_params(project: Path, changes: dict) -> None:
         yaml.dump(params, file)
 
 
-def dvc(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run dvc in the project, with the stages' `python` being this one."""
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+def dvc(project: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run dvc in the project, with the stages' `python` being this one; `more` is added to the environment."""
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", **more}
     return subprocess.run(
         [sys.executable, "-m", "dvc", *arguments], cwd=project, env=env, capture_output=True, text=True
     )
@@ -129,7 +129,9 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if not ended.exists():
             project.mkdir()
             edit_params(copy_project(project), SMALL)
-            done = dvc(project, "repro")
+            opened = project.with_suffix(".opened")  # which files each stage opens: tests/opened/watch.py
+            opened.mkdir()
+            done = dvc(project, "repro", AERIE_OPENED=str(opened), PYTHONPATH=str(ROOT / "tests" / "opened"))
             ended.write_text("" if done.returncode == 0 else f"{done.stdout}\n{done.stderr}")
     assert not ended.read_text(), ended.read_text()
     return project

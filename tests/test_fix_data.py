@@ -394,7 +394,10 @@ def test_tools_reasoning_and_pictures_travel_beside_the_messages(home: Path) -> 
     set_lines()
     train, evaluation, _ = outcome()
     (found,) = pl.concat([train, evaluation]).filter(pl.col("id") == "special").to_dicts()
-    assert found["images"] == ["data/raw/sky.png"] and found["tools"] == '[{"name": "f"}]'
+    assert (
+        found["images"] == [f"data/fixed/images/{hashlib.sha256().hexdigest()}.png"]
+        and found["tools"] == '[{"name": "f"}]'
+    )
     assert found["reasoning"] == [None, "hm", None, None] and found["tool_calls"] == [None, '[{"id": 1}]', None, None]
     others = pl.concat([train, evaluation]).filter(pl.col("id") != "special")
     assert others.select("tools", "tool_calls", "reasoning", "images").null_count().row(0) == (40,) * 4
@@ -440,14 +443,15 @@ def test_pictures_that_come_as_bytes_become_files(home: Path, monkeypatch: pytes
     kept = {
         (s, r): i for t in (train, evaluation) for s, r, i in t.select("source", "source_row", "images").iter_rows()
     }
-    assert kept.pop(("a.parquet", 8)) == ["data/seen/own.png"]
+    own = kept.pop(("a.parquet", 8))
+    assert own == [f"data/fixed/images/{hashlib.sha256().hexdigest()}.png"]  # of an empty file
     for (source, place), images in kept.items():
         expected = [png(place // 2)] if source == "a.parquet" else [png(20 + place), png(100)]
         assert [Path(image).read_bytes() for image in images] == expected
         assert images == [f"data/fixed/images/{hashlib.sha256(data).hexdigest()}.png" for data in expected]
     files = {path.as_posix() for path in fix_data.IMAGES.iterdir()}
-    assert files == {image for images in kept.values() for image in images}
-    assert report["pictures_written"] == len(files) == 40  # 0 to 39 but for 4, and 100
+    assert files == {image for images in [own, *kept.values()] for image in images}
+    assert report["pictures_written"] == len(files) == 41  # 0 to 39 but for 4, and 100; and the file
     set_lines(raw=str(RAW))
     outcome()
     assert fix_data.IMAGES.is_dir() and not list(fix_data.IMAGES.iterdir())  # the old ones are gone
@@ -470,6 +474,24 @@ def test_a_row_whose_picture_has_too_many_pixels_is_dropped_and_counted(home: Pa
     _, _, report = outcome()
     assert report["dropped_reasons"] == {"image_too_large": 2} and report["rows_out"] == 28
     assert report["pictures_written"] == 28
+
+
+def test_another_picture_under_the_same_name_changes_the_rows(home: Path) -> None:
+    """Bug: the row held the file's own path, so a picture replaced on disk reran fix_data alone, and all below it was old."""
+    folder = Path("data/seen")
+    folder.mkdir()
+    rows = [{"id": f"p{n}", "prompt": f"<image>Picture {n}?", "answer": "Rain.", "image": "sky.png"} for n in range(40)]
+    (folder / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    set_lines(raw="data/seen")
+    found = []
+    for data in (png(1), png(2), b"BM and more"):
+        (folder / "sky.png").write_bytes(data)
+        tables = outcome()[:2]
+        (image,) = {image for table in tables for images in table["images"] for image in images}
+        assert Path(image).read_bytes() == data
+        assert [file.as_posix() for file in fix_data.IMAGES.iterdir()] == [image]
+        found.append(image)
+    assert len(set(found)) == 3
 
 
 def test_too_many_dropped_rows_stop_the_run_and_say_which(home: Path) -> None:

@@ -66,6 +66,13 @@ def test_deps_are_the_import_closure(stage: str) -> None:
     assert len(listed) == len(set(listed)), f"stages.{stage}.deps lists a file twice"
 
 
+@every_stage
+def test_a_stage_that_can_see_pictures_depends_on_them(stage: str) -> None:
+    """Bug: data/fixed/images was a dep of sample_target alone; a clone and a worker lacked what seven others decode."""
+    sees = "stages/drafting/pixels.py" in closure(stage)
+    assert ("data/fixed/images" in GRAPH[stage]["deps"]) == sees, f"stages.{stage}.deps: data/fixed/images"
+
+
 def test_the_closure_follows_a_name_that_is_a_module() -> None:
     """`from stages.formats import atomic` names a file, `from stages.formats.atomic import file` names the same one."""
     assert "stages/formats/atomic.py" in imports("stages/report.py")

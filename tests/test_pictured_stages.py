@@ -3,7 +3,8 @@
 import json
 import random
 import sys
-from contextlib import chdir
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,12 @@ from stages.drafting import target
 from stages.drafting.decode import Engine
 from stages.drafting.pixels import Eyes
 from stages.formats import conversations, hiddens, manifest, served
+from stages.params import load
 from tests.conftest import EVAL, ROOT, edit_params
 from tests.drafting.pictured import DOCUMENTS, TAPPED, TOKEN, alone, document
 from tests.drafting.test_target import H, saved
+from tests.opened.declared import undeclared
+from tests.opened.watch import opening
 from tests.test_extract_hiddens import files, refused, run, run_apart
 
 ROOM = 12
@@ -74,7 +78,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=sizes).save_pretrained(project / "tiny")
     with chdir(project):
         made = prepare_target.describe("tiny", None, AutoConfig.from_pretrained("tiny"), Path("tiny"), None)
-    for folder in ("artifacts/target", "data/sampled", "pictures", "results"):
+    for folder in ("artifacts/target", "data/sampled", "data/fixed/images", "results"):
         (project / folder).mkdir(parents=True)
     manifest.write(project / "artifacts/target", made)
     model, eyes = target.load(str(project / "tiny"), None, "float32", "cpu"), Eyes(str(project / "tiny"), False)
@@ -83,7 +87,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows = [one_row(project, split, n, rng) for n in range(count)]
         if split == "train":
             # The same question about another picture; and an answer that names a picture there is none of.
-            rows += [{**rows[0], "id": "train.other", "images": [draw(project / "pictures/other.png", (2, 3), 99)]}]
+            rows += [
+                {**rows[0], "id": "train.other", "images": [draw(project / "data/fixed/images/other.png", (2, 3), 99)]}
+            ]
             rows += [{**rows[1], "id": "train.names", "answer_ids": [7, TOKEN, 8]}]
         else:
             for row in rows:
@@ -99,7 +105,7 @@ def one_row(project: Path, split: str, number: int, rng: random.Random) -> dict[
     shape = DOCUMENTS[number % len(DOCUMENTS)]
     ids, _ = document(shape, rng.randrange(10**6))
     paths = [
-        draw(project / f"pictures/{split}-{number}-{i}.png", size, rng.randrange(10**6))
+        draw(project / f"data/fixed/images/{split}-{number}-{i}.png", size, rng.randrange(10**6))
         for i, size in enumerate(shape[0])
     ]
     return {
@@ -113,20 +119,38 @@ def draw(path: Path, pieces: tuple[int, int], seed: int) -> str:
     """A picture of noise, of so many rows and columns of pieces, 8 points each."""
     noise = np.random.default_rng(seed).integers(0, 256, (8 * pieces[0], 8 * pieces[1], 3), dtype=np.uint8)
     Image.fromarray(noise).save(path)
-    return f"pictures/{path.name}"
+    return f"data/fixed/images/{path.name}"
+
+
+@contextmanager
+def declared(stage: str) -> Iterator[None]:
+    """Assert that what is opened in the block is declared in dvc.yaml, the pictures among it.
+
+    Bug: the pictures were a dependency of sample_target alone, and six other stages read them.
+    """
+    with opening(Path()) as opened:
+        yield
+    real = YAML(typ="safe").load((ROOT / "dvc.yaml").read_text())["stages"][stage]
+    assert not undeclared(opened, real.get("do", real), ["tiny"]), stage
+    SAW[stage] = any(file.startswith("data/fixed/images/") for file in opened)
+
+
+SAW: dict[str, bool] = {}  # stage -> whether it opened a picture
 
 
 @pytest.fixture(scope="module")
 def once(made: Path) -> dict[str, bytes]:
-    run(made)
+    with chdir(made), declared("extract_hiddens"):
+        run(made)
     return files(made)
 
 
 @pytest.fixture
 def project(made: Path, tmp_path: Path) -> Path:
-    for name in ("artifacts", "tiny", "pictures"):
+    for name in ("artifacts", "tiny"):
         (tmp_path / name).symlink_to(made / name)
     (tmp_path / "data").mkdir()
+    (tmp_path / "data/fixed").symlink_to(made / "data/fixed")
     (tmp_path / "data/sampled").symlink_to(made / "data/sampled")
     (tmp_path / "params.yaml").write_text((made / "params.yaml").read_text())
     (tmp_path / "results").mkdir()
@@ -211,41 +235,76 @@ def test_a_target_that_sees_none_refuses_pictures(project: Path) -> None:
     assert "pictures, expected none for this target" in refused(project)
 
 
+def test_another_threshold_measures_nothing_again_and_retrains_nothing(
+    project: Path, made: Path, once: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: train_draft depended on the report, which holds the threshold, so an edit of it retrained every draft."""
+    monkeypatch.chdir(project)
+    (project / "data/hiddens").symlink_to(made / "data/hiddens")
+    init_draft.main()
+    check_overfit.main()
+    passed, report = (Path(f"results/overfit_{name}.json") for name in ("pass", "report"))
+    before = passed.read_bytes()
+    assert set(json.loads(before)) == {"passed", "row", "draft"}
+    with monkeypatch.context() as patch:
+        patch.setattr(check_overfit, "_measure", None)
+        edit_params(project, {"check_overfit": {"min_tau": 1.25}})
+        check_overfit.main()
+        assert passed.read_bytes() == before and json.loads(report.read_text())["min_tau"] == 1.25
+        edit_params(project, {"check_overfit": {"min_tau": 3.99}})
+        with pytest.raises(ValueError, match=r"expected at least 3\.99"):
+            check_overfit.main()
+    measured = check_overfit._place(load())
+    edit_params(project, {"check_overfit": {"min_tau": 1.25, "steps": 90}})
+    assert check_overfit._place(load()) != measured
+    check_overfit.main()
+    assert passed.read_bytes() == before and json.loads(report.read_text())["steps"] == 90
+
+
 def test_a_draft_is_trained_replayed_and_decoded(
     made: Path, once: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every stage to the benchmarks; what is decoded live, by a server too, is what replay says, and what the target says."""
     with chdir(made):
-        init_draft.main()
+        with declared("init_draft"):
+            init_draft.main()
         config = json.loads((made / "drafts/e000/draft/config.json").read_text())
         assert config["rope_scaling"] == {
             "rope_type": "default",
             "mrope_section": [2, 1, 1],
             "mrope_interleaved": True,
         }
-        check_overfit.main()
-        train_draft.main("e003")
-        replay_trees.main("e003")
-        prepare_prompts.main("eval")
+        with declared("check_overfit"):
+            check_overfit.main()
+        with declared("train_draft"):
+            train_draft.main("e003")
+        with declared("replay_trees"):
+            replay_trees.main("e003")
+        with declared("prepare_prompts"):
+            prepare_prompts.main("eval")
         replayed = pl.read_csv("results/replay/e003.csv")
         for tree, (steps, topk, tokens) in {"t3_1_4": (3, 1, 4), "t3_2_6": (3, 2, 6)}.items():
-            benchmark.main("eval", "e003", tree)
+            with declared("benchmark"):
+                benchmark.main("eval", "e003", tree)
             cell = json.loads(Path(f"results/cells/eval-e003-{tree}.json").read_text())
             assert cell["metrics"]["identical_share"] == 1.0
             (known,) = replayed.filter(steps=steps, topk=topk, tokens=tokens).to_dicts()
             assert known["accepted"] == sum(r["accepted"] for r in cell["prompts"])
             assert known["cycles"] == sum(r["cycles"] for r in cell["prompts"])
         monkeypatch.setenv("PYTHONPATH", str(ROOT))  # the double's
-        benchmark_served.main("eval", "e003", "t3_2_6")
+        with declared("benchmark_served"):
+            benchmark_served.main("eval", "e003", "t3_2_6")
         (point,) = served.read("eval", "e003", "t3_2_6")["points"]
         assert not any(r["failed"] for r in point["requests"])
         assert [point["acceptance"][k] for k in ("cycles", "accepted")] == [known[k] for k in ("cycles", "accepted")]
         inside = pl.read_csv("results/replay/e003.inside.csv", infer_schema_length=None).filter(by="row")
         assert [inside[k].sum() for k in ("cycles", "accepted")] == [known[k] for k in ("cycles", "accepted")]
-        time_trees.main("e000")
+        with declared("time_trees"):
+            time_trees.main("e000")
         assert len(json.loads(Path("results/cost/torch-e000.json").read_text())["grid"]) == 11
     log = json.loads((made / "results/train/e003.json").read_text())["epochs"]
     assert log[-1]["loss"] < log[0]["loss"]
+    assert {stage for stage, saw in SAW.items() if saw} == {"extract_hiddens", "benchmark", "benchmark_served"}
 
 
 def test_online_the_trainer_shows_the_pictures_itself(project: Path, made: Path, once: dict[str, bytes]) -> None:
@@ -260,8 +319,11 @@ def test_online_the_trainer_shows_the_pictures_itself(project: Path, made: Path,
     assert not any(row.features.shape[1] for row in hiddens.read(project / "data/hiddens/train"))
     with chdir(project):
         init_draft.main()
-        check_overfit.main()
-        train_draft.main("e003")
+        with declared("check_overfit"):
+            check_overfit.main()
+        with declared("train_draft"):
+            train_draft.main("e003")
+    assert SAW["train_draft"]
     assert json.loads((project / "results/overfit_report.json").read_text())["tau"] == pytest.approx(tau, rel=0.1)
     for name, tensor in load_file(project / "drafts/e003/draft/model.safetensors").items():
         assert (tensor.float() - learned[name].float()).norm() <= 1e-3 * learned[name].float().norm(), name

@@ -22,6 +22,7 @@ from transformers import (
 from stages import prepare_target
 from stages.builtin import tiny
 from stages.drafting import prompt
+from stages.formats import manifest
 from tests.conftest import ROOT, edit_params
 from tests.drafting.seeing import KINDS, save
 
@@ -72,6 +73,14 @@ def test_how_pictures_are_cut_is_pinned_with_the_target(tmp_path: Path) -> None:
     assert after.config_digest != before.config_digest and after.tokenizer_digest == before.tokenizer_digest
 
 
+def _start_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "params.yaml").write_text((ROOT / "params.yaml").read_text())
+    raw = tmp_path / "data/raw/weather_toon.jsonl"
+    raw.parent.mkdir(parents=True)
+    raw.touch()
+
+
 LLAMA = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 7, "num_attention_heads": 4, "num_key_value_heads": 2,
     "vocab_size": 61, "eos_token_id": 1, "bos_token_id": None, "max_position_embeddings": 64,
@@ -80,14 +89,10 @@ LLAMA = {
 
 def pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, **target: Any) -> Path:
     """A project whose target is `model`, in the folder mine; -> that folder."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "params.yaml").write_text((ROOT / "params.yaml").read_text())
-    raw = tmp_path / "data/raw/weather_toon.jsonl"
-    raw.parent.mkdir(parents=True)
-    raw.touch()
+    _start_project(tmp_path, monkeypatch)
     (tmp_path / "templates").mkdir()
     edit_params(tmp_path, {
-        "target": {"model": "mine", "num_threads": 1, **target}, "init_draft": {"draft_vocab_size": None},
+        "target": {"model": "mine", "watch": "mine", "num_threads": 1, **target}, "init_draft": {"draft_vocab_size": None},
     })  # fmt: skip
     with torch.no_grad():
         for weight in model.parameters():  # so that logits are far from 0
@@ -187,3 +192,35 @@ def test_the_tables_of_every_kind_of_target_agree(
     said = capsys.readouterr()
     assert "not compared" not in said.out and "note" not in said.out
     assert "UNEXPECTED" not in said.err + said.out
+
+
+@pytest.fixture
+def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project whose target is a local folder, which DVC does not watch."""
+    _start_project(tmp_path, monkeypatch)
+    save("qwen3-vl", tmp_path / "mine")
+    edit_params(tmp_path, {"target": {"model": "mine", "num_threads": 1}, "init_draft": {"draft_vocab_size": None}})
+    return tmp_path
+
+
+def test_other_weights_in_a_local_folder_are_another_manifest(local: Path) -> None:
+    """Bug: target.json held digests of config and tokenizer only; not even `dvc repro -f` noticed other weights."""
+    edit_params(local, {"target": {"watch": "mine"}})
+    prepare_target.main()
+    before = manifest.read()
+    assert manifest.weights(before) == Path("mine")
+    path = local / "mine/model.safetensors"
+    tensors = load_file(path)
+    save_file({name: torch.randn_like(tensor) for name, tensor in tensors.items()}, path, {"format": "pt"})
+    with pytest.raises(ValueError, match="mine holds other weights"):
+        manifest.weights(before)
+    prepare_target.main()
+    after = manifest.read()
+    assert after.weights_digest != before.weights_digest and after.config_digest == before.config_digest
+    assert manifest.weights(after) == Path("mine")
+
+
+def test_a_local_folder_that_dvc_does_not_watch_is_refused(local: Path) -> None:
+    with pytest.raises(ValueError, match=r"expected target\.watch to be that folder .* set target\.watch: mine"):
+        prepare_target.main()
+    assert not manifest.FOLDER.exists()

@@ -34,6 +34,7 @@ REPO = Path(__file__).resolve().parents[1]
 # Lists short enough for a test, and not what a user has made of params.yaml today.
 BASE = {
     "fix_data": {"raw": "data/raw/rows.jsonl"},
+    "target": {"model": "local/mine", "watch": "local/mine"},
     "train_draft": {"checkpoints": {"e003": {"from": "e000", "epochs": 3}, "e009": {"from": "e003", "epochs": 6}}},
     "import_draft": {"checkpoints": {}},
     "replay_trees": {"checkpoints": ["e003", "e009"]},
@@ -78,6 +79,11 @@ def comments(name: str) -> Callable[[Path], None]:
 def adds_row(root: Path) -> None:
     with (root / "data/raw/rows.jsonl").open("a") as file:
         file.write("{}\n")
+
+
+def replaces_weights(root: Path) -> None:
+    """Other weights of the same size in a local folder, under the same name."""
+    (root / "local/mine/model.safetensors").write_text("others")
 
 
 def names_a_dataset(root: Path) -> None:
@@ -150,6 +156,7 @@ RERUNS = [
         comments("draft_configs/theta_10000.json"),
         "init_draft check_overfit train_draft@* replay_trees@* time_trees@* benchmark@* benchmark_served@* report",
     ),
+    Row("check_overfit.min_tau", sets(check_overfit={"min_tau": 1.25}), "check_overfit report", back=""),
     Row(
         "train_draft.learning_rate",
         sets(train_draft={"learning_rate": lambda old: old / 2}),
@@ -200,6 +207,7 @@ RERUNS = [
     ),
     Row("templates/chatml.jinja", comments("templates/chatml.jinja"), "* -fix_data"),
     Row("prepare_target.seed", sets(prepare_target={"seed": lambda old: old + 1}), "* -fix_data"),
+    Row("target.watch: other weights in a local folder", replaces_weights, "* -fix_data"),
     Row("fix_data.eval_share", sets(fix_data={"eval_share": lambda old: old / 2}), "* -prepare_target"),
     Row("fix_data.raw: another row", adds_row, "* -prepare_target"),
     Row("fix_data.raw: a dataset of the hub", names_a_dataset, "* -prepare_target"),
@@ -241,6 +249,10 @@ def matching(patterns: str, names: set[str]) -> set[str]:
     return chosen
 
 
+# Outputs that say less than all that their stage reads, and what they do depend on; tests/test_pictured_stages.py compares.
+TELLS_OF = {"results/overfit_pass.json": {"data/hiddens/train", "drafts/e000/draft"}}
+
+
 class Recorder:
     """Stands in for the commands of the stages: notes who runs, writes what depends on all it was given."""
 
@@ -249,19 +261,24 @@ class Recorder:
 
     def __call__(self, stage: Any, dry: bool = False, run_env: Any = None) -> None:
         self.ran.append(stage.addressing)
-        digest = hashlib.sha256(stage.cmd.encode())
-        for dep in sorted(stage.deps, key=str):
+        for out in map(str, stage.outs):
+            deps = [dep for dep in stage.deps if out not in TELLS_OF or str(dep) in TELLS_OF[out]]
+            path = Path(stage.wdir) / out
+            file = path if path.suffix else path / "part"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(self._digest(stage.cmd, deps) + out)
+
+    @staticmethod
+    def _digest(command: str, deps: list[Any]) -> str:
+        digest = hashlib.sha256(command.encode())
+        for dep in sorted(deps, key=str):
             if hasattr(dep, "read_params"):
                 digest.update(json.dumps(dep.read_params(), sort_keys=True).encode())
             else:
                 path = Path(dep.fs_path)
                 for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
                     digest.update(b"" if file.is_dir() else file.name.encode() + file.read_bytes())
-        for out in map(str, stage.outs):
-            path = Path(stage.wdir) / out
-            file = path if path.suffix else path / "part"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(digest.hexdigest() + out)
+        return digest.hexdigest()
 
     def repro(self, root: Path, **how: bool) -> set[str]:
         self.ran.clear()
@@ -316,6 +333,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory, recorder: Recorder) -> Pa
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPO / name, root / name)
     (root / "README.md").touch()
+    (root / "local" / "mine").mkdir(parents=True)
+    (root / "local" / "mine" / "model.safetensors").write_text("weight")
     (root / "templates").mkdir()
     (root / "templates" / "chatml.jinja").touch()
     (root / "draft_configs").mkdir()
@@ -324,6 +343,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, recorder: Recorder) -> Pa
     (root / "data/prompt_sets/gsm8k.jsonl").touch()
     (root / "published").mkdir()
     (root / "published" / "table.yaml").touch()
+    shutil.copy(REPO / "data/nothing", root / "data/nothing")
     (root / "data" / "raw").mkdir()
     (root / "data" / "raw" / "rows.jsonl").write_text("{}\n")
     assert recorder.repro(root) == names(root)

@@ -8,6 +8,7 @@ transformers' `hidden_states[i]`; engines count differently, so convert at expor
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from stages.formats import atomic
 
 FOLDER = Path("artifacts/target")
 MADE_BY = "prepare_target"
+WEIGHTS = "*.safetensors"
+SAMPLE_BYTES, SAMPLE_EVERY = 4096, 4 << 20  # one block of every 4 MiB: of 16 GB 16 MB
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,10 @@ class Manifest:
     lm_head_key: str | None = None  # the head's tensor, where it is not the one its name and the tie tell
     chat_template: str | None = None  # Jinja, in place of the tokenizer's own
     image_token_id: int | None = None  # stands for a piece of a picture, where hidden states hold pictures
+    weights_digest: str | None = (
+        None  # sha256 of a local folder's weights; a hub id's commit pins them, DVC a builtin's
+    )
+    weights_sample: str | None = None  # of some of their bytes: what every stage that loads them compares
 
 
 def write(path: Path, manifest: Manifest) -> None:
@@ -60,10 +67,14 @@ def read(path: Path = FOLDER) -> Manifest:
 
 
 def weights(manifest: Manifest, path: Path = FOLDER) -> Path:
-    """The folder that holds config.json, the tokenizer and the weights; a Hugging Face id comes from its local cache."""
+    """The folder that holds config.json, the tokenizer and the weights; a Hugging Face id comes from its local cache.
+
+    Raises ValueError where a local folder holds other weights than those that prepare_target has seen.
+    """
     if manifest.model.startswith("builtin/"):
         return path
     if Path(manifest.model).is_dir():
+        _check_weights(manifest)
         return Path(manifest.model)
     from huggingface_hub import snapshot_download  # only a hub target needs it, and it costs start-up time
 
@@ -116,6 +127,56 @@ def _table(key: str, lm_head_key: str | None) -> str | None:
     if key.endswith("embed_tokens.weight") and "visual" not in key:
         return "embed_tokens"
     return "lm_head" if lm_head_key is None and key.endswith("lm_head.weight") and "visual" not in key else None
+
+
+def digest_weights(folder: Path) -> str:
+    """Return the sha256 of the folder's weights: all bytes of all files, in the order of their names.
+
+    prepare_target alone needs this, once for each set of weights; sha256 reads 0.85 GiB/s of one core (16 GB: 18 s).
+    """
+    total = hashlib.sha256()
+    for file in sorted(folder.glob(WEIGHTS)):
+        with file.open("rb") as opened:
+            total.update(file.name.encode() + b"\0" + hashlib.file_digest(opened, "sha256").digest())
+    return total.hexdigest()
+
+
+def sample_weights(folder: Path) -> str:
+    """Return a digest of the weights' file names, sizes, and of one block in every SAMPLE_EVERY bytes.
+
+    Reads a thousandth of the weights, so that each stage can afford it before it loads them. It tells other weights apart
+    (training moves nearly every element of a matrix); that not one byte differs, only `digest_weights` says.
+    """
+    total = hashlib.sha256()
+    for file in sorted(folder.glob(WEIGHTS)):
+        size = file.stat().st_size
+        total.update(f"{file.name}\0{size}\0".encode())
+        with file.open("rb") as opened:
+            for start in (*range(0, size, SAMPLE_EVERY), max(0, size - SAMPLE_BYTES)):
+                opened.seek(start)
+                total.update(opened.read(SAMPLE_BYTES))
+    return total.hexdigest()
+
+
+def _check_weights(manifest: Manifest) -> None:
+    """Raise ValueError where the local folder's weights are not those of the manifest."""
+    if manifest.weights_sample is None:
+        return
+    folder = Path(manifest.model)
+    stats = tuple((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(folder.glob(WEIGHTS)))
+    found = _sampled(folder, stats)
+    if found != manifest.weights_sample:
+        raise ValueError(
+            f"{folder} holds other weights ({found:.12}) than those that {FOLDER}/target.json names "
+            f"({manifest.weights_sample:.12}), of which the present results are; run: dvc repro {MADE_BY}, or put the former "
+            "weights back"
+        )
+
+
+@cache
+def _sampled(folder: Path, stats: tuple[tuple[str, int, int], ...]) -> str:
+    """The sample of the folder as `stats` describes it: a stage asks for the folder several times."""
+    return sample_weights(folder)
 
 
 def digest(folder: Path, *patterns: str) -> str:

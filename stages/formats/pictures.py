@@ -1,7 +1,9 @@
-"""Pictures that come as bytes, kept as files: named by their content, so that one picture is one file.
+"""Pictures kept as files named by their content, whether they came as bytes or as files: one picture is one file.
 
-Only what a vision tower's processor reads: PNG, JPEG, WebP, GIF, told by the first bytes and never by a given name or
-media type, both of which exports get wrong.
+So another picture under an old name is another path in the rows, and every stage that reads the rows runs again.
+Bytes must be what a vision tower's processor reads: PNG, JPEG, WebP, GIF, told by the first bytes and never by a given
+name or media type, both of which exports get wrong. A file of another kind keeps its extension; sample_target decodes it
+or counts it as unreadable.
 """
 
 import base64
@@ -18,6 +20,7 @@ from PIL import Image
 DATA_URL = re.compile(r"data:[^,]{0,200};base64,", re.IGNORECASE)
 MAGIC = {".png": rb"\x89PNG\r\n\x1a\n", ".jpg": rb"\xff\xd8\xff", ".gif": rb"GIF8[79]a", ".webp": rb"RIFF.{4}WEBP"}
 MAX_PIXELS = 1 << 26  # 8,192 x 8,192, also drafting/pixels.py's; decoding takes up to 16 bytes of memory a pixel, 1 GiB
+EXTENSION = re.compile(r"\.[a-z0-9]{1,8}")
 KINDS = {extension: re.compile(magic, re.DOTALL) for extension, magic in MAGIC.items()}
 
 
@@ -38,12 +41,16 @@ def name_of(data: bytes) -> str | None:
     return None if extension is None else hashlib.sha256(data).hexdigest() + extension
 
 
-def keep(data: bytes, folder: Path) -> str | None:
+def keep(data: bytes, folder: Path, extension: str | None = None) -> str | None:
     """Write a picture into `folder`, which exists; its name there, or None where it is none that we know.
+
+    `extension` is that of the file it came as: a file is kept whatever its kind.
 
     Several processes and threads may keep the same picture at once: each writes a file of its own and renames it.
     """
     name = name_of(data)
+    if name is None and extension is not None:
+        name = hashlib.sha256(data).hexdigest() + (extension if EXTENSION.fullmatch(extension) else "")
     if name is not None and not (folder / name).exists():
         part = folder / f".{name}.{os.getpid()}.{threading.get_ident()}.part"
         part.write_bytes(data)

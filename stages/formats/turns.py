@@ -15,6 +15,9 @@ from stages.formats import pictures
 from stages.formats.conversations import PICTURE
 
 Message = dict[str, str]
+Keep = Callable[
+    [bytes, str | None], str | None
+]  # a picture's bytes, the extension of the file they came as -> its path
 
 LISTS = {"sharegpt": "conversations", "messages": "messages", "ultrachat": "messages"}
 PROMPTS = ("prompt", "question", "instruction", "query")
@@ -73,10 +76,9 @@ def expected(kind: str) -> str:
     )
 
 
-def read(
-    row: dict[str, Any], kind: str, folder: str | None, keep: Callable[[bytes], str | None] = lambda data: None
-) -> Conversation:
-    """A row's turns as messages, and what comes with them. `keep` writes a picture's bytes and gives their path.
+def read(row: dict[str, Any], kind: str, folder: str | None, keep: Keep = lambda data, extension: None) -> Conversation:
+    """A row's turns as messages, and what comes with them. `keep` writes a picture's bytes and gives their path; it also
+    gets the extension of a picture that came as a file.
 
     Raises:
         Dropped: for a turn that is no text, is empty or has a role we do not know, for turns out of order, and for
@@ -177,12 +179,18 @@ def _pictures_of(row: dict[str, Any]) -> list[Any]:
     return [] if given is None else given if isinstance(given, list) else [given]
 
 
-def _paths(given: list[Any], folder: str | None, keep: Callable[[bytes], str | None]) -> list[str]:
-    """The pictures as paths from the project's root: what is at a URL may change or vanish, and bytes fill a table."""
+def _paths(given: list[Any], folder: str | None, keep: Keep) -> list[str]:
+    """The pictures as paths from the project's root: what is at a URL may change or vanish, and bytes fill a table.
+
+    A file is kept by its content too: under its own name another picture could take its place, and no row would differ.
+    """
     paths = []
     for picture in given:
-        data = _bytes_of(picture)
-        path = _path(picture, folder) if data is None else keep(data)
+        data, extension = _bytes_of(picture), None
+        if data is None:
+            file = _path(picture, folder)
+            data, extension = _read(file), file.suffix.lower()
+        path = keep(data, extension)
         if path is None:
             raise Dropped("image_bytes")
         paths.append(path)
@@ -198,7 +206,14 @@ def _bytes_of(picture: Any) -> bytes | None:
     return bytes(picture) if isinstance(picture, bytes | bytearray) else None
 
 
-def _path(picture: Any, folder: str | None) -> str:
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError:  # another user's, or on a disk that fails
+        raise Dropped("image_missing") from None
+
+
+def _path(picture: Any, folder: str | None) -> Path:
     """A path from the project's root, of a file that is there. Raises Dropped for a URL, and where there is none."""
     if isinstance(picture, dict):
         picture = picture.get("path")
@@ -216,7 +231,7 @@ def _path(picture: Any, folder: str | None) -> str:
         there = False
     if not there:
         raise Dropped("image_missing")
-    return path.as_posix()
+    return path
 
 
 def is_text(value: Any) -> bool:

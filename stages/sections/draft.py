@@ -18,6 +18,7 @@ class InitDraft(Section):
     qk_norm: bool
     window: Count | None
     from_: Annotated[Text | None, Field(alias="from")]
+    watch: Text
     revision: str | None
     seed: Seed
 
@@ -133,4 +134,5 @@ class Import(Section):
 
 
 class ImportDraft(Section):
+    watch: Text
     checkpoints: dict[Name, Import]

@@ -9,6 +9,7 @@ from stages.sections.section import Count, Dtype, Positive, Section, Seed, Text
 
 class Target(Section):
     model: Text
+    watch: Text
     revision: str | None
     trust_remote_code: bool
     dtype: Dtype

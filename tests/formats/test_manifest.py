@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -176,3 +177,63 @@ def test_tables_lie_where_sums_are_always_rounded_alike(tmp_path: Path) -> None:
     for table in manifest.tables(made_up(tmp_path), tmp_path):
         assert table.data_ptr() % 64 == 0
         assert torch.equal(table, ones)
+
+
+# --- the weights of a local folder ----------------------------------------------------------------------------------
+
+
+def pinned(folder: Path) -> manifest.Manifest:
+    """As prepare_target pins a local folder."""
+    digest, sample = manifest.digest_weights(folder), manifest.sample_weights(folder)
+    return replace(made_up(folder), weights_digest=digest, weights_sample=sample)
+
+
+def replace_weights(folder: Path) -> None:
+    """Other weights under the same names, of the same sizes and times."""
+    path = folder / "model.safetensors"
+    before = path.stat()
+    save_file({name: torch.randn(V, H) for name in ("model.embed_tokens.weight", "lm_head.weight")}, path)
+    assert path.stat().st_size == before.st_size
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+
+
+def test_replaced_weights_of_a_local_folder_are_refused_until_they_are_prepared(tmp_path: Path) -> None:
+    """Bug: the manifest digested config and tokenizer only, so results of two sets of weights stood beside each other."""
+    tables = {name: torch.randn(V, H) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    save_file(tables, tmp_path / "model.safetensors")
+    made = pinned(tmp_path)
+    assert manifest.weights(made) == tmp_path
+    replace_weights(tmp_path)
+    for load in (manifest.weights, manifest.tables):
+        with pytest.raises(
+            ValueError, match=r"holds other weights .* run: dvc repro prepare_target, or put the former"
+        ):
+            load(made)
+    after = pinned(tmp_path)
+    assert manifest.weights(after) == tmp_path and after.weights_digest != made.weights_digest
+
+
+def test_a_single_other_byte_is_another_digest_though_the_sample_skips_it(tmp_path: Path) -> None:
+    """What decides whether all below runs again is the whole digest; the sample only has to tell trainings apart."""
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(10 * manifest.SAMPLE_BYTES))
+    before = manifest.digest_weights(tmp_path), manifest.sample_weights(tmp_path)
+    with path.open("r+b") as file:
+        file.seek(5 * manifest.SAMPLE_BYTES)
+        file.write(b"x")
+    after = manifest.digest_weights(tmp_path), manifest.sample_weights(tmp_path)
+    assert after[0] != before[0] and after[1] == before[1]
+
+
+@pytest.mark.parametrize("at", ["first", "a block", "last"])
+def test_the_sample_reads_blocks_of_all_of_a_large_file(tmp_path: Path, at: str) -> None:
+    path, size = tmp_path / "model.safetensors", 5 * manifest.SAMPLE_EVERY + 1000
+    with path.open("wb") as file:
+        file.truncate(size)
+    before = manifest.sample_weights(tmp_path)
+    with path.open("r+b") as file:
+        file.seek({"first": 0, "a block": 3 * manifest.SAMPLE_EVERY + 7, "last": size - 1}[at])
+        file.write(b"x")
+    assert manifest.sample_weights(tmp_path) != before
+    path.rename(tmp_path / "other.safetensors")
+    assert len({before, manifest.sample_weights(tmp_path)}) == 2

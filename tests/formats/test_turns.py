@@ -17,10 +17,15 @@ CALL = [{"id": "c1", "type": "function", "function": {"name": "forecast", "argum
 TOOLS = [{"type": "function", "function": {"name": "forecast"}}]
 
 
+def kept_as(data: bytes, extension: str | None) -> str | None:
+    """Stands in for fix_data.keep_picture: any file is kept, bytes never."""
+    return None if extension is None else f"{data!r}{extension}"
+
+
 def read(row: dict[str, Any], folder: str | None = None) -> turns.Conversation:
     kind = turns.detect(row)
     assert kind is not None
-    return turns.read(row, kind, folder)
+    return turns.read(row, kind, folder, kept_as)
 
 
 @pytest.mark.parametrize(
@@ -74,15 +79,18 @@ def test_parquet_gives_every_row_the_keys_of_all_rows_and_none_of_them_counts() 
 
 
 def test_pictures_by_path(tmp_path: Path) -> None:
-    (tmp_path / "sky.png").touch()
+    """Kept by their content too: bug of before, where the row held the file's own path, another picture in its place
+    changed no row, and only fix_data ran again."""
     path = (tmp_path / "sky.png").as_posix()
+    Path(path).write_bytes(b"a sky")
+    kept = ["b'a sky'.png"]
     human = {"from": "human", "value": "<image>\nWhat is this?"}
     for image in ({"image": "sky.png"}, {"images": ["sky.png"]}, {"images": [{"path": path, "bytes": None}]}):
         found = read({"conversations": [human, PLAIN[1] | {"from": "gpt", "value": SAY}], **image}, str(tmp_path))
-        assert found.images == [path] and found.messages[0]["content"] == human["value"]
+        assert found.images == kept and found.messages[0]["content"] == human["value"]
     part = [{"type": "image_url", "image_url": {"url": f"file://{path}"}}, {"type": "text", "text": "What?"}]
     found = read({"messages": [{"role": "user", "content": part}, PLAIN[1]]}, None)
-    assert found.images == [path] and found.messages[0]["content"] == "<image>What?"
+    assert found.images == kept and found.messages[0]["content"] == "<image>What?"
 
 
 def parts(url: Any) -> dict[str, Any]:

@@ -1,0 +1,140 @@
+"""What `stale` says of artifacts that another release of torch or transformers has made: a warning, never a rerun."""
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+from pipeline import __main__ as cli
+from pipeline import versions
+from stages.sections import stage_runs
+from stages.sections.stage_runs import StageRun
+
+NOW = {package: version(package) for package in stage_runs.PACKAGES}
+AT = 1_700_000_000_000_000_000  # when the faked runs were, in ns
+HOUR = 3_600_000_000_000
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A lock of two stages whose outputs were written at AT, and a log without a line."""
+    monkeypatch.chdir(tmp_path)
+    stages = {}
+    for name, command in {"init_draft": "init_draft", "train_draft@e003": "train_draft e003"}.items():
+        out = Path("drafts") / name / "draft"
+        out.mkdir(parents=True)
+        written(out / "model.safetensors", AT)
+        stages[name] = {"cmd": f"python -m stages.{command}", "outs": [{"path": str(out)}]}
+    YAML(typ="safe").dump({"schema": "2.0", "stages": stages}, versions.LOCK_FILE)
+    return tmp_path
+
+
+def written(path: Path, at: int) -> None:
+    path.write_text(str(at))
+    os.utime(path, ns=(at, at))
+
+
+def ran(command: str, at: int = AT, **other: str) -> None:
+    """A faked line of the log: a run around `at` with the versions of now, but for `other`."""
+    run = StageRun(f"stages.{command}", at - 1_000_000_000, at + 1_000_000_000, NOW | other)
+    stage_runs.LOG.parent.mkdir(exist_ok=True)
+    with stage_runs.LOG.open("a") as log:
+        log.write(json.dumps(asdict(run)) + "\n")
+
+
+def test_nothing_is_said_of_what_these_versions_have_made() -> None:
+    assert versions.warnings() == []
+    ran("init_draft")
+    assert versions.warnings() == []
+
+
+def test_an_artifact_of_another_release_is_named_with_both_versions() -> None:
+    """Bug: no stage depends on torch or transformers, so an upgrade mixed results of both without a word."""
+    ran("init_draft", torch="1.13.1", transformers="4.57.0")
+    ran("train_draft e003", torch="1.13.1", transformers="4.57.0")
+    (line,) = versions.warnings()
+    assert line.startswith(
+        f"made by other versions: init_draft, train_draft@e003 (torch 1.13.1, now {NOW['torch']}; transformers 4.57.0, now "
+        f"{NOW['transformers']}); nothing reruns"
+    )
+    ran("init_draft", AT + HOUR)  # made again, with what is installed
+    written(Path("drafts/init_draft/draft/model.safetensors"), AT + HOUR)
+    (line,) = versions.warnings()
+    assert "versions: train_draft@e003 (" in line
+
+
+def test_what_comes_back_from_the_cache_is_of_the_run_that_made_it() -> None:
+    """DVC's links keep the time a file was written: the last run is not that of what lies here."""
+    ran("init_draft", torch="1.13.1")
+    ran("init_draft", AT + HOUR)
+    assert len(versions.warnings()) == 1
+    written(Path("drafts/init_draft/draft/model.safetensors"), AT + 3 * HOUR)  # copied or pulled: nobody knows
+    YAML(typ="safe").dump(YAML(typ="safe").load(versions.LOCK_FILE), versions.LOCK_FILE)  # as DVC does
+    assert versions.warnings() == []
+
+
+@pytest.mark.parametrize(
+    ("package", "made_by", "now", "told"),
+    [
+        ("torch", "2.11.0", "2.13.0+cpu", True),
+        ("torch", "2.13.0+cu130", "2.13.1+cpu", False),
+        ("transformers", "5.17.0", "5.23.0", False),
+        ("transformers", "4.57.1", "5.0.0", True),
+        ("numpy", "1.0", "2.0", False),
+    ],
+)
+def test_a_release_is_torchs_minor_and_transformers_major_number(
+    package: str, made_by: str, now: str, told: bool
+) -> None:
+    run = StageRun("stages.init_draft", AT, AT, {package: made_by})
+    installed = {package: now} if package in versions.RELEASE_PARTS else NOW
+    assert bool(versions._others(run, installed)) == told
+
+
+def test_log_and_lock_are_read_only_where_one_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran("init_draft", torch="1.13.1")
+    found = versions.warnings()
+    with monkeypatch.context() as patch:
+        patch.setattr(versions, "_lines", None)
+        assert versions.warnings() == found
+    ran("train_draft e003", torch="1.13.1")
+    assert versions.warnings() != found
+
+
+def test_stale_says_so_and_nothing_is_stale_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli.graph, "why_stale", dict)
+    ran("init_draft", torch="1.13.1")
+    cli.main(["stale"])
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith("made by other versions: init_draft (torch 1.13.1") and told[1:] == ["nothing is stale"]
+
+
+def test_a_run_that_ends_well_is_logged_and_a_broken_line_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", sys)  # loaded or not by other tests
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+    with stage_runs.logged(["/there/stages/train_draft.py", "e003"]):
+        pass
+    with stage_runs.LOG.open("a") as log:
+        log.write('{"command": "cut\n{"command": "of another version"}\n')
+    with pytest.raises(ValueError, match="it failed"), stage_runs.logged(["/there/stages/train_draft.py", "e009"]):
+        raise ValueError("it failed")
+    for arguments in (["stages/sample_target.py", "--preview"], ["/there/stages/reproduce/compare.py"]):
+        with stage_runs.logged(arguments):
+            pass
+    with monkeypatch.context() as patch:
+        patch.setenv("RANK", "1")
+        with stage_runs.logged(["/there/stages/train_draft.py", "e003"]):
+            pass
+    monkeypatch.delitem(sys.modules, "torch")
+    with stage_runs.logged(["/there/stages/fix_data.py"]):
+        pass
+    (run,) = stage_runs.read()
+    assert run.command == "stages.train_draft e003" and run.versions == {"torch": NOW["torch"]}
+    assert run.began_ns <= run.ended_ns
