@@ -45,9 +45,9 @@ Its block `recipe` says what it reproduces (`stages/sections/recipe.py`):
 `results/reproduce/RECIPE.md` and `.csv`: published number, ours, ratio, tolerance, verdict. Numbers of the same target that no
 cell of ours can have are counted by reason at the end, so that none is lost.
 
-- **Tolerance**: half of the last decimal printed, half of our 95% interval (accept lengths: bootstrap over prompts; rates and
-  times: over repeats, none where there is one), and the recipe's share of their number. **within** and **outside** say whether
-  the two differ by less or more.
+- **Tolerance**: half of the last decimal printed, half of our 95% interval (docs/metrics.md, "Intervals": accept
+  lengths and rates over prompts, times over repeats; where there is none the table says why), and the recipe's share of their
+  number. **within** and **outside** say whether the two differ by less or more.
 - **not comparable**, always with the reason: the metric's definition isn't stated or is another; the temperature isn't; a target,
   a draft or data stands in, or the target has another name; the engine can't run it; and for all but accept lengths and rates
   another machine, engine or version, or one that nobody stated. The ratio is shown all the same.

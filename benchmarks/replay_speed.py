@@ -23,6 +23,7 @@ from stages.drafting import tree
 from stages.drafting.draft import Draft, DraftConfig, first_state, in_sight, prefix
 from stages.drafting.expand import expand
 from stages.drafting.replay import Replayed, Shape, replay, room
+from stages.formats import interval
 
 PEAK = {"float32": 67e12, "bfloat16": 989e12}  # FLOP/s of an H200 (its data sheet; float32 without TF32)
 BYTES = 4.8e12  # a second

@@ -125,7 +125,9 @@ def test_accepted_drafts_are_pooled_over_prompts_turns_and_repeats() -> None:
                 record = latency.Record(f"{name}#{turn}", 0, 0, 1, [(1, 1)], True, 3, 5, "stop", None, counts=told)
                 every.append((repeat, turn, name, record))
     repeats = [[[x[3] for x in every if x[:2] == (repeat, turn)] for turn in range(2)] for repeat in range(2)]
-    found = benchmark._acceptance(SimpleNamespace(tree=Tree.parse("t3_2_6"), w=SimpleNamespace(prompts="mt_bench")), repeats)
+    found = benchmark._acceptance(
+        SimpleNamespace(tree=Tree.parse("t3_2_6"), w=SimpleNamespace(prompts="mt_bench")), repeats
+    )
     accepted, cycles = (
         np.array([sum(getattr(x[3].counts, key) for x in every if x[2] == name) for name in "abcde"])
         for key in ("accepted", "cycles")

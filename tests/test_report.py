@@ -302,7 +302,7 @@ def test_a_missing_cell_is_named_with_what_to_run(made_up: params.Params) -> Non
         (lambda c: c["metrics"].pop("tau_low"), "lacks the metrics .'tau_low'.; run: dvc repro -f -s benchmark@"),
         (
             lambda c: c.update(definitions="docs/metrics.md, version 0"),
-            "version 0, expected docs/metrics.md, version 2",
+            "version 0, expected docs/metrics.md, version 3",
         ),
         (lambda c: c.update(tree="t5_1_6"), "holds the cell eval-e009-t5_1_6"),
     ],

@@ -66,7 +66,6 @@ class Side:
             return "not comparable"
         return "within" if abs(self.ours.value - self.theirs) <= self.tolerance * abs(self.theirs) else "outside"
 
-
     @property
     def notes(self) -> tuple[str, ...]:
         """What to know of the verdict: why the two can't be compared, what was taken, why the tolerance has no interval."""

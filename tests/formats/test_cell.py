@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stages.formats import cell
+from stages.formats import atomic, cell, method_cell
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,6 +66,18 @@ def test_a_missing_a_cut_and_an_old_cell_are_named_with_what_to_run() -> None:
     place.write_text(json.dumps({k: v for k, v in made_up().items() if k not in ("histogram", "seed")}))
     with pytest.raises(ValueError, match=rf"json lacks \['histogram', 'seed'\].*: dvc repro -f -s {name}$"):
         cell.read("eval", "e003", "t8_2_16")
+
+
+def test_cells_measured_by_an_older_definition_are_refused_by_name() -> None:
+    """Bug: `reproduce` and the table of methods read cells of any version, and laid old intervals beside new ones."""
+    cell.write(made_up() | {"definitions": "docs/metrics.md, version 2"})
+    said = r"is measured by docs/metrics\.md, version 2, expected docs/metrics\.md, version 3; run: dvc repro -f -s "
+    with pytest.raises(ValueError, match=rf"eval-e003-t8_2_16\.json {said}benchmark@eval-e003-t8_2_16$"):
+        cell.read("eval", "e003", "t8_2_16")
+    row = dict.fromkeys(method_cell.KEYS) | {"row": "ngram", "definitions": "docs/metrics.md, version 2"}
+    atomic.write_json(method_cell.path("ngram"), row)
+    with pytest.raises(ValueError, match=rf"method-ngram\.json {said}benchmark_methods_baseline@ngram$"):
+        method_cell.read("ngram", "benchmark_methods_baseline@ngram")
 
 
 def test_every_metric_is_defined_in_the_docs_and_of_their_version() -> None:

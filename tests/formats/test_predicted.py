@@ -43,7 +43,9 @@ def test_the_interval_joins_those_of_tau_of_the_fit_and_of_the_plain_step() -> N
     (fit_alone,) = predicted.predict(noisy | still, "e009", 0.0, [replay("t5_3_12", 4.0)])
     assert math.log(fit_alone["high"] / fit_alone["speedup"]) == pytest.approx(margin)
     (all_three,) = predicted.predict(noisy, "e009", 0.0, [replay("t5_3_12", 4.0, 3.6, 4.8)])
-    joined = math.sqrt(math.log(4.0 / 3.6) ** 2 + margin**2 + (2.2622 * 0.01) ** 2)  # Student's t: the plain step has ten samples
+    joined = math.sqrt(
+        math.log(4.0 / 3.6) ** 2 + margin**2 + (2.2622 * 0.01) ** 2
+    )  # Student's t: the plain step has ten samples
     assert all_three["low"] == pytest.approx(all_three["speedup"] * math.exp(-joined), rel=1e-6)
 
 

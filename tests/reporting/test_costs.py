@@ -228,3 +228,24 @@ def test_nothing_to_launch_is_no_table(project: params.Params, capsys: pytest.Ca
     predicted.write([], [], [])
     report.main("--launch")
     assert capsys.readouterr().out == "nothing is predicted; results/report/index.html says why\n"
+
+
+def test_one_conversation_has_no_interval_anywhere_on_the_page(
+    project: params.Params, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: with one prompt the ends were equal, and the page and the terminal showed a certainty."""
+    none = {"tau_low": None, "tau_high": None}
+    for checkpoint in project.replay_trees.checkpoints:
+        replays.write(replays.path(checkpoint), [row | none for row in replays.read(checkpoint)])
+    for checkpoint in project.benchmark.checkpoints:
+        for tree in project.benchmark.trees:
+            decode(checkpoint, tree)
+            found = cell.read("eval", checkpoint, tree)
+            ends = none | {"speedup_low": None, "speedup_high": None}
+            cell.write(found | {"metrics": found["metrics"] | ends})
+    report.main()
+    told = capsys.readouterr().out
+    assert "one prompt" in told and "can't tell" in told
+    said = words(report.PAGE.read_text())
+    assert "one prompt" in said and "it can’t be told: the prediction or the cell has no interval" in said
+    assert not any(row["enable"] for row in predicted.read_launch())

@@ -170,3 +170,12 @@ def test_quality_and_commands() -> None:
     _, graded = served.quality(lines)
     assert (graded["correct"], graded["accuracy"], graded["baseline_accuracy"]) == (2, 0.25, 0.5)
     assert [s["command"] for s in served.servers([baseline, cell])] == ["python3 -m sglang.launch_server", None]
+
+
+def test_a_missing_interval_is_told_with_its_reason() -> None:
+    """Bug: the cell of the table was empty, as if nothing were amiss."""
+    (row,) = with_speedups({(64, 4): 1.5}, tau=2.5)
+    assert (served.tau_span(row), served.speedup_span(row)) == ("one prompt", "one repeat")
+    assert served.tau_span(row | {"engine": "vllm"}) == "not by request"
+    assert served.tau_span(row | {"tau_low": 2.0, "tau_high": 3.0}) == "2.00-3.00"
+    assert served.tau_span(row | {"tau": None}) == served.speedup_span(row | {"speedup": None}) == ""
