@@ -101,11 +101,12 @@ def _note_place(error: Exception, path: Path, temporary: Path) -> None:
 
     stages/sections/full_disk.py reads it.
     """
+    files = [temporary, *temporary.rglob("*")] if temporary.exists() else []  # pyarrow removes what it could not finish
     try:
-        written = sum(file.stat().st_blocks * 512 for file in [temporary, *temporary.rglob("*")])
-        error.add_note(f"writing {path}, which needs more than {written + shutil.disk_usage(path.parent).free} bytes")
-    except OSError:  # it is gone
-        pass
+        needed = sum(file.stat().st_blocks * 512 for file in files) + shutil.disk_usage(path.parent).free
+    except OSError:  # the folder is gone
+        return
+    error.add_note(f"writing {path}, which needs more than {needed} bytes")
 
 
 def _temporary(path: Path) -> Path:
