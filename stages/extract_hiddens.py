@@ -17,7 +17,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -363,7 +363,7 @@ def _tokens_alone(work: Work) -> None:
     shard = Shard(work.path, work.heads(), 0, torch.float32)
     nothing = torch.empty(shard.offsets[-1], 0)
     shard.put(0, len(shard.heads), Block(nothing, nothing), torch.ones(len(nothing), dtype=torch.bool))
-    _commit(shard, work, [])
+    _commit(shard, work, [], {shard})
 
 
 def _extract(work: list[Work], source: Source, size: Size, show: bool) -> None:
@@ -380,7 +380,9 @@ def _extract(work: list[Work], source: Source, size: Size, show: bool) -> None:
     for _ in range(2):
         free.put(Slot(tokens, seen, size.hidden_size, size.dtype, size.token is not None, source.device))
     commits: deque[Future] = deque()
+    unfinished: set[Shard] = set()
     with (
+        ExitStack() as at_end,  # closed last, when no thread writes any more
         ThreadPoolExecutor(THREADS) as pool,
         ThreadPoolExecutor(1) as writer,  # batches are stored in turn
         ThreadPoolExecutor(COMMITS) as committer,
@@ -389,11 +391,14 @@ def _extract(work: list[Work], source: Source, size: Size, show: bool) -> None:
         ) as bar,
     ):
         bar.disable = not show
+        at_end.callback(_discard, unfinished)
         for w in work:
             w.folder.mkdir(parents=True, exist_ok=True)
             heads = w.heads()
             stores: list[Future] = []
-            shard = Shard(w.path, heads, size.hidden_size, size.dtype)
+            with _disk(w.path):
+                shard = Shard(w.path, heads, size.hidden_size, size.dtype)
+            unfinished.add(shard)
             for batch in batches[w.path]:
                 slot = free.get()
                 for failed in (f for f in stores if f.done()):
@@ -402,7 +407,7 @@ def _extract(work: list[Work], source: Source, size: Size, show: bool) -> None:
                 slot.send(side)
                 stores.append(writer.submit(_store, shard, batch, slot, free, pool))
                 bar.update(slot.tokens)
-            commits.append(committer.submit(_commit, shard, w, stores))
+            commits.append(committer.submit(_commit, shard, w, stores, unfinished))
             if len(commits) > 2 * COMMITS:  # a slow disk holds us up here
                 commits.popleft().result()
         for commit in commits:
@@ -418,19 +423,26 @@ def _store(shard: Shard, batch: range, slot: Slot, free: queue.Queue, pool: Thre
         free.put(slot)
 
 
-def _commit(shard: Shard, work: Work, stores: list[Future]) -> None:
+def _commit(shard: Shard, work: Work, stores: list[Future], unfinished: set[Shard]) -> None:
     for stored in stores:
         stored.result()
     with _disk(shard.path):
         atomic.write_json(work.entries, shard.commit())
+    unfinished.remove(shard)
+
+
+def _discard(unfinished: set[Shard]) -> None:
+    for shard in unfinished:
+        shard.discard()
 
 
 @contextmanager
 def _disk(path: Path) -> Iterator[None]:
-    """A full or broken disk is the user's to mend."""
+    """Say which shard could not be written; of a full disk `run_stage` says so."""
     try:
         yield
     except OSError as error:
+        error.filename = error.filename or str(path)
         raise ValueError(
             f"{path} could not be written ({error}); mend that and run again: finished shards are kept"
         ) from None

@@ -22,6 +22,7 @@ from stages.sections.cells import Benchmark, BenchmarkServed
 from stages.sections.data import OWN_PROMPTS, FixData, PreparePrompts, SampleTarget
 from stages.sections.draft import CheckOverfit, ImportDraft, InitDraft, TrainDraft
 from stages.sections.explain import explain, explain_yaml
+from stages.sections.full_disk import explain_full_disk
 from stages.sections.methods import BenchmarkMethods, MethodRow, StaticRow
 from stages.sections.recipe import Recipe
 from stages.sections.schedule import Schedule
@@ -277,8 +278,12 @@ def run_stage(main: Callable[..., None]) -> None:
             raise ValueError(f"expected {wanted}, found {' '.join(words) or 'none'}") from None
         with stage_runs.logged(sys.argv):
             main(*words)
-    except ValueError as error:
-        sys.exit(f"aerie: {error}")
+    except Exception as error:
+        if full := explain_full_disk(error):
+            sys.exit(f"aerie: {full}")
+        if isinstance(error, ValueError):
+            sys.exit(f"aerie: {error}")
+        raise
 
 
 def main() -> None:

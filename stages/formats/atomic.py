@@ -30,6 +30,9 @@ def file(path: Path) -> Iterator[Path]:
         _fsync(temporary)
         os.replace(temporary, path)
         _fsync(path.parent)
+    except Exception as error:
+        _note_place(error, path, temporary)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -42,6 +45,9 @@ def folder(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         publish(temporary, path)
+    except Exception as error:
+        _note_place(error, path, temporary)
+        raise
     finally:
         _remove(temporary)  # after a swap this is the old folder
 
@@ -88,6 +94,19 @@ def read_json(path: Path, made_by: str) -> Any:
         raise ValueError(f"{path} not found; run: dvc repro {made_by}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}); delete it and run: dvc repro {made_by}") from None
+
+
+def _note_place(error: Exception, path: Path, temporary: Path) -> None:
+    """Note in an error what was being written, and what it takes at least: on a full disk no library says either.
+
+    stages/sections/full_disk.py reads it.
+    """
+    files = [temporary, *temporary.rglob("*")] if temporary.exists() else []  # pyarrow removes what it could not finish
+    try:
+        needed = sum(file.stat().st_blocks * 512 for file in files) + shutil.disk_usage(path.parent).free
+    except OSError:  # the folder is gone
+        return
+    error.add_note(f"writing {path}, which needs more than {needed} bytes")
 
 
 def _temporary(path: Path) -> Path:

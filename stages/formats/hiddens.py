@@ -218,8 +218,8 @@ class Shard:
         text += b" " * (-(8 + len(text)) % 64)
         self._data = 8 + len(text)
         self._stack = ExitStack()
-        temporary = self._stack.enter_context(atomic.file(path))
-        self._file = self._stack.enter_context(temporary.open("wb"))
+        self._temporary = self._stack.enter_context(atomic.file(path))
+        self._file = self._stack.enter_context(self._temporary.open("wb"))
         self._file.write(len(text).to_bytes(8, "little") + text)
         self._file.truncate(self._data + end)
         self._file.flush()
@@ -262,6 +262,11 @@ class Shard:
         assert all(self.entries), "a row was never put"
         self._stack.close()
         return self.entries
+
+    def discard(self) -> None:
+        """Remove what was written of a shard that will not be finished: a full disk is else left full."""
+        self._file.close()
+        self._temporary.unlink(missing_ok=True)
 
     def _write(self, name: str, token: int, tensor: Tensor) -> None:
         begin, row = self._places[name]

@@ -53,8 +53,11 @@ def keep(data: bytes, folder: Path, extension: str | None = None) -> str | None:
         name = hashlib.sha256(data).hexdigest() + (extension if EXTENSION.fullmatch(extension) else "")
     if name is not None and not (folder / name).exists():
         part = folder / f".{name}.{os.getpid()}.{threading.get_ident()}.part"
-        part.write_bytes(data)
-        os.replace(part, folder / name)
+        try:
+            part.write_bytes(data)
+            os.replace(part, folder / name)
+        finally:
+            part.unlink(missing_ok=True)  # where the disk was full
     return name
 
 

@@ -90,7 +90,9 @@ class Workload(Section):
 
 class Benchmark(Section):
     workloads: Annotated[dict[Name, Workload], Field(min_length=1)]
-    allow_unsandboxed_code: bool  # whether HumanEval's answers run where the kernel can't keep them from the user's files
+    allow_unsandboxed_code: (
+        bool  # whether HumanEval's answers run where the kernel can't keep them from the user's files
+    )
     torch: Names
     semantics: Literal["sglang", "eagle"]
     num_gpus_total: Count
