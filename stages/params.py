@@ -251,10 +251,25 @@ def check_draft_vocab(params: Params, vocab_size: int) -> None:
         )
 
 
+def split_stage_name(words: list[str]) -> list[str]:
+    """Return the arguments of a stage; where the one word is its name in the graph, `benchmark@eval-e003-t5_1_6`, its parts.
+
+    dvc.yaml passes that name by the environment variable DVC_STAGE, so that no shell parses what params.yaml names.
+
+    Raises:
+        ValueError: where params.yaml is not valid: a name with a `-` would be split in the wrong places.
+    """
+    if len(words) != 1 or "@" not in words[0]:
+        return words
+    load()
+    return words[0].rpartition("@")[2].split("-")
+
+
 def run_stage(main: Callable[..., None]) -> None:
     """Run a stage's `main` with the command line's words; what the user can mend prints as one message and exits with 1."""
-    words, takes = sys.argv[1:], inspect.signature(main)
+    takes = inspect.signature(main)
     try:
+        words = split_stage_name(sys.argv[1:])
         try:
             takes.bind(*words)
         except TypeError:

@@ -1,6 +1,7 @@
 """The rules of the house that a machine can check. What imports what is import-linter's part, in pyproject.toml."""
 
 import ast
+import json
 import re
 from functools import cache
 from pathlib import Path
@@ -81,7 +82,8 @@ def test_a_stage_is_one_word_everywhere(stage: str) -> None:
     assert (ROOT / "stages" / f"{word}.py").is_file(), f"dvc.yaml has {stage}; write stages/{word}.py"
     assert word in Params.model_fields, f"dvc.yaml has {stage}; give it a section in params.yaml and stages/sections"
     command = GRAPH[stage]["cmd"]
-    assert command.split(" $")[0] == f"python -m stages.{word}", f"stages.{stage}.cmd is {command!r}"
+    told_its_name = ' "$DVC_STAGE"' if "${" in json.dumps(GRAPH[stage]["outs"]) else ""
+    assert command == f"python -m stages.{word}{told_its_name}", f"stages.{stage}.cmd is {command!r}"
     assert GRAPH[stage].get("desc"), f"stages.{stage} has no desc; say in a line what becomes what"
 
 
