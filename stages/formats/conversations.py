@@ -103,12 +103,6 @@ def batches(path: Path, schema: pl.Schema, made_by: str) -> Iterator[pl.DataFram
             raise _broken(path, made_by, error) from None
 
 
-def answers(path: Path, made_by: str) -> int:
-    """How many assistant's messages the conversations of a FIXED file have."""
-    roles = pl.element().struct.field("role") == "assistant"
-    return _counted(path, made_by, pl.col("messages").list.eval(roles).list.sum().sum())
-
-
 def with_images(path: Path, made_by: str) -> int:
     """How many conversations of a FIXED file have images."""
     return _counted(path, made_by, (pl.col("images").list.len() > 0).sum())
