@@ -57,7 +57,9 @@ def _eval() -> pl.DataFrame:
     """Return the eval split's rows in the order of their prompts' hash, which no order of files or rows moves."""
     split = conversations.read(EVAL, conversations.SAMPLED, "sample_target").select("id", "prompt_ids", "images")
     hashes = [
-        hashlib.sha256(b"\0".join([SALT, *(image.encode() for image in images or []), np.array(ids, "<i4").tobytes()])).digest()
+        hashlib.sha256(
+            b"\0".join([SALT, *(image.encode() for image in images or []), np.array(ids, "<i4").tobytes()])
+        ).digest()
         for _, ids, images in split.iter_rows()
     ]
     return split[sorted(range(len(split)), key=hashes.__getitem__)]

@@ -116,7 +116,7 @@ def _eyes(p: params.Params, made: manifest.Manifest, folder: Path) -> pixels.Eye
         if images and made.modality == "text":
             raise ValueError(
                 f"sample_target: {images} conversations of {path} have images, expected none: {made.model} reads text only, "
-                "and without them its answers would be to other questions. Take those rows out of fix_data.raw, or set "
+                "and without them its answers would be to other questions. Name data without pictures in fix_data.raw, or set "
                 "target.model to a vision-language model"
             )
         if images:
@@ -176,7 +176,9 @@ def _report(work: Work, splits: list[Split]) -> dict[str, Any]:
         "rows_out": whole["rows"],
         "dropped": of("dropped"),
         "not_asked": {split.name: split.choice.not_asked for split in splits},  # beyond train_rows or eval_rows
-        "sources": {split.name: {name: asdict(share) for name, share in split.choice.sources.items()} for split in splits},
+        "sources": {
+            split.name: {name: asdict(share) for name, share in split.choice.sources.items()} for split in splits
+        },
         "truncated": {split.name: split.shards.counted["truncated"] for split in splits},
         "tokens": {split.name: split.shards.counted["tokens"] for split in splits},
         "shards": {split.name: split.shards.count for split in splits},

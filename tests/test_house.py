@@ -99,6 +99,23 @@ def test_every_stage_says_what_it_needs_of_the_machine() -> None:
     assert set(load(ROOT / "params.yaml").schedule.stages) == set(GRAPH)
 
 
+# Files that a remedy may say to remove: unfinished work, and archives on the remote that a run packs again.
+MAY_BE_REMOVED = {"stages/formats/scratch.py", "stages/formats/journal.py", "pipeline/remote.py"}
+
+
+@pytest.mark.parametrize(
+    "file", sorted(str(f.relative_to(ROOT)) for p in ("stages", "pipeline") for f in (ROOT / p).rglob("*.py"))
+)
+def test_no_message_says_to_remove_what_the_user_made(file: str) -> None:
+    """Bug: `delete FOLDER and run ...` was said of the user's own import folder, and of lines of their data."""
+    for node in ast.walk(ast.parse((ROOT / file).read_text())):
+        if isinstance(node, ast.Raise) and node.exc and file not in MAY_BE_REMOVED:
+            said = " ".join(
+                n.value for n in ast.walk(node.exc) if isinstance(n, ast.Constant) and isinstance(n.value, str)
+            )
+            assert not re.search(r"\b(delete|remove|erase|rm|unlink)\b", said, re.I), f"{file}:{node.lineno}: {said}"
+
+
 def test_init_files_are_empty() -> None:
     found = [file for package in ("stages", "pipeline") for file in (ROOT / package).rglob("__init__.py")]
     assert len(found) >= 2

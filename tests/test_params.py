@@ -148,7 +148,7 @@ def test_an_unknown_key_is_named_with_the_known_ones(section: tuple[str, ...]) -
     for part in section:
         inside = inside[part]
     key, known = ".".join([*section, "colour"]), ", ".join(inside)
-    assert problems() == [f"{key}: unknown key; known keys are {known}. Correct the spelling or delete it"]
+    assert problems() == [f"{key}: unknown key; known keys are {known}. Correct the spelling, or leave the key out"]
 
 
 def test_a_misspelt_section_is_named_both_ways() -> None:

@@ -239,7 +239,7 @@ def look(
         if int(pieces.sum()) != needed:
             raise ValueError(
                 f"{name} has {int(pieces.sum())} tokens {token} for pictures' pieces, expected {needed} for its "
-                f"{0 if shown is None else len(shown.grid)} pictures; sample it again: dvc repro -f sample_target"
+                f"{0 if shown is None else len(shown.grid)} pictures; sample it again: dvc repro -f -s sample_target"
             )
         where, _ = whole.get_rope_index(
             ids[None].long(), mm_token_type_ids=pieces[None].int(), image_grid_thw=None if shown is None else shown.grid

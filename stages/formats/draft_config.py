@@ -48,7 +48,9 @@ def override(
         if key in free or key in LET_BE:
             continue
         if key not in settled:
-            raise _refused(key, value, f"expected one of {', '.join(sorted({*free, *settled}))}: correct or delete it")
+            raise _refused(
+                key, value, f"expected one of {', '.join(sorted({*free, *settled}))}: correct it, or leave the key out"
+            )
         if value != settled[key]:
             raise _refused(key, value, f"expected {settled[key]!r}, as the target and params.yaml have it")
     shape = shape | {key: given[key] for key in (*COUNTS, "rms_norm_eps") if key in given}

@@ -42,7 +42,7 @@ def read(source: str, name: str | None, split: str | None, revision: str | None,
         try:
             problem = _problem(row, number, kind)
         except Malformed as error:
-            raise ValueError(f"{where}: {error}; mend or delete it, or correct the set's format ({kind})") from None
+            raise ValueError(f"{where}: {error}; mend it, or correct the set's format ({kind})") from None
         if (first := first_of.setdefault(problem.id, number)) != number:
             raise ValueError(f"{where}: id {problem.id} is that of row {first + 1} too; give each its own")
         found.append(problem)

@@ -240,7 +240,9 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
                     if UNUSED.search(ours):
                         continue
                     if ours in tensors:
-                        raise ValueError(f"{file} has {ours} under two names, {name} one of them; remove one")
+                        raise ValueError(
+                            f"{file} has {ours} under two names, {name} one of them, expected one; export the draft again"
+                        )
                     tensors[ours] = opened.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} is missing, cut or broken ({error}); get the draft anew") from None

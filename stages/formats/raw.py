@@ -138,11 +138,11 @@ def parsed(chunk: Chunk) -> Iterator[tuple[int, dict[str, Any]]]:
             except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
                 raise ValueError(
                     f"{chunk.shown}, line {number + 1}: expected one JSON object per line, found {shown(line)} "
-                    f"({error}); mend or delete that line, or give another file"
+                    f"({error}); mend that line, or give another file"
                 ) from None
         if not isinstance(row, dict):
             raise ValueError(
-                f"{chunk.shown}, line {number + 1}: expected an object, found {shown(line)}; mend or delete it"
+                f"{chunk.shown}, line {number + 1}: expected an object, found {shown(line)}; mend it, or give another file"
             )
         yield number, row
 

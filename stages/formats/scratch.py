@@ -8,8 +8,12 @@ import hashlib
 import json
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from stages.formats import atomic
 
 SCRATCH = Path(".scratch")
 
@@ -20,6 +24,22 @@ def place(stage: str, *depends_on: Any) -> Path:
     for path in sorted(_code()):
         total.update(path.read_bytes())
     return SCRATCH / f"{stage}-{total.hexdigest()[:16]}"
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Name `folder`, which holds unfinished work and nothing else, where a file in it is broken: no stage makes that again.
+
+    Raises:
+        ValueError: with what was found.
+    """
+    try:
+        yield
+    except atomic.Broken as error:
+        raise ValueError(
+            f"unfinished work is broken: {error.found}; remove the folder {folder}, which holds nothing else, and run again: "
+            "only what is in it is made anew"
+        ) from None
 
 
 def done(folder: Path) -> None:

@@ -73,7 +73,7 @@ def test_another_schema_is_neither_written_nor_read(tmp_path: Path, change: pl.E
         conversations.write(place, rows, SAMPLED)
     assert list(tmp_path.iterdir()) == []
     rows.write_parquet(place)
-    with pytest.raises(ValueError, match=r"eval\.parquet has columns .*, expected .*; run: dvc repro sample_target$"):
+    with pytest.raises(ValueError, match=r"eval\.parquet has columns .*, expected .*; run: dvc repro -f -s sample_target$"):
         conversations.read(place, SAMPLED, "sample_target")
 
 
@@ -87,9 +87,7 @@ def test_a_cut_table_names_its_stage(tmp_path: Path, left: int) -> None:
     place = tmp_path / "train.parquet"
     conversations.write(place, pl.DataFrame(FIXED_ROWS, schema=FIXED), FIXED)
     place.write_bytes(place.read_bytes()[:left])
-    with pytest.raises(
-        ValueError, match=r"train\.parquet is not readable Parquet .*; delete it and run: dvc repro fix_data$"
-    ):
+    with pytest.raises(ValueError, match=r"train\.parquet is not readable Parquet .*; run: dvc repro -f -s fix_data$"):
         conversations.read(place, FIXED, "fix_data")
 
 
