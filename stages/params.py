@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError, model_validator
-from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from stages.sections import yaml_text
 from stages.sections.cells import Benchmark, BenchmarkServed
 from stages.sections.data import OWN_PROMPTS, FixData, PreparePrompts, SampleTarget
 from stages.sections.draft import CheckOverfit, ImportDraft, InitDraft, TrainDraft
@@ -191,7 +191,9 @@ def read_recipe(path: Path) -> tuple[Recipe | None, dict[str, dict[str, Any]]]:
         ValueError: naming the file, what was expected and what to do.
     """
     try:
-        found = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
+        found = yaml_text.parse(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} not found; correct its name") from None
     except (YAMLError, ValueError) as error:
         raise ValueError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(found, dict) or not all(isinstance(keys, dict) for keys in found.values()):
@@ -213,8 +215,7 @@ def load(path: Path = PARAMS) -> Params:
     if not path.is_file():
         raise ValueError(f"{path} not found; run from the project's root, where dvc.yaml lies")
     try:
-        # The parser DVC uses, so that we see what DVC sees; it also refuses a key given twice.
-        raw = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
+        raw = yaml_text.parse(path.read_text(encoding="utf-8"))
     except (YAMLError, ValueError) as error:  # ValueError: bytes that are no UTF-8, dates that don't exist
         raise ValueError(f"{path} is not valid YAML: {explain_yaml(error)}") from None
     if not isinstance(raw, dict):

@@ -25,7 +25,9 @@ def read(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{key}, which does not exist; correct it, or null") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ValueError(f"{key}, expected a file that can be read ({error}); correct it, or null") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{key}, expected JSON ({error}); correct it") from None
     if not isinstance(found, dict):
         raise ValueError(f"{key}, expected a JSON object, found {type(found).__name__}; correct it")

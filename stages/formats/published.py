@@ -101,7 +101,7 @@ def read(path: Path) -> Publication:
         content = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path} not found; restore it: git checkout {path}") from None
-    except (YAMLError, UnicodeDecodeError) as error:
+    except (YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not YAML, correct it: {error}") from None
     keys = ("title", "source", "notes", "settings", "metrics", "tables")
     _keys(content, keys, (), str(path))

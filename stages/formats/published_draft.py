@@ -147,8 +147,10 @@ def _config(folder: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path} not found; expected a draft's folder, with config.json and safetensors") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}); get the draft anew") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: expected a JSON object, found {type(found).__name__}; get the draft anew")
     if SPECULATORS not in found:
         return found
     # vLLM takes norm_before_residual for true where speculators' config doesn't say.
@@ -259,7 +261,7 @@ def _files(folder: Path) -> list[Path]:
     if indexes := sorted(folder.glob("*.safetensors.index.json")):
         try:
             names = set(json.loads(indexes[0].read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{indexes[0]} is cut or broken ({error!r}); get the draft anew") from None
         return [folder / name for name in sorted(names)]
     if files := sorted(folder.glob("*.safetensors")):

@@ -20,7 +20,7 @@ import numpy as np
 import orjson
 import polars as pl
 
-from stages.formats import conversations
+from stages.formats import conversations, nesting
 
 Messages = list[dict[str, Any]]
 SALT = b"sample_target"  # another than fix_data's: the eval split is the rows whose hash there is small
@@ -115,7 +115,8 @@ def read(path: Path, choice: Choice) -> Iterator[list[Question]]:
 def _of_conversation(row: dict[str, Any], position: int) -> list[Question]:
     try:
         messages, tools, malformed = _messages(row), _tools(row["tools"]), None
-    except (ValueError, TypeError, KeyError, AttributeError):  # fix_data takes what an export calls tools as it is
+    # fix_data takes what an export calls tools as it is
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         messages, tools, malformed = row["messages"], None, "malformed_tools"
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     found = []
@@ -193,6 +194,8 @@ def _call(given: dict[str, Any], number: int) -> dict[str, Any]:
     function = given.get("function", given)
     arguments = function["arguments"]
     arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    if nesting.is_too_deep(arguments):
+        raise ValueError("a call's arguments are nested too deep for templates")
     if not isinstance(arguments, dict) or not isinstance(function["name"], str):
         raise ValueError("a call needs a name, and arguments by name")
     # Nine letters and digits, since Mistral's template takes no other id.

@@ -73,7 +73,9 @@ def test_another_schema_is_neither_written_nor_read(tmp_path: Path, change: pl.E
         conversations.write(place, rows, SAMPLED)
     assert list(tmp_path.iterdir()) == []
     rows.write_parquet(place)
-    with pytest.raises(ValueError, match=r"eval\.parquet has columns .*, expected .*; run: dvc repro -f -s sample_target$"):
+    with pytest.raises(
+        ValueError, match=r"eval\.parquet has columns .*, expected .*; run: dvc repro -f -s sample_target$"
+    ):
         conversations.read(place, SAMPLED, "sample_target")
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
+import pytest
 
 from stages.formats import conversations, questions
 
@@ -125,6 +126,15 @@ def test_what_is_no_tool_is_said(tmp_path: Path) -> None:
     found = asked(tmp_path, [*rows, row("fine", "ua")])
     assert [group[0].malformed for group in found] == ["malformed_tools"] * len(rows) + [None]
     assert [group[0].position for group in found] == list(range(len(rows) + 1))
+
+
+@pytest.mark.parametrize("levels", [900, 100_000])
+def test_arguments_nested_too_deep_for_a_template_are_malformed(tmp_path: Path, levels: int) -> None:
+    """A call is flat where its arguments are a text; what that text says was parsed without a bound."""
+    deep = '{"a":' * levels + "1" + "}" * levels
+    calls = [None, json.dumps([{"name": "sky", "arguments": deep}])]
+    ((first,),) = asked(tmp_path, [row("x", "ua", tool_calls=calls)])
+    assert first.malformed == "malformed_tools"
 
 
 def test_pictures_are_parts_in_their_places(tmp_path: Path) -> None:
