@@ -454,7 +454,7 @@ def _entries(work: Work) -> list[dict[str, Any]]:
     while not work.entries.exists() and time.monotonic() < deadline:
         time.sleep(0.2)
     with scratch.reading(work.folder):
-        return atomic.read_json(work.entries, "extract_hiddens")
+        return atomic.read_json(work.entries, "extract_hiddens", list)
 
 
 def _gpus() -> list[int]:

@@ -120,8 +120,8 @@ def _main(p: params.Params, name: str, group: ranks.Ranks) -> None:
 
 def read_log(path: Path, made_by: str) -> list[dict]:
     """Return an entry for each epoch that unfinished work has behind it. Raises Broken where there is none."""
-    found = atomic.read_json(path, made_by)
-    if not isinstance(found, list) or not found or not all(isinstance(entry, dict) for entry in found):
+    found: list[dict] = atomic.read_json(path, made_by, list)
+    if not found or not all(isinstance(entry, dict) for entry in found):
         raise atomic.Broken(f"{path}: expected a list of epochs, found {found!r:.60}", atomic.rerun(made_by))
     return found
 

@@ -97,14 +97,23 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, An
     write_text(path, text.getvalue())
 
 
-def read_json(path: Path, made_by: str) -> Any:
-    """Raises ValueError naming the file and the stage that makes it, where it is missing or broken."""
+def read_json(path: Path, made_by: str, kind: type = dict) -> Any:
+    """Return what the file holds, an object, or a list where `kind` says so.
+
+    Raises:
+        Broken: naming the file and the stage that makes it, where it is missing, broken or of another kind.
+    """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise Broken(f"{path} not found", f"run: dvc repro {made_by}") from None
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Broken(f"{path} is not valid JSON ({error})", rerun(made_by)) from None
+    except OSError as error:
+        raise Broken(f"{path} can't be read ({error})", rerun(made_by)) from None
+    if not isinstance(found, kind):
+        raise Broken(f"{path}: expected a JSON {kind.__name__}, found {found!r:.60}", rerun(made_by))
+    return found
 
 
 def _temporary(path: Path) -> Path:

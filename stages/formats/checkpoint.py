@@ -147,7 +147,7 @@ def read_progress(place: Path, made_by: str) -> dict[str, Any]:
     """Return where training stood. Raises Broken where the file does not say it."""
     path = place / "state" / "progress.json"
     found = atomic.read_json(path, made_by)
-    if not isinstance(found, dict) or not all(isinstance(found.get(key), int) for key in ("epoch", "step")):
+    if not all(isinstance(found.get(key), int) for key in ("epoch", "step")):
         raise atomic.Broken(f"{path}: expected the numbers epoch and step, found {found!r:.60}", atomic.rerun(made_by))
     return found
 
