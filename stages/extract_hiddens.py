@@ -180,7 +180,7 @@ def _check_pictures(tables: dict[str, pl.DataFrame], token: int | None) -> None:
     if shown and token is None:
         raise ValueError(
             f"data/sampled has {shown} pictures, expected none for this target, whose class sees none here (docs/hiddens.md, "
-            "Which targets); leave such rows out of fix_data.raw or take another target.model"
+            "Which targets); name data without pictures in fix_data.raw, or take another target.model"
         )
 
 
@@ -476,7 +476,8 @@ def _entries(work: Work) -> list[dict[str, Any]]:
     deadline = time.monotonic() + PATIENCE_S
     while not work.entries.exists() and time.monotonic() < deadline:
         time.sleep(0.2)
-    return atomic.read_json(work.entries, "extract_hiddens")
+    with scratch.reading(work.folder):
+        return atomic.read_json(work.entries, "extract_hiddens", list)
 
 
 def _gpus() -> list[int]:

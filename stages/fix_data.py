@@ -164,11 +164,13 @@ def judge_chunk(chunk: raw.Chunk, params: FixData, file: Path, eval_source: str 
     for place, row in raw.parsed(chunk):
         part.rows_in += 1
         try:
+            if row is None:
+                raise Dropped("nested_too_deep")
             conversation, answers = judge(row, params, chunk, place, part.formats)
         except Dropped as reason:
             part.dropped[str(reason)] += 1
             if str(reason) not in part.lost:
-                found = raw.shown(row if reason.text is None else reason.text)
+                found = "" if row is None else raw.shown(row if reason.text is None else reason.text)
                 part.lost[str(reason)] = Lost(f"{chunk.source}, row {place}", found)
             continue
         rules = list(dict.fromkeys(rule for answer in answers for rule in answer.rules))

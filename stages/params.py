@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError, model_validator
-from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from stages.sections import stage_runs
+from stages.sections import stage_runs, yaml_text
 from stages.sections.cells import Benchmark, BenchmarkServed
 from stages.sections.data import OWN_PROMPTS, FixData, PreparePrompts, SampleTarget
 from stages.sections.draft import CheckOverfit, ImportDraft, InitDraft, TrainDraft
@@ -193,7 +192,9 @@ def read_recipe(path: Path) -> tuple[Recipe | None, dict[str, dict[str, Any]]]:
         ValueError: naming the file, what was expected and what to do.
     """
     try:
-        found = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
+        found = yaml_text.parse(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} not found; correct its name") from None
     except (YAMLError, ValueError) as error:
         raise ValueError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(found, dict) or not all(isinstance(keys, dict) for keys in found.values()):
@@ -215,8 +216,7 @@ def load(path: Path = PARAMS) -> Params:
     if not path.is_file():
         raise ValueError(f"{path} not found; run from the project's root, where dvc.yaml lies")
     try:
-        # The parser DVC uses, so that we see what DVC sees; it also refuses a key given twice.
-        raw = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
+        raw = yaml_text.parse(path.read_text(encoding="utf-8"))
     except (YAMLError, ValueError) as error:  # ValueError: bytes that are no UTF-8, dates that don't exist
         raise ValueError(f"{path} is not valid YAML: {explain_yaml(error)}") from None
     if not isinstance(raw, dict):
@@ -267,10 +267,25 @@ def check_draft_vocab(params: Params, vocab_size: int) -> None:
         )
 
 
+def split_stage_name(words: list[str]) -> list[str]:
+    """Return the arguments of a stage; where the one word is its name in the graph, `benchmark@eval-e003-t5_1_6`, its parts.
+
+    dvc.yaml passes that name by the environment variable DVC_STAGE, so that no shell parses what params.yaml names.
+
+    Raises:
+        ValueError: where params.yaml is not valid: a name with a `-` would be split in the wrong places.
+    """
+    if len(words) != 1 or "@" not in words[0]:
+        return words
+    load()
+    return words[0].rpartition("@")[2].split("-")
+
+
 def run_stage(main: Callable[..., None]) -> None:
     """Run a stage's `main` with the command line's words; what the user can mend prints as one message and exits with 1."""
-    words, takes = sys.argv[1:], inspect.signature(main)
+    takes = inspect.signature(main)
     try:
+        words = split_stage_name(sys.argv[1:])
         try:
             takes.bind(*words)
         except TypeError:

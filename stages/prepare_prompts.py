@@ -3,8 +3,12 @@
 Both engines read what is written here, so both are asked the same, in the same order. Prompts are the eval split's, a
 published set's problems through the target's chat template, or `random`: SGLang's bench_serving under that name, on the
 eval split's tokens. What each set's problems are asked with is docs/workloads.md's to say.
+
+A workload takes its first prompts. A published set keeps its authors' order, as papers take its first 80; the eval split
+is put in the order of a hash, since in its own order the first prompts would all be of its first file.
 """
 
+import hashlib
 import itertools
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +23,7 @@ from stages.sections.section import PARAMS, named
 from stages.serving import spent
 
 EVAL = Path("data/sampled/eval")
+SALT = b"prepare_prompts"  # another than those that choose the rows to sample
 LENGTHS, SHARES, PLACES = range(3)  # each draw of `random` has numbers of its own, so that none moves with another
 
 Row = dict[str, Any]
@@ -49,8 +54,15 @@ def _row(id: str, prompt_ids: list[int], **more: Any) -> Row:
 
 
 def _eval() -> pl.DataFrame:
-    split = conversations.read(EVAL, conversations.SAMPLED, "sample_target")
-    return split.select("id", "prompt_ids", "images")
+    """Return the eval split's rows in the order of their prompts' hash, which no order of files or rows moves."""
+    split = conversations.read(EVAL, conversations.SAMPLED, "sample_target").select("id", "prompt_ids", "images")
+    hashes = [
+        hashlib.sha256(
+            b"\0".join([SALT, *(image.encode() for image in images or []), np.array(ids, "<i4").tobytes()])
+        ).digest()
+        for _, ids, images in split.iter_rows()
+    ]
+    return split[sorted(range(len(split)), key=hashes.__getitem__)]
 
 
 # A published set

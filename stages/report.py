@@ -60,7 +60,7 @@ REPORTS = {
             "hub",
         ),
     ),
-    "sample_target": ("sample_report", ("rows_in", "rows_out", "dropped", "seconds", "preview")),
+    "sample_target": ("sample_report", ("rows_in", "rows_out", "dropped", "seconds", "sources", "preview")),
     "extract_hiddens": ("hiddens_report", ("rows_in", "rows_out", "dropped", "seconds")),
     "init_draft": ("vocab_report", ("draft_vocab_size", "target_vocab_size", "coverage_train", "coverage_eval")),
     "check_overfit": ("overfit_report", ("tau", "min_tau", "steps", "losses")),

@@ -49,13 +49,17 @@ class Split:
 
     name: str
     source: Path
-    asked: int  # how many, of those there are
-    not_asked: int
+    choice: questions.Choice
     mixture: list[tuple[float, float]]  # (temperature, weight)
     shards: Shards
 
+    @property
+    def asked(self) -> int:
+        """How many questions, of those there are."""
+        return self.choice.asked
+
     def conversations(self) -> Iterator[list[Question]]:
-        return questions.read(self.source, self.asked)
+        return questions.read(self.source, self.choice)
 
 
 @dataclass
@@ -119,7 +123,7 @@ def _eyes(p: params.Params, made: manifest.Manifest, folder: Path) -> pixels.Eye
         if images and made.modality == "text":
             raise ValueError(
                 f"sample_target: {images} conversations of {path} have images, expected none: {made.model} reads text only, "
-                "and without them its answers would be to other questions. Take those rows out of fix_data.raw, or set "
+                "and without them its answers would be to other questions. Name data without pictures in fix_data.raw, or set "
                 "target.model to a vision-language model"
             )
         if images:
@@ -138,10 +142,9 @@ def _splits(p: params.Params, place: Path, stack: contextlib.ExitStack) -> list[
         ("eval_t", "eval", s.eval_rows if hot else 0, [(hot, 1.0)]),
     ]:
         path = FIXED / f"{source}.parquet"
-        there = conversations.answers(path, "fix_data")
-        asked = there if most is None else min(most, there)
-        shards = stack.enter_context(Shards(place / name, asked, s.shard_size, conversations.SAMPLED))
-        splits.append(Split(name, path, asked, there - asked, mixture, shards))
+        choice = questions.choose(path, most)
+        shards = stack.enter_context(Shards(place / name, choice.asked, s.shard_size, conversations.SAMPLED))
+        splits.append(Split(name, path, choice, mixture, shards))
     return splits
 
 
@@ -166,7 +169,8 @@ def _tell(p: params.Params, split: Split) -> None:
     how = " and ".join(f"{temperature:g}" for temperature, _ in split.mixture)
     how = "of the data" if s.backend == "keep" and split.name == "train" else f"at temperature {how}"
     shares = f"{counted['truncated']} cut at {s.max_new_tokens} tokens"
-    shares += f", {split.not_asked} questions not asked" if split.not_asked else ""
+    left = split.choice.not_asked
+    shares += f", {left} questions not asked" if left else ""
     print(f"{split.name}: {counted['rows']} answers {how}, {counted['tokens']} tokens, {shares}")
 
 
@@ -178,7 +182,10 @@ def _report(work: Work, splits: list[Split]) -> dict[str, Any]:
         "rows_in": sum(split.asked for split in splits),
         "rows_out": whole["rows"],
         "dropped": of("dropped"),
-        "not_asked": {split.name: split.not_asked for split in splits},  # beyond train_rows or eval_rows
+        "not_asked": {split.name: split.choice.not_asked for split in splits},  # beyond train_rows or eval_rows
+        "sources": {
+            split.name: {name: asdict(share) for name, share in split.choice.sources.items()} for split in splits
+        },
         "truncated": {split.name: split.shards.counted["truncated"] for split in splits},
         "tokens": {split.name: split.shards.counted["tokens"] for split in splits},
         "shards": {split.name: split.shards.count for split in splits},
@@ -636,12 +643,12 @@ def _preview(p: params.Params, *words: str) -> None:
         print(f"{sampled}, its first {count} rows")
         rows = conversations.read(sampled, conversations.SAMPLED, "sample_target", count).to_dicts()
     else:
-        print(f"{fixed}, its first {count} turns, with the data's own answers; nothing is sampled yet")
+        print(f"{fixed}, {count} of its turns, with the data's own answers; nothing is sampled yet")
         rows = []
-        for asked in questions.read(fixed, count):
+        for asked in questions.read(fixed, questions.choose(fixed, count)):
             eos, thinking = made.eos_token_ids, p.sample_target.thinking
             turns = prompt.exploded(tokenizer, asked[0].messages, eos, thinking, asked[0].tools)
-            pairs = zip(asked, turns, strict=False)  # the last conversation may be asked in part
+            pairs = zip(asked, turns, strict=False)  # one conversation may be asked in part
             rows += [{"id": q.id, "prompt_ids": a, "answer_ids": b} for q, (a, b) in pairs]
     on, off = ("[[", "]]") if os.environ.get("NO_COLOR") else ("\x1b[30;42m", "\x1b[0m")
     for row in rows:

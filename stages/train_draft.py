@@ -75,15 +75,17 @@ def _train(p: params.Params, name: str, group: ranks.Ranks, work: Path) -> None:
     made, hyper = manifest.read(), _hyper(settings)
     resumed = work.exists()
     tables = manifest.tables(made)
-    if root and not resumed and segment.rival:
+    if resumed:
+        with scratch.reading(work):
+            run = Run.load(work, made_by, segment.rival, tables[1])
+            run.log = read_log(work / "log.json", made_by)
+    elif root and segment.rival:
         run = Run.begin(segment, tables[1], settings)
     else:
-        run = Run.load(work if resumed else parent, made_by, segment.rival, tables[1])
+        run = Run.load(parent, made_by, segment.rival, tables[1])
     last = checkpoint.read_progress(parent, made_by)["epoch"] + segment.epochs
-    if resumed:
-        run.log = atomic.read_json(work / "log.json", made_by)
-        if group.first:
-            print(f"resumed after epoch {run.epoch} from {work}")
+    if resumed and group.first:
+        print(f"resumed after epoch {run.epoch} from {work}")
 
     store = Store(HIDDENS)
     run.to(group, *tables, settings)
@@ -126,6 +128,14 @@ def _train(p: params.Params, name: str, group: ranks.Ranks, work: Path) -> None:
 def _hyper(settings: TrainDraft) -> dict[str, Any]:
     """Return what decides about the weights."""
     return settings.model_dump(exclude={"checkpoints", *WHO})
+
+
+def read_log(path: Path, made_by: str) -> list[dict]:
+    """Return an entry for each epoch that unfinished work has behind it. Raises Broken where there is none."""
+    found: list[dict] = atomic.read_json(path, made_by, list)
+    if not found or not all(isinstance(entry, dict) for entry in found):
+        raise atomic.Broken(f"{path}: expected a list of epochs, found {found!r:.60}", atomic.rerun(made_by))
+    return found
 
 
 class Lesson(nn.Module):

@@ -15,6 +15,7 @@ from stages import (
     params,
     prepare_target,
     replay_trees,
+    report,
     sample_target,
     train_draft,
 )
@@ -137,3 +138,32 @@ def test_what_is_refused_is_one_message_and_no_traceback(project: Path) -> None:
     done = subprocess.run(words, cwd=project, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr == "aerie: expected no arguments, found now\n"
+
+
+BROKEN = {  # a file, and a stage that reads it
+    "results/fix_report.json": (report.main, []),
+    "results/train/e003.json": (report.main, []),
+    "results/replay/e003.csv": (report.main, []),
+    "results/cells/eval-e003-t5_1_6.json": (report.main, []),
+    "data/hiddens/eval/origin.json": (replay_trees.main, ["e003"]),
+    "drafts/e003/draft/config.json": (replay_trees.main, ["e003"]),
+    "drafts/e000/state/progress.json": (train_draft.main, ["e001"]),
+    "artifacts/target/target.json": (sample_target.main, []),
+    "artifacts/target/config.json": (sample_target.main, []),
+    "artifacts/target/tokenizer.json": (sample_target.main, []),
+    "artifacts/target/model.safetensors": (sample_target.main, []),
+}
+CONTENTS = {"empty": b"", "bytes": b"\x00\xff" * 50, "a list": b"[]", "null": b"null", "deep": b"[" * 100_000}
+
+
+@pytest.mark.parametrize("file", BROKEN)
+def test_a_broken_file_is_one_message_that_names_it(project: Path, file: str) -> None:
+    """Bug: a file of valid JSON that is no object, a folder in its place, or a broken target ended in tracebacks."""
+    main, arguments = BROKEN[file]
+    (project / file).unlink()  # it is a hard link into DVC's cache
+    for content in CONTENTS.values():
+        (project / file).write_bytes(content)
+        assert str(Path(file).parent) in refused(project, {}, main, *arguments)
+        (project / file).unlink()
+    (project / file).mkdir()
+    assert str(Path(file).parent) in refused(project, {}, main, *arguments)

@@ -403,6 +403,57 @@ def test_tools_reasoning_and_pictures_travel_beside_the_messages(home: Path) -> 
     assert others.select("tools", "tool_calls", "reasoning", "images").null_count().row(0) == (40,) * 4
 
 
+def nested(levels: int) -> str:
+    """JSON as deep; json.dumps could not write it."""
+    return '{"a":' * levels + "1" + "}" * levels
+
+
+@pytest.mark.parametrize("levels", [900, 100_000])
+@pytest.mark.parametrize("kind", ["tools", "tools as text", "calls", "parts"])
+def test_a_row_that_is_nested_too_deep_is_dropped_by_that_reason(home: Path, kind: str, levels: int) -> None:
+    """Bug: tools nested 900 deep ended the stage by RecursionError."""
+    deep = nested(levels)
+    said = json.dumps([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+    picture = f'{{"role": "user", "content": [{{"type": "image_url", "image_url": {deep}}}]}}'
+    called = f'{{"role": "assistant", "content": null, "tool_calls": [{deep}]}}'
+    line = {
+        "tools": f'{{"messages": {said}, "tools": [{deep}]}}',
+        "tools as text": f'{{"messages": {said}, "tools": {json.dumps(deep)}}}',
+        "calls": f'{{"messages": [{{"role": "user", "content": "a"}}, {called}]}}',
+        "parts": f'{{"messages": [{picture}, {{"role": "assistant", "content": "b"}}]}}',
+    }[kind]
+    write_raw([*questions(30), line])
+    set_params(answers="text")
+    _, _, report = outcome()
+    reason = "image_missing" if kind == "parts" and levels == 900 else "nested_too_deep"
+    assert report["dropped_reasons"] == {reason: 1} and report["rows_out"] == 30
+    assert report["dropped_first"] == {reason: "weather_toon.jsonl, row 30"}
+
+
+@pytest.mark.parametrize("levels", [900, 100_000])
+def test_an_answer_that_is_nested_too_deep_is_no_table(home: Path, levels: int) -> None:
+    """Its JSON was parsed to make a table of it."""
+    write_raw([*questions(30), row("Forecast for Oslo, 1 day.", nested(levels)), row("And?", "[" * levels)])
+    set_params(max_chars="9000000")
+    assert outcome()[2]["dropped_reasons"] == {"wrong_keys": 2}
+
+
+def test_what_nobody_reads_may_be_nested(home: Path) -> None:
+    """A key that no format knows is as good as not there, and a dropped row is shown all the same."""
+    write_raw([*questions(30), json.dumps(row("a", " "))[:-1] + f', "meta": {nested(900)}}}'])
+    set_params(answers="text")
+    assert outcome()[2]["dropped_reasons"] == {"empty_turn": 1}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_brackets_without_end_are_no_rows(home: Path, name: str) -> None:
+    Path("data/deep").mkdir()
+    Path("data/deep", name).write_text("[" * 100_000 + "\n")
+    set_params(raw="data/deep")
+    with pytest.raises(ValueError, match=rf"data/deep/{name}.*expected"):
+        fix_data.main()
+
+
 def png(n: int) -> bytes:
     """The first bytes of a PNG, and then what tells it from others; nobody decodes it here."""
     return b"\x89PNG\r\n\x1a\n" + bytes([n]) * (n + 1)

@@ -1,6 +1,7 @@
 """The rules of the house that a machine can check. What imports what is import-linter's part, in pyproject.toml."""
 
 import ast
+import json
 import re
 from functools import cache
 from pathlib import Path
@@ -88,7 +89,8 @@ def test_a_stage_is_one_word_everywhere(stage: str) -> None:
     assert (ROOT / "stages" / f"{word}.py").is_file(), f"dvc.yaml has {stage}; write stages/{word}.py"
     assert word in Params.model_fields, f"dvc.yaml has {stage}; give it a section in params.yaml and stages/sections"
     command = GRAPH[stage]["cmd"]
-    assert command.split(" $")[0] == f"python -m stages.{word}", f"stages.{stage}.cmd is {command!r}"
+    told_its_name = ' "$DVC_STAGE"' if "${" in json.dumps(GRAPH[stage]["outs"]) else ""
+    assert command == f"python -m stages.{word}{told_its_name}", f"stages.{stage}.cmd is {command!r}"
     assert GRAPH[stage].get("desc"), f"stages.{stage} has no desc; say in a line what becomes what"
 
 
@@ -102,6 +104,23 @@ def test_every_stage_file_and_section_is_in_the_graph() -> None:
 def test_every_stage_says_what_it_needs_of_the_machine() -> None:
     """Else a run in Prefect is refused; a stage whose numbers are times must say exclusive: true."""
     assert set(load(ROOT / "params.yaml").schedule.stages) == set(GRAPH)
+
+
+# Files that a remedy may say to remove: unfinished work, and archives on the remote that a run packs again.
+MAY_BE_REMOVED = {"stages/formats/scratch.py", "stages/formats/journal.py", "pipeline/remote.py"}
+
+
+@pytest.mark.parametrize(
+    "file", sorted(str(f.relative_to(ROOT)) for p in ("stages", "pipeline") for f in (ROOT / p).rglob("*.py"))
+)
+def test_no_message_says_to_remove_what_the_user_made(file: str) -> None:
+    """Bug: `delete FOLDER and run ...` was said of the user's own import folder, and of lines of their data."""
+    for node in ast.walk(ast.parse((ROOT / file).read_text())):
+        if isinstance(node, ast.Raise) and node.exc and file not in MAY_BE_REMOVED:
+            said = " ".join(
+                n.value for n in ast.walk(node.exc) if isinstance(n, ast.Constant) and isinstance(n.value, str)
+            )
+            assert not re.search(r"\b(delete|remove|erase|rm|unlink)\b", said, re.I), f"{file}:{node.lineno}: {said}"
 
 
 def test_init_files_are_empty() -> None:

@@ -94,6 +94,18 @@ every_number = pytest.mark.parametrize("place", NUMBERS, ids=".".join)
 # --- the real file --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("text", ["a: " + "[" * 100_000, "- " * 100_000 + "x", "a: " + "[" * 900 + "]" * 900])
+def test_what_is_nested_too_deep_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Bug: a hundred thousand levels ended Python by a segmentation fault in the YAML parser."""
+    monkeypatch.chdir(tmp_path)
+    Path("params.yaml").write_text(text)
+    said = "params.yaml is not valid YAML: line 1: expected at most 32 levels of nesting, found more; correct it"
+    assert refusal() == said
+    Path("recipe.yaml").write_text(text)
+    with pytest.raises(ValueError, match="expected at most 32 levels"):
+        params.read_recipe(Path("recipe.yaml"))
+
+
 def test_the_committed_file_loads_as_it_is_written() -> None:
     """Each value of the file is the value of the attribute: nothing is renamed, cast or filled in."""
     whole = params.load().model_dump(by_alias=True)
@@ -148,7 +160,7 @@ def test_an_unknown_key_is_named_with_the_known_ones(section: tuple[str, ...]) -
     for part in section:
         inside = inside[part]
     key, known = ".".join([*section, "colour"]), ", ".join(inside)
-    assert problems() == [f"{key}: unknown key; known keys are {known}. Correct the spelling or delete it"]
+    assert problems() == [f"{key}: unknown key; known keys are {known}. Correct the spelling, or leave the key out"]
 
 
 def test_a_misspelt_section_is_named_both_ways() -> None:

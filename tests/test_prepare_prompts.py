@@ -41,7 +41,18 @@ def ask(project: Path, name: str, **changes: Any) -> tuple[list[dict[str, Any]],
 
 
 def split(project: Path) -> list[dict[str, Any]]:
-    return pl.read_parquet(project / "data/sampled/eval/*.parquet").to_dicts()
+    """The eval split's rows, in the order in which they are asked."""
+    rows = {row["id"]: row for row in pl.read_parquet(project / "data/sampled/eval/*.parquet").to_dicts()}
+    return [rows[name] for name in ids(ask(project, "eval", num_prompts=None)[0])]
+
+
+def replace_split(rows: list[dict[str, Any]]) -> None:
+    """Let `rows` be the eval split."""
+    sampled = Path("data/sampled")
+    if sampled.is_symlink():
+        sampled.unlink()
+    table = pl.DataFrame(rows, schema=conversations.SAMPLED)
+    conversations.write(sampled / "eval" / conversations.part(0), table, conversations.SAMPLED)
 
 
 def ids(rows: list[dict[str, Any]]) -> list[str]:
@@ -52,8 +63,9 @@ def ids(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def test_the_eval_splits_prompts_are_as_they_are(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    measured, warm = ask(project, "eval")
     rows = split(project)
+    capsys.readouterr()
+    measured, warm = ask(project, "eval")
     assert [(r["id"], r["prompt_ids"]) for r in measured] == [(r["id"], r["prompt_ids"]) for r in rows[:5]]
     assert ids(warm) == [rows[5]["id"]]  # one that isn't measured
     assert all(r["messages"] is r["later"] is r["images"] is r["reference"] is None for r in measured)
@@ -65,12 +77,32 @@ def test_the_eval_splits_prompts_are_as_they_are(project: Path, capsys: pytest.C
     )
 
 
+def test_a_few_prompts_are_of_every_file(project: Path) -> None:
+    """Bug: num_prompts took the eval split's first rows, which are all of its first file."""
+    rows = [{**split(project)[0], "id": f"{name}.{n}", "prompt_ids": [n % 9, 7, len(name), n]}
+            for name, count in (("large", 300), ("little", 100)) for n in range(count)]  # fmt: skip
+    replace_split(rows)
+    found = ids(ask(project, "eval", num_prompts=80)[0])
+    assert 10 <= sum(name.startswith("little") for name in found) <= 30
+    replace_split(rows[::-1])
+    assert ids(ask(project, "eval", num_prompts=80)[0]) == found
+    assert ids(ask(project, "eval", num_prompts=20)[0]) == found[:20]
+
+
+def test_the_same_question_about_many_pictures_is_not_asked_about_the_first_ones(project: Path) -> None:
+    """Prompts of equal ids, whose pictures alone differ, must be put in an order by those."""
+    rows = [{**split(project)[0], "id": f"r{n}", "images": [f"{n}.png"]} for n in range(50)]
+    replace_split(rows)
+    found = ids(ask(project, "eval", num_prompts=10)[0])
+    replace_split(rows[::-1])
+    assert ids(ask(project, "eval", num_prompts=10)[0]) == found != [f"r{n}" for n in range(10)]
+
+
 def test_pictures_go_along(project: Path) -> None:
-    rows = [{**row, "images": [f"pictures/{row['id']}.png"]} for row in split(project)]
-    (project / "data/sampled").unlink()
-    table = pl.DataFrame(rows, schema=conversations.SAMPLED)
-    conversations.write(Path("data/sampled/eval") / conversations.part(0), table, conversations.SAMPLED)
+    replace_split([{**row, "images": [f"pictures/{row['id']}.png"]} for row in split(project)])
+    rows = split(project)
     assert [row["images"] for row in ask(project, "eval")[0]] == [row["images"] for row in rows[:5]]
+    assert rows[0]["images"] == [f"pictures/{rows[0]['id']}.png"]
     with pytest.raises(ValueError, match="has no prompt without pictures from 0 on"):
         ask(project, "chat", **RANDOM)
 
@@ -91,8 +123,9 @@ def test_which_are_measured_and_which_warm_up(
     project: Path, changes: dict[str, Any], measured: list[int], warm: list[int]
 ) -> None:
     """Others than those measured, where there are others: else a prefix cache would know what is measured."""
+    names = ids(split(project))
     found = ask(project, "eval", **changes)
-    assert tuple(map(ids, found)) == ([f"row{n}.0" for n in measured], [f"row{n}.0" for n in warm])
+    assert tuple(map(ids, found)) == ([names[n] for n in measured], [names[n] for n in warm])
 
 
 def test_too_few_are_said_and_none_are_refused(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

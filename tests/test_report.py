@@ -173,6 +173,10 @@ def _made_up_report(stage: str) -> Row:
         },
         "sample_target": {
             "rows_in": 280, "rows_out": 260, "dropped": {"not asked for": 20}, "seconds": 21.0, "tokens": 31000,
+            "sources": {
+                "train": {f"part-{n}<b>.jsonl": {"asked": 11, "not_asked": 2} for n in range(22)},
+                "eval": {"eval.jsonl": {"asked": 42, "not_asked": 0}},
+            },
             "preview": [
                 {"id": "q7.0", "prompt": "<|im_start|>user\nIs 2 < 3 & <b>so</b>?<|im_end|>\n", "answer": "<i>yes</i>\n</mark>",
                  "prompt_tokens": 9, "answer_tokens": 3, "finish_reason": "stop"},
@@ -413,6 +417,13 @@ def test_rows_that_do_not_add_up_are_shown(made_up: params.Params, capsys: pytes
     assert "10 unaccounted for" in report.PAGE.read_text()
     assert json.loads(report.METRICS.read_text())["rows_unaccounted"] == 10
     assert "warning: 10 rows" in capsys.readouterr().out
+
+
+def test_the_page_says_which_files_the_sampled_rows_are_from(made_up: params.Params) -> None:
+    report.main()
+    page = report.PAGE.read_text()
+    assert "part-19&lt;b&gt;.jsonl</td><td>11</td><td>2</td>" in page and "part-20" not in page
+    assert "2 more files, in results/sample_report.json" in page and "eval.jsonl</td><td>42</td><td>0</td>" in page
 
 
 def test_one_checkpoint_alone_has_no_duel(made_up: params.Params) -> None:

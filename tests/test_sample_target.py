@@ -560,7 +560,8 @@ def test_each_rows_temperature_is_its_own(project: Path) -> None:
         assert set(answers(project, "eval_t")["temperature"]) == {0.5}  # the heaviest above 0, the first of equals
         use(project, "server", {"base_urls": [fake.url], "concurrency": 1}, train_rows=100, shard_size=7)
         sample_target.main()
-        assert answers(project, "train").equals(rows.head(100))
+        some = answers(project, "train")  # a part of the four hundred
+        assert len(some) == 100 and some.equals(rows.filter(pl.col("id").is_in(some["id"].to_list())))
 
 
 def test_a_mixture_in_this_process(project: Path) -> None:

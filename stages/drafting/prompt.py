@@ -25,8 +25,19 @@ _shapes: WeakKeyDictionary[Any, dict[Any, shapes.Shape | None]] = WeakKeyDiction
 
 
 def load_tokenizer(source: Any, trust_remote_code: bool, chat_template: str | None) -> Any:
-    """The target's tokenizer, from its folder; `chat_template` takes the place of its own."""
-    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    """The target's tokenizer, from its folder; `chat_template` takes the place of its own.
+
+    Raises:
+        ValueError: naming the folder, where its files are missing, cut or broken.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except Exception as error:  # each broken file has another: of JSON, of a missing key, of the Rust library
+        raise ValueError(
+            f"{source}: expected the target's config.json and tokenizer, found none that can be read "
+            f"({type(error).__name__}: {str(error)[:300]}); get the target's files again, those of a builtin target by: "
+            "dvc repro -f -s prepare_target"
+        ) from error
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     return tokenizer

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
@@ -41,13 +42,24 @@ FLASH_HEADS = 256  # the widest head of the flash kernel
 def load(
     source: str, revision: str | None, dtype: str, device: str, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """The target in evaluation mode, without gradients, its weights from safetensors only."""
+    """The target in evaluation mode, without gradients, its weights from safetensors only.
+
+    Raises:
+        ValueError: naming the source, where its config or its weights are missing, cut or broken.
+    """
     logging.disable_progress_bar()  # it prints a bar a tensor
     pinned: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    config = AutoConfig.from_pretrained(source, **pinned)
-    model = auto_class(config).from_pretrained(
-        source, dtype=getattr(torch, dtype), attn_implementation="sdpa", use_safetensors=True, **pinned
-    )
+    try:
+        config = AutoConfig.from_pretrained(source, **pinned)
+        model = auto_class(config).from_pretrained(
+            source, dtype=getattr(torch, dtype), attn_implementation="sdpa", use_safetensors=True, **pinned
+        )
+    except (OSError, SafetensorError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"{source}: expected the target's config.json and safetensors, found none that can be read "
+            f"({type(error).__name__}: {str(error)[:300]}); get the target's files again, those of a builtin target by: "
+            "dvc repro -f -s prepare_target"
+        ) from error
     model = model.to(device).eval().requires_grad_(False)
     for weight in model.parameters():
         # On the CPU they lie in the mapped file, anywhere, and sums then round otherwise in one process of ten (docs/LOG.md).
@@ -239,7 +251,7 @@ def look(
         if int(pieces.sum()) != needed:
             raise ValueError(
                 f"{name} has {int(pieces.sum())} tokens {token} for pictures' pieces, expected {needed} for its "
-                f"{0 if shown is None else len(shown.grid)} pictures; sample it again: dvc repro -f sample_target"
+                f"{0 if shown is None else len(shown.grid)} pictures; sample it again: dvc repro -f -s sample_target"
             )
         where, _ = whole.get_rope_index(
             ids[None].long(), mm_token_type_ids=pieces[None].int(), image_grid_thw=None if shown is None else shown.grid

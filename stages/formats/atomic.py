@@ -21,6 +21,23 @@ from typing import Any
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
 
 
+class Broken(ValueError):
+    """A file of ours that is missing or not whole.
+
+    The remedy is of the stage that made it. Whoever reads such a file in another place, unfinished work or a folder of
+    the user's own, gives the remedy of that place beside `found`.
+    """
+
+    def __init__(self, found: str, remedy: str) -> None:
+        super().__init__(f"{found}; {remedy}")
+        self.found = found
+
+
+def rerun(made_by: str) -> str:
+    """Return the remedy for a broken output. With -f, since DVC's cache may hold the same broken bytes by a hard link."""
+    return f"run: dvc repro -f -s {made_by}"
+
+
 @contextmanager
 def file(path: Path) -> Iterator[Path]:
     """A temporary path to write; it takes `path`'s place when the block ends without an error."""
@@ -86,14 +103,23 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, An
     write_text(path, text.getvalue())
 
 
-def read_json(path: Path, made_by: str) -> Any:
-    """Raises ValueError naming the file and the stage that makes it, where it is missing or broken."""
+def read_json(path: Path, made_by: str, kind: type = dict) -> Any:
+    """Return what the file holds, an object, or a list where `kind` says so.
+
+    Raises:
+        Broken: naming the file and the stage that makes it, where it is missing, broken or of another kind.
+    """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(f"{path} not found; run: dvc repro {made_by}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); delete it and run: dvc repro {made_by}") from None
+        raise Broken(f"{path} not found", f"run: dvc repro {made_by}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Broken(f"{path} is not valid JSON ({error})", rerun(made_by)) from None
+    except OSError as error:
+        raise Broken(f"{path} can't be read ({error})", rerun(made_by)) from None
+    if not isinstance(found, kind):
+        raise Broken(f"{path}: expected a JSON {kind.__name__}, found {found!r:.60}", rerun(made_by))
+    return found
 
 
 def _note_place(error: Exception, path: Path, temporary: Path) -> None:

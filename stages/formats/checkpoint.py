@@ -128,7 +128,7 @@ def read_draft(place: Path, made_by: str) -> tuple[dict[str, Any], dict[str, Ten
     config = atomic.read_json(place / "draft" / "config.json", made_by)
     tensors = read_tensors(place / "draft" / "model.safetensors", made_by)
     if found := problem(config, tensors):
-        raise ValueError(f"{place}/draft is no EAGLE-3 draft: {found}; run: dvc repro -f {made_by}")
+        raise atomic.Broken(f"{place}/draft is no EAGLE-3 draft: {found}", atomic.rerun(made_by))
     return config, tensors
 
 
@@ -144,7 +144,12 @@ def read_state(place: Path, made_by: str) -> tuple[dict[str, Tensor], dict[str, 
 
 
 def read_progress(place: Path, made_by: str) -> dict[str, Any]:
-    return atomic.read_json(place / "state" / "progress.json", made_by)
+    """Return where training stood. Raises Broken where the file does not say it."""
+    path = place / "state" / "progress.json"
+    found = atomic.read_json(path, made_by)
+    if not all(isinstance(found.get(key), int) for key in ("epoch", "step")):
+        raise atomic.Broken(f"{path}: expected the numbers epoch and step, found {found!r:.60}", atomic.rerun(made_by))
+    return found
 
 
 def read_tensors(path: Path, made_by: str) -> dict[str, Tensor]:
@@ -153,11 +158,11 @@ def read_tensors(path: Path, made_by: str) -> dict[str, Tensor]:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     except FileNotFoundError:
-        raise ValueError(f"{path} not found; run: dvc repro {made_by}") from None
+        raise atomic.Broken(f"{path} not found", f"run: dvc repro {made_by}") from None
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is cut or broken ({error}); delete it and run: dvc repro {made_by}") from None
+        raise atomic.Broken(f"{path} is cut or broken ({error})", atomic.rerun(made_by)) from None
     if found := not_finite(tensors):
-        raise ValueError(f"{path}: {found}; run: dvc repro -f -s {made_by}, which names the cause where it comes again")
+        raise atomic.Broken(f"{path}: {found}", f"{atomic.rerun(made_by)}, which names the cause where it comes again")
     return tensors
 
 

@@ -103,12 +103,6 @@ def batches(path: Path, schema: pl.Schema, made_by: str) -> Iterator[pl.DataFram
             raise _broken(path, made_by, error) from None
 
 
-def answers(path: Path, made_by: str) -> int:
-    """How many assistant's messages the conversations of a FIXED file have."""
-    roles = pl.element().struct.field("role") == "assistant"
-    return _counted(path, made_by, pl.col("messages").list.eval(roles).list.sum().sum())
-
-
 def with_images(path: Path, made_by: str) -> int:
     """How many conversations of a FIXED file have images."""
     return _counted(path, made_by, (pl.col("images").list.len() > 0).sum())
@@ -118,11 +112,12 @@ def _read(path: Path, schema: pl.Schema, made_by: str, rows: int | None) -> pl.D
     try:
         table = pl.read_parquet(path, n_rows=rows)
     except FileNotFoundError:
-        raise ValueError(f"{path} not found; run: dvc repro {made_by}") from None
+        raise atomic.Broken(f"{path} not found", f"run: dvc repro {made_by}") from None
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
         raise _broken(path, made_by, error) from None
     if table.schema != schema:
-        raise ValueError(f"{path} has columns {dict(table.schema)}, expected {dict(schema)}; run: dvc repro {made_by}")
+        found = f"{path} has columns {dict(table.schema)}, expected {dict(schema)}"
+        raise atomic.Broken(found, atomic.rerun(made_by))
     return table
 
 
@@ -130,7 +125,7 @@ def _counted(path: Path, made_by: str, what: pl.Expr) -> int:
     try:
         return int(pl.scan_parquet(path).select(what).collect(engine="streaming").item() or 0)
     except FileNotFoundError:
-        raise ValueError(f"{path} not found; run: dvc repro {made_by}") from None
+        raise atomic.Broken(f"{path} not found", f"run: dvc repro {made_by}") from None
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
         raise _broken(path, made_by, error) from None
 
@@ -147,4 +142,4 @@ def _parts(folder: Path, made_by: str) -> list[Path]:
 
 
 def _broken(path: Path, made_by: str, error: BaseException) -> ValueError:
-    return ValueError(f"{path} is not readable Parquet ({error}); delete it and run: dvc repro {made_by}")
+    return atomic.Broken(f"{path} is not readable Parquet ({error})", atomic.rerun(made_by))

@@ -25,7 +25,9 @@ def read(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{key}, which does not exist; correct it, or null") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ValueError(f"{key}, expected a file that can be read ({error}); correct it, or null") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{key}, expected JSON ({error}); correct it") from None
     if not isinstance(found, dict):
         raise ValueError(f"{key}, expected a JSON object, found {type(found).__name__}; correct it")
@@ -48,7 +50,9 @@ def override(
         if key in free or key in LET_BE:
             continue
         if key not in settled:
-            raise _refused(key, value, f"expected one of {', '.join(sorted({*free, *settled}))}: correct or delete it")
+            raise _refused(
+                key, value, f"expected one of {', '.join(sorted({*free, *settled}))}: correct it, or leave the key out"
+            )
         if value != settled[key]:
             raise _refused(key, value, f"expected {settled[key]!r}, as the target and params.yaml have it")
     shape = shape | {key: given[key] for key in (*COUNTS, "rms_norm_eps") if key in given}

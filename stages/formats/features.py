@@ -11,6 +11,7 @@ Everything a row of ours must have is checked as it is read.
 
 import hashlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from stages.formats import hiddens
+from stages.formats import atomic, hiddens
 from stages.formats.hiddens import Block, Head
 
 Given = Callable[[Head], Block]
@@ -68,7 +69,8 @@ Read = Callable[
 
 def _ours(indexes: list[Path]) -> Iterator[tuple[str, Read]]:
     for index in indexes:
-        rows = hiddens.read_index(index.parent)
+        with _theirs():
+            rows = hiddens.read_index(index.parent)
         for (name,), held in rows.group_by("shard", maintain_order=True):
             (ids,) = _tensors(index.parent / str(name), "ids")
             for number, entry in enumerate(held.iter_rows(named=True)):
@@ -76,11 +78,21 @@ def _ours(indexes: list[Path]) -> Iterator[tuple[str, Read]]:
                 def read(
                     folder: Path = index.parent, row: Any = held[number : number + 1]
                 ) -> tuple[str, Tensor | None, Block]:
-                    head, block = next(hiddens.blocks(folder, row))  # checks its checksum
+                    with _theirs():
+                        head, block = next(hiddens.blocks(folder, row))  # checks its checksum
                     return f"{folder}: row {head.id}", head.pictured, block
 
                 named = entry["id"] if entry.get("visual_length") else ""
                 yield _key(ids[entry["offset"] : entry["offset"] + entry["length"]], named), read
+
+
+@contextmanager
+def _theirs() -> Iterator[None]:
+    """What is broken in a folder that the user gave no stage of ours makes again, and none of ours may be told to remove it."""
+    try:
+        yield
+    except atomic.Broken as error:
+        raise ValueError(f"{KEY}: {error.found}; copy it again from where it was made, or make it anew there") from None
 
 
 def _records(folder: Path) -> Iterator[tuple[str, Read]]:
@@ -108,7 +120,8 @@ def _tensors(path: Path, *names: str) -> list[Tensor]:
             return [file.get_tensor(name) for name in names]
     except (SafetensorError, OSError) as error:
         raise ValueError(
-            f"{KEY}: {path} is broken, or holds no {' and '.join(names)} ({error}); make it anew"
+            f"{KEY}: {path} is broken, or holds no {' and '.join(names)} ({error}); copy it again from where it was made, "
+            "or make it anew there"
         ) from None
 
 

@@ -71,7 +71,7 @@ def cells(publication: Publication) -> list[Cell]:
         if row.metric in numbers:
             raise ValueError(
                 f"published/{publication.name}.yaml: {row.where}: {row.metric} is given twice under {row.setting}; "
-                "delete one, or tell them apart by label"
+                "tell them apart by label, or give one of them"
             )
         numbers[row.metric] = row.value
     return [Cell(publication.name, where, setting, numbers) for (where, setting), numbers in found.items()]

@@ -33,6 +33,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from stages.formats import atomic
+from stages.formats.atomic import Broken
 
 INDEX = pl.Schema(
     {
@@ -347,9 +348,9 @@ def read_heads(folder: Path) -> Iterator[Head]:
             try:
                 head = _cut_head(entry, slices)
             except (SafetensorError, OSError) as error:
-                raise ValueError(f"{path} is missing or cut ({error}); {_repair(path)}") from None
+                raise Broken(f"{path} is missing or cut ({error})", atomic.rerun(MADE_BY)) from None
             if not len(head.ids) == len(head.mask) == entry["length"]:
-                raise ValueError(f"{path}: row {entry['id']} lies past its end; {_repair(path)}")
+                raise Broken(f"{path}: row {entry['id']} lies past its end", atomic.rerun(MADE_BY))
             yield head
 
 
@@ -364,13 +365,11 @@ def read_index(folder: Path) -> pl.DataFrame:
     try:
         index = pl.read_parquet(path)
     except FileNotFoundError:
-        raise ValueError(f"{path} not found; run: dvc repro {MADE_BY}") from None
+        raise Broken(f"{path} not found", f"run: dvc repro {MADE_BY}") from None
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
-        raise ValueError(
-            f"{path} is not readable Parquet ({error}); delete {folder} and run: dvc repro {MADE_BY}"
-        ) from None
+        raise Broken(f"{path} is not readable Parquet ({error})", atomic.rerun(MADE_BY)) from None
     if index.schema not in (INDEX, SEEN):
-        raise ValueError(f"{path} has columns {dict(index.schema)}, expected {dict(INDEX)}; run: dvc repro {MADE_BY}")
+        raise Broken(f"{path} has columns {dict(index.schema)}, expected {dict(INDEX)}", atomic.rerun(MADE_BY))
     return index
 
 
@@ -391,7 +390,7 @@ def open_shard(path: Path) -> dict[str, Any]:
             names += ["features_scale", "last_scale", *(["visual_scale"] if seen else [])]
         slices = {name: shard.get_slice(name) for name in names}
     except (FileNotFoundError, SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is missing or cut ({error}); {_repair(path)}") from None
+        raise Broken(f"{path} is missing or cut ({error})", atomic.rerun(MADE_BY)) from None
     return slices
 
 
@@ -410,19 +409,15 @@ def cut(path: Path, entry: dict[str, Any], slices: dict[str, Any], known: bool =
         whole = 0 <= start <= end <= slices["ids"].get_shape()[0] and _pieces_there(entry, slices)
         head, block = _cut_out(entry, slices) if whole else (None, None)
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is missing or cut ({error}); {_repair(path)}") from None
+        raise Broken(f"{path} is missing or cut ({error})", atomic.rerun(MADE_BY)) from None
     if head is None or block is None or not (known or _checksum(head, block) == entry["checksum"]):
-        raise ValueError(f"{path}: row {entry['id']} does not match its checksum; {_repair(path)}")
+        raise Broken(f"{path}: row {entry['id']} does not match its checksum", atomic.rerun(MADE_BY))
     if not entry["finite"]:
-        raise ValueError(
-            f"{path}: row {entry['id']} holds NaN or infinity, expected finite hidden states; set "
-            "extract_hiddens.dtype or target.dtype to float32 and run: dvc repro extract_hiddens"
+        raise Broken(
+            f"{path}: row {entry['id']} holds NaN or infinity, expected finite hidden states",
+            "set extract_hiddens.dtype or target.dtype to float32 and run: dvc repro extract_hiddens",
         )
     return head, block
-
-
-def _repair(shard: Path) -> str:
-    return f"delete {shard.parent} and run: dvc repro {MADE_BY}"
 
 
 def _pieces_there(entry: dict[str, Any], slices: dict[str, Any]) -> bool:

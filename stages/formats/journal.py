@@ -59,7 +59,7 @@ class Journal:
                     if line.endswith(b"\n"):
                         raise ValueError(
                             f"{self.path} line {number + 1} is not a whole piece of work, though lines follow it; only its last "
-                            f"may be cut. Delete the file and run again: what it holds is made anew"
+                            "may be cut. Remove it, it holds unfinished work and nothing else, and run again: that is made anew"
                         ) from None
                     break
                 if not line.endswith(b"\n"):  # JSON by chance, but the writer had not finished

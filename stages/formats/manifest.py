@@ -91,9 +91,9 @@ def tables(manifest: Manifest, path: Path = FOLDER) -> tuple[Tensor, Tensor]:
     index = folder / "model.safetensors.index.json"
     try:
         weight_map = json.loads(index.read_text())["weight_map"] if index.exists() else {"": "model.safetensors"}
-    except (ValueError, KeyError) as error:
+        files = sorted(set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{index} is cut or broken ({error!r}); get the target's weights anew") from None
-    files = sorted(set(weight_map.values()))
     found: dict[str, Tensor] = {}
     names: dict[str, str] = {}  # embed_tokens, lm_head -> the tensor's whole name
     for name in files:

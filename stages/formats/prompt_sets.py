@@ -40,9 +40,11 @@ def read(source: str, name: str | None, split: str | None, revision: str | None,
     for number, row in _rows(source, name, split, revision):
         where = f"{source}, {'line' if source.endswith('.jsonl') else 'row'} {number + 1}"
         try:
+            if row is None:
+                raise Malformed("expected a row of a set, found one that is nested too deep to read")
             problem = _problem(row, number, kind)
         except Malformed as error:
-            raise ValueError(f"{where}: {error}; mend or delete it, or correct the set's format ({kind})") from None
+            raise ValueError(f"{where}: {error}; mend it, or correct the set's format ({kind})") from None
         if (first := first_of.setdefault(problem.id, number)) != number:
             raise ValueError(f"{where}: id {problem.id} is that of row {first + 1} too; give each its own")
         found.append(problem)
@@ -53,8 +55,8 @@ def read(source: str, name: str | None, split: str | None, revision: str | None,
 
 def _rows(
     source: str, name: str | None, split: str | None, revision: str | None
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The number, from 0, and the object of each row."""
+) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """The number, from 0, and the object of each row, as raw.parsed."""
     path, pinned = Path(source), dict[str, Any]()
     if raw.kind(path) is not None:
         if not path.is_file():

@@ -101,7 +101,7 @@ def read(path: Path) -> Publication:
         content = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path} not found; restore it: git checkout {path}") from None
-    except (YAMLError, UnicodeDecodeError) as error:
+    except (YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not YAML, correct it: {error}") from None
     keys = ("title", "source", "notes", "settings", "metrics", "tables")
     _keys(content, keys, (), str(path))
@@ -115,7 +115,9 @@ def read(path: Path) -> Publication:
     for n, table in enumerate(_list(content["tables"], f"{path}: tables")):
         rows += _rows(path, table, settings, metrics, document, f"{path}: tables[{n}]")
     if unused := set(metrics) - {row.metric for row in rows}:
-        raise ValueError(f"{path}: metrics: no table has {', '.join(sorted(unused))}; delete it, or name its column so")
+        raise ValueError(
+            f"{path}: metrics: no table has {', '.join(sorted(unused))}; name the column so, or leave the metric out"
+        )
     return Publication(path.stem, title, document, url, str(source["date"]), tuple(notes), metrics, tuple(rows))
 
 
@@ -217,7 +219,7 @@ def _split(
         elif value is not None:
             numbers.append((name, dataset, value))
     if not numbers:
-        raise ValueError(f"{where}: expected at least one number, found none; delete the row")
+        raise ValueError(f"{where}: expected at least one number, found none; give one, or leave the row out")
     return own, numbers
 
 
@@ -254,7 +256,7 @@ def _keys(found: Any, needed: tuple[str, ...], optional: tuple[str, ...], where:
     if missing := [key for key in needed if key not in found]:
         raise ValueError(f"{where}: expected {', '.join(needed)}, found no {', '.join(missing)}; add it")
     if unknown := sorted(set(found) - set(needed) - set(optional)):
-        raise ValueError(f"{where}: expected {', '.join((*needed, *optional))}, found {unknown}; correct or delete it")
+        raise ValueError(f"{where}: expected {', '.join((*needed, *optional))}, found {unknown}; correct it")
 
 
 def _mapping(found: Any, where: str) -> None:

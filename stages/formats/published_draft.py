@@ -147,8 +147,10 @@ def _config(folder: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path} not found; expected a draft's folder, with config.json and safetensors") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}); get the draft anew") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: expected a JSON object, found {type(found).__name__}; get the draft anew")
     if SPECULATORS not in found:
         return found
     # vLLM takes norm_before_residual for true where speculators' config doesn't say.
@@ -241,7 +243,9 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
                     if UNUSED.search(ours):
                         continue
                     if ours in tensors:
-                        raise ValueError(f"{file} has {ours} under two names, {name} one of them; remove one")
+                        raise ValueError(
+                            f"{file} has {ours} under two names, {name} one of them, expected one; export the draft again"
+                        )
                     tensors[ours] = read[name] = opened.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} is missing, cut or broken ({error}); get the draft anew") from None
@@ -262,7 +266,7 @@ def _files(folder: Path) -> list[Path]:
     if indexes := sorted(folder.glob("*.safetensors.index.json")):
         try:
             names = set(json.loads(indexes[0].read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{indexes[0]} is cut or broken ({error!r}); get the draft anew") from None
         return [folder / name for name in sorted(names)]
     if files := sorted(folder.glob("*.safetensors")):

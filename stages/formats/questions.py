@@ -4,17 +4,27 @@ Messages are as a chat template takes them, and `as_openai` makes them what a se
 arguments, which OpenAI's shape has as text and servers parse before they render, and in pictures, of which a template
 takes the place only. What exports leave out and templates ask for is filled in the same for both: `type`, ids of
 calls, and whose call a tool's message answers.
+
+Where fewer are asked than there are, conversations are taken by a hash of their content (`choose`), as fix_data splits
+train from eval: rows of every file then have the same chance, and rows that are added replace few of those chosen before.
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stages.formats import conversations
+import numpy as np
+import orjson
+import polars as pl
+
+from stages.formats import conversations, nesting
 
 Messages = list[dict[str, Any]]
+SALT = b"sample_target"  # another than fix_data's: the eval split is the rows whose hash there is small
+CONTENT = ("messages", "tools", "tool_calls", "reasoning", "images")  # of FIXED: all that doesn't say where a row lay
 
 
 @dataclass(frozen=True)
@@ -36,23 +46,77 @@ class Question:
         return [part["image"] for message in self.messages[: self.turn] for part in _parts(message) if "image" in part]
 
 
-def read(path: Path, most: int | None) -> Iterator[list[Question]]:
-    """The questions of each conversation, the first `most` in all; conversations without any are left out."""
-    position = 0
+@dataclass(frozen=True)
+class Share:
+    """How many questions of one source are asked, and how many are not."""
+
+    asked: int
+    not_asked: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which questions of a FIXED file are asked."""
+
+    counts: np.ndarray  # [R] of each conversation, in the file's order, how many of its answers, from the first on
+    sources: dict[str, Share]  # by the file that fix_data read
+
+    @property
+    def asked(self) -> int:
+        return int(self.counts.sum())
+
+    @property
+    def not_asked(self) -> int:
+        return sum(share.not_asked for share in self.sources.values())
+
+
+def choose(path: Path, most: int | None) -> Choice:
+    """Choose at most `most` questions of a FIXED file, by whole conversations; null: all.
+
+    Conversations come in the order of their content's hash, until there are enough; the last is cut after its first
+    answers. So the choice depends neither on the files' order nor on where in a file a row lies.
+    """
+    counts, digests, codes = [np.zeros(0, np.int32)], [np.zeros(0, np.uint64)], [np.zeros(0, np.int32)]
+    names: dict[str, int] = {}
+    roles = pl.element().struct.field("role") == "assistant"
     for table in conversations.batches(path, conversations.FIXED, "fix_data"):
-        for row in table.iter_rows(named=True):
-            asked = _of_conversation(row, position)[: None if most is None else most - position]
-            position += len(asked)
-            if asked:
-                yield asked
-            if position == most:
-                return
+        counts.append(table["messages"].list.eval(roles).list.sum().fill_null(0).to_numpy().astype(np.int32))
+        codes.append(np.array([names.setdefault(name, len(names)) for name in table["source"]], np.int32))
+        if most is not None:
+            digests.append(np.array([_digest(row) for row in table.select(CONTENT).iter_rows()], np.uint64))
+    there, source = np.concatenate(counts), np.concatenate(codes)
+    chosen = there
+    if most is not None:
+        order = np.argsort(np.concatenate(digests), kind="stable")
+        before = np.cumsum(there[order]) - there[order]
+        chosen = np.zeros_like(there)
+        chosen[order] = np.clip(most - before, 0, there[order])
+    asked, left = np.bincount(source, chosen, len(names)), np.bincount(source, there - chosen, len(names))
+    shares = {name: Share(int(asked[code]), int(left[code])) for name, code in sorted(names.items())}
+    return Choice(chosen, shares)
+
+
+def _digest(content: tuple[Any, ...]) -> int:
+    return int.from_bytes(hashlib.sha256(SALT + orjson.dumps(content)).digest()[:8])
+
+
+def read(path: Path, choice: Choice) -> Iterator[list[Question]]:
+    """Yield the chosen questions of each conversation, in the file's order; conversations without any are left out."""
+    position = first = 0
+    for table in conversations.batches(path, conversations.FIXED, "fix_data"):
+        counts = choice.counts[first : first + len(table)]
+        first += len(table)
+        rows = table.filter(pl.Series(counts > 0)).iter_rows(named=True)
+        for row, count in zip(rows, counts[counts > 0].tolist(), strict=True):
+            yield _of_conversation(row, position)[:count]
+            position += count
 
 
 def _of_conversation(row: dict[str, Any], position: int) -> list[Question]:
     try:
         messages, tools, malformed = _messages(row), _tools(row["tools"]), None
-    except (ValueError, TypeError, KeyError, AttributeError):  # fix_data takes what an export calls tools as it is
+    # fix_data takes what an export calls tools as it is
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         messages, tools, malformed = row["messages"], None, "malformed_tools"
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     found = []
@@ -130,6 +194,8 @@ def _call(given: dict[str, Any], number: int) -> dict[str, Any]:
     function = given.get("function", given)
     arguments = function["arguments"]
     arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    if nesting.is_too_deep(arguments):
+        raise ValueError("a call's arguments are nested too deep for templates")
     if not isinstance(arguments, dict) or not isinstance(function["name"], str):
         raise ValueError("a call needs a name, and arguments by name")
     # Nine letters and digits, since Mistral's template takes no other id.

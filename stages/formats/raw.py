@@ -31,7 +31,7 @@ import polars as pl
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from stages.formats import elements, turns
+from stages.formats import elements, nesting, turns
 
 CHUNK_BYTES, CHUNK_ROWS = 4 << 20, 4096
 PIN = ".hub.yaml"
@@ -119,8 +119,8 @@ def chunks(path: Path, source: str, pinned: dict[str, Any]) -> Iterator[Chunk]:
         ) from None
 
 
-def parsed(chunk: Chunk) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The number and the object of each row.
+def parsed(chunk: Chunk) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Yield the number and the object of each row; None for an object nested deeper than the parsers go.
 
     Raises:
         ValueError: naming file and line, for the first that is no JSON object.
@@ -135,14 +135,22 @@ def parsed(chunk: Chunk) -> Iterator[tuple[int, dict[str, Any]]]:
         except ValueError:  # orjson refuses half a surrogate pair and NaN too, with which a row can be dropped
             try:
                 row = json.loads(line)
-            except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
+            except RecursionError:
+                if line.lstrip()[:1] not in (b"{", "{"):
+                    raise ValueError(
+                        f"{chunk.shown}, line {number + 1}: expected an object, found {shown(line)}; mend it, or give "
+                        "another file"
+                    ) from None
+                yield number, None
+                continue
+            except ValueError as error:  # of JSON or of UTF-8
                 raise ValueError(
                     f"{chunk.shown}, line {number + 1}: expected one JSON object per line, found {shown(line)} "
-                    f"({error}); mend or delete that line, or give another file"
+                    f"({error}); mend that line, or give another file"
                 ) from None
         if not isinstance(row, dict):
             raise ValueError(
-                f"{chunk.shown}, line {number + 1}: expected an object, found {shown(line)}; mend or delete it"
+                f"{chunk.shown}, line {number + 1}: expected an object, found {shown(line)}; mend it, or give another file"
             )
         yield number, row
 
@@ -150,6 +158,8 @@ def parsed(chunk: Chunk) -> Iterator[tuple[int, dict[str, Any]]]:
 def shown(line: Any) -> str:
     """A row as a message can hold it."""
     text = line.decode(errors="replace") if isinstance(line, bytes) else line
+    if not isinstance(text, str) and nesting.is_too_deep(text):
+        return "a row that is nested too deep to show"
     text = (text if isinstance(text, str) else json.dumps(text, default=str, ensure_ascii=False)).strip()
     return repr(text if len(text) <= 80 else text[:80] + "…") if text else "an empty line"
 
@@ -222,7 +232,7 @@ def read_pin(path: Path) -> dict[str, str | None]:
     """Raises ValueError where it isn't exactly dataset, name, split and revision."""
     try:
         pin = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
-    except (YAMLError, ValueError) as error:
+    except (YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid YAML ({error}); correct it") from None
     if not isinstance(pin, dict) or set(pin) != set(PIN_KEYS):
         found = ", ".join(map(str, pin)) if isinstance(pin, dict) else repr(pin)

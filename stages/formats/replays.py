@@ -33,8 +33,11 @@ def read(checkpoint: str) -> list[dict[str, Any]]:
     place, again = path(checkpoint), f"run: dvc repro -f -s replay_trees@{checkpoint}"
     if not place.exists():
         raise ValueError(f"{place} not found; run: dvc repro replay_trees@{checkpoint}")
-    with place.open(newline="", encoding="utf-8") as lines:
-        rows: list[dict[str, Any]] = list(csv.DictReader(lines))
+    try:
+        with place.open(newline="", encoding="utf-8") as lines:
+            rows: list[dict[str, Any]] = list(csv.DictReader(lines))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{place} can't be read as CSV ({error}); {again}") from None
     if not rows or (missing := set(COLUMNS) - set(rows[0])):
         raise ValueError(f"{place} {f'lacks the columns {sorted(missing)}' if rows else 'holds no trees'}; {again}")
     for row in rows:
@@ -83,11 +86,15 @@ def read_inside(checkpoint: str) -> list[dict[str, Any]]:
     place, again = inside_path(checkpoint), f"run: dvc repro -f -s replay_trees@{checkpoint}"
     if not place.exists():
         raise ValueError(f"{place} not found; {again}")
-    with place.open(newline="", encoding="utf-8") as lines:
-        found = csv.DictReader(lines)
-        if missing := set(INSIDE) - set(found.fieldnames or ()):
-            raise ValueError(f"{place} lacks the columns {sorted(missing)}; {again}")
-        rows: list[dict[str, Any]] = list(found)
+    try:
+        with place.open(newline="", encoding="utf-8") as lines:
+            found = csv.DictReader(lines)
+            columns = set(found.fieldnames or ())
+            rows: list[dict[str, Any]] = list(found)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{place} can't be read as CSV ({error}); {again}") from None
+    if missing := set(INSIDE) - columns:
+        raise ValueError(f"{place} lacks the columns {sorted(missing)}; {again}")
     for row in rows:
         try:
             row |= {k: float(row[k]) if row[k] != "" else None for k in INSIDE[4:]}

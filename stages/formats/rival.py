@@ -65,5 +65,5 @@ def read(place: Path, method: str, made_by: str) -> tuple[dict[str, Any], dict[s
         raise ValueError(f"{place}/draft is of the method {found}, expected {method}; name a checkpoint of that")
     tensors = checkpoint.read_tensors(place / "draft" / "model.safetensors", made_by)
     if wrong := checkpoint.misshapen(config, tensors, shapes):
-        raise ValueError(f"{place}/draft is no draft of {method}: {wrong}; run: dvc repro -f {made_by}")
+        raise atomic.Broken(f"{place}/draft is no draft of {method}: {wrong}", atomic.rerun(made_by))
     return config, tensors

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from stages.formats import atomic
+
 SCRATCH = Path(".scratch")
 
 
@@ -80,6 +82,22 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
         return False
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Name `folder`, which holds unfinished work and nothing else, where a file in it is broken: no stage makes that again.
+
+    Raises:
+        ValueError: with what was found.
+    """
+    try:
+        yield
+    except atomic.Broken as error:
+        raise ValueError(
+            f"unfinished work is broken: {error.found}; remove the folder {folder}, which holds nothing else, and run again: "
+            "only what is in it is made anew"
+        ) from None
 
 
 def done(folder: Path) -> None:

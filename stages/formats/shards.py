@@ -18,7 +18,7 @@ from typing import Any
 
 import polars as pl
 
-from stages.formats import atomic, conversations
+from stages.formats import atomic, conversations, scratch
 from stages.formats.journal import Journal
 
 Row = dict[str, Any]
@@ -38,8 +38,11 @@ class Shards:
         for inside in ("parts", "counts", "journals"):
             (folder / inside).mkdir(parents=True, exist_ok=True)
         self.published = {n for n in range(self.count) if self._part(n).exists()}
+        with scratch.reading(folder):
+            for number in self.published:
+                conversations.read(self._part(number), schema, "sample_target")
+                self.counted.update(atomic.read_json(self._count(number), "sample_target"))
         for number in self.published:
-            self.counted.update(atomic.read_json(self._count(number), "sample_target"))
             self._journal(number).unlink(missing_ok=True)  # of a run killed between the two
         found = {int(path.stem) for path in (folder / "journals").glob("*.jsonl")}
         self.resumed = sum(map(self.length, self.published)) + sum(self.journal(number).resumed for number in found)

@@ -231,7 +231,7 @@ def _json(table: str, horizon: int | None, schema: Schema) -> str:
         return table
     try:
         return toon_format.dumps(json.loads(table, object_pairs_hook=refuse_twins))
-    except ValueError:
+    except (ValueError, RecursionError):  # no table of the schema is nested so deep that either recurses too far
         return table
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stages.formats import pictures
+from stages.formats import nesting, pictures
 from stages.formats.conversations import PICTURE
 
 Message = dict[str, str]
@@ -248,7 +248,13 @@ def is_text(value: Any) -> bool:
 
 
 def _json(value: Any) -> str:
-    """As JSON, unless it is a text already; without keys that hold nothing."""
+    """As JSON, unless it is a text already; without keys that hold nothing.
+
+    Raises:
+        Dropped: for what is no JSON, and for what templates and encoders could not recurse into.
+    """
+    if nesting.is_text_too_deep(value) if isinstance(value, str) else nesting.is_too_deep(value):
+        raise Dropped("nested_too_deep")
     try:
         text = value if isinstance(value, str) else json.dumps(_bare(value), ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError):  # bytes or dates, from Parquet; NaN

@@ -20,7 +20,7 @@ def explain(error: Any, whole: type[Section]) -> str:
         return f"{key}: {message}" if key else message
     if kind == "extra_forbidden":
         known = ", ".join(_known_keys(place[:-1], whole))
-        return f"{key}: unknown key; known keys are {known}. Correct the spelling or delete it"
+        return f"{key}: unknown key; known keys are {known}. Correct the spelling, or leave the key out"
     if kind == "missing":
         return f"{key}: missing; the code holds no defaults, so write it (git show HEAD:params.yaml has one)"
     if kind in ("model_type", "dict_type"):

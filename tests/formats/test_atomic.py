@@ -183,21 +183,33 @@ def test_no_nan_is_written_and_the_old_file_stays(tmp_path: Path, number: float)
     assert json.loads(place.read_text()) == {"tau": 1.0} and names(tmp_path) == ["metrics.json"]
 
 
+@pytest.mark.parametrize("content", ["[]", "null", "3"])
+def test_json_of_another_kind_names_the_file_and_the_stage(tmp_path: Path, content: str) -> None:
+    """Bug: each reader asked for keys of it, and ended in a traceback."""
+    (tmp_path / "cell.json").write_text(content)
+    with pytest.raises(atomic.Broken, match=r"cell\.json: expected a JSON dict, found .*; run: dvc repro -f -s x$"):
+        atomic.read_json(tmp_path / "cell.json", "x")
+    with pytest.raises(atomic.Broken, match=r"can't be read \(.*\); run: dvc repro -f -s x$"):
+        atomic.read_json(tmp_path, "x")
+
+
 def test_missing_json_names_the_file_and_the_stage(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nowhere/fix_report\.json not found; run: dvc repro fix_data$"):
         atomic.read_json(tmp_path / "nowhere" / "fix_report.json", "fix_data")
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b'{"tau": 3.', b"tau: 3", b'{"tau": "\xff"}'], ids=["empty", "cut", "yaml", "bytes"]
+    "content",
+    [b"", b'{"tau": 3.', b"tau: 3", b'{"tau": "\xff"}', b"[" * 100_000],
+    ids=["empty", "cut", "yaml", "bytes", "deep"],
 )
 def test_broken_json_names_the_file_and_the_stage(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "cell.json").write_bytes(content)
     with pytest.raises(
-        ValueError, match=r"cell\.json is not valid JSON \(.*\); delete it and run: dvc repro benchmark@x$"
+        atomic.Broken, match=r"cell\.json is not valid JSON \(.*\); run: dvc repro -f -s benchmark@x$"
     ) as e:
         atomic.read_json(tmp_path / "cell.json", "benchmark@x")
-    assert type(e.value) is ValueError and "\n" not in str(e.value)
+    assert "\n" not in str(e.value)
 
 
 # --- SIGKILL --------------------------------------------------------------------------------------------------------

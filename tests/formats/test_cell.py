@@ -61,7 +61,7 @@ def test_a_missing_a_cut_and_an_old_cell_are_named_with_what_to_run() -> None:
     place = cell.write(made_up())
     whole = place.read_text()
     place.write_text(whole[:100])
-    with pytest.raises(ValueError, match=rf"eval-e003-t8_2_16\.json is not valid JSON .*run: dvc repro {name}$"):
+    with pytest.raises(ValueError, match=rf"eval-e003-t8_2_16\.json is not valid JSON .*run: dvc repro -f -s {name}$"):
         cell.read("eval", "e003", "t8_2_16")
     place.write_text(json.dumps({k: v for k, v in made_up().items() if k not in ("histogram", "seed")}))
     with pytest.raises(ValueError, match=rf"json lacks \['histogram', 'seed'\].*: dvc repro -f -s {name}$"):

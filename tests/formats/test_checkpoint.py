@@ -136,7 +136,7 @@ def test_what_would_mislead_an_engine_is_not_read(tmp_path: Path, spoil: Any, me
     spoil(tensors)
     write_unchecked(tmp_path / "e003", CONFIG, tensors)
     with pytest.raises(
-        ValueError, match=f"e003/draft is no EAGLE-3 draft: .*{message}.*; run: dvc repro -f train_draft@e003"
+        ValueError, match=f"e003/draft is no EAGLE-3 draft: .*{message}.*; run: dvc repro -f -s train_draft@e003"
     ):
         checkpoint.read_draft(tmp_path / "e003", "train_draft@e003")
 
@@ -147,7 +147,7 @@ def test_a_config_without_a_size_is_refused_both_ways(tmp_path: Path, key: str) 
     with pytest.raises(AssertionError, match=f"config.json lacks '{key}'"):
         checkpoint.write_draft(tmp_path, config, draft())
     write_unchecked(tmp_path, config, draft())
-    with pytest.raises(ValueError, match=f"config.json lacks '{key}'; run: dvc repro -f init_draft"):
+    with pytest.raises(ValueError, match=f"config.json lacks '{key}'; run: dvc repro -f -s init_draft"):
         checkpoint.read_draft(tmp_path, "init_draft")
 
 
@@ -187,9 +187,7 @@ def test_a_missing_or_cut_draft_is_named_with_its_stage(tmp_path: Path, name: st
     checkpoint.write_draft(tmp_path, CONFIG, draft())
     place = tmp_path / name
     place.write_bytes(place.read_bytes()[:-9])
-    with pytest.raises(
-        ValueError, match=rf"{place} is (cut|not valid JSON).* delete it and run: dvc repro train_draft@e009"
-    ):
+    with pytest.raises(ValueError, match=rf"{place} is (cut|not valid JSON).* run: dvc repro -f -s train_draft@e009"):
         checkpoint.read_draft(tmp_path, "train_draft@e009")
     place.unlink()
     with pytest.raises(ValueError, match=rf"{place} not found; run: dvc repro train_draft@e009"):
@@ -201,9 +199,7 @@ def test_a_missing_or_cut_state_is_named_with_its_stage(tmp_path: Path, name: st
     checkpoint.write_state(tmp_path, {"exp_avg.norm.weight": torch.zeros(H)}, {"epoch": 3, "step": 9})
     place = tmp_path / name
     place.write_bytes(place.read_bytes()[:-9])
-    with pytest.raises(
-        ValueError, match=rf"{place} is (cut|not valid JSON).* delete it and run: dvc repro train_draft@e003"
-    ):
+    with pytest.raises(ValueError, match=rf"{place} is (cut|not valid JSON).* run: dvc repro -f -s train_draft@e003"):
         checkpoint.read_state(tmp_path, "train_draft@e003")
     place.unlink()
     with pytest.raises(ValueError, match=rf"{place} not found; run: dvc repro train_draft@e003"):

@@ -73,7 +73,9 @@ def test_another_schema_is_neither_written_nor_read(tmp_path: Path, change: pl.E
         conversations.write(place, rows, SAMPLED)
     assert list(tmp_path.iterdir()) == []
     rows.write_parquet(place)
-    with pytest.raises(ValueError, match=r"eval\.parquet has columns .*, expected .*; run: dvc repro sample_target$"):
+    with pytest.raises(
+        ValueError, match=r"eval\.parquet has columns .*, expected .*; run: dvc repro -f -s sample_target$"
+    ):
         conversations.read(place, SAMPLED, "sample_target")
 
 
@@ -87,9 +89,7 @@ def test_a_cut_table_names_its_stage(tmp_path: Path, left: int) -> None:
     place = tmp_path / "train.parquet"
     conversations.write(place, pl.DataFrame(FIXED_ROWS, schema=FIXED), FIXED)
     place.write_bytes(place.read_bytes()[:left])
-    with pytest.raises(
-        ValueError, match=r"train\.parquet is not readable Parquet .*; delete it and run: dvc repro fix_data$"
-    ):
+    with pytest.raises(ValueError, match=r"train\.parquet is not readable Parquet .*; run: dvc repro -f -s fix_data$"):
         conversations.read(place, FIXED, "fix_data")
 
 
@@ -130,15 +130,12 @@ def test_batches_are_the_whole_file(tmp_path: Path) -> None:
     parts = list(conversations.batches(tmp_path / "a.parquet", FIXED, "fix_data"))
     assert [len(part) for part in parts] == [conversations.ROW_GROUP, 24_000 - conversations.ROW_GROUP]
     assert pl.concat(parts).equals(rows)
-    assert conversations.answers(tmp_path / "a.parquet", "fix_data") == 12_000
     assert conversations.with_images(tmp_path / "a.parquet", "fix_data") == 12_000
-    for ask in (conversations.answers, conversations.with_images):
-        with pytest.raises(ValueError, match=r"b\.parquet not found; run: dvc repro fix_data$"):
-            ask(tmp_path / "b.parquet", "fix_data")
+    with pytest.raises(ValueError, match=r"b\.parquet not found; run: dvc repro fix_data$"):
+        conversations.with_images(tmp_path / "b.parquet", "fix_data")
 
 
-def test_a_table_without_rows_has_no_answers(tmp_path: Path) -> None:
+def test_a_table_without_rows_has_no_images(tmp_path: Path) -> None:
     conversations.write(tmp_path / "a.parquet", pl.DataFrame([], schema=FIXED), FIXED)
-    assert conversations.answers(tmp_path / "a.parquet", "fix_data") == 0
     assert conversations.with_images(tmp_path / "a.parquet", "fix_data") == 0
     assert list(conversations.batches(tmp_path / "a.parquet", FIXED, "fix_data")) == []

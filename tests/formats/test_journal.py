@@ -44,7 +44,9 @@ def test_a_cut_at_any_byte_costs_one_piece_at_most(tmp_path: Path) -> None:
 def test_a_break_in_the_middle_is_named(tmp_path: Path) -> None:
     place = tmp_path / "journal"
     place.write_bytes(b'["a",1]\n["b",\n["c",3]\n')
-    with pytest.raises(ValueError, match=r"journal line 2 is not a whole piece of work.*Delete the file"):
+    with pytest.raises(
+        ValueError, match=r"journal line 2 is not a whole piece of work.*Remove it, it holds unfinished work"
+    ):
         Journal(place)
 
 

@@ -131,7 +131,11 @@ BROKEN = [
 def test_a_malformed_row_is_named_with_file_and_line(kind: str, row: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=r"^set\.jsonl, line 2: ") as error:
         read(write(ROWS[kind][0], row), kind)
-    assert says in str(error.value) and "mend or delete it" in str(error.value) and "\n" not in str(error.value)
+    assert (
+        says in str(error.value)
+        and "mend it, or correct the set's format" in str(error.value)
+        and "\n" not in str(error.value)
+    )
 
 
 def test_what_is_no_json_is_named_too() -> None:

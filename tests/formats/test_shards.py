@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import polars as pl
@@ -101,3 +102,25 @@ def test_where_links_can_t_be_made_files_are_copied(tmp_path: Path, monkeypatch:
         rows.finish()
         rows.move(tmp_path / "out")
     assert conversations.read(tmp_path / "out", SCHEMA, "x")["id"].to_list() == [0]
+
+
+@pytest.mark.parametrize("broken", ["parts/part-00000.parquet", "counts/00000.json"])
+def test_broken_unfinished_work_names_its_folder_and_removing_that_leads_on(tmp_path: Path, broken: str) -> None:
+    """Bug: the message said to delete the count alone; then it was `not found`, whatever was run."""
+    with made(tmp_path, 4, 2) as rows:
+        for position in range(2):
+            rows.settle(position, {"id": position}, {"rows": 1})
+    folder = tmp_path / "scratch"
+    (folder / broken).write_bytes((folder / broken).read_bytes()[:-3])
+    with pytest.raises(
+        ValueError, match=rf"{broken} .*; remove the folder {folder}, which holds nothing else"
+    ) as error:
+        made(tmp_path, 4, 2)
+    assert "dvc repro" not in str(error.value)
+    shutil.rmtree(folder)
+    with made(tmp_path, 4, 2) as rows:
+        assert rows.resumed == 0
+        for position in range(4):
+            rows.settle(position, {"id": position}, {"rows": 1})
+        rows.finish()
+        assert rows.counted["rows"] == 4

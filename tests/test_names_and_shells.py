@@ -1,0 +1,95 @@
+"""Names in params.yaml that a shell would run: `dvc repro` without `make run` must run none of them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+from stages import params
+from tests.conftest import EVAL, copy_project, dvc
+
+HOSTILE = ["x; touch ran", "$(touch ran)", "`touch ran`", "x' ; touch ran ; '", 'x" ; touch ran ; "', "x\ntouch ran"]
+
+
+def write_everywhere(project: Path, name: str) -> None:
+    """Put `name` in each place of params.yaml whose value dvc.yaml makes stages of."""
+    yaml = YAML()
+    given = yaml.load((project / "params.yaml").read_text())
+    given["train_draft"]["checkpoints"] = {name: {"from": "e000", "epochs": 1}}
+    given["import_draft"]["checkpoints"] = {name + "i": {"model": "m", "revision": None, "rope_theta": None}}
+    given["replay_trees"]["checkpoints"] = given["time_trees"]["checkpoints"] = [name]
+    given["benchmark"]["workloads"] = {name: EVAL}
+    given["benchmark"] |= {"torch": [name], "checkpoints": [name], "trees": [name]}
+    given["benchmark_served"] |= {"workloads": [name], "checkpoints": [name], "trees": [name]}
+    given["benchmark_methods"] |= {
+        "workload": name,
+        "drafted": {name: {"method": "eagle3", "checkpoint": name, "tree": "t5_1_6"}},
+        "draftless": {name + "n": {"method": "ngram", "longest": 3, "shortest": 1, "length": 8}},
+    }
+    with (project / "params.yaml").open("w") as file:
+        yaml.dump(given, file)
+
+
+def without_deps(project: Path) -> list[str]:
+    """Take the deps out of dvc.yaml, so that every stage's command runs at once -> the stages made from lists."""
+    yaml = YAML()
+    graph = yaml.load((project / "dvc.yaml").read_text())
+    for stage in graph["stages"].values():
+        stage.get("do", stage)["deps"] = ["params.yaml"]
+    with (project / "dvc.yaml").open("w") as file:
+        yaml.dump(graph, file)
+    return [name for name, stage in graph["stages"].items() if "foreach" in stage or "matrix" in stage]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    project = copy_project(tmp_path_factory.mktemp("names"))
+    dvc(project, "init", "-q")
+    return project
+
+
+@pytest.fixture(scope="module")
+def told(project: Path) -> Path:
+    """A program called python, first on the PATH, which only notes its arguments: stages take seconds to import torch."""
+    folder = project / "first"
+    folder.mkdir()
+    (folder / "python").write_text('#!/bin/sh\nprintf "%s|" "$@" >> told; echo >> told; exit 1\n')
+    (folder / "python").chmod(0o755)
+    return folder
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_shell_runs_a_name_of_params_yaml(project: Path, told: Path, name: str) -> None:
+    """Bug: dvc.yaml put names into its commands, so that a tree called "t8_1_9; touch x" ran `touch x` under `dvc repro`."""
+    groups = without_deps(project)
+    write_everywhere(project, name)
+    (project / "told").unlink(missing_ok=True)
+    command = [sys.executable, "-m", "dvc", "repro", "--single-item", "--keep-going", *groups]
+    env = {**os.environ, "PATH": f"{told}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert not (project / "ran").exists(), done.stdout
+    heard = (project / "told").read_text()
+    assert heard.count("-m|stages.") == len(groups) == 10, done.stderr
+    for stage in ("train_draft", "benchmark_served_baseline"):
+        assert f"|{stage}@{name}|" in heard
+    assert f"|benchmark@{name}-{name}-{name}|" in heard
+
+
+def test_dvc_repro_says_which_name_is_wrong(project: Path) -> None:
+    without_deps(project)
+    write_everywhere(project, "x; touch ran")
+    done = dvc(project, "repro", "--single-item", "prepare_prompts@x; touch ran")
+    assert not (project / "ran").exists()
+    assert "aerie: params.yaml has " in done.stderr
+    assert "benchmark.trees: 'x; touch ran' is not a tree" in done.stderr
+
+
+def test_a_stage_finds_its_words_in_its_name(home: Path) -> None:
+    assert params.split_stage_name(["benchmark@eval-e003-t5_1_6"]) == ["eval", "e003", "t5_1_6"]
+    assert params.split_stage_name(["a folder@home/dvc.yaml:train_draft@e003"]) == ["e003"]
+    assert params.split_stage_name(["eval", "e003", "t5_1_6"]) == ["eval", "e003", "t5_1_6"]
+    assert params.split_stage_name([]) == []
