@@ -64,7 +64,7 @@ def check(changed: dict[str, dict[str, Any]], now: Params) -> None:
     if unknown := sorted(key for key in allowed if not _pattern(key)):
         raise ValueError(
             f"params.yaml: {ALLOWED} names {unknown[0]}, expected keys that are refused otherwise: "
-            f"{', '.join([*list(REFUSED)[1:], *PATHS])}; correct it, or delete it from the list"
+            f"{', '.join([*list(REFUSED)[1:], *PATHS])}; correct the list"
         )
     values = list(_leaves(changed))
     trusted = trusts_code(now) or any(key == TRUST and value is not False for key, value in values)
