@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from stages import benchmark, prepare_prompts
 from stages.formats import cell, interval
 from stages.sections.trees import Tree
+from stages.serving import guard
 from tests.conftest import ROOT, edit_params
 from tests.talking import WORKLOADS
 
@@ -170,6 +171,16 @@ def test_of_each_repeat_its_own_speedup() -> None:
 
 
 # --- grades ---------------------------------------------------------------------------------------------------------
+
+
+def test_programs_are_refused_before_anything_is_decoded_where_the_kernel_cannot_protect_files(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They ran by limits alone, and the cell told of it an hour later."""
+    monkeypatch.setattr(guard, "landlock_abi", lambda: 2)
+    monkeypatch.setattr(benchmark, "_engine", lambda *_: pytest.fail("the target was loaded"))
+    with pytest.raises(ValueError, match=r"found Landlock ABI 2 on .* set benchmark.allow_unsandboxed_code to true"):
+        measured(project, "humaneval", grade=True)
 
 
 def test_answers_are_graded_where_that_is_asked_for(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
