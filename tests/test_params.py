@@ -921,3 +921,19 @@ def test_a_range_of_ports_is_servers_of_sample_target_and_of_no_cell() -> None:
     assert params.load().sample_target.server.base_urls[1] == "http://gpu2:6000-6007"
     set_value(("benchmark_served", "server", "base_urls"), {"baseline": "http://gpu2:6000-6007"})
     assert "benchmark_served.server.base_urls.baseline: expected text matching" in refusal()
+
+
+NOTHING = "data/nothing"
+
+
+def test_a_local_folder_that_dvc_does_not_watch_is_refused_and_an_id_needs_no_watch(tmp_path: Path) -> None:
+    """Bug: DVC knew a local folder's name only, so other weights in it reran nothing."""
+    draft = tmp_path / "drafts/one"
+    draft.mkdir(parents=True)
+    for model, watch in ((None, NOTHING), ("someone/draft", NOTHING), (draft, draft), (draft, tmp_path / "drafts")):
+        params.check_watched(
+            "import_draft.checkpoints.one.model", model and str(model), "import_draft.watch", str(watch)
+        )
+    for watch in (NOTHING, str(tmp_path / "dra"), str(draft / "below")):
+        with pytest.raises(ValueError, match=r"expected import_draft\.watch to be that folder or one around it"):
+            params.check_watched("import_draft.checkpoints.one.model", str(draft), "import_draft.watch", watch)
