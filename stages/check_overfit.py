@@ -99,9 +99,8 @@ def _row(p: params.Params, made: manifest.Manifest, head: torch.Tensor) -> tuple
     """
     store, steps = Store(HIDDENS), p.train_draft.ttt_steps
     order, first = sorted(range(len(store)), key=lambda i: store.lengths[i]), max(0, (len(store) - CANDIDATES) // 2)
-    rows = (store.row(number, torch.float32) for number in order[first : first + CANDIDATES])
-    if store.online:
-        rows = _seen(p, made, list(rows))
+    stored = [store.row(number, torch.float32) for number in order[first : first + CANDIDATES]]
+    rows = _seen(p, made, stored) if store.online else iter(stored)
 
     def reachable(row: hiddens.Row) -> float:
         answer = slice(row.prompt_length, None)
