@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from stages import check_overfit, extract_hiddens, init_draft, prepare_target
-from stages.drafting import recite
+from stages import check_overfit, extract_hiddens, init_draft, prepare_target, train_draft
+from stages.drafting import optim, recite
 from stages.drafting.decode import Engine
 from stages.drafting.draft import Draft
 from stages.formats import checkpoint, conversations, manifest
@@ -128,6 +128,33 @@ def test_a_target_that_the_engine_does_not_decode_is_judged_by_the_trainer(
     assert (
         "not decoded by the torch engine, only by the trainer's own forward: a window of 8" in capsys.readouterr().out
     )
+
+
+def test_training_that_diverges_in_its_last_step_writes_nothing(learned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: each step's loss is of the weights before it, so what the last step of an epoch made NaN was written, to .scratch
+    too, where every later run took it up again.
+    """
+    step, weights = optim.Optimizer.step, list[Tensor]()
+
+    def diverge(own: optim.Optimizer, *given: float) -> Tensor:
+        norm = step(own, *given)
+        weights.append(own.masters["fc.weight"])
+        if len(weights) == 3:  # of as many epochs, of one step each
+            own.masters["fc.weight"].data[0, :5] = torch.nan
+        return norm
+
+    monkeypatch.setattr(optim.Optimizer, "step", diverge)
+    with pytest.raises(
+        ValueError, match=r"diverged by step 3 \(epoch 3\): fc\.weight holds 5 NaN .* lower train_draft\.learning"
+    ):
+        train_draft.main("e003")
+    assert len(weights) == 3 and not Path("drafts/e003").exists()
+    (kept,) = Path(".scratch").glob("train_draft-e003-*")
+    assert json.loads((kept / "state/progress.json").read_text())["epoch"] == 2
+    monkeypatch.undo()
+    monkeypatch.chdir(learned)
+    train_draft.main("e003")
+    assert checkpoint.read_progress(checkpoint.folder("e003"), "train_draft@e003")["epoch"] == 3
 
 
 def test_perfect_guesses_along_an_answer_by_hand() -> None:
