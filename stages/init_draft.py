@@ -157,8 +157,20 @@ def _count(split: str, vocab_size: int) -> torch.Tensor:
     """How often each token stands in the split's answers: [V] int64."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for head in hiddens.read_heads(HIDDENS / split):
+        if len(head.ids) and not 0 <= int(head.ids.min()) <= int(head.ids.max()) < vocab_size:
+            raise ValueError(_corrupt(HIDDENS / split, head, vocab_size))
         counts += torch.bincount(head.ids[head.mask].to(torch.int64), minlength=vocab_size)
     return counts
+
+
+def _corrupt(folder: Path, head: hiddens.Head, vocab_size: int) -> str:
+    """What is wrong with a row that has token ids which the target does not."""
+    (shard,) = hiddens.read_index(folder).filter(id=head.id)["shard"].unique().to_list()
+    wrong = head.ids[(head.ids < 0) | (head.ids >= vocab_size)]
+    return (
+        f"{folder / shard}: row {head.id} has {len(wrong)} token ids that the target has not, the first of them {int(wrong[0])}; "
+        f"expected 0 to {vocab_size - 1}; run: dvc repro -f -s extract_hiddens, and where it comes again, sample_target"
+    )
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from stages.sections.data import OWN_PROMPTS, FixData, PreparePrompts, SampleTar
 from stages.sections.draft import CheckOverfit, ImportDraft, InitDraft, TrainDraft
 from stages.sections.explain import explain, explain_yaml
 from stages.sections.full_disk import explain_full_disk
-from stages.sections.methods import BenchmarkMethods, MethodRow, StaticRow
+from stages.sections.methods import BenchmarkMethods, DynamicRow, MethodRow, StaticRow
 from stages.sections.recipe import Recipe
 from stages.sections.schedule import Schedule
 from stages.sections.section import PARAMS, ROOT_CHECKPOINT, Section, Text, named
@@ -126,7 +126,12 @@ class Params(Section):
             *self.time_trees.steps,
             *(
                 Tree.parse(tree).num_steps
-                for tree in [*self.replay_trees.inside, *self.benchmark.trees, *self.benchmark_served.trees]
+                for tree in [
+                    *self.replay_trees.inside,
+                    *self.benchmark.trees,
+                    *self.benchmark_served.trees,
+                    *(row.tree for row in self.benchmark_methods.drafted.values() if isinstance(row, DynamicRow)),
+                ]
             ),
         )
         if self.init_draft.window is not None and self.init_draft.window < deepest:
@@ -144,6 +149,12 @@ class Params(Section):
             raise ValueError(
                 f"benchmark_methods.workload is {table.workload!r}, expected one of benchmark.torch, "
                 f"{', '.join(self.benchmark.torch) or 'which is []'}; correct it, or add it there"
+            )
+        lengths = self.benchmark.workloads[table.workload].max_new_tokens if rows else None
+        if isinstance(lengths, list):
+            raise ValueError(
+                f"benchmark_methods.workload is {table.workload!r}, whose max_new_tokens is a sweep, {lengths}; expected one "
+                "number: methods answer each question once; name a workload with one, or write it so"
             )
         if twice := sorted(set(table.drafted) & set(table.draftless)):
             raise ValueError(f"benchmark_methods: {twice[0]} is in drafted and in draftless; rename one")

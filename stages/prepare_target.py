@@ -165,7 +165,7 @@ def describe(
 
 
 def _check_tables(p: params.Params, made: Manifest, folder: Path) -> None:
-    """Compare what later stages read by name with what the target computes with: docs/guide.md says what it costs.
+    """Compare what later stages read by name with what the target computes with. What it costs: docs/guide.md
 
     Raises ValueError naming the key, the largest difference and the keys of the head's shape.
     """

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from stages import params
 from stages.drafting import acceptance, bounds, inside, kinds, prompt
+from stages.drafting import tree as trees
 from stages.drafting.draft import Draft, Seen
 from stages.drafting.replay import replay, room
 from stages.formats import checkpoint, clusters, conversations, hiddens, interval, manifest, origin, replays
@@ -71,6 +72,8 @@ def main(name: str) -> None:
     embedding, _ = manifest.tables(made)
     config, tensors = checkpoint.read_draft(checkpoint.folder(name), p.made_by(name))
     _check_draft(name, config, made)
+    for t in [*p.replay_trees.trees(), *p.replay_trees.watched()]:  # before any answer is read
+        trees.check(t.num_steps, t.topk, t.num_draft_tokens, config["draft_vocab_size"], config.get("sliding_window"))
     dtype = getattr(torch, p.target.dtype)  # engines run the draft as they run the target; scores are float32
     draft = Draft.of(config, tensors).to(p.target.device, dtype).requires_grad_(False)
     embedding = embedding.to(p.target.device, dtype)

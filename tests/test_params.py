@@ -527,6 +527,22 @@ BAD_ROWS = [
 ]  # fmt: skip
 
 
+def test_a_sweep_is_no_workload_of_methods() -> None:
+    """Bug: benchmark_methods took a workload of several answer lengths, and ended by an AssertionError."""
+    with_methods(("max_new_tokens: 200       # a list", "max_new_tokens: [100, 200]  # a list"))
+    (line,) = problems()
+    assert line.startswith(
+        "benchmark_methods.workload is 'eval', whose max_new_tokens is a sweep, [100, 200]; expected one"
+    )
+
+
+def test_a_window_below_the_steps_of_a_row_of_methods() -> None:
+    """Bug: the trees of benchmark_methods.drafted were not among those that init_draft.window is compared with."""
+    with_methods(("window: null ", "window: 11 "), three="{method: eagle3, checkpoint: e009, tree: t12_2_8}")
+    (line,) = problems()
+    assert line.startswith("init_draft.window is 11, expected at least the most steps asked for, 12")
+
+
 @pytest.mark.parametrize(("rows", "start"), BAD_ROWS, ids=[row[1] for row in BAD_ROWS])
 def test_rows_of_methods_that_can_not_be_measured(rows: dict[str, str], start: str) -> None:
     with_methods(**rows)

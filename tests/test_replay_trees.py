@@ -4,6 +4,7 @@ A random target of nine tokens, and a random draft for it: so a third of the gue
 """
 
 import csv
+import json
 import shutil
 from contextlib import chdir
 from itertools import pairwise
@@ -130,6 +131,15 @@ def test_answers_all_at_temperature_0_are_replayed_alone(project: Path) -> None:
 
 
 # What is refused
+
+
+def test_a_tree_deeper_than_an_imported_drafts_window_is_refused_before_anything_is_read(project: Path) -> None:
+    """Bug: replay read the answers, and ended by an AssertionError."""
+    place = Path("drafts/e003/draft/config.json")
+    config = json.loads(place.read_text())
+    place.write_text(json.dumps(config | {"sliding_window": 2, "layer_types": ["sliding_attention"]}))
+    shutil.rmtree("data/hiddens")
+    assert refused().startswith("t3_1_4: num_steps is 3, expected at most 2, the draft's sliding_window")
 
 
 def refused() -> str:

@@ -147,8 +147,7 @@ class Batches(Engine):
     def _check_one(self, tokens: int, tree: Tree | None) -> None:
         self.check(tokens)
         if tree is not None:
-            assert self.draft is not None
-            trees.check(*tree, self.draft.config.draft_vocab_size)
+            trees.check(*tree, *self._draft_limits())
 
     def _one_by_one(self, asks: Sequence[Ask], tree: Tree | None) -> Iterator[list[Told]]:
         for number, (prompt, most, pictures, how) in enumerate(asks):

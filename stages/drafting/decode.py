@@ -268,7 +268,7 @@ class Engine:
         ValueError for a tree that can't be built, before the first token.
         """
         assert self.draft is not None
-        trees.check(num_steps, topk, num_draft_tokens, self.draft.config.draft_vocab_size)
+        trees.check(num_steps, topk, num_draft_tokens, *self._draft_limits())
         rows, shape = num_steps + 1, (num_steps, topk, num_draft_tokens)
         spare = max(rows, num_draft_tokens, (num_steps - 1) * topk) + self.ahead * rows
         with self._room(len(prompt) + max_new_tokens, spare) as room:
@@ -401,6 +401,11 @@ class Engine:
             {},
             {},
         )
+
+    def _draft_limits(self) -> tuple[int, int | None]:
+        """What of the draft limits its trees: its vocabulary, and its sliding window."""
+        assert self.draft is not None
+        return self.draft.config.draft_vocab_size, self.draft.config.sliding_window
 
     def _draft_cache(self) -> tuple[Tensor, int, int]:
         """Of the draft's keys: what they are like, G and E."""

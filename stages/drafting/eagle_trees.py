@@ -31,7 +31,7 @@ class Guessing:
         if isinstance(tree, Static):
             self.steps, self.nodes = tree.steps, tree.nodes
         else:
-            trees.check(*tree, c.vocab_size)
+            trees.check(*tree, c.vocab_size, c.sliding_window)
             self.steps, self.nodes = tree[0], tree[2]
         self.weights = sum(x.nbytes for x in eagle.parameters())
         self.parameters = sum(x.numel() for x in eagle.parameters())

@@ -138,7 +138,7 @@ def replay(
     can't be built.
     """
     for steps, topk, tokens in trees:
-        check(steps, topk, tokens, draft.config.draft_vocab_size)
+        check(steps, topk, tokens, draft.config.draft_vocab_size, draft.config.sliding_window)
     begins, last = (starts - 1).tolist(), (ends - 2).tolist()  # bonus token y_0 .. y_{n-2}
     spans = [Block(b, begin, max(begin, end)) for b, (begin, end) in enumerate(zip(begins, last, strict=True))]
     counts = torch.tensor([span.end - span.begin for span in spans], device=ids.device)

@@ -80,7 +80,9 @@ def pool(steps: int, topk: int) -> int:
     return level(steps - 1, topk)[1]
 
 
-def check(steps: int, topk: int, num_draft_tokens: int, draft_vocab_size: int) -> None:
+def check(
+    steps: int, topk: int, num_draft_tokens: int, draft_vocab_size: int, sliding_window: int | None = None
+) -> None:
     """Raises ValueError for a tree that can't be built, with this draft or any."""
     name = f"t{steps}_{topk}_{num_draft_tokens}"
     if min(steps, topk) < 1 or num_draft_tokens < 2:
@@ -95,6 +97,11 @@ def check(steps: int, topk: int, num_draft_tokens: int, draft_vocab_size: int) -
     if topk > draft_vocab_size:
         raise ValueError(
             f"{name}: topk is {topk}, expected at most {draft_vocab_size}, the tokens of the draft's vocabulary; lower topk"
+        )
+    if sliding_window is not None and sliding_window < steps:
+        raise ValueError(
+            f"{name}: num_steps is {steps}, expected at most {sliding_window}, the draft's sliding_window: a deeper step would "
+            "not see its own first; lower num_steps, or take another draft"
         )
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages.drafting import tree
+from stages.drafting.batches import Batches
 from stages.drafting.decode import Engine
 from stages.drafting.replay import replay
 from stages.sections.trees import candidates
@@ -223,6 +224,28 @@ def test_a_tree_that_can_not_be_built_is_refused_before_anything_is_computed(sha
     engine = Engine(small_target(CONFIG.vocab_size, 1), [], [1, 2, 3], draft)
     with pytest.raises(ValueError, match=re.escape(says)):
         next(engine.speculative([1, 2], 5, steps, topk, tokens))
+
+
+def test_a_tree_deeper_than_the_drafts_window_is_refused() -> None:
+    """Bug: of an imported draft with a sliding window, whose steps params.yaml can't know, replay and engine ended by an
+    AssertionError.
+    """
+    draft, embedding, _ = random_draft(3, sliding_window=4)
+    says = (
+        r"t5_1_6: num_steps is 5, expected at most 4, the draft's sliding_window: .* lower num_steps, or take another"
+    )
+    ids, features = torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 8, 3 * CONFIG.hidden_size)
+    rows = draft, embedding, ids, features, torch.tensor([3]), torch.tensor([8])
+    engine = Batches(small_target(CONFIG.vocab_size, 1), [], [1, 2, 3], draft)
+    for refused in (
+        lambda: replay(*rows, [(4, 1, 5), (5, 1, 6)]),
+        lambda: next(engine.speculative([1, 2], 5, 5, 1, 6)),
+        lambda: engine.memory(9, 2, (5, 1, 6)),
+    ):
+        with pytest.raises(ValueError, match=says):
+            refused()
+    replay(*rows, [(4, 1, 5)])
+    assert len(list(engine.speculative([1, 2], 5, 4, 1, 5))) > 1
 
 
 def test_the_largest_trees_are_built() -> None:

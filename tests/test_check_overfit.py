@@ -1,0 +1,168 @@
+"""check_overfit: the row is decoded as a benchmark decodes, so that what trainer and engine see differently shows here."""
+
+import json
+from collections.abc import Iterator
+from contextlib import chdir
+from pathlib import Path
+
+import polars as pl
+import pytest
+import torch
+from torch import Tensor
+
+from stages import check_overfit, extract_hiddens, init_draft, prepare_target, train_draft
+from stages.drafting import optim, recite
+from stages.drafting.decode import Engine
+from stages.drafting.draft import Draft
+from stages.formats import checkpoint, conversations, manifest
+from tests.conftest import ROOT, edit_params
+from tests.drafting.plain import scatter, small_target
+
+PROMPT, ANSWER, STEPS, V = 9, 40, 4, 40
+REPORT = Path("results/overfit_report.json")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A project of a tiny random target, its own greedy answers, their hidden states, and an e000 that knows a row by heart, so
+    that no test has to learn it again; we stand in it.
+    """
+    project = tmp_path_factory.mktemp("learned")
+    (project / "params.yaml").write_text((ROOT / "params.yaml").read_text())
+    edit_params(project, {
+        "target": {"model": "tiny", "num_threads": 1, "feature_layers": [1, 2, 3]},
+        "extract_hiddens": {"max_length": 60},
+        "init_draft": {"draft_vocab_size": None},
+        "train_draft": {"ttt_steps": STEPS},
+        "check_overfit": {"steps": 200, "learning_rate": 0.01, "min_tau": 3.5},
+    })  # fmt: skip
+    kept: list[Draft] = []
+    with chdir(project):
+        model = small_target(V, 1, eos_token_id=0)
+        scatter(model, 0.5, 1)
+        model.save_pretrained("tiny")
+        made = prepare_target.describe("tiny", None, model.config, Path("tiny"), [1, 2, 3])
+        manifest.write(manifest.FOLDER, made)
+        engine, draw = Engine(model, [], made.feature_layers), torch.Generator().manual_seed(0)
+        for split, count in {"train": 3, "eval": 1, "eval_t": 0}.items():
+            rows = []
+            for n in range(count):
+                ids = torch.randint(3, V, (PROMPT,), generator=draw).tolist()
+                said = [token for step in engine.plain(ids, ANSWER + n) for token in step.tokens]
+                rows.append({
+                    "id": f"{split}{n}.0", "source_row": n, "verdict": "clean", "temperature": 0.0, "top_p": None,
+                    "prompt_ids": ids, "answer_ids": said, "finish_reason": "length", "images": None,
+                })  # fmt: skip
+            place = Path("data/sampled") / split / conversations.part(0)
+            conversations.write(place, pl.DataFrame(rows, schema=conversations.SAMPLED), conversations.SAMPLED)
+        Path("results").mkdir()
+        extract_hiddens.main()
+        init_draft.main()
+        with pytest.MonkeyPatch.context() as patch:
+            own = check_overfit.chain_tau
+            patch.setattr(check_overfit, "chain_tau", lambda draft, *given: kept.append(draft) or own(draft, *given))
+            check_overfit.main()
+        config, _ = checkpoint.read_draft(checkpoint.folder("e000"), "init_draft")
+        checkpoint.write_draft(checkpoint.folder("e000"), config, dict(kept[0].state_dict()))
+        edit_params(project, {"check_overfit": {"steps": 1, "learning_rate": 1e-9}})
+        yield project
+
+
+def test_a_row_learned_by_heart_is_accepted_by_the_engine(learned: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    check_overfit.main()
+    report = json.loads(REPORT.read_text())
+    assert report["tau"] > 4 and report["perfect_tau"] > 4.5
+    assert f"{report['tau']:.2f} by the trainer's own forward" in capsys.readouterr().out
+
+
+def swapped(own: Engine, caught: list[Tensor]) -> Tensor:
+    return torch.cat([stream[0] for stream in (caught[2], caught[1], caught[0])], dim=-1)
+
+
+def off_by_one(draft: Draft, ids: Tensor) -> Tensor:
+    return (draft.d2t[ids] + ids + 1) % V
+
+
+rope = Draft.rope
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken"),
+    [(Engine, "_features", swapped), (Draft, "to_target", off_by_one)],
+    ids=["features", "d2t"],
+)
+def test_what_only_the_engine_sees_otherwise_fails_the_gate(
+    learned: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, broken: object
+) -> None:
+    """Bug: the gate decoded with the trainer's own forward, so a draft passed whose features stood in another order at
+    serving, or whose map of tokens was wrong there.
+    """
+    monkeypatch.setattr(owner, name, broken)
+    with pytest.raises(
+        ValueError, match=r"tokens long, expected at least .* By the trainer's own forward it is [45]\.\d\d: the"
+    ):
+        check_overfit.main()
+
+
+def test_a_rotation_of_its_own_at_serving_fails_the_gate(learned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bug, by the angles: the engine's are off by a factor, the trainer's are not."""
+    learned, turned_rope = recite.chain_tau, lambda draft, positions: rope(draft, positions * 3)
+
+    def decode(*given, **more) -> float:
+        with monkeypatch.context() as patch:
+            patch.setattr(Draft, "rope", turned_rope)
+            return learned(*given, **more)
+
+    monkeypatch.setattr(recite, "chain_tau", decode)
+    with pytest.raises(ValueError, match=r"By the trainer's own forward it is [45]"):
+        check_overfit.main()
+
+
+def test_a_target_that_the_engine_does_not_decode_is_judged_by_the_trainer(
+    learned: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One whose layers see fewer tokens than the row has is served all the same."""
+    monkeypatch.setattr(Engine, "check", lambda self, tokens: (_ for _ in ()).throw(ValueError("a window of 8")))
+    check_overfit.main()
+    assert (
+        "not decoded by the torch engine, only by the trainer's own forward: a window of 8" in capsys.readouterr().out
+    )
+
+
+def test_training_that_diverges_in_its_last_step_writes_nothing(learned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: each step's loss is of the weights before it, so what the last step of an epoch made NaN was written, to .scratch
+    too, where every later run took it up again.
+    """
+    step, weights = optim.Optimizer.step, list[Tensor]()
+
+    def diverge(own: optim.Optimizer, *given: float) -> Tensor:
+        norm = step(own, *given)
+        weights.append(own.masters["fc.weight"])
+        if len(weights) == 3:  # of as many epochs, of one step each
+            own.masters["fc.weight"].data[0, :5] = torch.nan
+        return norm
+
+    monkeypatch.setattr(optim.Optimizer, "step", diverge)
+    with pytest.raises(
+        ValueError, match=r"diverged by step 3 \(epoch 3\): fc\.weight holds 5 NaN .* lower train_draft\.learning"
+    ):
+        train_draft.main("e003")
+    assert len(weights) == 3 and not Path("drafts/e003").exists()
+    (kept,) = Path(".scratch").glob("train_draft-e003-*")
+    assert json.loads((kept / "state/progress.json").read_text())["epoch"] == 2
+    monkeypatch.undo()
+    monkeypatch.chdir(learned)
+    train_draft.main("e003")
+    assert checkpoint.read_progress(checkpoint.folder("e003"), "train_draft@e003")["epoch"] == 3
+
+
+def test_perfect_guesses_along_an_answer_by_hand() -> None:
+    """Of tokens 1 to 6 the target would have said all but the fourth. With two drafts a cycle: 2 3, bonus 4; 5 6, no bonus.
+    With one: 2, bonus 3; none, bonus 4; 5, bonus 6.
+    """
+    answer, head = torch.tensor([1, 2, 3, 4, 5, 6]), torch.eye(8)
+    last = torch.eye(8)[torch.tensor([2, 3, 7, 5, 6, 0])]
+    assert recite.perfect_tau(answer, last, head, 2) == (4 + 2) / 2
+    assert recite.perfect_tau(answer, last, head, 1) == (2 + 3) / 3
+    assert recite.perfect_tau(answer[:1], last[:1], head, 2) == 1.0

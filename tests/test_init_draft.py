@@ -1,0 +1,36 @@
+"""init_draft: hidden states whose token ids are corrupt."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from stages import init_draft
+from stages.formats import hiddens
+
+V = 40
+
+
+@pytest.mark.parametrize("wrong", [-1, V, 2**31 - 1])
+def test_token_ids_that_the_target_has_not_are_named_with_their_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: int
+) -> None:
+    """Bug: they ended init_draft by a RuntimeError of bincount, or of tensors of unequal sizes; in a prompt by nothing."""
+    monkeypatch.chdir(tmp_path)
+    rows = []
+    for number in range(3):
+        ids = torch.arange(6, dtype=torch.int32)
+        ids[number] = V - 1 if number < 2 else wrong
+        states = torch.zeros(6, 4)
+        rows.append(hiddens.Row(f"row{number}.0", ids, ids > 2, states.repeat(1, 3), states, 3, "stop"))
+    folder = Path("data/hiddens/train")
+    folder.mkdir(parents=True)
+    hiddens.write(folder, rows[:2], torch.float32, 1 << 20)
+    assert init_draft._count("train", V).sum() == sum(int(row.mask.sum()) for row in rows[:2])
+    hiddens.write(folder, rows, torch.float32, 1 << 20)
+    expected = (
+        rf"^data/hiddens/train/\S+\.safetensors: row row2\.0 has 1 token ids that the target has not, the first of them "
+        rf"{wrong}; expected 0 to 39; run: dvc repro -f -s extract_hiddens"
+    )
+    with pytest.raises(ValueError, match=expected):
+        init_draft._count("train", V)
