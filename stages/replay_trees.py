@@ -72,14 +72,14 @@ def main(name: str) -> None:
     embedding, _ = manifest.tables(made)
     config, tensors = checkpoint.read_draft(checkpoint.folder(name), p.made_by(name))
     _check_draft(name, config, made)
-    for t in [*p.replay_trees.trees(), *p.replay_trees.watched()]:  # before any answer is read
+    settings = p.replay_trees
+    for t in [*settings.trees(), *settings.watched()]:  # before any answer is read
         trees.check(t.num_steps, t.topk, t.num_draft_tokens, config["draft_vocab_size"], config.get("sliding_window"))
     dtype = getattr(torch, p.target.dtype)  # engines run the draft as they run the target; scores are float32
     draft = Draft.of(config, tensors).to(p.target.device, dtype).requires_grad_(False)
     embedding = embedding.to(p.target.device, dtype)
     splits = [answers for split in SPLITS if (answers := _answers(p, split, made)).count]
     tokenizer = prompt.load_tokenizer(manifest.weights(made), p.target.trust_remote_code, made.chat_template)
-    settings = p.replay_trees
     inner = Inside({tree: inside.Tally() for tree in settings.watched()}, tokenizer)
     found = [
         _found(name, draft, embedding, answers, settings, None if answers.temperature else inner) for answers in splits
