@@ -27,12 +27,14 @@ REFUSED = {
     "benchmark_served.server.base_urls": "prompts, and the key of api_key_env, are sent there",
     "benchmark_served.server.base_urls.*": "prompts, and the key of api_key_env, are sent there",
     "benchmark_served.server.api_key_env": "it sends a secret of this machine's environment to a server",
+    "benchmark.allow_unsandboxed_code": "it lets programs that a model wrote run without a sandbox",
     "schedule.ray_address": "code and the Prefect server's password are sent there",
 }
 # Free text that names, or may name, a file or folder, or stands on a command line.
 PATHS = (
     MODEL,
     REVISION,
+    "target.watch",
     "target.chat_template",
     "fix_data.raw",
     "fix_data.eval_file",
@@ -40,7 +42,9 @@ PATHS = (
     "extract_hiddens.import",
     "init_draft.draft_config_path",
     "init_draft.from",
+    "init_draft.watch",
     "init_draft.revision",
+    "import_draft.watch",
     "import_draft.checkpoints.*.model",
     "import_draft.checkpoints.*.revision",
     "prepare_prompts.sets.*.from",
