@@ -114,7 +114,8 @@ def _judge(p: params.Params, found: Measured) -> None:
         raise ValueError(
             f"check_overfit: after {p.check_overfit.steps} steps on row {found.row} a chain of {p.train_draft.ttt_steps} drafts "
             f"is accepted {tau:.2f} tokens long, expected at least {needed:.2f}: check_overfit.min_tau "
-            f"{p.check_overfit.min_tau}, in proportion to {perfect:.2f}, which perfect guesses reach on this row. {_advice(found.trained, needed, losses)}"
+            f"{p.check_overfit.min_tau}, in proportion to {perfect:.2f}, which perfect guesses reach on this row. "
+            f"{_advice(found.trained, needed, losses)}"
         )
     atomic.write_json(REPORT, report)
     draft = manifest.digest(checkpoint.folder(ROOT_CHECKPOINT) / "draft", "*.safetensors")

@@ -1,6 +1,7 @@
 """check_overfit: the row is decoded as a benchmark decodes, so that what trainer and engine see differently shows here."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import chdir
 from pathlib import Path
@@ -67,6 +68,12 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         checkpoint.write_draft(checkpoint.folder("e000"), config, dict(kept[0].state_dict()))
         edit_params(project, {"check_overfit": {"steps": 1, "learning_rate": 1e-9}})
         yield project
+
+
+@pytest.fixture(autouse=True)
+def nothing_measured_before(learned: Path) -> None:
+    """The stage keeps its measurement by inputs and code, and doesn't see what a test patches."""
+    shutil.rmtree(learned / ".scratch", ignore_errors=True)
 
 
 def test_a_row_learned_by_heart_is_accepted_by_the_engine(learned: Path, capsys: pytest.CaptureFixture[str]) -> None:
