@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from stages import extract_hiddens as stage
-from stages.drafting import target
+from stages.drafting import packed_forward
 from stages.formats import conversations, hiddens
 
 LENGTH, PEAK, LAYERS, H = 2048, 989e12, [2, 18, 33], 4096
@@ -44,9 +44,9 @@ def main() -> None:
     if world > 1:
         torch.distributed.init_process_group("gloo")
     model = random_target(device)
-    packed = target.packs(model)
+    packed = packed_forward.packs(model)
     if args.compile:
-        target.compile_blocks(model, args.batch_tokens)
+        packed_forward.compile_blocks(model, args.batch_tokens)
     source = stage.Source(
         partial(stage._forward, model, LAYERS, packed), partial(stage._batches, args.batch_tokens, not packed), device
     )
@@ -109,15 +109,15 @@ def forward_rate(model, tokens: int, profile: bool) -> float:
     ids = torch.randint(0, 150000, (sum(lengths),), device=model.device)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(3):
-        target.forward_documents(model, ids, lengths, packed=True)
+        packed_forward.forward_documents(model, ids, lengths, packed=True)
     begin.record()
     for _ in range(8):
-        target.forward_documents(model, ids, lengths, packed=True)
+        packed_forward.forward_documents(model, ids, lengths, packed=True)
     end.record()
     torch.cuda.synchronize()
     if profile:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-            target.forward_documents(model, ids, lengths, packed=True)
+            packed_forward.forward_documents(model, ids, lengths, packed=True)
             torch.cuda.synchronize()
         print(found.key_averages().table(sort_by="cuda_time_total", row_limit=22, max_name_column_width=60), flush=True)
     return 8 * sum(lengths) / (begin.elapsed_time(end) / 1000)

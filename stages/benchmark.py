@@ -22,7 +22,7 @@ import polars as pl
 import torch
 
 from stages import params
-from stages.drafting import acceptance, pixels, prompt, ranks, sampling, target, timing
+from stages.drafting import acceptance, loading, pixels, prompt, ranks, sampling, timing
 from stages.drafting.batches import Ask, Batches
 from stages.drafting.cards import left, place
 from stages.drafting.decode import Step
@@ -254,7 +254,7 @@ def _engine(p: params.Params, w: Workload, name: str, group: ranks.Ranks) -> Bat
     cards = [f"cuda:{first + n * b.processes}" for n in range(b.num_gpus_per_model)]  # the first is the process's own
     whole = group.device == "cpu" or (len(cards) == 1 and b.max_gpu_memory is None)
     lies = group.device if whole else "cpu"
-    model = target.load(str(manifest.weights(made)), None, p.target.dtype, lies, p.target.trust_remote_code)
+    model = loading.load(str(manifest.weights(made)), None, p.target.dtype, lies, p.target.trust_remote_code)
     if not whole:
         place(model, cards, b.max_gpu_memory)
     config, tensors = checkpoint.read_draft(checkpoint.folder(name), p.made_by(name))

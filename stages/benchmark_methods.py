@@ -17,7 +17,7 @@ import polars as pl
 import torch
 
 from stages import params
-from stages.drafting import acceptance, pixels, rivals, sampling, target
+from stages.drafting import acceptance, loading, pixels, rivals, sampling
 from stages.drafting.decode import Engine, Method, Step
 from stages.drafting.draft import Draft
 from stages.drafting.eagle_trees import Guessing
@@ -128,7 +128,7 @@ def main(name: str) -> None:
 
 def _work(p: params.Params, settings: MethodRow, w: Workload, prompts: pl.DataFrame) -> Work:
     made = manifest.read()
-    model = target.load(str(manifest.weights(made)), None, p.target.dtype, p.target.device, p.target.trust_remote_code)
+    model = loading.load(str(manifest.weights(made)), None, p.target.dtype, p.target.device, p.target.trust_remote_code)
     draft = None
     if settings.method == "eagle3":
         assert isinstance(settings, DynamicRow)

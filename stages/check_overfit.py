@@ -19,7 +19,7 @@ import torch
 from tqdm import trange
 
 from stages import params
-from stages.drafting import acceptance, optim, pixels, recite, target, ttt
+from stages.drafting import acceptance, loading, optim, pixels, recite, ttt
 from stages.drafting.draft import Draft
 from stages.drafting.live import Live
 from stages.formats import atomic, checkpoint, conversations, hiddens, manifest, scratch
@@ -182,7 +182,7 @@ def _served_tau(
     folder, ids = str(manifest.weights(made)), row.ids.tolist()
     shown = {row.id: conversations.images(SAMPLED, "sample_target").get(row.id)}
     try:
-        model = target.load(folder, None, p.target.dtype, p.target.device, p.target.trust_remote_code)
+        model = loading.load(folder, None, p.target.dtype, p.target.device, p.target.trust_remote_code)
         served = Draft.of(config, draft.state_dict()).to(p.target.device, model.dtype).requires_grad_(False)
         engine = recite.ReciteEngine(model, made.feature_layers, served, ids[row.prompt_length :])
         if (told := _too_long(engine, len(ids))) is None:

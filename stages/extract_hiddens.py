@@ -30,7 +30,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from stages import params
-from stages.drafting import ranks, target
+from stages.drafting import hooks, loading, multimodal, packed_forward, ranks
 from stages.drafting.pixels import Eyes
 from stages.formats import atomic, conversations, features, hiddens, manifest, origin, scratch, slots
 from stages.formats.hiddens import Block, Head, Shard
@@ -275,14 +275,14 @@ def _source(p: params.Params, made: Manifest, tables: dict[str, pl.DataFrame]) -
         stored = partial(_stored, given, hiddens.DTYPES[e.dtype])
         return Source(stored, partial(_batches, e.batch_tokens, False), torch.device("cpu"))
     where = (p.target.dtype, ranks.own(p.target.device), p.target.trust_remote_code)
-    model = target.load(str(manifest.weights(made)), None, *where)
-    packed = target.packs(model)
+    model = loading.load(str(manifest.weights(made)), None, *where)
+    packed = packed_forward.packs(model)
     if not packed:
         print(
             f"{made.model}: its attention takes no documents end to end, so they are padded to like lengths", flush=True
         )
     if e.compile and packed:
-        target.compile_blocks(model, e.batch_tokens)
+        packed_forward.compile_blocks(model, e.batch_tokens)
     fill = partial(_forward, model, made.feature_layers, packed)
     if token is not None:
         eyes = Eyes(str(manifest.weights(made)), p.target.trust_remote_code)
@@ -307,13 +307,13 @@ def _batches(batch_tokens: int, padded: bool, lengths: list[int]) -> list[range]
 
 
 def _forward(
-    model: Any, layers: list[int], packed: bool, heads: list[Head], slot: Slot, view: target.View | None = None
+    model: Any, layers: list[int], packed: bool, heads: list[Head], slot: Slot, view: multimodal.View | None = None
 ) -> None:
     """The target's own hidden states."""
     lengths = [len(h.ids) for h in heads]
-    ids = target.to(torch.cat([h.ids for h in heads]).long(), model.device)  # [N]
-    with target.tapped(model, layers, lambda part, stream: slot.keep(part, target.unpadded(stream, lengths))):
-        slot.keep(slots.LAST, target.forward_documents(model, ids, lengths, packed, view))
+    ids = multimodal.to(torch.cat([h.ids for h in heads]).long(), model.device)  # [N]
+    with hooks.tapped(model, layers, lambda part, stream: slot.keep(part, packed_forward.unpadded(stream, lengths))):
+        slot.keep(slots.LAST, packed_forward.forward_documents(model, ids, lengths, packed, view))
 
 
 def _see(
@@ -322,13 +322,13 @@ def _see(
     """The same of a target that sees: with the rows' pictures, and what its decoder was given in their place."""
     lengths = [len(h.ids) for h in heads]
     pictures = [eyes.see(images[h.id]) if h.id in images else None for h in heads]
-    view = target.look(model, [f"row {h.id}" for h in heads], [h.ids for h in heads], pictures)
-    pieces = target.to(view.pictured.nonzero()[:, 0], model.device)  # [M]
+    view = multimodal.look(model, [f"row {h.id}" for h in heads], [h.ids for h in heads], pictures)
+    pieces = multimodal.to(view.pictured.nonzero()[:, 0], model.device)  # [M]
 
     def keep(embeds: Tensor, positions: Tensor) -> None:
-        slot.see(target.unpadded(positions, lengths), target.unpadded(embeds, lengths)[pieces])
+        slot.see(packed_forward.unpadded(positions, lengths), packed_forward.unpadded(embeds, lengths)[pieces])
 
-    with target.entered(model, keep):
+    with hooks.entered(model, keep):
         forward(heads, slot, view=view)
 
 

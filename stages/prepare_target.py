@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from stages import params
 from stages.builtin import sights, tiny
-from stages.drafting import head_check, target
+from stages.drafting import config_facts, head_check
 from stages.formats import atomic, manifest
 from stages.formats.manifest import Manifest
 from stages.serving import spent
@@ -143,8 +143,8 @@ def describe(
     model: str, revision: str | None, config: PretrainedConfig, folder: Path, feature_layers: list[int] | None
 ) -> Manifest:
     """What `folder`'s small files say of the target. Raises ValueError where the feature layers can't be."""
-    shapes = target.facts(config)
-    layers = sorted(feature_layers or target.default_feature_layers(shapes["num_layers"]))
+    shapes = config_facts.facts(config)
+    layers = sorted(feature_layers or config_facts.default_feature_layers(shapes["num_layers"]))
     if len(set(layers)) < 3 or layers[0] < 0 or layers[-1] >= shapes["num_layers"]:
         raise ValueError(
             f"params.yaml: target.feature_layers {layers} must be three different ids below {shapes['num_layers']}, "

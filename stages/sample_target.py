@@ -28,7 +28,7 @@ import torch
 from tqdm import tqdm
 
 from stages import params
-from stages.drafting import pixels, prompt, sample, target
+from stages.drafting import loading, pixels, prompt, sample
 from stages.formats import atomic, conversations, manifest, questions, scratch
 from stages.formats.journal import key
 from stages.formats.questions import Question
@@ -154,7 +154,7 @@ def _backend(work: Work, stack: contextlib.ExitStack, place: Path) -> Callable[[
     if s.backend == "server" or (s.backend == "keep" and s.server.known):
         reach = _reach(work, stack, place)
         return lambda split: asyncio.run(_ask_all(work, reach, split))
-    model = target.load(str(work.folder), None, t.dtype, t.device, t.trust_remote_code)
+    model = loading.load(str(work.folder), None, t.dtype, t.device, t.trust_remote_code)
     return lambda split: _answer(work, model, split)
 
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 
 from stages import params
-from stages.drafting import target
+from stages.drafting import loading
 from stages.drafting.decode import Engine, Step
 from stages.drafting.draft import Draft
 from stages.formats import cell, checkpoint, conversations, cost, cost_fit, interval, manifest
@@ -105,7 +105,7 @@ def _room(tree: Tree, cycles: int) -> int:
 
 def _engine(p: params.Params, made: manifest.Manifest, name: str) -> tuple[Engine, dict[str, Any]]:
     """One that no end token stops, and its draft's config.json."""
-    model = target.load(str(manifest.weights(made)), None, p.target.dtype, p.target.device, p.target.trust_remote_code)
+    model = loading.load(str(manifest.weights(made)), None, p.target.dtype, p.target.device, p.target.trust_remote_code)
     config, tensors = checkpoint.read_draft(checkpoint.folder(name), p.made_by(name))
     draft = Draft.of(config, tensors).to(p.target.device, model.dtype).requires_grad_(False)
     return Engine(model, [], made.feature_layers, draft, p.benchmark.semantics), config

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from stages.drafting import rivals, target
+from stages.drafting import loading, rivals
 from stages.drafting.decode import Engine
 from stages.drafting.draft import Draft, DraftConfig
 from stages.drafting.eagle_trees import Guessing
@@ -32,7 +32,7 @@ def prompts(small_run: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def model(small_run: Path):
-    return target.load(str(small_run / "artifacts/target"), None, "float32", "cpu")
+    return loading.load(str(small_run / "artifacts/target"), None, "float32", "cpu")
 
 
 def engine(small_run: Path, model, name: str) -> Engine:

@@ -29,7 +29,7 @@ from stages import (
     time_trees,
     train_draft,
 )
-from stages.drafting import target
+from stages.drafting import loading
 from stages.drafting.decode import Engine
 from stages.drafting.pixels import Eyes
 from stages.formats import conversations, hiddens, manifest, served
@@ -81,7 +81,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for folder in ("artifacts/target", "data/sampled", "data/fixed/images", "results"):
         (project / folder).mkdir(parents=True)
     manifest.write(project / "artifacts/target", made)
-    model, eyes = target.load(str(project / "tiny"), None, "float32", "cpu"), Eyes(str(project / "tiny"), False)
+    model, eyes = loading.load(str(project / "tiny"), None, "float32", "cpu"), Eyes(str(project / "tiny"), False)
     rng = random.Random(0)
     for split, count in {"train": 14, "eval": 8, "eval_t": 0}.items():
         rows = [one_row(project, split, n, rng) for n in range(count)]
@@ -163,7 +163,7 @@ def sampled(project: Path, split: str) -> dict[str, dict[str, Any]]:
 
 
 def test_rows_are_those_of_transformers_alone(made: Path, once: dict[str, bytes]) -> None:
-    model, eyes = target.load(str(made / "tiny"), None, "float32", "cpu"), Eyes(str(made / "tiny"), False)
+    model, eyes = loading.load(str(made / "tiny"), None, "float32", "cpu"), Eyes(str(made / "tiny"), False)
     for split in ("train", "eval"):
         asked = sampled(made, split)
         rows = list(hiddens.read(made / "data/hiddens" / split))

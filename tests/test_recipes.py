@@ -21,7 +21,7 @@ from pipeline import recipes, reproduce
 from pipeline.recipes import use
 from stages import fix_data, init_draft, params, prepare_target, sample_target
 from stages.builtin import tiny
-from stages.drafting import pixels, sample, target
+from stages.drafting import loading, packed_forward, pixels, sample
 from stages.drafting.draft import Draft, DraftConfig
 from stages.formats import published
 from stages.formats.beside import name_of
@@ -230,14 +230,16 @@ def test_the_embedded_experts_learn_and_are_a_target_like_any_other(tmp_path: Pa
     losses = [loss for _, loss in tiny.train(model, rows, 7, 6, 512, 0.03)]
     assert losses[-1] < losses[0]
     model.eval().save_pretrained(tmp_path)
-    loaded = target.load(str(tmp_path), None, "float32", "cpu")
+    loaded = loading.load(str(tmp_path), None, "float32", "cpu")
     ids = torch.cat([rows[0][0], rows[1][0]])
     lengths = [len(rows[0][0]), len(rows[1][0])]
     with torch.inference_mode():
         alone = torch.cat([model.model(input_ids=row[None]).last_hidden_state[0] for row in ids.split(lengths)])
         router = model(input_ids=ids[None], output_router_logits=True).router_logits[0]
-    assert target.packs(loaded)
-    torch.testing.assert_close(target.forward_documents(loaded, ids, lengths, True), alone, rtol=1e-4, atol=1e-4)
+    assert packed_forward.packs(loaded)
+    torch.testing.assert_close(
+        packed_forward.forward_documents(loaded, ids, lengths, True), alone, rtol=1e-4, atol=1e-4
+    )
     assert router.shape == (len(ids), 8) and loaded.config.num_experts_per_tok == 2
 
 
@@ -251,7 +253,7 @@ def test_the_embedded_target_that_sees_reads_maps_it_never_saw(tmp_path: Path, m
     prepare_target.main()
     sample_target.main()
     tokenizer = AutoTokenizer.from_pretrained("artifacts/target")
-    model, eyes = target.load("artifacts/target", None, "float32", "cpu"), pixels.Eyes("artifacts/target", False)
+    model, eyes = loading.load("artifacts/target", None, "float32", "cpu"), pixels.Eyes("artifacts/target", False)
     (end,) = {model.config.get_text_config().eos_token_id}
 
     def table(text: str) -> list[list[str]]:

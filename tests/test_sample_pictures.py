@@ -14,7 +14,7 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from stages import fix_data, prepare_target, sample_target
-from stages.drafting import target
+from stages.drafting import loading
 from tests.conftest import ROOT, copy_project, edit_params
 from tests.drafting.seeing import save
 from tests.serving.fake import Fake, completion
@@ -84,7 +84,7 @@ def test_rows_name_their_pictures_and_hold_a_token_for_each_embedding(project: P
 def test_the_target_saw_them(project: Path) -> None:
     """Each eval answer is `generate`'s on the processor's own output; and another one with the picture's colours inverted."""
     _, processor = save("qwen3-vl", project / "again")
-    model = target.load("tiny", None, "float32", "cpu")
+    model = loading.load("tiny", None, "float32", "cpu")
     end, changed = model.config.get_text_config().eos_token_id, 0
     for row in answers(project, "eval").to_dicts():
         text = processor.tokenizer.decode(row["prompt_ids"])

@@ -29,9 +29,10 @@ from stages.drafting.decode import ROOMS, Engine, Room, Stand, Step
 from stages.drafting.draft import first_state, in_sight
 from stages.drafting.expand import expand
 from stages.drafting.graphs import Graphs, Mail
+from stages.drafting.hooks import capture
 from stages.drafting.memory import Memory, weights, work
+from stages.drafting.multimodal import Pictures
 from stages.drafting.sampling import Chooser, Sampling
-from stages.drafting.target import Pictures, capture
 
 GROUPED = "aerie_grouped"  # the name of our attention in transformers' registry
 Tree = tuple[int, int, int]  # num_steps, topk, num_draft_tokens

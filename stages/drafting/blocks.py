@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from stages.drafting import kernels_torch
 from stages.drafting.cache import Store
-from stages.drafting.target import sees
+from stages.drafting.multimodal import sees
 
 KNOWN = {
     "input_layernorm.weight", "post_attention_layernorm.weight", "self_attn.o_proj.weight", "self_attn.q_norm.weight",

@@ -42,8 +42,9 @@ from stages.drafting.cache import Store, shapes, sliding_window
 from stages.drafting.draft import Draft, first_state, in_sight
 from stages.drafting.expand import expand
 from stages.drafting.graphs import Graphs, Mail, unused
+from stages.drafting.hooks import capture, entered
+from stages.drafting.multimodal import Pictures, look, pixels, sees
 from stages.drafting.sampling import Chooser, Sampling, numbers
-from stages.drafting.target import Pictures, capture, entered, look, pixels, sees
 
 ROOMS = 256  # tokens; room is taken in whole multiples, so that few prompts ask for another
 

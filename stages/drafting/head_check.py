@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from stages.drafting.target import auto_class
+from stages.drafting.loading import auto_class
 
 TOKENS = 8
 # Largest difference over largest logit: several times what rounding of hidden states and logits leaves.

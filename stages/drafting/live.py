@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stages.drafting import target
+from stages.drafting import hooks, loading, multimodal, packed_forward
 from stages.drafting.pixels import Eyes
 
 
@@ -30,21 +30,21 @@ class Live:
         self, model: PreTrainedModel, layers: list[int], eyes: Eyes | None, compile_tokens: int | None = None
     ) -> None:
         """`compile_tokens`: compile the target's blocks, on so many tokens."""
-        self.model, self.layers, self.eyes, self.packed = model, layers, eyes, target.packs(model)
+        self.model, self.layers, self.eyes, self.packed = model, layers, eyes, packed_forward.packs(model)
         if compile_tokens and self.packed:
-            target.compile_blocks(model, compile_tokens)
+            packed_forward.compile_blocks(model, compile_tokens)
 
     @classmethod
     def load(
         cls, folder: str, dtype: str, device: str, trust_remote_code: bool, layers: list[int],
         compile_tokens: int | None = None,
     ) -> "Live":  # fmt: skip
-        model = target.load(folder, None, dtype, device, trust_remote_code)
-        return cls(model, layers, Eyes(folder, trust_remote_code) if target.sees(model) else None, compile_tokens)
+        model = loading.load(folder, None, dtype, device, trust_remote_code)
+        return cls(model, layers, Eyes(folder, trust_remote_code) if multimodal.sees(model) else None, compile_tokens)
 
     def look(
         self, names: Sequence[str], documents: Sequence[Tensor], images: Sequence[Sequence[str] | None]
-    ) -> target.View | None:
+    ) -> multimodal.View | None:
         """What documents, ids [T] each, hold beside tokens, by the paths of their pictures; None for a target of text.
 
         Raises ValueError as `target.look` and `Eyes.see` do.
@@ -52,22 +52,22 @@ class Live:
         if self.eyes is None:
             return None
         shown = [self.eyes.see(paths) if paths else None for paths in images]
-        return target.look(self.model, [f"row {name}" for name in names], documents, shown)
+        return multimodal.look(self.model, [f"row {name}" for name in names], documents, shown)
 
-    def __call__(self, ids: Tensor, lengths: list[int], view: target.View | None) -> States:
+    def __call__(self, ids: Tensor, lengths: list[int], view: multimodal.View | None) -> States:
         """Documents end to end, ids [N] on the target's device."""
         streams: dict[int, Tensor] = {}
         embeds: list[Tensor] = []
 
         def keep(part: int, stream: Tensor) -> None:
-            streams[part] = target.unpadded(stream, lengths)
+            streams[part] = packed_forward.unpadded(stream, lengths)
 
-        sight = nullcontext() if view is None else target.entered(self.model, lambda given, _: embeds.append(given))
-        with target.tapped(self.model, self.layers, keep), sight:
-            last = target.forward_documents(self.model, ids, lengths, self.packed, view)
+        sight = nullcontext() if view is None else hooks.entered(self.model, lambda given, _: embeds.append(given))
+        with hooks.tapped(self.model, self.layers, keep), sight:
+            last = packed_forward.forward_documents(self.model, ids, lengths, self.packed, view)
         # Copies, since autograd may not keep what was made in inference mode.
         features = torch.cat([streams[part] for part in sorted(streams)], dim=-1)
         if view is None:
             return States(features, last.clone(), None)
-        pieces = target.to(view.pictured.nonzero()[:, 0], ids.device)
-        return States(features, last.clone(), target.unpadded(embeds[0], lengths)[pieces].clone())
+        pieces = multimodal.to(view.pictured.nonzero()[:, 0], ids.device)
+        return States(features, last.clone(), packed_forward.unpadded(embeds[0], lengths)[pieces].clone())

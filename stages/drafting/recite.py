@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from stages.drafting import acceptance
 from stages.drafting.decode import Engine
 from stages.drafting.draft import Draft
+from stages.drafting.multimodal import Pictures
 from stages.drafting.sampling import Chooser
-from stages.drafting.target import Pictures
 
 
 class ReciteEngine(Engine):

@@ -19,7 +19,7 @@ from huggingface_hub import constants
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from stages import init_draft, params, prepare_target
-from stages.drafting import target
+from stages.drafting import loading
 from stages.formats import checkpoint, hiddens
 from stages.formats.manifest import Manifest
 from stages.sections.cells import Workload
@@ -112,7 +112,7 @@ def of_target(p: params.Params) -> Shape:
 def _parameters(config: PretrainedConfig) -> tuple[int, int, int, bool]:
     """(all, active, active in blocks, whether there are experts), counted on a model without memory."""
     with torch.device("meta"):
-        model = target.auto_class(config).from_config(config)
+        model = loading.auto_class(config).from_config(config)
     text = config.get_text_config()
     experts = getattr(text, "num_experts", None)
     share = text.num_experts_per_tok / experts if experts else 1.0

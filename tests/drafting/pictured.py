@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stages.drafting import target
+from stages.drafting import hooks, loading, multimodal, packed_forward
 from stages.drafting.pixels import Pixels
 from tests.drafting.test_target import LAYERS, SIGHT, saved
 
@@ -26,7 +26,7 @@ DOCUMENTS: list[tuple[list[tuple[int, int]], list[int]]] = [
 
 def load(folder: Path, name: str) -> Any:
     saved(folder, name, False)
-    return target.load(str(folder), None, "float32", "cpu")
+    return loading.load(str(folder), None, "float32", "cpu")
 
 
 def document(shape: tuple[list[tuple[int, int]], list[int]], seed: int) -> tuple[Tensor, Pixels | None]:
@@ -87,19 +87,19 @@ def alone(model: Any, ids: Tensor, shown: Pixels | None) -> dict[str, Tensor]:
 def forward(model: Any, some: list[tuple[Tensor, Pixels | None]], packed: bool = True) -> dict[str, Tensor]:
     """Our forward of documents end to end, all that is kept of it."""
     lengths = [len(ids) for ids, _ in some]
-    view = target.look(model, [str(n) for n in range(len(some))], [i for i, _ in some], [p for _, p in some])
+    view = multimodal.look(model, [str(n) for n in range(len(some))], [i for i, _ in some], [p for _, p in some])
     streams: dict[int, Tensor] = {}
     given: list[tuple[Tensor, Tensor]] = []
     with (
-        target.tapped(model, TAPPED, streams.__setitem__),
-        target.entered(model, lambda *both: given.append(both)),
+        hooks.tapped(model, TAPPED, streams.__setitem__),
+        hooks.entered(model, lambda *both: given.append(both)),
     ):
-        last = target.forward_documents(model, torch.cat([i for i, _ in some]), lengths, packed, view)
+        last = packed_forward.forward_documents(model, torch.cat([i for i, _ in some]), lengths, packed, view)
     ((embeds, positions),) = given
     return {
-        "features": torch.cat([target.unpadded(streams[k], lengths) for k in range(3)], dim=-1),
+        "features": torch.cat([packed_forward.unpadded(streams[k], lengths) for k in range(3)], dim=-1),
         "last": last,
-        "embeds": target.unpadded(embeds, lengths),
-        "positions": target.unpadded(positions, lengths),
+        "embeds": packed_forward.unpadded(embeds, lengths),
+        "positions": packed_forward.unpadded(positions, lengths),
         "pictured": view.pictured,
     }

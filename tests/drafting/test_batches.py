@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stages.drafting import batches, decode, target
+from stages.drafting import batches, decode, loading, multimodal
 from stages.drafting.batches import Ask, Batches, Tree
 from stages.drafting.cache import Slots, Store
 from stages.drafting.decode import Engine, Step
@@ -101,7 +101,7 @@ SEARCHED: dict[Any, tuple[PreTrainedModel, list[int]]] = {}  # with the model, l
 def _searched(model: PreTrainedModel, ask: Ask, end: int) -> list[int]:
     ids = torch.tensor([ask.prompt])
     given: dict[str, Tensor] = {}
-    if target.sees(model):
+    if multimodal.sees(model):
         given["mm_token_type_ids"] = (ids == TOKEN).int()
     if ask.pictures is not None:
         given |= {"pixel_values": ask.pictures.values, "image_grid_thw": ask.pictures.grid}
@@ -171,7 +171,7 @@ def test_every_option_of_a_draft(way: str, model: PreTrainedModel, options: dict
 
 def test_experts_route_each_token_as_alone(way: str, tmp_path: Path) -> None:
     saved(tmp_path, "qwen3 moe", False)
-    model = target.load(str(tmp_path), None, "float32", "cpu")
+    model = loading.load(str(tmp_path), None, "float32", "cpu")
     made = manifest_of(tmp_path)
     engine = Batches(model, [5], made.feature_layers, random_draft(made).requires_grad_(False))
     draws = random.Random(2)

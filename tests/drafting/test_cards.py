@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stages.drafting import cards, target
+from stages.drafting import cards, loading
 from stages.drafting.batches import Ask, Batches
 from stages.drafting.memory import GIB, Memory
 from stages.drafting.sampling import Sampling
@@ -46,7 +46,7 @@ def test_no_card_holds_more_than_its_share_and_a_block() -> None:
 @pytest.fixture
 def model(tmp_path: Path) -> Any:
     saved(tmp_path, "qwen3", False)
-    return target.load(str(tmp_path), None, "float32", "cpu")
+    return loading.load(str(tmp_path), None, "float32", "cpu")
 
 
 def test_a_model_that_was_placed_says_what_it_said(model: Any) -> None:

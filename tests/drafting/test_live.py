@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stages.drafting import target
+from stages.drafting import multimodal
 from stages.drafting.live import Live
 from tests.drafting import pictured
 from tests.drafting.test_target import LENGTHS, V, every_class, saved
@@ -46,7 +46,7 @@ def test_pictures(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) ->
     live = Live(model, LAYERS, Eyes())  # type: ignore[arg-type]
     ids, lengths = [i for i, _ in documents], [len(i) for i, _ in documents]
     view = live.look(list(shown), ids, [[n] if pixels else None for n, pixels in shown.items()])
-    assert isinstance(view, target.View)
+    assert isinstance(view, multimodal.View)
     states = live(torch.cat(ids), lengths, view)
     expected = [pictured.alone(model, *document) for document in documents]
     for key, found in (("features", states.features), ("last", states.last)):

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig
 
 from stages import prepare_target
-from stages.drafting import mrope, target, ttt
+from stages.drafting import mrope, multimodal, packed_forward, ttt
 from stages.drafting.decode import Engine
 from stages.drafting.draft import Draft, DraftConfig, Seen
 from stages.drafting.pixels import Pixels
@@ -46,7 +46,7 @@ every_class = pytest.mark.parametrize("name", CLASSES)
 def test_documents_with_pictures_are_as_each_alone(tmp_path: Path, name: str, packed: bool) -> None:
     """Streams, last hidden, merged embeddings: those of transformers' own forward of each document by itself."""
     model = load(tmp_path, name)
-    assert target.packs(model)
+    assert packed_forward.packs(model)
     found = forward(model, documents(), packed)
     expected = [alone(model, ids, shown) for ids, shown in documents()]
     for part in ("features", "last", "embeds"):
@@ -98,7 +98,7 @@ def test_texts_go_the_same_way(tmp_path: Path, name: str) -> None:
     found = forward(model, texts)
     expected = torch.cat([alone(model, ids, None)["last"] for ids, _ in texts])
     torch.testing.assert_close(found["last"], expected, rtol=1e-5, atol=1e-5)
-    plain = target.forward_documents(model, torch.cat([i for i, _ in texts]), [5, 8], True)
+    plain = packed_forward.forward_documents(model, torch.cat([i for i, _ in texts]), [5, 8], True)
     torch.testing.assert_close(plain, expected, rtol=1e-5, atol=1e-5)
     assert found["positions"].tolist() == [[i] * 3 for length in (5, 8) for i in range(length)]
     assert not found["pictured"].any()
@@ -108,9 +108,9 @@ def test_pictures_that_are_not_the_documents_own_are_refused_by_name(tmp_path: P
     model = load(tmp_path, "qwen3 vl")
     (ids, shown), (_, other) = documents()[0], documents()[2]
     with pytest.raises(ValueError, match=r"row a has 6 tokens 90 .* expected 8 for its 2 pictures; .* sample_target"):
-        target.look(model, ["row a"], [ids], [other])
+        multimodal.look(model, ["row a"], [ids], [other])
     with pytest.raises(ValueError, match=r"row b has 6 tokens 90 .* expected 0 for its 0 pictures"):
-        target.look(model, ["row a", "row b"], [ids, ids], [shown, None])
+        multimodal.look(model, ["row a", "row b"], [ids, ids], [shown, None])
 
 
 # --- positions ------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from PIL import Image, ImageFile
 from transformers import Qwen3Config
 from transformers.image_utils import load_image
 
-from stages.drafting import pixels, prompt, sample, target
+from stages.drafting import loading, pixels, prompt, sample
 from stages.formats import pictures
 from tests.drafting.seeing import KINDS, picture, save
 from tests.formats.test_pictures import png_of
@@ -82,7 +82,7 @@ def test_prompts_and_patches_are_transformers_own(kind: str, talks: Any, tmp_pat
 def test_a_batch_with_pictures_is_answered_as_each_prompt_alone(kind: str, talks: Any, tmp_path: Path) -> None:
     """Prompts of other lengths, pictures of other sizes, none at all; against `generate` on the processor's own output."""
     _, processor = save(kind, tmp_path / "target")
-    model = target.load(str(tmp_path / "target"), None, "float32", "cpu")
+    model = loading.load(str(tmp_path / "target"), None, "float32", "cpu")
     eyes, eos = pixels.Eyes(tmp_path / "target", False), model.config.get_text_config().eos_token_id
     prompts = [ours(eyes, processor.tokenizer, messages) for messages in talks]
     seen = eyes.see([path for messages in talks for path in images(messages)])

@@ -18,9 +18,9 @@ from transformers.generation import logits_process
 from stages.drafting import acceptance, decode, sample, sampling
 from stages.drafting.decode import Engine
 from stages.drafting.draft import Draft
+from stages.drafting.hooks import capture
 from stages.drafting.replay import replay
 from stages.drafting.sampling import Sampling
-from stages.drafting.target import capture
 from stages.drafting.tree import Tree
 from stages.formats import interval
 from tests.drafting.plain import CONFIG, scatter, small_target

@@ -8,10 +8,10 @@ import pytest
 import torch
 import transformers
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, PreTrainedModel
 
 from stages import prepare_target
-from stages.drafting import target
+from stages.drafting import config_facts, hooks, loading, packed_forward, target
 from stages.formats import manifest
 
 H, V, LAYERS = 32, 96, 7
@@ -85,7 +85,7 @@ def saved(folder: Path, name: str, tied: bool) -> PreTrainedModel:
     """A random model of the class, in a folder as Hugging Face has it. Norms are not one, so that a lost norm shows."""
     torch.manual_seed(0)
     config = CLASSES[name](tied)
-    model = target.auto_class(config).from_config(config).eval()
+    model = loading.auto_class(config).from_config(config).eval()
     with torch.no_grad():
         for parameter, weight in model.named_parameters():
             weight.copy_(torch.rand_like(weight) + 0.5 if "norm" in parameter else torch.randn_like(weight) * 0.15)
@@ -102,14 +102,14 @@ def rows() -> list[torch.Tensor]:
 def test_what_we_capture_is_what_transformers_calls_hidden_states(tmp_path: Path, name: str, tied: bool) -> None:
     """Entering block i; the last one after the final norm, so that the head's table makes the model's logits of it."""
     saved(tmp_path, name, tied)
-    model = target.load(str(tmp_path), None, "float32", "cpu")
+    model = loading.load(str(tmp_path), None, "float32", "cpu")
     assert not any(weight.data_ptr() % 64 for weight in model.parameters())  # sums are rounded alike in every process
     made = manifest_of(tmp_path)
     ids = pad_sequence(rows(), batch_first=True)  # [3, 9]
-    features, last = target.hidden_states(model, ids, made.feature_layers)
+    features, last = hooks.hidden_states(model, ids, made.feature_layers)
     with torch.inference_mode():
         whole = model(input_ids=ids, output_hidden_states=True, use_cache=False)
-    assert made.feature_layers == [2, 3, 4] == target.default_feature_layers(LAYERS)
+    assert made.feature_layers == [2, 3, 4] == config_facts.default_feature_layers(LAYERS)
     assert torch.equal(features, torch.cat([whole.hidden_states[i] for i in made.feature_layers], dim=-1))
     assert torch.equal(last, whole.hidden_states[-1])
     embedding, head = manifest.tables(made, tmp_path)
@@ -122,26 +122,26 @@ def test_what_we_capture_is_what_transformers_calls_hidden_states(tmp_path: Path
 def test_documents_end_to_end_are_as_each_alone(tmp_path: Path, name: str) -> None:
     """Packed as one row, or padded: the same as every document by itself, in all layers that are tapped."""
     saved(tmp_path, name, False)
-    model = target.load(str(tmp_path), None, "float32", "cpu")
-    alone = [target.hidden_states(model, row[None], [2, 3, 4]) for row in rows()]
+    model = loading.load(str(tmp_path), None, "float32", "cpu")
+    alone = [hooks.hidden_states(model, row[None], [2, 3, 4]) for row in rows()]
     expected = torch.cat([features[0] for features, _ in alone]), torch.cat([last[0] for _, last in alone])
-    assert target.packs(model)
+    assert packed_forward.packs(model)
     for packed in (True, False):
         streams: dict[int, torch.Tensor] = {}
-        with target.tapped(model, [4, 2, 3], streams.__setitem__):
-            last = target.forward_documents(model, torch.cat(rows()), LENGTHS, packed)
-        features = torch.cat([target.unpadded(streams[k], LENGTHS) for k in range(3)], dim=-1)
+        with hooks.tapped(model, [4, 2, 3], streams.__setitem__):
+            last = packed_forward.forward_documents(model, torch.cat(rows()), LENGTHS, packed)
+        features = torch.cat([packed_forward.unpadded(streams[k], LENGTHS) for k in range(3)], dim=-1)
         torch.testing.assert_close(features, expected[0], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(last, expected[1], rtol=1e-5, atol=1e-5)
-    again = target.hidden_states(model, rows()[0][None], [2, 3, 4])
+    again = hooks.hidden_states(model, rows()[0][None], [2, 3, 4])
     assert torch.equal(again[0], alone[0][0])  # its own attention is back
 
 
 def test_a_model_that_does_not_keep_documents_apart_is_found_out(tmp_path: Path) -> None:
     """A class that ignores the borders would let documents see each other: it is padded instead."""
     saved(tmp_path, "qwen3", False)
-    model = target.load(str(tmp_path), None, "float32", "cpu")
-    borders = target._attend_documents
+    model = loading.load(str(tmp_path), None, "float32", "cpu")
+    borders = packed_forward._attend_documents
 
     def blind(*args: Any, cu_seq_lens_q: torch.Tensor, **kwargs: Any) -> Any:
         return borders(*args, cu_seq_lens_q=cu_seq_lens_q[[0, -1]], **kwargs)
@@ -150,22 +150,22 @@ def test_a_model_that_does_not_keep_documents_apart_is_found_out(tmp_path: Path)
         raise NotImplementedError
 
     for attention in (blind, refusing):
-        target.AttentionInterface.register(target.DOCUMENTS, attention)
+        AttentionInterface.register(packed_forward.DOCUMENTS, attention)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                assert not target.packs(model)
+                assert not packed_forward.packs(model)
         finally:
-            target.AttentionInterface.register(target.DOCUMENTS, borders)
-    assert target.packs(model)
+            AttentionInterface.register(packed_forward.DOCUMENTS, borders)
+    assert packed_forward.packs(model)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3 moe"])
 def test_blocks_are_compiled_once_for_all_lengths(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block compiled anew for each layer or batch would soon meet the compiler's limit, and run uncompiled."""
     saved(tmp_path, name, False)
-    model = target.load(str(tmp_path), None, "float32", "cpu")
-    plain = target.forward_documents(model, torch.cat(rows()), LENGTHS, True)
+    model = loading.load(str(tmp_path), None, "float32", "cpu")
+    plain = packed_forward.forward_documents(model, torch.cat(rows()), LENGTHS, True)
     compiled: list[int] = []
 
     def count(graph: Any, _example: Any) -> Any:
@@ -174,12 +174,12 @@ def test_blocks_are_compiled_once_for_all_lengths(tmp_path: Path, name: str, mon
 
     compiler = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: compiler(function, dynamic=dynamic, backend=count))
-    target.compile_blocks(model, 64)
+    packed_forward.compile_blocks(model, 64)
     once = len(compiled)
     for lengths in ([5, 9, 30], [7], [50, 1, 1, 1]):
-        target.forward_documents(model, torch.arange(sum(lengths)) % V, lengths, True)
+        packed_forward.forward_documents(model, torch.arange(sum(lengths)) % V, lengths, True)
     assert len(compiled) == once <= 12  # pieces: on a CPU a block is cut at its attention, and at its experts
-    torch.testing.assert_close(target.forward_documents(model, torch.cat(rows()), LENGTHS, True), plain)
+    torch.testing.assert_close(packed_forward.forward_documents(model, torch.cat(rows()), LENGTHS, True), plain)
 
 
 # --- facts ----------------------------------------------------------------------------------------------------------
@@ -231,11 +231,11 @@ def test_rope_is_read_in_both_spellings(spelt: dict, expected: dict) -> None:
 
     config = Config()
     vars(config).update(spelt)
-    assert target.rope(config) == expected.get("rope_parameters", expected)
+    assert config_facts.rope(config) == expected.get("rope_parameters", expected)
 
 
 def test_a_config_without_what_is_needed_is_refused_by_name() -> None:
     with pytest.raises(
         ValueError, match=r"GPT2Config.* has no intermediate_size or moe_intermediate_size; such a model"
     ):
-        target.facts(transformers.GPT2Config())
+        config_facts.facts(transformers.GPT2Config())

@@ -55,7 +55,7 @@ def engine(flags: argparse.Namespace) -> Any:
     """Loaded when the first answer is asked for: a server that will be refused for its flags needs no torch."""
     import torch
 
-    from stages.drafting import target
+    from stages.drafting import loading
     from stages.drafting.decode import Engine
     from stages.drafting.draft import Draft
     from stages.formats import checkpoint, manifest
@@ -65,7 +65,7 @@ def engine(flags: argparse.Namespace) -> Any:
     if flags.speculative_draft_model_path:
         config, tensors = checkpoint.read_draft(Path(flags.speculative_draft_model_path).parent, "its stage")
         draft = Draft.of(config, tensors).requires_grad_(False)
-    model = target.load(flags.model_path, None, "float32", "cpu", False)
+    model = loading.load(flags.model_path, None, "float32", "cpu", False)
     return Engine(model, made.eos_token_ids, made.feature_layers, draft)
 
 

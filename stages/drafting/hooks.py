@@ -1,0 +1,81 @@
+"""Capture the residual streams and inputs of a decoder with forward hooks.
+
+Every class that transformers' Auto classes know is hooked the same way: dense, mixture of experts and vision-language. The
+only requirement is a decoder with a list of `layers`.
+
+Letters: B rows, T tokens, H the target's hidden size.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    PreTrainedModel,
+)
+
+
+@contextmanager
+def tapped(model: PreTrainedModel, layers: list[int], keep: Callable[[int, Tensor], None]) -> Iterator[None]:
+    """Inside the block, each decoder forward calls keep(k, stream) with the residual stream entering the k-th of `layers`.
+
+    That is taken where the block before is left, as `hidden_states[i]` of transformers and as SGLang 0.5.17 captures it.
+    Only deepstack tells the two apart: what Qwen3-VL adds to pictures' tokens between block i - 1 and block i is not in,
+    what it added before is.
+    """
+    blocks = model.get_decoder().layers
+
+    def entering(k: int) -> Callable:
+        return lambda _module, args, kwargs: keep(k, args[0] if args else kwargs["hidden_states"])
+
+    def leaving(k: int) -> Callable:
+        return lambda _module, _args, out: keep(k, out[0] if isinstance(out, tuple) else out)
+
+    handles = [
+        blocks[i - 1].register_forward_hook(leaving(k)) if i
+        else blocks[0].register_forward_pre_hook(entering(k), with_kwargs=True)
+        for k, i in enumerate(sorted(layers))
+    ]  # fmt: skip
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def capture(model: PreTrainedModel, layers: list[int]) -> Iterator[list[Tensor]]:
+    """Inside the block, each decoder forward leaves the residual streams [B, T, H] entering `layers`, low to high."""
+    caught: list[Tensor] = []
+    with tapped(model, layers, lambda _, stream: caught.append(stream)):
+        yield caught
+
+
+@torch.inference_mode()
+def hidden_states(model: PreTrainedModel, ids: Tensor, layers: list[int]) -> tuple[Tensor, Tensor]:
+    """Right-padded ids [B, T] -> features [B, T, 3H] (low, mid, high) and the last hidden [B, T, H] after the final norm.
+
+    No LM head. Rows are causal, so what pads a row's end can't reach its tokens; the caller drops those positions.
+    """
+    with capture(model, layers) as caught:
+        last = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    return torch.cat(caught, dim=-1), last
+
+
+@contextmanager
+def entered(model: PreTrainedModel, keep: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+    """Inside the block, each forward of a target that sees calls keep(embeds [B, T, H], positions [B, T, 3]).
+
+    That is what its decoder is given: embeddings with pictures' in their place, and rotary positions.
+    """
+
+    def tap(_module: Any, _args: Any, kwargs: Any) -> None:
+        keep(kwargs["inputs_embeds"], kwargs["position_ids"][-3:].permute(1, 2, 0))  # a fourth is the text's, for masks
+
+    handle = model.get_decoder().register_forward_pre_hook(tap, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
