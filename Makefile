@@ -18,7 +18,7 @@ SUPPORTED := import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 13) or sy
 
 # Everything a second run does must be quick: no pip, and the table only where the report stage had no cause to print it.
 run: $(VENV)/.installed
-	@$(BIN)/python -m stages.params
+	@$(BIN)/python -m stages.params.schema
 	@touch $(VENV)/.started
 	@$(BIN)/python -m pipeline run
 	@echo; if test results/report/index.html -nt $(VENV)/.started; then echo "the table is above; the page is results/report/index.html"; \

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from benchmarks.engine import SMALL_TREES, TREES, draft_for, prompts, say, target
-from stages.drafting import cards
-from stages.drafting.batches import Ask, Batches, Tree
-from stages.drafting.sampling import Sampling
+from stages.engine import device_placement
+from stages.engine.batch_decode import Ask, Batches, Tree
+from stages.engine.sampling import Sampling
 
 END, ROOM, PROMPT, ANSWER = 7, 48, 512, 64
 
@@ -103,7 +103,7 @@ def timed(engine: Batches, asks: list[Ask], slots: int, tree: Tree | None, cuda:
 
 def on_cards(args: argparse.Namespace) -> None:
     one, two = small("cuda:0"), small("cpu")
-    cards.place(two.model, ["cuda:0", "cuda:1"])
+    device_placement.place(two.model, ["cuda:0", "cuda:1"])
     assert two.draft is not None
     two = Batches(two.model, [END], [2, 3, 4], two.draft.to("cuda:0"))
     asks = [Ask(p, ROOM) for p in prompts()]

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.served import KIT, command
-from stages.serving import engines, latency, load, server
+from stages.serving import engine_flags, latency, load_generator, server
 
 INPUT, OUTPUT, ROUNDS = 512, 128, 3
 FIGURES = ("output_throughput", "mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "p99_tpot_ms", "mean_itl_ms")
@@ -36,11 +36,11 @@ def theirs(words: list[str], port: int, o: argparse.Namespace) -> dict[str, floa
 def ours(url: str, vocabulary: int, o: argparse.Namespace, seed: int) -> dict[str, float]:
     draw = random.Random(seed)
     asks = [
-        load.Ask(str(n), [draw.randrange(vocabulary) for _ in range(INPUT)], OUTPUT, 0.0, 1.0, None, True)
+        load_generator.Ask(str(n), [draw.randrange(vocabulary) for _ in range(INPUT)], OUTPUT, 0.0, 1.0, None, True)
         for n in range(o.requests)
     ]
-    arrivals = load.Arrivals(float("inf"), o.concurrency, seed)
-    found = asyncio.run(load.run(url, o.target, asks, arrivals, 600, asks[:1], "benchmark", engine="sglang"))
+    arrivals = load_generator.Arrivals(float("inf"), o.concurrency, seed)
+    found = asyncio.run(load_generator.run(url, o.target, asks, arrivals, 600, asks[:1], "benchmark", engine="sglang"))
     told = latency.summary(found.records)
     assert told["completed"] == o.requests, told["failed"]
     milli = {
@@ -61,9 +61,11 @@ def main() -> None:
     o.target = str(Path(o.target).absolute())
     vocabulary = json.loads((Path(o.target) / "config.json").read_text())["vocab_size"]
     words, port = command(o.kit), server.free_port()
-    setup = engines.Setup("sglang", o.target, "bfloat16", "cuda", False, 1, 0.5, None, o.concurrency, None, False, KIT)
+    setup = engine_flags.Setup(
+        "sglang", o.target, "bfloat16", "cuda", False, 1, 0.5, None, o.concurrency, None, False, KIT
+    )
     with server.started(
-        "sglang", engines.line(setup, port, words), port, o.target, Path("bench_serving.log"), 600
+        "sglang", engine_flags.line(setup, port, words), port, o.target, Path("bench_serving.log"), 600
     ) as one:
         seen = [(theirs(words, port, o), ours(one.base_url, vocabulary, o, n)) for n in range(ROUNDS)]
     print(f"{o.requests} requests of {INPUT} and {OUTPUT} tokens, {o.concurrency} at once, medians of {ROUNDS}")

@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.load_overhead import wait_for
 from stages.serving import client, server
-from tests.serving.fake import spread
+from tests.serving.misbehaving_server import spread
 
 Ask = Callable[[dict[str, Any]], Awaitable[Any]]
 
@@ -86,7 +86,7 @@ def scenario(name: str, at_once: int, delay_s: float, rounds: int) -> dict[str, 
     words = [str(port), str(delay_s)] + (["spread"] if name == "spread" else [])
     requests = at_once * rounds
     delays = [spread(delay_s, seed) if name == "spread" else delay_s for seed in range(requests)]
-    null = subprocess.Popen([sys.executable, "-m", "tests.serving.fake", *words])
+    null = subprocess.Popen([sys.executable, "-m", "tests.serving.misbehaving_server", *words])
     try:
         wait_for(port)
         return {

@@ -29,10 +29,10 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from stages.drafting.decode import Engine, Step
-from stages.drafting.draft import Draft, DraftConfig
-from stages.drafting.graphs import Mail, milliseconds
-from stages.drafting.sampling import Sampling, draw, numbers, probabilities
+from stages.draft.eagle3 import Draft, DraftConfig
+from stages.engine.cuda_graphs import Mail, milliseconds
+from stages.engine.decode import Engine, Step
+from stages.engine.sampling import Sampling, draw, numbers, probabilities
 
 TREES = [(5, 4, 16), (8, 2, 31), (8, 10, 60)]
 GOALS = {None: 4.75, (5, 4, 16): 6.2, (8, 2, 31): 7.0, (8, 10, 60): 8.0}  # ms, issue 7
@@ -332,7 +332,7 @@ def kernels(args: argparse.Namespace) -> None:
 
 
 def products(args: argparse.Namespace) -> None:
-    from stages.drafting import kernels_gpu
+    from stages.engine import kernels_triton
 
     h = args.hidden
     shapes = {
@@ -344,19 +344,19 @@ def products(args: argparse.Namespace) -> None:
         weights = [torch.randn(n, k, dtype=torch.bfloat16, device=args.device) for _ in range(copies)]
         for rows in (1, 16, 31, 60):
             x, gated = torch.randn(rows, k, dtype=torch.bfloat16, device=args.device), name == "gate_up"
-            library = (lambda x, w: kernels_gpu.gate(F.linear(x, w))) if gated else F.linear
+            library = (lambda x, w: kernels_triton.gate(F.linear(x, w))) if gated else F.linear
             found = {"library": milliseconds(lambda: [library(x, w) for w in weights], x.device)}  # noqa: B023 - called at once
-            for t in kernels_gpu.TILINGS:
+            for t in kernels_triton.TILINGS:
                 try:
                     alone = partial(
-                        kernels_gpu.streamed, x, gated=gated, tile=t[0], depth=t[1], warps=t[2], stages=t[3]
+                        kernels_triton.streamed, x, gated=gated, tile=t[0], depth=t[1], warps=t[2], stages=t[3]
                     )
                     found[str(t)] = milliseconds(partial(list, map(alone, weights)), x.device)
                 except Exception as error:
                     say(f"  {t}: {type(error).__name__} {str(error)[:80]}")
             ranked = sorted((ms * 1e3 / copies, which) for which, ms in found.items())
             line = "; ".join(f"{which} {us:.1f} us {2 * n * k / us / 1e6:.2f} TB/s" for us, which in ranked)
-            taken = kernels_gpu._tiling(x, weights[0], gated) or "library"
+            taken = kernels_triton._tiling(x, weights[0], gated) or "library"
             say(f"{name:10} {n:6} x {k:5} {rows:2} rows, the engine takes {taken}: {line}")
 
 

@@ -21,8 +21,9 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from stages import extract_hiddens as stage
-from stages.drafting import packed_forward
-from stages.formats import conversations, hiddens
+from stages.data import conversations
+from stages.hidden_states import format
+from stages.target import packed_forward
 
 LENGTH, PEAK, LAYERS, H = 2048, 989e12, [2, 18, 33], 4096
 FLOP = 2 * 6.95e9 + 2 * LENGTH * H * 36  # a token
@@ -32,7 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tokens", type=int, default=250_000)
     parser.add_argument("--batch-tokens", type=int, default=16384)
-    parser.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=list(hiddens.DTYPES))
+    parser.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=list(format.DTYPES))
     parser.add_argument("--shard-mib", type=int, default=512)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--real", action="store_true", help="lognormal lengths, mean 850, at most 4,096")
@@ -52,8 +53,8 @@ def main() -> None:
     )
     alone = forward_rate(model, args.batch_tokens, args.profile and rank == 0) if packed else None
     for name in args.dtype:
-        dtype = hiddens.DTYPES[name]
-        size = stage.Size(H, dtype, None, hiddens.row_bytes(H, dtype), 0)
+        dtype = format.DTYPES[name]
+        size = stage.Size(H, dtype, None, format.row_bytes(H, dtype), 0)
         folder = Path(tempfile.gettempdir()) / f"aerie-extraction-{name}"
         seconds = []
         for tokens in (4 * args.batch_tokens * world, args.tokens):  # the first warms up

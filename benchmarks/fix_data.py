@@ -28,8 +28,9 @@ from ruamel.yaml import YAML
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from stages.builtin import exports  # noqa: E402
-from stages.formats import cell, toon  # noqa: E402
+from stages.data import toon  # noqa: E402
+from stages.results import torch_records
+from stages.toy import damaged_exports  # noqa: E402
 
 MIB = 1 << 20
 
@@ -51,7 +52,7 @@ def chat(rows: int) -> "itertools.chain[str]":
 
 
 def weather(rows: int):
-    return (json.dumps(row, ensure_ascii=False) + "\n" for row in exports.export(5, rows))
+    return (json.dumps(row, ensure_ascii=False) + "\n" for row in damaged_exports.export(5, rows))
 
 
 def project(home: Path, lines, **changes) -> Path:
@@ -122,7 +123,7 @@ def main() -> None:
     asked.add_argument("--rows", type=int, default=1_000_000)
     asked.add_argument("--toon-rows", type=int, default=100_000)
     args = asked.parse_args()
-    hardware = cell.hardware("cpu", 2)
+    hardware = torch_records.hardware("cpu", 2)
     print(f"{dt.date.today()}, {hardware['cpu']}, Python {hardware['python']}; `{' '.join(sys.argv)}`\n")
     head = ["rows", "file, MiB", "answers", "near_duplicate", "seconds", "rows/s", "CPU µs/row", "plain loop: rows/s"]
     head += ["its CPU µs/row", "peak MiB", "out", "near"]

@@ -3,7 +3,7 @@
 The same pack in float32 on both, in bfloat16 on the GPU: the loss of each step, the number of hits, and the gradient of
 every weight by |gpu - cpu| / |cpu|. Exits with 1 where float32 is off by more than 1e-5 (lk_alpha 1e-2: at a random
 draft's acceptances of 1e-3 and less, which of two near numbers is the smaller weighs much). The CPU's side is tested
-against a slow draft in tests/drafting/test_ttt.py.
+against a slow draft in tests/training/test_ttt.py.
 """
 
 import sys
@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import torch
 from triton.testing import do_bench
 
-from stages.drafting import sight, ttt
-from stages.drafting.draft import Draft, DraftConfig
+from stages.draft.eagle3 import Draft, DraftConfig
+from stages.training import attention_mask, ttt
 
 H, V, D, STEPS = 512, 2000, 1500, 7
 
@@ -61,7 +61,7 @@ def time_merge() -> None:
     for steps in (1, 3, 6):
         keys, values = ([make(positions, groups, width) for _ in range(steps)] for _ in range(2))
         slope = torch.randn_like(out)
-        for name, merge in (("kernels", sight.merge), ("compiled", compiled_merge)):
+        for name, merge in (("kernels", attention_mask.merge), ("compiled", compiled_merge)):
 
             def both(merge=merge, keys=keys, values=values, slope=slope) -> None:
                 merge(out, lse, query, keys, values).to(slope.dtype).backward(slope)
@@ -70,7 +70,7 @@ def time_merge() -> None:
 
 
 def compiled_merge(out, lse, query, keys, values):
-    return sight._merge(out, lse, query, torch.stack(keys), torch.stack(values))
+    return attention_mask._merge(out, lse, query, torch.stack(keys), torch.stack(values))
 
 
 def learn(draft: Draft, pack: ttt.Pack, embedding, head, loss: str) -> dict[str, torch.Tensor]:

@@ -19,8 +19,8 @@ from typing import Any
 import httpx
 import numpy as np
 
-from stages.serving import latency, load, server
-from stages.serving.load import Arrivals, Ask
+from stages.serving import latency, load_generator, server
+from stages.serving.load_generator import Arrivals, Ask
 
 WARM_TOKENS = 3
 
@@ -35,7 +35,7 @@ def measured(port: int, dialect: str, engine: str, at_once: int, tokens: int, ro
     arrivals = Arrivals(math.inf, at_once, 0)
     cpu = time.process_time()
     url = f"http://127.0.0.1:{port}"
-    found = asyncio.run(load.run(url, "null", wanted, arrivals, 600.0, warm, "benchmarks", engine=engine))
+    found = asyncio.run(load_generator.run(url, "null", wanted, arrivals, 600.0, warm, "benchmarks", engine=engine))
     cpu = time.process_time() - cpu
     told = latency.summary(found.records)
     assert told["completed"] == len(wanted), told["failed"]
@@ -68,7 +68,7 @@ def main() -> None:
     words = sys.argv[1:] + ["64", "0.02", "200", "2"][len(sys.argv) - 1 :]
     at_once, gap_s, tokens, rounds = int(words[0]), words[1], int(words[2]), int(words[3])
     port = server.free_port()
-    null = subprocess.Popen([sys.executable, "-m", "tests.serving.fake", str(port), gap_s, "stream"])
+    null = subprocess.Popen([sys.executable, "-m", "tests.serving.misbehaving_server", str(port), gap_s, "stream"])
     try:
         wait_for(port)
         print(

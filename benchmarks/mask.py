@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from stages.builtin import tiny, weather
-from stages.drafting import prompt
+from stages.target import chat_template
+from stages.toy import text_targets, weather
 
 TURNS, TOKENS = 20, 4096
 
@@ -39,7 +39,7 @@ def walk(text: str, offsets: list[tuple[int, int]]) -> torch.Tensor:
 
 def search(ids: list[int], offsets: list[tuple[int, int]], begins: list[int], closers: set[int]) -> torch.Tensor:
     mask = torch.zeros(len(ids), dtype=torch.long)
-    for begin, end in prompt.place(ids, offsets, begins, closers):
+    for begin, end in chat_template.place(ids, offsets, begins, closers):
         mask[begin:end] = 1
     return mask
 
@@ -67,7 +67,7 @@ def milliseconds(work: Callable[[], Any], repeat: int = 5) -> float:
 def main() -> None:
     count, rng = int(sys.argv[1]) if len(sys.argv) > 1 else 20, random.Random(1)
     talks = [t for t, _ in zip(weather.conversations(7), range(400), strict=False)]
-    tokenizer = tiny.build_tokenizer(tiny.texts(talks))
+    tokenizer = text_targets.build_tokenizer(text_targets.texts(talks))
     eos = [tokenizer.eos_token_id]
     rows: dict[str, list[float]] = {
         k: [] for k in ("walk", "search", "starts", "by_prompts", "render_tokenise", "spans", "exploded", "naive")
@@ -78,23 +78,23 @@ def main() -> None:
         text = tokenizer.apply_chat_template(talk, tokenize=False)
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
-        begins = prompt.starts(tokenizer, talk, text)
+        begins = chat_template.starts(tokenizer, talk, text)
         assert walk(text, offsets).equal(search(ids, offsets, begins, set(eos))), "masks differ"
         lengths.append(len(ids))
         rows["walk"].append(milliseconds(lambda: walk(text, offsets)))
         rows["search"].append(milliseconds(lambda: search(ids, offsets, begins, set(eos))))
-        assert prompt.starts_by_prompts(tokenizer, talk, text) == begins
-        rows["starts"].append(milliseconds(lambda: prompt.starts(tokenizer, talk, text)))
-        rows["by_prompts"].append(milliseconds(lambda: prompt.starts_by_prompts(tokenizer, talk, text)))
+        assert chat_template.starts_by_prompts(tokenizer, talk, text) == begins
+        rows["starts"].append(milliseconds(lambda: chat_template.starts(tokenizer, talk, text)))
+        rows["by_prompts"].append(milliseconds(lambda: chat_template.starts_by_prompts(tokenizer, talk, text)))
         rows["render_tokenise"].append(
             milliseconds(
                 lambda: tokenizer(tokenizer.apply_chat_template(talk, tokenize=False), return_offsets_mapping=True), 3
             )
         )
-        rows["spans"].append(milliseconds(lambda: prompt.spans(tokenizer, talk, eos), 3))
-        rows["exploded"].append(milliseconds(lambda: prompt.exploded(tokenizer, talk, eos), 3))
+        rows["spans"].append(milliseconds(lambda: chat_template.spans(tokenizer, talk, eos), 3))
+        rows["exploded"].append(milliseconds(lambda: chat_template.exploded(tokenizer, talk, eos), 3))
         rows["naive"].append(
-            milliseconds(lambda: [prompt.prompt_ids(tokenizer, talk[:i]) for i in prompt.turns(talk)], 1)
+            milliseconds(lambda: [chat_template.prompt_ids(tokenizer, talk[:i]) for i in chat_template.turns(talk)], 1)
         )
     ms = {name: round(statistics.median(values), 3) for name, values in rows.items()}
     result = {

@@ -1,23 +1,23 @@
 """docs/published.md: what published/ holds, and what its numbers say of each other.   python -m benchmarks.published_page
 
-tests/formats/test_audit.py compares the committed page with what this writes.
+tests/literature/test_audit.py compares the committed page with what this writes.
 """
 
 from collections import Counter
 from pathlib import Path
 
-from stages.formats import audit, published
-from stages.formats.finding import VERDICTS, Finding
-from stages.formats.published import SETTINGS, UNKNOWN, Publication
+from stages.literature import audit, published
+from stages.literature.audit_findings import VERDICTS, Finding
+from stages.literature.published import SETTINGS, UNKNOWN, Publication
 
 PAGE = Path("docs/published.md")
 HEAD = """# Published results
 
-<!-- Written by: python -m benchmarks.published_page. Edit published/, stages/formats/audit*.py or that file. -->
+<!-- Written by: python -m benchmarks.published_page. Edit published/, stages/literature/audit*.py or that file. -->
 
 `published/*.yaml` holds what others printed, number by number: each with its source, the setting it was measured under, and
 its metric's definition: a name of [metrics](metrics.md) where it is ours, else the source's words. `unknown` is what nobody
-states, null what can't apply. `stages/formats/published.py` reads and checks them: a column of a table there is a setting, a
+states, null what can't apply. `stages/literature/published.py` reads and checks them: a column of a table there is a setting, a
 metric, or a metric on a data set (`tau @ GSM8K`); add a table, run this page's command, and commit both.
 
 Below, what can be recomputed of them: arithmetic alone, nothing was run. **agrees**: the arithmetic gives what is printed.

@@ -6,9 +6,9 @@ tests/reproduce/test_estimate.py compares the committed page with what this writ
 from pathlib import Path
 
 from pipeline import recipes
-from stages import params
+from stages.params import schema
+from stages.params.recipe import RECIPES
 from stages.reproduce import estimate
-from stages.sections.recipe import RECIPES
 
 PAGE = Path("docs/recipes.md")
 HEAD = """# Recipes
@@ -26,7 +26,7 @@ within a section (`server`) single keys are set; what you name yourself (`worklo
 something else is there: no copy is ever overwritten. To return: `cp params.yaml.before-RECIPE params.yaml`. Drafts and cells of
 checkpoints that a recipe left out come back from DVC's cache.
 
-Its block `recipe` says what it reproduces (`stages/sections/recipe.py`):
+Its block `recipe` says what it reproduces (`stages/params/recipe.py`):
 
 | key | what |
 |---|---|
@@ -38,7 +38,7 @@ Its block `recipe` says what it reproduces (`stages/sections/recipe.py`):
 | `tolerance` | of a metric, the share that two right runs may differ by |
 | `beside` | rows of `published/`, our cells for them, what unstated settings are taken for, which measure is defined as theirs |
 
-`measures` names those of `MEASURES` in `stages/formats/verdicts.py`.
+`measures` names those of `MEASURES` in `stages/literature/comparison.py`.
 
 ## The table
 
@@ -72,10 +72,10 @@ def page() -> str:
     head = ("recipe", "published", "status", "target", "KV a token", "draft", "disk", "download", "GPU-hours")
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for path in sorted(RECIPES.glob("*.yaml")):
-        about, _ = params.read_recipe(path)
+        about, _ = schema.read_recipe(path)
         assert about, path
         with recipes.merged(path.stem) as (file, _):
-            p = params.load(file)
+            p = schema.load(file)
         shape, found = estimate.of_target(p), estimate.estimate(p, about)
         draft = sum(estimate.draft_parameters(estimate.init_draft.infer(p, shape.made)).values())
         cells = (

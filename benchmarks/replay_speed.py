@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from stages.drafting import tree
-from stages.drafting.draft import Draft, DraftConfig, first_state, in_sight, prefix
-from stages.drafting.expand import expand
-from stages.drafting.replay import Replayed, Shape, replay, room
-from stages.formats import interval
+from stages.draft.eagle3 import Draft, DraftConfig, first_state, in_sight, prefix
+from stages.replay.replay import Replayed, Shape, replay, room
+from stages.results import interval
+from stages.trees import draft_tree
+from stages.trees.expansion import expand
 
 PEAK = {"float32": 67e12, "bfloat16": 989e12}  # FLOP/s of an H200 (its data sheet; float32 without TF32)
 BYTES = 4.8e12  # a second
@@ -39,7 +39,7 @@ def main() -> None:
     takes.add_argument("--steps", type=int, default=None, help="1 to so many")
     takes.add_argument("--topk", type=int, default=None, help="1 to so many")
     takes.add_argument("--checked", type=int, default=12, help="structures that are compared, on two answers each")
-    takes.add_argument("--semantics", default="sglang", choices=list(tree.SEMANTICS))
+    takes.add_argument("--semantics", default="sglang", choices=list(draft_tree.SEMANTICS))
     o = takes.parse_args()
     width, vocab, steps, topk, answers = (128, 640, 10, 4, 40) if o.small else (512, 4096, 16, 10, 100)
     steps, topk, answers = o.steps or steps, o.topk or topk, o.answers or answers
@@ -208,10 +208,10 @@ def step_by_step(draft: Draft, embedding: Tensor, row: list[Tensor], shape: Shap
         keys, values = keys[:, :bonus], values[:, :bonus]
         state = first_state(draft, embedding[ids[:, bonus, None]], fused[:, bonus - 1, None], p, keys, values, None)
         grown = expand(draft, embedding, state, p, keys, values, None, steps, topk, semantics)
-        kept = tree.keep(grown, tokens)
+        kept = draft_tree.keep(grown, tokens)
         choices = [said[bonus + d + 1] if bonus + d + 1 < end else -1 for d in kept.depths[0].tolist()]
         chosen = torch.tensor([choices], device=ids.device)
-        depth = int(tree.accept(kept, chosen, steps)[1]) - 1
+        depth = int(draft_tree.accept(kept, chosen, steps)[1]) - 1
         accepted, cycles, bonus = accepted + depth, cycles + 1, bonus + depth + 1
     return accepted, cycles
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from ruamel.yaml import YAML
 
-from pipeline import graph, serve
+from pipeline import dvc_graph, serve
 from pipeline.resources import Lease, Pool
-from pipeline.schedule import Graph, run_all
-from stages.sections.schedule import Needs
+from pipeline.scheduler import Graph, run_all
+from stages.params.schedule import Needs
 
 CELLS, SLOTS = 24, 4
 REPO = Path(__file__).parents[1]
@@ -78,16 +78,21 @@ def _serial() -> None:
 
 
 def _parallel(folder: Path) -> None:
-    needs, changed = graph.stages(), dict[str, bool]()
+    needs, changed = dvc_graph.stages(), dict[str, bool]()
 
     def bring(name: str, lease: Lease, why: list[str]) -> None:
-        changed[name] = bool(why) and graph.run_stage(name, str) != graph.Outcome.UNCHANGED
+        changed[name] = bool(why) and dvc_graph.run_stage(name, str) != dvc_graph.Outcome.UNCHANGED
 
     with ThreadPoolExecutor() as threads:
         work = Graph(needs, dict.fromkeys(needs, Needs(gpus=0, exclusive=False)))
         pool = Pool(SLOTS, [], folder / "locks")
         run_all(
-            work, graph.why_stale(), pool, lambda *given: threads.submit(bring, *given), changed.get, graph.why_stale
+            work,
+            dvc_graph.why_stale(),
+            pool,
+            lambda *given: threads.submit(bring, *given),
+            changed.get,
+            dvc_graph.why_stale,
         )
 
 

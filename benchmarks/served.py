@@ -22,7 +22,7 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from pipeline.__main__ import use
-from stages.formats import replays, served
+from stages.results import replay_records, served_records
 
 TREES = ["t5_1_6", "t8_2_16", "t10_3_32", "t5_4_16", "t6_10_32", "t8_2_8"]  # the last one SGLang refuses
 CHECKPOINT = "e009"
@@ -51,7 +51,7 @@ GIVEN = (
 def command(kit: str) -> list[str]:
     """SGLang in the kit's own environment: its transformers is not the stages'."""
     if not kit:
-        return [sys.executable, "-m", "tests.serving.double", "serve"]
+        return [sys.executable, "-m", "tests.serving.engine_double", "serve"]
     settings = subprocess.run(
         ["bash", "-c", f"PYTHONPATH= KIT={kit}; . {kit}/env.sh; env"], capture_output=True, text=True
     )
@@ -108,12 +108,15 @@ def stage(words: str) -> None:
 
 def compare(trees: list[str]) -> list[dict[str, Any]]:
     """Served tau beside replay's, of the same prompts."""
-    found, plain = [], served.read("eval", None, None)["points"][0]
+    found, plain = [], served_records.read("eval", None, None)["points"][0]
     said = {(r["id"], r["turn"]): r["answer"] for r in plain["requests"]}
-    mine = {f"t{t['steps']}_{t['topk']}_{t['tokens']}": t["tau"] for t in replays.greedy(replays.read(CHECKPOINT))}
+    mine = {
+        f"t{t['steps']}_{t['topk']}_{t['tokens']}": t["tau"]
+        for t in replay_records.greedy(replay_records.read(CHECKPOINT))
+    }
     print(f"{'tree':10}{'served':>9}{'replay':>9}{'off by':>9}{'same answers':>14}{'cycle ms':>10}{'speedup':>9}")
     for tree in trees:
-        cell = served.read("eval", CHECKPOINT, tree)
+        cell = served_records.read("eval", CHECKPOINT, tree)
         if not cell["points"]:
             print(f"{tree:10}{'-':>9}{mine[tree]:9.4f}  {cell['reason']}")
             continue

@@ -20,8 +20,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 
-from stages.drafting import config_facts, hooks, loading, packed_forward
-from stages.formats import checkpoint
+from stages.draft import checkpoint
+from stages.target import config_facts, hooks, loading, packed_forward
 
 V, D, H, LAYERS, MOST = 4096, 1024, 1024, 12, 2048
 LENGTHS = (3, 17, 128, 500, 1301)

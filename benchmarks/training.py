@@ -26,12 +26,12 @@ from tqdm import tqdm
 
 from benchmarks.extraction import FLOP as TARGET_FLOP
 from benchmarks.extraction import random_target
-from stages.drafting import ranks
-from stages.drafting.draft import Draft, DraftConfig
-from stages.drafting.live import Live
-from stages.formats import hiddens
-from stages.formats.store import Store
-from stages.sections.draft import TrainDraft
+from stages.draft.eagle3 import Draft, DraftConfig
+from stages.hidden_states import format
+from stages.hidden_states.reader import Store
+from stages.params.draft_sections import TrainDraft
+from stages.runtime import distributed
+from stages.target.online import Live
 from stages.train_draft import Run
 
 DENSE_FLOP, PEAK = 16.46e9, 989e12  # a token at 8B shape; a second
@@ -60,19 +60,19 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="that target's blocks")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
-    with ranks.joined(args.device) as group:
+    with distributed.joined(args.device) as group:
         for scenario in args.scenario:
             _measure(args, scenario, group)
 
 
-def _measure(args: argparse.Namespace, scenario: str, group: ranks.Ranks) -> None:
+def _measure(args: argparse.Namespace, scenario: str, group: distributed.Ranks) -> None:
     kind = f"{scenario}{'-online' if args.online else ''}"
     folder = Path(tempfile.gettempdir()) / f"aerie-training-{kind}-{args.hidden}-{args.tokens}"
     if group.first and not folder.exists():
         half = folder.with_suffix(".half")
         shutil.rmtree(half, ignore_errors=True)
         half.mkdir()
-        hiddens.write(half, rows(args, scenario), torch.bfloat16, 1 << 30)
+        format.write(half, rows(args, scenario), torch.bfloat16, 1 << 30)
         half.rename(folder)
     while not folder.exists():
         time.sleep(0.5)
@@ -120,14 +120,14 @@ def rows(args: argparse.Namespace, scenario: str):
         hidden = 0 if args.online else args.hidden
         features = torch.randn(length, 4 * hidden, device=device).to(torch.bfloat16).cpu()
         ids = torch.randint(0, args.vocab, (length,), dtype=torch.int32)
-        yield hiddens.Row(
+        yield format.Row(
             str(made), ids, taught, features[:, : 3 * hidden].contiguous(), features[:, 3 * hidden :].contiguous(),
             int((~taught).sum()), "stop",
         )  # fmt: skip
         made += length
 
 
-def start(args: argparse.Namespace, group: ranks.Ranks) -> Run:
+def start(args: argparse.Namespace, group: distributed.Ranks) -> Run:
     h, heads = args.hidden, args.hidden // 128
     torch.manual_seed(2)
     with torch.device(group.device):

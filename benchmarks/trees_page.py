@@ -22,8 +22,8 @@ from benchmarks.trees_record import (
     last_record,
     short,
 )
-from stages.formats import published
-from stages.sections.trees import candidates
+from stages.literature import published
+from stages.params.tree_sections import candidates
 
 PAGE = ROOT / "docs/trees.md"
 CHAIN: Shape = (10, 1, 11)

@@ -19,7 +19,8 @@ import numpy as np
 from ruamel.yaml import YAML
 from safetensors.torch import load_file, save_file
 
-from stages.formats import atomic, cell, replays
+from stages.results import replay_records, torch_records
+from stages.runtime import atomic
 
 Row = dict[str, Any]
 Shape = tuple[int, int, int]
@@ -37,7 +38,7 @@ GRID = {
 }  # fmt: skip
 PAIR = {"steps": [10], "topk": [1, 2, 3], "tokens": [32], "inside": GRID["inside"][:2]}
 TREES = ("draft", "steps", "topk", "tokens", "tau", "tau_low", "tau_high", "cycles", "accepted", "mean_depth")
-INSIDE = ("draft", *replays.INSIDE[1:])
+INSIDE = ("draft", *replay_records.INSIDE[1:])
 
 
 # Recording
@@ -61,7 +62,7 @@ def record(date: str) -> None:
     about = {
         "date": date,
         "model": settings["target"]["model"],
-        "hardware": cell.hardware("cpu", settings["target"]["num_threads"]),
+        "hardware": torch_records.hardware("cpu", settings["target"]["num_threads"]),
     }
     atomic.write_json(place / "about.json", about)
 
@@ -87,7 +88,7 @@ def replayed(checkpoint: str, grid: Row, temperature: float) -> tuple[list[Row],
             command, cwd=work, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        return tuple(rows_of(work / place(checkpoint)) for place in (replays.path, replays.inside_path))
+        return tuple(rows_of(work / place(checkpoint)) for place in (replay_records.path, replay_records.inside_path))
 
 
 def rows_of(place: Path) -> list[Row]:

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from pipeline import graph, versions, workspace
+from pipeline import dvc_graph, versions, workspaces
 from pipeline.recipes import use
 from pipeline.reproduce import compare, dry_run, reproduce
 
@@ -31,18 +31,18 @@ def run() -> Iterator[str]:
         ValueError: where dvc.yaml or params.yaml can't be read, or dvc.lock can't be healed.
         StageError: where a stage failed.
     """
-    with workspace.one_run(partial(print, flush=True)) as held:
-        why = graph.why_stale()
+    with workspaces.one_run(partial(print, flush=True)) as held:
+        why = dvc_graph.why_stale()
         yield from _describe(why)
         if not why:
             return
-        with graph.guarded(held):
-            graph.run_all_stages()
+        with dvc_graph.guarded(held):
+            dvc_graph.run_all_stages()
 
 
 def stale() -> Iterator[str]:
     """Say what the next run wakes. Raises SystemExit(1) after the last line, where that is anything."""
-    why = graph.why_stale()
+    why = dvc_graph.why_stale()
     yield from versions.warnings()
     yield from _describe(why)
     if why:
@@ -55,7 +55,7 @@ def _describe(why: dict[str, list[str]]) -> Iterator[str]:
         yield "nothing is stale"
         return
     reasons: dict[str, list[str]] = {}
-    for name in filter(why.get, graph.stages()):
+    for name in filter(why.get, dvc_graph.stages()):
         reasons.setdefault(_brief(why[name]), []).append(name)
     for reason, names in reasons.items():
         yield f"stale: {', '.join(names)} ({reason})"
@@ -74,13 +74,13 @@ def _brief(changes: list[str]) -> str:
 WAYS: dict[tuple[str, ...], Callable[..., Iterable[str]]] = {
     ("run",): run,
     ("stale",): stale,
-    ("pull",): graph.pull,
+    ("pull",): dvc_graph.pull,
     ("use",): use,
     ("reproduce",): reproduce,
     ("reproduce", "--dry-run"): dry_run,
     ("reproduce", "--compare"): compare,
-    ("promote",): workspace.promote,
-    ("drop",): workspace.drop,
+    ("promote",): workspaces.promote,
+    ("drop",): workspaces.drop,
 }
 
 
@@ -97,7 +97,7 @@ def main(words: list[str]) -> None:
             raise ValueError(f"expected: {usage}; found {' '.join(words) or 'nothing'}")
         for line in way(*names):
             print(line, flush=True)
-    except (ValueError, graph.StageError) as error:
+    except (ValueError, dvc_graph.StageError) as error:
         sys.exit(f"aerie: {error}")
     except KeyboardInterrupt:
         print("aerie: interrupted; what has finished is cached, run again to go on", file=sys.stderr)

@@ -28,12 +28,13 @@ from prefect.cache_policies import NO_CACHE
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Completed, Failed, State
 
-from pipeline import away, graph, password, recipes, reproduce, resources, workspace
+from pipeline import dvc_graph, password, recipes, reproduce, resources, workspaces
 from pipeline.forms import Changes, RecipeName, Sweep
-from pipeline.guard import end_with_parent
+from pipeline.orphan_guard import end_with_parent
 from pipeline.progress import Progress
-from pipeline.schedule import Graph, run_all
-from stages.params import Params, check_raw_exists, load
+from pipeline.remote import dispatch
+from pipeline.scheduler import Graph, run_all
+from stages.params.schema import Params, check_raw_exists, load
 
 TABLES = {"benchmark": Path("results/benchmark.csv"), "served": Path("results/served.csv")}
 REPORT = Path("results/report/index.html")
@@ -83,27 +84,27 @@ def _run(change: Callable[[], None] | None, after: Callable[[], None] = lambda: 
         try:
             require_server()
             if change:
-                name = workspace.name_for(str(runtime.flow_run.name), str(runtime.flow_run.id))
-                stack.enter_context(contextlib.chdir(workspace.make(name)))
-            held = stack.enter_context(workspace.one_run(get_run_logger().warning))
+                name = workspaces.name_for(str(runtime.flow_run.name), str(runtime.flow_run.id))
+                stack.enter_context(contextlib.chdir(workspaces.make(name)))
+            held = stack.enter_context(workspaces.one_run(get_run_logger().warning))
             if change:
                 change()
             params = load()
             check_raw_exists(params)
-            hosts = stack.enter_context(away.hosts(params.schedule))
+            hosts = stack.enter_context(dispatch.hosts(params.schedule))
             work, pool = plan(params)
         except ValueError as error:  # for the user to correct: the page shows it without a traceback
             get_run_logger().error(str(error))
             return Failed(message=str(error))
         try:
-            stack.enter_context(graph.guarded(held))
-            why = graph.why_stale()
+            stack.enter_context(dvc_graph.guarded(held))
+            why = dvc_graph.why_stale()
             publish_plan(why)
             states = bring_up_to_date(work, why, pool, hosts)
         except BaseException:  # a cancelled flow: its tasks are on other threads, which see no signal
             if hosts:
                 hosts.cancel()
-            graph.stop()
+            dvc_graph.stop()
             raise
         publish(states, why)
         if change:
@@ -118,7 +119,7 @@ def _run(change: Callable[[], None] | None, after: Callable[[], None] = lambda: 
 
 def plan(params: Params) -> tuple[Graph, resources.Pool]:
     """What there is to run, and on what. Raises ValueError where a stage asks for more than this machine has."""
-    upstream = graph.stages()
+    upstream = dvc_graph.stages()
     pool = resources.Pool(params.schedule.slots, resources.gpus())
     needs = {name: params.schedule.needs(name) for name in upstream}
     rules = params.schedule
@@ -136,31 +137,31 @@ def bring(stage: str, why: list[str], environment: dict[str, str], held: list[in
     With `hosts` it is made there, and its log is in the pages of a run that its own log names.
     """
     if not why:
-        return _completed(stage, graph.Outcome.UNCHANGED)
+        return _completed(stage, dvc_graph.Outcome.UNCHANGED)
     log, rules = get_run_logger(), load().schedule
     log.info(f"{stage} is stale: {', '.join(why)}")
     on_line = Progress(stage, log.info)
     for attempt in range(1, rules.attempts + 1):
         try:
             if hosts:
-                return _completed(stage, away.bring(stage, rules.needs(stage), hosts, log.info))
-            return _completed(stage, graph.run_stage(stage, on_line, environment, held))
-        except graph.StageError as error:  # a state, not a raise, which would bury the log under Prefect's stack
+                return _completed(stage, dispatch.bring(stage, rules.needs(stage), hosts, log.info))
+            return _completed(stage, dvc_graph.run_stage(stage, on_line, environment, held))
+        except dvc_graph.StageError as error:  # a state, not a raise, which would bury the log under Prefect's stack
             if not error.transient or attempt == rules.attempts:
                 return Failed(message=str(error))
             pause = rules.retry_pause_s * 2 ** (attempt - 1)
             log.warning(f"{error}\nthat may pass: attempt {attempt + 1} of {rules.attempts} in {pause:g} s")
-            if not graph.pause(pause):
+            if not dvc_graph.pause(pause):
                 return Failed(message=f"{error}\nnot tried again: the run is cancelled")
     raise AssertionError("the last attempt has ended above")
 
 
-def _completed(stage: str, outcome: graph.Outcome) -> State[str]:
+def _completed(stage: str, outcome: dvc_graph.Outcome) -> State[str]:
     return Completed(name=outcome.capitalize(), message=f"{stage}: {outcome}", data=outcome.value)
 
 
 def bring_up_to_date(
-    work: Graph, why: dict[str, list[str]], pool: resources.Pool, hosts: away.Hosts | None
+    work: Graph, why: dict[str, list[str]], pool: resources.Pool, hosts: dispatch.Hosts | None
 ) -> dict[str, State[str]]:
     """Each stage after what it needs; after a failure all others still run, as with `dvc repro --keep-going`.
 
@@ -185,9 +186,9 @@ def bring_up_to_date(
     def ended_as(name: str) -> bool | None:
         futures[name].wait()
         state = futures[name].state
-        return state.name != graph.Outcome.UNCHANGED.capitalize() if state.is_completed() else None
+        return state.name != dvc_graph.Outcome.UNCHANGED.capitalize() if state.is_completed() else None
 
-    run_all(work, why, pool, start, ended_as, graph.why_stale)
+    run_all(work, why, pool, start, ended_as, dvc_graph.why_stale)
     return {name: futures[name].state for name in work.upstream}
 
 

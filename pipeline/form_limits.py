@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
-from stages.params import Params
+from stages.params.schema import Params
 
 MODEL = "target.model"
 REVISION = "target.revision"

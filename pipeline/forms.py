@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
 from pipeline import form_limits
-from stages.params import Params
-from stages.sections.recipe import RECIPES
-from stages.sections.section import ROOT_CHECKPOINT, Count, Name
-from stages.sections.trees import Tree
+from stages.params.recipe import RECIPES
+from stages.params.schema import Params
+from stages.params.section import ROOT_CHECKPOINT, Count, Name
+from stages.params.tree_sections import Tree
 
 TREE = r"^t[1-9][0-9]*_[1-9][0-9]*_[1-9][0-9]*$"
 

@@ -1,6 +1,6 @@
 """Recipes: files of recipes/ that hold sections and keys as params.yaml has them, only those they are about.
 
-A block `recipe` says what it reproduces and what of it can be compared (`stages.sections.recipe`); it goes nowhere.
+A block `recipe` says what it reproduces and what of it can be compared (`stages.params.recipe`); it goes nowhere.
 """
 
 import io
@@ -16,9 +16,9 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
-from stages import params
-from stages.sections.recipe import RECIPES
-from stages.sections.section import PARAMS, Section
+from stages.params import schema
+from stages.params.recipe import RECIPES
+from stages.params.section import PARAMS, Section
 
 
 def path_of(name: str) -> Path:
@@ -63,7 +63,7 @@ def merged(name: str) -> Iterator[tuple[Path, list[str]]]:
     Raises:
         ValueError: as `use`.
     """
-    _, recipe = params.read_recipe(path_of(name))
+    _, recipe = schema.read_recipe(path_of(name))
     with _written(recipe, f"recipe {name}") as found:
         yield found
 
@@ -83,7 +83,7 @@ def _written(sections: dict[str, dict[str, Any]], called: str) -> Iterator[tuple
     shutil.copymode(PARAMS, file.name)  # a temporary file is readable by its owner alone
     try:
         try:
-            params.load(Path(file.name))
+            schema.load(Path(file.name))
         except ValueError as error:
             raise ValueError(f"{called}: {str(error).replace(file.name, 'params.yaml with it')}") from None
         yield Path(file.name), changes
@@ -97,7 +97,7 @@ def _merge(recipe: dict[str, dict[str, Any]]) -> tuple[str, list[str]]:
     yaml.width = 200  # long comments and lists stay on their lines
     yaml.representer.add_representer(type(None), lambda r, _: r.represent_scalar("tag:yaml.org,2002:null", "null"))
     whole = yaml.load(PARAMS.read_text(encoding="utf-8"))
-    changes = [line for section, keys in recipe.items() for line in _put(whole, section, keys, params.Params, "")]
+    changes = [line for section, keys in recipe.items() for line in _put(whole, section, keys, schema.Params, "")]
     text = io.StringIO()
     yaml.dump(whole, text)
     return text.getvalue(), changes

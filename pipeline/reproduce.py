@@ -13,9 +13,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from pipeline import graph, recipes, workspace
-from stages import params
-from stages.sections.section import PARAMS
+from pipeline import dvc_graph, recipes, workspaces
+from stages.params import schema
+from stages.params.section import PARAMS
 
 GIB = 2**30
 
@@ -27,10 +27,10 @@ def reproduce(name: str) -> Iterator[str]:
         ValueError: before anything is changed, where the recipe is not valid, files are missing or the disk is too small;
             at the end, where stages failed.
     """
-    with workspace.one_run(print) as held:
+    with workspaces.one_run(print) as held:
         yield from take(name)
-        needs, failed = graph.stages(), list[str]()
-        with graph.guarded(held):
+        needs, failed = dvc_graph.stages(), list[str]()
+        with dvc_graph.guarded(held):
             yield from _run_each(needs, failed)
         yield from compare(name)
     if failed:
@@ -47,8 +47,8 @@ def _run_each(needs: dict[str, list[str]], failed: list[str]) -> Iterator[str]:
             yield f"{stage}: not run, for it needs {', '.join(lacking)}"
             continue
         try:
-            outcome = graph.run_stage(stage, print)
-        except graph.StageError as error:
+            outcome = dvc_graph.run_stage(stage, print)
+        except dvc_graph.StageError as error:
             failed.append(stage)
             yield str(error)
             continue
@@ -96,13 +96,13 @@ def stages_with(file: Path) -> dict[str, list[str]]:
         (root / ".dvc/config").write_text("[core]\n    no_scm = true\n    analytics = false\n")
         shutil.copy("dvc.yaml", root)
         shutil.copy(file, root / PARAMS)
-        return graph.stages(root)
+        return dvc_graph.stages(root)
 
 
 def _described(name: str) -> None:
     """Raises ValueError where the recipe doesn't say what it reproduces."""
     path = recipes.path_of(name)
-    if params.read_recipe(path)[0] is None:
+    if schema.read_recipe(path)[0] is None:
         raise ValueError(f"{path} has no block `recipe`, expected one that says what it reproduces; see recipes/")
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from stages.sections.schedule import Needs
+from stages.params.schedule import Needs
 
 
 @dataclass

@@ -174,7 +174,7 @@ def offer_stages(deployment: dict[str, Any]) -> None:
     from prefect.utilities.callables import parameter_schema
     from prefect.workers.process import ProcessWorker
 
-    from pipeline import worker
+    from pipeline.remote import prefect_worker
 
     pool = deployment["work_pool"]["name"]
     template = ProcessWorker.get_default_base_job_template()
@@ -184,13 +184,13 @@ def offer_stages(deployment: dict[str, Any]) -> None:
         except ObjectAlreadyExists:
             pass
         client.create_deployment(
-            client.create_flow(worker.stage),
+            client.create_flow(prefect_worker.stage),
             deployment["name"],
             description=deployment["description"],
             work_pool_name=pool,
-            entrypoint="pipeline.worker.stage",
+            entrypoint="pipeline.remote.prefect_worker.stage",
             pull_steps=[{"prefect.deployments.steps.set_working_directory": {"directory": "{{ $PWD }}"}}],
-            parameter_openapi_schema=parameter_schema(worker.stage).model_dump_for_openapi(),
+            parameter_openapi_schema=parameter_schema(prefect_worker.stage).model_dump_for_openapi(),
         )
 
 

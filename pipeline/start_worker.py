@@ -18,8 +18,8 @@ def main(arguments: list[str]) -> None:
     try:
         os.environ[password.CLIENT] = password.find()
         # Only now: Prefect reads its settings from the environment once, when it is imported.
-        from pipeline.away import POOL
         from pipeline.flows import require_server
+        from pipeline.remote.dispatch import POOL
 
         require_server()
     except ValueError as error:

@@ -1,7 +1,7 @@
 """Artifacts that were made with another release of torch or transformers than is installed now: a warning, never a rerun.
 
 A release is major.minor for torch, which has been 2.x for years and changes kernels and random numbers with the minor number,
-and the major number for transformers, whose minor releases come every few weeks. The log of runs (stages/sections/stage_runs.py)
+and the major number for transformers, whose minor releases come every few weeks. The log of runs (stages/params/stage_runs.py)
 says what each run loaded; a run belongs to an artifact where the artifact's files were written while it lasted. DVC's hard
 links keep files' times, so what comes back from its cache is taken for what it is; of files that were copied or pulled
 nothing is known, and nothing said.
@@ -16,8 +16,8 @@ from pathlib import Path
 
 from ruamel.yaml import YAML
 
-from stages.sections import stage_runs
-from stages.sections.stage_runs import StageRun
+from stages.params import stage_runs
+from stages.params.stage_runs import StageRun
 
 LOCK_FILE = Path("dvc.lock")
 KNOWN = Path(".scratch/versions.json")

@@ -2,12 +2,12 @@
 
 Plain and speculative decoding of the same prompts, in turns, so that a drifting machine touches both alike. At float32
 the two must say the same: the share of identical answers is a metric of every greedy cell. Above temperature 0 both are
-drawn from the same seed, so that one is not timed on a longer answer than the other (drafting/sampling.py). A later turn
+drawn from the same seed, so that one is not timed on a longer answer than the other (engine/sampling.py). A later turn
 of a question comes after plain decoding's own earlier answers, for both: so both decode the same prompt, even where a
 near-tie parted them.
 
 A workload that keeps several prompts under way, or is a sweep, is measured in loads, as a server is: all of it plainly and
-all of it speculatively, in turns (formats/served.py has the cell). With several GPUs each process has a share of the prompts,
+all of it speculatively, in turns (results/served_records.py has the cell). With several GPUs each process has a share of the prompts,
 and of those under way; the first one writes what all of them measured.
 """
 
@@ -21,21 +21,28 @@ import numpy as np
 import polars as pl
 import torch
 
-from stages import params
-from stages.drafting import acceptance, loading, pixels, prompt, ranks, sampling, timing
-from stages.drafting.batches import Ask, Batches
-from stages.drafting.cards import left, place
-from stages.drafting.decode import Step
-from stages.drafting.draft import Draft
-from stages.drafting.memory import GIB, Memory
-from stages.drafting.pixels import Pixels
-from stages.drafting.sampling import Sampling
-from stages.drafting.shares import gathered
-from stages.formats import asked, cell, checkpoint, clusters, interval, manifest, served
-from stages.sections.cells import Workload
-from stages.sections.section import named
-from stages.sections.trees import Tree
-from stages.serving import counts, energy, grades, latency, requests
+from stages.data import workload_prompts
+from stages.draft import checkpoint
+from stages.draft.eagle3 import Draft
+from stages.engine import sampling, timing
+from stages.engine.batch_decode import Ask, Batches
+from stages.engine.decode import Step
+from stages.engine.device_placement import left, place
+from stages.engine.memory_estimate import GIB, Memory
+from stages.engine.sampling import Sampling
+from stages.grading import grade
+from stages.params import schema
+from stages.params.benchmark_sections import Workload
+from stages.params.section import named
+from stages.params.tree_sections import Tree
+from stages.results import clusters, interval, served_records, torch_records
+from stages.runtime import distributed
+from stages.runtime.all_gather import gathered
+from stages.serving import latency, request_records, spec_counters
+from stages.target import chat_template, loading, manifest, vision
+from stages.target.vision import Pixels
+from stages.telemetry import gpu_energy
+from stages.trees import acceptance
 
 KINDS = ("plain", "speculative")
 
@@ -47,10 +54,10 @@ Said = dict[str, list[int]]  # by kind of decoding, the ids of an answer
 class Work:
     """What every decoding of a cell needs."""
 
-    p: params.Params
+    p: schema.Params
     w: Workload
     tree: Tree
-    group: ranks.Ranks
+    group: distributed.Ranks
     engine: Batches
     shown: dict[str, Pixels | None]  # the pictures of each prompt, by its id
     tokenizer: Any  # None where no text is needed
@@ -59,22 +66,22 @@ class Work:
 
 
 def main(workload: str, name: str, tree_name: str) -> None:
-    p = params.load()
+    p = schema.load()
     b = p.benchmark
     _check_gpus(p)
     try:
-        shared_out = ranks.spread("benchmark", [workload, name, tree_name], b.processes)
+        shared_out = distributed.spread("benchmark", [workload, name, tree_name], b.processes)
     except ValueError:
         raise ValueError(
             f"one of {b.processes} processes ended early; what it said is above. Correct that and run again, or set "
             "benchmark.num_gpus_total to num_gpus_per_model for one process"
         ) from None
     if not shared_out:
-        with ranks.joined(p.target.device) as group:
+        with distributed.joined(p.target.device) as group:
             _main(p, workload, name, tree_name, group)
 
 
-def _check_gpus(p: params.Params) -> None:
+def _check_gpus(p: schema.Params) -> None:
     """Raises ValueError where this stage sees fewer GPUs than it is to use."""
     needed = p.benchmark.num_gpus_total
     if needed > 1 and p.target.device.startswith("cuda") and (found := torch.cuda.device_count()) < needed:
@@ -84,17 +91,17 @@ def _check_gpus(p: params.Params) -> None:
         )
 
 
-def _main(p: params.Params, workload: str, name: str, tree_name: str, group: ranks.Ranks) -> None:
+def _main(p: schema.Params, workload: str, name: str, tree_name: str, group: distributed.Ranks) -> None:
     torch.set_num_threads(p.target.num_threads)
-    meter, started = energy.Meter(p.target.gpus(p.benchmark.num_gpus_total)), time.perf_counter()
+    meter, started = gpu_energy.Meter(p.target.gpus(p.benchmark.num_gpus_total)), time.perf_counter()
     tree, w = Tree.parse(tree_name), named(p.benchmark.workloads, workload, "benchmark.workloads")
-    prompts, warm = asked.read(workload)
+    prompts, warm = workload_prompts.read(workload)
     if w.grade:
-        asked.check_graded(workload, prompts)
-        grades.check_sandbox(prompts["reference"], workload, p.benchmark.allow_unsandboxed_code)
+        workload_prompts.check_graded(workload, prompts)
+        grade.check_sandbox(prompts["reference"], workload, p.benchmark.allow_unsandboxed_code)
     images = dict(pl.concat([prompts, warm]).select("id", "images").iter_rows())
     # Decoded before any clock runs: a server's client sends them ready, too.
-    shown = pixels.shown(manifest.weights(manifest.read()), p.target.trust_remote_code, images)
+    shown = vision.shown(manifest.weights(manifest.read()), p.target.trust_remote_code, images)
     engine = _engine(p, w, name, group)
     work = Work(p, w, tree, group, engine, shown, _tokenizer(p, w, prompts), prompts, warm)
     memory = _memory(work)
@@ -109,20 +116,20 @@ def _main(p: params.Params, workload: str, name: str, tree_name: str, group: ran
         "checkpoint": name,
         "tree": tree_name,
         **tree.model_dump(),
-        "engine": served.TORCH,
-        "definitions": cell.DEFINITIONS,
+        "engine": served_records.TORCH,
+        "definitions": torch_records.DEFINITIONS,
         "temperature": w.temperature,
         "top_p": w.top_p,
         "top_k": w.top_k,
         **found,
         "hardware": _hardware(p),
-        "versions": cell.versions("torch", "transformers"),
+        "versions": torch_records.versions("torch", "transformers"),
         "seconds": round(time.perf_counter() - started, 2),
         "seed": w.seed,
         "gpus": meter.names(),
         "joules": meter.joules(),
     }
-    file = cell.write(whole) if w.alone else served.write(whole)
+    file = torch_records.write(whole) if w.alone else served_records.write(whole)
     print(f"{tree_name} at {name}: {said} -> {file}")
 
 
@@ -135,9 +142,11 @@ def _memory(work: Work) -> Memory:
     return work.engine.memory(tokens, max(slots), _tree(work, "speculative"), w.temperature > 0)
 
 
-def _hardware(p: params.Params) -> dict[str, Any]:
+def _hardware(p: schema.Params) -> dict[str, Any]:
     total = p.benchmark.num_gpus_total
-    return cell.hardware(p.target.device, p.target.num_threads) | ({"num_gpus_total": total} if total > 1 else {})
+    return torch_records.hardware(p.target.device, p.target.num_threads) | (
+        {"num_gpus_total": total} if total > 1 else {}
+    )
 
 
 def _prompt_by_prompt(work: Work) -> tuple[dict[str, Any], str]:
@@ -187,7 +196,7 @@ def _turns(work: Work, question: Row, repeat: int, number: int) -> Iterator[tupl
     for turn, says in enumerate([None, *(question["later"] or [])]):
         if says is not None:
             messages = [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": says}]
-            ids = prompt.prompt_ids(work.tokenizer, messages, work.p.sample_target.thinking)
+            ids = chat_template.prompt_ids(work.tokenizer, messages, work.p.sample_target.thinking)
         order = KINDS if (number + repeat + turn) % 2 == 0 else KINDS[::-1]
         drawn = _sampling(work, question["id"], repeat, turn)
         both = {
@@ -235,12 +244,12 @@ def _decoding(work: Work, kind: str, ids: list[int], name: str, drawn: Sampling 
     return work.engine.speculative(ids, most, tree.num_steps, tree.topk, tree.num_draft_tokens, pictures, drawn)
 
 
-def _tokenizer(p: params.Params, w: Workload, prompts: pl.DataFrame) -> Any:
+def _tokenizer(p: schema.Params, w: Workload, prompts: pl.DataFrame) -> Any:
     """Where answers are graded, or later turns follow them."""
     if not w.grade and not prompts["later"].is_not_null().any():
         return None
     made = manifest.read()
-    return prompt.load_tokenizer(manifest.weights(made), p.target.trust_remote_code, made.chat_template)
+    return chat_template.load_tokenizer(manifest.weights(made), p.target.trust_remote_code, made.chat_template)
 
 
 def _text(work: Work, ids: list[int]) -> str:
@@ -248,7 +257,7 @@ def _text(work: Work, ids: list[int]) -> str:
     return work.tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def _engine(p: params.Params, w: Workload, name: str, group: ranks.Ranks) -> Batches:
+def _engine(p: schema.Params, w: Workload, name: str, group: distributed.Ranks) -> Batches:
     made, b = manifest.read(), p.benchmark
     first = torch.device(group.device).index or 0
     cards = [f"cuda:{first + n * b.processes}" for n in range(b.num_gpus_per_model)]  # the first is the process's own
@@ -303,11 +312,11 @@ def _in_loads(work: Work) -> tuple[dict[str, Any], str]:
         load = f"{ours['max_new_tokens']} tokens, {ours['concurrency'] or 'all'} at once"
         said.append(f"{load}: tau {ours['acceptance']['tau']:.3f}, {speeds[0]:.1f} tokens/s, plain {speeds[1]:.1f}")
     found: Row = {
-        "status": served.RAN,
+        "status": served_records.RAN,
         "reason": None,
         "fingerprint": {"target": [made.model, made.revision, made.config_digest]},  # its baseline is its own
         "server": {"command": [], "info": {}},
-        "memory": dict.fromkeys(served.MEMORY) | _gib(_memory(work)),
+        "memory": dict.fromkeys(served_records.MEMORY) | _gib(_memory(work)),
         "points": points["speculative"],
         "baseline_points": points["plain"],
     }
@@ -356,7 +365,7 @@ def _next(work: Work, answered: list[Request], records: list[latency.Record]) ->
         if request.messages is not None and len(later) > request.turn:
             said = {"role": "assistant", "content": _text(work, record.ids)}
             messages = [*request.messages, said, {"role": "user", "content": later[request.turn]}]
-            ids = prompt.prompt_ids(work.tokenizer, messages, work.p.sample_target.thinking)
+            ids = chat_template.prompt_ids(work.tokenizer, messages, work.p.sample_target.thinking)
             found.append(Request(request.question, request.turn + 1, messages, ids))
     return found
 
@@ -395,7 +404,7 @@ def _load(
         record.finish_reason = "stop" if record.ids[-1] in work.engine.eos else "length"
         if kind == "speculative":
             histogram = np.bincount(drafts[1:], minlength=work.tree.num_steps + 1).tolist()
-            record.counts = counts.Counts(len(drafts) - 1, sum(drafts), 0, True, histogram)
+            record.counts = spec_counters.Counts(len(drafts) - 1, sum(drafts), 0, True, histogram)
     mine = [[n, asdict(record)] for n, record in zip(numbers, records, strict=True)]
     return [_record(one) for _, one in sorted(gathered(group, mine), key=lambda pair: pair[0])]
 
@@ -404,12 +413,12 @@ def _record(found: Row) -> latency.Record:
     """From what another process says of it."""
     kept = found["counts"]
     events = [(at, tokens) for at, tokens in found["events"]]
-    return latency.Record(**found | {"events": events, "counts": kept and counts.Counts(*kept)})
+    return latency.Record(**found | {"events": events, "counts": kept and spec_counters.Counts(*kept)})
 
 
 def _ask(work: Work, request: Request, length: int, repeat: int) -> Ask:
     name = request.question["id"]
-    most = asked.tokens(request.question["length_share"], length)
+    most = workload_prompts.tokens(request.question["length_share"], length)
     return Ask(request.ids, most, work.shown[name], _sampling(work, name, repeat, request.turn))
 
 
@@ -418,21 +427,23 @@ def _point(work: Work, kind: str, length: int, cap: int | None, repeats: list[li
     every = [(n, turn, r) for n, turns in enumerate(repeats) for turn, load in enumerate(turns) for r in load]
     references = dict(work.prompts.select("id", "reference").iter_rows())
     graded = [
-        None if turn or not work.w.grade else _is_right(work, references[requests.name(r)], r.ids)
+        None if turn or not work.w.grade else _is_right(work, references[request_records.name(r)], r.ids)
         for _, turn, r in every
     ]
     marks = [
-        (references[requests.name(r)], mark) for (_, _, r), mark in zip(every, graded, strict=True) if mark is not None
+        (references[request_records.name(r)], mark)
+        for (_, _, r), mark in zip(every, graded, strict=True)
+        if mark is not None
     ]
     few = len(work.prompts)
     return {
         "max_new_tokens": length,
         "concurrency": cap,
         "request_rate": work.w.request_rate,
-        "loads": [latency.summary(requests.end_to_end(turns)) for turns in repeats],
+        "loads": [latency.summary(request_records.end_to_end(turns)) for turns in repeats],
         "acceptance": _acceptance(work, repeats) if kind == "speculative" else None,
-        "quality": grades.quality([words for words, _ in marks], [mark for _, mark in marks]) if marks else None,
-        "requests": [requests.row(*one, mark) for one, mark in zip(every, graded, strict=True)],
+        "quality": grade.quality([words for words, _ in marks], [mark for _, mark in marks]) if marks else None,
+        "requests": [request_records.row(*one, mark) for one, mark in zip(every, graded, strict=True)],
         "warnings": [f"{few} prompts, so never {cap} at once"] if cap and cap > few else [],
     }
 
@@ -442,7 +453,7 @@ def _acceptance(work: Work, repeats: list[list[list[latency.Record]]]) -> Row:
     names, counted = [], []
     for r in (r for turns in repeats for load in turns for r in load):
         assert r.counts is not None, "_load counts"
-        names.append(clusters.cluster_of(work.w.prompts, requests.name(r)))
+        names.append(clusters.cluster_of(work.w.prompts, request_records.name(r)))
         counted.append([r.counts.accepted, r.counts.cycles, *r.counts.histogram])
     accepted, cycles, *histogram = clusters.sums(names, np.array(counted)).T  # [C] each
     tau = acceptance.tau(accepted, cycles)
@@ -466,7 +477,7 @@ def _acceptance(work: Work, repeats: list[list[list[latency.Record]]]) -> Row:
 
 
 def _is_right(work: Work, reference: str, ids: list[int]) -> bool:
-    return grades.grade(reference, _text(work, ids), work.p.benchmark.allow_unsandboxed_code)
+    return grade.grade(reference, _text(work, ids), work.p.benchmark.allow_unsandboxed_code)
 
 
 def _grade(work: Work, rows: list[Row], spoken: list[Said], references: dict[str, str]) -> dict[str, Any] | None:
@@ -479,8 +490,8 @@ def _grade(work: Work, rows: list[Row], spoken: list[Said], references: dict[str
             row[column] = _is_right(work, references[row["id"]], said[kind])
     graded = [references[row["id"]] for row, _ in first]
     return {
-        "plain": grades.quality(graded, [row["baseline_correct"] for row, _ in first]),
-        "speculative": grades.quality(graded, [row["correct"] for row, _ in first]),
+        "plain": grade.quality(graded, [row["baseline_correct"] for row, _ in first]),
+        "speculative": grade.quality(graded, [row["correct"] for row, _ in first]),
     }
 
 
@@ -539,4 +550,4 @@ def _speeds(rows: list[Row], prompts: str) -> tuple[np.ndarray, np.ndarray, np.n
 
 
 if __name__ == "__main__":
-    params.run_stage(main)
+    schema.run_stage(main)

@@ -16,24 +16,29 @@ import numpy as np
 import polars as pl
 import torch
 
-from stages import params
-from stages.drafting import acceptance, loading, pixels, rivals, sampling
-from stages.drafting.decode import Engine, Method, Step
-from stages.drafting.draft import Draft
-from stages.drafting.eagle_trees import Guessing
-from stages.drafting.lookahead import Lookahead
-from stages.drafting.medusa_trees import Heads
-from stages.drafting.ngram import Ngram
-from stages.drafting.pixels import Pixels
-from stages.drafting.sampling import Sampling
-from stages.drafting.static import Static, best_first
-from stages.drafting.timing import timed
-from stages.formats import asked, cell, checkpoint, clusters, interval, manifest, method_cell, rival
-from stages.sections.cells import Workload
-from stages.sections.methods import DynamicRow, LookaheadRow, MethodRow, NgramRow, StaticRow
-from stages.sections.section import named
-from stages.sections.trees import Tree
-from stages.serving import energy
+from stages.data import workload_prompts
+from stages.draft import checkpoint
+from stages.draft.eagle3 import Draft
+from stages.engine import sampling
+from stages.engine.decode import Engine, Method, Step
+from stages.engine.sampling import Sampling
+from stages.engine.timing import timed
+from stages.methods import method_checkpoint, registry
+from stages.methods.eagle_proposer import Guessing
+from stages.methods.lookahead import Lookahead
+from stages.methods.medusa_proposer import Heads
+from stages.methods.prompt_lookup import Ngram
+from stages.methods.static_tree import Static, best_first
+from stages.params import schema
+from stages.params.benchmark_sections import Workload
+from stages.params.methods_section import DynamicRow, LookaheadRow, MethodRow, NgramRow, StaticRow
+from stages.params.section import named
+from stages.params.tree_sections import Tree
+from stages.results import clusters, interval, method_records, torch_records
+from stages.target import loading, manifest, vision
+from stages.target.vision import Pixels
+from stages.telemetry import gpu_energy
+from stages.trees import acceptance
 
 KINDS = ("plain", "speculative")
 
@@ -74,12 +79,12 @@ class Work:
 
 
 def main(name: str) -> None:
-    p = params.load()
+    p = schema.load()
     torch.set_num_threads(p.target.num_threads)
-    meter, started = energy.Meter(p.target.gpus()), time.perf_counter()
+    meter, started = gpu_energy.Meter(p.target.gpus()), time.perf_counter()
     settings, workload = p.method_row(name), p.benchmark_methods.workload
     w = named(p.benchmark.workloads, workload, "benchmark.workloads")
-    prompts, warm = asked.read(workload)
+    prompts, warm = workload_prompts.read(workload)
     work = _work(p, settings, w, pl.concat([prompts, warm]))
     every = pl.concat([prompts, warm])["prompt_ids"].list.len()
     work.engine.expect(int(every.max() or 0) + work.most)
@@ -93,7 +98,7 @@ def main(name: str) -> None:
         rows.append(row)
     metrics = _metrics(rows, work.steps, w.prompts)
     memory, parameters = _taken(work)
-    method_cell.write(
+    method_records.write(
         {
             "row": name,
             "method": settings.method,
@@ -101,7 +106,7 @@ def main(name: str) -> None:
             "settings": settings.model_dump(exclude={"method", "checkpoint"}) | {"steps": work.steps},
             "workload": workload,
             "engine": "torch",
-            "definitions": cell.DEFINITIONS,
+            "definitions": torch_records.DEFINITIONS,
             "temperature": w.temperature,
             "top_p": w.top_p,
             "top_k": w.top_k,
@@ -112,21 +117,21 @@ def main(name: str) -> None:
             "parameters": parameters,
             "mixture": any(".experts." in key for key, _ in work.engine.model.named_parameters()),
             "model": p.target.model,
-            "hardware": cell.hardware(p.target.device, p.target.num_threads),
-            "versions": cell.versions("torch", "transformers"),
+            "hardware": torch_records.hardware(p.target.device, p.target.num_threads),
+            "versions": torch_records.versions("torch", "transformers"),
             "seconds": round(time.perf_counter() - started, 2),
             "seed": w.seed,
             "gpus": meter.names(),
             "joules": meter.joules(),
         }
     )
-    print(f"{name}: tau {metrics['tau']:.3f}, speedup {metrics['speedup']:.2f} -> {method_cell.path(name)}")
+    print(f"{name}: tau {metrics['tau']:.3f}, speedup {metrics['speedup']:.2f} -> {method_records.path(name)}")
 
 
 # Who proposes
 
 
-def _work(p: params.Params, settings: MethodRow, w: Workload, prompts: pl.DataFrame) -> Work:
+def _work(p: schema.Params, settings: MethodRow, w: Workload, prompts: pl.DataFrame) -> Work:
     made = manifest.read()
     model = loading.load(str(manifest.weights(made)), None, p.target.dtype, p.target.device, p.target.trust_remote_code)
     draft = None
@@ -138,10 +143,10 @@ def _work(p: params.Params, settings: MethodRow, w: Workload, prompts: pl.DataFr
     tree = Tree.parse(settings.tree) if isinstance(settings, DynamicRow) else None
     method = None if draft else _method(p, settings, engine)
     images = dict(prompts.select("id", "images").iter_rows())
-    return Work(engine, method, tree, pixels.shown(manifest.weights(made), p.target.trust_remote_code, images), w)
+    return Work(engine, method, tree, vision.shown(manifest.weights(made), p.target.trust_remote_code, images), w)
 
 
-def _method(p: params.Params, settings: MethodRow, engine: Engine) -> Method:
+def _method(p: schema.Params, settings: MethodRow, engine: Engine) -> Method:
     """Raises ValueError where the checkpoint is another method's, or for another target."""
     if isinstance(settings, NgramRow):
         return Ngram(settings.longest, settings.shortest, settings.length, engine.device)
@@ -149,8 +154,8 @@ def _method(p: params.Params, settings: MethodRow, engine: Engine) -> Method:
         return Lookahead(settings.window, settings.level, settings.guesses, engine.device)
     name = settings.checkpoint
     method = "medusa" if settings.method == "medusa" else "eagle"
-    config, tensors = rival.read(checkpoint.folder(name), method, p.made_by(name))
-    module = rivals.of(config, tensors, engine.head).to(engine.device, engine.model.dtype).requires_grad_(False)
+    config, tensors = method_checkpoint.read(checkpoint.folder(name), method, p.made_by(name))
+    module = registry.of(config, tensors, engine.head).to(engine.device, engine.model.dtype).requires_grad_(False)
     if isinstance(settings, DynamicRow):
         tree = Tree.parse(settings.tree)
         shape = tree.num_steps, tree.topk, tree.num_draft_tokens
@@ -215,7 +220,7 @@ def _asked(work: Work, question: Row, order: tuple[str, ...], device: str) -> tu
 
 def _metrics(rows: list[Row], steps: int, prompts: str) -> dict[str, float | None]:
     """Return method_cell.METRICS, as docs/metrics.md defines them; `prompts` is the workload's. Intervals as in a cell."""
-    numbers = [key for key in method_cell.PROMPT_COLUMNS if key not in ("id", "finish_reason")]
+    numbers = [key for key in method_records.PROMPT_COLUMNS if key not in ("id", "finish_reason")]
     column = {key: np.array([row[key] for row in rows], dtype=float) for key in numbers}  # [P] each
     names = [clusters.cluster_of(prompts, row["id"]) for row in rows]
     of_cluster = {key: clusters.sums(names, values) for key, values in column.items()}  # [C] each
@@ -246,4 +251,4 @@ def _speedup(tokens: Any, seconds: Any, plain_tokens: Any, plain_seconds: Any) -
 
 
 if __name__ == "__main__":
-    params.run_stage(main)
+    schema.run_stage(main)

@@ -21,14 +21,19 @@ import numpy as np
 import polars as pl
 from tqdm import tqdm
 
-from stages import params
-from stages.drafting import acceptance, pixels, prompt
-from stages.formats import asked, cell, checkpoint, clusters, interval, manifest, served
-from stages.sections.cells import Workload
-from stages.sections.section import named
-from stages.sections.trees import Tree
-from stages.serving import energy, engines, gpus, grades, latency, load, requests, server, session
-from stages.serving.load import Arrivals, Ask, Load
+from stages.data import workload_prompts
+from stages.draft import checkpoint
+from stages.grading import grade
+from stages.params import schema
+from stages.params.benchmark_sections import Workload
+from stages.params.section import named
+from stages.params.tree_sections import Tree
+from stages.results import clusters, interval, served_records, torch_records
+from stages.serving import engine_flags, gpu_memory, http_session, latency, load_generator, request_records, server
+from stages.serving.load_generator import Arrivals, Ask, Load
+from stages.target import chat_template, manifest, vision
+from stages.telemetry import gpu_energy
+from stages.trees import acceptance
 
 SECTION = "benchmark_served.server"
 LOGS = Path(".scratch/served")
@@ -41,23 +46,23 @@ RELEASED_GIB, RELEASE_S = 1.0, 30.0  # of a GPU's memory, and how long after the
 class Work:
     """What every load of the cell needs."""
 
-    p: params.Params
+    p: schema.Params
     name: str
     w: Workload
     rows: pl.DataFrame  # as asked.ASKED
     warmup: pl.DataFrame
     made: manifest.Manifest
     folder: Path  # the target
-    setup: engines.Setup
-    eyes: pixels.Eyes | None
+    setup: engine_flags.Setup
+    eyes: vision.Eyes | None
 
     @cached_property
     def key(self) -> str | None:
-        return session.api_key(self.p.benchmark_served.server.api_key_env, SECTION)
+        return http_session.api_key(self.p.benchmark_served.server.api_key_env, SECTION)
 
     @cached_property
     def tokenizer(self) -> Any:
-        return prompt.load_tokenizer(self.folder, self.p.target.trust_remote_code, self.made.chat_template)
+        return chat_template.load_tokenizer(self.folder, self.p.target.trust_remote_code, self.made.chat_template)
 
     @property
     def model(self) -> str:
@@ -70,7 +75,7 @@ class Side:
 
     checkpoint: str | None
     tree: Tree | None
-    draft: engines.Draft | None
+    draft: engine_flags.Draft | None
     flags: list[str]
     loads: dict[tuple[int, int | None], list[list[Load]]] = field(default_factory=dict)  # point -> repeat -> turn
     said: dict[str, Any] = field(default_factory=dict)
@@ -84,7 +89,7 @@ class Side:
 
     @property
     def config(self) -> str:
-        return served.config(*self.names)
+        return served_records.config(*self.names)
 
 
 def main(workload: str, name: str = "", tree_name: str = "") -> None:
@@ -92,37 +97,37 @@ def main(workload: str, name: str = "", tree_name: str = "") -> None:
         raise ValueError(
             f"expected WORKLOAD [CHECKPOINT TREE], found {workload} {name}; a cell with a draft needs both"
         )
-    p = params.load()
-    meter, started = energy.Meter(_gpus(p, name, tree_name)), time.perf_counter()
+    p = schema.load()
+    meter, started = gpu_energy.Meter(_gpus(p, name, tree_name)), time.perf_counter()
     w = named(p.benchmark.workloads, workload, "benchmark.workloads")
     made = manifest.read()
-    folder, before = manifest.weights(made).absolute(), gpus.visible()
+    folder, before = manifest.weights(made).absolute(), gpu_memory.visible()
     tree = Tree.parse(tree_name) if name else None
     config: dict[str, Any] = {}
     if name:
         config, _ = checkpoint.read_draft(checkpoint.folder(name), p.made_by(name))
-    rows, warmup = asked.read(workload)
+    rows, warmup = workload_prompts.read(workload)
     if w.grade:
-        asked.check_graded(workload, rows)
-        grades.check_sandbox(rows["reference"], workload, p.benchmark.allow_unsandboxed_code)
+        workload_prompts.check_graded(workload, rows)
+        grade.check_sandbox(rows["reference"], workload, p.benchmark.allow_unsandboxed_code)
     setup, eyes = _setup(p, w, made, folder, config), _eyes(p, folder, rows)
     work = Work(p, workload, w, rows, warmup, made, folder, setup, eyes)
     side, plain = _side(work, name, tree, config), Side(None, None, None, [])
     engine = p.benchmark_served.engine
-    reason = engines.unsupported(engine, *_shape(tree), config) if tree else None
+    reason = engine_flags.unsupported(engine, *_shape(tree), config) if tree else None
     reason = reason or (f"{engine} takes no pictures with token ids" if work.eyes and engine == "vllm" else None)
     if not reason:
         _check_fits(work, tree, config)
         _measure(work, side, plain if tree and p.benchmark_served.interleave else None)
     took = {"seconds": round(time.perf_counter() - started, 2), "gpus": meter.names(), "joules": meter.joules()}
     found = _cell(work, side, plain, reason, before) | took
-    print(_told(found, served.write(found)))
+    print(_told(found, served_records.write(found)))
 
 
-def _gpus(p: params.Params, name: str, tree_name: str) -> list[int]:
+def _gpus(p: schema.Params, name: str, tree_name: str) -> list[int]:
     """Those that the cell's server takes; none here, where one is used that runs somewhere."""
     s = p.benchmark_served.server
-    known = served.config(name or None, tree_name or None) in s.base_urls
+    known = served_records.config(name or None, tree_name or None) in s.base_urls
     return [] if known or p.target.device == "cpu" else list(range(s.tp))
 
 
@@ -134,17 +139,17 @@ def _side(work: Work, name: str, tree: Tree | None, config: dict[str, Any]) -> S
     if tree is None:
         return Side(None, None, None, [])
     s = work.p.benchmark_served
-    draft = engines.Draft(str((checkpoint.folder(name) / "draft").absolute()), s.server.algorithm, *_shape(tree))
-    return Side(name, tree, draft, engines.speculation(s.engine, draft, config))
+    draft = engine_flags.Draft(str((checkpoint.folder(name) / "draft").absolute()), s.server.algorithm, *_shape(tree))
+    return Side(name, tree, draft, engine_flags.speculation(s.engine, draft, config))
 
 
 def _setup(
-    p: params.Params, w: Workload, made: manifest.Manifest, folder: Path, config: dict[str, Any]
-) -> engines.Setup:
+    p: schema.Params, w: Workload, made: manifest.Manifest, folder: Path, config: dict[str, Any]
+) -> engine_flags.Setup:
     s = p.benchmark_served.server
     most = [cap for _, cap in w.points() if cap is not None]
     holds = config.get("max_position_embeddings", made.max_position_embeddings)
-    return engines.Setup(
+    return engine_flags.Setup(
         p.benchmark_served.engine, str(folder), p.target.dtype, p.target.device, p.target.trust_remote_code,
         s.tp, s.mem_fraction, s.max_total_tokens, s.max_batch or max(most, default=None),
         holds if holds < made.max_position_embeddings else None,  # an engine refuses a draft that holds less than it does
@@ -152,9 +157,9 @@ def _setup(
     )  # fmt: skip
 
 
-def _eyes(p: params.Params, folder: Path, rows: pl.DataFrame) -> pixels.Eyes | None:
+def _eyes(p: schema.Params, folder: Path, rows: pl.DataFrame) -> vision.Eyes | None:
     """What shows the pictures, where there are any."""
-    return pixels.Eyes(folder, p.target.trust_remote_code) if (rows["images"].list.len() > 0).any() else None
+    return vision.Eyes(folder, p.target.trust_remote_code) if (rows["images"].list.len() > 0).any() else None
 
 
 def _need(work: Work, tree: Tree | None) -> int:
@@ -202,26 +207,26 @@ def _serving(work: Work, side: Side) -> Iterator[tuple[str, Any]]:
     """(its URL, what looks after it) of a server of this side: one of the user's, or one that is started for the block."""
     s = work.p.benchmark_served
     if side.config in s.server.base_urls:
-        url = session.bare(s.server.base_urls[side.config])
+        url = http_session.bare(s.server.base_urls[side.config])
         asyncio.run(_meet(work, side, url, lambda: None))
         yield url, lambda: None
         return
     if s.server.base_urls:
         print(f"note: benchmark_served.server.base_urls has no {side.config}; starting one", flush=True)
-    before = gpus.visible()
+    before = gpu_memory.visible()
     if work.p.target.device != "cpu":
-        gpus.check_free(before[: s.server.tp], s.server.mem_fraction)
+        gpu_memory.check_free(before[: s.server.tp], s.server.mem_fraction)
         _preflight(work, side, sum(gpu.total for gpu in before[: s.server.tp]) * s.server.mem_fraction)
     port = server.free_port()
-    side.line = [*engines.line(work.setup, port, s.server.command), *side.flags]
-    log = LOGS / f"{served.name(work.name, *side.names)}.log"
+    side.line = [*engine_flags.line(work.setup, port, s.server.command), *side.flags]
+    log = LOGS / f"{served_records.name(work.name, *side.names)}.log"
     print(f"starting {s.engine} for {side.config}; its log is {log}", flush=True)
     threads = work.p.target.num_threads if work.p.target.device == "cpu" else None
     with server.started(
         s.engine, side.line, port, str(work.folder), log, s.server.start_timeout_s, threads=threads, section=SECTION
     ) as running:
         asyncio.run(_meet(work, side, running.base_url, running.check))
-        side.gpu = {"gpu_before": _used(before), "gpu_serving": _used(gpus.visible())}
+        side.gpu = {"gpu_before": _used(before), "gpu_serving": _used(gpu_memory.visible())}
         yield running.base_url, running.check
     side.gpu["gpu_after"] = _released(before)
 
@@ -257,27 +262,27 @@ def _longest(work: Work) -> int:
 
 async def _meet(work: Work, side: Side, url: str, check: Any) -> None:
     """Learn what the server is, and that it is the one meant. Raises ValueError where it isn't."""
-    async with session.Session(work.model, work.w.deadline_s, SECTION, work.key) as http:
+    async with http_session.Session(work.model, work.w.deadline_s, SECTION, work.key) as http:
         try:
             engine = await http.engine_of(url)
-            side.said = await engines.info(http, url, engine)
-        except session.Failed as error:
+            side.said = await engine_flags.info(http, url, engine)
+        except http_session.Failed as error:
             check()
             raise ValueError(f"{url} can't be asked: {error}; is it running? Correct {SECTION}.base_urls") from None
     if engine != work.setup.engine:
         raise ValueError(f"{url} is served by {engine}, expected {work.setup.engine}; correct benchmark_served.engine")
     most = max((cap for _, cap in work.w.points() if cap is not None), default=None)
-    engines.check(side.said, side.draft, min(most, len(work.rows)) if most else None, _need(work, side.tree))
+    engine_flags.check(side.said, side.draft, min(most, len(work.rows)) if most else None, _need(work, side.tree))
 
 
-def _used(found: list[gpus.Gpu]) -> float | None:
+def _used(found: list[gpu_memory.Gpu]) -> float | None:
     return round(sum(gpu.used for gpu in found), 2) if found else None
 
 
-def _released(before: list[gpus.Gpu]) -> float | None:
+def _released(before: list[gpu_memory.Gpu]) -> float | None:
     """GiB in use once the server has let go of its memory; says so where it doesn't."""
     until = time.monotonic() + RELEASE_S
-    while (after := _used(gpus.visible())) is not None and after > (_used(before) or 0) + RELEASED_GIB:
+    while (after := _used(gpu_memory.visible())) is not None and after > (_used(before) or 0) + RELEASED_GIB:
         if time.monotonic() > until:
             print(
                 f"warning: {after} GiB are still in use {RELEASE_S:g} s after the server's end, {_used(before)} were before"
@@ -295,7 +300,7 @@ async def _load(work: Work, side: Side, url: str, check: Any, point: tuple[int, 
     asks, warmup, loads = _first(work, work.rows, length), _first(work, work.warmup, length), []
     while asks:
         with tqdm(total=len(asks), desc=about, unit="request", mininterval=2) as bar:
-            found = await load.run(
+            found = await load_generator.run(
                 url, work.model, asks, arrivals, w.deadline_s, warmup, SECTION, work.key, work.setup.engine, check, bar.update
             )  # fmt: skip
         _check_answered(about, found)
@@ -351,7 +356,7 @@ def _first(work: Work, rows: pl.DataFrame, length: int) -> list[Ask]:
 def _next(work: Work, loads: list[Load], length: int) -> list[Ask]:
     """The turn after those asked, of the questions that have one and whose earlier turns were answered."""
     turn, asks = len(loads), []
-    answers = [{requests.name(r): r for r in found.records if not r.failed} for found in loads]
+    answers = [{request_records.name(r): r for r in found.records if not r.failed} for found in loads]
     for row in work.rows.iter_rows(named=True):
         later = row["later"] or []
         if len(later) < turn or not all(row["id"] in of_turn for of_turn in answers):
@@ -362,22 +367,22 @@ def _next(work: Work, loads: list[Load], length: int) -> list[Ask]:
                 {"role": "assistant", "content": _text(work, said[row["id"]])},
                 {"role": "user", "content": words},
             ]
-        ids = prompt.prompt_ids(work.tokenizer, messages, work.p.sample_target.thinking)
+        ids = chat_template.prompt_ids(work.tokenizer, messages, work.p.sample_target.thinking)
         asks.append(_ask(work, row, turn, ids, length))
     return asks
 
 
 def _ask(work: Work, row: dict[str, Any], turn: int, ids: list[int], length: int) -> Ask:
-    w, tokens = work.w, asked.tokens(row["length_share"], length)
+    w, tokens = work.w, workload_prompts.tokens(row["length_share"], length)
     shown = _pictures(work.eyes, row["images"], ids) if work.eyes and row["images"] else {}
     return Ask(f"{row['id']}#{turn}", ids, tokens, w.temperature, w.top_p, w.top_k, w.ignore_eos, shown)
 
 
-def _pictures(eyes: pixels.Eyes, images: list[str], ids: list[int]) -> dict[str, Any]:
+def _pictures(eyes: vision.Eyes, images: list[str], ids: list[int]) -> dict[str, Any]:
     """Pictures as SGLang takes them beside ids; it repeats each one's token itself, and where that is done already it
     never answers (0.5.17)."""
     return {
-        "input_ids": pixels.rendered(ids, eyes.token, eyes.sizes(images)),
+        "input_ids": vision.rendered(ids, eyes.token, eyes.sizes(images)),
         "image_data": [eyes.url(path) for path in images],
     }
 
@@ -385,9 +390,9 @@ def _pictures(eyes: pixels.Eyes, images: list[str], ids: list[int]) -> dict[str,
 # The cell
 
 
-def _cell(work: Work, side: Side, plain: Side, reason: str | None, before: list[gpus.Gpu]) -> dict[str, Any]:
+def _cell(work: Work, side: Side, plain: Side, reason: str | None, before: list[gpu_memory.Gpu]) -> dict[str, Any]:
     p = work.p
-    hardware = cell.hardware("cpu", p.target.num_threads)
+    hardware = torch_records.hardware("cpu", p.target.num_threads)
     if before and p.target.device != "cpu":
         hardware["gpu"] = ", ".join(gpu.name for gpu in before[: p.benchmark_served.server.tp])
     if side.config in p.benchmark_served.server.base_urls:
@@ -399,9 +404,9 @@ def _cell(work: Work, side: Side, plain: Side, reason: str | None, before: list[
         "tree": side.names[1],
         **(side.tree.model_dump() if side.tree else dict.fromkeys(Tree.model_fields)),
         "engine": p.benchmark_served.engine,
-        "status": served.UNSUPPORTED if reason else served.RAN,
+        "status": served_records.UNSUPPORTED if reason else served_records.RAN,
         "reason": reason,
-        "definitions": cell.DEFINITIONS,
+        "definitions": torch_records.DEFINITIONS,
         "temperature": work.w.temperature,
         "top_p": work.w.top_p,
         "top_k": work.w.top_k,
@@ -444,9 +449,15 @@ def _draft_gib(side: Side) -> float | None:
     return round((Path(side.draft.folder) / "model.safetensors").stat().st_size / 2**30, 3) if side.draft else None
 
 
-def _memory(side: Side, before: list[gpus.Gpu]) -> dict[str, Any]:
+def _memory(side: Side, before: list[gpu_memory.Gpu]) -> dict[str, Any]:
     total = {"gpu_total": round(sum(gpu.total for gpu in before), 2) if before else None}
-    return dict.fromkeys(served.MEMORY) | engines.memory(side.said) | {"draft": _draft_gib(side)} | total | side.gpu
+    return (
+        dict.fromkeys(served_records.MEMORY)
+        | engine_flags.memory(side.said)
+        | {"draft": _draft_gib(side)}
+        | total
+        | side.gpu
+    )
 
 
 def _points(work: Work, side: Side) -> list[dict[str, Any]]:
@@ -465,10 +476,10 @@ def _point(work: Work, side: Side, length: int, cap: int | None, repeats: list[l
         "max_new_tokens": length,
         "concurrency": cap,
         "request_rate": work.w.request_rate,
-        "loads": [latency.summary(requests.end_to_end([found.records for found in turns])) for turns in repeats],
+        "loads": [latency.summary(request_records.end_to_end([found.records for found in turns])) for turns in repeats],
         "acceptance": _acceptance(side, [found for turns in repeats for found in turns], work.w.prompts),
         "quality": _quality(work, every, marks),
-        "requests": [requests.row(*one, mark) for one, mark in zip(every, marks, strict=True)],
+        "requests": [request_records.row(*one, mark) for one, mark in zip(every, marks, strict=True)],
         "warnings": _warnings(work, side, cap, length, repeats),
     }
 
@@ -480,7 +491,7 @@ def _marks(work: Work, every: list[tuple[int, int, latency.Record]]) -> list[boo
     right = dict(work.rows.select("id", "reference").iter_rows())
     unsandboxed = work.p.benchmark.allow_unsandboxed_code
     return [
-        None if turn or r.failed else grades.grade(right[requests.name(r)], _text(work, r), unsandboxed)
+        None if turn or r.failed else grade.grade(right[request_records.name(r)], _text(work, r), unsandboxed)
         for _, turn, r in every
     ]
 
@@ -489,8 +500,10 @@ def _quality(
     work: Work, every: list[tuple[int, int, latency.Record]], marks: list[bool | None]
 ) -> dict[str, Any] | None:
     right = dict(work.rows.select("id", "reference").iter_rows())
-    graded = [(right[requests.name(r)], mark) for (_, _, r), mark in zip(every, marks, strict=True) if mark is not None]
-    return grades.quality([words for words, _ in graded], [mark for _, mark in graded]) if graded else None
+    graded = [
+        (right[request_records.name(r)], mark) for (_, _, r), mark in zip(every, marks, strict=True) if mark is not None
+    ]
+    return grade.quality([words for words, _ in graded], [mark for _, mark in graded]) if graded else None
 
 
 def _text(work: Work, r: latency.Record) -> str:
@@ -534,7 +547,7 @@ def _interval(loads: list[Load], num_steps: int, prompts: str) -> interval.Inter
     records = [r for found in loads for r in found.records if r.counts]
     if any(found.counters for found in loads) or not records:
         return None
-    names = [clusters.cluster_of(prompts, requests.name(r)) for r in records]
+    names = [clusters.cluster_of(prompts, request_records.name(r)) for r in records]
     counted = np.array([[r.counts.accepted, r.counts.cycles] for r in records if r.counts])
     accepted, cycles = clusters.sums(names, counted).T  # [C] each
     return interval.of_tau(accepted, cycles, num_steps)
@@ -552,7 +565,7 @@ def _warnings(work: Work, side: Side, cap: int | None, length: int, repeats: lis
         found.append(
             f"{len(uncounted)} requests' accepted drafts can't be counted and are in no tau, the first: {uncounted[0]}"
         )
-    holds = engines.memory(side.said)["kv_tokens"]
+    holds = engine_flags.memory(side.said)["kv_tokens"]
     longest = sorted(work.rows["prompt_ids"].list.len().to_list(), reverse=True)[: cap or len(work.rows)]
     need = sum(longest) + len(longest) * (length + (side.tree.num_draft_tokens if side.tree else 0))
     if holds is not None and need > holds:
@@ -575,9 +588,9 @@ def _line(work: Work, side: Side, point: tuple[int, int | None], number: int, tu
 
 
 def _told(found: dict[str, Any], place: Path) -> str:
-    what = served.name(found["workload"], found["checkpoint"], found["tree"])
+    what = served_records.name(found["workload"], found["checkpoint"], found["tree"])
     return f"{what}: {found['status']}{': ' + found['reason'] if found['reason'] else ''} -> {place}"
 
 
 if __name__ == "__main__":
-    params.run_stage(main)
+    schema.run_stage(main)

@@ -2,7 +2,7 @@
 
 If a copy of e000 can't reach nearly whole accepted chains on a single row it was trained on, then features, masks, rotation
 or vocabulary disagree, and no amount of data will help. The torch engine decodes the row, as a benchmark does, along the
-row's own answer (drafting/recite.py), so a mismatch between trainer and engine shows here too.
+row's own answer (engine/recite.py), so a mismatch between trainer and engine shows here too.
 
 train_draft depends on results/overfit_pass.json, so no training starts before this gate passes. That file names the row and
 the draft and holds neither threshold nor tau nor clock: editing check_overfit.min_tau retrains nothing while the threshold is
@@ -18,14 +18,20 @@ from typing import Any
 import torch
 from tqdm import trange
 
-from stages import params
-from stages.drafting import acceptance, loading, optim, pixels, recite, ttt
-from stages.drafting.draft import Draft
-from stages.drafting.live import Live
-from stages.formats import atomic, checkpoint, conversations, hiddens, manifest, scratch
-from stages.formats.store import Store
-from stages.sections.section import ROOT_CHECKPOINT
-from stages.serving import spent
+from stages.data import conversations
+from stages.draft import checkpoint
+from stages.draft.eagle3 import Draft
+from stages.engine import recite
+from stages.hidden_states import format
+from stages.hidden_states.reader import Store
+from stages.params import schema
+from stages.params.section import ROOT_CHECKPOINT
+from stages.runtime import atomic, scratch
+from stages.target import loading, manifest, vision
+from stages.target.online import Live
+from stages.telemetry import stage_record
+from stages.training import adamw, ttt
+from stages.trees import acceptance
 
 SAMPLED, HIDDENS = Path("data/sampled/train"), Path("data/hiddens/train")
 REPORT, PASS = Path("results/overfit_report.json"), Path("results/overfit_pass.json")
@@ -44,7 +50,7 @@ class Measured:
 
 
 def main() -> None:
-    p = params.load()
+    p = schema.load()
     torch.set_num_threads(p.target.num_threads)
     kept = _place(p) / "measured.json"
     if kept.exists():
@@ -58,16 +64,16 @@ def main() -> None:
     _judge(p, found)
 
 
-def _place(p: params.Params) -> Path:
+def _place(p: schema.Params) -> Path:
     """Where the measurement is kept: by all that it depends on, the code among it, but for the threshold."""
     settings, t = p.check_overfit.model_dump(exclude={"min_tau"}), p.train_draft
     trained = [t.ttt_steps, t.ttt_decay, t.mask, t.loss, t.grad_clip]
     inputs = [manifest.FOLDER, checkpoint.folder(ROOT_CHECKPOINT) / "draft", SAMPLED]
-    digests = [hiddens.digest(HIDDENS), *map(scratch.digest, inputs)]
+    digests = [format.digest(HIDDENS), *map(scratch.digest, inputs)]
     return scratch.place("check_overfit", p.target.model_dump(), settings, trained, digests)
 
 
-def _measure(p: params.Params) -> Measured:
+def _measure(p: schema.Params) -> Measured:
     """Train a copy of e000 on one row, then decode that row's answer with it."""
     made = manifest.read()
     embedding, head = (t.to(p.target.device) for t in manifest.tables(made))
@@ -77,7 +83,7 @@ def _measure(p: params.Params) -> Measured:
     pack = ttt.Pack.of([row], settings.ttt_steps, settings.mask).to(p.target.device)
     objective = ttt.Objective(settings.ttt_steps, settings.ttt_decay, settings.mask, settings.loss)
 
-    optimizer = optim.Optimizer(draft, p.check_overfit.learning_rate, weight_decay=0.0)
+    optimizer = adamw.Optimizer(draft, p.check_overfit.learning_rate, weight_decay=0.0)
     losses: list[float] = []
     for _ in trange(p.check_overfit.steps, desc=f"learn row {row.id} by heart", unit="step", mininterval=2):
         total = ttt.forward(draft, pack, embedding, head, objective).total
@@ -90,7 +96,7 @@ def _measure(p: params.Params) -> Measured:
     return Measured(row.id, perfect, trained, served, losses)
 
 
-def _judge(p: params.Params, found: Measured) -> None:
+def _judge(p: schema.Params, found: Measured) -> None:
     """Write the report and the pass. Raises ValueError where tau is below what check_overfit.min_tau asks for."""
     losses, perfect = found.losses, found.perfect
     if found.served is None:
@@ -122,7 +128,7 @@ def _judge(p: params.Params, found: Measured) -> None:
     atomic.write_json(PASS, {"passed": True, "row": found.row, "draft": draft})
 
 
-def _needed(p: params.Params, perfect: float) -> float:
+def _needed(p: schema.Params, perfect: float) -> float:
     """min_tau is of a row that can be guessed whole; of one that can't, the same share of what can be reached."""
     return min(p.check_overfit.min_tau, p.check_overfit.min_tau * perfect / (p.train_draft.ttt_steps + 1))
 
@@ -141,7 +147,7 @@ def _advice(trained: float, needed: float, losses: list[float]) -> str:
     )
 
 
-def _row(p: params.Params, made: manifest.Manifest, head: torch.Tensor) -> tuple[hiddens.Row, float]:
+def _row(p: schema.Params, made: manifest.Manifest, head: torch.Tensor) -> tuple[format.Row, float]:
     """Return a row of middling length and the accept length of perfect guesses on it, the most of some such rows.
 
     Its hidden states are by the target itself where none are stored.
@@ -151,14 +157,14 @@ def _row(p: params.Params, made: manifest.Manifest, head: torch.Tensor) -> tuple
     stored = [store.row(number, torch.float32) for number in order[first : first + CANDIDATES]]
     rows = _seen(p, made, stored) if store.online else iter(stored)
 
-    def reachable(row: hiddens.Row) -> float:
+    def reachable(row: format.Row) -> float:
         answer = slice(row.prompt_length, None)
         return recite.perfect_tau(row.ids[answer], row.last[answer].to(head.device, head.dtype), head, steps)
 
     return max(((row, reachable(row)) for row in rows), key=lambda found: found[1])
 
 
-def _seen(p: params.Params, made: manifest.Manifest, rows: list[hiddens.Row]) -> Iterator[hiddens.Row]:
+def _seen(p: schema.Params, made: manifest.Manifest, rows: list[format.Row]) -> Iterator[format.Row]:
     """Yield the rows with the hidden states that the target makes of them here."""
     where = (p.target.dtype, p.target.device, p.target.trust_remote_code)
     live = Live.load(str(manifest.weights(made)), *where, made.feature_layers)
@@ -173,7 +179,7 @@ def _seen(p: params.Params, made: manifest.Manifest, rows: list[hiddens.Row]) ->
 
 
 def _served_tau(
-    p: params.Params, made: manifest.Manifest, config: dict[str, Any], draft: Draft, row: hiddens.Row
+    p: schema.Params, made: manifest.Manifest, config: dict[str, Any], draft: Draft, row: format.Row
 ) -> float | None:
     """Return the accept length that the torch engine finds along the row's answer; None, and say why, where it can't decode it.
 
@@ -186,7 +192,7 @@ def _served_tau(
         served = Draft.of(config, draft.state_dict()).to(p.target.device, model.dtype).requires_grad_(False)
         engine = recite.ReciteEngine(model, made.feature_layers, served, ids[row.prompt_length :])
         if (told := _too_long(engine, len(ids))) is None:
-            pictures = pixels.shown(folder, p.target.trust_remote_code, shown)[row.id]
+            pictures = vision.shown(folder, p.target.trust_remote_code, shown)[row.id]
             return recite.chain_tau(engine, ids[: row.prompt_length], p.train_draft.ttt_steps, pictures)
     except torch.OutOfMemoryError as error:
         told = str(error).split("\n")[0]
@@ -204,7 +210,7 @@ def _too_long(engine: recite.ReciteEngine, tokens: int) -> str | None:
 
 
 @torch.no_grad()
-def chain_tau(draft: Draft, row: hiddens.Row, embedding, head, steps: int) -> float:
+def chain_tau(draft: Draft, row: format.Row, embedding, head, steps: int) -> float:
     """The accept length of chains of `steps` drafts over the row's answer, walked as decoding would."""
     pack = ttt.Pack.of([row], steps, "aligned").to(head.device)
     result = ttt.forward(draft, pack, embedding, head, ttt.Objective(steps))
@@ -216,4 +222,4 @@ def chain_tau(draft: Draft, row: hiddens.Row, embedding, head, steps: int) -> fl
 
 
 if __name__ == "__main__":
-    params.run_stage(spent.recorded(main, "check_overfit", lambda: params.load().target.gpus()))
+    schema.run_stage(stage_record.recorded(main, "check_overfit", lambda: schema.load().target.gpus()))

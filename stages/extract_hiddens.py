@@ -29,14 +29,16 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from stages import params
-from stages.drafting import hooks, loading, multimodal, packed_forward, ranks
-from stages.drafting.pixels import Eyes
-from stages.formats import atomic, conversations, features, hiddens, manifest, origin, scratch, slots
-from stages.formats.hiddens import Block, Head, Shard
-from stages.formats.manifest import Manifest
-from stages.formats.slots import Slot
-from stages.serving import spent
+from stages.data import conversations
+from stages.hidden_states import format, importers, origin, writer
+from stages.hidden_states.format import Block, Head, Shard
+from stages.hidden_states.writer import Slot
+from stages.params import schema
+from stages.runtime import atomic, distributed, scratch
+from stages.target import hooks, loading, manifest, multimodal, packed_forward
+from stages.target.manifest import Manifest
+from stages.target.vision import Eyes
+from stages.telemetry import stage_record
 
 SAMPLED, HIDDENS, REPORT = Path("data/sampled"), Path("data/hiddens"), Path("results/hiddens_report.json")
 SPLITS = ("train", "eval", "eval_t")
@@ -57,7 +59,7 @@ class Work:
 
     @property
     def path(self) -> Path:
-        return self.folder / hiddens.shard_name(self.number)
+        return self.folder / format.shard_name(self.number)
 
     @property
     def entries(self) -> Path:
@@ -72,22 +74,22 @@ class Work:
 
 
 def main() -> None:
-    p = params.load()
+    p = schema.load()
     e = p.extract_hiddens  # but for `processes` all of it is tracked: how many work on it changes no byte
-    if ranks.spread("extract_hiddens", [], e.processes):
+    if distributed.spread("extract_hiddens", [], e.processes):
         return
     with contextlib.ExitStack() as stack:
         _main(p, stack)
 
 
-def _main(p: params.Params, stack: contextlib.ExitStack) -> None:
+def _main(p: schema.Params, stack: contextlib.ExitStack) -> None:
     e = p.extract_hiddens
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     store = next(torch.distributed.rendezvous("env://", rank, world))[0] if world > 1 else None  # waits for all
     torch.set_num_threads(p.target.num_threads)
     started = time.perf_counter()
     made = manifest.read()
-    whole = Size.of(made, hiddens.DTYPES[e.dtype])
+    whole = Size.of(made, format.DTYPES[e.dtype])
     sizes = dict.fromkeys(SPLITS, whole) | ({"train": TOKENS_ALONE} if e.online else {})
     tables = {s: conversations.read(SAMPLED / s, conversations.SAMPLED, "sample_target") for s in SPLITS}
     fitting = {s: t.filter(_length() <= e.max_length) for s, t in tables.items()}
@@ -152,8 +154,8 @@ class Size:
     @classmethod
     def of(cls, made: Manifest, dtype: torch.dtype) -> "Size":
         token = made.image_token_id
-        token_bytes = hiddens.row_bytes(made.hidden_size, dtype, sees=token is not None)
-        return cls(made.hidden_size, dtype, token, token_bytes, hiddens.piece_bytes(made.hidden_size, dtype))
+        token_bytes = format.row_bytes(made.hidden_size, dtype, sees=token is not None)
+        return cls(made.hidden_size, dtype, token, token_bytes, format.piece_bytes(made.hidden_size, dtype))
 
     def pieces(self, rows: pl.DataFrame) -> list[int]:
         """Of each row, tokens that stand for a piece of a picture."""
@@ -167,7 +169,7 @@ class Size:
 
 
 # Where the trainer makes the hidden states: rows of width 0.
-TOKENS_ALONE = Size(0, torch.float32, None, hiddens.row_bytes(0, torch.float32), 0)
+TOKENS_ALONE = Size(0, torch.float32, None, format.row_bytes(0, torch.float32), 0)
 
 
 def _readable(token: int | None) -> pl.Expr:
@@ -206,7 +208,7 @@ def _check_some_fit(tables: dict[str, pl.DataFrame], fitting: dict[str, pl.DataF
             )
 
 
-def _scratch(p: params.Params, made: Manifest) -> Path:
+def _scratch(p: schema.Params, made: Manifest) -> Path:
     """Return the place in .scratch of these shards, named by all that a byte of one depends on.
 
     Only its name and its lock are used: unfinished shards lie beside their own place, on the disk that will hold them.
@@ -214,7 +216,7 @@ def _scratch(p: params.Params, made: Manifest) -> Path:
     e = p.extract_hiddens
     ours = e.model_dump(exclude={"processes"})
     numerics = (p.target.dtype, p.target.device.split(":")[0], p.target.num_threads)
-    given = features.fingerprint(Path(e.import_)) if e.import_ else None
+    given = importers.fingerprint(Path(e.import_)) if e.import_ else None
     return scratch.place("extract_hiddens", asdict(made), ours, numerics, given, scratch.digest(SAMPLED))
 
 
@@ -222,7 +224,7 @@ def _plan(split: str, table: pl.DataFrame, size: Size, shard_bytes: int, folder:
     """The split's shards. Longest rows first: batches are of like lengths, and memory runs out at once if ever."""
     rows = table.sort(_length(), "id", descending=[True, False])
     lengths = rows.select(_length()).to_series().to_list()
-    spans = hiddens.plan(lengths, size.token_bytes, shard_bytes, size.pieces(rows), size.piece_bytes)
+    spans = format.plan(lengths, size.token_bytes, shard_bytes, size.pieces(rows), size.piece_bytes)
     return [Work(split, number, rows[span.start : span.stop], folder, size) for number, span in enumerate(spans)]
 
 
@@ -267,14 +269,14 @@ class Source:
     device: torch.device
 
 
-def _source(p: params.Params, made: Manifest, tables: dict[str, pl.DataFrame]) -> Source:
+def _source(p: schema.Params, made: Manifest, tables: dict[str, pl.DataFrame]) -> Source:
     e, token = p.extract_hiddens, made.image_token_id
     rows = (row for table in tables.values() for row in table.iter_rows(named=True))
     if e.import_ is not None:
-        given = features.find(Path(e.import_), {row["id"]: _head(row, token) for row in rows}, made.hidden_size)
-        stored = partial(_stored, given, hiddens.DTYPES[e.dtype])
+        given = importers.find(Path(e.import_), {row["id"]: _head(row, token) for row in rows}, made.hidden_size)
+        stored = partial(_stored, given, format.DTYPES[e.dtype])
         return Source(stored, partial(_batches, e.batch_tokens, False), torch.device("cpu"))
-    where = (p.target.dtype, ranks.own(p.target.device), p.target.trust_remote_code)
+    where = (p.target.dtype, distributed.own(p.target.device), p.target.trust_remote_code)
     model = loading.load(str(manifest.weights(made)), None, *where)
     packed = packed_forward.packs(model)
     if not packed:
@@ -313,7 +315,7 @@ def _forward(
     lengths = [len(h.ids) for h in heads]
     ids = multimodal.to(torch.cat([h.ids for h in heads]).long(), model.device)  # [N]
     with hooks.tapped(model, layers, lambda part, stream: slot.keep(part, packed_forward.unpadded(stream, lengths))):
-        slot.keep(slots.LAST, packed_forward.forward_documents(model, ids, lengths, packed, view))
+        slot.keep(writer.LAST, packed_forward.forward_documents(model, ids, lengths, packed, view))
 
 
 def _see(
@@ -332,22 +334,22 @@ def _see(
         forward(heads, slot, view=view)
 
 
-def _stored(given: features.Given, dtype: torch.dtype, heads: list[Head], slot: Slot) -> None:
+def _stored(given: importers.Given, dtype: torch.dtype, heads: list[Head], slot: Slot) -> None:
     """Hidden states made elsewhere. Those in the dtype that is asked for stay as they are, to the bit."""
     parts = []
     for head in heads:
         block = given(head)
         if block.last.dtype != dtype:
             numbers = [
-                hiddens.decode(block.features, block.features_scale),
-                hiddens.decode(block.last, block.last_scale),
+                format.decode(block.features, block.features_scale),
+                format.decode(block.last, block.last_scale),
             ]
             (low_mid_high, fs), (last, ls) = (
-                hiddens.encode(numbers[0], dtype, hiddens.PARTS),
-                hiddens.encode(numbers[1], dtype),
+                format.encode(numbers[0], dtype, format.PARTS),
+                format.encode(numbers[1], dtype),
             )
-            visual = None if block.visual is None else hiddens.decode(block.visual, block.visual_scale)
-            seen = (None, None) if visual is None else hiddens.encode(visual, dtype)
+            visual = None if block.visual is None else format.decode(block.visual, block.visual_scale)
+            seen = (None, None) if visual is None else format.encode(visual, dtype)
             block = Block(low_mid_high, last, fs, ls, block.positions, *seen)
         parts.append(block)
     names = parts[0].tensors()
@@ -466,7 +468,7 @@ def _publish(split: str, work: list[Work], folder: Path, made: Manifest) -> None
     origin.write(folder, split, made)
     if not (folder / "index.parquet").exists():
         entries = [entry for w in work for entry in _entries(w)]
-        hiddens.write_index(folder, entries)
+        format.write_index(folder, entries)
     for w in work:
         w.entries.unlink(missing_ok=True)
     atomic.publish(folder, HIDDENS / split)
@@ -481,9 +483,9 @@ def _entries(work: Work) -> list[dict[str, Any]]:
 
 
 def _gpus() -> list[int]:
-    p = params.load()
+    p = schema.load()
     return p.target.gpus(p.extract_hiddens.processes)
 
 
 if __name__ == "__main__":
-    params.run_stage(spent.recorded(main, "extract_hiddens", _gpus))
+    schema.run_stage(stage_record.recorded(main, "extract_hiddens", _gpus))

@@ -2,7 +2,7 @@
 
     python -m stages.fix_data
 
-Reads what `fix_data.raw` is (stages/formats/raw.py), writes data/fixed/{train,eval}.parquet in source order, the
+Reads what `fix_data.raw` is (stages/data/readers.py), writes data/fixed/{train,eval}.parquet in source order, the
 pictures, named by their content, to data/fixed/images/, and results/fix_report.json. A line that is no conversation stops the
 stage, since the file is then not what its name says (with format: auto, only one that is no JSON object does); a
 conversation that is broken inside is dropped with a reason and counted, and too many of them stop the stage. Rows in =
@@ -33,11 +33,12 @@ import numpy as np
 import orjson
 import polars as pl
 
-from stages.formats import atomic, conversations, pictures, raw, scratch, similar, toon, turns
-from stages.formats.turns import Dropped, Message
-from stages.params import Params, check_raw_exists, load, run_stage
-from stages.sections.data import FixData
-from stages.serving import spent
+from stages.data import chat_formats, conversations, images, near_duplicates, readers, toon
+from stages.data.chat_formats import Dropped, Message
+from stages.params.data_sections import FixData
+from stages.params.schema import Params, check_raw_exists, load, run_stage
+from stages.runtime import atomic, scratch
+from stages.telemetry import stage_record
 
 TRAIN, EVAL = Path("data/fixed/train.parquet"), Path("data/fixed/eval.parquet")
 IMAGES = Path("data/fixed/images")  # of all pictures, so that no later stage reads the user's own files
@@ -130,7 +131,7 @@ def judged(params: FixData, pinned: dict[str, Any]) -> Iterator[Part]:
     evaluation = params.eval_path()
     given = Path(params.raw)
     first = evaluation.relative_to(given if given.is_dir() else given.parent).as_posix() if evaluation else None
-    chunks = raw.all_chunks(given, first, pinned)
+    chunks = readers.all_chunks(given, first, pinned)
     start = list(islice(chunks, 2))
     jobs = ((c, params, WAITING / f"{n:06}.arrow", first) for n, c in enumerate(chain(start, chunks)))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -157,11 +158,11 @@ def judged(params: FixData, pinned: dict[str, Any]) -> Iterator[Part]:
             pool.shutdown(cancel_futures=True)
 
 
-def judge_chunk(chunk: raw.Chunk, params: FixData, file: Path, eval_source: str | None) -> Part:
+def judge_chunk(chunk: readers.Chunk, params: FixData, file: Path, eval_source: str | None) -> Part:
     """Judge each row of a chunk by itself; what may be kept is written to `file`."""
     part = Part(file, source=chunk.source)
-    kept: list[turns.Conversation] = []
-    for place, row in raw.parsed(chunk):
+    kept: list[chat_formats.Conversation] = []
+    for place, row in readers.parsed(chunk):
         part.rows_in += 1
         try:
             if row is None:
@@ -170,7 +171,7 @@ def judge_chunk(chunk: raw.Chunk, params: FixData, file: Path, eval_source: str 
         except Dropped as reason:
             part.dropped[str(reason)] += 1
             if str(reason) not in part.lost:
-                found = "" if row is None else raw.shown(row if reason.text is None else reason.text)
+                found = "" if row is None else readers.shown(row if reason.text is None else reason.text)
                 part.lost[str(reason)] = Lost(f"{chunk.source}, row {place}", found)
             continue
         rules = list(dict.fromkeys(rule for answer in answers for rule in answer.rules))
@@ -180,7 +181,7 @@ def judge_chunk(chunk: raw.Chunk, params: FixData, file: Path, eval_source: str 
         part.verdicts.append(f"repaired:{','.join(rules)}" if rules else "clean")
         given = "" if row.get("id") is None else str(row["id"])
         given = given or str(row.get("prompt_id") or "")
-        part.names.append(given if given and turns.is_text(given) else f"line-{place}")
+        part.names.append(given if given and chat_formats.is_text(given) else f"line-{place}")
         part.places.append(place)
         opening = hash_of(opening_of(conversation.messages), conversation.images)
         whole = orjson.dumps([conversation.messages, conversation.extras()])
@@ -192,31 +193,31 @@ def judge_chunk(chunk: raw.Chunk, params: FixData, file: Path, eval_source: str 
             first = params.eval_rows is None or place < params.eval_rows
             part.evaluation.append(chunk.source == eval_source and first)
     if params.near_duplicate is not None:
-        part.signatures = similar.signatures(["\n".join(m["content"] for m in c.messages) for c in kept])
+        part.signatures = near_duplicates.signatures(["\n".join(m["content"] for m in c.messages) for c in kept])
     table(kept, part).write_ipc(file, compression="lz4")
     return part
 
 
 def judge(
-    row: dict[str, Any], params: FixData, chunk: raw.Chunk, place: int, formats: Counter[str]
-) -> tuple[turns.Conversation, list[Mended]]:
+    row: dict[str, Any], params: FixData, chunk: readers.Chunk, place: int, formats: Counter[str]
+) -> tuple[chat_formats.Conversation, list[Mended]]:
     """A row as it travels on, and what was repaired in it. Length is of this: prose that was stripped doesn't count.
 
     Raises:
         Dropped: with the reason.
         ValueError: where the row is not of the format that params.yaml insists on.
     """
-    kind = turns.detect(row) if params.format == "auto" else params.format
+    kind = chat_formats.detect(row) if params.format == "auto" else params.format
     formats[kind or "unknown"] += 1
     if kind is None:
         raise Dropped("unknown_format")
-    if not turns.fits(row, kind):
+    if not chat_formats.fits(row, kind):
         raise ValueError(
-            f"{chunk.shown}, line {place + 1}: expected an object with {turns.expected(kind)}, as fix_data.format: "
-            f"{kind} says, found {raw.shown(row)}; choose another format (auto, {', '.join(turns.FORMATS)}) or mend the file"
+            f"{chunk.shown}, line {place + 1}: expected an object with {chat_formats.expected(kind)}, as fix_data.format: "
+            f"{kind} says, found {readers.shown(row)}; choose another format (auto, {', '.join(chat_formats.FORMATS)}) or mend the file"
         )
-    conversation = turns.read(row, kind, chunk.folder, keep_picture)
-    if any(pictures.is_too_large(waiting_place(path)) for path in conversation.images or []):
+    conversation = chat_formats.read(row, kind, chunk.folder, keep_picture)
+    if any(images.is_too_large(waiting_place(path)) for path in conversation.images or []):
         raise Dropped("image_too_large")
     answers = repair_answers(conversation.messages, params.surrounding_text) if params.answers == "toon" else []
     length = sum(len(message["content"]) for message in conversation.messages)
@@ -231,7 +232,7 @@ def judge(
 
 def keep_picture(data: bytes, extension: str | None) -> str | None:
     """Where a picture's bytes will lie, once its row is known to stay; until then it waits as the rows do."""
-    name = pictures.keep(data, WAITING_IMAGES, extension)
+    name = images.keep(data, WAITING_IMAGES, extension)
     return None if name is None else (IMAGES / name).as_posix()
 
 
@@ -270,7 +271,7 @@ def keep_plainest(examples: dict[str, Mended], answer: Mended) -> None:
             examples[rule] = answer
 
 
-def table(kept: list[turns.Conversation], part: Part) -> pl.DataFrame:
+def table(kept: list[chat_formats.Conversation], part: Part) -> pl.DataFrame:
     """The rows in the schema that travels on. Messages are laid flat first: ten times as quick as row by row."""
     flat = pl.DataFrame(
         {
@@ -353,11 +354,11 @@ def decide(parts: list[Part], params: FixData) -> tuple[np.ndarray, dict[str, An
     ranks = np.full(len(fates), -1)
     ranks[np.r_[kept[evaluation[kept]], kept[~evaluation[kept]]]] = np.arange(len(kept))  # eval rows come first
     signatures = [part.signatures for part in parts if part.signatures is not None]
-    linked, alike = similar.pairs(signatures, params.near_duplicate)
+    linked, alike = near_duplicates.pairs(signatures, params.near_duplicate)
     both = (ranks[linked] >= 0).all(1)
     linked, alike = linked[both], alike[both]
     by_rank = np.argsort(np.where(ranks < 0, len(fates), ranks), kind="stable")[: len(kept)]
-    first = by_rank[similar.groups(len(kept), ranks[linked])]  # by rank: the row it hangs together with
+    first = by_rank[near_duplicates.groups(len(kept), ranks[linked])]  # by rank: the row it hangs together with
     near = np.zeros(len(fates), bool)
     taken: set[int] = set()  # eval rows that a training row like them is kept beside
     for head, row in zip(first.tolist(), by_rank.tolist(), strict=True):
@@ -373,7 +374,7 @@ def decide(parts: list[Part], params: FixData) -> tuple[np.ndarray, dict[str, An
     report["overlap"]["near"] = int(near.sum())
     report["near_duplicates"] = {
         "threshold": params.near_duplicate,
-        "measure": f"MinHash of {similar.SLOTS} slots over runs of {similar.N_CHARS} characters",
+        "measure": f"MinHash of {near_duplicates.SLOTS} slots over runs of {near_duplicates.N_CHARS} characters",
         "pairs_found": len(linked),
         "dropped": int((fates == NEAR_DUPLICATE).sum()),
         "pairs": [
@@ -529,4 +530,4 @@ def compare(parts: list[Part], pairs: list[tuple[int, int, float]]) -> list[dict
 
 
 if __name__ == "__main__":
-    run_stage(spent.recorded(main, "fix_data"))
+    run_stage(stage_record.recorded(main, "fix_data"))

@@ -5,24 +5,26 @@ What engines would make of the draft is what is replayed and benchmarked; drafts
 
 from pathlib import Path
 
-from stages import params
-from stages.drafting.draft import Draft
-from stages.formats import atomic, checkpoint, manifest, published_draft
-from stages.sections.section import named
-from stages.serving import spent
+from stages.draft import checkpoint, published_formats
+from stages.draft.eagle3 import Draft
+from stages.params import schema
+from stages.params.section import named
+from stages.runtime import atomic
+from stages.target import manifest
+from stages.telemetry import stage_record
 
 REPORTS = Path("results/train")  # a folder that is there whether drafts are trained, imported or both
 
 
 def main(name: str) -> None:
-    p = params.load()
+    p = schema.load()
     item = named(p.import_draft.checkpoints, name, "import_draft.checkpoints")
-    params.check_watched(
+    schema.check_watched(
         f"import_draft.checkpoints.{name}.model", item.model, "import_draft.watch", p.import_draft.watch
     )
     made = manifest.read()
-    folder, commit = published_draft.fetch(item.model, item.revision)
-    found = published_draft.read(folder, made, lambda: manifest.tables(made), item.model, item.rope_theta)
+    folder, commit = published_formats.fetch(item.model, item.revision)
+    found = published_formats.read(folder, made, lambda: manifest.tables(made), item.model, item.rope_theta)
     draft = Draft.of(found.config, found.tensors)  # what we couldn't run, a kind of RoPE say, is refused here
     checkpoint.write_draft(checkpoint.folder(name), found.config, found.tensors)
     parameters = sum(x.numel() for x in draft.parameters())
@@ -44,4 +46,4 @@ def main(name: str) -> None:
 
 
 if __name__ == "__main__":
-    params.run_stage(spent.recorded(main, "import_draft"))
+    schema.run_stage(stage_record.recorded(main, "import_draft"))

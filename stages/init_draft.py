@@ -10,22 +10,24 @@ from typing import Any
 
 import torch
 
-from stages import params
-from stages.drafting import vocab
-from stages.drafting.draft import Draft, DraftConfig
-from stages.formats import atomic, checkpoint, draft_config, hiddens, manifest, published_draft
-from stages.formats.manifest import Manifest
-from stages.sections.section import ROOT_CHECKPOINT
-from stages.serving import spent
+from stages.draft import checkpoint, config_override, published_formats, vocabulary
+from stages.draft.eagle3 import Draft, DraftConfig
+from stages.hidden_states import format
+from stages.params import schema
+from stages.params.section import ROOT_CHECKPOINT
+from stages.runtime import atomic
+from stages.target import manifest
+from stages.target.manifest import Manifest
+from stages.telemetry import stage_record
 
 HIDDENS, REPORT = Path("data/hiddens"), Path("results/vocab_report.json")
 
 
 def main() -> None:
-    p = params.load()
-    params.check_watched("init_draft.from", p.init_draft.from_, "init_draft.watch", p.init_draft.watch)
+    p = schema.load()
+    schema.check_watched("init_draft.from", p.init_draft.from_, "init_draft.watch", p.init_draft.watch)
     made = manifest.read()
-    params.check_draft_vocab(p, made.vocab_size)
+    schema.check_draft_vocab(p, made.vocab_size)
     counts = {split: _count(split, made.vocab_size) for split in ("train", "eval")}
     draft, config = _warm(p, made) if p.init_draft.from_ else _fresh(p, made, counts["train"])
     longest = p.extract_hiddens.max_length + p.train_draft.ttt_steps
@@ -43,8 +45,8 @@ def main() -> None:
         "draft_vocab_size": config["draft_vocab_size"],
         "target_vocab_size": made.vocab_size,
         "distinct_tokens_train": int((counts["train"] > 0).sum()),
-        "coverage_train": vocab.coverage(counts["train"], draft.t2d),
-        "coverage_eval": vocab.coverage(counts["eval"], draft.t2d),
+        "coverage_train": vocabulary.coverage(counts["train"], draft.t2d),
+        "coverage_eval": vocabulary.coverage(counts["eval"], draft.t2d),
         "draft_parameters": sum(x.numel() for x in draft.parameters()),
     }
     atomic.write_json(REPORT, report)
@@ -54,11 +56,11 @@ def main() -> None:
     )
 
 
-def _fresh(p: params.Params, made: Manifest, counts: torch.Tensor) -> tuple[Draft, dict[str, Any]]:
+def _fresh(p: schema.Params, made: Manifest, counts: torch.Tensor) -> tuple[Draft, dict[str, Any]]:
     """A draft drawn from the seed, its vocabulary by counts [V], and its config.json."""
     config = infer(p, made)
-    chosen = vocab.choose(counts, config["draft_vocab_size"], made.eos_token_ids)
-    d2t, t2d = vocab.maps(chosen, made.vocab_size)
+    chosen = vocabulary.choose(counts, config["draft_vocab_size"], made.eos_token_ids)
+    d2t, t2d = vocabulary.maps(chosen, made.vocab_size)
     torch.manual_seed(p.init_draft.seed)
     draft = Draft(DraftConfig.from_json(config))
     draft.d2t.copy_(d2t)
@@ -71,7 +73,7 @@ def _fresh(p: params.Params, made: Manifest, counts: torch.Tensor) -> tuple[Draf
     return draft, config
 
 
-def infer(p: params.Params, made: Manifest) -> dict[str, Any]:
+def infer(p: schema.Params, made: Manifest) -> dict[str, Any]:
     """config.json of a draft drawn anew: the target's shapes, but for what params.yaml says."""
     shape: dict[str, Any] = {
         "hidden_size": made.hidden_size,
@@ -87,15 +89,15 @@ def infer(p: params.Params, made: Manifest) -> dict[str, Any]:
     return _config(p, made, shape, made.rope, _options(p))
 
 
-def _warm(p: params.Params, made: Manifest) -> tuple[Draft, dict[str, Any]]:
+def _warm(p: schema.Params, made: Manifest) -> tuple[Draft, dict[str, Any]]:
     """A published draft in float32, with its own vocabulary, and its config.json.
 
     Raises ValueError where params.yaml asks for another shape than its weights have, or for other norms.
     """
     name = p.init_draft.from_
     assert name is not None
-    folder, commit = published_draft.fetch(name, p.init_draft.revision)
-    found = published_draft.read(folder, made, lambda: manifest.tables(made), name)
+    folder, commit = published_formats.fetch(name, p.init_draft.revision)
+    found = published_formats.read(folder, made, lambda: manifest.tables(made), name)
     print(f"e000 starts from {name}" + (f" at {commit}" if commit else ""))
     for note in found.notes:
         print(f"note: {note}")
@@ -121,7 +123,7 @@ def _agree(key: str, wanted: Any, found: Any) -> None:
         )
 
 
-def _options(p: params.Params) -> dict[str, Any]:
+def _options(p: schema.Params) -> dict[str, Any]:
     """As drafting.draft.DraftConfig names them."""
     init = p.init_draft
     return {
@@ -133,13 +135,13 @@ def _options(p: params.Params) -> dict[str, Any]:
     }
 
 
-def _positions(p: params.Params, theirs: int) -> int:
+def _positions(p: schema.Params, theirs: int) -> int:
     longest = p.extract_hiddens.max_length + p.train_draft.ttt_steps
     return p.init_draft.max_position_embeddings or max(theirs, longest)
 
 
 def _config(
-    p: params.Params, made: Manifest, shape: dict[str, Any], rope: dict[str, Any], options: dict[str, Any]
+    p: schema.Params, made: Manifest, shape: dict[str, Any], rope: dict[str, Any], options: dict[str, Any]
 ) -> dict[str, Any]:
     """config.json, with what draft_config_path overrides."""
 
@@ -149,23 +151,23 @@ def _config(
     config = written(shape, rope)
     if p.init_draft.draft_config_path is None:
         return config
-    given = draft_config.read(Path(p.init_draft.draft_config_path))
-    return written(*draft_config.override(given, shape, rope, config))
+    given = config_override.read(Path(p.init_draft.draft_config_path))
+    return written(*config_override.override(given, shape, rope, config))
 
 
 def _count(split: str, vocab_size: int) -> torch.Tensor:
     """How often each token stands in the split's answers: [V] int64."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for head in hiddens.read_heads(HIDDENS / split):
+    for head in format.read_heads(HIDDENS / split):
         if len(head.ids) and not 0 <= int(head.ids.min()) <= int(head.ids.max()) < vocab_size:
             raise ValueError(_corrupt(HIDDENS / split, head, vocab_size))
         counts += torch.bincount(head.ids[head.mask].to(torch.int64), minlength=vocab_size)
     return counts
 
 
-def _corrupt(folder: Path, head: hiddens.Head, vocab_size: int) -> str:
+def _corrupt(folder: Path, head: format.Head, vocab_size: int) -> str:
     """What is wrong with a row that has token ids which the target does not."""
-    (shard,) = hiddens.read_index(folder).filter(id=head.id)["shard"].unique().to_list()
+    (shard,) = format.read_index(folder).filter(id=head.id)["shard"].unique().to_list()
     wrong = head.ids[(head.ids < 0) | (head.ids >= vocab_size)]
     return (
         f"{folder / shard}: row {head.id} has {len(wrong)} token ids that the target has not, the first of them {int(wrong[0])}; "
@@ -174,4 +176,4 @@ def _corrupt(folder: Path, head: hiddens.Head, vocab_size: int) -> str:
 
 
 if __name__ == "__main__":
-    params.run_stage(spent.recorded(main, "init_draft"))
+    schema.run_stage(stage_record.recorded(main, "init_draft"))

@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 import numpy as np
 import polars as pl
 
-from stages import params
-from stages.formats import asked, conversations, manifest, prompt_sets
-from stages.sections.cells import Workload
-from stages.sections.section import PARAMS, named
-from stages.serving import spent
+from stages.data import conversations, prompt_sets, workload_prompts
+from stages.params import schema
+from stages.params.benchmark_sections import Workload
+from stages.params.section import PARAMS, named
+from stages.target import manifest
+from stages.telemetry import stage_record
 
 EVAL = Path("data/sampled/eval")
 SALT = b"prepare_prompts"  # another than those that choose the rows to sample
@@ -31,7 +32,7 @@ T = TypeVar("T")
 
 
 def main(workload: str) -> None:
-    p = params.load()
+    p = schema.load()
     w = named(p.benchmark.workloads, workload, "benchmark.workloads")
     made = manifest.read()
     if w.prompts == "eval":
@@ -43,7 +44,7 @@ def main(workload: str) -> None:
         measured, warm = _of_set(p, workload, w, made)
     _check_they_fit(workload, [*measured, *warm], made.max_position_embeddings)
     whole = [{**row, "warmup": again} for some, again in ((measured, False), (warm, True)) for row in some]
-    asked.write(workload, pl.DataFrame(whole, schema=asked.ASKED))
+    workload_prompts.write(workload, pl.DataFrame(whole, schema=workload_prompts.ASKED))
     _tell(workload, w, measured, warm)
 
 
@@ -68,18 +69,18 @@ def _eval() -> pl.DataFrame:
 # A published set
 
 
-def _of_set(p: params.Params, workload: str, w: Workload, made: manifest.Manifest) -> tuple[list[Row], list[Row]]:
+def _of_set(p: schema.Params, workload: str, w: Workload, made: manifest.Manifest) -> tuple[list[Row], list[Row]]:
     """Its problems, in its order, each as the one message of a user."""
-    from stages.drafting import prompt  # transformers takes seconds, which the eval split has no use for
+    from stages.target import chat_template  # transformers takes seconds, which the eval split has no use for
 
     chosen = p.prepare_prompts.sets[w.prompts]
     problems = prompt_sets.read(chosen.from_, chosen.name, chosen.split, chosen.revision, chosen.format)
-    tokenizer = prompt.load_tokenizer(manifest.weights(made), p.target.trust_remote_code, made.chat_template)
+    tokenizer = chat_template.load_tokenizer(manifest.weights(made), p.target.trust_remote_code, made.chat_template)
 
     def row(problem: prompt_sets.Problem) -> Row:
         first, *later = problem.turns
         messages = [{"role": "user", "content": first}]
-        ids = prompt.prompt_ids(tokenizer, messages, p.sample_target.thinking)
+        ids = chat_template.prompt_ids(tokenizer, messages, p.sample_target.thinking)
         after = later if later and w.turns == "all" else None
         return _row(problem.id, ids, messages=messages, later=after, reference=problem.reference)
 
@@ -165,9 +166,9 @@ def _tell(workload: str, w: Workload, measured: list[Row], warm: list[Row]) -> N
     turns = f", {later} later turns" if later else ""
     print(
         f"{workload}: {len(measured)} prompts of {w.prompts}, {min(counts)} to {max(counts)} tokens, {np.mean(counts):.1f} on "
-        f"average{turns}; {len(warm)} to warm up with -> {asked.path(workload)}"
+        f"average{turns}; {len(warm)} to warm up with -> {workload_prompts.path(workload)}"
     )
 
 
 if __name__ == "__main__":
-    params.run_stage(spent.recorded(main, "prepare_prompts"))
+    schema.run_stage(stage_record.recorded(main, "prepare_prompts"))

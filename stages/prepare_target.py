@@ -20,20 +20,20 @@ from tqdm import tqdm
 from transformers import AutoConfig, PretrainedConfig
 from transformers.utils import logging
 
-from stages import params
-from stages.builtin import sights, tiny
-from stages.drafting import config_facts, head_check
-from stages.formats import atomic, manifest
-from stages.formats.manifest import Manifest
-from stages.serving import spent
+from stages.params import schema
+from stages.runtime import atomic
+from stages.target import config_facts, head_check, manifest
+from stages.target.manifest import Manifest
+from stages.telemetry import stage_record
+from stages.toy import multimodal_target, text_targets
 
 TEMPLATES = Path("templates")
 
 
 def main() -> None:
-    p = params.load()
-    params.check_raw_exists(p)  # nothing may take a minute before this is known
-    params.check_watched("target.model", p.target.model, "target.watch", p.target.watch)
+    p = schema.load()
+    schema.check_raw_exists(p)  # nothing may take a minute before this is known
+    schema.check_watched("target.model", p.target.model, "target.watch", p.target.watch)
     torch.set_num_threads(p.target.num_threads)
     started = time.perf_counter()
     template = _template(p.target.chat_template)
@@ -67,14 +67,14 @@ def _template(name: str | None) -> str | None:
     return text
 
 
-def _builtin(p: params.Params, folder: Path) -> Manifest:
+def _builtin(p: schema.Params, folder: Path) -> Manifest:
     name, train = p.target.model.removeprefix("builtin/"), p.prepare_target
-    names = (*tiny.NAMES, sights.NAME)
+    names = (*text_targets.NAMES, multimodal_target.NAME)
     if name not in names:
         raise ValueError(
             f"params.yaml: target.model builtin/{name} is unknown; there is builtin/{', builtin/'.join(names)}"
         )
-    model, tokenizer, learning = _seeing(p, folder) if name == sights.NAME else _reading(p, name)
+    model, tokenizer, learning = _seeing(p, folder) if name == multimodal_target.NAME else _reading(p, name)
     with tqdm(total=train.steps, desc="train the target", unit="step", mininterval=2) as bar:
         for _, loss in learning:
             bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
@@ -85,40 +85,40 @@ def _builtin(p: params.Params, folder: Path) -> Manifest:
     return describe(p.target.model, None, model.config, folder, p.target.feature_layers)
 
 
-def _reading(p: params.Params, name: str) -> tuple[Any, Any, Iterator[tuple[int, float]]]:
+def _reading(p: schema.Params, name: str) -> tuple[Any, Any, Iterator[tuple[int, float]]]:
     """A model of text, its tokenizer, and its training, which goes on as it is iterated."""
     train = p.prepare_target
-    corpus = tiny.corpus(train.seed)
-    tokenizer = tiny.build_tokenizer(tiny.texts(corpus[:2000]))
-    params.check_draft_vocab(p, len(tokenizer))
-    model = tiny.build_model(tokenizer, train.seed, name)
-    rows = tiny.encode(tokenizer, corpus)
+    corpus = text_targets.corpus(train.seed)
+    tokenizer = text_targets.build_tokenizer(text_targets.texts(corpus[:2000]))
+    schema.check_draft_vocab(p, len(tokenizer))
+    model = text_targets.build_model(tokenizer, train.seed, name)
+    rows = text_targets.encode(tokenizer, corpus)
     how = train.seed, train.steps, train.batch_tokens, train.learning_rate
-    return model, tokenizer, tiny.train(model, rows, *how)
+    return model, tokenizer, text_targets.train(model, rows, *how)
 
 
-def _seeing(p: params.Params, folder: Path) -> tuple[Any, Any, Iterator[tuple[int, float]]]:
+def _seeing(p: schema.Params, folder: Path) -> tuple[Any, Any, Iterator[tuple[int, float]]]:
     """The same of a model that sees; `folder` gets its image processor."""
     train = p.prepare_target
-    corpus = sights.corpus(train.seed)
-    tokenizer = sights.build_tokenizer(corpus[:2000])
-    params.check_draft_vocab(p, len(tokenizer))
-    processor = sights.build_processor()
+    corpus = multimodal_target.corpus(train.seed)
+    tokenizer = multimodal_target.build_tokenizer(corpus[:2000])
+    schema.check_draft_vocab(p, len(tokenizer))
+    processor = multimodal_target.build_processor()
     processor.save_pretrained(folder)
-    model = sights.build_model(tokenizer, train.seed)
-    rows = sights.encode(tokenizer, processor, corpus)
+    model = multimodal_target.build_model(tokenizer, train.seed)
+    rows = multimodal_target.encode(tokenizer, processor, corpus)
     how = train.seed, train.steps, train.batch_tokens, train.learning_rate
-    more = sights.pictures(rows, model.config.image_token_id)
-    return model, tokenizer, tiny.train(model, [(row.ids, row.labels) for row in rows], *how, more)
+    more = multimodal_target.pictures(rows, model.config.image_token_id)
+    return model, tokenizer, text_targets.train(model, [(row.ids, row.labels) for row in rows], *how, more)
 
 
-def _pinned(p: params.Params, folder: Path) -> Manifest:
+def _pinned(p: schema.Params, folder: Path) -> Manifest:
     """Nothing is copied: only the small files that name the model are read. Raises ValueError where it isn't to be had."""
     where, revision = Path(p.target.model), None
     if not where.is_dir():
         where, revision = _from_hub(p.target.model, p.target.revision)
     config = AutoConfig.from_pretrained(where, trust_remote_code=p.target.trust_remote_code)
-    params.check_draft_vocab(p, config.get_text_config().vocab_size)
+    schema.check_draft_vocab(p, config.get_text_config().vocab_size)
     made = describe(p.target.model, revision, config, where, p.target.feature_layers)
     if revision is not None:
         return made
@@ -164,7 +164,7 @@ def describe(
     )
 
 
-def _check_tables(p: params.Params, made: Manifest, folder: Path) -> None:
+def _check_tables(p: schema.Params, made: Manifest, folder: Path) -> None:
     """Compare what later stages read by name with what the target computes with. What it costs: docs/guide.md
 
     Raises ValueError naming the key, the largest difference and the keys of the head's shape.
@@ -226,4 +226,4 @@ def _eos(config: PretrainedConfig, folder: Path) -> list[int]:
 
 
 if __name__ == "__main__":
-    params.run_stage(spent.recorded(main, "prepare_target", lambda: params.load().target.gpus()))
+    schema.run_stage(stage_record.recorded(main, "prepare_target", lambda: schema.load().target.gpus()))

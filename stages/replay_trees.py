@@ -1,6 +1,6 @@
 """replay_trees: cached eval hidden states + a draft -> tau of every tree.   python -m stages.replay_trees CHECKPOINT
 
-Exact, not estimated: research/replay.md and drafting/replay.py. One expansion per topk gives every smaller num_steps
+Exact, not estimated: research/replay.md and replay/replay.py. One expansion per topk gives every smaller num_steps
 and every num_draft_tokens. Answers drawn above temperature 0 (data/hiddens/eval_t, where sample_target made any) are
 replayed too: what verification commits there is a draw of the target's own, so what a tree accepts of these answers is
 what decoding would accept of others like them, and its interval is over conversations all the same.
@@ -18,14 +18,19 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from stages import params
-from stages.drafting import acceptance, bounds, inside, kinds, prompt
-from stages.drafting import tree as trees
-from stages.drafting.draft import Draft, Seen
-from stages.drafting.replay import replay, room
-from stages.formats import checkpoint, clusters, conversations, hiddens, interval, manifest, origin, replays
-from stages.sections.trees import ReplayTrees, Tree
-from stages.serving import spent
+from stages.data import conversations
+from stages.draft import checkpoint
+from stages.draft.eagle3 import Draft, Seen
+from stages.hidden_states import format, origin
+from stages.params import schema
+from stages.params.tree_sections import ReplayTrees, Tree
+from stages.replay import oracle_bounds, token_classes, tree_statistics
+from stages.replay.replay import replay, room
+from stages.results import clusters, interval, replay_records
+from stages.target import chat_template, manifest
+from stages.telemetry import stage_record
+from stages.trees import acceptance
+from stages.trees import draft_tree as trees
 
 HIDDENS, SAMPLED = Path("data/hiddens"), Path("data/sampled")
 SPLITS = ("eval", "eval_t")
@@ -40,32 +45,32 @@ class Answers:
     top_p: float | None  # None where nothing is drawn
     count: int
 
-    def rows(self, dtype: torch.dtype) -> list[hiddens.Row]:
+    def rows(self, dtype: torch.dtype) -> list[format.Row]:
         """The shortest first."""
-        return sorted(hiddens.read(self.folder, dtype), key=lambda r: len(r.ids))
+        return sorted(format.read(self.folder, dtype), key=lambda r: len(r.ids))
 
 
 @dataclass(frozen=True)
 class Inside:
     """Some trees, and what happens in their cycles."""
 
-    tallies: dict[Tree, inside.Tally]
+    tallies: dict[Tree, tree_statistics.Tally]
     tokenizer: Any
 
     def rows(self) -> Iterator[dict[str, Any]]:
         return ({"tree": tree.name} | row for tree, tally in self.tallies.items() for row in tally.rows())
 
-    def add(self, tree: Tree, cycles: inside.Cycles, batch: list[hiddens.Row], *rows: torch.Tensor) -> None:
+    def add(self, tree: Tree, cycles: tree_statistics.Cycles, batch: list[format.Row], *rows: torch.Tensor) -> None:
         """The cycles of one tree; rows are ids [B, T], starts and ends [B]."""
         ids, starts, ends = (t.cpu() for t in rows)
-        kind = kinds.kinds(self.tokenizer, ids.flatten().tolist())  # [V]
+        kind = token_classes.kinds(self.tokenizer, ids.flatten().tolist())  # [V]
         self.tallies[tree].add(
-            inside.Cycles(*(t.cpu() for t in cycles)), [r.id for r in batch], ids, starts, ends, kind
+            tree_statistics.Cycles(*(t.cpu() for t in cycles)), [r.id for r in batch], ids, starts, ends, kind
         )
 
 
 def main(name: str) -> None:
-    p = params.load()
+    p = schema.load()
     torch.set_num_threads(p.target.num_threads)
     started = time.perf_counter()
     made = manifest.read()
@@ -79,13 +84,13 @@ def main(name: str) -> None:
     draft = Draft.of(config, tensors).to(p.target.device, dtype).requires_grad_(False)
     embedding = embedding.to(p.target.device, dtype)
     splits = [answers for split in SPLITS if (answers := _answers(p, split, made)).count]
-    tokenizer = prompt.load_tokenizer(manifest.weights(made), p.target.trust_remote_code, made.chat_template)
-    inner = Inside({tree: inside.Tally() for tree in settings.watched()}, tokenizer)
+    tokenizer = chat_template.load_tokenizer(manifest.weights(made), p.target.trust_remote_code, made.chat_template)
+    inner = Inside({tree: tree_statistics.Tally() for tree in settings.watched()}, tokenizer)
     found = [
         _found(name, draft, embedding, answers, settings, None if answers.temperature else inner) for answers in splits
     ]
-    replays.write(replays.path(name), [row for rows in found for row in rows])
-    replays.write_inside(name, inner.rows())
+    replay_records.write(replay_records.path(name), [row for rows in found for row in rows])
+    replay_records.write_inside(name, inner.rows())
     best = max(found[0], key=lambda row: row["tau"])
     sets = " and ".join(f"{answers.count} answers at temperature {answers.temperature:g}" for answers in splits)
     print(
@@ -128,7 +133,9 @@ def _found(
                 "mean_depth": float(depth[g] / max(1, cycles[:, g].sum())),
                 "acceptance": _by_depth(reached[g], int(cycles[:, g].sum()), tree.num_steps),
                 "tau_oracle": acceptance.tau(*oracle[:, g]),
-                "tau_adaptive": bounds.at_width(cuts[tree.topk][:, :, tree.num_steps - 1], tree.num_draft_tokens),
+                "tau_adaptive": oracle_bounds.at_width(
+                    cuts[tree.topk][:, :, tree.num_steps - 1], tree.num_draft_tokens
+                ),
                 "temperature": answers.temperature,
                 "top_p": answers.top_p,
             }
@@ -149,7 +156,7 @@ def _check_draft(name: str, config: dict[str, Any], made: manifest.Manifest) -> 
         )
 
 
-def _answers(p: params.Params, split: str, made: manifest.Manifest) -> Answers:
+def _answers(p: schema.Params, split: str, made: manifest.Manifest) -> Answers:
     """Raises ValueError where the hidden states are not this target's, not those of the split's answers, or where these were
     drawn otherwise than is asked.
     """
@@ -168,7 +175,7 @@ def _answers(p: params.Params, split: str, made: manifest.Manifest) -> Answers:
             )
     known = {row["id"]: row["prompt_ids"] + row["answer_ids"] for row in table.iter_rows(named=True)}
     count = 0
-    for row in hiddens.read_heads(HIDDENS / split):
+    for row in format.read_heads(HIDDENS / split):
         if row.ids.tolist() != known.get(row.id):
             which = "is another answer than" if row.id in known else "is none of"
             raise ValueError(
@@ -188,7 +195,7 @@ def _said(temperature: float | None, top_p: float | None) -> str:
 def _replay(
     draft: Draft,
     embedding,
-    rows: list[hiddens.Row],
+    rows: list[format.Row],
     grid: list[Tree],
     settings: ReplayTrees,
     inner: Inside | None,  # its trees are of the grid
@@ -201,7 +208,7 @@ def _replay(
     cycles, depth = np.zeros_like(accepted), np.zeros(len(grid), dtype=np.int64)
     steps, topks = max(t.num_steps for t in grid), {t.topk for t in grid}
     reached, oracle = np.zeros((len(grid), steps), dtype=np.int64), np.zeros((2, len(grid)), dtype=np.int64)
-    adaptive = np.zeros((3, len(topks), len(bounds.THRESHOLDS), steps), dtype=np.int64)
+    adaptive = np.zeros((3, len(topks), len(oracle_bounds.THRESHOLDS), steps), dtype=np.int64)
     device, shapes = embedding.device, [(t.num_steps, t.topk, t.num_draft_tokens) for t in grid]
     looked_into = list(inner.tallies) if inner else []
     watched = [grid.index(tree) for tree in looked_into]
@@ -225,7 +232,7 @@ def _replay(
             for tree, stood in zip(looked_into, () if found.stood is None else found.stood, strict=True):
                 assert inner
                 shape = tree.num_steps, tree.topk, tree.num_draft_tokens
-                inner.add(tree, inside.look(*given, stood, shape, shown, grown), batch, ids, starts, ends)
+                inner.add(tree, tree_statistics.look(*given, stood, shape, shown, grown), batch, ids, starts, ends)
             bar.update(len(batch))
     return accepted, cycles, reached, depth, oracle, adaptive
 
@@ -246,7 +253,7 @@ def _by_depth(reached: np.ndarray, cycles: int, steps: int) -> str:
     return " ".join(f"{share:.4f}" for share in shares)
 
 
-def _seen(rows: list[hiddens.Row], device: torch.device) -> Seen | None:
+def _seen(rows: list[format.Row], device: torch.device) -> Seen | None:
     """What rows of a target that sees hold beside tokens; None for text."""
     positions, pictured, visual = zip(*((r.positions, r.pictured, r.visual) for r in rows), strict=True)
     if positions[0] is None:
@@ -256,4 +263,4 @@ def _seen(rows: list[hiddens.Row], device: torch.device) -> Seen | None:
 
 
 if __name__ == "__main__":
-    params.run_stage(spent.recorded(main, "replay_trees", lambda: params.load().target.gpus()))
+    schema.run_stage(stage_record.recorded(main, "replay_trees", lambda: schema.load().target.gpus()))

@@ -4,7 +4,7 @@
     python -m stages.report --launch   # when to speculate, with what tree and which flags, likewise
 
 Cells and replays are the lists in params.yaml, never a glob: removed ones stay on disk. The columns of the first table
-are the seed's (EAGLE3 + Qwen3VL); docs/metrics.md defines each. Served cells are joined in formats/joined.py and shown
+are the seed's (EAGLE3 + Qwen3VL); docs/metrics.md defines each. Served cells are joined in results/served_table.py and shown
 by reporting/served.py, costs and predictions (docs/cost.md) by reporting/costs.py, other methods (docs/methods.md) by
 reporting/methods.py. `--table` must answer at once, so
 matplotlib and Jinja2 are imported where they are used.
@@ -22,13 +22,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from stages import params
-from stages.formats import atomic, audit, beside, cell, cost, joined, method_cell, predicted, published, replays
-from stages.formats.served import TORCH
-from stages.reporting import costs, latencies, methods, origin, plots, served
+from stages.literature import audit, own_beside_published, published
+from stages.params import schema
+from stages.reporting import costs, latencies, methods, plots, provenance, served
 from stages.reporting import trees as of_trees
 from stages.reporting.text import ONE_PROMPT, aligned, figure, span, tree_structure
-from stages.serving import spent
+from stages.results import method_records, prediction, replay_records, served_table, timing_grid, torch_records
+from stages.results.served_records import TORCH
+from stages.runtime import atomic
+from stages.telemetry import stage_record
 
 BENCHMARK = Path("results/benchmark.csv")
 REPLAY = Path("results/replay.csv")
@@ -73,14 +75,14 @@ Row = dict[str, Any]
 class Found:
     """Everything that was read, by what it is about."""
 
-    cells: list[Row]  # as in stages/formats/cell.py, in the order of params.yaml
+    cells: list[Row]  # as in stages/results/torch_records.py, in the order of params.yaml
     rows: list[Row]  # the same, as lines of benchmark.csv
     replays: dict[str, list[Row]]  # checkpoint -> its trees, replayed at temperature 0
     inside: dict[str, list[Row]]  # checkpoint -> what happens in the cycles of some trees, bucket by bucket
     reports: dict[str, Row]  # stage -> its own report
     trained: dict[str, Row]  # checkpoint -> its epochs
-    served: list[Row]  # as in stages/formats/served.py, each workload's baseline first
-    lines: list[joined.Line]  # the same, point by point, beside their baselines
+    served: list[Row]  # as in stages/results/served_records.py, each workload's baseline first
+    lines: list[served_table.Line]  # the same, point by point, beside their baselines
     predicted: costs.Predicted
     methods: list[Row]  # as reporting/methods.COLUMNS
     engines: list[Row]  # as methods.by_engine
@@ -96,21 +98,21 @@ def main(*arguments: str) -> None:
         print(_table_from_disk())
         return
     if arguments == ("--launch",):
-        print("\n".join(costs.table(predicted.read_launch())) or f"nothing is predicted; {PAGE} says why")
+        print("\n".join(costs.table(prediction.read_launch())) or f"nothing is predicted; {PAGE} says why")
         return
     if arguments:
         raise ValueError(f"report takes --table, --launch or nothing; found {' '.join(arguments)}")
-    p = params.load()
+    p = schema.load()
     cells = read_cells(p)
-    served_cells = joined.read(*_served_axes(p))
-    served_cells += joined.read_torch(_of_torch(p, alone=False), p.benchmark.checkpoints, p.benchmark.trees)
-    replayed = {name: replays.read(name) for name in p.replay_trees.checkpoints}
+    served_cells = served_table.read(*_served_axes(p))
+    served_cells += served_table.read_torch(_of_torch(p, alone=False), p.benchmark.checkpoints, p.benchmark.trees)
+    replayed = {name: replay_records.read(name) for name in p.replay_trees.checkpoints}
     rows = [_row(c, replayed.get(c["checkpoint"], [])) for c in cells]
-    inside = {name: replays.read_inside(name) for name in p.replay_trees.checkpoints}
+    inside = {name: replay_records.read_inside(name) for name in p.replay_trees.checkpoints}
     reports = {stage: _read_report(stage) for stage in REPORTS}
     trained = {name: _read_training(name, segment.from_) for name, segment in p.train_draft.checkpoints.items()}
-    lines = joined.lines(served_cells, replayed, _asks_what_was_replayed(p))
-    greedy = {name: replays.greedy(trees) for name, trees in replayed.items()}
+    lines = served_table.lines(served_cells, replayed, _asks_what_was_replayed(p))
+    greedy = {name: replay_records.greedy(trees) for name, trees in replayed.items()}
     guessed = _predicted(p, cells, lines, replayed)
     of_methods = read_methods(p)
     compared = methods.rows(of_methods, trained)
@@ -134,10 +136,10 @@ def main(*arguments: str) -> None:
     metrics = summarize(found)
 
     atomic.write_csv(BENCHMARK, COLUMNS, rows)
-    joined.write(lines)
+    served_table.write(lines)
     methods.write(compared)
-    predicted.write(guessed.rows, guessed.launch, guessed.costs)
-    replays.write(REPLAY, [tree for trees in replayed.values() for tree in trees])
+    prediction.write(guessed.rows, guessed.launch, guessed.costs)
+    replay_records.write(REPLAY, [tree for trees in replayed.values() for tree in trees])
     atomic.write_json(METRICS, metrics)
     atomic.write_text(PAGE, render(p, found, metrics))
     print(table(rows, [line.row for line in lines], metrics, guessed.launch, compared))
@@ -146,16 +148,16 @@ def main(*arguments: str) -> None:
 # What is read
 
 
-def read_cells(p: params.Params) -> list[Row]:
+def read_cells(p: schema.Params) -> list[Row]:
     """The cells params.yaml lists. Raises ValueError naming the file and what to run, where one is missing or foreign."""
     cells = []
     for workload in _of_torch(p, alone=True):
         for checkpoint in p.benchmark.checkpoints:
             for tree in p.benchmark.trees:
-                found = cell.read(workload, checkpoint, tree)
+                found = torch_records.read(workload, checkpoint, tree)
                 again = f"run: dvc repro -f -s benchmark@{workload}-{checkpoint}-{tree}"
-                place = cell.path(workload, checkpoint, tree)
-                if missing := set(cell.METRICS) - set(found["metrics"]):
+                place = torch_records.path(workload, checkpoint, tree)
+                if missing := set(torch_records.METRICS) - set(found["metrics"]):
                     raise ValueError(f"{place} lacks the metrics {sorted(missing)}; {again}")
                 if (inside := [found[k] for k in NAMES[:3]]) != [workload, checkpoint, tree]:
                     raise ValueError(f"{place} holds the cell {'-'.join(inside)}; {again}")
@@ -163,44 +165,46 @@ def read_cells(p: params.Params) -> list[Row]:
     return cells
 
 
-def read_methods(p: params.Params) -> list[Row]:
+def read_methods(p: schema.Params) -> list[Row]:
     """The rows of the table of methods that params.yaml lists."""
     listed = p.benchmark_methods
-    trained = [method_cell.read(row, f"benchmark_methods@{row}") for row in listed.drafted]
-    return [*trained, *(method_cell.read(row, f"benchmark_methods_baseline@{row}") for row in listed.draftless)]
+    trained = [method_records.read(row, f"benchmark_methods@{row}") for row in listed.drafted]
+    return [*trained, *(method_records.read(row, f"benchmark_methods_baseline@{row}") for row in listed.draftless)]
 
 
-def _of_torch(p: params.Params, alone: bool) -> list[str]:
+def _of_torch(p: schema.Params, alone: bool) -> list[str]:
     """The torch engine's workloads that are answered prompt by prompt, or those that are measured in loads."""
     every = p.benchmark.workloads
     return [name for name in p.benchmark.torch if every[name].alone == alone]
 
 
-def _served_axes(p: params.Params) -> tuple[list[str], list[str], list[str]]:
+def _served_axes(p: schema.Params) -> tuple[list[str], list[str], list[str]]:
     return p.benchmark_served.workloads, p.benchmark_served.checkpoints, p.benchmark_served.trees
 
 
-def _asks_what_was_replayed(p: params.Params) -> set[str]:
+def _asks_what_was_replayed(p: schema.Params) -> set[str]:
     """Workloads of the eval split whose answers end where they end: beyond the end is text that no replay has."""
     every, loaded = p.benchmark.workloads, [*p.benchmark_served.workloads, *_of_torch(p, alone=False)]
     return {name for name in loaded if every[name].prompts == "eval" and not every[name].ignore_eos}
 
 
 def _predicted(
-    p: params.Params, cells: list[Row], lines: list[joined.Line], replayed: dict[str, list[Row]]
+    p: schema.Params, cells: list[Row], lines: list[served_table.Line], replayed: dict[str, list[Row]]
 ) -> costs.Predicted:
     """Every replayed tree's speedup by what cycles cost; flags are those benchmark_served would start a server with."""
-    from stages.serving import engines  # with a client of HTTP, which the terminal's table can do without
+    from stages.serving import engine_flags  # with a client of HTTP, which the terminal's table can do without
 
-    timed = [cost.read(name, p.target.model) for name in p.time_trees.checkpoints]
+    timed = [timing_grid.read(name, p.target.model) for name in p.time_trees.checkpoints]
 
     def flags(engine: str, row: Row) -> list[str] | None:
         config = next((one["draft"] for one in timed if p.alike(one["checkpoint"], row["checkpoint"])), None)
         shape = row["steps"], row["topk"], row["tokens"]
-        if config is None or engines.unsupported(engine, *shape, config):
+        if config is None or engine_flags.unsupported(engine, *shape, config):
             return None
         folder = f"drafts/{row['checkpoint']}/draft"
-        return engines.speculation(engine, engines.Draft(folder, p.benchmark_served.server.algorithm, *shape), config)
+        return engine_flags.speculation(
+            engine, engine_flags.Draft(folder, p.benchmark_served.server.algorithm, *shape), config
+        )
 
     every = p.benchmark.workloads
     temperatures = dict.fromkeys(float(every[name].temperature) for name in p.benchmark.torch) or {0.0: None}
@@ -213,7 +217,7 @@ def _read_report(stage: str) -> Row:
     return _whole(Path(f"results/{name}.json"), keys, stage)
 
 
-def _read_spent(p: params.Params) -> dict[str, Row]:
+def _read_spent(p: schema.Params) -> dict[str, Row]:
     """Of every stage but the cells, which hold their own, and this one, in the order of the graph."""
     alone = ("fix_data", "prepare_target", "sample_target", "extract_hiddens", "init_draft", "check_overfit")
     of_keys: dict[str, Iterable[str]] = {
@@ -223,11 +227,11 @@ def _read_spent(p: params.Params) -> dict[str, Row]:
         "time_trees": p.time_trees.checkpoints,
         "prepare_prompts": p.benchmark.workloads,
     }
-    found = {stage: spent.read(stage) for stage in alone}
-    return found | {f"{stage}@{key}": spent.read(stage, key) for stage, keys in of_keys.items() for key in keys}
+    found = {stage: stage_record.read(stage) for stage in alone}
+    return found | {f"{stage}@{key}": stage_record.read(stage, key) for stage, keys in of_keys.items() for key in keys}
 
 
-def _weights(p: params.Params) -> dict[str, str]:
+def _weights(p: schema.Params) -> dict[str, str]:
     stages = dict.fromkeys(p.train_draft.checkpoints, "train_draft")
     stages |= dict.fromkeys(p.import_draft.checkpoints, "import_draft")
     return {
@@ -260,7 +264,7 @@ def _whole(place: Path, keys: Iterable[str], stage: str) -> Row:
 
 def _row(c: Row, trees: list[Row]) -> Row:
     """One line of benchmark.csv. Floats keep every bit, so that tau can be compared between machines."""
-    replayed = replays.tau(trees, c)
+    replayed = replay_records.tau(trees, c)
     measured = {k: "" if (value := c["metrics"][k]) is None else float(value) for k in MEASURED}
     rest = {"replay_tau": "" if replayed is None else replayed, "engine": c["engine"]}
     return {k: c[k] for k in NAMES} | measured | rest
@@ -289,7 +293,7 @@ def summarize(found: Found) -> Row:
         "best_checkpoint": max(means, key=lambda name: means[name]),
         "checkpoints": checkpoints,
         "identical_share_min": min((s for row in found.rows if (s := row["identical_share"]) != ""), default=None),
-        "definitions": cell.DEFINITIONS,
+        "definitions": torch_records.DEFINITIONS,
         "cells": len(found.rows),
         "replayed_trees": sum(map(len, found.replays.values())),
         "rows_unaccounted": sum(abs(line["unaccounted"]) for line in found.flow()),
@@ -342,13 +346,13 @@ def _table_from_disk() -> str:
     with BENCHMARK.open(newline="", encoding="utf-8") as lines:
         rows = list(csv.DictReader(lines))
     metrics = atomic.read_json(METRICS, made_by="report")
-    return table(rows, joined.read_table(), metrics, predicted.read_launch(), methods.read_table())
+    return table(rows, served_table.read_table(), metrics, prediction.read_launch(), methods.read_table())
 
 
 # The page
 
 
-def render(p: params.Params, found: Found, metrics: Row) -> str:
+def render(p: schema.Params, found: Found, metrics: Row) -> str:
     """The page as one text: no script, no font, no picture from elsewhere."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -370,8 +374,8 @@ def render(p: params.Params, found: Found, metrics: Row) -> str:
         "span": span,
         "load": served.load_words,
         "at": served.load_said,
-        "duration": origin.duration,
-        "energy": origin.energy,
+        "duration": provenance.duration,
+        "energy": provenance.energy,
     }
     return environment.get_template(TEMPLATE.name).render(
         title=p.report.title,
@@ -388,7 +392,7 @@ def render(p: params.Params, found: Found, metrics: Row) -> str:
         costs=costs.page(found.predicted, best),
         methods=methods.page(found.methods, found.engines),
         latencies=[*latencies.of_cells(_of_checkpoint(found, best)), *latencies.of_served(found.lines)],
-        took=origin.took(found.spent, [*found.cells, *(c for c in found.served if c["status"] == "ran")]),
+        took=provenance.took(found.spent, [*found.cells, *(c for c in found.served if c["status"] == "ran")]),
         trained=found.trained,
         imported={name: item.model_dump() for name, item in p.import_draft.checkpoints.items()},
         flow=found.flow(),
@@ -411,11 +415,11 @@ def _of_best(found: Found, best: str) -> list[Row]:
     shown = {best, None} if best in drafted else drafted
     return [
         *_of_checkpoint(found, best),
-        *beside.of_served(line for line in found.lines if line.cell["checkpoint"] in shown),
+        *own_beside_published.of_served(line for line in found.lines if line.cell["checkpoint"] in shown),
     ]
 
 
-def _inside(p: params.Params, found: Found, best: str) -> Row:
+def _inside(p: schema.Params, found: Found, best: str) -> Row:
     """The page's part on trees: reporting/trees.py says what each is."""
     replayed, inside = found.replays[best], found.inside[best]
     steps = of_trees.chosen_steps(replayed, p.benchmark.trees)
@@ -468,13 +472,13 @@ def _served(found: Found) -> Row:
 def _published(model: str, cells: list[Row]) -> list[Row]:
     """What others printed of this target: each publication with our numbers beside, and what its own say of each other."""
     publications = published.load()
-    mine = beside.of_target(publications, model)
+    mine = own_beside_published.of_target(publications, model)
     findings = audit.findings(publications) if mine else []
     return [
         {
             "publication": publications[name],
             "numbers": len(rows),
-            "lines": list(beside.lines(rows, cells)),
+            "lines": list(own_beside_published.lines(rows, cells)),
             "findings": [finding for finding in findings if finding.what == name],
         }
         for name, rows in mine.items()
@@ -484,7 +488,7 @@ def _published(model: str, cells: list[Row]) -> list[Row]:
 def _audited(model: str) -> list[Row]:
     """What the publications of other targets say of themselves: in the order of published/, with what the audit finds."""
     publications = published.load()
-    mine, findings = beside.of_target(publications, model), audit.findings(publications)
+    mine, findings = own_beside_published.of_target(publications, model), audit.findings(publications)
     return [
         {"publication": publication, "findings": of}
         for name, publication in publications.items()
@@ -573,18 +577,18 @@ def _scalars(report: Row) -> Row:
     return {k: v for k, v in report.items() if isinstance(v, int | float | str) and k not in ("rows_in", "rows_out")}
 
 
-def _provenance(p: params.Params, found: Found) -> Row:
+def _provenance(p: schema.Params, found: Found) -> Row:
     values = json.dumps(p.model_dump(mode="json", by_alias=True), sort_keys=True)
     return {
         "machines": _surroundings(found.cells),
         "seeds": sorted({c["seed"] for c in [*found.cells, *found.served]}),
         "seconds": sum(c["seconds"] for c in found.cells),
         "digest": hashlib.sha256(values.encode()).hexdigest(),
-        "commit": origin.commit(),
-        "versions": origin.versions("aerie", "matplotlib", "jinja2"),
+        "commit": provenance.commit(),
+        "versions": provenance.versions("aerie", "matplotlib", "jinja2"),
         "target": next((one["target"] for one in found.predicted.costs if one["target"]), None),
         "weights": found.weights,
-        "tables": origin.digests([BENCHMARK, REPLAY, METRICS, *filter(Path.exists, [joined.TABLE])]),
+        "tables": provenance.digests([BENCHMARK, REPLAY, METRICS, *filter(Path.exists, [served_table.TABLE])]),
     }
 
 
@@ -598,7 +602,7 @@ def _surroundings(cells: list[Row]) -> list[Row]:
     ]
 
 
-def _plots(p: params.Params, found: Found, best: str, rest: list[str]) -> dict[str, str]:
+def _plots(p: schema.Params, found: Found, best: str, rest: list[str]) -> dict[str, str]:
     rivals = {name for name, segment in p.train_draft.checkpoints.items() if segment.rival}
     replays, trained = found.replays, {name: t for name, t in found.trained.items() if name not in rivals}
     drawn = {
@@ -613,4 +617,4 @@ def _plots(p: params.Params, found: Found, best: str, rest: list[str]) -> dict[s
 
 
 if __name__ == "__main__":
-    params.run_stage(main)
+    schema.run_stage(main)

@@ -27,13 +27,15 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from stages import params
-from stages.drafting import loading, pixels, prompt, sample
-from stages.formats import atomic, conversations, manifest, questions, scratch
-from stages.formats.journal import key
-from stages.formats.questions import Question
-from stages.formats.shards import Shards
-from stages.serving import client, server, session, spent
+from stages.data import conversations, requests
+from stages.data.parquet_shards import Shards
+from stages.data.requests import Question
+from stages.params import schema
+from stages.runtime import atomic, scratch
+from stages.runtime.journal import key
+from stages.serving import client, http_session, server
+from stages.target import chat_template, generation, loading, manifest, vision
+from stages.telemetry import stage_record
 
 FIXED, SAMPLED, REPORT = Path("data/fixed"), Path("data/sampled"), Path("results/sample_report.json")
 WAY = {"base_urls", "start_timeout_s", "concurrency", "timeout_s", "attempts", "api_key_env"}  # moves no answer
@@ -49,7 +51,7 @@ class Split:
 
     name: str
     source: Path
-    choice: questions.Choice
+    choice: requests.Choice
     mixture: list[tuple[float, float]]  # (temperature, weight)
     shards: Shards
 
@@ -59,25 +61,25 @@ class Split:
         return self.choice.asked
 
     def conversations(self) -> Iterator[list[Question]]:
-        return questions.read(self.source, self.choice)
+        return requests.read(self.source, self.choice)
 
 
 @dataclass
 class Work:
     """What every backend needs."""
 
-    p: params.Params
+    p: schema.Params
     tokenizer: Any
     made: manifest.Manifest
     folder: Path
     end: int  # the token that closes an answer
-    eyes: pixels.Eyes | None  # where there are pictures
+    eyes: vision.Eyes | None  # where there are pictures
     asked_again: Counter = field(default_factory=Counter)
     own_server: server.Server | None = None  # where one was started
 
 
 def main(*words: str) -> None:
-    p = params.load()
+    p = schema.load()
     if words:
         _preview(p, *words)
         return
@@ -85,8 +87,8 @@ def main(*words: str) -> None:
     started = time.perf_counter()
     made = manifest.read()
     folder = manifest.weights(made)
-    tokenizer = prompt.load_tokenizer(folder, p.target.trust_remote_code, made.chat_template)
-    end, eyes = prompt.end_id(tokenizer, made.eos_token_ids), _eyes(p, made, folder)
+    tokenizer = chat_template.load_tokenizer(folder, p.target.trust_remote_code, made.chat_template)
+    end, eyes = chat_template.end_id(tokenizer, made.eos_token_ids), _eyes(p, made, folder)
     work = Work(p, tokenizer, made, folder, end, eyes)
     s = p.sample_target
     asked_for = s.model_dump(exclude={"server": WAY})
@@ -116,7 +118,7 @@ def _sample(work: Work, place: Path, started: float) -> None:
     scratch.done(place)
 
 
-def _eyes(p: params.Params, made: manifest.Manifest, folder: Path) -> pixels.Eyes | None:
+def _eyes(p: schema.Params, made: manifest.Manifest, folder: Path) -> vision.Eyes | None:
     """What the target sees pictures with, where there are any. Raises ValueError where it reads text only."""
     for path in (FIXED / "train.parquet", FIXED / "eval.parquet"):
         images = conversations.with_images(path, "fix_data")
@@ -127,11 +129,11 @@ def _eyes(p: params.Params, made: manifest.Manifest, folder: Path) -> pixels.Eye
                 "target.model to a vision-language model"
             )
         if images:
-            return pixels.Eyes(folder, p.target.trust_remote_code)
+            return vision.Eyes(folder, p.target.trust_remote_code)
     return None
 
 
-def _splits(p: params.Params, place: Path, stack: contextlib.ExitStack) -> list[Split]:
+def _splits(p: schema.Params, place: Path, stack: contextlib.ExitStack) -> list[Split]:
     """What is to be asked."""
     s = p.sample_target
     hot = s.eval_temperature
@@ -142,7 +144,7 @@ def _splits(p: params.Params, place: Path, stack: contextlib.ExitStack) -> list[
         ("eval_t", "eval", s.eval_rows if hot else 0, [(hot, 1.0)]),
     ]:
         path = FIXED / f"{source}.parquet"
-        choice = questions.choose(path, most)
+        choice = requests.choose(path, most)
         shards = stack.enter_context(Shards(place / name, choice.asked, s.shard_size, conversations.SAMPLED))
         splits.append(Split(name, path, choice, mixture, shards))
     return splits
@@ -158,7 +160,7 @@ def _backend(work: Work, stack: contextlib.ExitStack, place: Path) -> Callable[[
     return lambda split: _answer(work, model, split)
 
 
-def _tell(p: params.Params, split: Split) -> None:
+def _tell(p: schema.Params, split: Split) -> None:
     """Print what became of a split. Raises ValueError where nothing did."""
     s, counted = p.sample_target, split.shards.counted
     if not counted["rows"] and split.name != "eval_t":
@@ -212,7 +214,7 @@ def _settle(
     elif work.eyes and work.eyes.token in answer_ids:
         dropped = "picture_token_in_answer"  # it stands for an embedding that there isn't
     else:
-        prompt.check(q.id, prompt_ids, answer_ids, eos, not cut)
+        chat_template.check(q.id, prompt_ids, answer_ids, eos, not cut)
     if cut and s.truncated == "drop":
         dropped = "truncated"
     counts = {"truncated": int(cut)}
@@ -252,8 +254,10 @@ def _number(text: str) -> int:
 
 
 def _prompt_ids(work: Work, q: Question, history: list[dict[str, Any]]) -> list[int]:
-    ids = prompt.prompt_ids(work.tokenizer, history, work.p.sample_target.thinking, q.tools)
-    prompt.check(q.id, ids, [work.end], work.made.eos_token_ids, complete=False)  # of the mask, the prompt's half
+    ids = chat_template.prompt_ids(work.tokenizer, history, work.p.sample_target.thinking, q.tools)
+    chat_template.check(
+        q.id, ids, [work.end], work.made.eos_token_ids, complete=False
+    )  # of the mask, the prompt's half
     return _with_pictures(work, q, ids)
 
 
@@ -262,7 +266,7 @@ def _with_pictures(work: Work, q: Question, ids: list[int]) -> list[int]:
     if work.eyes is None:
         return ids
     try:
-        return pixels.expanded(ids, work.eyes.token, work.eyes.sizes(q.images))
+        return vision.expanded(ids, work.eyes.token, work.eyes.sizes(q.images))
     except ValueError as error:
         raise ValueError(f"sample_target: row {q.id}: {error}") from None
 
@@ -276,7 +280,7 @@ def _unaskable(work: Work, q: Question) -> str | None:
         return "picture_token_in_text"  # a target would look for a picture there
     try:
         work.eyes.sizes(q.images)
-    except pixels.Unreadable:
+    except vision.Unreadable:
         return "image_unreadable"
     return None
 
@@ -301,7 +305,7 @@ def _answer(work: Work, model: Any, split: Split) -> None:
                 asked, journal = key(["transformers", prompts, images, settings, seed]), shards.journal(number)
                 if asked not in journal.done:
                     seen = work.eyes.see(images) if work.eyes and images else None
-                    journal.add(asked, sample.answer(model, prompts, *settings, eos, pad, seed, seen))
+                    journal.add(asked, generation.answer(model, prompts, *settings, eos, pad, seed, seen))
                 # Settling may publish the shard, and with it goes its journal.
                 for (q, prompt_ids), (ids, finish_reason) in zip(batch, list(journal.done[asked]), strict=True):
                     _settle(work, split, q, heat, prompt_ids, ids, finish_reason, "exact")
@@ -343,7 +347,7 @@ def _keep(work: Work, split: Split) -> None:
             turns = (
                 []
                 if all(q.malformed for q in asked)
-                else prompt.exploded(work.tokenizer, first.messages, eos, s.thinking, first.tools)
+                else chat_template.exploded(work.tokenizer, first.messages, eos, s.thinking, first.tools)
             )
         except ValueError as error:
             name = first.id.rpartition(".")[0]
@@ -373,7 +377,7 @@ class Reach:
 def _reach(work: Work, stack: contextlib.ExitStack, place: Path) -> Reach:
     s, t = work.p.sample_target.server, work.p.target
     if s.launch is None:
-        secret = session.api_key(s.api_key_env, client.SECTION)
+        secret = http_session.api_key(s.api_key_env, client.SECTION)
         return Reach(client.expand(s.base_urls), s.model or t.model, None, lambda: None, secret)
     folder, port = str(work.folder), server.free_port()
     line = server.command(s.launch, folder, port, t.dtype, t.device, t.trust_remote_code) + s.launch_args
@@ -411,7 +415,7 @@ async def _ask_all(work: Work, reach: Reach, split: Split) -> None:
                     await asking.converse(group)
 
             try:
-                with session.one_error():
+                with http_session.one_error():
                     async with asyncio.TaskGroup() as tasks:
                         for _ in range(min(way.concurrency, split.asked)):
                             tasks.create_task(worker())
@@ -489,7 +493,7 @@ class Asking:
         if known is None:
             try:
                 known = asdict(await self.http.ask(body, _engines(self.work, q, body["temperature"])))
-            except session.Refused as error:
+            except http_session.Refused as error:
                 self._refuse(q, error)
                 return None
             except ValueError as error:
@@ -501,7 +505,7 @@ class Asking:
             shards.journal(number).add(asked, known)
         return client.Answer(**known)
 
-    def _refuse(self, q: Question, error: session.Refused) -> None:
+    def _refuse(self, q: Question, error: http_session.Refused) -> None:
         self.refused.append(f"row {q.id}: {error}")
         if len(self.refused) >= ALL_REFUSED and not self.split.shards.counted["rows"]:
             raise ValueError(
@@ -527,7 +531,7 @@ def _body(work: Work, q: Question, history: list[dict[str, Any]], heat: float) -
     """What every server is asked, less the model."""
     s = work.p.sample_target
     body: dict[str, Any] = {
-        "messages": questions.as_openai(history, work.eyes.url if work.eyes else str),
+        "messages": requests.as_openai(history, work.eyes.url if work.eyes else str),
         "temperature": heat,
         "top_p": s.top_p,
         "max_tokens": s.max_new_tokens,
@@ -536,7 +540,7 @@ def _body(work: Work, q: Question, history: list[dict[str, Any]], heat: float) -
     if q.tools:
         body["tools"] = q.tools
     if s.thinking is not None:
-        body["chat_template_kwargs"] = prompt.template_settings(s.thinking)
+        body["chat_template_kwargs"] = chat_template.template_settings(s.thinking)
     return body
 
 
@@ -591,7 +595,7 @@ def _token_ids(work: Work, q: Question, history: list[dict[str, Any]], answer: c
     if ids := answer.answer_ids:
         ended = finish_reason == "stop" and ids[-1] not in eos
         return Got(ours, [*ids, work.end] if ended else ids, finish_reason, "server")
-    ids = prompt.retokenised(work.tokenizer, history, answer.text, answer.reasoning, eos, s.thinking, q.tools)
+    ids = chat_template.retokenised(work.tokenizer, history, answer.text, answer.reasoning, eos, s.thinking, q.tools)
     said = answer.completion_tokens
     if finish_reason == "length" and said == len(ids) + 1:
         finish_reason = "stop"  # the end token was the last that fitted
@@ -632,12 +636,12 @@ def _clipped(text: str) -> str:
     return text if len(text) <= SHOWN_CHARS else f"{text[:half]} […] {text[-half:]}"
 
 
-def _preview(p: params.Params, *words: str) -> None:
+def _preview(p: schema.Params, *words: str) -> None:
     """Print rows with their masks: sampled ones where there are any, else the data's own answers as `keep` would mask them."""
     if len(words) != 2 or words[0] != "--preview" or not words[1].isdigit() or words[1] == "0":
         raise ValueError(f"expected no arguments or --preview N, found {' '.join(words)}")
     made, count = manifest.read(), int(words[1])
-    tokenizer = prompt.load_tokenizer(manifest.weights(made), p.target.trust_remote_code, made.chat_template)
+    tokenizer = chat_template.load_tokenizer(manifest.weights(made), p.target.trust_remote_code, made.chat_template)
     sampled, fixed = SAMPLED / "train", FIXED / "train.parquet"
     if sampled.exists():
         print(f"{sampled}, its first {count} rows")
@@ -645,9 +649,9 @@ def _preview(p: params.Params, *words: str) -> None:
     else:
         print(f"{fixed}, {count} of its turns, with the data's own answers; nothing is sampled yet")
         rows = []
-        for asked in questions.read(fixed, questions.choose(fixed, count)):
+        for asked in requests.read(fixed, requests.choose(fixed, count)):
             eos, thinking = made.eos_token_ids, p.sample_target.thinking
-            turns = prompt.exploded(tokenizer, asked[0].messages, eos, thinking, asked[0].tools)
+            turns = chat_template.exploded(tokenizer, asked[0].messages, eos, thinking, asked[0].tools)
             pairs = zip(asked, turns, strict=False)  # one conversation may be asked in part
             rows += [{"id": q.id, "prompt_ids": a, "answer_ids": b} for q, (a, b) in pairs]
     on, off = ("[[", "]]") if os.environ.get("NO_COLOR") else ("\x1b[30;42m", "\x1b[0m")
@@ -663,7 +667,7 @@ def _preview(p: params.Params, *words: str) -> None:
 
 def _gpus() -> list[int] | None:
     """A server that is started here may take all that there are; one that runs somewhere is nobody's here."""
-    p = params.load()
+    p = schema.load()
     s = p.sample_target
     if s.backend == "server" or (s.backend == "keep" and s.server.known):
         return None if s.server.launch and p.target.device != "cpu" else []
@@ -671,4 +675,4 @@ def _gpus() -> list[int] | None:
 
 
 if __name__ == "__main__":
-    params.run_stage(spent.recorded(main, "sample_target", _gpus))
+    schema.run_stage(stage_record.recorded(main, "sample_target", _gpus))

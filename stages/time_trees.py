@@ -2,7 +2,7 @@
 
 Whole cycles are timed, as decoding runs them, over a grid of steps, topk and tokens, and steps of plain decoding beside them.
 Every round times every tree once, in turns forth and back, so that a drifting machine touches all alike; a tree's cost is the
-median of its cycles. formats/cost_fit.py fits the terms; with replay's tau the report predicts every tree's speedup.
+median of its cycles. results/cost_fit.py fits the terms; with replay's tau the report predicts every tree's speedup.
 A cost is of a draft's shapes, not of its weights: e000 stands for every checkpoint that train_draft makes of it.
 """
 
@@ -15,13 +15,15 @@ from typing import Any, cast
 
 import torch
 
-from stages import params
-from stages.drafting import loading
-from stages.drafting.decode import Engine, Step
-from stages.drafting.draft import Draft
-from stages.formats import cell, checkpoint, conversations, cost, cost_fit, interval, manifest
-from stages.sections.trees import TimeTrees, Tree
-from stages.serving import spent
+from stages.data import conversations
+from stages.draft import checkpoint
+from stages.draft.eagle3 import Draft
+from stages.engine.decode import Engine, Step
+from stages.params import schema
+from stages.params.tree_sections import TimeTrees, Tree
+from stages.results import cost_fit, interval, timing_grid, torch_records
+from stages.target import loading, manifest
+from stages.telemetry import stage_record
 
 ANSWERS = Path("data/sampled/eval")
 BATCH = 1  # prompts that the torch engine decodes at once
@@ -30,7 +32,7 @@ Decoding = Callable[[], Iterator[Step]]
 
 
 def main(name: str) -> None:
-    p = params.load()
+    p = schema.load()
     torch.set_num_threads(p.target.num_threads)
     started = time.perf_counter()
     made, s = manifest.read(), p.time_trees
@@ -50,7 +52,7 @@ def main(name: str) -> None:
     step = _median("step_s", seconds[0])
     also = {"dtype": p.target.dtype, "semantics": p.benchmark.semantics}
     found: dict[str, Any] = {
-        "definitions": cost.DEFINITIONS,
+        "definitions": timing_grid.DEFINITIONS,
         "engine": "torch",
         "workload": None,
         "max_new_tokens": None,
@@ -61,11 +63,11 @@ def main(name: str) -> None:
         "plain": [{"batch": BATCH} | step],
         "grid": grid,
         "fit": fit.to_json(),
-        "hardware": cell.hardware(p.target.device, p.target.num_threads),
-        "versions": cell.versions("torch", "transformers"),
+        "hardware": torch_records.hardware(p.target.device, p.target.num_threads),
+        "versions": torch_records.versions("torch", "transformers"),
         "seconds": round(time.perf_counter() - started, 2),
     }
-    place = cost.write(found)
+    place = timing_grid.write(found)
     print(
         f"{len(grid)} trees in {found['seconds']:.1f} s: a plain step takes {1000 * step['step_s']:.2f} ms; trees "
         f"left out of the fit are predicted within {fit.error:.1%} (root mean square; at worst {fit.error_max:.1%}) -> {place}"
@@ -103,7 +105,7 @@ def _room(tree: Tree, cycles: int) -> int:
     return 1 + cycles * (tree.num_steps + 1)
 
 
-def _engine(p: params.Params, made: manifest.Manifest, name: str) -> tuple[Engine, dict[str, Any]]:
+def _engine(p: schema.Params, made: manifest.Manifest, name: str) -> tuple[Engine, dict[str, Any]]:
     """One that no end token stops, and its draft's config.json."""
     model = loading.load(str(manifest.weights(made)), None, p.target.dtype, p.target.device, p.target.trust_remote_code)
     config, tensors = checkpoint.read_draft(checkpoint.folder(name), p.made_by(name))
@@ -146,4 +148,4 @@ def _median(name: str, seconds: list[float]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    params.run_stage(spent.recorded(main, "time_trees", lambda: params.load().target.gpus()))
+    schema.run_stage(stage_record.recorded(main, "time_trees", lambda: schema.load().target.gpus()))

@@ -1,6 +1,6 @@
 """train_draft: hidden states -> draft checkpoint.   python -m stages.train_draft CHECKPOINT
 
-A checkpoint is of EAGLE-3, or of the method that its segment names: EAGLE or Medusa (drafting/rivals.py), which learn from
+A checkpoint is of EAGLE-3, or of the method that its segment names: EAGLE or Medusa (methods/registry.py), which learn from
 the same rows in the same order and begin with e000's shapes and vocabulary.
 
 One segment of training: `epochs` more epochs from the checkpoint it names, with the optimizer's state, so that e009
@@ -29,15 +29,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from stages import params
-from stages.drafting import optim, ranks, rivals, ttt
-from stages.drafting.draft import Draft
-from stages.drafting.live import Live
-from stages.formats import atomic, checkpoint, conversations, hiddens, manifest, rival, scratch, trackers
-from stages.formats.store import Store
-from stages.sections.draft import Segment, TrainDraft
-from stages.sections.section import ROOT_CHECKPOINT, named
-from stages.serving import spent
+from stages.data import conversations
+from stages.draft import checkpoint
+from stages.draft.eagle3 import Draft
+from stages.hidden_states import format
+from stages.hidden_states.reader import Store
+from stages.methods import method_checkpoint, registry
+from stages.params import schema
+from stages.params.draft_sections import Segment, TrainDraft
+from stages.params.section import ROOT_CHECKPOINT, named
+from stages.runtime import atomic, distributed, scratch
+from stages.target import manifest
+from stages.target.online import Live
+from stages.telemetry import stage_record
+from stages.training import adamw, trackers, ttt
 
 SAMPLED, HIDDENS, REPORTS = Path("data/sampled/train"), Path("data/hiddens/train"), Path("results/train")
 AHEAD, THREADS = 3, 4  # steps whose packs are read before their turn, and who reads them for a GPU
@@ -48,26 +53,26 @@ WHO = {"processes", "parallel", "report_to", "run_name"}  # computes and watches
 
 
 def main(name: str) -> None:
-    p = params.load()
-    if ranks.spread("train_draft", [name], p.train_draft.processes):
+    p = schema.load()
+    if distributed.spread("train_draft", [name], p.train_draft.processes):
         return
-    with ranks.joined(p.target.device) as group:
+    with distributed.joined(p.target.device) as group:
         _main(p, name, group)
 
 
-def _main(p: params.Params, name: str, group: ranks.Ranks) -> None:
+def _main(p: schema.Params, name: str, group: distributed.Ranks) -> None:
     torch.set_num_threads(p.target.num_threads)
     segment, settings = named(p.train_draft.checkpoints, name, "train_draft.checkpoints"), p.train_draft
     parent = checkpoint.folder(segment.from_)
     work = scratch.place(
-        f"train_draft-{name}", _hyper(settings), segment.model_dump(), p.target.model_dump(), hiddens.digest(HIDDENS),
+        f"train_draft-{name}", _hyper(settings), segment.model_dump(), p.target.model_dump(), format.digest(HIDDENS),
         [scratch.digest(folder) for folder in (manifest.FOLDER, parent / "draft", parent / "state")],
     )  # fmt: skip
     with scratch.held(work):
         _train(p, name, group, work)
 
 
-def _train(p: params.Params, name: str, group: ranks.Ranks, work: Path) -> None:
+def _train(p: schema.Params, name: str, group: distributed.Ranks, work: Path) -> None:
     """Train from the parent, or from the last whole epoch in the scratch folder `work`, and put the checkpoint in its place."""
     segment, settings = p.train_draft.checkpoints[name], p.train_draft
     parent, root = checkpoint.folder(segment.from_), segment.from_ == ROOT_CHECKPOINT
@@ -142,7 +147,7 @@ class Lesson(nn.Module):
     """A pack's loss, as a module: what FSDP gathers weights for. The target's tables are nobody's parameters."""
 
     def __init__(
-        self, draft: nn.Module, embedding: Tensor, head: Tensor, objective: ttt.Objective, learn: rivals.Forward
+        self, draft: nn.Module, embedding: Tensor, head: Tensor, objective: ttt.Objective, learn: registry.Forward
     ):
         super().__init__()
         self.draft, self.objective, self.learn = draft, objective, learn
@@ -165,11 +170,11 @@ class Run:
     epoch: int
     step: int
     log: list[dict] = field(default_factory=list)  # of this segment's epochs
-    group: ranks.Ranks = field(init=False)  # this and what follows by `to`
+    group: distributed.Ranks = field(init=False)  # this and what follows by `to`
     settings: TrainDraft = field(init=False)
     objective: ttt.Objective = field(init=False)
     lesson: nn.Module = field(init=False)
-    optimizer: optim.Optimizer = field(init=False)
+    optimizer: adamw.Optimizer = field(init=False)
     shares: int = 1
     live: Live | None = None  # the target, where no hidden states are stored
     images: dict[str, list[str]] = field(default_factory=dict)  # and the pictures of its rows, by their ids
@@ -184,8 +189,8 @@ class Run:
             draft = Draft.of(config, tensors)
         else:
             assert head is not None
-            config, tensors = rival.read(place, method, made_by)
-            draft = rivals.of(config, tensors, head)
+            config, tensors = method_checkpoint.read(place, method, made_by)
+            draft = registry.of(config, tensors, head)
         state, progress = checkpoint.read_state(place, made_by)
         return cls(draft, config, method, state, progress["epoch"], progress["step"])
 
@@ -194,11 +199,11 @@ class Run:
         """A rival untrained, of e000's shapes and vocabulary, with the target's head [V, H]."""
         made, tensors = checkpoint.read_draft(checkpoint.folder(ROOT_CHECKPOINT), "init_draft")
         assert segment.rival is not None
-        config = rival.config_json(segment.rival, made, s.dtype, segment.width)
-        draft = rivals.RIVALS[segment.rival].fresh(config, head, tensors["d2t"], tensors["t2d"], s.seed)
+        config = method_checkpoint.config_json(segment.rival, made, s.dtype, segment.width)
+        draft = registry.RIVALS[segment.rival].fresh(config, head, tensors["d2t"], tensors["t2d"], s.seed)
         return cls(draft, config, segment.rival, {}, 0, 0)
 
-    def to(self, group: ranks.Ranks, embedding: Tensor, head: Tensor, s: TrainDraft) -> None:
+    def to(self, group: distributed.Ranks, embedding: Tensor, head: Tensor, s: TrainDraft) -> None:
         """Move to the devices, cast, shard, and give the optimizer its state back."""
         self.group, self.settings, dtype = group, s, getattr(torch, s.dtype)
         steps = {None: s.ttt_steps, "eagle": 1, "medusa": self.config.get("heads", 0)}[self.rival]
@@ -206,7 +211,7 @@ class Run:
         masters = {name.removeprefix("master."): t for name, t in self.saved.items() if name.startswith("master.")}
         self.draft.load_state_dict(masters, strict=False)  # where the checkpoint's own weights are rounded
         self.draft.to(group.device)
-        learn = rivals.RIVALS[self.rival].forward if self.rival else ttt.forward
+        learn = registry.RIVALS[self.rival].forward if self.rival else ttt.forward
         tables = embedding.to(group.device, dtype), head.to(group.device, dtype)
         self.lesson = Lesson(self.draft, *tables, self.objective, learn)
         exact = None
@@ -220,7 +225,7 @@ class Run:
         elif dtype != torch.float32:
             exact = {name: w.detach().clone() for name, w in self.draft.named_parameters()}
             self.draft.to(dtype)
-        self.optimizer = optim.Optimizer(self.draft, s.learning_rate, s.weight_decay, exact)
+        self.optimizer = adamw.Optimizer(self.draft, s.learning_rate, s.weight_decay, exact)
         self.optimizer.restore(self.saved, self.step)
         self.saved = {}
 
@@ -286,7 +291,7 @@ class Run:
             return pack
         return replace(pack, **self.live(pack.ids, pack.lengths, pack.view)._asdict())
 
-    def _look(self, pack: ttt.Pack, rows: list[hiddens.Row]) -> ttt.Pack:
+    def _look(self, pack: ttt.Pack, rows: list[format.Row]) -> ttt.Pack:
         """A pack with the pictures of its rows, for the live target; called by the threads that read."""
         assert self.live is not None
         view = self.live.look([r.id for r in rows], [r.ids for r in rows], [self.images.get(r.id) for r in rows])
@@ -324,20 +329,20 @@ class Run:
 
     def measure(self, store: Store, weights: dict[str, Tensor]) -> None:
         """Writes into the config how often a rival's guesses are right: by whoever has all weights, on what all would."""
-        s, alone = self.settings, ranks.Ranks(0, 1, self.group.device)
-        steps = rivals.most_steps(self.config, s.ttt_steps)
+        s, alone = self.settings, distributed.Ranks(0, 1, self.group.device)
+        steps = registry.most_steps(self.config, s.ttt_steps)
         objective = ttt.Objective(steps, s.ttt_decay)
         embedding, head = self.lesson.tables
-        module = rivals.of(self.config, weights, head).to(self.group.device)
+        module = registry.of(self.config, weights, head).to(self.group.device)
         look = self._look if self.live and self.live.eyes else None
         packs = [[pack] for step in plan(store.lengths, s, 0) for pack in step][:MEASURED]
         reading = read_ahead(store, packs, objective, alone, getattr(torch, s.dtype), look)
         whole = (self._whole(pack) for read in reading for pack in read)
-        self.config["rank_accuracy"] = rivals.rank_accuracy(self.config, module, whole, embedding, head, steps)
+        self.config["rank_accuracy"] = registry.rank_accuracy(self.config, module, whole, embedding, head, steps)
 
     def save(self, place: Path, weights: dict[str, Tensor], state: dict[str, Tensor]) -> None:
         """Weights for whoever decodes, the optimizer and its position for the next segment."""
-        write = rival.write if self.rival else checkpoint.write_draft
+        write = method_checkpoint.write if self.rival else checkpoint.write_draft
         write(place, {**self.config, "dtype": self.settings.dtype}, weights)
         checkpoint.write_state(place, state, {"epoch": self.epoch, "step": self.step})
 
@@ -379,8 +384,8 @@ def share(packs: list[list[int]], rank: int, world: int) -> list[tuple[list[int]
 
 
 def read_ahead(
-    store: Store, steps: list[list[list[int]]], objective: ttt.Objective, group: ranks.Ranks, dtype: torch.dtype,
-    look: Callable[[ttt.Pack, list[hiddens.Row]], ttt.Pack] | None = None,
+    store: Store, steps: list[list[list[int]]], objective: ttt.Objective, group: distributed.Ranks, dtype: torch.dtype,
+    look: Callable[[ttt.Pack, list[format.Row]], ttt.Pack] | None = None,
 ) -> Iterator[list[ttt.Pack]]:  # fmt: skip
     """Each step's packs of this process, on the device; for a GPU made by threads, a few steps before their turn.
 
@@ -433,9 +438,9 @@ class _Sender:
 
 
 def _gpus() -> list[int]:
-    p = params.load()
+    p = schema.load()
     return p.target.gpus(p.train_draft.processes)
 
 
 if __name__ == "__main__":
-    params.run_stage(spent.recorded(main, "train_draft", _gpus))
+    schema.run_stage(stage_record.recorded(main, "train_draft", _gpus))

@@ -3,8 +3,8 @@
 import random
 from typing import Any
 
-from stages.formats import cost, cost_fit
-from stages.sections.trees import TimeTrees, Tree
+from stages.params.tree_sections import TimeTrees, Tree
+from stages.results import cost_fit, timing_grid
 
 Row = dict[str, Any]
 TRUTH = {"cycle": 3.0e-3, "step": 0.6e-3, "row": 0.02e-3, "token": 0.05e-3, "sequence": 0.0}  # seconds
@@ -42,7 +42,7 @@ def made_up(
     """As cost.KEYS, of the torch engine."""
     points = grid() if points is None else points
     return {
-        "definitions": cost.DEFINITIONS, "engine": "torch", "workload": None, "max_new_tokens": None, "checkpoint": checkpoint,
+        "definitions": timing_grid.DEFINITIONS, "engine": "torch", "workload": None, "max_new_tokens": None, "checkpoint": checkpoint,
         "draft": {"model_type": "llama", "draft_vocab_size": 320}, "target": [model, None, "3f1c"],
         "settings": {"context": 128, "repeats": 5, "dtype": "float32", "semantics": "sglang"},
         "plain": [{"batch": 1, "step_s": PLAIN_S, "error": 0.01, "samples": 10}], "grid": points,

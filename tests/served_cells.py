@@ -4,8 +4,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from stages.formats import cell, served
-from stages.sections.trees import Tree
+from stages.params.tree_sections import Tree
+from stages.results import served_records, torch_records
 from stages.serving import latency
 
 Row = dict[str, Any]
@@ -82,10 +82,10 @@ def made_up(
     return {
         "workload": workload, "checkpoint": checkpoint, "tree": tree, "num_steps": shape and shape.num_steps,
         "topk": shape and shape.topk, "num_draft_tokens": shape and shape.num_draft_tokens, "engine": "sglang",
-        "status": served.RAN if points else served.UNSUPPORTED, "reason": None if points else "topk above 1 isn't built there",
-        "definitions": cell.DEFINITIONS, "temperature": 0.0, "top_p": 1.0, "top_k": None, "fingerprint": FINGERPRINT,
+        "status": served_records.RAN if points else served_records.UNSUPPORTED, "reason": None if points else "topk above 1 isn't built there",
+        "definitions": torch_records.DEFINITIONS, "temperature": 0.0, "top_p": 1.0, "top_k": None, "fingerprint": FINGERPRINT,
         "server": {"command": ["python3", "-m", "sglang.launch_server", *flags], "info": {"version": "0.5.17"}},
-        "memory": draft | gpu if points else dict.fromkeys(served.MEMORY), "points": points or [], "baseline_points": [],
+        "memory": draft | gpu if points else dict.fromkeys(served_records.MEMORY), "points": points or [], "baseline_points": [],
         "hardware": {"cpu": "Made-up CPU", "gpu": "NVIDIA H200", "threads": 16}, "versions": {"sglang": "0.5.17"},
         "seconds": 61.0, "seed": 42, "gpus": ["NVIDIA H200"], "joules": 7500.0,
     } | keys  # fmt: skip

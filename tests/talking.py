@@ -8,9 +8,12 @@ import polars as pl
 import torch
 from transformers import AutoConfig
 
-from stages import init_draft, params, prepare_target
-from stages.builtin import tiny
-from stages.formats import checkpoint, conversations, manifest, prompt_sets
+from stages import init_draft, prepare_target
+from stages.data import conversations, prompt_sets
+from stages.draft import checkpoint
+from stages.params import schema
+from stages.target import manifest
+from stages.toy import text_targets
 from tests.conftest import EVAL, ROOT, edit_params
 
 SETS = ("mt_bench", "gsm8k", "humaneval", "alpaca", "math500")
@@ -31,15 +34,15 @@ def make(project: Path) -> None:
         "target": {"model": "tiny", "num_threads": 1},
         "benchmark": {"workloads": WORKLOADS, "torch": list(WORKLOADS), "checkpoints": ["e003"], "trees": TREES},
     })  # fmt: skip
-    tokenizer = tiny.build_tokenizer(iter(said()))
+    tokenizer = text_targets.build_tokenizer(iter(said()))
     tokenizer.save_pretrained(project / "tiny")
-    tiny.build_model(tokenizer, 0).save_pretrained(project / "tiny")
+    text_targets.build_model(tokenizer, 0).save_pretrained(project / "tiny")
     with chdir(project):
         made = prepare_target.describe("tiny", None, AutoConfig.from_pretrained("tiny"), Path("tiny"), None)
         Path("artifacts/target").mkdir(parents=True)
         manifest.write(Path("artifacts/target"), made)
         edit_params(project, {"init_draft": {"draft_vocab_size": None}})
-        draft, config = init_draft._fresh(params.load(), made, torch.ones(made.vocab_size, dtype=torch.int64))
+        draft, config = init_draft._fresh(schema.load(), made, torch.ones(made.vocab_size, dtype=torch.int64))
         checkpoint.write_draft(checkpoint.folder("e003"), config, dict(draft.state_dict()))
         rows = [_eval_row(tokenizer, number, text) for number, text in enumerate(said()[:EVAL_ROWS])]
         table = pl.DataFrame(rows, schema=conversations.SAMPLED)

@@ -12,13 +12,13 @@ from stages import (
     check_overfit,
     extract_hiddens,
     init_draft,
-    params,
     prepare_target,
     replay_trees,
     report,
     sample_target,
     train_draft,
 )
+from stages.params import schema
 from tests.conftest import edit_params
 
 
@@ -128,7 +128,7 @@ def test_words_that_name_nothing(
 ) -> None:
     monkeypatch.setattr(sys, "argv", [main.__module__, *words])
     with pytest.raises(SystemExit) as ended:
-        params.run_stage(main)
+        schema.run_stage(main)
     assert message in str(ended.value.code)
     assert str(ended.value.code).startswith("aerie: ")
 

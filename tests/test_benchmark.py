@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stages import benchmark, prepare_prompts
-from stages.formats import cell, interval
-from stages.sections.trees import Tree
-from stages.serving import guard
+from stages.grading import sandbox
+from stages.params.tree_sections import Tree
+from stages.results import interval, torch_records
 from tests.conftest import ROOT, edit_params
 from tests.talking import WORKLOADS
 
@@ -35,7 +35,7 @@ def measured(project: Path, name: str, **changes: Any) -> dict[str, Any]:
     edit_params(project, {"benchmark": {"workloads": {**WORKLOADS, name: {**WORKLOADS[name], **changes}}}})
     prepare_prompts.main(name)
     benchmark.main(name, "e003", "t3_2_6")
-    return cell.read(name, "e003", "t3_2_6")
+    return torch_records.read(name, "e003", "t3_2_6")
 
 
 def greedy(model: Any, ids: list[int]) -> list[int]:
@@ -177,7 +177,7 @@ def test_programs_are_refused_before_anything_is_decoded_where_the_kernel_cannot
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They ran by limits alone, and the cell told of it an hour later."""
-    monkeypatch.setattr(guard, "landlock_abi", lambda: 2)
+    monkeypatch.setattr(sandbox, "landlock_abi", lambda: 2)
     monkeypatch.setattr(benchmark, "_engine", lambda *_: pytest.fail("the target was loaded"))
     with pytest.raises(ValueError, match=r"found Landlock ABI 2 on .* set benchmark.allow_unsandboxed_code to true"):
         measured(project, "humaneval", grade=True)

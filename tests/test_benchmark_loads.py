@@ -13,10 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stages import benchmark, prepare_prompts
-from stages.drafting.batches import Batches
-from stages.formats import asked, cell, interval, served
-from stages.sections.trees import Tree
-from stages.serving import counts, latency
+from stages.data import workload_prompts
+from stages.engine.batch_decode import Batches
+from stages.params.tree_sections import Tree
+from stages.results import interval, served_records, torch_records
+from stages.serving import latency, spec_counters
 from tests.conftest import ROOT, edit_params
 from tests.talking import WORKLOADS
 
@@ -38,14 +39,14 @@ def use(project: Path, name: str, benchmark_: dict[str, Any] | None = None, **ch
 def measured(project: Path, name: str, **changes: Any) -> dict[str, Any]:
     use(project, name, **changes)
     benchmark.main(name, *NAMES)
-    return served.read(name, *NAMES, served.TORCH)
+    return served_records.read(name, *NAMES, served_records.TORCH)
 
 
 def alone(project: Path, name: str, **changes: Any) -> list[dict[str, Any]]:
     """The rows of the same workload, one prompt at a time."""
     use(project, name, **changes)
     benchmark.main(name, *NAMES)
-    return cell.read(name, *NAMES)["prompts"]
+    return torch_records.read(name, *NAMES)["prompts"]
 
 
 def counted(point: dict[str, Any], *keys: str) -> list[tuple[Any, ...]]:
@@ -121,7 +122,9 @@ def test_accepted_drafts_are_pooled_over_prompts_turns_and_repeats() -> None:
         for name in "abcde":
             for turn in range(2):
                 histogram = [draws.randrange(9) for _ in range(4)]
-                told = counts.Counts(sum(histogram), sum(i * n for i, n in enumerate(histogram)), 0, True, histogram)
+                told = spec_counters.Counts(
+                    sum(histogram), sum(i * n for i, n in enumerate(histogram)), 0, True, histogram
+                )
                 record = latency.Record(f"{name}#{turn}", 0, 0, 1, [(1, 1)], True, 3, 5, "stop", None, counts=told)
                 every.append((repeat, turn, name, record))
     repeats = [[[x[3] for x in every if x[:2] == (repeat, turn)] for turn in range(2)] for repeat in range(2)]
@@ -143,8 +146,8 @@ def test_random_prompts_go_on_to_their_lengths(project: Path) -> None:
     """The seed's scenarios: end tokens ignored, lengths drawn for each prompt."""
     changes = {"prompts": "random", "input_tokens": 9, "length_range": 0.2, "ignore_eos": True, "num_prompts": 6}
     found = measured(project, "eval", concurrency=4, **changes)
-    rows, _ = asked.read("eval")
-    lengths = [asked.tokens(share, 12) for share in rows["length_share"]]
+    rows, _ = workload_prompts.read("eval")
+    lengths = [workload_prompts.tokens(share, 12) for share in rows["length_share"]]
     assert len(set(lengths)) > 2
     for point in (found["points"][0], found["baseline_points"][0]):
         assert [r["output_tokens"] for r in point["requests"]] == lengths
@@ -169,7 +172,7 @@ def test_two_processes_make_the_cell_of_one(project: Path, concurrency: int, mon
     for total in (1, 2):
         use(project, "eval", {"num_gpus_total": total}, concurrency=concurrency, repeats=2)
         benchmark.main("eval", *NAMES)
-        cells.append(json.loads(cell.path("eval", *NAMES).read_text()))
+        cells.append(json.loads(torch_records.path("eval", *NAMES).read_text()))
     one, two = map(timeless, cells)
     assert one.pop("hardware") | {"num_gpus_total": 2} == two.pop("hardware")
     assert one == two
@@ -193,9 +196,9 @@ def test_a_prompt_that_does_not_fit_is_told_before_anything_is_decoded(
     monkeypatch.setattr(Batches, "_prefill", lambda *_: pytest.fail("decoded"))
     for concurrency in (1, 2):
         use(project, "eval", concurrency=concurrency)
-        rows = pl.read_parquet(asked.path("eval"))
+        rows = pl.read_parquet(workload_prompts.path("eval"))
         long = pl.Series("prompt_ids", [*rows["prompt_ids"].to_list()[:-1], [5] * 5000], pl.List(pl.Int32))
-        asked.write("eval", rows.with_columns(long))
+        workload_prompts.write("eval", rows.with_columns(long))
         with pytest.raises(ValueError, match=r"may take 5012 tokens, the target holds \d+ \(max_position_embeddings\)"):
             benchmark.main("eval", *NAMES)
         use(project, "eval", concurrency=concurrency)
@@ -212,7 +215,7 @@ def test_a_process_that_fails_ends_the_others_and_says_what_to_do(
     use(project, "eval", {"num_gpus_total": 2}, max_new_tokens=5000)
     with pytest.raises(ValueError, match=r"one of 2 processes ended early; .* set benchmark\.num_gpus_total to"):
         benchmark.main("eval", *NAMES)
-    assert not cell.path("eval", *NAMES).exists()
+    assert not torch_records.path("eval", *NAMES).exists()
 
 
 def test_fewer_gpus_than_asked_for_are_told(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

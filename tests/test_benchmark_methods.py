@@ -13,10 +13,16 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from stages import benchmark_methods, extract_hiddens, init_draft, params, prepare_prompts, train_draft
-from stages.drafting import rivals, ttt
-from stages.formats import checkpoint, conversations, hiddens, manifest, method_cell, rival
-from stages.sections.methods import StaticRow
+from stages import benchmark_methods, extract_hiddens, init_draft, prepare_prompts, train_draft
+from stages.data import conversations
+from stages.draft import checkpoint
+from stages.hidden_states import format
+from stages.methods import method_checkpoint, registry
+from stages.params import schema
+from stages.params.methods_section import StaticRow
+from stages.results import method_records
+from stages.target import manifest
+from stages.training import ttt
 from tests.conftest import edit_params
 from tests.talking import WORKLOADS
 
@@ -93,11 +99,11 @@ def tables(taught: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def loaded(name: str, method: str, head: torch.Tensor) -> Any:
-    return rivals.of(*rival.read(checkpoint.folder(name), method, "a test"), head)
+    return registry.of(*method_checkpoint.read(checkpoint.folder(name), method, "a test"), head)
 
 
-def rows() -> list[hiddens.Row]:
-    return list(hiddens.read(Path("data/hiddens/train")))
+def rows() -> list[format.Row]:
+    return list(format.read(Path("data/hiddens/train")))
 
 
 def layer(eagle: Any, embeds: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -126,7 +132,7 @@ def test_eagles_loss_is_smooth_l1_and_a_tenth_of_the_soft_cross_entropy(tables: 
     embedding, head = tables
     eagle = loaded("eagle1", "eagle", head)
     pack = ttt.Pack.of(rows(), 1, "aligned")
-    found = rivals.RIVALS["eagle"].forward(eagle, pack, embedding, head, ttt.Objective(1), None)
+    found = registry.RIVALS["eagle"].forward(eagle, pack, embedding, head, ttt.Objective(1), None)
     near, soft, hits, taught = 0.0, 0.0, 0, 0
     for row in rows():
         ids = row.ids.long()
@@ -152,7 +158,7 @@ def test_medusas_loss_is_each_heads_cross_entropy_weighed_by_decay(tables: Any) 
     heads = loaded("heads1", "medusa", head)
     kept = heads.t2d.nonzero()[:, 0]
     pack = ttt.Pack.of(rows(), 3, "aligned")
-    found = rivals.RIVALS["medusa"].forward(heads, pack, embedding, head, ttt.Objective(3, 0.8), None)
+    found = registry.RIVALS["medusa"].forward(heads, pack, embedding, head, ttt.Objective(3, 0.8), None)
     losses, counts = torch.zeros(3), torch.zeros(3)
     for row in rows():
         for p in range(len(row.ids)):
@@ -176,8 +182,8 @@ def test_medusas_loss_is_each_heads_cross_entropy_weighed_by_decay(tables: Any) 
 def test_untrained_heads_say_what_the_targets_head_says(tables: Any) -> None:
     head = tables[1]
     config, tensors = checkpoint.read_draft(checkpoint.folder("e000"), "init_draft")
-    made = rival.config_json("medusa", config, "float32", 3)
-    heads = rivals.RIVALS["medusa"].fresh(made, head, tensors["d2t"], tensors["t2d"], 0)
+    made = method_checkpoint.config_json("medusa", config, "float32", 3)
+    heads = registry.RIVALS["medusa"].fresh(made, head, tensors["d2t"], tensors["t2d"], 0)
     hidden = rows()[0].last[5:6]
     expected = (hidden @ head.T)[0, tensors["t2d"]]
     assert all(torch.allclose(logits, expected, atol=1e-5) for logits in heads.logits(hidden))
@@ -195,7 +201,7 @@ def test_a_chain_of_segments_is_bit_for_bit_one_straight_run(taught: Path, chain
 def test_rank_accuracies_are_shares_of_the_rows_own_tokens(tables: Any) -> None:
     embedding, head = tables
     for name, method in (("eagle1", "eagle"), ("heads1", "medusa")):
-        config, _ = rival.read(checkpoint.folder(name), method, "a test")
+        config, _ = method_checkpoint.read(checkpoint.folder(name), method, "a test")
         module, accuracy = loaded(name, method, head), config["rank_accuracy"]
         assert len(accuracy) == (4 if method == "eagle" else 3) and {len(ranks) for ranks in accuracy} == {10}
         for k, ranks in enumerate(accuracy):
@@ -223,7 +229,7 @@ def test_rank_accuracies_are_shares_of_the_rows_own_tokens(tables: Any) -> None:
 @pytest.mark.parametrize("name", [*DRAFTED, *DRAFTLESS])
 def test_a_row_says_what_was_decoded(taught: Path, name: str) -> None:
     benchmark_methods.main(name)
-    found = method_cell.read(name, "a stage")
+    found = method_records.read(name, "a stage")
     assert found["metrics"]["identical_share"] == 1.0
     assert len(found["prompts"]) == 3 and found["mixture"] is False
     cycles, accepted = (sum(row[k] for row in found["prompts"]) for k in ("cycles", "accepted"))
@@ -265,13 +271,13 @@ def test_a_row_of_drawn_answers_says_what_plain_decoding_says(taught: Path) -> N
         edit_params(Path(), {"benchmark": {"workloads": {"eval": workload}}})
         for name in ("medusa", "ngram"):
             benchmark_methods.main(name)
-            assert method_cell.read(name, "a stage")["metrics"]["identical_share"] == 1.0
+            assert method_records.read(name, "a stage")["metrics"]["identical_share"] == 1.0
     finally:
         Path("params.yaml").write_text(before)
 
 
 def test_a_static_tree_follows_the_checkpoints_accuracies(taught: Path) -> None:
-    settings = params.load().method_row("medusa")
+    settings = schema.load().method_row("medusa")
     assert isinstance(settings, StaticRow)
     config = {"rank_accuracy": [[0.9, 0.05], [0.8, 0.1], [0.7, 0.2]]}
     static = benchmark_methods._static(settings, config, torch.device("cpu"))
@@ -296,16 +302,16 @@ def test_a_checkpoint_that_is_not_there_is_named_with_what_to_run(taught: Path) 
 
 def test_another_methods_checkpoint_is_refused(taught: Path) -> None:
     with pytest.raises(ValueError, match="is of the method eagle, expected medusa"):
-        rival.read(checkpoint.folder("eagle1"), "medusa", "train_draft@eagle1")
+        method_checkpoint.read(checkpoint.folder("eagle1"), "medusa", "train_draft@eagle1")
     with pytest.raises(ValueError, match="is of the method eagle3, expected eagle"):
-        rival.read(checkpoint.folder("e003"), "eagle", "train_draft@e003")
+        method_checkpoint.read(checkpoint.folder("e003"), "eagle", "train_draft@e003")
     with pytest.raises(ValueError, match="is no EAGLE-3 draft"):
         checkpoint.read_draft(checkpoint.folder("heads1"), "train_draft@heads1")
 
 
 def test_a_misshapen_checkpoint_is_named_tensor_by_tensor(taught: Path, tmp_path: Path) -> None:
-    config, tensors = rival.read(checkpoint.folder("heads1"), "medusa", "a test")
-    wrong = partial(checkpoint.misshapen, expect=rival.shapes)
+    config, tensors = method_checkpoint.read(checkpoint.folder("heads1"), "medusa", "a test")
+    wrong = partial(checkpoint.misshapen, expect=method_checkpoint.shapes)
     cut = {**tensors, "outs.1.weight": tensors["outs.1.weight"][:-1]}
     assert "outs.1.weight is (89, 128), expected (90, 128)" in wrong(config, cut)
     lacking = {k: t for k, t in tensors.items() if k != "blocks.0.bias"}

@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 from stages import check_overfit, extract_hiddens, init_draft, prepare_target, train_draft
-from stages.drafting import optim, recite
-from stages.drafting.decode import Engine
-from stages.drafting.draft import Draft
-from stages.formats import checkpoint, conversations, manifest
+from stages.data import conversations
+from stages.draft import checkpoint
+from stages.draft.eagle3 import Draft
+from stages.engine import recite
+from stages.engine.decode import Engine
+from stages.target import manifest
+from stages.training import adamw
 from tests.conftest import ROOT, edit_params
-from tests.drafting.plain import scatter, small_target
+from tests.draft.slow_draft import scatter, small_target
 
 PROMPT, ANSWER, STEPS, V = 9, 40, 4, 40
 REPORT = Path("results/overfit_report.json")
@@ -141,16 +144,16 @@ def test_training_that_diverges_in_its_last_step_writes_nothing(learned: Path, m
     """Bug: each step's loss is of the weights before it, so what the last step of an epoch made NaN was written, to .scratch
     too, where every later run took it up again.
     """
-    step, weights = optim.Optimizer.step, list[Tensor]()
+    step, weights = adamw.Optimizer.step, list[Tensor]()
 
-    def diverge(own: optim.Optimizer, *given: float) -> Tensor:
+    def diverge(own: adamw.Optimizer, *given: float) -> Tensor:
         norm = step(own, *given)
         weights.append(own.masters["fc.weight"])
         if len(weights) == 3:  # of as many epochs, of one step each
             own.masters["fc.weight"].data[0, :5] = torch.nan
         return norm
 
-    monkeypatch.setattr(optim.Optimizer, "step", diverge)
+    monkeypatch.setattr(adamw.Optimizer, "step", diverge)
     with pytest.raises(
         ValueError, match=r"diverged by step 3 \(epoch 3\): fc\.weight holds 5 NaN .* lower train_draft\.learning"
     ):

@@ -22,7 +22,9 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from stages import extract_hiddens, prepare_target
-from stages.formats import conversations, hiddens, manifest
+from stages.data import conversations
+from stages.hidden_states import format
+from stages.target import manifest
 from tests.conftest import ROOT, edit_params
 
 H = 32
@@ -133,7 +135,7 @@ def test_rows_are_those_of_transformers_alone(made: Path, once: dict[str, bytes]
     """Each row by itself, in transformers' own words; all that fit, each once, the longest first."""
     model = AutoModelForCausalLM.from_pretrained(made / "tiny", dtype=torch.float32).eval()
     for split in ("train", "eval"):
-        rows = list(hiddens.read(made / "data/hiddens" / split))
+        rows = list(format.read(made / "data/hiddens" / split))
         expected = {r["id"]: r for r in sampled(made, split) if len(r["prompt_ids"]) + len(r["answer_ids"]) <= 200}
         assert sorted(r.id for r in rows) == sorted(expected) and len(expected) < ROWS[split] + (split == "eval")
         assert [len(r.ids) for r in rows] == sorted((len(r.ids) for r in rows), reverse=True)
@@ -148,7 +150,7 @@ def test_rows_are_those_of_transformers_alone(made: Path, once: dict[str, bytes]
                 row.features, torch.cat([states[i][0] for i in (2, 3, 4)], -1), rtol=1e-5, atol=1e-5
             )
             torch.testing.assert_close(row.last, states[-1][0], rtol=1e-5, atol=1e-5)
-    assert list(hiddens.read(made / "data/hiddens/eval_t")) == []
+    assert list(format.read(made / "data/hiddens/eval_t")) == []
     assert len([name for name in once if name.startswith("train/shard")]) >= 2
 
 
@@ -161,14 +163,14 @@ def test_the_files_are_as_large_as_was_said(project: Path, dtype: str, token: in
     assert f"{tokens} tokens x {token + 4} bytes" in said
     shards = [data for name, data in files(project).items() if name.endswith(".safetensors")]
     assert sum(map(len, shards)) == pytest.approx(tokens * (token + 4 + 1 / 8), abs=640 * len(shards))
-    assert hiddens.row_bytes(H, hiddens.DTYPES[dtype]) == token + 4 + 1 / 8
+    assert format.row_bytes(H, format.DTYPES[dtype]) == token + 4 + 1 / 8
 
 
 def test_fp8_is_float32_rounded_once(project: Path, once: dict[str, bytes], made: Path) -> None:
     run(project, dtype="fp8")
     for row, exact in zip(
-        sorted(hiddens.read(project / "data/hiddens/train"), key=lambda r: r.id),
-        sorted(hiddens.read(made / "data/hiddens/train"), key=lambda r: r.id),
+        sorted(format.read(project / "data/hiddens/train"), key=lambda r: r.id),
+        sorted(format.read(made / "data/hiddens/train"), key=lambda r: r.id),
         strict=True,
     ):
         for part in range(3):
@@ -185,7 +187,7 @@ def within_fp8(mine: torch.Tensor, true: torch.Tensor) -> None:
 @pytest.mark.long  # the compiler takes a minute and a half on two cores
 def test_compiled_blocks_say_the_same(project: Path, made: Path, once: dict[str, bytes]) -> None:
     run(project, compile=True)
-    for mine, plain in zip(*(hiddens.read(p / "data/hiddens/eval") for p in (project, made)), strict=True):
+    for mine, plain in zip(*(format.read(p / "data/hiddens/eval") for p in (project, made)), strict=True):
         torch.testing.assert_close(mine.features, plain.features, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(mine.last, plain.last, rtol=1e-4, atol=1e-5)
 
@@ -308,7 +310,7 @@ def specforge(project: Path, folder: Path, dtype: torch.dtype = torch.float32, s
     """One record a row, as SpecForge names and shapes them (research/specforge.md 2.2)."""
     folder.mkdir()
     for split in ("train", "eval"):
-        for number, row in enumerate(hiddens.read(project / "data/hiddens" / split)):
+        for number, row in enumerate(format.read(project / "data/hiddens" / split)):
             record = {
                 "input_ids": row.ids.long(),
                 "loss_mask": row.mask.long(),

@@ -18,9 +18,10 @@ import toon_format
 import toons
 
 from stages import fix_data
-from stages.builtin import exports, weather
-from stages.formats import atomic, conversations, raw
-from tests.formats.test_pictures import png_of
+from stages.data import conversations, readers
+from stages.runtime import atomic
+from stages.toy import damaged_exports, weather
+from tests.data.test_images import png_of
 
 ROOT = Path(__file__).parents[1]
 RAW = Path("data/raw/weather_toon.jsonl")
@@ -98,8 +99,8 @@ def test_counts_add_up_on_the_committed_file(home: Path, capsys: pytest.CaptureF
 def test_every_row_kept_says_what_the_clean_conversation_says(home: Path) -> None:
     """Against the world as it was before the export damaged it, and by both decoders."""
     train, evaluation, _ = outcome()
-    stream = weather.conversations(exports.SEED)
-    clean = [next(stream) for _ in range(exports.ROWS)]
+    stream = weather.conversations(damaged_exports.SEED)
+    clean = [next(stream) for _ in range(damaged_exports.ROWS)]
     for identifier, messages in pl.concat([train, evaluation]).select("id", "messages").iter_rows():
         truth = clean[int(identifier.split("-")[1])]
         assert [m["role"] for m in messages] == [m["role"] for m in truth], identifier
@@ -347,7 +348,7 @@ def test_one_process_or_several_and_chunks_of_any_size_make_the_same_bytes(
     set_lines(near_duplicate="0.8")
     outcomes = []
     for size, processors in ((1 << 22, 2), (20_000, 2), (20_000, 1), (3_000, 1)):
-        monkeypatch.setattr(raw, "CHUNK_BYTES", size)
+        monkeypatch.setattr(readers, "CHUNK_BYTES", size)
         monkeypatch.setattr(fix_data.os, "sched_getaffinity", lambda _, n=processors: set(range(n)))
         _, _, report = outcome()
         assert report["dropped_reasons"]["duplicate"] == 8 and report["dropped_reasons"]["unknown_format"] == 5
@@ -358,7 +359,7 @@ def test_one_process_or_several_and_chunks_of_any_size_make_the_same_bytes(
 
 
 def test_an_error_in_another_process_is_the_same_message(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raw, "CHUNK_BYTES", 2_000)
+    monkeypatch.setattr(readers, "CHUNK_BYTES", 2_000)
     write_raw([*questions(40), "no json", *questions(40)])
     with pytest.raises(ValueError, match="line 41: expected one JSON object per line, found 'no json'"):
         fix_data.main()
@@ -461,7 +462,7 @@ def png(n: int) -> bytes:
 
 def test_pictures_that_come_as_bytes_become_files(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As structs in Parquet, as the Hub's datasets have them, and as data URLs; one file for one picture."""
-    monkeypatch.setattr(raw, "CHUNK_ROWS", 16)  # several processes
+    monkeypatch.setattr(readers, "CHUNK_ROWS", 16)  # several processes
     folder = Path("data/seen")
     folder.mkdir()
     (folder / "own.png").touch()
@@ -669,7 +670,7 @@ def test_a_process_that_is_killed_is_one_message(home: Path, monkeypatch: pytest
 
     monkeypatch.setattr(fix_data, "ProcessPoolExecutor", Pool)
     monkeypatch.setattr(fix_data.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
-    monkeypatch.setattr(raw, "CHUNK_BYTES", 2_000)
+    monkeypatch.setattr(readers, "CHUNK_BYTES", 2_000)
     write_raw(questions(40))
     with pytest.raises(ValueError, match=r"one of 2 processes was killed, expected .* fewer cores"):
         fix_data.main()

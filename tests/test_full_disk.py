@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from stages.formats import hiddens
-from stages.sections.full_disk import explain_full_disk
+from stages.hidden_states import format
+from stages.params.full_disk import explain_full_disk
 from tests.conftest import ROOT, copy_project
 
 # In a namespace of its own, where also a user who is not root may mount; it is gone with the process.
@@ -38,7 +38,7 @@ import os
 from pathlib import Path
 import numpy as np
 from stages import params
-from stages.formats import atomic
+from stages.runtime import atomic
 numbers = np.random.default_rng(0).integers(0, 1 << 60, 400_000)
 out = Path("results/out")
 def main() -> None:
@@ -103,8 +103,8 @@ def test_fix_data_on_a_full_disk_is_one_line(tmp_path: Path, free_kib: int) -> N
 def test_a_shard_that_is_not_finished_leaves_no_file(tmp_path: Path) -> None:
     import torch
 
-    head = hiddens.Head("a", torch.zeros(4, dtype=torch.int32), torch.ones(4, dtype=torch.bool), 2, "stop", None)
-    shard = hiddens.Shard(tmp_path / "shard", [head], 8, torch.float32)
+    head = format.Head("a", torch.zeros(4, dtype=torch.int32), torch.ones(4, dtype=torch.bool), 2, "stop", None)
+    shard = format.Shard(tmp_path / "shard", [head], 8, torch.float32)
     assert list(tmp_path.iterdir())
     shard.discard()
     assert not list(tmp_path.iterdir())

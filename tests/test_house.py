@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from ruamel.yaml import YAML
 
 from benchmarks import readme_table
-from stages.params import Params, load
+from stages.params.schema import Params, load
 
 ROOT = Path(__file__).parent.parent
 NO_STAGES = {"target", "schedule"}  # sections that several stages share, or none reads
@@ -41,7 +41,7 @@ def imports(file: str) -> frozenset[str]:
             named += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, (
-                f"{file}:{node.lineno}: relative import; write it from the root, as stages.formats.atomic"
+                f"{file}:{node.lineno}: relative import; write it from the root, as stages.runtime.atomic"
             )
             named += [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
     files = (f"{name.replace('.', '/')}.py" for name in named if name.split(".")[0] == "stages")
@@ -55,7 +55,7 @@ def closure(stage: str) -> set[str]:
     while open_ends:
         open_ends = {new for file in open_ends for new in imports(file)} - found
         found |= open_ends
-    return {file for file in found if file != "stages/params.py" and not file.startswith("stages/sections/")}
+    return {file for file in found if file != "stages/params/schema.py" and not file.startswith("stages/sections/")}
 
 
 @every_stage
@@ -70,14 +70,14 @@ def test_deps_are_the_import_closure(stage: str) -> None:
 @every_stage
 def test_a_stage_that_can_see_pictures_depends_on_them(stage: str) -> None:
     """Bug: data/fixed/images was a dep of sample_target alone; a clone and a worker lacked what seven others decode."""
-    sees = "stages/drafting/pixels.py" in closure(stage)
+    sees = "stages/target/vision.py" in closure(stage)
     assert ("data/fixed/images" in GRAPH[stage]["deps"]) == sees, f"stages.{stage}.deps: data/fixed/images"
 
 
 def test_the_closure_follows_a_name_that_is_a_module() -> None:
-    """`from stages.formats import atomic` names a file, `from stages.formats.atomic import file` names the same one."""
-    assert "stages/formats/atomic.py" in imports("stages/report.py")
-    assert {"stages/report.py", "stages/report.html.j2", "stages/formats/cell.py"} <= closure("report")
+    """`from stages.formats import atomic` names a file, `from stages.runtime.atomic import file` names the same one."""
+    assert "stages/runtime/atomic.py" in imports("stages/report.py")
+    assert {"stages/report.py", "stages/report.html.j2", "stages/results/torch_records.py"} <= closure("report")
 
 
 # One word everywhere
@@ -107,7 +107,7 @@ def test_every_stage_says_what_it_needs_of_the_machine() -> None:
 
 
 # Files that a remedy may say to remove: unfinished work, and archives on the remote that a run packs again.
-MAY_BE_REMOVED = {"stages/formats/scratch.py", "stages/formats/journal.py", "pipeline/remote.py"}
+MAY_BE_REMOVED = {"stages/runtime/scratch.py", "stages/runtime/journal.py", "pipeline/remote/dvc_remote.py"}
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stages import init_draft
-from stages.drafting import loading
-from stages.drafting.decode import Engine
-from stages.drafting.draft import Draft, DraftConfig
-from stages.drafting.replay import replay
-from stages.formats import checkpoint, hiddens, manifest
+from stages.draft import checkpoint
+from stages.draft.eagle3 import Draft, DraftConfig
+from stages.engine.decode import Engine
+from stages.hidden_states import format
+from stages.replay.replay import replay
+from stages.target import loading, manifest
 from tests.conftest import dvc, edit_params
-from tests.drafting.plain import OPTIONS
+from tests.draft.slow_draft import OPTIONS
 
 IMPORTED = {"theirs": {"model": "from_others", "revision": None, "rope_theta": None}}
 
@@ -163,7 +164,7 @@ def test_decoding_with_any_option_is_lossless_and_is_what_replay_counts(small_ru
     missing = draft.load_state_dict(tensors, strict=False)
     assert not missing.unexpected_keys and all("norm" in name for name in missing.missing_keys)
     engine = Engine(model, made.eos_token_ids, made.feature_layers, draft)
-    for row in list(hiddens.read(small_run / "data/hiddens/eval"))[:3]:
+    for row in list(format.read(small_run / "data/hiddens/eval"))[:3]:
         prompt, answer = row.ids[: row.prompt_length].tolist(), row.ids[row.prompt_length :].tolist()
         plain = [t for step in engine.plain(prompt, len(answer)) for t in step.tokens]
         steps = list(engine.speculative(prompt, len(answer), 6, 2, 12))

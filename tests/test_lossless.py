@@ -8,16 +8,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from stages.drafting import loading, rivals
-from stages.drafting.decode import Engine
-from stages.drafting.draft import Draft, DraftConfig
-from stages.drafting.eagle_trees import Guessing
-from stages.drafting.lookahead import Lookahead
-from stages.drafting.medusa_trees import Heads
-from stages.drafting.ngram import Ngram
-from stages.drafting.sampling import Sampling
-from stages.drafting.static import Static, best_first
-from stages.formats import checkpoint, conversations, manifest, rival
+from stages.data import conversations
+from stages.draft import checkpoint
+from stages.draft.eagle3 import Draft, DraftConfig
+from stages.engine.decode import Engine
+from stages.engine.sampling import Sampling
+from stages.methods import method_checkpoint, registry
+from stages.methods.eagle_proposer import Guessing
+from stages.methods.lookahead import Lookahead
+from stages.methods.medusa_proposer import Heads
+from stages.methods.prompt_lookup import Ngram
+from stages.methods.static_tree import Static, best_first
+from stages.target import loading, manifest
 
 TREES = [(1, 1, 2), (5, 1, 6), (8, 2, 16), (8, 3, 16), (5, 4, 16), (10, 3, 32), (8, 2, 8)]
 ROOM = 40
@@ -94,10 +96,10 @@ def methods(small_run: Path, model) -> dict[str, Any]:
     table, head, cpu = model.get_input_embeddings().weight, model.get_output_embeddings().weight, torch.device("cpu")
     static = Static.of(best_first([[0.6, 0.2, 0.1]] * 4, 11), cpu)
     fresh = {
-        name: rivals.RIVALS[name].fresh(rival.config_json(name, made, "float32", 4), head, tensors["d2t"], tensors["t2d"], 1)
-        for name in rival.METHODS
+        name: registry.RIVALS[name].fresh(method_checkpoint.config_json(name, made, "float32", 4), head, tensors["d2t"], tensors["t2d"], 1)
+        for name in method_checkpoint.METHODS
     }  # fmt: skip
-    eagle, medusa = (fresh[name].requires_grad_(False) for name in rival.METHODS)
+    eagle, medusa = (fresh[name].requires_grad_(False) for name in method_checkpoint.METHODS)
     return {
         "eagle": Guessing(eagle, table, static, "sglang"),
         "eagle2": Guessing(eagle, table, (5, 2, 8), "sglang"),

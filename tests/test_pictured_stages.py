@@ -29,16 +29,18 @@ from stages import (
     time_trees,
     train_draft,
 )
-from stages.drafting import loading
-from stages.drafting.decode import Engine
-from stages.drafting.pixels import Eyes
-from stages.formats import conversations, hiddens, manifest, served
-from stages.params import load
+from stages.data import conversations
+from stages.engine.decode import Engine
+from stages.hidden_states import format
+from stages.params.schema import load
+from stages.results import served_records
+from stages.target import loading, manifest
+from stages.target.vision import Eyes
 from tests.conftest import EVAL, ROOT, edit_params
-from tests.drafting.pictured import DOCUMENTS, TAPPED, TOKEN, alone, document
-from tests.drafting.test_target import H, saved
 from tests.opened.declared import undeclared
 from tests.opened.watch import opening
+from tests.target.multimodal_documents import DOCUMENTS, TAPPED, TOKEN, alone, document
+from tests.target.test_target_forward import H, saved
 from tests.test_extract_hiddens import files, refused, run, run_apart
 
 ROOM = 12
@@ -59,7 +61,7 @@ SMALL: dict[str, Any] = {
     },
     "benchmark_served": {
         "checkpoints": ["e003"], "trees": ["t3_2_6"], "workloads": ["eval"],
-        "server": {**GIVEN["benchmark_served"]["server"], "command": [sys.executable, "-m", "tests.serving.double", "serve"]},
+        "server": {**GIVEN["benchmark_served"]["server"], "command": [sys.executable, "-m", "tests.serving.engine_double", "serve"]},
     },
 }  # fmt: skip
 
@@ -166,7 +168,7 @@ def test_rows_are_those_of_transformers_alone(made: Path, once: dict[str, bytes]
     model, eyes = loading.load(str(made / "tiny"), None, "float32", "cpu"), Eyes(str(made / "tiny"), False)
     for split in ("train", "eval"):
         asked = sampled(made, split)
-        rows = list(hiddens.read(made / "data/hiddens" / split))
+        rows = list(format.read(made / "data/hiddens" / split))
         assert sorted(r.id for r in rows) == sorted(set(asked) - {"train.names"})
         for row in rows:
             one = asked[row.id]
@@ -183,9 +185,7 @@ def test_rows_are_those_of_transformers_alone(made: Path, once: dict[str, bytes]
     assert report["dropped"] == {"longer than max_length": 0, "a picture's token in the answer": 1}
     assert report["rows_in"] == 24 and report["rows_out"] == 23
     size = sum(len(data) for name, data in once.items() if name.endswith(".safetensors"))
-    pieces = sum(
-        int((r.ids == TOKEN).sum()) for s in ("train", "eval") for r in hiddens.read(made / "data/hiddens" / s)
-    )
+    pieces = sum(int((r.ids == TOKEN).sum()) for s in ("train", "eval") for r in format.read(made / "data/hiddens" / s))
     by_hand = report["tokens"] * (4 * H * 4 + 4 + 12 + 2 / 8) + pieces * H * 4
     assert report["bytes"] == pytest.approx(by_hand, abs=1) and size == pytest.approx(by_hand, abs=2 * 1000)
 
@@ -211,12 +211,12 @@ def test_a_text_targets_hidden_states_are_not_taken_for_pictures(
 ) -> None:
     for split in ("train", "eval"):
         rows = [
-            hiddens.Row(r.id, r.ids, r.mask, r.features, r.last, r.prompt_length, r.finish_reason)
-            for r in hiddens.read(made / "data/hiddens" / split)
+            format.Row(r.id, r.ids, r.mask, r.features, r.last, r.prompt_length, r.finish_reason)
+            for r in format.read(made / "data/hiddens" / split)
             if r.visual is not None and not len(r.visual)
         ]
         (tmp_path / "given" / split).mkdir(parents=True)
-        hiddens.write(tmp_path / "given" / split, rows, torch.float32, 10**9)
+        format.write(tmp_path / "given" / split, rows, torch.float32, 10**9)
     assert "has no hidden states of" in refused(project, **{"import": str(tmp_path / "given")})
     texts = pl.col("images").is_null()
     (project / "data/sampled").unlink()
@@ -294,7 +294,7 @@ def test_a_draft_is_trained_replayed_and_decoded(
         monkeypatch.setenv("PYTHONPATH", str(ROOT))  # the double's
         with declared("benchmark_served"):
             benchmark_served.main("eval", "e003", "t3_2_6")
-        (point,) = served.read("eval", "e003", "t3_2_6")["points"]
+        (point,) = served_records.read("eval", "e003", "t3_2_6")["points"]
         assert not any(r["failed"] for r in point["requests"])
         assert [point["acceptance"][k] for k in ("cycles", "accepted")] == [known[k] for k in ("cycles", "accepted")]
         inside = pl.read_csv("results/replay/e003.inside.csv", infer_schema_length=None).filter(by="row")
@@ -316,7 +316,7 @@ def test_online_the_trainer_shows_the_pictures_itself(project: Path, made: Path,
     learned = load_file(made / "drafts/e003/draft/model.safetensors")
     tau = json.loads((made / "results/overfit_report.json").read_text())["tau"]
     run(project, online=True)
-    assert not any(row.features.shape[1] for row in hiddens.read(project / "data/hiddens/train"))
+    assert not any(row.features.shape[1] for row in format.read(project / "data/hiddens/train"))
     with chdir(project):
         init_draft.main()
         with declared("check_overfit"):

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from stages import prepare_prompts
-from stages.formats import asked, conversations, prompt_sets
+from stages.data import conversations, prompt_sets, workload_prompts
 from tests import talking
 from tests.conftest import ROOT, edit_params
 from tests.talking import WORKLOADS
@@ -36,7 +36,7 @@ def ask(project: Path, name: str, **changes: Any) -> tuple[list[dict[str, Any]],
     workload = {**WORKLOADS[name if name in WORKLOADS else "eval"], **changes}
     edit_params(project, {"benchmark": {"workloads": {**WORKLOADS, "chat": workload}}})
     prepare_prompts.main("chat")
-    measured, warm = asked.read("chat")
+    measured, warm = workload_prompts.read("chat")
     return measured.to_dicts(), warm.to_dicts()
 
 
@@ -237,14 +237,14 @@ def test_a_seed_makes_the_same_prompts_again_and_another_others(project: Path) -
 
 
 def test_a_share_of_an_answers_length() -> None:
-    assert [asked.tokens(share, 128) for share in (1.0, 0.5, 0.001)] == [128, 64, 1]
+    assert [workload_prompts.tokens(share, 128) for share in (1.0, 0.5, 0.001)] == [128, 64, 1]
 
 
 def test_missing_files_are_named(project: Path) -> None:
     with pytest.raises(
         ValueError, match=re.escape("data/prompts/none.parquet not found; run: dvc repro prepare_prompts@none")
     ):
-        asked.read("none")
+        workload_prompts.read("none")
     (project / "data/prompt_sets").unlink()
     with pytest.raises(ValueError, match=r"data/prompt_sets/gsm8k\.jsonl not found"):
         ask(project, "gsm8k")

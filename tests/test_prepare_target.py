@@ -20,11 +20,10 @@ from transformers import (
 )
 
 from stages import prepare_target
-from stages.builtin import tiny
-from stages.drafting import prompt
-from stages.formats import manifest
+from stages.target import chat_template, manifest
+from stages.toy import text_targets
 from tests.conftest import ROOT, edit_params
-from tests.drafting.seeing import KINDS, save
+from tests.target.multimodal_targets import KINDS, save
 
 SAID = [
     {"role": "user", "content": "rain?"},
@@ -35,19 +34,19 @@ SAID = [
 
 def test_the_given_template_takes_the_place_of_the_targets_own(tmp_path: Path) -> None:
     """A base model has none; what it is then told is what a server is told with the same file."""
-    tokenizer = tiny.build_tokenizer(tiny.texts(tiny.corpus(7)[:50]))
+    tokenizer = text_targets.build_tokenizer(text_targets.texts(text_targets.corpus(7)[:50]))
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
     text = (ROOT / "templates/chatml.jinja").read_text()
-    loaded = prompt.load_tokenizer(tmp_path, False, text)
+    loaded = chat_template.load_tokenizer(tmp_path, False, text)
     rendered = tokenizer.apply_chat_template(SAID, chat_template=text, tokenize=False, add_generation_prompt=True)
     assert rendered.startswith("<|im_start|>user\nrain?<|im_end|>\n") and rendered.endswith("<|im_start|>assistant\n")
-    assert prompt.prompt_ids(loaded, SAID) == tokenizer.encode(rendered)
-    tokenizer.chat_template = tiny.TEMPLATE  # as the embedded targets have it
+    assert chat_template.prompt_ids(loaded, SAID) == tokenizer.encode(rendered)
+    tokenizer.chat_template = text_targets.TEMPLATE  # as the embedded targets have it
     tokenizer.save_pretrained(tmp_path)
-    own = prompt.load_tokenizer(tmp_path, False, None)
-    assert own.chat_template == AutoTokenizer.from_pretrained(tmp_path).chat_template == tiny.TEMPLATE
-    assert prompt.prompt_ids(own, SAID) == prompt.prompt_ids(loaded, SAID)
+    own = chat_template.load_tokenizer(tmp_path, False, None)
+    assert own.chat_template == AutoTokenizer.from_pretrained(tmp_path).chat_template == text_targets.TEMPLATE
+    assert chat_template.prompt_ids(own, SAID) == chat_template.prompt_ids(loaded, SAID)
 
 
 def test_a_template_that_is_not_there_or_no_template_is_refused(
@@ -98,7 +97,7 @@ def pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: PreTrainedMod
         for weight in model.parameters():  # so that logits are far from 0
             weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel())))
     model.save_pretrained(tmp_path / "mine")
-    tiny.build_tokenizer(["a b c"]).save_pretrained(tmp_path / "mine")
+    text_targets.build_tokenizer(["a b c"]).save_pretrained(tmp_path / "mine")
     return tmp_path / "mine"
 
 

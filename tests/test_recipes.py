@@ -19,13 +19,14 @@ from transformers import AutoTokenizer
 
 from pipeline import recipes, reproduce
 from pipeline.recipes import use
-from stages import fix_data, init_draft, params, prepare_target, sample_target
-from stages.builtin import tiny
-from stages.drafting import loading, packed_forward, pixels, sample
-from stages.drafting.draft import Draft, DraftConfig
-from stages.formats import published
-from stages.formats.beside import name_of
+from stages import fix_data, init_draft, prepare_target, sample_target
+from stages.draft.eagle3 import Draft, DraftConfig
+from stages.literature import published
+from stages.literature.own_beside_published import name_of
+from stages.params import schema
 from stages.reproduce import estimate
+from stages.target import generation, loading, packed_forward, vision
+from stages.toy import text_targets
 from tests.conftest import ROOT, SMALL, copy_project, edit_params
 from tests.conftest import dvc as run_dvc
 from tests.test_reruns import Recorder, names, opened
@@ -49,7 +50,7 @@ def test_every_recipe_that_was_asked_for_is_there() -> None:
 
 @every_recipe
 def test_a_recipe_changes_its_keys_and_loses_no_comment_but_of_what_it_replaces(name: str, project: Path) -> None:
-    about, recipe = params.read_recipe(project / f"recipes/{name}.yaml")
+    about, recipe = schema.read_recipe(project / f"recipes/{name}.yaml")
     assert about is not None
     before = (project / "params.yaml").read_text().splitlines()
     use(name)
@@ -72,10 +73,10 @@ def test_a_recipe_changes_its_keys_and_loses_no_comment_but_of_what_it_replaces(
 
 @every_recipe
 def test_a_recipe_is_valid_its_graph_resolves_and_what_it_takes_is_known(name: str, project: Path) -> None:
-    about, _ = params.read_recipe(project / f"recipes/{name}.yaml")
+    about, _ = schema.read_recipe(project / f"recipes/{name}.yaml")
     assert about is not None
     with recipes.merged(name) as (file, changes):
-        p = params.load(file)
+        p = schema.load(file)
         stages = reproduce.stages_with(file)
     assert changes or name == "weather-tiny"
     assert not list(project.glob(".params-*"))
@@ -105,10 +106,10 @@ def test_a_recipe_is_valid_its_graph_resolves_and_what_it_takes_is_known(name: s
 
 @every_recipe
 def test_what_a_recipe_reproduces_is_published_and_has_a_cell(name: str, project: Path) -> None:
-    about, _ = params.read_recipe(project / f"recipes/{name}.yaml")
+    about, _ = schema.read_recipe(project / f"recipes/{name}.yaml")
     assert about is not None
     with recipes.merged(name) as (file, _):
-        p = params.load(file)
+        p = schema.load(file)
     publications = published.load()
     for match in about.beside:
         rows = [r for r in publications[match.publication].rows if _is_of(r.setting, match.rows)]
@@ -129,7 +130,7 @@ def _is_of(setting: published.Setting, wanted: dict[str, Any]) -> bool:
 
 
 def test_all_25_rows_of_the_weather_table_have_a_cell_under_their_epoch() -> None:
-    about, sections = params.read_recipe(ROOT / "recipes/qwen3-vl-2b-weather.yaml")
+    about, sections = schema.read_recipe(ROOT / "recipes/qwen3-vl-2b-weather.yaml")
     assert about is not None
     rows = published.load(ROOT / "published")["qwen3-vl-weather"].rows
     found = [
@@ -170,7 +171,7 @@ def test_and_back_again(project: Path) -> None:
     before = (project / "params.yaml").read_text()
     assert use("weather-tiny-moe")[0] == "target.model: builtin/weather-tiny -> builtin/weather-tiny-moe"
     use("weather-tiny")
-    assert params.load() == params.load(ROOT / "params.yaml")
+    assert schema.load() == schema.load(ROOT / "params.yaml")
     assert (project / "params.yaml").read_text().split() == before.split()
 
 
@@ -223,11 +224,11 @@ def test_a_wrong_recipe_changes_nothing(recipe: str, said: str, project: Path) -
 
 def test_the_embedded_experts_learn_and_are_a_target_like_any_other(tmp_path: Path) -> None:
     """A few steps; each token takes two of eight; saved and loaded, it says the same, and packs its documents."""
-    corpus = tiny.corpus(7)[:200]
-    tokenizer = tiny.build_tokenizer(tiny.texts(corpus))
-    model = tiny.build_model(tokenizer, 7, "weather-tiny-moe")
-    rows = tiny.encode(tokenizer, corpus)
-    losses = [loss for _, loss in tiny.train(model, rows, 7, 6, 512, 0.03)]
+    corpus = text_targets.corpus(7)[:200]
+    tokenizer = text_targets.build_tokenizer(text_targets.texts(corpus))
+    model = text_targets.build_model(tokenizer, 7, "weather-tiny-moe")
+    rows = text_targets.encode(tokenizer, corpus)
+    losses = [loss for _, loss in text_targets.train(model, rows, 7, 6, 512, 0.03)]
     assert losses[-1] < losses[0]
     model.eval().save_pretrained(tmp_path)
     loaded = loading.load(str(tmp_path), None, "float32", "cpu")
@@ -253,7 +254,7 @@ def test_the_embedded_target_that_sees_reads_maps_it_never_saw(tmp_path: Path, m
     prepare_target.main()
     sample_target.main()
     tokenizer = AutoTokenizer.from_pretrained("artifacts/target")
-    model, eyes = loading.load("artifacts/target", None, "float32", "cpu"), pixels.Eyes("artifacts/target", False)
+    model, eyes = loading.load("artifacts/target", None, "float32", "cpu"), vision.Eyes("artifacts/target", False)
     (end,) = {model.config.get_text_config().eos_token_id}
 
     def table(text: str) -> list[list[str]]:
@@ -269,7 +270,7 @@ def test_the_embedded_target_that_sees_reads_maps_it_never_saw(tmp_path: Path, m
         same_size = [k for k, days in enumerate(drawn) if len(days) == len(drawn[number]) and k != number]
         for other in same_size[:1]:
             seen = eyes.see(rows[other]["images"])
-            ((ids, _),) = sample.answer(model, [row["prompt_ids"]], 200, 0.0, 1.0, [end], end, 1, seen)
+            ((ids, _),) = generation.answer(model, [row["prompt_ids"]], 200, 0.0, 1.0, [end], end, 1, seen)
             swapped += zip(drawn[other], table(tokenizer.decode(ids)), strict=False)
     assert len(own) > 50 and sum(a == b for a, b in own) > 0.8 * len(own)
     assert len(swapped) > 30 and sum(a == b for a, b in swapped) > 0.8 * len(swapped)

@@ -18,13 +18,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages import benchmark, extract_hiddens, init_draft, params, prepare_prompts, prepare_target, replay_trees
-from stages.drafting.decode import Engine
-from stages.drafting.replay import room
-from stages.formats import cell, checkpoint, conversations, manifest, replays
+from stages import benchmark, extract_hiddens, init_draft, prepare_prompts, prepare_target, replay_trees
+from stages.data import conversations
+from stages.draft import checkpoint
+from stages.engine.decode import Engine
+from stages.params import schema
+from stages.replay.replay import room
 from stages.replay_trees import _batches
+from stages.results import replay_records, torch_records
+from stages.target import manifest
 from tests.conftest import EVAL, ROOT, edit_params
-from tests.drafting.plain import random_draft, scatter, small_target
+from tests.draft.slow_draft import random_draft, scatter, small_target
 
 V, END, ANSWER, PROMPTS = 9, 8, 30, 20
 DRAWN = {**EVAL, "num_prompts": PROMPTS, "warmup": 0, "max_new_tokens": ANSWER, "temperature": 0.7, "top_p": 0.9}
@@ -50,7 +54,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     edit_params(project, SETTINGS)
     with chdir(project):
         make_target(1)
-        p, target = params.load(), manifest.read()
+        p, target = schema.load(), manifest.read()
         draft, config = init_draft._fresh(p, target, torch.arange(V))
         scatter(draft, 0.3, 2)
         checkpoint.write_draft(checkpoint.folder("e003"), config, dict(draft.state_dict()))
@@ -94,7 +98,7 @@ def project(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 
 def table() -> list[dict[str, str]]:
-    with replays.path("e003").open() as file:
+    with replay_records.path("e003").open() as file:
         return list(csv.DictReader(file))
 
 
@@ -106,14 +110,14 @@ def test_a_cell_above_temperature_0_accepts_what_the_replay_of_its_answers_says_
     for workload, heat in (("eval", "0.0"), ("drawn", "0.7")):
         for tree in ("t3_1_4", "t3_2_6"):
             benchmark.main(workload, "e003", tree)
-            found = cell.read(workload, "e003", tree)
+            found = torch_records.read(workload, "e003", tree)
             (row,) = (
                 r for r in rows if f"t{r['steps']}_{r['topk']}_{r['tokens']}" == tree and r["temperature"] == heat
             )
             accepted, cycles = (sum(answer[k] for answer in found["prompts"]) for k in ("accepted", "cycles"))
             assert (int(row["accepted"]), int(row["cycles"])) == (accepted, cycles) and accepted > 5
             assert float(row["tau_low"]) < float(row["tau"]) < float(row["tau_high"])
-            assert replays.tau(replays.read("e003"), found) == found["metrics"]["tau"]
+            assert replay_records.tau(replay_records.read("e003"), found) == found["metrics"]["tau"]
             told[workload, tree] = found["metrics"]["identical_share"], {a["identical"] for a in found["prompts"]}
     assert told["eval", "t3_1_4"] == told["eval", "t3_2_6"] == (1.0, {True})
     assert told["drawn", "t3_1_4"] == told["drawn", "t3_2_6"] == (None, {None}), "not defined where answers are drawn"
@@ -145,7 +149,7 @@ def test_a_tree_deeper_than_an_imported_drafts_window_is_refused_before_anything
 def refused() -> str:
     with pytest.raises(ValueError) as error:  # noqa: PT011 - each caller looks at the message
         replay_trees.main("e003")
-    assert not replays.path("e003").exists()
+    assert not replay_records.path("e003").exists()
     return str(error.value)
 
 
@@ -212,7 +216,7 @@ def test_a_draft_for_a_target_of_another_shape(project: Path) -> None:
     made = manifest.read()
     edit_params(project, {"init_draft": {"draft_vocab_size": None}})
     wider = SimpleNamespace(**{**vars(made), "vocab_size": V + 3})
-    draft, config = init_draft._fresh(params.load(), wider, torch.arange(V + 3))  # type: ignore[arg-type]
+    draft, config = init_draft._fresh(schema.load(), wider, torch.arange(V + 3))  # type: ignore[arg-type]
     checkpoint.write_draft(checkpoint.folder("e003"), config, dict(draft.state_dict()))
     assert refused() == (
         "drafts/e003/draft is for a target of 12 tokens and width 16, expected tiny's 9 and 16; train or import a draft for "

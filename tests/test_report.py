@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from stages import params, report
-from stages.formats import atomic, cell, cost, joined, replays, served
-from stages.sections.section import ROOT_CHECKPOINT
-from stages.sections.trees import Tree
-from stages.serving import spent
+from stages import report
+from stages.params import schema
+from stages.params.section import ROOT_CHECKPOINT
+from stages.params.tree_sections import Tree
+from stages.results import replay_records, served_records, served_table, timing_grid, torch_records
+from stages.runtime import atomic
+from stages.telemetry import stage_record
 from tests import costs
 from tests.conftest import EVAL, edit_params
 from tests.served_cells import FINGERPRINT, point, sweep
@@ -35,30 +37,30 @@ INSIDE = 4  # more, of what happens inside trees, where any was looked into
 
 
 @pytest.fixture
-def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> params.Params:
+def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> schema.Params:
     return made_up_project(tmp_path, monkeypatch)
 
 
-def made_up_project(folder: Path, monkeypatch: pytest.MonkeyPatch) -> params.Params:
+def made_up_project(folder: Path, monkeypatch: pytest.MonkeyPatch) -> schema.Params:
     """A project whose results are made up, with the repository's own params.yaml; we stand in it from now on."""
     monkeypatch.chdir(folder)
     Path("params.yaml").write_bytes((ROOT / "params.yaml").read_bytes())
     shutil.copytree(ROOT / "published", "published")
-    p = params.load()
+    p = schema.load()
     make_up_results(p)
     return p
 
 
-def make_up_results(p: params.Params) -> None:
+def make_up_results(p: schema.Params) -> None:
     """Cells, replays and stage reports that could be true: accept lengths fall off with depth, epochs help or hurt."""
     chance = random.Random(4)
     skill = {name: 0.80 - 0.03 * i for i, name in enumerate(p.train_draft.checkpoints)}
     for workload in p.benchmark.torch:
         for checkpoint in p.benchmark.checkpoints:
             for name in p.benchmark.trees:
-                cell.write(_made_up_cell(chance, workload, checkpoint, Tree.parse(name), skill[checkpoint]))
+                torch_records.write(_made_up_cell(chance, workload, checkpoint, Tree.parse(name), skill[checkpoint]))
     for checkpoint, segment in p.train_draft.checkpoints.items():
-        lines = [",".join(replays.COLUMNS)]
+        lines = [",".join(replay_records.COLUMNS)]
         for tree in p.replay_trees.trees():
             tau = _tau(skill[checkpoint], tree) + chance.uniform(-0.15, 0.15)
             rate = (tau - 1) / tree.num_steps
@@ -68,7 +70,7 @@ def make_up_results(p: params.Params) -> None:
                 ",".join(map(str, (checkpoint, *shape, tau, tau - 0.1, tau + 0.1, rate, *counted, tau, "", 0.0, "")))
             )
         atomic.write_text(Path(f"results/replay/{checkpoint}.csv"), "\n".join(lines) + "\n")
-        replays.write_inside(checkpoint, [])
+        replay_records.write_inside(checkpoint, [])
         epochs = [
             {
                 "epoch": e,
@@ -86,7 +88,7 @@ def make_up_results(p: params.Params) -> None:
             "weights": "ab" * 32,
         }
         atomic.write_json(Path(f"results/train/{checkpoint}.json"), done)
-    cost.write(costs.made_up(model=p.target.model))
+    timing_grid.write(costs.made_up(model=p.target.model))
     make_up_spent(*SPENT)
     for stage, (name, _) in report.REPORTS.items():
         atomic.write_json(Path(f"results/{name}.json"), _made_up_report(stage))
@@ -94,7 +96,7 @@ def make_up_results(p: params.Params) -> None:
 
 def make_up_spent(*records: str) -> None:
     for record in records:
-        atomic.write_json(spent.path(record), {"seconds": 60.0, "gpus": [], "joules": None})
+        atomic.write_json(stage_record.path(record), {"seconds": 60.0, "gpus": [], "joules": None})
 
 
 def make_up_import(name: str) -> None:
@@ -128,7 +130,7 @@ def _made_up_cell(chance: random.Random, workload: str, checkpoint: str, tree: T
         "output_tok_s": 210 * speedup, "baseline_output_tok_s": 210.0, "speedup": speedup, "speedup_low": speedup * 0.95,
         "speedup_high": speedup * 1.04, "identical_share": 1.0,
     }  # fmt: skip
-    prompt = dict.fromkeys(cell.PROMPT_COLUMNS, 0) | {
+    prompt = dict.fromkeys(torch_records.PROMPT_COLUMNS, 0) | {
         "baseline_prefill_latency_s": 0.021,
         "baseline_e2e_latency_s": latency,
         "baseline_output_tokens": 120,
@@ -139,7 +141,7 @@ def _made_up_cell(chance: random.Random, workload: str, checkpoint: str, tree: T
     shares = [math.exp(-(((i - tau + 1) / (0.3 * tree.num_steps)) ** 2)) for i in range(tree.num_steps + 1)]
     return {
         "workload": workload, "checkpoint": checkpoint, "tree": tree.name, "num_steps": tree.num_steps, "topk": tree.topk,
-        "num_draft_tokens": tree.num_draft_tokens, "engine": "torch", "definitions": cell.DEFINITIONS, "temperature": 0.0,
+        "num_draft_tokens": tree.num_draft_tokens, "engine": "torch", "definitions": torch_records.DEFINITIONS, "temperature": 0.0,
         "top_p": 1.0, "top_k": None, "metrics": metrics, "histogram": [round(360 * s / sum(shares)) for s in shares],
         "prompts": [prompt | {"id": f"row{i}.0"} for i in range(prompts)],
         "hardware": {"cpu": "Made-up CPU, 2 cores", "system": "Linux", "python": "3.11.9"},
@@ -193,7 +195,7 @@ def _lines(place: Path) -> list[Row]:
         return list(csv.DictReader(lines))
 
 
-def test_the_table_equals_the_cells_bit_for_bit(made_up: params.Params) -> None:
+def test_the_table_equals_the_cells_bit_for_bit(made_up: schema.Params) -> None:
     report.main()
     rows = _lines(report.BENCHMARK)
     b = made_up.benchmark
@@ -201,12 +203,12 @@ def test_the_table_equals_the_cells_bit_for_bit(made_up: params.Params) -> None:
         (w, c, t) for w in b.workloads for c in b.checkpoints for t in b.trees
     ]
     for row in rows:
-        metrics = cell.read(row["workload"], row["checkpoint"], row["tree"])["metrics"]
+        metrics = torch_records.read(row["workload"], row["checkpoint"], row["tree"])["metrics"]
         for name in report.MEASURED:
             assert float(row[name]).hex() == metrics[name].hex(), name
 
 
-def test_the_page_shows_what_is_trained_on_and_escapes_it(made_up: params.Params) -> None:
+def test_the_page_shows_what_is_trained_on_and_escapes_it(made_up: schema.Params) -> None:
     """An answer may hold any text: a page that ran it as HTML would show another mask, or worse."""
     report.main()
     page = report.PAGE.read_text()
@@ -217,18 +219,18 @@ def test_the_page_shows_what_is_trained_on_and_escapes_it(made_up: params.Params
     ) in page
 
 
-def test_columns_come_in_their_order(made_up: params.Params) -> None:
+def test_columns_come_in_their_order(made_up: schema.Params) -> None:
     report.main()
     assert report.BENCHMARK.read_text().splitlines()[0] == (
         "workload,checkpoint,tree,num_steps,topk,num_draft_tokens,tau,tau_low,tau_high,accept_rate,prefill_latency_s,"
         "e2e_latency_s,output_tok_s,speedup,speedup_low,speedup_high,identical_share,replay_tau,engine"
     )
     joined = report.REPLAY.read_text().splitlines()
-    assert joined[0] == ",".join(replays.COLUMNS)
+    assert joined[0] == ",".join(replay_records.COLUMNS)
     assert len(joined) - 1 == len(made_up.replay_trees.trees()) * len(made_up.train_draft.checkpoints)
 
 
-def test_replayed_tau_stands_beside_the_served_one_where_the_grid_has_the_tree(made_up: params.Params) -> None:
+def test_replayed_tau_stands_beside_the_served_one_where_the_grid_has_the_tree(made_up: schema.Params) -> None:
     place = Path(f"results/replay/{made_up.benchmark.checkpoints[0]}.csv")
     kept = [line for line in place.read_text().splitlines() if ",8,2,16," not in line]
     place.write_text("\n".join(kept) + "\n")
@@ -241,21 +243,21 @@ def test_replayed_tau_stands_beside_the_served_one_where_the_grid_has_the_tree(m
 
 
 def test_cells_above_temperature_0_stand_beside_the_replay_of_answers_drawn_alike(
-    made_up: params.Params, capsys: pytest.CaptureFixture[str]
+    made_up: schema.Params, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Their answers are drawn, so none is held against plain decoding's; the best checkpoint is that of temperature 0."""
     checkpoint, tree = made_up.benchmark.checkpoints[0], Tree.parse("t8_2_16")
-    place = replays.path(checkpoint)
+    place = replay_records.path(checkpoint)
     report.main()
     best = json.loads(report.METRICS.read_text())["checkpoints"]
-    hot = [row | {"tau": row["tau"] - 0.5, "temperature": 0.7, "top_p": 0.9} for row in replays.read(checkpoint)]
-    replays.write(place, [*replays.read(checkpoint), *hot])
-    found = cell.read("eval", checkpoint, tree.name)
-    cold = next(r["tau"] for r in replays.read(checkpoint) if _shape(r) == tree)
+    hot = [row | {"tau": row["tau"] - 0.5, "temperature": 0.7, "top_p": 0.9} for row in replay_records.read(checkpoint)]
+    replay_records.write(place, [*replay_records.read(checkpoint), *hot])
+    found = torch_records.read("eval", checkpoint, tree.name)
+    cold = next(r["tau"] for r in replay_records.read(checkpoint) if _shape(r) == tree)
     drawn = {"temperature": 0.7, "top_p": 0.9, "metrics": found["metrics"] | {"identical_share": None}}
     taus = {}
     for name, how in (("greedy", {}), ("drawn", drawn), ("otherwise", drawn | {"top_p": 1.0})):
-        cell.write(found | how)
+        torch_records.write(found | how)
         report.main()
         (line,) = (r for r in _lines(report.BENCHMARK) if (r["checkpoint"], r["tree"]) == (checkpoint, tree.name))
         taus[name] = line["replay_tau"], line["identical_share"]
@@ -267,7 +269,7 @@ def test_cells_above_temperature_0_stand_beside_the_replay_of_answers_drawn_alik
         assert now["mean_replay_tau"] == best[name]["mean_replay_tau"]
     for name in made_up.benchmark.checkpoints:
         for other in made_up.benchmark.trees:
-            cell.write(cell.read("eval", name, other) | drawn)
+            torch_records.write(torch_records.read("eval", name, other) | drawn)
     report.main()
     assert json.loads(report.METRICS.read_text())["identical_share_min"] is None
     assert "same answers as plain" not in report.PAGE.read_text()
@@ -277,7 +279,7 @@ def _shape(row: Row) -> Tree:
     return Tree(num_steps=row["steps"], topk=row["topk"], num_draft_tokens=row["tokens"])
 
 
-def test_the_best_checkpoint_is_the_one_with_the_highest_mean_replayed_tau(made_up: params.Params) -> None:
+def test_the_best_checkpoint_is_the_one_with_the_highest_mean_replayed_tau(made_up: schema.Params) -> None:
     report.main()
     metrics = json.loads(report.METRICS.read_text())
     taus: dict[str, list[float]] = {}
@@ -292,8 +294,8 @@ def test_the_best_checkpoint_is_the_one_with_the_highest_mean_replayed_tau(made_
         assert found["best_by_speedup"]["speedup"] == max(float(row["speedup"]) for row in mine)
 
 
-def test_a_missing_cell_is_named_with_what_to_run(made_up: params.Params) -> None:
-    cell.path("eval", "e009", "t8_2_16").unlink()
+def test_a_missing_cell_is_named_with_what_to_run(made_up: schema.Params) -> None:
+    torch_records.path("eval", "e009", "t8_2_16").unlink()
     with pytest.raises(
         ValueError, match=r"eval-e009-t8_2_16\.json not found; run: dvc repro benchmark@eval-e009-t8_2_16"
     ):
@@ -311,8 +313,8 @@ def test_a_missing_cell_is_named_with_what_to_run(made_up: params.Params) -> Non
         (lambda c: c.update(tree="t5_1_6"), "holds the cell eval-e009-t5_1_6"),
     ],
 )
-def test_a_foreign_cell_is_refused(made_up: params.Params, spoil: Any, message: str) -> None:
-    place = cell.path("eval", "e009", "t8_2_16")
+def test_a_foreign_cell_is_refused(made_up: schema.Params, spoil: Any, message: str) -> None:
+    place = torch_records.path("eval", "e009", "t8_2_16")
     found = json.loads(place.read_text())
     spoil(found)
     atomic.write_json(place, found)
@@ -320,13 +322,13 @@ def test_a_foreign_cell_is_refused(made_up: params.Params, spoil: Any, message: 
         report.main()
 
 
-def test_a_report_of_another_version_is_refused(made_up: params.Params) -> None:
+def test_a_report_of_another_version_is_refused(made_up: schema.Params) -> None:
     atomic.write_json(Path("results/vocab_report.json"), {"draft_vocab_size": 320})
     with pytest.raises(ValueError, match=r"vocab_report.json lacks .'target_vocab_size'.*dvc repro -f -s init_draft"):
         report.main()
 
 
-def test_training_from_another_checkpoint_is_refused(made_up: params.Params) -> None:
+def test_training_from_another_checkpoint_is_refused(made_up: schema.Params) -> None:
     place = Path("results/train/e009.json")
     atomic.write_json(place, json.loads(place.read_text()) | {"from": "e000"})
     with pytest.raises(
@@ -335,19 +337,19 @@ def test_training_from_another_checkpoint_is_refused(made_up: params.Params) -> 
         report.main()
 
 
-def test_a_workload_that_never_drafts_is_no_reason_to_fail(made_up: params.Params) -> None:
+def test_a_workload_that_never_drafts_is_no_reason_to_fail(made_up: schema.Params) -> None:
     """Answers of one token come whole from the prefill: no cycle, an empty histogram."""
     for checkpoint in made_up.benchmark.checkpoints:
         for tree in made_up.benchmark.trees:
-            c = cell.read("eval", checkpoint, tree)
-            cell.write(c | {"histogram": [0] * len(c["histogram"])})
+            c = torch_records.read("eval", checkpoint, tree)
+            torch_records.write(c | {"histogram": [0] * len(c["histogram"])})
     report.main()
     assert '<div class="bars">' not in report.PAGE.read_text()
 
 
-def test_cells_and_replays_that_params_do_not_list_are_ignored(made_up: params.Params) -> None:
-    stale = cell.read("eval", "e009", "t8_2_16") | {"tree": "t9_2_16", "checkpoint": "e001"}
-    cell.write(stale)
+def test_cells_and_replays_that_params_do_not_list_are_ignored(made_up: schema.Params) -> None:
+    stale = torch_records.read("eval", "e009", "t8_2_16") | {"tree": "t9_2_16", "checkpoint": "e001"}
+    torch_records.write(stale)
     Path("results/replay/e001.csv").write_text("not,a,replay\n")
     report.main()
     b = made_up.benchmark
@@ -356,7 +358,7 @@ def test_cells_and_replays_that_params_do_not_list_are_ignored(made_up: params.P
         assert not re.search(r"\be001\b", made.read_text())
 
 
-def test_the_page_needs_nothing_from_elsewhere(made_up: params.Params) -> None:
+def test_the_page_needs_nothing_from_elsewhere(made_up: schema.Params) -> None:
     report.main()
     page = report.PAGE.read_text()
     assert not re.search(r"https?:|//[a-z]|<script|<link|<img|@import|url\((?!#)", page)
@@ -366,14 +368,14 @@ def test_the_page_needs_nothing_from_elsewhere(made_up: params.Params) -> None:
         assert word in re.sub(r"<[^>]+>", "", page)
 
 
-def test_the_page_is_the_same_twice(made_up: params.Params) -> None:
+def test_the_page_is_the_same_twice(made_up: schema.Params) -> None:
     report.main()
     first = report.PAGE.read_bytes()
     report.main()
     assert report.PAGE.read_bytes() == first
 
 
-def test_what_users_wrote_is_escaped(made_up: params.Params) -> None:
+def test_what_users_wrote_is_escaped(made_up: schema.Params) -> None:
     place = Path("results/fix_report.json")
     fixed = json.loads(place.read_text())
     fixed["examples"] = {"fence": {"before": "<b>hot</b>", "after": "hot"}}
@@ -382,7 +384,7 @@ def test_what_users_wrote_is_escaped(made_up: params.Params) -> None:
     assert "&lt;b&gt;hot" in report.PAGE.read_text()
 
 
-def test_published_numbers_stand_beside_ours_where_target_and_tree_agree(made_up: params.Params) -> None:
+def test_published_numbers_stand_beside_ours_where_target_and_tree_agree(made_up: schema.Params) -> None:
     report.main()
     assert "Beside what was published" not in report.PAGE.read_text()  # nobody published the embedded target
     text = (
@@ -391,7 +393,7 @@ def test_published_numbers_stand_beside_ours_where_target_and_tree_agree(made_up
         .replace("model: builtin/weather-tiny ", "model: meta-llama/Llama-3.1-8B-Instruct ")
     )
     Path("params.yaml").write_text(text)
-    cost.write(costs.made_up(model="meta-llama/Llama-3.1-8B-Instruct"))
+    timing_grid.write(costs.made_up(model="meta-llama/Llama-3.1-8B-Instruct"))
     report.main()
     page = re.sub(r"<[^>]+>", "|", report.PAGE.read_text())
     assert "Beside what was published" in page and "EAGLE-3, the paper" in page and "https:" not in page
@@ -403,7 +405,7 @@ def test_published_numbers_stand_beside_ours_where_target_and_tree_agree(made_up
             if (r["target"], r["bs_steps_topk_ndt"]) == ("Llama-3.1-8B-Instruct", "1,5,1,6")
         )
     best = json.loads(report.METRICS.read_text())["best_checkpoint"]
-    ours, theirs = cell.read("eval", best, "t5_1_6")["metrics"]["tau"], float(point["accept_len"])
+    ours, theirs = torch_records.read("eval", best, "t5_1_6")["metrics"]["tau"], float(point["accept_len"])
     line = (
         rf"5_1_6 \(5_1_5\)\|+tau\|+{theirs:.4g}\|+{ours:.4g}\|+{ours / theirs:.2f}\|+{point['draft']}\|+eval, {best}\|"
     )
@@ -411,7 +413,7 @@ def test_published_numbers_stand_beside_ours_where_target_and_tree_agree(made_up
     assert "its definition isn&#39;t stated" in page and "Speedup above accept length: depends" in page
 
 
-def test_rows_that_do_not_add_up_are_shown(made_up: params.Params, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_that_do_not_add_up_are_shown(made_up: schema.Params, capsys: pytest.CaptureFixture[str]) -> None:
     atomic.write_json(Path("results/sample_report.json"), _made_up_report("sample_target") | {"rows_out": 250})
     report.main()
     assert "10 unaccounted for" in report.PAGE.read_text()
@@ -419,14 +421,14 @@ def test_rows_that_do_not_add_up_are_shown(made_up: params.Params, capsys: pytes
     assert "warning: 10 rows" in capsys.readouterr().out
 
 
-def test_the_page_says_which_files_the_sampled_rows_are_from(made_up: params.Params) -> None:
+def test_the_page_says_which_files_the_sampled_rows_are_from(made_up: schema.Params) -> None:
     report.main()
     page = report.PAGE.read_text()
     assert "part-19&lt;b&gt;.jsonl</td><td>11</td><td>2</td>" in page and "part-20" not in page
     assert "2 more files, in results/sample_report.json" in page and "eval.jsonl</td><td>42</td><td>0</td>" in page
 
 
-def test_one_checkpoint_alone_has_no_duel(made_up: params.Params) -> None:
+def test_one_checkpoint_alone_has_no_duel(made_up: schema.Params) -> None:
     text = (
         Path("params.yaml")
         .read_text()
@@ -439,11 +441,11 @@ def test_one_checkpoint_alone_has_no_duel(made_up: params.Params) -> None:
     assert report.PAGE.read_text().count("<svg") == PLOTS - 1
 
 
-def test_what_happens_inside_trees_is_shown_where_any_was_looked_into(made_up: params.Params) -> None:
+def test_what_happens_inside_trees_is_shown_where_any_was_looked_into(made_up: schema.Params) -> None:
     report.main()
     assert "Inside some trees" not in report.PAGE.read_text()
     for name in made_up.replay_trees.checkpoints:
-        replays.write_inside(name, made_up_inside(made_up.replay_trees.watched()))
+        replay_records.write_inside(name, made_up_inside(made_up.replay_trees.watched()))
     report.main()
     page = report.PAGE.read_text()
     assert page.count("<svg") == PLOTS + INSIDE and "#0303" not in page
@@ -451,8 +453,8 @@ def test_what_happens_inside_trees_is_shown_where_any_was_looked_into(made_up: p
     assert "Inside some trees" in said and "8_1_9 (8_1_8) 60 2.33 8 2.67 1.33 0.50 33% → 33%" in said
 
 
-def test_a_replay_without_its_cycles_is_named(made_up: params.Params) -> None:
-    replays.inside_path("e003").unlink()
+def test_a_replay_without_its_cycles_is_named(made_up: schema.Params) -> None:
+    replay_records.inside_path("e003").unlink()
     with pytest.raises(ValueError, match=r"e003\.inside\.csv not found; run: dvc repro -f -s replay_trees@e003"):
         report.main()
 
@@ -477,15 +479,15 @@ def serve(workloads: Row, **benchmark: Any) -> None:
 def replayed(tree: str, checkpoint: str = "e009") -> float:
     shape = Tree.parse(tree)
     wanted = shape.num_steps, shape.topk, shape.num_draft_tokens
-    return next(r["tau"] for r in replays.read(checkpoint) if (r["steps"], r["topk"], r["tokens"]) == wanted)
+    return next(r["tau"] for r in replay_records.read(checkpoint) if (r["steps"], r["topk"], r["tokens"]) == wanted)
 
 
 def make_up_served(workload: str, off: float = 1.0, **keys: Any) -> None:
     """A baseline and a chain whose tau is `off` times the replayed, each of three repeats; the other tree can't run."""
-    served.write(served_cell(workload, points=[point(200, 64, 0.02, repeats=3, accuracy=0.5)]))
+    served_records.write(served_cell(workload, points=[point(200, 64, 0.02, repeats=3, accuracy=0.5)]))
     drafted = point(200, 64, 0.01, off * replayed("t5_1_6"), repeats=3, accuracy=0.5, warnings=["<b>hot</b>"])
-    served.write(served_cell(workload, "e009", "t5_1_6", [drafted]) | keys)
-    served.write(served_cell(workload, "e009", "t8_2_16"))
+    served_records.write(served_cell(workload, "e009", "t5_1_6", [drafted]) | keys)
+    served_records.write(served_cell(workload, "e009", "t8_2_16"))
 
 
 def words(page: str) -> str:
@@ -493,22 +495,22 @@ def words(page: str) -> str:
 
 
 def test_without_served_workloads_nothing_of_them_is_shown(
-    made_up: params.Params, capsys: pytest.CaptureFixture[str]
+    made_up: schema.Params, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report.main()
-    assert joined.TABLE.read_text() == ",".join(joined.COLUMNS) + "\n"
+    assert served_table.TABLE.read_text() == ",".join(served_table.COLUMNS) + "\n"
     assert "served" not in json.loads(report.METRICS.read_text()) and "served by" not in capsys.readouterr().out
     for heading in (">Served</h2>", "When not to speculate", "Servers and their flags", "highest speedup served"):
         assert heading not in report.PAGE.read_text()
 
 
 def test_served_cells_stand_beside_plain_decoding_and_replays(
-    made_up: params.Params, capsys: pytest.CaptureFixture[str]
+    made_up: schema.Params, capsys: pytest.CaptureFixture[str]
 ) -> None:
     serve({"code": {**EVAL, "concurrency": 64, "repeats": 3}})
     make_up_served("code")
     report.main()
-    chain, baseline_row, other = sorted(_lines(joined.TABLE), key=lambda r: (r["tree"] != "t5_1_6", r["tree"]))
+    chain, baseline_row, other = sorted(_lines(served_table.TABLE), key=lambda r: (r["tree"] != "t5_1_6", r["tree"]))
     assert (baseline_row["decoding"], other["status"]) == ("plain", "unsupported")
     assert chain["replay_agrees"] == "yes" and float(chain["speedup_low"]) < float(chain["speedup"])
     page = report.PAGE.read_text()
@@ -534,7 +536,7 @@ def test_served_cells_stand_beside_plain_decoding_and_replays(
     assert found["best_by_speedup"]["speedup"] == float(chain["speedup"])
 
 
-def test_a_tau_far_from_the_replayed_one_is_a_red_row_that_says_why(made_up: params.Params) -> None:
+def test_a_tau_far_from_the_replayed_one_is_a_red_row_that_says_why(made_up: schema.Params) -> None:
     serve({"code": {**EVAL, "concurrency": 64, "repeats": 3}})
     make_up_served("code", off=0.7)
     report.main()
@@ -545,7 +547,7 @@ def test_a_tau_far_from_the_replayed_one_is_a_red_row_that_says_why(made_up: par
 
 
 @pytest.mark.parametrize("others", [{"prompts": "gsm8k"}, {"ignore_eos": True}, {"temperature": 0.7}])
-def test_what_was_not_replayed_is_not_held_against_it(made_up: params.Params, others: Row) -> None:
+def test_what_was_not_replayed_is_not_held_against_it(made_up: schema.Params, others: Row) -> None:
     serve({"code": {**EVAL, "concurrency": 64, "repeats": 3} | others})
     make_up_served("code", off=0.7, **{k: v for k, v in others.items() if k == "temperature"})
     report.main()
@@ -553,7 +555,7 @@ def test_what_was_not_replayed_is_not_held_against_it(made_up: params.Params, ot
     assert "off_replay" in (found := json.loads(report.METRICS.read_text())["served"]) and found["off_replay"] == 0
 
 
-def test_cells_of_another_fingerprint_have_a_reason_instead_of_a_speedup(made_up: params.Params) -> None:
+def test_cells_of_another_fingerprint_have_a_reason_instead_of_a_speedup(made_up: schema.Params) -> None:
     serve({"code": {**EVAL, "concurrency": 64, "repeats": 3}})
     make_up_served("code", fingerprint=FINGERPRINT | {"gpu": "NVIDIA H100"})
     report.main()
@@ -562,13 +564,13 @@ def test_cells_of_another_fingerprint_have_a_reason_instead_of_a_speedup(made_up
     assert json.loads(report.METRICS.read_text())["served"]["best_by_speedup"] is None
 
 
-def test_a_sweep_says_when_not_to_speculate(made_up: params.Params) -> None:
+def test_a_sweep_says_when_not_to_speculate(made_up: schema.Params) -> None:
     serve({"sweep": {**EVAL, "max_new_tokens": [16, 64], "concurrency": [1, 16, 64], "repeats": 2}})
-    served.write(served_cell("sweep", points=sweep([16, 64], [1, 16, 64], lambda tokens, cap: 0.02, repeats=2)))
+    served_records.write(served_cell("sweep", points=sweep([16, 64], [1, 16, 64], lambda tokens, cap: 0.02, repeats=2)))
     pace = {1: 0.01, 16: 0.0135, 64: 0.04}
     for tree, gain in zip(TREES, (1.0, 1.2), strict=True):
         points = sweep([16, 64], [1, 16, 64], lambda tokens, cap, gain=gain: pace[cap] / gain, repeats=2, tau=2.9)
-        served.write(served_cell("sweep", "e009", tree, points))
+        served_records.write(served_cell("sweep", "e009", tree, points))
     report.main()
     page = report.PAGE.read_text()
     said = words(page)
@@ -581,7 +583,7 @@ def test_a_sweep_says_when_not_to_speculate(made_up: params.Params) -> None:
     )
     rows = {
         r["concurrency"]: float(r["speedup"])
-        for r in _lines(joined.TABLE)
+        for r in _lines(served_table.TABLE)
         if (r["tree"], r["max_new_tokens"]) == ("t5_1_6", "64")
     }
     by_hand = 16 * 4 ** ((rows["16"] - 1) / (rows["16"] - rows["64"]))
@@ -590,27 +592,27 @@ def test_a_sweep_says_when_not_to_speculate(made_up: params.Params) -> None:
 
 
 def test_the_torch_engines_loads_stand_beside_served_ones(
-    made_up: params.Params, capsys: pytest.CaptureFixture[str]
+    made_up: schema.Params, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One workload by both engines: a table of each, each beside its own plain decoding, and each its own break-even."""
     serve({"code": {**EVAL, "concurrency": [8, 64], "repeats": 1}}, torch=["eval", "code"], checkpoints=["e009"])
-    served.write(served_cell("code", points=[point(200, 8, 0.02), point(200, 64, 0.02)]))
+    served_records.write(served_cell("code", points=[point(200, 8, 0.02), point(200, 64, 0.02)]))
     for tree in ("t5_1_6", "t8_2_16"):
         tau = replayed(tree)
-        served.write(
+        served_records.write(
             served_cell("code", "e009", tree, [point(200, 8, 0.01, tau, tree), point(200, 64, 0.015, tau, tree)])
         )
-    p = params.load()
+    p = schema.load()
     for tree in p.benchmark.trees:
         tau = replayed(tree)
         ours = [point(200, 8, 0.01, tau, tree), point(200, 64, 0.03, tau, tree)]
         plain = [point(200, 8, 0.02), point(200, 64, 0.02)]
         found = served_cell("code", "e009", tree, ours, engine="torch", baseline_points=plain, fingerprint={})
-        assert served.write(found) == cell.path("code", "e009", tree)
+        assert served_records.write(found) == torch_records.path("code", "e009", tree)
     report.main()
     told = capsys.readouterr().out
     assert "code, checkpoint e009, served by sglang" in told and "code, checkpoint e009, by the torch engine" in told
-    rows = [row for row in joined.read_table() if row["decoding"] == "speculative" and row["workload"] == "code"]
+    rows = [row for row in served_table.read_table() if row["decoding"] == "speculative" and row["workload"] == "code"]
     speedups = {(row["engine"], row["tree"], row["concurrency"]): row["speedup"] for row in rows}
     assert len(speedups) == 2 * 2 + 2 * len(p.benchmark.trees)
     assert speedups["torch", "t8_2_16", 8.0] > 1 > speedups["torch", "t8_2_16", 64.0]
@@ -626,22 +628,22 @@ def test_the_torch_engines_loads_stand_beside_served_ones(
     assert "torch" not in costs_of  # loads of the torch engine say nothing of a server's cycles
 
 
-def test_a_torch_cell_of_another_kind_is_named_with_what_to_run(made_up: params.Params) -> None:
+def test_a_torch_cell_of_another_kind_is_named_with_what_to_run(made_up: schema.Params) -> None:
     """One that was written before its workload became a sweep, and the other way round."""
     edit_params(Path(), {"benchmark": {"workloads": {"eval": {**EVAL, "concurrency": [1, 8]}}}})
     with pytest.raises(ValueError, match=r"eval-e003-t8_1_9\.json lacks .*dvc repro -f -s benchmark@eval-e003-t8_1_9"):
         report.main()
     edit_params(Path(), {"benchmark": {"workloads": {"eval": EVAL}}})
     found = served_cell("eval", "e003", "t8_1_9", [point(200, 8, 0.01, 2.0, "t8_1_9")], engine="torch")
-    served.write(found)
+    served_records.write(found)
     with pytest.raises(ValueError, match=r"eval-e003-t8_1_9\.json lacks .*dvc repro -f -s benchmark@eval-e003-t8_1_9"):
         report.main()
 
 
 def test_without_torch_cells_the_report_shows_what_was_served(
-    made_up: params.Params, capsys: pytest.CaptureFixture[str]
+    made_up: schema.Params, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.rmtree(cell.CELLS)
+    shutil.rmtree(torch_records.CELLS)
     serve({"code": {**EVAL, "concurrency": 64, "repeats": 3}}, torch=[])
     make_up_served("code")
     report.main()
@@ -660,13 +662,13 @@ def test_without_torch_cells_the_report_shows_what_was_served(
     assert json.loads(report.METRICS.read_text())["identical_share_min"] is None
 
 
-def test_published_numbers_stand_beside_served_ones_of_the_same_load(made_up: params.Params) -> None:
+def test_published_numbers_stand_beside_served_ones_of_the_same_load(made_up: schema.Params) -> None:
     edit_params(Path(), {"target": {"model": "Qwen/Qwen3-Coder-30B-A3B-Instruct"}})
-    cost.write(costs.made_up(model="Qwen/Qwen3-Coder-30B-A3B-Instruct"))
+    timing_grid.write(costs.made_up(model="Qwen/Qwen3-Coder-30B-A3B-Instruct"))
     serve({"code": {**EVAL, "max_new_tokens": 1024, "concurrency": [32, 64], "repeats": 2}})
     edit_params(Path(), {"benchmark_served": {"trees": ["t5_8_32"]}})
-    served.write(served_cell("code", points=sweep([1024], [32, 64], lambda tokens, cap: 0.02, repeats=2)))
-    served.write(
+    served_records.write(served_cell("code", points=sweep([1024], [32, 64], lambda tokens, cap: 0.02, repeats=2)))
+    served_records.write(
         served_cell(
             "code",
             "e009",
@@ -677,7 +679,7 @@ def test_published_numbers_stand_beside_served_ones_of_the_same_load(made_up: pa
     report.main()
     page = re.sub(r"<[^>]+>", "|", report.PAGE.read_text())
     plain, drafted = (
-        next(r for r in _lines(joined.TABLE) if (r["decoding"], r["concurrency"]) == (how, "64"))
+        next(r for r in _lines(served_table.TABLE) if (r["decoding"], r["concurrency"]) == (how, "64"))
         for how in ("plain", "speculative")
     )
     assert re.search(rf"plain decoding\|+total_tok_s\|+2847\|+{float(plain['total_throughput']):.4g}\|", page)
@@ -686,10 +688,10 @@ def test_published_numbers_stand_beside_served_ones_of_the_same_load(made_up: pa
     assert re.search(r"\|5_8_32\|+accept_rate\|+0.78\|+0.38\|", page)
 
 
-def test_table_is_printed_again_from_disk_alone(made_up: params.Params, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_is_printed_again_from_disk_alone(made_up: schema.Params, capsys: pytest.CaptureFixture[str]) -> None:
     report.main()
     printed = capsys.readouterr().out
-    for gone in (cell.CELLS, Path("results/replay")):
+    for gone in (torch_records.CELLS, Path("results/replay")):
         gone.rename(gone.with_suffix(".gone"))
     report.main("--table")
     assert capsys.readouterr().out == printed
@@ -713,12 +715,12 @@ def test_table_starts_without_the_heavy_libraries() -> None:
     assert heavy.stdout.split() == []
 
 
-def test_where_nothing_is_trained_the_page_has_no_curves(made_up: params.Params) -> None:
+def test_where_nothing_is_trained_the_page_has_no_curves(made_up: schema.Params) -> None:
     """Drafts that were all imported: no loss, no accuracy, and their cells and replays all the same."""
     for kind in ("e003", "e009"):
         Path(f"results/train/{kind}.json").unlink()
     for tree in made_up.benchmark.trees:
-        cell.write(cell.read("eval", "e009", tree) | {"checkpoint": "theirs"})
+        torch_records.write(torch_records.read("eval", "e009", tree) | {"checkpoint": "theirs"})
     for kind in (".csv", ".inside.csv"):
         text = Path(f"results/replay/e009{kind}").read_text().replace("e009", "theirs")
         atomic.write_text(Path(f"results/replay/theirs{kind}"), text)

@@ -26,7 +26,7 @@ from dvc.repo import Repo
 from dvc.utils.serialize import _yaml
 from ruamel.yaml import YAML
 
-from stages.params import load
+from stages.params.schema import load
 from tests.conftest import EVAL
 
 REPO = Path(__file__).resolve().parents[1]
@@ -212,13 +212,13 @@ RERUNS = [
     Row("fix_data.raw: another row", adds_row, "* -prepare_target"),
     Row("fix_data.raw: a dataset of the hub", names_a_dataset, "* -prepare_target"),
     Row(
-        "stages/drafting/decode.py: a comment",
-        comments("stages/drafting/decode.py"),
+        "stages/engine/decode.py: a comment",
+        comments("stages/engine/decode.py"),
         "time_trees@* benchmark@* report",
     ),
     Row(
-        "stages/drafting/tree.py: a comment",
-        comments("stages/drafting/tree.py"),
+        "stages/trees/draft_tree.py: a comment",
+        comments("stages/trees/draft_tree.py"),
         "replay_trees@* time_trees@* benchmark@* report",
         back="",
     ),
@@ -228,13 +228,13 @@ RERUNS = [
         "benchmark_served@*-t8_2_16 report",
     ),
     Row(
-        "stages/serving/engines.py: a comment",
-        comments("stages/serving/engines.py"),
+        "stages/serving/engine_flags.py: a comment",
+        comments("stages/serving/engine_flags.py"),
         "benchmark_served@* benchmark_served_baseline@* report",
     ),
     Row("stages/report.py: a comment", comments("stages/report.py"), "report"),
     Row("published/table.yaml", comments("published/table.yaml"), "report"),
-    Row("stages/params.py: a comment", comments("stages/params.py"), ""),
+    Row("stages/params/schema.py: a comment", comments("stages/params/schema.py"), ""),
     Row("README.md", comments("README.md"), ""),
 ]
 

@@ -14,10 +14,10 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from stages import fix_data, prepare_target, sample_target
-from stages.drafting import loading
+from stages.target import loading
 from tests.conftest import ROOT, copy_project, edit_params
-from tests.drafting.seeing import save
-from tests.serving.fake import Fake, completion
+from tests.serving.misbehaving_server import Fake, completion
+from tests.target.multimodal_targets import save
 from tests.test_sample_target import answers, report, use
 
 PAD = "<|image_pad|>"

@@ -24,12 +24,13 @@ import pytest
 from ruamel.yaml import YAML
 from transformers import AutoTokenizer
 
-from stages import fix_data, params, prepare_target, sample_target
-from stages.sections.data import SampleTarget, Server
-from stages.serving import client, load, server
+from stages import fix_data, prepare_target, sample_target
+from stages.params import schema
+from stages.params.data_sections import SampleTarget, Server
+from stages.serving import client, load_generator, server
 from tests.conftest import ROOT, copy_project, edit_params
-from tests.serving.fake import Fake, completion, echo
-from tests.serving.proxy import Proxy
+from tests.serving.faulty_proxy import Proxy
+from tests.serving.misbehaving_server import Fake, completion, echo
 
 SERVER = {"launch": None, "launch_args": [], "start_timeout_s": 120.0, "base_urls": [], "model": None,
           "concurrency": 8, "timeout_s": 60.0, "attempts": 6, "api_key_env": None}  # fmt: skip
@@ -135,11 +136,13 @@ def test_the_load_generator_reads_the_stream_of_a_real_server(real: dict[str, An
             return [await http.ask(body) for body in bodies]
 
     asks = [
-        load.Ask(str(n), b["messages"], b["max_tokens"], b["temperature"], 1.0, None, False)
+        load_generator.Ask(str(n), b["messages"], b["max_tokens"], b["temperature"], 1.0, None, False)
         for n, b in enumerate(bodies)
     ]
     found = asyncio.run(
-        load.run(url, model, asks, load.Arrivals(math.inf, 1, 0), 60.0, asks[:1], "benchmark_served.server")
+        load_generator.run(
+            url, model, asks, load_generator.Arrivals(math.inf, 1, 0), 60.0, asks[:1], "benchmark_served.server"
+        )
     )
     assert found.engine == "transformers" and found.warmup_failed == {}
     for record, answer in zip(found.records, asyncio.run(whole()), strict=True):
@@ -247,7 +250,7 @@ def result(project: Path) -> tuple[dict[str, pl.DataFrame], dict[str, Any]]:
     rows = {split: answers(project, split) for split in SPLITS}
     for split, table in rows.items():
         assert table["id"].is_unique().all(), split
-        size = params.load().sample_target.shard_size
+        size = schema.load().sample_target.shard_size
         heights = [pl.read_parquet(f).height for f in sorted((project / f"data/sampled/{split}").iterdir())]
         assert max(heights) <= size
     assert not list(Path(".scratch").glob("sample_target-*"))

@@ -7,9 +7,9 @@ import polars as pl
 import pytest
 
 from stages import benchmark_served
-from stages.sections.trees import Tree
-from stages.serving import counts, latency
-from stages.serving.load import Load
+from stages.params.tree_sections import Tree
+from stages.serving import latency, spec_counters
+from stages.serving.load_generator import Load
 
 TREE = Tree.parse("t3_1_4")
 ACCEPTED = {"a.0": 4, "b.0": 9, "c.0": 15, "d.0": 20}  # of ten cycles each
@@ -19,7 +19,7 @@ def load_of(accepted: dict[str, int]) -> Load:
     """Every request answered in ten cycles."""
     records = []
     for name, drafts in accepted.items():
-        told = counts.Counts(10, drafts, 0, True, [10, 0, 0, 0])
+        told = spec_counters.Counts(10, drafts, 0, True, [10, 0, 0, 0])
         records.append(
             latency.Record(f"{name}#0", 0.0, 0.0, 1.0, [(0.5, 1), (1.0, 9)], True, 3, 10, "stop", None, counts=told)
         )

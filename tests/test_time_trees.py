@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from stages import params, time_trees
-from stages.drafting.decode import Engine, Step
-from stages.formats import cost, cost_fit
+from stages import time_trees
+from stages.engine.decode import Engine, Step
+from stages.params import schema
+from stages.results import cost_fit, timing_grid
 from tests.conftest import edit_params
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -31,8 +32,8 @@ def project(talking_project: Path) -> Path:
 
 def test_every_tree_of_the_grid_has_a_cost(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     time_trees.main("e000")
-    found = cost.read("e000", "tiny")
-    trees = params.load().time_trees.trees()
+    found = timing_grid.read("e000", "tiny")
+    trees = schema.load().time_trees.trees()
     assert [(r["steps"], r["topk"], r["tokens"]) for r in found["grid"]] == [
         (t.num_steps, t.topk, t.num_draft_tokens) for t in trees
     ]
@@ -68,7 +69,7 @@ def test_every_round_decodes_each_once_forth_and_back(project: Path, monkeypatch
     monkeypatch.setattr(Engine, "plain", lambda *words: noted(plain, *words))
     monkeypatch.setattr(Engine, "speculative", lambda *words: noted(speculative, *words))
     time_trees.main("e000")
-    each = len(params.load().time_trees.trees()) + 1
+    each = len(schema.load().time_trees.trees()) + 1
     rounds = [begun[at : at + each] for at in range(0, len(begun), each)]
     assert len(rounds) == 3 and set(Counter(begun).values()) == {3}
     assert rounds[1] == rounds[0][::-1] and rounds[2] == rounds[0] and rounds[0][0] == ()
@@ -82,7 +83,7 @@ def test_no_end_token_stops_the_clock(project: Path) -> None:
     place.parent.mkdir(parents=True)
     place.write_text(json.dumps(made | {"eos_token_ids": list(range(made["vocab_size"]))}))
     time_trees.main("e000")
-    assert all(row["samples"] == 6 for row in cost.read("e000", "tiny")["grid"])
+    assert all(row["samples"] == 6 for row in timing_grid.read("e000", "tiny")["grid"])
 
 
 def test_a_median_forgives_a_stray_second() -> None:

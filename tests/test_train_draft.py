@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from stages.sections.draft import TrainDraft
+from stages.params.draft_sections import TrainDraft
 from stages.train_draft import plan, share
 from tests.conftest import SMALL, edit_params
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from stages.formats import cost_measured, cost_served, predicted
-from stages.formats.joined import Line
 from stages.reporting import plots
 from stages.reporting.text import aligned, figure, span, tree_structure
+from stages.results import cost_measured, cost_served, prediction
+from stages.results.served_table import Line
 
 Row = dict[str, Any]
 Costs = list[Row]
@@ -20,7 +20,7 @@ NO_INTERVAL = "none"  # one conversation was replayed, or the plain step was tim
 
 @dataclass(frozen=True)
 class Predicted:
-    costs: Costs  # all, as formats/cost.KEYS: the torch engine's, then those of served cells
+    costs: Costs  # all, as results/timing_grid.KEYS: the torch engine's, then those of served cells
     rows: list[Row]  # as predicted.COLUMNS
     launch: list[Row]  # as predicted.launches
     beside: list[Row]  # as cost_measured.beside
@@ -48,19 +48,19 @@ def predict(
             if one := _cost_of(checkpoint, some, alike):
                 mine = temperatures if one["engine"] == "torch" else [one["settings"]["temperature"]]
                 for temperature in mine:
-                    rows += predicted.predict(one, checkpoint, temperature, trees)
+                    rows += prediction.predict(one, checkpoint, temperature, trees)
                     remarks += _left_out(one, checkpoint, temperature, trees)
     of_torch = {name: one for name in replays if (one := _cost_of(name, timed, alike))}
     remarks += [_untimed(name) for name in replays if name not in of_torch]
     compared, why = cost_measured.torch_rows(of_torch, cells, rows)
     compared += cost_measured.served_rows(served, lines, replays)
-    return Predicted(every, rows, predicted.launches(rows, flags), compared, [*remarks, *why])
+    return Predicted(every, rows, prediction.launches(rows, flags), compared, [*remarks, *why])
 
 
 def _by_load(costs: Costs) -> dict[tuple[Any, ...], Costs]:
     found: dict[tuple[Any, ...], Costs] = {}
     for one in costs:
-        found.setdefault(tuple(one[name] for name in predicted.NAMES), []).append(one)
+        found.setdefault(tuple(one[name] for name in prediction.NAMES), []).append(one)
     return found
 
 
@@ -78,11 +78,11 @@ def _untimed(checkpoint: str) -> str:
 
 
 def _left_out(one: Row, checkpoint: str, temperature: float, trees: list[Row]) -> list[str]:
-    name, mine = about(one), predicted.of_temperature(trees, temperature)
+    name, mine = about(one), prediction.of_temperature(trees, temperature)
     if not mine:
         return [f"{name}: {checkpoint} was not replayed at temperature {temperature:g}, so it has no tau there"]
-    if far := predicted.outside(one, mine):
-        ends = predicted.reach(one["grid"])
+    if far := prediction.outside(one, mine):
+        ends = prediction.reach(one["grid"])
         axes = ", ".join(f"{axis} {low}" + (f" to {high}" if high > low else "") for axis, (low, high) in ends.items())
         return [f"{name}: {far} of {len(mine)} trees of {checkpoint} lie outside what was timed ({axes})"]
     return []
@@ -174,8 +174,8 @@ def _fit(one: Row) -> Row:
 def _tops(rows: list[Row], best: str) -> list[Row]:
     """Of each load the trees with the highest predicted speedups, of the best checkpoint where it has some."""
     found = []
-    for load in dict.fromkeys(tuple(row[k] for k in ("engine", *predicted.LOAD)) for row in rows):
-        mine = [row for row in rows if tuple(row[k] for k in ("engine", *predicted.LOAD)) == load]
+    for load in dict.fromkeys(tuple(row[k] for k in ("engine", *prediction.LOAD)) for row in rows):
+        mine = [row for row in rows if tuple(row[k] for k in ("engine", *prediction.LOAD)) == load]
         mine = [row for row in mine if row["checkpoint"] == best] or mine
         top = sorted(mine, key=lambda row: -row["speedup"])[:MOST]
         found.append({"about": about(top[0]), "load": top[0], "of": len(mine), "rows": top})

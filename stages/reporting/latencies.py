@@ -6,11 +6,11 @@ The tables above have means, and percentiles of loads; these are the answers (or
 from functools import partial
 from typing import Any
 
-from stages.formats import served
-from stages.formats.joined import SPECULATIVE, Line
 from stages.reporting import plots
 from stages.reporting.served import load, load_said, title
 from stages.reporting.text import tree_structure
+from stages.results import served_records
+from stages.results.served_table import SPECULATIVE, Line
 
 Row = dict[str, Any]
 
@@ -43,7 +43,7 @@ def _answer(prompt: Row, kind: str = "") -> Row:
 
 def of_served(lines: list[Line]) -> list[Row]:
     """Of each workload and checkpoint at its heaviest load: the longest answers, and of them the most at once."""
-    can = [line for line in lines if line.row["status"] == served.RAN]
+    can = [line for line in lines if line.row["status"] == served_records.RAN]
     drafted = [line for line in can if line.row["decoding"] == SPECULATIVE]
     found = []
     for workload, checkpoint in dict.fromkeys((line.row["workload"], line.row["checkpoint"]) for line in drafted):

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from stages.formats import atomic
-from stages.formats.joined import PLAIN, SPECULATIVE, Line
 from stages.reporting.text import ONE_PROMPT, aligned, figure, span, tree_structure
+from stages.results.served_table import PLAIN, SPECULATIVE, Line
+from stages.runtime import atomic
 
 Row = dict[str, Any]
 
@@ -27,7 +27,7 @@ BY_ENGINE = ("autoregressive", "medusa", "eagle3")
 
 
 def rows(cells: list[Row], trained: Mapping[str, Row]) -> list[Row]:
-    """Lines of the table, plain decoding's first; `cells` as in formats/method_cell.py, `trained` the reports of training."""
+    """Lines of the table, plain decoding's first; `cells` as in results/method_records.py, `trained` the reports of training."""
     return [_baseline(cells), *(_row(c, trained) for c in cells)] if cells else []
 
 

@@ -1,6 +1,6 @@
 """What the report shows of served cells: tables by workload and checkpoint, when not to speculate, memory, the engine's words.
 
-`Row` is a line of results/served.csv (formats/joined.py), as it was joined or as it was read back: the terminal's table
+`Row` is a line of results/served.csv (results/served_table.py), as it was joined or as it was read back: the terminal's table
 is made of nothing else. What the page shows besides comes from the cells.
 """
 
@@ -10,9 +10,9 @@ import shlex
 from collections import Counter
 from typing import Any
 
-from stages.formats import break_even, served
-from stages.formats.joined import PLAIN, SPECULATIVE, Line
 from stages.reporting.text import ONE_PROMPT, ONE_REPEAT, UNCOUNTED, aligned, figure, span, tree_structure
+from stages.results import break_even, served_records
+from stages.results.served_table import PLAIN, SPECULATIVE, Line
 
 Row = dict[str, Any]
 Load = tuple[float, float]  # (max_new_tokens, concurrency); infinite where it has no limit
@@ -64,13 +64,13 @@ def groups(rows: list[Row]) -> list[Row]:
         drafted = [row for row in mine if row["decoding"] == SPECULATIVE]
         for checkpoint in dict.fromkeys(row["checkpoint"] for row in drafted) or [None]:
             trees = [row for row in drafted if row["checkpoint"] == checkpoint]
-            can = [row for row in trees if row["status"] == served.RAN]
+            can = [row for row in trees if row["status"] == served_records.RAN]
             loads = sorted({load(row) for row in can} | set(plain))
             lines = [
                 row for at in loads for row in [*(r for r in can if load(r) == at), *filter(None, [plain.get(at)])]
             ]
             lines += [row for row in trees if row not in can]
-            lines += [row for row in mine if row["decoding"] == PLAIN and row["status"] == served.UNSUPPORTED]
+            lines += [row for row in mine if row["decoding"] == PLAIN and row["status"] == served_records.UNSUPPORTED]
             shared = {k: lines[0][k] for k in ("workload", "engine", "temperature")}
             top = {k: max((row[k] for row in can if row[k] is not None), default=None) for k in ("tau", "speedup")}
             found.append(
@@ -83,7 +83,7 @@ def best_plain(rows: list[Row]) -> dict[Load, Row]:
     """Of each load, the fastest plain decoding that was measured, by the baseline or in turns with a cell."""
     best: dict[Load, Row] = {}
     for row in rows:
-        if row["decoding"] == PLAIN and row["status"] == served.RAN:
+        if row["decoding"] == PLAIN and row["status"] == served_records.RAN:
             best[load(row)] = max(best.get(load(row), row), row, key=lambda r: r["output_throughput"])
     return best
 
@@ -92,9 +92,9 @@ def table(rows: list[Row]) -> list[str]:
     """The terminal's lines."""
     lines: list[str] = []
     for group in groups(rows):
-        by = "by the torch engine" if group["engine"] == served.TORCH else f"served by {group['engine']}"
+        by = "by the torch engine" if group["engine"] == served_records.TORCH else f"served by {group['engine']}"
         lines.append(f"{title(group)}, {by}")
-        can = [row for row in group["rows"] if row["status"] == served.RAN]
+        can = [row for row in group["rows"] if row["status"] == served_records.RAN]
         if 0 < len(can) <= MANY:
             lines += aligned([*zip(*HEAD, strict=True), *map(_texts, can)])
         elif can:
@@ -248,14 +248,14 @@ def _plot(by_load: dict[Load, Row], lengths: list[float], caps: list[float]) -> 
 
 def summary(rows: list[Row]) -> Row:
     """What results/metrics.json says of served cells."""
-    ran = [row for row in rows if row["decoding"] == SPECULATIVE and row["status"] == served.RAN]
+    ran = [row for row in rows if row["decoding"] == SPECULATIVE and row["status"] == served_records.RAN]
     joined = [row for row in ran if row["speedup"] is not None]
     first = max(joined, key=lambda row: row["speedup"], default=None)
     names = ("workload", "checkpoint", "tree", "max_new_tokens", "concurrency", "tau", "speedup")
     return {
         "points": len(ran),
-        "plain_points": sum(row["decoding"] == PLAIN and row["status"] == served.RAN for row in rows),
-        "unsupported": sum(row["status"] == served.UNSUPPORTED for row in rows),
+        "plain_points": sum(row["decoding"] == PLAIN and row["status"] == served_records.RAN for row in rows),
+        "unsupported": sum(row["status"] == served_records.UNSUPPORTED for row in rows),
         "not_compared": len(ran) - len(joined),
         "off_replay": sum(row["replay_agrees"] == "no" for row in ran),
         "best_by_speedup": first and {k: first[k] for k in names},
@@ -294,7 +294,7 @@ def engines(lines: list[Line]) -> list[Row]:
     return [
         _named(line) | line.point["acceptance"] | {"said": _words(line.point["acceptance"]["engine"])}
         for line in lines
-        if line.point and line.point["acceptance"] and line.cell["engine"] != served.TORCH
+        if line.point and line.point["acceptance"] and line.cell["engine"] != served_records.TORCH
     ]
 
 
@@ -315,11 +315,11 @@ def servers(cells: list[Row]) -> list[Row]:
     """The command of each; None for a server that was already running."""
     return [
         {
-            "name": served.name(cell["workload"], cell["checkpoint"], cell["tree"]),
+            "name": served_records.name(cell["workload"], cell["checkpoint"], cell["tree"]),
             "command": _command(cell["server"]["command"]),
         }
         for cell in cells
-        if cell["status"] == served.RAN and cell["engine"] != served.TORCH
+        if cell["status"] == served_records.RAN and cell["engine"] != served_records.TORCH
     ]
 
 

@@ -1,6 +1,6 @@
 """The page's part on trees, from replays alone: which are worth their width, and what happens inside some of them.
 
-`trees` are rows of a replay as formats/replays.py reads them; `inside` those of its buckets. docs/metrics.md, docs/trees.md
+`trees` are rows of a replay as results/replay_records.py reads them; `inside` those of its buckets. docs/metrics.md, docs/trees.md
 """
 
 import math

@@ -11,11 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stages import params
-from stages.formats import atomic, beside, cell, published, served, verdicts
-from stages.formats.published import MEAN, UNKNOWN, Row
+from stages.literature import comparison, own_beside_published, published
+from stages.literature.published import MEAN, UNKNOWN, Row
+from stages.params import schema
+from stages.params.recipe import Beside, Cells, Recipe
 from stages.reproduce import estimate
-from stages.sections.recipe import Beside, Cells, Recipe
+from stages.results import served_records, torch_records
+from stages.runtime import atomic
 
 FOLDER = Path("results/reproduce")
 COLUMNS = (
@@ -28,8 +30,8 @@ SHOWN = ("draft", "dataset", "T", "tree", "metric", "published", "ours", "ratio"
 
 
 def main(recipe: str, file: str) -> None:
-    name, p = Path(recipe).stem, params.load(Path(file))
-    about, _ = params.read_recipe(Path(recipe))
+    name, p = Path(recipe).stem, schema.load(Path(file))
+    about, _ = schema.read_recipe(Path(recipe))
     assert about, recipe
     sides, left_out = lay_beside(about, p.target.model, published.load())
     text = page(name, about, sides, left_out, estimate.estimate(p, about))
@@ -43,9 +45,9 @@ def main(recipe: str, file: str) -> None:
 
 def lay_beside(
     recipe: Recipe, model: str, publications: dict[str, published.Publication]
-) -> tuple[list[verdicts.Side], Counter[str]]:
+) -> tuple[list[comparison.Side], Counter[str]]:
     """Every number with its counterpart, and how many have none, by reason. Raises ValueError for what isn't published."""
-    sides: list[verdicts.Side] = []
+    sides: list[comparison.Side] = []
     left_out: Counter[str] = Counter()
     for name, matches in itertools.groupby(recipe.beside, lambda match: match.publication):
         if name not in publications:
@@ -58,7 +60,7 @@ def lay_beside(
             match = next((match for match in of_it if _is_of(row, match.rows)), None)
             if match is None:
                 left_out[_why_none(row)] += 1
-            elif (measure := match.measures.get(row.metric, row.metric)) not in verdicts.MEASURES:
+            elif (measure := match.measures.get(row.metric, row.metric)) not in comparison.MEASURES:
                 left_out[f"{row.metric}: no cell of ours measures it"] += 1
             elif match.cells.checkpoint and row.setting.tree == UNKNOWN and "tree" not in match.assumed:
                 left_out[f"{row.metric} ({row.where}): its tree isn't stated"] += 1
@@ -78,26 +80,26 @@ def _why_none(row: Row) -> str:
     return f"{row.metric} ({method}, {row.where}): the recipe has no cell for it"
 
 
-def _side(row: Row, match: Beside, measure: str, recipe: Recipe, model: str) -> verdicts.Side:
+def _side(row: Row, match: Beside, measure: str, recipe: Recipe, model: str) -> comparison.Side:
     """The number, with what the recipe takes for what nobody stated, beside the cell's."""
     taken = {key: value for key, value in match.assumed.items() if getattr(row.setting, key) == UNKNOWN}
     setting: Any = replace(row.setting, **taken)  # type: ignore[arg-type]
     row = replace(row, setting=setting)
     name, found, baseline = _cells(match.cells, row.setting.tree)
     others: dict[str, str] = {str(what): said for what, said in recipe.substitutes.items()}
-    if beside.name_of(model) != beside.name_of(row.setting.target):
+    if own_beside_published.name_of(model) != own_beside_published.name_of(row.setting.target):
         others.setdefault("target", f"{model} against {row.setting.target}")
     plain = row.setting.method == PLAIN
     bars = [f"another {what}: {said}" for what, said in others.items() if not (plain and what == "draft")]
-    ours = verdicts.measured(measure, found, baseline) if found else None
+    ours = comparison.measured(measure, found, baseline) if found else None
     if found:
-        bars += verdicts.bars(row, found, row.metric in match.measures)
-        if found.get("status") == served.UNSUPPORTED:
+        bars += comparison.bars(row, found, row.metric in match.measures)
+        if found.get("status") == served_records.UNSUPPORTED:
             bars.append(f"unsupported: {found['reason']}")
         elif ours is None:
             bars.append("this cell doesn't hold it, or has no baseline with its fingerprint")
     said = tuple(f"{key} {value}, which isn't stated" for key, value in taken.items())
-    return verdicts.Side(row, ours, name, found is not None, recipe.tolerance.get(row.metric, 0.0), said, tuple(bars))
+    return comparison.Side(row, ours, name, found is not None, recipe.tolerance.get(row.metric, 0.0), said, tuple(bars))
 
 
 def _cells(wanted: Cells, tree: str | None) -> tuple[str, Cell | None, Cell | None]:
@@ -105,11 +107,11 @@ def _cells(wanted: Cells, tree: str | None) -> tuple[str, Cell | None, Cell | No
     workload, checkpoint = wanted.workload, wanted.checkpoint
     tree = tree if checkpoint else None
     if wanted.engine == "torch":
-        place = cell.path(workload, str(checkpoint), str(tree))
-        return place.stem, cell.read(workload, str(checkpoint), str(tree)) if place.exists() else None, None
-    place, plain = served.path(workload, checkpoint, tree), served.path(workload, None, None)
-    found = served.read(workload, checkpoint, tree) if place.exists() else None
-    baseline = served.read(workload, None, None) if checkpoint and plain.exists() else None
+        place = torch_records.path(workload, str(checkpoint), str(tree))
+        return place.stem, torch_records.read(workload, str(checkpoint), str(tree)) if place.exists() else None, None
+    place, plain = served_records.path(workload, checkpoint, tree), served_records.path(workload, None, None)
+    found = served_records.read(workload, checkpoint, tree) if place.exists() else None
+    baseline = served_records.read(workload, None, None) if checkpoint and plain.exists() else None
     if found and baseline and found["fingerprint"] != baseline["fingerprint"]:
         baseline = None
     if found and found["baseline_points"]:  # measured in turns with it
@@ -121,7 +123,7 @@ def _cells(wanted: Cells, tree: str | None) -> tuple[str, Cell | None, Cell | No
 
 
 def page(
-    name: str, recipe: Recipe, sides: list[verdicts.Side], left_out: Counter[str], sizes: estimate.Estimate
+    name: str, recipe: Recipe, sides: list[comparison.Side], left_out: Counter[str], sizes: estimate.Estimate
 ) -> str:
     verdicts = Counter(side.verdict for side in sides)
     counts = ", ".join(f"{verdicts[word]} {word}" for word in ("within", "outside", "not comparable", "not run"))
@@ -145,7 +147,7 @@ def page(
     return "\n".join(lines)
 
 
-def _table(sides: list[verdicts.Side]) -> Iterator[str]:
+def _table(sides: list[comparison.Side]) -> Iterator[str]:
     """Reasons are numbered, since most rows share them."""
     reasons = {why: n for n, why in enumerate(dict.fromkeys(w for s in sides for w in s.notes), 1)}
     yield f"| {' | '.join(SHOWN)} |"
@@ -165,7 +167,7 @@ def _table(sides: list[verdicts.Side]) -> Iterator[str]:
     yield from (f"{n}. {why}" for why, n in reasons.items())
 
 
-def _line(side: verdicts.Side) -> dict[str, Any]:
+def _line(side: comparison.Side) -> dict[str, Any]:
     """Of the CSV; ours in the published unit."""
     row, setting = side.published, side.published.setting
     scale = row.value / side.theirs if side.theirs else 1.0
@@ -186,4 +188,4 @@ def _brief(value: float | None) -> str:
 
 
 if __name__ == "__main__":
-    params.run_stage(main)
+    schema.run_stage(main)

@@ -18,12 +18,14 @@ import torch
 from huggingface_hub import constants
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from stages import init_draft, params, prepare_target
-from stages.drafting import loading
-from stages.formats import checkpoint, hiddens
-from stages.formats.manifest import Manifest
-from stages.sections.cells import Workload
-from stages.sections.recipe import RECIPES, Recipe
+from stages import init_draft, prepare_target
+from stages.draft import checkpoint
+from stages.hidden_states import format
+from stages.params import schema
+from stages.params.benchmark_sections import Workload
+from stages.params.recipe import RECIPES, Recipe
+from stages.target import loading
+from stages.target.manifest import Manifest
 
 TARGETS = RECIPES / "targets"
 GIB, GB = 2**30, 1e9
@@ -74,12 +76,12 @@ class Estimate:
 
 
 def main(recipe: str, file: str) -> None:
-    about, _ = params.read_recipe(Path(recipe))
+    about, _ = schema.read_recipe(Path(recipe))
     assert about, recipe
-    print(json.dumps(vars(estimate(params.load(Path(file)), about))))
+    print(json.dumps(vars(estimate(schema.load(Path(file)), about))))
 
 
-def estimate(p: params.Params, recipe: Recipe) -> Estimate:
+def estimate(p: schema.Params, recipe: Recipe) -> Estimate:
     shape = of_target(p)
     draft = init_draft.infer(p, shape.made)
     found = Estimate(missing=_missing(p))
@@ -97,7 +99,7 @@ def estimate(p: params.Params, recipe: Recipe) -> Estimate:
 # Shapes
 
 
-def of_target(p: params.Params) -> Shape:
+def of_target(p: schema.Params) -> Shape:
     """Raises ValueError where no config of the target is recorded."""
     path = TARGETS / f"{p.target.model.rstrip('/').rsplit('/', 1)[-1]}.json"
     if not path.is_file():
@@ -131,7 +133,7 @@ def draft_parameters(draft: dict[str, Any]) -> dict[str, int]:
     return {"fc": fc, "head": head, "layer": sum(sizes.values()) - fc - head - sizes["d2t"] - sizes["t2d"]}
 
 
-def _say_sizes(found: Estimate, p: params.Params, shape: Shape, draft: dict[str, Any]) -> None:
+def _say_sizes(found: Estimate, p: schema.Params, shape: Shape, draft: dict[str, Any]) -> None:
     made, size = shape.made, _bytes(p.target.dtype)
     experts = f", {many(shape.active)} of them active" if shape.mixture else ""
     found.say("target", f"{made.model}, {many(shape.parameters)} parameters{experts}", shape.recorded_from)
@@ -152,7 +154,7 @@ def _say_sizes(found: Estimate, p: params.Params, shape: Shape, draft: dict[str,
 # Disk
 
 
-def _say_disk(found: Estimate, p: params.Params, recipe: Recipe, shape: Shape, draft: dict[str, Any]) -> None:
+def _say_disk(found: Estimate, p: schema.Params, recipe: Recipe, shape: Shape, draft: dict[str, Any]) -> None:
     made, total = shape.made, sum(draft_parameters(draft).values())
     token = _token_bytes(p, made)
     length = min(recipe.row_tokens, p.extract_hiddens.max_length)
@@ -184,20 +186,20 @@ def _free_in_cache() -> int:
     return shutil.disk_usage(next(folder for folder in (cache, *cache.parents) if folder.is_dir())).free
 
 
-def _token_bytes(p: params.Params, made: Manifest) -> float:
+def _token_bytes(p: schema.Params, made: Manifest) -> float:
     """Of hidden states on disk; of a target that sees as if every token stood for a piece of a picture."""
-    names = {"fp8": hiddens.FP8} | {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
+    names = {"fp8": format.FP8} | {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
     dtype, sees = names[p.extract_hiddens.dtype], made.image_token_id is not None
-    return hiddens.row_bytes(made.hidden_size, dtype, sees) + (
-        hiddens.piece_bytes(made.hidden_size, dtype) if sees else 0
+    return format.row_bytes(made.hidden_size, dtype, sees) + (
+        format.piece_bytes(made.hidden_size, dtype) if sees else 0
     )
 
 
-def _train_rows(p: params.Params, recipe: Recipe) -> int:
+def _train_rows(p: schema.Params, recipe: Recipe) -> int:
     return p.sample_target.train_rows or recipe.train_rows or 0
 
 
-def _eval_rows(p: params.Params) -> int:
+def _eval_rows(p: schema.Params) -> int:
     """At most so many: fewer where the data has fewer."""
     return p.sample_target.eval_rows or p.fix_data.eval_rows or 0
 
@@ -205,7 +207,7 @@ def _eval_rows(p: params.Params) -> int:
 # Hours
 
 
-def _say_hours(found: Estimate, p: params.Params, recipe: Recipe, shape: Shape, draft: dict[str, Any]) -> None:
+def _say_hours(found: Estimate, p: schema.Params, recipe: Recipe, shape: Shape, draft: dict[str, Any]) -> None:
     length = min(recipe.row_tokens, p.extract_hiddens.max_length)
     train, sets = _train_rows(p, recipe), 2 if p.sample_target.eval_temperature else 1
     rows = train + sets * _eval_rows(p)
@@ -239,7 +241,7 @@ def train_flop(made: Manifest, draft: dict[str, Any], steps: int) -> float:
     return 6 * steps * (parts["layer"] + parts["head"]) + 4 * parts["fc"] + 2 * made.vocab_size * made.hidden_size
 
 
-def _say_sampling(found: Estimate, p: params.Params, shape: Shape, rows: int, tokens: int) -> None:
+def _say_sampling(found: Estimate, p: schema.Params, shape: Shape, rows: int, tokens: int) -> None:
     if p.sample_target.backend == "transformers":
         batches = -(-rows // p.sample_target.batch_size)
         step = TORCH_LAYER_S * shape.made.num_layers
@@ -253,12 +255,12 @@ def _say_sampling(found: Estimate, p: params.Params, shape: Shape, rows: int, to
     found.hours("sample_target", batches * tokens * step, how)
 
 
-def _prompts(p: params.Params, w: Workload) -> int:
+def _prompts(p: schema.Params, w: Workload) -> int:
     """Of a question with several turns two: MT-bench has no more."""
     return (w.num_prompts or _eval_rows(p)) * (2 if w.turns == "all" else 1)
 
 
-def _say_torch_cells(found: Estimate, p: params.Params, shape: Shape) -> None:
+def _say_torch_cells(found: Estimate, p: schema.Params, shape: Shape) -> None:
     step = TORCH_LAYER_S * shape.made.num_layers
     for name in p.benchmark.torch:
         w = p.benchmark.workloads[name]
@@ -273,7 +275,7 @@ def _say_torch_cells(found: Estimate, p: params.Params, shape: Shape) -> None:
         found.hours(f"benchmark, {name}", seconds, how)
 
 
-def _say_served_cells(found: Estimate, p: params.Params, shape: Shape) -> None:
+def _say_served_cells(found: Estimate, p: schema.Params, shape: Shape) -> None:
     served = p.benchmark_served
     cells = 1 + len(served.checkpoints) * len(served.trees) * (2 if served.interleave else 1)
     for name in served.workloads:
@@ -291,7 +293,7 @@ def _say_served_cells(found: Estimate, p: params.Params, shape: Shape) -> None:
         found.hours(f"benchmark_served, {name}", seconds, how)
 
 
-def _served_step(p: params.Params, shape: Shape, at_once: int, context: int) -> float:
+def _served_step(p: schema.Params, shape: Shape, at_once: int, context: int) -> float:
     """Seconds: the weights that `at_once` tokens meet, and their contexts, are read once."""
     met = min(shape.parameters, shape.active * at_once)
     return (met * _bytes(p.target.dtype) + at_once * context * shape.kv_bytes(p.target.dtype)) / SERVED_BYTES_S
@@ -301,7 +303,7 @@ def _of_mixtures(shape: Shape) -> str:
     return "; measured on dense targets only" if shape.mixture else ""
 
 
-def _missing(p: params.Params) -> list[str]:
+def _missing(p: schema.Params) -> list[str]:
     """The raw data, and prompt sets that a workload asks for, where they aren't here."""
     wanted = {w.prompts for w in p.benchmark.workloads.values()} & set(p.prepare_prompts.sets)
     files = [p.prepare_prompts.sets[name].from_ for name in sorted(wanted) if p.prepare_prompts.sets[name].is_file]
@@ -319,4 +321,4 @@ def _bytes(dtype: str) -> int:
 
 
 if __name__ == "__main__":
-    params.run_stage(main)
+    schema.run_stage(main)

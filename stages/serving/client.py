@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from stages.serving import session
+from stages.serving import http_session
 
 FIRST_REST_S, LONGEST_REST_S = 0.5, 30.0
 IN_A_ROW = 3  # failures, without an answer between, that send a server to rest
@@ -49,7 +49,7 @@ def expand(base_urls: list[str]) -> list[str]:
     """One URL per server: http://host:6000-6007 is eight of them. Raises ValueError for a range that is none."""
     urls: list[str] = []
     for given in base_urls:
-        url = session.bare(given)
+        url = http_session.bare(given)
         match = re.fullmatch(r"(https?://[^:/]+):(\d+)-(\d+)", url)
         if not match:
             urls.append(url)
@@ -85,13 +85,15 @@ class Client:
         self.asked_again: dict[str, int] = {}  # by reason
         self.endpoints = [Endpoint(url, engine or "") for url in urls]
         self._gate = asyncio.Semaphore(concurrency)
-        self._http = session.Session(model, timeout_s, SECTION, key)
+        self._http = http_session.Session(model, timeout_s, SECTION, key)
 
     async def __aenter__(self) -> "Client":
         await self._http.__aenter__()
         met = await asyncio.gather(*(self._greet(e) for e in self.endpoints), return_exceptions=True)
         for error in met:
-            if error and not isinstance(error, session.Failed):  # one that is away now may come; `ask` meets it then
+            if error and not isinstance(
+                error, http_session.Failed
+            ):  # one that is away now may come; `ask` meets it then
                 await self.__aexit__()
                 raise error
         return self
@@ -118,7 +120,7 @@ class Client:
                 await self._meet(endpoint)
                 async with endpoint.turn or contextlib.nullcontext():
                     answer = await self._once(endpoint, body, engines)
-            except session.Failed as error:
+            except http_session.Failed as error:
                 failed, avoid = f"{endpoint.url}: {error}", endpoint
                 self._failed(endpoint, error)
                 self.check()
@@ -150,7 +152,7 @@ class Client:
             reasoning = message.get("reasoning_content") or message.get("reasoning") or None
             name = found.get("model")
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            raise session.Failed("malformed", f"not a chat completion ({error!r})") from None
+            raise http_session.Failed("malformed", f"not a chat completion ({error!r})") from None
         if (
             name is not None and name != self.model and name.rpartition("@")[0] != self.model
         ):  # transformers adds @revision
@@ -158,10 +160,10 @@ class Client:
                 f"{endpoint.url} answered as model {name!r}, expected {self.model!r}: it serves another model. Correct "
                 "sample_target.server.base_urls, or set server.model to that name if it is the target"
             )
-        if finish_reason not in session.FINISHED:
+        if finish_reason not in http_session.FINISHED:
             if finish_reason in (None, "abort", "error"):
-                raise session.Failed("malformed", f"finish_reason {finish_reason!r}")
-            raise session.Refused(200, f"finish_reason {finish_reason!r}, expected stop or length")
+                raise http_session.Failed("malformed", f"finish_reason {finish_reason!r}")
+            raise http_session.Refused(200, f"finish_reason {finish_reason!r}, expected stop or length")
         return Answer(
             text, reasoning, finish_reason, usage.get("prompt_tokens"), usage.get("completion_tokens"),
             found.get("prompt_token_ids"), choice.get("token_ids"),
@@ -176,7 +178,7 @@ class Client:
                 return min(awake, key=lambda e: (e is avoid, e.under_way, e.answered))
             await asyncio.sleep(min(e.rests_until for e in self.endpoints) - now)
 
-    def _failed(self, endpoint: Endpoint, error: session.Failed) -> None:
+    def _failed(self, endpoint: Endpoint, error: http_session.Failed) -> None:
         self.asked_again[error.reason] = self.asked_again.get(error.reason, 0) + 1
         if endpoint.rests_until > time.monotonic():  # many were under way when it fell; that is one failure
             return
@@ -196,11 +198,11 @@ class Client:
             return
         async with endpoint.meeting:
             if endpoint.rests_until > time.monotonic():  # whoever held the lock found that it is away
-                raise session.Failed("connection", "can't be reached")
+                raise http_session.Failed("connection", "can't be reached")
             if not endpoint.engine:
                 try:
                     endpoint.engine = await self._http.engine_of(endpoint.url)
-                except session.Failed:
+                except http_session.Failed:
                     endpoint.failures += 1
                     endpoint.rests_until = time.monotonic() + self._pause(endpoint.failures)
                     raise

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from stages.serving.counts import Counts
+from stages.serving.spec_counters import Counts
 
 PERCENTILES = (50, 90, 99)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
-PART = re.compile(r"\.([^/]+)\.\d+\.part\b")  # what stages/formats/atomic.py writes before it is in its place
+PART = re.compile(r"\.([^/]+)\.\d+\.part\b")  # what stages/runtime/atomic.py writes before it is in its place
 
 
 def undeclared(opened: Iterable[str], stage: dict[str, Any], besides: Iterable[str] = ()) -> list[str]:

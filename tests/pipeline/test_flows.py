@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pipeline import graph, password, serve
+from pipeline import dvc_graph, password, serve
 from tests.conftest import gone
 
 REPO = Path(__file__).resolve().parents[2]
@@ -247,7 +247,7 @@ def test_a_flow_killed_outright_leaves_no_stage_and_the_next_run_mends_dvc_lock(
     server.project.sleeper("middle")
     command = server.sleeping(server.run())
     flow = command.parents()[1]  # its parent is DVC
-    while graph.MODULE in flow.cmdline():
+    while dvc_graph.MODULE in flow.cmdline():
         flow = flow.parent()
     flow.kill()
     assert gone(command.pid, 30)

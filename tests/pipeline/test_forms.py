@@ -9,8 +9,8 @@ from pydantic import ValidationError
 
 from pipeline import form_limits, recipes
 from pipeline.forms import Changes, Sweep
-from stages.params import Params, load
-from stages.sections.section import Section
+from stages.params.schema import Params, load
+from stages.params.section import Section
 
 
 def test_epochs_become_a_chain_of_segments_and_its_names_stand_in_every_list(home) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from pipeline import graph, reproduce
+from pipeline import dvc_graph, reproduce
 from pipeline.__main__ import main
 from tests.conftest import ROOT
 
@@ -52,13 +52,13 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The stages that were run, in order; sample_target fails."""
     done: list[str] = []
 
-    def run_stage(name: str, on_line: Callable[[str], object]) -> graph.Outcome:
+    def run_stage(name: str, on_line: Callable[[str], object]) -> dvc_graph.Outcome:
         done.append(name)
         if name == "sample_target":
-            raise graph.StageError("stage sample_target failed: no GPU")
-        return graph.Outcome.RAN
+            raise dvc_graph.StageError("stage sample_target failed: no GPU")
+        return dvc_graph.Outcome.RAN
 
-    monkeypatch.setattr(graph, "run_stage", run_stage)
+    monkeypatch.setattr(dvc_graph, "run_stage", run_stage)
     return done
 
 

@@ -12,8 +12,8 @@ from ruamel.yaml import YAML
 
 from pipeline import __main__ as cli
 from pipeline import versions
-from stages.sections import stage_runs
-from stages.sections.stage_runs import StageRun
+from stages.params import stage_runs
+from stages.params.stage_runs import StageRun
 
 NOW = {package: version(package) for package in stage_runs.PACKAGES}
 AT = 1_700_000_000_000_000_000  # when the faked runs were, in ns

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from stages import params, report
-from stages.formats import cell, cost, predicted, replays, served
+from stages import report
+from stages.params import schema
+from stages.params.tree_sections import Tree
 from stages.reporting import costs as shown
-from stages.sections.trees import Tree
-from stages.serving import engines
+from stages.results import prediction, replay_records, served_records, timing_grid, torch_records
+from stages.serving import engine_flags
 from tests import costs
 from tests.conftest import EVAL, edit_params
-from tests.formats.test_cost_served import plain_s, torch_cell
+from tests.results.test_cost_served import plain_s, torch_cell
 from tests.served_cells import made_up as served_cell
 from tests.served_cells import point
 from tests.test_report import PLOTS, made_up_project, make_up_import, make_up_spent, replayed, words
@@ -26,16 +27,16 @@ TREES = ("t5_2_8", "t8_2_16", "t5_4_16", "t10_2_32")
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> params.Params:
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> schema.Params:
     return made_up_project(tmp_path, monkeypatch)
 
 
 def decode(checkpoint: str, tree: str, slow: float = 1.0, off: float = 1.0) -> None:
     """Give a torch cell the rows of a decoding: a cycle `slow` times the timed one, a tau `off` times the replayed."""
-    found = cell.read("eval", checkpoint, tree)
+    found = torch_records.read("eval", checkpoint, tree)
     made = torch_cell(tree, off * replayed(tree, checkpoint), slow * costs.seconds(Tree.parse(tree)))
     prompts = [row | made["prompts"][0] for row in found["prompts"]]
-    cell.write(found | {"prompts": prompts, "metrics": found["metrics"] | made["metrics"]})
+    torch_records.write(found | {"prompts": prompts, "metrics": found["metrics"] | made["metrics"]})
 
 
 def serve(caps: list[int], dear: float, cheap: tuple[str, ...] = (*CHAINS, *TREES)) -> None:
@@ -45,7 +46,7 @@ def serve(caps: list[int], dear: float, cheap: tuple[str, ...] = (*CHAINS, *TREE
     make_up_spent("prepare_prompts-sweep")
     edit_params(Path(), {"benchmark_served": {"workloads": ["sweep"], "checkpoints": ["e009"], "trees": list(cheap)}})
     plain = [point(200, cap, plain_s(cap), requests=max(8, cap), seed=cap, repeats=2) for cap in caps]
-    served.write(served_cell("sweep", points=plain))
+    served_records.write(served_cell("sweep", points=plain))
     for tree in cheap:
         points = []
         for cap in caps:
@@ -53,7 +54,7 @@ def serve(caps: list[int], dear: float, cheap: tuple[str, ...] = (*CHAINS, *TREE
             points.append(
                 point(200, cap, cycle / replayed(tree), replayed(tree), tree, requests=max(8, cap), seed=cap, repeats=2)
             )
-        served.write(served_cell("sweep", "e009", tree, points))
+        served_records.write(served_cell("sweep", "e009", tree, points))
 
 
 def table(place: Path) -> list[Row]:
@@ -61,9 +62,9 @@ def table(place: Path) -> list[Row]:
         return list(csv.DictReader(lines))
 
 
-def test_every_replayed_tree_is_predicted_but_those_outside_the_grid(project: params.Params) -> None:
+def test_every_replayed_tree_is_predicted_but_those_outside_the_grid(project: schema.Params) -> None:
     report.main()
-    rows = table(predicted.TABLE)
+    rows = table(prediction.TABLE)
     trees = project.replay_trees.trees()
     within = [t for t in trees if t.num_steps <= 10 and t.topk <= 4 and t.num_draft_tokens <= 64]
     assert len(rows) == len(within) * len(project.replay_trees.checkpoints) > 300
@@ -74,8 +75,8 @@ def test_every_replayed_tree_is_predicted_but_those_outside_the_grid(project: pa
         assert float(row["low"]) < float(row["speedup"]) < float(row["high"])
 
 
-def test_trees_that_were_left_out_are_counted_on_the_page(project: params.Params) -> None:
-    cost.write(costs.made_up(points=costs.grid([t for t in costs.TREES if t.num_steps <= 6])))
+def test_trees_that_were_left_out_are_counted_on_the_page(project: schema.Params) -> None:
+    timing_grid.write(costs.made_up(points=costs.grid([t for t in costs.TREES if t.num_steps <= 6])))
     report.main()
     trees = project.replay_trees.trees()
     far = sum(t.num_steps > 6 for t in trees)
@@ -87,19 +88,19 @@ def test_trees_that_were_left_out_are_counted_on_the_page(project: params.Params
 
 
 def test_the_flags_are_those_a_server_is_started_with(
-    project: params.Params, capsys: pytest.CaptureFixture[str]
+    project: schema.Params, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report.main()
     printed = capsys.readouterr().out
-    launch = json.loads(predicted.LAUNCH.read_text())["launch"]
+    launch = json.loads(prediction.LAUNCH.read_text())["launch"]
     assert [(row["engine"], row["timed_on"]) for row in launch] == [("sglang", "torch"), ("vllm", "torch")]
-    config = cost.read("e000", project.target.model)["draft"]
+    config = timing_grid.read("e000", project.target.model)["draft"]
     for row in launch:
         shape = row["steps"], row["topk"], row["tokens"]
-        draft = engines.Draft(f"drafts/{row['checkpoint']}/draft", "EAGLE3", *shape)
-        assert row["enable"] and row["flags"] == engines.speculation(row["engine"], draft, config)
-        assert engines.unsupported(row["engine"], *shape, config) is None
-    mine = [row for row in table(predicted.TABLE) if int(row["tokens"]) > int(row["steps"])]
+        draft = engine_flags.Draft(f"drafts/{row['checkpoint']}/draft", "EAGLE3", *shape)
+        assert row["enable"] and row["flags"] == engine_flags.speculation(row["engine"], draft, config)
+        assert engine_flags.unsupported(row["engine"], *shape, config) is None
+    mine = [row for row in table(prediction.TABLE) if int(row["tokens"]) > int(row["steps"])]
     assert launch[0]["speedup"] == max(float(row["speedup"]) for row in mine)
     assert launch[1]["speedup"] == max(float(row["speedup"]) for row in mine if row["topk"] == "1")
     report.main("--launch")
@@ -109,62 +110,62 @@ def test_the_flags_are_those_a_server_is_started_with(
     assert "not sglang’s own" in page and "--speculative-eagle-topk" in page
 
 
-def test_a_draft_that_an_engine_can_not_load_is_not_proposed_there(project: params.Params) -> None:
+def test_a_draft_that_an_engine_can_not_load_is_not_proposed_there(project: schema.Params) -> None:
     """q/k norms: vLLM alone has them."""
-    cost.write(costs.made_up(draft={"model_type": "qwen3", "draft_vocab_size": 320}))
+    timing_grid.write(costs.made_up(draft={"model_type": "qwen3", "draft_vocab_size": 320}))
     report.main()
-    assert [row["engine"] for row in predicted.read_launch()] == ["vllm"]
+    assert [row["engine"] for row in prediction.read_launch()] == ["vllm"]
 
 
-def test_a_draft_with_a_window_keeps_it(project: params.Params) -> None:
-    cost.write(costs.made_up(draft={"model_type": "llama", "sliding_window": 512}))
+def test_a_draft_with_a_window_keeps_it(project: schema.Params) -> None:
+    timing_grid.write(costs.made_up(draft={"model_type": "llama", "sliding_window": 512}))
     report.main()
-    assert predicted.read_launch()[0]["flags"][-2:] == ["--speculative-draft-window-size", "511"]
+    assert prediction.read_launch()[0]["flags"][-2:] == ["--speculative-draft-window-size", "511"]
 
 
 def test_where_a_cycle_costs_more_than_it_brings_speculation_is_not_proposed(
-    project: params.Params, capsys: pytest.CaptureFixture[str]
+    project: schema.Params, capsys: pytest.CaptureFixture[str]
 ) -> None:
     points = [row | {"cycle_s": 5 * row["cycle_s"]} for row in costs.grid()]
-    cost.write(costs.made_up(points=points))
+    timing_grid.write(costs.made_up(points=points))
     report.main()
-    launch = predicted.read_launch()
+    launch = prediction.read_launch()
     assert [row["enable"] for row in launch] == [False, False] and not any(row["flags"] for row in launch)
     assert "--speculative" not in capsys.readouterr().out
 
 
-def test_an_untimed_import_has_no_prediction_and_a_reason(project: params.Params) -> None:
+def test_an_untimed_import_has_no_prediction_and_a_reason(project: schema.Params) -> None:
     theirs = {"model": "someone/theirs", "revision": None, "rope_theta": None}
     edit_params(Path(), {"import_draft": {"checkpoints": {"theirs": theirs}}})
     edit_params(Path(), {"replay_trees": {"checkpoints": ["e003", "e009", "theirs"]}})
     make_up_import("theirs")
     text = Path("results/replay/e009.csv").read_text().replace("e009", "theirs")
     Path("results/replay/theirs.csv").write_text(text)
-    replays.write_inside("theirs", [])
+    replay_records.write_inside("theirs", [])
     report.main()
-    assert {row["checkpoint"] for row in table(predicted.TABLE)} == {"e003", "e009"}
+    assert {row["checkpoint"] for row in table(prediction.TABLE)} == {"e003", "e009"}
     assert "theirs: the torch engine has timed no draft of its shapes" in words(report.PAGE.read_text())
     edit_params(Path(), {"time_trees": {"checkpoints": ["e000", "theirs"]}})
-    cost.write(costs.made_up("theirs", points=costs.grid(truth=costs.TRUTH | {"step": 1e-3})))
+    timing_grid.write(costs.made_up("theirs", points=costs.grid(truth=costs.TRUTH | {"step": 1e-3})))
     report.main()
-    chain = {row["checkpoint"]: row for row in table(predicted.TABLE) if row["steps"] == "8" and row["topk"] == "1"}
+    chain = {row["checkpoint"]: row for row in table(prediction.TABLE) if row["steps"] == "8" and row["topk"] == "1"}
     assert (
         float(chain["theirs"]["C"]) > 1.2 * float(chain["e009"]["C"]) == pytest.approx(1.2 * float(chain["e003"]["C"]))
     )
 
 
-def test_a_missing_cost_and_one_of_another_target_are_explained(project: params.Params) -> None:
-    cost.write(costs.made_up(model="Qwen/Qwen3-8B"))
+def test_a_missing_cost_and_one_of_another_target_are_explained(project: schema.Params) -> None:
+    timing_grid.write(costs.made_up(model="Qwen/Qwen3-8B"))
     with pytest.raises(
         ValueError, match=r"has timed drafts of the target Qwen/Qwen3-8B, expected builtin/weather-tiny"
     ):
         report.main()
-    cost.path("torch", "e000").unlink()
+    timing_grid.path("torch", "e000").unlink()
     with pytest.raises(ValueError, match=r"torch-e000\.json not found; run: dvc repro time_trees@e000"):
         report.main()
 
 
-def test_predictions_stand_beside_measurements(project: params.Params) -> None:
+def test_predictions_stand_beside_measurements(project: schema.Params) -> None:
     for checkpoint in project.benchmark.checkpoints:
         for tree in project.benchmark.trees:
             decode(checkpoint, tree)
@@ -179,10 +180,10 @@ def test_predictions_stand_beside_measurements(project: params.Params) -> None:
     assert not re.search(r"https?:|<script|<link|<img|@import|url\((?!#)", page)
 
 
-def test_cells_of_another_machine_are_not_held_against_predictions(project: params.Params) -> None:
+def test_cells_of_another_machine_are_not_held_against_predictions(project: schema.Params) -> None:
     for tree in project.benchmark.trees:
         decode("e009", tree, slow=3)
-    cost.write(costs.made_up(hardware=costs.HARDWARE | {"cpu": "Another CPU"}))
+    timing_grid.write(costs.made_up(hardware=costs.HARDWARE | {"cpu": "Another CPU"}))
     report.main()
     said = words(report.PAGE.read_text())
     assert "Predicted against measured" not in said
@@ -192,21 +193,21 @@ def test_cells_of_another_machine_are_not_held_against_predictions(project: para
 
 
 def test_served_cells_tell_at_which_concurrency_to_speculate(
-    project: params.Params, capsys: pytest.CaptureFixture[str]
+    project: schema.Params, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The engine's own cells are its costs: the torch engine's then advise vLLM alone."""
     serve([1, 8, 64], dear=2.0)
     report.main()
-    launch = predicted.read_launch()
+    launch = prediction.read_launch()
     told = [(row["engine"], row["timed_on"], row["concurrency"], row["enable"]) for row in launch]
     assert told[0] == ("sglang", "sglang", 1, True) and ("sglang", "sglang", 64, False) in told
     assert told[-1] == ("vllm", "torch", 1, True) and len(told) == 4
-    made = json.loads(predicted.LAUNCH.read_text())["costs"]
+    made = json.loads(prediction.LAUNCH.read_text())["costs"]
     assert [(one["engine"], one["workload"], len(one["grid"])) for one in made] == [
         ("torch", None, 36),
         ("sglang", "sweep", 21),
     ]
-    rows = [row for row in table(predicted.TABLE) if row["engine"] == "sglang"]
+    rows = [row for row in table(prediction.TABLE) if row["engine"] == "sglang"]
     assert {row["concurrency"] for row in rows} == {"1", "8", "64"}
     assert {(int(row["steps"]) >= 3, int(row["tokens"]) >= 4, int(row["tokens"]) <= 32) for row in rows} == {
         (True,) * 3
@@ -217,35 +218,35 @@ def test_served_cells_tell_at_which_concurrency_to_speculate(
     assert "sglang engine, sweep, 200 tokens, 21 points:" in said and "Of 21 cells, predictions are" in said
 
 
-def test_too_few_served_cells_say_why_there_is_no_cost(project: params.Params) -> None:
+def test_too_few_served_cells_say_why_there_is_no_cost(project: schema.Params) -> None:
     serve([1], dear=1.0, cheap=CHAINS[:2])
     report.main()
     assert "sweep, e009, 200 tokens: a timing grid has 2 points, expected at least 3" in words(report.PAGE.read_text())
 
 
-def test_nothing_to_launch_is_no_table(project: params.Params, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_to_launch_is_no_table(project: schema.Params, capsys: pytest.CaptureFixture[str]) -> None:
     assert shown.table([]) == []
-    predicted.write([], [], [])
+    prediction.write([], [], [])
     report.main("--launch")
     assert capsys.readouterr().out == "nothing is predicted; results/report/index.html says why\n"
 
 
 def test_one_conversation_has_no_interval_anywhere_on_the_page(
-    project: params.Params, capsys: pytest.CaptureFixture[str]
+    project: schema.Params, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Bug: with one prompt the ends were equal, and the page and the terminal showed a certainty."""
     none = {"tau_low": None, "tau_high": None}
     for checkpoint in project.replay_trees.checkpoints:
-        replays.write(replays.path(checkpoint), [row | none for row in replays.read(checkpoint)])
+        replay_records.write(replay_records.path(checkpoint), [row | none for row in replay_records.read(checkpoint)])
     for checkpoint in project.benchmark.checkpoints:
         for tree in project.benchmark.trees:
             decode(checkpoint, tree)
-            found = cell.read("eval", checkpoint, tree)
+            found = torch_records.read("eval", checkpoint, tree)
             ends = none | {"speedup_low": None, "speedup_high": None}
-            cell.write(found | {"metrics": found["metrics"] | ends})
+            torch_records.write(found | {"metrics": found["metrics"] | ends})
     report.main()
     told = capsys.readouterr().out
     assert "one prompt" in told and "can't tell" in told
     said = words(report.PAGE.read_text())
     assert "one prompt" in said and "it can’t be told: the prediction or the cell has no interval" in said
-    assert not any(row["enable"] for row in predicted.read_launch())
+    assert not any(row["enable"] for row in prediction.read_launch())

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from stages import params, report
-from stages.formats import cost, replays
+from stages import report
+from stages.params import schema
+from stages.results import replay_records, timing_grid
 from tests import costs
 from tests.conftest import EVAL, ROOT
 from tests.test_report import made_up_inside, made_up_project, make_up_served, serve
@@ -49,10 +50,10 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     model = "meta-llama/Llama-3.1-8B-Instruct"
     text = Path("params.yaml").read_text().replace("model: builtin/weather-tiny ", f"model: {model} ")
     Path("params.yaml").write_text(text)
-    cost.write(costs.made_up(model=model))
-    p = params.load()
+    timing_grid.write(costs.made_up(model=model))
+    p = schema.load()
     for name in p.replay_trees.checkpoints:
-        replays.write_inside(name, made_up_inside(p.replay_trees.watched()))
+        replay_records.write_inside(name, made_up_inside(p.replay_trees.watched()))
     serve({"code": {**EVAL, "concurrency": 64, "repeats": 3}})
     make_up_served("code", off=0.7)
     report.main()

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from stages import params, report
-from stages.formats import cell, method_cell
+from stages import report
+from stages.params import schema
 from stages.reporting import methods
+from stages.results import method_records, torch_records
 from tests.conftest import edit_params
 from tests.test_report import made_up_project, make_up_spent
 
@@ -28,15 +29,15 @@ def made_up_row(
     row: str, speed: float, settings: dict[str, Any], mixture: bool = False, plain: float = 200.0
 ) -> dict[str, Any]:
     draft = settings.get("checkpoint")
-    metrics = dict.fromkeys(method_cell.METRICS, 1.0) | {
+    metrics = dict.fromkeys(method_records.METRICS, 1.0) | {
         "tau": 2.5, "accept_rate": 0.375, "output_tok_s": speed, "baseline_output_tok_s": plain, "speedup": speed / plain,
         "speedup_low": speed / plain - 0.1, "speedup_high": speed / plain + 0.1,
     }  # fmt: skip
     return {
         "row": row, "method": settings["method"], "checkpoint": draft, "workload": "eval", "engine": "torch",
         "settings": {k: v for k, v in settings.items() if k not in ("method", "checkpoint")} | {"steps": 4},
-        "definitions": cell.DEFINITIONS, "temperature": 0.0, "top_p": 1.0, "top_k": None, "metrics": metrics,
-        "histogram": [1, 2], "prompts": [dict.fromkeys(method_cell.PROMPT_COLUMNS, 0)],
+        "definitions": torch_records.DEFINITIONS, "temperature": 0.0, "top_p": 1.0, "top_k": None, "metrics": metrics,
+        "histogram": [1, 2], "prompts": [dict.fromkeys(method_records.PROMPT_COLUMNS, 0)],
         "memory": {"weights": 3 * 2**20 if draft else 0, "state": 1536}, "parameters": 786432 if draft else 0,
         "mixture": mixture, "model": "builtin/weather-tiny", "hardware": {"cpu": "a chip", "threads": 1, "system": "Linux"},
         "versions": {"torch": "2"}, "seconds": 3.0, "seed": 1, "gpus": [], "joules": None,
@@ -119,7 +120,7 @@ def test_the_page_shows_both_tables_and_the_csv_has_the_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     made_up_project(tmp_path, monkeypatch)
-    checkpoints = {**{n: s.model_dump(by_alias=True) for n, s in params.load().train_draft.checkpoints.items()},
+    checkpoints = {**{n: s.model_dump(by_alias=True) for n, s in schema.load().train_draft.checkpoints.items()},
                    "heads": {"from": "e000", "epochs": 1, "method": "medusa", "heads": 4}}  # fmt: skip
     edit_params(tmp_path, {
         "train_draft": {"checkpoints": checkpoints}, "benchmark_methods": {"drafted": DRAFTED, "draftless": DRAFTLESS},
@@ -131,7 +132,7 @@ def test_the_page_shows_both_tables_and_the_csv_has_the_rows(
     with pytest.raises(ValueError, match=r"method-medusa\.json not found; run: dvc repro benchmark_methods@medusa"):
         report.main()
     for row in every_row():
-        method_cell.write(row)
+        method_records.write(row)
     report.main()
     page, terminal = Path("results/report/index.html").read_text(), capsys.readouterr().out
     assert "Methods on one verifier" in page and "What the engine gives" in page and "static, 9 nodes, 4 deep" in page

@@ -5,20 +5,26 @@ from typing import Any
 
 import pytest
 
-from stages.formats import joined
 from stages.reporting import served
+from stages.results import served_table
 from tests.served_cells import Row, made_up, point
 
 
 def rows_of(*cells: Row) -> list[Row]:
-    return [line.row for line in joined.lines(cells, {}, set())]
+    return [line.row for line in served_table.lines(cells, {}, set())]
 
 
 def with_speedups(speedups: dict[tuple[int, int | None], float], tree: str = "t5_1_6", **keys: Any) -> list[Row]:
     """Lines of a sweep, joined, with just these speedups: (tokens, concurrency) -> speedup."""
     return [
-        dict.fromkeys(joined.COLUMNS)
-        | {"workload": "sweep", "checkpoint": "e009", "tree": tree, "decoding": joined.SPECULATIVE, "status": "ran"}
+        dict.fromkeys(served_table.COLUMNS)
+        | {
+            "workload": "sweep",
+            "checkpoint": "e009",
+            "tree": tree,
+            "decoding": served_table.SPECULATIVE,
+            "status": "ran",
+        }
         | {"max_new_tokens": tokens, "concurrency": cap, "request_rate": "inf", "speedup": speedup, "engine": "sglang"}
         | {"requests": 8, "completed": 8, "temperature": 0.0}
         | keys
@@ -150,14 +156,14 @@ def test_failed_requests_and_the_cells_warnings_are_listed() -> None:
     lost["loads"][0] |= {"failed": {"timeout": 2}}
     lost["loads"][1] |= {"failed": {"timeout": 1, "cut": 1}}
     baseline = made_up("eval", points=[point(64, 4, 0.02, repeats=2)])
-    found = served.warnings(joined.lines([baseline, made_up("eval", "e009", "t5_1_6", [lost])], {}, set()))
+    found = served.warnings(served_table.lines([baseline, made_up("eval", "e009", "t5_1_6", [lost])], {}, set()))
     assert [w["said"] for w in found] == ["the GPU was not empty", "16 requests, of them failed: timeout 3, cut 1"]
 
 
 def test_the_engines_figures_stand_beside_ours() -> None:
     baseline = made_up("eval", points=[point(64, 4, 0.02)])
     (e,) = served.engines(
-        joined.lines([baseline, made_up("eval", "e009", "t5_1_6", [point(64, 4, 0.01, tau=2.9)])], {}, set())
+        served_table.lines([baseline, made_up("eval", "e009", "t5_1_6", [point(64, 4, 0.01, tau=2.9)])], {}, set())
     )
     assert (e["tau"], e["said"]) == (2.9, "spec_accept_length 2.97, avg_spec_accept_length 2.91")
 
@@ -166,7 +172,7 @@ def test_quality_and_commands() -> None:
     baseline = made_up("eval", points=[point(64, 4, 0.02, accuracy=0.5)])
     cell = made_up("eval", "e009", "t5_1_6", [point(64, 4, 0.01, tau=2.9, accuracy=0.25)])
     cell["server"]["command"] = None
-    lines = joined.lines([baseline, cell], {}, set())
+    lines = served_table.lines([baseline, cell], {}, set())
     _, graded = served.quality(lines)
     assert (graded["correct"], graded["accuracy"], graded["baseline_accuracy"]) == (2, 0.25, 0.5)
     assert [s["command"] for s in served.servers([baseline, cell])] == ["python3 -m sglang.launch_server", None]

@@ -8,17 +8,19 @@ from typing import Any
 import pytest
 
 from pipeline import recipes
-from stages import params
-from stages.formats import atomic, cell, published, served, verdicts
+from stages.literature import comparison, published
+from stages.params import schema
+from stages.params.recipe import Recipe
 from stages.reproduce import compare, estimate
-from stages.sections.recipe import Recipe
+from stages.results import served_records, torch_records
+from stages.runtime import atomic
 
 pytestmark = pytest.mark.usefixtures("home")
 H20 = {"gpu": "NVIDIA H20", "cpu": "one core"}
 
 
 def recipe_of(name: str) -> Recipe:
-    about, _ = params.read_recipe(Path(f"recipes/{name}.yaml"))
+    about, _ = schema.read_recipe(Path(f"recipes/{name}.yaml"))
     assert about is not None
     return about
 
@@ -26,20 +28,20 @@ def recipe_of(name: str) -> Recipe:
 def torch_cell(workload: str, tree: str = "t6_10_60", **changes: Any) -> None:
     """Two questions, one of two turns: 4 and 3 tokens a cycle; twice and three times as fast as plain decoding."""
     rows = [
-        dict.fromkeys(cell.PROMPT_COLUMNS, 0) | {
+        dict.fromkeys(torch_records.PROMPT_COLUMNS, 0) | {
             "id": name, "cycles": cycles, "accepted": accepted, "output_tokens": 10 * cycles,
             "e2e_latency_s": 0.1 * cycles / speed, "baseline_output_tokens": 10 * cycles,
             "baseline_e2e_latency_s": 0.1 * cycles,
         }
         for name, cycles, accepted, speed in (("a", 6, 22, 2.0), ("a", 4, 8, 2.0), ("b", 20, 40, 3.0))
     ]  # fmt: skip
-    found = dict.fromkeys(cell.KEYS) | {
+    found = dict.fromkeys(torch_records.KEYS) | {
         "workload": workload, "checkpoint": "theirs", "tree": tree, "num_steps": 6, "num_draft_tokens": 60,
         "engine": "torch", "temperature": 0.0,
-        "metrics": dict.fromkeys(cell.METRICS, 1.0) | {"tau": 3.7, "tau_low": 3.6, "tau_high": 3.8}, "prompts": rows,
-        "hardware": H20, "versions": {"torch": "2.13.0"}, "definitions": cell.DEFINITIONS,
+        "metrics": dict.fromkeys(torch_records.METRICS, 1.0) | {"tau": 3.7, "tau_low": 3.6, "tau_high": 3.8}, "prompts": rows,
+        "hardware": H20, "versions": {"torch": "2.13.0"}, "definitions": torch_records.DEFINITIONS,
     }  # fmt: skip
-    cell.write(found | changes)
+    torch_records.write(found | changes)
 
 
 def served_cell(workload: str, checkpoint: str | None, tree: str | None, rate: float, **changes: Any) -> None:
@@ -49,30 +51,30 @@ def served_cell(workload: str, checkpoint: str | None, tree: str | None, rate: f
         {"output_throughput": r, "total_throughput": 2 * r, "ttft_s": times, "tpot_s": times, "e2e_s": times}
         for r in (0.95 * rate, 1.05 * rate)
     ]
-    acceptance = dict.fromkeys(served.ACCEPTANCE) | {
+    acceptance = dict.fromkeys(served_records.ACCEPTANCE) | {
         "tau": 2.0, "tau_low": 1.98, "tau_high": 2.02, "accept_rate": 0.5, "node_accept_rate": 0.5,
     }  # fmt: skip
-    point = dict.fromkeys(served.POINT) | {
+    point = dict.fromkeys(served_records.POINT) | {
         "loads": loads,
         "acceptance": acceptance if checkpoint else None,
         "requests": [],
     }
-    found = dict.fromkeys(served.KEYS) | {
+    found = dict.fromkeys(served_records.KEYS) | {
         "workload": workload, "checkpoint": checkpoint, "tree": tree, "num_steps": 2, "num_draft_tokens": 3,
         "engine": "vllm", "temperature": 0.0,
-        "status": served.RAN, "points": [point], "baseline_points": [], "memory": dict.fromkeys(served.MEMORY),
-        "hardware": H20, "versions": {"vllm": "0.11.2"}, "definitions": cell.DEFINITIONS, "fingerprint": "f",
+        "status": served_records.RAN, "points": [point], "baseline_points": [], "memory": dict.fromkeys(served_records.MEMORY),
+        "hardware": H20, "versions": {"vllm": "0.11.2"}, "definitions": torch_records.DEFINITIONS, "fingerprint": "f",
     }  # fmt: skip
-    served.write(found | changes)
+    served_records.write(found | changes)
 
 
-def sides_of(name: str) -> tuple[list[verdicts.Side], Counter[str]]:
+def sides_of(name: str) -> tuple[list[comparison.Side], Counter[str]]:
     with recipes.merged(name) as (file, _):
-        model = params.load(file).target.model
+        model = schema.load(file).target.model
     return compare.lay_beside(recipe_of(name), model, published.load())
 
 
-def side(sides: list[verdicts.Side], metric: str, **setting: Any) -> verdicts.Side:
+def side(sides: list[comparison.Side], metric: str, **setting: Any) -> comparison.Side:
     (found,) = [
         s for s in sides if s.published.metric == metric
         and all(getattr(s.published.setting, key) == value for key, value in setting.items())
@@ -99,7 +101,7 @@ def test_an_accept_length_is_compared_by_the_definition_it_was_printed_with() ->
     torch_cell("mt_bench")
     sides, _ = sides_of("angelslim-qwen3-8b")
     tau = side(sides, "tau", dataset="MT-bench", temperature=0.0, engine="AngelSlim, PyTorch")
-    assert tau.ours == verdicts.Number(3.5, pytest.approx(12.7062 * 0.5, rel=1e-5))  # Student's t of two questions
+    assert tau.ours == comparison.Number(3.5, pytest.approx(12.7062 * 0.5, rel=1e-5))  # Student's t of two questions
     assert tau.theirs == 3.65 and tau.ratio == pytest.approx(3.5 / 3.65)
     assert (tau.verdict, tau.bars) == ("within", ())
     assert tau.taken == ("tree t6_10_60, which isn't stated",)
@@ -114,7 +116,7 @@ def test_an_accept_length_is_compared_by_the_definition_it_was_printed_with() ->
 def test_the_tolerance_is_the_sum_of_rounding_interval_and_declared_share(tau: float, verdict: str) -> None:
     """2.00 is printed: 0.005 by rounding, 0.02 by our interval, 5% declared are 0.1 of it: 0.125."""
     served_cell("gsm8k_1024", "theirs", "t2_1_3", 250.0)
-    place = served.path("gsm8k_1024", "theirs", "t2_1_3")
+    place = served_records.path("gsm8k_1024", "theirs", "t2_1_3")
     found = atomic.read_json(place, "a test")
     found["points"][0]["acceptance"] |= {"tau": tau, "tau_low": tau - 0.02, "tau_high": tau + 0.02}
     atomic.write_json(place, found)
@@ -176,10 +178,10 @@ def test_a_baseline_of_another_fingerprint_is_no_baseline() -> None:
 def test_a_baseline_measured_in_turns_with_the_cell_is_its_own() -> None:
     served_cell("code_gen", None, None, 9999.0, engine="sglang")
     served_cell("code_gen", "other", "t5_8_32", 1000.0, engine="sglang")
-    slow = served.read("code_gen", "other", "t5_8_32")["points"]
+    slow = served_records.read("code_gen", "other", "t5_8_32")["points"]
     served_cell("code_gen", "theirs", "t5_8_32", 2800.0, engine="sglang", baseline_points=slow)
     sides, _ = sides_of("qwen3-coder-30b-a3b")
-    assert side(sides, "speedup", label="Code Gen").ours == verdicts.Number(
+    assert side(sides, "speedup", label="Code Gen").ours == comparison.Number(
         pytest.approx(2.8), pytest.approx(0.388 * 12.7062 / 1.96, rel=0.01)
     )
 
@@ -190,7 +192,7 @@ def test_what_an_engine_can_not_run_says_so() -> None:
         "e010",
         "t8_2_8",
         1.0,
-        status=served.UNSUPPORTED,
+        status=served_records.UNSUPPORTED,
         reason="num_draft_tokens below num_steps + 1",
         points=[],
     )
@@ -238,12 +240,12 @@ def test_a_publication_that_is_none_is_named() -> None:
 def test_every_measure_a_recipe_names_is_one_of_ours() -> None:
     for file in Path("recipes").glob("*.yaml"):
         for match in recipe_of(file.stem).beside:
-            assert set(match.measures.values()) <= set(verdicts.MEASURES), file
+            assert set(match.measures.values()) <= set(comparison.MEASURES), file
 
 
 def served_acceptance(**changes: Any) -> None:
     """Change what the cell of gsm8k_1024 says of accepted drafts."""
-    place = served.path("gsm8k_1024", "theirs", "t2_1_3")
+    place = served_records.path("gsm8k_1024", "theirs", "t2_1_3")
     found = atomic.read_json(place, "a test")
     found["points"][0]["acceptance"] |= changes
     atomic.write_json(place, found)
@@ -268,8 +270,8 @@ def test_a_cell_that_vllm_counted_over_all_requests_ends_reproduce_with_a_page(
 def test_the_spread_of_the_node_accept_rate_is_that_of_tau_over_the_nodes() -> None:
     """Bug: it was divided by num_steps; accepted / nodes has num_draft_tokens - 1 nodes a cycle."""
     served_cell("eval", "e010", "t10_3_32", 1.0, engine="sglang", num_steps=10, num_draft_tokens=32)
-    found = served.read("eval", "e010", "t10_3_32")
-    spreads = {name: verdicts.measured(name, found, None) for name in ("tau", "accept_rate", "node_accept_rate")}
+    found = served_records.read("eval", "e010", "t10_3_32")
+    spreads = {name: comparison.measured(name, found, None) for name in ("tau", "accept_rate", "node_accept_rate")}
     assert {name: number.spread for name, number in spreads.items()} == pytest.approx(
         {"tau": 0.02, "accept_rate": 0.02 / 10, "node_accept_rate": 0.02 / 31}
     )
@@ -278,14 +280,14 @@ def test_the_spread_of_the_node_accept_rate_is_that_of_tau_over_the_nodes() -> N
 def test_rates_of_a_torch_cell_have_the_interval_of_its_tau() -> None:
     """Bug: they had none, though tau's was there, so their tolerance was too small."""
     torch_cell("mt_bench")
-    found = cell.read("mt_bench", "theirs", "t6_10_60")
+    found = torch_records.read("mt_bench", "theirs", "t6_10_60")
     for name, over in (("accept_rate", 6), ("node_accept_rate", 59)):
-        assert verdicts.measured(name, found, None) == verdicts.Number(1.0, pytest.approx(0.1 / over))
+        assert comparison.measured(name, found, None) == comparison.Number(1.0, pytest.approx(0.1 / over))
 
 
 def test_few_repeats_are_judged_by_students_t_and_one_by_none() -> None:
     """Bug: 1.96 standard errors of 3 repeats cover 81%, where Student's t takes 4.30; one repeat had a spread of 0."""
     speeds = [100.0, 110.0, 120.0]
-    three = verdicts._mean(speeds)
-    assert three == verdicts.Number(110.0, pytest.approx(4.3027 * 10 / 3**0.5, rel=1e-4))
-    assert verdicts._mean(speeds[:1]) == verdicts.Number(100.0, None, "one repeat")
+    three = comparison._mean(speeds)
+    assert three == comparison.Number(110.0, pytest.approx(4.3027 * 10 / 3**0.5, rel=1e-4))
+    assert comparison._mean(speeds[:1]) == comparison.Number(100.0, None, "one repeat")

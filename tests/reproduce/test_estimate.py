@@ -7,8 +7,9 @@ import torch
 
 from benchmarks import recipes_page
 from pipeline import recipes
-from stages import params
-from stages.formats import checkpoint, hiddens
+from stages.draft import checkpoint
+from stages.hidden_states import format
+from stages.params import schema
 from stages.reproduce import estimate
 from tests.conftest import ROOT
 
@@ -21,9 +22,9 @@ PRINTED = {  # model cards; Qwen3-VL's counts its vision tower
 pytestmark = pytest.mark.usefixtures("home")
 
 
-def shape_of(name: str) -> tuple[params.Params, estimate.Shape]:
+def shape_of(name: str) -> tuple[schema.Params, estimate.Shape]:
     with recipes.merged(name) as (file, _):
-        p = params.load(file)
+        p = schema.load(file)
     return p, estimate.of_target(p)
 
 
@@ -72,11 +73,11 @@ def test_draft_parameters_are_those_of_its_tensors() -> None:
 
 
 def test_hidden_states_are_counted_by_row_and_online_ones_are_not() -> None:
-    about, _ = params.read_recipe(Path("recipes/qwen3-vl-2b-weather.yaml"))
+    about, _ = schema.read_recipe(Path("recipes/qwen3-vl-2b-weather.yaml"))
     assert about is not None
     p, _ = shape_of("qwen3-vl-2b-weather")
     kept = estimate.estimate(p, about)
-    size = hiddens.row_bytes(2048, torch.bfloat16, True) + hiddens.piece_bytes(2048, torch.bfloat16)
+    size = format.row_bytes(2048, torch.bfloat16, True) + format.piece_bytes(2048, torch.bfloat16)
     online = p.model_copy(update={"extract_hiddens": p.extract_hiddens.model_copy(update={"online": True})})
     assert kept.disk_bytes - estimate.estimate(online, about).disk_bytes == pytest.approx(220 * 512 * size)
 

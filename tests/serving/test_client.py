@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from stages.serving import client, session
-from tests.serving.fake import Fake, completion, echo
+from stages.serving import client, http_session
+from tests.serving.misbehaving_server import Fake, completion, echo
 
 BODY = {"messages": [{"role": "user", "content": "hello"}], "seed": 1}
 
@@ -43,7 +43,7 @@ def test_what_may_pass_is_asked_again(wrong: Any) -> None:
 def test_what_is_refused_is_not_asked_again(status: int) -> None:
     with Fake(lambda *_: status) as fake:
         (answer,), _ = asks([fake.url], [BODY])
-    assert isinstance(answer, session.Refused) and f"HTTP {status}" in str(answer)
+    assert isinstance(answer, http_session.Refused) and f"HTTP {status}" in str(answer)
     assert len(fake.bodies) == 1
 
 
@@ -141,12 +141,12 @@ def test_never_more_at_once_than_said_and_the_idlest_first() -> None:
 def test_the_key_is_sent_and_never_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "swordfish")
     with Fake(lambda *_: 401) as fake:
-        (answer,), http = asks([fake.url], [BODY], key=session.api_key("MY_KEY", "sample_target.server"))
+        (answer,), http = asks([fake.url], [BODY], key=http_session.api_key("MY_KEY", "sample_target.server"))
     assert "authorization: bearer swordfish" in fake.headers[0].lower()
     assert "swordfish" not in f"{answer} {answer!r} {http!r} {vars(http)}"
     monkeypatch.delenv("MY_KEY")
     with pytest.raises(ValueError, match="MY_KEY, but that variable is not set"):
-        session.api_key("MY_KEY", "sample_target.server")
+        http_session.api_key("MY_KEY", "sample_target.server")
 
 
 def test_an_answer_from_elsewhere_is_not_followed() -> None:
@@ -162,7 +162,7 @@ def test_a_proxy_of_the_environment_is_for_other_machines(monkeypatch: pytest.Mo
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.lower(), raising=False)
-    assert session.proxy_of("http://gpu1:8000") is None
+    assert http_session.proxy_of("http://gpu1:8000") is None
     monkeypatch.setenv("http_proxy", "http://proxy:3128")
     monkeypatch.setenv("no_proxy", "gpu2,.local")
     urls = [
@@ -173,7 +173,7 @@ def test_a_proxy_of_the_environment_is_for_other_machines(monkeypatch: pytest.Mo
         "http://localhost:1",
         "https://b",
     ]
-    assert [session.proxy_of(url) for url in urls] == ["http://proxy:3128", None, None, None, None, None]
+    assert [http_session.proxy_of(url) for url in urls] == ["http://proxy:3128", None, None, None, None, None]
     with Fake() as proxy:
         monkeypatch.setenv("http_proxy", proxy.url)
         (answer,), _ = asks(["http://nowhere.invalid:8000"], [BODY])

@@ -1,0 +1,365 @@
+"""EAGLE-3 drafts that others have published, in any spelling in use -> config.json and tensors as ours.
+
+    SGLang, SpecForge, official EAGLE, AngelSlim    midlayer.*          d2t, t2d       a flat config
+    vLLM, Model-Optimizer                           layers.0.*, also with model. before it
+    speculators                                     layers.0.*          the layer's config under transformer_layer_config
+
+What we can't run as an engine would is refused, with what was found and what to do; what is taken otherwise than it is
+written is told as a note. Sources: SGLang's and vLLM's llama_eagle3.py, speculators' eagle3, research/specforge.md 2.8,
+research/speculators_torchspec_modelopt.md 1.4.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from stages.draft import checkpoint
+from stages.target.manifest import Manifest
+
+Tables = Callable[[], tuple[Tensor, Tensor]]  # the target's embedding and head [V, H], read where they are asked for
+
+SPECULATORS = "transformer_layer_config"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+RENAMED = (
+    (r"^model\.", ""),
+    (r"^layers\.0\.", "midlayer."),
+    (r"^draft_id_to_target_id$", "d2t"),
+    (r"^aux_norm_low\.", "fc_norm.0."),
+    (r"^aux_norm_mid\.", "fc_norm.1."),
+    (r"^aux_norm_high\.", "fc_norm.2."),
+)
+# Kept by some trainers, read by no engine: angles, and the target's own tensors.
+UNUSED = re.compile(r"(^|\.)rotary_emb\.inv_freq$|^verifier_(norm|lm_head)\.weight$")
+# The one value with which the layer is the one that we run; a key that is absent has it.
+MUST_BE: dict[str, Any] = {
+    "num_hidden_layers": 1, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "qkv_bias": False,
+    "bias": False, "num_aux_hidden_states": 3, "partial_rotary_factor": 1.0, "logit_scale": 1.0, "kv_lora_rank": None,
+    "q_lora_rank": None,
+    "eagle_config.use_aux_hidden_state": True, "eagle_config.use_input_layernorm_in_first_layer": True,
+    "eagle_config.use_last_layernorm": True, "eagle_config.use_mtp_layernorm": False,
+    "eagle_config.parallel_draft_step": 1,
+}  # fmt: skip
+SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+
+
+@dataclass(frozen=True)
+class Published:
+    config: dict[str, Any]  # config.json as `checkpoint.config_json` writes it
+    tensors: dict[str, Tensor]
+    options: dict[str, Any]  # of drafting's DraftConfig: those that are on
+    notes: list[str] = field(default_factory=list)
+
+
+def fetch(model: str, revision: str | None) -> tuple[Path, str | None]:
+    """The folder of a draft, and the commit of a Hugging Face id; from its local cache where it is there."""
+    if Path(model).is_dir():
+        return Path(model), None
+    from huggingface_hub import snapshot_download  # only a hub's draft needs it, and it costs start-up time
+    from huggingface_hub.errors import HFValidationError
+
+    try:  # pickles are left there: they are refused, and may be large
+        place = snapshot_download(model, revision=revision, allow_patterns=["*.json", "*.safetensors"])
+    except (HFValidationError, OSError) as error:
+        told = str(error).strip().split("\n")[0]
+        raise ValueError(
+            f"{model} is no folder here, and Hugging Face gave no such draft ({told}); correct the id or the revision "
+            f"({revision or 'main'}), or download it and name its folder"
+        ) from None
+    return Path(place), Path(place).name
+
+
+def read(folder: Path, made: Manifest, tables: Tables, name: str = "", rope_theta: float | None = None) -> Published:
+    """The draft in `folder` for the target of `made`; `name` is what the user calls it.
+
+    `rope_theta` overrides its config's. Raises ValueError where it is of another shape, of an architecture that we don't
+    run, of other feature layers, or not whole.
+    """
+    raw = _config(folder)
+    _check_architecture(folder, raw)
+    notes: list[str] = []
+    shape, options, rope = _shape(folder, raw), _options(raw, notes), rope_parameters(raw)
+    _check_target(folder, raw, shape, made)
+    if "angelslim" in f"{name} {folder}".lower() and rope["rope_theta"] != 10_000 and rope_theta is None:
+        notes.append(
+            f"AngelSlim trained its drafts at rope_theta 10000, whatever config.json says (here {rope['rope_theta']:g}); "
+            "with rope_theta: 10000 they were accepted 4 to 8% longer (research/angelslim_and_eagle.md 0.2): compare both"
+        )
+    if rope_theta is not None:
+        rope |= {"rope_theta": rope_theta}
+    if shape["max_position_embeddings"] < made.max_position_embeddings:
+        notes.append(
+            f"max_position_embeddings is {shape['max_position_embeddings']}, the target's {made.max_position_embeddings}: "
+            "SGLang refuses such a draft unless SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"
+        )
+    tensors = _tensors(folder)
+    _drop_embedding(tensors, tables, notes)
+    _fill_head(folder, raw, shape, tensors, tables, notes)
+    _fill_maps(folder, shape, tensors)
+    options["qk_norm"] = "midlayer.self_attn.q_norm.weight" in tensors
+    dtype = _one_dtype(folder, tensors)
+    config = checkpoint.config_json(shape, rope, made.feature_layers, made.num_layers, made.eos_token_ids, options)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    if found := checkpoint.problem(config, tensors):
+        raise ValueError(
+            f"{folder} is no EAGLE-3 draft that we can run: {found}. Expected one layer that reads [embedding, state] and a "
+            "fusion of three feature layers, without biases; EAGLE-1 and -2, deeper, MLA and quantised drafts are not"
+        )
+    return Published(config, tensors, {k: v for k, v in options.items() if v}, notes)
+
+
+def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
+    """RoPE in transformers 5's spelling, from either; both together must agree on theta."""
+    new, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    thetas = {float(t) for t in (new.get("rope_theta"), config.get("rope_theta")) if t is not None}
+    if len(thetas) > 1:
+        raise ValueError(
+            f"config.json: rope_theta is {config['rope_theta']} and in rope_parameters {new['rope_theta']}"
+        )
+    old = {k: v for k, v in scaling.items() if k not in ("type", "rope_theta")}
+    if scaling and "rope_type" not in old:
+        old["rope_type"] = scaling.get("type", "default")
+    found = {"rope_type": "default", **(new or old), "rope_theta": thetas.pop() if thetas else 10_000.0}
+    if found.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(
+            f"config.json: partial_rotary_factor is {found['partial_rotary_factor']}, expected 1: not run here"
+        )
+    if found["rope_type"] == "mrope":  # a VL target's sections on a plain table, as engines read it
+        found["rope_type"] = "default"
+    return found
+
+
+# config.json
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """config.json, flat: what speculators nests is lifted, under its own keys of the same name."""
+    path = folder / "config.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} not found; expected a draft's folder, with config.json and safetensors") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); get the draft anew") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: expected a JSON object, found {type(found).__name__}; get the draft anew")
+    if SPECULATORS not in found:
+        return found
+    # vLLM takes norm_before_residual for true where speculators' config doesn't say.
+    outer = {"norm_before_residual": True} | {k: v for k, v in found.items() if k != SPECULATORS}
+    return found[SPECULATORS] | outer | {"target_hidden_size": found.get("target_hidden_size")}
+
+
+def _check_architecture(folder: Path, raw: dict[str, Any]) -> None:
+    eagle = raw.get("eagle_config") or {}
+    for key, wanted in MUST_BE.items():
+        section, _, leaf = key.rpartition(".")
+        found = (eagle if section else raw).get(leaf, wanted)
+        if found is not None and found != wanted:
+            raise ValueError(
+                f"{folder}/config.json: {key} is {found!r}, expected {wanted!r}: we run EAGLE-3 drafts of one plain layer, "
+                "and this is another architecture; choose another draft"
+            )
+
+
+def _shape(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    if missing := [key for key in SIZES if raw.get(key) is None]:
+        raise ValueError(f"{folder}/config.json lacks {', '.join(missing)}; expected the config of an EAGLE-3 draft")
+    heads = raw["num_attention_heads"]
+    return {
+        **{key: raw[key] for key in SIZES},
+        "num_key_value_heads": raw.get("num_key_value_heads") or heads,
+        "head_dim": raw.get("head_dim") or raw["hidden_size"] // heads,
+        "draft_vocab_size": raw.get("draft_vocab_size") or raw["vocab_size"],
+        # transformers' defaults of a Llama, which engines fall back on too
+        "max_position_embeddings": raw.get("max_position_embeddings") or 2048,
+        "rms_norm_eps": raw.get("rms_norm_eps") or 1e-6,
+    }
+
+
+def _options(raw: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+    eagle = raw.get("eagle_config") or {}
+    options: dict[str, Any] = {name: bool(raw.get(name)) for name in checkpoint.NORMS}
+    options["fc_norm"] |= bool(raw.get("use_aux_norm"))  # SGLang's older name
+    options["norm_before_fc"] = bool(eagle.get("norm_before_fc", options["norm_before_fc"]))
+    window, layers = raw.get("sliding_window"), raw.get("layer_types") or []
+    if window and layers[:1] == ["sliding_attention"]:
+        options["sliding_window"] = window
+    elif window:
+        notes.append(f"sliding_window is {window}, but layer_types names no sliding layer: read as full, as vLLM does")
+    return options
+
+
+def _check_target(folder: Path, raw: dict[str, Any], shape: dict[str, Any], made: Manifest) -> None:
+    for key, wanted in (("hidden_size", made.hidden_size), ("vocab_size", made.vocab_size)):
+        if shape[key] != wanted:
+            raise ValueError(
+                f"{folder}/config.json: {key} is {shape[key]}, the target's ({made.model}) {wanted}: this draft is for "
+                "another target; choose one for it, or set target.model"
+            )
+    if (raw.get("target_hidden_size") or made.hidden_size) != made.hidden_size:
+        raise ValueError(
+            f"{folder}/config.json: target_hidden_size is {raw['target_hidden_size']}, expected {made.hidden_size}; drafts of "
+            "another width than their target's have an embedding of their own, which we don't run"
+        )
+    for where, layers in _feature_layers(raw, made.num_layers).items():
+        if layers != made.feature_layers:
+            raise ValueError(
+                f"{folder} reads the residual streams entering blocks {layers} ({where}), the hidden states here are those "
+                f"of {made.feature_layers}; set target.feature_layers to {layers} and train or import all drafts for it"
+            )
+
+
+def _feature_layers(raw: dict[str, Any], num_layers: int) -> dict[str, list[int]]:
+    """By where it is written, as ids of the blocks that a stream enters. SGLang's list names blocks that it leaves."""
+    key, found = "eagle_aux_hidden_state_layer_ids", {}
+    if listed := (raw.get("eagle_config") or {}).get(key):
+        found[f"eagle_config.{key} {listed}, as SGLang counts"] = [i + 1 for i in listed]
+    if listed := raw.get(key):
+        found[f"{key} {listed}, as vLLM counts"] = [i % num_layers if i < 0 else i for i in listed]
+    return found or {"no list, so EAGLE-3's own": [2, num_layers // 2, num_layers - 3]}
+
+
+# Tensors
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors under our names, what no engine reads left out."""
+    tensors: dict[str, Tensor] = {}
+    for file in _files(folder):
+        read: dict[str, Tensor] = {}  # by the file's own names, which an error gives
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - not a dict
+                    ours = _our_name(name)
+                    if UNUSED.search(ours):
+                        continue
+                    if ours in tensors:
+                        raise ValueError(
+                            f"{file} has {ours} under two names, {name} one of them, expected one; export the draft again"
+                        )
+                    tensors[ours] = read[name] = opened.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file} is missing, cut or broken ({error}); get the draft anew") from None
+        if found := checkpoint.not_finite(read):
+            raise ValueError(
+                f"{file}: {found}; export the draft again from a checkpoint whose loss was finite, or get the draft anew"
+            )
+    return tensors
+
+
+def _our_name(name: str) -> str:
+    for pattern, ours in RENAMED:
+        name = re.sub(pattern, ours, name)
+    return name
+
+
+def _files(folder: Path) -> list[Path]:
+    if indexes := sorted(folder.glob("*.safetensors.index.json")):
+        try:
+            names = set(json.loads(indexes[0].read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{indexes[0]} is cut or broken ({error!r}); get the draft anew") from None
+        return [folder / name for name in sorted(names)]
+    if files := sorted(folder.glob("*.safetensors")):
+        return files
+    pickles = [f.name for f in folder.iterdir() if f.suffix in PICKLES]
+    found = "none (a hub's pickles are not downloaded)"
+    if pickles:
+        found = f"{', '.join(pickles)}, a pickle, which runs code when it is read"
+    raise ValueError(
+        f"{folder}: expected safetensors, found {found}. Download the draft, convert it in its folder where you trust it: "
+        "python -c \"import torch; from safetensors.torch import save_file; t = torch.load('pytorch_model.bin', "
+        "weights_only=True); save_file({k: v.contiguous() for k, v in t.items()}, 'model.safetensors')\"; and name the folder"
+    )
+
+
+def _drop_embedding(tensors: dict[str, Tensor], tables: Tables, notes: list[str]) -> None:
+    """A draft's copy of the target's embedding: engines take the target's."""
+    own = tensors.pop("embed_tokens.weight", None)
+    if own is None:
+        return
+    theirs = tables()[0]
+    same = own.shape == theirs.shape and torch.equal(own.float(), theirs.to(own.dtype).float())
+    if not same:
+        notes.append("embed_tokens differs from the target's embedding; left out, since engines take the target's")
+
+
+def _fill_head(
+    folder: Path,
+    raw: dict[str, Any],
+    shape: dict[str, Any],
+    tensors: dict[str, Tensor],
+    tables: Tables,
+    notes: list[str],
+) -> None:
+    """Where there is none over the target's whole vocabulary, it is the target's."""
+    if "lm_head.weight" in tensors:
+        return
+    if shape["draft_vocab_size"] != shape["vocab_size"]:
+        raise ValueError(
+            f"{folder} has no lm_head.weight, and its draft_vocab_size {shape['draft_vocab_size']} is not the target's "
+            f"{shape['vocab_size']}, whose head it could share; get the draft anew"
+        )
+    embedding, head = tables()
+    like = tensors["fc.weight"].dtype if "fc.weight" in tensors else torch.float32
+    tensors["lm_head.weight"] = (embedding if raw.get("tie_word_embeddings") else head).to(like)
+    notes.append("it has no head of its own; the target's is taken, as engines do")
+
+
+def _fill_maps(folder: Path, shape: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """d2t as int64 offsets of ascending ids, and t2d, from what there is of both."""
+    v, d = shape["vocab_size"], shape["draft_vocab_size"]
+    ids = _draft_ids(folder, tensors, v, d)
+    order = ids.argsort()
+    if not torch.equal(order, torch.arange(d)) and "lm_head.weight" in tensors:
+        ids, tensors["lm_head.weight"] = ids[order], tensors["lm_head.weight"][order]
+    t2d = torch.zeros(v, dtype=torch.bool)
+    t2d[ids] = True
+    given = tensors.get("t2d")
+    if given is not None and not (given.shape == (v,) and torch.equal(given != 0, t2d)):
+        raise ValueError(f"{folder}: t2d does not mark the tokens that d2t lists; get the draft anew")
+    tensors["d2t"], tensors["t2d"] = ids - torch.arange(d), t2d
+
+
+def _draft_ids(folder: Path, tensors: dict[str, Tensor], v: int, d: int) -> Tensor:
+    """The target's id of each draft id: [D] int64. Raises ValueError where d2t is no map into the vocabulary."""
+    d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
+    if d2t is None and d == v:
+        return torch.arange(v)
+    if d2t is None and t2d is not None and int((t2d != 0).sum()) == d:
+        return (t2d != 0).nonzero().flatten()
+    if d2t is None:
+        raise ValueError(f"{folder} has no d2t, expected one at a draft vocabulary of {d} of {v}; get the draft anew")
+    if d2t.dtype not in (torch.int32, torch.int64) or d2t.shape != (d,):
+        raise ValueError(f"{folder}: d2t is {d2t.dtype} {tuple(d2t.shape)}, expected int64 ({d},): get the draft anew")
+    ids = d2t.to(torch.int64) + torch.arange(d)
+    if int(ids.min()) < 0 or int(ids.max()) >= v or len(ids.unique()) < d:
+        raise ValueError(
+            f"{folder}: d2t holds no offsets: with draft ids added it lists {len(ids.unique())} tokens from {int(ids.min())} "
+            f"to {int(ids.max())}, expected {d} of {v}; where it holds token ids, subtract arange({d})"
+        )
+    return ids
+
+
+def _one_dtype(folder: Path, tensors: dict[str, Tensor]) -> torch.dtype:
+    """Every weight in the widest dtype among them, which is returned."""
+    weights = [name for name in tensors if name not in ("d2t", "t2d")]
+    found = {tensors[name].dtype for name in weights}
+    if not found or not found <= set(FLOATS):
+        raise ValueError(
+            f"{folder} holds {', '.join(sorted(str(d).removeprefix('torch.') for d in found)) or 'no weights'}, expected "
+            "float32, bfloat16 or float16; a quantised draft can't be trained or replayed: choose the plain one"
+        )
+    widest = reduce(torch.promote_types, found)
+    for name in weights:
+        tensors[name] = tensors[name].to(widest)
+    return widest

@@ -1,0 +1,18 @@
+"""The audit of published/: what its numbers say of each other, by arithmetic alone. docs/published.md shows it."""
+
+from collections.abc import Iterator
+
+from stages.literature import audit_serving, audit_tables, audit_trees
+from stages.literature.audit_findings import Finding
+from stages.literature.published import Publication
+
+
+def findings(publications: dict[str, Publication]) -> list[Finding]:
+    """Every finding, those of a publication together. Raises ValueError where a number that is needed is missing."""
+
+    def each() -> Iterator[Finding]:
+        for module in (audit_trees, audit_tables, audit_serving):
+            yield from module.findings(publications)
+
+    order = list(publications)
+    return sorted(each(), key=lambda finding: order.index(finding.what))

@@ -1,0 +1,113 @@
+"""What an audit of published numbers finds, and how it looks numbers up. Nothing here measures or judges a person."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from stages.literature.published import MEAN, UNKNOWN, Publication, Row, Setting, tree
+
+AGREES = "agrees"  # the arithmetic gives what is printed
+DEPENDS = "depends"  # something that isn't stated could explain it: the reading says what
+OPEN = "open"  # nothing known here explains it
+VERDICTS = (AGREES, DEPENDS, OPEN)
+
+
+@dataclass(frozen=True)
+class Finding:
+    what: str  # the publication's name
+    about: str  # a heading
+    verdict: str
+    arithmetic: str  # sentences, every number in them from a row or computed from rows
+    reading: str  # what would explain it, or what follows
+    table: tuple[tuple[str, ...], ...] = ()  # its first line is the head
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Numbers of one publication under one setting, in one table of it."""
+
+    what: str
+    where: str
+    setting: Setting
+    numbers: dict[str, float]
+
+    @property
+    def name(self) -> str:
+        """What tells it from its neighbours, short enough for a table."""
+        s = self.setting
+        return title(s, s.target, s.method, s.dataset, s.tree)
+
+
+def title(setting: Setting, *words: str | None) -> str:
+    """The words that are stated, and the temperature."""
+    temperature = f"T={setting.temperature:g}" if isinstance(setting.temperature, float) else UNKNOWN
+    return ", ".join(word for word in (*words, temperature) if word and word != UNKNOWN)
+
+
+def shape(cell: Cell) -> tuple[int, int, int]:
+    """(num_steps, topk, num_draft_tokens) of a cell's tree. Raises ValueError where none is stated."""
+    found = tree(cell.setting)
+    if not found:
+        raise ValueError(
+            f"published/{cell.what}.yaml: {cell.where}: {cell.name}: no tree, which the audit needs; give it"
+        )
+    return found
+
+
+def stated(cell: Cell, key: str) -> float:
+    """A setting that is a number. Raises ValueError where it isn't."""
+    value = getattr(cell.setting, key)
+    if not isinstance(value, float):
+        raise ValueError(
+            f"published/{cell.what}.yaml: {cell.where}: expected a number as {key}, found {value}; give it"
+        )
+    return value
+
+
+def cells(publication: Publication) -> list[Cell]:
+    """Raises ValueError where a table gives a number twice under one setting."""
+    found: dict[tuple[str, Setting], dict[str, float]] = {}
+    for row in publication.rows:
+        numbers = found.setdefault((row.where, row.setting), {})
+        if row.metric in numbers:
+            raise ValueError(
+                f"published/{publication.name}.yaml: {row.where}: {row.metric} is given twice under {row.setting}; "
+                "tell them apart by label, or give one of them"
+            )
+        numbers[row.metric] = row.value
+    return [Cell(publication.name, where, setting, numbers) for (where, setting), numbers in found.items()]
+
+
+def having(publication: Publication, *metrics: str) -> list[Cell]:
+    """The cells that print all of these."""
+    return [cell for cell in cells(publication) if all(metric in cell.numbers for metric in metrics)]
+
+
+def one(publication: Publication, metric: str, **settings: object) -> float:
+    """The one number of that name under these settings. Raises ValueError where there is none, or several."""
+    found = {
+        row.value
+        for row in publication.rows
+        if row.metric == metric and all(getattr(row.setting, key) == value for key, value in settings.items())
+    }
+    if len(found) != 1:
+        raise ValueError(
+            f"published/{publication.name}.yaml: expected one {metric} with {settings}, found {sorted(found)}; "
+            "restore the file, or mend the audit with it"
+        )
+    return found.pop()
+
+
+def means(publication: Publication) -> Iterator[tuple[Row, list[Row]]]:
+    """Every printed mean over data sets, with the rows it is the mean of."""
+    groups: dict[tuple[str, str, Setting], list[Row]] = {}
+    for row in publication.rows:
+        groups.setdefault((row.where, row.metric, replace(row.setting, dataset=None)), []).append(row)
+    for rows in groups.values():
+        printed = [row for row in rows if row.setting.dataset == MEAN]
+        if printed:
+            yield printed[0], [row for row in rows if row.setting.dataset != MEAN]
+
+
+def candidates(steps: int, topk: int) -> int:
+    """How many nodes a draft proposes: topk, and topk² in each later step."""
+    return topk + (steps - 1) * topk**2

@@ -1,0 +1,400 @@
+"""What can be recomputed of a table from a server under load: Qwen3-Coder on one H100, three scenarios and a memory table."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from math import sqrt
+
+from stages.literature.audit_findings import (
+    AGREES,
+    DEPENDS,
+    OPEN,
+    Cell,
+    Finding,
+    candidates,
+    cells,
+    having,
+    one,
+    shape,
+    stated,
+)
+from stages.literature.published import Publication
+
+CHANGES = ("total_tok_s", "ttft_mean_ms", "tpot_mean_ms", "tpot_p99_ms")
+BYTES = 2  # of a number in FP16
+
+
+def findings(publications: dict[str, Publication]) -> Iterator[Finding]:
+    coder, target = publications["qwen3-coder-h100"], publications["qwen3-30b-a3b-shape"]
+    for audit in (
+        _changes,
+        _accept_rate,
+        _in_flight,
+        _arrivals,
+        _load,
+        _speedup,
+        _claims,
+        _other_methods,
+        _memory_sums,
+    ):
+        yield audit(coder)
+    for audit_against in (_memory_flags, _draft_size, _experts):
+        yield audit_against(coder, target)
+
+
+@dataclass(frozen=True)
+class Load:
+    """A scenario under one of its two servers; seconds and tokens."""
+
+    name: str
+    server: str
+    prompts: float
+    inputs: float
+    outputs: float
+    rate: float  # requests per second
+    concurrency: float
+    tok_s: float
+    ttft_s: float
+    tpot_s: float
+
+    @property
+    def request_s(self) -> float:
+        """A request's time by its own figures: the first token, and a step for each of the others."""
+        return self.ttft_s + self.tpot_s * (self.outputs - 1)
+
+    def in_flight(self, counted: float) -> float:
+        """Little's law: requests under way, if `counted` tokens of each make up the throughput."""
+        return self.tok_s / counted * self.request_s
+
+    @property
+    def arrivals_s(self) -> tuple[float, float]:
+        """Mean and standard deviation of the last request's arrival, one Poisson gap behind another."""
+        gaps = self.prompts - 1
+        return gaps / self.rate, sqrt(gaps) / self.rate
+
+    def ceiling(self, counted: float, arrivals_s: float) -> float:
+        """Tokens per second at most, if the last request comes then and none waits."""
+        return self.prompts * counted / (arrivals_s + self.request_s)
+
+
+def _loads(coder: Publication) -> list[Load]:
+    return [_load_of(cell) for cell in having(coder, "total_tok_s")]
+
+
+def _load_of(cell: Cell) -> Load:
+    s, n = cell.setting, cell.numbers
+    prompts, inputs, outputs, rate, concurrency = (
+        stated(cell, key) for key in ("prompts", "input_tokens", "output_tokens", "request_rate", "concurrency")
+    )
+    ttft_s, tpot_s = n["ttft_mean_ms"] / 1000, n["tpot_mean_ms"] / 1000
+    return Load(
+        str(s.label), str(s.method), prompts, inputs, outputs, rate, concurrency, n["total_tok_s"], ttft_s, tpot_s
+    )
+
+
+def _pairs(coder: Publication) -> Iterator[tuple[str, Cell, Cell]]:
+    """(scenario, its plain cell, its speculative one)."""
+    plain = {c.setting.label: c for c in having(coder, "total_tok_s") if c.setting.method == "plain"}
+    for c in having(coder, "total_tok_s", "tau"):
+        yield str(c.setting.label), plain[c.setting.label], c
+
+
+def _changes(coder: Publication) -> Finding:
+    right, wrong = 0, []
+    for name, plain, fast in _pairs(coder):
+        for metric in CHANGES:
+            change = 100 * (fast.numbers[metric] / plain.numbers[metric] - 1)
+            printed = one(coder, f"{metric}_change", label=name)
+            right += round(change) == printed
+            if round(change) != printed:
+                wrong.append(f"{name} {metric} {change:+.1f}%, printed {printed:+g}%")
+    return Finding(
+        coder.name,
+        "Changes against their columns",
+        DEPENDS if wrong else AGREES,
+        f"{right} of {right + len(wrong)} printed changes follow from the two columns beside them"
+        + ("." if not wrong else f"; not {'; '.join(wrong)}."),
+        "",
+    )
+
+
+def chain(rate: float, steps: int) -> float:
+    """Accept length of a chain of drafts each accepted at `rate` once those before it are, bonus counted."""
+    return sum(rate**i for i in range(steps + 1))
+
+
+def _accept_rate(coder: Publication) -> Finding:
+    """A chain is what a rate for each draft bounds: a tree of more nodes could only do better than it."""
+    lines, fits = [], []
+    for name, _, fast in _pairs(coder):
+        rate, tau = fast.numbers["accept_rate"], fast.numbers["tau"]
+        steps, _, tokens = shape(fast)
+        later = tau - 1 - rate  # what drafts 2 to num_steps must add, each accepted no oftener than the first
+        fits.append(0 <= later <= (steps - 1) * rate)
+        lines.append(
+            (
+                name, f"{rate:g}", f"{tau:g}", f"{(tau - 1) / steps:.2f}", f"{(tau - 1) / (tokens - 1):.2f}",
+                f"{tau / tokens:.2f}", f"{chain(rate, steps):.2f}", f"{later:.2f} of at most {(steps - 1) * rate:.2f}",
+            )
+        )  # fmt: skip
+    return Finding(
+        coder.name,
+        "Accept rate against accept length",
+        DEPENDS if all(fits) else OPEN,
+        "Neither is defined. By the definitions of docs/metrics.md the printed lengths give other rates, and a chain whose every "
+        "draft is accepted at the printed rate gives other lengths, though a tree would give more than a chain:",
+        "The share of cycles that accept at least their first draft would fit: the last column is what the later drafts then "
+        "add. So would a rate from another tree or run."
+        if all(fits)
+        else "",
+        (
+            ("scenario", "rate", "length", "(length − 1) / num_steps", "(length − 1) / (tokens − 1)", "length / tokens",
+             "a chain at the rate", "length − 1 − rate"),
+            *lines,
+        ),
+    )  # fmt: skip
+
+
+def _in_flight(coder: Publication) -> Finding:
+    limit = one(coder, "flag_max_total_tokens")
+    lines = []
+    for load in _loads(coder):
+        whole, half = load.inputs + load.outputs, load.inputs + load.outputs / 2
+        lines.append(
+            (
+                f"{load.name}, {load.server}", f"{load.concurrency:.0f}", f"{load.concurrency / load.tpot_s:,.0f}",
+                f"{load.tok_s:,.0f}", f"{load.in_flight(load.outputs):.1f}", f"{load.in_flight(whole):.1f}",
+                f"{limit / whole:.1f}", f"{limit / half:.1f}",
+            )
+        )  # fmt: skip
+    return Finding(
+        coder.name,
+        "Throughput against concurrency and TPOT",
+        DEPENDS,
+        "By Little's law the requests under way are throughput / tokens of a request · (TTFT + TPOT · (outputs − 1)); at most "
+        f"--max-concurrency, and as many as --max-total-tokens {limit:,.0f} holds, at whole length and halfway through:",
+        "If only output tokens count, all slots of Code Gen are busy, and Completion has more under way than the memory holds. "
+        "If input tokens count too, Code Gen meets the memory's bound, but Completion, sent all at once, leaves nine tenths of "
+        "its slots empty. Neither fits all three. With lengths drawn from 1 up, as bench_serving does unless told otherwise, "
+        "about as many would be under way and twice as many would fit.",
+        (
+            ("scenario", "--max-concurrency", "concurrency / TPOT", "printed tokens/s", "under way, outputs counted",
+             "inputs too", "fit at whole length", "fit halfway"),
+            *lines,
+        ),
+    )  # fmt: skip
+
+
+def _arrivals(coder: Publication) -> Finding:
+    loads = [load for load in _loads(coder) if load.rate != float("inf")]
+    lines, above = [], []
+    for load in loads:
+        mean, deviation = load.arrivals_s
+        ceilings = [load.ceiling(load.outputs, mean), load.ceiling(load.outputs, max(0.0, mean - 2 * deviation))]
+        above.append(load.tok_s > ceilings[1])
+        whole = load.ceiling(load.inputs + load.outputs, mean)
+        shown = (f"{tok_s:,.0f}" for tok_s in (*ceilings, whole, load.tok_s))
+        lines.append((load.server, f"{mean:.1f} ± {deviation:.1f}", f"{load.request_s:.2f}", *shown))
+    rate, outputs = loads[0].rate, loads[0].outputs
+    return Finding(
+        coder.name,
+        "The arrival rate's ceiling",
+        DEPENDS if any(above) else AGREES,
+        f"{loads[0].name}'s {rate:g} requests per second of {outputs:.0f} output tokens are {rate * outputs:,.0f} tokens/s for "
+        "as long as they last; and no server ends before the last has come and been answered, so all output tokens over that "
+        "time are a ceiling, also where the last comes two standard deviations early:",
+        "With input tokens counted there is room. Another rate or number of prompts than the scenario's would do it too; lengths "
+        "drawn from 1 up would nearly halve the ceilings."
+        if any(above)
+        else "",
+        (
+            (
+                "server",
+                "last arrival, s",
+                "a request, s",
+                "ceiling, outputs",
+                "two deviations early",
+                "inputs too",
+                "printed",
+            ),
+            *lines,
+        ),
+    )
+
+
+def _load(coder: Publication) -> Finding:
+    loads = [load for load in _loads(coder) if load.server == "plain"]
+
+    def rises(busy: Callable[[Load], float]) -> bool:
+        ordered = sorted(loads, key=busy)
+        return all(a.tpot_s <= b.tpot_s for a, b in pairwise(ordered))
+
+    allowed, whole = (
+        rises(lambda load: load.concurrency),
+        rises(lambda load: load.in_flight(load.inputs + load.outputs)),
+    )
+    lines = [
+        (
+            load.name, f"{load.concurrency:.0f}", f"{1000 * load.tpot_s:g}", f"{load.in_flight(load.outputs):.1f}",
+            f"{load.in_flight(load.inputs + load.outputs):.1f}",
+        )
+        for load in sorted(loads, key=lambda load: load.concurrency)
+    ]  # fmt: skip
+    return Finding(
+        coder.name,
+        "TPOT against concurrency",
+        AGREES if allowed else DEPENDS if whole else OPEN,
+        "A step of more requests takes no less time. Plain decoding's TPOT "
+        + ("rises" if allowed else "doesn't rise")
+        + " with --max-concurrency:",
+        "It does rise with the requests under way if the throughput counts input tokens, which the arrival ceiling asks for too; "
+        "why so few would then be under way isn't stated."
+        if whole and not allowed
+        else "",
+        (("scenario", "--max-concurrency", "TPOT, ms", "under way, outputs counted", "inputs too"), *lines),
+    )
+
+
+def _speedup(coder: Publication) -> Finding:
+    lines = []
+    for name, plain, fast in _pairs(coder):
+        total = fast.numbers["total_tok_s"] / plain.numbers["total_tok_s"]
+        tpot = plain.numbers["tpot_mean_ms"] / fast.numbers["tpot_mean_ms"]
+        printed, tau = one(coder, "speedup", label=name), fast.numbers["tau"]
+        lines.append((name, f"{printed:g}", f"{total:.2f}", f"{tpot:.2f}", f"{tau:g}", f"{tau / tpot:.2f}"))
+    rounded = all(line[1] == line[2] for line in lines)
+    return Finding(
+        coder.name,
+        "Speedup against throughput, TPOT and accept length",
+        AGREES if rounded and all(float(line[-1]) > 1 for line in lines) else DEPENDS,
+        "The printed speedups are the throughputs' ratio, and stay below the accept lengths:",
+        "",
+        (("scenario", "printed", "throughput", "TPOT", "accept length", "a cycle, in plain steps"), *lines),
+    )
+
+
+def _claims(coder: Publication) -> Finding:
+    steps, topk, tokens = (int(one(coder, f"flag_{name}")) for name in ("num_steps", "topk", "num_draft_tokens"))
+    named = {
+        "--speculative-num-steps": steps,
+        "--speculative-eagle-topk": topk,
+        "--speculative-num-draft-tokens": tokens,
+    }
+    advice = {flag: [one(coder, f"advice_{end}", label=flag) for end in ("low", "high")] for flag in named}
+    taus = [fast.numbers["tau"] for _, _, fast in _pairs(coder)]
+    gains = sorted((stated(fast, "concurrency"), one(coder, "speedup", label=name)) for name, _, fast in _pairs(coder))
+    return Finding(
+        coder.name,
+        "Flags against claims",
+        DEPENDS,
+        "Flags and their advised ranges: "
+        + ", ".join(f"{flag} {named[flag]} ({low:g} to {high:g})" for flag, (low, high) in advice.items())
+        + f". {topk} + {steps - 1}·{topk}² = {candidates(steps, topk)} nodes are proposed, {tokens - 1} verified. The "
+        f"algorithm is given as EAGLE for an EAGLE-3 draft; accept lengths are {min(taus):g} to {max(taus):g}. Section 4.3 has "
+        f"the gain narrow above batch {one(coder, 'batch_that_narrows'):g}; by --max-concurrency it is "
+        + ", ".join(f"{gain:g} at {concurrency:.0f}" for concurrency, gain in gains)
+        + ".",
+        "Later SGLang runs an EAGLE-3 draft under that name without its fused features, at an accept length of 1.00, so the "
+        "version measured did not, or the flag was another. The command's data set, random, is no code, so what is said of code "
+        "isn't measured by it.",
+    )
+
+
+def _other_methods(coder: Publication) -> Finding:
+    rates = {str(c.setting.method): c.numbers["accept_rate"] for c in having(coder, "accept_rate", "extra_memory_gb")}
+    best = rates["EAGLE-3"]
+    low, high = (one(coder, f"accept_rate_gain_{end}") for end in ("low", "high"))
+    gains = {method: 100 * (best / rate - 1) for method, rate in rates.items() if method != "EAGLE-3"}
+    inside = [method for method, gain in gains.items() if low <= gain <= high]
+    memory = {
+        str(c.setting.method): c.numbers["extra_memory_gb"] for c in having(coder, "accept_rate", "extra_memory_gb")
+    }
+    return Finding(
+        coder.name,
+        "Against other methods",
+        DEPENDS,
+        f"EAGLE-3's accept rate is {low:g}–{high:g}% above that of methods that draft tokens, says section 1.2; by the table of "
+        "4.2 it is above " + ", ".join(f"{method} by {gain:.0f}%" for method, gain in gains.items()) + f": inside for "
+        f"{', '.join(inside)}. EAGLE's extra memory is {memory['EAGLE']:g} GB, EAGLE-2's {memory['EAGLE-2']:g} GB, and EAGLE-2 "
+        "runs EAGLE's weights.",
+        "Which methods are meant, where their figures come from, and what besides weights is in the memory isn't stated.",
+    )
+
+
+def _memory_sums(coder: Publication) -> Finding:
+    lines, whole = [], True
+    for c in having(coder, "memory_total_gb"):
+        parts = [c.numbers[k] for k in ("memory_weights_gb", "memory_draft_gb", "memory_kv_gb") if k in c.numbers]
+        printed = c.numbers["memory_total_gb"]
+        whole = whole and abs(sum(parts) - printed) < 0.05
+        added = " + ".join(f"{part:g}" for part in parts)
+        lines.append(f"{c.setting.method}: {added} = {sum(parts):.1f}, printed {printed:.1f} GB")
+    return Finding(coder.name, "Memory, its sums", AGREES if whole else OPEN, "; ".join(lines) + ".", "")
+
+
+def kv_bytes(tokens: float, target: Publication) -> float:
+    """A key and a value of every head and layer for each token."""
+    layers, heads, width = (one(target, name) for name in ("layers", "kv_heads", "head_dim"))
+    return tokens * 2 * layers * heads * width * BYTES
+
+
+def _memory_flags(coder: Publication, target: Publication) -> Finding:
+    tokens, share, gpu = (one(coder, k) for k in ("flag_max_total_tokens", "flag_mem_fraction_static", "gpu_memory_gb"))
+    plain = next(c for c in cells(coder) if "memory_total_gb" in c.numbers and c.setting.method == "plain").numbers
+    kv, params = kv_bytes(tokens, target), one(target, "params_b")
+    weights = params * BYTES
+    return Finding(
+        coder.name,
+        "Memory against flags",
+        DEPENDS,
+        f"--max-total-tokens {tokens:,.0f} at {kv_bytes(1, target) / 1024:.0f} KiB a token is {kv / 1e9:.1f} GB of KV cache, "
+        f"{kv / 2**30:.1f} GiB; printed with buffers: {plain['memory_kv_gb']:g}. --mem-fraction-static {share:g} of {gpu:g} is "
+        f"{share * gpu:.0f} GB for weights and KV cache; {plain['memory_weights_gb']:g} and {kv / 2**30:.1f} are "
+        f"{plain['memory_weights_gb'] + kv / 2**30:.1f}, {plain['memory_weights_gb']:g} and {plain['memory_kv_gb']:g} are "
+        f"{plain['memory_total_gb']:g}. {params:g}e9 parameters of {BYTES} bytes are {weights:.1f} GB or "
+        f"{weights * 1e9 / 2**30:.1f} GiB; printed: {plain['memory_weights_gb']:g}.",
+        f"Buffers of {plain['memory_kv_gb'] - kv / 2**30:.0f} GB would close the gap (activations, graphs, compiled code). With "
+        "a fixed number of tokens there is no KV cache to give up for a draft, though; those would be the buffers too.",
+    )
+
+
+def _draft_size(coder: Publication, target: Publication) -> Finding:
+    memory = next(c for c in having(coder, "memory_draft_gb")).numbers["memory_draft_gb"]
+    about = one(coder, "draft_params_b")
+    hidden, width, experts = (one(target, name) for name in ("hidden", "expert_width", "experts"))
+    layer = experts * 3 * hidden * width * BYTES
+    return Finding(
+        coder.name,
+        "The draft's size",
+        DEPENDS,
+        f"{memory:g} GB at {BYTES} bytes are {memory / BYTES:.1f}e9 parameters, printed as about {about:g}e9, which are "
+        f"{about * BYTES:.1f} GB. The experts of one layer are {experts:.0f} · 3 · {hidden:.0f} · {width:.0f} · {BYTES} B = "
+        f"{layer / 1e9:.2f} GB.",
+        "A layer that reuses the target's experts needs no memory for them; one that copies them needs what is printed. EAGLE-3 "
+        "as published has one dense layer.",
+    )
+
+
+def experts_touched(tokens: float, experts: float, each: float) -> float:
+    """Experts that at least one of the tokens uses, where each uses `each` of them, all alike and on its own."""
+    return experts * (1 - (1 - each / experts) ** tokens)
+
+
+def _experts(coder: Publication, target: Publication) -> Finding:
+    tokens, experts, each = (
+        one(coder, "flag_num_draft_tokens"),
+        one(target, "experts"),
+        one(target, "experts_of_a_token"),
+    )
+    touched = experts_touched(tokens, experts, each)
+    batch = min(load.concurrency for load in _loads(coder))
+    return Finding(
+        coder.name,
+        "Experts read to verify a tree",
+        DEPENDS,
+        f"One token reads {each:g} of a layer's {experts:g} experts; {tokens:g} tokens of evenly spread choices "
+        f"{experts:g} · (1 − (1 − {each:g}/{experts:g})^{tokens:g}) = {touched:.0f}, {touched / each:.0f} times as many. A batch "
+        f"of {batch:g} reads {experts_touched(batch, experts, each):.0f} without any tree.",
+        "So at batch 1 verifying costs a mixture of experts far more than a dense target, and at these batches hardly more in "
+        "weights read; tokens of one text share experts, so measure it.",
+    )

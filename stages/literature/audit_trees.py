@@ -1,0 +1,267 @@
+"""What can be recomputed of tables of trees: the seed's Qwen3-VL table and SpecForge's sweep."""
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import combinations, pairwise
+from statistics import median
+
+from stages.literature.audit_findings import AGREES, DEPENDS, OPEN, Cell, Finding, candidates, having, one, shape
+from stages.literature.published import Publication
+
+
+def findings(publications: dict[str, Publication]) -> Iterator[Finding]:
+    weather = publications["qwen3-vl-weather"]
+    for audit in (_accept_rate, _startable, _prefill, _cycle_time, _epochs, _wider, _engines):
+        yield audit(weather)
+    sweep = publications["specforge-sweep"]
+    for audit_sweep in (_ratio, _longer_chains, _chains_or_trees, _baselines):
+        yield audit_sweep(sweep)
+
+
+def _epoch(cell: Cell) -> str:
+    return cell.where[-4:]  # ep=3, ep=9
+
+
+def _accept_rate(weather: Publication) -> Finding:
+    both = having(weather, "tau", "accept_rate")
+    readings = {
+        "(tau − 1) / num_steps": lambda tau, steps, tokens: (tau - 1) / steps,
+        "(tau − 1) / (num_draft_tokens − 1), SGLang's request": lambda tau, steps, tokens: (tau - 1) / (tokens - 1),
+        "tau / num_draft_tokens, SGLang's log": lambda tau, steps, tokens: tau / tokens,
+    }
+    gaps = {}
+    for name, reading in readings.items():
+        found = []
+        for cell in both:
+            steps, _, tokens = shape(cell)
+            found.append(abs(100 * reading(cell.numbers["tau"], steps, tokens) - cell.numbers["accept_rate"]))
+        gaps[name] = (median(found), max(found))
+    nearest = min(gaps, key=lambda name: gaps[name][1])
+    return Finding(
+        weather.name,
+        "Accept rate against accept length",
+        AGREES,
+        f"{len(both)} rows print both. By three readings of accept rate, in points away from what is printed:",
+        f"accept rate there is {nearest}, and compress ratio counts the bonus token. The points left over are more than rounding "
+        "alone gives, so the two may not be pooled alike.",
+        (
+            ("accept rate as", "median gap", "largest gap"),
+            *((name, f"{mid:.1f}", f"{most:.1f}") for name, (mid, most) in gaps.items()),
+        ),
+    )
+
+
+def _startable(weather: Publication) -> Finding:
+    rows = having(weather, "tau")
+    short = [c for c in rows if shape(c)[2] < shape(c)[0] + 1]
+    chains = [c for c in rows if shape(c)[1] == 1]
+    return Finding(
+        weather.name,
+        "Trees that an engine can start",
+        DEPENDS,
+        f"{len(short)} of {len(rows)} rows verify fewer tokens than num_steps + 1: "
+        + ", ".join(f"{c.setting.label} ({_epoch(c)}, {shape(c)[2]} < {shape(c)[0] + 1})" for c in short)
+        + f". {len(chains)} are chains: "
+        + ", ".join(f"{c.setting.label} ({_epoch(c)}) verifies {shape(c)[2]}" for c in chains)
+        + ".",
+        "SGLang 0.5.17 and later refuse the former; there they can be replayed, not served. Chains are named without the root.",
+    )
+
+
+def _prefill(weather: Publication) -> Finding:
+    rows = having(weather, "prefill_latency_s")
+    usual, count = Counter(c.numbers["prefill_latency_s"] for c in rows).most_common(1)[0]
+    other = [c for c in rows if c.numbers["prefill_latency_s"] != usual]
+    return Finding(
+        weather.name,
+        "Prefill against tree",
+        OPEN,
+        f"The prefill comes before any tree, so it can't depend on one. It is {usual:g} s in {count} of {len(rows)} rows; in the "
+        "others: " + ", ".join(f"{c.setting.label} {c.numbers['prefill_latency_s']:g} s" for c in other) + ".",
+        "A cold start, a shared machine or another load would do it; the end-to-end times of these rows hold it too.",
+    )
+
+
+def cycle_time(e2e_s: float, prefill_s: float, tau: float) -> float:
+    """Seconds of decoding times tokens a cycle: the time of a cycle, but for the answers' length, which rows share."""
+    return (e2e_s - prefill_s) * tau
+
+
+def _cycle_time(weather: Publication) -> Finding:
+    rows = having(weather, "prefill_latency_s", "e2e_latency_s", "tau")
+    times = [cycle_time(*(c.numbers[k] for k in ("e2e_latency_s", "prefill_latency_s", "tau"))) for c in rows]
+    usual = median(times)
+    far = sorted(
+        ((time, c) for time, c in zip(times, rows, strict=True) if time > 1.25 * usual), key=lambda pair: -pair[0]
+    )
+    by_label = {c.setting.label: time for time, c in zip(times, rows, strict=True)}
+    narrow, wide = by_label["10_2_32"], by_label["10_3_32"]
+    return Finding(
+        weather.name,
+        "End-to-end time against cycles",
+        OPEN,
+        "Answers to the same prompts at temperature 0 take cycles in proportion to 1 / tau, so (e2e − prefill) · tau is "
+        f"proportional to the time of a cycle. Its median is {usual:.2f}; more than a quarter above it: "
+        + ", ".join(f"{c.setting.label} {time:.2f}" for time, c in far)
+        + f". 10_2_32 and 10_3_32 verify as many tokens over as many steps, and the wider drafts more, yet {narrow:.2f} and "
+        f"{wide:.2f}: the narrower's cycle {narrow / wide:.1f} times as long.",
+        "Not the trees' doing: something else ran in those rows, or answers differed (temperature isn't stated). Rank these "
+        "trees by accept length, not by time.",
+    )
+
+
+def _epochs(weather: Publication) -> Finding:
+    by_tree: dict[str, dict[str, float]] = {}
+    for c in having(weather, "tau"):
+        by_tree.setdefault(c.setting.label or "", {})[_epoch(c)] = c.numbers["tau"]
+    pairs = {label: found for label, found in by_tree.items() if len(found) == 2}
+    early = sum(found["ep=3"] > found["ep=9"] for found in pairs.values())
+    return Finding(
+        weather.name,
+        "Two epochs, the same trees",
+        DEPENDS,
+        f"{len(pairs)} trees were measured at both epochs; ep=3 accepts more in {early}: "
+        + ", ".join(f"{label} {found['ep=3']:g} and {found['ep=9']:g}" for label, found in pairs.items())
+        + ".",
+        "Later epochs may overfit, or two trees are too few: choose the epoch by tau over all trees. The trees of the two blocks "
+        "can't be ranked against each other.",
+    )
+
+
+def _wider(weather: Publication) -> Finding:
+    """The table's own question: why a wider tree of the same depth and size accepts less."""
+    lines = []
+    for a, b in combinations(having(weather, "tau"), 2):
+        (steps, topk, tokens), (steps_b, topk_b, tokens_b) = shape(a), shape(b)
+        if (steps, tokens, _epoch(a)) == (steps_b, tokens_b, _epoch(b)) and topk != topk_b and 1 not in (topk, topk_b):
+            narrow, wide = sorted((a, b), key=lambda c: shape(c)[1])
+            change = wide.numbers["tau"] - narrow.numbers["tau"]
+            proposed = f"{candidates(steps, shape(narrow)[1])}, {candidates(steps, shape(wide)[1])}"
+            lines.append(
+                (
+                    f"{narrow.setting.label} → {wide.setting.label} ({_epoch(a)})",
+                    f"{narrow.numbers['tau']:g} → {wide.numbers['tau']:g}",
+                    f"{change:+.2f}",
+                    proposed,
+                    str(tokens - 1),
+                )
+            )
+    more = sum(float(line[2]) > 0 for line in lines)
+    return Finding(
+        weather.name,
+        "Wider trees of the same depth and size",
+        DEPENDS,
+        f"Of {len(lines)} pairs that differ in topk alone, the wider accepts more in {more}, less in {len(lines) - more}. Most "
+        "candidates aren't verified, so a wider tree may verify the same nodes:",
+        "No rule in either direction follows. A wider beam finds nodes of a higher score in sum, so it loses by chance, or where "
+        "scores promise more than the target keeps and shallow nodes crowd out deep ones; replay tells which.",
+        (("pair", "tau", "change", "candidates", "drafts verified"), *lines),
+    )
+
+
+def _engines(weather: Publication) -> Finding:
+    eagle, medusa = (one(weather, "output_tok_s", method=method) for method in ("EAGLE-3", "Medusa"))
+    most = max(c.numbers["tau"] for c in having(weather, "tau"))
+    return Finding(
+        weather.name,
+        "EAGLE-3 in SGLang against Medusa",
+        DEPENDS,
+        f"{eagle:g} / {medusa:g} = {eagle / medusa:.1f} times; the highest accept length printed is {most:g}. So acceptance "
+        "alone can't give it, not even if Medusa accepted nothing and the cycles of both took as long.",
+        "Part of the factor is then the engine, as the remark itself says; method and engine changed together, and Medusa's "
+        "engine isn't stated.",
+    )
+
+
+# SpecForge's sweep
+
+
+def _draft(cell: Cell) -> str:
+    """Its draft; one name is misspelt with spaces."""
+    return (cell.setting.draft or "").replace(" ", "").lower()
+
+
+def _ratio(sweep: Publication) -> Finding:
+    rows = having(sweep, "speedup", "output_tok_s", "baseline_output_tok_s")
+    gap = max(abs(c.numbers["output_tok_s"] / c.numbers["baseline_output_tok_s"] - c.numbers["speedup"]) for c in rows)
+    return Finding(
+        sweep.name,
+        "Speedup against its two rates",
+        AGREES if gap < 1e-4 else OPEN,
+        f"spec_tps / base_tps is speedup in all of {len(rows)} points, within {gap:.0e}.",
+        "",
+    )
+
+
+def _groups(sweep: Publication) -> dict[tuple[str, ...], dict[tuple[int, int, int], Cell]]:
+    """(target, draft, data set) -> tree -> its point."""
+    groups: dict[tuple[str, ...], dict[tuple[int, int, int], Cell]] = {}
+    for c in having(sweep, "tau", "speedup"):
+        key = (c.setting.target or "", _draft(c), c.setting.dataset or "", str(c.setting.batch))
+        groups.setdefault(key, {})[shape(c)] = c
+    return groups
+
+
+def _longer_chains(sweep: Publication) -> Finding:
+    """At temperature 0 a longer chain begins with the shorter one, so from the same place it never accepts less."""
+    steps, less = 0, []
+    for group in _groups(sweep).values():
+        chain = [group[tree] for tree in sorted(group) if tree[1] == 1]
+        for shorter, longer in pairwise(chain):
+            steps += 1
+            before, after = shorter.numbers["tau"], longer.numbers["tau"]
+            if after < before:
+                less.append(f"not {longer.name}: {before:g} → {after:g}")
+    return Finding(
+        sweep.name,
+        "Longer chains",
+        AGREES if not less else DEPENDS,
+        "At temperature 0 a longer chain begins with the shorter one, so from the same place it accepts at least as much. "
+        + "; ".join([f"{steps - len(less)} of {steps} steps from 3 to 5 to 7 do", *less])
+        + ".",
+        "Their next cycles begin at other places, and batched bfloat16 answers may part." if less else "",
+    )
+
+
+def _chains_or_trees(sweep: Publication) -> Finding:
+    groups = _groups(sweep)
+    best = [max(group.values(), key=lambda c: c.numbers["speedup"]) for group in groups.values()]
+    chains = sum(shape(c)[1] == 1 for c in best)
+    pair = (5, 1, 6), (5, 3, 6)
+    both = [[group[tree].numbers["tau"] for tree in pair] for group in groups.values() if set(pair) <= set(group)]
+    wider = sum(wide > narrow for narrow, wide in both)
+    return Finding(
+        sweep.name,
+        "Chains against trees",
+        AGREES,
+        f"A chain is the fastest configuration in {chains} of {len(best)} triples of target, draft and data set. With 6 tokens "
+        f"over 5 steps, topk 3 accepts more than topk 1 in {wider} of {len(both)}.",
+        "The trees here spend no more tokens than the chains, so they trade depth for width; what trees of 16 to 60 tokens gain "
+        "isn't in it.",
+    )
+
+
+def _baselines(sweep: Publication) -> Finding:
+    rates: dict[str, dict[str, set[float]]] = {}
+    for c in having(sweep, "baseline_output_tok_s"):
+        by_set = rates.setdefault(c.setting.target or "", {})
+        by_set.setdefault(c.setting.dataset or "", set()).add(c.numbers["baseline_output_tok_s"])
+    shared = all(len(found) == 1 for by_set in rates.values() for found in by_set.values())
+    lines = []
+    for target, by_set in rates.items():
+        flat = {dataset: max(found) for dataset, found in by_set.items()}
+        low, high = min(flat, key=lambda d: flat[d]), max(flat, key=lambda d: flat[d])
+        lines.append(
+            (target, f"{flat[low]:.0f} ({low})", f"{flat[high]:.0f} ({high})", f"{flat[high] / flat[low]:.2f}")
+        )
+    lines.sort(key=lambda line: -float(line[-1]))
+    return Finding(
+        sweep.name,
+        "Baselines over data sets",
+        DEPENDS,
+        f"{'One baseline' if shared else 'More than one baseline'} for each target and data set, shared by all drafts and trees. "
+        "Fastest over slowest data set, of each target:",
+        "A target whose baseline is slow on some data sets alone gets its largest speedups there; prompts' length and how many "
+        "requests were in flight would explain it, and aren't stated.",
+        (("target", "slowest, tokens/s", "fastest, tokens/s", "ratio"), *lines),
+    )

@@ -1,0 +1,124 @@
+"""EAGLE: one decoder layer that guesses the target's next hidden state (https://arxiv.org/abs/2401.15077, 2406.16858).
+
+    position p:   embed(token p+1), last hidden of p   --fc, layer-->   hidden guessed of p+1   --head-->   guess for p+2
+    one step on:  embed(guess),     that hidden        --fc, layer-->   ...                                 guess for p+3
+
+It reads the target's last hidden state, after the final norm, and has neither that state's norm nor a head of its own; its
+layer has no norm before the attention. Taught: SmoothL1 to the target's hidden state of p+1, and a tenth of the soft
+cross-entropy of what the two make of the target's head; one step, on the target's own hidden states, without the
+authors' noise on them. How it decodes: `eagle_trees`.
+
+Letters as in `draft`; P taught positions, L steps.
+"""
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+
+from stages.draft.eagle3 import MLP, Draft, DraftConfig, RMSNorm, inverse_frequency
+from stages.target.mrope import axes
+from stages.training import attention_mask, chunked_loss, ttt
+
+CROSS_ENTROPY = 0.1  # its weight, beside SmoothL1's 1
+
+
+class Eagle(Draft):
+    """As a Draft, over the target's whole vocabulary; `head` [V, H] is the target's, and nobody's weight."""
+
+    def __init__(self, config: DraftConfig, head: Tensor):
+        nn.Module.__init__(self)
+        c = self.config = config
+        self.head = (head,)  # in a tuple it is no part of the module
+        self.fc = nn.Linear(2 * c.hidden_size, c.hidden_size)
+        self.midlayer = nn.Module()
+        self.midlayer.self_attn = nn.Module()
+        for name, heads_ in (("q", c.num_attention_heads), ("k", c.num_key_value_heads), ("v", c.num_key_value_heads)):
+            linear = nn.Linear(c.hidden_size, heads_ * c.head_dim, bias=False)
+            self.midlayer.self_attn.add_module(f"{name}_proj", linear)
+        self.midlayer.self_attn.o_proj = nn.Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
+        self.midlayer.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.midlayer.mlp = MLP(c)
+        self.register_buffer("inverse_frequency", inverse_frequency(c.rope, c.head_dim), persistent=False)
+        self.register_buffer("axes", axes(c.rope, c.head_dim), persistent=False)
+
+    @classmethod
+    def fresh(cls, config: DraftConfig, head: Tensor, seed: int) -> "Eagle":
+        """Untrained: drawn from the seed, the fusion such that the guess for p+1 begins near the hidden state of p."""
+        torch.manual_seed(seed)
+        made = cls(config, head)
+        with torch.no_grad():
+            for name, weight in made.named_parameters():
+                if weight.ndim == 2:
+                    nn.init.normal_(weight, std=0.02)
+                if name == "fc.weight":
+                    weight[:, config.hidden_size :] += torch.eye(config.hidden_size)
+            made.fc.bias.zero_()
+        return made
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return features
+
+    def mix(self, embeds: Tensor, hidden: Tensor) -> Tensor:
+        return self.fc(torch.cat([embeds, hidden], dim=-1))  # [..., H]
+
+    def residual(self, hidden: Tensor, mixed: Tensor) -> Tensor:
+        return mixed
+
+    def readout(self, state: Tensor) -> Tensor:
+        return state
+
+    def logits(self, state: Tensor) -> Tensor:
+        return state @ self.head[0].T
+
+    def to_target(self, draft_ids: Tensor) -> Tensor:
+        return draft_ids
+
+
+def unroll(eagle: Eagle, pack: ttt.Pack, embedding: Tensor, steps: int) -> list[Tensor]:
+    """`steps` steps from every asked position, fed with the row's own tokens and their own earlier states -> [P_k, H] each."""
+    last = pack.last.to(eagle.fc.weight.dtype)
+    turning = eagle.turning(pack.place, pack.positions)
+    ids = nn.functional.pad(pack.ids, (0, steps + 1))
+    mixed = eagle.mix(ttt.embeddings(pack, ids, embedding, slice(1, len(pack.ids) + 1)), last)
+    visible = attention_mask.of(pack, *eagle.keys_values(mixed, eagle.rope(turning)), None)
+    hidden = last.index_select(0, pack.asked)  # [P, H]
+    own_keys: list[Tensor] = []
+    own_values: list[Tensor] = []
+    states: list[Tensor] = []
+    for k, width in enumerate(pack.widths[:steps]):
+        asked = pack.asked[:width]
+        mixed = eagle.mix(ttt.embeddings(pack, ids, embedding, asked + 1 + k), hidden[:width])
+        rope = eagle.rope(turning[asked] + k)
+        if k:  # of step 0 it is the prefix's of p
+            key, value = eagle.keys_values(mixed, rope)
+            own_keys, own_values = [x[:width] for x in own_keys] + [key], [x[:width] for x in own_values] + [value]
+        attended = visible.attend(eagle.queries(mixed, rope), own_keys, own_values)
+        hidden = eagle.finish(mixed, attended.to(mixed.dtype))
+        states.append(hidden)
+    return states
+
+
+def forward(
+    eagle: Eagle, pack: ttt.Pack, embedding: Tensor, head: Tensor, objective: ttt.Objective, counts: Tensor | None = None
+) -> ttt.Result:  # fmt: skip
+    """As ttt.forward, of one step."""
+    assert objective.steps == 1
+    if not pack.chunks:
+        return ttt.nothing(eagle, pack, 1)
+    (states,) = unroll(eagle, pack, embedding, 1)
+    share = 1 / (torch.tensor(pack.counts, device=head.device) if counts is None else counts).clamp(min=1)  # [1]
+    all_ids = torch.zeros(len(head), dtype=torch.int64, device=head.device)
+    view = SimpleNamespace(
+        readout=eagle.readout, lm_head=SimpleNamespace(weight=head), d2t=all_ids, t2d=torch.ones_like(all_ids).bool()
+    )
+    total, loss, hits = chunked_loss.chunked(view, [states], pack, head, CROSS_ENTROPY * share, objective.loss)
+    wanted = pack.last[pack.asked + 1].to(states.dtype)  # of the position guessed
+    near = nn.functional.smooth_l1_loss(states, wanted, reduction="none").mean(-1).float().sum()
+    return ttt.Result(total + near * share[0], CROSS_ENTROPY * loss + near.detach(), hits)
+
+
+def guesses(eagle: Eagle, pack: ttt.Pack, embedding: Tensor, head: Tensor, steps: int, count: int) -> list[Tensor]:
+    """Of each step its best `count` ids [P_k, count], where the row's own tokens led there."""
+    states = unroll(eagle, pack, embedding, steps)
+    return [(state @ head.T).topk(count).indices for state in states]

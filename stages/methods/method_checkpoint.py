@@ -1,0 +1,70 @@
+"""Checkpoints of other methods than EAGLE-3: `draft/` with config.json and model.safetensors, `state/` as any checkpoint's.
+
+config.json names the method, the shapes, and `rank_accuracy[step][rank]`: how often that guess of that step was the
+row's own token, on rows that were trained on; static trees are chosen by it. EAGLE's tensors have the names of its
+authors' drafts but for the layer's (`midlayer`, as EAGLE-3's); which engine loads them was not tried.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from stages.draft import checkpoint
+from stages.runtime import atomic
+
+METHODS = ("eagle", "medusa")
+
+
+def config_json(method: str, draft: dict[str, Any], dtype: str, heads: int | None = None) -> dict[str, Any]:
+    """Of a fresh one, by the EAGLE-3 draft's config.json: its shapes, and Medusa's with its vocabulary too."""
+    assert method in METHODS, method
+    shared = {"method": method, "hidden_size": draft["hidden_size"], "vocab_size": draft["vocab_size"]}
+    shared |= {"dtype": dtype, "rank_accuracy": None}
+    if method == "medusa":
+        return {**shared, "draft_vocab_size": draft["draft_vocab_size"], "heads": heads}
+    layer = {key: draft[key] for key in checkpoint.SIZES if key not in shared}
+    rope = {"rope_parameters": draft["rope_parameters"], "model_type": "llama"}
+    return {**shared, **layer, "draft_vocab_size": draft["vocab_size"], **rope}
+
+
+def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Every tensor with its shape, by config.json."""
+    h = config["hidden_size"]
+    if config["method"] == "medusa":
+        d, heads = config["draft_vocab_size"], range(config["heads"])
+        blocks = {f"blocks.{k}.{name}": (h, h)[:axes] for k in heads for name, axes in (("weight", 2), ("bias", 1))}
+        return {**blocks, **{f"outs.{k}.weight": (d, h) for k in heads}, "d2t": (d,), "t2d": (config["vocab_size"],)}
+    q, kv = (config["head_dim"] * config[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
+    m = config["intermediate_size"]
+    return {
+        "fc.weight": (h, 2 * h),
+        "fc.bias": (h,),
+        "midlayer.self_attn.q_proj.weight": (q, h),
+        "midlayer.self_attn.k_proj.weight": (kv, h),
+        "midlayer.self_attn.v_proj.weight": (kv, h),
+        "midlayer.self_attn.o_proj.weight": (h, q),
+        "midlayer.post_attention_layernorm.weight": (h,),
+        "midlayer.mlp.gate_proj.weight": (m, h),
+        "midlayer.mlp.up_proj.weight": (m, h),
+        "midlayer.mlp.down_proj.weight": (h, m),
+    }
+
+
+def write(place: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    assert not (found := checkpoint.misshapen(config, tensors, shapes) or checkpoint.not_finite(tensors)), found
+    with atomic.folder(place / "draft") as temporary:
+        atomic.write_json(temporary / "config.json", config)
+        save_file({name: t.contiguous() for name, t in tensors.items()}, temporary / "model.safetensors")
+
+
+def read(place: Path, method: str, made_by: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json and tensors. Raises ValueError where they are missing, another method's, or misshapen."""
+    config = atomic.read_json(place / "draft" / "config.json", made_by)
+    if (found := config.get("method", "eagle3")) != method:
+        raise ValueError(f"{place}/draft is of the method {found}, expected {method}; name a checkpoint of that")
+    tensors = checkpoint.read_tensors(place / "draft" / "model.safetensors", made_by)
+    if wrong := checkpoint.misshapen(config, tensors, shapes):
+        raise atomic.Broken(f"{place}/draft is no draft of {method}: {wrong}", atomic.rerun(made_by))
+    return config, tensors

@@ -1,0 +1,151 @@
+"""The sections of the cells: workloads, and the engines that answer them (benchmark, benchmark_served)."""
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from stages.params.section import (
+    ONE_URL,
+    Count,
+    CountOrGrid,
+    Name,
+    Names,
+    NonNegative,
+    Positive,
+    Section,
+    Seed,
+    Share,
+    SomeNames,
+    Text,
+    named,
+)
+from stages.params.tree_sections import Trees
+
+Rate = Annotated[
+    Annotated[Positive, Tag("a number")] | Annotated[Literal["inf"], Tag("a text")],
+    Discriminator(lambda value: "a text" if isinstance(value, str) else "a number"),
+]
+
+
+class Workload(Section):
+    """What is asked, and how requests arrive: docs/workloads.md."""
+
+    prompts: Name
+    num_prompts: Count | None
+    begin: Annotated[int, Field(ge=0)]
+    end: Count | None
+    turns: Literal["first", "all"]
+    input_tokens: Count | None
+    max_new_tokens: CountOrGrid
+    length_range: Annotated[float, Field(ge=0, le=1)]
+    ignore_eos: bool
+    temperature: NonNegative
+    top_p: Annotated[float, Field(gt=0, le=1)]
+    top_k: Count | None
+    request_rate: Rate
+    concurrency: CountOrGrid | None
+    warmup: Annotated[int, Field(ge=0)]
+    repeats: Count
+    deadline_s: Positive
+    grade: bool
+    seed: Seed
+
+    @model_validator(mode="after")
+    def keys_agree(self) -> "Workload":
+        drawn = self.prompts == "random"
+        if drawn != (self.input_tokens is not None):
+            raise ValueError(
+                f"input_tokens is {self.input_tokens} with prompts: {self.prompts}, expected a number for random, else null: "
+                "other prompts have their own lengths"
+            )
+        if drawn and self.num_prompts is None:
+            raise ValueError("num_prompts is null with prompts: random, expected a number: there is no end to them")
+        if not drawn and self.length_range != 1:
+            raise ValueError(
+                f"length_range is {self.length_range} with prompts: {self.prompts}, expected 1: only lengths of random "
+                "prompts are drawn"
+            )
+        if self.end is not None and self.end <= self.begin:
+            raise ValueError(f"end is {self.end}, expected more than begin, {self.begin}; no prompt lies between")
+        return self
+
+    @property
+    def rate(self) -> float:
+        """Requests a second."""
+        return math.inf if self.request_rate == "inf" else self.request_rate
+
+    @property
+    def alone(self) -> bool:
+        """Whether the torch engine answers it prompt by prompt; else it is measured in loads, as a server is."""
+        one = self.concurrency == 1 and not isinstance(self.max_new_tokens, list)
+        return one and self.prompts != "random" and not self.ignore_eos
+
+    def points(self) -> list[tuple[int, int | None]]:
+        """(max_new_tokens, concurrency) of each load: one, or a sweep."""
+        lengths = self.max_new_tokens if isinstance(self.max_new_tokens, list) else [self.max_new_tokens]
+        caps: list[int | None] = list(self.concurrency) if isinstance(self.concurrency, list) else [self.concurrency]
+        return [(length, cap) for length in lengths for cap in caps]
+
+
+class Benchmark(Section):
+    workloads: Annotated[dict[Name, Workload], Field(min_length=1)]
+    allow_unsandboxed_code: (
+        bool  # whether HumanEval's answers run where the kernel can't keep them from the user's files
+    )
+    torch: Names
+    semantics: Literal["sglang", "eagle"]
+    num_gpus_total: Count
+    num_gpus_per_model: Count
+    max_gpu_memory: Positive | None
+    checkpoints: SomeNames
+    trees: Annotated[Trees, Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def the_torch_engine_can_do_it(self) -> "Benchmark":
+        for name in self.torch:
+            rate = named(self.workloads, name, "benchmark.workloads").request_rate
+            if rate != "inf":
+                raise ValueError(
+                    f"torch: workload {name} has request_rate {rate} (expected inf): the torch engine waits for no arrivals; "
+                    "take it out of benchmark.torch, or serve it (benchmark_served)"
+                )
+        if self.num_gpus_total % self.num_gpus_per_model:
+            raise ValueError(
+                f"num_gpus_total is {self.num_gpus_total}, expected a multiple of num_gpus_per_model, "
+                f"{self.num_gpus_per_model}: so many GPUs hold one copy of the target; correct one of them"
+            )
+        return self
+
+    @property
+    def processes(self) -> int:
+        """Copies of the target, each with a share of the prompts."""
+        return self.num_gpus_total // self.num_gpus_per_model
+
+
+class ServedBy(Section):
+    """The engine's server: started for each cell, or one that runs."""
+
+    base_urls: dict[
+        Annotated[str, Field(pattern=r"^(baseline|[A-Za-z]\w*-t\d+_\d+_\d+)$")], Annotated[str, Field(pattern=ONE_URL)]
+    ]
+    model: Text | None
+    api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None
+    command: list[Text]
+    algorithm: Text
+    tp: Count
+    mem_fraction: Share
+    max_total_tokens: Count | None
+    max_batch: Count | None
+    torch_compile: bool
+    launch_args: list[str]
+    start_timeout_s: Positive
+
+
+class BenchmarkServed(Section):
+    engine: Literal["sglang", "vllm"]
+    workloads: Names
+    checkpoints: Names
+    trees: Trees
+    interleave: bool
+    server: ServedBy

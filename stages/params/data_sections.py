@@ -1,0 +1,176 @@
+"""The sections of what is asked and answered: fix_data, sample_target, prepare_prompts."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from stages.params.section import Count, Name, NonNegative, Positive, Section, Seed, Share, Text
+
+PROMPT_SETS = Path("data/prompt_sets")
+DATASET = r"\w[\w.-]*(/\w[\w.-]*)?"  # the id of one on the Hub
+# As section.ONE_URL, also http://host:6000-6007 for a server on each of those ports.
+URLS = r"^https?://[^\s/@?#:]+(:\d{1,5}(-\d{1,5})?)?(/v1)?/?$"
+OWN_PROMPTS = {"eval", "random"}  # the pipeline's own, beside prepare_prompts.sets
+
+
+class FixData(Section):
+    raw: Text
+    format: Literal["auto", "sharegpt", "ultrachat", "messages", "prompt_answer"]
+    answers: Literal["toon", "text"]
+    surrounding_text: Literal["strip", "keep"]
+    min_chars: Count
+    max_chars: Count
+    max_dropped_share: Annotated[float, Field(ge=0, lt=1)] | None
+    near_duplicate: Annotated[float, Field(ge=0.5, le=1)] | None
+    eval_file: Text | None
+    eval_rows: Count | None
+    eval_share: Share
+    eval_overlap: Literal["remove", "keep"]
+
+    @model_validator(mode="after")
+    def keys_agree(self) -> "FixData":
+        if self.min_chars > self.max_chars:
+            raise ValueError(f"min_chars {self.min_chars} is above max_chars {self.max_chars}; lower it")
+        if self.eval_rows is not None and self.eval_file is None:
+            raise ValueError(
+                f"eval_rows is {self.eval_rows}, expected null where eval_file is null: the split is then by eval_share; "
+                "name the file whose first rows are meant"
+            )
+        return self
+
+    def eval_path(self) -> Path | None:
+        """Where eval_file lies: in the folder `raw`, or `raw` itself; None where the split is by hash."""
+        if self.eval_file is None:
+            return None
+        raw = Path(self.raw)
+        return raw / self.eval_file if raw.is_dir() else raw.with_name(self.eval_file)
+
+
+class Server(Section):
+    """How sample_target reaches the servers that answer; what only concerns the way there is tracked by no stage."""
+
+    launch: Literal["transformers", "sglang", "vllm"] | None
+    launch_args: list[str]
+    start_timeout_s: Positive
+    base_urls: list[Annotated[str, Field(pattern=URLS)]]
+    model: Text | None
+    concurrency: Count
+    timeout_s: Positive
+    attempts: Count
+    api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None
+
+    @model_validator(mode="after")
+    def one_way_there(self) -> "Server":
+        if self.launch and self.base_urls:
+            raise ValueError(
+                f"launch is {self.launch} and base_urls names {len(self.base_urls)} server(s), expected one of the two: "
+                "set launch to null to use yours, or base_urls to [] to have one started"
+            )
+        return self
+
+    @property
+    def known(self) -> bool:
+        return bool(self.launch or self.base_urls)
+
+
+class Portion(Section):
+    """A part of a mixture: of the rows, as many as its weight is of all weights, are drawn at `temperature`."""
+
+    temperature: NonNegative
+    weight: Positive
+
+
+Temperature = Annotated[
+    Annotated[NonNegative, Tag("a number")] | Annotated[list[Portion], Field(min_length=1), Tag("a mixture")],
+    Discriminator(lambda value: "a mixture" if isinstance(value, list) else "a number"),
+]
+
+
+class SampleTarget(Section):
+    backend: Literal["transformers", "server", "keep"]
+    train_rows: Count | None
+    eval_rows: Count | None
+    temperature: Temperature
+    top_p: Annotated[float, Field(gt=0, le=1)]
+    thinking: bool | None
+    history: Literal["data", "target"]
+    seed: Seed
+    batch_size: Count
+    max_new_tokens: Count
+    truncated: Literal["keep", "drop"]
+    shard_size: Count
+    server: Server
+
+    @model_validator(mode="after")
+    def backend_has_what_it_needs(self) -> "SampleTarget":
+        if self.backend == "server" and not self.server.known:
+            raise ValueError(
+                "backend is server, but neither server.launch nor server.base_urls says which; name your servers in "
+                "base_urls, or set launch to transformers, sglang or vllm"
+            )
+        if self.history == "target" and self.backend != "server":
+            raise ValueError(
+                f"history is target, expected data with backend {self.backend}: asking a later turn after the target's own "
+                "earlier answers needs backend: server"
+            )
+        return self
+
+    @property
+    def mixture(self) -> list[tuple[float, float]]:
+        """(temperature, weight) of the training rows; one of weight 1 where all have the same."""
+        parts = self.temperature
+        return [(p.temperature, p.weight) for p in parts] if isinstance(parts, list) else [(parts, 1.0)]
+
+    @property
+    def eval_temperature(self) -> float:
+        """Of the second eval set, one number since results are compared at one: the mixture's heaviest above 0, the first
+        of equals; 0 where all of it is greedy."""
+        return max([part for part in self.mixture if part[0] > 0], key=lambda part: part[1], default=(0.0, 0.0))[0]
+
+
+class PromptSet(Section):
+    """Questions that others ask: a file in data/prompt_sets/, or a Hugging Face dataset's id."""
+
+    from_: Annotated[Text, Field(alias="from")]
+    name: Text | None
+    split: Text | None
+    revision: Text | None
+    format: Literal["mt_bench", "gsm8k", "humaneval", "alpaca", "math500"]
+
+    @model_validator(mode="after")
+    def a_file_or_an_id(self) -> "PromptSet":
+        if self.is_file and (self.name or self.revision or self.split):
+            raise ValueError(
+                f"from is the file {self.from_}, expected name, split and revision to be null: they are of a dataset's id"
+            )
+        parts = Path(self.from_).parts
+        tracked = parts[:2] == PROMPT_SETS.parts and ".." not in parts
+        if not tracked and (self.is_file or not re.fullmatch(DATASET, self.from_)):
+            raise ValueError(
+                f"from is {self.from_}, expected a file or folder in {PROMPT_SETS}/, which DVC tracks, or a dataset's id "
+                "(owner/name); put it there"
+            )
+        if not self.is_file and self.split is None:
+            raise ValueError(f"from is the dataset {self.from_}, expected split to say which part of it (test, train)")
+        return self
+
+    @property
+    def is_file(self) -> bool:
+        return self.from_.endswith((".jsonl", ".json", ".parquet"))
+
+    @property
+    def can_be_graded(self) -> bool:
+        """Whether its own rows say what is right."""
+        return self.format in ("gsm8k", "humaneval", "math500")
+
+
+class PreparePrompts(Section):
+    sets: dict[Name, PromptSet]
+
+    @model_validator(mode="after")
+    def names_are_free(self) -> "PreparePrompts":
+        if taken := sorted(OWN_PROMPTS & set(self.sets)):
+            raise ValueError(f"sets.{taken[0]}: {' and '.join(sorted(OWN_PROMPTS))} are our own; choose another name")
+        return self

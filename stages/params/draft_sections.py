@@ -1,0 +1,138 @@
+"""The sections that make drafts: init_draft, check_overfit, train_draft, import_draft."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from stages.params.section import ROOT_CHECKPOINT, Count, Name, NonNegative, Positive, Section, Seed, Text
+
+
+class InitDraft(Section):
+    draft_vocab_size: Count | None
+    intermediate_size: Count | None
+    max_position_embeddings: Count | None
+    draft_config_path: Annotated[str, Field(pattern=r"^draft_configs/[^/]+$")] | None
+    fc_norm: bool
+    norm_before_fc: bool
+    norm_output: bool
+    qk_norm: bool
+    window: Count | None
+    from_: Annotated[Text | None, Field(alias="from")]
+    watch: Text
+    revision: str | None
+    seed: Seed
+
+    @model_validator(mode="after")
+    def options_go_together(self) -> "InitDraft":
+        if self.revision is not None and self.from_ is None:
+            raise ValueError(f"revision is {self.revision!r}, expected null where from is null; name the draft in from")
+        if self.qk_norm and self.window is not None:
+            raise ValueError(
+                f"qk_norm is true and window {self.window}, expected one of the two: vLLM, which alone loads drafts with q/k "
+                "norms, gives such a layer no window; set window to null, or qk_norm to false"
+            )
+        return self
+
+
+class CheckOverfit(Section):
+    steps: Count
+    learning_rate: Positive
+    min_tau: Annotated[float, Field(ge=1)]
+
+
+class Segment(Section):
+    """A saved checkpoint: `epochs` more epochs, starting from the checkpoint named `from`; EAGLE-3's, unless it says a method."""
+
+    from_: Annotated[Name, Field(alias="from")]
+    epochs: Count
+
+    @property
+    def rival(self) -> str | None:
+        """The method, where it is another than EAGLE-3."""
+        found = getattr(self, "method", "eagle3")
+        return None if found == "eagle3" else found
+
+    @property
+    def width(self) -> int | None:
+        """How many heads Medusa has; None for others."""
+        return getattr(self, "heads", None)
+
+
+class OfLayer(Segment):
+    method: Literal["eagle3", "eagle", "medusa"]  # the last is OfHeads', and named here for whoever misspells one
+
+
+class OfHeads(Segment):
+    method: Literal["medusa"]
+    heads: Count
+
+
+def _kind_of_segment(value: Any) -> str:
+    found = value.get("method", "none") if isinstance(value, dict) else getattr(value, "method", "none")
+    return {"none": "a segment", "medusa": "a segment of heads"}.get(str(found), "a segment of a layer")
+
+
+AnySegment = Annotated[
+    Annotated[Segment, Tag("a segment")]
+    | Annotated[OfLayer, Tag("a segment of a layer")]
+    | Annotated[OfHeads, Tag("a segment of heads")],
+    Discriminator(_kind_of_segment),
+]
+
+
+def _method(segment: Segment) -> str:
+    return f"{segment.width} heads of medusa" if segment.width else segment.rival or "eagle3"
+
+
+class TrainDraft(Section):
+    checkpoints: dict[Name, AnySegment]  # none, where all drafts are imported
+    ttt_steps: Count
+    ttt_decay: Annotated[float, Field(gt=0, le=1)]
+    mask: Literal["aligned", "eagle"]
+    loss: Literal["ce", "lk_alpha", "lk_lambda"]
+    dtype: Literal["float32", "bfloat16"]
+    learning_rate: Positive
+    warmup_steps: Annotated[int, Field(ge=0)]
+    weight_decay: NonNegative
+    grad_clip: Positive
+    batch_tokens: Count
+    packs_per_step: Count
+    processes: Count
+    parallel: Literal["ddp", "fsdp"]
+    report_to: list[Literal["tensorboard", "wandb"]]
+    run_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")] | None
+    seed: Seed
+
+    @model_validator(mode="after")
+    def chains_reach_the_root(self) -> "TrainDraft":
+        for name in self.checkpoints:
+            seen = [name]
+            while (parent := self.checkpoints[seen[-1]].from_) != ROOT_CHECKPOINT:
+                if parent not in self.checkpoints:
+                    known = ", ".join([ROOT_CHECKPOINT, *self.checkpoints])
+                    raise ValueError(f"checkpoints.{seen[-1]}.from is {parent!r}, expected one of {known}")
+                if parent in seen:
+                    raise ValueError(f"checkpoints {' -> '.join([*seen, parent])} go in a circle; start one from e000")
+                mine, theirs = self.checkpoints[seen[-1]], self.checkpoints[parent]
+                if (mine.rival, mine.width) != (theirs.rival, theirs.width):
+                    raise ValueError(
+                        f"checkpoints.{seen[-1]} is of {_method(mine)} and starts from {parent}, which is of {_method(theirs)}; "
+                        f"expected one method: start it from {ROOT_CHECKPOINT}, whose shapes every method begins with"
+                    )
+                seen.append(parent)
+        if ROOT_CHECKPOINT in self.checkpoints:
+            raise ValueError(f"checkpoints.{ROOT_CHECKPOINT} is made by init_draft; choose another name")
+        return self
+
+
+class Import(Section):
+    """A published draft taken as a checkpoint; `rope_theta` overrides its config's."""
+
+    model: Text
+    revision: str | None
+    rope_theta: Positive | None
+
+
+class ImportDraft(Section):
+    watch: Text
+    checkpoints: dict[Name, Import]

@@ -1,0 +1,62 @@
+"""A wrong key as one line: what was expected, what was found, what to do."""
+
+import re
+from typing import Any, get_args
+
+from stages.params.section import Section
+
+TAGS = {  # of places in a form, which no user wrote
+    "[key]", "a number", "a mixture", "a list", "a text", "a segment", "a segment of a layer", "a segment of heads",
+    "a row", "a static row", "a row ahead",
+}  # fmt: skip
+
+
+def explain(error: Any, whole: type[Section]) -> str:
+    """One pydantic error of `whole` as: key: what was expected, what was found, what to do."""
+    place = [str(part) for part in error["loc"] if part not in TAGS]
+    key, kind, found = ".".join(place), error["type"], f"found {error['input']!r}"
+    message = error["msg"].removeprefix("Value error, ")
+    if kind == "value_error":  # our own: says all three, and where no section is at fault, the key too
+        return f"{key}: {message}" if key else message
+    if kind == "extra_forbidden":
+        known = ", ".join(_known_keys(place[:-1], whole))
+        return f"{key}: unknown key; known keys are {known}. Correct the spelling, or leave the key out"
+    if kind == "missing":
+        return f"{key}: missing; the code holds no defaults, so write it (git show HEAD:params.yaml has one)"
+    if kind in ("model_type", "dict_type"):
+        return f"{key}: expected a section with {', '.join(_known_keys(place, whole))}, {found}"
+    if not isinstance(error["input"], str):
+        found += "; YAML reads 8_2_16 as the number 8216, so begin a name with a letter (t8_2_16) or put text in quotes"
+    if kind == "invalid_key" or "[key]" in error["loc"] or place[-1] == "from":
+        return f"{key}: expected a name (a letter, then letters, digits and _), {found}"
+    if kind == "string_type":
+        return f"{key}: expected text, {found}"
+    if kind == "string_pattern_mismatch":
+        return f"{key}: expected text matching {error['ctx']['pattern']}, {found}"
+    # Pydantic's own words: "Input should be greater than 0", "List should have at least 1 item after validation, not 0".
+    expected = re.sub(r"^\w+ should (be|have) ", "expected ", message)
+    return f"{key}: {re.sub(' after validation.*', '', expected)}, found {error['input']!r}"
+
+
+def explain_yaml(error: Exception) -> str:
+    """The parser's words in one line: the line and what is wrong there, without the address of its manual."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    return f"line {mark.line + 1}: {problem}; correct it" if mark and problem else f"{error}; correct it"
+
+
+def _known_keys(place: list[str], whole: type[Section]) -> list[str]:
+    """The keys of the section at `place` of `whole`, as written in the file."""
+    model: Any = whole
+    for part in place:
+        field = model.model_fields.get(part)
+        annotation = field.annotation if field else model
+        inner = _sections_in(annotation)
+        model = inner[0] if inner else annotation if isinstance(annotation, type) else model
+    return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def _sections_in(annotation: Any) -> list[type[Section]]:
+    """The sections an annotation holds, through dict[...], list[...], | and Annotated."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [found for inner in get_args(annotation) for found in _sections_in(inner)]

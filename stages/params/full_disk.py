@@ -1,0 +1,50 @@
+"""A full disk as one line, whichever library met it: what was written, how much it needs, what is free, what is kept."""
+
+import errno
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+ERRORS = (errno.ENOSPC, errno.EDQUOT)
+# safetensors, polars and the Hub's client raise errors of their own, with Rust's words for these numbers in them.
+WORDS = re.compile(r"No space left on device|Disk quota exceeded|\(os error (?:28|122)\)")
+WRITING = re.compile(
+    r"writing (?P<path>.+), which needs more than (?P<needed>\d+) bytes"
+)  # of stages/runtime/atomic.py
+
+
+def explain_full_disk(error: BaseException) -> str | None:
+    """Return one line on the full disk, or the used quota, that caused `error`; None where none did."""
+    every = list(_causes(error))
+    full = next((cause for cause in every if _is_full_disk(cause)), None)
+    if full is None:
+        return None
+    notes = [note for cause in every for note in getattr(cause, "__notes__", ())]
+    noted = next(filter(None, map(WRITING.fullmatch, notes)), None)
+    path = Path(noted["path"] if noted else getattr(full, "filename", None) or ".")
+    folder = next(folder for folder in (path, *path.parents) if folder.is_dir())
+    what = f"{path} could not be written" if path != Path() else "a file could not be written"
+    needed = f"; it needs more than {_mib(int(noted['needed']))}" if noted else ""
+    return (
+        f"the disk is full, or its quota used: {what}{needed}, and {_mib(shutil.disk_usage(folder).free)} are free in {folder} "
+        f"({full}). What earlier stages made is kept, and what this one had finished; its partial file is removed. Free "
+        "space there and run the same command again"
+    )
+
+
+def _is_full_disk(error: BaseException) -> bool:
+    return (isinstance(error, OSError) and error.errno in ERRORS) or bool(WORDS.search(str(error)))
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and what it was raised from or during, also where `from None` hides that."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"

@@ -1,0 +1,53 @@
+"""The sections of the target and of what it computes: target, prepare_target, extract_hiddens."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from stages.params.section import Count, Dtype, Positive, Section, Seed, Text
+
+
+class Target(Section):
+    model: Text
+    watch: Text
+    revision: str | None
+    trust_remote_code: bool
+    dtype: Dtype
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
+    num_threads: Count
+    feature_layers: Annotated[list[Count], Field(min_length=3, max_length=3)] | None
+    lm_head_key: Text | None
+    chat_template: Annotated[str, Field(pattern=r"^[^/]+$")] | None
+
+    def gpus(self, processes: int = 1) -> list[int]:
+        """Which of the visible GPUs a stage computes on: the one named, or of several processes each its own."""
+        if self.device == "cpu":
+            return []
+        return [int(self.device.partition(":")[2] or 0)] if processes == 1 else list(range(processes))
+
+
+class PrepareTarget(Section):
+    seed: Seed
+    steps: Count
+    batch_tokens: Count
+    learning_rate: Positive
+
+
+class ExtractHiddens(Section):
+    dtype: Literal["float32", "bfloat16", "float16", "fp8"]
+    max_length: Count
+    batch_tokens: Count
+    shard_mib: Count
+    compile: bool
+    processes: Count
+    online: bool
+    import_: Annotated[Text | None, Field(alias="import")]
+
+    @model_validator(mode="after")
+    def one_source(self) -> "ExtractHiddens":
+        if self.online and self.import_ is not None:
+            raise ValueError(
+                f"online is true and import is {self.import_}, expected one of the two: what is imported lies on a disk "
+                "already; set online to false, or import to null"
+            )
+        return self

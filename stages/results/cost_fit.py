@@ -1,0 +1,108 @@
+"""Fits cost_model's terms to a timing grid: docs/cost.md, version 1.
+
+No term is negative, since no work takes time back. Residuals are taken as shares of the measured times, so that a short
+cycle counts as much as a long one. How many terms a grid can bear, and where its knee lies, is what predicts points left out
+best; that error is the fit's own word on how good it is. Letters: P points, K terms.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from stages.results.cost_model import TERMS, Fit, units
+
+Row = dict[str, Any]
+
+MOST_KNEES = 12  # to try: each is a fit for every point that is left out
+FEWEST = 3  # points: with two, one is left to predict the other, and says nothing
+
+
+def fit(grid: Sequence[Row]) -> Fit:
+    """Of rows as cost.GRID. Raises ValueError where they are too few, or hold a time that is none."""
+    if len(grid) < FEWEST:
+        raise ValueError(
+            f"a timing grid has {len(grid)} points, expected at least {FEWEST}: fewer can't say how well the others are "
+            "predicted; time more trees"
+        )
+    if wrong := [row for row in grid if not row["cycle_s"] > 0]:
+        raise ValueError(f"a timing grid has a cycle of {wrong[0]['cycle_s']} s, expected more than 0; time it anew")
+    times = np.array([row["cycle_s"] for row in grid])
+    tried = [_tried(grid, times, count, knee) for count, knee in _choices(grid)]
+    return min(tried, key=lambda found: found.error)
+
+
+def _choices(grid: Sequence[Row]) -> list[tuple[int, int | None]]:
+    """(how many terms, knee) to try, the plainest first: of equals `min` takes the first."""
+    bent = TERMS.index("beyond")
+    rows = sorted({row["tokens"] * row["batch"] for row in grid})[1:-1]
+    knees = rows[:: -(-len(rows) // MOST_KNEES) or 1]
+    return [*((count, None) for count in range(1, bent + 1)), *((len(TERMS), knee) for knee in knees)]
+
+
+def _tried(grid: Sequence[Row], times: np.ndarray, count: int, knee: int | None) -> Fit:
+    design, names = _design(grid, TERMS[:count], knee)  # [P, K]
+    shares = design / times[:, None]  # so that a residual is one of 1
+    found = nonnegative(shares, np.ones(len(times)))
+    left_out = np.array([design[p] @ _without(shares, p) for p in range(len(times))])
+    errors, residuals = left_out / times - 1, shares @ found - 1
+    return Fit(
+        dict(zip(names, found.tolist(), strict=True)),
+        knee,
+        left_out.tolist(),
+        float(np.sqrt(np.mean(errors**2))),
+        float(np.abs(errors).max()),
+        float(np.sqrt(np.mean(residuals**2))),
+    )
+
+
+def _without(shares: np.ndarray, point: int) -> np.ndarray:
+    """The fit [K] to all points but one."""
+    rest = np.delete(shares, point, axis=0)
+    return nonnegative(rest, np.ones(len(rest)))
+
+
+def _design(grid: Sequence[Row], terms: Sequence[str], knee: int | None) -> tuple[np.ndarray, list[str]]:
+    """[P, K] and the terms' names. A term that is the same at all points can't be told from the fixed one: left out."""
+    shapes = ((row["steps"], row["topk"], row["tokens"], row["batch"]) for row in grid)
+    each = [units(*shape, knee) for shape in shapes]
+    columns = {term: np.array([taken[term] for taken in each], dtype=float) for term in terms}
+    kept = [term for term in terms if term == "cycle" or np.ptp(columns[term]) > 0]
+    return np.stack([columns[term] for term in kept], axis=1), kept
+
+
+def nonnegative(design: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """x >= 0 [K] with the least |design x - wanted|; design [P, K], wanted [P].
+
+    Lawson and Hanson, Solving Least Squares Problems (1974), chapter 23: terms enter where the error falls, and leave where
+    they would turn negative.
+    """
+    scale = np.linalg.norm(design, axis=0)
+    scale[scale == 0] = 1
+    unit = design / scale
+    x, free = np.zeros(unit.shape[1]), np.zeros(unit.shape[1], dtype=bool)
+    for _ in range(10 * len(x)):  # it ends by itself; a tie of rounding must not turn in a circle
+        slope = unit.T @ (wanted - unit @ x)
+        slope[free] = -np.inf
+        best = int(slope.argmax())
+        if slope[best] <= 1e-10:
+            break
+        free[best] = True
+        x = _stepped(unit, wanted, x, free)
+    return x / scale
+
+
+def _stepped(unit: np.ndarray, wanted: np.ndarray, x: np.ndarray, free: np.ndarray) -> np.ndarray:
+    """From x to the best of the free terms, as far as none turns negative; those that reach 0 are free no more."""
+    while True:
+        aim = np.zeros_like(x)
+        aim[free] = np.linalg.lstsq(unit[:, free], wanted, rcond=None)[0]
+        if (aim[free] > 0).all():
+            return aim
+        below = free & (aim <= 0)
+        reach = float((x[below] / np.maximum(x[below] - aim[below], 1e-300)).min())
+        x = x + reach * (aim - x)
+        free &= x > 1e-12
+        x[~free] = 0
+        if not free.any():
+            return x

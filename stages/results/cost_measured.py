@@ -1,0 +1,124 @@
+"""What live cells say of predictions: their own tau, C and speedup beside the predicted ones. docs/cost.md, version 1.
+
+tau / C is of decoding alone, so the measured speedup beside it is too: the prompts' prefill, which both sides pay, is left out
+of the times. A cell's own interval, which is of whole answers, goes with it as a share; without one (one prompt, one repeat)
+it can't be said whether the two agree.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from statistics import fmean
+from typing import Any
+
+from stages.results import cost_model, cost_served, prediction, timing_grid
+from stages.results.served_table import Line
+
+Row = dict[str, Any]
+
+
+def of_torch(cell: Row) -> Row | None:
+    """tau, C and the speedup of decoding, with its interval; None of a cell that decoded nothing after its first tokens."""
+    rows, metrics = cell["prompts"], cell["metrics"]
+    seconds, plain = (
+        sum(r[f"{who}e2e_latency_s"] - r[f"{who}prefill_latency_s"] for r in rows) for who in ("", "baseline_")
+    )
+    tokens, plain_tokens = (sum(r[f"{who}output_tokens"] - 1 for r in rows) for who in ("", "baseline_"))
+    cycles = sum(r["cycles"] for r in rows)
+    if min(cycles, tokens, plain_tokens) < 1:
+        return None
+    step = plain / plain_tokens
+    ends = metrics["speedup_low"], metrics["speedup_high"]
+    return _measured(metrics["tau"], seconds / cycles / step, step * tokens / seconds, metrics["speedup"], ends)
+
+
+def of_served(line: Line) -> Row | None:
+    """The same of a served cell's line that was compared with a baseline."""
+    row, point, plain = line.row, line.point, line.plain
+    if not point or not plain or row["speedup"] is None or row["tau"] is None:
+        return None
+    cycles, steps, own = cost_served.cycle_s(point), cost_served.step_s(plain), cost_served.step_s(point)
+    if not (cycles and steps and own):
+        return None
+    ends = row["speedup_low"], row["speedup_high"]
+    return _measured(row["tau"], fmean(cycles) / fmean(steps), fmean(steps) / fmean(own), row["speedup"], ends)
+
+
+def _measured(tau: float, c: float, decoding: float, whole: float, ends: tuple[float | None, float | None]) -> Row:
+    """`ends` are of the interval of `whole`."""
+    low, high = (None if end is None else decoding * end / whole for end in ends)
+    return {"tau": tau, "C": c, "speedup": decoding, "low": low, "high": high, "whole": whole}
+
+
+def beside(names: Row, guess: Row, found: Row) -> Row:
+    """`names` of a cell, its prediction and its measurement, and whether their intervals have anything in common.
+
+    Where they haven't, `apart` says which of tau and C is further from what was predicted. `agrees` is None where one has no
+    interval.
+    """
+    known = None not in (guess["low"], guess["high"], found["low"], found["high"])
+    agrees = (guess["low"] <= found["high"] and found["low"] <= guess["high"]) if known else None
+    of_tau, of_c = (abs(math.log(found[k] / guess[k])) for k in ("tau", "C"))
+    apart = None if agrees is not False else "tau" if of_tau > of_c else "C"
+    return names | {"predicted": guess, "measured": found, "agrees": agrees, "apart": apart}
+
+
+def torch_rows(costs: dict[str, Row], cells: Iterable[Row], guesses: Iterable[Row]) -> tuple[list[Row], list[str]]:
+    """Torch cells beside predictions, `costs` by checkpoint; and why others can't be."""
+    by_tree = {_key(guess): guess for guess in guesses if guess["engine"] == "torch"}
+    made, why = [], []
+    for cell in cells:
+        names = {k: cell[k] for k in ("workload", "checkpoint", "tree", "engine")}
+        names |= {"concurrency": 1, "max_new_tokens": None}
+        timed = costs.get(cell["checkpoint"])
+        if timed is None:
+            continue
+        if differs := timing_grid.differing(timed["hardware"], cell["hardware"]):
+            why.append(
+                f"{cell['workload']}, {cell['checkpoint']}: its cells ran on another machine than the timing grid, "
+                f"{', '.join(differs)}; run one of the two anew: dvc repro -f -s time_trees@{timed['checkpoint']}"
+            )
+            continue
+        shape = cell["num_steps"], cell["topk"], cell["num_draft_tokens"]
+        guess = by_tree.get((cell["temperature"], cell["checkpoint"], *shape, 1))
+        if guess and (found := of_torch(cell)):
+            made.append(beside(names, guess, found))
+    return made, list(dict.fromkeys(why))
+
+
+def _key(guess: Row) -> tuple[Any, ...]:
+    return (
+        guess["temperature"],
+        guess["checkpoint"],
+        *(guess[axis] for axis in prediction.SHAPE),
+        guess["concurrency"],
+    )
+
+
+def served_rows(costs: Iterable[Row], lines: Iterable[Line], replays: Mapping[str, list[Row]]) -> list[Row]:
+    """Served points beside what the other points of their cost predict for them: none judges itself."""
+    every, made = list(lines), []
+    for timed in costs:
+        trees = prediction.of_temperature(replays.get(timed["checkpoint"], []), timed["settings"]["temperature"])
+        for number, point in enumerate(timed["grid"]):
+            tree = next((t for t in trees if all(t[axis] == point[axis] for axis in prediction.SHAPE)), None)
+            line = next((one for one in every if _is_of(one, timed, point)), None)
+            if tree and line and (found := of_served(line)):
+                names = ("workload", "checkpoint", "tree", "engine", "concurrency", "max_new_tokens")
+                made.append(beside({k: line.row[k] for k in names}, _left_out(timed, number, tree), found))
+    return made
+
+
+def _left_out(timed: Row, number: int, tree: Row) -> Row:
+    """The prediction of a grid's point by the others."""
+    fit, batch = cost_model.Fit.of_json(timed["fit"]), timed["grid"][number]["batch"]
+    step = next(row for row in timed["plain"] if row["batch"] == batch)
+    c, (tau, ends) = fit.left_out_s[number] / step["step_s"], prediction.taus(tree)
+    return {"tau": tau, "C": c} | prediction.speedup(tau, ends, c, prediction.margin(fit, step))
+
+
+def _is_of(line: Line, timed: Row, point: Row) -> bool:
+    """Whether a grid's point was taken from this line."""
+    row = line.row
+    same = all(row[name] == timed[name] for name in (*prediction.NAMES, "checkpoint"))
+    shape = row["num_steps"], row["topk"], row["num_draft_tokens"], row["concurrency"]
+    return same and line.plain is not None and shape == (*(point[axis] for axis in prediction.SHAPE), point["batch"])

@@ -1,0 +1,199 @@
+"""Every 95% interval and standard error of the project, defined in docs/metrics.md, "Intervals".
+
+Numbers of one prompt resemble each other: its turns, its repeats, its cycles. So an interval counts **clusters** (prompts, or
+conversations: results/clusters.py), never requests or cycles. Figures that pool clusters of unequal size (tau, speedup) have
+the error of the delete-one-cluster jackknife and Student's t of Bell and McCaffrey's degrees of freedom (2002): as many as
+clusters less one where all are of one size, and fewer where some hold most of the cycles. Fewer than two clusters say nothing
+of how clusters scatter: no interval. numpy and scipy are imported where they are used: the terminal's table must answer at once.
+
+Letters: C clusters, P prompts, R repeats, T trees.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
+
+SHARE = 0.95
+MEDIAN_TO_MEAN = 1.253  # the standard error of a median over that of a mean, of normal values
+QUARTILES_APART = 1.349  # in standard deviations, of normal values
+
+
+class Interval(NamedTuple):
+    low: float
+    high: float
+
+    @property
+    def half(self) -> float:
+        return (self.high - self.low) / 2
+
+
+class Timed(NamedTuple):
+    """A typical value and its standard error as a share of it; None where one value can't tell."""
+
+    value: float
+    error: float | None
+
+
+# Student's t
+
+
+def student(freedom: float, share: float = SHARE) -> float:
+    """Return the t that `share` of Student's distribution lies within, to both sides."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(freedom, (1 + share) / 2))
+
+
+def of_mean(values: Sequence[float], share: float = SHARE) -> Interval | None:
+    """Return the t interval of the mean of independent values; None for fewer than two."""
+    if len(values) < 2:
+        return None
+    middle, half = fmean(values), student(len(values) - 1, share) * stdev(values) / math.sqrt(len(values))
+    return Interval(middle - half, middle + half)
+
+
+# Standard errors of times, as shares
+
+
+def mean_time(values: Sequence[float]) -> Timed:
+    """Return the mean of repeats."""
+    mean = fmean(values)
+    return Timed(mean, stdev(values) / math.sqrt(len(values)) / mean if len(values) > 1 else None)
+
+
+def median_time(seconds: Sequence[float]) -> Timed:
+    """Return the median, its error from the quartiles: one stray second must not make it vast."""
+    import numpy as np
+
+    low, middle, high = np.quantile(seconds, [0.25, 0.5, 0.75]).tolist()
+    return Timed(middle, MEDIAN_TO_MEAN * (high - low) / QUARTILES_APART / len(seconds) ** 0.5 / middle)
+
+
+def margin(error: float | None, samples: int) -> float | None:
+    """Return half of the 95% interval, in the unit of the standard error of so many samples; None where that isn't known."""
+    return None if error is None or samples < 2 else student(samples - 1) * error
+
+
+# Pooled over clusters
+
+
+def of_tau(accepted: np.ndarray, cycles: np.ndarray, num_steps: int) -> Interval | None:
+    """Return the interval of tau from accepted drafts [C] and verify cycles [C]."""
+    return of_taus(accepted[:, None], cycles[:, None], [num_steps])[0]
+
+
+def of_taus(accepted: np.ndarray, cycles: np.ndarray, num_steps: Sequence[int]) -> list[Interval | None]:
+    """Return each tree's interval from accepted drafts [C, T] and verify cycles [C, T]; `num_steps` [T].
+
+    The ends stay where tau can be, from 1 to num_steps + 1. Clusters without a cycle are no clusters.
+    """
+    import numpy as np
+
+    drafts, passes = accepted.astype(float), cycles.astype(float)
+    with np.errstate(divide="ignore", invalid="ignore"):  # of fewer than two clusters, which have no interval
+        middle = drafts.sum(0) / passes.sum(0)
+        without = (drafts.sum(0) - drafts) / (passes.sum(0) - passes)
+    half = _jackknife(without, middle, passes).half
+    ends = np.stack([middle - half, middle + half]).clip(0, np.asarray(num_steps)) + 1
+    return [None if math.isnan(low) else Interval(low, high) for low, high in ends.T.tolist()]
+
+
+def of_speedup(
+    tokens: np.ndarray, seconds: np.ndarray, plain_tokens: np.ndarray, plain_seconds: np.ndarray
+) -> Interval | None:
+    """Return the interval of (tokens / seconds) / (plain_tokens / plain_seconds), pooled; each is [P, R].
+
+    Prompts vary and machines drift, independently: half of the interval over prompts and half of that over repeats add by
+    their squares, as shares. What is left of chance in single answers is in both, so it errs on the wide side. One repeat
+    can't tell of drift: then it is over prompts alone. One prompt has none, since other prompts are what it is about.
+    """
+    import numpy as np
+
+    sums = [np.asarray(each, dtype=float) for each in (tokens, seconds, plain_tokens, plain_seconds)]
+    prompts, repeats = sums[0].shape
+    if prompts < 2:
+        return None
+    over_prompts = _log_speedup_half([each.sum(1) for each in sums])
+    over_repeats = _log_speedup_half([each.sum(0) for each in sums]) if repeats > 1 else 0.0
+    middle, half = _log_speedup([each.sum() for each in sums]), math.hypot(over_prompts, over_repeats)
+    return Interval(math.exp(middle - half), math.exp(middle + half))
+
+
+def of_ratio_of_means(above: Sequence[float], below: Sequence[float]) -> Interval | None:
+    """Return the interval of mean(above) / mean(below), of positive values in pairs, a pair a cluster."""
+    import numpy as np
+
+    if len(above) < 2:
+        return None
+    x, y = np.array(above, dtype=float), np.array(below, dtype=float)
+    middle, without = np.log(x.sum() / y.sum()), np.log((x.sum() - x) / (y.sum() - y))
+    half = float(_jackknife(without, middle, y).half)
+    return Interval(float(np.exp(middle - half)), float(np.exp(middle + half)))
+
+
+def _log_speedup(sums: Sequence[np.ndarray]) -> np.ndarray:
+    import numpy as np
+
+    tokens, seconds, plain_tokens, plain_seconds = (np.log(each) for each in sums)
+    return tokens - seconds - plain_tokens + plain_seconds
+
+
+def _log_speedup_half(sums: Sequence[np.ndarray]) -> float:
+    """Half of the interval of the speedup's logarithm, over clusters; four of [C]."""
+    totals = [each.sum() for each in sums]
+    without = _log_speedup([total - each for total, each in zip(totals, sums, strict=True)])
+    _, seconds, _, plain_seconds = sums
+    weights = seconds / seconds.sum() + plain_seconds / plain_seconds.sum()
+    return float(_jackknife(without, _log_speedup(totals), weights).half)
+
+
+@dataclass(frozen=True)
+class _Jackknife:
+    """NaN where there are fewer than two clusters."""
+
+    error: np.ndarray  # [...]
+    freedom: np.ndarray  # [...]
+
+    @property
+    def half(self) -> np.ndarray:
+        from scipy.special import stdtrit
+
+        return stdtrit(self.freedom, (1 + SHARE) / 2) * self.error
+
+
+def _jackknife(without: np.ndarray, whole: np.ndarray, weights: np.ndarray) -> _Jackknife:
+    """Return the error of an estimate `whole` [...] from those `without` each cluster [C, ...], of `weights` [C, ...]."""
+    import numpy as np
+
+    counted = weights > 0
+    clusters = counted.sum(0)
+    squares = (np.where(counted, without - whole, 0.0) ** 2).sum(0)
+    enough = clusters > 1
+    with np.errstate(divide="ignore", invalid="ignore"):
+        error = np.sqrt((clusters - 1) / clusters * squares)
+        freedom = _freedom(weights / weights.sum(0))
+    return _Jackknife(np.where(enough, error, np.nan), np.where(enough, freedom, np.nan))
+
+
+def _freedom(shares: np.ndarray) -> np.ndarray:
+    """Return Satterthwaite's degrees of freedom of the jackknife's variance, of clusters with these shares [C, ...] of all.
+
+    The variance is a quadratic form in the clusters' own figures, sum of w (x - mean)^2 with w = (share / (1 - share))^2.
+    Where those figures scatter alike, it has the mean tr B and the variance 2 tr B^2, and so (tr B)^2 / tr B^2 degrees.
+    """
+    weights = (shares / (1 - shares)) ** 2
+    s, w = (shares**2).sum(0), weights.sum(0)
+    cross, squares = (weights * shares).sum(0), (weights**2).sum(0)
+    trace = w - 2 * cross + w * s
+    of_square = (
+        (1 + 2 * s) * squares - 4 * (weights**2 * shares).sum(0) + 2 * w * (weights * shares**2).sum(0)
+        + 2 * cross**2 - 4 * w * s * cross + (w * s) ** 2
+    )  # fmt: skip
+    return trace**2 / of_square

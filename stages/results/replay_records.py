@@ -1,0 +1,103 @@
+"""What replay found, on disk; docs/metrics.md defines the columns.
+
+`results/replay/<checkpoint>.csv`: one row a tree on the target's answers at temperature 0, and then one a tree on those that
+were drawn above it. `<checkpoint>.inside.csv`: of some trees what happens in their cycles at temperature 0, one row a bucket.
+"""
+
+import csv
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from stages.runtime import atomic
+
+RESULTS = Path("results/replay")
+COLUMNS = (
+    "checkpoint", "steps", "topk", "tokens", "tau", "tau_low", "tau_high", "accept_rate", "cycles", "accepted", "mean_depth",
+    "acceptance", "tau_oracle", "tau_adaptive",
+    "temperature", "top_p",  # of the answers; top_p empty at temperature 0, where nothing is drawn
+)  # fmt: skip
+INSIDE = ("checkpoint", "tree", "by", "bucket", "cycles", "nodes", "promised", "accepted")
+
+
+def path(checkpoint: str) -> Path:
+    return RESULTS / f"{checkpoint}.csv"
+
+
+def write(place: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    atomic.write_csv(place, COLUMNS, rows)
+
+
+def read(checkpoint: str) -> list[dict[str, Any]]:
+    """Every replayed tree of a checkpoint, at each temperature. Raises ValueError naming the file, where it isn't whole."""
+    place, again = path(checkpoint), f"run: dvc repro -f -s replay_trees@{checkpoint}"
+    if not place.exists():
+        raise ValueError(f"{place} not found; run: dvc repro replay_trees@{checkpoint}")
+    try:
+        with place.open(newline="", encoding="utf-8") as lines:
+            rows: list[dict[str, Any]] = list(csv.DictReader(lines))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{place} can't be read as CSV ({error}); {again}") from None
+    if not rows or (missing := set(COLUMNS) - set(rows[0])):
+        raise ValueError(f"{place} {f'lacks the columns {sorted(missing)}' if rows else 'holds no trees'}; {again}")
+    for row in rows:
+        try:  # what is computed with gets its type; the rest goes through as it was written
+            row |= {k: int(row[k]) for k in ("steps", "topk", "tokens")}
+            row |= {k: float(row[k]) for k in ("tau", "temperature")}
+            row |= {"top_p": float(row["top_p"]) if row["top_p"] else None}
+        except (TypeError, ValueError):
+            raise ValueError(f"{place} has a line that is no tree: {row}; {again}") from None
+    return rows
+
+
+def greedy(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those on the target's answers at temperature 0."""
+    return [row for row in rows if row["temperature"] == 0]
+
+
+def tau(rows: Iterable[Mapping[str, Any]], cell: Mapping[str, Any]) -> float | None:
+    """tau of a cell's tree on answers that were drawn as the cell draws; None where none of these were replayed."""
+    shape = cell["num_steps"], cell["topk"], cell["num_draft_tokens"]
+    mine = (row for row in rows if (row["steps"], row["topk"], row["tokens"]) == shape)
+    return next((row["tau"] for row in mine if _drawn_alike(row, cell)), None)
+
+
+def _drawn_alike(row: Mapping[str, Any], cell: Mapping[str, Any]) -> bool:
+    """Answers to replay are drawn without top-k. At temperature 0 all are the likeliest, whatever else is asked."""
+    if row["temperature"] != cell["temperature"]:
+        return False
+    return cell["temperature"] == 0 or (row["top_p"] == cell["top_p"] and cell["top_k"] is None)
+
+
+def inside_path(checkpoint: str) -> Path:
+    return RESULTS / f"{checkpoint}.inside.csv"
+
+
+def write_inside(checkpoint: str, rows: Iterable[Mapping[str, Any]]) -> None:
+    atomic.write_csv(inside_path(checkpoint), INSIDE, ({"checkpoint": checkpoint} | dict(row) for row in rows))
+
+
+def read_inside(checkpoint: str) -> list[dict[str, Any]]:
+    """Every bucket, its counts as numbers and None where it has none. No rows where no tree was looked into.
+
+    Raises:
+        ValueError: naming the file and what to run, where it is missing or not whole.
+    """
+    place, again = inside_path(checkpoint), f"run: dvc repro -f -s replay_trees@{checkpoint}"
+    if not place.exists():
+        raise ValueError(f"{place} not found; {again}")
+    try:
+        with place.open(newline="", encoding="utf-8") as lines:
+            found = csv.DictReader(lines)
+            columns = set(found.fieldnames or ())
+            rows: list[dict[str, Any]] = list(found)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{place} can't be read as CSV ({error}); {again}") from None
+    if missing := set(INSIDE) - columns:
+        raise ValueError(f"{place} lacks the columns {sorted(missing)}; {again}")
+    for row in rows:
+        try:
+            row |= {k: float(row[k]) if row[k] != "" else None for k in INSIDE[4:]}
+        except (TypeError, ValueError):
+            raise ValueError(f"{place} has a line that is no bucket: {row}; {again}") from None
+    return rows

@@ -1,0 +1,190 @@
+"""Atomic writes: a reader sees the old file or the new one, never half of one.
+
+Each write goes to a temporary name beside its place, is fsynced, and is renamed over it. Renaming also keeps the
+DVC cache whole: outputs are hard links into it, so writing *through* one would change the cached copy too.
+A killed writer leaves its temporary, `.NAME.PID.part`, behind; the next write of the same place removes it.
+"""
+
+import csv
+import ctypes
+import glob
+import io
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
+
+
+class Broken(ValueError):
+    """A file of ours that is missing or not whole.
+
+    The remedy is of the stage that made it. Whoever reads such a file in another place, unfinished work or a folder of
+    the user's own, gives the remedy of that place beside `found`.
+    """
+
+    def __init__(self, found: str, remedy: str) -> None:
+        super().__init__(f"{found}; {remedy}")
+        self.found = found
+
+
+def rerun(made_by: str) -> str:
+    """Return the remedy for a broken output. With -f, since DVC's cache may hold the same broken bytes by a hard link."""
+    return f"run: dvc repro -f -s {made_by}"
+
+
+@contextmanager
+def file(path: Path) -> Iterator[Path]:
+    """A temporary path to write; it takes `path`'s place when the block ends without an error."""
+    temporary = _temporary(path)
+    try:
+        yield temporary
+        _fsync(temporary)
+        os.replace(temporary, path)
+        _fsync(path.parent)
+    except Exception as error:
+        _note_place(error, path, temporary)
+        raise
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def folder(path: Path) -> Iterator[Path]:
+    """A temporary folder to fill; it takes `path`'s place, whole, when the block ends without an error."""
+    temporary = _temporary(path)
+    temporary.mkdir()
+    try:
+        yield temporary
+        publish(temporary, path)
+    except Exception as error:
+        _note_place(error, path, temporary)
+        raise
+    finally:
+        _remove(temporary)  # after a swap this is the old folder
+
+
+def publish(made: Path, path: Path) -> None:
+    """Let a whole folder take `path`'s place, on the same file system; the old one, if any, is then at `made`."""
+    for inside in [*made.rglob("*"), made]:  # a folder's own fsync is what keeps the names in it
+        _fsync(inside)
+    if path.exists():
+        _swap(made, path)
+    else:
+        os.replace(made, path)
+    _fsync(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    with file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Indented JSON; NaN and infinity are refused, since half of the world's readers can't parse them."""
+    try:
+        text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
+    except ValueError as error:
+        raise ValueError(f"{path} not written: expected finite numbers, found NaN or infinity ({error})") from None
+    write_text(path, text + "\n")
+
+
+def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Rows under a header, keys that are no column left out. A float keeps every bit: csv writes it by repr."""
+    text = io.StringIO()
+    table = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
+    table.writeheader()
+    table.writerows(rows)
+    write_text(path, text.getvalue())
+
+
+def read_json(path: Path, made_by: str, kind: type = dict) -> Any:
+    """Return what the file holds, an object, or a list where `kind` says so.
+
+    Raises:
+        Broken: naming the file and the stage that makes it, where it is missing, broken or of another kind.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise Broken(f"{path} not found", f"run: dvc repro {made_by}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Broken(f"{path} is not valid JSON ({error})", rerun(made_by)) from None
+    except OSError as error:
+        raise Broken(f"{path} can't be read ({error})", rerun(made_by)) from None
+    if not isinstance(found, kind):
+        raise Broken(f"{path}: expected a JSON {kind.__name__}, found {found!r:.60}", rerun(made_by))
+    return found
+
+
+def _note_place(error: Exception, path: Path, temporary: Path) -> None:
+    """Note in an error what was being written, and what it takes at least: on a full disk no library says either.
+
+    stages/params/full_disk.py reads it.
+    """
+    files = [temporary, *temporary.rglob("*")] if temporary.exists() else []  # pyarrow removes what it could not finish
+    try:
+        needed = sum(file.stat().st_blocks * 512 for file in files) + shutil.disk_usage(path.parent).free
+    except OSError:  # the folder is gone
+        return
+    error.add_note(f"writing {path}, which needs more than {needed} bytes")
+
+
+def _temporary(path: Path) -> Path:
+    """A free name beside `path`, after removing what killed writers of `path` left there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*"):
+        pid = re.fullmatch(rf"\.{re.escape(path.name)}\.([1-9]\d*)\.(part|old)", left.name)
+        if pid and not _is_another_writer(int(pid[1])):
+            _remove(left)
+    return path.with_name(f".{path.name}.{os.getpid()}.part")
+
+
+def _is_another_writer(pid: int) -> bool:
+    """Whether a living process other than this one may own it; two at once is an error, but not ours to mend."""
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it lives, and is another user's
+        pass
+    return True
+
+
+def _swap(new: Path, path: Path) -> None:
+    """Let two folders change places: a folder can't be renamed over a full one.
+
+    One step on Linux, so that `path` is there at any moment. Elsewhere, and on file systems that can't, a kill in
+    the midst leaves nothing at `path`: the work is made again, and never read half.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if hasattr(libc, "renameat2"):
+        names = os.fsencode(new), os.fsencode(path)
+        if libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
+            return
+    aside = new.with_suffix(".old")
+    os.replace(path, aside)
+    os.replace(new, path)
+    os.replace(aside, new)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,124 @@
+"""Unfinished work, kept until it is done: `.scratch/<stage>-<digest>` of everything the result depends on.
+
+DVC deletes a stage's outputs before it reruns it, so a killed run resumes from here. The digest covers the parameters,
+the inputs and the code, so stale work is never taken up. One process at a time works in such a folder (`held`): a stage
+whose DVC was killed may still be at work when the next run begins.
+"""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from stages.runtime import atomic
+
+SCRATCH = Path(".scratch")
+
+
+def place(stage: str, *depends_on: Any) -> Path:
+    """The folder of this very piece of work; `depends_on` is anything JSON can write, besides the stages' own code."""
+    total = hashlib.sha256(json.dumps(depends_on, sort_keys=True, default=str).encode())
+    for path in sorted(_code()):
+        total.update(path.read_bytes())
+    return SCRATCH / f"{stage}-{total.hexdigest()[:16]}"
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Have the folder to this process, which need not exist; of several ranks, the first has it for all of them.
+
+    The lock is the kernel's, on a file beside the folder, since a folder that is written anew is another one. It is free as
+    soon as its holder has ended, killed or not.
+
+    Raises:
+        ValueError: where another process works there.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    path = folder.with_name(f"{folder.name}.lock")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = _lock(path, folder)
+    try:
+        os.truncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # while it is still locked: see _lock
+        os.close(descriptor)
+
+
+def _lock(path: Path, folder: Path) -> int:
+    """Return the open file, locked. Raises ValueError where another process has it."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP):  # a file system that has no locks
+                return descriptor
+            holder = os.read(descriptor, 32).decode().strip()
+            os.close(descriptor)
+            if not isinstance(error, BlockingIOError):
+                raise
+            raise ValueError(
+                f"{folder} is in use, expected no other process there: process {holder or 'unknown'} works on the same stage "
+                "with the same inputs, perhaps for a run that was killed. Wait for its end, or end that process, then run again"
+            ) from None
+        if _is_at(descriptor, path):
+            return descriptor
+        os.close(descriptor)  # its holder has removed it since we opened it
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Name `folder`, which holds unfinished work and nothing else, where a file in it is broken: no stage makes that again.
+
+    Raises:
+        ValueError: with what was found.
+    """
+    try:
+        yield
+    except atomic.Broken as error:
+        raise ValueError(
+            f"unfinished work is broken: {error.found}; remove the folder {folder}, which holds nothing else, and run again: "
+            "only what is in it is made anew"
+        ) from None
+
+
+def done(folder: Path) -> None:
+    """The result is in its place: forget the unfinished work, and that of earlier versions of the same stage."""
+    stage = folder.name.rsplit("-", 1)[0]
+    for pattern in (f"{stage}-*", f".{stage}-*"):  # with a dot: what a writer killed midway left (runtime/atomic.py)
+        for old in SCRATCH.glob(pattern):
+            if old.is_dir():  # a lock is removed by who holds it
+                shutil.rmtree(old, ignore_errors=True)
+
+
+def digest(folder: Path) -> str:
+    """sha256 over the names and bytes of a folder's files."""
+    total = hashlib.sha256()
+    for path in sorted(f for f in folder.rglob("*") if f.is_file()):
+        total.update(str(path.relative_to(folder)).encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    return total.hexdigest()
+
+
+def _code() -> set[Path]:
+    files = {getattr(m, "__file__", None) for name, m in sys.modules.items() if name.startswith("stages.")}
+    main = getattr(sys.modules["__main__"], "__file__", None)
+    code = {Path(f) for f in {*files, main} if f and f.endswith(".py")}
+    return {f for f in code if f.stem != "params" and f.parent.name != "sections"}  # they hold no values

@@ -1,0 +1,197 @@
+"""SGLang and vLLM as measured engines: their command lines, what each can't run, what a server says of itself.
+
+Flags are those of SGLang 0.5.17 and vLLM 0.30, read from their sources; SGLang's ran on a GPU (docs/results), vLLM's did
+not. `server.command` has what sampling needs of them; this is what speculation and measuring add.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stages.serving import server
+from stages.serving.http_session import Failed, Session
+
+ENVIRONMENTS = Path("serving-env")  # one for each engine: make serving-env
+FIRST = {"sglang": ["sglang", "serve"], "vllm": ["vllm", "serve"]}  # of a command line
+BLOCK = 16  # tokens of a block of vLLM's KV cache
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A draft and its tree, as an engine is told of them."""
+
+    folder: str
+    algorithm: str
+    num_steps: int
+    topk: int
+    num_draft_tokens: int
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A server's configuration but for the draft: what a cell and its baseline share."""
+
+    engine: str
+    folder: str  # the target
+    dtype: str
+    device: str
+    trust_remote_code: bool
+    tp: int
+    mem_fraction: float
+    max_total_tokens: int | None
+    max_batch: int | None
+    context_length: int | None  # null: the target's own
+    torch_compile: bool
+    more: tuple[str, ...]
+
+    def flags(self) -> list[str]:
+        """Beyond those of `server.command`."""
+        flags = ["--tensor-parallel-size" if self.engine == "vllm" else "--tp-size", str(self.tp)]
+        if self.engine == "sglang":
+            flags += ["--mem-fraction-static", str(self.mem_fraction)]
+            flags += _given("--max-total-tokens", self.max_total_tokens)
+            flags += _given("--max-running-requests", self.max_batch) + _given("--cuda-graph-max-bs", self.max_batch)
+            flags += _given("--context-length", self.context_length)
+            flags += ["--enable-torch-compile"] if self.torch_compile else []
+        else:  # vLLM compiles by itself; prompts of the warm-up must not be found in its cache
+            flags += ["--gpu-memory-utilization", str(self.mem_fraction), "--no-enable-prefix-caching"]
+            flags += _given("--num-gpu-blocks-override", self.max_total_tokens and -(-self.max_total_tokens // BLOCK))
+            flags += _given("--max-num-seqs", self.max_batch) + _given("--max-model-len", self.context_length)
+        return [*flags, *self.more]
+
+
+def unsupported(engine: str, num_steps: int, topk: int, num_draft_tokens: int, draft: dict[str, Any]) -> str | None:
+    """Why an engine can't run a tree with a draft of that config.json; None where it can."""
+    if engine == "vllm" and topk > 1:
+        return f"vLLM drafts chains only, this tree has topk {topk}"
+    if engine == "sglang" and num_draft_tokens < num_steps + 1:
+        return (
+            f"SGLang from 0.5.17 on needs num_draft_tokens of at least num_steps + 1 = {num_steps + 1}, found "
+            f"{num_draft_tokens}: its scheduler ends at start"
+        )
+    if engine == "sglang" and draft.get("model_type") == "qwen3":
+        return "SGLang's EAGLE-3 draft has no q/k norms, and this one does (init_draft.qk_norm)"
+    return None
+
+
+def speculation(engine: str, draft: Draft, config: dict[str, Any]) -> list[str]:
+    """The flags that turn speculation on; `config` is the draft's config.json."""
+    if engine == "vllm":
+        told = {"method": draft.algorithm.lower(), "model": draft.folder, "num_speculative_tokens": draft.num_steps}
+        return ["--speculative-config", json.dumps(told)]
+    flags = ["--speculative-algorithm", draft.algorithm, "--speculative-draft-model-path", draft.folder]
+    flags += ["--speculative-num-steps", str(draft.num_steps), "--speculative-eagle-topk", str(draft.topk)]
+    flags += ["--speculative-num-draft-tokens", str(draft.num_draft_tokens)]
+    window = config.get("sliding_window")  # SGLang passes the key over, and doesn't count the query itself
+    return flags + _given("--speculative-draft-window-size", window and window - 1)
+
+
+def line(setup: Setup, port: int, own: list[str]) -> list[str]:
+    """The whole command line of a server without a draft; `own` are its first words where they are not the engine's."""
+    told = setup.dtype, setup.device, setup.trust_remote_code
+    whole = server.command(setup.engine, setup.folder, port, *told)
+    first = len(FIRST[setup.engine])
+    assert whole[:first] == FIRST[setup.engine], whole
+    return [*(own or _found(setup.engine)), *whole[first:], *setup.flags()]
+
+
+def _found(engine: str) -> list[str]:
+    """That of its own environment, where there is one; else the one on the PATH, which `started` looks for."""
+    program, *rest = FIRST[engine]
+    there = ENVIRONMENTS / engine / "bin" / program
+    return [str(there.absolute()) if there.exists() else program, *rest]
+
+
+def _given(flag: str, value: int | None) -> list[str]:
+    return [] if value is None else [flag, str(value)]
+
+
+# What a server says of itself
+
+SAID = (  # of SGLang's /server_info, what explains a measurement
+    "version", "model_path", "dtype", "kv_cache_dtype", "attention_backend", "sampling_backend", "tp_size", "mem_fraction_static",
+    "max_total_tokens", "max_running_requests", "context_length", "enable_torch_compile", "torch_compile_max_bs",
+    "chunked_prefill_size", "page_size", "disable_radix_cache", "disable_cuda_graph", "cuda_graph_config",
+    "speculative_algorithm", "speculative_draft_model_path", "speculative_num_steps", "speculative_eagle_topk",
+    "speculative_num_draft_tokens", "speculative_draft_window_size",
+)  # fmt: skip
+
+
+async def info(http: Session, url: str, engine: str) -> dict[str, Any]:
+    """What the server says, by its own names; what it doesn't say is missing. Raises Failed where it can't be asked."""
+    if engine == "vllm":
+        reply = await http.send(url, "GET", "/version")
+        return _json(reply.body) if reply.status == 200 else {}
+    reply = await http.send(url, "GET", "/server_info")
+    found = _json(reply.body) if reply.status == 200 else {}
+    state = (found.get("internal_states") or [{}])[0]
+    said = {key: found[key] for key in SAID if key in found}
+    said |= {key: state[key] for key in ("memory_usage", "effective_max_running_requests_per_dp") if key in state}
+    return said
+
+
+def _json(body: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(body)
+    except ValueError as error:
+        raise Failed("malformed", f"no JSON of what it is ({error})") from None
+    return found if isinstance(found, dict) else {}
+
+
+def check(said: dict[str, Any], draft: Draft | None, at_once: int | None, need_tokens: int) -> None:
+    """Whether a server is the one meant, by what it says; nothing is known of what it doesn't say (vLLM).
+
+    Raises:
+        ValueError: where it runs another tree or another algorithm, or can't hold what will be asked: as measured, each
+            would look like a slow draft.
+    """
+    wanted: dict[str, Any] = {"speculative_algorithm": None}
+    if draft:
+        wanted = {
+            "speculative_algorithm": draft.algorithm, "speculative_num_steps": draft.num_steps,
+            "speculative_eagle_topk": draft.topk, "speculative_num_draft_tokens": draft.num_draft_tokens,
+        }  # fmt: skip
+    for key, value in wanted.items():
+        if key in said and said[key] != value:
+            raise ValueError(
+                f"the server says {key} {said[key]}, expected {value}; start it with this cell's flags, or correct "
+                "benchmark_served.server.base_urls"
+            )
+    context = said.get("context_length")
+    if isinstance(context, int) and context < need_tokens:
+        raise ValueError(
+            f"the server holds {context} tokens of a request, expected at least {need_tokens} (the longest prompt, its "
+            "answer and a tree); raise --context-length, or max_position_embeddings of target or draft, or ask for less"
+        )
+    if at_once is None:
+        return
+    for limit, what, key in (
+        (_batch(said), "one batch", "--max-running-requests"),
+        (_graphs(said), "its CUDA graphs", "--cuda-graph-max-bs"),
+    ):
+        if limit is not None and limit < at_once:
+            raise ValueError(
+                f"the server takes at most {limit} requests in {what}, expected {at_once}, the workload's concurrency: "
+                f"beyond it they wait or run many times slower; raise benchmark_served.server.max_batch (or {key})"
+            )
+
+
+def _batch(said: dict[str, Any]) -> int | None:
+    found = said.get("effective_max_running_requests_per_dp", said.get("max_running_requests"))
+    return found if isinstance(found, int) else None
+
+
+def _graphs(said: dict[str, Any]) -> int | None:
+    """The largest batch it has CUDA graphs for; None where it uses none, or doesn't say."""
+    decode = (said.get("cuda_graph_config") or {}).get("decode") or {}
+    if said.get("disable_cuda_graph") or decode.get("backend") == "disabled":
+        return None
+    captured = decode.get("bs") or []
+    return max(captured) if captured else decode.get("max_bs")
+
+
+def memory(said: dict[str, Any]) -> dict[str, Any]:
+    """GiB of weights and KV cache, and the tokens that it holds; nothing where the server doesn't say."""
+    used = said.get("memory_usage") or {}
+    return {"weights": used.get("weight"), "kv_cache": used.get("kvcache"), "kv_tokens": used.get("token_capacity")}

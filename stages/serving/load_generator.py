@@ -1,0 +1,298 @@
+"""Loads a server with requests as a workload says, and records when every token came.
+
+Arrivals are those of SGLang's bench_serving: requests come at a rate (Poisson, or all at once), and a cap on how many are
+under way at once makes those beyond it wait for their turn, in order. An endless rate with a cap is a closed loop, a rate
+without one an open loop. A request's clock starts when it is sent, as theirs; how long it waited before is kept as well.
+
+What fails is recorded by reason, never asked again: a load that asks twice is another load.
+"""
+
+import asyncio
+import contextlib
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import orjson
+
+from stages.serving import http_session, spec_counters
+from stages.serving.latency import Record
+from stages.serving.spec_counters import Counters, Counts
+from stages.serving.sse import Stream
+
+FLUSH_S = 30  # for a server to come to rest, so that it may drop its cache
+SETTLED_S = 0.2  # vLLM's counters follow the answers by a step
+READINGS = 20
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request to come."""
+
+    id: str
+    prompt: list[int] | list[dict[str, Any]]  # token ids, or messages
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int | None
+    ignore_eos: bool  # answers of max_tokens, whatever they say
+    more: dict[str, Any] = field(default_factory=dict)  # of the body, what only this engine knows: image_data
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    rate: float  # requests/s; inf: all at once
+    concurrency: int | None
+    seed: int
+
+    def due_s(self, requests: int) -> np.ndarray:
+        """[N] from the first, which comes at 0: exponential gaps, so a Poisson process."""
+        if math.isinf(self.rate):
+            return np.zeros(requests)
+        gaps = np.random.default_rng(self.seed).exponential(1 / self.rate, requests)
+        return np.cumsum(gaps) - gaps[0]
+
+
+@dataclass
+class Load:
+    engine: str
+    records: list[Record]  # one for each request, in their order
+    most_at_once: int
+    warmup_failed: dict[str, int]  # by reason
+    uncounted: list[str]  # why an engine's figures are of no use
+    counters: Counts | None  # vLLM's, of all records together
+    figures: dict[str, Any]  # the engine's own, as it says them
+
+
+async def run(
+    url: str,
+    model: str,
+    asks: list[Ask],
+    arrivals: Arrivals,
+    deadline_s: float,
+    warmup: list[Ask],
+    section: str,
+    key: str | None = None,
+    engine: str | None = None,
+    check: Callable[[], None] = lambda: None,
+    ended: Callable[[], object] = lambda: None,
+) -> Load:
+    """All of `asks`, one or more, sent to the server at `url` (without /v1), after `warmup`, which counts nowhere.
+
+    A request may take `deadline_s` from being sent to its last byte. `check` looks after the server when a connection
+    fails, and may raise ValueError; `ended` is called as each of `asks` ends; `section` is the one of params.yaml that
+    messages point to.
+
+    Raises:
+        ValueError: where the server is another one, refuses whoever asks, or fails all of the warm-up.
+    """
+    async with http_session.Session(model, deadline_s, section, key) as http:
+        try:
+            engine = engine or await http.engine_of(url)
+        except http_session.Failed as error:
+            raise ValueError(f"{url} can't be asked: {error}; is it running? Correct {section}.base_urls") from None
+        warmed = await Generator(http, url, engine, check).send(warmup, Arrivals(math.inf, arrivals.concurrency, 0))
+        failed = [r for r in warmed if r.failed]
+        if failed and len(failed) == len(warmed):
+            raise ValueError(f"{url} failed all {len(failed)} requests of the warm-up, the first: {failed[0].why}")
+        if engine == "sglang":
+            await _flush(http, url)
+        before = await _counters(http, url) if engine == "vllm" else None
+        generator = Generator(http, url, engine, check, ended)
+        records = await generator.send(asks, arrivals)
+        after = await _counters(http, url) if engine == "vllm" else None
+        found = Load(engine, records, generator.most_at_once, _by_reason(failed), generator.uncounted, None, {})
+        if before and after:
+            _add_counters(found, before, after)
+        elif before or after:
+            found.uncounted.append("vLLM's /metrics could be read before the load or after it, not both times")
+        if engine == "sglang":
+            found.figures = await _server_info(http, url)
+    return found
+
+
+class Generator:
+    """Sends to one server."""
+
+    def __init__(
+        self,
+        http: http_session.Session,
+        url: str,
+        engine: str,
+        check: Callable[[], None],
+        ended: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.http, self.url, self.engine, self.check, self.ended = http, url, engine, check, ended
+        self.most_at_once = self._at_once = 0
+        self.uncounted: list[str] = []
+
+    async def send(self, asks: list[Ask], arrivals: Arrivals) -> list[Record]:
+        """A record for each; those still under way are given up when this is cancelled."""
+        ready = [(ask, *request(ask, self.engine, self.http.model)) for ask in asks]  # no JSON while the clock runs
+        gate = asyncio.Semaphore(arrivals.concurrency) if arrivals.concurrency else contextlib.nullcontext()
+        with _no_collection():
+            due = time.perf_counter() + arrivals.due_s(len(asks))
+            with http_session.one_error():
+                async with asyncio.TaskGroup() as group:
+                    tasks = []
+                    for (ask, path, body), when in zip(ready, due.tolist(), strict=True):
+                        if (rest_s := when - time.perf_counter()) > 0:
+                            await asyncio.sleep(rest_s)
+                        tasks.append(group.create_task(self._in_turn(gate, ask, path, body, when)))
+        return [task.result() for task in tasks]
+
+    async def _in_turn(self, gate: Any, ask: Ask, path: str, body: bytes, due: float) -> Record:
+        async with gate:
+            self._at_once += 1
+            self.most_at_once = max(self.most_at_once, self._at_once)
+            try:
+                return await self._one(ask, path, body, due)
+            finally:
+                self._at_once -= 1
+                self.ended()
+
+    async def _one(self, ask: Ask, path: str, body: bytes, due: float) -> Record:
+        stream, failed, why = Stream(path == "/generate"), None, ""
+        sent = time.perf_counter()
+        try:
+            async with self.http.exchange(
+                self.url, "POST", path, data=body, headers={"Content-Type": "application/json"}
+            ) as response:
+                if response.status != 200:
+                    self.http.check(self.url, await http_session.read(response))
+                async for data in response.content.iter_any():
+                    stream.feed(data, time.perf_counter())
+            stream.end(time.perf_counter())
+        except http_session.Refused as error:
+            failed, why = "refused", str(error)
+        except http_session.Failed as error:
+            failed, why = error.reason, str(error)
+        ended = time.perf_counter()
+        if failed == "connection":
+            self.check()
+        record = Record(
+            ask.id, due, sent, ended, stream.events, stream.counted, stream.input_tokens, stream.output_tokens,
+            stream.finish_reason, failed, why, stream.text, stream.ids, stream.said,
+        )  # fmt: skip
+        if not failed:
+            self._count(record)
+        return record
+
+    def _count(self, record: Record) -> None:
+        try:
+            record.counts = spec_counters.of_request(record.said, record.output_tokens)
+        except ValueError as error:
+            self.uncounted.append(f"{record.id}: {error}")
+
+
+def request(ask: Ask, engine: str, model: str) -> tuple[str, bytes]:
+    """Path and body. SGLang is asked in its own dialect where it can be: only there it speaks of accepted drafts.
+
+    Raises:
+        ValueError: where the engine doesn't take such a request.
+    """
+    ids = bool(ask.prompt) and isinstance(ask.prompt[0], int)
+    likeliest = {} if ask.top_k is None else {"top_k": ask.top_k}
+    if ids and engine == "sglang":
+        sampling = {
+            "max_new_tokens": ask.max_tokens, "temperature": ask.temperature, "top_p": ask.top_p, "ignore_eos": ask.ignore_eos,
+            **likeliest,
+        }  # fmt: skip
+        body = {"input_ids": ask.prompt, "sampling_params": sampling, "stream": True, **ask.more}
+        return "/generate", orjson.dumps(body)
+    own: dict[str, Any] = {"ignore_eos": ask.ignore_eos, **likeliest}
+    if engine == "sglang":
+        own["return_spec_tokens_details"] = True  # SGLang of before it (0.5.17) passes it over
+    elif engine == "vllm":
+        own["return_token_ids"] = True
+    else:
+        if ask.ignore_eos or likeliest or (ids and engine == "transformers"):
+            what = "ignore_eos" if ask.ignore_eos else "top_k" if likeliest else "token ids as prompts"
+            raise ValueError(
+                f"{ask.id}: expected an engine that takes {what}, found {engine}; ask without, or use sglang or vllm"
+            )
+        own = {}
+    body = {
+        "model": model,
+        "prompt" if ids else "messages": ask.prompt,
+        "max_tokens": ask.max_tokens,
+        "temperature": ask.temperature,
+        "top_p": ask.top_p,
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        **own,
+        **ask.more,
+    }
+    return "/v1/completions" if ids else "/v1/chat/completions", orjson.dumps(body)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """A full collection of a stage's objects takes longer than a token."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+async def _flush(http: http_session.Session, url: str) -> None:
+    """So that no prompt finds its beginning in the cache, and SGLang's own averages are of this load."""
+    try:
+        reply = await http.send(url, "POST", f"/flush_cache?timeout={FLUSH_S}", within_s=FLUSH_S + 10)
+    except http_session.Failed as error:
+        raise ValueError(f"{url} did not flush its cache: {error}; see to the server and run again") from None
+    if reply.status != 200:
+        raise ValueError(
+            f"{url} did not flush its cache: HTTP {reply.status} {reply.said()}; expected it at rest after the warm-up. "
+            "Does somebody else use it?"
+        )
+
+
+async def _counters(http: http_session.Session, url: str) -> Counters | None:
+    """vLLM's, once they stand still."""
+    found = None
+    for _ in range(READINGS):
+        try:
+            reply = await http.send(url, "GET", "/metrics")
+        except http_session.Failed:
+            return None
+        last, found = found, spec_counters.counters(reply.body.decode()) if reply.status == 200 else None
+        if found == last:
+            break
+        await asyncio.sleep(SETTLED_S)
+    return found
+
+
+def _add_counters(load: Load, before: Counters, after: Counters) -> None:
+    whole = not any(r.failed for r in load.records)  # what failed has drafts in the counters, and no tokens with us
+    tokens = sum(r.output_tokens for r in load.records) if whole else None
+    try:
+        load.counters = spec_counters.between(before, after, len(load.records), tokens)
+    except ValueError as error:
+        load.uncounted.append(str(error))
+    drafts = after.drafts - before.drafts
+    if drafts:
+        load.figures["mean_acceptance_length"] = 1 + (after.accepted - before.accepted) / drafts
+
+
+async def _server_info(http: http_session.Session, url: str) -> dict[str, Any]:
+    """SGLang's average since the flush, where it speculates. It lags, unless --decode-log-interval is 1."""
+    try:
+        reply = await http.send(url, "GET", "/server_info")
+        state = orjson.loads(reply.body)["internal_states"][0] if reply.status == 200 else {}
+    except (http_session.Failed, ValueError, KeyError, IndexError, TypeError):
+        return {}
+    return {name: state[name] for name in ("avg_spec_accept_length",) if state.get(name) is not None}
+
+
+def _by_reason(failed: list[Record]) -> dict[str, int]:
+    return {
+        str(reason): sum(r.failed == reason for r in failed)
+        for reason in sorted({r.failed for r in failed if r.failed})
+    }

@@ -1,0 +1,39 @@
+"""Requests of a load, turn by turn, as a cell keeps them (results/served_records.py): whoever answered them."""
+
+import hashlib
+import json
+from typing import Any
+
+from stages.serving.latency import Record
+
+
+def name(r: Record) -> str:
+    """The question's, of a record `id#turn`."""
+    return r.id.rpartition("#")[0]
+
+
+def row(repeat: int, turn: int, r: Record, correct: bool | None) -> dict[str, Any]:
+    """As served.REQUEST."""
+    said = json.dumps(r.ids) if r.ids else r.text
+    done = not r.failed
+    return {
+        "repeat": repeat, "id": name(r), "turn": turn, "prompt_tokens": r.input_tokens,
+        "output_tokens": r.output_tokens, "cycles": r.counts.cycles if r.counts else None,
+        "accepted": r.counts.accepted if r.counts else None, "finish_reason": r.finish_reason, "failed": r.failed,
+        "ttft_s": r.ttft_s if done else None, "tpot_s": r.tpot_s if done else None, "e2e_s": r.e2e_s if done else None,
+        "wait_s": r.sent - r.due, "answer": hashlib.sha256(said.encode()).hexdigest()[:16] if done else None,
+        "correct": correct,
+    }  # fmt: skip
+
+
+def end_to_end(turns: list[list[Record]]) -> list[Record]:
+    """The records of all turns as if each followed the one before at once: between them prompts are rendered."""
+    every: list[Record] = []
+    for found in turns:
+        if every:
+            late = min(r.due for r in found) - max(r.ended for r in every)
+            for r in found:
+                r.due, r.sent, r.ended = r.due - late, r.sent - late, r.ended - late
+                r.events = [(at - late, tokens) for at, tokens in r.events]
+        every += found
+    return every

@@ -1,0 +1,109 @@
+"""What one streamed answer says, byte by byte: when tokens came, how many, and how it ended.
+
+Two dialects: SGLang's own `/generate`, and OpenAI's `/v1/completions` and `/v1/chat/completions`. A server is asked to
+say with every chunk how many tokens there are so far (`meta_info`, `continuous_usage_stats`): under speculation a chunk
+holds several, and text doesn't tell how many. One that doesn't say it is read as a token for each piece of text.
+"""
+
+from typing import Any
+
+import orjson
+
+from stages.serving import http_session
+
+
+class Stream:
+    """Feed it what comes, then `end` it."""
+
+    def __init__(self, generate: bool) -> None:
+        self.events: list[tuple[float, int]] = []
+        self.counted = True
+        self.text = ""
+        self.ids: list[int] = []  # where the server says them
+        self.input_tokens = self.output_tokens = 0
+        self.finish_reason: str | None = None
+        self.said: dict[str, Any] = {}
+        self._take = self._generate if generate else self._openai
+        self._rest = b""
+
+    def feed(self, data: bytes, now: float) -> None:
+        """Raises session.Failed or session.Refused where the server says in the stream that it fails."""
+        lines = (self._rest + data).split(b"\n")
+        self._rest = lines.pop()
+        for line in lines:
+            self._line(line, now)
+
+    def end(self, now: float) -> None:
+        """Raises session.Failed where what came is no whole answer."""
+        self._line(self._rest, now)
+        if self.finish_reason is None:
+            raise http_session.Failed(
+                "cut", f"the stream ended without a finish_reason, after {self.output_tokens} tokens"
+            )
+        if self.finish_reason in ("abort", "error"):
+            raise http_session.Failed("aborted", f"finish_reason {self.finish_reason!r}")
+        if not self.events:
+            raise http_session.Failed("empty", "an answer without a token")
+        self.counted = self.counted or len(self.events) == self.output_tokens
+
+    def _line(self, line: bytes, now: float) -> None:
+        if not line.startswith(b"data:"):  # between messages, or a comment that keeps the connection alive
+            return
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            return
+        try:
+            message = orjson.loads(data)
+            if message.get("error"):
+                self._fail(message["error"])
+            self._take(message, now)
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            raise http_session.Failed("malformed", f"not a chunk of an answer ({error!r}): {data[:200]!r}") from None
+
+    def _fail(self, error: Any) -> None:
+        code = error.get("code") if isinstance(error, dict) else None
+        if code in http_session.ROW_REFUSED:  # the stream had begun before the server looked
+            raise http_session.Refused(code, str(error.get("message")))
+        raise http_session.Failed("error", str(error.get("message") if isinstance(error, dict) else error))
+
+    def _generate(self, message: dict[str, Any], now: float) -> None:
+        meta, ids = message["meta_info"], message.get("output_ids") or []
+        total = meta["completion_tokens"]
+        self._reached(total, now)
+        # All so far, or with --incremental-streaming-output what is new.
+        if len(ids) == total:
+            self.text, self.ids = message.get("text") or "", ids
+        else:
+            self.text, self.ids = self.text + (message.get("text") or ""), self.ids + ids
+        self.input_tokens = meta["prompt_tokens"]
+        if reason := meta.get("finish_reason"):
+            self.finish_reason, self.said = reason["type"], meta
+            if self.finish_reason == "abort":
+                raise http_session.Failed("aborted", str(reason.get("message")))
+
+    def _openai(self, message: dict[str, Any], now: float) -> None:
+        usage, piece = message.get("usage"), ""
+        for choice in message.get("choices") or ():
+            delta = choice.get("delta") or choice
+            text = delta.get("content") or delta.get("text") or ""
+            piece = text or delta.get("reasoning_content") or delta.get("reasoning") or ""
+            self.text += text
+            self.ids += choice.get("token_ids") or []
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        if usage:
+            self.input_tokens = usage["prompt_tokens"]
+            if self.counted:
+                self._reached(usage["completion_tokens"], now)
+            self.output_tokens = usage["completion_tokens"]
+        elif piece:
+            self.counted = False
+            self.events.append((now, 1))
+            self.output_tokens += 1
+        self.said |= (message.get("sglext") or {}).get("spec_tokens_details") or {}
+
+    def _reached(self, total: int, now: float) -> None:
+        if total < self.output_tokens:
+            raise ValueError(f"{total} tokens so far, after {self.output_tokens}")
+        if total > self.output_tokens:
+            self.events.append((now, total - self.output_tokens))
+            self.output_tokens = total

@@ -1,0 +1,97 @@
+"""Read from a transformers config the shapes and rotary parameters that a draft depends on, whatever the class calls them."""
+
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModel,
+    PretrainedConfig,
+)
+
+from stages.target.mrope import axes
+
+
+def default_feature_layers(num_layers: int) -> list[int]:
+    """EAGLE-3's three layers, as ids of the residual stream *entering* block i: [2, n//2, n-3] (SGLang, vLLM, EAGLE)."""
+    return [2, num_layers // 2, num_layers - 3]
+
+
+def facts(whole: PretrainedConfig) -> dict[str, Any]:
+    """The shapes in a config that a draft depends on, under the manifest's names, whatever the class calls them.
+
+    A vision-language config keeps them in its text config, except for those it only has outside. Raises ValueError
+    naming the key, where a config has none of the names we know for it.
+    """
+    config = whole.get_text_config()
+    heads, hidden = _needed(config, "num_attention_heads"), _needed(config, "hidden_size")
+    turning = rope(config)
+    if "mrope_section" in turning:
+        turning["mrope_interleaved"] = interleaved(config)
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": _needed(config, "intermediate_size", "moe_intermediate_size"),
+        "num_layers": _needed(config, "num_hidden_layers"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _first(config, "num_key_value_heads") or heads,
+        "head_dim": _first(config, "head_dim") or hidden // heads,  # absent or null in half of the classes
+        "vocab_size": _needed(config, "vocab_size"),
+        "rms_norm_eps": _needed(config, "rms_norm_eps"),
+        "rope": turning,
+        "max_position_embeddings": _needed(config, "max_position_embeddings"),
+        "tie_word_embeddings": tied(whole),
+    }
+
+
+def tied(whole: PretrainedConfig) -> bool:
+    """Whether embedding and head are one table. transformers reads the outer config, and its text config where that is silent."""
+    outer = _first(whole, "tie_word_embeddings")
+    return bool(outer if outer is not None else _first(whole.get_text_config(), "tie_word_embeddings"))
+
+
+def rope(config: PretrainedConfig) -> dict[str, Any]:
+    """The rotary embedding's parameters in transformers 5's spelling, from either spelling.
+
+    Older configs, and those of remote code, say `rope_theta` and `rope_scaling` (whose kind is `rope_type` or `type`).
+    """
+    found = dict(_first(config, "rope_parameters") or {})
+    if "rope_theta" not in found:
+        found = {**(_first(config, "rope_scaling") or {}), **found}
+        found["rope_theta"] = _first(config, "rope_theta") or 10_000.0
+    kind = found.pop("type", "default")
+    found.setdefault("rope_type", kind)
+    if found["rope_type"] == "mrope":  # Qwen2-VL's name for the default with mrope_section
+        found["rope_type"] = "default"
+    return found
+
+
+def interleaved(config: PretrainedConfig) -> bool:
+    """Whether this class deals its frequencies to the three axes in turns (see `mrope`), which few configs say.
+
+    Asked of its own rotary module: moved on one axis alone, which frequencies turn? Raises ValueError for a third way.
+    """
+    with torch.device("meta"):
+        module = type(AutoModel.from_config(config).rotary_emb)
+    moved = torch.eye(3, dtype=torch.int64)[:, None]  # [3, 1, 3]: the n-th token moved on axis n
+    _, sin = module(config)(torch.empty(1, dtype=torch.float32), moved)  # [1, 3, E], its halves alike
+    found = sin[0, :, : sin.shape[-1] // 2].argmax(0)  # [E / 2]
+    for way in (False, True):
+        if torch.equal(found, axes({**rope(config), "mrope_interleaved": way}, sin.shape[-1])):
+            return way
+    raise ValueError(
+        f"the target's {module.__name__} deals frequencies to the axes as {found.tolist()}, expected mrope_section "
+        f"{rope(config)['mrope_section']} chunked or interleaved; such a model can't be a target yet"
+    )
+
+
+def _first(config: Any, *names: str) -> Any:
+    """The first of these keys that the config has and that is not null."""
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+
+
+def _needed(config: Any, *names: str) -> Any:
+    found = _first(config, *names)
+    if found is None:
+        raise ValueError(
+            f"the target's config ({type(config).__name__}) has no {' or '.join(names)}; such a model can't be a target yet"
+        )
+    return found

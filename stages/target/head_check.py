@@ -1,0 +1,92 @@
+"""Compare the target's own logits with those that later stages compute: the final hidden state times a table read by name.
+
+Training, replay and the engines of other methods read embedding and head from the target's files without loading it
+(`target.lm_head_key` names the head where its name does not). A wrong table has the right shape and trains a draft of
+noise. The comparison needs no more of the target than its embedding, first block, final norm and head, so that is what is
+loaded: of a target of 8 billion parameters about 3 GB in bfloat16, on the CPU.
+
+Letters: V vocabulary, H hidden.
+"""
+
+import copy
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from stages.target.loading import auto_class
+
+TOKENS = 8
+# Largest difference over largest logit: several times what rounding of hidden states and logits leaves.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+class Difference(NamedTuple):
+    logits: float  # the largest, of the eight tokens' logits
+    largest: float  # logit of the target's own
+    allowed: float
+    same_choice: bool  # the likeliest token is the same after all eight
+    same_head: bool  # the table is the class's own head, whatever becomes of its logits
+    same_embedding: bool
+
+    @property
+    def agrees(self) -> bool:
+        return self.logits <= self.allowed  # False where either is NaN
+
+
+def load_first_block(source: str, dtype: str, trust_remote_code: bool) -> PreTrainedModel:
+    """Return the target on the CPU with the first of its blocks alone; what else its files hold is not read."""
+    config = first_block(AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code))
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)  # it lists every tensor of the other blocks as unexpected
+    logging.disable_progress_bar()
+    try:
+        model = auto_class(config).from_pretrained(
+            source, config=config, dtype=getattr(torch, dtype), attn_implementation="sdpa", use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
+    finally:
+        logging.set_verbosity(before)
+    return model.eval()
+
+
+def first_block(config: PretrainedConfig) -> PretrainedConfig:
+    """Return a copy of a config with one block; lists that have an item for each block keep their first."""
+    short = copy.deepcopy(config)
+    text = short.get_text_config()
+    count = text.num_hidden_layers
+    text.num_hidden_layers = 1
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == count:
+            setattr(text, name, value[:1])
+    return short
+
+
+@torch.inference_mode()
+def compare(model: PreTrainedModel, embedding: Tensor, head: Tensor) -> Difference:
+    """Compare on eight tokens; embedding and head are the tables [V, H] float32 that later stages read."""
+    rows = min(len(embedding), model.get_input_embeddings().weight.shape[0])
+    ids = torch.arange(TOKENS) * (rows // TOKENS) + rows // (2 * TOKENS)
+    ids[ids == getattr(model.config, "image_token_id", None)] = 0
+    caught: list[Tensor] = []
+    decoder = model.get_decoder()
+    handle = decoder.register_forward_hook(lambda _module, _args, out: caught.append(out.last_hidden_state))
+    try:
+        own = model(input_ids=ids[None], use_cache=False).logits[0].float()  # [8, V]
+    finally:
+        handle.remove()
+    ours = caught[0][0].float() @ head.T
+    known = model.get_output_embeddings(), model.get_input_embeddings()
+    same_head, same_embedding = (
+        module is not None and torch.equal(module.weight, mine.to(model.dtype))
+        for module, mine in zip(known, (head, embedding), strict=True)
+    )
+    if ours.shape != own.shape:
+        return Difference(torch.inf, float(own.abs().max()), 0.0, False, same_head, same_embedding)
+    largest = float(own.abs().max())
+    return Difference(
+        float((ours - own).abs().max()), largest, TOLERANCE[model.dtype] * largest,
+        bool((ours.argmax(-1) == own.argmax(-1)).all()), same_head, same_embedding,
+    )  # fmt: skip

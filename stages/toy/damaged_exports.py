@@ -1,0 +1,294 @@
+"""What a real export does to clean conversations: fences, prose, wrong counts, lost rows, empty turns, duplicates.
+
+    python -m stages.toy.damaged_exports > data/raw/weather_toon.jsonl          # the committed file, byte for byte
+    python -m stages.toy.damaged_exports maps > data/raw/weather_maps.jsonl     # but for how its PNGs are compressed
+
+Each corruption is a pure function (rng, text) -> text of an answer, in one of three tables by what it does to the
+data: SURROUNDING leaves the table as it is, SPELLING writes the same data differently, LOSS takes data away or makes
+it ambiguous. A corruption that finds nothing to bite on returns its text unchanged. All chance is random.Random.
+The kinds are those of research/users.md, 4.4; their shares are guesses, since no public count of them was found.
+"""
+
+import base64
+import io
+import json
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import toon_format
+from PIL import Image
+
+from stages.toy import weather, weather_maps
+
+SEED = 23  # not prepare_target.seed: the questions of the export are not those the target learned from
+ROWS = 2_000
+MAPS_SEED, MAPS_ROWS = 29, 320
+DAMAGED = 0.35  # share of conversations that something happens to
+
+Message = dict[str, Any]
+Corruption = Callable[[random.Random, str], str]
+
+
+# --- around the table -----------------------------------------------------------------------------------------------
+
+
+def fence(rng: random.Random, text: str) -> str:
+    return f"```{rng.choice(('toon', 'toon', 'text', ''))}\n{text}\n```"
+
+
+def prose_before(rng: random.Random, text: str) -> str:
+    """The first wording is the trap: it ends in a colon, so a strict decoder takes it for a key."""
+    return rng.choice(("Here is the forecast:\n", "Sure! Here you go:\n\n", "Of course.\n")) + text
+
+
+def prose_after(rng: random.Random, text: str) -> str:
+    return text + rng.choice(("\nHope this helps!", "\n\nLet me know if you need more days."))
+
+
+def note_after(rng: random.Random, text: str) -> str:
+    """Reads as one more key, too."""
+    return text + rng.choice(("\nNote: temperatures are rounded.", "\n\nNote: rain is a chance in percent"))
+
+
+# --- the same data, written differently -----------------------------------------------------------------------------
+
+
+def wrong_count(rng: random.Random, text: str) -> str:
+    return re.sub(r"days\[(\d+)\]", lambda m: f"days[{max(0, int(m[1]) + rng.choice((-1, 1, 2)))}]", text)
+
+
+def literal_count(rng: random.Random, text: str) -> str:
+    """[N], echoed from an instruction, or no count at all."""
+    return re.sub(r"days\[\d+\]", rng.choice(("days[N]", "days")), text)
+
+
+def old_dialect(rng: random.Random, text: str) -> str:
+    return re.sub(r"days\[(\d+)\]", rng.choice((r"days[#\1]", r"days[\1,]")), text)
+
+
+def header_space(rng: random.Random, text: str) -> str:
+    return re.sub(r"days(\[[^\]\n]*\]){", rng.choice((r"days \1{", r"days\1 {")), text)
+
+
+def missing_colon(rng: random.Random, text: str) -> str:
+    return text.replace("}:", "}")
+
+
+def tab_indent(rng: random.Random, text: str) -> str:
+    return _each_row(text, lambda row: "\t" + row.strip())
+
+
+def wide_indent(rng: random.Random, text: str) -> str:
+    return _each_row(text, lambda row: "    " + row.strip())
+
+
+def no_indent(rng: random.Random, text: str) -> str:
+    return _each_row(text, str.strip)
+
+
+def blank_lines(rng: random.Random, text: str) -> str:
+    return _each_row(text, lambda row: row + "\n")
+
+
+def carriage_returns(rng: random.Random, text: str) -> str:
+    return text.replace("\r\n", "\n").replace("\n", "\r\n")
+
+
+def trailing_commas(rng: random.Random, text: str) -> str:
+    return _each_row(text, lambda row: row + ",")
+
+
+def comment(rng: random.Random, text: str) -> str:
+    return text.replace("\ndays", "\n# one row per day\ndays")
+
+
+def typography(rng: random.Random, text: str) -> str:
+    """As a word processor writes it: the true minus sign, and now and then curly quotes around the place."""
+    text = text.replace(",-", ",−")
+    return re.sub(r"^place: (\w+)$", r"place: “\1”", text, flags=re.MULTILINE) if rng.random() < 0.5 else text
+
+
+def as_json(rng: random.Random, text: str) -> str:
+    try:
+        return json.dumps(toon_format.loads(text), indent=rng.choice((None, 2)))
+    except toon_format.ToonDecodeError:  # something else has already happened to it
+        return text
+
+
+# --- data lost or ambiguous -----------------------------------------------------------------------------------------
+
+
+def cut_row(rng: random.Random, text: str) -> str:
+    """Generation stopped at its token limit, inside the last row."""
+    rows = _rows(text)
+    return text[: rng.randrange(rows[-1].start() + 1, rows[-1].end())] if rows else text
+
+
+def cut_table(rng: random.Random, text: str) -> str:
+    """It stopped between two rows."""
+    rows = _rows(text)
+    return text[: rng.choice(rows).start()].rstrip() if rows else text
+
+
+def lost_cell(rng: random.Random, text: str) -> str:
+    def lose(row: str) -> str:
+        cells = row.split(",")
+        del cells[rng.randrange(len(cells))]
+        return ",".join(cells)
+
+    return _one_row(rng, text, lose)
+
+
+def extra_cell(rng: random.Random, text: str) -> str:
+    return _one_row(rng, text, lambda row: row.rstrip(",") + f",{rng.randrange(100)}")
+
+
+def decimal_comma(rng: random.Random, text: str) -> str:
+    return _one_row(rng, text, lambda row: re.sub(r",(\d+),", rf",\1,{rng.randrange(10)},", row, count=1))
+
+
+def unit_in_cell(rng: random.Random, text: str) -> str:
+    return _one_row(rng, text, lambda row: re.sub(r",(\d+),", rng.choice((r",\1 C,", r",\1%,")), row, count=1))
+
+
+def no_value(rng: random.Random, text: str) -> str:
+    word = rng.choice(("N/A", "None", "True", "null", "true"))
+    return _one_row(rng, text, lambda row: re.sub(r",(\d+),", f",{word},", row, count=1))
+
+
+def lost_row(rng: random.Random, text: str) -> str:
+    return _one_row(rng, text, lambda row: "")
+
+
+def repeated_row(rng: random.Random, text: str) -> str:
+    return _one_row(rng, text, lambda row: f"{row}\n{row}")
+
+
+def repeated_document(rng: random.Random, text: str) -> str:
+    return f"{text}\n{text}"
+
+
+SURROUNDING: dict[str, Corruption] = {f.__name__: f for f in (fence, prose_before, prose_after, note_after)}
+SPELLING: dict[str, Corruption] = {
+    f.__name__: f
+    for f in (
+        wrong_count, literal_count, old_dialect, header_space, missing_colon, tab_indent, wide_indent, no_indent,
+        blank_lines, carriage_returns, trailing_commas, comment, typography, as_json,
+    )
+}  # fmt: skip
+LOSS: dict[str, Corruption] = {
+    f.__name__: f
+    for f in (
+        cut_row, cut_table, lost_cell, extra_cell, decimal_comma, unit_in_cell, no_value, lost_row, repeated_row,
+        repeated_document,
+    )
+}  # fmt: skip
+
+
+def _rows(text: str) -> list[re.Match[str]]:
+    """The table's rows with their indentation, without their line ends."""
+    return list(re.finditer(r"^[ \t]*\d{4}-\d\d-\d\d,[^\r\n]*", text, re.MULTILINE))
+
+
+def _each_row(text: str, change: Callable[[str], str]) -> str:
+    return re.sub(r"^[ \t]*\d{4}-\d\d-\d\d,[^\r\n]*", lambda m: change(m[0]), text, flags=re.MULTILINE)
+
+
+def _one_row(rng: random.Random, text: str, change: Callable[[str], str]) -> str:
+    rows = _rows(text)
+    if not rows:
+        return text
+    row = rng.choice(rows)
+    return text[: row.start()] + change(row[0]) + text[row.end() :]
+
+
+# --- conversations --------------------------------------------------------------------------------------------------
+
+
+def empty_turn(rng: random.Random, messages: list[Message]) -> list[Message]:
+    turn = rng.randrange(1, len(messages))
+    return [{**m, "content": rng.choice(("", " "))} if i == turn else m for i, m in enumerate(messages)]
+
+
+def lost_turn(rng: random.Random, messages: list[Message]) -> list[Message]:
+    """A question without its answer, or an answer without its question."""
+    turn = rng.randrange(1, len(messages))
+    return messages[:turn] + messages[turn + 1 :]
+
+
+def damage(rng: random.Random, messages: list[Message]) -> list[Message]:
+    """One thing goes wrong with a conversation: mostly with one answer, and there sometimes two things at once."""
+    chance = rng.random()
+    if chance < 0.04:
+        return empty_turn(rng, messages)
+    if chance < 0.07:
+        return lost_turn(rng, messages)
+    if chance < 0.30:
+        changes = [rng.choice(list(SURROUNDING.values()))]
+    elif chance < 0.70:
+        changes = [rng.choice(list(SPELLING.values()))]
+    elif chance < 0.85:
+        changes = [rng.choice(list(SPELLING.values())), rng.choice(list(SURROUNDING.values()))]
+    else:
+        changes = [rng.choice(list(LOSS.values()))]
+    turn = rng.choice([i for i, m in enumerate(messages) if m["role"] == "assistant"])
+    answer = messages[turn]["content"]
+    for change in changes:
+        answer = change(rng, answer)
+    return [{**m, "content": answer} if i == turn else m for i, m in enumerate(messages)]
+
+
+def export(seed: int, rows: int) -> Iterator[dict[str, Any]]:
+    """ShareGPT rows. `weather-000042` is conversation 42 of the seed; `weather-000042-again` is its exact copy."""
+    rng = random.Random(seed + 1)  # apart from the conversations' own stream
+    names = {"system": "system", "user": "human", "assistant": "gpt"}
+    made = 0
+    for number, messages in enumerate(weather.conversations(seed)):
+        if rng.random() < DAMAGED:
+            messages = damage(rng, messages)
+        turns = [{"from": names[m["role"]], "value": m["content"]} for m in messages]
+        again = f"weather-{number:06d}-again" if rng.random() < 0.015 else None
+        for identifier in filter(None, (f"weather-{number:06d}", again)):
+            if made == rows:
+                return
+            yield {"id": identifier, "conversations": turns}
+            made += 1
+
+
+def export_maps(seed: int, rows: int) -> Iterator[dict[str, Any]]:
+    """Rows of OpenAI's messages, with the maps as `data:` URLs among the parts of a question; `map-000042` as above."""
+    rng = random.Random(seed + 1)
+    for number, (messages, pictures) in zip(range(rows), weather_maps.conversations(seed), strict=False):
+        urls = iter([_url(picture) for picture in pictures])
+        shown = [_shown(m, urls) if weather_maps.PICTURE in m["content"] else m for m in messages]
+        if rng.random() < DAMAGED:
+            shown = damage(rng, shown)
+        yield {"id": f"map-{number:06d}", "messages": shown}
+
+
+def _shown(message: Message, urls: Iterator[str]) -> dict[str, Any]:
+    """A question that begins with its map, in parts."""
+    text = {"type": "text", "text": message["content"].removeprefix(weather_maps.PICTURE)}
+    return {**message, "content": [{"type": "image_url", "image_url": {"url": next(urls)}}, text]}
+
+
+def _url(picture: weather_maps.Map) -> str:
+    """As a PNG. Its bytes are those of the zlib that Pillow brings: so the file is committed, and a test compares pixels."""
+    buffer = io.BytesIO()
+    Image.fromarray(picture).save(buffer, "PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def main(*words: str) -> None:
+    rows = {(): lambda: export(SEED, ROWS), ("maps",): lambda: export_maps(MAPS_SEED, MAPS_ROWS)}
+    if words not in rows:
+        raise SystemExit(f"expected no argument or maps, found {' '.join(words)}")
+    for row in rows[words]():
+        sys.stdout.write(json.dumps(row) + "\n")  # ASCII: the same bytes whatever the terminal's encoding
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

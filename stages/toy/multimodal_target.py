@@ -1,0 +1,120 @@
+"""A target that sees, small enough to train on a laptop: transformers' own Qwen3-VL class, taught to read drawn maps.
+
+The decoder is weather-tiny's, with the three-dimensional positions of Qwen3-VL; before it a vision tower of two blocks,
+the first of which also goes to the decoder by deepstack. One visual embedding is one tile of a map (maps.py).
+
+Letters: B rows, T tokens, P patches of all pictures together, D numbers in a patch, I pictures.
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from stages.toy import text_targets, weather_maps
+
+NAME = "weather-tiny-vl"
+CONVERSATIONS = 6_000
+BEFORE, PICTURE, AFTER, FILM = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"
+# As weather-tiny's, and a content may be a list of parts; as in Qwen3-VL's own, a picture is one token between two marks.
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type in ('image', 'image_url') %}" + BEFORE + PICTURE + AFTER + "{% else %}"
+    "{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+Conversation = tuple[list[dict[str, str]], list[weather_maps.Map]]
+
+
+@dataclass(frozen=True)
+class Row:
+    ids: Tensor  # [T], a token for each visual embedding
+    labels: Tensor  # [T], -100 outside the assistant's turns
+    values: Tensor  # [P, D]
+    grid: Tensor  # [I, 3]
+
+
+def corpus(seed: int) -> list[Conversation]:
+    return list(itertools.islice(weather_maps.conversations(seed), CONVERSATIONS))
+
+
+def build_tokenizer(conversations: list[Conversation]) -> PreTrainedTokenizerFast:
+    """As weather-tiny's, of these texts, with Qwen-VL's four tokens behind its vocabulary."""
+    tokenizer = text_targets.build_tokenizer(text_targets.texts([messages for messages, _ in conversations]))
+    tokenizer.add_special_tokens({"additional_special_tokens": [BEFORE, AFTER, PICTURE, FILM]})
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def build_processor() -> Any:
+    """Cuts a map into its tiles as it is: no map is so small or so large that it would be resized."""
+    return Qwen2VLImageProcessorPil(
+        patch_size=weather_maps.TILE // 2,
+        merge_size=2,
+        size={"shortest_edge": weather_maps.TILE**2, "longest_edge": (8 * weather_maps.TILE) ** 2},
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+    )
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> PreTrainedModel:
+    """A random Qwen3-VL whose decoder has weather-tiny's shape; a third of a head's angles for each dimension."""
+    torch.manual_seed(seed)
+    angles = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+    vision = {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 2,
+        "patch_size": weather_maps.TILE // 2,
+        "spatial_merge_size": 2,
+        "out_hidden_size": 128,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0],
+    }
+    named = {"image": PICTURE, "video": FILM, "vision_start": BEFORE, "vision_end": AFTER}
+    config = Qwen3VLConfig(
+        text_config=text_targets.shape(tokenizer) | {"rope_parameters": angles},
+        vision_config=vision,
+        tie_word_embeddings=True,
+        **{f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in named.items()},
+    )
+    return Qwen3VLForConditionalGeneration(config)
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, processor: Any, conversations: list[Conversation]) -> list[Row]:
+    rows = []
+    for messages, pictures in conversations:
+        seen = processor(images=pictures, return_tensors="pt")
+        sizes = iter((seen["image_grid_thw"].prod(-1) // processor.merge_size**2).tolist())
+        parts = [
+            {**m, "content": m["content"].replace(weather_maps.PICTURE, BEFORE + PICTURE * next(sizes) + AFTER)}
+            if weather_maps.PICTURE in m["content"]
+            else m
+            for m in messages
+        ]
+        ids = tokenizer(tokenizer.apply_chat_template(parts, tokenize=False))["input_ids"]
+        found = text_targets.labels(tokenizer, ids)
+        rows.append(Row(torch.tensor(ids), found, seen["pixel_values"], seen["image_grid_thw"]))
+    return rows
+
+
+def pictures(rows: list[Row], token: int) -> Callable[[list[int]], dict[str, Tensor]]:
+    """What `tiny.train` gives the model besides ids."""
+
+    def more(batch: list[int]) -> dict[str, Tensor]:
+        chosen = [rows[i] for i in batch]
+        marks = [(row.ids == token).int() for row in chosen]
+        return {
+            "pixel_values": torch.cat([row.values for row in chosen]),
+            "image_grid_thw": torch.cat([row.grid for row in chosen]),
+            "mm_token_type_ids": torch.nn.utils.rnn.pad_sequence(marks, batch_first=True),  # [B, T]
+        }
+
+    return more

@@ -1,0 +1,177 @@
+"""Targets small enough to train on a laptop: transformers' own Qwen3 classes, a BPE tokenizer, a chat template.
+
+Everything follows from the seed and a fixed number of steps, never from the clock. Matrices train with Muon, which
+needs about half the steps of AdamW at this size (docs/LOG.md, 2026-11-21), the rest with AdamW.
+"""
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor, nn
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from stages.toy import weather
+
+NAMES = ("weather-tiny", "weather-tiny-moe")  # sights.NAME is the third
+CONVERSATIONS = 6_000  # one pass over them is about 500 steps of 2,048 tokens
+END, START, STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+# ChatML, as Qwen3's own template renders it without tools and without thinking.
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# One token per digit, as in Qwen: a number is then a guess per digit, which is where a draft fails.
+WORDS = r"\p{N}|[^\S\n]?\p{L}+|\n[ ]*|[^\s\p{L}\p{N}]+|\s+"
+
+
+def build_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of `texts`, with ChatML as its template."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # sorted: the set's own order differs between runs
+    trainer = trainers.BpeTrainer(
+        vocab_size=640, special_tokens=[END, START, STOP], initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=STOP, pad_token=END, padding_side="left")
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, name: str = NAMES[0]) -> PreTrainedModel:
+    """A random Qwen3, 128 wide. Seven layers: the fewest whose feature layers [2, n//2, n-3] are three different ones.
+
+    With experts, each token takes two of eight, together as wide as the dense one's MLP: the same arithmetic a token,
+    four times the weights. Heads 64 wide and an output layer of its own are what SGLang 0.5.17 needs of this architecture:
+    it turns no narrower ones, and looks for lm_head even where embeddings are tied.
+    """
+    torch.manual_seed(seed)
+    if name == "weather-tiny":
+        return Qwen3ForCausalLM(Qwen3Config(**shape(tokenizer)))
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
+    servable = {"head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape(tokenizer) | experts | servable, use_sliding_window=False))
+
+
+def shape(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    """What every embedded target's decoder has in its config."""
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 7,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
+def texts(conversations: list[list[dict[str, str]]], tokenizer: PreTrainedTokenizerFast | None = None) -> Iterator[str]:
+    """Each conversation as the template renders it; before there is a tokenizer, a plain ChatML rendering."""
+    for messages in conversations:
+        if tokenizer is None:
+            yield "".join(f"{START}{m['role']}\n{m['content']}{STOP}\n" for m in messages)
+        else:
+            yield tokenizer.apply_chat_template(messages, tokenize=False)
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerFast, conversations: list[list[dict[str, str]]]
+) -> list[tuple[Tensor, Tensor]]:
+    """Per conversation: ids [T], and labels [T] that are -100 outside the assistant's turns (its end token is inside)."""
+    encoded = tokenizer(list(texts(conversations, tokenizer)))["input_ids"]
+    return [(torch.tensor(ids), labels(tokenizer, ids)) for ids in encoded]
+
+
+def labels(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> Tensor:
+    """The ids [T], -100 outside the assistant's turns."""
+    start, assistant = tokenizer.convert_tokens_to_ids(START), tokenizer.encode("assistant")[0]
+    inside, found = False, []
+    for position, token in enumerate(ids):
+        if token == start:
+            inside = ids[position + 1] == assistant
+        found.append(token if inside else -100)
+    return torch.tensor(found)
+
+
+def train(
+    model: PreTrainedModel,
+    rows: list[tuple[Tensor, Tensor]],
+    seed: int,
+    steps: int,
+    batch_tokens: int,
+    rate: float,
+    more: Callable[[list[int]], dict[str, Tensor]] = lambda batch: {},
+):
+    """Train in place for exactly `steps` steps; yields (step, loss) after each.
+
+    `more` gives what the model takes besides ids, for a batch of rows by their indices.
+    """
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
+    chosen = {id(p) for p in matrices}
+    others = [p for p in model.parameters() if id(p) not in chosen]
+    muon = torch.optim.Muon(matrices, lr=rate, momentum=0.95, weight_decay=0.01)
+    adamw = torch.optim.AdamW(others, lr=rate / 5, betas=(0.9, 0.95), weight_decay=0.0)
+    base = {muon: rate, adamw: rate / 5}
+    batches = itertools.cycle(_batches(rows, batch_tokens, seed))
+    for step in range(steps):
+        batch = next(batches)
+        ids, wished = _pad([rows[i] for i in batch])  # [B, T] each
+        # Warm up over 20 steps, then fall to almost nothing over the last 40%.
+        scale = min(1.0, (step + 1) / 20) * min(1.0, max(0.02, (steps - step) / (0.4 * steps)))
+        for optimizer, rate_ in base.items():
+            for group in optimizer.param_groups:
+                group["lr"] = rate_ * scale
+        hidden = model.model(input_ids=ids, use_cache=False, **more(batch)).last_hidden_state[:, :-1]  # [B, T-1, H]
+        wanted = wished[:, 1:] != -100
+        loss = nn.functional.cross_entropy(model.lm_head(hidden[wanted]), wished[:, 1:][wanted])
+        muon.zero_grad()
+        adamw.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        muon.step()
+        adamw.step()
+        yield step, loss.item()
+
+
+def corpus(seed: int) -> list[list[dict[str, str]]]:
+    return list(itertools.islice(weather.conversations(seed), CONVERSATIONS))
+
+
+def _batches(rows: list[tuple[Tensor, Tensor]], batch_tokens: int, seed: int) -> list[list[int]]:
+    """Rows of like length together, so that little is padding; the order of batches is shuffled by the seed."""
+    batches: list[list[int]] = [[]]
+    for index in sorted(range(len(rows)), key=lambda i: len(rows[i][0])):
+        if (len(batches[-1]) + 1) * len(rows[index][0]) > batch_tokens and batches[-1]:
+            batches.append([])
+        batches[-1].append(index)
+    random.Random(seed).shuffle(batches)
+    return batches
+
+
+def _pad(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    ids = nn.utils.rnn.pad_sequence([r[0] for r in rows], batch_first=True)
+    labels = nn.utils.rnn.pad_sequence([r[1] for r in rows], batch_first=True, padding_value=-100)
+    return ids, labels

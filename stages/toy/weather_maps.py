@@ -1,0 +1,105 @@
+"""Weather maps: small pictures that show what a question asks about, and the answers that only they tell.
+
+A map has a column of two tiles for each day. Above, the sky's colours and sign, and along the lower edge the chance of
+rain as a blue strip; below, two bars, the night's and the day's temperature, as high as they are warm, from blue to red
+as they are, and with a shade of green that comes back every ten degrees, so that two degrees are plain to see. Place
+and first day come from the question, everything else from the map: none of it can be guessed, since these days are
+drawn without regard to climate and season. Drawn in whole pixels by numpy alone, so that every machine and every
+version of an imaging library has the same maps.
+
+Letters: D days, TILE pixels across a tile.
+"""
+
+import datetime as dt
+import random
+from collections.abc import Iterator
+
+import numpy as np
+
+from stages.toy import weather
+
+TILE = 32  # of one visual embedding: two patches of 16 by two
+MAX_DAYS = 5
+WARMTH = range(-10, 32, 2)  # of a night, in C; in even degrees, which a tile's 32 pixels can show
+DRY, WET = {"sunny": "sun", "cloudy": "cloud", "fog": "mist"}, {"rain": "drops", "storm": "bolt", "snow": "flakes"}
+GROUND = {
+    "sunny": (120, 190, 255), "cloudy": (170, 180, 190), "fog": (225, 225, 215),
+    "rain": (90, 110, 150), "storm": (60, 50, 80), "snow": (200, 215, 240),
+}  # fmt: skip
+# All end alike: the place is one token of an answer's hundred, and so seldom learned from if it had to be looked for.
+_OPENINGS = tuple(
+    opening + " {place} from {first}, {days} days, in C."
+    for opening in ("Forecast for", "The weather in", "Read the map of")
+)
+_FOLLOW_UPS = ("And the next {days} days?", "Continue for {days} more days.")
+PICTURE = "<image>"  # where a map stands in a question, as in an export
+
+Map = np.ndarray  # [2 * TILE, D * TILE, 3] uint8
+
+
+def draw(days: tuple[weather.Day, ...]) -> Map:
+    """The map of some days: [2 * TILE, D * TILE, 3] uint8."""
+    return np.concatenate([np.concatenate([_sky(day), _bars(day)]) for day in days], axis=1)
+
+
+def _sky(day: weather.Day) -> Map:
+    """[TILE, TILE, 3]"""
+    tile = np.full((TILE, TILE, 3), GROUND[day.sky], dtype=np.uint8)
+    y, x = np.mgrid[:TILE, :TILE]
+    sign, colour = {
+        "sun": ((y - 12) ** 2 + (x - 16) ** 2 < 81, (255, 220, 40)),
+        "cloud": (4 * (y - 13) ** 2 + (x - 16) ** 2 < 144, (250, 250, 250)),
+        "mist": ((y % 6 < 2) & (y < 24), (150, 150, 140)),
+        "drops": ((x % 8 < 2) & (y > 4) & (y < 22), (30, 60, 220)),
+        "bolt": (abs(x - 22 + y) < 3, (255, 250, 120)),
+        "flakes": ((x % 8 < 3) & (y % 8 < 3) & (y < 24), (255, 255, 255)),
+    }[(DRY | WET)[day.sky]]
+    tile[sign] = colour
+    tile[26:] = 20
+    tile[26:, : day.rain * TILE // 100] = (0, 120, 255)
+    return tile
+
+
+def _bars(day: weather.Day) -> Map:
+    """[TILE, TILE, 3]"""
+    tile = np.full((TILE, TILE, 3), 255, dtype=np.uint8)
+    for left, degrees in ((0, day.low), (TILE // 2, day.high)):
+        height = (degrees - WARMTH[0] + 4) // 2  # two degrees a pixel
+        warmth = min(255, (degrees - WARMTH[0]) * 5)
+        tile[TILE - height :, left : left + TILE // 2] = (warmth, 50 * (degrees // 2 % 5), 255 - warmth)
+    return tile
+
+
+def _days(rng: random.Random, first: dt.date, count: int) -> tuple[weather.Day, ...]:
+    days = []
+    for offset in range(count):
+        wet = rng.random() < 0.5
+        sky = rng.choice(list(WET if wet else DRY))
+        low = rng.choice(WARMTH)
+        high, rain = low + rng.choice((4, 6, 8, 10)), 10 * rng.randrange(*((5, 10) if wet else (0, 5)))
+        days.append(weather.Day((first + dt.timedelta(days=offset)).isoformat(), low, high, rain, sky))
+    return tuple(days)
+
+
+def conversation(rng: random.Random) -> tuple[list[dict[str, str]], list[Map]]:
+    """(messages, whose questions mark with PICTURE where their map stands; the maps in that order)."""
+    place, first = rng.choice(list(weather.CLIMATES)), dt.date(2026, 1, 1) + dt.timedelta(days=rng.randrange(365))
+    turns = 2 if rng.random() < 1 / 3 else 1
+    messages, maps = [{"role": "system", "content": rng.choice(weather.SYSTEMS)}], []
+    for turn in range(turns):
+        count = rng.randrange(2, MAX_DAYS + 1) if turns == 1 else rng.randrange(2, 4)
+        days = _days(rng, first, count)
+        wording = rng.choice(_OPENINGS if turn == 0 else _FOLLOW_UPS)
+        question = wording.format(place=place, first=first.isoformat(), days=count)
+        answer = weather.to_toon(weather.Forecast(place, "C", days))
+        messages += [{"role": "user", "content": PICTURE + question}, {"role": "assistant", "content": answer}]
+        maps.append(draw(days))
+        first += dt.timedelta(days=count)
+    return messages, maps
+
+
+def conversations(seed: int) -> Iterator[tuple[list[dict[str, str]], list[Map]]]:
+    """An endless stream of conversations, the same for the same seed on every machine."""
+    rng = random.Random(seed)
+    while True:
+        yield conversation(rng)

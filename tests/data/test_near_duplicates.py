@@ -1,0 +1,97 @@
+"""Likeness against Jaccard counted out on sets, and groups against a search in the graph."""
+
+import random
+
+import numpy as np
+import pytest
+
+from stages.data import near_duplicates
+
+
+def jaccard(left: str, right: str) -> float:
+    """Of the sets of five characters, counted out."""
+    pad = "\0" * 4
+    a, b = ({(pad + t)[i : i + 5] for i in range(len(t))} for t in (left, right))
+    return len(a & b) / len(a | b)
+
+
+def text(rng: random.Random, alphabet: str, length: int = 600) -> str:
+    return "".join(rng.choices(alphabet, k=length))
+
+
+ALPHABETS = {
+    "latin": "abcdefghij klmnop",
+    "chinese": "天氣預報明天有雨氣溫五度",
+    "table": "0123456789,-\n",
+    "emoji": "🌧☀️⛅❄",
+}
+
+
+@pytest.mark.parametrize("name", ALPHABETS)
+def test_the_estimate_is_jaccard_in_any_script(name: str) -> None:
+    rng = random.Random(3)
+    errors = []
+    for changes in (0, 2, 5, 10, 20, 40, 80) * 6:
+        left = text(rng, ALPHABETS[name])
+        right = list(left)
+        for place in rng.sample(range(len(right)), changes):
+            right[place] = rng.choice("XYZ")
+        both = near_duplicates.signatures([left, "".join(right)])
+        errors.append(float((both[0] == both[1]).mean()) - jaccard(left, "".join(right)))
+    assert abs(np.mean(errors)) < 0.02 and np.std(errors) < 0.06
+
+
+def test_a_signature_is_the_rows_own_whatever_its_neighbours_or_pieces() -> None:
+    rng = random.Random(4)
+    texts = [text(rng, "abcde ", rng.choice([1, 2, 4, 5, 6, 300])) for _ in range(400)] + [
+        text(rng, "ab", 200_000),
+        "x",
+    ]
+    together = near_duplicates.signatures(texts)
+    assert np.array_equal(together, np.concatenate([near_duplicates.signatures([t]) for t in texts]))
+    assert near_duplicates.signatures([]).shape == (0, near_duplicates.SLOTS)
+
+
+@pytest.mark.parametrize("threshold", [0.5, 0.7, 0.8, 0.9, 1.0])
+def test_bands_find_what_is_above_and_nothing_below_is_taken(threshold: float) -> None:
+    number, width = near_duplicates.bands(threshold)
+    assert number * width <= near_duplicates.SLOTS and 1 - (1 - threshold**width) ** number >= 0.99
+    rng = random.Random(5)
+    texts = []
+    for changes in range(0, 120, 3):
+        left = text(rng, ALPHABETS["latin"])
+        right = list(left)
+        for place in rng.sample(range(len(right)), changes):
+            right[place] = "X"
+        texts += [left, "".join(right)]
+    signatures = near_duplicates.signatures(texts)
+    found, likeness = near_duplicates.pairs(
+        [signatures[:7], signatures[7:30], signatures[30:30], signatures[30:]], threshold
+    )
+    assert (likeness >= threshold).all() and (found[:, 0] < found[:, 1]).all()
+    truth = {(i, i + 1) for i in range(0, len(texts), 2) if (signatures[i] == signatures[i + 1]).mean() >= threshold}
+    assert len(truth) >= 1 and {tuple(pair) for pair in found.tolist()} <= truth
+    assert len(truth - {tuple(pair) for pair in found.tolist()}) <= 1
+
+
+def test_groups_are_the_components() -> None:
+    rng = np.random.default_rng(6)
+    for links in (0, 5, 30, 80, 200):
+        linked = np.sort(rng.integers(0, 100, (links, 2)), axis=1)
+        label = near_duplicates.groups(100, linked)
+        near = {row: {row} for row in range(100)}
+        for a, b in linked.tolist():
+            near[a].add(b)
+            near[b].add(a)
+        for row in range(100):
+            reached, edge = {row}, [row]
+            while edge:
+                new = near[edge.pop()] - reached
+                reached |= new
+                edge += new
+            assert label[row] == min(reached)
+
+
+def test_a_long_chain_ends() -> None:
+    chain = np.stack([np.arange(4999), np.arange(1, 5000)], 1)
+    assert (near_duplicates.groups(5000, chain) == 0).all()

@@ -1,0 +1,253 @@
+"""Every file that is said to be read gives the rows that were put in; every broken one is refused by its name."""
+
+import bz2
+import gzip
+import json
+import lzma
+import pickle
+import random
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import psutil
+import pyarrow as pa
+import pytest
+
+from stages.data import readers
+
+ROWS: list[dict[str, Any]] = [
+    {
+        "id": str(n),
+        "messages": [{"role": "user", "content": f"Zürich {n}? 🌧"}, {"role": "assistant", "content": "a\r\nb"}],
+    }
+    for n in range(50)
+]
+LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
+ARRAY = json.dumps(ROWS, indent=1).encode()
+WRAPPED = json.dumps({"version": 1, "data": ROWS, "tags": ["x"]}, ensure_ascii=False).encode()
+
+
+def zstd(data: bytes) -> bytes:
+    """Arrow's, an independent writer of .zst."""
+    return pa.compress(data, codec="zstd", asbytes=True)
+
+
+PACKERS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd,
+}  # fmt: skip
+
+
+def rows_of(path: Path, first: str | None = None) -> list[tuple[str, int, dict[str, Any]]]:
+    return [(c.source, place, row) for c in readers.all_chunks(path, first, {}) for place, row in readers.parsed(c)]
+
+
+@pytest.mark.parametrize("packed", PACKERS)
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [("a.jsonl", LINES), ("a.ndjson", LINES), ("a.json", LINES), ("a.json", ARRAY), ("a.json", WRAPPED)],
+    ids=["jsonl", "ndjson", "lines called json", "json", "in an object"],
+)  # fmt: skip
+def test_a_file_gives_its_rows(tmp_path: Path, name: str, data: bytes, packed: str) -> None:
+    path = tmp_path / (name + packed)
+    path.write_bytes(PACKERS[packed](data))
+    assert rows_of(path) == [(path.name, n, row) for n, row in enumerate(ROWS)]
+
+
+def test_parquet_gives_its_rows_chunk_by_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "CHUNK_ROWS", 8)
+    pl.DataFrame(ROWS).write_parquet(tmp_path / "a.parquet", row_group_size=20)
+    assert rows_of(tmp_path / "a.parquet") == [("a.parquet", n, row) for n, row in enumerate(ROWS)]
+    assert len(list(readers.all_chunks(tmp_path / "a.parquet", None, {}))) > 2
+
+
+@pytest.mark.parametrize("packed", PACKERS)
+def test_lines_in_many_chunks_keep_their_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: str) -> None:
+    monkeypatch.setattr(readers, "CHUNK_BYTES", 300)
+    monkeypatch.setattr(readers, "CHUNK_ROWS", 4)
+    path = tmp_path / ("a.jsonl" + packed)
+    path.write_bytes(PACKERS[packed](LINES.rstrip(b"\n")))  # and no line end after the last row
+    assert len(list(readers.all_chunks(path, None, {}))) > 5
+    assert [(place, row) for _, place, row in rows_of(path)] == list(enumerate(ROWS))
+
+
+@pytest.mark.parametrize(("name", "data"), [("a.jsonl", LINES), ("a.json", LINES), ("a.json", ARRAY)])
+def test_a_byte_order_mark_is_no_json(tmp_path: Path, name: str, data: bytes) -> None:
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + data)
+    assert [row for _, _, row in rows_of(tmp_path / name)] == ROWS
+
+
+@pytest.mark.parametrize("packed", ["", ".gz", ".zst"])
+def test_an_array_on_one_line_is_never_whole_in_memory(tmp_path: Path, packed: str) -> None:
+    """Bug: a .json was read and parsed whole; 1 GiB of one took 6 GiB."""
+    one = json.dumps({"prompt": "x" * 5_000, "answer": "y"})
+    path = tmp_path / ("a.json" + packed)
+    path.write_bytes(PACKERS[packed](b'{"rows": [' + ", ".join([one] * 20_000).encode() + b"]}"))  # 100 MiB
+    tracemalloc.start()
+    before = psutil.Process().memory_info().rss
+    most = before
+    try:
+        chunks = 0
+        for chunk in readers.all_chunks(path, None, {}):
+            chunks += len(chunk.rows)
+            most = max(most, psutil.Process().memory_info().rss)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert chunks == 20_000 and peak < 32 << 20 and most - before < 64 << 20
+
+
+def test_chunks_of_large_rows_are_short(tmp_path: Path) -> None:
+    """4,096 rows with a picture each would be gigabytes.
+
+    Bug: a slice of a row group went to another process with the whole group: 8,000 pictures took 131 s and 2.1 GiB.
+    """
+    rng = random.Random(1)
+    rows = [{"prompt": "<image>", "answer": "b", "image": {"bytes": rng.randbytes(100_000), "path": None}}] * 200
+    pl.DataFrame(rows).write_parquet(tmp_path / "a.parquet", compression="uncompressed")
+    chunks = list(readers.all_chunks(tmp_path / "a.parquet", None, {}))
+    sizes = [len(chunk.rows) for chunk in chunks]
+    assert sum(sizes) == 200 and max(sizes) <= readers.CHUNK_BYTES // 100_000
+    assert max(len(pickle.dumps(chunk)) for chunk in chunks) < readers.CHUNK_BYTES * 1.1  # and not the row group
+
+
+def test_a_folder_is_its_files_by_name_the_given_one_first(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / ".hidden").mkdir()
+    for name in ("b.jsonl", "deep/a.jsonl", ".hidden/c.jsonl", ".d.jsonl"):
+        (tmp_path / name).write_text(json.dumps({"from": name}) + "\n")
+    (tmp_path / "sky.png").write_bytes(b"\x89PNG")
+    (tmp_path / "README.md").write_text("words")
+    assert [s for s, _, _ in rows_of(tmp_path)] == ["b.jsonl", "deep/a.jsonl"]
+    assert [s for s, _, _ in rows_of(tmp_path, "deep/a.jsonl")] == ["deep/a.jsonl", "b.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.parquet.gz", "rows", "rows.hub.yaml.gz"])
+def test_another_kind_of_file_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=r"expected JSONL, .* or a folder of those, found"):
+        readers.files(tmp_path / name)
+    with pytest.raises(ValueError, match="found no such file in the folder"):
+        readers.files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [(f"a.jsonl{packed}", pack(LINES)[:-40]) for packed, pack in PACKERS.items() if packed]
+    + [("a.parquet", b"PAR1 and no more"), ("a.jsonl.gz", LINES), ("a.jsonl.xz", LINES), ("a.jsonl.bz2", LINES)],
+)
+def test_a_cut_or_misnamed_file_is_named(tmp_path: Path, name: str, data: bytes) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ValueError, match=rf"{name}: expected a whole .* file"):
+        rows_of(tmp_path / name)
+
+
+def test_a_cut_json_array_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(ARRAY[:-5])
+    with pytest.raises(ValueError, match=r"a\.json: expected a JSON array of objects"):
+        rows_of(tmp_path / "a.json")
+    (tmp_path / "c.json").write_bytes(b'["caf\xe9"]')
+    with pytest.raises(ValueError, match=r"c\.json: expected a JSON array of objects \('utf-8' codec"):
+        rows_of(tmp_path / "c.json")
+    (tmp_path / "b.json").write_text('[{"a": 1}, 2]')
+    with pytest.raises(ValueError, match=r"b\.json, line 2: expected an object, found '2'"):
+        rows_of(tmp_path / "b.json")
+
+
+def test_half_a_surrogate_pair_and_nan_are_read_as_python_reads_them(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"a": "\\ud83d"}\n{"a": NaN}\n')
+    assert [list(row) for _, _, row in rows_of(tmp_path / "a.jsonl")] == [["a"], ["a"]]
+
+
+# --- the hub --------------------------------------------------------------------------------------------------------
+
+COMMIT = "8049631c405ae6576f93f445c6b8166f76f5505a"
+
+
+def pin(path: Path, **changes: Any) -> Path:
+    keys = {"dataset": "someone/talk", "name": None, "split": "train", "revision": None} | changes
+    path.write_text(json.dumps(keys))  # which is YAML too
+    return path
+
+
+@pytest.fixture
+def offline_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+def test_a_dataset_goes_through_datasets(tmp_path: Path, offline_cache: Path) -> None:
+    """A local folder in the place of a hub id: the same loader, and nothing to download."""
+    folder = tmp_path / "talk"
+    folder.mkdir()
+    (folder / "train.jsonl").write_bytes(LINES)
+    (folder / "test.jsonl").write_bytes(LINES[: LINES.index(b"\n") + 1])
+    path = pin(tmp_path / "talk.hub.yaml", dataset=str(folder))
+    pinned: dict[str, Any] = {}
+    found = [row for c in readers.all_chunks(path, None, pinned) for row in readers.parsed(c)]
+    assert found == list(enumerate(ROWS))
+    assert pinned["talk.hub.yaml"] == {
+        "dataset": str(folder), "name": None, "split": "train", "revision": None, "commit": None, "rows": 50,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=r"talk\.hub\.yaml: dataset .* split nowhere"):
+        rows_of(pin(path, dataset=str(folder), split="nowhere"))
+
+
+def test_a_branch_is_resolved_to_its_commit_and_a_commit_taken_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+    import huggingface_hub
+
+    asked: list[Any] = []
+
+    class Api:
+        def dataset_info(self, name: str, revision: str | None) -> Any:
+            asked.append((name, revision))
+            return type("Info", (), {"sha": COMMIT})
+
+    def load(name: str, config: str | None, split: str, revision: str) -> Any:
+        asked.append((name, config, split, revision))
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    path, pinned = tmp_path / "talk.hub.yaml", {}
+    for revision in ("main", COMMIT):
+        assert len(list(readers.all_chunks(pin(path, revision=revision, name="big"), None, pinned))) == 1
+        assert pinned["talk.hub.yaml"]["commit"] == COMMIT
+    loaded = ("someone/talk", "big", "train", COMMIT)
+    assert asked == [("someone/talk", "main"), loaded, loaded]
+
+
+def test_a_dataset_that_is_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def refuse(*arguments: Any, **more: Any) -> None:
+        raise ConnectionError("no network\nand more")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", refuse)
+    with pytest.raises(
+        ValueError, match=r"neither a folder here nor to be had from the Hub \(ConnectionError: no network\)"
+    ):
+        rows_of(pin(tmp_path / "talk.hub.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dataset: a/b", "expected the keys dataset, name, split, revision, found dataset"),
+        ("[1]", r"found \[1\]"),
+        ("a: [", "is not valid YAML"),
+        ("{dataset: a/b, name: null, split: null, revision: null}", "split: expected text, found None"),
+        ("{dataset: a/b, name: null, split: train, revision: 8049631}", "revision: expected text, found 8049631"),
+    ],
+)
+def test_a_pin_that_says_too_little(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "a.hub.yaml").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        rows_of(tmp_path / "a.hub.yaml")

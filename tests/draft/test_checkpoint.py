@@ -1,0 +1,267 @@
+"""A draft on disk is what SGLang and vLLM load: names, shapes and maps by hand, config.json read by transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, LlamaConfig
+
+from stages.draft import checkpoint
+from stages.runtime import atomic
+
+H, HEADS, KV_HEADS, HEAD_DIM, M, V, D = 8, 4, 2, 3, 20, 30, 5  # HEADS * HEAD_DIM is not H, as in Qwen3
+SHAPE = {
+    "hidden_size": H, "intermediate_size": M, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM, "vocab_size": V, "draft_vocab_size": D, "max_position_embeddings": 640, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+ROPE = {"rope_type": "default", "rope_theta": 500_000.0}
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+LAYERS = 36
+CONFIG = checkpoint.config_json(SHAPE, ROPE, [2, 18, 33], LAYERS, [7])
+CHOSEN = [3, 4, 11, 12, 29]  # the target's tokens that the draft knows, ascending
+
+# Copied from research/specforge.md 2.8 and research/sglang.md 3; attention reads cat([embedding, feature]), 2H.
+EXPECTED = {
+    "fc.weight": (8, 24),
+    "midlayer.input_layernorm.weight": (8,),
+    "midlayer.hidden_norm.weight": (8,),
+    "midlayer.post_attention_layernorm.weight": (8,),
+    "midlayer.self_attn.q_proj.weight": (12, 16),
+    "midlayer.self_attn.k_proj.weight": (6, 16),
+    "midlayer.self_attn.v_proj.weight": (6, 16),
+    "midlayer.self_attn.o_proj.weight": (8, 12),
+    "midlayer.mlp.gate_proj.weight": (20, 8),
+    "midlayer.mlp.up_proj.weight": (20, 8),
+    "midlayer.mlp.down_proj.weight": (8, 20),
+    "norm.weight": (8,),
+    "lm_head.weight": (5, 8),
+    "d2t": (5,),
+    "t2d": (30,),
+}
+
+
+def draft() -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(shape, generator=g) for name, shape in EXPECTED.items()}
+    tensors["d2t"] = torch.tensor([token - place for place, token in enumerate(CHOSEN)])
+    tensors["t2d"] = torch.tensor([token in CHOSEN for token in range(V)])
+    return tensors
+
+
+def write_unchecked(place: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """What another program, or an older version, might leave at a draft's place."""
+    (place / "draft").mkdir(parents=True)
+    atomic.write_json(place / "draft" / "config.json", config)
+    save_file(tensors, place / "draft" / "model.safetensors")
+
+
+# --- round trips ----------------------------------------------------------------------------------------------------
+
+
+def test_a_draft_comes_back_as_it_went(tmp_path: Path) -> None:
+    tensors = draft()
+    tensors["fc.weight"] = tensors["fc.weight"].T.contiguous().T  # as a transposed warm start is: not contiguous
+    checkpoint.write_draft(tmp_path / "e003", CONFIG, tensors)
+    config, found = checkpoint.read_draft(tmp_path / "e003", "train_draft@e003")
+    assert config == CONFIG and set(found) == set(tensors)
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+def test_the_file_holds_the_names_and_shapes_engines_ask_for(tmp_path: Path) -> None:
+    """SGLang skips an unknown name and leaves what is missing random, without a word."""
+    checkpoint.write_draft(tmp_path, CONFIG, draft())
+    assert sorted(p.name for p in (tmp_path / "draft").iterdir()) == ["config.json", "model.safetensors"]
+    with safe_open(tmp_path / "draft" / "model.safetensors", framework="pt") as file:
+        assert {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()} == EXPECTED  # noqa: SIM118
+        d2t, t2d = file.get_tensor("d2t"), file.get_tensor("t2d")
+        assert file.metadata() == {"format": "pt"}  # transformers refuses a file that doesn't say so
+    assert d2t.dtype == torch.int64 and t2d.dtype == torch.bool
+    assert [int(offset) + place for place, offset in enumerate(d2t)] == CHOSEN  # SGLang: hot_token_id = d2t + arange
+    assert t2d.nonzero().flatten().tolist() == CHOSEN
+
+
+def test_a_state_comes_back_as_it_went(tmp_path: Path) -> None:
+    moments = {"exp_avg.norm.weight": torch.randn(H), "exp_avg_sq.norm.weight": torch.rand(3, H).T}
+    checkpoint.write_state(tmp_path, moments, {"epoch": 3, "step": 120})
+    found, progress = checkpoint.read_state(tmp_path, "train_draft@e003")
+    assert progress == {"epoch": 3, "step": 120} and set(found) == set(moments)
+    assert all(torch.equal(found[name], tensor) for name, tensor in moments.items())
+
+
+def test_the_root_has_no_moments_and_that_is_a_state_too(tmp_path: Path) -> None:
+    checkpoint.write_state(tmp_path, {}, {"epoch": 0, "step": 0})
+    assert checkpoint.read_state(tmp_path, "init_draft") == ({}, {"epoch": 0, "step": 0})
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+SPOILT = {
+    "a missing tensor": (lambda t: t.pop("midlayer.hidden_norm.weight"), r"missing tensors \['midlayer.hidden_norm"),
+    "an unknown name": (lambda t: t.update({"layers.0.x": torch.zeros(1)}), r"unknown \['layers.0.x'\]"),
+    "a prefix": (lambda t: t.update({"model.fc.weight": t.pop("fc.weight")}), r"'fc.weight'\], unknown \['model.fc"),
+    "another shape": (lambda t: t.update({"fc.weight": torch.zeros(8, 16)}), r"is \(8, 16\), expected \(8, 24\)"),
+    "a transposed matrix": (
+        lambda t: t.update({"midlayer.mlp.down_proj.weight": torch.zeros(20, 8)}),
+        r"down_proj.weight is \(20, 8\), expected \(8, 20\)",
+    ),
+    "d2t in int32": (lambda t: t.update(d2t=t["d2t"].int()), "d2t is torch.int32 and t2d torch.bool, expected int64"),
+    "t2d in bytes": (lambda t: t.update(t2d=t["t2d"].byte()), "t2d torch.uint8, expected int64 offsets and bool"),
+    "d2t as token ids": (lambda t: t.update(d2t=torch.tensor(CHOSEN)), "does not list the tokens that t2d marks"),
+    "t2d of other tokens": (lambda t: t.update(t2d=t["t2d"].roll(1)), "does not list the tokens that t2d marks"),
+    "t2d of more tokens": (lambda t: t["t2d"].fill_(True), "does not list the tokens that t2d marks"),
+    "t2d empty": (lambda t: t["t2d"].fill_(False), "does not list the tokens that t2d marks"),
+}  # fmt: skip
+spoilt = pytest.mark.parametrize(("spoil", "message"), SPOILT.values(), ids=SPOILT.keys())
+
+
+@spoilt
+def test_what_would_mislead_an_engine_is_not_written(tmp_path: Path, spoil: Any, message: str) -> None:
+    tensors = draft()
+    spoil(tensors)
+    with pytest.raises(AssertionError, match=message):
+        checkpoint.write_draft(tmp_path, CONFIG, tensors)
+    assert list(tmp_path.iterdir()) == []
+
+
+@spoilt
+def test_what_would_mislead_an_engine_is_not_read(tmp_path: Path, spoil: Any, message: str) -> None:
+    tensors = draft()
+    spoil(tensors)
+    write_unchecked(tmp_path / "e003", CONFIG, tensors)
+    with pytest.raises(
+        ValueError, match=f"e003/draft is no EAGLE-3 draft: .*{message}.*; run: dvc repro -f -s train_draft@e003"
+    ):
+        checkpoint.read_draft(tmp_path / "e003", "train_draft@e003")
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "draft_vocab_size", "head_dim", "num_key_value_heads"])
+def test_a_config_without_a_size_is_refused_both_ways(tmp_path: Path, key: str) -> None:
+    config = {k: v for k, v in CONFIG.items() if k != key}
+    with pytest.raises(AssertionError, match=f"config.json lacks '{key}'"):
+        checkpoint.write_draft(tmp_path, config, draft())
+    write_unchecked(tmp_path, config, draft())
+    with pytest.raises(ValueError, match=f"config.json lacks '{key}'; run: dvc repro -f -s init_draft"):
+        checkpoint.read_draft(tmp_path, "init_draft")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_that_are_not_finite_are_neither_written_nor_read(
+    tmp_path: Path, value: float, dtype: torch.dtype
+) -> None:
+    """Bug: a draft with NaN weights was read, decoded, accepted nothing, and was reported as one of tau 1.000."""
+    tensors = {n: t.to(dtype) if t.is_floating_point() else t for n, t in draft().items()}
+    tensors["fc.weight"][2, 5:8] = value
+    with pytest.raises(
+        AssertionError, match=r"fc\.weight holds 3 NaN or infinite values of 192, expected finite weights"
+    ):
+        checkpoint.write_draft(tmp_path / "e003", CONFIG, tensors)
+    tensors["norm.weight"][0] = value
+    write_unchecked(tmp_path / "e003", CONFIG, tensors)
+    expected = (
+        r"e003/draft/model\.safetensors: \S+ holds \d NaN or infinite values of \d+ \(and 1 more tensors hold some\), "
+        "expected finite weights; run: dvc repro -f -s train_draft@e003"
+    )
+    with pytest.raises(ValueError, match=expected):
+        checkpoint.read_draft(tmp_path / "e003", "train_draft@e003")
+
+
+def test_moments_that_are_not_finite_are_not_read(tmp_path: Path) -> None:
+    """Sibling: the next segment of training would have made every weight NaN by its first step."""
+    checkpoint.write_state(tmp_path, {"exp_avg.norm.weight": torch.full((H,), torch.nan)}, {"epoch": 3, "step": 9})
+    with pytest.raises(
+        ValueError, match=r"optimizer\.safetensors: exp_avg\.norm\.weight holds 8 NaN or infinite values"
+    ):
+        checkpoint.read_state(tmp_path, "train_draft@e003")
+
+
+@pytest.mark.parametrize("name", ["draft/config.json", "draft/model.safetensors"])
+def test_a_missing_or_cut_draft_is_named_with_its_stage(tmp_path: Path, name: str) -> None:
+    checkpoint.write_draft(tmp_path, CONFIG, draft())
+    place = tmp_path / name
+    place.write_bytes(place.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=rf"{place} is (cut|not valid JSON).* run: dvc repro -f -s train_draft@e009"):
+        checkpoint.read_draft(tmp_path, "train_draft@e009")
+    place.unlink()
+    with pytest.raises(ValueError, match=rf"{place} not found; run: dvc repro train_draft@e009"):
+        checkpoint.read_draft(tmp_path, "train_draft@e009")
+
+
+@pytest.mark.parametrize("name", ["state/progress.json", "state/optimizer.safetensors"])
+def test_a_missing_or_cut_state_is_named_with_its_stage(tmp_path: Path, name: str) -> None:
+    checkpoint.write_state(tmp_path, {"exp_avg.norm.weight": torch.zeros(H)}, {"epoch": 3, "step": 9})
+    place = tmp_path / name
+    place.write_bytes(place.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=rf"{place} is (cut|not valid JSON).* run: dvc repro -f -s train_draft@e003"):
+        checkpoint.read_state(tmp_path, "train_draft@e003")
+    place.unlink()
+    with pytest.raises(ValueError, match=rf"{place} not found; run: dvc repro train_draft@e003"):
+        checkpoint.read_state(tmp_path, "train_draft@e003")
+
+
+# --- config.json, as transformers reads it --------------------------------------------------------------------------
+
+
+def loaded(tmp_path: Path, config: dict[str, Any]) -> LlamaConfig:
+    """What both engines begin with: model_type llama, parsed by transformers."""
+    atomic.write_json(tmp_path / "config.json", config)
+    found = AutoConfig.from_pretrained(tmp_path)
+    assert type(found) is LlamaConfig
+    return found
+
+
+def test_transformers_reads_the_sizes(tmp_path: Path) -> None:
+    found = loaded(tmp_path, CONFIG)
+    assert found.architectures == ["LlamaForCausalLMEagle3"]
+    assert (found.hidden_size, found.intermediate_size, found.head_dim) == (H, M, HEAD_DIM)
+    assert (found.num_attention_heads, found.num_key_value_heads, found.num_hidden_layers) == (HEADS, KV_HEADS, 1)
+    assert (found.vocab_size, found.draft_vocab_size, found.max_position_embeddings) == (V, D, 640)
+    assert (found.rms_norm_eps, found.hidden_act, found.attention_bias) == (1e-6, "silu", False)
+    assert found.tie_word_embeddings is False  # the draft's head is its own
+    assert found.eos_token_id == 7
+
+
+@pytest.mark.parametrize("rope", [ROPE, LLAMA3_ROPE], ids=["default", "llama3"])
+@pytest.mark.parametrize("spelling", ["both", "new", "old"])
+def test_rope_is_read_the_same_in_both_spellings(tmp_path: Path, rope: dict[str, Any], spelling: str) -> None:
+    """transformers 5 reads rope_parameters, older readers rope_theta and rope_scaling, and take 10 000 without them."""
+    config = checkpoint.config_json(SHAPE, rope, [2, 18, 33], LAYERS, [7])
+    for key in {"both": [], "new": ["rope_theta", "rope_scaling"], "old": ["rope_parameters"]}[spelling]:
+        del config[key]
+    assert loaded(tmp_path, config).rope_parameters == rope
+
+
+def test_default_rope_has_no_scaling_in_the_old_spelling() -> None:
+    """vLLM and SGLang take a rope_scaling that is not null for a request to scale."""
+    assert CONFIG["rope_scaling"] is None and CONFIG["rope_theta"] == 500_000.0
+    scaled = checkpoint.config_json(SHAPE, LLAMA3_ROPE, [2, 18, 33], LAYERS, [7])["rope_scaling"]
+    assert scaled == {k: v for k, v in LLAMA3_ROPE.items() if k != "rope_theta"}
+
+
+def test_default_layers_are_not_listed() -> None:
+    """Both engines default to [2, n//2, n-3], and read a list differently: the safe list is none."""
+    for layers, count in (([2, 18, 33], 36), ([2, 16, 29], 32), ([2, 3, 4], 7)):
+        config = checkpoint.config_json(SHAPE, ROPE, layers, count, [7])
+        assert "eagle_config" not in config and "eagle_aux_hidden_state_layer_ids" not in config
+
+
+def test_other_layers_are_listed_in_each_engines_own_convention() -> None:
+    """SGLang captures at `id + 1`, vLLM at `id`: both must come to the residual stream entering blocks 1, 16 and 30."""
+    config = checkpoint.config_json(SHAPE, ROPE, [1, 16, 30], LAYERS, [7])
+    sglang = config["eagle_config"]
+    assert sglang["use_aux_hidden_state"] is True
+    assert [i + 1 for i in sglang["eagle_aux_hidden_state_layer_ids"]] == [1, 16, 30]
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 16, 30]
+
+
+def test_one_end_token_is_a_number_and_several_are_a_list() -> None:
+    assert CONFIG["eos_token_id"] == 7
+    assert checkpoint.config_json(SHAPE, ROPE, [2, 18, 33], LAYERS, [7, 9])["eos_token_id"] == [7, 9]

@@ -1,0 +1,87 @@
+"""The draft's rotation and attention against plain formulas, and what a cast must not touch."""
+
+import math
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from stages.draft import eagle3 as d
+from tests.draft.slow_draft import CONFIG, random_draft
+
+LLAMA3 = {
+    "rope_theta": 500000.0,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 10000.0, "rope_type": "default"},
+        {"rope_theta": 1e6, "rope_type": "linear", "factor": 4.0},
+        LLAMA3,
+    ],
+    ids=lambda r: r["rope_type"],
+)
+def test_frequencies_are_transformers_own(rope: dict) -> None:
+    config = LlamaConfig(hidden_size=128, num_attention_heads=1, head_dim=128, rope_parameters=dict(rope))
+    theirs = LlamaRotaryEmbedding(config).inv_freq
+    assert torch.allclose(d.inverse_frequency(rope, 128), theirs, rtol=1e-6)
+
+
+def test_a_rope_type_we_do_not_know_is_refused() -> None:
+    with pytest.raises(ValueError, match="'yarn' is not supported"):
+        d.inverse_frequency({"rope_theta": 1e4, "rope_type": "yarn", "factor": 2.0}, 8)
+
+
+def test_a_cast_to_bfloat16_leaves_the_angles_alone() -> None:
+    """A rival's table was rebuilt from frequencies rounded to bfloat16 (research/specforge.md W1): errors up to 2."""
+    exact, _, _ = random_draft(1)
+    cast = random_draft(1)[0].to(torch.bfloat16)
+    positions = torch.tensor([[0, 1, 500, 4000]])
+    for a, b in zip(exact.rope(positions), cast.rope(positions), strict=True):
+        assert b.dtype == torch.bfloat16
+        assert (a - b.float()).abs().max() < 2**-8  # the rounding of the cosine itself, not of its angle
+
+
+def test_attention_is_a_softmax_over_the_prefix_and_the_own_ancestors() -> None:
+    generator = torch.Generator().manual_seed(0)
+    heads, groups, width = 4, 2, 8
+    q = torch.randn(1, 3, heads, width, generator=generator)
+    k, v = torch.randn(2, 1, 5, groups, width, generator=generator)
+    own_k, own_v = torch.randn(2, 1, 3, 2, groups, width, generator=generator)
+    allowed = torch.tensor([[[1, 0, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]]).bool()
+    out = d.attend(q, k, v, allowed, own_k, own_v)
+    for i in range(3):
+        for a in range(heads):
+            g = a // (heads // groups)
+            keys = [k[0, t, g] for t in range(5) if allowed[0, i, t]] + [own_k[0, i, s, g] for s in range(2)]
+            values = [v[0, t, g] for t in range(5) if allowed[0, i, t]] + [own_v[0, i, s, g] for s in range(2)]
+            scores = [math.exp((q[0, i, a] @ key).item() / math.sqrt(width)) for key in keys]
+            expected = sum(s * value for s, value in zip(scores, values, strict=True)) / sum(scores)
+            assert torch.allclose(out[0, i, a], expected, atol=1e-5)
+
+
+def test_draft_ids_become_target_ids_by_offset() -> None:
+    draft, _, _ = random_draft(2)
+    ids = draft.to_target(torch.arange(CONFIG.draft_vocab_size))
+    assert torch.equal(ids, draft.t2d.nonzero().flatten())
+
+
+def test_hunyuans_angles_are_its_targets() -> None:
+    """Its checkpoints say rope_type dynamic with an alpha, which stretches the base once: transformers' own table."""
+    from transformers import HunYuanDenseV1Config
+    from transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense import HunYuanDenseV1RotaryEmbedding
+
+    rope = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 10000.0}
+    config = HunYuanDenseV1Config(hidden_size=64, num_attention_heads=2, head_dim=32, rope_parameters=dict(rope))
+    theirs = HunYuanDenseV1RotaryEmbedding(config).inv_freq
+    torch.testing.assert_close(d.inverse_frequency(rope, 32), theirs.float())
+    with pytest.raises(ValueError, match="and dynamic with an alpha"):
+        d.inverse_frequency({**rope, "alpha": None}, 32)

@@ -1,0 +1,123 @@
+"""A copy of a target on several cards: who lies where, and that nothing else changes. Cards stand in for each other here."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stages.engine import device_placement
+from stages.engine.batch_decode import Ask, Batches
+from stages.engine.memory_estimate import GIB, Memory
+from stages.engine.sampling import Sampling
+from stages.target import loading
+from tests.engine.test_decode import draft
+from tests.target.test_target_forward import saved
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize(
+    ("rest", "blocks", "count", "expected"),
+    [
+        (0, [1] * 6, 1, [0] * 6),
+        (0, [1] * 6, 2, [0, 0, 0, 1, 1, 1]),
+        (2, [1] * 6, 2, [0, 0, 1, 1, 1, 1]),
+        (9, [1] * 3, 2, [1, 1, 1]),
+        (0, [4, 1, 1, 1, 1], 2, [0, 1, 1, 1, 1]),
+        (1, [1] * 8, 3, [0, 0, 1, 1, 1, 2, 2, 2]),
+    ],
+)
+def test_blocks_are_dealt_in_order_and_evenly(rest: int, blocks: list[int], count: int, expected: list[int]) -> None:
+    assert device_placement.shares(rest, blocks, count) == expected
+
+
+def test_no_card_holds_more_than_its_share_and_a_block() -> None:
+    for count in (1, 2, 3, 8):
+        for rest in (0, 30, 200):
+            sizes = [7 + (n * 5) % 11 for n in range(40)]
+            owners = device_placement.shares(rest, sizes, count)
+            held = [sum(s for s, o in zip(sizes, owners, strict=True) if o == n) for n in range(count)]
+            held[0] += rest
+            assert owners == sorted(owners) and max(owners) < count
+            assert max(held) <= max(rest, (rest + sum(sizes)) / count) + max(sizes)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Any:
+    saved(tmp_path, "qwen3", False)
+    return loading.load(str(tmp_path), None, "float32", "cpu")
+
+
+def test_a_model_that_was_placed_says_what_it_said(model: Any) -> None:
+    prompt = [11, 7, 42, 30, 9]
+    before = [list(Batches(model, [5], []).plain(prompt, 12)), model(torch.tensor([prompt])).logits]
+    blocks = list(model.get_decoder().layers)
+    device_placement.place(model, ["cpu", "cpu", "cpu"])
+    assert list(model.get_decoder().layers) == blocks
+    assert list(Batches(model, [5], []).plain(prompt, 12)) == before[0]
+    assert torch.equal(model(torch.tensor([prompt])).logits, before[1])
+
+
+def test_weights_above_the_limit_are_told_with_the_numbers(model: Any) -> None:
+    size = sum(weight.nbytes for weight in [*model.parameters(), *model.buffers()]) / GIB
+    with pytest.raises(
+        ValueError, match=r"weights are 0\.0 GiB, 0\.0 of them for cpu, of which 0\.0 may be taken; raise"
+    ):
+        device_placement.place(model, ["cpu"], most=0.99 * size)
+    device_placement.place(model, ["cpu"], most=1.01 * size)
+
+
+def test_what_a_block_is_given_follows_it_and_a_mask_does_so_once() -> None:
+    """The meta device stands in for a second card: it takes tensors, and holds nothing."""
+
+    class Block(nn.Module):
+        def __init__(self, device: str):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3, device=device))
+            self.given: list[Any] = []
+
+        def forward(self, x: Tensor, mask: Tensor | None = None, turns: Any = None, cache: Any = None) -> Tensor:
+            self.given.append((x, mask, turns, cache))
+            return x * self.weight
+
+    home, first, second = Block("cpu"), Block("meta"), Block("meta")
+    device_placement.bring_along([home, first, second])
+    mask, turns, cache = torch.ones(3), (torch.ones(3), torch.zeros(3)), object()
+    x = torch.ones(3)
+    for block in (home, first, second):
+        x = block(x, mask=mask, turns=turns, cache=cache)
+    assert home.given[0][1] is mask and home.given[0][2][1] is turns[1]
+    for block in (first, second):
+        assert {t.device.type for t in (block.given[0][0], block.given[0][1], *block.given[0][2])} == {"meta"}
+        assert block.given[0][3] is cache
+    assert first.given[0][1] is second.given[0][1] and first.given[0][2][0] is second.given[0][2][0]
+    first(torch.ones(3), mask=torch.zeros(3), turns=turns, cache=cache)  # another pass has another mask
+    assert first.given[1][1] is not first.given[0][1] and first.given[1][2][0] is first.given[0][2][0]
+
+
+def test_memory_is_said_as_it_is_taken() -> None:
+    """Keys and values to the byte, in one prompt's room and in many's; what passes make grows with what they are over."""
+    from tests.engine import test_decode
+
+    model = test_decode.model.__wrapped__()
+    engine, tree = Batches(model, [7], [1, 3, 4], draft()), (5, 4, 16)
+    said = engine.memory(100, 3, tree)
+    assert said.tokens == 3 * 256 and said.cache == said.tokens * 1792
+    asks = [Ask([1] * 60, 40)] * 4
+    list(engine.together(asks, 3, tree))
+    assert engine.crowd is not None
+    kept = engine.crowd.store.nbytes + engine.crowd.draft_keys.nbytes + engine.crowd.draft_values.nbytes
+    assert kept == said.cache
+    assert said.target == sum(p.nbytes for p in [*model.parameters(), *model.buffers()])
+    assert str(said).endswith(f"{said.total / GIB:.3g} GiB") and "768 tokens" in str(said)
+    less = [engine.memory(100, 1, None), engine.memory(100, 64, tree), engine.memory(100, 64, tree, drawn=True)]
+    assert less[0].work < less[1].work < less[2].work
+    assert engine.memory(200, 1, None).work > less[0].work
+    said.check(said.cache + said.work, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"are needed beside the weights, cpu has \S+ GiB left \(\S+ of the target"):
+        said.check(said.cache + said.work - 1, torch.device("cpu"))
+    assert Memory(1 << 30, 0, 1 << 29, 7, 0).total == 3 << 29
+    how = Sampling(0.7, 0.9, 5, 1)
+    assert list(engine.together([ask._replace(sampling=how) for ask in asks], 3, tree))

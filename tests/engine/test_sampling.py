@@ -1,0 +1,337 @@
+"""Sampling: what tokens are drawn from, against transformers; and that speculative decoding draws from nothing else.
+
+The target is random and tiny, seven tokens wide, so that every answer's chance is known exactly.
+"""
+
+import itertools
+import math
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers.generation import logits_process
+
+from stages.draft.eagle3 import Draft
+from stages.engine import decode, sampling
+from stages.engine.decode import Engine
+from stages.engine.sampling import Sampling
+from stages.replay.replay import replay
+from stages.results import interval
+from stages.target import generation
+from stages.target.hooks import capture
+from stages.trees import acceptance
+from stages.trees.draft_tree import Tree
+from tests.draft.slow_draft import CONFIG, scatter, small_target
+
+V, FEATURES = 7, [1, 2, 3]
+PROMPT = [3, 1, 4, 1]
+HOW = {
+    "hot": (1.0, 1.0, None), "cool": (0.6, 1.0, None), "top_p": (0.8, 0.7, None), "top_k": (1.3, 1.0, 3),
+    "both": (0.9, 0.8, 4),
+}  # fmt: skip
+TREES = [(1, 1, 2), (4, 1, 5), (3, 2, 6), (3, 3, 12), (5, 4, 16)]
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    """The target, which never ends, and a draft that guesses at random."""
+    model = small_target(V, 1)
+    draft = Draft(replace(CONFIG, vocab_size=V, draft_vocab_size=5))
+    scatter(draft, 0.3, 2)
+    draft.d2t.copy_(torch.tensor([0, 1, 1, 2, 2]))  # tokens 0, 2, 3, 5, 6
+    return Engine(model, [], FEATURES, draft.requires_grad_(False))
+
+
+def warped(logits: Tensor, temperature: float, top_p: float, top_k: int | None) -> Tensor:
+    """transformers' own way from logits to probabilities."""
+    steps: list[Any] = [logits_process.TemperatureLogitsWarper(temperature)]
+    steps += [logits_process.TopKLogitsWarper(top_k)] if top_k else []
+    steps += [logits_process.TopPLogitsWarper(top_p)] if top_p < 1 else []
+    for step in steps:
+        logits = step(None, logits)
+    return logits.softmax(-1)
+
+
+def said(steps) -> list[int]:
+    return [token for step in steps for token in step.tokens]
+
+
+# What tokens are drawn from
+
+
+@pytest.mark.parametrize("top_k", [None, 1, 5, 50, 1000])
+@pytest.mark.parametrize("top_p", [1.0, 0.95, 0.5, 1e-6])
+@pytest.mark.parametrize("temperature", [0.05, 0.7, 1.0, 2.5])
+def test_probabilities_are_transformers(temperature: float, top_p: float, top_k: int | None) -> None:
+    logits = 3 * torch.randn(40, 200, generator=torch.Generator().manual_seed(5))
+    ours = sampling.probabilities(logits, temperature, top_p, top_k)
+    torch.testing.assert_close(ours, warped(logits, temperature, top_p, top_k), atol=1e-6, rtol=1e-5)
+    assert ours.dtype == torch.float32 and torch.all(ours.sum(-1) - 1 < 1e-5)
+
+
+def test_of_equals_the_smaller_ids_are_kept_and_top_k_parts_none() -> None:
+    logits = torch.tensor([[0.0, 2.0, 2.0, 2.0, 1.0]])
+    assert sampling.probabilities(logits, 1.0, top_k=2)[0].nonzero().flatten().tolist() == [1, 2, 3]
+    assert sampling.probabilities(logits, 1.0, top_p=0.5)[0].nonzero().flatten().tolist() == [1, 2]
+    assert sampling.probabilities(torch.zeros(1, 4), 1.0, top_p=0.01).tolist() == [[1.0, 0.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("how", ["hot", "cool", "top_p"])
+def test_the_sampling_stage_draws_from_the_same(engine: Engine, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """sample_target leaves it to transformers: so what replay's trajectories were drawn from is what decoding draws from."""
+    temperature, top_p, _ = HOW[how]
+    drawn: list[Tensor] = []
+    real = torch.multinomial
+    monkeypatch.setattr(torch, "multinomial", lambda chances, *a, **k: drawn.append(chances) or real(chances, *a, **k))
+    [(ids, _)] = generation.answer(engine.model, [PROMPT], 5, temperature, top_p, [V + 1], 0, 3)
+    logits = engine.model(torch.tensor([PROMPT + ids])).logits[0, len(PROMPT) - 1 : -1]
+    torch.testing.assert_close(torch.cat(drawn), sampling.probabilities(logits, temperature, top_p))
+
+
+def test_even_numbers_draw_each_token_as_often_as_it_is_likely() -> None:
+    chances = torch.tensor([0.0, 0.125, 0.5, 0.0, 0.375, 0.0])
+    numbers = (torch.arange(800, dtype=torch.float64) + 0.5) / 800
+    tokens = sampling.draw(chances.expand(800, -1), numbers)
+    assert tokens.bincount(minlength=6).tolist() == [0, 100, 400, 0, 300, 0]
+    ends = torch.tensor([0.0, 0.125, 1 - 2**-53], dtype=torch.float64)
+    assert sampling.draw(chances.expand(3, -1), ends).tolist() == [1, 2, 4]
+
+
+def test_a_large_vocabularys_rare_tokens_are_drawn_as_often_as_they_should() -> None:
+    """Bug to be: summed in float32, the last of 150,000 tokens would be reached by no number, or by too many."""
+    chances = torch.full((1, 150_000), 1 / 150_000)
+    for token in (0, 77_777, 149_999):
+        number = (token + torch.tensor([0.02, 0.98], dtype=torch.float64)) / 150_000
+        assert sampling.draw(chances.expand(2, -1), number).tolist() == [token, token]
+
+
+def test_numbers_are_the_seeds_and_more_of_them_begin_with_fewer() -> None:
+    few, many, others = sampling.numbers(7, 5), sampling.numbers(7, 64), sampling.numbers(8, 64)
+    assert torch.equal(few, many[:5]) and not torch.equal(many, others)
+    assert torch.all((many >= 0) & (many < 1))
+
+
+# What is said
+
+
+def slow(engine: Engine, prompt: list[int], count: int, how: Sampling) -> list[int]:
+    """Token by token: transformers' forward over the whole text, its warpers, and the place a number falls to."""
+    ids = list(prompt)
+    for number in sampling.numbers(how.seed, count).tolist():
+        logits = engine.model(torch.tensor([ids])).logits[:, -1]
+        chances = warped(logits, how.temperature, how.top_p, how.top_k)[0].double()
+        reached = itertools.accumulate((chances / chances.sum()).tolist())
+        ids.append(next(token for token, end in enumerate(reached) if number < end))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_plain_decoding_draws_what_the_numbers_say(engine: Engine, how: str) -> None:
+    for seed in range(3):
+        drawn = Sampling(*HOW[how], seed)
+        assert said(engine.plain(PROMPT, 20, sampling=drawn)) == slow(engine, PROMPT, 20, drawn)
+    assert said(engine.plain(PROMPT, 20, sampling=Sampling(1.0, 1.0, 1, 0))) == said(engine.plain(PROMPT, 20))
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("tree", TREES, ids=str)
+def test_every_tree_says_what_plain_decoding_says_from_the_same_seed(engine: Engine, how: str, tree) -> None:
+    accepted = 0
+    for seed in range(4):
+        drawn = Sampling(*HOW[how], seed)
+        steps = list(engine.speculative(PROMPT, 30, *tree, sampling=drawn))
+        assert said(steps) == said(engine.plain(PROMPT, 30, sampling=drawn))
+        accepted += sum(step.accepted for step in steps)
+    assert accepted > 5, "nothing is accepted, so nothing is tested"
+
+
+def test_a_seed_says_the_same_again_and_another_something_else(engine: Engine) -> None:
+    answers = [said(engine.speculative(PROMPT, 30, 3, 2, 6, sampling=Sampling(1.0, 1.0, None, s))) for s in (4, 4, 5)]
+    assert answers[0] == answers[1] != answers[2]
+    shorter = said(engine.speculative(PROMPT, 11, 3, 2, 6, sampling=Sampling(1.0, 1.0, None, 4)))
+    assert shorter == answers[0][:11]
+
+
+# Lossless in distribution: with other seeds, what is said has the target's own chances
+
+FALSE_ALARM = 1e-6  # of all choices of seeds, fewer than one in a million would fail what is right
+RUNS, LENGTH = 1200, 3
+
+
+def exact(engine: Engine, how: tuple[float, float, int | None]) -> dict[tuple[int, ...], float]:
+    """The chance of every beginning of an answer, up to LENGTH tokens, by transformers."""
+    known: dict[tuple[int, ...], float] = {(): 1.0}
+    for length in range(LENGTH):
+        before = list(itertools.product(range(V), repeat=length))
+        logits = engine.model(torch.tensor([[*PROMPT, *b] for b in before])).logits[:, -1]
+        for path, chances in zip(before, warped(logits, *how).double().tolist(), strict=True):
+            known |= {(*path, token): known[path] * chance for token, chance in enumerate(chances)}
+    return known
+
+
+def tail(count: int, runs: int, chance: float) -> float:
+    """How likely a binomial count is at least as far out, to its own side: exact, since it is summed."""
+    if chance <= 0 or chance >= 1:
+        return 1.0 if count == round(chance * runs) else 0.0
+    side = range(count + 1) if count <= runs * chance else range(count, runs + 1)
+    whole = math.lgamma(runs + 1)
+    logs = (
+        whole - math.lgamma(k + 1) - math.lgamma(runs - k + 1) + k * math.log(chance) + (runs - k) * math.log1p(-chance)
+        for k in side
+    )
+    return math.fsum(math.exp(x) for x in logs)
+
+
+def refused(engine: Engine, how: tuple[float, float, int | None], tree, runs: int) -> bool:
+    """Whether the first LENGTH tokens can't be the target's: some beginning came too often or too seldom.
+
+    Each beginning's count is binomial, two sides of each are looked at, and the bound is shared out among them all: so it
+    refuses what is right with a chance below FALSE_ALARM (union bound), however the counts hang together.
+    """
+    known = exact(engine, how)
+    counts: Counter[tuple[int, ...]] = Counter()
+    for seed in range(runs):
+        answer = said(engine.speculative(PROMPT, LENGTH, *tree, sampling=Sampling(*how, seed)))
+        counts.update(tuple(answer[:length]) for length in range(1, LENGTH + 1))
+    least = FALSE_ALARM / (2 * (len(known) - 1))
+    return any(tail(counts[path], runs, chance) < least for path, chance in known.items() if path)
+
+
+@pytest.mark.parametrize(("how", "tree"), [("hot", (2, 2, 7)), ("both", (3, 3, 12))])
+def test_speculative_answers_have_the_targets_own_chances(engine: Engine, how: str, tree) -> None:
+    assert not refused(engine, HOW[how], tree, RUNS)
+
+
+def greedily(self: sampling.Chooser, logits: Tensor, places: Tensor) -> Tensor:
+    """Verifies as at temperature 0."""
+    return logits.argmax(-1) if len(logits) > 1 else CHOOSE(self, logits, places)
+
+
+def too_hot(self: sampling.Chooser, logits: Tensor, places: Tensor) -> Tensor:
+    """Forgets the temperature."""
+    return sampling.draw(logits.softmax(-1), self._numbers[places.clamp(max=LENGTH - 1)])
+
+
+def one_number(self: sampling.Chooser, logits: Tensor, places: Tensor) -> Tensor:
+    """Draws every token by the same number: each alone has the right chance, only together they haven't."""
+    return CHOOSE(self, logits, torch.zeros_like(places))
+
+
+def second_try(self: sampling.Chooser, logits: Tensor, places: Tensor) -> Tensor:
+    """What is rejected is drawn from the whole distribution again, not from the residual: drafts come too often.
+
+    The children's tokens aren't known here, so: tokens 0, 2, 3, which the draft guesses most, are tried twice.
+    """
+    first = CHOOSE(self, logits, places)
+    again = sampling.draw(logits.softmax(-1), torch.rand(len(logits), dtype=torch.float64))
+    drafted = torch.isin(first, torch.tensor([0, 2, 3]))
+    return torch.where(drafted, first, again)
+
+
+CHOOSE = sampling.Chooser.choose
+
+
+@pytest.mark.parametrize("spoiled", [greedily, too_hot, one_number, second_try])
+def test_a_spoiled_verification_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch, spoiled) -> None:
+    monkeypatch.setattr(sampling.Chooser, "choose", spoiled)
+    assert refused(engine, HOW["cool"], (2, 2, 7), RUNS // 3)
+
+
+def test_taking_every_first_guess_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def first_guess(tree: Tree, choices: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+        """It is said, whatever the target drew, and its successor after it."""
+        choices[:, 0] = tree.tokens[:, 0]
+        return torch.tensor([[0, 1, 0]]), torch.tensor([2])
+
+    monkeypatch.setattr(decode.trees, "accept", first_guess)
+    assert refused(engine, HOW["hot"], (2, 2, 7), RUNS // 3)
+
+
+# Replay above temperature 0
+
+SHAPES = {1: [(1, 2), (4, 5)], 2: [(3, 6), (4, 8)], 3: [(3, 12)]}
+ANSWER = 24
+
+
+def replayed(engine: Engine, prompts: list[list[int]], answers: list[list[int]], topk: int) -> tuple[Tensor, Tensor]:
+    """accepted, cycles [prompts, trees] by replay, from hidden states of transformers' forward over each whole text."""
+    texts = torch.tensor([p + a for p, a in zip(prompts, answers, strict=True)])
+    with capture(engine.model, FEATURES) as caught:
+        engine.model(texts)
+    starts = torch.tensor([len(p) for p in prompts])
+    ends = torch.full_like(starts, texts.shape[1])
+    features = torch.cat(caught, dim=-1)
+    trees = [(steps, topk, tokens) for steps, tokens in SHAPES[topk]]
+    return replay(engine.draft, engine.embedding, texts, features, starts, ends, trees)[:2]
+
+
+def prompts_of(seed: int, count: int) -> list[list[int]]:
+    return torch.randint(0, V, (count, 5), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def live(engine: Engine, prompts: list[list[int]], seeds: range, tree, how) -> tuple[np.ndarray, np.ndarray]:
+    """accepted, cycles [prompts] of the engine."""
+    runs = [
+        list(engine.speculative(p, ANSWER, *tree, sampling=Sampling(*how, s)))[1:]
+        for p, s in zip(prompts, seeds, strict=True)
+    ]
+    return np.array([sum(s.accepted for s in run) for run in runs]), np.array([len(run) for run in runs])
+
+
+@pytest.mark.parametrize("topk", SHAPES)
+@pytest.mark.parametrize("how", ["cool", "both"])
+def test_replay_of_a_sampled_answer_equals_decoding_it_as_integers(engine: Engine, how: str, topk: int) -> None:
+    """Verification draws from the target alone, so of the same draws live decoding accepts what replay accepts, exactly."""
+    prompts = prompts_of(2, 8)
+    answers = [said(engine.plain(p, ANSWER, sampling=Sampling(*HOW[how], s))) for s, p in enumerate(prompts)]
+    accepted, cycles = replayed(engine, prompts, answers, topk)
+    for g, (steps, tokens) in enumerate(SHAPES[topk]):
+        found = live(engine, prompts, range(8), (steps, topk, tokens), HOW[how])
+        assert accepted[:, g].tolist() == found[0].tolist() and cycles[:, g].tolist() == found[1].tolist()
+    assert accepted.sum() > 10
+
+
+PROMPTS, EACH = 150, 6  # and trajectories of each, for replay
+
+
+def trajectories(
+    engine: Engine, prompts: list[list[int]], how: tuple[float, float, int | None] | None
+) -> list[list[int]]:
+    """An answer to each prompt, drawn by torch from transformers' chances; greedy without `how`."""
+    ids, generator = torch.tensor(prompts), torch.Generator().manual_seed(9)
+    for _ in range(ANSWER):
+        logits = engine.model(ids).logits[:, -1]
+        drawn = (
+            logits.argmax(-1)[:, None]
+            if how is None
+            else torch.multinomial(warped(logits, *how), 1, generator=generator)
+        )
+        ids = torch.cat([ids, drawn], dim=1)
+    return ids[:, len(prompts[0]) :].tolist()
+
+
+def spread(accepted: np.ndarray, cycles: np.ndarray) -> tuple[float, float]:
+    """tau and its standard error, from the interval that is reported."""
+    found = interval.of_tau(accepted, cycles, 3)
+    return acceptance.tau(accepted, cycles), found.half / interval.student(len(cycles) - 1)
+
+
+@pytest.mark.long
+def test_replays_interval_covers_live_runs_of_other_seeds(engine: Engine) -> None:
+    """Trajectories that torch drew against live runs of 150 other seeds: the two intervals of tau leave them no further
+    apart than 4.9 standard errors, which comes by chance once in a million. Replay of greedy answers is further off.
+    """
+    how, prompts = (2.0, 1.0, None), prompts_of(3, PROMPTS)
+    tau, error = spread(*live(engine, prompts, range(PROMPTS), (3, 3, 12), how))
+    apart = {}
+    for name, drawn in (("sampled", how), ("greedy", None)):
+        counts = replayed(engine, prompts * EACH, trajectories(engine, prompts * EACH, drawn), 3)
+        mine, wide = spread(*(n.numpy()[:, 0].reshape(EACH, PROMPTS).sum(0) for n in counts))
+        apart[name] = abs(mine - tau) / math.hypot(error, wide)
+    assert apart["sampled"] < 4.9 < apart["greedy"], apart

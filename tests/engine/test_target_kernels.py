@@ -1,0 +1,231 @@
+"""The target in few kernels: against transformers' own forward, and the kernels against torch, interpreted on the CPU."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    GraniteConfig,
+    LlamaConfig,
+    OlmoConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from stages.engine import kernels_torch as plain
+from stages.engine.kv_cache import Store, shapes
+from stages.engine.target_kernels import Blocks
+from stages.trees.draft_tree import Candidates
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "vocab_size": 90, "max_position_embeddings": 128, "initializer_range": 0.1,
+}  # fmt: skip
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+OF_THE_BUILD = {
+    "llama": LlamaConfig(**SIZES), "qwen2": Qwen2Config(**SIZES), "qwen3": Qwen3Config(**SIZES),
+    "qwen3 moe": Qwen3MoeConfig(**SIZES, **MOE),
+}  # fmt: skip
+OTHERS = {
+    "olmo": OlmoConfig(**SIZES, eos_token_id=2),  # norms without weights
+    "granite": GraniteConfig(**SIZES, residual_multiplier=0.5),  # the same names: only its numbers tell
+}
+TREE = [0, 0, 0, 1, 2, 3]  # parents
+
+
+def made(config: Any) -> Any:
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval().requires_grad_(False)
+    for name, weight in model.named_parameters():
+        if "norm" in name or name.endswith("bias"):
+            weight.data += 0.3 * torch.randn_like(weight)
+    return model
+
+
+def tree_of(parents: list[int]) -> tuple[Tensor, Tensor]:
+    """Who sees whom [M, M], and depths [M]."""
+    sees = torch.eye(len(parents), dtype=torch.bool)
+    for node, parent in enumerate(parents):
+        sees[node] |= sees[parent]
+    return sees, sees.sum(1) - 1
+
+
+@pytest.mark.parametrize("name", OF_THE_BUILD)
+def test_a_tree_behind_a_prompt_is_as_each_of_its_paths_alone(name: str) -> None:
+    """Hidden states and streams of every node, against transformers' forward of prompt and path without any cache."""
+    model = made(OF_THE_BUILD[name])
+    store = Store(shapes(model), 32, torch.float32, torch.device("cpu"))
+    with torch.inference_mode():
+        blocks = Blocks.of(model, store)
+        assert blocks is not None
+        prompt, nodes = torch.randint(90, (11,)), torch.randint(90, (len(TREE),))
+        causal = torch.ones(1, 1, 11, 11, dtype=torch.bool).tril()
+        model.model(
+            input_ids=prompt[None],
+            attention_mask=causal,
+            past_key_values=store.cache(torch.arange(11), 11),
+            use_cache=True,
+        )
+        sees, depths = tree_of(TREE)
+        rows = 11 + torch.arange(len(TREE))
+        hidden, streams = blocks.forward(nodes, 11 + depths, sees[None], torch.tensor([11]), rows, store, [0, 1, 3])
+        for node in range(len(TREE)):
+            path = torch.cat([prompt, nodes[sees[node]]])
+            out = model.model(input_ids=path[None], output_hidden_states=True)
+            torch.testing.assert_close(hidden[node], out.last_hidden_state[0, -1], rtol=1e-4, atol=1e-4)
+            for stream, layer in zip(streams, [0, 1, 3], strict=True):
+                torch.testing.assert_close(stream[node], out.hidden_states[layer][0, -1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_model_of_another_build_is_left_to_its_own_modules(name: str) -> None:
+    model = made(OTHERS[name])
+    assert Blocks.of(model, Store(shapes(model), 8, torch.float32, torch.device("cpu"))) is None
+
+
+# --- kernels --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Any:
+    """The kernels, where there is a GPU, or Triton and TRITON_INTERPRET=1, which must be set before it is imported."""
+    pytest.importorskip("triton")
+    if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
+        pytest.skip("no GPU; TRITON_INTERPRET=1 runs kernels without one")
+    from stages.engine import kernels_triton
+
+    return kernels_triton
+
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+@pytest.mark.parametrize("width", [48, 256])
+def test_norm_and_gate(gpu: Any, width: int) -> None:
+    x, more, weight = draw(5, width), draw(5, width, seed=1), draw(width, seed=2)
+    for added in (None, more):
+        for mine, theirs in zip(gpu.norm(x, weight, 1e-6, added), plain.norm(x, weight, 1e-6, added), strict=True):
+            torch.testing.assert_close(mine, theirs)
+    torch.testing.assert_close(gpu.gate(x), plain.gate(x))
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_turn(gpu: Any, normed: bool) -> None:
+    """Into a cache by heads and into one by rows."""
+    for by_rows in (False, True):
+        caches = [torch.zeros(2, 9, 16, device=DEVICE) for _ in range(4)]
+        if by_rows:
+            caches = [torch.zeros(9, 2, 16, device=DEVICE).transpose(0, 1) for _ in range(4)]
+        norms = (draw(16, seed=3), draw(16, seed=4), 1e-6) if normed else None
+        given = draw(3, (6 + 2 + 2) * 16), norms, draw(3, 16, seed=5), draw(3, 16, seed=6)
+        rows = torch.tensor([7, 2, 5], device=DEVICE)
+        torch.testing.assert_close(gpu.turn(*given, *caches[:2], rows), plain.turn(*given, *caches[2:], rows))
+        for mine, theirs in zip(caches[:2], caches[2:], strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("length", [0, 1, 70, 300])
+@pytest.mark.parametrize(("count", "nodes"), [(1, 1), (6, 6), (4, 11), (40, 40)])
+def test_attend(gpu: Any, length: int, count: int, nodes: int) -> None:
+    keys, values = (draw(2, 360, 32, seed=seed) for seed in (1, 2))
+    keys[:, length + nodes :] = torch.nan  # what lies behind is nobody's
+    values[:, length + nodes :] = torch.nan
+    sees = draw(count, nodes, seed=3) > 0
+    sees[:, 0] = True
+    n, first = torch.tensor([length], device=DEVICE), (torch.arange(count, device=DEVICE) % 4) * (length // 5)
+    found = gpu.attend(draw(count, 6, 32), keys, values, n, sees[None], first, 0.2)
+    end = length + nodes
+    expected = plain.attend(draw(count, 6, 32), keys[:, :end], values[:, :end], n, sees[None], first, 0.2)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("count", "nodes"), [(1, 1), (11, 11), (4, 9)])
+def test_several_prompts_attend_as_each_alone(gpu: Any, count: int, nodes: int) -> None:
+    lengths, each = [3, 61, 0], 80
+    keys, values = (draw(2, 3 * each, 32, seed=seed) for seed in (1, 2))
+    sees = draw(3, count, nodes, seed=3) > 0
+    sees[:, :, 0] = True
+    query, first = draw(3 * count, 6, 32), (torch.arange(3 * count, device=DEVICE) % 4)
+    n = torch.tensor(lengths, device=DEVICE)
+    for kernels in (gpu, plain):
+        found = kernels.attend(query, keys, values, n, sees, first, 0.2, each).split(count)
+        for slot in range(3):
+            rows, own = slice(slot * each, (slot + 1) * each), slice(slot * count, (slot + 1) * count)
+            own_keys, own_values = keys[:, rows].contiguous(), values[:, rows].contiguous()
+            expected = plain.attend(
+                query[own], own_keys, own_values, n[slot : slot + 1], sees[slot : slot + 1], first[own], 0.2
+            )
+            torch.testing.assert_close(found[slot], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_mix(gpu: Any) -> None:
+    table, states = draw(20, 48), draw(3, 48, seed=1)
+    tokens, slots = (torch.tensor(x, device=DEVICE) for x in ([4, 19, 0, 7], [2, 0, 0, 1]))
+    weights = draw(48, seed=2), draw(48, seed=3)
+    for mine, theirs in zip(*(k.mix(table, tokens, states, slots, weights, 1e-6) for k in (gpu, plain)), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("semantics", ["sglang", "eagle"])
+@pytest.mark.parametrize(("size", "topk"), [(5, 3), (1100, 10), (3000, 1)])
+def test_best(gpu: Any, size: int, topk: int, semantics: str) -> None:
+    """Logits of a few values only, so that most are ties; among them infinities, and scores of either sign."""
+    logits = (draw(4, size) * 2).round()
+    logits[2, 1] = -torch.inf
+    chances, ids = gpu.best(logits, topk, semantics)
+    expected, places = plain.best(logits, topk, semantics)
+    torch.testing.assert_close(chances, expected)
+    assert torch.equal(ids, places)
+
+
+@pytest.mark.parametrize("semantics", ["sglang", "eagle"])
+@pytest.mark.parametrize("topk", [1, 3, 10])
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_join(gpu: Any, prompts: int, topk: int, semantics: str) -> None:
+    """Two steps of beams, with ties among the products."""
+    steps, found = 4, []
+    for k in (gpu, plain):
+        count = topk + (steps - 1) * topk * topk
+        candidates = Candidates(
+            *(torch.zeros(prompts, count, dtype=t, device=DEVICE) for t in (torch.float32, *2 * [torch.int64]))
+        )
+        numbers = torch.arange(topk, device=DEVICE).repeat(prompts, 1)
+        sees = plain.saw(torch.zeros(prompts, topk, (steps - 1) * topk, dtype=torch.bool, device=DEVICE), 0)
+        beam = (draw(prompts, topk).sigmoid() * 4).round() / 4
+        d2t, got = torch.arange(30, device=DEVICE) % 7, []
+        for step in (1, 2, 3):
+            chances, ids = plain.best((draw(prompts * topk, 30, seed=step) * 2).round(), topk, semantics)
+            beam, numbers, sees, tokens, slots = k.join(
+                step, beam, numbers, sees, chances, ids, d2t, candidates, semantics
+            )
+            got += [beam, numbers, sees.clone(), tokens, slots]
+        found.append([*got, candidates.scores, candidates.tokens, candidates.parents])
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(("rows", "width", "outputs"), [(1, 40, 70), (5, 64, 34), (60, 96, 64)])
+def test_products_with_a_stream_of_weights(gpu: Any, rows: int, width: int, outputs: int) -> None:
+    x, w, close = draw(rows, width), draw(outputs, width, seed=1), {"rtol": 2e-3, "atol": 2e-3}  # tf32 on a GPU
+    torch.testing.assert_close(gpu.streamed(x, w, False, 16, 32, 4, 2), plain.product(x, w), **close)
+    torch.testing.assert_close(gpu.streamed(x, w, True, 16, 32, 4, 2), plain.gated(x, w), **close)
+
+
+def test_the_fastest_product_is_taken_and_timed_once(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of half-precision products of few tokens; others are the library's."""
+    timed = iter([3.0, 5.0, 2.0, *[float("inf")] * 4])
+    monkeypatch.setattr(gpu, "_time", lambda *_given: next(timed))
+    monkeypatch.setattr(gpu, "fastest", {})
+    x, w = draw(20, 32).half(), draw(48, 32, seed=1).half()
+    assert gpu._tiling(x, w, False) == gpu._tiling(x[:17], w, False) == gpu.TILINGS[1]
+    assert gpu._tiling(x.float(), w.float(), False) is None and gpu._tiling(x.repeat(4, 1), w, False) is None
+    torch.testing.assert_close(gpu.product(x, w), plain.product(x, w), rtol=2e-3, atol=2e-2)

@@ -1,0 +1,33 @@
+"""How long a decoding takes."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from stages.engine import timing
+from stages.engine.decode import Step
+
+
+@pytest.mark.parametrize(("device", "begun"), [("cpu", 1), ("cuda", 2)])
+def test_on_a_gpu_a_prompt_is_read_once_before_the_clock_runs(
+    device: str, begun: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of that first time only the first token is made, and nothing is kept."""
+    clock, begins, made, over = iter(range(10, 1000)), [], [], []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
+
+    def decoding() -> Iterator[Step]:
+        begins.append(1)
+        try:
+            for token in (5, 6, 7):
+                made.append(token)
+                yield Step([token], 0)
+        finally:
+            over.append(1)
+
+    found = timing.timed(decoding, device)
+    assert found.tokens == [5, 6, 7] and len(begins) == len(over) == begun
+    assert made == [5] * (begun - 1) + [5, 6, 7]
+    assert (found.first_s, found.last_s) == (1.0, 2.0)

@@ -1,0 +1,45 @@
+"""A folder of hidden states that the user gave: what is broken in it is theirs to mend, and nothing of it to remove."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from stages.hidden_states import format, importers
+from tests.hidden_states.test_format import H, made_up, shards
+
+
+def flip(folder: Path) -> None:
+    place = shards(folder)[0]
+    spoilt = bytearray(place.read_bytes())
+    spoilt[-100] ^= 1
+    place.write_bytes(spoilt)
+
+
+def cut(folder: Path) -> None:
+    place = shards(folder)[0]
+    place.write_bytes(place.read_bytes()[:-9])
+
+
+def lose(folder: Path) -> None:
+    shards(folder)[0].unlink()
+
+
+def spoil_index(folder: Path) -> None:
+    (folder / "index.parquet").write_bytes(b"PAR1 no more")
+
+
+@pytest.mark.parametrize("spoil", [flip, cut, lose, spoil_index])
+def test_a_broken_import_is_not_said_to_be_removed(tmp_path: Path, spoil: Callable[[Path], None]) -> None:
+    """Bug: a flipped bit in the user's own folder said `delete FOLDER and run: dvc repro extract_hiddens`."""
+    rows = made_up()
+    format.write(tmp_path, rows, torch.float32, 10**9)
+    spoil(tmp_path)
+    heads = {row.id: format.Head(row.id, row.ids, row.mask, row.prompt_length, row.finish_reason) for row in rows}
+    with pytest.raises(ValueError, match=r"^extract_hiddens\.import: ") as error:
+        [given(head) for given in [importers.find(tmp_path, heads, H)] for head in heads.values()]
+    said = str(error.value)
+    assert not re.search(r"delete|remove|dvc repro", said)
+    assert str(tmp_path) in said and "copy it again from where it was made" in said

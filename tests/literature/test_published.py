@@ -1,0 +1,188 @@
+"""Published numbers: what was copied is all there, and every slip of a copyist is one clear error."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from stages.literature import published
+from stages.results import torch_records
+from tests.conftest import ROOT
+
+PUBLISHED = published.load(ROOT / "published")
+# Numbers and their sum, as a script of its own took them from the sources when they were copied (2026-11-21); for the
+# two prose documents, their tables alone were counted so, the rest by hand.
+COPIED = {
+    "angelslim-issue-163": (34, 14383.676),
+    "angelslim-pytorch": (180, 463.69),
+    "angelslim-tool": (12, 1665.0),
+    "angelslim-vllm": (170, 27334.11),
+    "eagle3-paper": (339, 2003.74),
+    "qwen3-30b-a3b-shape": (8, 3162.5),
+    "qwen3-coder-h100": (94, 99168.45),
+    "qwen3-vl-weather": (82, 1025.2),
+    "specforge-sweep": (1760, 734487.4146),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_all_that_was_copied_is_there(name: str) -> None:
+    rows = PUBLISHED[name].rows
+    assert (len(rows), pytest.approx(sum(row.value for row in rows), abs=1e-6)) == COPIED[name]
+
+
+def test_rows_say_what_where_and_by_which_definition() -> None:
+    for name, publication in PUBLISHED.items():
+        for row in publication.rows:
+            assert row.what == name and row.where in row.source and row.source.startswith(publication.document)
+            assert row.definition in (row.metric, published.UNKNOWN) or " " in row.definition
+            assert row.definition != row.metric or row.metric in torch_records.METRICS
+
+
+def test_a_row_of_the_seed_table() -> None:
+    """`10_3_32` of the notes: 0.21, 31, 0.63, 4.05."""
+    rows = [row for row in PUBLISHED["qwen3-vl-weather"].rows if row.setting.label == "10_3_32"]
+    assert [(row.metric, row.value) for row in rows] == [
+        ("prefill_latency_s", 0.21), ("accept_rate", 31), ("e2e_latency_s", 0.63), ("tau", 4.05),
+    ]  # fmt: skip
+    assert published.tree(rows[0].setting) == (10, 3, 32)
+    assert (rows[0].setting.temperature, rows[0].setting.prompts) == ("unknown", 100)
+
+
+def test_chains_count_their_root() -> None:
+    """The notes write 8_1_8 and 16_1_16; SGLang verifies steps + 1 tokens."""
+    for publication in PUBLISHED.values():
+        for row in publication.rows:
+            shape = published.tree(row.setting)
+            assert not shape or shape[1] != 1 or shape[2] == shape[0] + 1, row
+
+
+def test_a_metric_on_a_data_set_is_a_row_on_it() -> None:
+    rows = [
+        row
+        for row in PUBLISHED["eagle3-paper"].rows
+        if row.setting.target == "Llama-3.1-8B-Instruct" and row.where == "Table 1" and row.setting.temperature == 1
+    ]
+    found = {(row.setting.method, row.setting.dataset): row.value for row in rows if row.metric == "tau"}
+    assert found["EAGLE-3", "GSM8K"] == 4.59 and found["EAGLE-2", "CNN/DM"] == 3.14 and found["EAGLE-3", "mean"] == 4.92
+
+
+def test_the_sweep_is_its_csv() -> None:
+    with (ROOT / "published/specforge-sweep.csv").open(newline="") as lines:
+        points = list(csv.DictReader(lines))
+    rows = PUBLISHED["specforge-sweep"].rows
+    assert len(points) == 440 and len(rows) == 4 * 440
+    for metric, column in {"tau": "accept_len", "speedup": "speedup", "output_tok_s": "spec_tps"}.items():
+        assert [row.value for row in rows if row.metric == metric] == [float(point[column]) for point in points]
+    shapes = {"{:.0f},{},{},{}".format(row.setting.batch, *published.tree(row.setting)) for row in rows}
+    assert shapes == {point["bs_steps_topk_ndt"] for point in points}
+
+
+# Every defect is one error that names its place
+
+
+SMALL: dict[str, Any] = {
+    "title": "a table",
+    "source": {"document": "a page", "url": "unknown", "date": "unknown"},
+    "notes": [],
+    "settings": dict.fromkeys(published.SETTINGS, "unknown") | {"label": None},
+    "metrics": {"tau": {"printed": "τ", "unit": "tokens", "decimals": 2, "definition": "tau"}},
+    "tables": [{"where": "here", "columns": ["tree", "tau", "tau @ GSM8K"], "rows": [["t8_2_16", 3.5, None]]}],
+}
+
+
+def written(tmp_path: Path, content: Any) -> Path:
+    path = tmp_path / "small.yaml"
+    YAML(typ="safe").dump(content, path)
+    return path
+
+
+def test_a_number_that_is_not_printed_is_no_row(tmp_path: Path) -> None:
+    (row,) = published.read(written(tmp_path, SMALL)).rows
+    assert (row.value, row.setting.tree, row.setting.dataset, row.what) == (3.5, "t8_2_16", "unknown", "small")
+
+
+def change(place: str, value: Any) -> dict[str, Any]:
+    """SMALL with the value at `place`, as "tables.0.rows"; a value of ... leaves the key out."""
+
+    def at(node: Any, parts: list[str]) -> Any:
+        if not parts:
+            return value
+        if isinstance(node, list):
+            n = int(parts[0])
+            return [*node[:n], at(node[n], parts[1:]), *node[n + 1 :]]
+        inner = at(node.get(parts[0]), parts[1:])
+        return {key: kept for key, kept in (node | {parts[0]: inner}).items() if kept is not ...}
+
+    return at(SMALL, place.split("."))
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        ("title", ..., "found no title"),
+        ("title", 3, "title: expected words, found 3"),
+        ("extra", 1, r"found \['extra'\]"),
+        ("source.url", ..., "source: .*found no url"),
+        ("notes", "one", "notes: expected a list, found 'one'"),
+        ("notes", [{"a": "b"}], r"notes\[0\]: expected words"),
+        ("settings.tree", "8_2_16", "tree: expected t<num_steps>"),
+        ("settings.tree", 8216, "tree: expected words, null or unknown, found 8216; quote it"),
+        ("settings.batch", "one", "batch: expected a number"),
+        ("settings.batch", True, "batch: expected a number"),
+        ("settings.colour", "red", "expected one of target, .*found colour"),
+        ("settings.draft", ..., r"rows\[0\]: no draft; give it, or null, or unknown"),
+        ("metrics.tau.unit", ..., "metrics.tau: .*found no unit"),
+        ("metrics.tau.decimals", "2", "decimals: expected a count of digits"),
+        ("metrics.tau.definition", "accept_rate", "expected tau, unknown or a sentence, found 'accept_rate'"),
+        ("metrics.tau.definition", 3, "definition: expected words"),
+        ("metrics.length", {"printed": "l", "unit": "", "decimals": 1, "definition": "length"}, "is none of ours"),
+        ("metrics.spare", {"printed": "l", "unit": "", "decimals": 1, "definition": "unknown"}, "no table has spare"),
+        ("tables", {}, "tables: expected a list"),
+        ("tables.0.where", 3, r"tables\[0\]\.where: expected words, found 3"),
+        ("tables.0.where", ..., r"tables\[0\]: .*found no where"),
+        ("tables.0.rows", ..., r"tables\[0\]: .*found no rows"),
+        ("tables.0.columns", ["tree", "taux", "tau"], "expected a metric or a setting .*found 'taux'"),
+        ("tables.0.columns", ["tree @ GSM8K", "tau", "tau"], "found 'tree @ GSM8K'"),
+        ("tables.0.columns", "tree", "columns: expected a list"),
+        ("tables.0.rows", [["t8_2_16", 3.5]], r"rows\[0\]: expected 3 values, one a column, found 2"),
+        ("tables.0.rows", [3.5], r"rows\[0\]: expected 3 values, one a column, found 3.5"),
+        ("tables.0.rows", 3.5, "rows: expected a list"),
+        ("tables.0.rows", [["t8_2_16", None, None]], "expected at least one number"),
+        ("tables.0.rows", [["t8_2_16", 3.512, None]], "tau: expected at most 2 decimals, found 3.512"),
+        ("tables.0.rows", [["t8_2_16", "3.x", None]], "tau: expected a number, or null where none is printed"),
+        ("tables.0.rows", [["t8_2_16", True, None]], "tau: expected a number"),
+        ("tables.0.rows", [["t8_2_16", float("inf"), None]], "tau: expected a number"),
+    ],
+)
+def test_a_defect_is_named(tmp_path: Path, place: str, value: Any, said: str) -> None:
+    path = written(tmp_path, change(place, value))
+    with pytest.raises(ValueError, match=said) as raised:
+        published.read(path)
+    assert "small.yaml" in str(raised.value)
+
+
+def test_what_is_not_yaml_or_not_there(tmp_path: Path) -> None:
+    (tmp_path / "small.yaml").write_text("title: a\ntitle: b\n")
+    with pytest.raises(ValueError, match=r"small\.yaml is not YAML"):
+        published.read(tmp_path / "small.yaml")
+    with pytest.raises(ValueError, match=r"other\.yaml not found; restore it"):
+        published.read(tmp_path / "other.yaml")
+    with pytest.raises(ValueError, match="holds no publication"):
+        published.load(tmp_path / "nowhere")
+
+
+def test_a_csv_beside_the_file(tmp_path: Path) -> None:
+    table = {"where": "here", "columns": ["batch_and_tree", "tau"], "csv": "points.csv"}
+    path = written(tmp_path, SMALL | {"tables": [table]})
+    with pytest.raises(ValueError, match=r"points\.csv not found"):
+        published.read(path)
+    (tmp_path / "points.csv").write_text('config,tau\n"8,3,1,4",2.5\n')
+    (row,) = published.read(path).rows
+    assert (row.setting.batch, row.setting.tree, row.value) == (8, "t3_1_4", 2.5)
+    for line, said in {'"8,3,1",2.5': "expected batch,num_steps", '"8,3,1,4",': "expected a number"}.items():
+        (tmp_path / "points.csv").write_text(f"config,tau\n{line}\n")
+        with pytest.raises(ValueError, match=rf"points\.csv, row 1.*{said}"):
+            published.read(path)

@@ -1,0 +1,279 @@
+"""pipeline/dvc_graph.py against a real DVC: the order, the three outcomes, a failure, and an end that leaves nothing."""
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline import dvc_graph
+from pipeline.dvc_graph import Outcome
+from pipeline.resources import lock
+from tests.conftest import gone
+
+
+def run_all() -> dict[str, Outcome]:
+    return {name: dvc_graph.run_stage(name, lambda line: None) for name in dvc_graph.stages()}
+
+
+class Watched:
+    """A stage at work on another thread, as Prefect may run it; its log, and how it ended."""
+
+    def __init__(self, stage: str) -> None:
+        self.lines: list[str] = []
+        self.problem: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, args=(stage,))
+        self.thread.start()
+
+    def _run(self, stage: str) -> None:
+        try:
+            dvc_graph.run_stage(stage, self.lines.append)
+        except BaseException as problem:
+            self.problem = problem
+
+    def sleeping(self) -> psutil.Process:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            if said := [line for line in self.lines if line.startswith("asleep")]:
+                return psutil.Process(int(said[0].split()[1]))
+            time.sleep(0.02)
+        raise AssertionError(f"the stage never slept: {self.lines}")
+
+
+def test_stages_come_in_dependency_order_with_what_they_need(project):
+    assert list(dvc_graph.stages().items()) == [("first", []), ("middle", ["first"]), ("last", ["middle"])]
+
+
+def test_stages_made_from_lists_are_there_and_a_data_file_under_dvc_runs_too(project):
+    (project.root / "params.yaml").write_text("trees: [t5_1_6, t5_2_8]\n")
+    (project.root / "dvc.yaml").write_text(
+        "stages:\n  cell:\n    matrix: {tree: '${trees}'}\n    cmd: echo ${item.tree}\n    deps: [raw.csv]\n"
+    )
+    (project.root / "raw.csv.dvc").write_text(f"outs:\n- md5: {'a' * 32}\n  hash: md5\n  path: raw.csv\n")
+    needs = dvc_graph.stages()
+    assert needs == {"raw.csv.dvc": [], "cell@t5_1_6": ["raw.csv.dvc"], "cell@t5_2_8": ["raw.csv.dvc"]}
+    assert [dvc_graph.run_stage("raw.csv.dvc", print) for _ in range(2)] == [Outcome.RAN, Outcome.UNCHANGED]
+    assert dvc_graph.run_stage("cell@t5_2_8", print) == Outcome.RAN
+
+
+def test_a_stage_runs_then_stays_then_comes_back_from_the_cache(project):
+    assert set(run_all().values()) == {Outcome.RAN}
+    assert set(run_all().values()) == {Outcome.UNCHANGED}
+    raw = project.root / "raw.csv"
+    before = raw.read_text()
+    raw.write_text("tree,tau\nt5_1_6,2.6\n")
+    assert set(run_all().values()) == {Outcome.RAN}
+    raw.write_text(before)
+    assert set(run_all().values()) == {Outcome.RESTORED}
+    assert (project.root / "results/benchmark.csv").read_text() == before
+
+
+def test_a_stage_that_prints_another_verdict_fools_nobody(project):
+    project.script("first", """print("Stage 'first' didn't change, skipping")""")
+    assert dvc_graph.run_stage("first", print) == Outcome.RAN
+
+
+def test_lines_arrive_while_the_stage_is_at_work(project):
+    """The stage prints, then waits for the file that only the reader of that line makes."""
+    waits = (
+        "end = time.time() + 60\nwhile not os.path.exists('go'):\n    assert time.time() < end\n    time.sleep(0.02)"
+    )
+    project.script("first", f"print('ready')\n{waits}")
+    lines = []
+
+    def answer(line: str) -> None:
+        lines.append(line)
+        if line == "ready":
+            Path("go").touch()
+
+    assert dvc_graph.run_stage("first", answer) == Outcome.RAN
+    assert lines.index("ready") < lines.index("this is first")
+
+
+def test_the_log_has_no_blank_lines_and_not_what_dvc_advises_after_each_stage(project):
+    """Nine of fourteen lines of a stage's log were about git, autostage and `dvc push`."""
+    project.script("first", "print('')")
+    (project.root / ".dvc" / "config").write_text("[core]\n    analytics = false\n")
+    subprocess.run(["git", "init", "-q"], check=True)
+    lines: list[str] = []
+    dvc_graph.run_stage("first", lines.append)
+    assert lines == [
+        "Running stage 'first':",
+        "> python first.py",
+        "this is first",
+        "Generating lock file 'dvc.lock'",
+        "Updating lock file 'dvc.lock'",
+    ]
+
+
+def test_a_failure_names_the_stage_and_shows_the_end_of_its_log(project):
+    dvc_graph.run_stage("first", print)
+    project.script("middle", "print(*range(100), sep='\\n')\nsys.exit('out of cheese')")
+    with pytest.raises(dvc_graph.StageError, match="stage middle failed") as failure:
+        dvc_graph.run_stage("middle", print)
+    assert "out of cheese" in str(failure.value) and "\n42\n" not in str(failure.value)
+    assert project.locked() == {"first"}
+    project.script("middle")
+    assert run_all() == {"first": Outcome.UNCHANGED, "middle": Outcome.RAN, "last": Outcome.RAN}
+
+
+@pytest.mark.parametrize("first", ["", "signal.signal(signal.SIGTERM, signal.SIG_IGN)"], ids=["polite", "stubborn"])
+def test_end_children_ends_the_command_and_dvc_keeps_its_house(project, monkeypatch, first):
+    monkeypatch.setattr(dvc_graph, "COMMAND_GRACE", 0.5)
+    dvc_graph.run_stage("first", print)
+    project.sleeper("middle", first)
+    watched = Watched("middle")
+    command = watched.sleeping()
+    started = time.monotonic()
+    dvc_graph.end_children()
+    assert time.monotonic() - started < 60  # the command would sleep for ten minutes
+    watched.thread.join(60)
+    assert gone(command.pid)
+    assert "stage middle failed" in str(watched.problem)
+    assert project.locked() == {"first"}
+    project.script("middle")
+    assert run_all()["middle"] == Outcome.RAN
+    dvc_graph.end_children()  # nothing to end, nothing to say
+
+
+def test_a_stage_ends_when_its_reader_fails(project):
+    """Else it would work on beside the next run, on the same files."""
+    project.sleeper("first")
+    commands = []
+
+    def stumble(line: str) -> None:
+        if line.startswith("asleep"):
+            commands.append(psutil.Process(int(line.split()[1])))
+            raise ConnectionError("the log's server is gone")
+
+    with pytest.raises(ConnectionError):
+        dvc_graph.run_stage("first", stumble)
+    assert commands and gone(commands[0].pid)
+
+
+def test_why_names_the_parameter_the_file_and_what_is_gone(project):
+    (project.root / "params.yaml").write_text("report: {title: one}\n")
+    text = (project.root / "dvc.yaml").read_text()
+    (project.root / "dvc.yaml").write_text(text.replace("last.py]", "last.py]\n    params: [report.title]"))
+    assert dvc_graph.why_stale() == {name: ["it is new"] for name in ("first", "middle", "last")}
+    run_all()
+    assert dvc_graph.why_stale() == {}
+    (project.root / "params.yaml").write_text("report: {title: two}\n")
+    (project.root / "middle.csv").unlink()
+    project.script("first", "# edited")
+    assert dvc_graph.why_stale() == {
+        "first": ["first.py modified"],
+        "middle": ["middle.csv deleted"],
+        "last": ["middle.csv deleted", "params.yaml: report.title modified"],
+    }
+    assert dvc_graph.why_stale(["first"]) == {"first": ["first.py modified"]}
+
+
+def test_what_another_process_works_on_may_be_stale(project):
+    """DVC's refusal to look there ended the whole run."""
+    project.sleeper("first")
+    watched = Watched("first")
+    watched.sleeping()
+    try:
+        found = dvc_graph.why_stale()
+        assert set(found) == {"first", "middle", "last"} and "another process is at work" in found["last"][0]
+    finally:
+        dvc_graph.end_children()
+        watched.thread.join(60)
+
+
+@pytest.mark.parametrize("cut", ["", "schema: '2.0'\nstages:\n  first:\n    cmd: 'pyth"])
+def test_a_cut_lock_file_comes_back_from_git_or_goes_and_nothing_runs_again(project, cut: str):
+    lock = project.root / "dvc.lock"
+    run_all()
+    assert dvc_graph.heal_lock() is None
+    lock.write_text(cut)
+    assert "no commit has it; removed" in str(dvc_graph.heal_lock())
+    assert run_all() == dict.fromkeys(["first", "middle", "last"], Outcome.RESTORED)
+    whole = lock.read_text()
+    project.git("init", "-q")
+    project.commit()
+    lock.write_text(cut)
+    assert "restored from the last commit" in str(dvc_graph.heal_lock())
+    assert lock.read_text() == whole and dvc_graph.why_stale() == {}
+
+
+def test_only_a_failure_that_may_pass_says_so(project):
+    for words, transient in (("ReadTimeout: no answer", True), ("aerie: a wrong number", False)):
+        project.script("first", f"sys.exit({words!r})")
+        with pytest.raises(dvc_graph.StageError) as failure:
+            dvc_graph.run_stage("first", print)
+        assert failure.value.transient == transient
+
+
+def test_a_stopped_run_starts_nothing_more(project, monkeypatch):
+    """A thread whose stage came to its turn, or waited for another attempt, began it after the cancellation."""
+    monkeypatch.setattr(dvc_graph, "_stopped", threading.Event())
+    assert dvc_graph.pause(0)
+    dvc_graph.stop()
+    assert not dvc_graph.pause(600)
+    with pytest.raises(dvc_graph.StageError, match="the run is cancelled"):
+        dvc_graph.run_stage("first", print)
+    assert not (project.root / "first.csv").exists()
+
+
+RUNNER = """
+import sys
+from pipeline import graph
+from pipeline.resources import lock
+held = lock(graph.Path("held.lock"))
+with graph.guarded([held.fileno()]):
+    graph.run_stage("first", lambda line: print(line, flush=True))
+"""
+
+
+def test_a_run_killed_outright_is_cleaned_up_after_and_holds_its_lock_until_then(project):
+    """Where the stage lived on, the next run worked beside it on the same files."""
+    project.sleeper("first", "signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    run = subprocess.Popen([sys.executable, "-c", RUNNER], env=env, stdout=subprocess.PIPE, text=True)
+    assert run.stdout
+    command = int(next(line for line in run.stdout if line.startswith("asleep")).split()[1])
+    run.kill()
+    run.wait()
+    assert lock(Path("held.lock")) is None and not gone(command, 0)  # it ignores SIGTERM: five seconds are its grace
+    assert gone(command, 60)
+    deadline = time.monotonic() + 60
+    while not lock(Path("held.lock")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    project.script("first")
+    assert run_all()["first"] == Outcome.RAN
+
+
+def test_pull_fetches_the_outputs_of_others_below_a_folder_that_a_stage_reads(project):
+    """`dvc repro --pull` of a stage that reads such a folder ended with: 'cells' does not exist as an output or a stage."""
+    (project.root / "dvc.yaml").write_text(
+        "stages:\n"
+        "  cell:\n    matrix: {n: [1, 2]}\n    cmd: cp raw.csv cells/${item.n}.csv\n    deps: [raw.csv]\n"
+        "    outs: ['cells/${item.n}.csv']\n"
+        "  alone: {cmd: cp raw.csv alone.csv, deps: [raw.csv], outs: [alone.csv]}\n"
+        "  report: {cmd: cat cells/1.csv cells/2.csv > report.csv, deps: [cells, last.py], outs: [report.csv]}\n"
+    )
+    (project.root / "cells").mkdir()
+    run_all()
+    dvc = [sys.executable, "-m", "dvc"]
+    subprocess.run(
+        [*dvc, "remote", "add", "-q", "--default", "shared", str(project.root.parent / "remote")], check=True
+    )
+    subprocess.run([*dvc, "push", "-q"], check=True)
+    whole = (project.root / "report.csv").read_text()
+    for name in ("cells/1.csv", "cells/2.csv", "alone.csv", "report.csv"):
+        (project.root / name).unlink()
+    shutil.rmtree(project.root / "cells")
+    shutil.rmtree(project.root / ".dvc/cache")
+    project.script("last", "# edited, so that report runs")
+    assert sorted(dvc_graph.pull("report")) == ["cells/1.csv", "cells/2.csv"]
+    assert not (project.root / "alone.csv").exists() and dvc_graph.pull("report") == []
+    subprocess.run([*dvc, "repro", "-q", "--pull", "--allow-missing"], check=True)
+    assert (project.root / "report.csv").read_text() == whole and not (project.root / "alone.csv").exists()

@@ -1,0 +1,281 @@
+"""pipeline/remote/dvc_remote.py: a stage offered here, made in a clone, collected here; the remote a folder, or S3 where it is installed."""
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tarfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.logging import disable_run_logger
+from ruamel.yaml import YAML
+
+from pipeline import dvc_graph, workspaces
+from pipeline.remote import dvc_remote, prefect_worker
+from tests.pipeline.conftest import IGNORED, Project, give_params
+
+KEYS = {"AWS_ACCESS_KEY_ID": "ours", "AWS_SECRET_ACCESS_KEY": "ours", "AWS_DEFAULT_REGION": "us-east-1"}
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """An S3 of this machine, with a bucket -> its address."""
+    pytest.importorskip("dvc_s3", reason="pip install -e '.[s3]' to test a remote on S3")
+    pytest.importorskip("moto", reason="pip install 'moto[server]' to test a remote on S3")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    log = tmp_path_factory.mktemp("s3") / "moto.log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file)
+    try:
+        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 120
+        put = urllib.request.Request(f"{url}/store", method="PUT")
+        while True:
+            try:
+                urllib.request.build_opener(urllib.request.ProxyHandler({})).open(put, timeout=5).close()
+                break
+            except OSError:
+                assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+                time.sleep(0.2)
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@pytest.fixture(params=["folder", "s3"])
+def head(request: pytest.FixtureRequest, project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
+    """The project whose first stage has run, with a remote of its own; `clone` beside it is another host's."""
+    give_params(project)
+    (project.root / ".gitignore").write_text(IGNORED)
+    if request.param == "s3":
+        for key, value in KEYS.items():
+            monkeypatch.setenv(key, value)
+        where = {"url": "s3://store/aerie", "endpointurl": request.getfixturevalue("s3")}
+    else:
+        where = {"url": "../../store"}  # as written relative to .dvc/config
+    text = "".join(f"    {key} = {value}\n" for key, value in where.items())
+    (project.root / ".dvc/config").write_text(
+        f"[core]\n    analytics = false\n    remote = store\n['remote \"store\"']\n{text}"
+    )
+    project.git("init", "-q")
+    project.commit()
+    subprocess.run(["git", "clone", "-q", ".", "../clone"], check=True)
+    dvc_graph.run_stage("first", print)
+    return project
+
+
+def make_there(order: dvc_remote.Order, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As a worker does, without a flow -> the folder it was made in."""
+    monkeypatch.chdir("../clone")
+    folder = Path(".scratch/sent", order.stage).resolve()
+    workspaces.make_bare(folder)
+    with monkeypatch.context() as there:
+        there.chdir(folder)
+        dvc_remote.take(order)
+        dvc_graph.run_stage(order.stage, print)
+        dvc_remote.give(order.stage)
+    monkeypatch.chdir("../project")
+    return folder
+
+
+def test_a_stage_made_in_a_clone_is_in_dvc_lock_as_if_made_here(
+    head: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head.script("middle", "# not committed")
+    graph_file = head.root / "dvc.yaml"  # as hidden states are: too large for every `dvc push`, and needed all the same
+    graph_file.write_text(graph_file.read_text().replace("outs: [first.csv]", "outs: [{first.csv: {push: false}}]"))
+    shutil.copytree(head.root, tmp_path / "serial")
+    subprocess.run([sys.executable, "-m", "dvc", "repro", "-q", "middle"], cwd=tmp_path / "serial", check=True)
+    order = dvc_remote.offer("middle")
+    assert order and list(order.upstream) == ["first"]
+    folder = make_there(order, monkeypatch)
+    assert "# not committed" in (folder / "middle.py").read_text()
+    assert not (head.root / "middle.csv").exists()
+    dvc_remote.collect("middle")
+    assert dvc_graph.run_stage("middle", print) == dvc_graph.Outcome.RESTORED
+    locks = [YAML(typ="safe").load(root / "dvc.lock") for root in (head.root, tmp_path / "serial")]
+    assert locks[0] == locks[1]
+    # and nobody makes it again: not here, not where nothing but the remote is
+    assert dvc_remote.offer("middle") is None
+    shutil.rmtree(head.root / ".dvc/cache")
+    assert dvc_remote.offer("middle") is None
+    assert (head.root / ".dvc/cache").exists()
+
+
+def test_what_changed_meanwhile_is_not_taken_for_the_result(head: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = dvc_remote.offer("middle")
+    assert order
+    make_there(order, monkeypatch)
+    head.script("middle", "# edited")
+    with pytest.raises(ValueError, match="what a worker made of middle is not on the remote, or not of what lies here"):
+        dvc_remote.collect("middle")
+
+
+def test_the_archive_is_the_same_whenever_it_is_made_and_a_broken_one_is_refused(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_params(project)
+    subprocess.run(
+        [sys.executable, "-m", "dvc", "remote", "add", "-q", "-d", "store", str(tmp_path / "store")], check=True
+    )
+    project.git("init", "-q")
+    one = dvc_remote.offer("first")
+    (project.root / "raw.csv").touch()
+    assert one and dvc_remote.offer("first") == one
+    (stored,) = (tmp_path / "store/aerie").iterdir()
+    assert stored.name == f"{one.files}.tar.gz"
+    stored.write_bytes(stored.read_bytes()[:-9])
+    (tmp_path / "there/.dvc").mkdir(parents=True)
+    shutil.copy(".dvc/config", tmp_path / "there/.dvc/config")
+    monkeypatch.chdir(tmp_path / "there")
+    with pytest.raises(ValueError, match="remove it and run again"):
+        dvc_remote.take(one)
+
+
+def test_a_file_that_dvc_keeps_goes_by_the_remote_and_one_nobody_keeps_in_the_archive(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_params(project)
+    dvc = [sys.executable, "-m", "dvc"]
+    subprocess.run([*dvc, "remote", "add", "-q", "-d", "store", str(tmp_path / "store")], check=True)
+    subprocess.run([*dvc, "add", "-q", "raw.csv"], check=True)
+    (project.root / "data").mkdir()
+    (project.root / "data/own.txt").write_text("ours\n")
+    text = (project.root / "dvc.yaml").read_text()
+    (project.root / "dvc.yaml").write_text(text.replace("[raw.csv,", "[raw.csv, data,"))
+    (project.root / ".gitignore").write_text("data/\n/raw.csv\n")
+    project.git("init", "-q")
+    (project.root / ".env").write_text("KEY=secret\n")  # of which git was never told
+    project.git("add", "dvc.yaml", "params.yaml", ".gitignore", "raw.csv.dvc")
+    order = dvc_remote.offer("first")
+    assert order and order.upstream == {}
+    (tmp_path / "there/.dvc").mkdir(parents=True)
+    shutil.copy(".dvc/config", tmp_path / "there/.dvc/config")
+    monkeypatch.chdir(tmp_path / "there")
+    dvc_remote.take(order)
+    assert Path("data/own.txt").read_text() == "ours\n" and Path("raw.csv").read_text().startswith("tree,tau")
+    assert not Path(".env").exists()
+
+
+@pytest.mark.parametrize(
+    "spoil", [{"name": "../out.txt"}, {"name": "/tmp/out.txt"}, {"type": tarfile.SYMTYPE, "linkname": "/"}]
+)
+def test_an_archive_that_would_write_elsewhere_is_refused(
+    spoil: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = tarfile.TarInfo("in.txt")
+    for key, value in spoil.items():
+        setattr(about, key, value)
+    with tarfile.open(tmp_path / "files.tar.gz", "w:gz") as archive:
+        archive.addfile(about)
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "there")
+    with pytest.raises(ValueError, match="which no run packs"):
+        dvc_remote._unpack(tmp_path / "files.tar.gz")
+    assert not list(Path().iterdir()) and not (tmp_path / "out.txt").exists()
+
+
+ORDER: dict[str, Any] = {"stage": "first", "files": "a" * 64, "upstream": {}}
+LOCKED = {"cmd": "x", "outs": [{"path": "first.csv", "hash": "md5", "md5": "b" * 32, "size": 1}]}
+
+
+@pytest.mark.parametrize("stage", ["../../../x", "..", "", "/x", "first/../../../x"])
+def test_an_order_whose_stage_leaves_the_folder_of_orders_is_refused_before_anything_is_touched(
+    stage: str, project: Project, tmp_path: Path
+) -> None:
+    """Bug: a worker emptied any folder that an order named: stage="../../../x" was joined to .scratch/sent unchecked."""
+    (tmp_path / "x/.dvc").mkdir(parents=True)
+    precious = tmp_path / "x/precious.txt"
+    precious.write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match="stage"):
+        dvc_remote.Order(**ORDER | {"stage": stage})
+    unchecked = dvc_remote.Order.model_construct(**ORDER | {"stage": stage})  # as Ray hands one over
+    with disable_run_logger():
+        ended = prefect_worker._made(unchecked)
+    assert ended.is_failed() and "stage" in str(ended.message)
+    assert precious.read_text() == "mine" and sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"files": "../../x"},
+        {"files": "A" * 64},
+        {"stage": "-f"},
+        {"stage": "first\n"},
+        {"upstream": {"../x": LOCKED}},
+        {"upstream": {"first": LOCKED | {"outs": [{"path": "../../x", "md5": "b" * 32}]}}},
+        {"upstream": {"first": LOCKED | {"outs": [{"path": "/x", "md5": "b" * 32}]}}},
+        {"upstream": {"first": LOCKED | {"outs": [{"path": "x", "md5": "../../../x"}]}}},
+        {"upstream": {"first": LOCKED | {"cwd": "/"}}},
+    ],
+)
+def test_an_order_names_stages_digests_and_paths_inside_the_project_alone(wrong: dict[str, Any]) -> None:
+    """Bug: whatever stood in `upstream` went into dvc.lock, and DVC would have checked it out over files elsewhere."""
+    dvc_remote.Order(**ORDER | {"stage": "benchmark@eval-e003-t8_2_16", "upstream": {"first": LOCKED}})
+    with pytest.raises(ValueError, match=r"Order"):
+        dvc_remote.Order(**ORDER | wrong)
+
+
+def test_a_dvc_file_that_names_a_place_outside_the_project_is_refused_before_it_is_checked_out(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: of the files that an order brings, a .dvc file could have DVC put its output over any file."""
+    give_params(project)
+    for command in (
+        ["remote", "add", "-q", "-d", "store", str(tmp_path / "store")],
+        ["add", "-q", "raw.csv"],
+        ["push"],
+    ):
+        subprocess.run([sys.executable, "-m", "dvc", *command], check=True)
+    named = project.root / "raw.csv.dvc"
+    named.write_text(named.read_text().replace("path: raw.csv", "path: ../precious.csv"))
+    text = (project.root / "dvc.yaml").read_text()
+    (project.root / "dvc.yaml").write_text(text.replace("[raw.csv, first.py]", "[../precious.csv, first.py]"))
+    archive = dvc_remote._archive({Path(name) for name in ("raw.csv.dvc", "dvc.yaml", "params.yaml", "first.py")})
+    digest = hashlib.sha256(archive).hexdigest()
+    (tmp_path / "store/aerie").mkdir()
+    (tmp_path / f"store/aerie/{digest}.tar.gz").write_bytes(archive)
+    (tmp_path / "there/.dvc").mkdir(parents=True)
+    shutil.copy(".dvc/config", tmp_path / "there/.dvc/config")
+    monkeypatch.chdir(tmp_path / "there")
+    with pytest.raises(ValueError, match=r"has the output \.\./precious\.csv, expected one below"):
+        dvc_remote.take(dvc_remote.Order(**ORDER | {"files": digest}))
+    assert not (tmp_path / "precious.csv").exists()
+
+
+def test_without_a_remote_it_says_how_to_add_one(project: Project) -> None:
+    with pytest.raises(ValueError, match="dvc remote add -d"):
+        dvc_remote.check()
+
+
+def test_as_commands(project: Project, tmp_path: Path) -> None:
+    give_params(project)
+    subprocess.run(
+        [sys.executable, "-m", "dvc", "remote", "add", "-q", "-d", "store", str(tmp_path / "store")], check=True
+    )
+    project.git("init", "-q")
+    root = Path(__file__).resolve().parents[2]
+
+    def said(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "pipeline.remote.dvc_remote", *words]
+        return subprocess.run(command, env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True)
+
+    order = json.loads(said("offer", "first").stdout.removeprefix(dvc_remote.SAID))
+    assert dvc_remote.Order(**order).stage == "first"
+    refused = said("collect", "first")
+    assert refused.returncode == 1 and refused.stderr.startswith(
+        "aerie: what a worker made of first is not on the remote"
+    )

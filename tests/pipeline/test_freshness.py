@@ -1,0 +1,137 @@
+"""pipeline/freshness.py: quick only where DVC itself would find nothing; any change of a file, and DVC is asked."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from pipeline import dvc_graph, freshness
+from pipeline.__main__ import stale
+from tests.pipeline.conftest import Project
+from tests.pipeline.test_dvc_graph import run_all
+
+PARAMETERS = "report: {title: one}\n"
+
+
+@pytest.fixture
+def done(project: Project) -> Project:
+    """All up to date, and known to be; the last stage reads a parameter, the first a folder, where byte code may lie."""
+    text = (project.root / "dvc.yaml").read_text()
+    text = text.replace("last.py]", "last.py]\n    params: [report.title]").replace("[raw.csv,", "[raw.csv, more,")
+    (project.root / "dvc.yaml").write_text(text)
+    (project.root / "params.yaml").write_text(PARAMETERS)
+    (project.root / ".dvcignore").write_text("__pycache__/\n")
+    (project.root / "more/__pycache__").mkdir(parents=True)
+    (project.root / "more/one.txt").write_text("one")
+    run_all()
+    assert dvc_graph.why_stale() == {}
+    return project
+
+
+def by_dvc() -> set[str]:
+    """What DVC, asked on its own command line, finds changed."""
+    told = subprocess.run([sys.executable, "-m", "dvc", "status", "--json"], capture_output=True, check=True).stdout
+    return set(json.loads(told))
+
+
+def test_where_nothing_changed_dvc_is_not_even_loaded(done: Project) -> None:
+    (done.root / "more/__pycache__/one.pyc").write_text("written by whoever imports")
+    code = (
+        "import sys; from pipeline import graph; print(graph.why_stale(), list(graph.stages()), graph.heal_lock()); "
+        "sys.exit('dvc' in sys.modules)"
+    )
+    env = os.environ | {"PYTHONPATH": str(Path(dvc_graph.__file__).parents[1])}
+    asked = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert (asked.returncode, asked.stdout) == (0, "{} ['first', 'middle', 'last'] None\n"), asked.stderr
+    assert by_dvc() == set()
+
+
+CHANGES: dict[str, Callable[[], object]] = {
+    "a file, at the same length": lambda: Path("raw.csv").write_text(Path("raw.csv").read_text().replace("2", "3")),
+    "a file of a folder": lambda: Path("more/one.txt").write_text("two"),
+    "another file in a folder": lambda: Path("more/two.txt").write_text("two"),
+    "an output gone": lambda: Path("middle.csv").unlink(),
+    "an output replaced": lambda: (Path("middle.csv").unlink(), Path("middle.csv").write_text("else")),
+    "a parameter": lambda: Path("params.yaml").write_text(PARAMETERS.replace("one", "two")),
+    "a command": lambda: Path("dvc.yaml").write_text(
+        Path("dvc.yaml").read_text().replace("python last", "python  last")
+    ),
+    "the lock file": lambda: Path("dvc.lock").write_text("schema: '2.0'\nstages: {}\n"),
+    "the lock file gone": lambda: Path("dvc.lock").unlink(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_after_any_change_it_is_dvc_that_says(done: Project, change: str) -> None:
+    CHANGES[change]()
+    stale = dvc_graph.why_stale()
+    assert stale and set(stale) == by_dvc()
+    run_all()
+    assert dvc_graph.why_stale() == {} and freshness.stages() and by_dvc() == set()
+
+
+def test_what_dvc_does_not_mind_is_asked_about_once(done: Project) -> None:
+    os.utime("raw.csv")
+    assert freshness.stages() is None
+    assert dvc_graph.why_stale() == {} and freshness.stages()
+
+
+def test_a_change_while_dvc_looks_is_seen_afterwards(done: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written down is how the files were before DVC was asked."""
+    from dvc.repo import Repo
+
+    os.utime("raw.csv")
+    status = Repo.status
+
+    def slow(*given: object, **named: object) -> object:
+        found = status(*given, **named)
+        Path("raw.csv").write_text("tree,tau\nt5_1_6,9\n")
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Repo, "status", slow)
+        assert dvc_graph.why_stale() == {} and freshness.stages() is None
+    assert set(dvc_graph.why_stale()) == {"first"}
+
+
+def test_it_is_one_of_a_folder_and_of_a_version(done: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert freshness.stages()
+    monkeypatch.setattr(freshness, "version", lambda name: "0.0")
+    assert freshness.stages() is None
+    freshness.KNOWN.write_text("{")
+    assert freshness.stages() is None and dvc_graph.why_stale() == {}
+
+
+def test_stale_says_what_and_why_and_fails_where_something_is(done: Project) -> None:
+    env = os.environ | {"PYTHONPATH": str(Path(dvc_graph.__file__).parents[1])}
+
+    def asked() -> tuple[int, str]:
+        said = subprocess.run([sys.executable, "-m", "pipeline", "stale"], env=env, capture_output=True, text=True)
+        return said.returncode, said.stdout
+
+    assert asked() == (0, "nothing is stale\n")
+    Path("params.yaml").write_text(PARAMETERS.replace("one", "two"))
+    Path("middle.csv").unlink()
+    assert asked() == (
+        1,
+        "stale: middle (middle.csv deleted)\nstale: last (middle.csv deleted; params.yaml: report.title modified)\n",
+    )
+    shutil.rmtree(".dvc/cache")
+    for made in ("first.csv", "results/benchmark.csv"):
+        Path(made).unlink()
+    assert asked() == (1, "stale: first, middle, last (its results are not here)\n")
+    Path("dvc.lock").unlink()
+    assert asked() == (1, "stale: first, middle, last (it is new)\n")
+
+
+def test_a_line_of_it_has_three_changes_and_how_many_more(done: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new clone's first lines were 20,000 letters of files."""
+    changes = [f"{n}.py modified" for n in range(5)]
+    monkeypatch.setattr(dvc_graph, "why_stale", lambda: {"last": changes})
+    assert [*islice(stale(), 1)] == ["stale: last (0.py modified; 1.py modified; 2.py modified; 2 more)"]

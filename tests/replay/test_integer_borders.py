@@ -1,0 +1,123 @@
+"""Replay's counts against Python's integers, which never overflow, on both sides of each border of a narrow integer type."""
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from stages.replay import oracle_bounds
+from stages.replay.replay import Tables, walk
+from stages.trees.draft_tree import Candidates, level, pool
+
+PLACES = [63, 64, 4_096, 4_097, 4_098, 16_383, 16_384, 32_767, 32_768]
+STEPS = [126, 127, 128, 129]
+TOPKS = [180, 181, 255, 256]  # with two steps 180 records 32,580 candidates, 181 records 32,942
+
+
+def fewest_cycles(reach: list[int]) -> tuple[int, int]:
+    """The fewest cycles of an answer's places, and of those ways the most accepted drafts, from the answer's end on."""
+    ahead = [(0, 0)]  # of each place: cycles, and accepted drafts negated; the answer's end first
+    for most in reversed(reach):
+        ways = [(ahead[-1 - taken], taken) for taken in range(min(most, len(ahead) - 1) + 1)]
+        ahead.append(min((cycles + 1, accepted - taken) for (cycles, accepted), taken in ways))
+    return ahead[-1][0], -ahead[-1][1]
+
+
+def walk_cycles(accepted: list[int]) -> tuple[int, int]:
+    place = cycles = total = 0
+    while place < len(accepted):
+        total, cycles, place = total + accepted[place], cycles + 1, place + accepted[place] + 1
+    return cycles, total
+
+
+def at_end(reach: list[int]) -> list[int]:
+    """No more drafts than the answer has tokens left."""
+    return [min(most, len(reach) - place - 1) for place, most in enumerate(reach)]
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.sampled_from(PLACES), st.lists(st.integers(0, 2), min_size=1, max_size=5))
+@example(4_097, [0])
+@example(4_098, [0])
+@example(16_384, [0])
+@example(32_768, [0])
+def test_the_oracle_counts_every_cycle_of_a_long_answer(places: int, pattern: list[int]) -> None:
+    """Bug: beyond 4,096 cycles an answer, the oracle's twice the cycles passed the number that meant "never" (8,192), then
+    int16: tau_oracle was wrong, above 16,383 places negative. A short answer beside it must count as before.
+    """
+    rows = [at_end((pattern * places)[:places]), at_end((pattern * 9)[:9])]
+    reach = torch.tensor([[*rows[0], *rows[1], 0]], dtype=torch.int8)
+    accepted, cycles = oracle_bounds.fewest(reach, torch.tensor([len(row) for row in rows]), 2)
+    found = list(zip(cycles[:, 0].tolist(), accepted[:, 0].tolist(), strict=True))
+    assert found == [fewest_cycles(row) for row in rows]
+
+
+@settings(max_examples=9, deadline=None)
+@given(st.sampled_from(PLACES), st.lists(st.integers(0, 3), min_size=1, max_size=5))
+def test_a_walk_counts_every_cycle_of_a_long_answer(places: int, pattern: list[int]) -> None:
+    accepted = at_end((pattern * places)[:places])
+    table = torch.tensor([[*accepted, 0]], dtype=torch.int8)
+    found = walk(table, torch.full_like(table, 127), torch.tensor([places]), 3)
+    cycles, total = walk_cycles(accepted)
+    assert (found.cycles.item(), found.accepted.item(), found.depth.item()) == (cycles, total, 127 * cycles)
+    assert found.reached[0, 0].sum().item() == total
+
+
+def chain(steps: int) -> Candidates:
+    """A draft that is nearly sure of every token: step s drafts token s."""
+    scores = 0.999 ** torch.arange(1, steps + 1, dtype=torch.float32)[None]
+    return Candidates(scores, torch.arange(steps)[None], torch.arange(-1, steps - 1)[None])
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.sampled_from(STEPS), st.integers(0, 129))
+@example(127, 127)
+@example(128, 128)
+@example(129, 129)
+def test_deep_chains_are_counted(steps: int, matching: int) -> None:
+    """Bug: drafts accepted, the trees' depth (mean_depth) and the adaptive trees' drafts were counted in int8: a chain of
+    128 steps accepted -128 drafts and was -128 deep.
+    """
+    matching = min(steps, matching)
+    tables = Tables([(steps, 1, steps + 1)], 1, "sglang", torch.device("cpu"))
+    wanted = torch.where(torch.arange(steps) < matching, torch.arange(steps), -1)[None]
+    tables.fill(slice(0, 1), 1, chain(steps), wanted)
+    found = tables.walked(torch.tensor([1]))
+    assert (found.accepted.item(), found.depth.item(), found.cycles.item()) == (matching, steps, 1)
+    assert tables.reach[0, 0].item() == matching
+    assert found.reached[0, 0].tolist() == [1] * matching + [0] * (steps - matching)
+    everything = found.adaptive.accepted.view(len(oracle_bounds.THRESHOLDS), steps)[-1]
+    assert everything.tolist() == [min(matching, step + 1) for step in range(steps)]
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.sampled_from(TOPKS), st.integers(0, 1000))
+@example(180, 0)
+@example(181, 0)
+@example(256, 0)
+def test_the_nodes_of_wide_trees_are_counted(topk: int, seed: int) -> None:
+    """Bug: an adaptive tree's nodes were counted in int16: at topk 181 the tree of all candidates had fewer than none."""
+    steps, count = 2, pool(2, topk)
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(1, count, generator=generator)
+    parents = torch.cat([torch.full((topk,), -1), torch.arange(topk).repeat_interleave(topk)])[None]
+    tables = Tables([(steps, topk, 4)], 1, "sglang", torch.device("cpu"))
+    tables.fill(slice(0, 1), topk, Candidates(scores, torch.arange(count)[None], parents), torch.full((1, steps), -1))
+    found = tables.walked(torch.tensor([1])).adaptive.depth.view(len(oracle_bounds.THRESHOLDS), steps).tolist()
+    listed = scores[0].tolist()
+    for number, threshold in enumerate(tables.thresholds.tolist()):
+        held = [sum(score >= threshold for score in listed[: level(step, topk)[1]]) for step in range(steps)]
+        assert found[number] == held
+    assert found[-1][-1] == count
+
+
+@pytest.mark.parametrize(
+    ("most", "dtype"),
+    [
+        (0, torch.int8), (127, torch.int8), (128, torch.int16), (255, torch.int16), (32_767, torch.int16),
+        (32_768, torch.int32), (2**31 - 1, torch.int32), (2**31, torch.int64),
+    ],
+)  # fmt: skip
+def test_the_narrowest_type_holds_the_most(most: int, dtype: torch.dtype) -> None:
+    assert oracle_bounds.narrowest(most) == dtype
+    assert torch.tensor(most, dtype=dtype).item() == most

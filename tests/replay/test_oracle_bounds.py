@@ -1,0 +1,106 @@
+"""Bounds against brute force: every tree, every landing place, every choice of nodes, on small pools."""
+
+import functools
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stages.replay import oracle_bounds
+from stages.trees import draft_tree
+from tests.trees.test_draft_tree import tensors
+
+
+def all_trees(parents: list[int], nodes: int) -> list[tuple[int, ...]]:
+    """Every set of so many candidates that holds each one's parent; parents as candidate numbers, -1 the root."""
+    every = itertools.combinations(range(len(parents)), nodes)
+    return [chosen for chosen in every if all(parents[c] in (-1, *chosen) for c in chosen)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(["plain", "ties", "saturated"]), st.integers(0, 1000), st.sampled_from([(1, 3), (2, 2), (3, 2), (2, 3)]),
+    st.integers(1, 4),
+)  # fmt: skip
+def test_no_tree_of_as_many_nodes_expects_more_than_the_static_rule(kind: str, seed: int, shape, nodes: int) -> None:
+    """Expected by the draft's own probabilities: the sum of the nodes' scores, over every connected choice."""
+    pool = tensors(kind, seed, *shape, "sglang")
+    scores, nodes = pool.scores[0].double(), min(nodes, pool.scores.shape[1])
+    most = max(scores[list(chosen)].sum().item() for chosen in all_trees(pool.parents[0].tolist(), nodes))
+    kept = draft_tree.keep(pool, nodes + 1)
+    assert scores[kept.nodes[0]].sum().item() == pytest.approx(most, rel=1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 1000), st.sampled_from([0.7, 0.3, 0.1, 0.02, 0.0]))
+def test_one_threshold_expects_the_most_of_all_ways_to_share_nodes_among_places(seed: int, threshold: float) -> None:
+    """Two places of six candidates each: no two trees with as many nodes together have a larger sum of scores."""
+    pools = [tensors("plain", seed + i, 2, 2, "sglang") for i in range(2)]
+    scores = torch.cat([p.scores for p in pools])  # [2, C]
+    _, nodes = oracle_bounds.cut(scores, torch.full((2, 2), -2), 2, torch.tensor([threshold, 0.0]))
+    total = int(nodes[0, 1].sum())
+    assert nodes[0, 1].tolist() == (scores >= threshold).sum(1).tolist()
+    best = [
+        [
+            max((sum(s[c] for c in chosen) for chosen in all_trees(p.parents[0].tolist(), n)), default=-math.inf)
+            for n in range(7)
+        ]
+        for p, s in zip(pools, scores.double().tolist(), strict=True)
+    ]
+    most = max(best[0][n] + best[1][total - n] for n in range(7) if 0 <= total - n <= 6)
+    assert scores.double()[scores >= threshold].sum().item() == pytest.approx(most, rel=1e-12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 4), max_size=9), min_size=1, max_size=4))
+def test_the_oracle_lands_where_fewest_cycles_follow(drawn: list[list[int]]) -> None:
+    """Each answer's places, with how many drafts may be accepted there; every choice is tried."""
+    rows = [[min(reach, len(row) - place) for place, reach in enumerate(row)] for row in drawn]  # the answer's end
+
+    def tries(row: list[int]) -> tuple[int, int]:
+        """Fewest cycles, and of those ways the most accepted drafts, negated."""
+
+        @functools.cache
+        def ahead(place: int) -> tuple[int, int]:
+            if place >= len(row):
+                return 0, 0
+            ways = [(ahead(place + taken + 1), taken) for taken in range(row[place] + 1)]
+            return min((cycles + 1, accepted - taken) for (cycles, accepted), taken in ways)
+
+        return ahead(0)
+
+    reach = torch.tensor([[*itertools.chain(*rows), 0]], dtype=torch.int8)
+    accepted, cycles = oracle_bounds.fewest(reach, torch.tensor([len(row) for row in rows]), 4)
+    expected = [tries(row) for row in rows]
+    assert list(zip(cycles[:, 0].tolist(), accepted[:, 0].tolist(), strict=True)) == [(c, -a) for c, a in expected]
+
+
+@pytest.mark.parametrize("semantics", list(draft_tree.SEMANTICS))
+@pytest.mark.parametrize("kind", ["plain", "ties", "saturated"])
+def test_what_is_cut_at_a_threshold_is_what_reaches_it(kind: str, semantics: str) -> None:
+    """Accepted drafts and nodes of each threshold and depth, counted one by one; the lowest holds everything."""
+    steps, topk = 4, 3
+    pool = tensors(kind, 5, steps, topk, semantics)
+    numbers = torch.tensor([[1, *[-2] * 3]])
+    child = pool.parents[0].tolist().index(1)
+    numbers[0, 1] = child
+    thresholds = draft_tree.SEMANTICS[semantics].score(torch.tensor(oracle_bounds.THRESHOLDS))
+    accepted, nodes = oracle_bounds.cut(pool.scores, numbers, topk, thresholds)
+    scores = pool.scores[0].tolist()
+    for q, threshold in enumerate(thresholds.tolist()):
+        for step in range(steps):
+            end = topk + step * topk * topk
+            assert nodes[q, step, 0].item() == sum(score >= threshold for score in scores[:end])
+            on_path = [scores[n] for n in [1, child][: step + 1]]
+            assert accepted[q, step, 0].item() == sum(score >= threshold for score in on_path)
+    assert nodes[-1, -1].item() == len(scores) and nodes[0, -1].item() == 0
+
+
+def test_between_two_thresholds_tau_is_in_proportion() -> None:
+    """Ten cycles each: trees of 1, 3 and 9 nodes with the root, tau 1, 2 and 4; at 4 nodes a sixth of the way from 3 to 9."""
+    found = np.array([[0, 10, 30], [10, 10, 10], [0, 20, 80]])
+    assert [oracle_bounds.at_width(found, m) for m in (2, 3, 4, 9)] == pytest.approx([1.5, 2, 2 + 2 / 6, 4])

@@ -1,0 +1,195 @@
+"""Replay against the slow draft: for every place of an answer, build the tree by enumeration, and walk."""
+
+import math
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.utils.rnn import pad_sequence
+
+from stages.draft.eagle3 import first_state, in_sight, prefix
+from stages.replay.oracle_bounds import THRESHOLDS
+from stages.replay.replay import NEVER, leaders, ranks, replay, walk
+from stages.trees.draft_tree import SEMANTICS
+from stages.trees.expansion import AT_ONCE, expand
+from tests.draft.slow_draft import CONFIG, OPTIONS, guess, random_draft
+
+
+def make_answers(draft, embedding, count: int) -> list[tuple[list[int], torch.Tensor, int, int]]:
+    """Rows (ids, features, start, end) whose answers mostly follow the draft's own first guesses, so that trees accept some."""
+    rows = []
+    for seed in range(count):
+        generator = torch.Generator().manual_seed(seed)
+        prompt, answer = 3 + seed % 3, 7 + seed % 4
+        features = torch.randn(prompt + answer, 3 * CONFIG.hidden_size, generator=generator)
+        ids = torch.randint(0, CONFIG.vocab_size, (prompt + 1,), generator=generator).tolist()
+        for p in range(prompt - 1, prompt + answer - 2):
+            best = guess(draft, embedding, ids, features, p, []).topk(3).indices
+            choice = best[
+                0 if torch.rand(1, generator=generator) < 0.6 else int(torch.randint(0, 3, (1,), generator=generator))
+            ]
+            ids.append(int(draft.to_target(choice)))
+        rows.append((ids, features, prompt, prompt + answer))
+    return rows
+
+
+def slow_tree(
+    draft, embedding, ids, features, p: int, steps: int, topk: int, tokens: int, semantics: str
+) -> set[tuple[int, ...]]:
+    """The paths of the tree drafted at p, by research/sglang.md section 1, with the slow draft; `eagle` adds logarithms."""
+    found, beam = [], [(0.0 if semantics == "eagle" else 1.0, (), -1)]
+    for _ in range(steps):
+        level = []
+        for score, path, _ in beam:
+            probs = guess(draft, embedding, ids, features, p, list(path))
+            for i in sorted(range(len(probs)), key=lambda i: (-probs[i].item(), i))[:topk]:
+                chance = probs[i].item()
+                joined = score + math.log(chance) if semantics == "eagle" else score * chance
+                level.append((joined, (*path, int(draft.to_target(torch.tensor(i)))), len(found) + len(level)))
+        found += level
+        beam = sorted(level, key=lambda c: (-c[0], c[2]))[:topk]
+    if topk == 1:
+        return {c[1] for c in found}
+    return {c[1] for c in sorted(found, key=lambda c: (-c[0], c[2]))[: tokens - 1]}
+
+
+@pytest.mark.parametrize(
+    ("topk", "options", "semantics"),
+    [*((k, "none", how) for how in SEMANTICS for k in (1, 2, 3)), *((2, o, "sglang") for o in OPTIONS if o != "none")],
+)
+def test_replay_equals_building_every_tree_and_walking(topk: int, options: str, semantics: str) -> None:
+    draft, embedding, _ = random_draft(3, **OPTIONS[options])
+    rows = make_answers(draft, embedding, 4)
+    shapes = [(s, s + 1) for s in (1, 2, 4)] if topk == 1 else [(1, 3), (3, 5), (3, 8), (4, 8)]
+    trees = [(s, topk, m) for s, m in shapes]
+    accepted, cycles, reached, deep = replay(
+        draft, embedding,
+        pad_sequence([torch.tensor(r[0]) for r in rows], batch_first=True),
+        pad_sequence([r[1] for r in rows], batch_first=True),
+        torch.tensor([r[2] for r in rows]), torch.tensor([r[3] for r in rows]), trees,
+        semantics=semantics,
+    )[:4]  # fmt: skip
+    assert accepted.sum() > 5, "nothing is accepted, so nothing is tested"
+    for b, (ids, features, start, end) in enumerate(rows):
+        for g, (steps, _, tokens) in enumerate(trees):
+            bonus, total, count, levels, far = start, 0, 0, 0, [0] * reached.shape[2]
+            while bonus < end - 1:
+                paths = slow_tree(draft, embedding, ids, features, bonus - 1, steps, topk, tokens, semantics)
+                depth = 0
+                while bonus + depth + 1 < end and tuple(ids[bonus + 1 : bonus + depth + 2]) in paths:
+                    depth += 1
+                total, count, bonus = total + depth, count + 1, bonus + depth + 1
+                levels += max(map(len, paths))
+                far = [n + (depth > d) for d, n in enumerate(far)]
+            found = accepted[b, g].item(), cycles[b, g].item(), deep[b, g].item(), reached[b, g].tolist()
+            assert found == (total, count, levels, far), (b, steps, topk, tokens)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_expansion_scores_are_products_of_the_slow_drafts_chances(options: str) -> None:
+    draft, embedding, _ = random_draft(4, **OPTIONS[options])
+    ids, features, start, _ = make_answers(draft, embedding, 1)[0]
+    p, whole = start + 1, torch.tensor([ids])
+    fused, keys, values = prefix(draft, whole, features[None], embedding)
+    allowed = in_sight(torch.tensor([[p]]), len(ids), draft.config.sliding_window)
+    state = first_state(
+        draft, embedding[whole[:, p + 1]][:, None], fused[:, p : p + 1], torch.tensor([[p]]), keys, values, allowed
+    )
+    found = expand(draft, embedding, state, torch.tensor([[p]]), keys, values, allowed, steps=4, topk=2)
+    for number in range(found.scores.shape[1]):
+        path, climber = [], number
+        while climber != -1:
+            path.insert(0, found.tokens[0, climber].item())
+            climber = found.parents[0, climber].item()
+        chance = 1.0
+        for depth, token in enumerate(path):
+            draft_id = [int(draft.to_target(torch.tensor(i))) for i in range(CONFIG.draft_vocab_size)].index(token)
+            chance *= guess(draft, embedding, ids, features, p, path[:depth])[draft_id].item()
+        assert found.scores[0, number].item() == pytest.approx(chance, rel=1e-4)
+
+
+@pytest.mark.parametrize("semantics", list(SEMANTICS))
+def test_a_grid_is_what_its_trees_are_one_by_one(semantics: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All topks expanded together, in parts of three places and blocks of two, and each tree in a call of its own."""
+    draft, embedding, _ = random_draft(5, sliding_window=6)
+    rows = make_answers(draft, embedding, 5)
+    asked = (
+        embedding,
+        pad_sequence([torch.tensor(r[0]) for r in rows], batch_first=True),
+        pad_sequence([r[1] for r in rows], batch_first=True),
+        torch.tensor([r[2] for r in rows]),
+        torch.tensor([r[3] for r in rows]),
+    )
+    trees = [(s, k, m) for k in (1, 2, 4) for s in (1, 3, 5) for m in (2, 3, 8, 20) if m - 1 <= k + (s - 1) * k * k]
+    random.Random(0).shuffle(trees)
+    alone = [replay(draft, *asked, [shape], semantics=semantics) for shape in trees]
+    most = draft.config.num_attention_heads * 7 * asked[1].shape[1]
+    monkeypatch.setitem(AT_ONCE, "cpu", 2 * most)
+    together = replay(draft, *asked, trees, semantics=semantics, at_once=3)
+    for name in ("accepted", "cycles", "depth", "oracle_accepted", "oracle_cycles"):
+        assert torch.equal(getattr(together, name), torch.cat([getattr(one, name) for one in alone], 1)), name
+    for g, one in enumerate(alone):
+        assert together.reached[:, g, : one.reached.shape[2]].tolist() == one.reached[:, 0].tolist()
+    assert together.accepted.sum() > 50
+
+
+def test_no_tree_beats_the_oracle() -> None:
+    """The oracle of a budget is at least any tree's tau, and what no threshold cuts is the tree of all candidates."""
+    draft, embedding, _ = random_draft(6)
+    rows = make_answers(draft, embedding, 6)
+    trees = [(s, 2, m) for s in (1, 2, 4) for m in (2, 3, 5, 7, 15) if m - 1 <= 2 + (s - 1) * 4]
+    found = replay(
+        draft, embedding,
+        pad_sequence([torch.tensor(r[0]) for r in rows], batch_first=True),
+        pad_sequence([r[1] for r in rows], batch_first=True),
+        torch.tensor([r[2] for r in rows]), torch.tensor([r[3] for r in rows]), trees,
+    )  # fmt: skip
+    tau = 1 + found.accepted.sum(0) / found.cycles.sum(0)
+    oracle = 1 + found.oracle_accepted.sum(0) / found.oracle_cycles.sum(0)
+    assert (tau <= oracle).all() and (tau < oracle).any()
+    steps, whole = 4, trees.index((4, 2, 15))
+    everything, nothing = len(THRESHOLDS) * steps - 1, 0  # the last threshold, all steps; the first
+    for name in ("accepted", "cycles"):
+        assert torch.equal(getattr(found.adaptive, name)[:, everything], getattr(found, name)[:, whole])
+    assert torch.equal(found.adaptive.depth[:, everything], 14 * found.cycles[:, whole])
+    assert found.adaptive.accepted[:, nothing].sum() == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 1000))
+def test_ranks_are_places_in_the_sorted_candidates(steps: int, topk: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    count = topk + (steps - 1) * topk * topk
+    scores = torch.randint(0, 4, (2, count), generator=generator) / 4  # ties
+    numbers = torch.randint(-2, count, (2, 3), generator=generator)
+    found = ranks(scores, numbers, steps, topk)
+    for n in range(2):
+        for d, number in enumerate(numbers[n].tolist()):
+            for step in range(steps):
+                first = range(topk + step * topk * topk)
+                if number < 0:
+                    assert found[n, d, step] == NEVER
+                    continue
+                mine = -scores[n, number].item(), number
+                assert found[n, d, step] == sum((-scores[n, i].item(), i) < mine for i in first)
+    best = leaders(scores, steps, topk).tolist()
+    levels = [range(topk + (s - 1) * topk * topk if s else 0, topk + s * topk * topk) for s in range(steps)]
+    assert best == [[min(at, key=lambda i, n=n: (-scores[n, i].item(), i)) for at in levels] for n in range(2)]
+
+
+def test_walk_steps_over_the_bonus_token() -> None:
+    """Two accepted, bonus, none accepted, bonus, one accepted and the answer ends: 3 drafts in 3 cycles."""
+    accepted, deep = torch.tensor([[2, 3, 3, 0, 1, 3, 3]]), torch.tensor([[3, 3, 3, 2, 1, 3, 3]])
+    found = walk(accepted, deep, torch.tensor([6]), 3)
+    assert (found.accepted.item(), found.cycles.item(), found.depth.item()) == (3, 3, 6)
+    assert found.reached.tolist() == [[[2, 1, 0]]]  # two of the cycles accepted one draft or more, one of them two
+
+
+def test_an_answer_of_one_token_has_no_cycle() -> None:
+    """The only token comes from prefill; nothing is drafted."""
+    draft, embedding, _ = random_draft(3)
+    ids, features = torch.randint(0, 20, (1, 5)), torch.randn(1, 5, 3 * CONFIG.hidden_size)
+    accepted, cycles = replay(draft, embedding, ids, features, torch.tensor([4]), torch.tensor([5]), [(3, 2, 5)])[:2]
+    assert (accepted.item(), cycles.item()) == (0, 0)

@@ -1,0 +1,180 @@
+"""Inside a replay against the slow draft: every cycle's tree by enumeration, its nodes' ranks and what the answer takes."""
+
+import math
+from collections import Counter
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from stages.replay import token_classes, tree_statistics
+from stages.replay.replay import replay, stops
+from stages.replay.token_classes import KINDS
+from stages.replay.tree_statistics import Cycles, Tally, look
+from tests.draft.slow_draft import CONFIG, OPTIONS, guess, random_draft
+from tests.replay.test_replay import make_answers
+
+
+class Node(NamedTuple):
+    score: float
+    path: tuple[int, ...]
+    sibling: int
+    number: int
+
+
+def slow_nodes(draft, embedding, ids, features, p: int, shape: tuple[int, int, int], semantics: str) -> list[Node]:
+    """The nodes of the tree drafted at p, the best first."""
+    steps, topk, tokens = shape
+    found: list[Node] = []
+    beam = [Node(0.0 if semantics == "eagle" else 1.0, (), 0, -1)]
+    for _ in range(steps):
+        level: list[Node] = []
+        for parent in beam:
+            chances = guess(draft, embedding, ids, features, p, list(parent.path))
+            likeliest = sorted(range(len(chances)), key=lambda i: (-chances[i].item(), i))[:topk]
+            for rank, i in enumerate(likeliest, 1):
+                chance = chances[i].item()
+                score = parent.score + math.log(chance) if semantics == "eagle" else parent.score * chance
+                token = int(draft.to_target(torch.tensor(i)))
+                level.append(Node(score, (*parent.path, token), rank, len(found) + len(level)))
+        found += level
+        beam = sorted(level, key=lambda n: (-n.score, n.number))[:topk]
+    return sorted(found, key=lambda n: (-n.score, n.number))[: tokens - 1]
+
+
+def looked(draft, embedding, rows, shape: tuple[int, int, int], semantics: str) -> Cycles:
+    given = (
+        draft, embedding,
+        pad_sequence([torch.tensor(r[0]) for r in rows], batch_first=True),
+        pad_sequence([r[1] for r in rows], batch_first=True),
+        torch.tensor([r[2] for r in rows]), torch.tensor([r[3] for r in rows]),
+    )  # fmt: skip
+    found = replay(*given, [(1, shape[1], 2), shape], semantics=semantics, watched=[1])
+    assert found.stood is not None
+    cycles = look(*given, found.stood[0], shape, semantics=semantics)
+    assert torch.equal(torch.bincount(cycles.row, cycles.accepted.double(), len(rows)).long(), found.accepted[:, 1])
+    assert torch.equal(torch.bincount(cycles.row, minlength=len(rows)), found.cycles[:, 1])
+    return cycles
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "semantics"),
+    [
+        ((4, 1, 5), "none", "sglang"), ((3, 2, 5), "none", "sglang"), ((4, 3, 9), "none", "eagle"),
+        ((3, 3, 16), "none", "sglang"), ((3, 2, 8), "window", "sglang"), ((1, 3, 3), "eagle31", "sglang"),
+    ],
+)  # fmt: skip
+def test_every_cycle_holds_the_nodes_of_an_enumerated_tree(
+    shape: tuple[int, int, int], options: str, semantics: str
+) -> None:
+    draft, embedding, _ = random_draft(3, **OPTIONS[options])
+    rows = make_answers(draft, embedding, 4)
+    cycles = looked(draft, embedding, rows, shape, semantics)
+    assert cycles.taken.sum() > 5, "nothing is accepted, so nothing is tested"
+    number = 0
+    for row, (ids, features, start, end) in enumerate(rows):
+        bonus = start
+        while bonus < end - 1:
+            nodes = slow_nodes(draft, embedding, ids, features, bonus - 1, shape, semantics)
+            taken = [tuple(ids[bonus + 1 : bonus + 1 + len(n.path)]) == n.path for n in nodes]
+            seen_at = Counter[int]()
+            levels = [seen_at.update([len(n.path)]) or seen_at[len(n.path)] for n in nodes]
+            here = {k: getattr(cycles, k)[number].tolist() for k in Cycles._fields}
+            assert (here["row"], here["place"], here["accepted"]) == (row, bonus - start, sum(taken))
+            assert here["depth"] == [len(n.path) for n in nodes]
+            assert here["sibling"] == [n.sibling for n in nodes]
+            assert (here["level"], here["taken"]) == (levels, taken)
+            chances = [math.exp(n.score) if semantics == "eagle" else n.score for n in nodes]
+            assert here["chance"] == pytest.approx(chances, rel=1e-4)
+            number, bonus = number + 1, bonus + sum(taken) + 1
+    assert number == len(cycles.row)
+
+
+def test_stops_are_the_places_of_the_walk() -> None:
+    """Two accepted, bonus, none accepted, bonus, one accepted and the answer ends; an answer of one token has no cycle."""
+    accepted = torch.tensor([[2, 9, 9, 0, 1, 9, 9], [5, 9, 9, 9, 9, 9, 9]])
+    found = stops(accepted, torch.tensor([6, 0]))
+    assert found.int().tolist() == [[[1, 0, 0, 1, 1, 0], [0] * 6], [[1, 0, 0, 0, 0, 0], [0] * 6]]
+
+
+def two_cycles() -> Cycles:
+    """Of a chain of two drafts on the answer 0 1 2 3 4: one accepted from place 0, two (and the end) from place 2."""
+    return Cycles(
+        torch.tensor([0, 0]), torch.tensor([0, 2]), torch.tensor([1, 2]), torch.tensor([[0.5, 0.25], [0.95, 0.9]]),
+        torch.tensor([[1, 2], [1, 2]]), torch.ones(2, 2, dtype=torch.int64), torch.ones(2, 2, dtype=torch.int64),
+        torch.tensor([[True, False], [True, True]]),
+    )  # fmt: skip
+
+
+def tallied() -> dict[tuple[str, str], tuple[float | None, ...]]:
+    tally = Tally()
+    ids, kind = torch.tensor([[9, 9, 9, 9, 9, 9, 9, 0, 1, 2, 3, 4]]), torch.tensor([0, 1, 2, 1, 0] + [2] * 5)
+    tally.add(two_cycles(), ["q1"], ids, torch.tensor([7]), torch.tensor([12]), kind)
+    return {(r["by"], r["bucket"]): tuple(r[k] for k in tree_statistics.COUNTS) for r in tally.rows()}
+
+
+def test_a_tally_adds_up_by_hand() -> None:
+    found = tallied()
+    assert found["row", "q1"] == (2, 4, pytest.approx(2.6), 3)
+    assert found["context", "8-12"] == (2, 4, pytest.approx(2.6), 3)  # 8 and 10 tokens, the root among them
+    assert found["answer", "0-8"] == (2, 4, pytest.approx(2.6), 3)
+    assert found["after", "structure"] == (1, 2, 0.75, 1) and found["after", "letters"] == (
+        1,
+        2,
+        pytest.approx(1.85),
+        2,
+    )
+    assert found["promise", "0"] == (1, 2, 0.75, 1) and found["promise", "1"] == (1, 2, pytest.approx(1.85), 2)
+    assert found["depth", "2"] == (None, 2, pytest.approx(1.15), 1)
+    assert found["sibling", "1"] == (None, 4, pytest.approx(2.6), 3)
+    assert found["rank", "1"] == (None, 2, pytest.approx(1.45), 2)
+    # What lies on an edge is in the bucket above it.
+    assert found["chance", "0.5-0.6"] == (None, 1, 0.5, 1) and found["chance", "0.9-1"][1:] == (
+        2,
+        pytest.approx(1.85),
+        2,
+    )
+    # Token 1 is a draft and 2 the bonus; 3 and 4 are drafts, and the end leaves no bonus.
+    assert found["token", "digits"] == (0, None, None, 2)
+    assert found["token", "letters"] == (1, None, None, 0)
+    assert found["token", "structure"] == (0, None, None, 1)
+
+
+def test_buckets_come_in_their_order() -> None:
+    order = list(tallied())
+    assert [what for what, _ in order] == sorted((what for what, _ in order), key=tree_statistics.ORDER.index)
+    assert [b for what, b in order if what == "chance"] == ["0.2-0.3", "0.5-0.6", "0.9-1"]
+    assert tree_statistics.LENGTHS[:9] == (0, 8, 12, 16, 24, 32, 48, 64, 96)
+    assert list(tree_statistics.LENGTHS) == sorted(tree_statistics.LENGTHS) and tree_statistics.LENGTHS[-1] > 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [("12", "digits"), (" -3", "digits"), ("\n  ", "structure"), ("]{", "structure"), ("", "structure"), ("€", "structure"),
+     (" rain", "letters"), ("雨", "letters"), ("�", "letters"), ("a1", "digits"), ("x:", "letters")],
+)  # fmt: skip
+def test_kinds_of_text(text: str, kind: str) -> None:
+    assert token_classes.kind(text) == kind
+
+
+def test_kinds_of_tokens_are_those_of_their_texts() -> None:
+    class Spelling:
+        all_special_ids = (0,)
+
+        def decode(self, ids: list[int]) -> str:
+            return ["<end>", ",", "7", "Oslo"][ids[0]]
+
+    found = token_classes.kinds(Spelling(), [3, 2, 0, 3])
+    assert [KINDS[i] for i in found.tolist()] == ["structure", "structure", "digits", "letters"]
+
+
+def test_an_answer_without_cycles_has_nothing_inside() -> None:
+    draft, embedding, _ = random_draft(3)
+    ids, features = torch.randint(0, 20, (1, 5)), torch.randn(1, 5, 3 * CONFIG.hidden_size)
+    rows = [(ids[0].tolist(), features[0], 4, 5)]
+    cycles = looked(draft, embedding, rows, (3, 2, 5), "sglang")
+    assert len(cycles.row) == 0 and cycles.taken.shape == (0, 4)
+    tally = Tally()
+    tally.add(cycles, ["q1"], ids, torch.tensor([4]), torch.tensor([5]), torch.zeros(20, dtype=torch.int64))
+    assert list(tally.rows()) == []

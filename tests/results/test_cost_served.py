@@ -1,0 +1,207 @@
+"""Costs and measurements from cells: SGLang-like served cells give a grid and a fit; all against sums by hand."""
+
+import math
+from typing import Any
+
+import pytest
+
+from stages.params.tree_sections import Tree
+from stages.results import cost_measured, cost_model, cost_served, prediction, served_table
+from tests import costs
+from tests.results.test_prediction import replay
+from tests.served_cells import FINGERPRINT, made_up, point
+
+Row = dict[str, Any]
+TREES = ("t5_1_6", "t8_2_16", "t5_4_16", "t8_1_9", "t10_2_32", "t3_1_4")
+TAUS = dict(zip(TREES, (3.0, 4.0, 3.8, 3.3, 4.6, 2.6), strict=True))
+CAPS = (1, 8, 32)
+REPLAYS = {"e009": [replay(tree, tau, tau - 0.1, tau + 0.1) for tree, tau in TAUS.items()]}
+TOKENS = 120
+
+
+def plain_s(batch: int) -> float:
+    return costs.PLAIN_S * (1 + 0.02 * batch)
+
+
+def drafted(tree: str, caps: tuple[int, ...] = CAPS, **keys: Any) -> Row:
+    tau = TAUS[tree]
+    points = [
+        point(TOKENS, cap, costs.seconds(Tree.parse(tree), cap) / tau, tau, tree, requests=max(8, cap), seed=cap, repeats=2)
+        for cap in caps
+    ]  # fmt: skip
+    return made_up("eval", "e009", tree, points, **keys)
+
+
+def baseline(caps: tuple[int, ...] = CAPS, **keys: Any) -> Row:
+    points = [point(TOKENS, cap, plain_s(cap), requests=max(8, cap), seed=100 + cap, repeats=2) for cap in caps]
+    return made_up("eval", points=points, **keys)
+
+
+def lines(*cells: Row) -> list[served_table.Line]:
+    return served_table.lines(cells, REPLAYS, {"eval"})
+
+
+def by_hand(rows: list[Row], count: str, less: int = 0) -> float:
+    """The mean over repeats of seconds between first and last token, by what was counted."""
+    found = []
+    for repeat in sorted({r["repeat"] for r in rows}):
+        mine = [r for r in rows if r["repeat"] == repeat]
+        found.append(sum(r["e2e_s"] - r["ttft_s"] for r in mine) / sum(r[count] - less for r in mine))
+    return sum(found) / len(found)
+
+
+def test_a_cycle_is_decoding_by_cycles_and_a_step_is_the_baselines_by_tokens() -> None:
+    chain, tree, other, plain = drafted("t5_1_6"), drafted("t8_2_16"), drafted("t5_4_16"), baseline()
+    (found,), why = cost_served.costs(lines(plain, chain, tree, other))
+    assert why == [] and (found["engine"], found["workload"], found["max_new_tokens"]) == ("sglang", "eval", TOKENS)
+    assert (found["target"], found["hardware"], found["versions"]) == (None, chain["hardware"], {"sglang": "0.5.17"})
+    for cell in (chain, tree, other):
+        for taken in cell["points"]:
+            shape = cell["num_steps"], cell["topk"], cell["num_draft_tokens"], taken["concurrency"]
+            (row,) = (r for r in found["grid"] if (r["steps"], r["topk"], r["tokens"], r["batch"]) == shape)
+            assert row["cycle_s"] == pytest.approx(by_hand(taken["requests"], "cycles")) and row["samples"] == 2
+    for taken, row in zip(plain["points"], found["plain"], strict=True):
+        assert row["step_s"] == pytest.approx(by_hand(taken["requests"], "output_tokens", 1))
+        assert row["batch"] == taken["concurrency"] and 0 < row["error"] < 0.1
+
+
+def test_a_fit_of_served_cells_predicts_a_tree_that_was_not_served() -> None:
+    (found,), _ = cost_served.costs(lines(baseline(), *map(drafted, TREES)))
+    fit = cost_model.Fit.of_json(found["fit"])
+    for name in ("t6_2_16", "t7_1_8", "t8_3_24"):
+        tree = Tree.parse(name)
+        for batch in CAPS:
+            cycle = fit.cycle_s(tree.num_steps, tree.topk, tree.num_draft_tokens, batch)
+            assert cycle == pytest.approx(costs.seconds(tree, batch), rel=0.06), (name, batch)
+    assert fit.error < 0.05
+    row = next(r for r in prediction.predict(found, "e009", 0.0, [replay("t6_2_16", 3.9)]) if r["concurrency"] == 8)
+    assert row["speedup"] == pytest.approx(3.9 * plain_s(8) / costs.seconds(Tree.parse("t6_2_16"), 8), rel=0.08)
+
+
+def test_at_a_high_concurrency_speculation_is_not_proposed() -> None:
+    """A plain step costs hardly more for 32 than for one, a cycle's many rows do."""
+    (found,), _ = cost_served.costs(lines(baseline(), *map(drafted, TREES)))
+    rows = prediction.predict(found, "e009", 0.0, REPLAYS["e009"])
+    told = {
+        r["concurrency"]: r["enable"]
+        for r in prediction.launches(rows, lambda engine, row: [engine])
+        if r["engine"] == "sglang"
+    }
+    truth = {
+        cap: max(TAUS[t] * plain_s(cap) / costs.seconds(Tree.parse(t), cap) for t in TREES) for cap in CAPS
+    }  # fmt: skip
+    assert told[1] is True and told[32] is False and truth[1] > 1.15 and truth[32] < 0.9
+
+
+def test_an_engine_that_counts_over_all_requests_gives_the_same_cycle() -> None:
+    """vLLM: no request knows its cycles, the load does."""
+    per_request, counted = drafted("t5_1_6"), drafted("t5_1_6")
+    for taken in counted["points"]:
+        taken["requests"] = [r | {"cycles": None, "accepted": None} for r in taken["requests"]]
+    for one, other in zip(per_request["points"], counted["points"], strict=True):
+        (found,) = cost_served.cycle_s(other)
+        total = sum(r["e2e_s"] - r["ttft_s"] for r in one["requests"]) / sum(r["cycles"] for r in one["requests"])
+        assert found == pytest.approx(total)
+
+
+def test_what_failed_is_in_no_cost() -> None:
+    taken = drafted("t5_1_6")["points"][0]
+    clean = cost_served.cycle_s(taken)
+    lost = {"failed": "timeout", "ttft_s": None, "e2e_s": None, "tpot_s": None, "cycles": None}
+    assert cost_served.cycle_s(taken | {"requests": [*taken["requests"], taken["requests"][0] | lost]}) == clean
+    uncounted = [r | {"cycles": None} for r in taken["requests"]] + [taken["requests"][0] | lost]
+    assert cost_served.cycle_s(taken | {"requests": uncounted}) == []  # the load's cycles hold those of the lost one
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"fingerprint": FINGERPRINT | {"gpu": "NVIDIA H100"}},  # the baseline's is another
+        {"points": []},
+    ],
+)
+def test_cells_that_were_not_compared_are_in_no_cost(keys: Row) -> None:
+    cells = [drafted(tree) | keys for tree in TREES]
+    if not keys.get("points", True):
+        cells = [made_up("eval", "e009", tree) for tree in TREES]
+    assert cost_served.costs(lines(baseline(), *cells)) == ([], [])
+
+
+def test_loads_at_a_rate_are_in_no_cost() -> None:
+    cells = [baseline(), *map(drafted, TREES)]
+    for cell in cells:
+        cell["points"] = [taken | {"request_rate": 4.0} for taken in cell["points"]]
+    assert cost_served.costs(lines(*cells)) == ([], [])
+
+
+def test_too_few_points_say_so() -> None:
+    made, why = cost_served.costs(lines(baseline((1,)), drafted("t5_1_6", (1,)), drafted("t8_2_16", (1,))))
+    assert made == [] and why[0].startswith("eval, e009, 120 tokens: a timing grid has 2 points, expected at least 3")
+
+
+# --- predicted beside measured ----------------------------------------------------------------------------------------
+
+
+def test_a_served_point_is_judged_by_the_other_points() -> None:
+    every = lines(baseline(), *map(drafted, TREES))
+    made, _ = cost_served.costs(every)
+    rows = cost_measured.served_rows(made, every, REPLAYS)
+    assert len(rows) == len(TREES) * len(CAPS)
+    fit = made[0]["fit"]
+    for row, left_out, point_ in zip(rows, fit["left_out_s"], made[0]["grid"], strict=True):
+        step = next(p["step_s"] for p in made[0]["plain"] if p["batch"] == point_["batch"])
+        assert row["predicted"]["C"] == pytest.approx(left_out / step)
+        assert row["measured"]["C"] == pytest.approx(point_["cycle_s"] / step)
+        assert row["measured"]["speedup"] == pytest.approx(step / (point_["cycle_s"] / TAUS[row["tree"]]), rel=0.06)
+        assert row["agrees"] and row["apart"] is None
+
+
+def torch_cell(tree: str, tau: float, cycle_s: float, **keys: Any) -> Row:
+    """As cell.KEYS, as far as it matters: prompts that decode with that tau, and a prefill of 50 ms."""
+    shape, cycles = Tree.parse(tree), 40
+    row = {
+        "output_tokens": round(tau * cycles) + 1, "cycles": cycles, "prefill_latency_s": 0.05,
+        "e2e_latency_s": 0.05 + cycles * cycle_s, "baseline_output_tokens": round(tau * cycles) + 1,
+        "baseline_prefill_latency_s": 0.05, "baseline_e2e_latency_s": 0.05 + round(tau * cycles) * costs.PLAIN_S,
+    }  # fmt: skip
+    whole = row["baseline_e2e_latency_s"] / row["e2e_latency_s"]
+    metrics = {"tau": tau, "speedup": whole, "speedup_low": 0.95 * whole, "speedup_high": 1.1 * whole}
+    return {
+        "workload": "eval", "checkpoint": "e009", "tree": tree, "engine": "torch", "temperature": 0.0, "metrics": metrics,
+        "prompts": [row, row], "hardware": costs.HARDWARE, **shape.model_dump(),
+    } | keys  # fmt: skip
+
+
+def compared(cell: Row, **keys: Any) -> tuple[list[Row], list[str]]:
+    timed = costs.made_up(**keys)
+    guesses = prediction.predict(timed, "e009", 0.0, REPLAYS["e009"])
+    return cost_measured.torch_rows({"e009": timed}, [cell], guesses)
+
+
+def test_a_torch_cell_is_measured_without_its_prefill() -> None:
+    cycle = costs.seconds(Tree.parse("t8_2_16"))
+    ((row,), why) = compared(torch_cell("t8_2_16", 4.0, cycle))
+    assert why == [] and row["agrees"]
+    found = row["measured"]
+    assert found["C"] == pytest.approx(cycle / costs.PLAIN_S) == row["predicted"]["C"]
+    assert found["speedup"] == pytest.approx(4.0 * costs.PLAIN_S / cycle) == row["predicted"]["speedup"]
+    assert found["whole"] < found["speedup"] and found["low"] == pytest.approx(0.95 * found["speedup"])
+
+
+@pytest.mark.parametrize(("tau", "slow", "apart"), [(4.0, 1.5, "C"), (2.5, 1.1, "tau"), (4.0, 1.02, None)])
+def test_where_they_disagree_it_says_by_which_of_the_two(tau: float, slow: float, apart: str | None) -> None:
+    ((row,), _) = compared(torch_cell("t8_2_16", tau, slow * costs.seconds(Tree.parse("t8_2_16"))))
+    assert row["apart"] == apart and row["agrees"] is (apart is None)
+    log = math.log(row["predicted"]["speedup"] / row["measured"]["speedup"])
+    assert log == pytest.approx(math.log(slow * 4.0 / tau), abs=0.02)
+
+
+def test_cells_of_another_machine_are_not_compared() -> None:
+    rows, (why,) = compared(torch_cell("t8_2_16", 4.0, 0.01, hardware=costs.HARDWARE | {"cpu": "Another CPU"}))
+    assert rows == [] and "cpu (Made-up CPU, 2 cores against Another CPU)" in why and "time_trees@e000" in why
+
+
+def test_a_cell_that_decoded_nothing_is_not_compared() -> None:
+    cell = torch_cell("t8_2_16", 4.0, 0.01)
+    cell["prompts"] = [row | {"cycles": 0, "output_tokens": 1} for row in cell["prompts"]]
+    assert compared(cell) == ([], [])

@@ -1,0 +1,48 @@
+"""Replays on disk: what was written is read, and what is broken is named with what to run."""
+
+from pathlib import Path
+
+import pytest
+
+from stages.results import replay_records
+
+ROW = {"tree": "t8_2_16", "by": "context", "bucket": "64-96", "cycles": 3, "nodes": 45, "promised": 4.5, "accepted": 6}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_buckets_come_back_as_they_were(here: None) -> None:
+    of_nodes = {**ROW, "by": "depth", "bucket": "2", "cycles": None}
+    replay_records.write_inside("e003", [ROW, of_nodes])
+    assert replay_records.read_inside("e003") == [{"checkpoint": "e003"} | row for row in (ROW, of_nodes)]
+
+
+def test_no_tree_looked_into_is_no_row(here: None) -> None:
+    replay_records.write_inside("e003", [])
+    assert replay_records.read_inside("e003") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "not found"),
+        ("", r"lacks the columns \['accepted', 'bucket', 'by', "),
+        ("checkpoint,tree,by,bucket,cycles,nodes,promised\n", r"lacks the columns \['accepted'\]"),
+        (
+            ",".join(replay_records.INSIDE) + "\ne003,t8_2_16,context,64-96,many,45,4.5,6\n",
+            "has a line that is no bucket: .*many",
+        ),
+        (",".join(replay_records.INSIDE) + "\ne003,t8_2_16,context\n", "has a line that is no bucket"),
+    ],
+)
+def test_what_is_broken_is_named(here: None, text: str | None, message: str) -> None:
+    if text is not None:
+        replay_records.inside_path("e003").parent.mkdir(parents=True)
+        replay_records.inside_path("e003").write_text(text)
+    with pytest.raises(
+        ValueError, match=rf"results/replay/e003\.inside\.csv {message}.*; run: dvc repro -f -s replay_trees@e003"
+    ):
+        replay_records.read_inside("e003")

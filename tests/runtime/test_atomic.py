@@ -1,0 +1,317 @@
+"""A reader finds the old or the new, whole: after an error, after SIGKILL at any line, and through DVC's hard links."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from stages.runtime import atomic
+
+ROOT = Path(__file__).parents[2]
+LENGTH = 50_000  # words in a file: enough that it takes several writes
+
+
+@contextmanager
+def raises_in_block() -> Iterator[None]:
+    with pytest.raises(RuntimeError, match="midway"):
+        yield
+
+
+def names(folder: Path) -> list[str]:
+    """Everything below a folder, hidden names too."""
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*"))
+
+
+def write_folder(path: Path, **files: str) -> None:
+    with atomic.folder(path) as new:
+        for name, text in files.items():
+            (new / name).write_text(text)
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_old_until_its_block_ends(tmp_path: Path) -> None:
+    place = tmp_path / "deep" / "a.txt"
+    atomic.write_text(place, "old")
+    with atomic.file(place) as new:
+        new.write_text("new")
+        assert place.read_text() == "old" and new.parent == place.parent
+    assert place.read_text() == "new" and names(tmp_path) == ["deep", "deep/a.txt"]
+
+
+def test_a_file_stays_old_when_its_block_raises(tmp_path: Path) -> None:
+    place = tmp_path / "a.txt"
+    atomic.write_text(place, "old")
+    with raises_in_block(), atomic.file(place) as new:
+        new.write_text("half")
+        raise RuntimeError("midway")
+    assert place.read_text() == "old" and names(tmp_path) == ["a.txt"]
+
+
+@pytest.mark.parametrize("link", [os.link, os.symlink], ids=["hard", "symbolic"])
+def test_a_linked_output_is_not_written_through(tmp_path: Path, link: object) -> None:
+    """DVC's outputs are links into its cache: writing through one changes the cached copy, and what is restored."""
+    (tmp_path / "cache").write_text("cached")
+    link(tmp_path / "cache", tmp_path / "out")  # type: ignore[operator]
+    atomic.write_text(tmp_path / "out", "new")
+    assert (tmp_path / "cache").read_text() == "cached" and (tmp_path / "out").read_text() == "new"
+    assert not (tmp_path / "out").is_symlink()
+
+
+# --- folders --------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_replaced_whole(tmp_path: Path) -> None:
+    """Files that the new one doesn't have are gone: a shard of before would be read as this run's."""
+    write_folder(tmp_path / "out", a="old", b="old")
+    (tmp_path / "out" / "deep").mkdir()
+    write_folder(tmp_path / "out", a="new", c="new")
+    assert names(tmp_path) == ["out", "out/a", "out/c"]
+    assert (tmp_path / "out" / "a").read_text() == "new"
+
+
+def test_a_folder_stays_old_when_its_block_raises(tmp_path: Path) -> None:
+    write_folder(tmp_path / "out", a="old")
+    with raises_in_block(), atomic.folder(tmp_path / "out") as new:
+        (new / "a").write_text("half")
+        raise RuntimeError("midway")
+    assert names(tmp_path) == ["out", "out/a"] and (tmp_path / "out" / "a").read_text() == "old"
+
+
+def test_a_hard_linked_file_in_a_replaced_folder_is_not_written_through(tmp_path: Path) -> None:
+    write_folder(tmp_path / "out", a="cached")
+    os.link(tmp_path / "out" / "a", tmp_path / "cache")
+    write_folder(tmp_path / "out", a="new")
+    assert (tmp_path / "cache").read_text() == "cached" and (tmp_path / "out" / "a").read_text() == "new"
+
+
+def test_where_two_folders_can_not_swap_in_one_step_the_new_one_still_takes_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other systems than Linux, and network disks."""
+    monkeypatch.setattr(atomic.ctypes, "CDLL", lambda *_, **__: object())
+    for text in ("old", "new", "newer"):
+        write_folder(tmp_path / "out", a=text)
+    assert names(tmp_path) == ["out", "out/a"] and (tmp_path / "out" / "a").read_text() == "newer"
+
+
+def test_bytes_and_names_are_on_disk_before_they_take_their_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a folder's files were fsynced and the folder itself was not, so a power cut could leave it without them."""
+    seen: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def spy_fsync(descriptor: int) -> None:
+        seen.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        fsync(descriptor)
+
+    def spy_replace(old: Path, new: Path) -> None:
+        seen.append(f"{old.name} -> {new.name}")
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", spy_fsync)
+    monkeypatch.setattr(os, "replace", spy_replace)
+    write_folder(tmp_path / "out", a="x")
+    part = f".out.{os.getpid()}.part"
+    assert seen == ["a", part, f"{part} -> out", tmp_path.name]
+
+
+# --- leftovers of the killed ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dead() -> int:
+    """The id of a process that is no more."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+def test_what_killed_writers_left_is_removed_by_the_next_write_of_the_same_place(tmp_path: Path, dead: int) -> None:
+    """Bug: a killed run left its temporary, gigabytes of hidden states, under a name that no later run looked for."""
+    left = [f".out.{dead}.part", f".out.{dead}.old", f".out.{os.getpid()}.part"]
+    for name in left:
+        write_folder(tmp_path / name, shard="half")
+    (tmp_path / f".a.txt.{dead}.part").write_text("half")
+    write_folder(tmp_path / "out", a="new")
+    atomic.write_text(tmp_path / "a.txt", "new")
+    assert names(tmp_path) == ["a.txt", "out", "out/a"]
+
+
+def test_what_is_not_a_leftover_of_this_place_stays(tmp_path: Path, dead: int) -> None:
+    """A living writer's temporary (process 1 lives), another place's, and a user's own hidden files."""
+    kept = [
+        ".out.1.part",
+        f".out2.{dead}.part",
+        f".out.json.{dead}.part",
+        ".out.backup",
+        f".out.{dead}.part.gz",
+        ".outx",
+    ]
+    for name in kept:
+        (tmp_path / name).write_text("mine")
+    atomic.write_text(tmp_path / "out", "new")
+    assert names(tmp_path) == sorted([*kept, "out"])
+
+
+# --- JSON -----------------------------------------------------------------------------------------------------------
+
+
+def test_json_comes_back_as_it_went(tmp_path: Path) -> None:
+    value = {"tau": 3.25, "name": "Zürich − 5°", "none": None, "rows": [1, {"b": True}]}
+    atomic.write_json(tmp_path / "a.json", value)
+    assert atomic.read_json(tmp_path / "a.json", "report") == value
+    assert "Zürich − 5°" in (tmp_path / "a.json").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_no_nan_is_written_and_the_old_file_stays(tmp_path: Path, number: float) -> None:
+    place = tmp_path / "metrics.json"
+    atomic.write_json(place, {"tau": 1.0})
+    with pytest.raises(ValueError, match=r"metrics\.json not written: expected finite numbers, found NaN or infinity"):
+        atomic.write_json(place, {"cells": [{"tau": number}]})
+    assert json.loads(place.read_text()) == {"tau": 1.0} and names(tmp_path) == ["metrics.json"]
+
+
+@pytest.mark.parametrize("content", ["[]", "null", "3"])
+def test_json_of_another_kind_names_the_file_and_the_stage(tmp_path: Path, content: str) -> None:
+    """Bug: each reader asked for keys of it, and ended in a traceback."""
+    (tmp_path / "cell.json").write_text(content)
+    with pytest.raises(atomic.Broken, match=r"cell\.json: expected a JSON dict, found .*; run: dvc repro -f -s x$"):
+        atomic.read_json(tmp_path / "cell.json", "x")
+    with pytest.raises(atomic.Broken, match=r"can't be read \(.*\); run: dvc repro -f -s x$"):
+        atomic.read_json(tmp_path, "x")
+
+
+def test_missing_json_names_the_file_and_the_stage(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nowhere/fix_report\.json not found; run: dvc repro fix_data$"):
+        atomic.read_json(tmp_path / "nowhere" / "fix_report.json", "fix_data")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b'{"tau": 3.', b"tau: 3", b'{"tau": "\xff"}', b"[" * 100_000],
+    ids=["empty", "cut", "yaml", "bytes", "deep"],
+)
+def test_broken_json_names_the_file_and_the_stage(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "cell.json").write_bytes(content)
+    with pytest.raises(
+        atomic.Broken, match=r"cell\.json is not valid JSON \(.*\); run: dvc repro -f -s benchmark@x$"
+    ) as e:
+        atomic.read_json(tmp_path / "cell.json", "benchmark@x")
+    assert "\n" not in str(e.value)
+
+
+# --- SIGKILL --------------------------------------------------------------------------------------------------------
+
+# Writes version after version of a file and a folder; each says which version it is in every word. With a number as
+# its second argument it writes one version and kills itself before it runs that line of atomic.py (counted as run).
+WRITER = f"""
+import os, signal, sys
+from pathlib import Path
+from stages.runtime import atomic
+
+home, last_line, lines = Path(sys.argv[1]), int(sys.argv[2]), 0
+
+def trace(frame, event, argument):
+    global lines
+    if not frame.f_code.co_filename.endswith("runtime/atomic.py"):
+        return None
+    lines += event == "line"
+    if last_line and lines >= last_line:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return trace
+
+def write(version):
+    text = f"{{version}} " * {LENGTH}
+    atomic.write_text(home / "file", text)
+    with atomic.folder(home / "folder") as new:
+        for name in ("a", "b"):
+            (new / name).write_text(text)
+
+if last_line:
+    sys.settrace(trace)
+    write(1)
+    sys.exit()
+version = 1
+while True:
+    write(version)
+    print(version, flush=True)
+    version += 1
+"""
+
+
+def start(home: Path, last_line: int) -> subprocess.Popen:
+    command = [sys.executable, "-c", WRITER, str(home), str(last_line)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+def version_of(path: Path) -> int:
+    """Which version a file is; fails where it is not one, whole."""
+    words = path.read_text().split(" ")
+    assert len(words) == LENGTH + 1 and len(set(words[:-1])) == 1 and words[-1] == "", f"{path} is torn"
+    return int(words[0])
+
+
+def versions(home: Path) -> tuple[int, int]:
+    """The file's and the folder's version; fails where the folder mixes two."""
+    inside = {version_of(path) for path in (home / "folder").iterdir()}
+    assert len(inside) == 1 and names(home / "folder") == ["a", "b"]
+    return version_of(home / "file"), inside.pop()
+
+
+def first_version(home: Path) -> None:
+    text = "0 " * LENGTH
+    atomic.write_text(home / "file", text)
+    write_folder(home / "folder", a=text, b=text)
+
+
+def test_killed_before_any_line_of_it_a_write_leaves_old_or_new(tmp_path: Path) -> None:
+    """Bug: the old folder was moved aside before the new one came; a kill between left nothing to resume from.
+
+    Found by killing before every line in turn; a kill at a random moment would seldom meet those two.
+    """
+    first_version(tmp_path)
+    found = []
+    for line in range(1, 200):
+        code = start(tmp_path, line).wait(timeout=60)
+        found.append(versions(tmp_path))
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+        first_version(tmp_path)
+        assert names(tmp_path) == ["file", "folder", "folder/a", "folder/b"]  # and no leftover
+    # Old, then the file new, then both: each for a while, so all stages of a write were met.
+    assert sorted(set(found)) == [(0, 0), (1, 0), (1, 1)] and found == sorted(found) and len(found) > 20
+    assert found.count((1, 1)) > 1, "no kill after the swap"
+
+
+@pytest.mark.parametrize("kills", [12, pytest.param(50, marks=pytest.mark.long)])
+def test_killed_at_random_moments_a_write_leaves_old_or_new(tmp_path: Path, kills: int) -> None:
+    moments, reached = random.Random(1), (0, 0)
+    first_version(tmp_path)
+    for _ in range(kills):
+        process = start(tmp_path, 0)
+        assert process.stdout
+        process.stdout.readline()  # version 1 is whole: from here on it rewrites what lies there
+        time.sleep(moments.uniform(0, 0.05))
+        process.kill()
+        printed = [1, *map(int, process.stdout.read().split())][-1]
+        process.stdout.close()
+        assert process.wait() == -signal.SIGKILL
+        file, folder = versions(tmp_path)
+        assert file in (printed, printed + 1) and folder in (printed, file)
+        reached = max(reached, (file, folder))
+    assert reached > (2, 2), "killed too early to have rewritten anything"
+    first_version(tmp_path)
+    assert names(tmp_path) == ["file", "folder", "folder/a", "folder/b"]  # what the killed left is gone

@@ -1,0 +1,77 @@
+"""The journal: what was added is there after any kill, once, under the key of what was asked."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from stages.runtime.journal import Journal, key
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_what_was_added_is_there_again(tmp_path: Path) -> None:
+    place = tmp_path / "deep/journal"
+    with Journal(place) as journal:
+        journal.add("b", {"text": "zwölf\n"})
+        journal.add("a", [1, None])
+        journal.add("b", "another answer to the same question stays out")
+    with Journal(place) as journal:
+        assert journal.done == {"b": {"text": "zwölf\n"}, "a": [1, None]}
+        assert journal.resumed == 2
+
+
+def test_a_cut_at_any_byte_costs_one_piece_at_most(tmp_path: Path) -> None:
+    place = tmp_path / "journal"
+    with Journal(place) as journal:
+        for n in range(3):
+            journal.add(str(n), {"n": n, "é": "1"})
+    whole = place.read_bytes()
+    for cut in range(len(whole) + 1):
+        place.write_bytes(whole[:cut])
+        with Journal(place) as journal:
+            assert list(journal.done) == [str(n) for n in range(whole[:cut].count(b"\n"))]
+            journal.add("new", cut)
+        with Journal(place) as journal:
+            assert journal.done["new"] == cut
+
+
+def test_a_break_in_the_middle_is_named(tmp_path: Path) -> None:
+    place = tmp_path / "journal"
+    place.write_bytes(b'["a",1]\n["b",\n["c",3]\n')
+    with pytest.raises(
+        ValueError, match=r"journal line 2 is not a whole piece of work.*Remove it, it holds unfinished work"
+    ):
+        Journal(place)
+
+
+def test_the_key_is_of_the_content() -> None:
+    assert key({"a": 1, "b": [2]}) == key({"b": [2], "a": 1})
+    assert key({"a": 1}) != key({"a": 2})
+
+
+def test_killed_writers_lose_nothing_they_said_was_done(tmp_path: Path) -> None:
+    place = tmp_path / "journal"
+    writes = (
+        "import sys; from pathlib import Path; from stages.runtime.journal import Journal\n"
+        "j = Journal(Path(sys.argv[1])); n = len(j.done)\n"
+        "while True:\n    j.add(str(n), 'x' * 500); print(n, flush=True); n += 1"
+    )
+    said = -1
+    for turn in range(5):
+        with (tmp_path / f"said{turn}").open("w") as out:
+            writer = subprocess.Popen([sys.executable, "-c", writes, str(place)], cwd=ROOT, stdout=out)
+            while not (tmp_path / f"said{turn}").stat().st_size:
+                time.sleep(0.01)
+            time.sleep(random.Random(turn).random() / 20)
+            os.kill(writer.pid, signal.SIGKILL)
+            writer.wait()
+        said = max([said, *(int(x) for x in (tmp_path / f"said{turn}").read_text().split("\n")[:-1])])
+    with Journal(place) as journal:
+        assert list(journal.done) == [str(n) for n in range(len(journal.done))]
+        assert len(journal.done) > said >= 5

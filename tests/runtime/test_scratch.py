@@ -1,0 +1,147 @@
+"""Unfinished work is taken up by the very same work only, and forgotten once it is done."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from stages.runtime import atomic, scratch
+from tests.conftest import ROOT
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_same_work_has_the_same_place_and_any_other_its_own() -> None:
+    """Names, numbers and the order of inputs count; the order of keys in a section doesn't."""
+    work = ("train_draft-e003", {"seed": 1, "lr": 0.1}, ["abc", "def"])
+    assert scratch.place(*work) == scratch.place("train_draft-e003", {"lr": 0.1, "seed": 1}, ["abc", "def"])
+    others = [
+        ("train_draft-e009", *work[1:]),
+        (work[0], {"seed": 2, "lr": 0.1}, work[2]),
+        (work[0], {"seed": 1, "lr": 0.1, "more": None}, work[2]),
+        (work[0], work[1], ["def", "abc"]),
+        (work[0], work[1], ["abcdef"]),
+        (work[0], work[1]),
+    ]
+    places = [scratch.place(*o) for o in [work, *others]]
+    assert len(set(places)) == len(places)
+    assert all(
+        p.parent == Path(".scratch") and p.name.startswith(w[0] + "-")
+        for p, w in zip(places, [work, *others], strict=True)
+    )
+
+
+def test_changed_code_takes_up_no_work_of_before_but_new_parameters_classes_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sections hold no values, so a new one must not throw half a night's training away."""
+    (tmp_path / "sections").mkdir()
+    for name in ("loss", "params", "sections/draft"):
+        (tmp_path / f"{name}.py").write_text("a = 1")
+        module = ModuleType(f"stages.{name}_of_a_test")
+        module.__file__ = str(tmp_path / f"{name}.py")
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    before = scratch.place("train_draft-e003", 1)
+    (tmp_path / "params.py").write_text("a = 2")
+    (tmp_path / "params/draft_sections.py").write_text("a = 2")
+    assert scratch.place("train_draft-e003", 1) == before
+    (tmp_path / "loss.py").write_text("a = 2")
+    assert scratch.place("train_draft-e003", 1) != before
+
+
+def test_done_forgets_this_stage_only_with_what_killed_writers_left() -> None:
+    """Bug: a folder left by a killed writer, `.train_draft-e003-….PID.part`, stayed once a parameter was edited."""
+    work = scratch.place("train_draft-e003", 1)
+    gone = [work, scratch.place("train_draft-e003", 2), work.with_name(f".{work.name}.77.part")]
+    kept = [scratch.place("train_draft-e0030", 1), scratch.place("train_draft-e009", 1), work.with_name(".mine")]
+    for folder in [*gone, *kept]:
+        folder.mkdir(parents=True)
+        (folder / "file").write_text("x")
+    scratch.done(work)
+    assert sorted(Path(".scratch").iterdir()) == sorted(kept)
+    scratch.done(work)  # nothing to forget is no error
+
+
+def test_the_digest_of_a_folder_is_of_names_and_bytes(tmp_path: Path) -> None:
+    def digest(**files: str) -> str:
+        home = (
+            tmp_path / f"folder{len(list(tmp_path.iterdir()))}"
+        )  # another folder each time: its own name doesn't count
+        for name, text in files.items():
+            (home / name.replace("__", "/")).parent.mkdir(parents=True, exist_ok=True)
+            (home / name.replace("__", "/")).write_text(text)
+        return scratch.digest(home)
+
+    same = digest(a="1", deep__b="2")
+    assert digest(deep__b="2", a="1") == same
+    others = [digest(a="2", deep__b="1"), digest(a="1", b="2"), digest(a="1"), digest(a="12", deep__b=""), digest()]
+    assert len({same, *others}) == 1 + len(others)
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from stages.runtime import scratch
+with scratch.held(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def hold(folder: Path, **more: str) -> subprocess.Popen[str]:
+    """Start a process that works in the folder, or is refused; it is at work once it has said so."""
+    env = os.environ | {"PYTHONPATH": str(ROOT)} | more
+    command = [sys.executable, "-c", HOLDER, str(folder)]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_second_process_on_a_scratch_folder_is_refused_until_the_first_has_ended() -> None:
+    """Bug: after `kill -9` of dvc the stage worked on, and the next run took up the same folder beside it."""
+    work = scratch.place("train_draft-e003", 1)
+    first = hold(work)
+    assert first.stdout and first.stdout.readline() == "held\n"
+    refused = rf"is in use.*: process {first.pid} works on the same stage"
+    with pytest.raises(ValueError, match=refused), scratch.held(work):
+        pass
+    with scratch.held(scratch.place("train_draft-e003", 2)):
+        pass  # other inputs, other work
+    first.kill()
+    first.wait()
+    with scratch.held(work):
+        assert (Path(".scratch") / f"{work.name}.lock").exists()
+    assert not list(Path(".scratch").iterdir())
+
+
+def test_of_several_ranks_the_first_holds_the_folder_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of torchrun share the folder: with a lock of its own each but one would be refused."""
+    work = scratch.place("train_draft-e003", 1)
+    first = hold(work, RANK="0", WORLD_SIZE="2")
+    assert first.stdout and first.stdout.readline() == "held\n"
+    monkeypatch.setenv("RANK", "1")
+    with scratch.held(work):
+        pass
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ValueError, match="is in use"), scratch.held(work):
+        pass
+    first.kill()
+    first.wait()
+
+
+def test_a_folder_that_is_written_anew_or_forgotten_stays_held() -> None:
+    """train_draft swaps its scratch folder for a new one after each epoch: a lock on the folder itself would go with it."""
+    work = scratch.place("train_draft-e003", 1)
+    with scratch.held(work):
+        for epoch in ("1", "2"):
+            with atomic.folder(work) as whole:
+                (whole / "epoch").write_text(epoch)
+        scratch.done(work)
+        second = hold(work)
+        assert second.wait(60) != 0 and second.stderr and "is in use" in second.stderr.read()
+    with scratch.held(work):
+        pass

@@ -1,0 +1,27 @@
+"""The first cosine of a process, made by two threads at once, is every other's.
+
+The bug: MKL chose its code at that call, twice at once, and one of ten or twenty processes got other last bits. Few
+processes seldom show it (it took two of fourteen); the long test would have.
+"""
+
+import subprocess
+import sys
+
+import pytest
+
+STORY = """
+import hashlib, torch
+import stages.draft.eagle3
+torch.set_num_threads(2)
+angles = torch.arange(40_000, dtype=torch.float32)[:, None] * 0.37 ** torch.arange(16)
+parts = [getattr(angles, name)() for name in ("cos", "sin", "exp", "tanh")]
+print(hashlib.sha256(b"".join(p.numpy().tobytes() for p in parts)).hexdigest())
+"""
+
+
+@pytest.mark.parametrize("processes", [3, pytest.param(100, marks=pytest.mark.long)])
+def test_every_process_computes_the_same(processes: int) -> None:
+    said = {
+        subprocess.run([sys.executable, "-c", STORY], capture_output=True, text=True).stdout for _ in range(processes)
+    }
+    assert len(said) == 1 and len(said.pop().strip()) == 64

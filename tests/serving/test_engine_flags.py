@@ -1,0 +1,129 @@
+"""Command lines of engines, and what is made of what a server says of itself."""
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from stages.serving import engine_flags, spec_counters
+
+SETUP = engine_flags.Setup(
+    "sglang", "/models/t", "bfloat16", "cuda", False, 2, 0.85, 65536, 64, 4096, True, ("--attention-backend", "triton")
+)
+DRAFT = engine_flags.Draft("/drafts/e9/draft", "EAGLE3", 5, 8, 32)
+
+
+def flag(words: list[str], name: str) -> str:
+    return words[words.index(name) + 1]
+
+
+def test_the_command_lines_of_seed_002() -> None:
+    """Section 2.3: baseline and EAGLE3, but with the algorithm that an EAGLE-3 draft needs."""
+    plain = engine_flags.line(SETUP, 30000, [])
+    assert plain[:4] == ["sglang", "serve", "--model-path", "/models/t"]
+    assert flag(plain, "--tp-size") == "2" and flag(plain, "--max-total-tokens") == "65536"
+    assert flag(plain, "--mem-fraction-static") == "0.85" and "--enable-torch-compile" in plain
+    assert flag(plain, "--max-running-requests") == flag(plain, "--cuda-graph-max-bs") == "64"
+    assert plain[-2:] == ["--attention-backend", "triton"]  # the user's own come last, so that they win
+    told = engine_flags.speculation("sglang", DRAFT, {})
+    assert flag(told, "--speculative-algorithm") == "EAGLE3"
+    assert [flag(told, f"--speculative-{x}") for x in ("num-steps", "eagle-topk", "num-draft-tokens")] == [
+        "5",
+        "8",
+        "32",
+    ]
+
+
+def test_vllm_is_told_of_a_chain_in_json() -> None:
+    setup = engine_flags.Setup("vllm", "/models/t", "bfloat16", "cuda", False, 1, 0.9, 1000, 8, None, False, ())
+    line = engine_flags.line(setup, 8000, ["/env/bin/vllm", "serve"])
+    assert line[:3] == ["/env/bin/vllm", "serve", "/models/t"] and "--no-enable-prefix-caching" in line
+    assert flag(line, "--num-gpu-blocks-override") == "63"  # of 16 tokens each, rounded up
+    (_, told) = engine_flags.speculation("vllm", engine_flags.Draft("/d", "EAGLE3", 5, 1, 6), {})
+    assert json.loads(told) == {"method": "eagle3", "model": "/d", "num_speculative_tokens": 5}
+
+
+def test_a_draft_window_is_sglangs_without_the_query() -> None:
+    told = engine_flags.speculation("sglang", DRAFT, {"sliding_window": 512})
+    assert flag(told, "--speculative-draft-window-size") == "511"
+
+
+def test_the_engine_of_its_own_environment_goes_before_the_path(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    program = tmp_path / "serving-env/sglang/bin/sglang"
+    program.parent.mkdir(parents=True)
+    program.touch()
+    assert engine_flags.line(SETUP, 1, [])[0] == str(program)
+
+
+@pytest.mark.parametrize(
+    ("engine", "tree", "config", "said"),
+    [
+        ("vllm", (5, 2, 8), {}, "topk 2"),
+        ("sglang", (8, 2, 8), {}, "num_steps \\+ 1 = 9, found 8"),
+        ("sglang", (5, 1, 6), {"model_type": "qwen3"}, "no q/k norms"),
+    ],
+)
+def test_what_an_engine_cannot_run(engine: str, tree: tuple[int, int, int], config: dict[str, Any], said: str) -> None:
+    assert re.search(said, engine_flags.unsupported(engine, *tree, config) or "")
+    assert engine_flags.unsupported(engine, 5, 1, 6, {"model_type": "llama"}) is None
+
+
+GRAPHS = {"decode": {"backend": "full", "max_bs": 64, "bs": [1, 2, 4, 32]}}
+TREE = {"speculative_num_steps": 5, "speculative_eagle_topk": 8, "speculative_num_draft_tokens": 32}
+
+
+@pytest.mark.parametrize(
+    ("said", "draft", "problem"),
+    [
+        ({"speculative_algorithm": None}, DRAFT, "speculative_algorithm None, expected EAGLE3"),
+        ({"speculative_algorithm": "EAGLE3", **TREE, "speculative_num_steps": 3}, DRAFT, "num_steps 3, expected 5"),
+        ({"speculative_algorithm": "EAGLE3"}, None, "speculative_algorithm EAGLE3, expected None"),
+        ({"context_length": 1000}, None, "holds 1000 tokens of a request, expected at least 1500"),
+        ({"max_running_requests": 48}, None, "at most 48 requests in one batch, expected 64"),
+        ({"effective_max_running_requests_per_dp": 16, "max_running_requests": 64}, None, "at most 16 requests in one"),
+        ({"cuda_graph_config": GRAPHS}, None, "at most 32 requests in its CUDA graphs"),
+        ({"cuda_graph_config": {"decode": {"backend": "full", "max_bs": 8, "bs": None}}}, None, "at most 8 requests"),
+        ({"cuda_graph_config": {"decode": {"backend": "disabled", "max_bs": 8}}}, None, None),
+        ({"cuda_graph_config": GRAPHS, "disable_cuda_graph": True}, None, None),
+        ({}, DRAFT, None),  # vLLM says nothing of itself
+    ],
+)
+def test_a_server_that_is_not_the_one_meant(said: dict[str, Any], draft: Any, problem: str | None) -> None:
+    if problem is None:
+        engine_flags.check(said, draft, 64, 1500)
+        return
+    with pytest.raises(ValueError, match=problem):
+        engine_flags.check(said, draft, 64, 1500)
+
+
+def test_what_a_real_server_said_of_itself() -> None:
+    """Recorded on a GPU, with tree 5_4_16 and 64 at once."""
+    seen = json.loads((Path(__file__).parent / "recorded/sglang-0.5.17.json").read_text())
+    body = json.dumps(seen["server_info"]).encode()
+
+    class Http:
+        async def send(self, *_asked: str) -> Any:
+            return SimpleNamespace(status=200, body=body)
+
+    said = asyncio.run(engine_flags.info(cast(Any, Http()), "http://x", "sglang"))
+    assert engine_flags.memory(said) == {"weights": 0.002, "kv_cache": 60.836, "kv_tokens": 36451920}
+    engine_flags.check(said, engine_flags.Draft("drafts/e009/draft", "EAGLE3", 5, 4, 16), 64, 1600)
+    for draft, at_once, problem in (
+        (engine_flags.Draft("drafts/e009/draft", "EAGLE3", 5, 4, 16), 65, "at most 64 requests in one batch"),
+        (engine_flags.Draft("drafts/e009/draft", "EAGLE3", 5, 2, 16), 64, "speculative_eagle_topk 4, expected 2"),
+        (None, 64, "speculative_algorithm EAGLE3, expected None"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            engine_flags.check(said, draft, at_once, 1600)
+
+
+def test_what_a_real_server_said_of_a_request() -> None:
+    """Twelve tokens, none of them a draft: one from prefill, eleven from verify passes."""
+    meta = json.loads((Path(__file__).parent / "recorded/sglang-0.5.17.json").read_text())["generate"]["meta_info"]
+    found = spec_counters.of_request(meta, 12)
+    assert found is not None and (found.cycles, found.accepted, found.histogram) == (11, 0, [11])

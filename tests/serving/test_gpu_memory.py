@@ -1,0 +1,42 @@
+"""GPU memory, as an nvidia-smi of our own says it."""
+
+from pathlib import Path
+
+import pytest
+
+from stages.serving import gpu_memory
+
+SAID = "0, GPU-aa, NVIDIA H200, 1024, 143771\n1, GPU-bb, NVIDIA H200, 71885, 143771\n"
+
+
+@pytest.fixture
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\ncat <<END\n{SAID}END\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def test_a_machine_without_any(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpu_memory.visible() == []
+
+
+@pytest.mark.parametrize(
+    ("chosen", "used"), [(None, [1.0, 70.2]), ("1", [70.2]), ("GPU-bb,0", [70.2, 1.0]), ("", []), ("7", [])]
+)
+def test_only_those_that_the_server_will_see(
+    chosen: str | None, used: list[float], smi: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if chosen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    assert [round(gpu.used, 1) for gpu in gpu_memory.visible()] == used
+
+
+def test_memory_that_another_holds_is_named(smi: None) -> None:
+    gpu_memory.check_free(gpu_memory.visible()[:1], 0.9)
+    with pytest.raises(
+        ValueError, match=r"GPU 1 \(NVIDIA H200\) has 70\.2 of 140\.4 GiB free, expected at least 0\.9 of it"
+    ):
+        gpu_memory.check_free(gpu_memory.visible(), 0.9)

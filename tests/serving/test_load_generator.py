@@ -1,0 +1,403 @@
+"""The load generator against a server that streams at times we set."""
+
+import asyncio
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import load_overhead
+from stages.serving import latency, load_generator, server
+from stages.serving.load_generator import Arrivals, Ask, Load
+from tests.serving.misbehaving_server import Fake, Streamed
+
+ROOT = Path(__file__).parents[2]
+AT_ONCE = Arrivals(math.inf, None, 0)
+
+
+def asks(count: int, prompt: Any = None, **changes: Any) -> list[Ask]:
+    known = {"prompt": [{"role": "user", "content": "hello"}] if prompt is None else prompt}
+    known |= {"max_tokens": 8, "temperature": 0.0, "top_p": 1.0, "top_k": None, "ignore_eos": False} | changes
+    return [Ask(id=str(number), **known) for number in range(count)]
+
+
+def run(url: str, wanted: list[Ask], arrivals: Arrivals = AT_ONCE, **how: Any) -> Load:
+    settings = {"deadline_s": 60.0, "warmup": [], "section": "benchmark_served.server", "engine": "openai"} | how
+    return asyncio.run(load_generator.run(url, "tiny", wanted, arrivals, **settings))
+
+
+def sglang(fake: Fake) -> Fake:
+    fake.pages |= {
+        "/flush_cache": b"Cache flushed.",
+        "/server_info": {"internal_states": [{"avg_spec_accept_length": 2.5}]},
+    }
+    return fake
+
+
+SCHEDULE = [(0.01, 1), (0.02, 3), (0.03, 1), (0.04, 4)]  # s after the request came, tokens
+
+
+@pytest.mark.parametrize(
+    ("engine", "prompt"),
+    [("sglang", [1, 2, 3]), ("vllm", [1, 2, 3]), ("sglang", None), ("vllm", None), ("openai", None)],
+    ids=["generate", "completions", "chat of sglang", "chat of vllm", "chat"],
+)
+def test_times_and_tokens_are_those_of_the_schedule(engine: str, prompt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server sends a chunk when the one before it was noted, so each must be timed between two of the server's times,
+    however late a busy machine is.
+    """
+    read: list[load_generator.Stream] = []
+
+    class Watched(load_generator.Stream):
+        def __init__(self, generate: bool) -> None:
+            super().__init__(generate)
+            read.append(self)
+
+    def noted() -> bool:
+        return sum(len(stream.events) for stream in read) == sum(map(len, fake.streams))
+
+    monkeypatch.setattr(load_generator, "Stream", Watched)
+    with sglang(Fake(lambda *_: Streamed(SCHEDULE, ready=noted))) as fake:
+        found = run(fake.url, asks(2, prompt), Arrivals(math.inf, 1, 0), engine=engine)
+    for record, arrived, sent in zip(found.records, fake.arrived, fake.streams, strict=True):
+        assert record.failed is None and record.counted
+        assert [tokens for _, tokens in record.events] == [1, 3, 1, 4]
+        assert (record.output_tokens, record.input_tokens, record.finish_reason) == (9, 7, "length")
+        assert record.text == "".join(f"w{i} " for i in range(9))
+        order = [record.due, record.sent, arrived]
+        for truth, (when, _) in zip(sent, record.events, strict=True):
+            order += [truth, when]
+        assert [*order, record.ended] == sorted([*order, record.ended])
+        assert sent[0] - arrived <= record.ttft_s <= sent[1] - record.sent
+        assert record.e2e_s >= sent[3] - arrived >= SCHEDULE[3][0] - SCHEDULE[0][0]
+        assert len(record.token_gaps_s()) == 8
+    told = latency.summary(found.records)
+    assert told["output_tokens"] == 18
+    assert told["duration_s"] >= fake.streams[1][3] - fake.arrived[0]
+
+
+def test_a_server_that_does_not_count_is_not_believed_to_send_tokens() -> None:
+    with Fake(lambda *_: Streamed(SCHEDULE, counts=False)) as fake:
+        found = run(fake.url, asks(2))
+    assert all(r.output_tokens == 9 and not r.counted and len(r.events) == 4 for r in found.records)
+    assert latency.summary(found.records)["itl_s"] is None
+
+
+def test_arrivals_are_a_poisson_process_of_that_rate() -> None:
+    due = Arrivals(8.0, None, 7).due_s(20_000)
+    gaps = np.diff(due)
+    assert due[0] == 0.0 and (gaps >= 0).all()
+    assert np.mean(gaps) == pytest.approx(1 / 8, rel=0.02)
+    # The largest distance to the exponential distribution; by Kolmogorov and Smirnov 1.63 / sqrt(n) at 1%.
+    ordered = np.sort(gaps)
+    distance = np.abs(np.arange(1, len(gaps) + 1) / len(gaps) - (1 - np.exp(-8 * ordered))).max()
+    assert distance < 1.63 / math.sqrt(len(gaps))
+    assert np.abs(np.corrcoef(gaps[:-1], gaps[1:])[0, 1]) < 0.03  # without memory
+    assert (due == Arrivals(8.0, 3, 7).due_s(20_000)).all()
+    assert (due != Arrivals(8.0, None, 8).due_s(20_000))[1:].all()
+    assert not Arrivals(math.inf, 4, 7).due_s(5).any()
+
+
+def test_requests_reach_the_server_when_they_are_due() -> None:
+    """Never before; and an open loop waits for nobody: the server answers none until all have come."""
+    arrivals = Arrivals(60.0, None, 3)
+    with Fake(lambda *_: Streamed([(0.0, 1)], ready=lambda: len(fake.arrived) == 40)) as fake:
+        found = run(fake.url, asks(40), arrivals)
+    assert all(r.failed is None for r in found.records) and found.most_at_once == 40
+    due = np.array([r.due for r in found.records])
+    assert due - due[0] == pytest.approx(arrivals.due_s(40), abs=1e-6)
+    sent = np.array([r.sent for r in found.records])
+    assert (sent >= due - 1e-3).all()  # a sleep may end a tick early
+    assert (np.sort(fake.arrived) >= sent).all()
+
+
+@pytest.mark.parametrize("rate", [math.inf, 400.0])
+def test_never_more_at_once_than_said_and_never_fewer_while_others_wait(rate: float) -> None:
+    """The server answers six when six have come: fewer at once would wait for ever."""
+
+    def six_are_there(number: int) -> Streamed:
+        return Streamed([(0.0, 1), (0.01, 2)], ready=lambda: len(fake.arrived) >= 6 * (number // 6 + 1))
+
+    with Fake(lambda _, number: six_are_there(number)) as fake:
+        found = run(fake.url, asks(60), Arrivals(rate, 6, 1))
+    assert all(r.failed is None for r in found.records)
+    assert found.most_at_once == 6 and fake.most_at_once == 6
+    sent, ended = (sorted(times) for times in zip(*((r.sent, r.ended) for r in found.records), strict=True))
+    assert [r.sent for r in found.records] == sent  # in their order
+    # Waiting is not the server's time: a request's clock starts when one of the six before it has ended.
+    assert all(start >= end for start, end in zip(sent[6:], ended, strict=False))
+    assert all(r.due <= r.sent for r in found.records)
+
+
+def test_failures_are_counted_by_reason_and_none_is_lost() -> None:
+    half = [(0.01, 1), (0.02, 1)]
+    said = [
+        500, 503, 400, "reset", Streamed(half, wrong="reset"), Streamed(half, wrong="close"), Streamed(half, wrong="hang"),
+        Streamed(half, wrong="out of memory"), Streamed(half, wrong="too long"), Streamed(half, finish="abort"),
+        Streamed([]), "half", Streamed(half),
+    ]  # fmt: skip
+    with Fake(lambda _, number: said[number]) as fake:
+        found = run(fake.url, asks(len(said)), Arrivals(math.inf, 1, 0), deadline_s=1.5)
+    reasons = [r.failed for r in found.records]
+    assert reasons == [
+        "http 500", "http 503", "refused", "connection", "connection", "cut", "timeout", "error", "refused", "aborted",
+        "cut", "cut", None,
+    ]  # fmt: skip
+    assert "400" in found.records[2].why and "too long" in found.records[8].why
+    assert [r.output_tokens for r in found.records[4:10]] == [2, 2, 2, 2, 2, 2]  # what had come until then
+    told = latency.summary(found.records)
+    assert told["completed"] == 1 and sum(told["failed"].values()) == len(said) - 1
+    assert len(fake.bodies) == len(said)  # nothing is asked again
+
+
+def test_a_deadline_is_from_sending_to_the_last_byte() -> None:
+    """No single wait is long, and the stream would come to its end."""
+    with Fake(lambda *_: Streamed([(0.02 * i, 1) for i in range(1, 100)])) as fake:
+        found = run(fake.url, asks(3), Arrivals(math.inf, 1, 0), deadline_s=0.45)
+    assert [r.failed for r in found.records] == ["timeout"] * 3
+    assert all(r.ended - r.sent >= 0.45 and len(r.events) < 99 for r in found.records)
+    assert "within 0.45 s" in found.records[0].why
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_what_concerns_every_request_ends_the_load(status: int) -> None:
+    with Fake(lambda *_: status) as fake, pytest.raises(ValueError, match=f"HTTP {status}") as failed:
+        run(fake.url, asks(50), Arrivals(math.inf, 2, 0))
+    assert status == 404 or "benchmark_served.server.api_key_env" in str(failed.value)
+    assert len(fake.bodies) <= 3
+
+
+def test_a_server_that_is_gone_is_looked_after() -> None:
+    def check() -> None:
+        raise ValueError("the sglang server ended with status 7")
+
+    with Fake() as gone:
+        pass
+    with pytest.raises(ValueError, match="ended with status 7"):
+        run(gone.url, asks(5), check=check)
+    with pytest.raises(
+        ValueError, match=r"can't be asked: .*; is it running\? Correct benchmark_served.server.base_urls"
+    ):
+        run(gone.url, asks(5), engine=None)
+
+
+def test_another_model_is_refused_before_anything_is_asked() -> None:
+    with Fake(models={"data": [{"id": "other", "owned_by": "sglang"}]}) as fake:
+        with pytest.raises(ValueError, match=r"serves other, expected tiny; correct benchmark_served.server.base_urls"):
+            run(fake.url, asks(3), engine=None)
+        assert not fake.bodies
+
+
+def test_the_warm_up_counts_nowhere() -> None:
+    """Its first request takes long and one fails; the cache is flushed between it and the load."""
+    said = {0: Streamed([(0.1, 1)]), 1: 500}
+    with sglang(Fake(lambda _, number: said.get(number, Streamed([(0.02, 1)])))) as fake:
+        found = run(fake.url, asks(5, [1]), Arrivals(math.inf, 4, 0), warmup=asks(3, [2]), engine="sglang")
+    assert len(found.records) == 5 and all(r.due >= fake.streams[0][0] for r in found.records)
+    assert found.warmup_failed == {"http 500": 1} and found.most_at_once == 4
+    assert fake.paths == ["/generate"] * 3 + ["/flush_cache?timeout=30"] + ["/generate"] * 5 + ["/server_info"]
+    assert [b["input_ids"] for b in fake.bodies] == [[2]] * 3 + [[1]] * 5
+
+
+def test_a_warm_up_that_fails_whole_stops_it() -> None:
+    with (
+        Fake(lambda *_: 500) as fake,
+        pytest.raises(ValueError, match=r"failed all 2 requests of the warm-up, the first: HTTP 500 .*status 500"),
+    ):
+        run(fake.url, asks(5), warmup=asks(2))
+    with Fake() as fake, pytest.raises(ValueError, match="did not flush its cache: HTTP 404"):  # not an SGLang at all
+        run(fake.url, asks(5, [1]), engine="sglang")
+
+
+def test_a_server_may_come_to_rest_for_longer_than_a_request_may_take() -> None:
+    with sglang(Fake(lambda *_: Streamed([(0.02, 1)]))) as fake:
+        fake.pages["/flush_cache"] = lambda: time.sleep(1.8) or b""
+        found = run(fake.url, asks(1, [1]), deadline_s=1.2, engine="sglang")
+    assert found.records[0].failed is None
+
+
+def test_sglangs_histogram_becomes_our_counts() -> None:
+    """9 tokens: the prefill's, cycles of 3, 1 and 4, of which a bonus is cut: so the last accepted 4."""
+    said = {
+        "spec_accept_histogram": [1, 0, 1, 0, 1],
+        "spec_verify_ct": 3,
+        "spec_accept_length": 3.0,
+        "num_retractions": 0,
+    }
+    with sglang(Fake(lambda *_: Streamed(SCHEDULE, meta=said))) as fake:
+        found = run(fake.url, asks(2, [1]), engine="sglang")
+        chat = run(fake.url, asks(1), engine="sglang")
+    assert [r.counts for r in found.records] == [(3, 6, 1, True, [1, 0, 1, 0, 1])] * 2
+    assert found.records[0].said["spec_accept_length"] == 3.0 and found.figures == {"avg_spec_accept_length": 2.5}
+    assert not found.uncounted and chat.records[0].counts is None  # in chat SGLang 0.5.17 is silent
+
+
+def test_sglangs_details_in_chat_are_read_where_it_says_them() -> None:
+    said = {"spec_tokens_details": {"spec_correct_drafts_histogram": [1, 0, 1, 0, 1], "spec_verify_ct": 3}}
+    with sglang(Fake(lambda *_: Streamed(SCHEDULE, meta=said))) as fake:
+        found = run(fake.url, asks(1), engine="sglang")
+    assert fake.bodies[0]["return_spec_tokens_details"] is True
+    assert found.records[0].counts == (3, 6, 1, True, [1, 0, 1, 0, 1])
+
+
+def test_figures_that_do_not_add_up_are_told_and_cost_no_answer() -> None:
+    with sglang(Fake(lambda *_: Streamed(SCHEDULE, meta={"spec_accept_histogram": [9, 9]}))) as fake:
+        found = run(fake.url, asks(1, [1]), engine="sglang")
+    assert found.records[0].failed is None and found.records[0].counts is None
+    assert len(found.uncounted) == 1 and found.uncounted[0].startswith("0: the engine's figures don't add up")
+    with sglang(Fake(lambda *_: Streamed(SCHEDULE, finish="abort", meta={"spec_accept_histogram": [9, 9]}))) as fake:
+        found = run(fake.url, asks(1, [1]), engine="sglang")
+    assert found.records[0].failed == "aborted" and not found.uncounted  # half an answer needn't add up
+
+
+def counters(drafts: int, accepted: int, reached: list[int]) -> bytes:
+    """What vLLM's /metrics says."""
+    known = {"drafts": drafts, "draft_tokens": 4 * drafts, "accepted_tokens": accepted}
+    lines = [f'vllm:spec_decode_num_{name}_total{{engine="0"}} {value}.0' for name, value in known.items()]
+    for place, times in enumerate(reached):
+        labels = f'engine="0",position="{place}"'
+        lines.append(f"vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels}}} {times}.0")
+    return "\n".join(lines).encode()
+
+
+def test_vllms_counters_are_those_of_the_load_alone() -> None:
+    """The warm-up's 10 cycles are not of it. The last step's come a moment after its answers, as vLLM's do."""
+    late = iter([counters(14, 14, [6, 4, 2, 2])])
+    with Fake(lambda *_: Streamed(SCHEDULE)) as fake:
+
+        def metrics() -> bytes:
+            if len(fake.bodies) == 1:
+                return counters(10, 7, [3, 2, 1, 1])
+            return next(late, counters(16, 20, [8, 6, 4, 2]))
+
+        fake.pages["/metrics"] = metrics
+        found = run(fake.url, asks(2, [1]), warmup=asks(1, [1]), engine="vllm")
+    assert found.counters == (6, 13, 2 + 13 + 6 - 18, False, [1, 1, 1, 2, 1])
+    assert found.figures == {"mean_acceptance_length": 1 + 13 / 6}
+    assert fake.bodies[0]["stream_options"]["continuous_usage_stats"] is True
+    assert fake.bodies[0]["return_token_ids"] is True
+
+
+def test_counters_that_are_read_only_once_are_told() -> None:
+    with Fake(lambda *_: Streamed(SCHEDULE)) as fake:
+        fake.pages["/metrics"] = lambda: b"" if fake.bodies else counters(1, 1, [1])
+        found = run(fake.url, asks(1, [1]), engine="vllm")
+    assert found.counters is None and "not both times" in found.uncounted[0]
+
+
+def test_requests_in_each_dialect() -> None:
+    def body(ask: Ask, engine: str) -> tuple[str, dict[str, Any]]:
+        path, data = load_generator.request(ask, engine, "tiny")
+        return path, json.loads(data)
+
+    (ids,) = asks(1, [1, 2], ignore_eos=True, max_tokens=5, more={"image_data": ["x"]})
+    assert body(ids, "sglang") == ("/generate", {
+        "input_ids": [1, 2], "sampling_params": {"max_new_tokens": 5, "temperature": 0.0, "top_p": 1.0, "ignore_eos": True},
+        "stream": True, "image_data": ["x"],
+    })  # fmt: skip
+    path, said = body(ids, "vllm")
+    assert path == "/v1/completions" and said["prompt"] == [1, 2] and said["ignore_eos"] is True
+    (words,) = asks(1, max_tokens=5)
+    path, said = body(words, "openai")
+    assert path == "/v1/chat/completions" and said["messages"] == words.prompt and "ignore_eos" not in said
+    (few,) = asks(1, [1, 2], top_k=20)
+    assert body(few, "sglang")[1]["sampling_params"]["top_k"] == 20 and body(few, "vllm")[1]["top_k"] == 20
+    with pytest.raises(ValueError, match="takes top_k, found openai"):
+        load_generator.request(asks(1, top_k=20)[0], "openai", "tiny")
+    with pytest.raises(ValueError, match="0: expected an engine that takes ignore_eos, found openai"):
+        load_generator.request(ids, "openai", "tiny")
+    with pytest.raises(ValueError, match="takes token ids as prompts, found transformers"):
+        load_generator.request(asks(1, [1])[0], "transformers", "tiny")
+
+
+def test_a_load_that_is_cancelled_leaves_nothing_behind() -> None:
+    async def cancelled(fake: Fake) -> int:
+        task = asyncio.create_task(
+            load_generator.run(
+                fake.url,
+                "tiny",
+                asks(20),
+                Arrivals(math.inf, 5, 0),
+                60.0,
+                [],
+                "benchmark_served.server",
+                engine="openai",
+            )
+        )
+        while len(fake.streams) < 5:
+            await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return len(asyncio.all_tasks()) - 1
+
+    with Fake(lambda *_: Streamed([(0.05 * i, 1) for i in range(2000)])) as fake:
+        assert asyncio.run(cancelled(fake)) == 0
+        until = time.monotonic() + 60
+        while fake.given_up < 5 and time.monotonic() < until:
+            time.sleep(0.02)
+    assert fake.given_up == 5 and len(fake.bodies) == 5  # its connections are closed, and no more were opened
+
+
+def test_ctrl_c_ends_it_at_once_without_complaints() -> None:
+    program = (
+        "import asyncio, math, sys\n"
+        "from stages.serving import load\n"
+        "ask = load.Ask('0', [{'role': 'user', 'content': 'x'}], 8, 0.0, 1.0, None, False)\n"
+        "print('ready', flush=True)\n"
+        "asyncio.run(load.run(sys.argv[1], 'tiny', [ask] * 9, load.Arrivals(math.inf, 3, 0), 60.0, [], 's', engine='openai'))"
+    )
+    with Fake(lambda *_: Streamed([(0.05 * i, 1) for i in range(4000)])) as fake:  # 200 s: nobody waits for its end
+        stage = subprocess.Popen(
+            [sys.executable, "-X", "dev", "-c", program, fake.url], cwd=ROOT, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        until = time.monotonic() + 60
+        while len(fake.bodies) < 3 and time.monotonic() < until:
+            time.sleep(0.02)
+        os.kill(stage.pid, signal.SIGINT)
+        _, complaints = stage.communicate(timeout=60)
+    assert stage.returncode != 0
+    assert complaints.rstrip().endswith("KeyboardInterrupt") and "nclosed" not in complaints
+
+
+def test_records_come_in_the_order_of_the_asks() -> None:
+    """The last is answered first."""
+    answered: list[str] = []
+
+    def reply(body: dict[str, Any], _number: int) -> Streamed:
+        return Streamed([(0.0, 1)], ready=lambda: len(answered) == body["seed"])
+
+    with Fake(reply) as fake, pytest.MonkeyPatch.context() as patch:
+        wanted = [
+            Ask(str(n), [{"role": "user", "content": "x"}], 8, 0.0, 1.0, None, False, {"seed": 4 - n}) for n in range(5)
+        ]
+        patch.setattr(
+            load_generator, "Record", lambda name, *rest: answered.append(name) or latency.Record(name, *rest)
+        )
+        found = run(fake.url, wanted)
+    assert answered == ["4", "3", "2", "1", "0"]
+    assert [r.id for r in found.records] == ["0", "1", "2", "3", "4"]
+
+
+def test_the_benchmark_of_its_cost_counts_every_token_event() -> None:
+    """What a token event costs is for benchmarks/load_overhead.py to say, on a machine at rest; docs/LOG.md has it."""
+    port = server.free_port()
+    null = subprocess.Popen(
+        [sys.executable, "-m", "tests.serving.misbehaving_server", str(port), "0.02", "stream"], cwd=ROOT
+    )
+    try:
+        load_overhead.wait_for(port)
+        found = load_overhead.measured(port, "generate", "sglang", at_once=8, tokens=6, rounds=2)
+    finally:
+        null.terminate()
+        null.wait()
+    assert found["events"] == 16 * 6 + 8 * load_overhead.WARM_TOKENS

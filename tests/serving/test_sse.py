@@ -1,0 +1,130 @@
+"""A stream read whole, in pieces, and broken."""
+
+import json
+from typing import Any
+
+import pytest
+
+from stages.serving import http_session
+from stages.serving.sse import Stream
+
+
+def sse(*messages: Any) -> bytes:
+    return b"".join(
+        b"data: " + (m if isinstance(m, bytes) else json.dumps(m, ensure_ascii=False).encode()) + b"\n\n"
+        for m in messages
+    )
+
+
+def chunk(text: str | None, total: int | None = None, finish: str | None = None, **choice: Any) -> dict[str, Any]:
+    usage = {} if total is None else {"usage": {"prompt_tokens": 5, "completion_tokens": total}}
+    return {"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": finish, **choice}], **usage}
+
+
+def native(text: str, ids: list[int], total: int, finish: Any = None, **meta: Any) -> dict[str, Any]:
+    said = {"prompt_tokens": 5, "completion_tokens": total, "finish_reason": finish, **meta}
+    return {"text": text, "output_ids": ids, "meta_info": said}
+
+
+def read(data: bytes, generate: bool = False, size: int = 10**9) -> Stream:
+    stream = Stream(generate)
+    for number, start in enumerate(range(0, len(data), size)):
+        stream.feed(data[start : start + size], float(number))
+    stream.end(99.0)
+    return stream
+
+
+CHAT = sse(chunk("", 0), chunk("né", 1), chunk("two three", 3), chunk("", 4), chunk(None, None, "stop"),
+           {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 5}}, b"[DONE]")  # fmt: skip
+END = {"type": "stop", "matched": 2}
+NATIVE = sse(
+    native("né", [7], 1), native("né two", [7, 8, 9], 3), native("né two.", [7, 8, 9, 2], 4, END, spec_verify_ct=2)
+)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 50, 10**9])
+def test_chunks_of_tokens_are_counted_however_the_bytes_come(size: int) -> None:
+    """Also what has no text: a token that is half a letter, or the end token, which only the last usage counts."""
+    stream = read(CHAT, size=size)
+    assert [tokens for _, tokens in stream.events] == [1, 2, 1, 1]
+    assert (stream.text, stream.output_tokens, stream.input_tokens) == ("nétwo three", 5, 5)
+    assert stream.finish_reason == "stop" and stream.counted
+    times = [when for when, _ in stream.events]
+    assert times == sorted(times)
+    stream = read(NATIVE, generate=True, size=size)
+    assert [tokens for _, tokens in stream.events] == [1, 2, 1]
+    assert (stream.text, stream.ids, stream.finish_reason) == ("né two.", [7, 8, 9, 2], "stop")
+    assert stream.said["spec_verify_ct"] == 2
+
+
+def test_only_what_is_new_is_put_together() -> None:
+    told = sse(native("a", [7], 1), native(" b", [8, 9], 3), native(" c", [2], 4, END))
+    stream = read(told, generate=True)
+    assert (stream.text, stream.ids, [n for _, n in stream.events]) == ("a b c", [7, 8, 9, 2], [1, 2, 1])
+
+
+def test_comments_carriage_returns_and_a_last_line_without_an_end() -> None:
+    told = b": ping\r\n\r\n" + CHAT.replace(b"\n", b"\r\n").replace(
+        b"data: [DONE]\r\n\r\n", b": ping\r\n\r\ndata: [DONE]"
+    )
+    assert read(told).output_tokens == 5
+    last = sse(native("a b", [7, 8], 2, END)).rstrip()
+    assert read(last, generate=True).events == [(99.0, 2)]
+
+
+def test_text_without_counts_is_an_event_a_piece() -> None:
+    told = sse(chunk(""), chunk("a"), chunk("b c"), chunk("", 4, "length"))
+    stream = read(told)
+    assert not stream.counted and stream.output_tokens == 4
+    assert [tokens for _, tokens in stream.events] == [1, 1]
+    assert read(sse(chunk("a"), chunk("b"), chunk("", 2, "length"))).counted  # as many as there are tokens
+
+
+def test_thoughts_and_token_ids() -> None:
+    told = sse(
+        {"choices": [{"delta": {"reasoning_content": "hm"}, "token_ids": [3]}]},
+        {"choices": [{"delta": {"reasoning": "so"}, "token_ids": [4]}]},
+        {"choices": [{"delta": {"content": "yes"}, "token_ids": [5, 2], "finish_reason": "stop"}]},
+    )
+    stream = read(told)
+    assert (stream.text, stream.ids, len(stream.events)) == ("yes", [3, 4, 5, 2], 3)
+
+
+def test_plain_completions_and_sglangs_details() -> None:
+    details = {"spec_correct_drafts_histogram": [1, 1], "spec_verify_ct": 2}
+    told = sse(
+        {"choices": [{"text": "a b", "finish_reason": None}], "usage": {"prompt_tokens": 5, "completion_tokens": 2}},
+        {"choices": [{"text": " c", "finish_reason": "length"}], "usage": {"prompt_tokens": 5, "completion_tokens": 4}},
+        {"choices": [], "sglext": {"spec_tokens_details": details}},
+    )
+    stream = read(told)
+    assert (stream.text, stream.output_tokens, stream.said) == ("a b c", 4, details)
+
+
+@pytest.mark.parametrize(
+    ("told", "generate", "reason"),
+    [
+        (sse(chunk("a", 1)), False, "cut"),
+        (sse(native("a", [7], 1)), True, "cut"),
+        (b"", False, "cut"),
+        (sse(chunk("a", 1), {"error": {"message": "out of memory", "code": 500}}), False, "error"),
+        (sse({"error": "out of memory"}), False, "error"),
+        (sse(native("a", [7], 1, {"type": "abort", "message": "by its operator"})), True, "aborted"),
+        (sse(chunk("a", 1, "abort")), False, "aborted"),
+        (sse(chunk("", 0, "stop")), False, "empty"),
+        (sse(b'{"choices": ['), False, "malformed"),
+        (sse({"text": "a"}), True, "malformed"),
+        (sse([1]), False, "malformed"),
+        (sse(chunk("a", 3), chunk("b", 2)), False, "malformed"),
+    ],
+)
+def test_what_is_no_whole_answer_has_a_reason(told: bytes, generate: bool, reason: str) -> None:
+    with pytest.raises(http_session.Failed) as failed:
+        read(told, generate)
+    assert failed.value.reason == reason
+
+
+def test_a_refusal_that_comes_in_the_stream_is_one() -> None:
+    """SGLang looks at the request when the response has begun: 200, and then that it is too long."""
+    with pytest.raises(http_session.Refused, match="HTTP 400 too long"):
+        read(sse({"error": {"message": "too long", "type": "invalid_request_error", "code": 400}}), True)

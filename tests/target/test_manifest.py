@@ -1,0 +1,239 @@
+"""target.json comes back as it went; the target's two tables are found in every layout Hugging Face writes."""
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from stages.target import manifest
+
+V, H = 24, 8
+
+
+def made_up(folder: Path, tied: bool = False) -> manifest.Manifest:
+    return manifest.Manifest(
+        model=str(folder), revision=None, modality="text", config_digest="c", tokenizer_digest="t",
+        feature_layers=[2, 3, 4], hidden_size=H, intermediate_size=16,
+        num_layers=7, num_attention_heads=2, num_key_value_heads=1, head_dim=4,
+        vocab_size=V, rms_norm_eps=1e-6, rope={"rope_type": "default", "rope_theta": 10_000.0},
+        max_position_embeddings=64, tie_word_embeddings=tied, eos_token_ids=[1, 2],
+    )  # fmt: skip
+
+
+# --- target.json ----------------------------------------------------------------------------------------------------
+
+
+def test_a_manifest_comes_back_as_it_went(tmp_path: Path) -> None:
+    made = replace(made_up(tmp_path), revision="0123abc")
+    manifest.write(tmp_path, made)
+    assert manifest.read(tmp_path) == made
+
+
+def test_a_missing_manifest_names_its_stage(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"target\.json not found; run: dvc repro prepare_target$"):
+        manifest.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda m: m.pop("rope"), lambda m: m.update(rope_theta=1.0)], ids=["key less", "key more"]
+)
+def test_a_manifest_of_another_version_names_what_differs(tmp_path: Path, change: object) -> None:
+    fields = asdict(made_up(tmp_path))
+    change(fields)  # type: ignore[operator]
+    (tmp_path / "target.json").write_text(json.dumps(fields))
+    with pytest.raises(
+        ValueError, match=r"target\.json is of another version \(.*'rope(_theta)?'\); run: dvc repro prepare_target"
+    ):
+        manifest.read(tmp_path)
+
+
+def test_a_builtin_target_lies_beside_its_manifest_and_a_local_one_where_it_is(tmp_path: Path) -> None:
+    assert manifest.weights(replace(made_up(tmp_path), model="builtin/weather-tiny"), Path("artifacts/target")) == Path(
+        "artifacts/target"
+    )
+    assert manifest.weights(made_up(tmp_path), Path("artifacts/target")) == tmp_path
+
+
+# --- tables ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("shard", ["1MB", "1KB"], ids=["one file", "sharded"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_tables_are_those_transformers_computes_with(
+    tmp_path: Path, tied: bool, shard: str, dtype: torch.dtype
+) -> None:
+    """A tied file holds one table; the head of an untied one is not its embedding."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=V,
+        hidden_size=H,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=tied,
+    )
+    LlamaForCausalLM(config).to(dtype).save_pretrained(tmp_path, max_shard_size=shard)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shard == "1KB")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+
+    embedding, head = manifest.tables(made_up(tmp_path, tied))
+    assert embedding.dtype == head.dtype == torch.float32 and embedding.shape == head.shape == (V, H)
+    assert torch.equal(embedding, model.get_input_embeddings().weight.float())
+    assert torch.equal(head, model.get_output_embeddings().weight.float())
+    assert torch.equal(embedding, head) == tied
+
+
+def test_a_vision_towers_tables_are_not_taken(tmp_path: Path) -> None:
+    """A multimodal target nests its language model, and its vision tower may hold names that end alike."""
+    language, vision, head = torch.randn(V, H), torch.randn(3, H), torch.randn(V, H)
+    save_file(
+        {
+            "model.language_model.embed_tokens.weight": language,
+            "model.visual.embed_tokens.weight": vision,
+            "lm_head.weight": head,
+        },
+        tmp_path / "model.safetensors",
+    )
+    found = manifest.tables(made_up(tmp_path))
+    assert torch.equal(found[0], language) and torch.equal(found[1], head)
+
+
+def test_a_head_may_be_named_and_a_copy_under_a_longer_name_is_not_taken(tmp_path: Path) -> None:
+    """Some checkpoints call the head otherwise, or hold it though config.json ties it; others have blocks for more tokens."""
+    language, copy, head = torch.randn(V, H), torch.randn(V, H), torch.randn(V, H)
+    tensors = {
+        "model.embed_tokens.weight": language, "model.layers.7.embed_tokens.weight": copy, "output.weight": head,
+    }  # fmt: skip
+    save_file(tensors, tmp_path / "model.safetensors")
+    for tied in (True, False):
+        found = manifest.tables(replace(made_up(tmp_path, tied), lm_head_key="output.weight"))
+        assert torch.equal(found[0], language) and torch.equal(found[1], head)
+    with pytest.raises(ValueError, match=r"has no embed_tokens.weight and head.weight; found \['embed_tokens'\]"):
+        manifest.tables(replace(made_up(tmp_path), lm_head_key="head.weight"))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "found"),
+    [
+        (["lm_head.weight"], "'lm_head'"),
+        (["model.embed_tokens.weight"], "'embed_tokens'"),
+        (["transformer.wte.weight"], ""),
+    ],
+    ids=["no embedding", "no head, though untied", "another architecture"],
+)
+def test_missing_tables_are_named_with_what_was_found(tmp_path: Path, tensors: list[str], found: str) -> None:
+    save_file({name: torch.zeros(V, H) for name in tensors}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        ValueError, match=rf"{tmp_path} has no embed_tokens.weight and lm_head.weight; found \[{found}\]"
+    ):
+        manifest.tables(made_up(tmp_path))
+
+
+def test_missing_and_broken_weights_are_named(tmp_path: Path) -> None:
+    """Bug: a cut download ended in a traceback of safetensors, which names no file."""
+    with pytest.raises(ValueError, match=r"model\.safetensors not found; the target's weights must be safetensors"):
+        manifest.tables(made_up(tmp_path))
+    save_file({"lm_head.weight": torch.zeros(V, H)}, tmp_path / "model-2.safetensors")
+    whole = (tmp_path / "model-2.safetensors").read_bytes()
+    (tmp_path / "model-2.safetensors").write_bytes(whole[:-1])
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": "model-2.safetensors"}}))
+    with pytest.raises(ValueError, match=r"model-2\.safetensors is cut or broken"):
+        manifest.tables(made_up(tmp_path))
+    for text in ('{"weight_map": {', "{}"):
+        index.write_text(text)
+        with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json is cut or broken"):
+            manifest.tables(made_up(tmp_path))
+
+
+# --- digest ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_digest_is_of_the_names_and_bytes_that_match(tmp_path: Path) -> None:
+    """Computed by hand, since it is kept in target.json: a change would call every target a new one."""
+    (tmp_path / "tokenizer.json").write_bytes(b"T")
+    (tmp_path / "config.json").write_bytes(b"C")
+    (tmp_path / "model.safetensors").write_bytes(b"M")
+    by_hand = hashlib.sha256()
+    for name, content in ((b"config.json", b"C"), (b"tokenizer.json", b"T")):
+        by_hand.update(name + b"\0" + hashlib.sha256(content).digest())
+    assert manifest.digest(tmp_path, "*.json", "config.*") == by_hand.hexdigest()
+    (tmp_path / "config.json").rename(tmp_path / "config2.json")
+    assert manifest.digest(tmp_path, "*.json") != by_hand.hexdigest()
+
+
+def test_tables_lie_where_sums_are_always_rounded_alike(tmp_path: Path) -> None:
+    """On the mapped file, a tensor begins anywhere, and one process in ten trained other weights (docs/LOG.md)."""
+    ones = torch.ones(V, H)
+    weights = {"lm_head.weight": ones, "model.embed_tokens.weight": ones.clone()}
+    save_file(weights, tmp_path / "model.safetensors")
+    for table in manifest.tables(made_up(tmp_path), tmp_path):
+        assert table.data_ptr() % 64 == 0
+        assert torch.equal(table, ones)
+
+
+# --- the weights of a local folder ----------------------------------------------------------------------------------
+
+
+def pinned(folder: Path) -> manifest.Manifest:
+    """As prepare_target pins a local folder."""
+    digest, sample = manifest.digest_weights(folder), manifest.sample_weights(folder)
+    return replace(made_up(folder), weights_digest=digest, weights_sample=sample)
+
+
+def replace_weights(folder: Path) -> None:
+    """Other weights under the same names, of the same sizes and times."""
+    path = folder / "model.safetensors"
+    before = path.stat()
+    save_file({name: torch.randn(V, H) for name in ("model.embed_tokens.weight", "lm_head.weight")}, path)
+    assert path.stat().st_size == before.st_size
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+
+
+def test_replaced_weights_of_a_local_folder_are_refused_until_they_are_prepared(tmp_path: Path) -> None:
+    """Bug: the manifest digested config and tokenizer only, so results of two sets of weights stood beside each other."""
+    tables = {name: torch.randn(V, H) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    save_file(tables, tmp_path / "model.safetensors")
+    made = pinned(tmp_path)
+    assert manifest.weights(made) == tmp_path
+    replace_weights(tmp_path)
+    for load in (manifest.weights, manifest.tables):
+        with pytest.raises(
+            ValueError, match=r"holds other weights .* run: dvc repro prepare_target, or put the former"
+        ):
+            load(made)
+    after = pinned(tmp_path)
+    assert manifest.weights(after) == tmp_path and after.weights_digest != made.weights_digest
+
+
+def test_a_single_other_byte_is_another_digest_though_the_sample_skips_it(tmp_path: Path) -> None:
+    """What decides whether all below runs again is the whole digest; the sample only has to tell trainings apart."""
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(10 * manifest.SAMPLE_BYTES))
+    before = manifest.digest_weights(tmp_path), manifest.sample_weights(tmp_path)
+    with path.open("r+b") as file:
+        file.seek(5 * manifest.SAMPLE_BYTES)
+        file.write(b"x")
+    after = manifest.digest_weights(tmp_path), manifest.sample_weights(tmp_path)
+    assert after[0] != before[0] and after[1] == before[1]
+
+
+@pytest.mark.parametrize("at", ["first", "a block", "last"])
+def test_the_sample_reads_blocks_of_all_of_a_large_file(tmp_path: Path, at: str) -> None:
+    path, size = tmp_path / "model.safetensors", 5 * manifest.SAMPLE_EVERY + 1000
+    with path.open("wb") as file:
+        file.truncate(size)
+    before = manifest.sample_weights(tmp_path)
+    with path.open("r+b") as file:
+        file.seek({"first": 0, "a block": 3 * manifest.SAMPLE_EVERY + 7, "last": size - 1}[at])
+        file.write(b"x")
+    assert manifest.sample_weights(tmp_path) != before
+    path.rename(tmp_path / "other.safetensors")
+    assert len({before, manifest.sample_weights(tmp_path)}) == 2

@@ -1,0 +1,317 @@
+"""Targets that see: forwards with pictures against transformers' own, and drafts that see what their target saw."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig
+
+from stages import prepare_target
+from stages.draft import checkpoint
+from stages.draft.eagle3 import Draft, DraftConfig, Seen
+from stages.engine.decode import Engine
+from stages.hidden_states import format
+from stages.replay.replay import replay
+from stages.target import mrope, multimodal, packed_forward
+from stages.target.vision import Pixels
+from stages.training import ttt
+from tests.target.multimodal_documents import (
+    CLASSES,
+    DOCUMENTS,
+    LAYOUT,
+    TAPPED,
+    TOKEN,
+    alone,
+    document,
+    documents,
+    forward,
+    load,
+    positions_of,
+)
+from tests.target.test_target_forward import H, saved
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+every_class = pytest.mark.parametrize("name", CLASSES)
+
+
+# --- the target -----------------------------------------------------------------------------------------------------
+
+
+@every_class
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_documents_with_pictures_are_as_each_alone(tmp_path: Path, name: str, packed: bool) -> None:
+    """Streams, last hidden, merged embeddings: those of transformers' own forward of each document by itself."""
+    model = load(tmp_path, name)
+    assert packed_forward.packs(model)
+    found = forward(model, documents(), packed)
+    expected = [alone(model, ids, shown) for ids, shown in documents()]
+    for part in ("features", "last", "embeds"):
+        torch.testing.assert_close(found[part], torch.cat([e[part] for e in expected]), rtol=1e-5, atol=1e-5)
+    assert found["positions"].tolist() == [list(p) for shape in DOCUMENTS for p in positions_of(shape)]
+    ids = torch.cat([i for i, _ in documents()])
+    assert torch.equal(found["pictured"], ids == TOKEN)
+    table = model.get_input_embeddings().weight
+    assert torch.equal(found["embeds"][~found["pictured"]], table[ids[~found["pictured"]]])
+    pad = table[TOKEN]  # DESIGN 5.9: what a rival's draft saw of every picture
+    assert (found["embeds"][found["pictured"]] - pad).norm(dim=-1).min() > 0.01
+
+
+@every_class
+def test_another_picture_is_another_document(tmp_path: Path, name: str) -> None:
+    """The pixels reach the features: otherwise everything here could pass with pictures that nobody looks at."""
+    model = load(tmp_path, name)
+    ids, shown = document(DOCUMENTS[0], 0)
+    assert shown is not None
+    other = Pixels(shown.values + 1, shown.grid)
+    one, two = (forward(model, [(ids, pixels)])["features"] for pixels in (shown, other))
+    assert (one - two).norm(dim=-1)[-1] > 1e-4
+
+
+@pytest.mark.parametrize("name", ["qwen3 vl", "qwen3 vl moe"])
+def test_of_deepstack_a_stream_holds_what_sglang_captures(tmp_path: Path, name: str) -> None:
+    """Bug: the stream was taken after the addition right before its block, which SGLang 0.5.17 makes inside that block.
+
+    `hidden_states + residual` is appended before the layer is called with `post_residual_addition` (qwen3_vl.py:1164).
+    """
+    model, (ids, shown) = load(tmp_path, name), documents()[0]
+    blocks, entering, leaving = model.get_decoder().layers, {}, {}
+    for i in (1, 2, 3):
+        blocks[i].register_forward_pre_hook(lambda _m, args, _i=i: entering.__setitem__(_i, args[0][0]))
+        blocks[i - 1].register_forward_hook(lambda _m, _args, out, _i=i: leaving.__setitem__(_i, out[0]))
+    low = forward(model, [(ids, shown)])["features"][:, :H]
+    assert torch.equal(low, leaving[2])
+    pieces = ids == TOKEN
+    assert torch.equal(entering[2][~pieces], low[~pieces]) and torch.equal(entering[3], leaving[3])
+    assert (entering[2] - low)[pieces].norm(dim=-1).min() > 0.01  # two levels here: after blocks 0 and 1
+    assert (entering[1] - leaving[1])[pieces].norm(dim=-1).min() > 0.01
+
+
+@every_class
+def test_texts_go_the_same_way(tmp_path: Path, name: str) -> None:
+    """A batch without any picture, also where the caller says nothing of pictures."""
+    model = load(tmp_path, name)
+    texts = [document(([], [length]), length) for length in (5, 8)]
+    found = forward(model, texts)
+    expected = torch.cat([alone(model, ids, None)["last"] for ids, _ in texts])
+    torch.testing.assert_close(found["last"], expected, rtol=1e-5, atol=1e-5)
+    plain = packed_forward.forward_documents(model, torch.cat([i for i, _ in texts]), [5, 8], True)
+    torch.testing.assert_close(plain, expected, rtol=1e-5, atol=1e-5)
+    assert found["positions"].tolist() == [[i] * 3 for length in (5, 8) for i in range(length)]
+    assert not found["pictured"].any()
+
+
+def test_pictures_that_are_not_the_documents_own_are_refused_by_name(tmp_path: Path) -> None:
+    model = load(tmp_path, "qwen3 vl")
+    (ids, shown), (_, other) = documents()[0], documents()[2]
+    with pytest.raises(ValueError, match=r"row a has 6 tokens 90 .* expected 8 for its 2 pictures; .* sample_target"):
+        multimodal.look(model, ["row a"], [ids], [other])
+    with pytest.raises(ValueError, match=r"row b has 6 tokens 90 .* expected 0 for its 0 pictures"):
+        multimodal.look(model, ["row a", "row b"], [ids, ids], [shown, None])
+
+
+# --- positions ------------------------------------------------------------------------------------------------------
+
+
+def described(folder: Path) -> Any:
+    return prepare_target.describe(str(folder), None, AutoConfig.from_pretrained(folder), folder, None)
+
+
+@every_class
+def test_a_drafts_rotation_is_its_targets_own(tmp_path: Path, name: str) -> None:
+    """transformers' rotary module of the class, on positions of pictures and text, against the draft made for it."""
+    model = saved(tmp_path, name, False)
+    made = described(tmp_path)
+    draft = random_draft(made)
+    positions = torch.tensor([p for shape in DOCUMENTS for p in positions_of(shape)])  # [N, 3]
+    cos, sin = model.get_decoder().rotary_emb(torch.zeros(1), positions.T[:, None])  # [1, N, E], halves alike
+    found = draft.rope(positions)
+    for mine, theirs in zip(found, (cos, sin), strict=True):
+        torch.testing.assert_close(mine[:, 0], theirs[0, :, : made.head_dim // 2])
+    assert draft.axes is not None and draft.axes.tolist() == LAYOUT[name]
+    assert made.rope["mrope_interleaved"] == (name != "qwen2.5 vl")
+    assert made.image_token_id == TOKEN
+
+
+def test_the_published_layouts() -> None:
+    """Qwen3-VL's [24, 20, 20], in turns to the end of the shorter two; Qwen2.5-VL's [16, 24, 24], one after the other."""
+    in_turns = mrope.axes({"mrope_section": [24, 20, 20], "mrope_interleaved": True}, 128)
+    assert in_turns is not None and in_turns.tolist() == [0, 1, 2] * 20 + [0] * 4
+    chunked = mrope.axes({"mrope_section": [16, 24, 24]}, 128)
+    assert chunked is not None and chunked.tolist() == [0] * 16 + [1] * 24 + [2] * 24
+    assert mrope.axes({"rope_theta": 1.0}, 128) is None
+    with pytest.raises(ValueError, match="add up to 32, half of head_dim 64"):
+        mrope.axes({"mrope_section": [24, 20, 20]}, 64)
+
+
+def test_engines_are_told_the_layout(tmp_path: Path) -> None:
+    """SGLang and vLLM read mrope_section and mrope_interleaved from rope_scaling; without it they take plain positions."""
+    saved(tmp_path, "qwen3 vl", False)
+    made = described(tmp_path)
+    config = checkpoint.config_json({}, made.rope, made.feature_layers, made.num_layers, made.eos_token_ids)
+    expected = {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    assert config["rope_scaling"] == expected
+    assert config["rope_parameters"] == {**expected, "rope_theta": 10_000.0}
+
+
+# --- the draft ------------------------------------------------------------------------------------------------------
+
+
+def random_draft(made: Any, seed: int = 0) -> Draft:
+    """A draft of the target's own vocabulary."""
+    torch.manual_seed(seed)
+    names = {f for f in DraftConfig.__dataclass_fields__ if hasattr(made, f)}
+    draft = Draft(DraftConfig(**{n: getattr(made, n) for n in names}, draft_vocab_size=made.vocab_size))
+    draft.t2d[:] = True
+    for parameter in draft.parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=0.15)
+    return draft
+
+
+class Run:
+    """A target that sees, its greedy answers to prompts with pictures, and a draft that learned some of them."""
+
+    def __init__(self, folder: Path, name: str):
+        self.model, self.made = load(folder, name), described(folder)
+        self.prompts = documents()
+        self.plain = Engine(self.model, [5], TAPPED)
+        self.answers = [said(self.plain.plain(ids.tolist(), ROOM, shown)) for ids, shown in self.prompts]
+        self.rows = [
+            row(self.model, ids, shown, answer) for (ids, shown), answer in zip(self.prompts, self.answers, strict=True)
+        ]
+        self.embedding, self.head = (t.weight.detach() for t in (self.model.get_input_embeddings(), self.model.lm_head))
+        self.draft = random_draft(self.made)
+        self.learn()
+
+    def learn(self) -> None:
+        pack, objective = ttt.Pack.of(self.rows[:3], STEPS, "aligned"), ttt.Objective(STEPS)
+        optimizer = torch.optim.AdamW(self.draft.parameters(), lr=0.003)
+        for _ in range(50):
+            optimizer.zero_grad()
+            ttt.forward(self.draft, pack, self.embedding, self.head, objective).total.backward()
+            optimizer.step()
+        self.draft.requires_grad_(False)
+
+
+ROOM, STEPS = 24, 4
+
+
+def said(steps: Any) -> list[int]:
+    return [token for step in steps for token in step.tokens]
+
+
+def row(model: Any, ids: Tensor, shown: Pixels | None, answer: list[int]) -> format.Row:
+    """As extract_hiddens makes it."""
+    whole = torch.cat([ids, torch.tensor(answer)])
+    found = forward(model, [(whole, shown)])
+    return format.Row(
+        "", whole.int(), torch.arange(len(whole)) >= len(ids), found["features"], found["last"], len(ids), "length",
+        found["positions"].int(), found["pictured"], found["embeds"][found["pictured"]],
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=CLASSES)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return Run(tmp_path_factory.mktemp("seeing"), request.param)
+
+
+def test_plain_decoding_is_transformers_own_greedy_search(run: Run) -> None:
+    for (ids, shown), answer in zip(run.prompts, run.answers, strict=True):
+        given = {} if shown is None else {"pixel_values": shown.values, "image_grid_thw": shown.grid}
+        out = run.model.generate(
+            ids[None], mm_token_type_ids=(ids == TOKEN).int()[None], attention_mask=torch.ones_like(ids)[None],
+            max_new_tokens=ROOM, do_sample=False, eos_token_id=5, pad_token_id=0, **given,
+        )  # fmt: skip
+        assert answer == out[0, len(ids) :].tolist()
+    assert len(set(map(tuple, run.answers))) == len(run.answers)
+
+
+def without_sections(draft: Draft) -> Draft:
+    """The same weights with plain positions, as SGLang runs a draft whose config names no mrope_section."""
+    rope = {k: v for k, v in draft.config.rope.items() if not k.startswith("mrope")}
+    other = Draft(replace(draft.config, rope=rope)).requires_grad_(False)
+    other.load_state_dict(draft.state_dict())
+    return other
+
+
+@pytest.mark.parametrize("sections", [True, False], ids=["sections", "plain"])
+@pytest.mark.parametrize("tree", [(1, 1, 2), (4, 2, 8), (3, 3, 10)])
+def test_replay_says_what_the_live_engine_accepts(run: Run, tree: tuple[int, int, int], sections: bool) -> None:
+    """And the engine says what plain decoding says, whatever the draft."""
+    draft = run.draft if sections else without_sections(run.draft)
+    engine = Engine(run.model, [5], TAPPED, draft)
+    live = []
+    for (ids, shown), answer in zip(run.prompts, run.answers, strict=True):
+        steps = list(engine.speculative(ids.tolist(), ROOM, *tree, shown))
+        assert said(steps) == answer
+        live.append([sum(s.accepted for s in steps[1:]), len(steps) - 1])
+    rows = run.rows
+    visual = torch.cat([r.visual for r in rows if r.visual is not None])
+    ids, features, positions, pictured = (
+        pad_sequence([getattr(r, name) for r in rows], batch_first=True)
+        for name in ("ids", "features", "positions", "pictured")
+    )
+    starts = torch.tensor([r.prompt_length for r in rows])
+    ends = torch.tensor([len(r.ids) for r in rows])
+    seen = Seen(positions, pictured, visual)
+    a, c, *_ = replay(draft, run.embedding, ids.long(), features, starts, ends, [tree], seen)
+    assert torch.cat([a, c], dim=1).tolist() == live
+    assert sum(accepted for accepted, _ in live[:3]) > 15  # a draft that is never accepted would prove nothing
+
+
+def test_training_rolls_what_decoding_rolls(run: Run) -> None:
+    """A chain over an answer, walked in the training forward: the live engine's chain, row by row."""
+    engine = Engine(run.model, [5], TAPPED, run.draft)
+    for (ids, shown), one in zip(run.prompts, run.rows, strict=True):
+        pack = ttt.Pack.of([one], STEPS, "aligned")
+        result = ttt.forward(run.draft, pack, run.embedding, run.head, ttt.Objective(STEPS))
+        accepted, place, walked = ttt.chain_accepted(result, pack).tolist(), 0, []
+        while place < len(accepted):
+            walked.append(accepted[place])
+            place += accepted[place] + 1
+        steps = list(engine.speculative(ids.tolist(), ROOM, STEPS, 1, STEPS + 1, shown))
+        assert walked == [s.accepted for s in steps[1:]][: len(walked)]
+        assert (
+            len(walked) >= len(steps) - 2
+        )  # a last cycle may stand on the answer's last token, where nothing is taught
+
+
+def test_company_changes_nothing(run: Run) -> None:
+    """Rows with and without pictures in one pack, in any order: only added up."""
+    objective = ttt.Objective(STEPS)
+    losses = [
+        sum(
+            ttt.forward(run.draft, ttt.Pack.of(rows, STEPS, "aligned"), run.embedding, run.head, objective).loss
+            for rows in packs
+        )
+        for packs in ([run.rows], [run.rows[::-1]], [[r] for r in run.rows])
+    ]
+    for loss in losses[1:]:
+        torch.testing.assert_close(loss, losses[0])
+
+
+def test_a_draft_sees_pictures_and_where_they_lie(run: Run) -> None:
+    """With the pad token's embedding, or plain positions, it says something else: both matter in what is compared here."""
+    one, objective = run.rows[2], ttt.Objective(STEPS)
+    assert one.visual is not None and one.positions is not None
+    pack = ttt.Pack.of([one], STEPS, "aligned")
+    blind = ttt.Pack.of([one], STEPS, "aligned")
+    blind.visual = run.embedding[TOKEN].expand_as(one.visual)
+    astray = ttt.Pack.of([one], STEPS, "aligned")
+    astray.positions = torch.arange(len(one.ids))[:, None].expand(-1, 3)
+    exact, no_pictures, no_places = (
+        ttt.forward(run.draft, p, run.embedding, run.head, objective).loss for p in (pack, blind, astray)
+    )
+    assert (exact - no_pictures).abs().max() > 1e-4 and (exact - no_places).abs().max() > 1e-4
+
+
+def test_margin_is_the_gap_between_the_two_best_logits(run: Run) -> None:
+    for (ids, shown), answer in zip(run.prompts, run.answers, strict=True):
+        two = alone(run.model, torch.cat([ids, torch.tensor(answer[:3])]), shown)["logits"][-1].topk(2).values
+        assert run.plain.margin(ids.tolist(), answer[:3], shown) == pytest.approx(float(two[0] - two[1]), abs=1e-4)

@@ -1,0 +1,206 @@
+"""Pictures: what the target is given for them is what transformers' own processor gives it."""
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image, ImageFile
+from transformers import Qwen3Config
+from transformers.image_utils import load_image
+
+from stages.data import images
+from stages.target import chat_template, generation, loading, vision
+from tests.data.test_images import png_of
+from tests.target.multimodal_targets import KINDS, picture, save
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def talk(*turns: list[str] | str) -> list[dict[str, Any]]:
+    """A user's turn as a list, in which what ends in a picture's extension is one; an answer as a text."""
+    return [
+        {"role": "assistant", "content": turn}
+        if isinstance(turn, str)
+        else {
+            "role": "user",
+            "content": [
+                {"type": "image", "image": one} if one.endswith((".png", ".jpg")) else {"type": "text", "text": one}
+                for one in turn
+            ],
+        }
+        for turn in turns
+    ]
+
+
+@pytest.fixture
+def talks(tmp_path: Path) -> list[list[dict[str, Any]]]:
+    wide = picture(tmp_path / "wide.png", 40, 150, 1)
+    tall = picture(tmp_path / "tall.jpg", 90, 33, 2)
+    large = picture(tmp_path / "large.png", 300, 400, 3)  # is made smaller
+    small = picture(tmp_path / "small.png", 9, 11, 4)  # is made larger
+    return [
+        talk([wide, "what is it?"]),
+        talk([small, "and ", tall, " both?"], "rain", ["then ", large, wide]),
+        talk(["no picture here"]),
+        talk([large]),
+    ]
+
+
+def images(messages: list[dict[str, Any]]) -> list[str]:
+    parts = [part for m in messages if isinstance(m["content"], list) for part in m["content"]]
+    return [part["image"] for part in parts if part["type"] == "image"]
+
+
+def theirs(processor: Any, messages: list[dict[str, Any]]) -> Any:
+    return processor.apply_chat_template(
+        messages, tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
+
+
+def ours(eyes: vision.Eyes, tok: Any, messages: list[dict[str, Any]]) -> list[int]:
+    return vision.expanded(chat_template.prompt_ids(tok, messages), eyes.token, eyes.sizes(images(messages)))
+
+
+@every_kind
+def test_prompts_and_patches_are_transformers_own(kind: str, talks: Any, tmp_path: Path) -> None:
+    _, processor = save(kind, tmp_path / "target")
+    eyes = vision.Eyes(tmp_path / "target", False)
+    for messages in talks:
+        expected = theirs(processor, messages)
+        assert ours(eyes, processor.tokenizer, messages) == expected["input_ids"][0].tolist()
+        if paths := images(messages):
+            seen = eyes.see(paths)
+            assert torch.equal(seen.values, expected["pixel_values"]) and seen.values.dtype == torch.float32
+            assert torch.equal(seen.grid, expected["image_grid_thw"]) and seen.grid.dtype == torch.int64
+            assert eyes.sizes(paths) == (seen.grid.prod(-1) // 4).tolist()
+
+
+@every_kind
+def test_a_batch_with_pictures_is_answered_as_each_prompt_alone(kind: str, talks: Any, tmp_path: Path) -> None:
+    """Prompts of other lengths, pictures of other sizes, none at all; against `generate` on the processor's own output."""
+    _, processor = save(kind, tmp_path / "target")
+    model = loading.load(str(tmp_path / "target"), None, "float32", "cpu")
+    eyes, eos = vision.Eyes(tmp_path / "target", False), model.config.get_text_config().eos_token_id
+    prompts = [ours(eyes, processor.tokenizer, messages) for messages in talks]
+    seen = eyes.see([path for messages in talks for path in images(messages)])
+    found = generation.answer(model, prompts, 12, 0.0, 1.0, [eos], eos, 1, seen)
+    blind = generation.answer(
+        model, prompts[2:3], 12, 0.0, 1.0, [eos], eos, 1
+    )  # after pictures: nothing of them is left
+    for messages, (ids, _) in zip(talks, found, strict=True):
+        inputs = theirs(processor, messages)
+        out = model.generate(**inputs, max_new_tokens=12, do_sample=False, eos_token_id=eos, pad_token_id=eos)
+        alone = out[0, inputs["input_ids"].shape[1] :].tolist()
+        assert ids == generation._until_end(alone, [eos])[0]
+    assert blind == found[2:3]
+    other = vision.Pixels(seen.values.flip(0), seen.grid)
+    assert generation.answer(model, prompts, 12, 0.0, 1.0, [eos], eos, 1, other) != found  # it looks at them
+
+
+def test_each_picture_is_decoded_once_and_few_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save("qwen3-vl", tmp_path / "target")
+    eyes, plain, opened = vision.Eyes(tmp_path / "target", False), vision._opened, []
+    monkeypatch.setattr(vision, "_opened", lambda path: opened.append(path) or plain(path))
+    a, b, c = (picture(tmp_path / f"{n}.png", 64, 64, n) for n in range(3))
+    first = eyes.see([a, b, a])
+    assert eyes.sizes([b, a]) == [4, 4] and opened == [a, b] and torch.equal(first.values[:16], first.values[32:])
+    monkeypatch.setattr(vision, "CACHE_BYTES", 2 * first.values[:16].nbytes)
+    eyes.see([a]), eyes.see([c]), eyes.see([a])
+    assert opened == [a, b, c]  # b was the longest unused
+    assert eyes.sizes([b]) == [4] and opened == [a, b, c]
+    assert torch.equal(eyes.see([b]).values, first.values[16:32]) and opened == [a, b, c, b]
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "as_it_is"),
+    [("p.png", "RGB", True), ("p.jpg", "RGB", True), ("p.webp", "RGB", True), ("p.png", "RGBA", False), ("p.gif", "P", False),
+     ("p.png", "L", False)],
+)  # fmt: skip
+def test_a_server_is_sent_what_is_seen_here(name: str, mode: str, as_it_is: bool, tmp_path: Path) -> None:
+    save("qwen3-vl", tmp_path / "target")
+    path = picture(tmp_path / name, 50, 70, 3, mode)
+    head, _, data = vision.Eyes(tmp_path / "target", False).url(path).partition(";base64,")
+    sent = base64.b64decode(data)
+    assert (sent == Path(path).read_bytes()) == as_it_is
+    assert head == f"data:image/{Image.open(io.BytesIO(sent)).format.lower()}"  # type: ignore[union-attr]
+    assert Image.open(io.BytesIO(sent)).convert("RGB").tobytes() == load_image(path).tobytes()
+
+
+def test_a_picture_on_its_side_is_turned_upright_here_and_for_servers(tmp_path: Path) -> None:
+    """Cameras write so. A server that doesn't look at the tag would see another picture, of other size."""
+    _, processor = save("qwen3-vl", tmp_path / "target")
+    exif = Image.Exif()
+    exif[vision.ORIENTATION] = 6
+    path = picture(tmp_path / "side.jpg", 32, 96, 3, exif=exif)
+    eyes = vision.Eyes(tmp_path / "target", False)
+    assert eyes.see([path]).grid.tolist() == [[1, 6, 2]]
+    expected = theirs(processor, talk([path]))
+    assert torch.equal(eyes.see([path]).values, expected["pixel_values"])
+    sent = Image.open(io.BytesIO(base64.b64decode(eyes.url(path).partition(",")[2])))
+    assert sent.size == (32, 96) and not sent.getexif()
+
+
+def test_broken_pictures_are_told_from_missing_ones(tmp_path: Path) -> None:
+    save("qwen3-vl", tmp_path / "target")
+    eyes = vision.Eyes(tmp_path / "target", False)
+    whole = Path(picture(tmp_path / "a.png", 64, 64)).read_bytes()
+    jpeg = Path(picture(tmp_path / "a.jpg", 64, 64)).read_bytes()
+    damaged = bytearray(whole)
+    damaged[45] ^= 0xFF  # inside a chunk: its sum is wrong
+    cases = {"cut.png": whole[:-40], "cut.jpg": jpeg[: len(jpeg) // 2], "none.png": b"\x89PNG\r\n\x1a\nno", "sum.png": damaged,
+             "empty.png": b"", "text.gif": b"GIF89a, it says"}  # fmt: skip
+    for name, data in cases.items():
+        (tmp_path / name).write_bytes(data)
+        for look in (eyes.sizes, eyes.see, lambda paths: eyes.url(paths[0])):
+            with pytest.raises(vision.Unreadable, match=rf"{name} can't be decoded as a picture"):
+                look([str(tmp_path / name)])
+    with pytest.raises(vision.Unreadable, match=r"thin\.png can't be cut into patches .*aspect ratio"):
+        eyes.sizes([picture(tmp_path / "thin.png", 2, 900)])
+    with pytest.raises(ValueError, match=r"gone\.png not found, expected a picture; run: dvc repro fix_data") as error:
+        eyes.see([str(tmp_path / "gone.png")])
+    assert not isinstance(error.value, vision.Unreadable)
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("size", [(8193, 8192), (13000, 13000), (60000, 60000)], ids=str)
+def test_a_picture_of_too_many_pixels_is_refused_before_it_is_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
+) -> None:
+    """Half a megabyte of PNG held 169 megapixels, whose decoding took 2.6 GB; Pillow refuses twice 89 only."""
+    save("qwen3-vl", tmp_path / "target")
+    eyes = vision.Eyes(tmp_path / "target", False)
+    (tmp_path / "bomb.png").write_bytes(png_of(*size))
+    monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("it was decoded"))
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("it was decoded"))
+    for look in (eyes.sizes, eyes.see, lambda paths: eyes.url(paths[0])):
+        with pytest.raises(
+            vision.Unreadable, match=r"bomb\.png has .*, expected at most 67108864.* make the picture smaller"
+        ):
+            look([str(tmp_path / "bomb.png")])
+
+
+def test_fix_data_drops_just_the_pictures_that_targets_refuse() -> None:
+    """drafting and formats don't import each other, so both hold the number."""
+    assert vision.MAX_PIXELS == images.MAX_PIXELS
+
+
+def test_a_template_that_shows_no_pictures_is_told() -> None:
+    assert vision.expanded([1, 9, 2, 9], 9, [3, 1]) == [1, 9, 9, 9, 2, 9]
+    assert vision.rendered([1, 9, 9, 9, 2, 9], 9, [3, 1]) == [1, 9, 2, 9]
+    assert vision.rendered([9, 9, 9, 9, 2], 9, [3, 1]) == [9, 9, 2]  # one picture behind the other
+    with pytest.raises(ValueError, match="wrote 1 picture tokens, expected 2, one for each picture"):
+        vision.expanded([1, 9, 2], 9, [3, 1])
+
+
+def test_targets_that_can_not_see_are_told(tmp_path: Path) -> None:
+    save("qwen3-vl", tmp_path)
+    (tmp_path / "preprocessor_config.json").unlink()
+    path = picture(tmp_path / "a.png", 64, 64)
+    with pytest.raises(ValueError, match=r"has no image processor .* expected the preprocessor_config\.json"):
+        vision.Eyes(tmp_path, False).see([path])
+    Qwen3Config().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no image_token_id, expected that of a target that sees pictures"):
+        vision.Eyes(tmp_path, False)

@@ -1,0 +1,111 @@
+"""The committed export: it regenerates, it is as damaged as it says, and its repairs are the truth."""
+
+import base64
+import io
+import itertools
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import toon_format
+import toons
+from PIL import Image
+
+from stages.data import toon
+from stages.toy import damaged_exports, weather, weather_maps
+
+ROOT = Path(__file__).parents[2]
+RAW = ROOT / "data/raw/weather_toon.jsonl"
+MAPS = ROOT / "data/raw/weather_maps.jsonl"
+
+
+def rows() -> list[dict]:
+    return [json.loads(line) for line in RAW.read_text().splitlines()]
+
+
+def clean_by_number() -> list[list[dict[str, str]]]:
+    return list(itertools.islice(weather.conversations(damaged_exports.SEED), damaged_exports.ROWS))
+
+
+def test_the_committed_file_regenerates_byte_for_byte() -> None:
+    command = [sys.executable, "-m", "stages.toy.damaged_exports"]
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
+    assert made == RAW.read_bytes(), "run: python -m stages.toy.damaged_exports > data/raw/weather_toon.jsonl"
+
+
+def test_it_is_small_and_realistically_damaged() -> None:
+    clean = clean_by_number()
+    touched = sum(
+        [turn["value"] for turn in row["conversations"]]
+        != [message["content"] for message in clean[int(row["id"].split("-")[1])]]
+        for row in rows()
+    )
+    assert len(rows()) == damaged_exports.ROWS and RAW.stat().st_size < 3_000_000
+    assert 0.28 < touched / damaged_exports.ROWS < damaged_exports.DAMAGED + 0.04
+    copies = [row for row in rows() if row["id"].endswith("-again")]
+    assert 10 < len(copies) < 60 and all(row["conversations"] for row in copies)
+
+
+def test_every_accepted_answer_is_what_it_was_before_and_both_decoders_agree() -> None:
+    clean, accepted, dropped = clean_by_number(), 0, 0
+    for row in rows():
+        truth = clean[int(row["id"].split("-")[1])]
+        turns = row["conversations"]
+        if len(turns) != len(truth):  # a turn was lost: that is for the stage, not for the repair of one answer
+            continue
+        for question, answer, message in zip(truth, turns[1:], truth[1:], strict=False):
+            if answer["from"] != "gpt":
+                continue
+            result = toon.repair(answer["value"], toon.horizon_asked(question["content"]), "strip")
+            if result.verdict.startswith("dropped:"):
+                dropped += 1
+                assert answer["value"] != message["content"]
+                continue
+            accepted += 1
+            assert toons.loads(result.text) == toon_format.loads(result.text) == toon_format.loads(message["content"])
+    assert accepted > 2_000 and dropped > 50
+
+
+@pytest.mark.parametrize("name", sorted(damaged_exports.SURROUNDING | damaged_exports.SPELLING | damaged_exports.LOSS))
+def test_corruptions_are_pure_and_bite(name: str) -> None:
+    change = (damaged_exports.SURROUNDING | damaged_exports.SPELLING | damaged_exports.LOSS)[name]
+    days = (weather.Day("2026-01-01", -9, -2, 40, "snow"), weather.Day("2026-01-02", -8, 4, 0, "sunny"))
+    text = weather.to_toon(weather.Forecast("Nome", "C", days))
+    for seed in range(10):
+        assert change(random.Random(seed), text) == change(random.Random(seed), text) != text
+        assert change(random.Random(seed), "no table") is not None
+
+
+def test_the_committed_maps_regenerate_pixel_for_pixel() -> None:
+    """Byte for byte but for the PNGs, whose compression is that of whatever zlib Pillow was built with."""
+
+    def taken_apart(row: dict) -> tuple[dict, list[np.ndarray]]:
+        pictures = []
+        for part in (p for m in row["messages"] if isinstance(m["content"], list) for p in m["content"]):
+            if part["type"] == "image_url":
+                head, _, data = part["image_url"]["url"].partition(",")
+                assert head == "data:image/png;base64"
+                pictures.append(np.asarray(Image.open(io.BytesIO(base64.b64decode(data)))))
+                part["image_url"] = None
+        return row, pictures
+
+    committed = [json.loads(line) for line in MAPS.read_text().splitlines()]
+    made = list(damaged_exports.export_maps(damaged_exports.MAPS_SEED, damaged_exports.MAPS_ROWS))
+    assert len(committed) == damaged_exports.MAPS_ROWS and MAPS.stat().st_size < 500_000
+    again = "run: python -m stages.toy.damaged_exports maps > data/raw/weather_maps.jsonl"
+    drawn = [
+        m
+        for _, pictures in itertools.islice(weather_maps.conversations(damaged_exports.MAPS_SEED), 20)
+        for m in pictures
+    ]
+    shown = []
+    for old, new in zip(committed, made, strict=True):
+        (rest, pictures), (rest_, pictures_) = taken_apart(old), taken_apart(new)
+        assert rest == rest_, again
+        assert all(np.array_equal(a, b) for a, b in zip(pictures, pictures_, strict=True)), again
+        shown += pictures
+    assert sum(any(np.array_equal(p, d) for p in shown[:30]) for d in drawn) > 15  # some questions lost theirs

@@ -1,0 +1,181 @@
+"""Training-time test against the slow draft: every step of every position, its labels, its mean."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from stages.training import attention_mask, chunked_loss, ttt
+from stages.training.ttt import Objective, Pack
+from tests.draft.slow_draft import CONFIG, OPTIONS, guess, random_draft
+
+STEPS = 4
+
+
+def make_row(seed: int, length: int, spans: list[tuple[int, int]]) -> SimpleNamespace:
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.zeros(length, dtype=torch.bool)
+    for start, end in spans:
+        mask[start:end] = True
+    return SimpleNamespace(
+        ids=torch.randint(0, CONFIG.vocab_size, (length,), generator=generator),
+        features=torch.randn(length, 3 * CONFIG.hidden_size, generator=generator),
+        last=torch.randn(length, CONFIG.hidden_size, generator=generator),
+        mask=mask,
+    )
+
+
+def run(
+    rows: list[SimpleNamespace], weights: tuple, mask: str = "aligned", loss: str = "ce"
+) -> tuple[Pack, ttt.Result]:
+    draft, embedding, head = weights
+    pack = Pack.of(rows, STEPS, mask)
+    return pack, ttt.forward(draft, pack, embedding, head, Objective(STEPS, mask=mask, loss=loss))
+
+
+def means(pack: Pack, result: ttt.Result) -> list[float]:
+    return (result.loss / torch.tensor(pack.counts).clamp(min=1)).tolist()
+
+
+def learned(mask: list[int], steps: int, kind: str) -> list[list[int]]:
+    """The label tokens that each step is taught."""
+    gates = ttt.supervision(torch.tensor(mask).bool(), torch.zeros(len(mask)), steps, kind)
+    return [[p + 2 + k for p in gate.nonzero().flatten().tolist()] for k, gate in enumerate(gates)]
+
+
+def test_the_gate_is_as_drawn() -> None:
+    """One span of tokens 3..6 in a row of 9; step k of position p learns token p + 2 + k."""
+    mask = [0, 0, 0, 1, 1, 1, 1, 0, 0]
+    # Token 3 is the prefill's; the deeper the step, the later it starts.
+    assert learned(mask, 4, "aligned") == [[4, 5, 6], [5, 6], [6], []]
+    # The papers' gate: late at the start, and two past the end.
+    assert learned(mask, 2, "eagle") == [[5, 6, 7, 8], [5, 6, 7, 8]]
+
+
+def test_two_spans_never_teach_across_the_gap() -> None:
+    assert learned([0, 1, 1, 0, 1, 1, 1], 3, "aligned") == [[2, 5, 6], [6], []]
+
+
+@pytest.mark.parametrize(
+    ("mask", "loss", "options"),
+    [
+        ("eagle", "ce", "none"),
+        *(("aligned", loss, "none") for loss in chunked_loss.ROWS),
+        *(("aligned", "ce", options) for options in OPTIONS if options != "none"),
+    ],
+)
+def test_every_step_and_every_gradient_is_what_the_slow_draft_says(
+    mask: str, loss: str, options: str, monkeypatch
+) -> None:
+    """Loss, hits and the gradient of every weight, against one position at a time and plain autograd."""
+    monkeypatch.setattr(chunked_loss, "CHUNK", 7)  # several chunks, and labels that lie in two of them
+    weights = random_draft(1, **OPTIONS[options])
+    draft, embedding, head = weights
+    draft.requires_grad_(True)
+    rows = [make_row(2, 9, [(3, 9)]), make_row(4, 11, [(1, 4), (6, 10)])]
+    pack, result = run(rows, weights, mask, loss)
+    found = torch.autograd.grad(result.total, list(draft.parameters()))
+    total = torch.zeros(())
+    for k in range(STEPS):
+        losses, hits, taught = [], 0, 0
+        for row in rows:
+            ids, tokens, assistant = row.ids.tolist(), len(row.ids), row.mask.tolist()
+            for p in range(tokens - 2 - k):
+                inside = all(assistant[p + 1 : p + 3 + k]) if mask == "aligned" else assistant[p + k]
+                if not inside:
+                    continue
+                logits = head @ row.last[p + 1 + k]
+                probs = guess(draft, embedding, ids, row.features, p, ids[p + 2 : p + 2 + k])
+                answer, said = int(logits.argmax()), int(draft.to_target(probs.argmax()))
+                taught, hits = taught + 1, hits + (answer == said)
+                if bool(draft.t2d[answer]):
+                    losses.append(slow_loss(loss, logits, probs, draft.t2d))
+        assert pack.counts[k] == taught
+        assert int(result.hits[k].sum()) == hits
+        assert result.loss[k].item() == pytest.approx(float(sum(x.detach() for x in losses)), rel=1e-4)
+        total = total + 0.8**k * sum(losses) / max(1, taught)
+    assert result.total.item() == pytest.approx(total.item(), rel=1e-4)
+    expected = torch.autograd.grad(total, list(draft.parameters()))
+    for (name, _), a, b in zip(draft.named_parameters(), found, expected, strict=True):
+        assert torch.allclose(a, b, rtol=1e-3, atol=1e-5 * float(b.abs().max())), name
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_flex_attention_sees_what_plain_attention_sees(window: int | None, monkeypatch) -> None:
+    """What a GPU runs, here uncompiled: the same loss, whether or not each step has a mask of its own.
+
+    Flex attention has no gradient on a CPU; on a GPU benchmarks/flex_check.py compares those too.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    weights = random_draft(11, sliding_window=window)
+    rows = [make_row(12, 40, [(3, 30)]), make_row(13, 9, []), make_row(14, 25, [(1, 9), (12, 25)])]
+    found = []
+    for kind in (attention_mask._Plain, attention_mask._Flex):
+        monkeypatch.setattr(attention_mask, "PAD", 128)
+        monkeypatch.setattr(attention_mask, "_compiled", {"mask": create_block_mask, "flex": flex_attention})
+        monkeypatch.setattr(attention_mask, "of", kind.of)
+        _, result = run(rows, weights)
+        found.append(result)
+    assert torch.allclose(found[0].loss, found[1].loss, rtol=1e-4)
+    assert torch.equal(found[0].hits, found[1].hits)
+
+
+def slow_loss(kind: str, logits: Tensor, probs: Tensor, t2d: Tensor) -> Tensor:
+    cross_entropy = -(torch.softmax(logits[t2d], 0) * probs.log()).sum()
+    alpha = torch.minimum(torch.softmax(logits, 0)[t2d], probs).sum()
+    w = torch.exp(-3 * alpha.detach())
+    return {"ce": cross_entropy, "lk_alpha": -alpha.log(), "lk_lambda": w * cross_entropy + (1 - w) * (1 - alpha)}[kind]
+
+
+def test_company_changes_nothing() -> None:
+    """A rival's loss depended on what a row was padded with (research/specforge.md W2); here rows only add up."""
+    weights = random_draft(5)
+    rows = [make_row(6, 10, [(3, 9)]), make_row(7, 14, [(2, 14)]), make_row(8, 6, [])]
+    alone = [run([row], weights)[1].loss for row in rows]
+    together = run(rows, weights)[1].loss
+    assert torch.allclose(sum(alone), together, rtol=1e-5)
+
+
+def test_a_batch_of_several_packs_is_one_mean() -> None:
+    """With the whole batch's counts, packs add up to the batch in one pack, whichever rows share one."""
+    draft, embedding, head = random_draft(5)
+    packs = [Pack.of([make_row(s, 8 + s, [(3, 7 + s)])], STEPS, "aligned") for s in (1, 2, 3)]
+    counts = torch.tensor([p.counts for p in packs]).sum(0)
+    parts = [ttt.forward(draft, p, embedding, head, Objective(STEPS), counts).total for p in packs]
+    rows = [make_row(s, 8 + s, [(3, 7 + s)]) for s in (1, 2, 3)]
+    assert sum(parts).item() == pytest.approx(run(rows, (draft, embedding, head))[1].total.item(), rel=1e-5)
+
+
+def test_a_pack_without_supervision_costs_nothing_and_breaks_nothing() -> None:
+    weights = random_draft(7)
+    weights[0].requires_grad_(True)
+    pack, result = run([make_row(8, 6, [])], weights)
+    assert means(pack, result) == [0.0] * STEPS
+    result.total.backward()
+
+
+def test_a_chain_is_accepted_up_to_its_first_miss() -> None:
+    pack = Pack.of([make_row(1, 12, [(2, 12)])], 3, "aligned")
+    hits = torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1, 1], [1, 0, 1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 0, 1, 1, 1, 0, 0]]).bool()
+    order = pack.asked.argsort()
+    told = torch.zeros_like(hits)
+    told[:, order] = hits  # as written: in the order of the row
+    accepted = ttt.chain_accepted(ttt.Result(torch.zeros(()), torch.zeros(3), told), pack)
+    assert accepted.tolist() == [3, 1, 0, 2, 3, 3, 3, 2, 1]
+
+
+def test_training_makes_the_loss_fall() -> None:
+    draft, embedding, head = random_draft(9, scale=0.1)
+    draft.requires_grad_(True)
+    pack = Pack.of([make_row(10, 14, [(3, 14)])], STEPS, "aligned")
+    optimizer = torch.optim.AdamW(draft.parameters(), lr=0.01)
+    losses = []
+    for _ in range(60):
+        total = ttt.forward(draft, pack, embedding, head, Objective(STEPS)).total
+        optimizer.zero_grad()
+        total.backward()
+        optimizer.step()
+        losses.append(total.item())
+    assert losses[-1] < 0.7 * losses[0]

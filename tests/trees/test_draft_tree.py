@@ -1,0 +1,261 @@
+"""Trees against a slow, obvious enumeration: paths in a dictionary, Python's own sort, no tensors inside."""
+
+import functools
+import math
+import re
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stages.engine.batch_decode import Batches
+from stages.engine.decode import Engine
+from stages.params.tree_sections import candidates
+from stages.replay.replay import replay
+from stages.trees import draft_tree
+from tests.draft.slow_draft import CONFIG, random_draft, small_target
+
+VOCAB = 5
+
+
+def successors(path: tuple[int, ...], kind: str, seed: int, semantics: str = "sglang") -> list[float]:
+    """A made-up draft: what each token after `path` adds to a score, in float32, as a function of nothing else: its
+    probability, or its logarithm.
+    """
+    as_asked = torch.log_softmax if semantics == "eagle" else torch.softmax
+    if kind == "ties":  # many equal chances
+        return as_asked(torch.tensor([1.0, 1.0, 1.0, 1.0, -torch.inf]), 0).tolist()
+    generator = torch.Generator().manual_seed(hash((path, seed)) & 0x7FFFFFFF)
+    logits = torch.randn(VOCAB, generator=generator) * (200 if kind == "saturated" else 2)  # 200: exact zeros and ones
+    return as_asked(logits, 0).tolist()
+
+
+def enumerate_candidates(
+    kind: str, seed: int, steps: int, topk: int, semantics: str
+) -> list[tuple[float, tuple[int, ...], int]]:
+    """All candidates in SGLang's order as (score, path, parent's number), by the words of research/sglang.md section 1; or
+    with logarithms that are added, by those of research/angelslim_and_eagle.md on EAGLE's topK_genrate.
+    """
+
+    def best(items: list[float], k: int) -> list[int]:
+        return sorted(range(len(items)), key=lambda i: (-items[i], i))[:k]
+
+    def joined(a: float, b: float) -> float:  # in float32, as the engine does
+        one, other = torch.tensor(a), torch.tensor(b)
+        return (one + other if semantics == "eagle" else one * other).item()
+
+    found: list[tuple[float, tuple[int, ...], int]] = []
+    beam = [(1.0, (), -1)]  # score, path, candidate number
+    for step in range(steps):
+        level = []
+        for score, path, number in beam:
+            chances = successors(path, kind, seed, semantics)
+            for token in best(chances, topk):
+                chance = chances[token] if step == 0 else joined(score, chances[token])
+                level.append((chance, (*path, token), number))
+        first = len(found)
+        found += level
+        beam = [(level[i][0], level[i][1], first + i) for i in best([c[0] for c in level], topk)]
+    return found
+
+
+def tensors(kind: str, seed: int, steps: int, topk: int, semantics: str) -> draft_tree.Candidates:
+    """The same expansion through stages.trees.draft_tree, one tree."""
+    beam, ids = draft_tree.best(torch.tensor([successors((), kind, seed, semantics)]), topk)
+    paths = [(t,) for t in ids[0].tolist()]
+    numbers = list(range(topk))
+    scores, tokens, parents = [beam], [ids], [torch.full_like(ids, -1)]
+    for step in range(1, steps):
+        chances = torch.tensor([[successors(p, kind, seed, semantics) for p in paths]])
+        chances, new_ids = draft_tree.best(chances, topk)
+        new_scores, beam, places = draft_tree.next_step(beam, chances, draft_tree.SEMANTICS[semantics].join)
+        new_ids = new_ids.flatten(1)
+        scores.append(new_scores)
+        tokens.append(new_ids)
+        parents.append(torch.tensor([numbers]).repeat_interleave(topk, dim=1))
+        slots = (places // topk)[0].tolist()
+        paths = [(*paths[s], new_ids[0, p].item()) for s, p in zip(slots, places[0].tolist(), strict=True)]
+        numbers = [p + topk + (step - 1) * topk * topk for p in places[0].tolist()]
+    return draft_tree.Candidates(torch.cat(scores, 1), torch.cat(tokens, 1), torch.cat(parents, 1))
+
+
+@st.composite
+def shapes(draw) -> tuple[str, int, int, int, str, int]:
+    steps, topk = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    most = topk + (steps - 1) * topk * topk
+    tokens = draw(st.integers(2, most + 1))
+    kind, semantics = (
+        draw(st.sampled_from(["plain", "ties", "saturated"])),
+        draw(st.sampled_from(list(draft_tree.SEMANTICS))),
+    )
+    return kind, draw(st.integers(0, 10_000)), steps, topk, semantics, tokens
+
+
+@settings(max_examples=150, deadline=None)
+@given(shapes())
+def test_candidates_are_those_of_the_enumeration(shape) -> None:
+    *drawn, _ = shape
+    _, _, steps, topk, _ = drawn
+    slow, fast = enumerate_candidates(*drawn), tensors(*drawn)
+    assert fast.scores[0].tolist() == [c[0] for c in slow]
+    assert fast.tokens[0].tolist() == [c[1][-1] for c in slow]
+    assert fast.parents[0].tolist() == [c[2] for c in slow]
+    assert len(slow) == topk + (steps - 1) * topk**2
+
+
+@settings(max_examples=150, deadline=None)
+@given(shapes())
+def test_the_tree_is_closed_and_is_the_best_of_the_enumeration(shape) -> None:
+    *drawn, tokens = shape
+    slow, kept = enumerate_candidates(*drawn), draft_tree.keep(tensors(*drawn), tokens)
+    expected = sorted(sorted(range(len(slow)), key=lambda i: (-slow[i][0], i))[: tokens - 1])
+    assert kept.nodes[0].tolist() == expected
+    node_of = {-1: 0} | {number: i + 1 for i, number in enumerate(expected)}
+    # A parent that is not kept would be a KeyError here: SGLang's own torch.topk makes such orphans on saturated scores.
+    assert kept.parents[0].tolist() == [0, *(node_of[slow[n][2]] for n in expected)]
+    assert kept.depths[0].tolist() == [0, *(len(slow[n][1]) for n in expected)]
+    assert kept.tokens[0].tolist() == [slow[n][1][-1] for n in expected]
+
+
+@settings(max_examples=100, deadline=None)
+@given(shapes(), st.integers(0, 1000))
+def test_the_target_accepts_its_own_path_as_far_as_it_is_in_the_tree(shape, choice_seed: int) -> None:
+    *drawn, tokens = shape
+    slow, kept = enumerate_candidates(*drawn), draft_tree.keep(tensors(*drawn), tokens)
+    paths = [(), *(slow[n][1] for n in kept.nodes[0].tolist())]
+
+    def chosen(path: tuple[int, ...]) -> int:  # a made-up target, greedy in its own probabilities
+        return max(range(VOCAB), key=lambda t: successors(path, "plain", choice_seed)[t])
+
+    walked: tuple[int, ...] = ()
+    while (*walked, chosen(walked)) in paths:
+        walked = (*walked, chosen(walked))
+    steps = drawn[2]
+    path, count = draft_tree.accept(kept, torch.tensor([[chosen(p) for p in paths]]), steps)
+    assert path.shape == (1, steps + 1) and count.item() == len(walked) + 1
+    assert [paths[n] for n in path[0, : len(walked) + 1]] == [walked[:i] for i in range(len(walked) + 1)]
+    assert not path[0, len(walked) + 1 :].any()
+
+
+def test_ancestors_are_as_drawn_in_the_module() -> None:
+    drawing = """
+        1 . . . .
+        1 1 . . .
+        1 . 1 . .
+        1 1 . 1 .
+        1 . 1 . 1"""
+    expected = [[mark == "1" for mark in line.split()] for line in drawing.strip().splitlines()]
+    assert draft_tree.ancestors(torch.tensor([[0, 0, 0, 1, 2]]))[0].tolist() == expected
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 9, 16, 17, 21])
+def test_in_a_chain_of_any_length_each_sees_all_before_it(count: int) -> None:
+    parents = torch.tensor([[max(0, node - 1) for node in range(count)]])
+    assert torch.equal(draft_tree.ancestors(parents)[0], torch.ones(count, count).tril().bool())
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 9), (2, 3, 11)])
+def test_best_breaks_ties_by_place(shape: tuple[int, ...]) -> None:
+    scores = torch.randint(0, 3, shape, generator=torch.Generator().manual_seed(0)).float() / 2
+    values, places = draft_tree.best(scores, 4)
+    flat = scores.reshape(-1, shape[-1]).tolist()
+    expected = [sorted(range(len(row)), key=lambda i, row=row: (-row[i], i))[:4] for row in flat]
+    assert places.reshape(-1, 4).tolist() == expected
+    assert values.reshape(-1, 4).tolist() == [[row[i] for i in e] for row, e in zip(flat, expected, strict=True)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(draft_tree.FEW - 2, 2 * draft_tree.FEW),
+    st.integers(1, 12),
+    st.sampled_from([1, 2, 5, 60]),
+    st.integers(0, 1000),
+)
+def test_best_of_a_vocabulary_breaks_ties_by_place_too(count: int, k: int, kinds: int, seed: int) -> None:
+    """Few different scores among many: the k-th best has equals that are not taken, and torch.topk may take any of them."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.cat([torch.randn(kinds, generator=generator), torch.tensor([0.0, -0.0, -torch.inf, 1e-40])])
+    scores = values[torch.randint(0, len(values), (3, 2, count), generator=generator)]
+    with mock.patch.object(draft_tree, "SMALL", 0):
+        found, places = draft_tree.best(scores, k)
+    rows = scores.reshape(-1, count).tolist()
+    expected = [sorted(range(count), key=lambda i, row=row: (-row[i], i))[:k] for row in rows]
+    assert places.reshape(-1, k).tolist() == expected
+    assert found.reshape(-1, k).tolist() == [[row[i] for i in e] for row, e in zip(rows, expected, strict=True)]
+
+
+def test_products_stay_ordered_when_they_underflow() -> None:
+    """Products of tiny chances reach denormals and zero; their bits still order as their values do."""
+    scores = torch.tensor([[math.ldexp(1, -149), 0.0, math.ldexp(1, -126), 1.0, 0.0]])
+    assert draft_tree.best(scores, 5)[1].tolist() == [[3, 2, 0, 1, 4]]
+
+
+def test_logarithms_order_as_their_values_do() -> None:
+    """Sums of logarithms are negative: their bits order the other way round; -inf comes last, and both zeros are one."""
+    scores = torch.tensor([[-1.5, 0.0, -torch.inf, -1e-40, -0.0, -200.0, -1.5]])
+    assert draft_tree.best(scores, 7)[1].tolist() == [[1, 4, 3, 0, 6, 5, 2]]
+
+
+def test_logarithms_tell_apart_what_products_cannot() -> None:
+    """A path of ten chances of 1e-5: its product is 0 in float32, so that SGLang can't tell it from a worse one."""
+    logits = torch.tensor([[0.0, -11.5, -23.0]])
+    by_name = {name: how.chances(logits) for name, how in draft_tree.SEMANTICS.items()}
+    paths = {
+        name: [functools.reduce(draft_tree.SEMANTICS[name].join, [chances[0, token]] * 10) for token in (1, 2)]
+        for name, chances in by_name.items()
+    }
+    assert paths["sglang"][0] == paths["sglang"][1] == 0 and paths["eagle"][0] > paths["eagle"][1]
+
+
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [
+        ((2, 2, 8), "t2_2_8 has 7 nodes under the root, expected at most the topk + (num_steps - 1) * topk**2 = 6 candidates"),
+        ((4, 1, 6), "t4_1_6 has 5 nodes under the root, expected at most the topk + (num_steps - 1) * topk**2 = 4 candidates"),
+        ((0, 2, 2), "t0_2_2: expected num_steps and topk of 1 or more"),
+        ((2, 12, 4), "t2_12_4: topk is 12, expected at most 11, the tokens of the draft's vocabulary; lower topk"),
+    ],
+)  # fmt: skip
+def test_a_tree_that_can_not_be_built_is_refused_before_anything_is_computed(shape: tuple, says: str) -> None:
+    """By the engine and by replay alike, with the numbers."""
+    steps, topk, tokens = shape
+    draft, embedding, _ = random_draft(3)
+    with pytest.raises(ValueError, match=re.escape(says)):
+        draft_tree.check(*shape, CONFIG.draft_vocab_size)
+    ids, features = torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 8, 3 * CONFIG.hidden_size)
+    with pytest.raises(ValueError, match=re.escape(says)):
+        replay(draft, embedding, ids, features, torch.tensor([3]), torch.tensor([8]), [(steps, topk, tokens)])
+    engine = Engine(small_target(CONFIG.vocab_size, 1), [], [1, 2, 3], draft)
+    with pytest.raises(ValueError, match=re.escape(says)):
+        next(engine.speculative([1, 2], 5, steps, topk, tokens))
+
+
+def test_a_tree_deeper_than_the_drafts_window_is_refused() -> None:
+    """Bug: of an imported draft with a sliding window, whose steps params.yaml can't know, replay and engine ended by an
+    AssertionError.
+    """
+    draft, embedding, _ = random_draft(3, sliding_window=4)
+    says = (
+        r"t5_1_6: num_steps is 5, expected at most 4, the draft's sliding_window: .* lower num_steps, or take another"
+    )
+    ids, features = torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 8, 3 * CONFIG.hidden_size)
+    rows = draft, embedding, ids, features, torch.tensor([3]), torch.tensor([8])
+    engine = Batches(small_target(CONFIG.vocab_size, 1), [], [1, 2, 3], draft)
+    for refused in (
+        lambda: replay(*rows, [(4, 1, 5), (5, 1, 6)]),
+        lambda: next(engine.speculative([1, 2], 5, 5, 1, 6)),
+        lambda: engine.memory(9, 2, (5, 1, 6)),
+    ):
+        with pytest.raises(ValueError, match=says):
+            refused()
+    replay(*rows, [(4, 1, 5)])
+    assert len(list(engine.speculative([1, 2], 5, 4, 1, 5))) > 1
+
+
+def test_the_largest_trees_are_built() -> None:
+    for steps, topk in ((1, 1), (3, 1), (1, 4), (2, 2), (4, 3)):
+        most = draft_tree.pool(steps, topk)
+        assert most == candidates(steps, topk)  # what params.yaml is checked against
+        draft_tree.check(steps, topk, most + 1, 11)
