@@ -16,8 +16,8 @@ import torch
 
 from benchmarks.engine import SMALL_TREES, TREES, draft_for, prompts, say, target
 from stages.engine import device_placement
-from stages.engine.batch_decode import Ask, Batches, Tree
-from stages.engine.sampling import Sampling
+from stages.engine.batch_decode import BatchEngine, DecodeRequest, TreeTuple
+from stages.engine.sampling import SamplingParams
 
 END, ROOM, PROMPT, ANSWER = 7, 48, 512, 64
 
@@ -35,12 +35,12 @@ def main() -> None:
         PARTS[name](args)
 
 
-def small(device: str) -> Batches:
+def small(device: str) -> BatchEngine:
     """The same weights on every device."""
     torch.manual_seed(3)
     model = target(6, 256, 8, 16, torch.float32, "cpu")
     draft = draft_for(model, 16)
-    return Batches(model.to(device), [END], [2, 3, 4], draft.to(device))
+    return BatchEngine(model.to(device), [END], [2, 3, 4], draft.to(device))
 
 
 def answers(told: Any, count: int) -> list[list[int]]:
@@ -54,7 +54,10 @@ def answers(told: Any, count: int) -> list[list[int]]:
 def right(args: argparse.Namespace) -> None:
     engine = small(args.device)
     for how in (None, (0.7, 0.9, 5)):
-        asks = [Ask(p, ROOM, None, how and Sampling(*how, n)) for n, p in enumerate([*prompts(), *prompts()])]
+        asks = [
+            DecodeRequest(p, ROOM, None, how and SamplingParams(*how, n))
+            for n, p in enumerate([*prompts(), *prompts()])
+        ]
         for tree in [None, *SMALL_TREES]:
             alone = answers(engine.together(asks, 1, tree), len(asks))
             for slots in (2, 5, 32):
@@ -69,19 +72,20 @@ def right(args: argparse.Namespace) -> None:
 def loads(args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     model = target(args.layers, args.hidden, args.hidden // 128, 151936, torch.bfloat16, args.device)
-    engine = Batches(model, [-1], [2, args.layers // 2, args.layers - 3], draft_for(model, 32000))
+    engine = BatchEngine(model, [-1], [2, args.layers // 2, args.layers - 3], draft_for(model, 32000))
     draws = torch.Generator().manual_seed(1)
     slots = 1
     while slots <= args.most:
         asks = [
-            Ask(torch.randint(0, 151936, (PROMPT - 3 * n,), generator=draws).tolist(), ANSWER) for n in range(slots)
+            DecodeRequest(torch.randint(0, 151936, (PROMPT - 3 * n,), generator=draws).tolist(), ANSWER)
+            for n in range(slots)
         ]
         for tree in (None, TREES[0]):
             say(timed(engine, asks, slots, tree, args.device == "cuda"))
         slots *= 4
 
 
-def timed(engine: Batches, asks: list[Ask], slots: int, tree: Tree | None, cuda: bool) -> str:
+def timed(engine: BatchEngine, asks: list[DecodeRequest], slots: int, tree: TreeTuple | None, cuda: bool) -> str:
     stated = engine.memory(PROMPT + ANSWER, slots, tree)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -103,10 +107,10 @@ def timed(engine: Batches, asks: list[Ask], slots: int, tree: Tree | None, cuda:
 
 def on_cards(args: argparse.Namespace) -> None:
     one, two = small("cuda:0"), small("cpu")
-    device_placement.place(two.model, ["cuda:0", "cuda:1"])
+    device_placement.place_model(two.model, ["cuda:0", "cuda:1"])
     assert two.draft is not None
-    two = Batches(two.model, [END], [2, 3, 4], two.draft.to("cuda:0"))
-    asks = [Ask(p, ROOM) for p in prompts()]
+    two = BatchEngine(two.model, [END], [2, 3, 4], two.draft.to("cuda:0"))
+    asks = [DecodeRequest(p, ROOM) for p in prompts()]
     for tree in [None, *SMALL_TREES]:
         for slots in (1, 3):
             both = [answers(engine.together(asks, slots, tree), len(asks)) for engine in (one, two)]

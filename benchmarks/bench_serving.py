@@ -36,12 +36,16 @@ def theirs(words: list[str], port: int, o: argparse.Namespace) -> dict[str, floa
 def ours(url: str, vocabulary: int, o: argparse.Namespace, seed: int) -> dict[str, float]:
     draw = random.Random(seed)
     asks = [
-        load_generator.Ask(str(n), [draw.randrange(vocabulary) for _ in range(INPUT)], OUTPUT, 0.0, 1.0, None, True)
+        load_generator.LoadRequest(
+            str(n), [draw.randrange(vocabulary) for _ in range(INPUT)], OUTPUT, 0.0, 1.0, None, True
+        )
         for n in range(o.requests)
     ]
     arrivals = load_generator.Arrivals(float("inf"), o.concurrency, seed)
-    found = asyncio.run(load_generator.run(url, o.target, asks, arrivals, 600, asks[:1], "benchmark", engine="sglang"))
-    told = latency.summary(found.records)
+    found = asyncio.run(
+        load_generator.run_load(url, o.target, asks, arrivals, 600, asks[:1], "benchmark", engine="sglang")
+    )
+    told = latency.summarise_load(found.records)
     assert told["completed"] == o.requests, told["failed"]
     milli = {
         f"{part}_{name}_ms": 1000 * told[f"{name}_s"][part]
@@ -60,12 +64,12 @@ def main() -> None:
     o = takes.parse_args()
     o.target = str(Path(o.target).absolute())
     vocabulary = json.loads((Path(o.target) / "config.json").read_text())["vocab_size"]
-    words, port = command(o.kit), server.free_port()
-    setup = engine_flags.Setup(
+    words, port = command(o.kit), server.find_free_port()
+    setup = engine_flags.ServerSetup(
         "sglang", o.target, "bfloat16", "cuda", False, 1, 0.5, None, o.concurrency, None, False, KIT
     )
-    with server.started(
-        "sglang", engine_flags.line(setup, port, words), port, o.target, Path("bench_serving.log"), 600
+    with server.run_server(
+        "sglang", engine_flags.build_setup_command(setup, port, words), port, o.target, Path("bench_serving.log"), 600
     ) as one:
         seen = [(theirs(words, port, o), ours(one.base_url, vocabulary, o, n)) for n in range(ROUNDS)]
     print(f"{o.requests} requests of {INPUT} and {OUTPUT} tokens, {o.concurrency} at once, medians of {ROUNDS}")

@@ -48,7 +48,7 @@ async def pool(ask: Ask, at_once: int, requests: int) -> dict[str, Any]:
 
 
 async def ours(port: int, at_once: int, requests: int) -> dict[str, Any]:
-    async with client.Client([f"http://127.0.0.1:{port}"], "tiny", at_once, 60.0, 3) as http:
+    async with client.ChatClient([f"http://127.0.0.1:{port}"], "tiny", at_once, 60.0, 3) as http:
         return await pool(http.ask, at_once, requests)
 
 
@@ -82,7 +82,7 @@ def measured(found: dict[str, Any], delays: list[float]) -> dict[str, Any]:
 
 
 def scenario(name: str, at_once: int, delay_s: float, rounds: int) -> dict[str, Any]:
-    port = server.free_port()
+    port = server.find_free_port()
     words = [str(port), str(delay_s)] + (["spread"] if name == "spread" else [])
     requests = at_once * rounds
     delays = [spread(delay_s, seed) if name == "spread" else delay_s for seed in range(requests)]

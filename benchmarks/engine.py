@@ -29,10 +29,10 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from stages.draft.eagle3 import Draft, DraftConfig
-from stages.engine.cuda_graphs import Mail, milliseconds
-from stages.engine.decode import Engine, Step
-from stages.engine.sampling import Sampling, draw, numbers, probabilities
+from stages.draft.eagle3 import DraftConfig, Eagle3Draft
+from stages.engine.cuda_graphs import AsyncReadback, time_graph_replay
+from stages.engine.decode import DecodeStep, Engine
+from stages.engine.sampling import SamplingParams, compute_probabilities, draw_tokens, draw_uniforms
 
 TREES = [(5, 4, 16), (8, 2, 31), (8, 10, 60)]
 GOALS = {None: 4.75, (5, 4, 16): 6.2, (8, 2, 31): 7.0, (8, 10, 60): 8.0}  # ms, issue 7
@@ -86,11 +86,11 @@ def target(layers: int, hidden: int, heads: int, vocab: int, dtype: torch.dtype,
     return model.requires_grad_(False)
 
 
-def draft_for(model, draft_vocab: int) -> Draft:
+def draft_for(model, draft_vocab: int) -> Eagle3Draft:
     """A random draft of the target's shape, as EAGLE-3 has it."""
     c = model.config
     with torch.device(model.device):
-        draft = Draft(
+        draft = Eagle3Draft(
             DraftConfig(
                 c.hidden_size, c.intermediate_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim,
                 c.vocab_size, draft_vocab, 40960, 1e-6, {"rope_theta": 1e6, "rope_type": "default"},
@@ -103,7 +103,7 @@ def draft_for(model, draft_vocab: int) -> Draft:
     return draft.requires_grad_(False)
 
 
-def said(steps: Iterator[Step]) -> list[int]:
+def said(steps: Iterator[DecodeStep]) -> list[int]:
     return [token for step in steps for token in step.tokens]
 
 
@@ -135,7 +135,7 @@ def right(args: argparse.Namespace) -> None:
             compare(tree, [list(engine.speculative(prompt, ROOM, *tree)) for prompt in asked], plain)
 
 
-def compare(name: object, runs: list[list[Step]], plain: list[list[int]]) -> None:
+def compare(name: object, runs: list[list[DecodeStep]], plain: list[list[int]]) -> None:
     same = sum(said(iter(steps)) == answer for steps, answer in zip(runs, plain, strict=True))
     cycles = [step for steps in runs for step in steps[1:]]
     drafts = sum(step.accepted for step in cycles)
@@ -162,7 +162,7 @@ def theirs(model, prompt: list[int]) -> list[int]:
 def drawn(args: argparse.Namespace) -> None:
     asked = prompts()
     engine = small(args, torch.float32)
-    hows = [[Sampling(*how, 10 * n + i) for i in range(len(asked))] for n, how in enumerate(HOT)]
+    hows = [[SamplingParams(*how, 10 * n + i) for i in range(len(asked))] for n, how in enumerate(HOT)]
     plain = []
     for how in hows:
         plain.append([said(engine.plain(p, ROOM, sampling=h)) for p, h in zip(asked, how, strict=True)])
@@ -177,19 +177,19 @@ def drawn(args: argparse.Namespace) -> None:
     for vocab in (SMALL, 5008):
         engine = small(args, torch.float32, vocab)
         engine.blocks = engine.beams = None
-        for how in (None, Sampling(0.7, 0.95, 50, 1)):
+        for how in (None, SamplingParams(0.7, 0.95, 50, 1)):
             runs = [list(engine.speculative(prompt, ROOM, 5, 4, 16, sampling=how)) for prompt in asked[:3]]
             answers = [said(engine.plain(prompt, ROOM, sampling=how)) for prompt in asked[:3]]
             compare(f"by transformers' own modules, {vocab} tokens, {'drawn' if how else 'greedy'}", runs, answers)
 
 
 @torch.inference_mode()
-def by_hand(model, prompt: list[int], how: Sampling) -> list[int]:
+def by_hand(model, prompt: list[int], how: SamplingParams) -> list[int]:
     """Token by token, a forward over the whole text each."""
     ids = list(prompt)
-    for number in numbers(how.seed, ROOM).to(model.device):
+    for number in draw_uniforms(how.seed, ROOM).to(model.device):
         logits = model(torch.tensor([ids], device=model.device)).logits[:, -1]
-        ids.append(int(draw(probabilities(logits, *how[:3]), number[None])))
+        ids.append(int(draw_tokens(compute_probabilities(logits, *how[:3]), number[None])))
         if ids[-1] == END:
             break
     return ids[len(prompt) :]
@@ -210,7 +210,9 @@ def big(args: argparse.Namespace) -> Engine:
 BUILT: dict[str, Engine] = {}
 
 
-def decoding(engine: Engine, tree: Tree | None, tokens: int = CYCLES, how: Sampling | None = None) -> Iterator[Step]:
+def decoding(
+    engine: Engine, tree: Tree | None, tokens: int = CYCLES, how: SamplingParams | None = None
+) -> Iterator[DecodeStep]:
     draw = torch.Generator().manual_seed(1)
     prompt = torch.randint(0, 151936, (PROMPT,), generator=draw).tolist()
     if tree is None:
@@ -224,7 +226,7 @@ def speed(args: argparse.Namespace) -> None:
     cuda = args.device == "cuda"
     say(f"in few kernels: target {engine.blocks is not None}, draft {engine.beams is not None}")
     list(decoding(engine, TREES[-1], CYCLES))  # takes the room that all need
-    hot = Sampling(0.7, 0.95, 50, 1)
+    hot = SamplingParams(0.7, 0.95, 50, 1)
     for tree, how in [*((tree, None) for tree in [None, *TREES]), (None, hot), (TREES[0], hot)]:
         begun = time.perf_counter()
         list(decoding(engine, tree, 8, how))
@@ -255,9 +257,9 @@ def speed(args: argparse.Namespace) -> None:
 def waiting() -> Iterator[list[float]]:
     """Inside the block, how long each fetch waited for the device."""
     waits: list[float] = []
-    send = Mail.send
+    send = AsyncReadback.send
 
-    def timed(mail: Mail, values: torch.Tensor) -> Callable[[], list[int]]:
+    def timed(mail: AsyncReadback, values: torch.Tensor) -> Callable[[], list[int]]:
         fetch = send(mail, values)
 
         def wait() -> list[int]:
@@ -268,15 +270,15 @@ def waiting() -> Iterator[list[float]]:
 
         return wait
 
-    Mail.send = timed  # type: ignore[method-assign]
+    AsyncReadback.send = timed  # type: ignore[method-assign]
     try:
         yield waits
     finally:
-        Mail.send = send  # type: ignore[method-assign]
+        AsyncReadback.send = send  # type: ignore[method-assign]
 
 
 @torch.inference_mode()
-def on_device(engine: Engine, tree: Tree | None, how: Sampling | None) -> float:
+def on_device(engine: Engine, tree: Tree | None, how: SamplingParams | None) -> float:
     """Milliseconds of a recorded step, by events around 100 of them, the median of five."""
     for _ in decoding(engine, tree, 8, how):
         pass
@@ -344,19 +346,19 @@ def products(args: argparse.Namespace) -> None:
         weights = [torch.randn(n, k, dtype=torch.bfloat16, device=args.device) for _ in range(copies)]
         for rows in (1, 16, 31, 60):
             x, gated = torch.randn(rows, k, dtype=torch.bfloat16, device=args.device), name == "gate_up"
-            library = (lambda x, w: kernels_triton.gate(F.linear(x, w))) if gated else F.linear
-            found = {"library": milliseconds(lambda: [library(x, w) for w in weights], x.device)}  # noqa: B023 - called at once
-            for t in kernels_triton.TILINGS:
+            library = (lambda x, w: kernels_triton.silu_and_mul(F.linear(x, w))) if gated else F.linear
+            found = {"library": time_graph_replay(lambda: [library(x, w) for w in weights], x.device)}  # noqa: B023 - called at once
+            for t in kernels_triton.MATMUL_TILINGS:
                 try:
                     alone = partial(
-                        kernels_triton.streamed, x, gated=gated, tile=t[0], depth=t[1], warps=t[2], stages=t[3]
+                        kernels_triton.stream_matmul, x, gated=gated, tile=t[0], depth=t[1], warps=t[2], stages=t[3]
                     )
-                    found[str(t)] = milliseconds(partial(list, map(alone, weights)), x.device)
+                    found[str(t)] = time_graph_replay(partial(list, map(alone, weights)), x.device)
                 except Exception as error:
                     say(f"  {t}: {type(error).__name__} {str(error)[:80]}")
             ranked = sorted((ms * 1e3 / copies, which) for which, ms in found.items())
             line = "; ".join(f"{which} {us:.1f} us {2 * n * k / us / 1e6:.2f} TB/s" for us, which in ranked)
-            taken = kernels_triton._tiling(x, weights[0], gated) or "library"
+            taken = kernels_triton._pick_tiling(x, weights[0], gated) or "library"
             say(f"{name:10} {n:6} x {k:5} {rows:2} rows, the engine takes {taken}: {line}")
 
 

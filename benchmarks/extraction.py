@@ -45,16 +45,18 @@ def main() -> None:
     if world > 1:
         torch.distributed.init_process_group("gloo")
     model = random_target(device)
-    packed = packed_forward.packs(model)
+    packed = packed_forward.supports_packing(model)
     if args.compile:
         packed_forward.compile_blocks(model, args.batch_tokens)
-    source = stage.Source(
-        partial(stage._forward, model, LAYERS, packed), partial(stage._batches, args.batch_tokens, not packed), device
+    source = stage.HiddenStatesSource(
+        partial(stage._fill_from_target, model, LAYERS, packed),
+        partial(stage._batch_rows, args.batch_tokens, not packed),
+        device,
     )
     alone = forward_rate(model, args.batch_tokens, args.profile and rank == 0) if packed else None
     for name in args.dtype:
         dtype = format.DTYPES[name]
-        size = stage.Size(H, dtype, None, format.row_bytes(H, dtype), 0)
+        size = stage.StoredRowSize(H, dtype, None, format.count_token_bytes(H, dtype), 0)
         folder = Path(tempfile.gettempdir()) / f"aerie-extraction-{name}"
         seconds = []
         for tokens in (4 * args.batch_tokens * world, args.tokens):  # the first warms up
@@ -62,19 +64,19 @@ def main() -> None:
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir()
             table = rows(tokens, args.real)
-            work = stage._plan("train", table, size, args.shard_mib << 20, folder)
+            work = stage._plan_shards("train", table, size, args.shard_mib << 20, folder)
             if world > 1:
                 torch.distributed.barrier()
             torch.cuda.synchronize()
             started = time.perf_counter()
-            stage._extract(work[rank::world], source, size, show=False)
+            stage._extract_shards(work[rank::world], source, size, show=False)
             torch.cuda.synchronize()
             if world > 1:
                 torch.distributed.barrier()
             seconds.append(time.perf_counter() - started)
         if rank:
             continue
-        count = int(table.select(stage._length().sum()).item())
+        count = int(table.select(stage._make_length_expr().sum()).item())
         written = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
         rate = count / seconds[-1]
         found = {
@@ -135,7 +137,7 @@ def rows(tokens: int, real: bool) -> pl.DataFrame:
              "finish_reason": "stop", "temperature": 0.0, "top_p": None, "source_row": i, "verdict": "clean", "images": None}
             for i, ids in enumerate(made)
         ],
-        schema=conversations.SAMPLED,
+        schema=conversations.SAMPLED_SCHEMA,
     )  # fmt: skip
 
 

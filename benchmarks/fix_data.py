@@ -52,7 +52,7 @@ def chat(rows: int) -> "itertools.chain[str]":
 
 
 def weather(rows: int):
-    return (json.dumps(row, ensure_ascii=False) + "\n" for row in damaged_exports.export(5, rows))
+    return (json.dumps(row, ensure_ascii=False) + "\n" for row in damaged_exports.export_weather(5, rows))
 
 
 def project(home: Path, lines, **changes) -> Path:
@@ -109,7 +109,7 @@ def loop(raw: Path, answers: str, limit: int) -> tuple[float, float]:
                 if role == "user":
                     question = text
                 if role == "assistant" and answers == "toon":
-                    text = toon.repair(text, toon.horizon_asked(question), "strip").text
+                    text = toon.repair_toon(text, toon.parse_horizon(question), "strip").text
                 kept.append({"role": role, "content": text})
             digest = hashlib.sha256(json.dumps(kept).encode()).digest()
             if digest not in seen:
@@ -123,7 +123,7 @@ def main() -> None:
     asked.add_argument("--rows", type=int, default=1_000_000)
     asked.add_argument("--toon-rows", type=int, default=100_000)
     args = asked.parse_args()
-    hardware = torch_records.hardware("cpu", 2)
+    hardware = torch_records.describe_hardware("cpu", 2)
     print(f"{dt.date.today()}, {hardware['cpu']}, Python {hardware['python']}; `{' '.join(sys.argv)}`\n")
     head = ["rows", "file, MiB", "answers", "near_duplicate", "seconds", "rows/s", "CPU µs/row", "plain loop: rows/s"]
     head += ["its CPU µs/row", "peak MiB", "out", "near"]

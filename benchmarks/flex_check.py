@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import torch
 from triton.testing import do_bench
 
-from stages.draft.eagle3 import Draft, DraftConfig
+from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.training import attention_mask, ttt
 
 H, V, D, STEPS = 512, 2000, 1500, 7
@@ -34,12 +34,12 @@ def main() -> None:
     ]  # fmt: skip
     good = True
     for config, loss in ((plain, "ce"), (plain, "lk_alpha"), (plain, "lk_lambda"), (options, "ce")):
-        draft = Draft(config)
+        draft = Eagle3Draft(config)
         draft.t2d[:D] = True
-        pack = ttt.Pack.of(rows, STEPS, "aligned")
+        pack = ttt.TrainingPack.of(rows, STEPS, "aligned")
         reference = learn(draft, pack, embedding, head, loss)
         for dtype in (torch.float32, torch.bfloat16):
-            there = Draft(config)
+            there = Eagle3Draft(config)
             there.load_state_dict(draft.state_dict())
             there = there.to("cuda").to(dtype)
             found = learn(there, pack.to("cuda"), embedding.to("cuda", dtype), head.to("cuda", dtype), loss)
@@ -61,7 +61,7 @@ def time_merge() -> None:
     for steps in (1, 3, 6):
         keys, values = ([make(positions, groups, width) for _ in range(steps)] for _ in range(2))
         slope = torch.randn_like(out)
-        for name, merge in (("kernels", attention_mask.merge), ("compiled", compiled_merge)):
+        for name, merge in (("kernels", attention_mask.merge_own_steps), ("compiled", compiled_merge)):
 
             def both(merge=merge, keys=keys, values=values, slope=slope) -> None:
                 merge(out, lse, query, keys, values).to(slope.dtype).backward(slope)
@@ -70,12 +70,12 @@ def time_merge() -> None:
 
 
 def compiled_merge(out, lse, query, keys, values):
-    return attention_mask._merge(out, lse, query, torch.stack(keys), torch.stack(values))
+    return attention_mask._merge_own_steps_torch(out, lse, query, torch.stack(keys), torch.stack(values))
 
 
-def learn(draft: Draft, pack: ttt.Pack, embedding, head, loss: str) -> dict[str, torch.Tensor]:
+def learn(draft: Eagle3Draft, pack: ttt.TrainingPack, embedding, head, loss: str) -> dict[str, torch.Tensor]:
     draft.zero_grad()
-    result = ttt.forward(draft, pack, embedding, head, ttt.Objective(STEPS, loss=loss))
+    result = ttt.compute_loss(draft, pack, embedding, head, ttt.TrainingObjective(STEPS, loss=loss))
     result.total.backward()
     told = {"total": result.total, "loss": result.loss, "hits": result.hits.sum(1)}
     return {

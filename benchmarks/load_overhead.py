@@ -20,14 +20,14 @@ import httpx
 import numpy as np
 
 from stages.serving import latency, load_generator, server
-from stages.serving.load_generator import Arrivals, Ask
+from stages.serving.load_generator import Arrivals, LoadRequest
 
 WARM_TOKENS = 3
 
 
-def asks(dialect: str, count: int, tokens: int) -> list[Ask]:
+def asks(dialect: str, count: int, tokens: int) -> list[LoadRequest]:
     prompt: Any = [{"role": "user", "content": "x" * 400}] if dialect == "chat" else list(range(400))
-    return [Ask(str(n), prompt, tokens, 0.0, 1.0, None, True) for n in range(count)]
+    return [LoadRequest(str(n), prompt, tokens, 0.0, 1.0, None, True) for n in range(count)]
 
 
 def measured(port: int, dialect: str, engine: str, at_once: int, tokens: int, rounds: int) -> dict[str, Any]:
@@ -35,9 +35,11 @@ def measured(port: int, dialect: str, engine: str, at_once: int, tokens: int, ro
     arrivals = Arrivals(math.inf, at_once, 0)
     cpu = time.process_time()
     url = f"http://127.0.0.1:{port}"
-    found = asyncio.run(load_generator.run(url, "null", wanted, arrivals, 600.0, warm, "benchmarks", engine=engine))
+    found = asyncio.run(
+        load_generator.run_load(url, "null", wanted, arrivals, 600.0, warm, "benchmarks", engine=engine)
+    )
     cpu = time.process_time() - cpu
-    told = latency.summary(found.records)
+    told = latency.summarise_load(found.records)
     assert told["completed"] == len(wanted), told["failed"]
     events = sum(len(r.events) for r in found.records) + len(warm) * WARM_TOKENS
     result = {
@@ -67,7 +69,7 @@ def wait_for(port: int) -> None:
 def main() -> None:
     words = sys.argv[1:] + ["64", "0.02", "200", "2"][len(sys.argv) - 1 :]
     at_once, gap_s, tokens, rounds = int(words[0]), words[1], int(words[2]), int(words[3])
-    port = server.free_port()
+    port = server.find_free_port()
     null = subprocess.Popen([sys.executable, "-m", "tests.serving.misbehaving_server", str(port), gap_s, "stream"])
     try:
         wait_for(port)

@@ -39,7 +39,7 @@ def walk(text: str, offsets: list[tuple[int, int]]) -> torch.Tensor:
 
 def search(ids: list[int], offsets: list[tuple[int, int]], begins: list[int], closers: set[int]) -> torch.Tensor:
     mask = torch.zeros(len(ids), dtype=torch.long)
-    for begin, end in chat_template.place(ids, offsets, begins, closers):
+    for begin, end in chat_template.locate_answer_tokens(ids, offsets, begins, closers):
         mask[begin:end] = 1
     return mask
 
@@ -66,8 +66,8 @@ def milliseconds(work: Callable[[], Any], repeat: int = 5) -> float:
 
 def main() -> None:
     count, rng = int(sys.argv[1]) if len(sys.argv) > 1 else 20, random.Random(1)
-    talks = [t for t, _ in zip(weather.conversations(7), range(400), strict=False)]
-    tokenizer = text_targets.build_tokenizer(text_targets.texts(talks))
+    talks = [t for t, _ in zip(weather.generate_conversations(7), range(400), strict=False)]
+    tokenizer = text_targets.build_tokenizer(text_targets.render_conversations(talks))
     eos = [tokenizer.eos_token_id]
     rows: dict[str, list[float]] = {
         k: [] for k in ("walk", "search", "starts", "by_prompts", "render_tokenise", "spans", "exploded", "naive")
@@ -78,23 +78,29 @@ def main() -> None:
         text = tokenizer.apply_chat_template(talk, tokenize=False)
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
-        begins = chat_template.starts(tokenizer, talk, text)
+        begins = chat_template.find_answer_starts(tokenizer, talk, text)
         assert walk(text, offsets).equal(search(ids, offsets, begins, set(eos))), "masks differ"
         lengths.append(len(ids))
         rows["walk"].append(milliseconds(lambda: walk(text, offsets)))
         rows["search"].append(milliseconds(lambda: search(ids, offsets, begins, set(eos))))
-        assert chat_template.starts_by_prompts(tokenizer, talk, text) == begins
-        rows["starts"].append(milliseconds(lambda: chat_template.starts(tokenizer, talk, text)))
-        rows["by_prompts"].append(milliseconds(lambda: chat_template.starts_by_prompts(tokenizer, talk, text)))
+        assert chat_template.find_starts_by_rendering(tokenizer, talk, text) == begins
+        rows["starts"].append(milliseconds(lambda: chat_template.find_answer_starts(tokenizer, talk, text)))
+        rows["by_prompts"].append(milliseconds(lambda: chat_template.find_starts_by_rendering(tokenizer, talk, text)))
         rows["render_tokenise"].append(
             milliseconds(
                 lambda: tokenizer(tokenizer.apply_chat_template(talk, tokenize=False), return_offsets_mapping=True), 3
             )
         )
-        rows["spans"].append(milliseconds(lambda: chat_template.spans(tokenizer, talk, eos), 3))
-        rows["exploded"].append(milliseconds(lambda: chat_template.exploded(tokenizer, talk, eos), 3))
+        rows["spans"].append(milliseconds(lambda: chat_template.encode_conversation(tokenizer, talk, eos), 3))
+        rows["exploded"].append(milliseconds(lambda: chat_template.encode_turns(tokenizer, talk, eos), 3))
         rows["naive"].append(
-            milliseconds(lambda: [chat_template.prompt_ids(tokenizer, talk[:i]) for i in chat_template.turns(talk)], 1)
+            milliseconds(
+                lambda: [
+                    chat_template.encode_prompt(tokenizer, talk[:i])
+                    for i in chat_template.find_assistant_messages(talk)
+                ],
+                1,
+            )
         )
     ms = {name: round(statistics.median(values), 3) for name, values in rows.items()}
     result = {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from stages.literature import audit, published
 from stages.literature.audit_findings import VERDICTS, Finding
-from stages.literature.published import SETTINGS, UNKNOWN, Publication
+from stages.literature.published import SETTING_NAMES, UNKNOWN, Publication
 
 PAGE = Path("docs/published.md")
 HEAD = """# Published results
@@ -35,7 +35,7 @@ def overview(publications: dict[str, Publication], findings: list[Finding]) -> s
     """A line for each publication: how much it holds, what it leaves open, what the audit finds."""
     lines: list[tuple[str, ...]] = [("file", "what", "numbers", "never stated", "findings")]
     for name, publication in publications.items():
-        never = [key for key in SETTINGS if all(getattr(r.setting, key) == UNKNOWN for r in publication.rows)]
+        never = [key for key in SETTING_NAMES if all(getattr(r.setting, key) == UNKNOWN for r in publication.rows)]
         undefined = [key for key, metric in publication.metrics.items() if metric.definition == UNKNOWN]
         if undefined:
             never.append(f"what {len(undefined)} of {len(publication.metrics)} metrics mean")
@@ -62,7 +62,7 @@ def section(publication: Publication, findings: list[Finding]) -> str:
 
 
 def page(publications: dict[str, Publication]) -> str:
-    findings = audit.findings(publications)
+    findings = audit.audit_publications(publications)
     sections = [
         section(publication, [finding for finding in findings if finding.what == name])
         for name, publication in publications.items()
@@ -71,4 +71,4 @@ def page(publications: dict[str, Publication]) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(published.load()), encoding="utf-8")
+    PAGE.write_text(page(published.read_publications()), encoding="utf-8")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipeline import recipes
 from stages.params import schema
-from stages.params.recipe import RECIPES
+from stages.params.recipe import RECIPES_FOLDER
 from stages.reproduce import estimate
 
 PAGE = Path("docs/recipes.md")
@@ -71,17 +71,17 @@ def page() -> str:
     """Written from the project's root, from params.yaml as it is committed."""
     head = ("recipe", "published", "status", "target", "KV a token", "draft", "disk", "download", "GPU-hours")
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    for path in sorted(RECIPES.glob("*.yaml")):
+    for path in sorted(RECIPES_FOLDER.glob("*.yaml")):
         about, _ = schema.read_recipe(path)
         assert about, path
-        with recipes.merged(path.stem) as (file, _):
-            p = schema.load(file)
-        shape, found = estimate.of_target(p), estimate.estimate(p, about)
-        draft = sum(estimate.draft_parameters(estimate.init_draft.infer(p, shape.made)).values())
+        with recipes.merge_recipe(path.stem) as (file, _):
+            p = schema.load_params(file)
+        shape, found = estimate.read_target_size(p), estimate.estimate_recipe(p, about)
+        draft = sum(estimate.count_draft_parameters(estimate.init_draft.infer(p, shape.made)).values())
         cells = (
             f"`{path.stem}`", ", ".join(dict.fromkeys(f"`{match.publication}`" for match in about.beside)) or "ours",
-            about.status.partition(",")[0], estimate.many(shape.parameters), f"{shape.kv_bytes(p.target.dtype):,} B",
-            estimate.many(draft), f"{found.disk_bytes / 2**30:.1f} GiB", f"{found.download_bytes / 2**30:.1f} GiB",
+            about.status.partition(",")[0], estimate.format_count(shape.parameters), f"{shape.kv_bytes(p.target.dtype):,} B",
+            estimate.format_count(draft), f"{found.disk_bytes / 2**30:.1f} GiB", f"{found.download_bytes / 2**30:.1f} GiB",
             f"{found.gpu_hours:.2g}" if found.gpu_hours else "none",
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from stages.draft.eagle3 import Draft, DraftConfig, first_state, in_sight, prefix
-from stages.replay.replay import Replayed, Shape, replay, room
+from stages.draft.eagle3 import DraftConfig, Eagle3Draft, build_prefix_mask, compute_first_state, encode_prefix
+from stages.replay.replay import ReplayOutput, TreeTuple, compute_capacity, replay_answers
 from stages.results import interval
 from stages.trees import draft_tree
-from stages.trees.expansion import expand
+from stages.trees.expansion import expand_candidates
 
 PEAK = {"float32": 67e12, "bfloat16": 989e12}  # FLOP/s of an H200 (its data sheet; float32 without TF32)
 BYTES = 4.8e12  # a second
@@ -39,7 +39,7 @@ def main() -> None:
     takes.add_argument("--steps", type=int, default=None, help="1 to so many")
     takes.add_argument("--topk", type=int, default=None, help="1 to so many")
     takes.add_argument("--checked", type=int, default=12, help="structures that are compared, on two answers each")
-    takes.add_argument("--semantics", default="sglang", choices=list(draft_tree.SEMANTICS))
+    takes.add_argument("--semantics", default="sglang", choices=list(draft_tree.TREE_SCORINGS))
     o = takes.parse_args()
     width, vocab, steps, topk, answers = (128, 640, 10, 4, 40) if o.small else (512, 4096, 16, 10, 100)
     steps, topk, answers = o.steps or steps, o.topk or topk, o.answers or answers
@@ -50,8 +50,10 @@ def main() -> None:
     trees = grid(steps, range(1, topk + 1), tokens)
     memory = int(o.memory_gib * 2**30)
 
-    def run(trees: Sequence[Shape]) -> Replayed:
-        return replay(draft, embedding, *rows, trees, semantics=o.semantics, at_once=room(draft, trees, memory).places)
+    def run(trees: Sequence[TreeTuple]) -> ReplayOutput:
+        return replay_answers(
+            draft, embedding, *rows, trees, semantics=o.semantics, at_once=compute_capacity(draft, trees, memory).places
+        )
 
     places = int((rows[3] - rows[2] - 1).sum())
     name = torch.cuda.get_device_name() if o.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
@@ -86,7 +88,7 @@ def main() -> None:
     check(draft, embedding, rows, trees, found, o.checked, o.semantics)
 
 
-def grid(steps: int, topks: Sequence[int], tokens: Sequence[int]) -> list[Shape]:
+def grid(steps: int, topks: Sequence[int], tokens: Sequence[int]) -> list[TreeTuple]:
     """As ReplayTrees.trees: those that the candidates suffice for."""
     return [
         (s, k, m)
@@ -97,14 +99,14 @@ def grid(steps: int, topks: Sequence[int], tokens: Sequence[int]) -> list[Shape]
     ]
 
 
-def random_draft(width: int, vocab: int) -> tuple[Draft, Tensor]:
+def random_draft(width: int, vocab: int) -> tuple[Eagle3Draft, Tensor]:
     """Heads and widths as the embedded target's; logits of a spread of 3, as a trained draft's about."""
     config = DraftConfig(
         hidden_size=width, intermediate_size=2 * width, num_attention_heads=width // 32, num_key_value_heads=width // 64,
         head_dim=32, vocab_size=vocab, draft_vocab_size=vocab // 2, max_position_embeddings=1024, rms_norm_eps=1e-6,
         rope={"rope_theta": 10000.0, "rope_type": "default"},
     )  # fmt: skip
-    generator, draft = torch.Generator().manual_seed(1), Draft(config)
+    generator, draft = torch.Generator().manual_seed(1), Eagle3Draft(config)
     for parameter in draft.parameters():
         if parameter.ndim == 2:
             parameter.data = torch.randn(parameter.shape, generator=generator) / parameter.shape[1] ** 0.5
@@ -115,7 +117,7 @@ def random_draft(width: int, vocab: int) -> tuple[Draft, Tensor]:
 
 
 @torch.inference_mode()
-def make_answers(draft: Draft, embedding: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def make_answers(draft: Eagle3Draft, embedding: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """ids [B, T], features [B, T, 3H], starts and ends [B]: the draft's greedy chain, broken off, a random token, and again."""
     rng, generator = random.Random(2), torch.Generator().manual_seed(2)
     c, device = draft.config, embedding.device
@@ -125,12 +127,12 @@ def make_answers(draft: Draft, embedding: Tensor, count: int) -> tuple[Tensor, T
     features = torch.randn(count, most + 17, 3 * c.hidden_size, generator=generator).to(device, embedding.dtype)
     while any(len(ids) < p + n for ids, p, n in zip(lists, prompts, wanted, strict=True)):
         ids = pad_sequence([torch.tensor(x) for x in lists], batch_first=True).to(device)
-        fused, keys, values = prefix(draft, ids, features[:, : ids.shape[1]], embedding)
+        fused, keys, values = encode_prefix(draft, ids, features[:, : ids.shape[1]], embedding)
         last = torch.tensor([len(x) - 2 for x in lists], device=device)[:, None]
-        allowed, row = in_sight(last, ids.shape[1], None), torch.arange(count, device=device)[:, None]
+        allowed, row = build_prefix_mask(last, ids.shape[1], None), torch.arange(count, device=device)[:, None]
         bonus = embedding[ids[row, last + 1]]
-        state = first_state(draft, bonus, fused[row, last], last, keys, values, allowed)
-        chains = expand(draft, embedding, state, last, keys, values, allowed, 16, 1).tokens.tolist()
+        state = compute_first_state(draft, bonus, fused[row, last], last, keys, values, allowed)
+        chains = expand_candidates(draft, embedding, state, last, keys, values, allowed, 16, 1).tokens.tolist()
         for ids_of_row, chain, p, n in zip(lists, chains, prompts, wanted, strict=True):
             if len(ids_of_row) < p + n:
                 ids_of_row += [*chain[: min(16, int(rng.expovariate(1 / 4)))], rng.randrange(c.vocab_size)]
@@ -141,8 +143,8 @@ def make_answers(draft: Draft, embedding: Tensor, count: int) -> tuple[Tensor, T
 
 
 def timed(
-    draft: Draft, run: Callable[[Sequence[Shape]], Replayed], trees: Sequence[Shape]
-) -> tuple[float, int, Replayed]:
+    draft: Eagle3Draft, run: Callable[[Sequence[TreeTuple]], ReplayOutput], trees: Sequence[TreeTuple]
+) -> tuple[float, int, ReplayOutput]:
     """Seconds, nodes that went through the draft's layer, and what was found."""
     nodes = [0]
     counting = draft.midlayer.mlp.register_forward_hook(lambda _m, given, _o: nodes.append(given[0].shape[:-1].numel()))
@@ -160,8 +162,8 @@ def timed(
 
 
 def line(
-    name: str, draft: Draft, run: Callable[[Sequence[Shape]], Replayed], trees: Sequence[Shape]
-) -> tuple[float, int, Replayed]:
+    name: str, draft: Eagle3Draft, run: Callable[[Sequence[TreeTuple]], ReplayOutput], trees: Sequence[TreeTuple]
+) -> tuple[float, int, ReplayOutput]:
     seconds, nodes, found = timed(draft, run, trees)
     cuda = next(draft.parameters()).is_cuda
     used = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -172,7 +174,7 @@ def line(
     return seconds, nodes, found
 
 
-def floor(draft: Draft, nodes: int, tokens: float) -> tuple[float, float]:
+def floor(draft: Eagle3Draft, nodes: int, tokens: float) -> tuple[float, float]:
     """FLOP of the nodes' products, and bytes of their logits, written and read three times: softmax, its sum, the best."""
     c = draft.config
     weights = sum(p.numel() for name, p in draft.named_parameters() if p.ndim == 2 and name != "fc.weight")
@@ -181,7 +183,7 @@ def floor(draft: Draft, nodes: int, tokens: float) -> tuple[float, float]:
 
 
 @torch.inference_mode()
-def check(draft, embedding, rows, trees: Sequence[Shape], found: Replayed, count: int, semantics: str) -> None:
+def check(draft, embedding, rows, trees: Sequence[TreeTuple], found: ReplayOutput, count: int, semantics: str) -> None:
     """Prints how many of the sampled structures have the integers that decoding step by step gives."""
     rng, right, drafts = random.Random(3), 0, 0
     chosen = sorted(rng.sample(range(len(trees)), min(count, len(trees))))
@@ -197,21 +199,25 @@ def check(draft, embedding, rows, trees: Sequence[Shape], found: Replayed, count
     )
 
 
-def step_by_step(draft: Draft, embedding: Tensor, row: list[Tensor], shape: Shape, semantics: str) -> tuple[int, int]:
+def step_by_step(
+    draft: Eagle3Draft, embedding: Tensor, row: list[Tensor], shape: TreeTuple, semantics: str
+) -> tuple[int, int]:
     """Accepted drafts and cycles of one answer, each tree built where decoding stands, alone."""
     steps, topk, tokens = shape
     ids, features, (start,), (end,) = row[0], row[1], row[2].tolist(), row[3].tolist()
     said, accepted, cycles, bonus = ids[0].tolist(), 0, 0, start
     while bonus < end - 1:
         p = torch.tensor([[bonus - 1]], device=ids.device)
-        fused, keys, values = prefix(draft, ids[:, : bonus + 1], features[:, : bonus + 1], embedding)
+        fused, keys, values = encode_prefix(draft, ids[:, : bonus + 1], features[:, : bonus + 1], embedding)
         keys, values = keys[:, :bonus], values[:, :bonus]
-        state = first_state(draft, embedding[ids[:, bonus, None]], fused[:, bonus - 1, None], p, keys, values, None)
-        grown = expand(draft, embedding, state, p, keys, values, None, steps, topk, semantics)
-        kept = draft_tree.keep(grown, tokens)
+        state = compute_first_state(
+            draft, embedding[ids[:, bonus, None]], fused[:, bonus - 1, None], p, keys, values, None
+        )
+        grown = expand_candidates(draft, embedding, state, p, keys, values, None, steps, topk, semantics)
+        kept = draft_tree.build_tree(grown, tokens)
         choices = [said[bonus + d + 1] if bonus + d + 1 < end else -1 for d in kept.depths[0].tolist()]
         chosen = torch.tensor([choices], device=ids.device)
-        depth = int(draft_tree.accept(kept, chosen, steps)[1]) - 1
+        depth = int(draft_tree.find_accepted_path(kept, chosen, steps)[1]) - 1
         accepted, cycles, bonus = accepted + depth, cycles + 1, bonus + depth + 1
     return accepted, cycles
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from ruamel.yaml import YAML
 
 from pipeline import dvc_graph, serve
-from pipeline.resources import Lease, Pool
-from pipeline.scheduler import Graph, run_all
-from stages.params.schedule import Needs
+from pipeline.resources import ResourceLease, ResourcePool
+from pipeline.scheduler import StageGraph, run_stages
+from stages.params.schedule import StageResources
 
 CELLS, SLOTS = 24, 4
 REPO = Path(__file__).parents[1]
@@ -40,7 +40,7 @@ def main() -> None:
         found = {"load before": os.getloadavg()[0], "dvc repro": _timed(folder, "serial", 1, _serial)}
         found["four at once, no Prefect"] = _timed(folder, "parallel", SLOTS, lambda: _parallel(Path(folder)))
         begun = time.monotonic()
-        with serve.server(4390):
+        with serve.run_prefect_server(4390):
             found["server's first start"] = time.monotonic() - begun
             found["flow, four at once"] = _timed(folder, "flow", SLOTS, _flow)
             found["flow, one at a time"] = _timed(folder, "flow1", 1, _flow)
@@ -78,21 +78,21 @@ def _serial() -> None:
 
 
 def _parallel(folder: Path) -> None:
-    needs, changed = dvc_graph.stages(), dict[str, bool]()
+    needs, changed = dvc_graph.list_stages(), dict[str, bool]()
 
-    def bring(name: str, lease: Lease, why: list[str]) -> None:
-        changed[name] = bool(why) and dvc_graph.run_stage(name, str) != dvc_graph.Outcome.UNCHANGED
+    def bring(name: str, lease: ResourceLease, why: list[str]) -> None:
+        changed[name] = bool(why) and dvc_graph.reproduce_stage(name, str) != dvc_graph.Outcome.UNCHANGED
 
     with ThreadPoolExecutor() as threads:
-        work = Graph(needs, dict.fromkeys(needs, Needs(gpus=0, exclusive=False)))
-        pool = Pool(SLOTS, [], folder / "locks")
-        run_all(
+        work = StageGraph(needs, dict.fromkeys(needs, StageResources(gpus=0, exclusive=False)))
+        pool = ResourcePool(SLOTS, [], folder / "locks")
+        run_stages(
             work,
-            dvc_graph.why_stale(),
+            dvc_graph.explain_stale(),
             pool,
             lambda *given: threads.submit(bring, *given),
             changed.get,
-            dvc_graph.why_stale,
+            dvc_graph.explain_stale,
         )
 
 
@@ -101,7 +101,7 @@ def _flow() -> None:
 
 
 def _flow_and_server() -> None:
-    with serve.server(4390):
+    with serve.run_prefect_server(4390):
         _flow()
 
 

@@ -46,7 +46,7 @@ def make_target(folder: Path, name: str) -> None:
     torch.manual_seed(0)
     kind, more = CLASSES[name]
     config = kind(**SHAPE, **more, num_hidden_layers=LAYERS, bos_token_id=0, eos_token_id=1, pad_token_id=0)
-    model = loading.auto_class(config).from_config(config)
+    model = loading.select_auto_class(config).from_config(config)
     with torch.no_grad():
         for key, weight in model.named_parameters():
             scale = 1.0 if "embed" in key else 1.5 * weight.shape[-1] ** -0.5
@@ -62,9 +62,12 @@ def make_draft(folder: Path) -> None:
     shape = {**SHAPE, "draft_vocab_size": D}
     rope = {"rope_type": "default", "rope_theta": 10_000.0}
     folder.mkdir(parents=True, exist_ok=True)
-    config = checkpoint.config_json(shape, rope, config_facts.default_feature_layers(LAYERS), LAYERS, [1])
+    config = checkpoint.build_config(shape, rope, config_facts.default_feature_layers(LAYERS), LAYERS, [1])
     (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
-    tensors = {name: torch.randn(size, dtype=torch.bfloat16) * 0.02 for name, size in checkpoint.shapes(config).items()}
+    tensors = {
+        name: torch.randn(size, dtype=torch.bfloat16) * 0.02
+        for name, size in checkpoint.list_tensor_shapes(config).items()
+    }
     tensors |= {"d2t": torch.zeros(D, dtype=torch.int64), "t2d": torch.arange(V) < D}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
@@ -93,13 +96,13 @@ def theirs(folder: Path) -> list[Tensor]:
 
 def ours(folder: Path, dtype: str, layers: list[int]) -> list[Tensor]:
     """The same by transformers, all prompts end to end in one forward as extract_hiddens has them: [T, 3H] each."""
-    model = loading.load(str(folder / "target"), None, dtype, "cuda" if torch.cuda.is_available() else "cpu")
-    packed = packed_forward.packs(model)
+    model = loading.load_target(str(folder / "target"), None, dtype, "cuda" if torch.cuda.is_available() else "cpu")
+    packed = packed_forward.supports_packing(model)
     streams: dict[int, Tensor] = {}
     ids = torch.cat([torch.tensor(p) for p in prompts()]).to(model.device)
-    with hooks.tapped(model, layers, streams.__setitem__):
+    with hooks.tap_residual_streams(model, layers, streams.__setitem__):
         packed_forward.forward_documents(model, ids, list(LENGTHS), packed)
-    parts = [packed_forward.unpadded(streams[k], list(LENGTHS)).float().cpu() for k in range(len(layers))]
+    parts = [packed_forward.unpad_stream(streams[k], list(LENGTHS)).float().cpu() for k in range(len(layers))]
     print(f"ours, {dtype}: documents {'end to end' if packed else 'padded'}")
     return list(torch.cat(parts, dim=-1).split(list(LENGTHS)))
 

@@ -26,13 +26,13 @@ from tqdm import tqdm
 
 from benchmarks.extraction import FLOP as TARGET_FLOP
 from benchmarks.extraction import random_target
-from stages.draft.eagle3 import Draft, DraftConfig
+from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.hidden_states import format
-from stages.hidden_states.reader import Store
+from stages.hidden_states.reader import HiddenStatesReader
 from stages.params.draft_sections import TrainDraft
 from stages.runtime import distributed
-from stages.target.online import Live
-from stages.train_draft import Run
+from stages.target.online import OnlineTarget
+from stages.train_draft import TrainingRun
 
 DENSE_FLOP, PEAK = 16.46e9, 989e12  # a token at 8B shape; a second
 LENGTHS = {
@@ -60,27 +60,29 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="that target's blocks")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
-    with distributed.joined(args.device) as group:
+    with distributed.join_process_group(args.device) as group:
         for scenario in args.scenario:
             _measure(args, scenario, group)
 
 
-def _measure(args: argparse.Namespace, scenario: str, group: distributed.Ranks) -> None:
+def _measure(args: argparse.Namespace, scenario: str, group: distributed.RankContext) -> None:
     kind = f"{scenario}{'-online' if args.online else ''}"
     folder = Path(tempfile.gettempdir()) / f"aerie-training-{kind}-{args.hidden}-{args.tokens}"
     if group.first and not folder.exists():
         half = folder.with_suffix(".half")
         shutil.rmtree(half, ignore_errors=True)
         half.mkdir()
-        format.write(half, rows(args, scenario), torch.bfloat16, 1 << 30)
+        format.write_rows(half, rows(args, scenario), torch.bfloat16, 1 << 30)
         half.rename(folder)
     while not folder.exists():
         time.sleep(0.5)
     args.batch_tokens = max(args.batch_tokens, 32768) if scenario == "long" else args.batch_tokens
-    store, run = Store(folder), start(args, group)
+    store, run = HiddenStatesReader(folder), start(args, group)
     assert store.online == args.online
     if args.online:
-        run.live = Live(random_target(group.device), [2, 18, 33], None, args.batch_tokens if args.compile else None)
+        run.live = OnlineTarget(
+            random_target(group.device), [2, 18, 33], None, args.batch_tokens if args.compile else None
+        )
     with tqdm(disable=True) as bar:
         run.train_epoch(store, bar)
         if group.device != "cpu":
@@ -120,18 +122,18 @@ def rows(args: argparse.Namespace, scenario: str):
         hidden = 0 if args.online else args.hidden
         features = torch.randn(length, 4 * hidden, device=device).to(torch.bfloat16).cpu()
         ids = torch.randint(0, args.vocab, (length,), dtype=torch.int32)
-        yield format.Row(
+        yield format.HiddenStatesRow(
             str(made), ids, taught, features[:, : 3 * hidden].contiguous(), features[:, 3 * hidden :].contiguous(),
             int((~taught).sum()), "stop",
         )  # fmt: skip
         made += length
 
 
-def start(args: argparse.Namespace, group: distributed.Ranks) -> Run:
+def start(args: argparse.Namespace, group: distributed.RankContext) -> TrainingRun:
     h, heads = args.hidden, args.hidden // 128
     torch.manual_seed(2)
     with torch.device(group.device):
-        draft = Draft(
+        draft = Eagle3Draft(
             DraftConfig(
                 h, 3 * h, heads, max(1, heads // 4), 128, args.vocab, args.draft_vocab, 40960, 1e-6,
                 {"rope_theta": 1e6, "rope_type": "default"},
@@ -147,12 +149,12 @@ def start(args: argparse.Namespace, group: distributed.Ranks) -> Run:
         warmup_steps=10, weight_decay=0.0, grad_clip=0.5, batch_tokens=args.batch_tokens,
         packs_per_step=args.packs_per_step, processes=1, parallel=args.parallel, seed=1,
     )  # fmt: skip
-    run = Run(draft, {}, {}, 0, 0)
+    run = TrainingRun(draft, {}, {}, 0, 0)
     run.to(group, tables[0], tables[1], settings)
     return run
 
 
-def profile(run: Run, store: Store, bar: tqdm) -> None:
+def profile(run: TrainingRun, store: HiddenStatesReader, bar: tqdm) -> None:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 

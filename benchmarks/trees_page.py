@@ -23,7 +23,7 @@ from benchmarks.trees_record import (
     short,
 )
 from stages.literature import published
-from stages.params.tree_sections import candidates
+from stages.params.tree_sections import count_candidates
 
 PAGE = ROOT / "docs/trees.md"
 CHAIN: Shape = (10, 1, 11)
@@ -60,7 +60,7 @@ def places(r: Record) -> str:
     return table(
         head,
         *(
-            (short(s), f"{s[1]} + {s[0] - 1}·{s[1] ** 2} = {candidates(*s[:2])}", s[2] - 1,
+            (short(s), f"{s[1]} + {s[0] - 1}·{s[1] ** 2} = {count_candidates(*s[:2])}", s[2] - 1,
              *(f"{r.trees[draft][s]['mean_depth']:.1f} of {s[0]}" for draft in (HARD, EASY)),
              *(f"{r.tau(draft, s):.2f}" for draft in (HARD, EASY)))
             for s in shapes
@@ -182,8 +182,8 @@ def sums(r: Record, draft: str, shape: Shape) -> tuple[float, float]:
 
 def seed(*shapes: Shape, draft: str) -> list[str]:
     """The published accept lengths of these trees."""
-    rows = published.load(ROOT / "published")["qwen3-vl-weather"].rows
-    found = {published.tree(r.setting): r.value for r in rows if r.metric == "tau" and r.setting.draft == draft}
+    rows = published.read_publications(ROOT / "published")["qwen3-vl-weather"].rows
+    found = {published.parse_tree(r.setting): r.value for r in rows if r.metric == "tau" and r.setting.draft == draft}
     return [f"{found[shape]:g}" for shape in shapes]
 
 
@@ -196,7 +196,7 @@ def page(r: Record) -> str:
     hard, easy = ([f"{x:.2f}" for x in sums(r, draft, THREE)] for draft in (HARD, EASY))
     two9, three9 = seed(TWO, THREE, draft="the team's, ep=9")
     two3, three3 = seed((12, 2, 32), (12, 3, 32), draft="the team's, ep=3")
-    of_pool = {shape: f"{100 * (shape[2] - 1) / candidates(*shape[:2]):.0f}%" for shape in (TWO, THREE)}
+    of_pool = {shape: f"{100 * (shape[2] - 1) / count_candidates(*shape[:2]):.0f}%" for shape in (TWO, THREE)}
     past = [f"{100 * past_the_first(r, EASY, shape):.0f}%" for shape in (TWO, THREE)]
     beyond = [f"{100 * above(r, EASY, shape):.0f}%" for shape in (TWO, THREE)]
     falls = [f"{100 * (1 - r.tau(flat, shape) / r.tau(EASY, shape)):.0f}%" for shape in (TWO, THREE)]
@@ -260,7 +260,7 @@ places from deeper nodes. At {flattest:g} (`{flat}`) the tree of 10_3_32 ends at
 {sibling_lines(r, [(shape, draft) for shape in (TWO, THREE) for draft in (EASY, flat)])}
 
 10_3_32 loses {falls[1]} of its tau, 10_2_32 {falls[0]}, for want of choice: its {TWO[2] - 1} places are {of_pool[TWO]} of its
-{candidates(*TWO[:2])} candidates, those of 10_3_32 {of_pool[THREE]} of {candidates(*THREE[:2])}.
+{count_candidates(*TWO[:2])} candidates, those of 10_3_32 {of_pool[THREE]} of {count_candidates(*THREE[:2])}.
 
 **So a small topk guards against scores that can't be trusted.** The sum of a tree's scores is how many drafts it promises. If
 the scores are true, a third guess takes a place only where it is worth more than what it displaces, and nothing that matters
@@ -286,7 +286,7 @@ The highest tau of any num_steps up to 12, by topk and by how many tokens may be
 
 - **Where few tokens are verified**, as at high concurrency: at {BUDGETS[0]} a topk above 3 buys at most
   {100 * max(lost(r, d, BUDGETS[0]) for d in (HARD, MIDDLE, EASY)):.0f}%. The more places, the larger the topk that fills them
-  well; topk 2 can't fill more than {candidates(12, 2)} in twelve steps.
+  well; topk 2 can't fill more than {count_candidates(12, 2)} in twelve steps.
 - **Where the draft is good**: up to {BUDGETS[1]} tokens topk ≤ 3 costs `{EASY}` {100 * lost(r, EASY, BUDGETS[1]):.0f}% and
   `{HARD}` {100 * lost(r, HARD, BUDGETS[1]):.0f}%. That is the seed's "simple data", and it ends where places abound.
 - **Where scores can't be trusted**: above.

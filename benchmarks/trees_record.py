@@ -38,7 +38,7 @@ GRID = {
 }  # fmt: skip
 PAIR = {"steps": [10], "topk": [1, 2, 3], "tokens": [32], "inside": GRID["inside"][:2]}
 TREES = ("draft", "steps", "topk", "tokens", "tau", "tau_low", "tau_high", "cycles", "accepted", "mean_depth")
-INSIDE = ("draft", *replay_records.INSIDE[1:])
+INSIDE = ("draft", *replay_records.TREE_STATISTICS_COLUMNS[1:])
 
 
 # Recording
@@ -62,7 +62,7 @@ def record(date: str) -> None:
     about = {
         "date": date,
         "model": settings["target"]["model"],
-        "hardware": torch_records.hardware("cpu", settings["target"]["num_threads"]),
+        "hardware": torch_records.describe_hardware("cpu", settings["target"]["num_threads"]),
     }
     atomic.write_json(place / "about.json", about)
 
@@ -88,7 +88,10 @@ def replayed(checkpoint: str, grid: Row, temperature: float) -> tuple[list[Row],
             command, cwd=work, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        return tuple(rows_of(work / place(checkpoint)) for place in (replay_records.path, replay_records.inside_path))
+        return tuple(
+            rows_of(work / place(checkpoint))
+            for place in (replay_records.locate_replay, replay_records.locate_tree_statistics)
+        )
 
 
 def rows_of(place: Path) -> list[Row]:

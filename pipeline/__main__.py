@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from pipeline import dvc_graph, versions, workspaces
-from pipeline.recipes import use
-from pipeline.reproduce import compare, dry_run, reproduce
+from pipeline.recipes import use_recipe
+from pipeline.reproduce import compare_recipe, describe_dry_run, reproduce_recipe
 
-TOLD = 3  # changes of a line
+MAX_SHOWN_CHANGES = 3  # changes of a line
 
 
 def run() -> Iterator[str]:
@@ -32,17 +32,17 @@ def run() -> Iterator[str]:
         StageError: where a stage failed.
     """
     with workspaces.one_run(partial(print, flush=True)) as held:
-        why = dvc_graph.why_stale()
+        why = dvc_graph.explain_stale()
         yield from _describe(why)
         if not why:
             return
-        with dvc_graph.guarded(held):
+        with dvc_graph.guard_run(held):
             dvc_graph.run_all_stages()
 
 
-def stale() -> Iterator[str]:
+def list_stale() -> Iterator[str]:
     """Say what the next run wakes. Raises SystemExit(1) after the last line, where that is anything."""
-    why = dvc_graph.why_stale()
+    why = dvc_graph.explain_stale()
     yield from versions.warnings()
     yield from _describe(why)
     if why:
@@ -55,32 +55,32 @@ def _describe(why: dict[str, list[str]]) -> Iterator[str]:
         yield "nothing is stale"
         return
     reasons: dict[str, list[str]] = {}
-    for name in filter(why.get, dvc_graph.stages()):
-        reasons.setdefault(_brief(why[name]), []).append(name)
+    for name in filter(why.get, dvc_graph.list_stages()):
+        reasons.setdefault(_summarise_changes(why[name]), []).append(name)
     for reason, names in reasons.items():
         yield f"stale: {', '.join(names)} ({reason})"
 
 
-def _brief(changes: list[str]) -> str:
+def _summarise_changes(changes: list[str]) -> str:
     """All of them are in the stage's log and in Prefect's pages."""
     if any(
         change.endswith("not in cache") for change in changes
     ):  # as in a new clone, where there is nothing else to say
         return "its results are not here"
-    more = [f"{len(changes) - TOLD} more"] if len(changes) > TOLD else []
-    return "; ".join([*changes[:TOLD], *more])
+    more = [f"{len(changes) - MAX_SHOWN_CHANGES} more"] if len(changes) > MAX_SHOWN_CHANGES else []
+    return "; ".join([*changes[:MAX_SHOWN_CHANGES], *more])
 
 
-WAYS: dict[tuple[str, ...], Callable[..., Iterable[str]]] = {
+COMMANDS: dict[tuple[str, ...], Callable[..., Iterable[str]]] = {
     ("run",): run,
-    ("stale",): stale,
-    ("pull",): dvc_graph.pull,
-    ("use",): use,
-    ("reproduce",): reproduce,
-    ("reproduce", "--dry-run"): dry_run,
-    ("reproduce", "--compare"): compare,
-    ("promote",): workspaces.promote,
-    ("drop",): workspaces.drop,
+    ("stale",): list_stale,
+    ("pull",): dvc_graph.pull_inputs,
+    ("use",): use_recipe,
+    ("reproduce",): reproduce_recipe,
+    ("reproduce", "--dry-run"): describe_dry_run,
+    ("reproduce", "--compare"): compare_recipe,
+    ("promote",): workspaces.promote_run,
+    ("drop",): workspaces.drop_run,
 }
 
 
@@ -88,7 +88,7 @@ def main(words: list[str]) -> None:
     try:
         flags = [word for word in words[1:] if word.startswith("-")]
         names = [word for word in words[1:] if not word.startswith("-")]
-        way = WAYS.get((*words[:1], *flags))
+        way = COMMANDS.get((*words[:1], *flags))
         if way is None or len(names) != len(inspect.signature(way).parameters):
             usage = (
                 "python -m pipeline run, stale, pull STAGE, use RECIPE,"

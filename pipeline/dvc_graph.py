@@ -40,7 +40,7 @@ class Outcome(StrEnum):
 
 
 # What DVC 3 prints of a stage, the name in quotes, before the stage's own command prints anything.
-VERDICTS = {
+OUTCOME_LINES = {
     "Running stage '{}'": Outcome.RAN,
     "Verifying data sources in stage: '{}'": Outcome.RAN,  # a file put under DVC by `dvc add` and changed since
     "Stage '{}' is cached - skipping run": Outcome.RESTORED,
@@ -48,7 +48,7 @@ VERDICTS = {
 }
 
 # What DVC 3 advises after each stage, about git and remotes: without it a run's log is half as long, and lacks nothing.
-ADVICE = (
+DVC_ADVICE = (
     "To track the changes with git, run:",
     "git add ",
     "To enable auto staging, run:",
@@ -57,7 +57,7 @@ ADVICE = (
 )
 
 # What the end of a log says of a failure that another attempt may mend; everything else fails at once.
-TRANSIENT = (
+TRANSIENT_ERRORS = (
     "ConnectionError", "Connection refused", "Connection reset", "ConnectTimeout", "ReadTimeout", "RemoteDisconnected",
     "ServerDisconnectedError", "TimeoutError", "Temporary failure in name resolution", "Max retries exceeded",
     "server was not ready", "429 Too Many Requests", "502 Bad Gateway", "503 Service", "504 Gateway",
@@ -65,9 +65,11 @@ TRANSIENT = (
 
 # A name of dvc.yaml, or with the value of a list; no folder, no option.
 STAGE_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_-]*(@[A-Za-z0-9_][A-Za-z0-9_.-]*)?$"
-MARK = "AERIE_RUN"  # in the environment of all that a run has started, by which a killed run's stages are found
+RUN_MARK_VARIABLE = (
+    "AERIE_RUN"  # in the environment of all that a run has started, by which a killed run's stages are found
+)
 LOCK_FILE = Path("dvc.lock")
-MODULE = "pipeline.checked_dvc"  # as a word of its command line, by which DVC is told from what it started
+DVC_MODULE = "pipeline.checked_dvc"  # as a word of its command line, by which DVC is told from what it started
 CONFLICT = "<<<<<<< "  # begins what git leaves in a file that it could not merge
 
 _live: set[subprocess.Popen[str]] = set()
@@ -89,7 +91,7 @@ class BusyError(ValueError):
     """Another process holds one of DVC's locks."""
 
 
-def stages(root: Path | None = None) -> dict[str, list[str]]:
+def list_stages(root: Path | None = None) -> dict[str, list[str]]:
     """Every stage with the stages it depends on, in an order in which they can run; of another folder than this one.
 
     In process, from the graph that `dvc repro` itself plans by: `dvc dag --dot` says the same, but as text that is
@@ -98,10 +100,10 @@ def stages(root: Path | None = None) -> dict[str, list[str]]:
     Raises:
         ValueError: where dvc.yaml or params.yaml can't be read; its message names the place.
     """
-    if root is None and (known := freshness.stages()) is not None:
+    if root is None and (known := freshness.read_fresh_stages()) is not None:
         return known
     with open_repo(root) as repo:
-        return _stages(repo)
+        return _sort_stages(repo)
 
 
 @contextmanager
@@ -126,39 +128,41 @@ def open_repo(root: Path | None = None) -> Iterator[Any]:
         raise ValueError(str(error)) from error
 
 
-def _stages(repo: Any) -> dict[str, list[str]]:
+def _sort_stages(repo: Any) -> dict[str, list[str]]:
     graph = repo.index.graph
-    needs = {_name(stage): [_name(other) for other in graph.successors(stage)] for stage in graph}
+    needs = {_get_stage_name(stage): [_get_stage_name(other) for other in graph.successors(stage)] for stage in graph}
     return {name: needs[name] for name in TopologicalSorter(needs).static_order()}
 
 
-def why_stale(names: list[str] | None = None) -> dict[str, list[str]]:
+def explain_stale(names: list[str] | None = None) -> dict[str, list[str]]:
     """Each stage that is not up to date, of `names` or of all, with what changed; in process, 0.3 s where a DVC takes 1,
     and next to nothing where no file has changed since all were up to date (pipeline/freshness.py).
 
     What another process works on, DVC doesn't look at: then all that were asked about may be stale.
 
     Raises:
-        ValueError: as `stages`.
+        ValueError: as `list_stages`.
     """
-    if names is None and freshness.stages() is not None:
+    if names is None and freshness.read_fresh_stages() is not None:
         return {}
     try:
         with open_repo() as repo:
-            paths = _paths(repo) if names is None else []
-            looked = freshness.look(paths)
+            paths = _list_watched_paths(repo) if names is None else []
+            looked = freshness.digest_paths(paths)
             found = repo.status(targets=names)
             if paths and not found:
-                freshness.remember(paths, looked, _stages(repo))
-            new = {_name(stage) for stage in repo.index.stages if not any(dep.hash_info for dep in stage.deps)}
+                freshness.remember_fresh(paths, looked, _sort_stages(repo))
+            new = {
+                _get_stage_name(stage) for stage in repo.index.stages if not any(dep.hash_info for dep in stage.deps)
+            }
     except BusyError as error:
         unknown = f"DVC can't say, another process is at work: {str(error).splitlines()[0]}"
-        return {name: [unknown] for name in names or stages()}
-    why = {name.rpartition(":")[2]: list(_reasons(changes)) for name, changes in found.items()}
+        return {name: [unknown] for name in names or list_stages()}
+    why = {name.rpartition(":")[2]: list(_format_reasons(changes)) for name, changes in found.items()}
     return {name: ["it is new"] if name in new else reasons for name, reasons in why.items()}
 
 
-def _paths(repo: Any) -> list[str]:
+def _list_watched_paths(repo: Any) -> list[str]:
     """All that a stage's being up to date depends on, from here; nothing where some of it is not on this machine."""
     given = [one for stage in repo.index.stages for one in (*stage.deps, *stage.outs)]
     if any(one.protocol != "local" for one in given):
@@ -168,7 +172,7 @@ def _paths(repo: Any) -> list[str]:
     return [*files, *{os.path.relpath(one.fs_path) for one in given}]
 
 
-def _reasons(found: list[Any]) -> Iterator[str]:
+def _format_reasons(found: list[Any]) -> Iterator[str]:
     """DVC's status of a stage in words: `stages/report.py modified`, `params.yaml: report.title modified`."""
     for entry in found:
         if isinstance(entry, str):
@@ -181,7 +185,7 @@ def _reasons(found: list[Any]) -> Iterator[str]:
                 yield f"{path} {change}"
 
 
-def pull(name: str) -> list[str]:
+def pull_inputs(name: str) -> list[str]:
     """Fetch what one stage reads and isn't here -> the outputs asked for; none that no remote has or that is stale.
 
     `dvc repro --pull` does so too, but for a folder of several stages' outputs, as the report reads, it only finds an error.
@@ -210,12 +214,12 @@ def heal_lock() -> str | None:
     Raises:
         ValueError: where it holds the conflicts of a merge, which a person must resolve.
     """
-    if freshness.stages() is not None:  # to read it all takes a second, with 200 cells
+    if freshness.read_fresh_stages() is not None:  # to read it all takes a second, with 200 cells
         return None
     if not LOCK_FILE.exists():
         return None
     text = LOCK_FILE.read_text(encoding="utf-8", errors="replace")
-    if _is_lock(text):
+    if _is_valid_lock(text):
         return None
     if any(line.startswith(CONFLICT) for line in text.splitlines()):
         raise ValueError(
@@ -223,7 +227,7 @@ def heal_lock() -> str | None:
             f"comes from DVC's run-cache), as with git checkout --ours {LOCK_FILE}, and run again"
         )
     asked = subprocess.run(["git", "show", f"HEAD:./{LOCK_FILE}"], capture_output=True, text=True)
-    if asked.returncode == 0 and _is_lock(asked.stdout):
+    if asked.returncode == 0 and _is_valid_lock(asked.stdout):
         beside = LOCK_FILE.with_suffix(".healed")
         beside.write_text(asked.stdout, encoding="utf-8")
         shutil.copymode(LOCK_FILE, beside)
@@ -233,7 +237,7 @@ def heal_lock() -> str | None:
     return f"{LOCK_FILE} was cut by a kill and no commit has it; removed, what ran comes from the run-cache"
 
 
-def _is_lock(text: str) -> bool:
+def _is_valid_lock(text: str) -> bool:
     try:
         found = YAML(typ="safe").load(text)
     except (YAMLError, ValueError):
@@ -242,7 +246,7 @@ def _is_lock(text: str) -> bool:
 
 
 @contextmanager
-def guarded(hold: Iterable[int] = ()) -> Iterator[None]:
+def guard_run(hold: Iterable[int] = ()) -> Iterator[None]:
     """While this lasts, another process watches this one, and ends its stages should it be killed outright.
 
     It shares the open files `hold`: a lock on one is free only when those stages have ended. What it is told with
@@ -277,28 +281,28 @@ def tell_guard(line: str) -> None:
 def end_marked(mark: str) -> None:
     """End every stage that a run of that mark has left, each child-first, all at once."""
     found = {process.pid: process for process in psutil.process_iter(["environ", "cmdline"])
-             if (process.info["environ"] or {}).get(MARK) == mark}  # fmt: skip
-    tops = [process for process in found.values() if _parent(process) not in found]
-    ends = [threading.Thread(target=_end, args=(process,)) for process in tops]
+             if (process.info["environ"] or {}).get(RUN_MARK_VARIABLE) == mark}  # fmt: skip
+    tops = [process for process in found.values() if _get_parent_pid(process) not in found]
+    ends = [threading.Thread(target=_end_process, args=(process,)) for process in tops]
     for end in ends:
         end.start()
     for end in ends:
         end.join()
 
 
-def _parent(process: psutil.Process) -> int | None:
+def _get_parent_pid(process: psutil.Process) -> int | None:
     try:
         return int(process.ppid())
     except psutil.NoSuchProcess:
         return None
 
 
-def _name(stage: Any) -> str:
+def _get_stage_name(stage: Any) -> str:
     """As `dvc repro` takes it in the stage's folder; of another folder DVC names dvc.yaml too."""
     return str(stage.addressing).rpartition(":")[2]
 
 
-def run_stage(
+def reproduce_stage(
     name: str,
     on_line: Callable[[str], object],
     environment: dict[str, str] | None = None,
@@ -316,21 +320,25 @@ def run_stage(
 
     def on_any(line: str) -> None:
         nonlocal outcome
-        outcome = outcome or _verdict(name, line)
-        if line and not line.lstrip().startswith(ADVICE):
+        outcome = outcome or _match_outcome(name, line)
+        if line and not line.lstrip().startswith(DVC_ADVICE):
             tail.append(line)
             on_line(line)
 
     # --wait-for-lock, which must stand before `repro`: without it a stage that has *finished* is lost when DVC can't
     # get its lock within 3 s.
-    if status := _run([MODULE, "--wait-for-lock", "repro", "--single-item", name], on_any, environment or {}, hold):
+    if status := _run_command(
+        [DVC_MODULE, "--wait-for-lock", "repro", "--single-item", name], on_any, environment or {}, hold
+    ):
         log = "\n".join(tail)
         raise StageError(
             f"stage {name} failed (dvc exited with {status}); mend it and run again, what has finished is cached. "
             f"The end of its log:\n{log}",
             is_transient(log),
         )
-    assert outcome, f"dvc said none of {list(VERDICTS)} of {name}; has a new version changed its messages? {list(tail)}"
+    assert outcome, (
+        f"dvc said none of {list(OUTCOME_LINES)} of {name}; has a new version changed its messages? {list(tail)}"
+    )
     return outcome
 
 
@@ -340,20 +348,20 @@ def run_all_stages(hold: Iterable[int] = ()) -> None:
     Raises:
         StageError: where a stage or DVC failed; DVC has printed why.
     """
-    if status := _run([MODULE, "--wait-for-lock", "repro"], None, {}, hold):
+    if status := _run_command([DVC_MODULE, "--wait-for-lock", "repro"], None, {}, hold):
         raise StageError(
             f"a stage failed (dvc exited with {status}), see above; mend it and run again, what has finished is cached"
         )
 
 
 def run_module(words: list[str]) -> list[str]:
-    """`python -m` one of ours, which `stop` ends as it ends stages -> the lines it said.
+    """`python -m` one of ours, which `stop_stages` ends as it ends stages -> the lines it said.
 
     Raises:
         StageError: with the end of what it said, where it refuses.
     """
     said: list[str] = []
-    if _run(words, said.append, {}, ()):
+    if _run_command(words, said.append, {}, ()):
         log = "\n".join(said[-TAIL_LINES:])
         raise StageError(f"{' '.join(words)}: {log}", is_transient(log))
     return said
@@ -361,14 +369,14 @@ def run_module(words: list[str]) -> list[str]:
 
 def is_transient(log: str) -> bool:
     """Whether another attempt may mend what ends a log so."""
-    return any(text in log for text in TRANSIENT)
+    return any(text in log for text in TRANSIENT_ERRORS)
 
 
-def _run(
+def _run_command(
     words: list[str], on_line: Callable[[str], object] | None, environment: dict[str, str], hold: Iterable[int]
 ) -> int:
     """`python -m` these words until it has ended -> its exit status; each line to `on_line`, or where we print."""
-    process = _start(words, environment, hold, piped=on_line is not None)
+    process = _start_command(words, environment, hold, piped=on_line is not None)
     try:
         if on_line and process.stdout:
             for line in map(str.rstrip, process.stdout):
@@ -377,7 +385,7 @@ def _run(
     except BaseException:  # cancelled, interrupted, or on_line failed: a stage must not outlive whoever watches it
         if process.stdout:  # someone has to go on reading, or what is still printed fills the pipe and DVC can't end
             threading.Thread(target=process.stdout.read, daemon=True).start()
-        _end(psutil.Process(process.pid))
+        _end_process(psutil.Process(process.pid))
         process.wait()
         raise
     finally:
@@ -389,32 +397,32 @@ def end_children() -> None:
     """End every stage that is running now. Safe to call twice, and when none is."""
     with _live_lock:
         processes = list(_live)
-    ends = [threading.Thread(target=_end_of, args=(process.pid,)) for process in processes]
+    ends = [threading.Thread(target=_end_pid, args=(process.pid,)) for process in processes]
     for end in ends:  # together: a cancelled flow has 30 s in all
         end.start()
     for end in ends:
         end.join()
 
 
-def stop() -> None:
+def stop_stages() -> None:
     """End every stage, and let this process start none any more: not one whose turn came just now, nor another attempt."""
     _stopped.set()
     end_children()
 
 
-def pause(seconds: float) -> bool:
+def wait_before_retry(seconds: float) -> bool:
     """Before another attempt; False, and at once, where there is to be none."""
     return not _stopped.wait(seconds)
 
 
-def _end_of(pid: int) -> None:
+def _end_pid(pid: int) -> None:
     try:
-        _end(psutil.Process(pid))
+        _end_process(psutil.Process(pid))
     except psutil.NoSuchProcess:
         pass
 
 
-def _start(
+def _start_command(
     words: list[str], environment: dict[str, str], hold: Iterable[int], piped: bool = True
 ) -> subprocess.Popen[str]:
     """Its own session: a Ctrl-C or a group kill must not hit DVC before its command."""
@@ -428,7 +436,7 @@ def _start(
             command,
             env=_without_secrets()
             | {"PATH": path, "PYTHONUNBUFFERED": "1"}
-            | ({MARK: _mark} if _mark else {})
+            | ({RUN_MARK_VARIABLE: _mark} if _mark else {})
             | environment,
             pass_fds=list(hold),
             stdin=subprocess.DEVNULL,
@@ -462,11 +470,11 @@ def check_stage_name(name: str) -> str:
     return name
 
 
-def _verdict(name: str, line: str) -> Outcome | None:
-    return next((outcome for text, outcome in VERDICTS.items() if text.format(name) in line), None)
+def _match_outcome(name: str, line: str) -> Outcome | None:
+    return next((outcome for text, outcome in OUTCOME_LINES.items() if text.format(name) in line), None)
 
 
-def _end(process: psutil.Process) -> None:
+def _end_process(process: psutil.Process) -> None:
     """End a running stage child-first: the command, so that DVC reports a failure, frees its locks and exits itself.
 
     The other way round is wrong twice: a command outlives a DVC that is killed, and the next run would work beside it
@@ -475,32 +483,32 @@ def _end(process: psutil.Process) -> None:
     started = time.monotonic()
     commands: set[psutil.Process] = set()  # remembered: the command of a shell that has ended is nobody's descendant
     signalled: set[psutil.Process] = set()
-    if MODULE not in _words(process):  # a command whose DVC has gone before it
+    if DVC_MODULE not in _read_command_line(process):  # a command whose DVC has gone before it
         commands.add(process)
-    while (late := time.monotonic() - started) < COMMAND_GRACE + DVC_GRACE and _alive(process):
-        commands |= _descendants(process)  # looked for again each time: DVC may be about to start its command
+    while (late := time.monotonic() - started) < COMMAND_GRACE + DVC_GRACE and _is_alive(process):
+        commands |= _list_descendants(process)  # looked for again each time: DVC may be about to start its command
         for command in commands:
             if late > COMMAND_GRACE:
-                _quietly(command.kill)
+                _ignore_ended(command.kill)
             elif command not in signalled:
-                _quietly(command.terminate)
+                _ignore_ended(command.terminate)
         signalled |= commands
         time.sleep(0.05)
-    _quietly(process.kill)  # no effect on one that has ended; a DVC still here after all this hangs
-    while (alive := [c for c in commands if _alive(c)]) and time.monotonic() - started < COMMAND_GRACE:
+    _ignore_ended(process.kill)  # no effect on one that has ended; a DVC still here after all this hangs
+    while (alive := [c for c in commands if _is_alive(c)]) and time.monotonic() - started < COMMAND_GRACE:
         time.sleep(0.05)
     for command in alive:
-        _quietly(command.kill)
+        _ignore_ended(command.kill)
 
 
-def _words(process: psutil.Process) -> list[str]:
+def _read_command_line(process: psutil.Process) -> list[str]:
     try:
         return list(process.cmdline())
     except psutil.NoSuchProcess:
         return []
 
 
-def _alive(process: psutil.Process) -> bool:
+def _is_alive(process: psutil.Process) -> bool:
     """A zombie has ended, though nobody has asked how: in many containers process 1 never does."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE
@@ -508,14 +516,14 @@ def _alive(process: psutil.Process) -> bool:
         return False
 
 
-def _descendants(process: psutil.Process) -> set[psutil.Process]:
+def _list_descendants(process: psutil.Process) -> set[psutil.Process]:
     try:
         return set(process.children(recursive=True))
     except psutil.NoSuchProcess:
         return set()
 
 
-def _quietly(act: Callable[[], None]) -> None:
+def _ignore_ended(act: Callable[[], None]) -> None:
     """Signal a process that may have ended meanwhile."""
     try:
         act()

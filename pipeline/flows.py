@@ -31,13 +31,13 @@ from prefect.states import Completed, Failed, State
 from pipeline import dvc_graph, password, recipes, reproduce, resources, workspaces
 from pipeline.forms import Changes, RecipeName, Sweep
 from pipeline.orphan_guard import end_with_parent
-from pipeline.progress import Progress
+from pipeline.progress import ProgressLog
 from pipeline.remote import dispatch
-from pipeline.scheduler import Graph, run_all
-from stages.params.schema import Params, check_raw_exists, load
+from pipeline.scheduler import StageGraph, run_stages
+from stages.params.schema import Params, check_raw_exists, load_params
 
-TABLES = {"benchmark": Path("results/benchmark.csv"), "served": Path("results/served.csv")}
-REPORT = Path("results/report/index.html")
+RESULT_TABLES = {"benchmark": Path("results/benchmark.csv"), "served": Path("results/served.csv")}
+REPORT_PAGE = Path("results/report/index.html")
 NO_CHANGES = Changes()
 
 
@@ -47,37 +47,37 @@ def build(changes: Changes = NO_CHANGES) -> State[None]:
 
     Without changes here, one run after another; with some, in a workspace of its own, beside others.
     """
-    return _run(None if changes == NO_CHANGES else lambda: _change(changes.sections(load())))
+    return _run_graph(None if changes == NO_CHANGES else lambda: _apply_changes(changes.sections(load_params())))
 
 
 @flow(name="sweep")
 def sweep(cells: Sweep) -> State[None]:
     """Trees x checkpoints x workloads, in a workspace of its own; what is trained already is not trained again."""
-    return _run(lambda: _change(cells.sections(load())))
+    return _run_graph(lambda: _apply_changes(cells.sections(load_params())))
 
 
 @flow(name="reproduce")
 def reproduce_recipe(recipe: RecipeName) -> State[None]:
     """A published experiment, in a workspace of its own, and its results beside what was published."""
-    return _run(lambda: _say(reproduce.take(recipe)), lambda: _beside(recipe))
+    return _run_graph(lambda: _log_lines(reproduce.take_recipe(recipe)), lambda: _publish_comparison(recipe))
 
 
-def _change(sections: dict[str, dict[str, Any]]) -> None:
-    _say(iter(recipes.change(sections) or ["nothing differs from params.yaml"]))
+def _apply_changes(sections: dict[str, dict[str, Any]]) -> None:
+    _log_lines(iter(recipes.write_sections(sections) or ["nothing differs from params.yaml"]))
 
 
-def _say(lines: Iterator[str]) -> None:
+def _log_lines(lines: Iterator[str]) -> None:
     for line in filter(None, lines):
         get_run_logger().info(line)
 
 
-def _beside(recipe: str) -> None:
+def _publish_comparison(recipe: str) -> None:
     """The comparison as an artifact."""
-    table = "\n".join(reproduce.compare(recipe))
+    table = "\n".join(reproduce.compare_recipe(recipe))
     create_markdown_artifact(table, key="compared", description=f"{recipe}: ours beside the published")
 
 
-def _run(change: Callable[[], None] | None, after: Callable[[], None] = lambda: None) -> State[None]:
+def _run_graph(change: Callable[[], None] | None, after: Callable[[], None] = lambda: None) -> State[None]:
     """A run of the whole graph: here, or where `change` is, in a new workspace whose params.yaml it changes."""
     end_with_parent()
     with contextlib.ExitStack() as stack:
@@ -85,31 +85,31 @@ def _run(change: Callable[[], None] | None, after: Callable[[], None] = lambda: 
             require_server()
             if change:
                 name = workspaces.name_for(str(runtime.flow_run.name), str(runtime.flow_run.id))
-                stack.enter_context(contextlib.chdir(workspaces.make(name)))
+                stack.enter_context(contextlib.chdir(workspaces.make_workspace(name)))
             held = stack.enter_context(workspaces.one_run(get_run_logger().warning))
             if change:
                 change()
-            params = load()
+            params = load_params()
             check_raw_exists(params)
-            hosts = stack.enter_context(dispatch.hosts(params.schedule))
-            work, pool = plan(params)
+            hosts = stack.enter_context(dispatch.open_hosts(params.schedule))
+            work, pool = plan_run(params)
         except ValueError as error:  # for the user to correct: the page shows it without a traceback
             get_run_logger().error(str(error))
             return Failed(message=str(error))
         try:
-            stack.enter_context(dvc_graph.guarded(held))
-            why = dvc_graph.why_stale()
+            stack.enter_context(dvc_graph.guard_run(held))
+            why = dvc_graph.explain_stale()
             publish_plan(why)
-            states = bring_up_to_date(work, why, pool, hosts)
+            states = run_stale_stages(work, why, pool, hosts)
         except BaseException:  # a cancelled flow: its tasks are on other threads, which see no signal
             if hosts:
                 hosts.cancel()
-            dvc_graph.stop()
+            dvc_graph.stop_stages()
             raise
-        publish(states, why)
+        publish_results(states, why)
         if change:
             get_run_logger().info(f"take it over with: python -m pipeline promote {Path.cwd().name}")
-        state = verdict(states)
+        state = make_final_state(states)
         try:
             after()  # of what is there, as `python -m pipeline reproduce` does after a failure
         except ValueError as error:
@@ -117,17 +117,17 @@ def _run(change: Callable[[], None] | None, after: Callable[[], None] = lambda: 
         return state
 
 
-def plan(params: Params) -> tuple[Graph, resources.Pool]:
+def plan_run(params: Params) -> tuple[StageGraph, resources.ResourcePool]:
     """What there is to run, and on what. Raises ValueError where a stage asks for more than this machine has."""
-    upstream = dvc_graph.stages()
-    pool = resources.Pool(params.schedule.slots, resources.gpus())
+    upstream = dvc_graph.list_stages()
+    pool = resources.ResourcePool(params.schedule.slots, resources.list_gpus())
     needs = {name: params.schedule.needs(name) for name in upstream}
     rules = params.schedule
     sent = frozenset(name for name in upstream if rules.runner != "local" and name.partition("@")[0] in rules.sent)
     for name, need in needs.items():
         if name not in sent:
             pool.check(name, need)
-    return Graph(upstream, needs, sent), pool
+    return StageGraph(upstream, needs, sent), pool
 
 
 @task(cache_policy=NO_CACHE)
@@ -137,31 +137,31 @@ def bring(stage: str, why: list[str], environment: dict[str, str], held: list[in
     With `hosts` it is made there, and its log is in the pages of a run that its own log names.
     """
     if not why:
-        return _completed(stage, dvc_graph.Outcome.UNCHANGED)
-    log, rules = get_run_logger(), load().schedule
+        return _make_completed_state(stage, dvc_graph.Outcome.UNCHANGED)
+    log, rules = get_run_logger(), load_params().schedule
     log.info(f"{stage} is stale: {', '.join(why)}")
-    on_line = Progress(stage, log.info)
+    on_line = ProgressLog(stage, log.info)
     for attempt in range(1, rules.attempts + 1):
         try:
             if hosts:
-                return _completed(stage, dispatch.bring(stage, rules.needs(stage), hosts, log.info))
-            return _completed(stage, dvc_graph.run_stage(stage, on_line, environment, held))
+                return _make_completed_state(stage, dispatch.make_remotely(stage, rules.needs(stage), hosts, log.info))
+            return _make_completed_state(stage, dvc_graph.reproduce_stage(stage, on_line, environment, held))
         except dvc_graph.StageError as error:  # a state, not a raise, which would bury the log under Prefect's stack
             if not error.transient or attempt == rules.attempts:
                 return Failed(message=str(error))
             pause = rules.retry_pause_s * 2 ** (attempt - 1)
             log.warning(f"{error}\nthat may pass: attempt {attempt + 1} of {rules.attempts} in {pause:g} s")
-            if not dvc_graph.pause(pause):
+            if not dvc_graph.wait_before_retry(pause):
                 return Failed(message=f"{error}\nnot tried again: the run is cancelled")
     raise AssertionError("the last attempt has ended above")
 
 
-def _completed(stage: str, outcome: dvc_graph.Outcome) -> State[str]:
+def _make_completed_state(stage: str, outcome: dvc_graph.Outcome) -> State[str]:
     return Completed(name=outcome.capitalize(), message=f"{stage}: {outcome}", data=outcome.value)
 
 
-def bring_up_to_date(
-    work: Graph, why: dict[str, list[str]], pool: resources.Pool, hosts: dispatch.Hosts | None
+def run_stale_stages(
+    work: StageGraph, why: dict[str, list[str]], pool: resources.ResourcePool, hosts: dispatch.RemoteHosts | None
 ) -> dict[str, State[str]]:
     """Each stage after what it needs; after a failure all others still run, as with `dvc repro --keep-going`.
 
@@ -170,7 +170,7 @@ def bring_up_to_date(
     """
     futures: dict[str, Any] = {}
 
-    def start(name: str, lease: resources.Lease, reasons: list[str]) -> Future[Any]:
+    def start(name: str, lease: resources.ResourceLease, reasons: list[str]) -> Future[Any]:
         why.pop(name, None)
         if reasons:
             why[name] = reasons
@@ -188,7 +188,7 @@ def bring_up_to_date(
         state = futures[name].state
         return state.name != dvc_graph.Outcome.UNCHANGED.capitalize() if state.is_completed() else None
 
-    run_all(work, why, pool, start, ended_as, dvc_graph.why_stale)
+    run_stages(work, why, pool, start, ended_as, dvc_graph.explain_stale)
     return {name: futures[name].state for name in work.upstream}
 
 
@@ -200,42 +200,44 @@ def publish_plan(why: dict[str, list[str]]) -> None:
     get_run_logger().info(f"{len(rows)} stages are stale" + (f": {', '.join(why)}" if rows else ""))
 
 
-def publish(states: dict[str, State[str]], why: dict[str, list[str]]) -> None:
+def publish_results(states: dict[str, State[str]], why: dict[str, list[str]]) -> None:
     """The tables of what was measured, unless they are from before a failure, and what became of each stage and why."""
-    lines = [f"| {name} | {_word(state)} | {'; '.join(why.get(name, []))} |" for name, state in states.items()]
+    lines = [f"| {name} | {_name_outcome(state)} | {'; '.join(why.get(name, []))} |" for name, state in states.items()]
     create_markdown_artifact(
-        "\n".join([f"**{_counts(states)}**", "", "| stage | outcome | what had changed |", "|---|---|---|", *lines]),
+        "\n".join(
+            [f"**{_count_outcomes(states)}**", "", "| stage | outcome | what had changed |", "|---|---|---|", *lines]
+        ),
         key="outcomes",
         description="What DVC made of each stage in this run",
     )
     if not all(state.is_completed() for state in states.values()):
         return
-    for key, table in TABLES.items():
-        if rows := _rows(table):
+    for key, table in RESULT_TABLES.items():
+        if rows := _read_table_rows(table):
             about = f"{table}, rounded; the columns are defined in docs/metrics.md"
             create_table_artifact(rows, key=key, description=about)
-    if REPORT.exists():
+    if REPORT_PAGE.exists():
         create_link_artifact(
-            REPORT.resolve().as_uri(), "results/report/index.html", key="report", description="The report"
+            REPORT_PAGE.resolve().as_uri(), "results/report/index.html", key="report", description="The report"
         )
 
 
-def _rows(table: Path) -> list[dict[str, str]]:
+def _read_table_rows(table: Path) -> list[dict[str, str]]:
     """Its lines; none where nothing was asked of that engine."""
     if not table.exists():
         return []
     with table.open(encoding="utf-8", newline="") as file:
-        return [{name: _brief(cell) for name, cell in row.items()} for row in csv.DictReader(file)]
+        return [{name: _shorten_number(cell) for name, cell in row.items()} for row in csv.DictReader(file)]
 
 
-def verdict(states: dict[str, State[str]]) -> State[None]:
+def make_final_state(states: dict[str, State[str]]) -> State[None]:
     """The flow's own state: failed with the names of the stages that failed, or completed with the counts."""
     if failed := [name for name, state in states.items() if state.is_failed()]:
-        return Failed(message=f"see the log of {', '.join(failed)}; {_counts(states)}")
-    return Completed(message=_counts(states))
+        return Failed(message=f"see the log of {', '.join(failed)}; {_count_outcomes(states)}")
+    return Completed(message=_count_outcomes(states))
 
 
-def _brief(cell: str) -> str:
+def _shorten_number(cell: str) -> str:
     """Four digits of a fraction: with all of them no page is wide enough for the columns that matter."""
     try:
         return f"{float(cell):.4g}" if "." in cell else cell
@@ -243,12 +245,12 @@ def _brief(cell: str) -> str:
         return cell
 
 
-def _counts(states: dict[str, State[str]]) -> str:
-    counts = Counter(map(_word, states.values()))
+def _count_outcomes(states: dict[str, State[str]]) -> str:
+    counts = Counter(map(_name_outcome, states.values()))
     return f"{len(states)} stages: " + ", ".join(f"{count} {word}" for word, count in counts.items())
 
 
-def _word(state: State[str]) -> str:
+def _name_outcome(state: State[str]) -> str:
     return "not run" if state.is_pending() else str(state.name).lower()
 
 
@@ -279,7 +281,7 @@ def require_server() -> None:
 def main() -> None:
     try:
         require_server()  # before the flow, since calling it is what starts the throw-away server
-        check_raw_exists(load())
+        check_raw_exists(load_params())
     except ValueError as error:
         sys.exit(f"aerie: {error}")
     # A kill as an exception, like Ctrl-C, so that the stage at work is ended too; `serve` has Prefect do this.

@@ -9,45 +9,45 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
 from pipeline import form_limits
-from stages.params.recipe import RECIPES
+from stages.params.recipe import RECIPES_FOLDER
 from stages.params.schema import Params
 from stages.params.section import ROOT_CHECKPOINT, Count, Name
-from stages.params.tree_sections import Tree
+from stages.params.tree_sections import TreeShape
 
-TREE = r"^t[1-9][0-9]*_[1-9][0-9]*_[1-9][0-9]*$"
-
-
-def _can_be_built(name: str) -> str:
-    return Tree.parse(name).name
+TREE_NAME_PATTERN = r"^t[1-9][0-9]*_[1-9][0-9]*_[1-9][0-9]*$"
 
 
-def _rising(epochs: list[int]) -> list[int]:
+def _check_tree_name(name: str) -> str:
+    return TreeShape.parse(name).name
+
+
+def _check_rising(epochs: list[int]) -> list[int]:
     if sorted(set(epochs)) != epochs:
         raise ValueError(f"epochs are {epochs}, expected each above the one before: each goes on from it; sort them")
     return epochs
 
 
-TreeName = Annotated[str, Field(pattern=TREE), AfterValidator(_can_be_built)]
-Trees = Annotated[list[TreeName], Field(min_length=1)]
-Epochs = Annotated[list[Count], Field(min_length=1), AfterValidator(_rising)]
-SHAPE = "tSTEPS_TOPK_TOKENS, as t8_2_16"  # drawn as Markdown, where t<num_steps>_... is a tag, and shown as t
-AsParams = "empty: as params.yaml has them"
+TreeName = Annotated[str, Field(pattern=TREE_NAME_PATTERN), AfterValidator(_check_tree_name)]
+FormTrees = Annotated[list[TreeName], Field(min_length=1)]
+Epochs = Annotated[list[Count], Field(min_length=1), AfterValidator(_check_rising)]
+TREE_NAME_HELP = "tSTEPS_TOPK_TOKENS, as t8_2_16"  # drawn as Markdown, where t<num_steps>_... is a tag, and shown as t
+AS_PARAMS_HELP = "empty: as params.yaml has them"
 
 
 class Changes(BaseModel):
     """What differs from params.yaml. Anything at all: the run is made in a workspace of its own."""
 
     model_config = ConfigDict(extra="forbid")
-    trees: Trees | None = Field(
+    trees: FormTrees | None = Field(
         default=None,
-        description=f"{SHAPE}, to time on the torch engine; {AsParams}",
+        description=f"{TREE_NAME_HELP}, to time on the torch engine; {AS_PARAMS_HELP}",
     )
     epochs: Epochs | None = Field(
         default=None,
-        description=f"after which epochs of training a checkpoint is saved and measured, as 3, 9; {AsParams}",
+        description=f"after which epochs of training a checkpoint is saved and measured, as 3, 9; {AS_PARAMS_HELP}",
     )
     workloads: list[Name] | None = Field(
-        default=None, description=f"names of benchmark.workloads for the torch engine, as eval; {AsParams}"
+        default=None, description=f"names of benchmark.workloads for the torch engine, as eval; {AS_PARAMS_HELP}"
     )
     other: dict[str, Any] = Field(
         default={},
@@ -74,11 +74,11 @@ class Changes(BaseModel):
         if self.workloads is not None:
             found.setdefault("benchmark", {})["torch"] = self.workloads
         if self.epochs is not None:
-            _save_after(self.epochs, now, found)
+            _build_segments(self.epochs, now, found)
         return found
 
 
-def _save_after(epochs: list[int], now: Params, found: dict[str, dict[str, Any]]) -> None:
+def _build_segments(epochs: list[int], now: Params, found: dict[str, dict[str, Any]]) -> None:
     """A chain of segments, and its names in every list of checkpoints, beside those that are imported. Other methods' stay."""
     names = [f"e{epoch:03d}" for epoch in epochs]
     pairs = zip([ROOT_CHECKPOINT, *names], names, [0, *epochs], epochs, strict=False)
@@ -99,9 +99,13 @@ class Sweep(BaseModel):
     """Every tree with every checkpoint under every workload: a cell each."""
 
     model_config = ConfigDict(extra="forbid")
-    trees: Trees = Field(description=f"{SHAPE}; a chain is t8_1_9")
-    checkpoints: list[Name] | None = Field(default=None, description=f"trained or imported ones, as e009; {AsParams}")
-    workloads: list[Name] | None = Field(default=None, description=f"names of benchmark.workloads, as eval; {AsParams}")
+    trees: FormTrees = Field(description=f"{TREE_NAME_HELP}; a chain is t8_1_9")
+    checkpoints: list[Name] | None = Field(
+        default=None, description=f"trained or imported ones, as e009; {AS_PARAMS_HELP}"
+    )
+    workloads: list[Name] | None = Field(
+        default=None, description=f"names of benchmark.workloads, as eval; {AS_PARAMS_HELP}"
+    )
     engine: Literal["torch", "served"] = Field(
         default="torch", description="torch; served: benchmark_served.engine's server"
     )
@@ -114,17 +118,17 @@ class Sweep(BaseModel):
         return {section: {key: names for key, names in axes.items() if names is not None}}
 
 
-def known_recipes() -> list[str]:
-    return sorted(file.stem for file in RECIPES.glob("*.yaml"))
+def list_recipes() -> list[str]:
+    return sorted(file.stem for file in RECIPES_FOLDER.glob("*.yaml"))
 
 
 def _is_known(name: str) -> str:
     """Hold the flow to what the page's form offers: a name becomes a path."""
-    if name not in (known := known_recipes()):
+    if name not in (known := list_recipes()):
         raise ValueError(f"there is no recipe {name!r}; known are {', '.join(known)}")
     return name
 
 
 RecipeName = Annotated[
-    str, AfterValidator(_is_known), WithJsonSchema({"type": "string", "enum": known_recipes() or [""]})
+    str, AfterValidator(_is_known), WithJsonSchema({"type": "string", "enum": list_recipes() or [""]})
 ]

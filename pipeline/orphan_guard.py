@@ -15,7 +15,7 @@ from uuid import UUID
 
 from pipeline.dvc_graph import end_marked
 
-ASK_PARENT = 0.5  # seconds
+PARENT_POLL_S = 0.5  # seconds
 
 
 def end_with_parent() -> None:
@@ -28,13 +28,13 @@ def end_with_parent() -> None:
         if parent:
             parent.join()
         while os.getppid() == number and not parent:  # a work pool's worker starts us as any command
-            time.sleep(ASK_PARENT)
+            time.sleep(PARENT_POLL_S)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, daemon=True).start()
 
 
-def cancel(runs: Iterable[str]) -> None:
+def cancel_flow_runs(runs: Iterable[str]) -> None:
     """Those of these flow runs that are not over; their worker then ends what it has begun."""
     from prefect import get_client  # takes a second to import, which most guards never need
     from prefect.states import Cancelling
@@ -51,7 +51,7 @@ def main() -> None:
     for line in sys.stdin:  # until the other end of the pipe is closed, by its owner or by the kernel
         what, run = line.split()
         sent = sent | {run} if what == "sent" else sent - {run}
-    telling = threading.Thread(target=cancel, args=(sent,))
+    telling = threading.Thread(target=cancel_flow_runs, args=(sent,))
     if sent:
         telling.start()
     end_marked(sys.argv[1])

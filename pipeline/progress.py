@@ -7,13 +7,13 @@ from typing import Any
 
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 
-PROGRESS = re.compile(
+PROGRESS_PATTERN = re.compile(
     r"(?P<percent>\d+)%\|.*\| (?P<told>\d.*)"
 )  # a line of tqdm: 45%|####  | 9/20 [00:10<00:12, 1.02row/s]
-PROGRESS_EVERY = 3.0  # seconds
+PROGRESS_INTERVAL_S = 3.0  # seconds
 
 
-class Progress:
+class ProgressLog:
     """Lines of a log; those of a progress bar become a bar in the pages, and only its last is logged."""
 
     def __init__(self, stage: str, log: Callable[[str], object]) -> None:
@@ -23,14 +23,14 @@ class Progress:
         self._told = float("-inf")
 
     def __call__(self, line: str) -> None:
-        found = PROGRESS.search(line)
+        found = PROGRESS_PATTERN.search(line)
         if not found:
             self._log(line)
             return
         percent = float(found["percent"])
         if percent == 100:
             self._log(line)
-        elif time.monotonic() - self._told < PROGRESS_EVERY:
+        elif time.monotonic() - self._told < PROGRESS_INTERVAL_S:
             return
         self._told = time.monotonic()
         about = f"{self._stage}: {found['told']}"

@@ -17,73 +17,73 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
 from stages.params import schema
-from stages.params.recipe import RECIPES
-from stages.params.section import PARAMS, Section
+from stages.params.recipe import RECIPES_FOLDER
+from stages.params.section import PARAMS_FILE, Section
 
 
-def path_of(name: str) -> Path:
+def locate_recipe(name: str) -> Path:
     """Raises ValueError where there is no such recipe."""
-    path = Path(name) if name.endswith((".yaml", ".yml")) else RECIPES / f"{name}.yaml"
+    path = Path(name) if name.endswith((".yaml", ".yml")) else RECIPES_FOLDER / f"{name}.yaml"
     if not path.is_file():
-        known = ", ".join(sorted(file.stem for file in RECIPES.glob("*.yaml")))
+        known = ", ".join(sorted(file.stem for file in RECIPES_FOLDER.glob("*.yaml")))
         raise ValueError(f"there is no recipe {path}; known are {known}")
     return path
 
 
-def use(name: str) -> list[str]:
+def use_recipe(name: str) -> list[str]:
     """Write the recipe's keys into params.yaml -> a line for each that changed, and how to return to what was there.
 
     Raises:
         ValueError: where there is no such recipe, or params.yaml would not be valid with it; it then stays as it was.
     """
-    with merged(name) as (file, changes):
+    with merge_recipe(name) as (file, changes):
         if not changes:
             return []
-        kept = _keep_copy(path_of(name).stem)
-        os.replace(file, PARAMS)
-    return [*changes, f"{PARAMS} as it was is kept in {kept}; to return to it: cp {kept} {PARAMS}"]
+        kept = _keep_copy(locate_recipe(name).stem)
+        os.replace(file, PARAMS_FILE)
+    return [*changes, f"{PARAMS_FILE} as it was is kept in {kept}; to return to it: cp {kept} {PARAMS_FILE}"]
 
 
 def _keep_copy(recipe: str) -> Path:
     """Copy params.yaml to params.yaml.before-RECIPE, or -2, -3: what is replaced there may be in no commit."""
     for number in itertools.count(1):
-        kept = PARAMS.with_name(f"{PARAMS.name}.before-{recipe}{f'-{number}' if number > 1 else ''}")
-        if kept.is_file() and kept.read_bytes() == PARAMS.read_bytes():
+        kept = PARAMS_FILE.with_name(f"{PARAMS_FILE.name}.before-{recipe}{f'-{number}' if number > 1 else ''}")
+        if kept.is_file() and kept.read_bytes() == PARAMS_FILE.read_bytes():
             return kept
         if not os.path.lexists(kept):
             break
-    shutil.copy2(PARAMS, kept)
+    shutil.copy2(PARAMS_FILE, kept)
     return kept
 
 
 @contextmanager
-def merged(name: str) -> Iterator[tuple[Path, list[str]]]:
+def merge_recipe(name: str) -> Iterator[tuple[Path, list[str]]]:
     """params.yaml with the recipe's keys as a file beside it while this lasts, and a line for each key that changed.
 
     Raises:
-        ValueError: as `use`.
+        ValueError: as `use_recipe`.
     """
-    _, recipe = schema.read_recipe(path_of(name))
-    with _written(recipe, f"recipe {name}") as found:
+    _, recipe = schema.read_recipe(locate_recipe(name))
+    with _write_merged(recipe, f"recipe {name}") as found:
         yield found
 
 
-def change(sections: dict[str, dict[str, Any]]) -> list[str]:
-    """Write these keys into params.yaml, as `use` does a recipe's. Raises ValueError where it would not be valid with them."""
-    with _written(sections, "these parameters") as (file, changes):
-        os.replace(file, PARAMS)
+def write_sections(sections: dict[str, dict[str, Any]]) -> list[str]:
+    """Write these keys into params.yaml, as `use_recipe` does a recipe's. Raises ValueError where it would not be valid with them."""
+    with _write_merged(sections, "these parameters") as (file, changes):
+        os.replace(file, PARAMS_FILE)
     return changes
 
 
 @contextmanager
-def _written(sections: dict[str, dict[str, Any]], called: str) -> Iterator[tuple[Path, list[str]]]:
-    text, changes = _merge(sections)
+def _write_merged(sections: dict[str, dict[str, Any]], called: str) -> Iterator[tuple[Path, list[str]]]:
+    text, changes = _merge_sections(sections)
     with NamedTemporaryFile("w", dir=".", prefix=".params-", suffix=".yaml", encoding="utf-8", delete=False) as file:
         file.write(text)
-    shutil.copymode(PARAMS, file.name)  # a temporary file is readable by its owner alone
+    shutil.copymode(PARAMS_FILE, file.name)  # a temporary file is readable by its owner alone
     try:
         try:
-            schema.load(Path(file.name))
+            schema.load_params(Path(file.name))
         except ValueError as error:
             raise ValueError(f"{called}: {str(error).replace(file.name, 'params.yaml with it')}") from None
         yield Path(file.name), changes
@@ -91,36 +91,36 @@ def _written(sections: dict[str, dict[str, Any]], called: str) -> Iterator[tuple
         Path(file.name).unlink(missing_ok=True)
 
 
-def _merge(recipe: dict[str, dict[str, Any]]) -> tuple[str, list[str]]:
+def _merge_sections(recipe: dict[str, dict[str, Any]]) -> tuple[str, list[str]]:
     """The text of params.yaml with the recipe's keys, its comments kept, and what changed."""
     yaml = YAML()
     yaml.width = 200  # long comments and lists stay on their lines
     yaml.representer.add_representer(type(None), lambda r, _: r.represent_scalar("tag:yaml.org,2002:null", "null"))
-    whole = yaml.load(PARAMS.read_text(encoding="utf-8"))
-    changes = [line for section, keys in recipe.items() for line in _put(whole, section, keys, schema.Params, "")]
+    whole = yaml.load(PARAMS_FILE.read_text(encoding="utf-8"))
+    changes = [line for section, keys in recipe.items() for line in _set_key(whole, section, keys, schema.Params, "")]
     text = io.StringIO()
     yaml.dump(whole, text)
     return text.getvalue(), changes
 
 
-def _put(into: Any, key: str, new: Any, model: Any, place: str) -> list[str]:
+def _set_key(into: Any, key: str, new: Any, model: Any, place: str) -> list[str]:
     """Set a key, of which a section's own keys are set one by one, and what users name is replaced -> what changed."""
     fields = {field.alias or name: field for name, field in getattr(model, "model_fields", {}).items()}
     inner = fields[key].annotation if key in fields else None
     if isinstance(new, dict) and isinstance(inner, type) and issubclass(inner, Section):
         section = into.setdefault(key, {})
-        return [line for name, value in new.items() for line in _put(section, name, value, inner, f"{place}{key}.")]
-    old, into[key] = into.get(key), _laid_out(new)
-    return [f"{place}{key}: {_brief(old)} -> {_brief(new)}"] if old != new else []
+        return [line for name, value in new.items() for line in _set_key(section, name, value, inner, f"{place}{key}.")]
+    old, into[key] = into.get(key), _lay_out_value(new)
+    return [f"{place}{key}: {_describe_value(old)} -> {_describe_value(new)}"] if old != new else []
 
 
-def _laid_out(value: Any) -> Any:
+def _lay_out_value(value: Any) -> Any:
     """As params.yaml has it: what holds nothing but plain values in one line."""
     if isinstance(value, dict):
-        made: Any = CommentedMap({name: _laid_out(inner) for name, inner in value.items()})
+        made: Any = CommentedMap({name: _lay_out_value(inner) for name, inner in value.items()})
         plain = not any(isinstance(inner, dict | list) for inner in value.values())
     elif isinstance(value, list):
-        made, plain = CommentedSeq(map(_laid_out, value)), True
+        made, plain = CommentedSeq(map(_lay_out_value, value)), True
     else:
         return value
     if plain:
@@ -128,6 +128,6 @@ def _laid_out(value: Any) -> Any:
     return made
 
 
-def _brief(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     """Of what has names of its own, the names."""
     return ", ".join(value) if isinstance(value, dict) and value else str(value)

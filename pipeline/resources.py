@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from stages.params.schedule import Needs
+from stages.params.schedule import StageResources
 
 
 @dataclass
-class Lease:
-    """Held until `release`; `gpus` are the ids a stage may see, None on a machine without any."""
+class ResourceLease:
+    """Held until `release`; `list_gpus` are the ids a stage may see, None on a machine without any."""
 
     files: list[TextIO] = field(default_factory=list)
     gpus: list[str] | None = None
@@ -32,7 +32,7 @@ class Lease:
             file.close()
 
 
-class Pool:
+class ResourcePool:
     """Who asks for the whole machine holds the gate meanwhile, so that others can't begin before it for ever."""
 
     def __init__(self, slots: int, gpus: list[str], folder: Path | None = None) -> None:
@@ -41,7 +41,7 @@ class Pool:
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self._gate: TextIO | None = None
 
-    def check(self, stage: str, needs: Needs) -> None:
+    def check(self, stage: str, needs: StageResources) -> None:
         """Raises ValueError where the stage would wait for ever."""
         if self.gpus and needs.gpus != "all" and needs.gpus > len(self.gpus):
             raise ValueError(
@@ -49,7 +49,7 @@ class Pool:
                 f"{len(self.gpus)} of this machine ({', '.join(self.gpus)}); lower it, or write all"
             )
 
-    def take(self, needs: Needs) -> Lease | None:
+    def take(self, needs: StageResources) -> ResourceLease | None:
         """All that is needed, or nothing and at once."""
         self._gate = self._gate or self._lock("gate")
         if self._gate is None:
@@ -65,8 +65,8 @@ class Pool:
             self._gate.close()
             self._gate = None
 
-    def _take(self, needs: Needs) -> Lease | None:
-        lease = Lease(gpus=[] if self.gpus else None)
+    def _take(self, needs: StageResources) -> ResourceLease | None:
+        lease = ResourceLease(gpus=[] if self.gpus else None)
         kind = fcntl.LOCK_EX if needs.exclusive else fcntl.LOCK_SH
         wants = [lambda: self._lock("machine", kind), self._slot]
         if needs.gpus and not self.gpus:  # it takes all cores, where threads of two wait for each other
@@ -91,10 +91,10 @@ class Pool:
         return next(filter(None, (self._lock(f"slot-{n}") for n in range(self.slots))), None)
 
     def _lock(self, name: str, kind: int = fcntl.LOCK_EX) -> TextIO | None:
-        return lock(self._folder / f"{name}.lock", kind)
+        return try_lock(self._folder / f"{name}.lock", kind)
 
 
-def lock(path: Path, kind: int = fcntl.LOCK_EX) -> TextIO | None:
+def try_lock(path: Path, kind: int = fcntl.LOCK_EX) -> TextIO | None:
     """The file, open and locked, or None where another holds it. Closing it frees it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("a")
@@ -106,7 +106,7 @@ def lock(path: Path, kind: int = fcntl.LOCK_EX) -> TextIO | None:
     return file
 
 
-def gpus() -> list[str]:
+def list_gpus() -> list[str]:
     """Those of CUDA_VISIBLE_DEVICES, or all that nvidia-smi names; none on a machine without it."""
     if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [gpu.strip() for gpu in named.split(",") if gpu.strip()]

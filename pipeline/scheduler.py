@@ -6,33 +6,33 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.resources import Lease, Pool
-from stages.params.schedule import Needs
+from pipeline.resources import ResourceLease, ResourcePool
+from stages.params.schedule import StageResources
 
-ASK_AGAIN = 0.2  # seconds, where another run holds what is needed
+POLL_S = 0.2  # seconds, where another run holds what is needed
 
-Why = list[str]  # what changed; none: the stage is up to date
+StaleReasons = list[str]  # what changed; none: the stage is up to date
 
 
 @dataclass(frozen=True)
-class Graph:
+class StageGraph:
     """Stages with the stages they need, in an order in which they can run, and what each takes of the machine.
 
     Those `away` are made elsewhere, as many at once as are ready, and take nothing of this one.
     """
 
     upstream: dict[str, list[str]]
-    needs: dict[str, Needs]
+    needs: dict[str, StageResources]
     away: frozenset[str] = frozenset()
 
 
-def run_all(
-    graph: Graph,
-    why: dict[str, Why],
-    pool: Pool,
-    start: Callable[[str, Lease, Why], "Future[Any]"],
+def run_stages(
+    graph: StageGraph,
+    why: dict[str, StaleReasons],
+    pool: ResourcePool,
+    start: Callable[[str, ResourceLease, StaleReasons], "Future[Any]"],
     ended_as: Callable[[str], bool | None],
-    ask: Callable[[list[str]], dict[str, Why]],
+    ask: Callable[[list[str]], dict[str, StaleReasons]],
 ) -> None:
     """Every stage once, after those it needs, when the pool has what it takes; exclusive ones when nothing else can run.
 
@@ -41,8 +41,8 @@ def run_all(
     failed: it then has no reason to. `ended_as` says of a stage whether it changed anything, None where it failed.
     """
     open_, ended = list(graph.upstream), dict[str, bool | None]()
-    judged: dict[str, Why] = {}
-    running: dict[Future[Any], tuple[str, Lease]] = {}
+    judged: dict[str, StaleReasons] = {}
+    running: dict[Future[Any], tuple[str, ResourceLease]] = {}
 
     def turn(name: str) -> int:
         """What takes nothing first, what takes the machine last."""
@@ -51,18 +51,18 @@ def run_all(
     try:
         while open_ or running:
             ready = [name for name in open_ if all(need in ended for need in graph.upstream[name])]
-            judged |= _judge(graph, [name for name in ready if name not in judged], why, ended, ask)
+            judged |= _explain_stages(graph, [name for name in ready if name not in judged], why, ended, ask)
             for name in sorted(ready, key=turn):
                 if turn(name) == 2 and any(at_work not in graph.away for at_work, _ in running.values()):
                     break
-                lease = pool.take(graph.needs[name]) if turn(name) else Lease()
+                lease = pool.take(graph.needs[name]) if turn(name) else ResourceLease()
                 if lease:
                     open_.remove(name)
                     running[start(name, lease, judged[name])] = (name, lease)
             if not running:  # another run holds what is needed
-                time.sleep(ASK_AGAIN)
+                time.sleep(POLL_S)
             # Also while something runs: what the ready wait for may be another run's.
-            done, _ = wait(running, timeout=ASK_AGAIN if ready else None, return_when=FIRST_COMPLETED)
+            done, _ = wait(running, timeout=POLL_S if ready else None, return_when=FIRST_COMPLETED)
             for future in done:
                 name, lease = running.pop(future)
                 lease.release()
@@ -71,13 +71,13 @@ def run_all(
         pool.close()
 
 
-def _judge(
-    graph: Graph,
+def _explain_stages(
+    graph: StageGraph,
     new: list[str],
-    why: dict[str, Why],
+    why: dict[str, StaleReasons],
     ended: dict[str, bool | None],
-    ask: Callable[[list[str]], dict[str, Why]],
-) -> dict[str, Why]:
+    ask: Callable[[list[str]], dict[str, StaleReasons]],
+) -> dict[str, StaleReasons]:
     """Why each of `new` runs, asked again where something above it has changed since; no reason below a failure."""
     above = {name: [ended[need] for need in graph.upstream[name]] for name in new}
     again = [name for name in new if None not in above[name] and any(above[name])]

@@ -34,13 +34,13 @@ RUNS_AT_ONCE = 4
 
 
 def main() -> None:
-    for number in _endings():
-        signal.signal(number, _exit)  # as an exception, so that what is below ends what it has started
+    for number in _list_end_signals():
+        signal.signal(number, _exit_on_signal)  # as an exception, so that what is below ends what it has started
     try:
         port = read_port()
         end_leftover(port)
-        refuse_taken(port)
-        with server(port):
+        check_port_free(port)
+        with run_prefect_server(port):
             serve_flows(port)
     except ValueError as error:
         sys.exit(f"aerie: {error}")
@@ -72,7 +72,7 @@ def end_leftover(port: int) -> None:
                 server.kill()
 
 
-def refuse_taken(port: int) -> None:
+def check_port_free(port: int) -> None:
     """Nothing may listen there: it might be another project's server, which would take our runs.
 
     Raises:
@@ -90,7 +90,7 @@ def refuse_taken(port: int) -> None:
 
 
 @contextmanager
-def server(port: int) -> Iterator[None]:
+def run_prefect_server(port: int) -> Iterator[None]:
     """A Prefect server that answers, and its settings in os.environ; ended on leaving.
 
     Raises:
@@ -126,7 +126,7 @@ def server(port: int) -> Iterator[None]:
             start_new_session=True,
         )
     try:
-        _wait_until_it_answers(process, log)
+        _wait_until_answering(process, log)
         yield
     finally:
         _end_group(process)
@@ -141,10 +141,10 @@ def serve_flows(port: int) -> None:
 
     from pipeline import flows
 
-    close_lost()
+    crash_lost_runs()
     runner = Runner(name="aerie", limit=RUNS_AT_ONCE)  # those of one workspace wait for each other
-    offer_stages(deployments()[-1])
-    for deployment in deployments()[:-1]:
+    deploy_stages(read_deployments()[-1])
+    for deployment in read_deployments()[:-1]:
         # By module path, since each run imports the flow anew, standing where we stand.
         runner.add_flow(
             getattr(flows, deployment["entrypoint"].partition(":")[2]),
@@ -163,10 +163,10 @@ def serve_flows(port: int) -> None:
         "end    Ctrl-C; a stage at work is ended too\n",
         flush=True,
     )
-    asyncio.run(_run_until_told(runner))
+    asyncio.run(_run_until_signal(runner))
 
 
-def offer_stages(deployment: dict[str, Any]) -> None:
+def deploy_stages(deployment: dict[str, Any]) -> None:
     """A pool for the workers of other hosts, and what runs send there. Theirs is the folder in which they were started."""
     from prefect import get_client
     from prefect.client.schemas.actions import WorkPoolCreate
@@ -194,13 +194,13 @@ def offer_stages(deployment: dict[str, Any]) -> None:
         )
 
 
-def deployments() -> list[dict[str, Any]]:
+def read_deployments() -> list[dict[str, Any]]:
     """Of prefect.yaml beside this package, so that the two ways to deploy offer the same."""
     found = YAML(typ="safe").load(Path(__file__).parent.with_name("prefect.yaml").read_text(encoding="utf-8"))
     return list(found["deployments"])
 
 
-def close_lost() -> None:
+def crash_lost_runs() -> None:
     """Let runs that say they run, though the machine went down under them, be crashed: nobody could cancel them."""
     from prefect import get_client
     from prefect.client.schemas.filters import FlowRunFilter
@@ -216,12 +216,12 @@ def close_lost() -> None:
             client.set_flow_run_state(run.id, lost, force=True)
 
 
-async def _run_until_told(runner: "Runner") -> None:
+async def _run_until_signal(runner: "Runner") -> None:
     """`build.serve()`, but with an end that works: Prefect 3.8's own kills the flow outright, and the stage lives on."""
     told = asyncio.Event()
     serving = asyncio.create_task(runner.start())
     await asyncio.sleep(0)  # start() first installs a SIGTERM handler, which forgets to await stop(): ours replace it
-    for number in _endings():
+    for number in _list_end_signals():
         asyncio.get_running_loop().add_signal_handler(number, told.set)
     telling = asyncio.create_task(told.wait())
     await asyncio.wait({serving, telling}, return_when=asyncio.FIRST_COMPLETED)
@@ -237,7 +237,7 @@ def _server_command(port: int) -> list[str]:
     return [sys.executable, "-m", "pipeline.prefect_server", str(port)]
 
 
-def _wait_until_it_answers(process: subprocess.Popen[bytes], log: Path) -> None:
+def _wait_until_answering(process: subprocess.Popen[bytes], log: Path) -> None:
     # Not /health, which asks for no password: what answers must be the server that was given ours.
     url = f"{os.environ['PREFECT_API_URL']}/admin/version"
     request = urllib.request.Request(url, headers=password.header(os.environ[password.CLIENT]))
@@ -267,13 +267,13 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
             continue
 
 
-def _endings() -> list[signal.Signals]:
+def _list_end_signals() -> list[signal.Signals]:
     """Ctrl-C, a kill, a closed terminal; less what whoever started us wants ignored, as nohup does."""
     asked = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
     return [number for number in asked if signal.getsignal(number) is not signal.SIG_IGN]
 
 
-def _exit(number: int, frame: FrameType | None) -> None:
+def _exit_on_signal(number: int, frame: FrameType | None) -> None:
     sys.exit(128 + number)
 
 

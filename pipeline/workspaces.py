@@ -20,23 +20,23 @@ from typing import TextIO
 
 from pipeline import dvc_graph
 from pipeline.remote import dvc_remote
-from pipeline.resources import lock
-from stages.params.section import PARAMS
+from pipeline.resources import try_lock
+from stages.params.section import PARAMS_FILE
 
-RUNS = Path(".scratch/runs")
-LOCKED = Path(".scratch/run.lock")
-PROMOTED = (PARAMS, dvc_graph.LOCK_FILE)
+RUNS_FOLDER = Path(".scratch/runs")
+LOCK_PATH = Path(".scratch/run.lock")
+PROMOTED_FILES = (PARAMS_FILE, dvc_graph.LOCK_FILE)
 NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_]+")
 NAME_LENGTH = 64
-ENGINES = ("serving-env/sglang", "serving-env/vllm")  # environments of 10 GB, in no commit
+SERVING_ENVIRONMENTS = ("serving-env/sglang", "serving-env/vllm")  # environments of 10 GB, in no commit
 
 
 @contextmanager
-def at_work(say: Callable[[str], object], locked: Path = LOCKED) -> Iterator[TextIO]:
+def hold_workspace(say: Callable[[str], object], locked: Path = LOCK_PATH) -> Iterator[TextIO]:
     """A workspace, the one we stand in, for one run: others wait here. The file must stay open for as long as a stage runs."""
-    while (held := lock(locked)) is None:
+    while (held := try_lock(locked)) is None:
         say("another run is at work here; waiting for its end")
-        _wait_for(locked)
+        _wait_for_lock(locked)
     with held:
         yield held
 
@@ -50,14 +50,14 @@ def one_run(say: Callable[[str], object]) -> Iterator[list[int]]:
     Raises:
         ValueError: as `graph.heal_lock`.
     """
-    with at_work(say) as held:
+    with hold_workspace(say) as held:
         if healed := dvc_graph.heal_lock():
             say(healed)
         yield [held.fileno()]
 
 
-def _wait_for(path: Path) -> None:
-    while (free := lock(path)) is None:
+def _wait_for_lock(path: Path) -> None:
+    while (free := try_lock(path)) is None:
         time.sleep(1)
     free.close()
 
@@ -67,106 +67,111 @@ def name_for(run: str, run_id: str) -> str:
     return f"{NOT_IN_NAMES.sub('-', run)[:NAME_LENGTH]}-{run_id[:8]}"
 
 
-def make(name: str) -> Path:
+def make_workspace(name: str) -> Path:
     """The files as they lie here, uncommitted ones too, and what the cache has of their outputs.
 
     Raises:
         ValueError: where the name is not that of a folder, this is no git repository with a commit, or git or DVC refuses.
     """
-    folder = inside(RUNS, name)
+    folder = inside(RUNS_FOLDER, name)
     if folder.exists():  # a retry of the same run
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    _git("worktree", "add", "--detach", str(folder), "HEAD")
+    _run_git("worktree", "add", "--detach", str(folder), "HEAD")
     try:
-        _fill(folder)
+        _fill_workspace(folder)
     except BaseException:  # or a retry would work in half of it
-        _git("worktree", "remove", "--force", str(folder))
+        _run_git("worktree", "remove", "--force", str(folder))
         raise
     return folder
 
 
-def _fill(folder: Path) -> None:
-    for name in _uncommitted():
-        _copy(Path(name), folder / name)
-    settle(folder)
+def _fill_workspace(folder: Path) -> None:
+    for name in _list_uncommitted():
+        _copy_file(Path(name), folder / name)
+    share_settings(folder)
     if (folder / dvc_graph.LOCK_FILE).exists():
-        _run(_dvc("checkout", "--quiet", "--force", "--allow-missing"), folder)
+        _run_command(_build_dvc_command("checkout", "--quiet", "--force", "--allow-missing"), folder)
 
 
-def settle(folder: Path) -> None:
+def share_settings(folder: Path) -> None:
     """Let DVC there use our cache and our remotes, and stages our serving engines."""
     local = Path(".dvc/config.local")
     if local.exists():
         shutil.copy2(local, folder / local)
-    cache = Path(_run(_dvc("cache", "dir"), Path()).strip()).resolve()
-    _run(_dvc("cache", "dir", "--local", str(cache)), folder)
-    for name, path in dvc_remote.folders().items():  # written relative to our .dvc/config, they would lie elsewhere
-        _run(_dvc("remote", "modify", "--local", name, "url", path), folder)
-    for engine in map(Path, ENGINES):
+    cache = Path(_run_command(_build_dvc_command("cache", "dir"), Path()).strip()).resolve()
+    _run_command(_build_dvc_command("cache", "dir", "--local", str(cache)), folder)
+    for (
+        name,
+        path,
+    ) in dvc_remote.list_remote_folders().items():  # written relative to our .dvc/config, they would lie elsewhere
+        _run_command(_build_dvc_command("remote", "modify", "--local", name, "url", path), folder)
+    for engine in map(Path, SERVING_ENVIRONMENTS):
         if engine.is_dir():
             (folder / engine).parent.mkdir(exist_ok=True)
             (folder / engine).symlink_to(engine.resolve())
 
 
-def promote(name: str) -> Iterator[str]:
+def promote_run(name: str) -> Iterator[str]:
     """Take a finished run's parameters and results for ours.
 
     Raises:
         ValueError: before anything changes, where there is no such run, it has not finished, a run is at work here, or files
             that git tracks have changes; and where DVC can't check its results out, with all as it was.
     """
-    folder = path_of(name)
-    if changed := _git("status", "--porcelain", "--untracked-files=no").rstrip():
+    folder = locate_run(name)
+    if changed := _run_git("status", "--porcelain", "--untracked-files=no").rstrip():
         raise ValueError(
             f"files have changes, expected none, so that nothing is lost; commit or stash them:\n{changed}"
         )
-    moved = _git("diff", "--name-only", _git("rev-parse", "HEAD", at=folder).strip(), "HEAD", "--", *map(str, PROMOTED))
+    moved = _run_git(
+        "diff", "--name-only", _run_git("rev-parse", "HEAD", at=folder).strip(), "HEAD", "--", *map(str, PROMOTED_FILES)
+    )
     if moved:
         raise ValueError(
             f"{' and '.join(moved.split())} of a later commit differ from those that {name} began with; run it again from here"
         )
     with ExitStack() as stack:
-        for path, where in ((LOCKED, "here"), (folder / LOCKED, "in that workspace")):
-            if (held := lock(path)) is None:
+        for path, where in ((LOCK_PATH, "here"), (folder / LOCK_PATH, "in that workspace")):
+            if (held := try_lock(path)) is None:
                 raise ValueError(f"a run is at work {where}; wait for its end, or cancel it")
             stack.enter_context(held)
-        if stale := _stale(folder):
+        if stale := _list_stale(folder):
             raise ValueError(f"{name} has not finished: {', '.join(stale)} would run; run it again, then promote it")
-        for file in PROMOTED:
-            _copy(folder / file, file)
+        for file in PROMOTED_FILES:
+            _copy_file(folder / file, file)
         try:
-            _run(_dvc("checkout"), Path())
+            _run_command(_build_dvc_command("checkout"), Path())
         except ValueError:
-            _git("checkout", "--", *map(str, PROMOTED))
+            _run_git("checkout", "--", *map(str, PROMOTED_FILES))
             raise
-    yield f"{' and '.join(map(str, PROMOTED))} are those of {name}, and so are the results; git diff shows what changed"
+    yield f"{' and '.join(map(str, PROMOTED_FILES))} are those of {name}, and so are the results; git diff shows what changed"
 
 
 def make_bare(folder: Path) -> None:
     """A DVC project of no files, which uses our cache and our remotes; as it is where it has been made before."""
     (folder / ".dvc").mkdir(parents=True, exist_ok=True)
     shutil.copy2(".dvc/config", folder / ".dvc/config")
-    settle(folder)
-    _run(_dvc("config", "--local", "core.no_scm", "true"), folder)
+    share_settings(folder)
+    _run_command(_build_dvc_command("config", "--local", "core.no_scm", "true"), folder)
 
 
-def drop(name: str) -> Iterator[str]:
+def drop_run(name: str) -> Iterator[str]:
     """Remove a run's workspace. Raises ValueError where there is none, or its run is at work."""
-    folder = path_of(name)
-    if (held := lock(folder / LOCKED)) is None:
+    folder = locate_run(name)
+    if (held := try_lock(folder / LOCK_PATH)) is None:
         raise ValueError(f"{name} is at work; cancel it first")
     with held:
-        _git("worktree", "remove", "--force", str(folder))
+        _run_git("worktree", "remove", "--force", str(folder))
     yield f"{folder} is gone; what it computed stays in DVC's cache until `dvc gc`"
 
 
-def path_of(name: str) -> Path:
+def locate_run(name: str) -> Path:
     """Raises ValueError where there is no such workspace, naming those there are."""
-    known = sorted(found.name for found in RUNS.glob("*") if found.is_dir())
+    known = sorted(found.name for found in RUNS_FOLDER.glob("*") if found.is_dir())
     if name not in known:
-        raise ValueError(f"there is no run {name} in {RUNS}; there are {', '.join(known) or 'none'}")
-    return inside(RUNS, name)
+        raise ValueError(f"there is no run {name} in {RUNS_FOLDER}; there are {', '.join(known) or 'none'}")
+    return inside(RUNS_FOLDER, name)
 
 
 def inside(parent: Path, name: str) -> Path:
@@ -182,22 +187,22 @@ def inside(parent: Path, name: str) -> Path:
     return parent.resolve() / name
 
 
-def _stale(folder: Path) -> list[str]:
+def _list_stale(folder: Path) -> list[str]:
     here = Path.cwd()
     os.chdir(folder)
     try:
-        return list(dvc_graph.why_stale())
+        return list(dvc_graph.explain_stale())
     finally:
         os.chdir(here)
 
 
-def _uncommitted() -> list[str]:
+def _list_uncommitted() -> list[str]:
     """Files that differ from the commit, or are new, or gone; none that git ignores."""
     asks = [["diff", "--name-only", "-z", "HEAD"], ["ls-files", "-z", "--others", "--exclude-standard"]]
-    return [name for ask in asks for name in _git(*ask, "--", ".").split("\0") if name]
+    return [name for ask in asks for name in _run_git(*ask, "--", ".").split("\0") if name]
 
 
-def _copy(source: Path, to: Path) -> None:
+def _copy_file(source: Path, to: Path) -> None:
     """To a name beside it first, so that nobody finds half of it; a file that is gone goes there too."""
     if not source.exists():
         to.unlink(missing_ok=True)
@@ -208,15 +213,15 @@ def _copy(source: Path, to: Path) -> None:
     os.replace(beside, to)
 
 
-def _dvc(*words: str) -> list[str]:
+def _build_dvc_command(*words: str) -> list[str]:
     return [sys.executable, "-m", "dvc", *words]
 
 
-def _git(*words: str, at: Path | None = None) -> str:
-    return _run(["git", *words], at or Path())
+def _run_git(*words: str, at: Path | None = None) -> str:
+    return _run_command(["git", *words], at or Path())
 
 
-def _run(command: list[str], at: Path) -> str:
+def _run_command(command: list[str], at: Path) -> str:
     """What it prints. Raises ValueError with what it says, where it refuses."""
     done = subprocess.run(command, cwd=at, capture_output=True, text=True)
     if done.returncode:

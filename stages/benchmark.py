@@ -23,62 +23,62 @@ import torch
 
 from stages.data import workload_prompts
 from stages.draft import checkpoint
-from stages.draft.eagle3 import Draft
+from stages.draft.eagle3 import Eagle3Draft
 from stages.engine import sampling, timing
-from stages.engine.batch_decode import Ask, Batches
-from stages.engine.decode import Step
-from stages.engine.device_placement import left, place
-from stages.engine.memory_estimate import GIB, Memory
-from stages.engine.sampling import Sampling
+from stages.engine.batch_decode import BatchEngine, DecodeRequest
+from stages.engine.decode import DecodeStep
+from stages.engine.device_placement import measure_remaining_memory, place_model
+from stages.engine.memory_estimate import GIB, MemoryEstimate
+from stages.engine.sampling import SamplingParams
 from stages.grading import grade
 from stages.params import schema
 from stages.params.benchmark_sections import Workload
-from stages.params.section import named
-from stages.params.tree_sections import Tree
+from stages.params.section import get_named
+from stages.params.tree_sections import TreeShape
 from stages.results import clusters, interval, served_records, torch_records
 from stages.runtime import distributed
-from stages.runtime.all_gather import gathered
+from stages.runtime.all_gather import all_gather_json
 from stages.serving import latency, request_records, spec_counters
 from stages.target import chat_template, loading, manifest, vision
-from stages.target.vision import Pixels
+from stages.target.vision import ImagePatches
 from stages.telemetry import gpu_energy
 from stages.trees import acceptance
 
-KINDS = ("plain", "speculative")
+DECODING_KINDS = ("plain", "speculative")
 
 Row = dict[str, Any]
-Said = dict[str, list[int]]  # by kind of decoding, the ids of an answer
+OutputsByKind = dict[str, list[int]]  # by kind of decoding, the ids of an answer
 
 
 @dataclass(frozen=True)
-class Work:
+class TorchCellContext:
     """What every decoding of a cell needs."""
 
     p: schema.Params
     w: Workload
-    tree: Tree
-    group: distributed.Ranks
-    engine: Batches
-    shown: dict[str, Pixels | None]  # the pictures of each prompt, by its id
+    tree: TreeShape
+    group: distributed.RankContext
+    engine: BatchEngine
+    shown: dict[str, ImagePatches | None]  # the pictures of each prompt, by its id
     tokenizer: Any  # None where no text is needed
     prompts: pl.DataFrame  # as asked.ASKED
     warm: pl.DataFrame
 
 
 def main(workload: str, name: str, tree_name: str) -> None:
-    p = schema.load()
+    p = schema.load_params()
     b = p.benchmark
     _check_gpus(p)
     try:
-        shared_out = distributed.spread("benchmark", [workload, name, tree_name], b.processes)
+        shared_out = distributed.launch_ranks("benchmark", [workload, name, tree_name], b.processes)
     except ValueError:
         raise ValueError(
             f"one of {b.processes} processes ended early; what it said is above. Correct that and run again, or set "
             "benchmark.num_gpus_total to num_gpus_per_model for one process"
         ) from None
     if not shared_out:
-        with distributed.joined(p.target.device) as group:
-            _main(p, workload, name, tree_name, group)
+        with distributed.join_process_group(p.target.device) as group:
+            _run_cell(p, workload, name, tree_name, group)
 
 
 def _check_gpus(p: schema.Params) -> None:
@@ -91,24 +91,26 @@ def _check_gpus(p: schema.Params) -> None:
         )
 
 
-def _main(p: schema.Params, workload: str, name: str, tree_name: str, group: distributed.Ranks) -> None:
+def _run_cell(p: schema.Params, workload: str, name: str, tree_name: str, group: distributed.RankContext) -> None:
     torch.set_num_threads(p.target.num_threads)
-    meter, started = gpu_energy.Meter(p.target.gpus(p.benchmark.num_gpus_total)), time.perf_counter()
-    tree, w = Tree.parse(tree_name), named(p.benchmark.workloads, workload, "benchmark.workloads")
-    prompts, warm = workload_prompts.read(workload)
+    meter, started = gpu_energy.EnergyMeter(p.target.gpus(p.benchmark.num_gpus_total)), time.perf_counter()
+    tree, w = TreeShape.parse(tree_name), get_named(p.benchmark.workloads, workload, "benchmark.workloads")
+    prompts, warm = workload_prompts.read_prompts(workload)
     if w.grade:
-        workload_prompts.check_graded(workload, prompts)
+        workload_prompts.check_references(workload, prompts)
         grade.check_sandbox(prompts["reference"], workload, p.benchmark.allow_unsandboxed_code)
     images = dict(pl.concat([prompts, warm]).select("id", "images").iter_rows())
     # Decoded before any clock runs: a server's client sends them ready, too.
-    shown = vision.shown(manifest.weights(manifest.read()), p.target.trust_remote_code, images)
-    engine = _engine(p, w, name, group)
-    work = Work(p, w, tree, group, engine, shown, _tokenizer(p, w, prompts), prompts, warm)
-    memory = _memory(work)
+    shown = vision.load_image_patches(
+        manifest.resolve_weights_folder(manifest.read_manifest()), p.target.trust_remote_code, images
+    )
+    engine = _build_engine(p, w, name, group)
+    work = TorchCellContext(p, w, tree, group, engine, shown, _load_needed_tokenizer(p, w, prompts), prompts, warm)
+    memory = _estimate_memory(work)
     if group.first:
         print(f"memory of a process: {memory}", flush=True)
-    memory.check(left(engine.model, p.benchmark.max_gpu_memory), engine.device)
-    found, said = _prompt_by_prompt(work) if w.alone else _in_loads(work)
+    memory.check(measure_remaining_memory(engine.model, p.benchmark.max_gpu_memory), engine.device)
+    found, said = _measure_prompt_by_prompt(work) if w.alone else _measure_in_loads(work)
     if not group.first:
         return
     whole = {
@@ -116,78 +118,80 @@ def _main(p: schema.Params, workload: str, name: str, tree_name: str, group: dis
         "checkpoint": name,
         "tree": tree_name,
         **tree.model_dump(),
-        "engine": served_records.TORCH,
+        "engine": served_records.TORCH_ENGINE,
         "definitions": torch_records.DEFINITIONS,
         "temperature": w.temperature,
         "top_p": w.top_p,
         "top_k": w.top_k,
         **found,
-        "hardware": _hardware(p),
-        "versions": torch_records.versions("torch", "transformers"),
+        "hardware": _describe_hardware(p),
+        "versions": torch_records.list_versions("torch", "transformers"),
         "seconds": round(time.perf_counter() - started, 2),
         "seed": w.seed,
         "gpus": meter.names(),
         "joules": meter.joules(),
     }
-    file = torch_records.write(whole) if w.alone else served_records.write(whole)
+    file = torch_records.write_torch_cell(whole) if w.alone else served_records.write_served_cell(whole)
     print(f"{tree_name} at {name}: {said} -> {file}")
 
 
-def _memory(work: Work) -> Memory:
+def _estimate_memory(work: TorchCellContext) -> MemoryEstimate:
     """What the longest of its loads will take, or the longest prompt alone. Raises ValueError for what can't be decoded."""
     w, world = work.w, work.group.world
     every = len(work.prompts)
     slots = [-(-min(cap or every, every) // world) for _, cap in w.points()]  # of a process
-    tokens = _longest(work) + max(length for length, _ in w.points())
-    return work.engine.memory(tokens, max(slots), _tree(work, "speculative"), w.temperature > 0)
+    tokens = _find_longest_prompt(work) + max(length for length, _ in w.points())
+    return work.engine.memory(tokens, max(slots), _get_tree_tuple(work, "speculative"), w.temperature > 0)
 
 
-def _hardware(p: schema.Params) -> dict[str, Any]:
+def _describe_hardware(p: schema.Params) -> dict[str, Any]:
     total = p.benchmark.num_gpus_total
-    return torch_records.hardware(p.target.device, p.target.num_threads) | (
+    return torch_records.describe_hardware(p.target.device, p.target.num_threads) | (
         {"num_gpus_total": total} if total > 1 else {}
     )
 
 
-def _prompt_by_prompt(work: Work) -> tuple[dict[str, Any], str]:
+def _measure_prompt_by_prompt(work: TorchCellContext) -> tuple[dict[str, Any], str]:
     """The part of a cell that is measured, and the same in words."""
-    work.engine.expect(_longest(work) + _most(work))
+    work.engine.expect(_find_longest_prompt(work) + _get_max_new_tokens(work))
     for question in work.warm.iter_rows(named=True):  # not counted: first calls allocate and pick kernels
-        for kind in KINDS:
-            drawn = _sampling(work, question["id"], 0, 0)
-            list(_decoding(work, kind, question["prompt_ids"], question["id"], drawn))
+        for kind in DECODING_KINDS:
+            drawn = _make_sampling_params(work, question["id"], 0, 0)
+            list(_start_decoding(work, kind, question["prompt_ids"], question["id"], drawn))
     mine = [
         (repeat, number, row, [s.accepted for s in cycles], said)
         for repeat in range(work.w.repeats)
         for number, question in enumerate(work.prompts.iter_rows(named=True))
         if number % work.group.world == work.group.rank
-        for row, cycles, said in _turns(work, question, repeat, number)
+        for row, cycles, said in _decode_turns(work, question, repeat, number)
     ]
-    every = sorted(gathered(work.group, mine), key=lambda one: one[:2])  # turns of a prompt stay in order
+    every = sorted(all_gather_json(work.group, mine), key=lambda one: one[:2])  # turns of a prompt stay in order
     rows: list[Row] = [row for _, _, row, _, _ in every]
     histogram = np.zeros(work.tree.num_steps + 1, dtype=np.int64)
     for _, _, _, accepted, _ in every:
         histogram += np.bincount(accepted, minlength=work.tree.num_steps + 1)
     spoken = [said for *_, said in every]  # to be graded now that no clock runs
-    metrics = _metrics(rows, work.tree, work.w.prompts)
+    metrics = _compute_metrics(rows, work.tree, work.w.prompts)
     same = metrics["identical_share"]
     alike = "" if same is None else f"identical {same:.0%} of "
     found = {
         "metrics": metrics,
-        "repeats": _repeats(rows, work.w.prompts),
-        "quality": _grade(work, rows, spoken, dict(work.prompts.select("id", "reference").iter_rows())),
+        "repeats": _summarise_repeats(rows, work.w.prompts),
+        "quality": _grade_first_turns(work, rows, spoken, dict(work.prompts.select("id", "reference").iter_rows())),
         "histogram": histogram.tolist(),
         "prompts": rows,
     }
     return found, f"tau {metrics['tau']:.3f}, speedup {metrics['speedup']:.2f}, {alike}{len(rows)} answers"
 
 
-def _most(work: Work) -> int:
+def _get_max_new_tokens(work: TorchCellContext) -> int:
     assert isinstance(work.w.max_new_tokens, int), "params.Workload.alone sees to it"
     return work.w.max_new_tokens
 
 
-def _turns(work: Work, question: Row, repeat: int, number: int) -> Iterator[tuple[Row, list[Step], Said]]:
+def _decode_turns(
+    work: TorchCellContext, question: Row, repeat: int, number: int
+) -> Iterator[tuple[Row, list[DecodeStep], OutputsByKind]]:
     """Of each turn its row, its cycles, and what both said.
 
     Who goes first changes from prompt to prompt, from repeat to repeat and from turn to turn.
@@ -196,11 +200,13 @@ def _turns(work: Work, question: Row, repeat: int, number: int) -> Iterator[tupl
     for turn, says in enumerate([None, *(question["later"] or [])]):
         if says is not None:
             messages = [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": says}]
-            ids = chat_template.prompt_ids(work.tokenizer, messages, work.p.sample_target.thinking)
-        order = KINDS if (number + repeat + turn) % 2 == 0 else KINDS[::-1]
-        drawn = _sampling(work, question["id"], repeat, turn)
+            ids = chat_template.encode_prompt(work.tokenizer, messages, work.p.sample_target.thinking)
+        order = DECODING_KINDS if (number + repeat + turn) % 2 == 0 else DECODING_KINDS[::-1]
+        drawn = _make_sampling_params(work, question["id"], repeat, turn)
         both = {
-            kind: timing.timed(partial(_decoding, work, kind, ids, question["id"], drawn), work.p.target.device)
+            kind: timing.time_decode(
+                partial(_start_decoding, work, kind, ids, question["id"], drawn), work.p.target.device
+            )
             for kind in order
         }
         mine, plain = both["speculative"], both["plain"]
@@ -216,7 +222,7 @@ def _turns(work: Work, question: Row, repeat: int, number: int) -> Iterator[tupl
             "identical": None if drawn else said == plain_said,
             "divergence_margin": None
             if drawn
-            else _margin(work.engine, ids, work.shown[question["id"]], said, plain_said),
+            else _measure_divergence_margin(work.engine, ids, work.shown[question["id"]], said, plain_said),
             "finish_reason": "stop" if said[-1] in work.engine.eos else "length",
             "prefill_latency_s": mine.first_s,
             "e2e_latency_s": mine.last_s,
@@ -228,52 +234,58 @@ def _turns(work: Work, question: Row, repeat: int, number: int) -> Iterator[tupl
         }
         yield row, cycles, {"plain": plain_said, "speculative": said}
         if work.tokenizer is not None:
-            answer = _text(work, plain_said)
+            answer = _decode_text(work, plain_said)
 
 
-def _sampling(work: Work, name: str, repeat: int, turn: int) -> Sampling | None:
+def _make_sampling_params(work: TorchCellContext, name: str, repeat: int, turn: int) -> SamplingParams | None:
     """By the workload's seed and what is answered."""
     w = work.w
-    return sampling.how(w.temperature, w.top_p, w.top_k, f"{w.seed}:{name}:{repeat}:{turn}")
+    return sampling.make_sampling_params(w.temperature, w.top_p, w.top_k, f"{w.seed}:{name}:{repeat}:{turn}")
 
 
-def _decoding(work: Work, kind: str, ids: list[int], name: str, drawn: Sampling | None) -> Iterator[Step]:
-    most, pictures, tree = _most(work), work.shown[name], work.tree
+def _start_decoding(
+    work: TorchCellContext, kind: str, ids: list[int], name: str, drawn: SamplingParams | None
+) -> Iterator[DecodeStep]:
+    most, pictures, tree = _get_max_new_tokens(work), work.shown[name], work.tree
     if kind == "plain":
         return work.engine.plain(ids, most, pictures, drawn)
     return work.engine.speculative(ids, most, tree.num_steps, tree.topk, tree.num_draft_tokens, pictures, drawn)
 
 
-def _tokenizer(p: schema.Params, w: Workload, prompts: pl.DataFrame) -> Any:
+def _load_needed_tokenizer(p: schema.Params, w: Workload, prompts: pl.DataFrame) -> Any:
     """Where answers are graded, or later turns follow them."""
     if not w.grade and not prompts["later"].is_not_null().any():
         return None
-    made = manifest.read()
-    return chat_template.load_tokenizer(manifest.weights(made), p.target.trust_remote_code, made.chat_template)
+    made = manifest.read_manifest()
+    return chat_template.load_tokenizer(
+        manifest.resolve_weights_folder(made), p.target.trust_remote_code, made.chat_template
+    )
 
 
-def _text(work: Work, ids: list[int]) -> str:
+def _decode_text(work: TorchCellContext, ids: list[int]) -> str:
     """An answer as a server would send it: without the target's special tokens."""
     return work.tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def _engine(p: schema.Params, w: Workload, name: str, group: distributed.Ranks) -> Batches:
-    made, b = manifest.read(), p.benchmark
+def _build_engine(p: schema.Params, w: Workload, name: str, group: distributed.RankContext) -> BatchEngine:
+    made, b = manifest.read_manifest(), p.benchmark
     first = torch.device(group.device).index or 0
     cards = [f"cuda:{first + n * b.processes}" for n in range(b.num_gpus_per_model)]  # the first is the process's own
     whole = group.device == "cpu" or (len(cards) == 1 and b.max_gpu_memory is None)
     lies = group.device if whole else "cpu"
-    model = loading.load(str(manifest.weights(made)), None, p.target.dtype, lies, p.target.trust_remote_code)
+    model = loading.load_target(
+        str(manifest.resolve_weights_folder(made)), None, p.target.dtype, lies, p.target.trust_remote_code
+    )
     if not whole:
-        place(model, cards, b.max_gpu_memory)
-    config, tensors = checkpoint.read_draft(checkpoint.folder(name), p.made_by(name))
-    draft = Draft.of(config, tensors).to(group.device, model.dtype).requires_grad_(False)
+        place_model(model, cards, b.max_gpu_memory)
+    config, tensors = checkpoint.read_draft(checkpoint.locate_checkpoint(name), p.made_by(name))
+    draft = Eagle3Draft.of(config, tensors).to(group.device, model.dtype).requires_grad_(False)
     eos = [] if w.ignore_eos else made.eos_token_ids
-    return Batches(model, eos, made.feature_layers, draft, p.benchmark.semantics)
+    return BatchEngine(model, eos, made.feature_layers, draft, p.benchmark.semantics)
 
 
-def _margin(
-    engine: Batches, prompt: list[int], pictures: Pixels | None, said: list[int], plain_said: list[int]
+def _measure_divergence_margin(
+    engine: BatchEngine, prompt: list[int], pictures: ImagePatches | None, said: list[int], plain_said: list[int]
 ) -> float | None:
     """How sure the target was where two answers part: a near-tie is rounding, a wide gap would be a defect."""
     if said == plain_said:
@@ -288,7 +300,7 @@ def _margin(
 
 
 @dataclass(frozen=True)
-class Request:
+class TurnRequest:
     """A turn of a question."""
 
     question: Row  # as asked.ASKED
@@ -297,15 +309,15 @@ class Request:
     ids: list[int]
 
 
-def _in_loads(work: Work) -> tuple[dict[str, Any], str]:
-    """As `_prompt_by_prompt`, with a point for each answer length and concurrency."""
+def _measure_in_loads(work: TorchCellContext) -> tuple[dict[str, Any], str]:
+    """As `_measure_prompt_by_prompt`, with a point for each answer length and concurrency."""
     _warm_up(work)
-    points: dict[str, list[Row]] = {kind: [] for kind in KINDS}
+    points: dict[str, list[Row]] = {kind: [] for kind in DECODING_KINDS}
     for point in work.w.points():
-        repeats = [_both(work, *point, repeat) for repeat in range(work.w.repeats)]
-        for kind in KINDS:
-            points[kind].append(_point(work, kind, *point, [both[kind] for both in repeats]))
-    made = manifest.read()
+        repeats = [_run_both_kinds(work, *point, repeat) for repeat in range(work.w.repeats)]
+        for kind in DECODING_KINDS:
+            points[kind].append(_build_point(work, kind, *point, [both[kind] for both in repeats]))
+    made = manifest.read_manifest()
     said: list[str] = []
     for ours, plain in zip(points["speculative"], points["plain"], strict=True):
         speeds = [float(np.mean([one["output_throughput"] for one in p["loads"]])) for p in (ours, plain)]
@@ -316,80 +328,88 @@ def _in_loads(work: Work) -> tuple[dict[str, Any], str]:
         "reason": None,
         "fingerprint": {"target": [made.model, made.revision, made.config_digest]},  # its baseline is its own
         "server": {"command": [], "info": {}},
-        "memory": dict.fromkeys(served_records.MEMORY) | _gib(_memory(work)),
+        "memory": dict.fromkeys(served_records.MEMORY_KEYS) | _convert_to_gib(_estimate_memory(work)),
         "points": points["speculative"],
         "baseline_points": points["plain"],
     }
     return found, "; ".join(said)
 
 
-def _longest(work: Work) -> int:
+def _find_longest_prompt(work: TorchCellContext) -> int:
     """Tokens of the longest prompt of a first turn."""
     return max(int(rows["prompt_ids"].list.len().max() or 0) for rows in (work.prompts, work.warm))
 
 
-def _gib(memory: Memory) -> dict[str, float]:
+def _convert_to_gib(memory: MemoryEstimate) -> dict[str, float]:
     """Of one process, under the names of served.MEMORY."""
     sizes = {"weights": memory.target, "draft": memory.draft, "kv_cache": memory.cache}
     return {name: round(size / GIB, 3) for name, size in sizes.items()} | {"kv_tokens": memory.tokens}
 
 
-def _warm_up(work: Work) -> None:
+def _warm_up(work: TorchCellContext) -> None:
     """Not counted: first calls allocate and pick kernels."""
-    asks = [Ask(row["prompt_ids"], 2, work.shown[row["id"]]) for row in work.warm.iter_rows(named=True)]
-    for kind in KINDS if asks else ():
-        list(work.engine.together(asks, len(asks), _tree(work, kind)))
+    asks = [DecodeRequest(row["prompt_ids"], 2, work.shown[row["id"]]) for row in work.warm.iter_rows(named=True)]
+    for kind in DECODING_KINDS if asks else ():
+        list(work.engine.together(asks, len(asks), _get_tree_tuple(work, kind)))
 
 
-def _tree(work: Work, kind: str) -> tuple[int, int, int] | None:
+def _get_tree_tuple(work: TorchCellContext, kind: str) -> tuple[int, int, int] | None:
     t = work.tree
     return None if kind == "plain" else (t.num_steps, t.topk, t.num_draft_tokens)
 
 
-def _both(work: Work, length: int, cap: int | None, repeat: int) -> dict[str, list[list[latency.Record]]]:
+def _run_both_kinds(
+    work: TorchCellContext, length: int, cap: int | None, repeat: int
+) -> dict[str, list[list[latency.RequestRecord]]]:
     """One repeat of one point, by kind of decoding: a load for each turn. Who goes first changes with both."""
-    found: dict[str, list[list[latency.Record]]] = {kind: [] for kind in KINDS}
-    waiting = [Request(row, 0, row["messages"], row["prompt_ids"]) for row in work.prompts.iter_rows(named=True)]
+    found: dict[str, list[list[latency.RequestRecord]]] = {kind: [] for kind in DECODING_KINDS}
+    waiting = [TurnRequest(row, 0, row["messages"], row["prompt_ids"]) for row in work.prompts.iter_rows(named=True)]
     while waiting:
-        for kind in KINDS if (repeat + waiting[0].turn) % 2 == 0 else KINDS[::-1]:
-            found[kind].append(_load(work, kind, waiting, length, cap, repeat))
-        waiting = _next(work, waiting, found["plain"][-1])
+        for kind in DECODING_KINDS if (repeat + waiting[0].turn) % 2 == 0 else DECODING_KINDS[::-1]:
+            found[kind].append(_run_load(work, kind, waiting, length, cap, repeat))
+        waiting = _list_next_turns(work, waiting, found["plain"][-1])
     return found
 
 
-def _next(work: Work, answered: list[Request], records: list[latency.Record]) -> list[Request]:
+def _list_next_turns(
+    work: TorchCellContext, answered: list[TurnRequest], records: list[latency.RequestRecord]
+) -> list[TurnRequest]:
     """What is asked after these, of questions that have a later turn."""
-    found: list[Request] = []
+    found: list[TurnRequest] = []
     for request, record in zip(answered, records, strict=True):
         later = request.question["later"] or []
         if request.messages is not None and len(later) > request.turn:
-            said = {"role": "assistant", "content": _text(work, record.ids)}
+            said = {"role": "assistant", "content": _decode_text(work, record.ids)}
             messages = [*request.messages, said, {"role": "user", "content": later[request.turn]}]
-            ids = chat_template.prompt_ids(work.tokenizer, messages, work.p.sample_target.thinking)
-            found.append(Request(request.question, request.turn + 1, messages, ids))
+            ids = chat_template.encode_prompt(work.tokenizer, messages, work.p.sample_target.thinking)
+            found.append(TurnRequest(request.question, request.turn + 1, messages, ids))
     return found
 
 
-def _load(
-    work: Work, kind: str, every: list[Request], length: int, cap: int | None, repeat: int
-) -> list[latency.Record]:
+def _run_load(
+    work: TorchCellContext, kind: str, every: list[TurnRequest], length: int, cap: int | None, repeat: int
+) -> list[latency.RequestRecord]:
     """All of them, at most `cap` at once over all processes; each process has some of those slots and their requests."""
     group, slots = work.group, min(cap or len(every), len(every))
     numbers = [n for n in range(len(every)) if n % slots % group.world == group.rank]
-    asks = [_ask(work, every[n], length, repeat) for n in numbers]
+    asks = [_make_request(work, every[n], length, repeat) for n in numbers]
     own = len(range(group.rank, slots, group.world))
     if asks:
-        work.engine.prepare(asks, own, _tree(work, kind))
+        work.engine.prepare(asks, own, _get_tree_tuple(work, kind))
         if work.engine.records:  # all prompts are read once, uncounted, as in timing.timed
-            list(work.engine.together([ask._replace(max_new_tokens=1) for ask in asks], own, _tree(work, kind)))
-    gathered(group, [])  # all begin together
-    begun = timing.now(group.device)
+            list(
+                work.engine.together([ask._replace(max_new_tokens=1) for ask in asks], own, _get_tree_tuple(work, kind))
+            )
+    all_gather_json(group, [])  # all begin together
+    begun = timing.read_device_clock(group.device)
     records = [
-        latency.Record(f"{every[n].question['id']}#{every[n].turn}", 0.0, 0.0, 0.0, [], True, len(ask.prompt), 0, None, None)
+        latency.RequestRecord(
+            f"{every[n].question['id']}#{every[n].turn}", 0.0, 0.0, 0.0, [], True, len(ask.prompt), 0, None, None
+        )
         for n, ask in zip(numbers, asks, strict=True)
-    ]  # fmt: skip
+    ]
     accepted: list[list[int]] = [[] for _ in asks]  # drafts of each cycle; of the first token, from prefill, 0
-    for told in work.engine.together(asks, own, _tree(work, kind)) if asks else ():
+    for told in work.engine.together(asks, own, _get_tree_tuple(work, kind)) if asks else ():
         now = time.perf_counter() - begun
         for number, step in told:
             record = records[number]
@@ -404,34 +424,36 @@ def _load(
         record.finish_reason = "stop" if record.ids[-1] in work.engine.eos else "length"
         if kind == "speculative":
             histogram = np.bincount(drafts[1:], minlength=work.tree.num_steps + 1).tolist()
-            record.counts = spec_counters.Counts(len(drafts) - 1, sum(drafts), 0, True, histogram)
+            record.counts = spec_counters.AcceptanceCounts(len(drafts) - 1, sum(drafts), 0, True, histogram)
     mine = [[n, asdict(record)] for n, record in zip(numbers, records, strict=True)]
-    return [_record(one) for _, one in sorted(gathered(group, mine), key=lambda pair: pair[0])]
+    return [_parse_record(one) for _, one in sorted(all_gather_json(group, mine), key=lambda pair: pair[0])]
 
 
-def _record(found: Row) -> latency.Record:
+def _parse_record(found: Row) -> latency.RequestRecord:
     """From what another process says of it."""
     kept = found["counts"]
     events = [(at, tokens) for at, tokens in found["events"]]
-    return latency.Record(**found | {"events": events, "counts": kept and spec_counters.Counts(*kept)})
+    return latency.RequestRecord(**found | {"events": events, "counts": kept and spec_counters.AcceptanceCounts(*kept)})
 
 
-def _ask(work: Work, request: Request, length: int, repeat: int) -> Ask:
+def _make_request(work: TorchCellContext, request: TurnRequest, length: int, repeat: int) -> DecodeRequest:
     name = request.question["id"]
-    most = workload_prompts.tokens(request.question["length_share"], length)
-    return Ask(request.ids, most, work.shown[name], _sampling(work, name, repeat, request.turn))
+    most = workload_prompts.compute_max_new_tokens(request.question["length_share"], length)
+    return DecodeRequest(request.ids, most, work.shown[name], _make_sampling_params(work, name, repeat, request.turn))
 
 
-def _point(work: Work, kind: str, length: int, cap: int | None, repeats: list[list[list[latency.Record]]]) -> Row:
+def _build_point(
+    work: TorchCellContext, kind: str, length: int, cap: int | None, repeats: list[list[list[latency.RequestRecord]]]
+) -> Row:
     """As served.POINT."""
     every = [(n, turn, r) for n, turns in enumerate(repeats) for turn, load in enumerate(turns) for r in load]
     references = dict(work.prompts.select("id", "reference").iter_rows())
     graded = [
-        None if turn or not work.w.grade else _is_right(work, references[request_records.name(r)], r.ids)
+        None if turn or not work.w.grade else _is_right(work, references[request_records.get_question_id(r)], r.ids)
         for _, turn, r in every
     ]
     marks = [
-        (references[request_records.name(r)], mark)
+        (references[request_records.get_question_id(r)], mark)
         for (_, _, r), mark in zip(every, graded, strict=True)
         if mark is not None
     ]
@@ -440,23 +462,25 @@ def _point(work: Work, kind: str, length: int, cap: int | None, repeats: list[li
         "max_new_tokens": length,
         "concurrency": cap,
         "request_rate": work.w.request_rate,
-        "loads": [latency.summary(request_records.end_to_end(turns)) for turns in repeats],
-        "acceptance": _acceptance(work, repeats) if kind == "speculative" else None,
-        "quality": grade.quality([words for words, _ in marks], [mark for _, mark in marks]) if marks else None,
-        "requests": [request_records.row(*one, mark) for one, mark in zip(every, graded, strict=True)],
+        "loads": [latency.summarise_load(request_records.join_turns(turns)) for turns in repeats],
+        "acceptance": _compute_acceptance(work, repeats) if kind == "speculative" else None,
+        "quality": grade.summarise_grades([words for words, _ in marks], [mark for _, mark in marks])
+        if marks
+        else None,
+        "requests": [request_records.make_request_row(*one, mark) for one, mark in zip(every, graded, strict=True)],
         "warnings": [f"{few} prompts, so never {cap} at once"] if cap and cap > few else [],
     }
 
 
-def _acceptance(work: Work, repeats: list[list[list[latency.Record]]]) -> Row:
+def _compute_acceptance(work: TorchCellContext, repeats: list[list[list[latency.RequestRecord]]]) -> Row:
     """As served.ACCEPTANCE, of all requests; the interval is over conversations."""
     names, counted = [], []
     for r in (r for turns in repeats for load in turns for r in load):
         assert r.counts is not None, "_load counts"
-        names.append(clusters.cluster_of(work.w.prompts, request_records.name(r)))
+        names.append(clusters.cluster_of(work.w.prompts, request_records.get_question_id(r)))
         counted.append([r.counts.accepted, r.counts.cycles, *r.counts.histogram])
     accepted, cycles, *histogram = clusters.sums(names, np.array(counted)).T  # [C] each
-    tau = acceptance.tau(accepted, cycles)
+    tau = acceptance.compute_tau(accepted, cycles)
     low, high = interval.of_tau(accepted, cycles, work.tree.num_steps) or (None, None)
     nodes = cycles.sum() * (work.tree.num_draft_tokens - 1)
     return {
@@ -476,11 +500,13 @@ def _acceptance(work: Work, repeats: list[list[list[latency.Record]]]) -> Row:
 # Grades
 
 
-def _is_right(work: Work, reference: str, ids: list[int]) -> bool:
-    return grade.grade(reference, _text(work, ids), work.p.benchmark.allow_unsandboxed_code)
+def _is_right(work: TorchCellContext, reference: str, ids: list[int]) -> bool:
+    return grade.grade_answer(reference, _decode_text(work, ids), work.p.benchmark.allow_unsandboxed_code)
 
 
-def _grade(work: Work, rows: list[Row], spoken: list[Said], references: dict[str, str]) -> dict[str, Any] | None:
+def _grade_first_turns(
+    work: TorchCellContext, rows: list[Row], spoken: list[OutputsByKind], references: dict[str, str]
+) -> dict[str, Any] | None:
     """Fills in `correct` and `baseline_correct` of first turns, and says how many are; None where nothing is graded."""
     if not work.w.grade:
         return None
@@ -490,23 +516,23 @@ def _grade(work: Work, rows: list[Row], spoken: list[Said], references: dict[str
             row[column] = _is_right(work, references[row["id"]], said[kind])
     graded = [references[row["id"]] for row, _ in first]
     return {
-        "plain": grade.quality(graded, [row["baseline_correct"] for row, _ in first]),
-        "speculative": grade.quality(graded, [row["correct"] for row, _ in first]),
+        "plain": grade.summarise_grades(graded, [row["baseline_correct"] for row, _ in first]),
+        "speculative": grade.summarise_grades(graded, [row["correct"] for row, _ in first]),
     }
 
 
 # Metrics
 
 
-def _metrics(rows: list[Row], tree: Tree, prompts: str) -> dict[str, float | None]:
+def _compute_metrics(rows: list[Row], tree: TreeShape, prompts: str) -> dict[str, float | None]:
     """Return cell.METRICS, as docs/metrics.md defines them; `prompts` is the workload's. Intervals are over conversations."""
     accepted, cycles = (_by_cluster(rows, k, prompts).sum(1) for k in ("accepted", "cycles"))  # [C]
-    tau = acceptance.tau(accepted, cycles)
+    tau = acceptance.compute_tau(accepted, cycles)
     low, high = interval.of_tau(accepted, cycles, tree.num_steps) or (None, None)
     seconds, plain_seconds = (sum(r[k] for r in rows) for k in ("e2e_latency_s", "baseline_e2e_latency_s"))
     tokens, plain_tokens = (sum(r[k] for r in rows) for k in ("output_tokens", "baseline_output_tokens"))
     output_tok_s, baseline_tok_s = tokens / seconds, plain_tokens / plain_seconds
-    speedup_low, speedup_high = interval.of_speedup(*_speeds(rows, prompts)) or (None, None)
+    speedup_low, speedup_high = interval.of_speedup(*_collect_speed_columns(rows, prompts)) or (None, None)
     return {
         "tau": tau,
         "tau_low": low,
@@ -532,9 +558,11 @@ def _by_cluster(rows: list[Row], column: str, prompts: str) -> np.ndarray:
     return clusters.sums([clusters.cluster_of(prompts, row["id"]) for row in rows], values)
 
 
-def _repeats(rows: list[Row], prompts: str) -> list[dict[str, float]]:
+def _summarise_repeats(rows: list[Row], prompts: str) -> list[dict[str, float]]:
     """Of each repeat alone, its speed and speedup: how much the machine drifts."""
-    tokens, seconds, plain_tokens, plain_seconds = (column.sum(0) for column in _speeds(rows, prompts))  # [R]
+    tokens, seconds, plain_tokens, plain_seconds = (
+        column.sum(0) for column in _collect_speed_columns(rows, prompts)
+    )  # [R]
     speed, plain = tokens / seconds, plain_tokens / plain_seconds
     return [
         {"output_tok_s": float(a), "baseline_output_tok_s": float(b), "speedup": float(a / b)}
@@ -542,7 +570,7 @@ def _repeats(rows: list[Row], prompts: str) -> list[dict[str, float]]:
     ]
 
 
-def _speeds(rows: list[Row], prompts: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def _collect_speed_columns(rows: list[Row], prompts: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return [C, R] each: tokens and seconds, speculative and then plain."""
     tokens, seconds = _by_cluster(rows, "output_tokens", prompts), _by_cluster(rows, "e2e_latency_s", prompts)
     plain_tokens = _by_cluster(rows, "baseline_output_tokens", prompts)

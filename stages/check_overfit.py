@@ -20,15 +20,15 @@ from tqdm import trange
 
 from stages.data import conversations
 from stages.draft import checkpoint
-from stages.draft.eagle3 import Draft
+from stages.draft.eagle3 import Eagle3Draft
 from stages.engine import recite
 from stages.hidden_states import format
-from stages.hidden_states.reader import Store
+from stages.hidden_states.reader import HiddenStatesReader
 from stages.params import schema
 from stages.params.section import ROOT_CHECKPOINT
 from stages.runtime import atomic, scratch
 from stages.target import loading, manifest, vision
-from stages.target.online import Live
+from stages.target.online import OnlineTarget
 from stages.telemetry import stage_record
 from stages.training import adamw, ttt
 from stages.trees import acceptance
@@ -50,7 +50,7 @@ class Measured:
 
 
 def main() -> None:
-    p = schema.load()
+    p = schema.load_params()
     torch.set_num_threads(p.target.num_threads)
     kept = _place(p) / "measured.json"
     if kept.exists():
@@ -58,7 +58,7 @@ def main() -> None:
         print(f"measured before, on the same inputs by the same code: {kept}")
     else:
         found = _measure(p)
-        scratch.done(kept.parent)  # earlier measurements
+        scratch.remove_scratch(kept.parent)  # earlier measurements
         if all(map(math.isfinite, found.losses)):  # JSON holds no NaN, and _judge says what to do about one
             atomic.write_json(kept, asdict(found))
     _judge(p, found)
@@ -68,29 +68,29 @@ def _place(p: schema.Params) -> Path:
     """Where the measurement is kept: by all that it depends on, the code among it, but for the threshold."""
     settings, t = p.check_overfit.model_dump(exclude={"min_tau"}), p.train_draft
     trained = [t.ttt_steps, t.ttt_decay, t.mask, t.loss, t.grad_clip]
-    inputs = [manifest.FOLDER, checkpoint.folder(ROOT_CHECKPOINT) / "draft", SAMPLED]
-    digests = [format.digest(HIDDENS), *map(scratch.digest, inputs)]
-    return scratch.place("check_overfit", p.target.model_dump(), settings, trained, digests)
+    inputs = [manifest.TARGET_FOLDER, checkpoint.locate_checkpoint(ROOT_CHECKPOINT) / "draft", SAMPLED]
+    digests = [format.digest_folder(HIDDENS), *map(scratch.digest_folder, inputs)]
+    return scratch.locate_scratch("check_overfit", p.target.model_dump(), settings, trained, digests)
 
 
 def _measure(p: schema.Params) -> Measured:
     """Train a copy of e000 on one row, then decode that row's answer with it."""
-    made = manifest.read()
-    embedding, head = (t.to(p.target.device) for t in manifest.tables(made))
-    config, tensors = checkpoint.read_draft(checkpoint.folder(ROOT_CHECKPOINT), "init_draft")
-    draft = Draft.of(config, tensors).to(p.target.device)
-    (row, perfect), settings = _row(p, made, head), p.train_draft
-    pack = ttt.Pack.of([row], settings.ttt_steps, settings.mask).to(p.target.device)
-    objective = ttt.Objective(settings.ttt_steps, settings.ttt_decay, settings.mask, settings.loss)
+    made = manifest.read_manifest()
+    embedding, head = (t.to(p.target.device) for t in manifest.read_embedding_and_head(made))
+    config, tensors = checkpoint.read_draft(checkpoint.locate_checkpoint(ROOT_CHECKPOINT), "init_draft")
+    draft = Eagle3Draft.of(config, tensors).to(p.target.device)
+    (row, perfect), settings = _read_middle_row(p, made, head), p.train_draft
+    pack = ttt.TrainingPack.of([row], settings.ttt_steps, settings.mask).to(p.target.device)
+    objective = ttt.TrainingObjective(settings.ttt_steps, settings.ttt_decay, settings.mask, settings.loss)
 
-    optimizer = adamw.Optimizer(draft, p.check_overfit.learning_rate, weight_decay=0.0)
+    optimizer = adamw.MasterWeightOptimizer(draft, p.check_overfit.learning_rate, weight_decay=0.0)
     losses: list[float] = []
     for _ in trange(p.check_overfit.steps, desc=f"learn row {row.id} by heart", unit="step", mininterval=2):
-        total = ttt.forward(draft, pack, embedding, head, objective).total
+        total = ttt.compute_loss(draft, pack, embedding, head, objective).total
         total.backward()
         optimizer.step(p.check_overfit.learning_rate, settings.grad_clip)
         losses.append(total.item())
-    trained = chain_tau(draft, row, embedding, head, settings.ttt_steps)
+    trained = measure_chain_tau(draft, row, embedding, head, settings.ttt_steps)
     del optimizer, total, embedding, head  # the target may need their room
     served = _served_tau(p, made, config, draft, row)
     return Measured(row.id, perfect, trained, served, losses)
@@ -124,7 +124,7 @@ def _judge(p: schema.Params, found: Measured) -> None:
             f"{_advice(found.trained, needed, losses)}"
         )
     atomic.write_json(REPORT, report)
-    draft = manifest.digest(checkpoint.folder(ROOT_CHECKPOINT) / "draft", "*.safetensors")
+    draft = manifest.digest_files(checkpoint.locate_checkpoint(ROOT_CHECKPOINT) / "draft", "*.safetensors")
     atomic.write_json(PASS, {"passed": True, "row": found.row, "draft": draft})
 
 
@@ -147,28 +147,32 @@ def _advice(trained: float, needed: float, losses: list[float]) -> str:
     )
 
 
-def _row(p: schema.Params, made: manifest.Manifest, head: torch.Tensor) -> tuple[format.Row, float]:
+def _read_middle_row(
+    p: schema.Params, made: manifest.TargetManifest, head: torch.Tensor
+) -> tuple[format.HiddenStatesRow, float]:
     """Return a row of middling length and the accept length of perfect guesses on it, the most of some such rows.
 
     Its hidden states are by the target itself where none are stored.
     """
-    store, steps = Store(HIDDENS), p.train_draft.ttt_steps
+    store, steps = HiddenStatesReader(HIDDENS), p.train_draft.ttt_steps
     order, first = sorted(range(len(store)), key=lambda i: store.lengths[i]), max(0, (len(store) - CANDIDATES) // 2)
     stored = [store.row(number, torch.float32) for number in order[first : first + CANDIDATES]]
     rows = _seen(p, made, stored) if store.online else iter(stored)
 
-    def reachable(row: format.Row) -> float:
+    def reachable(row: format.HiddenStatesRow) -> float:
         answer = slice(row.prompt_length, None)
         return recite.perfect_tau(row.ids[answer], row.last[answer].to(head.device, head.dtype), head, steps)
 
     return max(((row, reachable(row)) for row in rows), key=lambda found: found[1])
 
 
-def _seen(p: schema.Params, made: manifest.Manifest, rows: list[format.Row]) -> Iterator[format.Row]:
+def _seen(
+    p: schema.Params, made: manifest.TargetManifest, rows: list[format.HiddenStatesRow]
+) -> Iterator[format.HiddenStatesRow]:
     """Yield the rows with the hidden states that the target makes of them here."""
     where = (p.target.dtype, p.target.device, p.target.trust_remote_code)
-    live = Live.load(str(manifest.weights(made)), *where, made.feature_layers)
-    images = conversations.images(SAMPLED, "sample_target")
+    live = OnlineTarget.load(str(manifest.resolve_weights_folder(made)), *where, made.feature_layers)
+    images = conversations.read_image_paths(SAMPLED, "sample_target")
     for row in rows:
         view = live.look([row.id], [row.ids], [images.get(row.id)])
         states = live(row.ids.long().to(live.model.device), [len(row.ids)], view)
@@ -179,20 +183,24 @@ def _seen(p: schema.Params, made: manifest.Manifest, rows: list[format.Row]) -> 
 
 
 def _served_tau(
-    p: schema.Params, made: manifest.Manifest, config: dict[str, Any], draft: Draft, row: format.Row
+    p: schema.Params,
+    made: manifest.TargetManifest,
+    config: dict[str, Any],
+    draft: Eagle3Draft,
+    row: format.HiddenStatesRow,
 ) -> float | None:
     """Return the accept length that the torch engine finds along the row's answer; None, and say why, where it can't decode it.
 
     The draft is loaded as from its file, in the target's dtype, as `benchmark` does.
     """
-    folder, ids = str(manifest.weights(made)), row.ids.tolist()
-    shown = {row.id: conversations.images(SAMPLED, "sample_target").get(row.id)}
+    folder, ids = str(manifest.resolve_weights_folder(made)), row.ids.tolist()
+    shown = {row.id: conversations.read_image_paths(SAMPLED, "sample_target").get(row.id)}
     try:
-        model = loading.load(folder, None, p.target.dtype, p.target.device, p.target.trust_remote_code)
-        served = Draft.of(config, draft.state_dict()).to(p.target.device, model.dtype).requires_grad_(False)
+        model = loading.load_target(folder, None, p.target.dtype, p.target.device, p.target.trust_remote_code)
+        served = Eagle3Draft.of(config, draft.state_dict()).to(p.target.device, model.dtype).requires_grad_(False)
         engine = recite.ReciteEngine(model, made.feature_layers, served, ids[row.prompt_length :])
         if (told := _too_long(engine, len(ids))) is None:
-            pictures = vision.shown(folder, p.target.trust_remote_code, shown)[row.id]
+            pictures = vision.load_image_patches(folder, p.target.trust_remote_code, shown)[row.id]
             return recite.chain_tau(engine, ids[: row.prompt_length], p.train_draft.ttt_steps, pictures)
     except torch.OutOfMemoryError as error:
         told = str(error).split("\n")[0]
@@ -210,16 +218,18 @@ def _too_long(engine: recite.ReciteEngine, tokens: int) -> str | None:
 
 
 @torch.no_grad()
-def chain_tau(draft: Draft, row: format.Row, embedding, head, steps: int) -> float:
+def measure_chain_tau(draft: Eagle3Draft, row: format.HiddenStatesRow, embedding, head, steps: int) -> float:
     """The accept length of chains of `steps` drafts over the row's answer, walked as decoding would."""
-    pack = ttt.Pack.of([row], steps, "aligned").to(head.device)
-    result = ttt.forward(draft, pack, embedding, head, ttt.Objective(steps))
-    accepted = ttt.chain_accepted(result, pack).tolist()  # at each supervised position, in order: the answer's own
+    pack = ttt.TrainingPack.of([row], steps, "aligned").to(head.device)
+    result = ttt.compute_loss(draft, pack, embedding, head, ttt.TrainingObjective(steps))
+    accepted = ttt.count_chain_accepted(
+        result, pack
+    ).tolist()  # at each supervised position, in order: the answer's own
     place, total, cycles = 0, 0, 0
     while place < len(accepted):
         total, cycles, place = total + accepted[place], cycles + 1, place + accepted[place] + 1
-    return acceptance.tau(torch.tensor([total]).numpy(), torch.tensor([cycles]).numpy())
+    return acceptance.compute_tau(torch.tensor([total]).numpy(), torch.tensor([cycles]).numpy())
 
 
 if __name__ == "__main__":
-    schema.run_stage(stage_record.recorded(main, "check_overfit", lambda: schema.load().target.gpus()))
+    schema.run_stage(stage_record.record_stage(main, "check_overfit", lambda: schema.load_params().target.gpus()))

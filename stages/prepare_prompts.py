@@ -19,44 +19,50 @@ import polars as pl
 from stages.data import conversations, prompt_sets, workload_prompts
 from stages.params import schema
 from stages.params.benchmark_sections import Workload
-from stages.params.section import PARAMS, named
+from stages.params.section import PARAMS_FILE, get_named
 from stages.target import manifest
 from stages.telemetry import stage_record
 
-EVAL = Path("data/sampled/eval")
+EVAL_FOLDER = Path("data/sampled/eval")
 SALT = b"prepare_prompts"  # another than those that choose the rows to sample
-LENGTHS, SHARES, PLACES = range(3)  # each draw of `random` has numbers of its own, so that none moves with another
+LENGTHS_STREAM, SHARES_STREAM, PLACES_STREAM = range(
+    3
+)  # each draw of `random` has numbers of its own, so that none moves with another
 
 Row = dict[str, Any]
 T = TypeVar("T")
 
 
 def main(workload: str) -> None:
-    p = schema.load()
-    w = named(p.benchmark.workloads, workload, "benchmark.workloads")
-    made = manifest.read()
+    p = schema.load_params()
+    w = get_named(p.benchmark.workloads, workload, "benchmark.workloads")
+    made = manifest.read_manifest()
     if w.prompts == "eval":
-        measured, warm = _chosen(workload, w, [_row(**row) for row in _eval().to_dicts()])
+        measured, warm = _select_prompts(
+            workload, w, [_make_prompt_row(**row) for row in _read_eval_prompts().to_dicts()]
+        )
     elif w.prompts == "random":
-        rows = _random(w, _eval())
+        rows = _make_random_prompts(w, _read_eval_prompts())
         measured, warm = rows[: w.num_prompts], rows[w.num_prompts :]
     else:
-        measured, warm = _of_set(p, workload, w, made)
-    _check_they_fit(workload, [*measured, *warm], made.max_position_embeddings)
+        measured, warm = _read_set_prompts(p, workload, w, made)
+    _check_prompts_fit(workload, [*measured, *warm], made.max_position_embeddings)
     whole = [{**row, "warmup": again} for some, again in ((measured, False), (warm, True)) for row in some]
-    workload_prompts.write(workload, pl.DataFrame(whole, schema=workload_prompts.ASKED))
-    _tell(workload, w, measured, warm)
+    workload_prompts.write_prompts(workload, pl.DataFrame(whole, schema=workload_prompts.PROMPTS_SCHEMA))
+    _print_summary(workload, w, measured, warm)
 
 
-def _row(id: str, prompt_ids: list[int], **more: Any) -> Row:
+def _make_prompt_row(id: str, prompt_ids: list[int], **more: Any) -> Row:
     """One of asked.ASKED; what isn't given is null."""
     return {"id": id, "prompt_ids": prompt_ids, "messages": None, "later": None, "images": None, "length_share": 1.0,
             "reference": None} | more  # fmt: skip
 
 
-def _eval() -> pl.DataFrame:
+def _read_eval_prompts() -> pl.DataFrame:
     """Return the eval split's rows in the order of their prompts' hash, which no order of files or rows moves."""
-    split = conversations.read(EVAL, conversations.SAMPLED, "sample_target").select("id", "prompt_ids", "images")
+    split = conversations.read_table(EVAL_FOLDER, conversations.SAMPLED_SCHEMA, "sample_target").select(
+        "id", "prompt_ids", "images"
+    )
     hashes = [
         hashlib.sha256(
             b"\0".join([SALT, *(image.encode() for image in images or []), np.array(ids, "<i4").tobytes()])
@@ -69,29 +75,33 @@ def _eval() -> pl.DataFrame:
 # A published set
 
 
-def _of_set(p: schema.Params, workload: str, w: Workload, made: manifest.Manifest) -> tuple[list[Row], list[Row]]:
+def _read_set_prompts(
+    p: schema.Params, workload: str, w: Workload, made: manifest.TargetManifest
+) -> tuple[list[Row], list[Row]]:
     """Its problems, in its order, each as the one message of a user."""
     from stages.target import chat_template  # transformers takes seconds, which the eval split has no use for
 
     chosen = p.prepare_prompts.sets[w.prompts]
-    problems = prompt_sets.read(chosen.from_, chosen.name, chosen.split, chosen.revision, chosen.format)
-    tokenizer = chat_template.load_tokenizer(manifest.weights(made), p.target.trust_remote_code, made.chat_template)
+    problems = prompt_sets.read_prompt_set(chosen.from_, chosen.name, chosen.split, chosen.revision, chosen.format)
+    tokenizer = chat_template.load_tokenizer(
+        manifest.resolve_weights_folder(made), p.target.trust_remote_code, made.chat_template
+    )
 
-    def row(problem: prompt_sets.Problem) -> Row:
+    def row(problem: prompt_sets.PromptProblem) -> Row:
         first, *later = problem.turns
         messages = [{"role": "user", "content": first}]
-        ids = chat_template.prompt_ids(tokenizer, messages, p.sample_target.thinking)
+        ids = chat_template.encode_prompt(tokenizer, messages, p.sample_target.thinking)
         after = later if later and w.turns == "all" else None
-        return _row(problem.id, ids, messages=messages, later=after, reference=problem.reference)
+        return _make_prompt_row(problem.id, ids, messages=messages, later=after, reference=problem.reference)
 
-    measured, warm = _chosen(workload, w, problems)
+    measured, warm = _select_prompts(workload, w, problems)
     return [row(problem) for problem in measured], [row(problem) for problem in warm]
 
 
 # Random lengths
 
 
-def _random(w: Workload, split: pl.DataFrame) -> list[Row]:
+def _make_random_prompts(w: Workload, split: pl.DataFrame) -> list[Row]:
     """As many prompts as are asked for, and as many to warm up with, of the rows from `begin` to `end`.
 
     Lengths are uniform from length_range of the whole to the whole, as in SGLang's bench_serving, and a prompt is a row's
@@ -102,29 +112,29 @@ def _random(w: Workload, split: pl.DataFrame) -> list[Row]:
     texts = [ids for _, ids, images in split.iter_rows() if not images][w.begin : w.end]
     if not texts:
         raise ValueError(
-            f"{EVAL} has no prompt without pictures from {w.begin} on, expected some whose tokens random prompts can be made "
+            f"{EVAL_FOLDER} has no prompt without pictures from {w.begin} on, expected some whose tokens random prompts can be made "
             "of: a picture can't be cut. Lower the workload's begin, or serve prompts: eval"
         )
     count = w.num_prompts + w.warmup
-    draws = [np.random.default_rng([w.seed, draw]) for draw in (LENGTHS, SHARES, PLACES)]
+    draws = [np.random.default_rng([w.seed, draw]) for draw in (LENGTHS_STREAM, SHARES_STREAM, PLACES_STREAM)]
     least = max(int(w.input_tokens * w.length_range), 1)
-    lengths = draws[LENGTHS].integers(least, w.input_tokens + 1, count)  # [N]
-    shares = draws[SHARES].uniform(w.length_range, 1, count)  # [N]
+    lengths = draws[LENGTHS_STREAM].integers(least, w.input_tokens + 1, count)  # [N]
+    shares = draws[SHARES_STREAM].uniform(w.length_range, 1, count)  # [N]
     upto = np.cumsum([len(ids) for ids in texts])  # [R] tokens of the rows up to and with each
-    begins = itertools.cycle(draws[PLACES].permutation(upto[-1]).tolist())
+    begins = itertools.cycle(draws[PLACES_STREAM].permutation(upto[-1]).tolist())
     rows = []
     for number, length, share, begin in zip(range(count), lengths.tolist(), shares.tolist(), begins, strict=False):
         row = int(np.searchsorted(upto, begin, side="right"))
         first = begin - int(upto[row] - len(texts[row]))
         turning = itertools.islice(itertools.cycle(texts[row]), first, first + length)
-        rows.append(_row(f"random.{number}", list(turning), length_share=share))
+        rows.append(_make_prompt_row(f"random.{number}", list(turning), length_share=share))
     return rows
 
 
 # What is asked of them
 
 
-def _chosen(workload: str, w: Workload, there: list[T]) -> tuple[list[T], list[T]]:
+def _select_prompts(workload: str, w: Workload, there: list[T]) -> tuple[list[T], list[T]]:
     """(those to measure, those to warm up with).
 
     The latter are others where there are others: a server that keeps prefixes would else know what is measured. They come
@@ -136,7 +146,7 @@ def _chosen(workload: str, w: Workload, there: list[T]) -> tuple[list[T], list[T
     taken = there[w.begin : w.end]
     if not taken:
         raise ValueError(
-            f"{PARAMS}: benchmark.workloads.{workload}.begin is {w.begin}, expected at most {len(there) - 1}: "
+            f"{PARAMS_FILE}: benchmark.workloads.{workload}.begin is {w.begin}, expected at most {len(there) - 1}: "
             f"{w.prompts} has {len(there)} prompts, counted from 0"
         )
     measured = taken[: w.num_prompts]
@@ -149,7 +159,7 @@ def _chosen(workload: str, w: Workload, there: list[T]) -> tuple[list[T], list[T
     return measured, list(itertools.islice(itertools.chain(others, itertools.cycle(measured)), w.warmup))
 
 
-def _check_they_fit(workload: str, rows: list[Row], most: int) -> None:
+def _check_prompts_fit(workload: str, rows: list[Row], most: int) -> None:
     """Raises ValueError for a prompt that leaves no room for an answer, before a server is started for it."""
     for row in rows:
         if (count := len(row["prompt_ids"])) >= most:
@@ -160,15 +170,15 @@ def _check_they_fit(workload: str, rows: list[Row], most: int) -> None:
             )
 
 
-def _tell(workload: str, w: Workload, measured: list[Row], warm: list[Row]) -> None:
+def _print_summary(workload: str, w: Workload, measured: list[Row], warm: list[Row]) -> None:
     counts = [len(row["prompt_ids"]) for row in measured]
     later = sum(len(row["later"] or []) for row in measured)
     turns = f", {later} later turns" if later else ""
     print(
         f"{workload}: {len(measured)} prompts of {w.prompts}, {min(counts)} to {max(counts)} tokens, {np.mean(counts):.1f} on "
-        f"average{turns}; {len(warm)} to warm up with -> {workload_prompts.path(workload)}"
+        f"average{turns}; {len(warm)} to warm up with -> {workload_prompts.locate_prompts(workload)}"
     )
 
 
 if __name__ == "__main__":
-    schema.run_stage(stage_record.recorded(main, "prepare_prompts"))
+    schema.run_stage(stage_record.record_stage(main, "prepare_prompts"))

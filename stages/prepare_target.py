@@ -23,40 +23,40 @@ from transformers.utils import logging
 from stages.params import schema
 from stages.runtime import atomic
 from stages.target import config_facts, head_check, manifest
-from stages.target.manifest import Manifest
+from stages.target.manifest import TargetManifest
 from stages.telemetry import stage_record
 from stages.toy import multimodal_target, text_targets
 
-TEMPLATES = Path("templates")
+TEMPLATES_FOLDER = Path("templates")
 
 
 def main() -> None:
-    p = schema.load()
+    p = schema.load_params()
     schema.check_raw_exists(p)  # nothing may take a minute before this is known
     schema.check_watched("target.model", p.target.model, "target.watch", p.target.watch)
     torch.set_num_threads(p.target.num_threads)
     started = time.perf_counter()
-    template = _template(p.target.chat_template)
-    with atomic.folder(manifest.FOLDER) as folder:
-        made = _builtin(p, folder) if p.target.model.startswith("builtin/") else _pinned(p, folder)
+    template = _read_chat_template(p.target.chat_template)
+    with atomic.write_folder(manifest.TARGET_FOLDER) as folder:
+        made = _train_builtin_target(p, folder) if p.target.model.startswith("builtin/") else _pin_target(p, folder)
         made = replace(made, lm_head_key=p.target.lm_head_key, chat_template=template)
         _check_tables(p, made, folder)
-        manifest.write(folder, made)
+        manifest.write_manifest(folder, made)
     print(
         f"target {made.model}: {made.num_layers} layers, {made.hidden_size} wide, {made.vocab_size} tokens, "
         f"features entering blocks {made.feature_layers} ({time.perf_counter() - started:.0f} s)"
     )
 
 
-def _template(name: str | None) -> str | None:
+def _read_chat_template(name: str | None) -> str | None:
     """The text of the chat template that takes the place of the target's own. Raises ValueError where it can't be."""
     if name is None:
         return None
-    path = TEMPLATES / name
+    path = TEMPLATES_FOLDER / name
     if not path.is_file():
-        there = ", ".join(sorted(f.name for f in TEMPLATES.glob("*.jinja"))) or "none"
+        there = ", ".join(sorted(f.name for f in TEMPLATES_FOLDER.glob("*.jinja"))) or "none"
         raise ValueError(
-            f"params.yaml: target.chat_template is {name}, expected the name of a file in {TEMPLATES}/, which has {there}; put "
+            f"params.yaml: target.chat_template is {name}, expected the name of a file in {TEMPLATES_FOLDER}/, which has {there}; put "
             "it there, so that an edit of it is noticed"
         )
     text = path.read_text(encoding="utf-8")
@@ -67,14 +67,18 @@ def _template(name: str | None) -> str | None:
     return text
 
 
-def _builtin(p: schema.Params, folder: Path) -> Manifest:
+def _train_builtin_target(p: schema.Params, folder: Path) -> TargetManifest:
     name, train = p.target.model.removeprefix("builtin/"), p.prepare_target
-    names = (*text_targets.NAMES, multimodal_target.NAME)
+    names = (*text_targets.TARGET_NAMES, multimodal_target.TARGET_NAME)
     if name not in names:
         raise ValueError(
             f"params.yaml: target.model builtin/{name} is unknown; there is builtin/{', builtin/'.join(names)}"
         )
-    model, tokenizer, learning = _seeing(p, folder) if name == multimodal_target.NAME else _reading(p, name)
+    model, tokenizer, learning = (
+        _start_multimodal_training(p, folder)
+        if name == multimodal_target.TARGET_NAME
+        else _start_text_training(p, name)
+    )
     with tqdm(total=train.steps, desc="train the target", unit="step", mininterval=2) as bar:
         for _, loss in learning:
             bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
@@ -82,50 +86,50 @@ def _builtin(p: schema.Params, folder: Path) -> Manifest:
     logging.disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return describe(p.target.model, None, model.config, folder, p.target.feature_layers)
+    return describe_target(p.target.model, None, model.config, folder, p.target.feature_layers)
 
 
-def _reading(p: schema.Params, name: str) -> tuple[Any, Any, Iterator[tuple[int, float]]]:
+def _start_text_training(p: schema.Params, name: str) -> tuple[Any, Any, Iterator[tuple[int, float]]]:
     """A model of text, its tokenizer, and its training, which goes on as it is iterated."""
     train = p.prepare_target
-    corpus = text_targets.corpus(train.seed)
-    tokenizer = text_targets.build_tokenizer(text_targets.texts(corpus[:2000]))
+    corpus = text_targets.make_corpus(train.seed)
+    tokenizer = text_targets.build_tokenizer(text_targets.render_conversations(corpus[:2000]))
     schema.check_draft_vocab(p, len(tokenizer))
     model = text_targets.build_model(tokenizer, train.seed, name)
-    rows = text_targets.encode(tokenizer, corpus)
+    rows = text_targets.encode_conversations(tokenizer, corpus)
     how = train.seed, train.steps, train.batch_tokens, train.learning_rate
-    return model, tokenizer, text_targets.train(model, rows, *how)
+    return model, tokenizer, text_targets.train_target(model, rows, *how)
 
 
-def _seeing(p: schema.Params, folder: Path) -> tuple[Any, Any, Iterator[tuple[int, float]]]:
+def _start_multimodal_training(p: schema.Params, folder: Path) -> tuple[Any, Any, Iterator[tuple[int, float]]]:
     """The same of a model that sees; `folder` gets its image processor."""
     train = p.prepare_target
-    corpus = multimodal_target.corpus(train.seed)
+    corpus = multimodal_target.make_corpus(train.seed)
     tokenizer = multimodal_target.build_tokenizer(corpus[:2000])
     schema.check_draft_vocab(p, len(tokenizer))
     processor = multimodal_target.build_processor()
     processor.save_pretrained(folder)
     model = multimodal_target.build_model(tokenizer, train.seed)
-    rows = multimodal_target.encode(tokenizer, processor, corpus)
+    rows = multimodal_target.encode_conversations(tokenizer, processor, corpus)
     how = train.seed, train.steps, train.batch_tokens, train.learning_rate
-    more = multimodal_target.pictures(rows, model.config.image_token_id)
-    return model, tokenizer, text_targets.train(model, [(row.ids, row.labels) for row in rows], *how, more)
+    more = multimodal_target.make_image_inputs(rows, model.config.image_token_id)
+    return model, tokenizer, text_targets.train_target(model, [(row.ids, row.labels) for row in rows], *how, more)
 
 
-def _pinned(p: schema.Params, folder: Path) -> Manifest:
+def _pin_target(p: schema.Params, folder: Path) -> TargetManifest:
     """Nothing is copied: only the small files that name the model are read. Raises ValueError where it isn't to be had."""
     where, revision = Path(p.target.model), None
     if not where.is_dir():
-        where, revision = _from_hub(p.target.model, p.target.revision)
+        where, revision = _fetch_from_hub(p.target.model, p.target.revision)
     config = AutoConfig.from_pretrained(where, trust_remote_code=p.target.trust_remote_code)
     schema.check_draft_vocab(p, config.get_text_config().vocab_size)
-    made = describe(p.target.model, revision, config, where, p.target.feature_layers)
+    made = describe_target(p.target.model, revision, config, where, p.target.feature_layers)
     if revision is not None:
         return made
     return replace(made, weights_digest=manifest.digest_weights(where), weights_sample=manifest.sample_weights(where))
 
 
-def _from_hub(model: str, revision: str | None) -> tuple[Path, str]:
+def _fetch_from_hub(model: str, revision: str | None) -> tuple[Path, str]:
     from huggingface_hub import HfApi, snapshot_download
 
     try:
@@ -139,39 +143,39 @@ def _from_hub(model: str, revision: str | None) -> tuple[Path, str]:
         ) from None
 
 
-def describe(
+def describe_target(
     model: str, revision: str | None, config: PretrainedConfig, folder: Path, feature_layers: list[int] | None
-) -> Manifest:
+) -> TargetManifest:
     """What `folder`'s small files say of the target. Raises ValueError where the feature layers can't be."""
-    shapes = config_facts.facts(config)
+    shapes = config_facts.read_config_facts(config)
     layers = sorted(feature_layers or config_facts.default_feature_layers(shapes["num_layers"]))
     if len(set(layers)) < 3 or layers[0] < 0 or layers[-1] >= shapes["num_layers"]:
         raise ValueError(
             f"params.yaml: target.feature_layers {layers} must be three different ids below {shapes['num_layers']}, "
             f"the number of {model}'s layers; name them by hand for a target under 7 layers"
         )
-    return Manifest(
+    return TargetManifest(
         model=model,
         revision=revision,
         modality="image" if hasattr(config, "vision_config") else "text",
-        config_digest=manifest.digest(folder, "config.json", "preprocessor_config.json", "processor_config.json"),
-        tokenizer_digest=manifest.digest(folder, "tokenizer*", "vocab*", "merges.txt", "chat_template*"),
+        config_digest=manifest.digest_files(folder, "config.json", "preprocessor_config.json", "processor_config.json"),
+        tokenizer_digest=manifest.digest_files(folder, "tokenizer*", "vocab*", "merges.txt", "chat_template*"),
         feature_layers=layers,
-        eos_token_ids=_eos(config, folder),
+        eos_token_ids=_read_eos_token_ids(config, folder),
         # Positions on three axes are what we know of pictures' places; another class that sees is taken for its text.
         image_token_id=getattr(config, "image_token_id", None) if "mrope_section" in shapes["rope"] else None,
         **shapes,
     )
 
 
-def _check_tables(p: schema.Params, made: Manifest, folder: Path) -> None:
+def _check_tables(p: schema.Params, made: TargetManifest, folder: Path) -> None:
     """Compare what later stages read by name with what the target computes with. What it costs: docs/guide.md
 
     Raises ValueError naming the key, the largest difference and the keys of the head's shape.
     """
-    place = manifest.weights(made, folder)
+    place = manifest.resolve_weights_folder(made, folder)
     try:
-        embedding, head = manifest.tables(made, folder)
+        embedding, head = manifest.read_embedding_and_head(made, folder)
     except ValueError as error:
         raise ValueError(f"{error}. {_fitting(place, made)}") from None
     key = made.lm_head_key or ("the embedding (tied)" if made.tie_word_embeddings else "lm_head.weight")
@@ -200,7 +204,7 @@ def _check_tables(p: schema.Params, made: Manifest, folder: Path) -> None:
     raise ValueError(f"params.yaml: target.lm_head_key is {made.lm_head_key}: {told}. {_fitting(place, made)}")
 
 
-def _fitting(folder: Path, made: Manifest) -> str:
+def _fitting(folder: Path, made: TargetManifest) -> str:
     """What to do about a wrong head, with the names of the tensors in `folder` that have its shape."""
     shape, found = [made.vocab_size, made.hidden_size], list[str]()
     for path in sorted(folder.glob("*.safetensors")):
@@ -210,7 +214,7 @@ def _fitting(folder: Path, made: Manifest) -> str:
     return f"Tensors of the head's shape {tuple(shape)}: {listed}. Set target.lm_head_key to the head"
 
 
-def _eos(config: PretrainedConfig, folder: Path) -> list[int]:
+def _read_eos_token_ids(config: PretrainedConfig, folder: Path) -> list[int]:
     """The tokens that end an answer: generation_config.json knows more of them than config.json (Llama-3: three)."""
     generation = folder / "generation_config.json"
     said = [json.loads(generation.read_text())] if generation.exists() else []
@@ -226,4 +230,4 @@ def _eos(config: PretrainedConfig, folder: Path) -> list[int]:
 
 
 if __name__ == "__main__":
-    schema.run_stage(stage_record.recorded(main, "prepare_target", lambda: schema.load().target.gpus()))
+    schema.run_stage(stage_record.record_stage(main, "prepare_target", lambda: schema.load_params().target.gpus()))

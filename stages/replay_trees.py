@@ -20,12 +20,12 @@ from tqdm import tqdm
 
 from stages.data import conversations
 from stages.draft import checkpoint
-from stages.draft.eagle3 import Draft, Seen
+from stages.draft.eagle3 import Eagle3Draft, MultimodalFeatures
 from stages.hidden_states import format, origin
 from stages.params import schema
-from stages.params.tree_sections import ReplayTrees, Tree
+from stages.params.tree_sections import ReplayTrees, TreeShape
 from stages.replay import oracle_bounds, token_classes, tree_statistics
-from stages.replay.replay import replay, room
+from stages.replay.replay import compute_capacity, replay_answers
 from stages.results import clusters, interval, replay_records
 from stages.target import chat_template, manifest
 from stages.telemetry import stage_record
@@ -37,7 +37,7 @@ SPLITS = ("eval", "eval_t")
 
 
 @dataclass(frozen=True)
-class Answers:
+class AnswerSplit:
     """A split of the target's answers, and how they were drawn."""
 
     folder: Path
@@ -45,52 +45,63 @@ class Answers:
     top_p: float | None  # None where nothing is drawn
     count: int
 
-    def rows(self, dtype: torch.dtype) -> list[format.Row]:
+    def rows(self, dtype: torch.dtype) -> list[format.HiddenStatesRow]:
         """The shortest first."""
-        return sorted(format.read(self.folder, dtype), key=lambda r: len(r.ids))
+        return sorted(format.read_rows(self.folder, dtype), key=lambda r: len(r.ids))
 
 
 @dataclass(frozen=True)
-class Inside:
+class TreeTraces:
     """Some trees, and what happens in their cycles."""
 
-    tallies: dict[Tree, tree_statistics.Tally]
+    tallies: dict[TreeShape, tree_statistics.TreeStatistics]
     tokenizer: Any
 
     def rows(self) -> Iterator[dict[str, Any]]:
         return ({"tree": tree.name} | row for tree, tally in self.tallies.items() for row in tally.rows())
 
-    def add(self, tree: Tree, cycles: tree_statistics.Cycles, batch: list[format.Row], *rows: torch.Tensor) -> None:
+    def add(
+        self,
+        tree: TreeShape,
+        cycles: tree_statistics.TreeCycles,
+        batch: list[format.HiddenStatesRow],
+        *rows: torch.Tensor,
+    ) -> None:
         """The cycles of one tree; rows are ids [B, T], starts and ends [B]."""
         ids, starts, ends = (t.cpu() for t in rows)
-        kind = token_classes.kinds(self.tokenizer, ids.flatten().tolist())  # [V]
+        kind = token_classes.classify_tokens(self.tokenizer, ids.flatten().tolist())  # [V]
         self.tallies[tree].add(
-            tree_statistics.Cycles(*(t.cpu() for t in cycles)), [r.id for r in batch], ids, starts, ends, kind
+            tree_statistics.TreeCycles(*(t.cpu() for t in cycles)), [r.id for r in batch], ids, starts, ends, kind
         )
 
 
 def main(name: str) -> None:
-    p = schema.load()
+    p = schema.load_params()
     torch.set_num_threads(p.target.num_threads)
     started = time.perf_counter()
-    made = manifest.read()
-    embedding, _ = manifest.tables(made)
-    config, tensors = checkpoint.read_draft(checkpoint.folder(name), p.made_by(name))
+    made = manifest.read_manifest()
+    embedding, _ = manifest.read_embedding_and_head(made)
+    config, tensors = checkpoint.read_draft(checkpoint.locate_checkpoint(name), p.made_by(name))
     _check_draft(name, config, made)
     settings = p.replay_trees
     for t in [*settings.trees(), *settings.watched()]:  # before any answer is read
-        trees.check(t.num_steps, t.topk, t.num_draft_tokens, config["draft_vocab_size"], config.get("sliding_window"))
+        trees.check_tree(
+            t.num_steps, t.topk, t.num_draft_tokens, config["draft_vocab_size"], config.get("sliding_window")
+        )
     dtype = getattr(torch, p.target.dtype)  # engines run the draft as they run the target; scores are float32
-    draft = Draft.of(config, tensors).to(p.target.device, dtype).requires_grad_(False)
+    draft = Eagle3Draft.of(config, tensors).to(p.target.device, dtype).requires_grad_(False)
     embedding = embedding.to(p.target.device, dtype)
-    splits = [answers for split in SPLITS if (answers := _answers(p, split, made)).count]
-    tokenizer = chat_template.load_tokenizer(manifest.weights(made), p.target.trust_remote_code, made.chat_template)
-    inner = Inside({tree: tree_statistics.Tally() for tree in settings.watched()}, tokenizer)
+    splits = [answers for split in SPLITS if (answers := _open_answers(p, split, made)).count]
+    tokenizer = chat_template.load_tokenizer(
+        manifest.resolve_weights_folder(made), p.target.trust_remote_code, made.chat_template
+    )
+    inner = TreeTraces({tree: tree_statistics.TreeStatistics() for tree in settings.watched()}, tokenizer)
     found = [
-        _found(name, draft, embedding, answers, settings, None if answers.temperature else inner) for answers in splits
+        _build_replay_rows(name, draft, embedding, answers, settings, None if answers.temperature else inner)
+        for answers in splits
     ]
-    replay_records.write(replay_records.path(name), [row for rows in found for row in rows])
-    replay_records.write_inside(name, inner.rows())
+    replay_records.write_replay(replay_records.locate_replay(name), [row for rows in found for row in rows])
+    replay_records.write_tree_statistics(name, inner.rows())
     best = max(found[0], key=lambda row: row["tau"])
     sets = " and ".join(f"{answers.count} answers at temperature {answers.temperature:g}" for answers in splits)
     print(
@@ -99,14 +110,14 @@ def main(name: str) -> None:
     )
 
 
-def _found(
-    name: str, draft: Draft, embedding, answers: Answers, settings: ReplayTrees, inner: Inside | None
+def _build_replay_rows(
+    name: str, draft: Eagle3Draft, embedding, answers: AnswerSplit, settings: ReplayTrees, inner: TreeTraces | None
 ) -> list[dict[str, Any]]:
     """Of every tree a row of the table, on these answers; what happens inside some goes to `inner`."""
     grid = settings.trees()
     every = list(dict.fromkeys([*grid, *(inner.tallies if inner else ())]))
     rows = answers.rows(embedding.dtype)
-    accepted, cycles, reached, depth, oracle, adaptive = _replay(draft, embedding, rows, every, settings, inner)
+    accepted, cycles, reached, depth, oracle, adaptive = _replay_rows(draft, embedding, rows, every, settings, inner)
     names = [clusters.conversation_of(row.id) for row in rows]
     intervals = interval.of_taus(
         clusters.sums(names, accepted), clusters.sums(names, cycles), [tree.num_steps for tree in every]
@@ -116,7 +127,7 @@ def _found(
     )  # [3, thresholds, steps] of a topk
     found: list[dict[str, Any]] = []
     for g, tree in enumerate(grid):
-        tau = acceptance.tau(accepted[:, g], cycles[:, g])
+        tau = acceptance.compute_tau(accepted[:, g], cycles[:, g])
         low, high = intervals[g] or (None, None)
         found.append(
             {
@@ -131,9 +142,9 @@ def _found(
                 "cycles": int(cycles[:, g].sum()),
                 "accepted": int(accepted[:, g].sum()),
                 "mean_depth": float(depth[g] / max(1, cycles[:, g].sum())),
-                "acceptance": _by_depth(reached[g], int(cycles[:, g].sum()), tree.num_steps),
-                "tau_oracle": acceptance.tau(*oracle[:, g]),
-                "tau_adaptive": oracle_bounds.at_width(
+                "acceptance": _format_accept_by_depth(reached[g], int(cycles[:, g].sum()), tree.num_steps),
+                "tau_oracle": acceptance.compute_tau(*oracle[:, g]),
+                "tau_adaptive": oracle_bounds.interpolate_adaptive_tau(
                     cuts[tree.topk][:, :, tree.num_steps - 1], tree.num_draft_tokens
                 ),
                 "temperature": answers.temperature,
@@ -146,59 +157,59 @@ def _found(
 # Whose answers, and whose hidden states
 
 
-def _check_draft(name: str, config: dict[str, Any], made: manifest.Manifest) -> None:
+def _check_draft(name: str, config: dict[str, Any], made: manifest.TargetManifest) -> None:
     """Raises ValueError where a draft is for a target of another shape."""
     theirs, ours = (config["vocab_size"], config["hidden_size"]), (made.vocab_size, made.hidden_size)
     if theirs != ours:
         raise ValueError(
-            f"{checkpoint.folder(name)}/draft is for a target of {theirs[0]} tokens and width {theirs[1]}, expected "
+            f"{checkpoint.locate_checkpoint(name)}/draft is for a target of {theirs[0]} tokens and width {theirs[1]}, expected "
             f"{made.model}'s {ours[0]} and {ours[1]}; train or import a draft for this target"
         )
 
 
-def _answers(p: schema.Params, split: str, made: manifest.Manifest) -> Answers:
+def _open_answers(p: schema.Params, split: str, made: manifest.TargetManifest) -> AnswerSplit:
     """Raises ValueError where the hidden states are not this target's, not those of the split's answers, or where these were
     drawn otherwise than is asked.
     """
-    origin.check(HIDDENS / split, split, made)
-    table = conversations.read(SAMPLED / split, conversations.SAMPLED, "sample_target")
+    origin.check_origin(HIDDENS / split, split, made)
+    table = conversations.read_table(SAMPLED / split, conversations.SAMPLED_SCHEMA, "sample_target")
     s = p.sample_target
     heat = s.eval_temperature if split == "eval_t" else 0.0
     top_p = s.top_p if heat else None
     asked = [np.float32(value) if value is not None else None for value in (heat, top_p)]  # as the table holds them
     for drawn in table.select("temperature", "top_p").unique().sort(pl.all()).rows():
         if (split == "eval_t" and not heat) or list(drawn) != asked:
-            expected = _said(heat, top_p) if heat or split == "eval" else "none above temperature 0"
+            expected = _format_sampling(heat, top_p) if heat or split == "eval" else "none above temperature 0"
             raise ValueError(
-                f"{SAMPLED / split} has answers of {_said(*drawn)}, expected {expected}, as sample_target asks; run: dvc repro "
+                f"{SAMPLED / split} has answers of {_format_sampling(*drawn)}, expected {expected}, as sample_target asks; run: dvc repro "
                 "sample_target"
             )
     known = {row["id"]: row["prompt_ids"] + row["answer_ids"] for row in table.iter_rows(named=True)}
     count = 0
-    for row in format.read_heads(HIDDENS / split):
+    for row in format.read_headers(HIDDENS / split):
         if row.ids.tolist() != known.get(row.id):
             which = "is another answer than" if row.id in known else "is none of"
             raise ValueError(
                 f"{HIDDENS / split}: row {row.id} {which} those in {SAMPLED / split}; run: dvc repro extract_hiddens"
             )
         count += 1
-    return Answers(HIDDENS / split, heat, top_p, count)
+    return AnswerSplit(HIDDENS / split, heat, top_p, count)
 
 
-def _said(temperature: float | None, top_p: float | None) -> str:
+def _format_sampling(temperature: float | None, top_p: float | None) -> str:
     return ", ".join(
         f"{name} {'null' if value is None else f'{value:g}'}"
         for name, value in (("temperature", temperature), ("top_p", top_p))
     )
 
 
-def _replay(
-    draft: Draft,
+def _replay_rows(
+    draft: Eagle3Draft,
     embedding,
-    rows: list[format.Row],
-    grid: list[Tree],
+    rows: list[format.HiddenStatesRow],
+    grid: list[TreeShape],
     settings: ReplayTrees,
-    inner: Inside | None,  # its trees are of the grid
+    inner: TreeTraces | None,  # its trees are of the grid
 ) -> tuple[np.ndarray, ...]:
     """Accepted drafts and verify cycles of each answer and tree, [rows, trees] each; over all answers, cycles that
     accepted at least s + 1 drafts [trees, steps], and summed depths of trees [trees]; the oracle's accepted drafts and
@@ -208,21 +219,21 @@ def _replay(
     cycles, depth = np.zeros_like(accepted), np.zeros(len(grid), dtype=np.int64)
     steps, topks = max(t.num_steps for t in grid), {t.topk for t in grid}
     reached, oracle = np.zeros((len(grid), steps), dtype=np.int64), np.zeros((2, len(grid)), dtype=np.int64)
-    adaptive = np.zeros((3, len(topks), len(oracle_bounds.THRESHOLDS), steps), dtype=np.int64)
+    adaptive = np.zeros((3, len(topks), len(oracle_bounds.PATH_PROBABILITY_THRESHOLDS), steps), dtype=np.int64)
     device, shapes = embedding.device, [(t.num_steps, t.topk, t.num_draft_tokens) for t in grid]
     looked_into = list(inner.tallies) if inner else []
     watched = [grid.index(tree) for tree in looked_into]
-    fits = room(draft, shapes, int(settings.memory_gib * 2**30))
+    fits = compute_capacity(draft, shapes, int(settings.memory_gib * 2**30))
     with tqdm(total=len(rows), desc="replay", unit="row", mininterval=2) as bar:
-        for here in _batches([len(r.ids) for r in rows], fits.tokens):
+        for here in _batch_rows([len(r.ids) for r in rows], fits.tokens):
             batch = rows[here]
             ids = pad_sequence([r.ids.to(torch.int64) for r in batch], batch_first=True).to(device)
             features = pad_sequence([r.features for r in batch], batch_first=True).to(device)
             starts = torch.tensor([r.prompt_length for r in batch], device=device)
             ends = torch.tensor([len(r.ids) for r in batch], device=device)
-            shown, grown = _seen(batch, device), settings.semantics
+            shown, grown = _collate_multimodal(batch, device), settings.semantics
             given = draft, embedding, ids, features, starts, ends
-            found = replay(*given, shapes, shown, grown, fits.places, watched)
+            found = replay_answers(*given, shapes, shown, grown, fits.places, watched)
             accepted[here], cycles[here] = found.accepted.cpu().numpy(), found.cycles.cpu().numpy()
             depth += found.depth.sum(0).cpu().numpy()
             reached += found.reached.sum(0).cpu().numpy()
@@ -232,12 +243,14 @@ def _replay(
             for tree, stood in zip(looked_into, () if found.stood is None else found.stood, strict=True):
                 assert inner
                 shape = tree.num_steps, tree.topk, tree.num_draft_tokens
-                inner.add(tree, tree_statistics.look(*given, stood, shape, shown, grown), batch, ids, starts, ends)
+                inner.add(
+                    tree, tree_statistics.trace_cycles(*given, stood, shape, shown, grown), batch, ids, starts, ends
+                )
             bar.update(len(batch))
     return accepted, cycles, reached, depth, oracle, adaptive
 
 
-def _batches(lengths: list[int], tokens: int) -> Iterator[slice]:
+def _batch_rows(lengths: list[int], tokens: int) -> Iterator[slice]:
     """Rows of ascending lengths, as many together as `tokens` hold where they are padded; one at least."""
     first = 0
     for end in range(1, len(lengths) + 1):
@@ -246,21 +259,21 @@ def _batches(lengths: list[int], tokens: int) -> Iterator[slice]:
             first = end
 
 
-def _by_depth(reached: np.ndarray, cycles: int, steps: int) -> str:
+def _format_accept_by_depth(reached: np.ndarray, cycles: int, steps: int) -> str:
     """The share of cycles that accepted a draft at each depth, of those that accepted one at the depth before: "0.81 0.7"."""
     before = [cycles, *reached[: steps - 1].tolist()]
     shares = [here / ahead for here, ahead in zip(reached[:steps].tolist(), before, strict=True) if ahead]
     return " ".join(f"{share:.4f}" for share in shares)
 
 
-def _seen(rows: list[format.Row], device: torch.device) -> Seen | None:
+def _collate_multimodal(rows: list[format.HiddenStatesRow], device: torch.device) -> MultimodalFeatures | None:
     """What rows of a target that sees hold beside tokens; None for text."""
     positions, pictured, visual = zip(*((r.positions, r.pictured, r.visual) for r in rows), strict=True)
     if positions[0] is None:
         return None
     positions, pictured = (pad_sequence(list(t), batch_first=True) for t in (positions, pictured))
-    return Seen(positions.to(device), pictured.to(device), torch.cat(visual).to(device))
+    return MultimodalFeatures(positions.to(device), pictured.to(device), torch.cat(visual).to(device))
 
 
 if __name__ == "__main__":
-    schema.run_stage(stage_record.recorded(main, "replay_trees", lambda: schema.load().target.gpus()))
+    schema.run_stage(stage_record.record_stage(main, "replay_trees", lambda: schema.load_params().target.gpus()))

@@ -28,100 +28,104 @@ import torch
 from tqdm import tqdm
 
 from stages.data import conversations, requests
-from stages.data.parquet_shards import Shards
-from stages.data.requests import Question
+from stages.data.parquet_shards import ParquetShardWriter
+from stages.data.requests import TargetRequest
 from stages.params import schema
 from stages.runtime import atomic, scratch
-from stages.runtime.journal import key
+from stages.runtime.journal import make_journal_key
 from stages.serving import client, http_session, server
 from stages.target import chat_template, generation, loading, manifest, vision
 from stages.telemetry import stage_record
 
-FIXED, SAMPLED, REPORT = Path("data/fixed"), Path("data/sampled"), Path("results/sample_report.json")
-WAY = {"base_urls", "start_timeout_s", "concurrency", "timeout_s", "attempts", "api_key_env"}  # moves no answer
-ALL_REFUSED = 8  # refused rows, and none answered, that stop a run
-RESTARTS = 3  # of a server of one's own, in one run
+FIXED_FOLDER, SAMPLED_FOLDER, REPORT = Path("data/fixed"), Path("data/sampled"), Path("results/sample_report.json")
+ACCESS_KEYS = {"base_urls", "start_timeout_s", "concurrency", "timeout_s", "attempts", "api_key_env"}  # moves no answer
+MAX_LEADING_REFUSALS = 8  # refused rows, and none answered, that stop a run
+MAX_SERVER_RESTARTS = 3  # of a server of one's own, in one run
 SHARDS_AHEAD = 4  # under way at once, beyond what the concurrency needs: one slow row must not fill the memory
-SHOWN, SHOWN_CHARS = 3, 1600  # rows of the report's preview, and what is shown of a prompt or an answer
+PREVIEW_ROWS, PREVIEW_CHARACTERS = 3, 1600  # rows of the report's preview, and what is shown of a prompt or an answer
 
 
 @dataclass
-class Split:
+class SampledSplit:
     """Questions of one kind, and where their answers go."""
 
     name: str
     source: Path
     choice: requests.Choice
     mixture: list[tuple[float, float]]  # (temperature, weight)
-    shards: Shards
+    shards: ParquetShardWriter
 
     @property
     def asked(self) -> int:
         """How many questions, of those there are."""
         return self.choice.asked
 
-    def conversations(self) -> Iterator[list[Question]]:
-        return requests.read(self.source, self.choice)
+    def conversations(self) -> Iterator[list[TargetRequest]]:
+        return requests.read_requests(self.source, self.choice)
 
 
 @dataclass
-class Work:
+class SamplingContext:
     """What every backend needs."""
 
     p: schema.Params
     tokenizer: Any
-    made: manifest.Manifest
+    made: manifest.TargetManifest
     folder: Path
     end: int  # the token that closes an answer
-    eyes: vision.Eyes | None  # where there are pictures
+    eyes: vision.CachedImageProcessor | None  # where there are pictures
     asked_again: Counter = field(default_factory=Counter)
-    own_server: server.Server | None = None  # where one was started
+    own_server: server.ServerProcess | None = None  # where one was started
 
 
 def main(*words: str) -> None:
-    p = schema.load()
+    p = schema.load_params()
     if words:
-        _preview(p, *words)
+        _print_preview(p, *words)
         return
     torch.set_num_threads(p.target.num_threads)
     started = time.perf_counter()
-    made = manifest.read()
-    folder = manifest.weights(made)
+    made = manifest.read_manifest()
+    folder = manifest.resolve_weights_folder(made)
     tokenizer = chat_template.load_tokenizer(folder, p.target.trust_remote_code, made.chat_template)
-    end, eyes = chat_template.end_id(tokenizer, made.eos_token_ids), _eyes(p, made, folder)
-    work = Work(p, tokenizer, made, folder, end, eyes)
+    end, eyes = chat_template.find_end_token(tokenizer, made.eos_token_ids), _load_image_processor(p, made, folder)
+    work = SamplingContext(p, tokenizer, made, folder, end, eyes)
     s = p.sample_target
-    asked_for = s.model_dump(exclude={"server": WAY})
-    place = scratch.place("sample_target", asdict(made), p.target.model_dump(), asked_for, scratch.digest(FIXED))
+    asked_for = s.model_dump(exclude={"server": ACCESS_KEYS})
+    place = scratch.locate_scratch(
+        "sample_target", asdict(made), p.target.model_dump(), asked_for, scratch.digest_folder(FIXED_FOLDER)
+    )
     with scratch.held(place):
         _sample(work, place, started)
 
 
-def _sample(work: Work, place: Path, started: float) -> None:
+def _sample(work: SamplingContext, place: Path, started: float) -> None:
     """Ask for all answers, those apart that are in the scratch folder, and put them in their place."""
     p, s = work.p, work.p.sample_target
     with contextlib.ExitStack() as stack:
-        splits = _splits(p, place, stack)
+        splits = _plan_splits(p, place, stack)
         if resumed := sum(split.shards.resumed for split in splits):
             print(f"resumed: {resumed} pieces of work were done before, kept in {place}")
-        answer = _backend(work, stack, place)
+        answer = _make_backend(work, stack, place)
         for split in splits:
             if s.backend == "keep" and split.name == "train":
-                _keep(work, split)
+                _keep_data_answers(work, split)
             else:
                 answer(split)
-            _tell(p, split)
+            _print_split(p, split)
             split.shards.finish()
     for split in splits:
-        split.shards.move(SAMPLED / split.name)
-    atomic.write_json(REPORT, _report(work, splits) | {"seconds": round(time.perf_counter() - started, 2)})
-    scratch.done(place)
+        split.shards.move(SAMPLED_FOLDER / split.name)
+    atomic.write_json(REPORT, _write_report(work, splits) | {"seconds": round(time.perf_counter() - started, 2)})
+    scratch.remove_scratch(place)
 
 
-def _eyes(p: schema.Params, made: manifest.Manifest, folder: Path) -> vision.Eyes | None:
+def _load_image_processor(
+    p: schema.Params, made: manifest.TargetManifest, folder: Path
+) -> vision.CachedImageProcessor | None:
     """What the target sees pictures with, where there are any. Raises ValueError where it reads text only."""
-    for path in (FIXED / "train.parquet", FIXED / "eval.parquet"):
-        images = conversations.with_images(path, "fix_data")
+    for path in (FIXED_FOLDER / "train.parquet", FIXED_FOLDER / "eval.parquet"):
+        images = conversations.count_with_images(path, "fix_data")
         if images and made.modality == "text":
             raise ValueError(
                 f"sample_target: {images} conversations of {path} have images, expected none: {made.model} reads text only, "
@@ -129,11 +133,11 @@ def _eyes(p: schema.Params, made: manifest.Manifest, folder: Path) -> vision.Eye
                 "target.model to a vision-language model"
             )
         if images:
-            return vision.Eyes(folder, p.target.trust_remote_code)
+            return vision.CachedImageProcessor(folder, p.target.trust_remote_code)
     return None
 
 
-def _splits(p: schema.Params, place: Path, stack: contextlib.ExitStack) -> list[Split]:
+def _plan_splits(p: schema.Params, place: Path, stack: contextlib.ExitStack) -> list[SampledSplit]:
     """What is to be asked."""
     s = p.sample_target
     hot = s.eval_temperature
@@ -143,24 +147,26 @@ def _splits(p: schema.Params, place: Path, stack: contextlib.ExitStack) -> list[
         ("eval", "eval", s.eval_rows, [(0.0, 1.0)]),
         ("eval_t", "eval", s.eval_rows if hot else 0, [(hot, 1.0)]),
     ]:
-        path = FIXED / f"{source}.parquet"
+        path = FIXED_FOLDER / f"{source}.parquet"
         choice = requests.choose(path, most)
-        shards = stack.enter_context(Shards(place / name, choice.asked, s.shard_size, conversations.SAMPLED))
-        splits.append(Split(name, path, choice, mixture, shards))
+        shards = stack.enter_context(
+            ParquetShardWriter(place / name, choice.asked, s.shard_size, conversations.SAMPLED_SCHEMA)
+        )
+        splits.append(SampledSplit(name, path, choice, mixture, shards))
     return splits
 
 
-def _backend(work: Work, stack: contextlib.ExitStack, place: Path) -> Callable[[Split], None]:
+def _make_backend(work: SamplingContext, stack: contextlib.ExitStack, place: Path) -> Callable[[SampledSplit], None]:
     """What answers questions. The eval split of `keep` too: replay is exact on the target's own words only."""
     s, t = work.p.sample_target, work.p.target
     if s.backend == "server" or (s.backend == "keep" and s.server.known):
-        reach = _reach(work, stack, place)
-        return lambda split: asyncio.run(_ask_all(work, reach, split))
-    model = loading.load(str(work.folder), None, t.dtype, t.device, t.trust_remote_code)
-    return lambda split: _answer(work, model, split)
+        reach = _open_server_access(work, stack, place)
+        return lambda split: asyncio.run(_ask_servers(work, reach, split))
+    model = loading.load_target(str(work.folder), None, t.dtype, t.device, t.trust_remote_code)
+    return lambda split: _generate_split(work, model, split)
 
 
-def _tell(p: schema.Params, split: Split) -> None:
+def _print_split(p: schema.Params, split: SampledSplit) -> None:
     """Print what became of a split. Raises ValueError where nothing did."""
     s, counted = p.sample_target, split.shards.counted
     if not counted["rows"] and split.name != "eval_t":
@@ -176,7 +182,7 @@ def _tell(p: schema.Params, split: Split) -> None:
     print(f"{split.name}: {counted['rows']} answers {how}, {counted['tokens']} tokens, {shares}")
 
 
-def _report(work: Work, splits: list[Split]) -> dict[str, Any]:
+def _write_report(work: SamplingContext, splits: list[SampledSplit]) -> dict[str, Any]:
     """results/sample_report.json. What was counted in shards that an earlier, killed run published is in it."""
     whole: Counter[str] = sum((split.shards.counted for split in splits), Counter())
     of = lambda kind: {k.split("/")[1]: n for k, n in sorted(whole.items()) if k.startswith(f"{kind}/")}  # noqa: E731
@@ -196,14 +202,14 @@ def _report(work: Work, splits: list[Split]) -> dict[str, Any]:
         "backend": work.p.sample_target.backend,
         "asked_again": dict(work.asked_again),
         "server_restarts": work.own_server.restarted if work.own_server else 0,
-        "preview": _shown(work.tokenizer),
+        "preview": _read_examples(work.tokenizer),
     }
     assert report["rows_in"] == report["rows_out"] + sum(report["dropped"].values())
     return report
 
 
-def _settle(
-    work: Work, split: Split, q: Question, heat: float | None, prompt_ids: list[int], answer_ids: list[int],
+def _settle_answer(
+    work: SamplingContext, split: SampledSplit, q: TargetRequest, heat: float | None, prompt_ids: list[int], answer_ids: list[int],
     finish_reason: str, source: str,
 ) -> None:  # fmt: skip
     """Put an answer into its place, or count why it has none. Raises ValueError for a mask that would teach nothing."""
@@ -214,7 +220,7 @@ def _settle(
     elif work.eyes and work.eyes.token in answer_ids:
         dropped = "picture_token_in_answer"  # it stands for an embedding that there isn't
     else:
-        chat_template.check(q.id, prompt_ids, answer_ids, eos, not cut)
+        chat_template.check_loss_mask(q.id, prompt_ids, answer_ids, eos, not cut)
     if cut and s.truncated == "drop":
         dropped = "truncated"
     counts = {"truncated": int(cut)}
@@ -232,46 +238,46 @@ def _settle(
     split.shards.settle(q.position, row, counts)
 
 
-def _drop(split: Split, q: Question, reason: str) -> None:
+def _drop_request(split: SampledSplit, q: TargetRequest, reason: str) -> None:
     split.shards.settle(q.position, None, {f"dropped/{reason}": 1})
 
 
-def _heat(work: Work, split: Split, name: str) -> float:
+def _draw_temperature(work: SamplingContext, split: SampledSplit, name: str) -> float:
     """The temperature of one row: from the seed and its id alone, so that neither order nor shards nor servers are in it."""
     weights = list(itertools.accumulate(weight for _, weight in split.mixture))
-    at = _number(f"{work.p.sample_target.seed}:temperature:{name}") / 2**32 * weights[-1]
+    at = _hash_to_number(f"{work.p.sample_target.seed}:temperature:{name}") / 2**32 * weights[-1]
     return next(heat for (heat, _), upto in zip(split.mixture, weights, strict=True) if at < upto)
 
 
-def _seed(seed: int, name: str) -> int:
+def _make_seed(seed: int, name: str) -> int:
     """Of one request: from the row and its turn, so that neither order nor concurrency is in it."""
-    return _number(f"{seed}:{name}") >> 1
+    return _hash_to_number(f"{seed}:{name}") >> 1
 
 
-def _number(text: str) -> int:
+def _hash_to_number(text: str) -> int:
     """One of 2**32, by the text alone."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
 
 
-def _prompt_ids(work: Work, q: Question, history: list[dict[str, Any]]) -> list[int]:
-    ids = chat_template.prompt_ids(work.tokenizer, history, work.p.sample_target.thinking, q.tools)
-    chat_template.check(
+def _encode_prompt(work: SamplingContext, q: TargetRequest, history: list[dict[str, Any]]) -> list[int]:
+    ids = chat_template.encode_prompt(work.tokenizer, history, work.p.sample_target.thinking, q.tools)
+    chat_template.check_loss_mask(
         q.id, ids, [work.end], work.made.eos_token_ids, complete=False
     )  # of the mask, the prompt's half
-    return _with_pictures(work, q, ids)
+    return _expand_images(work, q, ids)
 
 
-def _with_pictures(work: Work, q: Question, ids: list[int]) -> list[int]:
+def _expand_images(work: SamplingContext, q: TargetRequest, ids: list[int]) -> list[int]:
     """A rendered prompt's ids with each picture's token as often as the target sees it."""
     if work.eyes is None:
         return ids
     try:
-        return vision.expanded(ids, work.eyes.token, work.eyes.sizes(q.images))
+        return vision.expand_image_tokens(ids, work.eyes.token, work.eyes.sizes(q.images))
     except ValueError as error:
         raise ValueError(f"sample_target: row {q.id}: {error}") from None
 
 
-def _unaskable(work: Work, q: Question) -> str | None:
+def _explain_unaskable(work: SamplingContext, q: TargetRequest) -> str | None:
     """Why a question can't be asked, one word that the report counts; decodes its pictures."""
     if q.malformed or work.eyes is None:
         return q.malformed
@@ -280,7 +286,7 @@ def _unaskable(work: Work, q: Question) -> str | None:
         return "picture_token_in_text"  # a target would look for a picture there
     try:
         work.eyes.sizes(q.images)
-    except vision.Unreadable:
+    except vision.UnreadableImageError:
         return "image_unreadable"
     return None
 
@@ -288,7 +294,7 @@ def _unaskable(work: Work, q: Question) -> str | None:
 # In this process
 
 
-def _answer(work: Work, model: Any, split: Split) -> None:
+def _generate_split(work: SamplingContext, model: Any, split: SampledSplit) -> None:
     """Shard by shard; batches hold prompts of one temperature and like length, so that little is padding."""
     s, eos, tokenizer, shards = work.p.sample_target, work.made.eos_token_ids, work.tokenizer, split.shards
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
@@ -298,30 +304,33 @@ def _answer(work: Work, model: Any, split: Split) -> None:
             if number in shards.published:
                 bar.update(shards.length(number))
                 continue
-            for first, heat, batch in _batches(work, split, list(group)):
+            for first, heat, batch in _batch_requests(work, split, list(group)):
                 prompts = [ids for _, ids in batch]
                 settings, seed = (s.max_new_tokens, heat, s.top_p), s.seed + number * s.shard_size + first
                 images = [path for q, _ in batch for path in q.images]
-                asked, journal = key(["transformers", prompts, images, settings, seed]), shards.journal(number)
+                asked, journal = (
+                    make_journal_key(["transformers", prompts, images, settings, seed]),
+                    shards.journal(number),
+                )
                 if asked not in journal.done:
                     seen = work.eyes.see(images) if work.eyes and images else None
-                    journal.add(asked, generation.answer(model, prompts, *settings, eos, pad, seed, seen))
+                    journal.add(asked, generation.generate_answers(model, prompts, *settings, eos, pad, seed, seen))
                 # Settling may publish the shard, and with it goes its journal.
                 for (q, prompt_ids), (ids, finish_reason) in zip(batch, list(journal.done[asked]), strict=True):
-                    _settle(work, split, q, heat, prompt_ids, ids, finish_reason, "exact")
+                    _settle_answer(work, split, q, heat, prompt_ids, ids, finish_reason, "exact")
                 bar.update(len(batch))
 
 
-def _batches(
-    work: Work, split: Split, asked: list[Question]
-) -> Iterator[tuple[int, float, list[tuple[Question, list[int]]]]]:
+def _batch_requests(
+    work: SamplingContext, split: SampledSplit, asked: list[TargetRequest]
+) -> Iterator[tuple[int, float, list[tuple[TargetRequest, list[int]]]]]:
     """(place of its first row, temperature, questions and their prompts) of each batch; malformed rows are dropped."""
     ready = []
     for q in asked:
-        if reason := _unaskable(work, q):
-            _drop(split, q, reason)
+        if reason := _explain_unaskable(work, q):
+            _drop_request(split, q, reason)
         else:
-            ready.append((_heat(work, split, q.id), q, _prompt_ids(work, q, q.messages[: q.turn])))
+            ready.append((_draw_temperature(work, split, q.id), q, _encode_prompt(work, q, q.messages[: q.turn])))
     ready.sort(key=lambda one: (one[0], len(one[2])))
     first = 0
     for heat, alike in itertools.groupby(ready, key=lambda one: one[0]):
@@ -335,7 +344,7 @@ def _batches(
 # The data's own answers
 
 
-def _keep(work: Work, split: Split) -> None:
+def _keep_data_answers(work: SamplingContext, split: SampledSplit) -> None:
     """Each turn as the target would have been prompted for it and have said it."""
     s, eos = work.p.sample_target, work.made.eos_token_ids
     for asked in split.conversations():
@@ -347,24 +356,24 @@ def _keep(work: Work, split: Split) -> None:
             turns = (
                 []
                 if all(q.malformed for q in asked)
-                else chat_template.exploded(work.tokenizer, first.messages, eos, s.thinking, first.tools)
+                else chat_template.encode_turns(work.tokenizer, first.messages, eos, s.thinking, first.tools)
             )
         except ValueError as error:
             name = first.id.rpartition(".")[0]
             raise ValueError(f"sample_target: row {name} (line {first.source_row} of the raw data), {error}") from None
         for q in missing:
-            if reason := _unaskable(work, q):
-                _drop(split, q, reason)
+            if reason := _explain_unaskable(work, q):
+                _drop_request(split, q, reason)
             else:
                 asked_ids, answer_ids = turns[q.position - first.position]
-                _settle(work, split, q, None, _with_pictures(work, q, asked_ids), answer_ids, "stop", "template")
+                _settle_answer(work, split, q, None, _expand_images(work, q, asked_ids), answer_ids, "stop", "template")
 
 
 # Through servers
 
 
 @dataclass
-class Reach:
+class ServerAccess:
     """How to reach the servers; a client lives as long as an event loop, so there is one for each split."""
 
     urls: list[str]
@@ -374,29 +383,31 @@ class Reach:
     api_key: str | None
 
 
-def _reach(work: Work, stack: contextlib.ExitStack, place: Path) -> Reach:
+def _open_server_access(work: SamplingContext, stack: contextlib.ExitStack, place: Path) -> ServerAccess:
     s, t = work.p.sample_target.server, work.p.target
     if s.launch is None:
-        secret = http_session.api_key(s.api_key_env, client.SECTION)
-        return Reach(client.expand(s.base_urls), s.model or t.model, None, lambda: None, secret)
-    folder, port = str(work.folder), server.free_port()
-    line = server.command(s.launch, folder, port, t.dtype, t.device, t.trust_remote_code) + s.launch_args
+        secret = http_session.read_api_key(s.api_key_env, client.PARAMS_SECTION)
+        return ServerAccess(client.expand_urls(s.base_urls), s.model or t.model, None, lambda: None, secret)
+    folder, port = str(work.folder), server.find_free_port()
+    line = server.build_server_command(s.launch, folder, port, t.dtype, t.device, t.trust_remote_code) + s.launch_args
     log = place.parent / f"{s.launch}_server.log"  # outlives the run: it is what one looks at when it failed
     print(f"starting {s.launch} on port {port}; its log is {log}", flush=True)
     threads = t.num_threads if t.device == "cpu" else None
-    running = server.started(s.launch, line, port, folder, log, s.start_timeout_s, restarts=RESTARTS, threads=threads)
+    running = server.run_server(
+        s.launch, line, port, folder, log, s.start_timeout_s, restarts=MAX_SERVER_RESTARTS, threads=threads
+    )
     work.own_server = stack.enter_context(running)
-    return Reach([work.own_server.base_url], folder, s.launch, work.own_server.check, None)
+    return ServerAccess([work.own_server.base_url], folder, s.launch, work.own_server.check, None)
 
 
-async def _ask_all(work: Work, reach: Reach, split: Split) -> None:
+async def _ask_servers(work: SamplingContext, reach: ServerAccess, split: SampledSplit) -> None:
     """Ask all of a split; workers take conversations from one queue."""
     way, shards = work.p.sample_target.server, split.shards
     ahead = SHARDS_AHEAD + way.concurrency // shards.size
-    queue = _groups(work, split)
+    queue = _group_requests(work, split)
     with tqdm(total=split.asked, desc=f"sample {split.name}", unit="row", mininterval=2) as bar:
         bar.update(sum(map(shards.length, shards.published)))
-        async with client.Client(
+        async with client.ChatClient(
             reach.urls,
             reach.model,
             way.concurrency,
@@ -406,7 +417,7 @@ async def _ask_all(work: Work, reach: Reach, split: Split) -> None:
             reach.engine,
             reach.check,
         ) as http:
-            asking = Asking(work, split, http, bar)
+            asking = ServerSampling(work, split, http, bar)
 
             async def worker() -> None:
                 for group in queue:
@@ -415,7 +426,7 @@ async def _ask_all(work: Work, reach: Reach, split: Split) -> None:
                     await asking.converse(group)
 
             try:
-                with http_session.one_error():
+                with http_session.raise_first_error():
                     async with asyncio.TaskGroup() as tasks:
                         for _ in range(min(way.concurrency, split.asked)):
                             tasks.create_task(worker())
@@ -425,22 +436,22 @@ async def _ask_all(work: Work, reach: Reach, split: Split) -> None:
         print(f"{split.name}: {len(asking.refused)} rows refused, the first: {asking.refused[0]}")
 
 
-def _groups(work: Work, split: Split) -> Iterator[list[Question]]:
+def _group_requests(work: SamplingContext, split: SampledSplit) -> Iterator[list[TargetRequest]]:
     """What is asked one after the other, of what is not done: a conversation, where later turns quote earlier answers."""
     for asked in split.conversations():
         groups = [asked] if work.p.sample_target.history == "target" else [[q] for q in asked]
         yield from (group for group in groups if not all(split.shards.done(q.position) for q in group))
 
 
-class Asking:
+class ServerSampling:
     """A split being asked of servers."""
 
-    def __init__(self, work: Work, split: Split, http: client.Client, bar: tqdm) -> None:
+    def __init__(self, work: SamplingContext, split: SampledSplit, http: client.ChatClient, bar: tqdm) -> None:
         self.work, self.split, self.http, self.bar = work, split, http, bar
         self.refused: list[str] = []
         self._begun, self._tokens = time.perf_counter(), 0
 
-    async def converse(self, group: list[Question]) -> None:
+    async def converse(self, group: list[TargetRequest]) -> None:
         """Settle a group in its order. Of a conversation begun in a shard that is done, the journals tell what was said."""
         own_words = self.work.p.sample_target.history == "target"
         said: dict[int, dict[str, Any]] = {}  # turn -> the target's own message
@@ -448,10 +459,14 @@ class Asking:
         for place, q in enumerate(group):
             done = self.split.shards.done(q.position)
             # Decoding a large picture takes as long as a hundred answers: beside the loop, which goes on.
-            reason = await asyncio.to_thread(_unaskable, self.work, q) if q.images else _unaskable(self.work, q)
+            reason = (
+                await asyncio.to_thread(_explain_unaskable, self.work, q)
+                if q.images
+                else _explain_unaskable(self.work, q)
+            )
             if broken or reason:
                 if not done:
-                    _drop(self.split, q, reason or "earlier_turn_incomplete")
+                    _drop_request(self.split, q, reason or "earlier_turn_incomplete")
                     self.bar.update()
                 continue
             history = [said.get(k, message) for k, message in enumerate(q.messages[: q.turn])]
@@ -459,7 +474,7 @@ class Asking:
             if answer is None:
                 broken = own_words
                 continue
-            got = _token_ids(self.work, q, history, answer)
+            got = _recover_token_ids(self.work, q, history, answer)
             if not done:
                 self._settle(q, got)
             broken = own_words and not (got and self._quotable(got))
@@ -470,56 +485,58 @@ class Asking:
                 if answer.reasoning:
                     said[q.turn]["reasoning_content"] = answer.reasoning
 
-    def _quotable(self, got: "Got") -> bool:
+    def _quotable(self, got: "SampledAnswer") -> bool:
         """Whether later turns may be asked after this answer."""
         pictured = self.work.eyes and self.work.eyes.token in got.answer_ids
         return bool(got.answer_ids) and got.finish_reason == "stop" and not pictured
 
-    def _homes(self, rest: list[Question]) -> list[int]:
+    def _homes(self, rest: list[TargetRequest]) -> list[int]:
         """The shards whose journals keep an answer: its own, and those whose rows will quote it."""
         numbers = dict.fromkeys(self.split.shards.shard(q.position) for q in rest)
         return [number for number in numbers if number not in self.split.shards.published]
 
     async def _answer(
-        self, q: Question, history: list[dict[str, Any]], homes: list[int], done: bool
-    ) -> client.Answer | None:
+        self, q: TargetRequest, history: list[dict[str, Any]], homes: list[int], done: bool
+    ) -> client.ChatAnswer | None:
         """From a journal where it was given before; None where the servers refuse the row, or did."""
-        about = self.work, q, history, _heat(self.work, self.split, q.id)
-        body = await asyncio.to_thread(_body, *about) if q.images else _body(*about)
-        asked, shards = key(["server", q.id, body]), self.split.shards
+        about = self.work, q, history, _draw_temperature(self.work, self.split, q.id)
+        body = await asyncio.to_thread(_build_body, *about) if q.images else _build_body(*about)
+        asked, shards = make_journal_key(["server", q.id, body]), self.split.shards
         known = next((found for n in homes if (found := shards.journal(n).done.get(asked))), None)
         if known is None and done:
             return None
         if known is None:
             try:
-                known = asdict(await self.http.ask(body, _engines(self.work, q, body["temperature"])))
-            except http_session.Refused as error:
+                known = asdict(await self.http.ask(body, _build_engine_options(self.work, q, body["temperature"])))
+            except http_session.RequestRefusedError as error:
                 self._refuse(q, error)
                 return None
             except ValueError as error:
                 own = self.work.own_server
-                said = f"\nThe last lines of its log, {own.log}:\n{server.tail(own.log)}" if own else ""
+                said = f"\nThe last lines of its log, {own.log}:\n{server.read_log_tail(own.log)}" if own else ""
                 raise ValueError(f"sample_target: row {q.id}: {error}{said}") from None
             self._tokens += known["completion_tokens"] or 0
         for number in homes:
             shards.journal(number).add(asked, known)
-        return client.Answer(**known)
+        return client.ChatAnswer(**known)
 
-    def _refuse(self, q: Question, error: http_session.Refused) -> None:
+    def _refuse(self, q: TargetRequest, error: http_session.RequestRefusedError) -> None:
         self.refused.append(f"row {q.id}: {error}")
-        if len(self.refused) >= ALL_REFUSED and not self.split.shards.counted["rows"]:
+        if len(self.refused) >= MAX_LEADING_REFUSALS and not self.split.shards.counted["rows"]:
             raise ValueError(
                 f"the servers refused the first {len(self.refused)} rows; correct what they say: {self.refused[0]}"
             ) from None
-        _drop(self.split, q, "refused")
+        _drop_request(self.split, q, "refused")
         self.bar.update()
 
-    def _settle(self, q: Question, got: "Got | None") -> None:
+    def _settle(self, q: TargetRequest, got: "SampledAnswer | None") -> None:
         if got is None:
-            _drop(self.split, q, "token_ids_unknown")
+            _drop_request(self.split, q, "token_ids_unknown")
         else:
-            heat = _heat(self.work, self.split, q.id)
-            _settle(self.work, self.split, q, heat, got.prompt_ids, got.answer_ids, got.finish_reason, got.source)
+            heat = _draw_temperature(self.work, self.split, q.id)
+            _settle_answer(
+                self.work, self.split, q, heat, got.prompt_ids, got.answer_ids, got.finish_reason, got.source
+            )
         self.bar.update()
         rate, again = self._tokens / (time.perf_counter() - self._begun), sum(self.http.asked_again.values())
         self.bar.set_postfix_str(
@@ -527,24 +544,24 @@ class Asking:
         )
 
 
-def _body(work: Work, q: Question, history: list[dict[str, Any]], heat: float) -> dict[str, Any]:
+def _build_body(work: SamplingContext, q: TargetRequest, history: list[dict[str, Any]], heat: float) -> dict[str, Any]:
     """What every server is asked, less the model."""
     s = work.p.sample_target
     body: dict[str, Any] = {
-        "messages": requests.as_openai(history, work.eyes.url if work.eyes else str),
+        "messages": requests.convert_to_openai(history, work.eyes.url if work.eyes else str),
         "temperature": heat,
         "top_p": s.top_p,
         "max_tokens": s.max_new_tokens,
-        "seed": _seed(s.seed, q.id),
+        "seed": _make_seed(s.seed, q.id),
     }
     if q.tools:
         body["tools"] = q.tools
     if s.thinking is not None:
-        body["chat_template_kwargs"] = chat_template.template_settings(s.thinking)
+        body["chat_template_kwargs"] = chat_template.build_template_kwargs(s.thinking)
     return body
 
 
-def _engines(work: Work, q: Question, heat: float) -> dict[str, dict[str, Any]]:
+def _build_engine_options(work: SamplingContext, q: TargetRequest, heat: float) -> dict[str, dict[str, Any]]:
     """What is added for each engine. Only temperature and top_p shape the distribution: the model's generation defaults are
     put aside, as in sample.py. `transformers serve` would even stay greedy at any temperature, unless do_sample is said.
     """
@@ -564,7 +581,7 @@ def _engines(work: Work, q: Question, heat: float) -> dict[str, dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Got:
+class SampledAnswer:
     """An answer as token ids."""
 
     prompt_ids: list[int]
@@ -573,15 +590,17 @@ class Got:
     source: str  # of the ids
 
 
-def _token_ids(work: Work, q: Question, history: list[dict[str, Any]], answer: client.Answer) -> Got | None:
+def _recover_token_ids(
+    work: SamplingContext, q: TargetRequest, history: list[dict[str, Any]], answer: client.ChatAnswer
+) -> SampledAnswer | None:
     """None where they can't be told.
 
     Raises ValueError where the server's prompt is not ours: then its template is another one, and no row is right.
     """
     s, eos = work.p.sample_target, work.made.eos_token_ids
-    ours, theirs = _prompt_ids(work, q, history), answer.prompt_ids
+    ours, theirs = _encode_prompt(work, q, history), answer.prompt_ids
     if theirs is not None and work.eyes and theirs.count(work.eyes.token) == len(q.images):
-        theirs = _with_pictures(work, q, theirs)  # as they were rendered, before the server repeated any
+        theirs = _expand_images(work, q, theirs)  # as they were rendered, before the server repeated any
     if (theirs is not None and theirs != ours) or (theirs is None and answer.prompt_tokens not in (None, len(ours))):
         extras = bool(q.tools) or any({"tool_calls", "reasoning_content"} & set(message) for message in history)
         hint = "; this row has tools, calls or thoughts, which not every server renders (docs/sampling.md)" * extras
@@ -594,8 +613,8 @@ def _token_ids(work: Work, q: Question, history: list[dict[str, Any]], answer: c
     finish_reason = answer.finish_reason
     if ids := answer.answer_ids:
         ended = finish_reason == "stop" and ids[-1] not in eos
-        return Got(ours, [*ids, work.end] if ended else ids, finish_reason, "server")
-    ids = chat_template.retokenised(work.tokenizer, history, answer.text, answer.reasoning, eos, s.thinking, q.tools)
+        return SampledAnswer(ours, [*ids, work.end] if ended else ids, finish_reason, "server")
+    ids = chat_template.encode_answer(work.tokenizer, history, answer.text, answer.reasoning, eos, s.thinking, q.tools)
     said = answer.completion_tokens
     if finish_reason == "length" and said == len(ids) + 1:
         finish_reason = "stop"  # the end token was the last that fitted
@@ -604,20 +623,22 @@ def _token_ids(work: Work, q: Question, history: list[dict[str, Any]], answer: c
     # Some servers leave the end token out of their count.
     if said is not None and said not in ((len(ids), len(ids) - 1) if finish_reason == "stop" else (len(ids),)):
         return None
-    return Got(ours, ids, finish_reason, "text, unchecked" if said is None else "text, as many")
+    return SampledAnswer(ours, ids, finish_reason, "text, unchecked" if said is None else "text, as many")
 
 
 # Preview
 
 
-def _shown(tokenizer: Any) -> list[dict[str, Any]]:
+def _read_examples(tokenizer: Any) -> list[dict[str, Any]]:
     """The first training rows as text, for the report, which has no tokenizer; long ones without their middle."""
-    rows = conversations.read(SAMPLED / "train", conversations.SAMPLED, "sample_target", SHOWN)
+    rows = conversations.read_table(
+        SAMPLED_FOLDER / "train", conversations.SAMPLED_SCHEMA, "sample_target", PREVIEW_ROWS
+    )
     return [
         {
             "id": row["id"],
-            "prompt": _clipped(_text(tokenizer, row["prompt_ids"])),
-            "answer": _clipped(tokenizer.decode(row["answer_ids"])),
+            "prompt": _clip_text(_decode_text(tokenizer, row["prompt_ids"])),
+            "answer": _clip_text(tokenizer.decode(row["answer_ids"])),
             "prompt_tokens": len(row["prompt_ids"]),
             "answer_tokens": len(row["answer_ids"]),
             "finish_reason": row["finish_reason"],
@@ -626,32 +647,34 @@ def _shown(tokenizer: Any) -> list[dict[str, Any]]:
     ]
 
 
-def _text(tokenizer: Any, ids: list[int]) -> str:
+def _decode_text(tokenizer: Any, ids: list[int]) -> str:
     """A picture's thousand tokens as one and their number."""
     return re.sub(r"(<\|\w+\|>)\1+", lambda m: f"{m[1]}×{len(m[0]) // len(m[1])}", tokenizer.decode(ids))
 
 
-def _clipped(text: str) -> str:
-    half = SHOWN_CHARS // 2
-    return text if len(text) <= SHOWN_CHARS else f"{text[:half]} […] {text[-half:]}"
+def _clip_text(text: str) -> str:
+    half = PREVIEW_CHARACTERS // 2
+    return text if len(text) <= PREVIEW_CHARACTERS else f"{text[:half]} […] {text[-half:]}"
 
 
-def _preview(p: schema.Params, *words: str) -> None:
+def _print_preview(p: schema.Params, *words: str) -> None:
     """Print rows with their masks: sampled ones where there are any, else the data's own answers as `keep` would mask them."""
     if len(words) != 2 or words[0] != "--preview" or not words[1].isdigit() or words[1] == "0":
         raise ValueError(f"expected no arguments or --preview N, found {' '.join(words)}")
-    made, count = manifest.read(), int(words[1])
-    tokenizer = chat_template.load_tokenizer(manifest.weights(made), p.target.trust_remote_code, made.chat_template)
-    sampled, fixed = SAMPLED / "train", FIXED / "train.parquet"
+    made, count = manifest.read_manifest(), int(words[1])
+    tokenizer = chat_template.load_tokenizer(
+        manifest.resolve_weights_folder(made), p.target.trust_remote_code, made.chat_template
+    )
+    sampled, fixed = SAMPLED_FOLDER / "train", FIXED_FOLDER / "train.parquet"
     if sampled.exists():
         print(f"{sampled}, its first {count} rows")
-        rows = conversations.read(sampled, conversations.SAMPLED, "sample_target", count).to_dicts()
+        rows = conversations.read_table(sampled, conversations.SAMPLED_SCHEMA, "sample_target", count).to_dicts()
     else:
         print(f"{fixed}, {count} of its turns, with the data's own answers; nothing is sampled yet")
         rows = []
-        for asked in requests.read(fixed, requests.choose(fixed, count)):
+        for asked in requests.read_requests(fixed, requests.choose(fixed, count)):
             eos, thinking = made.eos_token_ids, p.sample_target.thinking
-            turns = chat_template.exploded(tokenizer, asked[0].messages, eos, thinking, asked[0].tools)
+            turns = chat_template.encode_turns(tokenizer, asked[0].messages, eos, thinking, asked[0].tools)
             pairs = zip(asked, turns, strict=False)  # one conversation may be asked in part
             rows += [{"id": q.id, "prompt_ids": a, "answer_ids": b} for q, (a, b) in pairs]
     on, off = ("[[", "]]") if os.environ.get("NO_COLOR") else ("\x1b[30;42m", "\x1b[0m")
@@ -662,12 +685,12 @@ def _preview(p: schema.Params, *words: str) -> None:
         )
         # Colour line by line: a terminal would else paint the margin too.
         answer = "\n".join(f"{on}{line}{off}" for line in tokenizer.decode(row["answer_ids"]).split("\n"))
-        print(_text(tokenizer, row["prompt_ids"]) + answer)
+        print(_decode_text(tokenizer, row["prompt_ids"]) + answer)
 
 
-def _gpus() -> list[int] | None:
+def _list_stage_gpus() -> list[int] | None:
     """A server that is started here may take all that there are; one that runs somewhere is nobody's here."""
-    p = schema.load()
+    p = schema.load_params()
     s = p.sample_target
     if s.backend == "server" or (s.backend == "keep" and s.server.known):
         return None if s.server.launch and p.target.device != "cpu" else []
@@ -675,4 +698,4 @@ def _gpus() -> list[int] | None:
 
 
 if __name__ == "__main__":
-    schema.run_stage(stage_record.recorded(main, "sample_target", _gpus))
+    schema.run_stage(stage_record.record_stage(main, "sample_target", _list_stage_gpus))

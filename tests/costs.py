@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from stages.params.tree_sections import TimeTrees, Tree
+from stages.params.tree_sections import TimeTrees, TreeShape
 from stages.results import cost_fit, timing_grid
 
 Row = dict[str, Any]
@@ -16,7 +16,7 @@ TREES = TimeTrees(
 ).trees()  # fmt: skip
 
 
-def seconds(tree: Tree, batch: int = 1, truth: dict[str, float] = TRUTH) -> float:
+def seconds(tree: TreeShape, batch: int = 1, truth: dict[str, float] = TRUTH) -> float:
     """A cycle's, told out row by row: of each draft step the first row is in the step's own time."""
     drafted = [batch] + [batch * tree.topk] * (tree.num_steps - 1)
     total = truth["cycle"] + truth["sequence"] * batch + truth["token"] * tree.num_draft_tokens * batch
@@ -24,7 +24,7 @@ def seconds(tree: Tree, batch: int = 1, truth: dict[str, float] = TRUTH) -> floa
 
 
 def grid(
-    trees: list[Tree] = TREES, batches: tuple[int, ...] = (1,), noise: float = 0.0, truth: dict[str, float] = TRUTH
+    trees: list[TreeShape] = TREES, batches: tuple[int, ...] = (1,), noise: float = 0.0, truth: dict[str, float] = TRUTH
 ) -> list[Row]:
     chance = random.Random(5)
     return [
@@ -42,9 +42,18 @@ def made_up(
     """As cost.KEYS, of the torch engine."""
     points = grid() if points is None else points
     return {
-        "definitions": timing_grid.DEFINITIONS, "engine": "torch", "workload": None, "max_new_tokens": None, "checkpoint": checkpoint,
-        "draft": {"model_type": "llama", "draft_vocab_size": 320}, "target": [model, None, "3f1c"],
+        "definitions": timing_grid.COST_DEFINITIONS,
+        "engine": "torch",
+        "workload": None,
+        "max_new_tokens": None,
+        "checkpoint": checkpoint,
+        "draft": {"model_type": "llama", "draft_vocab_size": 320},
+        "target": [model, None, "3f1c"],
         "settings": {"context": 128, "repeats": 5, "dtype": "float32", "semantics": "sglang"},
-        "plain": [{"batch": 1, "step_s": PLAIN_S, "error": 0.01, "samples": 10}], "grid": points,
-        "fit": cost_fit.fit(points).to_json(), "hardware": HARDWARE, "versions": {"torch": "2.13.0"}, "seconds": 5.1,
-    } | keys  # fmt: skip
+        "plain": [{"batch": 1, "step_s": PLAIN_S, "error": 0.01, "samples": 10}],
+        "grid": points,
+        "fit": cost_fit.fit_cost_model(points).to_json(),
+        "hardware": HARDWARE,
+        "versions": {"torch": "2.13.0"},
+        "seconds": 5.1,
+    } | keys

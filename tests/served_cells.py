@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from stages.params.tree_sections import Tree
+from stages.params.tree_sections import TreeShape
 from stages.results import served_records, torch_records
 from stages.serving import latency
 
@@ -16,7 +16,7 @@ FINGERPRINT = {
 
 def records(
     chance: random.Random, requests: int, tokens: int, cap: int | None, tpot_s: float, at_once: int
-) -> list[latency.Record]:
+) -> list[latency.RequestRecord]:
     """A closed loop: `cap` under way, each request a prefill of 20 ms and then events of `at_once` tokens."""
     free = [0.0] * (cap or requests)
     found = []
@@ -31,7 +31,7 @@ def records(
             now += size * tpot_s * chance.uniform(0.95, 1.05)
             events.append((now, size))
         free[0] = now
-        found.append(latency.Record(f"row{n}.0", 0.0, sent, now, events, True, 90, tokens, "stop", None))
+        found.append(latency.RequestRecord(f"row{n}.0", 0.0, sent, now, events, True, 90, tokens, "stop", None))
     return found
 
 
@@ -54,14 +54,19 @@ def point(
     right = round((accuracy or 0) * len(rows))
     quality = {"graded": len(rows), "correct": right, "accuracy": right / len(rows), "how": "gsm8k: the last number"}
     return {
-        "max_new_tokens": tokens, "concurrency": cap, "request_rate": "inf", "loads": [latency.summary(load) for load in taken],
+        "max_new_tokens": tokens,
+        "concurrency": cap,
+        "request_rate": "inf",
+        "loads": [latency.summarise_load(load) for load in taken],
         "acceptance": None if tau is None else acceptance(tau, tree or "t5_1_6", sum(row["cycles"] for row in rows)),
-        "quality": None if accuracy is None else quality, "requests": rows, "warnings": warnings or [],
-    }  # fmt: skip
+        "quality": None if accuracy is None else quality,
+        "requests": rows,
+        "warnings": warnings or [],
+    }
 
 
 def acceptance(tau: float, tree: str, cycles: int) -> Row:
-    shape = Tree.parse(tree)
+    shape = TreeShape.parse(tree)
     accepted = round((tau - 1) * cycles)
     return {
         "tau": tau, "tau_low": tau - 0.1, "tau_high": tau + 0.1, "accept_rate": (tau - 1) / shape.num_steps,
@@ -75,20 +80,36 @@ def made_up(
     workload: str, checkpoint: str | None = None, tree: str | None = None, points: list[Row] | None = None, **keys: Any
 ) -> Row:
     """As served.KEYS; without points, what the engine can't run."""
-    shape = Tree.parse(tree) if tree else None
+    shape = TreeShape.parse(tree) if tree else None
     draft = {"weights": 3.2, "draft": 0.3 if tree else None, "kv_cache": 100.1 if tree else 101.9, "kv_tokens": 910000}
     gpu = {"gpu_before": 0.5, "gpu_serving": 118.0, "gpu_after": 0.5, "gpu_total": 139.8}
     flags = ["--speculative-algorithm", "EAGLE3"] if tree else []
     return {
-        "workload": workload, "checkpoint": checkpoint, "tree": tree, "num_steps": shape and shape.num_steps,
-        "topk": shape and shape.topk, "num_draft_tokens": shape and shape.num_draft_tokens, "engine": "sglang",
-        "status": served_records.RAN if points else served_records.UNSUPPORTED, "reason": None if points else "topk above 1 isn't built there",
-        "definitions": torch_records.DEFINITIONS, "temperature": 0.0, "top_p": 1.0, "top_k": None, "fingerprint": FINGERPRINT,
+        "workload": workload,
+        "checkpoint": checkpoint,
+        "tree": tree,
+        "num_steps": shape and shape.num_steps,
+        "topk": shape and shape.topk,
+        "num_draft_tokens": shape and shape.num_draft_tokens,
+        "engine": "sglang",
+        "status": served_records.RAN if points else served_records.UNSUPPORTED,
+        "reason": None if points else "topk above 1 isn't built there",
+        "definitions": torch_records.DEFINITIONS,
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "top_k": None,
+        "fingerprint": FINGERPRINT,
         "server": {"command": ["python3", "-m", "sglang.launch_server", *flags], "info": {"version": "0.5.17"}},
-        "memory": draft | gpu if points else dict.fromkeys(served_records.MEMORY), "points": points or [], "baseline_points": [],
-        "hardware": {"cpu": "Made-up CPU", "gpu": "NVIDIA H200", "threads": 16}, "versions": {"sglang": "0.5.17"},
-        "seconds": 61.0, "seed": 42, "gpus": ["NVIDIA H200"], "joules": 7500.0,
-    } | keys  # fmt: skip
+        "memory": draft | gpu if points else dict.fromkeys(served_records.MEMORY_KEYS),
+        "points": points or [],
+        "baseline_points": [],
+        "hardware": {"cpu": "Made-up CPU", "gpu": "NVIDIA H200", "threads": 16},
+        "versions": {"sglang": "0.5.17"},
+        "seconds": 61.0,
+        "seed": 42,
+        "gpus": ["NVIDIA H200"],
+        "joules": 7500.0,
+    } | keys
 
 
 def sweep(lengths: list[int], caps: list[int], tpot_s: Callable[[int, int], float], **keys: Any) -> list[Row]:

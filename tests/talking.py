@@ -38,21 +38,27 @@ def make(project: Path) -> None:
     tokenizer.save_pretrained(project / "tiny")
     text_targets.build_model(tokenizer, 0).save_pretrained(project / "tiny")
     with chdir(project):
-        made = prepare_target.describe("tiny", None, AutoConfig.from_pretrained("tiny"), Path("tiny"), None)
+        made = prepare_target.describe_target("tiny", None, AutoConfig.from_pretrained("tiny"), Path("tiny"), None)
         Path("artifacts/target").mkdir(parents=True)
-        manifest.write(Path("artifacts/target"), made)
+        manifest.write_manifest(Path("artifacts/target"), made)
         edit_params(project, {"init_draft": {"draft_vocab_size": None}})
-        draft, config = init_draft._fresh(schema.load(), made, torch.ones(made.vocab_size, dtype=torch.int64))
-        checkpoint.write_draft(checkpoint.folder("e003"), config, dict(draft.state_dict()))
+        draft, config = init_draft._build_fresh_draft(
+            schema.load_params(), made, torch.ones(made.vocab_size, dtype=torch.int64)
+        )
+        checkpoint.write_draft(checkpoint.locate_checkpoint("e003"), config, dict(draft.state_dict()))
         rows = [_eval_row(tokenizer, number, text) for number, text in enumerate(said()[:EVAL_ROWS])]
-        table = pl.DataFrame(rows, schema=conversations.SAMPLED)
-        conversations.write(Path("data/sampled/eval") / conversations.part(0), table, conversations.SAMPLED)
+        table = pl.DataFrame(rows, schema=conversations.SAMPLED_SCHEMA)
+        conversations.write_table(
+            Path("data/sampled/eval") / conversations.name_shard(0), table, conversations.SAMPLED_SCHEMA
+        )
 
 
 def said() -> list[str]:
     """Texts of the samples."""
     files = [str(ROOT / f"data/prompt_sets/{name}.jsonl") for name in SETS]
-    problems = [prompt_sets.read(file, None, None, None, name) for file, name in zip(files, SETS, strict=True)]
+    problems = [
+        prompt_sets.read_prompt_set(file, None, None, None, name) for file, name in zip(files, SETS, strict=True)
+    ]
     return [turn for some in problems for problem in some for turn in problem.turns]
 
 

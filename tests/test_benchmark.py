@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stages import benchmark, prepare_prompts
 from stages.grading import sandbox
-from stages.params.tree_sections import Tree
+from stages.params.tree_sections import TreeShape
 from stages.results import interval, torch_records
 from tests.conftest import ROOT, edit_params
 from tests.talking import WORKLOADS
@@ -35,7 +35,7 @@ def measured(project: Path, name: str, **changes: Any) -> dict[str, Any]:
     edit_params(project, {"benchmark": {"workloads": {**WORKLOADS, name: {**WORKLOADS[name], **changes}}}})
     prepare_prompts.main(name)
     benchmark.main(name, "e003", "t3_2_6")
-    return torch_records.read(name, "e003", "t3_2_6")
+    return torch_records.read_torch_cell(name, "e003", "t3_2_6")
 
 
 def greedy(model: Any, ids: list[int]) -> list[int]:
@@ -74,13 +74,13 @@ def test_who_goes_first_changes_from_prompt_to_prompt_and_from_repeat_to_repeat(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[tuple[str, str]] = []
-    real = benchmark._decoding
+    real = benchmark._start_decoding
 
     def noted(work: Any, kind: str, ids: list[int], name: str, drawn: Any) -> Any:
         begun.append((name, kind))
         return real(work, kind, ids, name, drawn)
 
-    monkeypatch.setattr(benchmark, "_decoding", noted)
+    monkeypatch.setattr(benchmark, "_start_decoding", noted)
     measured(project, "eval", num_prompts=3, repeats=2, warmup=1)
     plain, speculative = "plain", "speculative"
     warm = [("row3.0", plain), ("row3.0", speculative)]
@@ -112,7 +112,9 @@ def test_drawn_answers_are_the_seeds_and_each_repeat_draws_its_own(project: Path
         assert found["metrics"]["identical_share"] is None
         assert {(r["identical"], r["divergence_margin"]) for r in found["prompts"]} == {(None, None)}
         assert all(r["output_tokens"] == r["baseline_output_tokens"] for r in found["prompts"])
-    seeds = [benchmark._sampling(SimpleNamespace(w=WORKLOAD), *which) for which in product("ab", (0, 1), (0, 1))]
+    seeds = [
+        benchmark._make_sampling_params(SimpleNamespace(w=WORKLOAD), *which) for which in product("ab", (0, 1), (0, 1))
+    ]
     assert len({drawn.seed for drawn in seeds}) == 8, "each prompt, repeat and turn has draws of its own"
 
 
@@ -132,7 +134,7 @@ def rows_of(prompts: int, repeats: int, turns: int, draw: random.Random) -> list
 @pytest.mark.parametrize(("prompts", "repeats", "turns"), [(7, 1, 1), (6, 4, 2)])
 def test_the_speedups_interval_is_over_prompts_and_repeats(prompts: int, repeats: int, turns: int) -> None:
     rows = rows_of(prompts, repeats, turns, random.Random(3))
-    low, high = interval.of_speedup(*benchmark._speeds(rows, "mt_bench"))
+    low, high = interval.of_speedup(*benchmark._collect_speed_columns(rows, "mt_bench"))
     total = {key: sum(row[key] for row in rows) for key in rows[0] if key not in ("id", "repeat", "turn")}
     speedup = total["output_tokens"] / total["e2e_latency_s"]
     speedup /= total["baseline_output_tokens"] / total["baseline_e2e_latency_s"]
@@ -143,7 +145,9 @@ def test_one_prompt_has_no_interval_of_its_speedup() -> None:
     """Bug: one prompt decoded once had an interval of zero width, as if its speedup were certain."""
     for repeats in (1, 5):
         rows = rows_of(1, repeats, 1, random.Random(3))
-        metrics = benchmark._metrics([row | made_up_counts() for row in rows], Tree.parse("t3_2_6"), "mt_bench")
+        metrics = benchmark._compute_metrics(
+            [row | made_up_counts() for row in rows], TreeShape.parse("t3_2_6"), "mt_bench"
+        )
         assert [metrics[key] for key in ("tau_low", "tau_high", "speedup_low", "speedup_high")] == [None] * 4
 
 
@@ -151,8 +155,8 @@ def test_turns_of_one_conversation_are_one_cluster_of_the_eval_split() -> None:
     """Bug: of the eval split each turn of a conversation is a row, and each counted as independent."""
     rows = [row | made_up_counts() for row in rows_of(6, 1, 1, random.Random(3))]
     turns = [row | {"id": f"{row['id']}.{turn}"} for row in rows for turn in range(4)]
-    tree = Tree.parse("t3_2_6")
-    once, often = benchmark._metrics(rows, tree, "mt_bench"), benchmark._metrics(turns, tree, "eval")
+    tree = TreeShape.parse("t3_2_6")
+    once, often = benchmark._compute_metrics(rows, tree, "mt_bench"), benchmark._compute_metrics(turns, tree, "eval")
     for name in ("tau_low", "tau_high", "speedup_low", "speedup_high"):
         assert often[name] == pytest.approx(once[name])
 
@@ -163,7 +167,7 @@ def made_up_counts() -> dict[str, Any]:
 
 def test_of_each_repeat_its_own_speedup() -> None:
     rows = rows_of(4, 3, 2, random.Random(5))
-    for number, found in enumerate(benchmark._repeats(rows, "mt_bench")):
+    for number, found in enumerate(benchmark._summarise_repeats(rows, "mt_bench")):
         mine = [row for row in rows if row["repeat"] == number]
         plain = sum(r["baseline_output_tokens"] for r in mine) / sum(r["baseline_e2e_latency_s"] for r in mine)
         speed = sum(r["output_tokens"] for r in mine) / sum(r["e2e_latency_s"] for r in mine)
@@ -178,7 +182,7 @@ def test_programs_are_refused_before_anything_is_decoded_where_the_kernel_cannot
 ) -> None:
     """They ran by limits alone, and the cell told of it an hour later."""
     monkeypatch.setattr(sandbox, "landlock_abi", lambda: 2)
-    monkeypatch.setattr(benchmark, "_engine", lambda *_: pytest.fail("the target was loaded"))
+    monkeypatch.setattr(benchmark, "_build_engine", lambda *_: pytest.fail("the target was loaded"))
     with pytest.raises(ValueError, match=r"found Landlock ABI 2 on .* set benchmark.allow_unsandboxed_code to true"):
         measured(project, "humaneval", grade=True)
 
@@ -192,16 +196,16 @@ def test_answers_are_graded_where_that_is_asked_for(project: Path, monkeypatch: 
     assert [row["correct"] for row in found["prompts"]] == [False] * 3
     asked = [json.loads(line) for line in (ROOT / "data/prompt_sets/humaneval.jsonl").read_text().splitlines()[:3]]
     says = iter([row["canonical_solution"] for row in asked[:2] for _ in range(2)] + ["    return 0\n"] * 2)
-    monkeypatch.setattr(benchmark, "_text", lambda work, ids: next(says) if said_whole else "")
+    monkeypatch.setattr(benchmark, "_decode_text", lambda work, ids: next(says) if said_whole else "")
     said_whole = False
-    real = benchmark._grade
+    real = benchmark._grade_first_turns
 
     def grade(*arguments: Any) -> Any:
         nonlocal said_whole
         said_whole = True  # before, texts are of histories
         return real(*arguments)
 
-    monkeypatch.setattr(benchmark, "_grade", grade)
+    monkeypatch.setattr(benchmark, "_grade_first_turns", grade)
     found = measured(project, "humaneval", grade=True)
     assert [row["correct"] for row in found["prompts"]] == [True, True, False]
     assert [row["baseline_correct"] for row in found["prompts"]] == [True, True, False]

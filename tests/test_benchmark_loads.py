@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stages import benchmark, prepare_prompts
 from stages.data import workload_prompts
-from stages.engine.batch_decode import Batches
-from stages.params.tree_sections import Tree
+from stages.engine.batch_decode import BatchEngine
+from stages.params.tree_sections import TreeShape
 from stages.results import interval, served_records, torch_records
 from stages.serving import latency, spec_counters
 from tests.conftest import ROOT, edit_params
@@ -39,14 +39,14 @@ def use(project: Path, name: str, benchmark_: dict[str, Any] | None = None, **ch
 def measured(project: Path, name: str, **changes: Any) -> dict[str, Any]:
     use(project, name, **changes)
     benchmark.main(name, *NAMES)
-    return served_records.read(name, *NAMES, served_records.TORCH)
+    return served_records.read_served_cell(name, *NAMES, served_records.TORCH_ENGINE)
 
 
 def alone(project: Path, name: str, **changes: Any) -> list[dict[str, Any]]:
     """The rows of the same workload, one prompt at a time."""
     use(project, name, **changes)
     benchmark.main(name, *NAMES)
-    return torch_records.read(name, *NAMES)["prompts"]
+    return torch_records.read_torch_cell(name, *NAMES)["prompts"]
 
 
 def counted(point: dict[str, Any], *keys: str) -> list[tuple[Any, ...]]:
@@ -122,14 +122,16 @@ def test_accepted_drafts_are_pooled_over_prompts_turns_and_repeats() -> None:
         for name in "abcde":
             for turn in range(2):
                 histogram = [draws.randrange(9) for _ in range(4)]
-                told = spec_counters.Counts(
+                told = spec_counters.AcceptanceCounts(
                     sum(histogram), sum(i * n for i, n in enumerate(histogram)), 0, True, histogram
                 )
-                record = latency.Record(f"{name}#{turn}", 0, 0, 1, [(1, 1)], True, 3, 5, "stop", None, counts=told)
+                record = latency.RequestRecord(
+                    f"{name}#{turn}", 0, 0, 1, [(1, 1)], True, 3, 5, "stop", None, counts=told
+                )
                 every.append((repeat, turn, name, record))
     repeats = [[[x[3] for x in every if x[:2] == (repeat, turn)] for turn in range(2)] for repeat in range(2)]
-    found = benchmark._acceptance(
-        SimpleNamespace(tree=Tree.parse("t3_2_6"), w=SimpleNamespace(prompts="mt_bench")), repeats
+    found = benchmark._compute_acceptance(
+        SimpleNamespace(tree=TreeShape.parse("t3_2_6"), w=SimpleNamespace(prompts="mt_bench")), repeats
     )
     accepted, cycles = (
         np.array([sum(getattr(x[3].counts, key) for x in every if x[2] == name) for name in "abcde"])
@@ -146,8 +148,8 @@ def test_random_prompts_go_on_to_their_lengths(project: Path) -> None:
     """The seed's scenarios: end tokens ignored, lengths drawn for each prompt."""
     changes = {"prompts": "random", "input_tokens": 9, "length_range": 0.2, "ignore_eos": True, "num_prompts": 6}
     found = measured(project, "eval", concurrency=4, **changes)
-    rows, _ = workload_prompts.read("eval")
-    lengths = [workload_prompts.tokens(share, 12) for share in rows["length_share"]]
+    rows, _ = workload_prompts.read_prompts("eval")
+    lengths = [workload_prompts.compute_max_new_tokens(share, 12) for share in rows["length_share"]]
     assert len(set(lengths)) > 2
     for point in (found["points"][0], found["baseline_points"][0]):
         assert [r["output_tokens"] for r in point["requests"]] == lengths
@@ -158,7 +160,7 @@ def test_random_prompts_go_on_to_their_lengths(project: Path) -> None:
 def test_answers_are_graded_in_loads_too(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [json.loads(line) for line in (ROOT / "data/prompt_sets/gsm8k.jsonl").read_text().splitlines()[:3]]
     says = iter([rows[0]["answer"], "#### -1", rows[2]["answer"]] * 2)
-    monkeypatch.setattr(benchmark, "_text", lambda work, ids: next(says))
+    monkeypatch.setattr(benchmark, "_decode_text", lambda work, ids: next(says))
     found = measured(project, "gsm8k", concurrency=2, grade=True)
     for point in (found["points"][0], found["baseline_points"][0]):
         assert point["quality"]["correct"] == 2 and [r["correct"] for r in point["requests"]] == [True, False, True]
@@ -172,7 +174,7 @@ def test_two_processes_make_the_cell_of_one(project: Path, concurrency: int, mon
     for total in (1, 2):
         use(project, "eval", {"num_gpus_total": total}, concurrency=concurrency, repeats=2)
         benchmark.main("eval", *NAMES)
-        cells.append(json.loads(torch_records.path("eval", *NAMES).read_text()))
+        cells.append(json.loads(torch_records.locate_torch_cell("eval", *NAMES).read_text()))
     one, two = map(timeless, cells)
     assert one.pop("hardware") | {"num_gpus_total": 2} == two.pop("hardware")
     assert one == two
@@ -193,12 +195,12 @@ def test_a_prompt_that_does_not_fit_is_told_before_anything_is_decoded(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The longest of them, one at a time or together: not after an hour of the others."""
-    monkeypatch.setattr(Batches, "_prefill", lambda *_: pytest.fail("decoded"))
+    monkeypatch.setattr(BatchEngine, "_prefill", lambda *_: pytest.fail("decoded"))
     for concurrency in (1, 2):
         use(project, "eval", concurrency=concurrency)
-        rows = pl.read_parquet(workload_prompts.path("eval"))
+        rows = pl.read_parquet(workload_prompts.locate_prompts("eval"))
         long = pl.Series("prompt_ids", [*rows["prompt_ids"].to_list()[:-1], [5] * 5000], pl.List(pl.Int32))
-        workload_prompts.write("eval", rows.with_columns(long))
+        workload_prompts.write_prompts("eval", rows.with_columns(long))
         with pytest.raises(ValueError, match=r"may take 5012 tokens, the target holds \d+ \(max_position_embeddings\)"):
             benchmark.main("eval", *NAMES)
         use(project, "eval", concurrency=concurrency)
@@ -215,7 +217,7 @@ def test_a_process_that_fails_ends_the_others_and_says_what_to_do(
     use(project, "eval", {"num_gpus_total": 2}, max_new_tokens=5000)
     with pytest.raises(ValueError, match=r"one of 2 processes ended early; .* set benchmark\.num_gpus_total to"):
         benchmark.main("eval", *NAMES)
-    assert not torch_records.path("eval", *NAMES).exists()
+    assert not torch_records.locate_torch_cell("eval", *NAMES).exists()
 
 
 def test_fewer_gpus_than_asked_for_are_told(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

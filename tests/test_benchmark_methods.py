@@ -70,7 +70,7 @@ def taught(talking_made: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         "benchmark_methods": {"drafted": DRAFTED, "draftless": DRAFTLESS},
     })  # fmt: skip
     with chdir(project):
-        vocabulary = manifest.read().vocab_size
+        vocabulary = manifest.read_manifest().vocab_size
         draw = torch.Generator().manual_seed(0)
         for split, count in ROWS.items():
             rows = [
@@ -82,8 +82,10 @@ def taught(talking_made: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
                 }
                 for n in range(count)
             ]  # fmt: skip
-            place = Path("data/sampled") / split / conversations.part(0)
-            conversations.write(place, pl.DataFrame(rows, schema=conversations.SAMPLED), conversations.SAMPLED)
+            place = Path("data/sampled") / split / conversations.name_shard(0)
+            conversations.write_table(
+                place, pl.DataFrame(rows, schema=conversations.SAMPLED_SCHEMA), conversations.SAMPLED_SCHEMA
+            )
         Path("results").mkdir()
         extract_hiddens.main()
         init_draft.main()
@@ -95,15 +97,17 @@ def taught(talking_made: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture
 def tables(taught: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    return manifest.tables(manifest.read())
+    return manifest.read_embedding_and_head(manifest.read_manifest())
 
 
 def loaded(name: str, method: str, head: torch.Tensor) -> Any:
-    return registry.of(*method_checkpoint.read(checkpoint.folder(name), method, "a test"), head)
+    return registry.build_draft(
+        *method_checkpoint.read_method_draft(checkpoint.locate_checkpoint(name), method, "a test"), head
+    )
 
 
-def rows() -> list[format.Row]:
-    return list(format.read(Path("data/hiddens/train")))
+def rows() -> list[format.HiddenStatesRow]:
+    return list(format.read_rows(Path("data/hiddens/train")))
 
 
 def layer(eagle: Any, embeds: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -131,8 +135,8 @@ def cross_entropy(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
 def test_eagles_loss_is_smooth_l1_and_a_tenth_of_the_soft_cross_entropy(tables: Any) -> None:
     embedding, head = tables
     eagle = loaded("eagle1", "eagle", head)
-    pack = ttt.Pack.of(rows(), 1, "aligned")
-    found = registry.RIVALS["eagle"].forward(eagle, pack, embedding, head, ttt.Objective(1), None)
+    pack = ttt.TrainingPack.of(rows(), 1, "aligned")
+    found = registry.TRAINABLE_METHODS["eagle"].forward(eagle, pack, embedding, head, ttt.TrainingObjective(1), None)
     near, soft, hits, taught = 0.0, 0.0, 0, 0
     for row in rows():
         ids = row.ids.long()
@@ -157,8 +161,10 @@ def test_medusas_loss_is_each_heads_cross_entropy_weighed_by_decay(tables: Any) 
     embedding, head = tables
     heads = loaded("heads1", "medusa", head)
     kept = heads.t2d.nonzero()[:, 0]
-    pack = ttt.Pack.of(rows(), 3, "aligned")
-    found = registry.RIVALS["medusa"].forward(heads, pack, embedding, head, ttt.Objective(3, 0.8), None)
+    pack = ttt.TrainingPack.of(rows(), 3, "aligned")
+    found = registry.TRAINABLE_METHODS["medusa"].forward(
+        heads, pack, embedding, head, ttt.TrainingObjective(3, 0.8), None
+    )
     losses, counts = torch.zeros(3), torch.zeros(3)
     for row in rows():
         for p in range(len(row.ids)):
@@ -181,9 +187,9 @@ def test_medusas_loss_is_each_heads_cross_entropy_weighed_by_decay(tables: Any) 
 
 def test_untrained_heads_say_what_the_targets_head_says(tables: Any) -> None:
     head = tables[1]
-    config, tensors = checkpoint.read_draft(checkpoint.folder("e000"), "init_draft")
-    made = method_checkpoint.config_json("medusa", config, "float32", 3)
-    heads = registry.RIVALS["medusa"].fresh(made, head, tensors["d2t"], tensors["t2d"], 0)
+    config, tensors = checkpoint.read_draft(checkpoint.locate_checkpoint("e000"), "init_draft")
+    made = method_checkpoint.build_method_config("medusa", config, "float32", 3)
+    heads = registry.TRAINABLE_METHODS["medusa"].fresh(made, head, tensors["d2t"], tensors["t2d"], 0)
     hidden = rows()[0].last[5:6]
     expected = (hidden @ head.T)[0, tensors["t2d"]]
     assert all(torch.allclose(logits, expected, atol=1e-5) for logits in heads.logits(hidden))
@@ -201,7 +207,7 @@ def test_a_chain_of_segments_is_bit_for_bit_one_straight_run(taught: Path, chain
 def test_rank_accuracies_are_shares_of_the_rows_own_tokens(tables: Any) -> None:
     embedding, head = tables
     for name, method in (("eagle1", "eagle"), ("heads1", "medusa")):
-        config, _ = method_checkpoint.read(checkpoint.folder(name), method, "a test")
+        config, _ = method_checkpoint.read_method_draft(checkpoint.locate_checkpoint(name), method, "a test")
         module, accuracy = loaded(name, method, head), config["rank_accuracy"]
         assert len(accuracy) == (4 if method == "eagle" else 3) and {len(ranks) for ranks in accuracy} == {10}
         for k, ranks in enumerate(accuracy):
@@ -229,7 +235,7 @@ def test_rank_accuracies_are_shares_of_the_rows_own_tokens(tables: Any) -> None:
 @pytest.mark.parametrize("name", [*DRAFTED, *DRAFTLESS])
 def test_a_row_says_what_was_decoded(taught: Path, name: str) -> None:
     benchmark_methods.main(name)
-    found = method_records.read(name, "a stage")
+    found = method_records.read_method_cell(name, "a stage")
     assert found["metrics"]["identical_share"] == 1.0
     assert len(found["prompts"]) == 3 and found["mixture"] is False
     cycles, accepted = (sum(row[k] for row in found["prompts"]) for k in ("cycles", "accepted"))
@@ -261,7 +267,7 @@ def test_a_row_says_what_was_decoded(taught: Path, name: str) -> None:
 
 
 def _tensors(name: str) -> dict[str, torch.Tensor]:
-    return checkpoint.read_tensors(checkpoint.folder(name) / "draft/model.safetensors", "a test")
+    return checkpoint.read_tensors(checkpoint.locate_checkpoint(name) / "draft/model.safetensors", "a test")
 
 
 def test_a_row_of_drawn_answers_says_what_plain_decoding_says(taught: Path) -> None:
@@ -271,16 +277,16 @@ def test_a_row_of_drawn_answers_says_what_plain_decoding_says(taught: Path) -> N
         edit_params(Path(), {"benchmark": {"workloads": {"eval": workload}}})
         for name in ("medusa", "ngram"):
             benchmark_methods.main(name)
-            assert method_records.read(name, "a stage")["metrics"]["identical_share"] == 1.0
+            assert method_records.read_method_cell(name, "a stage")["metrics"]["identical_share"] == 1.0
     finally:
         Path("params.yaml").write_text(before)
 
 
 def test_a_static_tree_follows_the_checkpoints_accuracies(taught: Path) -> None:
-    settings = schema.load().method_row("medusa")
+    settings = schema.load_params().method_row("medusa")
     assert isinstance(settings, StaticRow)
     config = {"rank_accuracy": [[0.9, 0.05], [0.8, 0.1], [0.7, 0.2]]}
-    static = benchmark_methods._static(settings, config, torch.device("cpu"))
+    static = benchmark_methods._build_static_tree(settings, config, torch.device("cpu"))
     assert static.paths[:2] == [(0,), (1,)] and (0, 0, 0) in static.paths and static.nodes == 8
     worth = {p: math.prod(config["rank_accuracy"][d][r] for d, r in enumerate(p)) for p in static.paths}
     assert min(worth.values()) >= 0.9 * 0.1 * 0.2
@@ -302,16 +308,16 @@ def test_a_checkpoint_that_is_not_there_is_named_with_what_to_run(taught: Path) 
 
 def test_another_methods_checkpoint_is_refused(taught: Path) -> None:
     with pytest.raises(ValueError, match="is of the method eagle, expected medusa"):
-        method_checkpoint.read(checkpoint.folder("eagle1"), "medusa", "train_draft@eagle1")
+        method_checkpoint.read_method_draft(checkpoint.locate_checkpoint("eagle1"), "medusa", "train_draft@eagle1")
     with pytest.raises(ValueError, match="is of the method eagle3, expected eagle"):
-        method_checkpoint.read(checkpoint.folder("e003"), "eagle", "train_draft@e003")
+        method_checkpoint.read_method_draft(checkpoint.locate_checkpoint("e003"), "eagle", "train_draft@e003")
     with pytest.raises(ValueError, match="is no EAGLE-3 draft"):
-        checkpoint.read_draft(checkpoint.folder("heads1"), "train_draft@heads1")
+        checkpoint.read_draft(checkpoint.locate_checkpoint("heads1"), "train_draft@heads1")
 
 
 def test_a_misshapen_checkpoint_is_named_tensor_by_tensor(taught: Path, tmp_path: Path) -> None:
-    config, tensors = method_checkpoint.read(checkpoint.folder("heads1"), "medusa", "a test")
-    wrong = partial(checkpoint.misshapen, expect=method_checkpoint.shapes)
+    config, tensors = method_checkpoint.read_method_draft(checkpoint.locate_checkpoint("heads1"), "medusa", "a test")
+    wrong = partial(checkpoint.find_shape_problem, expect=method_checkpoint.list_method_shapes)
     cut = {**tensors, "outs.1.weight": tensors["outs.1.weight"][:-1]}
     assert "outs.1.weight is (89, 128), expected (90, 128)" in wrong(config, cut)
     lacking = {k: t for k, t in tensors.items() if k != "blocks.0.bias"}

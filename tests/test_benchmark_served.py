@@ -57,7 +57,7 @@ def made(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def running(made: Path) -> Iterator[str]:
     """The URL of a server of e003 and t5_1_6 that somebody else started."""
-    port = server.free_port()
+    port = server.find_free_port()
     line = [
         *DOUBLE,
         "serve",
@@ -73,7 +73,7 @@ def running(made: Path) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(made)
         patch.setenv("PYTHONPATH", str(made))
-        with server.started("sglang", line, port, "artifacts/target", made / "log", 60):
+        with server.run_server("sglang", line, port, "artifacts/target", made / "log", 60):
             yield f"http://127.0.0.1:{port}"
 
 
@@ -109,14 +109,16 @@ def ask(project: Path, **changes: Any) -> None:
 
 def replayed(tree: str) -> dict[str, Any]:
     steps, topk, tokens = map(int, tree[1:].split("_"))
-    return next(t for t in replay_records.read("e003") if (t["steps"], t["topk"], t["tokens"]) == (steps, topk, tokens))
+    return next(
+        t for t in replay_records.read_replay("e003") if (t["steps"], t["topk"], t["tokens"]) == (steps, topk, tokens)
+    )
 
 
 @pytest.mark.parametrize("tree", ["t5_1_6", "t8_2_16"])
 def test_what_is_served_is_what_replay_said(tree: str, project: Path) -> None:
     """To the draft: replay counted every accepted draft of the same prompts from hidden states, without any server."""
     benchmark_served.main("eval", "e003", tree)
-    (found,) = served_records.read("eval", "e003", tree)["points"]
+    (found,) = served_records.read_served_cell("eval", "e003", tree)["points"]
     expected = replayed(tree)
     got = found["acceptance"]
     assert (got["cycles"], got["accepted"]) == (int(expected["cycles"]), int(expected["accepted"]))
@@ -129,7 +131,10 @@ def test_what_is_served_is_what_replay_said(tree: str, project: Path) -> None:
 def test_a_baseline_says_the_same_without_a_draft(project: Path) -> None:
     benchmark_served.main("eval")
     benchmark_served.main("eval", "e003", "t5_1_6")
-    plain, drafted = served_records.read("eval", None, None), served_records.read("eval", "e003", "t5_1_6")
+    plain, drafted = (
+        served_records.read_served_cell("eval", None, None),
+        served_records.read_served_cell("eval", "e003", "t5_1_6"),
+    )
     assert plain["checkpoint"] is None and plain["points"][0]["acceptance"] is None
     answers = [{r["id"]: r["answer"] for r in found["points"][0]["requests"]} for found in (plain, drafted)]
     assert answers[0] == answers[1] and len(answers[0]) == 6
@@ -145,7 +150,7 @@ def test_a_sweep_is_one_server_and_a_point_for_each_pair(project: Path, running:
     edit_params(project, {"benchmark": {"workloads": {"eval": sweep}, "torch": []}})
     ask(project, base_urls={"e003-t5_1_6": running}, command=["/nowhere"], model="artifacts/target")
     benchmark_served.main("eval", "e003", "t5_1_6")
-    found = served_records.read("eval", "e003", "t5_1_6")
+    found = served_records.read_served_cell("eval", "e003", "t5_1_6")
     assert [(p["max_new_tokens"], p["concurrency"]) for p in found["points"]] == [(5, 1), (5, 3), (20, 1), (20, 3)]
     for point in found["points"]:
         assert len(point["loads"]) == 2 and len(point["requests"]) == 12
@@ -160,10 +165,10 @@ def test_a_later_turn_is_asked_after_the_engines_own_answer(project: Path, runni
     ask(project, base_urls={"e003-t5_1_6": running}, model="artifacts/target")
     prepare_prompts.main("talk")
     benchmark_served.main("talk", "e003", "t5_1_6")
-    (point,) = served_records.read("talk", "e003", "t5_1_6")["points"]
+    (point,) = served_records.read_served_cell("talk", "e003", "t5_1_6")["points"]
     turns = [r["turn"] for r in point["requests"]]
     assert turns == [0, 0, 0, 1, 1, 1] and point["loads"][0]["requests"] == 6
-    rows, _ = workload_prompts.read("talk")
+    rows, _ = workload_prompts.read_prompts("talk")
     for first, second, row in zip(
         point["requests"][:3], point["requests"][3:], rows.iter_rows(named=True), strict=True
     ):
@@ -182,7 +187,7 @@ def test_repeats_take_turns_with_the_baseline(project: Path, capfd: pytest.Captu
         },
     )
     benchmark_served.main("eval", "e003", "t5_1_6")
-    found = served_records.read("eval", "e003", "t5_1_6")
+    found = served_records.read_served_cell("eval", "e003", "t5_1_6")
     assert len(found["points"][0]["loads"]) == len(found["baseline_points"][0]["loads"]) == 2
     started = [
         line.split(";")[0].rpartition(" ")[2]
@@ -196,7 +201,7 @@ def test_vllm_counts_over_all_requests(project: Path) -> None:
     ask(project, command=[*DOUBLE, "vllm", "serve"])
     edit_params(project, {"benchmark_served": {"engine": "vllm"}})
     benchmark_served.main("eval", "e003", "t5_1_6")
-    (point,) = served_records.read("eval", "e003", "t5_1_6")["points"]
+    (point,) = served_records.read_served_cell("eval", "e003", "t5_1_6")["points"]
     got, expected = point["acceptance"], replayed("t5_1_6")
     assert got["cycles"] == int(expected["cycles"]) and got["tau"] == pytest.approx(expected["tau"], abs=1e-12)
     assert got["tau_low"] is None and not got["clipped"]
@@ -214,7 +219,7 @@ def test_what_an_engine_cannot_run_is_a_cell_that_says_so(engine: str, tree: str
     ask(project, command=["/nowhere"])
     edit_params(project, {"benchmark_served": {"engine": engine}})
     benchmark_served.main("eval", "e003", tree)
-    found = served_records.read("eval", "e003", tree)
+    found = served_records.read_served_cell("eval", "e003", tree)
     assert found["status"] == "unsupported" and said in found["reason"] and found["points"] == []
 
 
@@ -239,7 +244,7 @@ def test_what_would_measure_something_else_stops_with_a_reason(
     edit_params(project, {"benchmark": {"workloads": {"eval": {**LOAD, **workload}}, "torch": []}})
     with pytest.raises(ValueError, match=said):
         benchmark_served.main("eval", "e003", "t5_1_6")
-    assert not served_records.path("eval", "e003", "t5_1_6").exists()
+    assert not served_records.locate_served_cell("eval", "e003", "t5_1_6").exists()
 
 
 def test_a_draft_that_holds_too_few_positions_is_named(project: Path) -> None:
@@ -261,7 +266,7 @@ def test_a_running_server_is_used_and_must_run_this_tree(project: Path, running:
         command=["/nowhere"],
     )
     benchmark_served.main("eval", "e003", "t5_1_6")
-    found = served_records.read("eval", "e003", "t5_1_6")
+    found = served_records.read_served_cell("eval", "e003", "t5_1_6")
     assert found["points"][0]["acceptance"]["tau"] == pytest.approx(replayed("t5_1_6")["tau"])
     assert found["server"]["command"] == [] and "isn't known" in found["hardware"]["server"]
     with pytest.raises(ValueError, match="says speculative_num_steps 5, expected 8"):
@@ -293,11 +298,13 @@ def test_pictures_go_with_the_token_ids(tmp_path: Path) -> None:
         paths.append(str(tmp_path / f"{number}.png"))
         Image.new("RGB", (8, 8), colour).save(paths[-1])
     w = Workload.model_validate(LOAD)
-    url = partial(vision.Eyes.url, None)  # which needs no target's processor
+    url = partial(vision.CachedImageProcessor.url, None)  # which needs no target's processor
     eyes = SimpleNamespace(url=url, token=9, sizes=lambda images: [4, 1][: len(images)])
     work: Any = SimpleNamespace(eyes=eyes, w=w)
     row = {"id": "a", "images": paths, "length_share": 0.5}
-    (path, body) = load_generator.request(benchmark_served._ask(work, row, 0, [1, 9, 9, 9, 9, 9, 2], 60), "sglang", "t")
+    (path, body) = load_generator.build_request(
+        benchmark_served._make_request(work, row, 0, [1, 9, 9, 9, 9, 9, 2], 60), "sglang", "t"
+    )
     told = json.loads(body)
     assert path == "/generate" and told["input_ids"] == [1, 9, 9, 2] and told["sampling_params"]["max_new_tokens"] == 30
     shown = [

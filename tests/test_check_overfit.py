@@ -14,7 +14,7 @@ from torch import Tensor
 from stages import check_overfit, extract_hiddens, init_draft, prepare_target, train_draft
 from stages.data import conversations
 from stages.draft import checkpoint
-from stages.draft.eagle3 import Draft
+from stages.draft.eagle3 import Eagle3Draft
 from stages.engine import recite
 from stages.engine.decode import Engine
 from stages.target import manifest
@@ -41,13 +41,13 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         "train_draft": {"ttt_steps": STEPS},
         "check_overfit": {"steps": 200, "learning_rate": 0.01, "min_tau": 3.5},
     })  # fmt: skip
-    kept: list[Draft] = []
+    kept: list[Eagle3Draft] = []
     with chdir(project):
         model = small_target(V, 1, eos_token_id=0)
         scatter(model, 0.5, 1)
         model.save_pretrained("tiny")
-        made = prepare_target.describe("tiny", None, model.config, Path("tiny"), [1, 2, 3])
-        manifest.write(manifest.FOLDER, made)
+        made = prepare_target.describe_target("tiny", None, model.config, Path("tiny"), [1, 2, 3])
+        manifest.write_manifest(manifest.TARGET_FOLDER, made)
         engine, draw = Engine(model, [], made.feature_layers), torch.Generator().manual_seed(0)
         for split, count in {"train": 3, "eval": 1, "eval_t": 0}.items():
             rows = []
@@ -58,17 +58,21 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
                     "id": f"{split}{n}.0", "source_row": n, "verdict": "clean", "temperature": 0.0, "top_p": None,
                     "prompt_ids": ids, "answer_ids": said, "finish_reason": "length", "images": None,
                 })  # fmt: skip
-            place = Path("data/sampled") / split / conversations.part(0)
-            conversations.write(place, pl.DataFrame(rows, schema=conversations.SAMPLED), conversations.SAMPLED)
+            place = Path("data/sampled") / split / conversations.name_shard(0)
+            conversations.write_table(
+                place, pl.DataFrame(rows, schema=conversations.SAMPLED_SCHEMA), conversations.SAMPLED_SCHEMA
+            )
         Path("results").mkdir()
         extract_hiddens.main()
         init_draft.main()
         with pytest.MonkeyPatch.context() as patch:
-            own = check_overfit.chain_tau
-            patch.setattr(check_overfit, "chain_tau", lambda draft, *given: kept.append(draft) or own(draft, *given))
+            own = check_overfit.measure_chain_tau
+            patch.setattr(
+                check_overfit, "measure_chain_tau", lambda draft, *given: kept.append(draft) or own(draft, *given)
+            )
             check_overfit.main()
-        config, _ = checkpoint.read_draft(checkpoint.folder("e000"), "init_draft")
-        checkpoint.write_draft(checkpoint.folder("e000"), config, dict(kept[0].state_dict()))
+        config, _ = checkpoint.read_draft(checkpoint.locate_checkpoint("e000"), "init_draft")
+        checkpoint.write_draft(checkpoint.locate_checkpoint("e000"), config, dict(kept[0].state_dict()))
         edit_params(project, {"check_overfit": {"steps": 1, "learning_rate": 1e-9}})
         yield project
 
@@ -90,16 +94,16 @@ def swapped(own: Engine, caught: list[Tensor]) -> Tensor:
     return torch.cat([stream[0] for stream in (caught[2], caught[1], caught[0])], dim=-1)
 
 
-def off_by_one(draft: Draft, ids: Tensor) -> Tensor:
+def off_by_one(draft: Eagle3Draft, ids: Tensor) -> Tensor:
     return (draft.d2t[ids] + ids + 1) % V
 
 
-rope = Draft.rope
+rope = Eagle3Draft.rope
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "broken"),
-    [(Engine, "_features", swapped), (Draft, "to_target", off_by_one)],
+    [(Engine, "_features", swapped), (Eagle3Draft, "to_target", off_by_one)],
     ids=["features", "d2t"],
 )
 def test_what_only_the_engine_sees_otherwise_fails_the_gate(
@@ -121,7 +125,7 @@ def test_a_rotation_of_its_own_at_serving_fails_the_gate(learned: Path, monkeypa
 
     def decode(*given, **more) -> float:
         with monkeypatch.context() as patch:
-            patch.setattr(Draft, "rope", turned_rope)
+            patch.setattr(Eagle3Draft, "rope", turned_rope)
             return learned(*given, **more)
 
     monkeypatch.setattr(recite, "chain_tau", decode)
@@ -144,16 +148,16 @@ def test_training_that_diverges_in_its_last_step_writes_nothing(learned: Path, m
     """Bug: each step's loss is of the weights before it, so what the last step of an epoch made NaN was written, to .scratch
     too, where every later run took it up again.
     """
-    step, weights = adamw.Optimizer.step, list[Tensor]()
+    step, weights = adamw.MasterWeightOptimizer.step, list[Tensor]()
 
-    def diverge(own: adamw.Optimizer, *given: float) -> Tensor:
+    def diverge(own: adamw.MasterWeightOptimizer, *given: float) -> Tensor:
         norm = step(own, *given)
         weights.append(own.masters["fc.weight"])
         if len(weights) == 3:  # of as many epochs, of one step each
             own.masters["fc.weight"].data[0, :5] = torch.nan
         return norm
 
-    monkeypatch.setattr(adamw.Optimizer, "step", diverge)
+    monkeypatch.setattr(adamw.MasterWeightOptimizer, "step", diverge)
     with pytest.raises(
         ValueError, match=r"diverged by step 3 \(epoch 3\): fc\.weight holds 5 NaN .* lower train_draft\.learning"
     ):
@@ -164,7 +168,7 @@ def test_training_that_diverges_in_its_last_step_writes_nothing(learned: Path, m
     monkeypatch.undo()
     monkeypatch.chdir(learned)
     train_draft.main("e003")
-    assert checkpoint.read_progress(checkpoint.folder("e003"), "train_draft@e003")["epoch"] == 3
+    assert checkpoint.read_progress(checkpoint.locate_checkpoint("e003"), "train_draft@e003")["epoch"] == 3
 
 
 def test_perfect_guesses_along_an_answer_by_hand() -> None:

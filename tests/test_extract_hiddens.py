@@ -44,11 +44,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=64, hidden_size=H, intermediate_size=48, num_hidden_layers=7, num_attention_heads=4, eos_token_id=1
     )
     LlamaForCausalLM(config).save_pretrained(project / "tiny")
-    described = prepare_target.describe(
+    described = prepare_target.describe_target(
         "tiny", None, AutoConfig.from_pretrained(project / "tiny"), project / "tiny", None
     )
     (project / "artifacts/target").mkdir(parents=True)
-    manifest.write(project / "artifacts/target", described)
+    manifest.write_manifest(project / "artifacts/target", described)
     (project / "data/sampled").mkdir(parents=True)
     rng = random.Random(0)
     for split, count in ROWS.items():
@@ -61,8 +61,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
             }
             for n in range(count)
         ]  # fmt: skip
-        table = pl.DataFrame(rows, schema=conversations.SAMPLED)
-        conversations.write(project / "data/sampled" / split / conversations.part(0), table, conversations.SAMPLED)
+        table = pl.DataFrame(rows, schema=conversations.SAMPLED_SCHEMA)
+        conversations.write_table(
+            project / "data/sampled" / split / conversations.name_shard(0), table, conversations.SAMPLED_SCHEMA
+        )
     (project / "results").mkdir()
     return project
 
@@ -135,7 +137,7 @@ def test_rows_are_those_of_transformers_alone(made: Path, once: dict[str, bytes]
     """Each row by itself, in transformers' own words; all that fit, each once, the longest first."""
     model = AutoModelForCausalLM.from_pretrained(made / "tiny", dtype=torch.float32).eval()
     for split in ("train", "eval"):
-        rows = list(format.read(made / "data/hiddens" / split))
+        rows = list(format.read_rows(made / "data/hiddens" / split))
         expected = {r["id"]: r for r in sampled(made, split) if len(r["prompt_ids"]) + len(r["answer_ids"]) <= 200}
         assert sorted(r.id for r in rows) == sorted(expected) and len(expected) < ROWS[split] + (split == "eval")
         assert [len(r.ids) for r in rows] == sorted((len(r.ids) for r in rows), reverse=True)
@@ -150,7 +152,7 @@ def test_rows_are_those_of_transformers_alone(made: Path, once: dict[str, bytes]
                 row.features, torch.cat([states[i][0] for i in (2, 3, 4)], -1), rtol=1e-5, atol=1e-5
             )
             torch.testing.assert_close(row.last, states[-1][0], rtol=1e-5, atol=1e-5)
-    assert list(format.read(made / "data/hiddens/eval_t")) == []
+    assert list(format.read_rows(made / "data/hiddens/eval_t")) == []
     assert len([name for name in once if name.startswith("train/shard")]) >= 2
 
 
@@ -163,14 +165,14 @@ def test_the_files_are_as_large_as_was_said(project: Path, dtype: str, token: in
     assert f"{tokens} tokens x {token + 4} bytes" in said
     shards = [data for name, data in files(project).items() if name.endswith(".safetensors")]
     assert sum(map(len, shards)) == pytest.approx(tokens * (token + 4 + 1 / 8), abs=640 * len(shards))
-    assert format.row_bytes(H, format.DTYPES[dtype]) == token + 4 + 1 / 8
+    assert format.count_token_bytes(H, format.DTYPES[dtype]) == token + 4 + 1 / 8
 
 
 def test_fp8_is_float32_rounded_once(project: Path, once: dict[str, bytes], made: Path) -> None:
     run(project, dtype="fp8")
     for row, exact in zip(
-        sorted(format.read(project / "data/hiddens/train"), key=lambda r: r.id),
-        sorted(format.read(made / "data/hiddens/train"), key=lambda r: r.id),
+        sorted(format.read_rows(project / "data/hiddens/train"), key=lambda r: r.id),
+        sorted(format.read_rows(made / "data/hiddens/train"), key=lambda r: r.id),
         strict=True,
     ):
         for part in range(3):
@@ -187,7 +189,7 @@ def within_fp8(mine: torch.Tensor, true: torch.Tensor) -> None:
 @pytest.mark.long  # the compiler takes a minute and a half on two cores
 def test_compiled_blocks_say_the_same(project: Path, made: Path, once: dict[str, bytes]) -> None:
     run(project, compile=True)
-    for mine, plain in zip(*(format.read(p / "data/hiddens/eval") for p in (project, made)), strict=True):
+    for mine, plain in zip(*(format.read_rows(p / "data/hiddens/eval") for p in (project, made)), strict=True):
         torch.testing.assert_close(mine.features, plain.features, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(mine.last, plain.last, rtol=1e-4, atol=1e-5)
 
@@ -195,18 +197,18 @@ def test_compiled_blocks_say_the_same(project: Path, made: Path, once: dict[str,
 @pytest.mark.parametrize(("padded", "expected"), [(False, [range(3), range(3, 5)]), (True, [range(2), range(2, 5)])])
 def test_batches_hold_so_many_tokens(padded: bool, expected: list[range]) -> None:
     """[9, 8, 7 | 6, 5] of 24 tokens; with their padding [9, 9 | 7, 7, 7]."""
-    assert extract_hiddens._batches(24, padded, [9, 8, 7, 6, 5]) == expected
-    assert extract_hiddens._batches(4, padded, [9, 8]) == [range(1), range(1, 2)]
+    assert extract_hiddens._batch_rows(24, padded, [9, 8, 7, 6, 5]) == expected
+    assert extract_hiddens._batch_rows(4, padded, [9, 8]) == [range(1), range(1, 2)]
 
 
 def test_what_does_not_fit_the_disk_stops_before_the_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(extract_hiddens.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**30))
-    extract_hiddens._preflight(10**9)
+    extract_hiddens._check_disk_space(10**9)
     with pytest.raises(
         ValueError, match=r"needs 1\.0 GiB in data/hiddens, 1\.0 GiB are free; set extract_hiddens\.dtype"
     ):
-        extract_hiddens._preflight(1_070_000_000)
+        extract_hiddens._check_disk_space(1_070_000_000)
 
 
 # --- the same bytes -------------------------------------------------------------------------------------------------
@@ -310,7 +312,7 @@ def specforge(project: Path, folder: Path, dtype: torch.dtype = torch.float32, s
     """One record a row, as SpecForge names and shapes them (research/specforge.md 2.2)."""
     folder.mkdir()
     for split in ("train", "eval"):
-        for number, row in enumerate(format.read(project / "data/hiddens" / split)):
+        for number, row in enumerate(format.read_rows(project / "data/hiddens" / split)):
             record = {
                 "input_ids": row.ids.long(),
                 "loss_mask": row.mask.long(),

@@ -25,7 +25,9 @@ from tests.data.test_images import png_of
 
 ROOT = Path(__file__).parents[1]
 RAW = Path("data/raw/weather_toon.jsonl")
-TABLE = weather.to_toon(weather.Forecast("Oslo", "C", (weather.Day("2026-01-01", -9, -2, 40, "snow"),)))
+TABLE = weather.format_toon(
+    weather.WeatherForecast("Oslo", "C", (weather.WeatherDay("2026-01-01", -9, -2, 40, "snow"),))
+)
 
 
 @pytest.fixture
@@ -67,7 +69,8 @@ def questions(count: int) -> list[dict[str, Any]]:
 def outcome() -> tuple[pl.DataFrame, pl.DataFrame, dict[str, Any]]:
     fix_data.main()
     train, evaluation = (
-        conversations.read(path, conversations.FIXED, "fix_data") for path in (fix_data.TRAIN, fix_data.EVAL)
+        conversations.read_table(path, conversations.FIXED_SCHEMA, "fix_data")
+        for path in (fix_data.TRAIN_FILE, fix_data.EVAL_FILE)
     )
     return train, evaluation, atomic.read_json(fix_data.REPORT, "fix_data")
 
@@ -99,8 +102,8 @@ def test_counts_add_up_on_the_committed_file(home: Path, capsys: pytest.CaptureF
 def test_every_row_kept_says_what_the_clean_conversation_says(home: Path) -> None:
     """Against the world as it was before the export damaged it, and by both decoders."""
     train, evaluation, _ = outcome()
-    stream = weather.conversations(damaged_exports.SEED)
-    clean = [next(stream) for _ in range(damaged_exports.ROWS)]
+    stream = weather.generate_conversations(damaged_exports.EXPORT_SEED)
+    clean = [next(stream) for _ in range(damaged_exports.EXPORT_ROWS)]
     for identifier, messages in pl.concat([train, evaluation]).select("id", "messages").iter_rows():
         truth = clean[int(identifier.split("-")[1])]
         assert [m["role"] for m in messages] == [m["role"] for m in truth], identifier
@@ -264,7 +267,7 @@ def test_a_line_that_is_no_conversation_stops_the_stage(home: Path, line: str, f
     with pytest.raises(ValueError, match="line 5: expected") as error:
         fix_data.main()
     assert str(RAW) in str(error.value) and f"found {found}" in str(error.value) and "mend" in str(error.value)
-    assert not fix_data.TRAIN.exists() and not fix_data.REPORT.exists()
+    assert not fix_data.TRAIN_FILE.exists() and not fix_data.REPORT.exists()
 
 
 def test_a_line_that_is_no_utf8_stops_the_stage(home: Path) -> None:
@@ -285,7 +288,7 @@ def test_an_empty_split_names_the_key(home: Path, share: str, split: str, change
     set_params(eval_share=share)
     with pytest.raises(ValueError, match=f"fix_data.eval_share is .* the {split} split of 20 rows empty; {change} it"):
         fix_data.main()
-    assert not fix_data.TRAIN.exists() and not fix_data.EVAL.exists()
+    assert not fix_data.TRAIN_FILE.exists() and not fix_data.EVAL_FILE.exists()
 
 
 @pytest.mark.parametrize(
@@ -353,9 +356,9 @@ def test_one_process_or_several_and_chunks_of_any_size_make_the_same_bytes(
         _, _, report = outcome()
         assert report["dropped_reasons"]["duplicate"] == 8 and report["dropped_reasons"]["unknown_format"] == 5
         timeless = {k: v for k, v in report.items() if k not in ("seconds", "rows_per_second")}
-        outcomes.append((fix_data.TRAIN.read_bytes(), fix_data.EVAL.read_bytes(), timeless))
+        outcomes.append((fix_data.TRAIN_FILE.read_bytes(), fix_data.EVAL_FILE.read_bytes(), timeless))
     assert all(other == outcomes[0] for other in outcomes[1:])
-    assert not fix_data.WAITING.exists()
+    assert not fix_data.WAITING_FOLDER.exists()
 
 
 def test_an_error_in_another_process_is_the_same_message(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,7 +366,7 @@ def test_an_error_in_another_process_is_the_same_message(home: Path, monkeypatch
     write_raw([*questions(40), "no json", *questions(40)])
     with pytest.raises(ValueError, match="line 41: expected one JSON object per line, found 'no json'"):
         fix_data.main()
-    assert not fix_data.WAITING.exists() and not fix_data.TRAIN.exists()
+    assert not fix_data.WAITING_FOLDER.exists() and not fix_data.TRAIN_FILE.exists()
 
 
 def test_a_hub_dataset_in_the_stage(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -501,12 +504,12 @@ def test_pictures_that_come_as_bytes_become_files(home: Path, monkeypatch: pytes
         expected = [png(place // 2)] if source == "a.parquet" else [png(20 + place), png(100)]
         assert [Path(image).read_bytes() for image in images] == expected
         assert images == [f"data/fixed/images/{hashlib.sha256(data).hexdigest()}.png" for data in expected]
-    files = {path.as_posix() for path in fix_data.IMAGES.iterdir()}
+    files = {path.as_posix() for path in fix_data.IMAGES_FOLDER.iterdir()}
     assert files == {image for images in [own, *kept.values()] for image in images}
     assert report["pictures_written"] == len(files) == 41  # 0 to 39 but for 4, and 100; and the file
     set_lines(raw=str(RAW))
     outcome()
-    assert fix_data.IMAGES.is_dir() and not list(fix_data.IMAGES.iterdir())  # the old ones are gone
+    assert fix_data.IMAGES_FOLDER.is_dir() and not list(fix_data.IMAGES_FOLDER.iterdir())  # the old ones are gone
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
@@ -541,7 +544,7 @@ def test_another_picture_under_the_same_name_changes_the_rows(home: Path) -> Non
         tables = outcome()[:2]
         (image,) = {image for table in tables for images in table["images"] for image in images}
         assert Path(image).read_bytes() == data
-        assert [file.as_posix() for file in fix_data.IMAGES.iterdir()] == [image]
+        assert [file.as_posix() for file in fix_data.IMAGES_FOLDER.iterdir()] == [image]
         found.append(image)
     assert len(set(found)) == 3
 
@@ -551,14 +554,14 @@ def test_too_many_dropped_rows_stop_the_run_and_say_which(home: Path) -> None:
     write_raw([*questions(30), *[row(f"{n} {ASK}", CUT) for n in range(9)], *[{"text": "once"}] * 11])
     train, _, _ = outcome()  # 40% lost
     set_params(max_dropped_share="0.39")
-    before = fix_data.TRAIN.read_bytes()
+    before = fix_data.TRAIN_FILE.read_bytes()
     with pytest.raises(ValueError, match=r"20 of 50 rows \(40%\) are dropped, expected at most 39%") as error:
         fix_data.main()
     lines = str(error.value).splitlines()
     assert lines[1] == f'  unknown_format 11, first {RAW.name}, row 39: \'{{"text": "once"}}\''
     assert lines[2].startswith(f"  row_width 9, first {RAW.name}, row 30: 'place: Oslo")
     assert "raise max_dropped_share" in lines[3]
-    assert fix_data.TRAIN.read_bytes() == before and not fix_data.WAITING.exists()
+    assert fix_data.TRAIN_FILE.read_bytes() == before and not fix_data.WAITING_FOLDER.exists()
     for passes in ("0.4", "null"):
         set_params(max_dropped_share=passes)
         assert outcome()[0].height == train.height
@@ -674,4 +677,4 @@ def test_a_process_that_is_killed_is_one_message(home: Path, monkeypatch: pytest
     write_raw(questions(40))
     with pytest.raises(ValueError, match=r"one of 2 processes was killed, expected .* fewer cores"):
         fix_data.main()
-    assert not fix_data.WAITING.exists()
+    assert not fix_data.WAITING_FOLDER.exists()

@@ -7,7 +7,7 @@ from pydantic import BaseModel
 
 from stages.literature import comparison
 from stages.params.schema import Params
-from stages.params.tree_sections import Tree
+from stages.params.tree_sections import TreeShape
 from stages.results import torch_records
 from tests.conftest import ROOT
 from tests.test_house import section_inside
@@ -51,7 +51,7 @@ def test_every_documented_flag_has_a_row(flag: str) -> None:
 
 def test_trees_measures_recipes_and_pages_it_names_are_there() -> None:
     trees = {name for span in SPANS for name in re.findall(r"t\d+_\d+_\d+", span)}
-    assert {Tree.parse(name).name for name in trees} == trees and "t6_10_60" in trees
+    assert {TreeShape.parse(name).name for name in trees} == trees and "t6_10_60" in trees
     assert {"tau_of_questions", "speedup_of_questions"} <= set(comparison.MEASURES)
     assert {"prefill_latency_s", "accept_rate", "e2e_latency_s", "tau", "output_tok_s"} <= set(torch_records.METRICS)
     assert all((ROOT / "recipes" / f"{name}.yaml").exists() for name in ("angelslim-qwen3-8b", "qwen3-vl-2b-weather"))

@@ -103,8 +103,8 @@ def test_fix_data_on_a_full_disk_is_one_line(tmp_path: Path, free_kib: int) -> N
 def test_a_shard_that_is_not_finished_leaves_no_file(tmp_path: Path) -> None:
     import torch
 
-    head = format.Head("a", torch.zeros(4, dtype=torch.int32), torch.ones(4, dtype=torch.bool), 2, "stop", None)
-    shard = format.Shard(tmp_path / "shard", [head], 8, torch.float32)
+    head = format.RowHeader("a", torch.zeros(4, dtype=torch.int32), torch.ones(4, dtype=torch.bool), 2, "stop", None)
+    shard = format.ShardWriter(tmp_path / "shard", [head], 8, torch.float32)
     assert list(tmp_path.iterdir())
     shard.discard()
     assert not list(tmp_path.iterdir())

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from ruamel.yaml import YAML
 
 from benchmarks import readme_table
-from stages.params.schema import Params, load
+from stages.params.schema import Params, load_params
 
 ROOT = Path(__file__).parent.parent
 NO_STAGES = {"target", "schedule"}  # sections that several stages share, or none reads
@@ -103,7 +103,7 @@ def test_every_stage_file_and_section_is_in_the_graph() -> None:
 
 def test_every_stage_says_what_it_needs_of_the_machine() -> None:
     """Else a run in Prefect is refused; a stage whose numbers are times must say exclusive: true."""
-    assert set(load(ROOT / "params.yaml").schedule.stages) == set(GRAPH)
+    assert set(load_params(ROOT / "params.yaml").schedule.stages) == set(GRAPH)
 
 
 # Files that a remedy may say to remove: unfinished work, and archives on the remote that a run packs again.

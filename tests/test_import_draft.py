@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from stages import init_draft
 from stages.draft import checkpoint
-from stages.draft.eagle3 import Draft, DraftConfig
+from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.engine.decode import Engine
 from stages.hidden_states import format
-from stages.replay.replay import replay
+from stages.replay.replay import replay_answers
 from stages.target import loading, manifest
 from tests.conftest import dvc, edit_params
 from tests.draft.slow_draft import OPTIONS
@@ -157,19 +157,19 @@ def test_a_config_of_ones_own_and_the_options(project: Path, tmp_path: Path) -> 
 def test_decoding_with_any_option_is_lossless_and_is_what_replay_counts(small_run: Path, options: str) -> None:
     """A random draft over the target's whole vocabulary, its state near the trained one's, so that some is accepted."""
     chosen = OPTIONS[options] | ({"sliding_window": 8} if "sliding_window" in OPTIONS[options] else {})
-    made = manifest.read(small_run / "artifacts/target")
-    model = loading.load(str(small_run / "artifacts/target"), None, "float32", "cpu")
+    made = manifest.read_manifest(small_run / "artifacts/target")
+    model = loading.load_target(str(small_run / "artifacts/target"), None, "float32", "cpu")
     config, tensors = checkpoint.read_draft(small_run / "drafts/e003", "train_draft@e003")
-    draft = Draft(DraftConfig(**{**vars(DraftConfig.from_json(config)), **chosen})).requires_grad_(False)
+    draft = Eagle3Draft(DraftConfig(**{**vars(DraftConfig.from_json(config)), **chosen})).requires_grad_(False)
     missing = draft.load_state_dict(tensors, strict=False)
     assert not missing.unexpected_keys and all("norm" in name for name in missing.missing_keys)
     engine = Engine(model, made.eos_token_ids, made.feature_layers, draft)
-    for row in list(format.read(small_run / "data/hiddens/eval"))[:3]:
+    for row in list(format.read_rows(small_run / "data/hiddens/eval"))[:3]:
         prompt, answer = row.ids[: row.prompt_length].tolist(), row.ids[row.prompt_length :].tolist()
         plain = [t for step in engine.plain(prompt, len(answer)) for t in step.tokens]
         steps = list(engine.speculative(prompt, len(answer), 6, 2, 12))
         assert [t for step in steps for t in step.tokens] == plain == answer
-        accepted, cycles, *_ = replay(
+        accepted, cycles, *_ = replay_answers(
             draft, engine.embedding, row.ids[None].long(), row.features[None], torch.tensor([row.prompt_length]),
             torch.tensor([len(row.ids)]), [(6, 2, 12)],
         )  # fmt: skip

@@ -10,15 +10,15 @@ from transformers import AutoModelForCausalLM
 
 from stages.data import conversations
 from stages.draft import checkpoint
-from stages.draft.eagle3 import Draft, DraftConfig
+from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.engine.decode import Engine
-from stages.engine.sampling import Sampling
+from stages.engine.sampling import SamplingParams
 from stages.methods import method_checkpoint, registry
-from stages.methods.eagle_proposer import Guessing
-from stages.methods.lookahead import Lookahead
-from stages.methods.medusa_proposer import Heads
-from stages.methods.prompt_lookup import Ngram
-from stages.methods.static_tree import Static, best_first
+from stages.methods.eagle_proposer import EagleMethod
+from stages.methods.lookahead import LookaheadMethod
+from stages.methods.medusa_proposer import MedusaMethod
+from stages.methods.prompt_lookup import PromptLookupMethod
+from stages.methods.static_tree import StaticTree, select_best_branches
 from stages.target import loading, manifest
 
 TREES = [(1, 1, 2), (5, 1, 6), (8, 2, 16), (8, 3, 16), (5, 4, 16), (10, 3, 32), (8, 2, 8)]
@@ -28,18 +28,18 @@ ROOM = 40
 @pytest.fixture(scope="module")
 def prompts(small_run: Path) -> list[list[int]]:
     """Every prompt of the eval split."""
-    table = conversations.read(small_run / "data/sampled/eval", conversations.SAMPLED, "sample_target")
+    table = conversations.read_table(small_run / "data/sampled/eval", conversations.SAMPLED_SCHEMA, "sample_target")
     return table["prompt_ids"].to_list()
 
 
 @pytest.fixture(scope="module")
 def model(small_run: Path):
-    return loading.load(str(small_run / "artifacts/target"), None, "float32", "cpu")
+    return loading.load_target(str(small_run / "artifacts/target"), None, "float32", "cpu")
 
 
 def engine(small_run: Path, model, name: str) -> Engine:
-    draft = Draft.of(*checkpoint.read_draft(small_run / "drafts" / name, "init_draft"))
-    made = manifest.read(small_run / "artifacts/target")
+    draft = Eagle3Draft.of(*checkpoint.read_draft(small_run / "drafts" / name, "init_draft"))
+    made = manifest.read_manifest(small_run / "artifacts/target")
     return Engine(model, made.eos_token_ids, made.feature_layers, draft.requires_grad_(False))
 
 
@@ -54,7 +54,7 @@ def plain(small_run: Path, model, prompts) -> list[list[int]]:
 
 
 def test_plain_decoding_is_transformers_own_greedy_search(small_run: Path, prompts, plain) -> None:
-    made = manifest.read(small_run / "artifacts/target")
+    made = manifest.read_manifest(small_run / "artifacts/target")
     reference = AutoModelForCausalLM.from_pretrained(small_run / "artifacts/target").eval()
     for prompt, answer in zip(prompts, plain, strict=True):
         out = reference.generate(
@@ -82,7 +82,7 @@ def test_every_tree_says_what_plain_decoding_says(small_run: Path, model, prompt
 def test_drawn_answers_are_those_of_plain_decoding_from_the_same_seed(small_run: Path, model, prompts, tree) -> None:
     both, accepted = engine(small_run, model, "e003"), 0
     for seed, prompt in enumerate(prompts):
-        drawn = Sampling(0.7, 0.95, 50, seed)
+        drawn = SamplingParams(0.7, 0.95, 50, seed)
         steps = list(both.speculative(prompt, ROOM, *tree, sampling=drawn))
         assert said(steps) == said(both.plain(prompt, ROOM, sampling=drawn))
         accepted += sum(step.accepted for step in steps)
@@ -94,18 +94,20 @@ def methods(small_run: Path, model) -> dict[str, Any]:
     """Untrained EAGLE and Medusa, of e000's shapes, and those that need no draft."""
     made, tensors = checkpoint.read_draft(small_run / "drafts/e000", "init_draft")
     table, head, cpu = model.get_input_embeddings().weight, model.get_output_embeddings().weight, torch.device("cpu")
-    static = Static.of(best_first([[0.6, 0.2, 0.1]] * 4, 11), cpu)
+    static = StaticTree.of(select_best_branches([[0.6, 0.2, 0.1]] * 4, 11), cpu)
     fresh = {
-        name: registry.RIVALS[name].fresh(method_checkpoint.config_json(name, made, "float32", 4), head, tensors["d2t"], tensors["t2d"], 1)
-        for name in method_checkpoint.METHODS
-    }  # fmt: skip
-    eagle, medusa = (fresh[name].requires_grad_(False) for name in method_checkpoint.METHODS)
+        name: registry.TRAINABLE_METHODS[name].fresh(
+            method_checkpoint.build_method_config(name, made, "float32", 4), head, tensors["d2t"], tensors["t2d"], 1
+        )
+        for name in method_checkpoint.CHECKPOINT_METHODS
+    }
+    eagle, medusa = (fresh[name].requires_grad_(False) for name in method_checkpoint.CHECKPOINT_METHODS)
     return {
-        "eagle": Guessing(eagle, table, static, "sglang"),
-        "eagle2": Guessing(eagle, table, (5, 2, 8), "sglang"),
-        "medusa": Heads(medusa, static, table.shape[1], table.shape[0]),
-        "lookahead": Lookahead(5, 4, 5, cpu),
-        "ngram": Ngram(3, 1, 8, cpu),
+        "eagle": EagleMethod(eagle, table, static, "sglang"),
+        "eagle2": EagleMethod(eagle, table, (5, 2, 8), "sglang"),
+        "medusa": MedusaMethod(medusa, static, table.shape[1], table.shape[0]),
+        "lookahead": LookaheadMethod(5, 4, 5, cpu),
+        "ngram": PromptLookupMethod(3, 1, 8, cpu),
     }
 
 
@@ -116,7 +118,7 @@ def test_every_method_says_what_plain_decoding_says(small_run: Path, model, prom
         steps = list(both.proposed(prompt, ROOM, methods[name]))
         assert said(steps) == answer
         accepted += sum(step.accepted for step in steps)
-        drawn = Sampling(0.7, 0.95, 50, seed)
+        drawn = SamplingParams(0.7, 0.95, 50, seed)
         assert said(both.proposed(prompt, ROOM, methods[name], sampling=drawn)) == said(
             both.plain(prompt, ROOM, sampling=drawn)
         )
@@ -143,7 +145,7 @@ def test_the_length_limit_holds_inside_a_cycle(small_run: Path, model, prompts, 
 
 def test_a_draft_for_another_target_is_refused_with_the_numbers(small_run: Path, model) -> None:
     config, _ = checkpoint.read_draft(small_run / "drafts/e000", "init_draft")
-    other = Draft(DraftConfig.from_json({**config, "vocab_size": config["vocab_size"] + 1}))
+    other = Eagle3Draft(DraftConfig.from_json({**config, "vocab_size": config["vocab_size"] + 1}))
     with pytest.raises(ValueError, match=f"{config['vocab_size'] + 1} tokens"):
         Engine(model, [2], [2, 3, 4], other)
 

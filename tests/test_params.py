@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
 from stages.params import schema
-from stages.params.tree_sections import Tree, candidates
+from stages.params.tree_sections import TreeShape, count_candidates
 
 ROOT = Path(__file__).parents[1]
 REAL = (ROOT / "params.yaml").read_text(encoding="utf-8")
@@ -56,7 +56,7 @@ def set_value(place: tuple[str, ...], value: Any) -> None:
 def refusal() -> str:
     """The one message; fails where the file is accepted."""
     with pytest.raises(ValueError, match=r"^params\.yaml") as error:
-        schema.load()
+        schema.load_params()
     assert type(error.value) is ValueError
     assert error.value.__context__ is None or error.value.__suppress_context__  # no second traceback above it
     return str(error.value)
@@ -108,21 +108,21 @@ def test_what_is_nested_too_deep_is_said(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_the_committed_file_loads_as_it_is_written() -> None:
     """Each value of the file is the value of the attribute: nothing is renamed, cast or filled in."""
-    whole = schema.load().model_dump(by_alias=True)
+    whole = schema.load_params().model_dump(by_alias=True)
     assert whole == YAML(typ="safe").load(REAL)
     assert len(LEAVES) > 60 and len(NUMBERS) > 35
 
 
 def test_the_committed_trees_can_all_be_built_and_replayed() -> None:
     """A served tree that the replay's grid doesn't hold could not be compared with its prediction."""
-    p = schema.load()
+    p = schema.load_params()
     grid = {tree.name for tree in p.replay_trees.trees()}
     assert set(p.benchmark.trees) <= grid
 
 
 def test_parameters_are_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        schema.load().target.num_threads = 3  # type: ignore[misc]
+        schema.load_params().target.num_threads = 3  # type: ignore[misc]
 
 
 def test_loading_costs_no_torch() -> None:
@@ -206,10 +206,10 @@ def test_a_number_is_a_number(place: tuple[str, ...], value: Any) -> None:
     }
     set_value(place, value)
     if value is None and ".".join(place) in may_be_null:
-        schema.load()
+        schema.load_params()
         return
     if value == [1] and place[:2] == ("benchmark", "workloads") and place[-1] in ("max_new_tokens", "concurrency"):
-        schema.load()  # a list is a sweep
+        schema.load_params()  # a list is a sweep
         return
     (line,) = problems()
     if value == [1] and ".".join(place) == "sample_target.temperature":  # a list is a mixture
@@ -229,7 +229,7 @@ def test_nothing_is_negative(place: tuple[str, ...]) -> None:
 def test_zero_is_refused_but_where_it_means_something(place: tuple[str, ...]) -> None:
     set_value(place, 0)
     if ".".join(place) in ZERO or place[-1] == "gpus":
-        schema.load()
+        schema.load_params()
     elif place[-1] == "length_range":  # which means something of random lengths only
         assert problems()[0].startswith("benchmark.workloads.eval: length_range is 0.0 with prompts: eval, expected 1")
     else:
@@ -283,7 +283,7 @@ def test_a_mixture_that_is_none_is_named(mixture: list[Any], line: str) -> None:
 )
 def test_eval_is_at_one_temperature(temperature: Any, of_eval: float) -> None:
     set_value(("sample_target", "temperature"), temperature)
-    assert schema.load().sample_target.eval_temperature == of_eval
+    assert schema.load_params().sample_target.eval_temperature == of_eval
 
 
 BAD_VALUES = [
@@ -328,7 +328,7 @@ def test_text_that_yaml_reads_as_a_number_is_told_so() -> None:
 def test_an_exponent_without_a_point_is_a_number() -> None:
     """PyYAML, by YAML 1.1, reads text; DVC and we read YAML 1.2."""
     edited(("learning_rate: 0.03", "learning_rate: 3e-2"))
-    assert schema.load().prepare_target.learning_rate == 0.03
+    assert schema.load_params().prepare_target.learning_rate == 0.03
 
 
 # --- trees and checkpoints ------------------------------------------------------------------------------------------
@@ -373,7 +373,7 @@ def test_a_tree_that_can_not_be_is_told_what_to_write(tree: str, message: str) -
 
 def test_the_largest_tree_can_be_built() -> None:
     edited(("t8_2_16,", "t8_2_31,"))
-    assert "t8_2_31" in schema.load().benchmark.trees
+    assert "t8_2_31" in schema.load_params().benchmark.trees
 
 
 def test_a_grid_without_one_tree_is_refused() -> None:
@@ -438,7 +438,7 @@ def test_checkpoints_may_branch_and_stand_in_any_order() -> None:
     edited(
         (SECOND, "e012: {from: e009, epochs: 3}\n    e009: {from: e003, epochs: 6}\n    other: {from: e003, epochs: 1}")
     )
-    assert list(schema.load().train_draft.checkpoints) == ["e003", "e012", "e009", "other"]
+    assert list(schema.load_params().train_draft.checkpoints) == ["e003", "e012", "e009", "other"]
 
 
 # --- other methods --------------------------------------------------------------------------------------------------
@@ -467,7 +467,7 @@ def with_methods(*edits: tuple[str, str], rivals: str = RIVALS, free: str = FREE
 
 def test_every_method_can_be_named() -> None:
     with_methods()
-    found = schema.load()
+    found = schema.load_params()
     assert {name: segment.rival for name, segment in found.train_draft.checkpoints.items()} == {
         "e003": None, "e009": None, "ours": "eagle", "heads": "medusa",
     }  # fmt: skip
@@ -482,7 +482,7 @@ def test_every_method_can_be_named() -> None:
 
 def test_a_segment_may_say_that_it_is_eagle_3s() -> None:
     edited((SECOND, "e009: {from: e003, epochs: 6, method: eagle3}"))
-    assert schema.load().train_draft.checkpoints["e009"].rival is None
+    assert schema.load_params().train_draft.checkpoints["e009"].rival is None
 
 
 BAD_RIVALS = [
@@ -591,13 +591,13 @@ def test_a_window_and_q_k_norms_are_what_no_engine_loads_together() -> None:
 def test_a_published_draft_may_be_replayed_and_measured() -> None:
     imported = f"  checkpoints: {{theirs: {PUBLISHED}}}"
     edited(("  checkpoints: {}", imported), ("[e003, e009]", "[theirs]"), (MEASURED, "[theirs]\n  trees"))
-    p = schema.load()
+    p = schema.load_params()
     assert p.made_by("theirs") == "import_draft@theirs" and p.made_by("e003") == "train_draft@e003"
 
 
 def test_the_reachable_min_tau_is_accepted() -> None:
     edited(("min_tau: 6.0", "min_tau: 8"))
-    assert schema.load().check_overfit.min_tau == 8
+    assert schema.load_params().check_overfit.min_tau == 8
 
 
 # --- workloads and prompt sets ---------------------------------------------------------------------------------------
@@ -646,13 +646,13 @@ def test_the_torch_engine_waits_for_no_arrivals() -> None:
 )  # fmt: skip
 def test_one_prompt_at_a_time_has_cells_of_its_own(changes: dict[str, Any], alone: bool) -> None:
     set_value(("benchmark", "workloads", "eval"), workload(**changes))
-    assert schema.load().benchmark.workloads["eval"].alone == alone
+    assert schema.load_params().benchmark.workloads["eval"].alone == alone
 
 
 def test_gpus_are_shared_out_among_whole_copies_of_the_target() -> None:
     two = ("num_gpus_total: 1 ", "num_gpus_total: 6 "), ("num_gpus_per_model: 1 ", "num_gpus_per_model: 2 ")
     edited(*two, ("device: cpu ", "device: cuda "))
-    assert schema.load().benchmark.processes == 3
+    assert schema.load_params().benchmark.processes == 3
     edited(*two)
     (line,) = problems()
     assert line.startswith(
@@ -666,7 +666,7 @@ def test_gpus_are_shared_out_among_whole_copies_of_the_target() -> None:
 def test_a_sweep_is_every_pair_of_length_and_concurrency() -> None:
     changes = {"max_new_tokens": [10, 128], "concurrency": [1, 4], "request_rate": "inf"}
     set_value(("benchmark", "workloads", "sweep"), workload(**changes))
-    found = schema.load().benchmark.workloads
+    found = schema.load_params().benchmark.workloads
     assert found["sweep"].points() == [(10, 1), (10, 4), (128, 1), (128, 4)]
     assert found["eval"].points() == [(200, 1)] and found["eval"].rate == float("inf")
 
@@ -681,7 +681,7 @@ def test_the_sets_and_scenarios_of_the_docs_are_accepted() -> None:
     whole["benchmark_served"] |= given["benchmark_served"]
     with Path("params.yaml").open("w") as file:
         YAML(typ="safe").dump(whole, file)
-    found = schema.load().benchmark.workloads
+    found = schema.load_params().benchmark.workloads
     # Seed 002, 2.2: prompts, input and output lengths, requests a second, under way at once.
     assert {
         name: (w.num_prompts, w.input_tokens, w.points(), w.rate) for name, w in found.items() if name != "eval"
@@ -728,7 +728,7 @@ def test_a_prompt_set_that_can_not_be_read(name: str, changes: dict[str, Any], s
 def test_a_dataset_of_the_hub_has_a_configuration_a_split_and_a_commit() -> None:
     hub = {"from": "openai/gsm8k", "name": "main", "split": "test", "revision": "a" * 40, "format": "gsm8k"}
     set_value(("prepare_prompts", "sets", "gsm8k"), hub)
-    found = schema.load().prepare_prompts.sets
+    found = schema.load_params().prepare_prompts.sets
     assert not found["gsm8k"].is_file and found["gsm8k"].can_be_graded
     assert found["alpaca"].is_file and not found["alpaca"].can_be_graded
 
@@ -790,7 +790,7 @@ def test_a_missing_file_says_where_to_run() -> None:
 
 
 def test_a_missing_raw_file_is_named_before_any_work() -> None:
-    p = schema.load()
+    p = schema.load_params()
     with pytest.raises(
         ValueError, match=r"^params\.yaml: fix_data\.raw is data/raw/weather_toon\.jsonl, .*; give a file or"
     ):
@@ -809,13 +809,13 @@ def test_an_eval_file_is_in_the_folder_or_the_file_itself() -> None:
     raw.touch()
     test.touch()  # beside the raw file, where DVC would not see it change
     with pytest.raises(ValueError, match=r"fix_data\.eval_file is test\.jsonl, expected a file in the folder"):
-        schema.check_raw_exists(schema.load())
+        schema.check_raw_exists(schema.load_params())
     edited(("raw: data/raw/weather_toon.jsonl", "raw: data/raw"), ("eval_file: null", "eval_file: test.jsonl"))
-    p = schema.load()
+    p = schema.load_params()
     schema.check_raw_exists(p)
     assert p.fix_data.eval_path() == test
     edited(("eval_file: null", "eval_file: weather_toon.jsonl"))
-    p = schema.load()
+    p = schema.load_params()
     schema.check_raw_exists(p)
     assert p.fix_data.eval_path() == raw
 
@@ -834,7 +834,7 @@ def test_keys_of_fix_data_that_disagree(old: str, new: str, message: str) -> Non
 
 
 def test_a_draft_vocabulary_larger_than_the_targets_is_refused() -> None:
-    p = schema.load()
+    p = schema.load_params()
     assert p.init_draft.draft_vocab_size == 320
     schema.check_draft_vocab(p, 320)
     with pytest.raises(
@@ -842,7 +842,7 @@ def test_a_draft_vocabulary_larger_than_the_targets_is_refused() -> None:
     ):
         schema.check_draft_vocab(p, 319)
     edited(("draft_vocab_size: 320", "draft_vocab_size: null"))
-    schema.check_draft_vocab(schema.load(), 1)
+    schema.check_draft_vocab(schema.load_params(), 1)
 
 
 # --- trees, counted -------------------------------------------------------------------------------------------------
@@ -865,7 +865,7 @@ def expansion(steps: int, topk: int) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("topk", range(1, 6))
 def test_candidates_are_the_nodes_an_expansion_records(steps: int, topk: int) -> None:
     nodes = expansion(steps, topk)
-    assert candidates(steps, topk) == len(nodes) == len(set(nodes))
+    assert count_candidates(steps, topk) == len(nodes) == len(set(nodes))
 
 
 @given(st.integers(1, 12), st.integers(1, 8), st.integers(0, 10_000))
@@ -873,17 +873,17 @@ def test_a_tree_that_can_be_built_comes_back_from_its_name(steps: int, topk: int
     most = len(expansion(steps, topk)) + 1
     tokens = most if topk == 1 else 2 + draw % (most - 1)
     name = f"t{steps}_{topk}_{tokens}"
-    tree = Tree.parse(name)
+    tree = TreeShape.parse(name)
     assert (tree.num_steps, tree.topk, tree.num_draft_tokens, tree.name) == (steps, topk, tokens, name)
     with pytest.raises(ValueError, match=f"t{steps}_{topk}_{most}$"):  # it says which is the largest
-        Tree.parse(f"t{steps}_{topk}_{most + 1}")
+        TreeShape.parse(f"t{steps}_{topk}_{most + 1}")
 
 
 @given(st.text(alphabet="t0123456789_٣ \n", max_size=12))
 def test_a_name_that_is_accepted_is_the_trees_own(name: str) -> None:
     """One tree, one name: it is in the cell's path, in dvc.lock and in the report."""
     try:
-        tree = Tree.parse(name)
+        tree = TreeShape.parse(name)
     except ValueError:
         return
     assert tree.name == name
@@ -891,13 +891,13 @@ def test_a_name_that_is_accepted_is_the_trees_own(name: str) -> None:
 
 def test_the_replay_grid_is_every_tree_that_can_be_built() -> None:
     """Asked of Tree.parse, one by one; at topk 1 the chain of each length."""
-    grid = schema.load().replay_trees
+    grid = schema.load_params().replay_trees
     expected = {f"t{s}_1_{s + 1}" for s in grid.steps}
     for s in grid.steps:
         for k in set(grid.topk) - {1}:
             for m in grid.tokens:
                 try:
-                    expected.add(Tree.parse(f"t{s}_{k}_{m}").name)
+                    expected.add(TreeShape.parse(f"t{s}_{k}_{m}").name)
                 except ValueError:
                     assert m - 1 > len(expansion(s, k))
     found = [tree.name for tree in grid.trees()]
@@ -938,7 +938,7 @@ def test_the_command_refuses_with_the_message_and_no_traceback(home: Path) -> No
 def test_a_range_of_ports_is_servers_of_sample_target_and_of_no_cell() -> None:
     """Bug: the pattern for one server stood at both, so the list that docs/sampling.md shows was refused."""
     set_value(("sample_target", "server", "base_urls"), ["http://gpu1:8000", "http://gpu2:6000-6007"])
-    assert schema.load().sample_target.server.base_urls[1] == "http://gpu2:6000-6007"
+    assert schema.load_params().sample_target.server.base_urls[1] == "http://gpu2:6000-6007"
     set_value(("benchmark_served", "server", "base_urls"), {"baseline": "http://gpu2:6000-6007"})
     assert "benchmark_served.server.base_urls.baseline: expected text matching" in refusal()
 

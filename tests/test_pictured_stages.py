@@ -32,10 +32,10 @@ from stages import (
 from stages.data import conversations
 from stages.engine.decode import Engine
 from stages.hidden_states import format
-from stages.params.schema import load
+from stages.params.schema import load_params
 from stages.results import served_records
 from stages.target import loading, manifest
-from stages.target.vision import Eyes
+from stages.target.vision import CachedImageProcessor
 from tests.conftest import EVAL, ROOT, edit_params
 from tests.opened.declared import undeclared
 from tests.opened.watch import opening
@@ -53,17 +53,29 @@ SMALL: dict[str, Any] = {
     "train_draft": {"ttt_steps": 3, "batch_tokens": 120, "checkpoints": {"e003": {"from": "e000", "epochs": 3}}},
     "replay_trees": {"checkpoints": ["e003"], "steps": [1, 3], "topk": [1, 2], "tokens": [4, 6], "inside": ["t3_2_6"]},
     "time_trees": {
-        "steps": [1, 3], "topk": [1, 2, 3], "tokens": [2, 4, 6], "context": 20, "warmup": 0, "cycles": 1, "repeats": 2,
+        "steps": [1, 3],
+        "topk": [1, 2, 3],
+        "tokens": [2, 4, 6],
+        "context": 20,
+        "warmup": 0,
+        "cycles": 1,
+        "repeats": 2,
     },
     "benchmark": {
         "workloads": {"eval": {**EVAL, "num_prompts": 8, "max_new_tokens": ROOM}},
-        "checkpoints": ["e003"], "trees": ["t3_1_4", "t3_2_6"],
+        "checkpoints": ["e003"],
+        "trees": ["t3_1_4", "t3_2_6"],
     },
     "benchmark_served": {
-        "checkpoints": ["e003"], "trees": ["t3_2_6"], "workloads": ["eval"],
-        "server": {**GIVEN["benchmark_served"]["server"], "command": [sys.executable, "-m", "tests.serving.engine_double", "serve"]},
+        "checkpoints": ["e003"],
+        "trees": ["t3_2_6"],
+        "workloads": ["eval"],
+        "server": {
+            **GIVEN["benchmark_served"]["server"],
+            "command": [sys.executable, "-m", "tests.serving.engine_double", "serve"],
+        },
     },
-}  # fmt: skip
+}
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -79,11 +91,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"shortest_edge": 64, "longest_edge": 64 * 64}
     Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=sizes).save_pretrained(project / "tiny")
     with chdir(project):
-        made = prepare_target.describe("tiny", None, AutoConfig.from_pretrained("tiny"), Path("tiny"), None)
+        made = prepare_target.describe_target("tiny", None, AutoConfig.from_pretrained("tiny"), Path("tiny"), None)
     for folder in ("artifacts/target", "data/sampled", "data/fixed/images", "results"):
         (project / folder).mkdir(parents=True)
-    manifest.write(project / "artifacts/target", made)
-    model, eyes = loading.load(str(project / "tiny"), None, "float32", "cpu"), Eyes(str(project / "tiny"), False)
+    manifest.write_manifest(project / "artifacts/target", made)
+    model, eyes = (
+        loading.load_target(str(project / "tiny"), None, "float32", "cpu"),
+        CachedImageProcessor(str(project / "tiny"), False),
+    )
     rng = random.Random(0)
     for split, count in {"train": 14, "eval": 8, "eval_t": 0}.items():
         rows = [one_row(project, split, n, rng) for n in range(count)]
@@ -98,8 +113,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 seen = eyes.see([str(project / path) for path in row["images"]]) if row["images"] else None
                 decoding = Engine(model, [5], TAPPED).plain(row["prompt_ids"], ROOM, seen)
                 row["answer_ids"] = [token for step in decoding for token in step.tokens]
-        table = pl.DataFrame(rows, schema=conversations.SAMPLED)
-        conversations.write(project / "data/sampled" / split / conversations.part(0), table, conversations.SAMPLED)
+        table = pl.DataFrame(rows, schema=conversations.SAMPLED_SCHEMA)
+        conversations.write_table(
+            project / "data/sampled" / split / conversations.name_shard(0), table, conversations.SAMPLED_SCHEMA
+        )
     return project
 
 
@@ -165,10 +182,13 @@ def sampled(project: Path, split: str) -> dict[str, dict[str, Any]]:
 
 
 def test_rows_are_those_of_transformers_alone(made: Path, once: dict[str, bytes]) -> None:
-    model, eyes = loading.load(str(made / "tiny"), None, "float32", "cpu"), Eyes(str(made / "tiny"), False)
+    model, eyes = (
+        loading.load_target(str(made / "tiny"), None, "float32", "cpu"),
+        CachedImageProcessor(str(made / "tiny"), False),
+    )
     for split in ("train", "eval"):
         asked = sampled(made, split)
-        rows = list(format.read(made / "data/hiddens" / split))
+        rows = list(format.read_rows(made / "data/hiddens" / split))
         assert sorted(r.id for r in rows) == sorted(set(asked) - {"train.names"})
         for row in rows:
             one = asked[row.id]
@@ -185,7 +205,9 @@ def test_rows_are_those_of_transformers_alone(made: Path, once: dict[str, bytes]
     assert report["dropped"] == {"longer than max_length": 0, "a picture's token in the answer": 1}
     assert report["rows_in"] == 24 and report["rows_out"] == 23
     size = sum(len(data) for name, data in once.items() if name.endswith(".safetensors"))
-    pieces = sum(int((r.ids == TOKEN).sum()) for s in ("train", "eval") for r in format.read(made / "data/hiddens" / s))
+    pieces = sum(
+        int((r.ids == TOKEN).sum()) for s in ("train", "eval") for r in format.read_rows(made / "data/hiddens" / s)
+    )
     by_hand = report["tokens"] * (4 * H * 4 + 4 + 12 + 2 / 8) + pieces * H * 4
     assert report["bytes"] == pytest.approx(by_hand, abs=1) and size == pytest.approx(by_hand, abs=2 * 1000)
 
@@ -211,18 +233,20 @@ def test_a_text_targets_hidden_states_are_not_taken_for_pictures(
 ) -> None:
     for split in ("train", "eval"):
         rows = [
-            format.Row(r.id, r.ids, r.mask, r.features, r.last, r.prompt_length, r.finish_reason)
-            for r in format.read(made / "data/hiddens" / split)
+            format.HiddenStatesRow(r.id, r.ids, r.mask, r.features, r.last, r.prompt_length, r.finish_reason)
+            for r in format.read_rows(made / "data/hiddens" / split)
             if r.visual is not None and not len(r.visual)
         ]
         (tmp_path / "given" / split).mkdir(parents=True)
-        format.write(tmp_path / "given" / split, rows, torch.float32, 10**9)
+        format.write_rows(tmp_path / "given" / split, rows, torch.float32, 10**9)
     assert "has no hidden states of" in refused(project, **{"import": str(tmp_path / "given")})
     texts = pl.col("images").is_null()
     (project / "data/sampled").unlink()
     for split in ("train", "eval", "eval_t"):
         table = pl.read_parquet(made / f"data/sampled/{split}/*.parquet").filter(texts)
-        conversations.write(project / "data/sampled" / split / conversations.part(0), table, conversations.SAMPLED)
+        conversations.write_table(
+            project / "data/sampled" / split / conversations.name_shard(0), table, conversations.SAMPLED_SCHEMA
+        )
     said = refused(project, **{"import": str(tmp_path / "given")})
     assert "has positions and embeddings of none, expected 0 tokens of pictures" in said
 
@@ -254,9 +278,9 @@ def test_another_threshold_measures_nothing_again_and_retrains_nothing(
         edit_params(project, {"check_overfit": {"min_tau": 3.99}})
         with pytest.raises(ValueError, match=r"expected at least 3\.99"):
             check_overfit.main()
-    measured = check_overfit._place(load())
+    measured = check_overfit._place(load_params())
     edit_params(project, {"check_overfit": {"min_tau": 1.25, "steps": 90}})
-    assert check_overfit._place(load()) != measured
+    assert check_overfit._place(load_params()) != measured
     check_overfit.main()
     assert passed.read_bytes() == before and json.loads(report.read_text())["steps"] == 90
 
@@ -294,7 +318,7 @@ def test_a_draft_is_trained_replayed_and_decoded(
         monkeypatch.setenv("PYTHONPATH", str(ROOT))  # the double's
         with declared("benchmark_served"):
             benchmark_served.main("eval", "e003", "t3_2_6")
-        (point,) = served_records.read("eval", "e003", "t3_2_6")["points"]
+        (point,) = served_records.read_served_cell("eval", "e003", "t3_2_6")["points"]
         assert not any(r["failed"] for r in point["requests"])
         assert [point["acceptance"][k] for k in ("cycles", "accepted")] == [known[k] for k in ("cycles", "accepted")]
         inside = pl.read_csv("results/replay/e003.inside.csv", infer_schema_length=None).filter(by="row")
@@ -316,7 +340,7 @@ def test_online_the_trainer_shows_the_pictures_itself(project: Path, made: Path,
     learned = load_file(made / "drafts/e003/draft/model.safetensors")
     tau = json.loads((made / "results/overfit_report.json").read_text())["tau"]
     run(project, online=True)
-    assert not any(row.features.shape[1] for row in format.read(project / "data/hiddens/train"))
+    assert not any(row.features.shape[1] for row in format.read_rows(project / "data/hiddens/train"))
     with chdir(project):
         init_draft.main()
         with declared("check_overfit"):

@@ -36,7 +36,7 @@ def ask(project: Path, name: str, **changes: Any) -> tuple[list[dict[str, Any]],
     workload = {**WORKLOADS[name if name in WORKLOADS else "eval"], **changes}
     edit_params(project, {"benchmark": {"workloads": {**WORKLOADS, "chat": workload}}})
     prepare_prompts.main("chat")
-    measured, warm = workload_prompts.read("chat")
+    measured, warm = workload_prompts.read_prompts("chat")
     return measured.to_dicts(), warm.to_dicts()
 
 
@@ -51,8 +51,8 @@ def replace_split(rows: list[dict[str, Any]]) -> None:
     sampled = Path("data/sampled")
     if sampled.is_symlink():
         sampled.unlink()
-    table = pl.DataFrame(rows, schema=conversations.SAMPLED)
-    conversations.write(sampled / "eval" / conversations.part(0), table, conversations.SAMPLED)
+    table = pl.DataFrame(rows, schema=conversations.SAMPLED_SCHEMA)
+    conversations.write_table(sampled / "eval" / conversations.name_shard(0), table, conversations.SAMPLED_SCHEMA)
 
 
 def ids(rows: list[dict[str, Any]]) -> list[str]:
@@ -143,7 +143,7 @@ def test_too_few_are_said_and_none_are_refused(project: Path, capsys: pytest.Cap
 def test_a_sets_prompts_are_what_transformers_renders(project: Path, name: str) -> None:
     measured, warm = ask(project, name, turns="all", num_prompts=6, warmup=4)
     tokenizer = AutoTokenizer.from_pretrained("tiny")
-    problems = prompt_sets.read(str(ROOT / f"data/prompt_sets/{name}.jsonl"), None, None, None, name)
+    problems = prompt_sets.read_prompt_set(str(ROOT / f"data/prompt_sets/{name}.jsonl"), None, None, None, name)
     assert ids([*measured, *warm]) == [p.id for p in [*problems, *problems[:2]]]
     for row, problem in zip(measured, problems, strict=False):
         messages = [{"role": "user", "content": problem.turns[0]}]
@@ -173,9 +173,9 @@ def test_thinking_is_as_sample_target_has_it(project: Path) -> None:
 
 
 def test_a_prompt_that_leaves_no_room_is_named_before_anything_is_served(project: Path) -> None:
-    long = prompt_sets.Problem("long", ["word " * 3000], None)
+    long = prompt_sets.PromptProblem("long", ["word " * 3000], None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prompt_sets, "read", lambda *_: [long])
+        patch.setattr(prompt_sets, "read_prompt_set", lambda *_: [long])
         with pytest.raises(
             ValueError, match=r"workload chat, prompt long has \d{4} tokens, expected fewer than the 2048 that"
         ):
@@ -237,14 +237,14 @@ def test_a_seed_makes_the_same_prompts_again_and_another_others(project: Path) -
 
 
 def test_a_share_of_an_answers_length() -> None:
-    assert [workload_prompts.tokens(share, 128) for share in (1.0, 0.5, 0.001)] == [128, 64, 1]
+    assert [workload_prompts.compute_max_new_tokens(share, 128) for share in (1.0, 0.5, 0.001)] == [128, 64, 1]
 
 
 def test_missing_files_are_named(project: Path) -> None:
     with pytest.raises(
         ValueError, match=re.escape("data/prompts/none.parquet not found; run: dvc repro prepare_prompts@none")
     ):
-        workload_prompts.read("none")
+        workload_prompts.read_prompts("none")
     (project / "data/prompt_sets").unlink()
     with pytest.raises(ValueError, match=r"data/prompt_sets/gsm8k\.jsonl not found"):
         ask(project, "gsm8k")

@@ -18,11 +18,11 @@ from ruamel.yaml import YAML
 from transformers import AutoTokenizer
 
 from pipeline import recipes, reproduce
-from pipeline.recipes import use
+from pipeline.recipes import use_recipe
 from stages import fix_data, init_draft, prepare_target, sample_target
-from stages.draft.eagle3 import Draft, DraftConfig
+from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.literature import published
-from stages.literature.own_beside_published import name_of
+from stages.literature.own_beside_published import normalise_model_name
 from stages.params import schema
 from stages.reproduce import estimate
 from stages.target import generation, loading, packed_forward, vision
@@ -53,7 +53,7 @@ def test_a_recipe_changes_its_keys_and_loses_no_comment_but_of_what_it_replaces(
     about, recipe = schema.read_recipe(project / f"recipes/{name}.yaml")
     assert about is not None
     before = (project / "params.yaml").read_text().splitlines()
-    use(name)
+    use_recipe(name)
     found = YAML(typ="safe").load((project / "params.yaml").read_text())
     for section, keys in recipe.items():
         for key, value in keys.items():
@@ -68,16 +68,16 @@ def test_a_recipe_changes_its_keys_and_loses_no_comment_but_of_what_it_replaces(
         assert lost == [] and len(after) == len(before)
     inside = [line for line in lost if not line.startswith("      ")]
     assert inside == [], "comments of the sections themselves"
-    assert use(name) == []
+    assert use_recipe(name) == []
 
 
 @every_recipe
 def test_a_recipe_is_valid_its_graph_resolves_and_what_it_takes_is_known(name: str, project: Path) -> None:
     about, _ = schema.read_recipe(project / f"recipes/{name}.yaml")
     assert about is not None
-    with recipes.merged(name) as (file, changes):
-        p = schema.load(file)
-        stages = reproduce.stages_with(file)
+    with recipes.merge_recipe(name) as (file, changes):
+        p = schema.load_params(file)
+        stages = reproduce.list_stages_with(file)
     assert changes or name == "weather-tiny"
     assert not list(project.glob(".params-*"))
     cells = {
@@ -96,11 +96,11 @@ def test_a_recipe_is_valid_its_graph_resolves_and_what_it_takes_is_known(name: s
     assert {stage for stage in stages if stage.partition("_")[0] in ("train", "import")} == made
     assert made < set(stages["report"]), "report waits for each draft's own report, whoever made it"
 
-    shape, found = estimate.of_target(p), estimate.estimate(p, about)
-    draft = init_draft.infer(p, shape.made)
+    shape, found = estimate.read_target_size(p), estimate.estimate_recipe(p, about)
+    draft = init_draft.infer_config(p, shape.made)
     with torch.device("meta"):
-        parameters = sum(x.numel() for x in Draft(DraftConfig.from_json(draft)).parameters())
-    assert parameters == sum(estimate.draft_parameters(draft).values())
+        parameters = sum(x.numel() for x in Eagle3Draft(DraftConfig.from_json(draft)).parameters())
+    assert parameters == sum(estimate.count_draft_parameters(draft).values())
     assert found.disk_bytes > 0 and (found.gpu_hours > 0) == (p.target.device != "cpu")
 
 
@@ -108,13 +108,15 @@ def test_a_recipe_is_valid_its_graph_resolves_and_what_it_takes_is_known(name: s
 def test_what_a_recipe_reproduces_is_published_and_has_a_cell(name: str, project: Path) -> None:
     about, _ = schema.read_recipe(project / f"recipes/{name}.yaml")
     assert about is not None
-    with recipes.merged(name) as (file, _):
-        p = schema.load(file)
-    publications = published.load()
+    with recipes.merge_recipe(name) as (file, _):
+        p = schema.load_params(file)
+    publications = published.read_publications()
     for match in about.beside:
         rows = [r for r in publications[match.publication].rows if _is_of(r.setting, match.rows)]
         assert rows, f"{match.publication} has no row of {match.rows}"
-        assert "target" in about.substitutes or name_of(p.target.model) == name_of(str(match.rows["target"]))
+        assert "target" in about.substitutes or normalise_model_name(p.target.model) == normalise_model_name(
+            str(match.rows["target"])
+        )
         assert match.cells.workload in p.benchmark.workloads
         temperatures = {match.assumed.get("temperature", row.setting.temperature) for row in rows}
         assert temperatures == {p.benchmark.workloads[match.cells.workload].temperature}
@@ -125,14 +127,14 @@ def test_what_a_recipe_reproduces_is_published_and_has_a_cell(name: str, project
         assert found - {None} <= set(trees)
 
 
-def _is_of(setting: published.Setting, wanted: dict[str, Any]) -> bool:
+def _is_of(setting: published.PublishedSetting, wanted: dict[str, Any]) -> bool:
     return all(getattr(setting, key) == value for key, value in wanted.items())
 
 
 def test_all_25_rows_of_the_weather_table_have_a_cell_under_their_epoch() -> None:
     about, sections = schema.read_recipe(ROOT / "recipes/qwen3-vl-2b-weather.yaml")
     assert about is not None
-    rows = published.load(ROOT / "published")["qwen3-vl-weather"].rows
+    rows = published.read_publications(ROOT / "published")["qwen3-vl-weather"].rows
     found = [
         (r.setting.label, m.cells.checkpoint) for m in about.beside for r in rows
         if _is_of(r.setting, m.rows) and r.metric == "tau" and r.setting.tree in sections["benchmark_served"]["trees"]
@@ -149,7 +151,7 @@ def test_a_graph_that_trains_nothing_is_brought_up_to_date_whole(
 ) -> None:
     """By DVC, every command replaced by files of its name: the report must not wait for what no stage makes (bug: it did,
     for a folder that only training made)."""
-    use("angelslim-hunyuan-7b")
+    use_recipe("angelslim-hunyuan-7b")
     made = Recorder()
     monkeypatch.setenv("DVC_SITE_CACHE_DIR", str(project / ".site"))
     monkeypatch.setattr(dvc.stage.run, "cmd_run", made)
@@ -169,9 +171,9 @@ def test_a_graph_that_trains_nothing_is_brought_up_to_date_whole(
 
 def test_and_back_again(project: Path) -> None:
     before = (project / "params.yaml").read_text()
-    assert use("weather-tiny-moe")[0] == "target.model: builtin/weather-tiny -> builtin/weather-tiny-moe"
-    use("weather-tiny")
-    assert schema.load() == schema.load(ROOT / "params.yaml")
+    assert use_recipe("weather-tiny-moe")[0] == "target.model: builtin/weather-tiny -> builtin/weather-tiny-moe"
+    use_recipe("weather-tiny")
+    assert schema.load_params() == schema.load_params(ROOT / "params.yaml")
     assert (project / "params.yaml").read_text().split() == before.split()
 
 
@@ -187,17 +189,19 @@ def test_use_keeps_the_files_mode_and_a_copy_of_the_checkpoints_that_it_replaces
         "train_draft: {checkpoints: {e001: {from: e000, epochs: 1}}}\n"
         "replay_trees: {checkpoints: [e001]}\nbenchmark: {checkpoints: [e001]}\nbenchmark_served: {checkpoints: [e001]}\n"
     )
-    said = use("mine.yaml")
+    said = use_recipe("mine.yaml")
     assert "train_draft.checkpoints: e002 -> e001" in said
     assert said[-1].endswith("to return to it: cp params.yaml.before-mine params.yaml")
     assert stat.S_IMODE((project / "params.yaml").stat().st_mode) == 0o644
     kept = project / "params.yaml.before-mine"
     assert kept.read_bytes() == before
     shutil.copy(kept, project / "params.yaml")
-    assert use("mine.yaml")[-1] == said[-1] and not (project / "params.yaml.before-mine-2").exists()
-    assert use("mine.yaml") == []
+    assert use_recipe("mine.yaml")[-1] == said[-1] and not (project / "params.yaml.before-mine-2").exists()
+    assert use_recipe("mine.yaml") == []
     edit_params(project, {"train_draft": {"checkpoints": {"e001": {"from": "e000", "epochs": 1}, **again}}})
-    assert use("mine.yaml")[-1].endswith("cp params.yaml.before-mine-2 params.yaml") and kept.read_bytes() == before
+    assert (
+        use_recipe("mine.yaml")[-1].endswith("cp params.yaml.before-mine-2 params.yaml") and kept.read_bytes() == before
+    )
     ignored = (ROOT / ".gitignore").read_text().splitlines()
     assert "/params.yaml.before-*" in ignored
 
@@ -215,29 +219,29 @@ def test_a_wrong_recipe_changes_nothing(recipe: str, said: str, project: Path) -
     before = (project / "params.yaml").read_text()
     (project / "mine.yaml").write_text(recipe)
     with pytest.raises(ValueError, match=said):
-        use("mine.yaml")
+        use_recipe("mine.yaml")
     assert (project / "params.yaml").read_text() == before
     assert not list(project.glob(".params-*"))
     with pytest.raises(ValueError, match="there is no recipe recipes/yours"):
-        use("yours")
+        use_recipe("yours")
 
 
 def test_the_embedded_experts_learn_and_are_a_target_like_any_other(tmp_path: Path) -> None:
     """A few steps; each token takes two of eight; saved and loaded, it says the same, and packs its documents."""
-    corpus = text_targets.corpus(7)[:200]
-    tokenizer = text_targets.build_tokenizer(text_targets.texts(corpus))
+    corpus = text_targets.make_corpus(7)[:200]
+    tokenizer = text_targets.build_tokenizer(text_targets.render_conversations(corpus))
     model = text_targets.build_model(tokenizer, 7, "weather-tiny-moe")
-    rows = text_targets.encode(tokenizer, corpus)
-    losses = [loss for _, loss in text_targets.train(model, rows, 7, 6, 512, 0.03)]
+    rows = text_targets.encode_conversations(tokenizer, corpus)
+    losses = [loss for _, loss in text_targets.train_target(model, rows, 7, 6, 512, 0.03)]
     assert losses[-1] < losses[0]
     model.eval().save_pretrained(tmp_path)
-    loaded = loading.load(str(tmp_path), None, "float32", "cpu")
+    loaded = loading.load_target(str(tmp_path), None, "float32", "cpu")
     ids = torch.cat([rows[0][0], rows[1][0]])
     lengths = [len(rows[0][0]), len(rows[1][0])]
     with torch.inference_mode():
         alone = torch.cat([model.model(input_ids=row[None]).last_hidden_state[0] for row in ids.split(lengths)])
         router = model(input_ids=ids[None], output_router_logits=True).router_logits[0]
-    assert packed_forward.packs(loaded)
+    assert packed_forward.supports_packing(loaded)
     torch.testing.assert_close(
         packed_forward.forward_documents(loaded, ids, lengths, True), alone, rtol=1e-4, atol=1e-4
     )
@@ -248,13 +252,16 @@ def test_the_embedded_experts_learn_and_are_a_target_like_any_other(tmp_path: Pa
 def test_the_embedded_target_that_sees_reads_maps_it_never_saw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its answers to the eval questions are the tables the maps were drawn from; with maps swapped, they follow the maps."""
     monkeypatch.chdir(copy_project(tmp_path))
-    use("weather-tiny-vl")
+    use_recipe("weather-tiny-vl")
     edit_params(tmp_path, {"sample_target": {"train_rows": 1, "temperature": 0.0}})
     fix_data.main()
     prepare_target.main()
     sample_target.main()
     tokenizer = AutoTokenizer.from_pretrained("artifacts/target")
-    model, eyes = loading.load("artifacts/target", None, "float32", "cpu"), vision.Eyes("artifacts/target", False)
+    model, eyes = (
+        loading.load_target("artifacts/target", None, "float32", "cpu"),
+        vision.CachedImageProcessor("artifacts/target", False),
+    )
     (end,) = {model.config.get_text_config().eos_token_id}
 
     def table(text: str) -> list[list[str]]:
@@ -270,7 +277,7 @@ def test_the_embedded_target_that_sees_reads_maps_it_never_saw(tmp_path: Path, m
         same_size = [k for k, days in enumerate(drawn) if len(days) == len(drawn[number]) and k != number]
         for other in same_size[:1]:
             seen = eyes.see(rows[other]["images"])
-            ((ids, _),) = generation.answer(model, [row["prompt_ids"]], 200, 0.0, 1.0, [end], end, 1, seen)
+            ((ids, _),) = generation.generate_answers(model, [row["prompt_ids"]], 200, 0.0, 1.0, [end], end, 1, seen)
             swapped += zip(drawn[other], table(tokenizer.decode(ids)), strict=False)
     assert len(own) > 50 and sum(a == b for a, b in own) > 0.8 * len(own)
     assert len(swapped) > 30 and sum(a == b for a, b in swapped) > 0.8 * len(swapped)
@@ -282,7 +289,7 @@ def test_a_recipe_runs_from_raw_data_to_the_table(name: str, tmp_path: Path, mon
     """Small, and lossless all the same: speculative output is the plain one, token for token."""
     project = copy_project(tmp_path)
     monkeypatch.chdir(project)
-    use(name)
+    use_recipe(name)
     edit_params(project, SMALL)
     done = run_dvc(project, "repro")
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

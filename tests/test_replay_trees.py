@@ -23,8 +23,8 @@ from stages.data import conversations
 from stages.draft import checkpoint
 from stages.engine.decode import Engine
 from stages.params import schema
-from stages.replay.replay import room
-from stages.replay_trees import _batches
+from stages.replay.replay import compute_capacity
+from stages.replay_trees import _batch_rows
 from stages.results import replay_records, torch_records
 from stages.target import manifest
 from tests.conftest import EVAL, ROOT, edit_params
@@ -54,17 +54,19 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     edit_params(project, SETTINGS)
     with chdir(project):
         make_target(1)
-        p, target = schema.load(), manifest.read()
-        draft, config = init_draft._fresh(p, target, torch.arange(V))
+        p, target = schema.load_params(), manifest.read_manifest()
+        draft, config = init_draft._build_fresh_draft(p, target, torch.arange(V))
         scatter(draft, 0.3, 2)
-        checkpoint.write_draft(checkpoint.folder("e003"), config, dict(draft.state_dict()))
+        checkpoint.write_draft(checkpoint.locate_checkpoint("e003"), config, dict(draft.state_dict()))
         engine = Engine(small_target(V, 1), target.eos_token_ids, target.feature_layers)
         prompts = torch.randint(0, END, (PROMPTS, 5), generator=torch.Generator().manual_seed(4)).tolist()
         for split, workload in (("train", "eval"), ("eval", "eval"), ("eval_t", "drawn")):
             work: Any = SimpleNamespace(w=p.benchmark.workloads[workload])
             rows = [answered(engine, work, f"row{n}.0", prompt) for n, prompt in enumerate(prompts)]
-            table = pl.DataFrame(rows, schema=conversations.SAMPLED)
-            conversations.write(Path("data/sampled") / split / conversations.part(0), table, conversations.SAMPLED)
+            table = pl.DataFrame(rows, schema=conversations.SAMPLED_SCHEMA)
+            conversations.write_table(
+                Path("data/sampled") / split / conversations.name_shard(0), table, conversations.SAMPLED_SCHEMA
+            )
         extract_hiddens.main()
         for workload in p.benchmark.torch:
             prepare_prompts.main(workload)
@@ -74,13 +76,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_target(seed: int) -> None:
     model = small_target(V, seed, eos_token_id=END)
     model.save_pretrained("tiny")
-    manifest.write(
-        Path("artifacts/target"), prepare_target.describe("tiny", None, model.config, Path("tiny"), [1, 2, 3])
+    manifest.write_manifest(
+        Path("artifacts/target"), prepare_target.describe_target("tiny", None, model.config, Path("tiny"), [1, 2, 3])
     )
 
 
 def answered(engine: Engine, work: Any, name: str, prompt: list[int]) -> dict[str, Any]:
-    drawn = benchmark._sampling(work, name, 0, 0)
+    drawn = benchmark._make_sampling_params(work, name, 0, 0)
     answer = [token for step in engine.plain(prompt, ANSWER, sampling=drawn) for token in step.tokens]
     return {
         "id": name, "prompt_ids": prompt, "answer_ids": answer, "finish_reason": "stop" if answer[-1] == END else "length",
@@ -98,7 +100,7 @@ def project(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 
 def table() -> list[dict[str, str]]:
-    with replay_records.path("e003").open() as file:
+    with replay_records.locate_replay("e003").open() as file:
         return list(csv.DictReader(file))
 
 
@@ -110,14 +112,16 @@ def test_a_cell_above_temperature_0_accepts_what_the_replay_of_its_answers_says_
     for workload, heat in (("eval", "0.0"), ("drawn", "0.7")):
         for tree in ("t3_1_4", "t3_2_6"):
             benchmark.main(workload, "e003", tree)
-            found = torch_records.read(workload, "e003", tree)
+            found = torch_records.read_torch_cell(workload, "e003", tree)
             (row,) = (
                 r for r in rows if f"t{r['steps']}_{r['topk']}_{r['tokens']}" == tree and r["temperature"] == heat
             )
             accepted, cycles = (sum(answer[k] for answer in found["prompts"]) for k in ("accepted", "cycles"))
             assert (int(row["accepted"]), int(row["cycles"])) == (accepted, cycles) and accepted > 5
             assert float(row["tau_low"]) < float(row["tau"]) < float(row["tau_high"])
-            assert replay_records.tau(replay_records.read("e003"), found) == found["metrics"]["tau"]
+            assert (
+                replay_records.find_replayed_tau(replay_records.read_replay("e003"), found) == found["metrics"]["tau"]
+            )
             told[workload, tree] = found["metrics"]["identical_share"], {a["identical"] for a in found["prompts"]}
     assert told["eval", "t3_1_4"] == told["eval", "t3_2_6"] == (1.0, {True})
     assert told["drawn", "t3_1_4"] == told["drawn", "t3_2_6"] == (None, {None}), "not defined where answers are drawn"
@@ -127,8 +131,10 @@ def test_answers_all_at_temperature_0_are_replayed_alone(project: Path) -> None:
     edit_params(project, {"sample_target": {"temperature": 0.0}})
     for folder in ("sampled/eval_t", "hiddens/eval_t"):
         shutil.rmtree(Path("data") / folder)
-    empty = pl.DataFrame(schema=conversations.SAMPLED)
-    conversations.write(Path("data/sampled/eval_t") / conversations.part(0), empty, conversations.SAMPLED)
+    empty = pl.DataFrame(schema=conversations.SAMPLED_SCHEMA)
+    conversations.write_table(
+        Path("data/sampled/eval_t") / conversations.name_shard(0), empty, conversations.SAMPLED_SCHEMA
+    )
     extract_hiddens.main()
     replay_trees.main("e003")
     assert {row["temperature"] for row in table()} == {"0.0"}
@@ -149,7 +155,7 @@ def test_a_tree_deeper_than_an_imported_drafts_window_is_refused_before_anything
 def refused() -> str:
     with pytest.raises(ValueError) as error:  # noqa: PT011 - each caller looks at the message
         replay_trees.main("e003")
-    assert not replay_records.path("e003").exists()
+    assert not replay_records.locate_replay("e003").exists()
     return str(error.value)
 
 
@@ -181,8 +187,12 @@ def test_hidden_states_of_another_split(project: Path) -> None:
     ],
 )
 def test_hidden_states_of_other_answers(project: Path, change: pl.Expr, says: str) -> None:
-    rows = conversations.read(Path("data/sampled/eval"), conversations.SAMPLED, "sample_target").with_columns(change)
-    conversations.write(Path("data/sampled/eval") / conversations.part(0), rows, conversations.SAMPLED)
+    rows = conversations.read_table(
+        Path("data/sampled/eval"), conversations.SAMPLED_SCHEMA, "sample_target"
+    ).with_columns(change)
+    conversations.write_table(
+        Path("data/sampled/eval") / conversations.name_shard(0), rows, conversations.SAMPLED_SCHEMA
+    )
     message = refused()
     assert message.startswith("data/hiddens/eval: ") and "run: dvc repro extract_hiddens" in message
     assert says.partition("row0.0")[2] in message
@@ -204,20 +214,22 @@ def test_answers_drawn_otherwise_than_is_asked(project: Path, asked: dict, found
 
 
 def test_an_eval_split_that_was_drawn(project: Path) -> None:
-    rows = conversations.read(Path("data/sampled/eval"), conversations.SAMPLED, "sample_target")
+    rows = conversations.read_table(Path("data/sampled/eval"), conversations.SAMPLED_SCHEMA, "sample_target")
     hot = rows.with_columns(temperature=pl.lit(0.7, pl.Float32))
-    conversations.write(Path("data/sampled/eval") / conversations.part(0), hot, conversations.SAMPLED)
+    conversations.write_table(
+        Path("data/sampled/eval") / conversations.name_shard(0), hot, conversations.SAMPLED_SCHEMA
+    )
     assert (
         "data/sampled/eval has answers of temperature 0.7, top_p null, expected temperature 0, top_p null" in refused()
     )
 
 
 def test_a_draft_for_a_target_of_another_shape(project: Path) -> None:
-    made = manifest.read()
+    made = manifest.read_manifest()
     edit_params(project, {"init_draft": {"draft_vocab_size": None}})
     wider = SimpleNamespace(**{**vars(made), "vocab_size": V + 3})
-    draft, config = init_draft._fresh(schema.load(), wider, torch.arange(V + 3))  # type: ignore[arg-type]
-    checkpoint.write_draft(checkpoint.folder("e003"), config, dict(draft.state_dict()))
+    draft, config = init_draft._build_fresh_draft(schema.load_params(), wider, torch.arange(V + 3))  # type: ignore[arg-type]
+    checkpoint.write_draft(checkpoint.locate_checkpoint("e003"), config, dict(draft.state_dict()))
     assert refused() == (
         "drafts/e003/draft is for a target of 12 tokens and width 16, expected tiny's 9 and 16; train or import a draft for "
         "this target"
@@ -230,7 +242,7 @@ def test_a_draft_for_a_target_of_another_shape(project: Path) -> None:
 @given(st.lists(st.integers(1, 50), max_size=20), st.integers(1, 200))
 def test_every_row_is_in_one_batch_that_fits_or_is_alone(lengths: list[int], tokens: int) -> None:
     lengths.sort()
-    batches = [lengths[here] for here in _batches(lengths, tokens)]
+    batches = [lengths[here] for here in _batch_rows(lengths, tokens)]
     assert [length for batch in batches for length in batch] == lengths
     assert all(len(batch) == 1 or len(batch) * batch[-1] <= tokens for batch in batches)
     for batch, following in pairwise(batches):  # none is smaller than it need be
@@ -239,8 +251,8 @@ def test_every_row_is_in_one_batch_that_fits_or_is_alone(lengths: list[int], tok
 
 def test_more_memory_and_fewer_topks_make_more_room_and_none_is_never_enough() -> None:
     draft, *_ = random_draft(1)
-    some, more, fewer = (room(draft, trees, memory) for trees, memory in (
+    some, more, fewer = (compute_capacity(draft, trees, memory) for trees, memory in (
         ([(4, 2, 8), (4, 3, 8)], 1 << 20), ([(4, 2, 8), (4, 3, 8)], 1 << 24), ([(4, 2, 8)], 1 << 20),
     ))  # fmt: skip
     assert some.places < more.places and some.tokens < more.tokens and some.places < fewer.places
-    assert room(draft, [(16, 10, 64)], 1) == (1, 1)
+    assert compute_capacity(draft, [(16, 10, 64)], 1) == (1, 1)

@@ -17,7 +17,7 @@ from ruamel.yaml import YAML
 from stages import report
 from stages.params import schema
 from stages.params.section import ROOT_CHECKPOINT
-from stages.params.tree_sections import Tree
+from stages.params.tree_sections import TreeShape
 from stages.results import replay_records, served_records, served_table, timing_grid, torch_records
 from stages.runtime import atomic
 from stages.telemetry import stage_record
@@ -46,7 +46,7 @@ def made_up_project(folder: Path, monkeypatch: pytest.MonkeyPatch) -> schema.Par
     monkeypatch.chdir(folder)
     Path("params.yaml").write_bytes((ROOT / "params.yaml").read_bytes())
     shutil.copytree(ROOT / "published", "published")
-    p = schema.load()
+    p = schema.load_params()
     make_up_results(p)
     return p
 
@@ -58,9 +58,11 @@ def make_up_results(p: schema.Params) -> None:
     for workload in p.benchmark.torch:
         for checkpoint in p.benchmark.checkpoints:
             for name in p.benchmark.trees:
-                torch_records.write(_made_up_cell(chance, workload, checkpoint, Tree.parse(name), skill[checkpoint]))
+                torch_records.write_torch_cell(
+                    _made_up_cell(chance, workload, checkpoint, TreeShape.parse(name), skill[checkpoint])
+                )
     for checkpoint, segment in p.train_draft.checkpoints.items():
-        lines = [",".join(replay_records.COLUMNS)]
+        lines = [",".join(replay_records.REPLAY_COLUMNS)]
         for tree in p.replay_trees.trees():
             tau = _tau(skill[checkpoint], tree) + chance.uniform(-0.15, 0.15)
             rate = (tau - 1) / tree.num_steps
@@ -70,7 +72,7 @@ def make_up_results(p: schema.Params) -> None:
                 ",".join(map(str, (checkpoint, *shape, tau, tau - 0.1, tau + 0.1, rate, *counted, tau, "", 0.0, "")))
             )
         atomic.write_text(Path(f"results/replay/{checkpoint}.csv"), "\n".join(lines) + "\n")
-        replay_records.write_inside(checkpoint, [])
+        replay_records.write_tree_statistics(checkpoint, [])
         epochs = [
             {
                 "epoch": e,
@@ -88,15 +90,15 @@ def make_up_results(p: schema.Params) -> None:
             "weights": "ab" * 32,
         }
         atomic.write_json(Path(f"results/train/{checkpoint}.json"), done)
-    timing_grid.write(costs.made_up(model=p.target.model))
+    timing_grid.write_timing_grid(costs.made_up(model=p.target.model))
     make_up_spent(*SPENT)
-    for stage, (name, _) in report.REPORTS.items():
+    for stage, (name, _) in report.STAGE_REPORTS.items():
         atomic.write_json(Path(f"results/{name}.json"), _made_up_report(stage))
 
 
 def make_up_spent(*records: str) -> None:
     for record in records:
-        atomic.write_json(stage_record.path(record), {"seconds": 60.0, "gpus": [], "joules": None})
+        atomic.write_json(stage_record.locate_record(record), {"seconds": 60.0, "gpus": [], "joules": None})
 
 
 def make_up_import(name: str) -> None:
@@ -104,7 +106,7 @@ def make_up_import(name: str) -> None:
     atomic.write_json(Path(f"results/train/{name}.json"), {"checkpoint": name, "weights": "cd" * 32})
 
 
-def made_up_inside(trees: list[Tree]) -> list[Row]:
+def made_up_inside(trees: list[TreeShape]) -> list[Row]:
     """Buckets that could be true: 60 cycles a tree, half of what is promised is kept."""
     buckets = {
         "row": ("q1.0", "q2.0"), "context": ("64-96", "96-128"), "answer": ("0-8", "8-12"), "after": ("digits", "letters"),
@@ -119,7 +121,7 @@ def made_up_inside(trees: list[Tree]) -> list[Row]:
     ]
 
 
-def _made_up_cell(chance: random.Random, workload: str, checkpoint: str, tree: Tree, skill: float) -> Row:
+def _made_up_cell(chance: random.Random, workload: str, checkpoint: str, tree: TreeShape, skill: float) -> Row:
     tau = _tau(skill, tree) + chance.uniform(-0.1, 0.1)
     speedup = tau / (1.18 + 0.06 * tree.num_steps + 0.01 * tree.num_draft_tokens)
     latency, prompts = chance.uniform(0.55, 0.65), 12
@@ -140,17 +142,32 @@ def _made_up_cell(chance: random.Random, workload: str, checkpoint: str, tree: T
     }
     shares = [math.exp(-(((i - tau + 1) / (0.3 * tree.num_steps)) ** 2)) for i in range(tree.num_steps + 1)]
     return {
-        "workload": workload, "checkpoint": checkpoint, "tree": tree.name, "num_steps": tree.num_steps, "topk": tree.topk,
-        "num_draft_tokens": tree.num_draft_tokens, "engine": "torch", "definitions": torch_records.DEFINITIONS, "temperature": 0.0,
-        "top_p": 1.0, "top_k": None, "metrics": metrics, "histogram": [round(360 * s / sum(shares)) for s in shares],
+        "workload": workload,
+        "checkpoint": checkpoint,
+        "tree": tree.name,
+        "num_steps": tree.num_steps,
+        "topk": tree.topk,
+        "num_draft_tokens": tree.num_draft_tokens,
+        "engine": "torch",
+        "definitions": torch_records.DEFINITIONS,
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "top_k": None,
+        "metrics": metrics,
+        "histogram": [round(360 * s / sum(shares)) for s in shares],
         "prompts": [prompt | {"id": f"row{i}.0"} for i in range(prompts)],
         "hardware": {"cpu": "Made-up CPU, 2 cores", "system": "Linux", "python": "3.11.9"},
-        "versions": {"torch": "2.13.0", "transformers": "5.23.0"}, "seconds": 3.4, "seed": 0, "gpus": [], "joules": None,
-        "repeats": [{"output_tok_s": 210 * speedup, "baseline_output_tok_s": 210.0, "speedup": speedup}], "quality": None,
-    }  # fmt: skip
+        "versions": {"torch": "2.13.0", "transformers": "5.23.0"},
+        "seconds": 3.4,
+        "seed": 0,
+        "gpus": [],
+        "joules": None,
+        "repeats": [{"output_tok_s": 210 * speedup, "baseline_output_tok_s": 210.0, "speedup": speedup}],
+        "quality": None,
+    }
 
 
-def _tau(skill: float, tree: Tree) -> float:
+def _tau(skill: float, tree: TreeShape) -> float:
     p = min(0.95, skill + 0.04 * (tree.topk > 1) - 0.004 * tree.topk)
     depth = min(tree.num_steps, 2 + (tree.num_draft_tokens - 1) / (1 + 0.7 * (tree.topk - 1)))
     return (1 - p ** (depth + 1)) / (1 - p)
@@ -197,21 +214,21 @@ def _lines(place: Path) -> list[Row]:
 
 def test_the_table_equals_the_cells_bit_for_bit(made_up: schema.Params) -> None:
     report.main()
-    rows = _lines(report.BENCHMARK)
+    rows = _lines(report.BENCHMARK_TABLE)
     b = made_up.benchmark
     assert [(r["workload"], r["checkpoint"], r["tree"]) for r in rows] == [
         (w, c, t) for w in b.workloads for c in b.checkpoints for t in b.trees
     ]
     for row in rows:
-        metrics = torch_records.read(row["workload"], row["checkpoint"], row["tree"])["metrics"]
-        for name in report.MEASURED:
+        metrics = torch_records.read_torch_cell(row["workload"], row["checkpoint"], row["tree"])["metrics"]
+        for name in report.METRIC_COLUMNS:
             assert float(row[name]).hex() == metrics[name].hex(), name
 
 
 def test_the_page_shows_what_is_trained_on_and_escapes_it(made_up: schema.Params) -> None:
     """An answer may hold any text: a page that ran it as HTML would show another mask, or worse."""
     report.main()
-    page = report.PAGE.read_text()
+    page = report.PAGE_FILE.read_text()
     assert "<strong>q7.0</strong>: 3 of 12 tokens, a whole answer" in page
     assert (
         '<pre class="masked"><span>&lt;|im_start|&gt;user\nIs 2 &lt; 3 &amp; &lt;b&gt;so&lt;/b&gt;?&lt;|im_end|&gt;\n</span>'
@@ -221,12 +238,12 @@ def test_the_page_shows_what_is_trained_on_and_escapes_it(made_up: schema.Params
 
 def test_columns_come_in_their_order(made_up: schema.Params) -> None:
     report.main()
-    assert report.BENCHMARK.read_text().splitlines()[0] == (
+    assert report.BENCHMARK_TABLE.read_text().splitlines()[0] == (
         "workload,checkpoint,tree,num_steps,topk,num_draft_tokens,tau,tau_low,tau_high,accept_rate,prefill_latency_s,"
         "e2e_latency_s,output_tok_s,speedup,speedup_low,speedup_high,identical_share,replay_tau,engine"
     )
-    joined = report.REPLAY.read_text().splitlines()
-    assert joined[0] == ",".join(replay_records.COLUMNS)
+    joined = report.REPLAY_TABLE.read_text().splitlines()
+    assert joined[0] == ",".join(replay_records.REPLAY_COLUMNS)
     assert len(joined) - 1 == len(made_up.replay_trees.trees()) * len(made_up.train_draft.checkpoints)
 
 
@@ -235,7 +252,7 @@ def test_replayed_tau_stands_beside_the_served_one_where_the_grid_has_the_tree(m
     kept = [line for line in place.read_text().splitlines() if ",8,2,16," not in line]
     place.write_text("\n".join(kept) + "\n")
     report.main()
-    replayed = {(r["checkpoint"], r["tree"]): r["replay_tau"] for r in _lines(report.BENCHMARK)}
+    replayed = {(r["checkpoint"], r["tree"]): r["replay_tau"] for r in _lines(report.BENCHMARK_TABLE)}
     first, other = made_up.benchmark.checkpoints[:2]
     assert replayed[first, "t8_2_16"] == ""
     line = next(line for line in Path(f"results/replay/{other}.csv").read_text().splitlines() if ",8,2,16," in line)
@@ -246,56 +263,59 @@ def test_cells_above_temperature_0_stand_beside_the_replay_of_answers_drawn_alik
     made_up: schema.Params, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Their answers are drawn, so none is held against plain decoding's; the best checkpoint is that of temperature 0."""
-    checkpoint, tree = made_up.benchmark.checkpoints[0], Tree.parse("t8_2_16")
-    place = replay_records.path(checkpoint)
+    checkpoint, tree = made_up.benchmark.checkpoints[0], TreeShape.parse("t8_2_16")
+    place = replay_records.locate_replay(checkpoint)
     report.main()
-    best = json.loads(report.METRICS.read_text())["checkpoints"]
-    hot = [row | {"tau": row["tau"] - 0.5, "temperature": 0.7, "top_p": 0.9} for row in replay_records.read(checkpoint)]
-    replay_records.write(place, [*replay_records.read(checkpoint), *hot])
-    found = torch_records.read("eval", checkpoint, tree.name)
-    cold = next(r["tau"] for r in replay_records.read(checkpoint) if _shape(r) == tree)
+    best = json.loads(report.METRICS_FILE.read_text())["checkpoints"]
+    hot = [
+        row | {"tau": row["tau"] - 0.5, "temperature": 0.7, "top_p": 0.9}
+        for row in replay_records.read_replay(checkpoint)
+    ]
+    replay_records.write_replay(place, [*replay_records.read_replay(checkpoint), *hot])
+    found = torch_records.read_torch_cell("eval", checkpoint, tree.name)
+    cold = next(r["tau"] for r in replay_records.read_replay(checkpoint) if _shape(r) == tree)
     drawn = {"temperature": 0.7, "top_p": 0.9, "metrics": found["metrics"] | {"identical_share": None}}
     taus = {}
     for name, how in (("greedy", {}), ("drawn", drawn), ("otherwise", drawn | {"top_p": 1.0})):
-        torch_records.write(found | how)
+        torch_records.write_torch_cell(found | how)
         report.main()
-        (line,) = (r for r in _lines(report.BENCHMARK) if (r["checkpoint"], r["tree"]) == (checkpoint, tree.name))
+        (line,) = (r for r in _lines(report.BENCHMARK_TABLE) if (r["checkpoint"], r["tree"]) == (checkpoint, tree.name))
         taus[name] = line["replay_tau"], line["identical_share"]
-        assert json.loads(report.METRICS.read_text())["identical_share_min"] == 1.0
+        assert json.loads(report.METRICS_FILE.read_text())["identical_share_min"] == 1.0
     assert taus == {"greedy": (str(cold), "1.0"), "drawn": (str(cold - 0.5), ""), "otherwise": ("", "")}
     table = capsys.readouterr().out.rsplit("e003, the best", 1)[-1]
     assert any(line.endswith("–") and line.startswith("8_2_16") for line in table.splitlines())
-    for name, now in json.loads(report.METRICS.read_text())["checkpoints"].items():
+    for name, now in json.loads(report.METRICS_FILE.read_text())["checkpoints"].items():
         assert now["mean_replay_tau"] == best[name]["mean_replay_tau"]
     for name in made_up.benchmark.checkpoints:
         for other in made_up.benchmark.trees:
-            torch_records.write(torch_records.read("eval", name, other) | drawn)
+            torch_records.write_torch_cell(torch_records.read_torch_cell("eval", name, other) | drawn)
     report.main()
-    assert json.loads(report.METRICS.read_text())["identical_share_min"] is None
-    assert "same answers as plain" not in report.PAGE.read_text()
+    assert json.loads(report.METRICS_FILE.read_text())["identical_share_min"] is None
+    assert "same answers as plain" not in report.PAGE_FILE.read_text()
 
 
-def _shape(row: Row) -> Tree:
-    return Tree(num_steps=row["steps"], topk=row["topk"], num_draft_tokens=row["tokens"])
+def _shape(row: Row) -> TreeShape:
+    return TreeShape(num_steps=row["steps"], topk=row["topk"], num_draft_tokens=row["tokens"])
 
 
 def test_the_best_checkpoint_is_the_one_with_the_highest_mean_replayed_tau(made_up: schema.Params) -> None:
     report.main()
-    metrics = json.loads(report.METRICS.read_text())
+    metrics = json.loads(report.METRICS_FILE.read_text())
     taus: dict[str, list[float]] = {}
-    for line in _lines(report.REPLAY):
+    for line in _lines(report.REPLAY_TABLE):
         taus.setdefault(line["checkpoint"], []).append(float(line["tau"]))
     means = {name: sum(values) / len(values) for name, values in taus.items()}
     assert metrics["best_checkpoint"] == max(means, key=means.__getitem__)
     for name, found in metrics["checkpoints"].items():
         assert found["mean_replay_tau"] == pytest.approx(means[name])
-        mine = [row for row in _lines(report.BENCHMARK) if row["checkpoint"] == name]
+        mine = [row for row in _lines(report.BENCHMARK_TABLE) if row["checkpoint"] == name]
         assert found["best_by_tau"]["tau"] == max(float(row["tau"]) for row in mine)
         assert found["best_by_speedup"]["speedup"] == max(float(row["speedup"]) for row in mine)
 
 
 def test_a_missing_cell_is_named_with_what_to_run(made_up: schema.Params) -> None:
-    torch_records.path("eval", "e009", "t8_2_16").unlink()
+    torch_records.locate_torch_cell("eval", "e009", "t8_2_16").unlink()
     with pytest.raises(
         ValueError, match=r"eval-e009-t8_2_16\.json not found; run: dvc repro benchmark@eval-e009-t8_2_16"
     ):
@@ -314,7 +334,7 @@ def test_a_missing_cell_is_named_with_what_to_run(made_up: schema.Params) -> Non
     ],
 )
 def test_a_foreign_cell_is_refused(made_up: schema.Params, spoil: Any, message: str) -> None:
-    place = torch_records.path("eval", "e009", "t8_2_16")
+    place = torch_records.locate_torch_cell("eval", "e009", "t8_2_16")
     found = json.loads(place.read_text())
     spoil(found)
     atomic.write_json(place, found)
@@ -341,26 +361,26 @@ def test_a_workload_that_never_drafts_is_no_reason_to_fail(made_up: schema.Param
     """Answers of one token come whole from the prefill: no cycle, an empty histogram."""
     for checkpoint in made_up.benchmark.checkpoints:
         for tree in made_up.benchmark.trees:
-            c = torch_records.read("eval", checkpoint, tree)
-            torch_records.write(c | {"histogram": [0] * len(c["histogram"])})
+            c = torch_records.read_torch_cell("eval", checkpoint, tree)
+            torch_records.write_torch_cell(c | {"histogram": [0] * len(c["histogram"])})
     report.main()
-    assert '<div class="bars">' not in report.PAGE.read_text()
+    assert '<div class="bars">' not in report.PAGE_FILE.read_text()
 
 
 def test_cells_and_replays_that_params_do_not_list_are_ignored(made_up: schema.Params) -> None:
-    stale = torch_records.read("eval", "e009", "t8_2_16") | {"tree": "t9_2_16", "checkpoint": "e001"}
-    torch_records.write(stale)
+    stale = torch_records.read_torch_cell("eval", "e009", "t8_2_16") | {"tree": "t9_2_16", "checkpoint": "e001"}
+    torch_records.write_torch_cell(stale)
     Path("results/replay/e001.csv").write_text("not,a,replay\n")
     report.main()
     b = made_up.benchmark
-    assert len(_lines(report.BENCHMARK)) == len(b.workloads) * len(b.checkpoints) * len(b.trees)
-    for made in (report.BENCHMARK, report.REPLAY, report.PAGE):
+    assert len(_lines(report.BENCHMARK_TABLE)) == len(b.workloads) * len(b.checkpoints) * len(b.trees)
+    for made in (report.BENCHMARK_TABLE, report.REPLAY_TABLE, report.PAGE_FILE):
         assert not re.search(r"\be001\b", made.read_text())
 
 
 def test_the_page_needs_nothing_from_elsewhere(made_up: schema.Params) -> None:
     report.main()
-    page = report.PAGE.read_text()
+    page = report.PAGE_FILE.read_text()
     assert not re.search(r"https?:|//[a-z]|<script|<link|<img|@import|url\((?!#)", page)
     assert page.count("<svg") == PLOTS
     assert "#0101" not in page
@@ -370,9 +390,9 @@ def test_the_page_needs_nothing_from_elsewhere(made_up: schema.Params) -> None:
 
 def test_the_page_is_the_same_twice(made_up: schema.Params) -> None:
     report.main()
-    first = report.PAGE.read_bytes()
+    first = report.PAGE_FILE.read_bytes()
     report.main()
-    assert report.PAGE.read_bytes() == first
+    assert report.PAGE_FILE.read_bytes() == first
 
 
 def test_what_users_wrote_is_escaped(made_up: schema.Params) -> None:
@@ -381,21 +401,21 @@ def test_what_users_wrote_is_escaped(made_up: schema.Params) -> None:
     fixed["examples"] = {"fence": {"before": "<b>hot</b>", "after": "hot"}}
     atomic.write_json(place, fixed)
     report.main()
-    assert "&lt;b&gt;hot" in report.PAGE.read_text()
+    assert "&lt;b&gt;hot" in report.PAGE_FILE.read_text()
 
 
 def test_published_numbers_stand_beside_ours_where_target_and_tree_agree(made_up: schema.Params) -> None:
     report.main()
-    assert "Beside what was published" not in report.PAGE.read_text()  # nobody published the embedded target
+    assert "Beside what was published" not in report.PAGE_FILE.read_text()  # nobody published the embedded target
     text = (
         Path("params.yaml")
         .read_text()
         .replace("model: builtin/weather-tiny ", "model: meta-llama/Llama-3.1-8B-Instruct ")
     )
     Path("params.yaml").write_text(text)
-    timing_grid.write(costs.made_up(model="meta-llama/Llama-3.1-8B-Instruct"))
+    timing_grid.write_timing_grid(costs.made_up(model="meta-llama/Llama-3.1-8B-Instruct"))
     report.main()
-    page = re.sub(r"<[^>]+>", "|", report.PAGE.read_text())
+    page = re.sub(r"<[^>]+>", "|", report.PAGE_FILE.read_text())
     assert "Beside what was published" in page and "EAGLE-3, the paper" in page and "https:" not in page
     assert "none of a tree measured here" in page  # the paper's chains are of two and three drafts
     with Path("published/specforge-sweep.csv").open(newline="") as lines:
@@ -404,8 +424,8 @@ def test_published_numbers_stand_beside_ours_where_target_and_tree_agree(made_up
             for r in csv.DictReader(lines)
             if (r["target"], r["bs_steps_topk_ndt"]) == ("Llama-3.1-8B-Instruct", "1,5,1,6")
         )
-    best = json.loads(report.METRICS.read_text())["best_checkpoint"]
-    ours, theirs = torch_records.read("eval", best, "t5_1_6")["metrics"]["tau"], float(point["accept_len"])
+    best = json.loads(report.METRICS_FILE.read_text())["best_checkpoint"]
+    ours, theirs = torch_records.read_torch_cell("eval", best, "t5_1_6")["metrics"]["tau"], float(point["accept_len"])
     line = (
         rf"5_1_6 \(5_1_5\)\|+tau\|+{theirs:.4g}\|+{ours:.4g}\|+{ours / theirs:.2f}\|+{point['draft']}\|+eval, {best}\|"
     )
@@ -416,14 +436,14 @@ def test_published_numbers_stand_beside_ours_where_target_and_tree_agree(made_up
 def test_rows_that_do_not_add_up_are_shown(made_up: schema.Params, capsys: pytest.CaptureFixture[str]) -> None:
     atomic.write_json(Path("results/sample_report.json"), _made_up_report("sample_target") | {"rows_out": 250})
     report.main()
-    assert "10 unaccounted for" in report.PAGE.read_text()
-    assert json.loads(report.METRICS.read_text())["rows_unaccounted"] == 10
+    assert "10 unaccounted for" in report.PAGE_FILE.read_text()
+    assert json.loads(report.METRICS_FILE.read_text())["rows_unaccounted"] == 10
     assert "warning: 10 rows" in capsys.readouterr().out
 
 
 def test_the_page_says_which_files_the_sampled_rows_are_from(made_up: schema.Params) -> None:
     report.main()
-    page = report.PAGE.read_text()
+    page = report.PAGE_FILE.read_text()
     assert "part-19&lt;b&gt;.jsonl</td><td>11</td><td>2</td>" in page and "part-20" not in page
     assert "2 more files, in results/sample_report.json" in page and "eval.jsonl</td><td>42</td><td>0</td>" in page
 
@@ -438,23 +458,23 @@ def test_one_checkpoint_alone_has_no_duel(made_up: schema.Params) -> None:
     )
     Path("params.yaml").write_text(text)
     report.main()
-    assert report.PAGE.read_text().count("<svg") == PLOTS - 1
+    assert report.PAGE_FILE.read_text().count("<svg") == PLOTS - 1
 
 
 def test_what_happens_inside_trees_is_shown_where_any_was_looked_into(made_up: schema.Params) -> None:
     report.main()
-    assert "Inside some trees" not in report.PAGE.read_text()
+    assert "Inside some trees" not in report.PAGE_FILE.read_text()
     for name in made_up.replay_trees.checkpoints:
-        replay_records.write_inside(name, made_up_inside(made_up.replay_trees.watched()))
+        replay_records.write_tree_statistics(name, made_up_inside(made_up.replay_trees.watched()))
     report.main()
-    page = report.PAGE.read_text()
+    page = report.PAGE_FILE.read_text()
     assert page.count("<svg") == PLOTS + INSIDE and "#0303" not in page
     said = re.sub(r"(\s|<[^>]+>)+", " ", page)
     assert "Inside some trees" in said and "8_1_9 (8_1_8) 60 2.33 8 2.67 1.33 0.50 33% → 33%" in said
 
 
 def test_a_replay_without_its_cycles_is_named(made_up: schema.Params) -> None:
-    replay_records.inside_path("e003").unlink()
+    replay_records.locate_tree_statistics("e003").unlink()
     with pytest.raises(ValueError, match=r"e003\.inside\.csv not found; run: dvc repro -f -s replay_trees@e003"):
         report.main()
 
@@ -477,17 +497,19 @@ def serve(workloads: Row, **benchmark: Any) -> None:
 
 
 def replayed(tree: str, checkpoint: str = "e009") -> float:
-    shape = Tree.parse(tree)
+    shape = TreeShape.parse(tree)
     wanted = shape.num_steps, shape.topk, shape.num_draft_tokens
-    return next(r["tau"] for r in replay_records.read(checkpoint) if (r["steps"], r["topk"], r["tokens"]) == wanted)
+    return next(
+        r["tau"] for r in replay_records.read_replay(checkpoint) if (r["steps"], r["topk"], r["tokens"]) == wanted
+    )
 
 
 def make_up_served(workload: str, off: float = 1.0, **keys: Any) -> None:
     """A baseline and a chain whose tau is `off` times the replayed, each of three repeats; the other tree can't run."""
-    served_records.write(served_cell(workload, points=[point(200, 64, 0.02, repeats=3, accuracy=0.5)]))
+    served_records.write_served_cell(served_cell(workload, points=[point(200, 64, 0.02, repeats=3, accuracy=0.5)]))
     drafted = point(200, 64, 0.01, off * replayed("t5_1_6"), repeats=3, accuracy=0.5, warnings=["<b>hot</b>"])
-    served_records.write(served_cell(workload, "e009", "t5_1_6", [drafted]) | keys)
-    served_records.write(served_cell(workload, "e009", "t8_2_16"))
+    served_records.write_served_cell(served_cell(workload, "e009", "t5_1_6", [drafted]) | keys)
+    served_records.write_served_cell(served_cell(workload, "e009", "t8_2_16"))
 
 
 def words(page: str) -> str:
@@ -498,10 +520,10 @@ def test_without_served_workloads_nothing_of_them_is_shown(
     made_up: schema.Params, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report.main()
-    assert served_table.TABLE.read_text() == ",".join(served_table.COLUMNS) + "\n"
-    assert "served" not in json.loads(report.METRICS.read_text()) and "served by" not in capsys.readouterr().out
+    assert served_table.SERVED_TABLE.read_text() == ",".join(served_table.SERVED_TABLE_COLUMNS) + "\n"
+    assert "served" not in json.loads(report.METRICS_FILE.read_text()) and "served by" not in capsys.readouterr().out
     for heading in (">Served</h2>", "When not to speculate", "Servers and their flags", "highest speedup served"):
-        assert heading not in report.PAGE.read_text()
+        assert heading not in report.PAGE_FILE.read_text()
 
 
 def test_served_cells_stand_beside_plain_decoding_and_replays(
@@ -510,10 +532,12 @@ def test_served_cells_stand_beside_plain_decoding_and_replays(
     serve({"code": {**EVAL, "concurrency": 64, "repeats": 3}})
     make_up_served("code")
     report.main()
-    chain, baseline_row, other = sorted(_lines(served_table.TABLE), key=lambda r: (r["tree"] != "t5_1_6", r["tree"]))
+    chain, baseline_row, other = sorted(
+        _lines(served_table.SERVED_TABLE), key=lambda r: (r["tree"] != "t5_1_6", r["tree"])
+    )
     assert (baseline_row["decoding"], other["status"]) == ("plain", "unsupported")
     assert chain["replay_agrees"] == "yes" and float(chain["speedup_low"]) < float(chain["speedup"])
-    page = report.PAGE.read_text()
+    page = report.PAGE_FILE.read_text()
     said = words(page)
     assert f"{float(chain['speedup']):.2f}×" in said and f"{replayed('t5_1_6'):.2f} × 1.00" in said
     assert "unsupported: topk above 1 isn&#39;t built there" in said and f"{replayed('t8_2_16'):.2f}" in said
@@ -531,7 +555,7 @@ def test_served_cells_stand_beside_plain_decoding_and_replays(
     assert "When not to speculate" not in page
     assert re.search(r"^5_1_6 \(5_1_5\) +200 x 64 ", capsys.readouterr().out, re.MULTILINE)
     assert not re.search(r"https?:|<script|<link|<img|@import|url\((?!#)", page)
-    found = json.loads(report.METRICS.read_text())["served"]
+    found = json.loads(report.METRICS_FILE.read_text())["served"]
     assert (found["points"], found["plain_points"], found["unsupported"], found["off_replay"]) == (1, 1, 1, 0)
     assert found["best_by_speedup"]["speedup"] == float(chain["speedup"])
 
@@ -540,10 +564,10 @@ def test_a_tau_far_from_the_replayed_one_is_a_red_row_that_says_why(made_up: sch
     serve({"code": {**EVAL, "concurrency": 64, "repeats": 3}})
     make_up_served("code", off=0.7)
     report.main()
-    page = report.PAGE.read_text()
+    page = report.PAGE_FILE.read_text()
     assert page.count('<tr class="off">') == 1
     assert f"is 0.70 of the replayed {replayed('t5_1_6'):.2f}. A replay accepts exactly what this draft" in words(page)
-    assert json.loads(report.METRICS.read_text())["served"]["off_replay"] == 1
+    assert json.loads(report.METRICS_FILE.read_text())["served"]["off_replay"] == 1
 
 
 @pytest.mark.parametrize("others", [{"prompts": "gsm8k"}, {"ignore_eos": True}, {"temperature": 0.7}])
@@ -551,28 +575,30 @@ def test_what_was_not_replayed_is_not_held_against_it(made_up: schema.Params, ot
     serve({"code": {**EVAL, "concurrency": 64, "repeats": 3} | others})
     make_up_served("code", off=0.7, **{k: v for k, v in others.items() if k == "temperature"})
     report.main()
-    assert 'class="off"' not in report.PAGE.read_text()
-    assert "off_replay" in (found := json.loads(report.METRICS.read_text())["served"]) and found["off_replay"] == 0
+    assert 'class="off"' not in report.PAGE_FILE.read_text()
+    assert "off_replay" in (found := json.loads(report.METRICS_FILE.read_text())["served"]) and found["off_replay"] == 0
 
 
 def test_cells_of_another_fingerprint_have_a_reason_instead_of_a_speedup(made_up: schema.Params) -> None:
     serve({"code": {**EVAL, "concurrency": 64, "repeats": 3}})
     make_up_served("code", fingerprint=FINGERPRINT | {"gpu": "NVIDIA H100"})
     report.main()
-    said = words(report.PAGE.read_text())
+    said = words(report.PAGE_FILE.read_text())
     assert "not compared: the baseline differs in gpu (NVIDIA H100 against NVIDIA H200)" in said
-    assert json.loads(report.METRICS.read_text())["served"]["best_by_speedup"] is None
+    assert json.loads(report.METRICS_FILE.read_text())["served"]["best_by_speedup"] is None
 
 
 def test_a_sweep_says_when_not_to_speculate(made_up: schema.Params) -> None:
     serve({"sweep": {**EVAL, "max_new_tokens": [16, 64], "concurrency": [1, 16, 64], "repeats": 2}})
-    served_records.write(served_cell("sweep", points=sweep([16, 64], [1, 16, 64], lambda tokens, cap: 0.02, repeats=2)))
+    served_records.write_served_cell(
+        served_cell("sweep", points=sweep([16, 64], [1, 16, 64], lambda tokens, cap: 0.02, repeats=2))
+    )
     pace = {1: 0.01, 16: 0.0135, 64: 0.04}
     for tree, gain in zip(TREES, (1.0, 1.2), strict=True):
         points = sweep([16, 64], [1, 16, 64], lambda tokens, cap, gain=gain: pace[cap] / gain, repeats=2, tau=2.9)
-        served_records.write(served_cell("sweep", "e009", tree, points))
+        served_records.write_served_cell(served_cell("sweep", "e009", tree, points))
     report.main()
-    page = report.PAGE.read_text()
+    page = report.PAGE_FILE.read_text()
     said = words(page)
     assert (
         page.count("<svg") == PLOTS + 3 + 1 + 3
@@ -583,7 +609,7 @@ def test_a_sweep_says_when_not_to_speculate(made_up: schema.Params) -> None:
     )
     rows = {
         r["concurrency"]: float(r["speedup"])
-        for r in _lines(served_table.TABLE)
+        for r in _lines(served_table.SERVED_TABLE)
         if (r["tree"], r["max_new_tokens"]) == ("t5_1_6", "64")
     }
     by_hand = 16 * 4 ** ((rows["16"] - 1) / (rows["16"] - rows["64"]))
@@ -596,32 +622,36 @@ def test_the_torch_engines_loads_stand_beside_served_ones(
 ) -> None:
     """One workload by both engines: a table of each, each beside its own plain decoding, and each its own break-even."""
     serve({"code": {**EVAL, "concurrency": [8, 64], "repeats": 1}}, torch=["eval", "code"], checkpoints=["e009"])
-    served_records.write(served_cell("code", points=[point(200, 8, 0.02), point(200, 64, 0.02)]))
+    served_records.write_served_cell(served_cell("code", points=[point(200, 8, 0.02), point(200, 64, 0.02)]))
     for tree in ("t5_1_6", "t8_2_16"):
         tau = replayed(tree)
-        served_records.write(
+        served_records.write_served_cell(
             served_cell("code", "e009", tree, [point(200, 8, 0.01, tau, tree), point(200, 64, 0.015, tau, tree)])
         )
-    p = schema.load()
+    p = schema.load_params()
     for tree in p.benchmark.trees:
         tau = replayed(tree)
         ours = [point(200, 8, 0.01, tau, tree), point(200, 64, 0.03, tau, tree)]
         plain = [point(200, 8, 0.02), point(200, 64, 0.02)]
         found = served_cell("code", "e009", tree, ours, engine="torch", baseline_points=plain, fingerprint={})
-        assert served_records.write(found) == torch_records.path("code", "e009", tree)
+        assert served_records.write_served_cell(found) == torch_records.locate_torch_cell("code", "e009", tree)
     report.main()
     told = capsys.readouterr().out
     assert "code, checkpoint e009, served by sglang" in told and "code, checkpoint e009, by the torch engine" in told
-    rows = [row for row in served_table.read_table() if row["decoding"] == "speculative" and row["workload"] == "code"]
+    rows = [
+        row
+        for row in served_table.read_served_table()
+        if row["decoding"] == "speculative" and row["workload"] == "code"
+    ]
     speedups = {(row["engine"], row["tree"], row["concurrency"]): row["speedup"] for row in rows}
     assert len(speedups) == 2 * 2 + 2 * len(p.benchmark.trees)
     assert speedups["torch", "t8_2_16", 8.0] > 1 > speedups["torch", "t8_2_16", 64.0]
     assert min(speedups["sglang", "t8_2_16", cap] for cap in (8.0, 64.0)) > 1
     assert {row["replay_agrees"] for row in rows} == {"yes"}
-    page = words(report.PAGE.read_text())
+    page = words(report.PAGE_FILE.read_text())
     assert "8_2_16 · code, checkpoint e009, torch" in page and "8_2_16 · code, checkpoint e009, sglang" in page
     assert "Slower than plain decoding at 1 of 2 loads" in page and "Faster than plain decoding at all 2 loads" in page
-    assert {row["workload"] for row in csv.DictReader(report.BENCHMARK.open())} == {"eval"}
+    assert {row["workload"] for row in csv.DictReader(report.BENCHMARK_TABLE.open())} == {"eval"}
     costs_of = {
         row["engine"] for row in json.loads(Path("results/launch.json").read_text())["costs"] if row["workload"]
     }
@@ -635,7 +665,7 @@ def test_a_torch_cell_of_another_kind_is_named_with_what_to_run(made_up: schema.
         report.main()
     edit_params(Path(), {"benchmark": {"workloads": {"eval": EVAL}}})
     found = served_cell("eval", "e003", "t8_1_9", [point(200, 8, 0.01, 2.0, "t8_1_9")], engine="torch")
-    served_records.write(found)
+    served_records.write_served_cell(found)
     with pytest.raises(ValueError, match=r"eval-e003-t8_1_9\.json lacks .*dvc repro -f -s benchmark@eval-e003-t8_1_9"):
         report.main()
 
@@ -643,32 +673,34 @@ def test_a_torch_cell_of_another_kind_is_named_with_what_to_run(made_up: schema.
 def test_without_torch_cells_the_report_shows_what_was_served(
     made_up: schema.Params, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.rmtree(torch_records.CELLS)
+    shutil.rmtree(torch_records.CELLS_FOLDER)
     serve({"code": {**EVAL, "concurrency": 64, "repeats": 3}}, torch=[])
     make_up_served("code")
     report.main()
-    assert _lines(report.BENCHMARK) == []
+    assert _lines(report.BENCHMARK_TABLE) == []
     printed = capsys.readouterr().out
     assert printed.startswith("code, checkpoint e009, served by sglang\nTree_structure")
     report.main("--table")
     assert capsys.readouterr().out == printed
-    page = report.PAGE.read_text()
+    page = report.PAGE_FILE.read_text()
     assert (
         'id="served"' in page
         and ">Which tree</h2>" in page
         and ">Results</h2>" not in page
         and "verify cycle</h3>" not in page
     )
-    assert json.loads(report.METRICS.read_text())["identical_share_min"] is None
+    assert json.loads(report.METRICS_FILE.read_text())["identical_share_min"] is None
 
 
 def test_published_numbers_stand_beside_served_ones_of_the_same_load(made_up: schema.Params) -> None:
     edit_params(Path(), {"target": {"model": "Qwen/Qwen3-Coder-30B-A3B-Instruct"}})
-    timing_grid.write(costs.made_up(model="Qwen/Qwen3-Coder-30B-A3B-Instruct"))
+    timing_grid.write_timing_grid(costs.made_up(model="Qwen/Qwen3-Coder-30B-A3B-Instruct"))
     serve({"code": {**EVAL, "max_new_tokens": 1024, "concurrency": [32, 64], "repeats": 2}})
     edit_params(Path(), {"benchmark_served": {"trees": ["t5_8_32"]}})
-    served_records.write(served_cell("code", points=sweep([1024], [32, 64], lambda tokens, cap: 0.02, repeats=2)))
-    served_records.write(
+    served_records.write_served_cell(
+        served_cell("code", points=sweep([1024], [32, 64], lambda tokens, cap: 0.02, repeats=2))
+    )
+    served_records.write_served_cell(
         served_cell(
             "code",
             "e009",
@@ -677,9 +709,9 @@ def test_published_numbers_stand_beside_served_ones_of_the_same_load(made_up: sc
         )
     )
     report.main()
-    page = re.sub(r"<[^>]+>", "|", report.PAGE.read_text())
+    page = re.sub(r"<[^>]+>", "|", report.PAGE_FILE.read_text())
     plain, drafted = (
-        next(r for r in _lines(served_table.TABLE) if (r["decoding"], r["concurrency"]) == (how, "64"))
+        next(r for r in _lines(served_table.SERVED_TABLE) if (r["decoding"], r["concurrency"]) == (how, "64"))
         for how in ("plain", "speculative")
     )
     assert re.search(rf"plain decoding\|+total_tok_s\|+2847\|+{float(plain['total_throughput']):.4g}\|", page)
@@ -691,14 +723,14 @@ def test_published_numbers_stand_beside_served_ones_of_the_same_load(made_up: sc
 def test_table_is_printed_again_from_disk_alone(made_up: schema.Params, capsys: pytest.CaptureFixture[str]) -> None:
     report.main()
     printed = capsys.readouterr().out
-    for gone in (torch_records.CELLS, Path("results/replay")):
+    for gone in (torch_records.CELLS_FOLDER, Path("results/replay")):
         gone.rename(gone.with_suffix(".gone"))
     report.main("--table")
     assert capsys.readouterr().out == printed
     assert re.search(
         r"^Tree_structure +prefill_latency +spec_accept_rate +e2e_latency +compress ratio", printed, re.MULTILINE
     )
-    row = next(r for r in _lines(report.BENCHMARK) if r["tree"] == "t8_1_9")
+    row = next(r for r in _lines(report.BENCHMARK_TABLE) if r["tree"] == "t8_1_9")
     assert re.search(rf"^8_1_9 \(8_1_8\) .* {float(row['tau']):.2f} ", printed, re.MULTILINE)
     assert "the best checkpoint by tau" in printed
 
@@ -720,7 +752,7 @@ def test_where_nothing_is_trained_the_page_has_no_curves(made_up: schema.Params)
     for kind in ("e003", "e009"):
         Path(f"results/train/{kind}.json").unlink()
     for tree in made_up.benchmark.trees:
-        torch_records.write(torch_records.read("eval", "e009", tree) | {"checkpoint": "theirs"})
+        torch_records.write_torch_cell(torch_records.read_torch_cell("eval", "e009", tree) | {"checkpoint": "theirs"})
     for kind in (".csv", ".inside.csv"):
         text = Path(f"results/replay/e009{kind}").read_text().replace("e009", "theirs")
         atomic.write_text(Path(f"results/replay/theirs{kind}"), text)

@@ -26,7 +26,7 @@ from dvc.repo import Repo
 from dvc.utils.serialize import _yaml
 from ruamel.yaml import YAML
 
-from stages.params.schema import load
+from stages.params.schema import load_params
 from tests.conftest import EVAL
 
 REPO = Path(__file__).resolve().parents[1]
@@ -61,7 +61,7 @@ def sets(**sections: Any) -> Callable[[Path], None]:
         path = root / "params.yaml"
         params = merge(yaml.load(path), sections)
         yaml.dump(params, path)
-        load(path)
+        load_params(path)
 
     return edit
 

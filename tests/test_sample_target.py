@@ -26,7 +26,7 @@ from transformers import AutoTokenizer
 
 from stages import fix_data, prepare_target, sample_target
 from stages.params import schema
-from stages.params.data_sections import SampleTarget, Server
+from stages.params.data_sections import SampleTarget, SamplingServer
 from stages.serving import client, load_generator, server
 from tests.conftest import ROOT, copy_project, edit_params
 from tests.serving.faulty_proxy import Proxy
@@ -79,7 +79,7 @@ def project(sampled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 
 @pytest.fixture(scope="session")
-def transformers_serve(sampled: Path) -> Iterator[server.Server]:
+def transformers_serve(sampled: Path) -> Iterator[server.ServerProcess]:
     """The real server, of the same target.
 
     On one CI machine it started, said it is healthy, and reset every connection that asked for an answer; why is not
@@ -88,17 +88,17 @@ def transformers_serve(sampled: Path) -> Iterator[server.Server]:
     """
     folder, said = str(sampled / "artifacts/target"), ""
     for _ in range(2):
-        port = server.free_port()
-        line = server.command("transformers", folder, port, "float32", "cpu", False)
-        with server.started("transformers", line, port, folder, sampled / "server.log", 120, threads=1) as running:
+        port = server.find_free_port()
+        line = server.build_server_command("transformers", folder, port, "float32", "cpu", False)
+        with server.run_server("transformers", line, port, folder, sampled / "server.log", 120, threads=1) as running:
             if not (problem := unanswered(running)):
                 yield running
                 return
-            said = f"{problem}; ended: {running.ended()}; its log:\n{server.tail(running.log, 40)}"
+            said = f"{problem}; ended: {running.ended()}; its log:\n{server.read_log_tail(running.log, 40)}"
     pytest.skip(f"`transformers serve` answers nobody on this machine: {said}")
 
 
-def unanswered(running: server.Server) -> str:
+def unanswered(running: server.ServerProcess) -> str:
     """What went wrong with a plain request, or nothing."""
     body = {"model": running.model, "messages": [{"role": "user", "content": "Oslo"}], "max_tokens": 2}
     request = urllib.request.Request(
@@ -114,13 +114,13 @@ def unanswered(running: server.Server) -> str:
 
 
 @pytest.fixture
-def real(transformers_serve: server.Server) -> Iterator[dict[str, Any]]:
+def real(transformers_serve: server.ServerProcess) -> Iterator[dict[str, Any]]:
     """The keys of sample_target.server that name it. Where a test fails, pytest prints the server's log with it."""
     transformers_serve.check()  # says so, with the log, where an earlier test has ended it
     yield {"base_urls": [transformers_serve.base_url], "model": transformers_serve.model}
     ended = transformers_serve.ended()
     print(f"the server {'runs' if ended is None else f'ended with status {ended}'}; its log's last lines:")
-    print(server.tail(transformers_serve.log, 40))
+    print(server.read_log_tail(transformers_serve.log, 40))
 
 
 def test_the_load_generator_reads_the_stream_of_a_real_server(real: dict[str, Any]) -> None:
@@ -131,16 +131,16 @@ def test_the_load_generator_reads_the_stream_of_a_real_server(real: dict[str, An
         for place in ("Oslo", "Rome", "Lima")
     ]
 
-    async def whole() -> list[client.Answer]:
-        async with client.Client([url], model, 1, 60.0, 1) as http:
+    async def whole() -> list[client.ChatAnswer]:
+        async with client.ChatClient([url], model, 1, 60.0, 1) as http:
             return [await http.ask(body) for body in bodies]
 
     asks = [
-        load_generator.Ask(str(n), b["messages"], b["max_tokens"], b["temperature"], 1.0, None, False)
+        load_generator.LoadRequest(str(n), b["messages"], b["max_tokens"], b["temperature"], 1.0, None, False)
         for n, b in enumerate(bodies)
     ]
     found = asyncio.run(
-        load_generator.run(
+        load_generator.run_load(
             url, model, asks, load_generator.Arrivals(math.inf, 1, 0), 60.0, asks[:1], "benchmark_served.server"
         )
     )
@@ -250,7 +250,7 @@ def result(project: Path) -> tuple[dict[str, pl.DataFrame], dict[str, Any]]:
     rows = {split: answers(project, split) for split in SPLITS}
     for split, table in rows.items():
         assert table["id"].is_unique().all(), split
-        size = schema.load().sample_target.shard_size
+        size = schema.load_params().sample_target.shard_size
         heights = [pl.read_parquet(f).height for f in sorted((project / f"data/sampled/{split}").iterdir())]
         assert max(heights) <= size
     assert not list(Path(".scratch").glob("sample_target-*"))
@@ -768,7 +768,7 @@ def test_every_key_that_moves_an_answer_is_tracked() -> None:
     """And no other: with another port or more at once, the rows that were answered stay answered."""
     graph = YAML(typ="safe").load((ROOT / "dvc.yaml").read_text())["stages"]["sample_target"]["params"]
     section = SampleTarget.model_fields
-    way = {f"sample_target.server.{key}" for key in Server.model_fields}
+    way = {f"sample_target.server.{key}" for key in SamplingServer.model_fields}
     untracked = {"start_timeout_s", "base_urls", "concurrency", "timeout_s", "attempts", "api_key_env"}
     wanted = {f"sample_target.{key}" for key in section if key != "server"} | way
     assert set(graph) == {"target"} | wanted - {f"sample_target.server.{key}" for key in untracked}

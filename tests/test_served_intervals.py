@@ -7,23 +7,25 @@ import polars as pl
 import pytest
 
 from stages import benchmark_served
-from stages.params.tree_sections import Tree
+from stages.params.tree_sections import TreeShape
 from stages.serving import latency, spec_counters
-from stages.serving.load_generator import Load
+from stages.serving.load_generator import LoadResult
 
-TREE = Tree.parse("t3_1_4")
+TREE = TreeShape.parse("t3_1_4")
 ACCEPTED = {"a.0": 4, "b.0": 9, "c.0": 15, "d.0": 20}  # of ten cycles each
 
 
-def load_of(accepted: dict[str, int]) -> Load:
+def load_of(accepted: dict[str, int]) -> LoadResult:
     """Every request answered in ten cycles."""
     records = []
     for name, drafts in accepted.items():
-        told = spec_counters.Counts(10, drafts, 0, True, [10, 0, 0, 0])
+        told = spec_counters.AcceptanceCounts(10, drafts, 0, True, [10, 0, 0, 0])
         records.append(
-            latency.Record(f"{name}#0", 0.0, 0.0, 1.0, [(0.5, 1), (1.0, 9)], True, 3, 10, "stop", None, counts=told)
+            latency.RequestRecord(
+                f"{name}#0", 0.0, 0.0, 1.0, [(0.5, 1), (1.0, 9)], True, 3, 10, "stop", None, counts=told
+            )
         )
-    return Load("sglang", records, 1, {}, [], None, {})
+    return LoadResult("sglang", records, 1, {}, [], None, {})
 
 
 def acceptance_of(repeats: list[dict[str, int]], prompts: str = "gsm8k") -> dict[str, Any]:
@@ -31,8 +33,8 @@ def acceptance_of(repeats: list[dict[str, int]], prompts: str = "gsm8k") -> dict
         {"id": list(repeats[0]), "prompt_ids": [[1, 2, 3]] * len(repeats[0]), "reference": [None] * len(repeats[0])}
     )
     work: Any = SimpleNamespace(w=SimpleNamespace(prompts=prompts, grade=False, request_rate=None), rows=rows)
-    side = benchmark_served.Side("e003", TREE, None, [])
-    point = benchmark_served._point(work, side, 10, 1, [[load_of(accepted)] for accepted in repeats])
+    side = benchmark_served.MeasuredServer("e003", TREE, None, [])
+    point = benchmark_served._build_point(work, side, 10, 1, [[load_of(accepted)] for accepted in repeats])
     return point["acceptance"]
 
 

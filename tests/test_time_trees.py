@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stages import time_trees
-from stages.engine.decode import Engine, Step
+from stages.engine.decode import DecodeStep, Engine
 from stages.params import schema
 from stages.results import cost_fit, timing_grid
 from tests.conftest import edit_params
@@ -32,14 +32,14 @@ def project(talking_project: Path) -> Path:
 
 def test_every_tree_of_the_grid_has_a_cost(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     time_trees.main("e000")
-    found = timing_grid.read("e000", "tiny")
-    trees = schema.load().time_trees.trees()
+    found = timing_grid.read_timing_grid("e000", "tiny")
+    trees = schema.load_params().time_trees.trees()
     assert [(r["steps"], r["topk"], r["tokens"]) for r in found["grid"]] == [
         (t.num_steps, t.topk, t.num_draft_tokens) for t in trees
     ]
     assert all(r["batch"] == 1 and r["cycle_s"] > 0 and r["error"] >= 0 and r["samples"] == 6 for r in found["grid"])
     assert [p["samples"] for p in found["plain"]] == [6] and found["plain"][0]["step_s"] > 0
-    assert found["fit"] == cost_fit.fit(found["grid"]).to_json()
+    assert found["fit"] == cost_fit.fit_cost_model(found["grid"]).to_json()
     assert found["draft"] == json.loads(Path("drafts/e000/draft/config.json").read_text())
     assert found["settings"] == GRID | {"dtype": "float32", "semantics": "sglang"}
     assert (found["target"][0], found["hardware"]["threads"]) == ("tiny", 1)
@@ -52,7 +52,7 @@ def test_every_round_decodes_each_once_forth_and_back(project: Path, monkeypatch
     open_now = 0
     plain, speculative = Engine.plain, Engine.speculative
 
-    def noted(real: Any, engine: Engine, prompt: list[int], room: int, *shape: int) -> Iterator[Step]:
+    def noted(real: Any, engine: Engine, prompt: list[int], room: int, *shape: int) -> Iterator[DecodeStep]:
         nonlocal open_now
         assert open_now == 0 and len(prompt) == 16
         begun.append(shape)
@@ -69,7 +69,7 @@ def test_every_round_decodes_each_once_forth_and_back(project: Path, monkeypatch
     monkeypatch.setattr(Engine, "plain", lambda *words: noted(plain, *words))
     monkeypatch.setattr(Engine, "speculative", lambda *words: noted(speculative, *words))
     time_trees.main("e000")
-    each = len(schema.load().time_trees.trees()) + 1
+    each = len(schema.load_params().time_trees.trees()) + 1
     rounds = [begun[at : at + each] for at in range(0, len(begun), each)]
     assert len(rounds) == 3 and set(Counter(begun).values()) == {3}
     assert rounds[1] == rounds[0][::-1] and rounds[2] == rounds[0] and rounds[0][0] == ()
@@ -83,11 +83,11 @@ def test_no_end_token_stops_the_clock(project: Path) -> None:
     place.parent.mkdir(parents=True)
     place.write_text(json.dumps(made | {"eos_token_ids": list(range(made["vocab_size"]))}))
     time_trees.main("e000")
-    assert all(row["samples"] == 6 for row in timing_grid.read("e000", "tiny")["grid"])
+    assert all(row["samples"] == 6 for row in timing_grid.read_timing_grid("e000", "tiny")["grid"])
 
 
 def test_a_median_forgives_a_stray_second() -> None:
-    told = time_trees._median("cycle_s", [0.010, 0.011, 0.010, 1.0, 0.009, 0.010, 0.011, 0.010])
+    told = time_trees._summarise_median("cycle_s", [0.010, 0.011, 0.010, 1.0, 0.009, 0.010, 0.011, 0.010])
     assert told["cycle_s"] == pytest.approx(0.010) and 0 < told["error"] < 0.1 and told["samples"] == 8
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from stages.params.draft_sections import TrainDraft
-from stages.train_draft import plan, share
+from stages.train_draft import plan_epoch, share_packs
 from tests.conftest import SMALL, edit_params
 
 RESULTS = ("draft/model.safetensors", "draft/config.json", "state/optimizer.safetensors", "state/progress.json")
@@ -130,23 +130,27 @@ def settings(batch_tokens: int, packs_per_step: int = 1) -> TrainDraft:
 def test_a_plan_holds_every_row_once_and_keeps_to_the_budget() -> None:
     lengths = [5 + (37 * i) % 85 for i in range(200)]
     for epoch in range(3):
-        steps = plan(lengths, settings(300, 2), epoch)
+        steps = plan_epoch(lengths, settings(300, 2), epoch)
         packs = [pack for step in steps for pack in step]
         assert sorted(i for pack in packs for i in pack) == list(range(200))
         assert all(sum(lengths[i] for i in pack) <= 300 for pack in packs)
         assert all(len(step) == 2 for step in steps[:-1])
         assert sum(lengths) / len(packs) > 0.85 * 300  # packs are nearly full
-    assert plan(lengths, settings(300), 0) == plan(lengths, settings(300), 0) != plan(lengths, settings(300), 1)
+    assert (
+        plan_epoch(lengths, settings(300), 0)
+        == plan_epoch(lengths, settings(300), 0)
+        != plan_epoch(lengths, settings(300), 1)
+    )
 
 
 def test_a_row_longer_than_the_budget_goes_alone() -> None:
-    assert sorted(len(pack) for (pack,) in plan([500, 10, 10], settings(300), epoch=0)) == [1, 2]
+    assert sorted(len(pack) for (pack,) in plan_epoch([500, 10, 10], settings(300), epoch=0)) == [1, 2]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_every_pack_is_somebodys_and_all_get_as_many(world: int) -> None:
     packs = [[1], [2, 3], [4], [5], [6]]
-    shares = [share(packs, rank, world) for rank in range(world)]
+    shares = [share_packs(packs, rank, world) for rank in range(world)]
     assert len({len(s) for s in shares}) == 1
     assert sorted(rows for s in shares for rows, mute in s if not mute) == packs
 

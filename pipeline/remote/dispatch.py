@@ -22,22 +22,22 @@ from prefect.states import Crashed
 
 from pipeline import dvc_graph, orphan_guard
 from pipeline.remote import dvc_remote
-from stages.params.schedule import Needs, Schedule
+from stages.params.schedule import Schedule, StageResources
 
 POOL = "aerie-stages"
 DEPLOYMENT = "stage/stage"  # in prefect.yaml
 ASK_EVERY = 1.0  # seconds, about all runs together
 ASK_WORKERS_EVERY = 10.0
-TAKEN_WITHIN = 180.0  # seconds from a worker's promise to the run's first word; a host under load takes some ten
+TAKEN_TIMEOUT_S = 180.0  # seconds from a worker's promise to the run's first word; a host under load takes some ten
 PAGE = 200  # runs of one answer, at most
 
 _sending = threading.Lock()  # one at a time: each is a process that reads the graph
 
 
-class Hosts(Protocol):
+class RemoteHosts(Protocol):
     """Who makes stages elsewhere."""
 
-    def make(self, order: dvc_remote.Order, needs: Needs, say: Callable[[str], object]) -> None:
+    def make(self, order: dvc_remote.StageOrder, needs: StageResources, say: Callable[[str], object]) -> None:
         """Until it is made. Raises StageError: as `graph.run_stage`, and where the host is lost, which another may mend."""
 
     def cancel(self) -> None:
@@ -45,42 +45,46 @@ class Hosts(Protocol):
 
 
 @contextmanager
-def hosts(rules: Schedule) -> Iterator[Hosts | None]:
+def open_hosts(rules: Schedule) -> Iterator[RemoteHosts | None]:
     """Those of schedule.runner. Raises ValueError where there are none, or no remote to meet at."""
     if rules.runner == "local":
         yield None
         return
-    dvc_remote.check()
+    dvc_remote.check_remote()
     if rules.runner == "workers":
-        yield Workers()
+        yield PoolWorkers()
         return
     try:
-        from pipeline.remote.ray_cluster import Cluster
+        from pipeline.remote.ray_cluster import RayCluster
     except ModuleNotFoundError:
         raise ValueError("schedule.runner is ray, and prefect-ray is not installed: pip install -e '.[ray]'") from None
-    with Cluster(rules.ray_address) as cluster:
+    with RayCluster(rules.ray_address) as cluster:
         yield cluster
 
 
-def bring(name: str, needs: Needs, hosts: Hosts, say: Callable[[str], object]) -> dvc_graph.Outcome:
+def make_remotely(
+    name: str, needs: StageResources, hosts: RemoteHosts, say: Callable[[str], object]
+) -> dvc_graph.Outcome:
     """One stage, made elsewhere and collected; from the cache, where anybody has made it before.
 
     Raises:
-        StageError: as `Hosts.make`.
+        StageError: as `RemoteHosts.make`.
     """
     with _sending:
         said = dvc_graph.run_module(["pipeline.remote.dvc_remote", "offer", name])
-    order = json.loads(next(line for line in said if line.startswith(dvc_remote.SAID)).removeprefix(dvc_remote.SAID))
+    order = json.loads(
+        next(line for line in said if line.startswith(dvc_remote.ORDER_PREFIX)).removeprefix(dvc_remote.ORDER_PREFIX)
+    )
     if order is None:
-        return dvc_graph.run_stage(name, say)
-    hosts.make(dvc_remote.Order(**order), needs, say)
+        return dvc_graph.reproduce_stage(name, say)
+    hosts.make(dvc_remote.StageOrder(**order), needs, say)
     with _sending:
         dvc_graph.run_module(["pipeline.remote.dvc_remote", "collect", name])
-    dvc_graph.run_stage(name, say)
+    dvc_graph.reproduce_stage(name, say)
     return dvc_graph.Outcome.RAN
 
 
-class Workers:
+class PoolWorkers:
     """Of the pool, in whose pages each stage is a run; whichever thread finds the last answer old asks about all of them."""
 
     def __init__(self) -> None:
@@ -100,7 +104,7 @@ class Workers:
         self._runs: dict[UUID, FlowRun | None] = {}
         self._asked = self._asked_workers = float("-inf")
 
-    def make(self, order: dvc_remote.Order, needs: Needs, say: Callable[[str], object]) -> None:
+    def make(self, order: dvc_remote.StageOrder, needs: StageResources, say: Callable[[str], object]) -> None:
         """`needs` are met on the worker's machine, by the same rules as here."""
         name = order.stage
         try:
@@ -117,17 +121,17 @@ class Workers:
         ended = self._wait(run.id, say)
         assert ended.state
         if ended.state.type != StateType.COMPLETED:
-            message = f"{name}, made by {_host(ended)}, {ended.state.type.lower()}: {ended.state.message}"
+            message = f"{name}, made by {_get_worker_name(ended)}, {ended.state.type.lower()}: {ended.state.message}"
             raise dvc_graph.StageError(
                 message, ended.state.type == StateType.CRASHED or dvc_graph.is_transient(message)
             )
-        say(f"made by {_host(ended)}; collecting")
+        say(f"made by {_get_worker_name(ended)}; collecting")
 
     def cancel(self) -> None:
         """At once, so without the lock, which a thread may hold that waits for the server."""
         runs = list(map(str, self._runs))
         try:
-            orphan_guard.cancel(runs)
+            orphan_guard.cancel_flow_runs(runs)
         except HTTPError:  # our guard knows of them too, and tells the server when we are gone
             return
         for run in runs:
@@ -139,11 +143,11 @@ class Workers:
             self._runs[run] = None
             dvc_graph.tell_guard(f"sent {run}")
         begun = False
-        while dvc_graph.pause(ASK_EVERY):
+        while dvc_graph.wait_before_retry(ASK_EVERY):
             found = self._look(run)
             if found and found.state and found.state.is_running() and found.tags and not begun:
                 begun = True
-                say(f"begun by {_host(found)}")
+                say(f"begun by {_get_worker_name(found)}")
             if found and found.state and found.state.is_final():
                 with self._lock:
                     del self._runs[run]
@@ -176,14 +180,14 @@ class Workers:
         gone = {one.name for one in client.read_workers_for_work_pool(POOL) if one.status == WorkerStatus.OFFLINE}
         for run in filter(None, self._runs.values()):
             if run.state and run.state.is_pending():
-                lost = (time.time() - run.state.timestamp.timestamp()) > TAKEN_WITHIN
+                lost = (time.time() - run.state.timestamp.timestamp()) > TAKEN_TIMEOUT_S
             else:
                 lost = bool(run.state and run.state.is_running() and gone & set(run.tags))
             if lost:
-                crashed: Any = Crashed(message=f"nothing is heard of {_host(run)}")
+                crashed: Any = Crashed(message=f"nothing is heard of {_get_worker_name(run)}")
                 client.set_flow_run_state(run.id, crashed, force=True)
 
 
-def _host(run: FlowRun) -> str:
+def _get_worker_name(run: FlowRun) -> str:
     """The worker, which its first word puts among the run's tags."""
     return ", ".join(run.tags) or "no worker"

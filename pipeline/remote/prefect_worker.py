@@ -22,24 +22,24 @@ from prefect.states import Completed, Failed, State
 
 from pipeline import dvc_graph, resources, workspaces
 from pipeline.orphan_guard import end_with_parent
-from pipeline.progress import Progress
+from pipeline.progress import ProgressLog
 from pipeline.remote import dvc_remote
-from pipeline.scheduler import ASK_AGAIN
-from stages.params.schema import load
+from pipeline.scheduler import POLL_S
+from stages.params.schema import load_params
 
-SENT = Path(".scratch/sent")
+SENT_FOLDER = Path(".scratch/sent")
 
 
 @flow(name="stage")
-def stage(order: dvc_remote.Order) -> State[None]:
+def stage(order: dvc_remote.StageOrder) -> State[None]:
     """A stage of another host's run: its files and what it needs from the remote, what it made back there."""
     end_with_parent()
-    _say_who()
-    return _made(order)
+    _tag_worker()
+    return _make_stage(order)
 
 
 @task(name="stage", cache_policy=NO_CACHE)
-def stage_on_ray(order: dvc_remote.Order) -> State[None]:
+def stage_on_ray(order: dvc_remote.StageOrder) -> State[None]:
     """The same on a node of Ray's."""
     checkout = os.environ.get("AERIE_CHECKOUT", "")
     if not Path(checkout, ".dvc").is_dir():
@@ -48,49 +48,49 @@ def stage_on_ray(order: dvc_remote.Order) -> State[None]:
         )
     get_run_logger().info(f"on {socket.gethostname()}, {checkout}")
     with contextlib.chdir(checkout):
-        return _made(order)
+        return _make_stage(order)
 
 
-def _made(order: dvc_remote.Order) -> State[None]:
+def _make_stage(order: dvc_remote.StageOrder) -> State[None]:
     """In the checkout we stand in. What fails is a state, which whoever sent it reads."""
     say = get_run_logger().info
     with contextlib.ExitStack() as stack:
         try:
             order = dvc_remote.checked(order)
-            folder = workspaces.inside(SENT, order.stage)
+            folder = workspaces.inside(SENT_FOLDER, order.stage)
         except ValueError as error:  # before anything is touched
             return Failed(message=str(error))
-        held = stack.enter_context(workspaces.at_work(say, SENT / f"{order.stage}.lock"))
+        held = stack.enter_context(workspaces.hold_workspace(say, SENT_FOLDER / f"{order.stage}.lock"))
         workspaces.make_bare(folder)
         try:
             stack.enter_context(contextlib.chdir(folder))
-            dvc_remote.take(order)
-            stack.enter_context(dvc_graph.guarded([held.fileno()]))
-            lease = stack.enter_context(_lease(order.stage))
+            dvc_remote.unpack_order(order)
+            stack.enter_context(dvc_graph.guard_run([held.fileno()]))
+            lease = stack.enter_context(_wait_for_lease(order.stage))
             files = [held.fileno(), *(file.fileno() for file in lease.files)]
-            outcome = dvc_graph.run_stage(order.stage, Progress(order.stage, say), lease.environment, files)
-            dvc_remote.give(order.stage)
+            outcome = dvc_graph.reproduce_stage(order.stage, ProgressLog(order.stage, say), lease.environment, files)
+            dvc_remote.push_results(order.stage)
             shutil.rmtree(folder)  # what fails stays, to be looked at, and what was half done in it
         except (dvc_graph.StageError, ValueError) as error:
             return Failed(message=str(error))
     return Completed(name=outcome.capitalize(), message=f"{order.stage}: {outcome}")
 
 
-def _say_who() -> None:
+def _tag_worker() -> None:
     """Among the run's tags, for whoever waits for us: it asks whether we are still there."""
     with get_client(sync_client=True) as client:
         client.update_flow_run(runtime.flow_run.id, tags=[os.environ["PREFECT__WORKER_NAME"]])
 
 
 @contextlib.contextmanager
-def _lease(name: str) -> Iterator[resources.Lease]:
+def _wait_for_lease(name: str) -> Iterator[resources.ResourceLease]:
     """What the stage takes of this machine, when it is free. Raises ValueError where this machine hasn't got it."""
-    rules = load().schedule
-    pool = resources.Pool(rules.slots, resources.gpus())
+    rules = load_params().schedule
+    pool = resources.ResourcePool(rules.slots, resources.list_gpus())
     pool.check(name, rules.needs(name))
     try:
         while (lease := pool.take(rules.needs(name))) is None:
-            time.sleep(ASK_AGAIN)
+            time.sleep(POLL_S)
     finally:
         pool.close()
     try:

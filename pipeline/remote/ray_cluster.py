@@ -15,12 +15,12 @@ from ray.exceptions import RayError
 from pipeline import dvc_graph
 from pipeline.remote import dvc_remote
 from pipeline.remote.prefect_worker import stage_on_ray
-from stages.params.schedule import Needs
+from stages.params.schedule import StageResources
 
 ASK_EVERY = 1.0  # seconds
 
 
-class Cluster:
+class RayCluster:
     """While it is entered; another process that ends leaves nothing there."""
 
     def __init__(self, address: str | None) -> None:
@@ -45,15 +45,17 @@ class Cluster:
         self._runner.__exit__(*exc_info)
         ray.shutdown()
 
-    def make(self, order: dvc_remote.Order, needs: Needs, say: Callable[[str], object]) -> None:
+    def make(self, order: dvc_remote.StageOrder, needs: StageResources, say: Callable[[str], object]) -> None:
         one = stage_on_ray.with_options(name=order.stage, task_run_name=order.stage)
-        with remote_options(num_cpus=1, num_gpus=_gpus(needs), max_retries=0):  # again is what `schedule.attempts` says
+        with remote_options(
+            num_cpus=1, num_gpus=_count_node_gpus(needs), max_retries=0
+        ):  # again is what `schedule.attempts` says
             future: Any = self._runner.submit(one, {"order": order})
         ref = future.wrapped_future
         self._refs.add(ref)
         try:
             while not ray.wait([ref], timeout=ASK_EVERY)[0]:
-                if not dvc_graph.pause(0):
+                if not dvc_graph.wait_before_retry(0):
                     raise dvc_graph.StageError(f"{order.stage} is not waited for: the run is cancelled")
         finally:
             self._refs.discard(ref)
@@ -71,7 +73,7 @@ class Cluster:
             )  # the guard of its stage then ends that; a mere interrupt finds it waiting for a line
 
 
-def _gpus(needs: Needs) -> float:
+def _count_node_gpus(needs: StageResources) -> float:
     """Of a node; all: as many as the best one has."""
     if needs.gpus == "all":
         return float(max(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"]))

@@ -1,7 +1,7 @@
 """Conversations on disk: Parquet tables with a fixed schema, before and after the target has answered.
 
-`FIXED` (fix_data -> sample_target): whole conversations as messages, with where each row came from and its verdict.
-`SAMPLED` (sample_target -> extract_hiddens, benchmark): one row per answer, as token ids: the prompt exactly as a
+`FIXED_SCHEMA` (fix_data -> sample_target): whole conversations as messages, with where each row came from and its verdict.
+`SAMPLED_SCHEMA` (sample_target -> extract_hiddens, benchmark): one row per answer, as token ids: the prompt exactly as a
 server would render it, and the target's own answer. The loss span is the answer. A folder of shards, since it may be
 large and is made over days: part-00000.parquet, ... (shards.py).
 """
@@ -14,10 +14,10 @@ import polars as pl
 
 from stages.runtime import atomic
 
-ROW_GROUP = 1 << 14  # fixed, so that the same rows make the same file
-PICTURE = "<image>"  # where a picture stands in a text, as in LLaVA's data
+ROW_GROUP_SIZE = 1 << 14  # fixed, so that the same rows make the same file
+IMAGE_PLACEHOLDER = "<image>"  # where a picture stands in a text, as in LLaVA's data
 
-FIXED = pl.Schema(
+FIXED_SCHEMA = pl.Schema(
     {
         "id": pl.String,
         "messages": pl.List(pl.Struct({"role": pl.String, "content": pl.String})),
@@ -30,7 +30,7 @@ FIXED = pl.Schema(
         "verdict": pl.String,  # "clean" or "repaired:rule,rule"
     }
 )
-SAMPLED = pl.Schema(
+SAMPLED_SCHEMA = pl.Schema(
     {
         "id": pl.String,  # "<conversation id>.<turn>"
         "prompt_ids": pl.List(pl.Int32),  # through the chat template, up to and with the assistant's header
@@ -45,101 +45,103 @@ SAMPLED = pl.Schema(
 )
 
 
-def write(path: Path, rows: pl.DataFrame, schema: pl.Schema) -> None:
+def write_table(path: Path, rows: pl.DataFrame, schema: pl.Schema) -> None:
     """Atomically write `rows`, which must have exactly the columns and types of `schema`."""
     assert rows.schema == schema, f"{path}: {rows.schema} is not {schema}"
-    with atomic.file(path) as temporary:
+    with atomic.write_file(path) as temporary:
         rows.write_parquet(temporary)
 
 
-def stream(path: Path, rows: pl.LazyFrame, schema: pl.Schema) -> None:
+def stream_table(path: Path, rows: pl.LazyFrame, schema: pl.Schema) -> None:
     """Atomically write `rows` in streaming: in their order, and never whole in memory."""
     assert (found := rows.collect_schema()) == schema, f"{path}: {found} is not {schema}"
-    with atomic.file(path) as temporary:
+    with atomic.write_file(path) as temporary:
         # Level 1: half the time of polars' own choice, and a fifth more bytes.
-        how = {"compression": "zstd", "compression_level": 1, "row_group_size": ROW_GROUP}
+        how = {"compression": "zstd", "compression_level": 1, "row_group_size": ROW_GROUP_SIZE}
         rows.sink_parquet(temporary, maintain_order=True, engine="streaming", **how)
 
 
-def part(number: int) -> str:
+def name_shard(number: int) -> str:
     """The name of a shard's file."""
     return f"part-{number:05d}.parquet"
 
 
-def read(path: Path, schema: pl.Schema, made_by: str, rows: int | None = None) -> pl.DataFrame:
+def read_table(path: Path, schema: pl.Schema, made_by: str, rows: int | None = None) -> pl.DataFrame:
     """A file, or a folder of shards in their order; the first `rows` of them if a number is given.
 
     Raises:
         ValueError: naming the file and the stage to run, where it is missing, broken or of another schema, or where a
             shard is missing.
     """
-    files = _parts(path, made_by) if path.is_dir() else [path]
+    files = _list_shards(path, made_by) if path.is_dir() else [path]
     tables: list[pl.DataFrame] = []
     for file in files:
         left = None if rows is None else rows - sum(map(len, tables))
         if tables and left == 0:
             break
-        tables.append(_read(file, schema, made_by, left))
+        tables.append(_read_parquet(file, schema, made_by, left))
     return pl.concat(tables)
 
 
-def images(path: Path, made_by: str) -> dict[str, list[str]]:
-    """Of a folder of SAMPLED shards, the pictures of each row that has some, by its id. Raises ValueError as `read` does."""
+def read_image_paths(path: Path, made_by: str) -> dict[str, list[str]]:
+    """Of a folder of SAMPLED shards, the pictures of each row that has some, by its id. Raises ValueError as `read_table` does."""
     found: dict[str, list[str]] = {}
-    for file in _parts(path, made_by):
-        _read(file, SAMPLED, made_by, 0)
+    for file in _list_shards(path, made_by):
+        _read_parquet(file, SAMPLED_SCHEMA, made_by, 0)
         shown = pl.read_parquet(file, columns=["id", "images"]).filter(pl.col("images").list.len() > 0)
         found |= dict(shown.iter_rows())
     return found
 
 
-def batches(path: Path, schema: pl.Schema, made_by: str) -> Iterator[pl.DataFrame]:
+def read_batches(path: Path, schema: pl.Schema, made_by: str) -> Iterator[pl.DataFrame]:
     """The rows of one file, a row group's worth at a time: a table of millions is never whole in memory."""
-    _read(path, schema, made_by, 0)
-    for first in range(0, _counted(path, made_by, pl.len()), ROW_GROUP):
+    _read_parquet(path, schema, made_by, 0)
+    for first in range(0, _count_rows(path, made_by, pl.len()), ROW_GROUP_SIZE):
         try:
-            yield pl.scan_parquet(path).slice(first, ROW_GROUP).collect(engine="streaming")
+            yield pl.scan_parquet(path).slice(first, ROW_GROUP_SIZE).collect(engine="streaming")
         except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
-            raise _broken(path, made_by, error) from None
+            raise _make_broken_error(path, made_by, error) from None
 
 
-def with_images(path: Path, made_by: str) -> int:
+def count_with_images(path: Path, made_by: str) -> int:
     """How many conversations of a FIXED file have images."""
-    return _counted(path, made_by, (pl.col("images").list.len() > 0).sum())
+    return _count_rows(path, made_by, (pl.col("images").list.len() > 0).sum())
 
 
-def _read(path: Path, schema: pl.Schema, made_by: str, rows: int | None) -> pl.DataFrame:
+def _read_parquet(path: Path, schema: pl.Schema, made_by: str, rows: int | None) -> pl.DataFrame:
     try:
         table = pl.read_parquet(path, n_rows=rows)
     except FileNotFoundError:
         raise atomic.Broken(f"{path} not found", f"run: dvc repro {made_by}") from None
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
-        raise _broken(path, made_by, error) from None
+        raise _make_broken_error(path, made_by, error) from None
     if table.schema != schema:
         found = f"{path} has columns {dict(table.schema)}, expected {dict(schema)}"
         raise atomic.Broken(found, atomic.rerun(made_by))
     return table
 
 
-def _counted(path: Path, made_by: str, what: pl.Expr) -> int:
+def _count_rows(path: Path, made_by: str, what: pl.Expr) -> int:
     try:
         return int(pl.scan_parquet(path).select(what).collect(engine="streaming").item() or 0)
     except FileNotFoundError:
         raise atomic.Broken(f"{path} not found", f"run: dvc repro {made_by}") from None
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
-        raise _broken(path, made_by, error) from None
+        raise _make_broken_error(path, made_by, error) from None
 
 
-def _parts(folder: Path, made_by: str) -> list[Path]:
+def _list_shards(folder: Path, made_by: str) -> list[Path]:
     """The shards of a folder in their order. Raises ValueError where one is missing: no reader may lose rows in silence."""
     numbers = sorted(
         int(match[1]) for f in folder.iterdir() if (match := re.fullmatch(r"part-(\d{5,})\.parquet", f.name))
     )
     if not numbers or numbers != list(range(len(numbers))):
         missing = next(n for n in range(len(numbers) + 1) if n not in numbers)
-        raise ValueError(f"{folder / part(missing)} not found among {len(numbers)} shards; run: dvc repro {made_by}")
-    return [folder / part(number) for number in numbers]
+        raise ValueError(
+            f"{folder / name_shard(missing)} not found among {len(numbers)} shards; run: dvc repro {made_by}"
+        )
+    return [folder / name_shard(number) for number in numbers]
 
 
-def _broken(path: Path, made_by: str, error: BaseException) -> ValueError:
+def _make_broken_error(path: Path, made_by: str, error: BaseException) -> ValueError:
     return atomic.Broken(f"{path} is not readable Parquet ({error})", atomic.rerun(made_by))

@@ -18,13 +18,18 @@ from pathlib import Path
 from PIL import Image
 
 DATA_URL = re.compile(r"data:[^,]{0,200};base64,", re.IGNORECASE)
-MAGIC = {".png": rb"\x89PNG\r\n\x1a\n", ".jpg": rb"\xff\xd8\xff", ".gif": rb"GIF8[79]a", ".webp": rb"RIFF.{4}WEBP"}
+MAGIC_BYTES = {
+    ".png": rb"\x89PNG\r\n\x1a\n",
+    ".jpg": rb"\xff\xd8\xff",
+    ".gif": rb"GIF8[79]a",
+    ".webp": rb"RIFF.{4}WEBP",
+}
 MAX_PIXELS = 1 << 26  # 8,192 x 8,192, also target/vision.py's; decoding takes up to 16 bytes of memory a pixel, 1 GiB
 EXTENSION = re.compile(r"\.[a-z0-9]{1,8}")
-KINDS = {extension: re.compile(magic, re.DOTALL) for extension, magic in MAGIC.items()}
+MAGIC_PATTERNS = {extension: re.compile(magic, re.DOTALL) for extension, magic in MAGIC_BYTES.items()}
 
 
-def from_url(url: str) -> bytes | None:
+def decode_data_url(url: str) -> bytes | None:
     """The bytes in a `data:` URL; None where it holds no base64."""
     head = DATA_URL.match(url)
     if head is None:
@@ -35,20 +40,20 @@ def from_url(url: str) -> bytes | None:
         return None
 
 
-def name_of(data: bytes) -> str | None:
+def name_image(data: bytes) -> str | None:
     """The name a picture is kept under, `<sha256>.<extension>`; None where it is no picture that we know."""
-    extension = next((extension for extension, magic in KINDS.items() if magic.match(data)), None)
+    extension = next((extension for extension, magic in MAGIC_PATTERNS.items() if magic.match(data)), None)
     return None if extension is None else hashlib.sha256(data).hexdigest() + extension
 
 
-def keep(data: bytes, folder: Path, extension: str | None = None) -> str | None:
+def save_image(data: bytes, folder: Path, extension: str | None = None) -> str | None:
     """Write a picture into `folder`, which exists; its name there, or None where it is none that we know.
 
     `extension` is that of the file it came as: a file is kept whatever its kind.
 
     Several processes and threads may keep the same picture at once: each writes a file of its own and renames it.
     """
-    name = name_of(data)
+    name = name_image(data)
     if name is None and extension is not None:
         name = hashlib.sha256(data).hexdigest() + (extension if EXTENSION.fullmatch(extension) else "")
     if name is not None and not (folder / name).exists():

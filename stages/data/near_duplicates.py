@@ -9,31 +9,31 @@ equal slots, an estimate of Jaccard's |A and B| / |A or B| good to about 0.035, 
 import numpy as np
 from rensa import RMinHash
 
-N_CHARS = 5
-SLOTS = 128
-AT_ONCE = 1 << 16  # characters whose hashes fit the processor's cache
-SEED = 1  # of the hash functions; another one finds other borderline pairs, so it is no parameter
+SHINGLE_CHARACTERS = 5
+MINHASH_SLOTS = 128
+CHARACTERS_PER_BATCH = 1 << 16  # characters whose hashes fit the processor's cache
+HASH_SEED = 1  # of the hash functions; another one finds other borderline pairs, so it is no parameter
 # Legend: R rows, S = SLOTS.
 
 
-def signatures(texts: list[str]) -> np.ndarray:
+def compute_signatures(texts: list[str]) -> np.ndarray:
     """[R, S] uint16: the low halves of each row's MinHash slots; two unequal slots agree by chance once in 65,536."""
-    made = np.zeros((len(texts), SLOTS), np.uint16)
+    made = np.zeros((len(texts), MINHASH_SLOTS), np.uint16)
     first = size = 0
     for row, text in enumerate(texts):
         size += len(text)
-        if size >= AT_ONCE or row == len(texts) - 1:
-            made[first : row + 1] = _signatures(texts[first : row + 1])
+        if size >= CHARACTERS_PER_BATCH or row == len(texts) - 1:
+            made[first : row + 1] = _compute_batch_signatures(texts[first : row + 1])
             first, size = row + 1, 0
     return made
 
 
-def _signatures(texts: list[str]) -> np.ndarray:
-    gap = "\0" * (N_CHARS - 1)  # before each text, so that a text of one character has a shingle too
+def _compute_batch_signatures(texts: list[str]) -> np.ndarray:
+    gap = "\0" * (SHINGLE_CHARACTERS - 1)  # before each text, so that a text of one character has a shingle too
     points = np.frombuffer((gap + gap.join(texts)).encode("utf-32-le"), np.uint32).astype(np.uint64)
-    count = len(points) - N_CHARS + 1
+    count = len(points) - SHINGLE_CHARACTERS + 1
     hashed = points[:count].copy()
-    for place in range(1, N_CHARS):
+    for place in range(1, SHINGLE_CHARACTERS):
         hashed *= np.uint64(0x100000001B3)
         hashed += points[place : place + count]
     hashed ^= hashed >> np.uint64(31)  # as splitmix64 ends: neighbours in a polynomial must not be neighbours here
@@ -41,32 +41,32 @@ def _signatures(texts: list[str]) -> np.ndarray:
     hashed ^= hashed >> np.uint64(29)
     lengths = np.array([len(text) for text in texts], np.int64)
     inside = np.ones(count, bool)  # windows that reach from one text into the next are no shingles
-    ends = np.cumsum(lengths + N_CHARS - 1)[:-1] - (N_CHARS - 1)
-    for step in range(N_CHARS - 1):
+    ends = np.cumsum(lengths + SHINGLE_CHARACTERS - 1)[:-1] - (SHINGLE_CHARACTERS - 1)
+    for step in range(SHINGLE_CHARACTERS - 1):
         inside[ends + step] = False
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.uint64)
-    matrix = RMinHash.digest_matrix_from_flat_token_hashes(hashed[inside], offsets, SLOTS, SEED)
+    matrix = RMinHash.digest_matrix_from_flat_token_hashes(hashed[inside], offsets, MINHASH_SLOTS, HASH_SEED)
     return np.array(matrix.to_rows(), np.uint32).astype(np.uint16)
 
 
-def bands(threshold: float) -> tuple[int, int]:
+def choose_bands(threshold: float) -> tuple[int, int]:
     """(how many, of how many slots): the widest that still make a candidate of 99% of the pairs at the threshold."""
     for width in range(16, 1, -1):
-        if 1 - (1 - threshold**width) ** (SLOTS // width) >= 0.99:
-            return SLOTS // width, width
-    return SLOTS, 1
+        if 1 - (1 - threshold**width) ** (MINHASH_SLOTS // width) >= 0.99:
+            return MINHASH_SLOTS // width, width
+    return MINHASH_SLOTS, 1
 
 
-def pairs(chunks: list[np.ndarray], threshold: float) -> tuple[np.ndarray, np.ndarray]:
+def find_similar_pairs(chunks: list[np.ndarray], threshold: float) -> tuple[np.ndarray, np.ndarray]:
     """([P, 2] rows, earlier first, each pair once; [P] likeness) of rows at least as alike as `threshold`.
 
     `chunks` are signatures in order, [R_i, S] each. Within a band's bucket each row is compared with the bucket's first row and
-    with the one before it, not with all: a thousand copies are a thousand pairs, and `groups` joins them.
+    with the one before it, not with all: a thousand copies are a thousand pairs, and `group_duplicates` joins them.
     """
     starts = np.cumsum([0] + [len(chunk) for chunk in chunks])
     found: list[np.ndarray] = []
-    number, width = bands(threshold)
-    rng = np.random.default_rng(SEED)
+    number, width = choose_bands(threshold)
+    rng = np.random.default_rng(HASH_SEED)
     for band in range(number):
         odd = rng.integers(0, 2**63, width, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
         keys = np.concatenate(
@@ -79,24 +79,26 @@ def pairs(chunks: list[np.ndarray], threshold: float) -> tuple[np.ndarray, np.nd
         before = np.r_[order[:1], order[:-1]]
         for partners in (heads, before):
             new = np.stack([partners[later], order[later]], 1)
-            found.append(new[_alike(chunks, starts, new) >= threshold])
+            found.append(new[_estimate_similarity(chunks, starts, new) >= threshold])
     unique = np.unique(np.concatenate(found), axis=0)
-    return unique, _alike(chunks, starts, unique)
+    return unique, _estimate_similarity(chunks, starts, unique)
 
 
-def _alike(chunks: list[np.ndarray], starts: np.ndarray, rows: np.ndarray, step: int = 1 << 16) -> np.ndarray:
+def _estimate_similarity(
+    chunks: list[np.ndarray], starts: np.ndarray, rows: np.ndarray, step: int = 1 << 16
+) -> np.ndarray:
     """[P]: the share of equal slots of each pair in `rows` [P, 2]."""
     likeness = np.zeros(len(rows), np.float32)
     for first in range(0, len(rows), step):
         part = rows[first : first + step]
-        left, right = (_gather(chunks, starts, part[:, side]) for side in (0, 1))
+        left, right = (_gather_signatures(chunks, starts, part[:, side]) for side in (0, 1))
         likeness[first : first + step] = (left == right).mean(1)
     return likeness
 
 
-def _gather(chunks: list[np.ndarray], starts: np.ndarray, rows: np.ndarray) -> np.ndarray:
+def _gather_signatures(chunks: list[np.ndarray], starts: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """[P, S]: signatures by row number, without ever joining the chunks."""
-    taken = np.empty((len(rows), SLOTS), np.uint16)
+    taken = np.empty((len(rows), MINHASH_SLOTS), np.uint16)
     home = np.searchsorted(starts, rows, side="right") - 1
     for chunk in np.unique(home):
         mine = home == chunk
@@ -104,7 +106,7 @@ def _gather(chunks: list[np.ndarray], starts: np.ndarray, rows: np.ndarray) -> n
     return taken
 
 
-def groups(rows: int, linked: np.ndarray) -> np.ndarray:
+def group_duplicates(rows: int, linked: np.ndarray) -> np.ndarray:
     """[R]: for each row the first row that it hangs together with through any chain of pairs; itself if none."""
     label = np.arange(rows)
     while True:

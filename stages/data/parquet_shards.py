@@ -25,7 +25,7 @@ from stages.runtime.journal import Journal
 Row = dict[str, Any]
 
 
-class Shards:
+class ParquetShardWriter:
     """One table under way: `settle` each of `total` positions once, `finish`, and `move` it into its place."""
 
     def __init__(self, folder: Path, total: int, size: int, schema: pl.Schema) -> None:
@@ -41,7 +41,7 @@ class Shards:
         self.published = {n for n in range(self.count) if self._part(n).exists()}
         with scratch.reading(folder):
             for number in self.published:
-                conversations.read(self._part(number), schema, "sample_target")
+                conversations.read_table(self._part(number), schema, "sample_target")
                 self.counted.update(atomic.read_json(self._count(number), "sample_target"))
         for number in self.published:
             self._journal(number).unlink(missing_ok=True)  # of a run killed between the two
@@ -96,7 +96,7 @@ class Shards:
     def move(self, to: Path) -> None:
         """Put the whole table at `to`, atomically. The scratch keeps its own until it is removed: a kill loses nothing."""
         assert len(self.published) == self.count
-        with atomic.folder(to) as folder:
+        with atomic.write_folder(to) as folder:
             for number in range(self.count):
                 part = self._part(number)
                 try:
@@ -115,7 +115,7 @@ class Shards:
     def _publish(self, number: int) -> None:
         rows = [row for _, row in sorted(self._under_way.get(number, {}).items()) if row is not None]
         atomic.write_json(self._count(number), dict(self._counts.get(number, {})))
-        conversations.write(self._part(number), pl.DataFrame(rows, schema=self.schema), self.schema)
+        conversations.write_table(self._part(number), pl.DataFrame(rows, schema=self.schema), self.schema)
         self.published.add(number)
         self._under_way.pop(number, None)
         self._counts.pop(number, None)
@@ -124,7 +124,7 @@ class Shards:
         self._journal(number).unlink(missing_ok=True)
 
     def _part(self, number: int) -> Path:
-        return self.folder / "parts" / conversations.part(number)
+        return self.folder / "parts" / conversations.name_shard(number)
 
     def _count(self, number: int) -> Path:
         return self.folder / "counts" / f"{number:05d}.json"
@@ -132,7 +132,7 @@ class Shards:
     def _journal(self, number: int) -> Path:
         return self.folder / "journals" / f"{number:05d}.jsonl"
 
-    def __enter__(self) -> "Shards":
+    def __enter__(self) -> "ParquetShardWriter":
         return self
 
     def __exit__(self, *_: object) -> None:

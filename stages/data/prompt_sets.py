@@ -13,37 +13,41 @@ from typing import Any
 
 from stages.data import final_answer, readers
 
-COMPLETE = "Complete the code I provided.\n"  # EAGLE's words before a prompt of HumanEval
-BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."  # Qwen's words after a problem
-FINAL = "####"  # before the number that a solution of GSM8K comes to
+COMPLETE_INSTRUCTION = "Complete the code I provided.\n"  # EAGLE's words before a prompt of HumanEval
+BOXED_INSTRUCTION = (
+    "\nPlease reason step by step, and put your final answer within \\boxed{}."  # Qwen's words after a problem
+)
+GSM8K_ANSWER_MARK = "####"  # before the number that a solution of GSM8K comes to
 
 
 @dataclass(frozen=True)
-class Problem:
+class PromptProblem:
     id: str
     turns: list[str]  # what the user says, one or more
     reference: str | None  # JSON, as stages/grading/grade.py takes it; None where the set doesn't say what is right
 
 
-class Malformed(Exception):
+class MalformedRowError(Exception):
     """What is wrong with a row: what was expected and what was found."""
 
 
-def read(source: str, name: str | None, split: str | None, revision: str | None, kind: str) -> list[Problem]:
+def read_prompt_set(
+    source: str, name: str | None, split: str | None, revision: str | None, kind: str
+) -> list[PromptProblem]:
     """All problems of a file, or of a dataset of the Hub or in a folder. `kind` is mt_bench or one of OWN_SHAPES.
 
     Raises:
         ValueError: naming the file and the line of the first row that isn't as `kind` has them, or whose id was there.
     """
-    found: list[Problem] = []
+    found: list[PromptProblem] = []
     first_of: dict[str, int] = {}
-    for number, row in _rows(source, name, split, revision):
+    for number, row in _read_numbered_rows(source, name, split, revision):
         where = f"{source}, {'line' if source.endswith('.jsonl') else 'row'} {number + 1}"
         try:
             if row is None:
-                raise Malformed("expected a row of a set, found one that is nested too deep to read")
-            problem = _problem(row, number, kind)
-        except Malformed as error:
+                raise MalformedRowError("expected a row of a set, found one that is nested too deep to read")
+            problem = _parse_problem(row, number, kind)
+        except MalformedRowError as error:
             raise ValueError(f"{where}: {error}; mend it, or correct the set's format ({kind})") from None
         if (first := first_of.setdefault(problem.id, number)) != number:
             raise ValueError(f"{where}: id {problem.id} is that of row {first + 1} too; give each its own")
@@ -53,25 +57,25 @@ def read(source: str, name: str | None, split: str | None, revision: str | None,
     return found
 
 
-def _rows(
+def _read_numbered_rows(
     source: str, name: str | None, split: str | None, revision: str | None
 ) -> Iterator[tuple[int, dict[str, Any] | None]]:
     """The number, from 0, and the object of each row, as raw.parsed."""
     path, pinned = Path(source), dict[str, Any]()
-    if readers.kind(path) is not None:
+    if readers.detect_file_kind(path) is not None:
         if not path.is_file():
             raise ValueError(f"{source} not found; put the set's file there, or name another in prepare_prompts.sets")
-        chunks = readers.chunks(path, source, pinned)
+        chunks = readers.read_chunks(path, source, pinned)
     else:
-        chunks = _dataset({"dataset": source, "name": name, "split": split, "revision": revision}, pinned)
+        chunks = _read_dataset_chunks({"dataset": source, "name": name, "split": split, "revision": revision}, pinned)
     for chunk in chunks:
-        yield from readers.parsed(chunk)
+        yield from readers.parse_chunk(chunk)
 
 
-def _dataset(pin: dict[str, Any], pinned: dict[str, Any]) -> Iterator[readers.Chunk]:
+def _read_dataset_chunks(pin: dict[str, Any], pinned: dict[str, Any]) -> Iterator[readers.RawChunk]:
     source, first = str(pin["dataset"]), 0
-    for table in readers.of_dataset(pin, "prepare_prompts.sets", source, pinned):
-        yield readers.Chunk(source, None, first, table, source)
+    for table in readers.read_hub_dataset(pin, "prepare_prompts.sets", source, pinned):
+        yield readers.RawChunk(source, None, first, table, source)
         first += len(table)
     commit = pinned[source]["commit"]
     if commit != pin["revision"]:
@@ -80,87 +84,91 @@ def _dataset(pin: dict[str, Any], pinned: dict[str, Any]) -> Iterator[readers.Ch
         )
 
 
-def _problem(row: dict[str, Any], number: int, kind: str) -> Problem:
+def _parse_problem(row: dict[str, Any], number: int, kind: str) -> PromptProblem:
     if kind == "mt_bench" and isinstance(row.get("prompt"), list):  # HuggingFaceH4/mt_bench_prompts
         row = {**row, "turns": row["prompt"], "question_id": row.get("prompt_id")}
     if row.get("turns") is not None:
-        asked, reference, name = _turns(row), _first_reference(row, kind), row.get("question_id")
-    elif kind in OWN_SHAPES:
-        (asked, reference), name = OWN_SHAPES[kind](row), row.get("task_id", row.get("unique_id"))
+        asked, reference, name = _read_turns(row), _read_first_reference(row, kind), row.get("question_id")
+    elif kind in ROW_PARSERS:
+        (asked, reference), name = ROW_PARSERS[kind](row), row.get("task_id", row.get("unique_id"))
     else:
-        raise Malformed(f"expected turns, a list of what the user says, found {_keys(row)}")
-    return Problem(str(number if name is None else name), asked, reference)
+        raise MalformedRowError(f"expected turns, a list of what the user says, found {_describe_keys(row)}")
+    return PromptProblem(str(number if name is None else name), asked, reference)
 
 
-def _turns(row: dict[str, Any]) -> list[str]:
+def _read_turns(row: dict[str, Any]) -> list[str]:
     turns = row["turns"]
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
-        raise Malformed(f"expected turns to be a list of texts, found {readers.shown(turns)}")
+        raise MalformedRowError(f"expected turns to be a list of texts, found {readers.abbreviate_row(turns)}")
     return turns
 
 
-def _first_reference(row: dict[str, Any], kind: str) -> str | None:
+def _read_first_reference(row: dict[str, Any], kind: str) -> str | None:
     """What the first turn's answer is graded by, of a row in MT-bench's shape. Its HumanEval has no tests to run."""
     given = row.get("reference")
     text = given[0] if isinstance(given, list) and given else given
     if not isinstance(text, str):
         return None
     if kind == "gsm8k":
-        return _number(text)
+        return _make_number_reference(text)
     if kind == "math500":
-        return _boxed(text)
+        return _make_boxed_reference(text)
     return None
 
 
-def _gsm8k(row: dict[str, Any]) -> tuple[list[str], str | None]:
-    return [_text(row, "question")], _number(_text(row, "answer"))
+def _parse_gsm8k(row: dict[str, Any]) -> tuple[list[str], str | None]:
+    return [_read_text(row, "question")], _make_number_reference(_read_text(row, "answer"))
 
 
-def _humaneval(row: dict[str, Any]) -> tuple[list[str], str | None]:
-    prompt, test, entry = (_text(row, key) for key in ("prompt", "test", "entry_point"))
+def _parse_humaneval(row: dict[str, Any]) -> tuple[list[str], str | None]:
+    prompt, test, entry = (_read_text(row, key) for key in ("prompt", "test", "entry_point"))
     if not entry.isidentifier():
-        raise Malformed(f"expected entry_point to be a function's name, found {entry!r}")
+        raise MalformedRowError(f"expected entry_point to be a function's name, found {entry!r}")
     reference = {"kind": "humaneval", "prompt": prompt, "test": test, "entry_point": entry}
-    return [COMPLETE + prompt.lstrip("\n")], json.dumps(reference, ensure_ascii=False)
+    return [COMPLETE_INSTRUCTION + prompt.lstrip("\n")], json.dumps(reference, ensure_ascii=False)
 
 
-def _alpaca(row: dict[str, Any]) -> tuple[list[str], str | None]:
-    instruction, more = _text(row, "instruction"), row.get("input") or ""
+def _parse_alpaca(row: dict[str, Any]) -> tuple[list[str], str | None]:
+    instruction, more = _read_text(row, "instruction"), row.get("input") or ""
     if not isinstance(more, str):
-        raise Malformed(f"expected input to be a text, found {readers.shown(more)}")
+        raise MalformedRowError(f"expected input to be a text, found {readers.abbreviate_row(more)}")
     return [f"{instruction}\n\n{more}" if more.strip() else instruction], None
 
 
-def _math500(row: dict[str, Any]) -> tuple[list[str], str | None]:
-    return [_text(row, "problem") + BOXED], _boxed(_text(row, "answer"))
+def _parse_math500(row: dict[str, Any]) -> tuple[list[str], str | None]:
+    return [_read_text(row, "problem") + BOXED_INSTRUCTION], _make_boxed_reference(_read_text(row, "answer"))
 
 
-OWN_SHAPES: dict[str, Callable[[dict[str, Any]], tuple[list[str], str | None]]] = {
-    "gsm8k": _gsm8k, "humaneval": _humaneval, "alpaca": _alpaca, "math500": _math500,
+ROW_PARSERS: dict[str, Callable[[dict[str, Any]], tuple[list[str], str | None]]] = {
+    "gsm8k": _parse_gsm8k, "humaneval": _parse_humaneval, "alpaca": _parse_alpaca, "math500": _parse_math500,
 }  # fmt: skip
 
 
-def _number(solution: str) -> str:
+def _make_number_reference(solution: str) -> str:
     """The reference of a solution that ends in `#### 42`."""
-    _, mark, final = solution.rpartition(FINAL)
-    if not mark or final_answer.last_number(final) is None:
-        raise Malformed(
-            f"expected an answer that ends in {FINAL} and a number, found ...{readers.shown(solution[-60:])}"
+    _, mark, final = solution.rpartition(GSM8K_ANSWER_MARK)
+    if not mark or final_answer.find_last_number(final) is None:
+        raise MalformedRowError(
+            f"expected an answer that ends in {GSM8K_ANSWER_MARK} and a number, found ...{readers.abbreviate_row(solution[-60:])}"
         )
     return json.dumps({"kind": "gsm8k", "answer": final.strip()}, ensure_ascii=False)
 
 
-def _boxed(answer: str) -> str:
+def _make_boxed_reference(answer: str) -> str:
     """The reference of an answer, or of a whole solution with its answer in a box."""
-    return json.dumps({"kind": "math500", "answer": final_answer.boxed(answer) or answer.strip()}, ensure_ascii=False)
+    return json.dumps(
+        {"kind": "math500", "answer": final_answer.find_boxed_answer(answer) or answer.strip()}, ensure_ascii=False
+    )
 
 
-def _text(row: dict[str, Any], key: str) -> str:
+def _read_text(row: dict[str, Any], key: str) -> str:
     found = row.get(key)
     if not isinstance(found, str) or not found.strip():
-        raise Malformed(f"expected {key}, a text, found {_keys(row) if found is None else readers.shown(found)}")
+        raise MalformedRowError(
+            f"expected {key}, a text, found {_describe_keys(row) if found is None else readers.abbreviate_row(found)}"
+        )
     return found
 
 
-def _keys(row: dict[str, Any]) -> str:
+def _describe_keys(row: dict[str, Any]) -> str:
     return f"the keys {', '.join(row)}" if row else "no keys"

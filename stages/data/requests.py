@@ -1,6 +1,6 @@
 """Questions to the target: every assistant's message of FIXED conversations, in their order, with what goes before it.
 
-Messages are as a chat template takes them, and `as_openai` makes them what a server takes: the two differ in a call's
+Messages are as a chat template takes them, and `convert_to_openai` makes them what a server takes: the two differ in a call's
 arguments, which OpenAI's shape has as text and servers parse before they render, and in pictures, of which a template
 takes the place only. What exports leave out and templates ask for is filled in the same for both: `type`, ids of
 calls, and whose call a tool's message answers.
@@ -28,7 +28,7 @@ CONTENT = ("messages", "tools", "tool_calls", "reasoning", "images")  # of FIXED
 
 
 @dataclass(frozen=True)
-class Question:
+class TargetRequest:
     """One answer to be had from the target."""
 
     position: int  # in the order of all questions of a split
@@ -43,7 +43,12 @@ class Question:
     @property
     def images(self) -> list[str]:
         """The paths of the pictures before this answer, in the order of their places."""
-        return [part["image"] for message in self.messages[: self.turn] for part in _parts(message) if "image" in part]
+        return [
+            part["image"]
+            for message in self.messages[: self.turn]
+            for part in _get_content_parts(message)
+            if "image" in part
+        ]
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ def choose(path: Path, most: int | None) -> Choice:
     counts, digests, codes = [np.zeros(0, np.int32)], [np.zeros(0, np.uint64)], [np.zeros(0, np.int32)]
     names: dict[str, int] = {}
     roles = pl.element().struct.field("role") == "assistant"
-    for table in conversations.batches(path, conversations.FIXED, "fix_data"):
+    for table in conversations.read_batches(path, conversations.FIXED_SCHEMA, "fix_data"):
         counts.append(table["messages"].list.eval(roles).list.sum().fill_null(0).to_numpy().astype(np.int32))
         codes.append(np.array([names.setdefault(name, len(names)) for name in table["source"]], np.int32))
         if most is not None:
@@ -100,41 +105,43 @@ def _digest(content: tuple[Any, ...]) -> int:
     return int.from_bytes(hashlib.sha256(SALT + orjson.dumps(content)).digest()[:8])
 
 
-def read(path: Path, choice: Choice) -> Iterator[list[Question]]:
+def read_requests(path: Path, choice: Choice) -> Iterator[list[TargetRequest]]:
     """Yield the chosen questions of each conversation, in the file's order; conversations without any are left out."""
     position = first = 0
-    for table in conversations.batches(path, conversations.FIXED, "fix_data"):
+    for table in conversations.read_batches(path, conversations.FIXED_SCHEMA, "fix_data"):
         counts = choice.counts[first : first + len(table)]
         first += len(table)
         rows = table.filter(pl.Series(counts > 0)).iter_rows(named=True)
         for row, count in zip(rows, counts[counts > 0].tolist(), strict=True):
-            yield _of_conversation(row, position)[:count]
+            yield _list_requests(row, position)[:count]
             position += count
 
 
-def _of_conversation(row: dict[str, Any], position: int) -> list[Question]:
+def _list_requests(row: dict[str, Any], position: int) -> list[TargetRequest]:
     try:
-        messages, tools, malformed = _messages(row), _tools(row["tools"]), None
+        messages, tools, malformed = _build_messages(row), _parse_tools(row["tools"]), None
     # fix_data takes what an export calls tools as it is
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         messages, tools, malformed = row["messages"], None, "malformed_tools"
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     found = []
     for n, turn in enumerate(turns):
-        wrong = malformed or ("image_in_answer" if any("image" in part for part in _parts(messages[turn])) else None)
+        wrong = malformed or (
+            "image_in_answer" if any("image" in part for part in _get_content_parts(messages[turn])) else None
+        )
         name = f"{row['id']}.{n}"
-        found.append(Question(position + n, name, messages, turn, tools, row["source_row"], row["verdict"], wrong))
+        found.append(TargetRequest(position + n, name, messages, turn, tools, row["source_row"], row["verdict"], wrong))
     return found
 
 
-def as_openai(messages: Messages, url: Callable[[str], str]) -> Messages:
+def convert_to_openai(messages: Messages, url: Callable[[str], str]) -> Messages:
     """The same as a server takes them: a call's arguments as text, a picture as what `url` gives for its path."""
     found = []
     for message in messages:
         more: dict[str, Any] = {}
         if "tool_calls" in message:
-            more["tool_calls"] = [_with_text(call) for call in message["tool_calls"]]
-        if parts := _parts(message):
+            more["tool_calls"] = [_dump_arguments(call) for call in message["tool_calls"]]
+        if parts := _get_content_parts(message):
             more["content"] = [
                 {"type": "image_url", "image_url": {"url": url(part["image"])}} if "image" in part else part
                 for part in parts
@@ -143,17 +150,17 @@ def as_openai(messages: Messages, url: Callable[[str], str]) -> Messages:
     return found
 
 
-def _parts(message: dict[str, Any]) -> list[dict[str, str]]:
+def _get_content_parts(message: dict[str, Any]) -> list[dict[str, str]]:
     """Of a content in parts; none where it is a text."""
     return message["content"] if isinstance(message["content"], list) else []
 
 
-def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+def _dump_arguments(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
     return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
 
-def _messages(row: dict[str, Any]) -> Messages:
+def _build_messages(row: dict[str, Any]) -> Messages:
     calls = row["tool_calls"] or [None] * len(row["messages"])
     reasoning = row["reasoning"] or [None] * len(row["messages"])
     found: Messages = []
@@ -162,14 +169,14 @@ def _messages(row: dict[str, Any]) -> Messages:
     pictures = iter(row["images"] or [])
     for message, called, thought in zip(row["messages"], calls, reasoning, strict=True):
         more: dict[str, Any] = {}
-        if row["images"] and conversations.PICTURE in message["content"]:
-            more["content"] = _with_pictures(message["content"], pictures)
+        if row["images"] and conversations.IMAGE_PLACEHOLDER in message["content"]:
+            more["content"] = _split_at_images(message["content"], pictures)
         if thought:
             more["reasoning_content"] = thought
         if called:
             given = json.loads(called)
             more["tool_calls"] = [
-                _call(c, number + k) for k, c in enumerate([given] if isinstance(given, dict) else given)
+                _parse_tool_call(c, number + k) for k, c in enumerate([given] if isinstance(given, dict) else given)
             ]
             number += len(more["tool_calls"])
             waiting = [call["id"] for call in more["tool_calls"]]
@@ -179,10 +186,10 @@ def _messages(row: dict[str, Any]) -> Messages:
     return found
 
 
-def _with_pictures(text: str, paths: Iterator[str]) -> list[dict[str, str]]:
+def _split_at_images(text: str, paths: Iterator[str]) -> list[dict[str, str]]:
     """A text's parts as templates take them; fix_data has counted that there are as many marks as pictures."""
     parts: list[dict[str, str]] = []
-    for n, words in enumerate(text.split(conversations.PICTURE)):
+    for n, words in enumerate(text.split(conversations.IMAGE_PLACEHOLDER)):
         if n:
             parts.append({"type": "image", "image": next(paths)})
         if words:
@@ -190,7 +197,7 @@ def _with_pictures(text: str, paths: Iterator[str]) -> list[dict[str, str]]:
     return parts
 
 
-def _call(given: dict[str, Any], number: int) -> dict[str, Any]:
+def _parse_tool_call(given: dict[str, Any], number: int) -> dict[str, Any]:
     function = given.get("function", given)
     arguments = function["arguments"]
     arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
@@ -206,7 +213,7 @@ def _call(given: dict[str, Any], number: int) -> dict[str, Any]:
     }
 
 
-def _tools(text: str | None) -> list[dict[str, Any]] | None:
+def _parse_tools(text: str | None) -> list[dict[str, Any]] | None:
     """Tools in OpenAI's shape; keys in the order in which servers write them, since templates render them as JSON."""
     if text is None:
         return None

@@ -17,14 +17,18 @@ from typing import Any, Literal
 
 import toon_format
 
-_DATE = r"\d{4}-\d\d-\d\d"
-_BEGINS = {"text": r".+", "int": r"[-−]?\d+", "date": _DATE}  # the first cell of a row, by the first column's kind
-_TYPOGRAPHIC = set("“”−")  # a word processor's quotes and minus sign; in no value of ours
-_HORIZON = re.compile(r"\b(\d+) (?:more )?days?\b")
+_DATE_PATTERN = r"\d{4}-\d\d-\d\d"
+_FIRST_CELL_PATTERNS = {
+    "text": r".+",
+    "int": r"[-−]?\d+",
+    "date": _DATE_PATTERN,
+}  # the first cell of a row, by the first column's kind
+_TYPOGRAPHIC_CHARACTERS = set("“”−")  # a word processor's quotes and minus sign; in no value of ours
+_HORIZON_PATTERN = re.compile(r"\b(\d+) (?:more )?days?\b")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Column:
+class ToonColumn:
     """One value of the document or one column of its table."""
 
     name: str
@@ -35,25 +39,25 @@ class Column:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schema:
+class ToonSchema:
     """What a document must hold: single values, then one table. Another kind of answer is another Schema."""
 
-    keys: tuple[Column, ...]
+    keys: tuple[ToonColumn, ...]
     table: str
-    columns: tuple[Column, ...]
+    columns: tuple[ToonColumn, ...]
     ordered: tuple[str, str] | None = None  # in each row the first column is never above the second
     daily: str | None = None  # this date column counts up by one day per row
 
 
-WEATHER = Schema(
-    keys=(Column(name="place", kind="text"), Column(name="unit", kind="text", choices=("C", "F"))),
+WEATHER_SCHEMA = ToonSchema(
+    keys=(ToonColumn(name="place", kind="text"), ToonColumn(name="unit", kind="text", choices=("C", "F"))),
     table="days",
     columns=(
-        Column(name="date", kind="date"),
-        Column(name="low", kind="int"),
-        Column(name="high", kind="int"),
-        Column(name="rain", kind="int", least=0, most=100),
-        Column(name="sky", kind="text", choices=("sunny", "cloudy", "fog", "rain", "storm", "snow")),
+        ToonColumn(name="date", kind="date"),
+        ToonColumn(name="low", kind="int"),
+        ToonColumn(name="high", kind="int"),
+        ToonColumn(name="rain", kind="int", least=0, most=100),
+        ToonColumn(name="sky", kind="text", choices=("sunny", "cloudy", "fog", "rain", "storm", "snow")),
     ),
     ordered=("low", "high"),
     daily="date",
@@ -61,18 +65,20 @@ WEATHER = Schema(
 
 
 @dataclass(frozen=True)
-class Repair:
+class ToonRepair:
     text: str  # the answer to train on; the original where it is dropped
     verdict: str  # "clean", "repaired:rule,rule" or "dropped:reason"
 
 
-def horizon_asked(question: str) -> int | None:
+def parse_horizon(question: str) -> int | None:
     """How many days a question asks for; None where it names no number of days, or several that differ."""
-    asked = {int(days) for days in _HORIZON.findall(question)}
+    asked = {int(days) for days in _HORIZON_PATTERN.findall(question)}
     return asked.pop() if len(asked) == 1 else None
 
 
-def repair(text: str, horizon: int | None, surrounding: Literal["strip", "keep"], schema: Schema = WEATHER) -> Repair:
+def repair_toon(
+    text: str, horizon: int | None, surrounding: Literal["strip", "keep"], schema: ToonSchema = WEATHER_SCHEMA
+) -> ToonRepair:
     """An answer as clean, repaired or dropped. What is not dropped comes back clean when given again.
 
     Args:
@@ -80,32 +86,36 @@ def repair(text: str, horizon: int | None, surrounding: Literal["strip", "keep"]
         surrounding: what to do with fences and prose around the table. With "keep" they are part of the answer, so
             they stay and are no defect.
     """
-    if problem(text, horizon, schema) is None:
-        return Repair(text, "clean")
-    before, table, after = _split(text, schema)
+    if find_toon_problem(text, horizon, schema) is None:
+        return ToonRepair(text, "clean")
+    before, table, after = _split_document(text, schema)
     if any(map(_is_broken_row, after)):
-        return Repair(text, f"dropped:{'broken_row' if _header(schema).search(table) else 'no_table'}")
+        return ToonRepair(
+            text, f"dropped:{'broken_row' if _build_header_pattern(schema).search(table) else 'no_table'}"
+        )
 
-    applied = _names_of(before + after) if surrounding == "strip" else []
-    trouble = problem(table, horizon, schema)
-    for name, rule in RULES.items():
+    applied = _name_surroundings(before + after) if surrounding == "strip" else []
+    trouble = find_toon_problem(table, horizon, schema)
+    for name, rule in REPAIR_RULES.items():
         if trouble is None:
             break
         changed = rule(table, horizon, schema)
         if changed != table:
-            table, trouble = changed, problem(changed, horizon, schema)
+            table, trouble = changed, find_toon_problem(changed, horizon, schema)
             applied.append(name)
 
     if trouble is not None:
-        return Repair(text, f"dropped:{_explain(table, horizon, schema) if trouble == 'not_toon' else trouble}")
+        return ToonRepair(
+            text, f"dropped:{_explain_undecodable(table, horizon, schema) if trouble == 'not_toon' else trouble}"
+        )
     if surrounding == "keep":
         if "json" in applied:  # the fence must not call a TOON table JSON
             before = [line.replace("```json", "```toon") for line in before]
         table = "\n".join([*before, table, *after])
-    return Repair(table, f"repaired:{','.join(applied)}" if applied else "clean")
+    return ToonRepair(table, f"repaired:{','.join(applied)}" if applied else "clean")
 
 
-def problem(text: str, horizon: int | None, schema: Schema) -> str | None:
+def find_toon_problem(text: str, horizon: int | None, schema: ToonSchema) -> str | None:
     """Why `text` can't stand as it is, in one word; None where a strict decoder and the schema both accept it."""
     try:
         document = toon_format.loads(text)
@@ -114,18 +124,18 @@ def problem(text: str, horizon: int | None, schema: Schema) -> str | None:
     # Prose that ends in a colon decodes as one more key, so the keys must be these and no others.
     if not isinstance(document, dict) or set(document) != {*(column.name for column in schema.keys), schema.table}:
         return "wrong_keys"
-    if not all(_holds(column, document[column.name]) for column in schema.keys):
+    if not all(_is_valid_value(column, document[column.name]) for column in schema.keys):
         return "wrong_value"
     rows = document[schema.table]
     if not isinstance(rows, list) or not rows:
         return "no_table"
     if any(not isinstance(row, dict) or list(row) != [column.name for column in schema.columns] for row in rows):
         return "wrong_columns"
-    if not all(_holds(column, row[column.name]) for row in rows for column in schema.columns):
+    if not all(_is_valid_value(column, row[column.name]) for row in rows for column in schema.columns):
         return "wrong_value"
     if schema.ordered and any(row[schema.ordered[0]] > row[schema.ordered[1]] for row in rows):
         return "wrong_order"
-    if schema.daily and not _counts_up([dt.date.fromisoformat(row[schema.daily]) for row in rows]):
+    if schema.daily and not _has_consecutive_days([dt.date.fromisoformat(row[schema.daily]) for row in rows]):
         return "dates_jump"
     if horizon is not None and len(rows) != horizon:  # the decoder has already compared the rows with their header
         return "row_count"
@@ -135,15 +145,15 @@ def problem(text: str, horizon: int | None, schema: Schema) -> str | None:
     return None
 
 
-def _holds(column: Column, value: Any) -> bool:
+def _is_valid_value(column: ToonColumn, value: Any) -> bool:
     """Whether `value` is of the column's kind and range. `type() is`, since True is an instance of int."""
     if column.kind == "int":
         least, most = column.least, column.most
         return type(value) is int and (least is None or value >= least) and (most is None or value <= most)
-    if type(value) is not str or _TYPOGRAPHIC & set(value):
+    if type(value) is not str or _TYPOGRAPHIC_CHARACTERS & set(value):
         return False
     if column.kind == "date":
-        return re.fullmatch(_DATE, value) is not None and _is_date(value)
+        return re.fullmatch(_DATE_PATTERN, value) is not None and _is_date(value)
     return value in column.choices if column.choices else value != ""
 
 
@@ -155,14 +165,14 @@ def _is_date(value: str) -> bool:
     return True
 
 
-def _counts_up(dates: list[dt.date]) -> bool:
+def _has_consecutive_days(dates: list[dt.date]) -> bool:
     return all((later - day).days == 1 for day, later in pairwise(dates))
 
 
 # --- where the table is ---------------------------------------------------------------------------------------------
 
 
-def _split(text: str, schema: Schema) -> tuple[list[str], str, list[str]]:
+def _split_document(text: str, schema: ToonSchema) -> tuple[list[str], str, list[str]]:
     """Lines before the document, the document, lines after: it reaches from its first line to its last.
 
     A line that belongs is a key of the schema, the table's header, or a row. Lines between two such are inside,
@@ -178,15 +188,15 @@ def _split(text: str, schema: Schema) -> tuple[list[str], str, list[str]]:
     return lines[:first], "\n".join(lines[first : last + 1]), lines[last + 1 :]
 
 
-def _is_key(line: str, schema: Schema) -> bool:
+def _is_key(line: str, schema: ToonSchema) -> bool:
     names = "|".join(re.escape(column.name) for column in schema.keys)
     return re.match(rf"\s*(?:(?:{names})\s*:|{re.escape(schema.table)}\s*[\[{{:])", line) is not None
 
 
-def _is_row(line: str, schema: Schema) -> bool:
+def _is_row(line: str, schema: ToonSchema) -> bool:
     """Whether a line starts as a row does: a first cell of the first column's kind, and then a comma."""
     first, comma, _ = line.strip().partition(",")
-    begins = _BEGINS[schema.columns[0].kind]
+    begins = _FIRST_CELL_PATTERNS[schema.columns[0].kind]
     return comma == "," and re.fullmatch(begins, first) is not None and not _is_key(line, schema)
 
 
@@ -195,7 +205,7 @@ def _is_broken_row(line: str) -> bool:
     return re.match(r"\s*[-−]?\d|\s+[^\s`]", line) is not None
 
 
-def _names_of(around: list[str]) -> list[str]:
+def _name_surroundings(around: list[str]) -> list[str]:
     """The rules that taking these lines away amounts to."""
     fence = any(line.strip().startswith("```") for line in around)
     prose = any(line.strip() and not line.strip().startswith("```") for line in around)
@@ -203,9 +213,9 @@ def _names_of(around: list[str]) -> list[str]:
     return ["fence"] * fence + ["prose"] * prose + ["blank_line"] * blank
 
 
-def _explain(table: str, horizon: int | None, schema: Schema) -> str:
+def _explain_undecodable(table: str, horizon: int | None, schema: ToonSchema) -> str:
     """Why a table that no rule could mend does not decode: the most telling reason first."""
-    headers = len(_header(schema).findall(table))
+    headers = len(_build_header_pattern(schema).findall(table))
     rows = [line for line in table.split("\n") if _is_row(line, schema)]
     if headers != 1 or not rows:
         return "repeated_table" if headers > 1 else "no_table"
@@ -219,7 +229,7 @@ def _explain(table: str, horizon: int | None, schema: Schema) -> str:
 # --- the rules: a document goes in and comes back, mended in one respect or as it was -------------------------------
 
 
-def _json(table: str, horizon: int | None, schema: Schema) -> str:
+def _convert_json(table: str, horizon: int | None, schema: ToonSchema) -> str:
     """JSON holds the same data; a key given twice is two readings, so it is left alone."""
 
     def refuse_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -235,39 +245,39 @@ def _json(table: str, horizon: int | None, schema: Schema) -> str:
         return table
 
 
-def _line_ends(table: str, horizon: int | None, schema: Schema) -> str:
+def _unify_line_ends(table: str, horizon: int | None, schema: ToonSchema) -> str:
     return table.replace("\r\n", "\n").removesuffix("\r")
 
 
-def _comment(table: str, horizon: int | None, schema: Schema) -> str:
+def _remove_comments(table: str, horizon: int | None, schema: ToonSchema) -> str:
     """A comment is no data, by the spec; older decoders take it for a broken key."""
     return "\n".join(line for line in table.split("\n") if not line.lstrip().startswith("#"))
 
 
-def _blank_line(table: str, horizon: int | None, schema: Schema) -> str:
+def _remove_blank_lines(table: str, horizon: int | None, schema: ToonSchema) -> str:
     return "\n".join(line for line in table.split("\n") if line.strip())
 
 
-def _header_space(table: str, horizon: int | None, schema: Schema) -> str:
+def _remove_header_spaces(table: str, horizon: int | None, schema: ToonSchema) -> str:
     """`days [3] {date,low} :` -> `days[3]{date,low}:`"""
-    return _header(schema).sub(
+    return _build_header_pattern(schema).sub(
         lambda m: m["name"] + (m["bracket"] or "").strip() + m["fields"].strip() + m["colon"].strip(), table
     )
 
 
-def _old_dialect(table: str, horizon: int | None, schema: Schema) -> str:
+def _convert_old_dialect(table: str, horizon: int | None, schema: ToonSchema) -> str:
     """`[#3]` (before spec 2) and `[3,]` say three, as `[3]` does."""
-    return _header(schema).sub(
+    return _build_header_pattern(schema).sub(
         lambda m: m["name"] + re.sub(r"\[[ #]*(\d+)[ ,]*\]", r"[\1]", m["bracket"] or "") + m["fields"] + m["colon"],
         table,
     )
 
 
-def _header_colon(table: str, horizon: int | None, schema: Schema) -> str:
-    return _header(schema).sub(lambda m: m[0].rstrip() if m["colon"] else m[0].rstrip() + ":", table)
+def _add_header_colon(table: str, horizon: int | None, schema: ToonSchema) -> str:
+    return _build_header_pattern(schema).sub(lambda m: m[0].rstrip() if m["colon"] else m[0].rstrip() + ":", table)
 
 
-def _indent(table: str, horizon: int | None, schema: Schema) -> str:
+def _correct_indent(table: str, horizon: int | None, schema: ToonSchema) -> str:
     """Keys at the margin, rows two spaces in: the schema has one table, so depth follows from what a line is."""
 
     def placed(line: str) -> str:
@@ -278,7 +288,7 @@ def _indent(table: str, horizon: int | None, schema: Schema) -> str:
     return "\n".join(map(placed, table.split("\n")))
 
 
-def _trailing_comma(table: str, horizon: int | None, schema: Schema) -> str:
+def _remove_trailing_commas(table: str, horizon: int | None, schema: ToonSchema) -> str:
     """An empty cell past the last column is a comma too many; anything else past it might be data."""
 
     def cut(line: str) -> str:
@@ -288,21 +298,21 @@ def _trailing_comma(table: str, horizon: int | None, schema: Schema) -> str:
     return "\n".join(map(cut, table.split("\n")))
 
 
-def _typography(table: str, horizon: int | None, schema: Schema) -> str:
+def _replace_typography(table: str, horizon: int | None, schema: ToonSchema) -> str:
     """The true minus sign is a hyphen here; curly quotes around a whole value are no part of it."""
     unquoted = re.sub(r"(^|[:,])([ \t]*)“([^“”\n]*)”[ \t]*(?=,|$)", r"\1\2\3", table, flags=re.MULTILINE)
     return unquoted.replace("−", "-")
 
 
-def _count(table: str, horizon: int | None, schema: Schema) -> str:
+def _correct_row_count(table: str, horizon: int | None, schema: ToonSchema) -> str:
     """A wrong, missing or literal `[N]` is mended only if the rows are as many as asked: else which is true?"""
     rows = sum(_is_row(line, schema) for line in table.split("\n"))
     if horizon is None or rows != horizon:
         return table
-    return _header(schema).sub(lambda m: f"{m['name']}[{rows}]{m['fields']}{m['colon']}", table)
+    return _build_header_pattern(schema).sub(lambda m: f"{m['name']}[{rows}]{m['fields']}{m['colon']}", table)
 
 
-def _header(schema: Schema) -> re.Pattern[str]:
+def _build_header_pattern(schema: ToonSchema) -> re.Pattern[str]:
     """The table's header line in its parts, however spaced, with or without its count and colon."""
     gap, name = r"[ \t]*", re.escape(schema.table)
     return re.compile(
@@ -311,17 +321,17 @@ def _header(schema: Schema) -> re.Pattern[str]:
     )
 
 
-# Applied in this order until the table stands. `fence` and `prose` come before them all: see `_names_of`.
-RULES: dict[str, Callable[[str, int | None, Schema], str]] = {
-    "json": _json,
-    "line_ends": _line_ends,
-    "comment": _comment,
-    "blank_line": _blank_line,
-    "header_space": _header_space,
-    "old_dialect": _old_dialect,
-    "header_colon": _header_colon,
-    "indent": _indent,
-    "trailing_comma": _trailing_comma,
-    "typography": _typography,
-    "count": _count,
+# Applied in this order until the table stands. `fence` and `prose` come before them all: see `_name_surroundings`.
+REPAIR_RULES: dict[str, Callable[[str, int | None, ToonSchema], str]] = {
+    "json": _convert_json,
+    "line_ends": _unify_line_ends,
+    "comment": _remove_comments,
+    "blank_line": _remove_blank_lines,
+    "header_space": _remove_header_spaces,
+    "old_dialect": _convert_old_dialect,
+    "header_colon": _add_header_colon,
+    "indent": _correct_indent,
+    "trailing_comma": _remove_trailing_commas,
+    "typography": _replace_typography,
+    "count": _correct_row_count,
 }

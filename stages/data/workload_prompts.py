@@ -6,8 +6,8 @@ import polars as pl
 
 from stages.data import conversations
 
-FOLDER = Path("data/prompts")
-ASKED = pl.Schema(
+PROMPTS_FOLDER = Path("data/prompts")
+PROMPTS_SCHEMA = pl.Schema(
     {
         "id": pl.String,  # each row's own, but of the warm-up
         "prompt_ids": pl.List(pl.Int32),  # of the first turn, through the chat template; pictures' tokens expanded
@@ -21,26 +21,26 @@ ASKED = pl.Schema(
 )
 
 
-def path(workload: str) -> Path:
-    return FOLDER / f"{workload}.parquet"
+def locate_prompts(workload: str) -> Path:
+    return PROMPTS_FOLDER / f"{workload}.parquet"
 
 
-def tokens(length_share: float, max_new_tokens: int) -> int:
+def compute_max_new_tokens(length_share: float, max_new_tokens: int) -> int:
     """How long a row's answer may be, where the workload's may have `max_new_tokens`."""
     return max(1, round(length_share * max_new_tokens))
 
 
-def write(workload: str, rows: pl.DataFrame) -> None:
-    conversations.write(path(workload), rows, ASKED)
+def write_prompts(workload: str, rows: pl.DataFrame) -> None:
+    conversations.write_table(locate_prompts(workload), rows, PROMPTS_SCHEMA)
 
 
-def read(workload: str) -> tuple[pl.DataFrame, pl.DataFrame]:
+def read_prompts(workload: str) -> tuple[pl.DataFrame, pl.DataFrame]:
     """(those to measure, those to warm up with). Raises ValueError naming what to run where there are none."""
-    rows = conversations.read(path(workload), ASKED, f"prepare_prompts@{workload}", None)
+    rows = conversations.read_table(locate_prompts(workload), PROMPTS_SCHEMA, f"prepare_prompts@{workload}", None)
     return rows.filter(~pl.col("warmup")), rows.filter("warmup")
 
 
-def check_graded(workload: str, rows: pl.DataFrame) -> None:
+def check_references(workload: str, rows: pl.DataFrame) -> None:
     """Raises ValueError, before anything is decoded, where answers shall be graded and nothing says what is right."""
     if without := rows["reference"].null_count():
         raise ValueError(

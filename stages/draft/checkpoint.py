@@ -18,24 +18,24 @@ from torch import Tensor
 
 from stages.runtime import atomic
 
-DRAFTS = Path("drafts")
-NORMS = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
+DRAFTS_FOLDER = Path("drafts")
+NORM_OPTIONS = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
 # vLLM has a draft layer with q/k norms under this name. SGLang has none and would leave them out without a word; an
 # architecture that it doesn't know it refuses.
-QK_NORM = {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}
+QK_NORM_CONFIG = {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 
-def folder(name: str) -> Path:
-    return DRAFTS / name
+def locate_checkpoint(name: str) -> Path:
+    return DRAFTS_FOLDER / name
 
 
-SIZES = (  # what of config.json the shapes and numbers of the layer are
+SIZE_KEYS = (  # what of config.json the shapes and numbers of the layer are
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
     "draft_vocab_size", "max_position_embeddings", "rms_norm_eps",
 )  # fmt: skip
 
 
-def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def list_tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Every tensor of a draft with its shape, by config.json."""
     h, d, v = config["hidden_size"], config["draft_vocab_size"], config["vocab_size"]
     q, kv = (config["head_dim"] * config[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
@@ -45,7 +45,7 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         options["input_norm.weight"] = (3 * h,)
     if config.get("fc_norm"):
         options |= {f"fc_norm.{layer}.weight": (h,) for layer in range(3)}
-    if config["model_type"] == QK_NORM["model_type"]:
+    if config["model_type"] == QK_NORM_CONFIG["model_type"]:
         options |= {f"midlayer.self_attn.{x}_norm.weight": (config["head_dim"],) for x in "qk"}
     return {
         "fc.weight": (h, 3 * h),
@@ -67,7 +67,7 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     }
 
 
-def config_json(
+def build_config(
     shape: dict[str, Any],
     rope: dict[str, Any],
     feature_layers: list[int],
@@ -75,7 +75,7 @@ def config_json(
     eos_token_ids: list[int],
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """config.json of a draft: `shape` has the sizes of `shapes`, rope is the target's rope_parameters.
+    """config.json of a draft: `shape` has the sizes of `list_tensor_shapes`, rope is the target's rope_parameters.
 
     RoPE is written in both spellings: transformers 5 reads rope_parameters, SGLang and vLLM may read rope_theta and
     rope_scaling. With `mrope_section` there, and `mrope_interleaved` beside it, they give the draft the target's positions
@@ -107,16 +107,16 @@ def config_json(
             "eagle_aux_hidden_state_layer_ids": [i - 1 for i in feature_layers],
         }
         config["eagle_aux_hidden_state_layer_ids"] = feature_layers
-    config |= {name: True for name in NORMS if name in on}
+    config |= {name: True for name in NORM_OPTIONS if name in on}
     if "sliding_window" in on:  # vLLM takes the window of a layer that is named sliding
         config |= {"sliding_window": on["sliding_window"], "layer_types": ["sliding_attention"]}
-    return config | QK_NORM if "qk_norm" in on else config
+    return config | QK_NORM_CONFIG if "qk_norm" in on else config
 
 
 def write_draft(place: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Atomically write `place`/draft. Raises AssertionError where names, shapes, maps or weights would mislead an engine."""
-    assert not (found := problem(config, tensors) or not_finite(tensors)), found
-    with atomic.folder(place / "draft") as temporary:
+    assert not (found := find_draft_problem(config, tensors) or not_finite(tensors)), found
+    with atomic.write_folder(place / "draft") as temporary:
         atomic.write_json(temporary / "config.json", config)
         save_file(
             {name: t.contiguous() for name, t in tensors.items()}, temporary / "model.safetensors", {"format": "pt"}
@@ -127,14 +127,14 @@ def read_draft(place: Path, made_by: str) -> tuple[dict[str, Any], dict[str, Ten
     """config.json and the tensors of `place`/draft. Raises ValueError naming what is missing, misshapen or unknown."""
     config = atomic.read_json(place / "draft" / "config.json", made_by)
     tensors = read_tensors(place / "draft" / "model.safetensors", made_by)
-    if found := problem(config, tensors):
+    if found := find_draft_problem(config, tensors):
         raise atomic.Broken(f"{place}/draft is no EAGLE-3 draft: {found}", atomic.rerun(made_by))
     return config, tensors
 
 
 def write_state(place: Path, tensors: dict[str, Tensor], progress: dict[str, Any]) -> None:
     """Atomically write `place`/state: the optimizer's tensors, and where training stood (plain JSON)."""
-    with atomic.folder(place / "state") as temporary:
+    with atomic.write_folder(place / "state") as temporary:
         save_file({name: t.contiguous() for name, t in tensors.items()}, temporary / "optimizer.safetensors")
         atomic.write_json(temporary / "progress.json", progress)
 
@@ -187,7 +187,7 @@ def _finite(tensor: Tensor) -> bool:
     return all(bool(torch.isfinite(extreme)) for extreme in tensor.aminmax())
 
 
-def misshapen(
+def find_shape_problem(
     config: dict[str, Any], tensors: dict[str, Tensor], expect: Callable[[dict[str, Any]], dict[str, tuple[int, ...]]]
 ) -> str:
     """What is wrong with the tensors' names and shapes, or an empty string."""
@@ -201,9 +201,9 @@ def misshapen(
     return "; ".join(f"{n} is {tuple(tensors[n].shape)}, expected {expected[n]}" for n in wrong)
 
 
-def problem(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+def find_draft_problem(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
     """What is wrong with a draft, or an empty string."""
-    if wrong := misshapen(config, tensors, shapes):
+    if wrong := find_shape_problem(config, tensors, list_tensor_shapes):
         return wrong
     d2t, t2d = tensors["d2t"], tensors["t2d"]
     if d2t.dtype != torch.int64 or t2d.dtype != torch.bool:

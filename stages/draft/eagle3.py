@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 import stages.runtime.torch_warmup  # noqa: F401 - its import is its use
-from stages.target.mrope import axes
+from stages.target.mrope import assign_frequency_axes
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class RMSNorm(nn.Module):
         return nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.eps)
 
 
-class Attention(nn.Module):
-    """Projections of [embedding, hidden] (2H wide), as EAGLE-3 has them; the attention itself is `attend`."""
+class DraftAttention(nn.Module):
+    """Projections of [embedding, hidden] (2H wide), as EAGLE-3 has them; the attention itself is `attend_prefix_and_ancestors`."""
 
     def __init__(self, c: DraftConfig):
         super().__init__()
@@ -84,7 +84,7 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = (RMSNorm(c.head_dim, c.rms_norm_eps) for _ in "qk")
 
 
-class MLP(nn.Module):
+class DraftMLP(nn.Module):
     def __init__(self, c: DraftConfig):
         super().__init__()
         self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
@@ -95,17 +95,17 @@ class MLP(nn.Module):
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Layer(nn.Module):
+class DraftLayer(nn.Module):
     def __init__(self, c: DraftConfig):
         super().__init__()
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)  # of the embedding
         self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)  # of the features or the recurrent state
-        self.self_attn = Attention(c)
+        self.self_attn = DraftAttention(c)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.mlp = MLP(c)
+        self.mlp = DraftMLP(c)
 
 
-class Draft(nn.Module):
+class Eagle3Draft(nn.Module):
     """The draft's weights and its few operations. The embedding is the target's and is passed in."""
 
     inverse_frequency: Tensor  # [E/2] float32, whatever the weights are
@@ -117,7 +117,7 @@ class Draft(nn.Module):
         super().__init__()
         c = self.config = config
         self.fc = nn.Linear(3 * c.hidden_size, c.hidden_size, bias=False)
-        self.midlayer = Layer(c)
+        self.midlayer = DraftLayer(c)
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.lm_head = nn.Linear(c.hidden_size, c.draft_vocab_size, bias=False)
         if c.norm_before_fc:
@@ -126,18 +126,18 @@ class Draft(nn.Module):
             self.fc_norm = nn.ModuleList(RMSNorm(c.hidden_size, c.rms_norm_eps) for _ in range(3))
         self.register_buffer("d2t", torch.zeros(c.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(c.vocab_size, dtype=torch.bool))
-        self.register_buffer("inverse_frequency", inverse_frequency(c.rope, c.head_dim), persistent=False)
-        self.register_buffer("axes", axes(c.rope, c.head_dim), persistent=False)
+        self.register_buffer("inverse_frequency", compute_inverse_frequency(c.rope, c.head_dim), persistent=False)
+        self.register_buffer("axes", assign_frequency_axes(c.rope, c.head_dim), persistent=False)
 
     def _apply(self, fn, recurse=True):
         """Moves and casts as any module, but angles stay float32: a table rounded to bfloat16 is off by whole turns."""
         super()._apply(fn, recurse)
         device = self.inverse_frequency.device
-        self.inverse_frequency = inverse_frequency(self.config.rope, self.config.head_dim).to(device)
+        self.inverse_frequency = compute_inverse_frequency(self.config.rope, self.config.head_dim).to(device)
         return self
 
     @classmethod
-    def of(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> "Draft":
+    def of(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> "Eagle3Draft":
         """A draft from a checkpoint's config.json and tensors."""
         draft = cls(DraftConfig.from_json(config))
         draft.load_state_dict(tensors)
@@ -174,13 +174,13 @@ class Draft(nn.Module):
     def queries(self, mixed: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         """mixed [..., 2H] -> rotated queries [..., A, E]."""
         q = self.midlayer.self_attn.q_proj(mixed).unflatten(-1, (-1, self.config.head_dim))
-        return rotate(self.midlayer.self_attn.q_norm(q) if self.config.qk_norm else q, *rope)
+        return apply_rotary(self.midlayer.self_attn.q_norm(q) if self.config.qk_norm else q, *rope)
 
     def keys_values(self, mixed: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """mixed [..., 2H] -> rotated keys and values, [..., G, E] each."""
         k = self.midlayer.self_attn.k_proj(mixed).unflatten(-1, (-1, self.config.head_dim))
         v = self.midlayer.self_attn.v_proj(mixed).unflatten(-1, (-1, self.config.head_dim))
-        return rotate(self.midlayer.self_attn.k_norm(k) if self.config.qk_norm else k, *rope), v
+        return apply_rotary(self.midlayer.self_attn.k_norm(k) if self.config.qk_norm else k, *rope), v
 
     def residual(self, hidden: Tensor, mixed: Tensor) -> Tensor:
         """What attention adds to: here the un-normed hidden [..., H]; other drafts (`eagle`) take what they mixed."""
@@ -207,7 +207,7 @@ class Draft(nn.Module):
         return draft_ids + self.d2t[draft_ids]
 
 
-def attend(
+def attend_prefix_and_ancestors(
     q: Tensor,  # [B, Q, A, E]
     k: Tensor,  # [B, T, G, E] the prefix
     v: Tensor,  # [B, T, G, E]
@@ -231,13 +231,13 @@ def attend(
     return (out + torch.einsum("bqgrs,bqsge->bqgre", own_weights, own_v)).flatten(2, 3)
 
 
-def in_sight(where: Tensor, tokens: int, window: int | None, step: int = 0) -> Tensor:
+def build_prefix_mask(where: Tensor, tokens: int, window: int | None, step: int = 0) -> Tensor:
     """where [B, Q]: p of each query -> [B, Q, T] bool, the prefix tokens that a step drafted from p sees."""
     index, p = torch.arange(tokens, device=where.device), where[..., None]
     return index <= p if window is None else (index <= p) & (index > p + step - window)
 
 
-def inverse_frequency(rope: dict[str, Any], head_dim: int) -> Tensor:
+def compute_inverse_frequency(rope: dict[str, Any], head_dim: int) -> Tensor:
     """RoPE's 1/theta**(2i/E) in float32, [E/2], with the target's own scaling.
 
     The table is never rounded to bfloat16: a rival's was, and its angles were wrong by up to 2 (research/specforge.md
@@ -263,14 +263,14 @@ def inverse_frequency(rope: dict[str, Any], head_dim: int) -> Tensor:
     )
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [..., heads, E], cos and sin [..., 1, E/2] -> x rotated, in half-split pairs as in Llama."""
     low, high = x.chunk(2, dim=-1)
     return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
 
 
 @dataclass(frozen=True)
-class Seen:
+class MultimodalFeatures:
     """What rows of a target that sees hold beside tokens."""
 
     positions: Tensor  # [B, T, 3] the target's rotary positions
@@ -278,8 +278,8 @@ class Seen:
     visual: Tensor  # [M, H] the pieces' embeddings, row by row
 
 
-def prefix(
-    draft: Draft, ids: Tensor, features: Tensor, embedding: Tensor, seen: Seen | None = None
+def encode_prefix(
+    draft: Eagle3Draft, ids: Tensor, features: Tensor, embedding: Tensor, seen: MultimodalFeatures | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The step-0 side of whole rows: ids [B, T], features [B, T, 3H], embedding [V, H].
 
@@ -296,10 +296,16 @@ def prefix(
     return hidden, *draft.keys_values(draft.mix(embeds, hidden), draft.rope(positions))
 
 
-def first_state(
-    draft: Draft, embeds: Tensor, fused: Tensor, positions: Tensor, keys: Tensor, values: Tensor, allowed: Tensor | None
+def compute_first_state(
+    draft: Eagle3Draft,
+    embeds: Tensor,
+    fused: Tensor,
+    positions: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    allowed: Tensor | None,
 ) -> Tensor:
     """Step 0 at chosen positions [B, Q], as `rope` takes them: embeds, fused [B, Q, H], allowed [B, Q, T] or None -> state."""
     mixed = draft.mix(embeds, fused)
-    attended = attend(draft.queries(mixed, draft.rope(positions)), keys, values, allowed)
+    attended = attend_prefix_and_ancestors(draft.queries(mixed, draft.rope(positions)), keys, values, allowed)
     return draft.finish(draft.residual(fused, mixed), attended)

@@ -22,14 +22,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from stages.draft import checkpoint
-from stages.target.manifest import Manifest
+from stages.target.manifest import TargetManifest
 
-Tables = Callable[[], tuple[Tensor, Tensor]]  # the target's embedding and head [V, H], read where they are asked for
+ReadEmbeddingAndHead = Callable[
+    [], tuple[Tensor, Tensor]
+]  # the target's embedding and head [V, H], read where they are asked for
 
-SPECULATORS = "transformer_layer_config"
-PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-RENAMED = (
+SPECULATORS_KEY = "transformer_layer_config"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TENSOR_RENAMES = (
     (r"^model\.", ""),
     (r"^layers\.0\.", "midlayer."),
     (r"^draft_id_to_target_id$", "d2t"),
@@ -38,9 +40,9 @@ RENAMED = (
     (r"^aux_norm_high\.", "fc_norm.2."),
 )
 # Kept by some trainers, read by no engine: angles, and the target's own tensors.
-UNUSED = re.compile(r"(^|\.)rotary_emb\.inv_freq$|^verifier_(norm|lm_head)\.weight$")
+UNUSED_TENSORS = re.compile(r"(^|\.)rotary_emb\.inv_freq$|^verifier_(norm|lm_head)\.weight$")
 # The one value with which the layer is the one that we run; a key that is absent has it.
-MUST_BE: dict[str, Any] = {
+REQUIRED_VALUES: dict[str, Any] = {
     "num_hidden_layers": 1, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "qkv_bias": False,
     "bias": False, "num_aux_hidden_states": 3, "partial_rotary_factor": 1.0, "logit_scale": 1.0, "kv_lora_rank": None,
     "q_lora_rank": None,
@@ -48,18 +50,18 @@ MUST_BE: dict[str, Any] = {
     "eagle_config.use_last_layernorm": True, "eagle_config.use_mtp_layernorm": False,
     "eagle_config.parallel_draft_step": 1,
 }  # fmt: skip
-SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+REQUIRED_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedDraft:
     config: dict[str, Any]  # config.json as `checkpoint.config_json` writes it
     tensors: dict[str, Tensor]
     options: dict[str, Any]  # of drafting's DraftConfig: those that are on
     notes: list[str] = field(default_factory=list)
 
 
-def fetch(model: str, revision: str | None) -> tuple[Path, str | None]:
+def fetch_draft(model: str, revision: str | None) -> tuple[Path, str | None]:
     """The folder of a draft, and the commit of a Hugging Face id; from its local cache where it is there."""
     if Path(model).is_dir():
         return Path(model), None
@@ -77,16 +79,18 @@ def fetch(model: str, revision: str | None) -> tuple[Path, str | None]:
     return Path(place), Path(place).name
 
 
-def read(folder: Path, made: Manifest, tables: Tables, name: str = "", rope_theta: float | None = None) -> Published:
+def read_published_draft(
+    folder: Path, made: TargetManifest, tables: ReadEmbeddingAndHead, name: str = "", rope_theta: float | None = None
+) -> PublishedDraft:
     """The draft in `folder` for the target of `made`; `name` is what the user calls it.
 
     `rope_theta` overrides its config's. Raises ValueError where it is of another shape, of an architecture that we don't
     run, of other feature layers, or not whole.
     """
-    raw = _config(folder)
+    raw = _read_flat_config(folder)
     _check_architecture(folder, raw)
     notes: list[str] = []
-    shape, options, rope = _shape(folder, raw), _options(raw, notes), rope_parameters(raw)
+    shape, options, rope = _read_sizes(folder, raw), _read_options(raw, notes), unify_rope_parameters(raw)
     _check_target(folder, raw, shape, made)
     if "angelslim" in f"{name} {folder}".lower() and rope["rope_theta"] != 10_000 and rope_theta is None:
         notes.append(
@@ -100,23 +104,23 @@ def read(folder: Path, made: Manifest, tables: Tables, name: str = "", rope_thet
             f"max_position_embeddings is {shape['max_position_embeddings']}, the target's {made.max_position_embeddings}: "
             "SGLang refuses such a draft unless SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"
         )
-    tensors = _tensors(folder)
-    _drop_embedding(tensors, tables, notes)
+    tensors = _read_renamed_tensors(folder)
+    _drop_embedding_copy(tensors, tables, notes)
     _fill_head(folder, raw, shape, tensors, tables, notes)
-    _fill_maps(folder, shape, tensors)
+    _fill_vocabulary_maps(folder, shape, tensors)
     options["qk_norm"] = "midlayer.self_attn.q_norm.weight" in tensors
-    dtype = _one_dtype(folder, tensors)
-    config = checkpoint.config_json(shape, rope, made.feature_layers, made.num_layers, made.eos_token_ids, options)
+    dtype = _unify_dtype(folder, tensors)
+    config = checkpoint.build_config(shape, rope, made.feature_layers, made.num_layers, made.eos_token_ids, options)
     config["dtype"] = str(dtype).removeprefix("torch.")
-    if found := checkpoint.problem(config, tensors):
+    if found := checkpoint.find_draft_problem(config, tensors):
         raise ValueError(
             f"{folder} is no EAGLE-3 draft that we can run: {found}. Expected one layer that reads [embedding, state] and a "
             "fusion of three feature layers, without biases; EAGLE-1 and -2, deeper, MLA and quantised drafts are not"
         )
-    return Published(config, tensors, {k: v for k, v in options.items() if v}, notes)
+    return PublishedDraft(config, tensors, {k: v for k, v in options.items() if v}, notes)
 
 
-def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
+def unify_rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
     """RoPE in transformers 5's spelling, from either; both together must agree on theta."""
     new, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     thetas = {float(t) for t in (new.get("rope_theta"), config.get("rope_theta")) if t is not None}
@@ -140,7 +144,7 @@ def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
 # config.json
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _read_flat_config(folder: Path) -> dict[str, Any]:
     """config.json, flat: what speculators nests is lifted, under its own keys of the same name."""
     path = folder / "config.json"
     try:
@@ -151,16 +155,16 @@ def _config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not valid JSON ({error}); get the draft anew") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path}: expected a JSON object, found {type(found).__name__}; get the draft anew")
-    if SPECULATORS not in found:
+    if SPECULATORS_KEY not in found:
         return found
     # vLLM takes norm_before_residual for true where speculators' config doesn't say.
-    outer = {"norm_before_residual": True} | {k: v for k, v in found.items() if k != SPECULATORS}
-    return found[SPECULATORS] | outer | {"target_hidden_size": found.get("target_hidden_size")}
+    outer = {"norm_before_residual": True} | {k: v for k, v in found.items() if k != SPECULATORS_KEY}
+    return found[SPECULATORS_KEY] | outer | {"target_hidden_size": found.get("target_hidden_size")}
 
 
 def _check_architecture(folder: Path, raw: dict[str, Any]) -> None:
     eagle = raw.get("eagle_config") or {}
-    for key, wanted in MUST_BE.items():
+    for key, wanted in REQUIRED_VALUES.items():
         section, _, leaf = key.rpartition(".")
         found = (eagle if section else raw).get(leaf, wanted)
         if found is not None and found != wanted:
@@ -170,12 +174,12 @@ def _check_architecture(folder: Path, raw: dict[str, Any]) -> None:
             )
 
 
-def _shape(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
-    if missing := [key for key in SIZES if raw.get(key) is None]:
+def _read_sizes(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    if missing := [key for key in REQUIRED_SIZES if raw.get(key) is None]:
         raise ValueError(f"{folder}/config.json lacks {', '.join(missing)}; expected the config of an EAGLE-3 draft")
     heads = raw["num_attention_heads"]
     return {
-        **{key: raw[key] for key in SIZES},
+        **{key: raw[key] for key in REQUIRED_SIZES},
         "num_key_value_heads": raw.get("num_key_value_heads") or heads,
         "head_dim": raw.get("head_dim") or raw["hidden_size"] // heads,
         "draft_vocab_size": raw.get("draft_vocab_size") or raw["vocab_size"],
@@ -185,9 +189,9 @@ def _shape(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _options(raw: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+def _read_options(raw: dict[str, Any], notes: list[str]) -> dict[str, Any]:
     eagle = raw.get("eagle_config") or {}
-    options: dict[str, Any] = {name: bool(raw.get(name)) for name in checkpoint.NORMS}
+    options: dict[str, Any] = {name: bool(raw.get(name)) for name in checkpoint.NORM_OPTIONS}
     options["fc_norm"] |= bool(raw.get("use_aux_norm"))  # SGLang's older name
     options["norm_before_fc"] = bool(eagle.get("norm_before_fc", options["norm_before_fc"]))
     window, layers = raw.get("sliding_window"), raw.get("layer_types") or []
@@ -198,7 +202,7 @@ def _options(raw: dict[str, Any], notes: list[str]) -> dict[str, Any]:
     return options
 
 
-def _check_target(folder: Path, raw: dict[str, Any], shape: dict[str, Any], made: Manifest) -> None:
+def _check_target(folder: Path, raw: dict[str, Any], shape: dict[str, Any], made: TargetManifest) -> None:
     for key, wanted in (("hidden_size", made.hidden_size), ("vocab_size", made.vocab_size)):
         if shape[key] != wanted:
             raise ValueError(
@@ -210,7 +214,7 @@ def _check_target(folder: Path, raw: dict[str, Any], shape: dict[str, Any], made
             f"{folder}/config.json: target_hidden_size is {raw['target_hidden_size']}, expected {made.hidden_size}; drafts of "
             "another width than their target's have an embedding of their own, which we don't run"
         )
-    for where, layers in _feature_layers(raw, made.num_layers).items():
+    for where, layers in _read_feature_layers(raw, made.num_layers).items():
         if layers != made.feature_layers:
             raise ValueError(
                 f"{folder} reads the residual streams entering blocks {layers} ({where}), the hidden states here are those "
@@ -218,7 +222,7 @@ def _check_target(folder: Path, raw: dict[str, Any], shape: dict[str, Any], made
             )
 
 
-def _feature_layers(raw: dict[str, Any], num_layers: int) -> dict[str, list[int]]:
+def _read_feature_layers(raw: dict[str, Any], num_layers: int) -> dict[str, list[int]]:
     """By where it is written, as ids of the blocks that a stream enters. SGLang's list names blocks that it leaves."""
     key, found = "eagle_aux_hidden_state_layer_ids", {}
     if listed := (raw.get("eagle_config") or {}).get(key):
@@ -231,16 +235,16 @@ def _feature_layers(raw: dict[str, Any], num_layers: int) -> dict[str, list[int]
 # Tensors
 
 
-def _tensors(folder: Path) -> dict[str, Tensor]:
+def _read_renamed_tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors under our names, what no engine reads left out."""
     tensors: dict[str, Tensor] = {}
-    for file in _files(folder):
+    for file in _list_safetensors(folder):
         read: dict[str, Tensor] = {}  # by the file's own names, which an error gives
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 - not a dict
-                    ours = _our_name(name)
-                    if UNUSED.search(ours):
+                    ours = _rename_tensor(name)
+                    if UNUSED_TENSORS.search(ours):
                         continue
                     if ours in tensors:
                         raise ValueError(
@@ -256,13 +260,13 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _our_name(name: str) -> str:
-    for pattern, ours in RENAMED:
+def _rename_tensor(name: str) -> str:
+    for pattern, ours in TENSOR_RENAMES:
         name = re.sub(pattern, ours, name)
     return name
 
 
-def _files(folder: Path) -> list[Path]:
+def _list_safetensors(folder: Path) -> list[Path]:
     if indexes := sorted(folder.glob("*.safetensors.index.json")):
         try:
             names = set(json.loads(indexes[0].read_text(encoding="utf-8"))["weight_map"].values())
@@ -271,7 +275,7 @@ def _files(folder: Path) -> list[Path]:
         return [folder / name for name in sorted(names)]
     if files := sorted(folder.glob("*.safetensors")):
         return files
-    pickles = [f.name for f in folder.iterdir() if f.suffix in PICKLES]
+    pickles = [f.name for f in folder.iterdir() if f.suffix in PICKLE_SUFFIXES]
     found = "none (a hub's pickles are not downloaded)"
     if pickles:
         found = f"{', '.join(pickles)}, a pickle, which runs code when it is read"
@@ -282,7 +286,7 @@ def _files(folder: Path) -> list[Path]:
     )
 
 
-def _drop_embedding(tensors: dict[str, Tensor], tables: Tables, notes: list[str]) -> None:
+def _drop_embedding_copy(tensors: dict[str, Tensor], tables: ReadEmbeddingAndHead, notes: list[str]) -> None:
     """A draft's copy of the target's embedding: engines take the target's."""
     own = tensors.pop("embed_tokens.weight", None)
     if own is None:
@@ -298,7 +302,7 @@ def _fill_head(
     raw: dict[str, Any],
     shape: dict[str, Any],
     tensors: dict[str, Tensor],
-    tables: Tables,
+    tables: ReadEmbeddingAndHead,
     notes: list[str],
 ) -> None:
     """Where there is none over the target's whole vocabulary, it is the target's."""
@@ -315,10 +319,10 @@ def _fill_head(
     notes.append("it has no head of its own; the target's is taken, as engines do")
 
 
-def _fill_maps(folder: Path, shape: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def _fill_vocabulary_maps(folder: Path, shape: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """d2t as int64 offsets of ascending ids, and t2d, from what there is of both."""
     v, d = shape["vocab_size"], shape["draft_vocab_size"]
-    ids = _draft_ids(folder, tensors, v, d)
+    ids = _read_draft_ids(folder, tensors, v, d)
     order = ids.argsort()
     if not torch.equal(order, torch.arange(d)) and "lm_head.weight" in tensors:
         ids, tensors["lm_head.weight"] = ids[order], tensors["lm_head.weight"][order]
@@ -330,7 +334,7 @@ def _fill_maps(folder: Path, shape: dict[str, Any], tensors: dict[str, Tensor]) 
     tensors["d2t"], tensors["t2d"] = ids - torch.arange(d), t2d
 
 
-def _draft_ids(folder: Path, tensors: dict[str, Tensor], v: int, d: int) -> Tensor:
+def _read_draft_ids(folder: Path, tensors: dict[str, Tensor], v: int, d: int) -> Tensor:
     """The target's id of each draft id: [D] int64. Raises ValueError where d2t is no map into the vocabulary."""
     d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
     if d2t is None and d == v:
@@ -350,11 +354,11 @@ def _draft_ids(folder: Path, tensors: dict[str, Tensor], v: int, d: int) -> Tens
     return ids
 
 
-def _one_dtype(folder: Path, tensors: dict[str, Tensor]) -> torch.dtype:
+def _unify_dtype(folder: Path, tensors: dict[str, Tensor]) -> torch.dtype:
     """Every weight in the widest dtype among them, which is returned."""
     weights = [name for name in tensors if name not in ("d2t", "t2d")]
     found = {tensors[name].dtype for name in weights}
-    if not found or not found <= set(FLOATS):
+    if not found or not found <= set(FLOAT_DTYPES):
         raise ValueError(
             f"{folder} holds {', '.join(sorted(str(d).removeprefix('torch.') for d in found)) or 'no weights'}, expected "
             "float32, bfloat16 or float16; a quantised draft can't be trained or replayed: choose the plain one"

@@ -23,33 +23,33 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from stages.draft.eagle3 import first_state, in_sight
-from stages.engine.cuda_graphs import Graphs, Mail
-from stages.engine.decode import ROOMS, Engine, Room, Stand, Step
-from stages.engine.kv_cache import Slots
-from stages.engine.memory_estimate import Memory, weights, work
-from stages.engine.sampling import Chooser, Sampling
-from stages.target.hooks import capture
-from stages.target.multimodal import Pictures
+from stages.draft.eagle3 import build_prefix_mask, compute_first_state
+from stages.engine.cuda_graphs import AsyncReadback, CudaGraphRunner
+from stages.engine.decode import CACHE_SIZE_MULTIPLE, CacheSlot, DecodeState, DecodeStep, Engine
+from stages.engine.kv_cache import SlottedKVCache
+from stages.engine.memory_estimate import MemoryEstimate, count_weight_bytes, estimate_activation_bytes
+from stages.engine.sampling import SamplingParams, TokenSampler
+from stages.target.hooks import capture_residual_streams
+from stages.target.multimodal import ImagePatchesProtocol
 from stages.trees import draft_tree as trees
-from stages.trees.expansion import expand
+from stages.trees.expansion import expand_candidates
 
-GROUPED = "aerie_grouped"  # the name of our attention in transformers' registry
-Tree = tuple[int, int, int]  # num_steps, topk, num_draft_tokens
-Told = tuple[int, Step | None]  # which of the asks; None: its prefill begins
+GROUPED_ATTENTION = "aerie_grouped"  # the name of our attention in transformers' registry
+TreeTuple = tuple[int, int, int]  # num_steps, topk, num_draft_tokens
+RequestUpdate = tuple[int, DecodeStep | None]  # which of the asks; None: its prefill begins
 
 
-class Ask(NamedTuple):
+class DecodeRequest(NamedTuple):
     """A prompt, and how it is answered."""
 
     prompt: list[int]
     max_new_tokens: int
-    pictures: Pictures | None = None
-    sampling: Sampling | None = None
+    pictures: ImagePatchesProtocol | None = None
+    sampling: SamplingParams | None = None
 
 
 @dataclass(eq=False)
-class Held:
+class ActiveRequest:
     """What a slot is decoding."""
 
     number: int  # of the ask
@@ -66,26 +66,26 @@ class Held:
 
 
 @dataclass
-class Crowd:
+class BatchState:
     """Where all of them have their caches, and the passes that were recorded upon them."""
 
-    store: Slots
+    store: SlottedKVCache
     draft_keys: Tensor  # [slots, each, G, E]
     draft_values: Tensor
     numbers: Tensor  # [slots, each] float64
     starts: Tensor  # [slots, 1]: where each slot's rows begin
     awake: Tensor  # [slots, 1] bool: those in use
-    rooms: list[Room]  # the slots
-    stands: dict[int, Stand]  # by R, [slots, ...] each
-    graphs: Graphs
-    mail: Mail
+    rooms: list[CacheSlot]  # the slots
+    stands: dict[int, DecodeState]  # by R, [slots, ...] each
+    graphs: CudaGraphRunner
+    mail: AsyncReadback
 
     @property
     def places(self) -> Tensor:
         """[each] 0, 1, 2, ..."""
         return self.rooms[0].places
 
-    def move(self, source: int, target: int, length: int, stand: Stand) -> None:
+    def move(self, source: int, target: int, length: int, stand: DecodeState) -> None:
         """A slot of so many rows to another."""
         rows = self.places[:length]
         self.store.move(self.starts[source] + rows, self.starts[target] + rows)
@@ -93,13 +93,15 @@ class Crowd:
             tensor[target] = tensor[source]
 
 
-class Batches(Engine):
+class BatchEngine(Engine):
     """An engine that decodes several prompts at once, too."""
 
-    crowd: Crowd | None = None  # the last one, for the next
+    crowd: BatchState | None = None  # the last one, for the next
 
     @torch.inference_mode()
-    def together(self, asks: Sequence[Ask], slots: int, tree: Tree | None) -> Iterator[list[Told]]:
+    def together(
+        self, asks: Sequence[DecodeRequest], slots: int, tree: TreeTuple | None
+    ) -> Iterator[list[RequestUpdate]]:
         """Answer all of `asks`, at most `slots` at once, in order; plainly without a tree. Yields whatever becomes known at once.
 
         Raises ValueError, before the first token, for what doesn't fit, for a tree that can't be built, and where those that
@@ -112,7 +114,7 @@ class Batches(Engine):
             yield from self._decode(asks, self._crowd(asks, slots, tree), tree)
 
     @torch.inference_mode()
-    def prepare(self, asks: Sequence[Ask], slots: int, tree: Tree | None) -> None:
+    def prepare(self, asks: Sequence[DecodeRequest], slots: int, tree: TreeTuple | None) -> None:
         """Take the room that these need and record their pass, so that no clock sees it. Raises ValueError as `together`."""
         slots = self._check(asks, slots, tree)
         self.expect(max(len(ask.prompt) + ask.max_new_tokens for ask in asks))
@@ -124,7 +126,7 @@ class Batches(Engine):
         elif self.records:
             list(self._one_by_one([asks[0]._replace(max_new_tokens=2)], tree))
 
-    def memory(self, tokens: int, slots: int, tree: Tree | None, drawn: bool = False) -> Memory:
+    def memory(self, tokens: int, slots: int, tree: TreeTuple | None, drawn: bool = False) -> MemoryEstimate:
         """What `slots` prompts at once take, each with its answer of at most so many tokens; `drawn` above temperature 0.
 
         Raises ValueError for what can't be decoded, whatever the memory: so many tokens, or that tree.
@@ -133,10 +135,10 @@ class Batches(Engine):
         held = slots * self._rows(tokens, tree)
         of_draft = self._draft_bytes(held)
         cache = held * sum(g * e for both in self.shapes for g, e, _ in both) * self.model.dtype.itemsize + of_draft
-        made = work(self.model, self.draft, tokens, slots, tree, drawn)
-        return Memory(weights(self.model), weights(self.draft), cache, held, made)
+        made = estimate_activation_bytes(self.model, self.draft, tokens, slots, tree, drawn)
+        return MemoryEstimate(count_weight_bytes(self.model), count_weight_bytes(self.draft), cache, held, made)
 
-    def _check(self, asks: Sequence[Ask], slots: int, tree: Tree | None) -> int:
+    def _check(self, asks: Sequence[DecodeRequest], slots: int, tree: TreeTuple | None) -> int:
         """How many slots will be used. Raises ValueError for what can't be decoded."""
         self._check_one(max(len(ask.prompt) + ask.max_new_tokens for ask in asks), tree)
         if len({ask.sampling and ask.sampling[:3] for ask in asks}) > 1:
@@ -145,12 +147,12 @@ class Batches(Engine):
             )
         return min(slots, len(asks))
 
-    def _check_one(self, tokens: int, tree: Tree | None) -> None:
+    def _check_one(self, tokens: int, tree: TreeTuple | None) -> None:
         self.check(tokens)
         if tree is not None:
-            trees.check(*tree, *self._draft_limits())
+            trees.check_tree(*tree, *self._draft_limits())
 
-    def _one_by_one(self, asks: Sequence[Ask], tree: Tree | None) -> Iterator[list[Told]]:
+    def _one_by_one(self, asks: Sequence[DecodeRequest], tree: TreeTuple | None) -> Iterator[list[RequestUpdate]]:
         for number, (prompt, most, pictures, how) in enumerate(asks):
             yield [(number, None)]
             steps = (
@@ -161,11 +163,13 @@ class Batches(Engine):
             for step in steps:
                 yield [(number, step)]
 
-    def _decode(self, asks: Sequence[Ask], crowd: Crowd, tree: Tree | None) -> Iterator[list[Told]]:
+    def _decode(
+        self, asks: Sequence[DecodeRequest], crowd: BatchState, tree: TreeTuple | None
+    ) -> Iterator[list[RequestUpdate]]:
         stand, chooser = self._begin(asks, crowd, tree)
         waiting = deque(range(len(asks)))
-        held: list[Held | None] = [None] * crowd.store.slots
-        sent = deque[tuple[Callable[[], list[int]], list[Held | None]]]()
+        held: list[ActiveRequest | None] = [None] * crowd.store.slots
+        sent = deque[tuple[Callable[[], list[int]], list[ActiveRequest | None]]]()
         while True:
             yield from self._fill(crowd, stand, asks, waiting, held, tree)
             if not any(held):
@@ -178,20 +182,22 @@ class Batches(Engine):
 
     # Slots
 
-    def _begin(self, asks: Sequence[Ask], crowd: Crowd, tree: Tree | None) -> tuple[Stand, Chooser]:
+    def _begin(
+        self, asks: Sequence[DecodeRequest], crowd: BatchState, tree: TreeTuple | None
+    ) -> tuple[DecodeState, TokenSampler]:
         """Every slot empty, and what chooses for all of them."""
         rows = tree[0] + 1 if tree else 1
         if rows not in crowd.stands:
             crowd.stands[rows] = self._empty_stand(rows, crowd.store.slots)
         stand = crowd.stands[rows]
         for slot, room in enumerate(crowd.rooms):
-            room.stands[rows] = Stand(*(whole[slot] for whole in stand))
+            room.stands[rows] = DecodeState(*(whole[slot] for whole in stand))
             self._leave(crowd, stand, slot)
-        return stand, Chooser(asks[0].sampling, crowd.numbers.flatten())
+        return stand, TokenSampler(asks[0].sampling, crowd.numbers.flatten())
 
     def _fill(
-        self, crowd: Crowd, stand: Stand, asks: Sequence[Ask], waiting: deque[int], held: list[Held | None], tree: Tree | None
-    ) -> Iterator[list[Told]]:  # fmt: skip
+        self, crowd: BatchState, stand: DecodeState, asks: Sequence[DecodeRequest], waiting: deque[int], held: list[ActiveRequest | None], tree: TreeTuple | None
+    ) -> Iterator[list[RequestUpdate]]:  # fmt: skip
         """The next prompts into slots without one, one by one; all of them have begun once they have a slot."""
         while waiting and (free := [slot for slot, h in enumerate(held) if h is None]):
             taken = [(slot, waiting.popleft()) for slot in free[: len(waiting)]]
@@ -199,30 +205,32 @@ class Batches(Engine):
             for slot, number in taken:
                 step = self._enter_slot(crowd, crowd.rooms[slot], asks[number], len(stand.tokens[0]), tree)
                 crowd.awake[slot] = True
-                held[slot] = Held(number, len(asks[number].prompt), asks[number].max_new_tokens)
+                held[slot] = ActiveRequest(number, len(asks[number].prompt), asks[number].max_new_tokens)
                 yield [(number, step)]
                 if step.tokens[-1] in self.eos or asks[number].max_new_tokens == 1:
                     held[slot] = None
                     self._leave(crowd, stand, slot)
 
-    def _enter_slot(self, crowd: Crowd, room: Room, ask: Ask, rows: int, tree: Tree | None) -> Step:
+    def _enter_slot(
+        self, crowd: BatchState, room: CacheSlot, ask: DecodeRequest, rows: int, tree: TreeTuple | None
+    ) -> DecodeStep:
         """Prefill -> the answer's first token."""
         chooser = self._chooser(room, ask.sampling, ask.max_new_tokens)
-        with capture(self.model, self.feature_layers if tree else []) as caught:
+        with capture_residual_streams(self.model, self.feature_layers if tree else []) as caught:
             begun = self._prefill(room, ask.prompt, ask.pictures)
         stand = self._stand(room, rows, begun, chooser)
         if tree:
             self._enter(room, stand, begun, self._features(caught))
-        return Step([int(stand.tokens[0])], 0)
+        return DecodeStep([int(stand.tokens[0])], 0)
 
-    def _leave(self, crowd: Crowd, stand: Stand, slot: int) -> None:
+    def _leave(self, crowd: BatchState, stand: DecodeState, slot: int) -> None:
         """It stays behind its first token, so that its rows stay inside its room."""
         crowd.awake[slot] = False
         for tensor in (stand.length, stand.count):
             tensor[slot] = 1
         stand.said[slot] = 0
 
-    def _close_up(self, crowd: Crowd, stand: Stand, held: list[Held | None]) -> None:
+    def _close_up(self, crowd: BatchState, stand: DecodeState, held: list[ActiveRequest | None]) -> None:
         """The last ones in use move to slots that are not."""
         used = [slot for slot, h in enumerate(held) if h]
         for slot in range(len(used)):
@@ -237,7 +245,12 @@ class Batches(Engine):
     # Passes
 
     def _pass(
-        self, crowd: Crowd, stand: Stand, chooser: Chooser, tree: Tree | None, held: list[Held | None]
+        self,
+        crowd: BatchState,
+        stand: DecodeState,
+        chooser: TokenSampler,
+        tree: TreeTuple | None,
+        held: list[ActiveRequest | None],
     ) -> Callable[[], list[int]]:
         """Begin one of all slots -> what fetches what it tells."""
         width = tree[2] if tree else 1
@@ -246,7 +259,7 @@ class Batches(Engine):
             h.sent += 1
         count = len(held) if self.records else len(using)
         seen = crowd.store.each if self.records else max(h.prompt + h.done - 1 for h in using) + width
-        whole = stand if self.records else Stand(*(tensor[:count] for tensor in stand))
+        whole = stand if self.records else DecodeState(*(tensor[:count] for tensor in stand))
 
         def work() -> None:
             if tree is None:
@@ -258,11 +271,11 @@ class Batches(Engine):
         return crowd.mail.send(whole.told.flatten())
 
     def _read_back(
-        self, crowd: Crowd, stand: Stand, held: list[Held | None], fetch: Callable[[], list[int]], whose: list[Held | None]
-    ) -> list[Told]:  # fmt: skip
+        self, crowd: BatchState, stand: DecodeState, held: list[ActiveRequest | None], fetch: Callable[[], list[int]], whose: list[ActiveRequest | None]
+    ) -> list[RequestUpdate]:  # fmt: skip
         """What a pass told, of those whose answers had not ended; slots of those that end with it are free."""
         numbers, each = fetch(), stand.told.shape[1]
-        found: list[Told] = []
+        found: list[RequestUpdate] = []
         for slot, h in enumerate(whose):
             if h is None or h.over:
                 continue
@@ -270,7 +283,7 @@ class Batches(Engine):
             accepted, *tokens = numbers[slot * each : (slot + 1) * each]
             tokens = tokens[: accepted + 1]
             committed = self._cut(tokens, h.most - h.done)
-            found.append((h.number, Step(committed, min(accepted, len(committed)))))
+            found.append((h.number, DecodeStep(committed, min(accepted, len(committed)))))
             h.done += len(committed)
             h.over = len(committed) < len(tokens) or committed[-1] in self.eos or h.done == h.most
             if h.over:
@@ -278,7 +291,7 @@ class Batches(Engine):
                 self._leave(crowd, stand, slot)
         return found
 
-    def _plain_pass(self, crowd: Crowd, stand: Stand, chooser: Chooser, seen: int) -> None:
+    def _plain_pass(self, crowd: BatchState, stand: DecodeState, chooser: TokenSampler, seen: int) -> None:
         alone = torch.ones(len(stand.tokens), 1, 1, dtype=torch.bool, device=self.device)
         hidden, _ = self._see(crowd, stand, stand.tokens, stand.length, alone, seen, [])
         stand.tokens.copy_(self._choose_all(crowd, chooser, hidden, stand.said))
@@ -287,7 +300,9 @@ class Batches(Engine):
         stand.said.add_(awake)
         stand.told[:, 1:].copy_(stand.tokens)
 
-    def _tree_pass(self, crowd: Crowd, stand: Stand, shape: Tree, chooser: Chooser, seen: int) -> None:
+    def _tree_pass(
+        self, crowd: BatchState, stand: DecodeState, shape: TreeTuple, chooser: TokenSampler, seen: int
+    ) -> None:
         """A cycle of every slot, on the device alone."""
         steps, _, width = shape
         starts, awake = (x[: len(stand.tokens)] for x in (crowd.starts, crowd.awake))  # [B, 1]
@@ -295,7 +310,7 @@ class Batches(Engine):
         layers = self.feature_layers
         hidden, streams = self._see(crowd, stand, ids, stand.length + tree.depths, tree.sees, seen, layers)
         choices = self._choose_all(crowd, chooser, hidden, stand.said + tree.depths)  # [B, M]
-        path, count = trees.accept(tree, choices, steps)  # [B, R], [B]
+        path, count = trees.find_accepted_path(tree, choices, steps)  # [B, R], [B]
         count = 1 + (count[:, None] - 1) * awake
 
         rows = stand.length + crowd.places[: steps + 1]  # [B, R]
@@ -308,7 +323,9 @@ class Batches(Engine):
         stand.said.add_(count * awake)
         stand.told.copy_(torch.cat([count - 1, stand.tokens], dim=1))
 
-    def _grow_all(self, crowd: Crowd, stand: Stand, shape: Tree, seen: int) -> tuple[trees.Tree, Tensor]:
+    def _grow_all(
+        self, crowd: BatchState, stand: DecodeState, shape: TreeTuple, seen: int
+    ) -> tuple[trees.DraftTree, Tensor]:
         """The draft reads the last cycles' rows and grows trees -> these and their tokens [B, M], the roots' first."""
         (steps, topk, width), draft = shape, self.draft
         assert draft is not None
@@ -323,7 +340,7 @@ class Batches(Engine):
                 *read, at[:, 0], places.flatten(), stand.length[:, 0], keys, values, steps, topk, self.semantics,
                 crowd.store.each,
             )  # fmt: skip
-            tree = trees.keep(candidates, width)
+            tree = trees.build_tree(candidates, width)
             return tree, torch.cat([stand.tokens.gather(1, last), tree.tokens], dim=1)
         embeds, fused = self.embedding[stand.tokens], draft.fuse(stand.features.to(draft.fc.weight.dtype))  # [B, R, H]
         new = draft.keys_values(draft.mix(embeds, fused), draft.rope(stand.turns))  # [B, R, G, E] each
@@ -334,14 +351,23 @@ class Batches(Engine):
         turns = stand.turns.take_along_dim(
             last if stand.turns.ndim == 2 else last[..., None], 1
         )  # [B, 1], or [B, 1, 3]
-        allowed = in_sight(stand.length - 1, seen, draft.config.sliding_window)  # [B, 1, seen]
-        state = first_state(draft, embeds, fused, turns, keys, values, allowed)
-        candidates = expand(draft, self.embedding, state, turns, keys, values, allowed, steps, topk, self.semantics)
-        tree = trees.keep(candidates, width)
+        allowed = build_prefix_mask(stand.length - 1, seen, draft.config.sliding_window)  # [B, 1, seen]
+        state = compute_first_state(draft, embeds, fused, turns, keys, values, allowed)
+        candidates = expand_candidates(
+            draft, self.embedding, state, turns, keys, values, allowed, steps, topk, self.semantics
+        )
+        tree = trees.build_tree(candidates, width)
         return tree, torch.cat([stand.tokens.gather(1, last), tree.tokens], dim=1)
 
     def _see(
-        self, crowd: Crowd, stand: Stand, ids: Tensor, places: Tensor, tree: Tensor, seen: int, layers: list[int]
+        self,
+        crowd: BatchState,
+        stand: DecodeState,
+        ids: Tensor,
+        places: Tensor,
+        tree: Tensor,
+        seen: int,
+        layers: list[int],
     ) -> tuple[Tensor, list[Tensor]]:
         """The target reads trees behind the caches: ids [B, M] at places [B, M], tree [B, M, M] of who sees whom.
 
@@ -359,21 +385,21 @@ class Batches(Engine):
         mask = (crowd.places[:seen] < stand.length)[:, None].repeat(1, width, 1)  # [B, M, seen]
         mask.scatter_(2, rows[:, None].expand(-1, width, -1), tree)
         cache = crowd.store.cache((crowd.starts[:slots] + rows).flatten(), seen)
-        with capture(self.model, layers) as streams, grouped(self.decoder.config):
+        with capture_residual_streams(self.model, layers) as streams, use_grouped_attention(self.decoder.config):
             out = self.decoder(
                 input_ids=ids, position_ids=places + stand.shift, attention_mask=mask[:, None], past_key_values=cache,
                 use_cache=True,
             )  # fmt: skip
         return out.last_hidden_state, [stream.to(self.device) for stream in streams]
 
-    def _choose_all(self, crowd: Crowd, chooser: Chooser, hidden: Tensor, places: Tensor) -> Tensor:
+    def _choose_all(self, crowd: BatchState, chooser: TokenSampler, hidden: Tensor, places: Tensor) -> Tensor:
         """The target's choices [B, M] after hidden states [B, M, H], as tokens number places [B, M] of their answers."""
         chosen = self._choose(chooser, hidden.flatten(0, 1), (crowd.starts[: len(places)] + places).flatten())
         return chosen.view_as(places)
 
     # Room
 
-    def _crowd(self, asks: Sequence[Ask], slots: int, tree: Tree | None) -> Crowd:
+    def _crowd(self, asks: Sequence[DecodeRequest], slots: int, tree: TreeTuple | None) -> BatchState:
         """The last one, where it has as many slots and room enough, or a new one in its place."""
         each = self._rows(max(len(ask.prompt) + ask.max_new_tokens for ask in asks), tree)
         crowd = self.crowd
@@ -382,7 +408,7 @@ class Batches(Engine):
             crowd = self.crowd = self._new_crowd(slots, each)
         return crowd
 
-    def _rows(self, tokens: int, tree: Tree | None) -> int:
+    def _rows(self, tokens: int, tree: TreeTuple | None) -> int:
         """Room of a slot for a prompt and its answer of so many tokens.
 
         A pass writes up to `beyond` rows behind what it finds; what was begun before the one before it was read, as many
@@ -390,20 +416,20 @@ class Batches(Engine):
         """
         steps, topk, width = tree or (0, 1, 1)
         beyond = max(steps + 1, width, (steps - 1) * topk) + (1 + self.ahead) * (steps + 1)
-        return -(-(tokens + beyond) // ROOMS) * ROOMS
+        return -(-(tokens + beyond) // CACHE_SIZE_MULTIPLE) * CACHE_SIZE_MULTIPLE
 
-    def _new_crowd(self, slots: int, each: int) -> Crowd:
+    def _new_crowd(self, slots: int, each: int) -> BatchState:
         """Raises ValueError where a GPU has less memory left than that takes."""
         like, groups, width = self._draft_cache()
         self._fits(slots * each, self._draft_bytes(slots * each))
         whole = {"dtype": torch.int64, "device": self.device}
-        store = Slots(self.shapes, slots, each, self.model.dtype, self.device)
+        store = SlottedKVCache(self.shapes, slots, each, self.model.dtype, self.device)
         keys, values = (like.new_zeros(slots, each, groups, width) for _ in range(2))
         drawn = torch.zeros(slots, each, dtype=torch.float64, device=self.device)
         places, yes = torch.arange(each, **whole), torch.ones(1, each, dtype=torch.bool, device=self.device)
-        graphs, mail = self._graphs(), Mail(self.device)
+        graphs, mail = self._graphs(), AsyncReadback(self.device)
         rooms = [
-            Room(
+            CacheSlot(
                 each, places, yes, drawn[n], store.slot(n, last=not self.records), keys[n : n + 1], values[n : n + 1],
                 graphs, mail, {}, {},
             )
@@ -411,28 +437,28 @@ class Batches(Engine):
         ]  # fmt: skip
         starts = (torch.arange(slots, **whole) * each)[:, None]
         awake = torch.zeros(slots, 1, dtype=torch.bool, device=self.device)
-        return Crowd(store, keys, values, drawn, starts, awake, rooms, {}, graphs, mail)
+        return BatchState(store, keys, values, drawn, starts, awake, rooms, {}, graphs, mail)
 
 
 # Attention
 
 
 @contextmanager
-def grouped(config: PretrainedConfig) -> Iterator[None]:
+def use_grouped_attention(config: PretrainedConfig) -> Iterator[None]:
     """Inside the block a decoder whose attention is sdpa reads each key once for all the queries of its group.
 
     transformers repeats keys and values for every query head where there are several queries of a prompt, the whole room of
     them: more bytes than all else that a pass over many prompts reads.
     """
     before = config._attn_implementation
-    config._attn_implementation = GROUPED if before == "sdpa" else before
+    config._attn_implementation = GROUPED_ATTENTION if before == "sdpa" else before
     try:
         yield
     finally:
         config._attn_implementation = before
 
 
-def _attend_grouped(
+def _attend_by_key_group(
     module: Any,
     query: Tensor,  # [B, heads, M, E]
     key: Tensor,  # [B, G, seen, E]
@@ -452,4 +478,4 @@ def _attend_grouped(
     return out.unflatten(2, (-1, width)).flatten(1, 2).transpose(1, 2), None
 
 
-AttentionInterface.register(GROUPED, _attend_grouped)
+AttentionInterface.register(GROUPED_ATTENTION, _attend_by_key_group)

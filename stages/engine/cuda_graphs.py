@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SLOTS = 2  # the step that is read, and the one that was begun before
-WARM = 2  # calls before a recording: kernels are compiled and picked, workspaces taken
+MAX_PENDING_READBACKS = 2  # the step that is read, and the one that was begun before
+WARMUP_CALLS = 2  # calls before a recording: kernels are compiled and picked, workspaces taken
 
 
-def unused(device: torch.device) -> float:
+def measure_free_memory(device: torch.device) -> float:
     """Bytes that can still be taken: the device's, and what torch holds of it for nobody. Of a CPU it isn't asked."""
     if device.type != "cuda":
         return math.inf
@@ -26,14 +26,14 @@ def unused(device: torch.device) -> float:
 
 
 @cache
-def side(device: torch.device) -> Any:
+def get_capture_stream(device: torch.device) -> Any:
     """The stream that recordings are made on: one for all of a process, since cuBLAS keeps a workspace for each it ever saw."""
     return torch.cuda.Stream(device)
 
 
-def milliseconds(work: Callable[[], object], device: torch.device, plays: int = 10) -> float:
+def time_graph_replay(work: Callable[[], object], device: torch.device, plays: int = 10) -> float:
     """What `work` takes, recorded and played: the median."""
-    stream = side(device)
+    stream = get_capture_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         work()
@@ -51,7 +51,7 @@ def milliseconds(work: Callable[[], object], device: torch.device, plays: int = 
     return statistics.median(found[1:])
 
 
-class Graphs:
+class CudaGraphRunner:
     """Passes without arguments, which read and write tensors that stay where they are."""
 
     def __init__(self, device: torch.device):
@@ -74,10 +74,10 @@ class Graphs:
 
     def _recorded(self, work: Callable[[], None], changed: list[Tensor]) -> Callable[[], None]:
         graph, before = torch.cuda.CUDAGraph(), [tensor.clone() for tensor in changed]
-        stream = side(self.device)
+        stream = get_capture_stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
-            for _ in range(WARM):
+            for _ in range(WARMUP_CALLS):
                 work()
                 for tensor, value in zip(changed, before, strict=True):
                     tensor.copy_(value)
@@ -95,7 +95,7 @@ class Graphs:
         return graph.replay
 
 
-class Mail:
+class AsyncReadback:
     """Small tensors' values, fetched while the device goes on: at most SLOTS of a size at a time on their way."""
 
     def __init__(self, device: torch.device):
@@ -108,7 +108,7 @@ class Mail:
             found = values.tolist()
             return lambda: found
         boxes = self.boxes.setdefault(len(values), [])
-        boxes.append(boxes.pop(0) if len(boxes) == SLOTS else self.box(len(values)))
+        boxes.append(boxes.pop(0) if len(boxes) == MAX_PENDING_READBACKS else self.box(len(values)))
         box, arrived = boxes[-1]
         box.copy_(values, non_blocking=True)
         arrived.record()

@@ -1,6 +1,6 @@
 """The torch engine: plain and speculative decoding of one prompt at a time, greedy or sampled, by the same machinery.
 
-Both are generators of `Step`s, so that the caller holds the clock: the first is the token from prefill, each later one
+Both are generators of `DecodeStep`s, so that the caller holds the clock: the first is the token from prefill, each later one
 what a decoding step (plain) or a verify cycle (speculative) commits. In float32 both yield the same tokens, sampled ones
 too: what is drawn depends on the seed and the token's place alone (engine/sampling.py).
 
@@ -35,26 +35,26 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stages.draft.eagle3 import Draft, first_state, in_sight
-from stages.engine.cuda_graphs import Graphs, Mail, unused
-from stages.engine.draft_kernels import Beams
-from stages.engine.kv_cache import Store, shapes, sliding_window
-from stages.engine.sampling import Chooser, Sampling, numbers
-from stages.engine.target_kernels import Blocks
-from stages.target.hooks import capture, entered
-from stages.target.multimodal import Pictures, look, pixels, sees
+from stages.draft.eagle3 import Eagle3Draft, build_prefix_mask, compute_first_state
+from stages.engine.cuda_graphs import AsyncReadback, CudaGraphRunner, measure_free_memory
+from stages.engine.draft_kernels import FusedDraft
+from stages.engine.kv_cache import KVCache, probe_kv_shapes, read_sliding_window
+from stages.engine.sampling import SamplingParams, TokenSampler, draw_uniforms
+from stages.engine.target_kernels import FusedDecoder
+from stages.target.hooks import capture_residual_streams, tap_decoder_inputs
+from stages.target.multimodal import ImagePatchesProtocol, build_multimodal_inputs, build_pixel_kwargs, is_multimodal
 from stages.trees import draft_tree as trees
-from stages.trees.expansion import expand
+from stages.trees.expansion import expand_candidates
 
-ROOMS = 256  # tokens; room is taken in whole multiples, so that few prompts ask for another
+CACHE_SIZE_MULTIPLE = 256  # tokens; room is taken in whole multiples, so that few prompts ask for another
 
 
-class Step(NamedTuple):
+class DecodeStep(NamedTuple):
     tokens: list[int]  # committed: accepted drafts, then the bonus token unless it was cut off
     accepted: int  # how many of them are drafts
 
 
-class Begun(NamedTuple):
+class PrefillOutput(NamedTuple):
     """A prompt in the cache."""
 
     hidden: Tensor  # [T, H] of its tokens, after the final norm
@@ -63,7 +63,7 @@ class Begun(NamedTuple):
     shift: int  # what is added to a later token's index
 
 
-class Stand(NamedTuple):
+class DecodeState(NamedTuple):
     """Where a decoding stands, on the device: all that a cycle reads and changes beside keys and values."""
 
     length: Tensor  # [1] n: tokens in the cache
@@ -76,7 +76,7 @@ class Stand(NamedTuple):
     told: Tensor  # [1 + R] accepted drafts and the tokens, for the host
 
 
-class Verdict(NamedTuple):
+class VerifyOutput(NamedTuple):
     """What the target made of a tree."""
 
     choices: Tensor  # [M] its token after each node
@@ -98,21 +98,21 @@ class Proposer(Protocol):
         """Of all that is kept between cycles."""
         ...
 
-    def begin(self, prompt: list[int], begun: Begun, stand: Stand) -> None:
+    def begin(self, prompt: list[int], begun: PrefillOutput, stand: DecodeState) -> None:
         """The prompt is in the cache, and the answer's first token, stand.tokens[0], is known."""
 
-    def prepare(self, stand: Stand) -> None:
+    def prepare(self, stand: DecodeState) -> None:
         """Before each cycle."""
 
-    def propose(self, stand: Stand, seen: int) -> tuple[trees.Tree, Tensor]:
+    def propose(self, stand: DecodeState, seen: int) -> tuple[trees.DraftTree, Tensor]:
         """A tree and its tokens [M], the root's first; of the cache's rows `seen` may be looked at."""
         ...
 
-    def learn(self, stand: Stand, verdict: Verdict) -> None:
+    def learn(self, stand: DecodeState, verdict: VerifyOutput) -> None:
         """The cycle is over, and `stand` behind it."""
 
 
-class Method(Protocol):
+class DraftingMethod(Protocol):
     """A way to propose trees."""
 
     steps: int  # most drafts that a tree has on a path
@@ -126,20 +126,20 @@ class Method(Protocol):
 
 
 @dataclass
-class Room:
+class CacheSlot:
     """Where one decoding at a time has its caches, and the passes that were recorded upon them."""
 
     size: int  # tokens
     places: Tensor  # [size] 0, 1, 2, ...
     yes: Tensor  # [1, size] bool, all true
     numbers: Tensor  # [size] float64: what the answer's tokens are drawn by
-    store: Store
+    store: KVCache
     draft_keys: Tensor  # [1, size, G, E]
     draft_values: Tensor
-    graphs: Graphs
-    mail: Mail
-    stands: dict[int, Stand]  # by R
-    proposers: dict[Method, Proposer]
+    graphs: CudaGraphRunner
+    mail: AsyncReadback
+    stands: dict[int, DecodeState]  # by R
+    proposers: dict[DraftingMethod, Proposer]
 
 
 class Engine:
@@ -150,7 +150,7 @@ class Engine:
         model: PreTrainedModel,
         eos: list[int],
         feature_layers: list[int],
-        draft: Draft | None = None,
+        draft: Eagle3Draft | None = None,
         semantics: str = "sglang",  # of tree.SEMANTICS
     ):
         self.model, self.decoder, self.device = model, model.get_decoder(), model.device
@@ -169,22 +169,24 @@ class Engine:
                 f"{feature_layers}; correct target.feature_layers and run prepare_target, or take the draft trained for these"
             )
 
-        self.window = sliding_window(model)
-        self.shapes, self.idle = shapes(model), list[Room]()
+        self.window = read_sliding_window(model)
+        self.shapes, self.idle = probe_kv_shapes(model), list[CacheSlot]()
         self.expected = (
             0  # tokens that a prompt and its answer will take at most, as far as is known: room for all at once
         )
         apart = {on for both in self.shapes for _, _, on in both} != {self.device}  # on several cards: cards.py
-        self.records = Graphs(self.device).records and not apart
+        self.records = CudaGraphRunner(self.device).records and not apart
         self.blocks = self._blocks() if self.records else None
-        self.beams = Beams.of(draft, self.embedding) if draft and self.records else None
+        self.beams = FusedDraft.of(draft, self.embedding) if draft and self.records else None
         self.ahead = int(self.records)  # how many steps are begun before the one before is read
 
-    def _blocks(self) -> Blocks | None:
+    def _blocks(self) -> FusedDecoder | None:
         """The target in few kernels, where it is of the build that they are made for."""
-        return Blocks.of(self.model, Store(self.shapes, 8, self.model.dtype, self.device))
+        return FusedDecoder.of(self.model, KVCache(self.shapes, 8, self.model.dtype, self.device))
 
-    def _forward(self, room: Room, ids: Tensor, positions: Tensor, sees: Tensor, places: Tensor, seen: int) -> Tensor:
+    def _forward(
+        self, room: CacheSlot, ids: Tensor, positions: Tensor, sees: Tensor, places: Tensor, seen: int
+    ) -> Tensor:
         """ids [1, M], positions [1, M], sees [1, 1, M, seen] bool, places [M] -> last hidden [M, H]."""
         out = self.decoder(
             input_ids=ids, position_ids=positions, attention_mask=sees, past_key_values=room.store.cache(places, seen),
@@ -192,36 +194,36 @@ class Engine:
         )  # fmt: skip
         return out.last_hidden_state[0]
 
-    def _prefill(self, room: Room, prompt: list[int], pictures: Pictures | None) -> Begun:
+    def _prefill(self, room: CacheSlot, prompt: list[int], pictures: ImagePatchesProtocol | None) -> PrefillOutput:
         """The whole prompt at once. Raises ValueError where it has not one token for each piece of its pictures."""
         ids = torch.tensor([prompt], device=self.device)
         count = ids.shape[1]
         places = room.places[:count]
         causal = torch.ones(1, 1, count, count, dtype=torch.bool, device=ids.device).tril()
-        if not sees(self.model):
+        if not is_multimodal(self.model):
             hidden = self._forward(room, ids, places[None], causal, places, count)
-            return Begun(hidden, self.embedding[ids], None, 0)
-        view, given = look(self.model, ["the prompt"], [torch.tensor(prompt)], [pictures]), []
-        with entered(self.model, lambda embeds, positions: given.append((embeds, positions))):
+            return PrefillOutput(hidden, self.embedding[ids], None, 0)
+        view, given = build_multimodal_inputs(self.model, ["the prompt"], [torch.tensor(prompt)], [pictures]), []
+        with tap_decoder_inputs(self.model, lambda embeds, positions: given.append((embeds, positions))):
             out = self.model.base_model(
                 input_ids=ids, position_ids=view.positions[:, None].to(ids.device), attention_mask=causal,
-                past_key_values=room.store.cache(places, count), use_cache=True, **pixels(self.model, view),
+                past_key_values=room.store.cache(places, count), use_cache=True, **build_pixel_kwargs(self.model, view),
             )  # fmt: skip
         (embeds, positions), shift = given[0], int(view.positions.max()) + 1 - count
-        return Begun(out.last_hidden_state[0], embeds, positions, shift)
+        return PrefillOutput(out.last_hidden_state[0], embeds, positions, shift)
 
-    def _chooser(self, room: Room, sampling: Sampling | None, max_new_tokens: int) -> Chooser:
+    def _chooser(self, room: CacheSlot, sampling: SamplingParams | None, max_new_tokens: int) -> TokenSampler:
         """What chooses the answer's tokens, by numbers that lie where a recorded pass finds them."""
         if sampling is not None:
-            room.numbers[:max_new_tokens] = numbers(sampling.seed, max_new_tokens)
-        return Chooser(sampling, room.numbers)
+            room.numbers[:max_new_tokens] = draw_uniforms(sampling.seed, max_new_tokens)
+        return TokenSampler(sampling, room.numbers)
 
-    def _choose(self, chooser: Chooser, hidden: Tensor, places: Tensor) -> Tensor:
+    def _choose(self, chooser: TokenSampler, hidden: Tensor, places: Tensor) -> Tensor:
         """The target's choice [M] after each hidden state [M, H], as token number places [M] of the answer."""
         return chooser.choose(hidden @ self.head.T, places)
 
     @torch.inference_mode()
-    def margin(self, prompt: list[int], said: list[int], pictures: Pictures | None = None) -> float:
+    def margin(self, prompt: list[int], said: list[int], pictures: ImagePatchesProtocol | None = None) -> float:
         """The gap between the target's two best logits after `prompt` and what was `said`."""
         count, more = len(prompt), len(said)
         with self._room(count + more, 0) as room:
@@ -238,8 +240,12 @@ class Engine:
 
     @torch.inference_mode()
     def plain(
-        self, prompt: list[int], max_new_tokens: int, pictures: Pictures | None = None, sampling: Sampling | None = None
-    ) -> Iterator[Step]:
+        self,
+        prompt: list[int],
+        max_new_tokens: int,
+        pictures: ImagePatchesProtocol | None = None,
+        sampling: SamplingParams | None = None,
+    ) -> Iterator[DecodeStep]:
         """Autoregressive decoding: one token a step, until an end token or `max_new_tokens`. Without `sampling`, greedy."""
         with self._room(len(prompt) + max_new_tokens, self.ahead) as room:
             chooser = self._chooser(room, sampling, max_new_tokens)
@@ -260,21 +266,21 @@ class Engine:
         num_steps: int,
         topk: int,
         num_draft_tokens: int,
-        pictures: Pictures | None = None,
-        sampling: Sampling | None = None,
-    ) -> Iterator[Step]:
+        pictures: ImagePatchesProtocol | None = None,
+        sampling: SamplingParams | None = None,
+    ) -> Iterator[DecodeStep]:
         """Draft, verify, accept: each step after the first is one cycle. Without `sampling`, greedy.
 
         What passes an end token or the length limit is cut off, so the last cycle may come without its bonus token. Raises
         ValueError for a tree that can't be built, before the first token.
         """
         assert self.draft is not None
-        trees.check(num_steps, topk, num_draft_tokens, *self._draft_limits())
+        trees.check_tree(num_steps, topk, num_draft_tokens, *self._draft_limits())
         rows, shape = num_steps + 1, (num_steps, topk, num_draft_tokens)
         spare = max(rows, num_draft_tokens, (num_steps - 1) * topk) + self.ahead * rows
         with self._room(len(prompt) + max_new_tokens, spare) as room:
             chooser = self._chooser(room, sampling, max_new_tokens)
-            with capture(self.model, self.feature_layers) as caught:
+            with capture_residual_streams(self.model, self.feature_layers) as caught:
                 begun = self._prefill(room, prompt, pictures)
             stand = self._stand(room, rows, begun, chooser)
             self._enter(room, stand, begun, self._features(caught))
@@ -290,10 +296,10 @@ class Engine:
         self,
         prompt: list[int],
         max_new_tokens: int,
-        method: Method,
-        pictures: Pictures | None = None,
-        sampling: Sampling | None = None,
-    ) -> Iterator[Step]:
+        method: DraftingMethod,
+        pictures: ImagePatchesProtocol | None = None,
+        sampling: SamplingParams | None = None,
+    ) -> Iterator[DecodeStep]:
         """As `speculative`, with the trees of `method`."""
         rows = method.steps + 1
         with self._room(len(prompt) + max_new_tokens, max(rows, method.nodes) + self.ahead * rows) as room:
@@ -316,9 +322,9 @@ class Engine:
             )  # fmt: skip
 
     def _steps(
-        self, room: Room, stand: Stand, key: Hashable, work: Callable[[int], None], width: int, count: int, most: int,
+        self, room: CacheSlot, stand: DecodeState, key: Hashable, work: Callable[[int], None], width: int, count: int, most: int,
         prepare: Callable[[], None] = lambda: None, held: Sequence[Tensor] = (),
-    ) -> Iterator[Step]:  # fmt: skip
+    ) -> Iterator[DecodeStep]:  # fmt: skip
         """Steps of a decoding that stands behind a prompt of `count` tokens: `work` is one, with `width` nodes.
 
         `prepare` comes before each, on the host; `held` is what `work` changes beside the stand.
@@ -327,7 +333,7 @@ class Engine:
         past it is dropped.
         """
         bonus = int(stand.tokens[0])
-        yield Step([bonus], 0)
+        yield DecodeStep([bonus], 0)
         done, sent = 1, deque[Callable[[], list[int]]]()
         while done < most and bonus not in self.eos:
             while len(sent) <= self.ahead and done + len(sent) < most:
@@ -338,7 +344,7 @@ class Engine:
             accepted, *tokens = sent.popleft()()
             tokens = tokens[: accepted + 1]
             committed = self._cut(tokens, most - done)
-            yield Step(committed, min(accepted, len(committed)))
+            yield DecodeStep(committed, min(accepted, len(committed)))
             if len(committed) < len(tokens):
                 return
             done, bonus = done + len(committed), tokens[-1]
@@ -363,14 +369,14 @@ class Engine:
         self.expected = tokens
 
     @contextmanager
-    def _room(self, tokens: int, spare: int) -> Iterator[Room]:
+    def _room(self, tokens: int, spare: int) -> Iterator[CacheSlot]:
         """Room for prompt and answer, and for what is written beyond: an idle one, or a larger one in its place."""
         self.check(tokens)
         tokens = max(tokens, self.expected)
         room = self.idle.pop() if self.idle else None
         if room is None or room.size < tokens + spare:
             room = None  # it goes before the new one is taken
-            room = self._new_room(-(-(tokens + spare) // ROOMS) * ROOMS)
+            room = self._new_room(-(-(tokens + spare) // CACHE_SIZE_MULTIPLE) * CACHE_SIZE_MULTIPLE)
         try:
             yield room
         finally:
@@ -380,25 +386,25 @@ class Engine:
         """Streams [1, T, H] of a prompt, wherever their blocks lie -> [T, 3H]."""
         return torch.cat([stream[0].to(self.device) for stream in caught], dim=-1)
 
-    def _graphs(self) -> Graphs:
-        found = Graphs(self.device)
+    def _graphs(self) -> CudaGraphRunner:
+        found = CudaGraphRunner(self.device)
         found.records = self.records
         return found
 
-    def _new_room(self, size: int) -> Room:
+    def _new_room(self, size: int) -> CacheSlot:
         """Raises ValueError where a GPU has less memory left than that takes."""
         like, groups, width = self._draft_cache()
         self._fits(size, self._draft_bytes(size))
-        return Room(
+        return CacheSlot(
             size,
             torch.arange(size, device=self.device),
             torch.ones(1, size, dtype=torch.bool, device=self.device),
             torch.zeros(size, dtype=torch.float64, device=self.device),
-            Store(self.shapes, size, self.model.dtype, self.device, last=not self.records),
+            KVCache(self.shapes, size, self.model.dtype, self.device, last=not self.records),
             like.new_zeros(1, size, groups, width),
             like.new_zeros(1, size, groups, width),
             self._graphs(),
-            Mail(self.device),
+            AsyncReadback(self.device),
             {},
             {},
         )
@@ -423,13 +429,13 @@ class Engine:
     def _fits(self, size: int, drafts: int) -> None:
         """drafts: the bytes of the draft's keys and values."""
         need = sum(g * e for both in self.shapes for g, e, _ in both) * size * self.model.dtype.itemsize + drafts
-        if (free := unused(self.device)) < need:
+        if (free := measure_free_memory(self.device)) < need:
             raise ValueError(
                 f"keys and values of {size} tokens take {need / 2**30:.1f} GiB, {self.device} has {free / 2**30:.1f} GiB left; "
                 "lower benchmark.workloads.*.max_new_tokens, use shorter prompts, or end what else runs there"
             )
 
-    def _stand(self, room: Room, rows: int, begun: Begun, chooser: Chooser) -> Stand:
+    def _stand(self, room: CacheSlot, rows: int, begun: PrefillOutput, chooser: TokenSampler) -> DecodeState:
         """Behind the prompt, which was all verified, and the answer's first token; the draft has its last row still to read."""
         if rows not in room.stands:
             room.stands[rows] = self._empty_stand(rows)
@@ -441,12 +447,12 @@ class Engine:
         stand.shift.fill_(begun.shift)
         return stand
 
-    def _empty_stand(self, rows: int, *slots: int) -> Stand:
+    def _empty_stand(self, rows: int, *slots: int) -> DecodeState:
         """Of one decoding, or of as many as there are slots, one behind the other."""
         whole = {"dtype": torch.int64, "device": self.device}
         axes = () if self.draft is None or self.draft.axes is None else (3,)
         width = 3 * self.embedding.shape[1]
-        return Stand(
+        return DecodeState(
             length=torch.zeros(*slots, 1, **whole),
             count=torch.zeros(*slots, 1, **whole),
             said=torch.zeros(*slots, 1, **whole),
@@ -457,7 +463,7 @@ class Engine:
             told=torch.zeros(*slots, 1 + rows, **whole),
         )
 
-    def _enter(self, room: Room, stand: Stand, begun: Begun, features: Tensor) -> None:
+    def _enter(self, room: CacheSlot, stand: DecodeState, begun: PrefillOutput, features: Tensor) -> None:
         """The draft reads the prompt, features [T, 3H]: all of it but the last row, which waits for the first cycle."""
         assert self.draft is not None
         count = len(features)
@@ -466,7 +472,7 @@ class Engine:
         if count > 1:
             self._extend(room, begun.embeds[:, 1:], features[:-1], turns[:, :-1], room.places[: count - 1])
 
-    def _extend(self, room: Room, embeds: Tensor, features: Tensor, turns: Tensor, places: Tensor) -> Tensor:
+    def _extend(self, room: CacheSlot, embeds: Tensor, features: Tensor, turns: Tensor, places: Tensor) -> Tensor:
         """The draft reads rows: embeds [1, R, H] of the tokens after them, their features [R, 3H] -> fused [1, R, H]."""
         draft = self.draft
         assert draft is not None
@@ -476,28 +482,30 @@ class Engine:
         room.draft_values.index_copy_(1, places, values)
         return fused
 
-    def _plain_step(self, room: Room, stand: Stand, chooser: Chooser, seen: int) -> None:
+    def _plain_step(self, room: CacheSlot, stand: DecodeState, chooser: TokenSampler, seen: int) -> None:
         hidden, _ = self._verify(room, stand, stand.tokens, stand.length, room.yes[:, :1], seen, [])
         stand.tokens.copy_(self._choose(chooser, hidden, stand.said))
         stand.length.add_(1)
         stand.said.add_(1)
         stand.told[1:].copy_(stand.tokens)
 
-    def _cycle(self, room: Room, stand: Stand, shape: tuple[int, int, int], chooser: Chooser, seen: int) -> None:
+    def _cycle(
+        self, room: CacheSlot, stand: DecodeState, shape: tuple[int, int, int], chooser: TokenSampler, seen: int
+    ) -> None:
         """One cycle, on the device alone."""
         steps, topk, width = shape
         tree, ids = self._grow(room, stand, steps, topk, width, room.size if self.records else seen - width)
         self._judge(room, stand, tree, ids, steps, chooser, seen, self.feature_layers)
 
     def _judge(
-        self, room: Room, stand: Stand, tree: trees.Tree, ids: Tensor, steps: int, chooser: Chooser, seen: int,
+        self, room: CacheSlot, stand: DecodeState, tree: trees.DraftTree, ids: Tensor, steps: int, chooser: TokenSampler, seen: int,
         layers: list[int],
-    ) -> Verdict:  # fmt: skip
+    ) -> VerifyOutput:  # fmt: skip
         """Verify, accept, move: a tree, its tokens [M], and the streams entering `layers` that are features."""
         depths = tree.depths[0]  # [M]
         hidden, streams = self._verify(room, stand, ids, stand.length + depths, tree.sees[0], seen, layers)
         choices = self._choose(chooser, hidden, stand.said + depths)
-        path, count = trees.accept(tree, choices[None], steps)
+        path, count = trees.find_accepted_path(tree, choices[None], steps)
         path = path[0]  # [R]
 
         rows = stand.length + room.places[: steps + 1]  # [R]
@@ -510,11 +518,11 @@ class Engine:
         stand.length.add_(count)
         stand.said.add_(count)
         stand.told.copy_(torch.cat([count - 1, stand.tokens]))
-        return Verdict(choices, hidden, path)
+        return VerifyOutput(choices, hidden, path)
 
     def _grow(
-        self, room: Room, stand: Stand, steps: int, topk: int, width: int, seen: int
-    ) -> tuple[trees.Tree, Tensor]:
+        self, room: CacheSlot, stand: DecodeState, steps: int, topk: int, width: int, seen: int
+    ) -> tuple[trees.DraftTree, Tensor]:
         """The draft reads the last cycle's rows and grows a tree -> it and its tokens [M], the root's first."""
         draft, last = self.draft, stand.count - 1
         assert draft is not None
@@ -525,21 +533,30 @@ class Engine:
             keys, values = (x[0].transpose(0, 1) for x in (room.draft_keys, room.draft_values))  # [G, room, E]
             rows = tokens, features, read, last, places
             candidates = self.beams.grow(*rows, stand.length, keys, values, steps, topk, self.semantics)
-            tree = trees.keep(candidates, width)
+            tree = trees.build_tree(candidates, width)
             return tree, torch.cat([tokens[last], tree.tokens[0]])
         embeds = self.embedding[tokens][None]  # [1, R, H]
         fused = self._extend(room, embeds, features, read[None], places)
         keys, values = room.draft_keys[:, :seen], room.draft_values[:, :seen]
         window, at = draft.config.sliding_window, (stand.length - 1)[None]  # [1, 1]
-        allowed = None if window is None and not self.records else in_sight(at, seen, window)
+        allowed = None if window is None and not self.records else build_prefix_mask(at, seen, window)
         turns = read[last][None]  # [1, 1] or [1, 1, 3]
-        state = first_state(draft, embeds[:, last], fused[:, last], turns, keys, values, allowed)
-        candidates = expand(draft, self.embedding, state, turns, keys, values, allowed, steps, topk, self.semantics)
-        tree = trees.keep(candidates, width)
+        state = compute_first_state(draft, embeds[:, last], fused[:, last], turns, keys, values, allowed)
+        candidates = expand_candidates(
+            draft, self.embedding, state, turns, keys, values, allowed, steps, topk, self.semantics
+        )
+        tree = trees.build_tree(candidates, width)
         return tree, torch.cat([tokens[last], tree.tokens[0]])
 
     def _verify(
-        self, room: Room, stand: Stand, ids: Tensor, places: Tensor, tree: Tensor, seen: int, layers: list[int]
+        self,
+        room: CacheSlot,
+        stand: DecodeState,
+        ids: Tensor,
+        places: Tensor,
+        tree: Tensor,
+        seen: int,
+        layers: list[int],
     ) -> tuple[Tensor, list[Tensor]]:
         """The target reads a tree behind the cache: ids [M] at places [M], tree [M, M] of who sees whom.
 
@@ -555,7 +572,7 @@ class Engine:
         else:
             prefix = room.yes[:, : seen - len(ids)].expand(len(ids), -1)
             mask = torch.cat([prefix, tree], dim=1)
-        with capture(self.model, layers) as streams:
+        with capture_residual_streams(self.model, layers) as streams:
             hidden = self._forward(room, ids[None], positions[None], mask[None, None], rows, seen)
         return hidden, [stream[0].to(self.device) for stream in streams]
 

@@ -12,30 +12,30 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from stages.engine.cuda_graphs import unused
-from stages.engine.memory_estimate import GIB, weights
+from stages.engine.cuda_graphs import measure_free_memory
+from stages.engine.memory_estimate import GIB, count_weight_bytes
 
 
-def place(model: PreTrainedModel, cards: Sequence[torch.device | str], most: float | None = None) -> None:
+def place_model(model: PreTrainedModel, cards: Sequence[torch.device | str], most: float | None = None) -> None:
     """Move a model that lies on the CPU to these cards, of each of which at most `most` GiB may be taken.
 
     Raises ValueError with the numbers where its weights alone are more than that.
     """
     decoder = model.get_decoder()
     blocks: nn.ModuleList = decoder.layers
-    sizes = [weights(block) for block in blocks]
-    rest = weights(model) - sum(sizes)
-    owners = shares(rest, sizes, len(cards))
+    sizes = [count_weight_bytes(block) for block in blocks]
+    rest = count_weight_bytes(model) - sum(sizes)
+    owners = assign_blocks(rest, sizes, len(cards))
     held = [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == n) for n in range(len(cards))]
     held[0] += rest
     for card, size in zip(cards, held, strict=True):
-        room = capacity(torch.device(card), most)
+        room = measure_usable_memory(torch.device(card), most)
         if size > room:
             raise ValueError(
                 f"the target's weights are {sum(held) / GIB:.1f} GiB, {size / GIB:.1f} of them for {card}, of which "
                 f"{room / GIB:.1f} may be taken; raise benchmark.max_gpu_memory or num_gpus_per_model"
             )
-        limit(torch.device(card), most)
+        limit_gpu_memory(torch.device(card), most)
     decoder.layers = nn.ModuleList()  # the rest alone
     try:
         model.to(cards[0])
@@ -44,10 +44,10 @@ def place(model: PreTrainedModel, cards: Sequence[torch.device | str], most: flo
     for block, owner in zip(blocks, owners, strict=True):
         block.to(cards[owner])
     if len(cards) > 1:
-        bring_along([*blocks, decoder.norm])
+        hook_input_transfers([*blocks, decoder.norm])
 
 
-def shares(rest: int, blocks: Sequence[int], cards: int) -> list[int]:
+def assign_blocks(rest: int, blocks: Sequence[int], cards: int) -> list[int]:
     """The card of each block, by sizes: in order and as even as whole blocks allow, `rest` on the first card before them."""
     whole, at, found = rest + sum(blocks), rest, []
     for size in blocks:
@@ -56,7 +56,7 @@ def shares(rest: int, blocks: Sequence[int], cards: int) -> list[int]:
     return found
 
 
-def bring_along(modules: Sequence[nn.Module]) -> None:
+def hook_input_transfers(modules: Sequence[nn.Module]) -> None:
     """Each is given its tensors where its weights are. What all blocks are given alike is brought to a card once."""
     seen: dict[tuple[str, torch.device], tuple[Tensor, Tensor]] = {}
 
@@ -78,24 +78,24 @@ def bring_along(modules: Sequence[nn.Module]) -> None:
         module.register_forward_pre_hook(enter, with_kwargs=True)
 
 
-def limit(device: torch.device, most: float | None) -> None:
+def limit_gpu_memory(device: torch.device, most: float | None) -> None:
     """Let this process take no more than `most` GiB of the card."""
     if most is not None and device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(min(1.0, most * GIB / torch.cuda.mem_get_info(device)[1]), device)
 
 
-def capacity(device: torch.device, most: float | None) -> float:
+def measure_usable_memory(device: torch.device, most: float | None) -> float:
     """Bytes of the card that may be taken: what is free, or `most` GiB where that is less. A CPU isn't asked what is free."""
     free = float(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else float("inf")
     return free if most is None else min(free, most * GIB)
 
 
-def left(model: PreTrainedModel, most: float | None) -> float:
+def measure_remaining_memory(model: PreTrainedModel, most: float | None) -> float:
     """Bytes that can still be taken of all cards it lies on."""
     cards = {weight.device for weight in model.parameters()}
     return sum(
-        unused(card)
+        measure_free_memory(card)
         if most is None or card.type != "cuda"
-        else min(unused(card), most * GIB - torch.cuda.memory_allocated(card))
+        else min(measure_free_memory(card), most * GIB - torch.cuda.memory_allocated(card))
         for card in cards
     )

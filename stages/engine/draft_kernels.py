@@ -13,31 +13,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stages.draft.eagle3 import Draft
-from stages.engine.kernels_torch import saw
-from stages.engine.target_kernels import WIDTHS, kernels, together
-from stages.trees.draft_tree import Candidates, pool
+from stages.draft.eagle3 import Eagle3Draft
+from stages.engine.kernels_torch import mark_own_nodes_seen
+from stages.engine.target_kernels import SUPPORTED_HEAD_DIMS, fuse_linear_weights, select_kernels
+from stages.trees.draft_tree import Candidates, count_candidates
 
 
-class Beams:
+class FusedDraft:
     """A draft, ready to grow trees behind prompts."""
 
-    def __init__(self, draft: Draft, embedding: Tensor):
+    def __init__(self, draft: Eagle3Draft, embedding: Tensor):
         self.draft, self.embedding = draft, embedding
-        self.kernels: Any = kernels(embedding.device)
+        self.kernels: Any = select_kernels(embedding.device)
         layer, attention = draft.midlayer, draft.midlayer.self_attn
         self.norms = layer.input_layernorm.weight, layer.hidden_norm.weight
-        self.qkv = together([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.gate_up = together([layer.mlp.gate_proj, layer.mlp.up_proj])
+        self.qkv = fuse_linear_weights([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.gate_up = fuse_linear_weights([layer.mlp.gate_proj, layer.mlp.up_proj])
         self.eps, self.scale = draft.config.rms_norm_eps, 1 / math.sqrt(draft.config.head_dim)
         self.heads = (
             (attention.q_norm.weight, attention.k_norm.weight, self.eps) if draft.config.qk_norm else None
         )  # fmt: skip
 
     @classmethod
-    def of(cls, draft: Draft, embedding: Tensor) -> "Beams | None":
+    def of(cls, draft: Eagle3Draft, embedding: Tensor) -> "FusedDraft | None":
         """None where the kernels don't take this draft: `expand` does."""
-        fits = draft.config.head_dim in WIDTHS and draft.fc.weight.dtype == embedding.dtype
+        fits = draft.config.head_dim in SUPPORTED_HEAD_DIMS and draft.fc.weight.dtype == embedding.dtype
         return cls(draft, embedding) if fits else None
 
     def grow(
@@ -58,15 +58,17 @@ class Beams:
         """Read rows, then grow: every candidate of `steps` steps, [B, C]."""
         k, draft, device, prompts = self.kernels, self.draft, tokens.device, len(last)
         fused = draft.fuse(features.to(draft.fc.weight.dtype))  # [B * R, H]
-        mixed, _ = k.mix(self.embedding, tokens, fused, torch.arange(len(tokens), device=device), self.norms, self.eps)
-        query = k.turn(k.product(mixed, self.qkv), self.heads, *self._rope(turns), keys, values, rows)
+        mixed, _ = k.mix_inputs(
+            self.embedding, tokens, fused, torch.arange(len(tokens), device=device), self.norms, self.eps
+        )
+        query = k.rotate_and_cache(k.matmul(mixed, self.qkv), self.heads, *self._rope(turns), keys, values, rows)
         nobody = torch.zeros(prompts, 1, 0, dtype=torch.bool, device=device)
         everything = torch.zeros(prompts * topk, dtype=torch.int64, device=device)  # seen from the first token on
         cache = keys, values, each, length, everything
         state, logits = self._finish(mixed[last], fused[last], query[last], *cache, nobody, 0)
 
-        beam, ids = k.best(logits, topk, semantics)  # [B, K]
-        count = pool(steps, topk)
+        beam, ids = k.select_topk(logits, topk, semantics)  # [B, K]
+        count = count_candidates(steps, topk)
         found = Candidates(
             torch.empty(prompts, count, dtype=torch.float32, device=device),
             *torch.empty(2, prompts, count, dtype=torch.int64, device=device),
@@ -85,14 +87,14 @@ class Beams:
         nodes = (steps - 1) * topk
         behind = (starts * each + length)[:, None] + torch.arange(nodes, device=device)  # [B, T]
         behind = behind.view(prompts, steps - 1, topk).transpose(0, 1).flatten(1)  # [S-1, B * K]
-        sees = saw(torch.zeros(prompts, topk, nodes, dtype=torch.bool, device=device), 0)
+        sees = mark_own_nodes_seen(torch.zeros(prompts, topk, nodes, dtype=torch.bool, device=device), 0)
         for step in range(1, steps):
-            mixed, residual = k.mix(self.embedding, beam_tokens, state, slots, self.norms, self.eps)
-            qkv = k.product(mixed, self.qkv)
-            query = k.turn(qkv, self.heads, cos[step - 1], sin[step - 1], keys, values, behind[step - 1])
+            mixed, residual = k.mix_inputs(self.embedding, beam_tokens, state, slots, self.norms, self.eps)
+            qkv = k.matmul(mixed, self.qkv)
+            query = k.rotate_and_cache(qkv, self.heads, cos[step - 1], sin[step - 1], keys, values, behind[step - 1])
             state, logits = self._finish(mixed, residual, query, *cache, sees, step)
-            chances, ids = k.best(logits, topk, semantics)
-            beam, numbers, sees, beam_tokens, slots = k.join(
+            chances, ids = k.select_topk(logits, topk, semantics)
+            beam, numbers, sees, beam_tokens, slots = k.extend_beam(
                 step, beam, numbers, sees, chances, ids, draft.d2t, found, semantics
             )
         return found
@@ -110,11 +112,11 @@ class Beams:
         window = draft.config.sliding_window
         if window is not None:  # it moves on with the steps
             first = (length + step - window).clamp(min=0).repeat_interleave(len(query) // len(length))
-        out = k.attend(query, keys, values, length, sees, first[: len(query)], self.scale, each)
+        out = k.attend_tree(query, keys, values, length, sees, first[: len(query)], self.scale, each)
         if draft.config.norm_before_residual:
             residual = mixed[:, residual.shape[1] :].contiguous()
-        attended = k.product(out.flatten(1), layer.self_attn.o_proj.weight)
-        stream, normed = k.norm(residual, layer.post_attention_layernorm.weight, self.eps, attended)
-        fed = k.product(k.gated(normed, self.gate_up), layer.mlp.down_proj.weight)
-        stream, read = k.norm(stream, draft.norm.weight, self.eps, fed)
-        return (read if draft.config.norm_output else stream), k.product(read, draft.lm_head.weight)
+        attended = k.matmul(out.flatten(1), layer.self_attn.o_proj.weight)
+        stream, normed = k.add_rms_norm(residual, layer.post_attention_layernorm.weight, self.eps, attended)
+        fed = k.matmul(k.gated_matmul(normed, self.gate_up), layer.mlp.down_proj.weight)
+        stream, read = k.add_rms_norm(stream, draft.norm.weight, self.eps, fed)
+        return (read if draft.config.norm_output else stream), k.matmul(read, draft.lm_head.weight)

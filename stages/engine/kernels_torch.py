@@ -13,13 +13,13 @@ from torch.nn import functional as F
 from stages.trees import draft_tree as trees
 
 
-def norm(x: Tensor, weight: Tensor, eps: float, more: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, weight: Tensor, eps: float, more: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """x + more [M, H], and that normed."""
     summed = x if more is None else x + more
     return summed, F.rms_norm(summed, weight.shape, weight, eps)
 
 
-def turn(
+def rotate_and_cache(
     qkv: Tensor, norms: tuple[Tensor, Tensor, float] | None, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
     rows: Tensor,
 ) -> Tensor:  # fmt: skip
@@ -38,7 +38,7 @@ def turn(
     return turned[:, :-groups]
 
 
-def attend(
+def attend_tree(
     q: Tensor, keys: Tensor, values: Tensor, length: Tensor, sees: Tensor, first: Tensor, scale: float, each: int = 0
 ) -> Tensor:
     """q [M, A, E] of B prompts, keys and values [G, room, E], prompt b's from row b * each on, length [B] of the prefixes,
@@ -60,23 +60,23 @@ def attend(
     return torch.cat(found)
 
 
-def gate(x: Tensor) -> Tensor:
+def silu_and_mul(x: Tensor) -> Tensor:
     """x [M, 2I], gates and then ups -> silu(gate) * up [M, I]."""
     gates, ups = x.chunk(2, dim=-1)
     return F.silu(gates) * ups
 
 
-def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+def matmul(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [M, K] -> x @ w.T + bias [M, N]."""
     return F.linear(x, w, bias)
 
 
-def gated(x: Tensor, w: Tensor) -> Tensor:
+def gated_matmul(x: Tensor, w: Tensor) -> Tensor:
     """x [M, H], w [2I, H] of gates and then ups -> silu(gate) * up [M, I]."""
-    return gate(product(x, w))
+    return silu_and_mul(matmul(x, w))
 
 
-def mix(
+def mix_inputs(
     embedding: Tensor,  # [V, H]
     tokens: Tensor,  # [M]
     states: Tensor,  # [*, H]
@@ -90,12 +90,12 @@ def mix(
     return torch.cat(parts, dim=-1), picked
 
 
-def best(logits: Tensor, topk: int, semantics: str) -> tuple[Tensor, Tensor]:
+def select_topk(logits: Tensor, topk: int, semantics: str) -> tuple[Tensor, Tensor]:
     """logits [M, D] -> what each of the K best tokens adds to a path's score [M, K] float32, and those draft ids [M, K]."""
-    return trees.best(trees.SEMANTICS[semantics].chances(logits.float()), topk)
+    return trees.select_topk(trees.TREE_SCORINGS[semantics].chances(logits.float()), topk)
 
 
-def join(
+def extend_beam(
     step: int,  # whose nodes are the beams, from 1 on
     beam: Tensor,  # [B, K] scores of each prompt's, float32
     numbers: Tensor,  # [B, K] of the beam's nodes among the candidates
@@ -110,18 +110,20 @@ def join(
     the places [B * K] that they grew from."""
     prompts, topk, nodes = sees.shape
     kinds = ids.view(prompts, -1)
-    scores, new, places = trees.next_step(beam, chances.view(prompts, topk, topk), trees.SEMANTICS[semantics].join)
-    first, end = trees.level(step, topk)
+    scores, new, places = trees.extend_beam(
+        beam, chances.view(prompts, topk, topk), trees.TREE_SCORINGS[semantics].join
+    )
+    first, end = trees.get_step_range(step, topk)
     found.scores[:, first:end], found.tokens[:, first:end] = scores, kinds + d2t[kinds]
     found.parents[:, first:end] = numbers.repeat_interleave(topk, dim=1)
     slots = places // topk  # [B, K]
-    seen = saw(sees.gather(1, slots[..., None].expand(-1, -1, nodes)), step)
+    seen = mark_own_nodes_seen(sees.gather(1, slots[..., None].expand(-1, -1, nodes)), step)
     starts = topk * torch.arange(prompts, device=beam.device)[:, None]
     tokens = found.tokens[:, first:end].gather(1, places)
     return new, first + places, seen, tokens.flatten(), (starts + slots).flatten()
 
 
-def saw(sees: Tensor, step: int) -> Tensor:
+def mark_own_nodes_seen(sees: Tensor, step: int) -> Tensor:
     """sees [B, K, T] of the beams' parents -> of the beams themselves, the nodes of step + 1."""
     _, topk, nodes = sees.shape
     columns = step * topk + torch.arange(topk, device=sees.device)

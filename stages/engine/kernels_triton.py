@@ -19,36 +19,38 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from stages.engine.cuda_graphs import milliseconds
-from stages.trees.draft_tree import Candidates, level
+from stages.engine.cuda_graphs import time_graph_replay
+from stages.trees.draft_tree import Candidates, get_step_range
 
-KEYS = 128  # of a block
-PROGRAMS = 256  # about two for each multiprocessor
-CHUNK = 1024  # of a vocabulary
+KEYS_PER_BLOCK = 128  # of a block
+PROGRAMS_WANTED = 256  # about two for each multiprocessor
+VOCABULARY_CHUNK = 1024  # of a vocabulary
 # From Hopper on a kernel may start before the one before it has ended, and waits where it first needs what that made.
-EARLY = (
+PDL_SUPPORTED = (
     torch.version.hip is None
     and torch.cuda.is_available()
     and torch.cuda.get_device_capability() >= (9, 0)
     and not triton.knobs.runtime.interpret
 )
-LAUNCH: dict[str, Any] = {"launch_pdl": True} if EARLY else {}  # other backends don't know the word
-WAITS = tl.constexpr(EARLY)
-LINES = tl.constexpr(8)  # of 128 bytes, of each row of weights, that a product asks for before its input is there
-NEVER = tl.constexpr(-0x7FFFFFFFFFFFFFFF)  # comes after every key
+LAUNCH_OPTIONS: dict[str, Any] = {"launch_pdl": True} if PDL_SUPPORTED else {}  # other backends don't know the word
+USES_PDL = tl.constexpr(PDL_SUPPORTED)
+PREFETCHED_LINES = tl.constexpr(
+    8
+)  # of 128 bytes, of each row of weights, that a product asks for before its input is there
+LOWEST_KEY = tl.constexpr(-0x7FFFFFFFFFFFFFFF)  # comes after every key
 
 
 @triton.jit
-def _wait():
+def _wait_for_inputs():
     """For all before this kernel; the next one may start meanwhile."""
-    if WAITS:
+    if USES_PDL:
         gdc_launch_dependents()
         gdc_wait()
 
 
 @triton.jit
-def _norm(x, more, weight, summed, out, eps, H: tl.constexpr, B: tl.constexpr, ADD: tl.constexpr):
-    _wait()
+def _add_rms_norm_kernel(x, more, weight, summed, out, eps, H: tl.constexpr, B: tl.constexpr, ADD: tl.constexpr):
+    _wait_for_inputs()
     m, h = tl.program_id(0).to(tl.int64), tl.arange(0, B)
     inside = h < H
     row = tl.load(x + m * H + h, mask=inside, other=0)
@@ -61,12 +63,12 @@ def _norm(x, more, weight, summed, out, eps, H: tl.constexpr, B: tl.constexpr, A
     tl.store(out + m * H + h, scaled.to(row.dtype), mask=inside)
 
 
-def norm(x: Tensor, weight: Tensor, eps: float, more: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, weight: Tensor, eps: float, more: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """x + more [M, H], and that normed."""
     m, h = x.shape
     out, summed = torch.empty_like(x), x if more is None else torch.empty_like(x)
     block = triton.next_power_of_2(h)
-    _norm[(m,)](
+    _add_rms_norm_kernel[(m,)](
         x,
         x if more is None else more,
         weight,
@@ -77,17 +79,17 @@ def norm(x: Tensor, weight: Tensor, eps: float, more: Tensor | None = None) -> t
         block,
         more is not None,
         num_warps=8,
-        **LAUNCH,
+        **LAUNCH_OPTIONS,
     )
     return summed, out
 
 
 @triton.jit
-def _turn(
+def _rotate_and_cache_kernel(
     qkv, q_weight, k_weight, cos, sin, rows, q, keys, values, eps, key_g, key_row, value_g, value_row,
     A: tl.constexpr, G: tl.constexpr, E: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    _wait()
+    _wait_for_inputs()
     m, a, e = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, E)
     half: tl.constexpr = E // 2
     other = (e + half) % E
@@ -112,7 +114,7 @@ def _turn(
             tl.store(keys + (a - A) * key_g + row * key_row + e, turned.to(x.dtype))
 
 
-def turn(
+def rotate_and_cache(
     qkv: Tensor,  # [M, (A + 2G) * E]
     norms: tuple[Tensor, Tensor, float] | None,  # of queries and of keys [E], and their eps
     cos: Tensor,  # [M, E], halves alike
@@ -126,20 +128,20 @@ def turn(
     a = qkv.shape[1] // e - 2 * g
     q = qkv.new_empty(m, a, e)
     q_norm, k_norm, eps = norms or (qkv, qkv, 0.0)
-    _turn[m, a + 2 * g](
+    _rotate_and_cache_kernel[m, a + 2 * g](
         qkv, q_norm, k_norm, cos, sin, rows, q, keys, values, eps, keys.stride(0), keys.stride(1), values.stride(0),
-        values.stride(1), a, g, e, norms is not None, num_warps=1, **LAUNCH,
+        values.stride(1), a, g, e, norms is not None, num_warps=1, **LAUNCH_OPTIONS,
     )  # fmt: skip
     return q
 
 
 @triton.jit
-def _attend(
+def _attend_tree_kernel(
     q, keys, values, sees, length, parts, lse, scale, key_g, key_row, value_g, value_row, count, first, T, each_slot, blocks,
     G: tl.constexpr, R: tl.constexpr, E: tl.constexpr, P: tl.constexpr, B: tl.constexpr, N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    _wait()
+    _wait_for_inputs()
     g, part = tl.program_id(0), tl.program_id(1)
     slot, block = tl.program_id(2) // blocks, tl.program_id(2) % blocks
     n = tl.load(length + slot)
@@ -182,8 +184,8 @@ def _attend(
 
 
 @triton.jit
-def _merge(parts, lse, out, E: tl.constexpr, P: tl.constexpr):
-    _wait()
+def _merge_key_parts_kernel(parts, lse, out, E: tl.constexpr, P: tl.constexpr):
+    _wait_for_inputs()
     row, p, e = tl.program_id(0).to(tl.int64), tl.arange(0, P), tl.arange(0, E)
     levels = tl.load(lse + row * P + p)
     weights = tl.exp(levels - tl.max(levels, 0))
@@ -191,7 +193,7 @@ def _merge(parts, lse, out, E: tl.constexpr, P: tl.constexpr):
     tl.store(out + row * E + e, (tl.sum(found * weights[:, None], 0) / tl.sum(weights, 0)).to(out.dtype.element_ty))
 
 
-def attend(
+def attend_tree(
     q: Tensor,  # [M, A, E], of B prompts N tokens each
     keys: Tensor,  # [G, room, E]: of each prompt, from row b * each on, a prefix, and behind it T nodes
     values: Tensor,
@@ -208,22 +210,22 @@ def attend(
     block = 16 if exact else min(32, max(16, triton.next_power_of_2(rows)))
     blocks = triton.cdiv(rows, block)
     room = each or keys.shape[1]
-    parts = triton.next_power_of_2(max(4, min(room // KEYS, PROGRAMS // (g * blocks * prompts))))
+    parts = triton.next_power_of_2(max(4, min(room // KEYS_PER_BLOCK, PROGRAMS_WANTED // (g * blocks * prompts))))
     found = torch.empty(m * a, parts, e, dtype=torch.float32, device=q.device)
     lse = torch.empty(m * a, parts, dtype=torch.float32, device=q.device)
-    _attend[g, parts, blocks * prompts](
+    _attend_tree_kernel[g, parts, blocks * prompts](
         q, keys, values, sees, length, found, lse, scale, keys.stride(0), keys.stride(1), values.stride(0),
-        values.stride(1), n, first, t, each, blocks, g, a // g, e, parts, block, 16 if exact else KEYS,
-        "ieee" if exact else "tf32", num_warps=4, num_stages=2, **LAUNCH,
+        values.stride(1), n, first, t, each, blocks, g, a // g, e, parts, block, 16 if exact else KEYS_PER_BLOCK,
+        "ieee" if exact else "tf32", num_warps=4, num_stages=2, **LAUNCH_OPTIONS,
     )  # fmt: skip
     out = torch.empty_like(q)
-    _merge[(m * a,)](found, lse, out, e, parts, num_warps=1, **LAUNCH)
+    _merge_key_parts_kernel[(m * a,)](found, lse, out, e, parts, num_warps=1, **LAUNCH_OPTIONS)
     return out
 
 
 @triton.jit
-def _gate(x, out, width, B: tl.constexpr):
-    _wait()
+def _silu_and_mul_kernel(x, out, width, B: tl.constexpr):
+    _wait_for_inputs()
     m, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
     inside = i < width
     gate = tl.load(x + m * 2 * width + i, mask=inside, other=0)
@@ -233,17 +235,19 @@ def _gate(x, out, width, B: tl.constexpr):
     tl.store(out + m * width + i, (opened * up).to(gate.dtype), mask=inside)
 
 
-def gate(x: Tensor) -> Tensor:
+def silu_and_mul(x: Tensor) -> Tensor:
     """x [M, 2I], gates and then ups -> silu(gate) * up [M, I]."""
     m, width = len(x), x.shape[1] // 2
     out = x.new_empty(m, width)
-    _gate[m, triton.cdiv(width, 1024)](x, out, width, 1024, num_warps=4, **LAUNCH)
+    _silu_and_mul_kernel[m, triton.cdiv(width, 1024)](x, out, width, 1024, num_warps=4, **LAUNCH_OPTIONS)
     return out
 
 
 @triton.jit
-def _mix(embedding, tokens, states, slots, first, second, out, picked, eps, H: tl.constexpr, B: tl.constexpr):
-    _wait()
+def _mix_inputs_kernel(
+    embedding, tokens, states, slots, first, second, out, picked, eps, H: tl.constexpr, B: tl.constexpr
+):
+    _wait_for_inputs()
     m, h = tl.program_id(0).to(tl.int64), tl.arange(0, B)
     inside, of_state = h < H, tl.program_id(1)
     if of_state == 1:
@@ -258,7 +262,7 @@ def _mix(embedding, tokens, states, slots, first, second, out, picked, eps, H: t
     tl.store(out + (2 * m + of_state) * H + h, (normed * weight.to(tl.float32)).to(row.dtype), mask=inside)
 
 
-def mix(
+def mix_inputs(
     embedding: Tensor,  # [V, H]
     tokens: Tensor,  # [M]
     states: Tensor,  # [*, H]
@@ -269,7 +273,7 @@ def mix(
     """What the draft's projections read [M, 2H], and the states [M, H] themselves."""
     m, h = len(tokens), states.shape[1]
     out, picked = states.new_empty(m, 2 * h), states.new_empty(m, h)
-    _mix[m, 2](
+    _mix_inputs_kernel[m, 2](
         embedding,
         tokens,
         states,
@@ -281,13 +285,13 @@ def mix(
         h,
         triton.next_power_of_2(h),
         num_warps=8,
-        **LAUNCH,
+        **LAUNCH_OPTIONS,
     )
     return out, picked
 
 
 @triton.jit
-def _ordered(scores, least, places):
+def _make_order_keys(scores, least, places):
     """Unique keys: greater where the score is greater, and of equal scores where the place is lower; places <= least."""
     bits = (scores + 0.0).to(tl.int32, bitcast=True)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -295,8 +299,8 @@ def _ordered(scores, least, places):
 
 
 @triton.jit
-def _best_of_chunk(logits, keys, peaks, sums, D, K: tl.constexpr, B: tl.constexpr):
-    _wait()
+def _select_chunk_topk_kernel(logits, keys, peaks, sums, D, K: tl.constexpr, B: tl.constexpr):
+    _wait_for_inputs()
     m, chunk, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     d = chunk * B + tl.arange(0, B)
     inside = d < D
@@ -304,25 +308,25 @@ def _best_of_chunk(logits, keys, peaks, sums, D, K: tl.constexpr, B: tl.constexp
     peak = tl.max(score, 0)
     tl.store(peaks + m * chunks + chunk, peak)
     tl.store(sums + m * chunks + chunk, tl.sum(tl.where(inside, tl.exp(score - peak), 0.0), 0))
-    key = tl.where(inside, _ordered(score, D - 1, d), NEVER)
+    key = tl.where(inside, _make_order_keys(score, D - 1, d), LOWEST_KEY)
     for k in range(K):
         found = tl.max(key, 0)
         tl.store(keys + (m * chunks + chunk) * K + k, found)
-        key = tl.where(key == found, NEVER, key)
+        key = tl.where(key == found, LOWEST_KEY, key)
 
 
 @triton.jit
-def _best(
+def _select_topk_kernel(
     keys, peaks, sums, chances, ids, D, chunks,
     K: tl.constexpr, B: tl.constexpr, C: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
-    _wait()
+    _wait_for_inputs()
     m, i, c = tl.program_id(0).to(tl.int64), tl.arange(0, B), tl.arange(0, C)
     level = tl.load(peaks + m * chunks + c, mask=c < chunks, other=float("-inf"))
     peak = tl.max(level, 0)
     weights = tl.load(sums + m * chunks + c, mask=c < chunks, other=0.0) * tl.exp(level - peak)
     total = tl.sum(weights, 0)
-    key = tl.load(keys + m * chunks * K + i, mask=i < chunks * K, other=NEVER)
+    key = tl.load(keys + m * chunks * K + i, mask=i < chunks * K, other=LOWEST_KEY)
     for k in range(K):
         found = tl.max(key, 0)
         bits = (found >> 32).to(tl.int32)
@@ -330,34 +334,36 @@ def _best(
         chance = score - tl.log(total) if LOG else tl.exp(score) / total
         tl.store(chances + m * K + k, chance)
         tl.store(ids + m * K + k, D - 1 - (found & 0xFFFFFFFF))
-        key = tl.where(key == found, NEVER, key)
+        key = tl.where(key == found, LOWEST_KEY, key)
 
 
-def best(logits: Tensor, topk: int, semantics: str) -> tuple[Tensor, Tensor]:
+def select_topk(logits: Tensor, topk: int, semantics: str) -> tuple[Tensor, Tensor]:
     """logits [M, D] -> what each of the K best tokens adds to a path's score [M, K] float32, and those draft ids [M, K].
 
     Ordered by logits, which is by chances but where two chances are one number in float32.
     """
     m, size = logits.shape
-    chunks = triton.cdiv(size, CHUNK)
+    chunks = triton.cdiv(size, VOCABULARY_CHUNK)
     keys = torch.empty(m, chunks, topk, dtype=torch.int64, device=logits.device)
     peaks, sums = torch.empty(2, m, chunks, dtype=torch.float32, device=logits.device)
-    _best_of_chunk[m, chunks](logits, keys, peaks, sums, size, topk, CHUNK, num_warps=4, **LAUNCH)
+    _select_chunk_topk_kernel[m, chunks](
+        logits, keys, peaks, sums, size, topk, VOCABULARY_CHUNK, num_warps=4, **LAUNCH_OPTIONS
+    )
     chances = torch.empty(m, topk, dtype=torch.float32, device=logits.device)
     ids = torch.empty(m, topk, dtype=torch.int64, device=logits.device)
-    _best[(m,)](
+    _select_topk_kernel[(m,)](
         keys, peaks, sums, chances, ids, size, chunks, topk, triton.next_power_of_2(chunks * topk),
-        triton.next_power_of_2(chunks), semantics == "eagle", num_warps=1, **LAUNCH,
+        triton.next_power_of_2(chunks), semantics == "eagle", num_warps=1, **LAUNCH_OPTIONS,
     )  # fmt: skip
     return chances, ids
 
 
 @triton.jit
-def _join(
+def _extend_beam_kernel(
     beam, numbers, sees, chances, ids, d2t, scores, tokens, parents, new_beam, new_numbers, new_sees, new_tokens, slots,
     first, T, C, own, K: tl.constexpr, W: tl.constexpr, N: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    _wait()
+    _wait_for_inputs()
     b, i, t = tl.program_id(0), tl.arange(0, W), tl.arange(0, N)
     at, nodes, pool = b * K, b * K * T, b.to(tl.int64) * C + first  # of this prompt's beam, its table, its candidates
     inside = i < K * K
@@ -369,7 +375,7 @@ def _join(
     tl.store(scores + pool + i, score, mask=inside)
     tl.store(tokens + pool + i, token, mask=inside)
     tl.store(parents + pool + i, tl.load(numbers + at + i // K, mask=inside, other=0), mask=inside)
-    key = tl.where(inside, _ordered(score, W - 1, i), NEVER)
+    key = tl.where(inside, _make_order_keys(score, W - 1, i), LOWEST_KEY)
     for k in range(K):
         found = tl.max(key, 0)
         place = W - 1 - (found & 0xFFFFFFFF)
@@ -380,10 +386,10 @@ def _join(
         tl.store(slots + at + k, at + place // K)
         row = tl.load(sees + nodes + place // K * T + t, mask=t < T, other=0)
         tl.store(new_sees + nodes + k * T + t, tl.where(t == own + k, 1, row), mask=t < T)
-        key = tl.where(chosen, NEVER, key)
+        key = tl.where(chosen, LOWEST_KEY, key)
 
 
-def join(
+def extend_beam(
     step: int,  # whose nodes are the beams, from 1 on
     beam: Tensor,  # [B, K] scores of each prompt's, float32
     numbers: Tensor,  # [B, K] of the beam's nodes among the candidates
@@ -399,17 +405,17 @@ def join(
     prompts, topk, nodes = sees.shape
     new, new_sees = torch.empty_like(beam), torch.empty_like(sees)
     new_numbers, new_tokens, slots = torch.empty(3, prompts, topk, dtype=torch.int64, device=beam.device)
-    _join[(prompts,)](
+    _extend_beam_kernel[(prompts,)](
         beam, numbers, sees.view(torch.uint8), chances, ids, d2t, found.scores, found.tokens, found.parents, new,
-        new_numbers, new_sees.view(torch.uint8), new_tokens, slots, level(step, topk)[0], nodes, found.scores.shape[1],
+        new_numbers, new_sees.view(torch.uint8), new_tokens, slots, get_step_range(step, topk)[0], nodes, found.scores.shape[1],
         step * topk, topk, triton.next_power_of_2(topk * topk), triton.next_power_of_2(nodes), semantics == "eagle",
-        num_warps=1, **LAUNCH,
+        num_warps=1, **LAUNCH_OPTIONS,
     )  # fmt: skip
     return new, new_numbers, new_sees, new_tokens.flatten(), slots.flatten()
 
 
 @triton.jit
-def _ask_for(lines):
+def _prefetch_lines(lines):
     """To be brought near, without waiting for them."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
@@ -417,16 +423,19 @@ def _ask_for(lines):
 
 
 @triton.jit(do_not_specialize=["M"])  # or each number of rows would be compiled for
-def _product(
+def _stream_matmul_kernel(
     x, w, y, M, N, K, B: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     n, m, d = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, B), tl.arange(0, DEPTH)
-    if WAITS:  # the weights wait for nobody
+    if USES_PDL:  # the weights wait for nobody
         gdc_launch_dependents()
-        line = tl.minimum(n, N - 1).to(tl.int64)[:, None] * K + tl.minimum(64 * tl.arange(0, LINES), K - 1)[None]
-        _ask_for(w + line)
+        line = (
+            tl.minimum(n, N - 1).to(tl.int64)[:, None] * K
+            + tl.minimum(64 * tl.arange(0, PREFETCHED_LINES), K - 1)[None]
+        )
+        _prefetch_lines(w + line)
         if GATED:
-            _ask_for(w + N.to(tl.int64) * K + line)
+            _prefetch_lines(w + N.to(tl.int64) * K + line)
         gdc_wait()
     weights = w + n.to(tl.int64)[:, None] * K + d[None]
     given = x + m[None] * K + d[:, None]
@@ -448,20 +457,20 @@ def _product(
     tl.store(y + m[None] * N + n[:, None], sum_.to(kind), mask=(n < N)[:, None] & (m < M)[None])
 
 
-def streamed(x: Tensor, w: Tensor, gated: bool, tile: int, depth: int, warps: int, stages: int) -> Tensor:
-    """`product`, or `gated`, for at most 64 tokens: a program streams `tile` rows of weights past all of them."""
+def stream_matmul(x: Tensor, w: Tensor, gated: bool, tile: int, depth: int, warps: int, stages: int) -> Tensor:
+    """`matmul`, or `gated_matmul`, for at most 64 tokens: a program streams `tile` rows of weights past all of them."""
     (m, k), n = x.shape, len(w) // (2 if gated else 1)
     y = x.new_empty(m, n)
     rows = max(16, triton.next_power_of_2(m))
-    _product[(triton.cdiv(n, tile),)](
-        x, w, y, m, n, k, rows, tile, depth, gated, num_warps=warps, num_stages=stages, **LAUNCH
+    _stream_matmul_kernel[(triton.cdiv(n, tile),)](
+        x, w, y, m, n, k, rows, tile, depth, gated, num_warps=warps, num_stages=stages, **LAUNCH_OPTIONS
     )
     return y
 
 
-Tiling = tuple[int, int, int, int]  # tile, depth, warps, stages
+MatmulTiling = tuple[int, int, int, int]  # tile, depth, warps, stages
 # cuBLAS reads weights of 34 to 200 MB at 2.4 to 3.7 TB/s on an H200, which copies at 4.4.
-TILINGS: list[Tiling] = [
+MATMUL_TILINGS: list[MatmulTiling] = [
     (16, 256, 4, 4),
     (32, 128, 4, 5),
     (64, 64, 4, 6),
@@ -469,48 +478,48 @@ TILINGS: list[Tiling] = [
     (128, 64, 8, 4),
     (128, 128, 8, 3),
 ]
-MOST = 64  # tokens
-AROUND = 128 << 20  # bytes of weights, twice what is kept near
-fastest: dict[tuple[Any, ...], Tiling | None] = {}  # a tiling, or None for the library
+MAX_STREAMED_TOKENS = 64  # tokens
+COLD_WEIGHT_BYTES = 128 << 20  # bytes of weights, twice what is kept near
+fastest_tilings: dict[tuple[Any, ...], MatmulTiling | None] = {}  # a tiling, or None for the library
 
 
-def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+def matmul(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [M, K] -> x @ w.T + bias [M, N], by whatever is the fastest for this shape."""
-    tiling = _tiling(x, w, False) if bias is None else None
-    return F.linear(x, w, bias) if tiling is None else streamed(x, w, False, *tiling)
+    tiling = _pick_tiling(x, w, False) if bias is None else None
+    return F.linear(x, w, bias) if tiling is None else stream_matmul(x, w, False, *tiling)
 
 
-def gated(x: Tensor, w: Tensor) -> Tensor:
+def gated_matmul(x: Tensor, w: Tensor) -> Tensor:
     """x [M, H], w [2I, H] of gates and then ups -> silu(gate) * up [M, I]."""
-    tiling = _tiling(x, w, True)
-    return gate(F.linear(x, w)) if tiling is None else streamed(x, w, True, *tiling)
+    tiling = _pick_tiling(x, w, True)
+    return silu_and_mul(F.linear(x, w)) if tiling is None else stream_matmul(x, w, True, *tiling)
 
 
-def _tiling(x: Tensor, w: Tensor, gated: bool) -> Tiling | None:
+def _pick_tiling(x: Tensor, w: Tensor, gated: bool) -> MatmulTiling | None:
     """Timed at the first call of a shape, so not while a pass is recorded. None: the library's product is the fastest."""
-    if x.element_size() != 2 or len(x) > MOST:
+    if x.element_size() != 2 or len(x) > MAX_STREAMED_TOKENS:
         return None
     key = triton.next_power_of_2(max(16, len(x))), x.dtype, x.device, w.shape, gated
-    if key not in fastest:
-        library = (lambda w: gate(F.linear(x, w))) if gated else lambda w: F.linear(x, w)
-        times: dict[Tiling | None, float] = {None: _time(library, x, w)}
-        for tiling in TILINGS:
-            times[tiling] = _time(lambda w: streamed(x, w, gated, *tiling), x, w)  # noqa: B023 - called at once
-        fastest[key] = min(times, key=times.__getitem__)
-    return fastest[key]
+    if key not in fastest_tilings:
+        library = (lambda w: silu_and_mul(F.linear(x, w))) if gated else lambda w: F.linear(x, w)
+        times: dict[MatmulTiling | None, float] = {None: _time_matmul(library, x, w)}
+        for tiling in MATMUL_TILINGS:
+            times[tiling] = _time_matmul(lambda w: stream_matmul(x, w, gated, *tiling), x, w)  # noqa: B023 - called at once
+        fastest_tilings[key] = min(times, key=times.__getitem__)
+    return fastest_tilings[key]
 
 
-def _time(work: Callable[[Tensor], Tensor], x: Tensor, w: Tensor) -> float:
+def _time_matmul(work: Callable[[Tensor], Tensor], x: Tensor, w: Tensor) -> float:
     """Milliseconds, recorded, between other kernels and over weights that are not near; what doesn't fit takes for ever."""
-    weights = [w, *(w.clone() for _ in range(AROUND // w.nbytes))]
+    weights = [w, *(w.clone() for _ in range(COLD_WEIGHT_BYTES // w.nbytes))]
     one = x.new_ones(x.shape[1])
 
     def chain() -> None:
         for weight in weights:
-            norm(x, one, 1e-6)
+            add_rms_norm(x, one, 1e-6)
             work(weight)
 
     try:
-        return milliseconds(chain, x.device) / len(weights)
+        return time_graph_replay(chain, x.device) / len(weights)
     except triton.runtime.errors.OutOfResources:
         return math.inf

@@ -13,19 +13,19 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-Shape = tuple[int, int, torch.device]  # G, E, and where the layer lies
+KVShape = tuple[int, int, torch.device]  # G, E, and where the layer lies
 
 
-class _Layer(CacheLayerMixin):
+class _KVCacheLayer(CacheLayerMixin):
     """One layer of the store, as transformers asks for it."""
 
     is_compileable = False
     is_sliding = False
 
-    def __init__(self, store: "Store", keys: Tensor, values: Tensor):
+    def __init__(self, store: "KVCache", keys: Tensor, values: Tensor):
         super().__init__()
         # A proxy: in a circle with its layers the store, gigabytes of it, would stay until Python next looks for circles.
-        self.store: Store = proxy(store)
+        self.store: KVCache = proxy(store)
         self.keys, self.values, self.is_initialized = keys, values, True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -55,17 +55,17 @@ class _Layer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name in transformers 5.17
 
 
-class Store:
+class KVCache:
     """Room for `room` tokens in every layer. Layers of one shape lie in one tensor, so that all move at once.
 
     With `last` a pass writes the last rows that it sees: a slice, which takes a CPU half the time.
     """
 
-    layer: type["_Layer"] = _Layer
+    layer: type["_KVCacheLayer"] = _KVCacheLayer
 
     def __init__(
-        self, shapes: list[tuple[Shape, Shape]], room: int, dtype: torch.dtype, device: torch.device, last: bool = False,
-        tensors: dict[Shape, Tensor] | None = None,
+        self, shapes: list[tuple[KVShape, KVShape]], room: int, dtype: torch.dtype, device: torch.device, last: bool = False,
+        tensors: dict[KVShape, Tensor] | None = None,
     ):  # fmt: skip
         """tensors: where it lies, if not in tensors of its own."""
         self.room, self.seen, self.last = room, 0, last
@@ -93,10 +93,10 @@ class Store:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-class _Slotted(_Layer):
+class _SlottedKVCacheLayer(_KVCacheLayer):
     """One layer of slots."""
 
-    store: "Slots"
+    store: "SlottedKVCache"
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args, **_kwargs) -> tuple[Tensor, Tensor]:
         """[B, G, M, E] each are written at the store's places -> all that the pass may see, [B, G, seen, E] each."""
@@ -117,26 +117,26 @@ class _Slotted(_Layer):
     get_max_cache_shape = get_max_length
 
 
-class Slots(Store):
+class SlottedKVCache(KVCache):
     """Room for several prompts at once: `slots` of them one behind the other, slot b from row b * each on."""
 
-    layer = _Slotted
+    layer = _SlottedKVCacheLayer
 
     def __init__(
-        self, shapes: list[tuple[Shape, Shape]], slots: int, each: int, dtype: torch.dtype, device: torch.device
+        self, shapes: list[tuple[KVShape, KVShape]], slots: int, each: int, dtype: torch.dtype, device: torch.device
     ):
         self.shapes, self.slots, self.each, self.dtype = shapes, slots, each, dtype
         super().__init__(shapes, slots * each, dtype, device)
 
-    def slot(self, number: int, last: bool) -> Store:
+    def slot(self, number: int, last: bool) -> KVCache:
         """One of them, as a store: what is written there is written here."""
         first = number * self.each
         tensors = {shape: tensor.narrow(2, first, self.each) for shape, tensor in self.tensors.items()}
-        return Store(self.shapes, self.each, self.dtype, self.places.device, last, tensors)
+        return KVCache(self.shapes, self.each, self.dtype, self.places.device, last, tensors)
 
 
 @torch.inference_mode()
-def shapes(model: PreTrainedModel) -> list[tuple[Shape, Shape]]:
+def probe_kv_shapes(model: PreTrainedModel) -> list[tuple[KVShape, KVShape]]:
     """Of each layer the shapes of its keys and values, and where they lie: asked of the model itself, by one token.
 
     Raises ValueError for a target with a layer that keeps something else (a linear attention's state): drafts that were
@@ -155,7 +155,7 @@ def shapes(model: PreTrainedModel) -> list[tuple[Shape, Shape]]:
     return [tuple((x.shape[1], x.shape[3], x.device) for x in both) for both in kept]  # type: ignore[misc]
 
 
-def sliding_window(model: PreTrainedModel) -> int | None:
+def read_sliding_window(model: PreTrainedModel) -> int | None:
     """How many tokens the shortest-sighted layers see; None where all see all."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None)

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from stages.draft.eagle3 import Draft
+from stages.draft.eagle3 import Eagle3Draft
 
 GIB = 2**30
-CUBLAS = 2 * (32 << 20)  # its workspaces, of two streams
-TIMING = 256 << 20  # while products are timed (kernels_gpu)
+CUBLAS_WORKSPACE = 2 * (32 << 20)  # its workspaces, of two streams
+MATMUL_TIMING_WORKSPACE = 256 << 20  # while products are timed (kernels_gpu)
 
 
-class Memory(NamedTuple):
+class MemoryEstimate(NamedTuple):
     """Bytes."""
 
     target: int
@@ -47,17 +47,22 @@ class Memory(NamedTuple):
             )
 
 
-def weights(module: nn.Module | None) -> int:
+def count_weight_bytes(module: nn.Module | None) -> int:
     return 0 if module is None else sum(tensor.nbytes for tensor in [*module.parameters(), *module.buffers()])
 
 
-def work(
-    model: PreTrainedModel, draft: Draft | None, tokens: int, slots: int, tree: tuple[int, int, int] | None, drawn: bool
+def estimate_activation_bytes(
+    model: PreTrainedModel,
+    draft: Eagle3Draft | None,
+    tokens: int,
+    slots: int,
+    tree: tuple[int, int, int] | None,
+    drawn: bool,
 ) -> int:
     """What a prompt's prefill or a pass over `slots` prompts makes, whichever is more. `drawn`: above temperature 0."""
     each, config = model.dtype.itemsize, model.config.get_text_config()
     (vocabulary, hidden), (_, topk, width) = model.get_input_embeddings().weight.shape, tree or (0, 0, 1)
-    wide = max(getattr(config, "intermediate_size", 0), routed(config))
+    wide = max(getattr(config, "intermediate_size", 0), compute_routed_width(config))
     along = tokens * each * (3 * wide + 6 * hidden)  # [T, I] three times, streams, queries, keys, values
     along += tokens * tokens * (1 + each)  # the mask, and as it is added
     if tree is not None:
@@ -66,10 +71,10 @@ def work(
     cycle = nodes * (each * (3 * wide + 9 * hidden) + vocabulary * (each + (40 if drawn else 0)))
     if draft is not None and tree is not None:
         cycle += slots * topk * draft.config.draft_vocab_size * (each + 24)  # float32, keys that order them, their sort
-    fixed = CUBLAS + TIMING if model.device.type == "cuda" else 0
+    fixed = CUBLAS_WORKSPACE + MATMUL_TIMING_WORKSPACE if model.device.type == "cuda" else 0
     return max(along, cycle) + fixed
 
 
-def routed(config: object) -> int:
+def compute_routed_width(config: object) -> int:
     """The width of all experts that a token meets; 0 without any."""
     return int(getattr(config, "moe_intermediate_size", 0) or 0) * int(getattr(config, "num_experts_per_tok", 0) or 0)

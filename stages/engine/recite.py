@@ -14,28 +14,30 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stages.draft.eagle3 import Draft
+from stages.draft.eagle3 import Eagle3Draft
 from stages.engine.decode import Engine
-from stages.engine.sampling import Chooser
-from stages.target.multimodal import Pictures
+from stages.engine.sampling import TokenSampler
+from stages.target.multimodal import ImagePatchesProtocol
 from stages.trees import acceptance
 
 
 class ReciteEngine(Engine):
     """An engine whose target says a given answer. Raises ValueError as `Engine`."""
 
-    def __init__(self, model: PreTrainedModel, feature_layers: list[int], draft: Draft, answer: Sequence[int]):
+    def __init__(self, model: PreTrainedModel, feature_layers: list[int], draft: Eagle3Draft, answer: Sequence[int]):
         super().__init__(model, [], feature_layers, draft)
         self.answer = torch.tensor(answer, device=self.device)
 
-    def _choose(self, chooser: Chooser, hidden: Tensor, places: Tensor) -> Tensor:
+    def _choose(self, chooser: TokenSampler, hidden: Tensor, places: Tensor) -> Tensor:
         return self.answer[places.clamp(max=len(self.answer) - 1)]
 
 
-def chain_tau(engine: ReciteEngine, prompt: list[int], num_steps: int, pictures: Pictures | None = None) -> float:
+def chain_tau(
+    engine: ReciteEngine, prompt: list[int], num_steps: int, pictures: ImagePatchesProtocol | None = None
+) -> float:
     """Return the accept length of chains of `num_steps` drafts along the answer. Raises ValueError where it doesn't fit."""
     cycles = [*engine.speculative(prompt, len(engine.answer), num_steps, 1, num_steps + 1, pictures)][1:]
-    return acceptance.tau(np.array([step.accepted for step in cycles]), np.ones(len(cycles)))
+    return acceptance.compute_tau(np.array([step.accepted for step in cycles]), np.ones(len(cycles)))
 
 
 @torch.no_grad()
@@ -52,4 +54,4 @@ def perfect_tau(answer: Tensor, last: Tensor, head: Tensor, num_steps: int) -> f
         chain = guessed[bonus : bonus + num_steps]
         taken = chain.index(False) if False in chain else len(chain)
         bonus, accepted, cycles = bonus + taken + 1, accepted + taken, cycles + 1
-    return acceptance.tau(np.array(accepted), np.array(cycles))
+    return acceptance.compute_tau(np.array(accepted), np.array(cycles))

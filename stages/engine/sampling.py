@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 
-class Sampling(NamedTuple):
+class SamplingParams(NamedTuple):
     """How one answer is drawn."""
 
     temperature: float  # above 0
@@ -30,18 +30,18 @@ class Sampling(NamedTuple):
     seed: int  # this answer's own
 
 
-def how(temperature: float, top_p: float, top_k: int | None, about: str) -> Sampling | None:
+def make_sampling_params(temperature: float, top_p: float, top_k: int | None, about: str) -> SamplingParams | None:
     """How an answer is drawn: by a seed from what it is `about`, so that order has no part in it; None: greedily."""
     if temperature == 0:
         return None
     drawn = hashlib.sha256(about.encode()).digest()
-    return Sampling(temperature, top_p, top_k, int.from_bytes(drawn[:8], "big") >> 1)
+    return SamplingParams(temperature, top_p, top_k, int.from_bytes(drawn[:8], "big") >> 1)
 
 
-class Chooser:
-    """Chooses the tokens of one answer; without `how`, greedily."""
+class TokenSampler:
+    """Chooses the tokens of one answer; without `make_sampling_params`, greedily."""
 
-    def __init__(self, how: Sampling | None, numbers: Tensor):
+    def __init__(self, how: SamplingParams | None, numbers: Tensor):
         """numbers [*] float64: the answer's own, as many as are asked for."""
         self._how, self._numbers = how, numbers
         # Answers alike in this differ in their numbers alone, so that one recorded pass serves them all.
@@ -52,15 +52,15 @@ class Chooser:
         if self._how is None:
             return logits.argmax(-1)
         temperature, top_p, top_k, _ = self._how
-        return draw(probabilities(logits, temperature, top_p, top_k), self._numbers[places])
+        return draw_tokens(compute_probabilities(logits, temperature, top_p, top_k), self._numbers[places])
 
 
-def numbers(seed: int, count: int) -> Tensor:
+def draw_uniforms(seed: int, count: int) -> Tensor:
     """[count] float64 of [0, 1). More of them begin with fewer; drawn on the CPU, so that every device has the same."""
     return torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def probabilities(logits: Tensor, temperature: float, top_p: float = 1.0, top_k: int | None = None) -> Tensor:
+def compute_probabilities(logits: Tensor, temperature: float, top_p: float = 1.0, top_k: int | None = None) -> Tensor:
     """logits [..., V] -> what tokens are drawn from [..., V] float32: temperature, then top-k, then top-p, as transformers,
     SGLang and vLLM do it.
 
@@ -80,7 +80,7 @@ def probabilities(logits: Tensor, temperature: float, top_p: float = 1.0, top_k:
     return chances
 
 
-def draw(chances: Tensor, number: Tensor) -> Tensor:
+def draw_tokens(chances: Tensor, number: Tensor) -> Tensor:
     """chances [M, V], a number of [0, 1) for each [M] float64 -> tokens [M]; never one whose chance is 0."""
     ends = chances.double().cumsum(-1)  # in float32 a vocabulary's sum would be off by more than a rare token's chance
     return torch.searchsorted(ends, number[:, None] * ends[:, -1:], right=True)[:, 0]

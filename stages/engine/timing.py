@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 import torch
 
-from stages.engine.decode import Step
+from stages.engine.decode import DecodeStep
 
 
-class Timed(NamedTuple):
+class TimedDecode(NamedTuple):
     """All of a decoding."""
 
-    steps: list[Step]
+    steps: list[DecodeStep]
     first_s: float  # to the token from prefill
     last_s: float  # to the last token
 
@@ -21,26 +21,26 @@ class Timed(NamedTuple):
         return [token for step in self.steps for token in step.tokens]
 
     @property
-    def cycles(self) -> list[Step]:
+    def cycles(self) -> list[DecodeStep]:
         """All but prefill's token."""
         return self.steps[1:]
 
 
-def timed(begin: Callable[[], Iterator[Step]], device: str) -> Timed:
+def time_decode(begin: Callable[[], Iterator[DecodeStep]], device: str) -> TimedDecode:
     """On a GPU it is begun once before: the first prompt of a length has kernels picked for it, which can take ten prefills."""
     if device.startswith("cuda"):
         first_time = begin()
         next(first_time)
         del first_time
-    started = now(device)
+    started = read_device_clock(device)
     decoding = begin()
     steps = [next(decoding)]
-    first = now(device)
+    first = read_device_clock(device)
     steps += decoding
-    return Timed(steps, first - started, now(device) - started)
+    return TimedDecode(steps, first - started, read_device_clock(device) - started)
 
 
-def now(device: str) -> float:
+def read_device_clock(device: str) -> float:
     """Seconds, once the device has done what it was asked for."""
     if device.startswith("cuda"):
         torch.cuda.synchronize()

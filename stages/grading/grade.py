@@ -1,7 +1,7 @@
 """Whether an answer is right: gsm8k by its number, math500 by what is in its box, humaneval by running what it wrote.
 
 A reference is JSON, as stages/data/prompt_sets.py writes it; its `kind` says which of the three. docs/workloads.md
-tells how each is graded. What a target wrote runs in a sandbox (`run_program`), and only where a workload's `grade` is
+tells how each is graded. What a target wrote runs in a sandbox (`run_program`), and only where a workload's `grade_answer` is
 true.
 """
 
@@ -25,18 +25,20 @@ from stages.grading import sandbox
 
 TIMEOUT_S = 10.0  # of one program, by the clock and of processor time
 SLACK_S = 20.0  # for the guard to start, and to kill what is left
-MEMORY = 1 << 30  # bytes of address space of each process
-PROCESSES = 64  # beyond those its user has, where seccomp doesn't forbid them altogether; root has no such limit
-HOW = {
+MEMORY_BYTES = 1 << 30  # bytes of address space of each process
+MAX_PROCESSES = 64  # beyond those its user has, where seccomp doesn't forbid them altogether; root has no such limit
+GRADING_METHODS = {
     "gsm8k": "exact match of the last number",
     "math500": "exact match of the last box, normalised",
     "humaneval": "pass@1",
 }
-STOPS = re.compile(r"\n(?:class |def |#|if |print\(|@|```)")  # where a bare completion of a function's body has ended
-FENCED = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
+BODY_END_PATTERN = re.compile(
+    r"\n(?:class |def |#|if |print\(|@|```)"
+)  # where a bare completion of a function's body has ended
+CODE_BLOCK_PATTERN = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
-def grade(reference: str, answer: str, allow_unsandboxed_code: bool = False) -> bool:
+def grade_answer(reference: str, answer: str, allow_unsandboxed_code: bool = False) -> bool:
     """Whether `answer`, a text, is right; what a target thought before it, or was thinking when it was cut, doesn't count.
 
     Raises:
@@ -44,16 +46,16 @@ def grade(reference: str, answer: str, allow_unsandboxed_code: bool = False) -> 
     """
     right = json.loads(reference)
     graders: dict[str, Callable[[dict[str, Any], str], bool]] = {
-        "gsm8k": _same_number, "math500": _same_mathematics,
-        "humaneval": lambda right, answer: _passes(right, answer, allow_unsandboxed_code),
+        "gsm8k": _grade_number, "math500": _grade_mathematics,
+        "humaneval": lambda right, answer: _grade_program(right, answer, allow_unsandboxed_code),
     }  # fmt: skip
     return graders[right["kind"]](right, answer.rpartition("</think>")[2].partition("<think>")[0])
 
 
-def quality(references: list[str], marks: list[bool]) -> dict[str, Any]:
+def summarise_grades(references: list[str], marks: list[bool]) -> dict[str, Any]:
     """Of all graded answers, one or more: how many, how many are right, their share, and how they were graded."""
     kind = json.loads(references[0])["kind"]
-    how = f"{kind}: {HOW[kind]}"
+    how = f"{kind}: {GRADING_METHODS[kind]}"
     if kind == "humaneval":
         kept_out = _protections()
         how += f"; run with {', '.join(kept_out)}" if kept_out else "; run with no sandbox but limits"
@@ -63,44 +65,46 @@ def quality(references: list[str], marks: list[bool]) -> dict[str, Any]:
 # Numbers
 
 
-def _same_number(right: dict[str, Any], answer: str) -> bool:
+def _grade_number(right: dict[str, Any], answer: str) -> bool:
     """In a box, after `####`, or wherever the last one stands."""
-    box = final_answer.boxed(answer)
+    box = final_answer.find_boxed_answer(answer)
     final = answer.rpartition("####")[2] if box is None else box
-    found = final_answer.last_number(final)
+    found = final_answer.find_last_number(final)
     if found is None:
-        found = final_answer.last_number(answer)
-    return found is not None and found == final_answer.last_number(right["answer"])
+        found = final_answer.find_last_number(answer)
+    return found is not None and found == final_answer.find_last_number(right["answer"])
 
 
 # Mathematics
 
 # What is written, not what is meant: each is taken out, in this order.
-UNWRITTEN = re.compile(
+IGNORED_LATEX_PATTERN = re.compile(
     r"\\left(?![a-z])|\\right(?![a-z])|(?<!\\)\\[,!;:> ]|\\(?:quad|qquad|displaystyle)(?![a-z])|\^\{?\\(?:circ|degree)\}?"
     r"|\\degree|°|\\?\$|\\?%|~"
 )
-WORDS = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf|operatorname)\s*\{([^{}]*)\}")
-UNIT = re.compile(r"(?<=[\d})])\s*(?:\\(?:text|mbox)\s*\{|\\mathrm\s*\{[~ ])[^{}]*\}(?:\^\{?\d\}?)?$")  # 12\text{ cm}^2
-FRACTION = re.compile(r"(-?)\\frac\{(-?[\d.]+)\}\{(-?[\d.]+)\}|(-?[\d.]+)/([\d.]+)")
-PLAIN = re.compile(r"-?[\d.]+")
+TEXT_COMMAND_PATTERN = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf|operatorname)\s*\{([^{}]*)\}")
+UNIT_PATTERN = re.compile(
+    r"(?<=[\d})])\s*(?:\\(?:text|mbox)\s*\{|\\mathrm\s*\{[~ ])[^{}]*\}(?:\^\{?\d\}?)?$"
+)  # 12\text{ cm}^2
+FRACTION_PATTERN = re.compile(r"(-?)\\frac\{(-?[\d.]+)\}\{(-?[\d.]+)\}|(-?[\d.]+)/([\d.]+)")
+PLAIN_NUMBER_PATTERN = re.compile(r"-?[\d.]+")
 
 
-def _same_mathematics(right: dict[str, Any], answer: str) -> bool:
+def _grade_mathematics(right: dict[str, Any], answer: str) -> bool:
     """Without a box it is wrong: the box is what was asked for."""
-    box = final_answer.boxed(answer)
+    box = final_answer.find_boxed_answer(answer)
     if box is None:
         return False
-    one, other = normalised(box), normalised(right["answer"])
-    return one == other or (_value(one) is not None and _value(one) == _value(other))
+    one, other = normalise_latex(box), normalise_latex(right["answer"])
+    return one == other or (_parse_value(one) is not None and _parse_value(one) == _parse_value(other))
 
 
-def normalised(text: str) -> str:
+def normalise_latex(text: str) -> str:
     """LaTeX of one value in one way of writing: \\dfrac12 and \\frac{1}{2}, 1,000 and 1000, x=5 and 5, (A) and A."""
     plain = re.sub(r"\\[dtc]frac", r"\\frac", text.strip().rstrip("."))
     plain = re.sub(r"\{,\}|,\\!\s*", ",", plain)  # of thousands
-    plain = UNIT.sub("", plain)
-    plain = WORDS.sub(r"\1", UNWRITTEN.sub("", plain))
+    plain = UNIT_PATTERN.sub("", plain)
+    plain = TEXT_COMMAND_PATTERN.sub(r"\1", IGNORED_LATEX_PATTERN.sub("", plain))
     plain = re.sub(r"\\frac\s*([\da-z])\s*([\da-z])", r"\\frac{\1}{\2}", plain)
     plain = re.sub(r"\\frac\s*([\da-z])\s*\{", r"\\frac{\1}{", plain)
     plain = re.sub(r"(\\frac\{[^{}]*\})\s*([\da-z])", r"\1{\2}", plain)
@@ -112,13 +116,13 @@ def normalised(text: str) -> str:
     return plain.replace(" ", "").replace("\\ne", "\\neq").replace("\\neqq", "\\neq")
 
 
-def _value(text: str) -> Fraction | None:
+def _parse_value(text: str) -> Fraction | None:
     """Of what is a number or a fraction of two, of no more digits than Python reads."""
     try:
-        if match := FRACTION.fullmatch(text):
+        if match := FRACTION_PATTERN.fullmatch(text):
             sign, over, under, above, below = match.groups()
             return (-1 if sign else 1) * Fraction(over or above) / Fraction(under or below)
-        return Fraction(text) if PLAIN.fullmatch(text) else None
+        return Fraction(text) if PLAIN_NUMBER_PATTERN.fullmatch(text) else None
     except (ValueError, ZeroDivisionError):
         return None
 
@@ -157,26 +161,26 @@ def _refusal(missing: list[str], what: str) -> str:
     )
 
 
-def _passes(right: dict[str, Any], answer: str, allow_unsandboxed_code: bool) -> bool:
-    text = program(right["prompt"], right["entry_point"], right["test"], answer)
+def _grade_program(right: dict[str, Any], answer: str, allow_unsandboxed_code: bool) -> bool:
+    text = build_program(right["prompt"], right["entry_point"], right["test"], answer)
     return run_program(text, allow_unsandboxed_code).passed
 
 
-def program(prompt: str, entry_point: str, test: str, answer: str) -> str:
+def build_program(prompt: str, entry_point: str, test: str, answer: str) -> str:
     """What is run: the function with what the prompt has before it, and HumanEval's tests of it.
 
     The function is in the answer's last block of code that defines it, or in the whole answer; an answer without it goes
     on where the prompt ended, up to where its body ends.
     """
     defines = re.compile(rf"^[ \t]*(?:async +)?def +{re.escape(entry_point)}\b", re.MULTILINE)
-    blocks = FENCED.findall(answer)
+    blocks = CODE_BLOCK_PATTERN.findall(answer)
     whole = [code for code in [answer, *blocks] if defines.search(code)] if blocks else [answer]
     if defines.search(whole[-1] if whole else ""):
         begins = defines.search(prompt)
         written = (prompt[: begins.start()] if begins else "") + "\n" + whole[-1]
     else:
         body = blocks[-1] if blocks else answer
-        written = prompt + STOPS.split(body, maxsplit=1)[0]
+        written = prompt + BODY_END_PATTERN.split(body, maxsplit=1)[0]
     return f"{written}\n\n{test}\n\ncheck({entry_point})\n"
 
 
@@ -195,7 +199,7 @@ def run_program(text: str, allow_unsandboxed_code: bool = False) -> ProgramResul
     """
     secret = secrets.token_hex(16)
     job = {
-        "program": text, "secret": secret, "timeout_s": TIMEOUT_S, "memory": MEMORY, "processes": PROCESSES,
+        "program": text, "secret": secret, "timeout_s": TIMEOUT_S, "memory": MEMORY_BYTES, "processes": MAX_PROCESSES,
         "allow_unsandboxed": allow_unsandboxed_code,
     }  # fmt: skip
     environment = {"PATH": os.defpath, "LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}

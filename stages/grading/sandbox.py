@@ -96,17 +96,17 @@ SET_FILTER, IS_ACTION_AVAILABLE = 1, 2  # of seccomp(2)
 def main() -> None:
     job = json.loads(sys.stdin.buffer.read())
     if sys.platform == "linux":
-        _prctl(SUBREAPER, 1)  # what the program leaves behind becomes a child of ours
+        _call_prctl(SUBREAPER, 1)  # what the program leaves behind becomes a child of ours
     reads, writes = os.pipe()
     child = os.fork()
     if child == 0:
-        _run(job, writes)
+        _run_child(job, writes)
     os.close(writes)
-    ended = _wait(child, job["timeout_s"])
+    ended = _wait_for_child(child, job["timeout_s"])
     if ended is None:
         os.kill(child, signal.SIGKILL)
-    _kill_the_rest(child)
-    head, _, secret = _said(reads).partition(b"\n")
+    _kill_descendants(child)
+    head, _, secret = _read_child(reads).partition(b"\n")
     found = json.loads(head or b'{"protections": [], "missing": []}')
     if found["missing"] and not job["allow_unsandboxed"]:
         print(json.dumps({"passed": False, "how": "not run", **found}))
@@ -140,7 +140,7 @@ def has_seccomp() -> bool:
     return ctypes.CDLL(None).syscall(call, IS_ACTION_AVAILABLE, 0, ctypes.byref(action)) == 0
 
 
-def _wait(child: int, timeout_s: float) -> int | None:
+def _wait_for_child(child: int, timeout_s: float) -> int | None:
     """Return the child's status; None where it hasn't ended in time."""
     ends = time.monotonic() + timeout_s
     while time.monotonic() < ends:
@@ -151,7 +151,7 @@ def _wait(child: int, timeout_s: float) -> int | None:
     return None
 
 
-def _kill_the_rest(child: int) -> None:
+def _kill_descendants(child: int) -> None:
     """Kill the child's group, and round by round whatever has become ours, until nothing is left or no round helps."""
     try:
         os.killpg(child, signal.SIGKILL)
@@ -164,11 +164,11 @@ def _kill_the_rest(child: int) -> None:
                 pass
         except ChildProcessError:
             return
-        for pid in _children():
+        for pid in _list_children():
             os.kill(pid, signal.SIGKILL)  # ours until we wait for it
 
 
-def _children() -> list[int]:
+def _list_children() -> list[int]:
     """Return our children, by the parents that /proc names: not every kernel has /proc/self/task/*/children."""
     found = []
     for process in os.listdir("/proc") if sys.platform == "linux" else []:  # noqa: PTH208 - no pathlib: it takes time
@@ -182,7 +182,7 @@ def _children() -> list[int]:
     return found
 
 
-def _said(reads: int) -> bytes:
+def _read_child(reads: int) -> bytes:
     """Return what the child sent; nothing is waited for, since a process of its own may hold the other end."""
     os.set_blocking(reads, False)
     try:
@@ -191,17 +191,17 @@ def _said(reads: int) -> bytes:
         return b""
 
 
-def _run(job: dict[str, Any], writes: int) -> None:
+def _run_child(job: dict[str, Any], writes: int) -> None:
     """Live the child's whole life."""
     status = 1
     try:
         if sys.platform == "linux":
-            _prctl(DEATHSIG, signal.SIGKILL)  # the guard's end is its end
+            _call_prctl(DEATHSIG, signal.SIGKILL)  # the guard's end is its end
         os.setsid()
         nothing = os.open(os.devnull, os.O_RDWR)
         for stream in range(3):
             os.dup2(nothing, stream)
-        _limit(job)  # before the sandbox, inside which no limit is set any more
+        _set_limits(job)  # before the sandbox, inside which no limit is set any more
         protections, missing = enter_sandbox()
         os.write(writes, json.dumps({"protections": protections, "missing": missing}).encode() + b"\n")
         if not missing or job["allow_unsandboxed"]:
@@ -213,13 +213,13 @@ def _run(job: dict[str, Any], writes: int) -> None:
         os._exit(status)
 
 
-def _limit(job: dict[str, Any]) -> None:
+def _set_limits(job: dict[str, Any]) -> None:
     limits = {
         resource.RLIMIT_CPU: int(job["timeout_s"]) + 1, resource.RLIMIT_AS: job["memory"], resource.RLIMIT_FSIZE: 0,
         resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: 64,
     }  # fmt: skip
     if not has_seccomp():
-        limits[resource.RLIMIT_NPROC] = _tasks() + job["processes"]
+        limits[resource.RLIMIT_NPROC] = _count_user_threads() + job["processes"]
     for kind, most in limits.items():
         try:
             resource.setrlimit(kind, (most, most))
@@ -227,7 +227,7 @@ def _limit(job: dict[str, Any]) -> None:
             pass
 
 
-def _tasks() -> int:
+def _count_user_threads() -> int:
     """Return how many threads this user has: the limit is on all of them. 0 where there is no /proc."""
     found = 0
     for process in os.listdir("/proc") if sys.platform == "linux" else []:  # noqa: PTH208
@@ -247,7 +247,7 @@ def enter_sandbox() -> tuple[list[str], list[str]]:
     only where both took effect and Landlock knows of truncation: the modes of files are seccomp's part, their contents
     Landlock's.
     """
-    if sys.platform != "linux" or not _prctl(NO_NEW_PRIVILEGES, 1):
+    if sys.platform != "linux" or not _call_prctl(NO_NEW_PRIVILEGES, 1):
         return [], missing_protections(0, False)
     abi = landlock_abi()
     abi = abi if _restrict_files(abi) else 0
@@ -320,7 +320,7 @@ def _load_argument(place: int) -> Instruction:
     return (LOAD, 0, 0, 16 + 8 * place)
 
 
-def _prctl(option: int, *arguments: int) -> bool:
+def _call_prctl(option: int, *arguments: int) -> bool:
     given = [ctypes.c_ulong(a) for a in (*arguments, 0, 0, 0)[:4]]
     return ctypes.CDLL(None).prctl(ctypes.c_int(option), *given) == 0
 

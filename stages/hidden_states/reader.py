@@ -12,7 +12,7 @@ import torch
 from stages.hidden_states import format
 
 
-class Store:
+class HiddenStatesReader:
     """The rows of one split, by their number in the index. Several threads may read at a time.
 
     `online`: they have tokens and masks only; the reader is to make the hidden states (see extract_hiddens.online).
@@ -26,17 +26,17 @@ class Store:
         self._known: set[int] = set()
         self._shards: dict[str, dict[str, Any]] = {}
         self._lock = threading.Lock()
-        self.online = bool(self._entries) and format.width(folder / self._entries[0]["shard"]) == 0
+        self.online = bool(self._entries) and format.read_hidden_size(folder / self._entries[0]["shard"]) == 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def row(self, number: int, dtype: torch.dtype) -> format.Row:
+    def row(self, number: int, dtype: torch.dtype) -> format.HiddenStatesRow:
         """In the dtype it is stored in, fp8 as `dtype`. Raises ValueError as hiddens.read does."""
         entry = self._entries[number]
         path = self.folder / entry["shard"]
         with self._lock:
             shard = self._shards[path.name] = self._shards.get(path.name) or format.open_shard(path)
-        head, block = format.cut(path, entry, shard, known=number in self._known)
+        head, block = format.read_row(path, entry, shard, known=number in self._known)
         self._known.add(number)
-        return format.row_of(head, block, block.last.dtype if block.last_scale is None else dtype)
+        return format.decode_row(head, block, block.last.dtype if block.last_scale is None else dtype)

@@ -7,12 +7,13 @@ from stages.literature.audit_findings import Finding
 from stages.literature.published import Publication
 
 
-def findings(publications: dict[str, Publication]) -> list[Finding]:
+def audit_publications(publications: dict[str, Publication]) -> list[Finding]:
     """Every finding, those of a publication together. Raises ValueError where a number that is needed is missing."""
 
     def each() -> Iterator[Finding]:
-        for module in (audit_trees, audit_tables, audit_serving):
-            yield from module.findings(publications)
+        yield from audit_trees.audit_tree_tables(publications)
+        yield from audit_tables.audit_all_tables(publications)
+        yield from audit_serving.audit_serving_tables(publications)
 
     order = list(publications)
     return sorted(each(), key=lambda finding: order.index(finding.what))

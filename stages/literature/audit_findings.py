@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from stages.literature.published import MEAN, UNKNOWN, Publication, Row, Setting, tree
+from stages.literature.published import MEAN_DATASET, UNKNOWN, Publication, PublishedRow, PublishedSetting, parse_tree
 
 AGREES = "agrees"  # the arithmetic gives what is printed
 DEPENDS = "depends"  # something that isn't stated could explain it: the reading says what
@@ -22,30 +22,30 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Cell:
+class PublishedCell:
     """Numbers of one publication under one setting, in one table of it."""
 
     what: str
     where: str
-    setting: Setting
+    setting: PublishedSetting
     numbers: dict[str, float]
 
     @property
     def name(self) -> str:
         """What tells it from its neighbours, short enough for a table."""
         s = self.setting
-        return title(s, s.target, s.method, s.dataset, s.tree)
+        return format_setting(s, s.target, s.method, s.dataset, s.tree)
 
 
-def title(setting: Setting, *words: str | None) -> str:
+def format_setting(setting: PublishedSetting, *words: str | None) -> str:
     """The words that are stated, and the temperature."""
     temperature = f"T={setting.temperature:g}" if isinstance(setting.temperature, float) else UNKNOWN
     return ", ".join(word for word in (*words, temperature) if word and word != UNKNOWN)
 
 
-def shape(cell: Cell) -> tuple[int, int, int]:
+def get_tree_shape(cell: PublishedCell) -> tuple[int, int, int]:
     """(num_steps, topk, num_draft_tokens) of a cell's tree. Raises ValueError where none is stated."""
-    found = tree(cell.setting)
+    found = parse_tree(cell.setting)
     if not found:
         raise ValueError(
             f"published/{cell.what}.yaml: {cell.where}: {cell.name}: no tree, which the audit needs; give it"
@@ -53,7 +53,7 @@ def shape(cell: Cell) -> tuple[int, int, int]:
     return found
 
 
-def stated(cell: Cell, key: str) -> float:
+def get_stated_number(cell: PublishedCell, key: str) -> float:
     """A setting that is a number. Raises ValueError where it isn't."""
     value = getattr(cell.setting, key)
     if not isinstance(value, float):
@@ -63,9 +63,9 @@ def stated(cell: Cell, key: str) -> float:
     return value
 
 
-def cells(publication: Publication) -> list[Cell]:
+def group_cells(publication: Publication) -> list[PublishedCell]:
     """Raises ValueError where a table gives a number twice under one setting."""
-    found: dict[tuple[str, Setting], dict[str, float]] = {}
+    found: dict[tuple[str, PublishedSetting], dict[str, float]] = {}
     for row in publication.rows:
         numbers = found.setdefault((row.where, row.setting), {})
         if row.metric in numbers:
@@ -74,15 +74,15 @@ def cells(publication: Publication) -> list[Cell]:
                 "tell them apart by label, or give one of them"
             )
         numbers[row.metric] = row.value
-    return [Cell(publication.name, where, setting, numbers) for (where, setting), numbers in found.items()]
+    return [PublishedCell(publication.name, where, setting, numbers) for (where, setting), numbers in found.items()]
 
 
-def having(publication: Publication, *metrics: str) -> list[Cell]:
+def select_cells(publication: Publication, *metrics: str) -> list[PublishedCell]:
     """The cells that print all of these."""
-    return [cell for cell in cells(publication) if all(metric in cell.numbers for metric in metrics)]
+    return [cell for cell in group_cells(publication) if all(metric in cell.numbers for metric in metrics)]
 
 
-def one(publication: Publication, metric: str, **settings: object) -> float:
+def get_number(publication: Publication, metric: str, **settings: object) -> float:
     """The one number of that name under these settings. Raises ValueError where there is none, or several."""
     found = {
         row.value
@@ -97,17 +97,17 @@ def one(publication: Publication, metric: str, **settings: object) -> float:
     return found.pop()
 
 
-def means(publication: Publication) -> Iterator[tuple[Row, list[Row]]]:
+def group_means(publication: Publication) -> Iterator[tuple[PublishedRow, list[PublishedRow]]]:
     """Every printed mean over data sets, with the rows it is the mean of."""
-    groups: dict[tuple[str, str, Setting], list[Row]] = {}
+    groups: dict[tuple[str, str, PublishedSetting], list[PublishedRow]] = {}
     for row in publication.rows:
         groups.setdefault((row.where, row.metric, replace(row.setting, dataset=None)), []).append(row)
     for rows in groups.values():
-        printed = [row for row in rows if row.setting.dataset == MEAN]
+        printed = [row for row in rows if row.setting.dataset == MEAN_DATASET]
         if printed:
-            yield printed[0], [row for row in rows if row.setting.dataset != MEAN]
+            yield printed[0], [row for row in rows if row.setting.dataset != MEAN_DATASET]
 
 
-def candidates(steps: int, topk: int) -> int:
+def count_candidates(steps: int, topk: int) -> int:
     """How many nodes a draft proposes: topk, and topk² in each later step."""
     return topk + (steps - 1) * topk**2

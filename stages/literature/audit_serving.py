@@ -9,41 +9,41 @@ from stages.literature.audit_findings import (
     AGREES,
     DEPENDS,
     OPEN,
-    Cell,
     Finding,
-    candidates,
-    cells,
-    having,
-    one,
-    shape,
-    stated,
+    PublishedCell,
+    count_candidates,
+    get_number,
+    get_stated_number,
+    get_tree_shape,
+    group_cells,
+    select_cells,
 )
 from stages.literature.published import Publication
 
-CHANGES = ("total_tok_s", "ttft_mean_ms", "tpot_mean_ms", "tpot_p99_ms")
-BYTES = 2  # of a number in FP16
+CHANGE_METRICS = ("total_tok_s", "ttft_mean_ms", "tpot_mean_ms", "tpot_p99_ms")
+FP16_BYTES = 2  # of a number in FP16
 
 
-def findings(publications: dict[str, Publication]) -> Iterator[Finding]:
+def audit_serving_tables(publications: dict[str, Publication]) -> Iterator[Finding]:
     coder, target = publications["qwen3-coder-h100"], publications["qwen3-30b-a3b-shape"]
     for audit in (
-        _changes,
-        _accept_rate,
-        _in_flight,
-        _arrivals,
-        _load,
-        _speedup,
-        _claims,
-        _other_methods,
-        _memory_sums,
+        _audit_changes,
+        _audit_accept_rate,
+        _audit_requests_in_flight,
+        _audit_arrival_ceiling,
+        _audit_tpot_by_concurrency,
+        _audit_speedup,
+        _audit_claims,
+        _audit_other_methods,
+        _audit_memory_sums,
     ):
         yield audit(coder)
-    for audit_against in (_memory_flags, _draft_size, _experts):
+    for audit_against in (_audit_memory_flags, _audit_draft_size, _audit_experts):
         yield audit_against(coder, target)
 
 
 @dataclass(frozen=True)
-class Load:
+class ServingScenario:
     """A scenario under one of its two servers; seconds and tokens."""
 
     name: str
@@ -77,34 +77,35 @@ class Load:
         return self.prompts * counted / (arrivals_s + self.request_s)
 
 
-def _loads(coder: Publication) -> list[Load]:
-    return [_load_of(cell) for cell in having(coder, "total_tok_s")]
+def _list_scenarios(coder: Publication) -> list[ServingScenario]:
+    return [_build_scenario(cell) for cell in select_cells(coder, "total_tok_s")]
 
 
-def _load_of(cell: Cell) -> Load:
+def _build_scenario(cell: PublishedCell) -> ServingScenario:
     s, n = cell.setting, cell.numbers
     prompts, inputs, outputs, rate, concurrency = (
-        stated(cell, key) for key in ("prompts", "input_tokens", "output_tokens", "request_rate", "concurrency")
+        get_stated_number(cell, key)
+        for key in ("prompts", "input_tokens", "output_tokens", "request_rate", "concurrency")
     )
     ttft_s, tpot_s = n["ttft_mean_ms"] / 1000, n["tpot_mean_ms"] / 1000
-    return Load(
+    return ServingScenario(
         str(s.label), str(s.method), prompts, inputs, outputs, rate, concurrency, n["total_tok_s"], ttft_s, tpot_s
     )
 
 
-def _pairs(coder: Publication) -> Iterator[tuple[str, Cell, Cell]]:
+def _pair_plain_and_speculative(coder: Publication) -> Iterator[tuple[str, PublishedCell, PublishedCell]]:
     """(scenario, its plain cell, its speculative one)."""
-    plain = {c.setting.label: c for c in having(coder, "total_tok_s") if c.setting.method == "plain"}
-    for c in having(coder, "total_tok_s", "tau"):
+    plain = {c.setting.label: c for c in select_cells(coder, "total_tok_s") if c.setting.method == "plain"}
+    for c in select_cells(coder, "total_tok_s", "tau"):
         yield str(c.setting.label), plain[c.setting.label], c
 
 
-def _changes(coder: Publication) -> Finding:
+def _audit_changes(coder: Publication) -> Finding:
     right, wrong = 0, []
-    for name, plain, fast in _pairs(coder):
-        for metric in CHANGES:
+    for name, plain, fast in _pair_plain_and_speculative(coder):
+        for metric in CHANGE_METRICS:
             change = 100 * (fast.numbers[metric] / plain.numbers[metric] - 1)
-            printed = one(coder, f"{metric}_change", label=name)
+            printed = get_number(coder, f"{metric}_change", label=name)
             right += round(change) == printed
             if round(change) != printed:
                 wrong.append(f"{name} {metric} {change:+.1f}%, printed {printed:+g}%")
@@ -118,25 +119,31 @@ def _changes(coder: Publication) -> Finding:
     )
 
 
-def chain(rate: float, steps: int) -> float:
+def compute_chain_tau(rate: float, steps: int) -> float:
     """Accept length of a chain of drafts each accepted at `rate` once those before it are, bonus counted."""
     return sum(rate**i for i in range(steps + 1))
 
 
-def _accept_rate(coder: Publication) -> Finding:
+def _audit_accept_rate(coder: Publication) -> Finding:
     """A chain is what a rate for each draft bounds: a tree of more nodes could only do better than it."""
     lines, fits = [], []
-    for name, _, fast in _pairs(coder):
+    for name, _, fast in _pair_plain_and_speculative(coder):
         rate, tau = fast.numbers["accept_rate"], fast.numbers["tau"]
-        steps, _, tokens = shape(fast)
+        steps, _, tokens = get_tree_shape(fast)
         later = tau - 1 - rate  # what drafts 2 to num_steps must add, each accepted no oftener than the first
         fits.append(0 <= later <= (steps - 1) * rate)
         lines.append(
             (
-                name, f"{rate:g}", f"{tau:g}", f"{(tau - 1) / steps:.2f}", f"{(tau - 1) / (tokens - 1):.2f}",
-                f"{tau / tokens:.2f}", f"{chain(rate, steps):.2f}", f"{later:.2f} of at most {(steps - 1) * rate:.2f}",
+                name,
+                f"{rate:g}",
+                f"{tau:g}",
+                f"{(tau - 1) / steps:.2f}",
+                f"{(tau - 1) / (tokens - 1):.2f}",
+                f"{tau / tokens:.2f}",
+                f"{compute_chain_tau(rate, steps):.2f}",
+                f"{later:.2f} of at most {(steps - 1) * rate:.2f}",
             )
-        )  # fmt: skip
+        )
     return Finding(
         coder.name,
         "Accept rate against accept length",
@@ -155,10 +162,10 @@ def _accept_rate(coder: Publication) -> Finding:
     )  # fmt: skip
 
 
-def _in_flight(coder: Publication) -> Finding:
-    limit = one(coder, "flag_max_total_tokens")
+def _audit_requests_in_flight(coder: Publication) -> Finding:
+    limit = get_number(coder, "flag_max_total_tokens")
     lines = []
-    for load in _loads(coder):
+    for load in _list_scenarios(coder):
         whole, half = load.inputs + load.outputs, load.inputs + load.outputs / 2
         lines.append(
             (
@@ -185,8 +192,8 @@ def _in_flight(coder: Publication) -> Finding:
     )  # fmt: skip
 
 
-def _arrivals(coder: Publication) -> Finding:
-    loads = [load for load in _loads(coder) if load.rate != float("inf")]
+def _audit_arrival_ceiling(coder: Publication) -> Finding:
+    loads = [load for load in _list_scenarios(coder) if load.rate != float("inf")]
     lines, above = [], []
     for load in loads:
         mean, deviation = load.arrivals_s
@@ -222,10 +229,10 @@ def _arrivals(coder: Publication) -> Finding:
     )
 
 
-def _load(coder: Publication) -> Finding:
-    loads = [load for load in _loads(coder) if load.server == "plain"]
+def _audit_tpot_by_concurrency(coder: Publication) -> Finding:
+    loads = [load for load in _list_scenarios(coder) if load.server == "plain"]
 
-    def rises(busy: Callable[[Load], float]) -> bool:
+    def rises(busy: Callable[[ServingScenario], float]) -> bool:
         ordered = sorted(loads, key=busy)
         return all(a.tpot_s <= b.tpot_s for a, b in pairwise(ordered))
 
@@ -255,12 +262,12 @@ def _load(coder: Publication) -> Finding:
     )
 
 
-def _speedup(coder: Publication) -> Finding:
+def _audit_speedup(coder: Publication) -> Finding:
     lines = []
-    for name, plain, fast in _pairs(coder):
+    for name, plain, fast in _pair_plain_and_speculative(coder):
         total = fast.numbers["total_tok_s"] / plain.numbers["total_tok_s"]
         tpot = plain.numbers["tpot_mean_ms"] / fast.numbers["tpot_mean_ms"]
-        printed, tau = one(coder, "speedup", label=name), fast.numbers["tau"]
+        printed, tau = get_number(coder, "speedup", label=name), fast.numbers["tau"]
         lines.append((name, f"{printed:g}", f"{total:.2f}", f"{tpot:.2f}", f"{tau:g}", f"{tau / tpot:.2f}"))
     rounded = all(line[1] == line[2] for line in lines)
     return Finding(
@@ -273,25 +280,28 @@ def _speedup(coder: Publication) -> Finding:
     )
 
 
-def _claims(coder: Publication) -> Finding:
-    steps, topk, tokens = (int(one(coder, f"flag_{name}")) for name in ("num_steps", "topk", "num_draft_tokens"))
+def _audit_claims(coder: Publication) -> Finding:
+    steps, topk, tokens = (int(get_number(coder, f"flag_{name}")) for name in ("num_steps", "topk", "num_draft_tokens"))
     named = {
         "--speculative-num-steps": steps,
         "--speculative-eagle-topk": topk,
         "--speculative-num-draft-tokens": tokens,
     }
-    advice = {flag: [one(coder, f"advice_{end}", label=flag) for end in ("low", "high")] for flag in named}
-    taus = [fast.numbers["tau"] for _, _, fast in _pairs(coder)]
-    gains = sorted((stated(fast, "concurrency"), one(coder, "speedup", label=name)) for name, _, fast in _pairs(coder))
+    advice = {flag: [get_number(coder, f"advice_{end}", label=flag) for end in ("low", "high")] for flag in named}
+    taus = [fast.numbers["tau"] for _, _, fast in _pair_plain_and_speculative(coder)]
+    gains = sorted(
+        (get_stated_number(fast, "concurrency"), get_number(coder, "speedup", label=name))
+        for name, _, fast in _pair_plain_and_speculative(coder)
+    )
     return Finding(
         coder.name,
         "Flags against claims",
         DEPENDS,
         "Flags and their advised ranges: "
         + ", ".join(f"{flag} {named[flag]} ({low:g} to {high:g})" for flag, (low, high) in advice.items())
-        + f". {topk} + {steps - 1}·{topk}² = {candidates(steps, topk)} nodes are proposed, {tokens - 1} verified. The "
+        + f". {topk} + {steps - 1}·{topk}² = {count_candidates(steps, topk)} nodes are proposed, {tokens - 1} verified. The "
         f"algorithm is given as EAGLE for an EAGLE-3 draft; accept lengths are {min(taus):g} to {max(taus):g}. Section 4.3 has "
-        f"the gain narrow above batch {one(coder, 'batch_that_narrows'):g}; by --max-concurrency it is "
+        f"the gain narrow above batch {get_number(coder, 'batch_that_narrows'):g}; by --max-concurrency it is "
         + ", ".join(f"{gain:g} at {concurrency:.0f}" for concurrency, gain in gains)
         + ".",
         "Later SGLang runs an EAGLE-3 draft under that name without its fused features, at an accept length of 1.00, so the "
@@ -300,14 +310,17 @@ def _claims(coder: Publication) -> Finding:
     )
 
 
-def _other_methods(coder: Publication) -> Finding:
-    rates = {str(c.setting.method): c.numbers["accept_rate"] for c in having(coder, "accept_rate", "extra_memory_gb")}
+def _audit_other_methods(coder: Publication) -> Finding:
+    rates = {
+        str(c.setting.method): c.numbers["accept_rate"] for c in select_cells(coder, "accept_rate", "extra_memory_gb")
+    }
     best = rates["EAGLE-3"]
-    low, high = (one(coder, f"accept_rate_gain_{end}") for end in ("low", "high"))
+    low, high = (get_number(coder, f"accept_rate_gain_{end}") for end in ("low", "high"))
     gains = {method: 100 * (best / rate - 1) for method, rate in rates.items() if method != "EAGLE-3"}
     inside = [method for method, gain in gains.items() if low <= gain <= high]
     memory = {
-        str(c.setting.method): c.numbers["extra_memory_gb"] for c in having(coder, "accept_rate", "extra_memory_gb")
+        str(c.setting.method): c.numbers["extra_memory_gb"]
+        for c in select_cells(coder, "accept_rate", "extra_memory_gb")
     }
     return Finding(
         coder.name,
@@ -321,9 +334,9 @@ def _other_methods(coder: Publication) -> Finding:
     )
 
 
-def _memory_sums(coder: Publication) -> Finding:
+def _audit_memory_sums(coder: Publication) -> Finding:
     lines, whole = [], True
-    for c in having(coder, "memory_total_gb"):
+    for c in select_cells(coder, "memory_total_gb"):
         parts = [c.numbers[k] for k in ("memory_weights_gb", "memory_draft_gb", "memory_kv_gb") if k in c.numbers]
         printed = c.numbers["memory_total_gb"]
         whole = whole and abs(sum(parts) - printed) < 0.05
@@ -332,69 +345,73 @@ def _memory_sums(coder: Publication) -> Finding:
     return Finding(coder.name, "Memory, its sums", AGREES if whole else OPEN, "; ".join(lines) + ".", "")
 
 
-def kv_bytes(tokens: float, target: Publication) -> float:
+def compute_kv_bytes(tokens: float, target: Publication) -> float:
     """A key and a value of every head and layer for each token."""
-    layers, heads, width = (one(target, name) for name in ("layers", "kv_heads", "head_dim"))
-    return tokens * 2 * layers * heads * width * BYTES
+    layers, heads, width = (get_number(target, name) for name in ("layers", "kv_heads", "head_dim"))
+    return tokens * 2 * layers * heads * width * FP16_BYTES
 
 
-def _memory_flags(coder: Publication, target: Publication) -> Finding:
-    tokens, share, gpu = (one(coder, k) for k in ("flag_max_total_tokens", "flag_mem_fraction_static", "gpu_memory_gb"))
-    plain = next(c for c in cells(coder) if "memory_total_gb" in c.numbers and c.setting.method == "plain").numbers
-    kv, params = kv_bytes(tokens, target), one(target, "params_b")
-    weights = params * BYTES
+def _audit_memory_flags(coder: Publication, target: Publication) -> Finding:
+    tokens, share, gpu = (
+        get_number(coder, k) for k in ("flag_max_total_tokens", "flag_mem_fraction_static", "gpu_memory_gb")
+    )
+    plain = next(
+        c for c in group_cells(coder) if "memory_total_gb" in c.numbers and c.setting.method == "plain"
+    ).numbers
+    kv, params = compute_kv_bytes(tokens, target), get_number(target, "params_b")
+    weights = params * FP16_BYTES
     return Finding(
         coder.name,
         "Memory against flags",
         DEPENDS,
-        f"--max-total-tokens {tokens:,.0f} at {kv_bytes(1, target) / 1024:.0f} KiB a token is {kv / 1e9:.1f} GB of KV cache, "
+        f"--max-total-tokens {tokens:,.0f} at {compute_kv_bytes(1, target) / 1024:.0f} KiB a token is {kv / 1e9:.1f} GB of KV cache, "
         f"{kv / 2**30:.1f} GiB; printed with buffers: {plain['memory_kv_gb']:g}. --mem-fraction-static {share:g} of {gpu:g} is "
         f"{share * gpu:.0f} GB for weights and KV cache; {plain['memory_weights_gb']:g} and {kv / 2**30:.1f} are "
         f"{plain['memory_weights_gb'] + kv / 2**30:.1f}, {plain['memory_weights_gb']:g} and {plain['memory_kv_gb']:g} are "
-        f"{plain['memory_total_gb']:g}. {params:g}e9 parameters of {BYTES} bytes are {weights:.1f} GB or "
+        f"{plain['memory_total_gb']:g}. {params:g}e9 parameters of {FP16_BYTES} bytes are {weights:.1f} GB or "
         f"{weights * 1e9 / 2**30:.1f} GiB; printed: {plain['memory_weights_gb']:g}.",
         f"Buffers of {plain['memory_kv_gb'] - kv / 2**30:.0f} GB would close the gap (activations, graphs, compiled code). With "
         "a fixed number of tokens there is no KV cache to give up for a draft, though; those would be the buffers too.",
     )
 
 
-def _draft_size(coder: Publication, target: Publication) -> Finding:
-    memory = next(c for c in having(coder, "memory_draft_gb")).numbers["memory_draft_gb"]
-    about = one(coder, "draft_params_b")
-    hidden, width, experts = (one(target, name) for name in ("hidden", "expert_width", "experts"))
-    layer = experts * 3 * hidden * width * BYTES
+def _audit_draft_size(coder: Publication, target: Publication) -> Finding:
+    memory = next(c for c in select_cells(coder, "memory_draft_gb")).numbers["memory_draft_gb"]
+    about = get_number(coder, "draft_params_b")
+    hidden, width, experts = (get_number(target, name) for name in ("hidden", "expert_width", "experts"))
+    layer = experts * 3 * hidden * width * FP16_BYTES
     return Finding(
         coder.name,
         "The draft's size",
         DEPENDS,
-        f"{memory:g} GB at {BYTES} bytes are {memory / BYTES:.1f}e9 parameters, printed as about {about:g}e9, which are "
-        f"{about * BYTES:.1f} GB. The experts of one layer are {experts:.0f} · 3 · {hidden:.0f} · {width:.0f} · {BYTES} B = "
+        f"{memory:g} GB at {FP16_BYTES} bytes are {memory / FP16_BYTES:.1f}e9 parameters, printed as about {about:g}e9, which are "
+        f"{about * FP16_BYTES:.1f} GB. The experts of one layer are {experts:.0f} · 3 · {hidden:.0f} · {width:.0f} · {FP16_BYTES} B = "
         f"{layer / 1e9:.2f} GB.",
         "A layer that reuses the target's experts needs no memory for them; one that copies them needs what is printed. EAGLE-3 "
         "as published has one dense layer.",
     )
 
 
-def experts_touched(tokens: float, experts: float, each: float) -> float:
+def count_touched_experts(tokens: float, experts: float, each: float) -> float:
     """Experts that at least one of the tokens uses, where each uses `each` of them, all alike and on its own."""
     return experts * (1 - (1 - each / experts) ** tokens)
 
 
-def _experts(coder: Publication, target: Publication) -> Finding:
+def _audit_experts(coder: Publication, target: Publication) -> Finding:
     tokens, experts, each = (
-        one(coder, "flag_num_draft_tokens"),
-        one(target, "experts"),
-        one(target, "experts_of_a_token"),
+        get_number(coder, "flag_num_draft_tokens"),
+        get_number(target, "experts"),
+        get_number(target, "experts_of_a_token"),
     )
-    touched = experts_touched(tokens, experts, each)
-    batch = min(load.concurrency for load in _loads(coder))
+    touched = count_touched_experts(tokens, experts, each)
+    batch = min(load.concurrency for load in _list_scenarios(coder))
     return Finding(
         coder.name,
         "Experts read to verify a tree",
         DEPENDS,
         f"One token reads {each:g} of a layer's {experts:g} experts; {tokens:g} tokens of evenly spread choices "
         f"{experts:g} · (1 − (1 − {each:g}/{experts:g})^{tokens:g}) = {touched:.0f}, {touched / each:.0f} times as many. A batch "
-        f"of {batch:g} reads {experts_touched(batch, experts, each):.0f} without any tree.",
+        f"of {batch:g} reads {count_touched_experts(batch, experts, each):.0f} without any tree.",
         "So at batch 1 verifying costs a mixture of experts far more than a dense target, and at these batches hardly more in "
         "weights read; tokens of one text share experts, so measure it.",
     )

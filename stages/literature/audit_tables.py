@@ -6,47 +6,47 @@ from stages.literature.audit_findings import (
     AGREES,
     DEPENDS,
     OPEN,
-    Cell,
     Finding,
-    cells,
-    having,
-    means,
-    one,
-    stated,
-    title,
+    PublishedCell,
+    format_setting,
+    get_number,
+    get_stated_number,
+    group_cells,
+    group_means,
+    select_cells,
 )
-from stages.literature.published import Publication, Row, tree
+from stages.literature.published import Publication, PublishedRow, parse_tree
 
 
-def findings(publications: dict[str, Publication]) -> Iterator[Finding]:
+def audit_all_tables(publications: dict[str, Publication]) -> Iterator[Finding]:
     for publication in publications.values():
-        yield from _means(publication)
-        yield from _depth(publication)
-        yield from _speedup(publication)
-    yield from _vllm(publications["angelslim-vllm"])
-    yield from _elsewhere(publications["angelslim-issue-163"], publications["angelslim-pytorch"])
-    yield from _tool(publications["angelslim-tool"], publications["angelslim-pytorch"])
-    yield from _paper(publications["eagle3-paper"])
+        yield from _audit_means(publication)
+        yield from _audit_tau_by_depth(publication)
+        yield from _audit_speedup(publication)
+    yield from _audit_angelslim_vllm(publications["angelslim-vllm"])
+    yield from _audit_angelslim_issue(publications["angelslim-issue-163"], publications["angelslim-pytorch"])
+    yield from _audit_angelslim_tool(publications["angelslim-tool"], publications["angelslim-pytorch"])
+    yield from _audit_eagle3_paper(publications["eagle3-paper"])
 
 
-def off(printed: Row, rows: list[Row]) -> bool:
+def is_mean_off(printed: PublishedRow, rows: list[PublishedRow]) -> bool:
     """Whether the mean of the rows is not the printed one, whatever was cut off in rounding: half a digit each."""
     mean = sum(row.value for row in rows) / len(rows)
     return abs(mean - printed.value) > 10**-printed.decimals * 1.001
 
 
-def _means(publication: Publication) -> Iterator[Finding]:
+def _audit_means(publication: Publication) -> Iterator[Finding]:
     """No weights help where a printed mean lies outside its own rows."""
-    every = list(means(publication))
+    every = list(group_means(publication))
     if not every:
         return
-    wrong = [(printed, rows) for printed, rows in every if off(printed, rows)]
+    wrong = [(printed, rows) for printed, rows in every if is_mean_off(printed, rows)]
     head = ("row", "metric", "its data sets", "their mean", "printed", "outside their range")
     lines = []
     for printed, rows in wrong:
         values = [row.value for row in rows]
         outside = "no" if min(values) <= printed.value <= max(values) else "yes"
-        name = title(printed.setting, printed.setting.target, printed.setting.method)
+        name = format_setting(printed.setting, printed.setting.target, printed.setting.method)
         listed = ", ".join(f"{value:g}" for value in values)
         lines.append((name, printed.metric, listed, f"{sum(values) / len(values):.3f}", f"{printed.value:g}", outside))
     yield Finding(
@@ -63,9 +63,9 @@ def _means(publication: Publication) -> Iterator[Finding]:
     )
 
 
-def _depth(publication: Publication) -> Iterator[Finding]:
+def _audit_tau_by_depth(publication: Publication) -> Iterator[Finding]:
     """A cycle commits at most every level of the tree and the bonus token."""
-    bounded = [(cell, shape) for cell in having(publication, "tau") if (shape := tree(cell.setting))]
+    bounded = [(cell, shape) for cell in select_cells(publication, "tau") if (shape := parse_tree(cell.setting))]
     if not bounded:
         return
     above = [cell for cell, (steps, _, _) in bounded if not 1 <= cell.numbers["tau"] <= steps + 1]
@@ -80,9 +80,9 @@ def _depth(publication: Publication) -> Iterator[Finding]:
     )
 
 
-def _speedup(publication: Publication) -> Iterator[Finding]:
+def _audit_speedup(publication: Publication) -> Iterator[Finding]:
     """A cycle runs the target once and the draft besides, so it takes longer than the plain step that it replaces."""
-    both = having(publication, "speedup", "tau")
+    both = select_cells(publication, "speedup", "tau")
     if not both:
         return
     above = [cell for cell in both if cell.numbers["speedup"] >= cell.numbers["tau"]]
@@ -101,18 +101,18 @@ def _speedup(publication: Publication) -> Iterator[Finding]:
         "definition or run, would explain it; which isn't stated."
         if above
         else "",
-        (head, *(_cost(cell) for cell in most[:5])) if above else (),
+        (head, *(_format_cycle_cost(cell) for cell in most[:5])) if above else (),
     )
 
 
-def _cost(cell: Cell) -> tuple[str, ...]:
+def _format_cycle_cost(cell: PublishedCell) -> tuple[str, ...]:
     speedup, tau = cell.numbers["speedup"], cell.numbers["tau"]
     return cell.name, f"{speedup:g}", f"{tau:g}", f"{tau / speedup:.2f}"
 
 
-def _vllm(publication: Publication) -> Iterator[Finding]:
+def _audit_angelslim_vllm(publication: Publication) -> Iterator[Finding]:
     """The table prints no speedup, but both throughputs."""
-    main = [cell for cell in cells(publication) if cell.setting.label != "README v0.3"]
+    main = [cell for cell in group_cells(publication) if cell.setting.label != "README v0.3"]
     plain = {
         (cell.setting.target, cell.setting.dataset): cell.numbers["output_tok_s"]
         for cell in main
@@ -157,18 +157,22 @@ def _vllm(publication: Publication) -> Iterator[Finding]:
     )
 
 
-def _elsewhere(user: Publication, table: Publication) -> Iterator[Finding]:
+def _audit_angelslim_issue(user: Publication, table: Publication) -> Iterator[Finding]:
     """The same draft in an engine that serves, beside the table of AngelSlim's own."""
-    rows = having(user, "output_tok_s")
-    plain = {stated(cell, "batch"): cell.numbers["output_tok_s"] for cell in rows if cell.setting.method == "plain"}
+    rows = select_cells(user, "output_tok_s")
+    plain = {
+        get_stated_number(cell, "batch"): cell.numbers["output_tok_s"]
+        for cell in rows
+        if cell.setting.method == "plain"
+    }
     lines = []
-    for cell in having(user, "tau"):
-        batch, tau = stated(cell, "batch"), cell.numbers["tau"]
+    for cell in select_cells(user, "tau"):
+        batch, tau = get_stated_number(cell, "batch"), cell.numbers["tau"]
         ratio = cell.numbers["output_tok_s"] / plain[batch]
         lines.append((f"{batch:g}", str(cell.setting.tree), f"{ratio:.2f}", f"{tau:g}", f"{tau / ratio:.2f}"))
     own = [
         cell
-        for cell in having(table, "speedup", "tau")
+        for cell in select_cells(table, "speedup", "tau")
         if (cell.setting.target, cell.setting.temperature) == (rows[0].setting.target, 0.0)
     ]
     speedups, taus = ([cell.numbers[metric] for cell in own] for metric in ("speedup", "tau"))
@@ -195,10 +199,12 @@ def _elsewhere(user: Publication, table: Publication) -> Iterator[Finding]:
     )
 
 
-def _tool(tool: Publication, table: Publication) -> Iterator[Finding]:
-    depth, topk, total = (int(one(tool, f"flag_{name}", label="default")) for name in ("depth", "top_k", "total_token"))
+def _audit_angelslim_tool(tool: Publication, table: Publication) -> Iterator[Finding]:
+    depth, topk, total = (
+        int(get_number(tool, f"flag_{name}", label="default")) for name in ("depth", "top_k", "total_token")
+    )
     steps, candidates = depth + 1, topk + depth * topk**2
-    highest = max((cell for cell in having(table, "tau")), key=lambda cell: cell.numbers["tau"])
+    highest = max((cell for cell in select_cells(table, "tau")), key=lambda cell: cell.numbers["tau"])
     yield Finding(
         tool.name,
         "The default tree",
@@ -210,13 +216,13 @@ def _tool(tool: Publication, table: Publication) -> Iterator[Finding]:
     )
 
 
-def _paper(paper: Publication) -> Iterator[Finding]:
+def _audit_eagle3_paper(paper: Publication) -> Iterator[Finding]:
     llama: dict[str, object] = {"target": "Llama-3.1-8B-Instruct", "dataset": "MT-bench"}
-    plain = one(paper, "output_tok_s", method="plain", **llama)
+    plain = get_number(paper, "output_tok_s", method="plain", **llama)
     lines = []
     for method in ("EAGLE-2", "EAGLE-3"):
-        own, tau = (one(paper, metric, method=method, temperature=0.0, **llama) for metric in ("speedup", "tau"))
-        tok_s = one(paper, "output_tok_s", method=method, **llama)
+        own, tau = (get_number(paper, metric, method=method, temperature=0.0, **llama) for metric in ("speedup", "tau"))
+        tok_s = get_number(paper, "output_tok_s", method=method, **llama)
         lines.append((method, f"{own:g}", f"{tok_s:g} / {plain:g} = {tok_s / plain:.2f}", f"{tau:g}"))
     yield Finding(
         paper.name,
@@ -229,13 +235,13 @@ def _paper(paper: Publication) -> Iterator[Finding]:
     )
     batches = {
         method: {
-            stated(cell, "batch"): cell.numbers["throughput_ratio"]
-            for cell in having(paper, "throughput_ratio")
+            get_stated_number(cell, "batch"): cell.numbers["throughput_ratio"]
+            for cell in select_cells(paper, "throughput_ratio")
             if cell.setting.engine == "vLLM" and cell.setting.method == method
         }
         for method in ("EAGLE", "EAGLE-3")
     }
-    said = {method: one(paper, "batch_of_most", method=method) for method in batches}
+    said = {method: get_number(paper, "batch_of_most", method=method) for method in batches}
     best = {method: max(found, key=lambda batch: found[batch]) for method, found in batches.items()}
     last = {method: max(batch for batch in found if found[batch] >= 1) for method, found in batches.items()}
     yield Finding(

@@ -5,25 +5,43 @@ from collections.abc import Iterator
 from itertools import combinations, pairwise
 from statistics import median
 
-from stages.literature.audit_findings import AGREES, DEPENDS, OPEN, Cell, Finding, candidates, having, one, shape
+from stages.literature.audit_findings import (
+    AGREES,
+    DEPENDS,
+    OPEN,
+    Finding,
+    PublishedCell,
+    count_candidates,
+    get_number,
+    get_tree_shape,
+    select_cells,
+)
 from stages.literature.published import Publication
 
 
-def findings(publications: dict[str, Publication]) -> Iterator[Finding]:
+def audit_tree_tables(publications: dict[str, Publication]) -> Iterator[Finding]:
     weather = publications["qwen3-vl-weather"]
-    for audit in (_accept_rate, _startable, _prefill, _cycle_time, _epochs, _wider, _engines):
+    for audit in (
+        _audit_accept_rate,
+        _audit_startable_trees,
+        _audit_prefill,
+        _audit_cycle_time,
+        _audit_epochs,
+        _audit_wider_trees,
+        _audit_engines,
+    ):
         yield audit(weather)
     sweep = publications["specforge-sweep"]
-    for audit_sweep in (_ratio, _longer_chains, _chains_or_trees, _baselines):
+    for audit_sweep in (_audit_speedup_ratio, _audit_longer_chains, _audit_chains_against_trees, _audit_baselines):
         yield audit_sweep(sweep)
 
 
-def _epoch(cell: Cell) -> str:
+def _read_epoch(cell: PublishedCell) -> str:
     return cell.where[-4:]  # ep=3, ep=9
 
 
-def _accept_rate(weather: Publication) -> Finding:
-    both = having(weather, "tau", "accept_rate")
+def _audit_accept_rate(weather: Publication) -> Finding:
+    both = select_cells(weather, "tau", "accept_rate")
     readings = {
         "(tau − 1) / num_steps": lambda tau, steps, tokens: (tau - 1) / steps,
         "(tau − 1) / (num_draft_tokens − 1), SGLang's request": lambda tau, steps, tokens: (tau - 1) / (tokens - 1),
@@ -33,7 +51,7 @@ def _accept_rate(weather: Publication) -> Finding:
     for name, reading in readings.items():
         found = []
         for cell in both:
-            steps, _, tokens = shape(cell)
+            steps, _, tokens = get_tree_shape(cell)
             found.append(abs(100 * reading(cell.numbers["tau"], steps, tokens) - cell.numbers["accept_rate"]))
         gaps[name] = (median(found), max(found))
     nearest = min(gaps, key=lambda name: gaps[name][1])
@@ -51,25 +69,27 @@ def _accept_rate(weather: Publication) -> Finding:
     )
 
 
-def _startable(weather: Publication) -> Finding:
-    rows = having(weather, "tau")
-    short = [c for c in rows if shape(c)[2] < shape(c)[0] + 1]
-    chains = [c for c in rows if shape(c)[1] == 1]
+def _audit_startable_trees(weather: Publication) -> Finding:
+    rows = select_cells(weather, "tau")
+    short = [c for c in rows if get_tree_shape(c)[2] < get_tree_shape(c)[0] + 1]
+    chains = [c for c in rows if get_tree_shape(c)[1] == 1]
     return Finding(
         weather.name,
         "Trees that an engine can start",
         DEPENDS,
         f"{len(short)} of {len(rows)} rows verify fewer tokens than num_steps + 1: "
-        + ", ".join(f"{c.setting.label} ({_epoch(c)}, {shape(c)[2]} < {shape(c)[0] + 1})" for c in short)
+        + ", ".join(
+            f"{c.setting.label} ({_read_epoch(c)}, {get_tree_shape(c)[2]} < {get_tree_shape(c)[0] + 1})" for c in short
+        )
         + f". {len(chains)} are chains: "
-        + ", ".join(f"{c.setting.label} ({_epoch(c)}) verifies {shape(c)[2]}" for c in chains)
+        + ", ".join(f"{c.setting.label} ({_read_epoch(c)}) verifies {get_tree_shape(c)[2]}" for c in chains)
         + ".",
         "SGLang 0.5.17 and later refuse the former; there they can be replayed, not served. Chains are named without the root.",
     )
 
 
-def _prefill(weather: Publication) -> Finding:
-    rows = having(weather, "prefill_latency_s")
+def _audit_prefill(weather: Publication) -> Finding:
+    rows = select_cells(weather, "prefill_latency_s")
     usual, count = Counter(c.numbers["prefill_latency_s"] for c in rows).most_common(1)[0]
     other = [c for c in rows if c.numbers["prefill_latency_s"] != usual]
     return Finding(
@@ -82,14 +102,14 @@ def _prefill(weather: Publication) -> Finding:
     )
 
 
-def cycle_time(e2e_s: float, prefill_s: float, tau: float) -> float:
+def compute_cycle_time(e2e_s: float, prefill_s: float, tau: float) -> float:
     """Seconds of decoding times tokens a cycle: the time of a cycle, but for the answers' length, which rows share."""
     return (e2e_s - prefill_s) * tau
 
 
-def _cycle_time(weather: Publication) -> Finding:
-    rows = having(weather, "prefill_latency_s", "e2e_latency_s", "tau")
-    times = [cycle_time(*(c.numbers[k] for k in ("e2e_latency_s", "prefill_latency_s", "tau"))) for c in rows]
+def _audit_cycle_time(weather: Publication) -> Finding:
+    rows = select_cells(weather, "prefill_latency_s", "e2e_latency_s", "tau")
+    times = [compute_cycle_time(*(c.numbers[k] for k in ("e2e_latency_s", "prefill_latency_s", "tau"))) for c in rows]
     usual = median(times)
     far = sorted(
         ((time, c) for time, c in zip(times, rows, strict=True) if time > 1.25 * usual), key=lambda pair: -pair[0]
@@ -110,10 +130,10 @@ def _cycle_time(weather: Publication) -> Finding:
     )
 
 
-def _epochs(weather: Publication) -> Finding:
+def _audit_epochs(weather: Publication) -> Finding:
     by_tree: dict[str, dict[str, float]] = {}
-    for c in having(weather, "tau"):
-        by_tree.setdefault(c.setting.label or "", {})[_epoch(c)] = c.numbers["tau"]
+    for c in select_cells(weather, "tau"):
+        by_tree.setdefault(c.setting.label or "", {})[_read_epoch(c)] = c.numbers["tau"]
     pairs = {label: found for label, found in by_tree.items() if len(found) == 2}
     early = sum(found["ep=3"] > found["ep=9"] for found in pairs.values())
     return Finding(
@@ -128,18 +148,22 @@ def _epochs(weather: Publication) -> Finding:
     )
 
 
-def _wider(weather: Publication) -> Finding:
+def _audit_wider_trees(weather: Publication) -> Finding:
     """The table's own question: why a wider tree of the same depth and size accepts less."""
     lines = []
-    for a, b in combinations(having(weather, "tau"), 2):
-        (steps, topk, tokens), (steps_b, topk_b, tokens_b) = shape(a), shape(b)
-        if (steps, tokens, _epoch(a)) == (steps_b, tokens_b, _epoch(b)) and topk != topk_b and 1 not in (topk, topk_b):
-            narrow, wide = sorted((a, b), key=lambda c: shape(c)[1])
+    for a, b in combinations(select_cells(weather, "tau"), 2):
+        (steps, topk, tokens), (steps_b, topk_b, tokens_b) = get_tree_shape(a), get_tree_shape(b)
+        if (
+            (steps, tokens, _read_epoch(a)) == (steps_b, tokens_b, _read_epoch(b))
+            and topk != topk_b
+            and 1 not in (topk, topk_b)
+        ):
+            narrow, wide = sorted((a, b), key=lambda c: get_tree_shape(c)[1])
             change = wide.numbers["tau"] - narrow.numbers["tau"]
-            proposed = f"{candidates(steps, shape(narrow)[1])}, {candidates(steps, shape(wide)[1])}"
+            proposed = f"{count_candidates(steps, get_tree_shape(narrow)[1])}, {count_candidates(steps, get_tree_shape(wide)[1])}"
             lines.append(
                 (
-                    f"{narrow.setting.label} → {wide.setting.label} ({_epoch(a)})",
+                    f"{narrow.setting.label} → {wide.setting.label} ({_read_epoch(a)})",
                     f"{narrow.numbers['tau']:g} → {wide.numbers['tau']:g}",
                     f"{change:+.2f}",
                     proposed,
@@ -159,9 +183,9 @@ def _wider(weather: Publication) -> Finding:
     )
 
 
-def _engines(weather: Publication) -> Finding:
-    eagle, medusa = (one(weather, "output_tok_s", method=method) for method in ("EAGLE-3", "Medusa"))
-    most = max(c.numbers["tau"] for c in having(weather, "tau"))
+def _audit_engines(weather: Publication) -> Finding:
+    eagle, medusa = (get_number(weather, "output_tok_s", method=method) for method in ("EAGLE-3", "Medusa"))
+    most = max(c.numbers["tau"] for c in select_cells(weather, "tau"))
     return Finding(
         weather.name,
         "EAGLE-3 in SGLang against Medusa",
@@ -176,13 +200,13 @@ def _engines(weather: Publication) -> Finding:
 # SpecForge's sweep
 
 
-def _draft(cell: Cell) -> str:
+def _normalise_draft_name(cell: PublishedCell) -> str:
     """Its draft; one name is misspelt with spaces."""
     return (cell.setting.draft or "").replace(" ", "").lower()
 
 
-def _ratio(sweep: Publication) -> Finding:
-    rows = having(sweep, "speedup", "output_tok_s", "baseline_output_tok_s")
+def _audit_speedup_ratio(sweep: Publication) -> Finding:
+    rows = select_cells(sweep, "speedup", "output_tok_s", "baseline_output_tok_s")
     gap = max(abs(c.numbers["output_tok_s"] / c.numbers["baseline_output_tok_s"] - c.numbers["speedup"]) for c in rows)
     return Finding(
         sweep.name,
@@ -193,19 +217,19 @@ def _ratio(sweep: Publication) -> Finding:
     )
 
 
-def _groups(sweep: Publication) -> dict[tuple[str, ...], dict[tuple[int, int, int], Cell]]:
+def _group_by_tree(sweep: Publication) -> dict[tuple[str, ...], dict[tuple[int, int, int], PublishedCell]]:
     """(target, draft, data set) -> tree -> its point."""
-    groups: dict[tuple[str, ...], dict[tuple[int, int, int], Cell]] = {}
-    for c in having(sweep, "tau", "speedup"):
-        key = (c.setting.target or "", _draft(c), c.setting.dataset or "", str(c.setting.batch))
-        groups.setdefault(key, {})[shape(c)] = c
+    groups: dict[tuple[str, ...], dict[tuple[int, int, int], PublishedCell]] = {}
+    for c in select_cells(sweep, "tau", "speedup"):
+        key = (c.setting.target or "", _normalise_draft_name(c), c.setting.dataset or "", str(c.setting.batch))
+        groups.setdefault(key, {})[get_tree_shape(c)] = c
     return groups
 
 
-def _longer_chains(sweep: Publication) -> Finding:
+def _audit_longer_chains(sweep: Publication) -> Finding:
     """At temperature 0 a longer chain begins with the shorter one, so from the same place it never accepts less."""
     steps, less = 0, []
-    for group in _groups(sweep).values():
+    for group in _group_by_tree(sweep).values():
         chain = [group[tree] for tree in sorted(group) if tree[1] == 1]
         for shorter, longer in pairwise(chain):
             steps += 1
@@ -223,10 +247,10 @@ def _longer_chains(sweep: Publication) -> Finding:
     )
 
 
-def _chains_or_trees(sweep: Publication) -> Finding:
-    groups = _groups(sweep)
+def _audit_chains_against_trees(sweep: Publication) -> Finding:
+    groups = _group_by_tree(sweep)
     best = [max(group.values(), key=lambda c: c.numbers["speedup"]) for group in groups.values()]
-    chains = sum(shape(c)[1] == 1 for c in best)
+    chains = sum(get_tree_shape(c)[1] == 1 for c in best)
     pair = (5, 1, 6), (5, 3, 6)
     both = [[group[tree].numbers["tau"] for tree in pair] for group in groups.values() if set(pair) <= set(group)]
     wider = sum(wide > narrow for narrow, wide in both)
@@ -241,9 +265,9 @@ def _chains_or_trees(sweep: Publication) -> Finding:
     )
 
 
-def _baselines(sweep: Publication) -> Finding:
+def _audit_baselines(sweep: Publication) -> Finding:
     rates: dict[str, dict[str, set[float]]] = {}
-    for c in having(sweep, "baseline_output_tok_s"):
+    for c in select_cells(sweep, "baseline_output_tok_s"):
         by_set = rates.setdefault(c.setting.target or "", {})
         by_set.setdefault(c.setting.dataset or "", set()).add(c.numbers["baseline_output_tok_s"])
     shared = all(len(found) == 1 for by_set in rates.values() for found in by_set.values())

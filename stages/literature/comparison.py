@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from stages.literature.published import UNKNOWN, Row
+from stages.literature.published import UNKNOWN, PublishedRow
 from stages.results import interval
 
-ACCEPTANCE = ("tau", "accept_rate", "node_accept_rate")  # what hangs on what is decoded alone
+ACCEPTANCE_METRICS = ("tau", "accept_rate", "node_accept_rate")  # what hangs on what is decoded alone
 ONE_PROMPT = "one prompt"
 
 
 @dataclass(frozen=True)
-class Number:
+class MeasuredNumber:
     """A number of ours."""
 
     value: float
@@ -28,11 +28,11 @@ class Number:
 
 
 @dataclass(frozen=True)
-class Side:
+class PublishedComparison:
     """A published number and ours; theirs as a share where it is printed in percent."""
 
-    published: Row
-    ours: Number | None
+    published: PublishedRow
+    ours: MeasuredNumber | None
     cell: str
     ran: bool  # whether the cell is there
     relative: float  # the tolerance that the recipe declares for this metric
@@ -73,16 +73,18 @@ class Side:
         return (*self.bars, *self.taken, *alone)
 
 
-Cell = dict[str, Any]
-Measure = Callable[[Cell, Cell | None], Number | None]  # of a cell, and of its baseline where it has one of its own
+CellRecord = dict[str, Any]
+Measure = Callable[
+    [CellRecord, CellRecord | None], MeasuredNumber | None
+]  # of a cell, and of its baseline where it has one of its own
 
 
-def measured(name: str, found: Cell, baseline: Cell | None) -> Number | None:
+def measure_cell(name: str, found: CellRecord, baseline: CellRecord | None) -> MeasuredNumber | None:
     """A measure of `MEASURES`, of a cell as in results/torch_records.py or served.py; None where it doesn't hold it."""
     return MEASURES[name](found, baseline) if name in MEASURES else None
 
 
-def bars(row: Row, found: Cell, alike: bool) -> Iterator[str]:
+def list_obstacles(row: PublishedRow, found: CellRecord, alike: bool) -> Iterator[str]:
     """Why a published number can't be compared with this cell's; `alike`: the measure taken is defined as theirs."""
     setting = row.setting
     if not alike and row.definition == UNKNOWN:
@@ -93,7 +95,7 @@ def bars(row: Row, found: Cell, alike: bool) -> Iterator[str]:
         yield "its temperature isn't stated"
     elif setting.temperature not in (None, found["temperature"]):
         yield f"temperature {setting.temperature} against {found['temperature']}"
-    if row.metric in ACCEPTANCE:
+    if row.metric in ACCEPTANCE_METRICS:
         return
     if setting.engine and found["engine"] not in setting.engine.lower():  # our torch engine is PyTorch, as AngelSlim's
         yield f"engine {setting.engine} against {found['engine']}"
@@ -101,37 +103,37 @@ def bars(row: Row, found: Cell, alike: bool) -> Iterator[str]:
     if setting.engine_version not in (None, version):
         yield f"engine version {setting.engine_version} against {version}"
     machine = found["hardware"].get("gpu") or found["hardware"].get("cpu")
-    if setting.hardware and not _cards(setting.hardware) <= _cards(str(machine)):
+    if setting.hardware and not _find_gpu_names(setting.hardware) <= _find_gpu_names(str(machine)):
         yield f"hardware {setting.hardware} against {machine}"
 
 
-def _cards(hardware: str) -> set[str]:
+def _find_gpu_names(hardware: str) -> set[str]:
     """H20 in "1 H20", H100 in "NVIDIA H100 80GB HBM3"; where no card is named, the words, which agree with no other's."""
     return set(re.findall(r"\b[A-Z]+\d+\b", hardware)) - {"HBM3"} or {hardware}
 
 
-def _of_torch(name: str) -> Measure:
-    def measure(found: Cell, _: Cell | None) -> Number | None:
+def _measure_torch_metric(name: str) -> Measure:
+    def measure(found: CellRecord, _: CellRecord | None) -> MeasuredNumber | None:
         if "metrics" not in found or name not in found["metrics"]:
             return None
-        if name in ACCEPTANCE:
+        if name in ACCEPTANCE_METRICS:
             return _accepted(name, found, found["metrics"])
         if f"{name}_low" in found["metrics"]:
             return _within(found["metrics"], name, 1.0, ONE_PROMPT)
-        return Number(found["metrics"][name], None, "a torch cell's latencies and tokens/s carry none")
+        return MeasuredNumber(found["metrics"][name], None, "a torch cell's latencies and tokens/s carry none")
 
     return measure
 
 
-def _of_acceptance(name: str) -> Measure:
-    def measure(found: Cell, _: Cell | None) -> Number | None:
-        point = _point(found)
+def _measure_served_acceptance(name: str) -> Measure:
+    def measure(found: CellRecord, _: CellRecord | None) -> MeasuredNumber | None:
+        point = _get_first_point(found)
         return None if point is None or point["acceptance"] is None else _accepted(name, found, point["acceptance"])
 
     return measure
 
 
-def _accepted(name: str, found: Cell, said: Cell) -> Number:
+def _accepted(name: str, found: CellRecord, said: CellRecord) -> MeasuredNumber:
     """Return tau or a rate, which is (tau - 1) over what it is a rate of: its interval is as much narrower than tau's."""
     of = 1 if name == "tau" else found["num_steps"] if name == "accept_rate" else found["num_draft_tokens"] - 1
     whole = found["engine"] == "vllm"
@@ -139,19 +141,19 @@ def _accepted(name: str, found: Cell, said: Cell) -> Number:
     return replace(_within(said, "tau", of, why), value=said[name])
 
 
-def _within(said: Cell, name: str, of: float, why: str) -> Number:
+def _within(said: CellRecord, name: str, of: float, why: str) -> MeasuredNumber:
     """Return a figure with its interval, `name`_low to `name`_high, divided by `of`; `why` there is none, where there is none."""
     low, high = said[f"{name}_low"], said[f"{name}_high"]
     if low is None or high is None:
-        return Number(said[name], None, why)
-    return Number(said[name], interval.Interval(low, high).half / of)
+        return MeasuredNumber(said[name], None, why)
+    return MeasuredNumber(said[name], interval.Interval(low, high).half / of)
 
 
-def _of_loads(*place: str, scale: float = 1.0) -> Measure:
+def _measure_loads(*place: str, scale: float = 1.0) -> Measure:
     """A figure of each load's summary: the mean over repeats, and its 95% interval by their spread."""
 
-    def measure(found: Cell, _: Cell | None) -> Number | None:
-        point = _point(found)
+    def measure(found: CellRecord, _: CellRecord | None) -> MeasuredNumber | None:
+        point = _get_first_point(found)
         if point is None:
             return None
         values = []
@@ -161,63 +163,65 @@ def _of_loads(*place: str, scale: float = 1.0) -> Measure:
             if value is None:
                 return None
             values.append(scale * value)
-        return _mean(values)
+        return _average_values(values)
 
     return measure
 
 
-def _point(found: Cell) -> dict[str, Any] | None:
+def _get_first_point(found: CellRecord) -> dict[str, Any] | None:
     """Of a sweep, the first."""
     return found["points"][0] if found.get("points") else None
 
 
-def _mean(values: list[float], of: str = "repeat") -> Number:
-    found = interval.of_mean(values)
-    return Number(fmean(values), found.half) if found else Number(fmean(values), None, f"one {of}")
+def _average_values(values: list[float], of: str = "repeat") -> MeasuredNumber:
+    found = interval.compute_mean_interval(values)
+    return MeasuredNumber(fmean(values), found.half) if found else MeasuredNumber(fmean(values), None, f"one {of}")
 
 
-def _over_baseline(name: str, less: float = 0.0) -> Measure:
+def _measure_over_baseline(name: str, less: float = 0.0) -> Measure:
     """A measure over the baseline's own, `less` 1 for a change; the two are measured apart, so their shares add as squares."""
 
-    def measure(found: Cell, baseline: Cell | None) -> Number | None:
-        ours = measured(name, found, None)
-        plain = measured(name, baseline, None) if baseline else None
+    def measure(found: CellRecord, baseline: CellRecord | None) -> MeasuredNumber | None:
+        ours = measure_cell(name, found, None)
+        plain = measure_cell(name, baseline, None) if baseline else None
         if ours is None or plain is None or not ours.value or not plain.value:
             return None
         ratio = ours.value / plain.value
         if ours.spread is None or plain.spread is None:
-            return Number(ratio - less, None, ours.why or f"{plain.why} of the baseline")
-        return Number(ratio - less, abs(ratio) * math.hypot(ours.spread / ours.value, plain.spread / plain.value))
+            return MeasuredNumber(ratio - less, None, ours.why or f"{plain.why} of the baseline")
+        return MeasuredNumber(
+            ratio - less, abs(ratio) * math.hypot(ours.spread / ours.value, plain.spread / plain.value)
+        )
 
     return measure
 
 
-def _memory(key: str) -> Measure:
-    def measure(found: Cell, _: Cell | None) -> Number | None:
+def _measure_memory(key: str) -> Measure:
+    def measure(found: CellRecord, _: CellRecord | None) -> MeasuredNumber | None:
         value = found.get("memory", {}).get(key)
-        return None if value is None else Number(value * 2**30 / 1e9, 0.0)
+        return None if value is None else MeasuredNumber(value * 2**30 / 1e9, 0.0)
 
     return measure
 
 
-def _tau_of_questions(found: Cell, _: Cell | None) -> Number | None:
+def _measure_question_tau(found: CellRecord, _: CellRecord | None) -> MeasuredNumber | None:
     """AngelSlim's: the mean over questions of (accepted / cycles, and 1)."""
-    questions = [q for q in _questions(found, "accepted", "cycles") if q[1]]
-    return _mean([1 + accepted / cycles for accepted, cycles in questions], "question") if questions else None
+    questions = [q for q in _sum_by_question(found, "accepted", "cycles") if q[1]]
+    return _average_values([1 + accepted / cycles for accepted, cycles in questions], "question") if questions else None
 
 
-def _speedup_of_questions(found: Cell, _: Cell | None) -> Number | None:
+def _measure_question_speedup(found: CellRecord, _: CellRecord | None) -> MeasuredNumber | None:
     """AngelSlim's: the mean over questions of tokens/s, over that of plain decoding."""
-    ours = _questions(found, "output_tokens", "e2e_latency_s")
-    plain = _questions(found, "baseline_output_tokens", "baseline_e2e_latency_s")
+    ours = _sum_by_question(found, "output_tokens", "e2e_latency_s")
+    plain = _sum_by_question(found, "baseline_output_tokens", "baseline_e2e_latency_s")
     if not ours:
         return None
     speeds, plain_speeds = ([n / s for n, s in rows] for rows in (ours, plain))
     ends, value = interval.of_ratio_of_means(speeds, plain_speeds), fmean(speeds) / fmean(plain_speeds)
-    return Number(value, ends.half) if ends else Number(value, None, "one question")
+    return MeasuredNumber(value, ends.half) if ends else MeasuredNumber(value, None, "one question")
 
 
-def _questions(found: Cell, *columns: str) -> list[list[float]]:
+def _sum_by_question(found: CellRecord, *columns: str) -> list[list[float]]:
     """The columns' sums over each question's turns and repeats, of a torch cell."""
     sums: dict[str, list[float]] = {}
     for row in found.get("prompts", []):
@@ -226,30 +230,36 @@ def _questions(found: Cell, *columns: str) -> list[list[float]]:
     return list(sums.values())
 
 
-def _either(torch: Measure, served: Measure) -> Measure:
+def _try_torch_then_served(torch: Measure, served: Measure) -> Measure:
     return lambda found, baseline: torch(found, baseline) or served(found, baseline)
 
 
 MEASURES: dict[str, Measure] = {
-    "tau": _either(_of_torch("tau"), _of_acceptance("tau")),
-    "accept_rate": _either(_of_torch("accept_rate"), _of_acceptance("accept_rate")),
-    "node_accept_rate": _either(_of_torch("node_accept_rate"), _of_acceptance("node_accept_rate")),
-    "prefill_latency_s": _either(_of_torch("prefill_latency_s"), _of_loads("ttft_s", "mean")),
-    "e2e_latency_s": _either(_of_torch("e2e_latency_s"), _of_loads("e2e_s", "mean")),
-    "output_tok_s": _either(_of_torch("output_tok_s"), _of_loads("output_throughput")),
-    "speedup": _either(_of_torch("speedup"), _over_baseline("output_tok_s")),
-    "tau_of_questions": _tau_of_questions,
-    "speedup_of_questions": _speedup_of_questions,
-    "total_tok_s": _of_loads("total_throughput"),
-    "ttft_mean_ms": _of_loads("ttft_s", "mean", scale=1e3),
-    "tpot_mean_ms": _of_loads("tpot_s", "mean", scale=1e3),
-    "tpot_p99_ms": _of_loads("tpot_s", "p99", scale=1e3),
-    "total_speedup": _over_baseline("total_tok_s"),
-    "total_tok_s_change": _over_baseline("total_tok_s", 1),
-    "ttft_mean_ms_change": _over_baseline("ttft_mean_ms", 1),
-    "tpot_mean_ms_change": _over_baseline("tpot_mean_ms", 1),
-    "tpot_p99_ms_change": _over_baseline("tpot_p99_ms", 1),
-    "memory_weights_gb": _memory("weights"),
-    "memory_draft_gb": _memory("draft"),
-    "memory_kv_gb": _memory("kv_cache"),
-}  # fmt: skip
+    "tau": _try_torch_then_served(_measure_torch_metric("tau"), _measure_served_acceptance("tau")),
+    "accept_rate": _try_torch_then_served(
+        _measure_torch_metric("accept_rate"), _measure_served_acceptance("accept_rate")
+    ),
+    "node_accept_rate": _try_torch_then_served(
+        _measure_torch_metric("node_accept_rate"), _measure_served_acceptance("node_accept_rate")
+    ),
+    "prefill_latency_s": _try_torch_then_served(
+        _measure_torch_metric("prefill_latency_s"), _measure_loads("ttft_s", "mean")
+    ),
+    "e2e_latency_s": _try_torch_then_served(_measure_torch_metric("e2e_latency_s"), _measure_loads("e2e_s", "mean")),
+    "output_tok_s": _try_torch_then_served(_measure_torch_metric("output_tok_s"), _measure_loads("output_throughput")),
+    "speedup": _try_torch_then_served(_measure_torch_metric("speedup"), _measure_over_baseline("output_tok_s")),
+    "tau_of_questions": _measure_question_tau,
+    "speedup_of_questions": _measure_question_speedup,
+    "total_tok_s": _measure_loads("total_throughput"),
+    "ttft_mean_ms": _measure_loads("ttft_s", "mean", scale=1e3),
+    "tpot_mean_ms": _measure_loads("tpot_s", "mean", scale=1e3),
+    "tpot_p99_ms": _measure_loads("tpot_s", "p99", scale=1e3),
+    "total_speedup": _measure_over_baseline("total_tok_s"),
+    "total_tok_s_change": _measure_over_baseline("total_tok_s", 1),
+    "ttft_mean_ms_change": _measure_over_baseline("ttft_mean_ms", 1),
+    "tpot_mean_ms_change": _measure_over_baseline("tpot_mean_ms", 1),
+    "tpot_p99_ms_change": _measure_over_baseline("tpot_p99_ms", 1),
+    "memory_weights_gb": _measure_memory("weights"),
+    "memory_draft_gb": _measure_memory("draft"),
+    "memory_kv_gb": _measure_memory("kv_cache"),
+}

@@ -16,14 +16,14 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from stages.draft.eagle3 import MLP, Draft, DraftConfig, RMSNorm, inverse_frequency
-from stages.target.mrope import axes
+from stages.draft.eagle3 import DraftConfig, DraftMLP, Eagle3Draft, RMSNorm, compute_inverse_frequency
+from stages.target.mrope import assign_frequency_axes
 from stages.training import attention_mask, chunked_loss, ttt
 
-CROSS_ENTROPY = 0.1  # its weight, beside SmoothL1's 1
+CROSS_ENTROPY_WEIGHT = 0.1  # its weight, beside SmoothL1's 1
 
 
-class Eagle(Draft):
+class EagleDraft(Eagle3Draft):
     """As a Draft, over the target's whole vocabulary; `head` [V, H] is the target's, and nobody's weight."""
 
     def __init__(self, config: DraftConfig, head: Tensor):
@@ -38,12 +38,12 @@ class Eagle(Draft):
             self.midlayer.self_attn.add_module(f"{name}_proj", linear)
         self.midlayer.self_attn.o_proj = nn.Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
         self.midlayer.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.midlayer.mlp = MLP(c)
-        self.register_buffer("inverse_frequency", inverse_frequency(c.rope, c.head_dim), persistent=False)
-        self.register_buffer("axes", axes(c.rope, c.head_dim), persistent=False)
+        self.midlayer.mlp = DraftMLP(c)
+        self.register_buffer("inverse_frequency", compute_inverse_frequency(c.rope, c.head_dim), persistent=False)
+        self.register_buffer("axes", assign_frequency_axes(c.rope, c.head_dim), persistent=False)
 
     @classmethod
-    def fresh(cls, config: DraftConfig, head: Tensor, seed: int) -> "Eagle":
+    def fresh(cls, config: DraftConfig, head: Tensor, seed: int) -> "EagleDraft":
         """Untrained: drawn from the seed, the fusion such that the guess for p+1 begins near the hidden state of p."""
         torch.manual_seed(seed)
         made = cls(config, head)
@@ -75,20 +75,20 @@ class Eagle(Draft):
         return draft_ids
 
 
-def unroll(eagle: Eagle, pack: ttt.Pack, embedding: Tensor, steps: int) -> list[Tensor]:
+def unroll_states(eagle: EagleDraft, pack: ttt.TrainingPack, embedding: Tensor, steps: int) -> list[Tensor]:
     """`steps` steps from every asked position, fed with the row's own tokens and their own earlier states -> [P_k, H] each."""
     last = pack.last.to(eagle.fc.weight.dtype)
     turning = eagle.turning(pack.place, pack.positions)
     ids = nn.functional.pad(pack.ids, (0, steps + 1))
-    mixed = eagle.mix(ttt.embeddings(pack, ids, embedding, slice(1, len(pack.ids) + 1)), last)
-    visible = attention_mask.of(pack, *eagle.keys_values(mixed, eagle.rope(turning)), None)
+    mixed = eagle.mix(ttt.embed_tokens(pack, ids, embedding, slice(1, len(pack.ids) + 1)), last)
+    visible = attention_mask.build_pack_attention(pack, *eagle.keys_values(mixed, eagle.rope(turning)), None)
     hidden = last.index_select(0, pack.asked)  # [P, H]
     own_keys: list[Tensor] = []
     own_values: list[Tensor] = []
     states: list[Tensor] = []
     for k, width in enumerate(pack.widths[:steps]):
         asked = pack.asked[:width]
-        mixed = eagle.mix(ttt.embeddings(pack, ids, embedding, asked + 1 + k), hidden[:width])
+        mixed = eagle.mix(ttt.embed_tokens(pack, ids, embedding, asked + 1 + k), hidden[:width])
         rope = eagle.rope(turning[asked] + k)
         if k:  # of step 0 it is the prefix's of p
             key, value = eagle.keys_values(mixed, rope)
@@ -99,26 +99,30 @@ def unroll(eagle: Eagle, pack: ttt.Pack, embedding: Tensor, steps: int) -> list[
     return states
 
 
-def forward(
-    eagle: Eagle, pack: ttt.Pack, embedding: Tensor, head: Tensor, objective: ttt.Objective, counts: Tensor | None = None
-) -> ttt.Result:  # fmt: skip
+def compute_loss(
+    eagle: EagleDraft, pack: ttt.TrainingPack, embedding: Tensor, head: Tensor, objective: ttt.TrainingObjective, counts: Tensor | None = None
+) -> ttt.LossOutput:  # fmt: skip
     """As ttt.forward, of one step."""
     assert objective.steps == 1
     if not pack.chunks:
-        return ttt.nothing(eagle, pack, 1)
-    (states,) = unroll(eagle, pack, embedding, 1)
+        return ttt.compute_zero_loss(eagle, pack, 1)
+    (states,) = unroll_states(eagle, pack, embedding, 1)
     share = 1 / (torch.tensor(pack.counts, device=head.device) if counts is None else counts).clamp(min=1)  # [1]
     all_ids = torch.zeros(len(head), dtype=torch.int64, device=head.device)
     view = SimpleNamespace(
         readout=eagle.readout, lm_head=SimpleNamespace(weight=head), d2t=all_ids, t2d=torch.ones_like(all_ids).bool()
     )
-    total, loss, hits = chunked_loss.chunked(view, [states], pack, head, CROSS_ENTROPY * share, objective.loss)
+    total, loss, hits = chunked_loss.compute_chunked_loss(
+        view, [states], pack, head, CROSS_ENTROPY_WEIGHT * share, objective.loss
+    )
     wanted = pack.last[pack.asked + 1].to(states.dtype)  # of the position guessed
     near = nn.functional.smooth_l1_loss(states, wanted, reduction="none").mean(-1).float().sum()
-    return ttt.Result(total + near * share[0], CROSS_ENTROPY * loss + near.detach(), hits)
+    return ttt.LossOutput(total + near * share[0], CROSS_ENTROPY_WEIGHT * loss + near.detach(), hits)
 
 
-def guesses(eagle: Eagle, pack: ttt.Pack, embedding: Tensor, head: Tensor, steps: int, count: int) -> list[Tensor]:
+def predict_top_tokens(
+    eagle: EagleDraft, pack: ttt.TrainingPack, embedding: Tensor, head: Tensor, steps: int, count: int
+) -> list[Tensor]:
     """Of each step its best `count` ids [P_k, count], where the row's own tokens led there."""
-    states = unroll(eagle, pack, embedding, steps)
+    states = unroll_states(eagle, pack, embedding, steps)
     return [(state @ head.T).topk(count).indices for state in states]

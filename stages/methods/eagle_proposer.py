@@ -1,4 +1,4 @@
-"""EAGLE's trees: EAGLE with a static one (`static`), EAGLE-2 the same weights with EAGLE-3's dynamic one (`expand`, which
+"""EAGLE's trees: EAGLE with a static one (`static`), EAGLE-2 the same weights with EAGLE-3's dynamic one (`expand_candidates`, which
 takes an Eagle for a Draft).
 
 Letters as in `eagle`; M nodes, R rows that a cycle verified, Q branches that go on, S own ancestors with self.
@@ -7,20 +7,20 @@ Letters as in `eagle`; M nodes, R rows that a cycle verified, Q branches that go
 import torch
 from torch import Tensor
 
-from stages.draft.eagle3 import attend, first_state, in_sight
-from stages.engine.decode import Begun, Stand, Verdict
-from stages.methods.eagle import Eagle
-from stages.methods.static_tree import Static
+from stages.draft.eagle3 import attend_prefix_and_ancestors, build_prefix_mask, compute_first_state
+from stages.engine.decode import DecodeState, PrefillOutput, VerifyOutput
+from stages.methods.eagle import EagleDraft
+from stages.methods.static_tree import StaticTree
 from stages.trees import draft_tree as trees
-from stages.trees.expansion import expand
+from stages.trees.expansion import expand_candidates
 
 
-class Guessing:
+class EagleMethod:
     """A Method: an Eagle with its tree, static or (steps, topk, tokens) of a dynamic one. Raises ValueError where they, or
     Eagle and target, can't belong together.
     """
 
-    def __init__(self, eagle: Eagle, embedding: Tensor, tree: Static | tuple[int, int, int], semantics: str):
+    def __init__(self, eagle: EagleDraft, embedding: Tensor, tree: StaticTree | tuple[int, int, int], semantics: str):
         c = eagle.config
         if (c.vocab_size, c.hidden_size) != tuple(embedding.shape):
             raise ValueError(
@@ -28,22 +28,22 @@ class Guessing:
                 f"{embedding.shape[0]} and {embedding.shape[1]}; train a draft for it"
             )
         self.eagle, self.embedding, self.tree, self.semantics = eagle, embedding, tree, semantics
-        if isinstance(tree, Static):
+        if isinstance(tree, StaticTree):
             self.steps, self.nodes = tree.steps, tree.nodes
         else:
-            trees.check(*tree, c.vocab_size, c.sliding_window)
+            trees.check_tree(*tree, c.vocab_size, c.sliding_window)
             self.steps, self.nodes = tree[0], tree[2]
         self.weights = sum(x.nbytes for x in eagle.parameters())
         self.parameters = sum(x.numel() for x in eagle.parameters())
 
-    def proposer(self, size: int) -> "Guesser":
-        return Guesser(self, size)
+    def proposer(self, size: int) -> "EagleProposer":
+        return EagleProposer(self, size)
 
 
-class Guesser:
+class EagleProposer:
     """Reads what was verified into keys and values of its own, and grows a tree from the last of it."""
 
-    def __init__(self, method: Guessing, size: int):
+    def __init__(self, method: EagleMethod, size: int):
         eagle, self.method = method.eagle, method
         like, c = eagle.fc.weight, eagle.config
         self.keys = like.new_zeros(1, size, c.num_key_value_heads, c.head_dim)
@@ -52,9 +52,9 @@ class Guesser:
         self.places = torch.arange(size, device=like.device)
         self.turns = eagle.turning(self.places[: method.steps + 1], None).clone()  # [R] or [R, 3] of those rows
         self.held = [self.hidden, self.turns]
-        self.grow = _grow_static if isinstance(method.tree, Static) else _grow_dynamic
+        self.grow = _grow_static_tree if isinstance(method.tree, StaticTree) else _grow_dynamic_tree
 
-    def begin(self, prompt: list[int], begun: Begun, stand: Stand) -> None:
+    def begin(self, prompt: list[int], begun: PrefillOutput, stand: DecodeState) -> None:
         eagle, count = self.method.eagle, len(prompt)
         turns = eagle.turning(self.places[None, :count], begun.positions)[0]  # [T] or [T, 3]
         mixed = eagle.mix(begun.embeds[0, 1:], begun.hidden[:-1])
@@ -62,10 +62,10 @@ class Guesser:
         self.keys[0, : count - 1], self.values[0, : count - 1] = keys, values
         self.hidden[0], self.turns[0] = begun.hidden[-1], turns[-1]
 
-    def prepare(self, stand: Stand) -> None:
+    def prepare(self, stand: DecodeState) -> None:
         """Nothing is looked up."""
 
-    def propose(self, stand: Stand, seen: int) -> tuple[trees.Tree, Tensor]:
+    def propose(self, stand: DecodeState, seen: int) -> tuple[trees.DraftTree, Tensor]:
         method, eagle, last = self.method, self.method.eagle, stand.count - 1
         rows = stand.length - stand.count + self.places[: len(self.hidden)]  # [R]
         embeds = method.embedding[stand.tokens]  # [R, H]
@@ -73,13 +73,13 @@ class Guesser:
         self.keys.index_copy_(1, rows, keys[None])
         self.values.index_copy_(1, rows, values[None])
         prefix = self.keys[:, :seen], self.values[:, :seen]
-        allowed = in_sight((stand.length - 1)[None], seen, None)  # [1, 1, seen]
+        allowed = build_prefix_mask((stand.length - 1)[None], seen, None)  # [1, 1, seen]
         turns = self.turns[last][None]  # [1, 1] or [1, 1, 3]
-        state = first_state(eagle, embeds[last][None], self.hidden[last][None], turns, *prefix, allowed)
+        state = compute_first_state(eagle, embeds[last][None], self.hidden[last][None], turns, *prefix, allowed)
         tree = self.grow(method, state, turns, *prefix, allowed)
         return tree, torch.cat([stand.tokens[last], tree.tokens[0]])
 
-    def learn(self, stand: Stand, verdict: Verdict) -> None:
+    def learn(self, stand: DecodeState, verdict: VerifyOutput) -> None:
         self.hidden.copy_(verdict.hidden[verdict.path])
         rows = stand.length - stand.count + self.places[: len(self.hidden)]
         self.turns.copy_(rows if self.turns.ndim == 1 else (rows + stand.shift)[:, None].expand(-1, 3))
@@ -89,28 +89,30 @@ class Guesser:
         return sum(t.nbytes for t in (self.keys, self.values, *self.held))
 
 
-def _grow_dynamic(
-    method: Guessing, state: Tensor, turns: Tensor, keys: Tensor, values: Tensor, allowed: Tensor
-) -> trees.Tree:
-    assert not isinstance(method.tree, Static)
+def _grow_dynamic_tree(
+    method: EagleMethod, state: Tensor, turns: Tensor, keys: Tensor, values: Tensor, allowed: Tensor
+) -> trees.DraftTree:
+    assert not isinstance(method.tree, StaticTree)
     steps, topk, width = method.tree
     prefix = state, turns, keys, values, allowed
-    return trees.keep(expand(method.eagle, method.embedding, *prefix, steps, topk, method.semantics), width)
+    return trees.build_tree(
+        expand_candidates(method.eagle, method.embedding, *prefix, steps, topk, method.semantics), width
+    )
 
 
-def _grow_static(
-    method: Guessing, state: Tensor, turns: Tensor, keys: Tensor, values: Tensor, allowed: Tensor
-) -> trees.Tree:
+def _grow_static_tree(
+    method: EagleMethod, state: Tensor, turns: Tensor, keys: Tensor, values: Tensor, allowed: Tensor
+) -> trees.DraftTree:
     """Depth by depth; a branch that ends is not asked.
 
     state [1, 1, H] of step 0, turns [1, 1] or [1, 1, 3], keys and values [1, T, G, E] of the prefix, allowed [1, 1, T].
     """
     eagle, static = method.eagle, method.tree
-    assert isinstance(static, Static)
+    assert isinstance(static, StaticTree)
     states, own_k, own_v = state[0], None, None  # [Q, H] and [Q, S, G, E] of the branches above
     tokens: list[Tensor] = []
     for depth, level in enumerate(static.levels, 1):
-        ranked = trees.best(eagle.logits(states).float(), static.widest)[1]  # [Q, widest]
+        ranked = trees.select_topk(eagle.logits(states).float(), static.widest)[1]  # [Q, widest]
         tokens.append(ranked[level.above, level.rank])
         if depth == static.steps:
             break
@@ -121,6 +123,8 @@ def _grow_static(
         own_k = key if own_k is None else torch.cat([own_k[above], key], dim=1)
         own_v = value if own_v is None else torch.cat([own_v[above], value], dim=1)
         seen = allowed.expand(-1, len(above), -1)
-        attended = attend(eagle.queries(mixed, rope)[None], keys, values, seen, own_k[None], own_v[None])[0]
+        attended = attend_prefix_and_ancestors(
+            eagle.queries(mixed, rope)[None], keys, values, seen, own_k[None], own_v[None]
+        )[0]
         states = eagle.finish(mixed, attended)
     return static.tree(torch.cat(tokens))

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stages.engine.decode import Begun, Stand, Verdict
+from stages.engine.decode import DecodeState, PrefillOutput, VerifyOutput
 from stages.trees import draft_tree as trees
 
-NOBODY = -1  # a node's token for acceptance, where no choice shall ever lead there
+UNMATCHABLE_TOKEN = -1  # a node's token for acceptance, where no choice shall ever lead there
 
 
 @dataclass
-class Guesses:
+class GuessTree:
     """M - 1 nodes below the root, on the host; whatever is not set is seen by nobody and accepted never."""
 
     tokens: list[int]  # what the target reads
@@ -28,11 +28,11 @@ class Guesses:
     sees: Tensor  # [M, M] bool
 
     @classmethod
-    def none(cls, nodes: int) -> "Guesses":
+    def none(cls, nodes: int) -> "GuessTree":
         sees = torch.eye(nodes, dtype=torch.bool)
         sees[:, 0] = True
         rest = nodes - 1
-        return cls([0] * rest, [NOBODY] * rest, [0] * rest, [1] * rest, sees)
+        return cls([0] * rest, [UNMATCHABLE_TOKEN] * rest, [0] * rest, [1] * rest, sees)
 
     def put(self, node: int, parent: int, token: int) -> None:
         """A guess at `node`, below `parent`, which has been put before."""
@@ -42,7 +42,7 @@ class Guesses:
         self.sees[node] |= self.sees[parent]
 
 
-class Hosted:
+class HostProposer:
     """A Proposer whose guesses come from `guess`."""
 
     def __init__(self, nodes: int, device: torch.device):
@@ -51,18 +51,18 @@ class Hosted:
         self.context: list[int] = []  # prompt and answer
         self.ids = torch.zeros(nodes - 1, **whole)
         self.choices = torch.zeros(nodes, **whole)  # of the last cycle
-        self.tree = trees.Tree(
+        self.tree = trees.DraftTree(
             torch.arange(nodes - 1, device=device)[None],
-            torch.full((1, nodes - 1), NOBODY, **whole),
+            torch.full((1, nodes - 1), UNMATCHABLE_TOKEN, **whole),
             torch.zeros(1, nodes, **whole),
             torch.zeros(1, nodes, nodes, dtype=torch.bool, device=device),
             torch.zeros(1, nodes, **whole),
         )
 
-    def begin(self, prompt: list[int], begun: Begun, stand: Stand) -> None:
+    def begin(self, prompt: list[int], begun: PrefillOutput, stand: DecodeState) -> None:
         self.context = list(prompt)
 
-    def prepare(self, stand: Stand) -> None:
+    def prepare(self, stand: DecodeState) -> None:
         count, *tokens = torch.cat([stand.count, stand.tokens]).tolist()
         self.context += tokens[:count]
         found = self.guess(tokens[:count])
@@ -72,14 +72,14 @@ class Hosted:
         self.tree.depths[0, 1:].copy_(torch.tensor(found.depths))
         self.tree.sees[0].copy_(found.sees)
 
-    def guess(self, new: list[int]) -> Guesses:
+    def guess(self, new: list[int]) -> GuessTree:
         """What may follow `context`, whose last tokens are `new`."""
         raise NotImplementedError
 
-    def propose(self, stand: Stand, seen: int) -> tuple[trees.Tree, Tensor]:
+    def propose(self, stand: DecodeState, seen: int) -> tuple[trees.DraftTree, Tensor]:
         return self.tree, torch.cat([stand.tokens[stand.count - 1], self.ids])
 
-    def learn(self, stand: Stand, verdict: Verdict) -> None:
+    def learn(self, stand: DecodeState, verdict: VerifyOutput) -> None:
         self.choices.copy_(verdict.choices)
 
     @property

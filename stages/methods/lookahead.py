@@ -22,13 +22,13 @@ import random
 
 import torch
 
-from stages.engine.decode import Begun, Stand
-from stages.methods.host_proposer import NOBODY, Guesses, Hosted
+from stages.engine.decode import DecodeState, PrefillOutput
+from stages.methods.host_proposer import UNMATCHABLE_TOKEN, GuessTree, HostProposer
 
-SEED = 0  # of what the window begins with
+WINDOW_SEED = 0  # of what the window begins with
 
 
-class Lookahead:
+class LookaheadMethod:
     """A Method."""
 
     weights = 0  # bytes
@@ -40,8 +40,8 @@ class Lookahead:
         self.steps, self.nodes = level - 1, self.seen + guesses * (level - 1)
         self.sees, self.depths = self._window()
 
-    def proposer(self, size: int) -> "Ahead":
-        return Ahead(self)
+    def proposer(self, size: int) -> "LookaheadProposer":
+        return LookaheadProposer(self)
 
     def place(self, row: int, column: int) -> int:
         """The node that stands there; that of row 0, column 0 is the root."""
@@ -59,30 +59,30 @@ class Lookahead:
         return sees, depths
 
 
-class Ahead(Hosted):
-    def __init__(self, method: Lookahead):
+class LookaheadProposer(HostProposer):
+    def __init__(self, method: LookaheadMethod):
         super().__init__(method.nodes, method.device)
         self.method = method
         self.rows: list[list[int]] = []  # N - 1 of W tokens; row 0's first is the root
         self.pool: dict[int, dict[tuple[int, ...], None]] = {}  # a token -> what may follow, the latest last
         self.passes = 0
 
-    def begin(self, prompt: list[int], begun: Begun, stand: Stand) -> None:
+    def begin(self, prompt: list[int], begun: PrefillOutput, stand: DecodeState) -> None:
         super().begin(prompt, begun, stand)
-        draw, method = random.Random(SEED), self.method
+        draw, method = random.Random(WINDOW_SEED), self.method
         self.rows = [draw.choices(prompt, k=method.window) for _ in range(method.level - 1)]
         self.pool, self.passes = {}, 0
 
-    def guess(self, new: list[int]) -> Guesses:
+    def guess(self, new: list[int]) -> GuessTree:
         method = self.method
         if self.passes:
             self._keep(self.choices.tolist())
         self.passes += 1
         self.rows[0][0] = new[-1]
-        found = Guesses.none(method.nodes)
+        found = GuessTree.none(method.nodes)
         window = [token for row in self.rows for token in row][1:]
         found.tokens[: len(window)] = window
-        found.wanted[: len(window)] = [NOBODY] * len(window)
+        found.wanted[: len(window)] = [UNMATCHABLE_TOKEN] * len(window)
         found.depths[: len(window)] = method.depths[1:]
         found.sees[: method.seen, : method.seen] = method.sees
         self._plant(found, [*self.pool.get(new[-1], ())][::-1])
@@ -103,7 +103,7 @@ class Ahead(Hosted):
                     del kept[next(iter(kept))]
         self.rows = [*self.rows[1:], grown]
 
-    def _plant(self, found: Guesses, guesses: list[tuple[int, ...]]) -> None:
+    def _plant(self, found: GuessTree, guesses: list[tuple[int, ...]]) -> None:
         """Guesses as a tree behind the window: siblings differ."""
         there: dict[tuple[int, ...], int] = {(): 0}
         for guess in guesses:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from stages.training import chunked_loss, ttt
 
 
-class Medusa(nn.Module):
+class MedusaDraft(nn.Module):
     d2t: Tensor  # [D] int64 offsets: target id = draft id + d2t[draft id]
     t2d: Tensor  # [V] bool
 
@@ -33,7 +33,7 @@ class Medusa(nn.Module):
         self.register_buffer("t2d", torch.zeros(config["vocab_size"], dtype=torch.bool))
 
     @classmethod
-    def fresh(cls, config: dict[str, Any], head: Tensor, d2t: Tensor, t2d: Tensor) -> "Medusa":
+    def fresh(cls, config: dict[str, Any], head: Tensor, d2t: Tensor, t2d: Tensor) -> "MedusaDraft":
         """Untrained, of a target with `head` [V, H], with a draft's vocabulary."""
         made = cls(config)
         made.d2t.copy_(d2t)
@@ -59,12 +59,12 @@ class Medusa(nn.Module):
         return draft_ids + self.d2t[draft_ids]
 
 
-def forward(
-    medusa: Medusa, pack: ttt.Pack, embedding: Tensor, head: Tensor, objective: ttt.Objective, counts: Tensor | None = None
-) -> ttt.Result:  # fmt: skip
+def compute_loss(
+    medusa: MedusaDraft, pack: ttt.TrainingPack, embedding: Tensor, head: Tensor, objective: ttt.TrainingObjective, counts: Tensor | None = None
+) -> ttt.LossOutput:  # fmt: skip
     """As ttt.forward; a step is a head."""
     if not pack.chunks:
-        return ttt.nothing(medusa, pack, objective.steps)
+        return ttt.compute_zero_loss(medusa, pack, objective.steps)
     decay = objective.decay ** torch.arange(objective.steps, device=head.device)
     weights = decay / (torch.tensor(pack.counts, device=head.device) if counts is None else counts).clamp(min=1)
     parts = []
@@ -72,13 +72,15 @@ def forward(
         mine = pack.step(k)
         states = medusa.state(k, pack.last[mine.asked].to(out.weight.dtype))
         view = SimpleNamespace(readout=lambda x: x, lm_head=out, d2t=medusa.d2t, t2d=medusa.t2d)
-        parts.append(chunked_loss.chunked(view, [states], mine, head, weights[k : k + 1], objective.loss))
+        parts.append(chunked_loss.compute_chunked_loss(view, [states], mine, head, weights[k : k + 1], objective.loss))
     totals, losses, hits = zip(*parts, strict=True)
     wide = [nn.functional.pad(x[0], (0, len(pack.asked) - x.shape[1])) for x in hits]
-    return ttt.Result(torch.stack(totals).sum(), torch.cat(losses), torch.stack(wide))
+    return ttt.LossOutput(torch.stack(totals).sum(), torch.cat(losses), torch.stack(wide))
 
 
-def guesses(medusa: Medusa, pack: ttt.Pack, embedding: Tensor, head: Tensor, steps: int, count: int) -> list[Tensor]:
+def predict_top_tokens(
+    medusa: MedusaDraft, pack: ttt.TrainingPack, embedding: Tensor, head: Tensor, steps: int, count: int
+) -> list[Tensor]:
     """Of each of the first `steps` heads its best `count` target ids [P_k, count], at the positions that it is taught."""
     found = []
     for k, width in enumerate(pack.widths[:steps]):

@@ -14,22 +14,22 @@ from torch import Tensor
 from stages.draft import checkpoint
 from stages.runtime import atomic
 
-METHODS = ("eagle", "medusa")
+CHECKPOINT_METHODS = ("eagle", "medusa")
 
 
-def config_json(method: str, draft: dict[str, Any], dtype: str, heads: int | None = None) -> dict[str, Any]:
+def build_method_config(method: str, draft: dict[str, Any], dtype: str, heads: int | None = None) -> dict[str, Any]:
     """Of a fresh one, by the EAGLE-3 draft's config.json: its shapes, and Medusa's with its vocabulary too."""
-    assert method in METHODS, method
+    assert method in CHECKPOINT_METHODS, method
     shared = {"method": method, "hidden_size": draft["hidden_size"], "vocab_size": draft["vocab_size"]}
     shared |= {"dtype": dtype, "rank_accuracy": None}
     if method == "medusa":
         return {**shared, "draft_vocab_size": draft["draft_vocab_size"], "heads": heads}
-    layer = {key: draft[key] for key in checkpoint.SIZES if key not in shared}
+    layer = {key: draft[key] for key in checkpoint.SIZE_KEYS if key not in shared}
     rope = {"rope_parameters": draft["rope_parameters"], "model_type": "llama"}
     return {**shared, **layer, "draft_vocab_size": draft["vocab_size"], **rope}
 
 
-def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def list_method_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Every tensor with its shape, by config.json."""
     h = config["hidden_size"]
     if config["method"] == "medusa":
@@ -52,19 +52,21 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     }
 
 
-def write(place: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    assert not (found := checkpoint.misshapen(config, tensors, shapes) or checkpoint.not_finite(tensors)), found
-    with atomic.folder(place / "draft") as temporary:
+def write_method_draft(place: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    assert not (
+        found := checkpoint.find_shape_problem(config, tensors, list_method_shapes) or checkpoint.not_finite(tensors)
+    ), found
+    with atomic.write_folder(place / "draft") as temporary:
         atomic.write_json(temporary / "config.json", config)
         save_file({name: t.contiguous() for name, t in tensors.items()}, temporary / "model.safetensors")
 
 
-def read(place: Path, method: str, made_by: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_method_draft(place: Path, method: str, made_by: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """config.json and tensors. Raises ValueError where they are missing, another method's, or misshapen."""
     config = atomic.read_json(place / "draft" / "config.json", made_by)
     if (found := config.get("method", "eagle3")) != method:
         raise ValueError(f"{place}/draft is of the method {found}, expected {method}; name a checkpoint of that")
     tensors = checkpoint.read_tensors(place / "draft" / "model.safetensors", made_by)
-    if wrong := checkpoint.misshapen(config, tensors, shapes):
+    if wrong := checkpoint.find_shape_problem(config, tensors, list_method_shapes):
         raise atomic.Broken(f"{place}/draft is no draft of {method}: {wrong}", atomic.rerun(made_by))
     return config, tensors

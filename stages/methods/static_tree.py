@@ -20,18 +20,18 @@ from torch import Tensor
 
 from stages.trees import draft_tree as trees
 
-Path = tuple[int, ...]
+RankPath = tuple[int, ...]
 
 
-def best_first(accuracy: Sequence[Sequence[float]], count: int) -> list[Path]:
+def select_best_branches(accuracy: Sequence[Sequence[float]], count: int) -> list[RankPath]:
     """The `count` branches with the greatest products, or all where there are fewer; by depth, then rank.
 
     A branch's product is at most its parent's, and those that tie come shallow first: so none comes without its parent.
     """
-    found: list[Path] = []
-    open_: list[tuple[float, int, Path]] = []
+    found: list[RankPath] = []
+    open_: list[tuple[float, int, RankPath]] = []
 
-    def offer(path: Path, product: float) -> None:
+    def offer(path: RankPath, product: float) -> None:
         if len(path) < len(accuracy):
             for rank, share in enumerate(accuracy[len(path)]):
                 heapq.heappush(open_, (-product * share, len(path) + 1, (*path, rank)))
@@ -44,7 +44,7 @@ def best_first(accuracy: Sequence[Sequence[float]], count: int) -> list[Path]:
     return sorted(found, key=lambda path: (len(path), path))
 
 
-class Level(NamedTuple):
+class TreeLevel(NamedTuple):
     """The n branches of one depth; Q of them go on."""
 
     above: Tensor  # [n] which of the branches that went on, one depth above, each continues
@@ -53,24 +53,24 @@ class Level(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Static:
+class StaticTree:
     """Branches as what a cycle needs; node 0 is the root, the others are in the order of `paths`."""
 
-    paths: list[Path]
+    paths: list[RankPath]
     ranks: Tensor  # [M-1] of each drafted node among its siblings-to-be
     parents: Tensor  # [1, M]
     sees: Tensor  # [1, M, M]
     depths: Tensor  # [1, M]
-    levels: list[Level]
+    levels: list[TreeLevel]
 
     @classmethod
-    def of(cls, paths: list[Path], device: torch.device) -> "Static":
-        """`paths` as `best_first` gives them."""
+    def of(cls, paths: list[RankPath], device: torch.device) -> "StaticTree":
+        """`paths` as `select_best_branches` gives them."""
         number = {(): 0} | {path: place for place, path in enumerate(paths, 1)}
         parents = torch.tensor([[0, *(number[path[:-1]] for path in paths)]], device=device)
-        sees = trees.ancestors(parents)
+        sees = trees.build_ancestor_mask(parents)
         ranks = torch.tensor([path[-1] for path in paths], device=device)
-        return cls(paths, ranks, parents, sees, sees.sum(-1) - 1, _levels(paths, device))
+        return cls(paths, ranks, parents, sees, sees.sum(-1) - 1, _build_levels(paths, device))
 
     @property
     def steps(self) -> int:
@@ -85,20 +85,20 @@ class Static:
         """How many guesses are asked for at most."""
         return max(path[-1] for path in self.paths) + 1
 
-    def tree(self, tokens: Tensor) -> trees.Tree:
+    def tree(self, tokens: Tensor) -> trees.DraftTree:
         """With tokens [M-1]."""
         nodes = torch.arange(len(tokens), device=tokens.device)[None]
-        return trees.Tree(nodes, tokens[None], self.parents, self.sees, self.depths)
+        return trees.DraftTree(nodes, tokens[None], self.parents, self.sees, self.depths)
 
 
-def _levels(paths: list[Path], device: torch.device) -> list[Level]:
-    levels: list[Level] = []
-    above: dict[Path, int] = {(): 0}
+def _build_levels(paths: list[RankPath], device: torch.device) -> list[TreeLevel]:
+    levels: list[TreeLevel] = []
+    above: dict[RankPath, int] = {(): 0}
     for depth in range(1, max(map(len, paths)) + 1):
         here = [path for path in paths if len(path) == depth]
         going_on = {path[:-1] for path in paths if len(path) == depth + 1}
         inner = [slot for slot, path in enumerate(here) if path in going_on]
         columns = [above[path[:-1]] for path in here], [path[-1] for path in here], inner
-        levels.append(Level(*(torch.tensor(column, dtype=torch.int64, device=device) for column in columns)))
+        levels.append(TreeLevel(*(torch.tensor(column, dtype=torch.int64, device=device) for column in columns)))
         above = {here[slot]: number for number, slot in enumerate(inner)}
     return levels

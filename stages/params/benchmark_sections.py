@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from stages.params.section import (
-    ONE_URL,
+    SERVER_URL_PATTERN,
     Count,
     CountOrGrid,
     Name,
@@ -18,9 +18,9 @@ from stages.params.section import (
     Share,
     SomeNames,
     Text,
-    named,
+    get_named,
 )
-from stages.params.tree_sections import Trees
+from stages.params.tree_sections import TreeNames
 
 Rate = Annotated[
     Annotated[Positive, Tag("a number")] | Annotated[Literal["inf"], Tag("a text")],
@@ -99,12 +99,12 @@ class Benchmark(Section):
     num_gpus_per_model: Count
     max_gpu_memory: Positive | None
     checkpoints: SomeNames
-    trees: Annotated[Trees, Field(min_length=1)]
+    trees: Annotated[TreeNames, Field(min_length=1)]
 
     @model_validator(mode="after")
     def the_torch_engine_can_do_it(self) -> "Benchmark":
         for name in self.torch:
-            rate = named(self.workloads, name, "benchmark.workloads").request_rate
+            rate = get_named(self.workloads, name, "benchmark.workloads").request_rate
             if rate != "inf":
                 raise ValueError(
                     f"torch: workload {name} has request_rate {rate} (expected inf): the torch engine waits for no arrivals; "
@@ -123,11 +123,12 @@ class Benchmark(Section):
         return self.num_gpus_total // self.num_gpus_per_model
 
 
-class ServedBy(Section):
+class BenchmarkServer(Section):
     """The engine's server: started for each cell, or one that runs."""
 
     base_urls: dict[
-        Annotated[str, Field(pattern=r"^(baseline|[A-Za-z]\w*-t\d+_\d+_\d+)$")], Annotated[str, Field(pattern=ONE_URL)]
+        Annotated[str, Field(pattern=r"^(baseline|[A-Za-z]\w*-t\d+_\d+_\d+)$")],
+        Annotated[str, Field(pattern=SERVER_URL_PATTERN)],
     ]
     model: Text | None
     api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None
@@ -146,6 +147,6 @@ class BenchmarkServed(Section):
     engine: Literal["sglang", "vllm"]
     workloads: Names
     checkpoints: Names
-    trees: Trees
+    trees: TreeNames
     interleave: bool
-    server: ServedBy
+    server: BenchmarkServer

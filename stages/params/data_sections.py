@@ -8,10 +8,10 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from stages.params.section import Count, Name, NonNegative, Positive, Section, Seed, Share, Text
 
-PROMPT_SETS = Path("data/prompt_sets")
-DATASET = r"\w[\w.-]*(/\w[\w.-]*)?"  # the id of one on the Hub
+PROMPT_SETS_FOLDER = Path("data/prompt_sets")
+DATASET_ID_PATTERN = r"\w[\w.-]*(/\w[\w.-]*)?"  # the id of one on the Hub
 # As section.ONE_URL, also http://host:6000-6007 for a server on each of those ports.
-URLS = r"^https?://[^\s/@?#:]+(:\d{1,5}(-\d{1,5})?)?(/v1)?/?$"
+SERVER_URLS_PATTERN = r"^https?://[^\s/@?#:]+(:\d{1,5}(-\d{1,5})?)?(/v1)?/?$"
 OWN_PROMPTS = {"eval", "random"}  # the pipeline's own, beside prepare_prompts.sets
 
 
@@ -48,13 +48,13 @@ class FixData(Section):
         return raw / self.eval_file if raw.is_dir() else raw.with_name(self.eval_file)
 
 
-class Server(Section):
+class SamplingServer(Section):
     """How sample_target reaches the servers that answer; what only concerns the way there is tracked by no stage."""
 
     launch: Literal["transformers", "sglang", "vllm"] | None
     launch_args: list[str]
     start_timeout_s: Positive
-    base_urls: list[Annotated[str, Field(pattern=URLS)]]
+    base_urls: list[Annotated[str, Field(pattern=SERVER_URLS_PATTERN)]]
     model: Text | None
     concurrency: Count
     timeout_s: Positive
@@ -62,7 +62,7 @@ class Server(Section):
     api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None
 
     @model_validator(mode="after")
-    def one_way_there(self) -> "Server":
+    def one_way_there(self) -> "SamplingServer":
         if self.launch and self.base_urls:
             raise ValueError(
                 f"launch is {self.launch} and base_urls names {len(self.base_urls)} server(s), expected one of the two: "
@@ -75,7 +75,7 @@ class Server(Section):
         return bool(self.launch or self.base_urls)
 
 
-class Portion(Section):
+class TemperatureShare(Section):
     """A part of a mixture: of the rows, as many as its weight is of all weights, are drawn at `temperature`."""
 
     temperature: NonNegative
@@ -83,7 +83,7 @@ class Portion(Section):
 
 
 Temperature = Annotated[
-    Annotated[NonNegative, Tag("a number")] | Annotated[list[Portion], Field(min_length=1), Tag("a mixture")],
+    Annotated[NonNegative, Tag("a number")] | Annotated[list[TemperatureShare], Field(min_length=1), Tag("a mixture")],
     Discriminator(lambda value: "a mixture" if isinstance(value, list) else "a number"),
 ]
 
@@ -101,7 +101,7 @@ class SampleTarget(Section):
     max_new_tokens: Count
     truncated: Literal["keep", "drop"]
     shard_size: Count
-    server: Server
+    server: SamplingServer
 
     @model_validator(mode="after")
     def backend_has_what_it_needs(self) -> "SampleTarget":
@@ -146,10 +146,10 @@ class PromptSet(Section):
                 f"from is the file {self.from_}, expected name, split and revision to be null: they are of a dataset's id"
             )
         parts = Path(self.from_).parts
-        tracked = parts[:2] == PROMPT_SETS.parts and ".." not in parts
-        if not tracked and (self.is_file or not re.fullmatch(DATASET, self.from_)):
+        tracked = parts[:2] == PROMPT_SETS_FOLDER.parts and ".." not in parts
+        if not tracked and (self.is_file or not re.fullmatch(DATASET_ID_PATTERN, self.from_)):
             raise ValueError(
-                f"from is {self.from_}, expected a file or folder in {PROMPT_SETS}/, which DVC tracks, or a dataset's id "
+                f"from is {self.from_}, expected a file or folder in {PROMPT_SETS_FOLDER}/, which DVC tracks, or a dataset's id "
                 "(owner/name); put it there"
             )
         if not self.is_file and self.split is None:

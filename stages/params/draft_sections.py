@@ -58,29 +58,29 @@ class Segment(Section):
         return getattr(self, "heads", None)
 
 
-class OfLayer(Segment):
+class LayerSegment(Segment):
     method: Literal["eagle3", "eagle", "medusa"]  # the last is OfHeads', and named here for whoever misspells one
 
 
-class OfHeads(Segment):
+class MedusaSegment(Segment):
     method: Literal["medusa"]
     heads: Count
 
 
-def _kind_of_segment(value: Any) -> str:
+def _discriminate_segment(value: Any) -> str:
     found = value.get("method", "none") if isinstance(value, dict) else getattr(value, "method", "none")
     return {"none": "a segment", "medusa": "a segment of heads"}.get(str(found), "a segment of a layer")
 
 
 AnySegment = Annotated[
     Annotated[Segment, Tag("a segment")]
-    | Annotated[OfLayer, Tag("a segment of a layer")]
-    | Annotated[OfHeads, Tag("a segment of heads")],
-    Discriminator(_kind_of_segment),
+    | Annotated[LayerSegment, Tag("a segment of a layer")]
+    | Annotated[MedusaSegment, Tag("a segment of heads")],
+    Discriminator(_discriminate_segment),
 ]
 
 
-def _method(segment: Segment) -> str:
+def _describe_method(segment: Segment) -> str:
     return f"{segment.width} heads of medusa" if segment.width else segment.rival or "eagle3"
 
 
@@ -116,7 +116,7 @@ class TrainDraft(Section):
                 mine, theirs = self.checkpoints[seen[-1]], self.checkpoints[parent]
                 if (mine.rival, mine.width) != (theirs.rival, theirs.width):
                     raise ValueError(
-                        f"checkpoints.{seen[-1]} is of {_method(mine)} and starts from {parent}, which is of {_method(theirs)}; "
+                        f"checkpoints.{seen[-1]} is of {_describe_method(mine)} and starts from {parent}, which is of {_describe_method(theirs)}; "
                         f"expected one method: start it from {ROOT_CHECKPOINT}, whose shapes every method begins with"
                     )
                 seen.append(parent)
@@ -125,7 +125,7 @@ class TrainDraft(Section):
         return self
 
 
-class Import(Section):
+class ImportedCheckpoint(Section):
     """A published draft taken as a checkpoint; `rope_theta` overrides its config's."""
 
     model: Text
@@ -135,4 +135,4 @@ class Import(Section):
 
 class ImportDraft(Section):
     watch: Text
-    checkpoints: dict[Name, Import]
+    checkpoints: dict[Name, ImportedCheckpoint]

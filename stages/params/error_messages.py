@@ -5,15 +5,15 @@ from typing import Any, get_args
 
 from stages.params.section import Section
 
-TAGS = {  # of places in a form, which no user wrote
+UNION_TAGS = {  # of places in a form, which no user wrote
     "[key]", "a number", "a mixture", "a list", "a text", "a segment", "a segment of a layer", "a segment of heads",
     "a row", "a static row", "a row ahead",
 }  # fmt: skip
 
 
-def explain(error: Any, whole: type[Section]) -> str:
+def explain_error(error: Any, whole: type[Section]) -> str:
     """One pydantic error of `whole` as: key: what was expected, what was found, what to do."""
-    place = [str(part) for part in error["loc"] if part not in TAGS]
+    place = [str(part) for part in error["loc"] if part not in UNION_TAGS]
     key, kind, found = ".".join(place), error["type"], f"found {error['input']!r}"
     message = error["msg"].removeprefix("Value error, ")
     if kind == "value_error":  # our own: says all three, and where no section is at fault, the key too

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from stages.params.section import Count, Name, Section
-from stages.params.tree_sections import Tree
+from stages.params.tree_sections import TreeShape
 
 
 class DynamicRow(Section):
@@ -13,7 +13,7 @@ class DynamicRow(Section):
 
     method: Literal["eagle3", "eagle2", "eagle", "medusa"]  # the last two are StaticRow's: for whoever misspells one
     checkpoint: Name
-    tree: Annotated[str, AfterValidator(lambda name: Tree.parse(name).name)]
+    tree: Annotated[str, AfterValidator(lambda name: TreeShape.parse(name).name)]
 
 
 class StaticRow(Section):
@@ -48,7 +48,7 @@ class LookaheadRow(Section):
 MethodRow = DynamicRow | StaticRow | NgramRow | LookaheadRow
 
 
-def _kind_of_row(value: Any) -> str:
+def _discriminate_row(value: Any) -> str:
     """By its method; with an unknown one, or one that stands in the other list, what tells of all that may stand there."""
     found = value.get("method") if isinstance(value, dict) else getattr(value, "method", None)
     return {"eagle": "a static row", "medusa": "a static row", "lookahead": "a row ahead"}.get(str(found), "a row")
@@ -62,13 +62,13 @@ class BenchmarkMethods(Section):
         Name,
         Annotated[
             Annotated[DynamicRow, Tag("a row")] | Annotated[StaticRow, Tag("a static row")],
-            Discriminator(_kind_of_row),
+            Discriminator(_discriminate_row),
         ],
     ]
     draftless: dict[
         Name,
         Annotated[
             Annotated[NgramRow, Tag("a row")] | Annotated[LookaheadRow, Tag("a row ahead")],
-            Discriminator(_kind_of_row),
+            Discriminator(_discriminate_row),
         ],
     ]

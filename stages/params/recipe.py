@@ -7,10 +7,10 @@ from pydantic import Field, model_validator
 
 from stages.params.section import Count, Name, Section, Text
 
-RECIPES = Path("recipes")
+RECIPES_FOLDER = Path("recipes")
 
 
-class Cells(Section):
+class RecipeCells(Section):
     """A cell of ours, but for its tree, which is the published row's; without a checkpoint the engine's plain decoding."""
 
     engine: Literal["torch", "sglang", "vllm"]
@@ -18,12 +18,12 @@ class Cells(Section):
     checkpoint: Name | None
 
 
-class Beside(Section):
+class PublishedMatch(Section):
     """Published numbers, by their settings, and the cells of ours that are laid beside them."""
 
     publication: Text  # a file in published/
     rows: Annotated[dict[str, str | float | None], Field(min_length=1)]  # settings that its rows have
-    cells: Cells
+    cells: RecipeCells
     assumed: dict[str, str | float]  # settings that nobody stated, and what they are taken for
     measures: dict[
         str, str
@@ -40,7 +40,7 @@ class Recipe(Section):
     train_rows: Count | None  # for the estimate, where sample_target.train_rows is null; null: nothing is trained
     row_tokens: Count  # and how long a row is on average, prompt and answer
     tolerance: dict[str, Annotated[float, Field(ge=0, lt=1)]]  # of a metric, as a share; others have none
-    beside: list[Beside]
+    beside: list[PublishedMatch]
 
     @model_validator(mode="after")
     def a_target_is_named(self) -> "Recipe":

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from stages.params.section import Count, Name, NonNegative, Section, Text, named
+from stages.params.section import Count, Name, NonNegative, Section, Text, get_named
 
 CountOrAll = Annotated[
     Annotated[int, Field(ge=0), Tag("a number")] | Annotated[Literal["all"], Tag("a text")],
@@ -12,7 +12,7 @@ CountOrAll = Annotated[
 ]
 
 
-class Needs(Section):
+class StageResources(Section):
     """What a stage takes of the machine while it runs."""
 
     gpus: CountOrAll
@@ -29,16 +29,16 @@ class Schedule(Section):
     ray_address: Text | None
     sent: list[Name]
     form_may_set: list[Annotated[str, Field(pattern=r"^[a-z_]+(\.([A-Za-z0-9_]+|\*))+$")]]
-    stages: dict[Name, Needs]
+    stages: dict[Name, StageResources]
 
     @model_validator(mode="after")
     def sent_are_stages(self) -> "Schedule":
         for name in self.sent:
-            named(self.stages, name, "schedule.stages")
+            get_named(self.stages, name, "schedule.stages")
         return self
 
-    def needs(self, stage: str) -> Needs:
+    def needs(self, stage: str) -> StageResources:
         """Of a stage of dvc.yaml, a cell too; a file that `dvc add` keeps takes a slot. Raises ValueError for others."""
         if stage.endswith(".dvc"):
-            return Needs(gpus=0, exclusive=False)
-        return named(self.stages, stage.partition("@")[0], "schedule.stages")
+            return StageResources(gpus=0, exclusive=False)
+        return get_named(self.stages, stage.partition("@")[0], "schedule.stages")

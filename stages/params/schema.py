@@ -2,7 +2,7 @@
 
     python -m stages.params.schema        # check the whole file, as `make run` does before anything starts
 
-Every stage reads its parameters through `load()`, which checks the *whole* file: DVC drops keys that are not
+Every stage reads its parameters through `load_params()`, which checks the *whole* file: DVC drops keys that are not
 strings without a word, so a misspelt section would otherwise vanish from the graph (research/dvc_prefect.md, 1).
 This file and the sections are in no stage's `deps`: DVC tracks the values, and the code below holds none.
 """
@@ -20,14 +20,14 @@ from stages.params import stage_runs, yaml_text
 from stages.params.benchmark_sections import Benchmark, BenchmarkServed
 from stages.params.data_sections import OWN_PROMPTS, FixData, PreparePrompts, SampleTarget
 from stages.params.draft_sections import CheckOverfit, ImportDraft, InitDraft, TrainDraft
-from stages.params.error_messages import explain, explain_yaml
+from stages.params.error_messages import explain_error, explain_yaml
 from stages.params.full_disk import explain_full_disk
 from stages.params.methods_section import BenchmarkMethods, DynamicRow, MethodRow, StaticRow
 from stages.params.recipe import Recipe
 from stages.params.schedule import Schedule
-from stages.params.section import PARAMS, ROOT_CHECKPOINT, Section, Text, named
+from stages.params.section import PARAMS_FILE, ROOT_CHECKPOINT, Section, Text, get_named
 from stages.params.target_sections import ExtractHiddens, PrepareTarget, Target
-from stages.params.tree_sections import ReplayTrees, TimeTrees, Tree
+from stages.params.tree_sections import ReplayTrees, TimeTrees, TreeShape
 
 
 class Report(Section):
@@ -125,7 +125,7 @@ class Params(Section):
             *self.replay_trees.steps,
             *self.time_trees.steps,
             *(
-                Tree.parse(tree).num_steps
+                TreeShape.parse(tree).num_steps
                 for tree in [
                     *self.replay_trees.inside,
                     *self.benchmark.trees,
@@ -183,7 +183,7 @@ class Params(Section):
     def method_row(self, name: str) -> MethodRow:
         """Of the table of methods. Raises ValueError naming those that there are."""
         table = self.benchmark_methods
-        return named({**table.drafted, **table.draftless}, name, "benchmark_methods")
+        return get_named({**table.drafted, **table.draftless}, name, "benchmark_methods")
 
     def made_by(self, checkpoint: str) -> str:
         """The stage that makes a checkpoint's draft."""
@@ -214,11 +214,11 @@ def read_recipe(path: Path) -> tuple[Recipe | None, dict[str, dict[str, Any]]]:
     try:
         return None if about is None else Recipe.model_validate(about), found
     except ValidationError as error:
-        problems = "\n".join(f"  recipe.{explain(e, Recipe)}" for e in error.errors(include_url=False))
+        problems = "\n".join(f"  recipe.{explain_error(e, Recipe)}" for e in error.errors(include_url=False))
         raise ValueError(f"{path} has {error.error_count()} problem(s) to correct:\n{problems}") from None
 
 
-def load(path: Path = PARAMS) -> Params:
+def load_params(path: Path = PARAMS_FILE) -> Params:
     """The whole of params.yaml, checked.
 
     Raises:
@@ -235,7 +235,7 @@ def load(path: Path = PARAMS) -> Params:
     try:
         return Params.model_validate(raw)
     except ValidationError as error:
-        problems = "\n".join(f"  {explain(e, Params)}" for e in error.errors(include_url=False))
+        problems = "\n".join(f"  {explain_error(e, Params)}" for e in error.errors(include_url=False))
         raise ValueError(f"{path} has {error.error_count()} problem(s) to correct:\n{problems}") from None
 
 
@@ -245,11 +245,11 @@ def check_raw_exists(params: Params) -> None:
     raw, evaluation = Path(fix.raw), fix.eval_path()
     if not raw.exists():
         raise ValueError(
-            f"{PARAMS}: fix_data.raw is {raw}, which does not exist; give a file or a folder (docs/data.md)"
+            f"{PARAMS_FILE}: fix_data.raw is {raw}, which does not exist; give a file or a folder (docs/data.md)"
         )
     if evaluation is not None and (not evaluation.is_file() or (raw.is_file() and evaluation != raw)):
         raise ValueError(
-            f"{PARAMS}: fix_data.eval_file is {fix.eval_file}, expected a file in the folder fix_data.raw, or "
+            f"{PARAMS_FILE}: fix_data.eval_file is {fix.eval_file}, expected a file in the folder fix_data.raw, or "
             f"the name of that file itself, found neither under {raw}; DVC tracks fix_data.raw, so put it there"
         )
 
@@ -263,7 +263,7 @@ def check_watched(key: str, model: str | None, watch_key: str, watch: str) -> No
         return
     if not Path(model).resolve().is_relative_to(Path(watch).resolve()):
         raise ValueError(
-            f"{PARAMS}: {key} is the local folder {model}, expected {watch_key} to be that folder or one around it, found "
+            f"{PARAMS_FILE}: {key} is the local folder {model}, expected {watch_key} to be that folder or one around it, found "
             f"{watch}: DVC would not notice other weights in {model}; set {watch_key}: {model}"
         )
 
@@ -273,7 +273,7 @@ def check_draft_vocab(params: Params, vocab_size: int) -> None:
     wanted = params.init_draft.draft_vocab_size
     if wanted is not None and wanted > vocab_size:
         raise ValueError(
-            f"{PARAMS}: init_draft.draft_vocab_size is {wanted}, but {params.target.model} has {vocab_size} tokens; "
+            f"{PARAMS_FILE}: init_draft.draft_vocab_size is {wanted}, but {params.target.model} has {vocab_size} tokens; "
             f"use at most {vocab_size}, or null for all"
         )
 
@@ -288,7 +288,7 @@ def split_stage_name(words: list[str]) -> list[str]:
     """
     if len(words) != 1 or "@" not in words[0]:
         return words
-    load()
+    load_params()
     return words[0].rpartition("@")[2].split("-")
 
 
@@ -313,7 +313,7 @@ def run_stage(main: Callable[..., None]) -> None:
 
 
 def main() -> None:
-    params = load()
+    params = load_params()
     check_raw_exists(params)
     check_watched("target.model", params.target.model, "target.watch", params.target.watch)
     b, served = params.benchmark, params.benchmark_served
@@ -321,7 +321,7 @@ def main() -> None:
     cells += len(served.workloads) * (1 + len(served.checkpoints) * len(served.trees))
     cells += len(params.benchmark_methods.drafted) + len(params.benchmark_methods.draftless)
     print(
-        f"{PARAMS} is valid: target {params.target.model}, {len(params.train_draft.checkpoints)} checkpoints, {cells} cells"
+        f"{PARAMS_FILE} is valid: target {params.target.model}, {len(params.train_draft.checkpoints)} checkpoints, {cells} cells"
     )
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
 
-PARAMS = Path("params.yaml")
+PARAMS_FILE = Path("params.yaml")
 ROOT_CHECKPOINT = "e000"  # what init_draft makes; every chain of segments starts here
 Count = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, lt=1)]
@@ -17,19 +17,19 @@ Text = Annotated[str, Field(min_length=1)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$")]
 Grid = Annotated[list[Count], Field(min_length=1)]
 # http://host:port; no user:password@, which would be logged
-ONE_URL = r"^https?://[^\s/@?#:]+(:\d{1,5})?(/v1)?/?$"
+SERVER_URL_PATTERN = r"^https?://[^\s/@?#:]+(:\d{1,5})?(/v1)?/?$"
 Dtype = Literal["float32", "bfloat16", "float16"]
 T = TypeVar("T")
 
 
-def _each_once(names: list[str]) -> list[str]:
+def _check_unique(names: list[str]) -> list[str]:
     if twice := sorted({n for n in names if names.count(n) > 1}):
         raise ValueError(f"{', '.join(twice)} is listed twice; list each name once")
     return names
 
 
-Names = Annotated[list[Name], AfterValidator(_each_once)]
-SomeNames = Annotated[list[Name], Field(min_length=1), AfterValidator(_each_once)]
+Names = Annotated[list[Name], AfterValidator(_check_unique)]
+SomeNames = Annotated[list[Name], Field(min_length=1), AfterValidator(_check_unique)]
 
 
 class Section(BaseModel):
@@ -44,8 +44,8 @@ CountOrGrid = Annotated[
 ]
 
 
-def named(items: Mapping[str, T], name: str, key: str) -> T:
+def get_named(items: Mapping[str, T], name: str, key: str) -> T:
     """items[name]; raises ValueError naming what `key` of params.yaml does have."""
     if name not in items:
-        raise ValueError(f"{PARAMS}: {key} has no {name!r}; it has {', '.join(items)}")
+        raise ValueError(f"{PARAMS_FILE}: {key} has no {name!r}; it has {', '.join(items)}")
     return items[name]

@@ -5,21 +5,21 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from stages.params.section import Count, Grid, Positive, Section, SomeNames, _each_once
+from stages.params.section import Count, Grid, Positive, Section, SomeNames, _check_unique
 
-FEWEST_TIMED = 8  # trees of time_trees: a fit has up to six terms
+MIN_TIMED_TREES = 8  # trees of time_trees: a fit has up to six terms
 
 
-def _trees_can_be_built(names: list[str]) -> list[str]:
+def _check_tree_names(names: list[str]) -> list[str]:
     for name in names:
-        Tree.parse(name)
+        TreeShape.parse(name)
     return names
 
 
-Trees = Annotated[list[str], AfterValidator(_trees_can_be_built), AfterValidator(_each_once)]
+TreeNames = Annotated[list[str], AfterValidator(_check_tree_names), AfterValidator(_check_unique)]
 
 
-class Tree(BaseModel):
+class TreeShape(BaseModel):
     """A draft tree by name: `t8_2_16` is num_steps 8, topk 2, num_draft_tokens 16 (the root counted, as in SGLang)."""
 
     model_config = ConfigDict(frozen=True)
@@ -32,7 +32,7 @@ class Tree(BaseModel):
         return f"t{self.num_steps}_{self.topk}_{self.num_draft_tokens}"
 
     @classmethod
-    def parse(cls, name: str) -> "Tree":
+    def parse(cls, name: str) -> "TreeShape":
         """Raises ValueError for a name that is no tree or a tree that cannot be built."""
         match = re.fullmatch(r"t?([0-9]+)_([0-9]+)_([0-9]+)", name)
         if not match:
@@ -47,7 +47,7 @@ class Tree(BaseModel):
                 f"{name}: at topk 1 a tree is a chain of num_steps drafts and the root, as SGLang forces; "
                 f"write t{steps}_1_{steps + 1}"
             )
-        if tokens - 1 > (most := candidates(steps, topk)):
+        if tokens - 1 > (most := count_candidates(steps, topk)):
             raise ValueError(
                 f"{name}: num_draft_tokens - 1 = {tokens - 1} nodes, but topk + (num_steps - 1) * topk**2 = {most} candidates "
                 f"are all that exist; use at most t{steps}_{topk}_{most + 1}"
@@ -58,7 +58,7 @@ class Tree(BaseModel):
         return tree
 
 
-def candidates(steps: int, topk: int) -> int:
+def count_candidates(steps: int, topk: int) -> int:
     """How many nodes an expansion records: k + (steps - 1) * k**2 (SGLang 0.5.17 to 0.5.23)."""
     return topk + (steps - 1) * topk * topk
 
@@ -69,7 +69,7 @@ class ReplayTrees(Section):
     steps: Grid
     topk: Grid
     tokens: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)]
-    inside: Trees
+    inside: TreeNames
     memory_gib: Positive
 
     @model_validator(mode="after")
@@ -81,22 +81,22 @@ class ReplayTrees(Section):
             )
         return self
 
-    def watched(self) -> list[Tree]:
+    def watched(self) -> list[TreeShape]:
         """The trees of `inside`; the grid needn't have them."""
-        return [Tree.parse(name) for name in self.inside]
+        return [TreeShape.parse(name) for name in self.inside]
 
-    def trees(self) -> list[Tree]:
+    def trees(self) -> list[TreeShape]:
         """Every tree of the grid that can be built, by topk, steps, tokens."""
-        return grid(self.steps, self.topk, self.tokens)
+        return list_tree_shapes(self.steps, self.topk, self.tokens)
 
 
-def grid(steps: list[int], topks: list[int], tokens: list[int]) -> list[Tree]:
+def list_tree_shapes(steps: list[int], topks: list[int], tokens: list[int]) -> list[TreeShape]:
     return [
-        Tree(num_steps=s, topk=k, num_draft_tokens=m)
+        TreeShape(num_steps=s, topk=k, num_draft_tokens=m)
         for k in sorted(set(topks))
         for s in sorted(set(steps))
         for m in ([s + 1] if k == 1 else sorted(set(tokens)))
-        if m - 1 <= candidates(s, k)
+        if m - 1 <= count_candidates(s, k)
     ]
 
 
@@ -114,13 +114,13 @@ class TimeTrees(Section):
 
     @model_validator(mode="after")
     def enough_trees_to_judge_the_fit(self) -> "TimeTrees":
-        if len(self.trees()) < FEWEST_TIMED:
+        if len(self.trees()) < MIN_TIMED_TREES:
             raise ValueError(
                 f"steps {self.steps}, topk {self.topk} and tokens {self.tokens} make {len(self.trees())} trees, expected at "
-                f"least {FEWEST_TIMED}: each is left out once, to see how well the others predict it; write longer lists"
+                f"least {MIN_TIMED_TREES}: each is left out once, to see how well the others predict it; write longer lists"
             )
         return self
 
-    def trees(self) -> list[Tree]:
+    def trees(self) -> list[TreeShape]:
         """Every tree of the grid that can be built, by topk, steps, tokens."""
-        return grid(self.steps, self.topk, self.tokens)
+        return list_tree_shapes(self.steps, self.topk, self.tokens)

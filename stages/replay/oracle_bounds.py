@@ -2,14 +2,14 @@
 
 **oracle**: whoever knew the answer would need no node off its path, so a budget of m - 1 nodes holds the answer's path as
 far as it is among the candidates, m - 1 deep at most. No rule of any kind accepts more at a place; but the longest step is
-not always the best, since it matters where one lands. `fewest` therefore looks for the fewest cycles of all choices.
+not always the best, since it matters where one lands. `find_fewest_cycles` therefore looks for the fewest cycles of all choices.
 
 **adaptive**: what the draft itself expects. Under its own probabilities a tree accepts the sum of its nodes' scores
 (products), and no node's score is above its parent's: so for a given number of nodes the best tree is just the best
 candidates, which are connected by themselves. OPT-Tree's and Sequoia's optimum for these candidates is the static rule.
 What it gives away is that each place gets the same number. The sum over all places, for a number of nodes shared by all, is
 largest where every node stays whose score reaches one threshold: wide trees where the draft is sure of much, small ones
-where it isn't. `cut` says what such trees accept and hold.
+where it isn't. `evaluate_threshold_trees` says what such trees accept and hold.
 
 Letters: N places, L of all answers, B answers, S steps, C candidates, G trees, Q thresholds.
 """
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 # Probabilities of a path, half an octave apart, from "nothing is sure enough" to "everything that was expanded".
-THRESHOLDS = (2.0, *(2.0 ** (-i / 2) for i in range(51)), 0.0)
+PATH_PROBABILITY_THRESHOLDS = (2.0, *(2.0 ** (-i / 2) for i in range(51)), 0.0)
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -28,7 +28,7 @@ def narrowest(most: int) -> torch.dtype:
     return next(dtype for dtype in INTEGERS if most <= torch.iinfo(dtype).max)
 
 
-def fewest(reach: Tensor, counts: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+def find_fewest_cycles(reach: Tensor, counts: Tensor, steps: int) -> tuple[Tensor, Tensor]:
     """Accepted drafts and verify cycles [B, G] of the best choices of all.
 
     reach [G, L + 1]: at each place, how many drafts may be accepted at most, those of all answers one behind the other, and
@@ -52,7 +52,7 @@ def fewest(reach: Tensor, counts: Tensor, steps: int) -> tuple[Tensor, Tensor]:
     return accepted.T, cycles.T
 
 
-def cut(scores: Tensor, numbers: Tensor, topk: int, thresholds: Tensor) -> tuple[Tensor, Tensor]:
+def evaluate_threshold_trees(scores: Tensor, numbers: Tensor, topk: int, thresholds: Tensor) -> tuple[Tensor, Tensor]:
     """Trees of all candidates whose score reaches a threshold: drafts that they accept, and nodes, [Q, S, N], in the `narrowest`
     types that hold the most of each.
 
@@ -72,7 +72,7 @@ def cut(scores: Tensor, numbers: Tensor, topk: int, thresholds: Tensor) -> tuple
     return drafts.permute(2, 1, 0), held.permute(2, 1, 0)
 
 
-def at_width(found: np.ndarray, tokens: int) -> float:
+def interpolate_adaptive_tau(found: np.ndarray, tokens: int) -> float:
     """tau of the trees cut at such a threshold that a cycle's tree has `tokens` nodes in the mean, its root counted; between
     two thresholds in proportion. found [3, Q]: accepted drafts, cycles and drafted nodes, each summed over all answers; the
     last threshold must give as many.

@@ -21,16 +21,28 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stages.draft.eagle3 import Draft, Seen, attend, first_state, in_sight, prefix
-from stages.replay.oracle_bounds import THRESHOLDS, cut, fewest, narrowest
-from stages.trees.draft_tree import SEMANTICS, Candidates, check, level, pool
-from stages.trees.expansion import AT_ONCE, grow
+from stages.draft.eagle3 import (
+    Eagle3Draft,
+    MultimodalFeatures,
+    attend_prefix_and_ancestors,
+    build_prefix_mask,
+    compute_first_state,
+    encode_prefix,
+)
+from stages.replay.oracle_bounds import (
+    PATH_PROBABILITY_THRESHOLDS,
+    evaluate_threshold_trees,
+    find_fewest_cycles,
+    narrowest,
+)
+from stages.trees.draft_tree import TREE_SCORINGS, Candidates, check_tree, count_candidates, get_step_range
+from stages.trees.expansion import MAX_INTERMEDIATE_ELEMENTS, expand_beams
 
-NEVER = torch.iinfo(torch.int32).max  # the rank of a node that does not exist
-Shape = tuple[int, int, int]  # num_steps, topk, num_draft_tokens
+MISSING_RANK = torch.iinfo(torch.int32).max  # the rank of a node that does not exist
+TreeTuple = tuple[int, int, int]  # num_steps, topk, num_draft_tokens
 
 
-class Walked(NamedTuple):
+class WalkCounts(NamedTuple):
     """Of every answer and tree, as integers."""
 
     accepted: Tensor  # [B, G] drafts
@@ -39,8 +51,8 @@ class Walked(NamedTuple):
     depth: Tensor  # [B, G] depths of the trees of those cycles, summed
 
 
-class Replayed(NamedTuple):
-    """`Walked` of the grid's trees, and beside them what other trees from the same candidates would do: `bounds`."""
+class ReplayOutput(NamedTuple):
+    """`WalkCounts` of the grid's trees, and beside them what other trees from the same candidates would do: `bounds`."""
 
     accepted: Tensor  # [B, G]
     cycles: Tensor  # [B, G]
@@ -50,18 +62,18 @@ class Replayed(NamedTuple):
     oracle_cycles: Tensor  # [B, G]
     # Of each topk, ascending, each threshold, and of it the first 1, 2, ... steps: [B, K * Q * S, ...]. For depth it has the
     # drafted nodes of the cycles' trees, summed.
-    adaptive: Walked
+    adaptive: WalkCounts
     stood: Tensor | None = None  # [W, B, P] bool: does the walk of each watched tree stand there?
 
 
-class Room(NamedTuple):
+class ReplayCapacity(NamedTuple):
     """How much is dealt with at once."""
 
     tokens: int  # of rows, padded
     places: int
 
 
-class Block(NamedTuple):
+class PlaceRange(NamedTuple):
     """Places of one row, one behind the other: they share its keys."""
 
     row: int
@@ -69,29 +81,31 @@ class Block(NamedTuple):
     end: int  # p after the last, and so many tokens the last one sees
 
 
-class Part(NamedTuple):
+class PlaceBatch(NamedTuple):
     """Blocks that are expanded together."""
 
-    blocks: list[Block]
+    blocks: list[PlaceRange]
     row: Tensor  # [N] of each place
     where: Tensor  # [N] its p
     edges: Tensor  # which place each block begins with, and N
 
     @classmethod
-    def of(cls, blocks: list[Block], device: torch.device) -> "Part":
+    def of(cls, blocks: list[PlaceRange], device: torch.device) -> "PlaceBatch":
         row = torch.cat([torch.full((b.end - b.begin,), b.row) for b in blocks])
         where = torch.cat([torch.arange(b.begin, b.end) for b in blocks])
         edges = torch.tensor([0, *(b.end - b.begin for b in blocks)]).cumsum(0)
         return cls(blocks, row.to(device), where.to(device), edges.to(device))
 
 
-class Tables:
+class PlaceTables:
     """What is found at every place: those of all answers one behind the other, and one that is nobody's (L + 1)."""
 
-    def __init__(self, trees: Sequence[Shape], places: int, semantics: str, device: torch.device):
+    def __init__(self, trees: Sequence[TreeTuple], places: int, semantics: str, device: torch.device):
         self.trees, self.topks, self.steps = trees, sorted({k for _, k, _ in trees}), max(s for s, _, _ in trees)
-        self.thresholds = SEMANTICS[semantics].score(torch.tensor(THRESHOLDS, device=device))  # [Q]
-        cuts = len(self.topks), len(THRESHOLDS), self.steps, places + 1
+        self.thresholds = TREE_SCORINGS[semantics].score(
+            torch.tensor(PATH_PROBABILITY_THRESHOLDS, device=device)
+        )  # [Q]
+        cuts = len(self.topks), len(PATH_PROBABILITY_THRESHOLDS), self.steps, places + 1
         drafts, nodes = _dtypes(trees)
         self.accepted = torch.zeros(len(trees), places + 1, dtype=drafts, device=device)  # [G, L + 1] drafts
         self.deep = torch.zeros_like(self.accepted)  # [G, L + 1] the tree's depth
@@ -101,10 +115,10 @@ class Tables:
 
     def fill(self, here: slice, topk: int, candidates: Candidates, wanted: Tensor) -> None:
         """The places `here` of the trees of `topk`; wanted [N, S] the answer's next tokens."""
-        scores, numbers, trees = candidates.scores, path(candidates, wanted, topk), self.trees
+        scores, numbers, trees = candidates.scores, match_answer_path(candidates, wanted, topk), self.trees
         drafts = self.accepted.dtype
-        matching = ranks(scores, numbers, self.steps, topk)
-        foremost = ranks(scores, leaders(scores, self.steps, topk), self.steps, topk)
+        matching = rank_candidates(scores, numbers, self.steps, topk)
+        foremost = rank_candidates(scores, find_step_leaders(scores, self.steps, topk), self.steps, topk)
         for s in {s for s, k, _ in trees if k == topk}:
             chosen = [g for g, (steps, k, _) in enumerate(trees) if (steps, k) == (s, topk)]
             most = torch.tensor([trees[g][2] - 1 for g in chosen], device=scores.device)
@@ -112,73 +126,77 @@ class Tables:
             self.deep[chosen, here] = (foremost[:, :s, s - 1, None] < most).sum(1).T.to(drafts)
             self.reach[chosen, here] = torch.minimum((numbers[:, :s] >= 0).sum(1), most[:, None]).to(drafts)
         place = self.topks.index(topk), ..., here
-        self.cut_accepted[place], self.cut_nodes[place] = cut(scores, numbers, topk, self.thresholds)
+        self.cut_accepted[place], self.cut_nodes[place] = evaluate_threshold_trees(
+            scores, numbers, topk, self.thresholds
+        )
 
-    def walked(self, counts: Tensor) -> Replayed:
-        adaptive = walk(self.cut_accepted.flatten(0, 2), self.cut_nodes.flatten(0, 2), counts, self.steps)
-        static = walk(self.accepted, self.deep, counts, self.steps)
-        return Replayed(*static, *fewest(self.reach, counts, self.steps), adaptive)
+    def walked(self, counts: Tensor) -> ReplayOutput:
+        adaptive = walk_cycles(self.cut_accepted.flatten(0, 2), self.cut_nodes.flatten(0, 2), counts, self.steps)
+        static = walk_cycles(self.accepted, self.deep, counts, self.steps)
+        return ReplayOutput(*static, *find_fewest_cycles(self.reach, counts, self.steps), adaptive)
 
 
 @torch.inference_mode()
-def replay(
-    draft: Draft,
+def replay_answers(
+    draft: Eagle3Draft,
     embedding: Tensor,  # [V, H]
     ids: Tensor,  # [B, T] prompt and answer, right-padded
     features: Tensor,  # [B, T, 3H]
     starts: Tensor,  # [B] index of each answer's first token
     ends: Tensor,  # [B] index after its last
-    trees: Sequence[Shape],
-    seen: Seen | None = None,  # of a target that sees
+    trees: Sequence[TreeTuple],
+    seen: MultimodalFeatures | None = None,  # of a target that sees
     semantics: str = "sglang",  # of tree.SEMANTICS
-    at_once: int = 1024,  # places that are expanded together; see `room`
+    at_once: int = 1024,  # places that are expanded together; see `compute_capacity`
     watched: Sequence[int] = (),  # W of the trees, whose places are told too
-) -> Replayed:
+) -> ReplayOutput:
     """What every tree accepts of every answer, and how deep trees are where decoding stands. Raises ValueError for a tree that
     can't be built.
     """
     for steps, topk, tokens in trees:
-        check(steps, topk, tokens, draft.config.draft_vocab_size, draft.config.sliding_window)
+        check_tree(steps, topk, tokens, draft.config.draft_vocab_size, draft.config.sliding_window)
     begins, last = (starts - 1).tolist(), (ends - 2).tolist()  # bonus token y_0 .. y_{n-2}
-    spans = [Block(b, begin, max(begin, end)) for b, (begin, end) in enumerate(zip(begins, last, strict=True))]
+    spans = [PlaceRange(b, begin, max(begin, end)) for b, (begin, end) in enumerate(zip(begins, last, strict=True))]
     counts = torch.tensor([span.end - span.begin for span in spans], device=ids.device)
-    tables, done = Tables(trees, int(counts.sum()), semantics, ids.device), 0
-    fused, keys, values = prefix(draft, ids, features, embedding, seen)
-    following = _following(ids, ends, tables.steps)
+    tables, done = PlaceTables(trees, int(counts.sum()), semantics, ids.device), 0
+    fused, keys, values = encode_prefix(draft, ids, features, embedding, seen)
+    following = _gather_following_tokens(ids, ends, tables.steps)
 
     queries = draft.config.num_attention_heads * sum(tables.topks)  # of a place, at most
-    width = max(1, AT_ONCE[ids.device.type] // (queries * ids.shape[1]))
-    for blocks in _parts(spans, width, at_once):
-        part = Part.of(blocks, ids.device)
+    width = max(1, MAX_INTERMEDIATE_ELEMENTS[ids.device.type] // (queries * ids.shape[1]))
+    for blocks in _batch_place_ranges(spans, width, at_once):
+        part = PlaceBatch.of(blocks, ids.device)
         positions = draft.turning(part.where, None if seen is None else seen.positions[part.row, part.where])
         bonus, verified = embedding[ids[part.row, part.where + 1]], fused[part.row, part.where]
-        hidden = _first(draft, part, bonus, verified, positions, keys, values)
-        look = partial(_look, draft, part, keys, values)
-        grown = grow(draft, embedding, hidden, positions, look, tables.steps, tables.topks, semantics)
+        hidden = _compute_first_states(draft, part, bonus, verified, positions, keys, values)
+        look = partial(_attend_place_ranges, draft, part, keys, values)
+        grown = expand_beams(draft, embedding, hidden, positions, look, tables.steps, tables.topks, semantics)
         here = slice(done, done := done + len(part.where))
         for topk, candidates in grown.items():
             tables.fill(here, topk, candidates, following[part.row, part.where])
     found = tables.walked(counts)
-    return found._replace(stood=stops(tables.accepted[list(watched)], counts)) if watched else found
+    return found._replace(stood=mark_cycle_places(tables.accepted[list(watched)], counts)) if watched else found
 
 
-def _first(
-    draft: Draft, part: Part, embeds: Tensor, fused: Tensor, positions: Tensor, keys: Tensor, values: Tensor
+def _compute_first_states(
+    draft: Eagle3Draft, part: PlaceBatch, embeds: Tensor, fused: Tensor, positions: Tensor, keys: Tensor, values: Tensor
 ) -> Tensor:
     """Step 0 at the places of a part: embeds of the bonus tokens and fused features [N, H], keys and values of all rows
     [B, T, G, E] -> state [N, H].
     """
     states = []
     for block, (i, j) in zip(part.blocks, pairwise(part.edges.tolist()), strict=True):
-        sight = in_sight(part.where[None, i:j], block.end, draft.config.sliding_window)
+        sight = build_prefix_mask(part.where[None, i:j], block.end, draft.config.sliding_window)
         k, v = (x[block.row, None, : block.end] for x in (keys, values))
-        states.append(first_state(draft, embeds[None, i:j], fused[None, i:j], positions[None, i:j], k, v, sight)[0])
+        states.append(
+            compute_first_state(draft, embeds[None, i:j], fused[None, i:j], positions[None, i:j], k, v, sight)[0]
+        )
     return torch.cat(states)
 
 
-def _look(
-    draft: Draft,
-    part: Part,
+def _attend_place_ranges(
+    draft: Eagle3Draft,
+    part: PlaceBatch,
     keys: Tensor,
     values: Tensor,
     step: int,
@@ -190,42 +208,42 @@ def _look(
     """expand.Look over the rows' keys and values [B, T, G, E], block by block: each as far as its places see."""
     out, p = torch.empty_like(query), part.where[place]
     for block, (i, j) in zip(part.blocks, pairwise(torch.searchsorted(place, part.edges).tolist()), strict=True):
-        sight = in_sight(p[None, i:j], block.end, draft.config.sliding_window, step)
+        sight = build_prefix_mask(p[None, i:j], block.end, draft.config.sliding_window, step)
         k, v = (x[block.row, None, : block.end] for x in (keys, values))
-        out[i:j] = attend(query[None, i:j], k, v, sight, own_k[None, i:j], own_v[None, i:j])[0]
+        out[i:j] = attend_prefix_and_ancestors(query[None, i:j], k, v, sight, own_k[None, i:j], own_v[None, i:j])[0]
     return out
 
 
-def room(draft: Draft, trees: Sequence[Shape], memory: int) -> Room:
+def compute_capacity(draft: Eagle3Draft, trees: Sequence[TreeTuple], memory: int) -> ReplayCapacity:
     """What fits into `memory` bytes, half for each, reckoned as if no two topks had a node in common."""
     c, size = draft.config, draft.fc.weight.element_size()
     steps, topks = max(s for s, _, _ in trees), {k for _, k, _ in trees}
     cached = 2 * c.num_key_value_heads * c.head_dim
     drafts, nodes = (dtype.itemsize for dtype in _dtypes(trees))
-    walked = 3 * drafts * len(trees) + (drafts + nodes) * len(topks) * len(THRESHOLDS) * steps
+    walked = 3 * drafts * len(trees) + (drafts + nodes) * len(topks) * len(PATH_PROBABILITY_THRESHOLDS) * steps
     token = (7 * c.hidden_size + 2 * cached) * size + walked + 8 * steps
     own = 2 * steps * cached  # old and new
     layer = 8 * c.hidden_size + 3 * c.intermediate_size + 6 * c.num_attention_heads * c.head_dim
     node = (own + layer) * size + 16 * max(topks)
     recorded = sum(k + (steps - 1) * k * k for k in topks) * 24 + steps * steps * 16
-    return Room(max(1, memory // 2 // token), max(1, memory // 2 // (sum(topks) * node + recorded)))
+    return ReplayCapacity(max(1, memory // 2 // token), max(1, memory // 2 // (sum(topks) * node + recorded)))
 
 
-def _dtypes(trees: Sequence[Shape]) -> tuple[torch.dtype, torch.dtype]:
-    """Return the types in which `Tables` counts: the drafts of a path, and the candidates of an expansion."""
+def _dtypes(trees: Sequence[TreeTuple]) -> tuple[torch.dtype, torch.dtype]:
+    """Return the types in which `PlaceTables` counts: the drafts of a path, and the candidates of an expansion."""
     steps, topk = max(s for s, _, _ in trees), max(k for _, k, _ in trees)
-    return narrowest(steps), narrowest(pool(steps, topk))
+    return narrowest(steps), narrowest(count_candidates(steps, topk))
 
 
-def _parts(spans: Sequence[Block], width: int, at_once: int) -> Iterator[list[Block]]:
+def _batch_place_ranges(spans: Sequence[PlaceRange], width: int, at_once: int) -> Iterator[list[PlaceRange]]:
     """Blocks of at most `width` places, gathered into parts of at most `at_once`."""
-    part: list[Block] = []
+    part: list[PlaceRange] = []
     left = at_once
     for span in spans:
         begin = span.begin
         while begin < span.end:
             end = min(span.end, begin + min(width, left))
-            part.append(Block(span.row, begin, end))
+            part.append(PlaceRange(span.row, begin, end))
             left, begin = left - (end - begin), end
             if not left:
                 yield part
@@ -234,13 +252,13 @@ def _parts(spans: Sequence[Block], width: int, at_once: int) -> Iterator[list[Bl
         yield part
 
 
-def path(candidates: Candidates, wanted: Tensor, topk: int) -> Tensor:
+def match_answer_path(candidates: Candidates, wanted: Tensor, topk: int) -> Tensor:
     """wanted [N, S]: the answer's next tokens, -1 past its end -> candidate numbers [N, S] of the nodes that match them, -2
     from the first that none matches.
     """
     parent, numbers = torch.full_like(wanted[:, :1], -1), []
     for step in range(wanted.shape[1]):
-        begin, end = level(step, topk)
+        begin, end = get_step_range(step, topk)
         here = candidates.parents[:, begin:end] == parent
         here &= candidates.tokens[:, begin:end] == wanted[:, step, None]
         number = begin + here.int().argmax(1)  # at most one matches: siblings carry different tokens
@@ -249,19 +267,19 @@ def path(candidates: Candidates, wanted: Tensor, topk: int) -> Tensor:
     return torch.cat(numbers, 1)
 
 
-def leaders(scores: Tensor, steps: int, topk: int) -> Tensor:
+def find_step_leaders(scores: Tensor, steps: int, topk: int) -> Tensor:
     """scores [N, C] -> [N, S]: the number of each step's best candidate, which the tree holds iff it goes as deep."""
     numbers = torch.arange(scores.shape[1], device=scores.device)
     found = []
     for step in range(steps):
-        begin, end = level(step, topk)
+        begin, end = get_step_range(step, topk)
         here = scores[:, begin:end]
         best = here == here.amax(1, keepdim=True)
-        found.append(torch.where(best, numbers[begin:end], NEVER).amin(1))
+        found.append(torch.where(best, numbers[begin:end], MISSING_RANK).amin(1))
     return torch.stack(found, 1)
 
 
-def ranks(scores: Tensor, numbers: Tensor, steps: int, topk: int) -> Tensor:
+def rank_candidates(scores: Tensor, numbers: Tensor, steps: int, topk: int) -> Tensor:
     """scores [N, C] of candidates, numbers [N, D] of some of them, or negative -> rank [N, D, S] int32.
 
     rank[n, d, s] is how many candidates of the first s + 1 steps come before it, by (score descending, number ascending);
@@ -275,11 +293,11 @@ def ranks(scores: Tensor, numbers: Tensor, steps: int, topk: int) -> Tensor:
         first = before[:, :topk].sum(1, keepdim=True, dtype=torch.int32)
         later = before[:, topk:].unflatten(1, (steps - 1, -1)).sum(2, dtype=torch.int32) if steps > 1 else first[:, :0]
         by_step = torch.cat([first, later], 1).cumsum(1, dtype=torch.int32)  # [N, S]
-        rank.append(torch.where(number[:, None] < 0, NEVER, by_step))
+        rank.append(torch.where(number[:, None] < 0, MISSING_RANK, by_step))
     return torch.stack(rank, 1)
 
 
-def walk(accepted: Tensor, deep: Tensor, counts: Tensor, steps: int) -> Walked:
+def walk_cycles(accepted: Tensor, deep: Tensor, counts: Tensor, steps: int) -> WalkCounts:
     """The cycles of each tree: from the first place on, accept, step over the bonus token, and stand at the next.
 
     accepted [G, L + 1]: drafts if decoding stands at a place, those of all answers one behind the other, and one that is
@@ -303,11 +321,11 @@ def walk(accepted: Tensor, deep: Tensor, counts: Tensor, steps: int) -> Walked:
         times.scatter_add_(2, step[..., None], going[..., None].long())
         stand = torch.where(going, stand + step + 1, stand)
     reached = times.flip(2).cumsum(2).flip(2)[..., 1:]
-    return Walked(total.T, cycles.T, reached.transpose(0, 1), depth.T)
+    return WalkCounts(total.T, cycles.T, reached.transpose(0, 1), depth.T)
 
 
-def stops(accepted: Tensor, counts: Tensor) -> Tensor:
-    """[G, B, P] bool: the places that `walk` stands at, one for each cycle, P the most that an answer has. accepted and
+def mark_cycle_places(accepted: Tensor, counts: Tensor) -> Tensor:
+    """[G, B, P] bool: the places that `walk_cycles` stands at, one for each cycle, P the most that an answer has. accepted and
     counts as there.
     """
     beyond = int(counts.max())  # one place more, for walks that have ended
@@ -320,7 +338,7 @@ def stops(accepted: Tensor, counts: Tensor) -> Tensor:
     return stood[..., :beyond]
 
 
-def _following(ids: Tensor, ends: Tensor, steps: int) -> Tensor:
+def _gather_following_tokens(ids: Tensor, ends: Tensor, steps: int) -> Tensor:
     """[B, T, S]: the answer's tokens after the bonus token of each p, -1 past the answer's end."""
     index = (
         torch.arange(ids.shape[1], device=ids.device)[:, None] + 2 + torch.arange(steps, device=ids.device)

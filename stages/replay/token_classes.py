@@ -11,24 +11,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-KINDS = ("structure", "digits", "letters")
-STRUCTURE = ("P", "S", "Z", "C")  # Unicode's categories: punctuation, symbols, separators, controls
-HALF_LETTER = "\ufffd"  # bytes of a letter that other tokens complete
+TOKEN_CLASSES = ("structure", "digits", "letters")
+STRUCTURE_CATEGORIES = ("P", "S", "Z", "C")  # Unicode's categories: punctuation, symbols, separators, controls
+INCOMPLETE_CHARACTER = "\ufffd"  # bytes of a letter that other tokens complete
 
 
-def kind(text: str) -> str:
+def classify_text(text: str) -> str:
     """Of a token's text; an empty one, or a token that only the template writes, is structure."""
     if any(c.isdigit() for c in text):
         return "digits"
-    spoken = any(c == HALF_LETTER or not unicodedata.category(c).startswith(STRUCTURE) for c in text)
+    spoken = any(
+        c == INCOMPLETE_CHARACTER or not unicodedata.category(c).startswith(STRUCTURE_CATEGORIES) for c in text
+    )
     return "letters" if spoken else "structure"
 
 
-def kinds(tokenizer: Any, ids: Iterable[int]) -> Tensor:
+def classify_tokens(tokenizer: Any, ids: Iterable[int]) -> Tensor:
     """Index into KINDS of each token up to the largest of `ids`; of those not in `ids`, 0."""
     wanted = sorted(set(ids))
     special = set(tokenizer.all_special_ids)
     found = torch.zeros(wanted[-1] + 1, dtype=torch.int64)
     for token in wanted:
-        found[token] = KINDS.index("structure" if token in special else kind(tokenizer.decode([token])))
+        found[token] = TOKEN_CLASSES.index(
+            "structure" if token in special else classify_text(tokenizer.decode([token]))
+        )
     return found

@@ -10,19 +10,21 @@ from typing import Any
 
 Row = dict[str, Any]
 
-INK, FAINT = "#010101", "#020202"
-SERIES = ("#030301", "#030302", "#030303", "#030304", "#030305", "#030306")
-CSS = {INK: "var(--ink)", FAINT: "var(--line)"} | {colour: f"var(--s{i})" for i, colour in enumerate(SERIES)}
-STYLE = {
-    "svg.fonttype": "none", "svg.hashsalt": "aerie", "font.family": "sans-serif", "font.size": 10.5, "text.color": INK,
-    "axes.edgecolor": FAINT, "axes.labelcolor": INK, "axes.spines.top": False, "axes.spines.right": False,
-    "axes.axisbelow": True, "axes.grid": True, "grid.color": FAINT, "grid.linewidth": 0.6, "xtick.color": INK,
-    "ytick.color": INK, "xtick.major.size": 0, "ytick.major.size": 0, "legend.frameon": False, "lines.linewidth": 1.6,
+INK_COLOUR, FAINT_COLOUR = "#010101", "#020202"
+SERIES_COLOURS = ("#030301", "#030302", "#030303", "#030304", "#030305", "#030306")
+CSS_VARIABLES = {INK_COLOUR: "var(--ink)", FAINT_COLOUR: "var(--line)"} | {
+    colour: f"var(--s{i})" for i, colour in enumerate(SERIES_COLOURS)
+}
+MATPLOTLIB_STYLE = {
+    "svg.fonttype": "none", "svg.hashsalt": "aerie", "font.family": "sans-serif", "font.size": 10.5, "text.color": INK_COLOUR,
+    "axes.edgecolor": FAINT_COLOUR, "axes.labelcolor": INK_COLOUR, "axes.spines.top": False, "axes.spines.right": False,
+    "axes.axisbelow": True, "axes.grid": True, "grid.color": FAINT_COLOUR, "grid.linewidth": 0.6, "xtick.color": INK_COLOUR,
+    "ytick.color": INK_COLOUR, "xtick.major.size": 0, "ytick.major.size": 0, "legend.frameon": False, "lines.linewidth": 1.6,
     "lines.markersize": 4, "figure.facecolor": "none", "axes.facecolor": "none",
 }  # fmt: skip
 
 
-def inline(draw: Callable[[Any], None], height: float = 3.3) -> Any:
+def render_svg(draw: Callable[[Any], None], height: float = 3.3) -> Any:
     """An inline SVG, ready for the page, so many inches high of 4.7 wide.
 
     Without prologue, metadata, name spaces, fixed size, or repeated ids.
@@ -33,43 +35,43 @@ def inline(draw: Callable[[Any], None], height: float = 3.3) -> Any:
     from matplotlib.ticker import MaxNLocator
 
     text = io.StringIO()
-    with rc_context(STYLE):
+    with rc_context(MATPLOTLIB_STYLE):
         figure = Figure(figsize=(4.7, height), layout="tight")
         axes = figure.subplots()
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
         draw(axes)
         axes.margins(x=0.03)
         if labels := axes.get_legend_handles_labels()[1]:
-            axes.legend(ncols=legend_columns(len(labels)), handlelength=1.5, columnspacing=1)
+            axes.legend(ncols=count_legend_columns(len(labels)), handlelength=1.5, columnspacing=1)
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Type": None, "Format": None})
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"|(?<=<svg) width="[^"]*"| height="[^"]*"(?= viewBox)', "", svg)
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
-    for colour, variable in CSS.items():
+    for colour, variable in CSS_VARIABLES.items():
         svg = svg.replace(colour, variable)
     return Markup(svg)  # matplotlib has escaped every text in it
 
 
-def legend_columns(series: int) -> int:
+def count_legend_columns(series: int) -> int:
     return 1 + series // 7
 
 
-def _cycle() -> Iterator[str]:
-    return itertools.cycle(SERIES)
+def _cycle_colours() -> Iterator[str]:
+    return itertools.cycle(SERIES_COLOURS)
 
 
-def styles() -> Iterator[Row]:
+def cycle_styles() -> Iterator[Row]:
     """How series are told apart: by colour, and where those are used up by their marks and lines too."""
     for marker, line in itertools.cycle((("o", "-"), ("s", "--"), ("^", ":"))):
-        for colour in SERIES:
+        for colour in SERIES_COLOURS:
             yield {"color": colour, "marker": marker, "linestyle": line}
 
 
-def draw_tokens(axes: Any, trees: list[Row], steps: int | None = None) -> None:
+def draw_tau_by_tokens(axes: Any, trees: list[Row], steps: int | None = None) -> None:
     """At the best num_steps of each point, or at `steps`. A topk has its colour whether or not it is drawn."""
-    for topk, style in zip(sorted({t["topk"] for t in trees}), styles(), strict=False):
+    for topk, style in zip(sorted({t["topk"] for t in trees}), cycle_styles(), strict=False):
         mine = [t for t in trees if t["topk"] == topk and steps in (None, t["steps"])]
         tokens = sorted({t["tokens"] for t in mine})
         best = [max(t["tau"] for t in mine if t["tokens"] == count) for count in tokens]
@@ -80,10 +82,10 @@ def draw_tokens(axes: Any, trees: list[Row], steps: int | None = None) -> None:
     )
 
 
-def draw_duel(axes: Any, best: str, other: str, pairs: list[tuple[float, float, int]]) -> None:
+def draw_checkpoint_duel(axes: Any, best: str, other: str, pairs: list[tuple[float, float, int]]) -> None:
     ends = [min(min(x, y) for x, y, _ in pairs), max(max(x, y) for x, y, _ in pairs)]
-    axes.plot(ends, ends, color=INK, linewidth=0.8)
-    for topk, colour in zip(sorted({k for _, _, k in pairs}), _cycle(), strict=False):
+    axes.plot(ends, ends, color=INK_COLOUR, linewidth=0.8)
+    for topk, colour in zip(sorted({k for _, _, k in pairs}), _cycle_colours(), strict=False):
         mine = [(y, x) for x, y, k in pairs if k == topk]
         axes.plot(*zip(*mine, strict=True), "o", color=colour, markersize=3, label=f"topk {topk}")
     axes.set(xlabel=f"tau with {other}", ylabel=f"tau with {best}")
@@ -93,7 +95,7 @@ def draw_loss(axes: Any, trained: dict[str, Row]) -> None:
     """Each segment starts where the one it continues ended."""
     ends: dict[str, int] = {}
     last: dict[str, float] = {}
-    for name, colour in zip(_in_order(trained), _cycle(), strict=False):
+    for name, colour in zip(_order_by_parent(trained), _cycle_colours(), strict=False):
         parent, epochs = trained[name]["from"], trained[name]["epochs"]
         start, losses = ends.get(parent, 0), [epoch["loss"] for epoch in epochs]
         joined = [(start, last[parent])] if parent in last else []
@@ -104,7 +106,7 @@ def draw_loss(axes: Any, trained: dict[str, Row]) -> None:
     axes.set(xlabel="epoch", ylabel="training loss")
 
 
-def _in_order(trained: dict[str, Row]) -> list[str]:
+def _order_by_parent(trained: dict[str, Row]) -> list[str]:
     """Parents before children, whatever the order in params.yaml."""
     order: list[str] = []
     while len(order) < len(trained):
@@ -113,7 +115,7 @@ def _in_order(trained: dict[str, Row]) -> list[str]:
 
 
 def draw_accuracy(axes: Any, trained: dict[str, Row]) -> None:
-    for name, colour in zip(trained, _cycle(), strict=False):
+    for name, colour in zip(trained, _cycle_colours(), strict=False):
         accuracy = [100 * share for share in trained[name]["epochs"][-1]["step_accuracy"]]
         axes.plot(range(1, len(accuracy) + 1), accuracy, marker="o", color=colour, label=name)
     axes.set(xlabel="training-time-test step", ylabel="accuracy after the last epoch (%)")
@@ -125,8 +127,8 @@ def draw_speedups(axes: Any, lines: list[Row], axis: str, unit: str) -> None:
 
     places = sorted({x for line in lines for x, *_ in line["points"]})
     axes.set_xscale("log", base=2)
-    axes.axhline(1, color=INK, linewidth=0.8)
-    for line, colour in zip(lines, _cycle(), strict=False):
+    axes.axhline(1, color=INK_COLOUR, linewidth=0.8)
+    for line, colour in zip(lines, _cycle_colours(), strict=False):
         xs, ys, lows, highs = zip(*line["points"], strict=True)
         axes.plot(xs, ys, marker="o", color=colour, label=f"{line['name']} {unit}")
         if None not in (*lows, *highs):

@@ -12,18 +12,18 @@ Row = dict[str, Any]
 KILO, WATT_HOUR = 1000, 3600  # joules of a watt-hour
 
 
-def commit() -> Row | None:
+def read_commit() -> Row | None:
     """Of the repository we stand in; None where there is none, or no git. `changed`: files that differ from it.
 
     The stages may have run at earlier commits: dvc.lock says what each of them ran on.
     """
-    head, changed = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")
+    head, changed = _run_git("rev-parse", "HEAD"), _run_git("status", "--porcelain", "--untracked-files=no")
     if head is None or changed is None:
         return None
     return {"id": head.strip(), "changed": [line[3:] for line in changed.splitlines()]}
 
 
-def _git(*words: str) -> str | None:
+def _run_git(*words: str) -> str | None:
     try:
         asked = subprocess.run(["git", *words], capture_output=True, text=True)
     except OSError:
@@ -31,7 +31,7 @@ def _git(*words: str) -> str | None:
     return None if asked.returncode else asked.stdout
 
 
-def versions(*packages: str) -> dict[str, str]:
+def list_installed_versions(*packages: str) -> dict[str, str]:
     """Of those that are installed."""
     found = {}
     for package in packages:
@@ -42,29 +42,33 @@ def versions(*packages: str) -> dict[str, str]:
     return found
 
 
-def digests(places: Iterable[Path]) -> dict[str, str]:
+def digest_each_file(places: Iterable[Path]) -> dict[str, str]:
     """sha256 of each file, so that a page and the tables beside it can be told to belong together."""
     return {str(place): hashlib.sha256(place.read_bytes()).hexdigest() for place in places}
 
 
-def took(stages: dict[str, Row], cells: list[Row]) -> Row:
+def summarise_stage_records(stages: dict[str, Row], cells: list[Row]) -> Row:
     """A line for each stage and for the cells of each engine and workload, and their sum.
 
     `stages` are records of telemetry/stage_record.py by their stages' names; a cell has the same three keys.
     """
-    lines = [{"stage": name, "runs": 1, **_sum([record])} for name, record in stages.items()]
+    lines = [{"stage": name, "runs": 1, **_sum_records([record])} for name, record in stages.items()]
     kinds = dict.fromkeys(("benchmark" if c["engine"] == "torch" else "benchmark_served", c["workload"]) for c in cells)
     for stage, workload in kinds:
         mine = [c for c in cells if (c["engine"] == "torch") == (stage == "benchmark") and c["workload"] == workload]
-        lines.append({"stage": f"{stage}, {workload}", "runs": len(mine), **_sum(mine)})
+        lines.append({"stage": f"{stage}, {workload}", "runs": len(mine), **_sum_records(mine)})
     every = [*stages.values(), *cells]
-    return {"lines": lines, "all": _sum(every), "counted": any(record["joules"] is not None for record in every)}
+    return {
+        "lines": lines,
+        "all": _sum_records(every),
+        "counted": any(record["joules"] is not None for record in every),
+    }
 
 
-def _sum(records: list[Row]) -> Row:
+def _sum_records(records: list[Row]) -> Row:
     """Seconds, GPU-seconds, the GPUs in words, and joules: None where a record with a GPU lacks them."""
     joules = [record["joules"] for record in records if record["gpus"]]
-    kinds = dict.fromkeys(_words(record["gpus"]) for record in records if record["gpus"])
+    kinds = dict.fromkeys(_count_gpu_names(record["gpus"]) for record in records if record["gpus"])
     return {
         "seconds": sum(record["seconds"] for record in records),
         "gpu_seconds": sum(record["seconds"] * len(record["gpus"]) for record in records),
@@ -73,11 +77,11 @@ def _sum(records: list[Row]) -> Row:
     }
 
 
-def _words(names: list[str]) -> str:
+def _count_gpu_names(names: list[str]) -> str:
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
 
 
-def energy(joules: float | None) -> str:
+def format_energy(joules: float | None) -> str:
     """In Wh, kWh from a thousand on; a dash for what isn't known."""
     if joules is None:
         return "–"
@@ -85,7 +89,7 @@ def energy(joules: float | None) -> str:
     return f"{hours / KILO:.3g} kWh" if hours >= KILO else f"{hours:.3g} Wh"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.1f} s"
     minutes, left = divmod(round(seconds), 60)

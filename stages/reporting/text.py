@@ -1,13 +1,13 @@
 """Words and columns that the page and the terminal share."""
 
 
-def tree_structure(name: str) -> str:
+def format_tree(name: str) -> str:
     """The seed's notation. A chain's root was not counted there, so its own name for it follows: 8_1_9 (8_1_8)."""
     steps, topk, tokens = name.removeprefix("t").split("_")
     return f"{steps}_{topk}_{tokens}" + (f" ({steps}_1_{steps})" if topk == "1" else "")
 
 
-def aligned(lines: list[tuple[str, ...]]) -> list[str]:
+def align_columns(lines: list[tuple[str, ...]]) -> list[str]:
     """First column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
@@ -16,7 +16,7 @@ def aligned(lines: list[tuple[str, ...]]) -> list[str]:
     ]
 
 
-def figure(value: float | None, digits: int = 2, times: float = 1.0) -> str:
+def format_number(value: float | None, digits: int = 2, times: float = 1.0) -> str:
     """A number to so many decimals, and a dash for what isn't known."""
     return "–" if value is None else f"{times * value:.{digits}f}"
 
@@ -24,6 +24,6 @@ def figure(value: float | None, digits: int = 2, times: float = 1.0) -> str:
 ONE_PROMPT, ONE_REPEAT, UNCOUNTED = "one prompt", "one repeat", "not by request"  # why there is no interval
 
 
-def span(low: float | None, high: float | None, none: str = "") -> str:
+def format_interval(low: float | None, high: float | None, none: str = "") -> str:
     """Return an interval, or `none` where there is none; ends of a CSV may be "" too."""
     return none if low in (None, "") or high in (None, "") else f"{low:.2f}-{high:.2f}"

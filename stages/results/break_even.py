@@ -4,13 +4,13 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-Point = tuple[float, float]  # (place on the axis, speedup)
+SpeedupPoint = tuple[float, float]  # (place on the axis, speedup)
 
 
-def crossings(points: Sequence[Point]) -> list[float]:
+def find_crossings(points: Sequence[SpeedupPoint]) -> list[float]:
     """Where the speedup crosses 1: between two measured points a straight line over log(axis); points in its order.
 
-    A speedup of just 1 counts as paying, as in `words`.
+    A speedup of just 1 counts as paying, as in `describe_crossings`.
     """
     found = []
     for (x0, y0), (x1, y1) in pairwise(points):
@@ -19,9 +19,9 @@ def crossings(points: Sequence[Point]) -> list[float]:
     return found
 
 
-def words(points: Sequence[Point], axis: str) -> str:
+def describe_crossings(points: Sequence[SpeedupPoint], axis: str) -> str:
     """The crossings as a clause, as "faster up to a concurrency of 45.3, slower beyond". At least one point."""
-    found, start = crossings(points), points[0][1] >= 1
+    found, start = find_crossings(points), points[0][1] >= 1
     ends = f"{points[0][0]:g} to {points[-1][0]:g}" if len(points) > 1 else f"{points[0][0]:g}"
     if not found:
         x, y = min(points, key=lambda p: p[1]) if start else max(points, key=lambda p: p[1])
@@ -29,14 +29,14 @@ def words(points: Sequence[Point], axis: str) -> str:
         if start:
             return f"faster at every {axis} measured, {ends}: at least {at}"
         return f"slower at every {axis} measured, {ends}: at best {at}"
-    spans = [f"{_pace(start == (n % 2 == 0))} up to {x:.3g}" for n, x in enumerate(found)]
-    spans[0] = spans[0].replace("up to ", f"up to {_article(axis)} {axis} of ", 1)
-    return ", ".join([*spans, f"{_pace(start == (len(found) % 2 == 0))} beyond"])
+    spans = [f"{_name_pace(start == (n % 2 == 0))} up to {x:.3g}" for n, x in enumerate(found)]
+    spans[0] = spans[0].replace("up to ", f"up to {_choose_article(axis)} {axis} of ", 1)
+    return ", ".join([*spans, f"{_name_pace(start == (len(found) % 2 == 0))} beyond"])
 
 
-def _pace(pays: bool) -> str:
+def _name_pace(pays: bool) -> str:
     return "faster" if pays else "slower"
 
 
-def _article(word: str) -> str:
+def _choose_article(word: str) -> str:
     return "an" if word[0] in "aeiou" else "a"

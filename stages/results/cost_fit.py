@@ -10,43 +10,43 @@ from typing import Any
 
 import numpy as np
 
-from stages.results.cost_model import TERMS, Fit, units
+from stages.results.cost_model import COST_TERMS, CostModel, count_term_units
 
 Row = dict[str, Any]
 
-MOST_KNEES = 12  # to try: each is a fit for every point that is left out
-FEWEST = 3  # points: with two, one is left to predict the other, and says nothing
+MAX_KNEES = 12  # to try: each is a fit for every point that is left out
+MIN_POINTS = 3  # points: with two, one is left to predict the other, and says nothing
 
 
-def fit(grid: Sequence[Row]) -> Fit:
+def fit_cost_model(grid: Sequence[Row]) -> CostModel:
     """Of rows as cost.GRID. Raises ValueError where they are too few, or hold a time that is none."""
-    if len(grid) < FEWEST:
+    if len(grid) < MIN_POINTS:
         raise ValueError(
-            f"a timing grid has {len(grid)} points, expected at least {FEWEST}: fewer can't say how well the others are "
+            f"a timing grid has {len(grid)} points, expected at least {MIN_POINTS}: fewer can't say how well the others are "
             "predicted; time more trees"
         )
     if wrong := [row for row in grid if not row["cycle_s"] > 0]:
         raise ValueError(f"a timing grid has a cycle of {wrong[0]['cycle_s']} s, expected more than 0; time it anew")
     times = np.array([row["cycle_s"] for row in grid])
-    tried = [_tried(grid, times, count, knee) for count, knee in _choices(grid)]
+    tried = [_fit_terms(grid, times, count, knee) for count, knee in _list_candidate_models(grid)]
     return min(tried, key=lambda found: found.error)
 
 
-def _choices(grid: Sequence[Row]) -> list[tuple[int, int | None]]:
+def _list_candidate_models(grid: Sequence[Row]) -> list[tuple[int, int | None]]:
     """(how many terms, knee) to try, the plainest first: of equals `min` takes the first."""
-    bent = TERMS.index("beyond")
+    bent = COST_TERMS.index("beyond")
     rows = sorted({row["tokens"] * row["batch"] for row in grid})[1:-1]
-    knees = rows[:: -(-len(rows) // MOST_KNEES) or 1]
-    return [*((count, None) for count in range(1, bent + 1)), *((len(TERMS), knee) for knee in knees)]
+    knees = rows[:: -(-len(rows) // MAX_KNEES) or 1]
+    return [*((count, None) for count in range(1, bent + 1)), *((len(COST_TERMS), knee) for knee in knees)]
 
 
-def _tried(grid: Sequence[Row], times: np.ndarray, count: int, knee: int | None) -> Fit:
-    design, names = _design(grid, TERMS[:count], knee)  # [P, K]
+def _fit_terms(grid: Sequence[Row], times: np.ndarray, count: int, knee: int | None) -> CostModel:
+    design, names = _build_design_matrix(grid, COST_TERMS[:count], knee)  # [P, K]
     shares = design / times[:, None]  # so that a residual is one of 1
-    found = nonnegative(shares, np.ones(len(times)))
-    left_out = np.array([design[p] @ _without(shares, p) for p in range(len(times))])
+    found = solve_nonnegative(shares, np.ones(len(times)))
+    left_out = np.array([design[p] @ _fit_without_point(shares, p) for p in range(len(times))])
     errors, residuals = left_out / times - 1, shares @ found - 1
-    return Fit(
+    return CostModel(
         dict(zip(names, found.tolist(), strict=True)),
         knee,
         left_out.tolist(),
@@ -56,22 +56,22 @@ def _tried(grid: Sequence[Row], times: np.ndarray, count: int, knee: int | None)
     )
 
 
-def _without(shares: np.ndarray, point: int) -> np.ndarray:
+def _fit_without_point(shares: np.ndarray, point: int) -> np.ndarray:
     """The fit [K] to all points but one."""
     rest = np.delete(shares, point, axis=0)
-    return nonnegative(rest, np.ones(len(rest)))
+    return solve_nonnegative(rest, np.ones(len(rest)))
 
 
-def _design(grid: Sequence[Row], terms: Sequence[str], knee: int | None) -> tuple[np.ndarray, list[str]]:
+def _build_design_matrix(grid: Sequence[Row], terms: Sequence[str], knee: int | None) -> tuple[np.ndarray, list[str]]:
     """[P, K] and the terms' names. A term that is the same at all points can't be told from the fixed one: left out."""
     shapes = ((row["steps"], row["topk"], row["tokens"], row["batch"]) for row in grid)
-    each = [units(*shape, knee) for shape in shapes]
+    each = [count_term_units(*shape, knee) for shape in shapes]
     columns = {term: np.array([taken[term] for taken in each], dtype=float) for term in terms}
     kept = [term for term in terms if term == "cycle" or np.ptp(columns[term]) > 0]
     return np.stack([columns[term] for term in kept], axis=1), kept
 
 
-def nonnegative(design: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+def solve_nonnegative(design: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """x >= 0 [K] with the least |design x - wanted|; design [P, K], wanted [P].
 
     Lawson and Hanson, Solving Least Squares Problems (1974), chapter 23: terms enter where the error falls, and leave where
@@ -88,11 +88,11 @@ def nonnegative(design: np.ndarray, wanted: np.ndarray) -> np.ndarray:
         if slope[best] <= 1e-10:
             break
         free[best] = True
-        x = _stepped(unit, wanted, x, free)
+        x = _step_to_feasible(unit, wanted, x, free)
     return x / scale
 
 
-def _stepped(unit: np.ndarray, wanted: np.ndarray, x: np.ndarray, free: np.ndarray) -> np.ndarray:
+def _step_to_feasible(unit: np.ndarray, wanted: np.ndarray, x: np.ndarray, free: np.ndarray) -> np.ndarray:
     """From x to the best of the free terms, as far as none turns negative; those that reach 0 are free no more."""
     while True:
         aim = np.zeros_like(x)

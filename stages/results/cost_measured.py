@@ -11,12 +11,12 @@ from statistics import fmean
 from typing import Any
 
 from stages.results import cost_model, cost_served, prediction, timing_grid
-from stages.results.served_table import Line
+from stages.results.served_table import ServedTableLine
 
 Row = dict[str, Any]
 
 
-def of_torch(cell: Row) -> Row | None:
+def measure_torch_cell(cell: Row) -> Row | None:
     """tau, C and the speedup of decoding, with its interval; None of a cell that decoded nothing after its first tokens."""
     rows, metrics = cell["prompts"], cell["metrics"]
     seconds, plain = (
@@ -28,28 +28,36 @@ def of_torch(cell: Row) -> Row | None:
         return None
     step = plain / plain_tokens
     ends = metrics["speedup_low"], metrics["speedup_high"]
-    return _measured(metrics["tau"], seconds / cycles / step, step * tokens / seconds, metrics["speedup"], ends)
+    return _build_measurement(
+        metrics["tau"], seconds / cycles / step, step * tokens / seconds, metrics["speedup"], ends
+    )
 
 
-def of_served(line: Line) -> Row | None:
+def measure_served_line(line: ServedTableLine) -> Row | None:
     """The same of a served cell's line that was compared with a baseline."""
     row, point, plain = line.row, line.point, line.plain
     if not point or not plain or row["speedup"] is None or row["tau"] is None:
         return None
-    cycles, steps, own = cost_served.cycle_s(point), cost_served.step_s(plain), cost_served.step_s(point)
+    cycles, steps, own = (
+        cost_served.compute_cycle_seconds(point),
+        cost_served.compute_step_seconds(plain),
+        cost_served.compute_step_seconds(point),
+    )
     if not (cycles and steps and own):
         return None
     ends = row["speedup_low"], row["speedup_high"]
-    return _measured(row["tau"], fmean(cycles) / fmean(steps), fmean(steps) / fmean(own), row["speedup"], ends)
+    return _build_measurement(row["tau"], fmean(cycles) / fmean(steps), fmean(steps) / fmean(own), row["speedup"], ends)
 
 
-def _measured(tau: float, c: float, decoding: float, whole: float, ends: tuple[float | None, float | None]) -> Row:
+def _build_measurement(
+    tau: float, c: float, decoding: float, whole: float, ends: tuple[float | None, float | None]
+) -> Row:
     """`ends` are of the interval of `whole`."""
     low, high = (None if end is None else decoding * end / whole for end in ends)
     return {"tau": tau, "C": c, "speedup": decoding, "low": low, "high": high, "whole": whole}
 
 
-def beside(names: Row, guess: Row, found: Row) -> Row:
+def compare_prediction(names: Row, guess: Row, found: Row) -> Row:
     """`names` of a cell, its prediction and its measurement, and whether their intervals have anything in common.
 
     Where they haven't, `apart` says which of tau and C is further from what was predicted. `agrees` is None where one has no
@@ -62,9 +70,11 @@ def beside(names: Row, guess: Row, found: Row) -> Row:
     return names | {"predicted": guess, "measured": found, "agrees": agrees, "apart": apart}
 
 
-def torch_rows(costs: dict[str, Row], cells: Iterable[Row], guesses: Iterable[Row]) -> tuple[list[Row], list[str]]:
+def compare_torch_cells(
+    costs: dict[str, Row], cells: Iterable[Row], guesses: Iterable[Row]
+) -> tuple[list[Row], list[str]]:
     """Torch cells beside predictions, `costs` by checkpoint; and why others can't be."""
-    by_tree = {_key(guess): guess for guess in guesses if guess["engine"] == "torch"}
+    by_tree = {_make_prediction_key(guess): guess for guess in guesses if guess["engine"] == "torch"}
     made, why = [], []
     for cell in cells:
         names = {k: cell[k] for k in ("workload", "checkpoint", "tree", "engine")}
@@ -72,7 +82,7 @@ def torch_rows(costs: dict[str, Row], cells: Iterable[Row], guesses: Iterable[Ro
         timed = costs.get(cell["checkpoint"])
         if timed is None:
             continue
-        if differs := timing_grid.differing(timed["hardware"], cell["hardware"]):
+        if differs := timing_grid.list_hardware_differences(timed["hardware"], cell["hardware"]):
             why.append(
                 f"{cell['workload']}, {cell['checkpoint']}: its cells ran on another machine than the timing grid, "
                 f"{', '.join(differs)}; run one of the two anew: dvc repro -f -s time_trees@{timed['checkpoint']}"
@@ -80,45 +90,53 @@ def torch_rows(costs: dict[str, Row], cells: Iterable[Row], guesses: Iterable[Ro
             continue
         shape = cell["num_steps"], cell["topk"], cell["num_draft_tokens"]
         guess = by_tree.get((cell["temperature"], cell["checkpoint"], *shape, 1))
-        if guess and (found := of_torch(cell)):
-            made.append(beside(names, guess, found))
+        if guess and (found := measure_torch_cell(cell)):
+            made.append(compare_prediction(names, guess, found))
     return made, list(dict.fromkeys(why))
 
 
-def _key(guess: Row) -> tuple[Any, ...]:
+def _make_prediction_key(guess: Row) -> tuple[Any, ...]:
     return (
         guess["temperature"],
         guess["checkpoint"],
-        *(guess[axis] for axis in prediction.SHAPE),
+        *(guess[axis] for axis in prediction.TREE_COLUMNS),
         guess["concurrency"],
     )
 
 
-def served_rows(costs: Iterable[Row], lines: Iterable[Line], replays: Mapping[str, list[Row]]) -> list[Row]:
+def compare_served_lines(
+    costs: Iterable[Row], lines: Iterable[ServedTableLine], replays: Mapping[str, list[Row]]
+) -> list[Row]:
     """Served points beside what the other points of their cost predict for them: none judges itself."""
     every, made = list(lines), []
     for timed in costs:
-        trees = prediction.of_temperature(replays.get(timed["checkpoint"], []), timed["settings"]["temperature"])
+        trees = prediction.select_temperature(replays.get(timed["checkpoint"], []), timed["settings"]["temperature"])
         for number, point in enumerate(timed["grid"]):
-            tree = next((t for t in trees if all(t[axis] == point[axis] for axis in prediction.SHAPE)), None)
-            line = next((one for one in every if _is_of(one, timed, point)), None)
-            if tree and line and (found := of_served(line)):
+            tree = next((t for t in trees if all(t[axis] == point[axis] for axis in prediction.TREE_COLUMNS)), None)
+            line = next((one for one in every if _is_grid_point(one, timed, point)), None)
+            if tree and line and (found := measure_served_line(line)):
                 names = ("workload", "checkpoint", "tree", "engine", "concurrency", "max_new_tokens")
-                made.append(beside({k: line.row[k] for k in names}, _left_out(timed, number, tree), found))
+                made.append(
+                    compare_prediction({k: line.row[k] for k in names}, _predict_left_out(timed, number, tree), found)
+                )
     return made
 
 
-def _left_out(timed: Row, number: int, tree: Row) -> Row:
+def _predict_left_out(timed: Row, number: int, tree: Row) -> Row:
     """The prediction of a grid's point by the others."""
-    fit, batch = cost_model.Fit.of_json(timed["fit"]), timed["grid"][number]["batch"]
+    fit, batch = cost_model.CostModel.of_json(timed["fit"]), timed["grid"][number]["batch"]
     step = next(row for row in timed["plain"] if row["batch"] == batch)
-    c, (tau, ends) = fit.left_out_s[number] / step["step_s"], prediction.taus(tree)
-    return {"tau": tau, "C": c} | prediction.speedup(tau, ends, c, prediction.margin(fit, step))
+    c, (tau, ends) = fit.left_out_s[number] / step["step_s"], prediction.get_tau_interval(tree)
+    return {"tau": tau, "C": c} | prediction.compute_speedup_interval(tau, ends, c, prediction.margin(fit, step))
 
 
-def _is_of(line: Line, timed: Row, point: Row) -> bool:
+def _is_grid_point(line: ServedTableLine, timed: Row, point: Row) -> bool:
     """Whether a grid's point was taken from this line."""
     row = line.row
-    same = all(row[name] == timed[name] for name in (*prediction.NAMES, "checkpoint"))
+    same = all(row[name] == timed[name] for name in (*prediction.COST_NAME_COLUMNS, "checkpoint"))
     shape = row["num_steps"], row["topk"], row["num_draft_tokens"], row["concurrency"]
-    return same and line.plain is not None and shape == (*(point[axis] for axis in prediction.SHAPE), point["batch"])
+    return (
+        same
+        and line.plain is not None
+        and shape == (*(point[axis] for axis in prediction.TREE_COLUMNS), point["batch"])
+    )

@@ -17,11 +17,11 @@ from stages.results import interval
 
 Row = dict[str, Any]
 
-TERMS = ("cycle", "verify row", "draft step", "sequence", "draft row", "beyond")  # in the order they are taken in
+COST_TERMS = ("cycle", "verify row", "draft step", "sequence", "draft row", "beyond")  # in the order they are taken in
 
 
 @dataclass(frozen=True)
-class Fit:
+class CostModel:
     seconds: dict[str, float]  # a term's, per unit; a term that the grid can't tell is missing
     knee: int | None  # rows of a verify pass; None where none is seen
     left_out_s: list[float]  # of each point of the grid, as predicted by all others
@@ -40,15 +40,15 @@ class Fit:
         return asdict(self)
 
     @classmethod
-    def of_json(cls, found: Row) -> "Fit":
+    def of_json(cls, found: Row) -> "CostModel":
         return cls(**found)
 
     def cycle_s(self, steps: int, topk: int, tokens: int, batch: int) -> float:
-        given = units(steps, topk, tokens, batch, self.knee)
+        given = count_term_units(steps, topk, tokens, batch, self.knee)
         return sum(seconds * given[term] for term, seconds in self.seconds.items())
 
 
-def units(steps: int, topk: int, tokens: int, batch: int, knee: int | None) -> dict[str, float]:
+def count_term_units(steps: int, topk: int, tokens: int, batch: int, knee: int | None) -> dict[str, float]:
     """How much of each term a cycle takes. A first draft step has one row a sequence, each later one topk."""
     verified = tokens * batch
     return {

@@ -16,29 +16,29 @@ from statistics import fmean
 from typing import Any
 
 from stages.results import interval, timing_grid
-from stages.results.served_table import SPECULATIVE, Line
+from stages.results.served_table import SPECULATIVE, ServedTableLine
 
 Row = dict[str, Any]
 
 
-def costs(lines: Iterable[Line]) -> tuple[list[Row], list[str]]:
+def derive_costs(lines: Iterable[ServedTableLine]) -> tuple[list[Row], list[str]]:
     """A cost (as cost.KEYS) of each workload, answer length, checkpoint and server, and why there is none of others.
 
     Only lines that were compared with a baseline count: those are of one engine, machine and prompts.
     """
     made, why = [], []
-    for name, some in _groups(list(lines)).items():
-        grid = list(_grid(some))
+    for name, some in _group_lines(list(lines)).items():
+        grid = list(_build_grid(some))
         try:
-            made.append(_cost(some, grid, list(_plain(some))))
+            made.append(_build_cost(some, grid, list(_build_plain_steps(some))))
         except ValueError as error:
             why.append(f"{name}: {error}")
     return made, why
 
 
-def _groups(lines: list[Line]) -> dict[str, list[Line]]:
+def _group_lines(lines: list[ServedTableLine]) -> dict[str, list[ServedTableLine]]:
     """Speculative lines whose loads are closed loops, each group on servers that agree; by its name."""
-    found: dict[tuple[str, str], list[Line]] = {}
+    found: dict[tuple[str, str], list[ServedTableLine]] = {}
     for line in lines:
         row = line.row
         if row["decoding"] != SPECULATIVE or row["speedup"] is None or row["concurrency"] is None:
@@ -53,20 +53,20 @@ def _groups(lines: list[Line]) -> dict[str, list[Line]]:
     }
 
 
-def _cost(lines: list[Line], grid: list[Row], plain: list[Row]) -> Row:
+def _build_cost(lines: list[ServedTableLine], grid: list[Row], plain: list[Row]) -> Row:
     from stages.results import cost_fit  # with numpy, which the terminal's table can do without
 
     first = lines[0]
     served = first.cell
-    requests = [r for line in lines for r in _answered(line.point)]
+    requests = [r for line in lines for r in _list_answered_requests(line.point)]
     settings = {
         "temperature": served["temperature"],
         "context": round(fmean(r["prompt_tokens"] + r["output_tokens"] / 2 for r in requests)),
         "repeats": first.row["repeats"],
     }
-    return timing_grid.check(
+    return timing_grid.check_timing_grid(
         {
-            "definitions": timing_grid.DEFINITIONS,
+            "definitions": timing_grid.COST_DEFINITIONS,
             "engine": served["engine"],
             "workload": served["workload"],
             "max_new_tokens": first.row["max_new_tokens"],
@@ -76,7 +76,7 @@ def _cost(lines: list[Line], grid: list[Row], plain: list[Row]) -> Row:
             "settings": settings,
             "plain": plain,
             "grid": grid,
-            "fit": cost_fit.fit(grid).to_json(),
+            "fit": cost_fit.fit_cost_model(grid).to_json(),
             "hardware": served["hardware"],
             "versions": served["versions"],
             "seconds": sum(c["seconds"] for c in {id(line.cell): line.cell for line in lines}.values()),
@@ -84,17 +84,17 @@ def _cost(lines: list[Line], grid: list[Row], plain: list[Row]) -> Row:
     )
 
 
-def _grid(lines: list[Line]) -> Iterator[Row]:
+def _build_grid(lines: list[ServedTableLine]) -> Iterator[Row]:
     for line in lines:
-        if line.point and (cycles := cycle_s(line.point)):
+        if line.point and (cycles := compute_cycle_seconds(line.point)):
             row = line.row
             yield {
                 "steps": row["num_steps"], "topk": row["topk"], "tokens": row["num_draft_tokens"],
-                "batch": row["concurrency"], **_timed("cycle_s", cycles),
+                "batch": row["concurrency"], **_summarise_times("cycle_s", cycles),
             }  # fmt: skip
 
 
-def _plain(lines: list[Line]) -> Iterator[Row]:
+def _build_plain_steps(lines: list[ServedTableLine]) -> Iterator[Row]:
     """Of each concurrency, all plain decoding that the group was compared with."""
     steps: dict[int, list[float]] = {}
     seen: set[int] = set()
@@ -102,42 +102,42 @@ def _plain(lines: list[Line]) -> Iterator[Row]:
         assert line.plain is not None, "a line with a speedup was compared with a point"
         if id(line.plain) not in seen:  # one baseline serves many cells
             seen.add(id(line.plain))
-            steps.setdefault(line.row["concurrency"], []).extend(step_s(line.plain))
+            steps.setdefault(line.row["concurrency"], []).extend(compute_step_seconds(line.plain))
     for batch in sorted(steps):
-        yield {"batch": batch, **_timed("step_s", steps[batch])}
+        yield {"batch": batch, **_summarise_times("step_s", steps[batch])}
 
 
-def _timed(name: str, values: list[float]) -> Row:
+def _summarise_times(name: str, values: list[float]) -> Row:
     """Return the columns `name`, error and samples of cost.GRID or cost.PLAIN, from the values of each repeat."""
     found = interval.mean_time(values)
     return {name: found.value, "error": found.error, "samples": len(values)}
 
 
-def cycle_s(point: Row) -> list[float]:
+def compute_cycle_seconds(point: Row) -> list[float]:
     """Of each repeat, the seconds of a cycle; a server that counts over all requests gives one of all repeats."""
-    each = _by_repeat(point, lambda r: r["cycles"])
+    each = _time_by_repeat(point, lambda r: r["cycles"])
     if each or not point["acceptance"] or any(r["failed"] for r in point["requests"]):
         return each
-    decoding = sum(_decoding(r) for r in point["requests"])
+    decoding = sum(_sum_decoding_seconds(r) for r in point["requests"])
     return [decoding / cycles] if (cycles := point["acceptance"]["cycles"]) else []
 
 
-def step_s(point: Row) -> list[float]:
+def compute_step_seconds(point: Row) -> list[float]:
     """Of each repeat, the seconds of a step of plain decoding."""
-    return _by_repeat(point, lambda r: r["output_tokens"] - 1)
+    return _time_by_repeat(point, lambda r: r["output_tokens"] - 1)
 
 
-def _by_repeat(point: Row, count: Any) -> list[float]:
+def _time_by_repeat(point: Row, count: Any) -> list[float]:
     """Seconds of decoding by what was counted, of requests that count something; none where nothing is."""
-    rows = [(r["repeat"], _decoding(r), count(r)) for r in _answered(point)]
+    rows = [(r["repeat"], _sum_decoding_seconds(r), count(r)) for r in _list_answered_requests(point)]
     repeats = sorted({repeat for repeat, _, n in rows if n})
     sums = [[(s, n) for at, s, n in rows if at == repeat and n] for repeat in repeats]
     return [sum(s for s, _ in some) / sum(n for _, n in some) for some in sums]
 
 
-def _answered(point: Row | None) -> list[Row]:
+def _list_answered_requests(point: Row | None) -> list[Row]:
     return [r for r in (point or {"requests": []})["requests"] if not r["failed"]]
 
 
-def _decoding(r: Row) -> float:
+def _sum_decoding_seconds(r: Row) -> float:
     return r["e2e_s"] - r["ttft_s"]

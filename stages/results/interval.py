@@ -44,18 +44,18 @@ class Timed(NamedTuple):
 # Student's t
 
 
-def student(freedom: float, share: float = SHARE) -> float:
+def compute_t_quantile(freedom: float, share: float = SHARE) -> float:
     """Return the t that `share` of Student's distribution lies within, to both sides."""
     from scipy.special import stdtrit
 
     return float(stdtrit(freedom, (1 + share) / 2))
 
 
-def of_mean(values: Sequence[float], share: float = SHARE) -> Interval | None:
+def compute_mean_interval(values: Sequence[float], share: float = SHARE) -> Interval | None:
     """Return the t interval of the mean of independent values; None for fewer than two."""
     if len(values) < 2:
         return None
-    middle, half = fmean(values), student(len(values) - 1, share) * stdev(values) / math.sqrt(len(values))
+    middle, half = fmean(values), compute_t_quantile(len(values) - 1, share) * stdev(values) / math.sqrt(len(values))
     return Interval(middle - half, middle + half)
 
 
@@ -78,7 +78,7 @@ def median_time(seconds: Sequence[float]) -> Timed:
 
 def margin(error: float | None, samples: int) -> float | None:
     """Return half of the 95% interval, in the unit of the standard error of so many samples; None where that isn't known."""
-    return None if error is None or samples < 2 else student(samples - 1) * error
+    return None if error is None or samples < 2 else compute_t_quantile(samples - 1) * error
 
 
 # Pooled over clusters

@@ -17,56 +17,67 @@ from stages.runtime import atomic
 
 Row = dict[str, Any]
 
-TABLE, LAUNCH = Path("results/predicted.csv"), Path("results/launch.json")
-NAMES = ("engine", "workload", "max_new_tokens")  # of a cost; the latter two null of the torch engine
-SHAPE = ("steps", "topk", "tokens")
-COLUMNS = (
-    *NAMES, "temperature", "checkpoint", *SHAPE, "concurrency", "tau", "tau_low", "tau_high", "C", "speedup", "low", "high",
-)  # fmt: skip
-LOAD = (*NAMES[1:], "temperature", "concurrency")
-ENGINES = ("sglang", "vllm")  # that flags are written for
+PREDICTION_TABLE, LAUNCH_FILE = Path("results/predicted.csv"), Path("results/launch.json")
+COST_NAME_COLUMNS = ("engine", "workload", "max_new_tokens")  # of a cost; the latter two null of the torch engine
+TREE_COLUMNS = ("steps", "topk", "tokens")
+PREDICTION_COLUMNS = (
+    *COST_NAME_COLUMNS,
+    "temperature",
+    "checkpoint",
+    *TREE_COLUMNS,
+    "concurrency",
+    "tau",
+    "tau_low",
+    "tau_high",
+    "C",
+    "speedup",
+    "low",
+    "high",
+)
+LOAD_COLUMNS = (*COST_NAME_COLUMNS[1:], "temperature", "concurrency")
+LAUNCHABLE_ENGINES = ("sglang", "vllm")  # that flags are written for
 
 
-def predict(cost: Row, checkpoint: str, temperature: float, trees: Iterable[Row]) -> list[Row]:
+def predict_speedups(cost: Row, checkpoint: str, temperature: float, trees: Iterable[Row]) -> list[Row]:
     """A row as COLUMNS of every tree within the cost's grid and every batch it has a plain step of; `trees` as replays.read."""
-    fit, within = cost_model.Fit.of_json(cost["fit"]), reach(cost["grid"])
-    names = {name: cost[name] for name in NAMES} | {"temperature": temperature, "checkpoint": checkpoint}
+    fit, within = cost_model.CostModel.of_json(cost["fit"]), get_grid_bounds(cost["grid"])
+    names = {name: cost[name] for name in COST_NAME_COLUMNS} | {"temperature": temperature, "checkpoint": checkpoint}
     found = []
-    for tree in of_temperature(trees, temperature):
-        tau, ends = taus(tree)
+    for tree in select_temperature(trees, temperature):
+        tau, ends = get_tau_interval(tree)
         low, high = ends or (None, None)
         for plain in cost["plain"]:
             place = tree["steps"], tree["topk"], tree["tokens"], plain["batch"]
-            if inside(within, *place):
+            if is_inside_grid(within, *place):
                 c = fit.cycle_s(*place) / plain["step_s"]
-                shape = dict(zip((*SHAPE, "concurrency"), place, strict=True))
+                shape = dict(zip((*TREE_COLUMNS, "concurrency"), place, strict=True))
                 found.append(
                     names
                     | shape
                     | {"tau": tau, "tau_low": low, "tau_high": high, "C": c}
-                    | speedup(tau, ends, c, margin(fit, plain))
+                    | compute_speedup_interval(tau, ends, c, margin(fit, plain))
                 )
     return found
 
 
-def of_temperature(trees: Iterable[Row], temperature: float) -> list[Row]:
+def select_temperature(trees: Iterable[Row], temperature: float) -> list[Row]:
     """Of replayed trees those of one temperature."""
     return [tree for tree in trees if tree["temperature"] == temperature]
 
 
-def taus(tree: Row) -> tuple[float, interval.Interval | None]:
+def get_tau_interval(tree: Row) -> tuple[float, interval.Interval | None]:
     """Return a replayed tau and its interval; none where one conversation was replayed."""
     ends = [float(tree[end]) for end in ("tau_low", "tau_high") if tree[end] not in ("", None)]
     return float(tree["tau"]), interval.Interval(*ends) if ends else None
 
 
-def margin(fit: cost_model.Fit, plain: Row) -> float | None:
+def margin(fit: cost_model.CostModel, plain: Row) -> float | None:
     """Return half of the 95% interval of C, as a share; None where one repeat can't tell how a plain step scatters."""
     of_step = interval.margin(plain["error"], plain["samples"])
     return None if of_step is None else math.hypot(fit.margin, of_step)
 
 
-def speedup(tau: float, ends: interval.Interval | None, c: float, error: float | None) -> Row:
+def compute_speedup_interval(tau: float, ends: interval.Interval | None, c: float, error: float | None) -> Row:
     """Return tau / C and its 95% interval: independent errors, as shares (logarithms), add by their squares.
 
     The interval is None where tau's is, or where the error of C isn't known.
@@ -78,26 +89,26 @@ def speedup(tau: float, ends: interval.Interval | None, c: float, error: float |
     return {"speedup": found, "low": found * math.exp(-down), "high": found * math.exp(up)}
 
 
-def reach(grid: Iterable[Row]) -> dict[str, tuple[int, int]]:
+def get_grid_bounds(grid: Iterable[Row]) -> dict[str, tuple[int, int]]:
     """From where to where each axis was timed."""
     rows = list(grid)
-    return {axis: (min(r[axis] for r in rows), max(r[axis] for r in rows)) for axis in (*SHAPE, "batch")}
+    return {axis: (min(r[axis] for r in rows), max(r[axis] for r in rows)) for axis in (*TREE_COLUMNS, "batch")}
 
 
-def inside(within: Mapping[str, tuple[int, int]], *place: int) -> bool:
+def is_inside_grid(within: Mapping[str, tuple[int, int]], *place: int) -> bool:
     """`place` is steps, topk, tokens, batch."""
     return all(low <= at <= high for at, (low, high) in zip(place, within.values(), strict=True))
 
 
-def outside(cost: Row, trees: Iterable[Row]) -> int:
+def count_outside_grid(cost: Row, trees: Iterable[Row]) -> int:
     """How many trees lie outside what was timed, at every batch."""
-    within = reach(cost["grid"])
+    within = get_grid_bounds(cost["grid"])
     batches = [plain["batch"] for plain in cost["plain"]]
-    shapes = [tuple(tree[axis] for axis in SHAPE) for tree in trees]
-    return sum(not any(inside(within, *shape, batch) for batch in batches) for shape in shapes)
+    shapes = [tuple(tree[axis] for axis in TREE_COLUMNS) for tree in trees]
+    return sum(not any(is_inside_grid(within, *shape, batch) for batch in batches) for shape in shapes)
 
 
-def launches(predicted: Iterable[Row], flags: Callable[[str, Row], list[str] | None]) -> list[Row]:
+def choose_launches(predicted: Iterable[Row], flags: Callable[[str, Row], list[str] | None]) -> list[Row]:
     """Of each engine, load and concurrency the tree with the highest predicted speedup that the engine can run.
 
     An engine whose own cells gave no cost is advised by the torch engine's. `flags(engine, row)` is what turns the tree of a
@@ -105,11 +116,15 @@ def launches(predicted: Iterable[Row], flags: Callable[[str, Row], list[str] | N
     never without an interval.
     """
     rows, found = list(predicted), []
-    for engine in ENGINES:
+    for engine in LAUNCHABLE_ENGINES:
         timed_on = engine if any(row["engine"] == engine for row in rows) else "torch"
         mine = [row for row in rows if row["engine"] == timed_on]
-        for load in dict.fromkeys(tuple(row[k] for k in LOAD) for row in mine):
-            can = [(row, how) for row in mine if tuple(row[k] for k in LOAD) == load and (how := flags(engine, row))]
+        for load in dict.fromkeys(tuple(row[k] for k in LOAD_COLUMNS) for row in mine):
+            can = [
+                (row, how)
+                for row in mine
+                if tuple(row[k] for k in LOAD_COLUMNS) == load and (how := flags(engine, row))
+            ]
             if can:
                 best, how = max(can, key=lambda pair: pair[0]["speedup"])
                 shown = {k: v for k, v in best.items() if k != "engine"}
@@ -120,15 +135,15 @@ def launches(predicted: Iterable[Row], flags: Callable[[str, Row], list[str] | N
     return found
 
 
-def write(predicted: Iterable[Row], launch: list[Row], costs: list[Row]) -> None:
+def write_predictions(predicted: Iterable[Row], launch: list[Row], costs: list[Row]) -> None:
     """Both files; the costs that it all comes from are kept with what to launch, each with its hardware."""
-    atomic.write_csv(TABLE, COLUMNS, predicted)
-    atomic.write_json(LAUNCH, {"launch": launch, "costs": costs})
+    atomic.write_csv(PREDICTION_TABLE, PREDICTION_COLUMNS, predicted)
+    atomic.write_json(LAUNCH_FILE, {"launch": launch, "costs": costs})
 
 
 def read_launch() -> list[Row]:
     """Raises ValueError saying what to run, where there is none."""
-    found = atomic.read_json(LAUNCH, made_by="report")
+    found = atomic.read_json(LAUNCH_FILE, made_by="report")
     if not isinstance(found, dict) or "launch" not in found:
-        raise ValueError(f"{LAUNCH} holds nothing to launch; run: dvc repro -f -s report")
+        raise ValueError(f"{LAUNCH_FILE} holds nothing to launch; run: dvc repro -f -s report")
     return found["launch"]

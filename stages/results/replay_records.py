@@ -11,26 +11,26 @@ from typing import Any
 
 from stages.runtime import atomic
 
-RESULTS = Path("results/replay")
-COLUMNS = (
+REPLAY_FOLDER = Path("results/replay")
+REPLAY_COLUMNS = (
     "checkpoint", "steps", "topk", "tokens", "tau", "tau_low", "tau_high", "accept_rate", "cycles", "accepted", "mean_depth",
     "acceptance", "tau_oracle", "tau_adaptive",
     "temperature", "top_p",  # of the answers; top_p empty at temperature 0, where nothing is drawn
 )  # fmt: skip
-INSIDE = ("checkpoint", "tree", "by", "bucket", "cycles", "nodes", "promised", "accepted")
+TREE_STATISTICS_COLUMNS = ("checkpoint", "tree", "by", "bucket", "cycles", "nodes", "promised", "accepted")
 
 
-def path(checkpoint: str) -> Path:
-    return RESULTS / f"{checkpoint}.csv"
+def locate_replay(checkpoint: str) -> Path:
+    return REPLAY_FOLDER / f"{checkpoint}.csv"
 
 
-def write(place: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    atomic.write_csv(place, COLUMNS, rows)
+def write_replay(place: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    atomic.write_csv(place, REPLAY_COLUMNS, rows)
 
 
-def read(checkpoint: str) -> list[dict[str, Any]]:
+def read_replay(checkpoint: str) -> list[dict[str, Any]]:
     """Every replayed tree of a checkpoint, at each temperature. Raises ValueError naming the file, where it isn't whole."""
-    place, again = path(checkpoint), f"run: dvc repro -f -s replay_trees@{checkpoint}"
+    place, again = locate_replay(checkpoint), f"run: dvc repro -f -s replay_trees@{checkpoint}"
     if not place.exists():
         raise ValueError(f"{place} not found; run: dvc repro replay_trees@{checkpoint}")
     try:
@@ -38,7 +38,7 @@ def read(checkpoint: str) -> list[dict[str, Any]]:
             rows: list[dict[str, Any]] = list(csv.DictReader(lines))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{place} can't be read as CSV ({error}); {again}") from None
-    if not rows or (missing := set(COLUMNS) - set(rows[0])):
+    if not rows or (missing := set(REPLAY_COLUMNS) - set(rows[0])):
         raise ValueError(f"{place} {f'lacks the columns {sorted(missing)}' if rows else 'holds no trees'}; {again}")
     for row in rows:
         try:  # what is computed with gets its type; the rest goes through as it was written
@@ -50,40 +50,44 @@ def read(checkpoint: str) -> list[dict[str, Any]]:
     return rows
 
 
-def greedy(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def select_greedy(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Those on the target's answers at temperature 0."""
     return [row for row in rows if row["temperature"] == 0]
 
 
-def tau(rows: Iterable[Mapping[str, Any]], cell: Mapping[str, Any]) -> float | None:
+def find_replayed_tau(rows: Iterable[Mapping[str, Any]], cell: Mapping[str, Any]) -> float | None:
     """tau of a cell's tree on answers that were drawn as the cell draws; None where none of these were replayed."""
     shape = cell["num_steps"], cell["topk"], cell["num_draft_tokens"]
     mine = (row for row in rows if (row["steps"], row["topk"], row["tokens"]) == shape)
-    return next((row["tau"] for row in mine if _drawn_alike(row, cell)), None)
+    return next((row["tau"] for row in mine if _has_same_sampling(row, cell)), None)
 
 
-def _drawn_alike(row: Mapping[str, Any], cell: Mapping[str, Any]) -> bool:
+def _has_same_sampling(row: Mapping[str, Any], cell: Mapping[str, Any]) -> bool:
     """Answers to replay are drawn without top-k. At temperature 0 all are the likeliest, whatever else is asked."""
     if row["temperature"] != cell["temperature"]:
         return False
     return cell["temperature"] == 0 or (row["top_p"] == cell["top_p"] and cell["top_k"] is None)
 
 
-def inside_path(checkpoint: str) -> Path:
-    return RESULTS / f"{checkpoint}.inside.csv"
+def locate_tree_statistics(checkpoint: str) -> Path:
+    return REPLAY_FOLDER / f"{checkpoint}.inside.csv"
 
 
-def write_inside(checkpoint: str, rows: Iterable[Mapping[str, Any]]) -> None:
-    atomic.write_csv(inside_path(checkpoint), INSIDE, ({"checkpoint": checkpoint} | dict(row) for row in rows))
+def write_tree_statistics(checkpoint: str, rows: Iterable[Mapping[str, Any]]) -> None:
+    atomic.write_csv(
+        locate_tree_statistics(checkpoint),
+        TREE_STATISTICS_COLUMNS,
+        ({"checkpoint": checkpoint} | dict(row) for row in rows),
+    )
 
 
-def read_inside(checkpoint: str) -> list[dict[str, Any]]:
+def read_tree_statistics(checkpoint: str) -> list[dict[str, Any]]:
     """Every bucket, its counts as numbers and None where it has none. No rows where no tree was looked into.
 
     Raises:
         ValueError: naming the file and what to run, where it is missing or not whole.
     """
-    place, again = inside_path(checkpoint), f"run: dvc repro -f -s replay_trees@{checkpoint}"
+    place, again = locate_tree_statistics(checkpoint), f"run: dvc repro -f -s replay_trees@{checkpoint}"
     if not place.exists():
         raise ValueError(f"{place} not found; {again}")
     try:
@@ -93,11 +97,11 @@ def read_inside(checkpoint: str) -> list[dict[str, Any]]:
             rows: list[dict[str, Any]] = list(found)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{place} can't be read as CSV ({error}); {again}") from None
-    if missing := set(INSIDE) - columns:
+    if missing := set(TREE_STATISTICS_COLUMNS) - columns:
         raise ValueError(f"{place} lacks the columns {sorted(missing)}; {again}")
     for row in rows:
         try:
-            row |= {k: float(row[k]) if row[k] != "" else None for k in INSIDE[4:]}
+            row |= {k: float(row[k]) if row[k] != "" else None for k in TREE_STATISTICS_COLUMNS[4:]}
         except (TypeError, ValueError):
             raise ValueError(f"{place} has a line that is no bucket: {row}; {again}") from None
     return rows

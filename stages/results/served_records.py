@@ -12,8 +12,10 @@ from stages.results import torch_records
 from stages.runtime import atomic
 
 RAN, UNSUPPORTED = "ran", "unsupported"
-TORCH = "torch"  # the engine whose loads are cells of `benchmark`: no server, and plain decoding in turns with each
-KEYS = (
+TORCH_ENGINE = (
+    "torch"  # the engine whose loads are cells of `benchmark`: no server, and plain decoding in turns with each
+)
+SERVED_CELL_KEYS = (
     "workload", "checkpoint", "tree", "num_steps", "topk", "num_draft_tokens",  # null of a baseline, but the workload
     "engine", "status", "reason",  # unsupported: what the engine can't do; then there is no point
     "definitions", "temperature", "top_p", "top_k",
@@ -23,10 +25,10 @@ KEYS = (
     "points", "baseline_points",  # the latter where the cell measured its own baseline in turns (interleave), else []
     "hardware", "versions", "seconds", "seed", "gpus", "joules",  # the latter two as in a cell
 )  # fmt: skip
-MEMORY = (  # GiB, null where it isn't known; `kv_tokens` a count
+MEMORY_KEYS = (  # GiB, null where it isn't known; `kv_tokens` a count
     "weights", "draft", "kv_cache", "kv_tokens", "gpu_before", "gpu_serving", "gpu_after", "gpu_total",
 )  # fmt: skip
-POINT = (
+POINT_KEYS = (
     "max_new_tokens", "concurrency", "request_rate",
     "loads",  # serving.latency.summary of each repeat
     "acceptance",  # as ACCEPTANCE; null without a draft
@@ -34,14 +36,14 @@ POINT = (
     "requests",  # as REQUEST, of all repeats
     "warnings",  # sentences
 )  # fmt: skip
-ACCEPTANCE = (
+ACCEPTANCE_KEYS = (
     "tau", "tau_low", "tau_high",  # the ends null of one conversation, and where the engine counts over all requests
     "accept_rate", "node_accept_rate", "cycles", "accepted",
     "histogram",  # the engine's: cycles that accepted i drafts, those beyond the end too
     "clipped",  # whether `accepted` leaves out what lies beyond an answer's end (docs/metrics.md)
     "engine",  # the engine's own figures, by its names
 )  # fmt: skip
-REQUEST = (
+REQUEST_KEYS = (
     "repeat", "id", "turn", "prompt_tokens", "output_tokens", "cycles", "accepted", "finish_reason", "failed",
     "ttft_s", "tpot_s", "e2e_s", "wait_s",
     "answer",  # a digest of the answer's ids (or text): the same answer has the same
@@ -49,50 +51,54 @@ REQUEST = (
 )  # fmt: skip
 
 
-def path(workload: str, checkpoint: str | None, tree: str | None, engine: str | None = None) -> Path:
+def locate_served_cell(workload: str, checkpoint: str | None, tree: str | None, engine: str | None = None) -> Path:
     """A baseline has neither checkpoint nor tree. The torch engine's loads lie where its other cells do."""
-    if engine == TORCH:
-        return torch_records.path(workload, str(checkpoint), str(tree))
-    return torch_records.CELLS / f"served-{name(workload, checkpoint, tree)}.json"
+    if engine == TORCH_ENGINE:
+        return torch_records.locate_torch_cell(workload, str(checkpoint), str(tree))
+    return torch_records.CELLS_FOLDER / f"served-{name_served_cell(workload, checkpoint, tree)}.json"
 
 
-def name(workload: str, checkpoint: str | None, tree: str | None) -> str:
-    return f"{workload}-{config(checkpoint, tree)}"
+def name_served_cell(workload: str, checkpoint: str | None, tree: str | None) -> str:
+    return f"{workload}-{name_server_config(checkpoint, tree)}"
 
 
-def config(checkpoint: str | None, tree: str | None) -> str:
+def name_server_config(checkpoint: str | None, tree: str | None) -> str:
     """The server's configuration in a word, as benchmark_served.server.base_urls names it."""
     return f"{checkpoint}-{tree}" if checkpoint else "baseline"
 
 
-def stage(workload: str, checkpoint: str | None, tree: str | None, engine: str | None = None) -> str:
+def name_served_stage(workload: str, checkpoint: str | None, tree: str | None, engine: str | None = None) -> str:
     """The DVC stage that makes it."""
-    if engine == TORCH:
+    if engine == TORCH_ENGINE:
         return f"benchmark@{workload}-{checkpoint}-{tree}"
     return f"benchmark_served{'' if checkpoint else '_baseline'}@{workload}" + (
         f"-{checkpoint}-{tree}" if checkpoint else ""
     )
 
 
-def write(found: dict[str, Any]) -> Path:
+def write_served_cell(found: dict[str, Any]) -> Path:
     """Returns where it lies."""
-    assert set(found) == set(KEYS), f"keys {sorted(found)} are not {sorted(KEYS)}"
-    assert set(found["memory"]) == set(MEMORY), sorted(found["memory"])
+    assert set(found) == set(SERVED_CELL_KEYS), f"keys {sorted(found)} are not {sorted(SERVED_CELL_KEYS)}"
+    assert set(found["memory"]) == set(MEMORY_KEYS), sorted(found["memory"])
     for point in [*found["points"], *found["baseline_points"]]:
-        assert set(point) == set(POINT), sorted(point)
-        assert point["acceptance"] is None or set(point["acceptance"]) == set(ACCEPTANCE), sorted(point["acceptance"])
-        assert all(set(row) == set(REQUEST) for row in point["requests"])
-    place = path(found["workload"], found["checkpoint"], found["tree"], found["engine"])
+        assert set(point) == set(POINT_KEYS), sorted(point)
+        assert point["acceptance"] is None or set(point["acceptance"]) == set(ACCEPTANCE_KEYS), sorted(
+            point["acceptance"]
+        )
+        assert all(set(row) == set(REQUEST_KEYS) for row in point["requests"])
+    place = locate_served_cell(found["workload"], found["checkpoint"], found["tree"], found["engine"])
     atomic.write_json(place, found)
     return place
 
 
-def read(workload: str, checkpoint: str | None, tree: str | None, engine: str | None = None) -> dict[str, Any]:
+def read_served_cell(
+    workload: str, checkpoint: str | None, tree: str | None, engine: str | None = None
+) -> dict[str, Any]:
     """Raises ValueError naming the file and what to run, where the cell is missing or not whole."""
     config = workload, checkpoint, tree, engine
-    place, made_by = path(*config), stage(*config)
+    place, made_by = locate_served_cell(*config), name_served_stage(*config)
     found: dict[str, Any] = atomic.read_json(place, made_by=made_by)
-    if missing := set(KEYS) - set(found):
+    if missing := set(SERVED_CELL_KEYS) - set(found):
         raise ValueError(
             f"{place} lacks {sorted(missing)}; it was cut or written by another version: dvc repro -f -s {made_by}"
         )

@@ -17,166 +17,209 @@ from stages.runtime import atomic
 
 Row = dict[str, Any]
 
-TABLE = Path("results/served.csv")
+SERVED_TABLE = Path("results/served.csv")
 SPECULATIVE, PLAIN = "speculative", "plain"
-TOLERANCE = 0.1  # of tau, served against replayed
-LATENCIES = {  # column -> its distribution in serving.latency.summary, and which figure of it
+REPLAY_TOLERANCE = 0.1  # of tau, served against replayed
+LATENCY_COLUMNS = {  # column -> its distribution in serving.latency.summary, and which figure of it
     "ttft_mean_s": ("ttft_s", "mean"), "ttft_p99_s": ("ttft_s", "p99"),
     "tpot_mean_s": ("tpot_s", "mean"), "tpot_p50_s": ("tpot_s", "p50"), "tpot_p90_s": ("tpot_s", "p90"),
     "tpot_p99_s": ("tpot_s", "p99"), "itl_mean_s": ("itl_s", "mean"), "itl_p99_s": ("itl_s", "p99"),
     "e2e_mean_s": ("e2e_s", "mean"), "e2e_p99_s": ("e2e_s", "p99"), "wait_mean_s": ("wait_s", "mean"),
 }  # fmt: skip
-THROUGHPUTS = ("output_throughput", "total_throughput", "request_throughput", "mean_at_once")
-ACCEPTED = ("tau", "tau_low", "tau_high", "accept_rate", "node_accept_rate")
-COLUMNS = (
-    "workload", "checkpoint", "tree", "num_steps", "topk", "num_draft_tokens", "engine", "temperature",
+THROUGHPUT_COLUMNS = ("output_throughput", "total_throughput", "request_throughput", "mean_at_once")
+ACCEPTANCE_COLUMNS = ("tau", "tau_low", "tau_high", "accept_rate", "node_accept_rate")
+SERVED_TABLE_COLUMNS = (
+    "workload",
+    "checkpoint",
+    "tree",
+    "num_steps",
+    "topk",
+    "num_draft_tokens",
+    "engine",
+    "temperature",
     "decoding",  # speculative, or plain: with a checkpoint too where it was measured in turns with that cell
-    "status", "max_new_tokens", "concurrency", "request_rate", "repeats", "requests", "completed",
-    *ACCEPTED, "replay_tau", "replay_ratio",
+    "status",
+    "max_new_tokens",
+    "concurrency",
+    "request_rate",
+    "repeats",
+    "requests",
+    "completed",
+    *ACCEPTANCE_COLUMNS,
+    "replay_tau",
+    "replay_ratio",
     "replay_agrees",  # yes, no, or nothing where the two needn't agree
-    *LATENCIES, *THROUGHPUTS, "baseline_output_throughput", "speedup", "speedup_low", "speedup_high", "identical_share",
-    "accuracy", "baseline_accuracy",
+    *LATENCY_COLUMNS,
+    *THROUGHPUT_COLUMNS,
+    "baseline_output_throughput",
+    "speedup",
+    "speedup_low",
+    "speedup_high",
+    "identical_share",
+    "accuracy",
+    "baseline_accuracy",
     "remark",  # why there is no speedup, or no point at all
-)  # fmt: skip
-WORDS = {"workload", "checkpoint", "tree", "engine", "decoding", "status", "replay_agrees", "remark"}  # no numbers
+)
+TEXT_COLUMNS = {
+    "workload",
+    "checkpoint",
+    "tree",
+    "engine",
+    "decoding",
+    "status",
+    "replay_agrees",
+    "remark",
+}  # no numbers
 
 
 @dataclass(frozen=True)
-class Line:
+class ServedTableLine:
     row: Row  # a line of results/served.csv; None where nothing is known
     cell: Row  # as in results/served_records.py
     point: Row | None  # None where the engine can't run the cell
     plain: Row | None = None  # the baseline's point of the same load, of a speculative one
 
 
-def read(workloads: Iterable[str], checkpoints: Iterable[str], trees: Iterable[str]) -> list[Row]:
+def read_served_cells(workloads: Iterable[str], checkpoints: Iterable[str], trees: Iterable[str]) -> list[Row]:
     """A baseline and a cell for each checkpoint and tree, of each workload.
 
     Raises:
         ValueError: naming the file and what to run, where one is missing, not whole, or another cell than its name says.
     """
     configs = [(None, None), *itertools.product(checkpoints, trees)]
-    return [_read(workload, *config) for workload in workloads for config in configs]
+    return [_read_named_cell(workload, *config) for workload in workloads for config in configs]
 
 
-def read_torch(workloads: Iterable[str], checkpoints: Iterable[str], trees: Iterable[str]) -> list[Row]:
-    """The torch engine's cells of these, each with a baseline of its own. Raises ValueError as `read` does."""
-    return [_read(*names, served_records.TORCH) for names in itertools.product(workloads, checkpoints, trees)]
+def read_torch_loads(workloads: Iterable[str], checkpoints: Iterable[str], trees: Iterable[str]) -> list[Row]:
+    """The torch engine's cells of these, each with a baseline of its own. Raises ValueError as `read_served_cells` does."""
+    return [
+        _read_named_cell(*names, served_records.TORCH_ENGINE)
+        for names in itertools.product(workloads, checkpoints, trees)
+    ]
 
 
-def _read(workload: str, checkpoint: str | None, tree: str | None, engine: str | None = None) -> Row:
+def _read_named_cell(workload: str, checkpoint: str | None, tree: str | None, engine: str | None = None) -> Row:
     config = workload, checkpoint, tree, engine
-    found = served_records.read(*config)
+    found = served_records.read_served_cell(*config)
     inside = [found[k] for k in ("workload", "checkpoint", "tree")]
     if inside != [workload, checkpoint, tree]:
-        again = f"run: dvc repro -f -s {served_records.stage(*config)}"
-        raise ValueError(f"{served_records.path(*config)} holds the cell {served_records.name(*inside)}; {again}")
+        again = f"run: dvc repro -f -s {served_records.name_served_stage(*config)}"
+        raise ValueError(
+            f"{served_records.locate_served_cell(*config)} holds the cell {served_records.name_served_cell(*inside)}; {again}"
+        )
     return found
 
 
-def lines(cells: Iterable[Row], replayed: Mapping[str, list[Row]], of_eval: Collection[str]) -> list[Line]:
-    """Every point of every cell; `cells` as `read` gives them, `of_eval` the workloads that ask what was replayed."""
-    found: list[Line] = []
+def join_lines(
+    cells: Iterable[Row], replayed: Mapping[str, list[Row]], of_eval: Collection[str]
+) -> list[ServedTableLine]:
+    """Every point of every cell; `cells` as `read_served_cells` gives them, `of_eval` the workloads that ask what was replayed."""
+    found: list[ServedTableLine] = []
     baselines: dict[str, Row] = {}
     for cell in cells:
         if cell["checkpoint"] is None:
             baselines[cell["workload"]] = cell
-            found += _plain(cell, cell["points"])
+            found += _build_plain_lines(cell, cell["points"])
         else:
             # One that was measured in turns with its own has no need of the workload's.
             baseline = cell if cell["baseline_points"] else baselines[cell["workload"]]
-            found += _speculative(cell, baseline, replayed, cell["workload"] in of_eval)
-            found += _plain(cell, cell["baseline_points"])
+            found += _build_speculative_lines(cell, baseline, replayed, cell["workload"] in of_eval)
+            found += _build_plain_lines(cell, cell["baseline_points"])
     return found
 
 
-def write(found: Iterable[Line]) -> None:
-    atomic.write_csv(TABLE, COLUMNS, (line.row for line in found))
+def write_served_table(found: Iterable[ServedTableLine]) -> None:
+    atomic.write_csv(SERVED_TABLE, SERVED_TABLE_COLUMNS, (line.row for line in found))
 
 
-def _plain(cell: Row, points: list[Row]) -> Iterator[Line]:
+def _build_plain_lines(cell: Row, points: list[Row]) -> Iterator[ServedTableLine]:
     if cell["checkpoint"] is None and cell["status"] == served_records.UNSUPPORTED:
-        yield Line(_unmeasured(cell, PLAIN), cell, None)
+        yield ServedTableLine(_build_unmeasured_row(cell, PLAIN), cell, None)
     for point in points:
-        row = _measured(cell, point, PLAIN)
-        yield Line(row | dict.fromkeys(ACCEPTED) | {"accuracy": _accuracy(point)}, cell, point)
+        row = _build_measured_row(cell, point, PLAIN)
+        yield ServedTableLine(row | dict.fromkeys(ACCEPTANCE_COLUMNS) | {"accuracy": _get_accuracy(point)}, cell, point)
 
 
-def _speculative(cell: Row, baseline: Row, replayed: Mapping[str, list[Row]], of_eval: bool) -> Iterator[Line]:
-    replay = replay_records.tau(replayed.get(cell["checkpoint"], []), cell)
+def _build_speculative_lines(
+    cell: Row, baseline: Row, replayed: Mapping[str, list[Row]], of_eval: bool
+) -> Iterator[ServedTableLine]:
+    replay = replay_records.find_replayed_tau(replayed.get(cell["checkpoint"], []), cell)
     if cell["status"] == served_records.UNSUPPORTED:
-        yield Line(_unmeasured(cell, SPECULATIVE) | {"replay_tau": replay}, cell, None)
+        yield ServedTableLine(_build_unmeasured_row(cell, SPECULATIVE) | {"replay_tau": replay}, cell, None)
         return
     # Only answers as long as the workload allows hold what was replayed: the short ones of a sweep are their beginnings.
     longest = max(point["max_new_tokens"] for point in cell["points"])
     for point in cell["points"]:
         whole = of_eval and cell["temperature"] == 0 and point["max_new_tokens"] == longest
-        row = _measured(cell, point, SPECULATIVE) | _beside_replay(point, replay, whole)
-        plain = _of_load(point, cell["baseline_points"] or baseline["points"])
-        yield Line(row | _beside_baseline(cell, point, baseline, plain), cell, point, plain)
+        row = _build_measured_row(cell, point, SPECULATIVE) | _compare_with_replay(point, replay, whole)
+        plain = _find_point_of_load(point, cell["baseline_points"] or baseline["points"])
+        yield ServedTableLine(row | _compare_with_baseline(cell, point, baseline, plain), cell, point, plain)
 
 
 # A line
 
 
-def _unmeasured(cell: Row, decoding: str) -> Row:
-    said = {k: cell[k] for k in COLUMNS if k in cell} | {"decoding": decoding}
-    return dict.fromkeys(COLUMNS) | said | {"remark": f"unsupported: {cell['reason']}"}
+def _build_unmeasured_row(cell: Row, decoding: str) -> Row:
+    said = {k: cell[k] for k in SERVED_TABLE_COLUMNS if k in cell} | {"decoding": decoding}
+    return dict.fromkeys(SERVED_TABLE_COLUMNS) | said | {"remark": f"unsupported: {cell['reason']}"}
 
 
-def _measured(cell: Row, point: Row, decoding: str) -> Row:
+def _build_measured_row(cell: Row, point: Row, decoding: str) -> Row:
     """What the loads of a point say: sums of requests, and of each other figure the mean over repeats."""
     loads = point["loads"]
-    row = _unmeasured(cell, decoding) | {k: point[k] for k in ("max_new_tokens", "concurrency", "request_rate")}
+    row = _build_unmeasured_row(cell, decoding) | {
+        k: point[k] for k in ("max_new_tokens", "concurrency", "request_rate")
+    }
     row |= {"repeats": len(loads), "remark": None} | {
         k: sum(load[k] for load in loads) for k in ("requests", "completed")
     }
     row |= {
-        name: _mean(load[kind] and load[kind][figure] for load in loads) for name, (kind, figure) in LATENCIES.items()
+        name: _mean_of_known(load[kind] and load[kind][figure] for load in loads)
+        for name, (kind, figure) in LATENCY_COLUMNS.items()
     }
-    return row | {name: _mean(load[name] for load in loads) for name in THROUGHPUTS}
+    return row | {name: _mean_of_known(load[name] for load in loads) for name in THROUGHPUT_COLUMNS}
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
+def _mean_of_known(values: Iterable[float | None]) -> float | None:
     """Over repeats that have it: one that answered nothing has no latency."""
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
 
 
-def _beside_replay(point: Row, replay: float | None, whole: bool) -> Row:
-    found: Row = {k: (point["acceptance"] or {}).get(k) for k in ACCEPTED} | {"replay_tau": replay}
+def _compare_with_replay(point: Row, replay: float | None, whole: bool) -> Row:
+    found: Row = {k: (point["acceptance"] or {}).get(k) for k in ACCEPTANCE_COLUMNS} | {"replay_tau": replay}
     if found["tau"] is None or replay is None:
         return found
     ratio = found["tau"] / replay
-    agrees = ("yes" if abs(ratio - 1) <= TOLERANCE else "no") if whole else None
+    agrees = ("yes" if abs(ratio - 1) <= REPLAY_TOLERANCE else "no") if whole else None
     return found | {"replay_ratio": ratio, "replay_agrees": agrees}
 
 
-def _beside_baseline(cell: Row, point: Row, baseline: Row, other: Row | None) -> Row:
+def _compare_with_baseline(cell: Row, point: Row, baseline: Row, other: Row | None) -> Row:
     """Speedup, same answers and accuracies, or the reason why there are none; `other` is the baseline's point."""
-    found: Row = {"accuracy": _accuracy(point)}
-    if why := _apart(cell, point, baseline, other):
+    found: Row = {"accuracy": _get_accuracy(point)}
+    if why := _explain_no_speedup(cell, point, baseline, other):
         return found | {"remark": f"not compared: {why}"}
     assert other is not None  # _apart says so
     ours, theirs = ([load["output_throughput"] for load in p["loads"]] for p in (point, other))
     speedups = [a / b for a, b in zip(ours, theirs, strict=True)]
-    low, high = interval.of_mean(speedups) or (None, None)
+    low, high = interval.compute_mean_interval(speedups) or (None, None)
     found |= {"baseline_output_throughput": fmean(theirs), "speedup": fmean(speedups)}
-    found |= {"speedup_low": low, "speedup_high": high, "baseline_accuracy": _accuracy(other)}
-    return found | {"identical_share": _identical(point, other) if cell["temperature"] == 0 else None}
+    found |= {"speedup_low": low, "speedup_high": high, "baseline_accuracy": _get_accuracy(other)}
+    return found | {"identical_share": _compute_identical_share(point, other) if cell["temperature"] == 0 else None}
 
 
-def _of_load(point: Row, others: list[Row]) -> Row | None:
+def _find_point_of_load(point: Row, others: list[Row]) -> Row | None:
     load = point["max_new_tokens"], point["concurrency"]
     return next((other for other in others if (other["max_new_tokens"], other["concurrency"]) == load), None)
 
 
-def _apart(cell: Row, point: Row, baseline: Row, other: Row | None) -> str:
+def _explain_no_speedup(cell: Row, point: Row, baseline: Row, other: Row | None) -> str:
     """Why the two don't compare; nothing where they do. A cell's own baseline ran on the very server it names."""
     if not cell["baseline_points"]:
         if baseline["status"] == served_records.UNSUPPORTED:
             return f"the baseline is unsupported: {baseline['reason']}"
-        if differs := list(_differing(cell["fingerprint"], baseline["fingerprint"])):
+        if differs := list(_list_fingerprint_differences(cell["fingerprint"], baseline["fingerprint"])):
             return f"the baseline differs in {'; '.join(differs)}"
     if other is None:
         return f"the baseline has no load of {point['max_new_tokens']} tokens at concurrency {point['concurrency']}"
@@ -188,17 +231,17 @@ def _apart(cell: Row, point: Row, baseline: Row, other: Row | None) -> str:
     return ""
 
 
-def _differing(mine: Any, theirs: Any, name: str = "fingerprint") -> Iterator[str]:
+def _list_fingerprint_differences(mine: Any, theirs: Any, name: str = "fingerprint") -> Iterator[str]:
     """Keys that differ, with both values, the cell's first; a key inside a key is named with both."""
     if isinstance(mine, dict) and isinstance(theirs, dict):
         above = "" if name == "fingerprint" else f"{name}."
         for key in dict.fromkeys([*mine, *theirs]):
-            yield from _differing(mine.get(key), theirs.get(key), f"{above}{key}")
+            yield from _list_fingerprint_differences(mine.get(key), theirs.get(key), f"{above}{key}")
     elif mine != theirs:
         yield f"{name} ({mine!s:.60} against {theirs!s:.60})"
 
 
-def _identical(point: Row, other: Row) -> float | None:
+def _compute_identical_share(point: Row, other: Row) -> float | None:
     """Share of the requests answered by both whose answers are the same."""
     ours, theirs = (
         {(r["repeat"], r["id"], r["turn"]): r["answer"] for r in one["requests"] if not r["failed"]}
@@ -208,22 +251,22 @@ def _identical(point: Row, other: Row) -> float | None:
     return fmean(same) if same else None
 
 
-def _accuracy(point: Row) -> float | None:
+def _get_accuracy(point: Row) -> float | None:
     return point["quality"] and point["quality"]["accuracy"]
 
 
 # Lines again, from the table
 
 
-def read_table() -> list[Row]:
+def read_served_table() -> list[Row]:
     """The lines of results/served.csv. Raises ValueError saying what to run, where there is none."""
-    if not TABLE.exists():
-        raise ValueError(f"{TABLE} not found; run: dvc repro report")
-    with TABLE.open(newline="", encoding="utf-8") as file:
-        return [{k: _typed(k, v) for k, v in row.items()} for row in csv.DictReader(file)]
+    if not SERVED_TABLE.exists():
+        raise ValueError(f"{SERVED_TABLE} not found; run: dvc repro report")
+    with SERVED_TABLE.open(newline="", encoding="utf-8") as file:
+        return [{k: _parse_value(k, v) for k, v in row.items()} for row in csv.DictReader(file)]
 
 
-def _typed(column: str, text: str) -> str | float | None:
+def _parse_value(column: str, text: str) -> str | float | None:
     if not text:
         return None
-    return text if column in WORDS else float(text)
+    return text if column in TEXT_COLUMNS else float(text)

@@ -10,7 +10,7 @@ from typing import Any
 
 from stages.runtime import atomic
 
-CELLS = Path("results/cells")
+CELLS_FOLDER = Path("results/cells")
 DEFINITIONS = "docs/metrics.md, version 3"
 
 # Every metric a cell must carry; docs/metrics.md defines each. Seconds are the means over prompts; `identical_share` is null
@@ -27,7 +27,7 @@ PROMPT_COLUMNS = (
     "finish_reason", "correct", "prefill_latency_s", "e2e_latency_s",
     "baseline_output_tokens", "baseline_prefill_latency_s", "baseline_e2e_latency_s", "baseline_correct",
 )  # fmt: skip
-KEYS = (
+CELL_KEYS = (
     "workload", "checkpoint", "tree", "num_steps", "topk", "num_draft_tokens", "engine", "definitions", "temperature", "top_p",
     "top_k",  # null: all
     "metrics", "histogram", "prompts", "hardware", "versions", "seconds", "seed",
@@ -37,26 +37,26 @@ KEYS = (
 )  # fmt: skip
 
 
-def path(workload: str, checkpoint: str, tree: str) -> Path:
-    return CELLS / f"{workload}-{checkpoint}-{tree}.json"
+def locate_torch_cell(workload: str, checkpoint: str, tree: str) -> Path:
+    return CELLS_FOLDER / f"{workload}-{checkpoint}-{tree}.json"
 
 
-def write(cell: dict[str, Any]) -> Path:
+def write_torch_cell(cell: dict[str, Any]) -> Path:
     """`histogram[i]` counts the verify cycles that accepted i drafts; returns where the cell lies."""
-    assert set(cell) == set(KEYS), f"cell keys {sorted(cell)} are not {sorted(KEYS)}"
+    assert set(cell) == set(CELL_KEYS), f"cell keys {sorted(cell)} are not {sorted(CELL_KEYS)}"
     assert set(cell["metrics"]) == set(METRICS), sorted(cell["metrics"])
     assert all(set(row) == set(PROMPT_COLUMNS) for row in cell["prompts"])
-    place = path(cell["workload"], cell["checkpoint"], cell["tree"])
+    place = locate_torch_cell(cell["workload"], cell["checkpoint"], cell["tree"])
     atomic.write_json(place, cell)
     return place
 
 
-def read(workload: str, checkpoint: str, tree: str) -> dict[str, Any]:
+def read_torch_cell(workload: str, checkpoint: str, tree: str) -> dict[str, Any]:
     """Raises ValueError naming the file and what to run, where the cell is missing, not whole or of another definition."""
-    place = path(workload, checkpoint, tree)
+    place = locate_torch_cell(workload, checkpoint, tree)
     stage = f"benchmark@{workload}-{checkpoint}-{tree}"
     cell = atomic.read_json(place, made_by=stage)
-    if missing := set(KEYS) - set(cell):
+    if missing := set(CELL_KEYS) - set(cell):
         raise ValueError(
             f"{place} lacks {sorted(missing)}; it was cut or written by another version: dvc repro -f -s {stage}"
         )
@@ -70,7 +70,7 @@ def check_definitions(place: Path, found: str, stage: str) -> None:
         raise ValueError(f"{place} is measured by {found}, expected {DEFINITIONS}; run: dvc repro -f -s {stage}")
 
 
-def hardware(device: str, num_threads: int) -> dict[str, Any]:
+def describe_hardware(device: str, num_threads: int) -> dict[str, Any]:
     """The machine, in words that compare: processor, cores, threads used, GPU. Never a host name."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
@@ -87,5 +87,5 @@ def hardware(device: str, num_threads: int) -> dict[str, Any]:
     return words
 
 
-def versions(*packages: str) -> dict[str, str]:
+def list_versions(*packages: str) -> dict[str, str]:
     return {package: version(package) for package in packages}

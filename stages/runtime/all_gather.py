@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from stages.runtime.distributed import Ranks
+from stages.runtime.distributed import RankContext
 
 
-def gathered(group: Ranks, mine: list[Any]) -> list[Any]:
+def all_gather_json(group: RankContext, mine: list[Any]) -> list[Any]:
     """What each process has, as JSON knows it, one process after the other. All wait for the last of them."""
     if group.world == 1:
         return mine

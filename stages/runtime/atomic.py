@@ -39,9 +39,9 @@ def rerun(made_by: str) -> str:
 
 
 @contextmanager
-def file(path: Path) -> Iterator[Path]:
+def write_file(path: Path) -> Iterator[Path]:
     """A temporary path to write; it takes `path`'s place when the block ends without an error."""
-    temporary = _temporary(path)
+    temporary = _make_temporary_path(path)
     try:
         yield temporary
         _fsync(temporary)
@@ -55,33 +55,33 @@ def file(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def folder(path: Path) -> Iterator[Path]:
+def write_folder(path: Path) -> Iterator[Path]:
     """A temporary folder to fill; it takes `path`'s place, whole, when the block ends without an error."""
-    temporary = _temporary(path)
+    temporary = _make_temporary_path(path)
     temporary.mkdir()
     try:
         yield temporary
-        publish(temporary, path)
+        replace_folder(temporary, path)
     except Exception as error:
         _note_place(error, path, temporary)
         raise
     finally:
-        _remove(temporary)  # after a swap this is the old folder
+        _remove_path(temporary)  # after a swap this is the old folder
 
 
-def publish(made: Path, path: Path) -> None:
+def replace_folder(made: Path, path: Path) -> None:
     """Let a whole folder take `path`'s place, on the same file system; the old one, if any, is then at `made`."""
     for inside in [*made.rglob("*"), made]:  # a folder's own fsync is what keeps the names in it
         _fsync(inside)
     if path.exists():
-        _swap(made, path)
+        _swap_folders(made, path)
     else:
         os.replace(made, path)
     _fsync(path.parent)
 
 
 def write_text(path: Path, text: str) -> None:
-    with file(path) as temporary:
+    with write_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
@@ -135,13 +135,13 @@ def _note_place(error: Exception, path: Path, temporary: Path) -> None:
     error.add_note(f"writing {path}, which needs more than {needed} bytes")
 
 
-def _temporary(path: Path) -> Path:
+def _make_temporary_path(path: Path) -> Path:
     """A free name beside `path`, after removing what killed writers of `path` left there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f".{glob.escape(path.name)}.*"):
         pid = re.fullmatch(rf"\.{re.escape(path.name)}\.([1-9]\d*)\.(part|old)", left.name)
         if pid and not _is_another_writer(int(pid[1])):
-            _remove(left)
+            _remove_path(left)
     return path.with_name(f".{path.name}.{os.getpid()}.part")
 
 
@@ -158,7 +158,7 @@ def _is_another_writer(pid: int) -> bool:
     return True
 
 
-def _swap(new: Path, path: Path) -> None:
+def _swap_folders(new: Path, path: Path) -> None:
     """Let two folders change places: a folder can't be renamed over a full one.
 
     One step on Linux, so that `path` is there at any moment. Elsewhere, and on file systems that can't, a kill in
@@ -175,7 +175,7 @@ def _swap(new: Path, path: Path) -> None:
     os.replace(aside, new)
 
 
-def _remove(path: Path) -> None:
+def _remove_path(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

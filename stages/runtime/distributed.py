@@ -18,7 +18,7 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankContext:
     rank: int
     world: int
     device: str
@@ -29,21 +29,21 @@ class Ranks:
 
 
 @contextmanager
-def joined(device: str) -> Iterator[Ranks]:
+def join_process_group(device: str) -> Iterator[RankContext]:
     """Inside the block the processes of torchrun know each other; `device` cuda becomes each one's own."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
-        yield Ranks(0, 1, device)
+        yield RankContext(0, 1, device)
         return
-    device = own(device)
+    device = select_rank_device(device)
     dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
     try:
-        yield Ranks(dist.get_rank(), world, device)
+        yield RankContext(dist.get_rank(), world, device)
     finally:
         dist.destroy_process_group()
 
 
-def own(device: str) -> str:
+def select_rank_device(device: str) -> str:
     """The GPU of this process, where it is one of several; else `device`. It is then the current one."""
     if device.startswith("cuda") and "LOCAL_RANK" in os.environ:
         device = f"cuda:{os.environ['LOCAL_RANK']}"
@@ -52,7 +52,7 @@ def own(device: str) -> str:
     return device
 
 
-def spread(stage: str, arguments: list[str], processes: int) -> bool:
+def launch_ranks(stage: str, arguments: list[str], processes: int) -> bool:
     """Run the stage as `processes` processes, as torchrun would start them, and wait; False where this is to be the one.
 
     So it is with one process, and where this already is one of several. Over several hosts, start the stage with torchrun
@@ -71,7 +71,7 @@ def spread(stage: str, arguments: list[str], processes: int) -> bool:
         for rank in range(processes):
             env = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             command = [sys.executable, "-m", f"stages.{stage}", *arguments]
-            started.append(subprocess.Popen(command, env=env, preexec_fn=_end_with_parent))
+            started.append(subprocess.Popen(command, env=env, preexec_fn=_die_with_parent))
         while any(s.poll() is None for s in started) and not any(s.poll() for s in started):
             time.sleep(0.05)
         failed = [s.returncode for s in started if s.poll()]
@@ -88,7 +88,7 @@ def spread(stage: str, arguments: list[str], processes: int) -> bool:
     return True
 
 
-def _end_with_parent() -> None:
+def _die_with_parent() -> None:
     """On Linux, so that killing the stage leaves no process that goes on writing beside the next run."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "prctl"):

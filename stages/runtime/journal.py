@@ -15,7 +15,7 @@ from typing import Any
 FSYNC_S = 1.0  # a kill needs no fsync, a power cut does; one a second costs nothing
 
 
-def key(asked: Any) -> str:
+def make_journal_key(asked: Any) -> str:
     """The digest of a piece of work, which is anything JSON can write."""
     return hashlib.sha256(json.dumps(asked, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:32]
 
@@ -34,7 +34,7 @@ class Journal:
         self._synced = time.monotonic()
 
     def add(self, key: str, value: Any) -> None:
-        """Keep `value` under `key`; what is there already stays as it is."""
+        """Keep `value` under `make_journal_key`; what is there already stays as it is."""
         if key in self.done:
             return
         line = json.dumps([key, value], ensure_ascii=False, allow_nan=False).encode() + b"\n"

@@ -19,15 +19,15 @@ from typing import Any
 
 from stages.runtime import atomic
 
-SCRATCH = Path(".scratch")
+SCRATCH_FOLDER = Path(".scratch")
 
 
-def place(stage: str, *depends_on: Any) -> Path:
+def locate_scratch(stage: str, *depends_on: Any) -> Path:
     """The folder of this very piece of work; `depends_on` is anything JSON can write, besides the stages' own code."""
     total = hashlib.sha256(json.dumps(depends_on, sort_keys=True, default=str).encode())
-    for path in sorted(_code()):
+    for path in sorted(_list_code_files()):
         total.update(path.read_bytes())
-    return SCRATCH / f"{stage}-{total.hexdigest()[:16]}"
+    return SCRATCH_FOLDER / f"{stage}-{total.hexdigest()[:16]}"
 
 
 @contextmanager
@@ -100,16 +100,16 @@ def reading(folder: Path) -> Iterator[None]:
         ) from None
 
 
-def done(folder: Path) -> None:
+def remove_scratch(folder: Path) -> None:
     """The result is in its place: forget the unfinished work, and that of earlier versions of the same stage."""
     stage = folder.name.rsplit("-", 1)[0]
     for pattern in (f"{stage}-*", f".{stage}-*"):  # with a dot: what a writer killed midway left (runtime/atomic.py)
-        for old in SCRATCH.glob(pattern):
+        for old in SCRATCH_FOLDER.glob(pattern):
             if old.is_dir():  # a lock is removed by who holds it
                 shutil.rmtree(old, ignore_errors=True)
 
 
-def digest(folder: Path) -> str:
+def digest_folder(folder: Path) -> str:
     """sha256 over the names and bytes of a folder's files."""
     total = hashlib.sha256()
     for path in sorted(f for f in folder.rglob("*") if f.is_file()):
@@ -117,7 +117,7 @@ def digest(folder: Path) -> str:
     return total.hexdigest()
 
 
-def _code() -> set[Path]:
+def _list_code_files() -> set[Path]:
     files = {getattr(m, "__file__", None) for name, m in sys.modules.items() if name.startswith("stages.")}
     main = getattr(sys.modules["__main__"], "__file__", None)
     code = {Path(f) for f in {*files, main} if f and f.endswith(".py")}

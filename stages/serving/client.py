@@ -17,13 +17,13 @@ from typing import Any
 
 from stages.serving import http_session
 
-FIRST_REST_S, LONGEST_REST_S = 0.5, 30.0
-IN_A_ROW = 3  # failures, without an answer between, that send a server to rest
-SECTION = "sample_target.server"  # of params.yaml, for messages
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
+FAILURES_BEFORE_BACKOFF = 3  # failures, without an answer between, that send a server to rest
+PARAMS_SECTION = "sample_target.server"  # of params.yaml, for messages
 
 
 @dataclass(frozen=True)
-class Answer:
+class ChatAnswer:
     text: str
     reasoning: str | None  # where the server takes it out of the text
     finish_reason: str
@@ -45,11 +45,11 @@ class Endpoint:
     meeting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-def expand(base_urls: list[str]) -> list[str]:
+def expand_urls(base_urls: list[str]) -> list[str]:
     """One URL per server: http://host:6000-6007 is eight of them. Raises ValueError for a range that is none."""
     urls: list[str] = []
     for given in base_urls:
-        url = http_session.bare(given)
+        url = http_session.strip_api_path(given)
         match = re.fullmatch(r"(https?://[^:/]+):(\d+)-(\d+)", url)
         if not match:
             urls.append(url)
@@ -65,7 +65,7 @@ def expand(base_urls: list[str]) -> list[str]:
     return urls
 
 
-class Client:
+class ChatClient:
     """Use as `async with`; `ask` may be called from any number of tasks."""
 
     def __init__(
@@ -78,21 +78,21 @@ class Client:
         key: str | None = None,
         engine: str | None = None,
         check: Callable[[], None] = lambda: None,
-        first_rest_s: float = FIRST_REST_S,
+        first_rest_s: float = FIRST_BACKOFF_S,
     ) -> None:
         self.model, self.attempts, self.timeout_s, self.check = model, attempts, timeout_s, check
         self.concurrency, self.first_rest_s = concurrency, first_rest_s
         self.asked_again: dict[str, int] = {}  # by reason
         self.endpoints = [Endpoint(url, engine or "") for url in urls]
         self._gate = asyncio.Semaphore(concurrency)
-        self._http = http_session.Session(model, timeout_s, SECTION, key)
+        self._http = http_session.HttpSession(model, timeout_s, PARAMS_SECTION, key)
 
-    async def __aenter__(self) -> "Client":
+    async def __aenter__(self) -> "ChatClient":
         await self._http.__aenter__()
         met = await asyncio.gather(*(self._greet(e) for e in self.endpoints), return_exceptions=True)
         for error in met:
             if error and not isinstance(
-                error, http_session.Failed
+                error, http_session.ExchangeFailedError
             ):  # one that is away now may come; `ask` meets it then
                 await self.__aexit__()
                 raise error
@@ -101,7 +101,7 @@ class Client:
     async def __aexit__(self, *_: object) -> None:
         await self._http.__aexit__()
 
-    async def ask(self, body: dict[str, Any], engines: dict[str, dict[str, Any]] | None = None) -> Answer:
+    async def ask(self, body: dict[str, Any], engines: dict[str, dict[str, Any]] | None = None) -> ChatAnswer:
         """One answer to one request, `body` without the model; `engines` adds what only that engine understands.
 
         Raises:
@@ -111,7 +111,7 @@ class Client:
         async with self._gate:
             return await self._attempts(body, engines or {})
 
-    async def _attempts(self, body: dict[str, Any], engines: dict[str, dict[str, Any]]) -> Answer:
+    async def _attempts(self, body: dict[str, Any], engines: dict[str, dict[str, Any]]) -> ChatAnswer:
         failed, avoid = "", None
         for attempt in range(self.attempts):
             endpoint = await self._choose(avoid)
@@ -120,12 +120,12 @@ class Client:
                 await self._meet(endpoint)
                 async with endpoint.turn or contextlib.nullcontext():
                     answer = await self._once(endpoint, body, engines)
-            except http_session.Failed as error:
+            except http_session.ExchangeFailedError as error:
                 failed, avoid = f"{endpoint.url}: {error}", endpoint
                 self._failed(endpoint, error)
                 self.check()
                 if attempt + 1 < self.attempts and (attempt or len(self.endpoints) == 1):  # elsewhere at once
-                    await asyncio.sleep(max(self._pause(attempt), min(error.after_s, LONGEST_REST_S)))
+                    await asyncio.sleep(max(self._pause(attempt), min(error.after_s, MAX_BACKOFF_S)))
                 continue
             finally:
                 endpoint.under_way -= 1
@@ -136,13 +136,13 @@ class Client:
             "answered is kept. Or raise sample_target.server.attempts or timeout_s"
         )
 
-    async def _once(self, endpoint: Endpoint, body: dict[str, Any], engines: dict[str, dict[str, Any]]) -> Answer:
+    async def _once(self, endpoint: Endpoint, body: dict[str, Any], engines: dict[str, dict[str, Any]]) -> ChatAnswer:
         whole = {"model": self.model, **body, **engines.get(endpoint.engine, {})}
         reply = await self._http.send(endpoint.url, "POST", "/v1/chat/completions", json=whole)
         self._http.check(endpoint.url, reply)
         return self._read(endpoint, reply.body)
 
-    def _read(self, endpoint: Endpoint, body: bytes) -> Answer:
+    def _read(self, endpoint: Endpoint, body: bytes) -> ChatAnswer:
         """The answer in a response; one that is cut or malformed is asked again."""
         try:
             found = json.loads(body)
@@ -152,7 +152,7 @@ class Client:
             reasoning = message.get("reasoning_content") or message.get("reasoning") or None
             name = found.get("model")
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            raise http_session.Failed("malformed", f"not a chat completion ({error!r})") from None
+            raise http_session.ExchangeFailedError("malformed", f"not a chat completion ({error!r})") from None
         if (
             name is not None and name != self.model and name.rpartition("@")[0] != self.model
         ):  # transformers adds @revision
@@ -160,11 +160,11 @@ class Client:
                 f"{endpoint.url} answered as model {name!r}, expected {self.model!r}: it serves another model. Correct "
                 "sample_target.server.base_urls, or set server.model to that name if it is the target"
             )
-        if finish_reason not in http_session.FINISHED:
+        if finish_reason not in http_session.FINISH_REASONS:
             if finish_reason in (None, "abort", "error"):
-                raise http_session.Failed("malformed", f"finish_reason {finish_reason!r}")
-            raise http_session.Refused(200, f"finish_reason {finish_reason!r}, expected stop or length")
-        return Answer(
+                raise http_session.ExchangeFailedError("malformed", f"finish_reason {finish_reason!r}")
+            raise http_session.RequestRefusedError(200, f"finish_reason {finish_reason!r}, expected stop or length")
+        return ChatAnswer(
             text, reasoning, finish_reason, usage.get("prompt_tokens"), usage.get("completion_tokens"),
             found.get("prompt_token_ids"), choice.get("token_ids"),
         )  # fmt: skip
@@ -178,16 +178,16 @@ class Client:
                 return min(awake, key=lambda e: (e is avoid, e.under_way, e.answered))
             await asyncio.sleep(min(e.rests_until for e in self.endpoints) - now)
 
-    def _failed(self, endpoint: Endpoint, error: http_session.Failed) -> None:
+    def _failed(self, endpoint: Endpoint, error: http_session.ExchangeFailedError) -> None:
         self.asked_again[error.reason] = self.asked_again.get(error.reason, 0) + 1
         if endpoint.rests_until > time.monotonic():  # many were under way when it fell; that is one failure
             return
         endpoint.failures += 1
-        if endpoint.failures >= IN_A_ROW:
-            endpoint.rests_until = time.monotonic() + self._pause(endpoint.failures - IN_A_ROW)
+        if endpoint.failures >= FAILURES_BEFORE_BACKOFF:
+            endpoint.rests_until = time.monotonic() + self._pause(endpoint.failures - FAILURES_BEFORE_BACKOFF)
 
     def _pause(self, times: int) -> float:
-        return min(self.first_rest_s * 2**times, LONGEST_REST_S) * random.uniform(0.7, 1.3)
+        return min(self.first_rest_s * 2**times, MAX_BACKOFF_S) * random.uniform(0.7, 1.3)
 
     async def _greet(self, endpoint: Endpoint) -> None:
         await self._meet(endpoint)
@@ -198,11 +198,11 @@ class Client:
             return
         async with endpoint.meeting:
             if endpoint.rests_until > time.monotonic():  # whoever held the lock found that it is away
-                raise http_session.Failed("connection", "can't be reached")
+                raise http_session.ExchangeFailedError("connection", "can't be reached")
             if not endpoint.engine:
                 try:
                     endpoint.engine = await self._http.engine_of(endpoint.url)
-                except http_session.Failed:
+                except http_session.ExchangeFailedError:
                     endpoint.failures += 1
                     endpoint.rests_until = time.monotonic() + self._pause(endpoint.failures)
                     raise

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from stages.serving import server
-from stages.serving.http_session import Failed, Session
+from stages.serving.http_session import ExchangeFailedError, HttpSession
 
-ENVIRONMENTS = Path("serving-env")  # one for each engine: make serving-env
-FIRST = {"sglang": ["sglang", "serve"], "vllm": ["vllm", "serve"]}  # of a command line
-BLOCK = 16  # tokens of a block of vLLM's KV cache
+ENVIRONMENTS_FOLDER = Path("serving-env")  # one for each engine: make serving-env
+PROGRAM_WORDS = {"sglang": ["sglang", "serve"], "vllm": ["vllm", "serve"]}  # of a command line
+VLLM_BLOCK_TOKENS = 16  # tokens of a block of vLLM's KV cache
 
 
 @dataclass(frozen=True)
-class Draft:
+class ServedDraft:
     """A draft and its tree, as an engine is told of them."""
 
     folder: str
@@ -29,7 +29,7 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class Setup:
+class ServerSetup:
     """A server's configuration but for the draft: what a cell and its baseline share."""
 
     engine: str
@@ -50,18 +50,24 @@ class Setup:
         flags = ["--tensor-parallel-size" if self.engine == "vllm" else "--tp-size", str(self.tp)]
         if self.engine == "sglang":
             flags += ["--mem-fraction-static", str(self.mem_fraction)]
-            flags += _given("--max-total-tokens", self.max_total_tokens)
-            flags += _given("--max-running-requests", self.max_batch) + _given("--cuda-graph-max-bs", self.max_batch)
-            flags += _given("--context-length", self.context_length)
+            flags += _make_flag("--max-total-tokens", self.max_total_tokens)
+            flags += _make_flag("--max-running-requests", self.max_batch) + _make_flag(
+                "--cuda-graph-max-bs", self.max_batch
+            )
+            flags += _make_flag("--context-length", self.context_length)
             flags += ["--enable-torch-compile"] if self.torch_compile else []
         else:  # vLLM compiles by itself; prompts of the warm-up must not be found in its cache
             flags += ["--gpu-memory-utilization", str(self.mem_fraction), "--no-enable-prefix-caching"]
-            flags += _given("--num-gpu-blocks-override", self.max_total_tokens and -(-self.max_total_tokens // BLOCK))
-            flags += _given("--max-num-seqs", self.max_batch) + _given("--max-model-len", self.context_length)
+            flags += _make_flag(
+                "--num-gpu-blocks-override", self.max_total_tokens and -(-self.max_total_tokens // VLLM_BLOCK_TOKENS)
+            )
+            flags += _make_flag("--max-num-seqs", self.max_batch) + _make_flag("--max-model-len", self.context_length)
         return [*flags, *self.more]
 
 
-def unsupported(engine: str, num_steps: int, topk: int, num_draft_tokens: int, draft: dict[str, Any]) -> str | None:
+def explain_unsupported(
+    engine: str, num_steps: int, topk: int, num_draft_tokens: int, draft: dict[str, Any]
+) -> str | None:
     """Why an engine can't run a tree with a draft of that config.json; None where it can."""
     if engine == "vllm" and topk > 1:
         return f"vLLM drafts chains only, this tree has topk {topk}"
@@ -75,7 +81,7 @@ def unsupported(engine: str, num_steps: int, topk: int, num_draft_tokens: int, d
     return None
 
 
-def speculation(engine: str, draft: Draft, config: dict[str, Any]) -> list[str]:
+def build_speculation_flags(engine: str, draft: ServedDraft, config: dict[str, Any]) -> list[str]:
     """The flags that turn speculation on; `config` is the draft's config.json."""
     if engine == "vllm":
         told = {"method": draft.algorithm.lower(), "model": draft.folder, "num_speculative_tokens": draft.num_steps}
@@ -84,32 +90,32 @@ def speculation(engine: str, draft: Draft, config: dict[str, Any]) -> list[str]:
     flags += ["--speculative-num-steps", str(draft.num_steps), "--speculative-eagle-topk", str(draft.topk)]
     flags += ["--speculative-num-draft-tokens", str(draft.num_draft_tokens)]
     window = config.get("sliding_window")  # SGLang passes the key over, and doesn't count the query itself
-    return flags + _given("--speculative-draft-window-size", window and window - 1)
+    return flags + _make_flag("--speculative-draft-window-size", window and window - 1)
 
 
-def line(setup: Setup, port: int, own: list[str]) -> list[str]:
+def build_setup_command(setup: ServerSetup, port: int, own: list[str]) -> list[str]:
     """The whole command line of a server without a draft; `own` are its first words where they are not the engine's."""
     told = setup.dtype, setup.device, setup.trust_remote_code
-    whole = server.command(setup.engine, setup.folder, port, *told)
-    first = len(FIRST[setup.engine])
-    assert whole[:first] == FIRST[setup.engine], whole
-    return [*(own or _found(setup.engine)), *whole[first:], *setup.flags()]
+    whole = server.build_server_command(setup.engine, setup.folder, port, *told)
+    first = len(PROGRAM_WORDS[setup.engine])
+    assert whole[:first] == PROGRAM_WORDS[setup.engine], whole
+    return [*(own or _locate_program(setup.engine)), *whole[first:], *setup.flags()]
 
 
-def _found(engine: str) -> list[str]:
+def _locate_program(engine: str) -> list[str]:
     """That of its own environment, where there is one; else the one on the PATH, which `started` looks for."""
-    program, *rest = FIRST[engine]
-    there = ENVIRONMENTS / engine / "bin" / program
+    program, *rest = PROGRAM_WORDS[engine]
+    there = ENVIRONMENTS_FOLDER / engine / "bin" / program
     return [str(there.absolute()) if there.exists() else program, *rest]
 
 
-def _given(flag: str, value: int | None) -> list[str]:
+def _make_flag(flag: str, value: int | None) -> list[str]:
     return [] if value is None else [flag, str(value)]
 
 
 # What a server says of itself
 
-SAID = (  # of SGLang's /server_info, what explains a measurement
+SERVER_INFO_KEYS = (  # of SGLang's /server_info, what explains a measurement
     "version", "model_path", "dtype", "kv_cache_dtype", "attention_backend", "sampling_backend", "tp_size", "mem_fraction_static",
     "max_total_tokens", "max_running_requests", "context_length", "enable_torch_compile", "torch_compile_max_bs",
     "chunked_prefill_size", "page_size", "disable_radix_cache", "disable_cuda_graph", "cuda_graph_config",
@@ -118,28 +124,28 @@ SAID = (  # of SGLang's /server_info, what explains a measurement
 )  # fmt: skip
 
 
-async def info(http: Session, url: str, engine: str) -> dict[str, Any]:
+async def fetch_server_info(http: HttpSession, url: str, engine: str) -> dict[str, Any]:
     """What the server says, by its own names; what it doesn't say is missing. Raises Failed where it can't be asked."""
     if engine == "vllm":
         reply = await http.send(url, "GET", "/version")
-        return _json(reply.body) if reply.status == 200 else {}
+        return _parse_json(reply.body) if reply.status == 200 else {}
     reply = await http.send(url, "GET", "/server_info")
-    found = _json(reply.body) if reply.status == 200 else {}
+    found = _parse_json(reply.body) if reply.status == 200 else {}
     state = (found.get("internal_states") or [{}])[0]
-    said = {key: found[key] for key in SAID if key in found}
+    said = {key: found[key] for key in SERVER_INFO_KEYS if key in found}
     said |= {key: state[key] for key in ("memory_usage", "effective_max_running_requests_per_dp") if key in state}
     return said
 
 
-def _json(body: bytes) -> dict[str, Any]:
+def _parse_json(body: bytes) -> dict[str, Any]:
     try:
         found = json.loads(body)
     except ValueError as error:
-        raise Failed("malformed", f"no JSON of what it is ({error})") from None
+        raise ExchangeFailedError("malformed", f"no JSON of what it is ({error})") from None
     return found if isinstance(found, dict) else {}
 
 
-def check(said: dict[str, Any], draft: Draft | None, at_once: int | None, need_tokens: int) -> None:
+def check_server_info(said: dict[str, Any], draft: ServedDraft | None, at_once: int | None, need_tokens: int) -> None:
     """Whether a server is the one meant, by what it says; nothing is known of what it doesn't say (vLLM).
 
     Raises:
@@ -167,8 +173,8 @@ def check(said: dict[str, Any], draft: Draft | None, at_once: int | None, need_t
     if at_once is None:
         return
     for limit, what, key in (
-        (_batch(said), "one batch", "--max-running-requests"),
-        (_graphs(said), "its CUDA graphs", "--cuda-graph-max-bs"),
+        (_read_max_batch(said), "one batch", "--max-running-requests"),
+        (_read_max_graph_batch(said), "its CUDA graphs", "--cuda-graph-max-bs"),
     ):
         if limit is not None and limit < at_once:
             raise ValueError(
@@ -177,12 +183,12 @@ def check(said: dict[str, Any], draft: Draft | None, at_once: int | None, need_t
             )
 
 
-def _batch(said: dict[str, Any]) -> int | None:
+def _read_max_batch(said: dict[str, Any]) -> int | None:
     found = said.get("effective_max_running_requests_per_dp", said.get("max_running_requests"))
     return found if isinstance(found, int) else None
 
 
-def _graphs(said: dict[str, Any]) -> int | None:
+def _read_max_graph_batch(said: dict[str, Any]) -> int | None:
     """The largest batch it has CUDA graphs for; None where it uses none, or doesn't say."""
     decode = (said.get("cuda_graph_config") or {}).get("decode") or {}
     if said.get("disable_cuda_graph") or decode.get("backend") == "disabled":
@@ -191,7 +197,7 @@ def _graphs(said: dict[str, Any]) -> int | None:
     return max(captured) if captured else decode.get("max_bs")
 
 
-def memory(said: dict[str, Any]) -> dict[str, Any]:
+def read_server_memory(said: dict[str, Any]) -> dict[str, Any]:
     """GiB of weights and KV cache, and the tokens that it holds; nothing where the server doesn't say."""
     used = said.get("memory_usage") or {}
     return {"weights": used.get("weight"), "kv_cache": used.get("kvcache"), "kv_tokens": used.get("token_capacity")}

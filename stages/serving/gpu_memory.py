@@ -6,13 +6,13 @@ import subprocess
 from typing import NamedTuple
 
 
-class Gpu(NamedTuple):
+class GpuMemory(NamedTuple):
     name: str
     used: float  # GiB
     total: float
 
 
-def visible() -> list[Gpu]:
+def list_visible_gpus() -> list[GpuMemory]:
     """Those of CUDA_VISIBLE_DEVICES, in its order; none on a machine without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return []
@@ -21,16 +21,16 @@ def visible() -> list[Gpu]:
     said = subprocess.run(asked, capture_output=True, text=True, timeout=60)
     if said.returncode:
         return []
-    found: dict[str, Gpu] = {}
+    found: dict[str, GpuMemory] = {}
     for index, uuid, name, used, total in (line.split(", ") for line in said.stdout.strip().splitlines()):
-        found[index] = found[uuid] = Gpu(name, float(used) / 1024, float(total) / 1024)  # MiB
+        found[index] = found[uuid] = GpuMemory(name, float(used) / 1024, float(total) / 1024)  # MiB
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is None:
         return [gpu for key, gpu in found.items() if key.isdigit()]
     return [found[key.strip()] for key in wanted.split(",") if key.strip() in found]
 
 
-def check_free(gpus: list[Gpu], mem_fraction: float) -> None:
+def check_free_memory(gpus: list[GpuMemory], mem_fraction: float) -> None:
     """Raises ValueError where another process holds what the server is to take: its start would fail, or its cache be small."""
     for number, gpu in enumerate(gpus):
         free = gpu.total - gpu.used

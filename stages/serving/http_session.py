@@ -15,13 +15,17 @@ from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 
-TRANSIENT = {408, 425, 429, 500, 502, 503, 504, 529}
-ROW_REFUSED = {400, 413, 422}  # this row is at fault, so long as others are answered; any other 4xx concerns all
-FINISHED = ("stop", "length")
-KEPT_S = 3.0  # an idle connection; uvicorn, which SGLang and vLLM stand on, closes it after 5
+TRANSIENT_STATUSES = {408, 425, 429, 500, 502, 503, 504, 529}
+ROW_REFUSED_STATUSES = {
+    400,
+    413,
+    422,
+}  # this row is at fault, so long as others are answered; any other 4xx concerns all
+FINISH_REASONS = ("stop", "length")
+KEEPALIVE_S = 3.0  # an idle connection; uvicorn, which SGLang and vLLM stand on, closes it after 5
 
 
-class Reply(NamedTuple):
+class HttpReply(NamedTuple):
     """A server's response, read whole."""
 
     status: int
@@ -32,7 +36,7 @@ class Reply(NamedTuple):
         return " ".join(self.body.decode(errors="replace").split())[:300]
 
 
-class Refused(Exception):
+class RequestRefusedError(Exception):
     """A server understood the request and will not answer it."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -40,7 +44,7 @@ class Refused(Exception):
         self.status = status
 
 
-class Failed(Exception):
+class ExchangeFailedError(Exception):
     """An exchange that failed and may not the next time; `reason` is short, to count by."""
 
     def __init__(self, reason: str, message: str, after_s: float = 0.0) -> None:
@@ -49,7 +53,7 @@ class Failed(Exception):
 
 
 @contextmanager
-def one_error() -> Iterator[None]:
+def raise_first_error() -> Iterator[None]:
     """Around a TaskGroup whose tasks fail alike: the first ValueError, instead of all in a group.
 
     An `except*` may not raise it bare: before Python 3.11.4 it comes in a group again.
@@ -62,7 +66,7 @@ def one_error() -> Iterator[None]:
         raise
 
 
-def proxy_of(url: str) -> str | None:
+def find_proxy(url: str) -> str | None:
     """What the environment (HTTPS_PROXY, NO_PROXY) says of a server; nothing of one on this machine, where none is meant."""
     parts = urlsplit(url)
     if parts.hostname in ("127.0.0.1", "localhost", "::1") or proxy_bypass(parts.hostname or ""):
@@ -71,12 +75,12 @@ def proxy_of(url: str) -> str | None:
     return proxies.get(parts.scheme) or proxies.get("all")
 
 
-def bare(url: str) -> str:
+def strip_api_path(url: str) -> str:
     """A server's URL as requests' paths follow it: without /v1, which users may write."""
     return re.sub(r"(/v1)?/?$", "", url)
 
 
-def api_key(variable: str | None, section: str) -> str | None:
+def read_api_key(variable: str | None, section: str) -> str | None:
     """The key in the environment; no message ever holds it."""
     if variable is None:
         return None
@@ -85,7 +89,7 @@ def api_key(variable: str | None, section: str) -> str | None:
     return os.environ[variable]
 
 
-class Session:
+class HttpSession:
     """Use as `async with`. `section` is the one of params.yaml that messages point to."""
 
     def __init__(self, model: str, timeout_s: float, section: str, key: str | None = None) -> None:
@@ -94,11 +98,11 @@ class Session:
         self._key = (lambda: key) if key else None  # in no repr
         self._http: aiohttp.ClientSession | None = None
 
-    async def __aenter__(self) -> "Session":
+    async def __aenter__(self) -> "HttpSession":
         self._http = aiohttp.ClientSession(
             # How many at once is the caller's to say. A connection that a server closed while nobody looked fails the
             # request that takes it again.
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
             timeout=aiohttp.ClientTimeout(self.timeout_s, sock_connect=min(10.0, self.timeout_s)),
             headers={"Authorization": f"Bearer {self._key()}"} if self._key else {},
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -120,20 +124,20 @@ class Session:
         """
         assert self._http, "a session is used inside `async with`"
         if url not in self._proxies:
-            self._proxies[url] = proxy_of(url)
+            self._proxies[url] = find_proxy(url)
         proxy = self._proxies[url]
         if within_s is not None:
             more["timeout"] = aiohttp.ClientTimeout(within_s)
-        with _failures(within_s or self.timeout_s):
+        with _translate_errors(within_s or self.timeout_s):
             async with self._http.request(method, url + path, proxy=proxy, allow_redirects=False, **more) as response:
                 yield response
 
-    async def send(self, url: str, method: str, path: str, **more: Any) -> Reply:
+    async def send(self, url: str, method: str, path: str, **more: Any) -> HttpReply:
         """One exchange, bounded from asking to the last byte."""
         async with self.exchange(url, method, path, **more) as response:
-            return await read(response)
+            return await read_reply(response)
 
-    def check(self, url: str, reply: Reply) -> None:
+    def check(self, url: str, reply: HttpReply) -> None:
         """Nothing where the status is 200.
 
         Raises:
@@ -141,11 +145,11 @@ class Session:
             Refused: where the server will not answer this row.
             ValueError: where it would answer no row.
         """
-        if reply.status in TRANSIENT:
+        if reply.status in TRANSIENT_STATUSES:
             after_s = float(reply.after) if reply.after.isdigit() else 0.0
-            raise Failed(f"http {reply.status}", f"HTTP {reply.status} {reply.said()}", after_s)
-        if reply.status in ROW_REFUSED:
-            raise Refused(reply.status, reply.said())
+            raise ExchangeFailedError(f"http {reply.status}", f"HTTP {reply.status} {reply.said()}", after_s)
+        if reply.status in ROW_REFUSED_STATUSES:
+            raise RequestRefusedError(reply.status, reply.said())
         if reply.status != 200:
             key = f"; is {self.section}.api_key_env right?"
             hint = {401: key, 403: key, 404: "; is it an OpenAI-compatible server, and does it serve that model?"}
@@ -181,17 +185,17 @@ class Session:
         return engine
 
 
-async def read(response: aiohttp.ClientResponse) -> Reply:
-    return Reply(response.status, response.headers.get("Retry-After", ""), await response.read())
+async def read_reply(response: aiohttp.ClientResponse) -> HttpReply:
+    return HttpReply(response.status, response.headers.get("Retry-After", ""), await response.read())
 
 
 @contextmanager
-def _failures(within_s: float) -> Iterator[None]:
+def _translate_errors(within_s: float) -> Iterator[None]:
     try:
         yield
     except aiohttp.ConnectionTimeoutError:
-        raise Failed("timeout", "no connection in time") from None
+        raise ExchangeFailedError("timeout", "no connection in time") from None
     except TimeoutError:
-        raise Failed("timeout", f"no whole answer within {within_s:g} s") from None
+        raise ExchangeFailedError("timeout", f"no whole answer within {within_s:g} s") from None
     except aiohttp.ClientError as error:  # refused, reset, closed in the middle
-        raise Failed("connection", f"{type(error).__name__} {error}".strip()) from None
+        raise ExchangeFailedError("connection", f"{type(error).__name__} {error}".strip()) from None

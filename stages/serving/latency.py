@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from stages.serving.spec_counters import Counts
+from stages.serving.spec_counters import AcceptanceCounts
 
 PERCENTILES = (50, 90, 99)
 
 
 @dataclass
-class Record:
+class RequestRecord:
     """One request, as the client saw it."""
 
     id: str
@@ -34,7 +34,7 @@ class Record:
     text: str = ""
     ids: list[int] = field(default_factory=list)  # the answer's, where the server says them
     said: dict[str, Any] = field(default_factory=dict)  # the engine's own figures of this request
-    counts: Counts | None = None  # what they come to, by our definition
+    counts: AcceptanceCounts | None = None  # what they come to, by our definition
 
     @property
     def ttft_s(self) -> float:
@@ -61,7 +61,7 @@ class Record:
         return [gap / tokens for gap, (_, tokens) in gaps for _ in range(tokens)]
 
 
-def summary(records: list[Record]) -> dict[str, Any]:
+def summarise_load(records: list[RequestRecord]) -> dict[str, Any]:
     """Of N >= 1 records, from when the first was due to when the last ended.
 
     A distribution of nothing is None, not 0: no request answered is not an answer at once.
@@ -80,16 +80,18 @@ def summary(records: list[Record]) -> dict[str, Any]:
         "output_throughput": taken / duration_s,
         "total_throughput": (given + taken) / duration_s,
         "mean_at_once": sum(r.e2e_s for r in done) / duration_s,
-        "ttft_s": distribution([r.ttft_s for r in done]),
-        "tpot_s": distribution([s for r in done if (s := r.tpot_s) is not None]),
-        "itl_s": distribution([s for r in done for s in r.token_gaps_s()]) if all(r.counted for r in done) else None,
-        "chunk_gap_s": distribution([s for r in done for s in r.chunk_gaps_s()]),
-        "e2e_s": distribution([r.e2e_s for r in done]),
-        "wait_s": distribution([r.sent - r.due for r in done]),
+        "ttft_s": summarise_distribution([r.ttft_s for r in done]),
+        "tpot_s": summarise_distribution([s for r in done if (s := r.tpot_s) is not None]),
+        "itl_s": summarise_distribution([s for r in done for s in r.token_gaps_s()])
+        if all(r.counted for r in done)
+        else None,
+        "chunk_gap_s": summarise_distribution([s for r in done for s in r.chunk_gaps_s()]),
+        "e2e_s": summarise_distribution([r.e2e_s for r in done]),
+        "wait_s": summarise_distribution([r.sent - r.due for r in done]),
     }
 
 
-def distribution(values: list[float]) -> dict[str, float] | None:
+def summarise_distribution(values: list[float]) -> dict[str, float] | None:
     """Mean and percentiles, between two values in proportion, as numpy, SGLang and vLLM have it."""
     if not values:
         return None
@@ -97,8 +99,8 @@ def distribution(values: list[float]) -> dict[str, float] | None:
     return {"mean": float(np.mean(values))} | {f"p{p}": float(v) for p, v in zip(PERCENTILES, found, strict=True)}
 
 
-def goodput(
-    records: list[Record],
+def compute_goodput(
+    records: list[RequestRecord],
     duration_s: float,
     ttft_s: float = math.inf,
     tpot_s: float = math.inf,

@@ -20,17 +20,17 @@ import numpy as np
 import orjson
 
 from stages.serving import http_session, spec_counters
-from stages.serving.latency import Record
-from stages.serving.spec_counters import Counters, Counts
-from stages.serving.sse import Stream
+from stages.serving.latency import RequestRecord
+from stages.serving.spec_counters import AcceptanceCounts, VllmCounters
+from stages.serving.sse import AnswerStream
 
-FLUSH_S = 30  # for a server to come to rest, so that it may drop its cache
-SETTLED_S = 0.2  # vLLM's counters follow the answers by a step
-READINGS = 20
+FLUSH_TIMEOUT_S = 30  # for a server to come to rest, so that it may drop its cache
+READING_PAUSE_S = 0.2  # vLLM's counters follow the answers by a step
+MAX_READINGS = 20
 
 
 @dataclass(frozen=True)
-class Ask:
+class LoadRequest:
     """A request to come."""
 
     id: str
@@ -58,29 +58,29 @@ class Arrivals:
 
 
 @dataclass
-class Load:
+class LoadResult:
     engine: str
-    records: list[Record]  # one for each request, in their order
+    records: list[RequestRecord]  # one for each request, in their order
     most_at_once: int
     warmup_failed: dict[str, int]  # by reason
     uncounted: list[str]  # why an engine's figures are of no use
-    counters: Counts | None  # vLLM's, of all records together
+    counters: AcceptanceCounts | None  # vLLM's, of all records together
     figures: dict[str, Any]  # the engine's own, as it says them
 
 
-async def run(
+async def run_load(
     url: str,
     model: str,
-    asks: list[Ask],
+    asks: list[LoadRequest],
     arrivals: Arrivals,
     deadline_s: float,
-    warmup: list[Ask],
+    warmup: list[LoadRequest],
     section: str,
     key: str | None = None,
     engine: str | None = None,
     check: Callable[[], None] = lambda: None,
     ended: Callable[[], object] = lambda: None,
-) -> Load:
+) -> LoadResult:
     """All of `asks`, one or more, sent to the server at `url` (without /v1), after `warmup`, which counts nowhere.
 
     A request may take `deadline_s` from being sent to its last byte. `check` looks after the server when a connection
@@ -90,37 +90,39 @@ async def run(
     Raises:
         ValueError: where the server is another one, refuses whoever asks, or fails all of the warm-up.
     """
-    async with http_session.Session(model, deadline_s, section, key) as http:
+    async with http_session.HttpSession(model, deadline_s, section, key) as http:
         try:
             engine = engine or await http.engine_of(url)
-        except http_session.Failed as error:
+        except http_session.ExchangeFailedError as error:
             raise ValueError(f"{url} can't be asked: {error}; is it running? Correct {section}.base_urls") from None
-        warmed = await Generator(http, url, engine, check).send(warmup, Arrivals(math.inf, arrivals.concurrency, 0))
+        warmed = await LoadGenerator(http, url, engine, check).send(warmup, Arrivals(math.inf, arrivals.concurrency, 0))
         failed = [r for r in warmed if r.failed]
         if failed and len(failed) == len(warmed):
             raise ValueError(f"{url} failed all {len(failed)} requests of the warm-up, the first: {failed[0].why}")
         if engine == "sglang":
-            await _flush(http, url)
-        before = await _counters(http, url) if engine == "vllm" else None
-        generator = Generator(http, url, engine, check, ended)
+            await _flush_cache(http, url)
+        before = await _read_settled_counters(http, url) if engine == "vllm" else None
+        generator = LoadGenerator(http, url, engine, check, ended)
         records = await generator.send(asks, arrivals)
-        after = await _counters(http, url) if engine == "vllm" else None
-        found = Load(engine, records, generator.most_at_once, _by_reason(failed), generator.uncounted, None, {})
+        after = await _read_settled_counters(http, url) if engine == "vllm" else None
+        found = LoadResult(
+            engine, records, generator.most_at_once, _count_by_reason(failed), generator.uncounted, None, {}
+        )
         if before and after:
             _add_counters(found, before, after)
         elif before or after:
             found.uncounted.append("vLLM's /metrics could be read before the load or after it, not both times")
         if engine == "sglang":
-            found.figures = await _server_info(http, url)
+            found.figures = await _fetch_server_info(http, url)
     return found
 
 
-class Generator:
+class LoadGenerator:
     """Sends to one server."""
 
     def __init__(
         self,
-        http: http_session.Session,
+        http: http_session.HttpSession,
         url: str,
         engine: str,
         check: Callable[[], None],
@@ -130,13 +132,15 @@ class Generator:
         self.most_at_once = self._at_once = 0
         self.uncounted: list[str] = []
 
-    async def send(self, asks: list[Ask], arrivals: Arrivals) -> list[Record]:
+    async def send(self, asks: list[LoadRequest], arrivals: Arrivals) -> list[RequestRecord]:
         """A record for each; those still under way are given up when this is cancelled."""
-        ready = [(ask, *request(ask, self.engine, self.http.model)) for ask in asks]  # no JSON while the clock runs
+        ready = [
+            (ask, *build_request(ask, self.engine, self.http.model)) for ask in asks
+        ]  # no JSON while the clock runs
         gate = asyncio.Semaphore(arrivals.concurrency) if arrivals.concurrency else contextlib.nullcontext()
-        with _no_collection():
+        with _suspend_garbage_collection():
             due = time.perf_counter() + arrivals.due_s(len(asks))
-            with http_session.one_error():
+            with http_session.raise_first_error():
                 async with asyncio.TaskGroup() as group:
                     tasks = []
                     for (ask, path, body), when in zip(ready, due.tolist(), strict=True):
@@ -145,7 +149,7 @@ class Generator:
                         tasks.append(group.create_task(self._in_turn(gate, ask, path, body, when)))
         return [task.result() for task in tasks]
 
-    async def _in_turn(self, gate: Any, ask: Ask, path: str, body: bytes, due: float) -> Record:
+    async def _in_turn(self, gate: Any, ask: LoadRequest, path: str, body: bytes, due: float) -> RequestRecord:
         async with gate:
             self._at_once += 1
             self.most_at_once = max(self.most_at_once, self._at_once)
@@ -155,26 +159,26 @@ class Generator:
                 self._at_once -= 1
                 self.ended()
 
-    async def _one(self, ask: Ask, path: str, body: bytes, due: float) -> Record:
-        stream, failed, why = Stream(path == "/generate"), None, ""
+    async def _one(self, ask: LoadRequest, path: str, body: bytes, due: float) -> RequestRecord:
+        stream, failed, why = AnswerStream(path == "/generate"), None, ""
         sent = time.perf_counter()
         try:
             async with self.http.exchange(
                 self.url, "POST", path, data=body, headers={"Content-Type": "application/json"}
             ) as response:
                 if response.status != 200:
-                    self.http.check(self.url, await http_session.read(response))
+                    self.http.check(self.url, await http_session.read_reply(response))
                 async for data in response.content.iter_any():
                     stream.feed(data, time.perf_counter())
             stream.end(time.perf_counter())
-        except http_session.Refused as error:
+        except http_session.RequestRefusedError as error:
             failed, why = "refused", str(error)
-        except http_session.Failed as error:
+        except http_session.ExchangeFailedError as error:
             failed, why = error.reason, str(error)
         ended = time.perf_counter()
         if failed == "connection":
             self.check()
-        record = Record(
+        record = RequestRecord(
             ask.id, due, sent, ended, stream.events, stream.counted, stream.input_tokens, stream.output_tokens,
             stream.finish_reason, failed, why, stream.text, stream.ids, stream.said,
         )  # fmt: skip
@@ -182,14 +186,14 @@ class Generator:
             self._count(record)
         return record
 
-    def _count(self, record: Record) -> None:
+    def _count(self, record: RequestRecord) -> None:
         try:
-            record.counts = spec_counters.of_request(record.said, record.output_tokens)
+            record.counts = spec_counters.count_request(record.said, record.output_tokens)
         except ValueError as error:
             self.uncounted.append(f"{record.id}: {error}")
 
 
-def request(ask: Ask, engine: str, model: str) -> tuple[str, bytes]:
+def build_request(ask: LoadRequest, engine: str, model: str) -> tuple[str, bytes]:
     """Path and body. SGLang is asked in its own dialect where it can be: only there it speaks of accepted drafts.
 
     Raises:
@@ -231,7 +235,7 @@ def request(ask: Ask, engine: str, model: str) -> tuple[str, bytes]:
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
+def _suspend_garbage_collection() -> Iterator[None]:
     """A full collection of a stage's objects takes longer than a token."""
     gc.collect()
     gc.freeze()
@@ -241,11 +245,11 @@ def _no_collection() -> Iterator[None]:
         gc.unfreeze()
 
 
-async def _flush(http: http_session.Session, url: str) -> None:
+async def _flush_cache(http: http_session.HttpSession, url: str) -> None:
     """So that no prompt finds its beginning in the cache, and SGLang's own averages are of this load."""
     try:
-        reply = await http.send(url, "POST", f"/flush_cache?timeout={FLUSH_S}", within_s=FLUSH_S + 10)
-    except http_session.Failed as error:
+        reply = await http.send(url, "POST", f"/flush_cache?timeout={FLUSH_TIMEOUT_S}", within_s=FLUSH_TIMEOUT_S + 10)
+    except http_session.ExchangeFailedError as error:
         raise ValueError(f"{url} did not flush its cache: {error}; see to the server and run again") from None
     if reply.status != 200:
         raise ValueError(
@@ -254,26 +258,26 @@ async def _flush(http: http_session.Session, url: str) -> None:
         )
 
 
-async def _counters(http: http_session.Session, url: str) -> Counters | None:
+async def _read_settled_counters(http: http_session.HttpSession, url: str) -> VllmCounters | None:
     """vLLM's, once they stand still."""
     found = None
-    for _ in range(READINGS):
+    for _ in range(MAX_READINGS):
         try:
             reply = await http.send(url, "GET", "/metrics")
-        except http_session.Failed:
+        except http_session.ExchangeFailedError:
             return None
-        last, found = found, spec_counters.counters(reply.body.decode()) if reply.status == 200 else None
+        last, found = found, spec_counters.parse_vllm_counters(reply.body.decode()) if reply.status == 200 else None
         if found == last:
             break
-        await asyncio.sleep(SETTLED_S)
+        await asyncio.sleep(READING_PAUSE_S)
     return found
 
 
-def _add_counters(load: Load, before: Counters, after: Counters) -> None:
+def _add_counters(load: LoadResult, before: VllmCounters, after: VllmCounters) -> None:
     whole = not any(r.failed for r in load.records)  # what failed has drafts in the counters, and no tokens with us
     tokens = sum(r.output_tokens for r in load.records) if whole else None
     try:
-        load.counters = spec_counters.between(before, after, len(load.records), tokens)
+        load.counters = spec_counters.subtract_counters(before, after, len(load.records), tokens)
     except ValueError as error:
         load.uncounted.append(str(error))
     drafts = after.drafts - before.drafts
@@ -281,17 +285,17 @@ def _add_counters(load: Load, before: Counters, after: Counters) -> None:
         load.figures["mean_acceptance_length"] = 1 + (after.accepted - before.accepted) / drafts
 
 
-async def _server_info(http: http_session.Session, url: str) -> dict[str, Any]:
+async def _fetch_server_info(http: http_session.HttpSession, url: str) -> dict[str, Any]:
     """SGLang's average since the flush, where it speculates. It lags, unless --decode-log-interval is 1."""
     try:
         reply = await http.send(url, "GET", "/server_info")
         state = orjson.loads(reply.body)["internal_states"][0] if reply.status == 200 else {}
-    except (http_session.Failed, ValueError, KeyError, IndexError, TypeError):
+    except (http_session.ExchangeFailedError, ValueError, KeyError, IndexError, TypeError):
         return {}
     return {name: state[name] for name in ("avg_spec_accept_length",) if state.get(name) is not None}
 
 
-def _by_reason(failed: list[Record]) -> dict[str, int]:
+def _count_by_reason(failed: list[RequestRecord]) -> dict[str, int]:
     return {
         str(reason): sum(r.failed == reason for r in failed)
         for reason in sorted({r.failed for r in failed if r.failed})

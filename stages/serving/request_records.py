@@ -4,20 +4,20 @@ import hashlib
 import json
 from typing import Any
 
-from stages.serving.latency import Record
+from stages.serving.latency import RequestRecord
 
 
-def name(r: Record) -> str:
+def get_question_id(r: RequestRecord) -> str:
     """The question's, of a record `id#turn`."""
     return r.id.rpartition("#")[0]
 
 
-def row(repeat: int, turn: int, r: Record, correct: bool | None) -> dict[str, Any]:
+def make_request_row(repeat: int, turn: int, r: RequestRecord, correct: bool | None) -> dict[str, Any]:
     """As served.REQUEST."""
     said = json.dumps(r.ids) if r.ids else r.text
     done = not r.failed
     return {
-        "repeat": repeat, "id": name(r), "turn": turn, "prompt_tokens": r.input_tokens,
+        "repeat": repeat, "id": get_question_id(r), "turn": turn, "prompt_tokens": r.input_tokens,
         "output_tokens": r.output_tokens, "cycles": r.counts.cycles if r.counts else None,
         "accepted": r.counts.accepted if r.counts else None, "finish_reason": r.finish_reason, "failed": r.failed,
         "ttft_s": r.ttft_s if done else None, "tpot_s": r.tpot_s if done else None, "e2e_s": r.e2e_s if done else None,
@@ -26,9 +26,9 @@ def row(repeat: int, turn: int, r: Record, correct: bool | None) -> dict[str, An
     }  # fmt: skip
 
 
-def end_to_end(turns: list[list[Record]]) -> list[Record]:
+def join_turns(turns: list[list[RequestRecord]]) -> list[RequestRecord]:
     """The records of all turns as if each followed the one before at once: between them prompts are rendered."""
-    every: list[Record] = []
+    every: list[RequestRecord] = []
     for found in turns:
         if every:
             late = min(r.due for r in found) - max(r.ended for r in every)

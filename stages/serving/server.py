@@ -26,14 +26,14 @@ import httpx
 from stages.serving import server_guard
 
 HOST = "127.0.0.1"
-END_S = 15.0  # from asking a server to end to killing it
+END_TIMEOUT_S = 15.0  # from asking a server to end to killing it
 SLACK_S = 5.0  # for a busy machine to get round to the guard
-ENDING_S = 2.0  # from not listening any more to having ended
-EXTRA = {"transformers": "pip install -c constraints.txt -e '.[serve]'"}
+ENDING_GRACE_S = 2.0  # from not listening any more to having ended
+INSTALL_HINTS = {"transformers": "pip install -c constraints.txt -e '.[serve]'"}
 
 
-class Server:
-    """A server of one's own; `started` makes one."""
+class ServerProcess:
+    """A server of one's own; `run_server` makes one."""
 
     def __init__(
         self, engine: str, line: list[str], port: int, model: str, log: Path, timeout_s: float, settle_s: float,
@@ -56,7 +56,7 @@ class Server:
         """
         if not self._listens():  # it is about to end, and the guard a moment behind it
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process().wait(ENDING_S)
+                self._process().wait(ENDING_GRACE_S)
         while (status := self.ended()) is not None:
             if self.restarted == self._restarts:
                 raise self._failure(status)
@@ -100,7 +100,7 @@ class Server:
                 time.sleep(0.2)
         raise ValueError(
             f"the {self.engine} server was not ready after {self._timeout_s:g} s; raise {self._section}.start_timeout_s, "
-            f"or see its log, {self.log}:\n{tail(self.log)}"
+            f"or see its log, {self.log}:\n{read_log_tail(self.log)}"
         )
 
     def end(self) -> None:
@@ -131,12 +131,14 @@ class Server:
     def _failure(self, status: int) -> ValueError:
         often = f", after {self.restarted} restarts" if self.restarted else ""
         return ValueError(
-            f"the {self.engine} server ended with status {status}{often}{_remedy(self.engine, self.log)}; its log, "
-            f"{self.log}:\n{tail(self.log)}"
+            f"the {self.engine} server ended with status {status}{often}{_suggest_remedy(self.engine, self.log)}; its log, "
+            f"{self.log}:\n{read_log_tail(self.log)}"
         )
 
 
-def command(engine: str, folder: str, port: int, dtype: str, device: str, trust_remote_code: bool) -> list[str]:
+def build_server_command(
+    engine: str, folder: str, port: int, dtype: str, device: str, trust_remote_code: bool
+) -> list[str]:
     """The command line of `engine` for the target in `folder`.
 
     SGLang and vLLM would else take top_k, top_p and penalties from the model's generation_config.json, and the answers
@@ -157,10 +159,10 @@ def command(engine: str, folder: str, port: int, dtype: str, device: str, trust_
 
 
 @contextmanager
-def started(
-    engine: str, line: list[str], port: int, model: str, log: Path, timeout_s: float, settle_s: float = END_S,
+def run_server(
+    engine: str, line: list[str], port: int, model: str, log: Path, timeout_s: float, settle_s: float = END_TIMEOUT_S,
     restarts: int = 0, threads: int | None = None, section: str = "sample_target.server",
-) -> Iterator[Server]:  # fmt: skip
+) -> Iterator[ServerProcess]:  # fmt: skip
     """Inside the block the server of command `line` answers on `port`; after it, it and its children are gone.
 
     `restarts` is how often `check` may start it again; `threads` how many it may compute with on the CPU; `section` the
@@ -176,7 +178,7 @@ def started(
             "(make serving-env) and put its bin folder on the PATH, or name a running server in base_urls"
         )
     log.parent.mkdir(parents=True, exist_ok=True)
-    server = Server(engine, line, port, model, log, timeout_s, settle_s, restarts, threads, section)
+    server = ServerProcess(engine, line, port, model, log, timeout_s, settle_s, restarts, threads, section)
     server.start("wb")
     try:
         if not server.wait():  # at the first start it is the command that is wrong
@@ -186,20 +188,20 @@ def started(
         server.end()
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     with socket.socket() as taken:
         taken.bind((HOST, 0))
         return taken.getsockname()[1]
 
 
-def tail(log: Path, lines: int = 20) -> str:
+def read_log_tail(log: Path, lines: int = 20) -> str:
     """The last lines of a log, of which a server's downfall is usually the last."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 20_000))
         return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
 
 
-def _remedy(engine: str, log: Path) -> str:
-    words = tail(log, 200)
+def _suggest_remedy(engine: str, log: Path) -> str:
+    words = read_log_tail(log, 200)
     missing = "Missing dependencies for serving" in words or "requires `accelerate`" in words
-    return f" for want of packages; run: {EXTRA[engine]}" if missing and engine in EXTRA else ""
+    return f" for want of packages; run: {INSTALL_HINTS[engine]}" if missing and engine in INSTALL_HINTS else ""

@@ -13,10 +13,10 @@ import itertools
 import re
 from typing import Any, NamedTuple
 
-COUNTER = re.compile(r"vllm:spec_decode_num_(\w+?)_total(?:\{(.*)\})?\s+([0-9.eE+]+)")
+COUNTER_PATTERN = re.compile(r"vllm:spec_decode_num_(\w+?)_total(?:\{(.*)\})?\s+([0-9.eE+]+)")
 
 
-class Counts(NamedTuple):
+class AcceptanceCounts(NamedTuple):
     """tau is (accepted + cycles) / cycles."""
 
     cycles: int
@@ -26,7 +26,7 @@ class Counts(NamedTuple):
     histogram: list[int]  # the engine's: cycles that accepted i drafts, those beyond the end too
 
 
-class Counters(NamedTuple):
+class VllmCounters(NamedTuple):
     """vLLM's, over all requests since it started."""
 
     drafts: int  # cycles that had drafts to verify
@@ -35,7 +35,7 @@ class Counters(NamedTuple):
     per_position: list[int]  # cycles that accepted at least i + 1
 
 
-def of_request(said: dict[str, Any], output_tokens: int) -> Counts | None:
+def count_request(said: dict[str, Any], output_tokens: int) -> AcceptanceCounts | None:
     """From SGLang's figures of a request; None where it says none, as one does that doesn't speculate.
 
     Raises:
@@ -44,7 +44,7 @@ def of_request(said: dict[str, Any], output_tokens: int) -> Counts | None:
     histogram = said.get("spec_correct_drafts_histogram") or said.get("spec_accept_histogram")  # the older name
     prefills = 1 + said.get("num_retractions", 0)  # one put back is prefilled again, which says a token again
     if not histogram:
-        return Counts(0, 0, 0, True, []) if output_tokens == prefills else None  # no cycle was needed
+        return AcceptanceCounts(0, 0, 0, True, []) if output_tokens == prefills else None  # no cycle was needed
     cycles, accepted = sum(histogram), sum(i * times for i, times in enumerate(histogram))
     cut = prefills + accepted + cycles - output_tokens
     most = max((i for i, times in enumerate(histogram) if times), default=0)
@@ -54,16 +54,16 @@ def of_request(said: dict[str, Any], output_tokens: int) -> Counts | None:
             f"spec_verify_ct) and {accepted} accepted drafts are not {output_tokens} tokens with 0 to {most} cut off; "
             "expected prefills + accepted + cycles - cut"
         )
-    return Counts(cycles, accepted - max(0, cut - 1), cut, True, histogram)
+    return AcceptanceCounts(cycles, accepted - max(0, cut - 1), cut, True, histogram)
 
 
-def counters(text: str) -> Counters | None:
+def parse_vllm_counters(text: str) -> VllmCounters | None:
     """vLLM's from its /metrics, summed over engines; None where it doesn't speculate."""
     found = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0}
     positions: dict[int, int] = {}
     known = False
     for line in text.splitlines():
-        if match := COUNTER.match(line):
+        if match := COUNTER_PATTERN.match(line):
             known = True
             name, value = match[1], int(float(match[3]))
             if name == "accepted_tokens_per_pos":
@@ -74,10 +74,12 @@ def counters(text: str) -> Counters | None:
     if not known:
         return None
     reached = [positions[i] for i in sorted(positions)]
-    return Counters(found["drafts"], found["draft_tokens"], found["accepted_tokens"], reached)
+    return VllmCounters(found["drafts"], found["draft_tokens"], found["accepted_tokens"], reached)
 
 
-def between(before: Counters, after: Counters, requests: int, output_tokens: int | None) -> Counts:
+def subtract_counters(
+    before: VllmCounters, after: VllmCounters, requests: int, output_tokens: int | None
+) -> AcceptanceCounts:
     """Of the requests between two readings; `output_tokens` of them all, None where some failed.
 
     Raises:
@@ -93,4 +95,4 @@ def between(before: Counters, after: Counters, requests: int, output_tokens: int
             "position; expected falling positions that sum to them. Was the server restarted meanwhile?"
         )
     cut = None if output_tokens is None else requests + accepted + cycles - output_tokens
-    return Counts(cycles, accepted, cut, False, histogram)
+    return AcceptanceCounts(cycles, accepted, cut, False, histogram)

@@ -12,7 +12,7 @@ import orjson
 from stages.serving import http_session
 
 
-class Stream:
+class AnswerStream:
     """Feed it what comes, then `end` it."""
 
     def __init__(self, generate: bool) -> None:
@@ -37,13 +37,13 @@ class Stream:
         """Raises session.Failed where what came is no whole answer."""
         self._line(self._rest, now)
         if self.finish_reason is None:
-            raise http_session.Failed(
+            raise http_session.ExchangeFailedError(
                 "cut", f"the stream ended without a finish_reason, after {self.output_tokens} tokens"
             )
         if self.finish_reason in ("abort", "error"):
-            raise http_session.Failed("aborted", f"finish_reason {self.finish_reason!r}")
+            raise http_session.ExchangeFailedError("aborted", f"finish_reason {self.finish_reason!r}")
         if not self.events:
-            raise http_session.Failed("empty", "an answer without a token")
+            raise http_session.ExchangeFailedError("empty", "an answer without a token")
         self.counted = self.counted or len(self.events) == self.output_tokens
 
     def _line(self, line: bytes, now: float) -> None:
@@ -58,13 +58,15 @@ class Stream:
                 self._fail(message["error"])
             self._take(message, now)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            raise http_session.Failed("malformed", f"not a chunk of an answer ({error!r}): {data[:200]!r}") from None
+            raise http_session.ExchangeFailedError(
+                "malformed", f"not a chunk of an answer ({error!r}): {data[:200]!r}"
+            ) from None
 
     def _fail(self, error: Any) -> None:
         code = error.get("code") if isinstance(error, dict) else None
-        if code in http_session.ROW_REFUSED:  # the stream had begun before the server looked
-            raise http_session.Refused(code, str(error.get("message")))
-        raise http_session.Failed("error", str(error.get("message") if isinstance(error, dict) else error))
+        if code in http_session.ROW_REFUSED_STATUSES:  # the stream had begun before the server looked
+            raise http_session.RequestRefusedError(code, str(error.get("message")))
+        raise http_session.ExchangeFailedError("error", str(error.get("message") if isinstance(error, dict) else error))
 
     def _generate(self, message: dict[str, Any], now: float) -> None:
         meta, ids = message["meta_info"], message.get("output_ids") or []
@@ -79,7 +81,7 @@ class Stream:
         if reason := meta.get("finish_reason"):
             self.finish_reason, self.said = reason["type"], meta
             if self.finish_reason == "abort":
-                raise http_session.Failed("aborted", str(reason.get("message")))
+                raise http_session.ExchangeFailedError("aborted", str(reason.get("message")))
 
     def _openai(self, message: dict[str, Any], now: float) -> None:
         usage, piece = message.get("usage"), ""

@@ -8,7 +8,7 @@ from transformers import (
     PretrainedConfig,
 )
 
-from stages.target.mrope import axes
+from stages.target.mrope import assign_frequency_axes
 
 
 def default_feature_layers(num_layers: int) -> list[int]:
@@ -16,47 +16,47 @@ def default_feature_layers(num_layers: int) -> list[int]:
     return [2, num_layers // 2, num_layers - 3]
 
 
-def facts(whole: PretrainedConfig) -> dict[str, Any]:
+def read_config_facts(whole: PretrainedConfig) -> dict[str, Any]:
     """The shapes in a config that a draft depends on, under the manifest's names, whatever the class calls them.
 
     A vision-language config keeps them in its text config, except for those it only has outside. Raises ValueError
     naming the key, where a config has none of the names we know for it.
     """
     config = whole.get_text_config()
-    heads, hidden = _needed(config, "num_attention_heads"), _needed(config, "hidden_size")
-    turning = rope(config)
+    heads, hidden = _read_required(config, "num_attention_heads"), _read_required(config, "hidden_size")
+    turning = read_rope_parameters(config)
     if "mrope_section" in turning:
-        turning["mrope_interleaved"] = interleaved(config)
+        turning["mrope_interleaved"] = is_mrope_interleaved(config)
     return {
         "hidden_size": hidden,
-        "intermediate_size": _needed(config, "intermediate_size", "moe_intermediate_size"),
-        "num_layers": _needed(config, "num_hidden_layers"),
+        "intermediate_size": _read_required(config, "intermediate_size", "moe_intermediate_size"),
+        "num_layers": _read_required(config, "num_hidden_layers"),
         "num_attention_heads": heads,
-        "num_key_value_heads": _first(config, "num_key_value_heads") or heads,
-        "head_dim": _first(config, "head_dim") or hidden // heads,  # absent or null in half of the classes
-        "vocab_size": _needed(config, "vocab_size"),
-        "rms_norm_eps": _needed(config, "rms_norm_eps"),
+        "num_key_value_heads": _read_first(config, "num_key_value_heads") or heads,
+        "head_dim": _read_first(config, "head_dim") or hidden // heads,  # absent or null in half of the classes
+        "vocab_size": _read_required(config, "vocab_size"),
+        "rms_norm_eps": _read_required(config, "rms_norm_eps"),
         "rope": turning,
-        "max_position_embeddings": _needed(config, "max_position_embeddings"),
-        "tie_word_embeddings": tied(whole),
+        "max_position_embeddings": _read_required(config, "max_position_embeddings"),
+        "tie_word_embeddings": has_tied_embeddings(whole),
     }
 
 
-def tied(whole: PretrainedConfig) -> bool:
+def has_tied_embeddings(whole: PretrainedConfig) -> bool:
     """Whether embedding and head are one table. transformers reads the outer config, and its text config where that is silent."""
-    outer = _first(whole, "tie_word_embeddings")
-    return bool(outer if outer is not None else _first(whole.get_text_config(), "tie_word_embeddings"))
+    outer = _read_first(whole, "tie_word_embeddings")
+    return bool(outer if outer is not None else _read_first(whole.get_text_config(), "tie_word_embeddings"))
 
 
-def rope(config: PretrainedConfig) -> dict[str, Any]:
+def read_rope_parameters(config: PretrainedConfig) -> dict[str, Any]:
     """The rotary embedding's parameters in transformers 5's spelling, from either spelling.
 
     Older configs, and those of remote code, say `rope_theta` and `rope_scaling` (whose kind is `rope_type` or `type`).
     """
-    found = dict(_first(config, "rope_parameters") or {})
+    found = dict(_read_first(config, "rope_parameters") or {})
     if "rope_theta" not in found:
-        found = {**(_first(config, "rope_scaling") or {}), **found}
-        found["rope_theta"] = _first(config, "rope_theta") or 10_000.0
+        found = {**(_read_first(config, "rope_scaling") or {}), **found}
+        found["rope_theta"] = _read_first(config, "rope_theta") or 10_000.0
     kind = found.pop("type", "default")
     found.setdefault("rope_type", kind)
     if found["rope_type"] == "mrope":  # Qwen2-VL's name for the default with mrope_section
@@ -64,7 +64,7 @@ def rope(config: PretrainedConfig) -> dict[str, Any]:
     return found
 
 
-def interleaved(config: PretrainedConfig) -> bool:
+def is_mrope_interleaved(config: PretrainedConfig) -> bool:
     """Whether this class deals its frequencies to the three axes in turns (see `mrope`), which few configs say.
 
     Asked of its own rotary module: moved on one axis alone, which frequencies turn? Raises ValueError for a third way.
@@ -75,21 +75,23 @@ def interleaved(config: PretrainedConfig) -> bool:
     _, sin = module(config)(torch.empty(1, dtype=torch.float32), moved)  # [1, 3, E], its halves alike
     found = sin[0, :, : sin.shape[-1] // 2].argmax(0)  # [E / 2]
     for way in (False, True):
-        if torch.equal(found, axes({**rope(config), "mrope_interleaved": way}, sin.shape[-1])):
+        if torch.equal(
+            found, assign_frequency_axes({**read_rope_parameters(config), "mrope_interleaved": way}, sin.shape[-1])
+        ):
             return way
     raise ValueError(
         f"the target's {module.__name__} deals frequencies to the axes as {found.tolist()}, expected mrope_section "
-        f"{rope(config)['mrope_section']} chunked or interleaved; such a model can't be a target yet"
+        f"{read_rope_parameters(config)['mrope_section']} chunked or interleaved; such a model can't be a target yet"
     )
 
 
-def _first(config: Any, *names: str) -> Any:
+def _read_first(config: Any, *names: str) -> Any:
     """The first of these keys that the config has and that is not null."""
     return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
 
 
-def _needed(config: Any, *names: str) -> Any:
-    found = _first(config, *names)
+def _read_required(config: Any, *names: str) -> Any:
+    found = _read_first(config, *names)
     if found is None:
         raise ValueError(
             f"the target's config ({type(config).__name__}) has no {' or '.join(names)}; such a model can't be a target yet"

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stages.target.vision import Pixels
+from stages.target.vision import ImagePatches
 
 
 @torch.inference_mode()
-def answer(
+def generate_answers(
     model: PreTrainedModel,
     prompts: list[list[int]],
     max_new_tokens: int,
@@ -17,7 +17,7 @@ def answer(
     eos: list[int],
     pad: int,
     seed: int,
-    pixels: Pixels | None = None,
+    pixels: ImagePatches | None = None,
 ) -> list[tuple[list[int], str]]:
     """One batch of prompts -> (answer ids with their end token, "stop" or "length") for each.
 
@@ -35,17 +35,17 @@ def answer(
     out: Tensor = model.generate(
         input_ids=ids,
         attention_mask=seen,
-        **_pictures(model, ids, pixels),
+        **_build_image_kwargs(model, ids, pixels),
         max_new_tokens=max_new_tokens,
         eos_token_id=eos,
         pad_token_id=pad,
         repetition_penalty=1.0,
         **how,
     )
-    return [_until_end(row, eos) for row in out[:, width:].tolist()]
+    return [_cut_at_end_token(row, eos) for row in out[:, width:].tolist()]
 
 
-def _pictures(model: PreTrainedModel, ids: Tensor, pixels: Pixels | None) -> dict[str, Tensor]:
+def _build_image_kwargs(model: PreTrainedModel, ids: Tensor, pixels: ImagePatches | None) -> dict[str, Tensor]:
     if pixels is None:
         return {}
     return {
@@ -55,7 +55,7 @@ def _pictures(model: PreTrainedModel, ids: Tensor, pixels: Pixels | None) -> dic
     }
 
 
-def _until_end(ids: list[int], eos: list[int]) -> tuple[list[int], str]:
+def _cut_at_end_token(ids: list[int], eos: list[int]) -> tuple[list[int], str]:
     for place, token in enumerate(ids):
         if token in eos:
             return ids[: place + 1], "stop"

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from stages.target.loading import auto_class
+from stages.target.loading import select_auto_class
 
 TOKENS = 8
 # Largest difference over largest logit: several times what rounding of hidden states and logits leaves.
@@ -43,7 +43,7 @@ def load_first_block(source: str, dtype: str, trust_remote_code: bool) -> PreTra
     logging.set_verbosity(logging.CRITICAL)  # it lists every tensor of the other blocks as unexpected
     logging.disable_progress_bar()
     try:
-        model = auto_class(config).from_pretrained(
+        model = select_auto_class(config).from_pretrained(
             source, config=config, dtype=getattr(torch, dtype), attn_implementation="sdpa", use_safetensors=True,
             trust_remote_code=trust_remote_code,
         )  # fmt: skip

@@ -18,7 +18,9 @@ from transformers import (
 
 
 @contextmanager
-def tapped(model: PreTrainedModel, layers: list[int], keep: Callable[[int, Tensor], None]) -> Iterator[None]:
+def tap_residual_streams(
+    model: PreTrainedModel, layers: list[int], keep: Callable[[int, Tensor], None]
+) -> Iterator[None]:
     """Inside the block, each decoder forward calls keep(k, stream) with the residual stream entering the k-th of `layers`.
 
     That is taken where the block before is left, as `hidden_states[i]` of transformers and as SGLang 0.5.17 captures it.
@@ -46,26 +48,26 @@ def tapped(model: PreTrainedModel, layers: list[int], keep: Callable[[int, Tenso
 
 
 @contextmanager
-def capture(model: PreTrainedModel, layers: list[int]) -> Iterator[list[Tensor]]:
+def capture_residual_streams(model: PreTrainedModel, layers: list[int]) -> Iterator[list[Tensor]]:
     """Inside the block, each decoder forward leaves the residual streams [B, T, H] entering `layers`, low to high."""
     caught: list[Tensor] = []
-    with tapped(model, layers, lambda _, stream: caught.append(stream)):
+    with tap_residual_streams(model, layers, lambda _, stream: caught.append(stream)):
         yield caught
 
 
 @torch.inference_mode()
-def hidden_states(model: PreTrainedModel, ids: Tensor, layers: list[int]) -> tuple[Tensor, Tensor]:
+def compute_hidden_states(model: PreTrainedModel, ids: Tensor, layers: list[int]) -> tuple[Tensor, Tensor]:
     """Right-padded ids [B, T] -> features [B, T, 3H] (low, mid, high) and the last hidden [B, T, H] after the final norm.
 
     No LM head. Rows are causal, so what pads a row's end can't reach its tokens; the caller drops those positions.
     """
-    with capture(model, layers) as caught:
+    with capture_residual_streams(model, layers) as caught:
         last = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
     return torch.cat(caught, dim=-1), last
 
 
 @contextmanager
-def entered(model: PreTrainedModel, keep: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+def tap_decoder_inputs(model: PreTrainedModel, keep: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
     """Inside the block, each forward of a target that sees calls keep(embeds [B, T, H], positions [B, T, 3]).
 
     That is what its decoder is given: embeddings with pictures' in their place, and rotary positions.

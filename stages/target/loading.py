@@ -16,7 +16,7 @@ from transformers.utils import logging
 import stages.runtime.torch_warmup  # noqa: F401 - its import is its use
 
 
-def load(
+def load_target(
     source: str, revision: str | None, dtype: str, device: str, trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """The target in evaluation mode, without gradients, its weights from safetensors only.
@@ -28,7 +28,7 @@ def load(
     pinned: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(source, **pinned)
-        model = auto_class(config).from_pretrained(
+        model = select_auto_class(config).from_pretrained(
             source, dtype=getattr(torch, dtype), attn_implementation="sdpa", use_safetensors=True, **pinned
         )
     except (OSError, SafetensorError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -45,7 +45,7 @@ def load(
     return model
 
 
-def auto_class(config: PretrainedConfig) -> Any:
+def select_auto_class(config: PretrainedConfig) -> Any:
     """Which of transformers' Auto classes makes this model: a vision-language config names no causal language model."""
     sees = type(config) in AutoModelForImageTextToText._model_mapping
     return AutoModelForImageTextToText if sees and hasattr(config, "vision_config") else AutoModelForCausalLM

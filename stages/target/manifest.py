@@ -18,14 +18,14 @@ from torch import Tensor
 
 from stages.runtime import atomic
 
-FOLDER = Path("artifacts/target")
+TARGET_FOLDER = Path("artifacts/target")
 MADE_BY = "prepare_target"
 WEIGHTS = "*.safetensors"
 SAMPLE_BYTES, SAMPLE_EVERY = 4096, 4 << 20  # one block of every 4 MiB: of 16 GB 16 MB
 
 
 @dataclass(frozen=True)
-class Manifest:
+class TargetManifest:
     model: str  # "builtin/NAME", a Hugging Face id, or a local folder
     revision: str | None  # the commit, for a Hugging Face id
     modality: str  # "text", or "image" for a target that also sees
@@ -53,20 +53,20 @@ class Manifest:
     weights_sample: str | None = None  # of some of their bytes: what every stage that loads them compares
 
 
-def write(path: Path, manifest: Manifest) -> None:
+def write_manifest(path: Path, manifest: TargetManifest) -> None:
     atomic.write_json(path / "target.json", asdict(manifest))
 
 
-def read(path: Path = FOLDER) -> Manifest:
+def read_manifest(path: Path = TARGET_FOLDER) -> TargetManifest:
     """Raises ValueError naming the file and the stage to run, where it is missing or of another version."""
     fields = atomic.read_json(path / "target.json", MADE_BY)
     try:
-        return Manifest(**fields)
+        return TargetManifest(**fields)
     except TypeError as error:
         raise ValueError(f"{path}/target.json is of another version ({error}); run: dvc repro {MADE_BY}") from None
 
 
-def weights(manifest: Manifest, path: Path = FOLDER) -> Path:
+def resolve_weights_folder(manifest: TargetManifest, path: Path = TARGET_FOLDER) -> Path:
     """The folder that holds config.json, the tokenizer and the weights; a Hugging Face id comes from its local cache.
 
     Raises ValueError where a local folder holds other weights than those that prepare_target has seen.
@@ -82,12 +82,12 @@ def weights(manifest: Manifest, path: Path = FOLDER) -> Path:
     return Path(snapshot_download(manifest.model, revision=manifest.revision, allow_patterns=patterns))
 
 
-def tables(manifest: Manifest, path: Path = FOLDER) -> tuple[Tensor, Tensor]:
+def read_embedding_and_head(manifest: TargetManifest, path: Path = TARGET_FOLDER) -> tuple[Tensor, Tensor]:
     """The target's embedding [V, H] and output head [V, H] as float32, read without loading the model.
 
     A tied target has one table for both. Raises ValueError where the files hold no such tensors.
     """
-    folder = weights(manifest, path)
+    folder = resolve_weights_folder(manifest, path)
     index = folder / "model.safetensors.index.json"
     try:
         weight_map = json.loads(index.read_text())["weight_map"] if index.exists() else {"": "model.safetensors"}
@@ -102,7 +102,7 @@ def tables(manifest: Manifest, path: Path = FOLDER) -> tuple[Tensor, Tensor]:
         try:
             with safe_open(folder / name, framework="pt") as tensors:
                 for key in tensors.keys():  # noqa: SIM118 - not a dict
-                    table = _table(key, manifest.lm_head_key)
+                    table = _match_table_name(key, manifest.lm_head_key)
                     if table is not None and len(key) <= len(names.get(table, key)):
                         # The shortest name: a block that predicts further tokens may hold copies under longer ones.
                         # A copy in torch's own memory, aligned to 64 bytes: on the mapped file, whose tensors begin
@@ -120,7 +120,7 @@ def tables(manifest: Manifest, path: Path = FOLDER) -> tuple[Tensor, Tensor]:
     return embedding, head
 
 
-def _table(key: str, lm_head_key: str | None) -> str | None:
+def _match_table_name(key: str, lm_head_key: str | None) -> str | None:
     """Which of the two tables a tensor is, by its name; a vision tower's are none."""
     if lm_head_key is not None and key == lm_head_key:
         return "lm_head"
@@ -158,7 +158,7 @@ def sample_weights(folder: Path) -> str:
     return total.hexdigest()
 
 
-def _check_weights(manifest: Manifest) -> None:
+def _check_weights(manifest: TargetManifest) -> None:
     """Raise ValueError where the local folder's weights are not those of the manifest."""
     if manifest.weights_sample is None:
         return
@@ -167,7 +167,7 @@ def _check_weights(manifest: Manifest) -> None:
     found = _sampled(folder, stats)
     if found != manifest.weights_sample:
         raise ValueError(
-            f"{folder} holds other weights ({found:.12}) than those that {FOLDER}/target.json names "
+            f"{folder} holds other weights ({found:.12}) than those that {TARGET_FOLDER}/target.json names "
             f"({manifest.weights_sample:.12}), of which the present results are; run: dvc repro {MADE_BY}, or put the former "
             "weights back"
         )
@@ -179,7 +179,7 @@ def _sampled(folder: Path, stats: tuple[tuple[str, int, int], ...]) -> str:
     return sample_weights(folder)
 
 
-def digest(folder: Path, *patterns: str) -> str:
+def digest_files(folder: Path, *patterns: str) -> str:
     """sha256 over the names and bytes of the files that match, in the order of their names."""
     total = hashlib.sha256()
     for file in sorted({f for pattern in patterns for f in folder.glob(pattern)}):

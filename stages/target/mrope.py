@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 
-def axes(rope: dict[str, Any], head_dim: int) -> Tensor | None:
+def assign_frequency_axes(rope: dict[str, Any], head_dim: int) -> Tensor | None:
     """The axis (0, 1, 2) of each frequency, [E/2] int64, by rope_parameters; None where there is one axis only."""
     section = rope.get("mrope_section")
     if section is None:

@@ -17,8 +17,8 @@ from transformers import (
 )
 
 
-class Pictures(Protocol):
-    """Of one document, in the order of its tokens (`pixels.Pixels`)."""
+class ImagePatchesProtocol(Protocol):
+    """Of one document, in the order of its tokens (`build_pixel_kwargs.Pixels`)."""
 
     @property
     def values(self) -> Tensor: ...  # [patches, D]
@@ -28,7 +28,7 @@ class Pictures(Protocol):
 
 
 @dataclass(frozen=True)
-class View:
+class MultimodalInputs:
     """What documents end to end hold beside their tokens, on the CPU."""
 
     positions: Tensor  # [3, N] int64: rotary positions, each document's from 0
@@ -37,14 +37,17 @@ class View:
     grid: Tensor | None  # [images, 3]
 
 
-def sees(model: PreTrainedModel) -> bool:
+def is_multimodal(model: PreTrainedModel) -> bool:
     """Whether this target is entered with pixels, and with positions on three axes."""
     return hasattr(model.base_model, "get_rope_index")
 
 
-def look(
-    model: PreTrainedModel, names: Sequence[str], documents: Sequence[Tensor], pictures: Sequence[Pictures | None]
-) -> View:
+def build_multimodal_inputs(
+    model: PreTrainedModel,
+    names: Sequence[str],
+    documents: Sequence[Tensor],
+    pictures: Sequence[ImagePatchesProtocol | None],
+) -> MultimodalInputs:
     """Documents, ids [T] on the CPU each, with the pictures of each -> what the target is given of them.
 
     Positions are the target's own. Raises ValueError naming a document that has not one token for each embedding.
@@ -66,7 +69,7 @@ def look(
         positions.append(where[:, 0])
         pictured.append(pieces)
     all_shown = [shown for shown in pictures if shown is not None]
-    return View(
+    return MultimodalInputs(
         torch.cat(positions, dim=1),
         torch.cat(pictured),
         torch.cat([shown.values for shown in all_shown]) if all_shown else None,
@@ -74,13 +77,16 @@ def look(
     )
 
 
-def pixels(model: PreTrainedModel, view: View) -> dict[str, Tensor]:
+def build_pixel_kwargs(model: PreTrainedModel, view: MultimodalInputs) -> dict[str, Tensor]:
     """The view's pictures under the names by which the model takes them."""
     if view.values is None or view.grid is None:
         return {}
-    return {"pixel_values": to(view.values, model.device), "image_grid_thw": to(view.grid, model.device)}
+    return {
+        "pixel_values": copy_to_device(view.values, model.device),
+        "image_grid_thw": copy_to_device(view.grid, model.device),
+    }
 
 
-def to(tensor: Tensor, device: torch.device) -> Tensor:
+def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """The same on `device`, without waiting for what the device has still to do."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

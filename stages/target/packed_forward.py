@@ -19,45 +19,53 @@ from transformers import (
     PreTrainedModel,
 )
 
-from stages.target.multimodal import View, look, pixels, sees, to
+from stages.target.multimodal import (
+    MultimodalInputs,
+    build_multimodal_inputs,
+    build_pixel_kwargs,
+    copy_to_device,
+    is_multimodal,
+)
 
-DOCUMENTS = "aerie_documents"  # the name of our attention in transformers' registry
+DOCUMENT_ATTENTION = "aerie_documents"  # the name of our attention in transformers' registry
 
 
-FLASH_HEADS = 256  # the widest head of the flash kernel
+MAX_FLASH_HEAD_DIM = 256  # the widest head of the flash kernel
 
 
 @torch.inference_mode()
 def forward_documents(
-    model: PreTrainedModel, ids: Tensor, lengths: list[int], packed: bool, view: View | None = None
+    model: PreTrainedModel, ids: Tensor, lengths: list[int], packed: bool, view: MultimodalInputs | None = None
 ) -> Tensor:
     """Documents end to end, ids [N] -> their last hidden states [N, H] after the final norm. No LM head, no cache.
 
-    `packed`: as one row, attention kept inside each document (see `packs`); otherwise as rows padded to the longest,
-    whose padding is dropped. Streams that are `tapped` have the same two layouts: `unpadded` makes [N, H] of either.
+    `packed`: as one row, attention kept inside each document (see `supports_packing`); otherwise as rows padded to the longest,
+    whose padding is dropped. Streams that are `tapped` have the same two layouts: `unpad_stream` makes [N, H] of either.
     `view` is for a target that sees; without it these are texts.
     """
-    if view is None and sees(model):
+    if view is None and is_multimodal(model):
         documents = ids.cpu().split(lengths)
-        view = look(model, [f"document {n}" for n in range(len(lengths))], documents, [None] * len(lengths))
+        view = build_multimodal_inputs(
+            model, [f"document {n}" for n in range(len(lengths))], documents, [None] * len(lengths)
+        )
     rows = ids[None] if packed else pad_sequence(list(ids.split(lengths)), batch_first=True)  # [1, N] or [B, T]
-    given: dict[str, Tensor] = {} if view is None else pixels(model, view)
+    given: dict[str, Tensor] = {} if view is None else build_pixel_kwargs(model, view)
     if packed:
         places = torch.cat([torch.arange(length) for length in lengths])[None]  # [1, N], each document from 0
         positions = places if view is None else torch.cat([places, view.positions])[:, None]  # [4, 1, N]
-        given["position_ids"] = to(positions, ids.device)
+        given["position_ids"] = copy_to_device(positions, ids.device)
     elif view is not None:
         by_row = pad_sequence(list(view.positions.T.split(lengths)), batch_first=True)  # [B, T, 3]
-        given["position_ids"] = to(by_row.permute(2, 0, 1).contiguous(), ids.device)
+        given["position_ids"] = copy_to_device(by_row.permute(2, 0, 1).contiguous(), ids.device)
     whole = model.get_decoder() if view is None else model.base_model
-    with _apart(model, lengths) if packed else nullcontext():
-        return unpadded(whole(input_ids=rows, use_cache=False, **given).last_hidden_state, lengths)
+    with _separate_documents(model, lengths) if packed else nullcontext():
+        return unpad_stream(whole(input_ids=rows, use_cache=False, **given).last_hidden_state, lengths)
 
 
 @contextmanager
-def _apart(model: PreTrainedModel, lengths: list[int]) -> Iterator[None]:
+def _separate_documents(model: PreTrainedModel, lengths: list[int]) -> Iterator[None]:
     """Inside the block the decoder keeps documents of these lengths, in one row, apart; a vision tower is told nothing."""
-    borders = to(torch.tensor([0, *lengths]).cumsum(0).int(), model.device)
+    borders = copy_to_device(torch.tensor([0, *lengths]).cumsum(0).int(), model.device)
     longest = max(lengths)
     told = {  # the names transformers hands down to every attention
         "cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": longest, "max_length_k": longest,
@@ -66,7 +74,7 @@ def _apart(model: PreTrainedModel, lengths: list[int]) -> Iterator[None]:
         lambda _module, args, kwargs: (args, {**kwargs, **told}), with_kwargs=True
     )
     try:
-        with _attention(model, DOCUMENTS):
+        with _use_attention(model, DOCUMENT_ATTENTION):
             yield
     finally:
         handle.remove()
@@ -80,24 +88,24 @@ def compile_blocks(model: PreTrainedModel, tokens: int) -> None:
     """
     for block in model.get_decoder().layers:
         block.forward = torch.compile(block.forward, dynamic=True)
-    ids, half = _text(model, torch.arange(tokens)), tokens // 2
+    ids, half = _make_text_ids(model, torch.arange(tokens)), tokens // 2
     forward_documents(model, ids, [half, tokens - half], packed=True)
 
 
-def unpadded(stream: Tensor, lengths: list[int]) -> Tensor:
+def unpad_stream(stream: Tensor, lengths: list[int]) -> Tensor:
     """A stream as the decoder has it, [1, N, H] packed or [B, T, H] padded, as [N, H] of the documents end to end."""
     if len(stream) == 1:
         return stream[0]
     return torch.cat([row[:length] for row, length in zip(stream, lengths, strict=True)])
 
 
-def packs(model: PreTrainedModel) -> bool:
+def supports_packing(model: PreTrainedModel) -> bool:
     """Whether this model's classes keep documents apart when they lie end to end in one row: asked of the model itself.
 
     Two short documents, each alone and both together. Most classes take our attention; one that carries state from
     token to token in another way (a linear attention), or has an attention of its own, shows here, and is padded.
     """
-    ids = _text(model, torch.arange(24) * 7919 + 11)
+    ids = _make_text_ids(model, torch.arange(24) * 7919 + 11)
     try:
         together = forward_documents(model, ids, [11, 13], packed=True)
         alone = [forward_documents(model, document, [len(document)], packed=False) for document in ids.split([11, 13])]
@@ -110,16 +118,16 @@ def packs(model: PreTrainedModel) -> bool:
     return bool(difference[11:].median() < (1e-3 if model.dtype == torch.float32 else 0.1))
 
 
-def _text(model: PreTrainedModel, numbers: Tensor) -> Tensor:
+def _make_text_ids(model: PreTrainedModel, numbers: Tensor) -> Tensor:
     """Numbers [N] as token ids on the model's device, none of which stands for a picture."""
     ids = numbers % model.get_input_embeddings().num_embeddings
-    if sees(model):
+    if is_multimodal(model):
         ids[ids == model.config.image_token_id] = 0
     return ids.to(model.device)
 
 
 @contextmanager
-def _attention(model: PreTrainedModel, name: str) -> Iterator[None]:
+def _use_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
     """Inside the block the decoder's attention is that of `name`; a vision tower keeps its own."""
     config = model.get_decoder().config
     before = config._attn_implementation
@@ -146,18 +154,23 @@ def _attend_documents(
     unknown = sorted(name for name in ("s_aux", "softcap", "position_bias") if others.get(name) is not None)
     if cu_seq_lens_q is None or max_length_q is None or unknown:
         raise NotImplementedError(f"attention with {unknown or 'no document borders'}")
-    if query.is_cuda and query.element_size() == 2 and query.shape[-1] % 8 == 0 and query.shape[-1] <= FLASH_HEADS:
+    if (
+        query.is_cuda
+        and query.element_size() == 2
+        and query.shape[-1] % 8 == 0
+        and query.shape[-1] <= MAX_FLASH_HEAD_DIM
+    ):
         heads_last = (t[0].transpose(0, 1) for t in (query, key, value))  # [N, heads, D] each
         out = torch.ops.aten._flash_attention_forward(
             *heads_last, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, 0.0, True, False,
             scale=scaling, window_size_left=None if sliding_window is None else sliding_window - 1,
         )[0]  # fmt: skip
         return out[None], None
-    return _one_by_one(query, key, value, scaling, sliding_window, cu_seq_lens_q)[None], None
+    return _attend_one_by_one(query, key, value, scaling, sliding_window, cu_seq_lens_q)[None], None
 
 
 @torch.compiler.disable  # it would be compiled anew for every number of documents
-def _one_by_one(
+def _attend_one_by_one(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, borders: Tensor
 ) -> Tensor:
     """The same where no kernel takes borders (CPUs, float32): a call a document. [N, heads, D]"""
@@ -177,4 +190,4 @@ def _one_by_one(
     return out[0].transpose(0, 1)
 
 
-AttentionInterface.register(DOCUMENTS, _attend_documents)
+AttentionInterface.register(DOCUMENT_ATTENTION, _attend_documents)

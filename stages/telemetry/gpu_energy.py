@@ -4,17 +4,17 @@ import ctypes
 import os
 from typing import Any
 
-LIBRARY = "libnvidia-ml.so.1"
+NVML_LIBRARY = "libnvidia-ml.so.1"
 NAME_BYTES = 96  # NVML_DEVICE_NAME_V2_BUFFER_SIZE in nvml.h
 
 
-class Meter:
+class EnergyMeter:
     """Of some GPUs, from now on. A counter is of the whole card, whoever else uses it; of a slice (MIG) there is none."""
 
     def __init__(self, which: list[int] | None) -> None:
         """`which` of those that CUDA_VISIBLE_DEVICES names, by their places in it; None: all of them."""
-        self._nvml: Any = _library() if which != [] else None
-        cards = _visible(self._nvml) if self._nvml else []
+        self._nvml: Any = _load_nvml() if which != [] else None
+        cards = _list_visible_handles(self._nvml) if self._nvml else []
         self._cards = cards if which is None else [cards[place] for place in which if place < len(cards)]
         self._before = [self._millijoules(card) for card in self._cards]
 
@@ -22,7 +22,7 @@ class Meter:
         found = []
         for card in self._cards:
             name = ctypes.create_string_buffer(NAME_BYTES)
-            _told(self._nvml.nvmlDeviceGetName(card, name, NAME_BYTES))
+            _succeeded(self._nvml.nvmlDeviceGetName(card, name, NAME_BYTES))
             found.append(name.value.decode())
         return found
 
@@ -36,22 +36,26 @@ class Meter:
 
     def _millijoules(self, card: Any) -> Any:
         count = ctypes.c_ulonglong()
-        return count.value if _told(self._nvml.nvmlDeviceGetTotalEnergyConsumption(card, ctypes.byref(count))) else None
+        return (
+            count.value
+            if _succeeded(self._nvml.nvmlDeviceGetTotalEnergyConsumption(card, ctypes.byref(count)))
+            else None
+        )
 
 
-def _library() -> Any:
+def _load_nvml() -> Any:
     """NVML, ready; None on a machine without it."""
     try:
-        nvml = ctypes.CDLL(LIBRARY)
+        nvml = ctypes.CDLL(NVML_LIBRARY)
     except OSError:
         return None
-    return nvml if _told(nvml.nvmlInit_v2()) else None
+    return nvml if _succeeded(nvml.nvmlInit_v2()) else None
 
 
-def _visible(nvml: Any) -> list[Any]:
+def _list_visible_handles(nvml: Any) -> list[Any]:
     """Handles of the GPUs that a process here sees, in its order. CUDA's numbers are NVML's where all are of one kind."""
     count = ctypes.c_uint()
-    if not _told(nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))):
+    if not _succeeded(nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))):
         return []
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
     words = list(map(str, range(count.value))) if wanted is None else [word.strip() for word in wanted.split(",")]
@@ -62,11 +66,11 @@ def _visible(nvml: Any) -> list[Any]:
             asked = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(word)), ctypes.byref(card))
         else:
             asked = nvml.nvmlDeviceGetHandleByUUID(word.encode(), ctypes.byref(card))
-        if not _told(asked):
+        if not _succeeded(asked):
             break  # as CUDA, which sees none from the first on that isn't there
         found.append(card)
     return found
 
 
-def _told(status: int) -> bool:
+def _succeeded(status: int) -> bool:
     return status == 0  # NVML_SUCCESS

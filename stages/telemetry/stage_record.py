@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from stages.runtime import atomic
-from stages.telemetry.gpu_energy import Meter
+from stages.telemetry.gpu_energy import EnergyMeter
 
-SPENT = Path("results/spent")
-
-
-def path(stage: str, *words: str) -> Path:
-    return SPENT / f"{'-'.join([stage, *words])}.json"
+RECORDS_FOLDER = Path("results/spent")
 
 
-def recorded(
+def locate_record(stage: str, *words: str) -> Path:
+    return RECORDS_FOLDER / f"{'-'.join([stage, *words])}.json"
+
+
+def record_stage(
     main: Callable[..., None], stage: str, which: Callable[[], list[int] | None] = list
 ) -> Callable[..., None]:
     """`main`, which afterwards leaves a record of its seconds and, of the GPUs `which` it used, their names and joules.
@@ -28,22 +28,24 @@ def recorded(
 
     @functools.wraps(main)
     def run(*words: str) -> None:
-        meter, started = Meter(which()), time.perf_counter()
+        meter, started = EnergyMeter(which()), time.perf_counter()
         main(*words)
         if os.environ.get("RANK", "0") == "0" and not any(word.startswith("--") for word in words):
-            atomic.write_json(path(stage, *words), {"seconds": round(time.perf_counter() - started, 2), **of(meter)})
+            atomic.write_json(
+                locate_record(stage, *words), {"seconds": round(time.perf_counter() - started, 2), **read_meter(meter)}
+            )
 
     return run
 
 
-def of(meter: Meter) -> dict[str, Any]:
+def read_meter(meter: EnergyMeter) -> dict[str, Any]:
     """The GPUs' part of a record: both empty on a machine without any."""
     return {"gpus": meter.names(), "joules": meter.joules()}
 
 
-def read(stage: str, *words: str) -> dict[str, Any]:
+def read_record(stage: str, *words: str) -> dict[str, Any]:
     """Raises ValueError naming the file and what to run, where it is missing or not whole."""
-    place, name = path(stage, *words), "@".join([stage, *words])
+    place, name = locate_record(stage, *words), "@".join([stage, *words])
     found: dict[str, Any] = atomic.read_json(place, made_by=name)
     if not isinstance(found, dict) or set(found) != {"seconds", "gpus", "joules"}:
         raise ValueError(f"{place} is no record of what a stage took; run: dvc repro -f -s {name}")

@@ -23,10 +23,10 @@ from PIL import Image
 
 from stages.toy import weather, weather_maps
 
-SEED = 23  # not prepare_target.seed: the questions of the export are not those the target learned from
-ROWS = 2_000
-MAPS_SEED, MAPS_ROWS = 29, 320
-DAMAGED = 0.35  # share of conversations that something happens to
+EXPORT_SEED = 23  # not prepare_target.seed: the questions of the export are not those the target learned from
+EXPORT_ROWS = 2_000
+MAPS_EXPORT_SEED, MAPS_EXPORT_ROWS = 29, 320
+DAMAGED_SHARE = 0.35  # share of conversations that something happens to
 
 Message = dict[str, Any]
 Corruption = Callable[[random.Random, str], str]
@@ -78,19 +78,19 @@ def missing_colon(rng: random.Random, text: str) -> str:
 
 
 def tab_indent(rng: random.Random, text: str) -> str:
-    return _each_row(text, lambda row: "\t" + row.strip())
+    return _change_each_row(text, lambda row: "\t" + row.strip())
 
 
 def wide_indent(rng: random.Random, text: str) -> str:
-    return _each_row(text, lambda row: "    " + row.strip())
+    return _change_each_row(text, lambda row: "    " + row.strip())
 
 
 def no_indent(rng: random.Random, text: str) -> str:
-    return _each_row(text, str.strip)
+    return _change_each_row(text, str.strip)
 
 
 def blank_lines(rng: random.Random, text: str) -> str:
-    return _each_row(text, lambda row: row + "\n")
+    return _change_each_row(text, lambda row: row + "\n")
 
 
 def carriage_returns(rng: random.Random, text: str) -> str:
@@ -98,7 +98,7 @@ def carriage_returns(rng: random.Random, text: str) -> str:
 
 
 def trailing_commas(rng: random.Random, text: str) -> str:
-    return _each_row(text, lambda row: row + ",")
+    return _change_each_row(text, lambda row: row + ",")
 
 
 def comment(rng: random.Random, text: str) -> str:
@@ -123,13 +123,13 @@ def as_json(rng: random.Random, text: str) -> str:
 
 def cut_row(rng: random.Random, text: str) -> str:
     """Generation stopped at its token limit, inside the last row."""
-    rows = _rows(text)
+    rows = _find_rows(text)
     return text[: rng.randrange(rows[-1].start() + 1, rows[-1].end())] if rows else text
 
 
 def cut_table(rng: random.Random, text: str) -> str:
     """It stopped between two rows."""
-    rows = _rows(text)
+    rows = _find_rows(text)
     return text[: rng.choice(rows).start()].rstrip() if rows else text
 
 
@@ -139,47 +139,47 @@ def lost_cell(rng: random.Random, text: str) -> str:
         del cells[rng.randrange(len(cells))]
         return ",".join(cells)
 
-    return _one_row(rng, text, lose)
+    return _change_one_row(rng, text, lose)
 
 
 def extra_cell(rng: random.Random, text: str) -> str:
-    return _one_row(rng, text, lambda row: row.rstrip(",") + f",{rng.randrange(100)}")
+    return _change_one_row(rng, text, lambda row: row.rstrip(",") + f",{rng.randrange(100)}")
 
 
 def decimal_comma(rng: random.Random, text: str) -> str:
-    return _one_row(rng, text, lambda row: re.sub(r",(\d+),", rf",\1,{rng.randrange(10)},", row, count=1))
+    return _change_one_row(rng, text, lambda row: re.sub(r",(\d+),", rf",\1,{rng.randrange(10)},", row, count=1))
 
 
 def unit_in_cell(rng: random.Random, text: str) -> str:
-    return _one_row(rng, text, lambda row: re.sub(r",(\d+),", rng.choice((r",\1 C,", r",\1%,")), row, count=1))
+    return _change_one_row(rng, text, lambda row: re.sub(r",(\d+),", rng.choice((r",\1 C,", r",\1%,")), row, count=1))
 
 
 def no_value(rng: random.Random, text: str) -> str:
     word = rng.choice(("N/A", "None", "True", "null", "true"))
-    return _one_row(rng, text, lambda row: re.sub(r",(\d+),", f",{word},", row, count=1))
+    return _change_one_row(rng, text, lambda row: re.sub(r",(\d+),", f",{word},", row, count=1))
 
 
 def lost_row(rng: random.Random, text: str) -> str:
-    return _one_row(rng, text, lambda row: "")
+    return _change_one_row(rng, text, lambda row: "")
 
 
 def repeated_row(rng: random.Random, text: str) -> str:
-    return _one_row(rng, text, lambda row: f"{row}\n{row}")
+    return _change_one_row(rng, text, lambda row: f"{row}\n{row}")
 
 
 def repeated_document(rng: random.Random, text: str) -> str:
     return f"{text}\n{text}"
 
 
-SURROUNDING: dict[str, Corruption] = {f.__name__: f for f in (fence, prose_before, prose_after, note_after)}
-SPELLING: dict[str, Corruption] = {
+SURROUNDING_CORRUPTIONS: dict[str, Corruption] = {f.__name__: f for f in (fence, prose_before, prose_after, note_after)}
+SPELLING_CORRUPTIONS: dict[str, Corruption] = {
     f.__name__: f
     for f in (
         wrong_count, literal_count, old_dialect, header_space, missing_colon, tab_indent, wide_indent, no_indent,
         blank_lines, carriage_returns, trailing_commas, comment, typography, as_json,
     )
 }  # fmt: skip
-LOSS: dict[str, Corruption] = {
+LOSS_CORRUPTIONS: dict[str, Corruption] = {
     f.__name__: f
     for f in (
         cut_row, cut_table, lost_cell, extra_cell, decimal_comma, unit_in_cell, no_value, lost_row, repeated_row,
@@ -188,17 +188,17 @@ LOSS: dict[str, Corruption] = {
 }  # fmt: skip
 
 
-def _rows(text: str) -> list[re.Match[str]]:
+def _find_rows(text: str) -> list[re.Match[str]]:
     """The table's rows with their indentation, without their line ends."""
     return list(re.finditer(r"^[ \t]*\d{4}-\d\d-\d\d,[^\r\n]*", text, re.MULTILINE))
 
 
-def _each_row(text: str, change: Callable[[str], str]) -> str:
+def _change_each_row(text: str, change: Callable[[str], str]) -> str:
     return re.sub(r"^[ \t]*\d{4}-\d\d-\d\d,[^\r\n]*", lambda m: change(m[0]), text, flags=re.MULTILINE)
 
 
-def _one_row(rng: random.Random, text: str, change: Callable[[str], str]) -> str:
-    rows = _rows(text)
+def _change_one_row(rng: random.Random, text: str, change: Callable[[str], str]) -> str:
+    rows = _find_rows(text)
     if not rows:
         return text
     row = rng.choice(rows)
@@ -219,7 +219,7 @@ def lost_turn(rng: random.Random, messages: list[Message]) -> list[Message]:
     return messages[:turn] + messages[turn + 1 :]
 
 
-def damage(rng: random.Random, messages: list[Message]) -> list[Message]:
+def damage_conversation(rng: random.Random, messages: list[Message]) -> list[Message]:
     """One thing goes wrong with a conversation: mostly with one answer, and there sometimes two things at once."""
     chance = rng.random()
     if chance < 0.04:
@@ -227,13 +227,13 @@ def damage(rng: random.Random, messages: list[Message]) -> list[Message]:
     if chance < 0.07:
         return lost_turn(rng, messages)
     if chance < 0.30:
-        changes = [rng.choice(list(SURROUNDING.values()))]
+        changes = [rng.choice(list(SURROUNDING_CORRUPTIONS.values()))]
     elif chance < 0.70:
-        changes = [rng.choice(list(SPELLING.values()))]
+        changes = [rng.choice(list(SPELLING_CORRUPTIONS.values()))]
     elif chance < 0.85:
-        changes = [rng.choice(list(SPELLING.values())), rng.choice(list(SURROUNDING.values()))]
+        changes = [rng.choice(list(SPELLING_CORRUPTIONS.values())), rng.choice(list(SURROUNDING_CORRUPTIONS.values()))]
     else:
-        changes = [rng.choice(list(LOSS.values()))]
+        changes = [rng.choice(list(LOSS_CORRUPTIONS.values()))]
     turn = rng.choice([i for i, m in enumerate(messages) if m["role"] == "assistant"])
     answer = messages[turn]["content"]
     for change in changes:
@@ -241,14 +241,14 @@ def damage(rng: random.Random, messages: list[Message]) -> list[Message]:
     return [{**m, "content": answer} if i == turn else m for i, m in enumerate(messages)]
 
 
-def export(seed: int, rows: int) -> Iterator[dict[str, Any]]:
+def export_weather(seed: int, rows: int) -> Iterator[dict[str, Any]]:
     """ShareGPT rows. `weather-000042` is conversation 42 of the seed; `weather-000042-again` is its exact copy."""
     rng = random.Random(seed + 1)  # apart from the conversations' own stream
     names = {"system": "system", "user": "human", "assistant": "gpt"}
     made = 0
-    for number, messages in enumerate(weather.conversations(seed)):
-        if rng.random() < DAMAGED:
-            messages = damage(rng, messages)
+    for number, messages in enumerate(weather.generate_conversations(seed)):
+        if rng.random() < DAMAGED_SHARE:
+            messages = damage_conversation(rng, messages)
         turns = [{"from": names[m["role"]], "value": m["content"]} for m in messages]
         again = f"weather-{number:06d}-again" if rng.random() < 0.015 else None
         for identifier in filter(None, (f"weather-{number:06d}", again)):
@@ -261,21 +261,23 @@ def export(seed: int, rows: int) -> Iterator[dict[str, Any]]:
 def export_maps(seed: int, rows: int) -> Iterator[dict[str, Any]]:
     """Rows of OpenAI's messages, with the maps as `data:` URLs among the parts of a question; `map-000042` as above."""
     rng = random.Random(seed + 1)
-    for number, (messages, pictures) in zip(range(rows), weather_maps.conversations(seed), strict=False):
-        urls = iter([_url(picture) for picture in pictures])
-        shown = [_shown(m, urls) if weather_maps.PICTURE in m["content"] else m for m in messages]
-        if rng.random() < DAMAGED:
-            shown = damage(rng, shown)
+    for number, (messages, pictures) in zip(range(rows), weather_maps.generate_conversations(seed), strict=False):
+        urls = iter([_encode_data_url(picture) for picture in pictures])
+        shown = [
+            _build_question_parts(m, urls) if weather_maps.IMAGE_PLACEHOLDER in m["content"] else m for m in messages
+        ]
+        if rng.random() < DAMAGED_SHARE:
+            shown = damage_conversation(rng, shown)
         yield {"id": f"map-{number:06d}", "messages": shown}
 
 
-def _shown(message: Message, urls: Iterator[str]) -> dict[str, Any]:
+def _build_question_parts(message: Message, urls: Iterator[str]) -> dict[str, Any]:
     """A question that begins with its map, in parts."""
-    text = {"type": "text", "text": message["content"].removeprefix(weather_maps.PICTURE)}
+    text = {"type": "text", "text": message["content"].removeprefix(weather_maps.IMAGE_PLACEHOLDER)}
     return {**message, "content": [{"type": "image_url", "image_url": {"url": next(urls)}}, text]}
 
 
-def _url(picture: weather_maps.Map) -> str:
+def _encode_data_url(picture: weather_maps.MapImage) -> str:
     """As a PNG. Its bytes are those of the zlib that Pillow brings: so the file is committed, and a test compares pixels."""
     buffer = io.BytesIO()
     Image.fromarray(picture).save(buffer, "PNG", optimize=True)
@@ -283,7 +285,10 @@ def _url(picture: weather_maps.Map) -> str:
 
 
 def main(*words: str) -> None:
-    rows = {(): lambda: export(SEED, ROWS), ("maps",): lambda: export_maps(MAPS_SEED, MAPS_ROWS)}
+    rows = {
+        (): lambda: export_weather(EXPORT_SEED, EXPORT_ROWS),
+        ("maps",): lambda: export_maps(MAPS_EXPORT_SEED, MAPS_EXPORT_ROWS),
+    }
     if words not in rows:
         raise SystemExit(f"expected no argument or maps, found {' '.join(words)}")
     for row in rows[words]():

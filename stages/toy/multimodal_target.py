@@ -18,46 +18,52 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from stages.toy import text_targets, weather_maps
 
-NAME = "weather-tiny-vl"
-CONVERSATIONS = 6_000
-BEFORE, PICTURE, AFTER, FILM = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"
+TARGET_NAME = "weather-tiny-vl"
+CORPUS_SIZE = 6_000
+VISION_START, IMAGE_PAD, VISION_END, VIDEO_PAD = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"
 # As weather-tiny's, and a content may be a list of parts; as in Qwen3-VL's own, a picture is one token between two marks.
-TEMPLATE = (
+CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for part in m.content %}{% if part.type in ('image', 'image_url') %}" + BEFORE + PICTURE + AFTER + "{% else %}"
+    "{% for part in m.content %}{% if part.type in ('image', 'image_url') %}"
+    + VISION_START
+    + IMAGE_PAD
+    + VISION_END
+    + "{% else %}"
     "{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-Conversation = tuple[list[dict[str, str]], list[weather_maps.Map]]
+MapConversation = tuple[list[dict[str, str]], list[weather_maps.MapImage]]
 
 
 @dataclass(frozen=True)
-class Row:
+class MultimodalTrainingRow:
     ids: Tensor  # [T], a token for each visual embedding
     labels: Tensor  # [T], -100 outside the assistant's turns
     values: Tensor  # [P, D]
     grid: Tensor  # [I, 3]
 
 
-def corpus(seed: int) -> list[Conversation]:
-    return list(itertools.islice(weather_maps.conversations(seed), CONVERSATIONS))
+def make_corpus(seed: int) -> list[MapConversation]:
+    return list(itertools.islice(weather_maps.generate_conversations(seed), CORPUS_SIZE))
 
 
-def build_tokenizer(conversations: list[Conversation]) -> PreTrainedTokenizerFast:
+def build_tokenizer(conversations: list[MapConversation]) -> PreTrainedTokenizerFast:
     """As weather-tiny's, of these texts, with Qwen-VL's four tokens behind its vocabulary."""
-    tokenizer = text_targets.build_tokenizer(text_targets.texts([messages for messages, _ in conversations]))
-    tokenizer.add_special_tokens({"additional_special_tokens": [BEFORE, AFTER, PICTURE, FILM]})
-    tokenizer.chat_template = TEMPLATE
+    tokenizer = text_targets.build_tokenizer(
+        text_targets.render_conversations([messages for messages, _ in conversations])
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": [VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD]})
+    tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
 
 def build_processor() -> Any:
     """Cuts a map into its tiles as it is: no map is so small or so large that it would be resized."""
     return Qwen2VLImageProcessorPil(
-        patch_size=weather_maps.TILE // 2,
+        patch_size=weather_maps.TILE_PIXELS // 2,
         merge_size=2,
-        size={"shortest_edge": weather_maps.TILE**2, "longest_edge": (8 * weather_maps.TILE) ** 2},
+        size={"shortest_edge": weather_maps.TILE_PIXELS**2, "longest_edge": (8 * weather_maps.TILE_PIXELS) ** 2},
         image_mean=[0.5] * 3,
         image_std=[0.5] * 3,
     )
@@ -72,15 +78,15 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> PreTrainedMode
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_heads": 2,
-        "patch_size": weather_maps.TILE // 2,
+        "patch_size": weather_maps.TILE_PIXELS // 2,
         "spatial_merge_size": 2,
         "out_hidden_size": 128,
         "num_position_embeddings": 64,
         "deepstack_visual_indexes": [0],
     }
-    named = {"image": PICTURE, "video": FILM, "vision_start": BEFORE, "vision_end": AFTER}
+    named = {"image": IMAGE_PAD, "video": VIDEO_PAD, "vision_start": VISION_START, "vision_end": VISION_END}
     config = Qwen3VLConfig(
-        text_config=text_targets.shape(tokenizer) | {"rope_parameters": angles},
+        text_config=text_targets.build_decoder_config(tokenizer) | {"rope_parameters": angles},
         vision_config=vision,
         tie_word_embeddings=True,
         **{f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in named.items()},
@@ -88,24 +94,31 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> PreTrainedMode
     return Qwen3VLForConditionalGeneration(config)
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, processor: Any, conversations: list[Conversation]) -> list[Row]:
+def encode_conversations(
+    tokenizer: PreTrainedTokenizerFast, processor: Any, conversations: list[MapConversation]
+) -> list[MultimodalTrainingRow]:
     rows = []
     for messages, pictures in conversations:
         seen = processor(images=pictures, return_tensors="pt")
         sizes = iter((seen["image_grid_thw"].prod(-1) // processor.merge_size**2).tolist())
         parts = [
-            {**m, "content": m["content"].replace(weather_maps.PICTURE, BEFORE + PICTURE * next(sizes) + AFTER)}
-            if weather_maps.PICTURE in m["content"]
+            {
+                **m,
+                "content": m["content"].replace(
+                    weather_maps.IMAGE_PLACEHOLDER, VISION_START + IMAGE_PAD * next(sizes) + VISION_END
+                ),
+            }
+            if weather_maps.IMAGE_PLACEHOLDER in m["content"]
             else m
             for m in messages
         ]
         ids = tokenizer(tokenizer.apply_chat_template(parts, tokenize=False))["input_ids"]
-        found = text_targets.labels(tokenizer, ids)
-        rows.append(Row(torch.tensor(ids), found, seen["pixel_values"], seen["image_grid_thw"]))
+        found = text_targets.label_assistant_tokens(tokenizer, ids)
+        rows.append(MultimodalTrainingRow(torch.tensor(ids), found, seen["pixel_values"], seen["image_grid_thw"]))
     return rows
 
 
-def pictures(rows: list[Row], token: int) -> Callable[[list[int]], dict[str, Tensor]]:
+def make_image_inputs(rows: list[MultimodalTrainingRow], token: int) -> Callable[[list[int]], dict[str, Tensor]]:
     """What `tiny.train` gives the model besides ids."""
 
     def more(batch: list[int]) -> dict[str, Tensor]:

@@ -23,39 +23,44 @@ from transformers import (
 
 from stages.toy import weather
 
-NAMES = ("weather-tiny", "weather-tiny-moe")  # sights.NAME is the third
-CONVERSATIONS = 6_000  # one pass over them is about 500 steps of 2,048 tokens
-END, START, STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+TARGET_NAMES = ("weather-tiny", "weather-tiny-moe")  # sights.NAME is the third
+CORPUS_SIZE = 6_000  # one pass over them is about 500 steps of 2,048 tokens
+END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 # ChatML, as Qwen3's own template renders it without tools and without thinking.
-TEMPLATE = (
+CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 # One token per digit, as in Qwen: a number is then a guess per digit, which is where a draft fails.
-WORDS = r"\p{N}|[^\S\n]?\p{L}+|\n[ ]*|[^\s\p{L}\p{N}]+|\s+"
+PRETOKENIZER_PATTERN = r"\p{N}|[^\S\n]?\p{L}+|\n[ ]*|[^\s\p{L}\p{N}]+|\s+"
 
 
 def build_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of `texts`, with ChatML as its template."""
+    """A byte-level BPE tokenizer of `render_conversations`, with ChatML as its template."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(WORDS), "isolated"),
+            pre_tokenizers.Split(Regex(PRETOKENIZER_PATTERN), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
     bpe.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # sorted: the set's own order differs between runs
     trainer = trainers.BpeTrainer(
-        vocab_size=640, special_tokens=[END, START, STOP], initial_alphabet=alphabet, show_progress=False
+        vocab_size=640,
+        special_tokens=[END_OF_TEXT, TURN_START, TURN_END],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=STOP, pad_token=END, padding_side="left")
-    tokenizer.chat_template = TEMPLATE
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token=TURN_END, pad_token=END_OF_TEXT, padding_side="left"
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, name: str = NAMES[0]) -> PreTrainedModel:
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, name: str = TARGET_NAMES[0]) -> PreTrainedModel:
     """A random Qwen3, 128 wide. Seven layers: the fewest whose feature layers [2, n//2, n-3] are three different ones.
 
     With experts, each token takes two of eight, together as wide as the dense one's MLP: the same arithmetic a token,
@@ -64,13 +69,15 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, name: str = NAMES
     """
     torch.manual_seed(seed)
     if name == "weather-tiny":
-        return Qwen3ForCausalLM(Qwen3Config(**shape(tokenizer)))
+        return Qwen3ForCausalLM(Qwen3Config(**build_decoder_config(tokenizer)))
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
     servable = {"head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape(tokenizer) | experts | servable, use_sliding_window=False))
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**build_decoder_config(tokenizer) | experts | servable, use_sliding_window=False)
+    )
 
 
-def shape(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+def build_decoder_config(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     """What every embedded target's decoder has in its config."""
     return {
         "vocab_size": len(tokenizer),
@@ -88,26 +95,28 @@ def shape(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     }
 
 
-def texts(conversations: list[list[dict[str, str]]], tokenizer: PreTrainedTokenizerFast | None = None) -> Iterator[str]:
+def render_conversations(
+    conversations: list[list[dict[str, str]]], tokenizer: PreTrainedTokenizerFast | None = None
+) -> Iterator[str]:
     """Each conversation as the template renders it; before there is a tokenizer, a plain ChatML rendering."""
     for messages in conversations:
         if tokenizer is None:
-            yield "".join(f"{START}{m['role']}\n{m['content']}{STOP}\n" for m in messages)
+            yield "".join(f"{TURN_START}{m['role']}\n{m['content']}{TURN_END}\n" for m in messages)
         else:
             yield tokenizer.apply_chat_template(messages, tokenize=False)
 
 
-def encode(
+def encode_conversations(
     tokenizer: PreTrainedTokenizerFast, conversations: list[list[dict[str, str]]]
 ) -> list[tuple[Tensor, Tensor]]:
     """Per conversation: ids [T], and labels [T] that are -100 outside the assistant's turns (its end token is inside)."""
-    encoded = tokenizer(list(texts(conversations, tokenizer)))["input_ids"]
-    return [(torch.tensor(ids), labels(tokenizer, ids)) for ids in encoded]
+    encoded = tokenizer(list(render_conversations(conversations, tokenizer)))["input_ids"]
+    return [(torch.tensor(ids), label_assistant_tokens(tokenizer, ids)) for ids in encoded]
 
 
-def labels(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> Tensor:
+def label_assistant_tokens(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> Tensor:
     """The ids [T], -100 outside the assistant's turns."""
-    start, assistant = tokenizer.convert_tokens_to_ids(START), tokenizer.encode("assistant")[0]
+    start, assistant = tokenizer.convert_tokens_to_ids(TURN_START), tokenizer.encode("assistant")[0]
     inside, found = False, []
     for position, token in enumerate(ids):
         if token == start:
@@ -116,7 +125,7 @@ def labels(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> Tensor:
     return torch.tensor(found)
 
 
-def train(
+def train_target(
     model: PreTrainedModel,
     rows: list[tuple[Tensor, Tensor]],
     seed: int,
@@ -135,10 +144,10 @@ def train(
     muon = torch.optim.Muon(matrices, lr=rate, momentum=0.95, weight_decay=0.01)
     adamw = torch.optim.AdamW(others, lr=rate / 5, betas=(0.9, 0.95), weight_decay=0.0)
     base = {muon: rate, adamw: rate / 5}
-    batches = itertools.cycle(_batches(rows, batch_tokens, seed))
+    batches = itertools.cycle(_batch_by_length(rows, batch_tokens, seed))
     for step in range(steps):
         batch = next(batches)
-        ids, wished = _pad([rows[i] for i in batch])  # [B, T] each
+        ids, wished = _pad_rows([rows[i] for i in batch])  # [B, T] each
         # Warm up over 20 steps, then fall to almost nothing over the last 40%.
         scale = min(1.0, (step + 1) / 20) * min(1.0, max(0.02, (steps - step) / (0.4 * steps)))
         for optimizer, rate_ in base.items():
@@ -156,11 +165,11 @@ def train(
         yield step, loss.item()
 
 
-def corpus(seed: int) -> list[list[dict[str, str]]]:
-    return list(itertools.islice(weather.conversations(seed), CONVERSATIONS))
+def make_corpus(seed: int) -> list[list[dict[str, str]]]:
+    return list(itertools.islice(weather.generate_conversations(seed), CORPUS_SIZE))
 
 
-def _batches(rows: list[tuple[Tensor, Tensor]], batch_tokens: int, seed: int) -> list[list[int]]:
+def _batch_by_length(rows: list[tuple[Tensor, Tensor]], batch_tokens: int, seed: int) -> list[list[int]]:
     """Rows of like length together, so that little is padding; the order of batches is shuffled by the seed."""
     batches: list[list[int]] = [[]]
     for index in sorted(range(len(rows)), key=lambda i: len(rows[i][0])):
@@ -171,7 +180,7 @@ def _batches(rows: list[tuple[Tensor, Tensor]], batch_tokens: int, seed: int) ->
     return batches
 
 
-def _pad(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _pad_rows(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     ids = nn.utils.rnn.pad_sequence([r[0] for r in rows], batch_first=True)
     labels = nn.utils.rnn.pad_sequence([r[1] for r in rows], batch_first=True, padding_value=-100)
     return ids, labels

@@ -19,10 +19,10 @@ CLIMATES: dict[str, tuple[float, float, float]] = {
     "Turin": (12, 10, 0.30), "Bergen": (8, 7, 0.65), "Dakar": (25, 3, 0.10), "Nome": (-2, 13, 0.40),
     "Hanoi": (24, 6, 0.45), "Graz": (10, 11, 0.35), "Porto": (15, 5, 0.40), "Boston": (11, 12, 0.35),
 }  # fmt: skip
-COLUMNS = ("date", "low", "high", "rain", "sky")
+DAY_COLUMNS = ("date", "low", "high", "rain", "sky")
 MAX_DAYS = 6
-ANSWER_SYSTEM = "You are a weather service. Answer in TOON."
-SYSTEMS = (ANSWER_SYSTEM, "Reply with a TOON table only.", "Weather desk. Output: TOON.")
+ANSWER_SYSTEM_MESSAGE = "You are a weather service. Answer in TOON."
+SYSTEM_MESSAGES = (ANSWER_SYSTEM_MESSAGE, "Reply with a TOON table only.", "Weather desk. Output: TOON.")
 _OPENINGS = (
     "Forecast for {place} from {first}, {days} days, in {unit}.",
     "What is the weather in {place} from {first} for {days} days? Use {unit}.",
@@ -32,7 +32,7 @@ _FOLLOW_UPS = ("And the next {days} days?", "Continue for {days} more days.")
 
 
 @dataclass(frozen=True)
-class Day:
+class WeatherDay:
     date: str  # ISO 8601
     low: int  # in the forecast's unit
     high: int
@@ -41,19 +41,19 @@ class Day:
 
 
 @dataclass(frozen=True)
-class Forecast:
+class WeatherForecast:
     place: str
     unit: str  # "C" or "F"
-    days: tuple[Day, ...]
+    days: tuple[WeatherDay, ...]
 
 
-def to_toon(forecast: Forecast) -> str:
+def format_toon(forecast: WeatherForecast) -> str:
     """The canonical TOON text of a forecast (equal to what toon-format's encoder writes; a test compares)."""
-    head = f"place: {forecast.place}\nunit: {forecast.unit}\ndays[{len(forecast.days)}]{{{','.join(COLUMNS)}}}:"
+    head = f"place: {forecast.place}\nunit: {forecast.unit}\ndays[{len(forecast.days)}]{{{','.join(DAY_COLUMNS)}}}:"
     return "\n".join([head, *(f"  {d.date},{d.low},{d.high},{d.rain},{d.sky}" for d in forecast.days)])
 
 
-def _days(rng: random.Random, place: str, unit: str, first: dt.date, count: int) -> tuple[Day, ...]:
+def _make_days(rng: random.Random, place: str, unit: str, first: dt.date, count: int) -> tuple[WeatherDay, ...]:
     """A pressure wave of six days passes each place at its own phase and moves temperature, rain and sky.
 
     The wave is what a model can learn, so that rows differ from day to day even at temperature 0; the
@@ -77,28 +77,28 @@ def _days(rng: random.Random, place: str, unit: str, first: dt.date, count: int)
             sky = "cloudy" if rain >= 20 else "fog" if noon < 8 else "sunny"
         if unit == "F":
             low, high = round(low * 1.8 + 32), round(high * 1.8 + 32)
-        days.append(Day(date.isoformat(), low, high, rain, sky))
+        days.append(WeatherDay(date.isoformat(), low, high, rain, sky))
     return tuple(days)
 
 
-def conversation(rng: random.Random) -> list[dict[str, str]]:
+def make_conversation(rng: random.Random) -> list[dict[str, str]]:
     """One conversation as OpenAI-style messages: system, user, assistant, and for a third a second turn."""
     place, unit = rng.choice(list(CLIMATES)), rng.choice("CCF")
     first = dt.date(2026, 1, 1) + dt.timedelta(days=rng.randrange(365))
     turns = 2 if rng.random() < 1 / 3 else 1
-    messages = [{"role": "system", "content": rng.choice(SYSTEMS)}]
+    messages = [{"role": "system", "content": rng.choice(SYSTEM_MESSAGES)}]
     for turn in range(turns):
         count = rng.randrange(2, MAX_DAYS + 1) if turns == 1 else rng.randrange(2, 4)
         wording = rng.choice(_OPENINGS if turn == 0 else _FOLLOW_UPS)
         question = wording.format(place=place, first=first.isoformat(), days=count, unit=unit)
-        answer = to_toon(Forecast(place, unit, _days(rng, place, unit, first, count)))
+        answer = format_toon(WeatherForecast(place, unit, _make_days(rng, place, unit, first, count)))
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         first += dt.timedelta(days=count)
     return messages
 
 
-def conversations(seed: int) -> Iterator[list[dict[str, str]]]:
+def generate_conversations(seed: int) -> Iterator[list[dict[str, str]]]:
     """An endless stream of conversations, the same for the same seed on every machine."""
     rng = random.Random(seed)
     while True:
-        yield conversation(rng)
+        yield make_conversation(rng)

@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-BETAS = (0.9, 0.95)
-MOMENTS = ("exp_avg", "exp_avg_sq")
+ADAM_BETAS = (0.9, 0.95)
+ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class Optimizer:
+class MasterWeightOptimizer:
     """A draft's float32 masters, which are its own parameters where those are float32, and their moments."""
 
     def __init__(
@@ -20,7 +20,7 @@ class Optimizer:
         self.weights = dict(draft.named_parameters())
         self.masters: dict[str, Tensor] = masters or dict(self.weights)
         self._adam = torch.optim.AdamW(
-            list(self.masters.values()), lr=learning_rate, betas=BETAS, weight_decay=weight_decay, fused=True
+            list(self.masters.values()), lr=learning_rate, betas=ADAM_BETAS, weight_decay=weight_decay, fused=True
         )
 
     def collect(self) -> None:
@@ -36,7 +36,7 @@ class Optimizer:
     def step(self, learning_rate: float, clip: float) -> Tensor:
         """Sum gradients over processes, clip them to norm `clip`, move; -> the norm before, on the device, never waited for."""
         if dist.is_initialized():
-            waits = [dist.all_reduce(g, async_op=True) for g in self._gradients() if not _sharded(g)]
+            waits = [dist.all_reduce(g, async_op=True) for g in self._gradients() if not _is_sharded(g)]
             for wait in waits:
                 wait.wait()
         norm = nn.utils.clip_grad_norm_(self.masters.values(), clip)
@@ -55,7 +55,7 @@ class Optimizer:
         return {
             f"{kind}.{name}": self._adam.state[master][kind]
             for name, master in self.masters.items()
-            for kind in MOMENTS
+            for kind in ADAM_MOMENTS
             if master in self._adam.state
         }
 
@@ -64,21 +64,21 @@ class Optimizer:
         for name, master in self.masters.items() if step else ():
             self._adam.state[master] = {
                 "step": torch.tensor(float(step), device=master.device),
-                **{k: _like(moments[f"{k}.{name}"], master) for k in MOMENTS},
+                **{k: _shard_like(moments[f"{k}.{name}"], master) for k in ADAM_MOMENTS},
             }
 
     def _gradients(self) -> Iterable[Tensor]:
         return (m.grad for m in self.masters.values() if m.grad is not None)
 
 
-def _sharded(tensor: Tensor) -> bool:
+def _is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "device_mesh")  # a DTensor of FSDP2, which has summed it already
 
 
-def _like(whole: Tensor, master: Tensor) -> Tensor:
+def _shard_like(whole: Tensor, master: Tensor) -> Tensor:
     """A full tensor, moved and cut as `master` is."""
     whole = whole.to(master.device, copy=True)
-    if not _sharded(master):
+    if not _is_sharded(master):
         return whole
     from torch.distributed.tensor import distribute_tensor
 

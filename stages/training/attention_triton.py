@@ -18,11 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-POSITIONS = 16  # of a program
+POSITIONS_PER_PROGRAM = 16  # of a program
 
 
 @triton.jit
-def _forward(
+def _forward_kernel(
     q, out, lse, keys, values, result, whole, positions, steps, scale, out_p, out_a, lse_p, lse_a,
     G: tl.constexpr, R: tl.constexpr, E: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
@@ -46,7 +46,7 @@ def _forward(
 
 
 @triton.jit
-def _backward_queries(
+def _backward_queries_kernel(
     q, out, lse, keys, values, result, whole, grad, d_q, d_out, d_lse, deltas, positions, steps, scale,
     out_p, out_a, lse_p, lse_a, G: tl.constexpr, R: tl.constexpr, E: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
@@ -75,7 +75,7 @@ def _backward_queries(
 
 
 @triton.jit
-def _backward_keys(
+def _backward_keys_kernel(
     q, keys, values, whole, grad, deltas, d_keys, d_values, positions, scale,
     G: tl.constexpr, R: tl.constexpr, E: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
@@ -98,7 +98,7 @@ def _backward_keys(
     tl.store(d_values + at, d_value.to(d_values.dtype.element_ty), mask=both)
 
 
-class Merge(torch.autograd.Function):
+class MergeOwnSteps(torch.autograd.Function):
     """out [P, A, E], lse [P, A] float32, query [P, A, E], own keys [S, P, G, E], own values -> [P, A, E]."""
 
     @staticmethod
@@ -106,8 +106,8 @@ class Merge(torch.autograd.Function):
         query, keys, values = query.contiguous(), keys.contiguous(), values.contiguous()
         (count, heads, width), (steps, _, groups, _) = query.shape, keys.shape
         result, whole = torch.empty_like(query), lse.new_empty(count, heads)
-        shape = {"G": groups, "R": heads // groups, "E": width, "B": POSITIONS}
-        _forward[triton.cdiv(count, POSITIONS), heads](
+        shape = {"G": groups, "R": heads // groups, "E": width, "B": POSITIONS_PER_PROGRAM}
+        _forward_kernel[triton.cdiv(count, POSITIONS_PER_PROGRAM), heads](
             query, out, lse, keys, values, result, whole, count, steps, 1 / math.sqrt(width),
             out.stride(0), out.stride(1), lse.stride(0), lse.stride(1), **shape,
         )  # fmt: skip
@@ -121,12 +121,12 @@ class Merge(torch.autograd.Function):
         grad, (count, heads, width), steps = grad.contiguous(), query.shape, len(keys)
         d_query, d_out, d_keys, d_values = (torch.empty_like(x) for x in (query, query, keys, values))
         d_lse, deltas = torch.empty_like(whole), torch.empty_like(whole)
-        blocks, scale = triton.cdiv(count, POSITIONS), 1 / math.sqrt(width)
-        _backward_queries[blocks, heads](
+        blocks, scale = triton.cdiv(count, POSITIONS_PER_PROGRAM), 1 / math.sqrt(width)
+        _backward_queries_kernel[blocks, heads](
             query, out, lse, keys, values, result, whole, grad, d_query, d_out, d_lse, deltas, count, steps, scale,
             out.stride(0), out.stride(1), lse.stride(0), lse.stride(1), **ctx.shape,
         )  # fmt: skip
-        _backward_keys[blocks, ctx.shape["G"], steps](
+        _backward_keys_kernel[blocks, ctx.shape["G"], steps](
             query, keys, values, whole, grad, deltas, d_keys, d_values, count, scale, **ctx.shape
         )
         return d_out, d_lse, d_query, d_keys, d_values

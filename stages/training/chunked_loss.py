@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stages.training.compile_on_cuda import fused
+from stages.training.compile_on_cuda import compile_on_cuda
 
-LAMBDA_DECAY = 3.0
-CHUNK = 16384  # pairs at a time: with a draft vocabulary of 32,000, 1 GB of logits in bfloat16
+LK_LAMBDA_DECAY = 3.0
+PAIRS_PER_CHUNK = 16384  # pairs at a time: with a draft vocabulary of 32,000, 1 GB of logits in bfloat16
 
 
-def chunked(
+def compute_chunked_loss(
     draft: Any,
     states: Sequence[Tensor],  # L, each [P_k, H], as a step hands them to the next
     pack: Any,  # ttt.Pack
@@ -33,13 +33,15 @@ def chunked(
     """-> total (scalar, differentiable), loss [L] summed over each step's positions, hits [L, P] bool."""
     normed = draft.readout(torch.cat(list(states)))  # [S, H]
     of_state = torch.cat([w.expand(width) for w, width in zip(weights, pack.widths, strict=True)])  # [S]
-    total, losses, hits = _Chunked.apply(normed, draft.lm_head.weight, of_state, pack, head, draft.d2t, draft.t2d, loss)
+    total, losses, hits = _ChunkedLoss.apply(
+        normed, draft.lm_head.weight, of_state, pack, head, draft.d2t, draft.t2d, loss
+    )
     by_step = torch.stack([x.sum() for x in losses.split(pack.widths)])
     rows = [nn.functional.pad(x, (0, len(pack.asked) - len(x))) for x in hits.split(pack.widths)]
     return total, by_step, torch.stack(rows)
 
 
-class _Chunked(torch.autograd.Function):
+class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, states: Tensor, weight: Tensor, of_state: Tensor, pack: Any, head: Tensor, d2t: Tensor, t2d: Tensor, loss: str
@@ -58,19 +60,19 @@ class _Chunked(torch.autograd.Function):
             state, label = pack.pair_state[first:last], pack.pair_label[first:last] - low
             full = pack.last[pack.labels[low:high]].to(head.dtype) @ head.T  # [U, V]
             answer = full.argmax(-1)  # [U]
-            probs, mass = teacher(full, kept)
+            probs, mass = compute_teacher_probs(full, kept)
             del full
             rows = states[state]  # [R, H]
             said = answer[label]
             scale = of_state[state] * t2d[said]  # where the target's choice can't be drafted, nothing is taught
-            row_loss, gradient, guess = ROWS[loss](rows @ weight.T, probs, mass, label, scale)
+            row_loss, gradient, guess = LOSS_FUNCTIONS[loss](rows @ weight.T, probs, mass, label, scale)
             losses[state] = row_loss * t2d[said]
             hits[state] = guess + d2t[guess] == said
             total += (row_loss * scale).sum()
             if by_state is not None:
                 by_state[state] = gradient @ weight
             if by_weight is not None:
-                by_weight += _product(gradient.T, rows)
+                by_weight += _multiply_in_float32(gradient.T, rows)
         ctx.save_for_backward(by_state, None if by_weight is None else by_weight.to(weight.dtype))
         ctx.mark_non_differentiable(losses, hits)
         return total, losses, hits
@@ -81,15 +83,15 @@ class _Chunked(torch.autograd.Function):
         return by_state * total, None if by_weight is None else by_weight * total, None, None, None, None, None, None
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
+def _multiply_in_float32(a: Tensor, b: Tensor) -> Tensor:
     """a @ b, summed and given in float32."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
     return (a @ b).float()
 
 
-@fused
-def teacher(full: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:
+@compile_on_cuda
+def compute_teacher_probs(full: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:
     """full [U, V] logits, kept [D] target ids -> probabilities [U, D] renormalised over the draft vocabulary, mass [U] there."""
     whole = torch.logsumexp(full.float(), dim=-1)
     logits = (full if kept is None else full[:, kept]).float()
@@ -101,37 +103,39 @@ def teacher(full: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:
 #                -> loss [R], scale times the gradient by the logits [R, D] in their dtype, argmax [R]
 
 
-@fused
-def _ce(logits: Tensor, probs: Tensor, mass: Tensor, label: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+@compile_on_cuda
+def _compute_ce_loss(
+    logits: Tensor, probs: Tensor, mass: Tensor, label: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Soft cross-entropy."""
-    _, loss, gradient = _cross_entropy(logits, probs[label])
+    _, loss, gradient = _compute_cross_entropy(logits, probs[label])
     return loss, (gradient * scale[:, None]).to(logits.dtype), logits.argmax(-1)
 
 
-@fused
-def _lk_alpha(
+@compile_on_cuda
+def _compute_lk_alpha_loss(
     logits: Tensor, probs: Tensor, mass: Tensor, label: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-log of the acceptance sum_v min(p, q), p the target's over its whole vocabulary (SpecForge core/lk_loss.py)."""
-    q, _, _ = _cross_entropy(logits, probs[label])
-    alpha, slope = _acceptance(q, probs[label] * mass[label][:, None])
+    q, _, _ = _compute_cross_entropy(logits, probs[label])
+    alpha, slope = _compute_acceptance(q, probs[label] * mass[label][:, None])
     return -alpha.log(), (-slope * (scale / alpha)[:, None]).to(logits.dtype), logits.argmax(-1)
 
 
-@fused
-def _lk_lambda(
+@compile_on_cuda
+def _compute_lk_lambda_loss(
     logits: Tensor, probs: Tensor, mass: Tensor, label: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """w * cross-entropy + (1 - w) * (1 - acceptance), w = exp(-3 * acceptance) held fixed; w is each row's own, where
     SpecForge takes the batch's mean, so that a row's loss does not depend on who is with it."""
-    q, loss, gradient = _cross_entropy(logits, probs[label])
-    alpha, slope = _acceptance(q, probs[label] * mass[label][:, None])
-    w = (-LAMBDA_DECAY * alpha).exp()
+    q, loss, gradient = _compute_cross_entropy(logits, probs[label])
+    alpha, slope = _compute_acceptance(q, probs[label] * mass[label][:, None])
+    w = (-LK_LAMBDA_DECAY * alpha).exp()
     gradient = (w[:, None] * gradient - (1 - w)[:, None] * slope) * scale[:, None]
     return w * loss + (1 - w) * (1 - alpha), gradient.to(logits.dtype), logits.argmax(-1)
 
 
-def _cross_entropy(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _compute_cross_entropy(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """-> q [R, D], loss [R], gradient by the logits [R, D], all float32."""
     logits = logits.float()
     whole = torch.logsumexp(logits, dim=-1)
@@ -139,7 +143,7 @@ def _cross_entropy(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tenso
     return q, whole - (probs * logits).sum(-1), q - probs
 
 
-def _acceptance(q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+def _compute_acceptance(q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
     """-> alpha [R] = sum of min(p, q), and its gradient by the logits [R, D]."""
     below = q < p
     share = torch.where(below, q, 0.0).sum(-1)
@@ -147,4 +151,4 @@ def _acceptance(q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
     return alpha, q * (below.float() - share[:, None])
 
 
-ROWS = {"ce": _ce, "lk_alpha": _lk_alpha, "lk_lambda": _lk_lambda}
+LOSS_FUNCTIONS = {"ce": _compute_ce_loss, "lk_alpha": _compute_lk_alpha_loss, "lk_lambda": _compute_lk_lambda_loss}

@@ -10,7 +10,7 @@ from torch import Tensor
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def fused(function: F) -> F:
+def compile_on_cuda(function: F) -> F:
     """Compile `function` at its first call with a CUDA tensor, for any sizes; the compiler is not imported before."""
     compiled: list[Any] = []
 

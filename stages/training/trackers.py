@@ -9,19 +9,19 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-RUNS = Path("runs")
+RUNS_FOLDER = Path("runs")
 
-Log = Callable[[int, dict[str, float]], None]  # (step, numbers by name)
+LogStep = Callable[[int, dict[str, float]], None]  # (step, numbers by name)
 
 
 @contextmanager
-def started(names: Sequence[str], run: str, config: dict[str, Any], step: int) -> Iterator[Log]:
+def open_trackers(names: Sequence[str], run: str, config: dict[str, Any], step: int) -> Iterator[LogStep]:
     """Inside the block, what tells every tracker of `names` about a step. `run` is the same for a run that goes on, from `step`.
 
     Raises ValueError where a tracker is not installed or doesn't start.
     """
     with ExitStack() as stack:
-        logs = [stack.enter_context(KINDS[name](run, config, step)) for name in names]
+        logs = [stack.enter_context(TRACKERS[name](run, config, step)) for name in names]
 
         def log(step: int, numbers: dict[str, float]) -> None:
             for each in logs:
@@ -31,12 +31,12 @@ def started(names: Sequence[str], run: str, config: dict[str, Any], step: int) -
 
 
 @contextmanager
-def _tensorboard(run: str, config: dict[str, Any], step: int) -> Iterator[Log]:
+def _open_tensorboard(run: str, config: dict[str, Any], step: int) -> Iterator[LogStep]:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise _missing("tensorboard") from None
-    with SummaryWriter(RUNS / run, purge_step=step) as writer:
+        raise _make_missing_error("tensorboard") from None
+    with SummaryWriter(RUNS_FOLDER / run, purge_step=step) as writer:
         writer.add_text("parameters", "\n".join(f"    {key}: {value}" for key, value in config.items()), step)
 
         def log(step: int, numbers: dict[str, float]) -> None:
@@ -47,16 +47,16 @@ def _tensorboard(run: str, config: dict[str, Any], step: int) -> Iterator[Log]:
 
 
 @contextmanager
-def _wandb(run: str, config: dict[str, Any], step: int) -> Iterator[Log]:
+def _open_wandb(run: str, config: dict[str, Any], step: int) -> Iterator[LogStep]:
     try:
         import wandb
     except ImportError:
-        raise _missing("wandb") from None
-    RUNS.mkdir(exist_ok=True)
+        raise _make_missing_error("wandb") from None
+    RUNS_FOLDER.mkdir(exist_ok=True)
     silent = wandb.Settings(disable_code=True, disable_git=True, console="off", save_code=False, silent=True)
     try:
         opened = wandb.init(
-            project="aerie", name=run, id=run, resume="allow", dir=str(RUNS), config=config, settings=silent
+            project="aerie", name=run, id=run, resume="allow", dir=str(RUNS_FOLDER), config=config, settings=silent
         )
     except Exception as error:  # of its own kinds, which change from version to version
         raise ValueError(
@@ -67,11 +67,11 @@ def _wandb(run: str, config: dict[str, Any], step: int) -> Iterator[Log]:
         yield lambda step, numbers: opened.log(numbers, step=step)
 
 
-def _missing(name: str) -> ValueError:
+def _make_missing_error(name: str) -> ValueError:
     return ValueError(
         f"train_draft.report_to names {name}, which is not installed; run: pip install -c constraints.txt -e '.[track]', or "
         "take it off the list"
     )
 
 
-KINDS = {"tensorboard": _tensorboard, "wandb": _wandb}
+TRACKERS = {"tensorboard": _open_tensorboard, "wandb": _open_wandb}

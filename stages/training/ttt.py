@@ -11,7 +11,7 @@ which is just where serving asks. With span tokens s..e-1:
 
 `mask: eagle` keeps the papers' gate, mask[p+k], which is two tokens early (research/specforge.md 2.4): for comparison.
 
-Rows lie end to end in a `Pack`, nothing is padded. Keys of step 0 are needed of every token; queries, the layer and
+Rows lie end to end in a `TrainingPack`, nothing is padded. Keys of step 0 are needed of every token; queries, the layer and
 both heads run on supervised positions alone, and a step on those alone that it or a later one teaches: the others' keys
 serve nobody else. A query of step k sees the prefix of its own row, and its own earlier steps:
 
@@ -32,13 +32,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stages.draft.eagle3 import Draft
+from stages.draft.eagle3 import Eagle3Draft
 from stages.training import attention_mask, chunked_loss
-from stages.training.compile_on_cuda import fused
+from stages.training.compile_on_cuda import compile_on_cuda
 
 
 @dataclass(frozen=True)
-class Objective:
+class TrainingObjective:
     """What is learned; part of train_draft's parameters."""
 
     steps: int  # L
@@ -48,7 +48,7 @@ class Objective:
 
 
 @dataclass
-class Pack:
+class TrainingPack:
     """Rows end to end, and what is taught at which of their tokens; made on the CPU, then moved whole."""
 
     ids: Tensor  # [T] int64
@@ -70,7 +70,7 @@ class Pack:
     view: Any = None  # target.View: what a live target that sees is to be given
 
     @classmethod
-    def of(cls, rows: Sequence[Any], steps: int, mask: str, pinned: bool = False) -> "Pack":
+    def of(cls, rows: Sequence[Any], steps: int, mask: str, pinned: bool = False) -> "TrainingPack":
         """From rows, each with ids [t], features [t, 3H], last [t, H] and mask [t]; in pinned memory, for a GPU.
 
         Rows of a target that sees have positions [t, 3], pictured [t] and visual [m, H] too.
@@ -78,7 +78,7 @@ class Pack:
         lengths = torch.tensor([len(r.ids) for r in rows])
         row = torch.arange(len(rows)).repeat_interleave(lengths)
         place = torch.arange(len(row)) - (lengths.cumsum(0) - lengths)[row]
-        gates = supervision(torch.cat([r.mask for r in rows]), row, steps, mask)  # [L, T]
+        gates = build_supervision_mask(torch.cat([r.mask for r in rows]), row, steps, mask)  # [L, T]
         # How many steps a position runs: to the last that teaches it. Sorted so, a step's positions are a prefix of all.
         depth = (gates * torch.arange(1, steps + 1)[:, None]).amax(0)  # [T]
         asked = torch.sort(depth, descending=True, stable=True).indices[: int((depth > 0).sum())]
@@ -89,8 +89,8 @@ class Pack:
         labels, pair_label = torch.unique_consecutive(label, return_inverse=True)
         return cls(
             ids=torch.cat([r.ids for r in rows]).to(torch.int64),
-            features=_end_to_end([r.features for r in rows], pinned),
-            last=_end_to_end([r.last for r in rows], pinned),
+            features=_concatenate([r.features for r in rows], pinned),
+            last=_concatenate([r.last for r in rows], pinned),
             row=row,
             place=place,
             asked=asked,
@@ -99,12 +99,12 @@ class Pack:
             labels=labels,
             widths=widths,
             counts=gates.sum(1).tolist(),
-            chunks=_cuts(label, pair_label),
+            chunks=_cut_chunks(label, pair_label),
             lengths=lengths.tolist(),
-            **_seen(rows, pinned),
+            **_pack_multimodal(rows, pinned),
         )
 
-    def to(self, device: torch.device | str) -> "Pack":
+    def to(self, device: torch.device | str) -> "TrainingPack":
         """Without waiting for the copies, where the memory is pinned."""
         return replace(self, **{name: t.to(device, non_blocking=True) for name, t in self._tensors()})
 
@@ -113,17 +113,17 @@ class Pack:
         for _, tensor in self._tensors():
             tensor.record_stream(stream)
 
-    def muted(self) -> "Pack":
+    def muted(self) -> "TrainingPack":
         """The same, teaching nothing."""
         return replace(self, chunks=[], counts=[0] * len(self.counts))
 
-    def step(self, number: int) -> "Pack":
+    def step(self, number: int) -> "TrainingPack":
         """What step `number` alone teaches, as a pack of one step."""
         begin = sum(self.widths[:number])
         mine = (self.pair_state >= begin) & (self.pair_state < begin + self.widths[number])
         label = self.labels[self.pair_label[mine]]
         labels, pair_label = torch.unique_consecutive(label, return_inverse=True)
-        cuts = _cuts(label, pair_label)
+        cuts = _cut_chunks(label, pair_label)
         return replace(
             self, asked=self.asked[: self.widths[number]], pair_state=self.pair_state[mine] - begin, pair_label=pair_label,
             labels=labels, widths=self.widths[number : number + 1], counts=self.counts[number : number + 1], chunks=cuts,
@@ -133,36 +133,39 @@ class Pack:
         return [(name, value) for name, value in vars(self).items() if isinstance(value, Tensor)]
 
 
-def _seen(rows: Sequence[Any], pinned: bool) -> dict[str, Tensor]:
+def _pack_multimodal(rows: Sequence[Any], pinned: bool) -> dict[str, Tensor]:
     """What rows of a target that sees add to a pack; nothing for text."""
     if getattr(rows[0], "positions", None) is None:
         return {}
     pictured = torch.cat([r.pictured for r in rows])
     return {
         "positions": torch.cat([r.positions for r in rows]),
-        "visual": _end_to_end([r.visual for r in rows], pinned),
-        "piece": pieces(pictured),
+        "visual": _concatenate([r.visual for r in rows], pinned),
+        "piece": number_image_tokens(pictured),
     }
 
 
-def _cuts(label: Tensor, pair_label: Tensor) -> list[tuple[int, int, int, int]]:
+def _cut_chunks(label: Tensor, pair_label: Tensor) -> list[tuple[int, int, int, int]]:
     """Of pairs by label: from .. to of each chunk, and the range of labels that it is taught."""
-    ends = [(a, min(a + chunked_loss.CHUNK, len(label))) for a in range(0, len(label), chunked_loss.CHUNK)]
+    ends = [
+        (a, min(a + chunked_loss.PAIRS_PER_CHUNK, len(label)))
+        for a in range(0, len(label), chunked_loss.PAIRS_PER_CHUNK)
+    ]
     return [(a, b, int(pair_label[a]), int(pair_label[b - 1]) + 1) for a, b in ends]
 
 
-def pieces(pictured: Tensor) -> Tensor:
+def number_image_tokens(pictured: Tensor) -> Tensor:
     """pictured [T] bool -> the piece that each token stands for, -1 for a text's."""
     return torch.where(pictured, pictured.cumsum(0) - 1, -1)
 
 
-def _end_to_end(parts: list[Tensor], pinned: bool) -> Tensor:
+def _concatenate(parts: list[Tensor], pinned: bool) -> Tensor:
     whole = torch.empty(sum(map(len, parts)), *parts[0].shape[1:], dtype=parts[0].dtype, pin_memory=pinned)
     return torch.cat(parts, out=whole)
 
 
 @dataclass
-class Result:
+class LossOutput:
     """Per step, nothing of it brought to the host."""
 
     total: Tensor  # what backward starts from: sum over steps of decay**k times the step's mean loss
@@ -170,7 +173,7 @@ class Result:
     hits: Tensor  # [L, P] bool: the draft's argmax is the target's; False where nothing is taught
 
 
-def supervision(mask: Tensor, row: Tensor, steps: int, kind: str) -> Tensor:
+def build_supervision_mask(mask: Tensor, row: Tensor, steps: int, kind: str) -> Tensor:
     """mask [T] of assistant tokens, row [T] -> [L, T] bool: is position p taught at step k?"""
 
     def ahead(x: Tensor, n: int) -> Tensor:
@@ -189,23 +192,23 @@ def supervision(mask: Tensor, row: Tensor, steps: int, kind: str) -> Tensor:
     return torch.stack(gates)
 
 
-def forward(
-    draft: Draft,
-    pack: Pack,
+def compute_loss(
+    draft: Eagle3Draft,
+    pack: TrainingPack,
     embedding: Tensor,  # [V, H] the target's, frozen
     head: Tensor,  # [V, H] the target's, frozen
-    objective: Objective,
+    objective: TrainingObjective,
     counts: Tensor | None = None,  # [L] positions each step teaches in the whole batch; None: in this pack
-) -> Result:
+) -> LossOutput:
     """All L steps of a pack. Summed over a batch's packs, `total` is the batch's loss: each step's mean over it."""
     dtype, steps = draft.fc.weight.dtype, objective.steps
     if not pack.chunks:
-        return nothing(draft, pack, steps)
+        return compute_zero_loss(draft, pack, steps)
     features = draft.fuse(pack.features.to(dtype))  # [T, H]
     turning = draft.turning(pack.place, pack.positions)
-    embed = partial(embeddings, pack, nn.functional.pad(pack.ids, (0, steps + 1)), embedding)
-    keys, values = _keys_values(draft, embed(slice(1, len(pack.ids) + 1)), features, turning)
-    visible = attention_mask.of(pack, keys, values, draft.config.sliding_window)
+    embed = partial(embed_tokens, pack, nn.functional.pad(pack.ids, (0, steps + 1)), embedding)
+    keys, values = _compute_keys_values(draft, embed(slice(1, len(pack.ids) + 1)), features, turning)
+    visible = attention_mask.build_pack_attention(pack, keys, values, draft.config.sliding_window)
     hidden = features.index_select(0, pack.asked)  # [P, H]
     own_keys: list[Tensor] = []
     own_values: list[Tensor] = []
@@ -214,25 +217,25 @@ def forward(
         asked, hidden = pack.asked[:width], hidden[:width]
         embeds, positions = embed(asked + 1 + k), turning[asked] + k
         if k == 0:  # its own key is the prefix key of p
-            query = _queries(draft, embeds, hidden, positions)
+            query = _compute_queries(draft, embeds, hidden, positions)
         else:
-            query, key, value = _all_three(draft, embeds, hidden, positions)
+            query, key, value = _compute_queries_keys_values(draft, embeds, hidden, positions)
             own_keys, own_values = [x[:width] for x in own_keys] + [key], [x[:width] for x in own_values] + [value]
         attended = visible.attend(query, own_keys, own_values)  # [Q, A, E]
-        hidden = _finish(draft, hidden, attended.to(dtype))
+        hidden = _finish_layer(draft, hidden, attended.to(dtype))
         states.append(hidden)
     decay = objective.decay ** torch.arange(steps, device=head.device)
     weights = decay / (torch.tensor(pack.counts, device=head.device) if counts is None else counts).clamp(min=1)
-    return Result(*chunked_loss.chunked(draft, states, pack, head, weights, objective.loss))
+    return LossOutput(*chunked_loss.compute_chunked_loss(draft, states, pack, head, weights, objective.loss))
 
 
-def nothing(draft: nn.Module, pack: Pack, steps: int) -> Result:
+def compute_zero_loss(draft: nn.Module, pack: TrainingPack, steps: int) -> LossOutput:
     """Of a pack that teaches nothing: yet every weight has a gradient, as whoever sums gradients expects."""
     total = torch.stack([p.sum() * 0 for p in draft.parameters()]).sum()
-    return Result(total, pack.last.new_zeros(steps), pack.ids.new_zeros(steps, 0).bool())
+    return LossOutput(total, pack.last.new_zeros(steps), pack.ids.new_zeros(steps, 0).bool())
 
 
-def embeddings(pack: Pack, ids: Tensor, embedding: Tensor, tokens: slice | Tensor) -> Tensor:
+def embed_tokens(pack: TrainingPack, ids: Tensor, embedding: Tensor, tokens: slice | Tensor) -> Tensor:
     """Embeddings [n, H] of the pack's tokens, by their index; ids [T + L + 1] has room past the last one."""
     found = embedding[ids[tokens]]
     if pack.visual is None or pack.piece is None or not len(pack.visual):
@@ -241,7 +244,7 @@ def embeddings(pack: Pack, ids: Tensor, embedding: Tensor, tokens: slice | Tenso
     return torch.where(piece[:, None] < 0, found, pack.visual[piece.clamp(min=0)].to(found.dtype))
 
 
-def chain_accepted(result: Result, pack: Pack) -> Tensor:
+def count_chain_accepted(result: LossOutput, pack: TrainingPack) -> Tensor:
     """[P] drafts that a chain started at each position would have accepted: hits before the first miss, in row order.
 
     On a row of the target's temperature-0 answer this is what decoding accepts, exactly: while every guess so far is
@@ -250,22 +253,26 @@ def chain_accepted(result: Result, pack: Pack) -> Tensor:
     return result.hits.int().cumprod(0).sum(0)[pack.asked.argsort()]
 
 
-@fused
-def _keys_values(draft: Draft, embeds: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+@compile_on_cuda
+def _compute_keys_values(
+    draft: Eagle3Draft, embeds: Tensor, hidden: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
     return draft.keys_values(draft.mix(embeds, hidden), draft.rope(positions))
 
 
-@fused
-def _queries(draft: Draft, embeds: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
+@compile_on_cuda
+def _compute_queries(draft: Eagle3Draft, embeds: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
     return draft.queries(draft.mix(embeds, hidden), draft.rope(positions))
 
 
-@fused
-def _all_three(draft: Draft, embeds: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+@compile_on_cuda
+def _compute_queries_keys_values(
+    draft: Eagle3Draft, embeds: Tensor, hidden: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     mixed, rope = draft.mix(embeds, hidden), draft.rope(positions)
     return draft.queries(mixed, rope), *draft.keys_values(mixed, rope)
 
 
-@fused
-def _finish(draft: Draft, hidden: Tensor, attended: Tensor) -> Tensor:
+@compile_on_cuda
+def _finish_layer(draft: Eagle3Draft, hidden: Tensor, attended: Tensor) -> Tensor:
     return draft.finish(hidden, attended)

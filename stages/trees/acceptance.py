@@ -7,6 +7,6 @@ the token from prefill does not; a last cycle cut by the end of sequence or the 
 import numpy as np
 
 
-def tau(accepted: np.ndarray, cycles: np.ndarray) -> float:
+def compute_tau(accepted: np.ndarray, cycles: np.ndarray) -> float:
     """Pooled over prompts: accepted [P] drafts and cycles [P] of each. Without any cycle there is nothing to pool: 1.0."""
     return float((accepted.sum() + cycles.sum()) / cycles.sum()) if cycles.sum() else 1.0

@@ -28,10 +28,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-FEW, SMALL = 128, 1 << 14  # scores in a row, in all: of fewer, the way that needs no second look is the faster
+SMALL_ROW, SMALL_TOTAL = (
+    128,
+    1 << 14,
+)  # scores in a row, in all: of fewer, the way that needs no second look is the faster
 
 
-class Semantics(NamedTuple):
+class TreeScoring(NamedTuple):
     """How a node is scored."""
 
     chances: Callable[[Tensor], Tensor]  # a step's logits [..., D] float32 -> what each token adds to a path's score
@@ -39,13 +42,13 @@ class Semantics(NamedTuple):
     score: Callable[[Tensor], Tensor]  # a path's probability -> its score
 
 
-SEMANTICS = {
-    "sglang": Semantics(partial(torch.softmax, dim=-1), torch.mul, torch.clone),
-    "eagle": Semantics(partial(torch.log_softmax, dim=-1), torch.add, torch.log),
+TREE_SCORINGS = {
+    "sglang": TreeScoring(partial(torch.softmax, dim=-1), torch.mul, torch.clone),
+    "eagle": TreeScoring(partial(torch.log_softmax, dim=-1), torch.add, torch.log),
 }
 
 
-def level(step: int, topk: int) -> tuple[int, int]:
+def get_step_range(step: int, topk: int) -> tuple[int, int]:
     """The candidate numbers of a step, counted from 0: from the first to before the second."""
     return (topk + (step - 1) * topk * topk if step else 0), topk + step * topk * topk
 
@@ -60,27 +63,27 @@ class Candidates:
 
     def first_steps(self, steps: int, topk: int) -> "Candidates":
         """The same expansion stopped earlier: what `steps` steps would have recorded."""
-        count = pool(steps, topk)
+        count = count_candidates(steps, topk)
         return Candidates(self.scores[:, :count], self.tokens[:, :count], self.parents[:, :count])
 
 
 @dataclass
-class Tree:
+class DraftTree:
     """N trees of M nodes; node 0 is the root, parents come before children."""
 
     nodes: Tensor  # [N, M-1] candidate number of each drafted node, ascending
     tokens: Tensor  # [N, M-1] their tokens
     parents: Tensor  # [N, M] node index of the parent; the root's is 0
-    sees: Tensor  # [N, M, M] `ancestors`
+    sees: Tensor  # [N, M, M] `build_ancestor_mask`
     depths: Tensor  # [N, M], the root's is 0
 
 
-def pool(steps: int, topk: int) -> int:
+def count_candidates(steps: int, topk: int) -> int:
     """How many candidates an expansion records."""
-    return level(steps - 1, topk)[1]
+    return get_step_range(steps - 1, topk)[1]
 
 
-def check(
+def check_tree(
     steps: int, topk: int, num_draft_tokens: int, draft_vocab_size: int, sliding_window: int | None = None
 ) -> None:
     """Raises ValueError for a tree that can't be built, with this draft or any."""
@@ -89,7 +92,7 @@ def check(
         raise ValueError(
             f"{name}: expected num_steps and topk of 1 or more, and num_draft_tokens of 2 or more (root counted)"
         )
-    if num_draft_tokens - 1 > (most := pool(steps, topk)):
+    if num_draft_tokens - 1 > (most := count_candidates(steps, topk)):
         raise ValueError(
             f"{name} has {num_draft_tokens - 1} nodes under the root, expected at most the topk + (num_steps - 1) * topk**2 = "
             f"{most} candidates that its expansion records; lower num_draft_tokens to {most + 1} or raise num_steps or topk"
@@ -105,17 +108,17 @@ def check(
         )
 
 
-def best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def select_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest of scores [..., C] and their places, by (score descending, place ascending), on any device.
 
     torch.topk promises nothing about ties. Of a vocabulary it is asked all the same, since that is the fastest way to the
     k largest values: where the next one is smaller, they have k places, to be put in order; where it is equal, and among
-    few scores, `_by_keys` finds them.
+    few scores, `_find_topk_by_keys` finds them.
     """
     assert scores.dtype == torch.float32
     recorded = scores.is_cuda and torch.cuda.is_current_stream_capturing()  # a device that is can't be asked for ties
-    if scores.shape[-1] <= max(k, FEW) or scores.numel() <= SMALL or recorded:
-        places = _by_keys(scores, k)
+    if scores.shape[-1] <= max(k, SMALL_ROW) or scores.numel() <= SMALL_TOTAL or recorded:
+        places = _find_topk_by_keys(scores, k)
         return torch.gather(scores, -1, places), places
     values, places = torch.topk(scores, k + 1, dim=-1)
     tied = values[..., k - 1] == values[..., k]
@@ -123,11 +126,11 @@ def best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     by_score = (torch.gather(scores, -1, places) + 0.0).sort(dim=-1, descending=True, stable=True).indices
     places = torch.gather(places, -1, by_score)
     if bool(tied.any()):
-        places[tied] = _by_keys(scores[tied], k)
+        places[tied] = _find_topk_by_keys(scores[tied], k)
     return torch.gather(scores, -1, places), places
 
 
-def _by_keys(scores: Tensor, k: int) -> Tensor:
+def _find_topk_by_keys(scores: Tensor, k: int) -> Tensor:
     """The places of the k largest [..., K]. Non-negative floats order as their bits do, negative ones the other way round,
     so (bits, -place) in one int64 is a unique key with exactly the order we want.
     """
@@ -138,29 +141,31 @@ def _by_keys(scores: Tensor, k: int) -> Tensor:
     return count - 1 - (torch.topk(key, k, dim=-1).values & 0xFFFFFFFF)
 
 
-def next_step(beam: Tensor, chances: Tensor, join: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def extend_beam(
+    beam: Tensor, chances: Tensor, join: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
     """One more step. beam [N, K] scores, chances [N, K, K] float32 of the best K successors of each beam node, best first.
 
     Returns the K*K candidates' scores [N, K*K] (parent by parent), and the next beam's scores [N, K] and places among
     them [N, K]; place // K is the parent's slot in the old beam.
     """
     scores = join(beam[..., None], chances).flatten(1)
-    return scores, *best(scores, beam.shape[1])
+    return scores, *select_topk(scores, beam.shape[1])
 
 
-def keep(candidates: Candidates, num_draft_tokens: int) -> Tree:
+def build_tree(candidates: Candidates, num_draft_tokens: int) -> DraftTree:
     """The best M - 1 candidates and the root, in candidate order."""
     n, m = candidates.scores.shape[0], num_draft_tokens
-    nodes = best(candidates.scores, m - 1)[1].sort(dim=-1).values  # [N, M-1]
+    nodes = select_topk(candidates.scores, m - 1)[1].sort(dim=-1).values  # [N, M-1]
     parent_candidates = torch.gather(candidates.parents, 1, nodes)
     # A parent's node index: its rank among the kept candidates, plus one for the root; -1 finds the root at 0.
     parents = torch.searchsorted(nodes, parent_candidates, right=True)
     parents = torch.cat([parents.new_zeros(n, 1), parents], dim=1)
-    sees = ancestors(parents)
-    return Tree(nodes, torch.gather(candidates.tokens, 1, nodes), parents, sees, sees.sum(-1) - 1)
+    sees = build_ancestor_mask(parents)
+    return DraftTree(nodes, torch.gather(candidates.tokens, 1, nodes), parents, sees, sees.sum(-1) - 1)
 
 
-def ancestors(parents: Tensor) -> Tensor:
+def build_ancestor_mask(parents: Tensor) -> Tensor:
     """parents [N, M] -> [N, M, M] bool: may node i see node j? Itself and its ancestors, the root always.
 
     root, a, b, aa, ba (parents 0 0 0 1 2):   1 . . . .
@@ -180,7 +185,7 @@ def ancestors(parents: Tensor) -> Tensor:
     return sees
 
 
-def accept(tree: Tree, choices: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+def find_accepted_path(tree: DraftTree, choices: Tensor, steps: int) -> tuple[Tensor, Tensor]:
     """What each target accepts: path [N, S+1] of node indices, root first, and count [N] of those that are one, >= 1.
 
     choices [N, M]: the target's token after each node. From the root, go to the child whose token the target chose there,

@@ -23,9 +23,9 @@ def kept_as(data: bytes, extension: str | None) -> str | None:
 
 
 def read(row: dict[str, Any], folder: str | None = None) -> chat_formats.Conversation:
-    kind = chat_formats.detect(row)
+    kind = chat_formats.detect_format(row)
     assert kind is not None
-    return chat_formats.read(row, kind, folder, kept_as)
+    return chat_formats.parse_conversation(row, kind, folder, kept_as)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def read(row: dict[str, Any], folder: str | None = None) -> chat_formats.Convers
     ],
 )  # fmt: skip
 def test_a_row_of_each_format(kind: str, row: dict[str, Any], messages: list[dict[str, str]]) -> None:
-    assert chat_formats.detect(row) == kind and chat_formats.fits(row, kind)
+    assert chat_formats.detect_format(row) == kind and chat_formats.has_format(row, kind)
     found = read(row)
     assert found.messages == messages and found.extras() == []
 
@@ -124,13 +124,15 @@ def parts(url: Any) -> dict[str, Any]:
 )
 def test_a_row_that_is_dropped(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
     (tmp_path / "sky.png").touch()
-    with pytest.raises(chat_formats.Dropped, match=f"^{reason}$"):
+    with pytest.raises(chat_formats.DroppedRowError, match=f"^{reason}$"):
         read(row, str(tmp_path))
 
 
 @pytest.mark.parametrize("row", [{}, {"text": "x"}, {"messages": "x"}, {"prompt": ASK}, {"prompt": 5, "answer": SAY}])
 def test_what_is_no_format(row: dict[str, Any]) -> None:
-    assert chat_formats.detect(row) is None and not any(chat_formats.fits(row, kind) for kind in chat_formats.FORMATS)
+    assert chat_formats.detect_format(row) is None and not any(
+        chat_formats.has_format(row, kind) for kind in chat_formats.CHAT_FORMATS
+    )
 
 
 # --- whatever a row holds -------------------------------------------------------------------------------------------
@@ -141,7 +143,7 @@ anything = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
     max_leaves=5,
 )
-names = st.sampled_from([*chat_formats.ROLES, "narrator", "\ud83d"])
+names = st.sampled_from([*chat_formats.ROLE_NAMES, "narrator", "\ud83d"])
 turn = st.fixed_dictionaries(
     {},
     optional={
@@ -155,13 +157,13 @@ rows = st.fixed_dictionaries({}, optional={key: st.lists(turn | anything, max_si
 
 def read_or_drop(row: dict[str, Any]) -> None:
     """Nothing but `Dropped` is raised, and what is read can be written."""
-    kind = chat_formats.detect(row)
+    kind = chat_formats.detect_format(row)
     if kind is None:
         return
-    assert chat_formats.fits(row, kind)
+    assert chat_formats.has_format(row, kind)
     try:
-        found = chat_formats.read(row, kind, "/nowhere")
-    except chat_formats.Dropped:
+        found = chat_formats.parse_conversation(row, kind, "/nowhere")
+    except chat_formats.DroppedRowError:
         return
     order = "".join(m["role"][0] for m in found.messages)
     assert re.fullmatch(r"s?(u(a+t+)*a)+", order), order

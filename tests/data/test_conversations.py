@@ -6,7 +6,7 @@ import polars as pl
 import pytest
 
 from stages.data import conversations
-from stages.data.conversations import FIXED, SAMPLED
+from stages.data.conversations import FIXED_SCHEMA, SAMPLED_SCHEMA
 
 FIXED_ROWS = [
     {
@@ -46,7 +46,7 @@ SAMPLED_ROWS = [
     },
 ]  # fmt: skip
 tables = pytest.mark.parametrize(
-    ("rows", "schema"), [(FIXED_ROWS, FIXED), (SAMPLED_ROWS, SAMPLED), ([], FIXED), ([], SAMPLED)],
+    ("rows", "schema"), [(FIXED_ROWS, FIXED_SCHEMA), (SAMPLED_ROWS, SAMPLED_SCHEMA), ([], FIXED_SCHEMA), ([], SAMPLED_SCHEMA)],
     ids=["fixed", "sampled", "no fixed", "no sampled"],
 )  # fmt: skip
 
@@ -55,8 +55,8 @@ tables = pytest.mark.parametrize(
 def test_a_table_comes_back_as_it_went(tmp_path: Path, rows: list[dict], schema: pl.Schema) -> None:
     """Text to the last carriage return, empty lists as empty lists, in the order written, types and all."""
     place = tmp_path / "data" / "train.parquet"
-    conversations.write(place, pl.DataFrame(rows, schema=schema), schema)
-    found = conversations.read(place, schema, "fix_data")
+    conversations.write_table(place, pl.DataFrame(rows, schema=schema), schema)
+    found = conversations.read_table(place, schema, "fix_data")
     assert found.to_dicts() == rows and found.schema == schema
     assert [p.name for p in place.parent.iterdir()] == ["train.parquet"]
 
@@ -68,74 +68,74 @@ def test_a_table_comes_back_as_it_went(tmp_path: Path, rows: list[dict], schema:
 )
 def test_another_schema_is_neither_written_nor_read(tmp_path: Path, change: pl.Expr) -> None:
     place = tmp_path / "eval.parquet"
-    rows = pl.DataFrame(SAMPLED_ROWS, schema=SAMPLED).with_columns(change)
+    rows = pl.DataFrame(SAMPLED_ROWS, schema=SAMPLED_SCHEMA).with_columns(change)
     with pytest.raises(AssertionError, match=r"eval\.parquet: .* is not "):
-        conversations.write(place, rows, SAMPLED)
+        conversations.write_table(place, rows, SAMPLED_SCHEMA)
     assert list(tmp_path.iterdir()) == []
     rows.write_parquet(place)
     with pytest.raises(
         ValueError, match=r"eval\.parquet has columns .*, expected .*; run: dvc repro -f -s sample_target$"
     ):
-        conversations.read(place, SAMPLED, "sample_target")
+        conversations.read_table(place, SAMPLED_SCHEMA, "sample_target")
 
 
 def test_a_missing_table_names_its_stage(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"train\.parquet not found; run: dvc repro fix_data$"):
-        conversations.read(tmp_path / "train.parquet", FIXED, "fix_data")
+        conversations.read_table(tmp_path / "train.parquet", FIXED_SCHEMA, "fix_data")
 
 
 @pytest.mark.parametrize("left", [0, 60, -1], ids=["nothing", "the beginning", "a byte short"])
 def test_a_cut_table_names_its_stage(tmp_path: Path, left: int) -> None:
     place = tmp_path / "train.parquet"
-    conversations.write(place, pl.DataFrame(FIXED_ROWS, schema=FIXED), FIXED)
+    conversations.write_table(place, pl.DataFrame(FIXED_ROWS, schema=FIXED_SCHEMA), FIXED_SCHEMA)
     place.write_bytes(place.read_bytes()[:left])
     with pytest.raises(ValueError, match=r"train\.parquet is not readable Parquet .*; run: dvc repro -f -s fix_data$"):
-        conversations.read(place, FIXED, "fix_data")
+        conversations.read_table(place, FIXED_SCHEMA, "fix_data")
 
 
 def test_a_stream_is_written_as_a_table_is_and_twice_the_same(tmp_path: Path) -> None:
-    rows = pl.DataFrame(FIXED_ROWS * 20_000, schema=FIXED)
+    rows = pl.DataFrame(FIXED_ROWS * 20_000, schema=FIXED_SCHEMA)
     for name in ("a", "b"):
-        conversations.stream(tmp_path / f"{name}.parquet", rows.lazy(), FIXED)
-    assert conversations.read(tmp_path / "a.parquet", FIXED, "fix_data").equals(rows)
+        conversations.stream_table(tmp_path / f"{name}.parquet", rows.lazy(), FIXED_SCHEMA)
+    assert conversations.read_table(tmp_path / "a.parquet", FIXED_SCHEMA, "fix_data").equals(rows)
     assert (tmp_path / "a.parquet").read_bytes() == (tmp_path / "b.parquet").read_bytes()
     with pytest.raises(AssertionError, match="is not"):
-        conversations.stream(tmp_path / "c.parquet", rows.lazy().drop("tools"), FIXED)
+        conversations.stream_table(tmp_path / "c.parquet", rows.lazy().drop("tools"), FIXED_SCHEMA)
     assert not (tmp_path / "c.parquet").exists()
 
 
 def test_a_folder_is_its_shards_in_order(tmp_path: Path) -> None:
     for number in range(3):
-        rows = pl.DataFrame([row | {"id": f"{number}"} for row in SAMPLED_ROWS], schema=SAMPLED)
-        conversations.write(tmp_path / conversations.part(number), rows, SAMPLED)
+        rows = pl.DataFrame([row | {"id": f"{number}"} for row in SAMPLED_ROWS], schema=SAMPLED_SCHEMA)
+        conversations.write_table(tmp_path / conversations.name_shard(number), rows, SAMPLED_SCHEMA)
     (tmp_path / "part-00001.parquet.tmp").touch()
-    found = conversations.read(tmp_path, SAMPLED, "sample_target")
+    found = conversations.read_table(tmp_path, SAMPLED_SCHEMA, "sample_target")
     assert found["id"].to_list() == ["0", "0", "1", "1", "2", "2"]
     for most in range(8):
-        assert conversations.read(tmp_path, SAMPLED, "sample_target", most).equals(found.head(most))
+        assert conversations.read_table(tmp_path, SAMPLED_SCHEMA, "sample_target", most).equals(found.head(most))
     (tmp_path / "part-00001.parquet").unlink()
     with pytest.raises(
         ValueError, match=r"part-00001\.parquet not found among 2 shards; run: dvc repro sample_target$"
     ):
-        conversations.read(tmp_path, SAMPLED, "sample_target")
+        conversations.read_table(tmp_path, SAMPLED_SCHEMA, "sample_target")
     for left in tmp_path.iterdir():
         left.unlink()
     with pytest.raises(ValueError, match=r"part-00000\.parquet not found among 0 shards"):
-        conversations.read(tmp_path, SAMPLED, "sample_target")
+        conversations.read_table(tmp_path, SAMPLED_SCHEMA, "sample_target")
 
 
 def test_batches_are_the_whole_file(tmp_path: Path) -> None:
-    rows = pl.DataFrame(FIXED_ROWS * 12_000, schema=FIXED)
-    conversations.stream(tmp_path / "a.parquet", rows.lazy(), FIXED)
-    parts = list(conversations.batches(tmp_path / "a.parquet", FIXED, "fix_data"))
-    assert [len(part) for part in parts] == [conversations.ROW_GROUP, 24_000 - conversations.ROW_GROUP]
+    rows = pl.DataFrame(FIXED_ROWS * 12_000, schema=FIXED_SCHEMA)
+    conversations.stream_table(tmp_path / "a.parquet", rows.lazy(), FIXED_SCHEMA)
+    parts = list(conversations.read_batches(tmp_path / "a.parquet", FIXED_SCHEMA, "fix_data"))
+    assert [len(part) for part in parts] == [conversations.ROW_GROUP_SIZE, 24_000 - conversations.ROW_GROUP_SIZE]
     assert pl.concat(parts).equals(rows)
-    assert conversations.with_images(tmp_path / "a.parquet", "fix_data") == 12_000
+    assert conversations.count_with_images(tmp_path / "a.parquet", "fix_data") == 12_000
     with pytest.raises(ValueError, match=r"b\.parquet not found; run: dvc repro fix_data$"):
-        conversations.with_images(tmp_path / "b.parquet", "fix_data")
+        conversations.count_with_images(tmp_path / "b.parquet", "fix_data")
 
 
 def test_a_table_without_rows_has_no_images(tmp_path: Path) -> None:
-    conversations.write(tmp_path / "a.parquet", pl.DataFrame([], schema=FIXED), FIXED)
-    assert conversations.with_images(tmp_path / "a.parquet", "fix_data") == 0
-    assert list(conversations.batches(tmp_path / "a.parquet", FIXED, "fix_data")) == []
+    conversations.write_table(tmp_path / "a.parquet", pl.DataFrame([], schema=FIXED_SCHEMA), FIXED_SCHEMA)
+    assert conversations.count_with_images(tmp_path / "a.parquet", "fix_data") == 0
+    assert list(conversations.read_batches(tmp_path / "a.parquet", FIXED_SCHEMA, "fix_data")) == []

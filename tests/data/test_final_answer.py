@@ -30,7 +30,7 @@ from stages.data import final_answer
     ],
 )
 def test_the_last_number(text: str, number: Fraction | int | None) -> None:
-    assert final_answer.last_number(text) == number
+    assert final_answer.find_last_number(text) == number
 
 
 @given(st.integers(-(10**9), 10**9), st.integers(0, 99))
@@ -42,7 +42,7 @@ def test_a_number_comes_back_however_it_is_written(whole: int, cents: int) -> No
         f"is ${whole:,}.{cents:02}0, in 1 year: {whole}.{cents:02}.",
     ):
         if whole:  # -0.5 has no whole part to carry the sign
-            assert final_answer.last_number(text) == value
+            assert final_answer.find_last_number(text) == value
 
 
 @pytest.mark.parametrize(
@@ -57,4 +57,4 @@ def test_a_number_comes_back_however_it_is_written(whole: int, cents: int) -> No
     ],
 )
 def test_the_last_box(text: str, box: str | None) -> None:
-    assert final_answer.boxed(text) == box
+    assert final_answer.find_boxed_answer(text) == box

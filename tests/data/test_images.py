@@ -29,26 +29,26 @@ KINDS = {"PNG": ".png", "JPEG": ".jpg", "GIF": ".gif", "WEBP": ".webp"}
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_picture_is_a_file_named_by_its_content(tmp_path: Path, kind: str) -> None:
     data = picture(kind)
-    name = images.keep(data, tmp_path)
+    name = images.save_image(data, tmp_path)
     assert name == hashlib.sha256(data).hexdigest() + KINDS[kind] and (tmp_path / name).read_bytes() == data
-    assert images.keep(data, tmp_path) == name and [p.name for p in tmp_path.iterdir()] == [name]
+    assert images.save_image(data, tmp_path) == name and [p.name for p in tmp_path.iterdir()] == [name]
 
 
 @pytest.mark.parametrize("data", [picture("BMP"), picture("TIFF"), b"", b"\x89PNG", b"<svg/>", b"RIFF1234WAVEfmt "])
 def test_what_is_no_known_picture_is_no_file(tmp_path: Path, data: bytes) -> None:
-    assert images.keep(data, tmp_path) is None and not list(tmp_path.iterdir())
+    assert images.save_image(data, tmp_path) is None and not list(tmp_path.iterdir())
 
 
 @given(data=st.binary(), media=st.sampled_from(["image/png", "", "image/jpeg;charset=x"]), width=st.integers(1, 80))
 def test_a_data_url_gives_its_bytes(data: bytes, media: str, width: int) -> None:
     text = base64.b64encode(data).decode()
     folded = "\n".join(text[i : i + width] for i in range(0, len(text), width))  # as e-mail folds it
-    assert images.from_url(f"data:{media};base64,{folded}") == data
+    assert images.decode_data_url(f"data:{media};base64,{folded}") == data
 
 
 @pytest.mark.parametrize("url", ["data:image/png,abc", "data:;base64,a", "data:;base64,YW?j", "data:;base64,é", "x"])
 def test_a_url_without_base64_gives_nothing(url: str) -> None:
-    assert images.from_url(url) is None
+    assert images.decode_data_url(url) is None
 
 
 def chunk(name: bytes, data: bytes) -> bytes:
@@ -82,5 +82,5 @@ def test_what_cannot_be_read_is_not_too_large(tmp_path: Path, data: bytes) -> No
 def test_many_writers_of_one_picture(tmp_path: Path) -> None:
     many = [picture("PNG", n % 3) for n in range(60)]
     with ThreadPoolExecutor(8) as pool:
-        names = list(pool.map(lambda data: images.keep(data, tmp_path), many))
+        names = list(pool.map(lambda data: images.save_image(data, tmp_path), many))
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(set(names)) and len(set(names)) == 3

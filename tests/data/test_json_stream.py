@@ -43,9 +43,9 @@ def test_the_elements_are_those_of_the_whole(
 ) -> None:
     whole = {"version": [1, {"a": "["}], "rows": [ROW, *rows], "more": {"n": 1}} if wrapped else rows
     text = json.dumps(whole, indent=indent, ensure_ascii=ascii) + "\n"
-    key = json_stream.key_of_rows(text, is_row)
+    key = json_stream.find_rows_key(text, is_row)
     assert key == ("" if not wrapped else None)  # a list that begins otherwise comes first
-    found = list(json_stream.texts(by(step, text), "rows" if wrapped else "", is_row))
+    found = list(json_stream.iterate_elements(by(step, text), "rows" if wrapped else "", is_row))
     expected = whole["rows"] if isinstance(whole, dict) else whole
     assert repr([json.loads(text) for text in found]) == repr(expected)  # repr: a NaN is not itself
 
@@ -66,7 +66,7 @@ def test_the_elements_are_those_of_the_whole(
     ],
 )
 def test_where_the_rows_are(text: str, key: str | None) -> None:
-    assert json_stream.key_of_rows(text, is_row) == key
+    assert json_stream.find_rows_key(text, is_row) == key
 
 
 @pytest.mark.parametrize("step", [1, 3, 1000])
@@ -87,8 +87,8 @@ def test_where_the_rows_are(text: str, key: str | None) -> None:
 )
 def test_what_is_broken_says_where(text: str, key: str, says: str, step: int) -> None:
     step = max(step, len(text) // 1000)
-    with pytest.raises(json_stream.NotJson, match=says):
-        list(json_stream.texts(by(step, text), key, is_row))
+    with pytest.raises(json_stream.JsonArrayError, match=says):
+        list(json_stream.iterate_elements(by(step, text), key, is_row))
 
 
 def test_a_long_array_needs_the_memory_of_a_window() -> None:
@@ -105,8 +105,8 @@ def test_a_long_array_needs_the_memory_of_a_window() -> None:
     text = pieces()
     tracemalloc.start()
     try:
-        found = sum(1 for _ in json_stream.texts(lambda n: next(text, ""), "", is_row))
+        found = sum(1 for _ in json_stream.iterate_elements(lambda n: next(text, ""), "", is_row))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert found == count and peak < 16 * json_stream.WINDOW
+    assert found == count and peak < 16 * json_stream.READ_CHARACTERS

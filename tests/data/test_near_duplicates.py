@@ -36,7 +36,7 @@ def test_the_estimate_is_jaccard_in_any_script(name: str) -> None:
         right = list(left)
         for place in rng.sample(range(len(right)), changes):
             right[place] = rng.choice("XYZ")
-        both = near_duplicates.signatures([left, "".join(right)])
+        both = near_duplicates.compute_signatures([left, "".join(right)])
         errors.append(float((both[0] == both[1]).mean()) - jaccard(left, "".join(right)))
     assert abs(np.mean(errors)) < 0.02 and np.std(errors) < 0.06
 
@@ -47,15 +47,15 @@ def test_a_signature_is_the_rows_own_whatever_its_neighbours_or_pieces() -> None
         text(rng, "ab", 200_000),
         "x",
     ]
-    together = near_duplicates.signatures(texts)
-    assert np.array_equal(together, np.concatenate([near_duplicates.signatures([t]) for t in texts]))
-    assert near_duplicates.signatures([]).shape == (0, near_duplicates.SLOTS)
+    together = near_duplicates.compute_signatures(texts)
+    assert np.array_equal(together, np.concatenate([near_duplicates.compute_signatures([t]) for t in texts]))
+    assert near_duplicates.compute_signatures([]).shape == (0, near_duplicates.MINHASH_SLOTS)
 
 
 @pytest.mark.parametrize("threshold", [0.5, 0.7, 0.8, 0.9, 1.0])
 def test_bands_find_what_is_above_and_nothing_below_is_taken(threshold: float) -> None:
-    number, width = near_duplicates.bands(threshold)
-    assert number * width <= near_duplicates.SLOTS and 1 - (1 - threshold**width) ** number >= 0.99
+    number, width = near_duplicates.choose_bands(threshold)
+    assert number * width <= near_duplicates.MINHASH_SLOTS and 1 - (1 - threshold**width) ** number >= 0.99
     rng = random.Random(5)
     texts = []
     for changes in range(0, 120, 3):
@@ -64,8 +64,8 @@ def test_bands_find_what_is_above_and_nothing_below_is_taken(threshold: float) -
         for place in rng.sample(range(len(right)), changes):
             right[place] = "X"
         texts += [left, "".join(right)]
-    signatures = near_duplicates.signatures(texts)
-    found, likeness = near_duplicates.pairs(
+    signatures = near_duplicates.compute_signatures(texts)
+    found, likeness = near_duplicates.find_similar_pairs(
         [signatures[:7], signatures[7:30], signatures[30:30], signatures[30:]], threshold
     )
     assert (likeness >= threshold).all() and (found[:, 0] < found[:, 1]).all()
@@ -78,7 +78,7 @@ def test_groups_are_the_components() -> None:
     rng = np.random.default_rng(6)
     for links in (0, 5, 30, 80, 200):
         linked = np.sort(rng.integers(0, 100, (links, 2)), axis=1)
-        label = near_duplicates.groups(100, linked)
+        label = near_duplicates.group_duplicates(100, linked)
         near = {row: {row} for row in range(100)}
         for a, b in linked.tolist():
             near[a].add(b)
@@ -94,4 +94,4 @@ def test_groups_are_the_components() -> None:
 
 def test_a_long_chain_ends() -> None:
     chain = np.stack([np.arange(4999), np.arange(1, 5000)], 1)
-    assert (near_duplicates.groups(5000, chain) == 0).all()
+    assert (near_duplicates.group_duplicates(5000, chain) == 0).all()

@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 
 from stages.data import conversations, parquet_shards
-from stages.data.parquet_shards import Shards
+from stages.data.parquet_shards import ParquetShardWriter
 
 SCHEMA = pl.Schema({"id": pl.Int64})
 
@@ -18,8 +18,8 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def made(tmp_path: Path, total: int, size: int) -> Shards:
-    return Shards(tmp_path / "scratch", total, size, SCHEMA)
+def made(tmp_path: Path, total: int, size: int) -> ParquetShardWriter:
+    return ParquetShardWriter(tmp_path / "scratch", total, size, SCHEMA)
 
 
 @pytest.mark.parametrize(("total", "size"), [(0, 3), (1, 3), (3, 3), (10, 3), (10, 1), (2, 100)])
@@ -37,7 +37,7 @@ def test_any_order_makes_the_same_files(tmp_path: Path, total: int, size: int) -
         folder = tmp_path / f"out{n}"
         assert names(folder) == [f"part-{k:05d}.parquet" for k in range(max(1, -(-total // size)))]
         assert all((folder / f).read_bytes() == (tmp_path / "out0" / f).read_bytes() for f in names(folder))
-        assert conversations.read(folder, SCHEMA, "sample_target")["id"].to_list() == list(range(total))
+        assert conversations.read_table(folder, SCHEMA, "sample_target")["id"].to_list() == list(range(total))
         assert rows.counted["rows"] == total
         assert not list((tmp_path / str(n)).rglob("*.jsonl"))
 
@@ -89,7 +89,7 @@ def test_a_shard_without_a_row_is_published_last(tmp_path: Path) -> None:
         rows.finish()
         rows.move(tmp_path / "out")
         assert json.loads((tmp_path / "scratch/counts/00001.json").read_text()) == {"dropped/refused": 2}
-    assert conversations.read(tmp_path / "out", SCHEMA, "sample_target").is_empty()
+    assert conversations.read_table(tmp_path / "out", SCHEMA, "sample_target").is_empty()
 
 
 def test_where_links_can_t_be_made_files_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def test_where_links_can_t_be_made_files_are_copied(tmp_path: Path, monkeypatch:
         rows.settle(0, {"id": 0}, {})
         rows.finish()
         rows.move(tmp_path / "out")
-    assert conversations.read(tmp_path / "out", SCHEMA, "x")["id"].to_list() == [0]
+    assert conversations.read_table(tmp_path / "out", SCHEMA, "x")["id"].to_list() == [0]
 
 
 @pytest.mark.parametrize("broken", ["parts/part-00000.parquet", "counts/00000.json"])

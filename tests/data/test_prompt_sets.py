@@ -8,35 +8,35 @@ from typing import Any
 import pytest
 
 from stages.data import prompt_sets
-from stages.data.prompt_sets import Problem
+from stages.data.prompt_sets import PromptProblem
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("mt_bench", "gsm8k", "humaneval", "alpaca", "math500")
 # A row of each as its authors publish it (keys are theirs, words ours), and what is made of it: id, turns, reference.
-ROWS: dict[str, tuple[dict[str, Any], Problem]] = {
+ROWS: dict[str, tuple[dict[str, Any], PromptProblem]] = {
     "mt_bench": (
         {"question_id": 81, "category": "writing", "turns": ["Begin.", "Go on."], "reference": ["Once."]},
-        Problem("81", ["Begin.", "Go on."], None),
+        PromptProblem("81", ["Begin.", "Go on."], None),
     ),
     "gsm8k": (
         {"question": "How many?", "answer": "6 * 7 = <<6*7=42>>42\n#### 1,042"},
-        Problem("0", ["How many?"], '{"kind": "gsm8k", "answer": "1,042"}'),
+        PromptProblem("0", ["How many?"], '{"kind": "gsm8k", "answer": "1,042"}'),
     ),
     "humaneval": (
         {"task_id": "HumanEval/7", "prompt": "\n\ndef f():\n", "entry_point": "f", "canonical_solution": "    pass\n",
          "test": "def check(c):\n    pass\n"},
-        Problem(
+        PromptProblem(
             "HumanEval/7", ["Complete the code I provided.\ndef f():\n"],
             '{"kind": "humaneval", "prompt": "\\n\\ndef f():\\n", "test": "def check(c):\\n    pass\\n", "entry_point": "f"}',
         ),
     ),
     "alpaca": (
         {"instruction": "Sort them.", "input": "b, a", "output": "a, b", "text": "Below is an instruction"},
-        Problem("0", ["Sort them.\n\nb, a"], None),
+        PromptProblem("0", ["Sort them.\n\nb, a"], None),
     ),
     "math500": (
         {"problem": "What is $x$?", "solution": "It is $\\boxed{5}$.", "answer": "5", "unique_id": "test/algebra/1.json"},
-        Problem(
+        PromptProblem(
             "test/algebra/1.json",
             ["What is $x$?\nPlease reason step by step, and put your final answer within \\boxed{}."],
             '{"kind": "math500", "answer": "5"}',
@@ -55,8 +55,8 @@ def write(*rows: Any, name: str = "set.jsonl") -> str:
     return name
 
 
-def read(source: str, kind: str) -> list[Problem]:
-    return prompt_sets.read(source, None, None, None, kind)
+def read(source: str, kind: str) -> list[PromptProblem]:
+    return prompt_sets.read_prompt_set(source, None, None, None, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -71,14 +71,14 @@ def test_every_format_takes_mt_benchs_shape(kind: str) -> None:
     said = {"gsm8k": "so #### 42", "math500": r"so \boxed{42}"}.get(kind, "so 42")
     row = {"question_id": 3, "category": "", "turns": ["How many?"], "reference": [said]}
     graded = json.dumps({"kind": kind, "answer": "42"}) if kind in ("gsm8k", "math500") else None
-    assert read(write(row), kind) == [Problem("3", ["How many?"], graded)]
+    assert read(write(row), kind) == [PromptProblem("3", ["How many?"], graded)]
     del row["reference"]
-    assert read(write(row), kind) == [Problem("3", ["How many?"], None)]
+    assert read(write(row), kind) == [PromptProblem("3", ["How many?"], None)]
 
 
 def test_mt_bench_as_the_hub_has_it() -> None:
     row = {"prompt_id": 56922487, "category": "writing", "prompt": ["Begin.", "Go on."], "reference": []}
-    assert read(write(row), "mt_bench") == [Problem("56922487", ["Begin.", "Go on."], None)]
+    assert read(write(row), "mt_bench") == [PromptProblem("56922487", ["Begin.", "Go on."], None)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -167,12 +167,12 @@ def test_a_dataset_goes_through_datasets(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     Path("math").mkdir()
     shutil.copy(ROOT / "data/prompt_sets/math500.jsonl", "math/test.jsonl")
-    found = prompt_sets.read("math", None, "test", None, "math500")
+    found = prompt_sets.read_prompt_set("math", None, "test", None, "math500")
     assert found == read(str(ROOT / "data/prompt_sets/math500.jsonl"), "math500")
     with pytest.raises(ValueError, match=r"^prepare_prompts\.sets: dataset math .* split nowhere"):
-        prompt_sets.read("math", None, "nowhere", None, "math500")
+        prompt_sets.read_prompt_set("math", None, "nowhere", None, "math500")
     with pytest.raises(ValueError, match=r"^math, row 1: expected question, a text"):
-        prompt_sets.read("math", None, "test", None, "gsm8k")
+        prompt_sets.read_prompt_set("math", None, "test", None, "gsm8k")
 
 
 def test_an_id_is_asked_for_at_its_commit_and_a_branch_is_told(
@@ -194,7 +194,7 @@ def test_an_id_is_asked_for_at_its_commit_and_a_branch_is_told(
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
     monkeypatch.setattr(datasets, "load_dataset", load)
     for revision in (commit, None):
-        assert prompt_sets.read("openai/gsm8k", "main", "test", revision, "gsm8k") == [ROWS["gsm8k"][1]]
+        assert prompt_sets.read_prompt_set("openai/gsm8k", "main", "test", revision, "gsm8k") == [ROWS["gsm8k"][1]]
     assert asked == [("openai/gsm8k", "main", "test", commit)] * 2
     assert capsys.readouterr().out == (
         f"note: openai/gsm8k is at commit {commit} today; write it as the set's revision, or tomorrow's may be another\n"

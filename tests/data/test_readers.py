@@ -41,7 +41,11 @@ PACKERS: dict[str, Callable[[bytes], bytes]] = {
 
 
 def rows_of(path: Path, first: str | None = None) -> list[tuple[str, int, dict[str, Any]]]:
-    return [(c.source, place, row) for c in readers.all_chunks(path, first, {}) for place, row in readers.parsed(c)]
+    return [
+        (c.source, place, row)
+        for c in readers.read_all_chunks(path, first, {})
+        for place, row in readers.parse_chunk(c)
+    ]
 
 
 @pytest.mark.parametrize("packed", PACKERS)
@@ -60,7 +64,7 @@ def test_parquet_gives_its_rows_chunk_by_chunk(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(readers, "CHUNK_ROWS", 8)
     pl.DataFrame(ROWS).write_parquet(tmp_path / "a.parquet", row_group_size=20)
     assert rows_of(tmp_path / "a.parquet") == [("a.parquet", n, row) for n, row in enumerate(ROWS)]
-    assert len(list(readers.all_chunks(tmp_path / "a.parquet", None, {}))) > 2
+    assert len(list(readers.read_all_chunks(tmp_path / "a.parquet", None, {}))) > 2
 
 
 @pytest.mark.parametrize("packed", PACKERS)
@@ -69,7 +73,7 @@ def test_lines_in_many_chunks_keep_their_numbers(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(readers, "CHUNK_ROWS", 4)
     path = tmp_path / ("a.jsonl" + packed)
     path.write_bytes(PACKERS[packed](LINES.rstrip(b"\n")))  # and no line end after the last row
-    assert len(list(readers.all_chunks(path, None, {}))) > 5
+    assert len(list(readers.read_all_chunks(path, None, {}))) > 5
     assert [(place, row) for _, place, row in rows_of(path)] == list(enumerate(ROWS))
 
 
@@ -90,7 +94,7 @@ def test_an_array_on_one_line_is_never_whole_in_memory(tmp_path: Path, packed: s
     most = before
     try:
         chunks = 0
-        for chunk in readers.all_chunks(path, None, {}):
+        for chunk in readers.read_all_chunks(path, None, {}):
             chunks += len(chunk.rows)
             most = max(most, psutil.Process().memory_info().rss)
         _, peak = tracemalloc.get_traced_memory()
@@ -107,7 +111,7 @@ def test_chunks_of_large_rows_are_short(tmp_path: Path) -> None:
     rng = random.Random(1)
     rows = [{"prompt": "<image>", "answer": "b", "image": {"bytes": rng.randbytes(100_000), "path": None}}] * 200
     pl.DataFrame(rows).write_parquet(tmp_path / "a.parquet", compression="uncompressed")
-    chunks = list(readers.all_chunks(tmp_path / "a.parquet", None, {}))
+    chunks = list(readers.read_all_chunks(tmp_path / "a.parquet", None, {}))
     sizes = [len(chunk.rows) for chunk in chunks]
     assert sum(sizes) == 200 and max(sizes) <= readers.CHUNK_BYTES // 100_000
     assert max(len(pickle.dumps(chunk)) for chunk in chunks) < readers.CHUNK_BYTES * 1.1  # and not the row group
@@ -128,9 +132,9 @@ def test_a_folder_is_its_files_by_name_the_given_one_first(tmp_path: Path) -> No
 def test_another_kind_of_file_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
     with pytest.raises(ValueError, match=r"expected JSONL, .* or a folder of those, found"):
-        readers.files(tmp_path / name)
+        readers.list_files(tmp_path / name)
     with pytest.raises(ValueError, match="found no such file in the folder"):
-        readers.files(tmp_path)
+        readers.list_files(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +192,7 @@ def test_a_dataset_goes_through_datasets(tmp_path: Path, offline_cache: Path) ->
     (folder / "test.jsonl").write_bytes(LINES[: LINES.index(b"\n") + 1])
     path = pin(tmp_path / "talk.hub.yaml", dataset=str(folder))
     pinned: dict[str, Any] = {}
-    found = [row for c in readers.all_chunks(path, None, pinned) for row in readers.parsed(c)]
+    found = [row for c in readers.read_all_chunks(path, None, pinned) for row in readers.parse_chunk(c)]
     assert found == list(enumerate(ROWS))
     assert pinned["talk.hub.yaml"] == {
         "dataset": str(folder), "name": None, "split": "train", "revision": None, "commit": None, "rows": 50,
@@ -218,7 +222,7 @@ def test_a_branch_is_resolved_to_its_commit_and_a_commit_taken_as_it_is(
     monkeypatch.setattr(datasets, "load_dataset", load)
     path, pinned = tmp_path / "talk.hub.yaml", {}
     for revision in ("main", COMMIT):
-        assert len(list(readers.all_chunks(pin(path, revision=revision, name="big"), None, pinned))) == 1
+        assert len(list(readers.read_all_chunks(pin(path, revision=revision, name="big"), None, pinned))) == 1
         assert pinned["talk.hub.yaml"]["commit"] == COMMIT
     loaded = ("someone/talk", "big", "train", COMMIT)
     assert asked == [("someone/talk", "main"), loaded, loaded]

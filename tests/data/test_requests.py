@@ -21,13 +21,13 @@ def row(name: str, turns: str, **changes: Any) -> dict[str, Any]:
     return {"id": name, "messages": messages, "source": "x", "source_row": 0, "verdict": "clean", **empty, **changes}
 
 
-def asked(tmp_path: Path, rows: list[dict[str, Any]], most: int | None = None) -> list[list[requests.Question]]:
+def asked(tmp_path: Path, rows: list[dict[str, Any]], most: int | None = None) -> list[list[requests.TargetRequest]]:
     path = tmp_path / "train.parquet"
-    conversations.write(path, pl.DataFrame(rows, schema=conversations.FIXED), conversations.FIXED)
-    return list(requests.read(path, requests.choose(path, most)))
+    conversations.write_table(path, pl.DataFrame(rows, schema=conversations.FIXED_SCHEMA), conversations.FIXED_SCHEMA)
+    return list(requests.read_requests(path, requests.choose(path, most)))
 
 
-def names_of(found: list[list[requests.Question]]) -> set[str]:
+def names_of(found: list[list[requests.TargetRequest]]) -> set[str]:
     return {q.id for group in found for q in group}
 
 
@@ -110,7 +110,7 @@ def test_calls_thoughts_and_tools(tmp_path: Path) -> None:
         {"type": "function", "function": {"name": "sky", "parameters": {"type": "object"}, "strict": True}},
         {"type": "function", "function": {"name": "sun", "description": "d"}},
     ])  # fmt: skip
-    sent = requests.as_openai(said, str)
+    sent = requests.convert_to_openai(said, str)
     assert sent[1]["tool_calls"][0] == CALL
     assert sent[0] is said[0] and said[1]["tool_calls"][0]["function"]["arguments"]["b"] == 1
 
@@ -154,7 +154,7 @@ def test_pictures_are_parts_in_their_places(tmp_path: Path) -> None:
     assert (first.images, second.images) == (["a.png", "b.png"], ["a.png", "b.png", "c.png"])
     assert text.messages[0]["content"] == "a text with <image> in it" and not text.images
     assert (first.malformed, text.malformed, answer.malformed) == (None, None, "image_in_answer")
-    sent = requests.as_openai(first.messages, lambda path: f"data:{path}")
+    sent = requests.convert_to_openai(first.messages, lambda path: f"data:{path}")
     assert sent[2]["content"] == [
         {"type": "text", "text": "and "},
         {"type": "image_url", "image_url": {"url": "data:c.png"}},

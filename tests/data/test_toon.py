@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from stages.data import toon
 from stages.toy import damaged_exports, weather
 
-FORECAST = weather.Forecast(
+FORECAST = weather.WeatherForecast(
     "Oslo",
     "C",
     (
-        weather.Day("2026-02-27", -3, 5, 20, "cloudy"),
-        weather.Day("2026-02-28", -1, 3, 80, "snow"),
-        weather.Day("2026-03-01", 0, 8, 0, "sunny"),
+        weather.WeatherDay("2026-02-27", -3, 5, 20, "cloudy"),
+        weather.WeatherDay("2026-02-28", -1, 3, 80, "snow"),
+        weather.WeatherDay("2026-03-01", 0, 8, 0, "sunny"),
     ),
 )
 TEXT = """place: Oslo
@@ -37,7 +37,7 @@ days[3]{date,low,high,rain,sky}:
 HEADER = "days[3]{date,low,high,rain,sky}:"
 
 
-def truth(forecast: weather.Forecast) -> dict[str, Any]:
+def truth(forecast: weather.WeatherForecast) -> dict[str, Any]:
     document = dataclasses.asdict(forecast)
     return document | {"days": list(document["days"])}
 
@@ -126,7 +126,7 @@ TABLE = [
 
 @pytest.mark.parametrize(("text", "verdict"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
 def test_malformation_table(text: str, verdict: str) -> None:
-    result = toon.repair(text, 3, "strip")
+    result = toon.repair_toon(text, 3, "strip")
     assert result.verdict == verdict
     if verdict.startswith("dropped"):
         assert result.text == text
@@ -137,40 +137,44 @@ def test_malformation_table(text: str, verdict: str) -> None:
 @pytest.mark.parametrize("indent", [None, 2])
 def test_json_is_encoded_again(indent: int | None) -> None:
     text = json.dumps(truth(FORECAST), indent=indent)
-    assert toon.repair(f"```json\n{text}\n```", 3, "strip") == toon.Repair(TEXT, "repaired:fence,json")
-    assert toon.repair(f"```json\n{text}\n```", 3, "keep") == toon.Repair(f"```toon\n{TEXT}\n```", "repaired:json")
+    assert toon.repair_toon(f"```json\n{text}\n```", 3, "strip") == toon.ToonRepair(TEXT, "repaired:fence,json")
+    assert toon.repair_toon(f"```json\n{text}\n```", 3, "keep") == toon.ToonRepair(
+        f"```toon\n{TEXT}\n```", "repaired:json"
+    )
     twice = text.replace('"unit": "C"', '"unit": "F", "unit": "C"')  # json.loads would take the last and say nothing
-    assert toon.repair(twice, 3, "strip").verdict.startswith("dropped")
+    assert toon.repair_toon(twice, 3, "strip").verdict.startswith("dropped")
 
 
 @pytest.mark.parametrize("text", [TEXT.replace("[3]", count) for count in ("[2]", "[4]", "[N]", "")])
 def test_a_wrong_count_is_left_alone_where_the_horizon_is_unknown_or_disagrees(text: str) -> None:
-    assert toon.repair(text, None, "strip").verdict == "dropped:count_unsure"
-    assert toon.repair(text, 4, "strip").verdict == "dropped:row_count"
+    assert toon.repair_toon(text, None, "strip").verdict == "dropped:count_unsure"
+    assert toon.repair_toon(text, 4, "strip").verdict == "dropped:row_count"
 
 
 def test_keep_repairs_the_table_and_leaves_what_stands_around_it() -> None:
     around = "Here is the forecast:\n```toon\n{}\n```\n\nHope this helps!"
-    assert toon.repair(around.format(TEXT), 3, "keep") == toon.Repair(around.format(TEXT), "clean")
+    assert toon.repair_toon(around.format(TEXT), 3, "keep") == toon.ToonRepair(around.format(TEXT), "clean")
     tabs = around.format(TEXT.replace("  ", "\t"))
-    assert toon.repair(tabs, 3, "keep") == toon.Repair(around.format(TEXT), "repaired:indent")
+    assert toon.repair_toon(tabs, 3, "keep") == toon.ToonRepair(around.format(TEXT), "repaired:indent")
     cut = around.format(TEXT.removesuffix(",sunny"))
-    assert toon.repair(cut, 3, "keep") == toon.Repair(cut, "dropped:row_width")
+    assert toon.repair_toon(cut, 3, "keep") == toon.ToonRepair(cut, "dropped:row_width")
 
 
 def test_another_table_is_another_schema() -> None:
     """Nothing of the weather is in the logic: a first column of text, no dates, no order, other keys."""
-    stock = toon.Schema(
-        keys=(toon.Column(name="shop", kind="text"), toon.Column(name="week", kind="int", least=1, most=53)),
+    stock = toon.ToonSchema(
+        keys=(toon.ToonColumn(name="shop", kind="text"), toon.ToonColumn(name="week", kind="int", least=1, most=53)),
         table="items",
-        columns=(toon.Column(name="name", kind="text"), toon.Column(name="left", kind="int", least=0)),
+        columns=(toon.ToonColumn(name="name", kind="text"), toon.ToonColumn(name="left", kind="int", least=0)),
     )
     text = "shop: North\nweek: 7\nitems[2]{name,left}:\n  nail,300\n  screw,20"
-    assert toon.repair(text, None, "strip", stock) == toon.Repair(text, "clean")
+    assert toon.repair_toon(text, None, "strip", stock) == toon.ToonRepair(text, "clean")
     broken = "```\n" + text.replace("[2]", "[#9]").replace("  ", "\t") + "\n```"
-    assert toon.repair(broken, 2, "strip", stock) == toon.Repair(text, "repaired:fence,old_dialect,indent,count")
-    assert toon.repair(text.replace("week: 7", "week: 54"), 2, "strip", stock).verdict == "dropped:wrong_value"
-    assert toon.repair(text, 2, "strip").verdict == "dropped:wrong_keys"
+    assert toon.repair_toon(broken, 2, "strip", stock) == toon.ToonRepair(
+        text, "repaired:fence,old_dialect,indent,count"
+    )
+    assert toon.repair_toon(text.replace("week: 7", "week: 54"), 2, "strip", stock).verdict == "dropped:wrong_value"
+    assert toon.repair_toon(text, 2, "strip").verdict == "dropped:wrong_keys"
 
 
 # --- every cut, every corruption ------------------------------------------------------------------------------------
@@ -179,10 +183,10 @@ def test_another_table_is_another_schema() -> None:
 @pytest.mark.parametrize("horizon", [3, None])
 def test_no_answer_cut_short_is_ever_accepted(horizon: int | None) -> None:
     accepted = [
-        n for n in range(len(TEXT)) if not toon.repair(TEXT[:n], horizon, "strip").verdict.startswith("dropped")
+        n for n in range(len(TEXT)) if not toon.repair_toon(TEXT[:n], horizon, "strip").verdict.startswith("dropped")
     ]
     assert accepted == []
-    assert toon.repair(TEXT, horizon, "strip").verdict == "clean"
+    assert toon.repair_toon(TEXT, horizon, "strip").verdict == "clean"
 
 
 PLACES = [
@@ -201,23 +205,27 @@ PLACES = [
 
 
 @st.composite
-def forecasts(draw: st.DrawFn) -> weather.Forecast:
+def forecasts(draw: st.DrawFn) -> weather.WeatherForecast:
     first = draw(st.dates(dt.date(1990, 1, 1), dt.date(2090, 1, 1)))
     days = []
     for offset in range(draw(st.integers(1, 8))):
         low, span = draw(st.integers(-40, 40)), draw(st.integers(0, 30))
-        rain, sky = draw(st.integers(0, 100)), draw(st.sampled_from(toon.WEATHER.columns[-1].choices))
-        days.append(weather.Day((first + dt.timedelta(offset)).isoformat(), low, low + span, rain, sky))
-    return weather.Forecast(draw(st.sampled_from(PLACES)), draw(st.sampled_from("CF")), tuple(days))
+        rain, sky = draw(st.integers(0, 100)), draw(st.sampled_from(toon.WEATHER_SCHEMA.columns[-1].choices))
+        days.append(weather.WeatherDay((first + dt.timedelta(offset)).isoformat(), low, low + span, rain, sky))
+    return weather.WeatherForecast(draw(st.sampled_from(PLACES)), draw(st.sampled_from("CF")), tuple(days))
 
 
-harmless = st.lists(st.sampled_from(sorted(damaged_exports.SURROUNDING | damaged_exports.SPELLING)), max_size=4)
-losses = st.lists(st.sampled_from(sorted(damaged_exports.LOSS)), max_size=1)
-CORRUPTIONS = damaged_exports.SURROUNDING | damaged_exports.SPELLING | damaged_exports.LOSS
+harmless = st.lists(
+    st.sampled_from(sorted(damaged_exports.SURROUNDING_CORRUPTIONS | damaged_exports.SPELLING_CORRUPTIONS)), max_size=4
+)
+losses = st.lists(st.sampled_from(sorted(damaged_exports.LOSS_CORRUPTIONS)), max_size=1)
+CORRUPTIONS = (
+    damaged_exports.SURROUNDING_CORRUPTIONS | damaged_exports.SPELLING_CORRUPTIONS | damaged_exports.LOSS_CORRUPTIONS
+)
 
 
 def check_never_another_forecast(
-    forecast: weather.Forecast, names: list[str], known: bool, keep: bool, seed: int
+    forecast: weather.WeatherForecast, names: list[str], known: bool, keep: bool, seed: int
 ) -> None:
     """fix(corrupt(encode(d))) is d or a drop, and what is accepted is clean when it comes again.
 
@@ -230,14 +238,14 @@ def check_never_another_forecast(
     for name in names if known else names[:1]:
         text = CORRUPTIONS[name](rng, text)
     horizon, surrounding = len(forecast.days) if known else None, "keep" if keep else "strip"
-    result = toon.repair(text, horizon, surrounding)
+    result = toon.repair_toon(text, horizon, surrounding)
     if result.verdict.startswith("dropped:"):
         assert result.text == text
         return
-    assert toon.repair(result.text, horizon, surrounding) == toon.Repair(result.text, "clean")
+    assert toon.repair_toon(result.text, horizon, surrounding) == toon.ToonRepair(result.text, "clean")
     if result.verdict == "clean":
         assert result.text == text
-    table = toon.repair(result.text, horizon, "strip").text
+    table = toon.repair_toon(result.text, horizon, "strip").text
     assert agreed(table) == truth(forecast), f"{names}: {text!r} became {result.text!r}"
 
 
@@ -263,23 +271,23 @@ def test_a_repair_is_the_same_forecast_or_a_drop_long(**case: Any) -> None:
     check_never_another_forecast(**case)
 
 
-@pytest.mark.parametrize("name", sorted(damaged_exports.SURROUNDING | damaged_exports.SPELLING))
+@pytest.mark.parametrize("name", sorted(damaged_exports.SURROUNDING_CORRUPTIONS | damaged_exports.SPELLING_CORRUPTIONS))
 def test_whatever_keeps_the_data_is_repaired(name: str) -> None:
     """Without this, a repair that drops everything would satisfy the property above."""
     for seed in range(20):
         text = CORRUPTIONS[name](random.Random(seed), TEXT)
-        result = toon.repair(text, 3, "strip")
+        result = toon.repair_toon(text, 3, "strip")
         assert text != TEXT and result.verdict.startswith("repaired:"), (text, result)
         assert agreed(result.text) == truth(FORECAST)
 
 
 @pytest.mark.parametrize("horizon", [3, None])
-@pytest.mark.parametrize("name", sorted(damaged_exports.LOSS))
+@pytest.mark.parametrize("name", sorted(damaged_exports.LOSS_CORRUPTIONS))
 def test_whatever_loses_data_is_dropped(name: str, horizon: int | None) -> None:
     for seed in range(50):
         text = CORRUPTIONS[name](random.Random(seed), TEXT)
         assert text != TEXT
-        assert toon.repair(text, horizon, "strip").verdict.startswith("dropped:"), text
+        assert toon.repair_toon(text, horizon, "strip").verdict.startswith("dropped:"), text
 
 
 @settings(max_examples=500, deadline=None, derandomize=True)
@@ -292,22 +300,22 @@ def test_whatever_loses_data_is_dropped(name: str, horizon: int | None) -> None:
 @example(lines=['{"place": "\\ud800"}'], keep=False)
 def test_any_text_gets_a_verdict(lines: list[str], keep: bool) -> None:
     text = "\n".join(lines)
-    result = toon.repair(text, None, "keep" if keep else "strip")
+    result = toon.repair_toon(text, None, "keep" if keep else "strip")
     kind, _, detail = result.verdict.partition(":")
     assert (kind, detail == "") in {("clean", True), ("repaired", False), ("dropped", False)}
     if kind != "dropped":
-        agreed(toon.repair(result.text, None, "strip").text)
+        agreed(toon.repair_toon(result.text, None, "strip").text)
 
 
 # --- questions, and the house encoder -------------------------------------------------------------------------------
 
 
 def test_horizon_is_read_from_every_question_of_the_embedded_world() -> None:
-    stream = weather.conversations(3)
+    stream = weather.generate_conversations(3)
     for messages in (next(stream) for _ in range(300)):
         for question, answer in zip(messages[1::2], messages[2::2], strict=True):
             rows = answer["content"].count("\n") - 2
-            assert toon.horizon_asked(question["content"]) == rows, question
+            assert toon.parse_horizon(question["content"]) == rows, question
 
 
 @pytest.mark.parametrize(
@@ -322,7 +330,7 @@ def test_horizon_is_read_from_every_question_of_the_embedded_world() -> None:
     ],
 )
 def test_horizon_of_other_questions(question: str, horizon: int | None) -> None:
-    assert toon.horizon_asked(question) == horizon
+    assert toon.parse_horizon(question) == horizon
 
 
 def test_to_toon_writes_what_the_reference_encoder_writes() -> None:
@@ -330,13 +338,15 @@ def test_to_toon_writes_what_the_reference_encoder_writes() -> None:
     for _ in range(200):
         place, unit = rng.choice(list(weather.CLIMATES)), rng.choice("CF")
         first = dt.date(2026, 1, 1) + dt.timedelta(rng.randrange(365))
-        forecast = weather.Forecast(place, unit, weather._days(rng, place, unit, first, rng.randrange(1, 7)))
-        assert weather.to_toon(forecast) == toon_format.dumps(truth(forecast))
+        forecast = weather.WeatherForecast(
+            place, unit, weather._make_days(rng, place, unit, first, rng.randrange(1, 7))
+        )
+        assert weather.format_toon(forecast) == toon_format.dumps(truth(forecast))
 
 
 def test_the_schema_knows_every_sky() -> None:
     """The two lists of skies are written apart, since formats do not import builtin."""
-    stream = weather.conversations(4)
+    stream = weather.generate_conversations(4)
     answers = [m["content"] for _ in range(1_000) for m in next(stream) if m["role"] == "assistant"]
     seen = {row.rpartition(",")[2] for answer in answers for row in answer.split("\n")[3:]}
-    assert seen == set(toon.WEATHER.columns[-1].choices)
+    assert seen == set(toon.WEATHER_SCHEMA.columns[-1].choices)

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from stages.draft.eagle3 import Draft, DraftConfig
+from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 
 CONFIG = DraftConfig(
     hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=23,
@@ -33,10 +33,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def random_draft(seed: int, scale: float = 0.4, **options: Any) -> tuple[Draft, Tensor, Tensor]:
+def random_draft(seed: int, scale: float = 0.4, **options: Any) -> tuple[Eagle3Draft, Tensor, Tensor]:
     """A draft whose weights are large enough that its guesses differ, and a target's embedding and head [V, H]."""
     generator = torch.Generator().manual_seed(seed)
-    draft = Draft(replace(CONFIG, **options))
+    draft = Eagle3Draft(replace(CONFIG, **options))
     _scatter(draft, scale, generator)
     chosen = torch.randperm(CONFIG.vocab_size, generator=generator)[: CONFIG.draft_vocab_size].sort().values
     draft.d2t.copy_(chosen - torch.arange(len(chosen)))
@@ -68,7 +68,7 @@ def small_target(vocab_size: int, seed: int, **more: Any) -> transformers.PreTra
     return model.eval().requires_grad_(False)
 
 
-def guess(draft: Draft, embedding: Tensor, ids: list[int], features: Tensor, p: int, path: list[int]) -> Tensor:
+def guess(draft: Eagle3Draft, embedding: Tensor, ids: list[int], features: Tensor, p: int, path: list[int]) -> Tensor:
     """Probabilities [D] of the token after `path`, drafted from position p: ids up to p + 1 are known, features up to p."""
     layer, w, c = draft.midlayer, draft.midlayer.self_attn, draft.config
     inputs = [(embedding[ids[j + 1]], draft.fc.weight @ normed_features(draft, features[j]), j) for j in range(p + 1)]
@@ -100,7 +100,7 @@ def guess(draft: Draft, embedding: Tensor, ids: list[int], features: Tensor, p: 
     return torch.softmax(draft.lm_head.weight @ norm(out, draft.norm), 0)
 
 
-def normed_features(draft: Draft, features: Tensor) -> Tensor:
+def normed_features(draft: Eagle3Draft, features: Tensor) -> Tensor:
     """What fc reads of a position's features [3H]."""
     if draft.config.norm_before_fc:
         features = norm(features, draft.input_norm)

@@ -24,7 +24,7 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
 LAYERS = 36
-CONFIG = checkpoint.config_json(SHAPE, ROPE, [2, 18, 33], LAYERS, [7])
+CONFIG = checkpoint.build_config(SHAPE, ROPE, [2, 18, 33], LAYERS, [7])
 CHOSEN = [3, 4, 11, 12, 29]  # the target's tokens that the draft knows, ascending
 
 # Copied from research/specforge.md 2.8 and research/sglang.md 3; attention reads cat([embedding, feature]), 2H.
@@ -233,7 +233,7 @@ def test_transformers_reads_the_sizes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("spelling", ["both", "new", "old"])
 def test_rope_is_read_the_same_in_both_spellings(tmp_path: Path, rope: dict[str, Any], spelling: str) -> None:
     """transformers 5 reads rope_parameters, older readers rope_theta and rope_scaling, and take 10 000 without them."""
-    config = checkpoint.config_json(SHAPE, rope, [2, 18, 33], LAYERS, [7])
+    config = checkpoint.build_config(SHAPE, rope, [2, 18, 33], LAYERS, [7])
     for key in {"both": [], "new": ["rope_theta", "rope_scaling"], "old": ["rope_parameters"]}[spelling]:
         del config[key]
     assert loaded(tmp_path, config).rope_parameters == rope
@@ -242,20 +242,20 @@ def test_rope_is_read_the_same_in_both_spellings(tmp_path: Path, rope: dict[str,
 def test_default_rope_has_no_scaling_in_the_old_spelling() -> None:
     """vLLM and SGLang take a rope_scaling that is not null for a request to scale."""
     assert CONFIG["rope_scaling"] is None and CONFIG["rope_theta"] == 500_000.0
-    scaled = checkpoint.config_json(SHAPE, LLAMA3_ROPE, [2, 18, 33], LAYERS, [7])["rope_scaling"]
+    scaled = checkpoint.build_config(SHAPE, LLAMA3_ROPE, [2, 18, 33], LAYERS, [7])["rope_scaling"]
     assert scaled == {k: v for k, v in LLAMA3_ROPE.items() if k != "rope_theta"}
 
 
 def test_default_layers_are_not_listed() -> None:
     """Both engines default to [2, n//2, n-3], and read a list differently: the safe list is none."""
     for layers, count in (([2, 18, 33], 36), ([2, 16, 29], 32), ([2, 3, 4], 7)):
-        config = checkpoint.config_json(SHAPE, ROPE, layers, count, [7])
+        config = checkpoint.build_config(SHAPE, ROPE, layers, count, [7])
         assert "eagle_config" not in config and "eagle_aux_hidden_state_layer_ids" not in config
 
 
 def test_other_layers_are_listed_in_each_engines_own_convention() -> None:
     """SGLang captures at `id + 1`, vLLM at `id`: both must come to the residual stream entering blocks 1, 16 and 30."""
-    config = checkpoint.config_json(SHAPE, ROPE, [1, 16, 30], LAYERS, [7])
+    config = checkpoint.build_config(SHAPE, ROPE, [1, 16, 30], LAYERS, [7])
     sglang = config["eagle_config"]
     assert sglang["use_aux_hidden_state"] is True
     assert [i + 1 for i in sglang["eagle_aux_hidden_state_layer_ids"]] == [1, 16, 30]
@@ -264,4 +264,4 @@ def test_other_layers_are_listed_in_each_engines_own_convention() -> None:
 
 def test_one_end_token_is_a_number_and_several_are_a_list() -> None:
     assert CONFIG["eos_token_id"] == 7
-    assert checkpoint.config_json(SHAPE, ROPE, [2, 18, 33], LAYERS, [7, 9])["eos_token_id"] == [7, 9]
+    assert checkpoint.build_config(SHAPE, ROPE, [2, 18, 33], LAYERS, [7, 9])["eos_token_id"] == [7, 9]

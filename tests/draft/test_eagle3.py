@@ -32,12 +32,12 @@ LLAMA3 = {
 def test_frequencies_are_transformers_own(rope: dict) -> None:
     config = LlamaConfig(hidden_size=128, num_attention_heads=1, head_dim=128, rope_parameters=dict(rope))
     theirs = LlamaRotaryEmbedding(config).inv_freq
-    assert torch.allclose(d.inverse_frequency(rope, 128), theirs, rtol=1e-6)
+    assert torch.allclose(d.compute_inverse_frequency(rope, 128), theirs, rtol=1e-6)
 
 
 def test_a_rope_type_we_do_not_know_is_refused() -> None:
     with pytest.raises(ValueError, match="'yarn' is not supported"):
-        d.inverse_frequency({"rope_theta": 1e4, "rope_type": "yarn", "factor": 2.0}, 8)
+        d.compute_inverse_frequency({"rope_theta": 1e4, "rope_type": "yarn", "factor": 2.0}, 8)
 
 
 def test_a_cast_to_bfloat16_leaves_the_angles_alone() -> None:
@@ -57,7 +57,7 @@ def test_attention_is_a_softmax_over_the_prefix_and_the_own_ancestors() -> None:
     k, v = torch.randn(2, 1, 5, groups, width, generator=generator)
     own_k, own_v = torch.randn(2, 1, 3, 2, groups, width, generator=generator)
     allowed = torch.tensor([[[1, 0, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]]).bool()
-    out = d.attend(q, k, v, allowed, own_k, own_v)
+    out = d.attend_prefix_and_ancestors(q, k, v, allowed, own_k, own_v)
     for i in range(3):
         for a in range(heads):
             g = a // (heads // groups)
@@ -82,6 +82,6 @@ def test_hunyuans_angles_are_its_targets() -> None:
     rope = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 10000.0}
     config = HunYuanDenseV1Config(hidden_size=64, num_attention_heads=2, head_dim=32, rope_parameters=dict(rope))
     theirs = HunYuanDenseV1RotaryEmbedding(config).inv_freq
-    torch.testing.assert_close(d.inverse_frequency(rope, 32), theirs.float())
+    torch.testing.assert_close(d.compute_inverse_frequency(rope, 32), theirs.float())
     with pytest.raises(ValueError, match="and dynamic with an alpha"):
-        d.inverse_frequency({**rope, "alpha": None}, 32)
+        d.compute_inverse_frequency({**rope, "alpha": None}, 32)

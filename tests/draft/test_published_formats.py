@@ -20,9 +20,9 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from stages.draft import checkpoint, published_formats
-from stages.draft.eagle3 import Draft, DraftConfig
+from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.runtime import atomic
-from stages.target.manifest import Manifest
+from stages.target.manifest import TargetManifest
 
 H, HEADS, KV, E, M, V, D, LAYERS = 8, 4, 2, 4, 20, 30, 5, 36
 SHAPE = {
@@ -35,7 +35,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
 CHOSEN = [3, 4, 11, 12, 29]
-MADE = Manifest(
+MADE = TargetManifest(
     model="a/target", revision=None, modality="text", config_digest="", tokenizer_digest="", feature_layers=[2, 18, 33],
     hidden_size=H, intermediate_size=M, num_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=KV, head_dim=E,
     vocab_size=V, rms_norm_eps=1e-6, rope=ROPE, max_position_embeddings=640, tie_word_embeddings=False, eos_token_ids=[7],
@@ -59,9 +59,9 @@ def export(
     place: Path, options: dict[str, Any], layers: list[int] | None = None, rope: Any = None
 ) -> dict[str, Tensor]:
     """A draft of random weights as we write it, in place/draft; returns its tensors."""
-    config = checkpoint.config_json(SHAPE, rope or ROPE, layers or [2, 18, 33], LAYERS, [7], options)
+    config = checkpoint.build_config(SHAPE, rope or ROPE, layers or [2, 18, 33], LAYERS, [7], options)
     generator = torch.Generator().manual_seed(0)
-    tensors = {n: torch.randn(s, generator=generator) for n, s in checkpoint.shapes(config).items()}
+    tensors = {n: torch.randn(s, generator=generator) for n, s in checkpoint.list_tensor_shapes(config).items()}
     tensors["d2t"] = torch.tensor([token - place for place, token in enumerate(CHOSEN)])
     tensors["t2d"] = torch.tensor([token in CHOSEN for token in range(V)])
     checkpoint.write_draft(place, config, tensors)
@@ -196,7 +196,7 @@ def test_engines_load_what_we_write(tmp_path: Path, options: dict[str, Any]) -> 
     tensors = export(tmp_path, options)
     engine = (VllmQwen3 if "qk_norm" in options else Vllm)(tmp_path)
     engine.check(tensors)
-    for key in checkpoint.NORMS:
+    for key in checkpoint.NORM_OPTIONS:
         assert bool(getattr(engine.config, key, False)) == (key in options)
     assert engine.window() == options.get("sliding_window")
     architecture = engine.config.architectures
@@ -247,14 +247,14 @@ def prefixed(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[s
 
 
 def speculators(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    own = (*checkpoint.NORMS, "draft_vocab_size")
+    own = (*checkpoint.NORM_OPTIONS, "draft_vocab_size")
     inner = {k: v for k, v in config.items() if k not in own and not k.startswith("eagle") and k != "architectures"}
     outer = {
         "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "transformer_layer_config": inner,
         "draft_vocab_size": config["draft_vocab_size"], "target_hidden_size": None,
         "eagle_aux_hidden_state_layer_ids": MADE.feature_layers, "embed_requires_grad": False,
         "speculators_config": {"algorithm": "eagle3"}, "dtype": "float32",
-    } | {k: bool(config.get(k)) for k in checkpoint.NORMS}  # fmt: skip
+    } | {k: bool(config.get(k)) for k in checkpoint.NORM_OPTIONS}  # fmt: skip
     extra = {"embed_tokens.weight": EMBEDDING, "verifier_norm.weight": torch.ones(H), "verifier_lm_head.weight": HEAD}
     return outer, vllm(config, tensors)[1] | extra
 
@@ -298,8 +298,8 @@ def publish(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], sh
     return folder
 
 
-def read(folder: Path, **more: Any) -> published_formats.Published:
-    return published_formats.read(folder, more.pop("made", MADE), lambda: (EMBEDDING, HEAD), **more)
+def read(folder: Path, **more: Any) -> published_formats.PublishedDraft:
+    return published_formats.read_published_draft(folder, more.pop("made", MADE), lambda: (EMBEDDING, HEAD), **more)
 
 
 def ours(
@@ -325,7 +325,7 @@ def test_our_own_export_comes_back_from_every_spelling(
     assert found.options == options and found.notes == []
     expected = DraftConfig.from_json(config)
     assert {f.name: getattr(expected, f.name) for f in fields(expected) if f.name in options} == options
-    assert Draft.of(found.config, found.tensors).config == expected
+    assert Eagle3Draft.of(found.config, found.tensors).config == expected
 
 
 @pytest.mark.parametrize("rope", [ROPE, LLAMA3], ids=["default", "llama3"])
@@ -488,7 +488,7 @@ def test_an_id_that_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ValueError, match=r"no/such-folder/draft is no folder here, and Hugging Face gave no such draft"
     ):
-        published_formats.fetch("no/such-folder/draft", None)
+        published_formats.fetch_draft("no/such-folder/draft", None)
 
 
 def test_the_exported_file_is_one_that_transformers_opens(tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stages.draft.eagle3 import Draft
+from stages.draft.eagle3 import Eagle3Draft
 from stages.engine import batch_decode, decode
-from stages.engine.batch_decode import Ask, Batches, Tree
-from stages.engine.decode import Engine, Step
-from stages.engine.kv_cache import Slots, Store
-from stages.engine.sampling import Sampling
+from stages.engine.batch_decode import BatchEngine, DecodeRequest, TreeTuple
+from stages.engine.decode import DecodeStep, Engine
+from stages.engine.kv_cache import KVCache, SlottedKVCache
+from stages.engine.sampling import SamplingParams
 from stages.target import loading, multimodal
 from tests.engine.test_decode import Played, Posted, draft, drawn
 from tests.target.multimodal_documents import TAPPED, TOKEN, documents, load
@@ -25,7 +25,7 @@ from tests.target.test_target_forward import manifest_of, saved
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-TREES: list[Tree | None] = [None, (4, 1, 5), (3, 3, 8), (5, 4, 16)]
+TREES: list[TreeTuple | None] = [None, (4, 1, 5), (3, 3, 8), (5, 4, 16)]
 WIDE = (2, 24, 60)  # so wide that a random draft is accepted now and then
 VOCAB, END, MOST = 12, 7, 40
 
@@ -42,32 +42,32 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """As on a CPU, as a GPU plays what it recorded of transformers' own modules, and there in few kernels."""
     if request.param != "called":
         for module in (decode, batch_decode):
-            monkeypatch.setattr(module, "Graphs", Played)
-            monkeypatch.setattr(module, "Mail", Posted)
+            monkeypatch.setattr(module, "CudaGraphRunner", Played)
+            monkeypatch.setattr(module, "AsyncReadback", Posted)
     if request.param == "played":
         monkeypatch.setattr(Engine, "_blocks", lambda _: None)
     return request.param
 
 
 @pytest.fixture
-def engine(way: str, model: PreTrainedModel) -> Batches:
-    made = Batches(model, [END], [1, 3, 4], draft())
+def engine(way: str, model: PreTrainedModel) -> BatchEngine:
+    made = BatchEngine(model, [END], [1, 3, 4], draft())
     assert (made.blocks is not None) == (way == "in blocks")
     if way == "played":
         made.beams = None
     return made
 
 
-def asks(count: int = 9, **more: Any) -> list[Ask]:
+def asks(count: int = 9, **more: Any) -> list[DecodeRequest]:
     """Ragged prompts and length limits; some answers are over with their first token."""
     draws = random.Random(5)
     lengths, limits = [1, 2, 30, 7, 90, 4, 4, 11, 50], [MOST, MOST, 12, 1, MOST, 2, MOST, 33, MOST]
     prompts = [[draws.randrange(VOCAB) for _ in range(length)] for length in lengths]
-    return [Ask(p, m, **more) for p, m in zip(prompts[:count], limits, strict=False)]
+    return [DecodeRequest(p, m, **more) for p, m in zip(prompts[:count], limits, strict=False)]
 
 
-def steps(told: Any, count: int) -> list[list[Step]]:
-    found: list[list[Step]] = [[] for _ in range(count)]
+def steps(told: Any, count: int) -> list[list[DecodeStep]]:
+    found: list[list[DecodeStep]] = [[] for _ in range(count)]
     for some in told:
         for number, step in some:
             if step is not None:
@@ -75,7 +75,7 @@ def steps(told: Any, count: int) -> list[list[Step]]:
     return found
 
 
-def alone(engine: Engine, ask: Ask, tree: Tree | None) -> list[Step]:
+def alone(engine: Engine, ask: DecodeRequest, tree: TreeTuple | None) -> list[DecodeStep]:
     prompt, most, pictures, how = ask
     return list(
         engine.plain(prompt, most, pictures, how)
@@ -84,11 +84,11 @@ def alone(engine: Engine, ask: Ask, tree: Tree | None) -> list[Step]:
     )
 
 
-def said(found: list[list[Step]]) -> list[list[int]]:
+def said(found: list[list[DecodeStep]]) -> list[list[int]]:
     return [[token for step in some for token in step.tokens] for some in found]
 
 
-def searched(model: PreTrainedModel, ask: Ask, end: int = END) -> list[int]:
+def searched(model: PreTrainedModel, ask: DecodeRequest, end: int = END) -> list[int]:
     """transformers' own greedy search; asked once, since it takes longer than all else here."""
     key = id(model), tuple(ask.prompt), ask.max_new_tokens, end
     if key not in SEARCHED:
@@ -99,10 +99,10 @@ def searched(model: PreTrainedModel, ask: Ask, end: int = END) -> list[int]:
 SEARCHED: dict[Any, tuple[PreTrainedModel, list[int]]] = {}  # with the model, lest another gets its id
 
 
-def _searched(model: PreTrainedModel, ask: Ask, end: int) -> list[int]:
+def _searched(model: PreTrainedModel, ask: DecodeRequest, end: int) -> list[int]:
     ids = torch.tensor([ask.prompt])
     given: dict[str, Tensor] = {}
-    if multimodal.sees(model):
+    if multimodal.is_multimodal(model):
         given["mm_token_type_ids"] = (ids == TOKEN).int()
     if ask.pictures is not None:
         given |= {"pixel_values": ask.pictures.values, "image_grid_thw": ask.pictures.grid}
@@ -114,7 +114,7 @@ def _searched(model: PreTrainedModel, ask: Ask, end: int) -> list[int]:
 
 
 @pytest.mark.parametrize("tree", TREES, ids=str)
-def test_together_as_alone(engine: Batches, model: PreTrainedModel, tree: Tree | None) -> None:
+def test_together_as_alone(engine: BatchEngine, model: PreTrainedModel, tree: TreeTuple | None) -> None:
     """Step by step, for fewer slots than prompts and more; ends inside a cycle, at an end token, at a first token."""
     one = [alone(engine, ask, tree) for ask in asks()]
     assert said(one) == [searched(model, ask) for ask in asks()]
@@ -123,7 +123,7 @@ def test_together_as_alone(engine: Batches, model: PreTrainedModel, tree: Tree |
     assert tree is None or sum(step.accepted for some in one for step in some) > 5
 
 
-def test_a_slot_is_taken_again_when_its_answer_ends(engine: Batches) -> None:
+def test_a_slot_is_taken_again_when_its_answer_ends(engine: BatchEngine) -> None:
     """In order; three are under way as long as any wait, and never more."""
     for tree in (None, (3, 3, 8)):
         left = [len(answer) for answer in said([alone(engine, ask, tree) for ask in asks()])]
@@ -138,11 +138,11 @@ def test_a_slot_is_taken_again_when_its_answer_ends(engine: Batches) -> None:
     assert engine.crowd is not None and not engine.crowd.awake.any()
 
 
-def test_drawn_answers_are_their_own_numbers(engine: Batches, model: PreTrainedModel) -> None:
+def test_drawn_answers_are_their_own_numbers(engine: BatchEngine, model: PreTrainedModel) -> None:
     """Each of another seed; in turns with greedy ones, whose recorded passes are others."""
     for temperature, top_p, top_k in [(0.7, 0.9, 5), (6.0, 1.0, None)]:
         some = [
-            ask._replace(max_new_tokens=MOST, sampling=Sampling(temperature, top_p, top_k, seed))
+            ask._replace(max_new_tokens=MOST, sampling=SamplingParams(temperature, top_p, top_k, seed))
             for seed, ask in enumerate(asks(5))
         ]
         expected = [drawn(model, ask.prompt, ask.sampling) for ask in some if ask.sampling]
@@ -154,7 +154,7 @@ def test_drawn_answers_are_their_own_numbers(engine: Batches, model: PreTrainedM
         list(engine.together(mixed, 2, None))
 
 
-def test_every_token_in_turn_as_the_end(engine: Batches, model: PreTrainedModel) -> None:
+def test_every_token_in_turn_as_the_end(engine: BatchEngine, model: PreTrainedModel) -> None:
     for end in (0, 3, 10):
         engine.eos = {end}
         expected = [searched(model, ask, end) for ask in asks()]
@@ -166,17 +166,17 @@ def test_every_token_in_turn_as_the_end(engine: Batches, model: PreTrainedModel)
     "options", [{"sliding_window": 6}, {"fc_norm": True, "norm_output": True, "qk_norm": True}], ids=str
 )
 def test_every_option_of_a_draft(way: str, model: PreTrainedModel, options: dict[str, Any]) -> None:
-    engine = Batches(model, [END], [1, 3, 4], draft(**options))
+    engine = BatchEngine(model, [END], [1, 3, 4], draft(**options))
     assert steps(engine.together(asks(), 4, (5, 3, 12)), 9) == [alone(engine, ask, (5, 3, 12)) for ask in asks()]
 
 
 def test_experts_route_each_token_as_alone(way: str, tmp_path: Path) -> None:
     saved(tmp_path, "qwen3 moe", False)
-    model = loading.load(str(tmp_path), None, "float32", "cpu")
+    model = loading.load_target(str(tmp_path), None, "float32", "cpu")
     made = manifest_of(tmp_path)
-    engine = Batches(model, [5], made.feature_layers, random_draft(made).requires_grad_(False))
+    engine = BatchEngine(model, [5], made.feature_layers, random_draft(made).requires_grad_(False))
     draws = random.Random(2)
-    some = [Ask([draws.randrange(7, 80) for _ in range(length)], 24) for length in (3, 17, 9, 30)]
+    some = [DecodeRequest([draws.randrange(7, 80) for _ in range(length)], 24) for length in (3, 17, 9, 30)]
     for tree in (None, WIDE):
         together = steps(engine.together(some, 3, tree), 4)
         assert together == [alone(engine, ask, tree) for ask in some]
@@ -188,8 +188,8 @@ def test_experts_route_each_token_as_alone(way: str, tmp_path: Path) -> None:
 def test_pictures_of_one_are_not_seen_by_another(way: str, tmp_path: Path, name: str) -> None:
     """Each prompt has its own pictures, or none, and its own way of counting places."""
     model = load(tmp_path, name)
-    engine = Batches(model, [5], TAPPED, random_draft(manifest_of(tmp_path)).requires_grad_(False))
-    some = [Ask(ids.tolist(), 24, shown) for ids, shown in documents()]
+    engine = BatchEngine(model, [5], TAPPED, random_draft(manifest_of(tmp_path)).requires_grad_(False))
+    some = [DecodeRequest(ids.tolist(), 24, shown) for ids, shown in documents()]
     for tree in (None, WIDE):
         together = steps(engine.together(some, 3, tree), 4)
         assert together == [alone(engine, ask, tree) for ask in some]
@@ -198,10 +198,10 @@ def test_pictures_of_one_are_not_seen_by_another(way: str, tmp_path: Path, name:
 
 
 def test_what_cannot_be_decoded_is_told_before_the_first_token(
-    engine: Batches, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    engine: BatchEngine, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last of the prompts, too; a tree; a cache of 3 slots of 256 rows, 1,792 bytes each as in test_decode."""
-    long = [*asks(3), Ask([1] * 500, 20)]
+    long = [*asks(3), DecodeRequest([1] * 500, 20)]
     with pytest.raises(ValueError, match=r"may take 520 tokens, the target holds 512 \(max_position_embeddings\)"):
         next(engine.together(long, 2, None))
     with pytest.raises(ValueError, match=r"t3_2_99 has 98 nodes under the root, expected at most"):
@@ -213,7 +213,7 @@ def test_what_cannot_be_decoded_is_told_before_the_first_token(
     assert next(engine.together(asks(), 3, (3, 3, 8))) == [(0, None), (1, None), (2, None)]
 
 
-def test_room_is_kept_for_as_many_again(engine: Batches) -> None:
+def test_room_is_kept_for_as_many_again(engine: BatchEngine) -> None:
     kept = []
     for slots, tree in ((3, (5, 4, 16)), (3, None), (2, None)):
         list(engine.together(asks(), slots, tree))
@@ -226,7 +226,7 @@ def test_room_is_kept_for_as_many_again(engine: Batches) -> None:
 
 def test_room_goes_before_more_is_taken(model: PreTrainedModel) -> None:
     """Not when Python next looks for circles: twice the room would be needed meanwhile."""
-    engine = Batches(model, [END], [1, 3, 4], draft())
+    engine = BatchEngine(model, [END], [1, 3, 4], draft())
     gc.collect()
     gc.disable()
     try:
@@ -244,9 +244,9 @@ def test_a_pass_is_recorded_once_for_a_tree_and_a_temperature(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (decode, batch_decode):
-        monkeypatch.setattr(module, "Graphs", Played)
-        monkeypatch.setattr(module, "Mail", Posted)
-    engine = Batches(model, [END], [1, 3, 4], draft())
+        monkeypatch.setattr(module, "CudaGraphRunner", Played)
+        monkeypatch.setattr(module, "AsyncReadback", Posted)
+    engine = BatchEngine(model, [END], [1, 3, 4], draft())
     for tree in ((5, 4, 16), None, (5, 4, 16), (3, 3, 8)):
         list(engine.together(asks(), 3, tree))
     assert engine.crowd and set(engine.crowd.graphs.recorded) == {((5, 4, 16), None), (None, None), ((3, 3, 8), None)}
@@ -257,8 +257,8 @@ def test_slots_write_and_move_rows_as_stores_of_their_own() -> None:
     cpu, draws = torch.device("cpu"), torch.Generator().manual_seed(0)
     shapes = [((2, 4, cpu), (2, 4, cpu)), ((1, 4, cpu), (1, 8, cpu))]
     slots, apart = (
-        Slots(shapes, 3, 10, torch.float32, torch.device("cpu")),
-        [Store(shapes, 10, torch.float32, torch.device("cpu")) for _ in range(3)],
+        SlottedKVCache(shapes, 3, 10, torch.float32, torch.device("cpu")),
+        [KVCache(shapes, 10, torch.float32, torch.device("cpu")) for _ in range(3)],
     )
     starts = torch.arange(3)[:, None] * 10
     for seen in (6, 10):
@@ -287,15 +287,15 @@ def test_grouped_attention_is_that_of_repeated_keys() -> None:
     q, k, v = (torch.randn(3, heads, rows, 8, generator=draws) for heads, rows in ((6, 5), (2, 11), (2, 11)))
     mask = torch.rand(3, 1, 5, 11, generator=draws) < 0.6
     mask[..., 0] = True
-    out, _ = batch_decode._attend_grouped(None, q, k, v, mask, scaling=0.3)
+    out, _ = batch_decode._attend_by_key_group(None, q, k, v, mask, scaling=0.3)
     for head in range(6):
         scores = (q[:, head] @ k[:, head // 3].mT * 0.3).masked_fill(~mask[:, 0], -torch.inf)
         torch.testing.assert_close(out[:, :, head], scores.softmax(-1) @ v[:, head // 3])
     with pytest.raises(ValueError, match="softcap"):
-        batch_decode._attend_grouped(None, q, k, v, mask, scaling=0.3, softcap=30.0)
+        batch_decode._attend_by_key_group(None, q, k, v, mask, scaling=0.3, softcap=30.0)
 
 
-def test_passes_leave_the_attention_as_it_was(engine: Batches) -> None:
+def test_passes_leave_the_attention_as_it_was(engine: BatchEngine) -> None:
     before = engine.decoder.config._attn_implementation
     told = engine.together(asks(3), 2, (3, 3, 8))
     next(told)
@@ -305,6 +305,6 @@ def test_passes_leave_the_attention_as_it_was(engine: Batches) -> None:
 
 
 def test_a_draft_is_not_needed_to_decode_plainly(way: str, model: PreTrainedModel) -> None:
-    engine = Batches(model, [END], [])
+    engine = BatchEngine(model, [END], [])
     assert said(steps(engine.together(asks(), 4, None), 9)) == [searched(model, ask) for ask in asks()]
-    assert isinstance(draft(), Draft)
+    assert isinstance(draft(), Eagle3Draft)

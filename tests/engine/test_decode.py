@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config, Qwen3Config, Qwen3NextConfig
 
-from stages.draft.eagle3 import Draft, DraftConfig
+from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.engine import decode
-from stages.engine.cuda_graphs import Mail
+from stages.engine.cuda_graphs import AsyncReadback
 from stages.engine.decode import Engine
-from stages.engine.kv_cache import Store, shapes
-from stages.engine.sampling import Sampling, draw, numbers, probabilities
-from stages.engine.target_kernels import Blocks
+from stages.engine.kv_cache import KVCache, probe_kv_shapes
+from stages.engine.sampling import SamplingParams, compute_probabilities, draw_tokens, draw_uniforms
+from stages.engine.target_kernels import FusedDecoder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -40,7 +40,7 @@ class Played:
         self.recorded[key]()
 
 
-class Posted(Mail):
+class Posted(AsyncReadback):
     """Stands in for copies to the host that a GPU makes by itself."""
 
     def __init__(self, device: torch.device):
@@ -61,12 +61,12 @@ def model() -> Any:
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval().requires_grad_(False)
 
 
-def draft(**options: Any) -> Draft:
+def draft(**options: Any) -> Eagle3Draft:
     torch.manual_seed(4)
     config = DraftConfig(
         64, 96, 4, 2, 16, VOCAB, VOCAB, 512, 1e-6, {"rope_theta": 1e4, "rope_type": "default"}, **options
     )  # fmt: skip
-    made = Draft(config).requires_grad_(False)
+    made = Eagle3Draft(config).requires_grad_(False)
     for weight in made.parameters():
         if weight.ndim == 2:
             torch.nn.init.normal_(weight, std=0.3)
@@ -80,7 +80,7 @@ def engine(request: pytest.FixtureRequest, model: Any, monkeypatch: pytest.Monke
         monkeypatch.setattr(decode, "Graphs", Played)
         monkeypatch.setattr(decode, "Mail", Posted)
         blocks = (
-            Blocks.of(model, Store(shapes(model), 8, model.dtype, model.device))
+            FusedDecoder.of(model, KVCache(probe_kv_shapes(model), 8, model.dtype, model.device))
             if request.param == "in blocks"
             else None
         )
@@ -116,12 +116,12 @@ def theirs(model: Any, prompt: list[int], room: int = ROOM) -> list[int]:
     return ASKED[asked]
 
 
-def drawn(model: Any, prompt: list[int], how: Sampling) -> list[int]:
+def drawn(model: Any, prompt: list[int], how: SamplingParams) -> list[int]:
     """An answer token by token, from transformers' forward over the whole text."""
     ids = list(prompt)
-    for number in numbers(how.seed, ROOM):
+    for number in draw_uniforms(how.seed, ROOM):
         logits = model(torch.tensor([ids])).logits[:, -1]
-        ids.append(int(draw(probabilities(logits, *how[:3]), number[None])))
+        ids.append(int(draw_tokens(compute_probabilities(logits, *how[:3]), number[None])))
         if ids[-1] == END:
             break
     return ids[len(prompt) :]
@@ -159,7 +159,7 @@ def test_a_draft_of_another_width_or_vocabulary_is_refused_before_the_first_toke
     model: Any, vocabulary: int, width: int
 ) -> None:
     rope = {"rope_theta": 1e4, "rope_type": "default"}
-    other = Draft(DraftConfig(width, 96, 4, 2, 16, vocabulary, VOCAB, 512, 1e-6, rope))
+    other = Eagle3Draft(DraftConfig(width, 96, 4, 2, 16, vocabulary, VOCAB, 512, 1e-6, rope))
     with pytest.raises(ValueError, match=f"of {vocabulary} tokens and width {width}; this target has {VOCAB} and 64"):
         Engine(model, [END], [1, 3, 4], other)
 
@@ -170,7 +170,7 @@ def test_drawn_answers_follow_their_own_numbers_and_temperature(engine: Engine, 
     for seed, (temperature, top_p, top_k) in enumerate(
         [(0.7, 0.9, 5), (6.0, 1.0, None), (0.7, 0.9, 5), (6.0, 0.8, None)]
     ):
-        how = Sampling(temperature, top_p, top_k, seed)
+        how = SamplingParams(temperature, top_p, top_k, seed)
         for prompt in prompts():
             expected = drawn(model, prompt, how)
             assert said(engine.plain(prompt, ROOM, sampling=how)) == expected

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from stages.engine import device_placement
-from stages.engine.batch_decode import Ask, Batches
-from stages.engine.memory_estimate import GIB, Memory
-from stages.engine.sampling import Sampling
+from stages.engine.batch_decode import BatchEngine, DecodeRequest
+from stages.engine.memory_estimate import GIB, MemoryEstimate
+from stages.engine.sampling import SamplingParams
 from stages.target import loading
 from tests.engine.test_decode import draft
 from tests.target.test_target_forward import saved
@@ -30,14 +30,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
     ],
 )
 def test_blocks_are_dealt_in_order_and_evenly(rest: int, blocks: list[int], count: int, expected: list[int]) -> None:
-    assert device_placement.shares(rest, blocks, count) == expected
+    assert device_placement.assign_blocks(rest, blocks, count) == expected
 
 
 def test_no_card_holds_more_than_its_share_and_a_block() -> None:
     for count in (1, 2, 3, 8):
         for rest in (0, 30, 200):
             sizes = [7 + (n * 5) % 11 for n in range(40)]
-            owners = device_placement.shares(rest, sizes, count)
+            owners = device_placement.assign_blocks(rest, sizes, count)
             held = [sum(s for s, o in zip(sizes, owners, strict=True) if o == n) for n in range(count)]
             held[0] += rest
             assert owners == sorted(owners) and max(owners) < count
@@ -47,16 +47,16 @@ def test_no_card_holds_more_than_its_share_and_a_block() -> None:
 @pytest.fixture
 def model(tmp_path: Path) -> Any:
     saved(tmp_path, "qwen3", False)
-    return loading.load(str(tmp_path), None, "float32", "cpu")
+    return loading.load_target(str(tmp_path), None, "float32", "cpu")
 
 
 def test_a_model_that_was_placed_says_what_it_said(model: Any) -> None:
     prompt = [11, 7, 42, 30, 9]
-    before = [list(Batches(model, [5], []).plain(prompt, 12)), model(torch.tensor([prompt])).logits]
+    before = [list(BatchEngine(model, [5], []).plain(prompt, 12)), model(torch.tensor([prompt])).logits]
     blocks = list(model.get_decoder().layers)
-    device_placement.place(model, ["cpu", "cpu", "cpu"])
+    device_placement.place_model(model, ["cpu", "cpu", "cpu"])
     assert list(model.get_decoder().layers) == blocks
-    assert list(Batches(model, [5], []).plain(prompt, 12)) == before[0]
+    assert list(BatchEngine(model, [5], []).plain(prompt, 12)) == before[0]
     assert torch.equal(model(torch.tensor([prompt])).logits, before[1])
 
 
@@ -65,8 +65,8 @@ def test_weights_above_the_limit_are_told_with_the_numbers(model: Any) -> None:
     with pytest.raises(
         ValueError, match=r"weights are 0\.0 GiB, 0\.0 of them for cpu, of which 0\.0 may be taken; raise"
     ):
-        device_placement.place(model, ["cpu"], most=0.99 * size)
-    device_placement.place(model, ["cpu"], most=1.01 * size)
+        device_placement.place_model(model, ["cpu"], most=0.99 * size)
+    device_placement.place_model(model, ["cpu"], most=1.01 * size)
 
 
 def test_what_a_block_is_given_follows_it_and_a_mask_does_so_once() -> None:
@@ -83,7 +83,7 @@ def test_what_a_block_is_given_follows_it_and_a_mask_does_so_once() -> None:
             return x * self.weight
 
     home, first, second = Block("cpu"), Block("meta"), Block("meta")
-    device_placement.bring_along([home, first, second])
+    device_placement.hook_input_transfers([home, first, second])
     mask, turns, cache = torch.ones(3), (torch.ones(3), torch.zeros(3)), object()
     x = torch.ones(3)
     for block in (home, first, second):
@@ -102,10 +102,10 @@ def test_memory_is_said_as_it_is_taken() -> None:
     from tests.engine import test_decode
 
     model = test_decode.model.__wrapped__()
-    engine, tree = Batches(model, [7], [1, 3, 4], draft()), (5, 4, 16)
+    engine, tree = BatchEngine(model, [7], [1, 3, 4], draft()), (5, 4, 16)
     said = engine.memory(100, 3, tree)
     assert said.tokens == 3 * 256 and said.cache == said.tokens * 1792
-    asks = [Ask([1] * 60, 40)] * 4
+    asks = [DecodeRequest([1] * 60, 40)] * 4
     list(engine.together(asks, 3, tree))
     assert engine.crowd is not None
     kept = engine.crowd.store.nbytes + engine.crowd.draft_keys.nbytes + engine.crowd.draft_values.nbytes
@@ -118,6 +118,6 @@ def test_memory_is_said_as_it_is_taken() -> None:
     said.check(said.cache + said.work, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"are needed beside the weights, cpu has \S+ GiB left \(\S+ of the target"):
         said.check(said.cache + said.work - 1, torch.device("cpu"))
-    assert Memory(1 << 30, 0, 1 << 29, 7, 0).total == 3 << 29
-    how = Sampling(0.7, 0.9, 5, 1)
+    assert MemoryEstimate(1 << 30, 0, 1 << 29, 7, 0).total == 3 << 29
+    how = SamplingParams(0.7, 0.9, 5, 1)
     assert list(engine.together([ask._replace(sampling=how) for ask in asks], 3, tree))

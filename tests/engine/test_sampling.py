@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process
 
-from stages.draft.eagle3 import Draft
+from stages.draft.eagle3 import Eagle3Draft
 from stages.engine import decode, sampling
 from stages.engine.decode import Engine
-from stages.engine.sampling import Sampling
-from stages.replay.replay import replay
+from stages.engine.sampling import SamplingParams
+from stages.replay.replay import replay_answers
 from stages.results import interval
 from stages.target import generation
-from stages.target.hooks import capture
+from stages.target.hooks import capture_residual_streams
 from stages.trees import acceptance
-from stages.trees.draft_tree import Tree
+from stages.trees.draft_tree import DraftTree
 from tests.draft.slow_draft import CONFIG, scatter, small_target
 
 V, FEATURES = 7, [1, 2, 3]
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def engine() -> Engine:
     """The target, which never ends, and a draft that guesses at random."""
     model = small_target(V, 1)
-    draft = Draft(replace(CONFIG, vocab_size=V, draft_vocab_size=5))
+    draft = Eagle3Draft(replace(CONFIG, vocab_size=V, draft_vocab_size=5))
     scatter(draft, 0.3, 2)
     draft.d2t.copy_(torch.tensor([0, 1, 1, 2, 2]))  # tokens 0, 2, 3, 5, 6
     return Engine(model, [], FEATURES, draft.requires_grad_(False))
@@ -70,16 +70,16 @@ def said(steps) -> list[int]:
 @pytest.mark.parametrize("temperature", [0.05, 0.7, 1.0, 2.5])
 def test_probabilities_are_transformers(temperature: float, top_p: float, top_k: int | None) -> None:
     logits = 3 * torch.randn(40, 200, generator=torch.Generator().manual_seed(5))
-    ours = sampling.probabilities(logits, temperature, top_p, top_k)
+    ours = sampling.compute_probabilities(logits, temperature, top_p, top_k)
     torch.testing.assert_close(ours, warped(logits, temperature, top_p, top_k), atol=1e-6, rtol=1e-5)
     assert ours.dtype == torch.float32 and torch.all(ours.sum(-1) - 1 < 1e-5)
 
 
 def test_of_equals_the_smaller_ids_are_kept_and_top_k_parts_none() -> None:
     logits = torch.tensor([[0.0, 2.0, 2.0, 2.0, 1.0]])
-    assert sampling.probabilities(logits, 1.0, top_k=2)[0].nonzero().flatten().tolist() == [1, 2, 3]
-    assert sampling.probabilities(logits, 1.0, top_p=0.5)[0].nonzero().flatten().tolist() == [1, 2]
-    assert sampling.probabilities(torch.zeros(1, 4), 1.0, top_p=0.01).tolist() == [[1.0, 0.0, 0.0, 0.0]]
+    assert sampling.compute_probabilities(logits, 1.0, top_k=2)[0].nonzero().flatten().tolist() == [1, 2, 3]
+    assert sampling.compute_probabilities(logits, 1.0, top_p=0.5)[0].nonzero().flatten().tolist() == [1, 2]
+    assert sampling.compute_probabilities(torch.zeros(1, 4), 1.0, top_p=0.01).tolist() == [[1.0, 0.0, 0.0, 0.0]]
 
 
 @pytest.mark.parametrize("how", ["hot", "cool", "top_p"])
@@ -89,18 +89,18 @@ def test_the_sampling_stage_draws_from_the_same(engine: Engine, monkeypatch: pyt
     drawn: list[Tensor] = []
     real = torch.multinomial
     monkeypatch.setattr(torch, "multinomial", lambda chances, *a, **k: drawn.append(chances) or real(chances, *a, **k))
-    [(ids, _)] = generation.answer(engine.model, [PROMPT], 5, temperature, top_p, [V + 1], 0, 3)
+    [(ids, _)] = generation.generate_answers(engine.model, [PROMPT], 5, temperature, top_p, [V + 1], 0, 3)
     logits = engine.model(torch.tensor([PROMPT + ids])).logits[0, len(PROMPT) - 1 : -1]
-    torch.testing.assert_close(torch.cat(drawn), sampling.probabilities(logits, temperature, top_p))
+    torch.testing.assert_close(torch.cat(drawn), sampling.compute_probabilities(logits, temperature, top_p))
 
 
 def test_even_numbers_draw_each_token_as_often_as_it_is_likely() -> None:
     chances = torch.tensor([0.0, 0.125, 0.5, 0.0, 0.375, 0.0])
     numbers = (torch.arange(800, dtype=torch.float64) + 0.5) / 800
-    tokens = sampling.draw(chances.expand(800, -1), numbers)
+    tokens = sampling.draw_tokens(chances.expand(800, -1), numbers)
     assert tokens.bincount(minlength=6).tolist() == [0, 100, 400, 0, 300, 0]
     ends = torch.tensor([0.0, 0.125, 1 - 2**-53], dtype=torch.float64)
-    assert sampling.draw(chances.expand(3, -1), ends).tolist() == [1, 2, 4]
+    assert sampling.draw_tokens(chances.expand(3, -1), ends).tolist() == [1, 2, 4]
 
 
 def test_a_large_vocabularys_rare_tokens_are_drawn_as_often_as_they_should() -> None:
@@ -108,11 +108,11 @@ def test_a_large_vocabularys_rare_tokens_are_drawn_as_often_as_they_should() -> 
     chances = torch.full((1, 150_000), 1 / 150_000)
     for token in (0, 77_777, 149_999):
         number = (token + torch.tensor([0.02, 0.98], dtype=torch.float64)) / 150_000
-        assert sampling.draw(chances.expand(2, -1), number).tolist() == [token, token]
+        assert sampling.draw_tokens(chances.expand(2, -1), number).tolist() == [token, token]
 
 
 def test_numbers_are_the_seeds_and_more_of_them_begin_with_fewer() -> None:
-    few, many, others = sampling.numbers(7, 5), sampling.numbers(7, 64), sampling.numbers(8, 64)
+    few, many, others = sampling.draw_uniforms(7, 5), sampling.draw_uniforms(7, 64), sampling.draw_uniforms(8, 64)
     assert torch.equal(few, many[:5]) and not torch.equal(many, others)
     assert torch.all((many >= 0) & (many < 1))
 
@@ -120,10 +120,10 @@ def test_numbers_are_the_seeds_and_more_of_them_begin_with_fewer() -> None:
 # What is said
 
 
-def slow(engine: Engine, prompt: list[int], count: int, how: Sampling) -> list[int]:
+def slow(engine: Engine, prompt: list[int], count: int, how: SamplingParams) -> list[int]:
     """Token by token: transformers' forward over the whole text, its warpers, and the place a number falls to."""
     ids = list(prompt)
-    for number in sampling.numbers(how.seed, count).tolist():
+    for number in sampling.draw_uniforms(how.seed, count).tolist():
         logits = engine.model(torch.tensor([ids])).logits[:, -1]
         chances = warped(logits, how.temperature, how.top_p, how.top_k)[0].double()
         reached = itertools.accumulate((chances / chances.sum()).tolist())
@@ -134,9 +134,9 @@ def slow(engine: Engine, prompt: list[int], count: int, how: Sampling) -> list[i
 @pytest.mark.parametrize("how", HOW)
 def test_plain_decoding_draws_what_the_numbers_say(engine: Engine, how: str) -> None:
     for seed in range(3):
-        drawn = Sampling(*HOW[how], seed)
+        drawn = SamplingParams(*HOW[how], seed)
         assert said(engine.plain(PROMPT, 20, sampling=drawn)) == slow(engine, PROMPT, 20, drawn)
-    assert said(engine.plain(PROMPT, 20, sampling=Sampling(1.0, 1.0, 1, 0))) == said(engine.plain(PROMPT, 20))
+    assert said(engine.plain(PROMPT, 20, sampling=SamplingParams(1.0, 1.0, 1, 0))) == said(engine.plain(PROMPT, 20))
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -144,7 +144,7 @@ def test_plain_decoding_draws_what_the_numbers_say(engine: Engine, how: str) -> 
 def test_every_tree_says_what_plain_decoding_says_from_the_same_seed(engine: Engine, how: str, tree) -> None:
     accepted = 0
     for seed in range(4):
-        drawn = Sampling(*HOW[how], seed)
+        drawn = SamplingParams(*HOW[how], seed)
         steps = list(engine.speculative(PROMPT, 30, *tree, sampling=drawn))
         assert said(steps) == said(engine.plain(PROMPT, 30, sampling=drawn))
         accepted += sum(step.accepted for step in steps)
@@ -152,9 +152,11 @@ def test_every_tree_says_what_plain_decoding_says_from_the_same_seed(engine: Eng
 
 
 def test_a_seed_says_the_same_again_and_another_something_else(engine: Engine) -> None:
-    answers = [said(engine.speculative(PROMPT, 30, 3, 2, 6, sampling=Sampling(1.0, 1.0, None, s))) for s in (4, 4, 5)]
+    answers = [
+        said(engine.speculative(PROMPT, 30, 3, 2, 6, sampling=SamplingParams(1.0, 1.0, None, s))) for s in (4, 4, 5)
+    ]
     assert answers[0] == answers[1] != answers[2]
-    shorter = said(engine.speculative(PROMPT, 11, 3, 2, 6, sampling=Sampling(1.0, 1.0, None, 4)))
+    shorter = said(engine.speculative(PROMPT, 11, 3, 2, 6, sampling=SamplingParams(1.0, 1.0, None, 4)))
     assert shorter == answers[0][:11]
 
 
@@ -197,7 +199,7 @@ def refused(engine: Engine, how: tuple[float, float, int | None], tree, runs: in
     known = exact(engine, how)
     counts: Counter[tuple[int, ...]] = Counter()
     for seed in range(runs):
-        answer = said(engine.speculative(PROMPT, LENGTH, *tree, sampling=Sampling(*how, seed)))
+        answer = said(engine.speculative(PROMPT, LENGTH, *tree, sampling=SamplingParams(*how, seed)))
         counts.update(tuple(answer[:length]) for length in range(1, LENGTH + 1))
     least = FALSE_ALARM / (2 * (len(known) - 1))
     return any(tail(counts[path], runs, chance) < least for path, chance in known.items() if path)
@@ -208,43 +210,43 @@ def test_speculative_answers_have_the_targets_own_chances(engine: Engine, how: s
     assert not refused(engine, HOW[how], tree, RUNS)
 
 
-def greedily(self: sampling.Chooser, logits: Tensor, places: Tensor) -> Tensor:
+def greedily(self: sampling.TokenSampler, logits: Tensor, places: Tensor) -> Tensor:
     """Verifies as at temperature 0."""
     return logits.argmax(-1) if len(logits) > 1 else CHOOSE(self, logits, places)
 
 
-def too_hot(self: sampling.Chooser, logits: Tensor, places: Tensor) -> Tensor:
+def too_hot(self: sampling.TokenSampler, logits: Tensor, places: Tensor) -> Tensor:
     """Forgets the temperature."""
-    return sampling.draw(logits.softmax(-1), self._numbers[places.clamp(max=LENGTH - 1)])
+    return sampling.draw_tokens(logits.softmax(-1), self._numbers[places.clamp(max=LENGTH - 1)])
 
 
-def one_number(self: sampling.Chooser, logits: Tensor, places: Tensor) -> Tensor:
+def one_number(self: sampling.TokenSampler, logits: Tensor, places: Tensor) -> Tensor:
     """Draws every token by the same number: each alone has the right chance, only together they haven't."""
     return CHOOSE(self, logits, torch.zeros_like(places))
 
 
-def second_try(self: sampling.Chooser, logits: Tensor, places: Tensor) -> Tensor:
+def second_try(self: sampling.TokenSampler, logits: Tensor, places: Tensor) -> Tensor:
     """What is rejected is drawn from the whole distribution again, not from the residual: drafts come too often.
 
     The children's tokens aren't known here, so: tokens 0, 2, 3, which the draft guesses most, are tried twice.
     """
     first = CHOOSE(self, logits, places)
-    again = sampling.draw(logits.softmax(-1), torch.rand(len(logits), dtype=torch.float64))
+    again = sampling.draw_tokens(logits.softmax(-1), torch.rand(len(logits), dtype=torch.float64))
     drafted = torch.isin(first, torch.tensor([0, 2, 3]))
     return torch.where(drafted, first, again)
 
 
-CHOOSE = sampling.Chooser.choose
+CHOOSE = sampling.TokenSampler.choose
 
 
 @pytest.mark.parametrize("spoiled", [greedily, too_hot, one_number, second_try])
 def test_a_spoiled_verification_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch, spoiled) -> None:
-    monkeypatch.setattr(sampling.Chooser, "choose", spoiled)
+    monkeypatch.setattr(sampling.TokenSampler, "choose", spoiled)
     assert refused(engine, HOW["cool"], (2, 2, 7), RUNS // 3)
 
 
 def test_taking_every_first_guess_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def first_guess(tree: Tree, choices: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    def first_guess(tree: DraftTree, choices: Tensor, steps: int) -> tuple[Tensor, Tensor]:
         """It is said, whatever the target drew, and its successor after it."""
         choices[:, 0] = tree.tokens[:, 0]
         return torch.tensor([[0, 1, 0]]), torch.tensor([2])
@@ -262,13 +264,13 @@ ANSWER = 24
 def replayed(engine: Engine, prompts: list[list[int]], answers: list[list[int]], topk: int) -> tuple[Tensor, Tensor]:
     """accepted, cycles [prompts, trees] by replay, from hidden states of transformers' forward over each whole text."""
     texts = torch.tensor([p + a for p, a in zip(prompts, answers, strict=True)])
-    with capture(engine.model, FEATURES) as caught:
+    with capture_residual_streams(engine.model, FEATURES) as caught:
         engine.model(texts)
     starts = torch.tensor([len(p) for p in prompts])
     ends = torch.full_like(starts, texts.shape[1])
     features = torch.cat(caught, dim=-1)
     trees = [(steps, topk, tokens) for steps, tokens in SHAPES[topk]]
-    return replay(engine.draft, engine.embedding, texts, features, starts, ends, trees)[:2]
+    return replay_answers(engine.draft, engine.embedding, texts, features, starts, ends, trees)[:2]
 
 
 def prompts_of(seed: int, count: int) -> list[list[int]]:
@@ -278,7 +280,7 @@ def prompts_of(seed: int, count: int) -> list[list[int]]:
 def live(engine: Engine, prompts: list[list[int]], seeds: range, tree, how) -> tuple[np.ndarray, np.ndarray]:
     """accepted, cycles [prompts] of the engine."""
     runs = [
-        list(engine.speculative(p, ANSWER, *tree, sampling=Sampling(*how, s)))[1:]
+        list(engine.speculative(p, ANSWER, *tree, sampling=SamplingParams(*how, s)))[1:]
         for p, s in zip(prompts, seeds, strict=True)
     ]
     return np.array([sum(s.accepted for s in run) for run in runs]), np.array([len(run) for run in runs])
@@ -289,7 +291,7 @@ def live(engine: Engine, prompts: list[list[int]], seeds: range, tree, how) -> t
 def test_replay_of_a_sampled_answer_equals_decoding_it_as_integers(engine: Engine, how: str, topk: int) -> None:
     """Verification draws from the target alone, so of the same draws live decoding accepts what replay accepts, exactly."""
     prompts = prompts_of(2, 8)
-    answers = [said(engine.plain(p, ANSWER, sampling=Sampling(*HOW[how], s))) for s, p in enumerate(prompts)]
+    answers = [said(engine.plain(p, ANSWER, sampling=SamplingParams(*HOW[how], s))) for s, p in enumerate(prompts)]
     accepted, cycles = replayed(engine, prompts, answers, topk)
     for g, (steps, tokens) in enumerate(SHAPES[topk]):
         found = live(engine, prompts, range(8), (steps, topk, tokens), HOW[how])
@@ -319,7 +321,7 @@ def trajectories(
 def spread(accepted: np.ndarray, cycles: np.ndarray) -> tuple[float, float]:
     """tau and its standard error, from the interval that is reported."""
     found = interval.of_tau(accepted, cycles, 3)
-    return acceptance.tau(accepted, cycles), found.half / interval.student(len(cycles) - 1)
+    return acceptance.compute_tau(accepted, cycles), found.half / interval.compute_t_quantile(len(cycles) - 1)
 
 
 @pytest.mark.long

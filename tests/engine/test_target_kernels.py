@@ -17,8 +17,8 @@ from transformers import (
 )
 
 from stages.engine import kernels_torch as plain
-from stages.engine.kv_cache import Store, shapes
-from stages.engine.target_kernels import Blocks
+from stages.engine.kv_cache import KVCache, probe_kv_shapes
+from stages.engine.target_kernels import FusedDecoder
 from stages.trees.draft_tree import Candidates
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -60,9 +60,9 @@ def tree_of(parents: list[int]) -> tuple[Tensor, Tensor]:
 def test_a_tree_behind_a_prompt_is_as_each_of_its_paths_alone(name: str) -> None:
     """Hidden states and streams of every node, against transformers' forward of prompt and path without any cache."""
     model = made(OF_THE_BUILD[name])
-    store = Store(shapes(model), 32, torch.float32, torch.device("cpu"))
+    store = KVCache(probe_kv_shapes(model), 32, torch.float32, torch.device("cpu"))
     with torch.inference_mode():
-        blocks = Blocks.of(model, store)
+        blocks = FusedDecoder.of(model, store)
         assert blocks is not None
         prompt, nodes = torch.randint(90, (11,)), torch.randint(90, (len(TREE),))
         causal = torch.ones(1, 1, 11, 11, dtype=torch.bool).tril()
@@ -86,7 +86,7 @@ def test_a_tree_behind_a_prompt_is_as_each_of_its_paths_alone(name: str) -> None
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_model_of_another_build_is_left_to_its_own_modules(name: str) -> None:
     model = made(OTHERS[name])
-    assert Blocks.of(model, Store(shapes(model), 8, torch.float32, torch.device("cpu"))) is None
+    assert FusedDecoder.of(model, KVCache(probe_kv_shapes(model), 8, torch.float32, torch.device("cpu"))) is None
 
 
 # --- kernels --------------------------------------------------------------------------------------------------------
@@ -114,9 +114,11 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 def test_norm_and_gate(gpu: Any, width: int) -> None:
     x, more, weight = draw(5, width), draw(5, width, seed=1), draw(width, seed=2)
     for added in (None, more):
-        for mine, theirs in zip(gpu.norm(x, weight, 1e-6, added), plain.norm(x, weight, 1e-6, added), strict=True):
+        for mine, theirs in zip(
+            gpu.add_rms_norm(x, weight, 1e-6, added), plain.add_rms_norm(x, weight, 1e-6, added), strict=True
+        ):
             torch.testing.assert_close(mine, theirs)
-    torch.testing.assert_close(gpu.gate(x), plain.gate(x))
+    torch.testing.assert_close(gpu.silu_and_mul(x), plain.silu_and_mul(x))
 
 
 @pytest.mark.parametrize("normed", [True, False])
@@ -129,7 +131,9 @@ def test_turn(gpu: Any, normed: bool) -> None:
         norms = (draw(16, seed=3), draw(16, seed=4), 1e-6) if normed else None
         given = draw(3, (6 + 2 + 2) * 16), norms, draw(3, 16, seed=5), draw(3, 16, seed=6)
         rows = torch.tensor([7, 2, 5], device=DEVICE)
-        torch.testing.assert_close(gpu.turn(*given, *caches[:2], rows), plain.turn(*given, *caches[2:], rows))
+        torch.testing.assert_close(
+            gpu.rotate_and_cache(*given, *caches[:2], rows), plain.rotate_and_cache(*given, *caches[2:], rows)
+        )
         for mine, theirs in zip(caches[:2], caches[2:], strict=True):
             torch.testing.assert_close(mine, theirs)
 
@@ -143,9 +147,9 @@ def test_attend(gpu: Any, length: int, count: int, nodes: int) -> None:
     sees = draw(count, nodes, seed=3) > 0
     sees[:, 0] = True
     n, first = torch.tensor([length], device=DEVICE), (torch.arange(count, device=DEVICE) % 4) * (length // 5)
-    found = gpu.attend(draw(count, 6, 32), keys, values, n, sees[None], first, 0.2)
+    found = gpu.attend_tree(draw(count, 6, 32), keys, values, n, sees[None], first, 0.2)
     end = length + nodes
-    expected = plain.attend(draw(count, 6, 32), keys[:, :end], values[:, :end], n, sees[None], first, 0.2)
+    expected = plain.attend_tree(draw(count, 6, 32), keys[:, :end], values[:, :end], n, sees[None], first, 0.2)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -158,11 +162,11 @@ def test_several_prompts_attend_as_each_alone(gpu: Any, count: int, nodes: int) 
     query, first = draw(3 * count, 6, 32), (torch.arange(3 * count, device=DEVICE) % 4)
     n = torch.tensor(lengths, device=DEVICE)
     for kernels in (gpu, plain):
-        found = kernels.attend(query, keys, values, n, sees, first, 0.2, each).split(count)
+        found = kernels.attend_tree(query, keys, values, n, sees, first, 0.2, each).split(count)
         for slot in range(3):
             rows, own = slice(slot * each, (slot + 1) * each), slice(slot * count, (slot + 1) * count)
             own_keys, own_values = keys[:, rows].contiguous(), values[:, rows].contiguous()
-            expected = plain.attend(
+            expected = plain.attend_tree(
                 query[own], own_keys, own_values, n[slot : slot + 1], sees[slot : slot + 1], first[own], 0.2
             )
             torch.testing.assert_close(found[slot], expected, rtol=1e-4, atol=1e-5)
@@ -172,7 +176,9 @@ def test_mix(gpu: Any) -> None:
     table, states = draw(20, 48), draw(3, 48, seed=1)
     tokens, slots = (torch.tensor(x, device=DEVICE) for x in ([4, 19, 0, 7], [2, 0, 0, 1]))
     weights = draw(48, seed=2), draw(48, seed=3)
-    for mine, theirs in zip(*(k.mix(table, tokens, states, slots, weights, 1e-6) for k in (gpu, plain)), strict=True):
+    for mine, theirs in zip(
+        *(k.mix_inputs(table, tokens, states, slots, weights, 1e-6) for k in (gpu, plain)), strict=True
+    ):
         torch.testing.assert_close(mine, theirs)
 
 
@@ -182,8 +188,8 @@ def test_best(gpu: Any, size: int, topk: int, semantics: str) -> None:
     """Logits of a few values only, so that most are ties; among them infinities, and scores of either sign."""
     logits = (draw(4, size) * 2).round()
     logits[2, 1] = -torch.inf
-    chances, ids = gpu.best(logits, topk, semantics)
-    expected, places = plain.best(logits, topk, semantics)
+    chances, ids = gpu.select_topk(logits, topk, semantics)
+    expected, places = plain.select_topk(logits, topk, semantics)
     torch.testing.assert_close(chances, expected)
     assert torch.equal(ids, places)
 
@@ -200,12 +206,14 @@ def test_join(gpu: Any, prompts: int, topk: int, semantics: str) -> None:
             *(torch.zeros(prompts, count, dtype=t, device=DEVICE) for t in (torch.float32, *2 * [torch.int64]))
         )
         numbers = torch.arange(topk, device=DEVICE).repeat(prompts, 1)
-        sees = plain.saw(torch.zeros(prompts, topk, (steps - 1) * topk, dtype=torch.bool, device=DEVICE), 0)
+        sees = plain.mark_own_nodes_seen(
+            torch.zeros(prompts, topk, (steps - 1) * topk, dtype=torch.bool, device=DEVICE), 0
+        )
         beam = (draw(prompts, topk).sigmoid() * 4).round() / 4
         d2t, got = torch.arange(30, device=DEVICE) % 7, []
         for step in (1, 2, 3):
-            chances, ids = plain.best((draw(prompts * topk, 30, seed=step) * 2).round(), topk, semantics)
-            beam, numbers, sees, tokens, slots = k.join(
+            chances, ids = plain.select_topk((draw(prompts * topk, 30, seed=step) * 2).round(), topk, semantics)
+            beam, numbers, sees, tokens, slots = k.extend_beam(
                 step, beam, numbers, sees, chances, ids, d2t, candidates, semantics
             )
             got += [beam, numbers, sees.clone(), tokens, slots]
@@ -216,8 +224,8 @@ def test_join(gpu: Any, prompts: int, topk: int, semantics: str) -> None:
 @pytest.mark.parametrize(("rows", "width", "outputs"), [(1, 40, 70), (5, 64, 34), (60, 96, 64)])
 def test_products_with_a_stream_of_weights(gpu: Any, rows: int, width: int, outputs: int) -> None:
     x, w, close = draw(rows, width), draw(outputs, width, seed=1), {"rtol": 2e-3, "atol": 2e-3}  # tf32 on a GPU
-    torch.testing.assert_close(gpu.streamed(x, w, False, 16, 32, 4, 2), plain.product(x, w), **close)
-    torch.testing.assert_close(gpu.streamed(x, w, True, 16, 32, 4, 2), plain.gated(x, w), **close)
+    torch.testing.assert_close(gpu.stream_matmul(x, w, False, 16, 32, 4, 2), plain.matmul(x, w), **close)
+    torch.testing.assert_close(gpu.stream_matmul(x, w, True, 16, 32, 4, 2), plain.gated_matmul(x, w), **close)
 
 
 def test_the_fastest_product_is_taken_and_timed_once(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,4 +236,4 @@ def test_the_fastest_product_is_taken_and_timed_once(gpu: Any, monkeypatch: pyte
     x, w = draw(20, 32).half(), draw(48, 32, seed=1).half()
     assert gpu._tiling(x, w, False) == gpu._tiling(x[:17], w, False) == gpu.TILINGS[1]
     assert gpu._tiling(x.float(), w.float(), False) is None and gpu._tiling(x.repeat(4, 1), w, False) is None
-    torch.testing.assert_close(gpu.product(x, w), plain.product(x, w), rtol=2e-3, atol=2e-2)
+    torch.testing.assert_close(gpu.matmul(x, w), plain.matmul(x, w), rtol=2e-3, atol=2e-2)

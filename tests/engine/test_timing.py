@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stages.engine import timing
-from stages.engine.decode import Step
+from stages.engine.decode import DecodeStep
 
 
 @pytest.mark.parametrize(("device", "begun"), [("cpu", 1), ("cuda", 2)])
@@ -18,16 +18,16 @@ def test_on_a_gpu_a_prompt_is_read_once_before_the_clock_runs(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
 
-    def decoding() -> Iterator[Step]:
+    def decoding() -> Iterator[DecodeStep]:
         begins.append(1)
         try:
             for token in (5, 6, 7):
                 made.append(token)
-                yield Step([token], 0)
+                yield DecodeStep([token], 0)
         finally:
             over.append(1)
 
-    found = timing.timed(decoding, device)
+    found = timing.time_decode(decoding, device)
     assert found.tokens == [5, 6, 7] and len(begins) == len(over) == begun
     assert made == [5] * (begun - 1) + [5, 6, 7]
     assert (found.first_s, found.last_s) == (1.0, 2.0)

@@ -58,7 +58,7 @@ def right(kind: str, answer: str) -> str:
     ],
 )
 def test_gsm8k(answer: str, is_right: bool) -> None:
-    assert grade.grade(right("gsm8k", "1,200"), answer) == is_right
+    assert grade.grade_answer(right("gsm8k", "1,200"), answer) == is_right
 
 
 # --- mathematics ----------------------------------------------------------------------------------------------------
@@ -81,17 +81,17 @@ OTHERS = [
 @pytest.mark.parametrize(("written", "meant"), SAME)
 def test_one_value_written_in_two_ways(written: str, meant: str) -> None:
     for one, other in ((written, meant), (meant, written)):
-        assert grade.grade(right("math500", other), rf"So it is $\boxed{{{one}}}$.")
+        assert grade.grade_answer(right("math500", other), rf"So it is $\boxed{{{one}}}$.")
 
 
 @pytest.mark.parametrize(("written", "meant"), OTHERS)
 def test_two_values(written: str, meant: str) -> None:
-    assert not grade.grade(right("math500", meant), rf"\boxed{{{written}}}")
+    assert not grade.grade_answer(right("math500", meant), rf"\boxed{{{written}}}")
 
 
 def test_what_is_not_in_a_box_is_not_an_answer() -> None:
-    assert not grade.grade(right("math500", "5"), "It is 5.")
-    assert not grade.grade(right("math500", "5"), r"\boxed{5} at first, but then \boxed{6}")
+    assert not grade.grade_answer(right("math500", "5"), "It is 5.")
+    assert not grade.grade_answer(right("math500", "5"), r"\boxed{5} at first, but then \boxed{6}")
 
 
 # --- programs -------------------------------------------------------------------------------------------------------
@@ -106,11 +106,11 @@ def reference(problem: dict[str, Any]) -> str:
 def test_the_samples_own_solutions_pass_and_no_others(problem: dict[str, Any]) -> None:
     whole = problem["prompt"] + problem["canonical_solution"]
     asked = reference(problem)
-    assert grade.grade(asked, problem["canonical_solution"])  # a bare completion
-    assert grade.grade(asked, f"Here it is:\n```python\n{whole}```\nIt runs in linear time.")
-    assert grade.grade(asked, f"Use it so:\n```python\n{whole}\nprint(1)\n```\nand then\n```bash\nls\n```")
-    assert not grade.grade(asked, "```python\n" + problem["prompt"] + "    return None\n```")
-    assert not grade.grade(asked, "I can't do that.")
+    assert grade.grade_answer(asked, problem["canonical_solution"])  # a bare completion
+    assert grade.grade_answer(asked, f"Here it is:\n```python\n{whole}```\nIt runs in linear time.")
+    assert grade.grade_answer(asked, f"Use it so:\n```python\n{whole}\nprint(1)\n```\nand then\n```bash\nls\n```")
+    assert not grade.grade_answer(asked, "```python\n" + problem["prompt"] + "    return None\n```")
+    assert not grade.grade_answer(asked, "I can't do that.")
 
 
 @needs_sandbox
@@ -119,20 +119,22 @@ def test_of_several_blocks_the_last_that_defines_it_counts() -> None:
     bad, good = (
         f"```\ndef double_all(numbers):\n    return {body}\n```\n" for body in ("[]", "[2 * n for n in numbers]")
     )
-    assert grade.grade(asked, f"First try:\n{bad}That is wrong. Better:\n{good}")
-    assert not grade.grade(asked, f"{good}No:\n{bad}")
+    assert grade.grade_answer(asked, f"First try:\n{bad}That is wrong. Better:\n{good}")
+    assert not grade.grade_answer(asked, f"{good}No:\n{bad}")
 
 
 @needs_sandbox
 def test_a_bare_completion_ends_where_its_body_does() -> None:
     said = "    return [2 * n for n in numbers]\n\nprint(double_all([1]))\nI hope this helps!"
-    assert grade.grade(reference(PROBLEMS[0]), said)
+    assert grade.grade_answer(reference(PROBLEMS[0]), said)
 
 
 @needs_sandbox
 def test_helpers_before_the_function_are_there() -> None:
     problem = next(p for p in PROBLEMS if p["entry_point"] == "decode_pairs")
-    assert grade.grade(reference(problem), "```python\ndef decode_pairs(text):\n    return encode_pairs(text)\n```")
+    assert grade.grade_answer(
+        reference(problem), "```python\ndef decode_pairs(text):\n    return encode_pairs(text)\n```"
+    )
 
 
 WAYS_OUT = {
@@ -494,10 +496,10 @@ def guards() -> set[int]:
 
 
 def test_quality_is_counted_and_says_how() -> None:
-    assert grade.quality([right("gsm8k", "1")] * 4, [True, False, True, True]) == {
+    assert grade.summarise_grades([right("gsm8k", "1")] * 4, [True, False, True, True]) == {
         "graded": 4, "correct": 3, "accuracy": 0.75, "how": "gsm8k: exact match of the last number",
     }  # fmt: skip
-    how = grade.quality([reference(PROBLEMS[0])], [False])["how"]
+    how = grade.summarise_grades([reference(PROBLEMS[0])], [False])["how"]
     assert how.startswith("humaneval: pass@1; run with ")
 
 
@@ -508,8 +510,8 @@ def test_the_samples_references_accept_their_own_solutions(name: str) -> None:
         pytest.skip("no Landlock ABI 3 or no seccomp here, without which no program is run")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     key = {"gsm8k": "answer", "math500": "solution", "humaneval": "canonical_solution"}[name]
-    problems = prompt_sets.read(str(path), None, None, None, name)
+    problems = prompt_sets.read_prompt_set(str(path), None, None, None, name)
     assert len(rows) == len(problems) == 8
     for problem, row, other in zip(problems, rows, [*rows[1:], rows[0]], strict=True):
-        assert problem.reference and grade.grade(problem.reference, row[key])
-        assert not grade.grade(problem.reference, other[key])
+        assert problem.reference and grade.grade_answer(problem.reference, row[key])
+        assert not grade.grade_answer(problem.reference, other[key])

@@ -13,23 +13,23 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from benchmarks import published_page
 from stages.literature import audit, audit_findings, audit_serving, audit_tables, audit_trees, published
 from stages.literature.audit_findings import AGREES, DEPENDS, OPEN, Finding
-from stages.literature.published import Publication, Row
-from stages.params.tree_sections import candidates
+from stages.literature.published import Publication, PublishedRow
+from stages.params.tree_sections import count_candidates
 from tests.conftest import ROOT
 
-PUBLISHED = published.load(ROOT / "published")
+PUBLISHED = published.read_publications(ROOT / "published")
 TARGET = PUBLISHED["qwen3-30b-a3b-shape"]
 
 
 def found(publications: dict[str, Publication], what: str, about: str) -> Finding:
-    (one,) = (f for f in audit.findings(publications) if (f.what, f.about) == (what, about))
+    (one,) = (f for f in audit.audit_publications(publications) if (f.what, f.about) == (what, about))
     return one
 
 
 def changed(what: str, metric: str, value: float, **settings: object) -> dict[str, Publication]:
     """The publications, with the one number of that metric under these settings another."""
 
-    def is_it(row: Row) -> bool:
+    def is_it(row: PublishedRow) -> bool:
         return row.metric == metric and all(getattr(row.setting, key) == to for key, to in settings.items())
 
     rows = PUBLISHED[what].rows
@@ -45,7 +45,7 @@ def test_the_committed_page_is_what_the_code_writes() -> None:
 
 
 def test_every_publication_with_results_is_audited_and_every_verdict_known() -> None:
-    findings = audit.findings(PUBLISHED)
+    findings = audit.audit_publications(PUBLISHED)
     assert {f.what for f in findings} == set(PUBLISHED) - {TARGET.name}
     assert {f.verdict for f in findings} == set(audit_findings.VERDICTS)
     for f in findings:
@@ -64,14 +64,14 @@ def test_chain_is_the_mean_over_all_outcomes() -> None:
             for accepted in outcome:
                 probability *= rate if accepted else 1 - rate
             length += probability * (1 + ([*outcome, False].index(False)))
-        assert audit_serving.chain(rate, steps) == pytest.approx(length)
+        assert audit_serving.compute_chain_tau(rate, steps) == pytest.approx(length)
 
 
-def load(**changes: float) -> audit_serving.Load:
+def load(**changes: float) -> audit_serving.ServingScenario:
     numbers = {
         "prompts": 128, "inputs": 256, "outputs": 256, "rate": 8, "concurrency": 32, "tok_s": 0, "ttft_s": 0.1, "tpot_s": 0.01,
     }  # fmt: skip
-    return audit_serving.Load("a load", "plain", **(numbers | changes))
+    return audit_serving.ServingScenario("a load", "plain", **(numbers | changes))
 
 
 def test_little_s_law_finds_the_slots_of_a_closed_loop() -> None:
@@ -105,7 +105,7 @@ def test_the_arrival_ceiling_is_what_a_server_that_never_queues_reaches() -> Non
 def test_experts_touched_by_drawing_them() -> None:
     draw = random.Random(0)
     drawn = [len({e for _ in range(32) for e in draw.sample(range(128), 8)}) for _ in range(2000)]
-    assert audit_serving.experts_touched(32, 128, 8) == pytest.approx(mean(drawn), rel=0.005)
+    assert audit_serving.count_touched_experts(32, 128, 8) == pytest.approx(mean(drawn), rel=0.005)
 
 
 def test_the_target_s_shape_is_one_of_its_number_of_parameters_and_bytes() -> None:
@@ -121,18 +121,18 @@ def test_the_target_s_shape_is_one_of_its_number_of_parameters_and_bytes() -> No
         model = Qwen3MoeForCausalLM(config)
     assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(value["params_b"], abs=0.05)
     keys = model.model.layers[0].self_attn.k_proj.out_features
-    assert audit_serving.kv_bytes(1, TARGET) == 2 * 48 * keys * 2 == 96 * 1024
+    assert audit_serving.compute_kv_bytes(1, TARGET) == 2 * 48 * keys * 2 == 96 * 1024
 
 
 def test_candidates_are_those_that_params_allow() -> None:
     for steps, topk in product((1, 2, 8), (1, 2, 10)):
-        assert audit_findings.candidates(steps, topk) == candidates(steps, topk)
+        assert audit_findings.count_candidates(steps, topk) == count_candidates(steps, topk)
 
 
 def test_a_mean_may_lose_what_rounding_loses_and_no_more() -> None:
     row = next(r for r in PUBLISHED["eagle3-paper"].rows if r.setting.dataset == "GSM8K")
     rows = [replace(row, value=value) for value in (1.00, 1.01, 1.01)]  # up to 1.015 before they were rounded
-    assert [audit_tables.off(replace(row, value=value), rows) for value in (0.99, 1.00, 1.01, 1.02, 1.03)] == [
+    assert [audit_tables.is_mean_off(replace(row, value=value), rows) for value in (0.99, 1.00, 1.01, 1.02, 1.03)] == [
         True, False, False, True, True,
     ]  # fmt: skip
 
@@ -227,13 +227,13 @@ def test_a_verdict_follows_its_numbers(what: str, about: str, before: str, chang
 
 def test_what_the_audit_needs_and_can_t_have() -> None:
     with pytest.raises(ValueError, match=r"expected one tau with .*found \[\]"):
-        audit_findings.one(PUBLISHED["eagle3-paper"], "tau", target="nobody's")
+        audit_findings.get_number(PUBLISHED["eagle3-paper"], "tau", target="nobody's")
     twice = PUBLISHED["eagle3-paper"]
     with pytest.raises(ValueError, match="is given twice under"):
-        audit_findings.cells(replace(twice, rows=(*twice.rows, twice.rows[0])))
-    cell = audit_findings.cells(PUBLISHED["eagle3-paper"])[0]
+        audit_findings.group_cells(replace(twice, rows=(*twice.rows, twice.rows[0])))
+    cell = audit_findings.group_cells(PUBLISHED["eagle3-paper"])[0]
     with pytest.raises(ValueError, match="no tree, which the audit needs"):
-        audit_findings.shape(cell)
+        audit_findings.get_tree_shape(cell)
     with pytest.raises(ValueError, match="expected a number as prompts, found unknown"):
-        audit_findings.stated(cell, "prompts")
-    assert audit_trees.cycle_time(0.64, 0.21, 3.47) == pytest.approx(1.4921)
+        audit_findings.get_stated_number(cell, "prompts")
+    assert audit_trees.compute_cycle_time(0.64, 0.21, 3.47) == pytest.approx(1.4921)

@@ -9,7 +9,7 @@ from stages.results import served_table, torch_records
 from tests.conftest import ROOT
 from tests.served_cells import made_up, point
 
-PUBLISHED = published.load(ROOT / "published")
+PUBLISHED = published.read_publications(ROOT / "published")
 
 
 def ours(tree: str, workload: str = "eval", temperature: float = 0.0, **metrics: float) -> dict[str, Any]:
@@ -32,14 +32,14 @@ def ours(tree: str, workload: str = "eval", temperature: float = 0.0, **metrics:
     ],
 )
 def test_whose_target_is_ours(model: str, names: set[str]) -> None:
-    assert set(own_beside_published.of_target(PUBLISHED, model)) == names
+    assert set(own_beside_published.select_target_rows(PUBLISHED, model)) == names
 
 
 def test_a_percentage_is_compared_as_a_share_and_a_definition_of_ours_is_no_difference() -> None:
     rows = PUBLISHED["qwen3-vl-weather"].rows
     (line,) = (
         line
-        for line in own_beside_published.lines(rows, [ours("t10_3_32", accept_rate=0.62)])
+        for line in own_beside_published.pair_rows(rows, [ours("t10_3_32", accept_rate=0.62)])
         if line.published.metric == "accept_rate"
     )
     assert (line.theirs, line.ours, line.ratio) == pytest.approx((0.31, 0.62, 2))
@@ -48,7 +48,7 @@ def test_a_percentage_is_compared_as_a_share_and_a_definition_of_ours_is_no_diff
 
 def test_a_tree_that_only_one_side_has_is_left_out() -> None:
     rows = PUBLISHED["qwen3-vl-weather"].rows
-    found = list(own_beside_published.lines(rows, [ours("t8_2_16"), ours("t9_9_9")]))
+    found = list(own_beside_published.pair_rows(rows, [ours("t8_2_16"), ours("t9_9_9")]))
     assert {line.published.setting.tree for line in found} == {"t8_2_16"}
     assert [line.theirs for line in found if line.published.metric == "tau"] == [3.73, 3.9]
 
@@ -60,7 +60,7 @@ def test_times_hang_on_engine_and_machine_and_accept_lengths_do_not() -> None:
         if (row.setting.target, row.setting.dataset) == ("Qwen3-4B", "GSM8K")
     ]
     tau, tok_s = sorted(
-        own_beside_published.lines(rows, [ours("t2_1_3", workload="gsm8k", temperature=0.5)]),
+        own_beside_published.pair_rows(rows, [ours("t2_1_3", workload="gsm8k", temperature=0.5)]),
         key=lambda line: line.theirs,
     )
     said = "its temperature isn't stated"
@@ -69,7 +69,7 @@ def test_times_hang_on_engine_and_machine_and_accept_lengths_do_not() -> None:
     sweep = [row for row in PUBLISHED["specforge-sweep"].rows if (row.metric, row.setting.tree) == ("tau", "t3_1_4")][
         :1
     ]
-    (line,) = own_beside_published.lines(sweep, [ours("t3_1_4", temperature=0.5)])
+    (line,) = own_beside_published.pair_rows(sweep, [ours("t3_1_4", temperature=0.5)])
     assert "temperature 0.0 against 0.5" in line.differs
 
 
@@ -77,12 +77,12 @@ def test_served_points_are_compared_in_the_publications_units_and_at_its_load() 
     baseline = made_up("random", points=[point(1024, 64, 0.02), point(1024, 32, 0.02)], temperature=1.0)
     drafts = [point(1024, 64, 0.01, tau=2.9, tree="t5_8_32"), point(1024, 32, 0.01, tau=2.9, tree="t5_8_32")]
     cell_ = made_up("random", "e009", "t5_8_32", drafts, baseline_points=[point(1024, 64, 0.03)])
-    cells = list(own_beside_published.of_served(served_table.lines([baseline, cell_], {}, set())))
+    cells = list(own_beside_published.convert_served_points(served_table.join_lines([baseline, cell_], {}, set())))
     assert [(c["checkpoint"], c["tree"]) for c in cells] == [(None, None)] * 2 + [("e009", "t5_8_32")] * 2 + [
         (None, None)
     ]
     rows = [r for r in PUBLISHED["qwen3-coder-h100"].rows if r.setting.output_tokens == 1024]
-    found = {(line.published.metric, line.checkpoint): line for line in own_beside_published.lines(rows, cells)}
+    found = {(line.published.metric, line.checkpoint): line for line in own_beside_published.pair_rows(rows, cells)}
     load = drafts[0]["loads"][0]
     line = found["ttft_mean_ms", "e009"]
     assert (line.theirs, line.ours) == (168, pytest.approx(1000 * load["ttft_s"]["mean"]))

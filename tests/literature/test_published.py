@@ -11,7 +11,7 @@ from stages.literature import published
 from stages.results import torch_records
 from tests.conftest import ROOT
 
-PUBLISHED = published.load(ROOT / "published")
+PUBLISHED = published.read_publications(ROOT / "published")
 # Numbers and their sum, as a script of its own took them from the sources when they were copied (2026-11-21); for the
 # two prose documents, their tables alone were counted so, the rest by hand.
 COPIED = {
@@ -47,7 +47,7 @@ def test_a_row_of_the_seed_table() -> None:
     assert [(row.metric, row.value) for row in rows] == [
         ("prefill_latency_s", 0.21), ("accept_rate", 31), ("e2e_latency_s", 0.63), ("tau", 4.05),
     ]  # fmt: skip
-    assert published.tree(rows[0].setting) == (10, 3, 32)
+    assert published.parse_tree(rows[0].setting) == (10, 3, 32)
     assert (rows[0].setting.temperature, rows[0].setting.prompts) == ("unknown", 100)
 
 
@@ -55,7 +55,7 @@ def test_chains_count_their_root() -> None:
     """The notes write 8_1_8 and 16_1_16; SGLang verifies steps + 1 tokens."""
     for publication in PUBLISHED.values():
         for row in publication.rows:
-            shape = published.tree(row.setting)
+            shape = published.parse_tree(row.setting)
             assert not shape or shape[1] != 1 or shape[2] == shape[0] + 1, row
 
 
@@ -76,7 +76,7 @@ def test_the_sweep_is_its_csv() -> None:
     assert len(points) == 440 and len(rows) == 4 * 440
     for metric, column in {"tau": "accept_len", "speedup": "speedup", "output_tok_s": "spec_tps"}.items():
         assert [row.value for row in rows if row.metric == metric] == [float(point[column]) for point in points]
-    shapes = {"{:.0f},{},{},{}".format(row.setting.batch, *published.tree(row.setting)) for row in rows}
+    shapes = {"{:.0f},{},{},{}".format(row.setting.batch, *published.parse_tree(row.setting)) for row in rows}
     assert shapes == {point["bs_steps_topk_ndt"] for point in points}
 
 
@@ -87,7 +87,7 @@ SMALL: dict[str, Any] = {
     "title": "a table",
     "source": {"document": "a page", "url": "unknown", "date": "unknown"},
     "notes": [],
-    "settings": dict.fromkeys(published.SETTINGS, "unknown") | {"label": None},
+    "settings": dict.fromkeys(published.SETTING_NAMES, "unknown") | {"label": None},
     "metrics": {"tau": {"printed": "τ", "unit": "tokens", "decimals": 2, "definition": "tau"}},
     "tables": [{"where": "here", "columns": ["tree", "tau", "tau @ GSM8K"], "rows": [["t8_2_16", 3.5, None]]}],
 }
@@ -100,7 +100,7 @@ def written(tmp_path: Path, content: Any) -> Path:
 
 
 def test_a_number_that_is_not_printed_is_no_row(tmp_path: Path) -> None:
-    (row,) = published.read(written(tmp_path, SMALL)).rows
+    (row,) = published.read_publication(written(tmp_path, SMALL)).rows
     assert (row.value, row.setting.tree, row.setting.dataset, row.what) == (3.5, "t8_2_16", "unknown", "small")
 
 
@@ -160,29 +160,29 @@ def change(place: str, value: Any) -> dict[str, Any]:
 def test_a_defect_is_named(tmp_path: Path, place: str, value: Any, said: str) -> None:
     path = written(tmp_path, change(place, value))
     with pytest.raises(ValueError, match=said) as raised:
-        published.read(path)
+        published.read_publication(path)
     assert "small.yaml" in str(raised.value)
 
 
 def test_what_is_not_yaml_or_not_there(tmp_path: Path) -> None:
     (tmp_path / "small.yaml").write_text("title: a\ntitle: b\n")
     with pytest.raises(ValueError, match=r"small\.yaml is not YAML"):
-        published.read(tmp_path / "small.yaml")
+        published.read_publication(tmp_path / "small.yaml")
     with pytest.raises(ValueError, match=r"other\.yaml not found; restore it"):
-        published.read(tmp_path / "other.yaml")
+        published.read_publication(tmp_path / "other.yaml")
     with pytest.raises(ValueError, match="holds no publication"):
-        published.load(tmp_path / "nowhere")
+        published.read_publications(tmp_path / "nowhere")
 
 
 def test_a_csv_beside_the_file(tmp_path: Path) -> None:
     table = {"where": "here", "columns": ["batch_and_tree", "tau"], "csv": "points.csv"}
     path = written(tmp_path, SMALL | {"tables": [table]})
     with pytest.raises(ValueError, match=r"points\.csv not found"):
-        published.read(path)
+        published.read_publication(path)
     (tmp_path / "points.csv").write_text('config,tau\n"8,3,1,4",2.5\n')
-    (row,) = published.read(path).rows
+    (row,) = published.read_publication(path).rows
     assert (row.setting.batch, row.setting.tree, row.value) == (8, "t3_1_4", 2.5)
     for line, said in {'"8,3,1",2.5': "expected batch,num_steps", '"8,3,1,4",': "expected a number"}.items():
         (tmp_path / "points.csv").write_text(f"config,tau\n{line}\n")
         with pytest.raises(ValueError, match=rf"points\.csv, row 1.*{said}"):
-            published.read(path)
+            published.read_publication(path)

@@ -13,20 +13,20 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from stages.draft.eagle3 import DraftConfig
 from stages.engine import decode
 from stages.engine.decode import Engine
-from stages.engine.sampling import Sampling
-from stages.methods.eagle import Eagle
-from stages.methods.eagle_proposer import Guessing
-from stages.methods.lookahead import Lookahead
-from stages.methods.medusa import Medusa
-from stages.methods.medusa_proposer import Heads
-from stages.methods.prompt_lookup import Ngram
-from stages.methods.static_tree import Static, best_first
+from stages.engine.sampling import SamplingParams
+from stages.methods.eagle import EagleDraft
+from stages.methods.eagle_proposer import EagleMethod
+from stages.methods.lookahead import LookaheadMethod
+from stages.methods.medusa import MedusaDraft
+from stages.methods.medusa_proposer import MedusaMethod
+from stages.methods.prompt_lookup import PromptLookupMethod
+from stages.methods.static_tree import StaticTree, select_best_branches
 from tests.engine.test_decode import END, ROOM, VOCAB, Played, Posted, drawn, prompts, said, theirs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
-PATHS = best_first([[0.5, 0.3, 0.1], [0.4, 0.2, 0.1], [0.3, 0.2, 0.1]], 9)
+PATHS = select_best_branches([[0.5, 0.3, 0.1], [0.4, 0.2, 0.1], [0.3, 0.2, 0.1]], 9)
 H = 64
 ROPE = {"rope_theta": 1e4, "rope_type": "default"}
 
@@ -42,30 +42,30 @@ def model() -> Any:
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval().requires_grad_(False)
 
 
-def random_eagle(head: Tensor, vocab: int = VOCAB, hidden: int = H) -> Eagle:
+def random_eagle(head: Tensor, vocab: int = VOCAB, hidden: int = H) -> EagleDraft:
     config = DraftConfig(hidden, 96, 4, 2, 16, vocab, vocab, 512, 1e-6, ROPE)
-    return Eagle.fresh(config, head, seed=1).requires_grad_(False)
+    return EagleDraft.fresh(config, head, seed=1).requires_grad_(False)
 
 
-def random_heads(head: Tensor, count: int = 3) -> Medusa:
+def random_heads(head: Tensor, count: int = 3) -> MedusaDraft:
     kept = torch.tensor([0, 1, 2, 4, 5, 7, 8, 9, 11])  # a part of the vocabulary, the end token in it
     t2d = torch.zeros(VOCAB, dtype=torch.bool)
     t2d[kept] = True
     config = {"hidden_size": H, "vocab_size": VOCAB, "draft_vocab_size": len(kept), "heads": count}
-    made = Medusa.fresh(config, head, kept - torch.arange(len(kept)), t2d).requires_grad_(False)
+    made = MedusaDraft.fresh(config, head, kept - torch.arange(len(kept)), t2d).requires_grad_(False)
     for weight in made.parameters():
         weight += 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(2))
     return made
 
 
 METHODS = {
-    "ngram": lambda model: Ngram(3, 1, 5, CPU),
-    "lookahead": lambda model: Lookahead(4, 4, 3, CPU),
-    "medusa": lambda model: Heads(random_heads(model.lm_head.weight), Static.of(PATHS, CPU), H, VOCAB),
-    "eagle": lambda model: Guessing(
-        random_eagle(model.lm_head.weight), model.model.embed_tokens.weight, Static.of(PATHS, CPU), "eagle"
+    "ngram": lambda model: PromptLookupMethod(3, 1, 5, CPU),
+    "lookahead": lambda model: LookaheadMethod(4, 4, 3, CPU),
+    "medusa": lambda model: MedusaMethod(random_heads(model.lm_head.weight), StaticTree.of(PATHS, CPU), H, VOCAB),
+    "eagle": lambda model: EagleMethod(
+        random_eagle(model.lm_head.weight), model.model.embed_tokens.weight, StaticTree.of(PATHS, CPU), "eagle"
     ),
-    "eagle2": lambda model: Guessing(
+    "eagle2": lambda model: EagleMethod(
         random_eagle(model.lm_head.weight), model.model.embed_tokens.weight, (4, 3, 10), "eagle"
     ),
 }
@@ -97,7 +97,7 @@ def test_greedy_answers_are_transformers_own(engine: Engine, model: Any, name: s
 def test_drawn_answers_are_those_of_plain_decoding_by_hand(engine: Engine, model: Any, name: str) -> None:
     method, accepted = METHODS[name](model), 0
     for seed, prompt in enumerate([*prompts(), *prompts()]):
-        how = Sampling(0.8, 0.95, 6, seed)
+        how = SamplingParams(0.8, 0.95, 6, seed)
         steps = list(engine.proposed(prompt, ROOM, method, sampling=how))
         assert said(steps) == drawn(model, prompt, how)
         accepted += sum(step.accepted for step in steps[1:])
@@ -161,7 +161,7 @@ def texts(model: Any, method: Any) -> list[tuple[list[int], set[tuple[int, ...]]
 
 def test_prompt_lookup_takes_the_longest_and_then_the_last_match(model: Any) -> None:
     several = 0
-    for text, found in texts(model, Ngram(3, 1, 5, CPU)):
+    for text, found in texts(model, PromptLookupMethod(3, 1, 5, CPU)):
         expected: set[tuple[int, ...]] = set()
         for size in (3, 2, 1):
             ends = [
@@ -178,7 +178,7 @@ def test_prompt_lookup_takes_the_longest_and_then_the_last_match(model: Any) -> 
 
 def test_lookahead_keeps_what_the_target_itself_says_after_each_column(model: Any) -> None:
     """Jacobi iteration by hand: of every column a plain causal forward over text, row 0 up to it, and the column."""
-    method, kept = Lookahead(4, 4, 3, CPU), 0
+    method, kept = LookaheadMethod(4, 4, 3, CPU), 0
     prompt = prompts()[2]
     engine, noted = Engine(model, [], [1, 3, 4]), Noted(method)
     text = prompt + said(engine.proposed(prompt, ROOM, noted))
@@ -208,14 +208,14 @@ def test_lookahead_keeps_what_the_target_itself_says_after_each_column(model: An
 def test_a_lookahead_guess_that_is_right_to_its_end_yields_level_tokens(model: Any) -> None:
     """The authors' code stops one short (research: N - 1)."""
     engine = Engine(model, [END], [1, 3, 4])
-    steps = [step for prompt in prompts() for step in engine.proposed(prompt, ROOM, Lookahead(6, 3, 6, CPU))]
+    steps = [step for prompt in prompts() for step in engine.proposed(prompt, ROOM, LookaheadMethod(6, 3, 6, CPU))]
     assert max(len(step.tokens) for step in steps) == 3
 
 
 def test_medusa_proposes_the_ranks_of_its_heads_on_the_hidden_state_before_the_root(model: Any) -> None:
     heads = random_heads(model.lm_head.weight)
     kept = heads.t2d.nonzero()[:, 0]
-    for text, found in texts(model, Heads(heads, Static.of(PATHS, CPU), H, VOCAB)):
+    for text, found in texts(model, MedusaMethod(heads, StaticTree.of(PATHS, CPU), H, VOCAB)):
         hidden = model.model(torch.tensor([text[:-1]])).last_hidden_state[0, -1]
         ranked = []
         for block, out in zip(heads.blocks, heads.outs, strict=True):
@@ -224,7 +224,7 @@ def test_medusa_proposes_the_ranks_of_its_heads_on_the_hidden_state_before_the_r
         assert found == {tuple(ranked[depth][rank] for depth, rank in enumerate(path)) for path in PATHS}
 
 
-def guessed(eagle: Eagle, model: Any, text: list[int], branch: tuple[int, ...]) -> Tensor:
+def guessed(eagle: EagleDraft, model: Any, text: list[int], branch: tuple[int, ...]) -> Tensor:
     """Logits after a branch, its layer written out over the whole text: no cache, no tree, no reuse of a state."""
     hidden = list(model.model(torch.tensor([text[:-1]])).last_hidden_state[0])  # of positions 0 .. n-1
     tokens = [*text[1:], *branch]
@@ -250,7 +250,7 @@ def guessed(eagle: Eagle, model: Any, text: list[int], branch: tuple[int, ...]) 
 
 def test_eagle_proposes_the_ranks_of_its_layer_written_out(model: Any) -> None:
     eagle = random_eagle(model.lm_head.weight)
-    method = Guessing(eagle, model.model.embed_tokens.weight, Static.of(PATHS, CPU), "eagle")
+    method = EagleMethod(eagle, model.model.embed_tokens.weight, StaticTree.of(PATHS, CPU), "eagle")
     cycles = [(text, tree) for text, tree in texts(model, method) if len(text) > 1][::6]
     for text, found in cycles:
         tokens: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
@@ -263,7 +263,7 @@ def test_eagle_proposes_the_ranks_of_its_layer_written_out(model: Any) -> None:
 
 def test_eagle_2_proposes_the_likeliest_branches_of_its_layer_written_out(model: Any) -> None:
     eagle = random_eagle(model.lm_head.weight)
-    method = Guessing(eagle, model.model.embed_tokens.weight, (3, 2, 6), "eagle")
+    method = EagleMethod(eagle, model.model.embed_tokens.weight, (3, 2, 6), "eagle")
     for text, found in texts(model, method)[1::9]:
         beam: dict[tuple[int, ...], float] = {(): 0.0}
         every: dict[tuple[int, ...], float] = {}
@@ -292,10 +292,10 @@ def test_best_first_finds_the_tree_of_the_greatest_expected_length(seed: int) ->
             some for some in itertools.combinations(every, count) if all(p[:-1] in {(), *some} for p in some)
         ]  # fmt: skip
         best = max(sum(worth[path] for path in some) for some in trees)
-        found = best_first(accuracy, count)
+        found = select_best_branches(accuracy, count)
         assert tuple(found) in trees
         assert sum(worth[path] for path in found) == pytest.approx(best)
-    assert best_first(accuracy, 99) == sorted(every, key=lambda path: (len(path), path))
+    assert select_best_branches(accuracy, 99) == sorted(every, key=lambda path: (len(path), path))
 
 
 # --- what can't belong together is refused before the first token ---------------------------------------------------
@@ -304,14 +304,14 @@ def test_best_first_finds_the_tree_of_the_greatest_expected_length(seed: int) ->
 def test_heads_of_another_target_are_refused_with_the_numbers(model: Any) -> None:
     heads = random_heads(model.lm_head.weight)
     with pytest.raises(ValueError, match=rf"for a target of {VOCAB} tokens and width {H}; this target has 13 and 64"):
-        Heads(heads, Static.of(PATHS, CPU), H, 13)
+        MedusaMethod(heads, StaticTree.of(PATHS, CPU), H, 13)
     with pytest.raises(ValueError, match=rf"this target has {VOCAB} and 32; train heads"):
-        Heads(heads, Static.of(PATHS, CPU), 32, VOCAB)
+        MedusaMethod(heads, StaticTree.of(PATHS, CPU), 32, VOCAB)
 
 
 def test_a_tree_deeper_than_there_are_heads_is_refused(model: Any) -> None:
     with pytest.raises(ValueError, match="the tree is 3 deep, expected at most 2"):
-        Heads(random_heads(model.lm_head.weight, 2), Static.of(PATHS, CPU), H, VOCAB)
+        MedusaMethod(random_heads(model.lm_head.weight, 2), StaticTree.of(PATHS, CPU), H, VOCAB)
 
 
 def test_an_eagle_of_another_target_is_refused_with_the_numbers(model: Any) -> None:
@@ -320,4 +320,4 @@ def test_an_eagle_of_another_target_is_refused_with_the_numbers(model: Any) -> N
         with pytest.raises(
             ValueError, match=r"is for a target of 1\d tokens and width (32|64); this target has 12 and 64"
         ):
-            Guessing(eagle, table, (3, 2, 6), "eagle")
+            EagleMethod(eagle, table, (3, 2, 6), "eagle")

@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from stages.draft.eagle3 import DraftConfig
 from stages.engine.decode import Engine
 from stages.methods import registry
-from stages.methods.eagle import Eagle
-from stages.methods.eagle_proposer import Guessing
-from stages.methods.lookahead import Lookahead
-from stages.methods.medusa import Medusa
-from stages.methods.medusa_proposer import Heads
-from stages.methods.prompt_lookup import Ngram
-from stages.methods.static_tree import Static, best_first
+from stages.methods.eagle import EagleDraft
+from stages.methods.eagle_proposer import EagleMethod
+from stages.methods.lookahead import LookaheadMethod
+from stages.methods.medusa import MedusaDraft
+from stages.methods.medusa_proposer import MedusaMethod
+from stages.methods.prompt_lookup import PromptLookupMethod
+from stages.methods.static_tree import StaticTree, select_best_branches
 from stages.training import ttt
 from tests.engine.test_decode import END, prompts
 from tests.engine.test_decode import ROOM as LONG
@@ -28,21 +28,21 @@ from tests.target.test_multimodal_forward import ROOM, described, row, said
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU, STEPS = torch.device("cpu"), 3
-PATHS = best_first([[0.5, 0.3, 0.1]] * STEPS, 9)
+PATHS = select_best_branches([[0.5, 0.3, 0.1]] * STEPS, 9)
 
 
-def methods(embedding: Any, head: Any, config: DraftConfig, eagle: Eagle | None = None) -> dict[str, Any]:
+def methods(embedding: Any, head: Any, config: DraftConfig, eagle: EagleDraft | None = None) -> dict[str, Any]:
     vocabulary, hidden = embedding.shape
     shape = {"hidden_size": hidden, "vocab_size": vocabulary, "draft_vocab_size": vocabulary, "heads": STEPS}
     every = torch.zeros(vocabulary, dtype=torch.int64)
-    heads = Medusa.fresh(shape, head, every, torch.ones_like(every).bool()).requires_grad_(False)
-    eagle = eagle or Eagle.fresh(config, head, seed=1).requires_grad_(False)
+    heads = MedusaDraft.fresh(shape, head, every, torch.ones_like(every).bool()).requires_grad_(False)
+    eagle = eagle or EagleDraft.fresh(config, head, seed=1).requires_grad_(False)
     return {
-        "ngram": Ngram(3, 1, 5, CPU),
-        "lookahead": Lookahead(4, 3, 3, CPU),
-        "medusa": Heads(heads, Static.of(PATHS, CPU), hidden, vocabulary),
-        "eagle": Guessing(eagle, embedding, Static.of(PATHS, CPU), "sglang"),
-        "eagle2": Guessing(eagle, embedding, (STEPS, 2, 6), "sglang"),
+        "ngram": PromptLookupMethod(3, 1, 5, CPU),
+        "lookahead": LookaheadMethod(4, 3, 3, CPU),
+        "medusa": MedusaMethod(heads, StaticTree.of(PATHS, CPU), hidden, vocabulary),
+        "eagle": EagleMethod(eagle, embedding, StaticTree.of(PATHS, CPU), "sglang"),
+        "eagle2": EagleMethod(eagle, embedding, (STEPS, 2, 6), "sglang"),
     }
 
 
@@ -84,11 +84,13 @@ def test_a_target_that_sees(tmp_path: Path, name: str) -> None:
     answers = [said(engine.plain(ids.tolist(), ROOM, shown)) for ids, shown in documents()]
     rows = [row(model, ids, shown, answer) for (ids, shown), answer in zip(documents(), answers, strict=True)]
 
-    eagle = Eagle.fresh(config, head, seed=1)
-    pack, optimizer = ttt.Pack.of(rows[:3], 1, "aligned"), torch.optim.AdamW(eagle.parameters(), lr=0.003)
+    eagle = EagleDraft.fresh(config, head, seed=1)
+    pack, optimizer = ttt.TrainingPack.of(rows[:3], 1, "aligned"), torch.optim.AdamW(eagle.parameters(), lr=0.003)
     for _ in range(60):
         optimizer.zero_grad()
-        registry.RIVALS["eagle"].forward(eagle, pack, embedding, head, ttt.Objective(1), None).total.backward()
+        registry.TRAINABLE_METHODS["eagle"].forward(
+            eagle, pack, embedding, head, ttt.TrainingObjective(1), None
+        ).total.backward()
         optimizer.step()
     eagle.requires_grad_(False)
 
@@ -96,10 +98,10 @@ def test_a_target_that_sees(tmp_path: Path, name: str) -> None:
         for (ids, shown), answer in zip(documents(), answers, strict=True):
             assert said(engine.proposed(ids.tolist(), ROOM, method, shown)) == answer
 
-    chain, accepted = Guessing(eagle, embedding, Static.of([(0,), (0, 0), (0, 0, 0)], CPU), "sglang"), 0
+    chain, accepted = EagleMethod(eagle, embedding, StaticTree.of([(0,), (0, 0), (0, 0, 0)], CPU), "sglang"), 0
     for (ids, shown), one in zip(documents(), rows, strict=True):
-        alone = ttt.Pack.of([one], STEPS, "aligned")
-        found = registry.RIVALS["eagle"].guesses(eagle, alone, embedding, head, STEPS, 1)
+        alone = ttt.TrainingPack.of([one], STEPS, "aligned")
+        found = registry.TRAINABLE_METHODS["eagle"].guesses(eagle, alone, embedding, head, STEPS, 1)
         hits = {  # position -> of each step whether it guesses the answer's token
             int(p): [bool(g[n, 0] == one.ids[p + 2 + k]) for k, g in enumerate(found) if n < len(g)]
             for n, p in enumerate(alone.asked)

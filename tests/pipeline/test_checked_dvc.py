@@ -27,7 +27,7 @@ def linked(project: Project) -> Project:
 
 
 def run_all(on_line=print) -> dict[str, Outcome]:
-    return {name: dvc_graph.run_stage(name, on_line) for name in dvc_graph.stages()}
+    return {name: dvc_graph.reproduce_stage(name, on_line) for name in dvc_graph.list_stages()}
 
 
 def write_in_place(path: Path) -> None:
@@ -51,7 +51,7 @@ def test_an_output_edited_in_place_is_not_restored_as_the_stages_result(linked: 
     said: list[str] = []
     outcomes = run_all(said.append)
     assert outcomes == {"first": Outcome.RESTORED, "middle": Outcome.RAN, "last": Outcome.RESTORED}
-    assert edited.read_text() == whole and dvc_graph.why_stale() == {}
+    assert edited.read_text() == whole and dvc_graph.explain_stale() == {}
     (warning,) = [line for line in said if "cached copy" in line]
     assert "middle.csv (made by: python middle.py) does not have the bytes it was kept with" in warning
     (kept,) = (linked.root / ".dvc/cache/damaged").iterdir()
@@ -63,7 +63,7 @@ def test_an_output_edited_in_place_runs_again_where_it_lies(linked: Project, cap
     edited = linked.root / "middle.csv"
     whole = edited.read_text()
     write_in_place(edited)
-    assert dvc_graph.why_stale()["middle"] == ["middle.csv not in cache"]
+    assert dvc_graph.explain_stale()["middle"] == ["middle.csv not in cache"]
     assert "cached copy of middle.csv (made by: python middle.py)" in caplog.text
     assert run_all() == {"first": Outcome.UNCHANGED, "middle": Outcome.RAN, "last": Outcome.UNCHANGED}
     assert edited.read_text() == whole
@@ -76,7 +76,7 @@ def test_a_file_of_a_folder_is_named_and_the_others_are_left_alone(linked: Proje
     run_all()
     write_in_place(linked.root / "made/two")
     said: list[str] = []
-    assert dvc_graph.run_stage("folder", said.append) == Outcome.RAN
+    assert dvc_graph.reproduce_stage("folder", said.append) == Outcome.RAN
     assert any("cached copy of made/two (made by: mkdir made" in line for line in said)
     assert (linked.root / "made/two").read_text() == "2\n"
     assert len(list((linked.root / ".dvc/cache/damaged").iterdir())) == 1
@@ -89,7 +89,7 @@ def test_a_damaged_copy_is_not_pushed_for_other_hosts(linked: Project, tmp_path:
     subprocess.run([*dvc, "remote", "add", "-q", "-d", "store", str(tmp_path / "store")], check=True)
     linked.git("init", "-q")
     write_in_place(linked.root / "first.csv")
-    dvc_remote.offer("middle")
+    dvc_remote.offer_stage("middle")
     held = [path for path in (tmp_path / "store").rglob("*") if path.is_file() and b"an edit" in path.read_bytes()]
     assert held == []
 
@@ -102,5 +102,5 @@ def test_whole_copies_are_hashed_once_and_then_known_by_size_and_time(linked: Pr
     plain = hashing.file_md5
     monkeypatch.setattr(hashing, "file_md5", lambda path, *a, **k: read.append(path) or plain(path, *a, **k))
     linked.script("last", "# edited")  # so that DVC is asked at all
-    dvc_graph.why_stale()
+    dvc_graph.explain_stale()
     assert [path for path in read if "cache" in path] == []

@@ -13,12 +13,12 @@ import pytest
 
 from pipeline import dvc_graph
 from pipeline.dvc_graph import Outcome
-from pipeline.resources import lock
+from pipeline.resources import try_lock
 from tests.conftest import gone
 
 
 def run_all() -> dict[str, Outcome]:
-    return {name: dvc_graph.run_stage(name, lambda line: None) for name in dvc_graph.stages()}
+    return {name: dvc_graph.reproduce_stage(name, lambda line: None) for name in dvc_graph.list_stages()}
 
 
 class Watched:
@@ -32,7 +32,7 @@ class Watched:
 
     def _run(self, stage: str) -> None:
         try:
-            dvc_graph.run_stage(stage, self.lines.append)
+            dvc_graph.reproduce_stage(stage, self.lines.append)
         except BaseException as problem:
             self.problem = problem
 
@@ -46,7 +46,7 @@ class Watched:
 
 
 def test_stages_come_in_dependency_order_with_what_they_need(project):
-    assert list(dvc_graph.stages().items()) == [("first", []), ("middle", ["first"]), ("last", ["middle"])]
+    assert list(dvc_graph.list_stages().items()) == [("first", []), ("middle", ["first"]), ("last", ["middle"])]
 
 
 def test_stages_made_from_lists_are_there_and_a_data_file_under_dvc_runs_too(project):
@@ -55,10 +55,10 @@ def test_stages_made_from_lists_are_there_and_a_data_file_under_dvc_runs_too(pro
         "stages:\n  cell:\n    matrix: {tree: '${trees}'}\n    cmd: echo ${item.tree}\n    deps: [raw.csv]\n"
     )
     (project.root / "raw.csv.dvc").write_text(f"outs:\n- md5: {'a' * 32}\n  hash: md5\n  path: raw.csv\n")
-    needs = dvc_graph.stages()
+    needs = dvc_graph.list_stages()
     assert needs == {"raw.csv.dvc": [], "cell@t5_1_6": ["raw.csv.dvc"], "cell@t5_2_8": ["raw.csv.dvc"]}
-    assert [dvc_graph.run_stage("raw.csv.dvc", print) for _ in range(2)] == [Outcome.RAN, Outcome.UNCHANGED]
-    assert dvc_graph.run_stage("cell@t5_2_8", print) == Outcome.RAN
+    assert [dvc_graph.reproduce_stage("raw.csv.dvc", print) for _ in range(2)] == [Outcome.RAN, Outcome.UNCHANGED]
+    assert dvc_graph.reproduce_stage("cell@t5_2_8", print) == Outcome.RAN
 
 
 def test_a_stage_runs_then_stays_then_comes_back_from_the_cache(project):
@@ -75,7 +75,7 @@ def test_a_stage_runs_then_stays_then_comes_back_from_the_cache(project):
 
 def test_a_stage_that_prints_another_verdict_fools_nobody(project):
     project.script("first", """print("Stage 'first' didn't change, skipping")""")
-    assert dvc_graph.run_stage("first", print) == Outcome.RAN
+    assert dvc_graph.reproduce_stage("first", print) == Outcome.RAN
 
 
 def test_lines_arrive_while_the_stage_is_at_work(project):
@@ -91,7 +91,7 @@ def test_lines_arrive_while_the_stage_is_at_work(project):
         if line == "ready":
             Path("go").touch()
 
-    assert dvc_graph.run_stage("first", answer) == Outcome.RAN
+    assert dvc_graph.reproduce_stage("first", answer) == Outcome.RAN
     assert lines.index("ready") < lines.index("this is first")
 
 
@@ -101,7 +101,7 @@ def test_the_log_has_no_blank_lines_and_not_what_dvc_advises_after_each_stage(pr
     (project.root / ".dvc" / "config").write_text("[core]\n    analytics = false\n")
     subprocess.run(["git", "init", "-q"], check=True)
     lines: list[str] = []
-    dvc_graph.run_stage("first", lines.append)
+    dvc_graph.reproduce_stage("first", lines.append)
     assert lines == [
         "Running stage 'first':",
         "> python first.py",
@@ -112,10 +112,10 @@ def test_the_log_has_no_blank_lines_and_not_what_dvc_advises_after_each_stage(pr
 
 
 def test_a_failure_names_the_stage_and_shows_the_end_of_its_log(project):
-    dvc_graph.run_stage("first", print)
+    dvc_graph.reproduce_stage("first", print)
     project.script("middle", "print(*range(100), sep='\\n')\nsys.exit('out of cheese')")
     with pytest.raises(dvc_graph.StageError, match="stage middle failed") as failure:
-        dvc_graph.run_stage("middle", print)
+        dvc_graph.reproduce_stage("middle", print)
     assert "out of cheese" in str(failure.value) and "\n42\n" not in str(failure.value)
     assert project.locked() == {"first"}
     project.script("middle")
@@ -125,7 +125,7 @@ def test_a_failure_names_the_stage_and_shows_the_end_of_its_log(project):
 @pytest.mark.parametrize("first", ["", "signal.signal(signal.SIGTERM, signal.SIG_IGN)"], ids=["polite", "stubborn"])
 def test_end_children_ends_the_command_and_dvc_keeps_its_house(project, monkeypatch, first):
     monkeypatch.setattr(dvc_graph, "COMMAND_GRACE", 0.5)
-    dvc_graph.run_stage("first", print)
+    dvc_graph.reproduce_stage("first", print)
     project.sleeper("middle", first)
     watched = Watched("middle")
     command = watched.sleeping()
@@ -152,7 +152,7 @@ def test_a_stage_ends_when_its_reader_fails(project):
             raise ConnectionError("the log's server is gone")
 
     with pytest.raises(ConnectionError):
-        dvc_graph.run_stage("first", stumble)
+        dvc_graph.reproduce_stage("first", stumble)
     assert commands and gone(commands[0].pid)
 
 
@@ -160,18 +160,18 @@ def test_why_names_the_parameter_the_file_and_what_is_gone(project):
     (project.root / "params.yaml").write_text("report: {title: one}\n")
     text = (project.root / "dvc.yaml").read_text()
     (project.root / "dvc.yaml").write_text(text.replace("last.py]", "last.py]\n    params: [report.title]"))
-    assert dvc_graph.why_stale() == {name: ["it is new"] for name in ("first", "middle", "last")}
+    assert dvc_graph.explain_stale() == {name: ["it is new"] for name in ("first", "middle", "last")}
     run_all()
-    assert dvc_graph.why_stale() == {}
+    assert dvc_graph.explain_stale() == {}
     (project.root / "params.yaml").write_text("report: {title: two}\n")
     (project.root / "middle.csv").unlink()
     project.script("first", "# edited")
-    assert dvc_graph.why_stale() == {
+    assert dvc_graph.explain_stale() == {
         "first": ["first.py modified"],
         "middle": ["middle.csv deleted"],
         "last": ["middle.csv deleted", "params.yaml: report.title modified"],
     }
-    assert dvc_graph.why_stale(["first"]) == {"first": ["first.py modified"]}
+    assert dvc_graph.explain_stale(["first"]) == {"first": ["first.py modified"]}
 
 
 def test_what_another_process_works_on_may_be_stale(project):
@@ -180,7 +180,7 @@ def test_what_another_process_works_on_may_be_stale(project):
     watched = Watched("first")
     watched.sleeping()
     try:
-        found = dvc_graph.why_stale()
+        found = dvc_graph.explain_stale()
         assert set(found) == {"first", "middle", "last"} and "another process is at work" in found["last"][0]
     finally:
         dvc_graph.end_children()
@@ -200,35 +200,35 @@ def test_a_cut_lock_file_comes_back_from_git_or_goes_and_nothing_runs_again(proj
     project.commit()
     lock.write_text(cut)
     assert "restored from the last commit" in str(dvc_graph.heal_lock())
-    assert lock.read_text() == whole and dvc_graph.why_stale() == {}
+    assert lock.read_text() == whole and dvc_graph.explain_stale() == {}
 
 
 def test_only_a_failure_that_may_pass_says_so(project):
     for words, transient in (("ReadTimeout: no answer", True), ("aerie: a wrong number", False)):
         project.script("first", f"sys.exit({words!r})")
         with pytest.raises(dvc_graph.StageError) as failure:
-            dvc_graph.run_stage("first", print)
+            dvc_graph.reproduce_stage("first", print)
         assert failure.value.transient == transient
 
 
 def test_a_stopped_run_starts_nothing_more(project, monkeypatch):
     """A thread whose stage came to its turn, or waited for another attempt, began it after the cancellation."""
     monkeypatch.setattr(dvc_graph, "_stopped", threading.Event())
-    assert dvc_graph.pause(0)
-    dvc_graph.stop()
-    assert not dvc_graph.pause(600)
+    assert dvc_graph.wait_before_retry(0)
+    dvc_graph.stop_stages()
+    assert not dvc_graph.wait_before_retry(600)
     with pytest.raises(dvc_graph.StageError, match="the run is cancelled"):
-        dvc_graph.run_stage("first", print)
+        dvc_graph.reproduce_stage("first", print)
     assert not (project.root / "first.csv").exists()
 
 
 RUNNER = """
 import sys
 from pipeline import graph
-from pipeline.resources import lock
-held = lock(graph.Path("held.lock"))
-with graph.guarded([held.fileno()]):
-    graph.run_stage("first", lambda line: print(line, flush=True))
+from pipeline.resources import try_lock
+held = try_lock(graph.Path("held.lock"))
+with graph.guard_run([held.fileno()]):
+    graph.reproduce_stage("first", lambda line: print(line, flush=True))
 """
 
 
@@ -241,10 +241,12 @@ def test_a_run_killed_outright_is_cleaned_up_after_and_holds_its_lock_until_then
     command = int(next(line for line in run.stdout if line.startswith("asleep")).split()[1])
     run.kill()
     run.wait()
-    assert lock(Path("held.lock")) is None and not gone(command, 0)  # it ignores SIGTERM: five seconds are its grace
+    assert try_lock(Path("held.lock")) is None and not gone(
+        command, 0
+    )  # it ignores SIGTERM: five seconds are its grace
     assert gone(command, 60)
     deadline = time.monotonic() + 60
-    while not lock(Path("held.lock")):
+    while not try_lock(Path("held.lock")):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     project.script("first")
@@ -273,7 +275,7 @@ def test_pull_fetches_the_outputs_of_others_below_a_folder_that_a_stage_reads(pr
     shutil.rmtree(project.root / "cells")
     shutil.rmtree(project.root / ".dvc/cache")
     project.script("last", "# edited, so that report runs")
-    assert sorted(dvc_graph.pull("report")) == ["cells/1.csv", "cells/2.csv"]
-    assert not (project.root / "alone.csv").exists() and dvc_graph.pull("report") == []
+    assert sorted(dvc_graph.pull_inputs("report")) == ["cells/1.csv", "cells/2.csv"]
+    assert not (project.root / "alone.csv").exists() and dvc_graph.pull_inputs("report") == []
     subprocess.run([*dvc, "repro", "-q", "--pull", "--allow-missing"], check=True)
     assert (project.root / "report.csv").read_text() == whole and not (project.root / "alone.csv").exists()

@@ -71,20 +71,20 @@ def head(request: pytest.FixtureRequest, project: Project, monkeypatch: pytest.M
     project.git("init", "-q")
     project.commit()
     subprocess.run(["git", "clone", "-q", ".", "../clone"], check=True)
-    dvc_graph.run_stage("first", print)
+    dvc_graph.reproduce_stage("first", print)
     return project
 
 
-def make_there(order: dvc_remote.Order, monkeypatch: pytest.MonkeyPatch) -> Path:
+def make_there(order: dvc_remote.StageOrder, monkeypatch: pytest.MonkeyPatch) -> Path:
     """As a worker does, without a flow -> the folder it was made in."""
     monkeypatch.chdir("../clone")
     folder = Path(".scratch/sent", order.stage).resolve()
     workspaces.make_bare(folder)
     with monkeypatch.context() as there:
         there.chdir(folder)
-        dvc_remote.take(order)
-        dvc_graph.run_stage(order.stage, print)
-        dvc_remote.give(order.stage)
+        dvc_remote.unpack_order(order)
+        dvc_graph.reproduce_stage(order.stage, print)
+        dvc_remote.push_results(order.stage)
     monkeypatch.chdir("../project")
     return folder
 
@@ -97,29 +97,29 @@ def test_a_stage_made_in_a_clone_is_in_dvc_lock_as_if_made_here(
     graph_file.write_text(graph_file.read_text().replace("outs: [first.csv]", "outs: [{first.csv: {push: false}}]"))
     shutil.copytree(head.root, tmp_path / "serial")
     subprocess.run([sys.executable, "-m", "dvc", "repro", "-q", "middle"], cwd=tmp_path / "serial", check=True)
-    order = dvc_remote.offer("middle")
+    order = dvc_remote.offer_stage("middle")
     assert order and list(order.upstream) == ["first"]
     folder = make_there(order, monkeypatch)
     assert "# not committed" in (folder / "middle.py").read_text()
     assert not (head.root / "middle.csv").exists()
-    dvc_remote.collect("middle")
-    assert dvc_graph.run_stage("middle", print) == dvc_graph.Outcome.RESTORED
+    dvc_remote.collect_stage("middle")
+    assert dvc_graph.reproduce_stage("middle", print) == dvc_graph.Outcome.RESTORED
     locks = [YAML(typ="safe").load(root / "dvc.lock") for root in (head.root, tmp_path / "serial")]
     assert locks[0] == locks[1]
     # and nobody makes it again: not here, not where nothing but the remote is
-    assert dvc_remote.offer("middle") is None
+    assert dvc_remote.offer_stage("middle") is None
     shutil.rmtree(head.root / ".dvc/cache")
-    assert dvc_remote.offer("middle") is None
+    assert dvc_remote.offer_stage("middle") is None
     assert (head.root / ".dvc/cache").exists()
 
 
 def test_what_changed_meanwhile_is_not_taken_for_the_result(head: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    order = dvc_remote.offer("middle")
+    order = dvc_remote.offer_stage("middle")
     assert order
     make_there(order, monkeypatch)
     head.script("middle", "# edited")
     with pytest.raises(ValueError, match="what a worker made of middle is not on the remote, or not of what lies here"):
-        dvc_remote.collect("middle")
+        dvc_remote.collect_stage("middle")
 
 
 def test_the_archive_is_the_same_whenever_it_is_made_and_a_broken_one_is_refused(
@@ -130,9 +130,9 @@ def test_the_archive_is_the_same_whenever_it_is_made_and_a_broken_one_is_refused
         [sys.executable, "-m", "dvc", "remote", "add", "-q", "-d", "store", str(tmp_path / "store")], check=True
     )
     project.git("init", "-q")
-    one = dvc_remote.offer("first")
+    one = dvc_remote.offer_stage("first")
     (project.root / "raw.csv").touch()
-    assert one and dvc_remote.offer("first") == one
+    assert one and dvc_remote.offer_stage("first") == one
     (stored,) = (tmp_path / "store/aerie").iterdir()
     assert stored.name == f"{one.files}.tar.gz"
     stored.write_bytes(stored.read_bytes()[:-9])
@@ -140,7 +140,7 @@ def test_the_archive_is_the_same_whenever_it_is_made_and_a_broken_one_is_refused
     shutil.copy(".dvc/config", tmp_path / "there/.dvc/config")
     monkeypatch.chdir(tmp_path / "there")
     with pytest.raises(ValueError, match="remove it and run again"):
-        dvc_remote.take(one)
+        dvc_remote.unpack_order(one)
 
 
 def test_a_file_that_dvc_keeps_goes_by_the_remote_and_one_nobody_keeps_in_the_archive(
@@ -158,12 +158,12 @@ def test_a_file_that_dvc_keeps_goes_by_the_remote_and_one_nobody_keeps_in_the_ar
     project.git("init", "-q")
     (project.root / ".env").write_text("KEY=secret\n")  # of which git was never told
     project.git("add", "dvc.yaml", "params.yaml", ".gitignore", "raw.csv.dvc")
-    order = dvc_remote.offer("first")
+    order = dvc_remote.offer_stage("first")
     assert order and order.upstream == {}
     (tmp_path / "there/.dvc").mkdir(parents=True)
     shutil.copy(".dvc/config", tmp_path / "there/.dvc/config")
     monkeypatch.chdir(tmp_path / "there")
-    dvc_remote.take(order)
+    dvc_remote.unpack_order(order)
     assert Path("data/own.txt").read_text() == "ours\n" and Path("raw.csv").read_text().startswith("tree,tau")
     assert not Path(".env").exists()
 
@@ -182,7 +182,7 @@ def test_an_archive_that_would_write_elsewhere_is_refused(
     (tmp_path / "there").mkdir()
     monkeypatch.chdir(tmp_path / "there")
     with pytest.raises(ValueError, match="which no run packs"):
-        dvc_remote._unpack(tmp_path / "files.tar.gz")
+        dvc_remote._unpack_files(tmp_path / "files.tar.gz")
     assert not list(Path().iterdir()) and not (tmp_path / "out.txt").exists()
 
 
@@ -200,10 +200,10 @@ def test_an_order_whose_stage_leaves_the_folder_of_orders_is_refused_before_anyt
     precious.write_text("mine")
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ValueError, match="stage"):
-        dvc_remote.Order(**ORDER | {"stage": stage})
-    unchecked = dvc_remote.Order.model_construct(**ORDER | {"stage": stage})  # as Ray hands one over
+        dvc_remote.StageOrder(**ORDER | {"stage": stage})
+    unchecked = dvc_remote.StageOrder.model_construct(**ORDER | {"stage": stage})  # as Ray hands one over
     with disable_run_logger():
-        ended = prefect_worker._made(unchecked)
+        ended = prefect_worker._make_stage(unchecked)
     assert ended.is_failed() and "stage" in str(ended.message)
     assert precious.read_text() == "mine" and sorted(tmp_path.rglob("*")) == before
 
@@ -224,9 +224,9 @@ def test_an_order_whose_stage_leaves_the_folder_of_orders_is_refused_before_anyt
 )
 def test_an_order_names_stages_digests_and_paths_inside_the_project_alone(wrong: dict[str, Any]) -> None:
     """Bug: whatever stood in `upstream` went into dvc.lock, and DVC would have checked it out over files elsewhere."""
-    dvc_remote.Order(**ORDER | {"stage": "benchmark@eval-e003-t8_2_16", "upstream": {"first": LOCKED}})
+    dvc_remote.StageOrder(**ORDER | {"stage": "benchmark@eval-e003-t8_2_16", "upstream": {"first": LOCKED}})
     with pytest.raises(ValueError, match=r"Order"):
-        dvc_remote.Order(**ORDER | wrong)
+        dvc_remote.StageOrder(**ORDER | wrong)
 
 
 def test_a_dvc_file_that_names_a_place_outside_the_project_is_refused_before_it_is_checked_out(
@@ -244,7 +244,7 @@ def test_a_dvc_file_that_names_a_place_outside_the_project_is_refused_before_it_
     named.write_text(named.read_text().replace("path: raw.csv", "path: ../precious.csv"))
     text = (project.root / "dvc.yaml").read_text()
     (project.root / "dvc.yaml").write_text(text.replace("[raw.csv, first.py]", "[../precious.csv, first.py]"))
-    archive = dvc_remote._archive({Path(name) for name in ("raw.csv.dvc", "dvc.yaml", "params.yaml", "first.py")})
+    archive = dvc_remote._pack_files({Path(name) for name in ("raw.csv.dvc", "dvc.yaml", "params.yaml", "first.py")})
     digest = hashlib.sha256(archive).hexdigest()
     (tmp_path / "store/aerie").mkdir()
     (tmp_path / f"store/aerie/{digest}.tar.gz").write_bytes(archive)
@@ -252,13 +252,13 @@ def test_a_dvc_file_that_names_a_place_outside_the_project_is_refused_before_it_
     shutil.copy(".dvc/config", tmp_path / "there/.dvc/config")
     monkeypatch.chdir(tmp_path / "there")
     with pytest.raises(ValueError, match=r"has the output \.\./precious\.csv, expected one below"):
-        dvc_remote.take(dvc_remote.Order(**ORDER | {"files": digest}))
+        dvc_remote.unpack_order(dvc_remote.StageOrder(**ORDER | {"files": digest}))
     assert not (tmp_path / "precious.csv").exists()
 
 
 def test_without_a_remote_it_says_how_to_add_one(project: Project) -> None:
     with pytest.raises(ValueError, match="dvc remote add -d"):
-        dvc_remote.check()
+        dvc_remote.check_remote()
 
 
 def test_as_commands(project: Project, tmp_path: Path) -> None:
@@ -273,8 +273,8 @@ def test_as_commands(project: Project, tmp_path: Path) -> None:
         command = [sys.executable, "-m", "pipeline.remote.dvc_remote", *words]
         return subprocess.run(command, env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True)
 
-    order = json.loads(said("offer", "first").stdout.removeprefix(dvc_remote.SAID))
-    assert dvc_remote.Order(**order).stage == "first"
+    order = json.loads(said("offer", "first").stdout.removeprefix(dvc_remote.ORDER_PREFIX))
+    assert dvc_remote.StageOrder(**order).stage == "first"
     refused = said("collect", "first")
     assert refused.returncode == 1 and refused.stderr.startswith(
         "aerie: what a worker made of first is not on the remote"

@@ -247,7 +247,7 @@ def test_a_flow_killed_outright_leaves_no_stage_and_the_next_run_mends_dvc_lock(
     server.project.sleeper("middle")
     command = server.sleeping(server.run())
     flow = command.parents()[1]  # its parent is DVC
-    while dvc_graph.MODULE in flow.cmdline():
+    while dvc_graph.DVC_MODULE in flow.cmdline():
         flow = flow.parent()
     flow.kill()
     assert gone(command.pid, 30)
@@ -326,7 +326,7 @@ def test_a_port_in_use_is_refused() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(ValueError, match="name another port: AERIE_PORT="):
-            serve.refuse_taken(taken.getsockname()[1])
+            serve.check_port_free(taken.getsockname()[1])
 
 
 def test_a_server_that_dies_shows_the_end_of_its_log(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
@@ -336,4 +336,4 @@ def test_a_server_that_dies_shows_the_end_of_its_log(monkeypatch: pytest.MonkeyP
     log.write_text("no room on the disk\n")
     process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
     with pytest.raises(ValueError, match=r"ended with 3(?s:.*)no room on the disk"):
-        serve._wait_until_it_answers(process, log)
+        serve._wait_until_answering(process, log)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import dvc_graph, freshness
-from pipeline.__main__ import stale
+from pipeline.__main__ import list_stale
 from tests.pipeline.conftest import Project
 from tests.pipeline.test_dvc_graph import run_all
 
@@ -30,7 +30,7 @@ def done(project: Project) -> Project:
     (project.root / "more/__pycache__").mkdir(parents=True)
     (project.root / "more/one.txt").write_text("one")
     run_all()
-    assert dvc_graph.why_stale() == {}
+    assert dvc_graph.explain_stale() == {}
     return project
 
 
@@ -43,7 +43,7 @@ def by_dvc() -> set[str]:
 def test_where_nothing_changed_dvc_is_not_even_loaded(done: Project) -> None:
     (done.root / "more/__pycache__/one.pyc").write_text("written by whoever imports")
     code = (
-        "import sys; from pipeline import graph; print(graph.why_stale(), list(graph.stages()), graph.heal_lock()); "
+        "import sys; from pipeline import graph; print(graph.explain_stale(), list(graph.list_stages()), graph.heal_lock()); "
         "sys.exit('dvc' in sys.modules)"
     )
     env = os.environ | {"PYTHONPATH": str(Path(dvc_graph.__file__).parents[1])}
@@ -70,16 +70,16 @@ CHANGES: dict[str, Callable[[], object]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_after_any_change_it_is_dvc_that_says(done: Project, change: str) -> None:
     CHANGES[change]()
-    stale = dvc_graph.why_stale()
+    stale = dvc_graph.explain_stale()
     assert stale and set(stale) == by_dvc()
     run_all()
-    assert dvc_graph.why_stale() == {} and freshness.stages() and by_dvc() == set()
+    assert dvc_graph.explain_stale() == {} and freshness.read_fresh_stages() and by_dvc() == set()
 
 
 def test_what_dvc_does_not_mind_is_asked_about_once(done: Project) -> None:
     os.utime("raw.csv")
-    assert freshness.stages() is None
-    assert dvc_graph.why_stale() == {} and freshness.stages()
+    assert freshness.read_fresh_stages() is None
+    assert dvc_graph.explain_stale() == {} and freshness.read_fresh_stages()
 
 
 def test_a_change_while_dvc_looks_is_seen_afterwards(done: Project, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,16 +96,16 @@ def test_a_change_while_dvc_looks_is_seen_afterwards(done: Project, monkeypatch:
 
     with monkeypatch.context() as patched:
         patched.setattr(Repo, "status", slow)
-        assert dvc_graph.why_stale() == {} and freshness.stages() is None
-    assert set(dvc_graph.why_stale()) == {"first"}
+        assert dvc_graph.explain_stale() == {} and freshness.read_fresh_stages() is None
+    assert set(dvc_graph.explain_stale()) == {"first"}
 
 
 def test_it_is_one_of_a_folder_and_of_a_version(done: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert freshness.stages()
+    assert freshness.read_fresh_stages()
     monkeypatch.setattr(freshness, "version", lambda name: "0.0")
-    assert freshness.stages() is None
-    freshness.KNOWN.write_text("{")
-    assert freshness.stages() is None and dvc_graph.why_stale() == {}
+    assert freshness.read_fresh_stages() is None
+    freshness.KNOWN_STATE_FILE.write_text("{")
+    assert freshness.read_fresh_stages() is None and dvc_graph.explain_stale() == {}
 
 
 def test_stale_says_what_and_why_and_fails_where_something_is(done: Project) -> None:
@@ -133,5 +133,5 @@ def test_stale_says_what_and_why_and_fails_where_something_is(done: Project) -> 
 def test_a_line_of_it_has_three_changes_and_how_many_more(done: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new clone's first lines were 20,000 letters of files."""
     changes = [f"{n}.py modified" for n in range(5)]
-    monkeypatch.setattr(dvc_graph, "why_stale", lambda: {"last": changes})
-    assert [*islice(stale(), 1)] == ["stale: last (0.py modified; 1.py modified; 2.py modified; 2 more)"]
+    monkeypatch.setattr(dvc_graph, "explain_stale", lambda: {"last": changes})
+    assert [*islice(list_stale(), 1)] == ["stale: last (0.py modified; 1.py modified; 2.py modified; 2 more)"]

@@ -34,10 +34,10 @@ def bar() -> list[str]:
 
 
 def test_a_bar_is_one_artifact_and_its_end_in_the_log(told, monkeypatch) -> None:
-    monkeypatch.setattr(progress, "PROGRESS_EVERY", 0)
+    monkeypatch.setattr(progress, "PROGRESS_INTERVAL_S", 0)
     log: list[str] = []
     lines = bar()
-    show = progress.Progress("replay_trees@e003", log.append)
+    show = progress.ProgressLog("replay_trees@e003", log.append)
     for line in ["reading 3/4 of it", *lines, "done"]:
         show(line)
     assert sorted({call[1] for call in told}) == [0, 25, 50, 75, 100]
@@ -46,8 +46,8 @@ def test_a_bar_is_one_artifact_and_its_end_in_the_log(told, monkeypatch) -> None
 
 
 def test_the_server_is_not_asked_for_every_line(told, monkeypatch) -> None:
-    monkeypatch.setattr(progress, "PROGRESS_EVERY", 3600)
-    show = progress.Progress("benchmark@a", lambda line: None)
+    monkeypatch.setattr(progress, "PROGRESS_INTERVAL_S", 3600)
+    show = progress.ProgressLog("benchmark@a", lambda line: None)
     for line in bar():
         show(line)
     assert {call[1] for call in told} == {0, 100}

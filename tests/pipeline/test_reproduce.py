@@ -44,7 +44,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
             import_module(f"stages.reproduce.{what}").main(*words)
         return said.getvalue()
 
-    monkeypatch.setattr(reproduce, "_run", run)
+    monkeypatch.setattr(reproduce, "_run_reproduce_module", run)
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             raise dvc_graph.StageError("stage sample_target failed: no GPU")
         return dvc_graph.Outcome.RAN
 
-    monkeypatch.setattr(dvc_graph, "run_stage", run_stage)
+    monkeypatch.setattr(dvc_graph, "reproduce_stage", run_stage)
     return done
 
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from pipeline import dvc_graph, workspaces
-from pipeline.resources import lock
+from pipeline.resources import try_lock
 from tests.conftest import gone
 from tests.pipeline.conftest import REPO, Project
 
@@ -59,7 +59,7 @@ def read_until(process: subprocess.Popen[str], text: str) -> str:
 
 
 def find_dvc(run: subprocess.Popen[str]) -> psutil.Process:
-    (found,) = [one for one in psutil.Process(run.pid).children() if dvc_graph.MODULE in one.cmdline()]
+    (found,) = [one for one in psutil.Process(run.pid).children() if dvc_graph.DVC_MODULE in one.cmdline()]
     return found
 
 
@@ -126,7 +126,7 @@ def test_a_stage_does_not_outlive_a_run_that_is_killed_outright_and_the_next_run
     one.kill()
     one.wait()
     project.script("first")
-    assert lock(workspaces.LOCKED) is None and not gone(stage, 0)
+    assert try_lock(workspaces.LOCK_PATH) is None and not gone(stage, 0)
     second = start(started)
     assert "another run is at work here" in read_until(second, "at work")
     assert gone(stage)

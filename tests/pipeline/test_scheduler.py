@@ -11,11 +11,11 @@ import pytest
 from ruamel.yaml import YAML
 
 from pipeline import dvc_graph, scheduler
-from pipeline.resources import Lease, Pool
-from stages.params.schedule import Needs
+from pipeline.resources import ResourceLease, ResourcePool
+from stages.params.schedule import StageResources
 
-ANY, ALONE = Needs(gpus=0, exclusive=False), Needs(gpus=0, exclusive=True)
-GPU, ALL = Needs(gpus=1, exclusive=False), Needs(gpus="all", exclusive=False)
+ANY, ALONE = StageResources(gpus=0, exclusive=False), StageResources(gpus=0, exclusive=True)
+GPU, ALL = StageResources(gpus=1, exclusive=False), StageResources(gpus="all", exclusive=False)
 
 
 class Watch:
@@ -29,10 +29,10 @@ class Watch:
         self.threads = ThreadPoolExecutor()
         self.asked: list[list[str]] = []
 
-    def start(self, name: str, lease: Lease, why: list[str]) -> "Future[None]":
+    def start(self, name: str, lease: ResourceLease, why: list[str]) -> "Future[None]":
         return self.threads.submit(self._work, name, lease, why)
 
-    def _work(self, name: str, lease: Lease, why: list[str]) -> None:
+    def _work(self, name: str, lease: ResourceLease, why: list[str]) -> None:
         if not why:
             return
         self.gpus[name] = lease.gpus
@@ -49,10 +49,14 @@ class Watch:
         return {name: ["changed"] for name in names if name in self.stale}
 
     def run(
-        self, needs: dict[str, list[str]], wants: dict[str, Needs], pool: Pool, away: frozenset[str] = frozenset()
+        self,
+        needs: dict[str, list[str]],
+        wants: dict[str, StageResources],
+        pool: ResourcePool,
+        away: frozenset[str] = frozenset(),
     ) -> None:
         why = {name: ["changed"] for name in self.stale}
-        scheduler.run_all(scheduler.Graph(needs, wants, away), why, pool, self.start, self.ended_as, self.ask)
+        scheduler.run_stages(scheduler.StageGraph(needs, wants, away), why, pool, self.start, self.ended_as, self.ask)
 
 
 def test_four_cells_are_at_work_at_once_and_no_more(tmp_path: Path) -> None:
@@ -61,7 +65,7 @@ def test_four_cells_are_at_work_at_once_and_no_more(tmp_path: Path) -> None:
     watch.run(
         {"first": [], **{cell: ["first"] for cell in cells}},
         dict.fromkeys(["first", *cells], ANY),
-        Pool(4, [], tmp_path),
+        ResourcePool(4, [], tmp_path),
     )
     at_work = [
         sum(1 if event.endswith("begins") else -1 for event in watch.events[: n + 1]) for n in range(len(watch.events))
@@ -75,7 +79,7 @@ def test_a_timed_cell_is_alone(tmp_path: Path) -> None:
     names = ["timed1", "other1", "timed2", "other2"]
     watch = Watch(set(names))
     wants = {name: ALONE if name.startswith("timed") else ANY for name in names}
-    watch.run({name: [] for name in names}, wants, Pool(4, [], tmp_path))
+    watch.run({name: [] for name in names}, wants, ResourcePool(4, [], tmp_path))
     for name in ("timed1", "timed2"):
         assert watch.events[watch.events.index(f"{name} begins") + 1] == f"{name} ends"
     assert watch.events.index("timed1 begins") > max(watch.events.index(f"other{n} ends") for n in (1, 2))
@@ -86,29 +90,29 @@ def test_what_is_made_elsewhere_takes_nothing_here(tmp_path: Path) -> None:
     away = frozenset(f"cell{n}" for n in range(4))
     watch = Watch({*away, "cell-here"}, together=5)
     wants = {**dict.fromkeys(away, ALONE), "cell-here": ALONE}
-    watch.run({name: [] for name in wants}, wants, Pool(1, [], tmp_path), away)
+    watch.run({name: [] for name in wants}, wants, ResourcePool(1, [], tmp_path), away)
     assert watch.gpus["cell0"] is None and len(watch.events) == 10
 
 
 def test_no_gpu_is_given_twice_and_a_stage_sees_its_own(tmp_path: Path) -> None:
     watch = Watch({"cell1", "cell2", "whole", "none"}, together=2)
     wants = {"cell1": GPU, "cell2": GPU, "whole": ALL, "none": ANY}
-    watch.run({name: [] for name in wants}, wants, Pool(4, ["4", "6"], tmp_path))
+    watch.run({name: [] for name in wants}, wants, ResourcePool(4, ["4", "6"], tmp_path))
     assert sorted([watch.gpus["cell1"], watch.gpus["cell2"]]) == [["4"], ["6"]]
     assert (watch.gpus["whole"], watch.gpus["none"]) == (["4", "6"], [])
-    assert Lease(gpus=["6"]).environment == {"CUDA_VISIBLE_DEVICES": "6"} and Lease().environment == {}
+    assert ResourceLease(gpus=["6"]).environment == {"CUDA_VISIBLE_DEVICES": "6"} and ResourceLease().environment == {}
 
 
 def test_more_gpus_than_there_are_is_refused_and_none_at_all_is_no_matter(tmp_path: Path) -> None:
-    two = Needs(gpus=2, exclusive=False)
+    two = StageResources(gpus=2, exclusive=False)
     with pytest.raises(ValueError, match=r"schedule\.stages\.cell\.gpus is 2, expected at most the 1 of this machine"):
-        Pool(1, ["0"], tmp_path).check("cell@a", two)
-    Pool(1, [], tmp_path).check("cell@a", two)
+        ResourcePool(1, ["0"], tmp_path).check("cell@a", two)
+    ResourcePool(1, [], tmp_path).check("cell@a", two)
 
 
 def test_without_gpus_those_that_ask_for_one_take_turns_at_the_cores(tmp_path: Path) -> None:
     """Two trainings at once on two cores took 400 seconds, one after the other 13: their threads waited for each other."""
-    ours, theirs = Pool(4, [], tmp_path), Pool(4, [], tmp_path)
+    ours, theirs = ResourcePool(4, [], tmp_path), ResourcePool(4, [], tmp_path)
     at_work = theirs.take(GPU)
     assert at_work and ours.take(GPU) is None and ours.take(ALL) is None and ours.take(ANY)
     at_work.release()
@@ -117,7 +121,7 @@ def test_without_gpus_those_that_ask_for_one_take_turns_at_the_cores(tmp_path: P
 
 def test_a_run_that_waits_for_the_machine_keeps_others_from_beginning(tmp_path: Path) -> None:
     """Else a timed cell could wait for ever beside a sweep of another run that always has something under way."""
-    ours, theirs = Pool(4, [], tmp_path), Pool(4, [], tmp_path)
+    ours, theirs = ResourcePool(4, [], tmp_path), ResourcePool(4, [], tmp_path)
     at_work = theirs.take(ANY)
     assert at_work and ours.take(ALONE) is None
     assert theirs.take(ANY) is None
@@ -130,13 +134,13 @@ def test_a_run_that_waits_for_the_machine_keeps_others_from_beginning(tmp_path: 
 
 def test_what_needs_a_failed_stage_is_told_no_reason_and_the_rest_runs(tmp_path: Path) -> None:
     watch = Watch({"a", "b", "c"}, fails=frozenset("ac"))  # c: as Prefect says of a stage that is not ready
-    watch.run({"a": [], "b": [], "c": ["a"]}, dict.fromkeys("abc", ANY), Pool(1, [], tmp_path))
+    watch.run({"a": [], "b": [], "c": ["a"]}, dict.fromkeys("abc", ANY), ResourcePool(1, [], tmp_path))
     assert "b ends" in watch.events and "c begins" not in watch.events
 
 
 def test_what_is_below_an_unchanged_stage_is_not_asked_again(tmp_path: Path) -> None:
     watch = Watch({"b"})
-    watch.run({"a": [], "b": ["a"], "c": ["b"]}, dict.fromkeys("abc", ANY), Pool(1, [], tmp_path))
+    watch.run({"a": [], "b": ["a"], "c": ["b"]}, dict.fromkeys("abc", ANY), ResourcePool(1, [], tmp_path))
     assert watch.asked == [["c"]] and watch.events == ["b begins", "b ends"]
 
 
@@ -157,25 +161,25 @@ def test_twelve_cells_at_once_leave_the_lock_file_that_a_run_in_a_row_leaves(pro
     (project.root / "dvc.yaml").write_text(CELLS)
     shutil.copytree(project.root, tmp_path / "serial")
     subprocess.run([sys.executable, "-m", "dvc", "repro", "-q"], cwd=tmp_path / "serial", check=True)
-    needs = dvc_graph.stages()
+    needs = dvc_graph.list_stages()
     outcomes: dict[str, dvc_graph.Outcome] = {}
 
-    def bring(name: str, lease: Lease, why: list[str]) -> None:
+    def bring(name: str, lease: ResourceLease, why: list[str]) -> None:
         held = [file.fileno() for file in lease.files]
         outcomes[name] = (
-            dvc_graph.run_stage(name, print, lease.environment, held) if why else dvc_graph.Outcome.UNCHANGED
+            dvc_graph.reproduce_stage(name, print, lease.environment, held) if why else dvc_graph.Outcome.UNCHANGED
         )
 
     def once() -> dict[str, dvc_graph.Outcome]:
         outcomes.clear()
         with ThreadPoolExecutor() as threads:
-            scheduler.run_all(
-                scheduler.Graph(needs, dict.fromkeys(needs, ANY)),
-                dvc_graph.why_stale(),
-                Pool(4, [], tmp_path / "locks"),
+            scheduler.run_stages(
+                scheduler.StageGraph(needs, dict.fromkeys(needs, ANY)),
+                dvc_graph.explain_stale(),
+                ResourcePool(4, [], tmp_path / "locks"),
                 lambda *given: threads.submit(bring, *given),
                 lambda name: outcomes[name] != dvc_graph.Outcome.UNCHANGED,
-                dvc_graph.why_stale,
+                dvc_graph.explain_stale,
             )
         return outcomes
 
@@ -185,4 +189,4 @@ def test_twelve_cells_at_once_leave_the_lock_file_that_a_run_in_a_row_leaves(pro
     assert (project.root / "cell12.csv").read_bytes() == (tmp_path / "serial/cell12.csv").read_bytes()
     assert once() == dict.fromkeys(needs, dvc_graph.Outcome.UNCHANGED)
     (project.root / "raw.csv").write_text("another\n")
-    assert dvc_graph.why_stale() == {"first": ["raw.csv modified"]}
+    assert dvc_graph.explain_stale() == {"first": ["raw.csv modified"]}

@@ -166,7 +166,7 @@ def test_a_run_named_as_a_path_stays_in_the_folder_of_runs(server: Server) -> No
     asked = {"name": "../../../elsewhere", "parameters": {"changes": {"other": {"report.title": "another"}}}}
     run = server.ask(f"deployments/{deployment}/create_flow_run", asked)["id"]
     assert server.ended(run)["type"] == "COMPLETED"
-    assert (server.project.root / workspaces.RUNS / f"-elsewhere-{run[:8]}").is_dir()
+    assert (server.project.root / workspaces.RUNS_FOLDER / f"-elsewhere-{run[:8]}").is_dir()
 
 
 def test_a_recipe_is_one_of_recipes_even_where_the_form_is_not_asked(server: Server) -> None:

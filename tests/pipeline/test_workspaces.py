@@ -6,13 +6,13 @@ import threading
 import pytest
 
 from pipeline import dvc_graph, workspaces
-from pipeline.resources import lock
+from pipeline.resources import try_lock
 
 
 @pytest.fixture
 def in_git(project):
-    for name in dvc_graph.stages():
-        dvc_graph.run_stage(name, print)
+    for name in dvc_graph.list_stages():
+        dvc_graph.reproduce_stage(name, print)
     (project.root / ".gitignore").write_text("/.scratch/\n/.dvc/tmp\n/.dvc/cache\nconfig.local\n*.csv\n!raw.csv\n")
     (project.root / "params.yaml").write_text("a: 1\n")
     project.git("init", "-q")
@@ -25,23 +25,23 @@ def test_it_begins_with_what_lies_here_and_nothing_in_it_is_stale(in_git, monkey
     (in_git.root / "new.py").write_text("new\n")
     (in_git.root / "raw.csv").unlink()
     (in_git.root / "raw.csv").write_text("tree,tau\nt5_1_6,2.512345678901\n")
-    made = workspaces.make("one")
+    made = workspaces.make_workspace("one")
     assert (made / "new.py").read_text() == "new\n" and "# edited" in (made / "last.py").read_text()
     monkeypatch.chdir(made)
-    assert dvc_graph.why_stale() == {"last": ["last.py modified"]}
+    assert dvc_graph.explain_stale() == {"last": ["last.py modified"]}
     assert (made / "middle.csv").stat().st_size and not (made / ".dvc/cache").exists()
 
 
 def test_a_file_that_is_gone_here_is_gone_there(in_git) -> None:
     (in_git.root / "first.py").unlink()
-    assert not (workspaces.make("one") / "first.py").exists()
+    assert not (workspaces.make_workspace("one") / "first.py").exists()
 
 
 def test_one_that_could_not_be_made_is_not_there_for_a_retry(in_git) -> None:
     (in_git.root / "dvc.lock").write_text("schema: [")
     with pytest.raises(ValueError, match="checkout"):
-        workspaces.make("one")
-    assert not list(workspaces.RUNS.iterdir())
+        workspaces.make_workspace("one")
+    assert not list(workspaces.RUNS_FOLDER.iterdir())
     assert "runs/one" not in subprocess.run(["git", "worktree", "list"], capture_output=True, text=True).stdout
 
 
@@ -49,8 +49,8 @@ def test_one_that_could_not_be_made_is_not_there_for_a_retry(in_git) -> None:
 def test_a_run_whose_name_is_a_path_gets_no_workspace(in_git, name: str) -> None:
     """Bug: a run's name, which whoever starts it through Prefect's server chooses, was joined to .scratch/runs unchecked."""
     with pytest.raises(ValueError, match="not the name of a folder"):
-        workspaces.make(name)
-    for act in (workspaces.promote, workspaces.drop):
+        workspaces.make_workspace(name)
+    for act in (workspaces.promote_run, workspaces.drop_run):
         with pytest.raises(ValueError, match="there is no run"):
             list(act(name))
     assert not (in_git.root / ".scratch").exists() and not (in_git.root.parent / "x").exists()
@@ -58,21 +58,21 @@ def test_a_run_whose_name_is_a_path_gets_no_workspace(in_git, name: str) -> None
 
 def promote(name: str) -> str:
     with pytest.raises(ValueError, match=r"\w") as refused:
-        list(workspaces.promote(name))
+        list(workspaces.promote_run(name))
     return str(refused.value)
 
 
 def test_promote_refuses_what_would_lose_something(in_git) -> None:
     assert "there is no run one in .scratch/runs; there are none" in promote("one")
-    made = workspaces.make("one")
+    made = workspaces.make_workspace("one")
     assert "there is no run ../runs/one" in promote("../runs/one")
-    held = lock(workspaces.LOCKED)
+    held = try_lock(workspaces.LOCK_PATH)
     assert held and "a run is at work here" in promote("one")
     held.close()
-    held = lock(made / workspaces.LOCKED)
+    held = try_lock(made / workspaces.LOCK_PATH)
     assert held and "a run is at work in that workspace" in promote("one")
     with pytest.raises(ValueError, match="is at work"):
-        list(workspaces.drop("one"))
+        list(workspaces.drop_run("one"))
     held.close()
     (made / "raw.csv").write_text("another\n")
     assert "one has not finished: first would run" in promote("one")
@@ -80,7 +80,7 @@ def test_promote_refuses_what_would_lose_something(in_git) -> None:
     assert promote("one").endswith("commit or stash them:\n M params.yaml")
     in_git.commit()
     assert "params.yaml of a later commit differ" in promote("one")
-    list(workspaces.drop("one"))
+    list(workspaces.drop_run("one"))
     assert not made.exists()
 
 
@@ -89,10 +89,10 @@ def test_a_second_run_here_waits_for_the_first(tmp_path, monkeypatch) -> None:
     said, order = threading.Event(), []
 
     def second() -> None:
-        with workspaces.at_work(lambda line: said.set()):
+        with workspaces.hold_workspace(lambda line: said.set()):
             order.append("second")
 
-    with workspaces.at_work(pytest.fail):
+    with workspaces.hold_workspace(pytest.fail):
         waits = threading.Thread(target=second)
         waits.start()
         assert said.wait(60)

@@ -6,8 +6,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stages.replay import oracle_bounds
-from stages.replay.replay import Tables, walk
-from stages.trees.draft_tree import Candidates, level, pool
+from stages.replay.replay import PlaceTables, walk_cycles
+from stages.trees.draft_tree import Candidates, count_candidates, get_step_range
 
 PLACES = [63, 64, 4_096, 4_097, 4_098, 16_383, 16_384, 32_767, 32_768]
 STEPS = [126, 127, 128, 129]
@@ -47,7 +47,7 @@ def test_the_oracle_counts_every_cycle_of_a_long_answer(places: int, pattern: li
     """
     rows = [at_end((pattern * places)[:places]), at_end((pattern * 9)[:9])]
     reach = torch.tensor([[*rows[0], *rows[1], 0]], dtype=torch.int8)
-    accepted, cycles = oracle_bounds.fewest(reach, torch.tensor([len(row) for row in rows]), 2)
+    accepted, cycles = oracle_bounds.find_fewest_cycles(reach, torch.tensor([len(row) for row in rows]), 2)
     found = list(zip(cycles[:, 0].tolist(), accepted[:, 0].tolist(), strict=True))
     assert found == [fewest_cycles(row) for row in rows]
 
@@ -57,7 +57,7 @@ def test_the_oracle_counts_every_cycle_of_a_long_answer(places: int, pattern: li
 def test_a_walk_counts_every_cycle_of_a_long_answer(places: int, pattern: list[int]) -> None:
     accepted = at_end((pattern * places)[:places])
     table = torch.tensor([[*accepted, 0]], dtype=torch.int8)
-    found = walk(table, torch.full_like(table, 127), torch.tensor([places]), 3)
+    found = walk_cycles(table, torch.full_like(table, 127), torch.tensor([places]), 3)
     cycles, total = walk_cycles(accepted)
     assert (found.cycles.item(), found.accepted.item(), found.depth.item()) == (cycles, total, 127 * cycles)
     assert found.reached[0, 0].sum().item() == total
@@ -79,14 +79,14 @@ def test_deep_chains_are_counted(steps: int, matching: int) -> None:
     128 steps accepted -128 drafts and was -128 deep.
     """
     matching = min(steps, matching)
-    tables = Tables([(steps, 1, steps + 1)], 1, "sglang", torch.device("cpu"))
+    tables = PlaceTables([(steps, 1, steps + 1)], 1, "sglang", torch.device("cpu"))
     wanted = torch.where(torch.arange(steps) < matching, torch.arange(steps), -1)[None]
     tables.fill(slice(0, 1), 1, chain(steps), wanted)
     found = tables.walked(torch.tensor([1]))
     assert (found.accepted.item(), found.depth.item(), found.cycles.item()) == (matching, steps, 1)
     assert tables.reach[0, 0].item() == matching
     assert found.reached[0, 0].tolist() == [1] * matching + [0] * (steps - matching)
-    everything = found.adaptive.accepted.view(len(oracle_bounds.THRESHOLDS), steps)[-1]
+    everything = found.adaptive.accepted.view(len(oracle_bounds.PATH_PROBABILITY_THRESHOLDS), steps)[-1]
     assert everything.tolist() == [min(matching, step + 1) for step in range(steps)]
 
 
@@ -97,16 +97,20 @@ def test_deep_chains_are_counted(steps: int, matching: int) -> None:
 @example(256, 0)
 def test_the_nodes_of_wide_trees_are_counted(topk: int, seed: int) -> None:
     """Bug: an adaptive tree's nodes were counted in int16: at topk 181 the tree of all candidates had fewer than none."""
-    steps, count = 2, pool(2, topk)
+    steps, count = 2, count_candidates(2, topk)
     generator = torch.Generator().manual_seed(seed)
     scores = torch.rand(1, count, generator=generator)
     parents = torch.cat([torch.full((topk,), -1), torch.arange(topk).repeat_interleave(topk)])[None]
-    tables = Tables([(steps, topk, 4)], 1, "sglang", torch.device("cpu"))
+    tables = PlaceTables([(steps, topk, 4)], 1, "sglang", torch.device("cpu"))
     tables.fill(slice(0, 1), topk, Candidates(scores, torch.arange(count)[None], parents), torch.full((1, steps), -1))
-    found = tables.walked(torch.tensor([1])).adaptive.depth.view(len(oracle_bounds.THRESHOLDS), steps).tolist()
+    found = (
+        tables.walked(torch.tensor([1]))
+        .adaptive.depth.view(len(oracle_bounds.PATH_PROBABILITY_THRESHOLDS), steps)
+        .tolist()
+    )
     listed = scores[0].tolist()
     for number, threshold in enumerate(tables.thresholds.tolist()):
-        held = [sum(score >= threshold for score in listed[: level(step, topk)[1]]) for step in range(steps)]
+        held = [sum(score >= threshold for score in listed[: get_step_range(step, topk)[1]]) for step in range(steps)]
         assert found[number] == held
     assert found[-1][-1] == count
 

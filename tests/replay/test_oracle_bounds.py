@@ -31,7 +31,7 @@ def test_no_tree_of_as_many_nodes_expects_more_than_the_static_rule(kind: str, s
     pool = tensors(kind, seed, *shape, "sglang")
     scores, nodes = pool.scores[0].double(), min(nodes, pool.scores.shape[1])
     most = max(scores[list(chosen)].sum().item() for chosen in all_trees(pool.parents[0].tolist(), nodes))
-    kept = draft_tree.keep(pool, nodes + 1)
+    kept = draft_tree.build_tree(pool, nodes + 1)
     assert scores[kept.nodes[0]].sum().item() == pytest.approx(most, rel=1e-12)
 
 
@@ -41,7 +41,7 @@ def test_one_threshold_expects_the_most_of_all_ways_to_share_nodes_among_places(
     """Two places of six candidates each: no two trees with as many nodes together have a larger sum of scores."""
     pools = [tensors("plain", seed + i, 2, 2, "sglang") for i in range(2)]
     scores = torch.cat([p.scores for p in pools])  # [2, C]
-    _, nodes = oracle_bounds.cut(scores, torch.full((2, 2), -2), 2, torch.tensor([threshold, 0.0]))
+    _, nodes = oracle_bounds.evaluate_threshold_trees(scores, torch.full((2, 2), -2), 2, torch.tensor([threshold, 0.0]))
     total = int(nodes[0, 1].sum())
     assert nodes[0, 1].tolist() == (scores >= threshold).sum(1).tolist()
     best = [
@@ -74,12 +74,12 @@ def test_the_oracle_lands_where_fewest_cycles_follow(drawn: list[list[int]]) -> 
         return ahead(0)
 
     reach = torch.tensor([[*itertools.chain(*rows), 0]], dtype=torch.int8)
-    accepted, cycles = oracle_bounds.fewest(reach, torch.tensor([len(row) for row in rows]), 4)
+    accepted, cycles = oracle_bounds.find_fewest_cycles(reach, torch.tensor([len(row) for row in rows]), 4)
     expected = [tries(row) for row in rows]
     assert list(zip(cycles[:, 0].tolist(), accepted[:, 0].tolist(), strict=True)) == [(c, -a) for c, a in expected]
 
 
-@pytest.mark.parametrize("semantics", list(draft_tree.SEMANTICS))
+@pytest.mark.parametrize("semantics", list(draft_tree.TREE_SCORINGS))
 @pytest.mark.parametrize("kind", ["plain", "ties", "saturated"])
 def test_what_is_cut_at_a_threshold_is_what_reaches_it(kind: str, semantics: str) -> None:
     """Accepted drafts and nodes of each threshold and depth, counted one by one; the lowest holds everything."""
@@ -88,8 +88,8 @@ def test_what_is_cut_at_a_threshold_is_what_reaches_it(kind: str, semantics: str
     numbers = torch.tensor([[1, *[-2] * 3]])
     child = pool.parents[0].tolist().index(1)
     numbers[0, 1] = child
-    thresholds = draft_tree.SEMANTICS[semantics].score(torch.tensor(oracle_bounds.THRESHOLDS))
-    accepted, nodes = oracle_bounds.cut(pool.scores, numbers, topk, thresholds)
+    thresholds = draft_tree.TREE_SCORINGS[semantics].score(torch.tensor(oracle_bounds.PATH_PROBABILITY_THRESHOLDS))
+    accepted, nodes = oracle_bounds.evaluate_threshold_trees(pool.scores, numbers, topk, thresholds)
     scores = pool.scores[0].tolist()
     for q, threshold in enumerate(thresholds.tolist()):
         for step in range(steps):
@@ -103,4 +103,6 @@ def test_what_is_cut_at_a_threshold_is_what_reaches_it(kind: str, semantics: str
 def test_between_two_thresholds_tau_is_in_proportion() -> None:
     """Ten cycles each: trees of 1, 3 and 9 nodes with the root, tau 1, 2 and 4; at 4 nodes a sixth of the way from 3 to 9."""
     found = np.array([[0, 10, 30], [10, 10, 10], [0, 20, 80]])
-    assert [oracle_bounds.at_width(found, m) for m in (2, 3, 4, 9)] == pytest.approx([1.5, 2, 2 + 2 / 6, 4])
+    assert [oracle_bounds.interpolate_adaptive_tau(found, m) for m in (2, 3, 4, 9)] == pytest.approx(
+        [1.5, 2, 2 + 2 / 6, 4]
+    )

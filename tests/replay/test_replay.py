@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 
-from stages.draft.eagle3 import first_state, in_sight, prefix
-from stages.replay.oracle_bounds import THRESHOLDS
-from stages.replay.replay import NEVER, leaders, ranks, replay, walk
-from stages.trees.draft_tree import SEMANTICS
-from stages.trees.expansion import AT_ONCE, expand
+from stages.draft.eagle3 import build_prefix_mask, compute_first_state, encode_prefix
+from stages.replay.oracle_bounds import PATH_PROBABILITY_THRESHOLDS
+from stages.replay.replay import MISSING_RANK, find_step_leaders, rank_candidates, replay_answers, walk_cycles
+from stages.trees.draft_tree import TREE_SCORINGS
+from stages.trees.expansion import MAX_INTERMEDIATE_ELEMENTS, expand_candidates
 from tests.draft.slow_draft import CONFIG, OPTIONS, guess, random_draft
 
 
@@ -57,14 +57,17 @@ def slow_tree(
 
 @pytest.mark.parametrize(
     ("topk", "options", "semantics"),
-    [*((k, "none", how) for how in SEMANTICS for k in (1, 2, 3)), *((2, o, "sglang") for o in OPTIONS if o != "none")],
+    [
+        *((k, "none", how) for how in TREE_SCORINGS for k in (1, 2, 3)),
+        *((2, o, "sglang") for o in OPTIONS if o != "none"),
+    ],
 )
 def test_replay_equals_building_every_tree_and_walking(topk: int, options: str, semantics: str) -> None:
     draft, embedding, _ = random_draft(3, **OPTIONS[options])
     rows = make_answers(draft, embedding, 4)
     shapes = [(s, s + 1) for s in (1, 2, 4)] if topk == 1 else [(1, 3), (3, 5), (3, 8), (4, 8)]
     trees = [(s, topk, m) for s, m in shapes]
-    accepted, cycles, reached, deep = replay(
+    accepted, cycles, reached, deep = replay_answers(
         draft, embedding,
         pad_sequence([torch.tensor(r[0]) for r in rows], batch_first=True),
         pad_sequence([r[1] for r in rows], batch_first=True),
@@ -92,12 +95,12 @@ def test_expansion_scores_are_products_of_the_slow_drafts_chances(options: str) 
     draft, embedding, _ = random_draft(4, **OPTIONS[options])
     ids, features, start, _ = make_answers(draft, embedding, 1)[0]
     p, whole = start + 1, torch.tensor([ids])
-    fused, keys, values = prefix(draft, whole, features[None], embedding)
-    allowed = in_sight(torch.tensor([[p]]), len(ids), draft.config.sliding_window)
-    state = first_state(
+    fused, keys, values = encode_prefix(draft, whole, features[None], embedding)
+    allowed = build_prefix_mask(torch.tensor([[p]]), len(ids), draft.config.sliding_window)
+    state = compute_first_state(
         draft, embedding[whole[:, p + 1]][:, None], fused[:, p : p + 1], torch.tensor([[p]]), keys, values, allowed
     )
-    found = expand(draft, embedding, state, torch.tensor([[p]]), keys, values, allowed, steps=4, topk=2)
+    found = expand_candidates(draft, embedding, state, torch.tensor([[p]]), keys, values, allowed, steps=4, topk=2)
     for number in range(found.scores.shape[1]):
         path, climber = [], number
         while climber != -1:
@@ -110,7 +113,7 @@ def test_expansion_scores_are_products_of_the_slow_drafts_chances(options: str) 
         assert found.scores[0, number].item() == pytest.approx(chance, rel=1e-4)
 
 
-@pytest.mark.parametrize("semantics", list(SEMANTICS))
+@pytest.mark.parametrize("semantics", list(TREE_SCORINGS))
 def test_a_grid_is_what_its_trees_are_one_by_one(semantics: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All topks expanded together, in parts of three places and blocks of two, and each tree in a call of its own."""
     draft, embedding, _ = random_draft(5, sliding_window=6)
@@ -124,10 +127,10 @@ def test_a_grid_is_what_its_trees_are_one_by_one(semantics: str, monkeypatch: py
     )
     trees = [(s, k, m) for k in (1, 2, 4) for s in (1, 3, 5) for m in (2, 3, 8, 20) if m - 1 <= k + (s - 1) * k * k]
     random.Random(0).shuffle(trees)
-    alone = [replay(draft, *asked, [shape], semantics=semantics) for shape in trees]
+    alone = [replay_answers(draft, *asked, [shape], semantics=semantics) for shape in trees]
     most = draft.config.num_attention_heads * 7 * asked[1].shape[1]
-    monkeypatch.setitem(AT_ONCE, "cpu", 2 * most)
-    together = replay(draft, *asked, trees, semantics=semantics, at_once=3)
+    monkeypatch.setitem(MAX_INTERMEDIATE_ELEMENTS, "cpu", 2 * most)
+    together = replay_answers(draft, *asked, trees, semantics=semantics, at_once=3)
     for name in ("accepted", "cycles", "depth", "oracle_accepted", "oracle_cycles"):
         assert torch.equal(getattr(together, name), torch.cat([getattr(one, name) for one in alone], 1)), name
     for g, one in enumerate(alone):
@@ -140,7 +143,7 @@ def test_no_tree_beats_the_oracle() -> None:
     draft, embedding, _ = random_draft(6)
     rows = make_answers(draft, embedding, 6)
     trees = [(s, 2, m) for s in (1, 2, 4) for m in (2, 3, 5, 7, 15) if m - 1 <= 2 + (s - 1) * 4]
-    found = replay(
+    found = replay_answers(
         draft, embedding,
         pad_sequence([torch.tensor(r[0]) for r in rows], batch_first=True),
         pad_sequence([r[1] for r in rows], batch_first=True),
@@ -150,7 +153,7 @@ def test_no_tree_beats_the_oracle() -> None:
     oracle = 1 + found.oracle_accepted.sum(0) / found.oracle_cycles.sum(0)
     assert (tau <= oracle).all() and (tau < oracle).any()
     steps, whole = 4, trees.index((4, 2, 15))
-    everything, nothing = len(THRESHOLDS) * steps - 1, 0  # the last threshold, all steps; the first
+    everything, nothing = len(PATH_PROBABILITY_THRESHOLDS) * steps - 1, 0  # the last threshold, all steps; the first
     for name in ("accepted", "cycles"):
         assert torch.equal(getattr(found.adaptive, name)[:, everything], getattr(found, name)[:, whole])
     assert torch.equal(found.adaptive.depth[:, everything], 14 * found.cycles[:, whole])
@@ -164,17 +167,17 @@ def test_ranks_are_places_in_the_sorted_candidates(steps: int, topk: int, seed: 
     count = topk + (steps - 1) * topk * topk
     scores = torch.randint(0, 4, (2, count), generator=generator) / 4  # ties
     numbers = torch.randint(-2, count, (2, 3), generator=generator)
-    found = ranks(scores, numbers, steps, topk)
+    found = rank_candidates(scores, numbers, steps, topk)
     for n in range(2):
         for d, number in enumerate(numbers[n].tolist()):
             for step in range(steps):
                 first = range(topk + step * topk * topk)
                 if number < 0:
-                    assert found[n, d, step] == NEVER
+                    assert found[n, d, step] == MISSING_RANK
                     continue
                 mine = -scores[n, number].item(), number
                 assert found[n, d, step] == sum((-scores[n, i].item(), i) < mine for i in first)
-    best = leaders(scores, steps, topk).tolist()
+    best = find_step_leaders(scores, steps, topk).tolist()
     levels = [range(topk + (s - 1) * topk * topk if s else 0, topk + s * topk * topk) for s in range(steps)]
     assert best == [[min(at, key=lambda i, n=n: (-scores[n, i].item(), i)) for at in levels] for n in range(2)]
 
@@ -182,7 +185,7 @@ def test_ranks_are_places_in_the_sorted_candidates(steps: int, topk: int, seed: 
 def test_walk_steps_over_the_bonus_token() -> None:
     """Two accepted, bonus, none accepted, bonus, one accepted and the answer ends: 3 drafts in 3 cycles."""
     accepted, deep = torch.tensor([[2, 3, 3, 0, 1, 3, 3]]), torch.tensor([[3, 3, 3, 2, 1, 3, 3]])
-    found = walk(accepted, deep, torch.tensor([6]), 3)
+    found = walk_cycles(accepted, deep, torch.tensor([6]), 3)
     assert (found.accepted.item(), found.cycles.item(), found.depth.item()) == (3, 3, 6)
     assert found.reached.tolist() == [[[2, 1, 0]]]  # two of the cycles accepted one draft or more, one of them two
 
@@ -191,5 +194,7 @@ def test_an_answer_of_one_token_has_no_cycle() -> None:
     """The only token comes from prefill; nothing is drafted."""
     draft, embedding, _ = random_draft(3)
     ids, features = torch.randint(0, 20, (1, 5)), torch.randn(1, 5, 3 * CONFIG.hidden_size)
-    accepted, cycles = replay(draft, embedding, ids, features, torch.tensor([4]), torch.tensor([5]), [(3, 2, 5)])[:2]
+    accepted, cycles = replay_answers(
+        draft, embedding, ids, features, torch.tensor([4]), torch.tensor([5]), [(3, 2, 5)]
+    )[:2]
     assert (accepted.item(), cycles.item()) == (0, 0)

@@ -9,9 +9,9 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from stages.replay import token_classes, tree_statistics
-from stages.replay.replay import replay, stops
-from stages.replay.token_classes import KINDS
-from stages.replay.tree_statistics import Cycles, Tally, look
+from stages.replay.replay import mark_cycle_places, replay_answers
+from stages.replay.token_classes import TOKEN_CLASSES
+from stages.replay.tree_statistics import TreeCycles, TreeStatistics, trace_cycles
 from tests.draft.slow_draft import CONFIG, OPTIONS, guess, random_draft
 from tests.replay.test_replay import make_answers
 
@@ -43,16 +43,16 @@ def slow_nodes(draft, embedding, ids, features, p: int, shape: tuple[int, int, i
     return sorted(found, key=lambda n: (-n.score, n.number))[: tokens - 1]
 
 
-def looked(draft, embedding, rows, shape: tuple[int, int, int], semantics: str) -> Cycles:
+def looked(draft, embedding, rows, shape: tuple[int, int, int], semantics: str) -> TreeCycles:
     given = (
         draft, embedding,
         pad_sequence([torch.tensor(r[0]) for r in rows], batch_first=True),
         pad_sequence([r[1] for r in rows], batch_first=True),
         torch.tensor([r[2] for r in rows]), torch.tensor([r[3] for r in rows]),
     )  # fmt: skip
-    found = replay(*given, [(1, shape[1], 2), shape], semantics=semantics, watched=[1])
+    found = replay_answers(*given, [(1, shape[1], 2), shape], semantics=semantics, watched=[1])
     assert found.stood is not None
-    cycles = look(*given, found.stood[0], shape, semantics=semantics)
+    cycles = trace_cycles(*given, found.stood[0], shape, semantics=semantics)
     assert torch.equal(torch.bincount(cycles.row, cycles.accepted.double(), len(rows)).long(), found.accepted[:, 1])
     assert torch.equal(torch.bincount(cycles.row, minlength=len(rows)), found.cycles[:, 1])
     return cycles
@@ -80,7 +80,7 @@ def test_every_cycle_holds_the_nodes_of_an_enumerated_tree(
             taken = [tuple(ids[bonus + 1 : bonus + 1 + len(n.path)]) == n.path for n in nodes]
             seen_at = Counter[int]()
             levels = [seen_at.update([len(n.path)]) or seen_at[len(n.path)] for n in nodes]
-            here = {k: getattr(cycles, k)[number].tolist() for k in Cycles._fields}
+            here = {k: getattr(cycles, k)[number].tolist() for k in TreeCycles._fields}
             assert (here["row"], here["place"], here["accepted"]) == (row, bonus - start, sum(taken))
             assert here["depth"] == [len(n.path) for n in nodes]
             assert here["sibling"] == [n.sibling for n in nodes]
@@ -94,13 +94,13 @@ def test_every_cycle_holds_the_nodes_of_an_enumerated_tree(
 def test_stops_are_the_places_of_the_walk() -> None:
     """Two accepted, bonus, none accepted, bonus, one accepted and the answer ends; an answer of one token has no cycle."""
     accepted = torch.tensor([[2, 9, 9, 0, 1, 9, 9], [5, 9, 9, 9, 9, 9, 9]])
-    found = stops(accepted, torch.tensor([6, 0]))
+    found = mark_cycle_places(accepted, torch.tensor([6, 0]))
     assert found.int().tolist() == [[[1, 0, 0, 1, 1, 0], [0] * 6], [[1, 0, 0, 0, 0, 0], [0] * 6]]
 
 
-def two_cycles() -> Cycles:
+def two_cycles() -> TreeCycles:
     """Of a chain of two drafts on the answer 0 1 2 3 4: one accepted from place 0, two (and the end) from place 2."""
-    return Cycles(
+    return TreeCycles(
         torch.tensor([0, 0]), torch.tensor([0, 2]), torch.tensor([1, 2]), torch.tensor([[0.5, 0.25], [0.95, 0.9]]),
         torch.tensor([[1, 2], [1, 2]]), torch.ones(2, 2, dtype=torch.int64), torch.ones(2, 2, dtype=torch.int64),
         torch.tensor([[True, False], [True, True]]),
@@ -108,10 +108,10 @@ def two_cycles() -> Cycles:
 
 
 def tallied() -> dict[tuple[str, str], tuple[float | None, ...]]:
-    tally = Tally()
+    tally = TreeStatistics()
     ids, kind = torch.tensor([[9, 9, 9, 9, 9, 9, 9, 0, 1, 2, 3, 4]]), torch.tensor([0, 1, 2, 1, 0] + [2] * 5)
     tally.add(two_cycles(), ["q1"], ids, torch.tensor([7]), torch.tensor([12]), kind)
-    return {(r["by"], r["bucket"]): tuple(r[k] for k in tree_statistics.COUNTS) for r in tally.rows()}
+    return {(r["by"], r["bucket"]): tuple(r[k] for k in tree_statistics.COUNT_COLUMNS) for r in tally.rows()}
 
 
 def test_a_tally_adds_up_by_hand() -> None:
@@ -143,10 +143,13 @@ def test_a_tally_adds_up_by_hand() -> None:
 
 def test_buckets_come_in_their_order() -> None:
     order = list(tallied())
-    assert [what for what, _ in order] == sorted((what for what, _ in order), key=tree_statistics.ORDER.index)
+    assert [what for what, _ in order] == sorted((what for what, _ in order), key=tree_statistics.GROUPING_ORDER.index)
     assert [b for what, b in order if what == "chance"] == ["0.2-0.3", "0.5-0.6", "0.9-1"]
-    assert tree_statistics.LENGTHS[:9] == (0, 8, 12, 16, 24, 32, 48, 64, 96)
-    assert list(tree_statistics.LENGTHS) == sorted(tree_statistics.LENGTHS) and tree_statistics.LENGTHS[-1] > 2_000_000
+    assert tree_statistics.LENGTH_EDGES[:9] == (0, 8, 12, 16, 24, 32, 48, 64, 96)
+    assert (
+        list(tree_statistics.LENGTH_EDGES) == sorted(tree_statistics.LENGTH_EDGES)
+        and tree_statistics.LENGTH_EDGES[-1] > 2_000_000
+    )
 
 
 @pytest.mark.parametrize(
@@ -155,7 +158,7 @@ def test_buckets_come_in_their_order() -> None:
      (" rain", "letters"), ("雨", "letters"), ("�", "letters"), ("a1", "digits"), ("x:", "letters")],
 )  # fmt: skip
 def test_kinds_of_text(text: str, kind: str) -> None:
-    assert token_classes.kind(text) == kind
+    assert token_classes.classify_text(text) == kind
 
 
 def test_kinds_of_tokens_are_those_of_their_texts() -> None:
@@ -165,8 +168,8 @@ def test_kinds_of_tokens_are_those_of_their_texts() -> None:
         def decode(self, ids: list[int]) -> str:
             return ["<end>", ",", "7", "Oslo"][ids[0]]
 
-    found = token_classes.kinds(Spelling(), [3, 2, 0, 3])
-    assert [KINDS[i] for i in found.tolist()] == ["structure", "structure", "digits", "letters"]
+    found = token_classes.classify_tokens(Spelling(), [3, 2, 0, 3])
+    assert [TOKEN_CLASSES[i] for i in found.tolist()] == ["structure", "structure", "digits", "letters"]
 
 
 def test_an_answer_without_cycles_has_nothing_inside() -> None:
@@ -175,6 +178,6 @@ def test_an_answer_without_cycles_has_nothing_inside() -> None:
     rows = [(ids[0].tolist(), features[0], 4, 5)]
     cycles = looked(draft, embedding, rows, (3, 2, 5), "sglang")
     assert len(cycles.row) == 0 and cycles.taken.shape == (0, 4)
-    tally = Tally()
+    tally = TreeStatistics()
     tally.add(cycles, ["q1"], ids, torch.tensor([4]), torch.tensor([5]), torch.zeros(20, dtype=torch.int64))
     assert list(tally.rows()) == []

@@ -10,7 +10,7 @@ import pytest
 
 from stages import report
 from stages.params import schema
-from stages.params.tree_sections import Tree
+from stages.params.tree_sections import TreeShape
 from stages.reporting import costs as shown
 from stages.results import prediction, replay_records, served_records, timing_grid, torch_records
 from stages.serving import engine_flags
@@ -33,10 +33,10 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> schema.Params:
 
 def decode(checkpoint: str, tree: str, slow: float = 1.0, off: float = 1.0) -> None:
     """Give a torch cell the rows of a decoding: a cycle `slow` times the timed one, a tau `off` times the replayed."""
-    found = torch_records.read("eval", checkpoint, tree)
-    made = torch_cell(tree, off * replayed(tree, checkpoint), slow * costs.seconds(Tree.parse(tree)))
+    found = torch_records.read_torch_cell("eval", checkpoint, tree)
+    made = torch_cell(tree, off * replayed(tree, checkpoint), slow * costs.seconds(TreeShape.parse(tree)))
     prompts = [row | made["prompts"][0] for row in found["prompts"]]
-    torch_records.write(found | {"prompts": prompts, "metrics": found["metrics"] | made["metrics"]})
+    torch_records.write_torch_cell(found | {"prompts": prompts, "metrics": found["metrics"] | made["metrics"]})
 
 
 def serve(caps: list[int], dear: float, cheap: tuple[str, ...] = (*CHAINS, *TREES)) -> None:
@@ -46,15 +46,15 @@ def serve(caps: list[int], dear: float, cheap: tuple[str, ...] = (*CHAINS, *TREE
     make_up_spent("prepare_prompts-sweep")
     edit_params(Path(), {"benchmark_served": {"workloads": ["sweep"], "checkpoints": ["e009"], "trees": list(cheap)}})
     plain = [point(200, cap, plain_s(cap), requests=max(8, cap), seed=cap, repeats=2) for cap in caps]
-    served_records.write(served_cell("sweep", points=plain))
+    served_records.write_served_cell(served_cell("sweep", points=plain))
     for tree in cheap:
         points = []
         for cap in caps:
-            cycle = costs.seconds(Tree.parse(tree), cap) * (dear if cap == max(caps) else 1)
+            cycle = costs.seconds(TreeShape.parse(tree), cap) * (dear if cap == max(caps) else 1)
             points.append(
                 point(200, cap, cycle / replayed(tree), replayed(tree), tree, requests=max(8, cap), seed=cap, repeats=2)
             )
-        served_records.write(served_cell("sweep", "e009", tree, points))
+        served_records.write_served_cell(served_cell("sweep", "e009", tree, points))
 
 
 def table(place: Path) -> list[Row]:
@@ -64,23 +64,23 @@ def table(place: Path) -> list[Row]:
 
 def test_every_replayed_tree_is_predicted_but_those_outside_the_grid(project: schema.Params) -> None:
     report.main()
-    rows = table(prediction.TABLE)
+    rows = table(prediction.PREDICTION_TABLE)
     trees = project.replay_trees.trees()
     within = [t for t in trees if t.num_steps <= 10 and t.topk <= 4 and t.num_draft_tokens <= 64]
     assert len(rows) == len(within) * len(project.replay_trees.checkpoints) > 300
     for row in rows[::37]:
-        tree = Tree(num_steps=row["steps"], topk=row["topk"], num_draft_tokens=row["tokens"])
+        tree = TreeShape(num_steps=row["steps"], topk=row["topk"], num_draft_tokens=row["tokens"])
         by_hand = replayed(tree.name, row["checkpoint"]) * costs.PLAIN_S / costs.seconds(tree)
         assert float(row["speedup"]) == pytest.approx(by_hand)
         assert float(row["low"]) < float(row["speedup"]) < float(row["high"])
 
 
 def test_trees_that_were_left_out_are_counted_on_the_page(project: schema.Params) -> None:
-    timing_grid.write(costs.made_up(points=costs.grid([t for t in costs.TREES if t.num_steps <= 6])))
+    timing_grid.write_timing_grid(costs.made_up(points=costs.grid([t for t in costs.TREES if t.num_steps <= 6])))
     report.main()
     trees = project.replay_trees.trees()
     far = sum(t.num_steps > 6 for t in trees)
-    page = words(report.PAGE.read_text())
+    page = words(report.PAGE_FILE.read_text())
     assert (
         f"torch engine: {far} of {len(trees)} trees of e009 lie outside what was timed (steps 1 to 6, topk 1 to 4"
         in page
@@ -92,33 +92,33 @@ def test_the_flags_are_those_a_server_is_started_with(
 ) -> None:
     report.main()
     printed = capsys.readouterr().out
-    launch = json.loads(prediction.LAUNCH.read_text())["launch"]
+    launch = json.loads(prediction.LAUNCH_FILE.read_text())["launch"]
     assert [(row["engine"], row["timed_on"]) for row in launch] == [("sglang", "torch"), ("vllm", "torch")]
-    config = timing_grid.read("e000", project.target.model)["draft"]
+    config = timing_grid.read_timing_grid("e000", project.target.model)["draft"]
     for row in launch:
         shape = row["steps"], row["topk"], row["tokens"]
-        draft = engine_flags.Draft(f"drafts/{row['checkpoint']}/draft", "EAGLE3", *shape)
-        assert row["enable"] and row["flags"] == engine_flags.speculation(row["engine"], draft, config)
-        assert engine_flags.unsupported(row["engine"], *shape, config) is None
-    mine = [row for row in table(prediction.TABLE) if int(row["tokens"]) > int(row["steps"])]
+        draft = engine_flags.ServedDraft(f"drafts/{row['checkpoint']}/draft", "EAGLE3", *shape)
+        assert row["enable"] and row["flags"] == engine_flags.build_speculation_flags(row["engine"], draft, config)
+        assert engine_flags.explain_unsupported(row["engine"], *shape, config) is None
+    mine = [row for row in table(prediction.PREDICTION_TABLE) if int(row["tokens"]) > int(row["steps"])]
     assert launch[0]["speedup"] == max(float(row["speedup"]) for row in mine)
     assert launch[1]["speedup"] == max(float(row["speedup"]) for row in mine if row["topk"] == "1")
     report.main("--launch")
     alone = capsys.readouterr().out
     assert alone.strip() in printed and "--speculative-num-steps" in alone and "not by costs of their own" in alone
-    page = words(report.PAGE.read_text())
+    page = words(report.PAGE_FILE.read_text())
     assert "not sglang’s own" in page and "--speculative-eagle-topk" in page
 
 
 def test_a_draft_that_an_engine_can_not_load_is_not_proposed_there(project: schema.Params) -> None:
     """q/k norms: vLLM alone has them."""
-    timing_grid.write(costs.made_up(draft={"model_type": "qwen3", "draft_vocab_size": 320}))
+    timing_grid.write_timing_grid(costs.made_up(draft={"model_type": "qwen3", "draft_vocab_size": 320}))
     report.main()
     assert [row["engine"] for row in prediction.read_launch()] == ["vllm"]
 
 
 def test_a_draft_with_a_window_keeps_it(project: schema.Params) -> None:
-    timing_grid.write(costs.made_up(draft={"model_type": "llama", "sliding_window": 512}))
+    timing_grid.write_timing_grid(costs.made_up(draft={"model_type": "llama", "sliding_window": 512}))
     report.main()
     assert prediction.read_launch()[0]["flags"][-2:] == ["--speculative-draft-window-size", "511"]
 
@@ -127,7 +127,7 @@ def test_where_a_cycle_costs_more_than_it_brings_speculation_is_not_proposed(
     project: schema.Params, capsys: pytest.CaptureFixture[str]
 ) -> None:
     points = [row | {"cycle_s": 5 * row["cycle_s"]} for row in costs.grid()]
-    timing_grid.write(costs.made_up(points=points))
+    timing_grid.write_timing_grid(costs.made_up(points=points))
     report.main()
     launch = prediction.read_launch()
     assert [row["enable"] for row in launch] == [False, False] and not any(row["flags"] for row in launch)
@@ -141,26 +141,30 @@ def test_an_untimed_import_has_no_prediction_and_a_reason(project: schema.Params
     make_up_import("theirs")
     text = Path("results/replay/e009.csv").read_text().replace("e009", "theirs")
     Path("results/replay/theirs.csv").write_text(text)
-    replay_records.write_inside("theirs", [])
+    replay_records.write_tree_statistics("theirs", [])
     report.main()
-    assert {row["checkpoint"] for row in table(prediction.TABLE)} == {"e003", "e009"}
-    assert "theirs: the torch engine has timed no draft of its shapes" in words(report.PAGE.read_text())
+    assert {row["checkpoint"] for row in table(prediction.PREDICTION_TABLE)} == {"e003", "e009"}
+    assert "theirs: the torch engine has timed no draft of its shapes" in words(report.PAGE_FILE.read_text())
     edit_params(Path(), {"time_trees": {"checkpoints": ["e000", "theirs"]}})
-    timing_grid.write(costs.made_up("theirs", points=costs.grid(truth=costs.TRUTH | {"step": 1e-3})))
+    timing_grid.write_timing_grid(costs.made_up("theirs", points=costs.grid(truth=costs.TRUTH | {"step": 1e-3})))
     report.main()
-    chain = {row["checkpoint"]: row for row in table(prediction.TABLE) if row["steps"] == "8" and row["topk"] == "1"}
+    chain = {
+        row["checkpoint"]: row
+        for row in table(prediction.PREDICTION_TABLE)
+        if row["steps"] == "8" and row["topk"] == "1"
+    }
     assert (
         float(chain["theirs"]["C"]) > 1.2 * float(chain["e009"]["C"]) == pytest.approx(1.2 * float(chain["e003"]["C"]))
     )
 
 
 def test_a_missing_cost_and_one_of_another_target_are_explained(project: schema.Params) -> None:
-    timing_grid.write(costs.made_up(model="Qwen/Qwen3-8B"))
+    timing_grid.write_timing_grid(costs.made_up(model="Qwen/Qwen3-8B"))
     with pytest.raises(
         ValueError, match=r"has timed drafts of the target Qwen/Qwen3-8B, expected builtin/weather-tiny"
     ):
         report.main()
-    timing_grid.path("torch", "e000").unlink()
+    timing_grid.locate_timing_grid("torch", "e000").unlink()
     with pytest.raises(ValueError, match=r"torch-e000\.json not found; run: dvc repro time_trees@e000"):
         report.main()
 
@@ -171,7 +175,7 @@ def test_predictions_stand_beside_measurements(project: schema.Params) -> None:
             decode(checkpoint, tree)
     decode("e009", "t8_2_16", slow=1.6)
     report.main()
-    page = report.PAGE.read_text()
+    page = report.PAGE_FILE.read_text()
     said = words(page)
     count = len(project.benchmark.checkpoints) * len(project.benchmark.trees)
     assert f"Of {count} cells, predictions are" in said
@@ -183,9 +187,9 @@ def test_predictions_stand_beside_measurements(project: schema.Params) -> None:
 def test_cells_of_another_machine_are_not_held_against_predictions(project: schema.Params) -> None:
     for tree in project.benchmark.trees:
         decode("e009", tree, slow=3)
-    timing_grid.write(costs.made_up(hardware=costs.HARDWARE | {"cpu": "Another CPU"}))
+    timing_grid.write_timing_grid(costs.made_up(hardware=costs.HARDWARE | {"cpu": "Another CPU"}))
     report.main()
-    said = words(report.PAGE.read_text())
+    said = words(report.PAGE_FILE.read_text())
     assert "Predicted against measured" not in said
     assert (
         "its cells ran on another machine than the timing grid, cpu (Another CPU against Made-up CPU, 2 cores)" in said
@@ -202,31 +206,33 @@ def test_served_cells_tell_at_which_concurrency_to_speculate(
     told = [(row["engine"], row["timed_on"], row["concurrency"], row["enable"]) for row in launch]
     assert told[0] == ("sglang", "sglang", 1, True) and ("sglang", "sglang", 64, False) in told
     assert told[-1] == ("vllm", "torch", 1, True) and len(told) == 4
-    made = json.loads(prediction.LAUNCH.read_text())["costs"]
+    made = json.loads(prediction.LAUNCH_FILE.read_text())["costs"]
     assert [(one["engine"], one["workload"], len(one["grid"])) for one in made] == [
         ("torch", None, 36),
         ("sglang", "sweep", 21),
     ]
-    rows = [row for row in table(prediction.TABLE) if row["engine"] == "sglang"]
+    rows = [row for row in table(prediction.PREDICTION_TABLE) if row["engine"] == "sglang"]
     assert {row["concurrency"] for row in rows} == {"1", "8", "64"}
     assert {(int(row["steps"]) >= 3, int(row["tokens"]) >= 4, int(row["tokens"]) <= 32) for row in rows} == {
         (True,) * 3
     }
     assert {row["checkpoint"] for row in rows} == {"e003", "e009"}  # of the same shapes, so of the same cost
     assert "vllm: not by costs of their own" in capsys.readouterr().out
-    said = words(report.PAGE.read_text())
+    said = words(report.PAGE_FILE.read_text())
     assert "sglang engine, sweep, 200 tokens, 21 points:" in said and "Of 21 cells, predictions are" in said
 
 
 def test_too_few_served_cells_say_why_there_is_no_cost(project: schema.Params) -> None:
     serve([1], dear=1.0, cheap=CHAINS[:2])
     report.main()
-    assert "sweep, e009, 200 tokens: a timing grid has 2 points, expected at least 3" in words(report.PAGE.read_text())
+    assert "sweep, e009, 200 tokens: a timing grid has 2 points, expected at least 3" in words(
+        report.PAGE_FILE.read_text()
+    )
 
 
 def test_nothing_to_launch_is_no_table(project: schema.Params, capsys: pytest.CaptureFixture[str]) -> None:
-    assert shown.table([]) == []
-    prediction.write([], [], [])
+    assert shown.format_launch_table([]) == []
+    prediction.write_predictions([], [], [])
     report.main("--launch")
     assert capsys.readouterr().out == "nothing is predicted; results/report/index.html says why\n"
 
@@ -237,16 +243,18 @@ def test_one_conversation_has_no_interval_anywhere_on_the_page(
     """Bug: with one prompt the ends were equal, and the page and the terminal showed a certainty."""
     none = {"tau_low": None, "tau_high": None}
     for checkpoint in project.replay_trees.checkpoints:
-        replay_records.write(replay_records.path(checkpoint), [row | none for row in replay_records.read(checkpoint)])
+        replay_records.write_replay(
+            replay_records.locate_replay(checkpoint), [row | none for row in replay_records.read_replay(checkpoint)]
+        )
     for checkpoint in project.benchmark.checkpoints:
         for tree in project.benchmark.trees:
             decode(checkpoint, tree)
-            found = torch_records.read("eval", checkpoint, tree)
+            found = torch_records.read_torch_cell("eval", checkpoint, tree)
             ends = none | {"speedup_low": None, "speedup_high": None}
-            torch_records.write(found | {"metrics": found["metrics"] | ends})
+            torch_records.write_torch_cell(found | {"metrics": found["metrics"] | ends})
     report.main()
     told = capsys.readouterr().out
     assert "one prompt" in told and "can't tell" in told
-    said = words(report.PAGE.read_text())
+    said = words(report.PAGE_FILE.read_text())
     assert "one prompt" in said and "it can’t be told: the prediction or the cell has no interval" in said
     assert not any(row["enable"] for row in prediction.read_launch())

@@ -50,15 +50,15 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     model = "meta-llama/Llama-3.1-8B-Instruct"
     text = Path("params.yaml").read_text().replace("model: builtin/weather-tiny ", f"model: {model} ")
     Path("params.yaml").write_text(text)
-    timing_grid.write(costs.made_up(model=model))
-    p = schema.load()
+    timing_grid.write_timing_grid(costs.made_up(model=model))
+    p = schema.load_params()
     for name in p.replay_trees.checkpoints:
-        replay_records.write_inside(name, made_up_inside(p.replay_trees.watched()))
+        replay_records.write_tree_statistics(name, made_up_inside(p.replay_trees.watched()))
     serve({"code": {**EVAL, "concurrency": 64, "repeats": 3}})
     make_up_served("code", off=0.7)
     report.main()
     unfolded = tmp_path / "unfolded.html"
-    unfolded.write_text(report.PAGE.read_text().replace("<details>", "<details open>"))
+    unfolded.write_text(report.PAGE_FILE.read_text().replace("<details>", "<details open>"))
     return unfolded
 
 

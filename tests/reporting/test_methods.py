@@ -29,7 +29,7 @@ def made_up_row(
     row: str, speed: float, settings: dict[str, Any], mixture: bool = False, plain: float = 200.0
 ) -> dict[str, Any]:
     draft = settings.get("checkpoint")
-    metrics = dict.fromkeys(method_records.METRICS, 1.0) | {
+    metrics = dict.fromkeys(method_records.METHOD_METRICS, 1.0) | {
         "tau": 2.5, "accept_rate": 0.375, "output_tok_s": speed, "baseline_output_tok_s": plain, "speedup": speed / plain,
         "speedup_low": speed / plain - 0.1, "speedup_high": speed / plain + 0.1,
     }  # fmt: skip
@@ -37,7 +37,7 @@ def made_up_row(
         "row": row, "method": settings["method"], "checkpoint": draft, "workload": "eval", "engine": "torch",
         "settings": {k: v for k, v in settings.items() if k not in ("method", "checkpoint")} | {"steps": 4},
         "definitions": torch_records.DEFINITIONS, "temperature": 0.0, "top_p": 1.0, "top_k": None, "metrics": metrics,
-        "histogram": [1, 2], "prompts": [dict.fromkeys(method_records.PROMPT_COLUMNS, 0)],
+        "histogram": [1, 2], "prompts": [dict.fromkeys(method_records.METHOD_PROMPT_COLUMNS, 0)],
         "memory": {"weights": 3 * 2**20 if draft else 0, "state": 1536}, "parameters": 786432 if draft else 0,
         "mixture": mixture, "model": "builtin/weather-tiny", "hardware": {"cpu": "a chip", "threads": 1, "system": "Linux"},
         "versions": {"torch": "2"}, "seconds": 3.0, "seed": 1, "gpus": [], "joules": None,
@@ -50,9 +50,9 @@ def every_row(**how: Any) -> list[dict[str, Any]]:
 
 
 def test_rows_are_the_cells_and_training_is_that_of_the_whole_chain() -> None:
-    found = methods.rows(every_row(), TRAINED)
+    found = methods.build_method_rows(every_row(), TRAINED)
     assert [row["row"] for row in found] == ["baseline", "medusa", "dynamic", "ngram"]
-    assert all(set(row) == set(methods.COLUMNS) for row in found)
+    assert all(set(row) == set(methods.METHOD_TABLE_COLUMNS) for row in found)
     by = {row["row"]: row for row in found}
     assert (by["baseline"]["speedup"], by["baseline"]["output_tok_s"], by["baseline"]["parameters"]) == (1.0, 200.0, 0)
     assert {name: row["training_s"] for name, row in by.items()} == {
@@ -62,22 +62,22 @@ def test_rows_are_the_cells_and_training_is_that_of_the_whole_chain() -> None:
         "baseline": "no", "medusa": "yes", "dynamic": "yes", "ngram": "no",
     }  # fmt: skip
     assert {row["moe"] for row in found} == {"not run"}
-    assert {row["moe"] for row in methods.rows(every_row(mixture=True), TRAINED)} == {"works"}
-    assert methods.rows([], TRAINED) == [] and methods.table([]) == []
+    assert {row["moe"] for row in methods.build_method_rows(every_row(mixture=True), TRAINED)} == {"works"}
+    assert methods.build_method_rows([], TRAINED) == [] and methods.format_method_table([]) == []
 
 
 def test_training_of_a_draft_that_others_trained_is_not_known() -> None:
-    assert methods.training_seconds("theirs", TRAINED) is None
+    assert methods.sum_training_seconds("theirs", TRAINED) is None
 
 
 def test_the_table_survives_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert methods.read_table() == []
-    found = methods.rows(every_row(), TRAINED)
-    methods.write(found)
-    assert methods.read_table() == found
-    lines = methods.table(found)
-    assert methods.table(methods.read_table()) == lines
+    assert methods.read_method_table() == []
+    found = methods.build_method_rows(every_row(), TRAINED)
+    methods.write_method_table(found)
+    assert methods.read_method_table() == found
+    lines = methods.format_method_table(found)
+    assert methods.format_method_table(methods.read_method_table()) == lines
     cells = {line.split()[0]: line for line in lines if line}
     assert "dynamic (eagle3)" in cells["dynamic"] and " 5_2_8 " in cells["dynamic"] and "2.20x" in cells["dynamic"]
     assert (
@@ -88,7 +88,7 @@ def test_the_table_survives_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(("count", "said"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 30, "5.00 GiB")])
 def test_bytes_have_the_unit_that_fits(count: int, said: str) -> None:
-    assert methods.size(count) == said
+    assert methods.format_bytes(count) == said
 
 
 def served(decoding: str, speed: float | None, **changes: Any) -> Any:
@@ -97,8 +97,8 @@ def served(decoding: str, speed: float | None, **changes: Any) -> Any:
 
 
 def test_the_engines_part_beside_the_methods() -> None:
-    found = methods.rows(every_row(), TRAINED)
-    nothing = methods.by_engine(found, [], [])
+    found = methods.build_method_rows(every_row(), TRAINED)
+    nothing = methods.compare_engines(found, [], [])
     assert nothing == [
         {"way": "autoregressive", "torch": 200.0, "sglang": None},
         {"way": "medusa", "torch": pytest.approx(380.0), "sglang": None},
@@ -111,16 +111,16 @@ def test_the_engines_part_beside_the_methods() -> None:
         served("speculative", 9999.0, concurrency=8), served("plain", 9999.0, workload="chat"),
         served("speculative", 9999.0, engine="vllm"),
     ]  # fmt: skip
-    both = {row["way"]: (row["torch"], row["sglang"]) for row in methods.by_engine(found, cells, lines)}
+    both = {row["way"]: (row["torch"], row["sglang"]) for row in methods.compare_engines(found, cells, lines)}
     assert both == {"autoregressive": (210.0, 600.0), "medusa": (210.0 * 1.9, None), "eagle3": (210.0 * 2.5, 1000.0)}
-    assert methods.by_engine([], cells, lines) == [] and methods.speed(None) == "not measured"
+    assert methods.compare_engines([], cells, lines) == [] and methods.format_speed(None) == "not measured"
 
 
 def test_the_page_shows_both_tables_and_the_csv_has_the_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     made_up_project(tmp_path, monkeypatch)
-    checkpoints = {**{n: s.model_dump(by_alias=True) for n, s in schema.load().train_draft.checkpoints.items()},
+    checkpoints = {**{n: s.model_dump(by_alias=True) for n, s in schema.load_params().train_draft.checkpoints.items()},
                    "heads": {"from": "e000", "epochs": 1, "method": "medusa", "heads": 4}}  # fmt: skip
     edit_params(tmp_path, {
         "train_draft": {"checkpoints": checkpoints}, "benchmark_methods": {"drafted": DRAFTED, "draftless": DRAFTLESS},
@@ -132,12 +132,12 @@ def test_the_page_shows_both_tables_and_the_csv_has_the_rows(
     with pytest.raises(ValueError, match=r"method-medusa\.json not found; run: dvc repro benchmark_methods@medusa"):
         report.main()
     for row in every_row():
-        method_records.write(row)
+        method_records.write_method_cell(row)
     report.main()
     page, terminal = Path("results/report/index.html").read_text(), capsys.readouterr().out
     assert "Methods on one verifier" in page and "What the engine gives" in page and "static, 9 nodes, 4 deep" in page
     assert "not measured" in page and "Methods on one verifier, eval" in terminal
-    assert [row["row"] for row in methods.read_table()] == ["baseline", "medusa", "dynamic", "ngram"]
+    assert [row["row"] for row in methods.read_method_table()] == ["baseline", "medusa", "dynamic", "ngram"]
     report.main("--table")
     assert "Methods on one verifier, eval" in capsys.readouterr().out
 
@@ -146,4 +146,4 @@ def test_without_rows_the_page_is_silent(tmp_path: Path, monkeypatch: pytest.Mon
     made_up_project(tmp_path, monkeypatch)
     report.main()
     assert "Methods on one verifier" not in Path("results/report/index.html").read_text()
-    assert methods.read_table() == []
+    assert methods.read_method_table() == []

@@ -33,7 +33,7 @@ def test_sums_are_those_by_hand() -> None:
     cells = [{"engine": "torch", "workload": "eval"} | record(10, 100.0, "A") for _ in range(3)]
     cells += [{"engine": "sglang", "workload": "eval"} | record(5, None, "B", "B")]
     stages = {"fix_data": record(2, None), "train_draft@e003": record(100, 3600.0, "A", "A")}
-    took = provenance.took(stages, cells)
+    took = provenance.summarise_stage_records(stages, cells)
     assert [(line["stage"], line["runs"], line["seconds"], line["gpus"], line["joules"]) for line in took["lines"]] == [
         ("fix_data", 1, 2, "", None),
         ("train_draft@e003", 1, 100, "2 x A", 3600.0),
@@ -42,47 +42,47 @@ def test_sums_are_those_by_hand() -> None:
     ]
     assert (took["all"]["seconds"], took["all"]["gpu_seconds"], took["counted"]) == (137, 200 + 30 + 10, True)
     assert took["all"]["joules"] is None  # one of the GPUs counted nothing: a sum would say too little
-    assert provenance.took(stages, cells[:3])["all"]["joules"] == 3900.0
+    assert provenance.summarise_stage_records(stages, cells[:3])["all"]["joules"] == 3900.0
 
 
 @pytest.mark.parametrize(
     ("joules", "said"), [(None, "–"), (7500.0, "2.08 Wh"), (3.6e6, "1 kWh"), (7.1e6, "1.97 kWh"), (0.0, "0 Wh")]
 )
 def test_energy_in_words(joules: float | None, said: str) -> None:
-    assert provenance.energy(joules) == said
+    assert provenance.format_energy(joules) == said
 
 
 @pytest.mark.parametrize(
     ("seconds", "said"), [(0.04, "0.0 s"), (99.94, "99.9 s"), (100, "1 min 40 s"), (3599.6, "1 h 00 min"), (5432, "1 h 30 min")]
 )  # fmt: skip
 def test_time_in_words(seconds: float, said: str) -> None:
-    assert provenance.duration(seconds) == said
+    assert provenance.format_duration(seconds) == said
 
 
 def test_the_page_names_its_commit_what_differs_from_it_and_the_tables_beside_it(made_up: schema.Params) -> None:
     report.main()
-    assert "no commit: this is no git repository" in report.PAGE.read_text()
+    assert "no commit: this is no git repository" in report.PAGE_FILE.read_text()
     git(Path(), "init", "-q")
     git(Path(), "add", "params.yaml", "published")
     git(Path(), "commit", "-qm", "one")
     head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
     report.main()
-    assert f"written atcommit {head} (dvc.lock" in words(report.PAGE.read_text())
+    assert f"written atcommit {head} (dvc.lock" in words(report.PAGE_FILE.read_text())
     with Path("params.yaml").open("a") as file:
         file.write("# a remark\n")
     report.main()
-    said = words(report.PAGE.read_text())
+    said = words(report.PAGE_FILE.read_text())
     assert f"written atcommit {head}, with changes in params.yaml (dvc.lock" in said
-    for table in (report.BENCHMARK, report.REPLAY, report.METRICS):
+    for table in (report.BENCHMARK_TABLE, report.REPLAY_TABLE, report.METRICS_FILE):
         assert f"{table}{hashlib.sha256(table.read_bytes()).hexdigest()}" in said
     assert f"draft e003{'ab' * 32}" in said
 
 
 def test_what_a_stage_took_is_shown_and_must_be_there(made_up: schema.Params) -> None:
-    place = stage_record.path("train_draft", "e003")
+    place = stage_record.locate_record("train_draft", "e003")
     place.write_text('{"seconds": 5432.1, "gpus": ["NVIDIA H200", "NVIDIA H200"], "joules": 7100000.0}')
     report.main()
-    said = re.sub(r"(\s|<[^>]+>)+", " ", report.PAGE.read_text())
+    said = re.sub(r"(\s|<[^>]+>)+", " ", report.PAGE_FILE.read_text())
     assert "train_draft@e003 1 1 h 30 min 2 x NVIDIA H200 1.97 kWh" in said
     assert "3 h 01 min of GPUs, 1.97 kWh" in said
     place.unlink()
@@ -91,15 +91,17 @@ def test_what_a_stage_took_is_shown_and_must_be_there(made_up: schema.Params) ->
 
 
 def test_percentiles_are_those_of_the_answers(made_up: schema.Params) -> None:
-    (group,) = latencies.of_cells([torch_records.read("eval", "e003", tree) for tree in made_up.benchmark.trees])
+    (group,) = latencies.summarise_torch_cells(
+        [torch_records.read_torch_cell("eval", "e003", tree) for tree in made_up.benchmark.trees]
+    )
     assert [row["tree"] for row in group["rows"]][-1] == "plain decoding" and len(group["plots"]) == 3
     spread = [0.1 * (n + 1) for n in range(12)]
-    found = torch_records.read("eval", "e003", "t8_2_16")
+    found = torch_records.read_torch_cell("eval", "e003", "t8_2_16")
     for prompt, seconds in zip(found["prompts"], spread, strict=True):
         prompt |= {"e2e_latency_s": seconds, "prefill_latency_s": seconds / 10, "output_tokens": 11}
-    (group,) = latencies.of_cells([found])
+    (group,) = latencies.summarise_torch_cells([found])
     hundredths = statistics.quantiles(spread, n=100, method="inclusive")
-    by_hand = [hundredths[share - 1] for share in latencies.SHARES]
+    by_hand = [hundredths[share - 1] for share in latencies.PERCENTILES]
     row = group["rows"][0]
     assert row["answers"] == 12
     assert row["e2e"] == pytest.approx(by_hand)
@@ -108,9 +110,9 @@ def test_percentiles_are_those_of_the_answers(made_up: schema.Params) -> None:
 
 
 def test_answers_of_one_token_have_no_time_a_token(made_up: schema.Params) -> None:
-    found = torch_records.read("eval", "e003", "t8_2_16")
+    found = torch_records.read_torch_cell("eval", "e003", "t8_2_16")
     found["prompts"] = [prompt | {"output_tokens": 1, "baseline_output_tokens": 1} for prompt in found["prompts"]]
-    (group,) = latencies.of_cells([found])
+    (group,) = latencies.summarise_torch_cells([found])
     assert set(group["plots"]) == {"e2e", "ttft"} and group["rows"][0]["tpot"] is None
 
 
@@ -119,12 +121,12 @@ def test_requests_of_the_heaviest_load_are_shown_and_failed_ones_are_not(made_up
 
     serve({"code": {**EVAL, "concurrency": 64, "repeats": 3}})
     make_up_served("code")
-    broken = served_records.read("code", "e009", TREES[0])
+    broken = served_records.read_served_cell("code", "e009", TREES[0])
     broken["points"][0]["requests"][0]["failed"] = "timeout"
-    served_records.write(broken)
-    cells = served_table.read(["code"], ["e009"], TREES)
-    lines = served_table.lines(cells, {"e009": replay_records.read("e009")}, set())
-    (group,) = latencies.of_served(lines)
+    served_records.write_served_cell(broken)
+    cells = served_table.read_served_cells(["code"], ["e009"], TREES)
+    lines = served_table.join_lines(cells, {"e009": replay_records.read_replay("e009")}, set())
+    (group,) = latencies.summarise_served_lines(lines)
     asked = broken["points"][0]["requests"]
     assert group["about"] == "code, checkpoint e009, sglang, 200 tokens, 64 at once"
     assert [(row["tree"], row["answers"]) for row in group["rows"]] == [
@@ -137,8 +139,8 @@ def test_requests_of_the_heaviest_load_are_shown_and_failed_ones_are_not(made_up
 
 def test_the_audit_of_what_others_published_is_told(made_up: schema.Params) -> None:
     report.main()
-    page = html.unescape(report.PAGE.read_text())
-    publications = published.load()
-    for finding in audit.findings(publications):
+    page = html.unescape(report.PAGE_FILE.read_text())
+    publications = published.read_publications()
+    for finding in audit.audit_publications(publications):
         assert f"<strong>{finding.about}: {finding.verdict}.</strong>" in page
         assert publications[finding.what].title in page

@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from stages.reporting import trees
-from stages.reporting.plots import draw_tokens, styles
+from stages.reporting.plots import cycle_styles, draw_tau_by_tokens
 
 Row = dict[str, Any]
 
@@ -49,22 +49,22 @@ def test_the_front_is_what_nothing_as_narrow_equals(seed: int) -> None:
     beaten = [any(o["tokens"] <= t["tokens"] and o["tau"] > t["tau"] for o in some) for t in some]
     equalled = [any(o["tokens"] < t["tokens"] and o["tau"] == t["tau"] for o in some) for t in some]
     kept = {(t["tokens"], t["tau"]) for t, b, e in zip(some, beaten, equalled, strict=True) if not b and not e}
-    found = trees.front(some)
+    found = trees.find_front(some)
     assert sorted(kept) == [(t["tokens"], t["tau"]) for t in found]
 
 
 def test_of_a_long_front_some_are_named_and_the_last_always() -> None:
     wide = [tree(8, 2, tokens, tokens / 10) for tokens in range(2, 65)]
-    named = trees.spread(wide)
-    assert 4 <= len(named) <= trees.NAMED and named[-1]["tokens"] == 64
-    assert trees.spread(wide[:5]) == wide[:5]
+    named = trees.thin_front(wide)
+    assert 4 <= len(named) <= trees.MAX_NAMED_TREES and named[-1]["tokens"] == 64
+    assert trees.thin_front(wide[:5]) == wide[:5]
 
 
 def test_steps_are_those_that_most_of_the_trees_asked_for_have() -> None:
     names = ["t8_1_9", "t5_2_8", "t5_4_16", "t9_2_16", "t9_3_16", "t9_3_8"]
-    assert trees.chosen_steps(some_trees(0), names) == 5  # 9 isn't of the grid
-    assert trees.chosen_steps(some_trees(0), []) == 8
-    assert trees.chosen_steps([tree(4, 1, 5, 2.0), tree(6, 1, 7, 2.1)], ["t3_2_4"]) == 6
+    assert trees.choose_steps(some_trees(0), names) == 5  # 9 isn't of the grid
+    assert trees.choose_steps(some_trees(0), []) == 8
+    assert trees.choose_steps([tree(4, 1, 5, 2.0), tree(6, 1, 7, 2.1)], ["t3_2_4"]) == 6
 
 
 def test_the_table_adds_rows_and_siblings_up() -> None:
@@ -77,7 +77,7 @@ def test_the_table_adds_rows_and_siblings_up() -> None:
         bucket("t2_3_6", "sibling", "4", nodes=2, accepted=0),
         bucket("t1_1_2", "context", "0-8", cycles=0, nodes=0, promised=0.0),
     ]  # fmt: skip
-    (line,) = trees.table(inside)
+    (line,) = trees.build_statistics_table(inside)
     siblings = line.pop("siblings")
     assert line == {"tree": "t2_3_6", "cycles": 4, "tau": 2.5, "nodes": 5, "promised": 2, "accepted": 1.5, "kept": 0.75}
     assert [s["nodes"] for s in siblings] == [0.4, 0.3, 0.3]
@@ -85,7 +85,7 @@ def test_the_table_adds_rows_and_siblings_up() -> None:
 
 
 def test_lengths_are_drawn_at_the_same_places_and_few_cycles_are_not() -> None:
-    few = trees.FEWEST - 1
+    few = trees.MIN_BUCKET_COUNT - 1
     inside = [
         bucket("t8_2_16", "context", "64-96", cycles=40, accepted=60),
         bucket("t8_2_16", "context", "128-192", cycles=20, accepted=10),
@@ -93,7 +93,7 @@ def test_lengths_are_drawn_at_the_same_places_and_few_cycles_are_not() -> None:
         bucket("t5_1_6", "context", "192-256", cycles=few, accepted=15),
         bucket("t5_1_6", "answer", "0-8", cycles=40, accepted=15),
     ]
-    drawn = lines(trees.draw_lengths, inside, "context", "context")
+    drawn = lines(trees.draw_tau_by_length, inside, "context", "context")
     assert drawn == {"8_2_16": [(0, 2.5), (2, 1.5)], "5_1_6 (5_1_5)": [(1, 1.5)]}
 
 
@@ -105,7 +105,7 @@ def test_kinds_are_shares_of_the_answers_tokens() -> None:
         bucket("t5_1_6", "token", "structure", cycles=5, accepted=5),
     ]
     axes = Figure().subplots()
-    trees.draw_kinds(axes, inside)
+    trees.draw_token_classes(axes, inside)
     assert [[bar.get_height() for bar in bars] for bars in axes.containers] == [[25, 90], [50, 50]]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["digits\n40 tokens", "structure\n10 tokens"]
 
@@ -114,20 +114,20 @@ def test_chances_are_drawn_against_what_they_are_worth() -> None:
     inside = [
         bucket("t8_2_16", "chance", "0.1-0.2", nodes=100, promised=15.0, accepted=30),
         bucket("t8_2_16", "chance", "0.2-0.3", nodes=100, promised=25.0, accepted=0),
-        bucket("t8_2_16", "chance", "0.9-1", nodes=trees.FEWEST - 1, promised=18.0, accepted=18),
+        bucket("t8_2_16", "chance", "0.9-1", nodes=trees.MIN_BUCKET_COUNT - 1, promised=18.0, accepted=18),
     ]
-    assert lines(trees.draw_chances, inside) == {"8_2_16": [(pytest.approx(0.15), pytest.approx(0.3))]}
+    assert lines(trees.draw_calibration, inside) == {"8_2_16": [(pytest.approx(0.15), pytest.approx(0.3))]}
 
 
 def test_tokens_at_chosen_steps_keep_each_topks_colour() -> None:
     some = [tree(2, 1, 3, 1.5), tree(5, 1, 6, 2.0), tree(5, 2, 8, 2.5), tree(8, 2, 8, 2.75), tree(5, 2, 16, 2.6)]
-    assert lines(draw_tokens, some) == {"topk 1": [(3, 1.5), (6, 2.0)], "topk 2": [(8, 2.75), (16, 2.6)]}
-    assert lines(draw_tokens, some, 8) == {"topk 2": [(8, 2.75)]}
+    assert lines(draw_tau_by_tokens, some) == {"topk 1": [(3, 1.5), (6, 2.0)], "topk 2": [(8, 2.75), (16, 2.6)]}
+    assert lines(draw_tau_by_tokens, some, 8) == {"topk 2": [(8, 2.75)]}
     axes = Figure().subplots()
-    draw_tokens(axes, some, 8)
-    assert axes.lines[0].get_color() == list(itertools.islice(styles(), 2))[1]["color"]
+    draw_tau_by_tokens(axes, some, 8)
+    assert axes.lines[0].get_color() == list(itertools.islice(cycle_styles(), 2))[1]["color"]
 
 
 def test_as_many_series_as_a_large_grid_has_are_told_apart() -> None:
-    looks = [tuple(style.values()) for style in itertools.islice(styles(), 16)]
+    looks = [tuple(style.values()) for style in itertools.islice(cycle_styles(), 16)]
     assert len(set(looks)) == 16

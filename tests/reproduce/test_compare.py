@@ -35,13 +35,13 @@ def torch_cell(workload: str, tree: str = "t6_10_60", **changes: Any) -> None:
         }
         for name, cycles, accepted, speed in (("a", 6, 22, 2.0), ("a", 4, 8, 2.0), ("b", 20, 40, 3.0))
     ]  # fmt: skip
-    found = dict.fromkeys(torch_records.KEYS) | {
+    found = dict.fromkeys(torch_records.CELL_KEYS) | {
         "workload": workload, "checkpoint": "theirs", "tree": tree, "num_steps": 6, "num_draft_tokens": 60,
         "engine": "torch", "temperature": 0.0,
         "metrics": dict.fromkeys(torch_records.METRICS, 1.0) | {"tau": 3.7, "tau_low": 3.6, "tau_high": 3.8}, "prompts": rows,
         "hardware": H20, "versions": {"torch": "2.13.0"}, "definitions": torch_records.DEFINITIONS,
     }  # fmt: skip
-    torch_records.write(found | changes)
+    torch_records.write_torch_cell(found | changes)
 
 
 def served_cell(workload: str, checkpoint: str | None, tree: str | None, rate: float, **changes: Any) -> None:
@@ -51,30 +51,41 @@ def served_cell(workload: str, checkpoint: str | None, tree: str | None, rate: f
         {"output_throughput": r, "total_throughput": 2 * r, "ttft_s": times, "tpot_s": times, "e2e_s": times}
         for r in (0.95 * rate, 1.05 * rate)
     ]
-    acceptance = dict.fromkeys(served_records.ACCEPTANCE) | {
+    acceptance = dict.fromkeys(served_records.ACCEPTANCE_KEYS) | {
         "tau": 2.0, "tau_low": 1.98, "tau_high": 2.02, "accept_rate": 0.5, "node_accept_rate": 0.5,
     }  # fmt: skip
-    point = dict.fromkeys(served_records.POINT) | {
+    point = dict.fromkeys(served_records.POINT_KEYS) | {
         "loads": loads,
         "acceptance": acceptance if checkpoint else None,
         "requests": [],
     }
-    found = dict.fromkeys(served_records.KEYS) | {
-        "workload": workload, "checkpoint": checkpoint, "tree": tree, "num_steps": 2, "num_draft_tokens": 3,
-        "engine": "vllm", "temperature": 0.0,
-        "status": served_records.RAN, "points": [point], "baseline_points": [], "memory": dict.fromkeys(served_records.MEMORY),
-        "hardware": H20, "versions": {"vllm": "0.11.2"}, "definitions": torch_records.DEFINITIONS, "fingerprint": "f",
-    }  # fmt: skip
-    served_records.write(found | changes)
+    found = dict.fromkeys(served_records.SERVED_CELL_KEYS) | {
+        "workload": workload,
+        "checkpoint": checkpoint,
+        "tree": tree,
+        "num_steps": 2,
+        "num_draft_tokens": 3,
+        "engine": "vllm",
+        "temperature": 0.0,
+        "status": served_records.RAN,
+        "points": [point],
+        "baseline_points": [],
+        "memory": dict.fromkeys(served_records.MEMORY_KEYS),
+        "hardware": H20,
+        "versions": {"vllm": "0.11.2"},
+        "definitions": torch_records.DEFINITIONS,
+        "fingerprint": "f",
+    }
+    served_records.write_served_cell(found | changes)
 
 
-def sides_of(name: str) -> tuple[list[comparison.Side], Counter[str]]:
-    with recipes.merged(name) as (file, _):
-        model = schema.load(file).target.model
-    return compare.lay_beside(recipe_of(name), model, published.load())
+def sides_of(name: str) -> tuple[list[comparison.PublishedComparison], Counter[str]]:
+    with recipes.merge_recipe(name) as (file, _):
+        model = schema.load_params(file).target.model
+    return compare.match_published_numbers(recipe_of(name), model, published.read_publications())
 
 
-def side(sides: list[comparison.Side], metric: str, **setting: Any) -> comparison.Side:
+def side(sides: list[comparison.PublishedComparison], metric: str, **setting: Any) -> comparison.PublishedComparison:
     (found,) = [
         s for s in sides if s.published.metric == metric
         and all(getattr(s.published.setting, key) == value for key, value in setting.items())
@@ -86,7 +97,7 @@ def side(sides: list[comparison.Side], metric: str, **setting: Any) -> compariso
     "name", ["angelslim-qwen3-8b", "angelslim-hunyuan-4b", "qwen3-coder-30b-a3b", "qwen3-vl-2b-weather"]
 )
 def test_every_number_of_the_target_is_laid_beside_or_counted_with_a_reason(name: str) -> None:
-    recipe, publications = recipe_of(name), published.load()
+    recipe, publications = recipe_of(name), published.read_publications()
     wanted = 0
     for publication in {match.publication for match in recipe.beside}:
         targets = {match.rows["target"] for match in recipe.beside if match.publication == publication}
@@ -101,7 +112,9 @@ def test_an_accept_length_is_compared_by_the_definition_it_was_printed_with() ->
     torch_cell("mt_bench")
     sides, _ = sides_of("angelslim-qwen3-8b")
     tau = side(sides, "tau", dataset="MT-bench", temperature=0.0, engine="AngelSlim, PyTorch")
-    assert tau.ours == comparison.Number(3.5, pytest.approx(12.7062 * 0.5, rel=1e-5))  # Student's t of two questions
+    assert tau.ours == comparison.MeasuredNumber(
+        3.5, pytest.approx(12.7062 * 0.5, rel=1e-5)
+    )  # Student's t of two questions
     assert tau.theirs == 3.65 and tau.ratio == pytest.approx(3.5 / 3.65)
     assert (tau.verdict, tau.bars) == ("within", ())
     assert tau.taken == ("tree t6_10_60, which isn't stated",)
@@ -116,7 +129,7 @@ def test_an_accept_length_is_compared_by_the_definition_it_was_printed_with() ->
 def test_the_tolerance_is_the_sum_of_rounding_interval_and_declared_share(tau: float, verdict: str) -> None:
     """2.00 is printed: 0.005 by rounding, 0.02 by our interval, 5% declared are 0.1 of it: 0.125."""
     served_cell("gsm8k_1024", "theirs", "t2_1_3", 250.0)
-    place = served_records.path("gsm8k_1024", "theirs", "t2_1_3")
+    place = served_records.locate_served_cell("gsm8k_1024", "theirs", "t2_1_3")
     found = atomic.read_json(place, "a test")
     found["points"][0]["acceptance"] |= {"tau": tau, "tau_low": tau - 0.02, "tau_high": tau + 0.02}
     atomic.write_json(place, found)
@@ -162,7 +175,9 @@ def test_another_draft_bars_what_it_does_and_not_plain_decoding() -> None:
 def test_another_target_is_no_twin_whatever_the_recipe_says() -> None:
     """Bug: a recipe that named Qwen3-8B's rows for a target of a million parameters got its verdict."""
     torch_cell("mt_bench")
-    sides, _ = compare.lay_beside(recipe_of("angelslim-qwen3-8b"), "builtin/weather-tiny", published.load())
+    sides, _ = compare.match_published_numbers(
+        recipe_of("angelslim-qwen3-8b"), "builtin/weather-tiny", published.read_publications()
+    )
     tau = side(sides, "tau", dataset="MT-bench", temperature=0.0, engine="AngelSlim, PyTorch")
     assert tau.bars == ("another target: builtin/weather-tiny against Qwen3-8B",) and tau.verdict == "not comparable"
 
@@ -178,10 +193,10 @@ def test_a_baseline_of_another_fingerprint_is_no_baseline() -> None:
 def test_a_baseline_measured_in_turns_with_the_cell_is_its_own() -> None:
     served_cell("code_gen", None, None, 9999.0, engine="sglang")
     served_cell("code_gen", "other", "t5_8_32", 1000.0, engine="sglang")
-    slow = served_records.read("code_gen", "other", "t5_8_32")["points"]
+    slow = served_records.read_served_cell("code_gen", "other", "t5_8_32")["points"]
     served_cell("code_gen", "theirs", "t5_8_32", 2800.0, engine="sglang", baseline_points=slow)
     sides, _ = sides_of("qwen3-coder-30b-a3b")
-    assert side(sides, "speedup", label="Code Gen").ours == comparison.Number(
+    assert side(sides, "speedup", label="Code Gen").ours == comparison.MeasuredNumber(
         pytest.approx(2.8), pytest.approx(0.388 * 12.7062 / 1.96, rel=0.01)
     )
 
@@ -204,7 +219,7 @@ def test_what_an_engine_can_not_run_says_so() -> None:
 def test_the_page_and_the_csv_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     torch_cell("mt_bench")
     name = "angelslim-qwen3-8b"
-    with recipes.merged(name) as (file, _):
+    with recipes.merge_recipe(name) as (file, _):
         compare.main(f"recipes/{name}.yaml", str(file))
     page = Path(f"results/reproduce/{name}.md").read_text()
     assert capsys.readouterr().out == page + "\n"
@@ -223,7 +238,10 @@ def test_percent_is_compared_as_a_share_and_shown_as_percent() -> None:
     sides, _ = sides_of("qwen3-vl-2b-weather")
     found = side(sides, "accept_rate", label="10_3_32")
     assert (found.theirs, found.ratio) == pytest.approx((0.31, 0.5 / 0.31))
-    assert compare._line(found)["ours"] == pytest.approx(50.0) and compare._line(found)["published"] == 31
+    assert (
+        compare._build_csv_row(found)["ours"] == pytest.approx(50.0)
+        and compare._build_csv_row(found)["published"] == 31
+    )
     assert [bar.split(":")[0] for bar in found.bars] == ["another target", "another data"]
 
 
@@ -231,8 +249,10 @@ def test_a_publication_that_is_none_is_named() -> None:
     recipe = recipe_of("weather-tiny")
     match = recipe_of("qwen3-vl-2b-weather").beside[0].model_copy(update={"publication": "nature"})
     with pytest.raises(ValueError, match="nature is no publication, expected one of angelslim-issue-163"):
-        compare.lay_beside(recipe.model_copy(update={"beside": [match]}), "a", published.load())
-    assert compare.page("x", recipe, [], Counter(), estimate.Estimate()).startswith(
+        compare.match_published_numbers(
+            recipe.model_copy(update={"beside": [match]}), "a", published.read_publications()
+        )
+    assert compare.build_page("x", recipe, [], Counter(), estimate.RecipeEstimate()).startswith(
         "# x\n\n- Status of the recipe: ran on"
     )
 
@@ -245,7 +265,7 @@ def test_every_measure_a_recipe_names_is_one_of_ours() -> None:
 
 def served_acceptance(**changes: Any) -> None:
     """Change what the cell of gsm8k_1024 says of accepted drafts."""
-    place = served_records.path("gsm8k_1024", "theirs", "t2_1_3")
+    place = served_records.locate_served_cell("gsm8k_1024", "theirs", "t2_1_3")
     found = atomic.read_json(place, "a test")
     found["points"][0]["acceptance"] |= changes
     atomic.write_json(place, found)
@@ -258,7 +278,7 @@ def test_a_cell_that_vllm_counted_over_all_requests_ends_reproduce_with_a_page(
     served_cell("gsm8k_1024", "theirs", "t2_1_3", 250.0)
     served_acceptance(tau_low=None, tau_high=None, clipped=False)
     name = "angelslim-qwen3-8b"
-    with recipes.merged(name) as (file, _):
+    with recipes.merge_recipe(name) as (file, _):
         compare.main(f"recipes/{name}.yaml", str(file))
     assert "ours has no interval: vLLM counts accepted drafts over all requests" in capsys.readouterr().out
     with Path(f"results/reproduce/{name}.csv").open(newline="") as lines:
@@ -270,8 +290,8 @@ def test_a_cell_that_vllm_counted_over_all_requests_ends_reproduce_with_a_page(
 def test_the_spread_of_the_node_accept_rate_is_that_of_tau_over_the_nodes() -> None:
     """Bug: it was divided by num_steps; accepted / nodes has num_draft_tokens - 1 nodes a cycle."""
     served_cell("eval", "e010", "t10_3_32", 1.0, engine="sglang", num_steps=10, num_draft_tokens=32)
-    found = served_records.read("eval", "e010", "t10_3_32")
-    spreads = {name: comparison.measured(name, found, None) for name in ("tau", "accept_rate", "node_accept_rate")}
+    found = served_records.read_served_cell("eval", "e010", "t10_3_32")
+    spreads = {name: comparison.measure_cell(name, found, None) for name in ("tau", "accept_rate", "node_accept_rate")}
     assert {name: number.spread for name, number in spreads.items()} == pytest.approx(
         {"tau": 0.02, "accept_rate": 0.02 / 10, "node_accept_rate": 0.02 / 31}
     )
@@ -280,14 +300,14 @@ def test_the_spread_of_the_node_accept_rate_is_that_of_tau_over_the_nodes() -> N
 def test_rates_of_a_torch_cell_have_the_interval_of_its_tau() -> None:
     """Bug: they had none, though tau's was there, so their tolerance was too small."""
     torch_cell("mt_bench")
-    found = torch_records.read("mt_bench", "theirs", "t6_10_60")
+    found = torch_records.read_torch_cell("mt_bench", "theirs", "t6_10_60")
     for name, over in (("accept_rate", 6), ("node_accept_rate", 59)):
-        assert comparison.measured(name, found, None) == comparison.Number(1.0, pytest.approx(0.1 / over))
+        assert comparison.measure_cell(name, found, None) == comparison.MeasuredNumber(1.0, pytest.approx(0.1 / over))
 
 
 def test_few_repeats_are_judged_by_students_t_and_one_by_none() -> None:
     """Bug: 1.96 standard errors of 3 repeats cover 81%, where Student's t takes 4.30; one repeat had a spread of 0."""
     speeds = [100.0, 110.0, 120.0]
-    three = comparison._mean(speeds)
-    assert three == comparison.Number(110.0, pytest.approx(4.3027 * 10 / 3**0.5, rel=1e-4))
-    assert comparison._mean(speeds[:1]) == comparison.Number(100.0, None, "one repeat")
+    three = comparison._average_values(speeds)
+    assert three == comparison.MeasuredNumber(110.0, pytest.approx(4.3027 * 10 / 3**0.5, rel=1e-4))
+    assert comparison._average_values(speeds[:1]) == comparison.MeasuredNumber(100.0, None, "one repeat")

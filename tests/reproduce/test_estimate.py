@@ -22,10 +22,10 @@ PRINTED = {  # model cards; Qwen3-VL's counts its vision tower
 pytestmark = pytest.mark.usefixtures("home")
 
 
-def shape_of(name: str) -> tuple[schema.Params, estimate.Shape]:
-    with recipes.merged(name) as (file, _):
-        p = schema.load(file)
-    return p, estimate.of_target(p)
+def shape_of(name: str) -> tuple[schema.Params, estimate.TargetSize]:
+    with recipes.merge_recipe(name) as (file, _):
+        p = schema.load_params(file)
+    return p, estimate.read_target_size(p)
 
 
 @pytest.mark.parametrize("name", PRINTED)
@@ -55,20 +55,22 @@ def test_training_and_extraction_take_the_hours_that_were_measured() -> None:
     """docs/results/2026-11-21-h200-training.md, Qwen3-8B's shape: 34,250 and 29,595 tokens/s, rows of 2,048."""
     p, shape = shape_of("angelslim-qwen3-8b")
     draft = estimate.init_draft.infer(p, shape.made)
-    flop = estimate.train_flop(shape.made, draft, 7)
+    flop = estimate.compute_train_flop(shape.made, draft, 7)
     assert flop == pytest.approx(16.46e9, rel=0.03)
-    assert estimate.TRAINING * estimate.PEAK / flop == pytest.approx(34_250, rel=0.03)
-    flop = estimate.target_flop(shape, 2048)
+    assert estimate.TRAINING_SHARE * estimate.PEAK_FLOPS / flop == pytest.approx(34_250, rel=0.03)
+    flop = estimate.compute_target_flop(shape, 2048)
     assert flop == pytest.approx(14.5e9, rel=0.01)
-    assert estimate.EXTRACTING * estimate.PEAK / flop == pytest.approx(29_595, rel=0.01)
+    assert estimate.EXTRACTING_SHARE * estimate.PEAK_FLOPS / flop == pytest.approx(29_595, rel=0.01)
 
 
 def test_draft_parameters_are_those_of_its_tensors() -> None:
     p, shape = shape_of("angelslim-qwen3-8b")
     draft = estimate.init_draft.infer(p, shape.made)
-    parts = estimate.draft_parameters(draft)
+    parts = estimate.count_draft_parameters(draft)
     assert (parts["fc"], parts["head"]) == (3 * 4096 * 4096, 32000 * 4096)
-    slowly = sum(torch.Size(s).numel() for n, s in checkpoint.shapes(draft).items() if n not in ("d2t", "t2d"))
+    slowly = sum(
+        torch.Size(s).numel() for n, s in checkpoint.list_tensor_shapes(draft).items() if n not in ("d2t", "t2d")
+    )
     assert sum(parts.values()) == slowly
 
 
@@ -76,10 +78,10 @@ def test_hidden_states_are_counted_by_row_and_online_ones_are_not() -> None:
     about, _ = schema.read_recipe(Path("recipes/qwen3-vl-2b-weather.yaml"))
     assert about is not None
     p, _ = shape_of("qwen3-vl-2b-weather")
-    kept = estimate.estimate(p, about)
-    size = format.row_bytes(2048, torch.bfloat16, True) + format.piece_bytes(2048, torch.bfloat16)
+    kept = estimate.estimate_recipe(p, about)
+    size = format.count_token_bytes(2048, torch.bfloat16, True) + format.count_visual_bytes(2048, torch.bfloat16)
     online = p.model_copy(update={"extract_hiddens": p.extract_hiddens.model_copy(update={"online": True})})
-    assert kept.disk_bytes - estimate.estimate(online, about).disk_bytes == pytest.approx(220 * 512 * size)
+    assert kept.disk_bytes - estimate.estimate_recipe(online, about).disk_bytes == pytest.approx(220 * 512 * size)
 
 
 def test_a_target_that_is_not_recorded_is_named() -> None:
@@ -88,18 +90,18 @@ def test_a_target_that_is_not_recorded_is_named() -> None:
     with pytest.raises(
         ValueError, match=r"recipes/targets/Other-9B.json not found, expected a recorded config.json of"
     ):
-        estimate.of_target(other)
+        estimate.read_target_size(other)
 
 
 def test_files_that_the_user_brings_are_missing_until_they_are_there() -> None:
     p, _ = shape_of("angelslim-qwen3-8b")
     folder = "data/prompt_sets/angelslim"
     wanted = [p.fix_data.raw, *(f"{folder}/{n}.jsonl" for n in ("alpaca", "gsm8k", "humaneval", "mt_bench"))]
-    assert estimate._missing(p) == wanted
+    assert estimate._list_missing_files(p) == wanted
     for name in wanted[:2]:
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).touch()
-    assert estimate._missing(p) == wanted[2:]
+    assert estimate._list_missing_files(p) == wanted[2:]
 
 
 def test_the_page_of_recipes_is_what_its_command_writes() -> None:
@@ -115,8 +117,8 @@ def test_loads_of_the_torch_engine_take_turns_at_once() -> None:
         update={"num_prompts": 30, "warmup": 2, "turns": "first", "max_new_tokens": [10, 50], "concurrency": [1, 8, 64]}
     )
     b = p.benchmark.model_copy(update={"torch": [name], "workloads": {name: w}})
-    found = estimate.Estimate()
-    estimate._say_torch_cells(found, p.model_copy(update={"benchmark": b}), shape)
+    found = estimate.RecipeEstimate()
+    estimate._add_torch_cells(found, p.model_copy(update={"benchmark": b}), shape)
     rounds = 32 / 1 + 32 / 8 + 32 / 32  # 64 at once are never more than there are prompts
     cells = len(b.checkpoints) * len(b.trees)
     assert found.gpu_hours == pytest.approx(cells * rounds * (10 + 50) * 2 * step / 3600)

@@ -6,16 +6,16 @@ import random
 import numpy as np
 import pytest
 
-from stages.params.tree_sections import Tree
+from stages.params.tree_sections import TreeShape
 from stages.results import cost_fit
-from stages.results.cost_model import Fit
+from stages.results.cost_model import CostModel
 from tests import costs
 
 BATCHED = costs.TRUTH | {"sequence": 0.3e-3}
 
 
 def test_terms_of_an_exact_grid_are_found() -> None:
-    found = cost_fit.fit(costs.grid())
+    found = cost_fit.fit_cost_model(costs.grid())
     assert found.seconds["draft step"] == pytest.approx(costs.TRUTH["step"])
     assert found.seconds["verify row"] == pytest.approx(costs.TRUTH["token"])
     assert found.seconds["draft row"] == pytest.approx(costs.TRUTH["row"])
@@ -25,7 +25,7 @@ def test_terms_of_an_exact_grid_are_found() -> None:
 
 @pytest.mark.parametrize("noise", [0.01, 0.05])
 def test_terms_of_a_noisy_grid_are_nearly_found_and_the_error_says_how_noisy_it_is(noise: float) -> None:
-    found = cost_fit.fit(costs.grid(noise=noise))
+    found = cost_fit.fit_cost_model(costs.grid(noise=noise))
     for name, truth in (("draft step", "step"), ("cycle", "cycle")):
         assert found.seconds[name] == pytest.approx(costs.TRUTH[truth], rel=6 * noise)
     assert 0.6 * noise < found.error < 2 * noise
@@ -33,8 +33,10 @@ def test_terms_of_a_noisy_grid_are_nearly_found_and_the_error_says_how_noisy_it_
 
 def test_the_error_on_points_left_out_is_that_on_points_never_seen() -> None:
     """Trees that are in no grid, timed without noise: the margin covers nearly all of them."""
-    found = cost_fit.fit(costs.grid(noise=0.03))
-    unseen = [Tree.parse(name) for name in ("t2_1_3", "t5_3_12", "t8_2_24", "t4_4_48", "t7_3_20", "t9_1_10", "t2_4_6")]
+    found = cost_fit.fit_cost_model(costs.grid(noise=0.03))
+    unseen = [
+        TreeShape.parse(name) for name in ("t2_1_3", "t5_3_12", "t8_2_24", "t4_4_48", "t7_3_20", "t9_1_10", "t2_4_6")
+    ]
     off = [found.cycle_s(t.num_steps, t.topk, t.num_draft_tokens, 1) / costs.seconds(t) - 1 for t in unseen]
     assert max(map(abs, off)) < found.margin
     assert found.margin == pytest.approx(2.03 * found.error, rel=0.01)  # Student's t of 35 degrees
@@ -44,16 +46,16 @@ def test_left_out_points_are_predicted_without_themselves() -> None:
     """A grid whose one tree is ten times as slow as its terms say: that point is not in its own prediction."""
     points = costs.grid()
     points[17]["cycle_s"] *= 10
-    alone = cost_fit.fit(points)
+    alone = cost_fit.fit_cost_model(points)
     true = costs.seconds(costs.TREES[17])
     assert alone.left_out_s[17] == pytest.approx(true) and alone.error_max == pytest.approx(0.9)
 
 
 def test_terms_of_a_batch_are_told_from_the_others() -> None:
-    found = cost_fit.fit(costs.grid(batches=(1, 4, 16), truth=BATCHED))
+    found = cost_fit.fit_cost_model(costs.grid(batches=(1, 4, 16), truth=BATCHED))
     assert found.seconds["sequence"] == pytest.approx(BATCHED["sequence"])
     assert found.seconds["verify row"] == pytest.approx(BATCHED["token"])
-    unseen = Tree.parse("t5_3_12")
+    unseen = TreeShape.parse("t5_3_12")
     assert found.cycle_s(5, 3, 12, 8) == pytest.approx(costs.seconds(unseen, 8, BATCHED))
 
 
@@ -62,10 +64,10 @@ def test_a_knee_is_found_where_computing_outlasts_reading() -> None:
     points = costs.grid(batches=(1, 4, 16), truth=costs.TRUTH | {"token": 0.0})
     for point in points:
         point["cycle_s"] += 0.04e-3 * max(0, point["tokens"] * point["batch"] - 64)
-    found = cost_fit.fit(points)
+    found = cost_fit.fit_cost_model(points)
     assert found.knee == 64 and found.seconds["beyond"] == pytest.approx(0.04e-3)
     assert found.cycle_s(6, 2, 20, 1) == pytest.approx(
-        costs.seconds(Tree.parse("t6_2_20"), 1, costs.TRUTH | {"token": 0.0})
+        costs.seconds(TreeShape.parse("t6_2_20"), 1, costs.TRUTH | {"token": 0.0})
     )
 
 
@@ -74,13 +76,13 @@ def test_no_term_is_negative() -> None:
     points = costs.grid()
     for point in points:
         point["cycle_s"] *= 1 - 0.004 * point["tokens"]
-    assert min(cost_fit.fit(points).seconds.values()) >= 0
+    assert min(cost_fit.fit_cost_model(points).seconds.values()) >= 0
 
 
 def test_few_points_bear_few_terms() -> None:
     """Three concurrencies of one tree: what is steps and what is rows can't be told, and needn't."""
-    tree = Tree.parse("t5_4_16")
-    found = cost_fit.fit(costs.grid([tree], batches=(1, 8, 32), truth=BATCHED))
+    tree = TreeShape.parse("t5_4_16")
+    found = cost_fit.fit_cost_model(costs.grid([tree], batches=(1, 8, 32), truth=BATCHED))
     assert found.cycle_s(5, 4, 16, 8) == pytest.approx(costs.seconds(tree, 8, BATCHED))
     assert found.left_out_s[1] == pytest.approx(costs.seconds(tree, 8, BATCHED))
 
@@ -95,7 +97,7 @@ def test_what_vllm_measured_is_predicted_from_the_other_lengths() -> None:
         {"steps": k, "topk": 1, "tokens": k + 1, "batch": 1, "cycle_s": c, "error": 0.0, "samples": 1}
         for k, c in implied.items()
     ]
-    found = cost_fit.fit(points)
+    found = cost_fit.fit_cost_model(points)
     assert found.error_max < 0.045
     guessed = {k: implied[k] * speedup[k] / left for k, left in zip(implied, found.left_out_s, strict=True)}
     assert speedup[max(guessed, key=lambda k: guessed[k])] >= 0.98 * max(speedup.values())
@@ -103,16 +105,16 @@ def test_what_vllm_measured_is_predicted_from_the_other_lengths() -> None:
 
 def test_too_few_points_and_times_that_are_none_are_refused() -> None:
     with pytest.raises(ValueError, match="has 2 points, expected at least 3"):
-        cost_fit.fit(costs.grid()[:2])
+        cost_fit.fit_cost_model(costs.grid()[:2])
     points = costs.grid()
     points[3]["cycle_s"] = 0.0
     with pytest.raises(ValueError, match=r"cycle of 0.0 s, expected more than 0"):
-        cost_fit.fit(points)
+        cost_fit.fit_cost_model(points)
 
 
 def test_a_fit_survives_json() -> None:
-    found = cost_fit.fit(costs.grid(noise=0.02))
-    assert Fit.of_json(found.to_json()) == found
+    found = cost_fit.fit_cost_model(costs.grid(noise=0.02))
+    assert CostModel.of_json(found.to_json()) == found
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -129,5 +131,5 @@ def test_nonnegative_least_squares_is_the_best_of_all_subsets(seed: int) -> None
             x = np.linalg.lstsq(design[:, some], wanted, rcond=None)[0]
             if (x >= -1e-12).all():
                 best = min(best, float(np.linalg.norm(design[:, some] @ x - wanted)))
-    x = cost_fit.nonnegative(design, wanted)
+    x = cost_fit.solve_nonnegative(design, wanted)
     assert (x >= 0).all() and float(np.linalg.norm(design @ x - wanted)) == pytest.approx(best, abs=1e-9)

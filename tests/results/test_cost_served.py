@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from stages.params.tree_sections import Tree
+from stages.params.tree_sections import TreeShape
 from stages.results import cost_measured, cost_model, cost_served, prediction, served_table
 from tests import costs
 from tests.results.test_prediction import replay
@@ -26,7 +26,7 @@ def plain_s(batch: int) -> float:
 def drafted(tree: str, caps: tuple[int, ...] = CAPS, **keys: Any) -> Row:
     tau = TAUS[tree]
     points = [
-        point(TOKENS, cap, costs.seconds(Tree.parse(tree), cap) / tau, tau, tree, requests=max(8, cap), seed=cap, repeats=2)
+        point(TOKENS, cap, costs.seconds(TreeShape.parse(tree), cap) / tau, tau, tree, requests=max(8, cap), seed=cap, repeats=2)
         for cap in caps
     ]  # fmt: skip
     return made_up("eval", "e009", tree, points, **keys)
@@ -37,8 +37,8 @@ def baseline(caps: tuple[int, ...] = CAPS, **keys: Any) -> Row:
     return made_up("eval", points=points, **keys)
 
 
-def lines(*cells: Row) -> list[served_table.Line]:
-    return served_table.lines(cells, REPLAYS, {"eval"})
+def lines(*cells: Row) -> list[served_table.ServedTableLine]:
+    return served_table.join_lines(cells, REPLAYS, {"eval"})
 
 
 def by_hand(rows: list[Row], count: str, less: int = 0) -> float:
@@ -52,7 +52,7 @@ def by_hand(rows: list[Row], count: str, less: int = 0) -> float:
 
 def test_a_cycle_is_decoding_by_cycles_and_a_step_is_the_baselines_by_tokens() -> None:
     chain, tree, other, plain = drafted("t5_1_6"), drafted("t8_2_16"), drafted("t5_4_16"), baseline()
-    (found,), why = cost_served.costs(lines(plain, chain, tree, other))
+    (found,), why = cost_served.derive_costs(lines(plain, chain, tree, other))
     assert why == [] and (found["engine"], found["workload"], found["max_new_tokens"]) == ("sglang", "eval", TOKENS)
     assert (found["target"], found["hardware"], found["versions"]) == (None, chain["hardware"], {"sglang": "0.5.17"})
     for cell in (chain, tree, other):
@@ -66,29 +66,31 @@ def test_a_cycle_is_decoding_by_cycles_and_a_step_is_the_baselines_by_tokens() -
 
 
 def test_a_fit_of_served_cells_predicts_a_tree_that_was_not_served() -> None:
-    (found,), _ = cost_served.costs(lines(baseline(), *map(drafted, TREES)))
-    fit = cost_model.Fit.of_json(found["fit"])
+    (found,), _ = cost_served.derive_costs(lines(baseline(), *map(drafted, TREES)))
+    fit = cost_model.CostModel.of_json(found["fit"])
     for name in ("t6_2_16", "t7_1_8", "t8_3_24"):
-        tree = Tree.parse(name)
+        tree = TreeShape.parse(name)
         for batch in CAPS:
             cycle = fit.cycle_s(tree.num_steps, tree.topk, tree.num_draft_tokens, batch)
             assert cycle == pytest.approx(costs.seconds(tree, batch), rel=0.06), (name, batch)
     assert fit.error < 0.05
-    row = next(r for r in prediction.predict(found, "e009", 0.0, [replay("t6_2_16", 3.9)]) if r["concurrency"] == 8)
-    assert row["speedup"] == pytest.approx(3.9 * plain_s(8) / costs.seconds(Tree.parse("t6_2_16"), 8), rel=0.08)
+    row = next(
+        r for r in prediction.predict_speedups(found, "e009", 0.0, [replay("t6_2_16", 3.9)]) if r["concurrency"] == 8
+    )
+    assert row["speedup"] == pytest.approx(3.9 * plain_s(8) / costs.seconds(TreeShape.parse("t6_2_16"), 8), rel=0.08)
 
 
 def test_at_a_high_concurrency_speculation_is_not_proposed() -> None:
     """A plain step costs hardly more for 32 than for one, a cycle's many rows do."""
-    (found,), _ = cost_served.costs(lines(baseline(), *map(drafted, TREES)))
-    rows = prediction.predict(found, "e009", 0.0, REPLAYS["e009"])
+    (found,), _ = cost_served.derive_costs(lines(baseline(), *map(drafted, TREES)))
+    rows = prediction.predict_speedups(found, "e009", 0.0, REPLAYS["e009"])
     told = {
         r["concurrency"]: r["enable"]
-        for r in prediction.launches(rows, lambda engine, row: [engine])
+        for r in prediction.choose_launches(rows, lambda engine, row: [engine])
         if r["engine"] == "sglang"
     }
     truth = {
-        cap: max(TAUS[t] * plain_s(cap) / costs.seconds(Tree.parse(t), cap) for t in TREES) for cap in CAPS
+        cap: max(TAUS[t] * plain_s(cap) / costs.seconds(TreeShape.parse(t), cap) for t in TREES) for cap in CAPS
     }  # fmt: skip
     assert told[1] is True and told[32] is False and truth[1] > 1.15 and truth[32] < 0.9
 
@@ -99,18 +101,23 @@ def test_an_engine_that_counts_over_all_requests_gives_the_same_cycle() -> None:
     for taken in counted["points"]:
         taken["requests"] = [r | {"cycles": None, "accepted": None} for r in taken["requests"]]
     for one, other in zip(per_request["points"], counted["points"], strict=True):
-        (found,) = cost_served.cycle_s(other)
+        (found,) = cost_served.compute_cycle_seconds(other)
         total = sum(r["e2e_s"] - r["ttft_s"] for r in one["requests"]) / sum(r["cycles"] for r in one["requests"])
         assert found == pytest.approx(total)
 
 
 def test_what_failed_is_in_no_cost() -> None:
     taken = drafted("t5_1_6")["points"][0]
-    clean = cost_served.cycle_s(taken)
+    clean = cost_served.compute_cycle_seconds(taken)
     lost = {"failed": "timeout", "ttft_s": None, "e2e_s": None, "tpot_s": None, "cycles": None}
-    assert cost_served.cycle_s(taken | {"requests": [*taken["requests"], taken["requests"][0] | lost]}) == clean
+    assert (
+        cost_served.compute_cycle_seconds(taken | {"requests": [*taken["requests"], taken["requests"][0] | lost]})
+        == clean
+    )
     uncounted = [r | {"cycles": None} for r in taken["requests"]] + [taken["requests"][0] | lost]
-    assert cost_served.cycle_s(taken | {"requests": uncounted}) == []  # the load's cycles hold those of the lost one
+    assert (
+        cost_served.compute_cycle_seconds(taken | {"requests": uncounted}) == []
+    )  # the load's cycles hold those of the lost one
 
 
 @pytest.mark.parametrize(
@@ -124,18 +131,18 @@ def test_cells_that_were_not_compared_are_in_no_cost(keys: Row) -> None:
     cells = [drafted(tree) | keys for tree in TREES]
     if not keys.get("points", True):
         cells = [made_up("eval", "e009", tree) for tree in TREES]
-    assert cost_served.costs(lines(baseline(), *cells)) == ([], [])
+    assert cost_served.derive_costs(lines(baseline(), *cells)) == ([], [])
 
 
 def test_loads_at_a_rate_are_in_no_cost() -> None:
     cells = [baseline(), *map(drafted, TREES)]
     for cell in cells:
         cell["points"] = [taken | {"request_rate": 4.0} for taken in cell["points"]]
-    assert cost_served.costs(lines(*cells)) == ([], [])
+    assert cost_served.derive_costs(lines(*cells)) == ([], [])
 
 
 def test_too_few_points_say_so() -> None:
-    made, why = cost_served.costs(lines(baseline((1,)), drafted("t5_1_6", (1,)), drafted("t8_2_16", (1,))))
+    made, why = cost_served.derive_costs(lines(baseline((1,)), drafted("t5_1_6", (1,)), drafted("t8_2_16", (1,))))
     assert made == [] and why[0].startswith("eval, e009, 120 tokens: a timing grid has 2 points, expected at least 3")
 
 
@@ -144,8 +151,8 @@ def test_too_few_points_say_so() -> None:
 
 def test_a_served_point_is_judged_by_the_other_points() -> None:
     every = lines(baseline(), *map(drafted, TREES))
-    made, _ = cost_served.costs(every)
-    rows = cost_measured.served_rows(made, every, REPLAYS)
+    made, _ = cost_served.derive_costs(every)
+    rows = cost_measured.compare_served_lines(made, every, REPLAYS)
     assert len(rows) == len(TREES) * len(CAPS)
     fit = made[0]["fit"]
     for row, left_out, point_ in zip(rows, fit["left_out_s"], made[0]["grid"], strict=True):
@@ -158,7 +165,7 @@ def test_a_served_point_is_judged_by_the_other_points() -> None:
 
 def torch_cell(tree: str, tau: float, cycle_s: float, **keys: Any) -> Row:
     """As cell.KEYS, as far as it matters: prompts that decode with that tau, and a prefill of 50 ms."""
-    shape, cycles = Tree.parse(tree), 40
+    shape, cycles = TreeShape.parse(tree), 40
     row = {
         "output_tokens": round(tau * cycles) + 1, "cycles": cycles, "prefill_latency_s": 0.05,
         "e2e_latency_s": 0.05 + cycles * cycle_s, "baseline_output_tokens": round(tau * cycles) + 1,
@@ -174,12 +181,12 @@ def torch_cell(tree: str, tau: float, cycle_s: float, **keys: Any) -> Row:
 
 def compared(cell: Row, **keys: Any) -> tuple[list[Row], list[str]]:
     timed = costs.made_up(**keys)
-    guesses = prediction.predict(timed, "e009", 0.0, REPLAYS["e009"])
-    return cost_measured.torch_rows({"e009": timed}, [cell], guesses)
+    guesses = prediction.predict_speedups(timed, "e009", 0.0, REPLAYS["e009"])
+    return cost_measured.compare_torch_cells({"e009": timed}, [cell], guesses)
 
 
 def test_a_torch_cell_is_measured_without_its_prefill() -> None:
-    cycle = costs.seconds(Tree.parse("t8_2_16"))
+    cycle = costs.seconds(TreeShape.parse("t8_2_16"))
     ((row,), why) = compared(torch_cell("t8_2_16", 4.0, cycle))
     assert why == [] and row["agrees"]
     found = row["measured"]
@@ -190,7 +197,7 @@ def test_a_torch_cell_is_measured_without_its_prefill() -> None:
 
 @pytest.mark.parametrize(("tau", "slow", "apart"), [(4.0, 1.5, "C"), (2.5, 1.1, "tau"), (4.0, 1.02, None)])
 def test_where_they_disagree_it_says_by_which_of_the_two(tau: float, slow: float, apart: str | None) -> None:
-    ((row,), _) = compared(torch_cell("t8_2_16", tau, slow * costs.seconds(Tree.parse("t8_2_16"))))
+    ((row,), _) = compared(torch_cell("t8_2_16", tau, slow * costs.seconds(TreeShape.parse("t8_2_16"))))
     assert row["apart"] == apart and row["agrees"] is (apart is None)
     log = math.log(row["predicted"]["speedup"] / row["measured"]["speedup"])
     assert log == pytest.approx(math.log(slow * 4.0 / tau), abs=0.02)

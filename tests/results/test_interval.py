@@ -19,27 +19,27 @@ from tests.conftest import ROOT
 def test_half_the_interval_is_t_standard_errors(freedom: int, t: float) -> None:
     values = [1.0, 2.0] + [1.5] * (freedom - 1)
     error = math.sqrt(0.5 / freedom / (freedom + 1))
-    low, high = interval.of_mean(values)
+    low, high = interval.compute_mean_interval(values)
     assert (high - low) / 2 / error == pytest.approx(t, abs=5e-5)
     assert (high + low) / 2 == pytest.approx(1.5)
 
 
 def test_another_share() -> None:
-    low, high = interval.of_mean([0.0, 1.0, 2.0], share=0.99)
+    low, high = interval.compute_mean_interval([0.0, 1.0, 2.0], share=0.99)
     assert (high - low) / 2 == pytest.approx(9.9248 / math.sqrt(3), abs=1e-4)
 
 
 def test_one_value_says_nothing_of_how_it_scatters() -> None:
-    assert interval.of_mean([1.5]) is None
-    assert interval.of_mean([]) is None
-    assert interval.of_mean([1.5, 1.5, 1.5]) == (1.5, 1.5)
+    assert interval.compute_mean_interval([1.5]) is None
+    assert interval.compute_mean_interval([]) is None
+    assert interval.compute_mean_interval([1.5, 1.5, 1.5]) == (1.5, 1.5)
 
 
 def test_it_holds_the_truth_nineteen_times_in_twenty() -> None:
     chance = random.Random(3)
     held = 0
     for _ in range(2000):
-        low, high = interval.of_mean([chance.gauss(1.7, 0.2) for _ in range(3)])
+        low, high = interval.compute_mean_interval([chance.gauss(1.7, 0.2) for _ in range(3)])
         held += low <= 1.7 <= high
     assert held / 2000 == pytest.approx(0.95, abs=0.015)
 
@@ -111,7 +111,7 @@ def test_clusters_of_one_size_have_the_t_interval_of_their_mean() -> None:
     """The jackknife of a mean is its standard error, and clusters of one size have as many degrees as there are, less one."""
     drafts = [12, 15, 21, 9, 18]
     found = interval.of_tau(np.array(drafts), np.full(5, 10), 5)
-    assert found == pytest.approx(interval.of_mean([1 + n / 10 for n in drafts]))
+    assert found == pytest.approx(interval.compute_mean_interval([1 + n / 10 for n in drafts]))
 
 
 def test_the_degrees_of_freedom_are_those_of_the_quadratic_form() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.params.tree_sections import Tree
+from stages.params.tree_sections import TreeShape
 from stages.results import cost_model, prediction
 from tests import costs
 from tests.costs import Row
@@ -15,7 +15,7 @@ from tests.costs import Row
 
 def replay(name: str, tau: float, low: float | None = None, high: float | None = None, **keys: object) -> Row:
     """As replays.read gives it: what isn't computed with is text."""
-    tree = Tree.parse(name)
+    tree = TreeShape.parse(name)
     shape = {"steps": tree.num_steps, "topk": tree.topk, "tokens": tree.num_draft_tokens}
     drawn = {"temperature": 0.0, "top_p": None}
     return shape | {"tau": tau, "tau_low": str(low or tau), "tau_high": str(high or tau)} | drawn | keys
@@ -23,26 +23,26 @@ def replay(name: str, tau: float, low: float | None = None, high: float | None =
 
 def test_a_speedup_is_tau_over_the_cost_of_a_cycle_in_plain_steps() -> None:
     trees = [replay("t5_3_12", 4.2), replay("t8_1_9", 3.0)]
-    found = prediction.predict(costs.made_up(), "e009", 0.0, trees)
+    found = prediction.predict_speedups(costs.made_up(), "e009", 0.0, trees)
     for row, tree in zip(found, trees, strict=True):
-        cycle = costs.seconds(Tree(num_steps=tree["steps"], topk=tree["topk"], num_draft_tokens=tree["tokens"]))
+        cycle = costs.seconds(TreeShape(num_steps=tree["steps"], topk=tree["topk"], num_draft_tokens=tree["tokens"]))
         assert row["C"] == pytest.approx(cycle / costs.PLAIN_S)
         assert row["speedup"] == pytest.approx(tree["tau"] / (cycle / costs.PLAIN_S))
         assert (row["engine"], row["checkpoint"], row["concurrency"]) == ("torch", "e009", 1)
-    assert set(found[0]) == set(prediction.COLUMNS)
+    assert set(found[0]) == set(prediction.PREDICTION_COLUMNS)
 
 
 def test_the_interval_joins_those_of_tau_of_the_fit_and_of_the_plain_step() -> None:
     """Each alone first, then all: shares of independent errors add by their squares."""
     exact, noisy = costs.made_up(), costs.made_up(points=costs.grid(noise=0.03))
     still = {"plain": [exact["plain"][0] | {"error": 0.0}]}
-    (tau_alone,) = prediction.predict(exact | still, "e009", 0.0, [replay("t5_3_12", 4.0, 3.6, 4.8)])
+    (tau_alone,) = prediction.predict_speedups(exact | still, "e009", 0.0, [replay("t5_3_12", 4.0, 3.6, 4.8)])
     assert tau_alone["low"] / tau_alone["speedup"] == pytest.approx(0.9)
     assert tau_alone["high"] / tau_alone["speedup"] == pytest.approx(1.2)
-    margin = cost_model.Fit.of_json(noisy["fit"]).margin
-    (fit_alone,) = prediction.predict(noisy | still, "e009", 0.0, [replay("t5_3_12", 4.0)])
+    margin = cost_model.CostModel.of_json(noisy["fit"]).margin
+    (fit_alone,) = prediction.predict_speedups(noisy | still, "e009", 0.0, [replay("t5_3_12", 4.0)])
     assert math.log(fit_alone["high"] / fit_alone["speedup"]) == pytest.approx(margin)
-    (all_three,) = prediction.predict(noisy, "e009", 0.0, [replay("t5_3_12", 4.0, 3.6, 4.8)])
+    (all_three,) = prediction.predict_speedups(noisy, "e009", 0.0, [replay("t5_3_12", 4.0, 3.6, 4.8)])
     joined = math.sqrt(
         math.log(4.0 / 3.6) ** 2 + margin**2 + (2.2622 * 0.01) ** 2
     )  # Student's t: the plain step has ten samples
@@ -51,35 +51,37 @@ def test_the_interval_joins_those_of_tau_of_the_fit_and_of_the_plain_step() -> N
 
 def test_without_the_spread_of_tau_or_of_the_plain_step_there_is_no_interval_and_no_yes() -> None:
     """Bug: a plain step timed in one repeat counted as exact, and the prediction's interval was too narrow."""
-    (one_conversation,) = prediction.predict(
+    (one_conversation,) = prediction.predict_speedups(
         costs.made_up(), "e009", 0.0, [replay("t5_3_12", 4.0) | {"tau_low": "", "tau_high": ""}]
     )
     once = {"plain": [{"batch": 1, "step_s": costs.PLAIN_S, "error": None, "samples": 1}]}
-    (one_repeat,) = prediction.predict(costs.made_up(**once), "e009", 0.0, [replay("t5_3_12", 4.0, 3.9, 4.1)])
+    (one_repeat,) = prediction.predict_speedups(costs.made_up(**once), "e009", 0.0, [replay("t5_3_12", 4.0, 3.9, 4.1)])
     for row in (one_conversation, one_repeat):
         assert (row["low"], row["high"]) == (None, None) and row["speedup"] > 1
-        assert not any(found["enable"] for found in prediction.launches([row], chains_on_vllm))
+        assert not any(found["enable"] for found in prediction.choose_launches([row], chains_on_vllm))
 
 
 def test_nothing_is_extrapolated() -> None:
     trees = [replay(name, 4.0) for name in ("t11_2_16", "t10_5_16", "t10_4_65", "t10_4_64", "t1_1_2")]
-    found = prediction.predict(costs.made_up(), "e009", 0.0, trees)
+    found = prediction.predict_speedups(costs.made_up(), "e009", 0.0, trees)
     assert [(r["steps"], r["topk"], r["tokens"]) for r in found] == [(10, 4, 64), (1, 1, 2)]
-    assert prediction.outside(costs.made_up(), trees) == 3
+    assert prediction.count_outside_grid(costs.made_up(), trees) == 3
 
 
 def test_a_batch_without_a_plain_step_is_not_predicted() -> None:
     points = costs.grid(batches=(1, 4, 16))
     plain = [{"batch": b, "step_s": costs.PLAIN_S * b, "error": 0.0, "samples": 1} for b in (1, 16, 64)]
-    found = prediction.predict(costs.made_up(points=points, plain=plain), "e009", 0.0, [replay("t3_2_8", 3.0)])
+    found = prediction.predict_speedups(costs.made_up(points=points, plain=plain), "e009", 0.0, [replay("t3_2_8", 3.0)])
     assert [row["concurrency"] for row in found] == [1, 16]
-    at_16 = costs.seconds(Tree.parse("t3_2_8"), 16) / (16 * costs.PLAIN_S)
+    at_16 = costs.seconds(TreeShape.parse("t3_2_8"), 16) / (16 * costs.PLAIN_S)
     assert found[1]["speedup"] == pytest.approx(3.0 / at_16)
 
 
 def test_trees_of_the_temperature_alone_are_taken() -> None:
     trees = [replay("t3_2_8", 3.0), replay("t3_2_8", 2.0, temperature=0.7), replay("t3_2_4", 2.5, temperature=0.0)]
-    taus = {t: [r["tau"] for r in prediction.predict(costs.made_up(), "e009", t, trees)] for t in (0.0, 0.7, 1.0)}
+    taus = {
+        t: [r["tau"] for r in prediction.predict_speedups(costs.made_up(), "e009", t, trees)] for t in (0.0, 0.7, 1.0)
+    }
     assert taus == {0.0: [3.0, 2.5], 0.7: [2.0], 1.0: []}
 
 
@@ -87,8 +89,8 @@ def test_trees_of_the_temperature_alone_are_taken() -> None:
 
 
 def guess(name: str, speedup: float, low: float, **keys: object) -> Row:
-    tree = Tree.parse(name)
-    row = dict.fromkeys(prediction.COLUMNS) | {
+    tree = TreeShape.parse(name)
+    row = dict.fromkeys(prediction.PREDICTION_COLUMNS) | {
         "engine": "torch",
         "checkpoint": "e009",
         "concurrency": 1,
@@ -104,7 +106,7 @@ def chains_on_vllm(engine: str, row: Row) -> list[str] | None:
 
 def test_the_fastest_tree_that_an_engine_can_run_is_proposed() -> None:
     rows = [guess("t5_3_12", 1.9, 1.7), guess("t3_1_4", 1.4, 1.2), guess("t2_1_3", 1.3, 1.1)]
-    sglang, vllm = prediction.launches(rows, chains_on_vllm)
+    sglang, vllm = prediction.choose_launches(rows, chains_on_vllm)
     assert (sglang["engine"], sglang["steps"], sglang["topk"], sglang["flags"]) == ("sglang", 5, 3, ["--tree", "5_3"])
     assert (vllm["engine"], vllm["steps"], vllm["topk"], vllm["flags"]) == ("vllm", 3, 1, ["--tree", "3_1"])
     assert sglang["timed_on"] == vllm["timed_on"] == "torch"
@@ -112,7 +114,7 @@ def test_the_fastest_tree_that_an_engine_can_run_is_proposed() -> None:
 
 def test_speculation_is_enabled_only_where_the_whole_interval_is_above_1() -> None:
     for low, enable in ((1.001, True), (1.0, False), (0.97, False)):
-        first = prediction.launches([guess("t3_1_4", 1.4, low)], chains_on_vllm)[0]
+        first = prediction.choose_launches([guess("t3_1_4", 1.4, low)], chains_on_vllm)[0]
         assert first["enable"] is enable and bool(first["flags"]) is enable
 
 
@@ -125,7 +127,7 @@ def test_each_concurrency_has_its_own_line_by_the_engines_own_costs_where_there_
         guess("t8_2_16", 0.7, 0.6, concurrency=64, **own),
         guess("t3_1_4", 0.9, 0.8, concurrency=64, **own),
     ]
-    found = prediction.launches(rows, chains_on_vllm)
+    found = prediction.choose_launches(rows, chains_on_vllm)
     told = [(r["engine"], r["timed_on"], r["concurrency"], r["steps"], r["enable"]) for r in found]
     assert told == [
         ("sglang", "sglang", 1, 8, True),
@@ -135,13 +137,13 @@ def test_each_concurrency_has_its_own_line_by_the_engines_own_costs_where_there_
 
 def test_both_files_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    rows = prediction.predict(costs.made_up(), "e009", 0.0, [replay("t3_1_4", 3.0), replay("t3_2_8", 4.0)])
-    launch = prediction.launches(rows, chains_on_vllm)
-    prediction.write(rows, launch, [costs.made_up()])
-    with prediction.TABLE.open(newline="") as lines:
+    rows = prediction.predict_speedups(costs.made_up(), "e009", 0.0, [replay("t3_1_4", 3.0), replay("t3_2_8", 4.0)])
+    launch = prediction.choose_launches(rows, chains_on_vllm)
+    prediction.write_predictions(rows, launch, [costs.made_up()])
+    with prediction.PREDICTION_TABLE.open(newline="") as lines:
         assert [float(line["speedup"]).hex() for line in csv.DictReader(lines)] == [r["speedup"].hex() for r in rows]
     assert prediction.read_launch() == launch
-    assert json.loads(prediction.LAUNCH.read_text())["costs"][0]["hardware"] == costs.HARDWARE
-    prediction.LAUNCH.write_text("{}")
+    assert json.loads(prediction.LAUNCH_FILE.read_text())["costs"][0]["hardware"] == costs.HARDWARE
+    prediction.LAUNCH_FILE.write_text("{}")
     with pytest.raises(ValueError, match=r"launch\.json holds nothing to launch; run: dvc repro -f -s report"):
         prediction.read_launch()

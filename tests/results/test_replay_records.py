@@ -16,13 +16,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_buckets_come_back_as_they_were(here: None) -> None:
     of_nodes = {**ROW, "by": "depth", "bucket": "2", "cycles": None}
-    replay_records.write_inside("e003", [ROW, of_nodes])
-    assert replay_records.read_inside("e003") == [{"checkpoint": "e003"} | row for row in (ROW, of_nodes)]
+    replay_records.write_tree_statistics("e003", [ROW, of_nodes])
+    assert replay_records.read_tree_statistics("e003") == [{"checkpoint": "e003"} | row for row in (ROW, of_nodes)]
 
 
 def test_no_tree_looked_into_is_no_row(here: None) -> None:
-    replay_records.write_inside("e003", [])
-    assert replay_records.read_inside("e003") == []
+    replay_records.write_tree_statistics("e003", [])
+    assert replay_records.read_tree_statistics("e003") == []
 
 
 @pytest.mark.parametrize(
@@ -32,17 +32,17 @@ def test_no_tree_looked_into_is_no_row(here: None) -> None:
         ("", r"lacks the columns \['accepted', 'bucket', 'by', "),
         ("checkpoint,tree,by,bucket,cycles,nodes,promised\n", r"lacks the columns \['accepted'\]"),
         (
-            ",".join(replay_records.INSIDE) + "\ne003,t8_2_16,context,64-96,many,45,4.5,6\n",
+            ",".join(replay_records.TREE_STATISTICS_COLUMNS) + "\ne003,t8_2_16,context,64-96,many,45,4.5,6\n",
             "has a line that is no bucket: .*many",
         ),
-        (",".join(replay_records.INSIDE) + "\ne003,t8_2_16,context\n", "has a line that is no bucket"),
+        (",".join(replay_records.TREE_STATISTICS_COLUMNS) + "\ne003,t8_2_16,context\n", "has a line that is no bucket"),
     ],
 )
 def test_what_is_broken_is_named(here: None, text: str | None, message: str) -> None:
     if text is not None:
-        replay_records.inside_path("e003").parent.mkdir(parents=True)
-        replay_records.inside_path("e003").write_text(text)
+        replay_records.locate_tree_statistics("e003").parent.mkdir(parents=True)
+        replay_records.locate_tree_statistics("e003").write_text(text)
     with pytest.raises(
         ValueError, match=rf"results/replay/e003\.inside\.csv {message}.*; run: dvc repro -f -s replay_trees@e003"
     ):
-        replay_records.read_inside("e003")
+        replay_records.read_tree_statistics("e003")

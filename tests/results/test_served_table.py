@@ -21,15 +21,15 @@ REPLAYS = {
 }
 
 
-def join(*cells: Row, of_eval: bool = True) -> list[served_table.Line]:
-    return served_table.lines(cells, REPLAYS, {"eval"} if of_eval else set())
+def join(*cells: Row, of_eval: bool = True) -> list[served_table.ServedTableLine]:
+    return served_table.join_lines(cells, REPLAYS, {"eval"} if of_eval else set())
 
 
 def drafted(*points: Row, **keys: Any) -> Row:
     return made_up("eval", "e009", "t5_1_6", list(points), **keys)
 
 
-def only(lines: list[served_table.Line]) -> Row:
+def only(lines: list[served_table.ServedTableLine]) -> Row:
     (row,) = (line.row for line in lines if line.row["decoding"] == served_table.SPECULATIVE)
     return row
 
@@ -46,7 +46,7 @@ def test_speedup_is_output_throughput_over_the_baselines_repeat_by_repeat() -> N
             rate.append(sum(r["output_tokens"] for r in mine) / last)
         by_hand.append(rate[0] / rate[1])
     assert row["speedup"] == pytest.approx(fmean(by_hand))
-    assert (row["speedup_low"], row["speedup_high"]) == pytest.approx(interval.of_mean(by_hand))
+    assert (row["speedup_low"], row["speedup_high"]) == pytest.approx(interval.compute_mean_interval(by_hand))
     assert row["speedup_low"] < row["speedup"] < row["speedup_high"]
     assert row["remark"] is None and (row["repeats"], row["requests"], row["completed"]) == (3, 24, 24)
 
@@ -183,7 +183,7 @@ def test_what_the_engine_cannot_run_is_a_line_with_its_reason_and_its_replayed_t
 def test_figures_of_repeats_are_their_means() -> None:
     found = point(64, 4, 0.01, tau=2.9, repeats=3)
     row = only(join(made_up("eval", points=[point(64, 4, 0.02, repeats=3)]), drafted(found)))
-    for name, (kind, figure) in served_table.LATENCIES.items():
+    for name, (kind, figure) in served_table.LATENCY_COLUMNS.items():
         assert row[name] == pytest.approx(fmean(load[kind][figure] for load in found["loads"])), name
     found["loads"][1]["ttft_s"] = None  # nothing came in that one
     row = only(join(made_up("eval", points=[point(64, 4, 0.02, repeats=3)]), drafted(found)))
@@ -195,9 +195,9 @@ def test_the_table_holds_every_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     points = [point(64, 4, 0.01, tau=2.9, repeats=2), point(64, None, 0.01, tau=2.8, repeats=2)]
     baseline = made_up("eval", points=[point(64, 4, 0.02, repeats=2)])
     lines = join(baseline, drafted(*points), made_up("eval", "e009", "t8_2_16"))
-    served_table.write(lines)
-    read = served_table.read_table()
-    assert tuple(read[0]) == served_table.COLUMNS
+    served_table.write_served_table(lines)
+    read = served_table.read_served_table()
+    assert tuple(read[0]) == served_table.SERVED_TABLE_COLUMNS
     for line, row in zip(lines, read, strict=True):
         assert row == line.row | ({"request_rate": float("inf")} if line.point else {})
 
@@ -205,21 +205,21 @@ def test_the_table_holds_every_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_table_that_is_not_there_says_what_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"served\.csv not found; run: dvc repro report"):
-        served_table.read_table()
+        served_table.read_served_table()
 
 
 def test_reads_a_baseline_and_every_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    torch_records.CELLS.mkdir(parents=True)
-    served_records.write(made_up("eval", points=[point(64, 4, 0.02)]))
-    served_records.write(made_up("eval", "e009", "t8_2_16"))
-    served_records.write(drafted(point(64, 4, 0.01, tau=2.9)))
-    found = served_table.read(["eval"], ["e009"], ["t5_1_6", "t8_2_16"])
+    torch_records.CELLS_FOLDER.mkdir(parents=True)
+    served_records.write_served_cell(made_up("eval", points=[point(64, 4, 0.02)]))
+    served_records.write_served_cell(made_up("eval", "e009", "t8_2_16"))
+    served_records.write_served_cell(drafted(point(64, 4, 0.01, tau=2.9)))
+    found = served_table.read_served_cells(["eval"], ["e009"], ["t5_1_6", "t8_2_16"])
     assert [(c["checkpoint"], c["tree"]) for c in found] == [(None, None), ("e009", "t5_1_6"), ("e009", "t8_2_16")]
-    assert served_table.read([], ["e009"], ["t5_1_6"]) == []
+    assert served_table.read_served_cells([], ["e009"], ["t5_1_6"]) == []
     with pytest.raises(ValueError, match=r"dvc repro benchmark_served@eval-e009-t5_4_16"):
-        served_table.read(["eval"], ["e009"], ["t5_4_16"])
-    place = served_records.path("eval", "e009", "t8_2_16")
+        served_table.read_served_cells(["eval"], ["e009"], ["t5_4_16"])
+    place = served_records.locate_served_cell("eval", "e009", "t8_2_16")
     atomic.write_json(place, json.loads(place.read_text()) | {"tree": "t5_1_6"})
     with pytest.raises(ValueError, match=r"holds the cell eval-e009-t5_1_6; run: dvc repro -f -s benchmark_served@"):
-        served_table.read(["eval"], ["e009"], ["t8_2_16"])
+        served_table.read_served_cells(["eval"], ["e009"], ["t8_2_16"])

@@ -16,17 +16,17 @@ MODEL = "builtin/weather-tiny"
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    return timing_grid.write(costs.made_up())
+    return timing_grid.write_timing_grid(costs.made_up())
 
 
 def test_it_comes_back_whole(place: Path) -> None:
     assert place == Path("results/cost/torch-e000.json")
-    assert timing_grid.read("e000", MODEL) == costs.made_up()
+    assert timing_grid.read_timing_grid("e000", MODEL) == costs.made_up()
 
 
 def test_a_missing_one_says_what_to_run() -> None:
     with pytest.raises(ValueError, match=r"torch-theirs\.json not found; run: dvc repro time_trees@theirs"):
-        timing_grid.read("theirs", MODEL)
+        timing_grid.read_timing_grid("theirs", MODEL)
 
 
 @pytest.mark.parametrize(
@@ -44,18 +44,18 @@ def test_what_is_cut_or_anothers_is_refused(place: Path, spoil: dict[str, Any], 
     found = json.loads(place.read_text()) | spoil
     atomic.write_json(place, {k: v for k, v in found.items() if v is not None or k in ("workload", "max_new_tokens")})
     with pytest.raises(ValueError, match=f"{said}.*run: dvc repro -f -s time_trees@e000"):
-        timing_grid.read("e000", MODEL)
+        timing_grid.read_timing_grid("e000", MODEL)
 
 
 def test_what_is_no_cost_is_refused(place: Path) -> None:
     place.write_text("[1]")
     with pytest.raises(ValueError, match=r"is no cost.*run: dvc repro -f -s time_trees@e000"):
-        timing_grid.read("e000", MODEL)
+        timing_grid.read_timing_grid("e000", MODEL)
 
 
 def test_machines_differ_in_what_moves_a_clock() -> None:
     other = costs.HARDWARE | {"cpu": "Another CPU", "python": "3.13.0", "gpu": "NVIDIA H200"}
-    assert timing_grid.differing(costs.HARDWARE, costs.HARDWARE | {"python": "3.13.0"}) == []
-    assert timing_grid.differing(costs.HARDWARE, other) == [
+    assert timing_grid.list_hardware_differences(costs.HARDWARE, costs.HARDWARE | {"python": "3.13.0"}) == []
+    assert timing_grid.list_hardware_differences(costs.HARDWARE, other) == [
         "cpu (Made-up CPU, 2 cores against Another CPU)", "gpu (None against NVIDIA H200)",
     ]  # fmt: skip

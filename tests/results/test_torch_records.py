@@ -22,18 +22,35 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def made_up() -> dict[str, Any]:
     prompt = dict.fromkeys(torch_records.PROMPT_COLUMNS, 1) | {"id": "q7.0", "identical": True, "finish_reason": "stop"}
     return {
-        "workload": "eval", "checkpoint": "e003", "tree": "t8_2_16", "num_steps": 8, "topk": 2, "num_draft_tokens": 16,
-        "engine": "torch", "definitions": torch_records.DEFINITIONS, "temperature": 0.0,
-        "top_p": 1.0, "top_k": None, "metrics": {name: n + 0.5 for n, name in enumerate(torch_records.METRICS)}, "histogram": [3, 2, 0, 1],
-        "prompts": [prompt, prompt], "hardware": {"cpu": "abacus"}, "versions": {"torch": "2"}, "seconds": 1.5,
-        "seed": 0, "repeats": [{"speedup": 2.0}], "quality": None, "gpus": [], "joules": None,
-    }  # fmt: skip
+        "workload": "eval",
+        "checkpoint": "e003",
+        "tree": "t8_2_16",
+        "num_steps": 8,
+        "topk": 2,
+        "num_draft_tokens": 16,
+        "engine": "torch",
+        "definitions": torch_records.DEFINITIONS,
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "top_k": None,
+        "metrics": {name: n + 0.5 for n, name in enumerate(torch_records.METRICS)},
+        "histogram": [3, 2, 0, 1],
+        "prompts": [prompt, prompt],
+        "hardware": {"cpu": "abacus"},
+        "versions": {"torch": "2"},
+        "seconds": 1.5,
+        "seed": 0,
+        "repeats": [{"speedup": 2.0}],
+        "quality": None,
+        "gpus": [],
+        "joules": None,
+    }
 
 
 def test_a_cell_comes_back_as_it_went() -> None:
-    place = torch_records.write(made_up())
+    place = torch_records.write_torch_cell(made_up())
     assert str(place) == "results/cells/eval-e003-t8_2_16.json"  # dvc.yaml's outs name it so
-    assert torch_records.read("eval", "e003", "t8_2_16") == made_up()
+    assert torch_records.read_torch_cell("eval", "e003", "t8_2_16") == made_up()
 
 
 @pytest.mark.parametrize(
@@ -51,34 +68,34 @@ def test_a_cell_that_is_not_whole_is_not_written(spoil: Any) -> None:
     broken = json.loads(json.dumps(made_up()))
     spoil(broken)
     with pytest.raises(AssertionError):
-        torch_records.write(broken)
+        torch_records.write_torch_cell(broken)
     assert not Path("results").exists()
 
 
 def test_a_missing_a_cut_and_an_old_cell_are_named_with_what_to_run() -> None:
     name = "benchmark@eval-e003-t8_2_16"
     with pytest.raises(ValueError, match=rf"eval-e003-t8_2_16\.json not found; run: dvc repro {name}$"):
-        torch_records.read("eval", "e003", "t8_2_16")
-    place = torch_records.write(made_up())
+        torch_records.read_torch_cell("eval", "e003", "t8_2_16")
+    place = torch_records.write_torch_cell(made_up())
     whole = place.read_text()
     place.write_text(whole[:100])
     with pytest.raises(ValueError, match=rf"eval-e003-t8_2_16\.json is not valid JSON .*run: dvc repro -f -s {name}$"):
-        torch_records.read("eval", "e003", "t8_2_16")
+        torch_records.read_torch_cell("eval", "e003", "t8_2_16")
     place.write_text(json.dumps({k: v for k, v in made_up().items() if k not in ("histogram", "seed")}))
     with pytest.raises(ValueError, match=rf"json lacks \['histogram', 'seed'\].*: dvc repro -f -s {name}$"):
-        torch_records.read("eval", "e003", "t8_2_16")
+        torch_records.read_torch_cell("eval", "e003", "t8_2_16")
 
 
 def test_cells_measured_by_an_older_definition_are_refused_by_name() -> None:
     """Bug: `reproduce` and the table of methods read cells of any version, and laid old intervals beside new ones."""
-    torch_records.write(made_up() | {"definitions": "docs/metrics.md, version 2"})
+    torch_records.write_torch_cell(made_up() | {"definitions": "docs/metrics.md, version 2"})
     said = r"is measured by docs/metrics\.md, version 2, expected docs/metrics\.md, version 3; run: dvc repro -f -s "
     with pytest.raises(ValueError, match=rf"eval-e003-t8_2_16\.json {said}benchmark@eval-e003-t8_2_16$"):
-        torch_records.read("eval", "e003", "t8_2_16")
-    row = dict.fromkeys(method_records.KEYS) | {"row": "ngram", "definitions": "docs/metrics.md, version 2"}
-    atomic.write_json(method_records.path("ngram"), row)
+        torch_records.read_torch_cell("eval", "e003", "t8_2_16")
+    row = dict.fromkeys(method_records.METHOD_CELL_KEYS) | {"row": "ngram", "definitions": "docs/metrics.md, version 2"}
+    atomic.write_json(method_records.locate_method_cell("ngram"), row)
     with pytest.raises(ValueError, match=rf"method-ngram\.json {said}benchmark_methods_baseline@ngram$"):
-        method_records.read("ngram", "benchmark_methods_baseline@ngram")
+        method_records.read_method_cell("ngram", "benchmark_methods_baseline@ngram")
 
 
 def test_every_metric_is_defined_in_the_docs_and_of_their_version() -> None:
@@ -91,7 +108,7 @@ def test_every_metric_is_defined_in_the_docs_and_of_their_version() -> None:
 
 
 def test_hardware_says_what_compares_and_never_whose_machine() -> None:
-    words = torch_records.hardware("cpu", 2)
+    words = torch_records.describe_hardware("cpu", 2)
     assert words["threads"] == 2 and words["cpu"] and "gpu" not in words
     assert len(socket.gethostname()) < 3 or socket.gethostname() not in json.dumps(words)
 
@@ -99,4 +116,4 @@ def test_hardware_says_what_compares_and_never_whose_machine() -> None:
 def test_versions_are_the_installed_ones() -> None:
     import polars
 
-    assert torch_records.versions("polars") == {"polars": polars.__version__}
+    assert torch_records.list_versions("polars") == {"polars": polars.__version__}

@@ -31,7 +31,7 @@ def names(folder: Path) -> list[str]:
 
 
 def write_folder(path: Path, **files: str) -> None:
-    with atomic.folder(path) as new:
+    with atomic.write_folder(path) as new:
         for name, text in files.items():
             (new / name).write_text(text)
 
@@ -42,7 +42,7 @@ def write_folder(path: Path, **files: str) -> None:
 def test_a_file_is_old_until_its_block_ends(tmp_path: Path) -> None:
     place = tmp_path / "deep" / "a.txt"
     atomic.write_text(place, "old")
-    with atomic.file(place) as new:
+    with atomic.write_file(place) as new:
         new.write_text("new")
         assert place.read_text() == "old" and new.parent == place.parent
     assert place.read_text() == "new" and names(tmp_path) == ["deep", "deep/a.txt"]
@@ -51,7 +51,7 @@ def test_a_file_is_old_until_its_block_ends(tmp_path: Path) -> None:
 def test_a_file_stays_old_when_its_block_raises(tmp_path: Path) -> None:
     place = tmp_path / "a.txt"
     atomic.write_text(place, "old")
-    with raises_in_block(), atomic.file(place) as new:
+    with raises_in_block(), atomic.write_file(place) as new:
         new.write_text("half")
         raise RuntimeError("midway")
     assert place.read_text() == "old" and names(tmp_path) == ["a.txt"]
@@ -81,7 +81,7 @@ def test_a_folder_is_replaced_whole(tmp_path: Path) -> None:
 
 def test_a_folder_stays_old_when_its_block_raises(tmp_path: Path) -> None:
     write_folder(tmp_path / "out", a="old")
-    with raises_in_block(), atomic.folder(tmp_path / "out") as new:
+    with raises_in_block(), atomic.write_folder(tmp_path / "out") as new:
         (new / "a").write_text("half")
         raise RuntimeError("midway")
     assert names(tmp_path) == ["out", "out/a"] and (tmp_path / "out" / "a").read_text() == "old"
@@ -235,7 +235,7 @@ def trace(frame, event, argument):
 def write(version):
     text = f"{{version}} " * {LENGTH}
     atomic.write_text(home / "file", text)
-    with atomic.folder(home / "folder") as new:
+    with atomic.write_folder(home / "folder") as new:
         for name in ("a", "b"):
             (new / name).write_text(text)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.runtime.journal import Journal, key
+from stages.runtime.journal import Journal, make_journal_key
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,8 +51,8 @@ def test_a_break_in_the_middle_is_named(tmp_path: Path) -> None:
 
 
 def test_the_key_is_of_the_content() -> None:
-    assert key({"a": 1, "b": [2]}) == key({"b": [2], "a": 1})
-    assert key({"a": 1}) != key({"a": 2})
+    assert make_journal_key({"a": 1, "b": [2]}) == make_journal_key({"b": [2], "a": 1})
+    assert make_journal_key({"a": 1}) != make_journal_key({"a": 2})
 
 
 def test_killed_writers_lose_nothing_they_said_was_done(tmp_path: Path) -> None:

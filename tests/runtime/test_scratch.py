@@ -20,7 +20,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_same_work_has_the_same_place_and_any_other_its_own() -> None:
     """Names, numbers and the order of inputs count; the order of keys in a section doesn't."""
     work = ("train_draft-e003", {"seed": 1, "lr": 0.1}, ["abc", "def"])
-    assert scratch.place(*work) == scratch.place("train_draft-e003", {"lr": 0.1, "seed": 1}, ["abc", "def"])
+    assert scratch.locate_scratch(*work) == scratch.locate_scratch(
+        "train_draft-e003", {"lr": 0.1, "seed": 1}, ["abc", "def"]
+    )
     others = [
         ("train_draft-e009", *work[1:]),
         (work[0], {"seed": 2, "lr": 0.1}, work[2]),
@@ -29,7 +31,7 @@ def test_the_same_work_has_the_same_place_and_any_other_its_own() -> None:
         (work[0], work[1], ["abcdef"]),
         (work[0], work[1]),
     ]
-    places = [scratch.place(*o) for o in [work, *others]]
+    places = [scratch.locate_scratch(*o) for o in [work, *others]]
     assert len(set(places)) == len(places)
     assert all(
         p.parent == Path(".scratch") and p.name.startswith(w[0] + "-")
@@ -47,25 +49,29 @@ def test_changed_code_takes_up_no_work_of_before_but_new_parameters_classes_do(
         module = ModuleType(f"stages.{name}_of_a_test")
         module.__file__ = str(tmp_path / f"{name}.py")
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    before = scratch.place("train_draft-e003", 1)
+    before = scratch.locate_scratch("train_draft-e003", 1)
     (tmp_path / "params.py").write_text("a = 2")
     (tmp_path / "params/draft_sections.py").write_text("a = 2")
-    assert scratch.place("train_draft-e003", 1) == before
+    assert scratch.locate_scratch("train_draft-e003", 1) == before
     (tmp_path / "loss.py").write_text("a = 2")
-    assert scratch.place("train_draft-e003", 1) != before
+    assert scratch.locate_scratch("train_draft-e003", 1) != before
 
 
 def test_done_forgets_this_stage_only_with_what_killed_writers_left() -> None:
     """Bug: a folder left by a killed writer, `.train_draft-e003-….PID.part`, stayed once a parameter was edited."""
-    work = scratch.place("train_draft-e003", 1)
-    gone = [work, scratch.place("train_draft-e003", 2), work.with_name(f".{work.name}.77.part")]
-    kept = [scratch.place("train_draft-e0030", 1), scratch.place("train_draft-e009", 1), work.with_name(".mine")]
+    work = scratch.locate_scratch("train_draft-e003", 1)
+    gone = [work, scratch.locate_scratch("train_draft-e003", 2), work.with_name(f".{work.name}.77.part")]
+    kept = [
+        scratch.locate_scratch("train_draft-e0030", 1),
+        scratch.locate_scratch("train_draft-e009", 1),
+        work.with_name(".mine"),
+    ]
     for folder in [*gone, *kept]:
         folder.mkdir(parents=True)
         (folder / "file").write_text("x")
-    scratch.done(work)
+    scratch.remove_scratch(work)
     assert sorted(Path(".scratch").iterdir()) == sorted(kept)
-    scratch.done(work)  # nothing to forget is no error
+    scratch.remove_scratch(work)  # nothing to forget is no error
 
 
 def test_the_digest_of_a_folder_is_of_names_and_bytes(tmp_path: Path) -> None:
@@ -76,7 +82,7 @@ def test_the_digest_of_a_folder_is_of_names_and_bytes(tmp_path: Path) -> None:
         for name, text in files.items():
             (home / name.replace("__", "/")).parent.mkdir(parents=True, exist_ok=True)
             (home / name.replace("__", "/")).write_text(text)
-        return scratch.digest(home)
+        return scratch.digest_folder(home)
 
     same = digest(a="1", deep__b="2")
     assert digest(deep__b="2", a="1") == same
@@ -103,13 +109,13 @@ def hold(folder: Path, **more: str) -> subprocess.Popen[str]:
 
 def test_a_second_process_on_a_scratch_folder_is_refused_until_the_first_has_ended() -> None:
     """Bug: after `kill -9` of dvc the stage worked on, and the next run took up the same folder beside it."""
-    work = scratch.place("train_draft-e003", 1)
+    work = scratch.locate_scratch("train_draft-e003", 1)
     first = hold(work)
     assert first.stdout and first.stdout.readline() == "held\n"
     refused = rf"is in use.*: process {first.pid} works on the same stage"
     with pytest.raises(ValueError, match=refused), scratch.held(work):
         pass
-    with scratch.held(scratch.place("train_draft-e003", 2)):
+    with scratch.held(scratch.locate_scratch("train_draft-e003", 2)):
         pass  # other inputs, other work
     first.kill()
     first.wait()
@@ -120,7 +126,7 @@ def test_a_second_process_on_a_scratch_folder_is_refused_until_the_first_has_end
 
 def test_of_several_ranks_the_first_holds_the_folder_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of torchrun share the folder: with a lock of its own each but one would be refused."""
-    work = scratch.place("train_draft-e003", 1)
+    work = scratch.locate_scratch("train_draft-e003", 1)
     first = hold(work, RANK="0", WORLD_SIZE="2")
     assert first.stdout and first.stdout.readline() == "held\n"
     monkeypatch.setenv("RANK", "1")
@@ -135,12 +141,12 @@ def test_of_several_ranks_the_first_holds_the_folder_for_all(monkeypatch: pytest
 
 def test_a_folder_that_is_written_anew_or_forgotten_stays_held() -> None:
     """train_draft swaps its scratch folder for a new one after each epoch: a lock on the folder itself would go with it."""
-    work = scratch.place("train_draft-e003", 1)
+    work = scratch.locate_scratch("train_draft-e003", 1)
     with scratch.held(work):
         for epoch in ("1", "2"):
-            with atomic.folder(work) as whole:
+            with atomic.write_folder(work) as whole:
                 (whole / "epoch").write_text(epoch)
-        scratch.done(work)
+        scratch.remove_scratch(work)
         second = hold(work)
         assert second.wait(60) != 0 and second.stderr and "is in use" in second.stderr.read()
     with scratch.held(work):

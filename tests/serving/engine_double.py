@@ -56,16 +56,16 @@ def engine(flags: argparse.Namespace) -> Any:
     import torch
 
     from stages.draft import checkpoint
-    from stages.draft.eagle3 import Draft
+    from stages.draft.eagle3 import Eagle3Draft
     from stages.engine.decode import Engine
     from stages.target import loading, manifest
 
     torch.set_num_threads(1)
-    made, draft = manifest.read(), None
+    made, draft = manifest.read_manifest(), None
     if flags.speculative_draft_model_path:
         config, tensors = checkpoint.read_draft(Path(flags.speculative_draft_model_path).parent, "its stage")
-        draft = Draft.of(config, tensors).requires_grad_(False)
-    model = loading.load(flags.model_path, None, "float32", "cpu", False)
+        draft = Eagle3Draft.of(config, tensors).requires_grad_(False)
+    model = loading.load_target(flags.model_path, None, "float32", "cpu", False)
     return Engine(model, made.eos_token_ids, made.feature_layers, draft)
 
 
@@ -87,19 +87,19 @@ class Double:
 
     @cached_property
     def eyes(self) -> Any:
-        from stages.target.vision import Eyes
+        from stages.target.vision import CachedImageProcessor
 
-        return Eyes(self.flags.model_path, False)
+        return CachedImageProcessor(self.flags.model_path, False)
 
     def look(self, ids: list[int], urls: list[str]) -> tuple[list[int], Any]:
         """A rendered prompt's ids with each picture's token as often as it is seen, and the pictures."""
-        from stages.target.vision import expanded
+        from stages.target.vision import expand_image_tokens
 
         with tempfile.TemporaryDirectory() as folder:
             paths = [f"{folder}/{number}" for number in range(len(urls))]
             for path, url in zip(paths, urls, strict=True):
                 Path(path).write_bytes(base64.b64decode(url.partition(",")[2]))
-            return expanded(ids, self.eyes.token, self.eyes.sizes(paths)), self.eyes.see(paths)
+            return expand_image_tokens(ids, self.eyes.token, self.eyes.sizes(paths)), self.eyes.see(paths)
 
     def steps(self, ids: list[int], most: int, pictures: Any) -> Iterator[Any]:
         f = self.flags

@@ -15,9 +15,9 @@ BODY = {"messages": [{"role": "user", "content": "hello"}], "seed": 1}
 def asks(urls: list[str], bodies: list[dict[str, Any]], **settings: Any) -> Any:
     """Every answer, or the exception in its place; and the client."""
 
-    async def run() -> tuple[list[Any], client.Client]:
+    async def run() -> tuple[list[Any], client.ChatClient]:
         how = {"concurrency": 16, "timeout_s": 60.0, "attempts": 6, "first_rest_s": 0.02} | settings
-        async with client.Client(urls, "tiny", **how) as http:
+        async with client.ChatClient(urls, "tiny", **how) as http:
             return await asyncio.gather(*(http.ask(b) for b in bodies), return_exceptions=True), http
 
     return asyncio.run(run())
@@ -43,7 +43,7 @@ def test_what_may_pass_is_asked_again(wrong: Any) -> None:
 def test_what_is_refused_is_not_asked_again(status: int) -> None:
     with Fake(lambda *_: status) as fake:
         (answer,), _ = asks([fake.url], [BODY])
-    assert isinstance(answer, http_session.Refused) and f"HTTP {status}" in str(answer)
+    assert isinstance(answer, http_session.RequestRefusedError) and f"HTTP {status}" in str(answer)
     assert len(fake.bodies) == 1
 
 
@@ -73,8 +73,8 @@ def test_a_server_of_another_model_is_refused_before_anything_is_asked() -> None
 
 
 def test_an_engine_is_known_by_its_models_and_gets_its_own_fields() -> None:
-    async def run(url: str) -> client.Answer:
-        async with client.Client([url], "tiny", 4, 1.0, 2) as http:
+    async def run(url: str) -> client.ChatAnswer:
+        async with client.ChatClient([url], "tiny", 4, 1.0, 2) as http:
             return await http.ask(BODY, {"vllm": {"return_token_ids": True}, "sglang": {"top_k": -1}})
 
     says = completion("hi", choice={"token_ids": [4, 5]}, prompt_token_ids=[1, 2])
@@ -113,7 +113,7 @@ def test_a_dead_server_is_left_alone_and_taken_back() -> None:
     down = {"now": True}
     with Fake(lambda b, n: 500 if down["now"] else echo(b, n)) as sick, Fake(delay_s=0.01) as well:
         answers, http = asks([sick.url, well.url], numbered(100), first_rest_s=60.0)
-        assert all(isinstance(a, client.Answer) for a in answers)
+        assert all(isinstance(a, client.ChatAnswer) for a in answers)
         # 8 of the 16 at once go there first; after three failures in a row nobody else does.
         assert len(sick.bodies) <= 16
         down["now"] = False
@@ -127,13 +127,13 @@ def test_a_server_that_is_away_at_first_is_met_later() -> None:
         with Fake() as gone:
             pass
         answers, _ = asks([gone.url, well.url], numbered(20))
-    assert all(isinstance(a, client.Answer) for a in answers)
+    assert all(isinstance(a, client.ChatAnswer) for a in answers)
 
 
 def test_never_more_at_once_than_said_and_the_idlest_first() -> None:
     with Fake(delay_s=0.3) as slow, Fake() as fast:
         answers, _ = asks([slow.url, fast.url], numbered(120), concurrency=8)
-    assert all(isinstance(a, client.Answer) for a in answers)
+    assert all(isinstance(a, client.ChatAnswer) for a in answers)
     assert slow.most_at_once + fast.most_at_once <= 9
     assert len(fast.bodies) > len(slow.bodies)
 
@@ -141,12 +141,12 @@ def test_never_more_at_once_than_said_and_the_idlest_first() -> None:
 def test_the_key_is_sent_and_never_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "swordfish")
     with Fake(lambda *_: 401) as fake:
-        (answer,), http = asks([fake.url], [BODY], key=http_session.api_key("MY_KEY", "sample_target.server"))
+        (answer,), http = asks([fake.url], [BODY], key=http_session.read_api_key("MY_KEY", "sample_target.server"))
     assert "authorization: bearer swordfish" in fake.headers[0].lower()
     assert "swordfish" not in f"{answer} {answer!r} {http!r} {vars(http)}"
     monkeypatch.delenv("MY_KEY")
     with pytest.raises(ValueError, match="MY_KEY, but that variable is not set"):
-        http_session.api_key("MY_KEY", "sample_target.server")
+        http_session.read_api_key("MY_KEY", "sample_target.server")
 
 
 def test_an_answer_from_elsewhere_is_not_followed() -> None:
@@ -162,7 +162,7 @@ def test_a_proxy_of_the_environment_is_for_other_machines(monkeypatch: pytest.Mo
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.lower(), raising=False)
-    assert http_session.proxy_of("http://gpu1:8000") is None
+    assert http_session.find_proxy("http://gpu1:8000") is None
     monkeypatch.setenv("http_proxy", "http://proxy:3128")
     monkeypatch.setenv("no_proxy", "gpu2,.local")
     urls = [
@@ -173,18 +173,20 @@ def test_a_proxy_of_the_environment_is_for_other_machines(monkeypatch: pytest.Mo
         "http://localhost:1",
         "https://b",
     ]
-    assert [http_session.proxy_of(url) for url in urls] == ["http://proxy:3128", None, None, None, None, None]
+    assert [http_session.find_proxy(url) for url in urls] == ["http://proxy:3128", None, None, None, None, None]
     with Fake() as proxy:
         monkeypatch.setenv("http_proxy", proxy.url)
         (answer,), _ = asks(["http://nowhere.invalid:8000"], [BODY])
-    assert isinstance(answer, ValueError | client.Answer) and proxy.paths[0].startswith("http://nowhere.invalid:8000/")
+    assert isinstance(answer, ValueError | client.ChatAnswer) and proxy.paths[0].startswith(
+        "http://nowhere.invalid:8000/"
+    )
 
 
 def test_a_range_of_ports_is_a_server_each() -> None:
-    assert client.expand(["http://a:6000-6002/v1/", "https://b/v1"]) == [
+    assert client.expand_urls(["http://a:6000-6002/v1/", "https://b/v1"]) == [
         "http://a:6000", "http://a:6001", "http://a:6002", "https://b",
     ]  # fmt: skip
     with pytest.raises(ValueError, match="no range of ports"):
-        client.expand(["http://a:6002-6000"])
+        client.expand_urls(["http://a:6002-6000"])
     with pytest.raises(ValueError, match="http://a:6001 twice"):
-        client.expand(["http://a:6000-6002", "http://a:6001"])
+        client.expand_urls(["http://a:6000-6002", "http://a:6001"])

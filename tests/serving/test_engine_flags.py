@@ -11,10 +11,10 @@ import pytest
 
 from stages.serving import engine_flags, spec_counters
 
-SETUP = engine_flags.Setup(
+SETUP = engine_flags.ServerSetup(
     "sglang", "/models/t", "bfloat16", "cuda", False, 2, 0.85, 65536, 64, 4096, True, ("--attention-backend", "triton")
 )
-DRAFT = engine_flags.Draft("/drafts/e9/draft", "EAGLE3", 5, 8, 32)
+DRAFT = engine_flags.ServedDraft("/drafts/e9/draft", "EAGLE3", 5, 8, 32)
 
 
 def flag(words: list[str], name: str) -> str:
@@ -23,13 +23,13 @@ def flag(words: list[str], name: str) -> str:
 
 def test_the_command_lines_of_seed_002() -> None:
     """Section 2.3: baseline and EAGLE3, but with the algorithm that an EAGLE-3 draft needs."""
-    plain = engine_flags.line(SETUP, 30000, [])
+    plain = engine_flags.build_setup_command(SETUP, 30000, [])
     assert plain[:4] == ["sglang", "serve", "--model-path", "/models/t"]
     assert flag(plain, "--tp-size") == "2" and flag(plain, "--max-total-tokens") == "65536"
     assert flag(plain, "--mem-fraction-static") == "0.85" and "--enable-torch-compile" in plain
     assert flag(plain, "--max-running-requests") == flag(plain, "--cuda-graph-max-bs") == "64"
     assert plain[-2:] == ["--attention-backend", "triton"]  # the user's own come last, so that they win
-    told = engine_flags.speculation("sglang", DRAFT, {})
+    told = engine_flags.build_speculation_flags("sglang", DRAFT, {})
     assert flag(told, "--speculative-algorithm") == "EAGLE3"
     assert [flag(told, f"--speculative-{x}") for x in ("num-steps", "eagle-topk", "num-draft-tokens")] == [
         "5",
@@ -39,16 +39,16 @@ def test_the_command_lines_of_seed_002() -> None:
 
 
 def test_vllm_is_told_of_a_chain_in_json() -> None:
-    setup = engine_flags.Setup("vllm", "/models/t", "bfloat16", "cuda", False, 1, 0.9, 1000, 8, None, False, ())
-    line = engine_flags.line(setup, 8000, ["/env/bin/vllm", "serve"])
+    setup = engine_flags.ServerSetup("vllm", "/models/t", "bfloat16", "cuda", False, 1, 0.9, 1000, 8, None, False, ())
+    line = engine_flags.build_setup_command(setup, 8000, ["/env/bin/vllm", "serve"])
     assert line[:3] == ["/env/bin/vllm", "serve", "/models/t"] and "--no-enable-prefix-caching" in line
     assert flag(line, "--num-gpu-blocks-override") == "63"  # of 16 tokens each, rounded up
-    (_, told) = engine_flags.speculation("vllm", engine_flags.Draft("/d", "EAGLE3", 5, 1, 6), {})
+    (_, told) = engine_flags.build_speculation_flags("vllm", engine_flags.ServedDraft("/d", "EAGLE3", 5, 1, 6), {})
     assert json.loads(told) == {"method": "eagle3", "model": "/d", "num_speculative_tokens": 5}
 
 
 def test_a_draft_window_is_sglangs_without_the_query() -> None:
-    told = engine_flags.speculation("sglang", DRAFT, {"sliding_window": 512})
+    told = engine_flags.build_speculation_flags("sglang", DRAFT, {"sliding_window": 512})
     assert flag(told, "--speculative-draft-window-size") == "511"
 
 
@@ -57,7 +57,7 @@ def test_the_engine_of_its_own_environment_goes_before_the_path(tmp_path, monkey
     program = tmp_path / "serving-env/sglang/bin/sglang"
     program.parent.mkdir(parents=True)
     program.touch()
-    assert engine_flags.line(SETUP, 1, [])[0] == str(program)
+    assert engine_flags.build_setup_command(SETUP, 1, [])[0] == str(program)
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,8 @@ def test_the_engine_of_its_own_environment_goes_before_the_path(tmp_path, monkey
     ],
 )
 def test_what_an_engine_cannot_run(engine: str, tree: tuple[int, int, int], config: dict[str, Any], said: str) -> None:
-    assert re.search(said, engine_flags.unsupported(engine, *tree, config) or "")
-    assert engine_flags.unsupported(engine, 5, 1, 6, {"model_type": "llama"}) is None
+    assert re.search(said, engine_flags.explain_unsupported(engine, *tree, config) or "")
+    assert engine_flags.explain_unsupported(engine, 5, 1, 6, {"model_type": "llama"}) is None
 
 
 GRAPHS = {"decode": {"backend": "full", "max_bs": 64, "bs": [1, 2, 4, 32]}}
@@ -95,10 +95,10 @@ TREE = {"speculative_num_steps": 5, "speculative_eagle_topk": 8, "speculative_nu
 )
 def test_a_server_that_is_not_the_one_meant(said: dict[str, Any], draft: Any, problem: str | None) -> None:
     if problem is None:
-        engine_flags.check(said, draft, 64, 1500)
+        engine_flags.check_server_info(said, draft, 64, 1500)
         return
     with pytest.raises(ValueError, match=problem):
-        engine_flags.check(said, draft, 64, 1500)
+        engine_flags.check_server_info(said, draft, 64, 1500)
 
 
 def test_what_a_real_server_said_of_itself() -> None:
@@ -110,20 +110,20 @@ def test_what_a_real_server_said_of_itself() -> None:
         async def send(self, *_asked: str) -> Any:
             return SimpleNamespace(status=200, body=body)
 
-    said = asyncio.run(engine_flags.info(cast(Any, Http()), "http://x", "sglang"))
-    assert engine_flags.memory(said) == {"weights": 0.002, "kv_cache": 60.836, "kv_tokens": 36451920}
-    engine_flags.check(said, engine_flags.Draft("drafts/e009/draft", "EAGLE3", 5, 4, 16), 64, 1600)
+    said = asyncio.run(engine_flags.fetch_server_info(cast(Any, Http()), "http://x", "sglang"))
+    assert engine_flags.read_server_memory(said) == {"weights": 0.002, "kv_cache": 60.836, "kv_tokens": 36451920}
+    engine_flags.check_server_info(said, engine_flags.ServedDraft("drafts/e009/draft", "EAGLE3", 5, 4, 16), 64, 1600)
     for draft, at_once, problem in (
-        (engine_flags.Draft("drafts/e009/draft", "EAGLE3", 5, 4, 16), 65, "at most 64 requests in one batch"),
-        (engine_flags.Draft("drafts/e009/draft", "EAGLE3", 5, 2, 16), 64, "speculative_eagle_topk 4, expected 2"),
+        (engine_flags.ServedDraft("drafts/e009/draft", "EAGLE3", 5, 4, 16), 65, "at most 64 requests in one batch"),
+        (engine_flags.ServedDraft("drafts/e009/draft", "EAGLE3", 5, 2, 16), 64, "speculative_eagle_topk 4, expected 2"),
         (None, 64, "speculative_algorithm EAGLE3, expected None"),
     ):
         with pytest.raises(ValueError, match=problem):
-            engine_flags.check(said, draft, at_once, 1600)
+            engine_flags.check_server_info(said, draft, at_once, 1600)
 
 
 def test_what_a_real_server_said_of_a_request() -> None:
     """Twelve tokens, none of them a draft: one from prefill, eleven from verify passes."""
     meta = json.loads((Path(__file__).parent / "recorded/sglang-0.5.17.json").read_text())["generate"]["meta_info"]
-    found = spec_counters.of_request(meta, 12)
+    found = spec_counters.count_request(meta, 12)
     assert found is not None and (found.cycles, found.accepted, found.histogram) == (11, 0, [11])

@@ -20,7 +20,7 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_machine_without_any(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert gpu_memory.visible() == []
+    assert gpu_memory.list_visible_gpus() == []
 
 
 @pytest.mark.parametrize(
@@ -31,12 +31,12 @@ def test_only_those_that_the_server_will_see(
 ) -> None:
     if chosen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-    assert [round(gpu.used, 1) for gpu in gpu_memory.visible()] == used
+    assert [round(gpu.used, 1) for gpu in gpu_memory.list_visible_gpus()] == used
 
 
 def test_memory_that_another_holds_is_named(smi: None) -> None:
-    gpu_memory.check_free(gpu_memory.visible()[:1], 0.9)
+    gpu_memory.check_free_memory(gpu_memory.list_visible_gpus()[:1], 0.9)
     with pytest.raises(
         ValueError, match=r"GPU 1 \(NVIDIA H200\) has 70\.2 of 140\.4 GiB free, expected at least 0\.9 of it"
     ):
-        gpu_memory.check_free(gpu_memory.visible(), 0.9)
+        gpu_memory.check_free_memory(gpu_memory.list_visible_gpus(), 0.9)

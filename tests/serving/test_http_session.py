@@ -50,10 +50,10 @@ def test_a_connection_that_the_server_closed_while_nobody_looked_is_not_taken_ag
     kept_s: float, fails: bool, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five of 256 requests failed so on an H200: after a warm-up, all came at once in one turn of the loop."""
-    monkeypatch.setattr(http_session, "KEPT_S", kept_s)
+    monkeypatch.setattr(http_session, "KEEPALIVE_S", kept_s)
 
     async def run() -> None:
-        async with http_session.Session("tiny", 10.0, "benchmark_served.server") as http:
+        async with http_session.HttpSession("tiny", 10.0, "benchmark_served.server") as http:
             async with http.exchange(url, "POST", "/generate") as said:
                 assert await said.text() == "yes"
             time.sleep(3 * CLOSES_S)  # the loop is busy, and doesn't hear of it
@@ -61,7 +61,7 @@ def test_a_connection_that_the_server_closed_while_nobody_looked_is_not_taken_ag
                 assert await said.text() == "yes"
 
     if fails:
-        with pytest.raises(http_session.Failed, match="Server disconnected"):
+        with pytest.raises(http_session.ExchangeFailedError, match="Server disconnected"):
             asyncio.run(run())
     else:
         asyncio.run(run())

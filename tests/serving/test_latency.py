@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 
 from stages.serving import latency
-from stages.serving.latency import Record
+from stages.serving.latency import RequestRecord
 
 
-def record(sent: float, events: list[tuple[float, int]], **changes: Any) -> Record:
+def record(sent: float, events: list[tuple[float, int]], **changes: Any) -> RequestRecord:
     known: dict[str, Any] = {
         "id": "a", "due": sent, "sent": sent, "ended": events[-1][0] if events else sent, "events": events,
         "counted": True, "input_tokens": 10, "output_tokens": sum(n for _, n in events), "finish_reason": "length",
         "failed": None,
     }  # fmt: skip
-    return Record(**known | changes)
+    return RequestRecord(**known | changes)
 
 
 def test_a_request_by_hand() -> None:
@@ -32,12 +32,12 @@ def test_a_request_by_hand() -> None:
 def test_one_token_has_no_time_per_token() -> None:
     r = record(1.0, [(1.5, 1)])
     assert r.tpot_s is None and r.chunk_gaps_s() == [] and r.token_gaps_s() == []
-    found = latency.summary([r])
+    found = latency.summarise_load([r])
     assert found["tpot_s"] is None and found["itl_s"] is None
     assert found["ttft_s"] == {"mean": 0.5, "p50": 0.5, "p90": 0.5, "p99": 0.5}
 
 
-def some(seed: int) -> list[Record]:
+def some(seed: int) -> list[RequestRecord]:
     rng = random.Random(seed)
     records = []
     for number in range(40):
@@ -80,7 +80,7 @@ def test_a_summary_is_what_counting_token_by_token_gives(seed: int) -> None:
         truth["e2e_s"].append(r.events[-1][0] - r.sent)
         if r.output_tokens > 1:
             truth["tpot_s"].append((r.events[-1][0] - r.events[0][0]) / (r.output_tokens - 1))
-    found = latency.summary(records)
+    found = latency.summarise_load(records)
     for name, values in truth.items():
         assert found[name]["mean"] == pytest.approx(sum(values) / len(values)), name
         for percent in (50, 90, 99):
@@ -100,13 +100,13 @@ def test_a_summary_is_what_counting_token_by_token_gives(seed: int) -> None:
 
 def test_what_failed_lengthens_the_run_and_gives_no_tokens() -> None:
     good, bad = record(0.0, [(1.0, 1), (2.0, 1)]), record(0.0, [(1.0, 50)], failed="timeout", ended=10.0)
-    found = latency.summary([good, bad])
+    found = latency.summarise_load([good, bad])
     assert found["duration_s"] == 10.0 and found["output_throughput"] == 0.2 and found["total_throughput"] == 1.2
     assert found["ttft_s"]["mean"] == 1.0
 
 
 def test_where_all_failed_there_is_no_latency() -> None:
-    found = latency.summary([record(0.0, [], failed=why, ended=0.7) for why in ("http 500", "cut")])
+    found = latency.summarise_load([record(0.0, [], failed=why, ended=0.7) for why in ("http 500", "cut")])
     assert found["failed"] == {"http 500": 1, "cut": 1} and found["completed"] == 0
     assert found["ttft_s"] is None and found["output_throughput"] == 0.0
 
@@ -117,7 +117,7 @@ def test_without_counts_there_is_no_time_between_tokens() -> None:
         record(0.0, [(1.0, 1), (2.0, 1)]),
         record(0.0, [(1.0, 1), (3.0, 1)], counted=False, output_tokens=9),
     )
-    found = latency.summary([known, guessed])
+    found = latency.summarise_load([known, guessed])
     assert found["itl_s"] is None
     assert found["chunk_gap_s"]["mean"] == 1.5
     assert found["tpot_s"]["mean"] == pytest.approx((1.0 + 2.0 / 8) / 2)  # that needs their sum alone
@@ -130,8 +130,8 @@ def test_goodput_is_of_those_within_all_limits() -> None:
         record(0.0, [(0.1, 1)]),  # no tpot
         record(0.0, [(0.1, 1), (0.2, 1)], failed="cut"),
     ]
-    assert latency.goodput(records, 2.0) == 1.5
-    assert latency.goodput(records, 2.0, ttft_s=0.2) == 1.0
-    assert latency.goodput(records, 2.0, tpot_s=0.06) == 1.0
-    assert latency.goodput(records, 2.0, ttft_s=0.2, tpot_s=0.06) == 0.5
-    assert latency.goodput(records, 2.0, e2e_s=0.4) == 0.5
+    assert latency.compute_goodput(records, 2.0) == 1.5
+    assert latency.compute_goodput(records, 2.0, ttft_s=0.2) == 1.0
+    assert latency.compute_goodput(records, 2.0, tpot_s=0.06) == 1.0
+    assert latency.compute_goodput(records, 2.0, ttft_s=0.2, tpot_s=0.06) == 0.5
+    assert latency.compute_goodput(records, 2.0, e2e_s=0.4) == 0.5

@@ -16,22 +16,22 @@ import pytest
 
 from benchmarks import load_overhead
 from stages.serving import latency, load_generator, server
-from stages.serving.load_generator import Arrivals, Ask, Load
+from stages.serving.load_generator import Arrivals, LoadRequest, LoadResult
 from tests.serving.misbehaving_server import Fake, Streamed
 
 ROOT = Path(__file__).parents[2]
 AT_ONCE = Arrivals(math.inf, None, 0)
 
 
-def asks(count: int, prompt: Any = None, **changes: Any) -> list[Ask]:
+def asks(count: int, prompt: Any = None, **changes: Any) -> list[LoadRequest]:
     known = {"prompt": [{"role": "user", "content": "hello"}] if prompt is None else prompt}
     known |= {"max_tokens": 8, "temperature": 0.0, "top_p": 1.0, "top_k": None, "ignore_eos": False} | changes
-    return [Ask(id=str(number), **known) for number in range(count)]
+    return [LoadRequest(id=str(number), **known) for number in range(count)]
 
 
-def run(url: str, wanted: list[Ask], arrivals: Arrivals = AT_ONCE, **how: Any) -> Load:
+def run(url: str, wanted: list[LoadRequest], arrivals: Arrivals = AT_ONCE, **how: Any) -> LoadResult:
     settings = {"deadline_s": 60.0, "warmup": [], "section": "benchmark_served.server", "engine": "openai"} | how
-    return asyncio.run(load_generator.run(url, "tiny", wanted, arrivals, **settings))
+    return asyncio.run(load_generator.run_load(url, "tiny", wanted, arrivals, **settings))
 
 
 def sglang(fake: Fake) -> Fake:
@@ -79,7 +79,7 @@ def test_times_and_tokens_are_those_of_the_schedule(engine: str, prompt: Any, mo
         assert sent[0] - arrived <= record.ttft_s <= sent[1] - record.sent
         assert record.e2e_s >= sent[3] - arrived >= SCHEDULE[3][0] - SCHEDULE[0][0]
         assert len(record.token_gaps_s()) == 8
-    told = latency.summary(found.records)
+    told = latency.summarise_load(found.records)
     assert told["output_tokens"] == 18
     assert told["duration_s"] >= fake.streams[1][3] - fake.arrived[0]
 
@@ -88,7 +88,7 @@ def test_a_server_that_does_not_count_is_not_believed_to_send_tokens() -> None:
     with Fake(lambda *_: Streamed(SCHEDULE, counts=False)) as fake:
         found = run(fake.url, asks(2))
     assert all(r.output_tokens == 9 and not r.counted and len(r.events) == 4 for r in found.records)
-    assert latency.summary(found.records)["itl_s"] is None
+    assert latency.summarise_load(found.records)["itl_s"] is None
 
 
 def test_arrivals_are_a_poisson_process_of_that_rate() -> None:
@@ -153,7 +153,7 @@ def test_failures_are_counted_by_reason_and_none_is_lost() -> None:
     ]  # fmt: skip
     assert "400" in found.records[2].why and "too long" in found.records[8].why
     assert [r.output_tokens for r in found.records[4:10]] == [2, 2, 2, 2, 2, 2]  # what had come until then
-    told = latency.summary(found.records)
+    told = latency.summarise_load(found.records)
     assert told["completed"] == 1 and sum(told["failed"].values()) == len(said) - 1
     assert len(fake.bodies) == len(said)  # nothing is asked again
 
@@ -294,8 +294,8 @@ def test_counters_that_are_read_only_once_are_told() -> None:
 
 
 def test_requests_in_each_dialect() -> None:
-    def body(ask: Ask, engine: str) -> tuple[str, dict[str, Any]]:
-        path, data = load_generator.request(ask, engine, "tiny")
+    def body(ask: LoadRequest, engine: str) -> tuple[str, dict[str, Any]]:
+        path, data = load_generator.build_request(ask, engine, "tiny")
         return path, json.loads(data)
 
     (ids,) = asks(1, [1, 2], ignore_eos=True, max_tokens=5, more={"image_data": ["x"]})
@@ -311,17 +311,17 @@ def test_requests_in_each_dialect() -> None:
     (few,) = asks(1, [1, 2], top_k=20)
     assert body(few, "sglang")[1]["sampling_params"]["top_k"] == 20 and body(few, "vllm")[1]["top_k"] == 20
     with pytest.raises(ValueError, match="takes top_k, found openai"):
-        load_generator.request(asks(1, top_k=20)[0], "openai", "tiny")
+        load_generator.build_request(asks(1, top_k=20)[0], "openai", "tiny")
     with pytest.raises(ValueError, match="0: expected an engine that takes ignore_eos, found openai"):
-        load_generator.request(ids, "openai", "tiny")
+        load_generator.build_request(ids, "openai", "tiny")
     with pytest.raises(ValueError, match="takes token ids as prompts, found transformers"):
-        load_generator.request(asks(1, [1])[0], "transformers", "tiny")
+        load_generator.build_request(asks(1, [1])[0], "transformers", "tiny")
 
 
 def test_a_load_that_is_cancelled_leaves_nothing_behind() -> None:
     async def cancelled(fake: Fake) -> int:
         task = asyncio.create_task(
-            load_generator.run(
+            load_generator.run_load(
                 fake.url,
                 "tiny",
                 asks(20),
@@ -351,9 +351,9 @@ def test_ctrl_c_ends_it_at_once_without_complaints() -> None:
     program = (
         "import asyncio, math, sys\n"
         "from stages.serving import load\n"
-        "ask = load.Ask('0', [{'role': 'user', 'content': 'x'}], 8, 0.0, 1.0, None, False)\n"
+        "ask = load.LoadRequest('0', [{'role': 'user', 'content': 'x'}], 8, 0.0, 1.0, None, False)\n"
         "print('ready', flush=True)\n"
-        "asyncio.run(load.run(sys.argv[1], 'tiny', [ask] * 9, load.Arrivals(math.inf, 3, 0), 60.0, [], 's', engine='openai'))"
+        "asyncio.run(load.run_load(sys.argv[1], 'tiny', [ask] * 9, load.Arrivals(math.inf, 3, 0), 60.0, [], 's', engine='openai'))"
     )
     with Fake(lambda *_: Streamed([(0.05 * i, 1) for i in range(4000)])) as fake:  # 200 s: nobody waits for its end
         stage = subprocess.Popen(
@@ -378,10 +378,11 @@ def test_records_come_in_the_order_of_the_asks() -> None:
 
     with Fake(reply) as fake, pytest.MonkeyPatch.context() as patch:
         wanted = [
-            Ask(str(n), [{"role": "user", "content": "x"}], 8, 0.0, 1.0, None, False, {"seed": 4 - n}) for n in range(5)
+            LoadRequest(str(n), [{"role": "user", "content": "x"}], 8, 0.0, 1.0, None, False, {"seed": 4 - n})
+            for n in range(5)
         ]
         patch.setattr(
-            load_generator, "Record", lambda name, *rest: answered.append(name) or latency.Record(name, *rest)
+            load_generator, "Record", lambda name, *rest: answered.append(name) or latency.RequestRecord(name, *rest)
         )
         found = run(fake.url, wanted)
     assert answered == ["4", "3", "2", "1", "0"]
@@ -390,7 +391,7 @@ def test_records_come_in_the_order_of_the_asks() -> None:
 
 def test_the_benchmark_of_its_cost_counts_every_token_event() -> None:
     """What a token event costs is for benchmarks/load_overhead.py to say, on a machine at rest; docs/LOG.md has it."""
-    port = server.free_port()
+    port = server.find_free_port()
     null = subprocess.Popen(
         [sys.executable, "-m", "tests.serving.misbehaving_server", str(port), "0.02", "stream"], cwd=ROOT
     )

@@ -34,7 +34,7 @@ def start_stage(program: str, port: int, log: Path) -> subprocess.Popen:
     """A process that has started a server of `program`, which is ready, and waits."""
     stage = (
         f"import time; from pathlib import Path; from stages.serving import server\n"
-        f"with server.started('vllm', {line(program, port)!r}, {port}, 'tiny', Path({str(log)!r}), 60, settle_s=0.5):\n"
+        f"with server.run_server('vllm', {line(program, port)!r}, {port}, 'tiny', Path({str(log)!r}), 60, settle_s=0.5):\n"
         f"    print('ready', flush=True); time.sleep(99)"
     )
     parent = subprocess.Popen(
@@ -47,8 +47,8 @@ def start_stage(program: str, port: int, log: Path) -> subprocess.Popen:
 
 
 def test_it_is_ready_inside_and_gone_after(tmp_path: Path) -> None:
-    port = server.free_port()
-    with server.started("vllm", line(SERVES, port), port, "tiny", tmp_path / "log", 60, settle_s=0.5) as running:
+    port = server.find_free_port()
+    with server.run_server("vllm", line(SERVES, port), port, "tiny", tmp_path / "log", 60, settle_s=0.5) as running:
         child = int(httpx.get(running.base_url, trust_env=False).text)
         running.check()
         assert not gone(child, 0)
@@ -81,8 +81,8 @@ needs_subreaper = pytest.mark.skipif(sys.platform != "linux", reason="only Linux
 @needs_subreaper
 def test_a_servers_daemon_is_gone_after_it(tmp_path: Path) -> None:
     """A child that called setsid and forked twice outlived `Server.end`, with the GPU memory that it held."""
-    port = server.free_port()
-    with server.started("vllm", line(DAEMONISES, port), port, "tiny", tmp_path / "log", 60, settle_s=0.5) as running:
+    port = server.find_free_port()
+    with server.run_server("vllm", line(DAEMONISES, port), port, "tiny", tmp_path / "log", 60, settle_s=0.5) as running:
         daemon = int(httpx.get(running.base_url, trust_env=False).text)
         assert os.getsid(daemon) != os.getsid(0) and not gone(daemon, 0)
     assert gone(daemon, 5)
@@ -91,8 +91,8 @@ def test_a_servers_daemon_is_gone_after_it(tmp_path: Path) -> None:
 @needs_subreaper
 def test_a_servers_daemon_is_gone_when_the_server_falls(tmp_path: Path) -> None:
     """The next server would find the port or the GPU's memory taken."""
-    port, log = server.free_port(), tmp_path / "log"
-    with server.started("vllm", line(DAEMONISES, port), port, "t", log, 60, settle_s=0.5, restarts=1) as running:
+    port, log = server.find_free_port(), tmp_path / "log"
+    with server.run_server("vllm", line(DAEMONISES, port), port, "t", log, 60, settle_s=0.5, restarts=1) as running:
         daemon = int(httpx.get(running.base_url, trust_env=False).text)
         falls(running)
         assert running.ended() == 7 and gone(daemon, 0)
@@ -104,7 +104,7 @@ def test_a_servers_daemon_is_gone_when_the_server_falls(tmp_path: Path) -> None:
 
 @needs_subreaper
 def test_a_servers_daemon_is_gone_when_the_stage_is_killed(tmp_path: Path) -> None:
-    port = server.free_port()
+    port = server.find_free_port()
     parent = start_stage(DAEMONISES, port, tmp_path / "log")
     daemon = int(httpx.get(f"http://127.0.0.1:{port}", trust_env=False).text)
     parent.kill()
@@ -113,19 +113,19 @@ def test_a_servers_daemon_is_gone_when_the_stage_is_killed(tmp_path: Path) -> No
 
 
 def test_a_server_is_gone_when_its_guard_is_killed(tmp_path: Path) -> None:
-    port = server.free_port()
-    with server.started("vllm", line(SERVES, port), port, "tiny", tmp_path / "log", 60, settle_s=0.5) as running:
+    port = server.find_free_port()
+    with server.run_server("vllm", line(SERVES, port), port, "tiny", tmp_path / "log", 60, settle_s=0.5) as running:
         child = int(httpx.get(running.base_url, trust_env=False).text)
         running._process().kill()
     assert gone(child, 10)
 
 
 def test_it_is_gone_after_an_error_too(tmp_path: Path) -> None:
-    port = server.free_port()
+    port = server.find_free_port()
     children = []
 
     def fails() -> None:
-        with server.started("vllm", line(SERVES, port), port, "tiny", tmp_path / "log", 60, settle_s=0.5) as running:
+        with server.run_server("vllm", line(SERVES, port), port, "tiny", tmp_path / "log", 60, settle_s=0.5) as running:
             children.append(int(httpx.get(running.base_url, trust_env=False).text))
             raise KeyboardInterrupt
 
@@ -136,7 +136,7 @@ def test_it_is_gone_after_an_error_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
 def test_it_is_gone_when_the_stage_is_killed(tmp_path: Path, how: signal.Signals) -> None:
-    port = server.free_port()
+    port = server.find_free_port()
     parent = start_stage(SERVES, port, tmp_path / "log")
     child = int(httpx.get(f"http://127.0.0.1:{port}", trust_env=False).text)
     os.kill(parent.pid, how)
@@ -147,23 +147,23 @@ def test_it_is_gone_when_the_stage_is_killed(tmp_path: Path, how: signal.Signals
 
 
 def test_one_that_ends_at_once_shows_its_log(tmp_path: Path) -> None:
-    port = server.free_port()
+    port = server.find_free_port()
     broken = "import sys; print('CUDA is not there'); sys.exit(3)"
     begun = time.monotonic()
     with (
         pytest.raises(ValueError, match=r"(?s)the vllm server ended with status 3; its log.*CUDA is not there"),
-        server.started("vllm", line(broken, port), port, "tiny", tmp_path / "log", 60, settle_s=0.5),
+        server.run_server("vllm", line(broken, port), port, "tiny", tmp_path / "log", 60, settle_s=0.5),
     ):
         pass
     assert time.monotonic() - begun < 60  # it was not given all the time it had to be ready
 
 
 def test_one_that_is_never_ready_is_ended(tmp_path: Path) -> None:
-    port = server.free_port()
+    port = server.find_free_port()
     sleeps = ["sh", "-c", "echo $$; exec sleep 99"]
     with (
         pytest.raises(ValueError, match=r"not ready after 1\.5 s; raise sample_target.server.start_timeout_s"),
-        server.started("vllm", sleeps, port, "tiny", tmp_path / "log", 1.5, settle_s=0.5),
+        server.run_server("vllm", sleeps, port, "tiny", tmp_path / "log", 1.5, settle_s=0.5),
     ):
         pass
     assert gone(int((tmp_path / "log").read_text().split()[0]))
@@ -172,14 +172,14 @@ def test_one_that_is_never_ready_is_ended(tmp_path: Path) -> None:
 def test_an_engine_that_is_not_installed(tmp_path: Path) -> None:
     with (
         pytest.raises(ValueError, match="asks for vllm, but there is no `no-such-vllm`"),
-        server.started("vllm", ["no-such-vllm"], 1, "tiny", tmp_path / "log", 1),
+        server.run_server("vllm", ["no-such-vllm"], 1, "tiny", tmp_path / "log", 1),
     ):
         pass
 
 
 @pytest.mark.parametrize("engine", ["transformers", "sglang", "vllm"])
 def test_every_command_stays_on_loopback_and_off_the_models_own_settings(engine: str) -> None:
-    words = server.command(engine, "/models/t", 8123, "bfloat16", "cuda", True)
+    words = server.build_server_command(engine, "/models/t", 8123, "bfloat16", "cuda", True)
     assert words[words.index("--host") + 1] == "127.0.0.1"
     assert words[words.index("--port") + 1] == "8123"
     assert words[words.index("--dtype") + 1] == "bfloat16"
@@ -201,7 +201,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-def falls(running: server.Server) -> None:
+def falls(running: server.ServerProcess) -> None:
     with pytest.raises(httpx.TransportError):
         httpx.get(f"{running.base_url}/fall", trust_env=False)
     until = time.monotonic() + 60
@@ -210,8 +210,10 @@ def falls(running: server.Server) -> None:
 
 
 def test_one_that_falls_is_started_again_and_then_no_more(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    port, log = server.free_port(), tmp_path / "log"
-    with server.started("vllm", line(FALLS, port), port, "t", log, 60, settle_s=0.5, restarts=2, threads=3) as running:
+    port, log = server.find_free_port(), tmp_path / "log"
+    with server.run_server(
+        "vllm", line(FALLS, port), port, "t", log, 60, settle_s=0.5, restarts=2, threads=3
+    ) as running:
         for often in (1, 2):
             falls(running)
             running.check()
@@ -228,11 +230,11 @@ def test_one_that_falls_is_started_again_and_then_no_more(tmp_path: Path, capfd:
 
 
 def test_one_that_ends_before_it_is_ready_is_not_tried_again(tmp_path: Path) -> None:
-    port, log = server.free_port(), tmp_path / "log"
+    port, log = server.find_free_port(), tmp_path / "log"
     broken = "import sys; print('no such flag'); sys.exit(2)"
     with (
         pytest.raises(ValueError, match=r"(?s)ended with status 2; its log, .*no such flag"),
-        server.started("vllm", line(broken, port), port, "t", log, 60, settle_s=0.5, restarts=3),
+        server.run_server("vllm", line(broken, port), port, "t", log, 60, settle_s=0.5, restarts=3),
     ):
         pass
     assert log.read_text().count("no such flag") == 1

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from stages.serving import http_session
-from stages.serving.sse import Stream
+from stages.serving.sse import AnswerStream
 
 
 def sse(*messages: Any) -> bytes:
@@ -26,8 +26,8 @@ def native(text: str, ids: list[int], total: int, finish: Any = None, **meta: An
     return {"text": text, "output_ids": ids, "meta_info": said}
 
 
-def read(data: bytes, generate: bool = False, size: int = 10**9) -> Stream:
-    stream = Stream(generate)
+def read(data: bytes, generate: bool = False, size: int = 10**9) -> AnswerStream:
+    stream = AnswerStream(generate)
     for number, start in enumerate(range(0, len(data), size)):
         stream.feed(data[start : start + size], float(number))
     stream.end(99.0)
@@ -119,12 +119,12 @@ def test_plain_completions_and_sglangs_details() -> None:
     ],
 )
 def test_what_is_no_whole_answer_has_a_reason(told: bytes, generate: bool, reason: str) -> None:
-    with pytest.raises(http_session.Failed) as failed:
+    with pytest.raises(http_session.ExchangeFailedError) as failed:
         read(told, generate)
     assert failed.value.reason == reason
 
 
 def test_a_refusal_that_comes_in_the_stream_is_one() -> None:
     """SGLang looks at the request when the response has begun: 200, and then that it is too long."""
-    with pytest.raises(http_session.Refused, match="HTTP 400 too long"):
+    with pytest.raises(http_session.RequestRefusedError, match="HTTP 400 too long"):
         read(sse({"error": {"message": "too long", "type": "invalid_request_error", "code": 400}}), True)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from stages.target import hooks, loading, multimodal, packed_forward
-from stages.target.vision import Pixels
+from stages.target.vision import ImagePatches
 from tests.target.test_target_forward import LAYERS, SIGHT, saved
 
 CLASSES = ["qwen3 vl", "qwen3 vl moe", "qwen2.5 vl"]
@@ -26,10 +26,10 @@ DOCUMENTS: list[tuple[list[tuple[int, int]], list[int]]] = [
 
 def load(folder: Path, name: str) -> Any:
     saved(folder, name, False)
-    return loading.load(str(folder), None, "float32", "cpu")
+    return loading.load_target(str(folder), None, "float32", "cpu")
 
 
-def document(shape: tuple[list[tuple[int, int]], list[int]], seed: int) -> tuple[Tensor, Pixels | None]:
+def document(shape: tuple[list[tuple[int, int]], list[int]], seed: int) -> tuple[Tensor, ImagePatches | None]:
     """ids [T] of a text with pictures, each between its two marks, and noise for pictures."""
     g = torch.Generator().manual_seed(seed)
     pictures, texts = shape
@@ -41,10 +41,10 @@ def document(shape: tuple[list[tuple[int, int]], list[int]], seed: int) -> tuple
         return torch.cat(ids), None
     grid = torch.tensor([[1, rows * MERGE, columns * MERGE] for rows, columns in pictures])
     width = 3 * SIGHT["temporal_patch_size"] * SIGHT["patch_size"] ** 2
-    return torch.cat(ids), Pixels(torch.randn(int(grid.prod(-1).sum()), width, generator=g), grid)
+    return torch.cat(ids), ImagePatches(torch.randn(int(grid.prod(-1).sum()), width, generator=g), grid)
 
 
-def documents() -> list[tuple[Tensor, Pixels | None]]:
+def documents() -> list[tuple[Tensor, ImagePatches | None]]:
     return [document(shape, seed) for seed, shape in enumerate(DOCUMENTS)]
 
 
@@ -70,7 +70,7 @@ def positions_of(shape: tuple[list[tuple[int, int]], list[int]]) -> list[tuple[i
     return found
 
 
-def alone(model: Any, ids: Tensor, shown: Pixels | None) -> dict[str, Tensor]:
+def alone(model: Any, ids: Tensor, shown: ImagePatches | None) -> dict[str, Tensor]:
     """transformers' own forward of one document."""
     types = (ids == TOKEN).int()[None]
     given = {} if shown is None else {"pixel_values": shown.values, "image_grid_thw": shown.grid}
@@ -84,22 +84,24 @@ def alone(model: Any, ids: Tensor, shown: Pixels | None) -> dict[str, Tensor]:
     }
 
 
-def forward(model: Any, some: list[tuple[Tensor, Pixels | None]], packed: bool = True) -> dict[str, Tensor]:
+def forward(model: Any, some: list[tuple[Tensor, ImagePatches | None]], packed: bool = True) -> dict[str, Tensor]:
     """Our forward of documents end to end, all that is kept of it."""
     lengths = [len(ids) for ids, _ in some]
-    view = multimodal.look(model, [str(n) for n in range(len(some))], [i for i, _ in some], [p for _, p in some])
+    view = multimodal.build_multimodal_inputs(
+        model, [str(n) for n in range(len(some))], [i for i, _ in some], [p for _, p in some]
+    )
     streams: dict[int, Tensor] = {}
     given: list[tuple[Tensor, Tensor]] = []
     with (
-        hooks.tapped(model, TAPPED, streams.__setitem__),
-        hooks.entered(model, lambda *both: given.append(both)),
+        hooks.tap_residual_streams(model, TAPPED, streams.__setitem__),
+        hooks.tap_decoder_inputs(model, lambda *both: given.append(both)),
     ):
         last = packed_forward.forward_documents(model, torch.cat([i for i, _ in some]), lengths, packed, view)
     ((embeds, positions),) = given
     return {
-        "features": torch.cat([packed_forward.unpadded(streams[k], lengths) for k in range(3)], dim=-1),
+        "features": torch.cat([packed_forward.unpad_stream(streams[k], lengths) for k in range(3)], dim=-1),
         "last": last,
-        "embeds": packed_forward.unpadded(embeds, lengths),
-        "positions": packed_forward.unpadded(positions, lengths),
+        "embeds": packed_forward.unpad_stream(embeds, lengths),
+        "positions": packed_forward.unpad_stream(positions, lengths),
         "pictured": view.pictured,
     }

@@ -35,18 +35,18 @@ def answers(family: str) -> list[str]:
 @every_family
 def test_a_row_is_what_the_server_is_prompted_with_and_what_the_target_says(family: str) -> None:
     tok, eos = tokenizer(family)
-    rows = chat_template.exploded(tok, TALK, eos)
+    rows = chat_template.encode_turns(tok, TALK, eos)
     assert [a for _, a in rows] == [tok.encode(a, add_special_tokens=False) for a in answers(family)]
-    for turn, (asked, said) in zip(chat_template.turns(TALK), rows, strict=True):
-        assert asked == chat_template.prompt_ids(tok, TALK[:turn])  # found piecewise, and yet as if in one
-        chat_template.check("a", asked, said, eos)
+    for turn, (asked, said) in zip(chat_template.find_assistant_messages(TALK), rows, strict=True):
+        assert asked == chat_template.encode_prompt(tok, TALK[:turn])  # found piecewise, and yet as if in one
+        chat_template.check_loss_mask("a", asked, said, eos)
         assert said[-1] in eos and not set(said[:-1]) & set(eos)
 
 
 @every_family
 def test_the_spans_of_one_rendering_are_the_answers_in_it(family: str) -> None:
     tok, eos = tokenizer(family)
-    ids, found = chat_template.spans(tok, TALK, eos)
+    ids, found = chat_template.encode_conversation(tok, TALK, eos)
     assert ids == tok.encode(tok.apply_chat_template(TALK, tokenize=False), add_special_tokens=False)
     texts = [tok.decode(ids[a:b]) for a, b in found]
     earlier = [*answers(family)[:-1]]
@@ -65,8 +65,8 @@ def test_no_token_spans_prompt_and_answer(family: str, text: str) -> None:
     """Bug of masks found by offsets: a line break of the answer that merges with the header's is masked away."""
     tok, eos = tokenizer(family)
     talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}]
-    ((asked, said),) = chat_template.exploded(tok, talk, eos)
-    assert asked == chat_template.prompt_ids(tok, talk[:1])
+    ((asked, said),) = chat_template.encode_turns(tok, talk, eos)
+    assert asked == chat_template.encode_prompt(tok, talk[:1])
     expected = text.lstrip("\n") if family == "qwen3" else text
     assert tok.decode(said[:-1]).endswith(expected)
 
@@ -79,11 +79,11 @@ def test_qwen3_history_is_without_thoughts_and_the_answer_is_with_them() -> None
         {"role": "user", "content": "b"},
         {"role": "assistant", "content": "second", "reasoning_content": "second thoughts"},
     ]
-    (_, one), (asked, two) = chat_template.exploded(tok, talk, eos)
+    (_, one), (asked, two) = chat_template.encode_turns(tok, talk, eos)
     assert tok.decode(one) == "<think>\nfirst thoughts\n</think>\n\nfirst<|im_end|>"
     assert tok.decode(two) == "<think>\nsecond thoughts\n</think>\n\nsecond<|im_end|>"
     assert "thoughts" not in tok.decode(asked)
-    ids, found = chat_template.spans(tok, talk, eos)
+    ids, found = chat_template.encode_conversation(tok, talk, eos)
     assert [tok.decode(ids[a:b]) for a, b in found] == ["first<|im_end|>", tok.decode(two)]
 
 
@@ -92,8 +92,8 @@ def test_harmony_thoughts_are_part_of_the_answer(name: str) -> None:
     """Their own end token is not the answer's. Bug: under the name that exports use, the template left them out."""
     tok, eos = tokenizer("harmony")
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", name: "hm"}]
-    ((_, said),) = chat_template.exploded(tok, talk, eos)
-    ids, ((a, b),) = chat_template.spans(tok, talk, eos)
+    ((_, said),) = chat_template.encode_turns(tok, talk, eos)
+    ids, ((a, b),) = chat_template.encode_conversation(tok, talk, eos)
     assert ids[a:b] == said
     assert tok.decode(said) == (
         "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>b<|return|>"
@@ -103,18 +103,18 @@ def test_harmony_thoughts_are_part_of_the_answer(name: str) -> None:
 def test_thinking_off_is_in_the_prompt() -> None:
     tok, eos = tokenizer("qwen3")
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    ((asked, said),) = chat_template.exploded(tok, talk, eos, thinking=False)
+    ((asked, said),) = chat_template.encode_turns(tok, talk, eos, thinking=False)
     assert tok.decode(asked).endswith("assistant\n<think>\n\n</think>\n\n")
     assert tok.decode(said) == "b<|im_end|>"
     thought = [talk[0], {"role": "assistant", "content": "b", "reasoning_content": "hm"}]
     with pytest.raises(ValueError, match=r"message 1: the template prompts with .* set sample_target\.thinking"):
-        chat_template.exploded(tok, thought, eos, thinking=False)
+        chat_template.encode_turns(tok, thought, eos, thinking=False)
 
 
 def test_images_are_in_the_prompt_only() -> None:
     tok, eos = tokenizer("qwen3-vl")
     parts: list[dict[str, Any]] = [{"type": "image"}, {"type": "text", "text": "what is it?"}]
-    ((asked, said),) = chat_template.exploded(
+    ((asked, said),) = chat_template.encode_turns(
         tok, [{"role": "user", "content": parts}, {"role": "assistant", "content": "rain"}], eos
     )
     assert "<|image_pad|>" in tok.decode(asked)
@@ -124,11 +124,11 @@ def test_images_are_in_the_prompt_only() -> None:
 def test_several_answers_in_a_row_are_told_apart() -> None:
     tok, eos = tokenizer("qwen2.5")
     talk = [*TALK[:3], {"role": "assistant", "content": "more"}]
-    assert [tok.decode(a) for _, a in chat_template.exploded(tok, talk, eos)] == [
+    assert [tok.decode(a) for _, a in chat_template.encode_turns(tok, talk, eos)] == [
         "rain: 3\nsun: 0<|im_end|>",
         "more<|im_end|>",
     ]
-    ids, found = chat_template.spans(tok, talk, eos)
+    ids, found = chat_template.encode_conversation(tok, talk, eos)
     assert [tok.decode(ids[a:b]) for a, b in found] == ["rain: 3\nsun: 0<|im_end|>", "more<|im_end|>"]
 
 
@@ -138,35 +138,35 @@ def test_text_with_a_token_of_the_template_is_refused(family: str) -> None:
     tok, eos = tokenizer(family)
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": f"b {FAMILIES[family][2][0]} c"}]
     with pytest.raises(ValueError, match="message 1 goes on after its end token"):
-        chat_template.exploded(tok, talk, eos)
+        chat_template.encode_turns(tok, talk, eos)
 
 
 def test_masks_that_teach_nothing_everything_or_never_to_end_name_the_row() -> None:
     tok, eos = tokenizer("qwen2.5")
     with pytest.raises(ValueError, match=r"row w\.0: its mask is all zero"):
-        chat_template.check("w.0", [1], [], eos)
+        chat_template.check_loss_mask("w.0", [1], [], eos)
     with pytest.raises(ValueError, match="all zero"):
-        chat_template.check("w.0", [1], [eos[0]], eos)
+        chat_template.check_loss_mask("w.0", [1], [eos[0]], eos)
     with pytest.raises(ValueError, match=r"row w\.0: its mask is all one"):
-        chat_template.check("w.0", [], [5, eos[0]], eos)
+        chat_template.check_loss_mask("w.0", [], [5, eos[0]], eos)
     with pytest.raises(ValueError, match=r"row w\.0: its answer ends in token 5, expected one of the target's \("):
-        chat_template.check("w.0", [1], [5], eos)
+        chat_template.check_loss_mask("w.0", [1], [5], eos)
     tok.chat_template = tok.chat_template.replace("<|im_end|>\n{% endfor %}", "\n{% endfor %}")
-    ((asked, said),) = chat_template.exploded(tok, TALK[1:3], eos)
+    ((asked, said),) = chat_template.encode_turns(tok, TALK[1:3], eos)
     with pytest.raises(ValueError, match="would not learn to end"):
-        chat_template.check("w.0", asked, said, eos)
+        chat_template.check_loss_mask("w.0", asked, said, eos)
 
 
 @every_family
 def test_a_servers_text_becomes_the_ids_it_came_from(family: str) -> None:
     tok, eos = tokenizer(family)
-    rows = chat_template.exploded(tok, TALK, eos)
+    rows = chat_template.encode_turns(tok, TALK, eos)
     content = tok.decode(rows[-1][1][:-1])
-    assert chat_template.retokenised(tok, TALK[:-1], content, None, eos) == rows[-1][1][:-1]
-    assert chat_template.end_id(tok, eos) == rows[-1][1][-1]
+    assert chat_template.encode_answer(tok, TALK[:-1], content, None, eos) == rows[-1][1][:-1]
+    assert chat_template.find_end_token(tok, eos) == rows[-1][1][-1]
 
 
 def test_thoughts_that_a_server_took_out_are_put_back() -> None:
     tok, eos = tokenizer("qwen3")
-    ids = chat_template.retokenised(tok, TALK[:2], "rain", "hm", eos)
+    ids = chat_template.encode_answer(tok, TALK[:2], "rain", "hm", eos)
     assert tok.decode(ids) == "<think>\nhm\n</think>\n\nrain"

@@ -16,8 +16,8 @@ from stages.target import manifest
 V, H = 24, 8
 
 
-def made_up(folder: Path, tied: bool = False) -> manifest.Manifest:
-    return manifest.Manifest(
+def made_up(folder: Path, tied: bool = False) -> manifest.TargetManifest:
+    return manifest.TargetManifest(
         model=str(folder), revision=None, modality="text", config_digest="c", tokenizer_digest="t",
         feature_layers=[2, 3, 4], hidden_size=H, intermediate_size=16,
         num_layers=7, num_attention_heads=2, num_key_value_heads=1, head_dim=4,
@@ -31,13 +31,13 @@ def made_up(folder: Path, tied: bool = False) -> manifest.Manifest:
 
 def test_a_manifest_comes_back_as_it_went(tmp_path: Path) -> None:
     made = replace(made_up(tmp_path), revision="0123abc")
-    manifest.write(tmp_path, made)
-    assert manifest.read(tmp_path) == made
+    manifest.write_manifest(tmp_path, made)
+    assert manifest.read_manifest(tmp_path) == made
 
 
 def test_a_missing_manifest_names_its_stage(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"target\.json not found; run: dvc repro prepare_target$"):
-        manifest.read(tmp_path)
+        manifest.read_manifest(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -50,14 +50,14 @@ def test_a_manifest_of_another_version_names_what_differs(tmp_path: Path, change
     with pytest.raises(
         ValueError, match=r"target\.json is of another version \(.*'rope(_theta)?'\); run: dvc repro prepare_target"
     ):
-        manifest.read(tmp_path)
+        manifest.read_manifest(tmp_path)
 
 
 def test_a_builtin_target_lies_beside_its_manifest_and_a_local_one_where_it_is(tmp_path: Path) -> None:
-    assert manifest.weights(replace(made_up(tmp_path), model="builtin/weather-tiny"), Path("artifacts/target")) == Path(
-        "artifacts/target"
-    )
-    assert manifest.weights(made_up(tmp_path), Path("artifacts/target")) == tmp_path
+    assert manifest.resolve_weights_folder(
+        replace(made_up(tmp_path), model="builtin/weather-tiny"), Path("artifacts/target")
+    ) == Path("artifacts/target")
+    assert manifest.resolve_weights_folder(made_up(tmp_path), Path("artifacts/target")) == tmp_path
 
 
 # --- tables ---------------------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def test_the_tables_are_those_transformers_computes_with(
     assert (tmp_path / "model.safetensors.index.json").exists() == (shard == "1KB")
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
 
-    embedding, head = manifest.tables(made_up(tmp_path, tied))
+    embedding, head = manifest.read_embedding_and_head(made_up(tmp_path, tied))
     assert embedding.dtype == head.dtype == torch.float32 and embedding.shape == head.shape == (V, H)
     assert torch.equal(embedding, model.get_input_embeddings().weight.float())
     assert torch.equal(head, model.get_output_embeddings().weight.float())
@@ -101,7 +101,7 @@ def test_a_vision_towers_tables_are_not_taken(tmp_path: Path) -> None:
         },
         tmp_path / "model.safetensors",
     )
-    found = manifest.tables(made_up(tmp_path))
+    found = manifest.read_embedding_and_head(made_up(tmp_path))
     assert torch.equal(found[0], language) and torch.equal(found[1], head)
 
 
@@ -113,10 +113,10 @@ def test_a_head_may_be_named_and_a_copy_under_a_longer_name_is_not_taken(tmp_pat
     }  # fmt: skip
     save_file(tensors, tmp_path / "model.safetensors")
     for tied in (True, False):
-        found = manifest.tables(replace(made_up(tmp_path, tied), lm_head_key="output.weight"))
+        found = manifest.read_embedding_and_head(replace(made_up(tmp_path, tied), lm_head_key="output.weight"))
         assert torch.equal(found[0], language) and torch.equal(found[1], head)
     with pytest.raises(ValueError, match=r"has no embed_tokens.weight and head.weight; found \['embed_tokens'\]"):
-        manifest.tables(replace(made_up(tmp_path), lm_head_key="head.weight"))
+        manifest.read_embedding_and_head(replace(made_up(tmp_path), lm_head_key="head.weight"))
 
 
 @pytest.mark.parametrize(
@@ -133,24 +133,24 @@ def test_missing_tables_are_named_with_what_was_found(tmp_path: Path, tensors: l
     with pytest.raises(
         ValueError, match=rf"{tmp_path} has no embed_tokens.weight and lm_head.weight; found \[{found}\]"
     ):
-        manifest.tables(made_up(tmp_path))
+        manifest.read_embedding_and_head(made_up(tmp_path))
 
 
 def test_missing_and_broken_weights_are_named(tmp_path: Path) -> None:
     """Bug: a cut download ended in a traceback of safetensors, which names no file."""
     with pytest.raises(ValueError, match=r"model\.safetensors not found; the target's weights must be safetensors"):
-        manifest.tables(made_up(tmp_path))
+        manifest.read_embedding_and_head(made_up(tmp_path))
     save_file({"lm_head.weight": torch.zeros(V, H)}, tmp_path / "model-2.safetensors")
     whole = (tmp_path / "model-2.safetensors").read_bytes()
     (tmp_path / "model-2.safetensors").write_bytes(whole[:-1])
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"lm_head.weight": "model-2.safetensors"}}))
     with pytest.raises(ValueError, match=r"model-2\.safetensors is cut or broken"):
-        manifest.tables(made_up(tmp_path))
+        manifest.read_embedding_and_head(made_up(tmp_path))
     for text in ('{"weight_map": {', "{}"):
         index.write_text(text)
         with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json is cut or broken"):
-            manifest.tables(made_up(tmp_path))
+            manifest.read_embedding_and_head(made_up(tmp_path))
 
 
 # --- digest ---------------------------------------------------------------------------------------------------------
@@ -164,9 +164,9 @@ def test_the_digest_is_of_the_names_and_bytes_that_match(tmp_path: Path) -> None
     by_hand = hashlib.sha256()
     for name, content in ((b"config.json", b"C"), (b"tokenizer.json", b"T")):
         by_hand.update(name + b"\0" + hashlib.sha256(content).digest())
-    assert manifest.digest(tmp_path, "*.json", "config.*") == by_hand.hexdigest()
+    assert manifest.digest_files(tmp_path, "*.json", "config.*") == by_hand.hexdigest()
     (tmp_path / "config.json").rename(tmp_path / "config2.json")
-    assert manifest.digest(tmp_path, "*.json") != by_hand.hexdigest()
+    assert manifest.digest_files(tmp_path, "*.json") != by_hand.hexdigest()
 
 
 def test_tables_lie_where_sums_are_always_rounded_alike(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_tables_lie_where_sums_are_always_rounded_alike(tmp_path: Path) -> None:
     ones = torch.ones(V, H)
     weights = {"lm_head.weight": ones, "model.embed_tokens.weight": ones.clone()}
     save_file(weights, tmp_path / "model.safetensors")
-    for table in manifest.tables(made_up(tmp_path), tmp_path):
+    for table in manifest.read_embedding_and_head(made_up(tmp_path), tmp_path):
         assert table.data_ptr() % 64 == 0
         assert torch.equal(table, ones)
 
@@ -182,7 +182,7 @@ def test_tables_lie_where_sums_are_always_rounded_alike(tmp_path: Path) -> None:
 # --- the weights of a local folder ----------------------------------------------------------------------------------
 
 
-def pinned(folder: Path) -> manifest.Manifest:
+def pinned(folder: Path) -> manifest.TargetManifest:
     """As prepare_target pins a local folder."""
     digest, sample = manifest.digest_weights(folder), manifest.sample_weights(folder)
     return replace(made_up(folder), weights_digest=digest, weights_sample=sample)
@@ -202,15 +202,15 @@ def test_replaced_weights_of_a_local_folder_are_refused_until_they_are_prepared(
     tables = {name: torch.randn(V, H) for name in ("model.embed_tokens.weight", "lm_head.weight")}
     save_file(tables, tmp_path / "model.safetensors")
     made = pinned(tmp_path)
-    assert manifest.weights(made) == tmp_path
+    assert manifest.resolve_weights_folder(made) == tmp_path
     replace_weights(tmp_path)
-    for load in (manifest.weights, manifest.tables):
+    for load in (manifest.resolve_weights_folder, manifest.read_embedding_and_head):
         with pytest.raises(
             ValueError, match=r"holds other weights .* run: dvc repro prepare_target, or put the former"
         ):
             load(made)
     after = pinned(tmp_path)
-    assert manifest.weights(after) == tmp_path and after.weights_digest != made.weights_digest
+    assert manifest.resolve_weights_folder(after) == tmp_path and after.weights_digest != made.weights_digest
 
 
 def test_a_single_other_byte_is_another_digest_though_the_sample_skips_it(tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ from transformers import AutoConfig
 
 from stages import prepare_target
 from stages.draft import checkpoint
-from stages.draft.eagle3 import Draft, DraftConfig, Seen
+from stages.draft.eagle3 import DraftConfig, Eagle3Draft, MultimodalFeatures
 from stages.engine.decode import Engine
 from stages.hidden_states import format
-from stages.replay.replay import replay
+from stages.replay.replay import replay_answers
 from stages.target import mrope, multimodal, packed_forward
-from stages.target.vision import Pixels
+from stages.target.vision import ImagePatches
 from stages.training import ttt
 from tests.target.multimodal_documents import (
     CLASSES,
@@ -48,7 +48,7 @@ every_class = pytest.mark.parametrize("name", CLASSES)
 def test_documents_with_pictures_are_as_each_alone(tmp_path: Path, name: str, packed: bool) -> None:
     """Streams, last hidden, merged embeddings: those of transformers' own forward of each document by itself."""
     model = load(tmp_path, name)
-    assert packed_forward.packs(model)
+    assert packed_forward.supports_packing(model)
     found = forward(model, documents(), packed)
     expected = [alone(model, ids, shown) for ids, shown in documents()]
     for part in ("features", "last", "embeds"):
@@ -68,7 +68,7 @@ def test_another_picture_is_another_document(tmp_path: Path, name: str) -> None:
     model = load(tmp_path, name)
     ids, shown = document(DOCUMENTS[0], 0)
     assert shown is not None
-    other = Pixels(shown.values + 1, shown.grid)
+    other = ImagePatches(shown.values + 1, shown.grid)
     one, two = (forward(model, [(ids, pixels)])["features"] for pixels in (shown, other))
     assert (one - two).norm(dim=-1)[-1] > 1e-4
 
@@ -110,16 +110,16 @@ def test_pictures_that_are_not_the_documents_own_are_refused_by_name(tmp_path: P
     model = load(tmp_path, "qwen3 vl")
     (ids, shown), (_, other) = documents()[0], documents()[2]
     with pytest.raises(ValueError, match=r"row a has 6 tokens 90 .* expected 8 for its 2 pictures; .* sample_target"):
-        multimodal.look(model, ["row a"], [ids], [other])
+        multimodal.build_multimodal_inputs(model, ["row a"], [ids], [other])
     with pytest.raises(ValueError, match=r"row b has 6 tokens 90 .* expected 0 for its 0 pictures"):
-        multimodal.look(model, ["row a", "row b"], [ids, ids], [shown, None])
+        multimodal.build_multimodal_inputs(model, ["row a", "row b"], [ids, ids], [shown, None])
 
 
 # --- positions ------------------------------------------------------------------------------------------------------
 
 
 def described(folder: Path) -> Any:
-    return prepare_target.describe(str(folder), None, AutoConfig.from_pretrained(folder), folder, None)
+    return prepare_target.describe_target(str(folder), None, AutoConfig.from_pretrained(folder), folder, None)
 
 
 @every_class
@@ -140,20 +140,20 @@ def test_a_drafts_rotation_is_its_targets_own(tmp_path: Path, name: str) -> None
 
 def test_the_published_layouts() -> None:
     """Qwen3-VL's [24, 20, 20], in turns to the end of the shorter two; Qwen2.5-VL's [16, 24, 24], one after the other."""
-    in_turns = mrope.axes({"mrope_section": [24, 20, 20], "mrope_interleaved": True}, 128)
+    in_turns = mrope.assign_frequency_axes({"mrope_section": [24, 20, 20], "mrope_interleaved": True}, 128)
     assert in_turns is not None and in_turns.tolist() == [0, 1, 2] * 20 + [0] * 4
-    chunked = mrope.axes({"mrope_section": [16, 24, 24]}, 128)
+    chunked = mrope.assign_frequency_axes({"mrope_section": [16, 24, 24]}, 128)
     assert chunked is not None and chunked.tolist() == [0] * 16 + [1] * 24 + [2] * 24
-    assert mrope.axes({"rope_theta": 1.0}, 128) is None
+    assert mrope.assign_frequency_axes({"rope_theta": 1.0}, 128) is None
     with pytest.raises(ValueError, match="add up to 32, half of head_dim 64"):
-        mrope.axes({"mrope_section": [24, 20, 20]}, 64)
+        mrope.assign_frequency_axes({"mrope_section": [24, 20, 20]}, 64)
 
 
 def test_engines_are_told_the_layout(tmp_path: Path) -> None:
     """SGLang and vLLM read mrope_section and mrope_interleaved from rope_scaling; without it they take plain positions."""
     saved(tmp_path, "qwen3 vl", False)
     made = described(tmp_path)
-    config = checkpoint.config_json({}, made.rope, made.feature_layers, made.num_layers, made.eos_token_ids)
+    config = checkpoint.build_config({}, made.rope, made.feature_layers, made.num_layers, made.eos_token_ids)
     expected = {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True}
     assert config["rope_scaling"] == expected
     assert config["rope_parameters"] == {**expected, "rope_theta": 10_000.0}
@@ -162,11 +162,11 @@ def test_engines_are_told_the_layout(tmp_path: Path) -> None:
 # --- the draft ------------------------------------------------------------------------------------------------------
 
 
-def random_draft(made: Any, seed: int = 0) -> Draft:
+def random_draft(made: Any, seed: int = 0) -> Eagle3Draft:
     """A draft of the target's own vocabulary."""
     torch.manual_seed(seed)
     names = {f for f in DraftConfig.__dataclass_fields__ if hasattr(made, f)}
-    draft = Draft(DraftConfig(**{n: getattr(made, n) for n in names}, draft_vocab_size=made.vocab_size))
+    draft = Eagle3Draft(DraftConfig(**{n: getattr(made, n) for n in names}, draft_vocab_size=made.vocab_size))
     draft.t2d[:] = True
     for parameter in draft.parameters():
         if parameter.ndim == 2:
@@ -190,11 +190,11 @@ class Run:
         self.learn()
 
     def learn(self) -> None:
-        pack, objective = ttt.Pack.of(self.rows[:3], STEPS, "aligned"), ttt.Objective(STEPS)
+        pack, objective = ttt.TrainingPack.of(self.rows[:3], STEPS, "aligned"), ttt.TrainingObjective(STEPS)
         optimizer = torch.optim.AdamW(self.draft.parameters(), lr=0.003)
         for _ in range(50):
             optimizer.zero_grad()
-            ttt.forward(self.draft, pack, self.embedding, self.head, objective).total.backward()
+            ttt.compute_loss(self.draft, pack, self.embedding, self.head, objective).total.backward()
             optimizer.step()
         self.draft.requires_grad_(False)
 
@@ -206,11 +206,11 @@ def said(steps: Any) -> list[int]:
     return [token for step in steps for token in step.tokens]
 
 
-def row(model: Any, ids: Tensor, shown: Pixels | None, answer: list[int]) -> format.Row:
+def row(model: Any, ids: Tensor, shown: ImagePatches | None, answer: list[int]) -> format.HiddenStatesRow:
     """As extract_hiddens makes it."""
     whole = torch.cat([ids, torch.tensor(answer)])
     found = forward(model, [(whole, shown)])
-    return format.Row(
+    return format.HiddenStatesRow(
         "", whole.int(), torch.arange(len(whole)) >= len(ids), found["features"], found["last"], len(ids), "length",
         found["positions"].int(), found["pictured"], found["embeds"][found["pictured"]],
     )  # fmt: skip
@@ -232,10 +232,10 @@ def test_plain_decoding_is_transformers_own_greedy_search(run: Run) -> None:
     assert len(set(map(tuple, run.answers))) == len(run.answers)
 
 
-def without_sections(draft: Draft) -> Draft:
+def without_sections(draft: Eagle3Draft) -> Eagle3Draft:
     """The same weights with plain positions, as SGLang runs a draft whose config names no mrope_section."""
     rope = {k: v for k, v in draft.config.rope.items() if not k.startswith("mrope")}
-    other = Draft(replace(draft.config, rope=rope)).requires_grad_(False)
+    other = Eagle3Draft(replace(draft.config, rope=rope)).requires_grad_(False)
     other.load_state_dict(draft.state_dict())
     return other
 
@@ -259,8 +259,8 @@ def test_replay_says_what_the_live_engine_accepts(run: Run, tree: tuple[int, int
     )
     starts = torch.tensor([r.prompt_length for r in rows])
     ends = torch.tensor([len(r.ids) for r in rows])
-    seen = Seen(positions, pictured, visual)
-    a, c, *_ = replay(draft, run.embedding, ids.long(), features, starts, ends, [tree], seen)
+    seen = MultimodalFeatures(positions, pictured, visual)
+    a, c, *_ = replay_answers(draft, run.embedding, ids.long(), features, starts, ends, [tree], seen)
     assert torch.cat([a, c], dim=1).tolist() == live
     assert sum(accepted for accepted, _ in live[:3]) > 15  # a draft that is never accepted would prove nothing
 
@@ -269,9 +269,9 @@ def test_training_rolls_what_decoding_rolls(run: Run) -> None:
     """A chain over an answer, walked in the training forward: the live engine's chain, row by row."""
     engine = Engine(run.model, [5], TAPPED, run.draft)
     for (ids, shown), one in zip(run.prompts, run.rows, strict=True):
-        pack = ttt.Pack.of([one], STEPS, "aligned")
-        result = ttt.forward(run.draft, pack, run.embedding, run.head, ttt.Objective(STEPS))
-        accepted, place, walked = ttt.chain_accepted(result, pack).tolist(), 0, []
+        pack = ttt.TrainingPack.of([one], STEPS, "aligned")
+        result = ttt.compute_loss(run.draft, pack, run.embedding, run.head, ttt.TrainingObjective(STEPS))
+        accepted, place, walked = ttt.count_chain_accepted(result, pack).tolist(), 0, []
         while place < len(accepted):
             walked.append(accepted[place])
             place += accepted[place] + 1
@@ -284,10 +284,12 @@ def test_training_rolls_what_decoding_rolls(run: Run) -> None:
 
 def test_company_changes_nothing(run: Run) -> None:
     """Rows with and without pictures in one pack, in any order: only added up."""
-    objective = ttt.Objective(STEPS)
+    objective = ttt.TrainingObjective(STEPS)
     losses = [
         sum(
-            ttt.forward(run.draft, ttt.Pack.of(rows, STEPS, "aligned"), run.embedding, run.head, objective).loss
+            ttt.compute_loss(
+                run.draft, ttt.TrainingPack.of(rows, STEPS, "aligned"), run.embedding, run.head, objective
+            ).loss
             for rows in packs
         )
         for packs in ([run.rows], [run.rows[::-1]], [[r] for r in run.rows])
@@ -298,15 +300,15 @@ def test_company_changes_nothing(run: Run) -> None:
 
 def test_a_draft_sees_pictures_and_where_they_lie(run: Run) -> None:
     """With the pad token's embedding, or plain positions, it says something else: both matter in what is compared here."""
-    one, objective = run.rows[2], ttt.Objective(STEPS)
+    one, objective = run.rows[2], ttt.TrainingObjective(STEPS)
     assert one.visual is not None and one.positions is not None
-    pack = ttt.Pack.of([one], STEPS, "aligned")
-    blind = ttt.Pack.of([one], STEPS, "aligned")
+    pack = ttt.TrainingPack.of([one], STEPS, "aligned")
+    blind = ttt.TrainingPack.of([one], STEPS, "aligned")
     blind.visual = run.embedding[TOKEN].expand_as(one.visual)
-    astray = ttt.Pack.of([one], STEPS, "aligned")
+    astray = ttt.TrainingPack.of([one], STEPS, "aligned")
     astray.positions = torch.arange(len(one.ids))[:, None].expand(-1, 3)
     exact, no_pictures, no_places = (
-        ttt.forward(run.draft, p, run.embedding, run.head, objective).loss for p in (pack, blind, astray)
+        ttt.compute_loss(run.draft, p, run.embedding, run.head, objective).loss for p in (pack, blind, astray)
     )
     assert (exact - no_pictures).abs().max() > 1e-4 and (exact - no_places).abs().max() > 1e-4
 

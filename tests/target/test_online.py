@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stages.target import multimodal
-from stages.target.online import Live
+from stages.target.online import OnlineTarget
 from tests.target import multimodal_documents
 from tests.target.test_target_forward import LENGTHS, V, every_class, saved
 
@@ -16,7 +16,7 @@ LAYERS = multimodal_documents.TAPPED
 @every_class
 def test_texts(tmp_path: Path, name: str) -> None:
     saved(tmp_path, name, False)
-    live = Live.load(str(tmp_path), "float32", "cpu", False, LAYERS)
+    live = OnlineTarget.load(str(tmp_path), "float32", "cpu", False, LAYERS)
     documents = [torch.randint(7, min(V, 80), (length,)) for length in LENGTHS]
     view = live.look([str(n) for n in range(len(LENGTHS))], documents, [None] * len(LENGTHS))
     assert (view is None) == (name not in multimodal_documents.CLASSES)
@@ -43,10 +43,10 @@ def test_pictures(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) ->
         def see(self, paths: list[str]) -> object:
             return shown[paths[0]]
 
-    live = Live(model, LAYERS, Eyes())  # type: ignore[arg-type]
+    live = OnlineTarget(model, LAYERS, Eyes())  # type: ignore[arg-type]
     ids, lengths = [i for i, _ in documents], [len(i) for i, _ in documents]
     view = live.look(list(shown), ids, [[n] if pixels else None for n, pixels in shown.items()])
-    assert isinstance(view, multimodal.View)
+    assert isinstance(view, multimodal.MultimodalInputs)
     states = live(torch.cat(ids), lengths, view)
     expected = [multimodal_documents.alone(model, *document) for document in documents]
     for key, found in (("features", states.features), ("last", states.last)):

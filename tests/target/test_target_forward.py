@@ -84,7 +84,7 @@ def saved(folder: Path, name: str, tied: bool) -> PreTrainedModel:
     """A random model of the class, in a folder as Hugging Face has it. Norms are not one, so that a lost norm shows."""
     torch.manual_seed(0)
     config = CLASSES[name](tied)
-    model = loading.auto_class(config).from_config(config).eval()
+    model = loading.select_auto_class(config).from_config(config).eval()
     with torch.no_grad():
         for parameter, weight in model.named_parameters():
             weight.copy_(torch.rand_like(weight) + 0.5 if "norm" in parameter else torch.randn_like(weight) * 0.15)
@@ -101,17 +101,17 @@ def rows() -> list[torch.Tensor]:
 def test_what_we_capture_is_what_transformers_calls_hidden_states(tmp_path: Path, name: str, tied: bool) -> None:
     """Entering block i; the last one after the final norm, so that the head's table makes the model's logits of it."""
     saved(tmp_path, name, tied)
-    model = loading.load(str(tmp_path), None, "float32", "cpu")
+    model = loading.load_target(str(tmp_path), None, "float32", "cpu")
     assert not any(weight.data_ptr() % 64 for weight in model.parameters())  # sums are rounded alike in every process
     made = manifest_of(tmp_path)
     ids = pad_sequence(rows(), batch_first=True)  # [3, 9]
-    features, last = hooks.hidden_states(model, ids, made.feature_layers)
+    features, last = hooks.compute_hidden_states(model, ids, made.feature_layers)
     with torch.inference_mode():
         whole = model(input_ids=ids, output_hidden_states=True, use_cache=False)
     assert made.feature_layers == [2, 3, 4] == config_facts.default_feature_layers(LAYERS)
     assert torch.equal(features, torch.cat([whole.hidden_states[i] for i in made.feature_layers], dim=-1))
     assert torch.equal(last, whole.hidden_states[-1])
-    embedding, head = manifest.tables(made, tmp_path)
+    embedding, head = manifest.read_embedding_and_head(made, tmp_path)
     assert embedding.shape == head.shape == (V, H) and torch.equal(embedding, head) == tied
     torch.testing.assert_close(last @ head.T, whole.logits, rtol=1e-5, atol=1e-5)
     assert torch.equal(embedding[ids], whole.hidden_states[0])
@@ -121,25 +121,25 @@ def test_what_we_capture_is_what_transformers_calls_hidden_states(tmp_path: Path
 def test_documents_end_to_end_are_as_each_alone(tmp_path: Path, name: str) -> None:
     """Packed as one row, or padded: the same as every document by itself, in all layers that are tapped."""
     saved(tmp_path, name, False)
-    model = loading.load(str(tmp_path), None, "float32", "cpu")
-    alone = [hooks.hidden_states(model, row[None], [2, 3, 4]) for row in rows()]
+    model = loading.load_target(str(tmp_path), None, "float32", "cpu")
+    alone = [hooks.compute_hidden_states(model, row[None], [2, 3, 4]) for row in rows()]
     expected = torch.cat([features[0] for features, _ in alone]), torch.cat([last[0] for _, last in alone])
-    assert packed_forward.packs(model)
+    assert packed_forward.supports_packing(model)
     for packed in (True, False):
         streams: dict[int, torch.Tensor] = {}
-        with hooks.tapped(model, [4, 2, 3], streams.__setitem__):
+        with hooks.tap_residual_streams(model, [4, 2, 3], streams.__setitem__):
             last = packed_forward.forward_documents(model, torch.cat(rows()), LENGTHS, packed)
-        features = torch.cat([packed_forward.unpadded(streams[k], LENGTHS) for k in range(3)], dim=-1)
+        features = torch.cat([packed_forward.unpad_stream(streams[k], LENGTHS) for k in range(3)], dim=-1)
         torch.testing.assert_close(features, expected[0], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(last, expected[1], rtol=1e-5, atol=1e-5)
-    again = hooks.hidden_states(model, rows()[0][None], [2, 3, 4])
+    again = hooks.compute_hidden_states(model, rows()[0][None], [2, 3, 4])
     assert torch.equal(again[0], alone[0][0])  # its own attention is back
 
 
 def test_a_model_that_does_not_keep_documents_apart_is_found_out(tmp_path: Path) -> None:
     """A class that ignores the borders would let documents see each other: it is padded instead."""
     saved(tmp_path, "qwen3", False)
-    model = loading.load(str(tmp_path), None, "float32", "cpu")
+    model = loading.load_target(str(tmp_path), None, "float32", "cpu")
     borders = packed_forward._attend_documents
 
     def blind(*args: Any, cu_seq_lens_q: torch.Tensor, **kwargs: Any) -> Any:
@@ -149,21 +149,21 @@ def test_a_model_that_does_not_keep_documents_apart_is_found_out(tmp_path: Path)
         raise NotImplementedError
 
     for attention in (blind, refusing):
-        AttentionInterface.register(packed_forward.DOCUMENTS, attention)
+        AttentionInterface.register(packed_forward.DOCUMENT_ATTENTION, attention)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                assert not packed_forward.packs(model)
+                assert not packed_forward.supports_packing(model)
         finally:
-            AttentionInterface.register(packed_forward.DOCUMENTS, borders)
-    assert packed_forward.packs(model)
+            AttentionInterface.register(packed_forward.DOCUMENT_ATTENTION, borders)
+    assert packed_forward.supports_packing(model)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3 moe"])
 def test_blocks_are_compiled_once_for_all_lengths(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block compiled anew for each layer or batch would soon meet the compiler's limit, and run uncompiled."""
     saved(tmp_path, name, False)
-    model = loading.load(str(tmp_path), None, "float32", "cpu")
+    model = loading.load_target(str(tmp_path), None, "float32", "cpu")
     plain = packed_forward.forward_documents(model, torch.cat(rows()), LENGTHS, True)
     compiled: list[int] = []
 
@@ -184,8 +184,8 @@ def test_blocks_are_compiled_once_for_all_lengths(tmp_path: Path, name: str, mon
 # --- facts ----------------------------------------------------------------------------------------------------------
 
 
-def manifest_of(folder: Path) -> manifest.Manifest:
-    return prepare_target.describe(str(folder), None, AutoConfig.from_pretrained(folder), folder, None)
+def manifest_of(folder: Path) -> manifest.TargetManifest:
+    return prepare_target.describe_target(str(folder), None, AutoConfig.from_pretrained(folder), folder, None)
 
 
 @every_class
@@ -230,11 +230,11 @@ def test_rope_is_read_in_both_spellings(spelt: dict, expected: dict) -> None:
 
     config = Config()
     vars(config).update(spelt)
-    assert config_facts.rope(config) == expected.get("rope_parameters", expected)
+    assert config_facts.read_rope_parameters(config) == expected.get("rope_parameters", expected)
 
 
 def test_a_config_without_what_is_needed_is_refused_by_name() -> None:
     with pytest.raises(
         ValueError, match=r"GPT2Config.* has no intermediate_size or moe_intermediate_size; such a model"
     ):
-        config_facts.facts(transformers.GPT2Config())
+        config_facts.read_config_facts(transformers.GPT2Config())

@@ -64,7 +64,7 @@ def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 def slowly(tok: Any, talk: list[dict[str, Any]], text: str, thinking: bool | None) -> list[int] | str:
     try:
-        return chat_template.starts_by_prompts(tok, talk, text, thinking)
+        return chat_template.find_starts_by_rendering(tok, talk, text, thinking)
     except ValueError as error:
         return str(error)
 
@@ -78,9 +78,9 @@ def slowly(tok: Any, talk: list[dict[str, Any]], text: str, thinking: bool | Non
 )
 def test_known_starts_are_those_of_every_prompt(name: str, talk: list[dict[str, Any]], thinking: bool | None) -> None:
     tok = TOKENIZERS[name]
-    last = (chat_template.turns(talk) or [-1])[-1]
-    text = chat_template._render(tok, talk[: last + 1], False, thinking)
-    known = chat_template._known_starts(tok, talk, text, thinking)
+    last = (chat_template.find_assistant_messages(talk) or [-1])[-1]
+    text = chat_template._render_messages(tok, talk[: last + 1], False, thinking)
+    known = chat_template._find_starts_by_shape(tok, talk, text, thinking)
     if known is not None:
         assert known == slowly(tok, talk, text, thinking)
 
@@ -94,8 +94,8 @@ def test_plain_conversations_are_known_by_their_shape(family: str, thinking: boo
         talk = [
             {"role": r, "content": f"{r} {i}\n\tsays <b>{i}</b>."} for i in range(turns) for r in ("user", "assistant")
         ]
-        text = tok.apply_chat_template(talk, tokenize=False, **chat_template.template_settings(thinking))
-        known = chat_template._known_starts(tok, talk, text, thinking)
+        text = tok.apply_chat_template(talk, tokenize=False, **chat_template.build_template_kwargs(thinking))
+        known = chat_template._find_starts_by_shape(tok, talk, text, thinking)
         if family == "hunyuan" and thinking is False:  # writes the empty think block behind the last answer
             assert known is None and "rewrites" in str(slowly(tok, talk, text, thinking))
             continue
@@ -111,17 +111,22 @@ def test_an_answer_that_begins_as_the_empty_think_block_does_keeps_its_first_let
     ]
     text = tok.apply_chat_template(talk, tokenize=False, enable_thinking=False)
     for found in (
-        chat_template.starts(tok, talk, text, False),
-        chat_template.starts_by_prompts(tok, talk, text, False),
+        chat_template.find_answer_starts(tok, talk, text, False),
+        chat_template.find_starts_by_rendering(tok, talk, text, False),
     ):
         assert text[found[0] :].startswith("<think about it<|im_end|>")
 
 
 def test_what_is_looked_for_in_contents() -> None:
-    assert template_spans.sought(FAMILIES["qwen3"][0]) >= {"<think>", "</think>"}
-    assert template_spans.sought(NO_THINK) == {"/no_think"} and template_spans.sought(BY_NAME) == {"<answer>"}
-    assert template_spans.sought("{% unheard of %}") is None
-    assert template_spans.sought("{{ m['content'] | trim }}{% if m['role'] == 'user' %}x{% endif %}") == set()
+    assert template_spans.find_inspected_texts(FAMILIES["qwen3"][0]) >= {"<think>", "</think>"}
+    assert template_spans.find_inspected_texts(NO_THINK) == {"/no_think"} and template_spans.find_inspected_texts(
+        BY_NAME
+    ) == {"<answer>"}
+    assert template_spans.find_inspected_texts("{% unheard of %}") is None
+    assert (
+        template_spans.find_inspected_texts("{{ m['content'] | trim }}{% if m['role'] == 'user' %}x{% endif %}")
+        == set()
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,13 +137,16 @@ def test_what_is_looked_for_in_contents() -> None:
     ],
 )  # fmt: skip
 def test_more_than_roles_and_texts_is_no_shape(message: dict[str, Any]) -> None:
-    assert template_spans.roles([{"role": "user", "content": "a"}, message]) is None
+    assert template_spans.extract_roles([{"role": "user", "content": "a"}, message]) is None
 
 
 def test_only_so_many_shapes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_spans, "MOST_SHAPES", 3)
+    monkeypatch.setattr(template_spans, "MAX_SHAPES", 3)
     tok = tokenizer("qwen2.5")[0]
     for turns in range(1, 9):
         talk = [{"role": r, "content": "x"} for _ in range(turns) for r in ("user", "assistant")]
-        assert chat_template._known_starts(tok, talk, tok.apply_chat_template(talk, tokenize=False), None) is not None
-        assert len(chat_template._shapes[tok]) <= 3
+        assert (
+            chat_template._find_starts_by_shape(tok, talk, tok.apply_chat_template(talk, tokenize=False), None)
+            is not None
+        )
+        assert len(chat_template._shapes_by_tokenizer[tok]) <= 3

@@ -60,14 +60,16 @@ def theirs(processor: Any, messages: list[dict[str, Any]]) -> Any:
     )
 
 
-def ours(eyes: vision.Eyes, tok: Any, messages: list[dict[str, Any]]) -> list[int]:
-    return vision.expanded(chat_template.prompt_ids(tok, messages), eyes.token, eyes.sizes(images(messages)))
+def ours(eyes: vision.CachedImageProcessor, tok: Any, messages: list[dict[str, Any]]) -> list[int]:
+    return vision.expand_image_tokens(
+        chat_template.encode_prompt(tok, messages), eyes.token, eyes.sizes(images(messages))
+    )
 
 
 @every_kind
 def test_prompts_and_patches_are_transformers_own(kind: str, talks: Any, tmp_path: Path) -> None:
     _, processor = save(kind, tmp_path / "target")
-    eyes = vision.Eyes(tmp_path / "target", False)
+    eyes = vision.CachedImageProcessor(tmp_path / "target", False)
     for messages in talks:
         expected = theirs(processor, messages)
         assert ours(eyes, processor.tokenizer, messages) == expected["input_ids"][0].tolist()
@@ -82,32 +84,32 @@ def test_prompts_and_patches_are_transformers_own(kind: str, talks: Any, tmp_pat
 def test_a_batch_with_pictures_is_answered_as_each_prompt_alone(kind: str, talks: Any, tmp_path: Path) -> None:
     """Prompts of other lengths, pictures of other sizes, none at all; against `generate` on the processor's own output."""
     _, processor = save(kind, tmp_path / "target")
-    model = loading.load(str(tmp_path / "target"), None, "float32", "cpu")
-    eyes, eos = vision.Eyes(tmp_path / "target", False), model.config.get_text_config().eos_token_id
+    model = loading.load_target(str(tmp_path / "target"), None, "float32", "cpu")
+    eyes, eos = vision.CachedImageProcessor(tmp_path / "target", False), model.config.get_text_config().eos_token_id
     prompts = [ours(eyes, processor.tokenizer, messages) for messages in talks]
     seen = eyes.see([path for messages in talks for path in images(messages)])
-    found = generation.answer(model, prompts, 12, 0.0, 1.0, [eos], eos, 1, seen)
-    blind = generation.answer(
+    found = generation.generate_answers(model, prompts, 12, 0.0, 1.0, [eos], eos, 1, seen)
+    blind = generation.generate_answers(
         model, prompts[2:3], 12, 0.0, 1.0, [eos], eos, 1
     )  # after pictures: nothing of them is left
     for messages, (ids, _) in zip(talks, found, strict=True):
         inputs = theirs(processor, messages)
         out = model.generate(**inputs, max_new_tokens=12, do_sample=False, eos_token_id=eos, pad_token_id=eos)
         alone = out[0, inputs["input_ids"].shape[1] :].tolist()
-        assert ids == generation._until_end(alone, [eos])[0]
+        assert ids == generation._cut_at_end_token(alone, [eos])[0]
     assert blind == found[2:3]
-    other = vision.Pixels(seen.values.flip(0), seen.grid)
-    assert generation.answer(model, prompts, 12, 0.0, 1.0, [eos], eos, 1, other) != found  # it looks at them
+    other = vision.ImagePatches(seen.values.flip(0), seen.grid)
+    assert generation.generate_answers(model, prompts, 12, 0.0, 1.0, [eos], eos, 1, other) != found  # it looks at them
 
 
 def test_each_picture_is_decoded_once_and_few_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save("qwen3-vl", tmp_path / "target")
-    eyes, plain, opened = vision.Eyes(tmp_path / "target", False), vision._opened, []
-    monkeypatch.setattr(vision, "_opened", lambda path: opened.append(path) or plain(path))
+    eyes, plain, opened = vision.CachedImageProcessor(tmp_path / "target", False), vision._open_image, []
+    monkeypatch.setattr(vision, "_open_image", lambda path: opened.append(path) or plain(path))
     a, b, c = (picture(tmp_path / f"{n}.png", 64, 64, n) for n in range(3))
     first = eyes.see([a, b, a])
     assert eyes.sizes([b, a]) == [4, 4] and opened == [a, b] and torch.equal(first.values[:16], first.values[32:])
-    monkeypatch.setattr(vision, "CACHE_BYTES", 2 * first.values[:16].nbytes)
+    monkeypatch.setattr(vision, "MAX_CACHED_BYTES", 2 * first.values[:16].nbytes)
     eyes.see([a]), eyes.see([c]), eyes.see([a])
     assert opened == [a, b, c]  # b was the longest unused
     assert eyes.sizes([b]) == [4] and opened == [a, b, c]
@@ -122,7 +124,7 @@ def test_each_picture_is_decoded_once_and_few_are_kept(tmp_path: Path, monkeypat
 def test_a_server_is_sent_what_is_seen_here(name: str, mode: str, as_it_is: bool, tmp_path: Path) -> None:
     save("qwen3-vl", tmp_path / "target")
     path = picture(tmp_path / name, 50, 70, 3, mode)
-    head, _, data = vision.Eyes(tmp_path / "target", False).url(path).partition(";base64,")
+    head, _, data = vision.CachedImageProcessor(tmp_path / "target", False).url(path).partition(";base64,")
     sent = base64.b64decode(data)
     assert (sent == Path(path).read_bytes()) == as_it_is
     assert head == f"data:image/{Image.open(io.BytesIO(sent)).format.lower()}"  # type: ignore[union-attr]
@@ -133,9 +135,9 @@ def test_a_picture_on_its_side_is_turned_upright_here_and_for_servers(tmp_path: 
     """Cameras write so. A server that doesn't look at the tag would see another picture, of other size."""
     _, processor = save("qwen3-vl", tmp_path / "target")
     exif = Image.Exif()
-    exif[vision.ORIENTATION] = 6
+    exif[vision.EXIF_ORIENTATION] = 6
     path = picture(tmp_path / "side.jpg", 32, 96, 3, exif=exif)
-    eyes = vision.Eyes(tmp_path / "target", False)
+    eyes = vision.CachedImageProcessor(tmp_path / "target", False)
     assert eyes.see([path]).grid.tolist() == [[1, 6, 2]]
     expected = theirs(processor, talk([path]))
     assert torch.equal(eyes.see([path]).values, expected["pixel_values"])
@@ -145,7 +147,7 @@ def test_a_picture_on_its_side_is_turned_upright_here_and_for_servers(tmp_path: 
 
 def test_broken_pictures_are_told_from_missing_ones(tmp_path: Path) -> None:
     save("qwen3-vl", tmp_path / "target")
-    eyes = vision.Eyes(tmp_path / "target", False)
+    eyes = vision.CachedImageProcessor(tmp_path / "target", False)
     whole = Path(picture(tmp_path / "a.png", 64, 64)).read_bytes()
     jpeg = Path(picture(tmp_path / "a.jpg", 64, 64)).read_bytes()
     damaged = bytearray(whole)
@@ -155,13 +157,13 @@ def test_broken_pictures_are_told_from_missing_ones(tmp_path: Path) -> None:
     for name, data in cases.items():
         (tmp_path / name).write_bytes(data)
         for look in (eyes.sizes, eyes.see, lambda paths: eyes.url(paths[0])):
-            with pytest.raises(vision.Unreadable, match=rf"{name} can't be decoded as a picture"):
+            with pytest.raises(vision.UnreadableImageError, match=rf"{name} can't be decoded as a picture"):
                 look([str(tmp_path / name)])
-    with pytest.raises(vision.Unreadable, match=r"thin\.png can't be cut into patches .*aspect ratio"):
+    with pytest.raises(vision.UnreadableImageError, match=r"thin\.png can't be cut into patches .*aspect ratio"):
         eyes.sizes([picture(tmp_path / "thin.png", 2, 900)])
     with pytest.raises(ValueError, match=r"gone\.png not found, expected a picture; run: dvc repro fix_data") as error:
         eyes.see([str(tmp_path / "gone.png")])
-    assert not isinstance(error.value, vision.Unreadable)
+    assert not isinstance(error.value, vision.UnreadableImageError)
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
@@ -171,13 +173,13 @@ def test_a_picture_of_too_many_pixels_is_refused_before_it_is_decoded(
 ) -> None:
     """Half a megabyte of PNG held 169 megapixels, whose decoding took 2.6 GB; Pillow refuses twice 89 only."""
     save("qwen3-vl", tmp_path / "target")
-    eyes = vision.Eyes(tmp_path / "target", False)
+    eyes = vision.CachedImageProcessor(tmp_path / "target", False)
     (tmp_path / "bomb.png").write_bytes(png_of(*size))
     monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("it was decoded"))
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("it was decoded"))
     for look in (eyes.sizes, eyes.see, lambda paths: eyes.url(paths[0])):
         with pytest.raises(
-            vision.Unreadable, match=r"bomb\.png has .*, expected at most 67108864.* make the picture smaller"
+            vision.UnreadableImageError, match=r"bomb\.png has .*, expected at most 67108864.* make the picture smaller"
         ):
             look([str(tmp_path / "bomb.png")])
 
@@ -188,11 +190,11 @@ def test_fix_data_drops_just_the_pictures_that_targets_refuse() -> None:
 
 
 def test_a_template_that_shows_no_pictures_is_told() -> None:
-    assert vision.expanded([1, 9, 2, 9], 9, [3, 1]) == [1, 9, 9, 9, 2, 9]
-    assert vision.rendered([1, 9, 9, 9, 2, 9], 9, [3, 1]) == [1, 9, 2, 9]
-    assert vision.rendered([9, 9, 9, 9, 2], 9, [3, 1]) == [9, 9, 2]  # one picture behind the other
+    assert vision.expand_image_tokens([1, 9, 2, 9], 9, [3, 1]) == [1, 9, 9, 9, 2, 9]
+    assert vision.collapse_image_tokens([1, 9, 9, 9, 2, 9], 9, [3, 1]) == [1, 9, 2, 9]
+    assert vision.collapse_image_tokens([9, 9, 9, 9, 2], 9, [3, 1]) == [9, 9, 2]  # one picture behind the other
     with pytest.raises(ValueError, match="wrote 1 picture tokens, expected 2, one for each picture"):
-        vision.expanded([1, 9, 2], 9, [3, 1])
+        vision.expand_image_tokens([1, 9, 2], 9, [3, 1])
 
 
 def test_targets_that_can_not_see_are_told(tmp_path: Path) -> None:
@@ -200,7 +202,7 @@ def test_targets_that_can_not_see_are_told(tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").unlink()
     path = picture(tmp_path / "a.png", 64, 64)
     with pytest.raises(ValueError, match=r"has no image processor .* expected the preprocessor_config\.json"):
-        vision.Eyes(tmp_path, False).see([path])
+        vision.CachedImageProcessor(tmp_path, False).see([path])
     Qwen3Config().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no image_token_id, expected that of a target that sees pictures"):
-        vision.Eyes(tmp_path, False)
+        vision.CachedImageProcessor(tmp_path, False)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stages.telemetry import gpu_energy, stage_record
-from stages.telemetry.gpu_energy import Meter
+from stages.telemetry.gpu_energy import EnergyMeter
 
 # Three cards; the third has no counter, as slices of a card have none. Each look at one takes 1500 mJ more.
 NVML = """
@@ -34,19 +34,19 @@ def cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("no C compiler here")
     (tmp_path / "nvml.c").write_text(NVML)
     subprocess.run([compiler, "-shared", "-fPIC", "-o", tmp_path / "nvml.so", tmp_path / "nvml.c"], check=True)
-    monkeypatch.setattr(gpu_energy, "LIBRARY", str(tmp_path / "nvml.so"))
+    monkeypatch.setattr(gpu_energy, "NVML_LIBRARY", str(tmp_path / "nvml.so"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
 def test_joules_are_the_difference_of_the_cards_own_counters(cards: None) -> None:
-    meter = Meter([0, 1])
+    meter = EnergyMeter([0, 1])
     assert meter.names() == ["Card", "Other"]
     assert meter.joules() == 3.0  # a look each, since the first
-    assert Meter([1]).joules() == 1.5
+    assert EnergyMeter([1]).joules() == 1.5
 
 
 def test_a_card_that_counts_nothing_makes_the_sum_unknown(cards: None) -> None:
-    meter = Meter(None)
+    meter = EnergyMeter(None)
     assert meter.names() == ["Card", "Other", "Other"] and meter.joules() is None
 
 
@@ -65,24 +65,24 @@ def test_the_cards_are_those_that_cuda_would_show(
     cards: None, monkeypatch: pytest.MonkeyPatch, visible: str, which: list[int] | None, names: list[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert Meter(which).names() == names
+    assert EnergyMeter(which).names() == names
 
 
 def test_without_the_library_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_energy, "LIBRARY", "libno-such-thing.so.1")
-    meter = Meter(None)
+    monkeypatch.setattr(gpu_energy, "NVML_LIBRARY", "libno-such-thing.so.1")
+    meter = EnergyMeter(None)
     assert (meter.names(), meter.joules()) == ([], None)
 
 
 def test_a_stage_leaves_a_record(cards: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     told: list[str] = []
-    main = stage_record.recorded(told.append, "replay_trees", lambda: [0])
+    main = stage_record.record_stage(told.append, "replay_trees", lambda: [0])
     main("e003")
     assert told == ["e003"]
     record = json.loads(Path("results/spent/replay_trees-e003.json").read_text())
     assert record.pop("seconds") >= 0 and record == {"gpus": ["Card"], "joules": 1.5}
-    assert stage_record.read("replay_trees", "e003")["joules"] == 1.5
+    assert stage_record.read_record("replay_trees", "e003")["joules"] == 1.5
 
 
 def test_what_only_shows_or_helps_or_fails_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,19 +91,19 @@ def test_what_only_shows_or_helps_or_fails_leaves_none(tmp_path: Path, monkeypat
     def fail(*words: str) -> None:
         raise ValueError("no")
 
-    stage_record.recorded(lambda *words: None, "sample_target")("--preview", "3")
+    stage_record.record_stage(lambda *words: None, "sample_target")("--preview", "3")
     with pytest.raises(ValueError, match="no"):
-        stage_record.recorded(fail, "sample_target")()
+        stage_record.record_stage(fail, "sample_target")()
     monkeypatch.setenv("RANK", "1")
-    stage_record.recorded(lambda: None, "sample_target")()
-    assert not stage_record.SPENT.exists()
+    stage_record.record_stage(lambda: None, "sample_target")()
+    assert not stage_record.RECORDS_FOLDER.exists()
 
 
 def test_a_record_that_is_missing_or_cut_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"train_draft-e003\.json not found; run: dvc repro train_draft@e003"):
-        stage_record.read("train_draft", "e003")
-    stage_record.SPENT.mkdir(parents=True)
-    stage_record.path("train_draft", "e003").write_text('{"seconds": 1}')
+        stage_record.read_record("train_draft", "e003")
+    stage_record.RECORDS_FOLDER.mkdir(parents=True)
+    stage_record.locate_record("train_draft", "e003").write_text('{"seconds": 1}')
     with pytest.raises(ValueError, match=r"train_draft-e003\.json is no record .* dvc repro -f -s train_draft@e003"):
-        stage_record.read("train_draft", "e003")
+        stage_record.read_record("train_draft", "e003")

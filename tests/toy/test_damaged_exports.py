@@ -28,7 +28,9 @@ def rows() -> list[dict]:
 
 
 def clean_by_number() -> list[list[dict[str, str]]]:
-    return list(itertools.islice(weather.conversations(damaged_exports.SEED), damaged_exports.ROWS))
+    return list(
+        itertools.islice(weather.generate_conversations(damaged_exports.EXPORT_SEED), damaged_exports.EXPORT_ROWS)
+    )
 
 
 def test_the_committed_file_regenerates_byte_for_byte() -> None:
@@ -44,8 +46,8 @@ def test_it_is_small_and_realistically_damaged() -> None:
         != [message["content"] for message in clean[int(row["id"].split("-")[1])]]
         for row in rows()
     )
-    assert len(rows()) == damaged_exports.ROWS and RAW.stat().st_size < 3_000_000
-    assert 0.28 < touched / damaged_exports.ROWS < damaged_exports.DAMAGED + 0.04
+    assert len(rows()) == damaged_exports.EXPORT_ROWS and RAW.stat().st_size < 3_000_000
+    assert 0.28 < touched / damaged_exports.EXPORT_ROWS < damaged_exports.DAMAGED_SHARE + 0.04
     copies = [row for row in rows() if row["id"].endswith("-again")]
     assert 10 < len(copies) < 60 and all(row["conversations"] for row in copies)
 
@@ -60,7 +62,7 @@ def test_every_accepted_answer_is_what_it_was_before_and_both_decoders_agree() -
         for question, answer, message in zip(truth, turns[1:], truth[1:], strict=False):
             if answer["from"] != "gpt":
                 continue
-            result = toon.repair(answer["value"], toon.horizon_asked(question["content"]), "strip")
+            result = toon.repair_toon(answer["value"], toon.parse_horizon(question["content"]), "strip")
             if result.verdict.startswith("dropped:"):
                 dropped += 1
                 assert answer["value"] != message["content"]
@@ -70,11 +72,22 @@ def test_every_accepted_answer_is_what_it_was_before_and_both_decoders_agree() -
     assert accepted > 2_000 and dropped > 50
 
 
-@pytest.mark.parametrize("name", sorted(damaged_exports.SURROUNDING | damaged_exports.SPELLING | damaged_exports.LOSS))
+@pytest.mark.parametrize(
+    "name",
+    sorted(
+        damaged_exports.SURROUNDING_CORRUPTIONS
+        | damaged_exports.SPELLING_CORRUPTIONS
+        | damaged_exports.LOSS_CORRUPTIONS
+    ),
+)
 def test_corruptions_are_pure_and_bite(name: str) -> None:
-    change = (damaged_exports.SURROUNDING | damaged_exports.SPELLING | damaged_exports.LOSS)[name]
-    days = (weather.Day("2026-01-01", -9, -2, 40, "snow"), weather.Day("2026-01-02", -8, 4, 0, "sunny"))
-    text = weather.to_toon(weather.Forecast("Nome", "C", days))
+    change = (
+        damaged_exports.SURROUNDING_CORRUPTIONS
+        | damaged_exports.SPELLING_CORRUPTIONS
+        | damaged_exports.LOSS_CORRUPTIONS
+    )[name]
+    days = (weather.WeatherDay("2026-01-01", -9, -2, 40, "snow"), weather.WeatherDay("2026-01-02", -8, 4, 0, "sunny"))
+    text = weather.format_toon(weather.WeatherForecast("Nome", "C", days))
     for seed in range(10):
         assert change(random.Random(seed), text) == change(random.Random(seed), text) != text
         assert change(random.Random(seed), "no table") is not None
@@ -94,12 +107,12 @@ def test_the_committed_maps_regenerate_pixel_for_pixel() -> None:
         return row, pictures
 
     committed = [json.loads(line) for line in MAPS.read_text().splitlines()]
-    made = list(damaged_exports.export_maps(damaged_exports.MAPS_SEED, damaged_exports.MAPS_ROWS))
-    assert len(committed) == damaged_exports.MAPS_ROWS and MAPS.stat().st_size < 500_000
+    made = list(damaged_exports.export_maps(damaged_exports.MAPS_EXPORT_SEED, damaged_exports.MAPS_EXPORT_ROWS))
+    assert len(committed) == damaged_exports.MAPS_EXPORT_ROWS and MAPS.stat().st_size < 500_000
     again = "run: python -m stages.toy.damaged_exports maps > data/raw/weather_maps.jsonl"
     drawn = [
         m
-        for _, pictures in itertools.islice(weather_maps.conversations(damaged_exports.MAPS_SEED), 20)
+        for _, pictures in itertools.islice(weather_maps.generate_conversations(damaged_exports.MAPS_EXPORT_SEED), 20)
         for m in pictures
     ]
     shown = []

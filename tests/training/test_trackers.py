@@ -15,10 +15,10 @@ def test_tensorboard_reads_what_was_told_and_a_resumed_run_takes_the_place_of_wh
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     with chdir(tmp_path):
-        with trackers.started(["tensorboard"], "e003-1234", {"learning_rate": 0.5}, 0) as tell:
+        with trackers.open_trackers(["tensorboard"], "e003-1234", {"learning_rate": 0.5}, 0) as tell:
             tell(10, {"step/loss": 3.0})
             tell(20, {"step/loss": 2.0})
-        with trackers.started(["tensorboard"], "e003-1234", {"learning_rate": 0.5}, 15) as tell:
+        with trackers.open_trackers(["tensorboard"], "e003-1234", {"learning_rate": 0.5}, 15) as tell:
             tell(20, {"step/loss": 1.5})
     events = EventAccumulator(str(tmp_path / "runs/e003-1234")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("step/loss")] == [(10, 3.0), (20, 1.5)]
@@ -28,7 +28,7 @@ def test_wandb_keeps_a_run_offline_without_code_or_console(tmp_path: Path) -> No
     """In a process of its own: wandb starts a service, and looks at the environment once."""
     story = (
         "from stages.training import trackers\n"
-        "with trackers.started(['wandb'], 'e003-1234', {'learning_rate': 0.5}, 0) as tell:\n"
+        "with trackers.open_trackers(['wandb'], 'e003-1234', {'learning_rate': 0.5}, 0) as tell:\n"
         "    tell(10, {'step/loss': 3.0})\n"
     )
     env = {**os.environ, "WANDB_MODE": "offline", "PYTHONPATH": str(Path.cwd()), "A_SECRET": "hunter2-never-sent"}
@@ -43,4 +43,4 @@ def test_wandb_keeps_a_run_offline_without_code_or_console(tmp_path: Path) -> No
 def test_a_tracker_that_does_not_start_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
     with chdir(tmp_path), pytest.raises(ValueError, match=r"report_to names wandb, which is not installed; run: pip"):
-        trackers.started(["wandb"], "x", {}, 0).__enter__()
+        trackers.open_trackers(["wandb"], "x", {}, 0).__enter__()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from stages.training import attention_mask, chunked_loss, ttt
-from stages.training.ttt import Objective, Pack
+from stages.training.ttt import TrainingObjective, TrainingPack
 from tests.draft.slow_draft import CONFIG, OPTIONS, guess, random_draft
 
 STEPS = 4
@@ -28,19 +28,19 @@ def make_row(seed: int, length: int, spans: list[tuple[int, int]]) -> SimpleName
 
 def run(
     rows: list[SimpleNamespace], weights: tuple, mask: str = "aligned", loss: str = "ce"
-) -> tuple[Pack, ttt.Result]:
+) -> tuple[TrainingPack, ttt.LossOutput]:
     draft, embedding, head = weights
-    pack = Pack.of(rows, STEPS, mask)
-    return pack, ttt.forward(draft, pack, embedding, head, Objective(STEPS, mask=mask, loss=loss))
+    pack = TrainingPack.of(rows, STEPS, mask)
+    return pack, ttt.compute_loss(draft, pack, embedding, head, TrainingObjective(STEPS, mask=mask, loss=loss))
 
 
-def means(pack: Pack, result: ttt.Result) -> list[float]:
+def means(pack: TrainingPack, result: ttt.LossOutput) -> list[float]:
     return (result.loss / torch.tensor(pack.counts).clamp(min=1)).tolist()
 
 
 def learned(mask: list[int], steps: int, kind: str) -> list[list[int]]:
     """The label tokens that each step is taught."""
-    gates = ttt.supervision(torch.tensor(mask).bool(), torch.zeros(len(mask)), steps, kind)
+    gates = ttt.build_supervision_mask(torch.tensor(mask).bool(), torch.zeros(len(mask)), steps, kind)
     return [[p + 2 + k for p in gate.nonzero().flatten().tolist()] for k, gate in enumerate(gates)]
 
 
@@ -61,7 +61,7 @@ def test_two_spans_never_teach_across_the_gap() -> None:
     ("mask", "loss", "options"),
     [
         ("eagle", "ce", "none"),
-        *(("aligned", loss, "none") for loss in chunked_loss.ROWS),
+        *(("aligned", loss, "none") for loss in chunked_loss.LOSS_FUNCTIONS),
         *(("aligned", "ce", options) for options in OPTIONS if options != "none"),
     ],
 )
@@ -69,7 +69,7 @@ def test_every_step_and_every_gradient_is_what_the_slow_draft_says(
     mask: str, loss: str, options: str, monkeypatch
 ) -> None:
     """Loss, hits and the gradient of every weight, against one position at a time and plain autograd."""
-    monkeypatch.setattr(chunked_loss, "CHUNK", 7)  # several chunks, and labels that lie in two of them
+    monkeypatch.setattr(chunked_loss, "PAIRS_PER_CHUNK", 7)  # several chunks, and labels that lie in two of them
     weights = random_draft(1, **OPTIONS[options])
     draft, embedding, head = weights
     draft.requires_grad_(True)
@@ -112,10 +112,10 @@ def test_flex_attention_sees_what_plain_attention_sees(window: int | None, monke
     weights = random_draft(11, sliding_window=window)
     rows = [make_row(12, 40, [(3, 30)]), make_row(13, 9, []), make_row(14, 25, [(1, 9), (12, 25)])]
     found = []
-    for kind in (attention_mask._Plain, attention_mask._Flex):
-        monkeypatch.setattr(attention_mask, "PAD", 128)
-        monkeypatch.setattr(attention_mask, "_compiled", {"mask": create_block_mask, "flex": flex_attention})
-        monkeypatch.setattr(attention_mask, "of", kind.of)
+    for kind in (attention_mask._PaddedPackAttention, attention_mask._FlexPackAttention):
+        monkeypatch.setattr(attention_mask, "FLEX_PAD_MULTIPLE", 128)
+        monkeypatch.setattr(attention_mask, "_compiled_functions", {"mask": create_block_mask, "flex": flex_attention})
+        monkeypatch.setattr(attention_mask, "build_pack_attention", kind.of)
         _, result = run(rows, weights)
         found.append(result)
     assert torch.allclose(found[0].loss, found[1].loss, rtol=1e-4)
@@ -141,9 +141,9 @@ def test_company_changes_nothing() -> None:
 def test_a_batch_of_several_packs_is_one_mean() -> None:
     """With the whole batch's counts, packs add up to the batch in one pack, whichever rows share one."""
     draft, embedding, head = random_draft(5)
-    packs = [Pack.of([make_row(s, 8 + s, [(3, 7 + s)])], STEPS, "aligned") for s in (1, 2, 3)]
+    packs = [TrainingPack.of([make_row(s, 8 + s, [(3, 7 + s)])], STEPS, "aligned") for s in (1, 2, 3)]
     counts = torch.tensor([p.counts for p in packs]).sum(0)
-    parts = [ttt.forward(draft, p, embedding, head, Objective(STEPS), counts).total for p in packs]
+    parts = [ttt.compute_loss(draft, p, embedding, head, TrainingObjective(STEPS), counts).total for p in packs]
     rows = [make_row(s, 8 + s, [(3, 7 + s)]) for s in (1, 2, 3)]
     assert sum(parts).item() == pytest.approx(run(rows, (draft, embedding, head))[1].total.item(), rel=1e-5)
 
@@ -157,23 +157,23 @@ def test_a_pack_without_supervision_costs_nothing_and_breaks_nothing() -> None:
 
 
 def test_a_chain_is_accepted_up_to_its_first_miss() -> None:
-    pack = Pack.of([make_row(1, 12, [(2, 12)])], 3, "aligned")
+    pack = TrainingPack.of([make_row(1, 12, [(2, 12)])], 3, "aligned")
     hits = torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1, 1], [1, 0, 1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 0, 1, 1, 1, 0, 0]]).bool()
     order = pack.asked.argsort()
     told = torch.zeros_like(hits)
     told[:, order] = hits  # as written: in the order of the row
-    accepted = ttt.chain_accepted(ttt.Result(torch.zeros(()), torch.zeros(3), told), pack)
+    accepted = ttt.count_chain_accepted(ttt.LossOutput(torch.zeros(()), torch.zeros(3), told), pack)
     assert accepted.tolist() == [3, 1, 0, 2, 3, 3, 3, 2, 1]
 
 
 def test_training_makes_the_loss_fall() -> None:
     draft, embedding, head = random_draft(9, scale=0.1)
     draft.requires_grad_(True)
-    pack = Pack.of([make_row(10, 14, [(3, 14)])], STEPS, "aligned")
+    pack = TrainingPack.of([make_row(10, 14, [(3, 14)])], STEPS, "aligned")
     optimizer = torch.optim.AdamW(draft.parameters(), lr=0.01)
     losses = []
     for _ in range(60):
-        total = ttt.forward(draft, pack, embedding, head, Objective(STEPS)).total
+        total = ttt.compute_loss(draft, pack, embedding, head, TrainingObjective(STEPS)).total
         optimizer.zero_grad()
         total.backward()
         optimizer.step()

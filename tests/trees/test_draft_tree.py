@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.engine.batch_decode import Batches
+from stages.engine.batch_decode import BatchEngine
 from stages.engine.decode import Engine
-from stages.params.tree_sections import candidates
-from stages.replay.replay import replay
+from stages.params.tree_sections import count_candidates
+from stages.replay.replay import replay_answers
 from stages.trees import draft_tree
 from tests.draft.slow_draft import CONFIG, random_draft, small_target
 
@@ -63,14 +63,14 @@ def enumerate_candidates(
 
 def tensors(kind: str, seed: int, steps: int, topk: int, semantics: str) -> draft_tree.Candidates:
     """The same expansion through stages.trees.draft_tree, one tree."""
-    beam, ids = draft_tree.best(torch.tensor([successors((), kind, seed, semantics)]), topk)
+    beam, ids = draft_tree.select_topk(torch.tensor([successors((), kind, seed, semantics)]), topk)
     paths = [(t,) for t in ids[0].tolist()]
     numbers = list(range(topk))
     scores, tokens, parents = [beam], [ids], [torch.full_like(ids, -1)]
     for step in range(1, steps):
         chances = torch.tensor([[successors(p, kind, seed, semantics) for p in paths]])
-        chances, new_ids = draft_tree.best(chances, topk)
-        new_scores, beam, places = draft_tree.next_step(beam, chances, draft_tree.SEMANTICS[semantics].join)
+        chances, new_ids = draft_tree.select_topk(chances, topk)
+        new_scores, beam, places = draft_tree.extend_beam(beam, chances, draft_tree.TREE_SCORINGS[semantics].join)
         new_ids = new_ids.flatten(1)
         scores.append(new_scores)
         tokens.append(new_ids)
@@ -88,7 +88,7 @@ def shapes(draw) -> tuple[str, int, int, int, str, int]:
     tokens = draw(st.integers(2, most + 1))
     kind, semantics = (
         draw(st.sampled_from(["plain", "ties", "saturated"])),
-        draw(st.sampled_from(list(draft_tree.SEMANTICS))),
+        draw(st.sampled_from(list(draft_tree.TREE_SCORINGS))),
     )
     return kind, draw(st.integers(0, 10_000)), steps, topk, semantics, tokens
 
@@ -109,7 +109,7 @@ def test_candidates_are_those_of_the_enumeration(shape) -> None:
 @given(shapes())
 def test_the_tree_is_closed_and_is_the_best_of_the_enumeration(shape) -> None:
     *drawn, tokens = shape
-    slow, kept = enumerate_candidates(*drawn), draft_tree.keep(tensors(*drawn), tokens)
+    slow, kept = enumerate_candidates(*drawn), draft_tree.build_tree(tensors(*drawn), tokens)
     expected = sorted(sorted(range(len(slow)), key=lambda i: (-slow[i][0], i))[: tokens - 1])
     assert kept.nodes[0].tolist() == expected
     node_of = {-1: 0} | {number: i + 1 for i, number in enumerate(expected)}
@@ -123,7 +123,7 @@ def test_the_tree_is_closed_and_is_the_best_of_the_enumeration(shape) -> None:
 @given(shapes(), st.integers(0, 1000))
 def test_the_target_accepts_its_own_path_as_far_as_it_is_in_the_tree(shape, choice_seed: int) -> None:
     *drawn, tokens = shape
-    slow, kept = enumerate_candidates(*drawn), draft_tree.keep(tensors(*drawn), tokens)
+    slow, kept = enumerate_candidates(*drawn), draft_tree.build_tree(tensors(*drawn), tokens)
     paths = [(), *(slow[n][1] for n in kept.nodes[0].tolist())]
 
     def chosen(path: tuple[int, ...]) -> int:  # a made-up target, greedy in its own probabilities
@@ -133,7 +133,7 @@ def test_the_target_accepts_its_own_path_as_far_as_it_is_in_the_tree(shape, choi
     while (*walked, chosen(walked)) in paths:
         walked = (*walked, chosen(walked))
     steps = drawn[2]
-    path, count = draft_tree.accept(kept, torch.tensor([[chosen(p) for p in paths]]), steps)
+    path, count = draft_tree.find_accepted_path(kept, torch.tensor([[chosen(p) for p in paths]]), steps)
     assert path.shape == (1, steps + 1) and count.item() == len(walked) + 1
     assert [paths[n] for n in path[0, : len(walked) + 1]] == [walked[:i] for i in range(len(walked) + 1)]
     assert not path[0, len(walked) + 1 :].any()
@@ -147,19 +147,19 @@ def test_ancestors_are_as_drawn_in_the_module() -> None:
         1 1 . 1 .
         1 . 1 . 1"""
     expected = [[mark == "1" for mark in line.split()] for line in drawing.strip().splitlines()]
-    assert draft_tree.ancestors(torch.tensor([[0, 0, 0, 1, 2]]))[0].tolist() == expected
+    assert draft_tree.build_ancestor_mask(torch.tensor([[0, 0, 0, 1, 2]]))[0].tolist() == expected
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 9, 16, 17, 21])
 def test_in_a_chain_of_any_length_each_sees_all_before_it(count: int) -> None:
     parents = torch.tensor([[max(0, node - 1) for node in range(count)]])
-    assert torch.equal(draft_tree.ancestors(parents)[0], torch.ones(count, count).tril().bool())
+    assert torch.equal(draft_tree.build_ancestor_mask(parents)[0], torch.ones(count, count).tril().bool())
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 9), (2, 3, 11)])
 def test_best_breaks_ties_by_place(shape: tuple[int, ...]) -> None:
     scores = torch.randint(0, 3, shape, generator=torch.Generator().manual_seed(0)).float() / 2
-    values, places = draft_tree.best(scores, 4)
+    values, places = draft_tree.select_topk(scores, 4)
     flat = scores.reshape(-1, shape[-1]).tolist()
     expected = [sorted(range(len(row)), key=lambda i, row=row: (-row[i], i))[:4] for row in flat]
     assert places.reshape(-1, 4).tolist() == expected
@@ -168,7 +168,7 @@ def test_best_breaks_ties_by_place(shape: tuple[int, ...]) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.integers(draft_tree.FEW - 2, 2 * draft_tree.FEW),
+    st.integers(draft_tree.SMALL_ROW - 2, 2 * draft_tree.SMALL_ROW),
     st.integers(1, 12),
     st.sampled_from([1, 2, 5, 60]),
     st.integers(0, 1000),
@@ -178,8 +178,8 @@ def test_best_of_a_vocabulary_breaks_ties_by_place_too(count: int, k: int, kinds
     generator = torch.Generator().manual_seed(seed)
     values = torch.cat([torch.randn(kinds, generator=generator), torch.tensor([0.0, -0.0, -torch.inf, 1e-40])])
     scores = values[torch.randint(0, len(values), (3, 2, count), generator=generator)]
-    with mock.patch.object(draft_tree, "SMALL", 0):
-        found, places = draft_tree.best(scores, k)
+    with mock.patch.object(draft_tree, "SMALL_TOTAL", 0):
+        found, places = draft_tree.select_topk(scores, k)
     rows = scores.reshape(-1, count).tolist()
     expected = [sorted(range(count), key=lambda i, row=row: (-row[i], i))[:k] for row in rows]
     assert places.reshape(-1, k).tolist() == expected
@@ -189,21 +189,21 @@ def test_best_of_a_vocabulary_breaks_ties_by_place_too(count: int, k: int, kinds
 def test_products_stay_ordered_when_they_underflow() -> None:
     """Products of tiny chances reach denormals and zero; their bits still order as their values do."""
     scores = torch.tensor([[math.ldexp(1, -149), 0.0, math.ldexp(1, -126), 1.0, 0.0]])
-    assert draft_tree.best(scores, 5)[1].tolist() == [[3, 2, 0, 1, 4]]
+    assert draft_tree.select_topk(scores, 5)[1].tolist() == [[3, 2, 0, 1, 4]]
 
 
 def test_logarithms_order_as_their_values_do() -> None:
     """Sums of logarithms are negative: their bits order the other way round; -inf comes last, and both zeros are one."""
     scores = torch.tensor([[-1.5, 0.0, -torch.inf, -1e-40, -0.0, -200.0, -1.5]])
-    assert draft_tree.best(scores, 7)[1].tolist() == [[1, 4, 3, 0, 6, 5, 2]]
+    assert draft_tree.select_topk(scores, 7)[1].tolist() == [[1, 4, 3, 0, 6, 5, 2]]
 
 
 def test_logarithms_tell_apart_what_products_cannot() -> None:
     """A path of ten chances of 1e-5: its product is 0 in float32, so that SGLang can't tell it from a worse one."""
     logits = torch.tensor([[0.0, -11.5, -23.0]])
-    by_name = {name: how.chances(logits) for name, how in draft_tree.SEMANTICS.items()}
+    by_name = {name: how.chances(logits) for name, how in draft_tree.TREE_SCORINGS.items()}
     paths = {
-        name: [functools.reduce(draft_tree.SEMANTICS[name].join, [chances[0, token]] * 10) for token in (1, 2)]
+        name: [functools.reduce(draft_tree.TREE_SCORINGS[name].join, [chances[0, token]] * 10) for token in (1, 2)]
         for name, chances in by_name.items()
     }
     assert paths["sglang"][0] == paths["sglang"][1] == 0 and paths["eagle"][0] > paths["eagle"][1]
@@ -223,10 +223,10 @@ def test_a_tree_that_can_not_be_built_is_refused_before_anything_is_computed(sha
     steps, topk, tokens = shape
     draft, embedding, _ = random_draft(3)
     with pytest.raises(ValueError, match=re.escape(says)):
-        draft_tree.check(*shape, CONFIG.draft_vocab_size)
+        draft_tree.check_tree(*shape, CONFIG.draft_vocab_size)
     ids, features = torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 8, 3 * CONFIG.hidden_size)
     with pytest.raises(ValueError, match=re.escape(says)):
-        replay(draft, embedding, ids, features, torch.tensor([3]), torch.tensor([8]), [(steps, topk, tokens)])
+        replay_answers(draft, embedding, ids, features, torch.tensor([3]), torch.tensor([8]), [(steps, topk, tokens)])
     engine = Engine(small_target(CONFIG.vocab_size, 1), [], [1, 2, 3], draft)
     with pytest.raises(ValueError, match=re.escape(says)):
         next(engine.speculative([1, 2], 5, steps, topk, tokens))
@@ -242,20 +242,20 @@ def test_a_tree_deeper_than_the_drafts_window_is_refused() -> None:
     )
     ids, features = torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 8, 3 * CONFIG.hidden_size)
     rows = draft, embedding, ids, features, torch.tensor([3]), torch.tensor([8])
-    engine = Batches(small_target(CONFIG.vocab_size, 1), [], [1, 2, 3], draft)
+    engine = BatchEngine(small_target(CONFIG.vocab_size, 1), [], [1, 2, 3], draft)
     for refused in (
-        lambda: replay(*rows, [(4, 1, 5), (5, 1, 6)]),
+        lambda: replay_answers(*rows, [(4, 1, 5), (5, 1, 6)]),
         lambda: next(engine.speculative([1, 2], 5, 5, 1, 6)),
         lambda: engine.memory(9, 2, (5, 1, 6)),
     ):
         with pytest.raises(ValueError, match=says):
             refused()
-    replay(*rows, [(4, 1, 5)])
+    replay_answers(*rows, [(4, 1, 5)])
     assert len(list(engine.speculative([1, 2], 5, 4, 1, 5))) > 1
 
 
 def test_the_largest_trees_are_built() -> None:
     for steps, topk in ((1, 1), (3, 1), (1, 4), (2, 2), (4, 3)):
-        most = draft_tree.pool(steps, topk)
-        assert most == candidates(steps, topk)  # what params.yaml is checked against
-        draft_tree.check(steps, topk, most + 1, 11)
+        most = draft_tree.count_candidates(steps, topk)
+        assert most == count_candidates(steps, topk)  # what params.yaml is checked against
+        draft_tree.check_tree(steps, topk, most + 1, 11)
