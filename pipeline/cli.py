@@ -23,7 +23,13 @@ app = typer.Typer(
 INTERRUPTED = 128 + signal.SIGINT  # exit status after Ctrl-C
 UsageError: Any = typer.BadParameter.__mro__[1]  # click's, of which typer brings a copy
 
-Recipe = Annotated[str, typer.Argument(help="File of recipes/ without .yaml, or the path of a .yaml file.")]
+Recipe = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="File of recipes/ without .yaml, or the path of a .yaml file.")
+]
+OptionalRecipe = Annotated[
+    str | None, typer.Argument(metavar="RECIPE", help="Check this recipe instead of params.yaml as it is.")
+]
+Stage = Annotated[str, typer.Argument(metavar="STAGE", help="Stage of dvc.yaml, such as report or train_draft@e009.")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Folder of .scratch/runs.")]
 
 
@@ -52,9 +58,10 @@ def describe_program() -> None:
 
 @app.command()
 def run() -> None:
-    """Bring every stage up to date; the report stage prints the table.
+    """Bring every stage up to date.
 
-    A second run in the same folder waits for the first. An interrupted run keeps what has finished; run again to go on.
+    The report stage prints the table. A second run in the same folder waits for the first. An interrupted run keeps
+    what has finished; run again to go on.
     `make run` installs what is missing first, and prints the table even if nothing was stale.
     """
     from pipeline import commands
@@ -64,9 +71,10 @@ def run() -> None:
 
 @app.command()
 def stale() -> None:
-    """List the stages that the next run executes, and what changed. Exit with 1 if there are any.
+    """List the stages that the next run executes, and why.
 
-    Also warns of artifacts made with another release of torch or transformers, which are not stale for that.
+    Exits with 1 if there are any. Also warns of artifacts made with another release of torch or transformers, which
+    are not stale for that.
     """
     from pipeline import commands
 
@@ -94,8 +102,9 @@ def reproduce(
         bool, typer.Option("--compare", help="Only compare results/ with the published numbers. Runs nothing.")
     ] = False,
 ) -> None:
-    """Use a recipe, bring every stage up to date, and print the results beside the published ones.
+    """Run a published experiment and compare the results.
 
+    Writes the recipe into params.yaml, brings every stage up to date and prints the results beside the published ones.
     Refuses before changing anything if files are missing or the disk is too small. If a stage fails, those that do not
     need it still run.
     """
@@ -109,9 +118,10 @@ def reproduce(
 
 @app.command()
 def promote(name: Run) -> None:
-    """Take over the parameters and results of a run that has a workspace of its own.
+    """Take over the parameters and results of a run.
 
-    Refuses while tracked files have changes, while a run is at work, and if the run has not finished.
+    That is a run with a workspace of its own, as Prefect's forms start them. Refuses while tracked files have
+    changes, while a run is at work, and if the run has not finished.
     """
     from pipeline import workspaces
 
@@ -120,15 +130,20 @@ def promote(name: Run) -> None:
 
 @app.command()
 def drop(name: Run) -> None:
-    """Remove a run's workspace. The DVC cache keeps what it computed."""
+    """Remove the workspace of a run.
+
+    The DVC cache keeps what it computed."""
     from pipeline import workspaces
 
     _print_lines(workspaces.drop_run(name))
 
 
 @app.command()
-def pull(stage: Annotated[str, typer.Argument(help="Stage of dvc.yaml, such as report or train_draft@e009.")]) -> None:
-    """Fetch the inputs of a stage that are missing here from the DVC remote, and print their paths."""
+def pull(stage: Stage) -> None:
+    """Fetch the missing inputs of a stage from the DVC remote.
+
+    Prints their paths.
+    """
     from pipeline import dvc_graph
 
     _print_lines(dvc_graph.pull_inputs(stage))
@@ -136,7 +151,10 @@ def pull(stage: Annotated[str, typer.Argument(help="Stage of dvc.yaml, such as r
 
 @app.command()
 def launch() -> None:
-    """Print whether to speculate, with which draft and tree, and the engine's flags, from the results here."""
+    """Print the advised draft, tree and engine flags.
+
+    From the results here, which also tell whether to speculate at all.
+    """
     _exec_module("stages.report", "--launch")
 
 
@@ -148,9 +166,10 @@ def table() -> None:
 
 @app.command()
 def ui() -> None:
-    """Start the Prefect server, its pages and the deployments of prefect.yaml, until Ctrl-C.
+    """Start the Prefect server and its pages, until Ctrl-C.
 
-    On this machine only, port 4200, or the one in AERIE_PORT. docs/scheduling.md
+    Serves the deployments of prefect.yaml on this machine only, on port 4200, or the one in AERIE_PORT.
+    docs/scheduling.md
     """
     _exec_module("pipeline.serve")
 
@@ -166,7 +185,10 @@ def worker(limit: Annotated[int, typer.Option(min=1, help="Stages at a time.")] 
 
 @app.command()
 def deps(write: Annotated[bool, typer.Option("--write", help="Rewrite the lines in dvc.yaml.")] = False) -> None:
-    """Compare the code dependencies in dvc.yaml with the import closures of the stages. Exit with 1 if they differ."""
+    """Check the code dependencies in dvc.yaml.
+
+    They must be the import closures of the stages. Exits with 1 if they differ.
+    """
     from pipeline import deps as code_deps
 
     if write:
@@ -181,10 +203,11 @@ def deps(write: Annotated[bool, typer.Option("--write", help="Rewrite the lines 
 
 
 @app.command()
-def doctor(
-    recipe: Annotated[str | None, typer.Argument(help="Check for this recipe instead of params.yaml as it is.")] = None,
-) -> None:
-    """Check packages, GPUs, engines, files and disk. Changes and downloads nothing; exit with 1 if something is missing."""
+def doctor(recipe: OptionalRecipe = None) -> None:
+    """Check packages, GPUs, engines, files and disk.
+
+    Changes and downloads nothing. Exits with 1 if something that a run needs is missing.
+    """
     from pipeline import doctor as checks
 
     _print_lines(checks.report_findings(recipe))

@@ -1,5 +1,6 @@
 """Prefect's pages in a real browser, as a user meets them: the form, the run it starts, the table at its end."""
 
+import io
 import json
 import shutil
 import threading
@@ -9,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ruamel.yaml import YAML
 
 from pipeline import password
-from tests.pipeline.conftest import make_served
+from tests.pipeline.conftest import Project, make_served
 from tests.pipeline.test_flows import Server, wait_for
 
 playwright = pytest.importorskip(
@@ -24,9 +26,36 @@ pytestmark = pytest.mark.skipif(
 PATIENCE = 120_000  # milliseconds: a machine at other work
 
 
+# A benchmark of benchmark.trees: a row for each tree, whose tau is computed from its name.
+MEASURE = """
+from ruamel.yaml import YAML
+
+rows = ["tree,tau"]
+for tree in YAML(typ="safe").load(open("params.yaml"))["benchmark"]["trees"]:
+    steps, topk, tokens = map(int, tree[1:].split("_"))
+    rows.append(f"{tree},{steps + topk / tokens}")
+open("results/benchmark.csv", "w").write("\\n".join([*rows, ""]))
+"""
+
+
+def make_measured(root: Path) -> Project:
+    """A project whose table depends on params.yaml: one tree there, t5_1_6."""
+    made = make_served(root)
+    yaml, text = YAML(), io.StringIO()
+    params = yaml.load(made.root / "params.yaml")
+    params["benchmark"]["trees"] = ["t5_1_6"]
+    yaml.dump(params, text)
+    (made.root / "params.yaml").write_text(text.getvalue())
+    graph = made.root / "dvc.yaml"
+    graph.write_text(graph.read_text().replace("[report.title]", "[report.title, benchmark.trees]"))
+    (made.root / "last.py").write_text(MEASURE)
+    made.commit()
+    return made
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    started = Server(make_served(tmp_path_factory.mktemp("browsed")), str(tmp_path_factory.mktemp("prefect")))
+    started = Server(make_measured(tmp_path_factory.mktemp("browsed")), str(tmp_path_factory.mktemp("prefect")))
     try:
         wait_for(started.up, 600)
         yield started
@@ -110,8 +139,11 @@ def test_a_page_of_another_origin_starts_no_run(server: Server, page: Any, forei
     assert len(server.ask("flow_runs/filter", {})) == before
 
 
-def test_a_run_is_started_from_the_form_and_its_table_is_found(server: Server, page: Any) -> None:
-    assert server.ended(server.run())["type"] == "COMPLETED"
+def test_a_run_is_started_from_the_form_and_its_table_is_of_the_forms_trees(server: Server, page: Any) -> None:
+    """Bug: the table looked for was a constant of the fixture, also found when the form's parameters were ignored."""
+    first = server.run()
+    assert server.ended(first)["type"] == "COMPLETED"
+    assert json.loads(server.artifacts(first)["benchmark"]["data"]) == [{"tree": "t5_1_6", "tau": "5.167"}]
     page.goto(f"http://127.0.0.1:{server.port}/deployments")
     log_in(server, page)
     page.locator("a[href*='/deployments/deployment/']", has_text="sweep").first.click()
@@ -134,6 +166,6 @@ def test_a_run_is_started_from_the_form_and_its_table_is_found(server: Server, p
     page.goto(f"http://127.0.0.1:{server.port}/runs/flow-run/{run['id']}")
     page.get_by_text("Artifacts", exact=True).click()
     page.get_by_text("benchmark", exact=True).first.click()
-    page.get_by_text("t5_1_6", exact=True).first.wait_for()
-    page.get_by_text("2.512", exact=True).first.wait_for()
-    assert json.loads(server.artifacts(run["id"])["benchmark"]["data"]) == [{"tree": "t5_1_6", "tau": "2.512"}]
+    page.get_by_text("t8_2_16", exact=True).first.wait_for()
+    page.get_by_text("8.125", exact=True).first.wait_for()
+    assert json.loads(server.artifacts(run["id"])["benchmark"]["data"]) == [{"tree": "t8_2_16", "tau": "8.125"}]
