@@ -1,10 +1,10 @@
 # make run     install what is missing, run what is stale, print the table
 # make ui      the same graph in Prefect's pages
-# make worker  make stages for the runs of another host: docs/scheduling.md
+# make worker  run stages for runs of another host: docs/scheduling.md
 # make serving-env         SGLang in an environment of its own; ENGINE=vllm: vLLM
 # make test    every check and test; make test-long: whole runs
 #
-# Another Python: make run PYTHON=python3.12
+# After make run, .venv/bin/aerie --help lists every other command. Another Python: make run PYTHON=python3.12
 
 PYTHON ?= python3
 VENV := .venv
@@ -16,7 +16,7 @@ SUPPORTED := import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 13) or sy
 
 .PHONY: run ui worker check test test-long clean serving-env
 
-# Everything a second run does must be quick: no pip, and the table only where the report stage had no cause to print it.
+# A second run must be quick: no pip, and the table only if the report stage has not printed it.
 run: $(VENV)/.installed
 	@$(BIN)/python -m stages.params.schema
 	@touch $(VENV)/.started
@@ -27,7 +27,7 @@ run: $(VENV)/.installed
 ui: $(VENV)/.installed
 	@$(IN_VENV) python -m pipeline.serve
 
-# In the folder it is started in.
+# Works in the folder in which it is started.
 WORKER_LIMIT ?= 1
 worker: $(VENV)/.installed
 	@$(IN_VENV) python -m pipeline.start_worker --limit $(WORKER_LIMIT)
@@ -35,7 +35,7 @@ worker: $(VENV)/.installed
 ENGINE ?= sglang
 SERVING := serving-env/$(ENGINE)
 
-# Servers of their own, never imported: their torch and transformers are not ours.
+# Environments of their own, never imported: their torch and transformers differ from this project's.
 serving-env: $(SERVING)/.installed
 
 $(SERVING)/.installed: serving-env/$(ENGINE).txt
@@ -56,7 +56,7 @@ test: check
 test-long: $(VENV)/.installed-test
 	$(IN_VENV) pytest -m long
 
-# Caches and byte code; .venv, .scratch (half-done training) and what DVC keeps stay.
+# Removes caches and byte code; .venv, .scratch (unfinished training) and DVC's files stay.
 clean:
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info build
 	find . -name __pycache__ -type d -not -path "./$(VENV)/*" -prune -exec rm -rf {} +

@@ -132,7 +132,8 @@ def promote(name: Run) -> None:
 def drop(name: Run) -> None:
     """Remove the workspace of a run.
 
-    The DVC cache keeps what it computed."""
+    The DVC cache keeps its results.
+    """
     from pipeline import workspaces
 
     _print_lines(workspaces.drop_run(name))

@@ -26,7 +26,7 @@ from pipeline.processes import DVC_MODULE, TAIL_LINES, StageError, is_transient,
 
 
 class Outcome(StrEnum):
-    """What DVC did with a stage."""
+    """DVC's three ways of bringing a stage up to date."""
 
     RAN = "ran"
     RESTORED = "restored"  # from the run-cache: the same command was run on the same inputs before

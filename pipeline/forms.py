@@ -35,7 +35,7 @@ AS_PARAMS_HELP = "empty: as params.yaml has them"
 
 
 class Changes(BaseModel):
-    """What differs from params.yaml. With any difference the run has a workspace of its own."""
+    """Differences from params.yaml. With any of them the run has a workspace of its own."""
 
     model_config = ConfigDict(extra="forbid")
     trees: FormTrees | None = Field(

@@ -21,7 +21,7 @@ GIB = 2**30
 
 
 class RunEstimate(BaseModel):
-    """What `stages.reproduce.estimate` prints: the size of a run."""
+    """The size of a run, as `stages.reproduce.estimate` prints it."""
 
     model_config = ConfigDict(frozen=True)
     lines: list[str]

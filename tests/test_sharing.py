@@ -1,4 +1,4 @@
-"""A finished project in a remote, and a clone that has git's files alone. docs/sharing.md says the same in prose."""
+"""A finished project in a remote, and a clone with git's files only; docs/sharing.md describes the same."""
 
 import shutil
 import subprocess
@@ -18,7 +18,7 @@ def git(project: Path, *words: str) -> None:
     subprocess.run(["git", *who, *words], cwd=project, check=True, capture_output=True)
 
 
-def said(project: Path, *words: str) -> str:
+def run_dvc(project: Path, *words: str) -> str:
     done = dvc(project, *words)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -29,10 +29,10 @@ def published(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     """The finished project, committed with its dvc.lock, and pushed to a folder."""
     place = tmp_path_factory.mktemp("shared")
     shutil.copytree(small_run, place / "published", symlinks=True)
-    said(place / "published", "remote", "add", "--default", "shared", str(place / "remote"))
+    run_dvc(place / "published", "remote", "add", "--default", "shared", str(place / "remote"))
     git(place / "published", "add", "--all")
     git(place / "published", "commit", "--quiet", "--message", "a run")
-    said(place / "published", "push")
+    run_dvc(place / "published", "push")
     return place / "published"
 
 
@@ -48,30 +48,30 @@ def made(project: Path, *folders: str) -> Iterator[Path]:
 
 
 def test_a_clone_runs_nothing_and_has_the_report_and_a_draft(published: Path, clone: Path) -> None:
-    assert "Data and pipelines are up to date." in (told := said(clone, *REPRO)) and "Running stage" not in told
-    said(clone, "pull", "report")
-    said(clone, "pull", "drafts/e003/draft")
+    assert "Data and pipelines are up to date." in (output := run_dvc(clone, *REPRO)) and "Running stage" not in output
+    run_dvc(clone, "pull", "report")
+    run_dvc(clone, "pull", "drafts/e003/draft")
     here = set(made(clone, "results", "drafts", "artifacts", "data/hiddens", "data/sampled"))
     report = YAML(typ="safe").load(clone / "dvc.yaml")["stages"]["report"]
     names = [*report["outs"], *report["metrics"]]
     draft = {Path("drafts/e003/draft") / name for name in ("config.json", "model.safetensors")}
     assert here == draft | set(map(Path, names)) and Path("results/report/index.html") in here
     assert all((clone / path).read_bytes() == (published / path).read_bytes() for path in here)
-    assert "Running stage" not in said(clone, *REPRO)
+    assert "Running stage" not in run_dvc(clone, *REPRO)
 
 
 def test_all_of_it_comes_but_the_hidden_states_of_training(published: Path, clone: Path) -> None:
-    said(clone, "pull", "--allow-missing")
+    run_dvc(clone, "pull", "--allow-missing")
     folders = ("results", "drafts", "artifacts", "data/fixed", "data/sampled", "data/hiddens")
     left = {path for path in made(published, *folders) if path.is_relative_to("data/hiddens/train")}
     assert left and set(made(clone, *folders)) == set(made(published, *folders)) - left
     sizes = {(published / path).stat().st_size for path in left}
     assert sizes.isdisjoint(path.stat().st_size for path in (published.parent / "remote").rglob("*"))
-    assert "Running stage" not in said(clone, *REPRO)
+    assert "Running stage" not in run_dvc(clone, *REPRO)
 
 
 def test_a_draft_is_got_without_a_clone(published: Path, tmp_path: Path) -> None:
-    said(tmp_path, "get", str(published), "drafts/e003/draft", "--out", "mine")
+    run_dvc(tmp_path, "get", str(published), "drafts/e003/draft", "--out", "mine")
     assert {path.name for path in (tmp_path / "mine").iterdir()} == {"config.json", "model.safetensors"}
     weights = (published / "drafts/e003/draft/model.safetensors").read_bytes()
     assert (tmp_path / "mine/model.safetensors").read_bytes() == weights

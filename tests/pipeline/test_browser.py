@@ -85,7 +85,7 @@ def log_in(server: Server, page: Any) -> None:
 
 
 def test_without_the_password_the_pages_show_nothing_but_the_login(server: Server, page: Any) -> None:
-    """Bug: the pages asked nobody for a password."""
+    """Bug: the pages asked for no password."""
     page.goto(f"http://127.0.0.1:{server.port}/deployments")
     box = page.get_by_placeholder("admin:pass")
     box.fill("aerie:wrong")

@@ -48,11 +48,11 @@ def test_an_output_edited_in_place_is_not_restored_as_the_stages_result(linked: 
     raw.write_text("tree,tau\nt5_1_6,2.6\n")
     assert set(run_all().values()) == {Outcome.RAN}
     raw.write_text(before)
-    said: list[str] = []
-    outcomes = run_all(said.append)
+    printed: list[str] = []
+    outcomes = run_all(printed.append)
     assert outcomes == {"first": Outcome.RESTORED, "middle": Outcome.RAN, "last": Outcome.RESTORED}
     assert edited.read_text() == whole and dvc_graph.explain_stale() == {}
-    (warning,) = [line for line in said if "cached copy" in line]
+    (warning,) = [line for line in printed if "cached copy" in line]
     assert "middle.csv (made by: python middle.py) does not have the bytes it was kept with" in warning
     (kept,) = (linked.root / ".dvc/cache/damaged").iterdir()
     assert kept.read_text() == f"{whole}an edit\n" and str(kept.relative_to(linked.root)) in warning
@@ -75,9 +75,9 @@ def test_a_file_of_a_folder_is_named_and_the_others_are_left_alone(linked: Proje
     (linked.root / "dvc.yaml").write_text(text + folder)
     run_all()
     write_in_place(linked.root / "made/two")
-    said: list[str] = []
-    assert dvc_graph.reproduce_stage("folder", said.append) == Outcome.RAN
-    assert any("cached copy of made/two (made by: mkdir made" in line for line in said)
+    printed: list[str] = []
+    assert dvc_graph.reproduce_stage("folder", printed.append) == Outcome.RAN
+    assert any("cached copy of made/two (made by: mkdir made" in line for line in printed)
     assert (linked.root / "made/two").read_text() == "2\n"
     assert len(list((linked.root / ".dvc/cache/damaged").iterdir())) == 1
 
@@ -95,7 +95,7 @@ def test_a_damaged_copy_is_not_pushed_for_other_hosts(linked: Project, tmp_path:
 
 
 def test_whole_copies_are_hashed_once_and_then_known_by_size_and_time(linked: Project, monkeypatch) -> None:
-    """Hidden states can be terabytes: a copy that nobody touched must cost a look-up, not a read."""
+    """Hidden states can be terabytes: a copy that was not touched must cost a look-up, not a read."""
     import dvc_data.hashfile.hash as hashing
 
     read: list[str] = []

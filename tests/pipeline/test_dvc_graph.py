@@ -39,8 +39,8 @@ class Watched:
     def sleeping(self) -> psutil.Process:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
-            if said := [line for line in self.lines if line.startswith("asleep")]:
-                return psutil.Process(int(said[0].split()[1]))
+            if printed := [line for line in self.lines if line.startswith("asleep")]:
+                return psutil.Process(int(printed[0].split()[1]))
             time.sleep(0.02)
         raise AssertionError(f"the stage never slept: {self.lines}")
 
@@ -233,7 +233,7 @@ with processes.guard_run([held.fileno()]):
 
 
 def test_a_run_killed_outright_is_cleaned_up_after_and_holds_its_lock_until_then(project):
-    """Where the stage lived on, the next run worked beside it on the same files."""
+    """Bug: the stage lived on, and the next run worked beside it on the same files."""
     project.sleeper("first", "signal.signal(signal.SIGTERM, signal.SIG_IGN)")
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     run = subprocess.Popen([sys.executable, "-c", RUNNER], env=env, stdout=subprocess.PIPE, text=True)

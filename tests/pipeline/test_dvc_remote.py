@@ -106,7 +106,7 @@ def test_a_stage_made_in_a_clone_is_in_dvc_lock_as_if_made_here(
     assert dvc_graph.reproduce_stage("middle", print) == dvc_graph.Outcome.RESTORED
     locks = [YAML(typ="safe").load(root / "dvc.lock") for root in (head.root, tmp_path / "serial")]
     assert locks[0] == locks[1]
-    # and nobody makes it again: not here, not where nothing but the remote is
+    # and it is not made again: neither here nor on a host that has only the remote
     assert dvc_remote.offer_stage("middle") is None
     shutil.rmtree(head.root / ".dvc/cache")
     assert dvc_remote.offer_stage("middle") is None
@@ -156,7 +156,7 @@ def test_a_file_that_dvc_keeps_goes_by_the_remote_and_one_nobody_keeps_in_the_ar
     (project.root / "dvc.yaml").write_text(text.replace("[raw.csv,", "[raw.csv, data,"))
     (project.root / ".gitignore").write_text("data/\n/raw.csv\n")
     project.git("init", "-q")
-    (project.root / ".env").write_text("KEY=secret\n")  # of which git was never told
+    (project.root / ".env").write_text("KEY=secret\n")  # untracked
     project.git("add", "dvc.yaml", "params.yaml", ".gitignore", "raw.csv.dvc")
     order = dvc_remote.offer_stage("first")
     assert order and order.upstream == {}
@@ -269,13 +269,13 @@ def test_as_commands(project: Project, tmp_path: Path) -> None:
     project.git("init", "-q")
     root = Path(__file__).resolve().parents[2]
 
-    def said(*words: str) -> subprocess.CompletedProcess[str]:
+    def printed(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "pipeline.remote.dvc_remote", *words]
         return subprocess.run(command, env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True)
 
-    order = json.loads(said("offer", "first").stdout.removeprefix(dvc_remote.ORDER_PREFIX))
+    order = json.loads(printed("offer", "first").stdout.removeprefix(dvc_remote.ORDER_PREFIX))
     assert dvc_remote.StageOrder(**order).stage == "first"
-    refused = said("collect", "first")
+    refused = printed("collect", "first")
     assert refused.returncode == 1 and refused.stderr.startswith(
         "aerie: what a worker made of first is not on the remote"
     )

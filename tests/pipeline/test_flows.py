@@ -1,4 +1,4 @@
-"""The flow on a real Prefect server, started as `make ui` starts it: what a user sees in the pages, asked of the API."""
+"""The flows on a real Prefect server, started as by `make ui`: the content of its pages, read through its API."""
 
 import json
 import os
@@ -114,9 +114,9 @@ class Server:
         return [log["message"] for log in found]
 
     def sleeping(self, run: str) -> psutil.Process:
-        """The command that said it sleeps, as soon as the server has its line."""
-        said = wait_for(lambda: [line for line in self.messages(run) if line.startswith("asleep")])
-        return psutil.Process(int(said[0].split()[1]))
+        """Return the command that printed `asleep`, as soon as the server has its line."""
+        printed = wait_for(lambda: [line for line in self.messages(run) if line.startswith("asleep")])
+        return psutil.Process(int(printed[0].split()[1]))
 
 
 @pytest.fixture(scope="session")
@@ -156,7 +156,7 @@ def test_after_a_failure_nothing_downstream_runs_and_the_rest_stays(server: Serv
     )
     assert server.outcomes(run) == {"first": "Unchanged", "middle": "Failed", "last": "NotReady"}
     assert "out of cheese" in server.tasks(run)["middle"]["state"]["message"]
-    log = wait_for(lambda: (said := server.messages(run)) and any("Failed" in line for line in said) and said)
+    log = wait_for(lambda: (printed := server.messages(run)) and any("Failed" in line for line in printed) and printed)
     assert "out of cheese" in log and "Traceback" not in "".join(log)
     why = json.loads(server.artifacts(run)["plan"]["data"])
     assert why == [{"stage": "middle", "because": "middle.py modified"}]
@@ -242,7 +242,7 @@ def test_a_failure_that_may_pass_is_tried_again_and_another_is_not(server: Serve
 
 
 def test_a_flow_killed_outright_leaves_no_stage_and_the_next_run_mends_dvc_lock(server: Server) -> None:
-    """Nobody was left to end its stage, which worked on beside the next run; and dvc.lock, cut, stopped every run."""
+    """Bug: nothing ended its stage, which worked on beside the next run; and a cut dvc.lock stopped every run."""
     server.project.commit()
     server.project.sleeper("middle")
     command = server.sleeping(server.run())
@@ -276,7 +276,7 @@ def test_a_refused_params_yaml_stops_the_run_before_any_stage(server: Server) ->
 def test_a_make_ui_killed_outright_leaves_no_stage_and_the_next_one_starts(server: Server) -> None:
     """The stage used to work on, beside the next run, and the server that was left held the port.
 
-    And a run that could not say its end, as after a power cut, said for ever that it runs; cancelling it did nothing.
+    And a run that could not report its end, as after a power cut, was recorded as running for ever; cancelling it did nothing.
     """
     server.project.sleeper("middle")
     run = server.run()

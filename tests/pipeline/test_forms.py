@@ -1,4 +1,4 @@
-"""What the forms' answers become: sections as a recipe has them, and params.yaml with them is valid."""
+"""The answers of forms become sections as a recipe has them, and params.yaml is valid with them."""
 
 import re
 from collections.abc import Iterable, Iterator

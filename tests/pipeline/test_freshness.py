@@ -35,13 +35,13 @@ def done(project: Project) -> Project:
 
 
 def by_dvc() -> set[str]:
-    """What DVC, asked on its own command line, finds changed."""
-    told = subprocess.run([sys.executable, "-m", "dvc", "status", "--json"], capture_output=True, check=True).stdout
-    return set(json.loads(told))
+    """Return the stages that DVC's own command line finds changed."""
+    status = subprocess.run([sys.executable, "-m", "dvc", "status", "--json"], capture_output=True, check=True).stdout
+    return set(json.loads(status))
 
 
 def test_where_nothing_changed_dvc_is_not_even_loaded(done: Project) -> None:
-    (done.root / "more/__pycache__/one.pyc").write_text("written by whoever imports")
+    (done.root / "more/__pycache__/one.pyc").write_text("written by an import")
     code = (
         "import sys; from pipeline import dvc_graph as g; print(g.explain_stale(), list(g.list_stages()), g.repair_lock()); "
         "sys.exit('dvc' in sys.modules)"
@@ -83,7 +83,7 @@ def test_what_dvc_does_not_mind_is_asked_about_once(done: Project) -> None:
 
 
 def test_a_change_while_dvc_looks_is_seen_afterwards(done: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is written down is how the files were before DVC was asked."""
+    """The recorded digest is that of the files before DVC was asked."""
     from dvc.repo import Repo
 
     os.utime("raw.csv")
@@ -112,8 +112,8 @@ def test_stale_says_what_and_why_and_fails_where_something_is(done: Project) -> 
     env = os.environ | {"PYTHONPATH": str(Path(dvc_graph.__file__).parents[1])}
 
     def asked() -> tuple[int, str]:
-        said = subprocess.run([sys.executable, "-m", "pipeline", "stale"], env=env, capture_output=True, text=True)
-        return said.returncode, said.stdout
+        printed = subprocess.run([sys.executable, "-m", "pipeline", "stale"], env=env, capture_output=True, text=True)
+        return printed.returncode, printed.stdout
 
     assert asked() == (0, "nothing is stale\n")
     Path("params.yaml").write_text(PARAMETERS.replace("one", "two"))

@@ -41,7 +41,7 @@ pathlib.Path("results/cells").mkdir(parents=True, exist_ok=True)
 pathlib.Path("results/cells", n + ".csv").write_text(pathlib.Path("first.csv").read_text() + n + "\\n")
 """
 SLEEPS = """
-beside = pathlib.Path({said!r})
+beside = pathlib.Path({printed!r})
 if not (beside / "awake").exists():
     (beside / "asleep").write_text(str(os.getpid()))
     time.sleep(600)
@@ -115,7 +115,7 @@ class Wide(Server):
         return self.ask("flow_runs/filter", asked)
 
     def sleeping(self, run: str) -> psutil.Process:
-        """The command of cell 2, which sleeps once it is told to by `sleeps`."""
+        """The command of cell 2, which sleeps after `sleeps`."""
         path = self.root / "asleep"
         wait_for(lambda: path.exists() and path.read_text())
         return psutil.Process(int(path.read_text()))
@@ -124,10 +124,10 @@ class Wide(Server):
         self.two_workers()
         for name in ("asleep", "awake"):
             (self.root / name).unlink(missing_ok=True)
-        self.cell(self.project, 2, SLEEPS.format(said=str(self.root)) + f"# {os.urandom(4).hex()}")
+        self.cell(self.project, 2, SLEEPS.format(printed=str(self.root)) + f"# {os.urandom(4).hex()}")
 
     def flow(self) -> psutil.Process:
-        """Of the run at work."""
+        """Return the process of the running flow."""
         (found,) = [p for p in psutil.Process(self.process.pid).children() if "spawn_main" in " ".join(p.cmdline())]
         return found
 
@@ -136,7 +136,7 @@ class Wide(Server):
 
 
 def edit(project: Project, **keys: object) -> None:
-    """Of `schedule` in its params.yaml."""
+    """Change keys of `schedule` in a project's params.yaml."""
     yaml, text = YAML(), io.StringIO()
     params = yaml.load(project.root / "params.yaml")
     params["schedule"] |= keys
@@ -204,8 +204,8 @@ def test_what_fails_on_a_worker_is_told_here_and_the_rest_is_made(wide: Wide) ->
     state = wide.ended(run)
     assert state["message"].startswith(f"see the log of cell@2; {CELLS + 3} stages: ")
     assert "1 ran" in state["message"] and state["message"].endswith("1 failed, 1 not run")
-    said = wait_for(lambda: [line for line in wide.messages(run) if "out of cheese" in line])
-    assert any("cell@2, made by " in line for line in said)
+    printed = wait_for(lambda: [line for line in wide.messages(run) if "out of cheese" in line])
+    assert any("cell@2, made by " in line for line in printed)
     assert len(wide.sent(run)) == 2
 
 

@@ -10,8 +10,8 @@ from pipeline import progress
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What is asked of Prefect."""
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Return the recorded calls of Prefect's functions."""
     calls: list[tuple[Any, ...]] = []
 
     def create(percent: float, key: str, description: str) -> str:
@@ -26,28 +26,28 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def bar() -> list[str]:
-    """What tqdm itself writes, line by line as a pipe's reader sees it."""
+    """Return tqdm's own output, split into lines as the reader of a pipe gets them."""
     drawn = io.StringIO()
     for _ in tqdm(range(4), file=drawn, desc="replay", unit="row", mininterval=0):
         pass
     return [line for line in drawn.getvalue().replace("\r", "\n").splitlines() if line]
 
 
-def test_a_bar_is_one_artifact_and_its_end_in_the_log(told, monkeypatch) -> None:
+def test_a_bar_is_one_artifact_and_its_end_in_the_log(calls, monkeypatch) -> None:
     monkeypatch.setattr(progress, "PROGRESS_INTERVAL_S", 0)
     log: list[str] = []
     lines = bar()
     show = progress.ProgressLog("replay_trees@e003", log.append)
     for line in ["reading 3/4 of it", *lines, "done"]:
         show(line)
-    assert sorted({call[1] for call in told}) == [0, 25, 50, 75, 100]
-    assert told[0][:3] == ("create", 0, "progress-replay-trees-e003") and "0/4 [00:00<?, ?row/s]" in told[0][3]
+    assert sorted({call[1] for call in calls}) == [0, 25, 50, 75, 100]
+    assert calls[0][:3] == ("create", 0, "progress-replay-trees-e003") and "0/4 [00:00<?, ?row/s]" in calls[0][3]
     assert (log[0], log[-1]) == ("reading 3/4 of it", "done") and all("100%|" in line for line in log[1:-1])
 
 
-def test_the_server_is_not_asked_for_every_line(told, monkeypatch) -> None:
+def test_the_server_is_not_asked_for_every_line(calls, monkeypatch) -> None:
     monkeypatch.setattr(progress, "PROGRESS_INTERVAL_S", 3600)
     show = progress.ProgressLog("benchmark@a", lambda line: None)
     for line in bar():
         show(line)
-    assert {call[1] for call in told} == {0, 100}
+    assert {call[1] for call in calls} == {0, 100}

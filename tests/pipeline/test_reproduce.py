@@ -1,4 +1,4 @@
-"""python -m pipeline reproduce: what it says beforehand, what it refuses, what it runs, and the table at the end."""
+"""`aerie reproduce`: the estimate before it, refusals, the stages it runs, and the table at its end."""
 
 import io
 import shutil
@@ -24,7 +24,7 @@ NAMELESS = "{publication: a, rows: {dataset: b}, cells: {engine: torch, workload
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What recipes are made of, and the code; no data."""
+    """A folder with recipes and code, without data."""
     (tmp_path / ".dvc").mkdir()
     (tmp_path / ".dvc/config").write_text("[core]\n    no_scm = true\n    analytics = false\n")
     for folder in ("recipes", "published", "stages"):
@@ -37,12 +37,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is run as a command runs in this process: torch takes seconds to import."""
+    """Run stages.reproduce in this process: importing torch takes seconds."""
 
     def run(what: str, *words: str) -> str:
-        with redirect_stdout(io.StringIO()) as said:
+        with redirect_stdout(io.StringIO()) as printed:
             import_module(f"stages.reproduce.{what}").main(*words)
-        return said.getvalue()
+        return printed.getvalue()
 
     monkeypatch.setattr(reproduce, "_run_reproduce_module", run)
 
@@ -66,14 +66,15 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_dry_run_changes_and_runs_nothing(home: Path, ran: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     before = {file: file.read_bytes() for file in home.rglob("*") if file.is_file() and "__pycache__" not in file.parts}
     run_command_line(["reproduce", "qwen3-coder-30b-a3b", "--dry-run"])
-    said = capsys.readouterr().out.splitlines()
-    assert said[0] == "19 stages:" and "  import_draft (1): theirs" in said and "  report" in said
-    assert "  benchmark_served_baseline (3): chat, code_gen, completion" in said
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "19 stages:" and "  import_draft (1): theirs" in printed and "  report" in printed
+    assert "  benchmark_served_baseline (3): chat, code_gen, completion" in printed
     assert any(
-        line.startswith("target: Qwen/Qwen3-Coder-30B-A3B-Instruct, 30.5e9 parameters, 3.35e9 of them") for line in said
+        line.startswith("target: Qwen/Qwen3-Coder-30B-A3B-Instruct, 30.5e9 parameters, 3.35e9 of them")
+        for line in printed
     )
-    assert any(line.startswith("KV cache: 98,304 bytes a token") for line in said)
-    assert any(line.startswith("together: ") and "GPU-hours" in line for line in said)
+    assert any(line.startswith("KV cache: 98,304 bytes a token") for line in printed)
+    assert any(line.startswith("together: ") and "GPU-hours" in line for line in printed)
     after = {file: file.read_bytes() for file in home.rglob("*") if file.is_file() and "__pycache__" not in file.parts}
     assert after == before and ran == []
 
@@ -87,14 +88,15 @@ def test_it_takes_the_recipe_runs_all_it_can_and_lays_results_beside(
     (home / "data/raw/weather_maps.jsonl").touch()
     with pytest.raises(SystemExit, match=r"of 60 stages failed: sample_target, .*; see above, mend it, run again"):
         run_command_line(["reproduce", "qwen3-vl-2b-weather"])
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert set(ran) == {"fix_data", "prepare_target", "sample_target"}
     assert (
-        "stage sample_target failed: no GPU" in said and "extract_hiddens: not run, for it needs sample_target" in said
+        "stage sample_target failed: no GPU" in printed
+        and "extract_hiddens: not run, for it needs sample_target" in printed
     )
     assert YAML(typ="safe").load((home / "params.yaml").read_text())["target"]["model"] == "Qwen/Qwen3-VL-2B-Instruct"
     table = (home / "results/reproduce/qwen3-vl-2b-weather.md").read_text()
-    assert table in said and "79 published numbers" in table and "79 not run" in table
+    assert table in printed and "79 published numbers" in table and "79 not run" in table
 
 
 @pytest.mark.usefixtures("here")
@@ -125,7 +127,7 @@ def test_comparing_needs_no_gpu_and_leaves_params_alone(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "printed"),
     [
         ([], "aerie: expected a command, found none"),
         (["use"], "Missing argument .* Found: use; run: aerie use --help"),
@@ -136,14 +138,14 @@ def test_comparing_needs_no_gpu_and_leaves_params_alone(
         (["reproduce", "mine.yaml"], "mine.yaml has no block `recipe`, expected one that says what it reproduces"),
     ],
 )
-def test_what_it_does_not_understand(home: Path, words: list[str], said: str) -> None:
+def test_what_it_does_not_understand(home: Path, words: list[str], printed: str) -> None:
     (home / "mine.yaml").write_text("report: {title: mine}\n")
-    with pytest.raises(SystemExit, match=said):
+    with pytest.raises(SystemExit, match=printed):
         run_command_line(words)
 
 
 @pytest.mark.parametrize(
-    ("block", "said"),
+    ("block", "printed"),
     [
         ("status: maybe", "recipe.status: expected text matching"),
         ("gpu: H20", "recipe.gpu: unknown key; known keys are status, pins, substitutes"),
@@ -151,12 +153,12 @@ def test_what_it_does_not_understand(home: Path, words: list[str], said: str) ->
         (f"beside: [{NAMELESS}]", "recipe.beside.0.rows has no target, expected it as a calls it"),
     ],
 )
-def test_a_block_that_is_wrong_is_told_like_params(home: Path, block: str, said: str) -> None:
+def test_a_wrong_block_is_reported_like_params(home: Path, block: str, printed: str) -> None:
     whole: dict[str, Any] = YAML(typ="safe").load((home / "recipes/weather-tiny.yaml").read_text())
     whole["recipe"] |= YAML(typ="safe").load(block)
     with (home / "mine.yaml").open("w") as file:
         YAML(typ="safe").dump(whole, file)
-    with pytest.raises(SystemExit, match=r"mine.yaml has 1 problem\(s\) to correct:\n  " + said):
+    with pytest.raises(SystemExit, match=r"mine.yaml has 1 problem\(s\) to correct:\n  " + printed):
         run_command_line(["use", "mine.yaml"])
 
 

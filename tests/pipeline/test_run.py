@@ -147,7 +147,7 @@ def test_an_interrupted_run_ends_its_stage_without_a_traceback(
 
 
 def test_a_failed_stage_and_a_broken_graph_end_the_run_with_one_line(project: Project) -> None:
-    """Bug: what DVC said of a broken dvc.yaml came as a traceback."""
+    """Bug: DVC's error about a broken dvc.yaml came as a traceback."""
     project.script("middle", "sys.exit('out of cheese')")
     done = run()
     assert done.returncode == 1 and "out of cheese" in done.stderr
@@ -159,7 +159,7 @@ def test_a_failed_stage_and_a_broken_graph_end_the_run_with_one_line(project: Pr
 
 @pytest.mark.parametrize("name", ["../x", "no such", "x:y"])
 def test_a_stage_of_no_such_name_is_refused_on_the_command_line(project: Project, name: str) -> None:
-    """Bug: DVC took it for a path, and said so in a traceback."""
+    """Bug: DVC took it for a path and ended with a traceback."""
     done = subprocess.run([*RUN[:-1], "pull", name], capture_output=True, text=True)
     assert done.returncode == 1 and "is not the name of a stage" in done.stderr and "Traceback" not in done.stderr
 

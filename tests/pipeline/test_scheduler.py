@@ -19,7 +19,7 @@ GPU, ALL = StageResources(gpus=1, exclusive=False), StageResources(gpus="all", e
 
 
 class Watch:
-    """Stages that note when they begin and end; each waits until `together` of its kind are at work, where that is said."""
+    """Stages that record their start and end; with `together`, each waits until that many of its kind are running."""
 
     def __init__(self, stale: set[str], fails: frozenset[str] = frozenset(), together: int = 1) -> None:
         self.stale, self.fails = stale, fails

@@ -1,4 +1,4 @@
-"""What the Prefect server of `make ui` refuses: asked over HTTP and WebSocket of a real server, as an attacker's page would."""
+"""Requests that the Prefect server of `make ui` refuses, sent to a real server as an attacker's page would send them."""
 
 import http.client
 import json
@@ -132,7 +132,7 @@ def test_the_password_is_in_a_file_of_ours_alone_and_in_no_log_or_command_line(s
     assert file.stat().st_mode & 0o777 == 0o600
     secret = server.password.partition(":")[2]
     assert len(secret) >= 40
-    server.ended(server.run())  # so that there are a flow, a guard and stages to have said something
+    server.ended(server.run())  # so that a flow, a guard and stages have printed something
     others = [path for path in Path(server.home).rglob("*") if path.is_file() and path != file]
     assert [path for path in [server.log, *others] if secret.encode() in path.read_bytes()] == []
     ours = psutil.Process(server.process.pid)
@@ -142,10 +142,10 @@ def test_the_password_is_in_a_file_of_ours_alone_and_in_no_log_or_command_line(s
 
 def test_stages_are_not_given_the_password(server: Server) -> None:
     """Bug to be: a stage starts engines, graders and others' code, which would inherit it."""
-    server.project.script("middle", "print('told', [name for name in os.environ if 'AUTH_STRING' in name])")
+    server.project.script("middle", "print('names', [name for name in os.environ if 'AUTH_STRING' in name])")
     run = server.run()
     assert server.ended(run)["type"] == "COMPLETED"
-    assert wait_for(lambda: [line for line in server.messages(run) if line.startswith("told")]) == ["told []"]
+    assert wait_for(lambda: [line for line in server.messages(run) if line.startswith("names")]) == ["names []"]
     server.project.script("middle")
 
 
@@ -161,7 +161,7 @@ def test_a_form_that_names_a_command_ends_before_anything_runs(server: Server) -
 
 
 def test_a_run_named_as_a_path_stays_in_the_folder_of_runs(server: Server) -> None:
-    """Bug: the workspace of a run was .scratch/runs/NAME, and whoever starts a run may name it ../../../elsewhere."""
+    """Bug: the workspace of a run was .scratch/runs/NAME, and a run may be started with the name ../../../elsewhere."""
     deployment = server.ask("deployments/name/build/build")["id"]
     asked = {"name": "../../../elsewhere", "parameters": {"changes": {"other": {"report.title": "another"}}}}
     run = server.ask(f"deployments/{deployment}/create_flow_run", asked)["id"]

@@ -1,4 +1,4 @@
-"""What `stale` says of artifacts that another release of torch or transformers has made: a warning, never a rerun."""
+"""Artifacts made with another release of torch or transformers: `stale` warns, and nothing reruns for them."""
 
 import json
 import os

@@ -47,7 +47,7 @@ def test_one_that_could_not_be_made_is_not_there_for_a_retry(in_git) -> None:
 
 @pytest.mark.parametrize("name", ["../../../x", "..", ".", "", "a/../b", "/x"])
 def test_a_run_whose_name_is_a_path_gets_no_workspace(in_git, name: str) -> None:
-    """Bug: a run's name, which whoever starts it through Prefect's server chooses, was joined to .scratch/runs unchecked."""
+    """Bug: a run's name, which users of Prefect's server choose, was joined to .scratch/runs unchecked."""
     with pytest.raises(ValueError, match="not the name of a folder"):
         workspaces.make_workspace(name)
     for act in (workspaces.promote_run, workspaces.drop_run):
@@ -86,16 +86,16 @@ def test_promote_refuses_what_would_lose_something(in_git) -> None:
 
 def test_a_second_run_here_waits_for_the_first(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    said, order = threading.Event(), []
+    printed, order = threading.Event(), []
 
     def second() -> None:
-        with workspaces.hold_workspace(lambda line: said.set()):
+        with workspaces.hold_workspace(lambda line: printed.set()):
             order.append("second")
 
     with workspaces.hold_workspace(pytest.fail):
         waits = threading.Thread(target=second)
         waits.start()
-        assert said.wait(60)
+        assert printed.wait(60)
         order.append("first")
     waits.join(60)
     assert order == ["first", "second"]
