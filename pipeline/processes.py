@@ -92,8 +92,8 @@ def notify_guard(line: str) -> None:
 
 def end_marked(mark: str) -> None:
     """End every process that a run of this mark has left, each child-first, all at the same time."""
-    found = {process.pid: process for process in psutil.process_iter(["environ", "cmdline"])
-             if (process.info["environ"] or {}).get(RUN_MARK_VARIABLE) == mark}  # fmt: skip
+    processes = psutil.process_iter(["environ", "cmdline"])
+    found = {one.pid: one for one in processes if (one.info["environ"] or {}).get(RUN_MARK_VARIABLE) == mark}
     _end_together([process for process in found.values() if _get_parent_pid(process) not in found])
 
 

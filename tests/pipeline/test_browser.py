@@ -14,7 +14,7 @@ from ruamel.yaml import YAML
 
 from pipeline import password
 from tests.pipeline.conftest import Project, make_served
-from tests.pipeline.test_flows import Server, wait_for
+from tests.pipeline.test_flows import Server, run_server, wait_for
 
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="pip install -e '.[test]' to test the pages in a browser"
@@ -55,13 +55,9 @@ def make_measured(root: Path) -> Project:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    started = Server(make_measured(tmp_path_factory.mktemp("browsed")), str(tmp_path_factory.mktemp("prefect")))
-    try:
-        wait_for(started.up, 600)
+    project = make_measured(tmp_path_factory.mktemp("browsed"))
+    with run_server(project, tmp_path_factory.mktemp("prefect")) as started:
         yield started
-    finally:
-        started.process.terminate()
-        started.process.wait(60)
 
 
 @pytest.fixture
@@ -163,9 +159,9 @@ def test_a_run_is_started_from_the_form_and_its_table_is_of_the_forms_trees(serv
     assert run["parameters"]["cells"]["trees"] == ["t8_2_16"]
     state = server.ended(run["id"])
     assert state["type"] == "COMPLETED", state["message"]
+    assert json.loads(server.artifacts(run["id"])["benchmark"]["data"]) == [{"tree": "t8_2_16", "tau": "8.125"}]
     page.goto(f"http://127.0.0.1:{server.port}/runs/flow-run/{run['id']}")
     page.get_by_text("Artifacts", exact=True).click()
     page.get_by_text("benchmark", exact=True).first.click()
     page.get_by_text("t8_2_16", exact=True).first.wait_for()
     page.get_by_text("8.125", exact=True).first.wait_for()
-    assert json.loads(server.artifacts(run["id"])["benchmark"]["data"]) == [{"tree": "t8_2_16", "tau": "8.125"}]

@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -119,15 +120,22 @@ class Server:
         return psutil.Process(int(printed[0].split()[1]))
 
 
-@pytest.fixture(scope="session")
-def server(served_project: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    started = Server(served_project, str(tmp_path_factory.mktemp("prefect")))
+@contextmanager
+def run_server(project: Any, home: Path) -> Iterator[Server]:
+    """Serve a project until the end of the block; its Prefect home is the folder `home`."""
+    started = Server(project, str(home))
     try:
         wait_for(started.up, 600)
         yield started
     finally:
         started.process.terminate()
         started.process.wait(60)
+
+
+@pytest.fixture(scope="session")
+def server(served_project: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with run_server(served_project, tmp_path_factory.mktemp("prefect")) as started:
+        yield started
 
 
 def test_a_run_shows_the_graph_the_outcomes_and_the_table(server: Server) -> None:

@@ -17,7 +17,7 @@ from websockets.typing import Origin, Subprotocol
 
 from pipeline import password, workspaces
 from tests.pipeline.conftest import make_served
-from tests.pipeline.test_flows import REPO, Server, wait_for
+from tests.pipeline.test_flows import REPO, Server, run_server, wait_for
 
 FOREIGN = "http://evil.example"
 EVENTS = "api/events/out"
@@ -25,14 +25,9 @@ EVENTS = "api/events/out"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    home = tmp_path_factory.mktemp("attacked")
-    started = Server(make_served(tmp_path_factory.mktemp("secured")), str(home))
-    try:
-        wait_for(started.up, 600)
+    project = make_served(tmp_path_factory.mktemp("secured"))
+    with run_server(project, tmp_path_factory.mktemp("attacked")) as started:
         yield started
-    finally:
-        started.process.terminate()
-        started.process.wait(60)
 
 
 @dataclass(frozen=True)
