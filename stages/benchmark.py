@@ -42,6 +42,7 @@ from stages.serving import latency, request_records, spec_counters
 from stages.target import chat_template, loading, manifest, vision
 from stages.target.vision import ImagePatches
 from stages.telemetry import gpu_energy
+from stages.telemetry.run_stage import run_stage
 from stages.trees import acceptance
 
 DECODING_KINDS = ("plain", "speculative")
@@ -578,4 +579,4 @@ def _collect_speed_columns(rows: list[Row], prompts: str) -> tuple[np.ndarray, n
 
 
 if __name__ == "__main__":
-    schema.run_stage(main)
+    run_stage(main)

@@ -38,6 +38,7 @@ from stages.results import clusters, interval, method_records, torch_records
 from stages.target import loading, manifest, vision
 from stages.target.vision import ImagePatches
 from stages.telemetry import gpu_energy
+from stages.telemetry.run_stage import run_stage
 from stages.trees import acceptance
 
 DECODING_KINDS = ("plain", "speculative")
@@ -269,4 +270,4 @@ def _compute_speedup(tokens: Any, seconds: Any, plain_tokens: Any, plain_seconds
 
 
 if __name__ == "__main__":
-    schema.run_stage(main)
+    run_stage(main)

@@ -33,6 +33,7 @@ from stages.serving import engine_flags, gpu_memory, http_session, latency, load
 from stages.serving.load_generator import Arrivals, LoadRequest, LoadResult
 from stages.target import chat_template, manifest, vision
 from stages.telemetry import gpu_energy
+from stages.telemetry.run_stage import run_stage
 from stages.trees import acceptance
 
 SECTION = "benchmark_served.server"
@@ -634,4 +635,4 @@ def _describe_result(found: dict[str, Any], place: Path) -> str:
 
 
 if __name__ == "__main__":
-    schema.run_stage(main)
+    run_stage(main)

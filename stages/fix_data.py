@@ -36,9 +36,9 @@ import polars as pl
 from stages.data import chat_formats, conversations, images, near_duplicates, readers, toon
 from stages.data.chat_formats import DroppedRowError, Message
 from stages.params.data_sections import FixData
-from stages.params.schema import Params, check_raw_exists, load_params, run_stage
+from stages.params.schema import Params, check_raw_exists, load_params
 from stages.runtime import atomic, scratch
-from stages.telemetry import stage_record
+from stages.telemetry.run_stage import run_stage
 
 TRAIN_FILE, EVAL_FILE = Path("data/fixed/train.parquet"), Path("data/fixed/eval.parquet")
 IMAGES_FOLDER = Path("data/fixed/images")  # of all pictures, so that no later stage reads the user's own files
@@ -537,4 +537,4 @@ def read_pair_texts(parts: list[JudgedChunk], pairs: list[tuple[int, int, float]
 
 
 if __name__ == "__main__":
-    run_stage(stage_record.record_stage(main, "fix_data"))
+    run_stage(main)

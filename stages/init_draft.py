@@ -18,7 +18,7 @@ from stages.params.section import ROOT_CHECKPOINT
 from stages.runtime import atomic
 from stages.target import manifest
 from stages.target.manifest import TargetManifest
-from stages.telemetry import stage_record
+from stages.telemetry.run_stage import run_stage
 
 HIDDENS, REPORT = Path("data/hiddens"), Path("results/vocab_report.json")
 
@@ -180,4 +180,4 @@ def _corrupt(folder: Path, head: format.RowHeader, vocab_size: int) -> str:
 
 
 if __name__ == "__main__":
-    schema.run_stage(stage_record.record_stage(main, "init_draft"))
+    run_stage(main)

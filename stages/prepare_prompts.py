@@ -21,7 +21,7 @@ from stages.params import schema
 from stages.params.benchmark_sections import Workload
 from stages.params.section import PARAMS_FILE, get_named
 from stages.target import manifest
-from stages.telemetry import stage_record
+from stages.telemetry.run_stage import run_stage
 
 EVAL_FOLDER = Path("data/sampled/eval")
 SALT = b"prepare_prompts"  # another than those that choose the rows to sample
@@ -181,4 +181,4 @@ def _print_summary(workload: str, w: Workload, measured: list[Row], warm: list[R
 
 
 if __name__ == "__main__":
-    schema.run_stage(stage_record.record_stage(main, "prepare_prompts"))
+    run_stage(main)

@@ -28,7 +28,7 @@ from stages.replay import oracle_bounds, token_classes, tree_statistics
 from stages.replay.replay import compute_capacity, replay_answers
 from stages.results import clusters, interval, replay_records
 from stages.target import chat_template, manifest
-from stages.telemetry import stage_record
+from stages.telemetry.run_stage import run_stage
 from stages.trees import acceptance
 from stages.trees import draft_tree as trees
 
@@ -276,4 +276,4 @@ def _collate_multimodal(rows: list[format.HiddenStatesRow], device: torch.device
 
 
 if __name__ == "__main__":
-    schema.run_stage(stage_record.record_stage(main, "replay_trees", lambda: schema.load_params().target.gpus()))
+    run_stage(main, lambda: schema.load_params().target.gpus())

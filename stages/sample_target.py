@@ -35,7 +35,7 @@ from stages.runtime import atomic, scratch
 from stages.runtime.journal import make_journal_key
 from stages.serving import client, http_session, server
 from stages.target import chat_template, generation, loading, manifest, vision
-from stages.telemetry import stage_record
+from stages.telemetry.run_stage import run_stage
 
 FIXED_FOLDER, SAMPLED_FOLDER, REPORT = Path("data/fixed"), Path("data/sampled"), Path("results/sample_report.json")
 ACCESS_KEYS = {"base_urls", "start_timeout_s", "concurrency", "timeout_s", "attempts", "api_key_env"}  # moves no answer
@@ -698,4 +698,4 @@ def _list_stage_gpus() -> list[int] | None:
 
 
 if __name__ == "__main__":
-    schema.run_stage(stage_record.record_stage(main, "sample_target", _list_stage_gpus))
+    run_stage(main, _list_stage_gpus)

@@ -23,7 +23,7 @@ from stages.params import schema
 from stages.params.tree_sections import TimeTrees, TreeShape
 from stages.results import cost_fit, interval, timing_grid, torch_records
 from stages.target import loading, manifest
-from stages.telemetry import stage_record
+from stages.telemetry.run_stage import run_stage
 
 ANSWERS_FOLDER = Path("data/sampled/eval")
 BATCH_SIZE = 1  # prompts that the torch engine decodes at once
@@ -154,4 +154,4 @@ def _summarise_median(name: str, seconds: list[float]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    schema.run_stage(stage_record.record_stage(main, "time_trees", lambda: schema.load_params().target.gpus()))
+    run_stage(main, lambda: schema.load_params().target.gpus())

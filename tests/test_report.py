@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from stages.params.section import ROOT_CHECKPOINT
 from stages.params.tree_sections import TreeShape
 from stages.results import replay_records, served_records, served_table, timing_grid, torch_records
 from stages.runtime import atomic
-from stages.telemetry import stage_record
+from stages.telemetry import stage_log
 from tests import costs
 from tests.conftest import EVAL, edit_params
 from tests.served_cells import FINGERPRINT, point, sweep
@@ -29,8 +30,8 @@ from tests.served_cells import made_up as served_cell
 ROOT = Path(__file__).parent.parent
 Row = dict[str, Any]
 SPENT = [
-    "fix_data", "prepare_target", "sample_target", "extract_hiddens", "init_draft", "check_overfit", "train_draft-e003",
-    "train_draft-e009", "replay_trees-e003", "replay_trees-e009", "time_trees-e000", "prepare_prompts-eval",
+    "fix_data", "prepare_target", "sample_target", "extract_hiddens", "init_draft", "check_overfit", "train_draft@e003",
+    "train_draft@e009", "replay_trees@e003", "replay_trees@e009", "time_trees@e000", "prepare_prompts@eval",
 ]  # fmt: skip
 PLOTS = 6 + 3  # the last three of latencies
 INSIDE = 4  # more, of what happens inside trees, where any was looked into
@@ -96,13 +97,17 @@ def make_up_results(p: schema.Params) -> None:
         atomic.write_json(Path(f"results/{name}.json"), _made_up_report(stage))
 
 
-def make_up_spent(*records: str) -> None:
-    for record in records:
-        atomic.write_json(stage_record.locate_record(record), {"seconds": 60.0, "gpus": [], "joules": None})
+def make_up_spent(*stages: str, seconds: float = 60.0, gpus: tuple[str, ...] = (), joules: float | None = None) -> None:
+    """Add a line to the log of runs for each stage, named as train_draft@e003."""
+    stage_log.LOG_FILE.parent.mkdir(exist_ok=True)
+    with stage_log.LOG_FILE.open("a") as log:
+        for stage in stages:
+            run = stage_log.StageRun(stage, 0, 1, {}, seconds, list(gpus), joules)
+            log.write(json.dumps(asdict(run)) + "\n")
 
 
 def make_up_import(name: str) -> None:
-    make_up_spent(*(f"{stage}-{name}" for stage in ("import_draft", "replay_trees", "time_trees")))
+    make_up_spent(*(f"{stage}@{name}" for stage in ("import_draft", "replay_trees", "time_trees")))
     atomic.write_json(Path(f"results/train/{name}.json"), {"checkpoint": name, "weights": "cd" * 32})
 
 

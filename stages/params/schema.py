@@ -7,21 +7,18 @@ strings without a word, so a misspelt section would otherwise vanish from the gr
 This file and the sections are in no stage's `deps`: DVC tracks the values, and the code below holds none.
 """
 
-import inspect
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError, model_validator
 from ruamel.yaml.error import YAMLError
 
-from stages.params import stage_runs, yaml_text
+from stages.params import yaml_text
 from stages.params.benchmark_sections import Benchmark, BenchmarkServed
 from stages.params.data_sections import OWN_PROMPTS, FixData, PreparePrompts, SampleTarget
 from stages.params.draft_sections import CheckOverfit, ImportDraft, InitDraft, TrainDraft
 from stages.params.error_messages import explain_error, explain_yaml
-from stages.params.full_disk import explain_full_disk
 from stages.params.methods_section import BenchmarkMethods, DynamicRow, MethodRow, StaticRow
 from stages.params.recipe import Recipe
 from stages.params.schedule import Schedule
@@ -278,40 +275,6 @@ def check_draft_vocab(params: Params, vocab_size: int) -> None:
         )
 
 
-def split_stage_name(words: list[str]) -> list[str]:
-    """Return the arguments of a stage; where the one word is its name in the graph, `benchmark@eval-e003-t5_1_6`, its parts.
-
-    dvc.yaml passes that name by the environment variable DVC_STAGE, so that no shell parses what params.yaml names.
-
-    Raises:
-        ValueError: where params.yaml is not valid: a name with a `-` would be split in the wrong places.
-    """
-    if len(words) != 1 or "@" not in words[0]:
-        return words
-    load_params()
-    return words[0].rpartition("@")[2].split("-")
-
-
-def run_stage(main: Callable[..., None]) -> None:
-    """Run a stage's `main` with the command line's words; what the user can mend prints as one message and exits with 1."""
-    takes = inspect.signature(main)
-    try:
-        words = split_stage_name(sys.argv[1:])
-        try:
-            takes.bind(*words)
-        except TypeError:
-            wanted = " ".join(name.upper() for name in takes.parameters) or "no arguments"
-            raise ValueError(f"expected {wanted}, found {' '.join(words) or 'none'}") from None
-        with stage_runs.logged(sys.argv):
-            main(*words)
-    except Exception as error:
-        if full := explain_full_disk(error):
-            sys.exit(f"aerie: {full}")
-        if isinstance(error, ValueError):
-            sys.exit(f"aerie: {error}")
-        raise
-
-
 def main() -> None:
     params = load_params()
     check_raw_exists(params)
@@ -326,4 +289,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_stage(main)
+    try:
+        main()
+    except ValueError as error:
+        sys.exit(f"aerie: {error}")

@@ -26,6 +26,7 @@ from stages.params.benchmark_sections import Workload
 from stages.params.recipe import RECIPES_FOLDER, Recipe
 from stages.target import loading
 from stages.target.manifest import TargetManifest
+from stages.telemetry.run_stage import run_stage
 
 TARGETS_FOLDER = RECIPES_FOLDER / "targets"
 GIB, GB = 2**30, 1e9
@@ -332,4 +333,4 @@ def _get_itemsize(dtype: str) -> int:
 
 
 if __name__ == "__main__":
-    schema.run_stage(main)
+    run_stage(main)

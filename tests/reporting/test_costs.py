@@ -43,7 +43,7 @@ def serve(caps: list[int], dear: float, cheap: tuple[str, ...] = (*CHAINS, *TREE
     """Cells of a sweep on SGLang, whose cycles cost what those of the grid do, times `dear` at the largest concurrency."""
     workloads = {"eval": EVAL, "sweep": {**EVAL, "concurrency": caps, "repeats": 2}}
     edit_params(Path(), {"benchmark": {"workloads": workloads}})
-    make_up_spent("prepare_prompts-sweep")
+    make_up_spent("prepare_prompts@sweep")
     edit_params(Path(), {"benchmark_served": {"workloads": ["sweep"], "checkpoints": ["e009"], "trees": list(cheap)}})
     plain = [point(200, cap, plain_s(cap), requests=max(8, cap), seed=cap, repeats=2) for cap in caps]
     served_records.write_served_cell(served_cell("sweep", points=plain))

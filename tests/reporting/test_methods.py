@@ -128,7 +128,7 @@ def test_the_page_shows_both_tables_and_the_csv_has_the_rows(
     epoch = {"epoch": 1, "loss": 3.0, "step_loss": [1.0] * 4, "step_accuracy": [0.5] * 4, "seconds": 2.0}
     heads = {"checkpoint": "heads", "from": "e000", "epochs": [epoch], "seconds": 25.0, "weights": "0" * 64}
     report.atomic.write_json(Path("results/train/heads.json"), heads)
-    make_up_spent("train_draft-heads")
+    make_up_spent("train_draft@heads")
     with pytest.raises(ValueError, match=r"method-medusa\.json not found; run: dvc repro benchmark_methods@medusa"):
         report.main()
     for row in every_row():
