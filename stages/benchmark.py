@@ -117,7 +117,7 @@ def _run_cell(p: schema.Params, workload: str, name: str, tree_name: str, group:
         "workload": workload,
         "checkpoint": name,
         "tree": tree_name,
-        **tree.model_dump(),
+        **asdict(tree),
         "engine": served_records.TORCH_ENGINE,
         "definitions": torch_records.DEFINITIONS,
         "temperature": w.temperature,

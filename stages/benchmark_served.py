@@ -12,7 +12,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -426,7 +426,7 @@ def _build_cell(
         "workload": work.name,
         "checkpoint": side.checkpoint,
         "tree": side.names[1],
-        **(side.tree.model_dump() if side.tree else dict.fromkeys(TreeShape.model_fields)),
+        **(asdict(side.tree) if side.tree else dict.fromkeys(f.name for f in fields(TreeShape))),
         "engine": p.benchmark_served.engine,
         "status": served_records.UNSUPPORTED if reason else served_records.RAN,
         "reason": reason,

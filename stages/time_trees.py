@@ -36,7 +36,7 @@ def main(name: str) -> None:
     torch.set_num_threads(p.target.num_threads)
     started = time.perf_counter()
     made, s = manifest.read_manifest(), p.time_trees
-    prompt, trees = _build_prompt(s.context, made.image_token_id), s.trees()
+    prompt, trees = _build_prompt(s.context, made.image_token_id), s.list_trees()
     _check_fits(s, made.max_position_embeddings)
     engine, config = _build_engine(p, made, name)
 
@@ -95,7 +95,7 @@ def _build_prompt(tokens: int, picture: int | None) -> list[int]:
 def _check_fits(s: TimeTrees, holds: int) -> None:
     """Raises ValueError where the target holds too few positions for the context and the cycles that follow it."""
     need = s.context + max(
-        _count_committed_tokens(tree, s.warmup + s.cycles) + tree.num_draft_tokens for tree in s.trees()
+        _count_committed_tokens(tree, s.warmup + s.cycles) + tree.num_draft_tokens for tree in s.list_trees()
     )
     if need > holds:
         raise ValueError(

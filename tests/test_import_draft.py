@@ -171,6 +171,6 @@ def test_decoding_with_any_option_is_lossless_and_is_what_replay_counts(small_ru
         assert [t for step in steps for t in step.tokens] == plain == answer
         accepted, cycles, *_ = replay_answers(
             draft, engine.embedding, row.ids[None].long(), row.features[None], torch.tensor([row.prompt_length]),
-            torch.tensor([len(row.ids)]), [(6, 2, 12)],
+            torch.tensor([len(row.ids)]), [TreeShape(6, 2, 12)],
         )  # fmt: skip
         assert (accepted.item(), cycles.item()) == (sum(s.accepted for s in steps[1:]), len(steps) - 1)

@@ -23,6 +23,7 @@ from stages.data import conversations
 from stages.draft import checkpoint
 from stages.engine.decode import Engine
 from stages.params import schema
+from stages.params.tree_sections import TreeShape
 from stages.replay.replay import compute_capacity
 from stages.replay_trees import _batch_rows
 from stages.results import replay_records, torch_records
@@ -182,7 +183,7 @@ def test_hidden_states_of_another_split(project: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (pl.col("id") + "x", "row row0.0 is none of those in data/sampled/eval;"),
+        (pl.col("id") + "x", "row row0.0 is not among those in data/sampled/eval;"),
         (pl.col("answer_ids").list.head(3), "row row0.0 is another answer than those in data/sampled/eval;"),
     ],
 )
@@ -249,10 +250,13 @@ def test_every_row_is_in_one_batch_that_fits_or_is_alone(lengths: list[int], tok
         assert (len(batch) + 1) * following[0] > tokens
 
 
-def test_more_memory_and_fewer_topks_make_more_room_and_none_is_never_enough() -> None:
+NARROW, WIDE = TreeShape(4, 2, 8), TreeShape(4, 3, 8)
+
+
+def test_more_memory_and_fewer_topks_allow_larger_batches() -> None:
     draft, *_ = random_draft(1)
     some, more, fewer = (compute_capacity(draft, trees, memory) for trees, memory in (
-        ([(4, 2, 8), (4, 3, 8)], 1 << 20), ([(4, 2, 8), (4, 3, 8)], 1 << 24), ([(4, 2, 8)], 1 << 20),
+        ([NARROW, WIDE], 1 << 20), ([NARROW, WIDE], 1 << 24), ([NARROW], 1 << 20),
     ))  # fmt: skip
     assert some.places < more.places and some.tokens < more.tokens and some.places < fewer.places
-    assert compute_capacity(draft, [(16, 10, 64)], 1) == (1, 1)
+    assert compute_capacity(draft, [TreeShape(16, 10, 64)], 1) == (1, 1)

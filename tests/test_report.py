@@ -63,7 +63,7 @@ def make_up_results(p: schema.Params) -> None:
                 )
     for checkpoint, segment in p.train_draft.checkpoints.items():
         lines = [",".join(replay_records.REPLAY_COLUMNS)]
-        for tree in p.replay_trees.trees():
+        for tree in p.replay_trees.list_trees():
             tau = _tau(skill[checkpoint], tree) + chance.uniform(-0.15, 0.15)
             rate = (tau - 1) / tree.num_steps
             shape = tree.num_steps, tree.topk, tree.num_draft_tokens
@@ -244,7 +244,7 @@ def test_columns_come_in_their_order(made_up: schema.Params) -> None:
     )
     joined = report.REPLAY_TABLE.read_text().splitlines()
     assert joined[0] == ",".join(replay_records.REPLAY_COLUMNS)
-    assert len(joined) - 1 == len(made_up.replay_trees.trees()) * len(made_up.train_draft.checkpoints)
+    assert len(joined) - 1 == len(made_up.replay_trees.list_trees()) * len(made_up.train_draft.checkpoints)
 
 
 def test_replayed_tau_stands_beside_the_served_one_where_the_grid_has_the_tree(made_up: schema.Params) -> None:
@@ -465,7 +465,7 @@ def test_what_happens_inside_trees_is_shown_where_any_was_looked_into(made_up: s
     report.main()
     assert "Inside some trees" not in report.PAGE_FILE.read_text()
     for name in made_up.replay_trees.checkpoints:
-        replay_records.write_tree_statistics(name, made_up_inside(made_up.replay_trees.watched()))
+        replay_records.write_tree_statistics(name, made_up_inside(made_up.replay_trees.traced_trees()))
     report.main()
     page = report.PAGE_FILE.read_text()
     assert page.count("<svg") == PLOTS + INSIDE and "#0303" not in page

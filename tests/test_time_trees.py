@@ -41,7 +41,7 @@ def project(talking_project: Path) -> Path:
 def test_every_tree_of_the_grid_has_a_cost(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     time_trees.main("e000")
     found = timing_grid.read_timing_grid("e000", "tiny")
-    trees = schema.load_params().time_trees.trees()
+    trees = schema.load_params().time_trees.list_trees()
     assert [(r["steps"], r["topk"], r["tokens"]) for r in found["grid"]] == [
         (t.num_steps, t.topk, t.num_draft_tokens) for t in trees
     ]
@@ -79,7 +79,7 @@ def test_every_round_decodes_each_once_forth_and_back(project: Path, monkeypatch
     monkeypatch.setattr(Engine, "plain", lambda *words: noted(plain, *words))
     monkeypatch.setattr(Engine, "speculative", lambda *words: noted(speculative, *words))
     time_trees.main("e000")
-    each = len(schema.load_params().time_trees.trees()) + 1
+    each = len(schema.load_params().time_trees.list_trees()) + 1
     rounds = [begun[at : at + each] for at in range(0, len(begun), each)]
     assert len(rounds) == 3 and set(Counter(begun).values()) == {3}
     assert rounds[1] == rounds[0][::-1] and rounds[2] == rounds[0] and rounds[0][0] == ()
