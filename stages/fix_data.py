@@ -192,7 +192,7 @@ def judge_chunk(chunk: readers.RawChunk, params: FixData, file: Path, eval_sourc
         else:
             first = params.eval_rows is None or place < params.eval_rows
             part.evaluation.append(chunk.source == eval_source and first)
-    if params.near_duplicate is not None:
+    if params.near_duplicate_threshold is not None:
         part.signatures = near_duplicates.compute_signatures(
             ["\n".join(m["content"] for m in c.messages) for c in kept]
         )
@@ -349,14 +349,14 @@ def assign_splits(parts: list[JudgedChunk], params: FixData) -> tuple[np.ndarray
         "overlap": {"policy": params.eval_overlap, "exact": int(overlap.sum()), "near": None},
         "near_duplicates": None,
     }
-    if params.near_duplicate is None or not len(fates):
+    if params.near_duplicate_threshold is None or not len(fates):
         return fates, report
 
     kept = np.flatnonzero(fates <= FATE_EVAL)
     ranks = np.full(len(fates), -1)
     ranks[np.r_[kept[evaluation[kept]], kept[~evaluation[kept]]]] = np.arange(len(kept))  # eval rows come first
     signatures = [part.signatures for part in parts if part.signatures is not None]
-    linked, alike = near_duplicates.find_similar_pairs(signatures, params.near_duplicate)
+    linked, alike = near_duplicates.find_similar_pairs(signatures, params.near_duplicate_threshold)
     both = (ranks[linked] >= 0).all(1)
     linked, alike = linked[both], alike[both]
     by_rank = np.argsort(np.where(ranks < 0, len(fates), ranks), kind="stable")[: len(kept)]
@@ -377,7 +377,7 @@ def assign_splits(parts: list[JudgedChunk], params: FixData) -> tuple[np.ndarray
             taken.add(head)
     report["overlap"]["near"] = int(near.sum())
     report["near_duplicates"] = {
-        "threshold": params.near_duplicate,
+        "threshold": params.near_duplicate_threshold,
         "measure": f"MinHash of {near_duplicates.MINHASH_SLOTS} slots over runs of {near_duplicates.SHINGLE_CHARACTERS} characters",
         "pairs_found": len(linked),
         "dropped": int((fates == FATE_NEAR_DUPLICATE).sum()),

@@ -109,11 +109,11 @@ def _make_random_prompts(w: Workload, split: pl.DataFrame) -> list[Row]:
     as there are places: few rows then make many prompts, and a prefix cache finds little.
     """
     assert w.input_tokens is not None and w.num_prompts is not None
-    texts = [ids for _, ids, images in split.iter_rows() if not images][w.begin : w.end]
+    texts = [ids for _, ids, images in split.iter_rows() if not images][w.start : w.stop]
     if not texts:
         raise ValueError(
-            f"{EVAL_FOLDER} has no prompt without pictures from {w.begin} on, expected some whose tokens random prompts can be made "
-            "of: a picture can't be cut. Lower the workload's begin, or serve prompts: eval"
+            f"{EVAL_FOLDER} has no prompt without pictures from {w.start} on, expected some whose tokens random prompts can be "
+            "made of: a picture can't be cut. Lower the workload's start, or serve prompts: eval"
         )
     count = w.num_prompts + w.warmup
     draws = [np.random.default_rng([w.seed, draw]) for draw in (LENGTHS_STREAM, SHARES_STREAM, PLACES_STREAM)]
@@ -143,19 +143,19 @@ def _select_prompts(workload: str, w: Workload, there: list[T]) -> tuple[list[T]
     Raises:
         ValueError: where none lies from `begin` on.
     """
-    taken = there[w.begin : w.end]
+    taken = there[w.start : w.stop]
     if not taken:
         raise ValueError(
-            f"{PARAMS_FILE}: benchmark.workloads.{workload}.begin is {w.begin}, expected at most {len(there) - 1}: "
+            f"{PARAMS_FILE}: benchmark.workloads.{workload}.start is {w.start}, expected at most {len(there) - 1}: "
             f"{w.prompts} has {len(there)} prompts, counted from 0"
         )
     measured = taken[: w.num_prompts]
     if w.num_prompts is not None and len(measured) < w.num_prompts:
         print(
-            f"note: workload {workload} asks for {w.num_prompts} prompts, {w.prompts} has {len(measured)} from {w.begin} to "
-            f"{'its end' if w.end is None else w.end}"
+            f"note: workload {workload} asks for {w.num_prompts} prompts, {w.prompts} has {len(measured)} from {w.start} to "
+            f"{'its end' if w.stop is None else w.stop}"
         )
-    others = [*there[w.begin + len(measured) :], *there[: w.begin]]
+    others = [*there[w.start + len(measured) :], *there[: w.start]]
     return measured, list(itertools.islice(itertools.chain(others, itertools.cycle(measured)), w.warmup))
 
 
@@ -165,7 +165,7 @@ def _check_prompts_fit(workload: str, rows: list[Row], most: int) -> None:
         if (count := len(row["prompt_ids"])) >= most:
             raise ValueError(
                 f"prepare_prompts: workload {workload}, prompt {row['id']} has {count} tokens, expected fewer than the "
-                f"{most} that the target holds (max_position_embeddings); set begin and end around it, lower input_tokens, "
+                f"{most} that the target holds (max_position_embeddings); set start and stop around it, lower input_tokens, "
                 "or take another set"
             )
 
