@@ -15,7 +15,7 @@ from pathlib import Path
 from ruamel.yaml import YAML
 
 from benchmarks.served import of_kit, stage
-from pipeline.__main__ import use
+from pipeline.recipes import use_recipe
 
 TREE, CHECKPOINT, OTHERS = "t8_2_16", "e009", ["t8_1_9", "t5_4_16", "t10_3_32"]
 
@@ -40,7 +40,7 @@ def main() -> None:
 
 def edit(o: argparse.Namespace) -> list[str]:
     """-> the table's rows."""
-    use(o.recipe)
+    use_recipe(o.recipe)
     yaml = YAML()
     p = yaml.load(Path("params.yaml").read_text())
     p["target"] |= {"device": o.device, "dtype": o.dtype} | ({"model": o.model} if o.model else {})

@@ -21,7 +21,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from pipeline.__main__ import use
+from pipeline.recipes import use_recipe
 from stages.results import replay_records, served_records
 
 TREES = ["t5_1_6", "t8_2_16", "t10_3_32", "t5_4_16", "t6_10_32", "t8_2_8"]  # the last one SGLang refuses
@@ -66,7 +66,7 @@ def of_kit(server: dict[str, Any], kit: str) -> dict[str, Any]:
 
 
 def edit(o: argparse.Namespace) -> None:
-    use(o.recipe)
+    use_recipe(o.recipe)
     yaml = YAML()
     p = yaml.load(Path("params.yaml").read_text())
     p["target"] |= {"device": o.device, "dtype": o.dtype}

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from pipeline import __main__ as cli
-from pipeline import versions
+from pipeline import cli, dvc_graph, versions
 from stages.telemetry import run_stage, stage_log
 from stages.telemetry.stage_log import StageRun
 
@@ -109,9 +108,9 @@ def test_log_and_lock_are_read_only_where_one_has_changed(monkeypatch: pytest.Mo
 def test_stale_says_so_and_nothing_is_stale_all_the_same(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli.dvc_graph, "explain_stale", dict)
+    monkeypatch.setattr(dvc_graph, "explain_stale", dict)
     ran("init_draft", torch="1.13.1")
-    cli.main(["stale"])
+    cli.run_command_line(["stale"])
     told = capsys.readouterr().out.splitlines()
     assert told[0].startswith("made by other versions: init_draft (torch 1.13.1") and told[1:] == ["nothing is stale"]
 
