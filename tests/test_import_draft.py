@@ -19,6 +19,7 @@ from stages.engine.decode import Engine
 from stages.hidden_states import format
 from stages.replay.replay import replay_answers
 from stages.target import loading, manifest
+from stages.params.tree_sections import TreeShape
 from tests.conftest import dvc, edit_params
 from tests.draft.slow_draft import OPTIONS
 
