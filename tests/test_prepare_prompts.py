@@ -103,7 +103,7 @@ def test_pictures_go_along(project: Path) -> None:
     rows = split(project)
     assert [row["images"] for row in ask(project, "eval")[0]] == [row["images"] for row in rows[:5]]
     assert rows[0]["images"] == [f"pictures/{rows[0]['id']}.png"]
-    with pytest.raises(ValueError, match="has no prompt without pictures from 0 on"):
+    with pytest.raises(ValueError, match="has no prompt without images from 0 on"):
         ask(project, "chat", **RANDOM)
 
 
@@ -177,7 +177,7 @@ def test_a_prompt_that_leaves_no_room_is_named_before_anything_is_served(project
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prompt_sets, "read_prompt_set", lambda *_: [long])
         with pytest.raises(
-            ValueError, match=r"workload chat, prompt long has \d{4} tokens, expected fewer than the 2048 that"
+            ValueError, match=r"workload chat, prompt long has \d{4} tokens, expected fewer than the 2048 of"
         ):
             ask(project, "alpaca")
 

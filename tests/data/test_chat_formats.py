@@ -18,7 +18,7 @@ TOOLS = [{"type": "function", "function": {"name": "forecast"}}]
 
 
 def kept_as(data: bytes, extension: str | None) -> str | None:
-    """Stands in for fix_data.keep_picture: any file is kept, bytes never."""
+    """Stands in for row_cleaning.save_waiting_image: any file is kept, bytes never."""
     return None if extension is None else f"{data!r}{extension}"
 
 
@@ -51,7 +51,7 @@ def read(row: dict[str, Any], folder: str | None = None) -> chat_formats.Convers
 def test_a_row_of_each_format(kind: str, row: dict[str, Any], messages: list[dict[str, str]]) -> None:
     assert chat_formats.detect_format(row) == kind and chat_formats.has_format(row, kind)
     found = read(row)
-    assert found.messages == messages and found.extras() == []
+    assert found.messages == messages and found.list_extras() == []
 
 
 def test_tools_calls_and_reasoning_stay_with_their_messages() -> None:

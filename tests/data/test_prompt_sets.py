@@ -113,7 +113,7 @@ BROKEN = [
         "expected an answer that ends in #### and a number, found ...'42'",
     ),
     ("gsm8k", {"question": "How many?", "answer": "#### many"}, "expected an answer that ends in #### and a number"),
-    ("mt_bench", GSM8K, "expected turns, a list of what the user says, found the keys question, answer"),
+    ("mt_bench", GSM8K, "expected turns, a list of the user's messages, found the keys question, answer"),
     ("mt_bench", {"question_id": 1, "turns": []}, "expected turns to be a list of texts, found '[]'"),
     ("mt_bench", {"question_id": 1, "turns": ["a", ""]}, "expected turns to be a list of texts"),
     (

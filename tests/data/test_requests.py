@@ -24,7 +24,7 @@ def row(name: str, turns: str, **changes: Any) -> dict[str, Any]:
 def asked(tmp_path: Path, rows: list[dict[str, Any]], most: int | None = None) -> list[list[requests.TargetRequest]]:
     path = tmp_path / "train.parquet"
     conversations.write_table(path, pl.DataFrame(rows, schema=conversations.FIXED_SCHEMA), conversations.FIXED_SCHEMA)
-    return list(requests.read_requests(path, requests.choose(path, most)))
+    return list(requests.read_requests(path, requests.select_requests(path, most)))
 
 
 def names_of(found: list[list[requests.TargetRequest]]) -> set[str]:
@@ -42,14 +42,16 @@ def rows_of(source: str, count: int) -> list[dict[str, Any]]:
 def test_one_question_for_each_answer_in_order(tmp_path: Path) -> None:
     rows = [row("x", "uaua"), row("none", "u"), row("y", "ua"), row("z", "uaua")]
     found = asked(tmp_path, rows)
-    assert [[(q.position, q.id, q.turn) for q in group] for group in found] == [
+    assert [[(q.position, q.id, q.answer_index) for q in group] for group in found] == [
         [(0, "x.0", 1), (1, "x.1", 3)], [(2, "y.0", 1)], [(3, "z.0", 1), (4, "z.1", 3)],
     ]  # fmt: skip
     for most in range(7):
         some = asked(tmp_path, rows, most)
         assert sum(map(len, some)) == min(most, 5)
         assert [q.position for group in some for q in group] == list(range(min(most, 5)))
-        assert all([q.turn for q in group] == [1, 3][: len(group)] for group in some)  # no later turn without the first
+        assert all(
+            [q.answer_index for q in group] == [1, 3][: len(group)] for group in some
+        )  # no later turn without the first
 
 
 def test_a_few_questions_are_of_every_file(tmp_path: Path) -> None:
@@ -58,12 +60,12 @@ def test_a_few_questions_are_of_every_file(tmp_path: Path) -> None:
     found = names_of(asked(tmp_path, rows, 100))
     assert len(found) == 100
     assert 15 <= sum(name.startswith("b") for name in found) <= 35
-    choice = requests.choose(tmp_path / "train.parquet", 100)
-    assert list(choice.sources) == ["a.jsonl", "b.jsonl"]
-    assert choice.asked == sum(share.asked for share in choice.sources.values()) == 100
-    assert choice.not_asked == 300
-    assert choice.sources["b.jsonl"].asked == sum(name.startswith("b") for name in found)
-    assert choice.sources["b.jsonl"].asked + choice.sources["b.jsonl"].not_asked == 100
+    selection = requests.select_requests(tmp_path / "train.parquet", 100)
+    assert list(selection.sources) == ["a.jsonl", "b.jsonl"]
+    assert selection.num_requests == sum(share.asked for share in selection.sources.values()) == 100
+    assert selection.num_unrequested == 300
+    assert selection.sources["b.jsonl"].asked == sum(name.startswith("b") for name in found)
+    assert selection.sources["b.jsonl"].asked + selection.sources["b.jsonl"].not_asked == 100
 
 
 def test_the_files_order_is_in_no_choice(tmp_path: Path) -> None:
@@ -124,7 +126,7 @@ def test_what_is_no_tool_is_said(tmp_path: Path) -> None:
         for n, text in enumerate([*bad, '[{"name": "a", "arguments": "no"}]'])
     ]
     found = asked(tmp_path, [*rows, row("fine", "ua")])
-    assert [group[0].malformed for group in found] == ["malformed_tools"] * len(rows) + [None]
+    assert [group[0].unusable_reason for group in found] == ["malformed_tools"] * len(rows) + [None]
     assert [group[0].position for group in found] == list(range(len(rows) + 1))
 
 
@@ -134,7 +136,7 @@ def test_arguments_nested_too_deep_for_a_template_are_malformed(tmp_path: Path, 
     deep = '{"a":' * levels + "1" + "}" * levels
     calls = [None, json.dumps([{"name": "sky", "arguments": deep}])]
     ((first,),) = asked(tmp_path, [row("x", "ua", tool_calls=calls)])
-    assert first.malformed == "malformed_tools"
+    assert first.unusable_reason == "malformed_tools"
 
 
 def test_pictures_are_parts_in_their_places(tmp_path: Path) -> None:
@@ -153,7 +155,7 @@ def test_pictures_are_parts_in_their_places(tmp_path: Path) -> None:
     assert [part.get("text") for part in first.messages[2]["content"]] == ["and ", None, " now"]
     assert (first.images, second.images) == (["a.png", "b.png"], ["a.png", "b.png", "c.png"])
     assert text.messages[0]["content"] == "a text with <image> in it" and not text.images
-    assert (first.malformed, text.malformed, answer.malformed) == (None, None, "image_in_answer")
+    assert (first.unusable_reason, text.unusable_reason, answer.unusable_reason) == (None, None, "image_in_answer")
     sent = requests.convert_to_openai(first.messages, lambda path: f"data:{path}")
     assert sent[2]["content"] == [
         {"type": "text", "text": "and "},

@@ -163,9 +163,12 @@ def test_keep_repairs_the_table_and_leaves_what_stands_around_it() -> None:
 def test_another_table_is_another_schema() -> None:
     """Nothing of the weather is in the logic: a first column of text, no dates, no order, other keys."""
     stock = toon.ToonSchema(
-        keys=(toon.ToonColumn(name="shop", kind="text"), toon.ToonColumn(name="week", kind="int", least=1, most=53)),
+        keys=(
+            toon.ToonColumn(name="shop", kind="text"),
+            toon.ToonColumn(name="week", kind="int", minimum=1, maximum=53),
+        ),
         table="items",
-        columns=(toon.ToonColumn(name="name", kind="text"), toon.ToonColumn(name="left", kind="int", least=0)),
+        columns=(toon.ToonColumn(name="name", kind="text"), toon.ToonColumn(name="left", kind="int", minimum=0)),
     )
     text = "shop: North\nweek: 7\nitems[2]{name,left}:\n  nail,300\n  screw,20"
     assert toon.repair_toon(text, None, "strip", stock) == toon.ToonRepair(text, "clean")
