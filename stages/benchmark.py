@@ -281,7 +281,7 @@ def _build_engine(p: schema.Params, w: Workload, name: str, group: distributed.R
     config, tensors = checkpoint.read_draft(checkpoint.locate_checkpoint(name), p.made_by(name))
     draft = Eagle3Draft.of(config, tensors).to(group.device, model.dtype).requires_grad_(False)
     eos = [] if w.ignore_eos else made.eos_token_ids
-    return BatchEngine(model, eos, made.feature_layers, draft, p.benchmark.semantics)
+    return BatchEngine(model, eos, made.feature_layers, draft, p.benchmark.tree_scoring)
 
 
 def _measure_divergence_margin(

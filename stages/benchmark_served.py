@@ -450,7 +450,7 @@ def _build_cell(
 
 def _build_fingerprint(work: ServedCellContext, side: MeasuredServer, hardware: dict[str, Any]) -> dict[str, Any]:
     """What must agree for a speedup to be one. The server's context length is not in it: it moves nothing that is timed."""
-    asked_for = work.w.model_dump()
+    asked_for = work.w.list_settings()
     words = json.dumps([work.rows.select("id", "prompt_ids", "length_share").to_dicts(), asked_for], sort_keys=True)
     setup = asdict(work.setup) | {"folder": work.made.model, "context_length": None}
     target = [work.made.model, work.made.revision, work.made.config_digest]

@@ -87,18 +87,18 @@ def _read_set_prompts(
 
 
 def _make_random_prompts(w: Workload, split: pl.DataFrame) -> list[PromptRow]:
-    """Return num_prompts prompts to measure and `warmup` more, made of the eval rows from `begin` to `end`.
+    """Return num_prompts prompts to measure and `warmup` more, made of the eval rows from `start` to `stop`.
 
     As in SGLang's bench_serving, lengths are uniform from length_range of input_tokens to input_tokens, and a prompt is a
     row's tokens cut or repeated. There a prompt starts with the row's first token, here at any token, a different one each
     time until all are used: a few rows thus make many prompts, and a prefix cache finds little.
     """
     assert w.input_tokens is not None and w.num_prompts is not None
-    texts = [ids for _, ids, images in split.iter_rows() if not images][w.begin : w.end]
+    texts = [ids for _, ids, images in split.iter_rows() if not images][w.start : w.stop]
     if not texts:
         raise ValueError(
-            f"{EVAL_FOLDER} has no prompt without images from {w.begin} on, expected some to make random prompts of: an image "
-            "can't be cut. Lower the workload's begin, or set its prompts to eval"
+            f"{EVAL_FOLDER} has no prompt without images from {w.start} on, expected some to make random prompts of: an image "
+            "can't be cut. Lower the workload's start, or set its prompts to eval"
         )
     count = w.num_prompts + w.warmup
     rngs = [np.random.default_rng([w.seed, stream]) for stream in (LENGTHS_STREAM, SHARES_STREAM, STARTS_STREAM)]
@@ -123,21 +123,21 @@ def _select_prompts(workload: str, w: Workload, available: list[T]) -> tuple[lis
     not suffice: a server's prefix cache would otherwise hold measured prompts.
 
     Raises:
-        ValueError: where no prompt is left from `begin` on.
+        ValueError: where no prompt is left from `start` on.
     """
-    window = available[w.begin : w.end]
+    window = available[w.start : w.stop]
     if not window:
         raise ValueError(
-            f"{PARAMS_FILE}: benchmark.workloads.{workload}.begin is {w.begin}, expected at most {len(available) - 1}: "
+            f"{PARAMS_FILE}: benchmark.workloads.{workload}.start is {w.start}, expected at most {len(available) - 1}: "
             f"{w.prompts} has {len(available)} prompts, counted from 0"
         )
     measured = window[: w.num_prompts]
     if w.num_prompts is not None and len(measured) < w.num_prompts:
         print(
-            f"note: workload {workload} asks for {w.num_prompts} prompts, {w.prompts} has {len(measured)} from {w.begin} to "
-            f"{'its end' if w.end is None else w.end}"
+            f"note: workload {workload} asks for {w.num_prompts} prompts, {w.prompts} has {len(measured)} from {w.start} to "
+            f"{'its end' if w.stop is None else w.stop}"
         )
-    others = [*available[w.begin + len(measured) :], *available[: w.begin]]
+    others = [*available[w.start + len(measured) :], *available[: w.start]]
     return measured, list(itertools.islice(itertools.chain(others, itertools.cycle(measured)), w.warmup))
 
 
@@ -147,7 +147,7 @@ def _check_prompts_fit(workload: str, rows: list[PromptRow], max_positions: int)
         if (count := len(row.prompt_ids)) >= max_positions:
             raise ValueError(
                 f"prepare_prompts: workload {workload}, prompt {row.id} has {count} tokens, expected fewer than the "
-                f"{max_positions} of the target's max_position_embeddings; set begin and end around it, lower input_tokens, "
+                f"{max_positions} of the target's max_position_embeddings; set start and stop around it, lower input_tokens, "
                 "or take another set"
             )
 

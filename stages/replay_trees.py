@@ -231,7 +231,7 @@ def _replay_rows(
             features = pad_sequence([r.features for r in batch], batch_first=True).to(device)
             starts = torch.tensor([r.prompt_length for r in batch], device=device)
             ends = torch.tensor([len(r.ids) for r in batch], device=device)
-            shown, grown = _collate_multimodal(batch, device), settings.semantics
+            shown, grown = _collate_multimodal(batch, device), settings.tree_scoring
             given = draft, embedding, ids, features, starts, ends
             found = replay_answers(*given, shapes, shown, grown, fits.places, watched)
             accepted[here], cycles[here] = found.accepted.cpu().numpy(), found.cycles.cpu().numpy()

@@ -175,17 +175,17 @@ def read_cells(p: schema.Params) -> list[Row]:
 def read_methods(p: schema.Params) -> list[Row]:
     """The rows of the table of methods that params.yaml lists."""
     listed = p.benchmark_methods
-    trained = [method_records.read_method_cell(row, f"benchmark_methods@{row}") for row in listed.drafted]
+    trained = [method_records.read_method_cell(row, f"benchmark_methods@{row}") for row in listed.with_draft]
     return [
         *trained,
-        *(method_records.read_method_cell(row, f"benchmark_methods_baseline@{row}") for row in listed.draftless),
+        *(method_records.read_method_cell(row, f"benchmark_methods_baseline@{row}") for row in listed.without_draft),
     ]
 
 
 def _list_torch_workloads(p: schema.Params, alone: bool) -> list[str]:
     """The torch engine's workloads that are answered prompt by prompt, or those that are measured in loads."""
     every = p.benchmark.workloads
-    return [name for name in p.benchmark.torch if every[name].alone == alone]
+    return [name for name in p.benchmark.torch_workloads if every[name].alone == alone]
 
 
 def _get_served_axes(p: schema.Params) -> tuple[list[str], list[str], list[str]]:
@@ -217,7 +217,7 @@ def _predict_speedups(
         )
 
     every = p.benchmark.workloads
-    temperatures = dict.fromkeys(float(every[name].temperature) for name in p.benchmark.torch) or {0.0: None}
+    temperatures = dict.fromkeys(float(every[name].temperature) for name in p.benchmark.torch_workloads) or {0.0: None}
     of_servers = [
         line for line in lines if line.cell["engine"] != TORCH_ENGINE
     ]  # the torch engine's cost is its timing grid

@@ -50,7 +50,7 @@ def main(name: str) -> None:
     ]
     fit = cost_fit.fit_cost_model(grid)
     step = _summarise_median("step_s", seconds[0])
-    also = {"dtype": p.target.dtype, "semantics": p.benchmark.semantics}
+    also = {"dtype": p.target.dtype, "semantics": p.benchmark.tree_scoring}
     found: dict[str, Any] = {
         "definitions": timing_grid.COST_DEFINITIONS,
         "engine": "torch",
@@ -59,7 +59,7 @@ def main(name: str) -> None:
         "checkpoint": name,
         "draft": config,
         "target": [made.model, made.revision, made.config_digest],
-        "settings": s.model_dump(exclude={"checkpoints"}) | also,
+        "settings": s.list_settings() | also,
         "plain": [{"batch": BATCH_SIZE} | step],
         "grid": grid,
         "fit": fit.to_json(),
@@ -116,7 +116,7 @@ def _build_engine(p: schema.Params, made: manifest.TargetManifest, name: str) ->
     )
     config, tensors = checkpoint.read_draft(checkpoint.locate_checkpoint(name), p.made_by(name))
     draft = Eagle3Draft.of(config, tensors).to(p.target.device, model.dtype).requires_grad_(False)
-    return Engine(model, [], made.feature_layers, draft, p.benchmark.semantics), config
+    return Engine(model, [], made.feature_layers, draft, p.benchmark.tree_scoring), config
 
 
 def _make_speculative_decoding(engine: Engine, prompt: list[int], tree: TreeShape, cycles: int) -> StartDecoding:

@@ -37,11 +37,18 @@ SMALL = {
     },
     "replay_trees": {
         "checkpoints": ["e003", "straight"],
-        "steps": [1, 2, 3, 5, 8],
+        "num_steps": [1, 2, 3, 5, 8],
         "topk": [1, 2, 3],
-        "tokens": [4, 8, 16],
+        "num_draft_tokens": [4, 8, 16],
     },
-    "time_trees": {"steps": [1, 3, 6], "topk": [1, 2], "tokens": [2, 4, 8], "context": 32, "cycles": 1, "repeats": 2},
+    "time_trees": {
+        "num_steps": [1, 3, 6],
+        "topk": [1, 2],
+        "num_draft_tokens": [2, 4, 8],
+        "context": 32,
+        "cycles": 1,
+        "repeats": 2,
+    },
     "benchmark": {
         "workloads": {"eval": {**EVAL, "num_prompts": 6, "warmup": 0, "max_new_tokens": 40}},
         "checkpoints": ["e003"],

@@ -348,7 +348,7 @@ def test_one_process_or_several_and_chunks_of_any_size_make_the_same_bytes(
     rows += [{**r, "id": "again"} for r in rows[::40]] + [{"prompt": "?"}] * 5
     rows += [{**r, "answer": r["answer"][:-9] + "different"} for r in rows[5:300:30]]
     write_raw(rows)
-    set_lines(near_duplicate="0.8")
+    set_lines(near_duplicate_threshold="0.8")
     outcomes = []
     for size, processors in ((1 << 22, 2), (20_000, 2), (20_000, 1), (3_000, 1)):
         monkeypatch.setattr(readers, "CHUNK_BYTES", size)
@@ -589,7 +589,7 @@ def test_near_duplicates_leave_their_first(home: Path) -> None:
     set_lines()
     _, _, report = outcome()
     assert report["rows_out"] == 80 and report["near_duplicates"] is None and report["overlap"]["near"] is None
-    set_lines(near_duplicate="0.8")
+    set_lines(near_duplicate_threshold="0.8")
     train, evaluation, report = outcome()
     # The question, and so the split, is that of the first.
     assert report["dropped_reasons"] == {"near_duplicate": 20} and report["near_duplicates"]["dropped"] == 20
@@ -608,7 +608,7 @@ def test_near_duplicates_across_the_hash_split(home: Path, policy: str) -> None:
     side = dict.fromkeys(train["id"], "train") | dict.fromkeys(evaluation["id"], "eval")
     apart = sum(side[r["id"]] != side[f"near {r['id']}"] for r in rows)
     assert apart > 5
-    set_lines(near_duplicate="0.8", eval_overlap=policy)
+    set_lines(near_duplicate_threshold="0.8", eval_overlap=policy)
     train, evaluation, report = outcome()
     assert report["overlap"] == {"policy": policy, "exact": 0, "near": apart}
     if policy == "remove":
@@ -625,7 +625,7 @@ def test_the_first_rows_of_the_raw_file_for_evaluation(home: Path) -> None:
     write_raw(
         [*rows, {**rows[3], "id": "same"}, {**rows[4], "id": "asks the same", "answer": "Other."}, altered(rows[5])]
     )
-    set_lines(eval_file="weather_toon.jsonl", eval_rows="30", near_duplicate="0.8")
+    set_lines(eval_file="weather_toon.jsonl", eval_rows="30", near_duplicate_threshold="0.8")
     train, evaluation, report = outcome()
     assert evaluation["id"].to_list() == [r["id"] for r in rows[:30]]
     assert train["id"].to_list() == [r["id"] for r in rows[30:]]
@@ -641,7 +641,7 @@ def test_a_given_eval_file_wins_over_training_rows_that_come_before_it(home: Pat
     near = {**rows[3], "id": "near", "prompt": "Please: " + rows[3]["prompt"]}
     for name, some in (("a_train.jsonl", [*rows[:10], near, *rows[30:]]), ("z_test.jsonl", [*rows[:30], rows[0]])):
         (folder / name).write_text("".join(json.dumps(r) + "\n" for r in some))
-    set_lines(raw="data/both", eval_file="z_test.jsonl", eval_overlap=policy, near_duplicate="0.8")
+    set_lines(raw="data/both", eval_file="z_test.jsonl", eval_overlap=policy, near_duplicate_threshold="0.8")
     train, evaluation, report = outcome()
     assert evaluation["id"].to_list() == [r["id"] for r in rows[:30]]
     assert (

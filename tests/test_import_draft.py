@@ -138,7 +138,7 @@ def test_a_config_of_ones_own_and_the_options(project: Path, tmp_path: Path) -> 
         "rope_theta": 20000,
     }
     (root / "draft_configs/mine.json").write_text(json.dumps(mine | {"model_type": "llama", "use_cache": True}))
-    asked = {"draft_config_path": "draft_configs/mine.json", "fc_norm": True, "norm_output": True, "window": 16}
+    asked = {"draft_config_path": "draft_configs/mine.json", "fc_norm": True, "norm_output": True, "sliding_window": 16}
     edit_params(root, {"init_draft": asked})
     done = run(root, "stages.init_draft")
     assert done.returncode == 0, done.stderr

@@ -110,13 +110,13 @@ def test_pictures_go_along(project: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "measured", "warm"),
     [
-        ({"begin": 2, "end": 5, "num_prompts": None}, [2, 3, 4], [5]),
-        ({"begin": 2, "end": 5, "num_prompts": 2}, [2, 3], [4]),
-        ({"begin": 10, "num_prompts": None, "warmup": 3}, [10, 11], [0, 1, 2]),
+        ({"start": 2, "stop": 5, "num_prompts": None}, [2, 3, 4], [5]),
+        ({"start": 2, "stop": 5, "num_prompts": 2}, [2, 3], [4]),
+        ({"start": 10, "num_prompts": None, "warmup": 3}, [10, 11], [0, 1, 2]),
         ({"num_prompts": None, "warmup": 2}, [*range(12)], [0, 1]),
         ({"num_prompts": 11, "warmup": 4}, [*range(11)], [11, 0, 1, 2]),
         ({"num_prompts": 1, "warmup": 0}, [0], []),
-        ({"begin": 11, "num_prompts": 1, "warmup": 14}, [11], [*range(11), 11, 11, 11]),
+        ({"start": 11, "num_prompts": 1, "warmup": 14}, [11], [*range(11), 11, 11, 11]),
     ],
 )
 def test_which_are_measured_and_which_warm_up(
@@ -132,7 +132,7 @@ def test_too_few_are_said_and_none_are_refused(project: Path, capsys: pytest.Cap
     measured, _ = ask(project, "eval", num_prompts=50, begin=3)
     assert len(measured) == 9
     assert "note: workload chat asks for 50 prompts, eval has 9 from 3 to its end\n" in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"benchmark\.workloads\.chat\.begin is 12, expected at most 11: eval has 12"):
+    with pytest.raises(ValueError, match=r"benchmark\.workloads\.chat\.start is 12, expected at most 11: eval has 12"):
         ask(project, "eval", begin=12)
 
 

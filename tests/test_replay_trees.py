@@ -36,9 +36,9 @@ SETTINGS: dict[str, Any] = {
     "target": {"model": "tiny", "num_threads": 1, "feature_layers": [1, 2, 3]},
     "sample_target": {"temperature": 0.7, "top_p": 0.9},
     "init_draft": {"draft_vocab_size": 6},
-    "replay_trees": {"checkpoints": ["e003"], "steps": [1, 3], "topk": [1, 2], "tokens": [4, 6]},
+    "replay_trees": {"checkpoints": ["e003"], "num_steps": [1, 3], "topk": [1, 2], "num_draft_tokens": [4, 6]},
     "benchmark": {
-        "workloads": {"eval": {**DRAWN, "temperature": 0.0}, "drawn": DRAWN}, "torch": ["eval", "drawn"],
+        "workloads": {"eval": {**DRAWN, "temperature": 0.0}, "drawn": DRAWN}, "torch_workloads": ["eval", "drawn"],
         "checkpoints": ["e003"], "trees": ["t3_1_4", "t3_2_6"],
     },
 }  # fmt: skip
@@ -68,7 +68,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 Path("data/sampled") / split / conversations.name_shard(0), table, conversations.SAMPLED_SCHEMA
             )
         extract_hiddens.main()
-        for workload in p.benchmark.torch:
+        for workload in p.benchmark.torch_workloads:
             prepare_prompts.main(workload)
     return project
 

@@ -55,7 +55,7 @@ def make_up_results(p: schema.Params) -> None:
     """Cells, replays and stage reports that could be true: accept lengths fall off with depth, epochs help or hurt."""
     chance = random.Random(4)
     skill = {name: 0.80 - 0.03 * i for i, name in enumerate(p.train_draft.checkpoints)}
-    for workload in p.benchmark.torch:
+    for workload in p.benchmark.torch_workloads:
         for checkpoint in p.benchmark.checkpoints:
             for name in p.benchmark.trees:
                 torch_records.write_torch_cell(
@@ -621,7 +621,9 @@ def test_the_torch_engines_loads_stand_beside_served_ones(
     made_up: schema.Params, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One workload by both engines: a table of each, each beside its own plain decoding, and each its own break-even."""
-    serve({"code": {**EVAL, "concurrency": [8, 64], "repeats": 1}}, torch=["eval", "code"], checkpoints=["e009"])
+    serve(
+        {"code": {**EVAL, "concurrency": [8, 64], "repeats": 1}}, torch_workloads=["eval", "code"], checkpoints=["e009"]
+    )
     served_records.write_served_cell(served_cell("code", points=[point(200, 8, 0.02), point(200, 64, 0.02)]))
     for tree in ("t5_1_6", "t8_2_16"):
         tau = replayed(tree)
@@ -674,7 +676,7 @@ def test_without_torch_cells_the_report_shows_what_was_served(
     made_up: schema.Params, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.rmtree(torch_records.CELLS_FOLDER)
-    serve({"code": {**EVAL, "concurrency": 64, "repeats": 3}}, torch=[])
+    serve({"code": {**EVAL, "concurrency": 64, "repeats": 3}}, torch_workloads=[])
     make_up_served("code")
     report.main()
     assert _lines(report.BENCHMARK_TABLE) == []

@@ -16,7 +16,15 @@ from stages.results import cost_fit, timing_grid
 from tests.conftest import edit_params
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-GRID = {"steps": [1, 3, 6], "topk": [1, 2], "tokens": [2, 4, 8], "context": 16, "warmup": 1, "cycles": 2, "repeats": 3}
+GRID = {
+    "num_steps": [1, 3, 6],
+    "topk": [1, 2],
+    "num_draft_tokens": [2, 4, 8],
+    "context": 16,
+    "warmup": 1,
+    "cycles": 2,
+    "repeats": 3,
+}
 
 
 @pytest.fixture
@@ -41,7 +49,9 @@ def test_every_tree_of_the_grid_has_a_cost(project: Path, capsys: pytest.Capture
     assert [p["samples"] for p in found["plain"]] == [6] and found["plain"][0]["step_s"] > 0
     assert found["fit"] == cost_fit.fit_cost_model(found["grid"]).to_json()
     assert found["draft"] == json.loads(Path("drafts/e000/draft/config.json").read_text())
-    assert found["settings"] == GRID | {"dtype": "float32", "semantics": "sglang"}
+    recorded = {"num_steps": "steps", "num_draft_tokens": "tokens"}
+    grid = {recorded.get(key, key): value for key, value in GRID.items()}
+    assert found["settings"] == grid | {"dtype": "float32", "semantics": "sglang"}
     assert (found["target"][0], found["hardware"]["threads"]) == ("tiny", 1)
     assert capsys.readouterr().out.startswith("10 trees in ")
 

@@ -93,7 +93,7 @@ def judge_chunk(chunk: readers.RawChunk, params: FixData, file: Path, eval_sourc
         else:
             within = params.eval_rows is None or source_row < params.eval_rows
             judged.is_eval.append(chunk.source == eval_source and within)
-    if params.near_duplicate is not None:
+    if params.near_duplicate_threshold is not None:
         texts = ["\n".join(message["content"] for message in one.messages) for one in kept]
         judged.signatures = near_duplicates.compute_signatures(texts)
     _build_table(kept, judged).write_ipc(file, compression="lz4")

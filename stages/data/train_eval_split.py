@@ -58,9 +58,9 @@ def assign_splits(chunks: list[JudgedChunk], params: FixData) -> SplitAssignment
     is_eval = np.array([flag for chunk in chunks for flag in chunk.is_eval], bool)
     fates = np.where(is_eval, SplitFate.EVAL, SplitFate.TRAIN).astype(np.int8)
     exact_overlap = _drop_exact_duplicates(fates, chunks, params)
-    if params.near_duplicate is None or not len(fates):
+    if params.near_duplicate_threshold is None or not len(fates):
         return SplitAssignment(fates, exact_overlap, None, None)
-    near_overlap, found = _drop_near_duplicates(fates, is_eval, chunks, params, params.near_duplicate)
+    near_overlap, found = _drop_near_duplicates(fates, is_eval, chunks, params, params.near_duplicate_threshold)
     return SplitAssignment(fates, exact_overlap, near_overlap, found)
 
 

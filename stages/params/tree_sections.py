@@ -1,7 +1,7 @@
 """Draft trees by name, and the sections that list them: replay_trees, time_trees."""
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -65,29 +65,29 @@ def count_candidates(steps: int, topk: int) -> int:
 
 class ReplayTrees(Section):
     checkpoints: SomeNames
-    semantics: Literal["sglang", "eagle"]
-    steps: Grid
+    tree_scoring: Literal["sglang", "eagle"]
+    num_steps: Grid
     topk: Grid
-    tokens: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)]
-    inside: TreeNames
+    num_draft_tokens: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)]
+    trace_trees: TreeNames
     memory_gib: Positive
 
     @model_validator(mode="after")
     def some_tree_exists(self) -> "ReplayTrees":
         if not self.trees():
             raise ValueError(
-                f"no tree of steps {self.steps}, topk {self.topk} and tokens {self.tokens} can be built: tokens - 1 is "
-                "above topk + (steps - 1) * topk**2 in each; write smaller tokens"
+                f"no tree of num_steps {self.num_steps}, topk {self.topk} and num_draft_tokens {self.num_draft_tokens} can be "
+                "built: num_draft_tokens - 1 is above topk + (num_steps - 1) * topk**2 in each; write smaller num_draft_tokens"
             )
         return self
 
     def watched(self) -> list[TreeShape]:
-        """The trees of `inside`; the grid needn't have them."""
-        return [TreeShape.parse(name) for name in self.inside]
+        """The trees of `trace_trees`; the grid needn't have them."""
+        return [TreeShape.parse(name) for name in self.trace_trees]
 
     def trees(self) -> list[TreeShape]:
         """Every tree of the grid that can be built, by topk, steps, tokens."""
-        return list_tree_shapes(self.steps, self.topk, self.tokens)
+        return list_tree_shapes(self.num_steps, self.topk, self.num_draft_tokens)
 
 
 def list_tree_shapes(steps: list[int], topks: list[int], tokens: list[int]) -> list[TreeShape]:
@@ -104,9 +104,9 @@ class TimeTrees(Section):
     """The timing grid of the torch engine."""
 
     checkpoints: SomeNames
-    steps: Grid
+    num_steps: Grid
     topk: Grid
-    tokens: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)]
+    num_draft_tokens: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)]
     context: Count
     warmup: Annotated[int, Field(ge=0)]
     cycles: Count
@@ -116,11 +116,17 @@ class TimeTrees(Section):
     def enough_trees_to_judge_the_fit(self) -> "TimeTrees":
         if len(self.trees()) < MIN_TIMED_TREES:
             raise ValueError(
-                f"steps {self.steps}, topk {self.topk} and tokens {self.tokens} make {len(self.trees())} trees, expected at "
-                f"least {MIN_TIMED_TREES}: each is left out once, to see how well the others predict it; write longer lists"
+                f"num_steps {self.num_steps}, topk {self.topk} and num_draft_tokens {self.num_draft_tokens} make "
+                f"{len(self.trees())} trees, expected at least {MIN_TIMED_TREES}: each is left out once, to see how well the others predict it; write longer lists"
             )
         return self
 
     def trees(self) -> list[TreeShape]:
         """Every tree of the grid that can be built, by topk, steps, tokens."""
-        return list_tree_shapes(self.steps, self.topk, self.tokens)
+        return list_tree_shapes(self.num_steps, self.topk, self.num_draft_tokens)
+
+    def list_settings(self) -> dict[str, Any]:
+        """Return the settings by the names that timing files record: the grid's lists as `steps` and `tokens`."""
+        recorded_names = {"num_steps": "steps", "num_draft_tokens": "tokens"}
+        settings = self.model_dump(exclude={"checkpoints"})
+        return {recorded_names.get(key, key): value for key, value in settings.items()}

@@ -271,7 +271,7 @@ def _count_prompts(p: schema.Params, w: Workload) -> int:
 
 def _add_torch_cells(found: RecipeEstimate, p: schema.Params, shape: TargetSize) -> None:
     step = TORCH_LAYER_S * shape.made.num_layers
-    for name in p.benchmark.torch:
+    for name in p.benchmark.torch_workloads:
         w = p.benchmark.workloads[name]
         prompts = _count_prompts(p, w) * w.repeats + w.warmup
         cells = len(p.benchmark.checkpoints) * len(p.benchmark.trees)

@@ -23,7 +23,7 @@ def fewest_cycles(reach: list[int]) -> tuple[int, int]:
     return ahead[-1][0], -ahead[-1][1]
 
 
-def walk_cycles(accepted: list[int]) -> tuple[int, int]:
+def walk_slowly(accepted: list[int]) -> tuple[int, int]:
     place = cycles = total = 0
     while place < len(accepted):
         total, cycles, place = total + accepted[place], cycles + 1, place + accepted[place] + 1
@@ -58,7 +58,7 @@ def test_a_walk_counts_every_cycle_of_a_long_answer(places: int, pattern: list[i
     accepted = at_end((pattern * places)[:places])
     table = torch.tensor([[*accepted, 0]], dtype=torch.int8)
     found = walk_cycles(table, torch.full_like(table, 127), torch.tensor([places]), 3)
-    cycles, total = walk_cycles(accepted)
+    cycles, total = walk_slowly(accepted)
     assert (found.cycles.item(), found.accepted.item(), found.depth.item()) == (cycles, total, 127 * cycles)
     assert found.reached[0, 0].sum().item() == total
 
