@@ -4,8 +4,8 @@ Shingles are characters, not words or tokens, so Chinese, code and tables are tr
 candidates; a pair counts where the share of equal slots, an estimate of the Jaccard similarity |A and B| / |A or B| with a
 standard error of about 0.035, reaches the threshold.
 
-MinHash is rensa's. Its RMinHashLSH is not used: it takes a Python object of 512 bytes or more per row, and returns all n²
-candidate pairs of n copies; here signatures are 256 bytes a row, and n copies are n - 1 pairs.
+MinHash is rensa's. Its RMinHashLSH (0.5) is not used: queries take an RMinHash object per row, which holds 512 bytes of slots,
+and return whole buckets, n² candidates for n copies. Here a row takes 256 bytes, and n copies are some 2n pairs at most.
 """
 
 import numpy as np

@@ -78,18 +78,11 @@ def judge_chunk(chunk: readers.RawChunk, params: FixData, file: Path, eval_sourc
             _count_dropped_row(judged, error, row, source_row)
             continue
         kept.append(conversation)
-        rules = list(dict.fromkeys(rule for answer in repaired for rule in answer.rules))
-        for answer in repaired:
-            keep_plainest_examples(judged.examples, answer)
-        judged.verdicts.append(f"repaired:{','.join(rules)}" if rules else "clean")
+        _add_kept_row(judged, conversation, repaired)
         judged.names.append(_name_row(row, source_row))
         judged.source_rows.append(source_row)
-        opening = hash_conversation(get_opening(conversation.messages), conversation.images)
-        whole = orjson.dumps([conversation.messages, conversation.list_extras()])
-        judged.digests.append(hashlib.sha256(whole).digest()[:DIGEST_BYTES])
-        judged.opening_digests.append(opening[:DIGEST_BYTES])
         if eval_source is None:
-            judged.is_eval.append(int.from_bytes(opening[:8]) < params.eval_share * 2**64)
+            judged.is_eval.append(int.from_bytes(judged.opening_digests[-1][:8]) < params.eval_share * 2**64)
         else:
             within = params.eval_rows is None or source_row < params.eval_rows
             judged.is_eval.append(chunk.source == eval_source and within)
@@ -192,6 +185,17 @@ def get_opening(messages: list[Message]) -> list[Message]:
     or later turns differ. They depend on no other row, so adding rows moves none to the other split.
     """
     return messages[:2] if messages[0]["role"] == "system" else messages[:1]
+
+
+def _add_kept_row(judged: JudgedChunk, conversation: chat_formats.Conversation, repaired: list[RepairedAnswer]) -> None:
+    rules = list(dict.fromkeys(rule for answer in repaired for rule in answer.rules))
+    for answer in repaired:
+        keep_plainest_examples(judged.examples, answer)
+    judged.verdicts.append(f"repaired:{','.join(rules)}" if rules else "clean")
+    whole = orjson.dumps([conversation.messages, conversation.list_extras()])
+    judged.digests.append(hashlib.sha256(whole).digest()[:DIGEST_BYTES])
+    opening = hash_conversation(get_opening(conversation.messages), conversation.images)
+    judged.opening_digests.append(opening[:DIGEST_BYTES])
 
 
 def _count_dropped_row(

@@ -1,4 +1,4 @@
-"""Shards: every row in its place whatever the order it came in, published once whole, and found again."""
+"""Shards: rows set in any order make the same files; complete shards are published and found by a resumed run."""
 
 import json
 import random
@@ -18,17 +18,17 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def made(tmp_path: Path, total: int, size: int) -> ParquetShardWriter:
+def open_writer(tmp_path: Path, total: int, size: int) -> ParquetShardWriter:
     return ParquetShardWriter(tmp_path / "scratch", total, size, SCHEMA)
 
 
 @pytest.mark.parametrize(("total", "size"), [(0, 3), (1, 3), (3, 3), (10, 3), (10, 1), (2, 100)])
 def test_any_order_makes_the_same_files(tmp_path: Path, total: int, size: int) -> None:
-    """The bug of numbering by completion: a slow answer would lie elsewhere in every run."""
+    """Bug: rows numbered by completion were in another shard in every run."""
     for n in range(4):
         order = list(range(total))
         random.Random(n).shuffle(order)
-        with made(tmp_path / str(n), total, size) as rows:
+        with open_writer(tmp_path / str(n), total, size) as rows:
             for position in order:
                 rows.set_row(position, {"id": position}, {"rows": 1})
             rows.finish()
@@ -43,7 +43,7 @@ def test_any_order_makes_the_same_files(tmp_path: Path, total: int, size: int) -
 
 
 def test_a_shard_is_published_when_its_last_row_is_set_and_not_before(tmp_path: Path) -> None:
-    with made(tmp_path, 7, 3) as rows:
+    with open_writer(tmp_path, 7, 3) as rows:
         rows.journal(0).add("a", 1)
         for position in (4, 0, 2):
             rows.set_row(position, {"id": position}, {})
@@ -61,28 +61,28 @@ def test_a_shard_is_published_when_its_last_row_is_set_and_not_before(tmp_path: 
             rows.finish()
 
 
-def test_a_run_begun_again_knows_what_is_done_and_what_was_counted(tmp_path: Path) -> None:
-    with made(tmp_path, 7, 3) as rows:
+def test_a_resumed_run_finds_published_shards_and_counts(tmp_path: Path) -> None:
+    with open_writer(tmp_path, 7, 3) as rows:
         for position in range(3):
             rows.set_row(position, {"id": position} if position else None, {"dropped/empty": 1} if not position else {})
         rows.journal(1).add("b", 2)
         rows.set_row(4, {"id": 4}, {"rows": 1})  # in memory only: its journal is what a kill leaves
     left = tmp_path / "scratch/journals/00000.jsonl"
     left.write_text('["a",1]\n')  # killed between publishing and deleting
-    with made(tmp_path, 7, 3) as rows:
+    with open_writer(tmp_path, 7, 3) as rows:
         assert rows.published == {0} and rows.is_published(2) and not rows.is_published(3)
         assert rows.counts == {"dropped/empty": 1}
         assert rows.num_resumed == 3 + 1 and rows.journal(1).done == {"b": 2}
         assert not left.exists()
 
 
-def test_a_shard_without_a_row_is_published_last(tmp_path: Path) -> None:
-    """Servers that refused all of it may be mended, and then it is asked again."""
-    with made(tmp_path, 4, 2) as rows:
+def test_a_shard_without_kept_rows_is_published_last(tmp_path: Path) -> None:
+    """Servers that refused all its requests may work later, and then the requests are sent again."""
+    with open_writer(tmp_path, 4, 2) as rows:
         rows.set_row(0, None, {"dropped/refused": 1})
         rows.set_row(1, None, {"dropped/refused": 1})
         assert rows.published == set() and rows.oldest == 1
-    with made(tmp_path, 4, 2) as rows:
+    with open_writer(tmp_path, 4, 2) as rows:
         assert rows.counts == {}
         for position in range(4):
             rows.set_row(position, None, {"dropped/refused": 1})
@@ -97,7 +97,7 @@ def test_where_links_can_t_be_made_files_are_copied(tmp_path: Path, monkeypatch:
         raise OSError("another file system")
 
     monkeypatch.setattr(parquet_shards.os, "link", refuses)
-    with made(tmp_path, 1, 1) as rows:
+    with open_writer(tmp_path, 1, 1) as rows:
         rows.set_row(0, {"id": 0}, {})
         rows.finish()
         rows.publish(tmp_path / "out")
@@ -105,9 +105,9 @@ def test_where_links_can_t_be_made_files_are_copied(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("broken", ["parts/part-00000.parquet", "counts/00000.json"])
-def test_broken_unfinished_work_names_its_folder_and_removing_that_leads_on(tmp_path: Path, broken: str) -> None:
-    """Bug: the message said to delete the count alone; then it was `not found`, whatever was run."""
-    with made(tmp_path, 4, 2) as rows:
+def test_broken_unfinished_work_names_its_folder_and_removing_it_helps(tmp_path: Path, broken: str) -> None:
+    """Bug: the message advised to delete the counts alone; afterwards they were `not found` on every run."""
+    with open_writer(tmp_path, 4, 2) as rows:
         for position in range(2):
             rows.set_row(position, {"id": position}, {"rows": 1})
     folder = tmp_path / "scratch"
@@ -115,10 +115,10 @@ def test_broken_unfinished_work_names_its_folder_and_removing_that_leads_on(tmp_
     with pytest.raises(
         ValueError, match=rf"{broken} .*; remove the folder {folder}, which holds nothing else"
     ) as error:
-        made(tmp_path, 4, 2)
+        open_writer(tmp_path, 4, 2)
     assert "dvc repro" not in str(error.value)
     shutil.rmtree(folder)
-    with made(tmp_path, 4, 2) as rows:
+    with open_writer(tmp_path, 4, 2) as rows:
         assert rows.num_resumed == 0
         for position in range(4):
             rows.set_row(position, {"id": position}, {"rows": 1})
