@@ -17,9 +17,9 @@ from stages.draft import checkpoint
 from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.engine.decode import Engine
 from stages.hidden_states import format
+from stages.params.tree_sections import TreeShape
 from stages.replay.replay import replay_answers
 from stages.target import loading, manifest
-from stages.params.tree_sections import TreeShape
 from tests.conftest import dvc, edit_params
 from tests.draft.slow_draft import OPTIONS
 
