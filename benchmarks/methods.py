@@ -48,7 +48,7 @@ def edit(o: argparse.Namespace) -> list[str]:
     server = of_kit(p["benchmark_served"]["server"], o.kit) | {"mem_fraction": 0.5}
     p["benchmark_served"] |= {"workloads": ["eval"], "checkpoints": [CHECKPOINT], "trees": [TREE], "server": server}
     yaml.dump(p, Path("params.yaml"))
-    return [*p["benchmark_methods"]["draftless"], *p["benchmark_methods"]["drafted"]]
+    return [*p["benchmark_methods"]["without_draft"], *p["benchmark_methods"]["with_draft"]]
 
 
 def methods(rows: list[str]) -> list[str]:

@@ -123,7 +123,9 @@ def plan_run(params: Params) -> tuple[StageGraph, resources.ResourcePool]:
     pool = resources.ResourcePool(params.schedule.slots, resources.list_gpus())
     needs = {name: params.schedule.needs(name) for name in upstream}
     rules = params.schedule
-    remote = frozenset(name for name in upstream if rules.runner != "local" and name.partition("@")[0] in rules.sent)
+    remote = frozenset(
+        name for name in upstream if rules.runner != "local" and name.partition("@")[0] in rules.remote_stages
+    )
     for name, need in needs.items():
         if name not in remote:
             pool.check(name, need)

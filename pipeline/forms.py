@@ -72,7 +72,7 @@ class Changes(BaseModel):
         if self.trees is not None:
             found.setdefault("benchmark", {})["trees"] = self.trees
         if self.workloads is not None:
-            found.setdefault("benchmark", {})["torch"] = self.workloads
+            found.setdefault("benchmark", {})["torch_workloads"] = self.workloads
         if self.epochs is not None:
             _build_segments(self.epochs, now, found)
         return found
@@ -113,7 +113,7 @@ class Sweep(BaseModel):
     def sections(self, now: Params) -> dict[str, dict[str, Any]]:
         """Return the keys by section, as a recipe has them."""
         axes = {"trees": self.trees, "checkpoints": self.checkpoints}
-        axes |= {("torch" if self.engine == "torch" else "workloads"): self.workloads}
+        axes |= {("torch_workloads" if self.engine == "torch" else "workloads"): self.workloads}
         section = "benchmark" if self.engine == "torch" else "benchmark_served"
         return {section: {key: names for key, names in axes.items() if names is not None}}
 

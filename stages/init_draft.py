@@ -18,7 +18,7 @@ from stages.params.section import ROOT_CHECKPOINT
 from stages.runtime import atomic
 from stages.target import manifest
 from stages.target.manifest import TargetManifest
-from stages.telemetry import stage_record
+from stages.telemetry.run_stage import run_stage
 
 HIDDENS, REPORT = Path("data/hiddens"), Path("results/vocab_report.json")
 
@@ -113,7 +113,7 @@ def _load_published_draft(p: schema.Params, made: TargetManifest) -> tuple[Eagle
             _check_agreement(key, wanted, bool(found.options.get(key)))
     shape = {key: theirs[key] for key in checkpoint.SIZE_KEYS}
     shape["max_position_embeddings"] = _choose_max_positions(p, theirs["max_position_embeddings"])
-    options = {**found.options, "sliding_window": p.init_draft.window}
+    options = {**found.options, "sliding_window": p.init_draft.sliding_window}
     config = _build_config(p, made, shape, theirs["rope_parameters"], options)
     for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"):
         _check_agreement(f"draft_config_path: {key}", config[key], theirs[key])
@@ -135,7 +135,7 @@ def _read_options(p: schema.Params) -> dict[str, Any]:
         "norm_before_fc": init.norm_before_fc,
         "norm_output": init.norm_output,
         "qk_norm": init.qk_norm,
-        "sliding_window": init.window,
+        "sliding_window": init.sliding_window,
     }
 
 
@@ -180,4 +180,4 @@ def _corrupt(folder: Path, head: format.RowHeader, vocab_size: int) -> str:
 
 
 if __name__ == "__main__":
-    schema.run_stage(stage_record.record_stage(main, "init_draft"))
+    run_stage(main)

@@ -27,6 +27,7 @@ from stages.params.benchmark_sections import Workload
 from stages.params.recipe import RECIPES_FOLDER, Recipe
 from stages.target import loading
 from stages.target.manifest import TargetManifest
+from stages.telemetry.run_stage import run_stage
 
 TARGETS_FOLDER = RECIPES_FOLDER / "targets"
 GIB, GB = 2**30, 1e9
@@ -288,7 +289,7 @@ def _count_prompts(p: schema.Params, w: Workload) -> int:
 
 def _add_torch_cells(found: RecipeEstimate, p: schema.Params, shape: TargetSize) -> None:
     step = TORCH_LAYER_S * shape.made.num_layers
-    for name in p.benchmark.torch:
+    for name in p.benchmark.torch_workloads:
         w = p.benchmark.workloads[name]
         prompts = _count_prompts(p, w) * w.repeats + w.warmup
         cells = len(p.benchmark.checkpoints) * len(p.benchmark.trees)
@@ -349,4 +350,4 @@ def _get_itemsize(dtype: str) -> int:
 
 
 if __name__ == "__main__":
-    schema.run_stage(main)
+    run_stage(main)
