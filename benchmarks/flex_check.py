@@ -36,7 +36,7 @@ def main() -> None:
     for config, loss in ((plain, "ce"), (plain, "lk_alpha"), (plain, "lk_lambda"), (options, "ce")):
         draft = Eagle3Draft(config)
         draft.t2d[:D] = True
-        pack = ttt.TrainingPack.of(rows, STEPS, "aligned")
+        pack = ttt.TrainingPack.from_rows(rows, STEPS, "aligned")
         reference = learn(draft, pack, embedding, head, loss)
         for dtype in (torch.float32, torch.bfloat16):
             there = Eagle3Draft(config)
@@ -76,8 +76,8 @@ def compiled_merge(out, lse, query, keys, values):
 def learn(draft: Eagle3Draft, pack: ttt.TrainingPack, embedding, head, loss: str) -> dict[str, torch.Tensor]:
     draft.zero_grad()
     result = ttt.compute_loss(draft, pack, embedding, head, ttt.TrainingObjective(STEPS, loss=loss))
-    result.total.backward()
-    told = {"total": result.total, "loss": result.loss, "hits": result.hits.sum(1)}
+    result.total_loss.backward()
+    told = {"total": result.total_loss, "loss": result.loss_per_step, "hits": result.argmax_matches.sum(1)}
     return {
         n: t.detach().float().cpu() for n, t in {**told, **{n: p.grad for n, p in draft.named_parameters()}}.items()
     }

@@ -21,7 +21,7 @@ from tqdm import trange
 from stages.data import conversations
 from stages.draft import checkpoint
 from stages.draft.eagle3 import Eagle3Draft
-from stages.engine import recite
+from stages.engine import forced_decode
 from stages.hidden_states import format
 from stages.hidden_states.reader import HiddenStatesReader
 from stages.params import schema
@@ -78,9 +78,9 @@ def _measure(p: schema.Params) -> Measured:
     made = manifest.read_manifest()
     embedding, head = (t.to(p.target.device) for t in manifest.read_embedding_and_head(made))
     config, tensors = checkpoint.read_draft(checkpoint.locate_checkpoint(ROOT_CHECKPOINT), "init_draft")
-    draft = Eagle3Draft.of(config, tensors).to(p.target.device)
+    draft = Eagle3Draft.from_checkpoint(config, tensors).to(p.target.device)
     (row, perfect), settings = _read_middle_row(p, made, head), p.train_draft
-    pack = ttt.TrainingPack.of([row], settings.ttt_steps, settings.mask).to(p.target.device)
+    pack = ttt.TrainingPack.from_rows([row], settings.ttt_steps, settings.mask).to(p.target.device)
     objective = ttt.TrainingObjective(settings.ttt_steps, settings.ttt_decay, settings.mask, settings.loss)
 
     optimizer = adamw.MasterWeightOptimizer(draft, p.check_overfit.learning_rate, weight_decay=0.0)
@@ -161,7 +161,7 @@ def _read_middle_row(
 
     def reachable(row: format.HiddenStatesRow) -> float:
         answer = slice(row.prompt_length, None)
-        return recite.perfect_tau(row.ids[answer], row.last[answer].to(head.device, head.dtype), head, steps)
+        return forced_decode.compute_perfect_tau(row.ids[answer], row.last[answer].to(head.device, head.dtype), head, steps)
 
     return max(((row, reachable(row)) for row in rows), key=lambda found: found[1])
 
@@ -197,18 +197,18 @@ def _served_tau(
     shown = {row.id: conversations.read_image_paths(SAMPLED, "sample_target").get(row.id)}
     try:
         model = loading.load_target(folder, None, p.target.dtype, p.target.device, p.target.trust_remote_code)
-        served = Eagle3Draft.of(config, draft.state_dict()).to(p.target.device, model.dtype).requires_grad_(False)
-        engine = recite.ReciteEngine(model, made.feature_layers, served, ids[row.prompt_length :])
+        served = Eagle3Draft.from_checkpoint(config, draft.state_dict()).to(p.target.device, model.dtype).requires_grad_(False)
+        engine = forced_decode.ForcedDecodingEngine(model, made.feature_layers, served, ids[row.prompt_length :])
         if (told := _too_long(engine, len(ids))) is None:
             pictures = vision.load_image_patches(folder, p.target.trust_remote_code, shown)[row.id]
-            return recite.chain_tau(engine, ids[: row.prompt_length], p.train_draft.ttt_steps, pictures)
+            return forced_decode.measure_chain_tau(engine, ids[: row.prompt_length], p.train_draft.ttt_steps, pictures)
     except torch.OutOfMemoryError as error:
         told = str(error).split("\n")[0]
     print(f"the row is not decoded by the torch engine, only by the trainer's own forward: {told}")
     return None
 
 
-def _too_long(engine: recite.ReciteEngine, tokens: int) -> str | None:
+def _too_long(engine: forced_decode.ForcedDecodingEngine, tokens: int) -> str | None:
     """What the engine says against so many tokens: of a target whose layers see fewer it decodes none."""
     try:
         engine.check(tokens)
@@ -220,7 +220,7 @@ def _too_long(engine: recite.ReciteEngine, tokens: int) -> str | None:
 @torch.no_grad()
 def measure_chain_tau(draft: Eagle3Draft, row: format.HiddenStatesRow, embedding, head, steps: int) -> float:
     """The accept length of chains of `steps` drafts over the row's answer, walked as decoding would."""
-    pack = ttt.TrainingPack.of([row], steps, "aligned").to(head.device)
+    pack = ttt.TrainingPack.from_rows([row], steps, "aligned").to(head.device)
     result = ttt.compute_loss(draft, pack, embedding, head, ttt.TrainingObjective(steps))
     accepted = ttt.count_chain_accepted(
         result, pack

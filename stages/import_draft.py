@@ -27,7 +27,7 @@ def main(name: str) -> None:
     found = published_formats.read_published_draft(
         folder, made, lambda: manifest.read_embedding_and_head(made), item.model, item.rope_theta
     )
-    draft = Eagle3Draft.of(found.config, found.tensors)  # what we couldn't run, a kind of RoPE say, is refused here
+    draft = Eagle3Draft.from_checkpoint(found.config, found.tensors)  # what we couldn't run, a kind of RoPE say, is refused here
     checkpoint.write_draft(checkpoint.locate_checkpoint(name), found.config, found.tensors)
     parameters = sum(x.numel() for x in draft.parameters())
     report = {

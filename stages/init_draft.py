@@ -117,7 +117,7 @@ def _load_published_draft(p: schema.Params, made: TargetManifest) -> tuple[Eagle
     config = _build_config(p, made, shape, theirs["rope_parameters"], options)
     for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"):
         _check_agreement(f"draft_config_path: {key}", config[key], theirs[key])
-    return Eagle3Draft.of(config, found.tensors), config
+    return Eagle3Draft.from_checkpoint(config, found.tensors), config
 
 
 def _check_agreement(key: str, wanted: Any, found: Any) -> None:

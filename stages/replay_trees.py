@@ -89,7 +89,7 @@ def main(name: str) -> None:
             t.num_steps, t.topk, t.num_draft_tokens, config["draft_vocab_size"], config.get("sliding_window")
         )
     dtype = getattr(torch, p.target.dtype)  # engines run the draft as they run the target; scores are float32
-    draft = Eagle3Draft.of(config, tensors).to(p.target.device, dtype).requires_grad_(False)
+    draft = Eagle3Draft.from_checkpoint(config, tensors).to(p.target.device, dtype).requires_grad_(False)
     embedding = embedding.to(p.target.device, dtype)
     splits = [answers for split in SPLITS if (answers := _open_answers(p, split, made)).count]
     tokenizer = chat_template.load_tokenizer(

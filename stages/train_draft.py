@@ -161,7 +161,7 @@ class TrainingStep(nn.Module):
     def forward(self, pack: ttt.TrainingPack, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """-> total, loss [L], hits [L, P]; see ttt.Result."""
         result = self.learn(self.draft, pack, *self.tables, self.objective, counts)
-        return result.total, result.loss, result.hits
+        return result.total_loss, result.loss_per_step, result.argmax_matches
 
 
 @dataclass
@@ -191,7 +191,7 @@ class TrainingRun:
         draft: nn.Module
         if method is None:
             config, tensors = checkpoint.read_draft(place, made_by)
-            draft = Eagle3Draft.of(config, tensors)
+            draft = Eagle3Draft.from_checkpoint(config, tensors)
         else:
             assert head is not None
             config, tensors = method_checkpoint.read_method_draft(place, method, made_by)
@@ -238,7 +238,7 @@ class TrainingRun:
         """One epoch over all rows; appends its loss and accuracies to the log."""
         s, steps = self.settings, plan_epoch(store.lengths, self.settings, self.epoch)
         started, device = time.perf_counter(), self.group.device
-        totals = torch.zeros(3, self.objective.steps, dtype=torch.float64, device=device)  # loss, hits, taught
+        totals = torch.zeros(3, self.objective.num_steps, dtype=torch.float64, device=device)  # loss, hits, taught
         look = self._look if self.live and self.live.eyes else None
         reading = prefetch_packs(store, steps, self.objective, self.group, getattr(torch, s.dtype), look)
         for number, packs in enumerate(reading):
@@ -270,7 +270,7 @@ class TrainingRun:
 
     def learn(self, packs: list[ttt.TrainingPack]) -> Tensor:
         """One step of the optimizer -> loss, hits and taught positions, summed: [3, L] float64. Waits for nothing."""
-        counts = torch.tensor([p.counts for p in packs]).sum(0).to(self.group.device, non_blocking=True)  # [L]
+        counts = torch.tensor([p.supervised_per_step for p in packs]).sum(0).to(self.group.device, non_blocking=True)  # [L]
         taught = counts.clone()
         if self.group.world > 1:
             dist.all_reduce(counts)
@@ -320,14 +320,14 @@ class TrainingRun:
 
         Raises ValueError, in every process, where any is NaN or infinite.
         """
-        exact = {name: _gather_full_tensor(t) for name, t in self.optimizer.masters.items()}
+        exact = {name: _gather_full_tensor(t) for name, t in self.optimizer.master_weights.items()}
         state = {name: _gather_full_tensor(t) for name, t in self.optimizer.moments().items()}
         dtype = getattr(torch, self.settings.dtype)
         if dtype != torch.float32:
             state |= {f"master.{name}": t for name, t in exact.items()}
         maps = {name: t.cpu() for name, t in self.draft.state_dict().items() if name not in exact}
         weights = {name: t.to(dtype) for name, t in exact.items()}
-        if found := checkpoint.not_finite(weights | state):  # the loss of the last step is of the weights before it
+        if found := checkpoint.find_nonfinite_values(weights | state):  # the loss of the last step is of the weights before it
             raise ValueError(
                 f"train_draft diverged by step {self.step} (epoch {self.epoch}): {found}. They were not written; lower "
                 "train_draft.learning_rate or grad_clip. Whole epochs before this one are kept in .scratch"
@@ -405,7 +405,7 @@ def prefetch_packs(
 
     def made(rows: list[int], mute: bool) -> ttt.TrainingPack:
         read = [store.row(i, dtype) for i in rows]
-        pack = ttt.TrainingPack.of(read, objective.steps, objective.mask, pinned=on_gpu)
+        pack = ttt.TrainingPack.from_rows(read, objective.num_steps, objective.mask, pinned=on_gpu)
         pack = look(pack, read) if look else pack
         return pack.muted() if mute else pack
 

@@ -15,7 +15,7 @@ from stages import check_overfit, extract_hiddens, init_draft, prepare_target, t
 from stages.data import conversations
 from stages.draft import checkpoint
 from stages.draft.eagle3 import Eagle3Draft
-from stages.engine import recite
+from stages.engine import forced_decode
 from stages.engine.decode import Engine
 from stages.target import manifest
 from stages.training import adamw
@@ -98,7 +98,7 @@ def off_by_one(draft: Eagle3Draft, ids: Tensor) -> Tensor:
     return (draft.d2t[ids] + ids + 1) % V
 
 
-rope = Eagle3Draft.rope
+rope = Eagle3Draft.compute_rope
 
 
 @pytest.mark.parametrize(
@@ -121,14 +121,14 @@ def test_what_only_the_engine_sees_otherwise_fails_the_gate(
 
 def test_a_rotation_of_its_own_at_serving_fails_the_gate(learned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bug, by the angles: the engine's are off by a factor, the trainer's are not."""
-    learned, turned_rope = recite.chain_tau, lambda draft, positions: rope(draft, positions * 3)
+    learned, turned_rope = forced_decode.measure_chain_tau, lambda draft, positions: rope(draft, positions * 3)
 
     def decode(*given, **more) -> float:
         with monkeypatch.context() as patch:
-            patch.setattr(Eagle3Draft, "rope", turned_rope)
+            patch.setattr(Eagle3Draft, "compute_rope", turned_rope)
             return learned(*given, **more)
 
-    monkeypatch.setattr(recite, "chain_tau", decode)
+    monkeypatch.setattr(forced_decode, "measure_chain_tau", decode)
     with pytest.raises(ValueError, match=r"By the trainer's own forward it is [45]"):
         check_overfit.main()
 
@@ -152,9 +152,9 @@ def test_training_that_diverges_in_its_last_step_writes_nothing(learned: Path, m
 
     def diverge(own: adamw.MasterWeightOptimizer, *given: float) -> Tensor:
         norm = step(own, *given)
-        weights.append(own.masters["fc.weight"])
+        weights.append(own.master_weights["fc.weight"])
         if len(weights) == 3:  # of as many epochs, of one step each
-            own.masters["fc.weight"].data[0, :5] = torch.nan
+            own.master_weights["fc.weight"].data[0, :5] = torch.nan
         return norm
 
     monkeypatch.setattr(adamw.MasterWeightOptimizer, "step", diverge)
@@ -177,6 +177,6 @@ def test_perfect_guesses_along_an_answer_by_hand() -> None:
     """
     answer, head = torch.tensor([1, 2, 3, 4, 5, 6]), torch.eye(8)
     last = torch.eye(8)[torch.tensor([2, 3, 7, 5, 6, 0])]
-    assert recite.perfect_tau(answer, last, head, 2) == (4 + 2) / 2
-    assert recite.perfect_tau(answer, last, head, 1) == (2 + 3) / 3
-    assert recite.perfect_tau(answer[:1], last[:1], head, 2) == 1.0
+    assert forced_decode.compute_perfect_tau(answer, last, head, 2) == (4 + 2) / 2
+    assert forced_decode.compute_perfect_tau(answer, last, head, 1) == (2 + 3) / 3
+    assert forced_decode.compute_perfect_tau(answer[:1], last[:1], head, 2) == 1.0

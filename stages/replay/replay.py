@@ -166,7 +166,7 @@ def replay_answers(
     width = max(1, MAX_INTERMEDIATE_ELEMENTS[ids.device.type] // (queries * ids.shape[1]))
     for blocks in _batch_place_ranges(spans, width, at_once):
         part = PlaceBatch.of(blocks, ids.device)
-        positions = draft.turning(part.where, None if seen is None else seen.positions[part.row, part.where])
+        positions = draft.get_rope_positions(part.where, None if seen is None else seen.positions[part.row, part.where])
         bonus, verified = embedding[ids[part.row, part.where + 1]], fused[part.row, part.where]
         hidden = _compute_first_states(draft, part, bonus, verified, positions, keys, values)
         look = partial(_attend_place_ranges, draft, part, keys, values)

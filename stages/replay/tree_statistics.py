@@ -82,7 +82,7 @@ def expand_at_places(
     bonus = torch.gather(ids, 1, (where + 1).clamp(max=ids.shape[1] - 1))
     picked = torch.gather(fused, 1, where[..., None].expand(-1, -1, fused.shape[-1]))
     theirs = None if seen is None else torch.gather(seen.positions, 1, where[..., None].expand(-1, -1, 3))
-    positions = draft.turning(where, theirs)
+    positions = draft.get_rope_positions(where, theirs)
     found = []
     for rows in torch.arange(len(ids)).split(
         max(1, MAX_ATTENTION_LOGITS // (draft.config.num_attention_heads * topk * allowed[0].numel()))

@@ -73,8 +73,8 @@ class _PaddedPackAttention:
     def of(cls, pack: Any, keys: Tensor, values: Tensor, window: int | None) -> "_PaddedPackAttention":
         rows = int(pack.row[-1]) + 1
         tokens, there, _ = _tabulate_by_row(pack.row, rows)
-        queries, asked, back = _tabulate_by_row(pack.row[pack.asked], rows)
-        distance = pack.place[pack.asked][queries][..., None] - pack.place[tokens][:, None]
+        queries, asked, back = _tabulate_by_row(pack.row[pack.query_tokens], rows)
+        distance = pack.position[pack.query_tokens][queries][..., None] - pack.position[tokens][:, None]
         allowed = there[:, None] & (distance >= 0)
         allowed[..., 0] = True  # a place nobody asked from sees something too, for its softmax's sake
         far = None if window is None else distance.masked_fill(~asked[..., None], 0)
@@ -127,10 +127,10 @@ class _FlexPackAttention:
         """Queries stand where all tokens do, T of them, with asked first: what is nobody's is in no block, and costs nothing."""
         size = -(-len(pack.ids) // FLEX_PAD_MULTIPLE) * FLEX_PAD_MULTIPLE
         key_row = nn.functional.pad(pack.row, (0, size - len(pack.row)), value=-1).int()
-        key_place = nn.functional.pad(pack.place, (0, size - len(pack.row))).int()
-        unasked = size - len(pack.asked)
-        query_row = nn.functional.pad(pack.row[pack.asked], (0, unasked), value=-2).int()
-        query_place = nn.functional.pad(pack.place[pack.asked], (0, unasked)).int()
+        key_place = nn.functional.pad(pack.position, (0, size - len(pack.row))).int()
+        unasked = size - len(pack.query_tokens)
+        query_row = nn.functional.pad(pack.row[pack.query_tokens], (0, unasked), value=-2).int()
+        query_place = nn.functional.pad(pack.position[pack.query_tokens], (0, unasked)).int()
         if window is None:
             one = _build_block_mask(query_row, query_place, key_row, key_place)
             return cls(lambda _step: one, _arrange_by_head(keys, size), _arrange_by_head(values, size))

@@ -31,13 +31,13 @@ def compute_chunked_loss(
     loss: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> total (scalar, differentiable), loss [L] summed over each step's positions, hits [L, P] bool."""
-    normed = draft.readout(torch.cat(list(states)))  # [S, H]
-    of_state = torch.cat([w.expand(width) for w, width in zip(weights, pack.widths, strict=True)])  # [S]
+    normed = draft.normalise_output(torch.cat(list(states)))  # [S, H]
+    of_state = torch.cat([w.expand(width) for w, width in zip(weights, pack.queries_per_step, strict=True)])  # [S]
     total, losses, hits = _ChunkedLoss.apply(
         normed, draft.lm_head.weight, of_state, pack, head, draft.d2t, draft.t2d, loss
     )
-    by_step = torch.stack([x.sum() for x in losses.split(pack.widths)])
-    rows = [nn.functional.pad(x, (0, len(pack.asked) - len(x))) for x in hits.split(pack.widths)]
+    by_step = torch.stack([x.sum() for x in losses.split(pack.queries_per_step)])
+    rows = [nn.functional.pad(x, (0, len(pack.query_tokens) - len(x))) for x in hits.split(pack.queries_per_step)]
     return total, by_step, torch.stack(rows)
 
 
@@ -58,7 +58,7 @@ class _ChunkedLoss(torch.autograd.Function):
         by_weight = torch.zeros_like(weight, dtype=torch.float32) if by_both else None
         for first, last, low, high in pack.chunks:
             state, label = pack.pair_state[first:last], pack.pair_label[first:last] - low
-            full = pack.last[pack.labels[low:high]].to(head.dtype) @ head.T  # [U, V]
+            full = pack.last[pack.label_tokens[low:high]].to(head.dtype) @ head.T  # [U, V]
             answer = full.argmax(-1)  # [U]
             probs, mass = compute_teacher_probs(full, kept)
             del full

@@ -125,7 +125,7 @@ class TrainingPack:
         labels, pair_label = torch.unique_consecutive(label, return_inverse=True)
         cuts = _cut_chunks(label, pair_label)
         return replace(
-            self, asked=self.asked[: self.widths[number]], pair_state=self.pair_state[mine] - begin, pair_label=pair_label,
+            self, asked=self.query_tokens[: self.widths[number]], pair_state=self.pair_state[mine] - begin, pair_label=pair_label,
             labels=labels, widths=self.widths[number : number + 1], counts=self.counts[number : number + 1], chunks=cuts,
         )  # fmt: skip
 
@@ -201,20 +201,20 @@ def compute_loss(
     counts: Tensor | None = None,  # [L] positions each step teaches in the whole batch; None: in this pack
 ) -> LossOutput:
     """All L steps of a pack. Summed over a batch's packs, `total` is the batch's loss: each step's mean over it."""
-    dtype, steps = draft.fc.weight.dtype, objective.steps
+    dtype, steps = draft.fc.weight.dtype, objective.num_steps
     if not pack.chunks:
         return compute_zero_loss(draft, pack, steps)
-    features = draft.fuse(pack.features.to(dtype))  # [T, H]
-    turning = draft.turning(pack.place, pack.positions)
+    features = draft.fuse_features(pack.features.to(dtype))  # [T, H]
+    turning = draft.get_rope_positions(pack.position, pack.positions)
     embed = partial(embed_tokens, pack, nn.functional.pad(pack.ids, (0, steps + 1)), embedding)
     keys, values = _compute_keys_values(draft, embed(slice(1, len(pack.ids) + 1)), features, turning)
     visible = attention_mask.build_pack_attention(pack, keys, values, draft.config.sliding_window)
-    hidden = features.index_select(0, pack.asked)  # [P, H]
+    hidden = features.index_select(0, pack.query_tokens)  # [P, H]
     own_keys: list[Tensor] = []
     own_values: list[Tensor] = []
     states: list[Tensor] = []
-    for k, width in enumerate(pack.widths):
-        asked, hidden = pack.asked[:width], hidden[:width]
+    for k, width in enumerate(pack.queries_per_step):
+        asked, hidden = pack.query_tokens[:width], hidden[:width]
         embeds, positions = embed(asked + 1 + k), turning[asked] + k
         if k == 0:  # its own key is the prefix key of p
             query = _compute_queries(draft, embeds, hidden, positions)
@@ -225,7 +225,7 @@ def compute_loss(
         hidden = _finish_layer(draft, hidden, attended.to(dtype))
         states.append(hidden)
     decay = objective.decay ** torch.arange(steps, device=head.device)
-    weights = decay / (torch.tensor(pack.counts, device=head.device) if counts is None else counts).clamp(min=1)
+    weights = decay / (torch.tensor(pack.supervised_per_step, device=head.device) if counts is None else counts).clamp(min=1)
     return LossOutput(*chunked_loss.compute_chunked_loss(draft, states, pack, head, weights, objective.loss))
 
 
@@ -238,10 +238,10 @@ def compute_zero_loss(draft: nn.Module, pack: TrainingPack, steps: int) -> LossO
 def embed_tokens(pack: TrainingPack, ids: Tensor, embedding: Tensor, tokens: slice | Tensor) -> Tensor:
     """Embeddings [n, H] of the pack's tokens, by their index; ids [T + L + 1] has room past the last one."""
     found = embedding[ids[tokens]]
-    if pack.visual is None or pack.piece is None or not len(pack.visual):
+    if pack.image_embeddings is None or pack.image_token_index is None or not len(pack.image_embeddings):
         return found
-    piece = nn.functional.pad(pack.piece, (0, len(ids) - len(pack.piece)), value=-1)[tokens]  # [n]
-    return torch.where(piece[:, None] < 0, found, pack.visual[piece.clamp(min=0)].to(found.dtype))
+    piece = nn.functional.pad(pack.image_token_index, (0, len(ids) - len(pack.image_token_index)), value=-1)[tokens]  # [n]
+    return torch.where(piece[:, None] < 0, found, pack.image_embeddings[piece.clamp(min=0)].to(found.dtype))
 
 
 def count_chain_accepted(result: LossOutput, pack: TrainingPack) -> Tensor:
@@ -250,29 +250,29 @@ def count_chain_accepted(result: LossOutput, pack: TrainingPack) -> Tensor:
     On a row of the target's temperature-0 answer this is what decoding accepts, exactly: while every guess so far is
     right, the tokens fed are the draft's own. On a sampled row it counts agreement with the target's argmax along it.
     """
-    return result.hits.int().cumprod(0).sum(0)[pack.asked.argsort()]
+    return result.hits.int().cumprod(0).sum(0)[pack.query_tokens.argsort()]
 
 
 @compile_on_cuda
 def _compute_keys_values(
     draft: Eagle3Draft, embeds: Tensor, hidden: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    return draft.keys_values(draft.mix(embeds, hidden), draft.rope(positions))
+    return draft.compute_keys_values(draft.build_layer_input(embeds, hidden), draft.compute_rope(positions))
 
 
 @compile_on_cuda
 def _compute_queries(draft: Eagle3Draft, embeds: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
-    return draft.queries(draft.mix(embeds, hidden), draft.rope(positions))
+    return draft.compute_queries(draft.build_layer_input(embeds, hidden), draft.compute_rope(positions))
 
 
 @compile_on_cuda
 def _compute_queries_keys_values(
     draft: Eagle3Draft, embeds: Tensor, hidden: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    mixed, rope = draft.mix(embeds, hidden), draft.rope(positions)
-    return draft.queries(mixed, rope), *draft.keys_values(mixed, rope)
+    mixed, rope = draft.build_layer_input(embeds, hidden), draft.compute_rope(positions)
+    return draft.compute_queries(mixed, rope), *draft.compute_keys_values(mixed, rope)
 
 
 @compile_on_cuda
 def _finish_layer(draft: Eagle3Draft, hidden: Tensor, attended: Tensor) -> Tensor:
-    return draft.finish(hidden, attended)
+    return draft.finish_layer(hidden, attended)

@@ -94,13 +94,13 @@ def expand_beams(
             _select_rows(place, parents),
             _select_rows(hidden, parents),
         )
-        cos, sin = draft.rope(positions + step)  # [N, 1, E/2]
+        cos, sin = draft.compute_rope(positions + step)  # [N, 1, E/2]
         rope = _select_rows(cos, place), _select_rows(sin, place)
-        mixed = draft.mix(_select_rows(embedding, tokens), before)
-        key, value = draft.keys_values(mixed, rope)
+        mixed = draft.build_layer_input(_select_rows(embedding, tokens), before)
+        key, value = draft.compute_keys_values(mixed, rope)
         own_k, own_v = _append_ancestors(own_k, parents, key), _append_ancestors(own_v, parents, value)
-        attended = look(step, place, draft.queries(mixed, rope), own_k, own_v)
-        hidden = draft.finish(draft.residual(before, mixed), attended)
+        attended = look(step, place, draft.compute_queries(mixed, rope), own_k, own_v)
+        hidden = draft.finish_layer(draft.select_residual(before, mixed), attended)
         chances, ids = _score_children(draft, hidden, score, widest)
 
         for k, node in zip(topks, nodes, strict=True):  # [N, K]

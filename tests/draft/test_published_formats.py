@@ -325,7 +325,7 @@ def test_our_own_export_comes_back_from_every_spelling(
     assert found.options == options and found.notes == []
     expected = DraftConfig.from_json(config)
     assert {f.name: getattr(expected, f.name) for f in fields(expected) if f.name in options} == options
-    assert Eagle3Draft.of(found.config, found.tensors).config == expected
+    assert Eagle3Draft.from_checkpoint(found.config, found.tensors).config == expected
 
 
 @pytest.mark.parametrize("rope", [ROPE, LLAMA3], ids=["default", "llama3"])
