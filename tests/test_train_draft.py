@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from stages.params.draft_sections import TrainDraft
-from stages.train_draft import plan_epoch, share_packs
+from stages.training.pack_plan import plan_epoch, share_packs
 from tests.conftest import SMALL, edit_params
 
 RESULTS = ("draft/model.safetensors", "draft/config.json", "state/optimizer.safetensors", "state/progress.json")
@@ -148,11 +148,11 @@ def test_a_row_longer_than_the_budget_goes_alone() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_every_pack_is_somebodys_and_all_get_as_many(world: int) -> None:
+def test_every_pack_is_shared_out_once_and_all_processes_get_as_many(world: int) -> None:
     packs = [[1], [2, 3], [4], [5], [6]]
     shares = [share_packs(packs, rank, world) for rank in range(world)]
     assert len({len(s) for s in shares}) == 1
-    assert sorted(rows for s in shares for rows, mute in s if not mute) == packs
+    assert sorted(rows for s in shares for rows, supervised in s if supervised) == packs
 
 
 # One epoch of `straight`, where what is compared differs from the first step on.

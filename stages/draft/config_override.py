@@ -51,7 +51,9 @@ def apply_override(
             continue
         if key not in fixed:
             raise _make_refusal(
-                key, value, f"expected one of {', '.join(sorted({*overridable, *fixed}))}: correct it, or leave the key out"
+                key,
+                value,
+                f"expected one of {', '.join(sorted({*overridable, *fixed}))}: correct it, or leave the key out",
             )
         if value != fixed[key]:
             raise _make_refusal(key, value, f"expected {fixed[key]!r}, the value of the target or params.yaml")
@@ -68,7 +70,7 @@ def apply_override(
 
 
 def _override_rope(rope: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Return `given` in transformers' spelling, with the theta of `rope` unless given; a theta alone keeps the scaling of `rope`."""
+    """Return the RoPE keys `given` in the spelling of transformers, completed by `rope`: its theta, or its scaling."""
     if "rope_scaling" not in given and "rope_parameters" not in given:
         return rope | {"rope_theta": float(given["rope_theta"])}
     has_theta = "rope_theta" in (given.get("rope_parameters") or {})

@@ -135,7 +135,7 @@ class Eagle3Draft(nn.Module):
         self.register_buffer("frequency_axes", assign_frequency_axes(c.rope, c.head_dim), persistent=False)
 
     def _apply(self, fn, recurse=True):
-        """Move and cast as any module, but keep RoPE frequencies in float32: rounded to bfloat16, angles are off by full turns."""
+        """Move and cast as any module, but keep RoPE frequencies in float32: rounding to bfloat16 makes angles wrong."""
         super()._apply(fn, recurse)
         device = self.inverse_frequency.device
         self.inverse_frequency = compute_inverse_frequency(self.config.rope, self.config.head_dim).to(device)
@@ -172,7 +172,7 @@ class Eagle3Draft(nn.Module):
         return positions[..., None].expand(*positions.shape, 3) if target_positions is None else target_positions
 
     def compute_rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [..., 1, E/2] for positions of `get_rope_positions`: angles in float32, results in the layer's dtype."""
+        """Return cos and sin [..., 1, E/2] for positions of `get_rope_positions`, in the weights' dtype; angles are float32."""
         by_frequency = positions[..., None] if self.frequency_axes is None else positions[..., self.frequency_axes]
         angles = by_frequency[..., None, :].to(torch.float32) * self.inverse_frequency
         return angles.cos().to(self.fc.weight.dtype), angles.sin().to(self.fc.weight.dtype)
@@ -316,5 +316,7 @@ def compute_first_state(
     attention_mask [B, Q, T], or None, selects the prefix keys.
     """
     layer_input = draft.build_layer_input(embeds, fused)
-    attended = attend_prefix_and_ancestors(draft.compute_queries(layer_input, draft.compute_rope(positions)), keys, values, attention_mask)
+    attended = attend_prefix_and_ancestors(
+        draft.compute_queries(layer_input, draft.compute_rope(positions)), keys, values, attention_mask
+    )
     return draft.finish_layer(draft.select_residual(fused, layer_input), attended)

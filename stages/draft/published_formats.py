@@ -62,7 +62,7 @@ class PublishedDraft:
 
 
 def fetch_draft(model: str, revision: str | None) -> tuple[Path, str | None]:
-    """Return the local folder of a draft and, for a Hugging Face id, its commit. Raises ValueError where there is no such draft."""
+    """Return the local folder of a draft and the commit of a Hugging Face id. Raises ValueError where there is none."""
     if Path(model).is_dir():
         return Path(model), None
     from huggingface_hub import snapshot_download  # slow to import, needed for hub ids only

@@ -19,7 +19,7 @@ def choose_vocabulary(counts: Tensor, size: int, always: list[int]) -> Tensor:
 
 
 def build_vocabulary_maps(chosen: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Return d2t [D] int64 offsets (target id - draft id) and t2d [V] bool, as in SGLang, vLLM and EAGLE, of ascending ids [D]."""
+    """Return d2t [D] int64, offsets (target id - draft id), and t2d [V] bool of ascending ids `chosen` [D]."""
     t2d = torch.zeros(vocab_size, dtype=torch.bool)
     t2d[chosen] = True
     return chosen - torch.arange(len(chosen)), t2d

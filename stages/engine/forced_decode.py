@@ -1,10 +1,10 @@
-"""How long the chains are that the torch engine accepts along a given answer.
+"""Accept length of the torch engine along a given answer (teacher-forced decoding), for check_overfit.
 
-A training row may be drawn above temperature 0, or be other words than the target's; the engine alone would soon decode
-another answer, which a draft that knows this row by heart does not know. So each of the target's choices is given. All else
-is what a benchmark runs: prefill, the features that it captures, the draft's cache, expansion, verification, moving.
+A training row may be sampled above temperature 0, or written by another model. Left alone, the engine would decode another
+answer, on which an overfitted draft knows nothing; so each token of the target is replaced by that of the row. All else is what
+a benchmark runs: prefill, captured features, the draft's cache, expansion, verification, cache compaction.
 
-Letters: T tokens of an answer, M nodes, H hidden, V vocabulary.
+Dimensions: T tokens of an answer, H hidden, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ from stages.target.multimodal import ImagePatchesProtocol
 from stages.trees import acceptance
 
 
-class ReciteEngine(Engine):
-    """An engine whose target says a given answer. Raises ValueError as `Engine`."""
+class ForcedDecodingEngine(Engine):
+    """An engine whose target always outputs the given answer. Raises ValueError as `Engine`."""
 
     def __init__(self, model: PreTrainedModel, feature_layers: list[int], draft: Eagle3Draft, answer: Sequence[int]):
         super().__init__(model, [], feature_layers, draft)
@@ -32,26 +32,26 @@ class ReciteEngine(Engine):
         return self.answer[places.clamp(max=len(self.answer) - 1)]
 
 
-def chain_tau(
-    engine: ReciteEngine, prompt: list[int], num_steps: int, pictures: ImagePatchesProtocol | None = None
+def measure_chain_tau(
+    engine: ForcedDecodingEngine, prompt: list[int], num_steps: int, images: ImagePatchesProtocol | None = None
 ) -> float:
-    """Return the accept length of chains of `num_steps` drafts along the answer. Raises ValueError where it doesn't fit."""
-    cycles = [*engine.speculative(prompt, len(engine.answer), num_steps, 1, num_steps + 1, pictures)][1:]
+    """Return tau of chains of `num_steps` drafts along the answer. Raises ValueError where it exceeds the engine's capacity."""
+    cycles = [*engine.speculative(prompt, len(engine.answer), num_steps, 1, num_steps + 1, images)][1:]
     return acceptance.compute_tau(np.array([step.accepted for step in cycles]), np.ones(len(cycles)))
 
 
 @torch.no_grad()
-def perfect_tau(answer: Tensor, last: Tensor, head: Tensor, num_steps: int) -> float:
-    """Return the accept length of a draft that always guesses the target's likeliest token, along an answer [T].
+def compute_perfect_tau(answer: Tensor, last: Tensor, head: Tensor, num_steps: int) -> float:
+    """Return tau of a draft that always predicts the target's argmax, along an answer [T].
 
-    last [T, H]: the target's last hidden state at each of its tokens; head [V, H]. An answer at temperature 0 has the
-    likeliest token everywhere, one that was drawn has others here and there, which nobody can guess.
+    last [T, H] is the target's last hidden state at each token, head [V, H]. At temperature 0 every token is the argmax;
+    a sampled answer has other tokens, which no draft can predict.
     """
-    likeliest = (last[:-1] @ head.T).argmax(-1)
-    guessed = (likeliest.cpu() == answer[1:].cpu()).tolist()  # of the answer's second token, its third, ...
+    argmax = (last[:-1] @ head.T).argmax(-1)
+    matches = (argmax.cpu() == answer[1:].cpu()).tolist()  # of the answer's second token, its third, ...
     bonus, accepted, cycles = 0, 0, 0
-    while bonus < len(guessed):
-        chain = guessed[bonus : bonus + num_steps]
-        taken = chain.index(False) if False in chain else len(chain)
-        bonus, accepted, cycles = bonus + taken + 1, accepted + taken, cycles + 1
+    while bonus < len(matches):
+        chain = matches[bonus : bonus + num_steps]
+        num_accepted = chain.index(False) if False in chain else len(chain)
+        bonus, accepted, cycles = bonus + num_accepted + 1, accepted + num_accepted, cycles + 1
     return acceptance.compute_tau(np.array(accepted), np.array(cycles))

@@ -78,7 +78,7 @@ class EagleDraft(Eagle3Draft):
 def unroll_states(eagle: EagleDraft, pack: ttt.TrainingPack, embedding: Tensor, steps: int) -> list[Tensor]:
     """`steps` steps from every asked position, fed with the row's own tokens and their own earlier states -> [P_k, H] each."""
     last = pack.last.to(eagle.fc.weight.dtype)
-    turning = eagle.get_rope_positions(pack.position, pack.positions)
+    turning = eagle.get_rope_positions(pack.position, pack.rope_positions)
     ids = nn.functional.pad(pack.ids, (0, steps + 1))
     mixed = eagle.build_layer_input(ttt.embed_tokens(pack, ids, embedding, slice(1, len(pack.ids) + 1)), last)
     visible = attention_mask.build_pack_attention(pack, *eagle.compute_keys_values(mixed, eagle.compute_rope(turning)), None)

@@ -306,7 +306,7 @@ def test_a_draft_sees_pictures_and_where_they_lie(run: Run) -> None:
     blind = ttt.TrainingPack.from_rows([one], STEPS, "aligned")
     blind.image_embeddings = run.embedding[TOKEN].expand_as(one.visual)
     astray = ttt.TrainingPack.from_rows([one], STEPS, "aligned")
-    astray.positions = torch.arange(len(one.ids))[:, None].expand(-1, 3)
+    astray.rope_positions = torch.arange(len(one.ids))[:, None].expand(-1, 3)
     exact, no_pictures, no_places = (
         ttt.compute_loss(run.draft, p, run.embedding, run.head, objective).loss_per_step for p in (pack, blind, astray)
     )
