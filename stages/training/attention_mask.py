@@ -102,7 +102,7 @@ def _gather_rows(x: Tensor, index: Tensor) -> Tensor:
 
 
 def _tabulate_by_row(row_index: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Group items by row_index [n]; return the item indices [B, K], valid cells [B, K] bool, and the flat cell of each item [n]."""
+    """Group items by row_index [n]: item indices [B, K], valid cells [B, K] bool, and the flat cell of each item [n]."""
     order = torch.sort(row_index, stable=True).indices
     counts = torch.bincount(row_index, minlength=num_rows)
     column = torch.empty_like(row_index)
