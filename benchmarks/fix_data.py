@@ -130,9 +130,9 @@ def main() -> None:
     print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
     with tempfile.TemporaryDirectory(prefix="aerie-bench-") as folder:
         cases = [
-            ("chat", args.rows, chat, {"answers": "text", "near_duplicate": None}),
-            ("chat", args.rows, chat, {"answers": "text", "near_duplicate": 0.8}),
-            ("weather", args.toon_rows, weather, {"answers": "toon", "near_duplicate": None}),
+            ("chat", args.rows, chat, {"answers": "text", "near_duplicate_threshold": None}),
+            ("chat", args.rows, chat, {"answers": "text", "near_duplicate_threshold": 0.8}),
+            ("weather", args.toon_rows, weather, {"answers": "toon", "near_duplicate_threshold": None}),
         ]
         loops: dict[str, tuple[float, float]] = {}
         for name, rows, make, changes in cases:
@@ -144,7 +144,7 @@ def main() -> None:
             seconds, busy, peak, report = stage(raw.parent)
             speed = rows / seconds
             print(
-                f"| {rows:,} | {raw.stat().st_size / MIB:,.0f} | {changes['answers']} | {changes['near_duplicate']} | "
+                f"| {rows:,} | {raw.stat().st_size / MIB:,.0f} | {changes['answers']} | {changes['near_duplicate_threshold']} | "
                 f"{seconds:.1f} | {speed:,.0f} | {1e6 * busy / rows:.0f} | {1 / loops[name][0]:,.0f} | "
                 f"{1e6 * loops[name][1]:.0f} | {peak:,.0f} | "
                 f"{report['rows_out']:,} | {(report['near_duplicates'] or {}).get('dropped', '')} |",

@@ -15,7 +15,7 @@ from pathlib import Path
 from ruamel.yaml import YAML
 
 from benchmarks.served import of_kit, stage
-from pipeline.__main__ import use
+from pipeline.recipes import use_recipe
 
 TREE, CHECKPOINT, OTHERS = "t8_2_16", "e009", ["t8_1_9", "t5_4_16", "t10_3_32"]
 
@@ -40,7 +40,7 @@ def main() -> None:
 
 def edit(o: argparse.Namespace) -> list[str]:
     """-> the table's rows."""
-    use(o.recipe)
+    use_recipe(o.recipe)
     yaml = YAML()
     p = yaml.load(Path("params.yaml").read_text())
     p["target"] |= {"device": o.device, "dtype": o.dtype} | ({"model": o.model} if o.model else {})
@@ -48,7 +48,7 @@ def edit(o: argparse.Namespace) -> list[str]:
     server = of_kit(p["benchmark_served"]["server"], o.kit) | {"mem_fraction": 0.5}
     p["benchmark_served"] |= {"workloads": ["eval"], "checkpoints": [CHECKPOINT], "trees": [TREE], "server": server}
     yaml.dump(p, Path("params.yaml"))
-    return [*p["benchmark_methods"]["draftless"], *p["benchmark_methods"]["drafted"]]
+    return [*p["benchmark_methods"]["without_draft"], *p["benchmark_methods"]["with_draft"]]
 
 
 def methods(rows: list[str]) -> list[str]:

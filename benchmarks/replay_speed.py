@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from stages.draft.eagle3 import DraftConfig, Eagle3Draft, build_prefix_mask, compute_first_state, encode_prefix
-from stages.replay.replay import ReplayOutput, TreeTuple, compute_capacity, replay_answers
+from stages.params.tree_sections import TreeShape
+from stages.replay.replay import ReplayOutput, compute_capacity, replay_answers
 from stages.results import interval
 from stages.trees import draft_tree
 from stages.trees.expansion import expand_candidates
@@ -39,7 +40,7 @@ def main() -> None:
     takes.add_argument("--steps", type=int, default=None, help="1 to so many")
     takes.add_argument("--topk", type=int, default=None, help="1 to so many")
     takes.add_argument("--checked", type=int, default=12, help="structures that are compared, on two answers each")
-    takes.add_argument("--semantics", default="sglang", choices=list(draft_tree.TREE_SCORINGS))
+    takes.add_argument("--tree-scoring", default="sglang", choices=list(draft_tree.TREE_SCORINGS))
     o = takes.parse_args()
     width, vocab, steps, topk, answers = (128, 640, 10, 4, 40) if o.small else (512, 4096, 16, 10, 100)
     steps, topk, answers = o.steps or steps, o.topk or topk, o.answers or answers
@@ -50,15 +51,20 @@ def main() -> None:
     trees = grid(steps, range(1, topk + 1), tokens)
     memory = int(o.memory_gib * 2**30)
 
-    def run(trees: Sequence[TreeTuple]) -> ReplayOutput:
+    def run(trees: Sequence[TreeShape]) -> ReplayOutput:
         return replay_answers(
-            draft, embedding, *rows, trees, semantics=o.semantics, at_once=compute_capacity(draft, trees, memory).places
+            draft,
+            embedding,
+            *rows,
+            trees,
+            tree_scoring=o.tree_scoring,
+            places_per_batch=compute_capacity(draft, trees, memory).places,
         )
 
     places = int((rows[3] - rows[2] - 1).sum())
     name = torch.cuda.get_device_name() if o.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(
-        f"{name}, torch {torch.__version__}, {o.dtype}, {o.semantics}: {width} wide, {vocab // 2} of {vocab} tokens, ",
+        f"{name}, torch {torch.__version__}, {o.dtype}, {o.tree_scoring}: {width} wide, {vocab // 2} of {vocab} tokens, ",
         end="",
     )
     print(f"{answers} answers, {places} places, {len(trees)} structures, steps 1 to {steps}", flush=True)
@@ -78,20 +84,20 @@ def main() -> None:
         print(
             f"floor: {flop / 1e12:.1f} TFLOP, {moved / 1e9:.0f} GB: {limit:.2f} s; all took {seconds / limit:.1f} times that"
         )
-    of_one = [t for t in trees if t[1] == min(4, topk)]
-    deepest = [t for t in of_one if t[0] == steps]
+    of_one = [t for t in trees if t.topk == min(4, topk)]
+    deepest = [t for t in of_one if t.num_steps == steps]
     few = deepest[:: max(1, len(deepest) // 10)][:10]
     times = [min(timed(draft, run, some)[0] for _ in range(2)) for some in (few, of_one)]
     print(
-        f"cost of topk {of_one[0][1]}: {len(few)} structures {times[0]:.2f} s, {len(of_one)} structures {times[1]:.2f} s"
+        f"cost of topk {of_one[0].topk}: {len(few)} structures {times[0]:.2f} s, {len(of_one)} structures {times[1]:.2f} s"
     )
-    check(draft, embedding, rows, trees, found, o.checked, o.semantics)
+    check(draft, embedding, rows, trees, found, o.checked, o.tree_scoring)
 
 
-def grid(steps: int, topks: Sequence[int], tokens: Sequence[int]) -> list[TreeTuple]:
-    """As ReplayTrees.trees: those that the candidates suffice for."""
+def grid(steps: int, topks: Sequence[int], tokens: Sequence[int]) -> list[TreeShape]:
+    """As ReplayTrees.list_trees: those that the candidates suffice for."""
     return [
-        (s, k, m)
+        TreeShape(s, k, m)
         for k in topks
         for s in range(1, steps + 1)
         for m in ([s + 1] if k == 1 else tokens)
@@ -143,7 +149,7 @@ def make_answers(draft: Eagle3Draft, embedding: Tensor, count: int) -> tuple[Ten
 
 
 def timed(
-    draft: Eagle3Draft, run: Callable[[Sequence[TreeTuple]], ReplayOutput], trees: Sequence[TreeTuple]
+    draft: Eagle3Draft, run: Callable[[Sequence[TreeShape]], ReplayOutput], trees: Sequence[TreeShape]
 ) -> tuple[float, int, ReplayOutput]:
     """Seconds, nodes that went through the draft's layer, and what was found."""
     nodes = [0]
@@ -162,7 +168,7 @@ def timed(
 
 
 def line(
-    name: str, draft: Eagle3Draft, run: Callable[[Sequence[TreeTuple]], ReplayOutput], trees: Sequence[TreeTuple]
+    name: str, draft: Eagle3Draft, run: Callable[[Sequence[TreeShape]], ReplayOutput], trees: Sequence[TreeShape]
 ) -> tuple[float, int, ReplayOutput]:
     seconds, nodes, found = timed(draft, run, trees)
     cuda = next(draft.parameters()).is_cuda
@@ -183,27 +189,29 @@ def floor(draft: Eagle3Draft, nodes: int, tokens: float) -> tuple[float, float]:
 
 
 @torch.inference_mode()
-def check(draft, embedding, rows, trees: Sequence[TreeTuple], found: ReplayOutput, count: int, semantics: str) -> None:
+def check(
+    draft, embedding, rows, trees: Sequence[TreeShape], found: ReplayOutput, count: int, tree_scoring: str
+) -> None:
     """Prints how many of the sampled structures have the integers that decoding step by step gives."""
     rng, right, drafts = random.Random(3), 0, 0
     chosen = sorted(rng.sample(range(len(trees)), min(count, len(trees))))
     cases = [(g, b) for g in chosen for b in rng.sample(range(len(rows[0])), 2)]
     for g, b in cases:
-        slow = step_by_step(draft, embedding, [x[b : b + 1] for x in rows], trees[g], semantics)
+        slow = step_by_step(draft, embedding, [x[b : b + 1] for x in rows], trees[g], tree_scoring)
         fast = int(found.accepted[b, g]), int(found.cycles[b, g])
         right, drafts = right + (slow == fast), drafts + fast[0]
         if slow != fast:
-            print(f"  {trees[g]} of answer {b}: accepted and cycles {fast}, one place at a time {slow}")
+            print(f"  {trees[g].name} of answer {b}: accepted and cycles {fast}, one place at a time {slow}")
     print(
         f"checked: {right} of {len(cases)} equal one place at a time as integers, {drafts} accepted drafts among them"
     )
 
 
 def step_by_step(
-    draft: Eagle3Draft, embedding: Tensor, row: list[Tensor], shape: TreeTuple, semantics: str
+    draft: Eagle3Draft, embedding: Tensor, row: list[Tensor], shape: TreeShape, tree_scoring: str
 ) -> tuple[int, int]:
     """Accepted drafts and cycles of one answer, each tree built where decoding stands, alone."""
-    steps, topk, tokens = shape
+    steps, topk, tokens = shape.num_steps, shape.topk, shape.num_draft_tokens
     ids, features, (start,), (end,) = row[0], row[1], row[2].tolist(), row[3].tolist()
     said, accepted, cycles, bonus = ids[0].tolist(), 0, 0, start
     while bonus < end - 1:
@@ -213,7 +221,7 @@ def step_by_step(
         state = compute_first_state(
             draft, embedding[ids[:, bonus, None]], fused[:, bonus - 1, None], p, keys, values, None
         )
-        grown = expand_candidates(draft, embedding, state, p, keys, values, None, steps, topk, semantics)
+        grown = expand_candidates(draft, embedding, state, p, keys, values, None, steps, topk, tree_scoring)
         kept = draft_tree.build_tree(grown, tokens)
         choices = [said[bonus + d + 1] if bonus + d + 1 < end else -1 for d in kept.depths[0].tolist()]
         chosen = torch.tensor([choices], device=ids.device)

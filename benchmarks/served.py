@@ -21,7 +21,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from pipeline.__main__ import use
+from pipeline.recipes import use_recipe
 from stages.results import replay_records, served_records
 
 TREES = ["t5_1_6", "t8_2_16", "t10_3_32", "t5_4_16", "t6_10_32", "t8_2_8"]  # the last one SGLang refuses
@@ -66,7 +66,7 @@ def of_kit(server: dict[str, Any], kit: str) -> dict[str, Any]:
 
 
 def edit(o: argparse.Namespace) -> None:
-    use(o.recipe)
+    use_recipe(o.recipe)
     yaml = YAML()
     p = yaml.load(Path("params.yaml").read_text())
     p["target"] |= {"device": o.device, "dtype": o.dtype}
@@ -77,16 +77,16 @@ def edit(o: argparse.Namespace) -> None:
         p["sample_target"] |= {"train_rows": 8}
     p["replay_trees"] |= {
         "checkpoints": [CHECKPOINT],
-        "steps": [5, 6, 8, 10],
+        "num_steps": [5, 6, 8, 10],
         "topk": [1, 2, 3, 4, 10],
-        "tokens": [8, 16, 32],
+        "num_draft_tokens": [8, 16, 32],
     }
     first = dict(p["benchmark"]["workloads"]["eval"])
     drawn = {**first, "prompts": "random", "ignore_eos": True, "warmup": 64, "repeats": o.repeats}
     workloads = {"eval": {**first, "num_prompts": o.rows, "concurrency": o.concurrency}}
     workloads |= {name: {**drawn, **keys} for name, keys in SCENARIOS.items()}
     workloads |= {"sweep": {**drawn, **SWEEP, "concurrency": o.at_once, "repeats": 1}}
-    p["benchmark"] |= {"workloads": workloads, "torch": [], "checkpoints": [CHECKPOINT], "trees": TREES[:1]}
+    p["benchmark"] |= {"workloads": workloads, "torch_workloads": [], "checkpoints": [CHECKPOINT], "trees": TREES[:1]}
     server = of_kit(p["benchmark_served"]["server"], o.kit) | {"mem_fraction": o.mem_fraction}
     server |= {"max_total_tokens": 50_000 if o.jobs > 1 else None}
     p["benchmark_served"] |= {

@@ -309,7 +309,7 @@ table's keys and words, digits most of its values):
 
 ## Your own
 
-`results/replay.csv` has every tree of the grid. For those that `replay_trees.inside` names, the report shows what is promised and
+`results/replay.csv` has every tree of the grid. For those that `replay_trees.trace_trees` names, the report shows what is promised and
 kept, by chance, length of context, place in the answer and kind of token ([metrics](metrics.md)).
 
 This page's figures again: `e001: {{from: e000, epochs: 1}}` in `train_draft.checkpoints`, `dvc repro train_draft`, `python -m

@@ -33,10 +33,10 @@ TWO, THREE = (10, 2, 32), (10, 3, 32)  # the seed's question
 WIDE: Shape = (6, 10, 32)
 TOPKS, BUDGETS = (1, 2, 3, 4, 5, 6, 8, 10), (8, 16, 24, 32, 48, 64)
 GRID = {
-    "steps": list(range(1, 13)), "topk": list(TOPKS), "tokens": [4, 6, *BUDGETS],
-    "inside": [f"t{s}_{k}_{m}" for s, k, m in (TWO, THREE, WIDE)],
+    "num_steps": list(range(1, 13)), "topk": list(TOPKS), "num_draft_tokens": [4, 6, *BUDGETS],
+    "trace_trees": [f"t{s}_{k}_{m}" for s, k, m in (TWO, THREE, WIDE)],
 }  # fmt: skip
-PAIR = {"steps": [10], "topk": [1, 2, 3], "tokens": [32], "inside": GRID["inside"][:2]}
+PAIR = {"num_steps": [10], "topk": [1, 2, 3], "num_draft_tokens": [32], "trace_trees": GRID["trace_trees"][:2]}
 TREES = ("draft", "steps", "topk", "tokens", "tau", "tau_low", "tau_high", "cycles", "accepted", "mean_depth")
 INSIDE = ("draft", *replay_records.TREE_STATISTICS_COLUMNS[1:])
 

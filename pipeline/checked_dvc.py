@@ -1,11 +1,11 @@
-"""DVC with every cached copy compared with its name before it is used.
+"""Run DVC and compare every cached copy with the hash in its name before it is used.
 
     python -m pipeline.checked_dvc repro      # as `dvc repro`
 
-Outputs are hard links into DVC's cache (.dvc/config), so the disk is never doubled. DVC makes both read-only and then trusts
-a read-only copy without a look. Root may write into a read-only file all the same: an output edited in place changes the
-cached copy too, and DVC would restore the edit as the result of the stage. DVC hashes copies that are not read-only; here it
-hashes all of them, by its own record of sizes, times and inodes, so that a copy nobody touched costs one look-up.
+Outputs are hard links into DVC's cache (.dvc/config), so that no data is stored twice. DVC makes both read-only and then
+trusts a read-only copy. Root can still write into it: an output edited in place changes the cached copy too, and DVC would
+restore the edit as the result of the stage. DVC hashes copies that are not read-only; this module has it hash all of them,
+by its own record of sizes, times and inodes, so that an unchanged copy costs one look-up.
 """
 
 import json
@@ -26,29 +26,29 @@ log = logging.getLogger("dvc.damaged")  # below DVC's own, whose handlers print 
 
 
 def check_cached_copies() -> None:
-    """Let every repository that this process opens from now on compare cached copies with their names."""
-    from dvc.cachemgr import CacheManager  # 0.2 s, so only where DVC is asked
+    """Make every repository that this process opens from now on compare cached copies with their names. Safe to call twice."""
+    from dvc.cachemgr import CacheManager  # 0.2 s
 
-    plain = CacheManager.__init__
-    if getattr(plain, "checks", False):
+    original = CacheManager.__init__
+    if getattr(original, "checks", False):
         return
 
-    def checked(manager: Any, *words: Any, **more: Any) -> None:
-        plain(manager, *words, **more)
-        # Of the local cache alone: what a remote holds, its `verify` option checks (docs/dvc.md).
+    def initialize(manager: Any, *words: Any, **options: Any) -> None:
+        original(manager, *words, **options)
+        # The local cache only: a remote's copies are checked by its `verify` option (docs/dvc.md).
         if manager.local is not None:
-            manager.local.check = MethodType(_check, manager.local)
+            manager.local.check = MethodType(_check_copy, manager.local)
 
-    checked.checks = True  # type: ignore[attr-defined]
-    CacheManager.__init__ = checked
+    initialize.checks = True  # type: ignore[attr-defined]
+    CacheManager.__init__ = initialize
 
 
-def _check(cache: Any, oid: str, check_hash: bool = True, _info: dict[str, Any] | None = None) -> Any:
-    """Return what is known of a cached copy; takes the place of DVC's `LocalHashFileDB.check`.
+def _check_copy(cache: Any, oid: str, check_hash: bool = True, _info: dict[str, Any] | None = None) -> Any:
+    """Return the metadata of a cached copy; replaces `LocalHashFileDB.check` of dvc-data.
 
     Raises:
-        FileNotFoundError: where there is no copy.
-        ObjectFormatError: where its bytes are not those of its name; it is then set aside, and DVC finds none there.
+        FileNotFoundError: there is no copy.
+        ObjectFormatError: its bytes do not have the hash in its name; it is set aside, and DVC finds none.
     """
     from dvc_data.hashfile.hash import hash_file
     from dvc_data.hashfile.meta import Meta
@@ -64,45 +64,41 @@ def _check(cache: Any, oid: str, check_hash: bool = True, _info: dict[str, Any] 
             cache.protect(path)
         return meta
     kept = _set_aside(Path(path), oid)
-    log.warning(_describe(kept, oid))
+    log.warning(_describe_damage(kept, oid))
     raise ObjectFormatError(f"{path} is damaged")
 
 
 def _set_aside(copy: Path, oid: str) -> Path:
-    """Move a copy out of DVC's sight and keep its bytes: they may be an edit that somebody wants."""
-    folder = _cache_folder(copy) / DAMAGED
+    """Move a copy out of DVC's folders and keep its bytes: they may be an edit that the user wants."""
+    folder = copy.parents[3] / DAMAGED  # of CACHE/files/md5/ab/cdef...
     folder.mkdir(exist_ok=True)
     kept = folder / f"{oid}.{copy.stat().st_mtime_ns}"  # the same name may be damaged twice, differently
     os.replace(copy, kept)
     return kept
 
 
-def _cache_folder(copy: Path) -> Path:
-    return copy.parents[3]  # of CACHE/files/md5/ab/cdef...
-
-
-def _describe(kept: Path, oid: str) -> str:
-    names = list(_made_as(kept.parents[1], oid))
-    whose = "; ".join(names) if names else "data that no stage made"
+def _describe_damage(kept: Path, oid: str) -> str:
+    names = list(_list_outputs(kept.parents[1], oid))
+    origin = "; ".join(names) if names else "data that no stage made"
     return (
-        f"the cached copy of {whose} does not have the bytes it was kept with: a program wrote into the output in place, "
+        f"the cached copy of {origin} does not have the bytes it was kept with: a program wrote into the output in place, "
         f"which is a hard link to that copy. It is set aside as {os.path.relpath(kept)} and is not restored. The stage that "
         "made it runs again when its result is needed; where a remote has the result, `dvc fetch` brings it back without a run"
     )
 
 
-def _made_as(cache: Path, oid: str) -> Iterator[str]:
-    """Yield the outputs that the run-cache knows under this name, each with its stage's command."""
+def _list_outputs(cache: Path, oid: str) -> Iterator[str]:
+    """Yield the outputs of this hash in the run-cache, each with its stage's command."""
     found = set[str]()
     for entry in sorted((cache / "runs").glob("*/*/*")):
         made = YAML(typ="safe").load(entry.read_text(encoding="utf-8"))
         for out in made.get("outs", []):
-            found |= {f"{path} (made by: {made['cmd']})" for path in _paths(cache, out, oid)}
+            found |= {f"{path} (made by: {made['cmd']})" for path in _list_output_paths(cache, out, oid)}
     yield from sorted(found)
 
 
-def _paths(cache: Path, out: dict[str, Any], oid: str) -> list[str]:
-    """Return the paths of an output's files that have this name."""
+def _list_output_paths(cache: Path, out: dict[str, Any], oid: str) -> list[str]:
+    """Return the paths of an output's files that have this hash."""
     name = str(out.get("md5", ""))
     listed = cache / "files/md5" / name[:2] / name[2:]
     if name == oid:

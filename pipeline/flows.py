@@ -1,9 +1,9 @@
-"""The story: check the parameters, bring every stage up to date, publish the table.
+"""Prefect flows: check the parameters, bring every stage up to date, publish the table.
 
-    make ui                        # the server, its pages, and the flows waiting to be run (pipeline/serve.py)
-    python -m pipeline.flows       # one run from here, recorded by that server
+    make ui                        # the server, its pages, and the flows, waiting to be run (pipeline/serve.py)
+    python -m pipeline.flows       # one run from a terminal, recorded by that server
 
-Prefect shows and schedules; DVC decides what is fresh. So no task here is cached or retried by Prefect: each asks DVC.
+Prefect shows and schedules; DVC decides which stages are stale. So Prefect caches and retries no task: each asks DVC.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Completed, Failed, State
 
-from pipeline import dvc_graph, password, recipes, reproduce, resources, workspaces
+from pipeline import dvc_graph, password, processes, recipes, reproduce, resources, workspaces
 from pipeline.forms import Changes, RecipeName, Sweep
 from pipeline.orphan_guard import end_with_parent
 from pipeline.progress import ProgressLog
@@ -43,22 +43,22 @@ NO_CHANGES = Changes()
 
 @flow(name="build")
 def build(changes: Changes = NO_CHANGES) -> State[None]:
-    """params.yaml -> the tables of results/; a task for each stage of dvc.yaml, as many at once as `schedule` lets run.
+    """params.yaml -> the tables of results/: a task for each stage of dvc.yaml, as many at once as `schedule` allows.
 
-    Without changes here, one run after another; with some, in a workspace of its own, beside others.
+    Without changes, in this workspace, one run after another; with changes, in a workspace of its own, beside others.
     """
     return _run_graph(None if changes == NO_CHANGES else lambda: _apply_changes(changes.sections(load_params())))
 
 
 @flow(name="sweep")
 def sweep(cells: Sweep) -> State[None]:
-    """Trees x checkpoints x workloads, in a workspace of its own; what is trained already is not trained again."""
+    """Trees x checkpoints x workloads, in a workspace of its own; trained checkpoints are not trained again."""
     return _run_graph(lambda: _apply_changes(cells.sections(load_params())))
 
 
 @flow(name="reproduce")
 def reproduce_recipe(recipe: RecipeName) -> State[None]:
-    """A published experiment, in a workspace of its own, and its results beside what was published."""
+    """A published experiment, in a workspace of its own, and its results beside the published ones."""
     return _run_graph(lambda: _log_lines(reproduce.take_recipe(recipe)), lambda: _publish_comparison(recipe))
 
 
@@ -72,88 +72,90 @@ def _log_lines(lines: Iterator[str]) -> None:
 
 
 def _publish_comparison(recipe: str) -> None:
-    """The comparison as an artifact."""
+    """Publish the comparison as an artifact."""
     table = "\n".join(reproduce.compare_recipe(recipe))
     create_markdown_artifact(table, key="compared", description=f"{recipe}: ours beside the published")
 
 
-def _run_graph(change: Callable[[], None] | None, after: Callable[[], None] = lambda: None) -> State[None]:
-    """A run of the whole graph: here, or where `change` is, in a new workspace whose params.yaml it changes."""
+def _run_graph(change: Callable[[], None] | None, publish: Callable[[], None] = lambda: None) -> State[None]:
+    """Run the whole graph here, or, with `change`, in a new workspace whose params.yaml that changes; then `publish`."""
     end_with_parent()
     with contextlib.ExitStack() as stack:
         try:
             require_server()
             if change:
-                name = workspaces.name_for(str(runtime.flow_run.name), str(runtime.flow_run.id))
+                name = workspaces.name_workspace(str(runtime.flow_run.name), str(runtime.flow_run.id))
                 stack.enter_context(contextlib.chdir(workspaces.make_workspace(name)))
-            held = stack.enter_context(workspaces.one_run(get_run_logger().warning))
+            held = stack.enter_context(workspaces.exclusive_run(get_run_logger().warning))
             if change:
                 change()
             params = load_params()
             check_raw_exists(params)
             hosts = stack.enter_context(dispatch.open_hosts(params.schedule))
-            work, pool = plan_run(params)
-        except ValueError as error:  # for the user to correct: the page shows it without a traceback
+            graph, pool = plan_run(params)
+        except ValueError as error:  # the user's to correct: the page shows it without a traceback
             get_run_logger().error(str(error))
             return Failed(message=str(error))
         try:
-            stack.enter_context(dvc_graph.guard_run(held))
-            why = dvc_graph.explain_stale()
-            publish_plan(why)
-            states = run_stale_stages(work, why, pool, hosts)
-        except BaseException:  # a cancelled flow: its tasks are on other threads, which see no signal
+            stack.enter_context(processes.guard_run(held))
+            reasons = dvc_graph.explain_stale()
+            publish_plan(reasons)
+            states = run_stale_stages(graph, reasons, pool, hosts)
+        except BaseException:  # a cancelled flow: its tasks are on other threads, which get no signal
             if hosts:
                 hosts.cancel()
-            dvc_graph.stop_stages()
+            processes.stop_stages()
             raise
-        publish_results(states, why)
+        publish_results(states, reasons)
         if change:
-            get_run_logger().info(f"take it over with: python -m pipeline promote {Path.cwd().name}")
+            get_run_logger().info(f"take it over with: aerie promote {Path.cwd().name}")
         state = make_final_state(states)
         try:
-            after()  # of what is there, as `python -m pipeline reproduce` does after a failure
+            publish()  # also after a failure, from what is there, as `aerie reproduce` does
         except ValueError as error:
             return Failed(message=f"{state.message}; {error}")
         return state
 
 
 def plan_run(params: Params) -> tuple[StageGraph, resources.ResourcePool]:
-    """What there is to run, and on what. Raises ValueError where a stage asks for more than this machine has."""
+    """Return the graph and this machine's resources. Raises ValueError if a stage asks for more than this machine has."""
     upstream = dvc_graph.list_stages()
     pool = resources.ResourcePool(params.schedule.slots, resources.list_gpus())
     needs = {name: params.schedule.needs(name) for name in upstream}
     rules = params.schedule
-    sent = frozenset(name for name in upstream if rules.runner != "local" and name.partition("@")[0] in rules.sent)
+    remote = frozenset(
+        name for name in upstream if rules.runner != "local" and name.partition("@")[0] in rules.remote_stages
+    )
     for name, need in needs.items():
-        if name not in sent:
+        if name not in remote:
             pool.check(name, need)
-    return StageGraph(upstream, needs, sent), pool
+    return StageGraph(upstream, needs, remote), pool
 
 
 @task(cache_policy=NO_CACHE)
-def bring(stage: str, why: list[str], environment: dict[str, str], held: list[int], hosts: Any = None) -> Any:
-    """One stage, its log line by line, and what DVC made of it as the state's name. Without a reason why, none starts.
+def run_stage(stage: str, reasons: list[str], environment: dict[str, str], held: list[int], hosts: Any = None) -> Any:
+    """Bring one stage up to date and log it line by line; the state is named after DVC's outcome. Without reasons do nothing.
 
-    With `hosts` it is made there, and its log is in the pages of a run that its own log names.
+    With `hosts` it runs there; its log is then in the pages of another run, which this log names.
     """
-    if not why:
+    if not reasons:
         return _make_completed_state(stage, dvc_graph.Outcome.UNCHANGED)
     log, rules = get_run_logger(), load_params().schedule
-    log.info(f"{stage} is stale: {', '.join(why)}")
+    log.info(f"{stage} is stale: {', '.join(reasons)}")
     on_line = ProgressLog(stage, log.info)
     for attempt in range(1, rules.attempts + 1):
         try:
             if hosts:
-                return _make_completed_state(stage, dispatch.make_remotely(stage, rules.needs(stage), hosts, log.info))
+                return _make_completed_state(stage, dispatch.run_remotely(stage, rules.needs(stage), hosts, log.info))
             return _make_completed_state(stage, dvc_graph.reproduce_stage(stage, on_line, environment, held))
-        except dvc_graph.StageError as error:  # a state, not a raise, which would bury the log under Prefect's stack
+        except processes.StageError as error:  # a state: an exception would bury the log under Prefect's stack
             if not error.transient or attempt == rules.attempts:
                 return Failed(message=str(error))
             pause = rules.retry_pause_s * 2 ** (attempt - 1)
             log.warning(f"{error}\nthat may pass: attempt {attempt + 1} of {rules.attempts} in {pause:g} s")
-            if not dvc_graph.wait_before_retry(pause):
+            if not processes.wait_before_retry(pause):
                 return Failed(message=f"{error}\nnot tried again: the run is cancelled")
-    raise AssertionError("the last attempt has ended above")
+    raise AssertionError("the last attempt returns above")
 
 
 def _make_completed_state(stage: str, outcome: dvc_graph.Outcome) -> State[str]:
@@ -161,61 +163,65 @@ def _make_completed_state(stage: str, outcome: dvc_graph.Outcome) -> State[str]:
 
 
 def run_stale_stages(
-    work: StageGraph, why: dict[str, list[str]], pool: resources.ResourcePool, hosts: dispatch.RemoteHosts | None
+    graph: StageGraph, reasons: dict[str, list[str]], pool: resources.ResourcePool, hosts: dispatch.RemoteHosts | None
 ) -> dict[str, State[str]]:
-    """Each stage after what it needs; after a failure all others still run, as with `dvc repro --keep-going`.
+    """Run each stage after its upstream stages -> their states. After a failure the others still run (`--keep-going`).
 
-    On threads of Prefect's, ordered from this one, where a cancellation lands. `why` then has the reasons
-    of what did run, found on the way too.
+    Tasks run on Prefect's threads and are submitted from this one, where a cancellation is raised. `reasons` is updated
+    with those found on the way, so that it holds the reasons of every stage that ran.
     """
     futures: dict[str, Any] = {}
 
-    def start(name: str, lease: resources.ResourceLease, reasons: list[str]) -> Future[Any]:
-        why.pop(name, None)
-        if reasons:
-            why[name] = reasons
+    def start(name: str, lease: resources.ResourceLease, changes: list[str]) -> Future[Any]:
+        reasons.pop(name, None)
+        if changes:
+            reasons[name] = changes
         held = [file.fileno() for file in lease.files]
-        one = bring.with_options(name=name, task_run_name=name)
-        # wait_for draws the edges of the graph in the UI; a task whose needs are not completed ends as NotReady.
-        before = [futures[need] for need in work.upstream[name]]
-        there = hosts if name in work.away else None
-        futures[name] = one.submit(name, reasons, lease.environment, held, there, wait_for=before, return_state=False)
-        waited: Future[Any] = futures[name].wrapped_future
-        return waited
+        stage_task = run_stage.with_options(name=name, task_run_name=name)
+        # wait_for draws the edges of the graph in the pages; a task below one that is not completed ends as NotReady.
+        upstream = [futures[need] for need in graph.upstream[name]]
+        where = hosts if name in graph.remote else None
+        futures[name] = stage_task.submit(
+            name, changes, lease.environment, held, where, wait_for=upstream, return_state=False
+        )
+        wrapped: Future[Any] = futures[name].wrapped_future
+        return wrapped
 
-    def ended_as(name: str) -> bool | None:
+    def get_changed(name: str) -> bool | None:
         futures[name].wait()
         state = futures[name].state
         return state.name != dvc_graph.Outcome.UNCHANGED.capitalize() if state.is_completed() else None
 
-    run_stages(work, why, pool, start, ended_as, dvc_graph.explain_stale)
-    return {name: futures[name].state for name in work.upstream}
+    run_stages(graph, reasons, pool, start, get_changed, dvc_graph.explain_stale)
+    return {name: futures[name].state for name in graph.upstream}
 
 
-def publish_plan(why: dict[str, list[str]]) -> None:
-    """Before anything runs: which stages are stale, and what changed."""
-    rows = [{"stage": name, "because": "; ".join(reasons)} for name, reasons in why.items()]
+def publish_plan(reasons: dict[str, list[str]]) -> None:
+    """Publish, before anything runs, which stages are stale and what changed."""
+    rows = [{"stage": name, "because": "; ".join(changes)} for name, changes in reasons.items()]
     if rows:
-        create_table_artifact(rows, key="plan", description="What is stale before the run; it wakes what is below it")
-    get_run_logger().info(f"{len(rows)} stages are stale" + (f": {', '.join(why)}" if rows else ""))
+        create_table_artifact(rows, key="plan", description="Stale stages before the run; those below them may follow")
+    get_run_logger().info(f"{len(rows)} stages are stale" + (f": {', '.join(reasons)}" if rows else ""))
 
 
-def publish_results(states: dict[str, State[str]], why: dict[str, list[str]]) -> None:
-    """The tables of what was measured, unless they are from before a failure, and what became of each stage and why."""
-    lines = [f"| {name} | {_name_outcome(state)} | {'; '.join(why.get(name, []))} |" for name, state in states.items()]
+def publish_results(states: dict[str, State[str]], reasons: dict[str, list[str]]) -> None:
+    """Publish each stage's outcome and reasons and, unless a stage failed, the tables of results."""
+    lines = [
+        f"| {name} | {_name_outcome(state)} | {'; '.join(reasons.get(name, []))} |" for name, state in states.items()
+    ]
     create_markdown_artifact(
         "\n".join(
             [f"**{_count_outcomes(states)}**", "", "| stage | outcome | what had changed |", "|---|---|---|", *lines]
         ),
         key="outcomes",
-        description="What DVC made of each stage in this run",
+        description="The outcome of each stage in this run",
     )
     if not all(state.is_completed() for state in states.values()):
         return
     for key, table in RESULT_TABLES.items():
         if rows := _read_table_rows(table):
-            about = f"{table}, rounded; the columns are defined in docs/metrics.md"
-            create_table_artifact(rows, key=key, description=about)
+            description = f"{table}, rounded; the columns are defined in docs/metrics.md"
+            create_table_artifact(rows, key=key, description=description)
     if REPORT_PAGE.exists():
         create_link_artifact(
             REPORT_PAGE.resolve().as_uri(), "results/report/index.html", key="report", description="The report"
@@ -223,7 +229,7 @@ def publish_results(states: dict[str, State[str]], why: dict[str, list[str]]) ->
 
 
 def _read_table_rows(table: Path) -> list[dict[str, str]]:
-    """Its lines; none where nothing was asked of that engine."""
+    """Return the table's rows, rounded; [] if the run measures nothing on that engine."""
     if not table.exists():
         return []
     with table.open(encoding="utf-8", newline="") as file:
@@ -231,14 +237,14 @@ def _read_table_rows(table: Path) -> list[dict[str, str]]:
 
 
 def make_final_state(states: dict[str, State[str]]) -> State[None]:
-    """The flow's own state: failed with the names of the stages that failed, or completed with the counts."""
+    """Return the flow's state: failed with the names of the failed stages, or completed with the counts."""
     if failed := [name for name, state in states.items() if state.is_failed()]:
         return Failed(message=f"see the log of {', '.join(failed)}; {_count_outcomes(states)}")
     return Completed(message=_count_outcomes(states))
 
 
 def _shorten_number(cell: str) -> str:
-    """Four digits of a fraction: with all of them no page is wide enough for the columns that matter."""
+    """Return a fraction with four digits, so that the columns that matter fit on a page."""
     try:
         return f"{float(cell):.4g}" if "." in cell else cell
     except ValueError:
@@ -255,10 +261,10 @@ def _name_outcome(state: State[str]) -> str:
 
 
 def require_server() -> None:
-    """Refuse to run against no server, or Prefect would start its throw-away one, which loses a third of the records.
+    """Check that a server answers. Without one Prefect starts a temporary server, which loses a third of the records.
 
     Raises:
-        ValueError: where PREFECT_API_URL is not set, nothing answers there, or it refuses our password.
+        ValueError: PREFECT_API_URL is not set, nothing answers there, or it refuses the password.
     """
     url = PREFECT_API_URL.value()
     todo = "run `make ui` in another terminal, and export PREFECT_API_URL and PREFECT_API_AUTH_STRING as it says"
@@ -273,18 +279,18 @@ def require_server() -> None:
             if error.response.status_code != HTTPStatus.UNAUTHORIZED:
                 raise
             raise ValueError(
-                f"the Prefect server at {url} refuses our password, expected the line in .prefect/password of its workspace; "
+                f"the Prefect server at {url} refuses the password, expected the line in .prefect/password of its workspace; "
                 f'export {password.CLIENT}="$(cat .prefect/password)", or for `make worker` {password.FILE}'
             ) from None
 
 
 def main() -> None:
     try:
-        require_server()  # before the flow, since calling it is what starts the throw-away server
+        require_server()  # before the flow, whose call starts the temporary server
         check_raw_exists(load_params())
     except ValueError as error:
         sys.exit(f"aerie: {error}")
-    # A kill as an exception, like Ctrl-C, so that the stage at work is ended too; `serve` has Prefect do this.
+    # SIGTERM as an exception, like Ctrl-C, so that a running stage is ended too; in `serve` Prefect does this.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     state = build(return_state=True)
     sys.exit(0 if state.is_completed() else f"aerie: {state.message}")

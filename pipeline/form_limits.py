@@ -1,4 +1,4 @@
-"""What a form may not set: what is executed, sends secrets or code elsewhere, or names a file outside the project.
+"""Limits of the forms: keys that run code, send secrets or code elsewhere, or name a file outside the project.
 
 The owner of the workspace allows single keys by name in params.yaml, schedule.form_may_set.
 """
@@ -15,7 +15,7 @@ REVISION = "target.revision"
 TRUST = "target.trust_remote_code"
 ALLOWED = "schedule.form_may_set"
 
-# * stands for a name that the user chose.
+# * stands for a name of the user's.
 REFUSED = {
     ALLOWED: "it says what a form may set",
     TRUST: "it runs Python that comes with the model",
@@ -30,7 +30,7 @@ REFUSED = {
     "benchmark.allow_unsandboxed_code": "it lets programs that a model wrote run without a sandbox",
     "schedule.ray_address": "code and the Prefect server's password are sent there",
 }
-# Free text that names, or may name, a file or folder, or stands on a command line.
+# Free text that names, or may name, a file or folder, or becomes part of a command line.
 PATHS = (
     MODEL,
     REVISION,
@@ -58,41 +58,41 @@ INSIDE = "a path inside the project: relative, without '..' and hidden folders"
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 
 
-def check(changed: dict[str, dict[str, Any]], now: Params) -> None:
-    """Check sections of changed keys, as a form gave them, against the limits and what `now` allows by name.
+def check_form(changed: dict[str, dict[str, Any]], now: Params) -> None:
+    """Check a form's keys against the limits and the keys that `now` allows by name.
 
     Raises:
-        ValueError: naming the first key that may not be set so.
+        ValueError: naming the first key that a form may not set.
     """
     allowed = set(now.schedule.form_may_set)
-    if unknown := sorted(key for key in allowed if not _pattern(key)):
+    if unknown := sorted(key for key in allowed if not _find_limit(key)):
         raise ValueError(
             f"params.yaml: {ALLOWED} names {unknown[0]}, expected keys that are refused otherwise: "
             f"{', '.join([*list(REFUSED)[1:], *PATHS])}; correct the list"
         )
-    values = list(_leaves(changed))
-    trusted = trusts_code(now) or any(key == TRUST and value is not False for key, value in values)
+    values = list(_list_leaves(changed))
+    trusted = trusts_remote_code(now) or any(key == TRUST and value is not False for key, value in values)
     for key, value in values:
-        pattern = _pattern(key)
+        pattern = _find_limit(key)
         if pattern is None or (pattern != ALLOWED and allowed & {key, pattern}):
             continue
         if reason := REFUSED.get(pattern):
-            raise ValueError(_refusal(key, reason))
+            raise ValueError(_format_refusal(key, reason))
         if trusted and pattern in (MODEL, REVISION):
-            raise ValueError(_refusal(key, f"{TRUST} lets the model run its own Python"))
+            raise ValueError(_format_refusal(key, f"{TRUST} lets the model run its own Python"))
         if isinstance(value, str) and leaves_project(value):
-            raise ValueError(_refusal(key, f"{value!r} is neither a hub id nor {INSIDE}"))
+            raise ValueError(_format_refusal(key, f"{value!r} is neither a hub id nor {INSIDE}"))
 
 
-def trusts_code(now: Params) -> bool:
-    """Return whether a target's own Python is run already, by us or by a server that is started."""
+def trusts_remote_code(now: Params) -> bool:
+    """Return whether the parameters already run a target's own Python, in a stage or on a server that a stage starts."""
     servers = [now.sample_target.server.launch_args, now.benchmark_served.server.launch_args]
     words = [word.replace("_", "-") for words in [*servers, now.benchmark_served.server.command] for word in words]
     return now.target.trust_remote_code or any(word.startswith("--trust-remote-code") for word in words)
 
 
 def leaves_project(text: str) -> bool:
-    """Return whether the text is anything but a hub id, a plain word, or a path to a file of the project that is not hidden."""
+    """Return whether the text is neither a hub id, a plain word, nor a path to a file of the project that is not hidden."""
     parts = text.replace("\\", "/").split("/")
     hidden = any(part.startswith(".") and part != "." for part in parts)  # .. too, and .prefect, .dvc, .git
     plain = (
@@ -101,22 +101,22 @@ def leaves_project(text: str) -> bool:
     return hidden or not plain
 
 
-def _refusal(key: str, reason: str) -> str:
+def _format_refusal(key: str, reason: str) -> str:
     return f"other: {key} can't be set through a form: {reason}. Set it in params.yaml, or list it in {ALLOWED} there"
 
 
-def _pattern(key: str) -> str | None:
-    """Return the limit that is about this key."""
+def _find_limit(key: str) -> str | None:
+    """Return the pattern of REFUSED or PATHS that the key matches."""
     return next((pattern for pattern in [*REFUSED, *PATHS] if fnmatchcase(key, pattern)), None)
 
 
-def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of all that is no mapping; items of a list under the key of the list."""
+def _list_leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of every value that is no mapping; items of a list under the list's key."""
     if isinstance(value, dict) and value:
         for name, inner in value.items():
-            yield from _leaves(inner, f"{key}.{name}" if key else name)
+            yield from _list_leaves(inner, f"{key}.{name}" if key else name)
     elif isinstance(value, list) and value:
         for inner in value:
-            yield from _leaves(inner, key)
+            yield from _list_leaves(inner, key)
     else:
         yield key, value

@@ -1,7 +1,7 @@
-"""What the forms of Prefect's pages ask, and which keys of params.yaml the answers are.
+"""The fields of the forms in Prefect's pages, and the keys of params.yaml that they set.
 
-The page refuses what doesn't look right (the patterns below go into its form), the run's first second what can't be: a
-tree that cannot be built, a name that params.yaml does not know.
+The page refuses what does not match the patterns below, which become part of its form; the run refuses in its first
+second what cannot be: a tree that cannot be built, a name that params.yaml does not have.
 """
 
 from typing import Annotated, Any, Literal
@@ -30,12 +30,12 @@ def _check_rising(epochs: list[int]) -> list[int]:
 TreeName = Annotated[str, Field(pattern=TREE_NAME_PATTERN), AfterValidator(_check_tree_name)]
 FormTrees = Annotated[list[TreeName], Field(min_length=1)]
 Epochs = Annotated[list[Count], Field(min_length=1), AfterValidator(_check_rising)]
-TREE_NAME_HELP = "tSTEPS_TOPK_TOKENS, as t8_2_16"  # drawn as Markdown, where t<num_steps>_... is a tag, and shown as t
+TREE_NAME_HELP = "tSTEPS_TOPK_TOKENS, as t8_2_16"  # drawn as Markdown, where t<num_steps>_... would be a tag
 AS_PARAMS_HELP = "empty: as params.yaml has them"
 
 
 class Changes(BaseModel):
-    """What differs from params.yaml. Anything at all: the run is made in a workspace of its own."""
+    """What differs from params.yaml. With any difference the run has a workspace of its own."""
 
     model_config = ConfigDict(extra="forbid")
     trees: FormTrees | None = Field(
@@ -56,7 +56,7 @@ class Changes(BaseModel):
     )
 
     def sections(self, now: Params) -> dict[str, dict[str, Any]]:
-        """As a recipe has them. Raises ValueError where a key of `other` is none, or none that a form may set."""
+        """Return the keys by section, as a recipe has them. Raises ValueError for an unknown key, or one a form may not set."""
         found: dict[str, dict[str, Any]] = {}
         for key, value in self.other.items():
             section, *inner = key.split(".")
@@ -68,35 +68,35 @@ class Changes(BaseModel):
                 if not isinstance(at, dict):
                     raise ValueError(f"other: {key!r} is below a key that is given a value too; write one of the two")
             at[inner[-1]] = value
-        form_limits.check(found, now)
+        form_limits.check_form(found, now)
         if self.trees is not None:
             found.setdefault("benchmark", {})["trees"] = self.trees
         if self.workloads is not None:
-            found.setdefault("benchmark", {})["torch"] = self.workloads
+            found.setdefault("benchmark", {})["torch_workloads"] = self.workloads
         if self.epochs is not None:
             _build_segments(self.epochs, now, found)
         return found
 
 
 def _build_segments(epochs: list[int], now: Params, found: dict[str, dict[str, Any]]) -> None:
-    """A chain of segments, and its names in every list of checkpoints, beside those that are imported. Other methods' stay."""
+    """Add a chain of segments to `found`, and to every list of checkpoints; imported ones and other methods' stay."""
     names = [f"e{epoch:03d}" for epoch in epochs]
     pairs = zip([ROOT_CHECKPOINT, *names], names, [0, *epochs], epochs, strict=False)
-    segments = {name: {"from": start, "epochs": end - begin} for start, name, begin, end in pairs}
-    rivals = {name: s.model_dump(by_alias=True) for name, s in now.train_draft.checkpoints.items() if s.rival}
-    found.setdefault("train_draft", {})["checkpoints"] = {**segments, **rivals}
+    segments = {name: {"from": start, "epochs": last - first} for start, name, first, last in pairs}
+    others = {name: s.model_dump(by_alias=True) for name, s in now.train_draft.checkpoints.items() if s.rival}
+    found.setdefault("train_draft", {})["checkpoints"] = {**segments, **others}
     lists = {
         "replay_trees": now.replay_trees.checkpoints,
         "benchmark": now.benchmark.checkpoints,
         "benchmark_served": now.benchmark_served.checkpoints,
     }
-    for section, has in lists.items():
-        imported = [name for name in has if name in now.import_draft.checkpoints]
+    for section, present in lists.items():
+        imported = [name for name in present if name in now.import_draft.checkpoints]
         found.setdefault(section, {})["checkpoints"] = [*names, *imported]
 
 
 class Sweep(BaseModel):
-    """Every tree with every checkpoint under every workload: a cell each."""
+    """A cell for every tree with every checkpoint under every workload."""
 
     model_config = ConfigDict(extra="forbid")
     trees: FormTrees = Field(description=f"{TREE_NAME_HELP}; a chain is t8_1_9")
@@ -111,9 +111,9 @@ class Sweep(BaseModel):
     )
 
     def sections(self, now: Params) -> dict[str, dict[str, Any]]:
-        """As a recipe has them."""
+        """Return the keys by section, as a recipe has them."""
         axes = {"trees": self.trees, "checkpoints": self.checkpoints}
-        axes |= {("torch" if self.engine == "torch" else "workloads"): self.workloads}
+        axes |= {("torch_workloads" if self.engine == "torch" else "workloads"): self.workloads}
         section = "benchmark" if self.engine == "torch" else "benchmark_served"
         return {section: {key: names for key, names in axes.items() if names is not None}}
 
@@ -122,13 +122,13 @@ def list_recipes() -> list[str]:
     return sorted(file.stem for file in RECIPES_FOLDER.glob("*.yaml"))
 
 
-def _is_known(name: str) -> str:
-    """Hold the flow to what the page's form offers: a name becomes a path."""
+def _check_recipe_name(name: str) -> str:
+    """Return the name if it is one the form offers, since it becomes a path. Raises ValueError for any other."""
     if name not in (known := list_recipes()):
         raise ValueError(f"there is no recipe {name!r}; known are {', '.join(known)}")
     return name
 
 
 RecipeName = Annotated[
-    str, AfterValidator(_is_known), WithJsonSchema({"type": "string", "enum": list_recipes() or [""]})
+    str, AfterValidator(_check_recipe_name), WithJsonSchema({"type": "string", "enum": list_recipes() or [""]})
 ]

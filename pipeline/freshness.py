@@ -1,8 +1,8 @@
-"""Whether anything has changed since DVC last found all up to date, asked of the file system alone.
+"""Tell from the file system alone that nothing has changed since DVC last found every stage up to date.
 
-DVC loads dvc.lock and then, once for each stage, params.yaml: with 200 cells 6 CPU-seconds to say that there is nothing to do.
-Sizes, times and inodes of the very same files, which is what DVC's own state goes by, take a tenth of one. Any difference
-at all, and DVC is asked. Knows no DVC: pipeline/dvc_graph.py says which files, and writes this down.
+DVC loads dvc.lock and then, once for each stage, params.yaml: with 200 cells 6 CPU-seconds to find nothing to do. Sizes,
+times and inodes of the same files, which DVC's own state goes by, take a tenth of one. After any difference DVC is asked.
+This module knows nothing of DVC: pipeline/dvc_graph.py lists the files and records the digest.
 """
 
 import hashlib
@@ -14,11 +14,11 @@ from pathlib import Path
 
 KNOWN_STATE_FILE = Path(".scratch/fresh.json")
 
-Needs = dict[str, list[str]]
+Upstream = dict[str, list[str]]
 
 
-def read_fresh_stages() -> Needs | None:
-    """The graph's stages with those they depend on, where nothing has changed since all were up to date; else None."""
+def read_fresh_stages() -> Upstream | None:
+    """Return the stages with those they depend on if nothing has changed since all were up to date, else None."""
     try:
         known = json.loads(KNOWN_STATE_FILE.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -26,17 +26,19 @@ def read_fresh_stages() -> Needs | None:
     return known["stages"] if digest_paths(known["paths"]) == known["look"] else None
 
 
-def remember_fresh(paths: Iterable[str], looked: str, needs: Needs) -> None:
-    """DVC found all up to date, and `looked` is how the files were *before* it was asked."""
+def remember_fresh(paths: Iterable[str], digest: str, upstream: Upstream) -> None:
+    """Record that DVC found every stage up to date. `digest` is that of the paths *before* DVC was asked."""
     KNOWN_STATE_FILE.parent.mkdir(exist_ok=True)
-    beside = KNOWN_STATE_FILE.with_suffix(f".{os.getpid()}")
-    beside.write_text(json.dumps({"look": looked, "paths": sorted(set(paths)), "stages": needs}), encoding="utf-8")
-    os.replace(beside, KNOWN_STATE_FILE)
+    temporary = KNOWN_STATE_FILE.with_suffix(f".{os.getpid()}")
+    temporary.write_text(
+        json.dumps({"look": digest, "paths": sorted(set(paths)), "stages": upstream}), encoding="utf-8"
+    )
+    os.replace(temporary, KNOWN_STATE_FILE)
 
 
 def digest_paths(paths: Iterable[str]) -> str:
-    """A digest of how the files and folders are: there or not, each file's size, time and inode."""
-    total = hashlib.sha256(version("dvc").encode())  # another DVC may want other things
+    """Return a digest of whether the files and folders exist, and of each file's size, time and inode."""
+    total = hashlib.sha256(version("dvc").encode())  # another DVC may judge otherwise
     for path in sorted(set(paths)):
         for entry in _list_entries(Path(path)):
             total.update(f"{entry}\n".encode())
@@ -47,7 +49,7 @@ def _list_entries(path: Path) -> Iterator[str]:
     try:
         if path.is_dir():
             for below in sorted(path.iterdir()):
-                if below.name != "__pycache__":  # as in .dvcignore: byte code is written by whoever imports
+                if below.name != "__pycache__":  # as in .dvcignore: any import writes byte code
                     yield from _list_entries(below)
         else:
             found = path.stat()

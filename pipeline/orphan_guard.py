@@ -1,7 +1,7 @@
-"""Waits until whoever started it is gone, and ends what it has left. python -m pipeline.orphan_guard MARK
+"""Wait until the run that started this process has ended, then end what it has left: python -m pipeline.orphan_guard MARK
 
-Its stages here, by their mark; and of the runs that workers make for it, those of which it has said `sent RUN` and not
-`back RUN`. The other way round, a flow's own process ends with the worker that started it.
+That is its stages on this machine, found by their mark, and the flow runs on workers of which it has written `sent RUN` to
+this process and not `back RUN`. The other way round, `end_with_parent` ends a flow's process with the one that serves it.
 """
 
 import multiprocessing
@@ -13,21 +13,21 @@ import time
 from collections.abc import Iterable
 from uuid import UUID
 
-from pipeline.dvc_graph import end_marked
+from pipeline.processes import end_marked
 
 PARENT_POLL_S = 0.5  # seconds
 
 
 def end_with_parent() -> None:
-    """End this run as a cancellation does when the process that serves it is gone: killed, it could not tell us."""
+    """End this run like a cancellation when the process that serves it is gone: killed outright, it cannot cancel the run."""
     parent, number = multiprocessing.parent_process(), os.getppid()
     if parent is None and "PREFECT__FLOW_RUN_ID" not in os.environ:
-        return  # started by hand
+        return  # started from a terminal
 
     def watch() -> None:
         if parent:
             parent.join()
-        while os.getppid() == number and not parent:  # a work pool's worker starts us as any command
+        while os.getppid() == number and not parent:  # a work pool's worker starts a flow as a command
             time.sleep(PARENT_POLL_S)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -35,8 +35,8 @@ def end_with_parent() -> None:
 
 
 def cancel_flow_runs(runs: Iterable[str]) -> None:
-    """Those of these flow runs that are not over; their worker then ends what it has begun."""
-    from prefect import get_client  # takes a second to import, which most guards never need
+    """Cancel those of these flow runs that have not ended; their worker then ends the stages it has started."""
+    from prefect import get_client  # 1 s to import, which most guards never need
     from prefect.states import Cancelling
 
     with get_client(sync_client=True) as client:
@@ -49,14 +49,14 @@ def main() -> None:
         os._exit(0)
     sent = set[str]()
     for line in sys.stdin:  # until the other end of the pipe is closed, by its owner or by the kernel
-        what, run = line.split()
-        sent = sent | {run} if what == "sent" else sent - {run}
-    telling = threading.Thread(target=cancel_flow_runs, args=(sent,))
+        event, run = line.split()
+        sent = sent | {run} if event == "sent" else sent - {run}
+    cancelling = threading.Thread(target=cancel_flow_runs, args=(sent,))
     if sent:
-        telling.start()
+        cancelling.start()
     end_marked(sys.argv[1])
     if sent:
-        telling.join()  # nothing can be imported once this thread has ended, and it imports
+        cancelling.join()  # before the main thread ends, after which nothing can be imported
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The password of this workspace's Prefect server. Who has it can start flows here, which run code.
+"""The password of this workspace's Prefect server. Its holders can start flows here, which run code.
 
-The server and its clients get it through the environment, never through a command line, which `ps` shows to everyone.
+The server and its clients get it through the environment, never through a command line, which `ps` shows to every user.
 """
 
 import base64
@@ -17,35 +17,35 @@ USER = "aerie"  # Prefect compares the whole line, user:password
 RANDOM_BYTES = 32
 
 
-def prefect_home() -> Path:
+def get_prefect_home() -> Path:
     """Return PREFECT_HOME, or the workspace's own."""
     return Path(os.environ.get("PREFECT_HOME") or Path(".prefect").resolve())
 
 
-def read_or_create(home: Path) -> tuple[str, Path]:
-    """Return the password that `home` keeps, and its file; a new one where there is none.
+def read_or_create_password(home: Path) -> tuple[str, Path]:
+    """Return the password kept in the folder `home`, and its file; create one if there is none.
 
     Raises:
-        ValueError: as `read`.
+        ValueError: as `read_password`.
     """
     file = home / NAME
     try:
-        # Exclusive and 0600 from the first byte on, so that nobody else can open the file before it is narrowed.
+        # Created exclusively with mode 0600: no other user can open the file before its mode is set.
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
-        return read(file), file
+        return read_password(file), file
     with os.fdopen(descriptor, "w", encoding="ascii") as opened:
         opened.write(f"{USER}:{secrets.token_urlsafe(RANDOM_BYTES)}\n")
         opened.flush()
         os.fsync(opened.fileno())
-    return read(file), file
+    return read_password(file), file
 
 
-def read(file: Path) -> str:
+def read_password(file: Path) -> str:
     """Return the password in a file.
 
     Raises:
-        ValueError: where there is no such file, others may read it, or it does not hold one line user:password.
+        ValueError: there is no such file, other users may read it, or it does not hold one line user:password.
     """
     try:
         mode = stat.S_IMODE(file.stat().st_mode)
@@ -65,25 +65,25 @@ def read(file: Path) -> str:
     return text
 
 
-def find() -> str:
-    """Return the password a client is to send: of the environment, of the file it names, or of this workspace's server.
+def find_password() -> str:
+    """Return a client's password: from the environment, from the file it names, or of this workspace's server.
 
     Raises:
-        ValueError: where there is none, or as `read`.
+        ValueError: there is none, or as `read_password`.
     """
     if given := os.environ.get(CLIENT):
         return given
     if named := os.environ.get(FILE):
-        return read(Path(named))
-    own = prefect_home() / NAME
+        return read_password(Path(named))
+    own = get_prefect_home() / NAME
     if own.exists():
-        return read(own)
+        return read_password(own)
     raise ValueError(
         f"no password for the Prefect server: neither {CLIENT} nor {FILE} is set, and there is no {own}; copy the file that "
         f"`make ui` names to this host, mode 0600, and export {FILE}=THAT_FILE"
     )
 
 
-def header(password: str) -> dict[str, str]:
+def build_auth_header(password: str) -> dict[str, str]:
     """Return the HTTP header that carries the password."""
     return {"Authorization": f"Basic {base64.b64encode(password.encode()).decode()}"}

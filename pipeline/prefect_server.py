@@ -1,7 +1,7 @@
-"""Prefect's server as `make ui` starts it: it answers only to the names of this machine. python -m pipeline.prefect_server PORT
+"""Run Prefect's server, restricted to this machine's own names and pages: python -m pipeline.prefect_server PORT
 
-`prefect server start` answers any Host header. A page of another site whose name resolves to 127.0.0.1 (DNS rebinding) is
-of the server's own origin to a browser; its Host header still says that site's name, by which it is refused here.
+`prefect server start` answers any Host header. To a browser, a page of another site whose name resolves to 127.0.0.1 (DNS
+rebinding) has the server's own origin; its Host header still has that site's name, and is refused here.
 """
 
 import sys
@@ -10,26 +10,25 @@ import uvicorn
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-HOST = "127.0.0.1"  # never 0.0.0.0: the password travels unencrypted, and whoever has it runs code here
-NAMES = (HOST, "localhost")
+HOST = "127.0.0.1"  # never 0.0.0.0: the password travels unencrypted and lets its holder run code here
+HOST_NAMES = (HOST, "localhost")
 
 
-def origins(port: int) -> list[str]:
+def list_origins(port: int) -> list[str]:
     """Return the origins of the server's own pages."""
-    return [f"http://{name}:{port}" for name in NAMES]
+    return [f"http://{name}:{port}" for name in HOST_NAMES]
 
 
 class OwnOrigins:
-    """Refuse a request that a page of another origin sends: CORS alone keeps its answer from that page, not its effect."""
+    """ASGI middleware that refuses requests of other origins' pages: CORS hides the answer from the page, not the effect."""
 
     def __init__(self, app: ASGIApp, allowed: list[str]) -> None:
         self.app = app
         self.allowed = {origin.encode() for origin in allowed}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sent = {
-            value for name, value in scope.get("headers", []) if name == b"origin"
-        }  # none: no browser, or its own page
+        # No Origin header: not a browser, or a page of the server itself.
+        sent = {value for name, value in scope.get("headers", []) if name == b"origin"}
         if sent <= self.allowed:
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -40,17 +39,17 @@ class OwnOrigins:
             await send({"type": "http.response.body", "body": b"Foreign origin"})
 
 
-def make_app(port: int) -> ASGIApp:
+def build_app(port: int) -> ASGIApp:
     """Return Prefect's app behind both checks.
 
-    They are put around the app, not added to it: Prefect's services ask the same app in memory, under a host name of
-    their own.
+    The checks wrap the app and are not added to it, since Prefect's services call the same app in memory, under a host
+    name of their own.
     """
     from prefect.server.api.server import create_app
 
     # A preflight of a foreign origin is answered by OwnOrigins; Prefect's CORS has the same list (pipeline/serve.py).
-    guarded = OwnOrigins(create_app(final=True), origins(port))
-    return TrustedHostMiddleware(guarded, allowed_hosts=NAMES, www_redirect=False)
+    guarded = OwnOrigins(create_app(final=True), list_origins(port))
+    return TrustedHostMiddleware(guarded, allowed_hosts=HOST_NAMES, www_redirect=False)
 
 
 def main() -> None:
@@ -61,7 +60,7 @@ def main() -> None:
     if settings.api.auth_string is None:
         sys.exit("aerie: PREFECT_SERVER_API_AUTH_STRING is not set; `make ui` sets it")
     uvicorn.run(
-        make_app(port),
+        build_app(port),
         host=HOST,
         port=port,
         timeout_keep_alive=settings.api.keepalive_timeout,

@@ -1,6 +1,6 @@
-"""Recipes: files of recipes/ that hold sections and keys as params.yaml has them, only those they are about.
+"""Recipes: files of recipes/ with the sections and keys of params.yaml that differ for one experiment.
 
-A block `recipe` says what it reproduces and what of it can be compared (`stages.params.recipe`); it goes nowhere.
+Their block `recipe` describes what they reproduce (stages/params/recipe.py) and is not written into params.yaml.
 """
 
 import io
@@ -22,7 +22,7 @@ from stages.params.section import PARAMS_FILE, Section
 
 
 def locate_recipe(name: str) -> Path:
-    """Raises ValueError where there is no such recipe."""
+    """Return the recipe's path. Raises ValueError if there is none, naming those there are."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else RECIPES_FOLDER / f"{name}.yaml"
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in RECIPES_FOLDER.glob("*.yaml")))
@@ -31,10 +31,10 @@ def locate_recipe(name: str) -> Path:
 
 
 def use_recipe(name: str) -> list[str]:
-    """Write the recipe's keys into params.yaml -> a line for each that changed, and how to return to what was there.
+    """Write the recipe's keys into params.yaml -> a line for each that changed, and one on how to return.
 
     Raises:
-        ValueError: where there is no such recipe, or params.yaml would not be valid with it; it then stays as it was.
+        ValueError: there is no such recipe, or params.yaml would not be valid with it; it then stays as it was.
     """
     with merge_recipe(name) as (file, changes):
         if not changes:
@@ -45,7 +45,7 @@ def use_recipe(name: str) -> list[str]:
 
 
 def _keep_copy(recipe: str) -> Path:
-    """Copy params.yaml to params.yaml.before-RECIPE, or -2, -3: what is replaced there may be in no commit."""
+    """Copy params.yaml to params.yaml.before-RECIPE, or -2, -3: its present content may be in no commit."""
     for number in itertools.count(1):
         kept = PARAMS_FILE.with_name(f"{PARAMS_FILE.name}.before-{recipe}{f'-{number}' if number > 1 else ''}")
         if kept.is_file() and kept.read_bytes() == PARAMS_FILE.read_bytes():
@@ -58,7 +58,7 @@ def _keep_copy(recipe: str) -> Path:
 
 @contextmanager
 def merge_recipe(name: str) -> Iterator[tuple[Path, list[str]]]:
-    """params.yaml with the recipe's keys as a file beside it while this lasts, and a line for each key that changed.
+    """Yield a temporary file of params.yaml with the recipe's keys, and a line for each key that changed.
 
     Raises:
         ValueError: as `use_recipe`.
@@ -69,14 +69,14 @@ def merge_recipe(name: str) -> Iterator[tuple[Path, list[str]]]:
 
 
 def write_sections(sections: dict[str, dict[str, Any]]) -> list[str]:
-    """Write these keys into params.yaml, as `use_recipe` does a recipe's. Raises ValueError where it would not be valid with them."""
+    """Write these keys into params.yaml -> a line for each that changed. Raises ValueError as `use_recipe`."""
     with _write_merged(sections, "these parameters") as (file, changes):
         os.replace(file, PARAMS_FILE)
     return changes
 
 
 @contextmanager
-def _write_merged(sections: dict[str, dict[str, Any]], called: str) -> Iterator[tuple[Path, list[str]]]:
+def _write_merged(sections: dict[str, dict[str, Any]], label: str) -> Iterator[tuple[Path, list[str]]]:
     text, changes = _merge_sections(sections)
     with NamedTemporaryFile("w", dir=".", prefix=".params-", suffix=".yaml", encoding="utf-8", delete=False) as file:
         file.write(text)
@@ -85,14 +85,14 @@ def _write_merged(sections: dict[str, dict[str, Any]], called: str) -> Iterator[
         try:
             schema.load_params(Path(file.name))
         except ValueError as error:
-            raise ValueError(f"{called}: {str(error).replace(file.name, 'params.yaml with it')}") from None
+            raise ValueError(f"{label}: {str(error).replace(file.name, 'params.yaml with it')}") from None
         yield Path(file.name), changes
     finally:
         Path(file.name).unlink(missing_ok=True)
 
 
 def _merge_sections(recipe: dict[str, dict[str, Any]]) -> tuple[str, list[str]]:
-    """The text of params.yaml with the recipe's keys, its comments kept, and what changed."""
+    """Return the text of params.yaml with the recipe's keys, its comments kept, and a line for each key that changed."""
     yaml = YAML()
     yaml.width = 200  # long comments and lists stay on their lines
     yaml.representer.add_representer(type(None), lambda r, _: r.represent_scalar("tag:yaml.org,2002:null", "null"))
@@ -104,7 +104,7 @@ def _merge_sections(recipe: dict[str, dict[str, Any]]) -> tuple[str, list[str]]:
 
 
 def _set_key(into: Any, key: str, new: Any, model: Any, place: str) -> list[str]:
-    """Set a key, of which a section's own keys are set one by one, and what users name is replaced -> what changed."""
+    """Set a key -> lines on what changed. Keys of a section are set one by one; a mapping with users' names is replaced."""
     fields = {field.alias or name: field for name, field in getattr(model, "model_fields", {}).items()}
     inner = fields[key].annotation if key in fields else None
     if isinstance(new, dict) and isinstance(inner, type) and issubclass(inner, Section):
@@ -115,7 +115,7 @@ def _set_key(into: Any, key: str, new: Any, model: Any, place: str) -> list[str]
 
 
 def _lay_out_value(value: Any) -> Any:
-    """As params.yaml has it: what holds nothing but plain values in one line."""
+    """Return the value laid out as in params.yaml: lists and mappings of plain values on one line."""
     if isinstance(value, dict):
         made: Any = CommentedMap({name: _lay_out_value(inner) for name, inner in value.items()})
         plain = not any(isinstance(inner, dict | list) for inner in value.values())
@@ -129,5 +129,5 @@ def _lay_out_value(value: Any) -> Any:
 
 
 def _describe_value(value: Any) -> str:
-    """Of what has names of its own, the names."""
+    """Return a mapping's names, any other value as text."""
     return ", ".join(value) if isinstance(value, dict) and value else str(value)

@@ -1,7 +1,7 @@
-"""What stages may take of this machine at once: slots, GPUs, or the machine as a whole; over all runs of a user on it.
+"""Resources of this machine that stages lease: slots, GPUs, or the whole machine; shared by all runs of a user on it.
 
-Each is a file that the kernel locks (flock), so it frees itself when whoever holds it ends, killed or not. DVC inherits
-the open files of its stage: what a killed flow leaves behind keeps its GPU until it has ended too.
+Each is a file locked by the kernel (flock), so it is free when its holder ends, killed or not. DVC inherits the open files
+of its stage: a stage that a killed flow leaves behind keeps its GPU until it has ended too.
 """
 
 import fcntl
@@ -18,7 +18,7 @@ from stages.params.schedule import StageResources
 
 @dataclass
 class ResourceLease:
-    """Held until `release`; `list_gpus` are the ids a stage may see, None on a machine without any."""
+    """Locks held until `release`. `gpus` are the ids a stage may use, None on a machine without GPUs."""
 
     files: list[TextIO] = field(default_factory=list)
     gpus: list[str] | None = None
@@ -33,7 +33,7 @@ class ResourceLease:
 
 
 class ResourcePool:
-    """Who asks for the whole machine holds the gate meanwhile, so that others can't begin before it for ever."""
+    """The slots and GPUs of this machine. A run that waits for all of it holds the gate, so that no other run starves it."""
 
     def __init__(self, slots: int, gpus: list[str], folder: Path | None = None) -> None:
         self.slots, self.gpus = slots, gpus
@@ -42,7 +42,7 @@ class ResourcePool:
         self._gate: TextIO | None = None
 
     def check(self, stage: str, needs: StageResources) -> None:
-        """Raises ValueError where the stage would wait for ever."""
+        """Check a request. Raises ValueError if the stage would wait for ever."""
         if self.gpus and needs.gpus != "all" and needs.gpus > len(self.gpus):
             raise ValueError(
                 f"params.yaml: schedule.stages.{stage.partition('@')[0]}.gpus is {needs.gpus}, expected at most the "
@@ -50,29 +50,29 @@ class ResourcePool:
             )
 
     def take(self, needs: StageResources) -> ResourceLease | None:
-        """All that is needed, or nothing and at once."""
+        """Return a lease of everything needed, or None at once if it is not free."""
         self._gate = self._gate or self._lock("gate")
         if self._gate is None:
             return None  # another run waits for the whole machine
-        lease = self._take(needs)
+        lease = self._lock_all(needs)
         if lease or not needs.exclusive:
             self.close()
         return lease
 
     def close(self) -> None:
-        """Let others in."""
+        """Release the gate."""
         if self._gate:
             self._gate.close()
             self._gate = None
 
-    def _take(self, needs: StageResources) -> ResourceLease | None:
+    def _lock_all(self, needs: StageResources) -> ResourceLease | None:
         lease = ResourceLease(gpus=[] if self.gpus else None)
         kind = fcntl.LOCK_EX if needs.exclusive else fcntl.LOCK_SH
-        wants = [lambda: self._lock("machine", kind), self._slot]
-        if needs.gpus and not self.gpus:  # it takes all cores, where threads of two wait for each other
-            wants.append(lambda: self._lock("cores"))
-        for want in wants:
-            if (file := want()) is None:
+        locks = [lambda: self._lock("machine", kind), self._lock_slot]
+        if needs.gpus and not self.gpus:  # such a stage uses all cores; two at once would slow each other down
+            locks.append(lambda: self._lock("cores"))
+        for lock in locks:
+            if (file := lock()) is None:
                 lease.release()
                 return None
             lease.files.append(file)
@@ -87,7 +87,7 @@ class ResourcePool:
         lease.release()
         return None
 
-    def _slot(self) -> TextIO | None:
+    def _lock_slot(self) -> TextIO | None:
         return next(filter(None, (self._lock(f"slot-{n}") for n in range(self.slots))), None)
 
     def _lock(self, name: str, kind: int = fcntl.LOCK_EX) -> TextIO | None:
@@ -95,7 +95,7 @@ class ResourcePool:
 
 
 def try_lock(path: Path, kind: int = fcntl.LOCK_EX) -> TextIO | None:
-    """The file, open and locked, or None where another holds it. Closing it frees it."""
+    """Return the file open and locked, or None if another process holds it. Closing it frees it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("a")
     try:
@@ -107,11 +107,11 @@ def try_lock(path: Path, kind: int = fcntl.LOCK_EX) -> TextIO | None:
 
 
 def list_gpus() -> list[str]:
-    """Those of CUDA_VISIBLE_DEVICES, or all that nvidia-smi names; none on a machine without it."""
+    """Return the GPU ids of CUDA_VISIBLE_DEVICES, or all that nvidia-smi lists; [] without nvidia-smi."""
     if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [gpu.strip() for gpu in named.split(",") if gpu.strip()]
     if shutil.which("nvidia-smi") is None:
         return []
-    asked = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
-    said = subprocess.run(asked, capture_output=True, text=True, timeout=60)
-    return said.stdout.split() if said.returncode == 0 else []
+    command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return done.stdout.split() if done.returncode == 0 else []

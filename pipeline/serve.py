@@ -1,6 +1,6 @@
-"""The Prefect server, its pages and the flows of prefect.yaml, until Ctrl-C: what `make ui` runs. On this machine only.
+"""Run the Prefect server, its pages and the flows of prefect.yaml until Ctrl-C, on this machine only.
 
-make ui                        # http://127.0.0.1:4200; another port: AERIE_PORT=4300 make ui
+make ui                    # or aerie ui: http://127.0.0.1:4200; another port: AERIE_PORT=4300 make ui
 """
 
 import asyncio
@@ -22,23 +22,23 @@ import psutil
 from ruamel.yaml import YAML
 
 from pipeline import password
-from pipeline.prefect_server import HOST, origins
+from pipeline.prefect_server import HOST, list_origins
 
 if TYPE_CHECKING:
     from prefect.runner import Runner
 
-START_WITHIN = 120.0  # seconds; 6 warm, 12 cold on two cores, and its first start makes a database
-END_WITHIN = 10.0
+START_TIMEOUT_S = 120.0  # 6 s warm, 12 s cold on two cores; the first start creates a database
+END_TIMEOUT_S = 10.0
 TAIL_LINES = 30
 RUNS_AT_ONCE = 4
 
 
 def main() -> None:
     for number in _list_end_signals():
-        signal.signal(number, _exit_on_signal)  # as an exception, so that what is below ends what it has started
+        signal.signal(number, _exit_on_signal)  # as an exception, so that everything started below is ended
     try:
         port = read_port()
-        end_leftover(port)
+        end_leftover_server(port)
         check_port_free(port)
         with run_prefect_server(port):
             serve_flows(port)
@@ -47,10 +47,10 @@ def main() -> None:
 
 
 def read_port() -> int:
-    """AERIE_PORT, or 4200.
+    """Return AERIE_PORT, or 4200.
 
     Raises:
-        ValueError: where it is no port.
+        ValueError: it is no port.
     """
     text = os.environ.get("AERIE_PORT", "4200")
     if not text.isdecimal() or not 0 < int(text) < 65536:
@@ -58,25 +58,25 @@ def read_port() -> int:
     return int(text)
 
 
-def end_leftover(port: int) -> None:
-    """End the server of ours that a `make ui` on this port has left, which it does when killed outright."""
+def end_leftover_server(port: int) -> None:
+    """End the server that a `make ui` on this port has left after it was killed outright."""
     commands = {process: process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])}
     served = {process.pid for process, command in commands.items() if "pipeline.serve" in command}
-    for server in [process for process, command in commands.items() if command == _server_command(port)]:
+    for server in [process for process, command in commands.items() if command == _build_server_command(port)]:
         with suppress(psutil.NoSuchProcess):
             if server.ppid() in served:
                 continue
             print(f"ending the Prefect server that a killed `make ui` has left, process {server.pid}", flush=True)
             server.terminate()
-            if psutil.wait_procs([server], END_WITHIN)[1]:
+            if psutil.wait_procs([server], END_TIMEOUT_S)[1]:
                 server.kill()
 
 
 def check_port_free(port: int) -> None:
-    """Nothing may listen there: it might be another project's server, which would take our runs.
+    """Check that nothing listens on the port: it could be another project's server, which would take this one's runs.
 
     Raises:
-        ValueError: where something does.
+        ValueError: something does.
     """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -91,38 +91,38 @@ def check_port_free(port: int) -> None:
 
 @contextmanager
 def run_prefect_server(port: int) -> Iterator[None]:
-    """A Prefect server that answers, and its settings in os.environ; ended on leaving.
+    """Start a Prefect server, put its settings into os.environ and wait until it answers; end it on leaving.
 
     Raises:
-        ValueError: with the end of its log, where it does not answer in time.
+        ValueError: with the end of its log, if it does not answer in time.
     """
-    home = password.prefect_home()
+    home = password.get_prefect_home()
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    secret, _ = password.read_or_create(home)
+    secret, _ = password.read_or_create_password(home)
     os.environ |= {
         "PREFECT_HOME": str(home),
         password.CLIENT: secret,  # for the runner, its flows and their guards
         "PREFECT_API_URL": f"http://{HOST}:{port}/api",
-        "PREFECT_SERVER_UI_API_URL": f"http://{HOST}:{port}/api",  # or the pages of any other port ask 4200
+        "PREFECT_SERVER_UI_API_URL": f"http://{HOST}:{port}/api",  # without it the pages of another port ask 4200
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
         "DO_NOT_TRACK": "1",
     }
-    # Prefect's first pages: each line of a log names its stage, they are those that links in logs lead to, and they ask
-    # nothing of other hosts, where the second ones, with analytics off too, load a configuration from amplitude.com.
+    # Version 1 of Prefect's pages: links in logs lead to them, log lines name their stage, and they ask nothing of other
+    # hosts. Version 2 loads a configuration from amplitude.com even with analytics off.
     os.environ.setdefault("PREFECT_SERVER_UI_V2_ENABLED", "false")
-    os.environ.setdefault("PREFECT_RUNNER_POLL_FREQUENCY", "2")  # seconds from Run to running; Prefect's own is 10
+    os.environ.setdefault("PREFECT_RUNNER_POLL_FREQUENCY", "2")  # seconds from Run to running; Prefect's default is 10
     log = home / "server.log"
     print(f"starting the Prefect server on port {port}; its log is {log}", flush=True)
     with log.open("wb") as file:
-        # A group of its own, so that Ctrl-C reaches the flow first, which has things to tell the server.
+        # A group of its own, so that Ctrl-C reaches the flow first, which still reports to the server.
         process = subprocess.Popen(
-            _server_command(port),
+            _build_server_command(port),
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
             env=os.environ
-            | {password.SERVER: secret, "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": ",".join(origins(port))},
+            | {password.SERVER: secret, "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": ",".join(list_origins(port))},
             start_new_session=True,
         )
     try:
@@ -133,7 +133,7 @@ def run_prefect_server(port: int) -> Iterator[None]:
 
 
 def serve_flows(port: int) -> None:
-    """Wait for runs asked for in the pages, by schedules or by `prefect deployment run`, until told to stop."""
+    """Execute runs started in the pages, by schedules or by `prefect deployment run`, until a signal ends this process."""
     # Only now: Prefect reads its settings from the environment once, when it is imported.
     from prefect.deployments.runner import EntrypointType
     from prefect.runner import Runner
@@ -142,10 +142,10 @@ def serve_flows(port: int) -> None:
     from pipeline import flows
 
     crash_lost_runs()
-    runner = Runner(name="aerie", limit=RUNS_AT_ONCE)  # those of one workspace wait for each other
+    runner = Runner(name="aerie", limit=RUNS_AT_ONCE)  # runs in one workspace wait for each other
     deploy_stages(read_deployments()[-1])
     for deployment in read_deployments()[:-1]:
-        # By module path, since each run imports the flow anew, standing where we stand.
+        # By module path: each run imports the flow again, in this folder.
         runner.add_flow(
             getattr(flows, deployment["entrypoint"].partition(":")[2]),
             name=deployment["name"],
@@ -153,21 +153,26 @@ def serve_flows(port: int) -> None:
             schedules=[Cron(s["cron"], timezone=s["timezone"], active=s["active"]) for s in deployment["schedules"]],
             entrypoint_type=EntrypointType.MODULE_PATH,
         )
-    prefect = os.path.relpath(Path(sys.executable).with_name("prefect"))  # the terminal it is typed in knows no .venv
-    show = f"cat {shlex.quote(os.path.relpath(password.prefect_home() / password.NAME))}"
+    prefect = os.path.relpath(
+        Path(sys.executable).with_name("prefect")
+    )  # the user's terminal may not have .venv activated
+    show = f"cat {shlex.quote(os.path.relpath(password.get_prefect_home() / password.NAME))}"
     print(
         f"\nopen   http://{HOST}:{port}/deployments   (build -> Run -> Quick run)\n"
         f"log in with the whole line that this shows: {show}\n"
         f'or run PREFECT_API_URL={os.environ["PREFECT_API_URL"]} {password.CLIENT}="$({show})" '
         f"{prefect} deployment run build/build\n"
-        "end    Ctrl-C; a stage at work is ended too\n",
+        "end    Ctrl-C; a running stage is ended too\n",
         flush=True,
     )
     asyncio.run(_run_until_signal(runner))
 
 
 def deploy_stages(deployment: dict[str, Any]) -> None:
-    """A pool for the workers of other hosts, and what runs send there. Theirs is the folder in which they were started."""
+    """Create the work pool for workers of other hosts and the deployment that runs send there.
+
+    Workers run it in the folder in which they were started.
+    """
     from prefect import get_client
     from prefect.client.schemas.actions import WorkPoolCreate
     from prefect.exceptions import ObjectAlreadyExists
@@ -195,21 +200,24 @@ def deploy_stages(deployment: dict[str, Any]) -> None:
 
 
 def read_deployments() -> list[dict[str, Any]]:
-    """Of prefect.yaml beside this package, so that the two ways to deploy offer the same."""
+    """Return the deployments of prefect.yaml, so that both ways to deploy offer the same."""
     found = YAML(typ="safe").load(Path(__file__).parent.with_name("prefect.yaml").read_text(encoding="utf-8"))
     return list(found["deployments"])
 
 
 def crash_lost_runs() -> None:
-    """Let runs that say they run, though the machine went down under them, be crashed: nobody could cancel them."""
+    """Mark runs as crashed that are recorded as running although their process has ended; they could not be cancelled."""
     from prefect import get_client
     from prefect.client.schemas.filters import FlowRunFilter
     from prefect.states import Crashed, State
 
-    ours = {"deployment_id": {"is_null_": False}}  # a run of `python -m pipeline.flows` has none, and may be alive
-    asked = FlowRunFilter.model_validate(ours | {"state": {"type": {"any_": ["PENDING", "RUNNING", "CANCELLING"]}}})
+    # A run of `python -m pipeline.flows` has no deployment, and may be alive.
+    deployed = {"deployment_id": {"is_null_": False}}
+    unfinished = FlowRunFilter.model_validate(
+        deployed | {"state": {"type": {"any_": ["PENDING", "RUNNING", "CANCELLING"]}}}
+    )
     with get_client(sync_client=True) as client:
-        for run in client.read_flow_runs(flow_run_filter=asked):
+        for run in client.read_flow_runs(flow_run_filter=unfinished):
             lost: State[None] = Crashed(
                 message="`make ui` or the machine ended under this run; run it again, what finished is cached"
             )
@@ -217,60 +225,64 @@ def crash_lost_runs() -> None:
 
 
 async def _run_until_signal(runner: "Runner") -> None:
-    """`build.serve()`, but with an end that works: Prefect 3.8's own kills the flow outright, and the stage lives on."""
-    told = asyncio.Event()
+    """Serve until a signal, then cancel runs. Prefect 3.8's own `serve()` kills the flow outright, and its stage lives on."""
+    signalled = asyncio.Event()
     serving = asyncio.create_task(runner.start())
-    await asyncio.sleep(0)  # start() first installs a SIGTERM handler, which forgets to await stop(): ours replace it
+    await asyncio.sleep(0)  # start() installs a SIGTERM handler that does not await stop(); it is replaced here
     for number in _list_end_signals():
-        asyncio.get_running_loop().add_signal_handler(number, told.set)
-    telling = asyncio.create_task(told.wait())
-    await asyncio.wait({serving, telling}, return_when=asyncio.FIRST_COMPLETED)
+        asyncio.get_running_loop().add_signal_handler(number, signalled.set)
+    waiting = asyncio.create_task(signalled.wait())
+    await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
     if runner.started:
-        await runner.astop()  # cancels the flow, which ends its stage, and tells the server so
+        await runner.astop()  # cancels the flow, which ends its stage and reports to the server
     else:
         serving.cancel()
     with suppress(asyncio.CancelledError):
         await serving
 
 
-def _server_command(port: int) -> list[str]:
+def _build_server_command(port: int) -> list[str]:
     return [sys.executable, "-m", "pipeline.prefect_server", str(port)]
 
 
 def _wait_until_answering(process: subprocess.Popen[bytes], log: Path) -> None:
-    # Not /health, which asks for no password: what answers must be the server that was given ours.
+    # Not /health, which needs no password: the server that answers must be the one started here.
     url = f"{os.environ['PREFECT_API_URL']}/admin/version"
-    request = urllib.request.Request(url, headers=password.header(os.environ[password.CLIENT]))
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy knows no 127.0.0.1 of ours
-    deadline = time.monotonic() + START_WITHIN
+    request = urllib.request.Request(url, headers=password.build_auth_header(os.environ[password.CLIENT]))
+    direct = urllib.request.build_opener(
+        urllib.request.ProxyHandler({})
+    )  # not through a proxy, whose 127.0.0.1 is another
+    deadline = time.monotonic() + START_TIMEOUT_S
     while process.poll() is None and time.monotonic() < deadline:
         try:
             with direct.open(request, timeout=2):
                 return
         except OSError:
             time.sleep(0.2)
-    ended = f"ended with {process.returncode}" if process.returncode is not None else f"not up in {START_WITHIN:.0f} s"
+    ended = (
+        f"ended with {process.returncode}" if process.returncode is not None else f"not up in {START_TIMEOUT_S:.0f} s"
+    )
     tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:])
     raise ValueError(f"the Prefect server: {ended}, nothing answers at {url}. The end of {log}:\n{tail}")
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    for ask, patience in ((signal.SIGTERM, END_WITHIN), (signal.SIGKILL, None)):
+    for number, timeout in ((signal.SIGTERM, END_TIMEOUT_S), (signal.SIGKILL, None)):
         try:
-            os.killpg(process.pid, ask)
+            os.killpg(process.pid, number)
         except ProcessLookupError:
             pass
         try:
-            process.wait(patience)
+            process.wait(timeout)
             return
         except subprocess.TimeoutExpired:
             continue
 
 
 def _list_end_signals() -> list[signal.Signals]:
-    """Ctrl-C, a kill, a closed terminal; less what whoever started us wants ignored, as nohup does."""
-    asked = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-    return [number for number in asked if signal.getsignal(number) is not signal.SIG_IGN]
+    """Return the signals of Ctrl-C, kill and a closed terminal that are not ignored, as nohup ignores SIGHUP."""
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> None:

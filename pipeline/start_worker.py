@@ -1,8 +1,8 @@
-"""Start a worker that makes stages for the runs of another host: what `make worker` runs. docs/scheduling.md
+"""Start a worker that runs stages for runs of another host: `make worker`, `aerie worker`. docs/scheduling.md
 
     PREFECT_API_URL=http://127.0.0.1:4200/api AERIE_PASSWORD_FILE=~/aerie-password make worker
 
-Arguments go to `prefect worker start`.
+Arguments are passed to `prefect worker start`.
 """
 
 import os
@@ -11,12 +11,12 @@ from pathlib import Path
 
 from pipeline import password
 
-POLL_S = "2"
+POLL_S = "2"  # an environment variable
 
 
 def main(arguments: list[str]) -> None:
     try:
-        os.environ[password.CLIENT] = password.find()
+        os.environ[password.CLIENT] = password.find_password()
         # Only now: Prefect reads its settings from the environment once, when it is imported.
         from pipeline.flows import require_server
         from pipeline.remote.dispatch import POOL
@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> None:
         sys.exit(f"aerie: {error}")
     os.environ.setdefault("PREFECT_WORKER_QUERY_SECONDS", POLL_S)
     os.environ.setdefault("PREFECT_WORKER_ENABLE_CANCELLATION", "true")
-    os.environ["PWD"] = str(Path.cwd())  # the stage runs there: the deployment's pull step says {{ $PWD }}
+    os.environ["PWD"] = str(Path.cwd())  # the deployment's pull step runs stages in {{ $PWD }}
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process", *arguments]
     os.execv(command[0], command)
 

@@ -1,7 +1,7 @@
 """Artifacts that were made with another release of torch or transformers than is installed now: a warning, never a rerun.
 
 A release is major.minor for torch, which has been 2.x for years and changes kernels and random numbers with the minor number,
-and the major number for transformers, whose minor releases come every few weeks. The log of runs (stages/params/stage_runs.py)
+and the major number for transformers, whose minor releases come every few weeks. The log of runs (stages/telemetry/stage_log.py)
 says what each run loaded; a run belongs to an artifact where the artifact's files were written while it lasted. DVC's hard
 links keep files' times, so what comes back from its cache is taken for what it is; of files that were copied or pulled
 nothing is known, and nothing said.
@@ -16,8 +16,8 @@ from pathlib import Path
 
 from ruamel.yaml import YAML
 
-from stages.params import stage_runs
-from stages.params.stage_runs import StageRun
+from stages.telemetry import stage_log
+from stages.telemetry.stage_log import StageRun
 
 LOCK_FILE = Path("dvc.lock")
 KNOWN = Path(".scratch/versions.json")
@@ -46,7 +46,7 @@ def warnings() -> list[str]:
 def _look(now: dict[str, str]) -> str:
     """A digest of what the warnings depend on, asked of the file system alone."""
     total = hashlib.sha256(json.dumps(now, sort_keys=True).encode())
-    for path in (stage_runs.LOG, LOCK_FILE):
+    for path in (stage_log.LOG_FILE, LOCK_FILE):
         found = path.stat() if path.exists() else None
         total.update(f"{path} {found and (found.st_size, found.st_mtime_ns, found.st_ino)}\n".encode())
     return total.hexdigest()
@@ -64,16 +64,15 @@ def _installed() -> dict[str, str]:
 
 def _lines(now: dict[str, str]) -> Iterator[str]:
     """In the order of the lock file, stages of the same other versions on one line."""
-    runs = stage_runs.read()
-    suspects = {run.command for run in runs if _others(run, now)}
+    runs = stage_log.read_log()
+    suspects = {run.stage for run in runs if _others(run, now)}
     if not suspects or not LOCK_FILE.exists():
         return
     stages: dict[str, list[str]] = {}
     for name, stage in (YAML(typ="safe").load(LOCK_FILE).get("stages") or {}).items():
-        command = str(stage["cmd"]).removeprefix("python -m ")
-        if command not in suspects:
+        if name not in suspects:
             continue
-        run = _maker([run for run in runs if run.command == command], [out["path"] for out in stage.get("outs", [])])
+        run = _maker([run for run in runs if run.stage == name], [out["path"] for out in stage.get("outs", [])])
         if run and (others := _others(run, now)):
             stages.setdefault("; ".join(others), []).append(name)
     for said, names in stages.items():

@@ -1,10 +1,10 @@
-"""A workspace of its own for each run whose parameters differ: a git worktree that shares the DVC cache.
+"""A workspace for each run whose parameters differ: a git worktree in .scratch/runs that shares the DVC cache.
 
-What ran elsewhere comes from that cache, so a workspace costs a checkout (hard links), and two runs never share a
+Results of other runs are restored from that cache, so a workspace costs a checkout (hard links), and no two runs share a
 params.yaml. It stays until it is dropped:
 
-python -m pipeline promote RUN     # its params.yaml and dvc.lock become ours, and DVC checks out what they name
-python -m pipeline drop RUN        # the worktree goes; the cache keeps its results
+    aerie promote RUN     # its params.yaml and dvc.lock replace this checkout's, and DVC checks out what they name
+    aerie drop RUN        # removes the worktree; the cache keeps its results
 """
 
 import os
@@ -32,27 +32,30 @@ SERVING_ENVIRONMENTS = ("serving-env/sglang", "serving-env/vllm")  # environment
 
 
 @contextmanager
-def hold_workspace(say: Callable[[str], object], locked: Path = LOCK_PATH) -> Iterator[TextIO]:
-    """A workspace, the one we stand in, for one run: others wait here. The file must stay open for as long as a stage runs."""
-    while (held := try_lock(locked)) is None:
-        say("another run is at work here; waiting for its end")
-        _wait_for_lock(locked)
+def hold_workspace(log: Callable[[str], object], path: Path = LOCK_PATH) -> Iterator[TextIO]:
+    """Lock a workspace, by default this folder, for one run; wait for another run's end -> the locked file.
+
+    The file must stay open for as long as a stage runs.
+    """
+    while (held := try_lock(path)) is None:
+        log("another run is at work here; waiting for its end")
+        _wait_for_lock(path)
     with held:
         yield held
 
 
 @contextmanager
-def one_run(say: Callable[[str], object]) -> Iterator[list[int]]:
-    """Have this workspace to ourselves, with a whole dvc.lock -> the open files for `graph.guarded` to hold.
+def exclusive_run(log: Callable[[str], object]) -> Iterator[list[int]]:
+    """Hold this workspace for one run and repair dvc.lock -> the open files that `processes.guard_run` must share.
 
-    Every run of more than one stage begins with this: a flow's, `make run`'s, that of a recipe.
+    Every run of more than one stage starts with this: a flow's, `make run`'s, a recipe's.
 
     Raises:
-        ValueError: as `graph.heal_lock`.
+        ValueError: as `dvc_graph.repair_lock`.
     """
-    with hold_workspace(say) as held:
-        if healed := dvc_graph.heal_lock():
-            say(healed)
+    with hold_workspace(log) as held:
+        if repaired := dvc_graph.repair_lock():
+            log(repaired)
         yield [held.fileno()]
 
 
@@ -62,25 +65,25 @@ def _wait_for_lock(path: Path) -> None:
     free.close()
 
 
-def name_for(run: str, run_id: str) -> str:
-    """Return the folder name of a run's workspace. Whoever starts a run may name it anything, ../../x too."""
+def name_workspace(run: str, run_id: str) -> str:
+    """Return the folder name of a run's workspace. A run's own name may be anything, ../../x too."""
     return f"{NOT_IN_NAMES.sub('-', run)[:NAME_LENGTH]}-{run_id[:8]}"
 
 
 def make_workspace(name: str) -> Path:
-    """The files as they lie here, uncommitted ones too, and what the cache has of their outputs.
+    """Create a workspace with the files of this checkout, uncommitted ones too, and the cached outputs -> its folder.
 
     Raises:
-        ValueError: where the name is not that of a folder, this is no git repository with a commit, or git or DVC refuses.
+        ValueError: the name is not one of a folder, this is no git repository with a commit, or git or DVC refuses.
     """
-    folder = inside(RUNS_FOLDER, name)
+    folder = resolve_inside(RUNS_FOLDER, name)
     if folder.exists():  # a retry of the same run
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     _run_git("worktree", "add", "--detach", str(folder), "HEAD")
     try:
         _fill_workspace(folder)
-    except BaseException:  # or a retry would work in half of it
+    except BaseException:  # or a retry would find half a workspace
         _run_git("worktree", "remove", "--force", str(folder))
         raise
     return folder
@@ -95,7 +98,7 @@ def _fill_workspace(folder: Path) -> None:
 
 
 def share_settings(folder: Path) -> None:
-    """Let DVC there use our cache and our remotes, and stages our serving engines."""
+    """Let DVC in `folder` use this checkout's cache and remotes, and stages its serving engines."""
     local = Path(".dvc/config.local")
     if local.exists():
         shutil.copy2(local, folder / local)
@@ -104,7 +107,7 @@ def share_settings(folder: Path) -> None:
     for (
         name,
         path,
-    ) in dvc_remote.list_remote_folders().items():  # written relative to our .dvc/config, they would lie elsewhere
+    ) in dvc_remote.list_remote_folders().items():  # absolute: .dvc/config may hold them relative to itself
         _run_command(_build_dvc_command("remote", "modify", "--local", name, "url", path), folder)
     for engine in map(Path, SERVING_ENVIRONMENTS):
         if engine.is_dir():
@@ -113,11 +116,11 @@ def share_settings(folder: Path) -> None:
 
 
 def promote_run(name: str) -> Iterator[str]:
-    """Take a finished run's parameters and results for ours.
+    """Replace this checkout's parameters and results by those of a finished run.
 
     Raises:
-        ValueError: before anything changes, where there is no such run, it has not finished, a run is at work here, or files
-            that git tracks have changes; and where DVC can't check its results out, with all as it was.
+        ValueError: before anything changes, if there is no such run, it has not finished, a run is at work here, or tracked
+            files have changes; and if DVC cannot check out its results, with everything as before.
     """
     folder = locate_run(name)
     if changed := _run_git("status", "--porcelain", "--untracked-files=no").rstrip():
@@ -129,7 +132,7 @@ def promote_run(name: str) -> Iterator[str]:
     )
     if moved:
         raise ValueError(
-            f"{' and '.join(moved.split())} of a later commit differ from those that {name} began with; run it again from here"
+            f"{' and '.join(moved.split())} of a later commit differ from those that {name} started with; run it again from here"
         )
     with ExitStack() as stack:
         for path, where in ((LOCK_PATH, "here"), (folder / LOCK_PATH, "in that workspace")):
@@ -148,8 +151,8 @@ def promote_run(name: str) -> Iterator[str]:
     yield f"{' and '.join(map(str, PROMOTED_FILES))} are those of {name}, and so are the results; git diff shows what changed"
 
 
-def make_bare(folder: Path) -> None:
-    """A DVC project of no files, which uses our cache and our remotes; as it is where it has been made before."""
+def make_bare_project(folder: Path) -> None:
+    """Create a DVC project without files that uses this checkout's cache and remotes; keep an existing one."""
     (folder / ".dvc").mkdir(parents=True, exist_ok=True)
     shutil.copy2(".dvc/config", folder / ".dvc/config")
     share_settings(folder)
@@ -157,7 +160,7 @@ def make_bare(folder: Path) -> None:
 
 
 def drop_run(name: str) -> Iterator[str]:
-    """Remove a run's workspace. Raises ValueError where there is none, or its run is at work."""
+    """Remove a run's workspace. Raises ValueError if there is none, or its run is at work."""
     folder = locate_run(name)
     if (held := try_lock(folder / LOCK_PATH)) is None:
         raise ValueError(f"{name} is at work; cancel it first")
@@ -167,18 +170,18 @@ def drop_run(name: str) -> Iterator[str]:
 
 
 def locate_run(name: str) -> Path:
-    """Raises ValueError where there is no such workspace, naming those there are."""
+    """Return the folder of a run's workspace. Raises ValueError if there is none, naming those there are."""
     known = sorted(found.name for found in RUNS_FOLDER.glob("*") if found.is_dir())
     if name not in known:
         raise ValueError(f"there is no run {name} in {RUNS_FOLDER}; there are {', '.join(known) or 'none'}")
-    return inside(RUNS_FOLDER, name)
+    return resolve_inside(RUNS_FOLDER, name)
 
 
-def inside(parent: Path, name: str) -> Path:
-    """Return the whole path of the folder of that name in `parent`, there or not.
+def resolve_inside(parent: Path, name: str) -> Path:
+    """Return the absolute path of the folder `name` in `parent`, whether it exists or not.
 
     Raises:
-        ValueError: where the name leads anywhere else. Whoever starts a run through Prefect's server gives it its name.
+        ValueError: the name leads anywhere else. Names of runs come from users of Prefect's server.
     """
     if name in ("", ".", "..") or {"/", "\0", "\n"} & set(name):
         raise ValueError(
@@ -197,20 +200,20 @@ def _list_stale(folder: Path) -> list[str]:
 
 
 def _list_uncommitted() -> list[str]:
-    """Files that differ from the commit, or are new, or gone; none that git ignores."""
-    asks = [["diff", "--name-only", "-z", "HEAD"], ["ls-files", "-z", "--others", "--exclude-standard"]]
-    return [name for ask in asks for name in _run_git(*ask, "--", ".").split("\0") if name]
+    """Return the files that differ from the commit, are new, or are gone, without those that git ignores."""
+    commands = [["diff", "--name-only", "-z", "HEAD"], ["ls-files", "-z", "--others", "--exclude-standard"]]
+    return [name for command in commands for name in _run_git(*command, "--", ".").split("\0") if name]
 
 
-def _copy_file(source: Path, to: Path) -> None:
-    """To a name beside it first, so that nobody finds half of it; a file that is gone goes there too."""
+def _copy_file(source: Path, target: Path) -> None:
+    """Copy a file atomically; if the source does not exist, remove the target."""
     if not source.exists():
-        to.unlink(missing_ok=True)
+        target.unlink(missing_ok=True)
         return
-    to.parent.mkdir(parents=True, exist_ok=True)
-    beside = to.with_name(f"{to.name}.copying")
-    shutil.copy2(source, beside)
-    os.replace(beside, to)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f"{target.name}.copying")
+    shutil.copy2(source, temporary)
+    os.replace(temporary, target)
 
 
 def _build_dvc_command(*words: str) -> list[str]:
@@ -222,7 +225,7 @@ def _run_git(*words: str, at: Path | None = None) -> str:
 
 
 def _run_command(command: list[str], at: Path) -> str:
-    """What it prints. Raises ValueError with what it says, where it refuses."""
+    """Return what the command prints. Raises ValueError with its message if it fails."""
     done = subprocess.run(command, cwd=at, capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"{' '.join(command[-4:])}: {(done.stderr or done.stdout).strip()}")

@@ -42,6 +42,7 @@ from stages.serving import latency, request_records, spec_counters
 from stages.target import chat_template, loading, manifest, vision
 from stages.target.vision import ImagePatches
 from stages.telemetry import gpu_energy
+from stages.telemetry.run_stage import run_stage
 from stages.trees import acceptance
 
 DECODING_KINDS = ("plain", "speculative")
@@ -117,7 +118,7 @@ def _run_cell(p: schema.Params, workload: str, name: str, tree_name: str, group:
         "workload": workload,
         "checkpoint": name,
         "tree": tree_name,
-        **tree.model_dump(),
+        **asdict(tree),
         "engine": served_records.TORCH_ENGINE,
         "definitions": torch_records.DEFINITIONS,
         "temperature": w.temperature,
@@ -281,7 +282,7 @@ def _build_engine(p: schema.Params, w: Workload, name: str, group: distributed.R
     config, tensors = checkpoint.read_draft(checkpoint.locate_checkpoint(name), p.made_by(name))
     draft = Eagle3Draft.from_checkpoint(config, tensors).to(group.device, model.dtype).requires_grad_(False)
     eos = [] if w.ignore_eos else made.eos_token_ids
-    return BatchEngine(model, eos, made.feature_layers, draft, p.benchmark.semantics)
+    return BatchEngine(model, eos, made.feature_layers, draft, p.benchmark.tree_scoring)
 
 
 def _measure_divergence_margin(
@@ -578,4 +579,4 @@ def _collect_speed_columns(rows: list[Row], prompts: str) -> tuple[np.ndarray, n
 
 
 if __name__ == "__main__":
-    schema.run_stage(main)
+    run_stage(main)

@@ -38,6 +38,7 @@ from stages.results import clusters, interval, method_records, torch_records
 from stages.target import loading, manifest, vision
 from stages.target.vision import ImagePatches
 from stages.telemetry import gpu_energy
+from stages.telemetry.run_stage import run_stage
 from stages.trees import acceptance
 
 DECODING_KINDS = ("plain", "speculative")
@@ -147,7 +148,7 @@ def _build_context(p: schema.Params, settings: MethodRow, w: Workload, prompts: 
             checkpoint.locate_checkpoint(settings.checkpoint), p.made_by(settings.checkpoint)
         )
         draft = Eagle3Draft.from_checkpoint(config, tensors).to(p.target.device, model.dtype).requires_grad_(False)
-    engine = Engine(model, made.eos_token_ids, made.feature_layers, draft, p.benchmark.semantics)
+    engine = Engine(model, made.eos_token_ids, made.feature_layers, draft, p.benchmark.tree_scoring)
     tree = TreeShape.parse(settings.tree) if isinstance(settings, DynamicRow) else None
     method = None if draft else _build_method(p, settings, engine)
     images = dict(prompts.select("id", "images").iter_rows())
@@ -175,10 +176,10 @@ def _build_method(p: schema.Params, settings: MethodRow, engine: Engine) -> Draf
     if isinstance(settings, DynamicRow):
         tree = TreeShape.parse(settings.tree)
         shape = tree.num_steps, tree.topk, tree.num_draft_tokens
-        return EagleMethod(module, engine.embedding, shape, p.benchmark.semantics)
+        return EagleMethod(module, engine.embedding, shape, p.benchmark.tree_scoring)
     static = _build_static_tree(settings, config, engine.device)
     if method == "eagle":
-        return EagleMethod(module, engine.embedding, static, p.benchmark.semantics)
+        return EagleMethod(module, engine.embedding, static, p.benchmark.tree_scoring)
     return MedusaMethod(module, static, *reversed(engine.embedding.shape))
 
 
@@ -269,4 +270,4 @@ def _compute_speedup(tokens: Any, seconds: Any, plain_tokens: Any, plain_seconds
 
 
 if __name__ == "__main__":
-    schema.run_stage(main)
+    run_stage(main)

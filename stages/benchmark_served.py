@@ -12,7 +12,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from stages.serving import engine_flags, gpu_memory, http_session, latency, load
 from stages.serving.load_generator import Arrivals, LoadRequest, LoadResult
 from stages.target import chat_template, manifest, vision
 from stages.telemetry import gpu_energy
+from stages.telemetry.run_stage import run_stage
 from stages.trees import acceptance
 
 SECTION = "benchmark_served.server"
@@ -426,7 +427,7 @@ def _build_cell(
         "workload": work.name,
         "checkpoint": side.checkpoint,
         "tree": side.names[1],
-        **(side.tree.model_dump() if side.tree else dict.fromkeys(TreeShape.model_fields)),
+        **(asdict(side.tree) if side.tree else dict.fromkeys(f.name for f in fields(TreeShape))),
         "engine": p.benchmark_served.engine,
         "status": served_records.UNSUPPORTED if reason else served_records.RAN,
         "reason": reason,
@@ -450,7 +451,7 @@ def _build_cell(
 
 def _build_fingerprint(work: ServedCellContext, side: MeasuredServer, hardware: dict[str, Any]) -> dict[str, Any]:
     """What must agree for a speedup to be one. The server's context length is not in it: it moves nothing that is timed."""
-    asked_for = work.w.model_dump()
+    asked_for = work.w.list_settings()
     words = json.dumps([work.rows.select("id", "prompt_ids", "length_share").to_dicts(), asked_for], sort_keys=True)
     setup = asdict(work.setup) | {"folder": work.made.model, "context_length": None}
     target = [work.made.model, work.made.revision, work.made.config_digest]
@@ -634,4 +635,4 @@ def _describe_result(found: dict[str, Any], place: Path) -> str:
 
 
 if __name__ == "__main__":
-    schema.run_stage(main)
+    run_stage(main)

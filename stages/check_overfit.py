@@ -29,7 +29,7 @@ from stages.params.section import ROOT_CHECKPOINT
 from stages.runtime import atomic, scratch
 from stages.target import loading, manifest, vision
 from stages.target.online import OnlineTarget
-from stages.telemetry import stage_record
+from stages.telemetry.run_stage import run_stage
 from stages.training import adamw, ttt
 from stages.trees import acceptance
 
@@ -252,4 +252,4 @@ def measure_chain_tau(
 
 
 if __name__ == "__main__":
-    schema.run_stage(stage_record.record_stage(main, "check_overfit", lambda: schema.load_params().target.gpus()))
+    run_stage(main, lambda: schema.load_params().target.gpus())

@@ -38,7 +38,7 @@ from stages.runtime import atomic, distributed, scratch
 from stages.target import hooks, loading, manifest, multimodal, packed_forward
 from stages.target.manifest import TargetManifest
 from stages.target.vision import CachedImageProcessor
-from stages.telemetry import stage_record
+from stages.telemetry.run_stage import run_stage
 
 SAMPLED, HIDDENS, REPORT = Path("data/sampled"), Path("data/hiddens"), Path("results/hiddens_report.json")
 SPLITS = ("train", "eval", "eval_t")
@@ -512,4 +512,4 @@ def _list_stage_gpus() -> list[int]:
 
 
 if __name__ == "__main__":
-    schema.run_stage(stage_record.record_stage(main, "extract_hiddens", _list_stage_gpus))
+    run_stage(main, _list_stage_gpus)

@@ -12,7 +12,7 @@ from stages.params import schema
 from stages.params.section import get_named
 from stages.runtime import atomic
 from stages.target import manifest
-from stages.telemetry import stage_record
+from stages.telemetry.run_stage import run_stage
 
 REPORTS_FOLDER = Path("results/train")  # shared with train_draft, so that it exists in every run
 
@@ -49,4 +49,4 @@ def main(name: str) -> None:
 
 
 if __name__ == "__main__":
-    schema.run_stage(stage_record.record_stage(main, "import_draft"))
+    run_stage(main)

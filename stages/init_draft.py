@@ -18,7 +18,7 @@ from stages.params.section import ROOT_CHECKPOINT
 from stages.runtime import atomic
 from stages.target import manifest
 from stages.target.manifest import TargetManifest
-from stages.telemetry import stage_record
+from stages.telemetry.run_stage import run_stage
 
 HIDDENS, REPORT = Path("data/hiddens"), Path("results/vocab_report.json")
 
@@ -121,7 +121,7 @@ def _load_published_draft(params: schema.Params, target_manifest: TargetManifest
             _check_agreement(key, requested, bool(published.options.get(key)))
     shape = {key: published.config[key] for key in checkpoint.SIZE_KEYS}
     shape["max_position_embeddings"] = _choose_max_positions(params, published.config["max_position_embeddings"])
-    options = {**published.options, "sliding_window": params.init_draft.window}
+    options = {**published.options, "sliding_window": params.init_draft.sliding_window}
     config = _build_config(params, target_manifest, shape, published.config["rope_parameters"], options)
     for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"):
         _check_agreement(f"draft_config_path: {key}", config[key], published.config[key])
@@ -144,7 +144,7 @@ def _list_options(params: schema.Params) -> dict[str, Any]:
         "norm_before_fc": init.norm_before_fc,
         "norm_output": init.norm_output,
         "qk_norm": init.qk_norm,
-        "sliding_window": init.window,
+        "sliding_window": init.sliding_window,
     }
 
 
@@ -205,4 +205,4 @@ def _describe_corrupt_row(folder: Path, head: format.RowHeader, vocab_size: int)
 
 
 if __name__ == "__main__":
-    schema.run_stage(stage_record.record_stage(main, "init_draft"))
+    run_stage(main)

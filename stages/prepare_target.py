@@ -24,7 +24,7 @@ from stages.params import schema
 from stages.runtime import atomic
 from stages.target import config_facts, head_check, manifest
 from stages.target.manifest import TargetManifest
-from stages.telemetry import stage_record
+from stages.telemetry.run_stage import run_stage
 from stages.toy import multimodal_target, text_targets
 
 TEMPLATES_FOLDER = Path("templates")
@@ -230,4 +230,4 @@ def _read_eos_token_ids(config: PretrainedConfig, folder: Path) -> list[int]:
 
 
 if __name__ == "__main__":
-    schema.run_stage(stage_record.record_stage(main, "prepare_target", lambda: schema.load_params().target.gpus()))
+    run_stage(main, lambda: schema.load_params().target.gpus())

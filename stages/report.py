@@ -30,7 +30,8 @@ from stages.reporting.text import ONE_PROMPT, align_columns, format_interval, fo
 from stages.results import method_records, prediction, replay_records, served_table, timing_grid, torch_records
 from stages.results.served_records import TORCH_ENGINE
 from stages.runtime import atomic
-from stages.telemetry import stage_record
+from stages.telemetry import stage_log
+from stages.telemetry.run_stage import run_stage
 
 BENCHMARK_TABLE = Path("results/benchmark.csv")
 REPLAY_TABLE = Path("results/replay.csv")
@@ -124,7 +125,7 @@ def main(*arguments: str) -> None:
     of_methods = read_methods(p)
     compared = methods.build_method_rows(of_methods, trained)
     engines = methods.compare_engines(compared, cells, lines)
-    took = _read_stage_records(p) | {f"benchmark_methods@{row['row']}": row for row in of_methods}
+    took = _read_stage_runs(p) | {f"benchmark_methods@{row['row']}": row for row in of_methods}
     found = ReportInputs(
         cells,
         rows,
@@ -175,17 +176,17 @@ def read_cells(p: schema.Params) -> list[Row]:
 def read_methods(p: schema.Params) -> list[Row]:
     """The rows of the table of methods that params.yaml lists."""
     listed = p.benchmark_methods
-    trained = [method_records.read_method_cell(row, f"benchmark_methods@{row}") for row in listed.drafted]
+    trained = [method_records.read_method_cell(row, f"benchmark_methods@{row}") for row in listed.with_draft]
     return [
         *trained,
-        *(method_records.read_method_cell(row, f"benchmark_methods_baseline@{row}") for row in listed.draftless),
+        *(method_records.read_method_cell(row, f"benchmark_methods_baseline@{row}") for row in listed.without_draft),
     ]
 
 
 def _list_torch_workloads(p: schema.Params, alone: bool) -> list[str]:
     """The torch engine's workloads that are answered prompt by prompt, or those that are measured in loads."""
     every = p.benchmark.workloads
-    return [name for name in p.benchmark.torch if every[name].alone == alone]
+    return [name for name in p.benchmark.torch_workloads if every[name].alone == alone]
 
 
 def _get_served_axes(p: schema.Params) -> tuple[list[str], list[str], list[str]]:
@@ -217,7 +218,7 @@ def _predict_speedups(
         )
 
     every = p.benchmark.workloads
-    temperatures = dict.fromkeys(float(every[name].temperature) for name in p.benchmark.torch) or {0.0: None}
+    temperatures = dict.fromkeys(float(every[name].temperature) for name in p.benchmark.torch_workloads) or {0.0: None}
     of_servers = [
         line for line in lines if line.cell["engine"] != TORCH_ENGINE
     ]  # the torch engine's cost is its timing grid
@@ -229,8 +230,11 @@ def _read_report(stage: str) -> Row:
     return _read_whole_report(Path(f"results/{name}.json"), keys, stage)
 
 
-def _read_stage_records(p: schema.Params) -> dict[str, Row]:
-    """Of every stage but the cells, which hold their own, and this one, in the order of the graph."""
+def _read_stage_runs(p: schema.Params) -> dict[str, Row]:
+    """Return what the log holds of each stage's last run, in the order of the graph. Cells hold their own figures.
+
+    A stage whose outputs came from the cache of another machine has no run in this log, and no line in the table.
+    """
     alone = ("fix_data", "prepare_target", "sample_target", "extract_hiddens", "init_draft", "check_overfit")
     of_keys: dict[str, Iterable[str]] = {
         "train_draft": p.train_draft.checkpoints,
@@ -239,9 +243,12 @@ def _read_stage_records(p: schema.Params) -> dict[str, Row]:
         "time_trees": p.time_trees.checkpoints,
         "prepare_prompts": p.benchmark.workloads,
     }
-    found = {stage: stage_record.read_record(stage) for stage in alone}
-    return found | {
-        f"{stage}@{key}": stage_record.read_record(stage, key) for stage, keys in of_keys.items() for key in keys
+    names = [*alone, *(f"{stage}@{key}" for stage, keys in of_keys.items() for key in keys)]
+    runs = {run.stage: run for run in stage_log.read_log()}
+    return {
+        name: {"seconds": runs[name].seconds, "gpus": runs[name].gpus, "joules": runs[name].joules}
+        for name in names
+        if name in runs
     }
 
 
@@ -654,4 +661,4 @@ def _draw_plots(p: schema.Params, found: ReportInputs, best: str, rest: list[str
 
 
 if __name__ == "__main__":
-    schema.run_stage(main)
+    run_stage(main)

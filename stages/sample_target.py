@@ -35,7 +35,7 @@ from stages.runtime import atomic, scratch
 from stages.runtime.journal import make_journal_key
 from stages.serving import client, http_session, server
 from stages.target import chat_template, generation, loading, manifest, vision
-from stages.telemetry import stage_record
+from stages.telemetry.run_stage import run_stage
 
 FIXED_FOLDER, SAMPLED_FOLDER, REPORT = Path("data/fixed"), Path("data/sampled"), Path("results/sample_report.json")
 ACCESS_KEYS = {"base_urls", "start_timeout_s", "concurrency", "timeout_s", "attempts", "api_key_env"}  # moves no answer
@@ -51,14 +51,14 @@ class SampledSplit:
 
     name: str
     source: Path
-    choice: requests.Choice
+    choice: requests.RequestSelection
     mixture: list[tuple[float, float]]  # (temperature, weight)
     shards: ParquetShardWriter
 
     @property
     def asked(self) -> int:
         """How many questions, of those there are."""
-        return self.choice.asked
+        return self.choice.num_requests
 
     def conversations(self) -> Iterator[list[TargetRequest]]:
         return requests.read_requests(self.source, self.choice)
@@ -104,7 +104,7 @@ def _sample(work: SamplingContext, place: Path, started: float) -> None:
     p, s = work.p, work.p.sample_target
     with contextlib.ExitStack() as stack:
         splits = _plan_splits(p, place, stack)
-        if resumed := sum(split.shards.resumed for split in splits):
+        if resumed := sum(split.shards.num_resumed for split in splits):
             print(f"resumed: {resumed} pieces of work were done before, kept in {place}")
         answer = _make_backend(work, stack, place)
         for split in splits:
@@ -115,7 +115,7 @@ def _sample(work: SamplingContext, place: Path, started: float) -> None:
             _print_split(p, split)
             split.shards.finish()
     for split in splits:
-        split.shards.move(SAMPLED_FOLDER / split.name)
+        split.shards.publish(SAMPLED_FOLDER / split.name)
     atomic.write_json(REPORT, _write_report(work, splits) | {"seconds": round(time.perf_counter() - started, 2)})
     scratch.remove_scratch(place)
 
@@ -148,9 +148,9 @@ def _plan_splits(p: schema.Params, place: Path, stack: contextlib.ExitStack) -> 
         ("eval_t", "eval", s.eval_rows if hot else 0, [(hot, 1.0)]),
     ]:
         path = FIXED_FOLDER / f"{source}.parquet"
-        choice = requests.choose(path, most)
+        choice = requests.select_requests(path, most)
         shards = stack.enter_context(
-            ParquetShardWriter(place / name, choice.asked, s.shard_size, conversations.SAMPLED_SCHEMA)
+            ParquetShardWriter(place / name, choice.num_requests, s.shard_size, conversations.SAMPLED_SCHEMA)
         )
         splits.append(SampledSplit(name, path, choice, mixture, shards))
     return splits
@@ -168,7 +168,7 @@ def _make_backend(work: SamplingContext, stack: contextlib.ExitStack, place: Pat
 
 def _print_split(p: schema.Params, split: SampledSplit) -> None:
     """Print what became of a split. Raises ValueError where nothing did."""
-    s, counted = p.sample_target, split.shards.counted
+    s, counted = p.sample_target, split.shards.counts
     if not counted["rows"] and split.name != "eval_t":
         raise ValueError(
             f"sample_target: no row is left in the {split.name} split, expected at least one ({split.asked} sampled, "
@@ -177,26 +177,26 @@ def _print_split(p: schema.Params, split: SampledSplit) -> None:
     how = " and ".join(f"{temperature:g}" for temperature, _ in split.mixture)
     how = "of the data" if s.backend == "keep" and split.name == "train" else f"at temperature {how}"
     shares = f"{counted['truncated']} cut at {s.max_new_tokens} tokens"
-    left = split.choice.not_asked
+    left = split.choice.num_unrequested
     shares += f", {left} questions not asked" if left else ""
     print(f"{split.name}: {counted['rows']} answers {how}, {counted['tokens']} tokens, {shares}")
 
 
 def _write_report(work: SamplingContext, splits: list[SampledSplit]) -> dict[str, Any]:
     """results/sample_report.json. What was counted in shards that an earlier, killed run published is in it."""
-    whole: Counter[str] = sum((split.shards.counted for split in splits), Counter())
+    whole: Counter[str] = sum((split.shards.counts for split in splits), Counter())
     of = lambda kind: {k.split("/")[1]: n for k, n in sorted(whole.items()) if k.startswith(f"{kind}/")}  # noqa: E731
     report: dict[str, Any] = {
         "rows_in": sum(split.asked for split in splits),
         "rows_out": whole["rows"],
         "dropped": of("dropped"),
-        "not_asked": {split.name: split.choice.not_asked for split in splits},  # beyond train_rows or eval_rows
+        "not_asked": {split.name: split.choice.num_unrequested for split in splits},  # beyond train_rows or eval_rows
         "sources": {
             split.name: {name: asdict(share) for name, share in split.choice.sources.items()} for split in splits
         },
-        "truncated": {split.name: split.shards.counted["truncated"] for split in splits},
-        "tokens": {split.name: split.shards.counted["tokens"] for split in splits},
-        "shards": {split.name: split.shards.count for split in splits},
+        "truncated": {split.name: split.shards.counts["truncated"] for split in splits},
+        "tokens": {split.name: split.shards.counts["tokens"] for split in splits},
+        "shards": {split.name: split.shards.num_shards for split in splits},
         "token_ids": of("token_ids"),  # where those of an answer come from
         "temperatures": of("temperature"),
         "backend": work.p.sample_target.backend,
@@ -225,7 +225,7 @@ def _settle_answer(
         dropped = "truncated"
     counts = {"truncated": int(cut)}
     if dropped:
-        split.shards.settle(q.position, None, {f"dropped/{dropped}": 1} | counts)
+        split.shards.set_row(q.position, None, {f"dropped/{dropped}": 1} | counts)
         return
     row = {
         "id": q.id, "prompt_ids": prompt_ids, "answer_ids": answer_ids, "finish_reason": finish_reason,
@@ -235,11 +235,11 @@ def _settle_answer(
     counts |= {"rows": 1, "tokens": len(answer_ids), f"token_ids/{source}": 1}
     if split.name == "train":
         counts[f"temperature/{'the data' if heat is None else format(heat, 'g')}"] = 1
-    split.shards.settle(q.position, row, counts)
+    split.shards.set_row(q.position, row, counts)
 
 
 def _drop_request(split: SampledSplit, q: TargetRequest, reason: str) -> None:
-    split.shards.settle(q.position, None, {f"dropped/{reason}": 1})
+    split.shards.set_row(q.position, None, {f"dropped/{reason}": 1})
 
 
 def _draw_temperature(work: SamplingContext, split: SampledSplit, name: str) -> float:
@@ -279,10 +279,10 @@ def _expand_images(work: SamplingContext, q: TargetRequest, ids: list[int]) -> l
 
 def _explain_unaskable(work: SamplingContext, q: TargetRequest) -> str | None:
     """Why a question can't be asked, one word that the report counts; decodes its pictures."""
-    if q.malformed or work.eyes is None:
-        return q.malformed
+    if q.unusable_reason or work.eyes is None:
+        return q.unusable_reason
     mark = work.tokenizer.convert_ids_to_tokens(work.eyes.token)
-    if any(mark in json.dumps(message, ensure_ascii=False) for message in q.messages[: q.turn + 1]):
+    if any(mark in json.dumps(message, ensure_ascii=False) for message in q.messages[: q.answer_index + 1]):
         return "picture_token_in_text"  # a target would look for a picture there
     try:
         work.eyes.sizes(q.images)
@@ -300,9 +300,9 @@ def _generate_split(work: SamplingContext, model: Any, split: SampledSplit) -> N
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
     every = itertools.chain.from_iterable(split.conversations())
     with tqdm(total=split.asked, desc=f"sample {split.name}", unit="row", mininterval=2) as bar:
-        for number, group in itertools.groupby(every, key=lambda q: shards.shard(q.position)):
+        for number, group in itertools.groupby(every, key=lambda q: shards.shard_of(q.position)):
             if number in shards.published:
-                bar.update(shards.length(number))
+                bar.update(shards.shard_length(number))
                 continue
             for first, heat, batch in _batch_requests(work, split, list(group)):
                 prompts = [ids for _, ids in batch]
@@ -330,7 +330,9 @@ def _batch_requests(
         if reason := _explain_unaskable(work, q):
             _drop_request(split, q, reason)
         else:
-            ready.append((_draw_temperature(work, split, q.id), q, _encode_prompt(work, q, q.messages[: q.turn])))
+            ready.append(
+                (_draw_temperature(work, split, q.id), q, _encode_prompt(work, q, q.messages[: q.answer_index]))
+            )
     ready.sort(key=lambda one: (one[0], len(one[2])))
     first = 0
     for heat, alike in itertools.groupby(ready, key=lambda one: one[0]):
@@ -348,14 +350,14 @@ def _keep_data_answers(work: SamplingContext, split: SampledSplit) -> None:
     """Each turn as the target would have been prompted for it and have said it."""
     s, eos = work.p.sample_target, work.made.eos_token_ids
     for asked in split.conversations():
-        missing = [q for q in asked if not split.shards.done(q.position)]
+        missing = [q for q in asked if not split.shards.is_published(q.position)]
         if not missing:
             continue
         first = asked[0]
         try:
             turns = (
                 []
-                if all(q.malformed for q in asked)
+                if all(q.unusable_reason for q in asked)
                 else chat_template.encode_turns(work.tokenizer, first.messages, eos, s.thinking, first.tools)
             )
         except ValueError as error:
@@ -406,7 +408,7 @@ async def _ask_servers(work: SamplingContext, reach: ServerAccess, split: Sample
     ahead = SHARDS_AHEAD + way.concurrency // shards.size
     queue = _group_requests(work, split)
     with tqdm(total=split.asked, desc=f"sample {split.name}", unit="row", mininterval=2) as bar:
-        bar.update(sum(map(shards.length, shards.published)))
+        bar.update(sum(map(shards.shard_length, shards.published)))
         async with client.ChatClient(
             reach.urls,
             reach.model,
@@ -421,7 +423,7 @@ async def _ask_servers(work: SamplingContext, reach: ServerAccess, split: Sample
 
             async def worker() -> None:
                 for group in queue:
-                    while shards.shard(group[0].position) > shards.oldest + ahead:
+                    while shards.shard_of(group[0].position) > shards.oldest + ahead:
                         await asyncio.sleep(0.1)
                     await asking.converse(group)
 
@@ -440,7 +442,7 @@ def _group_requests(work: SamplingContext, split: SampledSplit) -> Iterator[list
     """What is asked one after the other, of what is not done: a conversation, where later turns quote earlier answers."""
     for asked in split.conversations():
         groups = [asked] if work.p.sample_target.history == "target" else [[q] for q in asked]
-        yield from (group for group in groups if not all(split.shards.done(q.position) for q in group))
+        yield from (group for group in groups if not all(split.shards.is_published(q.position) for q in group))
 
 
 class ServerSampling:
@@ -457,7 +459,7 @@ class ServerSampling:
         said: dict[int, dict[str, Any]] = {}  # turn -> the target's own message
         broken = False
         for place, q in enumerate(group):
-            done = self.split.shards.done(q.position)
+            done = self.split.shards.is_published(q.position)
             # Decoding a large picture takes as long as a hundred answers: beside the loop, which goes on.
             reason = (
                 await asyncio.to_thread(_explain_unaskable, self.work, q)
@@ -469,7 +471,7 @@ class ServerSampling:
                     _drop_request(self.split, q, reason or "earlier_turn_incomplete")
                     self.bar.update()
                 continue
-            history = [said.get(k, message) for k, message in enumerate(q.messages[: q.turn])]
+            history = [said.get(k, message) for k, message in enumerate(q.messages[: q.answer_index])]
             answer = await self._answer(q, history, self._homes(group[place:]), done)
             if answer is None:
                 broken = own_words
@@ -479,11 +481,11 @@ class ServerSampling:
                 self._settle(q, got)
             broken = own_words and not (got and self._quotable(got))
             if (
-                own_words and "tool_calls" not in q.messages[q.turn]
+                own_words and "tool_calls" not in q.messages[q.answer_index]
             ):  # a call stays the data's own, whose result follows
-                said[q.turn] = {"role": "assistant", "content": answer.text}
+                said[q.answer_index] = {"role": "assistant", "content": answer.text}
                 if answer.reasoning:
-                    said[q.turn]["reasoning_content"] = answer.reasoning
+                    said[q.answer_index]["reasoning_content"] = answer.reasoning
 
     def _quotable(self, got: "SampledAnswer") -> bool:
         """Whether later turns may be asked after this answer."""
@@ -492,7 +494,7 @@ class ServerSampling:
 
     def _homes(self, rest: list[TargetRequest]) -> list[int]:
         """The shards whose journals keep an answer: its own, and those whose rows will quote it."""
-        numbers = dict.fromkeys(self.split.shards.shard(q.position) for q in rest)
+        numbers = dict.fromkeys(self.split.shards.shard_of(q.position) for q in rest)
         return [number for number in numbers if number not in self.split.shards.published]
 
     async def _answer(
@@ -522,7 +524,7 @@ class ServerSampling:
 
     def _refuse(self, q: TargetRequest, error: http_session.RequestRefusedError) -> None:
         self.refused.append(f"row {q.id}: {error}")
-        if len(self.refused) >= MAX_LEADING_REFUSALS and not self.split.shards.counted["rows"]:
+        if len(self.refused) >= MAX_LEADING_REFUSALS and not self.split.shards.counts["rows"]:
             raise ValueError(
                 f"the servers refused the first {len(self.refused)} rows; correct what they say: {self.refused[0]}"
             ) from None
@@ -672,7 +674,7 @@ def _print_preview(p: schema.Params, *words: str) -> None:
     else:
         print(f"{fixed}, {count} of its turns, with the data's own answers; nothing is sampled yet")
         rows = []
-        for asked in requests.read_requests(fixed, requests.choose(fixed, count)):
+        for asked in requests.read_requests(fixed, requests.select_requests(fixed, count)):
             eos, thinking = made.eos_token_ids, p.sample_target.thinking
             turns = chat_template.encode_turns(tokenizer, asked[0].messages, eos, thinking, asked[0].tools)
             pairs = zip(asked, turns, strict=False)  # one conversation may be asked in part
@@ -698,4 +700,4 @@ def _list_stage_gpus() -> list[int] | None:
 
 
 if __name__ == "__main__":
-    schema.run_stage(stage_record.record_stage(main, "sample_target", _list_stage_gpus))
+    run_stage(main, _list_stage_gpus)

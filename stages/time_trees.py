@@ -23,7 +23,7 @@ from stages.params import schema
 from stages.params.tree_sections import TimeTrees, TreeShape
 from stages.results import cost_fit, interval, timing_grid, torch_records
 from stages.target import loading, manifest
-from stages.telemetry import stage_record
+from stages.telemetry.run_stage import run_stage
 
 ANSWERS_FOLDER = Path("data/sampled/eval")
 BATCH_SIZE = 1  # prompts that the torch engine decodes at once
@@ -36,7 +36,7 @@ def main(name: str) -> None:
     torch.set_num_threads(p.target.num_threads)
     started = time.perf_counter()
     made, s = manifest.read_manifest(), p.time_trees
-    prompt, trees = _build_prompt(s.context, made.image_token_id), s.trees()
+    prompt, trees = _build_prompt(s.context, made.image_token_id), s.list_trees()
     _check_fits(s, made.max_position_embeddings)
     engine, config = _build_engine(p, made, name)
 
@@ -50,7 +50,7 @@ def main(name: str) -> None:
     ]
     fit = cost_fit.fit_cost_model(grid)
     step = _summarise_median("step_s", seconds[0])
-    also = {"dtype": p.target.dtype, "semantics": p.benchmark.semantics}
+    also = {"dtype": p.target.dtype, "semantics": p.benchmark.tree_scoring}
     found: dict[str, Any] = {
         "definitions": timing_grid.COST_DEFINITIONS,
         "engine": "torch",
@@ -59,7 +59,7 @@ def main(name: str) -> None:
         "checkpoint": name,
         "draft": config,
         "target": [made.model, made.revision, made.config_digest],
-        "settings": s.model_dump(exclude={"checkpoints"}) | also,
+        "settings": s.list_settings() | also,
         "plain": [{"batch": BATCH_SIZE} | step],
         "grid": grid,
         "fit": fit.to_json(),
@@ -95,7 +95,7 @@ def _build_prompt(tokens: int, picture: int | None) -> list[int]:
 def _check_fits(s: TimeTrees, holds: int) -> None:
     """Raises ValueError where the target holds too few positions for the context and the cycles that follow it."""
     need = s.context + max(
-        _count_committed_tokens(tree, s.warmup + s.cycles) + tree.num_draft_tokens for tree in s.trees()
+        _count_committed_tokens(tree, s.warmup + s.cycles) + tree.num_draft_tokens for tree in s.list_trees()
     )
     if need > holds:
         raise ValueError(
@@ -116,7 +116,7 @@ def _build_engine(p: schema.Params, made: manifest.TargetManifest, name: str) ->
     )
     config, tensors = checkpoint.read_draft(checkpoint.locate_checkpoint(name), p.made_by(name))
     draft = Eagle3Draft.from_checkpoint(config, tensors).to(p.target.device, model.dtype).requires_grad_(False)
-    return Engine(model, [], made.feature_layers, draft, p.benchmark.semantics), config
+    return Engine(model, [], made.feature_layers, draft, p.benchmark.tree_scoring), config
 
 
 def _make_speculative_decoding(engine: Engine, prompt: list[int], tree: TreeShape, cycles: int) -> StartDecoding:
@@ -154,4 +154,4 @@ def _summarise_median(name: str, seconds: list[float]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    schema.run_stage(stage_record.record_stage(main, "time_trees", lambda: schema.load_params().target.gpus()))
+    run_stage(main, lambda: schema.load_params().target.gpus())

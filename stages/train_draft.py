@@ -33,7 +33,7 @@ from stages.params.section import ROOT_CHECKPOINT, get_named
 from stages.runtime import atomic, distributed, scratch
 from stages.target import manifest
 from stages.target.online import OnlineTarget
-from stages.telemetry import stage_record
+from stages.telemetry.run_stage import run_stage
 from stages.training import trackers, ttt
 from stages.training.online_packs import OnlinePacks
 from stages.training.pack_plan import plan_epoch
@@ -245,4 +245,4 @@ def _list_stage_gpus() -> list[int]:
 
 
 if __name__ == "__main__":
-    schema.run_stage(stage_record.record_stage(main, "train_draft", _list_stage_gpus))
+    run_stage(main, _list_stage_gpus)

@@ -37,11 +37,18 @@ SMALL = {
     },
     "replay_trees": {
         "checkpoints": ["e003", "straight"],
-        "steps": [1, 2, 3, 5, 8],
+        "num_steps": [1, 2, 3, 5, 8],
         "topk": [1, 2, 3],
-        "tokens": [4, 8, 16],
+        "num_draft_tokens": [4, 8, 16],
     },
-    "time_trees": {"steps": [1, 3, 6], "topk": [1, 2], "tokens": [2, 4, 8], "context": 32, "cycles": 1, "repeats": 2},
+    "time_trees": {
+        "num_steps": [1, 3, 6],
+        "topk": [1, 2],
+        "num_draft_tokens": [2, 4, 8],
+        "context": 32,
+        "cycles": 1,
+        "repeats": 2,
+    },
     "benchmark": {
         "workloads": {"eval": {**EVAL, "num_prompts": 6, "warmup": 0, "max_new_tokens": 40}},
         "checkpoints": ["e003"],
@@ -52,9 +59,9 @@ SMALL = {
 
 # Files of a minute or more, the longest first, and not two in a row that wait for small_run. Another order is only slower.
 LONG = [
-    "test_train_draft", "test_wide", "test_sample_target", "test_benchmark_served", "test_extract_hiddens", "test_import_draft",
+    "test_train_draft", "test_prefect_workers", "test_sample_target", "test_benchmark_served", "test_extract_hiddens", "test_import_draft",
     "test_reruns", "test_bad_input", "test_flows", "test_lossless", "test_pictured_stages", "test_sharing", "test_load",
-    "test_pictured", "test_sampling",
+    "test_multimodal_forward", "test_sampling",
 ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ HARDWARE = {"cpu": "Made-up CPU, 2 cores", "system": "Linux", "python": "3.11.9"
 TREES = TimeTrees(
     checkpoints=["e000"], steps=[1, 3, 6, 10], topk=[1, 2, 4], tokens=[2, 4, 8, 16, 32, 64], context=128, warmup=1, cycles=2,
     repeats=5,
-).trees()  # fmt: skip
+).list_trees()  # fmt: skip
 
 
 def seconds(tree: TreeShape, batch: int = 1, truth: dict[str, float] = TRUTH) -> float:

@@ -32,7 +32,7 @@ def make(project: Path) -> None:
     (project / "params.yaml").write_text((ROOT / "params.yaml").read_text())
     edit_params(project, {
         "target": {"model": "tiny", "num_threads": 1},
-        "benchmark": {"workloads": WORKLOADS, "torch": list(WORKLOADS), "checkpoints": ["e003"], "trees": TREES},
+        "benchmark": {"workloads": WORKLOADS, "torch_workloads": list(WORKLOADS), "checkpoints": ["e003"], "trees": TREES},
     })  # fmt: skip
     tokenizer = text_targets.build_tokenizer(iter(said()))
     tokenizer.save_pretrained(project / "tiny")

@@ -18,7 +18,7 @@ from stages import (
     sample_target,
     train_draft,
 )
-from stages.params import schema
+from stages.telemetry.run_stage import run_stage
 from tests.conftest import edit_params
 
 
@@ -128,7 +128,7 @@ def test_words_that_name_nothing(
 ) -> None:
     monkeypatch.setattr(sys, "argv", [main.__module__, *words])
     with pytest.raises(SystemExit) as ended:
-        schema.run_stage(main)
+        run_stage(main)
     assert message in str(ended.value.code)
     assert str(ended.value.code).startswith("aerie: ")
 

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stages import benchmark, prepare_prompts
-from stages.data import workload_prompts
+from stages.data import conversations, workload_prompts
 from stages.engine.batch_decode import BatchEngine
 from stages.params.tree_sections import TreeShape
 from stages.results import interval, served_records, torch_records
@@ -200,7 +200,9 @@ def test_a_prompt_that_does_not_fit_is_told_before_anything_is_decoded(
         use(project, "eval", concurrency=concurrency)
         rows = pl.read_parquet(workload_prompts.locate_prompts("eval"))
         long = pl.Series("prompt_ids", [*rows["prompt_ids"].to_list()[:-1], [5] * 5000], pl.List(pl.Int32))
-        workload_prompts.write_prompts("eval", rows.with_columns(long))
+        conversations.write_table(
+            workload_prompts.locate_prompts("eval"), rows.with_columns(long), workload_prompts.PROMPTS_SCHEMA
+        )
         with pytest.raises(ValueError, match=r"may take 5012 tokens, the target holds \d+ \(max_position_embeddings\)"):
             benchmark.main("eval", *NAMES)
         use(project, "eval", concurrency=concurrency)

@@ -147,7 +147,7 @@ def test_a_baseline_says_the_same_without_a_draft(project: Path) -> None:
 
 def test_a_sweep_is_one_server_and_a_point_for_each_pair(project: Path, running: str) -> None:
     sweep = {**LOAD, "max_new_tokens": [5, 20], "concurrency": [1, 3], "repeats": 2}
-    edit_params(project, {"benchmark": {"workloads": {"eval": sweep}, "torch": []}})
+    edit_params(project, {"benchmark": {"workloads": {"eval": sweep}, "torch_workloads": []}})
     ask(project, base_urls={"e003-t5_1_6": running}, command=["/nowhere"], model="artifacts/target")
     benchmark_served.main("eval", "e003", "t5_1_6")
     found = served_records.read_served_cell("eval", "e003", "t5_1_6")
@@ -241,7 +241,7 @@ def test_what_would_measure_something_else_stops_with_a_reason(
 ) -> None:
     """Each was reported by users as a slow draft: research/users.md, research/sglang.md."""
     ask(project, **changes)
-    edit_params(project, {"benchmark": {"workloads": {"eval": {**LOAD, **workload}}, "torch": []}})
+    edit_params(project, {"benchmark": {"workloads": {"eval": {**LOAD, **workload}}, "torch_workloads": []}})
     with pytest.raises(ValueError, match=said):
         benchmark_served.main("eval", "e003", "t5_1_6")
     assert not served_records.locate_served_cell("eval", "e003", "t5_1_6").exists()

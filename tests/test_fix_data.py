@@ -1,4 +1,4 @@
-"""The stage in a folder of its own: what goes in comes out or is counted, and every refusal says what to do."""
+"""fix_data in a project of its own: every row is kept or counted as dropped, and every error says what to do."""
 
 import base64
 import gzip
@@ -41,7 +41,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def set_params(**changes: str) -> None:
-    """Change keys of fix_data in the folder's params.yaml, as a user would: one line each."""
+    """Change keys of fix_data in params.yaml, one line each."""
     path = Path("params.yaml")
     text = path.read_text()
     for key, value in changes.items():
@@ -55,14 +55,14 @@ def write_raw(rows: list[Any]) -> None:
 
 
 def row(*turns: str, system: str | None = "Weather desk.", **more: Any) -> dict[str, Any]:
-    """A ShareGPT row of alternating turns, the human's first."""
+    """Return a ShareGPT row of alternating turns, starting with the human."""
     head = [{"from": "system", "value": system}] if system is not None else []
     names = ("human", "gpt")
     return {"conversations": head + [{"from": names[i % 2], "value": turn} for i, turn in enumerate(turns)], **more}
 
 
 def questions(count: int) -> list[dict[str, Any]]:
-    """Rows that differ in their question only."""
+    """Return rows that differ in their question only."""
     return [row(f"Forecast {n} for Oslo, 1 day.", TABLE, id=f"q{n}") for n in range(count)]
 
 
@@ -75,7 +75,7 @@ def outcome() -> tuple[pl.DataFrame, pl.DataFrame, dict[str, Any]]:
     return train, evaluation, atomic.read_json(fix_data.REPORT, "fix_data")
 
 
-# --- the committed file ---------------------------------------------------------------------------------------------
+# --- the committed file ----------------------------------------------------------------------------------------------
 
 
 def test_counts_add_up_on_the_committed_file(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,8 +99,8 @@ def test_counts_add_up_on_the_committed_file(home: Path, capsys: pytest.CaptureF
     assert kept["id"].is_unique().all() and kept["source_row"].is_unique().all()
 
 
-def test_every_row_kept_says_what_the_clean_conversation_says(home: Path) -> None:
-    """Against the world as it was before the export damaged it, and by both decoders."""
+def test_every_kept_row_equals_the_undamaged_conversation(home: Path) -> None:
+    """Compared by both decoders with the conversations before the export damaged them."""
     train, evaluation, _ = outcome()
     stream = weather.generate_conversations(damaged_exports.EXPORT_SEED)
     clean = [next(stream) for _ in range(damaged_exports.EXPORT_ROWS)]
@@ -116,7 +116,7 @@ def test_every_row_kept_says_what_the_clean_conversation_says(home: Path) -> Non
 
 
 def test_no_prompt_is_in_both_splits(home: Path) -> None:
-    """A conversation's prompts are all its openings up to a question: none may be trained on and evaluated on."""
+    """The prompts of a conversation are its prefixes up to a question: none may be in both splits."""
 
     def prompts(table: pl.DataFrame) -> set[str]:
         return {
@@ -136,7 +136,7 @@ def test_no_prompt_is_in_both_splits(home: Path) -> None:
     assert report["rows_out"] == 400 and not prompts(train) & prompts(evaluation)
 
 
-def test_adding_rows_moves_none_across(home: Path) -> None:
+def test_adding_rows_moves_none_to_the_other_split(home: Path) -> None:
     rows = questions(300)
     write_raw(rows[100:200])
     train, evaluation, _ = outcome()
@@ -147,7 +147,7 @@ def test_adding_rows_moves_none_across(home: Path) -> None:
 
 
 def test_the_split_is_a_hash_of_the_opening_and_stays_so(home: Path) -> None:
-    """Written out here, so that a change of the hash, which would move every user's rows, does not pass unseen."""
+    """The hash is repeated here, since changing it would move the rows of every user."""
     write_raw(questions(100))
     _, evaluation, _ = outcome()
     expected = []
@@ -158,7 +158,7 @@ def test_the_split_is_a_hash_of_the_opening_and_stays_so(home: Path) -> None:
     assert evaluation["id"].to_list() == expected
 
 
-# --- one row, one verdict -------------------------------------------------------------------------------------------
+# --- one row, one verdict --------------------------------------------------------------------------------------------
 
 ASK = "Forecast for Oslo, 1 day."
 CUT = TABLE.removesuffix(",snow")
@@ -182,7 +182,7 @@ ROWS = [
     ("system in the middle", {"conversations": row(ASK, TABLE)["conversations"] + row(ASK, TABLE)["conversations"]},
      "wrong_turns"),
     ("unknown role", {"conversations": [{"from": "narrator", "value": "x"}]}, "unknown_role"),
-    ("a tool that nobody called", {"conversations": [{"from": "tool", "value": "x"}]}, "wrong_turns"),
+    ("a tool result without a call", {"conversations": [{"from": "tool", "value": "x"}]}, "wrong_turns"),
     ("no format at all", {"text": "Once upon a time"}, "unknown_format"),
     ("no role", {"conversations": [{"value": "x"}]}, "unknown_role"),
     ("text is a list", {"conversations": [{"from": "human", "value": ["x"]}]}, "not_text"),
@@ -206,7 +206,7 @@ def test_verdict_of_a_row(home: Path, raw: dict[str, Any], verdict: str) -> None
         assert kept.height == 0 and report["dropped_reasons"] == {verdict: 1}
 
 
-def test_duplicates_are_dropped_also_where_only_the_repair_shows_them(home: Path) -> None:
+def test_duplicates_are_found_after_repair(home: Path) -> None:
     write_raw([*questions(30), *questions(30)[:2], row(ASK, TABLE), row(ASK, f"```\n{TABLE}\n```"), row(ASK, CUT)])
     _, _, report = outcome()
     assert report["dropped_reasons"] == {"duplicate": 3, "row_width": 1} and report["rules"] == {}
@@ -248,7 +248,7 @@ def test_messages_format(home: Path) -> None:
     }
 
 
-# --- refusals -------------------------------------------------------------------------------------------------------
+# --- refusals --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -300,11 +300,11 @@ def test_a_file_without_one_usable_row_says_why(home: Path, rows: list[Any], rea
         fix_data.main()
 
 
-# --- whatever it lies in --------------------------------------------------------------------------------------------
+# --- kinds of input files --------------------------------------------------------------------------------------------
 
 
 def pairs(count: int, of: int = 1, length: int = 400) -> list[dict[str, Any]]:
-    """Rows with a question and an answer of their own, in a language nobody speaks."""
+    """Return rows with random questions and answers."""
     rng = random.Random(of)
 
     def words(n: int) -> str:
@@ -314,12 +314,12 @@ def pairs(count: int, of: int = 1, length: int = 400) -> list[dict[str, Any]]:
 
 
 def set_lines(**changes: str) -> None:
-    """`set_params`, for text answers, and more kinds of values."""
+    """Set parameters, with answers: text."""
     set_params(answers="text", **changes)
 
 
 def test_a_folder_of_every_format_gives_the_same_as_one_file(home: Path) -> None:
-    """Four spellings of like conversations in four kinds of files: each is told by its keys, and they all count."""
+    """Four formats in four kinds of files: each is detected by its keys and counted."""
     folder = Path("data/mixed")
     folder.mkdir()
     asked = pairs(160)
@@ -348,7 +348,7 @@ def test_one_process_or_several_and_chunks_of_any_size_make_the_same_bytes(
     rows += [{**r, "id": "again"} for r in rows[::40]] + [{"prompt": "?"}] * 5
     rows += [{**r, "answer": r["answer"][:-9] + "different"} for r in rows[5:300:30]]
     write_raw(rows)
-    set_lines(near_duplicate="0.8")
+    set_lines(near_duplicate_threshold="0.8")
     outcomes = []
     for size, processors in ((1 << 22, 2), (20_000, 2), (20_000, 1), (3_000, 1)):
         monkeypatch.setattr(readers, "CHUNK_BYTES", size)
@@ -370,7 +370,7 @@ def test_an_error_in_another_process_is_the_same_message(home: Path, monkeypatch
 
 
 def test_a_hub_dataset_in_the_stage(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through datasets.load_dataset, on a folder in the place of an id; and its pictures' bytes are refused."""
+    """Through datasets.load_dataset, on a folder in place of an id; its images' bytes are refused."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", home / "cache")
@@ -383,7 +383,7 @@ def test_a_hub_dataset_in_the_stage(home: Path, monkeypatch: pytest.MonkeyPatch)
     assert report["hub"]["talk.hub.yaml"] | {"split": "train", "rows": 60} == report["hub"]["talk.hub.yaml"]
 
 
-def test_tools_reasoning_and_pictures_travel_beside_the_messages(home: Path) -> None:
+def test_tools_reasoning_and_images_are_kept_with_the_messages(home: Path) -> None:
     Path("data/raw/sky.png").touch()
     special = {
         "id": "special", "tools": [{"name": "f"}], "images": ["sky.png"],
@@ -408,7 +408,7 @@ def test_tools_reasoning_and_pictures_travel_beside_the_messages(home: Path) -> 
 
 
 def nested(levels: int) -> str:
-    """JSON as deep; json.dumps could not write it."""
+    """Return JSON of that depth, which json.dumps could not write."""
     return '{"a":' * levels + "1" + "}" * levels
 
 
@@ -417,14 +417,14 @@ def nested(levels: int) -> str:
 def test_a_row_that_is_nested_too_deep_is_dropped_by_that_reason(home: Path, kind: str, levels: int) -> None:
     """Bug: tools nested 900 deep ended the stage by RecursionError."""
     deep = nested(levels)
-    said = json.dumps([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
-    picture = f'{{"role": "user", "content": [{{"type": "image_url", "image_url": {deep}}}]}}'
+    messages = json.dumps([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+    image_turn = f'{{"role": "user", "content": [{{"type": "image_url", "image_url": {deep}}}]}}'
     called = f'{{"role": "assistant", "content": null, "tool_calls": [{deep}]}}'
     line = {
-        "tools": f'{{"messages": {said}, "tools": [{deep}]}}',
-        "tools as text": f'{{"messages": {said}, "tools": {json.dumps(deep)}}}',
+        "tools": f'{{"messages": {messages}, "tools": [{deep}]}}',
+        "tools as text": f'{{"messages": {messages}, "tools": {json.dumps(deep)}}}',
         "calls": f'{{"messages": [{{"role": "user", "content": "a"}}, {called}]}}',
-        "parts": f'{{"messages": [{picture}, {{"role": "assistant", "content": "b"}}]}}',
+        "parts": f'{{"messages": [{image_turn}, {{"role": "assistant", "content": "b"}}]}}',
     }[kind]
     write_raw([*questions(30), line])
     set_params(answers="text")
@@ -436,14 +436,14 @@ def test_a_row_that_is_nested_too_deep_is_dropped_by_that_reason(home: Path, kin
 
 @pytest.mark.parametrize("levels", [900, 100_000])
 def test_an_answer_that_is_nested_too_deep_is_no_table(home: Path, levels: int) -> None:
-    """Its JSON was parsed to make a table of it."""
+    """Bug: such JSON was parsed to convert it to a table."""
     write_raw([*questions(30), row("Forecast for Oslo, 1 day.", nested(levels)), row("And?", "[" * levels)])
     set_params(max_chars="9000000")
     assert outcome()[2]["dropped_reasons"] == {"wrong_keys": 2}
 
 
-def test_what_nobody_reads_may_be_nested(home: Path) -> None:
-    """A key that no format knows is as good as not there, and a dropped row is shown all the same."""
+def test_unknown_keys_may_be_nested(home: Path) -> None:
+    """Unknown keys are ignored, and a dropped row with one can be shown."""
     write_raw([*questions(30), json.dumps(row("a", " "))[:-1] + f', "meta": {nested(900)}}}'])
     set_params(answers="text")
     assert outcome()[2]["dropped_reasons"] == {"empty_turn": 1}
@@ -459,12 +459,12 @@ def test_brackets_without_end_are_no_rows(home: Path, name: str) -> None:
 
 
 def png(n: int) -> bytes:
-    """The first bytes of a PNG, and then what tells it from others; nobody decodes it here."""
+    """Return the magic bytes of a PNG and a distinct tail; it is not decoded."""
     return b"\x89PNG\r\n\x1a\n" + bytes([n]) * (n + 1)
 
 
-def test_pictures_that_come_as_bytes_become_files(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As structs in Parquet, as the Hub's datasets have them, and as data URLs; one file for one picture."""
+def test_images_given_as_bytes_become_files(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As structs in Parquet, as the Hub's datasets have them, and as data URLs; equal images are one file."""
     monkeypatch.setattr(readers, "CHUNK_ROWS", 16)  # several processes
     folder = Path("data/seen")
     folder.mkdir()
@@ -480,7 +480,7 @@ def test_pictures_that_come_as_bytes_become_files(home: Path, monkeypatch: pytes
     ]
     struct[7]["image"] = {"bytes": b"BM and more", "path": "own.png"}
     struct[8]["image"] = {"bytes": None, "path": "own.png"}
-    struct[9]["answer"] = " "  # dropped, and so its picture is no file: that of 8, which has its own, was the same
+    struct[9]["answer"] = " "  # dropped, so its image is no file: row 8, with the same image, has another
     pl.DataFrame(struct).write_parquet(folder / "a.parquet")
 
     def url(n: int) -> dict[str, Any]:
@@ -513,8 +513,8 @@ def test_pictures_that_come_as_bytes_become_files(home: Path, monkeypatch: pytes
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-def test_a_row_whose_picture_has_too_many_pixels_is_dropped_and_counted(home: Path) -> None:
-    """Such a picture, of half a megabyte, took 2.6 GB of memory in every later stage."""
+def test_a_row_whose_image_has_too_many_pixels_is_dropped_and_counted(home: Path) -> None:
+    """Bug: such an image, of half a megabyte, took 2.6 GB of memory in every later stage."""
     folder = Path("data/seen")
     folder.mkdir()
     (folder / "own.png").write_bytes(png_of(13000, 13000))
@@ -531,8 +531,8 @@ def test_a_row_whose_picture_has_too_many_pixels_is_dropped_and_counted(home: Pa
     assert report["pictures_written"] == 28
 
 
-def test_another_picture_under_the_same_name_changes_the_rows(home: Path) -> None:
-    """Bug: the row held the file's own path, so a picture replaced on disk reran fix_data alone, and all below it was old."""
+def test_another_image_under_the_same_name_changes_the_rows(home: Path) -> None:
+    """Bug: rows held the user's path, so replacing an image on disk reran fix_data only, and later stages were stale."""
     folder = Path("data/seen")
     folder.mkdir()
     rows = [{"id": f"p{n}", "prompt": f"<image>Picture {n}?", "answer": "Rain.", "image": "sky.png"} for n in range(40)]
@@ -549,8 +549,8 @@ def test_another_picture_under_the_same_name_changes_the_rows(home: Path) -> Non
     assert len(set(found)) == 3
 
 
-def test_too_many_dropped_rows_stop_the_run_and_say_which(home: Path) -> None:
-    """Bug of every tool compared: half the data is lost, the counts are in a log, and the draft is trained on the rest."""
+def test_too_many_dropped_rows_stop_the_stage_with_reasons(home: Path) -> None:
+    """Other tools drop half the data with a line in a log, and train the draft on the rest."""
     write_raw([*questions(30), *[row(f"{n} {ASK}", CUT) for n in range(9)], *[{"text": "once"}] * 11])
     train, _, _ = outcome()  # 40% lost
     set_params(max_dropped_share="0.39")
@@ -575,21 +575,21 @@ def test_length_filters(home: Path) -> None:
     assert report["dropped_first"]["too_long"] == "weather_toon.jsonl, row 40"
 
 
-# --- likes, and the split -------------------------------------------------------------------------------------------
+# --- near duplicates, and the split ----------------------------------------------------------------------------------
 
 
 def altered(r: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """Nearly the same conversation."""
+    """Return a nearly equal conversation."""
     return {**r, "answer": r["answer"][:200] + "#" + r["answer"][201:], **more}
 
 
-def test_near_duplicates_leave_their_first(home: Path) -> None:
+def test_the_first_of_near_duplicates_is_kept(home: Path) -> None:
     rows = pairs(60)
     write_raw([*rows, *(altered(r, id=f"near {r['id']}") for r in rows[:20])])
     set_lines()
     _, _, report = outcome()
     assert report["rows_out"] == 80 and report["near_duplicates"] is None and report["overlap"]["near"] is None
-    set_lines(near_duplicate="0.8")
+    set_lines(near_duplicate_threshold="0.8")
     train, evaluation, report = outcome()
     # The question, and so the split, is that of the first.
     assert report["dropped_reasons"] == {"near_duplicate": 20} and report["near_duplicates"]["dropped"] == 20
@@ -599,7 +599,7 @@ def test_near_duplicates_leave_their_first(home: Path) -> None:
 
 @pytest.mark.parametrize("policy", ["remove", "keep"])
 def test_near_duplicates_across_the_hash_split(home: Path, policy: str) -> None:
-    """The question differs by a letter, so that the hash may send the two apart: training gives way to eval."""
+    """The questions differ by a letter, so the hash may assign the two to different splits: the eval row is kept."""
     rows = pairs(100)
     twins = [{**r, "id": f"near {r['id']}", "prompt": r["prompt"] + "!"} for r in rows]
     write_raw([*rows, *twins])
@@ -608,7 +608,7 @@ def test_near_duplicates_across_the_hash_split(home: Path, policy: str) -> None:
     side = dict.fromkeys(train["id"], "train") | dict.fromkeys(evaluation["id"], "eval")
     apart = sum(side[r["id"]] != side[f"near {r['id']}"] for r in rows)
     assert apart > 5
-    set_lines(near_duplicate="0.8", eval_overlap=policy)
+    set_lines(near_duplicate_threshold="0.8", eval_overlap=policy)
     train, evaluation, report = outcome()
     assert report["overlap"] == {"policy": policy, "exact": 0, "near": apart}
     if policy == "remove":
@@ -620,12 +620,12 @@ def test_near_duplicates_across_the_hash_split(home: Path, policy: str) -> None:
 
 
 def test_the_first_rows_of_the_raw_file_for_evaluation(home: Path) -> None:
-    """The seed's `_toon`, first 100: the others train, less those that ask the same."""
+    """The first rows are eval; the others are training rows, without those that open like an eval row."""
     rows = pairs(120)
     write_raw(
         [*rows, {**rows[3], "id": "same"}, {**rows[4], "id": "asks the same", "answer": "Other."}, altered(rows[5])]
     )
-    set_lines(eval_file="weather_toon.jsonl", eval_rows="30", near_duplicate="0.8")
+    set_lines(eval_file="weather_toon.jsonl", eval_rows="30", near_duplicate_threshold="0.8")
     train, evaluation, report = outcome()
     assert evaluation["id"].to_list() == [r["id"] for r in rows[:30]]
     assert train["id"].to_list() == [r["id"] for r in rows[30:]]
@@ -641,7 +641,7 @@ def test_a_given_eval_file_wins_over_training_rows_that_come_before_it(home: Pat
     near = {**rows[3], "id": "near", "prompt": "Please: " + rows[3]["prompt"]}
     for name, some in (("a_train.jsonl", [*rows[:10], near, *rows[30:]]), ("z_test.jsonl", [*rows[:30], rows[0]])):
         (folder / name).write_text("".join(json.dumps(r) + "\n" for r in some))
-    set_lines(raw="data/both", eval_file="z_test.jsonl", eval_overlap=policy, near_duplicate="0.8")
+    set_lines(raw="data/both", eval_file="z_test.jsonl", eval_overlap=policy, near_duplicate_threshold="0.8")
     train, evaluation, report = outcome()
     assert evaluation["id"].to_list() == [r["id"] for r in rows[:30]]
     assert (
@@ -665,7 +665,7 @@ def test_an_eval_file_that_leaves_a_split_empty(home: Path) -> None:
 
 
 def test_a_process_that_is_killed_is_one_message(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the kernel does when memory runs out; it was a traceback."""
+    """Bug: a process killed by the kernel for memory ended in a traceback."""
 
     class Pool(fix_data.ProcessPoolExecutor):
         def submit(self, *arguments: Any, **more: Any) -> Any:

@@ -37,28 +37,28 @@ STAGE = """
 import os
 from pathlib import Path
 import numpy as np
-from stages import params
 from stages.runtime import atomic
+from stages.telemetry.run_stage import run_stage
 numbers = np.random.default_rng(0).integers(0, 1 << 60, 400_000)
 out = Path("results/out")
 def main() -> None:
     {write}
 try:
-    params.run_stage(main)
+    run_stage(main)
 finally:
     print([str(path) for path in Path().rglob("*") if path.is_file()], os.statvfs(".").f_bavail * 4096 > 900_000)
 """
 WRITES = {
     "safetensors": "import torch; from safetensors.torch import save_file\n"
-    "    with atomic.file(out) as to: save_file({'a': torch.zeros(1 << 20)}, to)",
+    "    with atomic.write_file(out) as to: save_file({'a': torch.zeros(1 << 20)}, to)",
     "safetensors in a folder": "import torch; from safetensors.torch import save_file\n"
-    "    with atomic.folder(out) as to: save_file({'a': torch.zeros(1 << 20)}, to / 'model.safetensors')",
-    "polars": "import polars\n    with atomic.file(out) as to: polars.DataFrame({'a': numbers}).write_parquet(to)",
+    "    with atomic.write_folder(out) as to: save_file({'a': torch.zeros(1 << 20)}, to / 'model.safetensors')",
+    "polars": "import polars\n    with atomic.write_file(out) as to: polars.DataFrame({'a': numbers}).write_parquet(to)",
     "polars, streamed": "import polars\n"
-    "    with atomic.file(out) as to: polars.LazyFrame({'a': numbers}).sink_parquet(to)",
-    "Arrow of polars": "import polars\n    with atomic.file(out) as to: polars.DataFrame({'a': numbers}).write_ipc(to)",
+    "    with atomic.write_file(out) as to: polars.LazyFrame({'a': numbers}).sink_parquet(to)",
+    "Arrow of polars": "import polars\n    with atomic.write_file(out) as to: polars.DataFrame({'a': numbers}).write_ipc(to)",
     "pyarrow": "import pyarrow, pyarrow.parquet\n"
-    "    with atomic.file(out) as to: pyarrow.parquet.write_table(pyarrow.table({'a': numbers}), to)",
+    "    with atomic.write_file(out) as to: pyarrow.parquet.write_table(pyarrow.table({'a': numbers}), to)",
     "text": "atomic.write_text(out, 'x' * 4_000_000)",
     "JSON": "atomic.write_json(out, list(range(1_000_000)))",
     "an error told by another": "try: atomic.write_text(out, 'x' * 4_000_000)\n"

@@ -17,6 +17,7 @@ from stages.draft import checkpoint
 from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.engine.decode import Engine
 from stages.hidden_states import format
+from stages.params.tree_sections import TreeShape
 from stages.replay.replay import replay_answers
 from stages.target import loading, manifest
 from tests.conftest import dvc, edit_params
@@ -138,7 +139,7 @@ def test_a_config_of_ones_own_and_the_options(project: Path, tmp_path: Path) -> 
         "rope_theta": 20000,
     }
     (root / "draft_configs/mine.json").write_text(json.dumps(mine | {"model_type": "llama", "use_cache": True}))
-    asked = {"draft_config_path": "draft_configs/mine.json", "fc_norm": True, "norm_output": True, "window": 16}
+    asked = {"draft_config_path": "draft_configs/mine.json", "fc_norm": True, "norm_output": True, "sliding_window": 16}
     edit_params(root, {"init_draft": asked})
     done = run(root, "stages.init_draft")
     assert done.returncode == 0, done.stderr
@@ -171,6 +172,6 @@ def test_decoding_with_any_option_is_lossless_and_is_what_replay_counts(small_ru
         assert [t for step in steps for t in step.tokens] == plain == answer
         accepted, cycles, *_ = replay_answers(
             draft, engine.embedding, row.ids[None].long(), row.features[None], torch.tensor([row.prompt_length]),
-            torch.tensor([len(row.ids)]), [(6, 2, 12)],
+            torch.tensor([len(row.ids)]), [TreeShape(6, 2, 12)],
         )  # fmt: skip
         assert (accepted.item(), cycles.item()) == (sum(s.accepted for s in steps[1:]), len(steps) - 1)

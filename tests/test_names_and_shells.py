@@ -22,12 +22,12 @@ def write_everywhere(project: Path, name: str) -> None:
     given["import_draft"]["checkpoints"] = {name + "i": {"model": "m", "revision": None, "rope_theta": None}}
     given["replay_trees"]["checkpoints"] = given["time_trees"]["checkpoints"] = [name]
     given["benchmark"]["workloads"] = {name: EVAL}
-    given["benchmark"] |= {"torch": [name], "checkpoints": [name], "trees": [name]}
+    given["benchmark"] |= {"torch_workloads": [name], "checkpoints": [name], "trees": [name]}
     given["benchmark_served"] |= {"workloads": [name], "checkpoints": [name], "trees": [name]}
     given["benchmark_methods"] |= {
         "workload": name,
-        "drafted": {name: {"method": "eagle3", "checkpoint": name, "tree": "t5_1_6"}},
-        "draftless": {name + "n": {"method": "ngram", "longest": 3, "shortest": 1, "length": 8}},
+        "with_draft": {name: {"method": "eagle3", "checkpoint": name, "tree": "t5_1_6"}},
+        "without_draft": {name + "n": {"method": "ngram", "longest": 3, "shortest": 1, "length": 8}},
     }
     with (project / "params.yaml").open("w") as file:
         yaml.dump(given, file)

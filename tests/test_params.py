@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
 from stages.params import schema
+from stages.params.error_messages import OLD_KEYS
 from stages.params.tree_sections import TreeShape, count_candidates
 
 ROOT = Path(__file__).parents[1]
@@ -83,7 +84,7 @@ NUMBERS = {place: value for place, value in LEAVES.items() if type(value) in (in
 # May be zero, written by hand: greedy answers, no warm-up, no decay, and the seeds.
 ZERO = {
     "fix_data.max_dropped_share", "sample_target.temperature", "train_draft.warmup_steps", "train_draft.weight_decay",
-    "time_trees.warmup", "benchmark.workloads.eval.warmup", "benchmark.workloads.eval.begin", "benchmark.workloads.eval.seed",
+    "time_trees.warmup", "benchmark.workloads.eval.warmup", "benchmark.workloads.eval.start", "benchmark.workloads.eval.seed",
     "benchmark.workloads.eval.temperature", "prepare_target.seed", "sample_target.seed", "init_draft.seed", "train_draft.seed",
     "schedule.retry_pause_s",
 }  # fmt: skip
@@ -116,7 +117,7 @@ def test_the_committed_file_loads_as_it_is_written() -> None:
 def test_the_committed_trees_can_all_be_built_and_replayed() -> None:
     """A served tree that the replay's grid doesn't hold could not be compared with its prediction."""
     p = schema.load_params()
-    grid = {tree.name for tree in p.replay_trees.trees()}
+    grid = {tree.name for tree in p.replay_trees.list_trees()}
     assert set(p.benchmark.trees) <= grid
 
 
@@ -300,10 +301,10 @@ BAD_VALUES = [
     ("eval_share: 0.15", "eval_share: 1", "fix_data.eval_share: expected less than 1, found 1"),
     ("top_p: 1.0", "top_p: 1.1", "sample_target.top_p: expected less than or equal to 1, found 1.1"),
     ("min_tau: 6.0", "min_tau: 0.9", "check_overfit.min_tau: expected greater than or equal to 1, found 0.9"),
-    ("tokens: [4,", "tokens: [1,", "replay_trees.tokens.0: expected greater than or equal to 2, found 1"),
-    ("semantics: sglang             # how", "semantics: vllm  # how",
-     "replay_trees.semantics: expected 'sglang' or 'eagle', found 'vllm'"),
-    ("tokens: [2, 4,", "tokens: [1, 4,", "time_trees.tokens.0: expected greater than or equal to 2, found 1"),
+    ("num_draft_tokens: [4,", "num_draft_tokens: [1,", "replay_trees.num_draft_tokens.0: expected greater than or equal to 2, found 1"),
+    ("tree_scoring: sglang          # how", "tree_scoring: vllm  # how",
+     "replay_trees.tree_scoring: expected 'sglang' or 'eagle', found 'vllm'"),
+    ("num_draft_tokens: [2, 4,", "num_draft_tokens: [1, 4,", "time_trees.num_draft_tokens.0: expected greater than or equal to 2, found 1"),
     (MEASURED, "e003\n  trees", "benchmark.checkpoints: expected a valid list, found 'e003'"),
     (MEASURED, "[]\n  trees", "benchmark.checkpoints: expected at least 1 item, found []"),
     ("title: weather-tiny", "title: ''", "report.title: expected at least 1 character, found ''"),
@@ -348,11 +349,14 @@ BAD_TREES = [
         "benchmark.trees: t8_1_8: at topk 1 a tree is a chain of num_steps drafts and the root, .*; write t8_1_9",
     ),
     ("t8_1_10", "benchmark.trees: t8_1_10: at topk 1 .*; write t8_1_9"),
-    ("t8_2_32", "benchmark.trees: t8_2_32: .* = 31 nodes, .* = 30 candidates are all that exist; use at most t8_2_31"),
-    ("t1_4_6", "benchmark.trees: t1_4_6: .* = 5 nodes, .* = 4 candidates are all that exist; use at most t1_4_5"),
-    ("t0_2_16", "benchmark.trees: t0_2_16: num_steps and topk must be at least 1 and num_draft_tokens at least 2"),
-    ("t8_0_16", "benchmark.trees: t8_0_16: num_steps and topk must be at least 1"),
-    ("t8_2_1", "benchmark.trees: t8_2_1: .* num_draft_tokens at least 2"),
+    ("t8_2_32", "benchmark.trees: t8_2_32 has 31 nodes .* = 30 candidates .*; use at most t8_2_31"),
+    ("t1_4_6", "benchmark.trees: t1_4_6 has 5 nodes .* = 4 candidates .*; use at most t1_4_5"),
+    (
+        "t0_2_16",
+        "benchmark.trees: t0_2_16: expected num_steps and topk of 1 or more, and num_draft_tokens of 2 or more",
+    ),
+    ("t8_0_16", "benchmark.trees: t8_0_16: expected num_steps and topk of 1 or more"),
+    ("t8_2_1", "benchmark.trees: t8_2_1: .* num_draft_tokens of 2 or more"),
     ("t08_2_16", "benchmark.trees: 't08_2_16' is not the name of a tree; write t8_2_16"),
     ("t٨_2_16", "benchmark.trees: 't٨_2_16' is not a tree; write t<num_steps>_<topk>_<num_draft_tokens>, as t8_2_16"),
     ("t8_-2_16", "benchmark.trees: 't8_-2_16' is not a tree"),
@@ -379,12 +383,14 @@ def test_the_largest_tree_can_be_built() -> None:
 def test_a_grid_without_one_tree_is_refused() -> None:
     """Bug: it was accepted, and replay_trees then wrote an empty table."""
     edited(
-        ("steps: [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]", "steps: [1]"), ("topk: [1, 2, 3, 4]", "topk: [2]"), ("[4, 6,", "[6,")
+        ("num_steps: [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]", "num_steps: [1]"),
+        ("topk: [1, 2, 3, 4]", "topk: [2]"),
+        ("[4, 6,", "[6,"),
     )
     (line,) = problems()
     assert (
-        line.startswith("replay_trees: no tree of steps [1], topk [2] and tokens [6, ")
-        and "write smaller tokens" in line
+        line.startswith("replay_trees: no tree of num_steps [1], topk [2] and num_draft_tokens [6, ")
+        and "write smaller num_draft_tokens" in line
     )
 
 
@@ -410,16 +416,16 @@ BAD_CHECKPOINTS = [
      "benchmark.checkpoints: 'e010' is not trained, expected some of e003, e009; correct it, or add it to train_draft"),
     ("[e003, e009]", "[e003, e010]", "replay_trees.checkpoints: 'e010' is not trained, expected some of e003, e009"),
     ("[e003, e009]", "[e003, e003]", "replay_trees.checkpoints: e003 is listed twice"),
-    ("inside: [t8_1_9,", "inside: [t10_2_32,", "replay_trees.inside: t10_2_32 is listed twice"),
-    ("inside: [t8_1_9,", "inside: [t3_2_16,", "replay_trees.inside: t3_2_16: num_draft_tokens - 1 = 15 nodes, but topk"),
+    ("trace_trees: [t8_1_9,", "trace_trees: [t10_2_32,", "replay_trees.trace_trees: t10_2_32 is listed twice"),
+    ("trace_trees: [t8_1_9,", "trace_trees: [t3_2_16,", "replay_trees.trace_trees: t3_2_16 has 15 nodes under the root"),
     ("checkpoints: [e000] ", "checkpoints: [e001] ", "time_trees.checkpoints: 'e001' is none, expected some of e000, e003, e009"),
     ("checkpoints: [e000] ", "checkpoints: [e000, e000] ", "time_trees.checkpoints: e000 is listed twice"),
-    ("  steps: [1, 3, 6, 10] ", "  steps: [1] ", "time_trees: steps [1], topk [1, 2, 4] and tokens [2, 4, 8, 16, 32, 64]"),
+    ("  num_steps: [1, 3, 6, 10] ", "  num_steps: [1] ", "time_trees: num_steps [1], topk [1, 2, 4] and num_draft_tokens [2, 4, 8, 16, 32, 64]"),
     ("  checkpoints: {}", f"  checkpoints: {{e003: {PUBLISHED}}}", "import_draft.checkpoints.e003 is made by another stage"),
     ("  checkpoints: {}", f"  checkpoints: {{e000: {PUBLISHED}}}", "import_draft.checkpoints.e000 is made by another stage"),
     ("  checkpoints: {}", f"  checkpoints: {{'1': {PUBLISHED}}}", f"import_draft.checkpoints.1: {NO_NAME} '1'"),
     ("e003: {from: e000,", "e003: {from: theirs,", "train_draft: checkpoints.e003.from is 'theirs', expected one of"),
-    ("window: null ", "window: 9 ", "init_draft.window is 9, expected at least the most steps asked for, 10"),
+    ("sliding_window: null ", "sliding_window: 9 ", "init_draft.sliding_window is 9, expected at least the most steps asked for, 10"),
     ("revision: null                # of", "revision: main # of", "init_draft: revision is 'main', expected null where from"),
     ("draft_config_path: null ", "draft_config_path: /tmp/x.json ", "init_draft.draft_config_path: expected text matching"),
     ("min_tau: 6.0", "min_tau: 8.5",
@@ -457,12 +463,12 @@ NGRAM, AHEAD = (
     "{method: lookahead, window: 5, level: 4, guesses: 5}",
 )
 FREE = f"{{ngram: {NGRAM}, lookahead: {AHEAD}}}"
-EMPTY = "  drafted: {}   ", "  draftless: {}  "
+EMPTY = "  with_draft: {}   ", "  without_draft: {}  "
 
 
 def with_methods(*edits: tuple[str, str], rivals: str = RIVALS, free: str = FREE, **rows: str) -> None:
     drafted = "{" + ", ".join(f"{name}: {row}" for name, row in {**TABLE, **rows}.items()) + "}"
-    edited((SECOND, rivals), (EMPTY[0], f"  drafted: {drafted} "), (EMPTY[1], f"  draftless: {free} "), *edits)
+    edited((SECOND, rivals), (EMPTY[0], f"  with_draft: {drafted} "), (EMPTY[1], f"  without_draft: {free} "), *edits)
 
 
 def test_every_method_can_be_named() -> None:
@@ -507,23 +513,23 @@ def test_segments_of_methods_that_can_not_be_trained(old: str, new: str, start: 
 
 BAD_ROWS = [
     ({"two": "{method: eagle9, checkpoint: ours, tree: t5_2_8}"},
-     "benchmark_methods.drafted.two.method: expected 'eagle3', 'eagle2', 'eagle' or 'medusa', found 'eagle9'"),
-    ({"two": "{method: ngram, longest: 2, shortest: 1, length: 4}"}, "benchmark_methods.drafted.two.method: expected 'eagle3'"),
+     "benchmark_methods.with_draft.two.method: expected 'eagle3', 'eagle2', 'eagle' or 'medusa', found 'eagle9'"),
+    ({"two": "{method: ngram, longest: 2, shortest: 1, length: 4}"}, "benchmark_methods.with_draft.two.method: expected 'eagle3'"),
     ({"two": "{method: eagle2, checkpoint: ours, tree: t5_2_99}"},
-     "benchmark_methods.drafted.two.tree: t5_2_99: num_draft_tokens"),
+     "benchmark_methods.with_draft.two.tree: t5_2_99 has 98 nodes"),
     ({"two": "{method: eagle2, checkpoint: e009, tree: t5_2_8}"},
-     "benchmark_methods.drafted.two.checkpoint 'e009' is of eagle3, expected one of eagle (ours); correct it, or add one to"),
+     "benchmark_methods.with_draft.two.checkpoint 'e009' is of eagle3, expected one of eagle (ours); correct it, or add one to"),
     ({"three": "{method: eagle3, checkpoint: heads, tree: t5_2_8}"},
-     "benchmark_methods.drafted.three.checkpoint 'heads' is of medusa, expected one of eagle3 (e003, e009, e000)"),
+     "benchmark_methods.with_draft.three.checkpoint 'heads' is of medusa, expected one of eagle3 (e003, e009, e000)"),
     ({"medusa": "{method: medusa, checkpoint: m5, depth: 4, nodes: 9}"},
-     "benchmark_methods.drafted.medusa.checkpoint 'm5' is no checkpoint, expected one of medusa (heads)"),
+     "benchmark_methods.with_draft.medusa.checkpoint 'm5' is no checkpoint, expected one of medusa (heads)"),
     ({"medusa": "{method: medusa, checkpoint: heads, depth: 5, nodes: 9}"},
-     "benchmark_methods.drafted.medusa.depth is 5, expected at most 4, the heads of heads: deeper guesses are not measured"),
+     "benchmark_methods.with_draft.medusa.depth is 5, expected at most 4, the heads of heads: deeper guesses are not measured"),
     ({"fixed": "{method: eagle, checkpoint: ours, depth: 8, nodes: 9}"},
-     "benchmark_methods.drafted.fixed.depth is 8, expected at most 7, train_draft.ttt_steps"),
+     "benchmark_methods.with_draft.fixed.depth is 8, expected at most 7, train_draft.ttt_steps"),
     ({"fixed": "{method: eagle, checkpoint: ours, depth: 2, nodes: 1}"},
-     "benchmark_methods.drafted.fixed.nodes: expected greater than or equal to 2, found 1"),
-    ({"ngram": "{method: eagle3, checkpoint: e009, tree: t5_2_8}"}, "benchmark_methods: ngram is in drafted and in draftless"),
+     "benchmark_methods.with_draft.fixed.nodes: expected greater than or equal to 2, found 1"),
+    ({"ngram": "{method: eagle3, checkpoint: e009, tree: t5_2_8}"}, "benchmark_methods: ngram is in with_draft and in without_draft"),
 ]  # fmt: skip
 
 
@@ -537,10 +543,12 @@ def test_a_sweep_is_no_workload_of_methods() -> None:
 
 
 def test_a_window_below_the_steps_of_a_row_of_methods() -> None:
-    """Bug: the trees of benchmark_methods.drafted were not among those that init_draft.window is compared with."""
-    with_methods(("window: null ", "window: 11 "), three="{method: eagle3, checkpoint: e009, tree: t12_2_8}")
+    """Bug: the trees of benchmark_methods.with_draft were not among those that init_draft.sliding_window is compared with."""
+    with_methods(
+        ("sliding_window: null ", "sliding_window: 11 "), three="{method: eagle3, checkpoint: e009, tree: t12_2_8}"
+    )
     (line,) = problems()
-    assert line.startswith("init_draft.window is 11, expected at least the most steps asked for, 12")
+    assert line.startswith("init_draft.sliding_window is 11, expected at least the most steps asked for, 12")
 
 
 @pytest.mark.parametrize(("rows", "start"), BAD_ROWS, ids=[row[1] for row in BAD_ROWS])
@@ -553,15 +561,17 @@ def test_rows_without_a_draft_are_checked_too() -> None:
     wrong = NGRAM.replace("longest: 3, shortest: 1", "longest: 1, shortest: 2"), AHEAD.replace("level: 4", "level: 1")
     with_methods(free="{{ngram: {}, a: {}}}".format(*wrong))
     assert problems() == [
-        "benchmark_methods.draftless.ngram: shortest is 2, expected at most longest, 1; lower it",
-        "benchmark_methods.draftless.a.level: expected greater than or equal to 2, found 1",
+        "benchmark_methods.without_draft.ngram: shortest is 2, expected at most longest, 1; lower it",
+        "benchmark_methods.without_draft.a.level: expected greater than or equal to 2, found 1",
     ]
 
 
 def test_the_table_of_methods_asks_what_the_torch_engine_decodes() -> None:
     with_methods(("  workload: eval   ", "  workload: chat   "))
     (line,) = problems()
-    assert line.startswith("benchmark_methods.workload is 'chat', expected one of benchmark.torch, eval; correct it")
+    assert line.startswith(
+        "benchmark_methods.workload is 'chat', expected one of benchmark.torch_workloads, eval; correct it"
+    )
 
 
 @pytest.mark.parametrize(
@@ -583,9 +593,9 @@ def test_only_eagle_3s_checkpoints_are_replayed_timed_and_benchmarked_with_its_t
 
 
 def test_a_window_and_q_k_norms_are_what_no_engine_loads_together() -> None:
-    edited(("qk_norm: false ", "qk_norm: true "), ("window: null ", "window: 64 "))
+    edited(("qk_norm: false ", "qk_norm: true "), ("sliding_window: null ", "sliding_window: 64 "))
     (line,) = problems()
-    assert line.startswith("init_draft: qk_norm is true and window 64, expected one of the two")
+    assert line.startswith("init_draft: qk_norm is true and sliding_window is 64, expected one of the two")
 
 
 def test_a_published_draft_may_be_replayed_and_measured() -> None:
@@ -615,7 +625,7 @@ BAD_WORKLOADS = [
     ({"input_tokens": 5}, "benchmark.workloads.chat: input_tokens is 5 with prompts: eval, expected a number for random"),
     ({**RANDOM, "input_tokens": None}, "benchmark.workloads.chat: input_tokens is None with prompts: random"),
     ({**RANDOM, "num_prompts": None}, "benchmark.workloads.chat: num_prompts is null with prompts: random, expected a number"),
-    ({"begin": 4, "end": 4}, "benchmark.workloads.chat: end is 4, expected more than begin, 4"),
+    ({"start": 4, "stop": 4}, "benchmark.workloads.chat: stop is 4, expected more than start, 4"),
     ({"request_rate": "slow"}, "benchmark.workloads.chat.request_rate: expected 'inf', found 'slow'"),
     ({"request_rate": 0}, "benchmark.workloads.chat.request_rate: expected greater than 0, found 0"),
     ({"concurrency": [1, 0]}, "benchmark.workloads.chat.concurrency.1: expected greater than 0, found 0"),
@@ -634,7 +644,7 @@ def test_a_workload_that_can_not_be_asked(changes: dict[str, Any], start: str) -
 def test_the_torch_engine_waits_for_no_arrivals() -> None:
     set_value(("benchmark", "workloads", "eval"), workload(request_rate=8.0))
     (line,) = problems()
-    assert line.startswith("benchmark: torch: workload eval has request_rate 8.0 (expected inf)")
+    assert line.startswith("benchmark: torch_workloads: workload eval has request_rate 8.0 (expected inf)")
 
 
 @pytest.mark.parametrize(
@@ -825,7 +835,11 @@ def test_an_eval_file_is_in_the_folder_or_the_file_itself() -> None:
     [
         ("eval_rows: null", "eval_rows: 100", "fix_data: eval_rows is 100, expected null where eval_file is null"),
         ("min_chars: 1 ", "min_chars: 9000 ", "fix_data: min_chars 9000 is above max_chars 8000; lower it"),
-        ("near_duplicate: null", "near_duplicate: 0.2", "fix_data.near_duplicate: expected"),
+        (
+            "near_duplicate_threshold: null",
+            "near_duplicate_threshold: 0.2",
+            "fix_data.near_duplicate_threshold: expected",
+        ),
     ],
 )
 def test_keys_of_fix_data_that_disagree(old: str, new: str, message: str) -> None:
@@ -892,15 +906,15 @@ def test_a_name_that_is_accepted_is_the_trees_own(name: str) -> None:
 def test_the_replay_grid_is_every_tree_that_can_be_built() -> None:
     """Asked of Tree.parse, one by one; at topk 1 the chain of each length."""
     grid = schema.load_params().replay_trees
-    expected = {f"t{s}_1_{s + 1}" for s in grid.steps}
-    for s in grid.steps:
+    expected = {f"t{s}_1_{s + 1}" for s in grid.num_steps}
+    for s in grid.num_steps:
         for k in set(grid.topk) - {1}:
-            for m in grid.tokens:
+            for m in grid.num_draft_tokens:
                 try:
                     expected.add(TreeShape.parse(f"t{s}_{k}_{m}").name)
                 except ValueError:
                     assert m - 1 > len(expansion(s, k))
-    found = [tree.name for tree in grid.trees()]
+    found = [tree.name for tree in grid.list_trees()]
     assert set(found) == expected and len(found) == len(expected) > 100
 
 
@@ -957,3 +971,36 @@ def test_a_local_folder_that_dvc_does_not_watch_is_refused_and_an_id_needs_no_wa
     for watch in (NOTHING, str(tmp_path / "dra"), str(draft / "below")):
         with pytest.raises(ValueError, match=r"expected import_draft\.watch to be that folder or one around it"):
             schema.check_watched("import_draft.checkpoints.one.model", str(draft), "import_draft.watch", watch)
+
+
+# --- keys of earlier versions ---------------------------------------------------------------------------------------
+
+
+def with_old_key(old: str, new: str) -> dict[str, Any]:
+    """The committed file's sections with one key as an earlier version named it; `*` is the workload eval."""
+    sections: dict[str, Any] = YAML(typ="safe").load(REAL)
+    *above, key = new.replace("*", "eval").split(".")
+    place = sections
+    for part in above:
+        place = place[part]
+    place[old.rpartition(".")[2]] = place.pop(key)
+    return sections
+
+
+@pytest.mark.parametrize(("old", "new"), OLD_KEYS.items())
+def test_an_old_key_is_named_with_its_new_name(old: str, new: str, tmp_path: Path) -> None:
+    """In params.yaml and in a recipe; else the one is an unknown key, and the other a missing one."""
+    sections = with_old_key(old, new)
+    line = f"{old} is now {new}; rename the key".replace("*", "eval")
+    for name, read in (("params.yaml", schema.load_params), ("recipe.yaml", schema.read_recipe)):
+        with (tmp_path / name).open("w") as file:
+            YAML(typ="safe").dump(sections, file)
+        with pytest.raises(ValueError, match="of an earlier version") as error:
+            read(tmp_path / name)
+        assert str(error.value) == f"{tmp_path / name} has 1 key(s) of an earlier version:\n  {line}"
+
+
+def test_every_new_key_exists_and_no_old_one() -> None:
+    known = {".".join(place).replace(".eval.", ".*.") for place in LEAVES} | {"benchmark_methods.with_draft"}
+    known |= {"benchmark_methods.without_draft"}
+    assert set(OLD_KEYS.values()) <= known and not set(OLD_KEYS) & known

@@ -1,4 +1,4 @@
-"""Prompts of workloads: the eval split's as they are, a set's as transformers renders them, random ones as SGLang's."""
+"""Workload prompts: the eval split's unchanged, a set's as transformers renders them, random ones as SGLang's."""
 
 import re
 from collections import Counter
@@ -32,7 +32,7 @@ def project(talking_project: Path) -> Path:
 
 
 def ask(project: Path, name: str, **changes: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The rows to measure and to warm up with of a workload that is served, so that it may be any."""
+    """Run the stage on a workload; return (rows to measure, rows of the warm-up)."""
     workload = {**WORKLOADS[name if name in WORKLOADS else "eval"], **changes}
     edit_params(project, {"benchmark": {"workloads": {**WORKLOADS, "chat": workload}}})
     prepare_prompts.main("chat")
@@ -41,13 +41,13 @@ def ask(project: Path, name: str, **changes: Any) -> tuple[list[dict[str, Any]],
 
 
 def split(project: Path) -> list[dict[str, Any]]:
-    """The eval split's rows, in the order in which they are asked."""
+    """Return the eval split's rows in the order of the stage."""
     rows = {row["id"]: row for row in pl.read_parquet(project / "data/sampled/eval/*.parquet").to_dicts()}
     return [rows[name] for name in ids(ask(project, "eval", num_prompts=None)[0])]
 
 
 def replace_split(rows: list[dict[str, Any]]) -> None:
-    """Let `rows` be the eval split."""
+    """Replace the eval split by `rows`."""
     sampled = Path("data/sampled")
     if sampled.is_symlink():
         sampled.unlink()
@@ -59,10 +59,10 @@ def ids(rows: list[dict[str, Any]]) -> list[str]:
     return [row["id"] for row in rows]
 
 
-# --- the eval split -------------------------------------------------------------------------------------------------
+# --- the eval split --------------------------------------------------------------------------------------------------
 
 
-def test_the_eval_splits_prompts_are_as_they_are(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_eval_splits_prompts_are_unchanged(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = split(project)
     capsys.readouterr()
     measured, warm = ask(project, "eval")
@@ -77,8 +77,8 @@ def test_the_eval_splits_prompts_are_as_they_are(project: Path, capsys: pytest.C
     )
 
 
-def test_a_few_prompts_are_of_every_file(project: Path) -> None:
-    """Bug: num_prompts took the eval split's first rows, which are all of its first file."""
+def test_a_few_prompts_are_from_every_file(project: Path) -> None:
+    """Bug: num_prompts took the eval split's first rows, all from its first file."""
     rows = [{**split(project)[0], "id": f"{name}.{n}", "prompt_ids": [n % 9, 7, len(name), n]}
             for name, count in (("large", 300), ("little", 100)) for n in range(count)]  # fmt: skip
     replace_split(rows)
@@ -89,8 +89,8 @@ def test_a_few_prompts_are_of_every_file(project: Path) -> None:
     assert ids(ask(project, "eval", num_prompts=20)[0]) == found[:20]
 
 
-def test_the_same_question_about_many_pictures_is_not_asked_about_the_first_ones(project: Path) -> None:
-    """Prompts of equal ids, whose pictures alone differ, must be put in an order by those."""
+def test_equal_prompts_with_different_images_are_sorted_by_images(project: Path) -> None:
+    """Prompts with equal token ids must be sorted by their images."""
     rows = [{**split(project)[0], "id": f"r{n}", "images": [f"{n}.png"]} for n in range(50)]
     replace_split(rows)
     found = ids(ask(project, "eval", num_prompts=10)[0])
@@ -98,45 +98,45 @@ def test_the_same_question_about_many_pictures_is_not_asked_about_the_first_ones
     assert ids(ask(project, "eval", num_prompts=10)[0]) == found != [f"r{n}" for n in range(10)]
 
 
-def test_pictures_go_along(project: Path) -> None:
-    replace_split([{**row, "images": [f"pictures/{row['id']}.png"]} for row in split(project)])
+def test_images_are_copied(project: Path) -> None:
+    replace_split([{**row, "images": [f"images/{row['id']}.png"]} for row in split(project)])
     rows = split(project)
     assert [row["images"] for row in ask(project, "eval")[0]] == [row["images"] for row in rows[:5]]
-    assert rows[0]["images"] == [f"pictures/{rows[0]['id']}.png"]
-    with pytest.raises(ValueError, match="has no prompt without pictures from 0 on"):
+    assert rows[0]["images"] == [f"images/{rows[0]['id']}.png"]
+    with pytest.raises(ValueError, match="has no prompt without images from 0 on"):
         ask(project, "chat", **RANDOM)
 
 
 @pytest.mark.parametrize(
     ("changes", "measured", "warm"),
     [
-        ({"begin": 2, "end": 5, "num_prompts": None}, [2, 3, 4], [5]),
-        ({"begin": 2, "end": 5, "num_prompts": 2}, [2, 3], [4]),
-        ({"begin": 10, "num_prompts": None, "warmup": 3}, [10, 11], [0, 1, 2]),
+        ({"start": 2, "stop": 5, "num_prompts": None}, [2, 3, 4], [5]),
+        ({"start": 2, "stop": 5, "num_prompts": 2}, [2, 3], [4]),
+        ({"start": 10, "num_prompts": None, "warmup": 3}, [10, 11], [0, 1, 2]),
         ({"num_prompts": None, "warmup": 2}, [*range(12)], [0, 1]),
         ({"num_prompts": 11, "warmup": 4}, [*range(11)], [11, 0, 1, 2]),
         ({"num_prompts": 1, "warmup": 0}, [0], []),
-        ({"begin": 11, "num_prompts": 1, "warmup": 14}, [11], [*range(11), 11, 11, 11]),
+        ({"start": 11, "num_prompts": 1, "warmup": 14}, [11], [*range(11), 11, 11, 11]),
     ],
 )
 def test_which_are_measured_and_which_warm_up(
     project: Path, changes: dict[str, Any], measured: list[int], warm: list[int]
 ) -> None:
-    """Others than those measured, where there are others: else a prefix cache would know what is measured."""
+    """Warm-up prompts are not measured ones where others exist: a prefix cache would hold measured prompts."""
     names = ids(split(project))
     found = ask(project, "eval", **changes)
     assert tuple(map(ids, found)) == ([names[n] for n in measured], [names[n] for n in warm])
 
 
-def test_too_few_are_said_and_none_are_refused(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    measured, _ = ask(project, "eval", num_prompts=50, begin=3)
+def test_too_few_prompts_are_reported_and_none_are_refused(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    measured, _ = ask(project, "eval", num_prompts=50, start=3)
     assert len(measured) == 9
     assert "note: workload chat asks for 50 prompts, eval has 9 from 3 to its end\n" in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"benchmark\.workloads\.chat\.begin is 12, expected at most 11: eval has 12"):
-        ask(project, "eval", begin=12)
+    with pytest.raises(ValueError, match=r"benchmark\.workloads\.chat\.start is 12, expected at most 11: eval has 12"):
+        ask(project, "eval", start=12)
 
 
-# --- sets -----------------------------------------------------------------------------------------------------------
+# --- sets ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", talking.SETS)
@@ -152,12 +152,12 @@ def test_a_sets_prompts_are_what_transformers_renders(project: Path, name: str) 
         assert row["later"] == (problem.turns[1:] or None) and row["reference"] == problem.reference
 
 
-def test_only_first_turns_where_only_those_are_asked(project: Path) -> None:
+def test_only_first_turns_with_turns_first(project: Path) -> None:
     assert all(row["later"] is None for row in ask(project, "mt_bench")[0])
 
 
-def test_thinking_is_as_sample_target_has_it(project: Path) -> None:
-    """The template's own default, and its header with and without."""
+def test_thinking_is_that_of_sample_target(project: Path) -> None:
+    """Without a value the template's default applies."""
     path = project / "tiny/chat_template.jinja"
     (project / "tiny").unlink()
     (project / "tiny").mkdir()
@@ -172,22 +172,22 @@ def test_thinking_is_as_sample_target_has_it(project: Path) -> None:
         assert tokenizer.decode(ask(project, "alpaca")[0][0]["prompt_ids"]).endswith(end)
 
 
-def test_a_prompt_that_leaves_no_room_is_named_before_anything_is_served(project: Path) -> None:
+def test_a_prompt_without_room_for_an_answer_is_named(project: Path) -> None:
     long = prompt_sets.PromptProblem("long", ["word " * 3000], None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prompt_sets, "read_prompt_set", lambda *_: [long])
         with pytest.raises(
-            ValueError, match=r"workload chat, prompt long has \d{4} tokens, expected fewer than the 2048 that"
+            ValueError, match=r"workload chat, prompt long has \d{4} tokens, expected fewer than the 2048 of"
         ):
             ask(project, "alpaca")
 
 
-# --- random lengths -------------------------------------------------------------------------------------------------
+# --- random lengths --------------------------------------------------------------------------------------------------
 
 
 def sglang(texts: list[list[int]], lengths: list[int]) -> set[tuple[int, ...]]:
-    """Of each row and length what bench_serving's sample_random_requests makes (SGLang 0.5.17): cut, or repeated and cut;
-    of the row begun anywhere, which is our difference."""
+    """Return what bench_serving's sample_random_requests (SGLang 0.5.17) makes of each row and length: cut, or repeated and
+    cut; from any first token, which is our difference."""
     made = set()
     for row in texts:
         for first in range(len(row)):
@@ -210,7 +210,7 @@ def test_random_prompts_are_rows_cut_or_repeated(project: Path) -> None:
 
 
 def test_lengths_are_drawn_from_the_whole_range(project: Path) -> None:
-    """Uniform, as numpy's randint(max(int(64 * 0.5), 1), 65) is; the answers' shares likewise, and independent."""
+    """Uniform like numpy's randint(max(int(64 * 0.5), 1), 65); the shares of answers likewise, and independent."""
     measured, _ = ask(project, "chat", **{**RANDOM, "num_prompts": 4000})
     counted = Counter(len(row["prompt_ids"]) for row in measured)
     assert set(counted) == set(range(32, 65))
@@ -226,7 +226,7 @@ def test_full_lengths_are_exact(project: Path) -> None:
     assert {(len(row["prompt_ids"]), row["length_share"]) for row in measured} == {(64, 1.0)}
 
 
-def test_a_seed_makes_the_same_prompts_again_and_another_others(project: Path) -> None:
+def test_prompts_depend_on_the_seed(project: Path) -> None:
     first = ask(project, "chat", **RANDOM)
     assert ask(project, "chat", **RANDOM) == first
     other = ask(project, "chat", **{**RANDOM, "seed": 43})

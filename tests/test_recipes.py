@@ -81,15 +81,18 @@ def test_a_recipe_is_valid_its_graph_resolves_and_what_it_takes_is_known(name: s
     assert changes or name == "weather-tiny"
     assert not list(project.glob(".params-*"))
     cells = {
-        f"benchmark@{w}-{c}-{t}" for w in p.benchmark.torch for c in p.benchmark.checkpoints for t in p.benchmark.trees
+        f"benchmark@{w}-{c}-{t}"
+        for w in p.benchmark.torch_workloads
+        for c in p.benchmark.checkpoints
+        for t in p.benchmark.trees
     }
     served = p.benchmark_served
     cells |= {
         f"benchmark_served@{w}-{c}-{t}" for w in served.workloads for c in served.checkpoints for t in served.trees
     }
     cells |= {f"benchmark_served_baseline@{w}" for w in served.workloads}
-    cells |= {f"benchmark_methods@{row}" for row in p.benchmark_methods.drafted}
-    cells |= {f"benchmark_methods_baseline@{row}" for row in p.benchmark_methods.draftless}
+    cells |= {f"benchmark_methods@{row}" for row in p.benchmark_methods.with_draft}
+    cells |= {f"benchmark_methods_baseline@{row}" for row in p.benchmark_methods.without_draft}
     assert {stage for stage in stages if stage.startswith("benchmark")} == cells
     made = {f"train_draft@{name}" for name in p.train_draft.checkpoints}
     made |= {f"import_draft@{name}" for name in p.import_draft.checkpoints}

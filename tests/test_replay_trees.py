@@ -23,6 +23,7 @@ from stages.data import conversations
 from stages.draft import checkpoint
 from stages.engine.decode import Engine
 from stages.params import schema
+from stages.params.tree_sections import TreeShape
 from stages.replay.replay import compute_capacity
 from stages.replay_trees import _batch_rows
 from stages.results import replay_records, torch_records
@@ -36,9 +37,9 @@ SETTINGS: dict[str, Any] = {
     "target": {"model": "tiny", "num_threads": 1, "feature_layers": [1, 2, 3]},
     "sample_target": {"temperature": 0.7, "top_p": 0.9},
     "init_draft": {"draft_vocab_size": 6},
-    "replay_trees": {"checkpoints": ["e003"], "steps": [1, 3], "topk": [1, 2], "tokens": [4, 6]},
+    "replay_trees": {"checkpoints": ["e003"], "num_steps": [1, 3], "topk": [1, 2], "num_draft_tokens": [4, 6]},
     "benchmark": {
-        "workloads": {"eval": {**DRAWN, "temperature": 0.0}, "drawn": DRAWN}, "torch": ["eval", "drawn"],
+        "workloads": {"eval": {**DRAWN, "temperature": 0.0}, "drawn": DRAWN}, "torch_workloads": ["eval", "drawn"],
         "checkpoints": ["e003"], "trees": ["t3_1_4", "t3_2_6"],
     },
 }  # fmt: skip
@@ -68,7 +69,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 Path("data/sampled") / split / conversations.name_shard(0), table, conversations.SAMPLED_SCHEMA
             )
         extract_hiddens.main()
-        for workload in p.benchmark.torch:
+        for workload in p.benchmark.torch_workloads:
             prepare_prompts.main(workload)
     return project
 
@@ -182,7 +183,7 @@ def test_hidden_states_of_another_split(project: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (pl.col("id") + "x", "row row0.0 is none of those in data/sampled/eval;"),
+        (pl.col("id") + "x", "row row0.0 is not among those in data/sampled/eval;"),
         (pl.col("answer_ids").list.head(3), "row row0.0 is another answer than those in data/sampled/eval;"),
     ],
 )
@@ -249,10 +250,13 @@ def test_every_row_is_in_one_batch_that_fits_or_is_alone(lengths: list[int], tok
         assert (len(batch) + 1) * following[0] > tokens
 
 
-def test_more_memory_and_fewer_topks_make_more_room_and_none_is_never_enough() -> None:
+NARROW, WIDE = TreeShape(4, 2, 8), TreeShape(4, 3, 8)
+
+
+def test_more_memory_and_fewer_topks_allow_larger_batches() -> None:
     draft, *_ = random_draft(1)
     some, more, fewer = (compute_capacity(draft, trees, memory) for trees, memory in (
-        ([(4, 2, 8), (4, 3, 8)], 1 << 20), ([(4, 2, 8), (4, 3, 8)], 1 << 24), ([(4, 2, 8)], 1 << 20),
+        ([NARROW, WIDE], 1 << 20), ([NARROW, WIDE], 1 << 24), ([NARROW], 1 << 20),
     ))  # fmt: skip
     assert some.places < more.places and some.tokens < more.tokens and some.places < fewer.places
-    assert compute_capacity(draft, [(16, 10, 64)], 1) == (1, 1)
+    assert compute_capacity(draft, [TreeShape(16, 10, 64)], 1) == (1, 1)

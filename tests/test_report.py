@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from stages.params.section import ROOT_CHECKPOINT
 from stages.params.tree_sections import TreeShape
 from stages.results import replay_records, served_records, served_table, timing_grid, torch_records
 from stages.runtime import atomic
-from stages.telemetry import stage_record
+from stages.telemetry import stage_log
 from tests import costs
 from tests.conftest import EVAL, edit_params
 from tests.served_cells import FINGERPRINT, point, sweep
@@ -29,8 +30,8 @@ from tests.served_cells import made_up as served_cell
 ROOT = Path(__file__).parent.parent
 Row = dict[str, Any]
 SPENT = [
-    "fix_data", "prepare_target", "sample_target", "extract_hiddens", "init_draft", "check_overfit", "train_draft-e003",
-    "train_draft-e009", "replay_trees-e003", "replay_trees-e009", "time_trees-e000", "prepare_prompts-eval",
+    "fix_data", "prepare_target", "sample_target", "extract_hiddens", "init_draft", "check_overfit", "train_draft@e003",
+    "train_draft@e009", "replay_trees@e003", "replay_trees@e009", "time_trees@e000", "prepare_prompts@eval",
 ]  # fmt: skip
 PLOTS = 6 + 3  # the last three of latencies
 INSIDE = 4  # more, of what happens inside trees, where any was looked into
@@ -55,7 +56,7 @@ def make_up_results(p: schema.Params) -> None:
     """Cells, replays and stage reports that could be true: accept lengths fall off with depth, epochs help or hurt."""
     chance = random.Random(4)
     skill = {name: 0.80 - 0.03 * i for i, name in enumerate(p.train_draft.checkpoints)}
-    for workload in p.benchmark.torch:
+    for workload in p.benchmark.torch_workloads:
         for checkpoint in p.benchmark.checkpoints:
             for name in p.benchmark.trees:
                 torch_records.write_torch_cell(
@@ -63,7 +64,7 @@ def make_up_results(p: schema.Params) -> None:
                 )
     for checkpoint, segment in p.train_draft.checkpoints.items():
         lines = [",".join(replay_records.REPLAY_COLUMNS)]
-        for tree in p.replay_trees.trees():
+        for tree in p.replay_trees.list_trees():
             tau = _tau(skill[checkpoint], tree) + chance.uniform(-0.15, 0.15)
             rate = (tau - 1) / tree.num_steps
             shape = tree.num_steps, tree.topk, tree.num_draft_tokens
@@ -96,13 +97,17 @@ def make_up_results(p: schema.Params) -> None:
         atomic.write_json(Path(f"results/{name}.json"), _made_up_report(stage))
 
 
-def make_up_spent(*records: str) -> None:
-    for record in records:
-        atomic.write_json(stage_record.locate_record(record), {"seconds": 60.0, "gpus": [], "joules": None})
+def make_up_spent(*stages: str, seconds: float = 60.0, gpus: tuple[str, ...] = (), joules: float | None = None) -> None:
+    """Add a line to the log of runs for each stage, named as train_draft@e003."""
+    stage_log.LOG_FILE.parent.mkdir(exist_ok=True)
+    with stage_log.LOG_FILE.open("a") as log:
+        for stage in stages:
+            run = stage_log.StageRun(stage, 0, 1, {}, seconds, list(gpus), joules)
+            log.write(json.dumps(asdict(run)) + "\n")
 
 
 def make_up_import(name: str) -> None:
-    make_up_spent(*(f"{stage}-{name}" for stage in ("import_draft", "replay_trees", "time_trees")))
+    make_up_spent(*(f"{stage}@{name}" for stage in ("import_draft", "replay_trees", "time_trees")))
     atomic.write_json(Path(f"results/train/{name}.json"), {"checkpoint": name, "weights": "cd" * 32})
 
 
@@ -244,7 +249,7 @@ def test_columns_come_in_their_order(made_up: schema.Params) -> None:
     )
     joined = report.REPLAY_TABLE.read_text().splitlines()
     assert joined[0] == ",".join(replay_records.REPLAY_COLUMNS)
-    assert len(joined) - 1 == len(made_up.replay_trees.trees()) * len(made_up.train_draft.checkpoints)
+    assert len(joined) - 1 == len(made_up.replay_trees.list_trees()) * len(made_up.train_draft.checkpoints)
 
 
 def test_replayed_tau_stands_beside_the_served_one_where_the_grid_has_the_tree(made_up: schema.Params) -> None:
@@ -465,7 +470,7 @@ def test_what_happens_inside_trees_is_shown_where_any_was_looked_into(made_up: s
     report.main()
     assert "Inside some trees" not in report.PAGE_FILE.read_text()
     for name in made_up.replay_trees.checkpoints:
-        replay_records.write_tree_statistics(name, made_up_inside(made_up.replay_trees.watched()))
+        replay_records.write_tree_statistics(name, made_up_inside(made_up.replay_trees.traced_trees()))
     report.main()
     page = report.PAGE_FILE.read_text()
     assert page.count("<svg") == PLOTS + INSIDE and "#0303" not in page
@@ -621,7 +626,9 @@ def test_the_torch_engines_loads_stand_beside_served_ones(
     made_up: schema.Params, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One workload by both engines: a table of each, each beside its own plain decoding, and each its own break-even."""
-    serve({"code": {**EVAL, "concurrency": [8, 64], "repeats": 1}}, torch=["eval", "code"], checkpoints=["e009"])
+    serve(
+        {"code": {**EVAL, "concurrency": [8, 64], "repeats": 1}}, torch_workloads=["eval", "code"], checkpoints=["e009"]
+    )
     served_records.write_served_cell(served_cell("code", points=[point(200, 8, 0.02), point(200, 64, 0.02)]))
     for tree in ("t5_1_6", "t8_2_16"):
         tau = replayed(tree)
@@ -674,7 +681,7 @@ def test_without_torch_cells_the_report_shows_what_was_served(
     made_up: schema.Params, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.rmtree(torch_records.CELLS_FOLDER)
-    serve({"code": {**EVAL, "concurrency": 64, "repeats": 3}}, torch=[])
+    serve({"code": {**EVAL, "concurrency": 64, "repeats": 3}}, torch_workloads=[])
     make_up_served("code")
     report.main()
     assert _lines(report.BENCHMARK_TABLE) == []

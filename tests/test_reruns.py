@@ -40,7 +40,7 @@ BASE = {
     "replay_trees": {"checkpoints": ["e003", "e009"]},
     "benchmark": {
         "workloads": {"eval": {**EVAL, "num_prompts": 12}},
-        "torch": ["eval"],
+        "torch_workloads": ["eval"],
         "checkpoints": ["e003", "e009"],
         "trees": ["t5_2_8"],
     },
@@ -137,18 +137,18 @@ RERUNS = [
         back="report",
     ),
     Row(
-        "Medusa's heads: in train_draft.checkpoints and benchmark_methods.drafted",
-        sets(train_draft={"checkpoints": HEADS}, benchmark_methods={"drafted": MEDUSA}),
+        "Medusa's heads: in train_draft.checkpoints and benchmark_methods.with_draft",
+        sets(train_draft={"checkpoints": HEADS}, benchmark_methods={"with_draft": MEDUSA}),
         "train_draft@heads benchmark_methods@medusa report",
     ),
     Row(
-        "benchmark_methods.draftless: prompt lookup",
-        sets(benchmark_methods={"draftless": NGRAM}),
+        "benchmark_methods.without_draft: prompt lookup",
+        sets(benchmark_methods={"without_draft": NGRAM}),
         "benchmark_methods_baseline@ngram report",
     ),
     Row(
-        "init_draft.window",
-        sets(init_draft={"window": 2048}),
+        "init_draft.sliding_window",
+        sets(init_draft={"sliding_window": 2048}),
         "init_draft check_overfit train_draft@* replay_trees@* time_trees@* benchmark@* benchmark_served@* report",
     ),
     Row(
@@ -164,7 +164,11 @@ RERUNS = [
         back="",
     ),
     Row("replay_trees.topk: another one", sets(replay_trees={"topk": adds(7)}), "replay_trees@* report"),
-    Row("replay_trees.inside: another one", sets(replay_trees={"inside": adds("t2_2_4")}), "replay_trees@* report"),
+    Row(
+        "replay_trees.trace_trees: another one",
+        sets(replay_trees={"trace_trees": adds("t2_2_4")}),
+        "replay_trees@* report",
+    ),
     Row("time_trees.topk: another one", sets(time_trees={"topk": adds(7)}), "time_trees@* report"),
     Row("time_trees.checkpoints: add e009", sets(time_trees={"checkpoints": adds("e009")}), "time_trees@e009 report"),
     Row(
@@ -178,8 +182,8 @@ RERUNS = [
         "benchmark*@eval* report",
     ),
     Row(
-        "benchmark.workloads: another one, in benchmark.torch too",
-        sets(benchmark={"workloads": {"chat": {**EVAL, "prompts": "mt_bench"}}, "torch": adds("chat")}),
+        "benchmark.workloads: another one, in benchmark.torch_workloads too",
+        sets(benchmark={"workloads": {"chat": {**EVAL, "prompts": "mt_bench"}}, "torch_workloads": adds("chat")}),
         "prepare_prompts@chat benchmark@chat-* report",
         back="report",
     ),

@@ -16,7 +16,15 @@ from stages.results import cost_fit, timing_grid
 from tests.conftest import edit_params
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-GRID = {"steps": [1, 3, 6], "topk": [1, 2], "tokens": [2, 4, 8], "context": 16, "warmup": 1, "cycles": 2, "repeats": 3}
+GRID = {
+    "num_steps": [1, 3, 6],
+    "topk": [1, 2],
+    "num_draft_tokens": [2, 4, 8],
+    "context": 16,
+    "warmup": 1,
+    "cycles": 2,
+    "repeats": 3,
+}
 
 
 @pytest.fixture
@@ -33,7 +41,7 @@ def project(talking_project: Path) -> Path:
 def test_every_tree_of_the_grid_has_a_cost(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     time_trees.main("e000")
     found = timing_grid.read_timing_grid("e000", "tiny")
-    trees = schema.load_params().time_trees.trees()
+    trees = schema.load_params().time_trees.list_trees()
     assert [(r["steps"], r["topk"], r["tokens"]) for r in found["grid"]] == [
         (t.num_steps, t.topk, t.num_draft_tokens) for t in trees
     ]
@@ -41,7 +49,9 @@ def test_every_tree_of_the_grid_has_a_cost(project: Path, capsys: pytest.Capture
     assert [p["samples"] for p in found["plain"]] == [6] and found["plain"][0]["step_s"] > 0
     assert found["fit"] == cost_fit.fit_cost_model(found["grid"]).to_json()
     assert found["draft"] == json.loads(Path("drafts/e000/draft/config.json").read_text())
-    assert found["settings"] == GRID | {"dtype": "float32", "semantics": "sglang"}
+    recorded = {"num_steps": "steps", "num_draft_tokens": "tokens"}
+    grid = {recorded.get(key, key): value for key, value in GRID.items()}
+    assert found["settings"] == grid | {"dtype": "float32", "semantics": "sglang"}
     assert (found["target"][0], found["hardware"]["threads"]) == ("tiny", 1)
     assert capsys.readouterr().out.startswith("10 trees in ")
 
@@ -69,7 +79,7 @@ def test_every_round_decodes_each_once_forth_and_back(project: Path, monkeypatch
     monkeypatch.setattr(Engine, "plain", lambda *words: noted(plain, *words))
     monkeypatch.setattr(Engine, "speculative", lambda *words: noted(speculative, *words))
     time_trees.main("e000")
-    each = len(schema.load_params().time_trees.trees()) + 1
+    each = len(schema.load_params().time_trees.list_trees()) + 1
     rounds = [begun[at : at + each] for at in range(0, len(begun), each)]
     assert len(rounds) == 3 and set(Counter(begun).values()) == {3}
     assert rounds[1] == rounds[0][::-1] and rounds[2] == rounds[0] and rounds[0][0] == ()

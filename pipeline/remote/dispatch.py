@@ -1,7 +1,7 @@
-"""Stages that are made elsewhere, by the workers of a Prefect pool or on a Ray cluster: sent, watched, collected.
+"""Send stages to other hosts, the workers of a Prefect pool or a Ray cluster; watch them and collect their results.
 
-A worker is `make worker` in a checkout of its own; what it runs is pipeline/remote/prefect_worker.py. Files travel by the DVC remote
-(pipeline/remote/dvc_remote.py), so the two hosts share that and the Prefect server, and nothing else.
+A worker is `make worker` in a checkout of its own and runs pipeline/remote/prefect_worker.py. Files travel through the DVC
+remote (pipeline/remote/dvc_remote.py), so the hosts share that remote and the Prefect server, and nothing else.
 """
 
 import json
@@ -20,33 +20,33 @@ from prefect.exceptions import ObjectNotFound
 from prefect.runtime import task_run
 from prefect.states import Crashed
 
-from pipeline import dvc_graph, orphan_guard
+from pipeline import dvc_graph, orphan_guard, processes
 from pipeline.remote import dvc_remote
 from stages.params.schedule import Schedule, StageResources
 
 POOL = "aerie-stages"
 DEPLOYMENT = "stage/stage"  # in prefect.yaml
-ASK_EVERY = 1.0  # seconds, about all runs together
-ASK_WORKERS_EVERY = 10.0
-TAKEN_TIMEOUT_S = 180.0  # seconds from a worker's promise to the run's first word; a host under load takes some ten
-PAGE = 200  # runs of one answer, at most
+POLL_RUNS_S = 1.0  # one request for all runs
+POLL_WORKERS_S = 10.0
+START_TIMEOUT_S = 180.0  # from a worker's claim of a run to the run's start; a host under load takes some ten seconds
+PAGE_SIZE = 200  # most runs that one answer of the server holds
 
-_sending = threading.Lock()  # one at a time: each is a process that reads the graph
+_transfer_lock = threading.Lock()  # one offer or collection at a time: each is a process that reads the graph
 
 
 class RemoteHosts(Protocol):
-    """Who makes stages elsewhere."""
+    """Hosts that run stages for this one."""
 
-    def make(self, order: dvc_remote.StageOrder, needs: StageResources, say: Callable[[str], object]) -> None:
-        """Until it is made. Raises StageError: as `graph.run_stage`, and where the host is lost, which another may mend."""
+    def run_order(self, order: dvc_remote.StageOrder, needs: StageResources, log: Callable[[str], object]) -> None:
+        """Run a stage to its end. Raises StageError if it failed, or, transient, if its host is lost."""
 
     def cancel(self) -> None:
-        """All that is being made."""
+        """Cancel every stage that runs there."""
 
 
 @contextmanager
 def open_hosts(rules: Schedule) -> Iterator[RemoteHosts | None]:
-    """Those of schedule.runner. Raises ValueError where there are none, or no remote to meet at."""
+    """Connect to the hosts of schedule.runner, None for local. Raises ValueError if there are none, or no DVC remote."""
     if rules.runner == "local":
         yield None
         return
@@ -62,33 +62,33 @@ def open_hosts(rules: Schedule) -> Iterator[RemoteHosts | None]:
         yield cluster
 
 
-def make_remotely(
-    name: str, needs: StageResources, hosts: RemoteHosts, say: Callable[[str], object]
+def run_remotely(
+    name: str, needs: StageResources, hosts: RemoteHosts, log: Callable[[str], object]
 ) -> dvc_graph.Outcome:
-    """One stage, made elsewhere and collected; from the cache, where anybody has made it before.
+    """Run one stage on another host and collect its results, or restore it if a host has run it before.
 
     Raises:
-        StageError: as `RemoteHosts.make`.
+        StageError: as `RemoteHosts.run_order`.
     """
-    with _sending:
-        said = dvc_graph.run_module(["pipeline.remote.dvc_remote", "offer", name])
+    with _transfer_lock:
+        lines = processes.run_module(["pipeline.remote.dvc_remote", "offer", name])
     order = json.loads(
-        next(line for line in said if line.startswith(dvc_remote.ORDER_PREFIX)).removeprefix(dvc_remote.ORDER_PREFIX)
+        next(line for line in lines if line.startswith(dvc_remote.ORDER_PREFIX)).removeprefix(dvc_remote.ORDER_PREFIX)
     )
     if order is None:
-        return dvc_graph.reproduce_stage(name, say)
-    hosts.make(dvc_remote.StageOrder(**order), needs, say)
-    with _sending:
-        dvc_graph.run_module(["pipeline.remote.dvc_remote", "collect", name])
-    dvc_graph.reproduce_stage(name, say)
+        return dvc_graph.reproduce_stage(name, log)
+    hosts.run_order(dvc_remote.StageOrder(**order), needs, log)
+    with _transfer_lock:
+        processes.run_module(["pipeline.remote.dvc_remote", "collect", name])
+    dvc_graph.reproduce_stage(name, log)
     return dvc_graph.Outcome.RAN
 
 
 class PoolWorkers:
-    """Of the pool, in whose pages each stage is a run; whichever thread finds the last answer old asks about all of them."""
+    """Workers of the Prefect pool, for which each stage is a flow run. One thread at a time polls the state of all runs."""
 
     def __init__(self) -> None:
-        """Raises ValueError where no worker is there."""
+        """Look for workers. Raises ValueError if none is online."""
         with get_client(sync_client=True) as client:
             try:
                 client.read_deployment_by_name(DEPLOYMENT)
@@ -102,10 +102,10 @@ class PoolWorkers:
             )
         self._lock = threading.Lock()
         self._runs: dict[UUID, FlowRun | None] = {}
-        self._asked = self._asked_workers = float("-inf")
+        self._polled_runs = self._polled_workers = float("-inf")
 
-    def make(self, order: dvc_remote.StageOrder, needs: StageResources, say: Callable[[str], object]) -> None:
-        """`needs` are met on the worker's machine, by the same rules as here."""
+    def run_order(self, order: dvc_remote.StageOrder, needs: StageResources, log: Callable[[str], object]) -> None:
+        """Run a stage on a worker, which leases `needs` on its own machine by the same rules as here."""
         name = order.stage
         try:
             with get_client(sync_client=True) as client:
@@ -116,71 +116,72 @@ class PoolWorkers:
                     parent_task_run_id=UUID(str(task_run.id)),
                 )
         except HTTPError as error:
-            raise dvc_graph.StageError(f"{name} could not be sent: {error}", transient=True) from None
-        say(f"sent to the pool {POOL}: run {run.id}")
-        ended = self._wait(run.id, say)
+            raise processes.StageError(f"{name} could not be sent: {error}", transient=True) from None
+        log(f"sent to the pool {POOL}: run {run.id}")
+        ended = self._wait(run.id, log)
         assert ended.state
         if ended.state.type != StateType.COMPLETED:
             message = f"{name}, made by {_get_worker_name(ended)}, {ended.state.type.lower()}: {ended.state.message}"
-            raise dvc_graph.StageError(
-                message, ended.state.type == StateType.CRASHED or dvc_graph.is_transient(message)
+            raise processes.StageError(
+                message, ended.state.type == StateType.CRASHED or processes.is_transient(message)
             )
-        say(f"made by {_get_worker_name(ended)}; collecting")
+        log(f"made by {_get_worker_name(ended)}; collecting")
 
     def cancel(self) -> None:
-        """At once, so without the lock, which a thread may hold that waits for the server."""
+        """Cancel every run. Does not take the lock, which a thread that waits for the server may hold."""
         runs = list(map(str, self._runs))
         try:
             orphan_guard.cancel_flow_runs(runs)
-        except HTTPError:  # our guard knows of them too, and tells the server when we are gone
+        except HTTPError:  # the guard knows of them too, and cancels them when this process has ended
             return
         for run in runs:
-            dvc_graph.tell_guard(f"back {run}")
+            processes.notify_guard(f"back {run}")
 
-    def _wait(self, run: UUID, say: Callable[[str], object]) -> FlowRun:
-        """Until it is over. Raises StageError where this run is cancelled meanwhile."""
+    def _wait(self, run: UUID, log: Callable[[str], object]) -> FlowRun:
+        """Return the run when it has ended. Raises StageError if the run that sent it is cancelled meanwhile."""
         with self._lock:
             self._runs[run] = None
-            dvc_graph.tell_guard(f"sent {run}")
-        begun = False
-        while dvc_graph.wait_before_retry(ASK_EVERY):
-            found = self._look(run)
-            if found and found.state and found.state.is_running() and found.tags and not begun:
-                begun = True
-                say(f"begun by {_get_worker_name(found)}")
+            processes.notify_guard(f"sent {run}")
+        started = False
+        while processes.wait_before_retry(POLL_RUNS_S):
+            found = self._get_run(run)
+            if found and found.state and found.state.is_running() and found.tags and not started:
+                started = True
+                log(f"begun by {_get_worker_name(found)}")
             if found and found.state and found.state.is_final():
                 with self._lock:
                     del self._runs[run]
-                    dvc_graph.tell_guard(f"back {run}")
+                    processes.notify_guard(f"back {run}")
                 return found
-        raise dvc_graph.StageError("not waited for: the run is cancelled")
+        raise processes.StageError("not waited for: the run is cancelled")
 
-    def _look(self, run: UUID) -> FlowRun | None:
+    def _get_run(self, run: UUID) -> FlowRun | None:
+        """Return the run's last known state, polled if it is older than a second."""
         with self._lock:
-            if time.monotonic() - self._asked > ASK_EVERY:
+            if time.monotonic() - self._polled_runs > POLL_RUNS_S:
                 try:
-                    self._ask()
-                except HTTPError:  # a server under load says 503 for a while; the runs go on meanwhile
+                    self._poll()
+                except HTTPError:  # a server under load answers 503 for a while; the runs continue
                     pass
-                self._asked = time.monotonic()
+                self._polled_runs = time.monotonic()
             return self._runs[run]
 
-    def _ask(self) -> None:
+    def _poll(self) -> None:
         with get_client(sync_client=True) as client:
             ids = list(self._runs)
-            for begin in range(0, len(ids), PAGE):
-                asked = FlowRunFilter.model_validate({"id": {"any_": ids[begin : begin + PAGE]}})
+            for start in range(0, len(ids), PAGE_SIZE):
+                asked = FlowRunFilter.model_validate({"id": {"any_": ids[start : start + PAGE_SIZE]}})
                 self._runs |= {one.id: one for one in client.read_flow_runs(flow_run_filter=asked)}
-            if time.monotonic() - self._asked_workers > ASK_WORKERS_EVERY:
-                self._close_lost(client)
-                self._asked_workers = time.monotonic()
+            if time.monotonic() - self._polled_workers > POLL_WORKERS_S:
+                self._crash_lost_runs(client)
+                self._polled_workers = time.monotonic()
 
-    def _close_lost(self, client: Any) -> None:
-        """Runs whose worker is gone, with its host perhaps, say nothing any more."""
+    def _crash_lost_runs(self, client: Any) -> None:
+        """Mark runs as crashed whose worker, perhaps with its host, is gone: they report nothing more themselves."""
         gone = {one.name for one in client.read_workers_for_work_pool(POOL) if one.status == WorkerStatus.OFFLINE}
         for run in filter(None, self._runs.values()):
             if run.state and run.state.is_pending():
-                lost = (time.time() - run.state.timestamp.timestamp()) > TAKEN_TIMEOUT_S
+                lost = (time.time() - run.state.timestamp.timestamp()) > START_TIMEOUT_S
             else:
                 lost = bool(run.state and run.state.is_running() and gone & set(run.tags))
             if lost:
@@ -189,5 +190,5 @@ class PoolWorkers:
 
 
 def _get_worker_name(run: FlowRun) -> str:
-    """The worker, which its first word puts among the run's tags."""
+    """Return the worker's name, which the run itself adds to its tags when it starts."""
     return ", ".join(run.tags) or "no worker"

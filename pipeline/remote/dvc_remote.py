@@ -1,11 +1,12 @@
-"""A DVC remote as the place where hosts meet: what a stage needs goes there, what it made comes back from there.
+"""Exchange a stage's inputs and results with another host through the DVC remote.
 
-python -m pipeline.remote.dvc_remote offer STAGE     # push what it needs, and say what another host must be told; or: made already
-python -m pipeline.remote.dvc_remote collect STAGE   # fetch what another host made of it, for DVC to find in its cache
+    python -m pipeline.remote.dvc_remote offer STAGE     # push its inputs, print the order for another host; null: cached
+    python -m pipeline.remote.dvc_remote collect STAGE   # fetch what another host made of it into DVC's cache
 
-A host that is told an Order pulls these files and those outputs, and nothing else. What it made is known by DVC's own
-name for it, the run-cache's, which names the command, the parameters and the bytes of all dependencies: so nothing is
-taken for a stage's result that was made of anything else.
+A host that gets a StageOrder pulls its files and upstream outputs and nothing else. Results are looked up under the key of
+DVC's run-cache, a hash of the command, the parameters and the bytes of all dependencies, so that nothing made from other
+inputs is taken for a stage's result. Uses private functions of DVC 3.67.1; `tests/pipeline/test_dvc_remote.py` fails where
+another version has changed them.
 """
 
 import gzip
@@ -25,9 +26,9 @@ from ruamel.yaml import YAML
 
 from pipeline.dvc_graph import LOCK_FILE, STAGE_NAME, check_stage_name, open_repo
 
-FILES_FOLDER = "aerie"  # the remote's folder of Order.files, beside DVC's own
-UNSENT_FILES = {".dvc", LOCK_FILE.name}  # each host has a .dvc of its own: where the remote is, and who it is there
-KEPT_FOLDER = ".scratch"  # of a stage's folder that is used again: training goes on where it was ended
+FILES_FOLDER = "aerie"  # the remote's folder of StageOrder.files, beside DVC's own
+UNSENT_FILES = {".dvc", LOCK_FILE.name}  # each host has its own .dvc: the remote's address and credentials
+KEPT_FOLDER = ".scratch"  # kept when a stage's folder is used again: training resumes from it
 ORDER_PREFIX = "order: "
 
 
@@ -42,7 +43,7 @@ InnerPath = Annotated[str, AfterValidator(_check_path)]
 
 
 class LockedOutput(BaseModel):
-    """What a stage made, as dvc.lock has it: DVC writes there."""
+    """An output of a stage in dvc.lock. DVC writes to its path."""
 
     model_config = ConfigDict(extra="forbid")
     path: InnerPath
@@ -58,13 +59,13 @@ class LockedStage(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     cmd: str | list[str]
-    deps: list[dict[str, JsonValue]] = []  # DVC writes none of these; raw data may lie anywhere
+    deps: list[dict[str, JsonValue]] = []  # DVC writes to none of these paths; raw data may lie anywhere
     params: dict[str, dict[str, JsonValue]] = {}  # by file and key
     outs: list[LockedOutput] = []
 
 
 class StageOrder(BaseModel):
-    """A stage for another host to make; nothing in it names a place outside that host's folder for it."""
+    """A stage for another host to run; no path in it leads outside that host's folder for it."""
 
     model_config = ConfigDict(extra="forbid")
     stage: StageName
@@ -72,20 +73,20 @@ class StageOrder(BaseModel):
     upstream: dict[StageName, LockedStage]  # of dvc.lock, the stages whose outputs it needs
 
 
-def checked(order: StageOrder) -> StageOrder:
-    """Return the order as this host understands it: Ray hands it over without a check.
+def validate_order(order: StageOrder) -> StageOrder:
+    """Return the order, validated on this host: Ray passes it without a check.
 
     Raises:
-        ValueError: where it names something that is no stage, no digest, or a place outside its folder.
+        ValueError: it names something that is no stage, no digest, or a place outside its folder.
     """
     return StageOrder.model_validate(order.model_dump(exclude_unset=True, warnings=False))
 
 
 def offer_stage(name: str) -> StageOrder | None:
-    """Push what the stage needs, as it lies here -> the order; None where it has been made before, and is in the cache now.
+    """Push the inputs of a stage as they are here -> the order, or None if its results are in the cache or were on the remote.
 
     Raises:
-        ValueError: where no remote is set, or it can't keep what is needed.
+        ValueError: no remote is set, or a push failed.
     """
     with open_repo() as repo:
         stage = _collect_stage(repo, name)
@@ -96,12 +97,12 @@ def offer_stage(name: str) -> StageOrder | None:
         archive = _pack_files(_list_tracked_files() | _list_untracked_inputs(repo, stage))
         digest = hashlib.sha256(archive).hexdigest()
         fs, root = _get_remote_root(repo)
-        to = fs.join(root, FILES_FOLDER, f"{digest}.tar.gz")
-        if not fs.exists(to):
-            beside = Path(repo.tmp_dir) / f"{digest}-{os.getpid()}.tar.gz"
-            beside.write_bytes(archive)
-            fs.put_file(str(beside), to)
-            beside.unlink()
+        target = fs.join(root, FILES_FOLDER, f"{digest}.tar.gz")
+        if not fs.exists(target):
+            temporary = Path(repo.tmp_dir) / f"{digest}-{os.getpid()}.tar.gz"
+            temporary.write_bytes(archive)
+            fs.put_file(str(temporary), target)
+            temporary.unlink()
         known = YAML(typ="safe").load(LOCK_FILE)["stages"] if LOCK_FILE.exists() else {}
         owners = sorted({out.stage.addressing for out in outs})
         upstream = {owner: known[owner] for owner in owners if owner in known}
@@ -109,10 +110,10 @@ def offer_stage(name: str) -> StageOrder | None:
 
 
 def collect_stage(name: str) -> None:
-    """What another host made of the stage, into our cache.
+    """Fetch what another host made of the stage into this host's cache.
 
     Raises:
-        ValueError: where the remote has none made of what lies here.
+        ValueError: the remote has no results made from the inputs here.
     """
     with open_repo() as repo:
         if not _is_restorable(repo, _collect_stage(repo, name)):
@@ -123,12 +124,12 @@ def collect_stage(name: str) -> None:
 
 
 def unpack_order(order: StageOrder) -> None:
-    """The order's files and the outputs its stage needs, in the current folder, which has a .dvc and is otherwise emptied.
+    """Fill the current folder with the order's files and upstream outputs, after emptying it except for .dvc and .scratch.
 
     Raises:
-        ValueError: where the remote hasn't got them, or an output of the project would lie outside the current folder.
+        ValueError: the remote lacks them, or an output of the project would lie outside the current folder.
     """
-    order = checked(order)
+    order = validate_order(order)
     for old in Path().iterdir():
         if old.name not in (".dvc", KEPT_FOLDER):
             shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
@@ -152,7 +153,7 @@ def unpack_order(order: StageOrder) -> None:
 
 
 def push_results(name: str) -> None:
-    """What the stage has made here, and DVC's word of what it was made of, to the remote."""
+    """Push the stage's outputs and its entry of the run-cache to the remote."""
     with open_repo() as repo:
         stage = _collect_stage(repo, name)
         _push_outputs(repo, stage.outs)
@@ -162,32 +163,37 @@ def push_results(name: str) -> None:
 
 
 def check_remote() -> str:
-    """The default remote's address. Raises ValueError where there is none."""
+    """Return the default remote's address. Raises ValueError if there is none."""
     with open_repo() as repo:
         fs, root = _get_remote_root(repo)
         return str(fs.unstrip_protocol(root))
 
 
-def list_remote_folders() -> dict[str, str]:
-    """The remotes that are folders of this machine, or mounted here."""
+def list_remotes() -> dict[str, str]:
+    """Return the address of every remote by its name."""
     with open_repo() as repo:
-        return {name: about["url"] for name, about in repo.config["remote"].items() if Path(about["url"]).is_absolute()}
+        return {name: remote["url"] for name, remote in repo.config["remote"].items()}
+
+
+def list_remote_folders() -> dict[str, str]:
+    """Return the remotes that are folders of this machine, or mounted here."""
+    return {name: url for name, url in list_remotes().items() if Path(url).is_absolute()}
 
 
 def _collect_stage(repo: Any, name: str) -> Any:
-    """With the hashes of its dependencies, which its name in the run-cache is made of."""
+    """Return DVC's stage of that name, the only one."""
     (stage,) = repo.stage.collect(name)
     return stage
 
 
 def _get_remote_root(repo: Any) -> tuple[Any, str]:
-    """The remote's file system, and its folder."""
+    """Return the default remote's file system and its folder."""
     odb = repo.cloud.get_remote_odb(None, "push", hash_name="md5-dos2unix")
     return odb.fs, odb.path
 
 
 def _locate_run_cache(repo: Any, stage: Any) -> tuple[Path, Any, str]:
-    """Where its entries in the run-cache are: here, the remote's file system, and there."""
+    """Return (folder here, the remote's file system, folder there) of the stage's entries in the run-cache."""
     from dvc.stage.cache import _get_stage_hash
 
     key = _get_stage_hash(stage)
@@ -196,7 +202,7 @@ def _locate_run_cache(repo: Any, stage: Any) -> tuple[Path, Any, str]:
 
 
 def _is_restorable(repo: Any, stage: Any) -> bool:
-    """Whether DVC can bring the stage back without running it, after a look at the remote."""
+    """Return whether DVC can restore the stage without running it, fetching its results from the remote if they are there."""
     from dvc.stage.cache import _can_hash
 
     stage.save_deps()
@@ -206,9 +212,9 @@ def _is_restorable(repo: Any, stage: Any) -> bool:
     if not here.exists():
         for entry in fs.find(there) if fs.exists(there) else []:
             here.mkdir(parents=True, exist_ok=True)
-            beside = here.with_name(f"{here.name}.{os.getpid()}")
-            fs.get_file(entry, str(beside))
-            os.replace(beside, here / fs.name(entry))
+            temporary = here.with_name(f"{here.name}.{os.getpid()}")
+            fs.get_file(entry, str(temporary))
+            os.replace(temporary, here / fs.name(entry))
     entry = repo.stage_cache._load(stage)
     if not entry:
         return False
@@ -220,7 +226,7 @@ def _is_restorable(repo: Any, stage: Any) -> bool:
 
 
 def _list_needed_outputs(repo: Any, stage: Any) -> dict[str, Any]:
-    """What a stage depends on: paths of outputs, or of parts of them, and the output that each is of."""
+    """Return the outputs of other stages that a stage depends on, by the path of the output or of the part it depends on."""
     outs = [out for out in repo.index.outs if out.use_cache and out.stage.addressing != stage.addressing]
     found = {}
     for dep in stage.deps:
@@ -233,7 +239,7 @@ def _list_needed_outputs(repo: Any, stage: Any) -> dict[str, Any]:
 
 
 def _check_inside(repo: Any) -> None:
-    """Raises ValueError where DVC would check out an output outside the repository, as a .dvc file can name one."""
+    """Check every output. Raises ValueError if DVC would check one out outside the repository, as a .dvc file can demand."""
     for out in repo.index.outs:
         if out.use_cache and not _is_within(os.path.realpath(out.fs_path), os.path.realpath(repo.root_dir)):
             raise ValueError(
@@ -243,7 +249,7 @@ def _check_inside(repo: Any) -> None:
 
 
 def _push_outputs(repo: Any, outs: list[Any]) -> None:
-    """Also those that dvc.yaml keeps from `dvc push`: who lets another host make a stage lets it have what that needs."""
+    """Push outputs, also those with `push: false` in dvc.yaml: another host cannot run a stage without its inputs."""
     for out in outs:
         for wanted in out.get_used_objs().values():
             if failed := repo.cloud.push(wanted).failed:
@@ -255,28 +261,27 @@ def _is_within(path: str, folder: str) -> bool:
 
 
 def _list_tracked_files() -> set[Path]:
-    """The files that git keeps, as they lie here; what it was never told of (an .env) goes nowhere."""
-    asked = ["git", "ls-files", "-z", "--cached", "--", "."]
-    said = subprocess.run(asked, capture_output=True, text=True)
-    if said.returncode:
-        raise ValueError(f"{' '.join(asked)}: {said.stderr.strip()}")
-    found = {Path(name) for name in said.stdout.split("\0") if name}
+    """Return the files that git tracks, with their changes here; untracked ones (an .env) are never sent."""
+    command = ["git", "ls-files", "-z", "--cached", "--", "."]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(f"{' '.join(command)}: {done.stderr.strip()}")
+    found = {Path(name) for name in done.stdout.split("\0") if name}
     return {path for path in found if path.is_file() and path.parts[0] not in UNSENT_FILES}
 
 
 def _list_untracked_inputs(repo: Any, stage: Any) -> set[Path]:
-    """The files that the stage depends on and no stage makes, also those that git ignores."""
+    """Return the files that the stage depends on and no stage makes, also those that git ignores."""
     outs = [out.fs_path for out in repo.index.outs if out.use_cache]
     deps = [Path(dep.fs_path) for dep in stage.deps]
     found = [file for dep in deps for file in ([dep] if dep.is_file() else dep.rglob("*")) if file.is_file()]
-    mine = [
-        file for file in found if _is_within(str(file), repo.root_dir)
-    ]  # a watched folder elsewhere is the host's own
-    return {file.relative_to(repo.root_dir) for file in mine if not any(_is_within(str(file), out) for out in outs)}
+    # A watched folder outside the project is each host's own.
+    inner = [file for file in found if _is_within(str(file), repo.root_dir)]
+    return {file.relative_to(repo.root_dir) for file in inner if not any(_is_within(str(file), out) for out in outs)}
 
 
 def _pack_files(files: set[Path]) -> bytes:
-    """The same bytes for the same files, whenever and wherever they were written."""
+    """Return a .tar.gz of the files whose bytes depend on paths, contents and the executable bit alone."""
     plain = io.BytesIO()
     with tarfile.open(fileobj=plain, mode="w") as archive:
         for file in sorted(files):
@@ -288,9 +293,10 @@ def _pack_files(files: set[Path]) -> bytes:
 
 
 def _unpack_files(archive: Path) -> None:
-    """Plain files below the current folder, where no link leads out of it. tarfile's own filter came with Python 3.11.4.
+    """Unpack plain files below the current folder, which has no links. tarfile's own filter came with Python 3.11.4.
 
-    Raises ValueError for anything else.
+    Raises:
+        ValueError: the archive holds anything else.
     """
     with tarfile.open(archive) as files:
         for member in files:
@@ -306,10 +312,10 @@ def _unpack_files(archive: Path) -> None:
 
 
 def main(words: list[str]) -> None:
-    what, name = words
+    action, name = words
     try:
         check_stage_name(name)
-        if what == "offer":
+        if action == "offer":
             order = offer_stage(name)
             print(ORDER_PREFIX + json.dumps(order and order.model_dump(exclude_unset=True)), flush=True)
         else:

@@ -1,11 +1,11 @@
-"""What a worker does: one stage, for a run of another host, in a folder of its own beside this checkout's cache.
+"""Run one stage for a run of another host, in a folder of its own that uses this checkout's DVC cache.
 
     make worker        # with PREFECT_API_URL of the server whose runs it helps
 
-Or a node of a Ray cluster, whose AERIE_CHECKOUT says where this checkout is.
+Or on a node of a Ray cluster, where AERIE_CHECKOUT names this checkout.
 
-The files are those of the run that sent it, so this checkout's commit doesn't matter to results; where the remote is, and
-who we are there, this checkout's .dvc says.
+The files are those of the run that sent the stage, so this checkout's commit does not matter to results; its .dvc holds
+the remote's address and credentials.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from prefect import flow, get_client, get_run_logger, runtime, task
 from prefect.cache_policies import NO_CACHE
 from prefect.states import Completed, Failed, State
 
-from pipeline import dvc_graph, resources, workspaces
+from pipeline import dvc_graph, processes, resources, workspaces
 from pipeline.orphan_guard import end_with_parent
 from pipeline.progress import ProgressLog
 from pipeline.remote import dvc_remote
@@ -32,15 +32,15 @@ SENT_FOLDER = Path(".scratch/sent")
 
 @flow(name="stage")
 def stage(order: dvc_remote.StageOrder) -> State[None]:
-    """A stage of another host's run: its files and what it needs from the remote, what it made back there."""
+    """Run a stage of another host's run: pull its files and inputs from the remote, push its results there."""
     end_with_parent()
     _tag_worker()
-    return _make_stage(order)
+    return _run_order(order)
 
 
 @task(name="stage", cache_policy=NO_CACHE)
 def stage_on_ray(order: dvc_remote.StageOrder) -> State[None]:
-    """The same on a node of Ray's."""
+    """Run a stage of another host's run on a node of a Ray cluster."""
     checkout = os.environ.get("AERIE_CHECKOUT", "")
     if not Path(checkout, ".dvc").is_dir():
         return Failed(
@@ -48,43 +48,43 @@ def stage_on_ray(order: dvc_remote.StageOrder) -> State[None]:
         )
     get_run_logger().info(f"on {socket.gethostname()}, {checkout}")
     with contextlib.chdir(checkout):
-        return _make_stage(order)
+        return _run_order(order)
 
 
-def _make_stage(order: dvc_remote.StageOrder) -> State[None]:
-    """In the checkout we stand in. What fails is a state, which whoever sent it reads."""
-    say = get_run_logger().info
+def _run_order(order: dvc_remote.StageOrder) -> State[None]:
+    """Run a stage with the checkout in the current folder. A failure is returned as a state, which the sending run reads."""
+    log = get_run_logger().info
     with contextlib.ExitStack() as stack:
         try:
-            order = dvc_remote.checked(order)
-            folder = workspaces.inside(SENT_FOLDER, order.stage)
+            order = dvc_remote.validate_order(order)
+            folder = workspaces.resolve_inside(SENT_FOLDER, order.stage)
         except ValueError as error:  # before anything is touched
             return Failed(message=str(error))
-        held = stack.enter_context(workspaces.hold_workspace(say, SENT_FOLDER / f"{order.stage}.lock"))
-        workspaces.make_bare(folder)
+        held = stack.enter_context(workspaces.hold_workspace(log, SENT_FOLDER / f"{order.stage}.lock"))
+        workspaces.make_bare_project(folder)
         try:
             stack.enter_context(contextlib.chdir(folder))
             dvc_remote.unpack_order(order)
-            stack.enter_context(dvc_graph.guard_run([held.fileno()]))
+            stack.enter_context(processes.guard_run([held.fileno()]))
             lease = stack.enter_context(_wait_for_lease(order.stage))
             files = [held.fileno(), *(file.fileno() for file in lease.files)]
-            outcome = dvc_graph.reproduce_stage(order.stage, ProgressLog(order.stage, say), lease.environment, files)
+            outcome = dvc_graph.reproduce_stage(order.stage, ProgressLog(order.stage, log), lease.environment, files)
             dvc_remote.push_results(order.stage)
-            shutil.rmtree(folder)  # what fails stays, to be looked at, and what was half done in it
-        except (dvc_graph.StageError, ValueError) as error:
+            shutil.rmtree(folder)  # after a failure the folder stays, to be looked at and resumed
+        except (processes.StageError, ValueError) as error:
             return Failed(message=str(error))
     return Completed(name=outcome.capitalize(), message=f"{order.stage}: {outcome}")
 
 
 def _tag_worker() -> None:
-    """Among the run's tags, for whoever waits for us: it asks whether we are still there."""
+    """Add the worker's name to the run's tags, by which the sending run finds out whether the worker is alive."""
     with get_client(sync_client=True) as client:
         client.update_flow_run(runtime.flow_run.id, tags=[os.environ["PREFECT__WORKER_NAME"]])
 
 
 @contextlib.contextmanager
 def _wait_for_lease(name: str) -> Iterator[resources.ResourceLease]:
-    """What the stage takes of this machine, when it is free. Raises ValueError where this machine hasn't got it."""
+    """Lease what the stage needs when it is free. Raises ValueError if this machine does not have it."""
     rules = load_params().schedule
     pool = resources.ResourcePool(rules.slots, resources.list_gpus())
     pool.check(name, rules.needs(name))

@@ -1,6 +1,6 @@
-"""Stages made on an existing Ray cluster, each a task of Prefect's there: schedule.runner: ray.
+"""Run stages on an existing Ray cluster, each as a Prefect task (schedule.runner: ray).
 
-Ray gives each node's stages its GPUs; what a node may do at once otherwise, its own lease says, as a worker's does.
+Ray assigns a node's GPUs to its stages; its other limits are the node's own leases, as on a Prefect worker.
 """
 
 import signal
@@ -12,16 +12,16 @@ from prefect_ray import RayTaskRunner
 from prefect_ray.context import remote_options
 from ray.exceptions import RayError
 
-from pipeline import dvc_graph
+from pipeline import processes
 from pipeline.remote import dvc_remote
 from pipeline.remote.prefect_worker import stage_on_ray
 from stages.params.schedule import StageResources
 
-ASK_EVERY = 1.0  # seconds
+POLL_S = 1.0
 
 
 class RayCluster:
-    """While it is entered; another process that ends leaves nothing there."""
+    """A connection to a Ray cluster, open while it is entered. Ray ends this process's tasks when this process ends."""
 
     def __init__(self, address: str | None) -> None:
         if address is None:
@@ -37,44 +37,43 @@ class RayCluster:
             ray.init(self._address, namespace="prefect", log_to_driver=False)
         except (RayError, ConnectionError) as error:
             raise ValueError(f"no Ray cluster answers at schedule.ray_address {self._address}: {error}") from None
-        signal.signal(signal.SIGTERM, on_cancel)  # which Ray has taken for itself
-        self._runner = RayTaskRunner(address=self._address).__enter__()  # finds that Ray is begun
+        signal.signal(signal.SIGTERM, on_cancel)  # Ray has replaced the handler
+        self._runner = RayTaskRunner(address=self._address).__enter__()  # uses the connection that is open
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
         self._runner.__exit__(*exc_info)
         ray.shutdown()
 
-    def make(self, order: dvc_remote.StageOrder, needs: StageResources, say: Callable[[str], object]) -> None:
-        one = stage_on_ray.with_options(name=order.stage, task_run_name=order.stage)
-        with remote_options(
-            num_cpus=1, num_gpus=_count_node_gpus(needs), max_retries=0
-        ):  # again is what `schedule.attempts` says
-            future: Any = self._runner.submit(one, {"order": order})
+    def run_order(self, order: dvc_remote.StageOrder, needs: StageResources, log: Callable[[str], object]) -> None:
+        """Run a stage on a node. Raises StageError if it failed or the run is cancelled."""
+        task = stage_on_ray.with_options(name=order.stage, task_run_name=order.stage)
+        # No retries of Ray's: `schedule.attempts` counts them.
+        with remote_options(num_cpus=1, num_gpus=_count_node_gpus(needs), max_retries=0):
+            future: Any = self._runner.submit(task, {"order": order})
         ref = future.wrapped_future
         self._refs.add(ref)
         try:
-            while not ray.wait([ref], timeout=ASK_EVERY)[0]:
-                if not dvc_graph.wait_before_retry(0):
-                    raise dvc_graph.StageError(f"{order.stage} is not waited for: the run is cancelled")
+            while not ray.wait([ref], timeout=POLL_S)[0]:
+                if not processes.wait_before_retry(0):
+                    raise processes.StageError(f"{order.stage} is not waited for: the run is cancelled")
         finally:
             self._refs.discard(ref)
         future.wait()
         state = future.state
         if not state.is_completed():
             message = f"{order.stage}, made on Ray, {state.type.lower()}: {state.message}"
-            raise dvc_graph.StageError(message, state.is_crashed() or dvc_graph.is_transient(message))
-        say("made on Ray; collecting")
+            raise processes.StageError(message, state.is_crashed() or processes.is_transient(message))
+        log("made on Ray; collecting")
 
     def cancel(self) -> None:
+        """Kill the processes of all tasks; the guard of each then ends its stage. An interrupt would not reach a blocked read."""
         for ref in list(self._refs):
-            ray.cancel(
-                ref, force=True
-            )  # the guard of its stage then ends that; a mere interrupt finds it waiting for a line
+            ray.cancel(ref, force=True)
 
 
 def _count_node_gpus(needs: StageResources) -> float:
-    """Of a node; all: as many as the best one has."""
+    """Return the GPUs to ask Ray for; for `all`, as many as the largest live node has."""
     if needs.gpus == "all":
         return float(max(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"]))
     return float(needs.gpus)

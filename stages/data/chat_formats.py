@@ -1,7 +1,7 @@
-"""A row of an export as messages, whatever it is called: sharegpt, ultrachat, messages, prompt_answer.
+"""Parse rows of chat exports into messages: sharegpt, ultrachat, messages, prompt_answer.
 
-What each looks like, and every reason to drop a row: docs/data.md. Nothing is guessed: turns out of order, a role
-nobody knows, or a picture that can't be found drop the row with a one-word reason.
+docs/data.md describes each format and every reason to drop a row. Nothing is guessed: turns out of order, an unknown role
+or a missing image drop the row with a one-word reason.
 """
 
 import json
@@ -15,9 +15,7 @@ from stages.data import images, nesting
 from stages.data.conversations import IMAGE_PLACEHOLDER
 
 Message = dict[str, str]
-Keep = Callable[
-    [bytes, str | None], str | None
-]  # a picture's bytes, the extension of the file they came as -> its path
+SaveImage = Callable[[bytes, str | None], str | None]  # (bytes, extension of their file if any) -> path; None: no image
 
 TURN_LIST_KEYS = {"sharegpt": "conversations", "messages": "messages", "ultrachat": "messages"}
 PROMPT_KEYS = ("prompt", "question", "instruction", "query")
@@ -28,34 +26,36 @@ ROLE_NAMES = {
     "assistant": "assistant", "tool": "tool", "observation": "tool",
 }  # fmt: skip
 ROLE_LETTERS = {"system": "s", "user": "u", "assistant": "a", "call": "c", "tool": "t"}
-# An optional system message; then a question, any number of calls with their results, and an answer, in turns.
+# An optional system message, then turns: a question, tool calls each with their results, and an answer.
 TURN_ORDER = re.compile(r"s?(u(c+t+)*[ac])*u(c+t+)*[ac]")
 
 
 class DroppedRowError(Exception):
-    """A row that can't be used; its message is the reason, one word that the report counts."""
+    """A row that can't be used. The message is the reason, one word that the report counts."""
 
-    def __init__(self, reason: str, text: str | None = None) -> None:
+    def __init__(self, reason: str, found: str | None = None) -> None:
         super().__init__(reason)
-        self.text = text  # what was found, where it is one text of the row
+        self.found = found  # the offending text, where it is a single one
 
 
 @dataclass
 class Conversation:
+    """The messages of one row and everything that belongs to them."""
+
     messages: list[Message]  # role: system, user, assistant or tool; content
-    tools: str | None = None  # as given, JSON
+    tools: str | None = None  # JSON, as given
     tool_calls: list[str | None] | None = None  # per message, JSON; None where no message has any
     reasoning: list[str | None] | None = None  # per message
-    images: list[str] | None = None  # paths, in the order of their places in the text
+    images: list[str] | None = None  # paths, in the order of their placeholders in the text
 
-    def extras(self) -> list[Any]:
-        """What there is besides roles and contents; empty for most rows."""
-        found = [self.tools, self.tool_calls, self.reasoning, self.images]
-        return found if any(found) else []
+    def list_extras(self) -> list[Any]:
+        """Return tools, tool calls, reasoning and images; an empty list where a row has none of them."""
+        extras = [self.tools, self.tool_calls, self.reasoning, self.images]
+        return extras if any(extras) else []
 
 
 def detect_format(row: dict[str, Any]) -> str | None:
-    """Which of FORMATS a row is, by its keys; None where it is none."""
+    """Return which of CHAT_FORMATS a row is, by its keys; None for an unknown format."""
     if isinstance(row.get("conversations"), list):
         return "sharegpt"
     if isinstance(row.get("messages"), list):
@@ -65,42 +65,44 @@ def detect_format(row: dict[str, Any]) -> str | None:
     return None
 
 
-def has_format(row: dict[str, Any], kind: str) -> bool:
-    """Whether a row can be read as `kind` at all; if not, the file is not what fix_data.format says."""
-    return isinstance(row.get(TURN_LIST_KEYS[kind]), list) if kind in TURN_LIST_KEYS else detect_format(row) == kind
+def has_format(row: dict[str, Any], chat_format: str) -> bool:
+    """Return whether a row has the keys of `chat_format`."""
+    if chat_format in TURN_LIST_KEYS:
+        return isinstance(row.get(TURN_LIST_KEYS[chat_format]), list)
+    return detect_format(row) == chat_format
 
 
-def describe_format(kind: str) -> str:
-    return (
-        f"a list {TURN_LIST_KEYS[kind]!r}"
-        if kind in TURN_LIST_KEYS
-        else f"one of {', '.join(PROMPT_KEYS)} and one of {', '.join(ANSWER_KEYS)}"
-    )
+def describe_format(chat_format: str) -> str:
+    """Return the keys that `chat_format` requires, for messages."""
+    if chat_format in TURN_LIST_KEYS:
+        return f"a list {TURN_LIST_KEYS[chat_format]!r}"
+    return f"one of {', '.join(PROMPT_KEYS)} and one of {', '.join(ANSWER_KEYS)}"
 
 
 def parse_conversation(
-    row: dict[str, Any], kind: str, folder: str | None, keep: Keep = lambda data, extension: None
+    row: dict[str, Any], chat_format: str, folder: str | None, save_image: SaveImage = lambda data, extension: None
 ) -> Conversation:
-    """A row's turns as messages, and what comes with them. `keep` writes a picture's bytes and gives their path; it also
-    gets the extension of a picture that came as a file.
+    """Return a row's turns as messages, with its tools, calls, reasoning and images.
+
+    `folder` is where relative image paths start; None: there are no files. `save_image` stores an image's bytes.
 
     Raises:
-        Dropped: for a turn that is no text, is empty or has a role we do not know, for turns out of order, and for
-            pictures that are neither files here nor bytes that `keep` takes.
+        DroppedRowError: for a turn that is no text, is empty or has an unknown role, for turns out of order, and for
+            images that are neither existing files nor bytes that `save_image` accepts.
     """
-    turns = row[TURN_LIST_KEYS[kind]] if kind in TURN_LIST_KEYS else _build_prompt_answer_turns(row)
-    given = _list_images(row)
-    found: list[Any] = []
-    made = [_parse_plain_turn(turn) or _parse_turn(turn, found) for turn in turns]
-    messages = [message for message, _, _ in made]
+    turns = row[TURN_LIST_KEYS[chat_format]] if chat_format in TURN_LIST_KEYS else _build_prompt_answer_turns(row)
+    row_images = _list_images(row)
+    part_images: list[Any] = []
+    parsed = [_parse_plain_turn(turn) or _parse_turn(turn, part_images) for turn in turns]
+    messages = [message for message, _, _ in parsed]
     system = row.get("system", row.get("system_prompt"))
     if isinstance(system, str) and system.strip() and not (messages and messages[0]["role"] == "system"):
         if not is_text(system):
             raise DroppedRowError("not_text")
-        made.insert(0, ({"role": "system", "content": system}, None, None))
-        messages.insert(0, made[0][0])
+        parsed.insert(0, ({"role": "system", "content": system}, None, None))
+        messages.insert(0, parsed[0][0])
     letters = ""
-    for message, calls, _ in made:
+    for message, calls, _ in parsed:
         if calls is None and (not message["content"] or message["content"].isspace()):
             raise DroppedRowError("empty_turn")
         letters += ROLE_LETTERS["call" if calls else message["role"]]
@@ -110,18 +112,18 @@ def parse_conversation(
     if tools := row.get("tools"):
         conversation.tools = _dump_json(tools)
     if "c" in letters:
-        conversation.tool_calls = [calls for _, calls, _ in made]
-    if any(thought for _, _, thought in made):
-        conversation.reasoning = [thought for _, _, thought in made]
-    if given or found:
-        conversation.images = _collect_image_paths(given + found, folder, keep)
+        conversation.tool_calls = [calls for _, calls, _ in parsed]
+    if any(reasoning for _, _, reasoning in parsed):
+        conversation.reasoning = [reasoning for _, _, reasoning in parsed]
+    if row_images or part_images:
+        conversation.images = _collect_image_paths(row_images + part_images, folder, save_image)
         if sum(message["content"].count(IMAGE_PLACEHOLDER) for message in messages) != len(conversation.images):
             raise DroppedRowError("image_count")
     return conversation
 
 
 def _parse_plain_turn(turn: Any) -> tuple[Message, None, None] | None:
-    """What `_parse_turn` makes of a turn with two keys, as nearly all have; None where it must look closer."""
+    """Return what `_parse_turn` returns for a turn of two keys and ASCII text, the common case; None for any other."""
     if type(turn) is not dict or len(turn) != 2:
         return None
     role, text = (turn.get("from"), turn.get("value")) if "from" in turn else (turn.get("role"), turn.get("content"))
@@ -130,8 +132,8 @@ def _parse_plain_turn(turn: Any) -> tuple[Message, None, None] | None:
     return {"role": ROLE_NAMES[role], "content": text}, None, None
 
 
-def _parse_turn(turn: Any, found: list[Any]) -> tuple[Message, str | None, str | None]:
-    """(message, its tool calls as JSON, its reasoning); pictures between its parts are added to `found`."""
+def _parse_turn(turn: Any, part_images: list[Any]) -> tuple[Message, str | None, str | None]:
+    """Return (message, its tool calls as JSON, its reasoning); append images among its parts to `part_images`."""
     if not isinstance(turn, dict):
         raise DroppedRowError("not_text")
     role = turn.get("from") if turn.get("from") is not None else turn.get("role")
@@ -140,37 +142,37 @@ def _parse_turn(turn: Any, found: list[Any]) -> tuple[Message, str | None, str |
     if text is None and calls is not None:
         text = ""
     if isinstance(text, list) and text and all(isinstance(part, dict) for part in text):
-        text = "".join(_parse_content_part(part, found) for part in text)
+        text = "".join(_parse_content_part(part, part_images) for part in text)
     if not isinstance(text, str) or not is_text(text):
         raise DroppedRowError("not_text")
     role = ROLE_NAMES.get(role) if isinstance(role, str) else None
     if role is None or (calls is not None and role != "assistant"):
         raise DroppedRowError("unknown_role")
-    thought = turn.get("reasoning_content") or turn.get("reasoning") or None
-    if thought is not None and (not is_text(thought) or role != "assistant"):
+    reasoning = turn.get("reasoning_content") or turn.get("reasoning") or None
+    if reasoning is not None and (not is_text(reasoning) or role != "assistant"):
         raise DroppedRowError("not_text")
-    called = _dump_json(calls) if calls is not None else None
-    return {"role": role, "content": text}, called, thought
+    calls_json = _dump_json(calls) if calls is not None else None
+    return {"role": role, "content": text}, calls_json, reasoning
 
 
-def _parse_content_part(part: dict[str, Any], found: list[Any]) -> str:
-    """OpenAI's parts of a content: text, or a picture, for which its place is marked."""
+def _parse_content_part(part: dict[str, Any], part_images: list[Any]) -> str:
+    """Return the text of one of OpenAI's content parts: of an image, the placeholder."""
     if part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     if part.get("type") in ("image_url", "image", "input_image"):
         link = part.get("image_url") or part.get("image") or part.get("path")
-        found.append(link.get("url") or link if isinstance(link, dict) else link)
+        part_images.append(link.get("url") or link if isinstance(link, dict) else link)
         return IMAGE_PLACEHOLDER
     raise DroppedRowError("unknown_part")
 
 
 def _build_prompt_answer_turns(row: dict[str, Any]) -> list[Any]:
-    """The two turns of a prompt_answer row. Where both are lists of turns, they follow each other."""
+    """Return the two turns of a prompt_answer row; where both are lists of turns, their concatenation."""
     prompt, answer = _find_first_key(row, PROMPT_KEYS), _find_first_key(row, ANSWER_KEYS)
     if isinstance(prompt, list) and isinstance(answer, list):
         return prompt + answer
     if isinstance(more := row.get("input"), str) and more.strip() and isinstance(prompt, str):
-        prompt = f"{prompt}\n\n{more}"  # Alpaca's second half of the question
+        prompt = f"{prompt}\n\n{more}"  # Alpaca's `input` is the rest of the question
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
 
 
@@ -183,63 +185,67 @@ def _list_images(row: dict[str, Any]) -> list[Any]:
     return [] if given is None else given if isinstance(given, list) else [given]
 
 
-def _collect_image_paths(given: list[Any], folder: str | None, keep: Keep) -> list[str]:
-    """The pictures as paths from the project's root: what is at a URL may change or vanish, and bytes fill a table.
+def _collect_image_paths(images_given: list[Any], folder: str | None, save_image: SaveImage) -> list[str]:
+    """Save each image by its content and return the paths.
 
-    A file is kept by its content too: under its own name another picture could take its place, and no row would differ.
+    Files are copied too: another image under the old name would otherwise change no row, and no stage would rerun.
     """
     paths = []
-    for picture in given:
-        data, extension = _read_image_bytes(picture), None
+    for image in images_given:
+        data, extension = _read_image_bytes(image), None
         if data is None:
-            file = _resolve_image_path(picture, folder)
-            data, extension = _read(file), file.suffix.lower()
-        path = keep(data, extension)
+            file = _resolve_image_path(image, folder)
+            data, extension = _read_file(file), file.suffix.lower()
+        path = save_image(data, extension)
         if path is None:
             raise DroppedRowError("image_bytes")
         paths.append(path)
     return paths
 
 
-def _read_image_bytes(picture: Any) -> bytes | None:
-    """A picture that comes as bytes: bare, in a struct of the Hub's datasets, or in a `data:` URL; else None."""
-    if isinstance(picture, dict):
-        picture = picture.get("bytes")
-    if isinstance(picture, str) and picture[:5].lower() == "data:":
-        return images.decode_data_url(picture) or b""
-    return bytes(picture) if isinstance(picture, bytes | bytearray) else None
+def _read_image_bytes(image: Any) -> bytes | None:
+    """Return the bytes of an image given as bytes, as the Hub's {bytes, path} or as a `data:` URL; else None."""
+    if isinstance(image, dict):
+        image = image.get("bytes")
+    if isinstance(image, str) and image[:5].lower() == "data:":
+        return images.decode_data_url(image) or b""
+    return bytes(image) if isinstance(image, bytes | bytearray) else None
 
 
-def _read(file: Path) -> bytes:
+def _read_file(file: Path) -> bytes:
     try:
         return file.read_bytes()
-    except OSError:  # another user's, or on a disk that fails
+    except OSError:  # no permission, or a disk error
         raise DroppedRowError("image_missing") from None
 
 
-def _resolve_image_path(picture: Any, folder: str | None) -> Path:
-    """A path from the project's root, of a file that is there. Raises Dropped for a URL, and where there is none."""
-    if isinstance(picture, dict):
-        picture = picture.get("path")
-    if not isinstance(picture, str) or not is_text(picture) or "\0" in picture:
+def _resolve_image_path(image: Any, folder: str | None) -> Path:
+    """Return the path of an existing file, from the project's root.
+
+    Raises:
+        DroppedRowError: for a URL, whose content may change or vanish, and for a file that does not exist.
+    """
+    if isinstance(image, dict):
+        image = image.get("path")
+    if not isinstance(image, str) or not is_text(image) or "\0" in image:
         raise DroppedRowError("image_missing")
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", picture) and not picture.startswith("file://"):
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", image) and not image.startswith("file://"):
         raise DroppedRowError("image_url")
-    path = Path(picture.removeprefix("file://"))
+    path = Path(image.removeprefix("file://"))
     if folder is None and not path.is_absolute():
         raise DroppedRowError("image_missing")
     path = Path(folder or "") / path
     try:
-        there = path.is_file()
-    except OSError:  # a name longer than any file's
-        there = False
-    if not there:
+        exists = path.is_file()
+    except OSError:  # the name is too long
+        exists = False
+    if not exists:
         raise DroppedRowError("image_missing")
     return path
 
 
 def is_text(value: Any) -> bool:
-    """A string that UTF-8 can hold: exports that cut a string inside an emoji leave half of a surrogate pair."""
+    """Return whether `value` is a string that UTF-8 can encode: exports that cut inside an emoji leave half a surrogate pair."""
     if not isinstance(value, str):
         return False
     if value.isascii():
@@ -252,10 +258,10 @@ def is_text(value: Any) -> bool:
 
 
 def _dump_json(value: Any) -> str:
-    """As JSON, unless it is a text already; without keys that hold nothing.
+    """Return `value` as JSON without null keys; a text as it is.
 
     Raises:
-        Dropped: for what is no JSON, and for what templates and encoders could not recurse into.
+        DroppedRowError: for values that JSON lacks, and for nesting that templates and encoders could not recurse into.
     """
     if nesting.is_text_too_deep(value) if isinstance(value, str) else nesting.is_too_deep(value):
         raise DroppedRowError("nested_too_deep")
@@ -273,7 +279,7 @@ def _dump_json(value: Any) -> str:
 
 
 def _remove_empty_keys(value: Any) -> Any:
-    """Without keys that hold nothing: Parquet gives every row the keys of all rows."""
+    """Return `value` without null keys: Parquet gives every row the keys of all rows."""
     if isinstance(value, dict):
         return {key: _remove_empty_keys(inner) for key, inner in value.items() if inner is not None}
     return [_remove_empty_keys(inner) for inner in value] if isinstance(value, list) else value

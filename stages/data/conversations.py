@@ -1,9 +1,9 @@
-"""Conversations on disk: Parquet tables with a fixed schema, before and after the target has answered.
+"""Read and write conversations: Parquet tables with a fixed schema, before and after sampling the target.
 
-`FIXED_SCHEMA` (fix_data -> sample_target): whole conversations as messages, with where each row came from and its verdict.
+`FIXED_SCHEMA` (fix_data -> sample_target): whole conversations as messages, with source and verdict of each row.
 `SAMPLED_SCHEMA` (sample_target -> extract_hiddens, benchmark): one row per answer, as token ids: the prompt exactly as a
-server would render it, and the target's own answer. The loss span is the answer. A folder of shards, since it may be
-large and is made over days: part-00000.parquet, ... (shards.py).
+server renders it, and the target's own answer, which is the loss span. A folder of shards, part-00000.parquet, ...
+(parquet_shards.py), since sampling may take days.
 """
 
 import re
@@ -15,59 +15,59 @@ import polars as pl
 from stages.runtime import atomic
 
 ROW_GROUP_SIZE = 1 << 14  # fixed, so that the same rows make the same file
-IMAGE_PLACEHOLDER = "<image>"  # where a picture stands in a text, as in LLaVA's data
+IMAGE_PLACEHOLDER = "<image>"  # marks an image's position in a text, as in LLaVA's data
 
 FIXED_SCHEMA = pl.Schema(
     {
         "id": pl.String,
         "messages": pl.List(pl.Struct({"role": pl.String, "content": pl.String})),
-        "tools": pl.String,  # the tools on offer, JSON as the export had it; null where none, as in the three below
+        "tools": pl.String,  # JSON as the export had it; null without tools (likewise the next three columns)
         "tool_calls": pl.List(pl.String),  # one per message, JSON
         "reasoning": pl.List(pl.String),  # one per message
         "images": pl.List(pl.String),  # paths, in the order of the texts' <image>
-        "source": pl.String,  # the file, as seen from fix_data.raw
-        "source_row": pl.Int32,  # line or row of that file, from 0
+        "source": pl.String,  # the file, relative to fix_data.raw
+        "source_row": pl.Int32,  # line or row of that file, counted from 0
         "verdict": pl.String,  # "clean" or "repaired:rule,rule"
     }
 )
 SAMPLED_SCHEMA = pl.Schema(
     {
         "id": pl.String,  # "<conversation id>.<turn>"
-        "prompt_ids": pl.List(pl.Int32),  # through the chat template, up to and with the assistant's header
+        "prompt_ids": pl.List(pl.Int32),  # through the chat template, the assistant's header included
         "answer_ids": pl.List(pl.Int32),  # the target's own tokens, its end token included unless cut by length
         "finish_reason": pl.String,  # "stop" or "length"; an answer cut by length is not a complete answer
-        "temperature": pl.Float32,  # that it was drawn at; null where the data's own is kept
-        "top_p": pl.Float32,  # and from how much of the distribution; null where nothing was drawn, so at temperature 0 too
+        "temperature": pl.Float32,  # sampling temperature; null where the data's own answer is kept
+        "top_p": pl.Float32,  # null where nothing was sampled, also at temperature 0
         "source_row": pl.Int32,
         "verdict": pl.String,
-        "images": pl.List(pl.String),  # of the prompt, in their order, each with its tokens there; null where none
+        "images": pl.List(pl.String),  # paths, in the prompt's order; null without images
     }
 )
 
 
 def write_table(path: Path, rows: pl.DataFrame, schema: pl.Schema) -> None:
-    """Atomically write `rows`, which must have exactly the columns and types of `schema`."""
+    """Write `rows` atomically; they must have exactly the columns and types of `schema`."""
     assert rows.schema == schema, f"{path}: {rows.schema} is not {schema}"
     with atomic.write_file(path) as temporary:
         rows.write_parquet(temporary)
 
 
 def stream_table(path: Path, rows: pl.LazyFrame, schema: pl.Schema) -> None:
-    """Atomically write `rows` in streaming: in their order, and never whole in memory."""
+    """Write `rows` atomically, in order, by streaming: they are never whole in memory."""
     assert (found := rows.collect_schema()) == schema, f"{path}: {found} is not {schema}"
     with atomic.write_file(path) as temporary:
-        # Level 1: half the time of polars' own choice, and a fifth more bytes.
-        how = {"compression": "zstd", "compression_level": 1, "row_group_size": ROW_GROUP_SIZE}
-        rows.sink_parquet(temporary, maintain_order=True, engine="streaming", **how)
+        # Level 1 takes half the time of polars' default, for a fifth more bytes.
+        options = {"compression": "zstd", "compression_level": 1, "row_group_size": ROW_GROUP_SIZE}
+        rows.sink_parquet(temporary, maintain_order=True, engine="streaming", **options)
 
 
 def name_shard(number: int) -> str:
-    """The name of a shard's file."""
+    """Return the file name of a shard."""
     return f"part-{number:05d}.parquet"
 
 
 def read_table(path: Path, schema: pl.Schema, made_by: str, rows: int | None = None) -> pl.DataFrame:
-    """A file, or a folder of shards in their order; the first `rows` of them if a number is given.
+    """Return the first `rows` rows (None: all) of a file, or of a folder of shards in order.
 
     Raises:
         ValueError: naming the file and the stage to run, where it is missing, broken or of another schema, or where a
@@ -84,17 +84,17 @@ def read_table(path: Path, schema: pl.Schema, made_by: str, rows: int | None = N
 
 
 def read_image_paths(path: Path, made_by: str) -> dict[str, list[str]]:
-    """Of a folder of SAMPLED shards, the pictures of each row that has some, by its id. Raises ValueError as `read_table` does."""
-    found: dict[str, list[str]] = {}
+    """Return id -> image paths of the rows with images in a folder of SAMPLED_SCHEMA shards. Raise ValueError as `read_table`."""
+    paths: dict[str, list[str]] = {}
     for file in _list_shards(path, made_by):
         _read_parquet(file, SAMPLED_SCHEMA, made_by, 0)
-        shown = pl.read_parquet(file, columns=["id", "images"]).filter(pl.col("images").list.len() > 0)
-        found |= dict(shown.iter_rows())
-    return found
+        with_images = pl.read_parquet(file, columns=["id", "images"]).filter(pl.col("images").list.len() > 0)
+        paths |= dict(with_images.iter_rows())
+    return paths
 
 
 def read_batches(path: Path, schema: pl.Schema, made_by: str) -> Iterator[pl.DataFrame]:
-    """The rows of one file, a row group's worth at a time: a table of millions is never whole in memory."""
+    """Yield the rows of one file, ROW_GROUP_SIZE at a time: a table of millions is never whole in memory."""
     _read_parquet(path, schema, made_by, 0)
     for first in range(0, _count_rows(path, made_by, pl.len()), ROW_GROUP_SIZE):
         try:
@@ -104,7 +104,7 @@ def read_batches(path: Path, schema: pl.Schema, made_by: str) -> Iterator[pl.Dat
 
 
 def count_with_images(path: Path, made_by: str) -> int:
-    """How many conversations of a FIXED file have images."""
+    """Return how many conversations of a FIXED_SCHEMA file have images."""
     return _count_rows(path, made_by, (pl.col("images").list.len() > 0).sum())
 
 
@@ -121,9 +121,9 @@ def _read_parquet(path: Path, schema: pl.Schema, made_by: str, rows: int | None)
     return table
 
 
-def _count_rows(path: Path, made_by: str, what: pl.Expr) -> int:
+def _count_rows(path: Path, made_by: str, count: pl.Expr) -> int:
     try:
-        return int(pl.scan_parquet(path).select(what).collect(engine="streaming").item() or 0)
+        return int(pl.scan_parquet(path).select(count).collect(engine="streaming").item() or 0)
     except FileNotFoundError:
         raise atomic.Broken(f"{path} not found", f"run: dvc repro {made_by}") from None
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
@@ -131,7 +131,7 @@ def _count_rows(path: Path, made_by: str, what: pl.Expr) -> int:
 
 
 def _list_shards(folder: Path, made_by: str) -> list[Path]:
-    """The shards of a folder in their order. Raises ValueError where one is missing: no reader may lose rows in silence."""
+    """Return the shards of a folder in order. Raise ValueError where one is missing: no reader may lose rows in silence."""
     numbers = sorted(
         int(match[1]) for f in folder.iterdir() if (match := re.fullmatch(r"part-(\d{5,})\.parquet", f.name))
     )

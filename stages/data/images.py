@@ -1,9 +1,8 @@
-"""Pictures kept as files named by their content, whether they came as bytes or as files: one picture is one file.
+"""Save images as files named by their content, whether they came as bytes or as files.
 
-So another picture under an old name is another path in the rows, and every stage that reads the rows runs again.
-Bytes must be what a vision tower's processor reads: PNG, JPEG, WebP, GIF, told by the first bytes and never by a given
-name or media type, both of which exports get wrong. A file of another kind keeps its extension; sample_target decodes it
-or counts it as unreadable.
+Another image under an old name is thus another path in the rows, and every stage that reads the rows reruns.
+Bytes must be PNG, JPEG, WebP or GIF, which vision processors read, recognised by their magic bytes: exports get names and
+media types wrong. A file of another kind keeps its extension; sample_target decodes it or counts it as unreadable.
 """
 
 import base64
@@ -24,52 +23,51 @@ MAGIC_BYTES = {
     ".gif": rb"GIF8[79]a",
     ".webp": rb"RIFF.{4}WEBP",
 }
-MAX_PIXELS = 1 << 26  # 8,192 x 8,192, also target/vision.py's; decoding takes up to 16 bytes of memory a pixel, 1 GiB
+MAX_PIXELS = 1 << 26  # 8,192 x 8,192, as in target/vision.py; decoding takes up to 16 bytes a pixel, 1 GiB
 EXTENSION = re.compile(r"\.[a-z0-9]{1,8}")
 MAGIC_PATTERNS = {extension: re.compile(magic, re.DOTALL) for extension, magic in MAGIC_BYTES.items()}
 
 
 def decode_data_url(url: str) -> bytes | None:
-    """The bytes in a `data:` URL; None where it holds no base64."""
+    """Return the bytes in a `data:` URL; None where it is not valid base64."""
     head = DATA_URL.match(url)
     if head is None:
         return None
     try:
         return base64.b64decode("".join(url[head.end() :].split()), validate=True)
-    except (binascii.Error, ValueError):  # the second for letters beyond ASCII
+    except (binascii.Error, ValueError):  # ValueError: characters beyond ASCII
         return None
 
 
 def name_image(data: bytes) -> str | None:
-    """The name a picture is kept under, `<sha256>.<extension>`; None where it is no picture that we know."""
+    """Return `<sha256>.<extension>` of an image; None for an unknown kind."""
     extension = next((extension for extension, magic in MAGIC_PATTERNS.items() if magic.match(data)), None)
     return None if extension is None else hashlib.sha256(data).hexdigest() + extension
 
 
 def save_image(data: bytes, folder: Path, extension: str | None = None) -> str | None:
-    """Write a picture into `folder`, which exists; its name there, or None where it is none that we know.
+    """Write an image into the existing `folder` and return its name; None for bytes of an unknown kind.
 
-    `extension` is that of the file it came as: a file is kept whatever its kind.
-
-    Several processes and threads may keep the same picture at once: each writes a file of its own and renames it.
+    `extension` is that of the file the image came as; with one, any kind is kept.
+    Processes and threads may save the same image at once: each writes its own temporary file and renames it.
     """
     name = name_image(data)
     if name is None and extension is not None:
         name = hashlib.sha256(data).hexdigest() + (extension if EXTENSION.fullmatch(extension) else "")
     if name is not None and not (folder / name).exists():
-        part = folder / f".{name}.{os.getpid()}.{threading.get_ident()}.part"
+        temporary = folder / f".{name}.{os.getpid()}.{threading.get_ident()}.part"
         try:
-            part.write_bytes(data)
-            os.replace(part, folder / name)
+            temporary.write_bytes(data)
+            os.replace(temporary, folder / name)
         finally:
-            part.unlink(missing_ok=True)  # where the disk was full
+            temporary.unlink(missing_ok=True)  # left where the disk was full
     return name
 
 
 def is_too_large(path: Path) -> bool:
-    """Return whether the picture at `path` has more than MAX_PIXELS, by its header: nothing is decoded.
+    """Return whether the image at `path` has more than MAX_PIXELS, by its header: nothing is decoded.
 
-    A file that Pillow can't read at all isn't too large; whoever decodes it says what is wrong with it.
+    False for a file that Pillow can't read: the stage that decodes it reports why.
     """
     try:
         with Image.open(path) as file:

@@ -1,31 +1,31 @@
-"""How deep JSON may be nested: chat templates, encoders and our own walks over it recurse, a level at a time."""
+"""Limit how deep JSON may be nested: chat templates, JSON encoders and our own walks recurse once per level."""
 
 import re
 from typing import Any
 
-MOST = 100  # levels; schemas of tools that people write have some ten, and Python's recursion ends at about 500 of them
-STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
-BRACKET = re.compile(r"[\[\]{}]")
+MAX_LEVELS = 100  # real tool schemas have about ten; Python's recursion limit is reached at about 500
+STRING_PATTERN = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+BRACKET_PATTERN = re.compile(r"[\[\]{}]")
 
 
 def is_too_deep(value: Any) -> bool:
-    """Whether lists and dicts are nested more than MOST levels; level by level, so that no depth is too much to ask about."""
+    """Return whether lists and dicts are nested more than MAX_LEVELS deep. Iterative, so that any depth can be checked."""
     level, depth = [value], 0
     while level := [one for one in level if isinstance(one, list | dict)]:
         depth += 1
-        if depth > MOST:
+        if depth > MAX_LEVELS:
             return True
         level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
     return False
 
 
 def is_text_too_deep(text: str) -> bool:
-    """The same of a text that may be JSON, by its brackets outside strings."""
-    if text.count("[") + text.count("{") <= MOST:
+    """Return the same for a text that may be JSON, by its brackets outside strings."""
+    if text.count("[") + text.count("{") <= MAX_LEVELS:
         return False
     depth = 0
-    for bracket in BRACKET.findall(STRING.sub("", text)):
+    for bracket in BRACKET_PATTERN.findall(STRING_PATTERN.sub("", text)):
         depth += 1 if bracket in "[{" else -1
-        if depth > MOST:
+        if depth > MAX_LEVELS:
             return True
     return False

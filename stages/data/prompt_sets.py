@@ -1,8 +1,7 @@
-"""Sets of questions that others publish: their rows -> what is asked, in turns, and what answers are graded by.
+"""Read published prompt sets: the user's turns of each problem, and the reference that grades its answer.
 
-Each format's rows are as their authors publish them, or in MT-bench's shape (question_id, turns, reference), in which
-EAGLE and AngelSlim carry copies of most. What is asked of a set is docs/workloads.md's to say: the sets hold
-problems, and whoever asks puts words around them.
+A row has its authors' columns, or MT-bench's (question_id, turns, reference), in which EAGLE and AngelSlim distribute
+copies of most sets. docs/workloads.md has the instruction that each set's problems get.
 """
 
 import json
@@ -13,87 +12,91 @@ from typing import Any
 
 from stages.data import final_answer, readers
 
-COMPLETE_INSTRUCTION = "Complete the code I provided.\n"  # EAGLE's words before a prompt of HumanEval
+COMPLETE_INSTRUCTION = "Complete the code I provided.\n"  # EAGLE's instruction before a HumanEval prompt
 BOXED_INSTRUCTION = (
-    "\nPlease reason step by step, and put your final answer within \\boxed{}."  # Qwen's words after a problem
+    "\nPlease reason step by step, and put your final answer within \\boxed{}."  # Qwen's instruction after a problem
 )
-GSM8K_ANSWER_MARK = "####"  # before the number that a solution of GSM8K comes to
+GSM8K_ANSWER_MARK = "####"  # precedes the result in a GSM8K solution
 
 
 @dataclass(frozen=True)
 class PromptProblem:
+    """One problem of a set."""
+
     id: str
-    turns: list[str]  # what the user says, one or more
-    reference: str | None  # JSON, as stages/grading/grade.py takes it; None where the set doesn't say what is right
+    turns: list[str]  # the user's messages, one or more
+    reference: str | None  # JSON, read by stages/grading/grade.py; None where the set has no reference answer
 
 
 class MalformedRowError(Exception):
-    """What is wrong with a row: what was expected and what was found."""
+    """A row that is not of its set's format; the message says what was expected and found."""
 
 
 def read_prompt_set(
-    source: str, name: str | None, split: str | None, revision: str | None, kind: str
+    source: str, name: str | None, split: str | None, revision: str | None, set_format: str
 ) -> list[PromptProblem]:
-    """All problems of a file, or of a dataset of the Hub or in a folder. `kind` is mt_bench or one of OWN_SHAPES.
+    """Return all problems of a file, a dataset of the Hub or a dataset in a folder.
+
+    `set_format` is mt_bench or a key of ROW_PARSERS.
 
     Raises:
-        ValueError: naming the file and the line of the first row that isn't as `kind` has them, or whose id was there.
+        ValueError: naming the file and line of the first row that is not of `set_format`, or whose id is taken.
     """
-    found: list[PromptProblem] = []
-    first_of: dict[str, int] = {}
+    problems: list[PromptProblem] = []
+    row_of_id: dict[str, int] = {}
     for number, row in _read_numbered_rows(source, name, split, revision):
         where = f"{source}, {'line' if source.endswith('.jsonl') else 'row'} {number + 1}"
         try:
             if row is None:
                 raise MalformedRowError("expected a row of a set, found one that is nested too deep to read")
-            problem = _parse_problem(row, number, kind)
+            problem = _parse_problem(row, number, set_format)
         except MalformedRowError as error:
-            raise ValueError(f"{where}: {error}; mend it, or correct the set's format ({kind})") from None
-        if (first := first_of.setdefault(problem.id, number)) != number:
+            raise ValueError(f"{where}: {error}; mend it, or correct the set's format ({set_format})") from None
+        if (first := row_of_id.setdefault(problem.id, number)) != number:
             raise ValueError(f"{where}: id {problem.id} is that of row {first + 1} too; give each its own")
-        found.append(problem)
-    if not found:
-        raise ValueError(f"{source}: expected rows of format {kind}, found none; give another file or dataset")
-    return found
+        problems.append(problem)
+    if not problems:
+        raise ValueError(f"{source}: expected rows of format {set_format}, found none; give another file or dataset")
+    return problems
 
 
 def _read_numbered_rows(
     source: str, name: str | None, split: str | None, revision: str | None
 ) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """The number, from 0, and the object of each row, as raw.parsed."""
-    path, pinned = Path(source), dict[str, Any]()
+    """Yield (row number from 0, object) as readers.parse_chunk does."""
+    path, hub_records = Path(source), dict[str, readers.HubRecord]()
     if readers.detect_file_kind(path) is not None:
         if not path.is_file():
             raise ValueError(f"{source} not found; put the set's file there, or name another in prepare_prompts.sets")
-        chunks = readers.read_chunks(path, source, pinned)
+        chunks = readers.read_chunks(path, source, hub_records)
     else:
-        chunks = _read_dataset_chunks({"dataset": source, "name": name, "split": split, "revision": revision}, pinned)
+        chunks = _read_dataset_chunks(readers.HubPin(source, name, split, revision), hub_records)
     for chunk in chunks:
         yield from readers.parse_chunk(chunk)
 
 
-def _read_dataset_chunks(pin: dict[str, Any], pinned: dict[str, Any]) -> Iterator[readers.RawChunk]:
-    source, first = str(pin["dataset"]), 0
-    for table in readers.read_hub_dataset(pin, "prepare_prompts.sets", source, pinned):
+def _read_dataset_chunks(pin: readers.HubPin, hub_records: dict[str, readers.HubRecord]) -> Iterator[readers.RawChunk]:
+    source, first = pin.dataset, 0
+    for table in readers.read_hub_dataset(pin, "prepare_prompts.sets", source, hub_records):
         yield readers.RawChunk(source, None, first, table, source)
         first += len(table)
-    commit = pinned[source]["commit"]
-    if commit != pin["revision"]:
+    commit = hub_records[source]["commit"]
+    if commit != pin.revision:
         print(
             f"note: {source} is at commit {commit} today; write it as the set's revision, or tomorrow's may be another"
         )
 
 
-def _parse_problem(row: dict[str, Any], number: int, kind: str) -> PromptProblem:
-    if kind == "mt_bench" and isinstance(row.get("prompt"), list):  # HuggingFaceH4/mt_bench_prompts
+def _parse_problem(row: dict[str, Any], number: int, set_format: str) -> PromptProblem:
+    if set_format == "mt_bench" and isinstance(row.get("prompt"), list):  # HuggingFaceH4/mt_bench_prompts
         row = {**row, "turns": row["prompt"], "question_id": row.get("prompt_id")}
     if row.get("turns") is not None:
-        asked, reference, name = _read_turns(row), _read_first_reference(row, kind), row.get("question_id")
-    elif kind in ROW_PARSERS:
-        (asked, reference), name = ROW_PARSERS[kind](row), row.get("task_id", row.get("unique_id"))
+        turns, reference, name = _read_turns(row), _read_first_reference(row, set_format), row.get("question_id")
+    elif set_format in ROW_PARSERS:
+        (turns, reference), name = ROW_PARSERS[set_format](row), row.get("task_id", row.get("unique_id"))
     else:
-        raise MalformedRowError(f"expected turns, a list of what the user says, found {_describe_keys(row)}")
-    return PromptProblem(str(number if name is None else name), asked, reference)
+        raise MalformedRowError(f"expected turns, a list of the user's messages, found {_describe_keys(row)}")
+    return PromptProblem(str(number if name is None else name), turns, reference)
 
 
 def _read_turns(row: dict[str, Any]) -> list[str]:
@@ -103,15 +106,15 @@ def _read_turns(row: dict[str, Any]) -> list[str]:
     return turns
 
 
-def _read_first_reference(row: dict[str, Any], kind: str) -> str | None:
-    """What the first turn's answer is graded by, of a row in MT-bench's shape. Its HumanEval has no tests to run."""
+def _read_first_reference(row: dict[str, Any], set_format: str) -> str | None:
+    """Return the first turn's reference of a row with MT-bench's columns; HumanEval in that form has no tests to run."""
     given = row.get("reference")
     text = given[0] if isinstance(given, list) and given else given
     if not isinstance(text, str):
         return None
-    if kind == "gsm8k":
+    if set_format == "gsm8k":
         return _make_number_reference(text)
-    if kind == "math500":
+    if set_format == "math500":
         return _make_boxed_reference(text)
     return None
 
@@ -145,7 +148,7 @@ ROW_PARSERS: dict[str, Callable[[dict[str, Any]], tuple[list[str], str | None]]]
 
 
 def _make_number_reference(solution: str) -> str:
-    """The reference of a solution that ends in `#### 42`."""
+    """Return the reference of a solution that ends in `#### 42`."""
     _, mark, final = solution.rpartition(GSM8K_ANSWER_MARK)
     if not mark or final_answer.find_last_number(final) is None:
         raise MalformedRowError(
@@ -155,7 +158,7 @@ def _make_number_reference(solution: str) -> str:
 
 
 def _make_boxed_reference(answer: str) -> str:
-    """The reference of an answer, or of a whole solution with its answer in a box."""
+    """Return the reference of an answer, or of a whole solution with a boxed answer."""
     return json.dumps(
         {"kind": "math500", "answer": final_answer.find_boxed_answer(answer) or answer.strip()}, ensure_ascii=False
     )

@@ -1,12 +1,11 @@
-"""Questions to the target: every assistant's message of FIXED conversations, in their order, with what goes before it.
+"""Build the requests to the target: one per assistant message of FIXED_SCHEMA conversations, with the messages before it.
 
-Messages are as a chat template takes them, and `convert_to_openai` makes them what a server takes: the two differ in a call's
-arguments, which OpenAI's shape has as text and servers parse before they render, and in pictures, of which a template
-takes the place only. What exports leave out and templates ask for is filled in the same for both: `type`, ids of
-calls, and whose call a tool's message answers.
+Messages have the form that chat templates take; `convert_to_openai` returns that of a server's API. The two differ in tool
+call arguments, which OpenAI's form has as text, and in images, of which a template takes the position only. Keys that
+templates need and exports omit are filled in for both: `type`, ids of calls, and `tool_call_id` of a tool's message.
 
-Where fewer are asked than there are, conversations are taken by a hash of their content (`choose`), as fix_data splits
-train from eval: rows of every file then have the same chance, and rows that are added replace few of those chosen before.
+With a limit, conversations are selected by a hash of their content (`select_requests`), as fix_data assigns train and eval:
+rows of every file have the same chance, and added rows replace few of those selected before.
 """
 
 import hashlib
@@ -23,63 +22,69 @@ import polars as pl
 from stages.data import conversations, nesting
 
 Messages = list[dict[str, Any]]
-SALT = b"sample_target"  # another than fix_data's: the eval split is the rows whose hash there is small
-CONTENT = ("messages", "tools", "tool_calls", "reasoning", "images")  # of FIXED: all that doesn't say where a row lay
+SALT = b"sample_target"  # not fix_data's hash: the eval split consists of the rows whose hash there is small
+CONTENT = (
+    "messages",
+    "tools",
+    "tool_calls",
+    "reasoning",
+    "images",
+)  # of FIXED_SCHEMA: all but the row's id, source and verdict
 
 
 @dataclass(frozen=True)
 class TargetRequest:
-    """One answer to be had from the target."""
+    """A request for one answer of the target."""
 
-    position: int  # in the order of all questions of a split
+    position: int  # in the order of all requests of a split
     id: str  # "<conversation id>.<number of the answer>"
     messages: Messages  # the whole conversation, with the data's own answers
-    turn: int  # which of them is asked for; those before it are its history
+    answer_index: int  # index in `messages` of the requested answer; the messages before it are the prompt
     tools: list[dict[str, Any]] | None
     source_row: int
     verdict: str
-    malformed: str | None = None  # why it can't be asked
+    unusable_reason: str | None = None  # why it can't be sent
 
     @property
     def images(self) -> list[str]:
-        """The paths of the pictures before this answer, in the order of their places."""
+        """Return the paths of the images in the prompt, in order."""
         return [
             part["image"]
-            for message in self.messages[: self.turn]
+            for message in self.messages[: self.answer_index]
             for part in _get_content_parts(message)
             if "image" in part
         ]
 
 
 @dataclass(frozen=True)
-class Share:
-    """How many questions of one source are asked, and how many are not."""
+class SourceRequests:
+    """How many requests of one source file are selected, and how many are not."""
 
     asked: int
     not_asked: int
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Which questions of a FIXED file are asked."""
+class RequestSelection:
+    """The selected requests of a FIXED_SCHEMA file."""
 
-    counts: np.ndarray  # [R] of each conversation, in the file's order, how many of its answers, from the first on
-    sources: dict[str, Share]  # by the file that fix_data read
+    counts: np.ndarray  # [R] number of requests of each conversation, in the file's order: its first answers
+    sources: dict[str, SourceRequests]  # by source file
 
     @property
-    def asked(self) -> int:
+    def num_requests(self) -> int:
         return int(self.counts.sum())
 
     @property
-    def not_asked(self) -> int:
-        return sum(share.not_asked for share in self.sources.values())
+    def num_unrequested(self) -> int:
+        return sum(source.not_asked for source in self.sources.values())
 
 
-def choose(path: Path, most: int | None) -> Choice:
-    """Choose at most `most` questions of a FIXED file, by whole conversations; null: all.
+def select_requests(path: Path, max_requests: int | None) -> RequestSelection:
+    """Select at most `max_requests` requests of a FIXED_SCHEMA file by whole conversations; None: all.
 
-    Conversations come in the order of their content's hash, until there are enough; the last is cut after its first
-    answers. So the choice depends neither on the files' order nor on where in a file a row lies.
+    Conversations are taken in the order of their content's hash; the last one may be cut after its first answers. So the
+    selection depends neither on the order of files nor on a row's position.
     """
     counts, digests, codes = [np.zeros(0, np.int32)], [np.zeros(0, np.uint64)], [np.zeros(0, np.int32)]
     names: dict[str, int] = {}
@@ -87,29 +92,30 @@ def choose(path: Path, most: int | None) -> Choice:
     for table in conversations.read_batches(path, conversations.FIXED_SCHEMA, "fix_data"):
         counts.append(table["messages"].list.eval(roles).list.sum().fill_null(0).to_numpy().astype(np.int32))
         codes.append(np.array([names.setdefault(name, len(names)) for name in table["source"]], np.int32))
-        if most is not None:
-            digests.append(np.array([_digest(row) for row in table.select(CONTENT).iter_rows()], np.uint64))
-    there, source = np.concatenate(counts), np.concatenate(codes)
-    chosen = there
-    if most is not None:
+        if max_requests is not None:
+            digests.append(np.array([_hash_content(row) for row in table.select(CONTENT).iter_rows()], np.uint64))
+    available, source = np.concatenate(counts), np.concatenate(codes)
+    selected = available
+    if max_requests is not None:
         order = np.argsort(np.concatenate(digests), kind="stable")
-        before = np.cumsum(there[order]) - there[order]
-        chosen = np.zeros_like(there)
-        chosen[order] = np.clip(most - before, 0, there[order])
-    asked, left = np.bincount(source, chosen, len(names)), np.bincount(source, there - chosen, len(names))
-    shares = {name: Share(int(asked[code]), int(left[code])) for name, code in sorted(names.items())}
-    return Choice(chosen, shares)
+        before = np.cumsum(available[order]) - available[order]
+        selected = np.zeros_like(available)
+        selected[order] = np.clip(max_requests - before, 0, available[order])
+    asked = np.bincount(source, selected, len(names))
+    not_asked = np.bincount(source, available - selected, len(names))
+    sources = {n: SourceRequests(int(asked[code]), int(not_asked[code])) for n, code in sorted(names.items())}
+    return RequestSelection(selected, sources)
 
 
-def _digest(content: tuple[Any, ...]) -> int:
+def _hash_content(content: tuple[Any, ...]) -> int:
     return int.from_bytes(hashlib.sha256(SALT + orjson.dumps(content)).digest()[:8])
 
 
-def read_requests(path: Path, choice: Choice) -> Iterator[list[TargetRequest]]:
-    """Yield the chosen questions of each conversation, in the file's order; conversations without any are left out."""
+def read_requests(path: Path, selection: RequestSelection) -> Iterator[list[TargetRequest]]:
+    """Yield the selected requests of each conversation, in the file's order; skip conversations without any."""
     position = first = 0
     for table in conversations.read_batches(path, conversations.FIXED_SCHEMA, "fix_data"):
-        counts = choice.counts[first : first + len(table)]
+        counts = selection.counts[first : first + len(table)]
         first += len(table)
         rows = table.filter(pl.Series(counts > 0)).iter_rows(named=True)
         for row, count in zip(rows, counts[counts > 0].tolist(), strict=True):
@@ -120,22 +126,23 @@ def read_requests(path: Path, choice: Choice) -> Iterator[list[TargetRequest]]:
 def _list_requests(row: dict[str, Any], position: int) -> list[TargetRequest]:
     try:
         messages, tools, malformed = _build_messages(row), _parse_tools(row["tools"]), None
-    # fix_data takes what an export calls tools as it is
+    # fix_data does not check the content of `tools`
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         messages, tools, malformed = row["messages"], None, "malformed_tools"
-    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     found = []
-    for n, turn in enumerate(turns):
-        wrong = malformed or (
-            "image_in_answer" if any("image" in part for part in _get_content_parts(messages[turn])) else None
+    for n, index in enumerate(answers):
+        has_image = any("image" in part for part in _get_content_parts(messages[index]))
+        reason = malformed or ("image_in_answer" if has_image else None)
+        source_row, verdict = row["source_row"], row["verdict"]
+        found.append(
+            TargetRequest(position + n, f"{row['id']}.{n}", messages, index, tools, source_row, verdict, reason)
         )
-        name = f"{row['id']}.{n}"
-        found.append(TargetRequest(position + n, name, messages, turn, tools, row["source_row"], row["verdict"], wrong))
     return found
 
 
-def convert_to_openai(messages: Messages, url: Callable[[str], str]) -> Messages:
-    """The same as a server takes them: a call's arguments as text, a picture as what `url` gives for its path."""
+def convert_to_openai(messages: Messages, build_url: Callable[[str], str]) -> Messages:
+    """Return the messages in the form of OpenAI's API: call arguments as text, images as `build_url` of their path."""
     found = []
     for message in messages:
         more: dict[str, Any] = {}
@@ -143,7 +150,7 @@ def convert_to_openai(messages: Messages, url: Callable[[str], str]) -> Messages
             more["tool_calls"] = [_dump_arguments(call) for call in message["tool_calls"]]
         if parts := _get_content_parts(message):
             more["content"] = [
-                {"type": "image_url", "image_url": {"url": url(part["image"])}} if "image" in part else part
+                {"type": "image_url", "image_url": {"url": build_url(part["image"])}} if "image" in part else part
                 for part in parts
             ]
         found.append({**message, **more} if more else message)
@@ -151,7 +158,7 @@ def convert_to_openai(messages: Messages, url: Callable[[str], str]) -> Messages
 
 
 def _get_content_parts(message: dict[str, Any]) -> list[dict[str, str]]:
-    """Of a content in parts; none where it is a text."""
+    """Return the parts of a message's content; an empty list where it is a text."""
     return message["content"] if isinstance(message["content"], list) else []
 
 
@@ -164,30 +171,30 @@ def _build_messages(row: dict[str, Any]) -> Messages:
     calls = row["tool_calls"] or [None] * len(row["messages"])
     reasoning = row["reasoning"] or [None] * len(row["messages"])
     found: Messages = []
-    waiting: list[str] = []  # ids of calls whose results have not come
+    waiting: list[str] = []  # ids of calls without a result yet
     number = 0
-    pictures = iter(row["images"] or [])
-    for message, called, thought in zip(row["messages"], calls, reasoning, strict=True):
+    image_paths = iter(row["images"] or [])
+    for message, calls_json, thought in zip(row["messages"], calls, reasoning, strict=True):
         more: dict[str, Any] = {}
         if row["images"] and conversations.IMAGE_PLACEHOLDER in message["content"]:
-            more["content"] = _split_at_images(message["content"], pictures)
+            more["content"] = _split_at_images(message["content"], image_paths)
         if thought:
             more["reasoning_content"] = thought
-        if called:
-            given = json.loads(called)
+        if calls_json:
+            given = json.loads(calls_json)
             more["tool_calls"] = [
                 _parse_tool_call(c, number + k) for k, c in enumerate([given] if isinstance(given, dict) else given)
             ]
             number += len(more["tool_calls"])
             waiting = [call["id"] for call in more["tool_calls"]]
-        if message["role"] == "tool" and waiting:  # the export's rows are in the calls' order
+        if message["role"] == "tool" and waiting:  # results come in the order of the calls
             more["tool_call_id"] = waiting.pop(0)
         found.append({**message, **more} if more else message)
     return found
 
 
 def _split_at_images(text: str, paths: Iterator[str]) -> list[dict[str, str]]:
-    """A text's parts as templates take them; fix_data has counted that there are as many marks as pictures."""
+    """Return a text as content parts. fix_data has checked that there are as many placeholders as images."""
     parts: list[dict[str, str]] = []
     for n, words in enumerate(text.split(conversations.IMAGE_PLACEHOLDER)):
         if n:
@@ -202,10 +209,10 @@ def _parse_tool_call(given: dict[str, Any], number: int) -> dict[str, Any]:
     arguments = function["arguments"]
     arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     if nesting.is_too_deep(arguments):
-        raise ValueError("a call's arguments are nested too deep for templates")
+        raise ValueError("the arguments of a call are nested too deep for templates")
     if not isinstance(arguments, dict) or not isinstance(function["name"], str):
         raise ValueError("a call needs a name, and arguments by name")
-    # Nine letters and digits, since Mistral's template takes no other id.
+    # Nine letters and digits: Mistral's template accepts no other id.
     return {
         "id": str(given.get("id") or f"call{number:05d}"),
         "type": "function",
@@ -214,7 +221,7 @@ def _parse_tool_call(given: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def _parse_tools(text: str | None) -> list[dict[str, Any]] | None:
-    """Tools in OpenAI's shape; keys in the order in which servers write them, since templates render them as JSON."""
+    """Return tools in OpenAI's form, with keys in the order of servers: templates render them as JSON."""
     if text is None:
         return None
     found = []

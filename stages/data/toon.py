@@ -1,10 +1,10 @@
-"""TOON answers: judged by a strict decoder and a schema, and repaired where the repair can be only one thing.
+"""Validate TOON answers with a strict decoder and a schema, and repair them where only one repair is possible.
 
-TOON is YAML-like keys above a CSV-like table that declares its row count: `days[3]{date,low}:`, then three rows.
-Models write it with small defects, and a non-strict decoder accepts those by losing data: rows vanish, columns
-shift. Here nothing is accepted before `toon_format.loads` (spec 4.4, always strict) and the schema both agree.
-A rule may change how a table is written, never what it says; where two readings are possible, the answer is
-dropped with a reason. Defects and what decoders make of them: research/users.md, 4.4.
+TOON has YAML-like keys above a CSV-like table that declares its row count: `days[3]{date,low}:`, then three rows.
+Models write it with small defects, which non-strict decoders accept by losing data: rows vanish, columns shift. Here an
+answer is accepted only if both `toon_format.loads` (spec 4.4, always strict) and the schema accept it. A repair rule may
+change a table's spelling, never its data; where two readings are possible, the answer is dropped with a reason.
+docs/data.md lists the rules.
 """
 
 import datetime as dt
@@ -22,8 +22,8 @@ _FIRST_CELL_PATTERNS = {
     "text": r".+",
     "int": r"[-−]?\d+",
     "date": _DATE_PATTERN,
-}  # the first cell of a row, by the first column's kind
-_TYPOGRAPHIC_CHARACTERS = set("“”−")  # a word processor's quotes and minus sign; in no value of ours
+}  # of a row's first cell, by the first column's kind
+_TYPOGRAPHIC_CHARACTERS = set("“”−")  # a word processor's quotes and minus sign; no valid value contains them
 _HORIZON_PATTERN = re.compile(r"\b(\d+) (?:more )?days?\b")
 
 
@@ -33,20 +33,20 @@ class ToonColumn:
 
     name: str
     kind: Literal["text", "int", "date"]  # date: ISO 8601, a day
-    choices: tuple[str, ...] = ()  # of a text; they also show a last cell that was cut short
-    least: int | None = None
-    most: int | None = None
+    choices: tuple[str, ...] = ()  # of a text column; they also detect a last cell that was cut
+    minimum: int | None = None
+    maximum: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToonSchema:
-    """What a document must hold: single values, then one table. Another kind of answer is another Schema."""
+    """The required content of a document: single values, then one table."""
 
     keys: tuple[ToonColumn, ...]
     table: str
     columns: tuple[ToonColumn, ...]
-    ordered: tuple[str, str] | None = None  # in each row the first column is never above the second
-    daily: str | None = None  # this date column counts up by one day per row
+    ordered_columns: tuple[str, str] | None = None  # in each row the first is at most the second
+    date_column: str | None = None  # increases by one day per row
 
 
 WEATHER_SCHEMA = ToonSchema(
@@ -56,72 +56,72 @@ WEATHER_SCHEMA = ToonSchema(
         ToonColumn(name="date", kind="date"),
         ToonColumn(name="low", kind="int"),
         ToonColumn(name="high", kind="int"),
-        ToonColumn(name="rain", kind="int", least=0, most=100),
+        ToonColumn(name="rain", kind="int", minimum=0, maximum=100),
         ToonColumn(name="sky", kind="text", choices=("sunny", "cloudy", "fog", "rain", "storm", "snow")),
     ),
-    ordered=("low", "high"),
-    daily="date",
+    ordered_columns=("low", "high"),
+    date_column="date",
 )
 
 
 @dataclass(frozen=True)
 class ToonRepair:
+    """A judged answer."""
+
     text: str  # the answer to train on; the original where it is dropped
     verdict: str  # "clean", "repaired:rule,rule" or "dropped:reason"
 
 
 def parse_horizon(question: str) -> int | None:
-    """How many days a question asks for; None where it names no number of days, or several that differ."""
-    asked = {int(days) for days in _HORIZON_PATTERN.findall(question)}
-    return asked.pop() if len(asked) == 1 else None
+    """Return how many days a question asks for; None where it names no number of days, or several that differ."""
+    numbers = {int(days) for days in _HORIZON_PATTERN.findall(question)}
+    return numbers.pop() if len(numbers) == 1 else None
 
 
 def repair_toon(
-    text: str, horizon: int | None, surrounding: Literal["strip", "keep"], schema: ToonSchema = WEATHER_SCHEMA
+    text: str, expected_rows: int | None, surrounding: Literal["strip", "keep"], schema: ToonSchema = WEATHER_SCHEMA
 ) -> ToonRepair:
-    """An answer as clean, repaired or dropped. What is not dropped comes back clean when given again.
+    """Return an answer as clean, repaired or dropped. A clean or repaired text is clean when judged again.
 
     Args:
-        horizon: rows the question asked for; None where unknown, and then a wrong count can't be mended.
-        surrounding: what to do with fences and prose around the table. With "keep" they are part of the answer, so
-            they stay and are no defect.
+        expected_rows: rows that the question asks for; None where unknown, and then a wrong count can't be repaired.
+        surrounding: whether to strip fences and prose around the table. With "keep" they are part of the answer and no
+            defect.
     """
-    if find_toon_problem(text, horizon, schema) is None:
+    if find_toon_problem(text, expected_rows, schema) is None:
         return ToonRepair(text, "clean")
     before, table, after = _split_document(text, schema)
     if any(map(_is_broken_row, after)):
-        return ToonRepair(
-            text, f"dropped:{'broken_row' if _build_header_pattern(schema).search(table) else 'no_table'}"
-        )
+        reason = "broken_row" if _build_header_pattern(schema).search(table) else "no_table"
+        return ToonRepair(text, f"dropped:{reason}")
 
     applied = _name_surroundings(before + after) if surrounding == "strip" else []
-    trouble = find_toon_problem(table, horizon, schema)
+    problem = find_toon_problem(table, expected_rows, schema)
     for name, rule in REPAIR_RULES.items():
-        if trouble is None:
+        if problem is None:
             break
-        changed = rule(table, horizon, schema)
+        changed = rule(table, expected_rows, schema)
         if changed != table:
-            table, trouble = changed, find_toon_problem(changed, horizon, schema)
+            table, problem = changed, find_toon_problem(changed, expected_rows, schema)
             applied.append(name)
 
-    if trouble is not None:
-        return ToonRepair(
-            text, f"dropped:{_explain_undecodable(table, horizon, schema) if trouble == 'not_toon' else trouble}"
-        )
+    if problem is not None:
+        reason = _explain_undecodable(table, expected_rows, schema) if problem == "not_toon" else problem
+        return ToonRepair(text, f"dropped:{reason}")
     if surrounding == "keep":
-        if "json" in applied:  # the fence must not call a TOON table JSON
+        if "json" in applied:  # the content of the fence is TOON now
             before = [line.replace("```json", "```toon") for line in before]
         table = "\n".join([*before, table, *after])
     return ToonRepair(table, f"repaired:{','.join(applied)}" if applied else "clean")
 
 
-def find_toon_problem(text: str, horizon: int | None, schema: ToonSchema) -> str | None:
-    """Why `text` can't stand as it is, in one word; None where a strict decoder and the schema both accept it."""
+def find_toon_problem(text: str, expected_rows: int | None, schema: ToonSchema) -> str | None:
+    """Return why `text` is not accepted, in one word; None where the strict decoder and the schema accept it."""
     try:
         document = toon_format.loads(text)
     except toon_format.ToonDecodeError:
         return "not_toon"
-    # Prose that ends in a colon decodes as one more key, so the keys must be these and no others.
+    # Prose that ends in a colon decodes as one more key, so the keys must be exactly these.
     if not isinstance(document, dict) or set(document) != {*(column.name for column in schema.keys), schema.table}:
         return "wrong_keys"
     if not all(_is_valid_value(column, document[column.name]) for column in schema.keys):
@@ -133,23 +133,26 @@ def find_toon_problem(text: str, horizon: int | None, schema: ToonSchema) -> str
         return "wrong_columns"
     if not all(_is_valid_value(column, row[column.name]) for row in rows for column in schema.columns):
         return "wrong_value"
-    if schema.ordered and any(row[schema.ordered[0]] > row[schema.ordered[1]] for row in rows):
-        return "wrong_order"
-    if schema.daily and not _has_consecutive_days([dt.date.fromisoformat(row[schema.daily]) for row in rows]):
+    if schema.ordered_columns:
+        low, high = schema.ordered_columns
+        if any(row[low] > row[high] for row in rows):
+            return "wrong_order"
+    dates = [dt.date.fromisoformat(row[schema.date_column]) for row in rows] if schema.date_column else []
+    if not _has_consecutive_days(dates):
         return "dates_jump"
-    if horizon is not None and len(rows) != horizon:  # the decoder has already compared the rows with their header
+    if expected_rows is not None and len(rows) != expected_rows:  # the decoder has compared the rows with their header
         return "row_count"
-    # Both decode, but decoders before spec 4 differ on comments, and a carriage return is a token to learn.
+    # These decode too, but decoders before spec 4 differ on comments, and a draft should not learn carriage returns.
     if "\r" in text or re.search(r"^[ \t]*#", text, re.MULTILINE):
         return "untidy"
     return None
 
 
 def _is_valid_value(column: ToonColumn, value: Any) -> bool:
-    """Whether `value` is of the column's kind and range. `type() is`, since True is an instance of int."""
+    """Return whether `value` is of the column's kind and range. `type() is`, since True is an instance of int."""
     if column.kind == "int":
-        least, most = column.least, column.most
-        return type(value) is int and (least is None or value >= least) and (most is None or value <= most)
+        low, high = column.minimum, column.maximum
+        return type(value) is int and (low is None or value >= low) and (high is None or value <= high)
     if type(value) is not str or _TYPOGRAPHIC_CHARACTERS & set(value):
         return False
     if column.kind == "date":
@@ -169,18 +172,18 @@ def _has_consecutive_days(dates: list[dt.date]) -> bool:
     return all((later - day).days == 1 for day, later in pairwise(dates))
 
 
-# --- where the table is ---------------------------------------------------------------------------------------------
+# --- locate the table ------------------------------------------------------------------------------------------------
 
 
 def _split_document(text: str, schema: ToonSchema) -> tuple[list[str], str, list[str]]:
-    """Lines before the document, the document, lines after: it reaches from its first line to its last.
+    """Return (lines before the document, the document, lines after it).
 
-    A line that belongs is a key of the schema, the table's header, or a row. Lines between two such are inside,
-    whatever they are, so that doubt about them ends in a drop and not in a guess.
+    The document extends from the first to the last line that is a key of the schema, the table's header or a row. Other
+    lines in between belong to it, so that they lead to a drop and not to a guess.
     """
     lines = text.split("\n")
     inside = [i for i, line in enumerate(lines) if _is_key(line, schema) or _is_row(line, schema)]
-    if not inside:  # JSON instead of TOON: from the line that opens it to the one that closes it
+    if not inside:  # JSON instead of TOON: from the first opening brace to the last closing one
         opens = [i for i, line in enumerate(lines) if line.lstrip().startswith("{")]
         closes = [i for i, line in enumerate(lines) if line.rstrip().endswith("}")]
         inside = [opens[0], closes[-1]] if opens and closes and opens[0] <= closes[-1] else [0, len(lines) - 1]
@@ -194,102 +197,102 @@ def _is_key(line: str, schema: ToonSchema) -> bool:
 
 
 def _is_row(line: str, schema: ToonSchema) -> bool:
-    """Whether a line starts as a row does: a first cell of the first column's kind, and then a comma."""
+    """Return whether a line starts like a row: a cell of the first column's kind, then a comma."""
     first, comma, _ = line.strip().partition(",")
-    begins = _FIRST_CELL_PATTERNS[schema.columns[0].kind]
-    return comma == "," and re.fullmatch(begins, first) is not None and not _is_key(line, schema)
+    pattern = _FIRST_CELL_PATTERNS[schema.columns[0].kind]
+    return comma == "," and re.fullmatch(pattern, first) is not None and not _is_key(line, schema)
 
 
 def _is_broken_row(line: str) -> bool:
-    """After the table, a line that starts with a number or is indented may be a row cut short: no prose then."""
+    """Return whether a line after the table may be a row cut short, by a number or indentation at its start, and not prose."""
     return re.match(r"\s*[-−]?\d|\s+[^\s`]", line) is not None
 
 
 def _name_surroundings(around: list[str]) -> list[str]:
-    """The rules that taking these lines away amounts to."""
+    """Return the names of the rules that removing these lines applies."""
     fence = any(line.strip().startswith("```") for line in around)
     prose = any(line.strip() and not line.strip().startswith("```") for line in around)
     blank = bool(around) and not fence and not prose
     return ["fence"] * fence + ["prose"] * prose + ["blank_line"] * blank
 
 
-def _explain_undecodable(table: str, horizon: int | None, schema: ToonSchema) -> str:
-    """Why a table that no rule could mend does not decode: the most telling reason first."""
+def _explain_undecodable(table: str, expected_rows: int | None, schema: ToonSchema) -> str:
+    """Return why a table that no rule could repair does not decode; the most specific reason wins."""
     headers = len(_build_header_pattern(schema).findall(table))
     rows = [line for line in table.split("\n") if _is_row(line, schema)]
     if headers != 1 or not rows:
         return "repeated_table" if headers > 1 else "no_table"
     if any(line.count(",") + 1 != len(schema.columns) for line in rows):
         return "row_width"
-    if horizon is None:
+    if expected_rows is None:
         return "count_unsure"
-    return "row_count" if len(rows) != horizon else "not_toon"
+    return "row_count" if len(rows) != expected_rows else "not_toon"
 
 
-# --- the rules: a document goes in and comes back, mended in one respect or as it was -------------------------------
+# --- repair rules: each returns the document with one kind of defect repaired, or unchanged --------------------------
 
 
-def _convert_json(table: str, horizon: int | None, schema: ToonSchema) -> str:
-    """JSON holds the same data; a key given twice is two readings, so it is left alone."""
+def _convert_json(table: str, expected_rows: int | None, schema: ToonSchema) -> str:
+    """Convert JSON with the same data to TOON; leave JSON with a duplicate key, which has two readings."""
 
-    def refuse_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(dict(pairs)) != len(pairs):
-            raise ValueError("a key is given twice")
+            raise ValueError("duplicate key")
         return dict(pairs)
 
     if not table.lstrip().startswith("{"):
         return table
     try:
-        return toon_format.dumps(json.loads(table, object_pairs_hook=refuse_twins))
-    except (ValueError, RecursionError):  # no table of the schema is nested so deep that either recurses too far
+        return toon_format.dumps(json.loads(table, object_pairs_hook=refuse_duplicate_keys))
+    except (ValueError, RecursionError):  # RecursionError: nested deeper than any valid document
         return table
 
 
-def _unify_line_ends(table: str, horizon: int | None, schema: ToonSchema) -> str:
+def _unify_line_ends(table: str, expected_rows: int | None, schema: ToonSchema) -> str:
     return table.replace("\r\n", "\n").removesuffix("\r")
 
 
-def _remove_comments(table: str, horizon: int | None, schema: ToonSchema) -> str:
-    """A comment is no data, by the spec; older decoders take it for a broken key."""
+def _remove_comments(table: str, expected_rows: int | None, schema: ToonSchema) -> str:
+    """Remove comments: no data by the spec, and a broken key to older decoders."""
     return "\n".join(line for line in table.split("\n") if not line.lstrip().startswith("#"))
 
 
-def _remove_blank_lines(table: str, horizon: int | None, schema: ToonSchema) -> str:
+def _remove_blank_lines(table: str, expected_rows: int | None, schema: ToonSchema) -> str:
     return "\n".join(line for line in table.split("\n") if line.strip())
 
 
-def _remove_header_spaces(table: str, horizon: int | None, schema: ToonSchema) -> str:
-    """`days [3] {date,low} :` -> `days[3]{date,low}:`"""
+def _remove_header_spaces(table: str, expected_rows: int | None, schema: ToonSchema) -> str:
+    """Rewrite `days [3] {date,low} :` as `days[3]{date,low}:`."""
     return _build_header_pattern(schema).sub(
         lambda m: m["name"] + (m["bracket"] or "").strip() + m["fields"].strip() + m["colon"].strip(), table
     )
 
 
-def _convert_old_dialect(table: str, horizon: int | None, schema: ToonSchema) -> str:
-    """`[#3]` (before spec 2) and `[3,]` say three, as `[3]` does."""
+def _convert_old_dialect(table: str, expected_rows: int | None, schema: ToonSchema) -> str:
+    """Rewrite `[#3]` (before spec 2) and `[3,]` as `[3]`."""
     return _build_header_pattern(schema).sub(
         lambda m: m["name"] + re.sub(r"\[[ #]*(\d+)[ ,]*\]", r"[\1]", m["bracket"] or "") + m["fields"] + m["colon"],
         table,
     )
 
 
-def _add_header_colon(table: str, horizon: int | None, schema: ToonSchema) -> str:
+def _add_header_colon(table: str, expected_rows: int | None, schema: ToonSchema) -> str:
     return _build_header_pattern(schema).sub(lambda m: m[0].rstrip() if m["colon"] else m[0].rstrip() + ":", table)
 
 
-def _correct_indent(table: str, horizon: int | None, schema: ToonSchema) -> str:
-    """Keys at the margin, rows two spaces in: the schema has one table, so depth follows from what a line is."""
+def _correct_indent(table: str, expected_rows: int | None, schema: ToonSchema) -> str:
+    """Indent keys by nothing and rows by two spaces: with a single table, depth follows from the kind of line."""
 
-    def placed(line: str) -> str:
+    def indent(line: str) -> str:
         if _is_key(line, schema):
             return line.strip()
         return "  " + line.strip() if _is_row(line, schema) else line
 
-    return "\n".join(map(placed, table.split("\n")))
+    return "\n".join(map(indent, table.split("\n")))
 
 
-def _remove_trailing_commas(table: str, horizon: int | None, schema: ToonSchema) -> str:
-    """An empty cell past the last column is a comma too many; anything else past it might be data."""
+def _remove_trailing_commas(table: str, expected_rows: int | None, schema: ToonSchema) -> str:
+    """Remove an empty cell past the last column; anything else there might be data."""
 
     def cut(line: str) -> str:
         excess = _is_row(line, schema) and line.count(",") == len(schema.columns)
@@ -298,22 +301,22 @@ def _remove_trailing_commas(table: str, horizon: int | None, schema: ToonSchema)
     return "\n".join(map(cut, table.split("\n")))
 
 
-def _replace_typography(table: str, horizon: int | None, schema: ToonSchema) -> str:
-    """The true minus sign is a hyphen here; curly quotes around a whole value are no part of it."""
+def _replace_typography(table: str, expected_rows: int | None, schema: ToonSchema) -> str:
+    """Replace the minus sign U+2212 by a hyphen, and remove curly quotes around a whole value."""
     unquoted = re.sub(r"(^|[:,])([ \t]*)“([^“”\n]*)”[ \t]*(?=,|$)", r"\1\2\3", table, flags=re.MULTILINE)
     return unquoted.replace("−", "-")
 
 
-def _correct_row_count(table: str, horizon: int | None, schema: ToonSchema) -> str:
-    """A wrong, missing or literal `[N]` is mended only if the rows are as many as asked: else which is true?"""
+def _correct_row_count(table: str, expected_rows: int | None, schema: ToonSchema) -> str:
+    """Correct a wrong, missing or literal `[N]`, only if the number of rows is as expected: otherwise either could be wrong."""
     rows = sum(_is_row(line, schema) for line in table.split("\n"))
-    if horizon is None or rows != horizon:
+    if expected_rows is None or rows != expected_rows:
         return table
     return _build_header_pattern(schema).sub(lambda m: f"{m['name']}[{rows}]{m['fields']}{m['colon']}", table)
 
 
 def _build_header_pattern(schema: ToonSchema) -> re.Pattern[str]:
-    """The table's header line in its parts, however spaced, with or without its count and colon."""
+    """Return the pattern of the table's header line in its parts, with any spacing, with or without count and colon."""
     gap, name = r"[ \t]*", re.escape(schema.table)
     return re.compile(
         rf"^(?P<name>{gap}{name})(?P<bracket>{gap}\[[^\]\n]*\])?(?P<fields>{gap}\{{[^}}\n]*\}})(?P<colon>{gap}:?){gap}$",
@@ -321,7 +324,7 @@ def _build_header_pattern(schema: ToonSchema) -> re.Pattern[str]:
     )
 
 
-# Applied in this order until the table stands. `fence` and `prose` come before them all: see `_name_surroundings`.
+# Applied in this order until the table is accepted. `fence` and `prose` precede them: see `_name_surroundings`.
 REPAIR_RULES: dict[str, Callable[[str, int | None, ToonSchema], str]] = {
     "json": _convert_json,
     "line_ends": _unify_line_ends,

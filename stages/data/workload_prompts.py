@@ -1,5 +1,6 @@
-"""data/prompts/WORKLOAD.parquet: what a workload asks, as the target reads it (prepare_prompts -> both benchmarks)."""
+"""Read and write data/prompts/WORKLOAD.parquet: a workload's prompts as the target reads them (prepare_prompts -> benchmarks)."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import polars as pl
@@ -9,16 +10,31 @@ from stages.data import conversations
 PROMPTS_FOLDER = Path("data/prompts")
 PROMPTS_SCHEMA = pl.Schema(
     {
-        "id": pl.String,  # each row's own, but of the warm-up
-        "prompt_ids": pl.List(pl.Int32),  # of the first turn, through the chat template; pictures' tokens expanded
-        "messages": pl.List(pl.Struct({"role": pl.String, "content": pl.String})),  # of the first turn; of sets only
-        "later": pl.List(pl.String),  # what the user says in each later turn; null where there is none
-        "images": pl.List(pl.String),  # paths, in the order of their places; null for text
-        "length_share": pl.Float64,  # of the workload's max_new_tokens: drawn for random lengths, else 1
-        "reference": pl.String,  # what the first turn's answer is graded by (stages/grading/grade.py); null: nothing
-        "warmup": pl.Boolean,  # asked before, and counted nowhere
+        "id": pl.String,  # unique among the measured prompts
+        "prompt_ids": pl.List(pl.Int32),  # of the first turn, through the chat template; image tokens expanded
+        "messages": pl.List(
+            pl.Struct({"role": pl.String, "content": pl.String})
+        ),  # of the first turn; published sets only
+        "later": pl.List(pl.String),  # the user's message in each later turn; null without any
+        "images": pl.List(pl.String),  # paths, in the prompt's order; null without images
+        "length_share": pl.Float64,  # of the workload's max_new_tokens; drawn for random lengths, else 1
+        "reference": pl.String,  # grades the first turn's answer (stages/grading/grade.py); null: not graded
+        "warmup": pl.Boolean,  # run before the measurement, and counted nowhere
     }
 )
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One prompt of a workload; the fields are columns of PROMPTS_SCHEMA."""
+
+    id: str
+    prompt_ids: list[int]
+    messages: list[dict[str, str]] | None = None
+    later: list[str] | None = None
+    images: list[str] | None = None
+    length_share: float = 1.0
+    reference: str | None = None
 
 
 def locate_prompts(workload: str) -> Path:
@@ -26,25 +42,27 @@ def locate_prompts(workload: str) -> Path:
 
 
 def compute_max_new_tokens(length_share: float, max_new_tokens: int) -> int:
-    """How long a row's answer may be, where the workload's may have `max_new_tokens`."""
+    """Return the most tokens of a row's answer, `length_share` of the workload's `max_new_tokens`."""
     return max(1, round(length_share * max_new_tokens))
 
 
-def write_prompts(workload: str, rows: pl.DataFrame) -> None:
-    conversations.write_table(locate_prompts(workload), rows, PROMPTS_SCHEMA)
+def write_prompts(workload: str, measured: list[PromptRow], warmup: list[PromptRow]) -> None:
+    """Write the prompts to measure and those of the warm-up."""
+    rows = [vars(row) | {"warmup": flag} for part, flag in ((measured, False), (warmup, True)) for row in part]
+    conversations.write_table(locate_prompts(workload), pl.DataFrame(rows, schema=PROMPTS_SCHEMA), PROMPTS_SCHEMA)
 
 
 def read_prompts(workload: str) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """(those to measure, those to warm up with). Raises ValueError naming what to run where there are none."""
+    """Return (prompts to measure, prompts of the warm-up) as PROMPTS_SCHEMA. Raise ValueError where the file is missing."""
     rows = conversations.read_table(locate_prompts(workload), PROMPTS_SCHEMA, f"prepare_prompts@{workload}", None)
     return rows.filter(~pl.col("warmup")), rows.filter("warmup")
 
 
 def check_references(workload: str, rows: pl.DataFrame) -> None:
-    """Raises ValueError, before anything is decoded, where answers shall be graded and nothing says what is right."""
+    """Raise ValueError where a prompt of a graded workload has no reference, before anything is decoded."""
     if without := rows["reference"].null_count():
         raise ValueError(
-            f"benchmark.workloads.{workload}.grade is true, but {without} of its {len(rows)} prompts have no answer to "
-            "grade by, expected one for each: MT-bench's shape of a set may lack them, and HumanEval's tests always. Take "
-            "the set as its authors publish it, or set grade to false"
+            f"benchmark.workloads.{workload}.grade is true, but {without} of its {len(rows)} prompts have no "
+            "reference to grade by, expected one for each: a set in MT-bench's format may lack them, and HumanEval in it always "
+            "lacks tests. Take the set as its authors publish it, or set grade to false"
         )

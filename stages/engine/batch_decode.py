@@ -29,6 +29,7 @@ from stages.engine.decode import CACHE_SIZE_MULTIPLE, CacheSlot, DecodeState, De
 from stages.engine.kv_cache import SlottedKVCache
 from stages.engine.memory_estimate import MemoryEstimate, count_weight_bytes, estimate_activation_bytes
 from stages.engine.sampling import SamplingParams, TokenSampler
+from stages.params.tree_sections import TreeShape
 from stages.target.hooks import capture_residual_streams
 from stages.target.multimodal import ImagePatchesProtocol
 from stages.trees import draft_tree as trees
@@ -150,7 +151,7 @@ class BatchEngine(Engine):
     def _check_one(self, tokens: int, tree: TreeTuple | None) -> None:
         self.check(tokens)
         if tree is not None:
-            trees.check_tree(*tree, *self._draft_limits())
+            trees.check_tree(TreeShape(*tree), *self._draft_limits())
 
     def _one_by_one(self, asks: Sequence[DecodeRequest], tree: TreeTuple | None) -> Iterator[list[RequestUpdate]]:
         for number, (prompt, most, pictures, how) in enumerate(asks):
@@ -308,7 +309,7 @@ class BatchEngine(Engine):
         starts, awake = (x[: len(stand.tokens)] for x in (crowd.starts, crowd.awake))  # [B, 1]
         tree, ids = self._grow_all(crowd, stand, shape, crowd.store.each if self.records else seen - width)
         layers = self.feature_layers
-        hidden, streams = self._see(crowd, stand, ids, stand.length + tree.depths, tree.sees, seen, layers)
+        hidden, streams = self._see(crowd, stand, ids, stand.length + tree.depths, tree.ancestor_mask, seen, layers)
         choices = self._choose_all(crowd, chooser, hidden, stand.said + tree.depths)  # [B, M]
         path, count = trees.find_accepted_path(tree, choices, steps)  # [B, R], [B]
         count = 1 + (count[:, None] - 1) * awake

@@ -41,6 +41,7 @@ from stages.engine.draft_kernels import FusedDraft
 from stages.engine.kv_cache import KVCache, probe_kv_shapes, read_sliding_window
 from stages.engine.sampling import SamplingParams, TokenSampler, draw_uniforms
 from stages.engine.target_kernels import FusedDecoder
+from stages.params.tree_sections import TreeShape
 from stages.target.hooks import capture_residual_streams, tap_decoder_inputs
 from stages.target.multimodal import ImagePatchesProtocol, build_multimodal_inputs, build_pixel_kwargs, is_multimodal
 from stages.trees import draft_tree as trees
@@ -275,7 +276,7 @@ class Engine:
         ValueError for a tree that can't be built, before the first token.
         """
         assert self.draft is not None
-        trees.check_tree(num_steps, topk, num_draft_tokens, *self._draft_limits())
+        trees.check_tree(TreeShape(num_steps, topk, num_draft_tokens), *self._draft_limits())
         rows, shape = num_steps + 1, (num_steps, topk, num_draft_tokens)
         spare = max(rows, num_draft_tokens, (num_steps - 1) * topk) + self.ahead * rows
         with self._room(len(prompt) + max_new_tokens, spare) as room:
@@ -503,7 +504,7 @@ class Engine:
     ) -> VerifyOutput:  # fmt: skip
         """Verify, accept, move: a tree, its tokens [M], and the streams entering `layers` that are features."""
         depths = tree.depths[0]  # [M]
-        hidden, streams = self._verify(room, stand, ids, stand.length + depths, tree.sees[0], seen, layers)
+        hidden, streams = self._verify(room, stand, ids, stand.length + depths, tree.ancestor_mask[0], seen, layers)
         choices = self._choose(chooser, hidden, stand.said + depths)
         path, count = trees.find_accepted_path(tree, choices[None], steps)
         path = path[0]  # [R]

@@ -92,7 +92,7 @@ def mix_inputs(
 
 def select_topk(logits: Tensor, topk: int, semantics: str) -> tuple[Tensor, Tensor]:
     """logits [M, D] -> what each of the K best tokens adds to a path's score [M, K] float32, and those draft ids [M, K]."""
-    return trees.select_topk(trees.TREE_SCORINGS[semantics].chances(logits.float()), topk)
+    return trees.select_topk(trees.TREE_SCORINGS[semantics].score_logits(logits.float()), topk)
 
 
 def extend_beam(
@@ -111,7 +111,7 @@ def extend_beam(
     prompts, topk, nodes = sees.shape
     kinds = ids.view(prompts, -1)
     scores, new, places = trees.extend_beam(
-        beam, chances.view(prompts, topk, topk), trees.TREE_SCORINGS[semantics].join
+        beam, chances.view(prompts, topk, topk), trees.TREE_SCORINGS[semantics].combine_scores
     )
     first, end = trees.get_step_range(step, topk)
     found.scores[:, first:end], found.tokens[:, first:end] = scores, kinds + d2t[kinds]

@@ -11,6 +11,7 @@ from stages.draft.eagle3 import attend_prefix_and_ancestors, build_prefix_mask, 
 from stages.engine.decode import DecodeState, PrefillOutput, VerifyOutput
 from stages.methods.eagle import EagleDraft
 from stages.methods.static_tree import StaticTree
+from stages.params.tree_sections import TreeShape
 from stages.trees import draft_tree as trees
 from stages.trees.expansion import expand_candidates
 
@@ -31,7 +32,7 @@ class EagleMethod:
         if isinstance(tree, StaticTree):
             self.steps, self.nodes = tree.steps, tree.nodes
         else:
-            trees.check_tree(*tree, c.vocab_size, c.sliding_window)
+            trees.check_tree(TreeShape(*tree), c.vocab_size, c.sliding_window)
             self.steps, self.nodes = tree[0], tree[2]
         self.weights = sum(x.nbytes for x in eagle.parameters())
         self.parameters = sum(x.numel() for x in eagle.parameters())

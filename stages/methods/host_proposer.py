@@ -70,7 +70,7 @@ class HostProposer:
         self.tree.tokens[0].copy_(torch.tensor(found.wanted))
         self.tree.parents[0, 1:].copy_(torch.tensor(found.parents))
         self.tree.depths[0, 1:].copy_(torch.tensor(found.depths))
-        self.tree.sees[0].copy_(found.sees)
+        self.tree.ancestor_mask[0].copy_(found.sees)
 
     def guess(self, new: list[int]) -> GuessTree:
         """What may follow `context`, whose last tokens are `new`."""

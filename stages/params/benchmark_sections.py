@@ -1,7 +1,7 @@
 """The sections of the cells: workloads, and the engines that answer them (benchmark, benchmark_served)."""
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
@@ -33,8 +33,8 @@ class Workload(Section):
 
     prompts: Name
     num_prompts: Count | None
-    begin: Annotated[int, Field(ge=0)]
-    end: Count | None
+    start: Annotated[int, Field(ge=0)]
+    stop: Count | None
     turns: Literal["first", "all"]
     input_tokens: Count | None
     max_new_tokens: CountOrGrid
@@ -66,9 +66,14 @@ class Workload(Section):
                 f"length_range is {self.length_range} with prompts: {self.prompts}, expected 1: only lengths of random "
                 "prompts are drawn"
             )
-        if self.end is not None and self.end <= self.begin:
-            raise ValueError(f"end is {self.end}, expected more than begin, {self.begin}; no prompt lies between")
+        if self.stop is not None and self.stop <= self.start:
+            raise ValueError(f"stop is {self.stop}, expected more than start, {self.start}; no prompt lies between")
         return self
+
+    def list_settings(self) -> dict[str, Any]:
+        """Return the settings by the names that the fingerprints of cells hash: `start` and `stop` as `begin` and `end`."""
+        old_names = {"start": "begin", "stop": "end"}
+        return {old_names.get(key, key): value for key, value in self.model_dump().items()}
 
     @property
     def rate(self) -> float:
@@ -93,8 +98,8 @@ class Benchmark(Section):
     allow_unsandboxed_code: (
         bool  # whether HumanEval's answers run where the kernel can't keep them from the user's files
     )
-    torch: Names
-    semantics: Literal["sglang", "eagle"]
+    torch_workloads: Names
+    tree_scoring: Literal["sglang", "eagle"]
     num_gpus_total: Count
     num_gpus_per_model: Count
     max_gpu_memory: Positive | None
@@ -103,12 +108,12 @@ class Benchmark(Section):
 
     @model_validator(mode="after")
     def the_torch_engine_can_do_it(self) -> "Benchmark":
-        for name in self.torch:
+        for name in self.torch_workloads:
             rate = get_named(self.workloads, name, "benchmark.workloads").request_rate
             if rate != "inf":
                 raise ValueError(
-                    f"torch: workload {name} has request_rate {rate} (expected inf): the torch engine waits for no arrivals; "
-                    "take it out of benchmark.torch, or serve it (benchmark_served)"
+                    f"torch_workloads: workload {name} has request_rate {rate} (expected inf): the torch engine waits for no arrivals; "
+                    "take it out of benchmark.torch_workloads, or serve it (benchmark_served)"
                 )
         if self.num_gpus_total % self.num_gpus_per_model:
             raise ValueError(

@@ -23,7 +23,7 @@ class FixData(Section):
     min_chars: Count
     max_chars: Count
     max_dropped_share: Annotated[float, Field(ge=0, lt=1)] | None
-    near_duplicate: Annotated[float, Field(ge=0.5, le=1)] | None
+    near_duplicate_threshold: Annotated[float, Field(ge=0.5, le=1)] | None
     eval_file: Text | None
     eval_rows: Count | None
     eval_share: Share

@@ -16,7 +16,7 @@ class InitDraft(Section):
     norm_before_fc: bool
     norm_output: bool
     qk_norm: bool
-    window: Count | None
+    sliding_window: Count | None
     from_: Annotated[Text | None, Field(alias="from")]
     watch: Text
     revision: str | None
@@ -26,10 +26,10 @@ class InitDraft(Section):
     def options_go_together(self) -> "InitDraft":
         if self.revision is not None and self.from_ is None:
             raise ValueError(f"revision is {self.revision!r}, expected null where from is null; name the draft in from")
-        if self.qk_norm and self.window is not None:
+        if self.qk_norm and self.sliding_window is not None:
             raise ValueError(
-                f"qk_norm is true and window {self.window}, expected one of the two: vLLM, which alone loads drafts with q/k "
-                "norms, gives such a layer no window; set window to null, or qk_norm to false"
+                f"qk_norm is true and sliding_window is {self.sliding_window}, expected one of the two: vLLM, which alone loads drafts with q/k "
+                "norms, gives such a layer no window; set sliding_window to null, or qk_norm to false"
             )
         return self
 

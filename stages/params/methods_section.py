@@ -58,14 +58,14 @@ class BenchmarkMethods(Section):
     """Rows of the table of methods, by names of the user's own."""
 
     workload: Name
-    drafted: dict[
+    with_draft: dict[
         Name,
         Annotated[
             Annotated[DynamicRow, Tag("a row")] | Annotated[StaticRow, Tag("a static row")],
             Discriminator(_discriminate_row),
         ],
     ]
-    draftless: dict[
+    without_draft: dict[
         Name,
         Annotated[
             Annotated[NgramRow, Tag("a row")] | Annotated[LookaheadRow, Tag("a row ahead")],

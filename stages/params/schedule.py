@@ -27,13 +27,13 @@ class Schedule(Section):
     retry_pause_s: NonNegative
     runner: Literal["local", "workers", "ray"]
     ray_address: Text | None
-    sent: list[Name]
+    remote_stages: list[Name]
     form_may_set: list[Annotated[str, Field(pattern=r"^[a-z_]+(\.([A-Za-z0-9_]+|\*))+$")]]
     stages: dict[Name, StageResources]
 
     @model_validator(mode="after")
-    def sent_are_stages(self) -> "Schedule":
-        for name in self.sent:
+    def remote_stages_exist(self) -> "Schedule":
+        for name in self.remote_stages:
             get_named(self.stages, name, "schedule.stages")
         return self
 

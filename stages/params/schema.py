@@ -7,21 +7,18 @@ strings without a word, so a misspelt section would otherwise vanish from the gr
 This file and the sections are in no stage's `deps`: DVC tracks the values, and the code below holds none.
 """
 
-import inspect
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError, model_validator
 from ruamel.yaml.error import YAMLError
 
-from stages.params import stage_runs, yaml_text
+from stages.params import yaml_text
 from stages.params.benchmark_sections import Benchmark, BenchmarkServed
 from stages.params.data_sections import OWN_PROMPTS, FixData, PreparePrompts, SampleTarget
 from stages.params.draft_sections import CheckOverfit, ImportDraft, InitDraft, TrainDraft
-from stages.params.error_messages import explain_error, explain_yaml
-from stages.params.full_disk import explain_full_disk
+from stages.params.error_messages import explain_error, explain_old_keys, explain_yaml
 from stages.params.methods_section import BenchmarkMethods, DynamicRow, MethodRow, StaticRow
 from stages.params.recipe import Recipe
 from stages.params.schedule import Schedule
@@ -69,7 +66,7 @@ class Params(Section):
             for name in names:
                 if name in trained and (rival := trained[name].rival):
                     raise ValueError(
-                        f"{key}: {name!r} is of {rival}, expected checkpoints of EAGLE-3; name it in benchmark_methods.drafted"
+                        f"{key}: {name!r} is of {rival}, expected checkpoints of EAGLE-3; name it in benchmark_methods.with_draft"
                     )
         for key, names in lists.items():
             for name in names:
@@ -96,9 +93,9 @@ class Params(Section):
                 f"benchmark.num_gpus_per_model is {self.benchmark.num_gpus_per_model} with target.device {self.target.device}, "
                 "expected 1: only GPUs hold a part of a target each; set target.device to cuda"
             )
-        if not self.benchmark.torch and not self.benchmark_served.workloads:
+        if not self.benchmark.torch_workloads and not self.benchmark_served.workloads:
             raise ValueError(
-                "benchmark.torch and benchmark_served.workloads are both [], expected a workload in one of them: there would "
+                "benchmark.torch_workloads and benchmark_served.workloads are both [], expected a workload in one of them: there would "
                 "be nothing to report"
             )
         for name, workload in self.benchmark.workloads.items():
@@ -122,21 +119,21 @@ class Params(Section):
             )
         deepest = max(
             self.train_draft.ttt_steps,
-            *self.replay_trees.steps,
-            *self.time_trees.steps,
+            *self.replay_trees.num_steps,
+            *self.time_trees.num_steps,
             *(
                 TreeShape.parse(tree).num_steps
                 for tree in [
-                    *self.replay_trees.inside,
+                    *self.replay_trees.trace_trees,
                     *self.benchmark.trees,
                     *self.benchmark_served.trees,
-                    *(row.tree for row in self.benchmark_methods.drafted.values() if isinstance(row, DynamicRow)),
+                    *(row.tree for row in self.benchmark_methods.with_draft.values() if isinstance(row, DynamicRow)),
                 ]
             ),
         )
-        if self.init_draft.window is not None and self.init_draft.window < deepest:
+        if self.init_draft.sliding_window is not None and self.init_draft.sliding_window < deepest:
             raise ValueError(
-                f"init_draft.window is {self.init_draft.window}, expected at least the most steps asked for, {deepest}: a step "
+                f"init_draft.sliding_window is {self.init_draft.sliding_window}, expected at least the most steps asked for, {deepest}: a step "
                 "would not see its own first; raise it (thousands are usual)"
             )
         return self
@@ -144,11 +141,11 @@ class Params(Section):
     def _rows_agree(self) -> None:
         """Of the table of methods: raises ValueError where a row names what isn't there, or another method's."""
         table, trained = self.benchmark_methods, self.train_draft.checkpoints
-        rows = {**table.drafted, **table.draftless}
-        if rows and table.workload not in self.benchmark.torch:
+        rows = {**table.with_draft, **table.without_draft}
+        if rows and table.workload not in self.benchmark.torch_workloads:
             raise ValueError(
-                f"benchmark_methods.workload is {table.workload!r}, expected one of benchmark.torch, "
-                f"{', '.join(self.benchmark.torch) or 'which is []'}; correct it, or add it there"
+                f"benchmark_methods.workload is {table.workload!r}, expected one of benchmark.torch_workloads, "
+                f"{', '.join(self.benchmark.torch_workloads) or 'which is []'}; correct it, or add it there"
             )
         lengths = self.benchmark.workloads[table.workload].max_new_tokens if rows else None
         if isinstance(lengths, list):
@@ -156,10 +153,10 @@ class Params(Section):
                 f"benchmark_methods.workload is {table.workload!r}, whose max_new_tokens is a sweep, {lengths}; expected one "
                 "number: methods answer each question once; name a workload with one, or write it so"
             )
-        if twice := sorted(set(table.drafted) & set(table.draftless)):
-            raise ValueError(f"benchmark_methods: {twice[0]} is in drafted and in draftless; rename one")
-        for name, row in table.drafted.items():
-            key = f"benchmark_methods.drafted.{name}"
+        if twice := sorted(set(table.with_draft) & set(table.without_draft)):
+            raise ValueError(f"benchmark_methods: {twice[0]} is in with_draft and in without_draft; rename one")
+        for name, row in table.with_draft.items():
+            key = f"benchmark_methods.with_draft.{name}"
             wanted = "eagle" if row.method == "eagle2" else row.method
             kinds = {c: segment.rival or "eagle3" for c, segment in trained.items()}
             kinds |= dict.fromkeys([ROOT_CHECKPOINT, *self.import_draft.checkpoints], "eagle3")
@@ -183,7 +180,7 @@ class Params(Section):
     def method_row(self, name: str) -> MethodRow:
         """Of the table of methods. Raises ValueError naming those that there are."""
         table = self.benchmark_methods
-        return get_named({**table.drafted, **table.draftless}, name, "benchmark_methods")
+        return get_named({**table.with_draft, **table.without_draft}, name, "benchmark_methods")
 
     def made_by(self, checkpoint: str) -> str:
         """The stage that makes a checkpoint's draft."""
@@ -211,11 +208,19 @@ def read_recipe(path: Path) -> tuple[Recipe | None, dict[str, dict[str, Any]]]:
     if not isinstance(found, dict) or not all(isinstance(keys, dict) for keys in found.values()):
         raise ValueError(f"{path}: expected sections with keys, as params.yaml has them; found {found!r:.60}")
     about = found.pop("recipe", None)
+    _check_no_old_keys(path, found)
     try:
         return None if about is None else Recipe.model_validate(about), found
     except ValidationError as error:
         problems = "\n".join(f"  recipe.{explain_error(e, Recipe)}" for e in error.errors(include_url=False))
         raise ValueError(f"{path} has {error.error_count()} problem(s) to correct:\n{problems}") from None
+
+
+def _check_no_old_keys(path: Path, sections: dict[str, Any]) -> None:
+    """Raise ValueError naming every key of an earlier version, and its new name."""
+    if renamed := explain_old_keys(sections):
+        problems = "\n".join(f"  {line}" for line in renamed)
+        raise ValueError(f"{path} has {len(renamed)} key(s) of an earlier version:\n{problems}")
 
 
 def load_params(path: Path = PARAMS_FILE) -> Params:
@@ -232,6 +237,7 @@ def load_params(path: Path = PARAMS_FILE) -> Params:
         raise ValueError(f"{path} is not valid YAML: {explain_yaml(error)}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{path}: expected the sections {', '.join(Params.model_fields)}; found {raw!r:.60}")
+    _check_no_old_keys(path, raw)
     try:
         return Params.model_validate(raw)
     except ValidationError as error:
@@ -278,52 +284,21 @@ def check_draft_vocab(params: Params, vocab_size: int) -> None:
         )
 
 
-def split_stage_name(words: list[str]) -> list[str]:
-    """Return the arguments of a stage; where the one word is its name in the graph, `benchmark@eval-e003-t5_1_6`, its parts.
-
-    dvc.yaml passes that name by the environment variable DVC_STAGE, so that no shell parses what params.yaml names.
-
-    Raises:
-        ValueError: where params.yaml is not valid: a name with a `-` would be split in the wrong places.
-    """
-    if len(words) != 1 or "@" not in words[0]:
-        return words
-    load_params()
-    return words[0].rpartition("@")[2].split("-")
-
-
-def run_stage(main: Callable[..., None]) -> None:
-    """Run a stage's `main` with the command line's words; what the user can mend prints as one message and exits with 1."""
-    takes = inspect.signature(main)
-    try:
-        words = split_stage_name(sys.argv[1:])
-        try:
-            takes.bind(*words)
-        except TypeError:
-            wanted = " ".join(name.upper() for name in takes.parameters) or "no arguments"
-            raise ValueError(f"expected {wanted}, found {' '.join(words) or 'none'}") from None
-        with stage_runs.logged(sys.argv):
-            main(*words)
-    except Exception as error:
-        if full := explain_full_disk(error):
-            sys.exit(f"aerie: {full}")
-        if isinstance(error, ValueError):
-            sys.exit(f"aerie: {error}")
-        raise
-
-
 def main() -> None:
     params = load_params()
     check_raw_exists(params)
     check_watched("target.model", params.target.model, "target.watch", params.target.watch)
     b, served = params.benchmark, params.benchmark_served
-    cells = len(b.torch) * len(b.checkpoints) * len(b.trees)
+    cells = len(b.torch_workloads) * len(b.checkpoints) * len(b.trees)
     cells += len(served.workloads) * (1 + len(served.checkpoints) * len(served.trees))
-    cells += len(params.benchmark_methods.drafted) + len(params.benchmark_methods.draftless)
+    cells += len(params.benchmark_methods.with_draft) + len(params.benchmark_methods.without_draft)
     print(
         f"{PARAMS_FILE} is valid: target {params.target.model}, {len(params.train_draft.checkpoints)} checkpoints, {cells} cells"
     )
 
 
 if __name__ == "__main__":
-    run_stage(main)
+    try:
+        main()
+    except ValueError as error:
+        sys.exit(f"aerie: {error}")

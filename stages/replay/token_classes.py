@@ -1,7 +1,7 @@
-"""What kind of text a token is: digits, structure or letters. Drafts guess the three unlike well.
+"""Classes of tokens by their text: digits, structure or letters. A draft's accept rate differs between them.
 
-In a TOON table digits are most of the values, structure is line breaks, commas and brackets, and letters are the keys and
-words among the values. A token of several kinds counts by the first that it has of digits, letters, structure.
+In a TOON table digits are most of the values, structure is line breaks, commas and brackets, and letters are the keys and the
+words among the values. A token of several classes counts as the first of digits, letters, structure.
 """
 
 import unicodedata
@@ -13,21 +13,24 @@ from torch import Tensor
 
 TOKEN_CLASSES = ("structure", "digits", "letters")
 STRUCTURE_CATEGORIES = ("P", "S", "Z", "C")  # Unicode's categories: punctuation, symbols, separators, controls
-INCOMPLETE_CHARACTER = "\ufffd"  # bytes of a letter that other tokens complete
+INCOMPLETE_CHARACTER = "\ufffd"  # some bytes of a letter, completed by other tokens
 
 
 def classify_text(text: str) -> str:
-    """Of a token's text; an empty one, or a token that only the template writes, is structure."""
+    """Return the class of a token's text; an empty text is structure."""
     if any(c.isdigit() for c in text):
         return "digits"
-    spoken = any(
+    has_letters = any(
         c == INCOMPLETE_CHARACTER or not unicodedata.category(c).startswith(STRUCTURE_CATEGORIES) for c in text
     )
-    return "letters" if spoken else "structure"
+    return "letters" if has_letters else "structure"
 
 
 def classify_tokens(tokenizer: Any, ids: Iterable[int]) -> Tensor:
-    """Index into KINDS of each token up to the largest of `ids`; of those not in `ids`, 0."""
+    """Return the index into TOKEN_CLASSES of each token up to the largest of `ids`; 0 for those not in `ids`.
+
+    Special tokens are structure.
+    """
     wanted = sorted(set(ids))
     special = set(tokenizer.all_special_ids)
     found = torch.zeros(wanted[-1] + 1, dtype=torch.int64)

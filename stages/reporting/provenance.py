@@ -50,7 +50,7 @@ def digest_each_file(places: Iterable[Path]) -> dict[str, str]:
 def summarise_stage_records(stages: dict[str, Row], cells: list[Row]) -> Row:
     """A line for each stage and for the cells of each engine and workload, and their sum.
 
-    `stages` are records of telemetry/stage_record.py by their stages' names; a cell has the same three keys.
+    `stages` holds the last logged run of each stage (telemetry/stage_log.py); a cell has the same three keys.
     """
     lines = [{"stage": name, "runs": 1, **_sum_records([record])} for name, record in stages.items()]
     kinds = dict.fromkeys(("benchmark" if c["engine"] == "torch" else "benchmark_served", c["workload"]) for c in cells)

@@ -18,6 +18,7 @@ from stages.params.recipe import PublishedMatch, Recipe, RecipeCells
 from stages.reproduce import estimate
 from stages.results import served_records, torch_records
 from stages.runtime import atomic
+from stages.telemetry.run_stage import run_stage
 
 REPRODUCE_FOLDER = Path("results/reproduce")
 COMPARISON_COLUMNS = (
@@ -205,4 +206,4 @@ def _format_brief(value: float | None) -> str:
 
 
 if __name__ == "__main__":
-    schema.run_stage(main)
+    run_stage(main)

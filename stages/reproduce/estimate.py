@@ -1,6 +1,7 @@
 """What a recipe takes: parameters, bytes and GPU-hours, without a GPU, a download or the data.
 
     python -m stages.reproduce.estimate RECIPE PARAMS    # JSON: lines to read, disk_bytes, download_bytes, gpu_hours, missing
+    python -m stages.reproduce.estimate - PARAMS         # without a recipe: rows as long as extract_hiddens.max_length allows
 
 The target's shape is that of recipes/targets/NAME.json; the draft's is inferred from it as init_draft does. Hours are an
 H200's, from rates measured there (`Rates`). What is left out is small beside the rest: loading, compiling, replays,
@@ -26,6 +27,7 @@ from stages.params.benchmark_sections import Workload
 from stages.params.recipe import RECIPES_FOLDER, Recipe
 from stages.target import loading
 from stages.target.manifest import TargetManifest
+from stages.telemetry.run_stage import run_stage
 
 TARGETS_FOLDER = RECIPES_FOLDER / "targets"
 GIB, GB = 2**30, 1e9
@@ -76,9 +78,25 @@ class RecipeEstimate:
 
 
 def main(recipe: str, file: str) -> None:
-    about, _ = schema.read_recipe(Path(recipe))
+    p = schema.load_params(Path(file))
+    about = _describe_params(p) if recipe == "-" else schema.read_recipe(Path(recipe))[0]
     assert about, recipe
-    print(json.dumps(vars(estimate_recipe(schema.load_params(Path(file)), about))))
+    print(json.dumps(vars(estimate_recipe(p, about))))
+
+
+def _describe_params(p: schema.Params) -> Recipe:
+    """Return the description of a recipe of no other rows than the parameters': each as long as they allow."""
+    longest = p.extract_hiddens.max_length
+    return Recipe(
+        status="validated only",
+        pins={},
+        substitutes={},
+        notes=[],
+        train_rows=None,
+        row_tokens=longest,
+        tolerance={},
+        beside=[],
+    )
 
 
 def estimate_recipe(p: schema.Params, recipe: Recipe) -> RecipeEstimate:
@@ -271,7 +289,7 @@ def _count_prompts(p: schema.Params, w: Workload) -> int:
 
 def _add_torch_cells(found: RecipeEstimate, p: schema.Params, shape: TargetSize) -> None:
     step = TORCH_LAYER_S * shape.made.num_layers
-    for name in p.benchmark.torch:
+    for name in p.benchmark.torch_workloads:
         w = p.benchmark.workloads[name]
         prompts = _count_prompts(p, w) * w.repeats + w.warmup
         cells = len(p.benchmark.checkpoints) * len(p.benchmark.trees)
@@ -332,4 +350,4 @@ def _get_itemsize(dtype: str) -> int:
 
 
 if __name__ == "__main__":
-    schema.run_stage(main)
+    run_stage(main)

@@ -11,22 +11,27 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from stages.runtime import atomic
+from stages.runtime.import_closure import find_import_closure
 
 SCRATCH_FOLDER = Path(".scratch")
+CODE_ROOT = Path(__file__).parents[2]  # the folder that holds the package `stages`
 
 
 def locate_scratch(stage: str, *depends_on: Any) -> Path:
-    """The folder of this very piece of work; `depends_on` is anything JSON can write, besides the stages' own code."""
+    """Return the folder of one piece of work of `stage`, as train_draft-e003.
+
+    Its name is a digest of `depends_on`, which is anything that JSON can write, and of the stage's import closure: an edit of
+    code that the stage does not import leaves its unfinished work in place.
+    """
     total = hashlib.sha256(json.dumps(depends_on, sort_keys=True, default=str).encode())
-    for path in sorted(_list_code_files()):
-        total.update(path.read_bytes())
+    for name in sorted(find_import_closure(stage.partition("-")[0], CODE_ROOT)):
+        total.update((CODE_ROOT / name).read_bytes())
     return SCRATCH_FOLDER / f"{stage}-{total.hexdigest()[:16]}"
 
 
@@ -115,10 +120,3 @@ def digest_folder(folder: Path) -> str:
     for path in sorted(f for f in folder.rglob("*") if f.is_file()):
         total.update(str(path.relative_to(folder)).encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
     return total.hexdigest()
-
-
-def _list_code_files() -> set[Path]:
-    files = {getattr(m, "__file__", None) for name, m in sys.modules.items() if name.startswith("stages.")}
-    main = getattr(sys.modules["__main__"], "__file__", None)
-    code = {Path(f) for f in {*files, main} if f and f.endswith(".py")}
-    return {f for f in code if f.stem != "params" and f.parent.name != "sections"}  # they hold no values

@@ -1,12 +1,11 @@
-"""What a real export does to clean conversations: fences, prose, wrong counts, lost rows, empty turns, duplicates.
+"""Damage clean conversations as real exports do: fences, prose, wrong counts, lost rows, empty turns, duplicates.
 
     python -m stages.toy.damaged_exports > data/raw/weather_toon.jsonl          # the committed file, byte for byte
-    python -m stages.toy.damaged_exports maps > data/raw/weather_maps.jsonl     # but for how its PNGs are compressed
+    python -m stages.toy.damaged_exports maps > data/raw/weather_maps.jsonl     # equal but for the compression of its PNGs
 
-Each corruption is a pure function (rng, text) -> text of an answer, in one of three tables by what it does to the
-data: SURROUNDING leaves the table as it is, SPELLING writes the same data differently, LOSS takes data away or makes
-it ambiguous. A corruption that finds nothing to bite on returns its text unchanged. All chance is random.Random.
-The kinds are those of research/users.md, 4.4; their shares are guesses, since no public count of them was found.
+Each corruption is a pure function (rng, text) -> text of an answer, in one of three tables: SURROUNDING leaves the TOON table
+as it is, SPELLING writes the same data differently, LOSS removes data or makes it ambiguous. A corruption that does not apply
+returns its text unchanged. All randomness is random.Random. The shares of the kinds are guesses: no public count was found.
 """
 
 import base64
@@ -23,16 +22,16 @@ from PIL import Image
 
 from stages.toy import weather, weather_maps
 
-EXPORT_SEED = 23  # not prepare_target.seed: the questions of the export are not those the target learned from
+EXPORT_SEED = 23  # not prepare_target.seed: the target was not trained on the questions of the export
 EXPORT_ROWS = 2_000
 MAPS_EXPORT_SEED, MAPS_EXPORT_ROWS = 29, 320
-DAMAGED_SHARE = 0.35  # share of conversations that something happens to
+DAMAGED_SHARE = 0.35  # share of conversations that are damaged
 
 Message = dict[str, Any]
 Corruption = Callable[[random.Random, str], str]
 
 
-# --- around the table -----------------------------------------------------------------------------------------------
+# --- SURROUNDING: around the table -----------------------------------------------------------------------------------
 
 
 def fence(rng: random.Random, text: str) -> str:
@@ -40,7 +39,7 @@ def fence(rng: random.Random, text: str) -> str:
 
 
 def prose_before(rng: random.Random, text: str) -> str:
-    """The first wording is the trap: it ends in a colon, so a strict decoder takes it for a key."""
+    """Put a sentence before the table. A strict decoder reads the first, which ends in a colon, as a key."""
     return rng.choice(("Here is the forecast:\n", "Sure! Here you go:\n\n", "Of course.\n")) + text
 
 
@@ -49,11 +48,11 @@ def prose_after(rng: random.Random, text: str) -> str:
 
 
 def note_after(rng: random.Random, text: str) -> str:
-    """Reads as one more key, too."""
+    """Append a note, which a decoder reads as one more key."""
     return text + rng.choice(("\nNote: temperatures are rounded.", "\n\nNote: rain is a chance in percent"))
 
 
-# --- the same data, written differently -----------------------------------------------------------------------------
+# --- SPELLING: the same data, written differently --------------------------------------------------------------------
 
 
 def wrong_count(rng: random.Random, text: str) -> str:
@@ -61,7 +60,7 @@ def wrong_count(rng: random.Random, text: str) -> str:
 
 
 def literal_count(rng: random.Random, text: str) -> str:
-    """[N], echoed from an instruction, or no count at all."""
+    """Write [N], as echoed from an instruction, or no count."""
     return re.sub(r"days\[\d+\]", rng.choice(("days[N]", "days")), text)
 
 
@@ -106,7 +105,7 @@ def comment(rng: random.Random, text: str) -> str:
 
 
 def typography(rng: random.Random, text: str) -> str:
-    """As a word processor writes it: the true minus sign, and now and then curly quotes around the place."""
+    """Write as a word processor does: the minus sign U+2212, sometimes curly quotes around the place."""
     text = text.replace(",-", ",−")
     return re.sub(r"^place: (\w+)$", r"place: “\1”", text, flags=re.MULTILINE) if rng.random() < 0.5 else text
 
@@ -114,21 +113,21 @@ def typography(rng: random.Random, text: str) -> str:
 def as_json(rng: random.Random, text: str) -> str:
     try:
         return json.dumps(toon_format.loads(text), indent=rng.choice((None, 2)))
-    except toon_format.ToonDecodeError:  # something else has already happened to it
+    except toon_format.ToonDecodeError:  # another corruption was applied before
         return text
 
 
-# --- data lost or ambiguous -----------------------------------------------------------------------------------------
+# --- LOSS: data lost or ambiguous ------------------------------------------------------------------------------------
 
 
 def cut_row(rng: random.Random, text: str) -> str:
-    """Generation stopped at its token limit, inside the last row."""
+    """Cut inside the last row, as a token limit does."""
     rows = _find_rows(text)
     return text[: rng.randrange(rows[-1].start() + 1, rows[-1].end())] if rows else text
 
 
 def cut_table(rng: random.Random, text: str) -> str:
-    """It stopped between two rows."""
+    """Cut between two rows."""
     rows = _find_rows(text)
     return text[: rng.choice(rows).start()].rstrip() if rows else text
 
@@ -189,7 +188,7 @@ LOSS_CORRUPTIONS: dict[str, Corruption] = {
 
 
 def _find_rows(text: str) -> list[re.Match[str]]:
-    """The table's rows with their indentation, without their line ends."""
+    """Return the table's rows with indentation, without line ends."""
     return list(re.finditer(r"^[ \t]*\d{4}-\d\d-\d\d,[^\r\n]*", text, re.MULTILINE))
 
 
@@ -205,7 +204,7 @@ def _change_one_row(rng: random.Random, text: str, change: Callable[[str], str])
     return text[: row.start()] + change(row[0]) + text[row.end() :]
 
 
-# --- conversations --------------------------------------------------------------------------------------------------
+# --- conversations ---------------------------------------------------------------------------------------------------
 
 
 def empty_turn(rng: random.Random, messages: list[Message]) -> list[Message]:
@@ -214,13 +213,13 @@ def empty_turn(rng: random.Random, messages: list[Message]) -> list[Message]:
 
 
 def lost_turn(rng: random.Random, messages: list[Message]) -> list[Message]:
-    """A question without its answer, or an answer without its question."""
+    """Remove a question or an answer."""
     turn = rng.randrange(1, len(messages))
     return messages[:turn] + messages[turn + 1 :]
 
 
 def damage_conversation(rng: random.Random, messages: list[Message]) -> list[Message]:
-    """One thing goes wrong with a conversation: mostly with one answer, and there sometimes two things at once."""
+    """Damage a conversation in one turn, most often with one or two corruptions of an answer."""
     chance = rng.random()
     if chance < 0.04:
         return empty_turn(rng, messages)
@@ -242,57 +241,57 @@ def damage_conversation(rng: random.Random, messages: list[Message]) -> list[Mes
 
 
 def export_weather(seed: int, rows: int) -> Iterator[dict[str, Any]]:
-    """ShareGPT rows. `weather-000042` is conversation 42 of the seed; `weather-000042-again` is its exact copy."""
-    rng = random.Random(seed + 1)  # apart from the conversations' own stream
+    """Yield ShareGPT rows. `weather-000042` is conversation 42 of the seed; `weather-000042-again` is its exact copy."""
+    rng = random.Random(seed + 1)  # not the stream of the conversations
     names = {"system": "system", "user": "human", "assistant": "gpt"}
-    made = 0
+    num_rows = 0
     for number, messages in enumerate(weather.generate_conversations(seed)):
         if rng.random() < DAMAGED_SHARE:
             messages = damage_conversation(rng, messages)
         turns = [{"from": names[m["role"]], "value": m["content"]} for m in messages]
-        again = f"weather-{number:06d}-again" if rng.random() < 0.015 else None
-        for identifier in filter(None, (f"weather-{number:06d}", again)):
-            if made == rows:
+        copy = f"weather-{number:06d}-again" if rng.random() < 0.015 else None
+        for identifier in filter(None, (f"weather-{number:06d}", copy)):
+            if num_rows == rows:
                 return
             yield {"id": identifier, "conversations": turns}
-            made += 1
+            num_rows += 1
 
 
 def export_maps(seed: int, rows: int) -> Iterator[dict[str, Any]]:
-    """Rows of OpenAI's messages, with the maps as `data:` URLs among the parts of a question; `map-000042` as above."""
+    """Yield rows of OpenAI messages with the maps as `data:` URLs in the content parts of questions; ids as `map-000042`."""
     rng = random.Random(seed + 1)
-    for number, (messages, pictures) in zip(range(rows), weather_maps.generate_conversations(seed), strict=False):
-        urls = iter([_encode_data_url(picture) for picture in pictures])
-        shown = [
+    for number, (messages, maps) in zip(range(rows), weather_maps.generate_conversations(seed), strict=False):
+        urls = iter([_encode_data_url(image) for image in maps])
+        parts = [
             _build_question_parts(m, urls) if weather_maps.IMAGE_PLACEHOLDER in m["content"] else m for m in messages
         ]
         if rng.random() < DAMAGED_SHARE:
-            shown = damage_conversation(rng, shown)
-        yield {"id": f"map-{number:06d}", "messages": shown}
+            parts = damage_conversation(rng, parts)
+        yield {"id": f"map-{number:06d}", "messages": parts}
 
 
 def _build_question_parts(message: Message, urls: Iterator[str]) -> dict[str, Any]:
-    """A question that begins with its map, in parts."""
+    """Return a question that begins with a map, as content parts."""
     text = {"type": "text", "text": message["content"].removeprefix(weather_maps.IMAGE_PLACEHOLDER)}
     return {**message, "content": [{"type": "image_url", "image_url": {"url": next(urls)}}, text]}
 
 
-def _encode_data_url(picture: weather_maps.MapImage) -> str:
-    """As a PNG. Its bytes are those of the zlib that Pillow brings: so the file is committed, and a test compares pixels."""
+def _encode_data_url(image: weather_maps.MapImage) -> str:
+    """Return an image as a PNG in a `data:` URL. The bytes depend on Pillow's zlib, so tests compare pixels."""
     buffer = io.BytesIO()
-    Image.fromarray(picture).save(buffer, "PNG", optimize=True)
+    Image.fromarray(image).save(buffer, "PNG", optimize=True)
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-def main(*words: str) -> None:
+def main(*arguments: str) -> None:
     rows = {
         (): lambda: export_weather(EXPORT_SEED, EXPORT_ROWS),
         ("maps",): lambda: export_maps(MAPS_EXPORT_SEED, MAPS_EXPORT_ROWS),
     }
-    if words not in rows:
-        raise SystemExit(f"expected no argument or maps, found {' '.join(words)}")
-    for row in rows[words]():
-        sys.stdout.write(json.dumps(row) + "\n")  # ASCII: the same bytes whatever the terminal's encoding
+    if arguments not in rows:
+        raise SystemExit(f"expected no argument or maps, found {' '.join(arguments)}")
+    for row in rows[arguments]():
+        sys.stdout.write(json.dumps(row) + "\n")  # ASCII: independent of the terminal's encoding
 
 
 if __name__ == "__main__":

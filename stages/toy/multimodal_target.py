@@ -1,13 +1,13 @@
-"""A target that sees, small enough to train on a laptop: transformers' own Qwen3-VL class, taught to read drawn maps.
+"""Build a multimodal target small enough to train on a laptop: transformers' Qwen3-VL class, trained to read drawn maps.
 
-The decoder is weather-tiny's, with the three-dimensional positions of Qwen3-VL; before it a vision tower of two blocks,
-the first of which also goes to the decoder by deepstack. One visual embedding is one tile of a map (maps.py).
+The decoder is weather-tiny's with the three-dimensional RoPE positions of Qwen3-VL. The vision tower has two blocks, the
+first of which also feeds the decoder by deepstack. One image embedding is one tile of a map (weather_maps.py).
 
-Letters: B rows, T tokens, P patches of all pictures together, D numbers in a patch, I pictures.
+Shapes: B rows, T tokens, P patches of all images together, D values of a patch, I images.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from stages.toy import text_targets, weather_maps
 TARGET_NAME = "weather-tiny-vl"
 CORPUS_SIZE = 6_000
 VISION_START, IMAGE_PAD, VISION_END, VIDEO_PAD = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"
-# As weather-tiny's, and a content may be a list of parts; as in Qwen3-VL's own, a picture is one token between two marks.
+# As weather-tiny's, but a content may be a list of parts; as in Qwen3-VL, an image is one token between two marks.
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for part in m.content %}{% if part.type in ('image', 'image_url') %}"
@@ -38,10 +38,12 @@ MapConversation = tuple[list[dict[str, str]], list[weather_maps.MapImage]]
 
 @dataclass(frozen=True)
 class MultimodalTrainingRow:
-    ids: Tensor  # [T], a token for each visual embedding
+    """One conversation as tensors."""
+
+    ids: Tensor  # [T], one token per image embedding
     labels: Tensor  # [T], -100 outside the assistant's turns
-    values: Tensor  # [P, D]
-    grid: Tensor  # [I, 3]
+    pixel_values: Tensor  # [P, D]
+    image_grid_thw: Tensor  # [I, 3]
 
 
 def make_corpus(seed: int) -> list[MapConversation]:
@@ -49,7 +51,7 @@ def make_corpus(seed: int) -> list[MapConversation]:
 
 
 def build_tokenizer(conversations: list[MapConversation]) -> PreTrainedTokenizerFast:
-    """As weather-tiny's, of these texts, with Qwen-VL's four tokens behind its vocabulary."""
+    """Return weather-tiny's tokenizer trained on these texts, with Qwen-VL's four tokens appended to its vocabulary."""
     tokenizer = text_targets.build_tokenizer(
         text_targets.render_conversations([messages for messages, _ in conversations])
     )
@@ -59,7 +61,7 @@ def build_tokenizer(conversations: list[MapConversation]) -> PreTrainedTokenizer
 
 
 def build_processor() -> Any:
-    """Cuts a map into its tiles as it is: no map is so small or so large that it would be resized."""
+    """Return an image processor that cuts a map into its tiles; its size limits are such that no map is resized."""
     return Qwen2VLImageProcessorPil(
         patch_size=weather_maps.TILE_PIXELS // 2,
         merge_size=2,
@@ -70,9 +72,9 @@ def build_processor() -> Any:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> PreTrainedModel:
-    """A random Qwen3-VL whose decoder has weather-tiny's shape; a third of a head's angles for each dimension."""
+    """Return a randomly initialised Qwen3-VL whose decoder has weather-tiny's shape."""
     torch.manual_seed(seed)
-    angles = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
     vision = {
         "depth": 2,
         "hidden_size": 64,
@@ -84,12 +86,12 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> PreTrainedMode
         "num_position_embeddings": 64,
         "deepstack_visual_indexes": [0],
     }
-    named = {"image": IMAGE_PAD, "video": VIDEO_PAD, "vision_start": VISION_START, "vision_end": VISION_END}
+    special_tokens = {"image": IMAGE_PAD, "video": VIDEO_PAD, "vision_start": VISION_START, "vision_end": VISION_END}
     config = Qwen3VLConfig(
-        text_config=text_targets.build_decoder_config(tokenizer) | {"rope_parameters": angles},
+        text_config=text_targets.build_decoder_config(tokenizer) | {"rope_parameters": rope},
         vision_config=vision,
         tie_word_embeddings=True,
-        **{f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in named.items()},
+        **{f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in special_tokens.items()},
     )
     return Qwen3VLForConditionalGeneration(config)
 
@@ -97,37 +99,35 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> PreTrainedMode
 def encode_conversations(
     tokenizer: PreTrainedTokenizerFast, processor: Any, conversations: list[MapConversation]
 ) -> list[MultimodalTrainingRow]:
+    """Return the conversations as tensors, each image as one token per image embedding."""
     rows = []
-    for messages, pictures in conversations:
-        seen = processor(images=pictures, return_tensors="pt")
-        sizes = iter((seen["image_grid_thw"].prod(-1) // processor.merge_size**2).tolist())
-        parts = [
-            {
-                **m,
-                "content": m["content"].replace(
-                    weather_maps.IMAGE_PLACEHOLDER, VISION_START + IMAGE_PAD * next(sizes) + VISION_END
-                ),
-            }
-            if weather_maps.IMAGE_PLACEHOLDER in m["content"]
-            else m
-            for m in messages
-        ]
-        ids = tokenizer(tokenizer.apply_chat_template(parts, tokenize=False))["input_ids"]
-        found = text_targets.label_assistant_tokens(tokenizer, ids)
-        rows.append(MultimodalTrainingRow(torch.tensor(ids), found, seen["pixel_values"], seen["image_grid_thw"]))
+    for messages, maps in conversations:
+        inputs = processor(images=maps, return_tensors="pt")
+        sizes = iter((inputs["image_grid_thw"].prod(-1) // processor.merge_size**2).tolist())
+        expanded = [_expand_image(m, sizes) if weather_maps.IMAGE_PLACEHOLDER in m["content"] else m for m in messages]
+        ids = tokenizer(tokenizer.apply_chat_template(expanded, tokenize=False))["input_ids"]
+        labels = text_targets.label_assistant_tokens(tokenizer, ids)
+        rows.append(MultimodalTrainingRow(torch.tensor(ids), labels, inputs["pixel_values"], inputs["image_grid_thw"]))
     return rows
 
 
-def make_image_inputs(rows: list[MultimodalTrainingRow], token: int) -> Callable[[list[int]], dict[str, Tensor]]:
-    """What `tiny.train` gives the model besides ids."""
+def _expand_image(message: dict[str, str], sizes: Iterator[int]) -> dict[str, str]:
+    tokens = VISION_START + IMAGE_PAD * next(sizes) + VISION_END
+    return {**message, "content": message["content"].replace(weather_maps.IMAGE_PLACEHOLDER, tokens)}
 
-    def more(batch: list[int]) -> dict[str, Tensor]:
+
+def make_image_inputs(
+    rows: list[MultimodalTrainingRow], image_token_id: int
+) -> Callable[[list[int]], dict[str, Tensor]]:
+    """Return the function that gives `text_targets.train_target` a batch's model inputs besides ids."""
+
+    def build_inputs(batch: list[int]) -> dict[str, Tensor]:
         chosen = [rows[i] for i in batch]
-        marks = [(row.ids == token).int() for row in chosen]
+        image_mask = [(row.ids == image_token_id).int() for row in chosen]
         return {
-            "pixel_values": torch.cat([row.values for row in chosen]),
-            "image_grid_thw": torch.cat([row.grid for row in chosen]),
-            "mm_token_type_ids": torch.nn.utils.rnn.pad_sequence(marks, batch_first=True),  # [B, T]
+            "pixel_values": torch.cat([row.pixel_values for row in chosen]),
+            "image_grid_thw": torch.cat([row.image_grid_thw for row in chosen]),
+            "mm_token_type_ids": torch.nn.utils.rnn.pad_sequence(image_mask, batch_first=True),  # [B, T]
         }
 
-    return more
+    return build_inputs

@@ -1,7 +1,7 @@
-"""Targets small enough to train on a laptop: transformers' own Qwen3 classes, a BPE tokenizer, a chat template.
+"""Build and train targets small enough for a laptop: transformers' Qwen3 classes, a BPE tokenizer, a chat template.
 
-Everything follows from the seed and a fixed number of steps, never from the clock. Matrices train with Muon, which
-needs about half the steps of AdamW at this size (docs/LOG.md, 2026-11-21), the rest with AdamW.
+Results depend on the seed and a fixed number of steps, not on the clock. Matrices are trained with Muon, which needs about
+half the steps of AdamW at this size (docs/LOG.md, 2026-11-21), other weights with AdamW.
 """
 
 import itertools
@@ -23,20 +23,20 @@ from transformers import (
 
 from stages.toy import weather
 
-TARGET_NAMES = ("weather-tiny", "weather-tiny-moe")  # sights.NAME is the third
-CORPUS_SIZE = 6_000  # one pass over them is about 500 steps of 2,048 tokens
+TARGET_NAMES = ("weather-tiny", "weather-tiny-moe")  # multimodal_target.TARGET_NAME is the third
+CORPUS_SIZE = 6_000  # conversations; one epoch is about 500 steps of 2,048 tokens
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-# ChatML, as Qwen3's own template renders it without tools and without thinking.
+# ChatML, as Qwen3's template renders it without tools and thinking.
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# One token per digit, as in Qwen: a number is then a guess per digit, which is where a draft fails.
+# One token per digit, as in Qwen: a draft must predict each digit of a number, which is hard.
 PRETOKENIZER_PATTERN = r"\p{N}|[^\S\n]?\p{L}+|\n[ ]*|[^\s\p{L}\p{N}]+|\s+"
 
 
 def build_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of `render_conversations`, with ChatML as its template."""
+    """Train a byte-level BPE tokenizer on the texts of `render_conversations`, with ChatML as its template."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -61,24 +61,29 @@ def build_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, name: str = TARGET_NAMES[0]) -> PreTrainedModel:
-    """A random Qwen3, 128 wide. Seven layers: the fewest whose feature layers [2, n//2, n-3] are three different ones.
+    """Return a randomly initialised Qwen3 of hidden size 128.
 
-    With experts, each token takes two of eight, together as wide as the dense one's MLP: the same arithmetic a token,
-    four times the weights. Heads 64 wide and an output layer of its own are what SGLang 0.5.17 needs of this architecture:
-    it turns no narrower ones, and looks for lm_head even where embeddings are tied.
+    Seven layers are the fewest with three different feature layers [2, n//2, n-3]. weather-tiny-moe routes each token to two
+    of eight experts that together are as wide as the dense MLP: the same FLOPs per token, four times the weights. SGLang
+    0.5.17 requires of this architecture a head dim of 64 (its RoPE kernel) and an untied lm_head.
     """
     torch.manual_seed(seed)
     if name == "weather-tiny":
         return Qwen3ForCausalLM(Qwen3Config(**build_decoder_config(tokenizer)))
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
-    servable = {"head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False}
+    served_by_sglang = {
+        "head_dim": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": False,
+    }
     return Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(**build_decoder_config(tokenizer) | experts | servable, use_sliding_window=False)
+        Qwen3MoeConfig(**build_decoder_config(tokenizer) | experts | served_by_sglang, use_sliding_window=False)
     )
 
 
 def build_decoder_config(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """What every embedded target's decoder has in its config."""
+    """Return the config keys that the decoders of all embedded targets share."""
     return {
         "vocab_size": len(tokenizer),
         "hidden_size": 128,
@@ -98,7 +103,7 @@ def build_decoder_config(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
 def render_conversations(
     conversations: list[list[dict[str, str]]], tokenizer: PreTrainedTokenizerFast | None = None
 ) -> Iterator[str]:
-    """Each conversation as the template renders it; before there is a tokenizer, a plain ChatML rendering."""
+    """Yield each conversation as the tokenizer's template renders it; without a tokenizer, as plain ChatML."""
     for messages in conversations:
         if tokenizer is None:
             yield "".join(f"{TURN_START}{m['role']}\n{m['content']}{TURN_END}\n" for m in messages)
@@ -109,20 +114,20 @@ def render_conversations(
 def encode_conversations(
     tokenizer: PreTrainedTokenizerFast, conversations: list[list[dict[str, str]]]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Per conversation: ids [T], and labels [T] that are -100 outside the assistant's turns (its end token is inside)."""
+    """Return for each conversation ids [T] and labels [T], -100 outside the assistant's turns (end tokens are inside)."""
     encoded = tokenizer(list(render_conversations(conversations, tokenizer)))["input_ids"]
     return [(torch.tensor(ids), label_assistant_tokens(tokenizer, ids)) for ids in encoded]
 
 
 def label_assistant_tokens(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> Tensor:
-    """The ids [T], -100 outside the assistant's turns."""
+    """Return labels [T]: the ids, -100 outside the assistant's turns."""
     start, assistant = tokenizer.convert_tokens_to_ids(TURN_START), tokenizer.encode("assistant")[0]
-    inside, found = False, []
+    inside, labels = False, []
     for position, token in enumerate(ids):
         if token == start:
             inside = ids[position + 1] == assistant
-        found.append(token if inside else -100)
-    return torch.tensor(found)
+        labels.append(token if inside else -100)
+    return torch.tensor(labels)
 
 
 def train_target(
@@ -131,31 +136,33 @@ def train_target(
     seed: int,
     steps: int,
     batch_tokens: int,
-    rate: float,
-    more: Callable[[list[int]], dict[str, Tensor]] = lambda batch: {},
-):
-    """Train in place for exactly `steps` steps; yields (step, loss) after each.
+    learning_rate: float,
+    build_inputs: Callable[[list[int]], dict[str, Tensor]] = lambda batch: {},
+) -> Iterator[tuple[int, float]]:
+    """Train in place for exactly `steps` steps; yield (step, loss) after each.
 
-    `more` gives what the model takes besides ids, for a batch of rows by their indices.
+    `build_inputs` returns the model's inputs besides ids, for a batch of row indices.
     """
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
     chosen = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in chosen]
-    muon = torch.optim.Muon(matrices, lr=rate, momentum=0.95, weight_decay=0.01)
-    adamw = torch.optim.AdamW(others, lr=rate / 5, betas=(0.9, 0.95), weight_decay=0.0)
-    base = {muon: rate, adamw: rate / 5}
+    muon = torch.optim.Muon(matrices, lr=learning_rate, momentum=0.95, weight_decay=0.01)
+    adamw = torch.optim.AdamW(others, lr=learning_rate / 5, betas=(0.9, 0.95), weight_decay=0.0)
+    base_rates = {muon: learning_rate, adamw: learning_rate / 5}
     batches = itertools.cycle(_batch_by_length(rows, batch_tokens, seed))
     for step in range(steps):
         batch = next(batches)
-        ids, wished = _pad_rows([rows[i] for i in batch])  # [B, T] each
-        # Warm up over 20 steps, then fall to almost nothing over the last 40%.
+        ids, labels = _pad_rows([rows[i] for i in batch])  # [B, T] each
+        # Linear warmup over 20 steps, linear decay to 2% over the last 40%.
         scale = min(1.0, (step + 1) / 20) * min(1.0, max(0.02, (steps - step) / (0.4 * steps)))
-        for optimizer, rate_ in base.items():
+        for optimizer, base_rate in base_rates.items():
             for group in optimizer.param_groups:
-                group["lr"] = rate_ * scale
-        hidden = model.model(input_ids=ids, use_cache=False, **more(batch)).last_hidden_state[:, :-1]  # [B, T-1, H]
-        wanted = wished[:, 1:] != -100
-        loss = nn.functional.cross_entropy(model.lm_head(hidden[wanted]), wished[:, 1:][wanted])
+                group["lr"] = base_rate * scale
+        hidden = model.model(input_ids=ids, use_cache=False, **build_inputs(batch)).last_hidden_state[
+            :, :-1
+        ]  # [B, T-1, H]
+        supervised = labels[:, 1:] != -100
+        loss = nn.functional.cross_entropy(model.lm_head(hidden[supervised]), labels[:, 1:][supervised])
         muon.zero_grad()
         adamw.zero_grad()
         loss.backward()
@@ -170,7 +177,7 @@ def make_corpus(seed: int) -> list[list[dict[str, str]]]:
 
 
 def _batch_by_length(rows: list[tuple[Tensor, Tensor]], batch_tokens: int, seed: int) -> list[list[int]]:
-    """Rows of like length together, so that little is padding; the order of batches is shuffled by the seed."""
+    """Return batches of row indices of similar length, which need little padding, shuffled by the seed."""
     batches: list[list[int]] = [[]]
     for index in sorted(range(len(rows)), key=lambda i: len(rows[i][0])):
         if (len(batches[-1]) + 1) * len(rows[index][0]) > batch_tokens and batches[-1]:

@@ -1,9 +1,8 @@
-"""The embedded world: weather questions and their true answers, as TOON tables.
+"""Generate weather questions and their true answers as TOON tables.
 
-A question names a place, a first day, a horizon and a unit; the answer is a TOON document whose table
-has one row per day. Structure is learnable by a tiny model (dates count up, columns repeat), while
-temperatures, rain and sky keep the entropy that makes a draft miss. Two-turn conversations ask for the
-days that follow. Everything comes from one integer seed; nothing reads the clock.
+A question names a place, a first day, a number of days and a unit; the answer is a TOON document whose table has one row per
+day. A tiny model can learn the structure (dates count up, columns repeat); temperatures, rain and sky keep enough entropy that
+drafts miss. Two-turn conversations ask for the days that follow. Everything follows from one integer seed.
 """
 
 import datetime as dt
@@ -12,7 +11,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-# Place -> yearly mean (C), half the yearly swing (C), chance that a day is wet.
+# Place -> yearly mean (C), half the yearly swing (C), probability of a wet day.
 CLIMATES: dict[str, tuple[float, float, float]] = {
     "Lyon": (13, 9, 0.30), "Oslo": (6, 11, 0.35), "Quito": (14, 1, 0.55), "Cairo": (22, 8, 0.03),
     "Osaka": (17, 11, 0.35), "Perth": (19, 6, 0.20), "Lima": (19, 3, 0.05), "Delhi": (25, 9, 0.20),
@@ -33,38 +32,42 @@ _FOLLOW_UPS = ("And the next {days} days?", "Continue for {days} more days.")
 
 @dataclass(frozen=True)
 class WeatherDay:
+    """One row of a forecast's table."""
+
     date: str  # ISO 8601
     low: int  # in the forecast's unit
     high: int
-    rain: int  # chance of rain in percent, a multiple of ten
+    rain: int  # probability of rain in percent, a multiple of ten
     sky: str
 
 
 @dataclass(frozen=True)
 class WeatherForecast:
+    """The content of one answer."""
+
     place: str
     unit: str  # "C" or "F"
     days: tuple[WeatherDay, ...]
 
 
 def format_toon(forecast: WeatherForecast) -> str:
-    """The canonical TOON text of a forecast (equal to what toon-format's encoder writes; a test compares)."""
+    """Return a forecast as canonical TOON, equal to the output of toon-format's encoder (tested)."""
     head = f"place: {forecast.place}\nunit: {forecast.unit}\ndays[{len(forecast.days)}]{{{','.join(DAY_COLUMNS)}}}:"
     return "\n".join([head, *(f"  {d.date},{d.low},{d.high},{d.rain},{d.sky}" for d in forecast.days)])
 
 
 def _make_days(rng: random.Random, place: str, unit: str, first: dt.date, count: int) -> tuple[WeatherDay, ...]:
-    """A pressure wave of six days passes each place at its own phase and moves temperature, rain and sky.
+    """Return `count` days from `first` on.
 
-    The wave is what a model can learn, so that rows differ from day to day even at temperature 0; the
-    noise on top is what it cannot.
+    A pressure wave with a period of six days, at each place's own phase, moves temperature, rain and sky. A model can learn
+    the wave, so rows differ from day to day even at temperature 0; it can't learn the noise on top.
     """
     mean, swing, wet_chance = CLIMATES[place]
     phase, days = list(CLIMATES).index(place), []
     for offset in range(count):
         date = first + dt.timedelta(days=offset)
         season = -math.cos(2 * math.pi * (date.timetuple().tm_yday - 20) / 365)
-        if place in ("Perth", "Lima"):  # southern half
+        if place in ("Perth", "Lima"):  # southern hemisphere
             season = -season
         wave = math.sin(2 * math.pi * (date.toordinal() + phase) / 6)
         noon = mean + swing * season + 4 * wave + rng.gauss(0, 0.8)
@@ -82,7 +85,7 @@ def _make_days(rng: random.Random, place: str, unit: str, first: dt.date, count:
 
 
 def make_conversation(rng: random.Random) -> list[dict[str, str]]:
-    """One conversation as OpenAI-style messages: system, user, assistant, and for a third a second turn."""
+    """Return one conversation as OpenAI messages: system, user, assistant; a third have a second turn."""
     place, unit = rng.choice(list(CLIMATES)), rng.choice("CCF")
     first = dt.date(2026, 1, 1) + dt.timedelta(days=rng.randrange(365))
     turns = 2 if rng.random() < 1 / 3 else 1
@@ -98,7 +101,7 @@ def make_conversation(rng: random.Random) -> list[dict[str, str]]:
 
 
 def generate_conversations(seed: int) -> Iterator[list[dict[str, str]]]:
-    """An endless stream of conversations, the same for the same seed on every machine."""
+    """Yield conversations without end, the same for the same seed on every machine."""
     rng = random.Random(seed)
     while True:
         yield make_conversation(rng)

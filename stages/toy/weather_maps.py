@@ -1,13 +1,12 @@
-"""Weather maps: small pictures that show what a question asks about, and the answers that only they tell.
+"""Generate weather maps: small images that hold the answer to a question, and the conversations about them.
 
-A map has a column of two tiles for each day. Above, the sky's colours and sign, and along the lower edge the chance of
-rain as a blue strip; below, two bars, the night's and the day's temperature, as high as they are warm, from blue to red
-as they are, and with a shade of green that comes back every ten degrees, so that two degrees are plain to see. Place
-and first day come from the question, everything else from the map: none of it can be guessed, since these days are
-drawn without regard to climate and season. Drawn in whole pixels by numpy alone, so that every machine and every
-version of an imaging library has the same maps.
+A map has a column of two tiles for each day. The upper tile has the colour and sign of the sky, and along its lower edge the
+probability of rain as a blue strip. The lower tile has two bars, night and day temperature: height and the blue-to-red hue
+grow with temperature, and a green component repeats every ten degrees, so that steps of two degrees are visible. Place and
+first day come from the question, everything else from the map; it can't be guessed, since these days ignore climate and
+season. Maps are drawn in whole pixels by numpy, so they do not depend on the version of an imaging library.
 
-Letters: D days, TILE pixels across a tile.
+Shapes: D days, TILE = TILE_PIXELS.
 """
 
 import datetime as dt
@@ -18,9 +17,9 @@ import numpy as np
 
 from stages.toy import weather
 
-TILE_PIXELS = 32  # of one visual embedding: two patches of 16 by two
+TILE_PIXELS = 32  # the image area of one embedding: two by two patches of 16 pixels
 MAX_DAYS = 5
-NIGHT_TEMPERATURES = range(-10, 32, 2)  # of a night, in C; in even degrees, which a tile's 32 pixels can show
+NIGHT_TEMPERATURES = range(-10, 32, 2)  # in C, even degrees only: a tile's height is 32 pixels, at two degrees a pixel
 DRY_SKY_SIGNS, WET_SKY_SIGNS = (
     {"sunny": "sun", "cloudy": "cloud", "fog": "mist"},
     {"rain": "drops", "storm": "bolt", "snow": "flakes"},
@@ -29,24 +28,24 @@ SKY_COLOURS = {
     "sunny": (120, 190, 255), "cloudy": (170, 180, 190), "fog": (225, 225, 215),
     "rain": (90, 110, 150), "storm": (60, 50, 80), "snow": (200, 215, 240),
 }  # fmt: skip
-# All end alike: the place is one token of an answer's hundred, and so seldom learned from if it had to be looked for.
+# All end alike: the place is one token of about a hundred in an answer, too weak a signal to learn where to look for it.
 _OPENINGS = tuple(
     opening + " {place} from {first}, {days} days, in C."
     for opening in ("Forecast for", "The weather in", "Read the map of")
 )
 _FOLLOW_UPS = ("And the next {days} days?", "Continue for {days} more days.")
-IMAGE_PLACEHOLDER = "<image>"  # where a map stands in a question, as in an export
+IMAGE_PLACEHOLDER = "<image>"  # marks a map's position in a question, as in an export
 
 MapImage = np.ndarray  # [2 * TILE, D * TILE, 3] uint8
 
 
 def draw_map(days: tuple[weather.WeatherDay, ...]) -> MapImage:
-    """The map of some days: [2 * TILE, D * TILE, 3] uint8."""
+    """Return the map of some days: [2 * TILE, D * TILE, 3] uint8."""
     return np.concatenate([np.concatenate([_draw_sky(day), _draw_temperature_bars(day)]) for day in days], axis=1)
 
 
 def _draw_sky(day: weather.WeatherDay) -> MapImage:
-    """[TILE, TILE, 3]"""
+    """Return the upper tile of a day: [TILE, TILE, 3]."""
     tile = np.full((TILE_PIXELS, TILE_PIXELS, 3), SKY_COLOURS[day.sky], dtype=np.uint8)
     y, x = np.mgrid[:TILE_PIXELS, :TILE_PIXELS]
     sign, colour = {
@@ -64,7 +63,7 @@ def _draw_sky(day: weather.WeatherDay) -> MapImage:
 
 
 def _draw_temperature_bars(day: weather.WeatherDay) -> MapImage:
-    """[TILE, TILE, 3]"""
+    """Return the lower tile of a day: [TILE, TILE, 3]."""
     tile = np.full((TILE_PIXELS, TILE_PIXELS, 3), 255, dtype=np.uint8)
     for left, degrees in ((0, day.low), (TILE_PIXELS // 2, day.high)):
         height = (degrees - NIGHT_TEMPERATURES[0] + 4) // 2  # two degrees a pixel
@@ -85,7 +84,7 @@ def _make_days(rng: random.Random, first: dt.date, count: int) -> tuple[weather.
 
 
 def make_conversation(rng: random.Random) -> tuple[list[dict[str, str]], list[MapImage]]:
-    """(messages, whose questions mark with PICTURE where their map stands; the maps in that order)."""
+    """Return (messages with IMAGE_PLACEHOLDER where a question has a map, the maps in that order)."""
     place, first = rng.choice(list(weather.CLIMATES)), dt.date(2026, 1, 1) + dt.timedelta(days=rng.randrange(365))
     turns = 2 if rng.random() < 1 / 3 else 1
     messages, maps = [{"role": "system", "content": rng.choice(weather.SYSTEM_MESSAGES)}], []
@@ -105,7 +104,7 @@ def make_conversation(rng: random.Random) -> tuple[list[dict[str, str]], list[Ma
 
 
 def generate_conversations(seed: int) -> Iterator[tuple[list[dict[str, str]], list[MapImage]]]:
-    """An endless stream of conversations, the same for the same seed on every machine."""
+    """Yield conversations without end, the same for the same seed on every machine."""
     rng = random.Random(seed)
     while True:
         yield make_conversation(rng)

@@ -1,11 +1,12 @@
-"""From positions to candidate trees: the draft applied step by step to the beams of many positions at once.
+"""Expansion: run the draft step by step over the beams of many positions at once, and record the candidates.
 
-Replay asks for all positions of many prompts and for several topks at once, the engine for one of each: the same `expand_beams`
-serves both. What a node holds follows from its path alone, not from the topk whose beam it is in, so a node that several
-beams hold is computed once.
+Replay expands all positions of many prompts for several topks at once, the engine one position for one topk; both use
+`expand_beams`. A node's state depends on its path alone, not on the topk whose beam holds it, so a node that several beams
+share is computed once.
 
-Letters: N positions, K a topk, W the widest topk, M nodes of a step, S own ancestors with self, H hidden, A attention
-heads, G key-value heads, E head width, C candidates; in `expand_candidates` N = B rows * P positions of a row, T prefix tokens.
+Letters: N positions, K a topk, W the largest topk, M nodes of a step, S ancestors of a node with itself, H hidden, A
+attention heads, G key-value heads, E head width, C candidates; in `expand_candidates` N = B rows * P positions of a row, T
+prefix tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,52 +19,52 @@ from stages.draft.eagle3 import Eagle3Draft, attend_prefix_and_ancestors, build_
 from stages.trees import draft_tree
 from stages.trees.draft_tree import Candidates
 
-# The attention of a step's nodes over prefix and own ancestors: step, each node's position [M] (ascending), queries
-# [M, A, E], own keys and values [M, S, G, E] -> [M, A, E].
+# The attention of a step's nodes over prefix and ancestors: step, each node's index into the positions [M] (ascending), queries
+# [M, A, E], the ancestors' keys and values [M, S, G, E] -> [M, A, E].
 StepAttention = Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor]
 
-# Numbers of an intermediate that are made at once: on a CPU they should stay in its cache, a GPU wants many.
+# Elements of an intermediate tensor: few enough for a CPU's cache, many for a GPU.
 MAX_INTERMEDIATE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 27}
 
 
 class Beam(NamedTuple):
-    """What the next step expands, of one topk."""
+    """The nodes of one topk that the next step expands."""
 
     scores: Tensor  # [N, K]
-    children: Tensor  # [N, K] which it is of the W children that each of the M nodes before has, node by node
-    numbers: Tensor  # [N, K] as candidates
+    children: Tensor  # [N, K] index among the M * W children of the step's nodes, node by node
+    candidate_numbers: Tensor  # [N, K]
 
 
 def expand_candidates(
     draft: Eagle3Draft,
     embedding: Tensor,  # [V, H] the target's
     hidden: Tensor,  # [B, P, H] step-0 output at each position: the state after the last verified token
-    positions: Tensor,  # [B, P] p, where the next token fed is rotated to p + 1; or as `rope` takes them, [B, P, 3]
+    positions: Tensor,  # [B, P] p, where the next token fed is rotated to p + 1; with mrope [B, P, 3]
     keys: Tensor,  # [B, T, G, E] the prefix
     values: Tensor,  # [B, T, G, E]
-    allowed: Tensor | None,  # [B, P, T] bool: tokens that step 0 sees, up to p; None: the whole prefix
-    steps: int,
+    prefix_mask: Tensor | None,  # [B, P, T] bool: tokens that step 0 attends to, up to p; None: the whole prefix
+    num_steps: int,
     topk: int,
-    semantics: str = "sglang",  # of tree.SEMANTICS
+    tree_scoring: str = "sglang",  # a key of TREE_SCORINGS
 ) -> Candidates:
-    """Every candidate of `steps` steps at each of the B*P positions, row by row: scores, tokens, parents [B*P, C]."""
+    """Expand `num_steps` steps at each of the B*P positions, row by row: scores, tokens, parents [B*P, C]."""
     b, p, _ = hidden.shape
-    window, tokens_seen = draft.config.sliding_window, keys.shape[1]
+    window, prefix_length = draft.config.sliding_window, keys.shape[1]
 
-    # One query per beam node: K queries at each position see the same prefix.
-    def by_node(allowed: Tensor) -> Tensor:
-        return allowed[:, :, None].expand(b, p, topk, -1).flatten(1, 2)  # [B, P*K, T]
+    def repeat_by_node(mask: Tensor) -> Tensor:
+        """[B, P, T] -> [B, P*K, T]: the K beam nodes of a position attend to the same prefix."""
+        return mask[:, :, None].expand(b, p, topk, -1).flatten(1, 2)
 
-    def look(step: int, _place: Tensor, query: Tensor, own_k: Tensor, own_v: Tensor) -> Tensor:
-        seen = None if allowed is None else by_node(allowed)
-        if window is not None and allowed is not None:  # it moves on with the steps
-            last = tokens_seen - 1 - allowed.flip(-1).int().argmax(-1)  # [B, P] p
-            seen = by_node(build_prefix_mask(last, tokens_seen, window, step))
+    def attend(step: int, _position: Tensor, query: Tensor, own_k: Tensor, own_v: Tensor) -> Tensor:
+        mask = None if prefix_mask is None else repeat_by_node(prefix_mask)
+        if window is not None and prefix_mask is not None:  # the window moves on with the steps
+            last = prefix_length - 1 - prefix_mask.flip(-1).int().argmax(-1)  # [B, P] p
+            mask = repeat_by_node(build_prefix_mask(last, prefix_length, window, step))
         query, own_k, own_v = (x.unflatten(0, (b, p * topk)) for x in (query, own_k, own_v))
-        return attend_prefix_and_ancestors(query, keys, values, seen, own_k, own_v).flatten(0, 1)
+        return attend_prefix_and_ancestors(query, keys, values, mask, own_k, own_v).flatten(0, 1)
 
     flat = hidden.flatten(0, 1), positions.flatten(0, 1)
-    return expand_beams(draft, embedding, *flat, look, steps, [topk], semantics)[topk]
+    return expand_beams(draft, embedding, *flat, attend, num_steps, [topk], tree_scoring)[topk]
 
 
 def expand_beams(
@@ -71,79 +72,81 @@ def expand_beams(
     embedding: Tensor,  # [V, H] the target's
     hidden: Tensor,  # [N, H] as for `expand_candidates`
     positions: Tensor,  # [N] or [N, 3]
-    look: StepAttention,
-    steps: int,
-    topks: Sequence[int],  # different ones
-    semantics: str,
+    attend: StepAttention,
+    num_steps: int,
+    topks: Sequence[int],  # distinct
+    tree_scoring: str,
 ) -> dict[int, Candidates]:
-    """Every candidate of `steps` steps at each of the N positions, by topk: scores, tokens, parents [N, C] each."""
-    window, score, widest = draft.config.sliding_window, draft_tree.TREE_SCORINGS[semantics], max(topks)
-    assert window is None or window >= steps, f"a window of {window} is left by own ancestors of {steps} steps"
-    place = torch.arange(len(hidden), device=hidden.device)  # [M] which position a node belongs to; now M = N
-    chances, ids = _score_children(draft, hidden, score, widest)  # [M, W]
-    beams, found = {}, {k: ([chances[:, :k]], [ids[:, :k]], [torch.full_like(ids[:, :k], -1)]) for k in topks}
+    """Expand `num_steps` steps at each of the N positions; return candidates [N, C] by topk."""
+    window, scoring, widest = draft.config.sliding_window, draft_tree.TREE_SCORINGS[tree_scoring], max(topks)
+    assert window is None or window >= num_steps, f"ancestors of {num_steps} steps exceed a window of {window}"
+    position = torch.arange(len(hidden), device=hidden.device)  # [M] index of each node's position; at first M = N
+    token_scores, ids = _score_children(draft, hidden, scoring, widest)  # [M, W]
+    beams, records = {}, {k: ([token_scores[:, :k]], [ids[:, :k]], [torch.full_like(ids[:, :k], -1)]) for k in topks}
     for k in topks:
-        slots = torch.arange(k, device=place.device).expand(len(place), k)
-        beams[k] = Beam(chances[:, :k], place[:, None] * widest + slots, slots)
+        slots = torch.arange(k, device=position.device).expand(len(position), k)
+        beams[k] = Beam(token_scores[:, :k], position[:, None] * widest + slots, slots)
     own_k = own_v = None  # [M, S, G, E]
-    for step in range(1, steps):
+    for step in range(1, num_steps):
         children, nodes = _find_distinct_children([beams[k].children for k in topks], ids.numel())
         parents = children // widest  # [M]
-        tokens, place, before = (
-            _select_rows(ids.flatten(), children),
-            _select_rows(place, parents),
-            _select_rows(hidden, parents),
-        )
+        tokens, position = _select_rows(ids.flatten(), children), _select_rows(position, parents)
+        before = _select_rows(hidden, parents)
         cos, sin = draft.compute_rope(positions + step)  # [N, 1, E/2]
-        rope = _select_rows(cos, place), _select_rows(sin, place)
+        rope = _select_rows(cos, position), _select_rows(sin, position)
         mixed = draft.build_layer_input(_select_rows(embedding, tokens), before)
         key, value = draft.compute_keys_values(mixed, rope)
         own_k, own_v = _append_ancestors(own_k, parents, key), _append_ancestors(own_v, parents, value)
-        attended = look(step, place, draft.compute_queries(mixed, rope), own_k, own_v)
+        attended = attend(step, position, draft.compute_queries(mixed, rope), own_k, own_v)
         hidden = draft.finish_layer(draft.select_residual(before, mixed), attended)
-        chances, ids = _score_children(draft, hidden, score, widest)
+        token_scores, ids = _score_children(draft, hidden, scoring, widest)
 
         for k, node in zip(topks, nodes, strict=True):  # [N, K]
-            adds, new = chances, ids  # [M, W]; of one topk the nodes are its beam's, in order
+            own_scores, new_ids = token_scores, ids  # [M, W]; with a single topk the nodes are its beam's, in order
             if len(topks) > 1:
-                adds, new = (_select_rows(x, node.flatten())[:, :k] for x in (chances, ids))
-            adds, new = adds.reshape(-1, k, k), new.reshape(-1, k * k)
-            scores, beam, places = draft_tree.extend_beam(beams[k].scores, adds, score.join)
-            records = scores, new, beams[k].numbers.repeat_interleave(k, dim=1)
-            for record, more in zip(found[k], records, strict=True):
+                own_scores, new_ids = (_select_rows(x, node.flatten())[:, :k] for x in (token_scores, ids))
+            own_scores, new_ids = own_scores.reshape(-1, k, k), new_ids.reshape(-1, k * k)
+            scores, beam, chosen = draft_tree.extend_beam(beams[k].scores, own_scores, scoring.combine_scores)
+            new = scores, new_ids, beams[k].candidate_numbers.repeat_interleave(k, dim=1)
+            for record, more in zip(records[k], new, strict=True):
                 record.append(more)
-            chosen = torch.gather(node, 1, places // k) * widest + places % k
-            beams[k] = Beam(beam, chosen, places + draft_tree.get_step_range(step, k)[0])
-    return {k: Candidates(*(torch.cat(parts, 1) for parts in found[k])) for k in topks}
+            children = torch.gather(node, 1, chosen // k) * widest + chosen % k
+            beams[k] = Beam(beam, children, chosen + draft_tree.get_step_range(step, k)[0])
+    return {k: Candidates(*(torch.cat(parts, 1) for parts in records[k])) for k in topks}
 
 
 def _score_children(
-    draft: Eagle3Draft, state: Tensor, score: draft_tree.TreeScoring, count: int
+    draft: Eagle3Draft, state: Tensor, scoring: draft_tree.TreeScoring, count: int
 ) -> tuple[Tensor, Tensor]:
-    """state [M, H] -> what the best `count` successors of each add to its score, and their target ids, [M, W]."""
+    """Return the scores and target ids [M, count] of each node's best successors; state [M, H]."""
     rows = max(1, MAX_INTERMEDIATE_ELEMENTS[state.device.type] // draft.config.draft_vocab_size)
-    parts = [draft_tree.select_topk(score.chances(draft.logits(part).float()), count) for part in state.split(rows)]
-    chances, ids = parts[0] if len(parts) == 1 else (torch.cat(x) for x in zip(*parts, strict=True))
-    return chances, draft.to_target(ids)
+    parts = [
+        draft_tree.select_topk(scoring.score_logits(draft.logits(part).float()), count) for part in state.split(rows)
+    ]
+    scores, ids = parts[0] if len(parts) == 1 else (torch.cat(x) for x in zip(*parts, strict=True))
+    return scores, draft.to_target(ids)
 
 
 def _find_distinct_children(beams: list[Tensor], count: int) -> tuple[Tensor, list[Tensor]]:
-    """Children below `count`, [N, K] of each beam -> the different ones [M], by position, and each beam's places therein."""
-    if len(beams) == 1:  # siblings and cousins are different already
+    """Return the distinct children [M] of several beams [N, K], ascending, and the index of each beam's nodes among them.
+
+    Children are numbers below `count`.
+    """
+    if len(beams) == 1:  # a single beam holds no child twice
         (beam,) = beams
         return beam.flatten(), [torch.arange(beam.numel(), device=beam.device).view_as(beam)]
-    held = torch.zeros(count, dtype=torch.bool, device=beams[0].device)
+    is_held = torch.zeros(count, dtype=torch.bool, device=beams[0].device)
     for beam in beams:
-        held[beam.flatten()] = True
-    at = held.cumsum(0) - 1
-    return held.nonzero()[:, 0], [at[beam] for beam in beams]
+        is_held[beam.flatten()] = True
+    index = is_held.cumsum(0) - 1
+    return is_held.nonzero()[:, 0], [index[beam] for beam in beams]
 
 
 def _append_ancestors(own: Tensor | None, parents: Tensor, new: Tensor) -> Tensor:
-    """The parents' own keys or values [., S-1, G, E], and each node's new one [M, G, E] -> [M, S, G, E]."""
+    """Append each node's key or value [M, G, E] to its parent's ancestors [., S-1, G, E]: [M, S, G, E]."""
     return new[:, None] if own is None else torch.cat([_select_rows(own, parents), new[:, None]], dim=1)
 
 
 def _select_rows(x: Tensor, index: Tensor) -> Tensor:
-    """x[index], where a decoding step of one position waits for Python: half the time of that."""
+    """Return x[index]; index_select takes half the time, which counts in a decoding step of one position."""
     return x.index_select(0, index)

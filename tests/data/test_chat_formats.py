@@ -1,4 +1,4 @@
-"""Rows as the well-known datasets have them, and what they must become; and each reason to drop one."""
+"""Rows of well-known datasets with their expected messages, and a row for each reason to drop one."""
 
 import re
 from pathlib import Path
@@ -17,15 +17,15 @@ CALL = [{"id": "c1", "type": "function", "function": {"name": "forecast", "argum
 TOOLS = [{"type": "function", "function": {"name": "forecast"}}]
 
 
-def kept_as(data: bytes, extension: str | None) -> str | None:
-    """Stands in for fix_data.keep_picture: any file is kept, bytes never."""
+def save_file_only(data: bytes, extension: str | None) -> str | None:
+    """Replace row_cleaning.save_waiting_image: keep any file, never bytes."""
     return None if extension is None else f"{data!r}{extension}"
 
 
 def read(row: dict[str, Any], folder: str | None = None) -> chat_formats.Conversation:
     kind = chat_formats.detect_format(row)
     assert kind is not None
-    return chat_formats.parse_conversation(row, kind, folder, kept_as)
+    return chat_formats.parse_conversation(row, kind, folder, save_file_only)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def read(row: dict[str, Any], folder: str | None = None) -> chat_formats.Convers
 def test_a_row_of_each_format(kind: str, row: dict[str, Any], messages: list[dict[str, str]]) -> None:
     assert chat_formats.detect_format(row) == kind and chat_formats.has_format(row, kind)
     found = read(row)
-    assert found.messages == messages and found.extras() == []
+    assert found.messages == messages and found.list_extras() == []
 
 
 def test_tools_calls_and_reasoning_stay_with_their_messages() -> None:
@@ -72,15 +72,14 @@ def test_tools_calls_and_reasoning_stay_with_their_messages() -> None:
     assert found.tools is not None and '"forecast"' in found.tools
 
 
-def test_parquet_gives_every_row_the_keys_of_all_rows_and_none_of_them_counts() -> None:
+def test_null_keys_of_parquet_rows_are_ignored() -> None:
     call = [{"id": "c1", "function": {"name": "forecast", "arguments": None}, "index": None}]
     found = read({"messages": [PLAIN[0], {"role": "assistant", "content": "", "tool_calls": call}], "tools": None})
     assert found.tool_calls == [None, '[{"id": "c1", "function": {"name": "forecast"}}]'] and found.tools is None
 
 
-def test_pictures_by_path(tmp_path: Path) -> None:
-    """Kept by their content too: bug of before, where the row held the file's own path, another picture in its place
-    changed no row, and only fix_data ran again."""
+def test_images_by_path(tmp_path: Path) -> None:
+    """Bug: rows held the user's path, so replacing an image on disk changed no row, and only fix_data reran."""
     path = (tmp_path / "sky.png").as_posix()
     Path(path).write_bytes(b"a sky")
     kept = ["b'a sky'.png"]
@@ -129,13 +128,13 @@ def test_a_row_that_is_dropped(tmp_path: Path, row: dict[str, Any], reason: str)
 
 
 @pytest.mark.parametrize("row", [{}, {"text": "x"}, {"messages": "x"}, {"prompt": ASK}, {"prompt": 5, "answer": SAY}])
-def test_what_is_no_format(row: dict[str, Any]) -> None:
+def test_unknown_formats(row: dict[str, Any]) -> None:
     assert chat_formats.detect_format(row) is None and not any(
         chat_formats.has_format(row, kind) for kind in chat_formats.CHAT_FORMATS
     )
 
 
-# --- whatever a row holds -------------------------------------------------------------------------------------------
+# --- arbitrary rows --------------------------------------------------------------------------------------------------
 
 texts = st.text(st.characters(exclude_categories=()), max_size=6) | st.sampled_from(["<image>", "sky.png", "user", " "])
 anything = st.recursive(
@@ -156,7 +155,7 @@ rows = st.fixed_dictionaries({}, optional={key: st.lists(turn | anything, max_si
 
 
 def read_or_drop(row: dict[str, Any]) -> None:
-    """Nothing but `Dropped` is raised, and what is read can be written."""
+    """Parsing raises DroppedRowError only, and every parsed row can be written."""
     kind = chat_formats.detect_format(row)
     if kind is None:
         return

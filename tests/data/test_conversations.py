@@ -1,4 +1,4 @@
-"""Conversation tables come back as they went; a table of another version, missing or cut, is refused by name."""
+"""Conversation tables survive a round trip; a table of another schema, missing or truncated, is refused by name."""
 
 from pathlib import Path
 
@@ -52,8 +52,8 @@ tables = pytest.mark.parametrize(
 
 
 @tables
-def test_a_table_comes_back_as_it_went(tmp_path: Path, rows: list[dict], schema: pl.Schema) -> None:
-    """Text to the last carriage return, empty lists as empty lists, in the order written, types and all."""
+def test_a_table_survives_a_round_trip(tmp_path: Path, rows: list[dict], schema: pl.Schema) -> None:
+    """Carriage returns, empty lists, order and types are preserved."""
     place = tmp_path / "data" / "train.parquet"
     conversations.write_table(place, pl.DataFrame(rows, schema=schema), schema)
     found = conversations.read_table(place, schema, "fix_data")
@@ -85,7 +85,7 @@ def test_a_missing_table_names_its_stage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("left", [0, 60, -1], ids=["nothing", "the beginning", "a byte short"])
-def test_a_cut_table_names_its_stage(tmp_path: Path, left: int) -> None:
+def test_a_truncated_table_names_its_stage(tmp_path: Path, left: int) -> None:
     place = tmp_path / "train.parquet"
     conversations.write_table(place, pl.DataFrame(FIXED_ROWS, schema=FIXED_SCHEMA), FIXED_SCHEMA)
     place.write_bytes(place.read_bytes()[:left])
@@ -93,7 +93,7 @@ def test_a_cut_table_names_its_stage(tmp_path: Path, left: int) -> None:
         conversations.read_table(place, FIXED_SCHEMA, "fix_data")
 
 
-def test_a_stream_is_written_as_a_table_is_and_twice_the_same(tmp_path: Path) -> None:
+def test_streaming_writes_the_same_table_deterministically(tmp_path: Path) -> None:
     rows = pl.DataFrame(FIXED_ROWS * 20_000, schema=FIXED_SCHEMA)
     for name in ("a", "b"):
         conversations.stream_table(tmp_path / f"{name}.parquet", rows.lazy(), FIXED_SCHEMA)

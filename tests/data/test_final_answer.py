@@ -1,4 +1,4 @@
-"""What a text says its answer is."""
+"""Final answers found in texts."""
 
 from fractions import Fraction
 
@@ -34,7 +34,7 @@ def test_the_last_number(text: str, number: Fraction | int | None) -> None:
 
 
 @given(st.integers(-(10**9), 10**9), st.integers(0, 99))
-def test_a_number_comes_back_however_it_is_written(whole: int, cents: int) -> None:
+def test_a_number_is_found_in_every_spelling(whole: int, cents: int) -> None:
     value = Fraction(whole) + (-1 if whole < 0 else 1) * Fraction(cents, 100)
     for text in (
         f"{whole}.{cents:02}",

@@ -1,4 +1,4 @@
-"""The elements of an array, however it is cut into pieces; against json.loads of the whole, and in bounded memory."""
+"""Elements of an array read in pieces of any size, compared with json.loads of the whole, in bounded memory."""
 
 import io
 import json
@@ -19,8 +19,8 @@ def is_row(value: Any) -> bool:
     return isinstance(value, dict) and "prompt" in value
 
 
-def by(step: int, text: str) -> Callable[[int], str]:
-    """A reader that gives `step` characters at a time, whatever it is asked for."""
+def read_in_steps(step: int, text: str) -> Callable[[int], str]:
+    """Return a reader that returns `step` characters at a time."""
     file = io.StringIO(text)
     return lambda _: file.read(step)
 
@@ -45,7 +45,7 @@ def test_the_elements_are_those_of_the_whole(
     text = json.dumps(whole, indent=indent, ensure_ascii=ascii) + "\n"
     key = json_stream.find_rows_key(text, is_row)
     assert key == ("" if not wrapped else None)  # a list that begins otherwise comes first
-    found = list(json_stream.iterate_elements(by(step, text), "rows" if wrapped else "", is_row))
+    found = list(json_stream.iterate_elements(read_in_steps(step, text), "rows" if wrapped else "", is_row))
     expected = whole["rows"] if isinstance(whole, dict) else whole
     assert repr([json.loads(text) for text in found]) == repr(expected)  # repr: a NaN is not itself
 
@@ -65,7 +65,7 @@ def test_the_elements_are_those_of_the_whole(
         ("no json", None),
     ],
 )
-def test_where_the_rows_are(text: str, key: str | None) -> None:
+def test_the_key_of_the_rows(text: str, key: str | None) -> None:
     assert json_stream.find_rows_key(text, is_row) == key
 
 
@@ -85,14 +85,14 @@ def test_where_the_rows_are(text: str, key: str | None) -> None:
         ('{"a" [1]}', "a", "expected :, found"),
     ],
 )
-def test_what_is_broken_says_where(text: str, key: str, says: str, step: int) -> None:
+def test_errors_have_a_position(text: str, key: str, says: str, step: int) -> None:
     step = max(step, len(text) // 1000)
     with pytest.raises(json_stream.JsonArrayError, match=says):
-        list(json_stream.iterate_elements(by(step, text), key, is_row))
+        list(json_stream.iterate_elements(read_in_steps(step, text), key, is_row))
 
 
 def test_a_long_array_needs_the_memory_of_a_window() -> None:
-    """Bug: a .json of one array was parsed whole, so that 1 GiB of it took 6."""
+    """Bug: a .json with one array was parsed whole, and 1 GiB took 6 GiB of memory."""
     row = json.dumps({"prompt": "x" * 2_000, "answer": ["y"] * 100})
     count = 40_000  # 100 MiB
 

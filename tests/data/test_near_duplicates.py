@@ -1,4 +1,4 @@
-"""Likeness against Jaccard counted out on sets, and groups against a search in the graph."""
+"""Estimated similarity compared with the Jaccard similarity of sets, and groups with a graph search."""
 
 import random
 
@@ -9,7 +9,7 @@ from stages.data import near_duplicates
 
 
 def jaccard(left: str, right: str) -> float:
-    """Of the sets of five characters, counted out."""
+    """Return the exact Jaccard similarity of the sets of five characters."""
     pad = "\0" * 4
     a, b = ({(pad + t)[i : i + 5] for i in range(len(t))} for t in (left, right))
     return len(a & b) / len(a | b)
@@ -41,7 +41,7 @@ def test_the_estimate_is_jaccard_in_any_script(name: str) -> None:
     assert abs(np.mean(errors)) < 0.02 and np.std(errors) < 0.06
 
 
-def test_a_signature_is_the_rows_own_whatever_its_neighbours_or_pieces() -> None:
+def test_a_signature_does_not_depend_on_the_batch() -> None:
     rng = random.Random(4)
     texts = [text(rng, "abcde ", rng.choice([1, 2, 4, 5, 6, 300])) for _ in range(400)] + [
         text(rng, "ab", 200_000),
@@ -53,7 +53,7 @@ def test_a_signature_is_the_rows_own_whatever_its_neighbours_or_pieces() -> None
 
 
 @pytest.mark.parametrize("threshold", [0.5, 0.7, 0.8, 0.9, 1.0])
-def test_bands_find_what_is_above_and_nothing_below_is_taken(threshold: float) -> None:
+def test_bands_find_pairs_above_the_threshold_and_none_below(threshold: float) -> None:
     number, width = near_duplicates.choose_bands(threshold)
     assert number * width <= near_duplicates.MINHASH_SLOTS and 1 - (1 - threshold**width) ** number >= 0.99
     rng = random.Random(5)
@@ -74,7 +74,7 @@ def test_bands_find_what_is_above_and_nothing_below_is_taken(threshold: float) -
     assert len(truth - {tuple(pair) for pair in found.tolist()}) <= 1
 
 
-def test_groups_are_the_components() -> None:
+def test_groups_are_connected_components() -> None:
     rng = np.random.default_rng(6)
     for links in (0, 5, 30, 80, 200):
         linked = np.sort(rng.integers(0, 100, (links, 2)), axis=1)
@@ -92,6 +92,6 @@ def test_groups_are_the_components() -> None:
             assert label[row] == min(reached)
 
 
-def test_a_long_chain_ends() -> None:
+def test_a_long_chain_is_one_group() -> None:
     chain = np.stack([np.arange(4999), np.arange(1, 5000)], 1)
     assert (near_duplicates.group_duplicates(5000, chain) == 0).all()

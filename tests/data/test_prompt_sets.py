@@ -1,4 +1,4 @@
-"""Published sets of questions: each in its authors' shape and in MT-bench's; a row that is neither is named."""
+"""Published prompt sets, in their authors' columns and in MT-bench's; a row of neither form is refused by line."""
 
 import json
 import shutil
@@ -66,10 +66,10 @@ def test_a_row_as_its_authors_publish_it(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_format_takes_mt_benchs_shape(kind: str) -> None:
-    """EAGLE's and AngelSlim's copies of all of them are in it; of HumanEval without its tests."""
-    said = {"gsm8k": "so #### 42", "math500": r"so \boxed{42}"}.get(kind, "so 42")
-    row = {"question_id": 3, "category": "", "turns": ["How many?"], "reference": [said]}
+def test_every_format_accepts_mt_benchs_columns(kind: str) -> None:
+    """EAGLE and AngelSlim distribute all sets in these columns; HumanEval without its tests."""
+    answer = {"gsm8k": "so #### 42", "math500": r"so \boxed{42}"}.get(kind, "so 42")
+    row = {"question_id": 3, "category": "", "turns": ["How many?"], "reference": [answer]}
     graded = json.dumps({"kind": kind, "answer": "42"}) if kind in ("gsm8k", "math500") else None
     assert read(write(row), kind) == [PromptProblem("3", ["How many?"], graded)]
     del row["reference"]
@@ -113,7 +113,7 @@ BROKEN = [
         "expected an answer that ends in #### and a number, found ...'42'",
     ),
     ("gsm8k", {"question": "How many?", "answer": "#### many"}, "expected an answer that ends in #### and a number"),
-    ("mt_bench", GSM8K, "expected turns, a list of what the user says, found the keys question, answer"),
+    ("mt_bench", GSM8K, "expected turns, a list of the user's messages, found the keys question, answer"),
     ("mt_bench", {"question_id": 1, "turns": []}, "expected turns to be a list of texts, found '[]'"),
     ("mt_bench", {"question_id": 1, "turns": ["a", ""]}, "expected turns to be a list of texts"),
     (
@@ -138,13 +138,13 @@ def test_a_malformed_row_is_named_with_file_and_line(kind: str, row: dict[str, A
     )
 
 
-def test_what_is_no_json_is_named_too() -> None:
+def test_a_line_that_is_no_json_is_named() -> None:
     with pytest.raises(ValueError, match=r"^set\.jsonl, line 2: expected one JSON object per line, found 'oops'"):
         read(write(GSM8K, "oops"), "gsm8k")
 
 
 def test_ids_are_each_rows_own() -> None:
-    """Pictures, histories and grades go by them."""
+    """Images, histories and grades are looked up by id."""
     row = ROWS["math500"][0]
     with pytest.raises(ValueError, match=r"line 3: id test/algebra/1\.json is that of row 1 too"):
         read(write(row, {**row, "unique_id": "b"}, row), "math500")
@@ -157,11 +157,11 @@ def test_no_file_and_no_rows() -> None:
         read(write(), "gsm8k")
 
 
-# --- the hub --------------------------------------------------------------------------------------------------------
+# --- the Hub ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_dataset_goes_through_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A local folder in the place of a hub id: the same loader, and nothing to download."""
+    """A local folder in place of an id: the same loader without a download."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -175,7 +175,7 @@ def test_a_dataset_goes_through_datasets(tmp_path: Path, monkeypatch: pytest.Mon
         prompt_sets.read_prompt_set("math", None, "test", None, "gsm8k")
 
 
-def test_an_id_is_asked_for_at_its_commit_and_a_branch_is_told(
+def test_a_dataset_is_read_at_its_commit_and_a_branch_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import datasets

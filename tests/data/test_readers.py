@@ -1,4 +1,4 @@
-"""Every file that is said to be read gives the rows that were put in; every broken one is refused by its name."""
+"""Every supported kind of file returns its rows; every broken file is refused by name."""
 
 import bz2
 import gzip
@@ -31,7 +31,7 @@ WRAPPED = json.dumps({"version": 1, "data": ROWS, "tags": ["x"]}, ensure_ascii=F
 
 
 def zstd(data: bytes) -> bytes:
-    """Arrow's, an independent writer of .zst."""
+    """Compress with Arrow, an independent writer of .zst."""
     return pa.compress(data, codec="zstd", asbytes=True)
 
 
@@ -85,7 +85,7 @@ def test_a_byte_order_mark_is_no_json(tmp_path: Path, name: str, data: bytes) ->
 
 @pytest.mark.parametrize("packed", ["", ".gz", ".zst"])
 def test_an_array_on_one_line_is_never_whole_in_memory(tmp_path: Path, packed: str) -> None:
-    """Bug: a .json was read and parsed whole; 1 GiB of one took 6 GiB."""
+    """Bug: a .json was read and parsed whole; 1 GiB took 6 GiB of memory."""
     one = json.dumps({"prompt": "x" * 5_000, "answer": "y"})
     path = tmp_path / ("a.json" + packed)
     path.write_bytes(PACKERS[packed](b'{"rows": [' + ", ".join([one] * 20_000).encode() + b"]}"))  # 100 MiB
@@ -104,9 +104,9 @@ def test_an_array_on_one_line_is_never_whole_in_memory(tmp_path: Path, packed: s
 
 
 def test_chunks_of_large_rows_are_short(tmp_path: Path) -> None:
-    """4,096 rows with a picture each would be gigabytes.
+    """4,096 rows with an image each would take gigabytes.
 
-    Bug: a slice of a row group went to another process with the whole group: 8,000 pictures took 131 s and 2.1 GiB.
+    Bug: a slice of a row group was pickled with the whole group: 8,000 images took 131 s and 2.1 GiB.
     """
     rng = random.Random(1)
     rows = [{"prompt": "<image>", "answer": "b", "image": {"bytes": rng.randbytes(100_000), "path": None}}] * 200
@@ -142,13 +142,13 @@ def test_another_kind_of_file_is_refused(tmp_path: Path, name: str) -> None:
     [(f"a.jsonl{packed}", pack(LINES)[:-40]) for packed, pack in PACKERS.items() if packed]
     + [("a.parquet", b"PAR1 and no more"), ("a.jsonl.gz", LINES), ("a.jsonl.xz", LINES), ("a.jsonl.bz2", LINES)],
 )
-def test_a_cut_or_misnamed_file_is_named(tmp_path: Path, name: str, data: bytes) -> None:
+def test_a_truncated_or_misnamed_file_is_named(tmp_path: Path, name: str, data: bytes) -> None:
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ValueError, match=rf"{name}: expected a whole .* file"):
         rows_of(tmp_path / name)
 
 
-def test_a_cut_json_array_is_named(tmp_path: Path) -> None:
+def test_a_truncated_json_array_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(ARRAY[:-5])
     with pytest.raises(ValueError, match=r"a\.json: expected a JSON array of objects"):
         rows_of(tmp_path / "a.json")
@@ -165,7 +165,7 @@ def test_half_a_surrogate_pair_and_nan_are_read_as_python_reads_them(tmp_path: P
     assert [list(row) for _, _, row in rows_of(tmp_path / "a.jsonl")] == [["a"], ["a"]]
 
 
-# --- the hub --------------------------------------------------------------------------------------------------------
+# --- the Hub ---------------------------------------------------------------------------------------------------------
 
 COMMIT = "8049631c405ae6576f93f445c6b8166f76f5505a"
 
@@ -185,16 +185,16 @@ def offline_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_dataset_goes_through_datasets(tmp_path: Path, offline_cache: Path) -> None:
-    """A local folder in the place of a hub id: the same loader, and nothing to download."""
+    """A local folder in place of an id: the same loader without a download."""
     folder = tmp_path / "talk"
     folder.mkdir()
     (folder / "train.jsonl").write_bytes(LINES)
     (folder / "test.jsonl").write_bytes(LINES[: LINES.index(b"\n") + 1])
     path = pin(tmp_path / "talk.hub.yaml", dataset=str(folder))
-    pinned: dict[str, Any] = {}
-    found = [row for c in readers.read_all_chunks(path, None, pinned) for row in readers.parse_chunk(c)]
+    hub_records: dict[str, Any] = {}
+    found = [row for c in readers.read_all_chunks(path, None, hub_records) for row in readers.parse_chunk(c)]
     assert found == list(enumerate(ROWS))
-    assert pinned["talk.hub.yaml"] == {
+    assert hub_records["talk.hub.yaml"] == {
         "dataset": str(folder), "name": None, "split": "train", "revision": None, "commit": None, "rows": 50,
     }  # fmt: skip
     with pytest.raises(ValueError, match=r"talk\.hub\.yaml: dataset .* split nowhere"):
@@ -220,15 +220,15 @@ def test_a_branch_is_resolved_to_its_commit_and_a_commit_taken_as_it_is(
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
     monkeypatch.setattr(datasets, "load_dataset", load)
-    path, pinned = tmp_path / "talk.hub.yaml", {}
+    path, hub_records = tmp_path / "talk.hub.yaml", {}
     for revision in ("main", COMMIT):
-        assert len(list(readers.read_all_chunks(pin(path, revision=revision, name="big"), None, pinned))) == 1
-        assert pinned["talk.hub.yaml"]["commit"] == COMMIT
+        assert len(list(readers.read_all_chunks(pin(path, revision=revision, name="big"), None, hub_records))) == 1
+        assert hub_records["talk.hub.yaml"]["commit"] == COMMIT
     loaded = ("someone/talk", "big", "train", COMMIT)
     assert asked == [("someone/talk", "main"), loaded, loaded]
 
 
-def test_a_dataset_that_is_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     def refuse(*arguments: Any, **more: Any) -> None:
@@ -251,7 +251,7 @@ def test_a_dataset_that_is_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("{dataset: a/b, name: null, split: train, revision: 8049631}", "revision: expected text, found 8049631"),
     ],
 )
-def test_a_pin_that_says_too_little(tmp_path: Path, text: str, message: str) -> None:
+def test_an_incomplete_pin(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "a.hub.yaml").write_text(text)
     with pytest.raises(ValueError, match=message):
         rows_of(tmp_path / "a.hub.yaml")

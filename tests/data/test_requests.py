@@ -1,4 +1,4 @@
-"""Questions: one per assistant's message, in order; tools, calls and thoughts in the shapes templates and servers take."""
+"""Requests: one per assistant message, in order; tools, calls and reasoning in the form of templates and servers."""
 
 import json
 from pathlib import Path
@@ -14,17 +14,17 @@ CALL = {"id": "abc", "type": "function", "function": {"name": "sky", "arguments"
 
 
 def row(name: str, turns: str, **changes: Any) -> dict[str, Any]:
-    """`turns` as letters: u, a, t; the n-th message says "n"."""
+    """Return a row whose `turns` are letters (u, a, t); the content of message n is "n"."""
     roles = {"u": "user", "a": "assistant", "t": "tool"}
     messages = [{"role": roles[letter], "content": str(n)} for n, letter in enumerate(turns)]
     empty = dict.fromkeys(("tools", "tool_calls", "reasoning", "images"))
     return {"id": name, "messages": messages, "source": "x", "source_row": 0, "verdict": "clean", **empty, **changes}
 
 
-def asked(tmp_path: Path, rows: list[dict[str, Any]], most: int | None = None) -> list[list[requests.TargetRequest]]:
+def read_all(tmp_path: Path, rows: list[dict[str, Any]], most: int | None = None) -> list[list[requests.TargetRequest]]:
     path = tmp_path / "train.parquet"
     conversations.write_table(path, pl.DataFrame(rows, schema=conversations.FIXED_SCHEMA), conversations.FIXED_SCHEMA)
-    return list(requests.read_requests(path, requests.choose(path, most)))
+    return list(requests.read_requests(path, requests.select_requests(path, most)))
 
 
 def names_of(found: list[list[requests.TargetRequest]]) -> set[str]:
@@ -32,63 +32,65 @@ def names_of(found: list[list[requests.TargetRequest]]) -> set[str]:
 
 
 def rows_of(source: str, count: int) -> list[dict[str, Any]]:
-    """Conversations of one turn, whose texts say where they are from."""
+    """Return conversations of one turn whose texts name their source."""
     rows = [row(f"{source}-{n}", "ua", source=source, source_row=n) for n in range(count)]
     for n, one in enumerate(rows):
         one["messages"][0]["content"] = f"question {n} of {source}"
     return rows
 
 
-def test_one_question_for_each_answer_in_order(tmp_path: Path) -> None:
+def test_one_request_for_each_answer_in_order(tmp_path: Path) -> None:
     rows = [row("x", "uaua"), row("none", "u"), row("y", "ua"), row("z", "uaua")]
-    found = asked(tmp_path, rows)
-    assert [[(q.position, q.id, q.turn) for q in group] for group in found] == [
+    found = read_all(tmp_path, rows)
+    assert [[(q.position, q.id, q.answer_index) for q in group] for group in found] == [
         [(0, "x.0", 1), (1, "x.1", 3)], [(2, "y.0", 1)], [(3, "z.0", 1), (4, "z.1", 3)],
     ]  # fmt: skip
     for most in range(7):
-        some = asked(tmp_path, rows, most)
+        some = read_all(tmp_path, rows, most)
         assert sum(map(len, some)) == min(most, 5)
         assert [q.position for group in some for q in group] == list(range(min(most, 5)))
-        assert all([q.turn for q in group] == [1, 3][: len(group)] for group in some)  # no later turn without the first
+        assert all(
+            [q.answer_index for q in group] == [1, 3][: len(group)] for group in some
+        )  # no later turn without the first
 
 
-def test_a_few_questions_are_of_every_file(tmp_path: Path) -> None:
+def test_a_few_requests_are_from_every_file(tmp_path: Path) -> None:
     """Bug: train_rows and eval_rows took the first rows: with a folder of two files, all were of the first."""
     rows = rows_of("a.jsonl", 300) + rows_of("b.jsonl", 100)
-    found = names_of(asked(tmp_path, rows, 100))
+    found = names_of(read_all(tmp_path, rows, 100))
     assert len(found) == 100
     assert 15 <= sum(name.startswith("b") for name in found) <= 35
-    choice = requests.choose(tmp_path / "train.parquet", 100)
-    assert list(choice.sources) == ["a.jsonl", "b.jsonl"]
-    assert choice.asked == sum(share.asked for share in choice.sources.values()) == 100
-    assert choice.not_asked == 300
-    assert choice.sources["b.jsonl"].asked == sum(name.startswith("b") for name in found)
-    assert choice.sources["b.jsonl"].asked + choice.sources["b.jsonl"].not_asked == 100
+    selection = requests.select_requests(tmp_path / "train.parquet", 100)
+    assert list(selection.sources) == ["a.jsonl", "b.jsonl"]
+    assert selection.num_requests == sum(share.asked for share in selection.sources.values()) == 100
+    assert selection.num_unrequested == 300
+    assert selection.sources["b.jsonl"].asked == sum(name.startswith("b") for name in found)
+    assert selection.sources["b.jsonl"].asked + selection.sources["b.jsonl"].not_asked == 100
 
 
-def test_the_files_order_is_in_no_choice(tmp_path: Path) -> None:
-    """A file that is renamed, and so read before the others, changes no row that is asked."""
+def test_the_selection_ignores_the_order_of_files(tmp_path: Path) -> None:
+    """Renaming a file, which changes the order of reading, changes no selected row."""
     a, b = rows_of("a.jsonl", 200), rows_of("b.jsonl", 200)
-    assert names_of(asked(tmp_path, a + b, 100)) == names_of(asked(tmp_path, b[::-1] + a, 100))
+    assert names_of(read_all(tmp_path, a + b, 100)) == names_of(read_all(tmp_path, b[::-1] + a, 100))
 
 
 def test_more_data_replaces_few_rows_and_more_rows_none(tmp_path: Path) -> None:
-    """A file of a tenth more rows takes about a tenth of the places."""
+    """A file with a tenth more rows replaces about a tenth of the selected ones."""
     rows = rows_of("a.jsonl", 400)
-    before = names_of(asked(tmp_path, rows, 100))
-    after = names_of(asked(tmp_path, rows_of("0.jsonl", 40) + rows, 100))
+    before = names_of(read_all(tmp_path, rows, 100))
+    after = names_of(read_all(tmp_path, rows_of("0.jsonl", 40) + rows, 100))
     assert {name for name in after if name.startswith("a")} < before
     assert len(before & after) >= 80
-    assert before < names_of(asked(tmp_path, rows, 150))
+    assert before < names_of(read_all(tmp_path, rows, 150))
 
 
-def test_all_are_asked_where_no_number_is_given(tmp_path: Path) -> None:
+def test_all_are_selected_without_a_limit(tmp_path: Path) -> None:
     rows = rows_of("a.jsonl", 5)
-    assert [group[0].id for group in asked(tmp_path, rows)] == [f"a.jsonl-{n}.0" for n in range(5)]
-    assert asked(tmp_path, [], 3) == []
+    assert [group[0].id for group in read_all(tmp_path, rows)] == [f"a.jsonl-{n}.0" for n in range(5)]
+    assert read_all(tmp_path, [], 3) == []
 
 
-def test_calls_thoughts_and_tools(tmp_path: Path) -> None:
+def test_calls_reasoning_and_tools(tmp_path: Path) -> None:
     calls = [
         None,
         json.dumps([CALL, {"name": "sun", "arguments": {}}]),
@@ -100,51 +102,51 @@ def test_calls_thoughts_and_tools(tmp_path: Path) -> None:
     ]
     tools = json.dumps([TOOL, {"name": "sun", "description": "d"}])
     thoughts = [None, "hm", *[None] * 5]
-    ((first, *_),) = asked(tmp_path, [row("x", "uattata", tools=tools, tool_calls=calls, reasoning=thoughts)])
-    said = first.messages
-    assert said[1]["reasoning_content"] == "hm" and "reasoning_content" not in said[4]
-    assert [c["function"]["arguments"] for c in said[1]["tool_calls"]] == [{"at": "Oslo", "b": 1}, {}]
-    assert [c["id"] for c in said[1]["tool_calls"]] == ["abc", "call00001"]
-    assert [m.get("tool_call_id") for m in said if m["role"] == "tool"] == ["abc", "call00001", "call00002"]
+    ((first, *_),) = read_all(tmp_path, [row("x", "uattata", tools=tools, tool_calls=calls, reasoning=thoughts)])
+    messages = first.messages
+    assert messages[1]["reasoning_content"] == "hm" and "reasoning_content" not in messages[4]
+    assert [c["function"]["arguments"] for c in messages[1]["tool_calls"]] == [{"at": "Oslo", "b": 1}, {}]
+    assert [c["id"] for c in messages[1]["tool_calls"]] == ["abc", "call00001"]
+    assert [m.get("tool_call_id") for m in messages if m["role"] == "tool"] == ["abc", "call00001", "call00002"]
     assert json.dumps(first.tools) == json.dumps([  # with the order of keys
         {"type": "function", "function": {"name": "sky", "parameters": {"type": "object"}, "strict": True}},
         {"type": "function", "function": {"name": "sun", "description": "d"}},
     ])  # fmt: skip
-    sent = requests.convert_to_openai(said, str)
+    sent = requests.convert_to_openai(messages, str)
     assert sent[1]["tool_calls"][0] == CALL
-    assert sent[0] is said[0] and said[1]["tool_calls"][0]["function"]["arguments"]["b"] == 1
+    assert sent[0] is messages[0] and messages[1]["tool_calls"][0]["function"]["arguments"]["b"] == 1
 
 
-def test_what_is_no_tool_is_said(tmp_path: Path) -> None:
-    """fix_data takes an export's tools as they are; a row whose tools are prose can't be asked, and no other is lost."""
+def test_malformed_tools_are_reported(tmp_path: Path) -> None:
+    """fix_data does not check tools; a row with malformed tools is unusable, and no other row is lost."""
     bad = ["no JSON", "[1]", '[{"function": 3}]', '{"a": {}}', '[{"name": 5}]']
     rows = [row(str(n), "ua", tools=text) for n, text in enumerate(bad)]
     rows += [
         row(f"c{n}", "ua", tool_calls=[None, text])
         for n, text in enumerate([*bad, '[{"name": "a", "arguments": "no"}]'])
     ]
-    found = asked(tmp_path, [*rows, row("fine", "ua")])
-    assert [group[0].malformed for group in found] == ["malformed_tools"] * len(rows) + [None]
+    found = read_all(tmp_path, [*rows, row("fine", "ua")])
+    assert [group[0].unusable_reason for group in found] == ["malformed_tools"] * len(rows) + [None]
     assert [group[0].position for group in found] == list(range(len(rows) + 1))
 
 
 @pytest.mark.parametrize("levels", [900, 100_000])
 def test_arguments_nested_too_deep_for_a_template_are_malformed(tmp_path: Path, levels: int) -> None:
-    """A call is flat where its arguments are a text; what that text says was parsed without a bound."""
+    """Bug: arguments given as text were parsed without a limit of depth."""
     deep = '{"a":' * levels + "1" + "}" * levels
     calls = [None, json.dumps([{"name": "sky", "arguments": deep}])]
-    ((first,),) = asked(tmp_path, [row("x", "ua", tool_calls=calls)])
-    assert first.malformed == "malformed_tools"
+    ((first,),) = read_all(tmp_path, [row("x", "ua", tool_calls=calls)])
+    assert first.unusable_reason == "malformed_tools"
 
 
-def test_pictures_are_parts_in_their_places(tmp_path: Path) -> None:
-    """What a template takes; what a server takes; and of each question those that come before it."""
+def test_images_are_content_parts_in_order(tmp_path: Path) -> None:
+    """The forms of templates and servers, and the images before each answer."""
     rows = [row("x", "uaua", images=["a.png", "b.png", "c.png"]), row("y", "ua"), row("z", "ua", images=["d.png"])]
     rows[0]["messages"][0]["content"] = "<image><image>which?"
     rows[0]["messages"][2]["content"] = "and <image> now"
     rows[1]["messages"][0]["content"] = "a text with <image> in it"
     rows[2]["messages"][1]["content"] = "so: <image>"
-    (first, second), (text,), (answer,) = asked(tmp_path, rows)
+    (first, second), (text,), (answer,) = read_all(tmp_path, rows)
     assert first.messages[0]["content"] == [
         {"type": "image", "image": "a.png"},
         {"type": "image", "image": "b.png"},
@@ -153,7 +155,7 @@ def test_pictures_are_parts_in_their_places(tmp_path: Path) -> None:
     assert [part.get("text") for part in first.messages[2]["content"]] == ["and ", None, " now"]
     assert (first.images, second.images) == (["a.png", "b.png"], ["a.png", "b.png", "c.png"])
     assert text.messages[0]["content"] == "a text with <image> in it" and not text.images
-    assert (first.malformed, text.malformed, answer.malformed) == (None, None, "image_in_answer")
+    assert (first.unusable_reason, text.unusable_reason, answer.unusable_reason) == (None, None, "image_in_answer")
     sent = requests.convert_to_openai(first.messages, lambda path: f"data:{path}")
     assert sent[2]["content"] == [
         {"type": "text", "text": "and "},

@@ -1,4 +1,4 @@
-"""TOON repair against the forecasts as they were before anything happened to them.
+"""Repaired TOON answers compared with the forecasts before they were damaged.
 
 The truth is the forecast itself (`dataclasses.asdict`), never a decoder's reading of its text, and a second decoder
 (`toons`, Rust) must agree with the first on everything accepted.
@@ -43,13 +43,13 @@ def truth(forecast: weather.WeatherForecast) -> dict[str, Any]:
 
 
 def agreed(text: str) -> Any:
-    """What `text` says, where both decoders say the same."""
+    """Return the decoded `text`; both decoders must agree."""
     first, second = toon_format.loads(text), toons.loads(text)
     assert first == second, f"toon_format reads {first}, toons {second}, of {text!r}"
     return first
 
 
-# --- research/users.md, table 4.4: its rows in order, executed ------------------------------------------------------
+# --- malformations and their verdicts --------------------------------------------------------------------------------
 
 ROW = "  2026-02-28,-1,3,80,snow"
 YAML_ROWS = "days:\n  - date: 2026-02-27\n    low: -3\n  - date: 2026-02-28\n    low: -1"
@@ -146,12 +146,12 @@ def test_json_is_encoded_again(indent: int | None) -> None:
 
 
 @pytest.mark.parametrize("text", [TEXT.replace("[3]", count) for count in ("[2]", "[4]", "[N]", "")])
-def test_a_wrong_count_is_left_alone_where_the_horizon_is_unknown_or_disagrees(text: str) -> None:
+def test_a_wrong_count_is_not_corrected_where_the_horizon_is_unknown_or_disagrees(text: str) -> None:
     assert toon.repair_toon(text, None, "strip").verdict == "dropped:count_unsure"
     assert toon.repair_toon(text, 4, "strip").verdict == "dropped:row_count"
 
 
-def test_keep_repairs_the_table_and_leaves_what_stands_around_it() -> None:
+def test_keep_repairs_the_table_and_keeps_its_surroundings() -> None:
     around = "Here is the forecast:\n```toon\n{}\n```\n\nHope this helps!"
     assert toon.repair_toon(around.format(TEXT), 3, "keep") == toon.ToonRepair(around.format(TEXT), "clean")
     tabs = around.format(TEXT.replace("  ", "\t"))
@@ -161,11 +161,14 @@ def test_keep_repairs_the_table_and_leaves_what_stands_around_it() -> None:
 
 
 def test_another_table_is_another_schema() -> None:
-    """Nothing of the weather is in the logic: a first column of text, no dates, no order, other keys."""
+    """The logic does not depend on weather: a first column of text, no dates, no order, other keys."""
     stock = toon.ToonSchema(
-        keys=(toon.ToonColumn(name="shop", kind="text"), toon.ToonColumn(name="week", kind="int", least=1, most=53)),
+        keys=(
+            toon.ToonColumn(name="shop", kind="text"),
+            toon.ToonColumn(name="week", kind="int", minimum=1, maximum=53),
+        ),
         table="items",
-        columns=(toon.ToonColumn(name="name", kind="text"), toon.ToonColumn(name="left", kind="int", least=0)),
+        columns=(toon.ToonColumn(name="name", kind="text"), toon.ToonColumn(name="left", kind="int", minimum=0)),
     )
     text = "shop: North\nweek: 7\nitems[2]{name,left}:\n  nail,300\n  screw,20"
     assert toon.repair_toon(text, None, "strip", stock) == toon.ToonRepair(text, "clean")
@@ -177,11 +180,11 @@ def test_another_table_is_another_schema() -> None:
     assert toon.repair_toon(text, 2, "strip").verdict == "dropped:wrong_keys"
 
 
-# --- every cut, every corruption ------------------------------------------------------------------------------------
+# --- every truncation, every corruption ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("horizon", [3, None])
-def test_no_answer_cut_short_is_ever_accepted(horizon: int | None) -> None:
+def test_no_truncated_answer_is_accepted(horizon: int | None) -> None:
     accepted = [
         n for n in range(len(TEXT)) if not toon.repair_toon(TEXT[:n], horizon, "strip").verdict.startswith("dropped")
     ]
@@ -227,11 +230,10 @@ CORRUPTIONS = (
 def check_never_another_forecast(
     forecast: weather.WeatherForecast, names: list[str], known: bool, keep: bool, seed: int
 ) -> None:
-    """fix(corrupt(encode(d))) is d or a drop, and what is accepted is clean when it comes again.
+    """repair(corrupt(encode(d))) is d or a drop, and an accepted answer is clean when judged again.
 
-    At most one loss per answer: two can hide each other (a cell lost, another too many), and nothing could tell.
-    For the same reason only one corruption at all where the horizon is unknown. Every example is corrupted at least
-    once, and each that is accepted is read by the second decoder too.
+    At most one loss per answer: two can hide each other (one cell lost, one added). For the same reason a single corruption
+    where the horizon is unknown. Every example is corrupted, and every accepted one is decoded by the second decoder too.
     """
     text = toon_format.dumps(truth(forecast))
     rng = random.Random(seed)
@@ -272,7 +274,7 @@ def test_a_repair_is_the_same_forecast_or_a_drop_long(**case: Any) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(damaged_exports.SURROUNDING_CORRUPTIONS | damaged_exports.SPELLING_CORRUPTIONS))
-def test_whatever_keeps_the_data_is_repaired(name: str) -> None:
+def test_corruptions_that_keep_the_data_are_repaired(name: str) -> None:
     """Without this, a repair that drops everything would satisfy the property above."""
     for seed in range(20):
         text = CORRUPTIONS[name](random.Random(seed), TEXT)
@@ -283,7 +285,7 @@ def test_whatever_keeps_the_data_is_repaired(name: str) -> None:
 
 @pytest.mark.parametrize("horizon", [3, None])
 @pytest.mark.parametrize("name", sorted(damaged_exports.LOSS_CORRUPTIONS))
-def test_whatever_loses_data_is_dropped(name: str, horizon: int | None) -> None:
+def test_corruptions_that_lose_data_are_dropped(name: str, horizon: int | None) -> None:
     for seed in range(50):
         text = CORRUPTIONS[name](random.Random(seed), TEXT)
         assert text != TEXT
@@ -307,7 +309,7 @@ def test_any_text_gets_a_verdict(lines: list[str], keep: bool) -> None:
         agreed(toon.repair_toon(result.text, None, "strip").text)
 
 
-# --- questions, and the house encoder -------------------------------------------------------------------------------
+# --- questions, and our own encoder ----------------------------------------------------------------------------------
 
 
 def test_horizon_is_read_from_every_question_of_the_embedded_world() -> None:
@@ -323,7 +325,7 @@ def test_horizon_is_read_from_every_question_of_the_embedded_world() -> None:
     [
         ("Weather for the next 5 days?", 5),
         ("1 day in Oslo", 1),
-        ("5 days, I said 5 days!", 5),
+        ("5 days, I want 5 days!", 5),
         ("What is the weather in Oslo?", None),
         ("It rained for 3 days; what of the next 4 days?", None),
         ("Room 3 daystar", None),
@@ -345,7 +347,7 @@ def test_to_toon_writes_what_the_reference_encoder_writes() -> None:
 
 
 def test_the_schema_knows_every_sky() -> None:
-    """The two lists of skies are written apart, since formats do not import builtin."""
+    """The two lists of skies are written twice: stages.data does not import stages.toy."""
     stream = weather.generate_conversations(4)
     answers = [m["content"] for _ in range(1_000) for m in next(stream) if m["role"] == "assistant"]
     seen = {row.rpartition(",")[2] for answer in answers for row in answer.split("\n")[3:]}

@@ -19,6 +19,7 @@ from stages.draft.eagle3 import Eagle3Draft
 from stages.engine import decode, sampling
 from stages.engine.decode import Engine
 from stages.engine.sampling import SamplingParams
+from stages.params.tree_sections import TreeShape
 from stages.replay.replay import replay_answers
 from stages.results import interval
 from stages.target import generation
@@ -269,7 +270,7 @@ def replayed(engine: Engine, prompts: list[list[int]], answers: list[list[int]],
     starts = torch.tensor([len(p) for p in prompts])
     ends = torch.full_like(starts, texts.shape[1])
     features = torch.cat(caught, dim=-1)
-    trees = [(steps, topk, tokens) for steps, tokens in SHAPES[topk]]
+    trees = [TreeShape(steps, topk, tokens) for steps, tokens in SHAPES[topk]]
     return replay_answers(engine.draft, engine.embedding, texts, features, starts, ends, trees)[:2]
 
 

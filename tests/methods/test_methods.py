@@ -143,7 +143,9 @@ def branches(tree: Any, ids: Tensor) -> set[tuple[int, ...]]:
             assert wanted == int(ids[node])
             found[node] = (*found[parent], wanted)
             ancestors = {other for other in found if found[other] == found[node][: len(found[other])]}
-            assert set(tree.sees[0, node].nonzero()[:, 0].tolist()) == ancestors, "it sees itself and what leads to it"
+            assert set(tree.ancestor_mask[0, node].nonzero()[:, 0].tolist()) == ancestors, (
+                "it sees itself and what leads to it"
+            )
             assert int(tree.depths[0, node]) == len(found[node])
     assert len(set(found.values())) == len(found), "siblings differ"
     return set(found.values()) - {()}

@@ -86,7 +86,7 @@ def give_params(project: Project) -> None:
     params = yaml.load(REPO / "params.yaml")
     params["fix_data"]["raw"] = "raw.csv"
     params["schedule"]["stages"] = {stage: {"gpus": 0, "exclusive": False} for stage in COPIES}
-    params["schedule"] |= {"retry_pause_s": 0, "sent": []}
+    params["schedule"] |= {"retry_pause_s": 0, "remote_stages": []}
     text = io.StringIO()
     yaml.dump(params, text)
     (project.root / "params.yaml").write_text(text.getvalue())

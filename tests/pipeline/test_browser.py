@@ -104,7 +104,7 @@ def test_a_page_of_another_origin_starts_no_run(server: Server, page: Any, forei
     before = len(server.ask("flow_runs/filter", {}))
     page.goto(foreign)
     url = f"http://127.0.0.1:{server.port}/api/deployments/{deployment}/create_flow_run"
-    known = password.header(server.password)["Authorization"]
+    known = password.build_auth_header(server.password)["Authorization"]
     assert [page.evaluate(ATTACK, [url, "cors", "application/json", sent]) for sent in ("", known)] == ["refused"] * 2
     page.evaluate(ATTACK, [url, "no-cors", "text/plain", ""])  # is sent without a preflight, and its answer hidden
     assert len(server.ask("flow_runs/filter", {})) == before

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline import dvc_graph
+from pipeline import dvc_graph, processes
 from pipeline.dvc_graph import Outcome
 from pipeline.resources import try_lock
 from tests.conftest import gone
@@ -114,7 +114,7 @@ def test_the_log_has_no_blank_lines_and_not_what_dvc_advises_after_each_stage(pr
 def test_a_failure_names_the_stage_and_shows_the_end_of_its_log(project):
     dvc_graph.reproduce_stage("first", print)
     project.script("middle", "print(*range(100), sep='\\n')\nsys.exit('out of cheese')")
-    with pytest.raises(dvc_graph.StageError, match="stage middle failed") as failure:
+    with pytest.raises(processes.StageError, match="stage middle failed") as failure:
         dvc_graph.reproduce_stage("middle", print)
     assert "out of cheese" in str(failure.value) and "\n42\n" not in str(failure.value)
     assert project.locked() == {"first"}
@@ -124,13 +124,13 @@ def test_a_failure_names_the_stage_and_shows_the_end_of_its_log(project):
 
 @pytest.mark.parametrize("first", ["", "signal.signal(signal.SIGTERM, signal.SIG_IGN)"], ids=["polite", "stubborn"])
 def test_end_children_ends_the_command_and_dvc_keeps_its_house(project, monkeypatch, first):
-    monkeypatch.setattr(dvc_graph, "COMMAND_GRACE", 0.5)
+    monkeypatch.setattr(processes, "COMMAND_GRACE_S", 0.5)
     dvc_graph.reproduce_stage("first", print)
     project.sleeper("middle", first)
     watched = Watched("middle")
     command = watched.sleeping()
     started = time.monotonic()
-    dvc_graph.end_children()
+    processes.end_children()
     assert time.monotonic() - started < 60  # the command would sleep for ten minutes
     watched.thread.join(60)
     assert gone(command.pid)
@@ -138,7 +138,7 @@ def test_end_children_ends_the_command_and_dvc_keeps_its_house(project, monkeypa
     assert project.locked() == {"first"}
     project.script("middle")
     assert run_all()["middle"] == Outcome.RAN
-    dvc_graph.end_children()  # nothing to end, nothing to say
+    processes.end_children()  # nothing to end, nothing to say
 
 
 def test_a_stage_ends_when_its_reader_fails(project):
@@ -183,7 +183,7 @@ def test_what_another_process_works_on_may_be_stale(project):
         found = dvc_graph.explain_stale()
         assert set(found) == {"first", "middle", "last"} and "another process is at work" in found["last"][0]
     finally:
-        dvc_graph.end_children()
+        processes.end_children()
         watched.thread.join(60)
 
 
@@ -191,44 +191,44 @@ def test_what_another_process_works_on_may_be_stale(project):
 def test_a_cut_lock_file_comes_back_from_git_or_goes_and_nothing_runs_again(project, cut: str):
     lock = project.root / "dvc.lock"
     run_all()
-    assert dvc_graph.heal_lock() is None
+    assert dvc_graph.repair_lock() is None
     lock.write_text(cut)
-    assert "no commit has it; removed" in str(dvc_graph.heal_lock())
+    assert "no commit has it; removed" in str(dvc_graph.repair_lock())
     assert run_all() == dict.fromkeys(["first", "middle", "last"], Outcome.RESTORED)
     whole = lock.read_text()
     project.git("init", "-q")
     project.commit()
     lock.write_text(cut)
-    assert "restored from the last commit" in str(dvc_graph.heal_lock())
+    assert "restored from the last commit" in str(dvc_graph.repair_lock())
     assert lock.read_text() == whole and dvc_graph.explain_stale() == {}
 
 
 def test_only_a_failure_that_may_pass_says_so(project):
     for words, transient in (("ReadTimeout: no answer", True), ("aerie: a wrong number", False)):
         project.script("first", f"sys.exit({words!r})")
-        with pytest.raises(dvc_graph.StageError) as failure:
+        with pytest.raises(processes.StageError) as failure:
             dvc_graph.reproduce_stage("first", print)
         assert failure.value.transient == transient
 
 
 def test_a_stopped_run_starts_nothing_more(project, monkeypatch):
     """A thread whose stage came to its turn, or waited for another attempt, began it after the cancellation."""
-    monkeypatch.setattr(dvc_graph, "_stopped", threading.Event())
-    assert dvc_graph.wait_before_retry(0)
-    dvc_graph.stop_stages()
-    assert not dvc_graph.wait_before_retry(600)
-    with pytest.raises(dvc_graph.StageError, match="the run is cancelled"):
+    monkeypatch.setattr(processes, "_stopped", threading.Event())
+    assert processes.wait_before_retry(0)
+    processes.stop_stages()
+    assert not processes.wait_before_retry(600)
+    with pytest.raises(processes.StageError, match="the run is cancelled"):
         dvc_graph.reproduce_stage("first", print)
     assert not (project.root / "first.csv").exists()
 
 
 RUNNER = """
 import sys
-from pipeline import graph
+from pipeline import dvc_graph, processes
 from pipeline.resources import try_lock
-held = try_lock(graph.Path("held.lock"))
-with graph.guard_run([held.fileno()]):
-    graph.reproduce_stage("first", lambda line: print(line, flush=True))
+held = try_lock(dvc_graph.Path("held.lock"))
+with processes.guard_run([held.fileno()]):
+    dvc_graph.reproduce_stage("first", lambda line: print(line, flush=True))
 """
 
 

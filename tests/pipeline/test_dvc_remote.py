@@ -1,4 +1,4 @@
-"""pipeline/remote/dvc_remote.py: a stage offered here, made in a clone, collected here; the remote a folder, or S3 where it is installed."""
+"""Stages sent through a DVC remote and collected from it; the remote is a folder, or S3 if moto is installed."""
 
 import hashlib
 import json
@@ -79,7 +79,7 @@ def make_there(order: dvc_remote.StageOrder, monkeypatch: pytest.MonkeyPatch) ->
     """As a worker does, without a flow -> the folder it was made in."""
     monkeypatch.chdir("../clone")
     folder = Path(".scratch/sent", order.stage).resolve()
-    workspaces.make_bare(folder)
+    workspaces.make_bare_project(folder)
     with monkeypatch.context() as there:
         there.chdir(folder)
         dvc_remote.unpack_order(order)

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pipeline import dvc_graph, password, serve
+from pipeline import password, processes, serve
 from tests.conftest import gone
 
 REPO = Path(__file__).resolve().parents[2]
@@ -65,11 +65,11 @@ class Server:
     @property
     def password(self) -> str:
         """As a user finds it."""
-        return password.read(Path(self.home, password.NAME))
+        return password.read_password(Path(self.home, password.NAME))
 
     def ask(self, path: str, body: object = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        headers = {"content-type": "application/json", **password.header(self.password)}
+        headers = {"content-type": "application/json", **password.build_auth_header(self.password)}
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}/api/{path}", data, headers)
         answers = 0
         while True:
@@ -247,7 +247,7 @@ def test_a_flow_killed_outright_leaves_no_stage_and_the_next_run_mends_dvc_lock(
     server.project.sleeper("middle")
     command = server.sleeping(server.run())
     flow = command.parents()[1]  # its parent is DVC
-    while dvc_graph.DVC_MODULE in flow.cmdline():
+    while processes.DVC_MODULE in flow.cmdline():
         flow = flow.parent()
     flow.kill()
     assert gone(command.pid, 30)

@@ -67,7 +67,7 @@ def test_a_key_that_is_none_is_refused_and_params_yaml_stays(home, key: str, mes
 def test_a_sweep_of_either_engine(home) -> None:
     axes = {"trees": ["t8_2_16"], "checkpoints": ["e003"], "workloads": ["eval"]}
     assert Sweep(**axes).sections(load_params()) == {
-        "benchmark": {"trees": ["t8_2_16"], "checkpoints": ["e003"], "torch": ["eval"]}
+        "benchmark": {"trees": ["t8_2_16"], "checkpoints": ["e003"], "torch_workloads": ["eval"]}
     }
     assert Sweep(**axes, engine="served").sections(load_params()) == {"benchmark_served": axes}
     assert Sweep(trees=["t8_2_16"]).sections(load_params()) == {"benchmark": {"trees": ["t8_2_16"]}}
@@ -205,10 +205,10 @@ HARMLESS = {
     "benchmark_served.server.torch_compile",
     "schedule.stages.*.exclusive",
     # names of trees, which Tree.parse reads whole
-    "replay_trees.inside",
+    "replay_trees.trace_trees",
     "benchmark.trees",
     "benchmark_served.trees",
-    "benchmark_methods.drafted.*.tree",
+    "benchmark_methods.with_draft.*.tree",
 }
 
 
@@ -259,11 +259,11 @@ def test_a_name_that_a_shell_would_read_is_refused_by_the_form(name: str) -> Non
     "other",
     [
         {"benchmark.trees": ["t8_1_9; touch x"]},
-        {"benchmark.torch": ["eval; touch x"]},
+        {"benchmark.torch_workloads": ["eval; touch x"]},
         {"train_draft.checkpoints": {"e1; touch x": {"from": "e000", "epochs": 1}}},
         {"import_draft.checkpoints": {"a$(id)": {"model": "org/name", "revision": None, "rope_theta": None}}},
         {"prepare_prompts.sets": {"a b": {"from": "data/prompt_sets/x.jsonl"}}},
-        {"benchmark_methods.draftless": {"a;b": {"method": "ngram", "longest": 3, "shortest": 1, "length": 8}}},
+        {"benchmark_methods.without_draft": {"a;b": {"method": "ngram", "longest": 3, "shortest": 1, "length": 8}}},
         {"replay_trees.checkpoints": ["e003;id"]},
         {"time_trees.checkpoints": ["e000;id"]},
     ],

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import dvc_graph, freshness
-from pipeline.__main__ import list_stale
+from pipeline.commands import list_stale
 from tests.pipeline.conftest import Project
 from tests.pipeline.test_dvc_graph import run_all
 
@@ -43,7 +43,7 @@ def by_dvc() -> set[str]:
 def test_where_nothing_changed_dvc_is_not_even_loaded(done: Project) -> None:
     (done.root / "more/__pycache__/one.pyc").write_text("written by whoever imports")
     code = (
-        "import sys; from pipeline import graph; print(graph.explain_stale(), list(graph.list_stages()), graph.heal_lock()); "
+        "import sys; from pipeline import dvc_graph as g; print(g.explain_stale(), list(g.list_stages()), g.repair_lock()); "
         "sys.exit('dvc' in sys.modules)"
     )
     env = os.environ | {"PYTHONPATH": str(Path(dvc_graph.__file__).parents[1])}

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from pipeline import dvc_graph, reproduce
-from pipeline.__main__ import main
+from pipeline import dvc_graph, processes, reproduce
+from pipeline.cli import run_command_line
 from tests.conftest import ROOT
 
 Usage = namedtuple("Usage", "total used free")
@@ -55,7 +55,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def run_stage(name: str, on_line: Callable[[str], object]) -> dvc_graph.Outcome:
         done.append(name)
         if name == "sample_target":
-            raise dvc_graph.StageError("stage sample_target failed: no GPU")
+            raise processes.StageError("stage sample_target failed: no GPU")
         return dvc_graph.Outcome.RAN
 
     monkeypatch.setattr(dvc_graph, "reproduce_stage", run_stage)
@@ -65,7 +65,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.usefixtures("here")
 def test_a_dry_run_changes_and_runs_nothing(home: Path, ran: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     before = {file: file.read_bytes() for file in home.rglob("*") if file.is_file() and "__pycache__" not in file.parts}
-    main(["reproduce", "qwen3-coder-30b-a3b", "--dry-run"])
+    run_command_line(["reproduce", "qwen3-coder-30b-a3b", "--dry-run"])
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "19 stages:" and "  import_draft (1): theirs" in said and "  report" in said
     assert "  benchmark_served_baseline (3): chat, code_gen, completion" in said
@@ -86,7 +86,7 @@ def test_it_takes_the_recipe_runs_all_it_can_and_lays_results_beside(
     (home / "data/raw").mkdir(parents=True)
     (home / "data/raw/weather_maps.jsonl").touch()
     with pytest.raises(SystemExit, match=r"of 60 stages failed: sample_target, .*; see above, mend it, run again"):
-        main(["reproduce", "qwen3-vl-2b-weather"])
+        run_command_line(["reproduce", "qwen3-vl-2b-weather"])
     said = capsys.readouterr().out
     assert set(ran) == {"fix_data", "prepare_target", "sample_target"}
     assert (
@@ -101,7 +101,7 @@ def test_it_takes_the_recipe_runs_all_it_can_and_lays_results_beside(
 def test_files_that_are_missing_are_named_before_anything_changes(home: Path, ran: list[str]) -> None:
     before = (home / "params.yaml").read_bytes()
     with pytest.raises(SystemExit, match=r"data/prompt_sets/angelslim/mt_bench.jsonl not found; the recipe says where"):
-        main(["reproduce", "angelslim-qwen3-1.7b"])
+        run_command_line(["reproduce", "angelslim-qwen3-1.7b"])
     assert ran == [] and (home / "params.yaml").read_bytes() == before
 
 
@@ -111,7 +111,7 @@ def test_a_disk_that_is_too_small_is_refused(home: Path, ran: list[str], monkeyp
     (home / "data/raw/weather_maps.jsonl").touch()
     monkeypatch.setattr(reproduce.shutil, "disk_usage", lambda _: Usage(0, 0, 2**30))
     with pytest.raises(SystemExit, match=r"about 10.0 GiB will be written here, and 1.0 GiB are free; make room"):
-        main(["reproduce", "qwen3-vl-2b-weather"])
+        run_command_line(["reproduce", "qwen3-vl-2b-weather"])
     assert ran == []
 
 
@@ -119,7 +119,7 @@ def test_comparing_needs_no_gpu_and_leaves_params_alone(
     home: Path, ran: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = (home / "params.yaml").read_bytes()
-    main(["reproduce", "angelslim-hunyuan-7b", "--compare"])
+    run_command_line(["reproduce", "angelslim-hunyuan-7b", "--compare"])
     assert "16 published numbers: 0 within, 0 outside, 0 not comparable, 16 not run." in capsys.readouterr().out
     assert (home / "params.yaml").read_bytes() == before and ran == []
 
@@ -127,11 +127,11 @@ def test_comparing_needs_no_gpu_and_leaves_params_alone(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "expected: python -m pipeline stale, pull STAGE, use RECIPE, .*; found nothing"),
-        (["use"], "found use"),
-        (["use", "weather-tiny", "--dry-run"], "found use weather-tiny --dry-run"),
-        (["reproduce", "weather-tiny", "--fast"], "found reproduce weather-tiny --fast"),
-        (["reproduce", "weather-tiny", "--dry-run", "--compare"], "found reproduce"),
+        ([], "aerie: expected a command, found none"),
+        (["use"], "Missing argument .* Found: use; run: aerie use --help"),
+        (["use", "weather-tiny", "--dry-run"], "No such option: --dry-run.* Found: use weather-tiny --dry-run"),
+        (["reproduce", "weather-tiny", "--fast"], "Found: reproduce weather-tiny --fast"),
+        (["reproduce", "weather-tiny", "--dry-run", "--compare"], "expected --dry-run or --compare, found both"),
         (["reproduce", "no-such"], "there is no recipe recipes/no-such.yaml; known are angelslim-hunyuan-1.8b"),
         (["reproduce", "mine.yaml"], "mine.yaml has no block `recipe`, expected one that says what it reproduces"),
     ],
@@ -139,7 +139,7 @@ def test_comparing_needs_no_gpu_and_leaves_params_alone(
 def test_what_it_does_not_understand(home: Path, words: list[str], said: str) -> None:
     (home / "mine.yaml").write_text("report: {title: mine}\n")
     with pytest.raises(SystemExit, match=said):
-        main(words)
+        run_command_line(words)
 
 
 @pytest.mark.parametrize(
@@ -157,9 +157,9 @@ def test_a_block_that_is_wrong_is_told_like_params(home: Path, block: str, said:
     with (home / "mine.yaml").open("w") as file:
         YAML(typ="safe").dump(whole, file)
     with pytest.raises(SystemExit, match=r"mine.yaml has 1 problem\(s\) to correct:\n  " + said):
-        main(["use", "mine.yaml"])
+        run_command_line(["use", "mine.yaml"])
 
 
 def test_pipeline_itself_stays_light() -> None:
-    code = "import sys, pipeline.__main__; sys.exit('torch' in sys.modules or 'dvc' in sys.modules)"
+    code = "import sys, pipeline.cli, pipeline.commands; sys.exit(bool({'torch', 'dvc', 'prefect'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline import dvc_graph, workspaces
+from pipeline import processes, workspaces
 from pipeline.resources import try_lock
 from tests.conftest import gone
 from tests.pipeline.conftest import REPO, Project
@@ -59,7 +59,7 @@ def read_until(process: subprocess.Popen[str], text: str) -> str:
 
 
 def find_dvc(run: subprocess.Popen[str]) -> psutil.Process:
-    (found,) = [one for one in psutil.Process(run.pid).children() if dvc_graph.DVC_MODULE in one.cmdline()]
+    (found,) = [one for one in psutil.Process(run.pid).children() if processes.DVC_MODULE in one.cmdline()]
     return found
 
 

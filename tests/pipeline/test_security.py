@@ -53,7 +53,7 @@ def send(server: Server, method: str, path: str, headers: dict[str, str], body: 
 
 
 def known(server: Server) -> dict[str, str]:
-    return {"Content-Type": "application/json", **password.header(server.password)}
+    return {"Content-Type": "application/json", **password.build_auth_header(server.password)}
 
 
 def create_flow_run(server: Server) -> str:
@@ -67,7 +67,7 @@ def runs(server: Server) -> list[str]:
 def test_a_request_without_the_password_or_with_a_wrong_one_is_refused(server: Server) -> None:
     """Bug: the server had no password, so every process and every page on this machine could start flows."""
     path, plain = create_flow_run(server), {"Content-Type": "application/json"}
-    for headers in (plain, plain | password.header("aerie:wrong"), plain | password.header("")):
+    for headers in (plain, plain | password.build_auth_header("aerie:wrong"), plain | password.build_auth_header("")):
         assert send(server, "POST", path, headers, {}).status == 401
         assert send(server, "GET", "/api/admin/version", headers).status == 401
     assert runs(server) == []
@@ -199,21 +199,21 @@ def test_a_client_without_the_right_password_is_told_so_in_one_line(server: Serv
     wrong.chmod(0o600)
     for module in ("pipeline.start_worker", "pipeline.flows"):
         found = start(module, server, REPO, AERIE_PASSWORD_FILE=str(wrong), PREFECT_API_AUTH_STRING="aerie:wrong")
-        assert found.returncode == 1 and "refuses our password" in found.stderr, found.stderr
+        assert found.returncode == 1 and "refuses the password" in found.stderr, found.stderr
         assert found.stderr.count("\n") == 1 and "Traceback" not in found.stderr
 
 
 def test_the_password_is_kept_between_starts_and_a_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
-    made, file = password.read_or_create(tmp_path)
-    assert password.read_or_create(tmp_path) == (made, file)
+    made, file = password.read_or_create_password(tmp_path)
+    assert password.read_or_create_password(tmp_path) == (made, file)
     other = tmp_path / "other"
     other.mkdir()
-    assert password.read_or_create(other)[0] != made
+    assert password.read_or_create_password(other)[0] != made
     file.chmod(0o640)
     with pytest.raises(ValueError, match=r"mode 0640, expected 0600(?s:.*)chmod 600"):
-        password.read_or_create(tmp_path)
+        password.read_or_create_password(tmp_path)
     file.chmod(0o600)
     for text in ("", "aerie:\n", ":x\n", "a b:c\n", "one:1\ntwo:2\n"):
         file.write_text(text)
         with pytest.raises(ValueError, match="expected one line user:password"):
-            password.read(file)
+            password.read_password(file)

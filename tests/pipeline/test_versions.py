@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from pipeline import __main__ as cli
-from pipeline import versions
-from stages.params import stage_runs
-from stages.params.stage_runs import StageRun
+from pipeline import cli, dvc_graph, versions
+from stages.telemetry import run_stage, stage_log
+from stages.telemetry.stage_log import StageRun
 
-NOW = {package: version(package) for package in stage_runs.PACKAGES}
+NOW = {package: version(package) for package in stage_log.PACKAGES}
 AT = 1_700_000_000_000_000_000  # when the faked runs were, in ns
 HOUR = 3_600_000_000_000
 
@@ -25,7 +24,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A lock of two stages whose outputs were written at AT, and a log without a line."""
     monkeypatch.chdir(tmp_path)
     stages = {}
-    for name, command in {"init_draft": "init_draft", "train_draft@e003": "train_draft e003"}.items():
+    for name, command in {"init_draft": "init_draft", "train_draft@e003": 'train_draft "$DVC_STAGE"'}.items():
         out = Path("drafts") / name / "draft"
         out.mkdir(parents=True)
         written(out / "model.safetensors", AT)
@@ -39,11 +38,11 @@ def written(path: Path, at: int) -> None:
     os.utime(path, ns=(at, at))
 
 
-def ran(command: str, at: int = AT, **other: str) -> None:
+def ran(stage: str, at: int = AT, **other: str) -> None:
     """A faked line of the log: a run around `at` with the versions of now, but for `other`."""
-    run = StageRun(f"stages.{command}", at - 1_000_000_000, at + 1_000_000_000, NOW | other)
-    stage_runs.LOG.parent.mkdir(exist_ok=True)
-    with stage_runs.LOG.open("a") as log:
+    run = StageRun(stage, at - 1_000_000_000, at + 1_000_000_000, NOW | other, 2.0, [], None)
+    stage_log.LOG_FILE.parent.mkdir(exist_ok=True)
+    with stage_log.LOG_FILE.open("a") as log:
         log.write(json.dumps(asdict(run)) + "\n")
 
 
@@ -56,7 +55,7 @@ def test_nothing_is_said_of_what_these_versions_have_made() -> None:
 def test_an_artifact_of_another_release_is_named_with_both_versions() -> None:
     """Bug: no stage depends on torch or transformers, so an upgrade mixed results of both without a word."""
     ran("init_draft", torch="1.13.1", transformers="4.57.0")
-    ran("train_draft e003", torch="1.13.1", transformers="4.57.0")
+    ran("train_draft@e003", torch="1.13.1", transformers="4.57.0")
     (line,) = versions.warnings()
     assert line.startswith(
         f"made by other versions: init_draft, train_draft@e003 (torch 1.13.1, now {NOW['torch']}; transformers 4.57.0, now "
@@ -91,7 +90,7 @@ def test_what_comes_back_from_the_cache_is_of_the_run_that_made_it() -> None:
 def test_a_release_is_torchs_minor_and_transformers_major_number(
     package: str, made_by: str, now: str, told: bool
 ) -> None:
-    run = StageRun("stages.init_draft", AT, AT, {package: made_by})
+    run = StageRun("init_draft", AT, AT, {package: made_by}, 2.0, [], None)
     installed = {package: now} if package in versions.RELEASE_PARTS else NOW
     assert bool(versions._others(run, installed)) == told
 
@@ -102,16 +101,16 @@ def test_log_and_lock_are_read_only_where_one_has_changed(monkeypatch: pytest.Mo
     with monkeypatch.context() as patch:
         patch.setattr(versions, "_lines", None)
         assert versions.warnings() == found
-    ran("train_draft e003", torch="1.13.1")
+    ran("train_draft@e003", torch="1.13.1")
     assert versions.warnings() != found
 
 
 def test_stale_says_so_and_nothing_is_stale_all_the_same(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli.graph, "why_stale", dict)
+    monkeypatch.setattr(dvc_graph, "explain_stale", dict)
     ran("init_draft", torch="1.13.1")
-    cli.main(["stale"])
+    cli.run_command_line(["stale"])
     told = capsys.readouterr().out.splitlines()
     assert told[0].startswith("made by other versions: init_draft (torch 1.13.1") and told[1:] == ["nothing is stale"]
 
@@ -119,22 +118,33 @@ def test_stale_says_so_and_nothing_is_stale_all_the_same(
 def test_a_run_that_ends_well_is_logged_and_a_broken_line_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", sys)  # loaded or not by other tests
     monkeypatch.delitem(sys.modules, "transformers", raising=False)
-    with stage_runs.logged(["/there/stages/train_draft.py", "e003"]):
+    with stage_log.log_run("train_draft@e003", ["e003"], []):
         pass
-    with stage_runs.LOG.open("a") as log:
-        log.write('{"command": "cut\n{"command": "of another version"}\n')
-    with pytest.raises(ValueError, match="it failed"), stage_runs.logged(["/there/stages/train_draft.py", "e009"]):
+    with stage_log.LOG_FILE.open("a") as log:
+        log.write('{"stage": "cut\n{"stage": "of another version"}\n')
+    with pytest.raises(ValueError, match="it failed"), stage_log.log_run("train_draft@e009", ["e009"], []):
         raise ValueError("it failed")
-    for arguments in (["stages/sample_target.py", "--preview"], ["/there/stages/reproduce/compare.py"]):
-        with stage_runs.logged(arguments):
-            pass
+    with stage_log.log_run("sample_target", ["--preview"], []):
+        pass
     with monkeypatch.context() as patch:
         patch.setenv("RANK", "1")
-        with stage_runs.logged(["/there/stages/train_draft.py", "e003"]):
+        with stage_log.log_run("train_draft@e003", ["e003"], []):
             pass
-    monkeypatch.delitem(sys.modules, "torch")
-    with stage_runs.logged(["/there/stages/fix_data.py"]):
-        pass
-    (run,) = stage_runs.read()
-    assert run.command == "stages.train_draft e003" and run.versions == {"torch": NOW["torch"]}
-    assert run.began_ns <= run.ended_ns
+    (run,) = stage_log.read_log()
+    assert run.stage == "train_draft@e003" and run.versions == {"torch": NOW["torch"]}
+    assert run.began_ns <= run.ended_ns and run.seconds >= 0 and run.gpus == [] and run.joules is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "stage"),
+    [
+        (["/there/stages/fix_data.py"], "fix_data"),
+        (["/there/stages/train_draft.py", "train_draft@e003"], "train_draft@e003"),
+        (["/there/stages/train_draft.py", "e003"], "train_draft@e003"),
+        (["/there/stages/benchmark.py", "eval", "e003", "t5_1_6"], "benchmark@eval-e003-t5_1_6"),
+        (["/there/stages/benchmark_served.py", "benchmark_served_baseline@eval"], "benchmark_served_baseline@eval"),
+    ],
+)
+def test_a_run_is_logged_under_its_name_in_the_graph(argv: list[str], stage: str) -> None:
+    """Bug: dvc.lock has the command with "$DVC_STAGE" in it, the log had the words, and no run was found again."""
+    assert run_stage._stage_name(argv) == stage

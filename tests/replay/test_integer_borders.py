@@ -5,9 +5,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from stages.params.tree_sections import TreeShape, count_candidates
 from stages.replay import oracle_bounds
 from stages.replay.replay import PlaceTables, walk_cycles
-from stages.trees.draft_tree import Candidates, count_candidates, get_step_range
+from stages.trees.draft_tree import Candidates, get_step_range
 
 PLACES = [63, 64, 4_096, 4_097, 4_098, 16_383, 16_384, 32_767, 32_768]
 STEPS = [126, 127, 128, 129]
@@ -23,7 +24,7 @@ def fewest_cycles(reach: list[int]) -> tuple[int, int]:
     return ahead[-1][0], -ahead[-1][1]
 
 
-def walk_cycles(accepted: list[int]) -> tuple[int, int]:
+def walk_slowly(accepted: list[int]) -> tuple[int, int]:
     place = cycles = total = 0
     while place < len(accepted):
         total, cycles, place = total + accepted[place], cycles + 1, place + accepted[place] + 1
@@ -58,9 +59,9 @@ def test_a_walk_counts_every_cycle_of_a_long_answer(places: int, pattern: list[i
     accepted = at_end((pattern * places)[:places])
     table = torch.tensor([[*accepted, 0]], dtype=torch.int8)
     found = walk_cycles(table, torch.full_like(table, 127), torch.tensor([places]), 3)
-    cycles, total = walk_cycles(accepted)
-    assert (found.cycles.item(), found.accepted.item(), found.depth.item()) == (cycles, total, 127 * cycles)
-    assert found.reached[0, 0].sum().item() == total
+    cycles, total = walk_slowly(accepted)
+    assert (found.cycles.item(), found.accepted.item(), found.summed_tree_depth.item()) == (cycles, total, 127 * cycles)
+    assert found.cycles_reaching_depth[0, 0].sum().item() == total
 
 
 def chain(steps: int) -> Candidates:
@@ -79,13 +80,13 @@ def test_deep_chains_are_counted(steps: int, matching: int) -> None:
     128 steps accepted -128 drafts and was -128 deep.
     """
     matching = min(steps, matching)
-    tables = PlaceTables([(steps, 1, steps + 1)], 1, "sglang", torch.device("cpu"))
+    tables = PlaceTables([TreeShape(steps, 1, steps + 1)], 1, "sglang", torch.device("cpu"))
     wanted = torch.where(torch.arange(steps) < matching, torch.arange(steps), -1)[None]
-    tables.fill(slice(0, 1), 1, chain(steps), wanted)
-    found = tables.walked(torch.tensor([1]))
-    assert (found.accepted.item(), found.depth.item(), found.cycles.item()) == (matching, steps, 1)
-    assert tables.reach[0, 0].item() == matching
-    assert found.reached[0, 0].tolist() == [1] * matching + [0] * (steps - matching)
+    tables.fill_places(slice(0, 1), 1, chain(steps), wanted)
+    found = tables.walk(torch.tensor([1]))
+    assert (found.accepted.item(), found.summed_tree_depth.item(), found.cycles.item()) == (matching, steps, 1)
+    assert tables.oracle_drafts[0, 0].item() == matching
+    assert found.cycles_reaching_depth[0, 0].tolist() == [1] * matching + [0] * (steps - matching)
     everything = found.adaptive.accepted.view(len(oracle_bounds.PATH_PROBABILITY_THRESHOLDS), steps)[-1]
     assert everything.tolist() == [min(matching, step + 1) for step in range(steps)]
 
@@ -101,11 +102,13 @@ def test_the_nodes_of_wide_trees_are_counted(topk: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     scores = torch.rand(1, count, generator=generator)
     parents = torch.cat([torch.full((topk,), -1), torch.arange(topk).repeat_interleave(topk)])[None]
-    tables = PlaceTables([(steps, topk, 4)], 1, "sglang", torch.device("cpu"))
-    tables.fill(slice(0, 1), topk, Candidates(scores, torch.arange(count)[None], parents), torch.full((1, steps), -1))
+    tables = PlaceTables([TreeShape(steps, topk, 4)], 1, "sglang", torch.device("cpu"))
+    tables.fill_places(
+        slice(0, 1), topk, Candidates(scores, torch.arange(count)[None], parents), torch.full((1, steps), -1)
+    )
     found = (
-        tables.walked(torch.tensor([1]))
-        .adaptive.depth.view(len(oracle_bounds.PATH_PROBABILITY_THRESHOLDS), steps)
+        tables.walk(torch.tensor([1]))
+        .adaptive.summed_tree_depth.view(len(oracle_bounds.PATH_PROBABILITY_THRESHOLDS), steps)
         .tolist()
     )
     listed = scores[0].tolist()
@@ -123,5 +126,5 @@ def test_the_nodes_of_wide_trees_are_counted(topk: int, seed: int) -> None:
     ],
 )  # fmt: skip
 def test_the_narrowest_type_holds_the_most(most: int, dtype: torch.dtype) -> None:
-    assert oracle_bounds.narrowest(most) == dtype
+    assert oracle_bounds.choose_integer_type(most) == dtype
     assert torch.tensor(most, dtype=dtype).item() == most

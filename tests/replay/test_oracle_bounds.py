@@ -32,7 +32,7 @@ def test_no_tree_of_as_many_nodes_expects_more_than_the_static_rule(kind: str, s
     scores, nodes = pool.scores[0].double(), min(nodes, pool.scores.shape[1])
     most = max(scores[list(chosen)].sum().item() for chosen in all_trees(pool.parents[0].tolist(), nodes))
     kept = draft_tree.build_tree(pool, nodes + 1)
-    assert scores[kept.nodes[0]].sum().item() == pytest.approx(most, rel=1e-12)
+    assert scores[kept.candidate_numbers[0]].sum().item() == pytest.approx(most, rel=1e-12)
 
 
 @settings(max_examples=40, deadline=None)
@@ -79,16 +79,18 @@ def test_the_oracle_lands_where_fewest_cycles_follow(drawn: list[list[int]]) -> 
     assert list(zip(cycles[:, 0].tolist(), accepted[:, 0].tolist(), strict=True)) == [(c, -a) for c, a in expected]
 
 
-@pytest.mark.parametrize("semantics", list(draft_tree.TREE_SCORINGS))
+@pytest.mark.parametrize("tree_scoring", list(draft_tree.TREE_SCORINGS))
 @pytest.mark.parametrize("kind", ["plain", "ties", "saturated"])
-def test_what_is_cut_at_a_threshold_is_what_reaches_it(kind: str, semantics: str) -> None:
+def test_what_is_cut_at_a_threshold_is_what_reaches_it(kind: str, tree_scoring: str) -> None:
     """Accepted drafts and nodes of each threshold and depth, counted one by one; the lowest holds everything."""
     steps, topk = 4, 3
-    pool = tensors(kind, 5, steps, topk, semantics)
+    pool = tensors(kind, 5, steps, topk, tree_scoring)
     numbers = torch.tensor([[1, *[-2] * 3]])
     child = pool.parents[0].tolist().index(1)
     numbers[0, 1] = child
-    thresholds = draft_tree.TREE_SCORINGS[semantics].score(torch.tensor(oracle_bounds.PATH_PROBABILITY_THRESHOLDS))
+    thresholds = draft_tree.TREE_SCORINGS[tree_scoring].score_probability(
+        torch.tensor(oracle_bounds.PATH_PROBABILITY_THRESHOLDS)
+    )
     accepted, nodes = oracle_bounds.evaluate_threshold_trees(pool.scores, numbers, topk, thresholds)
     scores = pool.scores[0].tolist()
     for q, threshold in enumerate(thresholds.tolist()):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 
 from stages.draft.eagle3 import build_prefix_mask, compute_first_state, encode_prefix
+from stages.params.tree_sections import TreeShape
 from stages.replay.oracle_bounds import PATH_PROBABILITY_THRESHOLDS
 from stages.replay.replay import MISSING_RANK, find_step_leaders, rank_candidates, replay_answers, walk_cycles
 from stages.trees.draft_tree import TREE_SCORINGS
@@ -36,17 +37,17 @@ def make_answers(draft, embedding, count: int) -> list[tuple[list[int], torch.Te
 
 
 def slow_tree(
-    draft, embedding, ids, features, p: int, steps: int, topk: int, tokens: int, semantics: str
+    draft, embedding, ids, features, p: int, steps: int, topk: int, tokens: int, tree_scoring: str
 ) -> set[tuple[int, ...]]:
-    """The paths of the tree drafted at p, by research/sglang.md section 1, with the slow draft; `eagle` adds logarithms."""
-    found, beam = [], [(0.0 if semantics == "eagle" else 1.0, (), -1)]
+    """The paths of the tree drafted at p, as SGLang grows it, with the slow draft; `eagle` adds logarithms."""
+    found, beam = [], [(0.0 if tree_scoring == "eagle" else 1.0, (), -1)]
     for _ in range(steps):
         level = []
         for score, path, _ in beam:
             probs = guess(draft, embedding, ids, features, p, list(path))
             for i in sorted(range(len(probs)), key=lambda i: (-probs[i].item(), i))[:topk]:
                 chance = probs[i].item()
-                joined = score + math.log(chance) if semantics == "eagle" else score * chance
+                joined = score + math.log(chance) if tree_scoring == "eagle" else score * chance
                 level.append((joined, (*path, int(draft.to_target(torch.tensor(i)))), len(found) + len(level)))
         found += level
         beam = sorted(level, key=lambda c: (-c[0], c[2]))[:topk]
@@ -56,30 +57,31 @@ def slow_tree(
 
 
 @pytest.mark.parametrize(
-    ("topk", "options", "semantics"),
+    ("topk", "options", "tree_scoring"),
     [
         *((k, "none", how) for how in TREE_SCORINGS for k in (1, 2, 3)),
         *((2, o, "sglang") for o in OPTIONS if o != "none"),
     ],
 )
-def test_replay_equals_building_every_tree_and_walking(topk: int, options: str, semantics: str) -> None:
+def test_replay_equals_building_every_tree_and_walking(topk: int, options: str, tree_scoring: str) -> None:
     draft, embedding, _ = random_draft(3, **OPTIONS[options])
     rows = make_answers(draft, embedding, 4)
     shapes = [(s, s + 1) for s in (1, 2, 4)] if topk == 1 else [(1, 3), (3, 5), (3, 8), (4, 8)]
-    trees = [(s, topk, m) for s, m in shapes]
+    trees = [TreeShape(s, topk, m) for s, m in shapes]
     accepted, cycles, reached, deep = replay_answers(
         draft, embedding,
         pad_sequence([torch.tensor(r[0]) for r in rows], batch_first=True),
         pad_sequence([r[1] for r in rows], batch_first=True),
         torch.tensor([r[2] for r in rows]), torch.tensor([r[3] for r in rows]), trees,
-        semantics=semantics,
+        tree_scoring=tree_scoring,
     )[:4]  # fmt: skip
     assert accepted.sum() > 5, "nothing is accepted, so nothing is tested"
     for b, (ids, features, start, end) in enumerate(rows):
-        for g, (steps, _, tokens) in enumerate(trees):
+        for g, tree in enumerate(trees):
+            steps, tokens = tree.num_steps, tree.num_draft_tokens
             bonus, total, count, levels, far = start, 0, 0, 0, [0] * reached.shape[2]
             while bonus < end - 1:
-                paths = slow_tree(draft, embedding, ids, features, bonus - 1, steps, topk, tokens, semantics)
+                paths = slow_tree(draft, embedding, ids, features, bonus - 1, steps, topk, tokens, tree_scoring)
                 depth = 0
                 while bonus + depth + 1 < end and tuple(ids[bonus + 1 : bonus + depth + 2]) in paths:
                     depth += 1
@@ -100,7 +102,7 @@ def test_expansion_scores_are_products_of_the_slow_drafts_chances(options: str) 
     state = compute_first_state(
         draft, embedding[whole[:, p + 1]][:, None], fused[:, p : p + 1], torch.tensor([[p]]), keys, values, allowed
     )
-    found = expand_candidates(draft, embedding, state, torch.tensor([[p]]), keys, values, allowed, steps=4, topk=2)
+    found = expand_candidates(draft, embedding, state, torch.tensor([[p]]), keys, values, allowed, num_steps=4, topk=2)
     for number in range(found.scores.shape[1]):
         path, climber = [], number
         while climber != -1:
@@ -113,8 +115,8 @@ def test_expansion_scores_are_products_of_the_slow_drafts_chances(options: str) 
         assert found.scores[0, number].item() == pytest.approx(chance, rel=1e-4)
 
 
-@pytest.mark.parametrize("semantics", list(TREE_SCORINGS))
-def test_a_grid_is_what_its_trees_are_one_by_one(semantics: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tree_scoring", list(TREE_SCORINGS))
+def test_a_grid_is_what_its_trees_are_one_by_one(tree_scoring: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All topks expanded together, in parts of three places and blocks of two, and each tree in a call of its own."""
     draft, embedding, _ = random_draft(5, sliding_window=6)
     rows = make_answers(draft, embedding, 5)
@@ -125,16 +127,20 @@ def test_a_grid_is_what_its_trees_are_one_by_one(semantics: str, monkeypatch: py
         torch.tensor([r[2] for r in rows]),
         torch.tensor([r[3] for r in rows]),
     )
-    trees = [(s, k, m) for k in (1, 2, 4) for s in (1, 3, 5) for m in (2, 3, 8, 20) if m - 1 <= k + (s - 1) * k * k]
+    grid = [(s, k, m) for k in (1, 2, 4) for s in (1, 3, 5) for m in (2, 3, 8, 20)]
+    trees = [TreeShape(s, k, m) for s, k, m in grid if m - 1 <= k + (s - 1) * k * k]
     random.Random(0).shuffle(trees)
-    alone = [replay_answers(draft, *asked, [shape], semantics=semantics) for shape in trees]
+    alone = [replay_answers(draft, *asked, [shape], tree_scoring=tree_scoring) for shape in trees]
     most = draft.config.num_attention_heads * 7 * asked[1].shape[1]
     monkeypatch.setitem(MAX_INTERMEDIATE_ELEMENTS, "cpu", 2 * most)
-    together = replay_answers(draft, *asked, trees, semantics=semantics, at_once=3)
-    for name in ("accepted", "cycles", "depth", "oracle_accepted", "oracle_cycles"):
+    together = replay_answers(draft, *asked, trees, tree_scoring=tree_scoring, places_per_batch=3)
+    for name in ("accepted", "cycles", "summed_tree_depth", "oracle_accepted", "oracle_cycles"):
         assert torch.equal(getattr(together, name), torch.cat([getattr(one, name) for one in alone], 1)), name
     for g, one in enumerate(alone):
-        assert together.reached[:, g, : one.reached.shape[2]].tolist() == one.reached[:, 0].tolist()
+        assert (
+            together.cycles_reaching_depth[:, g, : one.cycles_reaching_depth.shape[2]].tolist()
+            == one.cycles_reaching_depth[:, 0].tolist()
+        )
     assert together.accepted.sum() > 50
 
 
@@ -142,7 +148,7 @@ def test_no_tree_beats_the_oracle() -> None:
     """The oracle of a budget is at least any tree's tau, and what no threshold cuts is the tree of all candidates."""
     draft, embedding, _ = random_draft(6)
     rows = make_answers(draft, embedding, 6)
-    trees = [(s, 2, m) for s in (1, 2, 4) for m in (2, 3, 5, 7, 15) if m - 1 <= 2 + (s - 1) * 4]
+    trees = [TreeShape(s, 2, m) for s in (1, 2, 4) for m in (2, 3, 5, 7, 15) if m - 1 <= 2 + (s - 1) * 4]
     found = replay_answers(
         draft, embedding,
         pad_sequence([torch.tensor(r[0]) for r in rows], batch_first=True),
@@ -152,11 +158,11 @@ def test_no_tree_beats_the_oracle() -> None:
     tau = 1 + found.accepted.sum(0) / found.cycles.sum(0)
     oracle = 1 + found.oracle_accepted.sum(0) / found.oracle_cycles.sum(0)
     assert (tau <= oracle).all() and (tau < oracle).any()
-    steps, whole = 4, trees.index((4, 2, 15))
+    steps, whole = 4, trees.index(TreeShape(4, 2, 15))
     everything, nothing = len(PATH_PROBABILITY_THRESHOLDS) * steps - 1, 0  # the last threshold, all steps; the first
     for name in ("accepted", "cycles"):
         assert torch.equal(getattr(found.adaptive, name)[:, everything], getattr(found, name)[:, whole])
-    assert torch.equal(found.adaptive.depth[:, everything], 14 * found.cycles[:, whole])
+    assert torch.equal(found.adaptive.summed_tree_depth[:, everything], 14 * found.cycles[:, whole])
     assert found.adaptive.accepted[:, nothing].sum() == 0
 
 
@@ -186,8 +192,10 @@ def test_walk_steps_over_the_bonus_token() -> None:
     """Two accepted, bonus, none accepted, bonus, one accepted and the answer ends: 3 drafts in 3 cycles."""
     accepted, deep = torch.tensor([[2, 3, 3, 0, 1, 3, 3]]), torch.tensor([[3, 3, 3, 2, 1, 3, 3]])
     found = walk_cycles(accepted, deep, torch.tensor([6]), 3)
-    assert (found.accepted.item(), found.cycles.item(), found.depth.item()) == (3, 3, 6)
-    assert found.reached.tolist() == [[[2, 1, 0]]]  # two of the cycles accepted one draft or more, one of them two
+    assert (found.accepted.item(), found.cycles.item(), found.summed_tree_depth.item()) == (3, 3, 6)
+    assert found.cycles_reaching_depth.tolist() == [
+        [[2, 1, 0]]
+    ]  # two of the cycles accepted one draft or more, one of them two
 
 
 def test_an_answer_of_one_token_has_no_cycle() -> None:
@@ -195,6 +203,6 @@ def test_an_answer_of_one_token_has_no_cycle() -> None:
     draft, embedding, _ = random_draft(3)
     ids, features = torch.randint(0, 20, (1, 5)), torch.randn(1, 5, 3 * CONFIG.hidden_size)
     accepted, cycles = replay_answers(
-        draft, embedding, ids, features, torch.tensor([4]), torch.tensor([5]), [(3, 2, 5)]
+        draft, embedding, ids, features, torch.tensor([4]), torch.tensor([5]), [TreeShape(3, 2, 5)]
     )[:2]
     assert (accepted.item(), cycles.item()) == (0, 0)

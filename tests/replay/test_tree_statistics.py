@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from stages.params.tree_sections import TreeShape
 from stages.replay import token_classes, tree_statistics
-from stages.replay.replay import mark_cycle_places, replay_answers
+from stages.replay.replay import mark_cycle_starts, replay_answers
 from stages.replay.token_classes import TOKEN_CLASSES
 from stages.replay.tree_statistics import TreeCycles, TreeStatistics, trace_cycles
 from tests.draft.slow_draft import CONFIG, OPTIONS, guess, random_draft
@@ -23,11 +24,11 @@ class Node(NamedTuple):
     number: int
 
 
-def slow_nodes(draft, embedding, ids, features, p: int, shape: tuple[int, int, int], semantics: str) -> list[Node]:
+def slow_nodes(draft, embedding, ids, features, p: int, shape: TreeShape, tree_scoring: str) -> list[Node]:
     """The nodes of the tree drafted at p, the best first."""
-    steps, topk, tokens = shape
+    steps, topk, tokens = shape.num_steps, shape.topk, shape.num_draft_tokens
     found: list[Node] = []
-    beam = [Node(0.0 if semantics == "eagle" else 1.0, (), 0, -1)]
+    beam = [Node(0.0 if tree_scoring == "eagle" else 1.0, (), 0, -1)]
     for _ in range(steps):
         level: list[Node] = []
         for parent in beam:
@@ -35,7 +36,7 @@ def slow_nodes(draft, embedding, ids, features, p: int, shape: tuple[int, int, i
             likeliest = sorted(range(len(chances)), key=lambda i: (-chances[i].item(), i))[:topk]
             for rank, i in enumerate(likeliest, 1):
                 chance = chances[i].item()
-                score = parent.score + math.log(chance) if semantics == "eagle" else parent.score * chance
+                score = parent.score + math.log(chance) if tree_scoring == "eagle" else parent.score * chance
                 token = int(draft.to_target(torch.tensor(i)))
                 level.append(Node(score, (*parent.path, token), rank, len(found) + len(level)))
         found += level
@@ -43,50 +44,48 @@ def slow_nodes(draft, embedding, ids, features, p: int, shape: tuple[int, int, i
     return sorted(found, key=lambda n: (-n.score, n.number))[: tokens - 1]
 
 
-def looked(draft, embedding, rows, shape: tuple[int, int, int], semantics: str) -> TreeCycles:
+def looked(draft, embedding, rows, shape: TreeShape, tree_scoring: str) -> TreeCycles:
     given = (
         draft, embedding,
         pad_sequence([torch.tensor(r[0]) for r in rows], batch_first=True),
         pad_sequence([r[1] for r in rows], batch_first=True),
         torch.tensor([r[2] for r in rows]), torch.tensor([r[3] for r in rows]),
     )  # fmt: skip
-    found = replay_answers(*given, [(1, shape[1], 2), shape], semantics=semantics, watched=[1])
-    assert found.stood is not None
-    cycles = trace_cycles(*given, found.stood[0], shape, semantics=semantics)
+    found = replay_answers(*given, [TreeShape(1, shape.topk, 2), shape], tree_scoring=tree_scoring, traced=[1])
+    assert found.cycle_starts is not None
+    cycles = trace_cycles(*given, found.cycle_starts[0], shape, tree_scoring=tree_scoring)
     assert torch.equal(torch.bincount(cycles.row, cycles.accepted.double(), len(rows)).long(), found.accepted[:, 1])
     assert torch.equal(torch.bincount(cycles.row, minlength=len(rows)), found.cycles[:, 1])
     return cycles
 
 
 @pytest.mark.parametrize(
-    ("shape", "options", "semantics"),
+    ("shape", "options", "tree_scoring"),
     [
-        ((4, 1, 5), "none", "sglang"), ((3, 2, 5), "none", "sglang"), ((4, 3, 9), "none", "eagle"),
-        ((3, 3, 16), "none", "sglang"), ((3, 2, 8), "window", "sglang"), ((1, 3, 3), "eagle31", "sglang"),
+        (TreeShape(4, 1, 5), "none", "sglang"), (TreeShape(3, 2, 5), "none", "sglang"), (TreeShape(4, 3, 9), "none", "eagle"),
+        (TreeShape(3, 3, 16), "none", "sglang"), (TreeShape(3, 2, 8), "window", "sglang"), (TreeShape(1, 3, 3), "eagle31", "sglang"),
     ],
 )  # fmt: skip
-def test_every_cycle_holds_the_nodes_of_an_enumerated_tree(
-    shape: tuple[int, int, int], options: str, semantics: str
-) -> None:
+def test_every_cycle_holds_the_nodes_of_an_enumerated_tree(shape: TreeShape, options: str, tree_scoring: str) -> None:
     draft, embedding, _ = random_draft(3, **OPTIONS[options])
     rows = make_answers(draft, embedding, 4)
-    cycles = looked(draft, embedding, rows, shape, semantics)
-    assert cycles.taken.sum() > 5, "nothing is accepted, so nothing is tested"
+    cycles = looked(draft, embedding, rows, shape, tree_scoring)
+    assert cycles.accepted_nodes.sum() > 5, "nothing is accepted, so nothing is tested"
     number = 0
     for row, (ids, features, start, end) in enumerate(rows):
         bonus = start
         while bonus < end - 1:
-            nodes = slow_nodes(draft, embedding, ids, features, bonus - 1, shape, semantics)
+            nodes = slow_nodes(draft, embedding, ids, features, bonus - 1, shape, tree_scoring)
             taken = [tuple(ids[bonus + 1 : bonus + 1 + len(n.path)]) == n.path for n in nodes]
             seen_at = Counter[int]()
             levels = [seen_at.update([len(n.path)]) or seen_at[len(n.path)] for n in nodes]
             here = {k: getattr(cycles, k)[number].tolist() for k in TreeCycles._fields}
-            assert (here["row"], here["place"], here["accepted"]) == (row, bonus - start, sum(taken))
+            assert (here["row"], here["root_position"], here["accepted"]) == (row, bonus - start, sum(taken))
             assert here["depth"] == [len(n.path) for n in nodes]
-            assert here["sibling"] == [n.sibling for n in nodes]
-            assert (here["level"], here["taken"]) == (levels, taken)
-            chances = [math.exp(n.score) if semantics == "eagle" else n.score for n in nodes]
-            assert here["chance"] == pytest.approx(chances, rel=1e-4)
+            assert here["sibling_rank"] == [n.sibling for n in nodes]
+            assert (here["rank_in_depth"], here["accepted_nodes"]) == (levels, taken)
+            chances = [math.exp(n.score) if tree_scoring == "eagle" else n.score for n in nodes]
+            assert here["path_probability"] == pytest.approx(chances, rel=1e-4)
             number, bonus = number + 1, bonus + sum(taken) + 1
     assert number == len(cycles.row)
 
@@ -94,7 +93,7 @@ def test_every_cycle_holds_the_nodes_of_an_enumerated_tree(
 def test_stops_are_the_places_of_the_walk() -> None:
     """Two accepted, bonus, none accepted, bonus, one accepted and the answer ends; an answer of one token has no cycle."""
     accepted = torch.tensor([[2, 9, 9, 0, 1, 9, 9], [5, 9, 9, 9, 9, 9, 9]])
-    found = mark_cycle_places(accepted, torch.tensor([6, 0]))
+    found = mark_cycle_starts(accepted, torch.tensor([6, 0]))
     assert found.int().tolist() == [[[1, 0, 0, 1, 1, 0], [0] * 6], [[1, 0, 0, 0, 0, 0], [0] * 6]]
 
 
@@ -176,8 +175,8 @@ def test_an_answer_without_cycles_has_nothing_inside() -> None:
     draft, embedding, _ = random_draft(3)
     ids, features = torch.randint(0, 20, (1, 5)), torch.randn(1, 5, 3 * CONFIG.hidden_size)
     rows = [(ids[0].tolist(), features[0], 4, 5)]
-    cycles = looked(draft, embedding, rows, (3, 2, 5), "sglang")
-    assert len(cycles.row) == 0 and cycles.taken.shape == (0, 4)
+    cycles = looked(draft, embedding, rows, TreeShape(3, 2, 5), "sglang")
+    assert len(cycles.row) == 0 and cycles.accepted_nodes.shape == (0, 4)
     tally = TreeStatistics()
     tally.add(cycles, ["q1"], ids, torch.tensor([4]), torch.tensor([5]), torch.zeros(20, dtype=torch.int64))
     assert list(tally.rows()) == []

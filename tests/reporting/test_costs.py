@@ -43,7 +43,7 @@ def serve(caps: list[int], dear: float, cheap: tuple[str, ...] = (*CHAINS, *TREE
     """Cells of a sweep on SGLang, whose cycles cost what those of the grid do, times `dear` at the largest concurrency."""
     workloads = {"eval": EVAL, "sweep": {**EVAL, "concurrency": caps, "repeats": 2}}
     edit_params(Path(), {"benchmark": {"workloads": workloads}})
-    make_up_spent("prepare_prompts-sweep")
+    make_up_spent("prepare_prompts@sweep")
     edit_params(Path(), {"benchmark_served": {"workloads": ["sweep"], "checkpoints": ["e009"], "trees": list(cheap)}})
     plain = [point(200, cap, plain_s(cap), requests=max(8, cap), seed=cap, repeats=2) for cap in caps]
     served_records.write_served_cell(served_cell("sweep", points=plain))
@@ -65,7 +65,7 @@ def table(place: Path) -> list[Row]:
 def test_every_replayed_tree_is_predicted_but_those_outside_the_grid(project: schema.Params) -> None:
     report.main()
     rows = table(prediction.PREDICTION_TABLE)
-    trees = project.replay_trees.trees()
+    trees = project.replay_trees.list_trees()
     within = [t for t in trees if t.num_steps <= 10 and t.topk <= 4 and t.num_draft_tokens <= 64]
     assert len(rows) == len(within) * len(project.replay_trees.checkpoints) > 300
     for row in rows[::37]:
@@ -78,7 +78,7 @@ def test_every_replayed_tree_is_predicted_but_those_outside_the_grid(project: sc
 def test_trees_that_were_left_out_are_counted_on_the_page(project: schema.Params) -> None:
     timing_grid.write_timing_grid(costs.made_up(points=costs.grid([t for t in costs.TREES if t.num_steps <= 6])))
     report.main()
-    trees = project.replay_trees.trees()
+    trees = project.replay_trees.list_trees()
     far = sum(t.num_steps > 6 for t in trees)
     page = words(report.PAGE_FILE.read_text())
     assert (

@@ -123,12 +123,12 @@ def test_the_page_shows_both_tables_and_the_csv_has_the_rows(
     checkpoints = {**{n: s.model_dump(by_alias=True) for n, s in schema.load_params().train_draft.checkpoints.items()},
                    "heads": {"from": "e000", "epochs": 1, "method": "medusa", "heads": 4}}  # fmt: skip
     edit_params(tmp_path, {
-        "train_draft": {"checkpoints": checkpoints}, "benchmark_methods": {"drafted": DRAFTED, "draftless": DRAFTLESS},
+        "train_draft": {"checkpoints": checkpoints}, "benchmark_methods": {"with_draft": DRAFTED, "without_draft": DRAFTLESS},
     })  # fmt: skip
     epoch = {"epoch": 1, "loss": 3.0, "step_loss": [1.0] * 4, "step_accuracy": [0.5] * 4, "seconds": 2.0}
     heads = {"checkpoint": "heads", "from": "e000", "epochs": [epoch], "seconds": 25.0, "weights": "0" * 64}
     report.atomic.write_json(Path("results/train/heads.json"), heads)
-    make_up_spent("train_draft-heads")
+    make_up_spent("train_draft@heads")
     with pytest.raises(ValueError, match=r"method-medusa\.json not found; run: dvc repro benchmark_methods@medusa"):
         report.main()
     for row in every_row():

@@ -112,11 +112,11 @@ def test_the_page_of_recipes_is_what_its_command_writes() -> None:
 def test_loads_of_the_torch_engine_take_turns_at_once() -> None:
     """A sweep has as many passes as its rounds have tokens, of each concurrency."""
     p, shape = shape_of("angelslim-qwen3-8b")
-    (name, *_), step = p.benchmark.torch, estimate.TORCH_LAYER_S * shape.made.num_layers
+    (name, *_), step = p.benchmark.torch_workloads, estimate.TORCH_LAYER_S * shape.made.num_layers
     w = p.benchmark.workloads[name].model_copy(
         update={"num_prompts": 30, "warmup": 2, "turns": "first", "max_new_tokens": [10, 50], "concurrency": [1, 8, 64]}
     )
-    b = p.benchmark.model_copy(update={"torch": [name], "workloads": {name: w}})
+    b = p.benchmark.model_copy(update={"torch_workloads": [name], "workloads": {name: w}})
     found = estimate.RecipeEstimate()
     estimate._add_torch_cells(found, p.model_copy(update={"benchmark": b}), shape)
     rounds = 32 / 1 + 32 / 8 + 32 / 32  # 64 at once are never more than there are prompts

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -39,21 +38,28 @@ def test_the_same_work_has_the_same_place_and_any_other_its_own() -> None:
     )
 
 
-def test_changed_code_takes_up_no_work_of_before_but_new_parameters_classes_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The sections hold no values, so a new one must not throw half a night's training away."""
-    (tmp_path / "sections").mkdir()
-    for name in ("loss", "params", "sections/draft"):
-        (tmp_path / f"{name}.py").write_text("a = 1")
-        module = ModuleType(f"stages.{name}_of_a_test")
-        module.__file__ = str(tmp_path / f"{name}.py")
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+def test_only_code_that_the_stage_imports_changes_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: every loaded module of `stages` was digested, so a comment elsewhere threw half a night's training away."""
+    files = {
+        "stages/train_draft.py": "from stages.training import loss\nfrom stages.params import schema\n",
+        "stages/training/loss.py": "a = 1",
+        "stages/training/other.py": "a = 1",
+        "stages/params/schema.py": "a = 1",  # classes, no values
+        "stages/telemetry/gpu_energy.py": "a = 1",
+    }
+
+    def write(name: str, text: str) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    for name, text in files.items():
+        write(name, text)
+    monkeypatch.setattr(scratch, "CODE_ROOT", tmp_path)
     before = scratch.locate_scratch("train_draft-e003", 1)
-    (tmp_path / "params.py").write_text("a = 2")
-    (tmp_path / "params/draft_sections.py").write_text("a = 2")
-    assert scratch.locate_scratch("train_draft-e003", 1) == before
-    (tmp_path / "loss.py").write_text("a = 2")
+    for name in ("stages/training/other.py", "stages/params/schema.py", "stages/telemetry/gpu_energy.py"):
+        write(name, "a = 2")
+        assert scratch.locate_scratch("train_draft-e003", 1) == before, name
+    write("stages/training/loss.py", "a = 2")
     assert scratch.locate_scratch("train_draft-e003", 1) != before
 
 

@@ -15,6 +15,7 @@ from stages.draft import checkpoint
 from stages.draft.eagle3 import DraftConfig, Eagle3Draft, MultimodalFeatures
 from stages.engine.decode import Engine
 from stages.hidden_states import format
+from stages.params.tree_sections import TreeShape
 from stages.replay.replay import replay_answers
 from stages.target import mrope, multimodal, packed_forward
 from stages.target.vision import ImagePatches
@@ -260,7 +261,7 @@ def test_replay_says_what_the_live_engine_accepts(run: Run, tree: tuple[int, int
     starts = torch.tensor([r.prompt_length for r in rows])
     ends = torch.tensor([len(r.ids) for r in rows])
     seen = MultimodalFeatures(positions, pictured, visual)
-    a, c, *_ = replay_answers(draft, run.embedding, ids.long(), features, starts, ends, [tree], seen)
+    a, c, *_ = replay_answers(draft, run.embedding, ids.long(), features, starts, ends, [TreeShape(*tree)], seen)
     assert torch.cat([a, c], dim=1).tolist() == live
     assert sum(accepted for accepted, _ in live[:3]) > 15  # a draft that is never accepted would prove nothing
 

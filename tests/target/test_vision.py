@@ -49,7 +49,7 @@ def talks(tmp_path: Path) -> list[list[dict[str, Any]]]:
     ]
 
 
-def images(messages: list[dict[str, Any]]) -> list[str]:
+def list_images(messages: list[dict[str, Any]]) -> list[str]:
     parts = [part for m in messages if isinstance(m["content"], list) for part in m["content"]]
     return [part["image"] for part in parts if part["type"] == "image"]
 
@@ -62,7 +62,7 @@ def theirs(processor: Any, messages: list[dict[str, Any]]) -> Any:
 
 def ours(eyes: vision.CachedImageProcessor, tok: Any, messages: list[dict[str, Any]]) -> list[int]:
     return vision.expand_image_tokens(
-        chat_template.encode_prompt(tok, messages), eyes.token, eyes.sizes(images(messages))
+        chat_template.encode_prompt(tok, messages), eyes.token, eyes.sizes(list_images(messages))
     )
 
 
@@ -73,7 +73,7 @@ def test_prompts_and_patches_are_transformers_own(kind: str, talks: Any, tmp_pat
     for messages in talks:
         expected = theirs(processor, messages)
         assert ours(eyes, processor.tokenizer, messages) == expected["input_ids"][0].tolist()
-        if paths := images(messages):
+        if paths := list_images(messages):
             seen = eyes.see(paths)
             assert torch.equal(seen.values, expected["pixel_values"]) and seen.values.dtype == torch.float32
             assert torch.equal(seen.grid, expected["image_grid_thw"]) and seen.grid.dtype == torch.int64
@@ -87,7 +87,7 @@ def test_a_batch_with_pictures_is_answered_as_each_prompt_alone(kind: str, talks
     model = loading.load_target(str(tmp_path / "target"), None, "float32", "cpu")
     eyes, eos = vision.CachedImageProcessor(tmp_path / "target", False), model.config.get_text_config().eos_token_id
     prompts = [ours(eyes, processor.tokenizer, messages) for messages in talks]
-    seen = eyes.see([path for messages in talks for path in images(messages)])
+    seen = eyes.see([path for messages in talks for path in list_images(messages)])
     found = generation.generate_answers(model, prompts, 12, 0.0, 1.0, [eos], eos, 1, seen)
     blind = generation.generate_answers(
         model, prompts[2:3], 12, 0.0, 1.0, [eos], eos, 1

@@ -1,14 +1,15 @@
 """telemetry/gpu_energy.py and spent.py against a library with NVML's own signatures, compiled here; what a stage leaves behind."""
 
-import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from stages.telemetry import gpu_energy, stage_record
+from stages.telemetry import gpu_energy, stage_log
 from stages.telemetry.gpu_energy import EnergyMeter
+from stages.telemetry.run_stage import run_stage
 
 # Three cards; the third has no counter, as slices of a card have none. Each look at one takes 1500 mJ more.
 NVML = """
@@ -74,36 +75,23 @@ def test_without_the_library_there_is_none(monkeypatch: pytest.MonkeyPatch) -> N
     assert (meter.names(), meter.joules()) == ([], None)
 
 
-def test_a_stage_leaves_a_record(cards: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stages_run_is_logged_with_its_gpus(cards: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    told: list[str] = []
-    main = stage_record.record_stage(told.append, "replay_trees", lambda: [0])
-    main("e003")
-    assert told == ["e003"]
-    record = json.loads(Path("results/spent/replay_trees-e003.json").read_text())
-    assert record.pop("seconds") >= 0 and record == {"gpus": ["Card"], "joules": 1.5}
-    assert stage_record.read_record("replay_trees", "e003")["joules"] == 1.5
+    monkeypatch.setattr(sys, "argv", ["/there/stages/replay_trees.py", "e003"])
+    words: list[str] = []
+    run_stage(words.append, lambda: [0])
+    assert words == ["e003"]
+    (run,) = stage_log.read_log()
+    assert (run.stage, run.gpus, run.joules) == ("replay_trees@e003", ["Card"], 1.5) and run.seconds >= 0
 
 
-def test_what_only_shows_or_helps_or_fails_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_fails_prints_one_line_and_logs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["/there/stages/sample_target.py"])
 
-    def fail(*words: str) -> None:
+    def fail() -> None:
         raise ValueError("no")
 
-    stage_record.record_stage(lambda *words: None, "sample_target")("--preview", "3")
-    with pytest.raises(ValueError, match="no"):
-        stage_record.record_stage(fail, "sample_target")()
-    monkeypatch.setenv("RANK", "1")
-    stage_record.record_stage(lambda: None, "sample_target")()
-    assert not stage_record.RECORDS_FOLDER.exists()
-
-
-def test_a_record_that_is_missing_or_cut_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"train_draft-e003\.json not found; run: dvc repro train_draft@e003"):
-        stage_record.read_record("train_draft", "e003")
-    stage_record.RECORDS_FOLDER.mkdir(parents=True)
-    stage_record.locate_record("train_draft", "e003").write_text('{"seconds": 1}')
-    with pytest.raises(ValueError, match=r"train_draft-e003\.json is no record .* dvc repro -f -s train_draft@e003"):
-        stage_record.read_record("train_draft", "e003")
+    with pytest.raises(SystemExit, match="aerie: no"):
+        run_stage(fail)
+    assert not stage_log.LOG_FILE.exists()

@@ -1,4 +1,4 @@
-"""The committed export: it regenerates, it is as damaged as it says, and its repairs are the truth."""
+"""The committed export regenerates, has the stated damage, and its repairs equal the undamaged answers."""
 
 import base64
 import io
@@ -52,7 +52,7 @@ def test_it_is_small_and_realistically_damaged() -> None:
     assert 10 < len(copies) < 60 and all(row["conversations"] for row in copies)
 
 
-def test_every_accepted_answer_is_what_it_was_before_and_both_decoders_agree() -> None:
+def test_every_accepted_answer_equals_the_undamaged_one_in_both_decoders() -> None:
     clean, accepted, dropped = clean_by_number(), 0, 0
     for row in rows():
         truth = clean[int(row["id"].split("-")[1])]
@@ -80,7 +80,7 @@ def test_every_accepted_answer_is_what_it_was_before_and_both_decoders_agree() -
         | damaged_exports.LOSS_CORRUPTIONS
     ),
 )
-def test_corruptions_are_pure_and_bite(name: str) -> None:
+def test_corruptions_are_pure_and_change_the_text(name: str) -> None:
     change = (
         damaged_exports.SURROUNDING_CORRUPTIONS
         | damaged_exports.SPELLING_CORRUPTIONS
@@ -94,17 +94,17 @@ def test_corruptions_are_pure_and_bite(name: str) -> None:
 
 
 def test_the_committed_maps_regenerate_pixel_for_pixel() -> None:
-    """Byte for byte but for the PNGs, whose compression is that of whatever zlib Pillow was built with."""
+    """Byte for byte except the PNGs, whose compression depends on the zlib that Pillow was built with."""
 
     def taken_apart(row: dict) -> tuple[dict, list[np.ndarray]]:
-        pictures = []
+        maps = []
         for part in (p for m in row["messages"] if isinstance(m["content"], list) for p in m["content"]):
             if part["type"] == "image_url":
                 head, _, data = part["image_url"]["url"].partition(",")
                 assert head == "data:image/png;base64"
-                pictures.append(np.asarray(Image.open(io.BytesIO(base64.b64decode(data)))))
+                maps.append(np.asarray(Image.open(io.BytesIO(base64.b64decode(data)))))
                 part["image_url"] = None
-        return row, pictures
+        return row, maps
 
     committed = [json.loads(line) for line in MAPS.read_text().splitlines()]
     made = list(damaged_exports.export_maps(damaged_exports.MAPS_EXPORT_SEED, damaged_exports.MAPS_EXPORT_ROWS))
@@ -112,13 +112,13 @@ def test_the_committed_maps_regenerate_pixel_for_pixel() -> None:
     again = "run: python -m stages.toy.damaged_exports maps > data/raw/weather_maps.jsonl"
     drawn = [
         m
-        for _, pictures in itertools.islice(weather_maps.generate_conversations(damaged_exports.MAPS_EXPORT_SEED), 20)
-        for m in pictures
+        for _, maps in itertools.islice(weather_maps.generate_conversations(damaged_exports.MAPS_EXPORT_SEED), 20)
+        for m in maps
     ]
     shown = []
     for old, new in zip(committed, made, strict=True):
-        (rest, pictures), (rest_, pictures_) = taken_apart(old), taken_apart(new)
+        (rest, maps), (rest_, maps_) = taken_apart(old), taken_apart(new)
         assert rest == rest_, again
-        assert all(np.array_equal(a, b) for a, b in zip(pictures, pictures_, strict=True)), again
-        shown += pictures
+        assert all(np.array_equal(a, b) for a, b in zip(maps, maps_, strict=True)), again
+        shown += maps
     assert sum(any(np.array_equal(p, d) for p in shown[:30]) for d in drawn) > 15  # some questions lost theirs

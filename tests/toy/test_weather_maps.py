@@ -1,4 +1,4 @@
-"""Drawn maps: an answer can be read off its map, and the target learns to."""
+"""Weather maps contain their answers, and the target learns to read them."""
 
 import datetime as dt
 import itertools
@@ -12,11 +12,11 @@ from toon_format import loads
 from stages.toy import multimodal_target, text_targets, weather, weather_maps
 
 
-def read(picture: weather_maps.MapImage) -> list[tuple[str, int, int, int]]:
-    """(sky, low, high, rain) of each day, by looking at single pixels."""
+def read_map(image: weather_maps.MapImage) -> list[tuple[str, int, int, int]]:
+    """Return (sky, low, high, rain) of each day, read from single pixels."""
     days = []
-    for left in range(0, picture.shape[1], 32):
-        tile = picture[:, left : left + 32].astype(int)
+    for left in range(0, image.shape[1], 32):
+        tile = image[:, left : left + 32].astype(int)
         (sky,) = [name for name, colour in weather_maps.SKY_COLOURS.items() if tuple(tile[3, 1]) == colour]
         rain = sum(tuple(pixel) == (0, 120, 255) for pixel in tile[31])
         low, high = (sum(tuple(pixel) != (255, 255, 255) for pixel in tile[32:, x]) for x in (0, 31))
@@ -24,14 +24,14 @@ def read(picture: weather_maps.MapImage) -> list[tuple[str, int, int, int]]:
     return days
 
 
-def test_an_answer_is_what_its_map_shows() -> None:
-    for messages, pictures in itertools.islice(weather_maps.generate_conversations(3), 300):
-        said = [loads(m["content"]) for m in messages if m["role"] == "assistant"]
+def test_a_map_contains_its_answer() -> None:
+    for messages, maps in itertools.islice(weather_maps.generate_conversations(3), 300):
+        tables = [loads(m["content"]) for m in messages if m["role"] == "assistant"]
         asked = [m["content"] for m in messages if m["role"] == "user"]
-        assert len(pictures) == len(said) and all(text.count(weather_maps.IMAGE_PLACEHOLDER) == 1 for text in asked)
-        for table, picture in zip(said, pictures, strict=True):
-            assert picture.shape == (64, 32 * len(table["days"]), 3) and picture.dtype == np.uint8
-            assert read(picture) == [(day["sky"], day["low"], day["high"], day["rain"]) for day in table["days"]]
+        assert len(maps) == len(tables) and all(text.count(weather_maps.IMAGE_PLACEHOLDER) == 1 for text in asked)
+        for table, image in zip(tables, maps, strict=True):
+            assert image.shape == (64, 32 * len(table["days"]), 3) and image.dtype == np.uint8
+            assert read_map(image) == [(day["sky"], day["low"], day["high"], day["rain"]) for day in table["days"]]
 
 
 def test_every_pair_of_days_looks_different() -> None:
@@ -45,8 +45,8 @@ def test_every_pair_of_days_looks_different() -> None:
     assert len({weather_maps.draw_map((day,)).tobytes() for day in days}) == len(days)
 
 
-def test_a_target_learns_to_look() -> None:
-    """Six maps, one question: what to answer is in the map alone. That it reads maps it never saw, a long test shows."""
+def test_a_target_learns_to_read_maps() -> None:
+    """Six maps, one question: the answer depends on the map alone. A long test covers maps outside the training data."""
     torch.set_num_threads(1)
     rng, first = random.Random(3), dt.date(2026, 3, 1)
     corpus = []
@@ -68,8 +68,8 @@ def test_a_target_learns_to_look() -> None:
     prompts = torch.stack([row.ids[:begin] for row in rows])
     assert (prompts == prompts[0]).all()
     marks = inputs["mm_token_type_ids"][:, :begin]
-    said = model.eval().generate(prompts, max_new_tokens=80, do_sample=False, **inputs | {"mm_token_type_ids": marks})
-    for row, ids in zip(rows, said, strict=True):
+    output = model.eval().generate(prompts, max_new_tokens=80, do_sample=False, **inputs | {"mm_token_type_ids": marks})
+    for row, ids in zip(rows, output, strict=True):
         assert torch.equal(ids[: len(row.ids) - 1], row.ids[:-1])  # less the line break behind the end
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from stages.engine.batch_decode import BatchEngine
 from stages.engine.decode import Engine
-from stages.params.tree_sections import count_candidates
+from stages.params.tree_sections import TreeShape
 from stages.replay.replay import replay_answers
 from stages.trees import draft_tree
 from tests.draft.slow_draft import CONFIG, random_draft, small_target
@@ -20,11 +20,11 @@ from tests.draft.slow_draft import CONFIG, random_draft, small_target
 VOCAB = 5
 
 
-def successors(path: tuple[int, ...], kind: str, seed: int, semantics: str = "sglang") -> list[float]:
+def successors(path: tuple[int, ...], kind: str, seed: int, tree_scoring: str = "sglang") -> list[float]:
     """A made-up draft: what each token after `path` adds to a score, in float32, as a function of nothing else: its
     probability, or its logarithm.
     """
-    as_asked = torch.log_softmax if semantics == "eagle" else torch.softmax
+    as_asked = torch.log_softmax if tree_scoring == "eagle" else torch.softmax
     if kind == "ties":  # many equal chances
         return as_asked(torch.tensor([1.0, 1.0, 1.0, 1.0, -torch.inf]), 0).tolist()
     generator = torch.Generator().manual_seed(hash((path, seed)) & 0x7FFFFFFF)
@@ -33,10 +33,10 @@ def successors(path: tuple[int, ...], kind: str, seed: int, semantics: str = "sg
 
 
 def enumerate_candidates(
-    kind: str, seed: int, steps: int, topk: int, semantics: str
+    kind: str, seed: int, steps: int, topk: int, tree_scoring: str
 ) -> list[tuple[float, tuple[int, ...], int]]:
-    """All candidates in SGLang's order as (score, path, parent's number), by the words of research/sglang.md section 1; or
-    with logarithms that are added, by those of research/angelslim_and_eagle.md on EAGLE's topK_genrate.
+    """All candidates in SGLang's order as (score, path, parent's number), as its `select_top_k_tokens` does; or
+    with logarithms that are added, as EAGLE's `topK_genrate` does.
     """
 
     def best(items: list[float], k: int) -> list[int]:
@@ -44,14 +44,14 @@ def enumerate_candidates(
 
     def joined(a: float, b: float) -> float:  # in float32, as the engine does
         one, other = torch.tensor(a), torch.tensor(b)
-        return (one + other if semantics == "eagle" else one * other).item()
+        return (one + other if tree_scoring == "eagle" else one * other).item()
 
     found: list[tuple[float, tuple[int, ...], int]] = []
     beam = [(1.0, (), -1)]  # score, path, candidate number
     for step in range(steps):
         level = []
         for score, path, number in beam:
-            chances = successors(path, kind, seed, semantics)
+            chances = successors(path, kind, seed, tree_scoring)
             for token in best(chances, topk):
                 chance = chances[token] if step == 0 else joined(score, chances[token])
                 level.append((chance, (*path, token), number))
@@ -61,16 +61,18 @@ def enumerate_candidates(
     return found
 
 
-def tensors(kind: str, seed: int, steps: int, topk: int, semantics: str) -> draft_tree.Candidates:
+def tensors(kind: str, seed: int, steps: int, topk: int, tree_scoring: str) -> draft_tree.Candidates:
     """The same expansion through stages.trees.draft_tree, one tree."""
-    beam, ids = draft_tree.select_topk(torch.tensor([successors((), kind, seed, semantics)]), topk)
+    beam, ids = draft_tree.select_topk(torch.tensor([successors((), kind, seed, tree_scoring)]), topk)
     paths = [(t,) for t in ids[0].tolist()]
     numbers = list(range(topk))
     scores, tokens, parents = [beam], [ids], [torch.full_like(ids, -1)]
     for step in range(1, steps):
-        chances = torch.tensor([[successors(p, kind, seed, semantics) for p in paths]])
+        chances = torch.tensor([[successors(p, kind, seed, tree_scoring) for p in paths]])
         chances, new_ids = draft_tree.select_topk(chances, topk)
-        new_scores, beam, places = draft_tree.extend_beam(beam, chances, draft_tree.TREE_SCORINGS[semantics].join)
+        new_scores, beam, places = draft_tree.extend_beam(
+            beam, chances, draft_tree.TREE_SCORINGS[tree_scoring].combine_scores
+        )
         new_ids = new_ids.flatten(1)
         scores.append(new_scores)
         tokens.append(new_ids)
@@ -86,11 +88,11 @@ def shapes(draw) -> tuple[str, int, int, int, str, int]:
     steps, topk = draw(st.integers(1, 5)), draw(st.integers(1, 4))
     most = topk + (steps - 1) * topk * topk
     tokens = draw(st.integers(2, most + 1))
-    kind, semantics = (
+    kind, tree_scoring = (
         draw(st.sampled_from(["plain", "ties", "saturated"])),
         draw(st.sampled_from(list(draft_tree.TREE_SCORINGS))),
     )
-    return kind, draw(st.integers(0, 10_000)), steps, topk, semantics, tokens
+    return kind, draw(st.integers(0, 10_000)), steps, topk, tree_scoring, tokens
 
 
 @settings(max_examples=150, deadline=None)
@@ -111,7 +113,7 @@ def test_the_tree_is_closed_and_is_the_best_of_the_enumeration(shape) -> None:
     *drawn, tokens = shape
     slow, kept = enumerate_candidates(*drawn), draft_tree.build_tree(tensors(*drawn), tokens)
     expected = sorted(sorted(range(len(slow)), key=lambda i: (-slow[i][0], i))[: tokens - 1])
-    assert kept.nodes[0].tolist() == expected
+    assert kept.candidate_numbers[0].tolist() == expected
     node_of = {-1: 0} | {number: i + 1 for i, number in enumerate(expected)}
     # A parent that is not kept would be a KeyError here: SGLang's own torch.topk makes such orphans on saturated scores.
     assert kept.parents[0].tolist() == [0, *(node_of[slow[n][2]] for n in expected)]
@@ -124,7 +126,7 @@ def test_the_tree_is_closed_and_is_the_best_of_the_enumeration(shape) -> None:
 def test_the_target_accepts_its_own_path_as_far_as_it_is_in_the_tree(shape, choice_seed: int) -> None:
     *drawn, tokens = shape
     slow, kept = enumerate_candidates(*drawn), draft_tree.build_tree(tensors(*drawn), tokens)
-    paths = [(), *(slow[n][1] for n in kept.nodes[0].tolist())]
+    paths = [(), *(slow[n][1] for n in kept.candidate_numbers[0].tolist())]
 
     def chosen(path: tuple[int, ...]) -> int:  # a made-up target, greedy in its own probabilities
         return max(range(VOCAB), key=lambda t: successors(path, "plain", choice_seed)[t])
@@ -201,9 +203,12 @@ def test_logarithms_order_as_their_values_do() -> None:
 def test_logarithms_tell_apart_what_products_cannot() -> None:
     """A path of ten chances of 1e-5: its product is 0 in float32, so that SGLang can't tell it from a worse one."""
     logits = torch.tensor([[0.0, -11.5, -23.0]])
-    by_name = {name: how.chances(logits) for name, how in draft_tree.TREE_SCORINGS.items()}
+    by_name = {name: how.score_logits(logits) for name, how in draft_tree.TREE_SCORINGS.items()}
     paths = {
-        name: [functools.reduce(draft_tree.TREE_SCORINGS[name].join, [chances[0, token]] * 10) for token in (1, 2)]
+        name: [
+            functools.reduce(draft_tree.TREE_SCORINGS[name].combine_scores, [chances[0, token]] * 10)
+            for token in (1, 2)
+        ]
         for name, chances in by_name.items()
     }
     assert paths["sglang"][0] == paths["sglang"][1] == 0 and paths["eagle"][0] > paths["eagle"][1]
@@ -223,10 +228,10 @@ def test_a_tree_that_can_not_be_built_is_refused_before_anything_is_computed(sha
     steps, topk, tokens = shape
     draft, embedding, _ = random_draft(3)
     with pytest.raises(ValueError, match=re.escape(says)):
-        draft_tree.check_tree(*shape, CONFIG.draft_vocab_size)
+        draft_tree.check_tree(TreeShape(*shape), CONFIG.draft_vocab_size)
     ids, features = torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 8, 3 * CONFIG.hidden_size)
     with pytest.raises(ValueError, match=re.escape(says)):
-        replay_answers(draft, embedding, ids, features, torch.tensor([3]), torch.tensor([8]), [(steps, topk, tokens)])
+        replay_answers(draft, embedding, ids, features, torch.tensor([3]), torch.tensor([8]), [TreeShape(*shape)])
     engine = Engine(small_target(CONFIG.vocab_size, 1), [], [1, 2, 3], draft)
     with pytest.raises(ValueError, match=re.escape(says)):
         next(engine.speculative([1, 2], 5, steps, topk, tokens))
@@ -244,18 +249,18 @@ def test_a_tree_deeper_than_the_drafts_window_is_refused() -> None:
     rows = draft, embedding, ids, features, torch.tensor([3]), torch.tensor([8])
     engine = BatchEngine(small_target(CONFIG.vocab_size, 1), [], [1, 2, 3], draft)
     for refused in (
-        lambda: replay_answers(*rows, [(4, 1, 5), (5, 1, 6)]),
+        lambda: replay_answers(*rows, [TreeShape(4, 1, 5), TreeShape(5, 1, 6)]),
         lambda: next(engine.speculative([1, 2], 5, 5, 1, 6)),
         lambda: engine.memory(9, 2, (5, 1, 6)),
     ):
         with pytest.raises(ValueError, match=says):
             refused()
-    replay_answers(*rows, [(4, 1, 5)])
+    replay_answers(*rows, [TreeShape(4, 1, 5)])
     assert len(list(engine.speculative([1, 2], 5, 4, 1, 5))) > 1
 
 
 def test_the_largest_trees_are_built() -> None:
     for steps, topk in ((1, 1), (3, 1), (1, 4), (2, 2), (4, 3)):
-        most = draft_tree.count_candidates(steps, topk)
-        assert most == count_candidates(steps, topk)  # what params.yaml is checked against
-        draft_tree.check_tree(steps, topk, most + 1, 11)
+        most = TreeShape(steps, topk, 2).num_candidates
+        assert most == topk + (steps - 1) * topk**2
+        draft_tree.check_tree(TreeShape(steps, topk, most + 1), 11)

@@ -1,0 +1,233 @@
+"""The command line: `aerie COMMAND`, the same as `python -m pipeline COMMAND`.
+
+Each command calls one function of `pipeline`, or replaces this process by one of its modules. Commands import what they
+need when they run: importing typer takes 0.05 s, Prefect 1 s, and torch is never imported.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+app = typer.Typer(
+    name="aerie",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+INTERRUPTED = 128 + signal.SIGINT  # exit status after Ctrl-C
+UsageError: Any = typer.BadParameter.__mro__[1]  # click's, of which typer brings a copy
+
+Recipe = Annotated[str, typer.Argument(help="File of recipes/ without .yaml, or the path of a .yaml file.")]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="Folder of .scratch/runs.")]
+
+
+@app.callback(
+    epilog="params.yaml steers everything. `dvc repro` and `python -m stages.NAME` work without this program. "
+    "Start with docs/guide.md."
+)
+def describe_program() -> None:
+    """Train EAGLE-3 drafts for a target model and measure what they buy.
+
+    The work is a graph of cached stages: DVC decides which of them are stale, and only those run. A first session is
+
+    \b
+        aerie doctor       what this machine has, and what is missing
+        aerie stale        what would run
+        aerie run          run it and print the table
+        aerie launch       the flags of SGLang or vLLM that the results advise
+
+    and a published experiment
+
+    \b
+        aerie reproduce angelslim-qwen3-8b --dry-run
+        aerie reproduce angelslim-qwen3-8b
+    """
+
+
+@app.command()
+def run() -> None:
+    """Bring every stage up to date; the report stage prints the table.
+
+    A second run in the same folder waits for the first. An interrupted run keeps what has finished; run again to go on.
+    `make run` installs what is missing first, and prints the table even if nothing was stale.
+    """
+    from pipeline import commands
+
+    _print_lines(commands.run_graph())
+
+
+@app.command()
+def stale() -> None:
+    """List the stages that the next run executes, and what changed. Exit with 1 if there are any.
+
+    Also warns of artifacts made with another release of torch or transformers, which are not stale for that.
+    """
+    from pipeline import commands
+
+    _print_lines(commands.list_stale())
+
+
+@app.command()
+def use(recipe: Recipe) -> None:
+    """Write a recipe's keys into params.yaml. Comments and other keys stay.
+
+    The previous params.yaml is kept beside it, and the last line says how to return to it.
+    """
+    from pipeline import recipes
+
+    _print_lines(recipes.use_recipe(recipe))
+
+
+@app.command()
+def reproduce(
+    recipe: Recipe,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print stages, sizes and hours. Changes and runs nothing, needs no GPU.")
+    ] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Only compare results/ with the published numbers. Runs nothing.")
+    ] = False,
+) -> None:
+    """Use a recipe, bring every stage up to date, and print the results beside the published ones.
+
+    Refuses before changing anything if files are missing or the disk is too small. If a stage fails, those that do not
+    need it still run.
+    """
+    from pipeline import reproduce as steps
+
+    if dry_run and compare:
+        raise ValueError("expected --dry-run or --compare, found both")
+    way = steps.describe_dry_run if dry_run else steps.compare_recipe if compare else steps.reproduce_recipe
+    _print_lines(way(recipe))
+
+
+@app.command()
+def promote(name: Run) -> None:
+    """Take over the parameters and results of a run that has a workspace of its own.
+
+    Refuses while tracked files have changes, while a run is at work, and if the run has not finished.
+    """
+    from pipeline import workspaces
+
+    _print_lines(workspaces.promote_run(name))
+
+
+@app.command()
+def drop(name: Run) -> None:
+    """Remove a run's workspace. The DVC cache keeps what it computed."""
+    from pipeline import workspaces
+
+    _print_lines(workspaces.drop_run(name))
+
+
+@app.command()
+def pull(stage: Annotated[str, typer.Argument(help="Stage of dvc.yaml, such as report or train_draft@e009.")]) -> None:
+    """Fetch the inputs of a stage that are missing here from the DVC remote, and print their paths."""
+    from pipeline import dvc_graph
+
+    _print_lines(dvc_graph.pull_inputs(stage))
+
+
+@app.command()
+def launch() -> None:
+    """Print whether to speculate, with which draft and tree, and the engine's flags, from the results here."""
+    _exec_module("stages.report", "--launch")
+
+
+@app.command()
+def table() -> None:
+    """Print the table of the results here. Runs nothing."""
+    _exec_module("stages.report", "--table")
+
+
+@app.command()
+def ui() -> None:
+    """Start the Prefect server, its pages and the deployments of prefect.yaml, until Ctrl-C.
+
+    On this machine only, port 4200, or the one in AERIE_PORT. docs/scheduling.md
+    """
+    _exec_module("pipeline.serve")
+
+
+@app.command()
+def worker(limit: Annotated[int, typer.Option(min=1, help="Stages at a time.")] = 1) -> None:
+    """Execute stages for runs of another host, until Ctrl-C.
+
+    Needs PREFECT_API_URL of that host's server and its password in AERIE_PASSWORD_FILE. docs/scheduling.md
+    """
+    _exec_module("pipeline.start_worker", "--limit", str(limit))
+
+
+@app.command()
+def deps(write: Annotated[bool, typer.Option("--write", help="Rewrite the lines in dvc.yaml.")] = False) -> None:
+    """Compare the code dependencies in dvc.yaml with the import closures of the stages. Exit with 1 if they differ."""
+    from pipeline import deps as code_deps
+
+    if write:
+        _print_lines(code_deps.write_code_deps() or ["dvc.yaml lists every import closure already"])
+        return
+    text = code_deps.DVC_FILE.read_text(encoding="utf-8")
+    if code_deps.render_code_deps(text) != text:
+        raise ValueError(
+            f"{code_deps.DVC_FILE} does not list the import closures of its stages; run: aerie deps --write"
+        )
+    _print_lines([f"{code_deps.DVC_FILE} lists the import closures of its stages"])
+
+
+@app.command()
+def doctor(
+    recipe: Annotated[str | None, typer.Argument(help="Check for this recipe instead of params.yaml as it is.")] = None,
+) -> None:
+    """Check packages, GPUs, engines, files and disk. Changes and downloads nothing; exit with 1 if something is missing."""
+    from pipeline import doctor as checks
+
+    _print_lines(checks.report_findings(recipe))
+
+
+def _print_lines(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(line, flush=True)
+
+
+def _exec_module(module: str, *words: str) -> NoReturn:
+    """Replace this process by `python -m MODULE`, which then gets signals itself; its exit status is ours."""
+    # Prefect's commands are found on PATH, whether the virtual environment is activated or not.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", module, *words])
+
+
+def run_command_line(words: list[str]) -> None:
+    """Run one command. Raises SystemExit with a line `aerie: ...` for anything the user can correct."""
+    from pipeline.processes import StageError
+
+    command = typer.main.get_command(app)
+    try:
+        if not words:
+            command(["--help"], prog_name="aerie", standalone_mode=False)
+            raise ValueError("expected a command, found none")
+        status = command(words, prog_name="aerie", standalone_mode=False)
+    except UsageError as error:
+        shown = error.ctx.command_path if error.ctx else "aerie"
+        sys.exit(f"aerie: {error.format_message()} Found: {' '.join(words)}; run: {shown} --help")
+    except (ValueError, StageError) as error:
+        sys.exit(f"aerie: {error}")
+    except typer.Abort:  # how typer before 0.20 reports Ctrl-C
+        status = INTERRUPTED
+    if status == INTERRUPTED:
+        print("aerie: interrupted; what has finished is cached, run again to go on", file=sys.stderr)
+    if status:
+        sys.exit(status)
+
+
+def main() -> None:
+    """Run the command of sys.argv: the console script `aerie`."""
+    # SIGTERM as an exception, like Ctrl-C, so that a running stage is ended too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    run_command_line(sys.argv[1:])

@@ -1,0 +1,145 @@
+"""Check what a run needs of this machine and checkout: `aerie doctor`. Changes nothing, downloads nothing."""
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline import dvc_graph, recipes, reproduce, resources
+from pipeline.remote import dvc_remote
+from pipeline.workspaces import SERVING_ENVIRONMENTS
+from stages.params.schema import Params, load_params
+from stages.params.section import PARAMS_FILE
+
+GIB = 2**30
+PACKAGES = ("torch", "transformers", "datasets", "polars", "safetensors", "dvc", "prefect", "typer")
+MIN_FREE_GIB = 2.0  # a run of the embedded target with its cache takes under 1 GiB
+MARKS = {True: "ok     ", False: "PROBLEM", None: "       "}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. `ok` is None where the line only informs."""
+
+    subject: str
+    found: str
+    ok: bool | None = None
+    advice: str = ""
+
+    def format_line(self) -> str:
+        return f"{MARKS[self.ok]}  {self.subject}: {self.found}" + (f"; {self.advice}" if self.advice else "")
+
+
+def report_findings(recipe: str | None = None) -> Iterator[str]:
+    """Yield a line for each finding and a summary. Raises SystemExit(1) after the last if any is a problem."""
+    problems = 0
+    for finding in check_all(recipe):
+        problems += finding.ok is False
+        yield finding.format_line()
+    yield "nothing is in the way of a run" if not problems else f"{problems} problem(s), see above"
+    if problems:
+        sys.exit(1)
+
+
+def check_all(recipe: str | None = None) -> Iterator[Finding]:
+    """Yield what is found here for params.yaml, or for it with the recipe's keys."""
+    yield from _check_packages()
+    yield from _check_hardware()
+    yield from _check_engines()
+    with contextlib.ExitStack() as stack:
+        name, file = str(PARAMS_FILE), PARAMS_FILE
+        path: Path | None = None
+        try:
+            if recipe:
+                name = f"{PARAMS_FILE} with {recipe}"
+                path = recipes.locate_recipe(recipe)
+                file, _ = stack.enter_context(recipes.merge_recipe(recipe))
+            params = load_params(file)
+        except ValueError as error:
+            yield Finding(name, str(error), False)
+            yield _check_disk(None)
+        else:
+            yield Finding(name, f"valid, target {params.target.model}", True)
+            yield from _check_files(params)
+            yield from _check_estimate(path, file)
+    yield from _check_dvc()
+
+
+def _check_packages() -> Iterator[Finding]:
+    supported = (3, 11) <= sys.version_info[:2] <= (3, 13)
+    yield Finding("Python", platform.python_version(), supported, "" if supported else "aerie needs 3.11, 3.12 or 3.13")
+    for name in PACKAGES:
+        try:
+            yield Finding(name, importlib.metadata.version(name), True)
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(name, "not installed", False, "run: make run")
+
+
+def _check_hardware() -> Iterator[Finding]:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    yield Finding("CPU", f"{os.cpu_count()} cores, {memory / GIB:.0f} GiB of memory")
+    gpus = resources.list_gpus()
+    yield Finding("GPUs", ", ".join(gpus) if gpus else "none; the torch stages run on the CPU")
+
+
+def _check_engines() -> Iterator[Finding]:
+    for folder in map(Path, SERVING_ENVIRONMENTS):
+        name = folder.name
+        if (folder / "bin/python").exists():
+            yield Finding(name, f"installed in {folder}")
+        elif command := shutil.which(name):
+            yield Finding(name, f"{command} on the PATH")
+        else:
+            yield Finding(name, f"not found; only benchmark_served needs it: make serving-env ENGINE={name}")
+
+
+def _check_files(params: Params) -> Iterator[Finding]:
+    """Check the files that the parameters name and the user brings."""
+    sets = params.prepare_prompts.sets
+    asked = {workload.prompts for workload in params.benchmark.workloads.values()} & set(sets)
+    wanted = {"fix_data.raw": params.fix_data.raw}
+    wanted |= {f"prepare_prompts.sets.{name}.from": sets[name].from_ for name in sorted(asked) if sets[name].is_file}
+    for key, path in wanted.items():
+        if Path(path).exists():
+            yield Finding(key, path, True)
+        else:
+            yield Finding(key, f"{path} not found", False, "put it there, or correct the key")
+
+
+def _check_estimate(recipe: Path | None, file: Path) -> Iterator[Finding]:
+    """Check the free disk against the bytes that a run with the parameters in `file` writes, by reproduce's estimate."""
+    try:
+        estimate = reproduce.estimate_params(recipe, file)
+    except ValueError as error:
+        yield _check_disk(None)
+        yield Finding("size of a run", f"not known: {str(error).splitlines()[-1]}")
+        return
+    yield _check_disk(estimate.disk_bytes)
+    for line in estimate.lines:
+        subject, _, found = line.partition(": ")
+        yield Finding(subject, found)
+
+
+def _check_disk(needed_bytes: float | None) -> Finding:
+    free = shutil.disk_usage(".").free / GIB
+    needed = MIN_FREE_GIB if needed_bytes is None else needed_bytes / GIB
+    about = "" if needed_bytes is None else f", a run writes about {needed:.2f} GiB"
+    advice = "" if free >= needed else "make room, or lower sample_target.train_rows, or set extract_hiddens.online"
+    return Finding("disk", f"{free:.1f} GiB free here{about}", free >= needed, advice)
+
+
+def _check_dvc() -> Iterator[Finding]:
+    """Check dvc.yaml, and name the remotes. DVC reads both in this process."""
+    try:
+        yield Finding("dvc.yaml", f"{len(dvc_graph.list_stages())} stages", True)
+        listed = dvc_remote.list_remotes()
+    except ValueError as error:
+        yield Finding("dvc.yaml", str(error), False)
+        return
+    found = ", ".join(f"{name} ({url})" for name, url in listed.items())
+    yield Finding("DVC remote", found or "none; results stay on this machine (docs/sharing.md)")

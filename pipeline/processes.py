@@ -1,0 +1,266 @@
+"""Start, watch and end the processes that run stages.
+
+Every process started here is a DVC (pipeline/checked_dvc.py) or another module of `pipeline`, and has the command of a
+stage below it. A run's processes carry a mark in their environment, by which the run's guard (pipeline/orphan_guard.py)
+finds and ends them if the run is killed outright.
+"""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from pipeline import password
+
+COMMAND_GRACE_S = 5.0  # seconds between SIGTERM and SIGKILL for a stage's command
+DVC_GRACE_S = 15.0  # seconds for DVC to write its lock file after that; Prefect kills a cancelled flow after 30
+POLL_S = 0.05  # seconds
+TAIL_LINES = 10  # of a failed stage in its state, which Prefect prints twice; the log above it has all
+RUN_MARK_VARIABLE = "AERIE_RUN"  # environment variable of every process that a run has started
+DVC_MODULE = "pipeline.checked_dvc"  # in the command line of a DVC process, and of none that it started
+
+# What the end of a log says of a failure that another attempt may mend; everything else fails at once.
+TRANSIENT_ERRORS = (
+    "ConnectionError", "Connection refused", "Connection reset", "ConnectTimeout", "ReadTimeout", "RemoteDisconnected",
+    "ServerDisconnectedError", "TimeoutError", "Temporary failure in name resolution", "Max retries exceeded",
+    "server was not ready", "429 Too Many Requests", "502 Bad Gateway", "503 Service", "504 Gateway",
+)  # fmt: skip
+
+_live: set[subprocess.Popen[str]] = set()
+_live_lock = threading.Lock()
+_mark: str | None = None
+_guard: IO[bytes] | None = None
+_stopped = threading.Event()
+
+
+class StageError(RuntimeError):
+    """A failure of a stage or of DVC; the message is for the user and ends with the end of the log."""
+
+    def __init__(self, message: str, transient: bool = False) -> None:
+        super().__init__(message)
+        self.transient = transient
+
+
+def is_transient(log: str) -> bool:
+    """Return whether another attempt may succeed after a log that ends like this."""
+    return any(text in log for text in TRANSIENT_ERRORS)
+
+
+# A run's guard
+
+
+@contextmanager
+def guard_run(held_files: Iterable[int] = ()) -> Iterator[None]:
+    """Have another process watch this one, and end its stages if this one is killed outright.
+
+    The guard shares the open files `held_files`, so a lock on one is free only after those stages have ended. Runs on
+    other hosts are made known to it with `notify_guard`.
+    """
+    global _mark, _guard
+    _mark = uuid.uuid4().hex
+    command = [sys.executable, "-m", "pipeline.orphan_guard", _mark]
+    pipe = subprocess.PIPE
+    # A session of its own, so that signals to this process's group do not reach it; it ends when the pipe closes.
+    guard = subprocess.Popen(command, stdin=pipe, stdout=pipe, pass_fds=list(held_files), start_new_session=True)
+    assert guard.stdin and guard.stdout
+    guard.wait()  # it forks and goes on without a parent, since Ray kills the children of a process that it kills
+    _guard = guard.stdin
+    try:
+        yield
+    finally:
+        _guard = None
+        guard.stdin.close()
+        guard.stdout.read()  # until it has ended and freed the files it shares
+        guard.stdout.close()
+        _mark = None
+
+
+def notify_guard(line: str) -> None:
+    """Send the run's guard a line about a run on another host (pipeline/orphan_guard.py); without a guard do nothing."""
+    if _guard:
+        _guard.write(f"{line}\n".encode())  # short writes to a pipe are atomic, whichever thread writes
+        _guard.flush()
+
+
+def end_marked(mark: str) -> None:
+    """End every process that a run of this mark has left, each child-first, all at the same time."""
+    found = {process.pid: process for process in psutil.process_iter(["environ", "cmdline"])
+             if (process.info["environ"] or {}).get(RUN_MARK_VARIABLE) == mark}  # fmt: skip
+    _end_together([process for process in found.values() if _get_parent_pid(process) not in found])
+
+
+# Start and end
+
+
+def run_command(
+    words: list[str], on_line: Callable[[str], object] | None, environment: dict[str, str], held_files: Iterable[int]
+) -> int:
+    """Run `python -m` with these words to its end -> its exit status.
+
+    Each line of output goes to `on_line`; without one the command prints where this process prints. `environment` is
+    added to this process's own; the open files `held_files`, and locks on them, stay open until the command has ended.
+    """
+    process = _start_command(words, environment, held_files, piped=on_line is not None)
+    try:
+        if on_line and process.stdout:
+            for line in map(str.rstrip, process.stdout):
+                on_line(line)
+        return process.wait()
+    except BaseException:  # cancelled, interrupted, or on_line failed: the stage must not outlive its run
+        if process.stdout:  # keep reading: a full pipe would block DVC, which then could not end
+            threading.Thread(target=process.stdout.read, daemon=True).start()
+        _end_process(psutil.Process(process.pid))
+        process.wait()
+        raise
+    finally:
+        with _live_lock:
+            _live.discard(process)
+
+
+def run_module(words: list[str]) -> list[str]:
+    """Run `python -m` with these words -> its lines of output. `stop_stages` ends it like a stage.
+
+    Raises:
+        StageError: with the end of its output, if it fails.
+    """
+    lines: list[str] = []
+    if run_command(words, lines.append, {}, ()):
+        log = "\n".join(lines[-TAIL_LINES:])
+        raise StageError(f"{' '.join(words)}: {log}", is_transient(log))
+    return lines
+
+
+def end_children() -> None:
+    """End every stage that this process runs now. Safe to call twice, and without any stage."""
+    with _live_lock:
+        pids = [process.pid for process in _live]
+    processes = []
+    for pid in pids:
+        try:
+            processes.append(psutil.Process(pid))
+        except psutil.NoSuchProcess:
+            pass
+    _end_together(processes)
+
+
+def stop_stages() -> None:
+    """End every stage of this process and let it start no other: neither one that is due now nor another attempt."""
+    _stopped.set()
+    end_children()
+
+
+def wait_before_retry(seconds: float) -> bool:
+    """Wait before another attempt. Return False, at once, after `stop_stages`."""
+    return not _stopped.wait(seconds)
+
+
+def _start_command(
+    words: list[str], environment: dict[str, str], held_files: Iterable[int], piped: bool
+) -> subprocess.Popen[str]:
+    """Start the command in a session of its own: a Ctrl-C or a group kill must not reach DVC before its command."""
+    command = [sys.executable, "-m", *words]
+    # dvc.yaml says `python -m stages.NAME`: that must be this Python, whether its environment is activated or not.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    added = {"PATH": path, "PYTHONUNBUFFERED": "1"} | ({RUN_MARK_VARIABLE: _mark} if _mark else {})
+    with _live_lock:
+        if _stopped.is_set():
+            raise StageError(f"{' '.join(words)} was not started: the run is cancelled")
+        process = subprocess.Popen(
+            command,
+            env=_drop_secrets() | added | environment,
+            pass_fds=list(held_files),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE if piped else None,
+            stderr=subprocess.STDOUT if piped else None,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,
+        )
+        _live.add(process)
+    return process
+
+
+def _drop_secrets() -> dict[str, str]:
+    """Return this process's environment without the Prefect server's password: stages start servers and graders."""
+    return {name: value for name, value in os.environ.items() if name not in (password.CLIENT, password.SERVER)}
+
+
+def _end_together(processes: list[psutil.Process]) -> None:
+    """End several at the same time: a cancelled flow has 30 s in all."""
+    threads = [threading.Thread(target=_end_process, args=(process,)) for process in processes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _end_process(process: psutil.Process) -> None:
+    """End a running stage child-first: its command, so that DVC reports a failure, frees its locks and exits itself.
+
+    The other order is wrong twice: a command outlives a DVC that is killed, and the next run would work beside it on the
+    same files; and a DVC that is killed while it writes dvc.lock leaves that file empty.
+    """
+    started = time.monotonic()
+    commands: set[psutil.Process] = set()  # kept, since after its shell has ended a command has no parent to find it by
+    signalled: set[psutil.Process] = set()
+    if DVC_MODULE not in _read_command_line(process):  # a command whose DVC has ended before it
+        commands.add(process)
+    while (elapsed := time.monotonic() - started) < COMMAND_GRACE_S + DVC_GRACE_S and _is_alive(process):
+        commands |= _list_descendants(process)  # looked up each time: DVC may be about to start its command
+        for command in commands:
+            if elapsed > COMMAND_GRACE_S:
+                _ignore_ended(command.kill)
+            elif command not in signalled:
+                _ignore_ended(command.terminate)
+        signalled |= commands
+        time.sleep(POLL_S)
+    _ignore_ended(process.kill)  # no effect on one that has ended; a DVC that is alive after all this hangs
+    while (alive := [c for c in commands if _is_alive(c)]) and time.monotonic() - started < COMMAND_GRACE_S:
+        time.sleep(POLL_S)
+    for command in alive:
+        _ignore_ended(command.kill)
+
+
+def _get_parent_pid(process: psutil.Process) -> int | None:
+    try:
+        return int(process.ppid())
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _read_command_line(process: psutil.Process) -> list[str]:
+    try:
+        return list(process.cmdline())
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    """Return whether the process runs. A zombie has ended; in many containers process 1 never reaps it."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _list_descendants(process: psutil.Process) -> set[psutil.Process]:
+    try:
+        return set(process.children(recursive=True))
+    except psutil.NoSuchProcess:
+        return set()
+
+
+def _ignore_ended(send: Callable[[], None]) -> None:
+    """Signal a process that may have ended meanwhile."""
+    try:
+        send()
+    except psutil.NoSuchProcess:
+        pass

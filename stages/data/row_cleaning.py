@@ -1,0 +1,240 @@
+"""Judge raw rows one at a time: parse, repair, keep or drop.
+
+A verdict depends on no other row, so chunks are judged in parallel processes. The kept rows of a chunk wait in an Arrow file;
+only digests, names and MinHash signatures stay in memory, for train_eval_split.py.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import pairwise
+from json.encoder import encode_basestring_ascii
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import orjson
+import polars as pl
+
+from stages.data import chat_formats, conversations, images, near_duplicates, readers, toon
+from stages.data.chat_formats import DroppedRowError, Message
+from stages.params.data_sections import FixData
+
+IMAGES_FOLDER = Path("data/fixed/images")  # copies of every kept image: later stages never read the user's own files
+WAITING_FOLDER = Path(".scratch/fix_data")
+WAITING_IMAGES_FOLDER = WAITING_FOLDER / "images"
+DIGEST_BYTES = 16  # at a billion rows, the chance of any collision is below 1e-20
+
+
+@dataclass(frozen=True)
+class RepairedAnswer:
+    """One repaired answer, shown in the report."""
+
+    before: str
+    after: str
+    rules: list[str]
+
+
+@dataclass(frozen=True)
+class DroppedExample:
+    """One dropped row, shown in messages."""
+
+    where: str
+    found: str = ""  # start of the offending text, or of the row
+
+
+@dataclass
+class JudgedChunk:
+    """Verdicts on one chunk. The lists have one entry per kept row, in source order, as has the Arrow file."""
+
+    file: Path  # the kept rows, as FIXED_SCHEMA
+    source: str = ""
+    rows_in: int = 0
+    names: list[str] = field(default_factory=list)
+    verdicts: list[str] = field(default_factory=list)
+    source_rows: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)  # of the whole conversation
+    opening_digests: list[bytes] = field(default_factory=list)  # of system message and first question
+    is_eval: list[bool] = field(default_factory=list)
+    signatures: np.ndarray | None = None  # MinHash; None where near duplicates are not looked for
+    formats: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+    first_dropped: dict[str, DroppedExample] = field(default_factory=dict)  # by reason
+    examples: dict[str, RepairedAnswer] = field(default_factory=dict)  # by rule: the answer with the fewest other rules
+
+
+def judge_chunk(chunk: readers.RawChunk, params: FixData, file: Path, eval_source: str | None) -> JudgedChunk:
+    """Judge each row of a chunk and write the kept ones to `file`. `eval_source` is the source of fix_data.eval_file."""
+    judged = JudgedChunk(file, source=chunk.source)
+    kept: list[chat_formats.Conversation] = []
+    for source_row, row in readers.parse_chunk(chunk):
+        judged.rows_in += 1
+        try:
+            if row is None:
+                raise DroppedRowError("nested_too_deep")
+            conversation, repaired = judge_row(row, params, chunk, source_row, judged.formats)
+        except DroppedRowError as error:
+            _count_dropped_row(judged, error, row, source_row)
+            continue
+        kept.append(conversation)
+        _add_kept_row(judged, conversation, repaired)
+        judged.names.append(_name_row(row, source_row))
+        judged.source_rows.append(source_row)
+        if eval_source is None:
+            judged.is_eval.append(int.from_bytes(judged.opening_digests[-1][:8]) < params.eval_share * 2**64)
+        else:
+            within = params.eval_rows is None or source_row < params.eval_rows
+            judged.is_eval.append(chunk.source == eval_source and within)
+    if params.near_duplicate_threshold is not None:
+        texts = ["\n".join(message["content"] for message in one.messages) for one in kept]
+        judged.signatures = near_duplicates.compute_signatures(texts)
+    _build_table(kept, judged).write_ipc(file, compression="lz4")
+    return judged
+
+
+def judge_row(
+    row: dict[str, Any], params: FixData, chunk: readers.RawChunk, source_row: int, formats: Counter[str]
+) -> tuple[chat_formats.Conversation, list[RepairedAnswer]]:
+    """Return (the conversation after repair, its repaired answers). Length limits apply after repair.
+
+    Raises:
+        DroppedRowError: with the reason.
+        ValueError: where the row is not of the format that params.yaml insists on.
+    """
+    chat_format = chat_formats.detect_format(row) if params.format == "auto" else params.format
+    formats[chat_format or "unknown"] += 1
+    if chat_format is None:
+        raise DroppedRowError("unknown_format")
+    if not chat_formats.has_format(row, chat_format):
+        raise ValueError(
+            f"{chunk.display_name}, line {source_row + 1}: expected an object with {chat_formats.describe_format(chat_format)}, "
+            f"as fix_data.format: {chat_format} says, found {readers.abbreviate_row(row)}; choose another format "
+            f"(auto, {', '.join(chat_formats.CHAT_FORMATS)}) or mend the file"
+        )
+    conversation = chat_formats.parse_conversation(row, chat_format, chunk.folder, save_waiting_image)
+    if any(images.is_too_large(locate_waiting_image(path)) for path in conversation.images or []):
+        raise DroppedRowError("image_too_large")
+    repaired = repair_answers(conversation.messages, params.surrounding_text) if params.answers == "toon" else []
+    length = sum(len(message["content"]) for message in conversation.messages)
+    if conversation.reasoning:
+        length += sum(len(reasoning) for reasoning in conversation.reasoning if reasoning)
+    if length > params.max_chars:
+        raise DroppedRowError("too_long")
+    if length < params.min_chars:
+        raise DroppedRowError("too_short")
+    return conversation, repaired
+
+
+def save_waiting_image(data: bytes, extension: str | None) -> str | None:
+    """Save an image among the waiting rows and return its final path; None for bytes that are no known image."""
+    name = images.save_image(data, WAITING_IMAGES_FOLDER, extension)
+    return None if name is None else (IMAGES_FOLDER / name).as_posix()
+
+
+def locate_waiting_image(path: str) -> Path:
+    """Return where the image with final path `path` is before it is published."""
+    final = Path(path)
+    return WAITING_IMAGES_FOLDER / final.name if final.parent == IMAGES_FOLDER else final
+
+
+def repair_answers(messages: list[Message], surrounding: Literal["strip", "keep"]) -> list[RepairedAnswer]:
+    """Repair every answer of `messages` in place. The expected number of rows is read from the question before it.
+
+    Raises:
+        DroppedRowError: for the first answer that can't be repaired; the whole conversation is dropped with it.
+    """
+    repaired = []
+    question = messages[0]
+    for before, answer in pairwise(messages):
+        question = before if before["role"] == "user" else question
+        if answer["role"] != "assistant" or not answer["content"]:  # a tool call has no text
+            continue
+        result = toon.repair_toon(answer["content"], toon.parse_horizon(question["content"]), surrounding)
+        verdict, _, detail = result.verdict.partition(":")
+        if verdict == "dropped":
+            raise DroppedRowError(detail, answer["content"])
+        if verdict == "repaired":
+            repaired.append(RepairedAnswer(answer["content"], result.text, detail.split(",")))
+        answer["content"] = result.text
+    return repaired
+
+
+def keep_plainest_examples(examples: dict[str, RepairedAnswer], answer: RepairedAnswer) -> None:
+    """Keep for each rule the answer with the fewest rules; the first of equals."""
+    for rule in answer.rules:
+        if rule not in examples or len(answer.rules) < len(examples[rule].rules):
+            examples[rule] = answer
+
+
+def hash_conversation(messages: list[Message], images: list[str] | None) -> bytes:
+    """Return SHA-256 of roles, contents and image paths, as json.dumps writes them.
+
+    The JSON is assembled by hand from the encoder of strings: every row passes here, and json.dumps takes longer.
+    """
+    parts = [f'["{m["role"]}", {encode_basestring_ascii(m["content"])}]' for m in messages]
+    if images:
+        parts.append(json.dumps(images))
+    return hashlib.sha256(f"[{', '.join(parts)}]".encode()).digest()
+
+
+def get_opening(messages: list[Message]) -> list[Message]:
+    """Return system message and first question, whose hash assigns the conversation to train or eval.
+
+    Every later prompt of a conversation starts with them, so no prompt of any turn is in both splits, even where answers
+    or later turns differ. They depend on no other row, so adding rows moves none to the other split.
+    """
+    return messages[:2] if messages[0]["role"] == "system" else messages[:1]
+
+
+def _add_kept_row(judged: JudgedChunk, conversation: chat_formats.Conversation, repaired: list[RepairedAnswer]) -> None:
+    rules = list(dict.fromkeys(rule for answer in repaired for rule in answer.rules))
+    for answer in repaired:
+        keep_plainest_examples(judged.examples, answer)
+    judged.verdicts.append(f"repaired:{','.join(rules)}" if rules else "clean")
+    whole = orjson.dumps([conversation.messages, conversation.list_extras()])
+    judged.digests.append(hashlib.sha256(whole).digest()[:DIGEST_BYTES])
+    opening = hash_conversation(get_opening(conversation.messages), conversation.images)
+    judged.opening_digests.append(opening[:DIGEST_BYTES])
+
+
+def _count_dropped_row(
+    judged: JudgedChunk, error: DroppedRowError, row: dict[str, Any] | None, source_row: int
+) -> None:
+    reason = str(error)
+    judged.dropped[reason] += 1
+    if reason not in judged.first_dropped:
+        found = "" if row is None else readers.abbreviate_row(row if error.found is None else error.found)
+        judged.first_dropped[reason] = DroppedExample(f"{judged.source}, row {source_row}", found)
+
+
+def _name_row(row: dict[str, Any], source_row: int) -> str:
+    """Return the row's own id or prompt_id as text, or `line-N`."""
+    given = "" if row.get("id") is None else str(row["id"])
+    given = given or str(row.get("prompt_id") or "")
+    return given if given and chat_formats.is_text(given) else f"line-{source_row}"
+
+
+def _build_table(kept: list[chat_formats.Conversation], judged: JudgedChunk) -> pl.DataFrame:
+    """Return the kept rows as FIXED_SCHEMA. Messages are built from flat columns: ten times as fast as row by row."""
+    flat = pl.DataFrame(
+        {
+            "row": [row for row, c in enumerate(kept) for _ in c.messages],
+            "role": [m["role"] for c in kept for m in c.messages],
+            "content": [m["content"] for c in kept for m in c.messages],
+        },
+        schema={"row": pl.Int32, "role": pl.String, "content": pl.String},
+    )
+    messages = flat.group_by("row", maintain_order=True).agg(pl.struct("role", "content").alias("messages"))
+    columns = {
+        "id": judged.names,
+        "messages": messages["messages"],
+        "tools": [c.tools for c in kept],
+        "tool_calls": [c.tool_calls for c in kept],
+        "reasoning": [c.reasoning for c in kept],
+        "images": [c.images for c in kept],
+        "source": [judged.source] * len(kept),
+        "source_row": judged.source_rows,
+        "verdict": judged.verdicts,
+    }
+    return pl.DataFrame(columns, schema=conversations.FIXED_SCHEMA)

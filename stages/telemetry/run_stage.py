@@ -1,0 +1,60 @@
+"""Run a stage from the command line: its arguments, its line in the log, its errors as one message.
+
+This module is no dependency of any stage (pipeline/deps.py leaves the folder out): it moves no result.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+from stages.params.full_disk import explain_full_disk
+from stages.params.schema import load_params
+from stages.telemetry import stage_log
+
+
+def run_stage(main: Callable[..., None], list_gpus: Callable[[], list[int] | None] = list) -> None:
+    """Run a stage's `main` with the words of the command line and log the run.
+
+    `list_gpus` gives the GPUs whose energy is counted, as indices into CUDA_VISIBLE_DEVICES; None for all. An error that the
+    user can correct is printed as one message, and the process exits with 1.
+    """
+    signature = inspect.signature(main)
+    try:
+        words = split_stage_name(sys.argv[1:])
+        try:
+            signature.bind(*words)
+        except TypeError:
+            wanted = " ".join(name.upper() for name in signature.parameters) or "no arguments"
+            raise ValueError(f"expected {wanted}, found {' '.join(words) or 'none'}") from None
+        is_stage = Path(sys.argv[0]).parent.name == "stages"  # stages/reproduce is started like one and is none
+        with stage_log.log_run(_stage_name(sys.argv), words, list_gpus()) if is_stage else nullcontext():
+            main(*words)
+    except Exception as error:
+        if full := explain_full_disk(error):
+            sys.exit(f"aerie: {full}")
+        if isinstance(error, ValueError):
+            sys.exit(f"aerie: {error}")
+        raise
+
+
+def split_stage_name(words: list[str]) -> list[str]:
+    """Return the arguments of a stage; for one word such as `benchmark@eval-e003-t5_1_6`, the parts behind the @.
+
+    dvc.yaml passes that name by the environment variable DVC_STAGE, so that no shell parses what params.yaml names.
+
+    Raises:
+        ValueError: where params.yaml is not valid: a name with a `-` would be split in the wrong places.
+    """
+    if len(words) != 1 or "@" not in words[0]:
+        return words
+    load_params()
+    return words[0].rpartition("@")[2].split("-")
+
+
+def _stage_name(argv: list[str]) -> str:
+    """Return the stage's name in dvc.yaml, whether the command line gives that name or its parts."""
+    if len(argv) == 2 and "@" in argv[1]:
+        return argv[1]
+    return "@".join(filter(None, [Path(argv[0]).stem, "-".join(argv[1:])]))

@@ -1,0 +1,74 @@
+"""The log of stage runs, logs/stages.jsonl: a line per run that ended well.
+
+The log is neither a dependency nor an output of any stage, so seconds, joules and versions wake nothing. The report shows the
+last run of each stage; `aerie stale` compares the logged versions with the installed ones (pipeline/versions.py).
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from stages.telemetry.gpu_energy import EnergyMeter
+
+LOG_FILE = Path("logs/stages.jsonl")
+PACKAGES = ("torch", "transformers")
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """One run of a stage: of the process that finished, not of killed ones before it."""
+
+    stage: str  # its name in dvc.yaml, as train_draft@e003
+    began_ns: int  # time.time_ns, comparable with the times of files
+    ended_ns: int
+    versions: dict[str, str]  # of those PACKAGES that the stage had loaded
+    seconds: float
+    gpus: list[str]  # names of the GPUs it used
+    joules: float | None  # of all these GPUs, by their own counters; None where one does not count
+
+
+@contextmanager
+def log_run(stage: str, arguments: Sequence[str], gpus: list[int] | None) -> Iterator[None]:
+    """Append a StageRun to the log when the block ends without an error.
+
+    `gpus` are indices into CUDA_VISIBLE_DEVICES, None for all. A process that writes no outputs logs nothing: torchrun's ranks but
+    the first, and a stage asked only to show something (`--preview`).
+    """
+    if os.environ.get("RANK", "0") != "0" or any(word.startswith("--") for word in arguments):
+        yield
+        return
+    began, started, meter = time.time_ns(), time.perf_counter(), EnergyMeter(gpus)
+    yield
+    versions = {package: version(package) for package in PACKAGES if package in sys.modules}
+    seconds = round(time.perf_counter() - started, 2)
+    run = StageRun(stage, began, time.time_ns(), versions, seconds, meter.names(), meter.joules())
+    try:
+        LOG_FILE.parent.mkdir(exist_ok=True)
+        with LOG_FILE.open("a", encoding="utf-8") as log:
+            log.write(
+                f"{json.dumps(asdict(run))}\n"
+            )  # one short write: stages that end together do not mix their lines
+    except OSError as error:  # the results are whole; a full disk must not fail the stage for its log
+        print(f"note: {LOG_FILE} not written ({error.strerror}): this run is not recorded", file=sys.stderr)
+
+
+def read_log() -> list[StageRun]:
+    """Return the logged runs in their order. Lines that are cut or of another version are skipped."""
+    try:
+        lines = LOG_FILE.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    return [run for line in lines if (run := _parse_run(line)) is not None]
+
+
+def _parse_run(line: str) -> StageRun | None:
+    try:
+        return StageRun(**json.loads(line))
+    except (ValueError, TypeError):
+        return None

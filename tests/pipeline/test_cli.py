@@ -1,0 +1,170 @@
+"""The command line: `aerie COMMAND` and `python -m pipeline COMMAND` are one program, and its help reads as documentation."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from pipeline import cli, commands, deps, doctor, dvc_graph, processes, recipes, reproduce, workspaces
+from tests.conftest import ROOT
+
+BIN = Path(sys.executable).parent
+COMMANDS = (
+    "run", "stale", "use", "reproduce", "promote", "drop", "pull", "launch", "table", "ui", "worker", "deps", "doctor",
+)  # fmt: skip
+
+
+def read_help(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    cli.run_command_line([*words, "--help"])
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_the_help_lists_every_command_with_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    whole = read_help(capsys)
+    listed = whole[whole.index("Commands:") :]
+    for name in COMMANDS:
+        assert re.search(rf" {name} [A-Z]", listed), name
+        shown = read_help(capsys, name)
+        assert shown.startswith(f"Usage: aerie {name} ") and len(shown) > 60, name
+    assert "aerie reproduce angelslim-qwen3-8b --dry-run" in whole and "docs/guide.md" in whole
+    assert set(typer.main.get_command(cli.app).commands) == set(COMMANDS)  # type: ignore[attr-defined]
+
+
+def test_python_m_pipeline_is_the_same_program() -> None:
+    both = [str(BIN / "aerie")], [sys.executable, "-m", "pipeline"]
+    if not (BIN / "aerie").exists():
+        pytest.skip("the console script is not installed here: pip install -e .")
+    shown = [subprocess.run([*way, "--help"], capture_output=True, text=True, cwd=ROOT) for way in both]
+    assert shown[0].stdout == shown[1].stdout and shown[0].returncode == shown[1].returncode == 0
+
+
+def test_python_m_pipeline_shows_the_help_of_aerie() -> None:
+    done = subprocess.run([sys.executable, "-m", "pipeline", "--help"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0 and done.stdout.startswith("Usage: aerie ")
+
+
+@pytest.mark.parametrize(
+    ("words", "module", "function", "given"),
+    [
+        (["run"], commands, "run_graph", ()),
+        (["stale"], commands, "list_stale", ()),
+        (["use", "weather-tiny"], recipes, "use_recipe", ("weather-tiny",)),
+        (["reproduce", "weather-tiny"], reproduce, "reproduce_recipe", ("weather-tiny",)),
+        (["reproduce", "weather-tiny", "--dry-run"], reproduce, "describe_dry_run", ("weather-tiny",)),
+        (["reproduce", "--compare", "weather-tiny"], reproduce, "compare_recipe", ("weather-tiny",)),
+        (["promote", "a-run"], workspaces, "promote_run", ("a-run",)),
+        (["drop", "a-run"], workspaces, "drop_run", ("a-run",)),
+        (["pull", "train_draft@e009"], dvc_graph, "pull_inputs", ("train_draft@e009",)),
+        (["deps", "--write"], deps, "write_code_deps", ()),
+        (["doctor"], doctor, "report_findings", (None,)),
+        (["doctor", "weather-tiny"], doctor, "report_findings", ("weather-tiny",)),
+    ],
+)
+def test_a_command_prints_the_lines_of_its_function(
+    words: list[str],
+    module: object,
+    function: str,
+    given: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    calls: list[tuple[object, ...]] = []
+
+    def record(*arguments: object) -> list[str]:
+        calls.append(arguments)
+        return ["one line", "another"]
+
+    monkeypatch.setattr(module, function, record)
+    cli.run_command_line(words)
+    assert calls == [given] and capsys.readouterr().out == "one line\nanother\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "module"),
+    [
+        (["launch"], ["stages.report", "--launch"]),
+        (["table"], ["stages.report", "--table"]),
+        (["ui"], ["pipeline.serve"]),
+        (["worker"], ["pipeline.start_worker", "--limit", "1"]),
+        (["worker", "--limit", "3"], ["pipeline.start_worker", "--limit", "3"]),
+    ],
+)
+def test_a_command_becomes_the_module_that_make_runs(
+    words: list[str], module: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """exec, not a child: signals reach it, and `make ui` finds a leftover server's parent by `pipeline.serve`."""
+    started: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda program, argv: started.append([program, *argv]))
+    monkeypatch.setenv("PATH", "/usr/bin")
+    cli.run_command_line(words)
+    assert started == [[sys.executable, sys.executable, "-m", *module]]
+    assert os.environ["PATH"].split(os.pathsep)[0] == str(BIN)
+    makefile = (ROOT / "Makefile").read_text()
+    assert f"-m {' '.join(module)}".split(" --limit")[0] in makefile or words == ["launch"]
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("params.yaml is no file"), "aerie: params.yaml is no file"),
+        (processes.StageError("stage report failed"), "aerie: stage report failed"),
+    ],
+)
+def test_what_the_user_can_correct_ends_with_one_line_and_1(
+    error: Exception, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> list[str]:
+        raise error
+
+    monkeypatch.setattr(commands, "run_graph", fail)
+    with pytest.raises(SystemExit) as ended:
+        cli.run_command_line(["run"])
+    assert ended.value.code == line  # a text as the status is printed, and exits with 1
+
+
+def test_ctrl_c_ends_with_130_and_says_that_nothing_is_lost(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt() -> list[str]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "run_graph", interrupt)
+    with pytest.raises(SystemExit) as ended:
+        cli.run_command_line(["run"])
+    assert ended.value.code == 130 and "run again to go on" in capsys.readouterr().err
+
+
+def test_without_a_command_the_help_is_shown_and_the_status_is_1(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="aerie: expected a command, found none"):
+        cli.run_command_line([])
+    assert capsys.readouterr().out.startswith("Usage: aerie ")
+
+
+@pytest.mark.parametrize("words", [["start"], ["worker", "--limit", "0"], ["worker", "--limit", "many"], ["drop"]])
+def test_words_that_it_does_not_know_end_with_1_and_name_the_help(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.run_command_line(words)
+    assert isinstance(ended.value.code, str)
+    assert re.fullmatch(rf"aerie: .+ Found: {' '.join(words)}; run: aerie.* --help", ended.value.code)
+
+
+def test_deps_says_when_dvc_yaml_lacks_an_import(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(deps, "render_code_deps", lambda text: text)
+    cli.run_command_line(["deps"])
+    assert "lists the import closures" in capsys.readouterr().out
+    monkeypatch.setattr(deps, "render_code_deps", lambda text: f"{text}more")
+    with pytest.raises(SystemExit, match="run: aerie deps --write"):
+        cli.run_command_line(["deps"])
+
+
+def test_starting_it_imports_nothing_heavy() -> None:
+    code = "import sys, pipeline.cli, pipeline.commands; print(*{'torch', 'dvc', 'prefect', 'rich'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.split() == []

@@ -1,0 +1,127 @@
+"""`aerie doctor`: what is installed, found and missing, for params.yaml or for a recipe."""
+
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+from pipeline import doctor, dvc_graph, reproduce
+from pipeline.doctor import Finding
+from pipeline.reproduce import RunEstimate
+from tests.conftest import ROOT
+
+Usage = namedtuple("Usage", "total used free")
+ESTIMATE = RunEstimate(
+    lines=["target: builtin/weather-tiny, 1.09e6 parameters (recorded)"],
+    disk_bytes=3 * 2**30, download_bytes=0, gpu_hours=0, missing=[],
+)  # fmt: skip
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """params.yaml and recipes, the embedded raw data, no GPU; the estimate is 3 GiB, and 100 GiB are free."""
+    (tmp_path / ".dvc").mkdir()
+    (tmp_path / ".dvc/config").write_text("[core]\n    no_scm = true\n    analytics = false\n")
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    shutil.copytree(ROOT / "stages", tmp_path / "stages", ignore=lambda *_: ["__pycache__"])
+    for file in ("params.yaml", "dvc.yaml"):
+        shutil.copy(ROOT / file, tmp_path)
+    raw = Path(YAML(typ="safe").load(tmp_path / "params.yaml")["fix_data"]["raw"])
+    (tmp_path / raw).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / raw).touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setattr(reproduce, "estimate_params", lambda recipe, file: ESTIMATE)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: Usage(0, 0, 100 * 2**30))
+    return tmp_path
+
+
+def check(recipe: str | None = None) -> dict[str, Finding]:
+    return {finding.subject: finding for finding in doctor.check_all(recipe)}
+
+
+def test_a_machine_that_can_run_has_no_problem_and_nothing_is_changed(home: Path) -> None:
+    before = {file: file.read_bytes() for file in home.rglob("*") if file.is_file() and ".dvc" not in file.parts}
+    lines = list(doctor.report_findings())
+    assert lines[-1] == "nothing is in the way of a run" and not any(line.startswith("PROBLEM") for line in lines)
+    found = check()
+    assert found["GPUs"].found.startswith("none") and found["sglang"].found.startswith("not found")
+    assert found["params.yaml"].found == "valid, target builtin/weather-tiny"
+    assert found["dvc.yaml"].found == f"{len(dvc_graph.list_stages())} stages"
+    assert found["disk"].found == "100.0 GiB free here, a run writes about 3.00 GiB"
+    assert found["target"].found.startswith("builtin/weather-tiny, 1.09e6") and found["target"].ok is None
+    assert found["DVC remote"].found.startswith("none")
+    after = {file: file.read_bytes() for file in home.rglob("*") if file.is_file() and ".dvc" not in file.parts}
+    assert after == before
+
+
+def test_gpus_engines_and_remotes_are_named(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
+    (home / "serving-env/vllm/bin").mkdir(parents=True)
+    (home / "serving-env/vllm/bin/python").touch()
+    (home / "bin").mkdir()
+    (home / "bin/sglang").write_text("#!/bin/sh\n")
+    (home / "bin/sglang").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{home}/bin")
+    config = "[core]\n    no_scm = true\n    analytics = false\n    remote = ours\n"
+    (home / ".dvc/config").write_text(f"{config}['remote \"ours\"']\n    url = {home}/kept\n")
+    found = check()
+    assert found["GPUs"].found == "0, 3"
+    assert found["vllm"].found == "installed in serving-env/vllm" and found["sglang"].found.endswith("on the PATH")
+    assert found["DVC remote"].found == f"ours ({home}/kept)"
+
+
+def test_a_package_that_is_missing_is_a_problem(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "PACKAGES", ("no-such-package-of-ours",))
+    assert check()["no-such-package-of-ours"] == Finding(
+        "no-such-package-of-ours", "not installed", False, "run: make run"
+    )
+
+
+def test_a_disk_that_is_too_small_is_a_problem(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: Usage(0, 0, 2**30))
+    disk = check()["disk"]
+    assert disk.ok is False and "1.0 GiB free here, a run writes about 3.00 GiB" in disk.found
+    assert "extract_hiddens.online" in disk.advice
+
+
+def test_a_target_of_unknown_shape_leaves_the_size_open(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(recipe: Path | None, file: Path) -> RunEstimate:
+        raise ValueError("recipes/targets/mine.json not found")
+
+    monkeypatch.setattr(reproduce, "estimate_params", refuse)
+    found = check()
+    assert found["disk"].ok is True and found["disk"].found == "100.0 GiB free here"
+    assert found["size of a run"].ok is None and "mine.json not found" in found["size of a run"].found
+
+
+def test_missing_files_of_the_parameters_and_of_a_recipe_are_problems(home: Path) -> None:
+    key = "fix_data.raw"
+    Path(check()[key].found).unlink()
+    assert check()[key].ok is False and check()[key].found.endswith("not found")
+    found = check("angelslim-qwen3-1.7b")
+    assert found["params.yaml with angelslim-qwen3-1.7b"].found == "valid, target Qwen/Qwen3-1.7B"
+    missing = [finding.found for finding in found.values() if finding.ok is False]
+    assert "data/prompt_sets/angelslim/mt_bench.jsonl not found" in missing
+    with pytest.raises(SystemExit) as ended:
+        list(doctor.report_findings("angelslim-qwen3-1.7b"))
+    assert ended.value.code == 1
+
+
+def test_parameters_that_are_not_valid_and_an_unknown_recipe_are_problems(home: Path) -> None:
+    assert "there is no recipe" in check("no-such")["params.yaml with no-such"].found
+    text = (home / "params.yaml").read_text()
+    (home / "params.yaml").write_text(text.replace("fix_data:", "fix_date:"))
+    found = check()
+    assert found["params.yaml"].ok is False and "fix_date" in found["params.yaml"].found and found["disk"].ok
+
+
+def test_the_estimate_needs_no_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows then count as long as extract_hiddens.max_length lets them be."""
+    monkeypatch.chdir(ROOT)
+    with_recipe = reproduce.estimate_params(Path("recipes/weather-tiny.yaml"), Path("params.yaml"))
+    without = reproduce.estimate_params(None, Path("params.yaml"))
+    assert without.disk_bytes > with_recipe.disk_bytes > 0 and without.missing == with_recipe.missing
