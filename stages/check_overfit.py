@@ -167,11 +167,11 @@ def _choose_row(
 
     Where no hidden states are stored, the target computes them here.
     """
-    reader, num_steps = HiddenStatesReader(HIDDENS), params.train_draft.ttt_steps
-    by_length = sorted(range(len(reader)), key=lambda i: reader.lengths[i])
-    start = max(0, (len(reader) - NUM_CANDIDATES) // 2)
-    stored = [reader.row(number, torch.float32) for number in by_length[start : start + NUM_CANDIDATES]]
-    rows = _compute_hidden_states(params, target_manifest, stored) if reader.online else iter(stored)
+    hidden_states, num_steps = HiddenStatesReader(HIDDENS), params.train_draft.ttt_steps
+    by_length = sorted(range(len(hidden_states)), key=lambda i: hidden_states.lengths[i])
+    start = max(0, (len(hidden_states) - NUM_CANDIDATES) // 2)
+    stored = [hidden_states.row(number, torch.float32) for number in by_length[start : start + NUM_CANDIDATES]]
+    rows = _compute_hidden_states(params, target_manifest, stored) if hidden_states.online else iter(stored)
 
     def measure(row: format.HiddenStatesRow) -> float:
         answer = slice(row.prompt_length, None)

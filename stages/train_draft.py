@@ -100,19 +100,19 @@ def _train_segment(params: schema.Params, name: str, ranks: distributed.RankCont
     if resumed and ranks.first:
         print(f"resumed after epoch {progress.epoch} from {work}")
 
-    reader = HiddenStatesReader(HIDDENS)
+    hidden_states = HiddenStatesReader(HIDDENS)
     compute_loss = registry.TRAINABLE_METHODS[draft.method].forward if draft.method else ttt.compute_loss
     objective = _build_objective(draft, settings)
     trainer = Trainer(draft.model, embedding, head, objective, compute_loss, settings, ranks, progress)
     del progress  # the trainer has its own copy of the optimizer state
-    if reader.online:
+    if hidden_states.online:
         trainer.online_packs = _load_online_target(params, target_manifest, ranks.device)
-    _train_epochs(trainer, reader, draft, name, work, last_epoch)
+    _train_epochs(trainer, hidden_states, draft, name, work, last_epoch)
     weights, state = trainer.gather_state()
     if not ranks.first:
         return
     if draft.method:
-        draft.config["rank_accuracy"] = _measure_rank_accuracy(trainer, reader, draft, weights)
+        draft.config["rank_accuracy"] = _measure_rank_accuracy(trainer, hidden_states, draft, weights)
     folder = checkpoint.locate_checkpoint(name)
     _write_checkpoint(folder, draft, trainer, weights, state)
     _write_report(name, segment, folder, trainer.log)
@@ -122,19 +122,19 @@ def _train_segment(params: schema.Params, name: str, ranks: distributed.RankCont
 
 
 def _train_epochs(
-    trainer: Trainer, reader: HiddenStatesReader, draft: DraftModel, name: str, work: Path, last_epoch: int
+    trainer: Trainer, hidden_states: HiddenStatesReader, draft: DraftModel, name: str, work: Path, last_epoch: int
 ) -> None:
     """Train up to `last_epoch`, saving every epoch to `work`."""
     settings, is_first = trainer.settings, trainer.ranks.first
     run_name = f"{settings.run_name or name}-{work.name[-8:]}"  # other parameters, another digest, another curve
     report_to = settings.report_to if is_first else ()
-    rows = {"total": last_epoch * len(reader), "initial": trainer.epoch * len(reader), "unit": "row"}
+    rows = {"total": last_epoch * len(hidden_states), "initial": trainer.epoch * len(hidden_states), "unit": "row"}
     with (
         trackers.open_trackers(report_to, run_name, _list_tracked_settings(settings), trainer.step) as trainer.log_step,
         tqdm(**rows, desc=name, mininterval=2, disable=not is_first) as bar,
     ):
         while trainer.epoch < last_epoch:
-            trainer.train_epoch(reader, bar)
+            trainer.train_epoch(hidden_states, bar)
             weights, state = trainer.gather_state()
             if is_first:
                 with atomic.write_folder(work) as temporary:  # weights, state and log of an epoch: all or none
@@ -206,16 +206,16 @@ def _load_online_target(params: schema.Params, target_manifest: manifest.TargetM
 
 
 def _measure_rank_accuracy(
-    trainer: Trainer, reader: HiddenStatesReader, draft: DraftModel, weights: dict[str, Tensor]
+    trainer: Trainer, hidden_states: HiddenStatesReader, draft: DraftModel, weights: dict[str, Tensor]
 ) -> list[list[float]]:
     """Measure on one process how often each rank of each step of another method's draft is the row's own token."""
     settings, device = trainer.settings, trainer.ranks.device
     num_steps = registry.get_max_steps(draft.config, settings.ttt_steps)
     embedding, head = trainer.training_step.tables
     model = registry.build_draft(draft.config, weights, head).to(device)
-    plan = [[pack] for step in plan_epoch(reader.lengths, settings, 0) for pack in step][:MAX_MEASURED_PACKS]
+    plan = [[pack] for step in plan_epoch(hidden_states.lengths, settings, 0) for pack in step][:MAX_MEASURED_PACKS]
     objective = ttt.TrainingObjective(num_steps, settings.ttt_decay)
-    loaded = trainer.load_packs(reader, plan, objective, distributed.RankContext(0, 1, device))
+    loaded = trainer.load_packs(hidden_states, plan, objective, distributed.RankContext(0, 1, device))
     packs = (trainer.fill_hidden_states(pack) for step in loaded for pack in step)
     return registry.measure_rank_accuracy(draft.config, model, packs, embedding, head, num_steps)
 
