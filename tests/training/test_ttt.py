@@ -87,8 +87,8 @@ def test_every_step_and_every_gradient_is_what_the_slow_draft_says(
                     continue
                 logits = head @ row.last[p + 1 + k]
                 probs = guess(draft, embedding, ids, row.features, p, ids[p + 2 : p + 2 + k])
-                answer, said = int(logits.argmax()), int(draft.to_target(probs.argmax()))
-                taught, hits = taught + 1, hits + (answer == said)
+                answer, drafted = int(logits.argmax()), int(draft.to_target(probs.argmax()))
+                taught, hits = taught + 1, hits + (answer == drafted)
                 if bool(draft.t2d[answer]):
                     losses.append(slow_loss(loss, logits, probs, draft.t2d))
         assert pack.supervised_per_step[k] == taught
@@ -102,8 +102,8 @@ def test_every_step_and_every_gradient_is_what_the_slow_draft_says(
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_flex_attention_sees_what_plain_attention_sees(window: int | None, monkeypatch) -> None:
-    """What a GPU runs, here uncompiled: the same loss, whether or not each step has a mask of its own.
+def test_flex_attention_equals_plain_attention(window: int | None, monkeypatch) -> None:
+    """FlexAttention, as on a GPU but uncompiled, gives the same loss, with one mask or one per step.
 
     Flex attention has no gradient on a CPU; on a GPU benchmarks/flex_check.py compares those too.
     """
@@ -130,7 +130,7 @@ def slow_loss(kind: str, logits: Tensor, probs: Tensor, t2d: Tensor) -> Tensor:
 
 
 def test_company_changes_nothing() -> None:
-    """A rival's loss depended on what a row was padded with (research/specforge.md W2); here rows only add up."""
+    """In SpecForge a row's loss depended on its padding; here the losses of rows only add up."""
     weights = random_draft(5)
     rows = [make_row(6, 10, [(3, 9)]), make_row(7, 14, [(2, 14)]), make_row(8, 6, [])]
     alone = [run([row], weights)[1].loss_per_step for row in rows]
@@ -160,9 +160,9 @@ def test_a_chain_is_accepted_up_to_its_first_miss() -> None:
     pack = TrainingPack.from_rows([make_row(1, 12, [(2, 12)])], 3, "aligned")
     hits = torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1, 1], [1, 0, 1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 0, 1, 1, 1, 0, 0]]).bool()
     order = pack.query_tokens.argsort()
-    told = torch.zeros_like(hits)
-    told[:, order] = hits  # as written: in the order of the row
-    accepted = ttt.count_chain_accepted(ttt.LossOutput(torch.zeros(()), torch.zeros(3), told), pack)
+    by_query = torch.zeros_like(hits)
+    by_query[:, order] = hits  # written above in row order
+    accepted = ttt.count_chain_accepted(ttt.LossOutput(torch.zeros(()), torch.zeros(3), by_query), pack)
     assert accepted.tolist() == [3, 1, 0, 2, 3, 3, 3, 2, 1]
 
 
