@@ -32,7 +32,9 @@ from stages.hidden_states.reader import HiddenStatesReader
 from stages.params.draft_sections import TrainDraft
 from stages.runtime import distributed
 from stages.target.online import OnlineTarget
-from stages.train_draft import TrainingRun
+from stages.training import ttt
+from stages.training.online_packs import OnlinePacks
+from stages.training.trainer import Trainer, TrainingProgress
 
 DENSE_FLOP, PEAK = 16.46e9, 989e12  # a token at 8B shape; a second
 LENGTHS = {
@@ -80,9 +82,8 @@ def _measure(args: argparse.Namespace, scenario: str, group: distributed.RankCon
     store, run = HiddenStatesReader(folder), start(args, group)
     assert store.online == args.online
     if args.online:
-        run.live = OnlineTarget(
-            random_target(group.device), [2, 18, 33], None, args.batch_tokens if args.compile else None
-        )
+        compile_tokens = args.batch_tokens if args.compile else None
+        run.online_packs = OnlinePacks(OnlineTarget(random_target(group.device), [2, 18, 33], None, compile_tokens), {})
     with tqdm(disable=True) as bar:
         run.train_epoch(store, bar)
         if group.device != "cpu":
@@ -93,12 +94,12 @@ def _measure(args: argparse.Namespace, scenario: str, group: distributed.RankCon
             run.train_epoch(store, bar)
     if not group.first:
         return
-    rates = [round(e["tokens"] / e["seconds"]) for e in run.log[1:]]
+    rates = [round(e.tokens / e.seconds) for e in run.log[1:]]
     found = {
         "scenario": scenario, "gpus": group.world, "parallel": args.parallel, "batch_tokens": run.settings.batch_tokens,
         "packs_per_step": args.packs_per_step, "rows": len(store), "tokens": sum(store.lengths), "steps": run.step,
-        "tokens_per_s": rates, "first_epoch_s": run.log[0]["seconds"],
-        "loss": [round(e["loss"], 3) for e in run.log], "drop_caches": args.drop_caches,
+        "tokens_per_s": rates, "first_epoch_s": run.log[0].seconds,
+        "loss": [round(e.loss, 3) for e in run.log], "drop_caches": args.drop_caches,
         "online": args.online, "compile": args.compile,
     }  # fmt: skip
     if group.device != "cpu":
@@ -129,7 +130,7 @@ def rows(args: argparse.Namespace, scenario: str):
         made += length
 
 
-def start(args: argparse.Namespace, group: distributed.RankContext) -> TrainingRun:
+def start(args: argparse.Namespace, group: distributed.RankContext) -> Trainer:
     h, heads = args.hidden, args.hidden // 128
     torch.manual_seed(2)
     with torch.device(group.device):
@@ -149,12 +150,11 @@ def start(args: argparse.Namespace, group: distributed.RankContext) -> TrainingR
         warmup_steps=10, weight_decay=0.0, grad_clip=0.5, batch_tokens=args.batch_tokens,
         packs_per_step=args.packs_per_step, processes=1, parallel=args.parallel, seed=1,
     )  # fmt: skip
-    run = TrainingRun(draft, {}, {}, 0, 0)
-    run.to(group, tables[0], tables[1], settings)
-    return run
+    objective = ttt.TrainingObjective(settings.ttt_steps, settings.ttt_decay, settings.mask, settings.loss)
+    return Trainer(draft, tables[0], tables[1], objective, ttt.compute_loss, settings, group, TrainingProgress({}))
 
 
-def profile(run: TrainingRun, store: HiddenStatesReader, bar: tqdm) -> None:
+def profile(run: Trainer, store: HiddenStatesReader, bar: tqdm) -> None:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 

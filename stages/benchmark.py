@@ -280,7 +280,7 @@ def _build_engine(p: schema.Params, w: Workload, name: str, group: distributed.R
     if not whole:
         place_model(model, cards, b.max_gpu_memory)
     config, tensors = checkpoint.read_draft(checkpoint.locate_checkpoint(name), p.made_by(name))
-    draft = Eagle3Draft.of(config, tensors).to(group.device, model.dtype).requires_grad_(False)
+    draft = Eagle3Draft.from_checkpoint(config, tensors).to(group.device, model.dtype).requires_grad_(False)
     eos = [] if w.ignore_eos else made.eos_token_ids
     return BatchEngine(model, eos, made.feature_layers, draft, p.benchmark.tree_scoring)
 

@@ -147,7 +147,7 @@ def _build_context(p: schema.Params, settings: MethodRow, w: Workload, prompts: 
         config, tensors = checkpoint.read_draft(
             checkpoint.locate_checkpoint(settings.checkpoint), p.made_by(settings.checkpoint)
         )
-        draft = Eagle3Draft.of(config, tensors).to(p.target.device, model.dtype).requires_grad_(False)
+        draft = Eagle3Draft.from_checkpoint(config, tensors).to(p.target.device, model.dtype).requires_grad_(False)
     engine = Engine(model, made.eos_token_ids, made.feature_layers, draft, p.benchmark.tree_scoring)
     tree = TreeShape.parse(settings.tree) if isinstance(settings, DynamicRow) else None
     method = None if draft else _build_method(p, settings, engine)

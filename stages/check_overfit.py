@@ -1,12 +1,12 @@
-"""check_overfit: can this draft learn one row?   python -m stages.check_overfit
+"""check_overfit: pass/fail gate before training: a draft must overfit one row.   python -m stages.check_overfit
 
-If a copy of e000 can't reach nearly whole accepted chains on a single row it was trained on, then features, masks, rotation
-or vocabulary disagree, and no amount of data will help. The torch engine decodes the row, as a benchmark does, along the
-row's own answer (engine/recite.py), so a mismatch between trainer and engine shows here too.
+If a copy of e000 can't reach nearly whole accepted chains on the one row it was trained on, then features, masks, RoPE or
+vocabulary disagree, and more data will not help. The torch engine decodes along the row's own answer
+(engine/forced_decode.py), as in a benchmark, so a mismatch between trainer and engine fails the gate too.
 
-train_draft depends on results/overfit_pass.json, so no training starts before this gate passes. That file names the row and
-the draft and holds neither threshold nor tau nor clock: editing check_overfit.min_tau retrains nothing while the threshold is
-reached. The measurement is kept in .scratch, so such an edit does not repeat it.
+train_draft depends on results/overfit_pass.json, so training starts only after this gate. That file has the row and the
+digest of the draft, but no threshold, tau or time: an edit of check_overfit.min_tau that still passes retrains nothing. The
+measurement is kept in .scratch, so such an edit does not repeat it.
 """
 
 import math
@@ -21,7 +21,7 @@ from tqdm import trange
 from stages.data import conversations
 from stages.draft import checkpoint
 from stages.draft.eagle3 import Eagle3Draft
-from stages.engine import recite
+from stages.engine import forced_decode
 from stages.hidden_states import format
 from stages.hidden_states.reader import HiddenStatesReader
 from stages.params import schema
@@ -35,110 +35,123 @@ from stages.trees import acceptance
 
 SAMPLED, HIDDENS = Path("data/sampled/train"), Path("data/hiddens/train")
 REPORT, PASS = Path("results/overfit_report.json"), Path("results/overfit_pass.json")
-CANDIDATES = 16  # rows of middling length, of which the most predictable one is learned
+NUM_CANDIDATES = 16  # rows of median length, of which the most predictable one is learned
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What one row taught a copy of e000; independent of the threshold."""
+class OverfitMeasurement:
+    """Results of training a copy of e000 on one row; independent of the threshold."""
 
     row: str
-    perfect: float  # accept length of perfect guesses on the row
-    trained: float  # accept length by the trainer's own forward
-    served: float | None  # accept length by the torch engine; None where it can't decode the row
+    perfect_tau: float  # of a draft that always predicts the target's argmax
+    trainer_tau: float  # by the trainer's forward
+    engine_tau: float | None  # by the torch engine; None where it can't decode the row
     losses: list[float]  # one per step
 
 
 def main() -> None:
-    p = schema.load_params()
-    torch.set_num_threads(p.target.num_threads)
-    kept = _place(p) / "measured.json"
-    if kept.exists():
-        found = Measured(**atomic.read_json(kept, "check_overfit"))
-        print(f"measured before, on the same inputs by the same code: {kept}")
+    params = schema.load_params()
+    torch.set_num_threads(params.target.num_threads)
+    path = _locate_measurement(params) / "measured.json"
+    if path.exists():
+        measurement = OverfitMeasurement(**atomic.read_json(path, "check_overfit"))
+        print(f"measured before, on the same inputs by the same code: {path}")
     else:
-        found = _measure(p)
-        scratch.remove_scratch(kept.parent)  # earlier measurements
-        if all(map(math.isfinite, found.losses)):  # JSON holds no NaN, and _judge says what to do about one
-            atomic.write_json(kept, asdict(found))
-    _judge(p, found)
+        measurement = _learn_row(params)
+        scratch.remove_scratch(path.parent)  # earlier measurements
+        if all(map(math.isfinite, measurement.losses)):  # JSON has no NaN; _check_threshold reports one
+            atomic.write_json(path, asdict(measurement))
+    _check_threshold(params, measurement)
 
 
-def _place(p: schema.Params) -> Path:
-    """Where the measurement is kept: by all that it depends on, the code among it, but for the threshold."""
-    settings, t = p.check_overfit.model_dump(exclude={"min_tau"}), p.train_draft
-    trained = [t.ttt_steps, t.ttt_decay, t.mask, t.loss, t.grad_clip]
+def _locate_measurement(params: schema.Params) -> Path:
+    """Return the folder of the measurement, by a digest of its inputs and code without the threshold."""
+    settings, training = params.check_overfit.model_dump(exclude={"min_tau"}), params.train_draft
+    trained = [training.ttt_steps, training.ttt_decay, training.mask, training.loss, training.grad_clip]
     inputs = [manifest.TARGET_FOLDER, checkpoint.locate_checkpoint(ROOT_CHECKPOINT) / "draft", SAMPLED]
     digests = [format.digest_folder(HIDDENS), *map(scratch.digest_folder, inputs)]
-    return scratch.locate_scratch("check_overfit", p.target.model_dump(), settings, trained, digests)
+    return scratch.locate_scratch("check_overfit", params.target.model_dump(), settings, trained, digests)
 
 
-def _measure(p: schema.Params) -> Measured:
+def _learn_row(params: schema.Params) -> OverfitMeasurement:
     """Train a copy of e000 on one row, then decode that row's answer with it."""
-    made = manifest.read_manifest()
-    embedding, head = (t.to(p.target.device) for t in manifest.read_embedding_and_head(made))
+    target_manifest, device = manifest.read_manifest(), params.target.device
+    embedding, head = (t.to(device) for t in manifest.read_embedding_and_head(target_manifest))
     config, tensors = checkpoint.read_draft(checkpoint.locate_checkpoint(ROOT_CHECKPOINT), "init_draft")
-    draft = Eagle3Draft.of(config, tensors).to(p.target.device)
-    (row, perfect), settings = _read_middle_row(p, made, head), p.train_draft
-    pack = ttt.TrainingPack.of([row], settings.ttt_steps, settings.mask).to(p.target.device)
+    draft = Eagle3Draft.from_checkpoint(config, tensors).to(device)
+    row, perfect_tau = _choose_row(params, target_manifest, head)
+    losses = _train_on_row(params, draft, row, embedding, head)
+    trainer_tau = measure_chain_tau(draft, row, embedding, head, params.train_draft.ttt_steps)
+    del embedding, head  # the target may need their memory
+    engine_tau = _measure_engine_tau(params, target_manifest, config, draft, row)
+    return OverfitMeasurement(row.id, perfect_tau, trainer_tau, engine_tau, losses)
+
+
+def _train_on_row(
+    params: schema.Params,
+    draft: Eagle3Draft,
+    row: format.HiddenStatesRow,
+    embedding: torch.Tensor,
+    head: torch.Tensor,
+) -> list[float]:
+    """Train the draft on the row and return the loss of each step."""
+    settings, learning_rate = params.train_draft, params.check_overfit.learning_rate
+    pack = ttt.TrainingPack.from_rows([row], settings.ttt_steps, settings.mask).to(params.target.device)
     objective = ttt.TrainingObjective(settings.ttt_steps, settings.ttt_decay, settings.mask, settings.loss)
-
-    optimizer = adamw.MasterWeightOptimizer(draft, p.check_overfit.learning_rate, weight_decay=0.0)
+    optimizer = adamw.MasterWeightOptimizer(draft, learning_rate, weight_decay=0.0)
     losses: list[float] = []
-    for _ in trange(p.check_overfit.steps, desc=f"learn row {row.id} by heart", unit="step", mininterval=2):
-        total = ttt.compute_loss(draft, pack, embedding, head, objective).total
-        total.backward()
-        optimizer.step(p.check_overfit.learning_rate, settings.grad_clip)
-        losses.append(total.item())
-    trained = measure_chain_tau(draft, row, embedding, head, settings.ttt_steps)
-    del optimizer, total, embedding, head  # the target may need their room
-    served = _served_tau(p, made, config, draft, row)
-    return Measured(row.id, perfect, trained, served, losses)
+    for _ in trange(params.check_overfit.steps, desc=f"overfit row {row.id}", unit="step", mininterval=2):
+        total_loss = ttt.compute_loss(draft, pack, embedding, head, objective).total_loss
+        total_loss.backward()
+        optimizer.step(learning_rate, settings.grad_clip)
+        losses.append(total_loss.item())
+    return losses
 
 
-def _judge(p: schema.Params, found: Measured) -> None:
-    """Write the report and the pass. Raises ValueError where tau is below what check_overfit.min_tau asks for."""
-    losses, perfect = found.losses, found.perfect
-    if found.served is None:
-        # The trainer counts every guess of the target's likeliest token, so the whole of min_tau can be reached.
-        tau, needed = found.trained, p.check_overfit.min_tau
+def _check_threshold(params: schema.Params, measurement: OverfitMeasurement) -> None:
+    """Write the report and the pass. Raises ValueError where tau is below the threshold of check_overfit.min_tau."""
+    settings, losses, perfect_tau = params.check_overfit, measurement.losses, measurement.perfect_tau
+    if measurement.engine_tau is None:
+        # The trainer counts argmax matches even where the row has another token, so all of min_tau can be reached.
+        tau, required = measurement.trainer_tau, settings.min_tau
     else:
-        tau, needed = found.served, _needed(p, perfect)
+        tau, required = measurement.engine_tau, _scale_threshold(params, perfect_tau)
     report = {
-        "row": found.row,
+        "row": measurement.row,
         "tau": tau,
-        "min_tau": p.check_overfit.min_tau,
-        "perfect_tau": perfect,
-        "steps": p.check_overfit.steps,
+        "min_tau": settings.min_tau,
+        "perfect_tau": perfect_tau,
+        "steps": settings.steps,
         "losses": [round(x, 5) for x in losses[:: max(1, len(losses) // 40)]],
     }
     print(
-        f"one row learned: chain accept length {tau:.2f} of {perfect:.2f}, {found.trained:.2f} by the trainer's own forward, "
-        f"loss {losses[0]:.2f} -> {losses[-1]:.2f}"
+        f"one row learned: chain accept length {tau:.2f} of {perfect_tau:.2f}, {measurement.trainer_tau:.2f} by the "
+        f"trainer's own forward, loss {losses[0]:.2f} -> {losses[-1]:.2f}"
     )
-    if tau < needed:
+    if tau < required:
         raise ValueError(
-            f"check_overfit: after {p.check_overfit.steps} steps on row {found.row} a chain of {p.train_draft.ttt_steps} drafts "
-            f"is accepted {tau:.2f} tokens long, expected at least {needed:.2f}: check_overfit.min_tau "
-            f"{p.check_overfit.min_tau}, in proportion to {perfect:.2f}, which perfect guesses reach on this row. "
-            f"{_advice(found.trained, needed, losses)}"
+            f"check_overfit: after {settings.steps} steps on row {measurement.row} a chain of "
+            f"{params.train_draft.ttt_steps} drafts is accepted {tau:.2f} tokens long, expected at least {required:.2f}: "
+            f"check_overfit.min_tau {settings.min_tau}, in proportion to {perfect_tau:.2f}, which perfect guesses reach on "
+            f"this row. {_advise(measurement.trainer_tau, required, losses)}"
         )
     atomic.write_json(REPORT, report)
     draft = manifest.digest_files(checkpoint.locate_checkpoint(ROOT_CHECKPOINT) / "draft", "*.safetensors")
-    atomic.write_json(PASS, {"passed": True, "row": found.row, "draft": draft})
+    atomic.write_json(PASS, {"passed": True, "row": measurement.row, "draft": draft})
 
 
-def _needed(p: schema.Params, perfect: float) -> float:
-    """min_tau is of a row that can be guessed whole; of one that can't, the same share of what can be reached."""
-    return min(p.check_overfit.min_tau, p.check_overfit.min_tau * perfect / (p.train_draft.ttt_steps + 1))
+def _scale_threshold(params: schema.Params, perfect_tau: float) -> float:
+    """Scale min_tau, which is for a row of argmax tokens only, by the share of whole chains that this row allows."""
+    min_tau = params.check_overfit.min_tau
+    return min(min_tau, min_tau * perfect_tau / (params.train_draft.ttt_steps + 1))
 
 
-def _advice(trained: float, needed: float, losses: list[float]) -> str:
-    if trained >= needed:
+def _advise(trainer_tau: float, required: float, losses: list[float]) -> str:
+    if trainer_tau >= required:
         return (
-            f"By the trainer's own forward it is {trained:.2f}: the torch engine gives the draft other inputs than it was "
-            "trained on, so compare target.feature_layers, target.model and target.dtype with what the hidden states were "
-            "made with (extract_hiddens.import?); if these agree, the fault is ours"
+            f"By the trainer's own forward it is {trainer_tau:.2f}: the torch engine gives the draft other inputs than it was "
+            "trained on, so compare target.feature_layers, target.model and target.dtype with those that the hidden states "
+            "were extracted with (extract_hiddens.import?); if these agree, it is a bug in aerie"
         )
     return (
         f"Loss went {losses[0]:.3f} -> {losses[-1]:.3f}: if it fell, raise check_overfit.steps; if not, look at "
@@ -147,87 +160,94 @@ def _advice(trained: float, needed: float, losses: list[float]) -> str:
     )
 
 
-def _read_middle_row(
-    p: schema.Params, made: manifest.TargetManifest, head: torch.Tensor
+def _choose_row(
+    params: schema.Params, target_manifest: manifest.TargetManifest, head: torch.Tensor
 ) -> tuple[format.HiddenStatesRow, float]:
-    """Return a row of middling length and the accept length of perfect guesses on it, the most of some such rows.
+    """Return the row with the highest tau of perfect drafts, among rows of median length, and that tau.
 
-    Its hidden states are by the target itself where none are stored.
+    Where no hidden states are stored, the target computes them here.
     """
-    store, steps = HiddenStatesReader(HIDDENS), p.train_draft.ttt_steps
-    order, first = sorted(range(len(store)), key=lambda i: store.lengths[i]), max(0, (len(store) - CANDIDATES) // 2)
-    stored = [store.row(number, torch.float32) for number in order[first : first + CANDIDATES]]
-    rows = _seen(p, made, stored) if store.online else iter(stored)
+    hidden_states, num_steps = HiddenStatesReader(HIDDENS), params.train_draft.ttt_steps
+    by_length = sorted(range(len(hidden_states)), key=lambda i: hidden_states.lengths[i])
+    start = max(0, (len(hidden_states) - NUM_CANDIDATES) // 2)
+    stored = [hidden_states.row(number, torch.float32) for number in by_length[start : start + NUM_CANDIDATES]]
+    rows = _compute_hidden_states(params, target_manifest, stored) if hidden_states.online else iter(stored)
 
-    def reachable(row: format.HiddenStatesRow) -> float:
+    def measure(row: format.HiddenStatesRow) -> float:
         answer = slice(row.prompt_length, None)
-        return recite.perfect_tau(row.ids[answer], row.last[answer].to(head.device, head.dtype), head, steps)
+        last = row.last[answer].to(head.device, head.dtype)
+        return forced_decode.compute_perfect_tau(row.ids[answer], last, head, num_steps)
 
-    return max(((row, reachable(row)) for row in rows), key=lambda found: found[1])
+    return max(((row, measure(row)) for row in rows), key=lambda found: found[1])
 
 
-def _seen(
-    p: schema.Params, made: manifest.TargetManifest, rows: list[format.HiddenStatesRow]
+def _compute_hidden_states(
+    params: schema.Params, target_manifest: manifest.TargetManifest, rows: list[format.HiddenStatesRow]
 ) -> Iterator[format.HiddenStatesRow]:
-    """Yield the rows with the hidden states that the target makes of them here."""
-    where = (p.target.dtype, p.target.device, p.target.trust_remote_code)
-    live = OnlineTarget.load(str(manifest.resolve_weights_folder(made)), *where, made.feature_layers)
-    images = conversations.read_image_paths(SAMPLED, "sample_target")
+    """Yield the rows with hidden states computed by the target."""
+    options = (params.target.dtype, params.target.device, params.target.trust_remote_code)
+    folder = str(manifest.resolve_weights_folder(target_manifest))
+    target = OnlineTarget.load(folder, *options, target_manifest.feature_layers)
+    image_paths = conversations.read_image_paths(SAMPLED, "sample_target")
     for row in rows:
-        view = live.look([row.id], [row.ids], [images.get(row.id)])
-        states = live(row.ids.long().to(live.model.device), [len(row.ids)], view)
+        inputs = target.look([row.id], [row.ids], [image_paths.get(row.id)])
+        states = target(row.ids.long().to(target.model.device), [len(row.ids)], inputs)
         row = replace(row, features=states.features.cpu(), last=states.last.cpu())
-        if view is not None and states.visual is not None:
-            row = replace(row, positions=view.positions.T, pictured=view.pictured, visual=states.visual.cpu())
+        if inputs is not None and states.visual is not None:
+            row = replace(row, positions=inputs.positions.T, pictured=inputs.pictured, visual=states.visual.cpu())
         yield row
 
 
-def _served_tau(
-    p: schema.Params,
-    made: manifest.TargetManifest,
+def _measure_engine_tau(
+    params: schema.Params,
+    target_manifest: manifest.TargetManifest,
     config: dict[str, Any],
     draft: Eagle3Draft,
     row: format.HiddenStatesRow,
 ) -> float | None:
-    """Return the accept length that the torch engine finds along the row's answer; None, and say why, where it can't decode it.
+    """Return the draft's tau on the torch engine along the row's answer; print why and return None where it can't decode it.
 
-    The draft is loaded as from its file, in the target's dtype, as `benchmark` does.
+    The draft is loaded in the target's dtype, as in `benchmark`.
     """
-    folder, ids = str(manifest.resolve_weights_folder(made)), row.ids.tolist()
-    shown = {row.id: conversations.read_image_paths(SAMPLED, "sample_target").get(row.id)}
+    folder, ids = str(manifest.resolve_weights_folder(target_manifest)), row.ids.tolist()
+    paths = {row.id: conversations.read_image_paths(SAMPLED, "sample_target").get(row.id)}
+    trust = params.target.trust_remote_code
     try:
-        model = loading.load_target(folder, None, p.target.dtype, p.target.device, p.target.trust_remote_code)
-        served = Eagle3Draft.of(config, draft.state_dict()).to(p.target.device, model.dtype).requires_grad_(False)
-        engine = recite.ReciteEngine(model, made.feature_layers, served, ids[row.prompt_length :])
-        if (told := _too_long(engine, len(ids))) is None:
-            pictures = vision.load_image_patches(folder, p.target.trust_remote_code, shown)[row.id]
-            return recite.chain_tau(engine, ids[: row.prompt_length], p.train_draft.ttt_steps, pictures)
+        model = loading.load_target(folder, None, params.target.dtype, params.target.device, trust)
+        served = Eagle3Draft.from_checkpoint(config, draft.state_dict())
+        served = served.to(params.target.device, model.dtype).requires_grad_(False)
+        answer = ids[row.prompt_length :]
+        engine = forced_decode.ForcedDecodingEngine(model, target_manifest.feature_layers, served, answer)
+        if (reason := _find_length_problem(engine, len(ids))) is None:
+            images = vision.load_image_patches(folder, trust, paths)[row.id]
+            num_steps = params.train_draft.ttt_steps
+            return forced_decode.measure_chain_tau(engine, ids[: row.prompt_length], num_steps, images)
     except torch.OutOfMemoryError as error:
-        told = str(error).split("\n")[0]
-    print(f"the row is not decoded by the torch engine, only by the trainer's own forward: {told}")
+        reason = str(error).split("\n")[0]
+    print(f"the row is not decoded by the torch engine, only by the trainer's own forward: {reason}")
     return None
 
 
-def _too_long(engine: recite.ReciteEngine, tokens: int) -> str | None:
-    """What the engine says against so many tokens: of a target whose layers see fewer it decodes none."""
+def _find_length_problem(engine: forced_decode.ForcedDecodingEngine, num_tokens: int) -> str | None:
+    """Return the engine's message where it does not decode so many tokens, as with layers of a smaller window."""
     try:
-        engine.check(tokens)
+        engine.check(num_tokens)
     except ValueError as error:
         return str(error)
     return None
 
 
 @torch.no_grad()
-def measure_chain_tau(draft: Eagle3Draft, row: format.HiddenStatesRow, embedding, head, steps: int) -> float:
-    """The accept length of chains of `steps` drafts over the row's answer, walked as decoding would."""
-    pack = ttt.TrainingPack.of([row], steps, "aligned").to(head.device)
-    result = ttt.compute_loss(draft, pack, embedding, head, ttt.TrainingObjective(steps))
-    accepted = ttt.count_chain_accepted(
-        result, pack
-    ).tolist()  # at each supervised position, in order: the answer's own
-    place, total, cycles = 0, 0, 0
-    while place < len(accepted):
-        total, cycles, place = total + accepted[place], cycles + 1, place + accepted[place] + 1
+def measure_chain_tau(
+    draft: Eagle3Draft, row: format.HiddenStatesRow, embedding: torch.Tensor, head: torch.Tensor, num_steps: int
+) -> float:
+    """Return tau of chains of `num_steps` drafts over the row's answer, by the trainer's forward."""
+    pack = ttt.TrainingPack.from_rows([row], num_steps, "aligned").to(head.device)
+    result = ttt.compute_loss(draft, pack, embedding, head, ttt.TrainingObjective(num_steps))
+    accepted = ttt.count_chain_accepted(result, pack).tolist()  # of each position of the answer, in order
+    position, total, cycles = 0, 0, 0
+    while position < len(accepted):
+        total, cycles, position = total + accepted[position], cycles + 1, position + accepted[position] + 1
     return acceptance.compute_tau(torch.tensor([total]).numpy(), torch.tensor([cycles]).numpy())
 
 

@@ -1,8 +1,8 @@
-"""init_draft: token counts -> draft vocabulary and a draft to begin with, checkpoint e000.   python -m stages.init_draft
+"""init_draft: token counts -> draft vocabulary and initial draft, checkpoint e000.   python -m stages.init_draft
 
-The draft vocabulary is the most frequent tokens of the training answers; the shape follows the target. Weights are
-drawn from a seed; the fusion starts as the mean of the three feature layers. Or all of it is a published draft's: a warm
-start.
+The draft vocabulary is the most frequent tokens of the training answers; sizes follow the target. Weights are random, and the
+fusion starts near the mean of the three feature layers. With `init_draft.from` the vocabulary, sizes and weights are those of
+a published draft (warm start).
 """
 
 from pathlib import Path
@@ -24,28 +24,34 @@ HIDDENS, REPORT = Path("data/hiddens"), Path("results/vocab_report.json")
 
 
 def main() -> None:
-    p = schema.load_params()
-    schema.check_watched("init_draft.from", p.init_draft.from_, "init_draft.watch", p.init_draft.watch)
-    made = manifest.read_manifest()
-    schema.check_draft_vocab(p, made.vocab_size)
-    counts = {split: _count_tokens(split, made.vocab_size) for split in ("train", "eval")}
+    params = schema.load_params()
+    schema.check_watched("init_draft.from", params.init_draft.from_, "init_draft.watch", params.init_draft.watch)
+    target_manifest = manifest.read_manifest()
+    schema.check_draft_vocab(params, target_manifest.vocab_size)
+    counts = {split: _count_tokens(split, target_manifest.vocab_size) for split in ("train", "eval")}
     draft, config = (
-        _load_published_draft(p, made) if p.init_draft.from_ else _build_fresh_draft(p, made, counts["train"])
+        _load_published_draft(params, target_manifest)
+        if params.init_draft.from_
+        else _build_fresh_draft(params, target_manifest, counts["train"])
     )
-    longest = p.extract_hiddens.max_length + p.train_draft.ttt_steps
-    if config["max_position_embeddings"] < longest:
+    required = _count_required_positions(params)
+    if config["max_position_embeddings"] < required:
         raise ValueError(
             f"params.yaml: init_draft.max_position_embeddings {config['max_position_embeddings']} is below "
-            f"extract_hiddens.max_length + train_draft.ttt_steps = {longest}: positions past it would be trained wrong; raise "
-            "it (or draft_config_path's), or null for the target's"
+            f"extract_hiddens.max_length + train_draft.ttt_steps = {required}: later positions would be trained wrong; raise "
+            "it (or that of draft_config_path), or set null for the target's"
         )
-    place = checkpoint.locate_checkpoint(ROOT_CHECKPOINT)
-    checkpoint.write_draft(place, config, draft.state_dict())
-    checkpoint.write_state(place, {}, {"epoch": 0, "step": 0})
+    folder = checkpoint.locate_checkpoint(ROOT_CHECKPOINT)
+    checkpoint.write_draft(folder, config, draft.state_dict())
+    checkpoint.write_state(folder, {}, {"epoch": 0, "step": 0})
+    _write_report(config, draft, counts)
 
+
+def _write_report(config: dict[str, Any], draft: Eagle3Draft, counts: dict[str, torch.Tensor]) -> None:
+    """Write and print the coverage of the vocabulary by counts [V] of each split."""
     report = {
         "draft_vocab_size": config["draft_vocab_size"],
-        "target_vocab_size": made.vocab_size,
+        "target_vocab_size": config["vocab_size"],
         "distinct_tokens_train": int((counts["train"] > 0).sum()),
         "coverage_train": vocabulary.compute_coverage(counts["train"], draft.t2d),
         "coverage_eval": vocabulary.compute_coverage(counts["eval"], draft.t2d),
@@ -54,18 +60,18 @@ def main() -> None:
     atomic.write_json(REPORT, report)
     print(
         f"e000: {report['draft_parameters']:,} parameters, draft vocabulary {config['draft_vocab_size']} of "
-        f"{made.vocab_size}, covers {report['coverage_eval']:.2%} of the eval answers' tokens"
+        f"{config['vocab_size']}, covers {report['coverage_eval']:.2%} of the eval answers' tokens"
     )
 
 
 def _build_fresh_draft(
-    p: schema.Params, made: TargetManifest, counts: torch.Tensor
+    params: schema.Params, target_manifest: TargetManifest, counts: torch.Tensor
 ) -> tuple[Eagle3Draft, dict[str, Any]]:
-    """A draft drawn from the seed, its vocabulary by counts [V], and its config.json."""
-    config = infer_config(p, made)
-    chosen = vocabulary.choose_vocabulary(counts, config["draft_vocab_size"], made.eos_token_ids)
-    d2t, t2d = vocabulary.build_vocabulary_maps(chosen, made.vocab_size)
-    torch.manual_seed(p.init_draft.seed)
+    """Return a draft with random weights and the vocabulary by counts [V], and its config.json."""
+    config = infer_config(params, target_manifest)
+    chosen = vocabulary.choose_vocabulary(counts, config["draft_vocab_size"], target_manifest.eos_token_ids)
+    d2t, t2d = vocabulary.build_vocabulary_maps(chosen, target_manifest.vocab_size)
+    torch.manual_seed(params.init_draft.seed)
     draft = Eagle3Draft(DraftConfig.from_json(config))
     draft.d2t.copy_(d2t)
     draft.t2d.copy_(t2d)
@@ -73,63 +79,66 @@ def _build_fresh_draft(
         if parameter.ndim == 2:
             torch.nn.init.normal_(parameter, std=0.02)
         if name == "fc.weight":
-            parameter.data += torch.eye(made.hidden_size).repeat(1, 3) / 3
+            parameter.data += torch.eye(target_manifest.hidden_size).repeat(1, 3) / 3
     return draft, config
 
 
-def infer_config(p: schema.Params, made: TargetManifest) -> dict[str, Any]:
-    """config.json of a draft drawn anew: the target's shapes, but for what params.yaml says."""
+def infer_config(params: schema.Params, target_manifest: TargetManifest) -> dict[str, Any]:
+    """Return config.json of a new draft: sizes of params.yaml, and of the target where those are null."""
     shape: dict[str, Any] = {
-        "hidden_size": made.hidden_size,
-        "intermediate_size": p.init_draft.intermediate_size or made.intermediate_size,
-        "num_attention_heads": made.num_attention_heads,
-        "num_key_value_heads": made.num_key_value_heads,
-        "head_dim": made.head_dim,
-        "vocab_size": made.vocab_size,
-        "draft_vocab_size": p.init_draft.draft_vocab_size or made.vocab_size,
-        "max_position_embeddings": _choose_max_positions(p, made.max_position_embeddings),
-        "rms_norm_eps": made.rms_norm_eps,
+        "hidden_size": target_manifest.hidden_size,
+        "intermediate_size": params.init_draft.intermediate_size or target_manifest.intermediate_size,
+        "num_attention_heads": target_manifest.num_attention_heads,
+        "num_key_value_heads": target_manifest.num_key_value_heads,
+        "head_dim": target_manifest.head_dim,
+        "vocab_size": target_manifest.vocab_size,
+        "draft_vocab_size": params.init_draft.draft_vocab_size or target_manifest.vocab_size,
+        "max_position_embeddings": _choose_max_positions(params, target_manifest.max_position_embeddings),
+        "rms_norm_eps": target_manifest.rms_norm_eps,
     }
-    return _build_config(p, made, shape, made.rope, _read_options(p))
+    return _build_config(params, target_manifest, shape, target_manifest.rope, _list_options(params))
 
 
-def _load_published_draft(p: schema.Params, made: TargetManifest) -> tuple[Eagle3Draft, dict[str, Any]]:
-    """A published draft in float32, with its own vocabulary, and its config.json.
+def _load_published_draft(params: schema.Params, target_manifest: TargetManifest) -> tuple[Eagle3Draft, dict[str, Any]]:
+    """Return a published draft in float32, with its own vocabulary, and its config.json.
 
-    Raises ValueError where params.yaml asks for another shape than its weights have, or for other norms.
+    Raises ValueError where params.yaml has other sizes or norms than its weights.
     """
-    name = p.init_draft.from_
+    name = params.init_draft.from_
     assert name is not None
-    folder, commit = published_formats.fetch_draft(name, p.init_draft.revision)
-    found = published_formats.read_published_draft(folder, made, lambda: manifest.read_embedding_and_head(made), name)
+    folder, commit = published_formats.fetch_draft(name, params.init_draft.revision)
+    published = published_formats.read_published_draft(
+        folder, target_manifest, lambda: manifest.read_embedding_and_head(target_manifest), name
+    )
     print(f"e000 starts from {name}" + (f" at {commit}" if commit else ""))
-    for note in found.notes:
+    for note in published.notes:
         print(f"note: {note}")
-    theirs = found.config
-    _check_agreement("draft_vocab_size", p.init_draft.draft_vocab_size or made.vocab_size, theirs["draft_vocab_size"])
-    _check_agreement("intermediate_size", p.init_draft.intermediate_size, theirs["intermediate_size"])
-    for key, wanted in _read_options(p).items():
-        if key != "sliding_window":  # has no weights: a draft may learn to do with one, or without
-            _check_agreement(key, wanted, bool(found.options.get(key)))
-    shape = {key: theirs[key] for key in checkpoint.SIZE_KEYS}
-    shape["max_position_embeddings"] = _choose_max_positions(p, theirs["max_position_embeddings"])
-    options = {**found.options, "sliding_window": p.init_draft.sliding_window}
-    config = _build_config(p, made, shape, theirs["rope_parameters"], options)
+    vocab_size = params.init_draft.draft_vocab_size or target_manifest.vocab_size
+    _check_agreement("draft_vocab_size", vocab_size, published.config["draft_vocab_size"])
+    _check_agreement("intermediate_size", params.init_draft.intermediate_size, published.config["intermediate_size"])
+    for key, requested in _list_options(params).items():
+        if key != "sliding_window":  # has no weights, so training may add or drop it
+            _check_agreement(key, requested, bool(published.options.get(key)))
+    shape = {key: published.config[key] for key in checkpoint.SIZE_KEYS}
+    shape["max_position_embeddings"] = _choose_max_positions(params, published.config["max_position_embeddings"])
+    options = {**published.options, "sliding_window": params.init_draft.sliding_window}
+    config = _build_config(params, target_manifest, shape, published.config["rope_parameters"], options)
     for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"):
-        _check_agreement(f"draft_config_path: {key}", config[key], theirs[key])
-    return Eagle3Draft.of(config, found.tensors), config
+        _check_agreement(f"draft_config_path: {key}", config[key], published.config[key])
+    return Eagle3Draft.from_checkpoint(config, published.tensors), config
 
 
-def _check_agreement(key: str, wanted: Any, found: Any) -> None:
-    if wanted not in (None, found):
+def _check_agreement(key: str, requested: Any, found: Any) -> None:
+    """Raise ValueError where a parameter is neither null nor the value of the published draft."""
+    if requested not in (None, found):
         raise ValueError(
-            f"params.yaml: init_draft.{key} is {wanted}, but the weights of init_draft.from have {found}; set it so"
+            f"params.yaml: init_draft.{key} is {requested}, but the weights of init_draft.from have {found}; set it so"
         )
 
 
-def _read_options(p: schema.Params) -> dict[str, Any]:
-    """As drafting.draft.DraftConfig names them."""
-    init = p.init_draft
+def _list_options(params: schema.Params) -> dict[str, Any]:
+    """Return the options of the draft under their names in DraftConfig."""
+    init = params.init_draft
     return {
         "fc_norm": init.fc_norm,
         "norm_before_fc": init.norm_before_fc,
@@ -139,43 +148,59 @@ def _read_options(p: schema.Params) -> dict[str, Any]:
     }
 
 
-def _choose_max_positions(p: schema.Params, theirs: int) -> int:
-    longest = p.extract_hiddens.max_length + p.train_draft.ttt_steps
-    return p.init_draft.max_position_embeddings or max(theirs, longest)
+def _count_required_positions(params: schema.Params) -> int:
+    """Return the number of positions that training uses."""
+    return params.extract_hiddens.max_length + params.train_draft.ttt_steps
+
+
+def _choose_max_positions(params: schema.Params, inherited: int) -> int:
+    """Return max_position_embeddings of params.yaml, or the inherited value, raised to what training needs."""
+    return params.init_draft.max_position_embeddings or max(inherited, _count_required_positions(params))
 
 
 def _build_config(
-    p: schema.Params, made: TargetManifest, shape: dict[str, Any], rope: dict[str, Any], options: dict[str, Any]
+    params: schema.Params,
+    target_manifest: TargetManifest,
+    shape: dict[str, Any],
+    rope: dict[str, Any],
+    options: dict[str, Any],
 ) -> dict[str, Any]:
-    """config.json, with what draft_config_path overrides."""
+    """Return config.json, overridden by the file of draft_config_path."""
 
-    def written(shape: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
-        return checkpoint.build_config(shape, rope, made.feature_layers, made.num_layers, made.eos_token_ids, options)
+    def build(shape: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
+        return checkpoint.build_config(
+            shape,
+            rope,
+            target_manifest.feature_layers,
+            target_manifest.num_layers,
+            target_manifest.eos_token_ids,
+            options,
+        )
 
-    config = written(shape, rope)
-    if p.init_draft.draft_config_path is None:
+    config = build(shape, rope)
+    if params.init_draft.draft_config_path is None:
         return config
-    given = config_override.read_override(Path(p.init_draft.draft_config_path))
-    return written(*config_override.apply_override(given, shape, rope, config))
+    given = config_override.read_override(Path(params.init_draft.draft_config_path))
+    return build(*config_override.apply_override(given, shape, rope, config))
 
 
 def _count_tokens(split: str, vocab_size: int) -> torch.Tensor:
-    """How often each token stands in the split's answers: [V] int64."""
+    """Count the tokens of the split's answers: [V] int64. Raises ValueError for ids outside of the target's vocabulary."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for head in format.read_headers(HIDDENS / split):
         if len(head.ids) and not 0 <= int(head.ids.min()) <= int(head.ids.max()) < vocab_size:
-            raise ValueError(_corrupt(HIDDENS / split, head, vocab_size))
+            raise ValueError(_describe_corrupt_row(HIDDENS / split, head, vocab_size))
         counts += torch.bincount(head.ids[head.mask].to(torch.int64), minlength=vocab_size)
     return counts
 
 
-def _corrupt(folder: Path, head: format.RowHeader, vocab_size: int) -> str:
-    """What is wrong with a row that has token ids which the target does not."""
+def _describe_corrupt_row(folder: Path, head: format.RowHeader, vocab_size: int) -> str:
+    """Return the message for a row with token ids outside of the target's vocabulary."""
     (shard,) = format.read_index(folder).filter(id=head.id)["shard"].unique().to_list()
     wrong = head.ids[(head.ids < 0) | (head.ids >= vocab_size)]
     return (
         f"{folder / shard}: row {head.id} has {len(wrong)} token ids that the target has not, the first of them {int(wrong[0])}; "
-        f"expected 0 to {vocab_size - 1}; run: dvc repro -f -s extract_hiddens, and where it comes again, sample_target"
+        f"expected 0 to {vocab_size - 1}; run: dvc repro -f -s extract_hiddens, and if it happens again, sample_target"
     )
 
 

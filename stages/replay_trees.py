@@ -114,7 +114,7 @@ def main(name: str) -> None:
     for tree in [*settings.list_trees(), *settings.traced_trees()]:  # before any answer is read
         check_tree(tree, config["draft_vocab_size"], config.get("sliding_window"))
     dtype = getattr(torch, p.target.dtype)  # engines run the draft as they run the target; scores are float32
-    draft = Eagle3Draft.of(config, tensors).to(p.target.device, dtype).requires_grad_(False)
+    draft = Eagle3Draft.from_checkpoint(config, tensors).to(p.target.device, dtype).requires_grad_(False)
     embedding = embedding.to(p.target.device, dtype)
     splits = [answers for split in SPLITS if (answers := _open_answers(p, split, made)).num_answers]
     tokenizer = chat_template.load_tokenizer(

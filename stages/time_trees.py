@@ -115,7 +115,7 @@ def _build_engine(p: schema.Params, made: manifest.TargetManifest, name: str) ->
         str(manifest.resolve_weights_folder(made)), None, p.target.dtype, p.target.device, p.target.trust_remote_code
     )
     config, tensors = checkpoint.read_draft(checkpoint.locate_checkpoint(name), p.made_by(name))
-    draft = Eagle3Draft.of(config, tensors).to(p.target.device, model.dtype).requires_grad_(False)
+    draft = Eagle3Draft.from_checkpoint(config, tensors).to(p.target.device, model.dtype).requires_grad_(False)
     return Engine(model, [], made.feature_layers, draft, p.benchmark.tree_scoring), config
 
 

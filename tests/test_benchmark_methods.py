@@ -114,7 +114,7 @@ def layer(eagle: Any, embeds: torch.Tensor, hidden: torch.Tensor) -> torch.Tenso
     """EAGLE's layer over a row [T, H], as its authors' LlamaDecoderLayer without its first norm."""
     c, attention = eagle.config, eagle.midlayer.self_attn
     x = eagle.fc(torch.cat([embeds, hidden], dim=-1))
-    cos, sin = eagle.rope(torch.arange(len(x)))  # [T, 1, E/2]
+    cos, sin = eagle.compute_rope(torch.arange(len(x)))  # [T, 1, E/2]
     q, k, v = (getattr(attention, f"{n}_proj")(x).unflatten(-1, (-1, c.head_dim)) for n in "qkv")
 
     def turned(y: torch.Tensor) -> torch.Tensor:
@@ -135,7 +135,7 @@ def cross_entropy(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
 def test_eagles_loss_is_smooth_l1_and_a_tenth_of_the_soft_cross_entropy(tables: Any) -> None:
     embedding, head = tables
     eagle = loaded("eagle1", "eagle", head)
-    pack = ttt.TrainingPack.of(rows(), 1, "aligned")
+    pack = ttt.TrainingPack.from_rows(rows(), 1, "aligned")
     found = registry.TRAINABLE_METHODS["eagle"].forward(eagle, pack, embedding, head, ttt.TrainingObjective(1), None)
     near, soft, hits, taught = 0.0, 0.0, 0, 0
     for row in rows():
@@ -148,11 +148,11 @@ def test_eagles_loss_is_smooth_l1_and_a_tenth_of_the_soft_cross_entropy(tables: 
                 soft += cross_entropy(logits, teacher).item()
                 hits += int(logits.argmax() == teacher.argmax())
                 taught += 1
-    assert taught == pack.counts[0] > 100
-    assert found.total.item() == pytest.approx((near + 0.1 * soft) / taught, rel=1e-4)
-    assert float(found.loss[0]) == pytest.approx(near + 0.1 * soft, rel=1e-4)
-    assert int(found.hits.sum()) == hits
-    found.total.backward()
+    assert taught == pack.supervised_per_step[0] > 100
+    assert found.total_loss.item() == pytest.approx((near + 0.1 * soft) / taught, rel=1e-4)
+    assert float(found.loss_per_step[0]) == pytest.approx(near + 0.1 * soft, rel=1e-4)
+    assert int(found.argmax_matches.sum()) == hits
+    found.total_loss.backward()
     assert all(w.grad is not None and w.grad.abs().sum() > 0 for w in eagle.parameters())
 
 
@@ -161,7 +161,7 @@ def test_medusas_loss_is_each_heads_cross_entropy_weighed_by_decay(tables: Any) 
     embedding, head = tables
     heads = loaded("heads1", "medusa", head)
     kept = heads.t2d.nonzero()[:, 0]
-    pack = ttt.TrainingPack.of(rows(), 3, "aligned")
+    pack = ttt.TrainingPack.from_rows(rows(), 3, "aligned")
     found = registry.TRAINABLE_METHODS["medusa"].forward(
         heads, pack, embedding, head, ttt.TrainingObjective(3, 0.8), None
     )
@@ -177,11 +177,11 @@ def test_medusas_loss_is_each_heads_cross_entropy_weighed_by_decay(tables: Any) 
                     logits = heads.outs[k](h + F.silu(heads.blocks[k](h)))
                     if heads.t2d[teacher.argmax()]:
                         losses[k] += cross_entropy(logits, teacher[kept]).item()
-    assert counts.tolist() == pack.counts and counts.min() > 100
-    assert found.loss.tolist() == pytest.approx(losses.tolist(), rel=1e-4)
+    assert counts.tolist() == pack.supervised_per_step and counts.min() > 100
+    assert found.loss_per_step.tolist() == pytest.approx(losses.tolist(), rel=1e-4)
     means = losses / counts
-    assert found.total.item() == pytest.approx(sum(0.8**k * float(x) for k, x in enumerate(means)), rel=1e-4)
-    found.total.backward()
+    assert found.total_loss.item() == pytest.approx(sum(0.8**k * float(x) for k, x in enumerate(means)), rel=1e-4)
+    found.total_loss.backward()
     assert all(w.grad is not None and w.grad.abs().sum() > 0 for w in heads.parameters())
 
 

@@ -1,4 +1,4 @@
-"""check_overfit: the row is decoded as a benchmark decodes, so that what trainer and engine see differently shows here."""
+"""check_overfit: the row is decoded as in a benchmark, so that a mismatch of trainer and engine fails the gate."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ from stages import check_overfit, extract_hiddens, init_draft, prepare_target, t
 from stages.data import conversations
 from stages.draft import checkpoint
 from stages.draft.eagle3 import Eagle3Draft
-from stages.engine import recite
+from stages.engine import forced_decode
 from stages.engine.decode import Engine
 from stages.target import manifest
 from stages.training import adamw
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A project of a tiny random target, its own greedy answers, their hidden states, and an e000 that knows a row by heart, so
-    that no test has to learn it again; we stand in it.
+    """A project of a tiny random target, its own greedy answers, their hidden states, and an e000 that has
+    overfitted a row, so that no test has to train again; it is the working directory.
     """
     project = tmp_path_factory.mktemp("learned")
     (project / "params.yaml").write_text((ROOT / "params.yaml").read_text())
@@ -53,10 +53,10 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             rows = []
             for n in range(count):
                 ids = torch.randint(3, V, (PROMPT,), generator=draw).tolist()
-                said = [token for step in engine.plain(ids, ANSWER + n) for token in step.tokens]
+                output = [token for step in engine.plain(ids, ANSWER + n) for token in step.tokens]
                 rows.append({
                     "id": f"{split}{n}.0", "source_row": n, "verdict": "clean", "temperature": 0.0, "top_p": None,
-                    "prompt_ids": ids, "answer_ids": said, "finish_reason": "length", "images": None,
+                    "prompt_ids": ids, "answer_ids": output, "finish_reason": "length", "images": None,
                 })  # fmt: skip
             place = Path("data/sampled") / split / conversations.name_shard(0)
             conversations.write_table(
@@ -83,7 +83,7 @@ def nothing_measured_before(learned: Path) -> None:
     shutil.rmtree(learned / ".scratch", ignore_errors=True)
 
 
-def test_a_row_learned_by_heart_is_accepted_by_the_engine(learned: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_overfitted_row_is_accepted_by_the_engine(learned: Path, capsys: pytest.CaptureFixture[str]) -> None:
     check_overfit.main()
     report = json.loads(REPORT.read_text())
     assert report["tau"] > 4 and report["perfect_tau"] > 4.5
@@ -98,7 +98,7 @@ def off_by_one(draft: Eagle3Draft, ids: Tensor) -> Tensor:
     return (draft.d2t[ids] + ids + 1) % V
 
 
-rope = Eagle3Draft.rope
+rope = Eagle3Draft.compute_rope
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ rope = Eagle3Draft.rope
     [(Engine, "_features", swapped), (Eagle3Draft, "to_target", off_by_one)],
     ids=["features", "d2t"],
 )
-def test_what_only_the_engine_sees_otherwise_fails_the_gate(
+def test_inputs_that_differ_in_the_engine_only_fail_the_gate(
     learned: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, broken: object
 ) -> None:
     """Bug: the gate decoded with the trainer's own forward, so a draft passed whose features stood in another order at
@@ -119,24 +119,24 @@ def test_what_only_the_engine_sees_otherwise_fails_the_gate(
         check_overfit.main()
 
 
-def test_a_rotation_of_its_own_at_serving_fails_the_gate(learned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_rope_in_the_engine_fails_the_gate(learned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bug, by the angles: the engine's are off by a factor, the trainer's are not."""
-    learned, turned_rope = recite.chain_tau, lambda draft, positions: rope(draft, positions * 3)
+    learned, turned_rope = forced_decode.measure_chain_tau, lambda draft, positions: rope(draft, positions * 3)
 
     def decode(*given, **more) -> float:
         with monkeypatch.context() as patch:
-            patch.setattr(Eagle3Draft, "rope", turned_rope)
+            patch.setattr(Eagle3Draft, "compute_rope", turned_rope)
             return learned(*given, **more)
 
-    monkeypatch.setattr(recite, "chain_tau", decode)
+    monkeypatch.setattr(forced_decode, "measure_chain_tau", decode)
     with pytest.raises(ValueError, match=r"By the trainer's own forward it is [45]"):
         check_overfit.main()
 
 
-def test_a_target_that_the_engine_does_not_decode_is_judged_by_the_trainer(
+def test_a_target_that_the_engine_does_not_decode_is_measured_by_the_trainer(
     learned: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One whose layers see fewer tokens than the row has is served all the same."""
+    """A target whose window is smaller than the row is not decoded, and the gate still decides."""
     monkeypatch.setattr(Engine, "check", lambda self, tokens: (_ for _ in ()).throw(ValueError("a window of 8")))
     check_overfit.main()
     assert (
@@ -152,9 +152,9 @@ def test_training_that_diverges_in_its_last_step_writes_nothing(learned: Path, m
 
     def diverge(own: adamw.MasterWeightOptimizer, *given: float) -> Tensor:
         norm = step(own, *given)
-        weights.append(own.masters["fc.weight"])
+        weights.append(own.master_weights["fc.weight"])
         if len(weights) == 3:  # of as many epochs, of one step each
-            own.masters["fc.weight"].data[0, :5] = torch.nan
+            own.master_weights["fc.weight"].data[0, :5] = torch.nan
         return norm
 
     monkeypatch.setattr(adamw.MasterWeightOptimizer, "step", diverge)
@@ -172,11 +172,11 @@ def test_training_that_diverges_in_its_last_step_writes_nothing(learned: Path, m
 
 
 def test_perfect_guesses_along_an_answer_by_hand() -> None:
-    """Of tokens 1 to 6 the target would have said all but the fourth. With two drafts a cycle: 2 3, bonus 4; 5 6, no bonus.
+    """The target's argmax is every token of 1 to 6 but the fourth. With two drafts a cycle: 2 3, bonus 4; 5 6, no bonus.
     With one: 2, bonus 3; none, bonus 4; 5, bonus 6.
     """
     answer, head = torch.tensor([1, 2, 3, 4, 5, 6]), torch.eye(8)
     last = torch.eye(8)[torch.tensor([2, 3, 7, 5, 6, 0])]
-    assert recite.perfect_tau(answer, last, head, 2) == (4 + 2) / 2
-    assert recite.perfect_tau(answer, last, head, 1) == (2 + 3) / 3
-    assert recite.perfect_tau(answer[:1], last[:1], head, 2) == 1.0
+    assert forced_decode.compute_perfect_tau(answer, last, head, 2) == (4 + 2) / 2
+    assert forced_decode.compute_perfect_tau(answer, last, head, 1) == (2 + 3) / 3
+    assert forced_decode.compute_perfect_tau(answer[:1], last[:1], head, 2) == 1.0

@@ -127,7 +127,7 @@ def test_a_warm_start_that_can_not_be(
 
 
 def test_a_config_of_ones_own_and_the_options(project: Path, tmp_path: Path) -> None:
-    """What is asked for is in config.json, and the draft has the weights for it."""
+    """Requested options are in config.json, and the draft has their weights."""
     root = tmp_path / "project"
     shutil.copytree(project, root, symlinks=True)
     (root / "draft_configs").mkdir(exist_ok=True)
@@ -139,8 +139,13 @@ def test_a_config_of_ones_own_and_the_options(project: Path, tmp_path: Path) -> 
         "rope_theta": 20000,
     }
     (root / "draft_configs/mine.json").write_text(json.dumps(mine | {"model_type": "llama", "use_cache": True}))
-    asked = {"draft_config_path": "draft_configs/mine.json", "fc_norm": True, "norm_output": True, "sliding_window": 16}
-    edit_params(root, {"init_draft": asked})
+    options = {
+        "draft_config_path": "draft_configs/mine.json",
+        "fc_norm": True,
+        "norm_output": True,
+        "sliding_window": 16,
+    }
+    edit_params(root, {"init_draft": options})
     done = run(root, "stages.init_draft")
     assert done.returncode == 0, done.stderr
     config, tensors = checkpoint.read_draft(root / "drafts/e000", "init_draft")

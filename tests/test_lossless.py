@@ -38,7 +38,7 @@ def model(small_run: Path):
 
 
 def engine(small_run: Path, model, name: str) -> Engine:
-    draft = Eagle3Draft.of(*checkpoint.read_draft(small_run / "drafts" / name, "init_draft"))
+    draft = Eagle3Draft.from_checkpoint(*checkpoint.read_draft(small_run / "drafts" / name, "init_draft"))
     made = manifest.read_manifest(small_run / "artifacts/target")
     return Engine(model, made.eos_token_ids, made.feature_layers, draft.requires_grad_(False))
 

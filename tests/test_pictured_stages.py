@@ -277,16 +277,16 @@ def test_another_threshold_measures_nothing_again_and_retrains_nothing(
     before = passed.read_bytes()
     assert set(json.loads(before)) == {"passed", "row", "draft"}
     with monkeypatch.context() as patch:
-        patch.setattr(check_overfit, "_measure", None)
+        patch.setattr(check_overfit, "_learn_row", None)
         edit_params(project, {"check_overfit": {"min_tau": 1.25}})
         check_overfit.main()
         assert passed.read_bytes() == before and json.loads(report.read_text())["min_tau"] == 1.25
         edit_params(project, {"check_overfit": {"min_tau": 3.99}})
         with pytest.raises(ValueError, match=r"expected at least 3\.99"):
             check_overfit.main()
-    measured = check_overfit._place(load_params())
+    measured = check_overfit._locate_measurement(load_params())
     edit_params(project, {"check_overfit": {"min_tau": 1.25, "steps": 90}})
-    assert check_overfit._place(load_params()) != measured
+    assert check_overfit._locate_measurement(load_params()) != measured
     check_overfit.main()
     assert passed.read_bytes() == before and json.loads(report.read_text())["steps"] == 90
 

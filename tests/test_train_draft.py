@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from stages.params.draft_sections import TrainDraft
-from stages.train_draft import plan_epoch, share_packs
+from stages.training.pack_plan import plan_epoch, share_packs
 from tests.conftest import SMALL, edit_params
 
 RESULTS = ("draft/model.safetensors", "draft/config.json", "state/optimizer.safetensors", "state/progress.json")
@@ -65,7 +65,7 @@ def test_fifty_kills_end_where_an_undisturbed_run_does(project: Path, small_run:
         assert same_as_undisturbed(project, small_run)
 
 
-def test_it_resumes_rather_than_begins_again(project: Path) -> None:
+def test_it_resumes_rather_than_starts_again(project: Path) -> None:
     process = start(project)
     deadline = time.monotonic() + 120
     while not list((project / ".scratch").glob("train_draft-straight-*/log.json")):
@@ -89,7 +89,7 @@ def test_it_resumes_rather_than_begins_again(project: Path) -> None:
 def test_broken_unfinished_work_names_its_folder_and_removing_that_leads_on(
     project: Path, file: str, content: bytes | None
 ) -> None:
-    """Bug: the message said `delete it and run: dvc repro init_draft`, after which the same file was `not found` for good."""
+    """Bug: the message was `delete it and run: dvc repro init_draft`, after which the same file was `not found` for good."""
     process = start(project)
     while not (found := list((project / ".scratch").glob("train_draft-straight-*/log.json"))):
         assert process.poll() is None
@@ -101,16 +101,16 @@ def test_broken_unfinished_work_names_its_folder_and_removing_that_leads_on(
     if content is not None:
         (work / file).write_bytes(content)
     process = start(project)
-    said, _ = process.communicate(timeout=300)
-    assert process.returncode == 1 and "Traceback" not in said
-    assert f"{work.relative_to(project) / file}" in said and "init_draft" not in said
-    assert f"remove the folder {work.relative_to(project)}, which holds nothing else, and run again" in said
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 1 and "Traceback" not in output
+    assert f"{work.relative_to(project) / file}" in output and "init_draft" not in output
+    assert f"remove the folder {work.relative_to(project)}, which holds nothing else, and run again" in output
     shutil.rmtree(work)
     assert "resumed" not in kill_and_finish(project, kills=0, seed=0)
 
 
 def test_work_of_other_parameters_is_not_taken_up(project: Path) -> None:
-    """The rival's caches went stale in silence; here the digest covers parameters, inputs and code."""
+    """SpecForge's caches silently went stale; here the digest covers parameters, inputs and code."""
     process = start(project)
     while not list((project / ".scratch").glob("train_draft-straight-*/log.json")):
         assert process.poll() is None
@@ -148,11 +148,11 @@ def test_a_row_longer_than_the_budget_goes_alone() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_every_pack_is_somebodys_and_all_get_as_many(world: int) -> None:
+def test_every_pack_is_shared_out_once_and_all_processes_get_as_many(world: int) -> None:
     packs = [[1], [2, 3], [4], [5], [6]]
     shares = [share_packs(packs, rank, world) for rank in range(world)]
     assert len({len(s) for s in shares}) == 1
-    assert sorted(rows for s in shares for rows, mute in s if not mute) == packs
+    assert sorted(rows for s in shares for rows, supervised in s if supervised) == packs
 
 
 # One epoch of `straight`, where what is compared differs from the first step on.

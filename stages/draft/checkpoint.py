@@ -1,10 +1,9 @@
-"""A draft checkpoint on disk: `draft/` is what engines load, `state/` is what the next training segment needs.
+"""A draft checkpoint on disk: `draft/` is loaded by engines, `state/` by the next training segment.
 
-`draft/` holds config.json and model.safetensors exactly as SGLang's `LlamaForCausalLMEagle3` (0.5.17 to 0.5.23) and
-vLLM load them. SGLang ignores unknown names and leaves missing ones random, without a word, so names, shapes and the
-vocabulary maps are checked on every write and read. `state/` holds the optimizer's moments as safetensors and where
-the run stood as JSON. Which layers feed the draft: no list is written, since both engines default to EAGLE-3's
-[2, n//2, n-3]; other layers are written in each engine's own convention (research/specforge.md 2.1).
+`draft/` holds config.json and model.safetensors as SGLang's `LlamaForCausalLMEagle3` (0.5.17 to 0.5.23) and vLLM load them.
+SGLang silently ignores unknown tensor names and leaves missing ones random, so names, shapes and vocabulary maps are checked
+on every write and read. `state/` holds optimizer moments as safetensors and the training progress as JSON. EAGLE-3's feature
+layers [2, n//2, n-3] are the default of both engines and are not written; other layers are, in each engine's convention.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,23 +19,24 @@ from stages.runtime import atomic
 
 DRAFTS_FOLDER = Path("drafts")
 NORM_OPTIONS = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
-# vLLM has a draft layer with q/k norms under this name. SGLang has none and would leave them out without a word; an
-# architecture that it doesn't know it refuses.
+# vLLM loads a draft layer with q/k norms under this architecture. SGLang would silently drop the norms of a Llama draft;
+# it refuses this architecture, which it does not know.
 QK_NORM_CONFIG = {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 
 def locate_checkpoint(name: str) -> Path:
+    """Return the folder of a checkpoint, which holds `draft/` and `state/`."""
     return DRAFTS_FOLDER / name
 
 
-SIZE_KEYS = (  # what of config.json the shapes and numbers of the layer are
+SIZE_KEYS = (  # keys of config.json that give the sizes of the layer
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
     "draft_vocab_size", "max_position_embeddings", "rms_norm_eps",
 )  # fmt: skip
 
 
 def list_tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a draft with its shape, by config.json."""
+    """Return the shape of every tensor of a draft, by name."""
     h, d, v = config["hidden_size"], config["draft_vocab_size"], config["vocab_size"]
     q, kv = (config["head_dim"] * config[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
     m = config["intermediate_size"]
@@ -75,12 +75,12 @@ def build_config(
     eos_token_ids: list[int],
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """config.json of a draft: `shape` has the sizes of `list_tensor_shapes`, rope is the target's rope_parameters.
+    """Return config.json of a draft from its sizes `shape` (SIZE_KEYS) and the target's rope_parameters `rope`.
 
     RoPE is written in both spellings: transformers 5 reads rope_parameters, SGLang and vLLM may read rope_theta and
-    rope_scaling. With `mrope_section` there, and `mrope_interleaved` beside it, they give the draft the target's positions
-    on three axes; without, plain ones. `options` are drafting's DraftConfig's, written where they are on, as engines read
-    them; which engine reads which: docs/drafts.md.
+    rope_scaling. With `mrope_section` in it, engines give the draft the target's positions on three axes, otherwise plain
+    positions. `options` are those of DraftConfig; only enabled ones are written. docs/drafts.md lists the engines that
+    support each.
     """
     on = {name: value for name, value in (options or {}).items() if value}
     plain = rope.get("rope_type", "default") == "default" and "mrope_section" not in rope
@@ -101,51 +101,55 @@ def build_config(
         **shape,
     }
     if feature_layers != [2, num_layers // 2, num_layers - 3]:
-        # SGLang adds one to the ids in eagle_config; vLLM takes its top-level list as it is.
+        # SGLang adds one to the ids in eagle_config; vLLM uses its top-level list unchanged.
         config["eagle_config"] = {
             "use_aux_hidden_state": True,
             "eagle_aux_hidden_state_layer_ids": [i - 1 for i in feature_layers],
         }
         config["eagle_aux_hidden_state_layer_ids"] = feature_layers
     config |= {name: True for name in NORM_OPTIONS if name in on}
-    if "sliding_window" in on:  # vLLM takes the window of a layer that is named sliding
+    if "sliding_window" in on:  # vLLM applies the window only to layers of this type
         config |= {"sliding_window": on["sliding_window"], "layer_types": ["sliding_attention"]}
     return config | QK_NORM_CONFIG if "qk_norm" in on else config
 
 
-def write_draft(place: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Atomically write `place`/draft. Raises AssertionError where names, shapes, maps or weights would mislead an engine."""
-    assert not (found := find_draft_problem(config, tensors) or not_finite(tensors)), found
-    with atomic.write_folder(place / "draft") as temporary:
+def write_draft(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Write `folder`/draft atomically. Raises AssertionError for names, shapes, maps or weights that an engine would misread."""
+    assert not (problem := find_draft_problem(config, tensors) or find_nonfinite_values(tensors)), problem
+    with atomic.write_folder(folder / "draft") as temporary:
         atomic.write_json(temporary / "config.json", config)
         save_file(
             {name: t.contiguous() for name, t in tensors.items()}, temporary / "model.safetensors", {"format": "pt"}
         )
 
 
-def read_draft(place: Path, made_by: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json and the tensors of `place`/draft. Raises ValueError naming what is missing, misshapen or unknown."""
-    config = atomic.read_json(place / "draft" / "config.json", made_by)
-    tensors = read_tensors(place / "draft" / "model.safetensors", made_by)
-    if found := find_draft_problem(config, tensors):
-        raise atomic.Broken(f"{place}/draft is no EAGLE-3 draft: {found}", atomic.rerun(made_by))
+def read_draft(folder: Path, made_by: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return config.json and the tensors of `folder`/draft.
+
+    Raises ValueError that names missing, unknown or misshapen tensors.
+    """
+    config = atomic.read_json(folder / "draft" / "config.json", made_by)
+    tensors = read_tensors(folder / "draft" / "model.safetensors", made_by)
+    if problem := find_draft_problem(config, tensors):
+        raise atomic.Broken(f"{folder}/draft is no EAGLE-3 draft: {problem}", atomic.rerun(made_by))
     return config, tensors
 
 
-def write_state(place: Path, tensors: dict[str, Tensor], progress: dict[str, Any]) -> None:
-    """Atomically write `place`/state: the optimizer's tensors, and where training stood (plain JSON)."""
-    with atomic.write_folder(place / "state") as temporary:
+def write_state(folder: Path, tensors: dict[str, Tensor], progress: dict[str, Any]) -> None:
+    """Write `folder`/state atomically: the optimizer's tensors and the training progress."""
+    with atomic.write_folder(folder / "state") as temporary:
         save_file({name: t.contiguous() for name, t in tensors.items()}, temporary / "optimizer.safetensors")
         atomic.write_json(temporary / "progress.json", progress)
 
 
-def read_state(place: Path, made_by: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    return read_tensors(place / "state" / "optimizer.safetensors", made_by), read_progress(place, made_by)
+def read_state(folder: Path, made_by: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the optimizer's tensors and the training progress. Raises Broken as `read_tensors` and `read_progress`."""
+    return read_tensors(folder / "state" / "optimizer.safetensors", made_by), read_progress(folder, made_by)
 
 
-def read_progress(place: Path, made_by: str) -> dict[str, Any]:
-    """Return where training stood. Raises Broken where the file does not say it."""
-    path = place / "state" / "progress.json"
+def read_progress(folder: Path, made_by: str) -> dict[str, Any]:
+    """Return the training progress: the numbers `epoch` and `step`. Raises Broken where one is missing."""
+    path = folder / "state" / "progress.json"
     found = atomic.read_json(path, made_by)
     if not all(isinstance(found.get(key), int) for key in ("epoch", "step")):
         raise atomic.Broken(f"{path}: expected the numbers epoch and step, found {found!r:.60}", atomic.rerun(made_by))
@@ -153,7 +157,10 @@ def read_progress(place: Path, made_by: str) -> dict[str, Any]:
 
 
 def read_tensors(path: Path, made_by: str) -> dict[str, Tensor]:
-    """Raises ValueError naming the file and what to run, where it is missing or broken, or holds NaN or infinity."""
+    """Return the tensors of a safetensors file.
+
+    Raises Broken, a ValueError that names the file and the command to run, where it is missing, broken or holds NaN or infinity.
+    """
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
@@ -161,16 +168,17 @@ def read_tensors(path: Path, made_by: str) -> dict[str, Tensor]:
         raise atomic.Broken(f"{path} not found", f"run: dvc repro {made_by}") from None
     except (SafetensorError, OSError) as error:
         raise atomic.Broken(f"{path} is cut or broken ({error})", atomic.rerun(made_by)) from None
-    if found := not_finite(tensors):
-        raise atomic.Broken(f"{path}: {found}", f"{atomic.rerun(made_by)}, which names the cause where it comes again")
+    if problem := find_nonfinite_values(tensors):
+        raise atomic.Broken(f"{path}: {problem}", f"{atomic.rerun(made_by)}, which names the cause if it happens again")
     return tensors
 
 
-def not_finite(tensors: Mapping[str, Tensor]) -> str:
-    """Say which weights are NaN or infinite, or return an empty string. A draft with such weights decodes, accepts nothing,
-    and would be reported as one of tau 1.
+def find_nonfinite_values(tensors: Mapping[str, Tensor]) -> str:
+    """Describe the tensors that hold NaN or infinity, or return an empty string.
+
+    A draft with such weights would decode, accept no draft token, and be reported with tau 1.
     """
-    bad = [name for name, tensor in tensors.items() if not _finite(tensor)]
+    bad = [name for name, tensor in tensors.items() if not _is_finite(tensor)]
     if not bad:
         return ""
     first, more = tensors[bad[0]], f" (and {len(bad) - 1} more tensors hold some)" if len(bad) > 1 else ""
@@ -178,9 +186,10 @@ def not_finite(tensors: Mapping[str, Tensor]) -> str:
     return f"{bad[0]} holds {count} NaN or infinite values of {first.numel()}{more}, expected finite weights"
 
 
-def _finite(tensor: Tensor) -> bool:
-    """Extremes are NaN where any value is, and cost a fortieth of isfinite. One-byte floats, which have none, are refused
-    elsewhere.
+def _is_finite(tensor: Tensor) -> bool:
+    """Return whether all values are finite, by minimum and maximum: NaN propagates to them, at 1/40 of the cost of isfinite.
+
+    One-byte floats have no aminmax; they are refused elsewhere.
     """
     if not tensor.is_floating_point() or tensor.itemsize < 2 or not tensor.numel():
         return True
@@ -188,11 +197,13 @@ def _finite(tensor: Tensor) -> bool:
 
 
 def find_shape_problem(
-    config: dict[str, Any], tensors: dict[str, Tensor], expect: Callable[[dict[str, Any]], dict[str, tuple[int, ...]]]
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    list_shapes: Callable[[dict[str, Any]], dict[str, tuple[int, ...]]],
 ) -> str:
-    """What is wrong with the tensors' names and shapes, or an empty string."""
+    """Describe wrong names and shapes of tensors, or return an empty string."""
     try:
-        expected = expect(config)
+        expected = list_shapes(config)
     except KeyError as error:
         return f"config.json lacks {error}"
     if set(expected) != set(tensors):
@@ -202,9 +213,9 @@ def find_shape_problem(
 
 
 def find_draft_problem(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
-    """What is wrong with a draft, or an empty string."""
-    if wrong := find_shape_problem(config, tensors, list_tensor_shapes):
-        return wrong
+    """Describe wrong names, shapes or vocabulary maps of a draft, or return an empty string."""
+    if problem := find_shape_problem(config, tensors, list_tensor_shapes):
+        return problem
     d2t, t2d = tensors["d2t"], tensors["t2d"]
     if d2t.dtype != torch.int64 or t2d.dtype != torch.bool:
         return f"d2t is {d2t.dtype} and t2d {t2d.dtype}, expected int64 offsets and bool"

@@ -1,7 +1,7 @@
-"""A draft's config.json as a user writes it, to override what is inferred from the target (AngelSlim's draft_config_path).
+"""The file of init_draft.draft_config_path: a config.json that overrides values inferred from the target.
 
-Keys that say what the draft is made of override; keys that the target, its tokenizer or params.yaml settle must agree
-with them; keys that nobody reads of a draft are let be; any other key is refused.
+Sizes and RoPE keys override. Keys fixed by the target, its tokenizer or params.yaml must agree with those. Keys without
+effect on a draft are ignored. Any other key is refused. AngelSlim has the same option.
 """
 
 import json
@@ -19,7 +19,7 @@ IGNORED_KEYS = {
 
 
 def read_override(path: Path) -> dict[str, Any]:
-    """The keys of the file. Raises ValueError where it is missing or holds no JSON object."""
+    """Read the file. Raises ValueError where it is missing or does not hold a JSON object."""
     key = f"params.yaml: init_draft.draft_config_path is {path}"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -35,42 +35,47 @@ def read_override(path: Path) -> dict[str, Any]:
 
 
 def apply_override(
-    given: dict[str, Any], shape: dict[str, Any], rope: dict[str, Any], settled: dict[str, Any]
+    given: dict[str, Any], shape: dict[str, Any], rope: dict[str, Any], fixed: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`shape` and `rope` with the keys `given`; `settled` is the config.json without them.
+    """Return `shape` and `rope` overridden by the keys `given`; `fixed` is the config.json without them.
 
-    Raises ValueError for a key that is unknown, of a wrong kind, or can't be another than it is.
+    Raises ValueError for a key that is unknown, of a wrong type, or different from its fixed value.
     """
-    free = (*COUNT_KEYS, "rms_norm_eps", *ROPE_KEYS)
+    overridable = (*COUNT_KEYS, "rms_norm_eps", *ROPE_KEYS)
     for key, value in given.items():
         if key in COUNT_KEYS and not (type(value) is int and value > 0):
             raise _make_refusal(key, value, "expected a whole number above 0")
         if key == "rms_norm_eps" and not (type(value) is float and value > 0):
             raise _make_refusal(key, value, "expected a number above 0")
-        if key in free or key in IGNORED_KEYS:
+        if key in overridable or key in IGNORED_KEYS:
             continue
-        if key not in settled:
+        if key not in fixed:
             raise _make_refusal(
-                key, value, f"expected one of {', '.join(sorted({*free, *settled}))}: correct it, or leave the key out"
+                key,
+                value,
+                f"expected one of {', '.join(sorted({*overridable, *fixed}))}: correct it, or leave the key out",
             )
-        if value != settled[key]:
-            raise _make_refusal(key, value, f"expected {settled[key]!r}, as the target and params.yaml have it")
+        if value != fixed[key]:
+            raise _make_refusal(key, value, f"expected {fixed[key]!r}, the value of the target or params.yaml")
     shape = shape | {key: given[key] for key in (*COUNT_KEYS, "rms_norm_eps") if key in given}
     if shape["num_attention_heads"] % shape["num_key_value_heads"]:
         raise _make_refusal(
             "num_attention_heads", shape["num_attention_heads"], "expected a multiple of num_key_value_heads"
         )
     if shape["head_dim"] % 2:
-        raise _make_refusal("head_dim", shape["head_dim"], "expected an even number, for RoPE turns pairs")
+        raise _make_refusal("head_dim", shape["head_dim"], "expected an even number, since RoPE rotates pairs")
     if any(key in given for key in ROPE_KEYS):
-        inherited = {} if "rope_theta" in (given.get("rope_parameters") or {}) else {"rope_theta": rope["rope_theta"]}
-        written = {key: given[key] for key in ROPE_KEYS if key in given}
-        scaled = "rope_scaling" in written or "rope_parameters" in written
-        rope = (
-            unify_rope_parameters(inherited | written) if scaled else rope | {"rope_theta": float(given["rope_theta"])}
-        )
+        rope = _override_rope(rope, {key: given[key] for key in ROPE_KEYS if key in given})
     return shape, rope
 
 
-def _make_refusal(key: str, value: Any, why: str) -> ValueError:
-    return ValueError(f"params.yaml: init_draft.draft_config_path: {key} is {value!r}, {why}")
+def _override_rope(rope: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Return the RoPE keys `given` in the spelling of transformers, completed by `rope`: its theta, or its scaling."""
+    if "rope_scaling" not in given and "rope_parameters" not in given:
+        return rope | {"rope_theta": float(given["rope_theta"])}
+    has_theta = "rope_theta" in (given.get("rope_parameters") or {})
+    return unify_rope_parameters(({} if has_theta else {"rope_theta": rope["rope_theta"]}) | given)
+
+
+def _make_refusal(key: str, value: Any, reason: str) -> ValueError:
+    return ValueError(f"params.yaml: init_draft.draft_config_path: {key} is {value!r}, {reason}")

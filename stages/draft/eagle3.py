@@ -1,26 +1,25 @@
-"""The EAGLE-3 draft: one decoder layer that guesses the target's next tokens from the target's own features.
+"""The EAGLE-3 draft: one decoder layer that predicts the target's next tokens from the target's hidden features.
 
 EAGLE-3, section 3, https://arxiv.org/abs/2503.01840; tensor names and shapes as SGLang's `LlamaForCausalLMEagle3` and
-vLLM load them. Three users share the one layer below, so that what is trained is what is replayed and what is served:
-training (`ttt`), replay and the engine (`expand`).
+vLLM load them. Training (`training/ttt.py`), replay and the engine (`trees/expansion.py`) all call this one layer.
 
-    position p:   embed(token p+1), fc(features of p)  --layer-->  hidden p  --norm, lm_head-->  guess for token p+2
-    one step on:  embed(guess),     hidden p           --layer-->  ...                        guess for token p+3
+    position p:   embed(token p+1), fc(features of p)  --layer-->  hidden p  --norm, lm_head-->  draft of token p+2
+    next step:    embed(draft),     hidden p           --layer-->  ...                           draft of token p+3
 
-The recurrent state is the layer's output *before* the final norm, unless `norm_output`; step k of position p is rotated
-to position p + k, which is where serving feeds it. Where token p + 1 stands for a piece of a picture, its embedding is
-the piece's, as the target's vision tower made it, and positions are the target's own, on three axes (`mrope`). Attention
-of a step sees the prefix (step-0 keys of tokens up to p) and its own ancestors only:
+The recurrent state is the layer's output before the final norm, or after it with `norm_output`. Step k of position p has
+rotary position p + k, as in serving. Where token p + 1 is an image token, its embedding is the output of the target's
+vision tower, and rotary positions are the target's, on three axes (`target/mrope.py`). A step attends to the prefix (step-0
+keys of tokens up to p) and to its own ancestors:
 
                  prefix 0 .. p      own ancestors, self
     step 0:      1 1 1 1 . .        -
     step 2:      1 1 1 1 . .        1 1
 
-With a `sliding_window` W, a step that stands at position p + k sees W positions, its own among them, as vLLM and
-transformers count them: of the prefix those after p + k - W. Own ancestors are always seen, so W is at least the steps.
+With a `sliding_window` W, a step at position p + k attends to W positions including its own, counted as in vLLM and
+transformers: to prefix tokens after p + k - W. Own ancestors are never masked, so W must be at least the number of steps.
 
-Letters: B rows, T prefix tokens, Q queries of a row, S own ancestors with self, H hidden, D draft vocabulary, V target
-vocabulary, A attention heads, G key-value heads, E head width.
+Dimensions: B rows, T prefix tokens, Q queries of a row, S own ancestors including self, H hidden, D draft vocabulary,
+V target vocabulary, A attention heads, G key-value heads, E head width.
 """
 
 import math
@@ -30,12 +29,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import stages.runtime.torch_warmup  # noqa: F401 - its import is its use
+import stages.runtime.torch_warmup  # noqa: F401 - imported for its side effect
 from stages.target.mrope import assign_frequency_axes
 
 
 @dataclass(frozen=True)
 class DraftConfig:
+    """Sizes and options of the draft layer, as in config.json."""
+
     hidden_size: int  # H, the target's
     intermediate_size: int
     num_attention_heads: int
@@ -46,17 +47,17 @@ class DraftConfig:
     max_position_embeddings: int
     rms_norm_eps: float
     rope: dict[str, Any]  # the target's rope_parameters: rope_theta, rope_type, ...
-    # Options, as engines call them; config.json names those that are on.
-    fc_norm: bool = False  # EAGLE-3.1: a norm of each feature layer before fc
-    norm_before_fc: bool = False  # one norm of all three instead
-    norm_output: bool = False  # EAGLE-3.1: the recurrent state is the normed one
-    norm_before_residual: bool = False  # the layer's residual is the normed state (speculators' drafts)
-    qk_norm: bool = False  # queries and keys normed by head, as in Qwen3
+    # Options, by the engines' names; config.json lists those that are on.
+    fc_norm: bool = False  # EAGLE-3.1: RMSNorm of each feature layer before fc
+    norm_before_fc: bool = False  # one RMSNorm of the three concatenated features
+    norm_output: bool = False  # EAGLE-3.1: the recurrent state is the output after the final norm
+    norm_before_residual: bool = False  # the residual is the normed hidden state (speculators' drafts)
+    qk_norm: bool = False  # RMSNorm of queries and keys per head, as in Qwen3
     sliding_window: int | None = None  # W
 
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> "DraftConfig":
-        """From a draft's config.json, which holds more keys than these."""
+        """Return the fields found in a draft's config.json; its other keys are ignored."""
         given = {f.name: config[f.name] for f in fields(cls) if f.name in config}
         return cls(**given, rope=config["rope_parameters"], qk_norm=config["model_type"] == "qwen3")
 
@@ -72,7 +73,7 @@ class RMSNorm(nn.Module):
 
 
 class DraftAttention(nn.Module):
-    """Projections of [embedding, hidden] (2H wide), as EAGLE-3 has them; the attention itself is `attend_prefix_and_ancestors`."""
+    """Projections of the concatenated [embedding, hidden] (2H); `attend_prefix_and_ancestors` computes the attention."""
 
     def __init__(self, c: DraftConfig):
         super().__init__()
@@ -85,6 +86,8 @@ class DraftAttention(nn.Module):
 
 
 class DraftMLP(nn.Module):
+    """Gated SiLU feed-forward block of the draft layer."""
+
     def __init__(self, c: DraftConfig):
         super().__init__()
         self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
@@ -96,22 +99,24 @@ class DraftMLP(nn.Module):
 
 
 class DraftLayer(nn.Module):
+    """Weights of the one decoder layer."""
+
     def __init__(self, c: DraftConfig):
         super().__init__()
-        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)  # of the embedding
-        self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)  # of the features or the recurrent state
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)  # for the embedding
+        self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)  # for the fused features or the recurrent state
         self.self_attn = DraftAttention(c)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = DraftMLP(c)
 
 
 class Eagle3Draft(nn.Module):
-    """The draft's weights and its few operations. The embedding is the target's and is passed in."""
+    """Weights and operations of the draft. Callers pass in the target's embedding."""
 
-    inverse_frequency: Tensor  # [E/2] float32, whatever the weights are
-    axes: Tensor | None  # [E/2] int64: the axis that turns each frequency, where positions have three
+    inverse_frequency: Tensor  # [E/2] float32 for weights of any dtype
+    frequency_axes: Tensor | None  # [E/2] int64: position axis of each frequency; None: one axis
     d2t: Tensor  # [D] int64 offsets: target id = draft id + d2t[draft id]
-    t2d: Tensor  # [V] bool: is this target token in the draft's vocabulary?
+    t2d: Tensor  # [V] bool: target tokens that are in the draft vocabulary
 
     def __init__(self, config: DraftConfig):
         super().__init__()
@@ -127,24 +132,24 @@ class Eagle3Draft(nn.Module):
         self.register_buffer("d2t", torch.zeros(c.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(c.vocab_size, dtype=torch.bool))
         self.register_buffer("inverse_frequency", compute_inverse_frequency(c.rope, c.head_dim), persistent=False)
-        self.register_buffer("axes", assign_frequency_axes(c.rope, c.head_dim), persistent=False)
+        self.register_buffer("frequency_axes", assign_frequency_axes(c.rope, c.head_dim), persistent=False)
 
     def _apply(self, fn, recurse=True):
-        """Moves and casts as any module, but angles stay float32: a table rounded to bfloat16 is off by whole turns."""
+        """Move and cast as any module, but keep RoPE frequencies in float32: rounding to bfloat16 makes angles wrong."""
         super()._apply(fn, recurse)
         device = self.inverse_frequency.device
         self.inverse_frequency = compute_inverse_frequency(self.config.rope, self.config.head_dim).to(device)
         return self
 
     @classmethod
-    def of(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> "Eagle3Draft":
-        """A draft from a checkpoint's config.json and tensors."""
+    def from_checkpoint(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> "Eagle3Draft":
+        """Build a draft from a checkpoint's config.json and tensors."""
         draft = cls(DraftConfig.from_json(config))
         draft.load_state_dict(tensors)
         return draft
 
-    def fuse(self, features: Tensor) -> Tensor:
-        """The target's features [..., 3H] -> [..., H]."""
+    def fuse_features(self, features: Tensor) -> Tensor:
+        """Fuse the target's features [..., 3H] into [..., H]."""
         if self.config.norm_before_fc:
             features = self.input_norm(features)
         if self.config.fc_norm:
@@ -152,58 +157,59 @@ class Eagle3Draft(nn.Module):
             features = torch.cat([norm(part) for norm, part in parts], dim=-1)
         return self.fc(features)
 
-    def mix(self, embeds: Tensor, hidden: Tensor) -> Tensor:
-        """What the projections read: embeds [..., H], hidden [..., H] -> [..., 2H]."""
+    def build_layer_input(self, embeds: Tensor, hidden: Tensor) -> Tensor:
+        """Return the input of the projections [..., 2H] from embeds [..., H] and hidden [..., H]."""
         return torch.cat([self.midlayer.input_layernorm(embeds), self.midlayer.hidden_norm(hidden)], dim=-1)
 
-    def turning(self, places: Tensor, positions: Tensor | None) -> Tensor:
-        """What `rope` takes: places [...] of tokens in their row, or the target's positions [..., 3] of them.
+    def get_rope_positions(self, positions: Tensor, target_positions: Tensor | None) -> Tensor:
+        """Return the argument of `compute_rope` for tokens at `positions` [...] of their row.
 
-        The latter for a draft with sections; text, whose positions may be None, is at its place on all three axes.
+        With multimodal RoPE these are the target's positions [..., 3]; for text, where `target_positions` is None, the
+        position in the row on all three axes.
         """
-        if self.axes is None:
-            return places
-        return places[..., None].expand(*places.shape, 3) if positions is None else positions
+        if self.frequency_axes is None:
+            return positions
+        return positions[..., None].expand(*positions.shape, 3) if target_positions is None else target_positions
 
-    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [...], or [..., 3] (see `turning`) -> cos and sin [..., 1, E/2]; angles in float32, then as the layer."""
-        by_frequency = positions[..., None] if self.axes is None else positions[..., self.axes]
+    def compute_rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin [..., 1, E/2] for positions of `get_rope_positions`, in the weights' dtype; angles are float32."""
+        by_frequency = positions[..., None] if self.frequency_axes is None else positions[..., self.frequency_axes]
         angles = by_frequency[..., None, :].to(torch.float32) * self.inverse_frequency
         return angles.cos().to(self.fc.weight.dtype), angles.sin().to(self.fc.weight.dtype)
 
-    def queries(self, mixed: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """mixed [..., 2H] -> rotated queries [..., A, E]."""
-        q = self.midlayer.self_attn.q_proj(mixed).unflatten(-1, (-1, self.config.head_dim))
+    def compute_queries(self, layer_input: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """Return rotated queries [..., A, E] from the layer input [..., 2H]."""
+        q = self.midlayer.self_attn.q_proj(layer_input).unflatten(-1, (-1, self.config.head_dim))
         return apply_rotary(self.midlayer.self_attn.q_norm(q) if self.config.qk_norm else q, *rope)
 
-    def keys_values(self, mixed: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """mixed [..., 2H] -> rotated keys and values, [..., G, E] each."""
-        k = self.midlayer.self_attn.k_proj(mixed).unflatten(-1, (-1, self.config.head_dim))
-        v = self.midlayer.self_attn.v_proj(mixed).unflatten(-1, (-1, self.config.head_dim))
+    def compute_keys_values(self, layer_input: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return rotated keys and values, [..., G, E] each, from the layer input [..., 2H]."""
+        k = self.midlayer.self_attn.k_proj(layer_input).unflatten(-1, (-1, self.config.head_dim))
+        v = self.midlayer.self_attn.v_proj(layer_input).unflatten(-1, (-1, self.config.head_dim))
         return apply_rotary(self.midlayer.self_attn.k_norm(k) if self.config.qk_norm else k, *rope), v
 
-    def residual(self, hidden: Tensor, mixed: Tensor) -> Tensor:
-        """What attention adds to: here the un-normed hidden [..., H]; other drafts (`eagle`) take what they mixed."""
+    def select_residual(self, hidden: Tensor, layer_input: Tensor) -> Tensor:
+        """Return the residual of the attention: here hidden [..., H] before its norm; EAGLE overrides it with the layer input."""
         return hidden
 
-    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """The rest of the layer: hidden [..., H] (its residual is un-normed), attended [..., A, E] -> state [..., H]."""
+    def finish_layer(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """Return the layer's output [..., H] from its residual, hidden [..., H] before the norm, and attended [..., A, E]."""
         if self.config.norm_before_residual:
             hidden = self.midlayer.hidden_norm(hidden)
         hidden = hidden + self.midlayer.self_attn.o_proj(attended.flatten(-2))
         hidden = hidden + self.midlayer.mlp(self.midlayer.post_attention_layernorm(hidden))
         return self.norm(hidden) if self.config.norm_output else hidden
 
-    def readout(self, state: Tensor) -> Tensor:
-        """What the head reads: state [..., H] -> [..., H], normed once."""
+    def normalise_output(self, state: Tensor) -> Tensor:
+        """Return the input of lm_head: state [..., H] after the final norm, which is applied exactly once."""
         return state if self.config.norm_output else self.norm(state)
 
     def logits(self, state: Tensor) -> Tensor:
-        """state [..., H] -> [..., D] over the draft vocabulary."""
-        return self.lm_head(self.readout(state))
+        """Return logits [..., D] over the draft vocabulary for state [..., H]."""
+        return self.lm_head(self.normalise_output(state))
 
     def to_target(self, draft_ids: Tensor) -> Tensor:
-        """Draft token ids -> target token ids, any shape."""
+        """Map draft token ids of any shape to target token ids."""
         return draft_ids + self.d2t[draft_ids]
 
 
@@ -211,16 +217,16 @@ def attend_prefix_and_ancestors(
     q: Tensor,  # [B, Q, A, E]
     k: Tensor,  # [B, T, G, E] the prefix
     v: Tensor,  # [B, T, G, E]
-    allowed: Tensor | None,  # [B, Q, T] bool: which prefix tokens a query sees; None: all
+    attention_mask: Tensor | None,  # [B, Q, T] bool: prefix tokens that a query attends to; None: all
     own_k: Tensor | None = None,  # [B, Q, S, G, E] a query's own ancestors and itself
     own_v: Tensor | None = None,  # [B, Q, S, G, E]
 ) -> Tensor:  # [B, Q, A, E]
-    """One softmax over the prefix and the query's own ancestors; grouped heads read their keys without copying them."""
+    """Attend with one softmax over the prefix and the query's own ancestors; grouped heads share keys without copies."""
     groups = k.shape[2]
-    q = q.unflatten(2, (groups, -1)) / math.sqrt(q.shape[-1])  # [B, Q, G, R, E], R queries heads a key head
+    q = q.unflatten(2, (groups, -1)) / math.sqrt(q.shape[-1])  # [B, Q, G, R, E], R query heads per key head
     scores = torch.einsum("bqgre,btge->bqgrt", q, k)
-    if allowed is not None:
-        scores = scores.masked_fill(~allowed[:, :, None, None], float("-inf"))
+    if attention_mask is not None:
+        scores = scores.masked_fill(~attention_mask[:, :, None, None], float("-inf"))
     if own_k is None or own_v is None:
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
         return torch.einsum("bqgrt,btge->bqgre", weights, v).flatten(2, 3)
@@ -231,17 +237,17 @@ def attend_prefix_and_ancestors(
     return (out + torch.einsum("bqgrs,bqsge->bqgre", own_weights, own_v)).flatten(2, 3)
 
 
-def build_prefix_mask(where: Tensor, tokens: int, window: int | None, step: int = 0) -> Tensor:
-    """where [B, Q]: p of each query -> [B, Q, T] bool, the prefix tokens that a step drafted from p sees."""
-    index, p = torch.arange(tokens, device=where.device), where[..., None]
+def build_prefix_mask(positions: Tensor, num_tokens: int, window: int | None, step: int = 0) -> Tensor:
+    """Return the prefix mask [B, Q, T] of a step drafted from positions p [B, Q]."""
+    index, p = torch.arange(num_tokens, device=positions.device), positions[..., None]
     return index <= p if window is None else (index <= p) & (index > p + step - window)
 
 
 def compute_inverse_frequency(rope: dict[str, Any], head_dim: int) -> Tensor:
-    """RoPE's 1/theta**(2i/E) in float32, [E/2], with the target's own scaling.
+    """Return RoPE frequencies 1/theta**(2i/E) in float32, [E/2], with the target's scaling.
 
-    The table is never rounded to bfloat16: a rival's was, and its angles were wrong by up to 2 (research/specforge.md
-    W1). Raises ValueError for a rope_type that is not implemented rather than training a wrong one.
+    They must never be rounded to bfloat16, as SpecForge did at one time: cosines were then wrong by up to 2.
+    Raises ValueError for a rope_type that is not implemented.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequency = 1.0 / (float(rope["rope_theta"]) ** exponents)
@@ -250,50 +256,50 @@ def compute_inverse_frequency(rope: dict[str, Any], head_dim: int) -> Tensor:
         return frequency
     if kind == "linear":
         return frequency / rope["factor"]
-    if kind == "llama3":  # Llama 3.1: long wavelengths are stretched, short ones kept, a smooth ramp between
+    if kind == "llama3":  # Llama 3.1: scale long wavelengths, keep short ones, interpolate between
         low, high, old = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
-        turns = old * frequency / (2 * math.pi)
-        ramp = ((turns - low) / (high - low)).clamp(0, 1)
+        rotations = old * frequency / (2 * math.pi)
+        ramp = ((rotations - low) / (high - low)).clamp(0, 1)
         return frequency * (ramp + (1 - ramp) / rope["factor"])
-    if kind == "dynamic" and rope.get("alpha"):  # Hunyuan: a base stretched once, whatever the length
+    if kind == "dynamic" and rope.get("alpha"):  # Hunyuan: one scaled base for all lengths
         return 1.0 / ((float(rope["rope_theta"]) * rope["alpha"] ** (head_dim / (head_dim - 2))) ** exponents)
     raise ValueError(
-        f"the target's rope_type {kind!r} is not supported by the draft; known are default, linear, llama3, and dynamic "
-        "with an alpha"
+        f"the target's rope_type {kind!r} is not supported by the draft, expected default, linear, llama3, or dynamic "
+        "with an alpha; choose another target"
     )
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [..., heads, E], cos and sin [..., 1, E/2] -> x rotated, in half-split pairs as in Llama."""
+    """Rotate x [..., heads, E] by cos and sin [..., 1, E/2], in half-split pairs as in Llama."""
     low, high = x.chunk(2, dim=-1)
     return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
 
 
 @dataclass(frozen=True)
 class MultimodalFeatures:
-    """What rows of a target that sees hold beside tokens."""
+    """Inputs of a draft for a multimodal target, in addition to tokens and features."""
 
     positions: Tensor  # [B, T, 3] the target's rotary positions
-    pictured: Tensor  # [B, T] bool: tokens that stand for a piece of a picture
-    visual: Tensor  # [M, H] the pieces' embeddings, row by row
+    image_token_mask: Tensor  # [B, T] bool
+    image_embeddings: Tensor  # [M, H] of the image tokens, row by row
 
 
 def encode_prefix(
-    draft: Eagle3Draft, ids: Tensor, features: Tensor, embedding: Tensor, seen: MultimodalFeatures | None = None
+    draft: Eagle3Draft, ids: Tensor, features: Tensor, embedding: Tensor, multimodal: MultimodalFeatures | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The step-0 side of whole rows: ids [B, T], features [B, T, 3H], embedding [V, H].
+    """Return fused hidden states [B, T, H] and step-0 keys and values [B, T, G, E] of rows ids [B, T], features [B, T, 3H].
 
-    Position p pairs its features with token p + 1; the last position has no next token yet and takes token 0, so the
-    caller never queries it. Returns fused hidden [B, T, H] and prefix keys and values [B, T, G, E].
+    Position p pairs its features with token p + 1. The last position has no next token and takes token 0; do not query it.
     """
     following = torch.cat([ids[:, 1:], torch.zeros_like(ids[:, :1])], dim=1)
-    hidden, embeds = draft.fuse(features), embedding[following]
-    if seen is not None:  # a picture that a row begins with follows no position
-        after = seen.pictured.nonzero()[:, 1] > 0
-        embeds[:, :-1][seen.pictured[:, 1:]] = seen.visual[after].to(embeds.dtype)
-    places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    positions = draft.turning(places, None if seen is None else seen.positions)
-    return hidden, *draft.keys_values(draft.mix(embeds, hidden), draft.rope(positions))
+    hidden, embeds = draft.fuse_features(features), embedding[following]
+    if multimodal is not None:
+        mask = multimodal.image_token_mask
+        after_first = mask.nonzero()[:, 1] > 0  # no position precedes an image token at index 0
+        embeds[:, :-1][mask[:, 1:]] = multimodal.image_embeddings[after_first].to(embeds.dtype)
+    in_row = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    positions = draft.get_rope_positions(in_row, None if multimodal is None else multimodal.positions)
+    return hidden, *draft.compute_keys_values(draft.build_layer_input(embeds, hidden), draft.compute_rope(positions))
 
 
 def compute_first_state(
@@ -303,9 +309,14 @@ def compute_first_state(
     positions: Tensor,
     keys: Tensor,
     values: Tensor,
-    allowed: Tensor | None,
+    attention_mask: Tensor | None,
 ) -> Tensor:
-    """Step 0 at chosen positions [B, Q], as `rope` takes them: embeds, fused [B, Q, H], allowed [B, Q, T] or None -> state."""
-    mixed = draft.mix(embeds, fused)
-    attended = attend_prefix_and_ancestors(draft.queries(mixed, draft.rope(positions)), keys, values, allowed)
-    return draft.finish(draft.residual(fused, mixed), attended)
+    """Return the state [B, Q, H] of step 0 at rope positions [B, Q], or [B, Q, 3], from embeds and fused [B, Q, H].
+
+    attention_mask [B, Q, T], or None, selects the prefix keys.
+    """
+    layer_input = draft.build_layer_input(embeds, fused)
+    attended = attend_prefix_and_ancestors(
+        draft.compute_queries(layer_input, draft.compute_rope(positions)), keys, values, attention_mask
+    )
+    return draft.finish_layer(draft.select_residual(fused, layer_input), attended)

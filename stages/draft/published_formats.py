@@ -1,12 +1,11 @@
-"""EAGLE-3 drafts that others have published, in any spelling in use -> config.json and tensors as ours.
+"""Read published EAGLE-3 drafts of any known format into the config.json and tensor names of `checkpoint`.
 
     SGLang, SpecForge, official EAGLE, AngelSlim    midlayer.*          d2t, t2d       a flat config
-    vLLM, Model-Optimizer                           layers.0.*, also with model. before it
+    vLLM, Model-Optimizer                           layers.0.*, also with the prefix model.
     speculators                                     layers.0.*          the layer's config under transformer_layer_config
 
-What we can't run as an engine would is refused, with what was found and what to do; what is taken otherwise than it is
-written is told as a note. Sources: SGLang's and vLLM's llama_eagle3.py, speculators' eagle3, research/specforge.md 2.8,
-research/speculators_torchspec_modelopt.md 1.4.
+A draft that would run differently here than on an engine is refused. A value that is not used as written gives a note.
+Sources: llama_eagle3.py of SGLang 0.5.17 and of vLLM, and the eagle3 model of speculators.
 """
 
 import json
@@ -24,9 +23,8 @@ from torch import Tensor
 from stages.draft import checkpoint
 from stages.target.manifest import TargetManifest
 
-ReadEmbeddingAndHead = Callable[
-    [], tuple[Tensor, Tensor]
-]  # the target's embedding and head [V, H], read where they are asked for
+# Returns the target's embedding and head [V, H]; called only where they are needed.
+ReadEmbeddingAndHead = Callable[[], tuple[Tensor, Tensor]]
 
 SPECULATORS_KEY = "transformer_layer_config"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
@@ -39,9 +37,9 @@ TENSOR_RENAMES = (
     (r"^aux_norm_mid\.", "fc_norm.1."),
     (r"^aux_norm_high\.", "fc_norm.2."),
 )
-# Kept by some trainers, read by no engine: angles, and the target's own tensors.
+# Written by some trainers and read by no engine: RoPE frequencies, and tensors of the target.
 UNUSED_TENSORS = re.compile(r"(^|\.)rotary_emb\.inv_freq$|^verifier_(norm|lm_head)\.weight$")
-# The one value with which the layer is the one that we run; a key that is absent has it.
+# The only supported value of each key; an absent key has this value.
 REQUIRED_VALUES: dict[str, Any] = {
     "num_hidden_layers": 1, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "qkv_bias": False,
     "bias": False, "num_aux_hidden_states": 3, "partial_rotary_factor": 1.0, "logit_scale": 1.0, "kv_lora_rank": None,
@@ -55,73 +53,84 @@ REQUIRED_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vo
 
 @dataclass(frozen=True)
 class PublishedDraft:
-    config: dict[str, Any]  # config.json as `checkpoint.config_json` writes it
+    """A published draft in the format of `checkpoint`."""
+
+    config: dict[str, Any]  # config.json, by `checkpoint.build_config`
     tensors: dict[str, Tensor]
-    options: dict[str, Any]  # of drafting's DraftConfig: those that are on
+    options: dict[str, Any]  # enabled options of DraftConfig
     notes: list[str] = field(default_factory=list)
 
 
 def fetch_draft(model: str, revision: str | None) -> tuple[Path, str | None]:
-    """The folder of a draft, and the commit of a Hugging Face id; from its local cache where it is there."""
+    """Return the local folder of a draft and the commit of a Hugging Face id. Raises ValueError where there is none."""
     if Path(model).is_dir():
         return Path(model), None
-    from huggingface_hub import snapshot_download  # only a hub's draft needs it, and it costs start-up time
+    from huggingface_hub import snapshot_download  # slow to import, needed for hub ids only
     from huggingface_hub.errors import HFValidationError
 
-    try:  # pickles are left there: they are refused, and may be large
-        place = snapshot_download(model, revision=revision, allow_patterns=["*.json", "*.safetensors"])
+    try:  # without pickles, which are refused and may be large
+        folder = snapshot_download(model, revision=revision, allow_patterns=["*.json", "*.safetensors"])
     except (HFValidationError, OSError) as error:
-        told = str(error).strip().split("\n")[0]
+        reason = str(error).strip().split("\n")[0]
         raise ValueError(
-            f"{model} is no folder here, and Hugging Face gave no such draft ({told}); correct the id or the revision "
+            f"{model} is no folder here, and Hugging Face gave no such draft ({reason}); correct the id or the revision "
             f"({revision or 'main'}), or download it and name its folder"
         ) from None
-    return Path(place), Path(place).name
+    return Path(folder), Path(folder).name
 
 
 def read_published_draft(
-    folder: Path, made: TargetManifest, tables: ReadEmbeddingAndHead, name: str = "", rope_theta: float | None = None
+    folder: Path,
+    manifest: TargetManifest,
+    read_embedding_and_head: ReadEmbeddingAndHead,
+    name: str = "",
+    rope_theta: float | None = None,
 ) -> PublishedDraft:
-    """The draft in `folder` for the target of `made`; `name` is what the user calls it.
+    """Read the draft in `folder` for the target of `manifest`; `name` is the user's name for it.
 
-    `rope_theta` overrides its config's. Raises ValueError where it is of another shape, of an architecture that we don't
-    run, of other feature layers, or not whole.
+    `rope_theta` overrides the value of its config. Raises ValueError for sizes or feature layers that do not fit the
+    target, for an unsupported architecture, and for missing or corrupt files.
     """
     raw = _read_flat_config(folder)
     _check_architecture(folder, raw)
     notes: list[str] = []
     shape, options, rope = _read_sizes(folder, raw), _read_options(raw, notes), unify_rope_parameters(raw)
-    _check_target(folder, raw, shape, made)
+    _check_target(folder, raw, shape, manifest)
     if "angelslim" in f"{name} {folder}".lower() and rope["rope_theta"] != 10_000 and rope_theta is None:
         notes.append(
-            f"AngelSlim trained its drafts at rope_theta 10000, whatever config.json says (here {rope['rope_theta']:g}); "
-            "with rope_theta: 10000 they were accepted 4 to 8% longer (research/angelslim_and_eagle.md 0.2): compare both"
+            f"AngelSlim trained its drafts at rope_theta 10000, not at that of config.json (here {rope['rope_theta']:g}); "
+            "with rope_theta: 10000 they were accepted 4 to 8% longer (docs/drafts.md): compare both"
         )
     if rope_theta is not None:
         rope |= {"rope_theta": rope_theta}
-    if shape["max_position_embeddings"] < made.max_position_embeddings:
+    if shape["max_position_embeddings"] < manifest.max_position_embeddings:
         notes.append(
-            f"max_position_embeddings is {shape['max_position_embeddings']}, the target's {made.max_position_embeddings}: "
+            f"max_position_embeddings is {shape['max_position_embeddings']}, the target's {manifest.max_position_embeddings}: "
             "SGLang refuses such a draft unless SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"
         )
     tensors = _read_renamed_tensors(folder)
-    _drop_embedding_copy(tensors, tables, notes)
-    _fill_head(folder, raw, shape, tensors, tables, notes)
+    _drop_embedding_copy(tensors, read_embedding_and_head, notes)
+    _fill_head(folder, raw, shape, tensors, read_embedding_and_head, notes)
     _fill_vocabulary_maps(folder, shape, tensors)
     options["qk_norm"] = "midlayer.self_attn.q_norm.weight" in tensors
     dtype = _unify_dtype(folder, tensors)
-    config = checkpoint.build_config(shape, rope, made.feature_layers, made.num_layers, made.eos_token_ids, options)
+    config = checkpoint.build_config(
+        shape, rope, manifest.feature_layers, manifest.num_layers, manifest.eos_token_ids, options
+    )
     config["dtype"] = str(dtype).removeprefix("torch.")
-    if found := checkpoint.find_draft_problem(config, tensors):
+    if problem := checkpoint.find_draft_problem(config, tensors):
         raise ValueError(
-            f"{folder} is no EAGLE-3 draft that we can run: {found}. Expected one layer that reads [embedding, state] and a "
+            f"{folder} is no EAGLE-3 draft that we can run: {problem}. Expected one layer that reads [embedding, state] and a "
             "fusion of three feature layers, without biases; EAGLE-1 and -2, deeper, MLA and quantised drafts are not"
         )
     return PublishedDraft(config, tensors, {k: v for k, v in options.items() if v}, notes)
 
 
 def unify_rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """RoPE in transformers 5's spelling, from either; both together must agree on theta."""
+    """Return RoPE in the spelling of transformers 5, from rope_parameters, or from rope_theta and rope_scaling.
+
+    Raises ValueError where both are present with different thetas, and for partial rotary embeddings.
+    """
     new, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     thetas = {float(t) for t in (new.get("rope_theta"), config.get("rope_theta")) if t is not None}
     if len(thetas) > 1:
@@ -131,21 +140,21 @@ def unify_rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
     old = {k: v for k, v in scaling.items() if k not in ("type", "rope_theta")}
     if scaling and "rope_type" not in old:
         old["rope_type"] = scaling.get("type", "default")
-    found = {"rope_type": "default", **(new or old), "rope_theta": thetas.pop() if thetas else 10_000.0}
-    if found.get("partial_rotary_factor", 1.0) != 1.0:
+    rope = {"rope_type": "default", **(new or old), "rope_theta": thetas.pop() if thetas else 10_000.0}
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
-            f"config.json: partial_rotary_factor is {found['partial_rotary_factor']}, expected 1: not run here"
+            f"config.json: partial_rotary_factor is {rope['partial_rotary_factor']}, expected 1: not supported"
         )
-    if found["rope_type"] == "mrope":  # a VL target's sections on a plain table, as engines read it
-        found["rope_type"] = "default"
-    return found
+    if rope["rope_type"] == "mrope":  # multimodal sections with default frequencies, as engines read it
+        rope["rope_type"] = "default"
+    return rope
 
 
 # config.json
 
 
 def _read_flat_config(folder: Path) -> dict[str, Any]:
-    """config.json, flat: what speculators nests is lifted, under its own keys of the same name."""
+    """Read config.json as one level: the nested layer config of speculators is merged under the outer keys, which win."""
     path = folder / "config.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -157,24 +166,26 @@ def _read_flat_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: expected a JSON object, found {type(found).__name__}; get the draft anew")
     if SPECULATORS_KEY not in found:
         return found
-    # vLLM takes norm_before_residual for true where speculators' config doesn't say.
+    # vLLM's default of norm_before_residual for a speculators config is true.
     outer = {"norm_before_residual": True} | {k: v for k, v in found.items() if k != SPECULATORS_KEY}
     return found[SPECULATORS_KEY] | outer | {"target_hidden_size": found.get("target_hidden_size")}
 
 
 def _check_architecture(folder: Path, raw: dict[str, Any]) -> None:
+    """Raise ValueError where a key of REQUIRED_VALUES has another value."""
     eagle = raw.get("eagle_config") or {}
-    for key, wanted in REQUIRED_VALUES.items():
+    for key, required in REQUIRED_VALUES.items():
         section, _, leaf = key.rpartition(".")
-        found = (eagle if section else raw).get(leaf, wanted)
-        if found is not None and found != wanted:
+        found = (eagle if section else raw).get(leaf, required)
+        if found is not None and found != required:
             raise ValueError(
-                f"{folder}/config.json: {key} is {found!r}, expected {wanted!r}: we run EAGLE-3 drafts of one plain layer, "
+                f"{folder}/config.json: {key} is {found!r}, expected {required!r}: we run EAGLE-3 drafts of one plain layer, "
                 "and this is another architecture; choose another draft"
             )
 
 
 def _read_sizes(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the sizes of the layer (checkpoint.SIZE_KEYS)."""
     if missing := [key for key in REQUIRED_SIZES if raw.get(key) is None]:
         raise ValueError(f"{folder}/config.json lacks {', '.join(missing)}; expected the config of an EAGLE-3 draft")
     heads = raw["num_attention_heads"]
@@ -183,90 +194,96 @@ def _read_sizes(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
         "num_key_value_heads": raw.get("num_key_value_heads") or heads,
         "head_dim": raw.get("head_dim") or raw["hidden_size"] // heads,
         "draft_vocab_size": raw.get("draft_vocab_size") or raw["vocab_size"],
-        # transformers' defaults of a Llama, which engines fall back on too
+        # defaults of transformers' LlamaConfig, which engines use too
         "max_position_embeddings": raw.get("max_position_embeddings") or 2048,
         "rms_norm_eps": raw.get("rms_norm_eps") or 1e-6,
     }
 
 
 def _read_options(raw: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+    """Return the options of DraftConfig that config.json sets; append a note for a window that has no effect."""
     eagle = raw.get("eagle_config") or {}
     options: dict[str, Any] = {name: bool(raw.get(name)) for name in checkpoint.NORM_OPTIONS}
-    options["fc_norm"] |= bool(raw.get("use_aux_norm"))  # SGLang's older name
+    options["fc_norm"] |= bool(raw.get("use_aux_norm"))  # an older name in SGLang
     options["norm_before_fc"] = bool(eagle.get("norm_before_fc", options["norm_before_fc"]))
-    window, layers = raw.get("sliding_window"), raw.get("layer_types") or []
-    if window and layers[:1] == ["sliding_attention"]:
+    window, layer_types = raw.get("sliding_window"), raw.get("layer_types") or []
+    if window and layer_types[:1] == ["sliding_attention"]:
         options["sliding_window"] = window
     elif window:
         notes.append(f"sliding_window is {window}, but layer_types names no sliding layer: read as full, as vLLM does")
     return options
 
 
-def _check_target(folder: Path, raw: dict[str, Any], shape: dict[str, Any], made: TargetManifest) -> None:
-    for key, wanted in (("hidden_size", made.hidden_size), ("vocab_size", made.vocab_size)):
-        if shape[key] != wanted:
+def _check_target(folder: Path, raw: dict[str, Any], shape: dict[str, Any], manifest: TargetManifest) -> None:
+    """Raise ValueError where the draft's sizes or feature layers differ from the target's."""
+    for key, expected in (("hidden_size", manifest.hidden_size), ("vocab_size", manifest.vocab_size)):
+        if shape[key] != expected:
             raise ValueError(
-                f"{folder}/config.json: {key} is {shape[key]}, the target's ({made.model}) {wanted}: this draft is for "
+                f"{folder}/config.json: {key} is {shape[key]}, the target's ({manifest.model}) {expected}: this draft is for "
                 "another target; choose one for it, or set target.model"
             )
-    if (raw.get("target_hidden_size") or made.hidden_size) != made.hidden_size:
+    if (raw.get("target_hidden_size") or manifest.hidden_size) != manifest.hidden_size:
         raise ValueError(
-            f"{folder}/config.json: target_hidden_size is {raw['target_hidden_size']}, expected {made.hidden_size}; drafts of "
-            "another width than their target's have an embedding of their own, which we don't run"
+            f"{folder}/config.json: target_hidden_size is {raw['target_hidden_size']}, expected {manifest.hidden_size}; drafts "
+            "of another hidden size than their target's have an embedding of their own, which is not supported"
         )
-    for where, layers in _read_feature_layers(raw, made.num_layers).items():
-        if layers != made.feature_layers:
+    for source, layers in _read_feature_layers(raw, manifest.num_layers).items():
+        if layers != manifest.feature_layers:
             raise ValueError(
-                f"{folder} reads the residual streams entering blocks {layers} ({where}), the hidden states here are those "
-                f"of {made.feature_layers}; set target.feature_layers to {layers} and train or import all drafts for it"
+                f"{folder} reads the residual streams entering blocks {layers} ({source}), the hidden states here are those "
+                f"of {manifest.feature_layers}; set target.feature_layers to {layers} and train or import all drafts for it"
             )
 
 
 def _read_feature_layers(raw: dict[str, Any], num_layers: int) -> dict[str, list[int]]:
-    """By where it is written, as ids of the blocks that a stream enters. SGLang's list names blocks that it leaves."""
-    key, found = "eagle_aux_hidden_state_layer_ids", {}
+    """Return the feature layers by the key that lists them, as ids of the blocks that the residual stream enters.
+
+    SGLang's list has the ids of the blocks that it leaves.
+    """
+    key, layers = "eagle_aux_hidden_state_layer_ids", {}
     if listed := (raw.get("eagle_config") or {}).get(key):
-        found[f"eagle_config.{key} {listed}, as SGLang counts"] = [i + 1 for i in listed]
+        layers[f"eagle_config.{key} {listed}, as SGLang counts"] = [i + 1 for i in listed]
     if listed := raw.get(key):
-        found[f"{key} {listed}, as vLLM counts"] = [i % num_layers if i < 0 else i for i in listed]
-    return found or {"no list, so EAGLE-3's own": [2, num_layers // 2, num_layers - 3]}
+        layers[f"{key} {listed}, as vLLM counts"] = [i % num_layers if i < 0 else i for i in listed]
+    return layers or {"no list, so EAGLE-3's own": [2, num_layers // 2, num_layers - 3]}
 
 
 # Tensors
 
 
 def _read_renamed_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors under our names, what no engine reads left out."""
+    """Return all tensors under the names of `checkpoint`, without UNUSED_TENSORS."""
     tensors: dict[str, Tensor] = {}
     for file in _list_safetensors(folder):
-        read: dict[str, Tensor] = {}  # by the file's own names, which an error gives
+        read: dict[str, Tensor] = {}  # by their names in the file, for messages
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 - not a dict
-                    ours = _rename_tensor(name)
-                    if UNUSED_TENSORS.search(ours):
+                    renamed = _rename_tensor(name)
+                    if UNUSED_TENSORS.search(renamed):
                         continue
-                    if ours in tensors:
+                    if renamed in tensors:
                         raise ValueError(
-                            f"{file} has {ours} under two names, {name} one of them, expected one; export the draft again"
+                            f"{file} has {renamed} under two names, {name} one of them, expected one; export the draft again"
                         )
-                    tensors[ours] = read[name] = opened.get_tensor(name)
+                    tensors[renamed] = read[name] = opened.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} is missing, cut or broken ({error}); get the draft anew") from None
-        if found := checkpoint.not_finite(read):
+        if problem := checkpoint.find_nonfinite_values(read):
             raise ValueError(
-                f"{file}: {found}; export the draft again from a checkpoint whose loss was finite, or get the draft anew"
+                f"{file}: {problem}; export the draft again from a checkpoint whose loss was finite, or get the draft anew"
             )
     return tensors
 
 
 def _rename_tensor(name: str) -> str:
-    for pattern, ours in TENSOR_RENAMES:
-        name = re.sub(pattern, ours, name)
+    for pattern, replacement in TENSOR_RENAMES:
+        name = re.sub(pattern, replacement, name)
     return name
 
 
 def _list_safetensors(folder: Path) -> list[Path]:
+    """Return the safetensors files of `folder`, by its index where there is one. Raises ValueError where it has none."""
     if indexes := sorted(folder.glob("*.safetensors.index.json")):
         try:
             names = set(json.loads(indexes[0].read_text(encoding="utf-8"))["weight_map"].values())
@@ -286,14 +303,15 @@ def _list_safetensors(folder: Path) -> list[Path]:
     )
 
 
-def _drop_embedding_copy(tensors: dict[str, Tensor], tables: ReadEmbeddingAndHead, notes: list[str]) -> None:
-    """A draft's copy of the target's embedding: engines take the target's."""
+def _drop_embedding_copy(
+    tensors: dict[str, Tensor], read_embedding_and_head: ReadEmbeddingAndHead, notes: list[str]
+) -> None:
+    """Drop the draft's copy of the target's embedding, which engines ignore; append a note where the two differ."""
     own = tensors.pop("embed_tokens.weight", None)
     if own is None:
         return
-    theirs = tables()[0]
-    same = own.shape == theirs.shape and torch.equal(own.float(), theirs.to(own.dtype).float())
-    if not same:
+    target, _ = read_embedding_and_head()
+    if own.shape != target.shape or not torch.equal(own.float(), target.to(own.dtype).float()):
         notes.append("embed_tokens differs from the target's embedding; left out, since engines take the target's")
 
 
@@ -302,10 +320,10 @@ def _fill_head(
     raw: dict[str, Any],
     shape: dict[str, Any],
     tensors: dict[str, Tensor],
-    tables: ReadEmbeddingAndHead,
+    read_embedding_and_head: ReadEmbeddingAndHead,
     notes: list[str],
 ) -> None:
-    """Where there is none over the target's whole vocabulary, it is the target's."""
+    """Copy the target's head where a draft over the target's whole vocabulary has none; append a note."""
     if "lm_head.weight" in tensors:
         return
     if shape["draft_vocab_size"] != shape["vocab_size"]:
@@ -313,14 +331,14 @@ def _fill_head(
             f"{folder} has no lm_head.weight, and its draft_vocab_size {shape['draft_vocab_size']} is not the target's "
             f"{shape['vocab_size']}, whose head it could share; get the draft anew"
         )
-    embedding, head = tables()
-    like = tensors["fc.weight"].dtype if "fc.weight" in tensors else torch.float32
-    tensors["lm_head.weight"] = (embedding if raw.get("tie_word_embeddings") else head).to(like)
+    embedding, head = read_embedding_and_head()
+    dtype = tensors["fc.weight"].dtype if "fc.weight" in tensors else torch.float32
+    tensors["lm_head.weight"] = (embedding if raw.get("tie_word_embeddings") else head).to(dtype)
     notes.append("it has no head of its own; the target's is taken, as engines do")
 
 
 def _fill_vocabulary_maps(folder: Path, shape: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """d2t as int64 offsets of ascending ids, and t2d, from what there is of both."""
+    """Set d2t, int64 offsets of ascending ids, and t2d from whichever of the two are present; sort lm_head to match."""
     v, d = shape["vocab_size"], shape["draft_vocab_size"]
     ids = _read_draft_ids(folder, tensors, v, d)
     order = ids.argsort()
@@ -335,7 +353,7 @@ def _fill_vocabulary_maps(folder: Path, shape: dict[str, Any], tensors: dict[str
 
 
 def _read_draft_ids(folder: Path, tensors: dict[str, Tensor], v: int, d: int) -> Tensor:
-    """The target's id of each draft id: [D] int64. Raises ValueError where d2t is no map into the vocabulary."""
+    """Return the target id of each draft id, [D] int64. Raises ValueError where d2t is not a map into the vocabulary."""
     d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
     if d2t is None and d == v:
         return torch.arange(v)
@@ -355,15 +373,15 @@ def _read_draft_ids(folder: Path, tensors: dict[str, Tensor], v: int, d: int) ->
 
 
 def _unify_dtype(folder: Path, tensors: dict[str, Tensor]) -> torch.dtype:
-    """Every weight in the widest dtype among them, which is returned."""
+    """Cast all weights to the widest dtype among them and return it. Raises ValueError for quantised weights."""
     weights = [name for name in tensors if name not in ("d2t", "t2d")]
-    found = {tensors[name].dtype for name in weights}
-    if not found or not found <= set(FLOAT_DTYPES):
+    dtypes = {tensors[name].dtype for name in weights}
+    if not dtypes or not dtypes <= set(FLOAT_DTYPES):
         raise ValueError(
-            f"{folder} holds {', '.join(sorted(str(d).removeprefix('torch.') for d in found)) or 'no weights'}, expected "
+            f"{folder} holds {', '.join(sorted(str(d).removeprefix('torch.') for d in dtypes)) or 'no weights'}, expected "
             "float32, bfloat16 or float16; a quantised draft can't be trained or replayed: choose the plain one"
         )
-    widest = reduce(torch.promote_types, found)
+    widest = reduce(torch.promote_types, dtypes)
     for name in weights:
         tensors[name] = tensors[name].to(widest)
     return widest

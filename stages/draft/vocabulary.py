@@ -1,6 +1,6 @@
-"""The draft vocabulary: the target tokens that the training answers use most, as maps both ways.
+"""The draft vocabulary: the most frequent target tokens of the training answers, and maps in both directions.
 
-Letters: V target vocabulary, D draft vocabulary.
+Dimensions: V target vocabulary, D draft vocabulary.
 """
 
 import torch
@@ -8,24 +8,24 @@ from torch import Tensor
 
 
 def choose_vocabulary(counts: Tensor, size: int, always: list[int]) -> Tensor:
-    """The `size` most frequent tokens of counts [V] int64, ascending [D]; `always` (end tokens) are in it whatever their count.
+    """Return the ids [D] of the `size` most frequent tokens by counts [V] int64, ascending; `always` (end tokens) are included.
 
-    Ties go to the lower id, so the same counts give the same vocabulary on every machine.
+    Ties go to the lower id, so equal counts give the same vocabulary on every machine.
     """
-    rank = counts.clone()
-    rank[always] = counts.max() + 1
-    order = torch.sort(rank, descending=True, stable=True).indices  # stable: the lower id first
+    priority = counts.clone()
+    priority[always] = counts.max() + 1
+    order = torch.sort(priority, descending=True, stable=True).indices
     return order[:size].sort().values
 
 
 def build_vocabulary_maps(chosen: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """chosen [D] ascending target ids -> d2t [D] int64 offsets (target id - draft id), t2d [V] bool (SGLang, vLLM, EAGLE)."""
+    """Return d2t [D] int64, offsets (target id - draft id), and t2d [V] bool of ascending ids `chosen` [D]."""
     t2d = torch.zeros(vocab_size, dtype=torch.bool)
     t2d[chosen] = True
     return chosen - torch.arange(len(chosen)), t2d
 
 
 def compute_coverage(counts: Tensor, t2d: Tensor) -> float:
-    """The share of tokens counted in counts [V] that the draft can say."""
+    """Return the fraction of the tokens counted in counts [V] that are in the draft vocabulary; 1.0 without tokens."""
     total = int(counts.sum())
     return int(counts[t2d].sum()) / total if total else 1.0

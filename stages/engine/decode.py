@@ -451,7 +451,7 @@ class Engine:
     def _empty_stand(self, rows: int, *slots: int) -> DecodeState:
         """Of one decoding, or of as many as there are slots, one behind the other."""
         whole = {"dtype": torch.int64, "device": self.device}
-        axes = () if self.draft is None or self.draft.axes is None else (3,)
+        axes = () if self.draft is None or self.draft.frequency_axes is None else (3,)
         width = 3 * self.embedding.shape[1]
         return DecodeState(
             length=torch.zeros(*slots, 1, **whole),
@@ -468,7 +468,7 @@ class Engine:
         """The draft reads the prompt, features [T, 3H]: all of it but the last row, which waits for the first cycle."""
         assert self.draft is not None
         count = len(features)
-        turns = self.draft.turning(room.places[None, :count], begun.positions)  # [1, T] or [1, T, 3]
+        turns = self.draft.get_rope_positions(room.places[None, :count], begun.positions)  # [1, T] or [1, T, 3]
         stand.features[0], stand.turns[0] = features[-1], turns[0, -1]
         if count > 1:
             self._extend(room, begun.embeds[:, 1:], features[:-1], turns[:, :-1], room.places[: count - 1])
@@ -477,8 +477,8 @@ class Engine:
         """The draft reads rows: embeds [1, R, H] of the tokens after them, their features [R, 3H] -> fused [1, R, H]."""
         draft = self.draft
         assert draft is not None
-        fused = draft.fuse(features.to(draft.fc.weight.dtype))[None]
-        keys, values = draft.keys_values(draft.mix(embeds, fused), draft.rope(turns))
+        fused = draft.fuse_features(features.to(draft.fc.weight.dtype))[None]
+        keys, values = draft.compute_keys_values(draft.build_layer_input(embeds, fused), draft.compute_rope(turns))
         room.draft_keys.index_copy_(1, places, keys)
         room.draft_values.index_copy_(1, places, values)
         return fused

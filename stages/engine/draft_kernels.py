@@ -58,7 +58,7 @@ class FusedDraft:
     ) -> Candidates:
         """Read rows, then grow: every candidate of `steps` steps, [B, C]."""
         k, draft, device, prompts = self.kernels, self.draft, tokens.device, len(last)
-        fused = draft.fuse(features.to(draft.fc.weight.dtype))  # [B * R, H]
+        fused = draft.fuse_features(features.to(draft.fc.weight.dtype))  # [B * R, H]
         mixed, _ = k.mix_inputs(
             self.embedding, tokens, fused, torch.arange(len(tokens), device=device), self.norms, self.eps
         )
@@ -102,7 +102,7 @@ class FusedDraft:
 
     def _rope(self, turns: Tensor) -> tuple[Tensor, ...]:
         """cos and sin [R, E], halves alike."""
-        return tuple(x[:, 0].repeat(1, 2) for x in self.draft.rope(turns))
+        return tuple(x[:, 0].repeat(1, 2) for x in self.draft.compute_rope(turns))
 
     def _finish(
         self, mixed: Tensor, residual: Tensor, query: Tensor, keys: Tensor, values: Tensor, each: int, length: Tensor,

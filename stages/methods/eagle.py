@@ -40,7 +40,7 @@ class EagleDraft(Eagle3Draft):
         self.midlayer.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.midlayer.mlp = DraftMLP(c)
         self.register_buffer("inverse_frequency", compute_inverse_frequency(c.rope, c.head_dim), persistent=False)
-        self.register_buffer("axes", assign_frequency_axes(c.rope, c.head_dim), persistent=False)
+        self.register_buffer("frequency_axes", assign_frequency_axes(c.rope, c.head_dim), persistent=False)
 
     @classmethod
     def fresh(cls, config: DraftConfig, head: Tensor, seed: int) -> "EagleDraft":
@@ -56,16 +56,16 @@ class EagleDraft(Eagle3Draft):
             made.fc.bias.zero_()
         return made
 
-    def fuse(self, features: Tensor) -> Tensor:
+    def fuse_features(self, features: Tensor) -> Tensor:
         return features
 
-    def mix(self, embeds: Tensor, hidden: Tensor) -> Tensor:
+    def build_layer_input(self, embeds: Tensor, hidden: Tensor) -> Tensor:
         return self.fc(torch.cat([embeds, hidden], dim=-1))  # [..., H]
 
-    def residual(self, hidden: Tensor, mixed: Tensor) -> Tensor:
+    def select_residual(self, hidden: Tensor, mixed: Tensor) -> Tensor:
         return mixed
 
-    def readout(self, state: Tensor) -> Tensor:
+    def normalise_output(self, state: Tensor) -> Tensor:
         return state
 
     def logits(self, state: Tensor) -> Tensor:
@@ -78,23 +78,23 @@ class EagleDraft(Eagle3Draft):
 def unroll_states(eagle: EagleDraft, pack: ttt.TrainingPack, embedding: Tensor, steps: int) -> list[Tensor]:
     """`steps` steps from every asked position, fed with the row's own tokens and their own earlier states -> [P_k, H] each."""
     last = pack.last.to(eagle.fc.weight.dtype)
-    turning = eagle.turning(pack.place, pack.positions)
+    turning = eagle.get_rope_positions(pack.position, pack.rope_positions)
     ids = nn.functional.pad(pack.ids, (0, steps + 1))
-    mixed = eagle.mix(ttt.embed_tokens(pack, ids, embedding, slice(1, len(pack.ids) + 1)), last)
-    visible = attention_mask.build_pack_attention(pack, *eagle.keys_values(mixed, eagle.rope(turning)), None)
-    hidden = last.index_select(0, pack.asked)  # [P, H]
+    mixed = eagle.build_layer_input(ttt.embed_tokens(pack, ids, embedding, slice(1, len(pack.ids) + 1)), last)
+    visible = attention_mask.build_pack_attention(pack, *eagle.compute_keys_values(mixed, eagle.compute_rope(turning)), None)
+    hidden = last.index_select(0, pack.query_tokens)  # [P, H]
     own_keys: list[Tensor] = []
     own_values: list[Tensor] = []
     states: list[Tensor] = []
-    for k, width in enumerate(pack.widths[:steps]):
-        asked = pack.asked[:width]
-        mixed = eagle.mix(ttt.embed_tokens(pack, ids, embedding, asked + 1 + k), hidden[:width])
-        rope = eagle.rope(turning[asked] + k)
+    for k, width in enumerate(pack.queries_per_step[:steps]):
+        asked = pack.query_tokens[:width]
+        mixed = eagle.build_layer_input(ttt.embed_tokens(pack, ids, embedding, asked + 1 + k), hidden[:width])
+        rope = eagle.compute_rope(turning[asked] + k)
         if k:  # of step 0 it is the prefix's of p
-            key, value = eagle.keys_values(mixed, rope)
+            key, value = eagle.compute_keys_values(mixed, rope)
             own_keys, own_values = [x[:width] for x in own_keys] + [key], [x[:width] for x in own_values] + [value]
-        attended = visible.attend(eagle.queries(mixed, rope), own_keys, own_values)
-        hidden = eagle.finish(mixed, attended.to(mixed.dtype))
+        attended = visible.attend(eagle.compute_queries(mixed, rope), own_keys, own_values)
+        hidden = eagle.finish_layer(mixed, attended.to(mixed.dtype))
         states.append(hidden)
     return states
 
@@ -103,19 +103,19 @@ def compute_loss(
     eagle: EagleDraft, pack: ttt.TrainingPack, embedding: Tensor, head: Tensor, objective: ttt.TrainingObjective, counts: Tensor | None = None
 ) -> ttt.LossOutput:  # fmt: skip
     """As ttt.forward, of one step."""
-    assert objective.steps == 1
+    assert objective.num_steps == 1
     if not pack.chunks:
         return ttt.compute_zero_loss(eagle, pack, 1)
     (states,) = unroll_states(eagle, pack, embedding, 1)
-    share = 1 / (torch.tensor(pack.counts, device=head.device) if counts is None else counts).clamp(min=1)  # [1]
+    share = 1 / (torch.tensor(pack.supervised_per_step, device=head.device) if counts is None else counts).clamp(min=1)  # [1]
     all_ids = torch.zeros(len(head), dtype=torch.int64, device=head.device)
     view = SimpleNamespace(
-        readout=eagle.readout, lm_head=SimpleNamespace(weight=head), d2t=all_ids, t2d=torch.ones_like(all_ids).bool()
+        normalise_output=eagle.normalise_output, lm_head=SimpleNamespace(weight=head), d2t=all_ids, t2d=torch.ones_like(all_ids).bool()
     )
     total, loss, hits = chunked_loss.compute_chunked_loss(
         view, [states], pack, head, CROSS_ENTROPY_WEIGHT * share, objective.loss
     )
-    wanted = pack.last[pack.asked + 1].to(states.dtype)  # of the position guessed
+    wanted = pack.last[pack.query_tokens + 1].to(states.dtype)  # of the position guessed
     near = nn.functional.smooth_l1_loss(states, wanted, reduction="none").mean(-1).float().sum()
     return ttt.LossOutput(total + near * share[0], CROSS_ENTROPY_WEIGHT * loss + near.detach(), hits)
 

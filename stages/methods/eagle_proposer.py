@@ -51,15 +51,15 @@ class EagleProposer:
         self.values = torch.zeros_like(self.keys)
         self.hidden = like.new_zeros(method.steps + 1, c.hidden_size)  # [R, H] of the rows that the last cycle verified
         self.places = torch.arange(size, device=like.device)
-        self.turns = eagle.turning(self.places[: method.steps + 1], None).clone()  # [R] or [R, 3] of those rows
+        self.turns = eagle.get_rope_positions(self.places[: method.steps + 1], None).clone()  # [R] or [R, 3] of those rows
         self.held = [self.hidden, self.turns]
         self.grow = _grow_static_tree if isinstance(method.tree, StaticTree) else _grow_dynamic_tree
 
     def begin(self, prompt: list[int], begun: PrefillOutput, stand: DecodeState) -> None:
         eagle, count = self.method.eagle, len(prompt)
-        turns = eagle.turning(self.places[None, :count], begun.positions)[0]  # [T] or [T, 3]
-        mixed = eagle.mix(begun.embeds[0, 1:], begun.hidden[:-1])
-        keys, values = eagle.keys_values(mixed, eagle.rope(turns[:-1]))
+        turns = eagle.get_rope_positions(self.places[None, :count], begun.positions)[0]  # [T] or [T, 3]
+        mixed = eagle.build_layer_input(begun.embeds[0, 1:], begun.hidden[:-1])
+        keys, values = eagle.compute_keys_values(mixed, eagle.compute_rope(turns[:-1]))
         self.keys[0, : count - 1], self.values[0, : count - 1] = keys, values
         self.hidden[0], self.turns[0] = begun.hidden[-1], turns[-1]
 
@@ -70,7 +70,7 @@ class EagleProposer:
         method, eagle, last = self.method, self.method.eagle, stand.count - 1
         rows = stand.length - stand.count + self.places[: len(self.hidden)]  # [R]
         embeds = method.embedding[stand.tokens]  # [R, H]
-        keys, values = eagle.keys_values(eagle.mix(embeds, self.hidden), eagle.rope(self.turns))
+        keys, values = eagle.compute_keys_values(eagle.build_layer_input(embeds, self.hidden), eagle.compute_rope(self.turns))
         self.keys.index_copy_(1, rows, keys[None])
         self.values.index_copy_(1, rows, values[None])
         prefix = self.keys[:, :seen], self.values[:, :seen]
@@ -118,14 +118,14 @@ def _grow_static_tree(
         if depth == static.steps:
             break
         above = level.above[level.inner]  # [Q] of the branches that go on
-        mixed = eagle.mix(method.embedding[tokens[-1][level.inner]], states[above])  # [Q, H]
-        rope = eagle.rope(turns[0] + depth)
-        key, value = (x[:, None] for x in eagle.keys_values(mixed, rope))
+        mixed = eagle.build_layer_input(method.embedding[tokens[-1][level.inner]], states[above])  # [Q, H]
+        rope = eagle.compute_rope(turns[0] + depth)
+        key, value = (x[:, None] for x in eagle.compute_keys_values(mixed, rope))
         own_k = key if own_k is None else torch.cat([own_k[above], key], dim=1)
         own_v = value if own_v is None else torch.cat([own_v[above], value], dim=1)
         seen = allowed.expand(-1, len(above), -1)
         attended = attend_prefix_and_ancestors(
-            eagle.queries(mixed, rope)[None], keys, values, seen, own_k[None], own_v[None]
+            eagle.compute_queries(mixed, rope)[None], keys, values, seen, own_k[None], own_v[None]
         )[0]
-        states = eagle.finish(mixed, attended)
+        states = eagle.finish_layer(mixed, attended)
     return static.tree(torch.cat(tokens))

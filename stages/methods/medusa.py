@@ -64,17 +64,17 @@ def compute_loss(
 ) -> ttt.LossOutput:  # fmt: skip
     """As ttt.forward; a step is a head."""
     if not pack.chunks:
-        return ttt.compute_zero_loss(medusa, pack, objective.steps)
-    decay = objective.decay ** torch.arange(objective.steps, device=head.device)
-    weights = decay / (torch.tensor(pack.counts, device=head.device) if counts is None else counts).clamp(min=1)
+        return ttt.compute_zero_loss(medusa, pack, objective.num_steps)
+    decay = objective.decay ** torch.arange(objective.num_steps, device=head.device)
+    weights = decay / (torch.tensor(pack.supervised_per_step, device=head.device) if counts is None else counts).clamp(min=1)
     parts = []
     for k, out in enumerate(medusa.outs):
-        mine = pack.step(k)
-        states = medusa.state(k, pack.last[mine.asked].to(out.weight.dtype))
-        view = SimpleNamespace(readout=lambda x: x, lm_head=out, d2t=medusa.d2t, t2d=medusa.t2d)
+        mine = pack.select_step(k)
+        states = medusa.state(k, pack.last[mine.query_tokens].to(out.weight.dtype))
+        view = SimpleNamespace(normalise_output=lambda x: x, lm_head=out, d2t=medusa.d2t, t2d=medusa.t2d)
         parts.append(chunked_loss.compute_chunked_loss(view, [states], mine, head, weights[k : k + 1], objective.loss))
     totals, losses, hits = zip(*parts, strict=True)
-    wide = [nn.functional.pad(x[0], (0, len(pack.asked) - x.shape[1])) for x in hits]
+    wide = [nn.functional.pad(x[0], (0, len(pack.query_tokens) - x.shape[1])) for x in hits]
     return ttt.LossOutput(torch.stack(totals).sum(), torch.cat(losses), torch.stack(wide))
 
 
@@ -83,8 +83,8 @@ def predict_top_tokens(
 ) -> list[Tensor]:
     """Of each of the first `steps` heads its best `count` target ids [P_k, count], at the positions that it is taught."""
     found = []
-    for k, width in enumerate(pack.widths[:steps]):
+    for k, width in enumerate(pack.queries_per_step[:steps]):
         out = medusa.outs[k]
-        logits = out(medusa.state(k, pack.last[pack.asked[:width]].to(out.weight.dtype)))
+        logits = out(medusa.state(k, pack.last[pack.query_tokens[:width]].to(out.weight.dtype)))
         found.append(medusa.to_target(logits.topk(count).indices))
     return found

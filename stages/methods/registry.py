@@ -67,7 +67,7 @@ def measure_rank_accuracy(
             continue
         found = TRAINABLE_METHODS[config["method"]].guesses(module, pack, embedding, head, steps, count)
         for k, ids in enumerate(found):  # [P_k, count]
-            said = pack.ids[pack.asked[: len(ids)] + 2 + k]
+            said = pack.ids[pack.query_tokens[: len(ids)] + 2 + k]
             hits[k] += (ids == said[:, None]).sum(0).double().cpu()
             taught[k] += len(ids)
     return (hits / taught.clamp(min=1)).tolist()

@@ -173,7 +173,7 @@ def replay_answers(
     for batch_ranges in _batch_place_ranges(ranges, longest, places_per_batch):
         batch = PlaceBatch.build(batch_ranges, ids.device)
         at = batch.row, batch.position
-        positions = draft.turning(batch.position, None if multimodal is None else multimodal.positions[at])
+        positions = draft.get_rope_positions(batch.position, None if multimodal is None else multimodal.positions[at])
         bonus = embedding[ids[batch.row, batch.position + 1]]
         hidden = _compute_first_states(draft, batch, bonus, fused[at], positions, keys, values)
         attend = partial(_attend_place_ranges, draft, batch, keys, values)

@@ -86,7 +86,7 @@ def _expand_cycles(
     stored = None
     if multimodal is not None:
         stored = torch.gather(multimodal.positions, 1, verified[..., None].expand(-1, -1, 3))
-    positions = draft.turning(verified, stored)
+    positions = draft.get_rope_positions(verified, stored)
     parts = []
     rows_at_once = MAX_ATTENTION_LOGITS // (draft.config.num_attention_heads * tree.topk * mask[0].numel())
     for rows in torch.arange(len(ids)).split(max(1, rows_at_once)):

@@ -1,4 +1,4 @@
-"""AdamW over float32 weights, whatever the draft computes in, and gradients summed in float32 over packs and processes."""
+"""AdamW on float32 master weights; gradients are summed in float32 over packs and processes."""
 
 from collections.abc import Iterable
 
@@ -11,22 +11,30 @@ ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class MasterWeightOptimizer:
-    """A draft's float32 masters, which are its own parameters where those are float32, and their moments."""
+    """AdamW over a draft's float32 master weights: its own parameters where those are float32, otherwise copies."""
 
     def __init__(
-        self, draft: nn.Module, learning_rate: float, weight_decay: float, masters: dict[str, Tensor] | None = None
+        self,
+        draft: nn.Module,
+        learning_rate: float,
+        weight_decay: float,
+        master_weights: dict[str, Tensor] | None = None,
     ):
-        """`masters` are what the draft's weights were before they were cast; none where they are float32."""
+        """`master_weights` are the draft's weights before they were cast; None where they are float32."""
         self.weights = dict(draft.named_parameters())
-        self.masters: dict[str, Tensor] = masters or dict(self.weights)
+        self.master_weights: dict[str, Tensor] = master_weights or dict(self.weights)
         self._adam = torch.optim.AdamW(
-            list(self.masters.values()), lr=learning_rate, betas=ADAM_BETAS, weight_decay=weight_decay, fused=True
+            list(self.master_weights.values()),
+            lr=learning_rate,
+            betas=ADAM_BETAS,
+            weight_decay=weight_decay,
+            fused=True,
         )
 
-    def collect(self) -> None:
-        """After each backward: add the draft's gradients to the masters' and forget them."""
+    def add_gradients(self) -> None:
+        """Move the draft's gradients to the master weights, adding them up; call after each backward."""
         for name, weight in self.weights.items():
-            if (master := self.masters[name]) is not weight and weight.grad is not None:
+            if (master := self.master_weights[name]) is not weight and weight.grad is not None:
                 if master.grad is None:
                     master.grad = weight.grad.float()
                 else:
@@ -34,52 +42,54 @@ class MasterWeightOptimizer:
                 weight.grad = None
 
     def step(self, learning_rate: float, clip: float) -> Tensor:
-        """Sum gradients over processes, clip them to norm `clip`, move; -> the norm before, on the device, never waited for."""
+        """Sum gradients over processes, clip them to norm `clip` and update; return the norm before clipping, on the device."""
         if dist.is_initialized():
-            waits = [dist.all_reduce(g, async_op=True) for g in self._gradients() if not _is_sharded(g)]
-            for wait in waits:
-                wait.wait()
-        norm = nn.utils.clip_grad_norm_(self.masters.values(), clip)
+            handles = [dist.all_reduce(g, async_op=True) for g in self._gradients() if not _is_sharded(g)]
+            for handle in handles:
+                handle.wait()
+        norm = nn.utils.clip_grad_norm_(self.master_weights.values(), clip)
         for group in self._adam.param_groups:
             group["lr"] = learning_rate
         self._adam.step()
         self._adam.zero_grad()
-        copies = [(w, m) for w, m in zip(self.weights.values(), self.masters.values(), strict=True) if w is not m]
+        copies = [
+            (w, m) for w, m in zip(self.weights.values(), self.master_weights.values(), strict=True) if w is not m
+        ]
         if copies:
             with torch.no_grad():
                 torch._foreach_copy_([w for w, _ in copies], [m for _, m in copies])
         return norm
 
-    def moments(self) -> dict[str, Tensor]:
-        """By kind and name; none before the first step."""
+    def get_moments(self) -> dict[str, Tensor]:
+        """Return the moments as `KIND.WEIGHT`; empty before the first step."""
         return {
             f"{kind}.{name}": self._adam.state[master][kind]
-            for name, master in self.masters.items()
+            for name, master in self.master_weights.items()
             for kind in ADAM_MOMENTS
             if master in self._adam.state
         }
 
     def restore(self, moments: dict[str, Tensor], step: int) -> None:
-        """Take up the `moments` after `step` steps."""
-        for name, master in self.masters.items() if step else ():
+        """Restore the `moments` of `get_moments` after `step` steps."""
+        for name, master in self.master_weights.items() if step else ():
             self._adam.state[master] = {
                 "step": torch.tensor(float(step), device=master.device),
                 **{k: _shard_like(moments[f"{k}.{name}"], master) for k in ADAM_MOMENTS},
             }
 
     def _gradients(self) -> Iterable[Tensor]:
-        return (m.grad for m in self.masters.values() if m.grad is not None)
+        return (m.grad for m in self.master_weights.values() if m.grad is not None)
 
 
 def _is_sharded(tensor: Tensor) -> bool:
-    return hasattr(tensor, "device_mesh")  # a DTensor of FSDP2, which has summed it already
+    return hasattr(tensor, "device_mesh")  # a DTensor, whose gradient FSDP2 has summed already
 
 
-def _shard_like(whole: Tensor, master: Tensor) -> Tensor:
-    """A full tensor, moved and cut as `master` is."""
-    whole = whole.to(master.device, copy=True)
+def _shard_like(full: Tensor, master: Tensor) -> Tensor:
+    """Copy a full tensor to the device of `master`, sharded as `master` is."""
+    full = full.to(master.device, copy=True)
     if not _is_sharded(master):
-        return whole
+        return full
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(whole, master.device_mesh, master.placements)
+    return distribute_tensor(full, master.device_mesh, master.placements)

@@ -1,13 +1,12 @@
-"""The draft's head, the target's head and the loss between them, a chunk of rows at a time.
+"""Logits of the draft and the target and the loss between them, computed in chunks.
 
-Logits of all positions would be the largest tensor of training by far (7 steps x 32,000 x 2 bytes: 448 kB a token,
-and the target's 304 kB more at a vocabulary of 152k). So each chunk's logits, loss and gradient are made and let go
-before the next, and the gradient by the states and by the head's weight is ready when the forward pass is: the same
-three products as ever, none of them twice. Pairs of (step, position) are taken in the order of their labels, so that
-the target's side of a label is computed once for all steps that are taught it.
+Logits of all positions would be by far the largest tensor of training (7 steps x 32,000 x 2 bytes: 448 kB a token, and 304 kB
+more of the target at a vocabulary of 152k). So the forward pass computes logits, loss and gradient of a chunk and frees the
+logits before the next; backward only scales the gradients. Pairs of (step, position) are sorted by label, so that the target's
+logits of a label are computed once for all steps that have it.
 
-Letters: S states (all steps' positions), N pairs taught, D draft vocabulary, V target vocabulary, R rows of a chunk, U
-labels in it.
+Dimensions: S states (positions of all steps), N supervised pairs, D draft vocabulary, V target vocabulary, R pairs of a
+chunk, U labels of a chunk.
 """
 
 from collections.abc import Sequence
@@ -19,88 +18,102 @@ from torch import Tensor, nn
 from stages.training.compile_on_cuda import compile_on_cuda
 
 LK_LAMBDA_DECAY = 3.0
-PAIRS_PER_CHUNK = 16384  # pairs at a time: with a draft vocabulary of 32,000, 1 GB of logits in bfloat16
+PAIRS_PER_CHUNK = 16384  # 1 GB of bfloat16 logits at a draft vocabulary of 32,000
 
 
 def compute_chunked_loss(
     draft: Any,
-    states: Sequence[Tensor],  # L, each [P_k, H], as a step hands them to the next
-    pack: Any,  # ttt.Pack
+    states: Sequence[Tensor],  # L recurrent states, each [P_k, H]
+    pack: Any,  # ttt.TrainingPack
     head: Tensor,  # [V, H]
-    weights: Tensor,  # [L] what a position of that step adds to the total
+    weights: Tensor,  # [L] weight of a position of each step in the total
     loss: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """-> total (scalar, differentiable), loss [L] summed over each step's positions, hits [L, P] bool."""
-    normed = draft.readout(torch.cat(list(states)))  # [S, H]
-    of_state = torch.cat([w.expand(width) for w, width in zip(weights, pack.widths, strict=True)])  # [S]
-    total, losses, hits = _ChunkedLoss.apply(
-        normed, draft.lm_head.weight, of_state, pack, head, draft.d2t, draft.t2d, loss
+    """Return the total (scalar, differentiable), the loss [L] summed over the positions of each step, argmax matches [L, P]."""
+    normed = draft.normalise_output(torch.cat(list(states)))  # [S, H]
+    state_weights = torch.cat([w.expand(count) for w, count in zip(weights, pack.queries_per_step, strict=True)])  # [S]
+    total, losses, matches = _ChunkedLoss.apply(
+        normed, draft.lm_head.weight, state_weights, pack, head, draft.d2t, draft.t2d, loss
     )
-    by_step = torch.stack([x.sum() for x in losses.split(pack.widths)])
-    rows = [nn.functional.pad(x, (0, len(pack.asked) - len(x))) for x in hits.split(pack.widths)]
-    return total, by_step, torch.stack(rows)
+    loss_per_step = torch.stack([x.sum() for x in losses.split(pack.queries_per_step)])
+    num_queries = len(pack.query_tokens)
+    padded = [nn.functional.pad(x, (0, num_queries - len(x))) for x in matches.split(pack.queries_per_step)]
+    return total, loss_per_step, torch.stack(padded)
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, states: Tensor, weight: Tensor, of_state: Tensor, pack: Any, head: Tensor, d2t: Tensor, t2d: Tensor, loss: str
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        by_both, learning = (
-            ctx.needs_input_grad[1],
-            any(ctx.needs_input_grad),
-        )  # a head that is the target's learns nothing
-        kept = torch.arange(len(d2t), device=d2t.device) + d2t if len(d2t) < len(t2d) else None
-        losses = states.new_zeros(len(states), dtype=torch.float32)
-        hits = torch.zeros(len(states), dtype=torch.bool, device=states.device)
-        total = torch.zeros((), device=states.device)
-        by_state = torch.zeros_like(states) if learning else None
-        by_weight = torch.zeros_like(weight, dtype=torch.float32) if by_both else None
-        for first, last, low, high in pack.chunks:
-            state, label = pack.pair_state[first:last], pack.pair_label[first:last] - low
-            full = pack.last[pack.labels[low:high]].to(head.dtype) @ head.T  # [U, V]
-            answer = full.argmax(-1)  # [U]
-            probs, mass = compute_teacher_probs(full, kept)
-            del full
-            rows = states[state]  # [R, H]
-            said = answer[label]
-            scale = of_state[state] * t2d[said]  # where the target's choice can't be drafted, nothing is taught
-            row_loss, gradient, guess = LOSS_FUNCTIONS[loss](rows @ weight.T, probs, mass, label, scale)
-            losses[state] = row_loss * t2d[said]
-            hits[state] = guess + d2t[guess] == said
-            total += (row_loss * scale).sum()
-            if by_state is not None:
-                by_state[state] = gradient @ weight
-            if by_weight is not None:
-                by_weight += _multiply_in_float32(gradient.T, rows)
-        ctx.save_for_backward(by_state, None if by_weight is None else by_weight.to(weight.dtype))
-        ctx.mark_non_differentiable(losses, hits)
-        return total, losses, hits
+    """The loss, whose gradients by states and head weight are computed in the forward pass."""
 
     @staticmethod
-    def backward(ctx: Any, total: Tensor, *_: Any) -> tuple[Any, ...]:
-        by_state, by_weight = ctx.saved_tensors
-        return by_state * total, None if by_weight is None else by_weight * total, None, None, None, None, None, None
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        state_weights: Tensor,
+        pack: Any,
+        head: Tensor,
+        d2t: Tensor,
+        t2d: Tensor,
+        loss: str,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        needs_any, needs_weight = any(ctx.needs_input_grad), ctx.needs_input_grad[1]  # EAGLE's head is frozen
+        draft_vocab = torch.arange(len(d2t), device=d2t.device) + d2t if len(d2t) < len(t2d) else None
+        losses = states.new_zeros(len(states), dtype=torch.float32)
+        matches = torch.zeros(len(states), dtype=torch.bool, device=states.device)
+        total = torch.zeros((), device=states.device)
+        states_grad = torch.zeros_like(states) if needs_any else None
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        for start, stop, label_start, label_stop in pack.chunks:
+            state, label = pack.pair_state[start:stop], pack.pair_label[start:stop] - label_start
+            target_logits = pack.last[pack.label_tokens[label_start:label_stop]].to(head.dtype) @ head.T  # [U, V]
+            target_argmax = target_logits.argmax(-1)  # [U]
+            probs, mass = compute_teacher_probs(target_logits, draft_vocab)
+            del target_logits
+            chunk_states = states[state]  # [R, H]
+            target_token = target_argmax[label]
+            scale = (
+                state_weights[state] * t2d[target_token]
+            )  # 0 where the target's token is not in the draft vocabulary
+            pair_loss, gradient, draft_id = LOSS_FUNCTIONS[loss](chunk_states @ weight.T, probs, mass, label, scale)
+            losses[state] = pair_loss * t2d[target_token]
+            matches[state] = draft_id + d2t[draft_id] == target_token
+            total += (pair_loss * scale).sum()
+            if states_grad is not None:
+                states_grad[state] = gradient @ weight
+            if weight_grad is not None:
+                weight_grad += _multiply_in_float32(gradient.T, chunk_states)
+        ctx.save_for_backward(states_grad, None if weight_grad is None else weight_grad.to(weight.dtype))
+        ctx.mark_non_differentiable(losses, matches)
+        return total, losses, matches
+
+    @staticmethod
+    def backward(ctx: Any, total_grad: Tensor, *_: Any) -> tuple[Any, ...]:
+        states_grad, weight_grad = ctx.saved_tensors
+        weight_grad = None if weight_grad is None else weight_grad * total_grad
+        return states_grad * total_grad, weight_grad, None, None, None, None, None, None
 
 
 def _multiply_in_float32(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, summed and given in float32."""
+    """Return a @ b accumulated in float32, in float32."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
     return (a @ b).float()
 
 
 @compile_on_cuda
-def compute_teacher_probs(full: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:
-    """full [U, V] logits, kept [D] target ids -> probabilities [U, D] renormalised over the draft vocabulary, mass [U] there."""
-    whole = torch.logsumexp(full.float(), dim=-1)
-    logits = (full if kept is None else full[:, kept]).float()
-    mine = torch.logsumexp(logits, dim=-1)
-    return (logits - mine[:, None]).exp(), (mine - whole).exp()
+def compute_teacher_probs(logits: Tensor, draft_vocab: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return probabilities [U, D] renormalised over the draft vocabulary, and their mass [U], of the target's logits [U, V].
+
+    draft_vocab [D] are target ids; None: the whole vocabulary.
+    """
+    normaliser = torch.logsumexp(logits.float(), dim=-1)
+    draft_logits = (logits if draft_vocab is None else logits[:, draft_vocab]).float()
+    draft_normaliser = torch.logsumexp(draft_logits, dim=-1)
+    return (draft_logits - draft_normaliser[:, None]).exp(), (draft_normaliser - normaliser).exp()
 
 
-# Each of these: logits [R, D], probs [U, D] and mass [U] of the labels, label [R], scale [R]
-#                -> loss [R], scale times the gradient by the logits [R, D] in their dtype, argmax [R]
+# Each loss function takes draft logits [R, D], teacher probs [U, D] and mass [U] by label, label [R], scale [R] and returns
+# the loss [R], scale times its gradient by the logits [R, D] in their dtype, and the argmax [R].
 
 
 @compile_on_cuda
@@ -116,7 +129,7 @@ def _compute_ce_loss(
 def _compute_lk_alpha_loss(
     logits: Tensor, probs: Tensor, mass: Tensor, label: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """-log of the acceptance sum_v min(p, q), p the target's over its whole vocabulary (SpecForge core/lk_loss.py)."""
+    """-log of the acceptance sum_v min(p, q), p over the target's whole vocabulary (SpecForge, core/lk_loss.py)."""
     q, _, _ = _compute_cross_entropy(logits, probs[label])
     alpha, slope = _compute_acceptance(q, probs[label] * mass[label][:, None])
     return -alpha.log(), (-slope * (scale / alpha)[:, None]).to(logits.dtype), logits.argmax(-1)
@@ -126,8 +139,10 @@ def _compute_lk_alpha_loss(
 def _compute_lk_lambda_loss(
     logits: Tensor, probs: Tensor, mass: Tensor, label: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """w * cross-entropy + (1 - w) * (1 - acceptance), w = exp(-3 * acceptance) held fixed; w is each row's own, where
-    SpecForge takes the batch's mean, so that a row's loss does not depend on who is with it."""
+    """w * cross-entropy + (1 - w) * (1 - acceptance), with w = exp(-3 * acceptance) constant in the gradient.
+
+    w is computed per position; SpecForge takes the mean of the batch, which makes a row's loss depend on the others.
+    """
     q, loss, gradient = _compute_cross_entropy(logits, probs[label])
     alpha, slope = _compute_acceptance(q, probs[label] * mass[label][:, None])
     w = (-LK_LAMBDA_DECAY * alpha).exp()
@@ -136,15 +151,15 @@ def _compute_lk_lambda_loss(
 
 
 def _compute_cross_entropy(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """-> q [R, D], loss [R], gradient by the logits [R, D], all float32."""
+    """Return q [R, D], loss [R] and its gradient by the logits [R, D], all float32."""
     logits = logits.float()
-    whole = torch.logsumexp(logits, dim=-1)
-    q = (logits - whole[:, None]).exp()
-    return q, whole - (probs * logits).sum(-1), q - probs
+    normaliser = torch.logsumexp(logits, dim=-1)
+    q = (logits - normaliser[:, None]).exp()
+    return q, normaliser - (probs * logits).sum(-1), q - probs
 
 
 def _compute_acceptance(q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-    """-> alpha [R] = sum of min(p, q), and its gradient by the logits [R, D]."""
+    """Return alpha [R], the sum of min(p, q), and its gradient by the logits [R, D]."""
     below = q < p
     share = torch.where(below, q, 0.0).sum(-1)
     alpha = torch.minimum(q, p).sum(-1).clamp(min=1e-6)

@@ -1,4 +1,4 @@
-"""Functions that a GPU runs as few kernels: compiled by torch.compile there, plain elsewhere."""
+"""A decorator that compiles a function with torch.compile on a GPU and leaves it as it is on a CPU."""
 
 import functools
 from collections.abc import Callable
@@ -11,7 +11,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def compile_on_cuda(function: F) -> F:
-    """Compile `function` at its first call with a CUDA tensor, for any sizes; the compiler is not imported before."""
+    """Compile `function` for dynamic shapes at its first call with a CUDA tensor; the compiler is not imported earlier."""
     compiled: list[Any] = []
 
     @functools.wraps(function)

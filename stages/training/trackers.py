@@ -1,7 +1,7 @@
-"""Curves for those who watch a run elsewhere: TensorBoard and Weights & Biases, optional packages (`pip install -e '.[track]'`).
+"""Logging to TensorBoard and Weights & Biases, which are optional packages (`pip install -e '.[track]'`).
 
-Nothing of a result depends on them. Files lie under runs/, which neither git nor DVC looks at. Only numbers and the
-parameters of training are sent: no code, no console output, no environment.
+Results do not depend on it. Files are written to runs/, which git and DVC ignore. Only numbers and the parameters of training
+are sent: no code, no console output, no environment.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,21 +11,22 @@ from typing import Any
 
 RUNS_FOLDER = Path("runs")
 
-LogStep = Callable[[int, dict[str, float]], None]  # (step, numbers by name)
+LogStep = Callable[[int, dict[str, float]], None]  # (step, values by name)
 
 
 @contextmanager
 def open_trackers(names: Sequence[str], run: str, config: dict[str, Any], step: int) -> Iterator[LogStep]:
-    """Inside the block, what tells every tracker of `names` about a step. `run` is the same for a run that goes on, from `step`.
+    """Yield a function that logs a step to all trackers of `names`.
 
-    Raises ValueError where a tracker is not installed or doesn't start.
+    A resumed run has the same name `run` and continues at `step`. Raises ValueError where a tracker is not installed or does
+    not start.
     """
     with ExitStack() as stack:
         logs = [stack.enter_context(TRACKERS[name](run, config, step)) for name in names]
 
-        def log(step: int, numbers: dict[str, float]) -> None:
-            for each in logs:
-                each(step, numbers)
+        def log(step: int, values: dict[str, float]) -> None:
+            for log_to_tracker in logs:
+                log_to_tracker(step, values)
 
         yield log
 
@@ -39,9 +40,9 @@ def _open_tensorboard(run: str, config: dict[str, Any], step: int) -> Iterator[L
     with SummaryWriter(RUNS_FOLDER / run, purge_step=step) as writer:
         writer.add_text("parameters", "\n".join(f"    {key}: {value}" for key, value in config.items()), step)
 
-        def log(step: int, numbers: dict[str, float]) -> None:
-            for name, number in numbers.items():
-                writer.add_scalar(name, number, step)
+        def log(step: int, values: dict[str, float]) -> None:
+            for name, value in values.items():
+                writer.add_scalar(name, value, step)
 
         yield log
 
@@ -58,13 +59,13 @@ def _open_wandb(run: str, config: dict[str, Any], step: int) -> Iterator[LogStep
         opened = wandb.init(
             project="aerie", name=run, id=run, resume="allow", dir=str(RUNS_FOLDER), config=config, settings=silent
         )
-    except Exception as error:  # of its own kinds, which change from version to version
+    except Exception as error:  # wandb's own classes, which change between versions
         raise ValueError(
             f"train_draft.report_to: wandb does not start ({type(error).__name__}: {error}); set WANDB_API_KEY, or "
             "WANDB_MODE=offline to keep its files in runs/, or take it off the list"
         ) from None
     with opened:
-        yield lambda step, numbers: opened.log(numbers, step=step)
+        yield lambda step, values: opened.log(values, step=step)
 
 
 def _make_missing_error(name: str) -> ValueError:

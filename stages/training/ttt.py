@@ -1,33 +1,33 @@
-"""Training-time test: L draft steps from every supervised position, each fed with its own earlier states.
+"""EAGLE-3's training-time test: L draft steps from every supervised position, each on the states of the earlier steps.
 
-EAGLE-3, section 3.1, https://arxiv.org/abs/2503.01840. Step k of position p takes the embedding of token p+1+k and
-the state of step k-1, and is taught the target's distribution of token p+2+k (the last hidden state of p+1+k through
-the target's head), renormalised over the draft vocabulary.
+EAGLE-3, section 3.1, https://arxiv.org/abs/2503.01840. Step k of position p reads the embedding of token p+1+k and the state
+of step k-1. Its label is the target's distribution of token p+2+k (the target's head on the last hidden state of p+1+k),
+renormalised over the draft vocabulary.
 
-Which labels count (`mask: aligned`): token p+2+k lies in an assistant span and token p+1 is at or after its start,
-which is just where serving asks. With span tokens s..e-1:
+Supervised positions with `loss_mask: aligned`: token p+2+k is in an assistant span and token p+1 is not before its start,
+which are the positions that serving drafts from. For a span of tokens s .. e-1:
 
-    step 0 learns s+1 .. e-1        step 2 learns s+3 .. e-1        (token s itself comes from the target's prefill)
+    labels of step 0: s+1 .. e-1        of step 2: s+3 .. e-1        (the target's prefill outputs token s)
 
-`mask: eagle` keeps the papers' gate, mask[p+k], which is two tokens early (research/specforge.md 2.4): for comparison.
+`loss_mask: eagle` is the mask of the EAGLE papers, mask[p+k], which is two tokens early; it is there for comparison.
 
-Rows lie end to end in a `TrainingPack`, nothing is padded. Keys of step 0 are needed of every token; queries, the layer and
-both heads run on supervised positions alone, and a step on those alone that it or a later one teaches: the others' keys
-serve nobody else. A query of step k sees the prefix of its own row, and its own earlier steps:
+Rows are concatenated in a `TrainingPack` without padding. Step-0 keys and values are computed for every token; queries, the
+rest of the layer and both heads only for positions that this step or a later one supervises. A query of step k attends to
+the prefix of its own row and to its own earlier steps:
 
                  tokens of its row 0 .. p      own steps 1 .. k
     step 0:      1 1 1 1 . .                   -
     step 2:      1 1 1 1 . .                   1 1
 
-so attention is a causal one whose mask is the same for all L steps (with a sliding window, each step's own), and a few
-products more, merged by log-sum-exp.
-Letters as in `draft`; T tokens of a pack, P supervised positions in it, L steps, N pairs of (step, position) taught.
+The prefix mask is the same for all steps, except with a sliding window. The own steps are merged by log-sum-exp.
+Dimensions as in `draft/eagle3.py`; T tokens of a pack, P query positions, L steps, N supervised pairs of (step, position),
+U distinct label tokens, M image tokens.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -37,126 +37,151 @@ from stages.training import attention_mask, chunked_loss
 from stages.training.compile_on_cuda import compile_on_cuda
 
 
+class PackRow(Protocol):
+    """A row with hidden states; rows of a multimodal target also have positions [t, 3], pictured [t] and visual [m, H]."""
+
+    @property
+    def ids(self) -> Tensor: ...  # [t]
+    @property
+    def features(self) -> Tensor: ...  # [t, 3H]
+    @property
+    def last(self) -> Tensor: ...  # [t, H]
+    @property
+    def mask(self) -> Tensor: ...  # [t] bool: assistant tokens
+
+
 @dataclass(frozen=True)
 class TrainingObjective:
-    """What is learned; part of train_draft's parameters."""
+    """The parameters of train_draft that define the loss."""
 
-    steps: int  # L
-    decay: float = 0.8  # step k weighs decay**k
-    mask: str = "aligned"  # aligned or eagle
-    loss: str = "ce"  # ce, lk_alpha or lk_lambda: see heads.ROWS
+    num_steps: int  # L
+    decay: float = 0.8  # the weight of step k is decay**k
+    loss_mask: str = "aligned"  # aligned or eagle
+    loss: str = "ce"  # a key of chunked_loss.LOSS_FUNCTIONS
+
+
+class PairChunk(NamedTuple):
+    """Pairs [start, stop) of a pack, and the range of their labels."""
+
+    start: int
+    stop: int
+    label_start: int
+    label_stop: int
 
 
 @dataclass
 class TrainingPack:
-    """Rows end to end, and what is taught at which of their tokens; made on the CPU, then moved whole."""
+    """Concatenated rows, and which of their positions are supervised at which step."""
 
     ids: Tensor  # [T] int64
-    features: Tensor  # [T, 3H]; [T, 0] until a live target has been asked
+    features: Tensor  # [T, 3H]; [T, 0] until an online target fills it
     last: Tensor  # [T, H] the target's last hidden state, after its final norm
-    row: Tensor  # [T] int64: the row a token belongs to
-    place: Tensor  # [T] int64: its position in that row
-    asked: Tensor  # [P] int64: tokens from which something is drafted; those of the most steps first
-    pair_state: Tensor  # [N] int64: index into all steps' states, one step after the other; sorted by label
-    pair_label: Tensor  # [N] int64: index into labels
-    labels: Tensor  # [U] int64: tokens whose last hidden state teaches
-    widths: list[int]  # L: step k runs on asked[:widths[k]]
-    counts: list[int]  # L: positions that step k teaches
-    chunks: list[tuple[int, int, int, int]]  # pairs from .. to, and the range of labels that they are taught
+    row_index: Tensor  # [T] int64
+    position: Tensor  # [T] int64: of a token in its row
+    query_tokens: Tensor  # [P] int64: tokens from which the draft is unrolled, by descending number of steps
+    pair_state: Tensor  # [N] int64: index into the concatenated states of all steps; sorted by label
+    pair_label: Tensor  # [N] int64: index into label_tokens
+    label_tokens: Tensor  # [U] int64: tokens whose last hidden state gives a label
+    queries_per_step: list[int]  # L: step k runs on query_tokens[:queries_per_step[k]]
+    supervised_per_step: list[int]  # L
+    chunks: list[PairChunk]
     lengths: list[int]  # of its rows
-    positions: Tensor | None = None  # [T, 3] rotary positions; this and what follows for targets that see
-    visual: Tensor | None = None  # [M, H] embeddings of pictures' pieces
-    piece: Tensor | None = None  # [T] int64: the piece that a token stands for, -1 for a text's
-    view: Any = None  # target.View: what a live target that sees is to be given
+    rope_positions: Tensor | None = None  # [T, 3]; this and the following for multimodal targets
+    image_embeddings: Tensor | None = None  # [M, H]
+    image_token_index: Tensor | None = None  # [T] int64: index into image_embeddings, -1 for text
+    multimodal_inputs: Any = None  # target.multimodal.MultimodalInputs, for an online target
 
     @classmethod
-    def of(cls, rows: Sequence[Any], steps: int, mask: str, pinned: bool = False) -> "TrainingPack":
-        """From rows, each with ids [t], features [t, 3H], last [t, H] and mask [t]; in pinned memory, for a GPU.
-
-        Rows of a target that sees have positions [t, 3], pictured [t] and visual [m, H] too.
-        """
+    def from_rows(cls, rows: Sequence[PackRow], num_steps: int, loss_mask: str, pinned: bool = False) -> "TrainingPack":
+        """Build a pack on the CPU, in pinned memory for a GPU."""
         lengths = torch.tensor([len(r.ids) for r in rows])
-        row = torch.arange(len(rows)).repeat_interleave(lengths)
-        place = torch.arange(len(row)) - (lengths.cumsum(0) - lengths)[row]
-        gates = build_supervision_mask(torch.cat([r.mask for r in rows]), row, steps, mask)  # [L, T]
-        # How many steps a position runs: to the last that teaches it. Sorted so, a step's positions are a prefix of all.
-        depth = (gates * torch.arange(1, steps + 1)[:, None]).amax(0)  # [T]
-        asked = torch.sort(depth, descending=True, stable=True).indices[: int((depth > 0).sum())]
-        widths = [int((depth > k).sum()) for k in range(steps)]
-        before = torch.tensor([0, *widths]).cumsum(0)
-        step, index = gates[:, asked].nonzero(as_tuple=True)
-        label, order = torch.sort(asked[index] + 1 + step, stable=True)
-        labels, pair_label = torch.unique_consecutive(label, return_inverse=True)
+        row_index = torch.arange(len(rows)).repeat_interleave(lengths)
+        position = torch.arange(len(row_index)) - (lengths.cumsum(0) - lengths)[row_index]
+        supervised = build_supervision_mask(
+            torch.cat([r.mask for r in rows]), row_index, num_steps, loss_mask
+        )  # [L, T]
+        # Sorted by their last supervised step, the queries of every step are a prefix of all queries.
+        num_unrolled = (supervised * torch.arange(1, num_steps + 1)[:, None]).amax(0)  # [T]
+        query_tokens = torch.sort(num_unrolled, descending=True, stable=True).indices[: int((num_unrolled > 0).sum())]
+        queries_per_step = [int((num_unrolled > k).sum()) for k in range(num_steps)]
+        state_offsets = torch.tensor([0, *queries_per_step]).cumsum(0)
+        step, query = supervised[:, query_tokens].nonzero(as_tuple=True)
+        label, order = torch.sort(query_tokens[query] + 1 + step, stable=True)
+        label_tokens, pair_label = torch.unique_consecutive(label, return_inverse=True)
         return cls(
             ids=torch.cat([r.ids for r in rows]).to(torch.int64),
             features=_concatenate([r.features for r in rows], pinned),
             last=_concatenate([r.last for r in rows], pinned),
-            row=row,
-            place=place,
-            asked=asked,
-            pair_state=(before[step] + index)[order],
+            row_index=row_index,
+            position=position,
+            query_tokens=query_tokens,
+            pair_state=(state_offsets[step] + query)[order],
             pair_label=pair_label,
-            labels=labels,
-            widths=widths,
-            counts=gates.sum(1).tolist(),
-            chunks=_cut_chunks(label, pair_label),
+            label_tokens=label_tokens,
+            queries_per_step=queries_per_step,
+            supervised_per_step=supervised.sum(1).tolist(),
+            chunks=_split_pairs(pair_label),
             lengths=lengths.tolist(),
             **_pack_multimodal(rows, pinned),
         )
 
     def to(self, device: torch.device | str) -> "TrainingPack":
-        """Without waiting for the copies, where the memory is pinned."""
+        """Copy to a device, without waiting where the memory is pinned."""
         return replace(self, **{name: t.to(device, non_blocking=True) for name, t in self._tensors()})
 
-    def used_on(self, stream: torch.cuda.Stream) -> None:
-        """Its memory on the GPU may be given to others only when `stream` has got past here."""
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the allocator from reusing the GPU memory before `stream` has passed this point."""
         for _, tensor in self._tensors():
             tensor.record_stream(stream)
 
-    def muted(self) -> "TrainingPack":
-        """The same, teaching nothing."""
-        return replace(self, chunks=[], counts=[0] * len(self.counts))
+    def without_supervision(self) -> "TrainingPack":
+        """Return the same rows with no supervised position."""
+        return replace(self, chunks=[], supervised_per_step=[0] * len(self.supervised_per_step))
 
-    def step(self, number: int) -> "TrainingPack":
-        """What step `number` alone teaches, as a pack of one step."""
-        begin = sum(self.widths[:number])
-        mine = (self.pair_state >= begin) & (self.pair_state < begin + self.widths[number])
-        label = self.labels[self.pair_label[mine]]
-        labels, pair_label = torch.unique_consecutive(label, return_inverse=True)
-        cuts = _cut_chunks(label, pair_label)
+    def select_step(self, step: int) -> "TrainingPack":
+        """Return a pack of one step: the pairs of `step` alone."""
+        num_queries = self.queries_per_step[step]
+        start = sum(self.queries_per_step[:step])
+        selected = (self.pair_state >= start) & (self.pair_state < start + num_queries)
+        label = self.label_tokens[self.pair_label[selected]]
+        label_tokens, pair_label = torch.unique_consecutive(label, return_inverse=True)
         return replace(
-            self, asked=self.asked[: self.widths[number]], pair_state=self.pair_state[mine] - begin, pair_label=pair_label,
-            labels=labels, widths=self.widths[number : number + 1], counts=self.counts[number : number + 1], chunks=cuts,
-        )  # fmt: skip
+            self,
+            query_tokens=self.query_tokens[:num_queries],
+            pair_state=self.pair_state[selected] - start,
+            pair_label=pair_label,
+            label_tokens=label_tokens,
+            queries_per_step=[num_queries],
+            supervised_per_step=self.supervised_per_step[step : step + 1],
+            chunks=_split_pairs(pair_label),
+        )
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
         return [(name, value) for name, value in vars(self).items() if isinstance(value, Tensor)]
 
 
 def _pack_multimodal(rows: Sequence[Any], pinned: bool) -> dict[str, Tensor]:
-    """What rows of a target that sees add to a pack; nothing for text."""
+    """Return the fields of a pack that only rows of a multimodal target have; an empty dict for text."""
     if getattr(rows[0], "positions", None) is None:
         return {}
-    pictured = torch.cat([r.pictured for r in rows])
+    image_token_mask = torch.cat([r.pictured for r in rows])
     return {
-        "positions": torch.cat([r.positions for r in rows]),
-        "visual": _concatenate([r.visual for r in rows], pinned),
-        "piece": number_image_tokens(pictured),
+        "rope_positions": torch.cat([r.positions for r in rows]),
+        "image_embeddings": _concatenate([r.visual for r in rows], pinned),
+        "image_token_index": number_image_tokens(image_token_mask),
     }
 
 
-def _cut_chunks(label: Tensor, pair_label: Tensor) -> list[tuple[int, int, int, int]]:
-    """Of pairs by label: from .. to of each chunk, and the range of labels that it is taught."""
-    ends = [
-        (a, min(a + chunked_loss.PAIRS_PER_CHUNK, len(label)))
-        for a in range(0, len(label), chunked_loss.PAIRS_PER_CHUNK)
-    ]
-    return [(a, b, int(pair_label[a]), int(pair_label[b - 1]) + 1) for a, b in ends]
+def _split_pairs(pair_label: Tensor) -> list[PairChunk]:
+    """Split the pairs, sorted by label, into chunks of PAIRS_PER_CHUNK."""
+    size, count = chunked_loss.PAIRS_PER_CHUNK, len(pair_label)
+    bounds = [(start, min(start + size, count)) for start in range(0, count, size)]
+    return [PairChunk(a, b, int(pair_label[a]), int(pair_label[b - 1]) + 1) for a, b in bounds]
 
 
-def number_image_tokens(pictured: Tensor) -> Tensor:
-    """pictured [T] bool -> the piece that each token stands for, -1 for a text's."""
-    return torch.where(pictured, pictured.cumsum(0) - 1, -1)
+def number_image_tokens(image_token_mask: Tensor) -> Tensor:
+    """Number the image tokens of mask [T] from 0; -1 for text tokens."""
+    return torch.where(image_token_mask, image_token_mask.cumsum(0) - 1, -1)
 
 
 def _concatenate(parts: list[Tensor], pinned: bool) -> Tensor:
@@ -166,30 +191,30 @@ def _concatenate(parts: list[Tensor], pinned: bool) -> Tensor:
 
 @dataclass
 class LossOutput:
-    """Per step, nothing of it brought to the host."""
+    """Loss and accuracy of a pack, on its device."""
 
-    total: Tensor  # what backward starts from: sum over steps of decay**k times the step's mean loss
-    loss: Tensor  # [L] sum over the positions taught
-    hits: Tensor  # [L, P] bool: the draft's argmax is the target's; False where nothing is taught
+    total_loss: Tensor  # scalar for backward: sum over steps of decay**k times the mean loss of the step
+    loss_per_step: Tensor  # [L] summed over supervised positions
+    argmax_matches: Tensor  # [L, P] bool: the draft's argmax is the target's; False where not supervised
 
 
-def build_supervision_mask(mask: Tensor, row: Tensor, steps: int, kind: str) -> Tensor:
-    """mask [T] of assistant tokens, row [T] -> [L, T] bool: is position p taught at step k?"""
+def build_supervision_mask(mask: Tensor, row_index: Tensor, num_steps: int, kind: str) -> Tensor:
+    """Return [L, T] bool, whether a position is supervised at a step, from assistant tokens mask [T] and row_index [T]."""
 
-    def ahead(x: Tensor, n: int) -> Tensor:
-        """x[p + n] where that is a token of the same row, else False."""
-        inside = nn.functional.pad(row[n:], (0, min(n, len(row))), value=-1) == row
-        return nn.functional.pad(x[n:], (0, min(n, len(x)))) & inside
+    def shift(x: Tensor, n: int) -> Tensor:
+        """Return x[p + n], or False where that token is of another row or past the end."""
+        same_row = nn.functional.pad(row_index[n:], (0, min(n, len(row_index))), value=-1) == row_index
+        return nn.functional.pad(x[n:], (0, min(n, len(x)))) & same_row
 
-    gates: list[Tensor] = []
-    for k in range(steps):
+    supervised: list[Tensor] = []
+    for k in range(num_steps):
         if kind == "eagle":
-            gate = ahead(mask, k) & ahead(torch.ones_like(mask), k + 2)  # the label must exist, whatever its span
+            at_step = shift(mask, k) & shift(torch.ones_like(mask), k + 2)  # the label may be outside of the span
         else:
-            # Token p+1 at or after the start of the span of p+2+k: all of p+1 .. p+2+k are assistant tokens.
-            gate = ahead(mask, k + 2) & (gates[-1] if gates else ahead(mask, 1))
-        gates.append(gate)
-    return torch.stack(gates)
+            # All of p+1 .. p+2+k are assistant tokens.
+            at_step = shift(mask, k + 2) & (supervised[-1] if supervised else shift(mask, 1))
+        supervised.append(at_step)
+    return torch.stack(supervised)
 
 
 def compute_loss(
@@ -198,81 +223,91 @@ def compute_loss(
     embedding: Tensor,  # [V, H] the target's, frozen
     head: Tensor,  # [V, H] the target's, frozen
     objective: TrainingObjective,
-    counts: Tensor | None = None,  # [L] positions each step teaches in the whole batch; None: in this pack
+    counts: Tensor | None = None,  # [L] supervised positions of the whole batch; None: of this pack
 ) -> LossOutput:
-    """All L steps of a pack. Summed over a batch's packs, `total` is the batch's loss: each step's mean over it."""
-    dtype, steps = draft.fc.weight.dtype, objective.steps
+    """Compute the loss of a pack over all L steps. Total losses of the packs of a batch add up to the loss of the batch."""
     if not pack.chunks:
-        return compute_zero_loss(draft, pack, steps)
-    features = draft.fuse(pack.features.to(dtype))  # [T, H]
-    turning = draft.turning(pack.place, pack.positions)
-    embed = partial(embed_tokens, pack, nn.functional.pad(pack.ids, (0, steps + 1)), embedding)
-    keys, values = _compute_keys_values(draft, embed(slice(1, len(pack.ids) + 1)), features, turning)
-    visible = attention_mask.build_pack_attention(pack, keys, values, draft.config.sliding_window)
-    hidden = features.index_select(0, pack.asked)  # [P, H]
-    own_keys: list[Tensor] = []
-    own_values: list[Tensor] = []
-    states: list[Tensor] = []
-    for k, width in enumerate(pack.widths):
-        asked, hidden = pack.asked[:width], hidden[:width]
-        embeds, positions = embed(asked + 1 + k), turning[asked] + k
-        if k == 0:  # its own key is the prefix key of p
-            query = _compute_queries(draft, embeds, hidden, positions)
-        else:
-            query, key, value = _compute_queries_keys_values(draft, embeds, hidden, positions)
-            own_keys, own_values = [x[:width] for x in own_keys] + [key], [x[:width] for x in own_values] + [value]
-        attended = visible.attend(query, own_keys, own_values)  # [Q, A, E]
-        hidden = _finish_layer(draft, hidden, attended.to(dtype))
-        states.append(hidden)
-    decay = objective.decay ** torch.arange(steps, device=head.device)
-    weights = decay / (torch.tensor(pack.counts, device=head.device) if counts is None else counts).clamp(min=1)
+        return compute_zero_loss(draft, pack, objective.num_steps)
+    states = _unroll_states(draft, pack, embedding, objective.num_steps)
+    decay = objective.decay ** torch.arange(objective.num_steps, device=head.device)
+    if counts is None:
+        counts = torch.tensor(pack.supervised_per_step, device=head.device)
+    weights = decay / counts.clamp(min=1)
     return LossOutput(*chunked_loss.compute_chunked_loss(draft, states, pack, head, weights, objective.loss))
 
 
-def compute_zero_loss(draft: nn.Module, pack: TrainingPack, steps: int) -> LossOutput:
-    """Of a pack that teaches nothing: yet every weight has a gradient, as whoever sums gradients expects."""
+def _unroll_states(draft: Eagle3Draft, pack: TrainingPack, embedding: Tensor, num_steps: int) -> list[Tensor]:
+    """Return the states of each step, [P_k, H], on the row's own tokens."""
+    dtype = draft.fc.weight.dtype
+    features = draft.fuse_features(pack.features.to(dtype))  # [T, H]
+    rope_positions = draft.get_rope_positions(pack.position, pack.rope_positions)
+    embed = partial(embed_tokens, pack, nn.functional.pad(pack.ids, (0, num_steps + 1)), embedding)
+    keys, values = _compute_keys_values(draft, embed(slice(1, len(pack.ids) + 1)), features, rope_positions)
+    attention = attention_mask.build_pack_attention(pack, keys, values, draft.config.sliding_window)
+    hidden = features.index_select(0, pack.query_tokens)  # [P, H]
+    own_keys: list[Tensor] = []
+    own_values: list[Tensor] = []
+    states: list[Tensor] = []
+    for k, num_queries in enumerate(pack.queries_per_step):
+        tokens, hidden = pack.query_tokens[:num_queries], hidden[:num_queries]
+        embeds, positions = embed(tokens + 1 + k), rope_positions[tokens] + k
+        if k == 0:  # its own key and value are among those of the prefix
+            query = _compute_queries(draft, embeds, hidden, positions)
+        else:
+            query, key, value = _compute_queries_keys_values(draft, embeds, hidden, positions)
+            own_keys = [x[:num_queries] for x in own_keys] + [key]
+            own_values = [x[:num_queries] for x in own_values] + [value]
+        attended = attention.attend(query, own_keys, own_values)  # [Q, A, E]
+        hidden = _finish_layer(draft, hidden, attended.to(dtype))
+        states.append(hidden)
+    return states
+
+
+def compute_zero_loss(draft: nn.Module, pack: TrainingPack, num_steps: int) -> LossOutput:
+    """Return the loss of a pack without supervised positions, with a zero gradient for every weight."""
     total = torch.stack([p.sum() * 0 for p in draft.parameters()]).sum()
-    return LossOutput(total, pack.last.new_zeros(steps), pack.ids.new_zeros(steps, 0).bool())
+    return LossOutput(total, pack.last.new_zeros(num_steps), pack.ids.new_zeros(num_steps, 0).bool())
 
 
 def embed_tokens(pack: TrainingPack, ids: Tensor, embedding: Tensor, tokens: slice | Tensor) -> Tensor:
-    """Embeddings [n, H] of the pack's tokens, by their index; ids [T + L + 1] has room past the last one."""
-    found = embedding[ids[tokens]]
-    if pack.visual is None or pack.piece is None or not len(pack.visual):
-        return found
-    piece = nn.functional.pad(pack.piece, (0, len(ids) - len(pack.piece)), value=-1)[tokens]  # [n]
-    return torch.where(piece[:, None] < 0, found, pack.visual[piece.clamp(min=0)].to(found.dtype))
+    """Return embeddings [n, H] of tokens of the pack by their index; ids [T + L + 1] is padded past the last one."""
+    embeds = embedding[ids[tokens]]
+    if pack.image_embeddings is None or pack.image_token_index is None or not len(pack.image_embeddings):
+        return embeds
+    padding = len(ids) - len(pack.image_token_index)
+    index = nn.functional.pad(pack.image_token_index, (0, padding), value=-1)[tokens]  # [n]
+    return torch.where(index[:, None] < 0, embeds, pack.image_embeddings[index.clamp(min=0)].to(embeds.dtype))
 
 
 def count_chain_accepted(result: LossOutput, pack: TrainingPack) -> Tensor:
-    """[P] drafts that a chain started at each position would have accepted: hits before the first miss, in row order.
+    """Return the accepted length of a chain from each position, [P] in row order: argmax matches before the first miss.
 
-    On a row of the target's temperature-0 answer this is what decoding accepts, exactly: while every guess so far is
-    right, the tokens fed are the draft's own. On a sampled row it counts agreement with the target's argmax along it.
+    On the target's temperature-0 answer this is exactly what decoding accepts, since the tokens fed so far are the draft's
+    own. On a sampled answer it counts agreement with the target's argmax along it.
     """
-    return result.hits.int().cumprod(0).sum(0)[pack.asked.argsort()]
+    return result.argmax_matches.int().cumprod(0).sum(0)[pack.query_tokens.argsort()]
 
 
 @compile_on_cuda
 def _compute_keys_values(
     draft: Eagle3Draft, embeds: Tensor, hidden: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    return draft.keys_values(draft.mix(embeds, hidden), draft.rope(positions))
+    return draft.compute_keys_values(draft.build_layer_input(embeds, hidden), draft.compute_rope(positions))
 
 
 @compile_on_cuda
 def _compute_queries(draft: Eagle3Draft, embeds: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
-    return draft.queries(draft.mix(embeds, hidden), draft.rope(positions))
+    return draft.compute_queries(draft.build_layer_input(embeds, hidden), draft.compute_rope(positions))
 
 
 @compile_on_cuda
 def _compute_queries_keys_values(
     draft: Eagle3Draft, embeds: Tensor, hidden: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    mixed, rope = draft.mix(embeds, hidden), draft.rope(positions)
-    return draft.queries(mixed, rope), *draft.keys_values(mixed, rope)
+    layer_input, rope = draft.build_layer_input(embeds, hidden), draft.compute_rope(positions)
+    return draft.compute_queries(layer_input, rope), *draft.compute_keys_values(layer_input, rope)
 
 
 @compile_on_cuda
 def _finish_layer(draft: Eagle3Draft, hidden: Tensor, attended: Tensor) -> Tensor:
-    return draft.finish(hidden, attended)
+    return draft.finish_layer(hidden, attended)

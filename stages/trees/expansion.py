@@ -92,13 +92,13 @@ def expand_beams(
         parents = children // widest  # [M]
         tokens, position = _select_rows(ids.flatten(), children), _select_rows(position, parents)
         before = _select_rows(hidden, parents)
-        cos, sin = draft.rope(positions + step)  # [N, 1, E/2]
+        cos, sin = draft.compute_rope(positions + step)  # [N, 1, E/2]
         rope = _select_rows(cos, position), _select_rows(sin, position)
-        mixed = draft.mix(_select_rows(embedding, tokens), before)
-        key, value = draft.keys_values(mixed, rope)
+        mixed = draft.build_layer_input(_select_rows(embedding, tokens), before)
+        key, value = draft.compute_keys_values(mixed, rope)
         own_k, own_v = _append_ancestors(own_k, parents, key), _append_ancestors(own_v, parents, value)
-        attended = attend(step, position, draft.queries(mixed, rope), own_k, own_v)
-        hidden = draft.finish(draft.residual(before, mixed), attended)
+        attended = attend(step, position, draft.compute_queries(mixed, rope), own_k, own_v)
+        hidden = draft.finish_layer(draft.select_residual(before, mixed), attended)
         token_scores, ids = _score_children(draft, hidden, scoring, widest)
 
         for k, node in zip(topks, nodes, strict=True):  # [N, K]

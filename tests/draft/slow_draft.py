@@ -1,6 +1,6 @@
-"""A slow EAGLE-3 draft for comparison: one position at a time, nothing cached, written from the papers' words.
+"""A slow EAGLE-3 draft for comparison: one position at a time, nothing cached, written from the paper.
 
-It shares only the weights with `stages.draft.eagle3`: its own rotation (complex numbers), its own attention (a Python
+It shares only the weights with `stages.draft.eagle3` and has its own rotation (complex numbers), its own attention (a Python
 loop over heads), its own norm.
 """
 
@@ -101,7 +101,7 @@ def guess(draft: Eagle3Draft, embedding: Tensor, ids: list[int], features: Tenso
 
 
 def normed_features(draft: Eagle3Draft, features: Tensor) -> Tensor:
-    """What fc reads of a position's features [3H]."""
+    """Return the input of fc for a position's features [3H]."""
     if draft.config.norm_before_fc:
         features = norm(features, draft.input_norm)
     if draft.config.fc_norm:

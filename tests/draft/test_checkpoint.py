@@ -27,7 +27,7 @@ LAYERS = 36
 CONFIG = checkpoint.build_config(SHAPE, ROPE, [2, 18, 33], LAYERS, [7])
 CHOSEN = [3, 4, 11, 12, 29]  # the target's tokens that the draft knows, ascending
 
-# Copied from research/specforge.md 2.8 and research/sglang.md 3; attention reads cat([embedding, feature]), 2H.
+# As in SpecForge's checkpoints and SGLang 0.5.17's llama_eagle3.py; attention reads cat([embedding, feature]), 2H.
 EXPECTED = {
     "fc.weight": (8, 24),
     "midlayer.input_layernorm.weight": (8,),
@@ -56,7 +56,7 @@ def draft() -> dict[str, Tensor]:
 
 
 def write_unchecked(place: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """What another program, or an older version, might leave at a draft's place."""
+    """Write a draft as another program, or an older version, might, without checks."""
     (place / "draft").mkdir(parents=True)
     atomic.write_json(place / "draft" / "config.json", config)
     save_file(tensors, place / "draft" / "model.safetensors")
@@ -211,7 +211,7 @@ def test_a_missing_or_cut_state_is_named_with_its_stage(tmp_path: Path, name: st
 
 
 def loaded(tmp_path: Path, config: dict[str, Any]) -> LlamaConfig:
-    """What both engines begin with: model_type llama, parsed by transformers."""
+    """Return the config as both engines read it first: model_type llama, parsed by transformers."""
     atomic.write_json(tmp_path / "config.json", config)
     found = AutoConfig.from_pretrained(tmp_path)
     assert type(found) is LlamaConfig
@@ -247,7 +247,7 @@ def test_default_rope_has_no_scaling_in_the_old_spelling() -> None:
 
 
 def test_default_layers_are_not_listed() -> None:
-    """Both engines default to [2, n//2, n-3], and read a list differently: the safe list is none."""
+    """Both engines default to [2, n//2, n-3], and read a list differently, so the defaults are not listed."""
     for layers, count in (([2, 18, 33], 36), ([2, 16, 29], 32), ([2, 3, 4], 7)):
         config = checkpoint.build_config(SHAPE, ROPE, layers, count, [7])
         assert "eagle_config" not in config and "eagle_aux_hidden_state_layer_ids" not in config

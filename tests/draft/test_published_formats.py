@@ -1,4 +1,4 @@
-"""Drafts cross over both ways: what we write is what engines load, and what others write is what we read.
+"""Drafts are exchanged both ways: engines load what we write, and we read what other trainers write.
 
 `Sglang` and `Vllm` below are the loading rules of SGLang 0.5.17 and vLLM, written out from their llama_eagle3.py, and of
 vLLM's qwen3_eagle3.py: names and shapes that the model has, and what becomes of each tensor of the file.
@@ -325,7 +325,7 @@ def test_our_own_export_comes_back_from_every_spelling(
     assert found.options == options and found.notes == []
     expected = DraftConfig.from_json(config)
     assert {f.name: getattr(expected, f.name) for f in fields(expected) if f.name in options} == options
-    assert Eagle3Draft.of(found.config, found.tensors).config == expected
+    assert Eagle3Draft.from_checkpoint(found.config, found.tensors).config == expected
 
 
 @pytest.mark.parametrize("rope", [ROPE, LLAMA3], ids=["default", "llama3"])
@@ -388,12 +388,12 @@ NOTES = {
 
 
 @pytest.mark.parametrize(("changes", "more", "name", "note"), NOTES.values(), ids=NOTES.keys())
-def test_what_is_taken_otherwise_is_told(
+def test_a_value_not_used_as_written_gives_a_note(
     tmp_path: Path, changes: dict[str, Any], more: dict[str, Tensor], name: str, note: str
 ) -> None:
     config, tensors = ours(tmp_path)
-    (told,) = read(publish(tmp_path / "theirs", config | changes, tensors | more), name=name).notes
-    assert note in told
+    (found,) = read(publish(tmp_path / "theirs", config | changes, tensors | more), name=name).notes
+    assert note in found
 
 
 def test_a_theta_of_ones_own(tmp_path: Path) -> None:
@@ -468,9 +468,11 @@ def test_a_pickle_is_refused_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="found none"):
         read(folder)
     torch.save(tensors, folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"pytorch_model.bin, a pickle, which runs code .* weights_only=True") as told:
+    with pytest.raises(
+        ValueError, match=r"pytorch_model.bin, a pickle, which runs code .* weights_only=True"
+    ) as refusal:
         read(folder)
-    code = str(told.value).split('python -c "')[1].split('"')[0]
+    code = str(refusal.value).split('python -c "')[1].split('"')[0]
     assert subprocess.run([sys.executable, "-c", code], cwd=folder).returncode == 0
     assert read(folder).config == config
 

@@ -85,12 +85,12 @@ def test_a_target_that_sees(tmp_path: Path, name: str) -> None:
     rows = [row(model, ids, shown, answer) for (ids, shown), answer in zip(documents(), answers, strict=True)]
 
     eagle = EagleDraft.fresh(config, head, seed=1)
-    pack, optimizer = ttt.TrainingPack.of(rows[:3], 1, "aligned"), torch.optim.AdamW(eagle.parameters(), lr=0.003)
+    pack, optimizer = ttt.TrainingPack.from_rows(rows[:3], 1, "aligned"), torch.optim.AdamW(eagle.parameters(), lr=0.003)
     for _ in range(60):
         optimizer.zero_grad()
         registry.TRAINABLE_METHODS["eagle"].forward(
             eagle, pack, embedding, head, ttt.TrainingObjective(1), None
-        ).total.backward()
+        ).total_loss.backward()
         optimizer.step()
     eagle.requires_grad_(False)
 
@@ -100,11 +100,11 @@ def test_a_target_that_sees(tmp_path: Path, name: str) -> None:
 
     chain, accepted = EagleMethod(eagle, embedding, StaticTree.of([(0,), (0, 0), (0, 0, 0)], CPU), "sglang"), 0
     for (ids, shown), one in zip(documents(), rows, strict=True):
-        alone = ttt.TrainingPack.of([one], STEPS, "aligned")
+        alone = ttt.TrainingPack.from_rows([one], STEPS, "aligned")
         found = registry.TRAINABLE_METHODS["eagle"].guesses(eagle, alone, embedding, head, STEPS, 1)
         hits = {  # position -> of each step whether it guesses the answer's token
             int(p): [bool(g[n, 0] == one.ids[p + 2 + k]) for k, g in enumerate(found) if n < len(g)]
-            for n, p in enumerate(alone.asked)
+            for n, p in enumerate(alone.query_tokens)
         }
         place = len(ids) - 1  # the position before the root
         for step in list(engine.proposed(ids.tolist(), ROOM, chain, shown))[1:]:

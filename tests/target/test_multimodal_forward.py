@@ -131,10 +131,10 @@ def test_a_drafts_rotation_is_its_targets_own(tmp_path: Path, name: str) -> None
     draft = random_draft(made)
     positions = torch.tensor([p for shape in DOCUMENTS for p in positions_of(shape)])  # [N, 3]
     cos, sin = model.get_decoder().rotary_emb(torch.zeros(1), positions.T[:, None])  # [1, N, E], halves alike
-    found = draft.rope(positions)
+    found = draft.compute_rope(positions)
     for mine, theirs in zip(found, (cos, sin), strict=True):
         torch.testing.assert_close(mine[:, 0], theirs[0, :, : made.head_dim // 2])
-    assert draft.axes is not None and draft.axes.tolist() == LAYOUT[name]
+    assert draft.frequency_axes is not None and draft.frequency_axes.tolist() == LAYOUT[name]
     assert made.rope["mrope_interleaved"] == (name != "qwen2.5 vl")
     assert made.image_token_id == TOKEN
 
@@ -191,11 +191,11 @@ class Run:
         self.learn()
 
     def learn(self) -> None:
-        pack, objective = ttt.TrainingPack.of(self.rows[:3], STEPS, "aligned"), ttt.TrainingObjective(STEPS)
+        pack, objective = ttt.TrainingPack.from_rows(self.rows[:3], STEPS, "aligned"), ttt.TrainingObjective(STEPS)
         optimizer = torch.optim.AdamW(self.draft.parameters(), lr=0.003)
         for _ in range(50):
             optimizer.zero_grad()
-            ttt.compute_loss(self.draft, pack, self.embedding, self.head, objective).total.backward()
+            ttt.compute_loss(self.draft, pack, self.embedding, self.head, objective).total_loss.backward()
             optimizer.step()
         self.draft.requires_grad_(False)
 
@@ -270,7 +270,7 @@ def test_training_rolls_what_decoding_rolls(run: Run) -> None:
     """A chain over an answer, walked in the training forward: the live engine's chain, row by row."""
     engine = Engine(run.model, [5], TAPPED, run.draft)
     for (ids, shown), one in zip(run.prompts, run.rows, strict=True):
-        pack = ttt.TrainingPack.of([one], STEPS, "aligned")
+        pack = ttt.TrainingPack.from_rows([one], STEPS, "aligned")
         result = ttt.compute_loss(run.draft, pack, run.embedding, run.head, ttt.TrainingObjective(STEPS))
         accepted, place, walked = ttt.count_chain_accepted(result, pack).tolist(), 0, []
         while place < len(accepted):
@@ -289,8 +289,8 @@ def test_company_changes_nothing(run: Run) -> None:
     losses = [
         sum(
             ttt.compute_loss(
-                run.draft, ttt.TrainingPack.of(rows, STEPS, "aligned"), run.embedding, run.head, objective
-            ).loss
+                run.draft, ttt.TrainingPack.from_rows(rows, STEPS, "aligned"), run.embedding, run.head, objective
+            ).loss_per_step
             for rows in packs
         )
         for packs in ([run.rows], [run.rows[::-1]], [[r] for r in run.rows])
@@ -303,13 +303,13 @@ def test_a_draft_sees_pictures_and_where_they_lie(run: Run) -> None:
     """With the pad token's embedding, or plain positions, it says something else: both matter in what is compared here."""
     one, objective = run.rows[2], ttt.TrainingObjective(STEPS)
     assert one.visual is not None and one.positions is not None
-    pack = ttt.TrainingPack.of([one], STEPS, "aligned")
-    blind = ttt.TrainingPack.of([one], STEPS, "aligned")
-    blind.visual = run.embedding[TOKEN].expand_as(one.visual)
-    astray = ttt.TrainingPack.of([one], STEPS, "aligned")
-    astray.positions = torch.arange(len(one.ids))[:, None].expand(-1, 3)
+    pack = ttt.TrainingPack.from_rows([one], STEPS, "aligned")
+    blind = ttt.TrainingPack.from_rows([one], STEPS, "aligned")
+    blind.image_embeddings = run.embedding[TOKEN].expand_as(one.visual)
+    astray = ttt.TrainingPack.from_rows([one], STEPS, "aligned")
+    astray.rope_positions = torch.arange(len(one.ids))[:, None].expand(-1, 3)
     exact, no_pictures, no_places = (
-        ttt.compute_loss(run.draft, p, run.embedding, run.head, objective).loss for p in (pack, blind, astray)
+        ttt.compute_loss(run.draft, p, run.embedding, run.head, objective).loss_per_step for p in (pack, blind, astray)
     )
     assert (exact - no_pictures).abs().max() > 1e-4 and (exact - no_places).abs().max() > 1e-4
 

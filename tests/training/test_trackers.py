@@ -1,4 +1,4 @@
-"""What is told to a tracker is what its own reader finds."""
+"""Values logged to a tracker are those that the tracker's own reader returns."""
 
 import os
 import subprocess
@@ -11,15 +11,15 @@ import pytest
 from stages.training import trackers
 
 
-def test_tensorboard_reads_what_was_told_and_a_resumed_run_takes_the_place_of_what_was_lost(tmp_path: Path) -> None:
+def test_tensorboard_reads_logged_values_and_a_resumed_run_replaces_lost_steps(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     with chdir(tmp_path):
-        with trackers.open_trackers(["tensorboard"], "e003-1234", {"learning_rate": 0.5}, 0) as tell:
-            tell(10, {"step/loss": 3.0})
-            tell(20, {"step/loss": 2.0})
-        with trackers.open_trackers(["tensorboard"], "e003-1234", {"learning_rate": 0.5}, 15) as tell:
-            tell(20, {"step/loss": 1.5})
+        with trackers.open_trackers(["tensorboard"], "e003-1234", {"learning_rate": 0.5}, 0) as log_step:
+            log_step(10, {"step/loss": 3.0})
+            log_step(20, {"step/loss": 2.0})
+        with trackers.open_trackers(["tensorboard"], "e003-1234", {"learning_rate": 0.5}, 15) as log_step:
+            log_step(20, {"step/loss": 1.5})
     events = EventAccumulator(str(tmp_path / "runs/e003-1234")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("step/loss")] == [(10, 3.0), (20, 1.5)]
 
@@ -28,8 +28,8 @@ def test_wandb_keeps_a_run_offline_without_code_or_console(tmp_path: Path) -> No
     """In a process of its own: wandb starts a service, and looks at the environment once."""
     story = (
         "from stages.training import trackers\n"
-        "with trackers.open_trackers(['wandb'], 'e003-1234', {'learning_rate': 0.5}, 0) as tell:\n"
-        "    tell(10, {'step/loss': 3.0})\n"
+        "with trackers.open_trackers(['wandb'], 'e003-1234', {'learning_rate': 0.5}, 0) as log_step:\n"
+        "    log_step(10, {'step/loss': 3.0})\n"
     )
     env = {**os.environ, "WANDB_MODE": "offline", "PYTHONPATH": str(Path.cwd()), "A_SECRET": "hunter2-never-sent"}
     done = subprocess.run([sys.executable, "-c", story], cwd=tmp_path, env=env, capture_output=True, text=True)

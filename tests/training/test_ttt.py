@@ -30,12 +30,12 @@ def run(
     rows: list[SimpleNamespace], weights: tuple, mask: str = "aligned", loss: str = "ce"
 ) -> tuple[TrainingPack, ttt.LossOutput]:
     draft, embedding, head = weights
-    pack = TrainingPack.of(rows, STEPS, mask)
-    return pack, ttt.compute_loss(draft, pack, embedding, head, TrainingObjective(STEPS, mask=mask, loss=loss))
+    pack = TrainingPack.from_rows(rows, STEPS, mask)
+    return pack, ttt.compute_loss(draft, pack, embedding, head, TrainingObjective(STEPS, loss_mask=mask, loss=loss))
 
 
 def means(pack: TrainingPack, result: ttt.LossOutput) -> list[float]:
-    return (result.loss / torch.tensor(pack.counts).clamp(min=1)).tolist()
+    return (result.loss_per_step / torch.tensor(pack.supervised_per_step).clamp(min=1)).tolist()
 
 
 def learned(mask: list[int], steps: int, kind: str) -> list[list[int]]:
@@ -75,7 +75,7 @@ def test_every_step_and_every_gradient_is_what_the_slow_draft_says(
     draft.requires_grad_(True)
     rows = [make_row(2, 9, [(3, 9)]), make_row(4, 11, [(1, 4), (6, 10)])]
     pack, result = run(rows, weights, mask, loss)
-    found = torch.autograd.grad(result.total, list(draft.parameters()))
+    found = torch.autograd.grad(result.total_loss, list(draft.parameters()))
     total = torch.zeros(())
     for k in range(STEPS):
         losses, hits, taught = [], 0, 0
@@ -87,23 +87,23 @@ def test_every_step_and_every_gradient_is_what_the_slow_draft_says(
                     continue
                 logits = head @ row.last[p + 1 + k]
                 probs = guess(draft, embedding, ids, row.features, p, ids[p + 2 : p + 2 + k])
-                answer, said = int(logits.argmax()), int(draft.to_target(probs.argmax()))
-                taught, hits = taught + 1, hits + (answer == said)
+                answer, drafted = int(logits.argmax()), int(draft.to_target(probs.argmax()))
+                taught, hits = taught + 1, hits + (answer == drafted)
                 if bool(draft.t2d[answer]):
                     losses.append(slow_loss(loss, logits, probs, draft.t2d))
-        assert pack.counts[k] == taught
-        assert int(result.hits[k].sum()) == hits
-        assert result.loss[k].item() == pytest.approx(float(sum(x.detach() for x in losses)), rel=1e-4)
+        assert pack.supervised_per_step[k] == taught
+        assert int(result.argmax_matches[k].sum()) == hits
+        assert result.loss_per_step[k].item() == pytest.approx(float(sum(x.detach() for x in losses)), rel=1e-4)
         total = total + 0.8**k * sum(losses) / max(1, taught)
-    assert result.total.item() == pytest.approx(total.item(), rel=1e-4)
+    assert result.total_loss.item() == pytest.approx(total.item(), rel=1e-4)
     expected = torch.autograd.grad(total, list(draft.parameters()))
     for (name, _), a, b in zip(draft.named_parameters(), found, expected, strict=True):
         assert torch.allclose(a, b, rtol=1e-3, atol=1e-5 * float(b.abs().max())), name
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_flex_attention_sees_what_plain_attention_sees(window: int | None, monkeypatch) -> None:
-    """What a GPU runs, here uncompiled: the same loss, whether or not each step has a mask of its own.
+def test_flex_attention_equals_plain_attention(window: int | None, monkeypatch) -> None:
+    """FlexAttention, as on a GPU but uncompiled, gives the same loss, with one mask or one per step.
 
     Flex attention has no gradient on a CPU; on a GPU benchmarks/flex_check.py compares those too.
     """
@@ -115,11 +115,11 @@ def test_flex_attention_sees_what_plain_attention_sees(window: int | None, monke
     for kind in (attention_mask._PaddedPackAttention, attention_mask._FlexPackAttention):
         monkeypatch.setattr(attention_mask, "FLEX_PAD_MULTIPLE", 128)
         monkeypatch.setattr(attention_mask, "_compiled_functions", {"mask": create_block_mask, "flex": flex_attention})
-        monkeypatch.setattr(attention_mask, "build_pack_attention", kind.of)
+        monkeypatch.setattr(attention_mask, "build_pack_attention", kind.build)
         _, result = run(rows, weights)
         found.append(result)
-    assert torch.allclose(found[0].loss, found[1].loss, rtol=1e-4)
-    assert torch.equal(found[0].hits, found[1].hits)
+    assert torch.allclose(found[0].loss_per_step, found[1].loss_per_step, rtol=1e-4)
+    assert torch.equal(found[0].argmax_matches, found[1].argmax_matches)
 
 
 def slow_loss(kind: str, logits: Tensor, probs: Tensor, t2d: Tensor) -> Tensor:
@@ -130,22 +130,22 @@ def slow_loss(kind: str, logits: Tensor, probs: Tensor, t2d: Tensor) -> Tensor:
 
 
 def test_company_changes_nothing() -> None:
-    """A rival's loss depended on what a row was padded with (research/specforge.md W2); here rows only add up."""
+    """In SpecForge a row's loss depended on its padding; here the losses of rows only add up."""
     weights = random_draft(5)
     rows = [make_row(6, 10, [(3, 9)]), make_row(7, 14, [(2, 14)]), make_row(8, 6, [])]
-    alone = [run([row], weights)[1].loss for row in rows]
-    together = run(rows, weights)[1].loss
+    alone = [run([row], weights)[1].loss_per_step for row in rows]
+    together = run(rows, weights)[1].loss_per_step
     assert torch.allclose(sum(alone), together, rtol=1e-5)
 
 
 def test_a_batch_of_several_packs_is_one_mean() -> None:
     """With the whole batch's counts, packs add up to the batch in one pack, whichever rows share one."""
     draft, embedding, head = random_draft(5)
-    packs = [TrainingPack.of([make_row(s, 8 + s, [(3, 7 + s)])], STEPS, "aligned") for s in (1, 2, 3)]
-    counts = torch.tensor([p.counts for p in packs]).sum(0)
-    parts = [ttt.compute_loss(draft, p, embedding, head, TrainingObjective(STEPS), counts).total for p in packs]
+    packs = [TrainingPack.from_rows([make_row(s, 8 + s, [(3, 7 + s)])], STEPS, "aligned") for s in (1, 2, 3)]
+    counts = torch.tensor([p.supervised_per_step for p in packs]).sum(0)
+    parts = [ttt.compute_loss(draft, p, embedding, head, TrainingObjective(STEPS), counts).total_loss for p in packs]
     rows = [make_row(s, 8 + s, [(3, 7 + s)]) for s in (1, 2, 3)]
-    assert sum(parts).item() == pytest.approx(run(rows, (draft, embedding, head))[1].total.item(), rel=1e-5)
+    assert sum(parts).item() == pytest.approx(run(rows, (draft, embedding, head))[1].total_loss.item(), rel=1e-5)
 
 
 def test_a_pack_without_supervision_costs_nothing_and_breaks_nothing() -> None:
@@ -153,27 +153,27 @@ def test_a_pack_without_supervision_costs_nothing_and_breaks_nothing() -> None:
     weights[0].requires_grad_(True)
     pack, result = run([make_row(8, 6, [])], weights)
     assert means(pack, result) == [0.0] * STEPS
-    result.total.backward()
+    result.total_loss.backward()
 
 
 def test_a_chain_is_accepted_up_to_its_first_miss() -> None:
-    pack = TrainingPack.of([make_row(1, 12, [(2, 12)])], 3, "aligned")
+    pack = TrainingPack.from_rows([make_row(1, 12, [(2, 12)])], 3, "aligned")
     hits = torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1, 1], [1, 0, 1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 0, 1, 1, 1, 0, 0]]).bool()
-    order = pack.asked.argsort()
-    told = torch.zeros_like(hits)
-    told[:, order] = hits  # as written: in the order of the row
-    accepted = ttt.count_chain_accepted(ttt.LossOutput(torch.zeros(()), torch.zeros(3), told), pack)
+    order = pack.query_tokens.argsort()
+    by_query = torch.zeros_like(hits)
+    by_query[:, order] = hits  # written above in row order
+    accepted = ttt.count_chain_accepted(ttt.LossOutput(torch.zeros(()), torch.zeros(3), by_query), pack)
     assert accepted.tolist() == [3, 1, 0, 2, 3, 3, 3, 2, 1]
 
 
 def test_training_makes_the_loss_fall() -> None:
     draft, embedding, head = random_draft(9, scale=0.1)
     draft.requires_grad_(True)
-    pack = TrainingPack.of([make_row(10, 14, [(3, 14)])], STEPS, "aligned")
+    pack = TrainingPack.from_rows([make_row(10, 14, [(3, 14)])], STEPS, "aligned")
     optimizer = torch.optim.AdamW(draft.parameters(), lr=0.01)
     losses = []
     for _ in range(60):
-        total = ttt.compute_loss(draft, pack, embedding, head, TrainingObjective(STEPS)).total
+        total = ttt.compute_loss(draft, pack, embedding, head, TrainingObjective(STEPS)).total_loss
         optimizer.zero_grad()
         total.backward()
         optimizer.step()

@@ -1,0 +1,57 @@
+"""Accept length of the torch engine along a given answer (teacher-forced decoding), for check_overfit.
+
+A training row may be sampled above temperature 0, or written by another model. Left alone, the engine would decode another
+answer, on which an overfitted draft knows nothing; so each token of the target is replaced by that of the row. All else is what
+a benchmark runs: prefill, captured features, the draft's cache, expansion, verification, cache compaction.
+
+Dimensions: T tokens of an answer, H hidden, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from stages.draft.eagle3 import Eagle3Draft
+from stages.engine.decode import Engine
+from stages.engine.sampling import TokenSampler
+from stages.target.multimodal import ImagePatchesProtocol
+from stages.trees import acceptance
+
+
+class ForcedDecodingEngine(Engine):
+    """An engine whose target always outputs the given answer. Raises ValueError as `Engine`."""
+
+    def __init__(self, model: PreTrainedModel, feature_layers: list[int], draft: Eagle3Draft, answer: Sequence[int]):
+        super().__init__(model, [], feature_layers, draft)
+        self.answer = torch.tensor(answer, device=self.device)
+
+    def _choose(self, chooser: TokenSampler, hidden: Tensor, places: Tensor) -> Tensor:
+        return self.answer[places.clamp(max=len(self.answer) - 1)]
+
+
+def measure_chain_tau(
+    engine: ForcedDecodingEngine, prompt: list[int], num_steps: int, images: ImagePatchesProtocol | None = None
+) -> float:
+    """Return tau of chains of `num_steps` drafts along the answer. Raises ValueError where it exceeds the engine's capacity."""
+    cycles = [*engine.speculative(prompt, len(engine.answer), num_steps, 1, num_steps + 1, images)][1:]
+    return acceptance.compute_tau(np.array([step.accepted for step in cycles]), np.ones(len(cycles)))
+
+
+@torch.no_grad()
+def compute_perfect_tau(answer: Tensor, last: Tensor, head: Tensor, num_steps: int) -> float:
+    """Return tau of a draft that always predicts the target's argmax, along an answer [T].
+
+    last [T, H] is the target's last hidden state at each token, head [V, H]. At temperature 0 every token is the argmax;
+    a sampled answer has other tokens, which no draft can predict.
+    """
+    argmax = (last[:-1] @ head.T).argmax(-1)
+    matches = (argmax.cpu() == answer[1:].cpu()).tolist()  # of the answer's second token, its third, ...
+    bonus, accepted, cycles = 0, 0, 0
+    while bonus < len(matches):
+        chain = matches[bonus : bonus + num_steps]
+        num_accepted = chain.index(False) if False in chain else len(chain)
+        bonus, accepted, cycles = bonus + num_accepted + 1, accepted + num_accepted, cycles + 1
+    return acceptance.compute_tau(np.array(accepted), np.array(cycles))

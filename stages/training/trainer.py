@@ -1,0 +1,232 @@
+"""The training loop: epochs of optimizer steps over packs, on one or several processes."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from stages.draft import checkpoint
+from stages.hidden_states.reader import HiddenStatesReader
+from stages.params.draft_sections import TrainDraft
+from stages.runtime.distributed import RankContext
+from stages.training import trackers, ttt
+from stages.training.adamw import MasterWeightOptimizer
+from stages.training.online_packs import OnlinePacks
+from stages.training.pack_loader import PackLoader
+from stages.training.pack_plan import plan_epoch
+
+LOG_STEPS = 50  # reading the loss waits for the device
+
+ComputeLoss = Callable[[Any, ttt.TrainingPack, Tensor, Tensor, ttt.TrainingObjective, Tensor | None], ttt.LossOutput]
+
+
+@dataclass(frozen=True)
+class EpochLog:
+    """Results of one epoch; an entry of `epochs` in results/train/NAME.json."""
+
+    epoch: int
+    loss: float  # sum over steps of decay**k times the mean loss of the step
+    step_loss: list[float]
+    step_accuracy: list[float]
+    tokens: int
+    seconds: float
+
+    def list_values(self) -> dict[str, float]:
+        """Return the values that trackers log."""
+        by_step = {f"epoch/loss_{k}": x for k, x in enumerate(self.step_loss)}
+        by_step |= {f"epoch/accuracy_{k}": x for k, x in enumerate(self.step_accuracy)}
+        return {"epoch/loss": self.loss, **by_step, "epoch/tokens_per_s": self.tokens / max(self.seconds, 0.01)}
+
+
+@dataclass(frozen=True)
+class TrainingProgress:
+    """The point at which training starts or resumes."""
+
+    optimizer_state: dict[str, Tensor]  # of `Trainer.gather_state`; empty before the first step
+    epoch: int = 0
+    step: int = 0
+    epochs: list[EpochLog] = field(default_factory=list)  # of this segment
+
+
+class TrainingStep(nn.Module):
+    """The loss of a pack as a module, whose weights FSDP gathers. The target's tables are not registered as parameters."""
+
+    def __init__(
+        self,
+        draft: nn.Module,
+        embedding: Tensor,
+        head: Tensor,
+        objective: ttt.TrainingObjective,
+        compute_loss: ComputeLoss,
+    ):
+        super().__init__()
+        self.draft, self.objective, self.compute_loss = draft, objective, compute_loss
+        self.tables = (embedding, head)
+
+    def forward(self, pack: ttt.TrainingPack, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the fields of ttt.LossOutput."""
+        result = self.compute_loss(self.draft, pack, *self.tables, self.objective, counts)
+        return result.total_loss, result.loss_per_step, result.argmax_matches
+
+
+class Trainer:
+    """A draft in training: weights, optimizer, progress and log."""
+
+    def __init__(
+        self,
+        draft: nn.Module,
+        embedding: Tensor,  # [V, H]
+        head: Tensor,  # [V, H]
+        objective: ttt.TrainingObjective,
+        compute_loss: ComputeLoss,
+        settings: TrainDraft,
+        ranks: RankContext,
+        start: TrainingProgress,
+    ):
+        """Move the draft to the device, cast and shard it, and restore the optimizer."""
+        self.draft, self.objective, self.settings, self.ranks = draft, objective, settings, ranks
+        self.epoch, self.step, self.log = start.epoch, start.step, list(start.epochs)
+        self.dtype = getattr(torch, settings.dtype)
+        self.online_packs: OnlinePacks | None = None  # where no hidden states of training rows are stored
+        self.log_step: trackers.LogStep = lambda step, values: None
+        self.num_shards = 1
+
+        saved, prefix = start.optimizer_state, "master."
+        exact = {name.removeprefix(prefix): t for name, t in saved.items() if name.startswith(prefix)}
+        self.draft.load_state_dict(exact, strict=False)  # weights of the checkpoint are rounded to `dtype`
+        self.draft.to(ranks.device)
+        tables = embedding.to(ranks.device, self.dtype), head.to(ranks.device, self.dtype)
+        self.training_step = TrainingStep(self.draft, *tables, objective, compute_loss)
+        master_weights = self._shard_or_cast()
+        self.optimizer = MasterWeightOptimizer(
+            self.draft, settings.learning_rate, settings.weight_decay, master_weights
+        )
+        self.optimizer.restore(saved, self.step)
+
+    def _shard_or_cast(self) -> dict[str, Tensor] | None:
+        """Shard the weights by FSDP, or cast them to `dtype` and return the float32 ones; None where the draft keeps them."""
+        if self.settings.parallel == "fsdp" and self.ranks.world > 1:
+            from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+            # Weights stay float32 and sharded; each forward gathers them in `dtype`, gradients are summed in float32.
+            policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+            fully_shard(self.training_step, mp_policy=policy)
+            self.num_shards = self.ranks.world  # FSDP averages gradients over processes; the loss needs their sum
+            return None
+        if self.dtype == torch.float32:
+            return None
+        exact = {name: weight.detach().clone() for name, weight in self.draft.named_parameters()}
+        self.draft.to(self.dtype)
+        return exact
+
+    def train_epoch(self, reader: HiddenStatesReader, bar: tqdm) -> None:
+        """Train one epoch over all rows and append its results to the log."""
+        started, steps = time.perf_counter(), plan_epoch(reader.lengths, self.settings, self.epoch)
+        # Summed loss, argmax matches and supervised positions of each TTT step.
+        totals = torch.zeros(3, self.objective.num_steps, dtype=torch.float64, device=self.ranks.device)
+        for number, packs in enumerate(self.load_packs(reader, steps, self.objective, self.ranks)):
+            totals += self.train_step(packs)
+            bar.update(sum(map(len, steps[number])))
+            if number % LOG_STEPS == 0:
+                loss = self._check_loss(totals)
+                bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
+                self.log_step(self.step, {"step/loss": loss, "step/learning_rate": self._get_learning_rate()})
+        if self.ranks.world > 1:
+            dist.all_reduce(totals)
+        self._check_loss(totals)
+        self.epoch += 1
+        entry = self._summarise_epoch(totals, sum(reader.lengths), round(time.perf_counter() - started, 2))
+        self.log.append(entry)
+        self.log_step(self.step, entry.list_values())
+        bar.set_postfix_str(f"epoch {self.epoch}, loss {entry.loss:.3f}, accuracy {entry.step_accuracy[0]:.2f}")
+
+    def load_packs(
+        self,
+        reader: HiddenStatesReader,
+        steps: list[list[list[int]]],
+        objective: ttt.TrainingObjective,
+        ranks: RankContext,
+    ):
+        """Yield the packs of each step; `fill_hidden_states` completes them where the target is online."""
+        add_images = self.online_packs.get_add_images() if self.online_packs else None
+        return PackLoader(reader, objective, ranks, self.dtype, add_images).load_steps(steps)
+
+    def fill_hidden_states(self, pack: ttt.TrainingPack) -> ttt.TrainingPack:
+        """Return the pack with hidden states, by the online target where there is one."""
+        return self.online_packs.fill_hidden_states(pack) if self.online_packs else pack
+
+    def train_step(self, packs: list[ttt.TrainingPack]) -> Tensor:
+        """Run one optimizer step; return summed loss, argmax matches and supervised positions [3, L], without synchronising."""
+        counts = torch.tensor([p.supervised_per_step for p in packs]).sum(0)
+        counts = counts.to(self.ranks.device, non_blocking=True)  # [L]
+        own_counts = counts.clone()
+        if self.ranks.world > 1:
+            dist.all_reduce(counts)
+        sums = torch.zeros(3, len(counts), dtype=torch.float64, device=self.ranks.device)
+        sums[2] = own_counts
+        for pack in packs:
+            total_loss, loss_per_step, matches = self.training_step(self.fill_hidden_states(pack), counts)
+            (total_loss * self.num_shards).backward()
+            self.optimizer.add_gradients()
+            sums[0] += loss_per_step
+            sums[1] += matches.sum(1)
+        self.optimizer.step(self._get_learning_rate(), self.settings.grad_clip)
+        self.step += 1
+        return sums
+
+    def _get_learning_rate(self) -> float:
+        """Return the learning rate of the next step."""
+        return self.settings.learning_rate * min(1.0, (self.step + 1) / max(1, self.settings.warmup_steps))
+
+    def _check_loss(self, totals: Tensor) -> float:
+        """Return the mean loss of TTT step 0 so far. Raises ValueError where a loss is not finite."""
+        loss, _, supervised = totals.tolist()
+        if not all(map(math.isfinite, loss)):
+            raise ValueError(
+                f"train_draft: the loss is {loss} by step {self.step} (epoch {self.epoch}); lower "
+                "train_draft.learning_rate or grad_clip. Whole epochs so far are kept in .scratch"
+            )
+        return loss[0] / max(1.0, supervised[0])
+
+    def _summarise_epoch(self, totals: Tensor, tokens: int, seconds: float) -> EpochLog:
+        loss, matches, supervised = totals.tolist()
+        step_loss = [x / max(1.0, n) for x, n in zip(loss, supervised, strict=True)]
+        return EpochLog(
+            epoch=self.epoch,
+            loss=sum(self.objective.decay**k * x for k, x in enumerate(step_loss)),
+            step_loss=step_loss,
+            step_accuracy=[x / max(1.0, n) for x, n in zip(matches, supervised, strict=True)],
+            tokens=tokens,
+            seconds=seconds,
+        )
+
+    def gather_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the full weights in `dtype` and the optimizer's state on the CPU; all processes must call it.
+
+        Raises ValueError, in every process, where any value is NaN or infinite.
+        """
+        exact = {name: _gather_full_tensor(t) for name, t in self.optimizer.master_weights.items()}
+        state = {name: _gather_full_tensor(t) for name, t in self.optimizer.get_moments().items()}
+        if self.dtype != torch.float32:
+            state |= {f"master.{name}": t for name, t in exact.items()}
+        buffers = {name: t.cpu() for name, t in self.draft.state_dict().items() if name not in exact}
+        weights = {name: t.to(self.dtype) for name, t in exact.items()}
+        if problem := checkpoint.find_nonfinite_values(
+            weights | state
+        ):  # the last step's loss is of the weights before it
+            raise ValueError(
+                f"train_draft diverged by step {self.step} (epoch {self.epoch}): {problem}. They were not written; lower "
+                "train_draft.learning_rate or grad_clip. Whole epochs before this one are kept in .scratch"
+            )
+        return {**weights, **buffers}, state
+
+
+def _gather_full_tensor(tensor: Tensor) -> Tensor:
+    gather = getattr(tensor, "full_tensor", None)  # of a DTensor
+    return (gather() if gather else tensor).detach().cpu()
