@@ -131,10 +131,7 @@ def write_splits(chunks: list[JudgedChunk], fates: np.ndarray, params: FixData) 
     rows_out = sum(split.values())
     clean = verdicts["clean"]
     assert rows_in == rows_out + dropped.total() and rows_out == verdicts.total(), (rows_in, rows_out, dropped)
-    rules: Counter[str] = Counter()
-    for verdict, count in verdicts.items():
-        if verdict != "clean":
-            rules.update(dict.fromkeys(verdict.removeprefix("repaired:").split(","), count))
+    rules = _count_rules(verdicts)
     return {
         "rows_in": rows_in,
         "clean": clean,
@@ -150,6 +147,15 @@ def write_splits(chunks: list[JudgedChunk], fates: np.ndarray, params: FixData) 
         "pictures_written": num_images,
         "examples": {rule: {"before": examples[rule].before, "after": examples[rule].after} for rule in sorted(rules)},
     }
+
+
+def _count_rules(verdicts: Counter[str]) -> Counter[str]:
+    """Return the number of kept rows that each repair rule changed."""
+    rules: Counter[str] = Counter()
+    for verdict, count in verdicts.items():
+        if verdict != "clean":
+            rules.update(dict.fromkeys(verdict.removeprefix("repaired:").split(","), count))
+    return rules
 
 
 def _write_tables(chunks: list[JudgedChunk], fates: np.ndarray) -> None:

@@ -34,19 +34,19 @@ T = TypeVar("T")
 
 def main(workload: str) -> None:
     params = schema.load_params()
-    w = get_named(params.benchmark.workloads, workload, "benchmark.workloads")
+    settings = get_named(params.benchmark.workloads, workload, "benchmark.workloads")
     target = manifest.read_manifest()
-    if w.prompts == "eval":
+    if settings.prompts == "eval":
         rows = [PromptRow(id, ids, images=images) for id, ids, images in _read_eval_split().iter_rows()]
-        measured, warmup = _select_prompts(workload, w, rows)
-    elif w.prompts == "random":
-        rows = _make_random_prompts(w, _read_eval_split())
-        measured, warmup = rows[: w.num_prompts], rows[w.num_prompts :]
+        measured, warmup = _select_prompts(workload, settings, rows)
+    elif settings.prompts == "random":
+        rows = _make_random_prompts(settings, _read_eval_split())
+        measured, warmup = rows[: settings.num_prompts], rows[settings.num_prompts :]
     else:
-        measured, warmup = _read_set_prompts(params, workload, w, target)
+        measured, warmup = _read_set_prompts(params, workload, settings, target)
     _check_prompts_fit(workload, [*measured, *warmup], target.max_position_embeddings)
     workload_prompts.write_prompts(workload, measured, warmup)
-    _print_summary(workload, w, measured, warmup)
+    _print_summary(workload, settings, measured, warmup)
 
 
 def _read_eval_split() -> pl.DataFrame:
@@ -64,12 +64,12 @@ def _read_eval_split() -> pl.DataFrame:
 
 
 def _read_set_prompts(
-    params: schema.Params, workload: str, w: Workload, target: manifest.TargetManifest
+    params: schema.Params, workload: str, settings: Workload, target: manifest.TargetManifest
 ) -> tuple[list[PromptRow], list[PromptRow]]:
     """Return (prompts to measure, prompts of the warm-up) of a published set: each first turn is one user message."""
     from stages.target import chat_template  # transformers takes seconds, and the eval split does not need it
 
-    source = params.prepare_prompts.sets[w.prompts]
+    source = params.prepare_prompts.sets[settings.prompts]
     problems = prompt_sets.read_prompt_set(source.from_, source.name, source.split, source.revision, source.format)
     tokenizer = chat_template.load_tokenizer(
         manifest.resolve_weights_folder(target), params.target.trust_remote_code, target.chat_template
@@ -79,32 +79,32 @@ def _read_set_prompts(
         first, *rest = problem.turns
         messages = [{"role": "user", "content": first}]
         ids = chat_template.encode_prompt(tokenizer, messages, params.sample_target.thinking)
-        later = rest if rest and w.turns == "all" else None
+        later = rest if rest and settings.turns == "all" else None
         return PromptRow(problem.id, ids, messages=messages, later=later, reference=problem.reference)
 
-    measured, warmup = _select_prompts(workload, w, problems)
+    measured, warmup = _select_prompts(workload, settings, problems)
     return [build_row(problem) for problem in measured], [build_row(problem) for problem in warmup]
 
 
-def _make_random_prompts(w: Workload, split: pl.DataFrame) -> list[PromptRow]:
+def _make_random_prompts(settings: Workload, split: pl.DataFrame) -> list[PromptRow]:
     """Return num_prompts prompts to measure and `warmup` more, made of the eval rows from `start` to `stop`.
 
     As in SGLang's bench_serving, lengths are uniform from length_range of input_tokens to input_tokens, and a prompt is a
     row's tokens cut or repeated. There a prompt starts with the row's first token, here at any token, a different one each
     time until all are used: a few rows thus make many prompts, and a prefix cache finds little.
     """
-    assert w.input_tokens is not None and w.num_prompts is not None
-    texts = [ids for _, ids, images in split.iter_rows() if not images][w.start : w.stop]
+    assert settings.input_tokens is not None and settings.num_prompts is not None
+    texts = [ids for _, ids, images in split.iter_rows() if not images][settings.start : settings.stop]
     if not texts:
         raise ValueError(
-            f"{EVAL_FOLDER} has no prompt without images from {w.start} on, expected some to make random prompts of: an image "
-            "can't be cut. Lower the workload's start, or set its prompts to eval"
+            f"{EVAL_FOLDER} has no prompt without images from {settings.start} on, expected some to make random prompts of: an "
+            "image can't be cut. Lower the workload's start, or set its prompts to eval"
         )
-    count = w.num_prompts + w.warmup
-    rngs = [np.random.default_rng([w.seed, stream]) for stream in (LENGTHS_STREAM, SHARES_STREAM, STARTS_STREAM)]
-    shortest = max(int(w.input_tokens * w.length_range), 1)
-    lengths = rngs[LENGTHS_STREAM].integers(shortest, w.input_tokens + 1, count)  # [N]
-    shares = rngs[SHARES_STREAM].uniform(w.length_range, 1, count)  # [N]
+    count = settings.num_prompts + settings.warmup
+    rngs = [np.random.default_rng([settings.seed, stream]) for stream in (LENGTHS_STREAM, SHARES_STREAM, STARTS_STREAM)]
+    shortest = max(int(settings.input_tokens * settings.length_range), 1)
+    lengths = rngs[LENGTHS_STREAM].integers(shortest, settings.input_tokens + 1, count)  # [N]
+    shares = rngs[SHARES_STREAM].uniform(settings.length_range, 1, count)  # [N]
     stops = np.cumsum([len(ids) for ids in texts])  # [R] where each row stops in the concatenation of all
     starts = itertools.cycle(rngs[STARTS_STREAM].permutation(stops[-1]).tolist())
     rows = []
@@ -116,7 +116,7 @@ def _make_random_prompts(w: Workload, split: pl.DataFrame) -> list[PromptRow]:
     return rows
 
 
-def _select_prompts(workload: str, w: Workload, available: list[T]) -> tuple[list[T], list[T]]:
+def _select_prompts(workload: str, settings: Workload, available: list[T]) -> tuple[list[T], list[T]]:
     """Return (prompts to measure, prompts of the warm-up).
 
     Warm-up prompts come from after the measured ones, then from before them, and repeat measured ones only where these do
@@ -125,20 +125,20 @@ def _select_prompts(workload: str, w: Workload, available: list[T]) -> tuple[lis
     Raises:
         ValueError: where no prompt is left from `start` on.
     """
-    window = available[w.start : w.stop]
+    window = available[settings.start : settings.stop]
     if not window:
         raise ValueError(
-            f"{PARAMS_FILE}: benchmark.workloads.{workload}.start is {w.start}, expected at most {len(available) - 1}: "
-            f"{w.prompts} has {len(available)} prompts, counted from 0"
+            f"{PARAMS_FILE}: benchmark.workloads.{workload}.start is {settings.start}, expected at most {len(available) - 1}: "
+            f"{settings.prompts} has {len(available)} prompts, counted from 0"
         )
-    measured = window[: w.num_prompts]
-    if w.num_prompts is not None and len(measured) < w.num_prompts:
+    measured = window[: settings.num_prompts]
+    if settings.num_prompts is not None and len(measured) < settings.num_prompts:
         print(
-            f"note: workload {workload} asks for {w.num_prompts} prompts, {w.prompts} has {len(measured)} from {w.start} to "
-            f"{'its end' if w.stop is None else w.stop}"
+            f"note: workload {workload} asks for {settings.num_prompts} prompts, {settings.prompts} has {len(measured)} "
+            f"from {settings.start} to {'its end' if settings.stop is None else settings.stop}"
         )
-    others = [*available[w.start + len(measured) :], *available[: w.start]]
-    return measured, list(itertools.islice(itertools.chain(others, itertools.cycle(measured)), w.warmup))
+    others = [*available[settings.start + len(measured) :], *available[: settings.start]]
+    return measured, list(itertools.islice(itertools.chain(others, itertools.cycle(measured)), settings.warmup))
 
 
 def _check_prompts_fit(workload: str, rows: list[PromptRow], max_positions: int) -> None:
@@ -152,13 +152,13 @@ def _check_prompts_fit(workload: str, rows: list[PromptRow], max_positions: int)
             )
 
 
-def _print_summary(workload: str, w: Workload, measured: list[PromptRow], warmup: list[PromptRow]) -> None:
+def _print_summary(workload: str, settings: Workload, measured: list[PromptRow], warmup: list[PromptRow]) -> None:
     counts = [len(row.prompt_ids) for row in measured]
     later = sum(len(row.later or []) for row in measured)
     turns = f", {later} later turns" if later else ""
     print(
-        f"{workload}: {len(measured)} prompts of {w.prompts}, {min(counts)} to {max(counts)} tokens, {np.mean(counts):.1f} on "
-        f"average{turns}; {len(warmup)} to warm up with -> {workload_prompts.locate_prompts(workload)}"
+        f"{workload}: {len(measured)} prompts of {settings.prompts}, {min(counts)} to {max(counts)} tokens, "
+        f"{np.mean(counts):.1f} on average{turns}; {len(warmup)} to warm up with -> {workload_prompts.locate_prompts(workload)}"
     )
 
 

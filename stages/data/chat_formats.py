@@ -15,6 +15,7 @@ from stages.data import images, nesting
 from stages.data.conversations import IMAGE_PLACEHOLDER
 
 Message = dict[str, str]
+ParsedTurn = tuple[Message, str | None, str | None]  # message, its tool calls as JSON, its reasoning
 SaveImage = Callable[[bytes, str | None], str | None]  # (bytes, extension of their file if any) -> path; None: no image
 
 TURN_LIST_KEYS = {"sharegpt": "conversations", "messages": "messages", "ultrachat": "messages"}
@@ -93,25 +94,14 @@ def parse_conversation(
     turns = row[TURN_LIST_KEYS[chat_format]] if chat_format in TURN_LIST_KEYS else _build_prompt_answer_turns(row)
     row_images = _list_images(row)
     part_images: list[Any] = []
-    parsed = [_parse_plain_turn(turn) or _parse_turn(turn, part_images) for turn in turns]
+    parsed: list[ParsedTurn] = [_parse_plain_turn(turn) or _parse_turn(turn, part_images) for turn in turns]
+    _insert_system_message(row, parsed)
+    _check_turn_order(parsed)
     messages = [message for message, _, _ in parsed]
-    system = row.get("system", row.get("system_prompt"))
-    if isinstance(system, str) and system.strip() and not (messages and messages[0]["role"] == "system"):
-        if not is_text(system):
-            raise DroppedRowError("not_text")
-        parsed.insert(0, ({"role": "system", "content": system}, None, None))
-        messages.insert(0, parsed[0][0])
-    letters = ""
-    for message, calls, _ in parsed:
-        if calls is None and (not message["content"] or message["content"].isspace()):
-            raise DroppedRowError("empty_turn")
-        letters += ROLE_LETTERS["call" if calls else message["role"]]
-    if not TURN_ORDER.fullmatch(letters):
-        raise DroppedRowError("wrong_turns")
     conversation = Conversation(messages)
     if tools := row.get("tools"):
         conversation.tools = _dump_json(tools)
-    if "c" in letters:
+    if any(calls for _, calls, _ in parsed):
         conversation.tool_calls = [calls for _, calls, _ in parsed]
     if any(reasoning for _, _, reasoning in parsed):
         conversation.reasoning = [reasoning for _, _, reasoning in parsed]
@@ -122,7 +112,27 @@ def parse_conversation(
     return conversation
 
 
-def _parse_plain_turn(turn: Any) -> tuple[Message, None, None] | None:
+def _insert_system_message(row: dict[str, Any], parsed: list[ParsedTurn]) -> None:
+    """Insert the message of the row's own key `system` or `system_prompt`, unless the turns start with one."""
+    system = row.get("system", row.get("system_prompt"))
+    if isinstance(system, str) and system.strip() and not (parsed and parsed[0][0]["role"] == "system"):
+        if not is_text(system):
+            raise DroppedRowError("not_text")
+        parsed.insert(0, ({"role": "system", "content": system}, None, None))
+
+
+def _check_turn_order(parsed: list[ParsedTurn]) -> None:
+    """Raise DroppedRowError for an empty turn that is no tool call, and for turns out of order."""
+    letters = ""
+    for message, calls, _ in parsed:
+        if calls is None and (not message["content"] or message["content"].isspace()):
+            raise DroppedRowError("empty_turn")
+        letters += ROLE_LETTERS["call" if calls else message["role"]]
+    if not TURN_ORDER.fullmatch(letters):
+        raise DroppedRowError("wrong_turns")
+
+
+def _parse_plain_turn(turn: Any) -> ParsedTurn | None:
     """Return what `_parse_turn` returns for a turn of two keys and ASCII text, the common case; None for any other."""
     if type(turn) is not dict or len(turn) != 2:
         return None
@@ -132,8 +142,8 @@ def _parse_plain_turn(turn: Any) -> tuple[Message, None, None] | None:
     return {"role": ROLE_NAMES[role], "content": text}, None, None
 
 
-def _parse_turn(turn: Any, part_images: list[Any]) -> tuple[Message, str | None, str | None]:
-    """Return (message, its tool calls as JSON, its reasoning); append images among its parts to `part_images`."""
+def _parse_turn(turn: Any, part_images: list[Any]) -> ParsedTurn:
+    """Return the message with its calls and reasoning; append images among its parts to `part_images`."""
     if not isinstance(turn, dict):
         raise DroppedRowError("not_text")
     role = turn.get("from") if turn.get("from") is not None else turn.get("role")

@@ -8,6 +8,7 @@ server renders it, and the target's own answer, which is the loss span. A folder
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import polars as pl
@@ -97,10 +98,9 @@ def read_batches(path: Path, schema: pl.Schema, made_by: str) -> Iterator[pl.Dat
     """Yield the rows of one file, ROW_GROUP_SIZE at a time: a table of millions is never whole in memory."""
     _read_parquet(path, schema, made_by, 0)
     for first in range(0, _count_rows(path, made_by, pl.len()), ROW_GROUP_SIZE):
-        try:
-            yield pl.scan_parquet(path).slice(first, ROW_GROUP_SIZE).collect(engine="streaming")
-        except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
-            raise _make_broken_error(path, made_by, error) from None
+        with _naming_broken_files(path, made_by):
+            table = pl.scan_parquet(path).slice(first, ROW_GROUP_SIZE).collect(engine="streaming")
+        yield table
 
 
 def count_with_images(path: Path, made_by: str) -> int:
@@ -109,12 +109,8 @@ def count_with_images(path: Path, made_by: str) -> int:
 
 
 def _read_parquet(path: Path, schema: pl.Schema, made_by: str, rows: int | None) -> pl.DataFrame:
-    try:
+    with _naming_broken_files(path, made_by):
         table = pl.read_parquet(path, n_rows=rows)
-    except FileNotFoundError:
-        raise atomic.Broken(f"{path} not found", f"run: dvc repro {made_by}") from None
-    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
-        raise _make_broken_error(path, made_by, error) from None
     if table.schema != schema:
         found = f"{path} has columns {dict(table.schema)}, expected {dict(schema)}"
         raise atomic.Broken(found, atomic.rerun(made_by))
@@ -122,12 +118,9 @@ def _read_parquet(path: Path, schema: pl.Schema, made_by: str, rows: int | None)
 
 
 def _count_rows(path: Path, made_by: str, count: pl.Expr) -> int:
-    try:
-        return int(pl.scan_parquet(path).select(count).collect(engine="streaming").item() or 0)
-    except FileNotFoundError:
-        raise atomic.Broken(f"{path} not found", f"run: dvc repro {made_by}") from None
-    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
-        raise _make_broken_error(path, made_by, error) from None
+    with _naming_broken_files(path, made_by):
+        number = pl.scan_parquet(path).select(count).collect(engine="streaming").item()
+    return int(number or 0)
 
 
 def _list_shards(folder: Path, made_by: str) -> list[Path]:
@@ -143,5 +136,12 @@ def _list_shards(folder: Path, made_by: str) -> list[Path]:
     return [folder / name_shard(number) for number in numbers]
 
 
-def _make_broken_error(path: Path, made_by: str, error: BaseException) -> ValueError:
-    return atomic.Broken(f"{path} is not readable Parquet ({error})", atomic.rerun(made_by))
+@contextmanager
+def _naming_broken_files(path: Path, made_by: str) -> Iterator[None]:
+    """Turn errors of reading `path` into one that names the file and the stage to run."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise atomic.Broken(f"{path} not found", f"run: dvc repro {made_by}") from None
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
+        raise atomic.Broken(f"{path} is not readable Parquet ({error})", atomic.rerun(made_by)) from None

@@ -153,8 +153,7 @@ def train_target(
     for step in range(steps):
         batch = next(batches)
         ids, labels = _pad_rows([rows[i] for i in batch])  # [B, T] each
-        # Linear warmup over 20 steps, linear decay to 2% over the last 40%.
-        scale = min(1.0, (step + 1) / 20) * min(1.0, max(0.02, (steps - step) / (0.4 * steps)))
+        scale = _compute_rate_scale(step, steps)
         for optimizer, base_rate in base_rates.items():
             for group in optimizer.param_groups:
                 group["lr"] = base_rate * scale
@@ -170,6 +169,11 @@ def train_target(
         muon.step()
         adamw.step()
         yield step, loss.item()
+
+
+def _compute_rate_scale(step: int, steps: int) -> float:
+    """Return the factor of the learning rate: linear warmup over 20 steps, linear decay to 2% over the last 40%."""
+    return min(1.0, (step + 1) / 20) * min(1.0, max(0.02, (steps - step) / (0.4 * steps)))
 
 
 def make_corpus(seed: int) -> list[list[dict[str, str]]]:
