@@ -17,6 +17,7 @@ from pathlib import Path
 DVC_FILE = Path("dvc.yaml")
 CODE = "stages"
 NOT_TRACKED = ("stages/params/", "stages/telemetry/")
+TEMPLATES = "templates"  # page templates of the modules in the folder above
 BASELINE = "_baseline"  # suffix of a stage that runs another stage's module without a draft
 
 _STAGE = re.compile(r"^  ([a-z_]+):\s*(?:#.*)?$")
@@ -67,7 +68,8 @@ def code_deps(stage: str, root: Path = Path()) -> list[str]:
     shared = {name for name in closure if name.count("/") > 1}
     folders = {name.rsplit("/", 1)[0] for name in shared}
     whole = {folder for folder in folders if _modules_of(folder, root) <= shared}
-    return own + sorted(whole | {name for name in shared if name.rsplit("/", 1)[0] not in whole})
+    outer = {folder for folder in whole if folder.rsplit("/", 1)[0] not in whole}  # DVC hashes subfolders too
+    return own + sorted(outer | {name for name in shared if name.rsplit("/", 1)[0] not in whole})
 
 
 def import_closure(stage: str, root: Path = Path()) -> set[str]:
@@ -78,6 +80,8 @@ def import_closure(stage: str, root: Path = Path()) -> set[str]:
     while pending:
         pending = {new for file in pending for new in imported_files(file, root)} - found
         found |= pending
+    for folder in {file.rsplit("/", 1)[0] for file in found} - {CODE}:
+        found |= {file.relative_to(root).as_posix() for file in (root / folder / TEMPLATES).glob("*") if file.is_file()}
     return {file for file in found if not file.startswith(NOT_TRACKED)}
 
 

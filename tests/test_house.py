@@ -77,7 +77,7 @@ def test_a_stage_that_can_see_pictures_depends_on_them(stage: str) -> None:
 def test_the_closure_follows_a_name_that_is_a_module() -> None:
     """`from stages.formats import atomic` names a file, `from stages.runtime.atomic import file` names the same one."""
     assert "stages/runtime/atomic.py" in imports("stages/report.py")
-    assert {"stages/report.py", "stages/report.html.j2", "stages/results/torch_records.py"} <= closure("report")
+    assert {"stages/report.py", "stages/reporting/page.py", "stages/results/torch_records.py"} <= closure("report")
 
 
 # One word everywhere
