@@ -1,6 +1,7 @@
 """The audit of published/: what its numbers say of each other, by arithmetic alone.
 
-    python -m stages.literature.audit    # write docs/published.md; tests/literature/test_audit.py compares the committed page
+    python -m stages.literature.audit    # write docs/published.md; tests/literature/test_audit.py compares the
+    committed page
 
 No stage imports this file: the report links the page.
 """
@@ -19,9 +20,9 @@ HEAD = """# Published results
 <!-- Written by: python -m stages.literature.audit. Edit published/ or stages/literature/audit*.py. -->
 
 `published/*.yaml` holds what others printed, number by number: each with its source, the setting it was measured under, and
-its metric's definition: a name of [metrics](metrics.md) where it is ours, else the source's words. `unknown` is what nobody
-states, null what can't apply. `stages/literature/published.py` reads and checks them: a column of a table there is a setting, a
-metric, or a metric on a data set (`tau @ GSM8K`); add a table, run `python -m stages.literature.audit`, and commit both.
+its metric's definition: a name of [metrics](metrics.md) where it is ours, else the source's words. `unknown` is what no
+source states, null what can't apply. `stages/literature/published.py` reads and checks them: a column of a table is a setting,
+a metric, or a metric on a data set (`tau @ GSM8K`); add a table, run `python -m stages.literature.audit`, and commit both.
 
 Below, what can be recomputed of them: arithmetic alone, nothing was run. **agrees**: the arithmetic gives what is printed.
 **depends**: a definition or setting that isn't stated could explain it, and the text says which. **open**: nothing known here
