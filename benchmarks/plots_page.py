@@ -1,7 +1,7 @@
-""".dvc/plots/page.html, in which `dvc plots show` draws without a network: python -m benchmarks.plots_page
+"""Write .dvc/plots/page.html, in which `dvc plots show` draws without a network.   python -m benchmarks.plots_page
 
-DVC's own page loads Vega from a CDN. Ours holds it: the three scripts as npm has them, compressed so that the file stays
-within what a commit may hold, with the digest of each as it was and the licences they ask to be kept. Needs npm.
+DVC's own page loads Vega from a CDN. This one contains it: the three scripts of the npm packages, compressed so that the file
+stays small enough for a commit, with the digest of each uncompressed script and the licences that must be kept. Needs npm.
 """
 
 import base64
@@ -17,7 +17,7 @@ PACKAGES = {"vega": "5.33.1", "vega-lite": "5.23.0", "vega-embed": "6.29.0"}
 HELD = """<!-- {name} {version}, build/{name}.min.js of the npm package, sha256 {digest}, gzip in base64 -->
 <script type="application/gzip">{packed}</script>
 """
-# DVC's scripts call vegaEmbed as they are read: until the real one is there, a stand-in keeps them waiting.
+# DVC's scripts call vegaEmbed while the page loads; a placeholder makes them wait for the real one.
 TEMPLATE = """<!DOCTYPE html>
 <html>
 <head>
@@ -68,7 +68,7 @@ def main() -> None:
             with tarfile.open(f"{folder}/{name}-{version}.tgz") as package:
                 script = _read(package, f"package/build/{name}.min.js")
                 names = package.getnames()
-                if "package/LICENSE" in names:  # vega's package has none: it is under vega-lite's, of the same authors
+                if "package/LICENSE" in names:  # vega's has none: it is under vega-lite's, by the same authors
                     licences.append(f"{name}: {_read(package, 'package/LICENSE').decode().strip()}")
             packed = base64.b64encode(gzip.compress(script, 9, mtime=0)).decode()
             held += HELD.format(name=name, version=version, digest=hashlib.sha256(script).hexdigest(), packed=packed)

@@ -1,7 +1,7 @@
-"""The README's table from a run of the embedded default.   python -m benchmarks.readme_table 2026-11-21 "4 min 15 s"
+"""Write the README's table from a run of the embedded default.   python -m benchmarks.readme_table 2026-11-21 "4 min 15 s"
 
-Keeps results/benchmark.csv as docs/results/DATE-weather-tiny.csv and writes the table, with date, hardware and the time
-`make run` took, between README's markers. tests/test_house.py holds the two against each other.
+Copies results/benchmark.csv to docs/results/DATE-weather-tiny.csv and writes the table, with date, hardware and the time
+`make run` took, between the README's markers. tests/test_house.py compares the two.
 """
 
 import csv
@@ -19,7 +19,7 @@ BLOCK = re.compile(r"<!-- table (\S+) -->\n(.*?)<!-- /table -->", re.DOTALL)
 
 
 def table(record: Path) -> str:
-    """The rows of a kept benchmark.csv as the seed prints them: the last checkpoint first, a tree without its letter."""
+    """Return the table of a copied benchmark.csv: the last checkpoint first, trees without their letter."""
     with record.open(newline="") as file:
         rows = list(csv.DictReader(file))
     lines = [HEAD, "|---|---|---|---|---|---|"]

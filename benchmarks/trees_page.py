@@ -1,4 +1,4 @@
-"""docs/trees.md: which tree, and why, with figures of our own.   python -m benchmarks.trees_page
+"""Write docs/trees.md: which tree, and why, with figures of our own.   python -m benchmarks.trees_page
 
 Written from the last record that benchmarks/trees_record.py kept; tests/test_trees_page.py compares the committed page with
 what this writes.
@@ -50,7 +50,7 @@ def question(r: Record, drafts: Iterable[tuple[str, str]]) -> str:
 
 
 def flattened(r: Record) -> list[tuple[float, str]]:
-    """(temperature, draft): e009's own is 1."""
+    """Return (temperature, draft), sorted; e009 itself is at temperature 1."""
     return sorted([(1.0, EASY), *((float(d.split("@")[1]), d) for d in r.trees if d.startswith(f"{EASY}@"))])
 
 
@@ -69,7 +69,7 @@ def places(r: Record) -> str:
 
 
 def widths(r: Record) -> str:
-    """Nodes a tree has at each depth, on average."""
+    """Return a table of the mean number of nodes at each depth."""
     deepest = max(s for s, _, _ in (TWO, THREE, WIDE))
     lines = []
     for draft in (HARD, EASY):
@@ -81,7 +81,7 @@ def widths(r: Record) -> str:
 
 
 def above(r: Record, draft: str, shape: Shape) -> float:
-    """Share of the nodes that are no beam could hold: of rank above topk among the nodes of their depth."""
+    """Return the share of nodes of rank above topk within their depth: no beam could hold them."""
     levels = r.buckets(draft, shape, "level")
     beyond = sum(row["nodes"] for rank, row in levels.items() if int(rank) > shape[1])
     return beyond / sum(row["nodes"] for row in levels.values())
@@ -101,7 +101,7 @@ def best_tau(r: Record, draft: str, topk: int, budget: int) -> float:
 
 
 def lost(r: Record, draft: str, budget: int) -> float:
-    """How much of the best tau is lost where topk is at most 3."""
+    """Return the share of the best tau that is lost with topk at most 3."""
     taus = {topk: best_tau(r, draft, topk, budget) for topk in TOPKS}
     return 1 - max(tau for topk, tau in taus.items() if topk <= 3) / max(taus.values())
 
@@ -116,7 +116,7 @@ def best_tree(r: Record, draft: str) -> str:
 
 
 def sibling_lines(r: Record, chosen: Iterable[tuple[Shape, str]]) -> str:
-    """Shares of the nodes verified and of the drafts accepted, by rank among siblings."""
+    """Return a table: shares of the nodes verified and of the drafts accepted, by rank among siblings."""
     lines = []
     for shape, draft in chosen:
         found = r.buckets(draft, shape, "sibling")
@@ -131,7 +131,7 @@ def sibling_lines(r: Record, chosen: Iterable[tuple[Shape, str]]) -> str:
 
 
 def kind_lines(r: Record) -> str:
-    """Of the answers' tokens of each kind, the share that were drafts accepted."""
+    """Return a table: the share of the answers' tokens of each class that were accepted drafts."""
     lines = []
     for draft in (HARD, MIDDLE, EASY):
         found = r.buckets(draft, THREE, "token")
@@ -141,7 +141,7 @@ def kind_lines(r: Record) -> str:
 
 
 def past_the_first(r: Record, draft: str, shape: Shape) -> float:
-    """Share of the cycles that accept a draft at all."""
+    """Return the share of cycles that accept at least one draft."""
     return r.buckets(draft, shape, "depth")["1"]["accepted"] / r.total(draft, shape, "cycles")
 
 
@@ -160,7 +160,7 @@ def rank_lines(r: Record) -> str:
 
 
 def chance_lines(r: Record, drafts: Iterable[str]) -> str:
-    """Of nodes of a chance: how many there are, their mean chance and the share that was accepted."""
+    """Return a table by path probability: number of nodes, mean probability, share accepted."""
     drafts = list(drafts)
     found = [r.buckets(draft, THREE, "chance") for draft in drafts]
     lines = []
@@ -175,20 +175,20 @@ def chance_lines(r: Record, drafts: Iterable[str]) -> str:
 
 
 def sums(r: Record, draft: str, shape: Shape) -> tuple[float, float]:
-    """Drafts promised and accepted in a cycle."""
+    """Return the drafts promised and accepted per cycle."""
     cycles = r.total(draft, shape, "cycles")
     return r.total(draft, shape, "promised") / cycles, r.total(draft, shape, "accepted") / cycles
 
 
 def seed(*shapes: Shape, draft: str) -> list[str]:
-    """The published accept lengths of these trees."""
+    """Return the published accept lengths of these trees."""
     rows = published.read_publications(ROOT / "published")["qwen3-vl-weather"].rows
     found = {published.parse_tree(r.setting): r.value for r in rows if r.metric == "tau" and r.setting.draft == draft}
     return [f"{found[shape]:g}" for shape in shapes]
 
 
 def page(r: Record) -> str:
-    """The page; the words were written for the record of 2026-11-21, so `claims` says whether another bears them out."""
+    """Return the page. Its sentences were written for the record of 2026-11-21; `claims` checks them for another."""
     claims(r)
     temperatures = flattened(r)
     flattest, flat = temperatures[-1]
@@ -318,7 +318,11 @@ benchmarks.trees_record DATE`, `python -m benchmarks.trees_page`.
 
 
 def claims(r: Record) -> None:
-    """What the page says in words. Raises ValueError naming what a record doesn't bear out: write the page anew, then."""
+    """Check the page's sentences.
+
+    Raises:
+        ValueError: naming those that the record contradicts; they must be rewritten.
+    """
     flat = flattened(r)[-1][1]
     drafts = (HARD, MIDDLE, EASY)
     borne_out = {

@@ -1,8 +1,8 @@
-"""What docs/trees.md is written from: replays of drafts from hard to easy.   python -m benchmarks.trees_record 2026-11-21
+"""Record what docs/trees.md is written from: replays of drafts from hard to easy.   python -m benchmarks.trees_record 2026-11-21
 
 Run it in a project after `dvc repro`, with e001 (one epoch from e000) added to train_draft.checkpoints. It replays e001,
 e003 and e009 over a wider grid than the default's, and e009 once more with its chances flattened or sharpened: ten minutes on
-two quiet cores. What comes out is kept in docs/results/DATE-trees/; `python -m benchmarks.trees_page` writes the page.
+two quiet cores. The record is kept in docs/results/DATE-trees/; `python -m benchmarks.trees_page` writes the page.
 """
 
 import csv
@@ -28,8 +28,8 @@ Shape = tuple[int, int, int]
 ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "docs/results"
 HARD, MIDDLE, EASY = "e001", "e003", "e009"
-TEMPERATURES = (0.5, 1.4, 2, 3, 4)  # of e009's chances: its logits are divided by them
-TWO, THREE = (10, 2, 32), (10, 3, 32)  # the seed's question
+TEMPERATURES = (0.5, 1.4, 2, 3, 4)  # e009's logits are divided by them
+TWO, THREE = (10, 2, 32), (10, 3, 32)  # the pair of published/qwen3-vl-weather.yaml
 WIDE: Shape = (6, 10, 32)
 TOPKS, BUDGETS = (1, 2, 3, 4, 5, 6, 8, 10), (8, 16, 24, 32, 48, 64)
 GRID = {
@@ -68,7 +68,7 @@ def record(date: str) -> None:
 
 
 def replayed(checkpoint: str, grid: Row, temperature: float) -> tuple[list[Row], list[Row]]:
-    """The two tables of a replay of this grid, in a project of its own beside this one's data."""
+    """Return the two tables of a replay of this grid, made in a temporary project that links this one's data."""
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         for name in ("artifacts", "data"):
@@ -76,7 +76,7 @@ def replayed(checkpoint: str, grid: Row, temperature: float) -> tuple[list[Row],
         draft = shutil.copytree(f"drafts/{checkpoint}/draft", work / f"drafts/{checkpoint}/draft")
         weights = load_file(draft / "model.safetensors")
         (draft / "model.safetensors").unlink()  # it may be a link into DVC's cache
-        # The last norm feeds the head alone: the state that goes on to the next step is taken before it.
+        # The final norm feeds the head alone; the state for the next step is taken before it.
         save_file(weights | {"norm.weight": weights["norm.weight"] / temperature}, draft / "model.safetensors")
         yaml = YAML()
         settings = yaml.load(Path("params.yaml").read_text())
@@ -103,7 +103,7 @@ def rounded(row: Row) -> Row:
     return {k: f"{float(v):.4f}" if "." in v and k in (*TREES[4:], "promised") else v for k, v in row.items()}
 
 
-# What is read of a record
+# Reading
 
 
 class Record:
@@ -132,11 +132,11 @@ class Record:
         return self.trees[draft][shape]["tau"]
 
     def kept(self, draft: str, shape: Shape) -> float:
-        """Drafts accepted, of those promised."""
+        """Return accepted drafts over promised ones."""
         return self.total(draft, shape, "accepted") / self.total(draft, shape, "promised")
 
     def difference(self, draft: str, one: Shape, other: Shape) -> tuple[float, float, float]:
-        """tau of one less that of the other, with its 95% interval: the same answers are drawn for both, 2,000 times."""
+        """Return tau of one less that of the other, with its 95% bootstrap interval over answers: 2,000 paired samples."""
         rows = [self.buckets(draft, shape, "row") for shape in (one, other)]
         answers = sorted(rows[0])
         counts = np.array([[[of[a]["cycles"], of[a]["accepted"]] for a in answers] for of in rows])  # [2, answers, 2]

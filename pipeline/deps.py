@@ -63,7 +63,8 @@ def code_deps(stage: str, root: Path = Path()) -> list[str]:
     shared = {name for name in closure if name.count("/") > 1}
     folders = {name.rsplit("/", 1)[0] for name in shared}
     whole = {folder for folder in folders if list_modules(folder, root) <= shared}
-    return own + sorted(whole | {name for name in shared if name.rsplit("/", 1)[0] not in whole})
+    outer = {folder for folder in whole if folder.rsplit("/", 1)[0] not in whole}  # DVC hashes subfolders too
+    return own + sorted(outer | {name for name in shared if name.rsplit("/", 1)[0] not in whole})
 
 
 def _stage_at(text: str, place: int) -> str:

@@ -58,7 +58,7 @@ def test_the_closure_follows_a_name_that_is_a_module() -> None:
     """`from stages.runtime import atomic` names a file, `from stages.runtime.atomic import write_json` names the same one."""
     assert "stages/runtime/atomic.py" in find_imported_files("stages/report.py", ROOT)
     closure = find_import_closure("report", ROOT)
-    assert {"stages/report.py", "stages/report.html.j2", "stages/results/torch_records.py"} <= closure
+    assert {"stages/report.py", "stages/reporting/page.py", "stages/results/torch_records.py"} <= closure
     assert not any(name.startswith(("stages/params/", "stages/telemetry/")) for name in closure)
 
 

@@ -100,7 +100,7 @@ def test_a_recipe_is_valid_its_graph_resolves_and_what_it_takes_is_known(name: s
     assert made < set(stages["report"]), "report waits for each draft's own report, whoever made it"
 
     shape, found = estimate.read_target_size(p), estimate.estimate_recipe(p, about)
-    draft = init_draft.infer_config(p, shape.made)
+    draft = init_draft.infer_config(p, shape.manifest)
     with torch.device("meta"):
         parameters = sum(x.numel() for x in Eagle3Draft(DraftConfig.from_json(draft)).parameters())
     assert parameters == sum(estimate.count_draft_parameters(draft).values())

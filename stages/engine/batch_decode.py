@@ -343,8 +343,13 @@ class BatchEngine(Engine):
             )  # fmt: skip
             tree = trees.build_tree(candidates, width)
             return tree, torch.cat([stand.tokens.gather(1, last), tree.tokens], dim=1)
-        embeds, fused = self.embedding[stand.tokens], draft.fuse_features(stand.features.to(draft.fc.weight.dtype))  # [B, R, H]
-        new = draft.compute_keys_values(draft.build_layer_input(embeds, fused), draft.compute_rope(stand.turns))  # [B, R, G, E] each
+        embeds, fused = (
+            self.embedding[stand.tokens],
+            draft.fuse_features(stand.features.to(draft.fc.weight.dtype)),
+        )  # [B, R, H]
+        new = draft.compute_keys_values(
+            draft.build_layer_input(embeds, fused), draft.compute_rope(stand.turns)
+        )  # [B, R, G, E] each
         for kept, rows_of in zip((crowd.draft_keys, crowd.draft_values), new, strict=True):
             kept.flatten(0, 1).index_copy_(0, places.flatten(), rows_of.flatten(0, 1))
         keys, values = crowd.draft_keys[:slots, :seen], crowd.draft_values[:slots, :seen]

@@ -1,4 +1,4 @@
-"""What an audit of published numbers finds, and how it looks numbers up. Nothing here measures or judges a person."""
+"""Findings of the audit of published numbers, and the look-ups that audits share."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,58 +13,72 @@ VERDICTS = (AGREES, DEPENDS, OPEN)
 
 @dataclass(frozen=True)
 class Finding:
-    what: str  # the publication's name
-    about: str  # a heading
-    verdict: str
-    arithmetic: str  # sentences, every number in them from a row or computed from rows
+    """What arithmetic on a publication's own numbers gives."""
+
+    publication: str  # its name
+    heading: str
+    verdict: str  # one of VERDICTS
+    arithmetic: str  # sentences in which every number is from a row or computed from rows
     reading: str  # what would explain it, or what follows
     table: tuple[tuple[str, ...], ...] = ()  # its first line is the head
 
 
 @dataclass(frozen=True)
 class PublishedCell:
-    """Numbers of one publication under one setting, in one table of it."""
+    """Numbers of one publication under one setting, in one of its tables."""
 
-    what: str
+    publication: str
     where: str
     setting: PublishedSetting
     numbers: dict[str, float]
 
     @property
     def name(self) -> str:
-        """What tells it from its neighbours, short enough for a table."""
+        """Return the settings that tell it from its neighbours, short enough for a table."""
         s = self.setting
         return format_setting(s, s.target, s.method, s.dataset, s.tree)
 
 
 def format_setting(setting: PublishedSetting, *words: str | None) -> str:
-    """The words that are stated, and the temperature."""
+    """Return those words that are stated, and the temperature."""
     temperature = f"T={setting.temperature:g}" if isinstance(setting.temperature, float) else UNKNOWN
     return ", ".join(word for word in (*words, temperature) if word and word != UNKNOWN)
 
 
 def get_tree_shape(cell: PublishedCell) -> tuple[int, int, int]:
-    """(num_steps, topk, num_draft_tokens) of a cell's tree. Raises ValueError where none is stated."""
+    """Return (num_steps, topk, num_draft_tokens) of a cell's tree.
+
+    Raises:
+        ValueError: where no tree is stated.
+    """
     found = parse_tree(cell.setting)
     if not found:
         raise ValueError(
-            f"published/{cell.what}.yaml: {cell.where}: {cell.name}: no tree, which the audit needs; give it"
+            f"published/{cell.publication}.yaml: {cell.where}: {cell.name}: no tree, which the audit needs; give it"
         )
     return found
 
 
 def get_stated_number(cell: PublishedCell, key: str) -> float:
-    """A setting that is a number. Raises ValueError where it isn't."""
+    """Return a setting that must be a number.
+
+    Raises:
+        ValueError: where it is not stated.
+    """
     value = getattr(cell.setting, key)
     if not isinstance(value, float):
         raise ValueError(
-            f"published/{cell.what}.yaml: {cell.where}: expected a number as {key}, found {value}; give it"
+            f"published/{cell.publication}.yaml: {cell.where}: expected a number as {key}, found {value}; give it"
         )
     return value
 
 
 def group_cells(publication: Publication) -> list[PublishedCell]:
-    """Raises ValueError where a table gives a number twice under one setting."""
+    """Return the publication's rows, grouped by table and setting.
+
+    Raises:
+        ValueError: where a table gives a number twice under one setting.
+    """
     found: dict[tuple[str, PublishedSetting], dict[str, float]] = {}
     for row in publication.rows:
         numbers = found.setdefault((row.where, row.setting), {})
@@ -78,12 +92,16 @@ def group_cells(publication: Publication) -> list[PublishedCell]:
 
 
 def select_cells(publication: Publication, *metrics: str) -> list[PublishedCell]:
-    """The cells that print all of these."""
+    """Return the cells that print all of these metrics."""
     return [cell for cell in group_cells(publication) if all(metric in cell.numbers for metric in metrics)]
 
 
 def get_number(publication: Publication, metric: str, **settings: object) -> float:
-    """The one number of that name under these settings. Raises ValueError where there is none, or several."""
+    """Return the one number of that metric under these settings.
+
+    Raises:
+        ValueError: where the publication has no such number, or several.
+    """
     found = {
         row.value
         for row in publication.rows
@@ -98,7 +116,7 @@ def get_number(publication: Publication, metric: str, **settings: object) -> flo
 
 
 def group_means(publication: Publication) -> Iterator[tuple[PublishedRow, list[PublishedRow]]]:
-    """Every printed mean over data sets, with the rows it is the mean of."""
+    """Yield every printed mean over data sets with the rows it is the mean of."""
     groups: dict[tuple[str, str, PublishedSetting], list[PublishedRow]] = {}
     for row in publication.rows:
         groups.setdefault((row.where, row.metric, replace(row.setting, dataset=None)), []).append(row)
@@ -109,5 +127,5 @@ def group_means(publication: Publication) -> Iterator[tuple[PublishedRow, list[P
 
 
 def count_candidates(steps: int, topk: int) -> int:
-    """How many nodes a draft proposes: topk, and topk² in each later step."""
+    """Return how many nodes a draft proposes: topk in the first step, topk² in each later one."""
     return topk + (steps - 1) * topk**2

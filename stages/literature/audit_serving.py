@@ -1,4 +1,4 @@
-"""What can be recomputed of a table from a server under load: Qwen3-Coder on one H100, three scenarios and a memory table."""
+"""Audits of published/qwen3-coder-h100.yaml: a server under load in three scenarios, and its memory."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,10 +21,11 @@ from stages.literature.audit_findings import (
 from stages.literature.published import Publication
 
 CHANGE_METRICS = ("total_tok_s", "ttft_mean_ms", "tpot_mean_ms", "tpot_p99_ms")
-FP16_BYTES = 2  # of a number in FP16
+FP16_BYTES = 2
 
 
 def audit_serving_tables(publications: dict[str, Publication]) -> Iterator[Finding]:
+    """Yield the findings; those on memory and experts use the target's shape, published/qwen3-30b-a3b-shape.yaml."""
     coder, target = publications["qwen3-coder-h100"], publications["qwen3-30b-a3b-shape"]
     for audit in (
         _audit_changes,
@@ -44,7 +45,7 @@ def audit_serving_tables(publications: dict[str, Publication]) -> Iterator[Findi
 
 @dataclass(frozen=True)
 class ServingScenario:
-    """A scenario under one of its two servers; seconds and tokens."""
+    """A scenario on one of its two servers, in seconds and tokens."""
 
     name: str
     server: str
@@ -59,21 +60,21 @@ class ServingScenario:
 
     @property
     def request_s(self) -> float:
-        """A request's time by its own figures: the first token, and a step for each of the others."""
+        """Return the seconds of a request: the first token, and a step for each of the others."""
         return self.ttft_s + self.tpot_s * (self.outputs - 1)
 
     def in_flight(self, counted: float) -> float:
-        """Little's law: requests under way, if `counted` tokens of each make up the throughput."""
+        """Return the requests in flight by Little's law, if the throughput counts `counted` tokens of each."""
         return self.tok_s / counted * self.request_s
 
     @property
     def arrivals_s(self) -> tuple[float, float]:
-        """Mean and standard deviation of the last request's arrival, one Poisson gap behind another."""
+        """Return mean and standard deviation of the last request's arrival, with exponential gaps."""
         gaps = self.prompts - 1
         return gaps / self.rate, sqrt(gaps) / self.rate
 
     def ceiling(self, counted: float, arrivals_s: float) -> float:
-        """Tokens per second at most, if the last request comes then and none waits."""
+        """Return the highest tokens/s, if the last request comes after `arrivals_s` seconds and no request waits."""
         return self.prompts * counted / (arrivals_s + self.request_s)
 
 
@@ -94,7 +95,7 @@ def _build_scenario(cell: PublishedCell) -> ServingScenario:
 
 
 def _pair_plain_and_speculative(coder: Publication) -> Iterator[tuple[str, PublishedCell, PublishedCell]]:
-    """(scenario, its plain cell, its speculative one)."""
+    """Yield (scenario, its plain cell, its speculative one)."""
     plain = {c.setting.label: c for c in select_cells(coder, "total_tok_s") if c.setting.method == "plain"}
     for c in select_cells(coder, "total_tok_s", "tau"):
         yield str(c.setting.label), plain[c.setting.label], c
@@ -120,17 +121,17 @@ def _audit_changes(coder: Publication) -> Finding:
 
 
 def compute_chain_tau(rate: float, steps: int) -> float:
-    """Accept length of a chain of drafts each accepted at `rate` once those before it are, bonus counted."""
+    """Return the accept length, bonus counted, of a chain whose drafts are each accepted at `rate` if those before are."""
     return sum(rate**i for i in range(steps + 1))
 
 
 def _audit_accept_rate(coder: Publication) -> Finding:
-    """A chain is what a rate for each draft bounds: a tree of more nodes could only do better than it."""
+    """Compare with a chain: at the same rate per draft a tree of more nodes accepts at least as much."""
     lines, fits = [], []
     for name, _, fast in _pair_plain_and_speculative(coder):
         rate, tau = fast.numbers["accept_rate"], fast.numbers["tau"]
         steps, _, tokens = get_tree_shape(fast)
-        later = tau - 1 - rate  # what drafts 2 to num_steps must add, each accepted no oftener than the first
+        later = tau - 1 - rate  # drafts 2 to num_steps must add this; each is accepted at most as often as the first
         fits.append(0 <= later <= (steps - 1) * rate)
         lines.append(
             (
@@ -182,7 +183,7 @@ def _audit_requests_in_flight(coder: Publication) -> Finding:
         f"--max-concurrency, and as many as --max-total-tokens {limit:,.0f} holds, at whole length and halfway through:",
         "If only output tokens count, all slots of Code Gen are busy, and Completion has more under way than the memory holds. "
         "If input tokens count too, Code Gen meets the memory's bound, but Completion, sent all at once, leaves nine tenths of "
-        "its slots empty. Neither fits all three. With lengths drawn from 1 up, as bench_serving does unless told otherwise, "
+        "its slots empty. Neither fits all three. With lengths drawn from 1 up, as bench_serving does by default, "
         "about as many would be under way and twice as many would fit.",
         (
             ("scenario", "--max-concurrency", "concurrency / TPOT", "printed tokens/s", "under way, outputs counted",
@@ -305,8 +306,8 @@ def _audit_claims(coder: Publication) -> Finding:
         + ", ".join(f"{gain:g} at {concurrency:.0f}" for concurrency, gain in gains)
         + ".",
         "Later SGLang runs an EAGLE-3 draft under that name without its fused features, at an accept length of 1.00, so the "
-        "version measured did not, or the flag was another. The command's data set, random, is no code, so what is said of code "
-        "isn't measured by it.",
+        "version measured did not, or the flag was another. The command's data set, random, is no code, so it "
+        "doesn't measure the claims about code.",
     )
 
 
@@ -346,7 +347,7 @@ def _audit_memory_sums(coder: Publication) -> Finding:
 
 
 def compute_kv_bytes(tokens: float, target: Publication) -> float:
-    """A key and a value of every head and layer for each token."""
+    """Return the bytes of keys and values of all heads and layers."""
     layers, heads, width = (get_number(target, name) for name in ("layers", "kv_heads", "head_dim"))
     return tokens * 2 * layers * heads * width * FP16_BYTES
 
@@ -364,8 +365,9 @@ def _audit_memory_flags(coder: Publication, target: Publication) -> Finding:
         coder.name,
         "Memory against flags",
         DEPENDS,
-        f"--max-total-tokens {tokens:,.0f} at {compute_kv_bytes(1, target) / 1024:.0f} KiB a token is {kv / 1e9:.1f} GB of KV cache, "
-        f"{kv / 2**30:.1f} GiB; printed with buffers: {plain['memory_kv_gb']:g}. --mem-fraction-static {share:g} of {gpu:g} is "
+        f"--max-total-tokens {tokens:,.0f} at {compute_kv_bytes(1, target) / 1024:.0f} KiB a token is {kv / 1e9:.1f} GB of "
+        f"KV cache, {kv / 2**30:.1f} GiB; printed with buffers: {plain['memory_kv_gb']:g}. "
+        f"--mem-fraction-static {share:g} of {gpu:g} is "
         f"{share * gpu:.0f} GB for weights and KV cache; {plain['memory_weights_gb']:g} and {kv / 2**30:.1f} are "
         f"{plain['memory_weights_gb'] + kv / 2**30:.1f}, {plain['memory_weights_gb']:g} and {plain['memory_kv_gb']:g} are "
         f"{plain['memory_total_gb']:g}. {params:g}e9 parameters of {FP16_BYTES} bytes are {weights:.1f} GB or "
@@ -384,16 +386,16 @@ def _audit_draft_size(coder: Publication, target: Publication) -> Finding:
         coder.name,
         "The draft's size",
         DEPENDS,
-        f"{memory:g} GB at {FP16_BYTES} bytes are {memory / FP16_BYTES:.1f}e9 parameters, printed as about {about:g}e9, which are "
-        f"{about * FP16_BYTES:.1f} GB. The experts of one layer are {experts:.0f} · 3 · {hidden:.0f} · {width:.0f} · {FP16_BYTES} B = "
-        f"{layer / 1e9:.2f} GB.",
+        f"{memory:g} GB at {FP16_BYTES} bytes are {memory / FP16_BYTES:.1f}e9 parameters, printed as about {about:g}e9, which "
+        f"are {about * FP16_BYTES:.1f} GB. The experts of one layer are {experts:.0f} · 3 · {hidden:.0f} · {width:.0f} · "
+        f"{FP16_BYTES} B = {layer / 1e9:.2f} GB.",
         "A layer that reuses the target's experts needs no memory for them; one that copies them needs what is printed. EAGLE-3 "
         "as published has one dense layer.",
     )
 
 
 def count_touched_experts(tokens: float, experts: float, each: float) -> float:
-    """Experts that at least one of the tokens uses, where each uses `each` of them, all alike and on its own."""
+    """Return the expected number of experts used by at least one token, if each draws `each` of them uniformly."""
     return experts * (1 - (1 - each / experts) ** tokens)
 
 

@@ -1,4 +1,4 @@
-"""What can be recomputed of any table: means over data sets, accept length against depth, speedup against accept length."""
+"""Audits of any table (means over data sets, accept length against depth and speedup), and of AngelSlim's and EAGLE-3's."""
 
 from collections.abc import Iterator
 
@@ -30,13 +30,13 @@ def audit_all_tables(publications: dict[str, Publication]) -> Iterator[Finding]:
 
 
 def is_mean_off(printed: PublishedRow, rows: list[PublishedRow]) -> bool:
-    """Whether the mean of the rows is not the printed one, whatever was cut off in rounding: half a digit each."""
+    """Return whether the rows' mean differs from the printed one by more than rounding: half a digit of each."""
     mean = sum(row.value for row in rows) / len(rows)
     return abs(mean - printed.value) > 10**-printed.decimals * 1.001
 
 
 def _audit_means(publication: Publication) -> Iterator[Finding]:
-    """No weights help where a printed mean lies outside its own rows."""
+    """Check printed means. No weighted mean lies outside the range of its rows."""
     every = list(group_means(publication))
     if not every:
         return
@@ -64,7 +64,7 @@ def _audit_means(publication: Publication) -> Iterator[Finding]:
 
 
 def _audit_tau_by_depth(publication: Publication) -> Iterator[Finding]:
-    """A cycle commits at most every level of the tree and the bonus token."""
+    """Check that tau is at most num_steps + 1: a cycle accepts one draft per depth at most, and the bonus token."""
     bounded = [(cell, shape) for cell in select_cells(publication, "tau") if (shape := parse_tree(cell.setting))]
     if not bounded:
         return
@@ -81,7 +81,7 @@ def _audit_tau_by_depth(publication: Publication) -> Iterator[Finding]:
 
 
 def _audit_speedup(publication: Publication) -> Iterator[Finding]:
-    """A cycle runs the target once and the draft besides, so it takes longer than the plain step that it replaces."""
+    """Check that speedup is below tau: a cycle runs the target and the draft, so it takes longer than a plain step."""
     both = select_cells(publication, "speedup", "tau")
     if not both:
         return
@@ -111,7 +111,7 @@ def _format_cycle_cost(cell: PublishedCell) -> tuple[str, ...]:
 
 
 def _audit_angelslim_vllm(publication: Publication) -> Iterator[Finding]:
-    """The table prints no speedup, but both throughputs."""
+    """Compute speedups, which the table does not print, from its throughputs."""
     main = [cell for cell in group_cells(publication) if cell.setting.label != "README v0.3"]
     plain = {
         (cell.setting.target, cell.setting.dataset): cell.numbers["output_tok_s"]
@@ -158,7 +158,7 @@ def _audit_angelslim_vllm(publication: Publication) -> Iterator[Finding]:
 
 
 def _audit_angelslim_issue(user: Publication, table: Publication) -> Iterator[Finding]:
-    """The same draft in an engine that serves, beside the table of AngelSlim's own."""
+    """Compare the same draft in SGLang, as a user measured it, and in AngelSlim's own table."""
     rows = select_cells(user, "output_tok_s")
     plain = {
         get_stated_number(cell, "batch"): cell.numbers["output_tok_s"]
@@ -241,21 +241,21 @@ def _audit_eagle3_paper(paper: Publication) -> Iterator[Finding]:
         }
         for method in ("EAGLE", "EAGLE-3")
     }
-    said = {method: get_number(paper, "batch_of_most", method=method) for method in batches}
+    stated = {method: get_number(paper, "batch_of_most", method=method) for method in batches}
     best = {method: max(found, key=lambda batch: found[batch]) for method, found in batches.items()}
     last = {method: max(batch for batch in found if found[batch] >= 1) for method, found in batches.items()}
     yield Finding(
         paper.name,
         "Where vLLM gains most",
-        AGREES if said == best else DEPENDS,
+        AGREES if stated == best else DEPENDS,
         "; ".join(
-            f"{method}: the text's batch of the maximum improvement is {said[method]:g}, Table 5's highest ratio "
+            f"{method}: the text's batch of the maximum improvement is {stated[method]:g}, Table 5's highest ratio "
             f"{batches[method][best[method]]:g} is at {best[method]:g}, and the last of at least 1 at {last[method]:g} "
             f"({batches[method][last[method]]:g})"
             for method in batches
         )
         + ".",
         "The text's batches are the largest that still gain, if that is what is meant."
-        if said == last
+        if stated == last
         else "The text's batches are neither.",
     )

@@ -1,4 +1,4 @@
-"""What can be recomputed of tables of trees: the seed's Qwen3-VL table and SpecForge's sweep."""
+"""Audits of tables of trees: published/qwen3-vl-weather.yaml and published/specforge-sweep.yaml."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ def audit_tree_tables(publications: dict[str, Publication]) -> Iterator[Finding]
 
 
 def _read_epoch(cell: PublishedCell) -> str:
-    return cell.where[-4:]  # ep=3, ep=9
+    return cell.where[-4:]  # "ep=3" or "ep=9"
 
 
 def _audit_accept_rate(weather: Publication) -> Finding:
@@ -103,7 +103,7 @@ def _audit_prefill(weather: Publication) -> Finding:
 
 
 def compute_cycle_time(e2e_s: float, prefill_s: float, tau: float) -> float:
-    """Seconds of decoding times tokens a cycle: the time of a cycle, but for the answers' length, which rows share."""
+    """Return the time of a cycle times the mean answer length, which all rows share."""
     return (e2e_s - prefill_s) * tau
 
 
@@ -149,7 +149,7 @@ def _audit_epochs(weather: Publication) -> Finding:
 
 
 def _audit_wider_trees(weather: Publication) -> Finding:
-    """The table's own question: why a wider tree of the same depth and size accepts less."""
+    """Compare trees that differ in topk alone: the table's source asks why wider ones accept less."""
     lines = []
     for a, b in combinations(select_cells(weather, "tau"), 2):
         (steps, topk, tokens), (steps_b, topk_b, tokens_b) = get_tree_shape(a), get_tree_shape(b)
@@ -201,7 +201,7 @@ def _audit_engines(weather: Publication) -> Finding:
 
 
 def _normalise_draft_name(cell: PublishedCell) -> str:
-    """Its draft; one name is misspelt with spaces."""
+    """Return the draft's name in lower case without spaces: one is misspelt with them."""
     return (cell.setting.draft or "").replace(" ", "").lower()
 
 
@@ -218,7 +218,7 @@ def _audit_speedup_ratio(sweep: Publication) -> Finding:
 
 
 def _group_by_tree(sweep: Publication) -> dict[tuple[str, ...], dict[tuple[int, int, int], PublishedCell]]:
-    """(target, draft, data set) -> tree -> its point."""
+    """Return the points by (target, draft, data set, batch), then by tree."""
     groups: dict[tuple[str, ...], dict[tuple[int, int, int], PublishedCell]] = {}
     for c in select_cells(sweep, "tau", "speedup"):
         key = (c.setting.target or "", _normalise_draft_name(c), c.setting.dataset or "", str(c.setting.batch))
@@ -227,7 +227,7 @@ def _group_by_tree(sweep: Publication) -> dict[tuple[str, ...], dict[tuple[int, 
 
 
 def _audit_longer_chains(sweep: Publication) -> Finding:
-    """At temperature 0 a longer chain begins with the shorter one, so from the same place it never accepts less."""
+    """Check that a longer chain accepts no less: at temperature 0 it begins with the shorter one."""
     steps, less = 0, []
     for group in _group_by_tree(sweep).values():
         chain = [group[tree] for tree in sorted(group) if tree[1] == 1]

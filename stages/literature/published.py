@@ -1,8 +1,9 @@
 """published/*.yaml: what others printed, number by number, each with its source, setting and definition.
 
-A file holds tables as they were printed; `read_publication` makes a Row of every number. A column of a table is a setting
-(`parse_tree`), a metric (`tau`), or a metric on a data set (`tau @ GSM8K`); a table of many rows may lie beside the file as
-CSV. In a row's setting, None says that it can't apply (plain decoding has no tree), UNKNOWN that nobody stated it.
+A file holds tables as they were printed; `read_publication` returns a PublishedRow for every number. A column of a
+table is a setting (`tree`), a metric (`tau`), or a metric on a data set (`tau @ GSM8K`); a table of many rows may be a
+CSV file in the same folder. In a row's setting, None means that it can't apply (plain decoding has no tree), UNKNOWN
+that the source does not state it.
 """
 
 import csv
@@ -11,8 +12,19 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    StrictInt,
+    ValidationError,
+    create_model,
+    field_validator,
+    model_validator,
+)
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
@@ -25,46 +37,171 @@ TREE_PATTERN = re.compile(r"t(\d+)_(\d+)_(\d+)")
 # A column of SpecForge's CSV: batch, num_steps, topk, num_draft_tokens as "8,3,1,4".
 BATCH_AND_TREE = "batch_and_tree"
 
-SettingNumber = float | Literal["unknown"] | None
+
+# Settings
+
+
+def _check_number(value: Any) -> Any:
+    if value is None or value == UNKNOWN:
+        return value
+    if type(value) not in (int, float) or math.isnan(value) or value < 0:
+        raise ValueError(f"expected a number, null or {UNKNOWN}, found {value!r}; correct it")
+    return float(value)
+
+
+def _check_words(value: Any) -> Any:
+    if value is not None and not isinstance(value, str):  # 8_2_16 without quotes is an integer in YAML
+        raise ValueError(f"expected words, null or {UNKNOWN}, found {value!r}; quote it")
+    return value
+
+
+def _check_tree_name(value: Any) -> Any:
+    if _check_words(value) not in (None, UNKNOWN) and not TREE_PATTERN.fullmatch(value):
+        raise ValueError(f"expected t<num_steps>_<topk>_<num_draft_tokens>, found {value!r}; correct it")
+    return value
+
+
+SettingNumber = Annotated[float | Literal["unknown"] | None, PlainValidator(_check_number)]
+SettingWords = Annotated[str | None, PlainValidator(_check_words)]
+SettingTree = Annotated[str | None, PlainValidator(_check_tree_name)]
 
 
 @dataclass(frozen=True)
 class PublishedSetting:
-    target: str | None
-    draft: str | None
-    method: str | None  # plain is decoding without speculation
-    engine: str | None
-    engine_version: str | None
-    hardware: str | None
-    precision: str | None
-    tree: str | None  # t<num_steps>_<topk>_<num_draft_tokens>, the root counted, as in docs/metrics.md
+    target: SettingWords
+    draft: SettingWords
+    method: SettingWords  # "plain" is decoding without speculation
+    engine: SettingWords
+    engine_version: SettingWords
+    hardware: SettingWords
+    precision: SettingWords
+    tree: SettingTree  # t<num_steps>_<topk>_<num_draft_tokens>, the root counted, as in docs/metrics.md
     temperature: SettingNumber
-    dataset: str | None
+    dataset: SettingWords
     prompts: SettingNumber
     input_tokens: SettingNumber
     output_tokens: SettingNumber
     batch: SettingNumber
     concurrency: SettingNumber
     request_rate: SettingNumber  # requests per second; infinite where all are sent at once
-    label: str | None  # the row's own name, as printed
+    label: SettingWords  # the row's own name, as printed
 
 
 SETTING_NAMES = tuple(field.name for field in fields(PublishedSetting))
-NUMBER_SETTINGS = {field.name for field in fields(PublishedSetting) if field.type == SettingNumber}
 
 
-@dataclass(frozen=True)
-class PublishedMetric:
+# The schema of a file
+
+
+class _FileSection(BaseModel):
+    """Keys and values of a file. Other keys than the fields are errors."""
+
+    model_config = ConfigDict(frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_keys(cls, found: Any) -> Any:
+        if not isinstance(found, dict):
+            raise ValueError(f"expected keys and values, found {found!r}; correct it")
+        if unknown := [key for key in found if key not in cls.model_fields]:
+            raise ValueError(f"expected {', '.join(cls.model_fields)}, found {unknown}; correct it")
+        return found
+
+
+# Some of a PublishedSetting's fields, as a file, a table or a row gives them.
+_SettingValues: Any = create_model(
+    "_SettingValues", __base__=_FileSection, **{field.name: (field.type, None) for field in fields(PublishedSetting)}
+)  # type: ignore[call-overload]
+
+
+class PublishedMetric(_FileSection):
     printed: str  # its name there
     unit: str
-    decimals: int  # the most that are printed: a value is right to half of the last
-    definition: str  # a name of cell.METRICS where it is ours, UNKNOWN, or the source's words
+    decimals: Annotated[StrictInt, Field(ge=0)]  # the most that are printed: a value is right to half of the last
+    definition: str  # the metric's own name where torch_records.METRICS defines it, UNKNOWN, or the source's words
     note: str = ""
+
+
+class _Source(_FileSection):
+    document: str
+    url: str
+    date: Any
+
+
+class _Table(_FileSection):
+    where: str
+    columns: list[Any]
+    settings: _SettingValues = Field(default_factory=_SettingValues)
+    rows: list[Any] | None = None
+    csv: str | None = None
+
+    @model_validator(mode="after")
+    def _check_one_source(self) -> Self:
+        if (self.rows is None) == (self.csv is None):
+            raise ValueError(f"expected rows or csv, found {'no rows' if self.rows is None else 'both'}; correct it")
+        return self
+
+
+class _PublicationFile(_FileSection):
+    title: str
+    source: _Source
+    notes: list[str]
+    settings: _SettingValues
+    metrics: dict[str, PublishedMetric]
+    tables: list[_Table]
+
+    @field_validator("metrics")
+    @classmethod
+    def _check_definitions(cls, metrics: dict[str, PublishedMetric]) -> dict[str, PublishedMetric]:
+        for name, metric in metrics.items():
+            if re.fullmatch(r"\w+", metric.definition) and metric.definition not in (name, UNKNOWN):
+                raise ValueError(
+                    f"{name}.definition: expected {name}, {UNKNOWN} or a sentence, found {metric.definition!r}"
+                )
+            if metric.definition == name and name not in torch_records.METRICS:
+                known = ", ".join(torch_records.METRICS)
+                raise ValueError(
+                    f"{name}.definition: expected one of our metrics ({known}), found {name}; say it in words, or {UNKNOWN}"
+                )
+        return metrics
+
+
+_EXPECTED = {  # pydantic's type of error -> what a file must have there, and what to do
+    "string_type": ("words", "quote it"),
+    "list_type": ("a list", "begin each of its lines with a dash"),
+    "dict_type": ("keys and values", "correct it"),
+    "int_type": ("a count of digits", "count them"),
+    "greater_than_equal": ("a count of digits", "count them"),
+}
+
+
+def _explain_error(error: ValidationError, where: str) -> str:
+    """Return the first error in one line: its place below `where`, what was expected, what was found, what to do."""
+    first = error.errors()[0]
+    *parents, last = first["loc"] or ("",)
+    if first["type"] == "missing":
+        return f"{_join_place(where, parents)}: expected {last}, found no {last}; add it"
+    place = _join_place(where, first["loc"])
+    if first["type"] in _EXPECTED:
+        expected, remedy = _EXPECTED[first["type"]]
+        return f"{place}: expected {expected}, found {first['input']!r}; {remedy}"
+    return f"{place}: {first['ctx']['error'] if 'error' in first.get('ctx', {}) else first['msg']}"
+
+
+def _join_place(where: str, keys: Any) -> str:
+    """Return `where` with keys and indices: small.yaml: tables[0].where."""
+    place = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(".")
+    return ": ".join(filter(None, (where, place)))
+
+
+# Publications
 
 
 @dataclass(frozen=True)
 class PublishedRow:
-    what: str  # the file's stem
+    """One printed number."""
+
+    publication: str  # the file's stem
     where: str  # the table in the source
     setting: PublishedSetting
     metric: str
@@ -88,7 +225,11 @@ class Publication:
 
 
 def read_publications(folder: Path = PUBLISHED_FOLDER) -> dict[str, Publication]:
-    """Every publication by name. Raises ValueError for the first defect, naming its place."""
+    """Return every publication by name.
+
+    Raises:
+        ValueError: for the first defect, naming its place.
+    """
     files = sorted(folder.glob("*.yaml"))
     if not files:
         raise ValueError(f"{folder} holds no publication, expected NAME.yaml files; restore it: git checkout {folder}")
@@ -96,120 +237,76 @@ def read_publications(folder: Path = PUBLISHED_FOLDER) -> dict[str, Publication]
 
 
 def read_publication(path: Path) -> Publication:
-    """One publication. Raises ValueError for the first defect: what was expected, what was found, where."""
+    """Return one publication.
+
+    Raises:
+        ValueError: for the first defect: what was expected, what was found, and where.
+    """
     try:
         content = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
+        file = _PublicationFile.model_validate(content)
     except FileNotFoundError:
         raise ValueError(f"{path} not found; restore it: git checkout {path}") from None
+    except ValidationError as error:
+        raise ValueError(_explain_error(error, str(path))) from None
     except (YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not YAML, correct it: {error}") from None
-    keys = ("title", "source", "notes", "settings", "metrics", "tables")
-    _check_keys(content, keys, (), str(path))
-    title, source = _check_text(content["title"], f"{path}: title"), content["source"]
-    _check_keys(source, ("document", "url", "date"), (), f"{path}: source")
-    document, url = (_check_text(source[key], f"{path}: source.{key}") for key in ("document", "url"))
-    notes = [
-        _check_text(note, f"{path}: notes[{n}]")
-        for n, note in enumerate(_check_list(content["notes"], f"{path}: notes"))
+    rows = [
+        row for n, table in enumerate(file.tables) for row in _read_table(path, file, table, f"{path}: tables[{n}]")
     ]
-    metrics = _parse_metrics(content["metrics"], f"{path}: metrics")
-    settings = _parse_settings(content["settings"], f"{path}: settings")
-    rows: list[PublishedRow] = []
-    for n, table in enumerate(_check_list(content["tables"], f"{path}: tables")):
-        rows += _parse_rows(path, table, settings, metrics, document, f"{path}: tables[{n}]")
-    if unused := set(metrics) - {row.metric for row in rows}:
+    if unused := set(file.metrics) - {row.metric for row in rows}:
         raise ValueError(
             f"{path}: metrics: no table has {', '.join(sorted(unused))}; name the column so, or leave the metric out"
         )
-    return Publication(path.stem, title, document, url, str(source["date"]), tuple(notes), metrics, tuple(rows))
+    source = file.source
+    return Publication(
+        path.stem,
+        file.title,
+        source.document,
+        source.url,
+        str(source.date),
+        tuple(file.notes),
+        file.metrics,
+        tuple(rows),
+    )
 
 
 def parse_tree(setting: PublishedSetting) -> tuple[int, int, int] | None:
-    """(num_steps, topk, num_draft_tokens); None where there is no tree, or none is stated."""
+    """Return (num_steps, topk, num_draft_tokens); None where the setting has no tree, or none is stated."""
     match = TREE_PATTERN.fullmatch(setting.tree or "")
     return (int(match[1]), int(match[2]), int(match[3])) if match else None
 
 
-def _parse_metrics(found: Any, where: str) -> dict[str, PublishedMetric]:
-    _check_mapping(found, where)
-    return {name: _parse_metric(name, metric, f"{where}.{name}") for name, metric in found.items()}
-
-
-def _parse_metric(name: str, found: Any, where: str) -> PublishedMetric:
-    _check_keys(found, ("printed", "unit", "decimals", "definition"), ("note",), where)
-    for key in found.keys() - {"decimals"}:
-        _check_text(found[key], f"{where}.{key}")
-    if type(found["decimals"]) is not int or found["decimals"] < 0:
-        raise ValueError(f"{where}.decimals: expected a count of digits, found {found['decimals']!r}; count them")
-    definition = found["definition"]
-    if re.fullmatch(r"\w+", definition) and definition not in (name, UNKNOWN):
-        raise ValueError(f"{where}.definition: expected {name}, {UNKNOWN} or a sentence, found {definition!r}")
-    if definition == name and name not in torch_records.METRICS:
-        known = ", ".join(torch_records.METRICS)
-        raise ValueError(f"{where}.definition: {name} is none of ours ({known}); say it in words, or {UNKNOWN}")
-    return PublishedMetric(**found)
-
-
-def _parse_settings(found: Any, where: str) -> dict[str, Any]:
-    _check_mapping(found, where)
-    return {key: _check_setting(key, value, where) for key, value in found.items()}
-
-
-def _check_setting(key: str, value: Any, where: str) -> Any:
-    """The value, once it is of its setting's kind."""
-    if key not in SETTING_NAMES:
-        raise ValueError(f"{where}: expected one of {', '.join(SETTING_NAMES)}, found {key}; correct it")
-    if value is None or value == UNKNOWN:
-        return value
-    if key in NUMBER_SETTINGS:
-        if type(value) not in (int, float) or math.isnan(value) or value < 0:
-            raise ValueError(f"{where}: {key}: expected a number, null or {UNKNOWN}, found {value!r}; correct it")
-        return float(value)
-    if not isinstance(value, str):  # 8_2_16 without quotes is an integer in YAML
-        raise ValueError(f"{where}: {key}: expected words, null or {UNKNOWN}, found {value!r}; quote it")
-    if key == "tree" and not TREE_PATTERN.fullmatch(value):
-        raise ValueError(f"{where}: tree: expected t<num_steps>_<topk>_<num_draft_tokens>, found {value!r}; correct it")
-    return value
-
-
-def _parse_rows(
-    path: Path, table: Any, settings: dict[str, Any], metrics: dict[str, PublishedMetric], document: str, where: str
-) -> Iterator[PublishedRow]:
-    from_csv = isinstance(table, dict) and "csv" in table
-    _check_keys(table, ("where", "columns", "csv" if from_csv else "rows"), ("settings",), where)
-    name = _check_text(table["where"], f"{where}.where")
-    columns = [
-        _parse_column(column, metrics, f"{where}.columns")
-        for column in _check_list(table["columns"], f"{where}.columns")
-    ]
-    shared = settings | _parse_settings(table.get("settings", {}), f"{where}.settings")
-    beside = path.parent / _check_text(table["csv"], f"{where}.csv") if from_csv else None
-    for n, values in enumerate(_read_csv(beside) if beside else _check_list(table["rows"], f"{where}.rows")):
-        place = f"{beside}, row {n + 1}" if beside else f"{where}.rows[{n}]"
+def _read_table(path: Path, file: _PublicationFile, table: _Table, where: str) -> Iterator[PublishedRow]:
+    columns = [_parse_column(column, file.metrics, f"{where}.columns") for column in table.columns]
+    shared = file.settings.model_dump(exclude_unset=True) | table.settings.model_dump(exclude_unset=True)
+    csv_file = path.parent / table.csv if table.csv else None
+    for n, values in enumerate(_read_csv(csv_file) if csv_file else table.rows or ()):
+        place = f"{csv_file}, row {n + 1}" if csv_file else f"{where}.rows[{n}]"
         if not isinstance(values, list) or len(values) != len(columns):
             found = len(values) if isinstance(values, list) else repr(values)
             raise ValueError(f"{place}: expected {len(columns)} values, one a column, found {found}; see {path}")
         own, numbers = _split_values(columns, values, place)
-        for metric, dataset, value in numbers:
+        for name, dataset, value in numbers:
             setting = shared | own | ({"dataset": dataset} if dataset else {})
             if missing := [key for key in SETTING_NAMES if key not in setting]:
                 raise ValueError(f"{place}: no {', '.join(missing)}; give it, or null, or {UNKNOWN}, under settings")
-            m = metrics[metric]
+            metric = file.metrics[name]
             yield PublishedRow(
-                path.stem,
-                name,
-                PublishedSetting(**setting),
-                metric,
-                _parse_number(value, m, f"{place}: {metric}"),
-                m.decimals,
-                m.unit,
-                m.definition,
-                f"{document}: {name}",
+                publication=path.stem,
+                where=table.where,
+                setting=PublishedSetting(**setting),
+                metric=name,
+                value=_parse_number(value, metric, f"{place}: {name}"),
+                decimals=metric.decimals,
+                unit=metric.unit,
+                definition=metric.definition,
+                source=f"{file.source.document}: {table.where}",
             )
 
 
 def _parse_column(column: Any, metrics: dict[str, PublishedMetric], where: str) -> tuple[str, str]:
-    """(name, the data set it is on or nothing)."""
+    """Return (name, the data set it is on, or "")."""
     name, _, dataset = str(column).partition(" @ ")
     if name not in metrics and (dataset or name not in (*SETTING_NAMES, BATCH_AND_TREE)):
         known = ", ".join((*metrics, *SETTING_NAMES))
@@ -220,7 +317,7 @@ def _parse_column(column: Any, metrics: dict[str, PublishedMetric], where: str) 
 def _split_values(
     columns: list[tuple[str, str]], values: list[Any], where: str
 ) -> tuple[dict[str, Any], list[tuple[str, str, Any]]]:
-    """What a row's values set, and its numbers as (metric, data set, value); null is a number that wasn't printed."""
+    """Return a row's settings, and its numbers as (metric, data set, value). null is a number that was not printed."""
     own: dict[str, Any] = {}
     numbers = []
     for (name, dataset), value in zip(columns, values, strict=True):
@@ -228,12 +325,15 @@ def _split_values(
             batch, *shape = _parse_batch_and_tree(value, where)
             own |= {"batch": float(batch), "tree": "t{}_{}_{}".format(*shape)}
         elif name in SETTING_NAMES:
-            own[name] = _check_setting(name, value, where)
+            own[name] = value
         elif value is not None:
             numbers.append((name, dataset, value))
     if not numbers:
         raise ValueError(f"{where}: expected at least one number, found none; give one, or leave the row out")
-    return own, numbers
+    try:
+        return _SettingValues.model_validate(own).model_dump(exclude_unset=True), numbers
+    except ValidationError as error:
+        raise ValueError(_explain_error(error, where)) from None
 
 
 def _parse_batch_and_tree(value: str, where: str) -> list[int]:
@@ -244,7 +344,7 @@ def _parse_batch_and_tree(value: str, where: str) -> list[int]:
 
 
 def _parse_number(value: Any, metric: PublishedMetric, where: str) -> float:
-    """The number, which must have no more digits than are printed: one more is a slip of the copyist."""
+    """Return the number. One with more decimals than are printed is a slip of the copyist, and an error."""
     try:
         number = float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else math.nan
     except ValueError:
@@ -257,33 +357,9 @@ def _parse_number(value: Any, metric: PublishedMetric, where: str) -> float:
 
 
 def _read_csv(path: Path) -> list[list[str]]:
+    """Return the rows below the heading."""
     try:
         with path.open(newline="", encoding="utf-8") as lines:
             return list(csv.reader(lines))[1:]
     except FileNotFoundError:
         raise ValueError(f"{path} not found; restore it: git checkout {path}") from None
-
-
-def _check_keys(found: Any, needed: tuple[str, ...], optional: tuple[str, ...], where: str) -> None:
-    _check_mapping(found, where)
-    if missing := [key for key in needed if key not in found]:
-        raise ValueError(f"{where}: expected {', '.join(needed)}, found no {', '.join(missing)}; add it")
-    if unknown := sorted(set(found) - set(needed) - set(optional)):
-        raise ValueError(f"{where}: expected {', '.join((*needed, *optional))}, found {unknown}; correct it")
-
-
-def _check_mapping(found: Any, where: str) -> None:
-    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
-        raise ValueError(f"{where}: expected keys and values, found {found!r}; correct it")
-
-
-def _check_text(found: Any, where: str) -> str:
-    if not isinstance(found, str):
-        raise ValueError(f"{where}: expected words, found {found!r}; quote it")
-    return found
-
-
-def _check_list(found: Any, where: str) -> list[Any]:
-    if not isinstance(found, list):
-        raise ValueError(f"{where}: expected a list, found {found!r}; begin each of its lines with a dash")
-    return found

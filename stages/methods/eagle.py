@@ -81,7 +81,9 @@ def unroll_states(eagle: EagleDraft, pack: ttt.TrainingPack, embedding: Tensor, 
     turning = eagle.get_rope_positions(pack.position, pack.rope_positions)
     ids = nn.functional.pad(pack.ids, (0, steps + 1))
     mixed = eagle.build_layer_input(ttt.embed_tokens(pack, ids, embedding, slice(1, len(pack.ids) + 1)), last)
-    visible = attention_mask.build_pack_attention(pack, *eagle.compute_keys_values(mixed, eagle.compute_rope(turning)), None)
+    visible = attention_mask.build_pack_attention(
+        pack, *eagle.compute_keys_values(mixed, eagle.compute_rope(turning)), None
+    )
     hidden = last.index_select(0, pack.query_tokens)  # [P, H]
     own_keys: list[Tensor] = []
     own_values: list[Tensor] = []
@@ -107,10 +109,15 @@ def compute_loss(
     if not pack.chunks:
         return ttt.compute_zero_loss(eagle, pack, 1)
     (states,) = unroll_states(eagle, pack, embedding, 1)
-    share = 1 / (torch.tensor(pack.supervised_per_step, device=head.device) if counts is None else counts).clamp(min=1)  # [1]
+    share = 1 / (torch.tensor(pack.supervised_per_step, device=head.device) if counts is None else counts).clamp(
+        min=1
+    )  # [1]
     all_ids = torch.zeros(len(head), dtype=torch.int64, device=head.device)
     view = SimpleNamespace(
-        normalise_output=eagle.normalise_output, lm_head=SimpleNamespace(weight=head), d2t=all_ids, t2d=torch.ones_like(all_ids).bool()
+        normalise_output=eagle.normalise_output,
+        lm_head=SimpleNamespace(weight=head),
+        d2t=all_ids,
+        t2d=torch.ones_like(all_ids).bool(),
     )
     total, loss, hits = chunked_loss.compute_chunked_loss(
         view, [states], pack, head, CROSS_ENTROPY_WEIGHT * share, objective.loss

@@ -51,7 +51,9 @@ class EagleProposer:
         self.values = torch.zeros_like(self.keys)
         self.hidden = like.new_zeros(method.steps + 1, c.hidden_size)  # [R, H] of the rows that the last cycle verified
         self.places = torch.arange(size, device=like.device)
-        self.turns = eagle.get_rope_positions(self.places[: method.steps + 1], None).clone()  # [R] or [R, 3] of those rows
+        self.turns = eagle.get_rope_positions(
+            self.places[: method.steps + 1], None
+        ).clone()  # [R] or [R, 3] of those rows
         self.held = [self.hidden, self.turns]
         self.grow = _grow_static_tree if isinstance(method.tree, StaticTree) else _grow_dynamic_tree
 
@@ -70,7 +72,9 @@ class EagleProposer:
         method, eagle, last = self.method, self.method.eagle, stand.count - 1
         rows = stand.length - stand.count + self.places[: len(self.hidden)]  # [R]
         embeds = method.embedding[stand.tokens]  # [R, H]
-        keys, values = eagle.compute_keys_values(eagle.build_layer_input(embeds, self.hidden), eagle.compute_rope(self.turns))
+        keys, values = eagle.compute_keys_values(
+            eagle.build_layer_input(embeds, self.hidden), eagle.compute_rope(self.turns)
+        )
         self.keys.index_copy_(1, rows, keys[None])
         self.values.index_copy_(1, rows, values[None])
         prefix = self.keys[:, :seen], self.values[:, :seen]

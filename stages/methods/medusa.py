@@ -66,7 +66,9 @@ def compute_loss(
     if not pack.chunks:
         return ttt.compute_zero_loss(medusa, pack, objective.num_steps)
     decay = objective.decay ** torch.arange(objective.num_steps, device=head.device)
-    weights = decay / (torch.tensor(pack.supervised_per_step, device=head.device) if counts is None else counts).clamp(min=1)
+    weights = decay / (torch.tensor(pack.supervised_per_step, device=head.device) if counts is None else counts).clamp(
+        min=1
+    )
     parts = []
     for k, out in enumerate(medusa.outs):
         mine = pack.select_step(k)

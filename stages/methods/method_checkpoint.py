@@ -54,7 +54,8 @@ def list_method_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def write_method_draft(place: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     assert not (
-        found := checkpoint.find_shape_problem(config, tensors, list_method_shapes) or checkpoint.find_nonfinite_values(tensors)
+        found := checkpoint.find_shape_problem(config, tensors, list_method_shapes)
+        or checkpoint.find_nonfinite_values(tensors)
     ), found
     with atomic.write_folder(place / "draft") as temporary:
         atomic.write_json(temporary / "config.json", config)

@@ -1,113 +1,134 @@
-"""How latencies spread over answers: a line for each tree, from its fast answers to its slow ones, plain decoding beside it.
+"""The page's part on latencies: how they spread over single answers or requests of all repeats, per tree and plain decoding."""
 
-The tables above have means, and percentiles of loads; these are the answers (or requests) themselves, of all repeats.
-"""
-
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from stages.reporting import plots
-from stages.reporting.served import describe_load, format_group_title, get_load
+from stages.reporting.served import describe_load, format_group_title
+from stages.reporting.served_sweeps import get_load
 from stages.reporting.text import format_tree
 from stages.results import served_records
 from stages.results.served_table import SPECULATIVE, ServedTableLine
 
 Row = dict[str, Any]
 
-PERCENTILES = (10, 50, 90, 99)  # percentiles, between two values in proportion
+PERCENTILES = (10, 50, 90, 99)  # with linear interpolation between two values
 PLAIN_LABEL = "plain decoding"
-MAX_PLOT_LINES = 24  # lines of a plot; more could not be told apart
+MAX_PLOT_LINES = 24  # lines of a plot: more are illegible
 
 
-def summarise_torch_cells(cells: list[Row]) -> list[Row]:
-    """Of each workload and checkpoint of the torch engine: whole answers, prefills, and the time a token takes after it."""
+@dataclass(frozen=True)
+class AnswerLatencies:
+    e2e: float | None  # the whole answer, in s
+    ttft: float | None  # until its first token, in ms
+    tpot: float | None  # each later token, in ms; None where it has no later token
+
+
+@dataclass(frozen=True)
+class LatencyLine:
+    tree: str
+    answers: int
+    percentiles: dict[str, list[float] | None]  # kind of latency -> its PERCENTILES; None where no answer has it
+
+
+@dataclass(frozen=True)
+class LatencyGroup:
+    """Latencies of the same prompts at the same load, a line per tree."""
+
+    about: str
+    names: dict[str, str]  # kind of latency -> heading
+    rows: list[LatencyLine]
+    plots: dict[str, Any]  # kind of latency -> SVG
+
+
+def summarise_torch_cells(cells: list[Row]) -> list[LatencyGroup]:
+    """Return a group for each workload and checkpoint of the torch engine."""
     found = []
-    for workload, checkpoint in dict.fromkeys((c["workload"], c["checkpoint"]) for c in cells):
-        mine = [c for c in cells if (c["workload"], c["checkpoint"]) == (workload, checkpoint)]
-        fastest = max(mine, key=lambda c: c["metrics"]["baseline_output_tok_s"])
-        answers = {format_tree(c["tree"]): [_measure_answer(prompt) for prompt in c["prompts"]] for c in mine}
+    for names in dict.fromkeys((cell["workload"], cell["checkpoint"]) for cell in cells):
+        group = [cell for cell in cells if (cell["workload"], cell["checkpoint"]) == names]
+        fastest = max(group, key=lambda cell: cell["metrics"]["baseline_output_tok_s"])
+        answers = {format_tree(cell["tree"]): [_measure_answer(prompt) for prompt in cell["prompts"]] for cell in group}
         answers |= {PLAIN_LABEL: [_measure_answer(prompt, "baseline_") for prompt in fastest["prompts"]]}
-        about = f"{workload}, {checkpoint}, {fastest['engine']} engine"
-        found.append(
-            _summarise_spread(
-                about, answers, {"e2e": "answer, s", "ttft": "prefill, ms", "tpot": "a token after it, ms"}
-            )
-        )
+        about = f"{', '.join(names)}, {fastest['engine']} engine"
+        headings = {"e2e": "answer, s", "ttft": "prefill, ms", "tpot": "a token after it, ms"}
+        found.append(_summarise_spread(about, answers, headings))
     return found
 
 
-def _measure_answer(prompt: Row, kind: str = "") -> Row:
-    """As of a request: all of it, its first token (s), and what each later one took (ms; None where there is none)."""
-    e2e, first = prompt[f"{kind}e2e_latency_s"], prompt[f"{kind}prefill_latency_s"]
-    later = prompt[f"{kind}output_tokens"] - 1
-    return {"e2e": e2e, "ttft": 1000 * first, "tpot": 1000 * (e2e - first) / later if later > 0 else None}
+def _measure_answer(prompt: Row, prefix: str = "") -> AnswerLatencies:
+    e2e, first = prompt[f"{prefix}e2e_latency_s"], prompt[f"{prefix}prefill_latency_s"]
+    later = prompt[f"{prefix}output_tokens"] - 1
+    return AnswerLatencies(e2e, 1000 * first, 1000 * (e2e - first) / later if later > 0 else None)
 
 
-def summarise_served_lines(lines: list[ServedTableLine]) -> list[Row]:
-    """Of each workload and checkpoint at its heaviest load: the longest answers, and of them the most at once."""
-    can = [line for line in lines if line.row["status"] == served_records.RAN]
-    drafted = [line for line in can if line.row["decoding"] == SPECULATIVE]
+def summarise_served_lines(lines: list[ServedTableLine]) -> list[LatencyGroup]:
+    """Return a group for each workload and checkpoint at its heaviest load: the longest answers, and the most at once."""
+    ran = [line for line in lines if line.row["status"] == served_records.RAN]
+    drafted = [line for line in ran if line.row["decoding"] == SPECULATIVE]
     found = []
-    for workload, checkpoint in dict.fromkeys((line.row["workload"], line.row["checkpoint"]) for line in drafted):
-        mine = [line for line in drafted if (line.row["workload"], line.row["checkpoint"]) == (workload, checkpoint)]
-        heaviest = max(mine, key=lambda line: get_load(line.row)).row
-        rest = [line for line in can if line not in drafted and line.row["workload"] == workload]
-        plain = [line for line in rest if get_load(line.row) == get_load(heaviest)]
-        answers = {
-            format_tree(line.row["tree"]): _list_latencies(line)
-            for line in mine
-            if get_load(line.row) == get_load(heaviest)
-        }
-        if plain:
+    for names in dict.fromkeys((line.row["workload"], line.row["checkpoint"]) for line in drafted):
+        group = [line for line in drafted if (line.row["workload"], line.row["checkpoint"]) == names]
+        heaviest = max(group, key=lambda line: get_load(line.row)).row
+        load = get_load(heaviest)
+        answers = {format_tree(line.row["tree"]): _list_latencies(line) for line in group if get_load(line.row) == load}
+        others = [line for line in ran if line not in drafted and line.row["workload"] == names[0]]
+        if plain := [line for line in others if get_load(line.row) == load]:
             answers[PLAIN_LABEL] = _list_latencies(max(plain, key=lambda line: line.row["output_throughput"]))
-        about = f"{format_group_title(heaviest)}, {heaviest['engine']}, {describe_load(heaviest)}"
+        about = f"{format_group_title(*names)}, {heaviest['engine']}, {describe_load(heaviest)}"
         found.append(_summarise_spread(about, answers, {"e2e": "request, s", "ttft": "TTFT, ms", "tpot": "TPOT, ms"}))
     return found
 
 
-def _list_latencies(line: ServedTableLine) -> list[Row]:
+def _list_latencies(line: ServedTableLine) -> list[AnswerLatencies]:
+    requests = line.point["requests"] if line.point else []
     return [
-        _measure_request(request) for request in (line.point or {"requests": []})["requests"] if not request["failed"]
+        AnswerLatencies(request["e2e_s"], _to_ms(request["ttft_s"]), _to_ms(request["tpot_s"]))
+        for request in requests
+        if not request["failed"]
     ]
 
 
-def _measure_request(request: Row) -> Row:
-    return {name: None if request[key] is None else times * request[key]
-            for name, key, times in (("e2e", "e2e_s", 1), ("ttft", "ttft_s", 1000), ("tpot", "tpot_s", 1000))}  # fmt: skip
+def _to_ms(seconds: float | None) -> float | None:
+    return None if seconds is None else 1000 * seconds
 
 
-def _summarise_spread(about: str, answers: dict[str, list[Row]], names: dict[str, str]) -> Row:
-    """Percentiles of each kind of latency by tree, and a plot of each kind."""
-    import numpy as np  # the terminal's table does without
-
-    rows: list[Row] = []
-    for tree, given in answers.items():
-        row: Row = {"tree": tree, "answers": len(given)}
-        for name in names:
-            values = [one[name] for one in given if one[name] is not None]
-            row[name] = np.percentile(values, PERCENTILES).tolist() if values else None
-        rows.append(row)
+def _summarise_spread(about: str, answers: dict[str, list[AnswerLatencies]], names: dict[str, str]) -> LatencyGroup:
+    rows = [LatencyLine(tree, len(found), _compute_percentiles(found, names)) for tree, found in answers.items()]
     shown = rows[-MAX_PLOT_LINES:]
     drawn = {
         name: plots.render_svg(
-            partial(draw_latencies, rows=[r for r in shown if r[name]], name=name, label=label), 1 + len(shown) / 4
+            partial(draw_latencies, rows=[row for row in shown if row.percentiles[name]], name=name, label=label),
+            1 + len(shown) / 4,
         )
         for name, label in names.items()
-        if any(row[name] for row in shown)
+        if any(row.percentiles[name] for row in shown)
     }
-    return {"about": about, "names": names, "rows": rows, "plots": drawn}
+    return LatencyGroup(about, names, rows, drawn)
 
 
-def draw_latencies(axes: Any, rows: list[Row], name: str, label: str) -> None:
-    """A line a row, the first on top: from its 10th percentile to its 90th, a dot at the median, a tick at the 99th."""
-    places = range(len(rows))
-    for place, row in zip(places, rows, strict=True):
-        low, middle, high, last = row[name]
-        colour = plots.INK_COLOUR if row["tree"] == PLAIN_LABEL else plots.SERIES_COLOURS[0]
-        axes.hlines(place, low, high, color=colour, linewidth=2.2)
-        axes.plot(middle, place, "o", color=colour, markersize=5)
-        axes.plot(last, place, "|", color=colour, markersize=7)
-    axes.set_yticks(places, [row["tree"] for row in rows])
+def _compute_percentiles(answers: list[AnswerLatencies], names: dict[str, str]) -> dict[str, list[float] | None]:
+    import numpy as np  # the terminal's table does without
+
+    found = {}
+    for name in names:
+        values = [value for answer in answers if (value := getattr(answer, name)) is not None]
+        found[name] = np.percentile(values, PERCENTILES).tolist() if values else None
+    return found
+
+
+def draw_latencies(axes: Any, rows: list[LatencyLine], name: str, label: str) -> None:
+    """Draw a line per row, the first on top: from the 10th percentile to the 90th, a dot at the median, a tick at the 99th."""
+    heights = range(len(rows))
+    for height, row in zip(heights, rows, strict=True):
+        percentiles = row.percentiles[name]
+        assert percentiles, f"{row.tree} has no {name}"
+        low, middle, high, last = percentiles
+        colour = plots.INK_COLOUR if row.tree == PLAIN_LABEL else plots.SERIES_COLOURS[0]
+        axes.hlines(height, low, high, color=colour, linewidth=2.2)
+        axes.plot(middle, height, "o", color=colour, markersize=5)
+        axes.plot(last, height, "|", color=colour, markersize=7)
+    axes.set_yticks(heights, [row.tree for row in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(left=0)
     axes.set(xlabel=label)

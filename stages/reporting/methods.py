@@ -1,7 +1,11 @@
-"""What the report makes of the table of methods, and of what the engine gives beside what the method gives."""
+"""The table of decoding methods on one verifier (results/methods.csv), and their tokens per second in each engine.
+
+docs/methods.md defines the columns.
+"""
 
 import csv
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,52 +28,54 @@ METHOD_TABLE_COLUMNS = (
 NOT_RUN, NOT_MEASURED = "not run", "not measured"
 COMPARED_ENGINES = ("torch", "sglang")
 COMPARED_WAYS = ("autoregressive", "medusa", "eagle3")
+TEXT_COLUMNS = {"row", "method", "checkpoint", "tree", "workload", "needs_training", "moe", "engine"}
+METHOD_HEADINGS = (
+    ("method", ""), ("tree", ""), ("tau", ""), ("accept_rate", "(%)"), ("speedup", ""), ("95%", "interval"), ("tokens/s", ""),
+    ("plain", "tokens/s"), ("identical", "(%)"), ("memory", "weights"), ("memory", "state"), ("needs", "training"),
+    ("trained", "parameters"), ("training", "(s)"), ("MoE", ""),
+)  # fmt: skip
 
 
 def build_method_rows(cells: list[Row], trained: Mapping[str, Row]) -> list[Row]:
-    """Lines of the table, plain decoding's first; `cells` as in results/method_records.py, `trained` the reports of training."""
-    return [_build_baseline_row(cells), *(_build_method_row(c, trained) for c in cells)] if cells else []
+    """Return the lines of methods.csv, plain decoding's first.
+
+    `cells` as in results/method_records.py; `trained` has each checkpoint's training report.
+    """
+    return [_build_baseline_row(cells), *(_build_method_row(cell, trained) for cell in cells)] if cells else []
 
 
 def _build_baseline_row(cells: list[Row]) -> Row:
-    """The fastest plain decoding of all."""
-    best = max(cells, key=lambda c: c["metrics"]["baseline_output_tok_s"])
-    alone = {
-        "row": BASELINE_ROW,
-        "method": BASELINE_ROW,
-        "workload": best["workload"],
-        "engine": best["engine"],
-        "tau": 1.0,
-    }
-    fastest = best["metrics"]["baseline_output_tok_s"]
-    alone |= {"output_tok_s": fastest, "baseline_output_tok_s": fastest, "speedup": 1.0, "identical_share": 1.0}
-    return dict.fromkeys(METHOD_TABLE_COLUMNS) | alone | {
-        "weights_bytes": 0, "state_bytes": 0, "needs_training": "no", "parameters": 0, "moe": _describe_moe(best),
+    """Return the line of plain decoding, the fastest of all cells."""
+    fastest = max(cells, key=lambda cell: cell["metrics"]["baseline_output_tok_s"])
+    tok_s = fastest["metrics"]["baseline_output_tok_s"]
+    return dict.fromkeys(METHOD_TABLE_COLUMNS) | {
+        "row": BASELINE_ROW, "method": BASELINE_ROW, "workload": fastest["workload"], "engine": fastest["engine"], "tau": 1.0,
+        "output_tok_s": tok_s, "baseline_output_tok_s": tok_s, "speedup": 1.0, "identical_share": 1.0, "weights_bytes": 0,
+        "state_bytes": 0, "needs_training": "no", "parameters": 0, "moe": _describe_moe(fastest),
     }  # fmt: skip
 
 
-def _build_method_row(c: Row, trained: Mapping[str, Row]) -> Row:
-    metrics = c["metrics"]
-    found = {k: c[k] for k in ("row", "method", "checkpoint", "workload", "parameters", "engine")}
-    found |= {k: metrics[k] for k in (*METRIC_COLUMNS, "identical_share")}
-    needs = c["parameters"] > 0
-    return found | {
-        "tree": describe_guesses(c["method"], c["settings"]),
-        "weights_bytes": c["memory"]["weights"],
-        "state_bytes": c["memory"]["state"],
-        "needs_training": "yes" if needs else "no",
-        "training_s": sum_training_seconds(c["checkpoint"], trained) if needs else 0.0,
-        "moe": _describe_moe(c),
+def _build_method_row(cell: Row, trained: Mapping[str, Row]) -> Row:
+    needs_training = cell["parameters"] > 0
+    return {
+        **{k: cell[k] for k in ("row", "method", "checkpoint", "workload", "parameters", "engine")},
+        **{k: cell["metrics"][k] for k in (*METRIC_COLUMNS, "identical_share")},
+        "tree": describe_guesses(cell["method"], cell["settings"]),
+        "weights_bytes": cell["memory"]["weights"],
+        "state_bytes": cell["memory"]["state"],
+        "needs_training": "yes" if needs_training else "no",
+        "training_s": sum_training_seconds(cell["checkpoint"], trained) if needs_training else 0.0,
+        "moe": _describe_moe(cell),
     }
 
 
-def _describe_moe(c: Row) -> str:
-    """Whether it was seen to work on a target with experts: on this run's target, or not at all."""
-    return "works" if c["mixture"] else NOT_RUN
+def _describe_moe(cell: Row) -> str:
+    """Return whether the method ran on a target with experts: this run's target has them, or it was not tried."""
+    return "works" if cell["mixture"] else NOT_RUN
 
 
 def sum_training_seconds(checkpoint: str, trained: Mapping[str, Row]) -> float | None:
-    """Of all segments that lead to it; None for a draft that others trained."""
+    """Return the seconds of all segments that lead to the checkpoint; None for a draft that was not trained here."""
     seconds, name = None, checkpoint
     while name in trained:
         seconds, name = (seconds or 0.0) + trained[name]["seconds"], trained[name]["from"]
@@ -77,7 +83,7 @@ def sum_training_seconds(checkpoint: str, trained: Mapping[str, Row]) -> float |
 
 
 def describe_guesses(method: str, settings: Row) -> str:
-    """What is guessed, in a word."""
+    """Return what a method proposes in a cycle, in a few words."""
     if "tree" in settings:
         return settings["tree"]
     if method == "ngram":
@@ -92,14 +98,11 @@ def write_method_table(found: list[Row]) -> None:
 
 
 def read_method_table() -> list[Row]:
-    """results/methods.csv as numbers; [] where there is none."""
+    """Return the lines of results/methods.csv with their numbers; [] where the file does not exist."""
     if not METHOD_TABLE.exists():
         return []
     with METHOD_TABLE.open(newline="", encoding="utf-8") as lines:
         return [{k: _parse_value(k, text) for k, text in line.items()} for line in csv.DictReader(lines)]
-
-
-TEXT_COLUMNS = {"row", "method", "checkpoint", "tree", "workload", "needs_training", "moe", "engine"}
 
 
 def _parse_value(column: str, text: str) -> Any:
@@ -107,12 +110,6 @@ def _parse_value(column: str, text: str) -> Any:
 
 
 # The terminal
-
-METHOD_HEADINGS = (
-    ("method", ""), ("tree", ""), ("tau", ""), ("accept_rate", "(%)"), ("speedup", ""), ("95%", "interval"), ("tokens/s", ""),
-    ("plain", "tokens/s"), ("identical", "(%)"), ("memory", "weights"), ("memory", "state"), ("needs", "training"),
-    ("trained", "parameters"), ("training", "(s)"), ("MoE", ""),
-)  # fmt: skip
 
 
 def format_method_table(found: list[Row]) -> list[str]:
@@ -126,19 +123,17 @@ def format_method_table(found: list[Row]) -> list[str]:
 
 
 def format_method_row(row: Row) -> tuple[str, ...]:
-    """A line of the table, under HEAD."""
+    """Return a line of the table, as METHOD_HEADINGS."""
     name = row["row"] if row["row"] == row["method"] else f"{row['row']} ({row['method']})"
     shape = row["tree"] or "–"
-    interval = format_interval(
-        row["speedup_low"], row["speedup_high"], "–" if row["row"] == BASELINE_ROW else ONE_PROMPT
-    )
+    no_interval = "–" if row["row"] == BASELINE_ROW else ONE_PROMPT
     return (
         name,
         format_tree(shape) if shape[0] == "t" else shape,
         format_number(row["tau"]),
         format_number(row["accept_rate"], 1, 100),
         f"{row['speedup']:.2f}x",
-        interval,
+        format_interval(row["speedup_low"], row["speedup_high"], no_interval),
         f"{row['output_tok_s']:.1f}",
         format_number(row["baseline_output_tok_s"], 1),
         format_number(row["identical_share"], 0, 100),
@@ -152,7 +147,7 @@ def format_method_row(row: Row) -> tuple[str, ...]:
 
 
 def format_bytes(count: float) -> str:
-    """Bytes, in the unit that fits."""
+    """Return bytes in the largest unit that leaves at least 1."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -160,24 +155,24 @@ def format_bytes(count: float) -> str:
     return f"{count:.2f} GiB"
 
 
-# What the engine gives, and what the method gives
+# Engines
 
 
 def compare_engines(found: list[Row], cells: Iterable[Row], lines: Iterable[ServedTableLine]) -> list[Row]:
-    """Tokens a second of a single request: a line for each way to decode, {engine: tokens/s or None}.
+    """Return a line for each way to decode: `way`, and tokens/s of a single request by engine, None where not measured.
 
-    The torch engine's are its fastest plain decoding, and that times the best speedup of the table and of benchmark's cells: a
-    speedup is over plain decoding in turns, while a machine may be slower for one row than for another. A server's are of
-    served cells of that workload at concurrency 1, of several trees the fastest. No server here speaks Medusa.
+    The torch engine's tokens/s are its fastest plain decoding, times the best speedup of the table and of benchmark's
+    cells: a speedup is over plain decoding in turns, while the machine may be slower for one row than for another. A
+    server's are the fastest tree of the served cells of that workload at concurrency 1. No engine here serves Medusa.
     """
     if not found:
         return []
     workload = found[0]["workload"]
-    mine = [c["metrics"] for c in cells if c["workload"] == workload]
+    measured = [cell["metrics"] for cell in cells if cell["workload"] == workload]
     speedups = {way: [row["speedup"] for row in found if row["method"] == way] for way in COMPARED_WAYS}
-    speedups["eagle3"] += [metrics["speedup"] for metrics in mine]
-    plain = max(row["baseline_output_tok_s"] for row in [*found, *mine])
-    torch = {"autoregressive": plain} | {way: plain * max(some) for way, some in speedups.items() if some}
+    speedups["eagle3"] += [metrics["speedup"] for metrics in measured]
+    plain_tok_s = max(row["baseline_output_tok_s"] for row in [*found, *measured])
+    torch = {"autoregressive": plain_tok_s} | {way: plain_tok_s * max(some) for way, some in speedups.items() if some}
     ways = {PLAIN: "autoregressive", SPECULATIVE: "eagle3"}
     served: dict[tuple[str, str], float] = {}
     for row in (line.row for line in lines):
@@ -191,17 +186,23 @@ def format_speed(value: float | None) -> str:
     return NOT_MEASURED if value is None else f"{value:.1f}"
 
 
-def build_methods_page(found: list[Row], engines: list[Row]) -> Row | None:
-    """What report.methods.html.j2 shows; None where there are no rows."""
+@dataclass(frozen=True)
+class MethodsPage:
+    """What templates/methods.html.j2 shows; its function is called there."""
+
+    workload: str
+    headings: list[str]
+    lines: list[tuple[tuple[str, ...], bool]]  # (texts, whether its speedup is the highest)
+    engines: list[Row]
+    engine_names: tuple[str, ...] = COMPARED_ENGINES
+    format_speed: Callable[[float | None], str] = format_speed
+
+
+def build_methods_page(found: list[Row], engines: list[Row]) -> MethodsPage | None:
+    """Return the page's part; None where no method was measured."""
     if not found:
         return None
-    head = [" ".join(filter(None, parts)) for parts in METHOD_HEADINGS]
-    lines = [(format_method_row(row), row["speedup"] == max(r["speedup"] for r in found)) for row in found]
-    return {
-        "workload": found[0]["workload"],
-        "head": head,
-        "lines": lines,
-        "engines": engines,
-        "names": COMPARED_ENGINES,
-        "speed": format_speed,
-    }
+    headings = [" ".join(filter(None, parts)) for parts in METHOD_HEADINGS]
+    top_speedup = max(row["speedup"] for row in found)
+    lines = [(format_method_row(row), row["speedup"] == top_speedup) for row in found]
+    return MethodsPage(found[0]["workload"], headings, lines, engines)

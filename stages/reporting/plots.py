@@ -1,11 +1,14 @@
-"""Plots of the page: matplotlib draws in stand-in colours, which become CSS variables, so that they follow light, dark
-and paper. matplotlib is imported where it draws: the terminal's table must answer at once.
+"""Plots of the page, as inline SVGs.
+
+matplotlib draws with placeholder colours, which are replaced by CSS variables, so that plots follow the light, dark and
+print styles. matplotlib is imported where it draws: the terminal's table must appear at once.
 """
 
 import io
 import itertools
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 Row = dict[str, Any]
@@ -25,9 +28,9 @@ MATPLOTLIB_STYLE = {
 
 
 def render_svg(draw: Callable[[Any], None], height: float = 3.3) -> Any:
-    """An inline SVG, ready for the page, so many inches high of 4.7 wide.
+    """Return what `draw` draws on its axes as SVG markup, 4.7 by `height` inches.
 
-    Without prologue, metadata, name spaces, fixed size, or repeated ids.
+    The XML prologue, metadata, name spaces, the fixed size and group ids are removed: one page holds several plots.
     """
     from markupsafe import Markup
     from matplotlib import rc_context
@@ -63,19 +66,19 @@ def _cycle_colours() -> Iterator[str]:
 
 
 def cycle_styles() -> Iterator[Row]:
-    """How series are told apart: by colour, and where those are used up by their marks and lines too."""
+    """Yield a style per series: another colour each, then the same colours with other marks and lines."""
     for marker, line in itertools.cycle((("o", "-"), ("s", "--"), ("^", ":"))):
         for colour in SERIES_COLOURS:
             yield {"color": colour, "marker": marker, "linestyle": line}
 
 
 def draw_tau_by_tokens(axes: Any, trees: list[Row], steps: int | None = None) -> None:
-    """At the best num_steps of each point, or at `steps`. A topk has its colour whether or not it is drawn."""
+    """Draw a line per topk, at the best num_steps of each point or at `steps`. A topk always has the same colour."""
     for topk, style in zip(sorted({t["topk"] for t in trees}), cycle_styles(), strict=False):
-        mine = [t for t in trees if t["topk"] == topk and steps in (None, t["steps"])]
-        tokens = sorted({t["tokens"] for t in mine})
-        best = [max(t["tau"] for t in mine if t["tokens"] == count) for count in tokens]
-        if mine:
+        points = [t for t in trees if t["topk"] == topk and steps in (None, t["steps"])]
+        tokens = sorted({t["tokens"] for t in points})
+        best = [max(t["tau"] for t in points if t["tokens"] == count) for count in tokens]
+        if points:
             axes.plot(tokens, best, **style, label=f"topk {topk}")
     axes.set(
         xlabel="num_draft_tokens", ylabel=f"tau, at {'the best num_steps' if steps is None else f'num_steps {steps}'}"
@@ -83,16 +86,17 @@ def draw_tau_by_tokens(axes: Any, trees: list[Row], steps: int | None = None) ->
 
 
 def draw_checkpoint_duel(axes: Any, best: str, other: str, pairs: list[tuple[float, float, int]]) -> None:
+    """Draw a point per tree; `pairs` as trees.pair_trees returns them."""
     ends = [min(min(x, y) for x, y, _ in pairs), max(max(x, y) for x, y, _ in pairs)]
     axes.plot(ends, ends, color=INK_COLOUR, linewidth=0.8)
     for topk, colour in zip(sorted({k for _, _, k in pairs}), _cycle_colours(), strict=False):
-        mine = [(y, x) for x, y, k in pairs if k == topk]
-        axes.plot(*zip(*mine, strict=True), "o", color=colour, markersize=3, label=f"topk {topk}")
+        points = [(y, x) for x, y, k in pairs if k == topk]
+        axes.plot(*zip(*points, strict=True), "o", color=colour, markersize=3, label=f"topk {topk}")
     axes.set(xlabel=f"tau with {other}", ylabel=f"tau with {best}")
 
 
 def draw_loss(axes: Any, trained: dict[str, Row]) -> None:
-    """Each segment starts where the one it continues ended."""
+    """Draw a line per checkpoint, starting where the checkpoint it continues ended."""
     ends: dict[str, int] = {}
     last: dict[str, float] = {}
     for name, colour in zip(_order_by_parent(trained), _cycle_colours(), strict=False):
@@ -107,7 +111,7 @@ def draw_loss(axes: Any, trained: dict[str, Row]) -> None:
 
 
 def _order_by_parent(trained: dict[str, Row]) -> list[str]:
-    """Parents before children, whatever the order in params.yaml."""
+    """Return the checkpoints, parents before children."""
     order: list[str] = []
     while len(order) < len(trained):
         order += [n for n, t in trained.items() if n not in order and (t["from"] in order or t["from"] not in trained)]
@@ -121,18 +125,25 @@ def draw_accuracy(axes: Any, trained: dict[str, Row]) -> None:
     axes.set(xlabel="training-time-test step", ylabel="accuracy after the last epoch (%)")
 
 
-def draw_speedups(axes: Any, lines: list[Row], axis: str, unit: str) -> None:
-    """A line per series: `name`, and `points` of (place on the axis, speedup, low, high), the interval None for one repeat."""
+@dataclass(frozen=True)
+class SpeedupLine:
+    """One line of draw_speedups."""
+
+    name: str
+    points: list[tuple[float, float, float | None, float | None]]  # (x, speedup, low, high); None of one repeat
+
+
+def draw_speedups(axes: Any, lines: list[SpeedupLine], axis: str, unit: str) -> None:
     from matplotlib.ticker import NullLocator
 
-    places = sorted({x for line in lines for x, *_ in line["points"]})
+    ticks = sorted({x for line in lines for x, *_ in line.points})
     axes.set_xscale("log", base=2)
     axes.axhline(1, color=INK_COLOUR, linewidth=0.8)
     for line, colour in zip(lines, _cycle_colours(), strict=False):
-        xs, ys, lows, highs = zip(*line["points"], strict=True)
-        axes.plot(xs, ys, marker="o", color=colour, label=f"{line['name']} {unit}")
+        xs, ys, lows, highs = zip(*line.points, strict=True)
+        axes.plot(xs, ys, marker="o", color=colour, label=f"{line.name} {unit}")
         if None not in (*lows, *highs):
             axes.vlines(xs, lows, highs, color=colour, linewidth=0.9)
-    axes.set_xticks(places, [f"{x:g}" for x in places])
+    axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set(xlabel=axis, ylabel="speedup over plain decoding")

@@ -1,38 +1,90 @@
-"""Where a report comes from and what it took: the commit it was written at, digests, seconds, GPUs, energy."""
+"""Where a report comes from and what it took: the commit it was written at, digests, machines, seconds, GPUs, energy."""
 
 import hashlib
+import json
 import subprocess
+from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from stages.reporting.inputs import ReportInputs, ReportSettings
 
 Row = dict[str, Any]
 
 KILO, WATT_HOUR = 1000, 3600  # joules of a watt-hour
 
 
-def read_commit() -> Row | None:
-    """Of the repository we stand in; None where there is none, or no git. `changed`: files that differ from it.
+@dataclass(frozen=True)
+class Provenance:
+    """What the part "Where this comes from" shows."""
 
-    The stages may have run at earlier commits: dvc.lock says what each of them ran on.
-    """
+    machines: list["MachineGroup"]
+    seeds: list[int]
+    digest: str  # of the parameters' values
+    commit: "CommitState | None"  # None outside a git repository, or without git
+    versions: dict[str, str]
+    target: tuple[Any, ...] | None  # (model, revision, digest of its configuration), as the timing grid has it
+    weights: dict[str, str]
+    tables: dict[str, str]
+
+
+@dataclass(frozen=True)
+class MachineGroup:
+    """Cells that were measured with the same hardware, versions and engine."""
+
+    cells: int
+    hardware: dict[str, Any]
+    versions: dict[str, str]
+    engine: str
+
+
+@dataclass(frozen=True)
+class CommitState:
+    """The commit the report is written at. The stages may have run at earlier ones: dvc.lock says on what each ran."""
+
+    id: str
+    changed: list[str]  # files that differ from it
+
+
+def build_provenance(settings: ReportSettings, found: ReportInputs, tables: Iterable[Path]) -> Provenance:
+    return Provenance(
+        machines=group_machines(found.cells),
+        seeds=sorted({cell["seed"] for cell in [*found.cells, *found.served]}),
+        digest=settings.params_digest,
+        commit=read_commit(),
+        versions=list_installed_versions("aerie", "matplotlib", "jinja2"),
+        target=next((cost["target"] for cost in found.predicted.costs if cost["target"]), None),
+        weights=found.weights,
+        tables=digest_each_file(tables),
+    )
+
+
+def group_machines(cells: list[Row]) -> list[MachineGroup]:
+    """Return the machines that cells were measured on, most cells first; latencies of different machines do not compare."""
+    counts = Counter(json.dumps([c["hardware"], c["versions"], c["engine"]], sort_keys=True) for c in cells)
+    return [MachineGroup(count, *json.loads(text)) for text, count in counts.most_common()]
+
+
+def read_commit() -> CommitState | None:
     head, changed = _run_git("rev-parse", "HEAD"), _run_git("status", "--porcelain", "--untracked-files=no")
     if head is None or changed is None:
         return None
-    return {"id": head.strip(), "changed": [line[3:] for line in changed.splitlines()]}
+    return CommitState(head.strip(), [line[3:] for line in changed.splitlines()])
 
 
-def _run_git(*words: str) -> str | None:
+def _run_git(*arguments: str) -> str | None:
     try:
-        asked = subprocess.run(["git", *words], capture_output=True, text=True)
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True)
     except OSError:
         return None
-    return None if asked.returncode else asked.stdout
+    return None if done.returncode else done.stdout
 
 
 def list_installed_versions(*packages: str) -> dict[str, str]:
-    """Of those that are installed."""
+    """Return the versions of those packages that are installed."""
     found = {}
     for package in packages:
         try:
@@ -42,39 +94,64 @@ def list_installed_versions(*packages: str) -> dict[str, str]:
     return found
 
 
-def digest_each_file(places: Iterable[Path]) -> dict[str, str]:
-    """sha256 of each file, so that a page and the tables beside it can be told to belong together."""
-    return {str(place): hashlib.sha256(place.read_bytes()).hexdigest() for place in places}
+def digest_each_file(files: Iterable[Path]) -> dict[str, str]:
+    """Return the sha256 of each file, by which a page and its tables are known to belong together."""
+    return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
-def summarise_stage_records(stages: dict[str, Row], cells: list[Row]) -> Row:
-    """A line for each stage and for the cells of each engine and workload, and their sum.
+# Seconds and joules
+
+
+@dataclass(frozen=True)
+class StageRunTotals:
+    """Sums over runs."""
+
+    stage: str
+    runs: int
+    seconds: float
+    gpu_seconds: float
+    gpus: str  # how many of which, in words
+    joules: float | None  # None where a run on a GPU lacks them
+
+
+@dataclass(frozen=True)
+class StageRunSummary:
+    """What the part "What it took" shows."""
+
+    lines: list[StageRunTotals]  # one per stage, and one per engine and workload of the cells
+    all: StageRunTotals
+    counted: bool  # whether any GPU counted its energy
+
+
+def summarise_stage_runs(stages: dict[str, Row], cells: list[Row]) -> StageRunSummary:
+    """Return sums of seconds, GPUs and joules.
 
     `stages` holds the last logged run of each stage (telemetry/stage_log.py); a cell has the same three keys.
     """
-    lines = [{"stage": name, "runs": 1, **_sum_records([record])} for name, record in stages.items()]
-    kinds = dict.fromkeys(("benchmark" if c["engine"] == "torch" else "benchmark_served", c["workload"]) for c in cells)
-    for stage, workload in kinds:
-        mine = [c for c in cells if (c["engine"] == "torch") == (stage == "benchmark") and c["workload"] == workload]
-        lines.append({"stage": f"{stage}, {workload}", "runs": len(mine), **_sum_records(mine)})
+    lines = [_sum_runs(name, [record]) for name, record in stages.items()]
+    groups = dict.fromkeys((_get_cell_stage(cell), cell["workload"]) for cell in cells)
+    for stage, workload in groups:
+        members = [cell for cell in cells if (_get_cell_stage(cell), cell["workload"]) == (stage, workload)]
+        lines.append(_sum_runs(f"{stage}, {workload}", members))
     every = [*stages.values(), *cells]
-    return {
-        "lines": lines,
-        "all": _sum_records(every),
-        "counted": any(record["joules"] is not None for record in every),
-    }
+    return StageRunSummary(lines, _sum_runs("all", every), any(record["joules"] is not None for record in every))
 
 
-def _sum_records(records: list[Row]) -> Row:
-    """Seconds, GPU-seconds, the GPUs in words, and joules: None where a record with a GPU lacks them."""
+def _get_cell_stage(cell: Row) -> str:
+    return "benchmark" if cell["engine"] == "torch" else "benchmark_served"
+
+
+def _sum_runs(stage: str, records: list[Row]) -> StageRunTotals:
     joules = [record["joules"] for record in records if record["gpus"]]
-    kinds = dict.fromkeys(_count_gpu_names(record["gpus"]) for record in records if record["gpus"])
-    return {
-        "seconds": sum(record["seconds"] for record in records),
-        "gpu_seconds": sum(record["seconds"] * len(record["gpus"]) for record in records),
-        "gpus": "; ".join(kinds),
-        "joules": None if not joules or None in joules else sum(joules),
-    }
+    gpus = dict.fromkeys(_count_gpu_names(record["gpus"]) for record in records if record["gpus"])
+    return StageRunTotals(
+        stage,
+        runs=len(records),
+        seconds=sum(record["seconds"] for record in records),
+        gpu_seconds=sum(record["seconds"] * len(record["gpus"]) for record in records),
+        gpus="; ".join(gpus),
+        joules=None if not joules or None in joules else sum(joules),
+    )
 
 
 def _count_gpu_names(names: list[str]) -> str:
@@ -82,7 +159,7 @@ def _count_gpu_names(names: list[str]) -> str:
 
 
 def format_energy(joules: float | None) -> str:
-    """In Wh, kWh from a thousand on; a dash for what isn't known."""
+    """Return Wh, from a thousand on kWh, and a dash for None."""
     if joules is None:
         return "–"
     hours = joules / WATT_HOUR

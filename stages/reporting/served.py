@@ -1,15 +1,19 @@
-"""What the report shows of served cells: tables by workload and checkpoint, when not to speculate, memory, the engine's words.
+"""What the report shows of served cells: tables by workload and checkpoint, memory, right answers, the engines' own figures.
 
-`Row` is a line of results/served.csv (results/served_table.py), as it was joined or as it was read back: the terminal's table
-is made of nothing else. What the page shows besides comes from the cells.
+`Row` is a line of results/served.csv (results/served_table.py), as joined or as read back: the terminal's table needs
+nothing else. What the page shows beyond it comes from the cells (results/served_records.py).
 """
 
 import json
 import math
 import shlex
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+from stages.reporting.provenance import MachineGroup, group_machines
+from stages.reporting.served_sweeps import LoadKey, LoadSweep, build_sweeps, get_load, get_request_rate
 from stages.reporting.text import (
     ONE_PROMPT,
     ONE_REPEAT,
@@ -19,13 +23,12 @@ from stages.reporting.text import (
     format_number,
     format_tree,
 )
-from stages.results import break_even, served_records
+from stages.results import served_records
 from stages.results.served_table import PLAIN, SPECULATIVE, ServedTableLine
 
 Row = dict[str, Any]
-LoadKey = tuple[float, float]  # (max_new_tokens, concurrency); infinite where it has no limit
 
-MAX_TABLE_LINES = 40  # lines of a table; a sweep has more, which the page folds away and the terminal leaves to the CSV
+MAX_TABLE_LINES = 40  # a longer table is folded on the page, and left to the CSV by the terminal
 SERVED_HEADINGS = (
     ("Tree_structure", ""), ("tokens", "x at once"), ("tau", ""), ("95%", "interval"), ("tau,", "replayed"),
     ("accept", "rate (%)"), ("TTFT mean", "(ms)"), ("p99", ""), ("TPOT mean", "(ms)"), ("p50", ""), ("p90", ""), ("p99", ""),
@@ -33,8 +36,46 @@ SERVED_HEADINGS = (
 )  # fmt: skip
 
 
-def get_load(row: Row) -> LoadKey:
-    return row["max_new_tokens"], math.inf if row["concurrency"] is None else row["concurrency"]
+@dataclass(frozen=True)
+class ServedPage:
+    """What templates/served.html.j2 shows; its functions are called there."""
+
+    groups: list["ServedGroup"]
+    sweeps: list[tuple[LoadSweep, Any]]  # each with its plot as an SVG
+    memory: dict[str, list["ServerMemory"]]
+    quality: list["GradedPoint"]
+    engines: list["EngineFigures"]
+    warnings: list["PointWarning"]
+    servers: list["ServerCommand"]
+    machines: list[MachineGroup]
+    off: Callable[[Row], str]
+    server: Callable[[Row], str]
+    tau_span: Callable[[Row], str]
+    speedup_span: Callable[[Row], str]
+    title: Callable[[str, str | None], str]
+    many: int = MAX_TABLE_LINES
+
+
+def build_served_page(cells: list[Row], lines: list[ServedTableLine]) -> ServedPage:
+    rows = [line.row for line in lines]
+    return ServedPage(
+        groups=group_tables(rows),
+        sweeps=[(sweep, sweep.draw()) for sweep in build_sweeps(rows)],
+        memory=tabulate_memory(cells),
+        quality=list_graded_points(lines),
+        engines=list_engine_figures(lines),
+        warnings=list_warnings(lines),
+        servers=list_server_commands(cells),
+        machines=group_machines(cells),
+        off=explain_tau_gap,
+        server=describe_decoding,
+        tau_span=tau_span,
+        speedup_span=speedup_span,
+        title=format_group_title,
+    )
+
+
+# Words
 
 
 def format_load(row: Row) -> str:
@@ -47,55 +88,71 @@ def describe_load(row: Row) -> str:
     return f"{tokens:g} tokens, {'no limit of concurrency' if math.isinf(cap) else f'{cap:g} at once'}"
 
 
-def _get_request_rate(row: Row) -> float | None:
-    """Requests a second; None where all come at once, which JSON, without an infinity, says by null or a word."""
-    rate = float(row["request_rate"] or "inf")
-    return None if math.isinf(rate) else rate
-
-
 def describe_decoding(row: Row) -> str:
-    """The tree a server ran, or that it ran none."""
+    """Return the tree a server ran, or "plain decoding"."""
     plain = row["tree"] is None or row.get("decoding") == PLAIN
     return "plain decoding" if plain else format_tree(row["tree"])
+
+
+def format_group_title(workload: str, checkpoint: str | None) -> str:
+    return f"{workload}, checkpoint {checkpoint}" if checkpoint else workload
 
 
 # Tables
 
 
-def group_tables(rows: list[Row]) -> list[Row]:
-    """A table for each workload, engine and checkpoint: load by load its trees and the best plain decoding; last what can't
-    run."""
+@dataclass(frozen=True)
+class ServedGroup:
+    """One table: a workload on an engine with a checkpoint."""
+
+    workload: str
+    engine: str
+    temperature: float
+    checkpoint: str | None  # None where only plain decoding was served
+    rate: float | None  # requests per second; None where all are sent at once
+    rows: list[Row]
+    loads: list[LoadKey]
+    top_tau: float | None
+    top_speedup: float | None
+
+
+def group_tables(rows: list[Row]) -> list[ServedGroup]:
+    """Return a table for each workload, engine and checkpoint.
+
+    A table has, load by load, its trees and the fastest plain decoding; at its end what the engine can't run.
+    """
     found = []
     for workload, engine in dict.fromkeys((row["workload"], row["engine"]) for row in rows):
-        mine = [row for row in rows if (row["workload"], row["engine"]) == (workload, engine)]
-        plain = select_best_plain(mine)
-        drafted = [row for row in mine if row["decoding"] == SPECULATIVE]
+        members = [row for row in rows if (row["workload"], row["engine"]) == (workload, engine)]
+        drafted = [row for row in members if row["decoding"] == SPECULATIVE]
         for checkpoint in dict.fromkeys(row["checkpoint"] for row in drafted) or [None]:
-            trees = [row for row in drafted if row["checkpoint"] == checkpoint]
-            can = [row for row in trees if row["status"] == served_records.RAN]
-            loads = sorted({get_load(row) for row in can} | set(plain))
-            lines = [
-                row for at in loads for row in [*(r for r in can if get_load(r) == at), *filter(None, [plain.get(at)])]
-            ]
-            lines += [row for row in trees if row not in can]
-            lines += [row for row in mine if row["decoding"] == PLAIN and row["status"] == served_records.UNSUPPORTED]
-            shared = {k: lines[0][k] for k in ("workload", "engine", "temperature")}
-            top = {k: max((row[k] for row in can if row[k] is not None), default=None) for k in ("tau", "speedup")}
-            found.append(
-                shared
-                | {
-                    "rate": _get_request_rate(lines[0]),
-                    "checkpoint": checkpoint,
-                    "rows": lines,
-                    "loads": loads,
-                    "top": top,
-                }
-            )
+            found.append(_build_group(members, checkpoint))  # noqa: PERF401
     return found
 
 
+def _build_group(rows: list[Row], checkpoint: str | None) -> ServedGroup:
+    plain = select_best_plain(rows)
+    trees = [row for row in rows if row["decoding"] == SPECULATIVE and row["checkpoint"] == checkpoint]
+    ran = [row for row in trees if row["status"] == served_records.RAN]
+    loads = sorted({get_load(row) for row in ran} | set(plain))
+    lines: list[Row] = []
+    for load in loads:
+        lines += [row for row in ran if get_load(row) == load]
+        lines += [plain[load]] if load in plain else []
+    lines += [row for row in trees if row not in ran]
+    lines += [row for row in rows if row["decoding"] == PLAIN and row["status"] == served_records.UNSUPPORTED]
+    first = lines[0]
+    top_tau, top_speedup = (
+        max((row[k] for row in ran if row[k] is not None), default=None) for k in ("tau", "speedup")
+    )
+    return ServedGroup(
+        first["workload"], first["engine"], first["temperature"], checkpoint, get_request_rate(first), lines, loads,
+        top_tau, top_speedup,
+    )  # fmt: skip
+
+
 def select_best_plain(rows: list[Row]) -> dict[LoadKey, Row]:
-    """Of each load, the fastest plain decoding that was measured, by the baseline or in turns with a cell."""
+    """Return the fastest plain decoding of each load, measured by the baseline or in turns with a cell."""
     best: dict[LoadKey, Row] = {}
     for row in rows:
         if row["decoding"] == PLAIN and row["status"] == served_records.RAN:
@@ -104,31 +161,26 @@ def select_best_plain(rows: list[Row]) -> dict[LoadKey, Row]:
 
 
 def format_served_table(rows: list[Row]) -> list[str]:
-    """The terminal's lines."""
+    """Return the terminal's lines."""
     lines: list[str] = []
     for group in group_tables(rows):
-        by = "by the torch engine" if group["engine"] == served_records.TORCH_ENGINE else f"served by {group['engine']}"
-        lines.append(f"{format_group_title(group)}, {by}")
-        can = [row for row in group["rows"] if row["status"] == served_records.RAN]
-        if 0 < len(can) <= MAX_TABLE_LINES:
-            lines += align_columns([*zip(*SERVED_HEADINGS, strict=True), *map(_format_served_row, can)])
-        elif can:
-            lines.append(f"{len(can)} lines: results/served.csv")
-        for sweep in build_sweeps(
-            [r for r in rows if (r["workload"], r["engine"]) == (group["workload"], group["engine"])]
-        ):
-            if sweep["checkpoint"] == group["checkpoint"]:
-                lines += [f"{sweep['name']}: {said}" for said in sweep["by_length"] or sweep["by_cap"]]
-        lines += [
-            f"! {describe_decoding(row)}, {format_load(row)}: {said}" for row in can for said in _list_remarks(row)
-        ]
-        lines += [f"! {describe_decoding(row)}: {describe_unsupported(row)}" for row in group["rows"] if row not in can]
+        by = "by the torch engine" if group.engine == served_records.TORCH_ENGINE else f"served by {group.engine}"
+        lines.append(f"{format_group_title(group.workload, group.checkpoint)}, {by}")
+        ran = [row for row in group.rows if row["status"] == served_records.RAN]
+        if 0 < len(ran) <= MAX_TABLE_LINES:
+            lines += align_columns([*zip(*SERVED_HEADINGS, strict=True), *map(_format_served_row, ran)])
+        elif ran:
+            lines.append(f"{len(ran)} lines: results/served.csv")
+        members = [row for row in rows if (row["workload"], row["engine"]) == (group.workload, group.engine)]
+        for sweep in build_sweeps(members):
+            if sweep.checkpoint == group.checkpoint:
+                lines += [f"{sweep.name}: {sentence}" for sentence in sweep.by_length or sweep.by_cap]
+        for row in ran:
+            lines += [f"! {describe_decoding(row)}, {format_load(row)}: {remark}" for remark in _list_remarks(row)]
+        unsupported = [row for row in group.rows if row not in ran]
+        lines += [f"! {describe_decoding(row)}: {describe_unsupported(row)}" for row in unsupported]
         lines.append("")
     return lines
-
-
-def format_group_title(group: Row) -> str:
-    return f"{group['workload']}, checkpoint {group['checkpoint']}" if group["checkpoint"] else group["workload"]
 
 
 def _format_served_row(row: Row) -> tuple[str, ...]:
@@ -144,14 +196,14 @@ def _format_served_row(row: Row) -> tuple[str, ...]:
 
 
 def tau_span(row: Row) -> str:
-    """Return tau's interval, or why there is none; nothing without a tau."""
+    """Return tau's interval, or why it has none; nothing without a tau."""
     if row["tau"] is None:
         return ""
     return format_interval(row["tau_low"], row["tau_high"], UNCOUNTED if row["engine"] == "vllm" else ONE_PROMPT)
 
 
 def speedup_span(row: Row) -> str:
-    """Return the speedup's interval, or why there is none; nothing without a speedup."""
+    """Return the speedup's interval, or why it has none; nothing without a speedup."""
     return "" if row["speedup"] is None else format_interval(row["speedup_low"], row["speedup_high"], ONE_REPEAT)
 
 
@@ -167,108 +219,25 @@ def describe_unsupported(row: Row) -> str:
 
 
 def explain_tau_gap(row: Row) -> str:
-    """Why a served tau away from the replayed one matters; nothing where they agree or needn't."""
+    """Return why a served tau away from the replayed one matters; nothing where they agree or needn't."""
     if row["replay_agrees"] != "no":
         return ""
-    few = row["tau_low"] is not None and row["tau_low"] <= row["replay_tau"] <= row["tau_high"]
+    within_interval = row["tau_low"] is not None and row["tau_low"] <= row["replay_tau"] <= row["tau_high"]
     return (
         f"tau {row['tau']:.2f} is {row['replay_ratio']:.2f} of the replayed {row['replay_tau']:.2f}. A replay accepts exactly "
         "what this draft and tree accept on these prompts, so the engine drafts from something else than was trained: other "
         "weights or some it skipped, other feature layers, positions, a chat template or a map of the vocabulary. Until that "
         "is found, this line says nothing of the draft."
-        + (" But its interval holds the replayed tau: so few prompts may explain it; ask more." if few else "")
+        + (
+            " But its interval holds the replayed tau: so few prompts may explain it; ask more."
+            if within_interval
+            else ""
+        )
     )
 
 
-# When not to speculate
-
-
-def build_sweeps(rows: list[Row]) -> list[Row]:
-    """Of each tree that was measured at several loads, and of the best tree of each load: speedups and break-evens.
-
-    At a request rate, throughput follows the arrivals as long as the server keeps up, and nothing breaks even: left out.
-    """
-    mine = [row for row in rows if row["speedup"] is not None and _get_request_rate(row) is None]
-    found = []
-    names = ("workload", "engine", "checkpoint")
-    for group in dict.fromkeys(tuple(row[k] for k in names) for row in mine):
-        cells = [row for row in mine if tuple(row[k] for k in names) == group]
-        trees = list(dict.fromkeys(row["tree"] for row in cells))
-        if len(trees) > 1:
-            fastest = {get_load(row): row for row in sorted(cells, key=lambda row: row["speedup"])}
-            found.append(_build_sweep("the best tree at each load", list(fastest.values())) | {"of_trees": True})
-        found += [_build_sweep(format_tree(tree), [row for row in cells if row["tree"] == tree]) for tree in trees]
-    return [sweep for sweep in found if sweep["loads"] > 1]
-
-
-def _build_sweep(name: str, rows: list[Row]) -> Row:
-    by_load = {get_load(row): row for row in rows}
-    lengths, caps = sorted({tokens for tokens, _ in by_load}), sorted({cap for _, cap in by_load})
-    farthest = max(abs(math.log(row["speedup"])) for row in rows) or 1.0
-    heat = [
-        {"tokens": tokens, "cells": [_build_heat_cell(by_load.get((tokens, cap)), farthest) for cap in caps]}
-        for tokens in lengths
-    ]
-    slower = [row for _, row in sorted(by_load.items()) if row["speedup"] < 1]
-    shared = {k: rows[0][k] for k in ("workload", "checkpoint", "engine")} | {
-        "name": name,
-        "loads": len(rows),
-        "slower": slower,
-    }
-    by_length, by_cap = _describe_break_evens(by_load, lengths, caps)
-    shared |= {"by_length": by_length, "by_cap": by_cap, "of_trees": False}
-    return shared | {"caps": caps, "heat": heat, "plot": _build_speedup_plot(by_load, lengths, caps)}
-
-
-def _build_heat_cell(row: Row | None, farthest: float) -> Row | None:
-    """`weight` in 0..1 is its colour's strength; `clear` where the interval leaves no doubt to which side of 1 it lies."""
-    if row is None:
-        return None
-    doubt = row["speedup_low"] is not None and row["speedup_low"] <= 1 <= row["speedup_high"]
-    return row | {"weight": abs(math.log(row["speedup"])) / farthest, "clear": not doubt}
-
-
-def _describe_break_evens(
-    by_load: dict[LoadKey, Row], lengths: list[float], caps: list[float]
-) -> tuple[list[str], list[str]]:
-    """Break-evens in words: along the concurrency for each length of an answer, and along the length for each concurrency."""
-    limits = [cap for cap in caps if not math.isinf(cap)]  # no limit has no place on the axis
-    by_length, by_cap = [], []
-    for tokens in lengths:
-        points = [(cap, by_load[tokens, cap]["speedup"]) for cap in limits if (tokens, cap) in by_load]
-        if len(points) > 1:
-            by_length.append(f"answers of {tokens:g} tokens: {break_even.describe_crossings(points, 'concurrency')}")
-    for cap in caps:
-        points = [(tokens, by_load[tokens, cap]["speedup"]) for tokens in lengths if (tokens, cap) in by_load]
-        if len(points) > 1:
-            at = "without a limit of concurrency" if math.isinf(cap) else f"at concurrency {cap:g}"
-            by_cap.append(f"{at}: {break_even.describe_crossings(points, 'answer length')}")
-    return by_length, by_cap
-
-
-def _build_speedup_plot(by_load: dict[LoadKey, Row], lengths: list[float], caps: list[float]) -> Row | None:
-    """What plots.draw_speedups takes: a line per answer length over concurrency; over answer length where that is all."""
-    limits = [cap for cap in caps if not math.isinf(cap)]
-    if len(limits) > 1:
-        axis, unit = "concurrency", "tokens"
-        series = {tokens: [(cap, by_load.get((tokens, cap))) for cap in limits] for tokens in lengths}
-    elif len(lengths) > 1:
-        axis, unit = "answer length (tokens)", "at once"
-        series = {cap: [(tokens, by_load.get((tokens, cap))) for tokens in lengths] for cap in caps}
-    else:
-        return None
-    lines = [
-        {
-            "name": f"{name:g}",
-            "points": [(x, *(r[k] for k in ("speedup", "speedup_low", "speedup_high"))) for x, r in points if r],
-        }
-        for name, points in series.items()
-    ]
-    return {"lines": [line for line in lines if line["points"]], "axis": axis, "unit": unit}
-
-
 def summarise_served(rows: list[Row]) -> Row:
-    """What results/metrics.json says of served cells."""
+    """Return what results/metrics.json has of served cells."""
     ran = [row for row in rows if row["decoding"] == SPECULATIVE and row["status"] == served_records.RAN]
     joined = [row for row in ran if row["speedup"] is not None]
     first = max(joined, key=lambda row: row["speedup"], default=None)
@@ -283,74 +252,123 @@ def summarise_served(rows: list[Row]) -> Row:
     }
 
 
-# What only the cells know
+# What only the cells hold
 
 
-def tabulate_memory(cells: list[Row]) -> dict[str, list[Row]]:
-    """Workload -> its servers' memory in GiB, where any of it is known; `sum` of what the engine says, as far as it says."""
-    found: dict[str, list[Row]] = {}
+@dataclass(frozen=True)
+class ServerMemory:
+    """Memory of one server, in GiB; None for what the engine does not report."""
+
+    server: str
+    checkpoint: str | None
+    reported: Row  # the cell's `memory`
+    sum: float | None  # of weights, draft and KV cache
+    held: float | None  # GPU memory that the server took
+
+
+@dataclass(frozen=True)
+class PointName:
+    """One point of a served cell, in words."""
+
+    workload: str
+    checkpoint: str | None
+    decoding: str
+    tree: str
+    load: str
+
+
+@dataclass(frozen=True)
+class GradedPoint:
+    point: PointName
+    quality: Row  # the point's `quality`
+    baseline_accuracy: float | None
+
+
+@dataclass(frozen=True)
+class EngineFigures:
+    point: PointName
+    acceptance: Row  # our counts: the point's `acceptance`
+    reported: str  # the engine's own figures, by its names
+
+
+@dataclass(frozen=True)
+class PointWarning:
+    point: PointName
+    text: str
+
+
+@dataclass(frozen=True)
+class ServerCommand:
+    name: str
+    command: str | None  # None for a server that was already running
+
+
+def tabulate_memory(cells: list[Row]) -> dict[str, list[ServerMemory]]:
+    """Return each workload's servers of which any memory is known."""
+    found: dict[str, list[ServerMemory]] = {}
     for cell in cells:
-        m = cell["memory"]
+        m, checkpoint = cell["memory"], cell["checkpoint"]
         if all(m[k] is None for k in ("weights", "draft", "kv_cache", "gpu_serving")):
             continue
-        parts = [m["weights"], m["kv_cache"], *([m["draft"]] if cell["checkpoint"] else [])]
+        parts = [m["weights"], m["kv_cache"], *([m["draft"]] if checkpoint else [])]
         held = None if None in (m["gpu_serving"], m["gpu_before"]) else m["gpu_serving"] - m["gpu_before"]
-        row = {
-            "server": describe_decoding(cell),
-            "checkpoint": cell["checkpoint"],
-            "sum": None if None in parts else sum(parts),
-            "held": held,
-        }
-        found.setdefault(cell["workload"], []).append(row | m)
+        total = None if None in parts else sum(parts)
+        found.setdefault(cell["workload"], []).append(ServerMemory(describe_decoding(cell), checkpoint, m, total, held))
     return found
 
 
-def list_graded_points(lines: list[ServedTableLine]) -> list[Row]:
-    """Graded points: of speculative ones with the baseline's accuracy beside."""
-    return [_name_line(line) | line.point["quality"] for line in lines if line.point and line.point["quality"]]
-
-
-def list_engine_figures(lines: list[ServedTableLine]) -> list[Row]:
-    """Of each speculative point, our counts and the engine's own figures, by its names."""
+def list_graded_points(lines: list[ServedTableLine]) -> list[GradedPoint]:
+    """Return the graded points; speculative ones have the baseline's accuracy too."""
     return [
-        _name_line(line) | line.point["acceptance"] | {"said": _format_figures(line.point["acceptance"]["engine"])}
+        GradedPoint(_name_point(line), line.point["quality"], line.row["baseline_accuracy"])
         for line in lines
-        if line.point and line.point["acceptance"] and line.cell["engine"] != served_records.TORCH_ENGINE
+        if line.point and line.point["quality"]
     ]
 
 
-def list_warnings(lines: list[ServedTableLine]) -> list[Row]:
-    """What the cells warn of, and the requests that have no answer, by reason."""
+def list_engine_figures(lines: list[ServedTableLine]) -> list[EngineFigures]:
+    """Return our counts and the server's own figures of each speculative point."""
+    return [
+        EngineFigures(_name_point(line), acceptance, _format_figures(acceptance["engine"]))
+        for line in lines
+        if line.point
+        and (acceptance := line.point["acceptance"])
+        and line.cell["engine"] != served_records.TORCH_ENGINE
+    ]
+
+
+def list_warnings(lines: list[ServedTableLine]) -> list[PointWarning]:
+    """Return the cells' warnings, and how many requests have no answer, by reason."""
     found = []
     for line in lines:
         if not line.point:
             continue
         failed = sum((Counter(load["failed"]) for load in line.point["loads"]), Counter())
         lost = [f"{line.row['requests']} requests, of them failed: {', '.join(f'{k} {n}' for k, n in failed.items())}"]
-        said = [*line.point["warnings"], *(lost if failed else [])]
-        found += [_name_line(line) | {"said": sentence} for sentence in said]
+        texts = [*line.point["warnings"], *(lost if failed else [])]
+        found += [PointWarning(_name_point(line), text) for text in texts]
     return found
 
 
-def list_server_commands(cells: list[Row]) -> list[Row]:
-    """The command of each; None for a server that was already running."""
+def list_server_commands(cells: list[Row]) -> list[ServerCommand]:
+    """Return how each server was started."""
     return [
-        {
-            "name": served_records.name_served_cell(cell["workload"], cell["checkpoint"], cell["tree"]),
-            "command": _format_command(cell["server"]["command"]),
-        }
+        ServerCommand(
+            served_records.name_served_cell(cell["workload"], cell["checkpoint"], cell["tree"]),
+            _format_command(cell["server"]["command"]),
+        )
         for cell in cells
         if cell["status"] == served_records.RAN and cell["engine"] != served_records.TORCH_ENGINE
     ]
 
 
-def _name_line(line: ServedTableLine) -> Row:
-    names = ("workload", "checkpoint", "decoding", "accuracy", "baseline_accuracy")
-    return {k: line.row[k] for k in names} | {"tree": describe_decoding(line.row), "load": format_load(line.row)}
+def _name_point(line: ServedTableLine) -> PointName:
+    row = line.row
+    return PointName(row["workload"], row["checkpoint"], row["decoding"], describe_decoding(row), format_load(row))
 
 
 def _format_figures(figures: Row | None) -> str:
-    """Figures in a line, as an engine calls them."""
+    """Return an engine's figures in one line, by its names."""
     found = (figures or {}).items()
     return ", ".join(
         f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v if isinstance(v, str) else json.dumps(v)}"

@@ -1,14 +1,19 @@
 """Words and columns that the page and the terminal share."""
 
+ONE_PROMPT, ONE_REPEAT, UNCOUNTED = "one prompt", "one repeat", "not by request"  # why a figure has no interval
+
 
 def format_tree(name: str) -> str:
-    """The seed's notation. A chain's root was not counted there, so its own name for it follows: 8_1_9 (8_1_8)."""
+    """Return a tree's name without its letter, as published tables write it.
+
+    Such tables name a chain without counting its root, so that name follows in brackets: 8_1_9 (8_1_8).
+    """
     steps, topk, tokens = name.removeprefix("t").split("_")
     return f"{steps}_{topk}_{tokens}" + (f" ({steps}_1_{steps})" if topk == "1" else "")
 
 
 def align_columns(lines: list[tuple[str, ...]]) -> list[str]:
-    """First column to the left, the others to the right."""
+    """Return the lines with their first column aligned to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
         "  ".join(t.rjust(w) if i else t.ljust(w) for i, (t, w) in enumerate(zip(line, widths, strict=True))).rstrip()
@@ -17,13 +22,10 @@ def align_columns(lines: list[tuple[str, ...]]) -> list[str]:
 
 
 def format_number(value: float | None, digits: int = 2, times: float = 1.0) -> str:
-    """A number to so many decimals, and a dash for what isn't known."""
+    """Return `times * value` with that many decimals, and a dash for None."""
     return "–" if value is None else f"{times * value:.{digits}f}"
 
 
-ONE_PROMPT, ONE_REPEAT, UNCOUNTED = "one prompt", "one repeat", "not by request"  # why there is no interval
-
-
-def format_interval(low: float | None, high: float | None, none: str = "") -> str:
-    """Return an interval, or `none` where there is none; ends of a CSV may be "" too."""
-    return none if low in (None, "") or high in (None, "") else f"{low:.2f}-{high:.2f}"
+def format_interval(low: float | None, high: float | None, missing: str = "") -> str:
+    """Return an interval, or `missing` where an end is None, or "" as in a CSV."""
+    return missing if low in (None, "") or high in (None, "") else f"{low:.2f}-{high:.2f}"

@@ -1,7 +1,7 @@
-"""A recipe's results beside what was published.   python -m stages.reproduce.compare RECIPE PARAMS
+"""A recipe's results compared with what was published.   python -m stages.reproduce.compare RECIPE PARAMS
 
-Of each publication that the recipe names, every number of its target: beside a cell of ours where the recipe says which,
-else counted among those left out, by reason. Writes results/reproduce/NAME.md and .csv, and prints the former.
+Every number of the recipe's target in the publications it names is compared with the cell that the recipe names for it,
+or counted among those left out, by reason. Writes results/reproduce/NAME.md and .csv, and prints the former.
 """
 
 import itertools
@@ -30,35 +30,39 @@ PLAIN_METHOD = "plain"  # the method of published baselines
 SHOWN_COLUMNS = ("draft", "dataset", "T", "tree", "metric", "published", "ours", "ratio", "tolerance", "verdict")
 
 
-def main(recipe: str, file: str) -> None:
-    name, p = Path(recipe).stem, schema.load_params(Path(file))
-    about, _ = schema.read_recipe(Path(recipe))
-    assert about, recipe
-    sides, left_out = match_published_numbers(about, p.target.model, published.read_publications())
-    text = build_page(name, about, sides, left_out, estimate.estimate_recipe(p, about))
-    atomic.write_csv(REPRODUCE_FOLDER / f"{name}.csv", COMPARISON_COLUMNS, [_build_csv_row(side) for side in sides])
+def main(recipe_file: str, params_file: str) -> None:
+    name, p = Path(recipe_file).stem, schema.load_params(Path(params_file))
+    recipe, _ = schema.read_recipe(Path(recipe_file))
+    assert recipe, recipe_file
+    comparisons, left_out = match_published_numbers(recipe, p.target.model, published.read_publications())
+    text = build_page(name, recipe, comparisons, left_out, estimate.estimate_recipe(p, recipe))
+    atomic.write_csv(REPRODUCE_FOLDER / f"{name}.csv", COMPARISON_COLUMNS, map(_build_csv_row, comparisons))
     atomic.write_text(REPRODUCE_FOLDER / f"{name}.md", text)
     print(text)
 
 
-# What is laid beside what
+# Matching
 
 
 def match_published_numbers(
     recipe: Recipe, model: str, publications: dict[str, published.Publication]
 ) -> tuple[list[comparison.PublishedComparison], Counter[str]]:
-    """Every number with its counterpart, and how many have none, by reason. Raises ValueError for what isn't published."""
-    sides: list[comparison.PublishedComparison] = []
+    """Return every comparison, and how many numbers have no cell, by reason.
+
+    Raises:
+        ValueError: where the recipe names a publication that does not exist.
+    """
+    comparisons: list[comparison.PublishedComparison] = []
     left_out: Counter[str] = Counter()
-    for name, matches in itertools.groupby(recipe.beside, lambda match: match.publication):
+    for name, group in itertools.groupby(recipe.beside, lambda match: match.publication):
         if name not in publications:
             raise ValueError(f"recipe.beside: {name} is no publication, expected one of {', '.join(publications)}")
-        of_it = list(matches)
-        targets = {match.rows["target"] for match in of_it}
+        matches = list(group)
+        targets = {match.rows["target"] for match in matches}
         for row in publications[name].rows:
             if row.setting.target not in targets:
                 continue
-            match = next((match for match in of_it if _has_settings(row, match.rows)), None)
+            match = next((match for match in matches if _has_settings(row, match.rows)), None)
             if match is None:
                 left_out[_explain_unmatched(row)] += 1
             elif (measure := match.measures.get(row.metric, row.metric)) not in comparison.MEASURES:
@@ -66,8 +70,8 @@ def match_published_numbers(
             elif match.cells.checkpoint and row.setting.tree == UNKNOWN and "tree" not in match.assumed:
                 left_out[f"{row.metric} ({row.where}): its tree isn't stated"] += 1
             else:
-                sides.append(_build_comparison(row, match, measure, recipe, model))
-    return sides, left_out
+                comparisons.append(_build_comparison(row, match, measure, recipe, model))
+    return comparisons, left_out
 
 
 def _has_settings(row: PublishedRow, wanted: dict[str, str | float | None]) -> bool:
@@ -84,120 +88,124 @@ def _explain_unmatched(row: PublishedRow) -> str:
 def _build_comparison(
     row: PublishedRow, match: PublishedMatch, measure: str, recipe: Recipe, model: str
 ) -> comparison.PublishedComparison:
-    """The number, with what the recipe takes for what nobody stated, beside the cell's."""
-    taken = {key: value for key, value in match.assumed.items() if getattr(row.setting, key) == UNKNOWN}
-    setting: Any = replace(row.setting, **taken)  # type: ignore[arg-type]
+    """Return the comparison, with the recipe's assumptions for settings that the source does not state."""
+    assumed = {key: value for key, value in match.assumed.items() if getattr(row.setting, key) == UNKNOWN}
+    setting: Any = replace(row.setting, **assumed)  # type: ignore[arg-type]
     row = replace(row, setting=setting)
-    name, found, baseline = _find_cells(match.cells, row.setting.tree)
-    others: dict[str, str] = {str(what): said for what, said in recipe.substitutes.items()}
-    if own_beside_published.normalise_model_name(model) != own_beside_published.normalise_model_name(
-        row.setting.target
-    ):
-        others.setdefault("target", f"{model} against {row.setting.target}")
-    plain = row.setting.method == PLAIN_METHOD
-    bars = [f"another {what}: {said}" for what, said in others.items() if not (plain and what == "draft")]
-    ours = comparison.measure_cell(measure, found, baseline) if found else None
-    if found:
-        bars += comparison.list_obstacles(row, found, row.metric in match.measures)
-        if found.get("status") == served_records.UNSUPPORTED:
-            bars.append(f"unsupported: {found['reason']}")
-        elif ours is None:
-            bars.append("this cell doesn't hold it, or has no baseline with its fingerprint")
-    said = tuple(f"{key} {value}, which isn't stated" for key, value in taken.items())
+    name, cell, baseline = _find_cells(match.cells, row.setting.tree)
+    obstacles = list(_list_substitutes(row, recipe, model))
+    own = comparison.measure_cell(measure, cell, baseline) if cell else None
+    if cell:
+        obstacles += comparison.list_obstacles(row, cell, row.metric in match.measures)
+        if cell.get("status") == served_records.UNSUPPORTED:
+            obstacles.append(f"unsupported: {cell['reason']}")
+        elif own is None:
+            obstacles.append("this cell doesn't hold it, or has no baseline with its fingerprint")
     return comparison.PublishedComparison(
-        row, ours, name, found is not None, recipe.tolerance.get(row.metric, 0.0), said, tuple(bars)
+        published=row,
+        own=own,
+        cell=name,
+        cell_exists=cell is not None,
+        relative_tolerance=recipe.tolerance.get(row.metric, 0.0),
+        assumptions=tuple(f"{key} {value}, which isn't stated" for key, value in assumed.items()),
+        obstacles=tuple(obstacles),
     )
 
 
-def _find_cells(wanted: RecipeCells, tree: str | None) -> tuple[str, Cell | None, Cell | None]:
-    """(the cell's name, the cell, its baseline), None for those that aren't there."""
-    workload, checkpoint = wanted.workload, wanted.checkpoint
+def _list_substitutes(row: PublishedRow, recipe: Recipe, model: str) -> Iterator[str]:
+    """Yield what the recipe substitutes for the publication's own. Another draft does not concern plain decoding."""
+    substitutes: dict[str, str] = {str(what): text for what, text in recipe.substitutes.items()}
+    normalise = own_beside_published.normalise_model_name
+    if normalise(model) != normalise(row.setting.target):
+        substitutes.setdefault("target", f"{model} against {row.setting.target}")
+    for what, text in substitutes.items():
+        if not (what == "draft" and row.setting.method == PLAIN_METHOD):
+            yield f"another {what}: {text}"
+
+
+def _find_cells(cells: RecipeCells, tree: str | None) -> tuple[str, Cell | None, Cell | None]:
+    """Return (the cell's name, the cell, its baseline), None for those that do not exist."""
+    workload, checkpoint = cells.workload, cells.checkpoint
     tree = tree if checkpoint else None
-    if wanted.engine == "torch":
-        place = torch_records.locate_torch_cell(workload, str(checkpoint), str(tree))
-        return (
-            place.stem,
-            torch_records.read_torch_cell(workload, str(checkpoint), str(tree)) if place.exists() else None,
-            None,
-        )
-    place, plain = (
-        served_records.locate_served_cell(workload, checkpoint, tree),
-        served_records.locate_served_cell(workload, None, None),
-    )
-    found = served_records.read_served_cell(workload, checkpoint, tree) if place.exists() else None
-    baseline = served_records.read_served_cell(workload, None, None) if checkpoint and plain.exists() else None
-    if found and baseline and found["fingerprint"] != baseline["fingerprint"]:
+    if cells.engine == "torch":
+        names = workload, str(checkpoint), str(tree)
+        file = torch_records.locate_torch_cell(*names)
+        return file.stem, torch_records.read_torch_cell(*names) if file.exists() else None, None
+    file = served_records.locate_served_cell(workload, checkpoint, tree)
+    baseline_file = served_records.locate_served_cell(workload, None, None)
+    cell = served_records.read_served_cell(workload, checkpoint, tree) if file.exists() else None
+    baseline = served_records.read_served_cell(workload, None, None) if checkpoint and baseline_file.exists() else None
+    if cell and baseline and cell["fingerprint"] != baseline["fingerprint"]:
         baseline = None
-    if found and found["baseline_points"]:  # measured in turns with it
-        baseline = found | {"points": found["baseline_points"]}
-    return place.stem, found, baseline
+    if cell and cell["baseline_points"]:  # plain decoding was measured in turns with it
+        baseline = cell | {"points": cell["baseline_points"]}
+    return file.stem, cell, baseline
 
 
-# What is shown
+# Output
 
 
 def build_page(
     name: str,
     recipe: Recipe,
-    sides: list[comparison.PublishedComparison],
+    comparisons: list[comparison.PublishedComparison],
     left_out: Counter[str],
-    sizes: estimate.RecipeEstimate,
+    expected: estimate.RecipeEstimate,
 ) -> str:
-    verdicts = Counter(side.verdict for side in sides)
+    """Return results/reproduce/NAME.md."""
+    verdicts = Counter(each.verdict for each in comparisons)
     counts = ", ".join(f"{verdicts[word]} {word}" for word in ("within", "outside", "not comparable", "not run"))
     pins = ", ".join(f"{package} {version}" for package, version in recipe.pins.items()) or "none"
-    here, there = (size / 2**30 for size in (sizes.disk_bytes, sizes.download_bytes))
+    disk_gib, download_gib = expected.disk_bytes / 2**30, expected.download_bytes / 2**30
     shares = [f"{share:.0%} of {metric}" for metric, share in recipe.tolerance.items()]
     margin = ["half of the last decimal printed", "half of our 95% interval where there is one", *shares]
-    said = [
+    remarks = [
         f"Status of the recipe: {recipe.status}. Pins: {pins}.",
-        f"Expected: {sizes.gpu_hours:.2g} GPU-hours of an H200, {here:.1f} GiB here, {there:.1f} GiB to download.",
-        *(f"Another {what}: {said}." for what, said in recipe.substitutes.items()),
+        f"Expected: {expected.gpu_hours:.2g} GPU-hours of an H200, {disk_gib:.1f} GiB here, {download_gib:.1f} GiB to download.",
+        *(f"Another {what}: {text}." for what, text in recipe.substitutes.items()),
         *recipe.notes,
-        f"{len(sides)} published numbers: {counts}. {left_out.total()} more of this target are left out, see below.",
+        f"{len(comparisons)} published numbers: {counts}. {left_out.total()} more of this target are left out, see below.",
         f"Tolerance: the sum of {', '.join(margin)}.",
     ]
-    lines = [f"# {name}", "", *(f"- {line}" for line in said), ""]
-    for publication, of_it in itertools.groupby(sides, lambda side: side.published.what):
-        lines += [f"## {publication}", "", *_format_table(list(of_it)), ""]
+    lines = [f"# {name}", "", *(f"- {line}" for line in remarks), ""]
+    for publication, group in itertools.groupby(comparisons, lambda each: each.published.publication):
+        lines += [f"## {publication}", "", *_format_table(list(group)), ""]
     if left_out:
         lines += ["## Left out", "", *(f"- {count}: {why}" for why, count in left_out.items()), ""]
     return "\n".join(lines)
 
 
-def _format_table(sides: list[comparison.PublishedComparison]) -> Iterator[str]:
-    """Reasons are numbered, since most rows share them."""
-    reasons = {why: n for n, why in enumerate(dict.fromkeys(w for s in sides for w in s.notes), 1)}
+def _format_table(comparisons: list[comparison.PublishedComparison]) -> Iterator[str]:
+    """Yield the table's lines, then its numbered notes: most rows share them."""
+    numbers = {note: n for n, note in enumerate(dict.fromkeys(note for each in comparisons for note in each.notes), 1)}
     yield f"| {' | '.join(SHOWN_COLUMNS)} |"
     yield "|" + "---|" * len(SHOWN_COLUMNS)
-    for side in sides:
-        line = _build_csv_row(side)
-        marks = ", ".join(str(reasons[why]) for why in side.notes)
+    for each in comparisons:
+        line = _build_csv_row(each)
+        marks = ", ".join(str(numbers[note]) for note in each.notes)
         cells = [
             line["draft"] or "none", ", ".join(filter(None, (line["dataset"], line["label"]))),
             line["temperature"], line["tree"] or "none",
-            f"{line['metric']} ({line['unit']})", f"{side.published.value:.{side.published.decimals}f}",
-            *(_format_brief(line[key]) for key in ("ours", "ratio")), f"{side.tolerance:.1%}",
-            side.verdict + (f" ({marks})" if marks else ""),
+            f"{line['metric']} ({line['unit']})", f"{each.published.value:.{each.published.decimals}f}",
+            *(_format_brief(line[key]) for key in ("ours", "ratio")), f"{each.tolerance:.1%}",
+            each.verdict + (f" ({marks})" if marks else ""),
         ]  # fmt: skip
         yield f"| {' | '.join(map(str, cells))} |"
     yield ""
-    yield from (f"{n}. {why}" for why, n in reasons.items())
+    yield from (f"{n}. {note}" for note, n in numbers.items())
 
 
-def _build_csv_row(side: comparison.PublishedComparison) -> dict[str, Any]:
-    """Of the CSV; ours in the published unit."""
-    row, setting = side.published, side.published.setting
-    scale = row.value / side.theirs if side.theirs else 1.0
-    spread = side.ours.spread if side.ours else None
+def _build_csv_row(each: comparison.PublishedComparison) -> dict[str, Any]:
+    """Return a line of the CSV; our number is in the published unit."""
+    row, setting, own = each.published, each.published.setting, each.own
+    unit = row.value / each.published_value if each.published_value else 1.0
     return {
-        "publication": row.what, "table": row.where, "label": setting.label,
-        "draft": setting.draft, "dataset": setting.dataset,
-        "temperature": setting.temperature, "tree": setting.tree, "metric": row.metric, "unit": row.unit, "published": row.value,
-        "ours": side.ours.value * scale if side.ours else None, "spread": None if spread is None else spread * scale,
-        "no_interval": side.ours.why if side.ours else "",
-        "ratio": side.ratio, "tolerance": side.tolerance, "verdict": side.verdict, "why": "; ".join(side.bars),
-        "taken": "; ".join(side.taken), "cell": side.cell,
+        "publication": row.publication, "table": row.where, "label": setting.label, "draft": setting.draft,
+        "dataset": setting.dataset, "temperature": setting.temperature, "tree": setting.tree, "metric": row.metric,
+        "unit": row.unit, "published": row.value, "ours": own.value * unit if own else None,
+        "spread": None if own is None or own.spread is None else own.spread * unit,
+        "no_interval": own.no_interval if own else "", "ratio": each.ratio, "tolerance": each.tolerance, "verdict": each.verdict,
+        "why": "; ".join(each.obstacles), "taken": "; ".join(each.assumptions), "cell": each.cell,
     }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 CODE = "stages"
 NOT_TRACKED = ("stages/params/", "stages/telemetry/")
+TEMPLATES = "templates"  # the page templates of a folder's modules
 BASELINE = "_baseline"  # suffix of a stage of dvc.yaml that runs another stage's module without a draft
 
 
@@ -26,6 +27,8 @@ def find_import_closure(stage: str, root: Path = Path()) -> set[str]:
     while pending:
         pending = {new for file in pending for new in find_imported_files(file, root)} - found
         found |= pending
+    for folder in {file.rsplit("/", 1)[0] for file in found} - {CODE}:
+        found |= {file.relative_to(root).as_posix() for file in (root / folder / TEMPLATES).glob("*") if file.is_file()}
     return {file for file in found if not file.startswith(NOT_TRACKED)}
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from benchmarks import published_page
 from stages.literature import audit, audit_findings, audit_serving, audit_tables, audit_trees, published
 from stages.literature.audit_findings import AGREES, DEPENDS, OPEN, Finding
 from stages.literature.published import Publication, PublishedRow
@@ -22,7 +21,7 @@ TARGET = PUBLISHED["qwen3-30b-a3b-shape"]
 
 
 def found(publications: dict[str, Publication], what: str, about: str) -> Finding:
-    (one,) = (f for f in audit.audit_publications(publications) if (f.what, f.about) == (what, about))
+    (one,) = (f for f in audit.audit_publications(publications) if (f.publication, f.heading) == (what, about))
     return one
 
 
@@ -40,16 +39,16 @@ def changed(what: str, metric: str, value: float, **settings: object) -> dict[st
 
 
 def test_the_committed_page_is_what_the_code_writes() -> None:
-    committed = (ROOT / published_page.PAGE).read_text(encoding="utf-8")
-    assert committed == published_page.page(PUBLISHED), "run: python -m benchmarks.published_page"
+    committed = (ROOT / audit.PAGE).read_text(encoding="utf-8")
+    assert committed == audit.render_page(PUBLISHED), "run: python -m stages.literature.audit"
 
 
 def test_every_publication_with_results_is_audited_and_every_verdict_known() -> None:
     findings = audit.audit_publications(PUBLISHED)
-    assert {f.what for f in findings} == set(PUBLISHED) - {TARGET.name}
+    assert {f.publication for f in findings} == set(PUBLISHED) - {TARGET.name}
     assert {f.verdict for f in findings} == set(audit_findings.VERDICTS)
     for f in findings:
-        assert f.reading or f.verdict == AGREES, f"{f.what}: {f.about} doesn't say what could explain it"
+        assert f.reading or f.verdict == AGREES, f"{f.publication}: {f.heading} doesn't say what could explain it"
         assert len({len(line) for line in f.table}) <= 1
 
 

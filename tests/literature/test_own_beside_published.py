@@ -42,15 +42,15 @@ def test_a_percentage_is_compared_as_a_share_and_a_definition_of_ours_is_no_diff
         for line in own_beside_published.pair_rows(rows, [ours("t10_3_32", accept_rate=0.62)])
         if line.published.metric == "accept_rate"
     )
-    assert (line.theirs, line.ours, line.ratio) == pytest.approx((0.31, 0.62, 2))
-    assert line.differs == ("its temperature isn't stated", "data set _toon, the first 100 against eval")
+    assert (line.published_value, line.own_value, line.ratio) == pytest.approx((0.31, 0.62, 2))
+    assert line.differences == ("its temperature isn't stated", "data set _toon, the first 100 against eval")
 
 
 def test_a_tree_that_only_one_side_has_is_left_out() -> None:
     rows = PUBLISHED["qwen3-vl-weather"].rows
     found = list(own_beside_published.pair_rows(rows, [ours("t8_2_16"), ours("t9_9_9")]))
     assert {line.published.setting.tree for line in found} == {"t8_2_16"}
-    assert [line.theirs for line in found if line.published.metric == "tau"] == [3.73, 3.9]
+    assert [line.published_value for line in found if line.published.metric == "tau"] == [3.73, 3.9]
 
 
 def test_times_hang_on_engine_and_machine_and_accept_lengths_do_not() -> None:
@@ -61,16 +61,16 @@ def test_times_hang_on_engine_and_machine_and_accept_lengths_do_not() -> None:
     ]
     tau, tok_s = sorted(
         own_beside_published.pair_rows(rows, [ours("t2_1_3", workload="gsm8k", temperature=0.5)]),
-        key=lambda line: line.theirs,
+        key=lambda line: line.published_value,
     )
     said = "its temperature isn't stated"
-    assert tau.differs == ("defined as 1 + accepted / drafts, from vLLM's counters", said)
-    assert tok_s.differs[1:] == (said, "engine vLLM against torch", "hardware 1 H20 against H200")
+    assert tau.differences == ("defined as 1 + accepted / drafts, from vLLM's counters", said)
+    assert tok_s.differences[1:] == (said, "engine vLLM against torch", "hardware 1 H20 against H200")
     sweep = [row for row in PUBLISHED["specforge-sweep"].rows if (row.metric, row.setting.tree) == ("tau", "t3_1_4")][
         :1
     ]
     (line,) = own_beside_published.pair_rows(sweep, [ours("t3_1_4", temperature=0.5)])
-    assert "temperature 0.0 against 0.5" in line.differs
+    assert "temperature 0.0 against 0.5" in line.differences
 
 
 def test_served_points_are_compared_in_the_publications_units_and_at_its_load() -> None:
@@ -85,11 +85,11 @@ def test_served_points_are_compared_in_the_publications_units_and_at_its_load() 
     found = {(line.published.metric, line.checkpoint): line for line in own_beside_published.pair_rows(rows, cells)}
     load = drafts[0]["loads"][0]
     line = found["ttft_mean_ms", "e009"]
-    assert (line.theirs, line.ours) == (168, pytest.approx(1000 * load["ttft_s"]["mean"]))
-    assert found["total_tok_s", "e009"].ours == load["total_throughput"]
-    assert found["tau", "e009"].ours == 2.9 and ("tau", None) not in found
-    assert found["total_tok_s", None].theirs == 2847
-    assert line.differs == (
+    assert (line.published_value, line.own_value) == (168, pytest.approx(1000 * load["ttft_s"]["mean"]))
+    assert found["total_tok_s", "e009"].own_value == load["total_throughput"]
+    assert found["tau", "e009"].own_value == 2.9 and ("tau", None) not in found
+    assert found["total_tok_s", None].published_value == 2847
+    assert line.differences == (
         "its definition isn't stated", "its temperature isn't stated",
         "hardware 1 H100 80GB SXM, driver 550.127.08, CUDA 12.4 against NVIDIA H200",
     )  # fmt: skip

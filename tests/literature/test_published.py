@@ -36,7 +36,7 @@ def test_all_that_was_copied_is_there(name: str) -> None:
 def test_rows_say_what_where_and_by_which_definition() -> None:
     for name, publication in PUBLISHED.items():
         for row in publication.rows:
-            assert row.what == name and row.where in row.source and row.source.startswith(publication.document)
+            assert row.publication == name and row.where in row.source and row.source.startswith(publication.document)
             assert row.definition in (row.metric, published.UNKNOWN) or " " in row.definition
             assert row.definition != row.metric or row.metric in torch_records.METRICS
 
@@ -101,7 +101,7 @@ def written(tmp_path: Path, content: Any) -> Path:
 
 def test_a_number_that_is_not_printed_is_no_row(tmp_path: Path) -> None:
     (row,) = published.read_publication(written(tmp_path, SMALL)).rows
-    assert (row.value, row.setting.tree, row.setting.dataset, row.what) == (3.5, "t8_2_16", "unknown", "small")
+    assert (row.value, row.setting.tree, row.setting.dataset, row.publication) == (3.5, "t8_2_16", "unknown", "small")
 
 
 def change(place: str, value: Any) -> dict[str, Any]:
@@ -132,13 +132,17 @@ def change(place: str, value: Any) -> dict[str, Any]:
         ("settings.tree", 8216, "tree: expected words, null or unknown, found 8216; quote it"),
         ("settings.batch", "one", "batch: expected a number"),
         ("settings.batch", True, "batch: expected a number"),
-        ("settings.colour", "red", "expected one of target, .*found colour"),
+        ("settings.colour", "red", r"expected target, .*found \['colour'\]"),
         ("settings.draft", ..., r"rows\[0\]: no draft; give it, or null, or unknown"),
         ("metrics.tau.unit", ..., "metrics.tau: .*found no unit"),
         ("metrics.tau.decimals", "2", "decimals: expected a count of digits"),
         ("metrics.tau.definition", "accept_rate", "expected tau, unknown or a sentence, found 'accept_rate'"),
         ("metrics.tau.definition", 3, "definition: expected words"),
-        ("metrics.length", {"printed": "l", "unit": "", "decimals": 1, "definition": "length"}, "is none of ours"),
+        (
+            "metrics.length",
+            {"printed": "l", "unit": "", "decimals": 1, "definition": "length"},
+            "expected one of our metrics",
+        ),
         ("metrics.spare", {"printed": "l", "unit": "", "decimals": 1, "definition": "unknown"}, "no table has spare"),
         ("tables", {}, "tables: expected a list"),
         ("tables.0.where", 3, r"tables\[0\]\.where: expected words, found 3"),

@@ -85,7 +85,10 @@ def test_a_target_that_sees(tmp_path: Path, name: str) -> None:
     rows = [row(model, ids, shown, answer) for (ids, shown), answer in zip(documents(), answers, strict=True)]
 
     eagle = EagleDraft.fresh(config, head, seed=1)
-    pack, optimizer = ttt.TrainingPack.from_rows(rows[:3], 1, "aligned"), torch.optim.AdamW(eagle.parameters(), lr=0.003)
+    pack, optimizer = (
+        ttt.TrainingPack.from_rows(rows[:3], 1, "aligned"),
+        torch.optim.AdamW(eagle.parameters(), lr=0.003),
+    )
     for _ in range(60):
         optimizer.zero_grad()
         registry.TRAINABLE_METHODS["eagle"].forward(

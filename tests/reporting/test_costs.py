@@ -256,5 +256,5 @@ def test_one_conversation_has_no_interval_anywhere_on_the_page(
     told = capsys.readouterr().out
     assert "one prompt" in told and "can't tell" in told
     said = words(report.PAGE_FILE.read_text())
-    assert "one prompt" in said and "it can’t be told: the prediction or the cell has no interval" in said
+    assert "one prompt" in said and "are undecided: the prediction or the cell has no interval" in said
     assert not any(row["enable"] for row in prediction.read_launch())

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from stages.reporting import served
+from stages.reporting import served, served_sweeps
 from stages.results import served_table
 from tests.served_cells import Row, made_up, point
 
@@ -34,63 +34,63 @@ def with_speedups(speedups: dict[tuple[int, int | None], float], tree: str = "t5
 
 def test_a_sweeps_break_evens_come_from_its_points() -> None:
     """From 1.5 at 16 to 0.5 at 64 the line over log2 crosses 1 at 32; from 0.8 at 10 to 1.2 at 1000 it does at 100."""
-    (sweep,) = served.build_sweeps(
+    (sweep,) = served_sweeps.build_sweeps(
         with_speedups({(10, 16): 0.8, (10, 64): 0.4, (1000, 16): 1.5, (1000, 64): 0.5, (1000, 1): 2.0})
     )
-    assert sweep["by_length"] == [
+    assert sweep.by_length == [
         "answers of 10 tokens: slower at every concurrency measured, 16 to 64: at best 0.8× at 16",
         "answers of 1000 tokens: faster up to a concurrency of 32, slower beyond",
     ]
-    assert sweep["by_cap"][0].startswith("at concurrency 16: slower up to an answer length of ")
-    assert sweep["by_cap"][1].startswith("at concurrency 64: slower at every answer length")
-    assert len(sweep["by_cap"]) == 2  # at concurrency 1 there is one length only
-    assert [served.format_load(row) for row in sweep["slower"]] == ["10 x 16", "10 x 64", "1000 x 64"]
-    (even,) = served.build_sweeps(with_speedups({(10, 4): 0.8, (1000, 4): 1.2}))
-    assert (even["by_length"], even["by_cap"]) == (
+    assert sweep.by_cap[0].startswith("at concurrency 16: slower up to an answer length of ")
+    assert sweep.by_cap[1].startswith("at concurrency 64: slower at every answer length")
+    assert len(sweep.by_cap) == 2  # at concurrency 1 there is one length only
+    assert [served.format_load(row) for row in sweep.slower] == ["10 x 16", "10 x 64", "1000 x 64"]
+    (even,) = served_sweeps.build_sweeps(with_speedups({(10, 4): 0.8, (1000, 4): 1.2}))
+    assert (even.by_length, even.by_cap) == (
         [],
         ["at concurrency 4: slower up to an answer length of 100, faster beyond"],
     )
-    assert even["plot"]["axis"] == "answer length (tokens)"
+    assert even.plot and even.plot.axis == "answer length (tokens)"
 
 
 def test_the_heat_table_has_a_place_for_every_load_and_knows_doubt() -> None:
     rows = with_speedups({(10, 4): 0.5, (10, None): 1.25, (20, 4): 1.1})
     rows[2] |= {"speedup_low": 0.9, "speedup_high": 1.3}
     rows[0] |= {"speedup_low": 0.4, "speedup_high": 0.6}
-    (sweep,) = served.build_sweeps(rows)
-    assert sweep["caps"] == [4, math.inf]
-    first, second = sweep["heat"]
-    assert [c and c["speedup"] for c in first["cells"] + second["cells"]] == [0.5, 1.25, 1.1, None]
-    assert [c["clear"] for c in (*first["cells"], second["cells"][0])] == [True, True, False]
-    assert first["cells"][0]["weight"] == 1.0  # halved is the farthest from 1 of these, also over 1.25
-    assert sweep["by_length"] == []  # one concurrency and no limit at all make no axis
+    (sweep,) = served_sweeps.build_sweeps(rows)
+    assert sweep.caps == [4, math.inf]
+    first, second = sweep.heat
+    assert [c and c.row["speedup"] for c in first.cells + second.cells] == [0.5, 1.25, 1.1, None]
+    assert [c.clear for c in (*first.cells, second.cells[0])] == [True, True, False]
+    assert first.cells[0].weight == 1.0  # halved is the farthest from 1 of these, also over 1.25
+    assert sweep.by_length == []  # one concurrency and no limit at all make no axis
 
 
 def test_the_best_tree_at_each_load_stands_first() -> None:
     rows = with_speedups({(64, 1): 2.0, (64, 64): 0.8}) + with_speedups({(64, 1): 1.8, (64, 64): 1.1}, tree="t8_2_16")
-    best, *each = served.build_sweeps(rows)
-    assert [c["tree"] for c in best["heat"][0]["cells"]] == ["t5_1_6", "t8_2_16"]
-    assert best["by_length"] == [
+    best, *each = served_sweeps.build_sweeps(rows)
+    assert [c.row["tree"] for c in best.heat[0].cells] == ["t5_1_6", "t8_2_16"]
+    assert best.by_length == [
         "answers of 64 tokens: faster at every concurrency measured, 1 to 64: at least 1.1× at 64"
     ]
-    assert [sweep["name"] for sweep in (best, *each)] == ["the best tree at each load", "5_1_6 (5_1_5)", "8_2_16"]
+    assert [sweep.name for sweep in (best, *each)] == ["the best tree at each load", "5_1_6 (5_1_5)", "8_2_16"]
 
 
 def test_one_load_or_a_request_rate_is_no_sweep() -> None:
-    assert served.build_sweeps(with_speedups({(64, 1): 2.0})) == []
-    assert served.build_sweeps(with_speedups({(64, 1): 1.0, (64, 4): 1.0}, request_rate=8.0)) == []
-    assert served.build_sweeps(with_speedups({(64, 1): 1.0}) + with_speedups({(64, 4): None})) == []
-    assert len(served.build_sweeps(with_speedups({(64, 1): 1.0, (64, 4): 1.0}, request_rate=None))) == 1
+    assert served_sweeps.build_sweeps(with_speedups({(64, 1): 2.0})) == []
+    assert served_sweeps.build_sweeps(with_speedups({(64, 1): 1.0, (64, 4): 1.0}, request_rate=8.0)) == []
+    assert served_sweeps.build_sweeps(with_speedups({(64, 1): 1.0}) + with_speedups({(64, 4): None})) == []
+    assert len(served_sweeps.build_sweeps(with_speedups({(64, 1): 1.0, (64, 4): 1.0}, request_rate=None))) == 1
 
 
 def test_the_best_plain_decoding_is_always_in_the_table() -> None:
     slow, fast = point(64, 4, 0.02), point(64, 4, 0.015)
     cell = made_up("eval", "e009", "t5_1_6", [point(64, 4, 0.01, tau=2.9)], baseline_points=[fast])
     (group,) = served.group_tables(rows_of(made_up("eval", points=[slow]), cell, made_up("eval", "e009", "t8_2_16")))
-    assert [served.describe_decoding(row) for row in group["rows"]] == ["5_1_6 (5_1_5)", "plain decoding", "8_2_16"]
-    assert group["rows"][1]["output_throughput"] == fast["loads"][0]["output_throughput"]
+    assert [served.describe_decoding(row) for row in group.rows] == ["5_1_6 (5_1_5)", "plain decoding", "8_2_16"]
+    assert group.rows[1]["output_throughput"] == fast["loads"][0]["output_throughput"]
     (alone,) = served.group_tables(rows_of(made_up("eval", points=[slow])))
-    assert (served.format_group_title(alone), len(alone["rows"])) == ("eval", 1)
+    assert (served.format_group_title(alone.workload, alone.checkpoint), len(alone.rows)) == ("eval", 1)
 
 
 def test_loads_stand_in_order_with_their_trees_and_plain_decoding() -> None:
@@ -100,10 +100,10 @@ def test_loads_stand_in_order_with_their_trees_and_plain_decoding() -> None:
         made_up("eval", "e009", tree, [point(*load, 0.01, tau=2.9) for load in loads]) for tree in ("t8_2_16", "t5_1_6")
     ]
     (group,) = served.group_tables(rows_of(baseline, *cells))
-    assert [served.format_load(row) for row in group["rows"]] == [
+    assert [served.format_load(row) for row in group.rows] == [
         load for load in ("16 x 1", "16 x 8", "16 x no limit", "64 x 4") for _ in range(3)
     ]
-    assert [served.describe_decoding(row) for row in group["rows"][:3]] == ["8_2_16", "5_1_6 (5_1_5)", "plain decoding"]
+    assert [served.describe_decoding(row) for row in group.rows[:3]] == ["8_2_16", "5_1_6 (5_1_5)", "plain decoding"]
 
 
 def test_the_terminal_says_what_is_off_apart_or_lost() -> None:
@@ -144,10 +144,10 @@ def test_memory_sums_what_is_known() -> None:
         made_up("eval", "e009", "t5_1_6", [point(64, 4, 0.01, tau=2.9)]),
     ]
     plain, drafted = served.tabulate_memory(cells)["eval"]
-    assert (plain["server"], plain["sum"]) == ("plain decoding", pytest.approx(3.2 + 101.9))
-    assert (drafted["sum"], drafted["held"]) == (pytest.approx(3.2 + 0.3 + 100.1), pytest.approx(117.5))
+    assert (plain.server, plain.sum) == ("plain decoding", pytest.approx(3.2 + 101.9))
+    assert (drafted.sum, drafted.held) == (pytest.approx(3.2 + 0.3 + 100.1), pytest.approx(117.5))
     cells[1]["memory"] |= {"draft": None, "gpu_before": None}
-    assert {served.tabulate_memory(cells)["eval"][1][k] for k in ("sum", "held")} == {None}
+    assert [(m.sum, m.held) for m in served.tabulate_memory(cells)["eval"][1:]] == [(None, None)]
     assert served.tabulate_memory([made_up("eval", "e009", "t8_2_16")]) == {}
 
 
@@ -159,7 +159,7 @@ def test_failed_requests_and_the_cells_warnings_are_listed() -> None:
     found = served.list_warnings(
         served_table.join_lines([baseline, made_up("eval", "e009", "t5_1_6", [lost])], {}, set())
     )
-    assert [w["said"] for w in found] == ["the GPU was not empty", "16 requests, of them failed: timeout 3, cut 1"]
+    assert [w.text for w in found] == ["the GPU was not empty", "16 requests, of them failed: timeout 3, cut 1"]
 
 
 def test_the_engines_figures_stand_beside_ours() -> None:
@@ -167,7 +167,7 @@ def test_the_engines_figures_stand_beside_ours() -> None:
     (e,) = served.list_engine_figures(
         served_table.join_lines([baseline, made_up("eval", "e009", "t5_1_6", [point(64, 4, 0.01, tau=2.9)])], {}, set())
     )
-    assert (e["tau"], e["said"]) == (2.9, "spec_accept_length 2.97, avg_spec_accept_length 2.91")
+    assert (e.acceptance["tau"], e.reported) == (2.9, "spec_accept_length 2.97, avg_spec_accept_length 2.91")
 
 
 def test_quality_and_commands() -> None:
@@ -176,8 +176,8 @@ def test_quality_and_commands() -> None:
     cell["server"]["command"] = None
     lines = served_table.join_lines([baseline, cell], {}, set())
     _, graded = served.list_graded_points(lines)
-    assert (graded["correct"], graded["accuracy"], graded["baseline_accuracy"]) == (2, 0.25, 0.5)
-    assert [s["command"] for s in served.list_server_commands([baseline, cell])] == [
+    assert (graded.quality["correct"], graded.quality["accuracy"], graded.baseline_accuracy) == (2, 0.25, 0.5)
+    assert [s.command for s in served.list_server_commands([baseline, cell])] == [
         "python3 -m sglang.launch_server",
         None,
     ]

@@ -78,10 +78,10 @@ def test_the_table_adds_rows_and_siblings_up() -> None:
         bucket("t1_1_2", "context", "0-8", cycles=0, nodes=0, promised=0.0),
     ]  # fmt: skip
     (line,) = trees.build_statistics_table(inside)
-    siblings = line.pop("siblings")
-    assert line == {"tree": "t2_3_6", "cycles": 4, "tau": 2.5, "nodes": 5, "promised": 2, "accepted": 1.5, "kept": 0.75}
-    assert [s["nodes"] for s in siblings] == [0.4, 0.3, 0.3]
-    assert [s["accepted"] for s in siblings] == [pytest.approx(n / 6) for n in (4, 1, 1)]
+    assert (line.tree, line.cycles, line.tau, line.nodes) == ("t2_3_6", 4, 2.5, 5)
+    assert (line.promised, line.accepted, line.kept) == (2, 1.5, 0.75)
+    assert [s.nodes for s in line.siblings] == [0.4, 0.3, 0.3]
+    assert [s.accepted for s in line.siblings] == [pytest.approx(n / 6) for n in (4, 1, 1)]
 
 
 def test_lengths_are_drawn_at_the_same_places_and_few_cycles_are_not() -> None:

@@ -112,15 +112,15 @@ def test_an_accept_length_is_compared_by_the_definition_it_was_printed_with() ->
     torch_cell("mt_bench")
     sides, _ = sides_of("angelslim-qwen3-8b")
     tau = side(sides, "tau", dataset="MT-bench", temperature=0.0, engine="AngelSlim, PyTorch")
-    assert tau.ours == comparison.MeasuredNumber(
+    assert tau.own == comparison.MeasuredNumber(
         3.5, pytest.approx(12.7062 * 0.5, rel=1e-5)
     )  # Student's t of two questions
-    assert tau.theirs == 3.65 and tau.ratio == pytest.approx(3.5 / 3.65)
-    assert (tau.verdict, tau.bars) == ("within", ())
-    assert tau.taken == ("tree t6_10_60, which isn't stated",)
+    assert tau.published_value == 3.65 and tau.ratio == pytest.approx(3.5 / 3.65)
+    assert (tau.verdict, tau.obstacles) == ("within", ())
+    assert tau.assumptions == ("tree t6_10_60, which isn't stated",)
     speedup = side(sides, "speedup", dataset="MT-bench", temperature=0.0)
-    assert speedup.ours is not None and speedup.ours.value == 2.5 and speedup.ours.spread > 1  # of two questions
-    assert speedup.bars == ("engine version unknown against 2.13.0",) and speedup.verdict == "not comparable"
+    assert speedup.own is not None and speedup.own.value == 2.5 and speedup.own.spread > 1  # of two questions
+    assert speedup.obstacles == ("engine version unknown against 2.13.0",) and speedup.verdict == "not comparable"
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_the_tolerance_is_the_sum_of_rounding_interval_and_declared_share(tau: f
     atomic.write_json(place, found)
     sides, _ = sides_of("angelslim-qwen3-8b")
     found_side = side(sides, "tau", dataset="GSM8K", engine="vLLM")
-    assert found_side.theirs == 2.0 and found_side.tolerance == pytest.approx(0.125 / 2)
+    assert found_side.published_value == 2.0 and found_side.tolerance == pytest.approx(0.125 / 2)
     assert found_side.verdict == verdict
 
 
@@ -148,11 +148,11 @@ def test_times_need_the_same_machine_and_engine_and_accept_lengths_do_not() -> N
         side(sides, "output_tok_s", dataset=d, engine="vLLM", method="EAGLE-3")
         for d in ("GSM8K", "Alpaca", "HumanEval")
     )
-    assert same.verdict == "within" and same.ours is not None
-    assert same.ours.value == pytest.approx(257.0)
-    assert same.ours.spread == pytest.approx(12.7062 * 257.0 * 0.05, rel=1e-5)  # Student's t of two loads
-    assert machine.bars == ("hardware 1 H20 against NVIDIA H200",) and machine.verdict == "not comparable"
-    assert version.bars == ("engine version 0.11.2 against 0.12.0",)
+    assert same.verdict == "within" and same.own is not None
+    assert same.own.value == pytest.approx(257.0)
+    assert same.own.spread == pytest.approx(12.7062 * 257.0 * 0.05, rel=1e-5)  # Student's t of two loads
+    assert machine.obstacles == ("hardware 1 H20 against NVIDIA H200",) and machine.verdict == "not comparable"
+    assert version.obstacles == ("engine version 0.11.2 against 0.12.0",)
     for dataset in ("GSM8K", "Alpaca", "HumanEval"):
         assert side(sides, "tau", dataset=dataset, engine="vLLM").verdict == "within"
 
@@ -164,10 +164,10 @@ def test_another_draft_bars_what_it_does_and_not_plain_decoding() -> None:
     served_cell("code_gen", "theirs", "t5_8_32", 2800.0, num_steps=5, **like)
     sides, left_out = sides_of("qwen3-coder-30b-a3b")
     change = side(sides, "total_tok_s_change", label="Code Gen")
-    assert change.ours is not None and change.ours.value == pytest.approx(1.0) and change.theirs == 0.87
-    assert [bar.split(":")[0] for bar in change.bars] == ["another draft"]
+    assert change.own is not None and change.own.value == pytest.approx(1.0) and change.published_value == 0.87
+    assert [obstacle.split(":")[0] for obstacle in change.obstacles] == ["another draft"]
     plain = side(sides, "total_tok_s", label="Code Gen", method="plain")
-    assert plain.bars == ("its definition isn't stated",)
+    assert plain.obstacles == ("its definition isn't stated",)
     assert plain.ratio == pytest.approx(2800 / 2847)
     assert left_out["accept_rate (4.2, against other methods): its tree isn't stated"] == 1
 
@@ -179,7 +179,9 @@ def test_another_target_is_no_twin_whatever_the_recipe_says() -> None:
         recipe_of("angelslim-qwen3-8b"), "builtin/weather-tiny", published.read_publications()
     )
     tau = side(sides, "tau", dataset="MT-bench", temperature=0.0, engine="AngelSlim, PyTorch")
-    assert tau.bars == ("another target: builtin/weather-tiny against Qwen3-8B",) and tau.verdict == "not comparable"
+    assert (
+        tau.obstacles == ("another target: builtin/weather-tiny against Qwen3-8B",) and tau.verdict == "not comparable"
+    )
 
 
 def test_a_baseline_of_another_fingerprint_is_no_baseline() -> None:
@@ -187,7 +189,7 @@ def test_a_baseline_of_another_fingerprint_is_no_baseline() -> None:
     served_cell("code_gen", "theirs", "t5_8_32", 2800.0, engine="sglang")
     sides, _ = sides_of("qwen3-coder-30b-a3b")
     change = side(sides, "total_tok_s_change", label="Code Gen")
-    assert change.ours is None and "has no baseline with its fingerprint" in change.bars[-1]
+    assert change.own is None and "has no baseline with its fingerprint" in change.obstacles[-1]
 
 
 def test_a_baseline_measured_in_turns_with_the_cell_is_its_own() -> None:
@@ -196,7 +198,7 @@ def test_a_baseline_measured_in_turns_with_the_cell_is_its_own() -> None:
     slow = served_records.read_served_cell("code_gen", "other", "t5_8_32")["points"]
     served_cell("code_gen", "theirs", "t5_8_32", 2800.0, engine="sglang", baseline_points=slow)
     sides, _ = sides_of("qwen3-coder-30b-a3b")
-    assert side(sides, "speedup", label="Code Gen").ours == comparison.MeasuredNumber(
+    assert side(sides, "speedup", label="Code Gen").own == comparison.MeasuredNumber(
         pytest.approx(2.8), pytest.approx(0.388 * 12.7062 / 1.96, rel=0.01)
     )
 
@@ -213,7 +215,9 @@ def test_what_an_engine_can_not_run_says_so() -> None:
     )
     sides, _ = sides_of("qwen3-vl-2b-weather")
     found = side(sides, "tau", label="8_2_8")
-    assert found.verdict == "not comparable" and found.bars[-1] == "unsupported: num_draft_tokens below num_steps + 1"
+    assert (
+        found.verdict == "not comparable" and found.obstacles[-1] == "unsupported: num_draft_tokens below num_steps + 1"
+    )
 
 
 def test_the_page_and_the_csv_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,12 +241,12 @@ def test_percent_is_compared_as_a_share_and_shown_as_percent() -> None:
     served_cell("eval", "e010", "t10_3_32", 1.0, engine="sglang")
     sides, _ = sides_of("qwen3-vl-2b-weather")
     found = side(sides, "accept_rate", label="10_3_32")
-    assert (found.theirs, found.ratio) == pytest.approx((0.31, 0.5 / 0.31))
+    assert (found.published_value, found.ratio) == pytest.approx((0.31, 0.5 / 0.31))
     assert (
         compare._build_csv_row(found)["ours"] == pytest.approx(50.0)
         and compare._build_csv_row(found)["published"] == 31
     )
-    assert [bar.split(":")[0] for bar in found.bars] == ["another target", "another data"]
+    assert [obstacle.split(":")[0] for obstacle in found.obstacles] == ["another target", "another data"]
 
 
 def test_a_publication_that_is_none_is_named() -> None:

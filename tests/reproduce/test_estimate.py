@@ -54,8 +54,8 @@ def test_a_tied_target_has_one_table() -> None:
 def test_training_and_extraction_take_the_hours_that_were_measured() -> None:
     """docs/results/2026-11-21-h200-training.md, Qwen3-8B's shape: 34,250 and 29,595 tokens/s, rows of 2,048."""
     p, shape = shape_of("angelslim-qwen3-8b")
-    draft = estimate.init_draft.infer(p, shape.made)
-    flop = estimate.compute_train_flop(shape.made, draft, 7)
+    draft = estimate.init_draft.infer_config(p, shape.manifest)
+    flop = estimate.compute_train_flop(shape.manifest, draft, 7)
     assert flop == pytest.approx(16.46e9, rel=0.03)
     assert estimate.TRAINING_SHARE * estimate.PEAK_FLOPS / flop == pytest.approx(34_250, rel=0.03)
     flop = estimate.compute_target_flop(shape, 2048)
@@ -65,7 +65,7 @@ def test_training_and_extraction_take_the_hours_that_were_measured() -> None:
 
 def test_draft_parameters_are_those_of_its_tensors() -> None:
     p, shape = shape_of("angelslim-qwen3-8b")
-    draft = estimate.init_draft.infer(p, shape.made)
+    draft = estimate.init_draft.infer_config(p, shape.manifest)
     parts = estimate.count_draft_parameters(draft)
     assert (parts["fc"], parts["head"]) == (3 * 4096 * 4096, 32000 * 4096)
     slowly = sum(
@@ -106,13 +106,13 @@ def test_files_that_the_user_brings_are_missing_until_they_are_there() -> None:
 
 def test_the_page_of_recipes_is_what_its_command_writes() -> None:
     committed = (ROOT / recipes_page.PAGE).read_text(encoding="utf-8")
-    assert committed == recipes_page.page(), "run: python -m benchmarks.recipes_page"
+    assert committed == recipes_page.render_page(), "run: python -m benchmarks.recipes_page"
 
 
 def test_loads_of_the_torch_engine_take_turns_at_once() -> None:
     """A sweep has as many passes as its rounds have tokens, of each concurrency."""
     p, shape = shape_of("angelslim-qwen3-8b")
-    (name, *_), step = p.benchmark.torch_workloads, estimate.TORCH_LAYER_S * shape.made.num_layers
+    (name, *_), step = p.benchmark.torch_workloads, estimate.TORCH_LAYER_S * shape.manifest.num_layers
     w = p.benchmark.workloads[name].model_copy(
         update={"num_prompts": 30, "warmup": 2, "turns": "first", "max_new_tokens": [10, 50], "concurrency": [1, 8, 64]}
     )
