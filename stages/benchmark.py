@@ -477,11 +477,11 @@ def _compute_acceptance(work: TorchCellContext, repeats: list[list[list[latency.
     names, counted = [], []
     for r in (r for turns in repeats for load in turns for r in load):
         assert r.counts is not None, "_load counts"
-        names.append(clusters.cluster_of(work.w.prompts, request_records.get_question_id(r)))
+        names.append(clusters.get_cluster(work.w.prompts, request_records.get_question_id(r)))
         counted.append([r.counts.accepted, r.counts.cycles, *r.counts.histogram])
-    accepted, cycles, *histogram = clusters.sums(names, np.array(counted)).T  # [C] each
+    accepted, cycles, *histogram = clusters.sum_by_cluster(names, np.array(counted)).T  # [C] each
     tau = acceptance.compute_tau(accepted, cycles)
-    low, high = interval.of_tau(accepted, cycles, work.tree.num_steps) or (None, None)
+    low, high = interval.compute_tau_interval(accepted, cycles, work.tree.num_steps) or (None, None)
     nodes = cycles.sum() * (work.tree.num_draft_tokens - 1)
     return {
         "tau": tau,
@@ -528,11 +528,11 @@ def _compute_metrics(rows: list[Row], tree: TreeShape, prompts: str) -> dict[str
     """Return cell.METRICS, as docs/metrics.md defines them; `prompts` is the workload's. Intervals are over conversations."""
     accepted, cycles = (_by_cluster(rows, k, prompts).sum(1) for k in ("accepted", "cycles"))  # [C]
     tau = acceptance.compute_tau(accepted, cycles)
-    low, high = interval.of_tau(accepted, cycles, tree.num_steps) or (None, None)
+    low, high = interval.compute_tau_interval(accepted, cycles, tree.num_steps) or (None, None)
     seconds, plain_seconds = (sum(r[k] for r in rows) for k in ("e2e_latency_s", "baseline_e2e_latency_s"))
     tokens, plain_tokens = (sum(r[k] for r in rows) for k in ("output_tokens", "baseline_output_tokens"))
     output_tok_s, baseline_tok_s = tokens / seconds, plain_tokens / plain_seconds
-    speedup_low, speedup_high = interval.of_speedup(*_collect_speed_columns(rows, prompts)) or (None, None)
+    speedup_low, speedup_high = interval.compute_speedup_interval(*_collect_speed_columns(rows, prompts)) or (None, None)
     return {
         "tau": tau,
         "tau_low": low,
@@ -555,7 +555,7 @@ def _by_cluster(rows: list[Row], column: str, prompts: str) -> np.ndarray:
     values = np.zeros((len(rows), 1 + max(row["repeat"] for row in rows)), dtype=type(rows[0][column]))
     for number, row in enumerate(rows):
         values[number, row["repeat"]] = row[column]
-    return clusters.sums([clusters.cluster_of(prompts, row["id"]) for row in rows], values)
+    return clusters.sum_by_cluster([clusters.get_cluster(prompts, row["id"]) for row in rows], values)
 
 
 def _summarise_repeats(rows: list[Row], prompts: str) -> list[dict[str, float]]:

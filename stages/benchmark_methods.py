@@ -240,13 +240,13 @@ def _compute_metrics(rows: list[Row], steps: int, prompts: str) -> dict[str, flo
     """Return method_cell.METRICS, as docs/metrics.md defines them; `prompts` is the workload's. Intervals as in a cell."""
     numbers = [key for key in method_records.METHOD_PROMPT_COLUMNS if key not in ("id", "finish_reason")]
     column = {key: np.array([row[key] for row in rows], dtype=float) for key in numbers}  # [P] each
-    names = [clusters.cluster_of(prompts, row["id"]) for row in rows]
-    of_cluster = {key: clusters.sums(names, values) for key, values in column.items()}  # [C] each
+    names = [clusters.get_cluster(prompts, row["id"]) for row in rows]
+    of_cluster = {key: clusters.sum_by_cluster(names, values) for key, values in column.items()}  # [C] each
     tau = acceptance.compute_tau(column["accepted"], column["cycles"])
-    low, high = interval.of_tau(of_cluster["accepted"], of_cluster["cycles"], steps) or (None, None)
+    low, high = interval.compute_tau_interval(of_cluster["accepted"], of_cluster["cycles"], steps) or (None, None)
     speeds = ("output_tokens", "e2e_latency_s", "baseline_output_tokens", "baseline_e2e_latency_s")
     tokens, seconds, plain_tokens, plain_seconds = (of_cluster[name][:, None] for name in speeds)  # one repeat
-    ends = interval.of_speedup(tokens, seconds, plain_tokens, plain_seconds) or (None, None)
+    ends = interval.compute_speedup_interval(tokens, seconds, plain_tokens, plain_seconds) or (None, None)
     sums = [column[name].sum() for name in speeds]
     return {
         "tau": tau,

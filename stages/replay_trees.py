@@ -118,9 +118,9 @@ def _build_replay_rows(
     every = list(dict.fromkeys([*grid, *(inner.tallies if inner else ())]))
     rows = answers.rows(embedding.dtype)
     accepted, cycles, reached, depth, oracle, adaptive = _replay_rows(draft, embedding, rows, every, settings, inner)
-    names = [clusters.conversation_of(row.id) for row in rows]
-    intervals = interval.of_taus(
-        clusters.sums(names, accepted), clusters.sums(names, cycles), [tree.num_steps for tree in every]
+    names = [clusters.get_conversation(row.id) for row in rows]
+    intervals = interval.compute_tau_intervals(
+        clusters.sum_by_cluster(names, accepted), clusters.sum_by_cluster(names, cycles), [tree.num_steps for tree in every]
     )
     cuts = dict(
         zip(sorted({t.topk for t in every}), adaptive.swapaxes(0, 1), strict=True)

@@ -149,7 +149,7 @@ def _time_steps(decoding: Iterator[DecodeStep], count: int, warmup: int) -> Iter
 
 def _summarise_median(name: str, seconds: list[float]) -> dict[str, Any]:
     """Return the columns `name`, error and samples of cost.GRID or cost.PLAIN."""
-    found = interval.median_time(seconds)
+    found = interval.estimate_median(seconds)
     return {name: found.value, "error": found.error, "samples": len(seconds)}
 
 

@@ -134,7 +134,7 @@ def rows_of(prompts: int, repeats: int, turns: int, draw: random.Random) -> list
 @pytest.mark.parametrize(("prompts", "repeats", "turns"), [(7, 1, 1), (6, 4, 2)])
 def test_the_speedups_interval_is_over_prompts_and_repeats(prompts: int, repeats: int, turns: int) -> None:
     rows = rows_of(prompts, repeats, turns, random.Random(3))
-    low, high = interval.of_speedup(*benchmark._collect_speed_columns(rows, "mt_bench"))
+    low, high = interval.compute_speedup_interval(*benchmark._collect_speed_columns(rows, "mt_bench"))
     total = {key: sum(row[key] for row in rows) for key in rows[0] if key not in ("id", "repeat", "turn")}
     speedup = total["output_tokens"] / total["e2e_latency_s"]
     speedup /= total["baseline_output_tokens"] / total["baseline_e2e_latency_s"]

@@ -138,7 +138,7 @@ def test_accepted_drafts_are_pooled_over_prompts_turns_and_repeats() -> None:
         for key in ("accepted", "cycles")
     )
     assert found["tau"] == pytest.approx(1 + accepted.sum() / cycles.sum())
-    assert (found["tau_low"], found["tau_high"]) == interval.of_tau(accepted, cycles, 3)
+    assert (found["tau_low"], found["tau_high"]) == interval.compute_tau_interval(accepted, cycles, 3)
     assert found["histogram"] == [sum(x[3].counts.histogram[i] for x in every) for i in range(4)]
     assert found["accept_rate"] == pytest.approx(accepted.sum() / cycles.sum() / 3)
     assert found["node_accept_rate"] == pytest.approx(accepted.sum() / (5 * cycles.sum()))

@@ -299,8 +299,8 @@ def test_pictures_go_with_the_token_ids(tmp_path: Path) -> None:
         Image.new("RGB", (8, 8), colour).save(paths[-1])
     w = Workload.model_validate(LOAD)
     url = partial(vision.CachedImageProcessor.url, None)  # which needs no target's processor
-    eyes = SimpleNamespace(url=url, token=9, sizes=lambda images: [4, 1][: len(images)])
-    work: Any = SimpleNamespace(eyes=eyes, w=w)
+    processor = SimpleNamespace(url=url, token=9, sizes=lambda images: [4, 1][: len(images)])
+    work: Any = SimpleNamespace(image_processor=processor, workload=w)
     row = {"id": "a", "images": paths, "length_share": 0.5}
     (path, body) = load_generator.build_request(
         benchmark_served._make_request(work, row, 0, [1, 9, 9, 9, 9, 9, 2], 60), "sglang", "t"

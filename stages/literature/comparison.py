@@ -217,7 +217,7 @@ def _measure_question_speedup(found: CellRecord, _: CellRecord | None) -> Measur
     if not ours:
         return None
     speeds, plain_speeds = ([n / s for n, s in rows] for rows in (ours, plain))
-    ends, value = interval.of_ratio_of_means(speeds, plain_speeds), fmean(speeds) / fmean(plain_speeds)
+    ends, value = interval.compute_ratio_interval(speeds, plain_speeds), fmean(speeds) / fmean(plain_speeds)
     return MeasuredNumber(value, ends.half) if ends else MeasuredNumber(value, None, "one question")
 
 

@@ -35,7 +35,7 @@ def measure_torch_cell(cell: Row) -> Row | None:
 
 def measure_served_line(line: ServedTableLine) -> Row | None:
     """The same of a served cell's line that was compared with a baseline."""
-    row, point, plain = line.row, line.point, line.plain
+    row, point, plain = line.row, line.point, line.baseline_point
     if not point or not plain or row["speedup"] is None or row["tau"] is None:
         return None
     cycles, steps, own = (
@@ -124,10 +124,12 @@ def compare_served_lines(
 
 def _predict_left_out(timed: Row, number: int, tree: Row) -> Row:
     """The prediction of a grid's point by the others."""
-    fit, batch = cost_model.CostModel.of_json(timed["fit"]), timed["grid"][number]["batch"]
+    fit, batch = cost_model.CostModel.from_json(timed["fit"]), timed["grid"][number]["batch"]
     step = next(row for row in timed["plain"] if row["batch"] == batch)
     c, (tau, ends) = fit.left_out_s[number] / step["step_s"], prediction.get_tau_interval(tree)
-    return {"tau": tau, "C": c} | prediction.compute_speedup_interval(tau, ends, c, prediction.margin(fit, step))
+    return {"tau": tau, "C": c} | prediction.compute_speedup_interval(
+        tau, ends, c, prediction.compute_prediction_error(fit, step)
+    )
 
 
 def _is_grid_point(line: ServedTableLine, timed: Row, point: Row) -> bool:
@@ -137,6 +139,6 @@ def _is_grid_point(line: ServedTableLine, timed: Row, point: Row) -> bool:
     shape = row["num_steps"], row["topk"], row["num_draft_tokens"], row["concurrency"]
     return (
         same
-        and line.plain is not None
+        and line.baseline_point is not None
         and shape == (*(point[axis] for axis in prediction.TREE_COLUMNS), point["batch"])
     )

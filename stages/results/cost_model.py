@@ -32,7 +32,7 @@ class CostModel:
     @property
     def margin(self) -> float:
         """Half of the 95% interval of a predicted cycle, as a share: Student's t over the points left out."""
-        found = interval.margin(self.error, len(self.left_out_s))
+        found = interval.compute_margin(self.error, len(self.left_out_s))
         assert found is not None, "cost_fit.FEWEST points at least are fitted"
         return found
 
@@ -40,10 +40,10 @@ class CostModel:
         return asdict(self)
 
     @classmethod
-    def of_json(cls, found: Row) -> "CostModel":
+    def from_json(cls, found: Row) -> "CostModel":
         return cls(**found)
 
-    def cycle_s(self, steps: int, topk: int, tokens: int, batch: int) -> float:
+    def predict_cycle_s(self, steps: int, topk: int, tokens: int, batch: int) -> float:
         given = count_term_units(steps, topk, tokens, batch, self.knee)
         return sum(seconds * given[term] for term, seconds in self.seconds.items())
 

@@ -99,17 +99,17 @@ def _build_plain_steps(lines: list[ServedTableLine]) -> Iterator[Row]:
     steps: dict[int, list[float]] = {}
     seen: set[int] = set()
     for line in lines:
-        assert line.plain is not None, "a line with a speedup was compared with a point"
-        if id(line.plain) not in seen:  # one baseline serves many cells
-            seen.add(id(line.plain))
-            steps.setdefault(line.row["concurrency"], []).extend(compute_step_seconds(line.plain))
+        assert line.baseline_point is not None, "a line with a speedup was compared with a point"
+        if id(line.baseline_point) not in seen:  # one baseline serves many cells
+            seen.add(id(line.baseline_point))
+            steps.setdefault(line.row["concurrency"], []).extend(compute_step_seconds(line.baseline_point))
     for batch in sorted(steps):
         yield {"batch": batch, **_summarise_times("step_s", steps[batch])}
 
 
 def _summarise_times(name: str, values: list[float]) -> Row:
     """Return the columns `name`, error and samples of cost.GRID or cost.PLAIN, from the values of each repeat."""
-    found = interval.mean_time(values)
+    found = interval.estimate_mean(values)
     return {name: found.value, "error": found.error, "samples": len(values)}
 
 

@@ -40,7 +40,7 @@ LAUNCHABLE_ENGINES = ("sglang", "vllm")  # that flags are written for
 
 def predict_speedups(cost: Row, checkpoint: str, temperature: float, trees: Iterable[Row]) -> list[Row]:
     """A row as COLUMNS of every tree within the cost's grid and every batch it has a plain step of; `trees` as replays.read."""
-    fit, within = cost_model.CostModel.of_json(cost["fit"]), get_grid_bounds(cost["grid"])
+    fit, within = cost_model.CostModel.from_json(cost["fit"]), get_grid_bounds(cost["grid"])
     names = {name: cost[name] for name in COST_NAME_COLUMNS} | {"temperature": temperature, "checkpoint": checkpoint}
     found = []
     for tree in select_temperature(trees, temperature):
@@ -49,13 +49,13 @@ def predict_speedups(cost: Row, checkpoint: str, temperature: float, trees: Iter
         for plain in cost["plain"]:
             place = tree["steps"], tree["topk"], tree["tokens"], plain["batch"]
             if is_inside_grid(within, *place):
-                c = fit.cycle_s(*place) / plain["step_s"]
+                c = fit.predict_cycle_s(*place) / plain["step_s"]
                 shape = dict(zip((*TREE_COLUMNS, "concurrency"), place, strict=True))
                 found.append(
                     names
                     | shape
                     | {"tau": tau, "tau_low": low, "tau_high": high, "C": c}
-                    | compute_speedup_interval(tau, ends, c, margin(fit, plain))
+                    | compute_speedup_interval(tau, ends, c, compute_prediction_error(fit, plain))
                 )
     return found
 
@@ -71,9 +71,9 @@ def get_tau_interval(tree: Row) -> tuple[float, interval.Interval | None]:
     return float(tree["tau"]), interval.Interval(*ends) if ends else None
 
 
-def margin(fit: cost_model.CostModel, plain: Row) -> float | None:
+def compute_prediction_error(fit: cost_model.CostModel, plain: Row) -> float | None:
     """Return half of the 95% interval of C, as a share; None where one repeat can't tell how a plain step scatters."""
-    of_step = interval.margin(plain["error"], plain["samples"])
+    of_step = interval.compute_margin(plain["error"], plain["samples"])
     return None if of_step is None else math.hypot(fit.margin, of_step)
 
 

@@ -77,7 +77,7 @@ class ServedTableLine:
     row: Row  # a line of results/served.csv; None where nothing is known
     cell: Row  # as in results/served_records.py
     point: Row | None  # None where the engine can't run the cell
-    plain: Row | None = None  # the baseline's point of the same load, of a speculative one
+    baseline_point: Row | None = None  # the baseline's point of the same load, of a speculative one
 
 
 def read_served_cells(workloads: Iterable[str], checkpoints: Iterable[str], trees: Iterable[str]) -> list[Row]:

@@ -45,7 +45,7 @@ class ServerSetup:
     torch_compile: bool
     more: tuple[str, ...]
 
-    def flags(self) -> list[str]:
+    def build_flags(self) -> list[str]:
         """Beyond those of `server.command`."""
         flags = ["--tensor-parallel-size" if self.engine == "vllm" else "--tp-size", str(self.tp)]
         if self.engine == "sglang":
@@ -99,7 +99,7 @@ def build_setup_command(setup: ServerSetup, port: int, own: list[str]) -> list[s
     whole = server.build_server_command(setup.engine, setup.folder, port, *told)
     first = len(PROGRAM_WORDS[setup.engine])
     assert whole[:first] == PROGRAM_WORDS[setup.engine], whole
-    return [*(own or _locate_program(setup.engine)), *whole[first:], *setup.flags()]
+    return [*(own or _locate_program(setup.engine)), *whole[first:], *setup.build_flags()]
 
 
 def _locate_program(engine: str) -> list[str]:

@@ -29,10 +29,10 @@ class HttpReply(NamedTuple):
     """A server's response, read whole."""
 
     status: int
-    after: str  # its Retry-After, where it says one
+    retry_after: str  # its Retry-After, where it says one
     body: bytes
 
-    def said(self) -> str:
+    def excerpt(self) -> str:
         return " ".join(self.body.decode(errors="replace").split())[:300]
 
 
@@ -47,9 +47,9 @@ class RequestRefusedError(Exception):
 class ExchangeFailedError(Exception):
     """An exchange that failed and may not the next time; `reason` is short, to count by."""
 
-    def __init__(self, reason: str, message: str, after_s: float = 0.0) -> None:
+    def __init__(self, reason: str, message: str, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
-        self.reason, self.after_s = reason, after_s
+        self.reason, self.retry_after_s = reason, retry_after_s
 
 
 @contextmanager
@@ -114,7 +114,7 @@ class HttpSession:
             await self._http.close()
 
     @asynccontextmanager
-    async def exchange(
+    async def open(
         self, url: str, method: str, path: str, within_s: float | None = None, **more: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A response whose body is still to be read, inside. Redirects are not followed: they'd carry the key elsewhere.
@@ -134,7 +134,7 @@ class HttpSession:
 
     async def send(self, url: str, method: str, path: str, **more: Any) -> HttpReply:
         """One exchange, bounded from asking to the last byte."""
-        async with self.exchange(url, method, path, **more) as response:
+        async with self.open(url, method, path, **more) as response:
             return await read_reply(response)
 
     def check(self, url: str, reply: HttpReply) -> None:
@@ -146,19 +146,19 @@ class HttpSession:
             ValueError: where it would answer no row.
         """
         if reply.status in TRANSIENT_STATUSES:
-            after_s = float(reply.after) if reply.after.isdigit() else 0.0
-            raise ExchangeFailedError(f"http {reply.status}", f"HTTP {reply.status} {reply.said()}", after_s)
+            retry_after_s = float(reply.retry_after) if reply.retry_after.isdigit() else 0.0
+            raise ExchangeFailedError(f"http {reply.status}", f"HTTP {reply.status} {reply.excerpt()}", retry_after_s)
         if reply.status in ROW_REFUSED_STATUSES:
-            raise RequestRefusedError(reply.status, reply.said())
+            raise RequestRefusedError(reply.status, reply.excerpt())
         if reply.status != 200:
             key = f"; is {self.section}.api_key_env right?"
             hint = {401: key, 403: key, 404: "; is it an OpenAI-compatible server, and does it serve that model?"}
             raise ValueError(
                 f"{url} answered HTTP {reply.status} to a request for model {self.model}: "
-                f"{reply.said()}{hint.get(reply.status, '')}"
+                f"{reply.excerpt()}{hint.get(reply.status, '')}"
             )
 
-    async def engine_of(self, url: str) -> str:
+    async def identify_engine(self, url: str) -> str:
         """transformers, sglang, vllm, or openai for any other. Raises ValueError where it serves another model."""
         served: list[dict[str, Any]] = []
         briefly = min(10.0, self.timeout_s)

@@ -25,15 +25,15 @@ class RequestRecord:
     sent: float
     ended: float  # the last byte, or the failure
     events: list[tuple[float, int]]  # [E]: when tokens came, and how many at once
-    counted: bool  # the server said how many; else an event is a piece of text, and its 1 is a guess
+    has_token_counts: bool  # the server said how many; else an event is a piece of text, and its 1 is a guess
     input_tokens: int
     output_tokens: int
     finish_reason: str | None
-    failed: str | None  # the reason, to count by
-    why: str = ""
+    failure_reason: str | None  # the reason, to count by
+    failure_message: str = ""
     text: str = ""
     ids: list[int] = field(default_factory=list)  # the answer's, where the server says them
-    said: dict[str, Any] = field(default_factory=dict)  # the engine's own figures of this request
+    engine_meta: dict[str, Any] = field(default_factory=dict)  # the engine's own figures of this request
     counts: AcceptanceCounts | None = None  # what they come to, by our definition
 
     @property
@@ -66,13 +66,13 @@ def summarise_load(records: list[RequestRecord]) -> dict[str, Any]:
 
     A distribution of nothing is None, not 0: no request answered is not an answer at once.
     """
-    done = [r for r in records if not r.failed]
+    done = [r for r in records if not r.failure_reason]
     duration_s = max(r.ended for r in records) - min(r.due for r in records)
     given, taken = sum(r.input_tokens for r in done), sum(r.output_tokens for r in done)
     return {
         "requests": len(records),
         "completed": len(done),
-        "failed": dict(Counter(r.failed for r in records if r.failed)),
+        "failed": dict(Counter(r.failure_reason for r in records if r.failure_reason)),
         "duration_s": duration_s,
         "input_tokens": given,
         "output_tokens": taken,
@@ -83,7 +83,7 @@ def summarise_load(records: list[RequestRecord]) -> dict[str, Any]:
         "ttft_s": summarise_distribution([r.ttft_s for r in done]),
         "tpot_s": summarise_distribution([s for r in done if (s := r.tpot_s) is not None]),
         "itl_s": summarise_distribution([s for r in done for s in r.token_gaps_s()])
-        if all(r.counted for r in done)
+        if all(r.has_token_counts for r in done)
         else None,
         "chunk_gap_s": summarise_distribution([s for r in done for s in r.chunk_gaps_s()]),
         "e2e_s": summarise_distribution([r.e2e_s for r in done]),
@@ -108,6 +108,8 @@ def compute_goodput(
 ) -> float:
     """Requests/s that were answered within all limits. An answer of one token has no TPOT to miss, as in vLLM."""
     good = [
-        r for r in records if not r.failed and r.ttft_s <= ttft_s and (r.tpot_s or 0.0) <= tpot_s and r.e2e_s <= e2e_s
+        r
+        for r in records
+        if not r.failure_reason and r.ttft_s <= ttft_s and (r.tpot_s or 0.0) <= tpot_s and r.e2e_s <= e2e_s
     ]
     return len(good) / duration_s

@@ -15,11 +15,11 @@ def get_question_id(r: RequestRecord) -> str:
 def make_request_row(repeat: int, turn: int, r: RequestRecord, correct: bool | None) -> dict[str, Any]:
     """As served.REQUEST."""
     said = json.dumps(r.ids) if r.ids else r.text
-    done = not r.failed
+    done = not r.failure_reason
     return {
         "repeat": repeat, "id": get_question_id(r), "turn": turn, "prompt_tokens": r.input_tokens,
         "output_tokens": r.output_tokens, "cycles": r.counts.cycles if r.counts else None,
-        "accepted": r.counts.accepted if r.counts else None, "finish_reason": r.finish_reason, "failed": r.failed,
+        "accepted": r.counts.accepted if r.counts else None, "finish_reason": r.finish_reason, "failed": r.failure_reason,
         "ttft_s": r.ttft_s if done else None, "tpot_s": r.tpot_s if done else None, "e2e_s": r.e2e_s if done else None,
         "wait_s": r.sent - r.due, "answer": hashlib.sha256(said.encode()).hexdigest()[:16] if done else None,
         "correct": correct,

@@ -26,7 +26,7 @@ import httpx
 from stages.serving import server_guard
 
 HOST = "127.0.0.1"
-END_TIMEOUT_S = 15.0  # from asking a server to end to killing it
+STOP_TIMEOUT_S = 15.0  # from asking a server to end to killing it
 SLACK_S = 5.0  # for a busy machine to get round to the guard
 ENDING_GRACE_S = 2.0  # from not listening any more to having ended
 INSTALL_HINTS = {"transformers": "pip install -c constraints.txt -e '.[serve]'"}
@@ -48,27 +48,27 @@ class ServerProcess:
         self._environment = {**os.environ, **limit}
         self._guard: subprocess.Popen | None = None
 
-    def check(self) -> None:
+    def check_alive(self) -> None:
         """Nothing where it runs. Where it has ended it is started again, and waited for, as often as it may be.
 
         Raises:
             ValueError: with the tail of its log, where it has ended too often, or is not ready in time.
         """
-        if not self._listens():  # it is about to end, and the guard a moment behind it
+        if not self._is_listening():  # it is about to end, and the guard a moment behind it
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process().wait(ENDING_GRACE_S)
-        while (status := self.ended()) is not None:
+        while (status := self.get_exit_status()) is not None:
             if self.restarted == self._restarts:
-                raise self._failure(status)
+                raise self._describe_failure(status)
             self.restarted += 1
             print(
                 f"the {self.engine} server ended with status {status}; starting it again ({self.restarted} of "
                 f"{self._restarts}), its log is {self.log}",
                 flush=True,
             )
-            self.end()
+            self.stop()
             self.start("ab")
-            self.wait()
+            self.wait_until_ready()
 
     def start(self, mode: str) -> None:
         with self.log.open(mode) as file:
@@ -81,16 +81,16 @@ class ServerProcess:
                 env=self._environment,
             )
 
-    def ended(self) -> int | None:
+    def get_exit_status(self) -> int | None:
         """Its exit status; None while it runs."""
         return self._process().poll()
 
-    def wait(self) -> bool:
+    def wait_until_ready(self) -> bool:
         """Until it is ready (True) or has ended (False). Raises ValueError where neither is so in time."""
         deadline = time.monotonic() + self._timeout_s
         with httpx.Client(trust_env=False, timeout=5.0) as http:  # a proxy of the environment is not for loopback
             while time.monotonic() < deadline:
-                if self.ended() is not None:
+                if self.get_exit_status() is not None:
                     return False
                 try:
                     if http.get(f"{self.base_url}/health").status_code == 200:
@@ -103,7 +103,7 @@ class ServerProcess:
             f"or see its log, {self.log}:\n{read_log_tail(self.log)}"
         )
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """End the server and every process that descends from it: politely, then not. The guard does so."""
         guard = self._process()
         assert guard.stdin is not None
@@ -123,12 +123,12 @@ class ServerProcess:
         assert self._guard is not None, "not started"
         return self._guard
 
-    def _listens(self) -> bool:
+    def _is_listening(self) -> bool:
         with socket.socket() as probe:
             probe.settimeout(1.0)  # one too busy to answer does listen
             return probe.connect_ex((HOST, self._port)) != errno.ECONNREFUSED
 
-    def _failure(self, status: int) -> ValueError:
+    def _describe_failure(self, status: int) -> ValueError:
         often = f", after {self.restarted} restarts" if self.restarted else ""
         return ValueError(
             f"the {self.engine} server ended with status {status}{often}{_suggest_remedy(self.engine, self.log)}; its log, "
@@ -160,7 +160,7 @@ def build_server_command(
 
 @contextmanager
 def run_server(
-    engine: str, line: list[str], port: int, model: str, log: Path, timeout_s: float, settle_s: float = END_TIMEOUT_S,
+    engine: str, line: list[str], port: int, model: str, log: Path, timeout_s: float, settle_s: float = STOP_TIMEOUT_S,
     restarts: int = 0, threads: int | None = None, section: str = "sample_target.server",
 ) -> Iterator[ServerProcess]:  # fmt: skip
     """Inside the block the server of command `line` answers on `port`; after it, it and its children are gone.
@@ -181,11 +181,11 @@ def run_server(
     server = ServerProcess(engine, line, port, model, log, timeout_s, settle_s, restarts, threads, section)
     server.start("wb")
     try:
-        if not server.wait():  # at the first start it is the command that is wrong
-            raise server._failure(server.ended() or 0)
+        if not server.wait_until_ready():  # at the first start it is the command that is wrong
+            raise server._describe_failure(server.get_exit_status() or 0)
         yield server
     finally:
-        server.end()
+        server.stop()
 
 
 def find_free_port() -> int:

@@ -21,7 +21,7 @@ class AcceptanceCounts(NamedTuple):
 
     cycles: int
     accepted: int  # drafts
-    cut: int | None  # tokens beyond the end; None where it can't be known
+    tokens_beyond_end: int | None  # tokens beyond the end; None where it can't be known
     clipped: bool  # `accepted` leaves out those beyond the end
     histogram: list[int]  # the engine's: cycles that accepted i drafts, those beyond the end too
 
