@@ -1,4 +1,4 @@
-"""benchmark_served: against servers that speak SGLang's and vLLM's protocols and really decode (tests/serving/engine_double.py)."""
+"""benchmark_served: against servers that speak SGLang's and vLLM's protocols and really decode (engine_double.py)."""
 
 import base64
 import io

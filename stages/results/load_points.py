@@ -6,6 +6,8 @@ A point is one answer length at one concurrency. Its records are nested lists: o
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from stages.grading import grade
 from stages.serving import latency, request_records
 from stages.serving.latency import RequestRecord
@@ -79,6 +81,13 @@ def build_point(
         ],
         "warnings": warnings,
     }
+
+
+def describe_point(point: Mapping[str, Any], baseline: Mapping[str, Any]) -> str:
+    """Return a point's tau and speeds in words."""
+    speed, plain = (float(np.mean([load["output_throughput"] for load in p["loads"]])) for p in (point, baseline))
+    load = f"{point['max_new_tokens']} tokens, {point['concurrency'] or 'all'} at once"
+    return f"{load}: tau {point['acceptance']['tau']:.3f}, {speed:.1f} tokens/s, plain {plain:.1f}"
 
 
 def _summarise_quality(

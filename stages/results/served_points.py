@@ -11,8 +11,10 @@ from stages.results import clusters, metrics, served_records
 from stages.serving import engine_flags, latency, load_checks, request_records
 from stages.serving.engine_flags import ServedDraft
 from stages.serving.gpu_memory import GpuMemory
+from stages.serving.latency import RequestRecord
 from stages.serving.load_generator import LoadResult
 from stages.serving.measured_server import Load, MeasuredServer
+from stages.serving.spec_counters import AcceptanceCounts
 
 
 def describe_server(server: MeasuredServer) -> dict[str, Any]:
@@ -80,30 +82,30 @@ def describe_load(
 def compute_acceptance(draft: ServedDraft | None, loads: list[LoadResult], prompt_set: str) -> dict[str, Any] | None:
     """Return a point's acceptance (served_records.PointAcceptance); None without a draft or without counts.
 
-    docs/metrics.md: "Accepted drafts of a server".
+    docs/metrics.md: "Accepted drafts of a server". vLLM counts over all requests together, so its tau has no interval.
     """
     counts = [c for load in loads for c in load_checks.list_counts(load)]
     if draft is None or not counts:
         return None
-    names = None  # vLLM counts over all requests together
-    if not any(load.counters for load in loads):
-        counted = [r for load in loads for r in load.records if r.counts]
-        names = [clusters.get_cluster(prompt_set, request_records.get_question_id(r)) for r in counted]
-    pooled = metrics.pool_acceptance([c.accepted for c in counts], [c.cycles for c in counts], draft.num_steps, names)
-    histogram = metrics.add_histograms([c.histogram for c in counts], draft.num_steps)
-    return build_acceptance(
-        pooled, draft.num_draft_tokens, histogram, all(c.clipped for c in counts), _collect_engine_figures(loads)
+    records = None if any(load.counters for load in loads) else [r for load in loads for r in load.records if r.counts]
+    return pool_counts(
+        counts, records, prompt_set, draft.num_steps, draft.num_draft_tokens, _collect_engine_figures(loads)
     )
 
 
-def build_acceptance(
-    pooled: metrics.AcceptanceMetrics,
+def pool_counts(
+    counts: list[AcceptanceCounts],
+    records: list[RequestRecord] | None,
+    prompt_set: str,
+    num_steps: int,
     num_draft_tokens: int,
-    histogram: list[int],
-    clipped: bool,
     engine_figures: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return a point's acceptance (served_records.PointAcceptance)."""
+    """Return a point's acceptance (served_records.PointAcceptance). `records` are those of `counts`; None: no interval."""
+    names = None
+    if records is not None:
+        names = [clusters.get_cluster(prompt_set, request_records.get_question_id(r)) for r in records]
+    pooled = metrics.pool_acceptance([c.accepted for c in counts], [c.cycles for c in counts], num_steps, names)
     return {
         "tau": pooled.tau,
         "tau_low": pooled.tau_low,
@@ -112,8 +114,8 @@ def build_acceptance(
         "node_accept_rate": pooled.compute_node_accept_rate(num_draft_tokens),
         "cycles": pooled.cycles,
         "accepted": pooled.accepted,
-        "histogram": histogram,
-        "clipped": clipped,
+        "histogram": metrics.add_histograms([c.histogram for c in counts], num_steps),
+        "clipped": all(c.clipped for c in counts),
         "engine": engine_figures,
     }
 

@@ -206,9 +206,12 @@ def build_request(request: LoadRequest, engine: str, model: str) -> tuple[str, b
     likeliest = {} if request.top_k is None else {"top_k": request.top_k}
     if ids and engine == "sglang":
         sampling = {
-            "max_new_tokens": request.max_tokens, "temperature": request.temperature, "top_p": request.top_p, "ignore_eos": request.ignore_eos,
+            "max_new_tokens": request.max_tokens,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "ignore_eos": request.ignore_eos,
             **likeliest,
-        }  # fmt: skip
+        }
         body = {"input_ids": request.prompt, "sampling_params": sampling, "stream": True, **request.engine_fields}
         return "/generate", orjson.dumps(body)
     own: dict[str, Any] = {"ignore_eos": request.ignore_eos, **likeliest}
@@ -277,7 +280,9 @@ async def _read_settled_counters(http: http_session.HttpSession, url: str) -> Vl
 
 
 def _add_counters(load: LoadResult, before: VllmCounters, after: VllmCounters) -> None:
-    whole = not any(r.failure_reason for r in load.records)  # what failed has drafts in the counters, and no tokens with us
+    whole = not any(
+        r.failure_reason for r in load.records
+    )  # what failed has drafts in the counters, and no tokens with us
     tokens = sum(r.output_tokens for r in load.records) if whole else None
     try:
         load.counters = spec_counters.subtract_counters(before, after, len(load.records), tokens)
