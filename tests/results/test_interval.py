@@ -102,7 +102,9 @@ def test_fewer_than_two_clusters_have_no_interval() -> None:
     """Bug: one prompt had an interval of zero width."""
     one, none = np.array([9]), np.array([0])
     assert interval.compute_tau_interval(one, one, 5) is None and interval.compute_tau_interval(none, none, 5) is None
-    assert interval.compute_tau_interval(np.array([9, 0]), np.array([3, 0]), 5) is None, "an answer of one token is no cluster"
+    assert interval.compute_tau_interval(np.array([9, 0]), np.array([3, 0]), 5) is None, (
+        "an answer of one token is no cluster"
+    )
     assert interval.compute_ratio_interval([2.0], [1.0]) is None
     assert interval.compute_speedup_interval(*[np.ones((1, 5))] * 4) is None
 
@@ -119,7 +121,7 @@ def test_the_degrees_of_freedom_are_those_of_the_quadratic_form() -> None:
     shares = np.random.default_rng(2).dirichlet(np.ones(7))
     residuals = np.eye(7) - np.ones((7, 1)) * shares
     form = residuals.T @ np.diag((shares / (1 - shares)) ** 2) @ residuals
-    assert interval._freedom(shares) == pytest.approx(np.trace(form) ** 2 / np.trace(form @ form))
+    assert interval._compute_degrees_of_freedom(shares) == pytest.approx(np.trace(form) ** 2 / np.trace(form @ form))
 
 
 def test_each_tree_has_its_own_interval_and_no_end_where_tau_can_not_be() -> None:
