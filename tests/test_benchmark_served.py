@@ -269,7 +269,7 @@ def test_a_running_server_is_used_and_must_run_this_tree(project: Path, running:
     found = served_records.read_served_cell("eval", "e003", "t5_1_6")
     assert found["points"][0]["acceptance"]["tau"] == pytest.approx(replayed("t5_1_6")["tau"])
     assert found["server"]["command"] == [] and "isn't known" in found["hardware"]["server"]
-    with pytest.raises(ValueError, match="says speculative_num_steps 5, expected 8"):
+    with pytest.raises(ValueError, match="reports speculative_num_steps 5, expected 8"):
         benchmark_served.main("eval", "e003", "t8_2_16")
 
 

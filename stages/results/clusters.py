@@ -1,4 +1,4 @@
-"""Which answers count as one in an interval: all turns and repeats of a conversation (docs/metrics.md, "Intervals")."""
+"""Clusters of answers that count as one in an interval: all turns and repeats of a conversation (docs/metrics.md)."""
 
 from collections.abc import Sequence
 
@@ -6,9 +6,9 @@ import numpy as np
 
 
 def get_cluster(prompts: str, row_id: str) -> str:
-    """Return the cluster of a workload's row; `prompts` is the workload's: eval, random or a set's name.
+    """Return the cluster of a workload's row; `prompts` is eval, random or a prompt set's name.
 
-    Of the eval split each answer of a conversation is a row of its own. A set's row is a whole question with its later turns.
+    In the eval split each answer of a conversation is a row. In a set a row is a question with its later turns.
     """
     return get_conversation(row_id) if prompts == "eval" else row_id
 

@@ -1,10 +1,10 @@
 """Every 95% interval and standard error of the project, defined in docs/metrics.md, "Intervals".
 
-Numbers of one prompt resemble each other: its turns, its repeats, its cycles. So an interval counts **clusters** (prompts, or
-conversations: results/clusters.py), never requests or cycles. Figures that pool clusters of unequal size (tau, speedup) have
-the error of the delete-one-cluster jackknife and Student's t of Bell and McCaffrey's degrees of freedom (2002): as many as
-clusters less one where all are of one size, and fewer where some hold most of the cycles. Fewer than two clusters say nothing
-of how clusters scatter: no interval. numpy and scipy are imported where they are used: the terminal's table must answer at once.
+Turns, repeats and cycles of one prompt are correlated. So an interval is over **clusters** (prompts, or conversations:
+results/clusters.py), never over requests or cycles. Figures that pool clusters of unequal size (tau, speedup) use the
+delete-one-cluster jackknife and Student's t with Bell and McCaffrey's degrees of freedom (2002): the number of clusters less
+one if all have one size, fewer if some hold most of the cycles. Fewer than two clusters have no interval. numpy and scipy are
+imported in functions, so that the table in the terminal appears at once.
 
 Letters: C clusters, P prompts, R repeats, T trees.
 """
@@ -35,7 +35,7 @@ class Interval(NamedTuple):
 
 
 class TimeEstimate(NamedTuple):
-    """A typical value and its standard error as a share of it; None where one value can't tell."""
+    """A typical value and its standard error as a share of it; None for a single value."""
 
     value: float
     error: float | None
@@ -69,7 +69,7 @@ def estimate_mean(values: Sequence[float]) -> TimeEstimate:
 
 
 def estimate_median(seconds: Sequence[float]) -> TimeEstimate:
-    """Return the median, its error from the quartiles: one stray second must not make it vast."""
+    """Return the median; its error is from the quartiles, so that an outlier does not inflate it."""
     import numpy as np
 
     low, middle, high = np.quantile(seconds, [0.25, 0.5, 0.75]).tolist()
@@ -77,7 +77,7 @@ def estimate_median(seconds: Sequence[float]) -> TimeEstimate:
 
 
 def compute_margin(error: float | None, samples: int) -> float | None:
-    """Return half of the 95% interval, in the unit of the standard error of so many samples; None where that isn't known."""
+    """Return half of the 95% interval, in the unit of the standard error of so many samples; None if that is unknown."""
     return None if error is None or samples < 2 else compute_t_quantile(samples - 1) * error
 
 
@@ -92,12 +92,12 @@ def compute_tau_interval(accepted: np.ndarray, cycles: np.ndarray, num_steps: in
 def compute_tau_intervals(accepted: np.ndarray, cycles: np.ndarray, num_steps: Sequence[int]) -> list[Interval | None]:
     """Return each tree's interval from accepted drafts [C, T] and verify cycles [C, T]; `num_steps` [T].
 
-    The ends stay where tau can be, from 1 to num_steps + 1. Clusters without a cycle are no clusters.
+    The ends are clipped to the range of tau, 1 to num_steps + 1. Clusters without a cycle are left out.
     """
     import numpy as np
 
     drafts, passes = accepted.astype(float), cycles.astype(float)
-    with np.errstate(divide="ignore", invalid="ignore"):  # of fewer than two clusters, which have no interval
+    with np.errstate(divide="ignore", invalid="ignore"):  # with fewer than two clusters, which give no interval
         middle = drafts.sum(0) / passes.sum(0)
         without = (drafts.sum(0) - drafts) / (passes.sum(0) - passes)
     half = _jackknife(without, middle, passes).half
@@ -110,9 +110,9 @@ def compute_speedup_interval(
 ) -> Interval | None:
     """Return the interval of (tokens / seconds) / (plain_tokens / plain_seconds), pooled; each is [P, R].
 
-    Prompts vary and machines drift, independently: half of the interval over prompts and half of that over repeats add by
-    their squares, as shares. What is left of chance in single answers is in both, so it errs on the wide side. One repeat
-    can't tell of drift: then it is over prompts alone. One prompt has none, since other prompts are what it is about.
+    Prompts vary and machines drift independently: the half-widths over prompts and over repeats add by their squares, as
+    shares. The noise of single answers is in both, so the interval errs on the wide side. With one repeat it is over prompts
+    alone; with one prompt there is none.
     """
     import numpy as np
 
@@ -156,7 +156,7 @@ def _compute_log_speedup_half(sums: Sequence[np.ndarray]) -> float:
 
 @dataclass(frozen=True)
 class _Jackknife:
-    """NaN where there are fewer than two clusters."""
+    """Errors and degrees of freedom; NaN with fewer than two clusters."""
 
     error: np.ndarray  # [...]
     freedom: np.ndarray  # [...]
@@ -186,7 +186,7 @@ def _compute_degrees_of_freedom(shares: np.ndarray) -> np.ndarray:
     """Return Satterthwaite's degrees of freedom of the jackknife's variance, of clusters with these shares [C, ...] of all.
 
     The variance is a quadratic form in the clusters' own figures, sum of w (x - mean)^2 with w = (share / (1 - share))^2.
-    Where those figures scatter alike, it has the mean tr B and the variance 2 tr B^2, and so (tr B)^2 / tr B^2 degrees.
+    If those figures have equal variance, it has the mean tr B and the variance 2 tr B^2, and so (tr B)^2 / tr B^2 degrees.
     """
     weights = (shares / (1 - shares)) ** 2
     s, w = (shares**2).sum(0), weights.sum(0)

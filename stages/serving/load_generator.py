@@ -1,10 +1,10 @@
-"""Loads a server with requests as a workload says, and records when every token came.
+"""Load generator: send a workload's requests to a server, and record when each token came.
 
-Arrivals are those of SGLang's bench_serving: requests come at a rate (Poisson, or all at once), and a cap on how many are
-under way at once makes those beyond it wait for their turn, in order. An endless rate with a cap is a closed loop, a rate
-without one an open loop. A request's clock starts when it is sent, as theirs; how long it waited before is kept as well.
+Arrivals follow SGLang's bench_serving: requests arrive at a rate (a Poisson process, or all at once), and those beyond a cap
+on requests in flight wait in order. An infinite rate with a cap is a closed loop, a rate without a cap an open loop. A
+request's clock starts when it is sent, as there; its wait before is recorded too.
 
-What fails is recorded by reason, never asked again: a load that sends a request twice is another load.
+Failures are recorded by reason and never retried: a retry would change the load.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ from stages.serving.latency import RequestRecord
 from stages.serving.spec_counters import AcceptanceCounts, VllmCounters
 from stages.serving.sse import AnswerStream
 
-FLUSH_TIMEOUT_S = 30  # for a server to come to rest, so that it may drop its cache
+FLUSH_TIMEOUT_S = 30  # until a server is idle, so that it may drop its cache
 READING_PAUSE_S = 0.2  # vLLM's counters follow the answers by a step
 MAX_READINGS = 20
 
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """A request to come."""
+    """A request to send."""
 
     id: str
     prompt: list[int] | list[dict[str, Any]]  # token ids, or messages
@@ -39,18 +39,20 @@ class LoadRequest:
     temperature: float
     top_p: float
     top_k: int | None
-    ignore_eos: bool  # answers of max_tokens, whatever they say
-    engine_fields: dict[str, Any] = field(default_factory=dict)  # of the body, what only this engine knows: image_data
+    ignore_eos: bool  # generate max_tokens, past end tokens
+    engine_fields: dict[str, Any] = field(default_factory=dict)  # of the body, known to this engine only: image_data
 
 
 @dataclass(frozen=True)
 class Arrivals:
+    """When requests arrive, and how many may be in flight."""
+
     rate: float  # requests/s; inf: all at once
     concurrency: int | None
     seed: int
 
     def sample_due_s(self, requests: int) -> np.ndarray:
-        """[N] from the first, which comes at 0: exponential gaps, so a Poisson process."""
+        """Return the arrival times [N] of a Poisson process; the first is 0."""
         if math.isinf(self.rate):
             return np.zeros(requests)
         gaps = np.random.default_rng(self.seed).exponential(1 / self.rate, requests)
@@ -59,13 +61,15 @@ class Arrivals:
 
 @dataclass
 class LoadResult:
+    """What a load measured."""
+
     engine: str
-    records: list[RequestRecord]  # one for each request, in their order
+    records: list[RequestRecord]  # in the order of the requests
     max_in_flight: int
     warmup_failed: dict[str, int]  # by reason
-    counting_errors: list[str]  # why an engine's figures are of no use
+    counting_errors: list[str]  # why accepted drafts could not be counted
     counters: AcceptanceCounts | None  # vLLM's, of all records together
-    engine_figures: dict[str, Any]  # the engine's own, as it says them
+    engine_figures: dict[str, Any]  # the engine's own, by its names
 
 
 async def run_load(
@@ -81,14 +85,15 @@ async def run_load(
     check: Callable[[], None] = lambda: None,
     on_request_end: Callable[[], object] = lambda: None,
 ) -> LoadResult:
-    """All of `requests`, one or more, sent to the server at `url` (without /v1), after `warmup`, which counts nowhere.
+    """Send `warmup`, which is not counted, then all `requests` (one or more) to the server at `url` (without /v1).
 
-    A request may take `request_timeout_s` from being sent to its last byte. `check` looks after the server when a connection
-    fails, and may raise ValueError; `ended` is called as each of `requests` ends; `section` is the one of params.yaml that
-    messages point to.
+    Args:
+        request_timeout_s: from sending a request to its last byte.
+        section: of params.yaml, for messages.
+        check: called after a failed connection; may raise ValueError.
 
     Raises:
-        ValueError: where the server is another one, refuses whoever requests, or fails all of the warm-up.
+        ValueError: if the server is another one, refuses the key, or fails the whole warm-up.
     """
     async with http_session.HttpSession(model, request_timeout_s, section, key) as http:
         try:
@@ -115,12 +120,12 @@ async def run_load(
         elif before or after:
             found.counting_errors.append("vLLM's /metrics could be read before the load or after it, not both times")
         if engine == "sglang":
-            found.engine_figures = await _fetch_server_info(http, url)
+            found.engine_figures = await _fetch_engine_figures(http, url)
     return found
 
 
 class LoadGenerator:
-    """Sends to one server."""
+    """Sends requests to one server."""
 
     def __init__(
         self,
@@ -136,10 +141,9 @@ class LoadGenerator:
         self.counting_errors: list[str] = []
 
     async def send(self, requests: list[LoadRequest], arrivals: Arrivals) -> list[RequestRecord]:
-        """A record for each; those still under way are given up when this is cancelled."""
-        ready = [
-            (request, *build_request(request, self.engine, self.http.model)) for request in requests
-        ]  # no JSON while the clock runs
+        """Return a record of each request. Requests in flight are dropped when this is cancelled."""
+        # Bodies are built before the clock runs.
+        ready = [(request, *build_request(request, self.engine, self.http.model)) for request in requests]
         gate = asyncio.Semaphore(arrivals.concurrency) if arrivals.concurrency else contextlib.nullcontext()
         with _suspend_garbage_collection():
             due = time.perf_counter() + arrivals.sample_due_s(len(requests))
@@ -147,8 +151,8 @@ class LoadGenerator:
                 async with asyncio.TaskGroup() as group:
                     tasks = []
                     for (request, path, body), when in zip(ready, due.tolist(), strict=True):
-                        if (rest_s := when - time.perf_counter()) > 0:
-                            await asyncio.sleep(rest_s)
+                        if (wait_s := when - time.perf_counter()) > 0:
+                            await asyncio.sleep(wait_s)
                         tasks.append(group.create_task(self._send_in_turn(gate, request, path, body, when)))
         return [task.result() for task in tasks]
 
@@ -163,7 +167,7 @@ class LoadGenerator:
                 self.on_request_end()
 
     async def _send_one(self, request: LoadRequest, path: str, body: bytes, due: float) -> RequestRecord:
-        stream, failed, why = AnswerStream(path == "/generate"), None, ""
+        stream, reason, message = AnswerStream(path == "/generate"), None, ""
         sent = time.perf_counter()
         try:
             async with self.http.open(
@@ -175,17 +179,29 @@ class LoadGenerator:
                     stream.feed(data, time.perf_counter())
             stream.end(time.perf_counter())
         except http_session.RequestRefusedError as error:
-            failed, why = "refused", str(error)
+            reason, message = "refused", str(error)
         except http_session.ExchangeFailedError as error:
-            failed, why = error.reason, str(error)
+            reason, message = error.reason, str(error)
         ended = time.perf_counter()
-        if failed == "connection":
+        if reason == "connection":
             self.check()
         record = RequestRecord(
-            request.id, due, sent, ended, stream.events, stream.has_token_counts, stream.input_tokens, stream.output_tokens,
-            stream.finish_reason, failed, why, stream.text, stream.ids, stream.engine_meta,
-        )  # fmt: skip
-        if not failed:
+            id=request.id,
+            due=due,
+            sent=sent,
+            ended=ended,
+            events=stream.events,
+            has_token_counts=stream.has_token_counts,
+            input_tokens=stream.input_tokens,
+            output_tokens=stream.output_tokens,
+            finish_reason=stream.finish_reason,
+            failure_reason=reason,
+            failure_message=message,
+            text=stream.text,
+            ids=stream.ids,
+            engine_meta=stream.engine_meta,
+        )
+        if not reason:
             self._count_acceptance(record)
         return record
 
@@ -197,10 +213,10 @@ class LoadGenerator:
 
 
 def build_request(request: LoadRequest, engine: str, model: str) -> tuple[str, bytes]:
-    """Path and body. SGLang is asked in its own dialect where it can be: only there it speaks of accepted drafts.
+    """Return (path, body). SGLang gets its own protocol if possible: only there it reports accepted drafts.
 
     Raises:
-        ValueError: where the engine doesn't take such a request.
+        ValueError: if the engine doesn't take such a request.
     """
     ids = bool(request.prompt) and isinstance(request.prompt[0], int)
     likeliest = {} if request.top_k is None else {"top_k": request.top_k}
@@ -216,7 +232,7 @@ def build_request(request: LoadRequest, engine: str, model: str) -> tuple[str, b
         return "/generate", orjson.dumps(body)
     own: dict[str, Any] = {"ignore_eos": request.ignore_eos, **likeliest}
     if engine == "sglang":
-        own["return_spec_tokens_details"] = True  # SGLang of before it (0.5.17) passes it over
+        own["return_spec_tokens_details"] = True  # ignored by SGLang up to 0.5.17
     elif engine == "vllm":
         own["return_token_ids"] = True
     else:
@@ -242,7 +258,7 @@ def build_request(request: LoadRequest, engine: str, model: str) -> tuple[str, b
 
 @contextlib.contextmanager
 def _suspend_garbage_collection() -> Iterator[None]:
-    """A full collection of a stage's objects takes longer than a token."""
+    """Suspend it, since a full collection of a stage's objects takes longer than a token."""
     gc.collect()
     gc.freeze()
     try:
@@ -252,7 +268,7 @@ def _suspend_garbage_collection() -> Iterator[None]:
 
 
 async def _flush_cache(http: http_session.HttpSession, url: str) -> None:
-    """So that no prompt finds its beginning in the cache, and SGLang's own averages are of this load."""
+    """Flush SGLang's cache, so that no prompt finds its beginning there and its own averages are of this load."""
     try:
         reply = await http.send(url, "POST", f"/flush_cache?timeout={FLUSH_TIMEOUT_S}", within_s=FLUSH_TIMEOUT_S + 10)
     except http_session.ExchangeFailedError as error:
@@ -260,12 +276,12 @@ async def _flush_cache(http: http_session.HttpSession, url: str) -> None:
     if reply.status != 200:
         raise ValueError(
             f"{url} did not flush its cache: HTTP {reply.status} {reply.excerpt()}; expected it at rest after the warm-up. "
-            "Does somebody else use it?"
+            "Does another client use it?"
         )
 
 
 async def _read_settled_counters(http: http_session.HttpSession, url: str) -> VllmCounters | None:
-    """vLLM's, once they stand still."""
+    """Return vLLM's counters once they no longer change; None if it has none."""
     found = None
     for _ in range(MAX_READINGS):
         try:
@@ -280,10 +296,9 @@ async def _read_settled_counters(http: http_session.HttpSession, url: str) -> Vl
 
 
 def _add_counters(load: LoadResult, before: VllmCounters, after: VllmCounters) -> None:
-    whole = not any(
-        r.failure_reason for r in load.records
-    )  # what failed has drafts in the counters, and no tokens with us
-    tokens = sum(r.output_tokens for r in load.records) if whole else None
+    # Failed requests are in vLLM's counters, but their tokens are unknown here.
+    complete = not any(r.failure_reason for r in load.records)
+    tokens = sum(r.output_tokens for r in load.records) if complete else None
     try:
         load.counters = spec_counters.subtract_counters(before, after, len(load.records), tokens)
     except ValueError as error:
@@ -293,8 +308,8 @@ def _add_counters(load: LoadResult, before: VllmCounters, after: VllmCounters) -
         load.engine_figures["mean_acceptance_length"] = 1 + (after.accepted - before.accepted) / drafts
 
 
-async def _fetch_server_info(http: http_session.HttpSession, url: str) -> dict[str, Any]:
-    """SGLang's average since the flush, where it speculates. It lags, unless --decode-log-interval is 1."""
+async def _fetch_engine_figures(http: http_session.HttpSession, url: str) -> dict[str, Any]:
+    """Return SGLang's mean accept length since the flush, if it speculates. It lags, unless --decode-log-interval is 1."""
     try:
         reply = await http.send(url, "GET", "/server_info")
         state = orjson.loads(reply.body)["internal_states"][0] if reply.status == 200 else {}

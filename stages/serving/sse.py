@@ -1,8 +1,8 @@
-"""What one streamed answer says, byte by byte: when tokens came, how many, and how it ended.
+"""Parser of one answer streamed as server-sent events: when tokens came, how many, and how the answer ended.
 
-Two dialects: SGLang's own `/generate`, and OpenAI's `/v1/completions` and `/v1/chat/completions`. A server is asked to
-say with every chunk how many tokens there are so far (`meta_info`, `continuous_usage_stats`): under speculation a chunk
-holds several, and text doesn't tell how many. One that doesn't say it is read as a token for each piece of text.
+Two protocols: SGLang's own `/generate`, and OpenAI's `/v1/completions` and `/v1/chat/completions`. Servers are asked to send
+the number of tokens so far with every chunk (`meta_info`, `continuous_usage_stats`), since under speculation a chunk holds
+several. Without these counts each piece of text counts as one token.
 """
 
 from typing import Any
@@ -13,13 +13,13 @@ from stages.serving import http_session
 
 
 class AnswerStream:
-    """Feed it what comes, then `end` it."""
+    """Call `feed` with each piece of data, then `end`."""
 
     def __init__(self, generate: bool) -> None:
         self.events: list[tuple[float, int]] = []
         self.has_token_counts = True
         self.text = ""
-        self.ids: list[int] = []  # where the server says them
+        self.ids: list[int] = []  # if the server sends them
         self.input_tokens = self.output_tokens = 0
         self.finish_reason: str | None = None
         self.engine_meta: dict[str, Any] = {}
@@ -27,14 +27,14 @@ class AnswerStream:
         self._rest = b""
 
     def feed(self, data: bytes, now: float) -> None:
-        """Raises session.Failed or session.Refused where the server says in the stream that it fails."""
+        """Parse what came. Raises ExchangeFailedError or RequestRefusedError if the stream holds an error."""
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop()
         for line in lines:
             self._read_line(line, now)
 
     def end(self, now: float) -> None:
-        """Raises session.Failed where what came is no whole answer."""
+        """Raises ExchangeFailedError if the answer is incomplete."""
         self._read_line(self._rest, now)
         if self.finish_reason is None:
             raise http_session.ExchangeFailedError(
@@ -64,7 +64,7 @@ class AnswerStream:
 
     def _raise_error(self, error: Any) -> None:
         code = error.get("code") if isinstance(error, dict) else None
-        if code in http_session.ROW_REFUSED_STATUSES:  # the stream had begun before the server looked
+        if code in http_session.ROW_REFUSED_STATUSES:  # found after the stream had started
             raise http_session.RequestRefusedError(code, str(error.get("message")))
         raise http_session.ExchangeFailedError("error", str(error.get("message") if isinstance(error, dict) else error))
 
@@ -72,7 +72,7 @@ class AnswerStream:
         meta, ids = message["meta_info"], message.get("output_ids") or []
         total = meta["completion_tokens"]
         self._record_tokens(total, now)
-        # All so far, or with --incremental-streaming-output what is new.
+        # All ids so far, or with --incremental-streaming-output the new ones.
         if len(ids) == total:
             self.text, self.ids = message.get("text") or "", ids
         else:

@@ -115,7 +115,7 @@ def test_without_counts_there_is_no_time_between_tokens() -> None:
     """A piece of text may be several tokens: what is between pieces is told, what is between tokens isn't."""
     known, guessed = (
         record(0.0, [(1.0, 1), (2.0, 1)]),
-        record(0.0, [(1.0, 1), (3.0, 1)], counted=False, output_tokens=9),
+        record(0.0, [(1.0, 1), (3.0, 1)], has_token_counts=False, output_tokens=9),
     )
     found = latency.summarise_load([known, guessed])
     assert found["itl_s"] is None
@@ -128,7 +128,7 @@ def test_goodput_is_of_those_within_all_limits() -> None:
         record(0.0, [(0.1, 1), (0.5, 4)]),  # ttft 0.1, tpot 0.1, e2e 0.5
         record(0.0, [(0.3, 1), (0.5, 4)]),  # ttft 0.3, tpot 0.05
         record(0.0, [(0.1, 1)]),  # no tpot
-        record(0.0, [(0.1, 1), (0.2, 1)], failed="cut"),
+        record(0.0, [(0.1, 1), (0.2, 1)], failure_reason="cut"),
     ]
     assert latency.compute_goodput(records, 2.0) == 1.5
     assert latency.compute_goodput(records, 2.0, ttft_s=0.2) == 1.0

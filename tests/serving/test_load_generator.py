@@ -383,7 +383,7 @@ def test_records_come_in_the_order_of_the_asks() -> None:
             for n in range(5)
         ]
         patch.setattr(
-            load_generator, "Record", lambda name, *rest: answered.append(name) or latency.RequestRecord(name, *rest)
+            load_generator, "RequestRecord", lambda id, **rest: answered.append(id) or latency.RequestRecord(id, **rest)
         )
         found = run(fake.url, wanted)
     assert answered == ["4", "3", "2", "1", "0"]
