@@ -46,7 +46,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass
 class ServedCellContext:
-    """What every load of the cell needs."""
+    """The data that every load of the cell needs."""
 
     params: schema.Params
     workload_name: str

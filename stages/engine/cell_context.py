@@ -1,4 +1,4 @@
-"""What the decodings of a torch cell share: engine, prompts, images, tokenizer and sampling."""
+"""The context shared by the decodings of a torch cell: engine, prompts, images, tokenizer and sampling."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ from stages.target.vision import ImagePatches
 
 @dataclass(frozen=True)
 class TorchCellContext:
-    """What every decoding of a cell needs."""
+    """The data that every decoding of a cell needs."""
 
     params: schema.Params
     workload: Workload

@@ -19,7 +19,7 @@ class GpuMemory(NamedTuple):
 
 
 class MemoryNeed(NamedTuple):
-    """What a server will hold."""
+    """The memory that a server will hold."""
 
     weights: float
     draft: float

@@ -61,7 +61,7 @@ class Arrivals:
 
 @dataclass
 class LoadResult:
-    """What a load measured."""
+    """The measurements of a load."""
 
     engine: str
     records: list[RequestRecord]  # in the order of the requests
