@@ -49,7 +49,7 @@ async def pool(ask: Ask, at_once: int, requests: int) -> dict[str, Any]:
 
 async def ours(port: int, at_once: int, requests: int) -> dict[str, Any]:
     async with client.ChatClient([f"http://127.0.0.1:{port}"], "tiny", at_once, 60.0, 3) as http:
-        return await pool(http.ask, at_once, requests)
+        return await pool(http.complete, at_once, requests)
 
 
 async def barest(port: int, at_once: int, requests: int) -> dict[str, Any]:

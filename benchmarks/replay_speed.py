@@ -75,7 +75,9 @@ def main() -> None:
         line(str(k), draft, run, [t for t in trees if t[1] == k])
     seconds, nodes, found = line("all", draft, run, trees)
     started = time.perf_counter()
-    interval.of_taus(found.accepted.cpu().numpy(), found.cycles.cpu().numpy(), [steps for steps, *_ in trees])
+    interval.compute_tau_intervals(
+        found.accepted.cpu().numpy(), found.cycles.cpu().numpy(), [steps for steps, *_ in trees]
+    )
     print(f"intervals of all: {time.perf_counter() - started:.2f} s")
 
     if o.device == "cuda":

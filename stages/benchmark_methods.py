@@ -34,12 +34,11 @@ from stages.params.benchmark_sections import Workload
 from stages.params.methods_section import DynamicRow, LookaheadRow, MethodRow, NgramRow, StaticRow
 from stages.params.section import get_named
 from stages.params.tree_sections import TreeShape
-from stages.results import clusters, interval, method_records, torch_records
+from stages.results import interval, method_records, metrics, torch_records
 from stages.target import loading, manifest, vision
 from stages.target.vision import ImagePatches
 from stages.telemetry import gpu_energy
 from stages.telemetry.run_stage import run_stage
-from stages.trees import acceptance
 
 DECODING_KINDS = ("plain", "speculative")
 
@@ -92,14 +91,14 @@ def main(name: str) -> None:
     for question in warm.iter_rows(named=True):  # not counted: first calls allocate and pick kernels
         for kind in DECODING_KINDS:
             list(work.decoding(kind, question))
-    rows, histogram = [], np.zeros(work.steps + 1, dtype=np.int64)
+    rows, accepted = [], []
     for number, question in enumerate(prompts.iter_rows(named=True)):
         row, cycles = _decode_prompt(
             work, question, DECODING_KINDS if number % 2 == 0 else DECODING_KINDS[::-1], p.target.device
         )
-        histogram += np.bincount([s.accepted for s in cycles], minlength=len(histogram))
+        accepted.append([s.accepted for s in cycles])
         rows.append(row)
-    metrics = _compute_metrics(rows, work.steps, w.prompts)
+    found = _compute_metrics(rows, work.steps, w.prompts)
     memory, parameters = _measure_memory(work)
     method_records.write_method_cell(
         {
@@ -113,8 +112,8 @@ def main(name: str) -> None:
             "temperature": w.temperature,
             "top_p": w.top_p,
             "top_k": w.top_k,
-            "metrics": metrics,
-            "histogram": histogram.tolist(),
+            "metrics": found,
+            "histogram": metrics.count_accepted_lengths(accepted, work.steps),
             "prompts": rows,
             "memory": memory,
             "parameters": parameters,
@@ -129,7 +128,7 @@ def main(name: str) -> None:
         }
     )
     print(
-        f"{name}: tau {metrics['tau']:.3f}, speedup {metrics['speedup']:.2f} -> {method_records.locate_method_cell(name)}"
+        f"{name}: tau {found['tau']:.3f}, speedup {found['speedup']:.2f} -> {method_records.locate_method_cell(name)}"
     )
 
 
@@ -239,29 +238,25 @@ def _decode_prompt(
 
 def _compute_metrics(rows: list[Row], steps: int, prompts: str) -> dict[str, float | None]:
     """Return method_cell.METRICS, as docs/metrics.md defines them; `prompts` is the workload's. Intervals as in a cell."""
-    numbers = [key for key in method_records.METHOD_PROMPT_COLUMNS if key not in ("id", "finish_reason")]
-    column = {key: np.array([row[key] for row in rows], dtype=float) for key in numbers}  # [P] each
-    names = [clusters.cluster_of(prompts, row["id"]) for row in rows]
-    of_cluster = {key: clusters.sums(names, values) for key, values in column.items()}  # [C] each
-    tau = acceptance.compute_tau(column["accepted"], column["cycles"])
-    low, high = interval.of_tau(of_cluster["accepted"], of_cluster["cycles"], steps) or (None, None)
-    speeds = ("output_tokens", "e2e_latency_s", "baseline_output_tokens", "baseline_e2e_latency_s")
-    tokens, seconds, plain_tokens, plain_seconds = (of_cluster[name][:, None] for name in speeds)  # one repeat
-    ends = interval.of_speedup(tokens, seconds, plain_tokens, plain_seconds) or (None, None)
-    sums = [column[name].sum() for name in speeds]
+    names = metrics.name_clusters(rows, prompts)
+    accepted, cycles = ([row[key] for row in rows] for key in ("accepted", "cycles"))
+    pooled = metrics.pool_acceptance(accepted, cycles, steps, names)
+    ends = interval.compute_speedup_interval(*metrics.collect_speed_columns(rows, prompts)) or (None, None)
+    sums = [np.array([row[name] for row in rows], dtype=float).sum() for name in metrics.SPEED_COLUMNS]
+    prefill, e2e = (float(np.mean([row[name] for row in rows])) for name in ("prefill_latency_s", "e2e_latency_s"))
     return {
-        "tau": tau,
-        "tau_low": low,
-        "tau_high": high,
-        "accept_rate": (tau - 1) / steps,
-        "prefill_latency_s": float(column["prefill_latency_s"].mean()),
-        "e2e_latency_s": float(column["e2e_latency_s"].mean()),
+        "tau": pooled.tau,
+        "tau_low": pooled.tau_low,
+        "tau_high": pooled.tau_high,
+        "accept_rate": pooled.accept_rate,
+        "prefill_latency_s": prefill,
+        "e2e_latency_s": e2e,
         "output_tok_s": float(sums[0] / sums[1]),
         "baseline_output_tok_s": float(sums[2] / sums[3]),
         "speedup": float(_compute_speedup(*sums)),
         "speedup_low": ends[0],
         "speedup_high": ends[1],
-        "identical_share": float(column["identical"].mean()),
+        "identical_share": float(np.mean([row["identical"] for row in rows])),
     }
 
 

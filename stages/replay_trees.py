@@ -143,9 +143,9 @@ def _build_replay_rows(
     trees = list(dict.fromkeys([*grid, *(traces.statistics if traces else ())]))
     rows = answers.read_rows(embedding.dtype)
     counts = _replay_rows(draft, embedding, rows, trees, settings, traces)
-    names = [clusters.conversation_of(row.id) for row in rows]
-    sums = clusters.sums(names, counts.accepted), clusters.sums(names, counts.cycles)
-    intervals = interval.of_taus(*sums, [tree.num_steps for tree in trees])
+    names = [clusters.get_conversation(row.id) for row in rows]
+    sums = clusters.sum_by_cluster(names, counts.accepted), clusters.sum_by_cluster(names, counts.cycles)
+    intervals = interval.compute_tau_intervals(*sums, [tree.num_steps for tree in trees])
     topks = sorted({tree.topk for tree in trees})
     threshold_sums = dict(zip(topks, counts.adaptive.swapaxes(0, 1), strict=True))  # topk -> [3, thresholds, steps]
     found: list[dict[str, Any]] = []

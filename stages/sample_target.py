@@ -399,7 +399,7 @@ def _open_server_access(work: SamplingContext, stack: contextlib.ExitStack, plac
         s.launch, line, port, folder, log, s.start_timeout_s, restarts=MAX_SERVER_RESTARTS, threads=threads
     )
     work.own_server = stack.enter_context(running)
-    return ServerAccess([work.own_server.base_url], folder, s.launch, work.own_server.check, None)
+    return ServerAccess([work.own_server.base_url], folder, s.launch, work.own_server.check_alive, None)
 
 
 async def _ask_servers(work: SamplingContext, reach: ServerAccess, split: SampledSplit) -> None:
@@ -433,7 +433,7 @@ async def _ask_servers(work: SamplingContext, reach: ServerAccess, split: Sample
                         for _ in range(min(way.concurrency, split.asked)):
                             tasks.create_task(worker())
             finally:
-                work.asked_again.update(http.asked_again)
+                work.asked_again.update(http.retries_by_reason)
     if asking.refused:
         print(f"{split.name}: {len(asking.refused)} rows refused, the first: {asking.refused[0]}")
 
@@ -509,7 +509,7 @@ class ServerSampling:
             return None
         if known is None:
             try:
-                known = asdict(await self.http.ask(body, _build_engine_options(self.work, q, body["temperature"])))
+                known = asdict(await self.http.complete(body, _build_engine_options(self.work, q, body["temperature"])))
             except http_session.RequestRefusedError as error:
                 self._refuse(q, error)
                 return None
@@ -540,7 +540,7 @@ class ServerSampling:
                 self.work, self.split, q, heat, got.prompt_ids, got.answer_ids, got.finish_reason, got.source
             )
         self.bar.update()
-        rate, again = self._tokens / (time.perf_counter() - self._begun), sum(self.http.asked_again.values())
+        rate, again = self._tokens / (time.perf_counter() - self._begun), sum(self.http.retries_by_reason.values())
         self.bar.set_postfix_str(
             f"{rate:.0f} tokens/s, {again} asked again, {len(self.refused)} refused", refresh=False
         )

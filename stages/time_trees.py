@@ -1,9 +1,9 @@
-"""time_trees: a short timing grid of the torch engine -> what a cycle costs.   python -m stages.time_trees CHECKPOINT
+"""time_trees: time a grid of trees on the torch engine.   python -m stages.time_trees CHECKPOINT
 
-Whole cycles are timed, as decoding runs them, over a grid of steps, topk and tokens, and steps of plain decoding beside them.
-Every round times every tree once, in turns forth and back, so that a drifting machine touches all alike; a tree's cost is the
-median of its cycles. results/cost_fit.py fits the terms; with replay's tau the report predicts every tree's speedup.
-A cost is of a draft's shapes, not of its weights: e000 stands for every checkpoint that train_draft makes of it.
+Times whole cycles, as decoding runs them, over a grid of num_steps, topk and num_draft_tokens, and steps of plain decoding.
+Every round times each tree once, forwards and backwards in alternation, so that a drifting machine affects all alike; a tree's
+time is the median over its cycles. results/cost_fit.py fits the cost model; with replay's tau the report predicts speedups.
+Times depend on a draft's shapes, not on its weights: e000 stands for every checkpoint that train_draft makes from it.
 """
 
 import time
@@ -26,7 +26,7 @@ from stages.target import loading, manifest
 from stages.telemetry.run_stage import run_stage
 
 ANSWERS_FOLDER = Path("data/sampled/eval")
-BATCH_SIZE = 1  # prompts that the torch engine decodes at once
+BATCH_SIZE = 1
 
 StartDecoding = Callable[[], Iterator[DecodeStep]]
 
@@ -35,10 +35,10 @@ def main(name: str) -> None:
     p = schema.load_params()
     torch.set_num_threads(p.target.num_threads)
     started = time.perf_counter()
-    made, s = manifest.read_manifest(), p.time_trees
-    prompt, trees = _build_prompt(s.context, made.image_token_id), s.list_trees()
-    _check_fits(s, made.max_position_embeddings)
-    engine, config = _build_engine(p, made, name)
+    target, s = manifest.read_manifest(), p.time_trees
+    prompt, trees = _build_prompt(s.context, target.image_token_id), s.list_trees()
+    _check_positions(s, target.max_position_embeddings)
+    engine, config = _build_engine(p, target, name)
 
     steps = s.warmup + s.cycles
     plain = partial(engine.plain, prompt, steps + 1)
@@ -51,14 +51,14 @@ def main(name: str) -> None:
     fit = cost_fit.fit_cost_model(grid)
     step = _summarise_median("step_s", seconds[0])
     also = {"dtype": p.target.dtype, "semantics": p.benchmark.tree_scoring}
-    found: dict[str, Any] = {
+    record: dict[str, Any] = {
         "definitions": timing_grid.COST_DEFINITIONS,
         "engine": "torch",
         "workload": None,
         "max_new_tokens": None,
         "checkpoint": name,
         "draft": config,
-        "target": [made.model, made.revision, made.config_digest],
+        "target": [target.model, target.revision, target.config_digest],
         "settings": s.list_settings() | also,
         "plain": [{"batch": BATCH_SIZE} | step],
         "grid": grid,
@@ -67,23 +67,23 @@ def main(name: str) -> None:
         "versions": torch_records.list_versions("torch", "transformers"),
         "seconds": round(time.perf_counter() - started, 2),
     }
-    place = timing_grid.write_timing_grid(found)
+    place = timing_grid.write_timing_grid(record)
     print(
-        f"{len(grid)} trees in {found['seconds']:.1f} s: a plain step takes {1000 * step['step_s']:.2f} ms; trees "
+        f"{len(grid)} trees in {record['seconds']:.1f} s: a plain step takes {1000 * step['step_s']:.2f} ms; trees "
         f"left out of the fit are predicted within {fit.error:.1%} (root mean square; at worst {fit.error_max:.1%}) -> {place}"
     )
 
 
-def _build_prompt(tokens: int, picture: int | None) -> list[int]:
-    """The first ids of the eval answers, one after another: the target's own text, since experts are chosen by what is said.
+def _build_prompt(tokens: int, image_token: int | None) -> list[int]:
+    """Return the first ids of the eval answers: the target's own text, since it decides which experts are used.
 
-    Without `picture`, the token that stands for a piece of one. Raises ValueError where the answers have fewer.
+    Image tokens are left out. Raises ValueError if the answers have fewer tokens.
     """
     ids: list[int] = []
     for row in conversations.read_table(ANSWERS_FOLDER, conversations.SAMPLED_SCHEMA, "sample_target").iter_rows(
         named=True
     ):
-        ids += [token for token in row["answer_ids"] if token != picture]
+        ids += [token for token in row["answer_ids"] if token != image_token]
         if len(ids) >= tokens:
             return ids[:tokens]
     raise ValueError(
@@ -92,31 +92,31 @@ def _build_prompt(tokens: int, picture: int | None) -> list[int]:
     )
 
 
-def _check_fits(s: TimeTrees, holds: int) -> None:
-    """Raises ValueError where the target holds too few positions for the context and the cycles that follow it."""
-    need = s.context + max(
+def _check_positions(s: TimeTrees, positions: int) -> None:
+    """Raises ValueError if the target has too few positions for the context and the timed cycles."""
+    needed = s.context + max(
         _count_committed_tokens(tree, s.warmup + s.cycles) + tree.num_draft_tokens for tree in s.list_trees()
     )
-    if need > holds:
+    if needed > positions:
         raise ValueError(
-            f"time_trees needs {need} positions (context, warmup and cycles of the deepest tree), the target holds {holds}; "
-            "lower time_trees.context, or its cycles"
+            f"time_trees needs {needed} positions (context, warmup and cycles of the deepest tree), the target holds "
+            f"{positions}; lower time_trees.context, or its cycles"
         )
 
 
 def _count_committed_tokens(tree: TreeShape, cycles: int) -> int:
-    """Tokens that so many cycles may commit, and the one from prefill."""
+    """Return the most tokens that prefill and so many cycles commit."""
     return 1 + cycles * (tree.num_steps + 1)
 
 
-def _build_engine(p: schema.Params, made: manifest.TargetManifest, name: str) -> tuple[Engine, dict[str, Any]]:
-    """One that no end token stops, and its draft's config.json."""
+def _build_engine(p: schema.Params, target: manifest.TargetManifest, name: str) -> tuple[Engine, dict[str, Any]]:
+    """Return an engine that no end token stops, and its draft's config.json."""
     model = loading.load_target(
-        str(manifest.resolve_weights_folder(made)), None, p.target.dtype, p.target.device, p.target.trust_remote_code
+        str(manifest.resolve_weights_folder(target)), None, p.target.dtype, p.target.device, p.target.trust_remote_code
     )
     config, tensors = checkpoint.read_draft(checkpoint.locate_checkpoint(name), p.made_by(name))
     draft = Eagle3Draft.from_checkpoint(config, tensors).to(p.target.device, model.dtype).requires_grad_(False)
-    return Engine(model, [], made.feature_layers, draft, p.benchmark.tree_scoring), config
+    return Engine(model, [], target.feature_layers, draft, p.benchmark.tree_scoring), config
 
 
 def _make_speculative_decoding(engine: Engine, prompt: list[int], tree: TreeShape, cycles: int) -> StartDecoding:
@@ -125,31 +125,31 @@ def _make_speculative_decoding(engine: Engine, prompt: list[int], tree: TreeShap
 
 
 def _time_decodings(decodings: list[StartDecoding], s: TimeTrees) -> list[list[float]]:
-    """Seconds of each decoding's steps after prefill and warm-up, of all rounds."""
+    """Return the seconds of each decoding's steps after prefill and warm-up, over all rounds."""
     seconds: list[list[float]] = [[] for _ in decodings]
     for number in range(s.repeats):
         order = range(len(decodings))
         for at in order if number % 2 == 0 else reversed(order):
-            # Ended at once, or it would keep its caches and the next take others.
+            # Closed at once, so that the next decoding reuses its caches.
             with closing(cast(Generator[DecodeStep, None, None], decodings[at]())) as decoding:
                 seconds[at] += list(_time_steps(decoding, s.cycles, s.warmup))
     return seconds
 
 
 def _time_steps(decoding: Iterator[DecodeStep], count: int, warmup: int) -> Iterator[float]:
-    """Seconds from step to step. A step that came was read from the device; what has begun behind it is not waited for."""
+    """Yield the seconds from step to step; a step ends when its tokens are read, while the next may already run."""
     for _ in range(1 + warmup):  # prefill, then first steps, which may allocate and pick kernels
         next(decoding)
     last = time.perf_counter()
     for _ in range(count):
         next(decoding)
-        begun, last = last, time.perf_counter()
-        yield last - begun
+        previous, last = last, time.perf_counter()
+        yield last - previous
 
 
 def _summarise_median(name: str, seconds: list[float]) -> dict[str, Any]:
-    """Return the columns `name`, error and samples of cost.GRID or cost.PLAIN."""
-    found = interval.median_time(seconds)
+    """Return the columns `name`, error and samples of a CycleTime or PlainStepTime."""
+    found = interval.estimate_median(seconds)
     return {name: found.value, "error": found.error, "samples": len(seconds)}
 
 

@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stages import benchmark, prepare_prompts
+from stages.engine import cell_context
 from stages.grading import sandbox
-from stages.params.tree_sections import TreeShape
-from stages.results import interval, torch_records
+from stages.results import interval, metrics, torch_records
 from tests.conftest import ROOT, edit_params
 from tests.talking import WORKLOADS
 
@@ -113,7 +113,8 @@ def test_drawn_answers_are_the_seeds_and_each_repeat_draws_its_own(project: Path
         assert {(r["identical"], r["divergence_margin"]) for r in found["prompts"]} == {(None, None)}
         assert all(r["output_tokens"] == r["baseline_output_tokens"] for r in found["prompts"])
     seeds = [
-        benchmark._make_sampling_params(SimpleNamespace(w=WORKLOAD), *which) for which in product("ab", (0, 1), (0, 1))
+        cell_context.make_sampling_params(SimpleNamespace(workload=WORKLOAD), *which)
+        for which in product("ab", (0, 1), (0, 1))
     ]
     assert len({drawn.seed for drawn in seeds}) == 8, "each prompt, repeat and turn has draws of its own"
 
@@ -134,7 +135,7 @@ def rows_of(prompts: int, repeats: int, turns: int, draw: random.Random) -> list
 @pytest.mark.parametrize(("prompts", "repeats", "turns"), [(7, 1, 1), (6, 4, 2)])
 def test_the_speedups_interval_is_over_prompts_and_repeats(prompts: int, repeats: int, turns: int) -> None:
     rows = rows_of(prompts, repeats, turns, random.Random(3))
-    low, high = interval.of_speedup(*benchmark._collect_speed_columns(rows, "mt_bench"))
+    low, high = interval.compute_speedup_interval(*metrics.collect_speed_columns(rows, "mt_bench"))
     total = {key: sum(row[key] for row in rows) for key in rows[0] if key not in ("id", "repeat", "turn")}
     speedup = total["output_tokens"] / total["e2e_latency_s"]
     speedup /= total["baseline_output_tokens"] / total["baseline_e2e_latency_s"]
@@ -145,18 +146,16 @@ def test_one_prompt_has_no_interval_of_its_speedup() -> None:
     """Bug: one prompt decoded once had an interval of zero width, as if its speedup were certain."""
     for repeats in (1, 5):
         rows = rows_of(1, repeats, 1, random.Random(3))
-        metrics = benchmark._compute_metrics(
-            [row | made_up_counts() for row in rows], TreeShape.parse("t3_2_6"), "mt_bench"
-        )
-        assert [metrics[key] for key in ("tau_low", "tau_high", "speedup_low", "speedup_high")] == [None] * 4
+        found = metrics.compute_cell_metrics([row | made_up_counts() for row in rows], 3, 6, "mt_bench")
+        assert [found[key] for key in ("tau_low", "tau_high", "speedup_low", "speedup_high")] == [None] * 4
 
 
 def test_turns_of_one_conversation_are_one_cluster_of_the_eval_split() -> None:
     """Bug: of the eval split each turn of a conversation is a row, and each counted as independent."""
     rows = [row | made_up_counts() for row in rows_of(6, 1, 1, random.Random(3))]
     turns = [row | {"id": f"{row['id']}.{turn}"} for row in rows for turn in range(4)]
-    tree = TreeShape.parse("t3_2_6")
-    once, often = benchmark._compute_metrics(rows, tree, "mt_bench"), benchmark._compute_metrics(turns, tree, "eval")
+    once = metrics.compute_cell_metrics(rows, 3, 6, "mt_bench")
+    often = metrics.compute_cell_metrics(turns, 3, 6, "eval")
     for name in ("tau_low", "tau_high", "speedup_low", "speedup_high"):
         assert often[name] == pytest.approx(once[name])
 
@@ -167,7 +166,7 @@ def made_up_counts() -> dict[str, Any]:
 
 def test_of_each_repeat_its_own_speedup() -> None:
     rows = rows_of(4, 3, 2, random.Random(5))
-    for number, found in enumerate(benchmark._summarise_repeats(rows, "mt_bench")):
+    for number, found in enumerate(metrics.summarise_repeats(rows, "mt_bench")):
         mine = [row for row in rows if row["repeat"] == number]
         plain = sum(r["baseline_output_tokens"] for r in mine) / sum(r["baseline_e2e_latency_s"] for r in mine)
         speed = sum(r["output_tokens"] for r in mine) / sum(r["e2e_latency_s"] for r in mine)
@@ -182,7 +181,7 @@ def test_programs_are_refused_before_anything_is_decoded_where_the_kernel_cannot
 ) -> None:
     """They ran by limits alone, and the cell told of it an hour later."""
     monkeypatch.setattr(sandbox, "landlock_abi", lambda: 2)
-    monkeypatch.setattr(benchmark, "_build_engine", lambda *_: pytest.fail("the target was loaded"))
+    monkeypatch.setattr(cell_context, "_build_engine", lambda *_: pytest.fail("the target was loaded"))
     with pytest.raises(ValueError, match=r"found Landlock ABI 2 on .* set benchmark.allow_unsandboxed_code to true"):
         measured(project, "humaneval", grade=True)
 
@@ -198,14 +197,14 @@ def test_answers_are_graded_where_that_is_asked_for(project: Path, monkeypatch: 
     says = iter([row["canonical_solution"] for row in asked[:2] for _ in range(2)] + ["    return 0\n"] * 2)
     monkeypatch.setattr(benchmark, "_decode_text", lambda work, ids: next(says) if said_whole else "")
     said_whole = False
-    real = benchmark._grade_first_turns
+    real = benchmark._grade_rows
 
     def grade(*arguments: Any) -> Any:
         nonlocal said_whole
         said_whole = True  # before, texts are of histories
         return real(*arguments)
 
-    monkeypatch.setattr(benchmark, "_grade_first_turns", grade)
+    monkeypatch.setattr(benchmark, "_grade_rows", grade)
     found = measured(project, "humaneval", grade=True)
     assert [row["correct"] for row in found["prompts"]] == [True, True, False]
     assert [row["baseline_correct"] for row in found["prompts"]] == [True, True, False]

@@ -3,7 +3,6 @@
 import json
 import random
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from stages import benchmark, prepare_prompts
 from stages.data import conversations, workload_prompts
 from stages.engine.batch_decode import BatchEngine
-from stages.params.tree_sections import TreeShape
-from stages.results import interval, served_records, torch_records
+from stages.results import interval, served_points, served_records, torch_records
 from stages.serving import latency, spec_counters
 from tests.conftest import ROOT, edit_params
 from tests.talking import WORKLOADS
@@ -130,15 +128,14 @@ def test_accepted_drafts_are_pooled_over_prompts_turns_and_repeats() -> None:
                 )
                 every.append((repeat, turn, name, record))
     repeats = [[[x[3] for x in every if x[:2] == (repeat, turn)] for turn in range(2)] for repeat in range(2)]
-    found = benchmark._compute_acceptance(
-        SimpleNamespace(tree=TreeShape.parse("t3_2_6"), w=SimpleNamespace(prompts="mt_bench")), repeats
-    )
+    records = [record for turns in repeats for load in turns for record in load]
+    found = served_points.pool_counts([r.counts for r in records], records, "mt_bench", 3, 6, {})
     accepted, cycles = (
         np.array([sum(getattr(x[3].counts, key) for x in every if x[2] == name) for name in "abcde"])
         for key in ("accepted", "cycles")
     )
     assert found["tau"] == pytest.approx(1 + accepted.sum() / cycles.sum())
-    assert (found["tau_low"], found["tau_high"]) == interval.of_tau(accepted, cycles, 3)
+    assert (found["tau_low"], found["tau_high"]) == interval.compute_tau_interval(accepted, cycles, 3)
     assert found["histogram"] == [sum(x[3].counts.histogram[i] for x in every) for i in range(4)]
     assert found["accept_rate"] == pytest.approx(accepted.sum() / cycles.sum() / 3)
     assert found["node_accept_rate"] == pytest.approx(accepted.sum() / (5 * cycles.sum()))

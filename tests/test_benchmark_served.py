@@ -1,4 +1,4 @@
-"""benchmark_served: against servers that speak SGLang's and vLLM's protocols and really decode (tests/serving/engine_double.py)."""
+"""benchmark_served: against servers that speak SGLang's and vLLM's protocols and really decode (engine_double.py)."""
 
 import base64
 import io
@@ -269,7 +269,7 @@ def test_a_running_server_is_used_and_must_run_this_tree(project: Path, running:
     found = served_records.read_served_cell("eval", "e003", "t5_1_6")
     assert found["points"][0]["acceptance"]["tau"] == pytest.approx(replayed("t5_1_6")["tau"])
     assert found["server"]["command"] == [] and "isn't known" in found["hardware"]["server"]
-    with pytest.raises(ValueError, match="says speculative_num_steps 5, expected 8"):
+    with pytest.raises(ValueError, match="reports speculative_num_steps 5, expected 8"):
         benchmark_served.main("eval", "e003", "t8_2_16")
 
 
@@ -299,8 +299,8 @@ def test_pictures_go_with_the_token_ids(tmp_path: Path) -> None:
         Image.new("RGB", (8, 8), colour).save(paths[-1])
     w = Workload.model_validate(LOAD)
     url = partial(vision.CachedImageProcessor.url, None)  # which needs no target's processor
-    eyes = SimpleNamespace(url=url, token=9, sizes=lambda images: [4, 1][: len(images)])
-    work: Any = SimpleNamespace(eyes=eyes, w=w)
+    processor = SimpleNamespace(url=url, token=9, sizes=lambda images: [4, 1][: len(images)])
+    work: Any = SimpleNamespace(image_processor=processor, workload=w)
     row = {"id": "a", "images": paths, "length_share": 0.5}
     (path, body) = load_generator.build_request(
         benchmark_served._make_request(work, row, 0, [1, 9, 9, 9, 9, 9, 2], 60), "sglang", "t"

@@ -94,7 +94,7 @@ def transformers_serve(sampled: Path) -> Iterator[server.ServerProcess]:
             if not (problem := unanswered(running)):
                 yield running
                 return
-            said = f"{problem}; ended: {running.ended()}; its log:\n{server.read_log_tail(running.log, 40)}"
+            said = f"{problem}; ended: {running.get_exit_status()}; its log:\n{server.read_log_tail(running.log, 40)}"
     pytest.skip(f"`transformers serve` answers nobody on this machine: {said}")
 
 
@@ -133,7 +133,7 @@ def test_the_load_generator_reads_the_stream_of_a_real_server(real: dict[str, An
 
     async def whole() -> list[client.ChatAnswer]:
         async with client.ChatClient([url], model, 1, 60.0, 1) as http:
-            return [await http.ask(body) for body in bodies]
+            return [await http.complete(body) for body in bodies]
 
     asks = [
         load_generator.LoadRequest(str(n), b["messages"], b["max_tokens"], b["temperature"], 1.0, None, False)
@@ -146,7 +146,7 @@ def test_the_load_generator_reads_the_stream_of_a_real_server(real: dict[str, An
     )
     assert found.engine == "transformers" and found.warmup_failed == {}
     for record, answer in zip(found.records, asyncio.run(whole()), strict=True):
-        assert record.failed is None, record.why
+        assert record.failure_reason is None, record.failure_message
         assert (record.text, record.finish_reason) == (answer.text, answer.finish_reason)
         assert (record.input_tokens, record.output_tokens) == (answer.prompt_tokens, answer.completion_tokens)
         assert 0 < record.ttft_s <= record.e2e_s

@@ -9,7 +9,9 @@ import pytest
 from stages import benchmark_served
 from stages.params.tree_sections import TreeShape
 from stages.serving import latency, spec_counters
+from stages.serving.engine_flags import ServedDraft
 from stages.serving.load_generator import LoadResult
+from stages.serving.measured_server import MeasuredServer
 
 TREE = TreeShape.parse("t3_1_4")
 ACCEPTED = {"a.0": 4, "b.0": 9, "c.0": 15, "d.0": 20}  # of ten cycles each
@@ -32,9 +34,11 @@ def acceptance_of(repeats: list[dict[str, int]], prompts: str = "gsm8k") -> dict
     rows = pl.DataFrame(
         {"id": list(repeats[0]), "prompt_ids": [[1, 2, 3]] * len(repeats[0]), "reference": [None] * len(repeats[0])}
     )
-    work: Any = SimpleNamespace(w=SimpleNamespace(prompts=prompts, grade=False, request_rate=None), rows=rows)
-    side = benchmark_served.MeasuredServer("e003", TREE, None, [])
-    point = benchmark_served._build_point(work, side, 10, 1, [[load_of(accepted)] for accepted in repeats])
+    workload = SimpleNamespace(prompts=prompts, grade=False, request_rate=None)
+    work: Any = SimpleNamespace(workload=workload, prompts=rows, references={})
+    draft = ServedDraft("", "EAGLE3", TREE.num_steps, TREE.topk, TREE.num_draft_tokens)
+    measured = MeasuredServer("e003-t3_1_4", "e003", "t3_1_4", draft)
+    point = benchmark_served._build_point(work, measured, (10, 1), [[load_of(accepted)] for accepted in repeats])
     return point["acceptance"]
 
 

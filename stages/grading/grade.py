@@ -1,8 +1,7 @@
-"""Whether an answer is right: gsm8k by its number, math500 by what is in its box, humaneval by running what it wrote.
+"""Grades of answers: gsm8k by the number, math500 by the boxed value, humaneval by running the program.
 
-A reference is JSON, as stages/data/prompt_sets.py writes it; its `kind` says which of the three. docs/workloads.md
-tells how each is graded. What a target wrote runs in a sandbox (`run_program`), and only where a workload's `grade_answer` is
-true.
+A reference is JSON, written by stages/data/prompt_sets.py; its `kind` selects the grader. docs/workloads.md describes how each
+grades. Programs written by a target run in a sandbox (`run_program`), and only for workloads with `grade: true`.
 """
 
 import json
@@ -24,60 +23,59 @@ from stages.data import final_answer
 from stages.grading import sandbox
 
 TIMEOUT_S = 10.0  # of one program, by the clock and of processor time
-SLACK_S = 20.0  # for the guard to start, and to kill what is left
+SLACK_S = 20.0  # for the sandbox to start, and to kill what is left
 MEMORY_BYTES = 1 << 30  # bytes of address space of each process
-MAX_PROCESSES = 64  # beyond those its user has, where seccomp doesn't forbid them altogether; root has no such limit
+MAX_PROCESSES = 64  # beyond the user's own, without seccomp, which forbids all; root has no such limit
 GRADING_METHODS = {
     "gsm8k": "exact match of the last number",
     "math500": "exact match of the last box, normalised",
     "humaneval": "pass@1",
 }
-BODY_END_PATTERN = re.compile(
-    r"\n(?:class |def |#|if |print\(|@|```)"
-)  # where a bare completion of a function's body has ended
+# The end of a completion that is a function's body alone.
+BODY_END_PATTERN = re.compile(r"\n(?:class |def |#|if |print\(|@|```)")
 CODE_BLOCK_PATTERN = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 def grade_answer(reference: str, answer: str, allow_unsandboxed_code: bool = False) -> bool:
-    """Whether `answer`, a text, is right; what a target thought before it, or was thinking when it was cut, doesn't count.
+    """Return whether a text answer is right. Reasoning before the answer, or cut in the middle, is ignored.
 
     Raises:
-        ValueError: where the answer is a program that this machine can't sandbox, without `allow_unsandboxed_code`.
+        ValueError: if the answer is a program that this machine can't sandbox, without `allow_unsandboxed_code`.
     """
-    right = json.loads(reference)
+    expected = json.loads(reference)
     graders: dict[str, Callable[[dict[str, Any], str], bool]] = {
         "gsm8k": _grade_number, "math500": _grade_mathematics,
-        "humaneval": lambda right, answer: _grade_program(right, answer, allow_unsandboxed_code),
+        "humaneval": lambda expected, answer: _grade_program(expected, answer, allow_unsandboxed_code),
     }  # fmt: skip
-    return graders[right["kind"]](right, answer.rpartition("</think>")[2].partition("<think>")[0])
+    return graders[expected["kind"]](expected, answer.rpartition("</think>")[2].partition("<think>")[0])
 
 
 def summarise_grades(references: list[str], marks: list[bool]) -> dict[str, Any]:
-    """Of all graded answers, one or more: how many, how many are right, their share, and how they were graded."""
+    """Return how many of one or more answers were graded and are right, their share, and the method."""
     kind = json.loads(references[0])["kind"]
     how = f"{kind}: {GRADING_METHODS[kind]}"
     if kind == "humaneval":
-        kept_out = _protections()
-        how += f"; run with {', '.join(kept_out)}" if kept_out else "; run with no sandbox but limits"
+        protections = _probe_protections()
+        how += f"; run with {', '.join(protections)}" if protections else "; run with no sandbox but limits"
     return {"graded": len(marks), "correct": sum(marks), "accuracy": sum(marks) / len(marks), "how": how}
 
 
 # Numbers
 
 
-def _grade_number(right: dict[str, Any], answer: str) -> bool:
-    """In a box, after `####`, or wherever the last one stands."""
+def _grade_number(expected: dict[str, Any], answer: str) -> bool:
+    """Compare the number in the box, after `####`, or the last one of the answer."""
     box = final_answer.find_boxed_answer(answer)
     final = answer.rpartition("####")[2] if box is None else box
     found = final_answer.find_last_number(final)
     if found is None:
         found = final_answer.find_last_number(answer)
-    return found is not None and found == final_answer.find_last_number(right["answer"])
+    return found is not None and found == final_answer.find_last_number(expected["answer"])
 
 
 # Mathematics
 
-# What is written, not what is meant: each is taken out, in this order.
+# Notation without meaning, removed in this order.
 IGNORED_LATEX_PATTERN = re.compile(
     r"\\left(?![a-z])|\\right(?![a-z])|(?<!\\)\\[,!;:> ]|\\(?:quad|qquad|displaystyle)(?![a-z])|\^\{?\\(?:circ|degree)\}?"
     r"|\\degree|°|\\?\$|\\?%|~"
@@ -90,17 +88,17 @@ FRACTION_PATTERN = re.compile(r"(-?)\\frac\{(-?[\d.]+)\}\{(-?[\d.]+)\}|(-?[\d.]+
 PLAIN_NUMBER_PATTERN = re.compile(r"-?[\d.]+")
 
 
-def _grade_mathematics(right: dict[str, Any], answer: str) -> bool:
-    """Without a box it is wrong: the box is what was asked for."""
+def _grade_mathematics(expected: dict[str, Any], answer: str) -> bool:
+    """Compare the boxed value; an answer without a box is wrong, since the prompt asks for one."""
     box = final_answer.find_boxed_answer(answer)
     if box is None:
         return False
-    one, other = normalise_latex(box), normalise_latex(right["answer"])
+    one, other = normalise_latex(box), normalise_latex(expected["answer"])
     return one == other or (_parse_value(one) is not None and _parse_value(one) == _parse_value(other))
 
 
 def normalise_latex(text: str) -> str:
-    """LaTeX of one value in one way of writing: \\dfrac12 and \\frac{1}{2}, 1,000 and 1000, x=5 and 5, (A) and A."""
+    """Return one notation for LaTeX of one value: \\dfrac12 and \\frac{1}{2}, 1,000 and 1000, x=5 and 5, (A) and A."""
     plain = re.sub(r"\\[dtc]frac", r"\\frac", text.strip().rstrip("."))
     plain = re.sub(r"\{,\}|,\\!\s*", ",", plain)  # of thousands
     plain = UNIT_PATTERN.sub("", plain)
@@ -117,7 +115,7 @@ def normalise_latex(text: str) -> str:
 
 
 def _parse_value(text: str) -> Fraction | None:
-    """Of what is a number or a fraction of two, of no more digits than Python reads."""
+    """Return a number, or a fraction of two; None for anything else, or more digits than Python reads."""
     try:
         if match := FRACTION_PATTERN.fullmatch(text):
             sign, over, under, above, below = match.groups()
@@ -132,27 +130,27 @@ def _parse_value(text: str) -> Fraction | None:
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """How a program ended that was run."""
+    """How a program ended."""
 
-    passed: bool  # it came to its end
+    passed: bool  # it ran to its end
     how: str  # "passed", "no time left", or its status
-    protections: tuple[str, ...] = ()  # what the sandbox kept it from, in words
+    protections: tuple[str, ...] = ()  # what the sandbox prevented, in words
 
 
 def check_sandbox(references: Iterable[str], workload: str, allow_unsandboxed_code: bool) -> None:
-    """Refuse, before anything is decoded, to grade programs that this machine can't sandbox.
+    """Check, before anything is decoded, that this machine can sandbox programs to be graded.
 
     Raises:
-        ValueError: where one of `references` is graded by running the answer, Landlock or seccomp is missing, and
+        ValueError: if one of `references` is graded by running the answer, Landlock or seccomp is missing, and
             `allow_unsandboxed_code` is false.
     """
     if allow_unsandboxed_code or all(json.loads(words)["kind"] != "humaneval" for words in references):
         return
     if missing := sandbox.missing_protections(sandbox.landlock_abi(), sandbox.has_seccomp()):
-        raise ValueError(_refusal(missing, f"benchmark.workloads.{workload}.grade is true, which runs"))
+        raise ValueError(_describe_refusal(missing, f"benchmark.workloads.{workload}.grade is true, which runs"))
 
 
-def _refusal(missing: list[str], what: str) -> str:
+def _describe_refusal(missing: list[str], what: str) -> str:
     return (
         f"{what} programs that the target wrote; expected Landlock ABI {sandbox.LANDLOCK_ABI_NEEDED} (Linux 6.2) and seccomp "
         f"filters to keep them from your files, found {' and '.join(missing)} on {platform.system()} {platform.release()}, "
@@ -161,16 +159,16 @@ def _refusal(missing: list[str], what: str) -> str:
     )
 
 
-def _grade_program(right: dict[str, Any], answer: str, allow_unsandboxed_code: bool) -> bool:
-    text = build_program(right["prompt"], right["entry_point"], right["test"], answer)
+def _grade_program(expected: dict[str, Any], answer: str, allow_unsandboxed_code: bool) -> bool:
+    text = build_program(expected["prompt"], expected["entry_point"], expected["test"], answer)
     return run_program(text, allow_unsandboxed_code).passed
 
 
 def build_program(prompt: str, entry_point: str, test: str, answer: str) -> str:
-    """What is run: the function with what the prompt has before it, and HumanEval's tests of it.
+    """Return the program to run: the prompt's text before the function, the function, and HumanEval's tests of it.
 
-    The function is in the answer's last block of code that defines it, or in the whole answer; an answer without it goes
-    on where the prompt ended, up to where its body ends.
+    The function is taken from the answer's last code block that defines it, or from the whole answer. An answer without it
+    continues the prompt, up to the end of the function's body.
     """
     defines = re.compile(rf"^[ \t]*(?:async +)?def +{re.escape(entry_point)}\b", re.MULTILINE)
     blocks = CODE_BLOCK_PATTERN.findall(answer)
@@ -186,16 +184,16 @@ def build_program(prompt: str, entry_point: str, test: str, answer: str) -> str:
 
 @cache
 def run_program(text: str, allow_unsandboxed_code: bool = False) -> ProgramResult:
-    """Run a program in a process of its own, and tell whether it came to its end.
+    """Run a program in a process of its own, and return whether it ran to its end.
 
-    It has an empty folder, no environment, limits and a clock. Landlock and seccomp let it write no file, nor change
-    one's mode, owner, attributes or times, and start no process, send no signal and open no connection.
-    stages/grading/sandbox.py sees to all that, and kills whatever is left. The program may read what its user may read:
-    docs/workloads.md says against whom this protects.
+    It has an empty folder, no environment, limits and a timeout. Landlock and seccomp keep it from writing files, changing
+    their mode, owner, attributes or times, starting processes, sending signals and opening connections
+    (stages/grading/sandbox.py, which also kills what is left). It may read what its user may read; docs/workloads.md has
+    the threat model.
 
     Raises:
-        ValueError: where the kernel lacks Landlock or seccomp; the program was then not run. With
-            `allow_unsandboxed_code` it runs by limits and whatever the kernel has.
+        ValueError: if the kernel lacks Landlock or seccomp; the program was then not run. With `allow_unsandboxed_code` it
+            runs with limits and what protection the kernel has.
     """
     secret = secrets.token_hex(16)
     job = {
@@ -211,24 +209,24 @@ def run_program(text: str, allow_unsandboxed_code: bool = False) -> ProgramResul
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is the stage's alone
+            start_new_session=True,  # Ctrl-C reaches only the stage
         )
         try:
             out, err = run.communicate(json.dumps(job).encode(), timeout=TIMEOUT_S + SLACK_S)
-        except subprocess.TimeoutExpired:  # the guard itself got no time, or could not kill what was there
+        except subprocess.TimeoutExpired:  # the sandbox itself got no time, or could not kill the processes
             return ProgramResult(False, "no time left")
         finally:
             if run.poll() is None:
-                os.killpg(run.pid, signal.SIGKILL)  # and with it goes its child
+                os.killpg(run.pid, signal.SIGKILL)  # its child dies with it
                 run.wait()
     assert run.returncode == 0, f"the sandbox failed: {err.decode(errors='replace')[-2000:]}"
     found: dict[str, Any] = json.loads(out)
     if found["how"] == "not run":
-        raise ValueError(_refusal(found["missing"], "grading runs"))
+        raise ValueError(_describe_refusal(found["missing"], "grading runs"))
     return ProgramResult(found["passed"], found["how"], tuple(found["protections"]))
 
 
 @cache
-def _protections() -> tuple[str, ...]:
-    """Return what this machine's sandbox keeps programs from, in words."""
+def _probe_protections() -> tuple[str, ...]:
+    """Return what this machine's sandbox prevents, in words."""
     return run_program("", allow_unsandboxed_code=True).protections

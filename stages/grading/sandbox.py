@@ -1,12 +1,12 @@
 """Run one program in a sandboxed child process, then kill the child and every process it started.
 
-    python -I guard.py        # the job on standard input
+    python -I sandbox.py        # the job on standard input
 
-The job is JSON: program, secret, timeout_s, memory, processes, allow_unsandboxed (stages/grading/grade.py). One line of
-JSON comes back: passed, how, protections, missing. This file imports nothing of the project, since it runs apart from it.
+The job is JSON: program, secret, timeout_s, memory, processes, allow_unsandboxed (stages/grading/grade.py). The output is one
+line of JSON: passed, how, protections, missing. This file imports nothing of the project, since it runs alone.
 
-The child sends the secret once the program has come to its end, so a program that leaves before its tests, by whatever
-status, has not passed. Without `allow_unsandboxed` the program runs only where Landlock and seccomp both took effect.
+The child sends the secret after the program's last line, so a program that exits before its tests, with whatever status, has
+not passed. Without `allow_unsandboxed` the program runs only if Landlock and seccomp both took effect.
 """
 
 import ctypes
@@ -24,13 +24,13 @@ Instruction = tuple[int, int, int, int]  # BPF: code, jump if true, jump if fals
 
 SUBREAPER, DEATHSIG, NO_NEW_PRIVILEGES = 36, 1, 38  # of prctl(2)
 EXECUTE, WRITE, READ_FILE, READ_FOLDER = 1, 1 << 1, 1 << 2, 1 << 3  # of Landlock's rights to files
-# Landlock's ABI -> how many rights to files it knows. ABI 2 added moving between folders, 3 truncation, 5 ioctl of devices.
+# Landlock's ABI -> number of file rights. ABI 2 added moving between folders, 3 truncation, 5 ioctl of devices.
 RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
 RIGHTS_SINCE_5 = 16
 LANDLOCK_ABI_NEEDED = 3  # an older one lets truncate(2) empty files
-KILL_ROUNDS_S = 5.0  # how long a program is killed that forks faster than it is killed
+KILL_ROUNDS_S = 5.0  # limit for killing processes that fork faster than they are killed
 
-# Machine -> (seccomp's number of it, the place of its system call numbers in the tables below).
+# Machine -> (seccomp's number of it, the index of its system call numbers in the tables below).
 MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 # System calls that fail with EPERM: name -> its numbers.
 DENIED: dict[str, Numbers] = {
@@ -45,15 +45,15 @@ DENIED: dict[str, Numbers] = {
     "ioprio_set": (251, 30), "sched_setaffinity": (203, 122), "sched_setattr": (314, 274), "sched_setparam": (142, 118),
     "sched_setscheduler": (144, 119), "migrate_pages": (256, 238), "move_pages": (279, 239), "setrlimit": (160, 164),
     "prlimit64": (302, 261),
-    # Connections. io_uring makes calls that no seccomp filter sees.
+    # Connections. Calls through io_uring bypass seccomp filters.
     "socket": (41, 198), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
-    # Modes, owners, attributes and times of files, which Landlock does not watch.
+    # Modes, owners, attributes and times of files, which Landlock does not restrict.
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
     "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "setxattr": (188, 5), "lsetxattr": (189, 6),
     "fsetxattr": (190, 7), "setxattrat": (463, 463), "removexattr": (197, 14), "lremovexattr": (198, 15),
     "fremovexattr": (199, 16), "removexattrat": (466, 466), "file_setattr": (469, 469), "utime": (132, None),
     "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88), "flock": (73, 32),
-    # Contents and names of files, which Landlock watches too, from one ABI or another on.
+    # Contents and names of files, which Landlock restricts too, depending on its ABI.
     "truncate": (76, 45), "ftruncate": (77, 46), "fallocate": (285, 47), "link": (86, None), "linkat": (265, 37),
     "symlink": (88, None), "symlinkat": (266, 36), "rename": (82, None), "renameat": (264, 38), "renameat2": (316, 276),
     "unlink": (87, None), "unlinkat": (263, 35), "rmdir": (84, None), "mkdir": (83, None), "mkdirat": (258, 34),
@@ -69,7 +69,7 @@ DENIED: dict[str, Numbers] = {
     "msgrcv": (70, 188), "msgctl": (71, 187), "semget": (64, 190), "semop": (65, 193), "semtimedop": (220, 192),
     "semctl": (66, 191), "mq_open": (240, 180), "mq_unlink": (241, 181), "add_key": (248, 217),
     "request_key": (249, 218), "keyctl": (250, 219),
-    # The machine as a whole, where root runs the program.
+    # The whole machine, if root runs the program.
     "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "init_module": (175, 105),
     "finit_module": (313, 273), "delete_module": (176, 106), "kexec_load": (246, 104), "kexec_file_load": (320, 294),
     "reboot": (169, 142), "acct": (163, 89), "sethostname": (170, 161), "setdomainname": (171, 162),
@@ -78,7 +78,7 @@ DENIED: dict[str, Numbers] = {
 }  # fmt: skip
 # System calls that fail by their arguments.
 OPEN, OPENAT, OPENAT2, IOCTL, FCNTL = (2, None), (257, 56), (437, 437), (16, 29), (72, 25)
-FIRST_UNKNOWN_CALL = 470  # newer calls than the tables know are answered as an older kernel would
+FIRST_UNKNOWN_CALL = 470  # calls newer than the tables fail as on an older kernel
 O_TRUNC, ACCESS_MODE, READ_ONLY, NO_ACCESS = 0o1000, 0o3, 0, 3  # a file is truncated by these without a right to write
 # Python asks these of files it opens: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX, TCGETS2. Others set a
 # file's flags (FS_IOC_SETFLAGS) or send signals (FIOSETOWN).
@@ -96,7 +96,7 @@ SET_FILTER, IS_ACTION_AVAILABLE = 1, 2  # of seccomp(2)
 def main() -> None:
     job = json.loads(sys.stdin.buffer.read())
     if sys.platform == "linux":
-        _call_prctl(SUBREAPER, 1)  # what the program leaves behind becomes a child of ours
+        _call_prctl(SUBREAPER, 1)  # orphans of the program become children of this process
     reads, writes = os.pipe()
     child = os.fork()
     if child == 0:
@@ -117,7 +117,7 @@ def main() -> None:
 
 
 def missing_protections(abi: int, seccomp: bool) -> list[str]:
-    """Return what keeps programs from running sandboxed on a kernel with Landlock's `abi` (0: none) and seccomp or not."""
+    """Return what a kernel with Landlock's `abi` (0: without it), with or without seccomp, lacks for the sandbox."""
     found = []
     if abi < LANDLOCK_ABI_NEEDED:
         found.append(f"Landlock ABI {abi}" if abi else "no Landlock")
@@ -125,14 +125,14 @@ def missing_protections(abi: int, seccomp: bool) -> list[str]:
 
 
 def landlock_abi() -> int:
-    """Return the kernel's version of Landlock, 0 where it has none."""
+    """Return the kernel's Landlock ABI, 0 without Landlock."""
     if sys.platform != "linux":
         return 0
     return max(0, ctypes.CDLL(None).syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1))
 
 
 def has_seccomp() -> bool:
-    """Return whether the kernel takes seccomp filters whose refusals are errors, and this machine's calls are known."""
+    """Return whether the kernel supports seccomp filters that refuse with an error, and this machine's calls are known."""
     if sys.platform != "linux" or os.uname().machine not in MACHINES:
         return False
     action = ctypes.c_uint32(REFUSE & 0xFFFF0000)
@@ -141,7 +141,7 @@ def has_seccomp() -> bool:
 
 
 def _wait_for_child(child: int, timeout_s: float) -> int | None:
-    """Return the child's status; None where it hasn't ended in time."""
+    """Return the child's status; None after the timeout."""
     ends = time.monotonic() + timeout_s
     while time.monotonic() < ends:
         pid, status = os.waitpid(child, os.WNOHANG)
@@ -152,7 +152,7 @@ def _wait_for_child(child: int, timeout_s: float) -> int | None:
 
 
 def _kill_descendants(child: int) -> None:
-    """Kill the child's group, and round by round whatever has become ours, until nothing is left or no round helps."""
+    """Kill the child's group, and round by round every orphan, until none is left or the time is up."""
     try:
         os.killpg(child, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
@@ -165,17 +165,17 @@ def _kill_descendants(child: int) -> None:
         except ChildProcessError:
             return
         for pid in _list_children():
-            os.kill(pid, signal.SIGKILL)  # ours until we wait for it
+            os.kill(pid, signal.SIGKILL)  # the pid can't be reused before waitpid
 
 
 def _list_children() -> list[int]:
-    """Return our children, by the parents that /proc names: not every kernel has /proc/self/task/*/children."""
+    """Return this process's children by their parent in /proc: not every kernel has /proc/self/task/*/children."""
     found = []
     for process in os.listdir("/proc") if sys.platform == "linux" else []:  # noqa: PTH208 - no pathlib: it takes time
         try:
             with open(f"/proc/{process}/stat") as file:  # noqa: PTH123
                 parent = int(file.read().rpartition(")")[2].split()[1])
-        except (OSError, ValueError, IndexError):  # no process, or none any more
+        except (OSError, ValueError, IndexError):  # no process, or it has ended
             continue
         if parent == os.getpid():
             found.append(int(process))
@@ -183,7 +183,7 @@ def _list_children() -> list[int]:
 
 
 def _read_child(reads: int) -> bytes:
-    """Return what the child sent; nothing is waited for, since a process of its own may hold the other end."""
+    """Return what the child sent, without waiting: a process of its own may hold the other end."""
     os.set_blocking(reads, False)
     try:
         return os.read(reads, 4096)
@@ -192,16 +192,16 @@ def _read_child(reads: int) -> bytes:
 
 
 def _run_child(job: dict[str, Any], writes: int) -> None:
-    """Live the child's whole life."""
+    """Run the program in the child, and exit."""
     status = 1
     try:
         if sys.platform == "linux":
-            _call_prctl(DEATHSIG, signal.SIGKILL)  # the guard's end is its end
+            _call_prctl(DEATHSIG, signal.SIGKILL)  # die with the sandbox process
         os.setsid()
         nothing = os.open(os.devnull, os.O_RDWR)
         for stream in range(3):
             os.dup2(nothing, stream)
-        _set_limits(job)  # before the sandbox, inside which no limit is set any more
+        _set_limits(job)  # first, since the sandbox forbids setting limits
         protections, missing = enter_sandbox()
         os.write(writes, json.dumps({"protections": protections, "missing": missing}).encode() + b"\n")
         if not missing or job["allow_unsandboxed"]:
@@ -223,29 +223,28 @@ def _set_limits(job: dict[str, Any]) -> None:
     for kind, most in limits.items():
         try:
             resource.setrlimit(kind, (most, most))
-        except (ValueError, OSError):  # lower already; or a system that knows no such limit
+        except (ValueError, OSError):  # already lower, or unknown to this system
             pass
 
 
 def _count_user_threads() -> int:
-    """Return how many threads this user has: the limit is on all of them. 0 where there is no /proc."""
+    """Return the number of this user's threads, to which the limit applies; 0 without /proc."""
     found = 0
     for process in os.listdir("/proc") if sys.platform == "linux" else []:  # noqa: PTH208
         try:
             with open(f"/proc/{process}/status") as file:  # noqa: PTH123
-                said = dict(line.split(":", 1) for line in file)
-            found += int(said["Threads"]) if int(said["Uid"].split()[0]) == os.getuid() else 0
-        except (OSError, ValueError, KeyError):  # no process, or none any more
+                status = dict(line.split(":", 1) for line in file)
+            found += int(status["Threads"]) if int(status["Uid"].split()[0]) == os.getuid() else 0
+        except (OSError, ValueError, KeyError):  # no process, or it has ended
             pass
     return found
 
 
 def enter_sandbox() -> tuple[list[str], list[str]]:
-    """Restrict this process by Landlock and seccomp, as far as the kernel has them; neither needs any rights.
+    """Restrict this process by Landlock and seccomp, as far as the kernel has them; neither needs privileges.
 
-    Returns what is kept out, and what is missing of what keeps it out, both in words. That no file is written is said
-    only where both took effect and Landlock knows of truncation: the modes of files are seccomp's part, their contents
-    Landlock's.
+    Return what is prevented, and what is missing, both in words. "no files written" needs both, and a Landlock that knows
+    truncation: seccomp protects the modes of files, Landlock their contents.
     """
     if sys.platform != "linux" or not _call_prctl(NO_NEW_PRIVILEGES, 1):
         return [], missing_protections(0, False)
@@ -258,7 +257,7 @@ def enter_sandbox() -> tuple[list[str], list[str]]:
 
 
 def _restrict_files(abi: int) -> bool:
-    """Let this process write no file but /dev/null, from now on, by Landlock of `abi`; return whether that took effect."""
+    """Keep this process from writing any file but /dev/null, by Landlock of `abi`; return whether that took effect."""
     if abi < 1:
         return False
     libc = ctypes.CDLL(None)
@@ -276,7 +275,7 @@ def sandbox_filter() -> list[Instruction]:
     architecture, _ = MACHINES[os.uname().machine]
     code = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, architecture), (RETURN, 0, 0, REFUSE), (LOAD, 0, 0, 0)]
     code += [(AT_LEAST, 0, 1, FIRST_UNKNOWN_CALL), (RETURN, 0, 0, NO_SUCH_CALL)]  # the numbers of x32, too
-    code += _on_call(OPENAT2, [(RETURN, 0, 0, NO_SUCH_CALL)])  # its flags lie in memory, where no filter looks
+    code += _on_call(OPENAT2, [(RETURN, 0, 0, NO_SUCH_CALL)])  # its flags are in memory, which filters can't read
     opens: tuple[tuple[Numbers, int], ...] = ((OPEN, 1), (OPENAT, 2))
     for numbers, argument in opens:
         truncates = [word for mode in (READ_ONLY, NO_ACCESS) for word in _answer(O_TRUNC | mode, REFUSE)]
@@ -292,7 +291,7 @@ def sandbox_filter() -> list[Instruction]:
 
 
 def load_filter(code: list[Instruction]) -> bool:
-    """Put this process, and what it starts, under a seccomp filter; return whether the kernel took it."""
+    """Put this process and its children under a seccomp filter; return whether the kernel accepted it."""
     instructions = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *one) for one in code))
     program = ctypes.create_string_buffer(struct.pack("@HP", len(code), ctypes.addressof(instructions)))
     call = _number(SECCOMP_CALL)
@@ -305,13 +304,13 @@ def _number(numbers: Numbers) -> int | None:
 
 
 def _on_call(numbers: Numbers, code: list[Instruction]) -> list[Instruction]:
-    """Return `code`, which ends by an answer, for one call; nothing where this machine has no such call."""
+    """Return `code`, which ends with an answer, for one call; nothing if this machine has no such call."""
     number = _number(numbers)
     return [] if number is None else [(EQUAL, 0, len(code), number), *code]
 
 
 def _answer(value: int, answer: int) -> list[Instruction]:
-    """Return the instructions that give `answer` where what was loaded is `value`."""
+    """Return the instructions that answer `answer` if the loaded value is `value`."""
     return [(EQUAL, 0, 1, value), (RETURN, 0, 0, answer)]
 
 

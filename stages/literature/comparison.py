@@ -235,7 +235,7 @@ def _measure_question_speedup(cell: CellRecord, _: CellRecord | None) -> Measure
     if not own:
         return None
     speeds, plain_speeds = ([tokens / seconds for tokens, seconds in rows] for rows in (own, plain))
-    ends, value = interval.of_ratio_of_means(speeds, plain_speeds), fmean(speeds) / fmean(plain_speeds)
+    ends, value = interval.compute_ratio_interval(speeds, plain_speeds), fmean(speeds) / fmean(plain_speeds)
     return MeasuredNumber(value, ends.half) if ends else MeasuredNumber(value, None, "one question")
 
 

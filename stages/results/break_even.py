@@ -1,4 +1,4 @@
-"""Where speculation stops paying: speedups along an axis (concurrency, or tokens of an answer), and where they cross 1."""
+"""Break-even of speculation: where the speedup along an axis (concurrency, or tokens of an answer) crosses 1."""
 
 import math
 from collections.abc import Sequence
@@ -8,9 +8,9 @@ SpeedupPoint = tuple[float, float]  # (place on the axis, speedup)
 
 
 def find_crossings(points: Sequence[SpeedupPoint]) -> list[float]:
-    """Where the speedup crosses 1: between two measured points a straight line over log(axis); points in its order.
+    """Return where the speedup crosses 1, interpolated linearly over log(axis); the points are in the axis's order.
 
-    A speedup of just 1 counts as paying, as in `describe_crossings`.
+    A speedup of exactly 1 counts as faster, as in `describe_crossings`.
     """
     found = []
     for (x0, y0), (x1, y1) in pairwise(points):
@@ -20,7 +20,7 @@ def find_crossings(points: Sequence[SpeedupPoint]) -> list[float]:
 
 
 def describe_crossings(points: Sequence[SpeedupPoint], axis: str) -> str:
-    """The crossings as a clause, as "faster up to a concurrency of 45.3, slower beyond". At least one point."""
+    """Return the crossings of at least one point in words, as "faster up to a concurrency of 45.3, slower beyond"."""
     found, start = find_crossings(points), points[0][1] >= 1
     ends = f"{points[0][0]:g} to {points[-1][0]:g}" if len(points) > 1 else f"{points[0][0]:g}"
     if not found:

@@ -1,8 +1,9 @@
-"""Fits cost_model's terms to a timing grid: docs/cost.md, version 1.
+"""Fit of the cost model's terms to a timing grid: docs/cost.md, version 1.
 
-No term is negative, since no work takes time back. Residuals are taken as shares of the measured times, so that a short
-cycle counts as much as a long one. How many terms a grid can bear, and where its knee lies, is what predicts points left out
-best; that error is the fit's own word on how good it is. Letters: P points, K terms.
+Terms are non-negative. Residuals are shares of the measured times, so that a short cycle counts as much as a long one. The
+number of terms and the knee are those that best predict points left out; this error is reported with the fit.
+
+Letters: P points, K terms.
 """
 
 from collections.abc import Sequence
@@ -14,12 +15,12 @@ from stages.results.cost_model import COST_TERMS, CostModel, count_term_units
 
 Row = dict[str, Any]
 
-MAX_KNEES = 12  # to try: each is a fit for every point that is left out
-MIN_POINTS = 3  # points: with two, one is left to predict the other, and says nothing
+MAX_KNEES = 12  # tried; each costs a fit for every point that is left out
+MIN_POINTS = 3  # with two, a single point would have to predict the other
 
 
 def fit_cost_model(grid: Sequence[Row]) -> CostModel:
-    """Of rows as cost.GRID. Raises ValueError where they are too few, or hold a time that is none."""
+    """Fit rows of a timing grid (timing_grid.CycleTime). Raises ValueError for too few rows, or a time that isn't positive."""
     if len(grid) < MIN_POINTS:
         raise ValueError(
             f"a timing grid has {len(grid)} points, expected at least {MIN_POINTS}: fewer can't say how well the others are "
@@ -33,7 +34,7 @@ def fit_cost_model(grid: Sequence[Row]) -> CostModel:
 
 
 def _list_candidate_models(grid: Sequence[Row]) -> list[tuple[int, int | None]]:
-    """(how many terms, knee) to try, the plainest first: of equals `min` takes the first."""
+    """Return (number of terms, knee) to try, the simplest first, since `min` takes the first of equals."""
     bent = COST_TERMS.index("beyond")
     rows = sorted({row["tokens"] * row["batch"] for row in grid})[1:-1]
     knees = rows[:: -(-len(rows) // MAX_KNEES) or 1]
@@ -42,7 +43,7 @@ def _list_candidate_models(grid: Sequence[Row]) -> list[tuple[int, int | None]]:
 
 def _fit_terms(grid: Sequence[Row], times: np.ndarray, count: int, knee: int | None) -> CostModel:
     design, names = _build_design_matrix(grid, COST_TERMS[:count], knee)  # [P, K]
-    shares = design / times[:, None]  # so that a residual is one of 1
+    shares = design / times[:, None]  # residuals are then shares of the measured time
     found = solve_nonnegative(shares, np.ones(len(times)))
     left_out = np.array([design[p] @ _fit_without_point(shares, p) for p in range(len(times))])
     errors, residuals = left_out / times - 1, shares @ found - 1
@@ -57,13 +58,13 @@ def _fit_terms(grid: Sequence[Row], times: np.ndarray, count: int, knee: int | N
 
 
 def _fit_without_point(shares: np.ndarray, point: int) -> np.ndarray:
-    """The fit [K] to all points but one."""
+    """Return the fit [K] to all points but one."""
     rest = np.delete(shares, point, axis=0)
     return solve_nonnegative(rest, np.ones(len(rest)))
 
 
 def _build_design_matrix(grid: Sequence[Row], terms: Sequence[str], knee: int | None) -> tuple[np.ndarray, list[str]]:
-    """[P, K] and the terms' names. A term that is the same at all points can't be told from the fixed one: left out."""
+    """Return ([P, K], names of the terms), without terms that are constant over the grid, as the fixed one is."""
     shapes = ((row["steps"], row["topk"], row["tokens"], row["batch"]) for row in grid)
     each = [count_term_units(*shape, knee) for shape in shapes]
     columns = {term: np.array([taken[term] for taken in each], dtype=float) for term in terms}
@@ -72,16 +73,16 @@ def _build_design_matrix(grid: Sequence[Row], terms: Sequence[str], knee: int | 
 
 
 def solve_nonnegative(design: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """x >= 0 [K] with the least |design x - wanted|; design [P, K], wanted [P].
+    """Return x >= 0 [K] with the least |design x - wanted|; design [P, K], wanted [P].
 
-    Lawson and Hanson, Solving Least Squares Problems (1974), chapter 23: terms enter where the error falls, and leave where
+    Lawson and Hanson, Solving Least Squares Problems (1974), chapter 23: terms enter if that lowers the error, and leave if
     they would turn negative.
     """
     scale = np.linalg.norm(design, axis=0)
     scale[scale == 0] = 1
     unit = design / scale
     x, free = np.zeros(unit.shape[1]), np.zeros(unit.shape[1], dtype=bool)
-    for _ in range(10 * len(x)):  # it ends by itself; a tie of rounding must not turn in a circle
+    for _ in range(10 * len(x)):  # a limit in case rounding makes it cycle
         slope = unit.T @ (wanted - unit @ x)
         slope[free] = -np.inf
         best = int(slope.argmax())
@@ -93,7 +94,7 @@ def solve_nonnegative(design: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 def _step_to_feasible(unit: np.ndarray, wanted: np.ndarray, x: np.ndarray, free: np.ndarray) -> np.ndarray:
-    """From x to the best of the free terms, as far as none turns negative; those that reach 0 are free no more."""
+    """Move from x towards the optimum of the free terms, up to where one turns negative; terms that reach 0 are fixed."""
     while True:
         aim = np.zeros_like(x)
         aim[free] = np.linalg.lstsq(unit[:, free], wanted, rcond=None)[0]

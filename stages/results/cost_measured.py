@@ -1,8 +1,7 @@
-"""What live cells say of predictions: their own tau, C and speedup beside the predicted ones. docs/cost.md, version 1.
+"""Predictions compared with cells: predicted and measured tau, C and speedup. docs/cost.md, version 1.
 
-tau / C is of decoding alone, so the measured speedup beside it is too: the prompts' prefill, which both sides pay, is left out
-of the times. A cell's own interval, which is of whole answers, goes with it as a share; without one (one prompt, one repeat)
-it can't be said whether the two agree.
+tau / C is of decoding alone, so the measured speedup here is too: prefill, which both sides pay, is left out of the times. A
+cell's interval, which is of whole answers, is applied as a share; without one (one prompt, one repeat) agreement is unknown.
 """
 
 import math
@@ -17,7 +16,7 @@ Row = dict[str, Any]
 
 
 def measure_torch_cell(cell: Row) -> Row | None:
-    """tau, C and the speedup of decoding, with its interval; None of a cell that decoded nothing after its first tokens."""
+    """Return tau, C and the speedup of decoding, with its interval; None if no answer has more than one token."""
     rows, metrics = cell["prompts"], cell["metrics"]
     seconds, plain = (
         sum(r[f"{who}e2e_latency_s"] - r[f"{who}prefill_latency_s"] for r in rows) for who in ("", "baseline_")
@@ -34,8 +33,8 @@ def measure_torch_cell(cell: Row) -> Row | None:
 
 
 def measure_served_line(line: ServedTableLine) -> Row | None:
-    """The same of a served cell's line that was compared with a baseline."""
-    row, point, plain = line.row, line.point, line.plain
+    """Return the same for a served line; None if it was not compared with a baseline."""
+    row, point, plain = line.row, line.point, line.baseline_point
     if not point or not plain or row["speedup"] is None or row["tau"] is None:
         return None
     cycles, steps, own = (
@@ -52,16 +51,15 @@ def measure_served_line(line: ServedTableLine) -> Row | None:
 def _build_measurement(
     tau: float, c: float, decoding: float, whole: float, ends: tuple[float | None, float | None]
 ) -> Row:
-    """`ends` are of the interval of `whole`."""
+    """Return a measurement; `ends` are those of the interval of `whole`, the speedup of whole answers."""
     low, high = (None if end is None else decoding * end / whole for end in ends)
     return {"tau": tau, "C": c, "speedup": decoding, "low": low, "high": high, "whole": whole}
 
 
 def compare_prediction(names: Row, guess: Row, found: Row) -> Row:
-    """`names` of a cell, its prediction and its measurement, and whether their intervals have anything in common.
+    """Return the names of a cell with its prediction and measurement, and whether their intervals overlap.
 
-    Where they haven't, `apart` says which of tau and C is further from what was predicted. `agrees` is None where one has no
-    interval.
+    If they don't, `apart` names which of tau and C is further from its prediction. `agrees` is None without both intervals.
     """
     known = None not in (guess["low"], guess["high"], found["low"], found["high"])
     agrees = (guess["low"] <= found["high"] and found["low"] <= guess["high"]) if known else None
@@ -73,7 +71,7 @@ def compare_prediction(names: Row, guess: Row, found: Row) -> Row:
 def compare_torch_cells(
     costs: dict[str, Row], cells: Iterable[Row], guesses: Iterable[Row]
 ) -> tuple[list[Row], list[str]]:
-    """Torch cells beside predictions, `costs` by checkpoint; and why others can't be."""
+    """Return torch cells compared with predictions, and why others can't be; `costs` are timing grids by checkpoint."""
     by_tree = {_make_prediction_key(guess): guess for guess in guesses if guess["engine"] == "torch"}
     made, why = [], []
     for cell in cells:
@@ -107,7 +105,7 @@ def _make_prediction_key(guess: Row) -> tuple[Any, ...]:
 def compare_served_lines(
     costs: Iterable[Row], lines: Iterable[ServedTableLine], replays: Mapping[str, list[Row]]
 ) -> list[Row]:
-    """Served points beside what the other points of their cost predict for them: none judges itself."""
+    """Return served points compared with what the other points of their timing grid predict for them."""
     every, made = list(lines), []
     for timed in costs:
         trees = prediction.select_temperature(replays.get(timed["checkpoint"], []), timed["settings"]["temperature"])
@@ -123,20 +121,22 @@ def compare_served_lines(
 
 
 def _predict_left_out(timed: Row, number: int, tree: Row) -> Row:
-    """The prediction of a grid's point by the others."""
-    fit, batch = cost_model.CostModel.of_json(timed["fit"]), timed["grid"][number]["batch"]
+    """Return the prediction of a grid's point by the others."""
+    fit, batch = cost_model.CostModel.from_json(timed["fit"]), timed["grid"][number]["batch"]
     step = next(row for row in timed["plain"] if row["batch"] == batch)
     c, (tau, ends) = fit.left_out_s[number] / step["step_s"], prediction.get_tau_interval(tree)
-    return {"tau": tau, "C": c} | prediction.compute_speedup_interval(tau, ends, c, prediction.margin(fit, step))
+    return {"tau": tau, "C": c} | prediction.compute_speedup_interval(
+        tau, ends, c, prediction.compute_prediction_error(fit, step)
+    )
 
 
 def _is_grid_point(line: ServedTableLine, timed: Row, point: Row) -> bool:
-    """Whether a grid's point was taken from this line."""
+    """Return whether a grid's point was taken from this line."""
     row = line.row
     same = all(row[name] == timed[name] for name in (*prediction.COST_NAME_COLUMNS, "checkpoint"))
     shape = row["num_steps"], row["topk"], row["num_draft_tokens"], row["concurrency"]
     return (
         same
-        and line.plain is not None
+        and line.baseline_point is not None
         and shape == (*(point[axis] for axis in prediction.TREE_COLUMNS), point["batch"])
     )

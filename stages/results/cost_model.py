@@ -7,7 +7,7 @@
                                       + beyond      · rows of verifying beyond the knee, where computing outlasts reading
                                       + sequence    · batch          what each sequence costs: its keys and values, sampling
 
-What is known of the terms; cost_fit.py finds them. No numpy here: the terminal's table must answer at once.
+cost_fit.py fits the terms. This module does not import numpy, so that the table in the terminal appears at once.
 """
 
 from dataclasses import asdict, dataclass
@@ -17,39 +17,48 @@ from stages.results import interval
 
 Row = dict[str, Any]
 
-COST_TERMS = ("cycle", "verify row", "draft step", "sequence", "draft row", "beyond")  # in the order they are taken in
+COST_TERMS = (
+    "cycle",
+    "verify row",
+    "draft step",
+    "sequence",
+    "draft row",
+    "beyond",
+)  # in the order in which a fit adds them
 
 
 @dataclass(frozen=True)
 class CostModel:
-    seconds: dict[str, float]  # a term's, per unit; a term that the grid can't tell is missing
-    knee: int | None  # rows of a verify pass; None where none is seen
-    left_out_s: list[float]  # of each point of the grid, as predicted by all others
-    error: float  # of those: root mean square, as a share
+    """Fitted terms. The field names are keys of files (results/cost/)."""
+
+    seconds: dict[str, float]  # of a term, per unit; without terms that the grid can't determine
+    knee: int | None  # rows of a verify pass; None without a knee
+    left_out_s: list[float]  # each point of the grid, predicted by all others
+    error: float  # of these predictions: root mean square, as a share
     error_max: float
-    residual: float  # of the points fitted: root mean square, as a share
+    residual: float  # of the fitted points: root mean square, as a share
 
     @property
     def margin(self) -> float:
-        """Half of the 95% interval of a predicted cycle, as a share: Student's t over the points left out."""
-        found = interval.margin(self.error, len(self.left_out_s))
-        assert found is not None, "cost_fit.FEWEST points at least are fitted"
+        """Return half of the 95% interval of a predicted cycle, as a share: Student's t over the points left out."""
+        found = interval.compute_margin(self.error, len(self.left_out_s))
+        assert found is not None, "a fit has at least cost_fit.MIN_POINTS points"
         return found
 
     def to_json(self) -> Row:
         return asdict(self)
 
     @classmethod
-    def of_json(cls, found: Row) -> "CostModel":
+    def from_json(cls, found: Row) -> "CostModel":
         return cls(**found)
 
-    def cycle_s(self, steps: int, topk: int, tokens: int, batch: int) -> float:
+    def predict_cycle_s(self, steps: int, topk: int, tokens: int, batch: int) -> float:
         given = count_term_units(steps, topk, tokens, batch, self.knee)
         return sum(seconds * given[term] for term, seconds in self.seconds.items())
 
 
 def count_term_units(steps: int, topk: int, tokens: int, batch: int, knee: int | None) -> dict[str, float]:
-    """How much of each term a cycle takes. A first draft step has one row a sequence, each later one topk."""
+    """Return how many units of each term a cycle has. The first draft step has one row a sequence, each later one topk."""
     verified = tokens * batch
     return {
         "cycle": 1,

@@ -1,12 +1,12 @@
-"""The cost of a serving engine's cycles, from served cells: what was measured on the engine is what it costs.
+"""The cost of a serving engine's cycles, derived from served cells.
 
 A request decodes from its first token to its last, so at one concurrency
 
     cycle = sum of (e2e - ttft) over requests / sum of their cycles        of a cell with a draft
     step  = sum of (e2e - ttft) over requests / sum of (tokens - 1)        of the same server without one
 
-Both hold what the load adds: waiting for others' prefills, for the batch. So a cost is of one workload and answer length,
-and its batch is the load's concurrency. At a request rate the batch follows the arrivals, and nothing is taken.
+Both include what the load adds: waiting for other prefills, and for the batch. So a cost belongs to one workload and answer
+length, and its batch is the load's concurrency. Loads at a request rate are skipped, since their batch follows the arrivals.
 """
 
 import json
@@ -22,9 +22,9 @@ Row = dict[str, Any]
 
 
 def derive_costs(lines: Iterable[ServedTableLine]) -> tuple[list[Row], list[str]]:
-    """A cost (as cost.KEYS) of each workload, answer length, checkpoint and server, and why there is none of others.
+    """Return a timing grid of each workload, answer length, checkpoint and server, and why others have none.
 
-    Only lines that were compared with a baseline count: those are of one engine, machine and prompts.
+    Only lines that were compared with a baseline are used: they share engine, machine and prompts.
     """
     made, why = [], []
     for name, some in _group_lines(list(lines)).items():
@@ -37,7 +37,7 @@ def derive_costs(lines: Iterable[ServedTableLine]) -> tuple[list[Row], list[str]
 
 
 def _group_lines(lines: list[ServedTableLine]) -> dict[str, list[ServedTableLine]]:
-    """Speculative lines whose loads are closed loops, each group on servers that agree; by its name."""
+    """Group speculative lines of closed loops by name and server configuration."""
     found: dict[tuple[str, str], list[ServedTableLine]] = {}
     for line in lines:
         row = line.row
@@ -54,7 +54,7 @@ def _group_lines(lines: list[ServedTableLine]) -> dict[str, list[ServedTableLine
 
 
 def _build_cost(lines: list[ServedTableLine], grid: list[Row], plain: list[Row]) -> Row:
-    from stages.results import cost_fit  # with numpy, which the terminal's table can do without
+    from stages.results import cost_fit  # imports numpy, which the table in the terminal does without
 
     first = lines[0]
     served = first.cell
@@ -95,26 +95,26 @@ def _build_grid(lines: list[ServedTableLine]) -> Iterator[Row]:
 
 
 def _build_plain_steps(lines: list[ServedTableLine]) -> Iterator[Row]:
-    """Of each concurrency, all plain decoding that the group was compared with."""
+    """Yield the plain step of each concurrency, over all baselines that the group was compared with."""
     steps: dict[int, list[float]] = {}
     seen: set[int] = set()
     for line in lines:
-        assert line.plain is not None, "a line with a speedup was compared with a point"
-        if id(line.plain) not in seen:  # one baseline serves many cells
-            seen.add(id(line.plain))
-            steps.setdefault(line.row["concurrency"], []).extend(compute_step_seconds(line.plain))
+        assert line.baseline_point is not None, "a line with a speedup has a baseline point"
+        if id(line.baseline_point) not in seen:  # cells share a baseline
+            seen.add(id(line.baseline_point))
+            steps.setdefault(line.row["concurrency"], []).extend(compute_step_seconds(line.baseline_point))
     for batch in sorted(steps):
         yield {"batch": batch, **_summarise_times("step_s", steps[batch])}
 
 
 def _summarise_times(name: str, values: list[float]) -> Row:
-    """Return the columns `name`, error and samples of cost.GRID or cost.PLAIN, from the values of each repeat."""
-    found = interval.mean_time(values)
+    """Return the columns `name`, error and samples of a CycleTime or PlainStepTime, from the values of each repeat."""
+    found = interval.estimate_mean(values)
     return {name: found.value, "error": found.error, "samples": len(values)}
 
 
 def compute_cycle_seconds(point: Row) -> list[float]:
-    """Of each repeat, the seconds of a cycle; a server that counts over all requests gives one of all repeats."""
+    """Return the seconds of a cycle in each repeat; one value for all repeats if the engine counts over all requests."""
     each = _time_by_repeat(point, lambda r: r["cycles"])
     if each or not point["acceptance"] or any(r["failed"] for r in point["requests"]):
         return each
@@ -123,12 +123,12 @@ def compute_cycle_seconds(point: Row) -> list[float]:
 
 
 def compute_step_seconds(point: Row) -> list[float]:
-    """Of each repeat, the seconds of a step of plain decoding."""
+    """Return the seconds of a plain step in each repeat."""
     return _time_by_repeat(point, lambda r: r["output_tokens"] - 1)
 
 
 def _time_by_repeat(point: Row, count: Any) -> list[float]:
-    """Seconds of decoding by what was counted, of requests that count something; none where nothing is."""
+    """Return, for each repeat, seconds of decoding divided by the count, over requests with a count above 0."""
     rows = [(r["repeat"], _sum_decoding_seconds(r), count(r)) for r in _list_answered_requests(point)]
     repeats = sorted({repeat for repeat, _, n in rows if n})
     sums = [[(s, n) for at, s, n in rows if at == repeat and n] for repeat in repeats]

@@ -1,10 +1,10 @@
 """Every 95% interval and standard error of the project, defined in docs/metrics.md, "Intervals".
 
-Numbers of one prompt resemble each other: its turns, its repeats, its cycles. So an interval counts **clusters** (prompts, or
-conversations: results/clusters.py), never requests or cycles. Figures that pool clusters of unequal size (tau, speedup) have
-the error of the delete-one-cluster jackknife and Student's t of Bell and McCaffrey's degrees of freedom (2002): as many as
-clusters less one where all are of one size, and fewer where some hold most of the cycles. Fewer than two clusters say nothing
-of how clusters scatter: no interval. numpy and scipy are imported where they are used: the terminal's table must answer at once.
+Turns, repeats and cycles of one prompt are correlated. So an interval is over **clusters** (prompts, or conversations:
+results/clusters.py), never over requests or cycles. Figures that pool clusters of unequal size (tau, speedup) use the
+delete-one-cluster jackknife and Student's t with Bell and McCaffrey's degrees of freedom (2002): the number of clusters less
+one if all have one size, fewer if some hold most of the cycles. Fewer than two clusters have no interval. numpy and scipy are
+imported in functions, so that the table in the terminal appears at once.
 
 Letters: C clusters, P prompts, R repeats, T trees.
 """
@@ -34,8 +34,8 @@ class Interval(NamedTuple):
         return (self.high - self.low) / 2
 
 
-class Timed(NamedTuple):
-    """A typical value and its standard error as a share of it; None where one value can't tell."""
+class TimeEstimate(NamedTuple):
+    """A typical value and its standard error as a share of it; None for a single value."""
 
     value: float
     error: float | None
@@ -62,42 +62,42 @@ def compute_mean_interval(values: Sequence[float], share: float = SHARE) -> Inte
 # Standard errors of times, as shares
 
 
-def mean_time(values: Sequence[float]) -> Timed:
+def estimate_mean(values: Sequence[float]) -> TimeEstimate:
     """Return the mean of repeats."""
     mean = fmean(values)
-    return Timed(mean, stdev(values) / math.sqrt(len(values)) / mean if len(values) > 1 else None)
+    return TimeEstimate(mean, stdev(values) / math.sqrt(len(values)) / mean if len(values) > 1 else None)
 
 
-def median_time(seconds: Sequence[float]) -> Timed:
-    """Return the median, its error from the quartiles: one stray second must not make it vast."""
+def estimate_median(seconds: Sequence[float]) -> TimeEstimate:
+    """Return the median; its error is from the quartiles, so that an outlier does not inflate it."""
     import numpy as np
 
     low, middle, high = np.quantile(seconds, [0.25, 0.5, 0.75]).tolist()
-    return Timed(middle, MEDIAN_TO_MEAN * (high - low) / QUARTILES_APART / len(seconds) ** 0.5 / middle)
+    return TimeEstimate(middle, MEDIAN_TO_MEAN * (high - low) / QUARTILES_APART / len(seconds) ** 0.5 / middle)
 
 
-def margin(error: float | None, samples: int) -> float | None:
-    """Return half of the 95% interval, in the unit of the standard error of so many samples; None where that isn't known."""
+def compute_margin(error: float | None, samples: int) -> float | None:
+    """Return half of the 95% interval, in the unit of the standard error of so many samples; None if that is unknown."""
     return None if error is None or samples < 2 else compute_t_quantile(samples - 1) * error
 
 
 # Pooled over clusters
 
 
-def of_tau(accepted: np.ndarray, cycles: np.ndarray, num_steps: int) -> Interval | None:
+def compute_tau_interval(accepted: np.ndarray, cycles: np.ndarray, num_steps: int) -> Interval | None:
     """Return the interval of tau from accepted drafts [C] and verify cycles [C]."""
-    return of_taus(accepted[:, None], cycles[:, None], [num_steps])[0]
+    return compute_tau_intervals(accepted[:, None], cycles[:, None], [num_steps])[0]
 
 
-def of_taus(accepted: np.ndarray, cycles: np.ndarray, num_steps: Sequence[int]) -> list[Interval | None]:
+def compute_tau_intervals(accepted: np.ndarray, cycles: np.ndarray, num_steps: Sequence[int]) -> list[Interval | None]:
     """Return each tree's interval from accepted drafts [C, T] and verify cycles [C, T]; `num_steps` [T].
 
-    The ends stay where tau can be, from 1 to num_steps + 1. Clusters without a cycle are no clusters.
+    The ends are clipped to the range of tau, 1 to num_steps + 1. Clusters without a cycle are left out.
     """
     import numpy as np
 
     drafts, passes = accepted.astype(float), cycles.astype(float)
-    with np.errstate(divide="ignore", invalid="ignore"):  # of fewer than two clusters, which have no interval
+    with np.errstate(divide="ignore", invalid="ignore"):  # with fewer than two clusters, which give no interval
         middle = drafts.sum(0) / passes.sum(0)
         without = (drafts.sum(0) - drafts) / (passes.sum(0) - passes)
     half = _jackknife(without, middle, passes).half
@@ -105,14 +105,14 @@ def of_taus(accepted: np.ndarray, cycles: np.ndarray, num_steps: Sequence[int]) 
     return [None if math.isnan(low) else Interval(low, high) for low, high in ends.T.tolist()]
 
 
-def of_speedup(
+def compute_speedup_interval(
     tokens: np.ndarray, seconds: np.ndarray, plain_tokens: np.ndarray, plain_seconds: np.ndarray
 ) -> Interval | None:
     """Return the interval of (tokens / seconds) / (plain_tokens / plain_seconds), pooled; each is [P, R].
 
-    Prompts vary and machines drift, independently: half of the interval over prompts and half of that over repeats add by
-    their squares, as shares. What is left of chance in single answers is in both, so it errs on the wide side. One repeat
-    can't tell of drift: then it is over prompts alone. One prompt has none, since other prompts are what it is about.
+    Prompts vary and machines drift independently: the half-widths over prompts and over repeats add by their squares, as
+    shares. The noise of single answers is in both, so the interval errs on the wide side. With one repeat it is over prompts
+    alone; with one prompt there is none.
     """
     import numpy as np
 
@@ -120,13 +120,13 @@ def of_speedup(
     prompts, repeats = sums[0].shape
     if prompts < 2:
         return None
-    over_prompts = _log_speedup_half([each.sum(1) for each in sums])
-    over_repeats = _log_speedup_half([each.sum(0) for each in sums]) if repeats > 1 else 0.0
-    middle, half = _log_speedup([each.sum() for each in sums]), math.hypot(over_prompts, over_repeats)
+    over_prompts = _compute_log_speedup_half([each.sum(1) for each in sums])
+    over_repeats = _compute_log_speedup_half([each.sum(0) for each in sums]) if repeats > 1 else 0.0
+    middle, half = _compute_log_speedup([each.sum() for each in sums]), math.hypot(over_prompts, over_repeats)
     return Interval(math.exp(middle - half), math.exp(middle + half))
 
 
-def of_ratio_of_means(above: Sequence[float], below: Sequence[float]) -> Interval | None:
+def compute_ratio_interval(above: Sequence[float], below: Sequence[float]) -> Interval | None:
     """Return the interval of mean(above) / mean(below), of positive values in pairs, a pair a cluster."""
     import numpy as np
 
@@ -138,25 +138,25 @@ def of_ratio_of_means(above: Sequence[float], below: Sequence[float]) -> Interva
     return Interval(float(np.exp(middle - half)), float(np.exp(middle + half)))
 
 
-def _log_speedup(sums: Sequence[np.ndarray]) -> np.ndarray:
+def _compute_log_speedup(sums: Sequence[np.ndarray]) -> np.ndarray:
     import numpy as np
 
     tokens, seconds, plain_tokens, plain_seconds = (np.log(each) for each in sums)
     return tokens - seconds - plain_tokens + plain_seconds
 
 
-def _log_speedup_half(sums: Sequence[np.ndarray]) -> float:
+def _compute_log_speedup_half(sums: Sequence[np.ndarray]) -> float:
     """Half of the interval of the speedup's logarithm, over clusters; four of [C]."""
     totals = [each.sum() for each in sums]
-    without = _log_speedup([total - each for total, each in zip(totals, sums, strict=True)])
+    without = _compute_log_speedup([total - each for total, each in zip(totals, sums, strict=True)])
     _, seconds, _, plain_seconds = sums
     weights = seconds / seconds.sum() + plain_seconds / plain_seconds.sum()
-    return float(_jackknife(without, _log_speedup(totals), weights).half)
+    return float(_jackknife(without, _compute_log_speedup(totals), weights).half)
 
 
 @dataclass(frozen=True)
 class _Jackknife:
-    """NaN where there are fewer than two clusters."""
+    """Errors and degrees of freedom; NaN with fewer than two clusters."""
 
     error: np.ndarray  # [...]
     freedom: np.ndarray  # [...]
@@ -178,15 +178,15 @@ def _jackknife(without: np.ndarray, whole: np.ndarray, weights: np.ndarray) -> _
     enough = clusters > 1
     with np.errstate(divide="ignore", invalid="ignore"):
         error = np.sqrt((clusters - 1) / clusters * squares)
-        freedom = _freedom(weights / weights.sum(0))
+        freedom = _compute_degrees_of_freedom(weights / weights.sum(0))
     return _Jackknife(np.where(enough, error, np.nan), np.where(enough, freedom, np.nan))
 
 
-def _freedom(shares: np.ndarray) -> np.ndarray:
+def _compute_degrees_of_freedom(shares: np.ndarray) -> np.ndarray:
     """Return Satterthwaite's degrees of freedom of the jackknife's variance, of clusters with these shares [C, ...] of all.
 
     The variance is a quadratic form in the clusters' own figures, sum of w (x - mean)^2 with w = (share / (1 - share))^2.
-    Where those figures scatter alike, it has the mean tr B and the variance 2 tr B^2, and so (tr B)^2 / tr B^2 degrees.
+    If those figures have equal variance, it has the mean tr B and the variance 2 tr B^2, and so (tr B)^2 / tr B^2 degrees.
     """
     weights = (shares / (1 - shares)) ** 2
     s, w = (shares**2).sum(0), weights.sum(0)

@@ -1,25 +1,87 @@
-"""A row of the table of methods on disk: what one method did with a workload, beside plain decoding of the same prompts.
+"""The cell of a row of the table of methods (benchmark_methods -> report): a method beside plain decoding of the same prompts.
 
-In results/cells/, beside benchmark's and benchmark_served's, since the report depends on the folder.
+It lies in results/cells/ with the cells of the other benchmark stages, since the report depends on the folder.
 """
 
 from pathlib import Path
 from typing import Any
 
 from stages.results import torch_records
+from stages.results.record import Record
 from stages.runtime import atomic
 
-METHOD_CELL_KEYS = (
-    "row", "method", "checkpoint", "settings", "workload", "engine", "definitions", "temperature", "top_p", "top_k", "metrics",
-    "histogram", "prompts", "memory", "parameters", "mixture", "model", "hardware", "versions", "seconds", "seed",
-    "gpus", "joules",
-)  # fmt: skip
-# As cell.METRICS, but for a share of nodes: what a window's nodes are for isn't to be accepted.
-METHOD_METRICS = tuple(name for name in torch_records.METRICS if name != "node_accept_rate")
-METHOD_PROMPT_COLUMNS = (
-    "id", "prompt_tokens", "output_tokens", "cycles", "accepted", "identical", "finish_reason", "prefill_latency_s",
-    "e2e_latency_s", "baseline_output_tokens", "baseline_prefill_latency_s", "baseline_e2e_latency_s",
-)  # fmt: skip
+
+class MethodMetrics(Record):
+    """As `CellMetrics` without node_accept_rate: lookahead's window tokens are not there to be accepted."""
+
+    tau: float
+    tau_low: float | None
+    tau_high: float | None
+    accept_rate: float
+    prefill_latency_s: float
+    e2e_latency_s: float
+    output_tok_s: float
+    baseline_output_tok_s: float
+    speedup: float
+    speedup_low: float | None
+    speedup_high: float | None
+    identical_share: float | None
+
+
+class MethodPromptRow(Record):
+    """An answer, as `PromptRow`; methods decode each prompt once, and are not graded."""
+
+    id: str
+    prompt_tokens: int
+    output_tokens: int
+    cycles: int
+    accepted: int
+    identical: bool
+    finish_reason: str
+    prefill_latency_s: float
+    e2e_latency_s: float
+    baseline_output_tokens: int
+    baseline_prefill_latency_s: float
+    baseline_e2e_latency_s: float
+
+
+class MethodMemory(Record):
+    """Bytes beside the target's own."""
+
+    weights: int
+    state: int  # kept between cycles
+
+
+class MethodCell(Record):
+    """A cell of `benchmark_methods`."""
+
+    row: str
+    method: str
+    checkpoint: str | None
+    settings: dict[str, Any]
+    workload: str
+    engine: str
+    definitions: str
+    temperature: float
+    top_p: float
+    top_k: int | None
+    metrics: MethodMetrics
+    histogram: list[int]
+    prompts: list[MethodPromptRow]
+    memory: MethodMemory
+    parameters: int  # trained
+    mixture: bool  # the target is a mixture of experts
+    model: str
+    hardware: dict[str, Any]
+    versions: dict[str, str]
+    seconds: float
+    seed: int
+    gpus: list[str]
+    joules: float | None
+
+
+METHOD_CELL_KEYS, METHOD_METRICS = MethodCell.list_keys(), MethodMetrics.list_keys()
+METHOD_PROMPT_COLUMNS = MethodPromptRow.list_keys()
 
 
 def locate_method_cell(row: str) -> Path:
@@ -27,17 +89,19 @@ def locate_method_cell(row: str) -> Path:
 
 
 def write_method_cell(found: dict[str, Any]) -> Path:
-    """`memory` has the bytes of weights and state; `parameters` are trained, `mixture` says whether the target has experts."""
-    assert set(found) == set(METHOD_CELL_KEYS), sorted(set(found) ^ set(METHOD_CELL_KEYS))
-    assert set(found["metrics"]) == set(METHOD_METRICS) and set(found["memory"]) == {"weights", "state"}
-    assert all(set(row) == set(METHOD_PROMPT_COLUMNS) for row in found["prompts"])
+    """Write a cell and return its path."""
+    MethodCell.check(found)
     place = locate_method_cell(found["row"])
     atomic.write_json(place, found)
     return place
 
 
 def read_method_cell(row: str, stage: str) -> dict[str, Any]:
-    """Raises ValueError naming the file and what to run, where the row is missing, cut or another's."""
+    """Return the cell of a row.
+
+    Raises:
+        ValueError: naming the file and the command to run, if it is missing, incomplete or another row's.
+    """
     place = locate_method_cell(row)
     found: dict[str, Any] = atomic.read_json(place, made_by=stage)
     again = f"run: dvc repro -f -s {stage}"

@@ -2,9 +2,9 @@
 
     C = cycle / plain step at the same batch          speedup = tau / C
 
-tau is replayed, for every tree; C is the fit of a cost (cost_model). Nothing is extrapolated: a tree outside what was timed has
-no prediction. The interval joins tau's with the error of the fit on points left out, and that of the plain step; where one of
-them isn't known, there is none.
+tau is replayed for every tree; C comes from the fit of a timing grid (cost_model). Nothing is extrapolated: a tree outside the
+grid has no prediction. The interval combines tau's with the error of the fit on points left out and that of the plain step; if
+one of them is unknown, there is no interval.
 """
 
 import math
@@ -18,7 +18,7 @@ from stages.runtime import atomic
 Row = dict[str, Any]
 
 PREDICTION_TABLE, LAUNCH_FILE = Path("results/predicted.csv"), Path("results/launch.json")
-COST_NAME_COLUMNS = ("engine", "workload", "max_new_tokens")  # of a cost; the latter two null of the torch engine
+COST_NAME_COLUMNS = ("engine", "workload", "max_new_tokens")  # the latter two null for the torch engine
 TREE_COLUMNS = ("steps", "topk", "tokens")
 PREDICTION_COLUMNS = (
     *COST_NAME_COLUMNS,
@@ -35,12 +35,17 @@ PREDICTION_COLUMNS = (
     "high",
 )
 LOAD_COLUMNS = (*COST_NAME_COLUMNS[1:], "temperature", "concurrency")
-LAUNCHABLE_ENGINES = ("sglang", "vllm")  # that flags are written for
+LAUNCHABLE_ENGINES = ("sglang", "vllm")  # whose flags are known
 
 
 def predict_speedups(cost: Row, checkpoint: str, temperature: float, trees: Iterable[Row]) -> list[Row]:
-    """A row as COLUMNS of every tree within the cost's grid and every batch it has a plain step of; `trees` as replays.read."""
-    fit, within = cost_model.CostModel.of_json(cost["fit"]), get_grid_bounds(cost["grid"])
+    """Return a row for each tree within the timing grid and each batch with a plain step.
+
+    Args:
+        cost: a timing_grid.TimingGrid.
+        trees: rows of replay_records.
+    """
+    fit, within = cost_model.CostModel.from_json(cost["fit"]), get_grid_bounds(cost["grid"])
     names = {name: cost[name] for name in COST_NAME_COLUMNS} | {"temperature": temperature, "checkpoint": checkpoint}
     found = []
     for tree in select_temperature(trees, temperature):
@@ -49,38 +54,38 @@ def predict_speedups(cost: Row, checkpoint: str, temperature: float, trees: Iter
         for plain in cost["plain"]:
             place = tree["steps"], tree["topk"], tree["tokens"], plain["batch"]
             if is_inside_grid(within, *place):
-                c = fit.cycle_s(*place) / plain["step_s"]
+                c = fit.predict_cycle_s(*place) / plain["step_s"]
                 shape = dict(zip((*TREE_COLUMNS, "concurrency"), place, strict=True))
                 found.append(
                     names
                     | shape
                     | {"tau": tau, "tau_low": low, "tau_high": high, "C": c}
-                    | compute_speedup_interval(tau, ends, c, margin(fit, plain))
+                    | compute_speedup_interval(tau, ends, c, compute_prediction_error(fit, plain))
                 )
     return found
 
 
 def select_temperature(trees: Iterable[Row], temperature: float) -> list[Row]:
-    """Of replayed trees those of one temperature."""
+    """Return the replayed trees of one temperature."""
     return [tree for tree in trees if tree["temperature"] == temperature]
 
 
 def get_tau_interval(tree: Row) -> tuple[float, interval.Interval | None]:
-    """Return a replayed tau and its interval; none where one conversation was replayed."""
+    """Return a replayed tau and its interval; None if one conversation was replayed."""
     ends = [float(tree[end]) for end in ("tau_low", "tau_high") if tree[end] not in ("", None)]
     return float(tree["tau"]), interval.Interval(*ends) if ends else None
 
 
-def margin(fit: cost_model.CostModel, plain: Row) -> float | None:
-    """Return half of the 95% interval of C, as a share; None where one repeat can't tell how a plain step scatters."""
-    of_step = interval.margin(plain["error"], plain["samples"])
+def compute_prediction_error(fit: cost_model.CostModel, plain: Row) -> float | None:
+    """Return half of the 95% interval of C, as a share; None if the plain step was timed in one repeat."""
+    of_step = interval.compute_margin(plain["error"], plain["samples"])
     return None if of_step is None else math.hypot(fit.margin, of_step)
 
 
 def compute_speedup_interval(tau: float, ends: interval.Interval | None, c: float, error: float | None) -> Row:
     """Return tau / C and its 95% interval: independent errors, as shares (logarithms), add by their squares.
 
-    The interval is None where tau's is, or where the error of C isn't known.
+    The interval is None if tau's is, or if the error of C is unknown.
     """
     found = tau / c
     if ends is None or error is None:
@@ -90,18 +95,18 @@ def compute_speedup_interval(tau: float, ends: interval.Interval | None, c: floa
 
 
 def get_grid_bounds(grid: Iterable[Row]) -> dict[str, tuple[int, int]]:
-    """From where to where each axis was timed."""
+    """Return the smallest and largest timed value of each axis."""
     rows = list(grid)
     return {axis: (min(r[axis] for r in rows), max(r[axis] for r in rows)) for axis in (*TREE_COLUMNS, "batch")}
 
 
 def is_inside_grid(within: Mapping[str, tuple[int, int]], *place: int) -> bool:
-    """`place` is steps, topk, tokens, batch."""
+    """Return whether a place (steps, topk, tokens, batch) lies within the bounds."""
     return all(low <= at <= high for at, (low, high) in zip(place, within.values(), strict=True))
 
 
 def count_outside_grid(cost: Row, trees: Iterable[Row]) -> int:
-    """How many trees lie outside what was timed, at every batch."""
+    """Return how many trees lie outside the timing grid at every batch."""
     within = get_grid_bounds(cost["grid"])
     batches = [plain["batch"] for plain in cost["plain"]]
     shapes = [tuple(tree[axis] for axis in TREE_COLUMNS) for tree in trees]
@@ -109,11 +114,13 @@ def count_outside_grid(cost: Row, trees: Iterable[Row]) -> int:
 
 
 def choose_launches(predicted: Iterable[Row], flags: Callable[[str, Row], list[str] | None]) -> list[Row]:
-    """Of each engine, load and concurrency the tree with the highest predicted speedup that the engine can run.
+    """Return, for each engine, load and concurrency, the runnable tree with the highest predicted speedup.
 
-    An engine whose own cells gave no cost is advised by the torch engine's. `flags(engine, row)` is what turns the tree of a
-    prediction on, None where the engine can't run it. A tree is worth enabling where even the interval's low end is above 1:
-    never without an interval.
+    An engine without a timing grid of its own uses the torch engine's. A tree is worth enabling if the interval's low end is
+    above 1, never without an interval.
+
+    Args:
+        flags: returns the flags that turn a prediction's tree on, given (engine, row); None if the engine can't run it.
     """
     rows, found = list(predicted), []
     for engine in LAUNCHABLE_ENGINES:
@@ -136,13 +143,13 @@ def choose_launches(predicted: Iterable[Row], flags: Callable[[str, Row], list[s
 
 
 def write_predictions(predicted: Iterable[Row], launch: list[Row], costs: list[Row]) -> None:
-    """Both files; the costs that it all comes from are kept with what to launch, each with its hardware."""
+    """Write both files; the launch file also has the timing grids, each with its hardware."""
     atomic.write_csv(PREDICTION_TABLE, PREDICTION_COLUMNS, predicted)
     atomic.write_json(LAUNCH_FILE, {"launch": launch, "costs": costs})
 
 
 def read_launch() -> list[Row]:
-    """Raises ValueError saying what to run, where there is none."""
+    """Return what to launch. Raises ValueError naming the command to run, if the file is missing."""
     found = atomic.read_json(LAUNCH_FILE, made_by="report")
     if not isinstance(found, dict) or "launch" not in found:
         raise ValueError(f"{LAUNCH_FILE} holds nothing to launch; run: dvc repro -f -s report")

@@ -1,7 +1,7 @@
-"""What replay found, on disk; docs/metrics.md defines the columns.
+"""Results of replay on disk; docs/metrics.md defines the columns.
 
-`results/replay/<checkpoint>.csv`: one row a tree on the target's answers at temperature 0, and then one a tree on those that
-were drawn above it. `<checkpoint>.inside.csv`: of some trees what happens in their cycles at temperature 0, one row a bucket.
+`results/replay/<checkpoint>.csv`: a row for each tree on the target's answers at temperature 0, then a row for each tree on
+answers sampled above it. `<checkpoint>.inside.csv`: statistics of the cycles of some trees at temperature 0, a row a bucket.
 """
 
 import csv
@@ -15,7 +15,7 @@ REPLAY_FOLDER = Path("results/replay")
 REPLAY_COLUMNS = (
     "checkpoint", "steps", "topk", "tokens", "tau", "tau_low", "tau_high", "accept_rate", "cycles", "accepted", "mean_depth",
     "acceptance", "tau_oracle", "tau_adaptive",
-    "temperature", "top_p",  # of the answers; top_p empty at temperature 0, where nothing is drawn
+    "temperature", "top_p",  # of the answers; top_p empty at temperature 0
 )  # fmt: skip
 TREE_STATISTICS_COLUMNS = ("checkpoint", "tree", "by", "bucket", "cycles", "nodes", "promised", "accepted")
 
@@ -41,7 +41,7 @@ def read_replay(checkpoint: str) -> list[dict[str, Any]]:
     if not rows or (missing := set(REPLAY_COLUMNS) - set(rows[0])):
         raise ValueError(f"{place} {f'lacks the columns {sorted(missing)}' if rows else 'holds no trees'}; {again}")
     for row in rows:
-        try:  # what is computed with gets its type; the rest goes through as it was written
+        try:  # only columns that are computed with are converted
             row |= {k: int(row[k]) for k in ("steps", "topk", "tokens")}
             row |= {k: float(row[k]) for k in ("tau", "temperature")}
             row |= {"top_p": float(row["top_p"]) if row["top_p"] else None}
@@ -51,19 +51,19 @@ def read_replay(checkpoint: str) -> list[dict[str, Any]]:
 
 
 def select_greedy(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those on the target's answers at temperature 0."""
+    """Return the rows on the target's answers at temperature 0."""
     return [row for row in rows if row["temperature"] == 0]
 
 
 def find_replayed_tau(rows: Iterable[Mapping[str, Any]], cell: Mapping[str, Any]) -> float | None:
-    """tau of a cell's tree on answers that were drawn as the cell draws; None where none of these were replayed."""
+    """Return the replayed tau of a cell's tree on answers sampled as the cell samples; None if there is none."""
     shape = cell["num_steps"], cell["topk"], cell["num_draft_tokens"]
     mine = (row for row in rows if (row["steps"], row["topk"], row["tokens"]) == shape)
     return next((row["tau"] for row in mine if _has_same_sampling(row, cell)), None)
 
 
 def _has_same_sampling(row: Mapping[str, Any], cell: Mapping[str, Any]) -> bool:
-    """Answers to replay are drawn without top-k. At temperature 0 all are the likeliest, whatever else is asked."""
+    """Return whether a replayed row's answers were sampled as the cell's: without top-k, or both at temperature 0."""
     if row["temperature"] != cell["temperature"]:
         return False
     return cell["temperature"] == 0 or (row["top_p"] == cell["top_p"] and cell["top_k"] is None)
@@ -82,10 +82,10 @@ def write_tree_statistics(checkpoint: str, rows: Iterable[Mapping[str, Any]]) ->
 
 
 def read_tree_statistics(checkpoint: str) -> list[dict[str, Any]]:
-    """Every bucket, its counts as numbers and None where it has none. No rows where no tree was looked into.
+    """Return every bucket, with None for missing counts; no rows if no tree was traced.
 
     Raises:
-        ValueError: naming the file and what to run, where it is missing or not whole.
+        ValueError: naming the file and the command to run, if it is missing or incomplete.
     """
     place, again = locate_tree_statistics(checkpoint), f"run: dvc repro -f -s replay_trees@{checkpoint}"
     if not place.exists():

@@ -1,58 +1,117 @@
-"""A benchmark cell of loads on disk: one server configuration under one workload (benchmark_served -> report), or the
-torch engine under one that isn't answered prompt by prompt (benchmark -> report).
+"""The cell of a workload measured in loads: one server configuration (benchmark_served -> report), or the torch engine.
 
-A workload may be a sweep: then the cell has a point for each pair of answer length and concurrency. A baseline cell is
-the same server without a draft. The report joins the two only where their fingerprints agree.
+A workload that is a sweep has a point for each answer length and concurrency. A baseline cell is the same server without a
+draft; the report joins a cell and its baseline only if their fingerprints agree.
 """
 
 from pathlib import Path
 from typing import Any
 
 from stages.results import torch_records
+from stages.results.record import Record
 from stages.runtime import atomic
 
 RAN, UNSUPPORTED = "ran", "unsupported"
-TORCH_ENGINE = (
-    "torch"  # the engine whose loads are cells of `benchmark`: no server, and plain decoding in turns with each
-)
-SERVED_CELL_KEYS = (
-    "workload", "checkpoint", "tree", "num_steps", "topk", "num_draft_tokens",  # null of a baseline, but the workload
-    "engine", "status", "reason",  # unsupported: what the engine can't do; then there is no point
-    "definitions", "temperature", "top_p", "top_k",
-    "fingerprint",  # what two cells must share to be compared: engine and version, flags but the draft's, prompts, GPU
-    "server",  # command: its line; info: what it says of itself
-    "memory",  # as MEMORY
-    "points", "baseline_points",  # the latter where the cell measured its own baseline in turns (interleave), else []
-    "hardware", "versions", "seconds", "seed", "gpus", "joules",  # the latter two as in a cell
-)  # fmt: skip
-MEMORY_KEYS = (  # GiB, null where it isn't known; `kv_tokens` a count
-    "weights", "draft", "kv_cache", "kv_tokens", "gpu_before", "gpu_serving", "gpu_after", "gpu_total",
-)  # fmt: skip
-POINT_KEYS = (
-    "max_new_tokens", "concurrency", "request_rate",
-    "loads",  # serving.latency.summary of each repeat
-    "acceptance",  # as ACCEPTANCE; null without a draft
-    "quality",  # {graded, correct, accuracy, how}; null where nothing is graded
-    "requests",  # as REQUEST, of all repeats
-    "warnings",  # sentences
-)  # fmt: skip
-ACCEPTANCE_KEYS = (
-    "tau", "tau_low", "tau_high",  # the ends null of one conversation, and where the engine counts over all requests
-    "accept_rate", "node_accept_rate", "cycles", "accepted",
-    "histogram",  # the engine's: cycles that accepted i drafts, those beyond the end too
-    "clipped",  # whether `accepted` leaves out what lies beyond an answer's end (docs/metrics.md)
-    "engine",  # the engine's own figures, by its names
-)  # fmt: skip
-REQUEST_KEYS = (
-    "repeat", "id", "turn", "prompt_tokens", "output_tokens", "cycles", "accepted", "finish_reason", "failed",
-    "ttft_s", "tpot_s", "e2e_s", "wait_s",
-    "answer",  # a digest of the answer's ids (or text): the same answer has the same
-    "correct",  # null where not graded
-)  # fmt: skip
+# The engine whose loads are cells of `benchmark`: without a server, plain decoding alternating with each load.
+TORCH_ENGINE = "torch"
+
+
+class ServerMemory(Record):
+    """GiB, null if unknown; `kv_tokens` is a count."""
+
+    weights: float | None
+    draft: float | None
+    kv_cache: float | None
+    kv_tokens: int | None
+    gpu_before: float | None
+    gpu_serving: float | None
+    gpu_after: float | None
+    gpu_total: float | None
+
+
+class PointAcceptance(Record):
+    """Accepted draft tokens of a point."""
+
+    tau: float
+    tau_low: float | None  # null with one conversation, and if the engine counts over all requests
+    tau_high: float | None
+    accept_rate: float
+    node_accept_rate: float
+    cycles: int
+    accepted: int
+    histogram: list[int]  # the engine's: cycles that accepted i draft tokens, those beyond the answer's end too
+    clipped: bool  # whether `accepted` leaves out what lies beyond an answer's end (docs/metrics.md)
+    engine: dict[str, Any]  # the engine's own figures, by its names
+
+
+class RequestRow(Record):
+    """A request."""
+
+    repeat: int
+    id: str
+    turn: int
+    prompt_tokens: int
+    output_tokens: int
+    cycles: int | None
+    accepted: int | None
+    finish_reason: str | None
+    failed: str | None  # the reason
+    ttft_s: float | None
+    tpot_s: float | None
+    e2e_s: float | None
+    wait_s: float
+    answer: str | None  # a digest of the answer's ids, or of its text
+    correct: bool | None  # null if not graded
+
+
+class LoadPoint(Record):
+    """One load of a server, repeated."""
+
+    max_new_tokens: int
+    concurrency: int | None
+    request_rate: float | str | None  # requests/s, or "inf"
+    loads: list[dict[str, Any]]  # serving.latency.summarise_load of each repeat
+    acceptance: PointAcceptance | None  # null without a draft
+    quality: dict[str, Any] | None  # {graded, correct, accuracy, how}; null if not graded
+    requests: list[RequestRow]  # of all repeats
+    warnings: list[str]  # sentences
+
+
+class ServedCell(Record):
+    """A cell of `benchmark_served`, or of `benchmark` for a workload of loads."""
+
+    workload: str
+    checkpoint: str | None  # of a baseline null, as all of its draft
+    tree: str | None
+    num_steps: int | None
+    topk: int | None
+    num_draft_tokens: int | None
+    engine: str
+    status: str
+    reason: str | None  # why the engine can't run the configuration; there are then no points
+    definitions: str
+    temperature: float
+    top_p: float
+    top_k: int | None
+    fingerprint: dict[str, Any]  # what two cells must share: engine, version, flags but the draft's, prompts, GPU
+    server: dict[str, Any]  # command: its line; info: what it reports of itself
+    memory: ServerMemory
+    points: list[LoadPoint]
+    baseline_points: list[LoadPoint]  # if the cell measured its own baseline in alternation (interleave), else empty
+    hardware: dict[str, Any]
+    versions: dict[str, str]
+    seconds: float
+    seed: int
+    gpus: list[str]
+    joules: float | None
+
+
+SERVED_CELL_KEYS, MEMORY_KEYS = ServedCell.list_keys(), ServerMemory.list_keys()
+POINT_KEYS, ACCEPTANCE_KEYS, REQUEST_KEYS = LoadPoint.list_keys(), PointAcceptance.list_keys(), RequestRow.list_keys()
 
 
 def locate_served_cell(workload: str, checkpoint: str | None, tree: str | None, engine: str | None = None) -> Path:
-    """A baseline has neither checkpoint nor tree. The torch engine's loads lie where its other cells do."""
+    """Return a cell's path. A baseline has neither checkpoint nor tree; cells of the torch engine's loads lie with its others."""
     if engine == TORCH_ENGINE:
         return torch_records.locate_torch_cell(workload, str(checkpoint), str(tree))
     return torch_records.CELLS_FOLDER / f"served-{name_served_cell(workload, checkpoint, tree)}.json"
@@ -63,12 +122,12 @@ def name_served_cell(workload: str, checkpoint: str | None, tree: str | None) ->
 
 
 def name_server_config(checkpoint: str | None, tree: str | None) -> str:
-    """The server's configuration in a word, as benchmark_served.server.base_urls names it."""
+    """Return the name of a server configuration in benchmark_served.server.base_urls."""
     return f"{checkpoint}-{tree}" if checkpoint else "baseline"
 
 
 def name_served_stage(workload: str, checkpoint: str | None, tree: str | None, engine: str | None = None) -> str:
-    """The DVC stage that makes it."""
+    """Return the DVC stage that makes a cell."""
     if engine == TORCH_ENGINE:
         return f"benchmark@{workload}-{checkpoint}-{tree}"
     return f"benchmark_served{'' if checkpoint else '_baseline'}@{workload}" + (
@@ -77,15 +136,8 @@ def name_served_stage(workload: str, checkpoint: str | None, tree: str | None, e
 
 
 def write_served_cell(found: dict[str, Any]) -> Path:
-    """Returns where it lies."""
-    assert set(found) == set(SERVED_CELL_KEYS), f"keys {sorted(found)} are not {sorted(SERVED_CELL_KEYS)}"
-    assert set(found["memory"]) == set(MEMORY_KEYS), sorted(found["memory"])
-    for point in [*found["points"], *found["baseline_points"]]:
-        assert set(point) == set(POINT_KEYS), sorted(point)
-        assert point["acceptance"] is None or set(point["acceptance"]) == set(ACCEPTANCE_KEYS), sorted(
-            point["acceptance"]
-        )
-        assert all(set(row) == set(REQUEST_KEYS) for row in point["requests"])
+    """Write a cell and return its path."""
+    ServedCell.check(found)
     place = locate_served_cell(found["workload"], found["checkpoint"], found["tree"], found["engine"])
     atomic.write_json(place, found)
     return place
@@ -94,7 +146,11 @@ def write_served_cell(found: dict[str, Any]) -> Path:
 def read_served_cell(
     workload: str, checkpoint: str | None, tree: str | None, engine: str | None = None
 ) -> dict[str, Any]:
-    """Raises ValueError naming the file and what to run, where the cell is missing or not whole."""
+    """Return a cell.
+
+    Raises:
+        ValueError: naming the file and the command to run, if it is missing, incomplete or of other definitions.
+    """
     config = workload, checkpoint, tree, engine
     place, made_by = locate_served_cell(*config), name_served_stage(*config)
     found: dict[str, Any] = atomic.read_json(place, made_by=made_by)

@@ -1,7 +1,7 @@
-"""Served cells beside what they are measured against: the same server without a draft, and the replay of their tree.
+"""The table of served cells: each point joined with its baseline, and compared with the replay of its tree.
 
-A line is a point of a cell: one load of it. A baseline's point is joined only where both were asked the same, of the
-same engine on the same machine (`fingerprint`); else the line says what differs, and has no speedup.
+A line is a point of a cell. A baseline's point is joined only if both have the same requests, engine and machine
+(`fingerprint`); otherwise the line names the differences and has no speedup.
 """
 
 import csv
@@ -20,7 +20,7 @@ Row = dict[str, Any]
 SERVED_TABLE = Path("results/served.csv")
 SPECULATIVE, PLAIN = "speculative", "plain"
 REPLAY_TOLERANCE = 0.1  # of tau, served against replayed
-LATENCY_COLUMNS = {  # column -> its distribution in serving.latency.summary, and which figure of it
+LATENCY_COLUMNS = {  # column -> (distribution in serving.latency.summarise_load, figure of it)
     "ttft_mean_s": ("ttft_s", "mean"), "ttft_p99_s": ("ttft_s", "p99"),
     "tpot_mean_s": ("tpot_s", "mean"), "tpot_p50_s": ("tpot_s", "p50"), "tpot_p90_s": ("tpot_s", "p90"),
     "tpot_p99_s": ("tpot_s", "p99"), "itl_mean_s": ("itl_s", "mean"), "itl_p99_s": ("itl_s", "p99"),
@@ -48,7 +48,7 @@ SERVED_TABLE_COLUMNS = (
     *ACCEPTANCE_COLUMNS,
     "replay_tau",
     "replay_ratio",
-    "replay_agrees",  # yes, no, or nothing where the two needn't agree
+    "replay_agrees",  # yes, no, or empty if the two need not agree
     *LATENCY_COLUMNS,
     *THROUGHPUT_COLUMNS,
     "baseline_output_throughput",
@@ -58,7 +58,7 @@ SERVED_TABLE_COLUMNS = (
     "identical_share",
     "accuracy",
     "baseline_accuracy",
-    "remark",  # why there is no speedup, or no point at all
+    "remark",  # why there is no speedup, or no point
 )
 TEXT_COLUMNS = {
     "workload",
@@ -74,24 +74,26 @@ TEXT_COLUMNS = {
 
 @dataclass(frozen=True)
 class ServedTableLine:
-    row: Row  # a line of results/served.csv; None where nothing is known
-    cell: Row  # as in results/served_records.py
-    point: Row | None  # None where the engine can't run the cell
-    plain: Row | None = None  # the baseline's point of the same load, of a speculative one
+    """A line of the table, with what it was made of."""
+
+    row: Row  # a line of results/served.csv; None for unknown values
+    cell: Row  # served_records.ServedCell
+    point: Row | None  # served_records.LoadPoint; None if the engine can't run the cell
+    baseline_point: Row | None = None  # of the same load; None for plain lines
 
 
 def read_served_cells(workloads: Iterable[str], checkpoints: Iterable[str], trees: Iterable[str]) -> list[Row]:
-    """A baseline and a cell for each checkpoint and tree, of each workload.
+    """Return, of each workload, a baseline cell and a cell for each checkpoint and tree.
 
     Raises:
-        ValueError: naming the file and what to run, where one is missing, not whole, or another cell than its name says.
+        ValueError: naming the file and the command to run, if one is missing, incomplete, or not the cell of its name.
     """
     configs = [(None, None), *itertools.product(checkpoints, trees)]
     return [_read_named_cell(workload, *config) for workload in workloads for config in configs]
 
 
 def read_torch_loads(workloads: Iterable[str], checkpoints: Iterable[str], trees: Iterable[str]) -> list[Row]:
-    """The torch engine's cells of these, each with a baseline of its own. Raises ValueError as `read_served_cells` does."""
+    """Return the torch engine's cells of loads, each with its own baseline. Raises ValueError as `read_served_cells`."""
     return [
         _read_named_cell(*names, served_records.TORCH_ENGINE)
         for names in itertools.product(workloads, checkpoints, trees)
@@ -101,11 +103,11 @@ def read_torch_loads(workloads: Iterable[str], checkpoints: Iterable[str], trees
 def _read_named_cell(workload: str, checkpoint: str | None, tree: str | None, engine: str | None = None) -> Row:
     config = workload, checkpoint, tree, engine
     found = served_records.read_served_cell(*config)
-    inside = [found[k] for k in ("workload", "checkpoint", "tree")]
-    if inside != [workload, checkpoint, tree]:
+    names = [found[k] for k in ("workload", "checkpoint", "tree")]
+    if names != [workload, checkpoint, tree]:
         again = f"run: dvc repro -f -s {served_records.name_served_stage(*config)}"
         raise ValueError(
-            f"{served_records.locate_served_cell(*config)} holds the cell {served_records.name_served_cell(*inside)}; {again}"
+            f"{served_records.locate_served_cell(*config)} holds the cell {served_records.name_served_cell(*names)}; {again}"
         )
     return found
 
@@ -113,7 +115,13 @@ def _read_named_cell(workload: str, checkpoint: str | None, tree: str | None, en
 def join_lines(
     cells: Iterable[Row], replayed: Mapping[str, list[Row]], of_eval: Collection[str]
 ) -> list[ServedTableLine]:
-    """Every point of every cell; `cells` as `read_served_cells` gives them, `of_eval` the workloads that ask what was replayed."""
+    """Return the lines of all points.
+
+    Args:
+        cells: as `read_served_cells` returns them.
+        replayed: rows of replay_records by checkpoint.
+        of_eval: workloads whose prompts were replayed.
+    """
     found: list[ServedTableLine] = []
     baselines: dict[str, Row] = {}
     for cell in cells:
@@ -121,7 +129,7 @@ def join_lines(
             baselines[cell["workload"]] = cell
             found += _build_plain_lines(cell, cell["points"])
         else:
-            # One that was measured in turns with its own has no need of the workload's.
+            # A cell measured in alternation with its own baseline does not need the workload's.
             baseline = cell if cell["baseline_points"] else baselines[cell["workload"]]
             found += _build_speculative_lines(cell, baseline, replayed, cell["workload"] in of_eval)
             found += _build_plain_lines(cell, cell["baseline_points"])
@@ -147,7 +155,7 @@ def _build_speculative_lines(
     if cell["status"] == served_records.UNSUPPORTED:
         yield ServedTableLine(_build_unmeasured_row(cell, SPECULATIVE) | {"replay_tau": replay}, cell, None)
         return
-    # Only answers as long as the workload allows hold what was replayed: the short ones of a sweep are their beginnings.
+    # Only the longest answers of a sweep contain all that was replayed; shorter ones are cut.
     longest = max(point["max_new_tokens"] for point in cell["points"])
     for point in cell["points"]:
         whole = of_eval and cell["temperature"] == 0 and point["max_new_tokens"] == longest
@@ -160,12 +168,12 @@ def _build_speculative_lines(
 
 
 def _build_unmeasured_row(cell: Row, decoding: str) -> Row:
-    said = {k: cell[k] for k in SERVED_TABLE_COLUMNS if k in cell} | {"decoding": decoding}
-    return dict.fromkeys(SERVED_TABLE_COLUMNS) | said | {"remark": f"unsupported: {cell['reason']}"}
+    known = {k: cell[k] for k in SERVED_TABLE_COLUMNS if k in cell} | {"decoding": decoding}
+    return dict.fromkeys(SERVED_TABLE_COLUMNS) | known | {"remark": f"unsupported: {cell['reason']}"}
 
 
 def _build_measured_row(cell: Row, point: Row, decoding: str) -> Row:
-    """What the loads of a point say: sums of requests, and of each other figure the mean over repeats."""
+    """Return a line of a point's loads: sums of requests, and the mean over repeats of every other figure."""
     loads = point["loads"]
     row = _build_unmeasured_row(cell, decoding) | {
         k: point[k] for k in ("max_new_tokens", "concurrency", "request_rate")
@@ -181,7 +189,7 @@ def _build_measured_row(cell: Row, point: Row, decoding: str) -> Row:
 
 
 def _mean_of_known(values: Iterable[float | None]) -> float | None:
-    """Over repeats that have it: one that answered nothing has no latency."""
+    """Return the mean over repeats that have a value; a repeat without answers has no latency."""
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
 
@@ -196,11 +204,11 @@ def _compare_with_replay(point: Row, replay: float | None, whole: bool) -> Row:
 
 
 def _compare_with_baseline(cell: Row, point: Row, baseline: Row, other: Row | None) -> Row:
-    """Speedup, same answers and accuracies, or the reason why there are none; `other` is the baseline's point."""
+    """Return speedup, identical share and accuracies, or why there are none; `other` is the baseline's point."""
     found: Row = {"accuracy": _get_accuracy(point)}
     if why := _explain_no_speedup(cell, point, baseline, other):
         return found | {"remark": f"not compared: {why}"}
-    assert other is not None  # _apart says so
+    assert other is not None, "_explain_no_speedup returns a reason"
     ours, theirs = ([load["output_throughput"] for load in p["loads"]] for p in (point, other))
     speedups = [a / b for a, b in zip(ours, theirs, strict=True)]
     low, high = interval.compute_mean_interval(speedups) or (None, None)
@@ -215,7 +223,7 @@ def _find_point_of_load(point: Row, others: list[Row]) -> Row | None:
 
 
 def _explain_no_speedup(cell: Row, point: Row, baseline: Row, other: Row | None) -> str:
-    """Why the two don't compare; nothing where they do. A cell's own baseline ran on the very server it names."""
+    """Return why cell and baseline can't be compared, empty if they can. A cell's own baseline ran on the same server."""
     if not cell["baseline_points"]:
         if baseline["status"] == served_records.UNSUPPORTED:
             return f"the baseline is unsupported: {baseline['reason']}"
@@ -225,14 +233,14 @@ def _explain_no_speedup(cell: Row, point: Row, baseline: Row, other: Row | None)
         return f"the baseline has no load of {point['max_new_tokens']} tokens at concurrency {point['concurrency']}"
     if (mine := len(point["loads"])) != (theirs := len(other["loads"])):
         return f"the baseline has {theirs} repeats, this cell {mine}"
-    for who, loads in (("the baseline", other["loads"]), ("this cell", point["loads"])):
+    for name, loads in (("the baseline", other["loads"]), ("this cell", point["loads"])):
         if not all(load["output_throughput"] for load in loads):
-            return f"{who} answered nothing"
+            return f"{name} answered nothing"
     return ""
 
 
 def _list_fingerprint_differences(mine: Any, theirs: Any, name: str = "fingerprint") -> Iterator[str]:
-    """Keys that differ, with both values, the cell's first; a key inside a key is named with both."""
+    """Yield the keys that differ, with both values, the cell's first; nested keys are joined by dots."""
     if isinstance(mine, dict) and isinstance(theirs, dict):
         above = "" if name == "fingerprint" else f"{name}."
         for key in dict.fromkeys([*mine, *theirs]):
@@ -242,7 +250,7 @@ def _list_fingerprint_differences(mine: Any, theirs: Any, name: str = "fingerpri
 
 
 def _compute_identical_share(point: Row, other: Row) -> float | None:
-    """Share of the requests answered by both whose answers are the same."""
+    """Return the share of identical answers among the requests answered by both."""
     ours, theirs = (
         {(r["repeat"], r["id"], r["turn"]): r["answer"] for r in one["requests"] if not r["failed"]}
         for one in (point, other)
@@ -255,11 +263,11 @@ def _get_accuracy(point: Row) -> float | None:
     return point["quality"] and point["quality"]["accuracy"]
 
 
-# Lines again, from the table
+# Reading the table
 
 
 def read_served_table() -> list[Row]:
-    """The lines of results/served.csv. Raises ValueError saying what to run, where there is none."""
+    """Return the lines of results/served.csv. Raises ValueError naming the command to run, if it is missing."""
     if not SERVED_TABLE.exists():
         raise ValueError(f"{SERVED_TABLE} not found; run: dvc repro report")
     with SERVED_TABLE.open(newline="", encoding="utf-8") as file:

@@ -1,6 +1,7 @@
-"""A benchmark cell on disk: one JSON file with every number, its definition's name, and what it was measured on.
+"""The cell of a workload that the torch engine decodes prompt by prompt (benchmark -> report): one JSON file.
 
-Cells are lists in params.yaml, never a glob: removed cells stay on disk (research/dvc_prefect.md, 1).
+A cell holds every metric, the name of its definitions, and what it was measured on. Readers list the cells by params.yaml,
+not by what lies in the folder: cells that were removed from params.yaml stay on disk.
 """
 
 import platform
@@ -8,33 +9,81 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from stages.results.record import Record
 from stages.runtime import atomic
 
 CELLS_FOLDER = Path("results/cells")
 DEFINITIONS = "docs/metrics.md, version 3"
 
-# Every metric a cell must carry; docs/metrics.md defines each. Seconds are the means over prompts; `identical_share` is null
-# above temperature 0, and the ends of intervals are null where one conversation was asked.
-METRICS = (
-    "tau", "tau_low", "tau_high", "accept_rate", "node_accept_rate", "prefill_latency_s", "e2e_latency_s",
-    "output_tok_s", "baseline_output_tok_s", "speedup", "speedup_low", "speedup_high", "identical_share",
-)  # fmt: skip
-# One row per answer, of each prompt, turn and repeat (both from 0): counts are integers, `accepted` the drafts accepted in
-# it, `cycles` its verify passes, `identical` null above temperature 0, `divergence_margin` the gap between the target's two
-# best logits where the two answers part, null where they don't, `correct` null where nothing is graded.
-PROMPT_COLUMNS = (
-    "id", "repeat", "turn", "prompt_tokens", "output_tokens", "cycles", "accepted", "identical", "divergence_margin",
-    "finish_reason", "correct", "prefill_latency_s", "e2e_latency_s",
-    "baseline_output_tokens", "baseline_prefill_latency_s", "baseline_e2e_latency_s", "baseline_correct",
-)  # fmt: skip
-CELL_KEYS = (
-    "workload", "checkpoint", "tree", "num_steps", "topk", "num_draft_tokens", "engine", "definitions", "temperature", "top_p",
-    "top_k",  # null: all
-    "metrics", "histogram", "prompts", "hardware", "versions", "seconds", "seed",
-    "gpus", "joules",  # of the cell's GPUs: their names, and what they took meanwhile; null where they don't count it
-    "repeats",  # of each the speeds and the speedup, by the names of METRICS
-    "quality",  # {plain, speculative: {graded, correct, accuracy, how}}; null where nothing is graded
-)  # fmt: skip
+
+class CellMetrics(Record):
+    """The metrics of a cell, as docs/metrics.md defines them; latencies are means over answers."""
+
+    tau: float
+    tau_low: float | None  # ends of intervals are null with one conversation
+    tau_high: float | None
+    accept_rate: float
+    node_accept_rate: float
+    prefill_latency_s: float
+    e2e_latency_s: float
+    output_tok_s: float
+    baseline_output_tok_s: float
+    speedup: float
+    speedup_low: float | None
+    speedup_high: float | None
+    identical_share: float | None  # null above temperature 0
+
+
+class PromptRow(Record):
+    """An answer."""
+
+    id: str
+    repeat: int  # from 0, as `turn`
+    turn: int
+    prompt_tokens: int
+    output_tokens: int
+    cycles: int  # verify passes
+    accepted: int  # draft tokens
+    identical: bool | None  # null above temperature 0
+    divergence_margin: float | None  # between the target's two best logits where the answers part; null if they don't
+    finish_reason: str
+    correct: bool | None  # null if not graded
+    prefill_latency_s: float
+    e2e_latency_s: float
+    baseline_output_tokens: int
+    baseline_prefill_latency_s: float
+    baseline_e2e_latency_s: float
+    baseline_correct: bool | None
+
+
+class TorchCell(Record):
+    """A cell of `benchmark`."""
+
+    workload: str
+    checkpoint: str
+    tree: str
+    num_steps: int
+    topk: int
+    num_draft_tokens: int
+    engine: str
+    definitions: str
+    temperature: float
+    top_p: float
+    top_k: int | None  # null: all tokens
+    metrics: CellMetrics
+    histogram: list[int]  # verify cycles that accepted i draft tokens
+    prompts: list[PromptRow]
+    hardware: dict[str, Any]
+    versions: dict[str, str]
+    seconds: float
+    seed: int
+    gpus: list[str]
+    joules: float | None  # null if the GPUs don't count their energy
+    repeats: list[dict[str, float]]  # speeds and speedup of each repeat, named as in CellMetrics
+    quality: dict[str, Any] | None  # {plain, speculative: {graded, correct, accuracy, how}}; null if not graded
+
+
+METRICS, PROMPT_COLUMNS, CELL_KEYS = CellMetrics.list_keys(), PromptRow.list_keys(), TorchCell.list_keys()
 
 
 def locate_torch_cell(workload: str, checkpoint: str, tree: str) -> Path:
@@ -42,17 +91,19 @@ def locate_torch_cell(workload: str, checkpoint: str, tree: str) -> Path:
 
 
 def write_torch_cell(cell: dict[str, Any]) -> Path:
-    """`histogram[i]` counts the verify cycles that accepted i drafts; returns where the cell lies."""
-    assert set(cell) == set(CELL_KEYS), f"cell keys {sorted(cell)} are not {sorted(CELL_KEYS)}"
-    assert set(cell["metrics"]) == set(METRICS), sorted(cell["metrics"])
-    assert all(set(row) == set(PROMPT_COLUMNS) for row in cell["prompts"])
+    """Write a cell and return its path."""
+    TorchCell.check(cell)
     place = locate_torch_cell(cell["workload"], cell["checkpoint"], cell["tree"])
     atomic.write_json(place, cell)
     return place
 
 
 def read_torch_cell(workload: str, checkpoint: str, tree: str) -> dict[str, Any]:
-    """Raises ValueError naming the file and what to run, where the cell is missing, not whole or of another definition."""
+    """Return a cell.
+
+    Raises:
+        ValueError: naming the file and the command to run, if it is missing, incomplete or of other definitions.
+    """
     place = locate_torch_cell(workload, checkpoint, tree)
     stage = f"benchmark@{workload}-{checkpoint}-{tree}"
     cell = atomic.read_json(place, made_by=stage)
@@ -65,13 +116,13 @@ def read_torch_cell(workload: str, checkpoint: str, tree: str) -> dict[str, Any]
 
 
 def check_definitions(place: Path, found: str, stage: str) -> None:
-    """Raises ValueError where a file of results was measured by the definitions of another version."""
+    """Raises ValueError if a file of results was measured by other definitions."""
     if found != DEFINITIONS:
         raise ValueError(f"{place} is measured by {found}, expected {DEFINITIONS}; run: dvc repro -f -s {stage}")
 
 
 def describe_hardware(device: str, num_threads: int) -> dict[str, Any]:
-    """The machine, in words that compare: processor, cores, threads used, GPU. Never a host name."""
+    """Return the machine in comparable words: processor, cores, threads used, GPU; never a host name."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -79,12 +130,12 @@ def describe_hardware(device: str, num_threads: int) -> dict[str, Any]:
             line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
         ]
         model = f"{names[0]}, {len(names)} cores" if names else model
-    words = {"cpu": model, "threads": num_threads, "system": platform.system(), "python": platform.python_version()}
+    hardware = {"cpu": model, "threads": num_threads, "system": platform.system(), "python": platform.python_version()}
     if device.startswith("cuda"):
-        import torch  # only where there is a GPU to name: reports read cells without torch
+        import torch  # only here, since reports read cells without torch
 
-        words["gpu"] = torch.cuda.get_device_name(device)
-    return words
+        hardware["gpu"] = torch.cuda.get_device_name(device)
+    return hardware
 
 
 def list_versions(*packages: str) -> dict[str, str]:

@@ -1,7 +1,7 @@
-"""SGLang and vLLM as measured engines: their command lines, what each can't run, what a server says of itself.
+"""SGLang and vLLM as measured engines: command lines, unsupported configurations, and what a server reports of itself.
 
 Flags are those of SGLang 0.5.17 and vLLM 0.30, read from their sources; SGLang's ran on a GPU (docs/results), vLLM's did
-not. `server.command` has what sampling needs of them; this is what speculation and measuring add.
+not. `server.build_server_command` has the flags that sampling needs; this module adds those of speculation and measuring.
 """
 
 import json
@@ -19,7 +19,7 @@ VLLM_BLOCK_TOKENS = 16  # tokens of a block of vLLM's KV cache
 
 @dataclass(frozen=True)
 class ServedDraft:
-    """A draft and its tree, as an engine is told of them."""
+    """A draft and its tree, as an engine's flags name them."""
 
     folder: str
     algorithm: str
@@ -30,7 +30,10 @@ class ServedDraft:
 
 @dataclass(frozen=True)
 class ServerSetup:
-    """A server's configuration but for the draft: what a cell and its baseline share."""
+    """A server's configuration without the draft, shared by a cell and its baseline.
+
+    The field names are keys of the cell's fingerprint on disk.
+    """
 
     engine: str
     folder: str  # the target
@@ -43,10 +46,10 @@ class ServerSetup:
     max_batch: int | None
     context_length: int | None  # null: the target's own
     torch_compile: bool
-    more: tuple[str, ...]
+    more: tuple[str, ...]  # further flags
 
-    def flags(self) -> list[str]:
-        """Beyond those of `server.command`."""
+    def build_flags(self) -> list[str]:
+        """Return the flags beyond those of `server.build_server_command`."""
         flags = ["--tensor-parallel-size" if self.engine == "vllm" else "--tp-size", str(self.tp)]
         if self.engine == "sglang":
             flags += ["--mem-fraction-static", str(self.mem_fraction)]
@@ -56,7 +59,7 @@ class ServerSetup:
             )
             flags += _make_flag("--context-length", self.context_length)
             flags += ["--enable-torch-compile"] if self.torch_compile else []
-        else:  # vLLM compiles by itself; prompts of the warm-up must not be found in its cache
+        else:  # vLLM always compiles; prompts of the warm-up must not be in its prefix cache
             flags += ["--gpu-memory-utilization", str(self.mem_fraction), "--no-enable-prefix-caching"]
             flags += _make_flag(
                 "--num-gpu-blocks-override", self.max_total_tokens and -(-self.max_total_tokens // VLLM_BLOCK_TOKENS)
@@ -68,7 +71,7 @@ class ServerSetup:
 def explain_unsupported(
     engine: str, num_steps: int, topk: int, num_draft_tokens: int, draft: dict[str, Any]
 ) -> str | None:
-    """Why an engine can't run a tree with a draft of that config.json; None where it can."""
+    """Return why an engine can't run a tree with a draft of that config.json; None if it can."""
     if engine == "vllm" and topk > 1:
         return f"vLLM drafts chains only, this tree has topk {topk}"
     if engine == "sglang" and num_draft_tokens < num_steps + 1:
@@ -82,28 +85,29 @@ def explain_unsupported(
 
 
 def build_speculation_flags(engine: str, draft: ServedDraft, config: dict[str, Any]) -> list[str]:
-    """The flags that turn speculation on; `config` is the draft's config.json."""
+    """Return the flags of speculative decoding; `config` is the draft's config.json."""
     if engine == "vllm":
-        told = {"method": draft.algorithm.lower(), "model": draft.folder, "num_speculative_tokens": draft.num_steps}
-        return ["--speculative-config", json.dumps(told)]
+        fields = {"method": draft.algorithm.lower(), "model": draft.folder, "num_speculative_tokens": draft.num_steps}
+        return ["--speculative-config", json.dumps(fields)]
     flags = ["--speculative-algorithm", draft.algorithm, "--speculative-draft-model-path", draft.folder]
     flags += ["--speculative-num-steps", str(draft.num_steps), "--speculative-eagle-topk", str(draft.topk)]
     flags += ["--speculative-num-draft-tokens", str(draft.num_draft_tokens)]
-    window = config.get("sliding_window")  # SGLang passes the key over, and doesn't count the query itself
+    window = config.get("sliding_window")  # SGLang ignores the key, and doesn't count the query itself
     return flags + _make_flag("--speculative-draft-window-size", window and window - 1)
 
 
-def build_setup_command(setup: ServerSetup, port: int, own: list[str]) -> list[str]:
-    """The whole command line of a server without a draft; `own` are its first words where they are not the engine's."""
-    told = setup.dtype, setup.device, setup.trust_remote_code
-    whole = server.build_server_command(setup.engine, setup.folder, port, *told)
+def build_setup_command(setup: ServerSetup, port: int, program: list[str]) -> list[str]:
+    """Return the command line of a server without a draft; `program`, if not empty, replaces the engine's own."""
+    whole = server.build_server_command(
+        setup.engine, setup.folder, port, setup.dtype, setup.device, setup.trust_remote_code
+    )
     first = len(PROGRAM_WORDS[setup.engine])
     assert whole[:first] == PROGRAM_WORDS[setup.engine], whole
-    return [*(own or _locate_program(setup.engine)), *whole[first:], *setup.flags()]
+    return [*(program or _locate_program(setup.engine)), *whole[first:], *setup.build_flags()]
 
 
 def _locate_program(engine: str) -> list[str]:
-    """That of its own environment, where there is one; else the one on the PATH, which `started` looks for."""
+    """Return the program of the engine's own environment if it exists, else the name of the one on the PATH."""
     program, *rest = PROGRAM_WORDS[engine]
     there = ENVIRONMENTS_FOLDER / engine / "bin" / program
     return [str(there.absolute()) if there.exists() else program, *rest]
@@ -113,9 +117,9 @@ def _make_flag(flag: str, value: int | None) -> list[str]:
     return [] if value is None else [flag, str(value)]
 
 
-# What a server says of itself
+# What a server reports of itself
 
-SERVER_INFO_KEYS = (  # of SGLang's /server_info, what explains a measurement
+SERVER_INFO_KEYS = (  # of SGLang's /server_info, those that explain a measurement
     "version", "model_path", "dtype", "kv_cache_dtype", "attention_backend", "sampling_backend", "tp_size", "mem_fraction_static",
     "max_total_tokens", "max_running_requests", "context_length", "enable_torch_compile", "torch_compile_max_bs",
     "chunked_prefill_size", "page_size", "disable_radix_cache", "disable_cuda_graph", "cuda_graph_config",
@@ -125,16 +129,16 @@ SERVER_INFO_KEYS = (  # of SGLang's /server_info, what explains a measurement
 
 
 async def fetch_server_info(http: HttpSession, url: str, engine: str) -> dict[str, Any]:
-    """What the server says, by its own names; what it doesn't say is missing. Raises Failed where it can't be asked."""
+    """Return what the server reports, by its own names. Raises ExchangeFailedError if it can't be asked."""
     if engine == "vllm":
         reply = await http.send(url, "GET", "/version")
         return _parse_json(reply.body) if reply.status == 200 else {}
     reply = await http.send(url, "GET", "/server_info")
     found = _parse_json(reply.body) if reply.status == 200 else {}
     state = (found.get("internal_states") or [{}])[0]
-    said = {key: found[key] for key in SERVER_INFO_KEYS if key in found}
-    said |= {key: state[key] for key in ("memory_usage", "effective_max_running_requests_per_dp") if key in state}
-    return said
+    info = {key: found[key] for key in SERVER_INFO_KEYS if key in found}
+    info |= {key: state[key] for key in ("memory_usage", "effective_max_running_requests_per_dp") if key in state}
+    return info
 
 
 def _parse_json(body: bytes) -> dict[str, Any]:
@@ -145,12 +149,14 @@ def _parse_json(body: bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def check_server_info(said: dict[str, Any], draft: ServedDraft | None, at_once: int | None, need_tokens: int) -> None:
-    """Whether a server is the one meant, by what it says; nothing is known of what it doesn't say (vLLM).
+def check_server_info(
+    info: dict[str, Any], draft: ServedDraft | None, concurrency: int | None, needed_tokens: int
+) -> None:
+    """Check by its report that a server is the one meant; what it doesn't report is not checked (vLLM).
 
     Raises:
-        ValueError: where it runs another tree or another algorithm, or can't hold what will be asked: as measured, each
-            would look like a slow draft.
+        ValueError: if it runs another tree or another algorithm, or can't hold the requests: in a measurement each would
+            look like a slow draft.
     """
     wanted: dict[str, Any] = {"speculative_algorithm": None}
     if draft:
@@ -159,45 +165,45 @@ def check_server_info(said: dict[str, Any], draft: ServedDraft | None, at_once: 
             "speculative_eagle_topk": draft.topk, "speculative_num_draft_tokens": draft.num_draft_tokens,
         }  # fmt: skip
     for key, value in wanted.items():
-        if key in said and said[key] != value:
+        if key in info and info[key] != value:
             raise ValueError(
-                f"the server says {key} {said[key]}, expected {value}; start it with this cell's flags, or correct "
+                f"the server reports {key} {info[key]}, expected {value}; start it with this cell's flags, or correct "
                 "benchmark_served.server.base_urls"
             )
-    context = said.get("context_length")
-    if isinstance(context, int) and context < need_tokens:
+    context = info.get("context_length")
+    if isinstance(context, int) and context < needed_tokens:
         raise ValueError(
-            f"the server holds {context} tokens of a request, expected at least {need_tokens} (the longest prompt, its "
+            f"the server holds {context} tokens of a request, expected at least {needed_tokens} (the longest prompt, its "
             "answer and a tree); raise --context-length, or max_position_embeddings of target or draft, or ask for less"
         )
-    if at_once is None:
+    if concurrency is None:
         return
     for limit, what, key in (
-        (_read_max_batch(said), "one batch", "--max-running-requests"),
-        (_read_max_graph_batch(said), "its CUDA graphs", "--cuda-graph-max-bs"),
+        (_read_max_batch(info), "one batch", "--max-running-requests"),
+        (_read_max_graph_batch(info), "its CUDA graphs", "--cuda-graph-max-bs"),
     ):
-        if limit is not None and limit < at_once:
+        if limit is not None and limit < concurrency:
             raise ValueError(
-                f"the server takes at most {limit} requests in {what}, expected {at_once}, the workload's concurrency: "
+                f"the server takes at most {limit} requests in {what}, expected {concurrency}, the workload's concurrency: "
                 f"beyond it they wait or run many times slower; raise benchmark_served.server.max_batch (or {key})"
             )
 
 
-def _read_max_batch(said: dict[str, Any]) -> int | None:
-    found = said.get("effective_max_running_requests_per_dp", said.get("max_running_requests"))
+def _read_max_batch(info: dict[str, Any]) -> int | None:
+    found = info.get("effective_max_running_requests_per_dp", info.get("max_running_requests"))
     return found if isinstance(found, int) else None
 
 
-def _read_max_graph_batch(said: dict[str, Any]) -> int | None:
-    """The largest batch it has CUDA graphs for; None where it uses none, or doesn't say."""
-    decode = (said.get("cuda_graph_config") or {}).get("decode") or {}
-    if said.get("disable_cuda_graph") or decode.get("backend") == "disabled":
+def _read_max_graph_batch(info: dict[str, Any]) -> int | None:
+    """Return the largest batch with CUDA graphs; None if it uses none, or doesn't report it."""
+    decode = (info.get("cuda_graph_config") or {}).get("decode") or {}
+    if info.get("disable_cuda_graph") or decode.get("backend") == "disabled":
         return None
     captured = decode.get("bs") or []
     return max(captured) if captured else decode.get("max_bs")
 
 
-def read_server_memory(said: dict[str, Any]) -> dict[str, Any]:
-    """GiB of weights and KV cache, and the tokens that it holds; nothing where the server doesn't say."""
-    used = said.get("memory_usage") or {}
+def read_server_memory(info: dict[str, Any]) -> dict[str, Any]:
+    """Return the GiB of weights and KV cache, and the tokens it holds; None for what the server doesn't report."""
+    used = info.get("memory_usage") or {}
     return {"weights": used.get("weight"), "kv_cache": used.get("kvcache"), "kv_tokens": used.get("token_capacity")}

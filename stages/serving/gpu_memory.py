@@ -1,28 +1,47 @@
-"""Memory of the GPUs that a server would use, as nvidia-smi says it: the engine's own process is another."""
+"""Memory of the GPUs that a server uses, read from nvidia-smi, since the engine runs in another process. Sizes are in GiB."""
 
 import os
 import shutil
 import subprocess
+import time
 from typing import NamedTuple
+
+RELEASED_GIB, RELEASE_S = (
+    1.0,
+    30.0,
+)  # memory in use that counts as released, and how long after the server's end to wait
 
 
 class GpuMemory(NamedTuple):
     name: str
-    used: float  # GiB
+    used: float
     total: float
 
 
+class MemoryNeed(NamedTuple):
+    """The memory that a server will hold."""
+
+    weights: float
+    draft: float
+    cache_tokens: int
+    token_bytes: int  # keys and values of one token
+
+    @property
+    def cache(self) -> float:
+        return self.cache_tokens * self.token_bytes / 2**30
+
+
 def list_visible_gpus() -> list[GpuMemory]:
-    """Those of CUDA_VISIBLE_DEVICES, in its order; none on a machine without nvidia-smi."""
+    """Return the GPUs of CUDA_VISIBLE_DEVICES, in its order; none on a machine without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return []
     fields = "index,uuid,name,memory.used,memory.total"
-    asked = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    said = subprocess.run(asked, capture_output=True, text=True, timeout=60)
-    if said.returncode:
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    output = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    if output.returncode:
         return []
     found: dict[str, GpuMemory] = {}
-    for index, uuid, name, used, total in (line.split(", ") for line in said.stdout.strip().splitlines()):
+    for index, uuid, name, used, total in (line.split(", ") for line in output.stdout.strip().splitlines()):
         found[index] = found[uuid] = GpuMemory(name, float(used) / 1024, float(total) / 1024)  # MiB
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is None:
@@ -30,8 +49,13 @@ def list_visible_gpus() -> list[GpuMemory]:
     return [found[key.strip()] for key in wanted.split(",") if key.strip() in found]
 
 
+def sum_used_gib(gpus: list[GpuMemory]) -> float | None:
+    """Return the memory in use on all GPUs; None without GPUs."""
+    return round(sum(gpu.used for gpu in gpus), 2) if gpus else None
+
+
 def check_free_memory(gpus: list[GpuMemory], mem_fraction: float) -> None:
-    """Raises ValueError where another process holds what the server is to take: its start would fail, or its cache be small."""
+    """Raises ValueError if another process holds memory that the server will take: it would not start, or have a small cache."""
     for number, gpu in enumerate(gpus):
         free = gpu.total - gpu.used
         if free < mem_fraction * gpu.total:
@@ -40,3 +64,31 @@ def check_free_memory(gpus: list[GpuMemory], mem_fraction: float) -> None:
                 f"{mem_fraction:g} of it (benchmark_served.server.mem_fraction): another process holds {gpu.used:.1f} GiB. "
                 "End it (nvidia-smi names it), choose another GPU with CUDA_VISIBLE_DEVICES, or lower mem_fraction"
             )
+
+
+def check_weights_fit(need: MemoryNeed, capacity: float) -> None:
+    """Print what the server will hold of its `capacity` (0: unknown). Raises ValueError if the weights alone don't fit."""
+    print(
+        f"memory: {need.weights:.2f} GiB of weights, {need.draft:.2f} of the draft, {need.cache:.2f} of KV cache at most "
+        f"({need.cache_tokens} tokens of {need.token_bytes} bytes), of {capacity:.2f} GiB",
+        flush=True,
+    )
+    if capacity and need.weights + need.draft > capacity:
+        raise ValueError(
+            f"the target's weights are {need.weights:.1f} GiB and the draft's {need.draft:.1f}, expected less than "
+            f"{capacity:.1f} GiB (benchmark_served.server.mem_fraction of the GPU's memory, times tp); raise tp or "
+            "mem_fraction, or take a larger GPU"
+        )
+
+
+def wait_for_release(before: list[GpuMemory]) -> float | None:
+    """Wait until the ended server has released its memory and return what is in use; print a warning if it does not."""
+    until, used_before = time.monotonic() + RELEASE_S, sum_used_gib(before)
+    while (used := sum_used_gib(list_visible_gpus())) is not None and used > (used_before or 0) + RELEASED_GIB:
+        if time.monotonic() > until:
+            print(
+                f"warning: {used} GiB are still in use {RELEASE_S:g} s after the server's end, {used_before} were before"
+            )
+            break
+        time.sleep(0.5)
+    return used

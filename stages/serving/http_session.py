@@ -1,7 +1,7 @@
-"""HTTP to servers of one model: how one is reached, which engine it is, and what goes wrong on the way.
+"""HTTP to servers of one model: connection, identification of the engine, and errors.
 
-For whoever asks: `client` asks again, `load` counts what failed. Through aiohttp, which takes a fifth of httpx's time for
-a request (docs/sampling.md).
+`client` retries what failed, `load_generator` counts it. aiohttp takes a fifth of httpx's time for a request
+(docs/sampling.md).
 """
 
 import json
@@ -16,23 +16,20 @@ from urllib.request import getproxies, proxy_bypass
 import aiohttp
 
 TRANSIENT_STATUSES = {408, 425, 429, 500, 502, 503, 504, 529}
-ROW_REFUSED_STATUSES = {
-    400,
-    413,
-    422,
-}  # this row is at fault, so long as others are answered; any other 4xx concerns all
+ROW_REFUSED_STATUSES = {400, 413, 422}  # this request is at fault; any other 4xx concerns all requests
 FINISH_REASONS = ("stop", "length")
-KEEPALIVE_S = 3.0  # an idle connection; uvicorn, which SGLang and vLLM stand on, closes it after 5
+KEEPALIVE_S = 3.0  # of an idle connection; uvicorn, which SGLang and vLLM use, closes it after 5
 
 
 class HttpReply(NamedTuple):
-    """A server's response, read whole."""
+    """A server's complete response."""
 
     status: int
-    after: str  # its Retry-After, where it says one
+    retry_after: str  # the Retry-After header, or empty
     body: bytes
 
-    def said(self) -> str:
+    def excerpt(self) -> str:
+        """Return the start of the body, for messages."""
         return " ".join(self.body.decode(errors="replace").split())[:300]
 
 
@@ -45,18 +42,18 @@ class RequestRefusedError(Exception):
 
 
 class ExchangeFailedError(Exception):
-    """An exchange that failed and may not the next time; `reason` is short, to count by."""
+    """An exchange that failed and may succeed when retried; `reason` is short, to count by."""
 
-    def __init__(self, reason: str, message: str, after_s: float = 0.0) -> None:
+    def __init__(self, reason: str, message: str, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
-        self.reason, self.after_s = reason, after_s
+        self.reason, self.retry_after_s = reason, retry_after_s
 
 
 @contextmanager
 def raise_first_error() -> Iterator[None]:
-    """Around a TaskGroup whose tasks fail alike: the first ValueError, instead of all in a group.
+    """Raise the first ValueError of a TaskGroup whose tasks fail alike, instead of the group.
 
-    An `except*` may not raise it bare: before Python 3.11.4 it comes in a group again.
+    `except*` can't raise it bare: before Python 3.11.4 it comes in a group again.
     """
     try:
         yield
@@ -67,7 +64,7 @@ def raise_first_error() -> Iterator[None]:
 
 
 def find_proxy(url: str) -> str | None:
-    """What the environment (HTTPS_PROXY, NO_PROXY) says of a server; nothing of one on this machine, where none is meant."""
+    """Return the environment's proxy for a server (HTTPS_PROXY, NO_PROXY); None for servers on this machine."""
     parts = urlsplit(url)
     if parts.hostname in ("127.0.0.1", "localhost", "::1") or proxy_bypass(parts.hostname or ""):
         return None
@@ -76,12 +73,12 @@ def find_proxy(url: str) -> str | None:
 
 
 def strip_api_path(url: str) -> str:
-    """A server's URL as requests' paths follow it: without /v1, which users may write."""
+    """Return a server's URL without the /v1 that users may write."""
     return re.sub(r"(/v1)?/?$", "", url)
 
 
 def read_api_key(variable: str | None, section: str) -> str | None:
-    """The key in the environment; no message ever holds it."""
+    """Return the key from the environment; no message ever holds it. Raises ValueError if the variable is not set."""
     if variable is None:
         return None
     if not os.environ.get(variable):
@@ -90,18 +87,17 @@ def read_api_key(variable: str | None, section: str) -> str | None:
 
 
 class HttpSession:
-    """Use as `async with`. `section` is the one of params.yaml that messages point to."""
+    """Use as `async with`. `section` is the section of params.yaml named in messages."""
 
     def __init__(self, model: str, timeout_s: float, section: str, key: str | None = None) -> None:
         self.model, self.timeout_s, self.section = model, timeout_s, section
         self._proxies: dict[str, str | None] = {}
-        self._key = (lambda: key) if key else None  # in no repr
+        self._key = (lambda: key) if key else None  # keeps it out of repr
         self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> "HttpSession":
         self._http = aiohttp.ClientSession(
-            # How many at once is the caller's to say. A connection that a server closed while nobody looked fails the
-            # request that takes it again.
+            # The caller limits the requests in flight. A request that reuses a connection closed by the server fails.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
             timeout=aiohttp.ClientTimeout(self.timeout_s, sock_connect=min(10.0, self.timeout_s)),
             headers={"Authorization": f"Bearer {self._key()}"} if self._key else {},
@@ -114,13 +110,14 @@ class HttpSession:
             await self._http.close()
 
     @asynccontextmanager
-    async def exchange(
+    async def open(
         self, url: str, method: str, path: str, within_s: float | None = None, **more: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A response whose body is still to be read, inside. Redirects are not followed: they'd carry the key elsewhere.
+        """Yield a response whose body is still to be read. Redirects are not followed: they would carry the key elsewhere.
 
         Raises:
-            Failed: where the server can't be reached, closes in the middle, or takes too long, the reading inside too.
+            ExchangeFailedError: if the server can't be reached, closes the connection, or takes too long, also while the
+                body is read.
         """
         assert self._http, "a session is used inside `async with`"
         if url not in self._proxies:
@@ -133,33 +130,33 @@ class HttpSession:
                 yield response
 
     async def send(self, url: str, method: str, path: str, **more: Any) -> HttpReply:
-        """One exchange, bounded from asking to the last byte."""
-        async with self.exchange(url, method, path, **more) as response:
+        """Return the response to one request; the timeout covers it from sending to the last byte."""
+        async with self.open(url, method, path, **more) as response:
             return await read_reply(response)
 
     def check(self, url: str, reply: HttpReply) -> None:
-        """Nothing where the status is 200.
+        """Check the status of a response.
 
         Raises:
-            Failed: for a status that may pass.
-            Refused: where the server will not answer this row.
-            ValueError: where it would answer no row.
+            ExchangeFailedError: for a transient status.
+            RequestRefusedError: if the server refuses this request.
+            ValueError: if it would refuse every request.
         """
         if reply.status in TRANSIENT_STATUSES:
-            after_s = float(reply.after) if reply.after.isdigit() else 0.0
-            raise ExchangeFailedError(f"http {reply.status}", f"HTTP {reply.status} {reply.said()}", after_s)
+            retry_after_s = float(reply.retry_after) if reply.retry_after.isdigit() else 0.0
+            raise ExchangeFailedError(f"http {reply.status}", f"HTTP {reply.status} {reply.excerpt()}", retry_after_s)
         if reply.status in ROW_REFUSED_STATUSES:
-            raise RequestRefusedError(reply.status, reply.said())
+            raise RequestRefusedError(reply.status, reply.excerpt())
         if reply.status != 200:
             key = f"; is {self.section}.api_key_env right?"
             hint = {401: key, 403: key, 404: "; is it an OpenAI-compatible server, and does it serve that model?"}
             raise ValueError(
                 f"{url} answered HTTP {reply.status} to a request for model {self.model}: "
-                f"{reply.said()}{hint.get(reply.status, '')}"
+                f"{reply.excerpt()}{hint.get(reply.status, '')}"
             )
 
-    async def engine_of(self, url: str) -> str:
-        """transformers, sglang, vllm, or openai for any other. Raises ValueError where it serves another model."""
+    async def identify_engine(self, url: str) -> str:
+        """Return transformers, sglang, vllm, or openai for any other. Raises ValueError if it serves another model."""
         served: list[dict[str, Any]] = []
         briefly = min(10.0, self.timeout_s)
         reply = await self.send(url, "GET", "/v1/models", within_s=briefly)
@@ -173,7 +170,7 @@ class HttpSession:
                 spec = await self.send(url, "GET", "/openapi.json", within_s=briefly)
                 known = json.loads(spec.body)["paths"] if spec.status == 200 else {}
                 if {"/load_model", "/v1/chat/completions"} <= set(known):
-                    return "transformers"  # it lists what lies in its cache, whatever it serves
+                    return "transformers"  # it lists its cache, not what it serves
         except (KeyError, TypeError, ValueError):
             return "openai"
         names = [str(m.get("id")) for m in served]

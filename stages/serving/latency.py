@@ -1,4 +1,4 @@
-"""What the records of a load say of latency and throughput, as docs/metrics.md defines it. Pure functions.
+"""Latency and throughput of a load's request records, as docs/metrics.md defines them.
 
 Times are seconds of one clock, the client's. Letters: N requests, E token events of a request.
 """
@@ -21,20 +21,20 @@ class RequestRecord:
     """One request, as the client saw it."""
 
     id: str
-    due: float  # when it arrived: it may have waited for its turn
+    due: float  # when it arrived; it may have waited before it was sent
     sent: float
     ended: float  # the last byte, or the failure
     events: list[tuple[float, int]]  # [E]: when tokens came, and how many at once
-    counted: bool  # the server said how many; else an event is a piece of text, and its 1 is a guess
+    has_token_counts: bool  # sent by the server; else an event is a piece of text, taken for one token
     input_tokens: int
     output_tokens: int
     finish_reason: str | None
-    failed: str | None  # the reason, to count by
-    why: str = ""
+    failure_reason: str | None  # a short reason to count by; None: answered
+    failure_message: str = ""
     text: str = ""
-    ids: list[int] = field(default_factory=list)  # the answer's, where the server says them
-    said: dict[str, Any] = field(default_factory=dict)  # the engine's own figures of this request
-    counts: AcceptanceCounts | None = None  # what they come to, by our definition
+    ids: list[int] = field(default_factory=list)  # of the answer, if the server sends them
+    engine_meta: dict[str, Any] = field(default_factory=dict)  # the engine's own figures of this request
+    counts: AcceptanceCounts | None = None  # by our definition
 
     @property
     def ttft_s(self) -> float:
@@ -46,33 +46,33 @@ class RequestRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """None for one token: there is no time per token after the first."""
+        """Return the time per output token after the first; None for one token."""
         if self.output_tokens < 2:
             return None
         return (self.events[-1][0] - self.events[0][0]) / (self.output_tokens - 1)
 
     def chunk_gaps_s(self) -> list[float]:
-        """[E - 1]: from event to event."""
+        """Return the times [E - 1] from event to event."""
         return [later - earlier for (earlier, _), (later, _) in itertools.pairwise(self.events)]
 
     def token_gaps_s(self) -> list[float]:
-        """[tokens after the first event]: a gap is shared by the tokens that ended it."""
+        """Return the times between tokens [tokens after the first event]; the tokens of an event share the gap before it."""
         gaps = zip(self.chunk_gaps_s(), self.events[1:], strict=True)
         return [gap / tokens for gap, (_, tokens) in gaps for _ in range(tokens)]
 
 
 def summarise_load(records: list[RequestRecord]) -> dict[str, Any]:
-    """Of N >= 1 records, from when the first was due to when the last ended.
+    """Return the figures of N >= 1 records, from when the first was due to when the last ended.
 
-    A distribution of nothing is None, not 0: no request answered is not an answer at once.
+    A distribution without values is None, not 0.
     """
-    done = [r for r in records if not r.failed]
+    done = [r for r in records if not r.failure_reason]
     duration_s = max(r.ended for r in records) - min(r.due for r in records)
     given, taken = sum(r.input_tokens for r in done), sum(r.output_tokens for r in done)
     return {
         "requests": len(records),
         "completed": len(done),
-        "failed": dict(Counter(r.failed for r in records if r.failed)),
+        "failed": dict(Counter(r.failure_reason for r in records if r.failure_reason)),
         "duration_s": duration_s,
         "input_tokens": given,
         "output_tokens": taken,
@@ -83,7 +83,7 @@ def summarise_load(records: list[RequestRecord]) -> dict[str, Any]:
         "ttft_s": summarise_distribution([r.ttft_s for r in done]),
         "tpot_s": summarise_distribution([s for r in done if (s := r.tpot_s) is not None]),
         "itl_s": summarise_distribution([s for r in done for s in r.token_gaps_s()])
-        if all(r.counted for r in done)
+        if all(r.has_token_counts for r in done)
         else None,
         "chunk_gap_s": summarise_distribution([s for r in done for s in r.chunk_gaps_s()]),
         "e2e_s": summarise_distribution([r.e2e_s for r in done]),
@@ -92,7 +92,7 @@ def summarise_load(records: list[RequestRecord]) -> dict[str, Any]:
 
 
 def summarise_distribution(values: list[float]) -> dict[str, float] | None:
-    """Mean and percentiles, between two values in proportion, as numpy, SGLang and vLLM have it."""
+    """Return mean and percentiles, interpolated linearly as in numpy, SGLang and vLLM; None without values."""
     if not values:
         return None
     found = np.percentile(values, PERCENTILES)
@@ -106,8 +106,10 @@ def compute_goodput(
     tpot_s: float = math.inf,
     e2e_s: float = math.inf,
 ) -> float:
-    """Requests/s that were answered within all limits. An answer of one token has no TPOT to miss, as in vLLM."""
+    """Return the requests/s answered within all limits. An answer of one token has no TPOT to exceed, as in vLLM."""
     good = [
-        r for r in records if not r.failed and r.ttft_s <= ttft_s and (r.tpot_s or 0.0) <= tpot_s and r.e2e_s <= e2e_s
+        r
+        for r in records
+        if not r.failure_reason and r.ttft_s <= ttft_s and (r.tpot_s or 0.0) <= tpot_s and r.e2e_s <= e2e_s
     ]
     return len(good) / duration_s

@@ -1,10 +1,10 @@
-"""Loads a server with requests as a workload says, and records when every token came.
+"""Load generator: send a workload's requests to a server, and record when each token came.
 
-Arrivals are those of SGLang's bench_serving: requests come at a rate (Poisson, or all at once), and a cap on how many are
-under way at once makes those beyond it wait for their turn, in order. An endless rate with a cap is a closed loop, a rate
-without one an open loop. A request's clock starts when it is sent, as theirs; how long it waited before is kept as well.
+Arrivals follow SGLang's bench_serving: requests arrive at a rate (a Poisson process, or all at once), and those beyond a cap
+on requests in flight wait in order. An infinite rate with a cap is a closed loop, a rate without a cap an open loop. A
+request's clock starts when it is sent, as there; its wait before is recorded too.
 
-What fails is recorded by reason, never asked again: a load that asks twice is another load.
+Failures are recorded by reason and never retried: a retry would change the load.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ from stages.serving.latency import RequestRecord
 from stages.serving.spec_counters import AcceptanceCounts, VllmCounters
 from stages.serving.sse import AnswerStream
 
-FLUSH_TIMEOUT_S = 30  # for a server to come to rest, so that it may drop its cache
+FLUSH_TIMEOUT_S = 30  # until a server is idle, so that it may drop its cache
 READING_PAUSE_S = 0.2  # vLLM's counters follow the answers by a step
 MAX_READINGS = 20
 
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """A request to come."""
+    """A request to send."""
 
     id: str
     prompt: list[int] | list[dict[str, Any]]  # token ids, or messages
@@ -39,18 +39,20 @@ class LoadRequest:
     temperature: float
     top_p: float
     top_k: int | None
-    ignore_eos: bool  # answers of max_tokens, whatever they say
-    more: dict[str, Any] = field(default_factory=dict)  # of the body, what only this engine knows: image_data
+    ignore_eos: bool  # generate max_tokens, past end tokens
+    engine_fields: dict[str, Any] = field(default_factory=dict)  # of the body, known to this engine only: image_data
 
 
 @dataclass(frozen=True)
 class Arrivals:
+    """When requests arrive, and how many may be in flight."""
+
     rate: float  # requests/s; inf: all at once
     concurrency: int | None
     seed: int
 
-    def due_s(self, requests: int) -> np.ndarray:
-        """[N] from the first, which comes at 0: exponential gaps, so a Poisson process."""
+    def sample_due_s(self, requests: int) -> np.ndarray:
+        """Return the arrival times [N] of a Poisson process; the first is 0."""
         if math.isinf(self.rate):
             return np.zeros(requests)
         gaps = np.random.default_rng(self.seed).exponential(1 / self.rate, requests)
@@ -59,66 +61,71 @@ class Arrivals:
 
 @dataclass
 class LoadResult:
+    """The measurements of a load."""
+
     engine: str
-    records: list[RequestRecord]  # one for each request, in their order
-    most_at_once: int
+    records: list[RequestRecord]  # in the order of the requests
+    max_in_flight: int
     warmup_failed: dict[str, int]  # by reason
-    uncounted: list[str]  # why an engine's figures are of no use
+    counting_errors: list[str]  # why accepted drafts could not be counted
     counters: AcceptanceCounts | None  # vLLM's, of all records together
-    figures: dict[str, Any]  # the engine's own, as it says them
+    engine_figures: dict[str, Any]  # the engine's own, by its names
 
 
 async def run_load(
     url: str,
     model: str,
-    asks: list[LoadRequest],
+    requests: list[LoadRequest],
     arrivals: Arrivals,
-    deadline_s: float,
+    request_timeout_s: float,
     warmup: list[LoadRequest],
     section: str,
     key: str | None = None,
     engine: str | None = None,
     check: Callable[[], None] = lambda: None,
-    ended: Callable[[], object] = lambda: None,
+    on_request_end: Callable[[], object] = lambda: None,
 ) -> LoadResult:
-    """All of `asks`, one or more, sent to the server at `url` (without /v1), after `warmup`, which counts nowhere.
+    """Send `warmup`, which is not counted, then all `requests` (one or more) to the server at `url` (without /v1).
 
-    A request may take `deadline_s` from being sent to its last byte. `check` looks after the server when a connection
-    fails, and may raise ValueError; `ended` is called as each of `asks` ends; `section` is the one of params.yaml that
-    messages point to.
+    Args:
+        request_timeout_s: from sending a request to its last byte.
+        section: of params.yaml, for messages.
+        check: called after a failed connection; may raise ValueError.
 
     Raises:
-        ValueError: where the server is another one, refuses whoever asks, or fails all of the warm-up.
+        ValueError: if the server is another one, refuses the key, or fails the whole warm-up.
     """
-    async with http_session.HttpSession(model, deadline_s, section, key) as http:
+    async with http_session.HttpSession(model, request_timeout_s, section, key) as http:
         try:
-            engine = engine or await http.engine_of(url)
+            engine = engine or await http.identify_engine(url)
         except http_session.ExchangeFailedError as error:
             raise ValueError(f"{url} can't be asked: {error}; is it running? Correct {section}.base_urls") from None
         warmed = await LoadGenerator(http, url, engine, check).send(warmup, Arrivals(math.inf, arrivals.concurrency, 0))
-        failed = [r for r in warmed if r.failed]
+        failed = [r for r in warmed if r.failure_reason]
         if failed and len(failed) == len(warmed):
-            raise ValueError(f"{url} failed all {len(failed)} requests of the warm-up, the first: {failed[0].why}")
+            raise ValueError(
+                f"{url} failed all {len(failed)} requests of the warm-up, the first: {failed[0].failure_message}"
+            )
         if engine == "sglang":
             await _flush_cache(http, url)
         before = await _read_settled_counters(http, url) if engine == "vllm" else None
-        generator = LoadGenerator(http, url, engine, check, ended)
-        records = await generator.send(asks, arrivals)
+        generator = LoadGenerator(http, url, engine, check, on_request_end)
+        records = await generator.send(requests, arrivals)
         after = await _read_settled_counters(http, url) if engine == "vllm" else None
         found = LoadResult(
-            engine, records, generator.most_at_once, _count_by_reason(failed), generator.uncounted, None, {}
+            engine, records, generator.max_in_flight, _count_by_reason(failed), generator.counting_errors, None, {}
         )
         if before and after:
             _add_counters(found, before, after)
         elif before or after:
-            found.uncounted.append("vLLM's /metrics could be read before the load or after it, not both times")
+            found.counting_errors.append("vLLM's /metrics could be read before the load or after it, not both times")
         if engine == "sglang":
-            found.figures = await _fetch_server_info(http, url)
+            found.engine_figures = await _fetch_engine_figures(http, url)
     return found
 
 
 class LoadGenerator:
-    """Sends to one server."""
+    """Sends requests to one server."""
 
     def __init__(
         self,
@@ -126,44 +133,44 @@ class LoadGenerator:
         url: str,
         engine: str,
         check: Callable[[], None],
-        ended: Callable[[], object] = lambda: None,
+        on_request_end: Callable[[], object] = lambda: None,
     ) -> None:
-        self.http, self.url, self.engine, self.check, self.ended = http, url, engine, check, ended
-        self.most_at_once = self._at_once = 0
-        self.uncounted: list[str] = []
+        self.http, self.url, self.engine, self.check = http, url, engine, check
+        self.on_request_end = on_request_end
+        self.max_in_flight = self._in_flight = 0
+        self.counting_errors: list[str] = []
 
-    async def send(self, asks: list[LoadRequest], arrivals: Arrivals) -> list[RequestRecord]:
-        """A record for each; those still under way are given up when this is cancelled."""
-        ready = [
-            (ask, *build_request(ask, self.engine, self.http.model)) for ask in asks
-        ]  # no JSON while the clock runs
+    async def send(self, requests: list[LoadRequest], arrivals: Arrivals) -> list[RequestRecord]:
+        """Return a record of each request. Requests in flight are dropped when this is cancelled."""
+        # Bodies are built before the clock runs.
+        ready = [(request, *build_request(request, self.engine, self.http.model)) for request in requests]
         gate = asyncio.Semaphore(arrivals.concurrency) if arrivals.concurrency else contextlib.nullcontext()
         with _suspend_garbage_collection():
-            due = time.perf_counter() + arrivals.due_s(len(asks))
+            due = time.perf_counter() + arrivals.sample_due_s(len(requests))
             with http_session.raise_first_error():
                 async with asyncio.TaskGroup() as group:
                     tasks = []
-                    for (ask, path, body), when in zip(ready, due.tolist(), strict=True):
-                        if (rest_s := when - time.perf_counter()) > 0:
-                            await asyncio.sleep(rest_s)
-                        tasks.append(group.create_task(self._in_turn(gate, ask, path, body, when)))
+                    for (request, path, body), when in zip(ready, due.tolist(), strict=True):
+                        if (wait_s := when - time.perf_counter()) > 0:
+                            await asyncio.sleep(wait_s)
+                        tasks.append(group.create_task(self._send_in_turn(gate, request, path, body, when)))
         return [task.result() for task in tasks]
 
-    async def _in_turn(self, gate: Any, ask: LoadRequest, path: str, body: bytes, due: float) -> RequestRecord:
+    async def _send_in_turn(self, gate: Any, request: LoadRequest, path: str, body: bytes, due: float) -> RequestRecord:
         async with gate:
-            self._at_once += 1
-            self.most_at_once = max(self.most_at_once, self._at_once)
+            self._in_flight += 1
+            self.max_in_flight = max(self.max_in_flight, self._in_flight)
             try:
-                return await self._one(ask, path, body, due)
+                return await self._send_one(request, path, body, due)
             finally:
-                self._at_once -= 1
-                self.ended()
+                self._in_flight -= 1
+                self.on_request_end()
 
-    async def _one(self, ask: LoadRequest, path: str, body: bytes, due: float) -> RequestRecord:
-        stream, failed, why = AnswerStream(path == "/generate"), None, ""
+    async def _send_one(self, request: LoadRequest, path: str, body: bytes, due: float) -> RequestRecord:
+        stream, reason, message = AnswerStream(path == "/generate"), None, ""
         sent = time.perf_counter()
         try:
-            async with self.http.exchange(
+            async with self.http.open(
                 self.url, "POST", path, data=body, headers={"Content-Type": "application/json"}
             ) as response:
                 if response.status != 200:
@@ -172,71 +179,86 @@ class LoadGenerator:
                     stream.feed(data, time.perf_counter())
             stream.end(time.perf_counter())
         except http_session.RequestRefusedError as error:
-            failed, why = "refused", str(error)
+            reason, message = "refused", str(error)
         except http_session.ExchangeFailedError as error:
-            failed, why = error.reason, str(error)
+            reason, message = error.reason, str(error)
         ended = time.perf_counter()
-        if failed == "connection":
+        if reason == "connection":
             self.check()
         record = RequestRecord(
-            ask.id, due, sent, ended, stream.events, stream.counted, stream.input_tokens, stream.output_tokens,
-            stream.finish_reason, failed, why, stream.text, stream.ids, stream.said,
-        )  # fmt: skip
-        if not failed:
-            self._count(record)
+            id=request.id,
+            due=due,
+            sent=sent,
+            ended=ended,
+            events=stream.events,
+            has_token_counts=stream.has_token_counts,
+            input_tokens=stream.input_tokens,
+            output_tokens=stream.output_tokens,
+            finish_reason=stream.finish_reason,
+            failure_reason=reason,
+            failure_message=message,
+            text=stream.text,
+            ids=stream.ids,
+            engine_meta=stream.engine_meta,
+        )
+        if not reason:
+            self._count_acceptance(record)
         return record
 
-    def _count(self, record: RequestRecord) -> None:
+    def _count_acceptance(self, record: RequestRecord) -> None:
         try:
-            record.counts = spec_counters.count_request(record.said, record.output_tokens)
+            record.counts = spec_counters.count_request(record.engine_meta, record.output_tokens)
         except ValueError as error:
-            self.uncounted.append(f"{record.id}: {error}")
+            self.counting_errors.append(f"{record.id}: {error}")
 
 
-def build_request(ask: LoadRequest, engine: str, model: str) -> tuple[str, bytes]:
-    """Path and body. SGLang is asked in its own dialect where it can be: only there it speaks of accepted drafts.
+def build_request(request: LoadRequest, engine: str, model: str) -> tuple[str, bytes]:
+    """Return (path, body). SGLang gets its own protocol if possible: only there it reports accepted drafts.
 
     Raises:
-        ValueError: where the engine doesn't take such a request.
+        ValueError: if the engine doesn't take such a request.
     """
-    ids = bool(ask.prompt) and isinstance(ask.prompt[0], int)
-    likeliest = {} if ask.top_k is None else {"top_k": ask.top_k}
+    ids = bool(request.prompt) and isinstance(request.prompt[0], int)
+    likeliest = {} if request.top_k is None else {"top_k": request.top_k}
     if ids and engine == "sglang":
         sampling = {
-            "max_new_tokens": ask.max_tokens, "temperature": ask.temperature, "top_p": ask.top_p, "ignore_eos": ask.ignore_eos,
+            "max_new_tokens": request.max_tokens,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "ignore_eos": request.ignore_eos,
             **likeliest,
-        }  # fmt: skip
-        body = {"input_ids": ask.prompt, "sampling_params": sampling, "stream": True, **ask.more}
+        }
+        body = {"input_ids": request.prompt, "sampling_params": sampling, "stream": True, **request.engine_fields}
         return "/generate", orjson.dumps(body)
-    own: dict[str, Any] = {"ignore_eos": ask.ignore_eos, **likeliest}
+    own: dict[str, Any] = {"ignore_eos": request.ignore_eos, **likeliest}
     if engine == "sglang":
-        own["return_spec_tokens_details"] = True  # SGLang of before it (0.5.17) passes it over
+        own["return_spec_tokens_details"] = True  # ignored by SGLang up to 0.5.17
     elif engine == "vllm":
         own["return_token_ids"] = True
     else:
-        if ask.ignore_eos or likeliest or (ids and engine == "transformers"):
-            what = "ignore_eos" if ask.ignore_eos else "top_k" if likeliest else "token ids as prompts"
+        if request.ignore_eos or likeliest or (ids and engine == "transformers"):
+            what = "ignore_eos" if request.ignore_eos else "top_k" if likeliest else "token ids as prompts"
             raise ValueError(
-                f"{ask.id}: expected an engine that takes {what}, found {engine}; ask without, or use sglang or vllm"
+                f"{request.id}: expected an engine that takes {what}, found {engine}; ask without, or use sglang or vllm"
             )
         own = {}
     body = {
         "model": model,
-        "prompt" if ids else "messages": ask.prompt,
-        "max_tokens": ask.max_tokens,
-        "temperature": ask.temperature,
-        "top_p": ask.top_p,
+        "prompt" if ids else "messages": request.prompt,
+        "max_tokens": request.max_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
         "stream": True,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         **own,
-        **ask.more,
+        **request.engine_fields,
     }
     return "/v1/completions" if ids else "/v1/chat/completions", orjson.dumps(body)
 
 
 @contextlib.contextmanager
 def _suspend_garbage_collection() -> Iterator[None]:
-    """A full collection of a stage's objects takes longer than a token."""
+    """Suspend it, since a full collection of a stage's objects takes longer than a token."""
     gc.collect()
     gc.freeze()
     try:
@@ -246,20 +268,20 @@ def _suspend_garbage_collection() -> Iterator[None]:
 
 
 async def _flush_cache(http: http_session.HttpSession, url: str) -> None:
-    """So that no prompt finds its beginning in the cache, and SGLang's own averages are of this load."""
+    """Flush SGLang's cache, so that no prompt finds its beginning there and its own averages are of this load."""
     try:
         reply = await http.send(url, "POST", f"/flush_cache?timeout={FLUSH_TIMEOUT_S}", within_s=FLUSH_TIMEOUT_S + 10)
     except http_session.ExchangeFailedError as error:
         raise ValueError(f"{url} did not flush its cache: {error}; see to the server and run again") from None
     if reply.status != 200:
         raise ValueError(
-            f"{url} did not flush its cache: HTTP {reply.status} {reply.said()}; expected it at rest after the warm-up. "
-            "Does somebody else use it?"
+            f"{url} did not flush its cache: HTTP {reply.status} {reply.excerpt()}; expected it at rest after the warm-up. "
+            "Does another client use it?"
         )
 
 
 async def _read_settled_counters(http: http_session.HttpSession, url: str) -> VllmCounters | None:
-    """vLLM's, once they stand still."""
+    """Return vLLM's counters once they no longer change; None if it has none."""
     found = None
     for _ in range(MAX_READINGS):
         try:
@@ -274,19 +296,20 @@ async def _read_settled_counters(http: http_session.HttpSession, url: str) -> Vl
 
 
 def _add_counters(load: LoadResult, before: VllmCounters, after: VllmCounters) -> None:
-    whole = not any(r.failed for r in load.records)  # what failed has drafts in the counters, and no tokens with us
-    tokens = sum(r.output_tokens for r in load.records) if whole else None
+    # Failed requests are in vLLM's counters, but their tokens are unknown here.
+    complete = not any(r.failure_reason for r in load.records)
+    tokens = sum(r.output_tokens for r in load.records) if complete else None
     try:
         load.counters = spec_counters.subtract_counters(before, after, len(load.records), tokens)
     except ValueError as error:
-        load.uncounted.append(str(error))
+        load.counting_errors.append(str(error))
     drafts = after.drafts - before.drafts
     if drafts:
-        load.figures["mean_acceptance_length"] = 1 + (after.accepted - before.accepted) / drafts
+        load.engine_figures["mean_acceptance_length"] = 1 + (after.accepted - before.accepted) / drafts
 
 
-async def _fetch_server_info(http: http_session.HttpSession, url: str) -> dict[str, Any]:
-    """SGLang's average since the flush, where it speculates. It lags, unless --decode-log-interval is 1."""
+async def _fetch_engine_figures(http: http_session.HttpSession, url: str) -> dict[str, Any]:
+    """Return SGLang's mean accept length since the flush, if it speculates. It lags, unless --decode-log-interval is 1."""
     try:
         reply = await http.send(url, "GET", "/server_info")
         state = orjson.loads(reply.body)["internal_states"][0] if reply.status == 200 else {}
@@ -297,6 +320,6 @@ async def _fetch_server_info(http: http_session.HttpSession, url: str) -> dict[s
 
 def _count_by_reason(failed: list[RequestRecord]) -> dict[str, int]:
     return {
-        str(reason): sum(r.failed == reason for r in failed)
-        for reason in sorted({r.failed for r in failed if r.failed})
+        str(reason): sum(r.failure_reason == reason for r in failed)
+        for reason in sorted({r.failure_reason for r in failed if r.failure_reason})
     }

@@ -1,4 +1,4 @@
-"""Requests of a load, turn by turn, as a cell keeps them (results/served_records.py): whoever answered them."""
+"""Rows of a cell (results/served_records.py) from the request records of a load."""
 
 import hashlib
 import json
@@ -8,26 +8,29 @@ from stages.serving.latency import RequestRecord
 
 
 def get_question_id(r: RequestRecord) -> str:
-    """The question's, of a record `id#turn`."""
+    """Return the question's id; a record's id is `id#turn`."""
     return r.id.rpartition("#")[0]
 
 
 def make_request_row(repeat: int, turn: int, r: RequestRecord, correct: bool | None) -> dict[str, Any]:
-    """As served.REQUEST."""
-    said = json.dumps(r.ids) if r.ids else r.text
-    done = not r.failed
+    """Return a request row (served_records.RequestRow)."""
+    answer = json.dumps(r.ids) if r.ids else r.text
+    done = not r.failure_reason
     return {
         "repeat": repeat, "id": get_question_id(r), "turn": turn, "prompt_tokens": r.input_tokens,
         "output_tokens": r.output_tokens, "cycles": r.counts.cycles if r.counts else None,
-        "accepted": r.counts.accepted if r.counts else None, "finish_reason": r.finish_reason, "failed": r.failed,
+        "accepted": r.counts.accepted if r.counts else None, "finish_reason": r.finish_reason, "failed": r.failure_reason,
         "ttft_s": r.ttft_s if done else None, "tpot_s": r.tpot_s if done else None, "e2e_s": r.e2e_s if done else None,
-        "wait_s": r.sent - r.due, "answer": hashlib.sha256(said.encode()).hexdigest()[:16] if done else None,
+        "wait_s": r.sent - r.due, "answer": hashlib.sha256(answer.encode()).hexdigest()[:16] if done else None,
         "correct": correct,
     }  # fmt: skip
 
 
 def join_turns(turns: list[list[RequestRecord]]) -> list[RequestRecord]:
-    """The records of all turns as if each followed the one before at once: between them prompts are rendered."""
+    """Return the records of all turns, shifted in time so that each turn follows the one before without a gap.
+
+    In the gap the prompts of the next turn are rendered. The records are changed in place.
+    """
     every: list[RequestRecord] = []
     for found in turns:
         if every:

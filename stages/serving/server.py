@@ -1,11 +1,10 @@
-"""A server as a child of the stage: started, waited for, watched, and ended with it, however the stage ends.
+"""A server as a child process of the stage: started, checked, and stopped with the stage, however the stage ends.
 
-The child runs under a guard (server_guard.py) in a session of its own. The guard holds one end of a pipe whose other end
-is the stage's: when the stage is gone, even by SIGKILL, the pipe closes and the guard ends the server and all that
-descends from it. Servers listen on 127.0.0.1 only. One that ends on its own is started again, a few times: a crash of
-the engine must not cost the run.
+The child runs under a guard (server_guard.py) in a session of its own. Stage and guard share a pipe: when the stage is gone,
+even by SIGKILL, the pipe closes and the guard kills the server and all its descendants. Servers listen on 127.0.0.1 only. A
+server that ends by itself is restarted a few times, since a crash of the engine must not cost the run.
 
-`transformers` is what the tests run; `sglang` 0.5.17 ran on a GPU (docs/results), `vllm` did not.
+The tests run `transformers`; `sglang` 0.5.17 ran on a GPU (docs/results), `vllm` did not.
 """
 
 import contextlib
@@ -26,49 +25,49 @@ import httpx
 from stages.serving import server_guard
 
 HOST = "127.0.0.1"
-END_TIMEOUT_S = 15.0  # from asking a server to end to killing it
-SLACK_S = 5.0  # for a busy machine to get round to the guard
-ENDING_GRACE_S = 2.0  # from not listening any more to having ended
+STOP_TIMEOUT_S = 15.0  # from SIGTERM to SIGKILL
+SLACK_S = 5.0  # for the guard to be scheduled on a busy machine
+ENDING_GRACE_S = 2.0  # from the closed port to the process's end
 INSTALL_HINTS = {"transformers": "pip install -c constraints.txt -e '.[serve]'"}
 
 
 class ServerProcess:
-    """A server of one's own; `run_server` makes one."""
+    """A server started by `run_server`."""
 
     def __init__(
         self, engine: str, line: list[str], port: int, model: str, log: Path, timeout_s: float, settle_s: float,
         restarts: int, threads: int | None, section: str,
     ) -> None:  # fmt: skip
-        self.engine, self.model, self.log = engine, model, log  # model: the name it answers to
+        self.engine, self.model, self.log = engine, model, log  # model: its name in requests
         self.base_url, self.restarted, self._port = f"http://{HOST}:{port}", 0, port
         self._line, self._timeout_s, self._settle_s, self._restarts = line, timeout_s, settle_s, restarts
         self._section = section
-        # Else it takes every core that it sees, and the stage, its tests and other servers wait for each other.
+        # Without a limit it uses every core, and the stage and other servers wait for it.
         limit = {} if threads is None else {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         self._environment = {**os.environ, **limit}
         self._guard: subprocess.Popen | None = None
 
-    def check(self) -> None:
-        """Nothing where it runs. Where it has ended it is started again, and waited for, as often as it may be.
+    def check_alive(self) -> None:
+        """Restart the server if it has ended, and wait until it is ready.
 
         Raises:
-            ValueError: with the tail of its log, where it has ended too often, or is not ready in time.
+            ValueError: with the tail of its log, if it has ended too often, or is not ready in time.
         """
-        if not self._listens():  # it is about to end, and the guard a moment behind it
+        if not self._is_listening():  # it is ending, and the guard a moment after it
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process().wait(ENDING_GRACE_S)
-        while (status := self.ended()) is not None:
+        while (status := self.get_exit_status()) is not None:
             if self.restarted == self._restarts:
-                raise self._failure(status)
+                raise self._make_error(status)
             self.restarted += 1
             print(
                 f"the {self.engine} server ended with status {status}; starting it again ({self.restarted} of "
                 f"{self._restarts}), its log is {self.log}",
                 flush=True,
             )
-            self.end()
+            self.stop()
             self.start("ab")
-            self.wait()
+            self.wait_until_ready()
 
     def start(self, mode: str) -> None:
         with self.log.open(mode) as file:
@@ -77,20 +76,20 @@ class ServerProcess:
                 stdin=subprocess.PIPE,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C goes to the stage alone, which then ends the server in order
+                start_new_session=True,  # Ctrl-C reaches only the stage, which then stops the server
                 env=self._environment,
             )
 
-    def ended(self) -> int | None:
-        """Its exit status; None while it runs."""
+    def get_exit_status(self) -> int | None:
+        """Return the exit status; None while it runs."""
         return self._process().poll()
 
-    def wait(self) -> bool:
-        """Until it is ready (True) or has ended (False). Raises ValueError where neither is so in time."""
+    def wait_until_ready(self) -> bool:
+        """Wait until the server is ready (True) or has ended (False). Raises ValueError after the start timeout."""
         deadline = time.monotonic() + self._timeout_s
-        with httpx.Client(trust_env=False, timeout=5.0) as http:  # a proxy of the environment is not for loopback
+        with httpx.Client(trust_env=False, timeout=5.0) as http:  # no proxy for loopback
             while time.monotonic() < deadline:
-                if self.ended() is not None:
+                if self.get_exit_status() is not None:
                     return False
                 try:
                     if http.get(f"{self.base_url}/health").status_code == 200:
@@ -103,8 +102,8 @@ class ServerProcess:
             f"or see its log, {self.log}:\n{read_log_tail(self.log)}"
         )
 
-    def end(self) -> None:
-        """End the server and every process that descends from it: politely, then not. The guard does so."""
+    def stop(self) -> None:
+        """Let the guard stop the server and all its descendants: by SIGTERM, then SIGKILL."""
         guard = self._process()
         assert guard.stdin is not None
         guard.stdin.close()
@@ -112,7 +111,7 @@ class ServerProcess:
             guard.wait(self._settle_s + server_guard.KILL_S + SLACK_S)
         except subprocess.TimeoutExpired:
             pass
-        if guard.returncode is None or guard.returncode < 0:  # it hangs, or was killed: then what is left of its group
+        if guard.returncode is None or guard.returncode < 0:  # it hangs, or was killed: kill its group
             try:
                 os.killpg(guard.pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -123,12 +122,12 @@ class ServerProcess:
         assert self._guard is not None, "not started"
         return self._guard
 
-    def _listens(self) -> bool:
+    def _is_listening(self) -> bool:
         with socket.socket() as probe:
-            probe.settimeout(1.0)  # one too busy to answer does listen
+            probe.settimeout(1.0)  # a busy server that doesn't answer is listening
             return probe.connect_ex((HOST, self._port)) != errno.ECONNREFUSED
 
-    def _failure(self, status: int) -> ValueError:
+    def _make_error(self, status: int) -> ValueError:
         often = f", after {self.restarted} restarts" if self.restarted else ""
         return ValueError(
             f"the {self.engine} server ended with status {status}{often}{_suggest_remedy(self.engine, self.log)}; its log, "
@@ -139,10 +138,10 @@ class ServerProcess:
 def build_server_command(
     engine: str, folder: str, port: int, dtype: str, device: str, trust_remote_code: bool
 ) -> list[str]:
-    """The command line of `engine` for the target in `folder`.
+    """Return the command line of `engine` for the target in `folder`.
 
-    SGLang and vLLM would else take top_k, top_p and penalties from the model's generation_config.json, and the answers
-    would come from another distribution than the one that later stages assume.
+    The flags keep SGLang and vLLM from taking top_k, top_p and penalties from the model's generation_config.json, which would
+    change the distribution of the answers.
     """
     if engine == "transformers":
         line = [sys.executable, "-m", "transformers.cli.transformers", "serve", folder, "--host", HOST]
@@ -160,17 +159,18 @@ def build_server_command(
 
 @contextmanager
 def run_server(
-    engine: str, line: list[str], port: int, model: str, log: Path, timeout_s: float, settle_s: float = END_TIMEOUT_S,
+    engine: str, line: list[str], port: int, model: str, log: Path, timeout_s: float, settle_s: float = STOP_TIMEOUT_S,
     restarts: int = 0, threads: int | None = None, section: str = "sample_target.server",
 ) -> Iterator[ServerProcess]:  # fmt: skip
-    """Inside the block the server of command `line` answers on `port`; after it, it and its children are gone.
+    """Run the server of command `line`, which answers on `port` inside the block; it and its children end with the block.
 
-    `restarts` is how often `check` may start it again; `threads` how many it may compute with on the CPU; `section` the
-    one of params.yaml that messages point to.
+    Args:
+        restarts: how often `check_alive` may restart it.
+        threads: CPU threads; None: no limit.
+        section: of params.yaml, for messages.
 
     Raises:
-        ValueError: where it can't be started, ends before it is ready, or is not ready within `timeout_s`; with the
-            tail of its log.
+        ValueError: with the tail of its log, if it can't be started, ends before it is ready, or is not ready in time.
     """
     if shutil.which(line[0]) is None:
         raise ValueError(
@@ -181,11 +181,11 @@ def run_server(
     server = ServerProcess(engine, line, port, model, log, timeout_s, settle_s, restarts, threads, section)
     server.start("wb")
     try:
-        if not server.wait():  # at the first start it is the command that is wrong
-            raise server._failure(server.ended() or 0)
+        if not server.wait_until_ready():  # at the first start the command is at fault
+            raise server._make_error(server.get_exit_status() or 0)
         yield server
     finally:
-        server.end()
+        server.stop()
 
 
 def find_free_port() -> int:
@@ -195,7 +195,7 @@ def find_free_port() -> int:
 
 
 def read_log_tail(log: Path, lines: int = 20) -> str:
-    """The last lines of a log, of which a server's downfall is usually the last."""
+    """Return the last lines of a log."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 20_000))
         return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])

@@ -1,4 +1,4 @@
-"""Run a server, and end it with every process it started, once the stage asks for it or is gone.
+"""Run a server, and end it with every process it started, when the stage closes the pipe or is gone.
 
     python -I server_guard.py SETTLE_S COMMAND...
 
@@ -20,8 +20,8 @@ import time
 import psutil
 
 SUBREAPER, DEATHSIG = 36, 1  # of prctl(2)
-KILL_S = 10.0  # how long what forks faster than it is killed is killed
-ROUND_S = 0.02  # between two looks at what is left
+KILL_S = 10.0  # limit for killing processes that fork faster than they are killed
+ROUND_S = 0.02  # between two rounds of killing
 
 
 def main() -> None:
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def _prepare_server() -> None:
-    """Run in the server's process before its program: undo what is the guard's alone, and let it die with the guard."""
+    """Run in the server's process before its program: restore signal handlers, and let it die with the guard."""
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, signal.SIG_DFL)
     _prctl(DEATHSIG, signal.SIGKILL)
@@ -56,12 +56,12 @@ def _wake_on_child_end() -> int:
     os.set_blocking(reads, False)
     os.set_blocking(writes, False)
     signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # a default one would write nothing
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # the default handler writes nothing
     return reads
 
 
 def _wait(server: int, wake: int) -> int | None:
-    """Wait until the server ends, and return its status; None where the stage asks for its end before."""
+    """Wait until the server ends, and return its status; None if the stage closes the pipe before."""
     while True:
         status = _reap(server)
         if status is not None:
@@ -74,7 +74,7 @@ def _wait(server: int, wake: int) -> int | None:
 
 
 def _reap(server: int) -> int | None:
-    """Take notice of every child that has ended, orphans too; return the server's status where it is one of them."""
+    """Reap every ended child, orphans too; return the server's status if it is one of them."""
     found = None
     try:
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -86,7 +86,7 @@ def _reap(server: int) -> int | None:
 
 
 def _kill_descendants(server: int) -> int | None:
-    """Kill all that is left, round by round; return the server's status where it was among them."""
+    """Kill all descendants, round by round; return the server's status if it was among them."""
     status, ends = None, time.monotonic() + KILL_S
     while _signal_descendants(signal.SIGKILL) and time.monotonic() < ends:
         time.sleep(ROUND_S)
@@ -100,7 +100,7 @@ def _signal_descendants(name: signal.Signals) -> int:
     found = psutil.Process().children(recursive=True)
     for process in found:
         try:
-            process.send_signal(name)  # psutil sees to it that the number was not given to another process
+            process.send_signal(name)  # psutil checks that the pid was not reused
         except psutil.Error:  # it has ended
             pass
     return len(found)

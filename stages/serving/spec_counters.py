@@ -1,12 +1,12 @@
-"""What engines say of accepted drafts, turned into the project's own counts (docs/metrics.md: cycle, accepted).
+"""Acceptance counts by the project's definitions, from what engines report (docs/metrics.md: cycle, accepted).
 
-Engines count what a cycle accepted before they look for the end of the answer: drafts beyond an end token or the length
-limit are in their figures and not in ours. SGLang speaks of each request, so that its tokens tell how much was cut:
+Engines count what a cycle accepted before they look for the end of the answer, so their figures include drafts beyond an end
+token or the length limit; ours don't. SGLang reports each request, so the tokens beyond the end can be computed:
 
     output tokens = prefills + accepted + cycles - cut,   and of what was cut the last was the bonus
 
 (SGLang 0.5.17, scheduler_components/batch_result_processor.py counts, schedule_batch.py: output_ids_through_stop cuts).
-vLLM has counters over all requests, where cut and uncut ends can't be told apart; so its counts stay as they are.
+vLLM has counters over all requests, in which cut and uncut ends can't be told apart, so its counts stay as they are.
 """
 
 import itertools
@@ -17,17 +17,17 @@ COUNTER_PATTERN = re.compile(r"vllm:spec_decode_num_(\w+?)_total(?:\{(.*)\})?\s+
 
 
 class AcceptanceCounts(NamedTuple):
-    """tau is (accepted + cycles) / cycles."""
+    """Counts of a request, or of a load; tau is (accepted + cycles) / cycles."""
 
     cycles: int
     accepted: int  # drafts
-    cut: int | None  # tokens beyond the end; None where it can't be known
-    clipped: bool  # `accepted` leaves out those beyond the end
+    tokens_beyond_end: int | None  # None if unknown
+    clipped: bool  # `accepted` leaves out drafts beyond the end
     histogram: list[int]  # the engine's: cycles that accepted i drafts, those beyond the end too
 
 
 class VllmCounters(NamedTuple):
-    """vLLM's, over all requests since it started."""
+    """vLLM's counters, over all requests since it started."""
 
     drafts: int  # cycles that had drafts to verify
     draft_tokens: int
@@ -35,22 +35,26 @@ class VllmCounters(NamedTuple):
     per_position: list[int]  # cycles that accepted at least i + 1
 
 
-def count_request(said: dict[str, Any], output_tokens: int) -> AcceptanceCounts | None:
-    """From SGLang's figures of a request; None where it says none, as one does that doesn't speculate.
+def count_request(engine_meta: dict[str, Any], output_tokens: int) -> AcceptanceCounts | None:
+    """Return the counts of a request from SGLang's figures; None without figures, as without speculation.
 
     Raises:
-        ValueError: where they don't come to the tokens of the answer.
+        ValueError: if the figures don't add up to the tokens of the answer.
     """
-    histogram = said.get("spec_correct_drafts_histogram") or said.get("spec_accept_histogram")  # the older name
-    prefills = 1 + said.get("num_retractions", 0)  # one put back is prefilled again, which says a token again
+    histogram = engine_meta.get("spec_correct_drafts_histogram") or engine_meta.get(
+        "spec_accept_histogram"
+    )  # the older name
+    prefills = 1 + engine_meta.get(
+        "num_retractions", 0
+    )  # a retracted request is prefilled again, which yields a token again
     if not histogram:
         return AcceptanceCounts(0, 0, 0, True, []) if output_tokens == prefills else None  # no cycle was needed
     cycles, accepted = sum(histogram), sum(i * times for i, times in enumerate(histogram))
     cut = prefills + accepted + cycles - output_tokens
     most = max((i for i, times in enumerate(histogram) if times), default=0)
-    if not 0 <= cut <= most or said.get("spec_verify_ct", cycles) != cycles:
+    if not 0 <= cut <= most or engine_meta.get("spec_verify_ct", cycles) != cycles:
         raise ValueError(
-            f"the engine's figures don't add up: {prefills} prefills, {cycles} cycles ({said.get('spec_verify_ct')} by "
+            f"the engine's figures don't add up: {prefills} prefills, {cycles} cycles ({engine_meta.get('spec_verify_ct')} by "
             f"spec_verify_ct) and {accepted} accepted drafts are not {output_tokens} tokens with 0 to {most} cut off; "
             "expected prefills + accepted + cycles - cut"
         )
@@ -58,7 +62,7 @@ def count_request(said: dict[str, Any], output_tokens: int) -> AcceptanceCounts 
 
 
 def parse_vllm_counters(text: str) -> VllmCounters | None:
-    """vLLM's from its /metrics, summed over engines; None where it doesn't speculate."""
+    """Return the counters in vLLM's /metrics, summed over engines; None without speculation."""
     found = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0}
     positions: dict[int, int] = {}
     known = False
@@ -80,10 +84,10 @@ def parse_vllm_counters(text: str) -> VllmCounters | None:
 def subtract_counters(
     before: VllmCounters, after: VllmCounters, requests: int, output_tokens: int | None
 ) -> AcceptanceCounts:
-    """Of the requests between two readings; `output_tokens` of them all, None where some failed.
+    """Return the counts of the requests between two readings; `output_tokens` is of all of them, None if some failed.
 
     Raises:
-        ValueError: where the counters are not those of these requests alone.
+        ValueError: if the counters include other requests.
     """
     cycles, accepted = after.drafts - before.drafts, after.accepted - before.accepted
     earlier = before.per_position or [0] * len(after.per_position)

@@ -1,8 +1,8 @@
-"""What one streamed answer says, byte by byte: when tokens came, how many, and how it ended.
+"""Parser of one answer streamed as server-sent events: when tokens came, how many, and how the answer ended.
 
-Two dialects: SGLang's own `/generate`, and OpenAI's `/v1/completions` and `/v1/chat/completions`. A server is asked to
-say with every chunk how many tokens there are so far (`meta_info`, `continuous_usage_stats`): under speculation a chunk
-holds several, and text doesn't tell how many. One that doesn't say it is read as a token for each piece of text.
+Two protocols: SGLang's own `/generate`, and OpenAI's `/v1/completions` and `/v1/chat/completions`. Servers are asked to send
+the number of tokens so far with every chunk (`meta_info`, `continuous_usage_stats`), since under speculation a chunk holds
+several. Without these counts each piece of text counts as one token.
 """
 
 from typing import Any
@@ -13,29 +13,29 @@ from stages.serving import http_session
 
 
 class AnswerStream:
-    """Feed it what comes, then `end` it."""
+    """Call `feed` with each piece of data, then `end`."""
 
     def __init__(self, generate: bool) -> None:
         self.events: list[tuple[float, int]] = []
-        self.counted = True
+        self.has_token_counts = True
         self.text = ""
-        self.ids: list[int] = []  # where the server says them
+        self.ids: list[int] = []  # if the server sends them
         self.input_tokens = self.output_tokens = 0
         self.finish_reason: str | None = None
-        self.said: dict[str, Any] = {}
-        self._take = self._generate if generate else self._openai
+        self.engine_meta: dict[str, Any] = {}
+        self._read_message = self._read_generate if generate else self._read_openai
         self._rest = b""
 
     def feed(self, data: bytes, now: float) -> None:
-        """Raises session.Failed or session.Refused where the server says in the stream that it fails."""
+        """Parse what came. Raises ExchangeFailedError or RequestRefusedError if the stream holds an error."""
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop()
         for line in lines:
-            self._line(line, now)
+            self._read_line(line, now)
 
     def end(self, now: float) -> None:
-        """Raises session.Failed where what came is no whole answer."""
-        self._line(self._rest, now)
+        """Raises ExchangeFailedError if the answer is incomplete."""
+        self._read_line(self._rest, now)
         if self.finish_reason is None:
             raise http_session.ExchangeFailedError(
                 "cut", f"the stream ended without a finish_reason, after {self.output_tokens} tokens"
@@ -44,9 +44,9 @@ class AnswerStream:
             raise http_session.ExchangeFailedError("aborted", f"finish_reason {self.finish_reason!r}")
         if not self.events:
             raise http_session.ExchangeFailedError("empty", "an answer without a token")
-        self.counted = self.counted or len(self.events) == self.output_tokens
+        self.has_token_counts = self.has_token_counts or len(self.events) == self.output_tokens
 
-    def _line(self, line: bytes, now: float) -> None:
+    def _read_line(self, line: bytes, now: float) -> None:
         if not line.startswith(b"data:"):  # between messages, or a comment that keeps the connection alive
             return
         data = line[5:].strip()
@@ -55,35 +55,35 @@ class AnswerStream:
         try:
             message = orjson.loads(data)
             if message.get("error"):
-                self._fail(message["error"])
-            self._take(message, now)
+                self._raise_error(message["error"])
+            self._read_message(message, now)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise http_session.ExchangeFailedError(
                 "malformed", f"not a chunk of an answer ({error!r}): {data[:200]!r}"
             ) from None
 
-    def _fail(self, error: Any) -> None:
+    def _raise_error(self, error: Any) -> None:
         code = error.get("code") if isinstance(error, dict) else None
-        if code in http_session.ROW_REFUSED_STATUSES:  # the stream had begun before the server looked
+        if code in http_session.ROW_REFUSED_STATUSES:  # found after the stream had started
             raise http_session.RequestRefusedError(code, str(error.get("message")))
         raise http_session.ExchangeFailedError("error", str(error.get("message") if isinstance(error, dict) else error))
 
-    def _generate(self, message: dict[str, Any], now: float) -> None:
+    def _read_generate(self, message: dict[str, Any], now: float) -> None:
         meta, ids = message["meta_info"], message.get("output_ids") or []
         total = meta["completion_tokens"]
-        self._reached(total, now)
-        # All so far, or with --incremental-streaming-output what is new.
+        self._record_tokens(total, now)
+        # All ids so far, or with --incremental-streaming-output the new ones.
         if len(ids) == total:
             self.text, self.ids = message.get("text") or "", ids
         else:
             self.text, self.ids = self.text + (message.get("text") or ""), self.ids + ids
         self.input_tokens = meta["prompt_tokens"]
         if reason := meta.get("finish_reason"):
-            self.finish_reason, self.said = reason["type"], meta
+            self.finish_reason, self.engine_meta = reason["type"], meta
             if self.finish_reason == "abort":
                 raise http_session.ExchangeFailedError("aborted", str(reason.get("message")))
 
-    def _openai(self, message: dict[str, Any], now: float) -> None:
+    def _read_openai(self, message: dict[str, Any], now: float) -> None:
         usage, piece = message.get("usage"), ""
         for choice in message.get("choices") or ():
             delta = choice.get("delta") or choice
@@ -94,16 +94,16 @@ class AnswerStream:
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
         if usage:
             self.input_tokens = usage["prompt_tokens"]
-            if self.counted:
-                self._reached(usage["completion_tokens"], now)
+            if self.has_token_counts:
+                self._record_tokens(usage["completion_tokens"], now)
             self.output_tokens = usage["completion_tokens"]
         elif piece:
-            self.counted = False
+            self.has_token_counts = False
             self.events.append((now, 1))
             self.output_tokens += 1
-        self.said |= (message.get("sglext") or {}).get("spec_tokens_details") or {}
+        self.engine_meta |= (message.get("sglext") or {}).get("spec_tokens_details") or {}
 
-    def _reached(self, total: int, now: float) -> None:
+    def _record_tokens(self, total: int, now: float) -> None:
         if total < self.output_tokens:
             raise ValueError(f"{total} tokens so far, after {self.output_tokens}")
         if total > self.output_tokens:

@@ -321,7 +321,7 @@ def trajectories(
 
 def spread(accepted: np.ndarray, cycles: np.ndarray) -> tuple[float, float]:
     """tau and its standard error, from the interval that is reported."""
-    found = interval.of_tau(accepted, cycles, 3)
+    found = interval.compute_tau_interval(accepted, cycles, 3)
     return acceptance.compute_tau(accepted, cycles), found.half / interval.compute_t_quantile(len(cycles) - 1)
 
 

@@ -321,7 +321,9 @@ def test_what_a_program_must_not_do_fails_by_old_calls_too(text: str, witness: P
 @pytest.mark.parametrize("abi", [0, 1, 2])
 def test_truncation_is_refused_by_seccomp_where_landlock_does_not_know_it(abi: int, name: str, witness: Path) -> None:
     """Below Landlock's ABI 3 truncate(2) and O_TRUNC emptied files."""
-    enter = f"from stages.serving import guard\nguard.landlock_abi = lambda: {abi}\nassert guard.enter_sandbox()[1]\n"
+    enter = (
+        f"from stages.grading import sandbox\nsandbox.landlock_abi = lambda: {abi}\nassert sandbox.enter_sandbox()[1]\n"
+    )
     done = subprocess.run(
         [sys.executable, "-c", enter + reaching(REACHES[name], witness)], cwd=ROOT, capture_output=True, text=True
     )
@@ -342,16 +344,16 @@ BLOCKED = {
 }
 ON_SUCH_A_KERNEL = """
 import dataclasses, json, sys
-from stages.serving import grades, guard
+from stages.grading import grade, sandbox
 blocked, programs, allow = json.loads(sys.argv[1])
-code = [(guard.LOAD, 0, 0, 0)]
+code = [(sandbox.LOAD, 0, 0, 0)]
 for numbers in blocked:
-    code += guard._on_call(numbers, [(guard.RETURN, 0, 0, guard.NO_SUCH_CALL)])
-assert guard._prctl(guard.NO_NEW_PRIVILEGES, 1) and guard.load_filter([*code, (guard.RETURN, 0, 0, guard.ALLOW)])
-grades.TIMEOUT_S = 3.0
+    code += sandbox._on_call(numbers, [(sandbox.RETURN, 0, 0, sandbox.NO_SUCH_CALL)])
+assert sandbox._call_prctl(sandbox.NO_NEW_PRIVILEGES, 1) and sandbox.load_filter([*code, (sandbox.RETURN, 0, 0, sandbox.ALLOW)])
+grade.TIMEOUT_S = 3.0
 for program in programs:
     try:
-        print(json.dumps(dataclasses.asdict(grades.run_program(program, allow))))
+        print(json.dumps(dataclasses.asdict(grade.run_program(program, allow))))
     except ValueError as error:
         print(json.dumps({"refused": str(error)}))
 """

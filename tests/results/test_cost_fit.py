@@ -37,7 +37,7 @@ def test_the_error_on_points_left_out_is_that_on_points_never_seen() -> None:
     unseen = [
         TreeShape.parse(name) for name in ("t2_1_3", "t5_3_12", "t8_2_24", "t4_4_48", "t7_3_20", "t9_1_10", "t2_4_6")
     ]
-    off = [found.cycle_s(t.num_steps, t.topk, t.num_draft_tokens, 1) / costs.seconds(t) - 1 for t in unseen]
+    off = [found.predict_cycle_s(t.num_steps, t.topk, t.num_draft_tokens, 1) / costs.seconds(t) - 1 for t in unseen]
     assert max(map(abs, off)) < found.margin
     assert found.margin == pytest.approx(2.03 * found.error, rel=0.01)  # Student's t of 35 degrees
 
@@ -56,7 +56,7 @@ def test_terms_of_a_batch_are_told_from_the_others() -> None:
     assert found.seconds["sequence"] == pytest.approx(BATCHED["sequence"])
     assert found.seconds["verify row"] == pytest.approx(BATCHED["token"])
     unseen = TreeShape.parse("t5_3_12")
-    assert found.cycle_s(5, 3, 12, 8) == pytest.approx(costs.seconds(unseen, 8, BATCHED))
+    assert found.predict_cycle_s(5, 3, 12, 8) == pytest.approx(costs.seconds(unseen, 8, BATCHED))
 
 
 def test_a_knee_is_found_where_computing_outlasts_reading() -> None:
@@ -66,7 +66,7 @@ def test_a_knee_is_found_where_computing_outlasts_reading() -> None:
         point["cycle_s"] += 0.04e-3 * max(0, point["tokens"] * point["batch"] - 64)
     found = cost_fit.fit_cost_model(points)
     assert found.knee == 64 and found.seconds["beyond"] == pytest.approx(0.04e-3)
-    assert found.cycle_s(6, 2, 20, 1) == pytest.approx(
+    assert found.predict_cycle_s(6, 2, 20, 1) == pytest.approx(
         costs.seconds(TreeShape.parse("t6_2_20"), 1, costs.TRUTH | {"token": 0.0})
     )
 
@@ -83,7 +83,7 @@ def test_few_points_bear_few_terms() -> None:
     """Three concurrencies of one tree: what is steps and what is rows can't be told, and needn't."""
     tree = TreeShape.parse("t5_4_16")
     found = cost_fit.fit_cost_model(costs.grid([tree], batches=(1, 8, 32), truth=BATCHED))
-    assert found.cycle_s(5, 4, 16, 8) == pytest.approx(costs.seconds(tree, 8, BATCHED))
+    assert found.predict_cycle_s(5, 4, 16, 8) == pytest.approx(costs.seconds(tree, 8, BATCHED))
     assert found.left_out_s[1] == pytest.approx(costs.seconds(tree, 8, BATCHED))
 
 
@@ -114,7 +114,7 @@ def test_too_few_points_and_times_that_are_none_are_refused() -> None:
 
 def test_a_fit_survives_json() -> None:
     found = cost_fit.fit_cost_model(costs.grid(noise=0.02))
-    assert CostModel.of_json(found.to_json()) == found
+    assert CostModel.from_json(found.to_json()) == found
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -67,11 +67,11 @@ def test_a_cycle_is_decoding_by_cycles_and_a_step_is_the_baselines_by_tokens() -
 
 def test_a_fit_of_served_cells_predicts_a_tree_that_was_not_served() -> None:
     (found,), _ = cost_served.derive_costs(lines(baseline(), *map(drafted, TREES)))
-    fit = cost_model.CostModel.of_json(found["fit"])
+    fit = cost_model.CostModel.from_json(found["fit"])
     for name in ("t6_2_16", "t7_1_8", "t8_3_24"):
         tree = TreeShape.parse(name)
         for batch in CAPS:
-            cycle = fit.cycle_s(tree.num_steps, tree.topk, tree.num_draft_tokens, batch)
+            cycle = fit.predict_cycle_s(tree.num_steps, tree.topk, tree.num_draft_tokens, batch)
             assert cycle == pytest.approx(costs.seconds(tree, batch), rel=0.06), (name, batch)
     assert fit.error < 0.05
     row = next(

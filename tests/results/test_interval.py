@@ -58,7 +58,7 @@ def recorded() -> list[Population]:
         for row in csv.DictReader(lines):
             if row["by"] == "row":
                 conversations = found.setdefault((row["draft"], row["tree"]), {})
-                sums = conversations.setdefault(clusters.conversation_of(row["bucket"]), [0, 0])
+                sums = conversations.setdefault(clusters.get_conversation(row["bucket"]), [0, 0])
                 sums[0] += int(row["accepted"])
                 sums[1] += int(row["cycles"])
     return [np.array(list(conversations.values())) for conversations in found.values()]
@@ -80,7 +80,7 @@ def coverage(population: Population, size: int, seed: int = 0) -> float:
     accepted, cycles = population.T
     truth = 1 + accepted.sum() / cycles.sum()
     drawn = np.random.default_rng(seed).integers(len(population), size=(size, DRAWS))
-    found = interval.of_taus(accepted[drawn], cycles[drawn], [100] * DRAWS)
+    found = interval.compute_tau_intervals(accepted[drawn], cycles[drawn], [100] * DRAWS)
     return sum(ends is not None and ends.low <= truth <= ends.high for ends in found) / DRAWS
 
 
@@ -101,16 +101,18 @@ def test_the_interval_of_tau_covers_at_other_sizes(size: int) -> None:
 def test_fewer_than_two_clusters_have_no_interval() -> None:
     """Bug: one prompt had an interval of zero width."""
     one, none = np.array([9]), np.array([0])
-    assert interval.of_tau(one, one, 5) is None and interval.of_tau(none, none, 5) is None
-    assert interval.of_tau(np.array([9, 0]), np.array([3, 0]), 5) is None, "an answer of one token is no cluster"
-    assert interval.of_ratio_of_means([2.0], [1.0]) is None
-    assert interval.of_speedup(*[np.ones((1, 5))] * 4) is None
+    assert interval.compute_tau_interval(one, one, 5) is None and interval.compute_tau_interval(none, none, 5) is None
+    assert interval.compute_tau_interval(np.array([9, 0]), np.array([3, 0]), 5) is None, (
+        "an answer of one token is no cluster"
+    )
+    assert interval.compute_ratio_interval([2.0], [1.0]) is None
+    assert interval.compute_speedup_interval(*[np.ones((1, 5))] * 4) is None
 
 
 def test_clusters_of_one_size_have_the_t_interval_of_their_mean() -> None:
     """The jackknife of a mean is its standard error, and clusters of one size have as many degrees as there are, less one."""
     drafts = [12, 15, 21, 9, 18]
-    found = interval.of_tau(np.array(drafts), np.full(5, 10), 5)
+    found = interval.compute_tau_interval(np.array(drafts), np.full(5, 10), 5)
     assert found == pytest.approx(interval.compute_mean_interval([1 + n / 10 for n in drafts]))
 
 
@@ -119,13 +121,13 @@ def test_the_degrees_of_freedom_are_those_of_the_quadratic_form() -> None:
     shares = np.random.default_rng(2).dirichlet(np.ones(7))
     residuals = np.eye(7) - np.ones((7, 1)) * shares
     form = residuals.T @ np.diag((shares / (1 - shares)) ** 2) @ residuals
-    assert interval._freedom(shares) == pytest.approx(np.trace(form) ** 2 / np.trace(form @ form))
+    assert interval._compute_degrees_of_freedom(shares) == pytest.approx(np.trace(form) ** 2 / np.trace(form @ form))
 
 
 def test_each_tree_has_its_own_interval_and_no_end_where_tau_can_not_be() -> None:
     accepted, cycles = np.array([[4, 5], [1, 50], [9, 50]]), np.array([[2, 10], [3, 10], [4, 10]])
-    both = interval.of_taus(accepted, cycles, [3, 5])
-    alone = [interval.of_tau(a, c, s) for a, c, s in zip(accepted.T, cycles.T, [3, 5], strict=True)]
+    both = interval.compute_tau_intervals(accepted, cycles, [3, 5])
+    alone = [interval.compute_tau_interval(a, c, s) for a, c, s in zip(accepted.T, cycles.T, [3, 5], strict=True)]
     assert both == [pytest.approx(found) for found in alone]
     assert both[1] == (1.0, 6.0), "5 steps accept 0 to 5 drafts"
 
@@ -137,7 +139,7 @@ def test_the_speedups_interval_covers_prompts_and_machines(ease: float, weather:
     for _ in range(times):
         scatter = draws.normal(0, ease, (10, 1)) + draws.normal(0, weather, (1, 3)) + draws.normal(0, 0.02, (10, 3))
         plain = draws.uniform(1, 3, (10, 1)) * np.ones((10, 3))
-        low, high = interval.of_speedup(plain, plain / (2 * np.exp(scatter)), plain, plain)
+        low, high = interval.compute_speedup_interval(plain, plain / (2 * np.exp(scatter)), plain, plain)
         truth = 2 / math.exp((ease**2 + weather**2 + 0.02**2) / 2)  # of pooled times
         held += low <= truth <= high
     assert held / times >= 0.93

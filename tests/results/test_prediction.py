@@ -39,7 +39,7 @@ def test_the_interval_joins_those_of_tau_of_the_fit_and_of_the_plain_step() -> N
     (tau_alone,) = prediction.predict_speedups(exact | still, "e009", 0.0, [replay("t5_3_12", 4.0, 3.6, 4.8)])
     assert tau_alone["low"] / tau_alone["speedup"] == pytest.approx(0.9)
     assert tau_alone["high"] / tau_alone["speedup"] == pytest.approx(1.2)
-    margin = cost_model.CostModel.of_json(noisy["fit"]).margin
+    margin = cost_model.CostModel.from_json(noisy["fit"]).margin
     (fit_alone,) = prediction.predict_speedups(noisy | still, "e009", 0.0, [replay("t5_3_12", 4.0)])
     assert math.log(fit_alone["high"] / fit_alone["speedup"]) == pytest.approx(margin)
     (all_three,) = prediction.predict_speedups(noisy, "e009", 0.0, [replay("t5_3_12", 4.0, 3.6, 4.8)])

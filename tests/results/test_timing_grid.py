@@ -49,7 +49,7 @@ def test_what_is_cut_or_anothers_is_refused(place: Path, spoil: dict[str, Any], 
 
 def test_what_is_no_cost_is_refused(place: Path) -> None:
     place.write_text("[1]")
-    with pytest.raises(ValueError, match=r"is no cost.*run: dvc repro -f -s time_trees@e000"):
+    with pytest.raises(ValueError, match=r"expected a JSON dict.*run: dvc repro -f -s time_trees@e000"):
         timing_grid.read_timing_grid("e000", MODEL)
 
 

@@ -53,6 +53,13 @@ def test_a_cell_comes_back_as_it_went() -> None:
     assert torch_records.read_torch_cell("eval", "e003", "t8_2_16") == made_up()
 
 
+def test_a_cell_is_written_as_given_to_the_byte() -> None:
+    """Its keys in the given order, an integer not as a float: the models check, and convert nothing."""
+    for cell in (made_up() | {"temperature": 0}, dict(reversed(made_up().items()))):
+        place = torch_records.write_torch_cell(cell)
+        assert place.read_text() == json.dumps(cell, indent=1, ensure_ascii=False) + "\n"
+
+
 @pytest.mark.parametrize(
     "spoil",
     [

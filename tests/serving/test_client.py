@@ -16,9 +16,9 @@ def asks(urls: list[str], bodies: list[dict[str, Any]], **settings: Any) -> Any:
     """Every answer, or the exception in its place; and the client."""
 
     async def run() -> tuple[list[Any], client.ChatClient]:
-        how = {"concurrency": 16, "timeout_s": 60.0, "attempts": 6, "first_rest_s": 0.02} | settings
+        how = {"concurrency": 16, "timeout_s": 60.0, "attempts": 6, "first_backoff_s": 0.02} | settings
         async with client.ChatClient(urls, "tiny", **how) as http:
-            return await asyncio.gather(*(http.ask(b) for b in bodies), return_exceptions=True), http
+            return await asyncio.gather(*(http.complete(b) for b in bodies), return_exceptions=True), http
 
     return asyncio.run(run())
 
@@ -36,7 +36,7 @@ def test_what_may_pass_is_asked_again(wrong: Any) -> None:
     assert answer.text.startswith("place: ")
     assert answer.finish_reason == "stop"
     assert len(fake.bodies) == 2 and fake.bodies[0] == fake.bodies[1]
-    assert sum(http.asked_again.values()) == 1
+    assert sum(http.retries_by_reason.values()) == 1
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
@@ -75,7 +75,7 @@ def test_a_server_of_another_model_is_refused_before_anything_is_asked() -> None
 def test_an_engine_is_known_by_its_models_and_gets_its_own_fields() -> None:
     async def run(url: str) -> client.ChatAnswer:
         async with client.ChatClient([url], "tiny", 4, 1.0, 2) as http:
-            return await http.ask(BODY, {"vllm": {"return_token_ids": True}, "sglang": {"top_k": -1}})
+            return await http.complete(BODY, {"vllm": {"return_token_ids": True}, "sglang": {"top_k": -1}})
 
     says = completion("hi", choice={"token_ids": [4, 5]}, prompt_token_ids=[1, 2])
     with Fake(lambda *_: says, models={"data": [{"id": "tiny", "owned_by": "vllm"}]}) as fake:
@@ -106,13 +106,13 @@ def test_a_tenth_broken_a_twentieth_cut_and_some_hung_lose_nothing() -> None:
     assert [a.text for a in answers] == [
         echo({"model": "tiny", **b}, 0)["choices"][0]["message"]["content"] for b in numbered(200)
     ]
-    assert sum(http.asked_again.values()) > 10
+    assert sum(http.retries_by_reason.values()) > 10
 
 
 def test_a_dead_server_is_left_alone_and_taken_back() -> None:
     down = {"now": True}
     with Fake(lambda b, n: 500 if down["now"] else echo(b, n)) as sick, Fake(delay_s=0.01) as well:
-        answers, http = asks([sick.url, well.url], numbered(100), first_rest_s=60.0)
+        answers, http = asks([sick.url, well.url], numbered(100), first_backoff_s=60.0)
         assert all(isinstance(a, client.ChatAnswer) for a in answers)
         # 8 of the 16 at once go there first; after three failures in a row nobody else does.
         assert len(sick.bodies) <= 16

@@ -13,8 +13,8 @@ from stages.serving.latency import RequestRecord
 def record(sent: float, events: list[tuple[float, int]], **changes: Any) -> RequestRecord:
     known: dict[str, Any] = {
         "id": "a", "due": sent, "sent": sent, "ended": events[-1][0] if events else sent, "events": events,
-        "counted": True, "input_tokens": 10, "output_tokens": sum(n for _, n in events), "finish_reason": "length",
-        "failed": None,
+        "has_token_counts": True, "input_tokens": 10, "output_tokens": sum(n for _, n in events), "finish_reason": "length",
+        "failure_reason": None,
     }  # fmt: skip
     return RequestRecord(**known | changes)
 
@@ -46,7 +46,9 @@ def some(seed: int) -> list[RequestRecord]:
         times = np.cumsum([rng.expovariate(8) for _ in range(rng.randint(1, 30))]) + sent
         failed = "timeout" if rng.random() < 0.2 else None
         events = [(float(t), rng.randint(1, 5)) for t in times]
-        records.append(record(sent, events, id=str(number), due=due, failed=failed, input_tokens=rng.randint(1, 900)))
+        records.append(
+            record(sent, events, id=str(number), due=due, failure_reason=failed, input_tokens=rng.randint(1, 900))
+        )
     return records
 
 
@@ -62,7 +64,7 @@ def between(values: list[float], percent: float) -> float:
 def test_a_summary_is_what_counting_token_by_token_gives(seed: int) -> None:
     records = some(seed)
     begun = min(r.due for r in records)
-    done = [r for r in records if not r.failed]
+    done = [r for r in records if not r.failure_reason]
     truth: dict[str, list[float]] = {
         name: [] for name in ("ttft_s", "tpot_s", "itl_s", "chunk_gap_s", "e2e_s", "wait_s")
     }
@@ -99,14 +101,14 @@ def test_a_summary_is_what_counting_token_by_token_gives(seed: int) -> None:
 
 
 def test_what_failed_lengthens_the_run_and_gives_no_tokens() -> None:
-    good, bad = record(0.0, [(1.0, 1), (2.0, 1)]), record(0.0, [(1.0, 50)], failed="timeout", ended=10.0)
+    good, bad = record(0.0, [(1.0, 1), (2.0, 1)]), record(0.0, [(1.0, 50)], failure_reason="timeout", ended=10.0)
     found = latency.summarise_load([good, bad])
     assert found["duration_s"] == 10.0 and found["output_throughput"] == 0.2 and found["total_throughput"] == 1.2
     assert found["ttft_s"]["mean"] == 1.0
 
 
 def test_where_all_failed_there_is_no_latency() -> None:
-    found = latency.summarise_load([record(0.0, [], failed=why, ended=0.7) for why in ("http 500", "cut")])
+    found = latency.summarise_load([record(0.0, [], failure_reason=why, ended=0.7) for why in ("http 500", "cut")])
     assert found["failed"] == {"http 500": 1, "cut": 1} and found["completed"] == 0
     assert found["ttft_s"] is None and found["output_throughput"] == 0.0
 
@@ -115,7 +117,7 @@ def test_without_counts_there_is_no_time_between_tokens() -> None:
     """A piece of text may be several tokens: what is between pieces is told, what is between tokens isn't."""
     known, guessed = (
         record(0.0, [(1.0, 1), (2.0, 1)]),
-        record(0.0, [(1.0, 1), (3.0, 1)], counted=False, output_tokens=9),
+        record(0.0, [(1.0, 1), (3.0, 1)], has_token_counts=False, output_tokens=9),
     )
     found = latency.summarise_load([known, guessed])
     assert found["itl_s"] is None
@@ -128,7 +130,7 @@ def test_goodput_is_of_those_within_all_limits() -> None:
         record(0.0, [(0.1, 1), (0.5, 4)]),  # ttft 0.1, tpot 0.1, e2e 0.5
         record(0.0, [(0.3, 1), (0.5, 4)]),  # ttft 0.3, tpot 0.05
         record(0.0, [(0.1, 1)]),  # no tpot
-        record(0.0, [(0.1, 1), (0.2, 1)], failed="cut"),
+        record(0.0, [(0.1, 1), (0.2, 1)], failure_reason="cut"),
     ]
     assert latency.compute_goodput(records, 2.0) == 1.5
     assert latency.compute_goodput(records, 2.0, ttft_s=0.2) == 1.0

@@ -30,7 +30,7 @@ def asks(count: int, prompt: Any = None, **changes: Any) -> list[LoadRequest]:
 
 
 def run(url: str, wanted: list[LoadRequest], arrivals: Arrivals = AT_ONCE, **how: Any) -> LoadResult:
-    settings = {"deadline_s": 60.0, "warmup": [], "section": "benchmark_served.server", "engine": "openai"} | how
+    settings = {"request_timeout_s": 60.0, "warmup": [], "section": "benchmark_served.server", "engine": "openai"} | how
     return asyncio.run(load_generator.run_load(url, "tiny", wanted, arrivals, **settings))
 
 
@@ -54,9 +54,9 @@ def test_times_and_tokens_are_those_of_the_schedule(engine: str, prompt: Any, mo
     """The server sends a chunk when the one before it was noted, so each must be timed between two of the server's times,
     however late a busy machine is.
     """
-    read: list[load_generator.Stream] = []
+    read: list[load_generator.AnswerStream] = []
 
-    class Watched(load_generator.Stream):
+    class Watched(load_generator.AnswerStream):
         def __init__(self, generate: bool) -> None:
             super().__init__(generate)
             read.append(self)
@@ -64,11 +64,11 @@ def test_times_and_tokens_are_those_of_the_schedule(engine: str, prompt: Any, mo
     def noted() -> bool:
         return sum(len(stream.events) for stream in read) == sum(map(len, fake.streams))
 
-    monkeypatch.setattr(load_generator, "Stream", Watched)
+    monkeypatch.setattr(load_generator, "AnswerStream", Watched)
     with sglang(Fake(lambda *_: Streamed(SCHEDULE, ready=noted))) as fake:
         found = run(fake.url, asks(2, prompt), Arrivals(math.inf, 1, 0), engine=engine)
     for record, arrived, sent in zip(found.records, fake.arrived, fake.streams, strict=True):
-        assert record.failed is None and record.counted
+        assert record.failure_reason is None and record.has_token_counts
         assert [tokens for _, tokens in record.events] == [1, 3, 1, 4]
         assert (record.output_tokens, record.input_tokens, record.finish_reason) == (9, 7, "length")
         assert record.text == "".join(f"w{i} " for i in range(9))
@@ -87,12 +87,12 @@ def test_times_and_tokens_are_those_of_the_schedule(engine: str, prompt: Any, mo
 def test_a_server_that_does_not_count_is_not_believed_to_send_tokens() -> None:
     with Fake(lambda *_: Streamed(SCHEDULE, counts=False)) as fake:
         found = run(fake.url, asks(2))
-    assert all(r.output_tokens == 9 and not r.counted and len(r.events) == 4 for r in found.records)
+    assert all(r.output_tokens == 9 and not r.has_token_counts and len(r.events) == 4 for r in found.records)
     assert latency.summarise_load(found.records)["itl_s"] is None
 
 
 def test_arrivals_are_a_poisson_process_of_that_rate() -> None:
-    due = Arrivals(8.0, None, 7).due_s(20_000)
+    due = Arrivals(8.0, None, 7).sample_due_s(20_000)
     gaps = np.diff(due)
     assert due[0] == 0.0 and (gaps >= 0).all()
     assert np.mean(gaps) == pytest.approx(1 / 8, rel=0.02)
@@ -101,9 +101,9 @@ def test_arrivals_are_a_poisson_process_of_that_rate() -> None:
     distance = np.abs(np.arange(1, len(gaps) + 1) / len(gaps) - (1 - np.exp(-8 * ordered))).max()
     assert distance < 1.63 / math.sqrt(len(gaps))
     assert np.abs(np.corrcoef(gaps[:-1], gaps[1:])[0, 1]) < 0.03  # without memory
-    assert (due == Arrivals(8.0, 3, 7).due_s(20_000)).all()
-    assert (due != Arrivals(8.0, None, 8).due_s(20_000))[1:].all()
-    assert not Arrivals(math.inf, 4, 7).due_s(5).any()
+    assert (due == Arrivals(8.0, 3, 7).sample_due_s(20_000)).all()
+    assert (due != Arrivals(8.0, None, 8).sample_due_s(20_000))[1:].all()
+    assert not Arrivals(math.inf, 4, 7).sample_due_s(5).any()
 
 
 def test_requests_reach_the_server_when_they_are_due() -> None:
@@ -111,9 +111,9 @@ def test_requests_reach_the_server_when_they_are_due() -> None:
     arrivals = Arrivals(60.0, None, 3)
     with Fake(lambda *_: Streamed([(0.0, 1)], ready=lambda: len(fake.arrived) == 40)) as fake:
         found = run(fake.url, asks(40), arrivals)
-    assert all(r.failed is None for r in found.records) and found.most_at_once == 40
+    assert all(r.failure_reason is None for r in found.records) and found.max_in_flight == 40
     due = np.array([r.due for r in found.records])
-    assert due - due[0] == pytest.approx(arrivals.due_s(40), abs=1e-6)
+    assert due - due[0] == pytest.approx(arrivals.sample_due_s(40), abs=1e-6)
     sent = np.array([r.sent for r in found.records])
     assert (sent >= due - 1e-3).all()  # a sleep may end a tick early
     assert (np.sort(fake.arrived) >= sent).all()
@@ -128,8 +128,8 @@ def test_never_more_at_once_than_said_and_never_fewer_while_others_wait(rate: fl
 
     with Fake(lambda _, number: six_are_there(number)) as fake:
         found = run(fake.url, asks(60), Arrivals(rate, 6, 1))
-    assert all(r.failed is None for r in found.records)
-    assert found.most_at_once == 6 and fake.most_at_once == 6
+    assert all(r.failure_reason is None for r in found.records)
+    assert found.max_in_flight == 6 and fake.most_at_once == 6
     sent, ended = (sorted(times) for times in zip(*((r.sent, r.ended) for r in found.records), strict=True))
     assert [r.sent for r in found.records] == sent  # in their order
     # Waiting is not the server's time: a request's clock starts when one of the six before it has ended.
@@ -145,13 +145,13 @@ def test_failures_are_counted_by_reason_and_none_is_lost() -> None:
         Streamed([]), "half", Streamed(half),
     ]  # fmt: skip
     with Fake(lambda _, number: said[number]) as fake:
-        found = run(fake.url, asks(len(said)), Arrivals(math.inf, 1, 0), deadline_s=1.5)
-    reasons = [r.failed for r in found.records]
+        found = run(fake.url, asks(len(said)), Arrivals(math.inf, 1, 0), request_timeout_s=1.5)
+    reasons = [r.failure_reason for r in found.records]
     assert reasons == [
         "http 500", "http 503", "refused", "connection", "connection", "cut", "timeout", "error", "refused", "aborted",
         "cut", "cut", None,
     ]  # fmt: skip
-    assert "400" in found.records[2].why and "too long" in found.records[8].why
+    assert "400" in found.records[2].failure_message and "too long" in found.records[8].failure_message
     assert [r.output_tokens for r in found.records[4:10]] == [2, 2, 2, 2, 2, 2]  # what had come until then
     told = latency.summarise_load(found.records)
     assert told["completed"] == 1 and sum(told["failed"].values()) == len(said) - 1
@@ -161,10 +161,10 @@ def test_failures_are_counted_by_reason_and_none_is_lost() -> None:
 def test_a_deadline_is_from_sending_to_the_last_byte() -> None:
     """No single wait is long, and the stream would come to its end."""
     with Fake(lambda *_: Streamed([(0.02 * i, 1) for i in range(1, 100)])) as fake:
-        found = run(fake.url, asks(3), Arrivals(math.inf, 1, 0), deadline_s=0.45)
-    assert [r.failed for r in found.records] == ["timeout"] * 3
+        found = run(fake.url, asks(3), Arrivals(math.inf, 1, 0), request_timeout_s=0.45)
+    assert [r.failure_reason for r in found.records] == ["timeout"] * 3
     assert all(r.ended - r.sent >= 0.45 and len(r.events) < 99 for r in found.records)
-    assert "within 0.45 s" in found.records[0].why
+    assert "within 0.45 s" in found.records[0].failure_message
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
@@ -202,7 +202,7 @@ def test_the_warm_up_counts_nowhere() -> None:
     with sglang(Fake(lambda _, number: said.get(number, Streamed([(0.02, 1)])))) as fake:
         found = run(fake.url, asks(5, [1]), Arrivals(math.inf, 4, 0), warmup=asks(3, [2]), engine="sglang")
     assert len(found.records) == 5 and all(r.due >= fake.streams[0][0] for r in found.records)
-    assert found.warmup_failed == {"http 500": 1} and found.most_at_once == 4
+    assert found.warmup_failed == {"http 500": 1} and found.max_in_flight == 4
     assert fake.paths == ["/generate"] * 3 + ["/flush_cache?timeout=30"] + ["/generate"] * 5 + ["/server_info"]
     assert [b["input_ids"] for b in fake.bodies] == [[2]] * 3 + [[1]] * 5
 
@@ -220,8 +220,8 @@ def test_a_warm_up_that_fails_whole_stops_it() -> None:
 def test_a_server_may_come_to_rest_for_longer_than_a_request_may_take() -> None:
     with sglang(Fake(lambda *_: Streamed([(0.02, 1)]))) as fake:
         fake.pages["/flush_cache"] = lambda: time.sleep(1.8) or b""
-        found = run(fake.url, asks(1, [1]), deadline_s=1.2, engine="sglang")
-    assert found.records[0].failed is None
+        found = run(fake.url, asks(1, [1]), request_timeout_s=1.2, engine="sglang")
+    assert found.records[0].failure_reason is None
 
 
 def test_sglangs_histogram_becomes_our_counts() -> None:
@@ -236,8 +236,10 @@ def test_sglangs_histogram_becomes_our_counts() -> None:
         found = run(fake.url, asks(2, [1]), engine="sglang")
         chat = run(fake.url, asks(1), engine="sglang")
     assert [r.counts for r in found.records] == [(3, 6, 1, True, [1, 0, 1, 0, 1])] * 2
-    assert found.records[0].said["spec_accept_length"] == 3.0 and found.figures == {"avg_spec_accept_length": 2.5}
-    assert not found.uncounted and chat.records[0].counts is None  # in chat SGLang 0.5.17 is silent
+    assert found.records[0].engine_meta["spec_accept_length"] == 3.0 and found.engine_figures == {
+        "avg_spec_accept_length": 2.5
+    }
+    assert not found.counting_errors and chat.records[0].counts is None  # in chat SGLang 0.5.17 is silent
 
 
 def test_sglangs_details_in_chat_are_read_where_it_says_them() -> None:
@@ -251,11 +253,13 @@ def test_sglangs_details_in_chat_are_read_where_it_says_them() -> None:
 def test_figures_that_do_not_add_up_are_told_and_cost_no_answer() -> None:
     with sglang(Fake(lambda *_: Streamed(SCHEDULE, meta={"spec_accept_histogram": [9, 9]}))) as fake:
         found = run(fake.url, asks(1, [1]), engine="sglang")
-    assert found.records[0].failed is None and found.records[0].counts is None
-    assert len(found.uncounted) == 1 and found.uncounted[0].startswith("0: the engine's figures don't add up")
+    assert found.records[0].failure_reason is None and found.records[0].counts is None
+    assert len(found.counting_errors) == 1 and found.counting_errors[0].startswith(
+        "0: the engine's figures don't add up"
+    )
     with sglang(Fake(lambda *_: Streamed(SCHEDULE, finish="abort", meta={"spec_accept_histogram": [9, 9]}))) as fake:
         found = run(fake.url, asks(1, [1]), engine="sglang")
-    assert found.records[0].failed == "aborted" and not found.uncounted  # half an answer needn't add up
+    assert found.records[0].failure_reason == "aborted" and not found.counting_errors  # half an answer needn't add up
 
 
 def counters(drafts: int, accepted: int, reached: list[int]) -> bytes:
@@ -281,7 +285,7 @@ def test_vllms_counters_are_those_of_the_load_alone() -> None:
         fake.pages["/metrics"] = metrics
         found = run(fake.url, asks(2, [1]), warmup=asks(1, [1]), engine="vllm")
     assert found.counters == (6, 13, 2 + 13 + 6 - 18, False, [1, 1, 1, 2, 1])
-    assert found.figures == {"mean_acceptance_length": 1 + 13 / 6}
+    assert found.engine_figures == {"mean_acceptance_length": 1 + 13 / 6}
     assert fake.bodies[0]["stream_options"]["continuous_usage_stats"] is True
     assert fake.bodies[0]["return_token_ids"] is True
 
@@ -290,7 +294,7 @@ def test_counters_that_are_read_only_once_are_told() -> None:
     with Fake(lambda *_: Streamed(SCHEDULE)) as fake:
         fake.pages["/metrics"] = lambda: b"" if fake.bodies else counters(1, 1, [1])
         found = run(fake.url, asks(1, [1]), engine="vllm")
-    assert found.counters is None and "not both times" in found.uncounted[0]
+    assert found.counters is None and "not both times" in found.counting_errors[0]
 
 
 def test_requests_in_each_dialect() -> None:
@@ -298,7 +302,7 @@ def test_requests_in_each_dialect() -> None:
         path, data = load_generator.build_request(ask, engine, "tiny")
         return path, json.loads(data)
 
-    (ids,) = asks(1, [1, 2], ignore_eos=True, max_tokens=5, more={"image_data": ["x"]})
+    (ids,) = asks(1, [1, 2], ignore_eos=True, max_tokens=5, engine_fields={"image_data": ["x"]})
     assert body(ids, "sglang") == ("/generate", {
         "input_ids": [1, 2], "sampling_params": {"max_new_tokens": 5, "temperature": 0.0, "top_p": 1.0, "ignore_eos": True},
         "stream": True, "image_data": ["x"],
@@ -350,10 +354,11 @@ def test_a_load_that_is_cancelled_leaves_nothing_behind() -> None:
 def test_ctrl_c_ends_it_at_once_without_complaints() -> None:
     program = (
         "import asyncio, math, sys\n"
-        "from stages.serving import load\n"
-        "ask = load.LoadRequest('0', [{'role': 'user', 'content': 'x'}], 8, 0.0, 1.0, None, False)\n"
+        "from stages.serving import load_generator\n"
+        "ask = load_generator.LoadRequest('0', [{'role': 'user', 'content': 'x'}], 8, 0.0, 1.0, None, False)\n"
         "print('ready', flush=True)\n"
-        "asyncio.run(load.run_load(sys.argv[1], 'tiny', [ask] * 9, load.Arrivals(math.inf, 3, 0), 60.0, [], 's', engine='openai'))"
+        "asyncio.run(load_generator.run_load(sys.argv[1], 'tiny', [ask] * 9, load_generator.Arrivals(math.inf, 3, 0)"
+        ", 60.0, [], 's', engine='openai'))"
     )
     with Fake(lambda *_: Streamed([(0.05 * i, 1) for i in range(4000)])) as fake:  # 200 s: nobody waits for its end
         stage = subprocess.Popen(
@@ -382,7 +387,7 @@ def test_records_come_in_the_order_of_the_asks() -> None:
             for n in range(5)
         ]
         patch.setattr(
-            load_generator, "Record", lambda name, *rest: answered.append(name) or latency.RequestRecord(name, *rest)
+            load_generator, "RequestRecord", lambda id, **rest: answered.append(id) or latency.RequestRecord(id, **rest)
         )
         found = run(fake.url, wanted)
     assert answered == ["4", "3", "2", "1", "0"]

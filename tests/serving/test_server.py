@@ -50,7 +50,7 @@ def test_it_is_ready_inside_and_gone_after(tmp_path: Path) -> None:
     port = server.find_free_port()
     with server.run_server("vllm", line(SERVES, port), port, "tiny", tmp_path / "log", 60, settle_s=0.5) as running:
         child = int(httpx.get(running.base_url, trust_env=False).text)
-        running.check()
+        running.check_alive()
         assert not gone(child, 0)
     assert gone(child)
 
@@ -95,8 +95,8 @@ def test_a_servers_daemon_is_gone_when_the_server_falls(tmp_path: Path) -> None:
     with server.run_server("vllm", line(DAEMONISES, port), port, "t", log, 60, settle_s=0.5, restarts=1) as running:
         daemon = int(httpx.get(running.base_url, trust_env=False).text)
         falls(running)
-        assert running.ended() == 7 and gone(daemon, 0)
-        running.check()
+        assert running.get_exit_status() == 7 and gone(daemon, 0)
+        running.check_alive()
         other = int(httpx.get(running.base_url, trust_env=False).text)
         assert other != daemon
     assert gone(other, 5)
@@ -205,7 +205,7 @@ def falls(running: server.ServerProcess) -> None:
     with pytest.raises(httpx.TransportError):
         httpx.get(f"{running.base_url}/fall", trust_env=False)
     until = time.monotonic() + 60
-    while running.ended() is None and time.monotonic() < until:
+    while running.get_exit_status() is None and time.monotonic() < until:
         time.sleep(0.01)
 
 
@@ -216,15 +216,15 @@ def test_one_that_falls_is_started_again_and_then_no_more(tmp_path: Path, capfd:
     ) as running:
         for often in (1, 2):
             falls(running)
-            running.check()
+            running.check_alive()
             assert running.restarted == often
             assert httpx.get(running.base_url, trust_env=False).text == "up"
-        running.check()
+        running.check_alive()
         falls(running)
         with pytest.raises(
             ValueError, match=r"(?s)the vllm server ended with status 7, after 2 restarts; its log, .*the engine fell"
         ):
-            running.check()
+            running.check_alive()
     assert "ended with status 7; starting it again (2 of 2), its log is " in capfd.readouterr().out
     assert log.read_text().count("threads 3\n") == 3  # the log of before stays
 

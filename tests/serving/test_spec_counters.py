@@ -53,7 +53,7 @@ def test_a_cut_last_cycle_by_hand() -> None:
     found = spec_counters.count_request({"spec_accept_histogram": [0, 0, 0, 0, 0, 1]}, 4)
     assert found == (1, 3, 3, True, [0, 0, 0, 0, 0, 1])
     found = spec_counters.count_request({"spec_accept_histogram": [0, 0, 0, 0, 0, 1]}, 6)  # the bonus alone is cut
-    assert found and (found.accepted, found.cut) == (5, 1)
+    assert found and (found.accepted, found.tokens_beyond_end) == (5, 1)
 
 
 def test_who_does_not_speculate_says_nothing() -> None:
@@ -101,7 +101,7 @@ def test_vllms_counters_give_a_histogram() -> None:
     found = spec_counters.subtract_counters(before, after, 3, 3 + 9 + 10 - 2)
     assert found == (10, 9, 2, False, [4, 3, 3])
     assert sum(i * n for i, n in enumerate(found.histogram)) == found.accepted
-    assert spec_counters.subtract_counters(before, after, 3, None).cut is None
+    assert spec_counters.subtract_counters(before, after, 3, None).tokens_beyond_end is None
     first = spec_counters.subtract_counters(
         VllmCounters(0, 0, 0, []), VllmCounters(10, 20, 9, [6, 3]), 3, 20
     )  # before, no position was known

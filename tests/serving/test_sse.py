@@ -48,13 +48,13 @@ def test_chunks_of_tokens_are_counted_however_the_bytes_come(size: int) -> None:
     stream = read(CHAT, size=size)
     assert [tokens for _, tokens in stream.events] == [1, 2, 1, 1]
     assert (stream.text, stream.output_tokens, stream.input_tokens) == ("nétwo three", 5, 5)
-    assert stream.finish_reason == "stop" and stream.counted
+    assert stream.finish_reason == "stop" and stream.has_token_counts
     times = [when for when, _ in stream.events]
     assert times == sorted(times)
     stream = read(NATIVE, generate=True, size=size)
     assert [tokens for _, tokens in stream.events] == [1, 2, 1]
     assert (stream.text, stream.ids, stream.finish_reason) == ("né two.", [7, 8, 9, 2], "stop")
-    assert stream.said["spec_verify_ct"] == 2
+    assert stream.engine_meta["spec_verify_ct"] == 2
 
 
 def test_only_what_is_new_is_put_together() -> None:
@@ -75,9 +75,9 @@ def test_comments_carriage_returns_and_a_last_line_without_an_end() -> None:
 def test_text_without_counts_is_an_event_a_piece() -> None:
     told = sse(chunk(""), chunk("a"), chunk("b c"), chunk("", 4, "length"))
     stream = read(told)
-    assert not stream.counted and stream.output_tokens == 4
+    assert not stream.has_token_counts and stream.output_tokens == 4
     assert [tokens for _, tokens in stream.events] == [1, 1]
-    assert read(sse(chunk("a"), chunk("b"), chunk("", 2, "length"))).counted  # as many as there are tokens
+    assert read(sse(chunk("a"), chunk("b"), chunk("", 2, "length"))).has_token_counts  # as many as there are tokens
 
 
 def test_thoughts_and_token_ids() -> None:
@@ -98,7 +98,7 @@ def test_plain_completions_and_sglangs_details() -> None:
         {"choices": [], "sglext": {"spec_tokens_details": details}},
     )
     stream = read(told)
-    assert (stream.text, stream.output_tokens, stream.said) == ("a b c", 4, details)
+    assert (stream.text, stream.output_tokens, stream.engine_meta) == ("a b c", 4, details)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,116 @@
+"""The context shared by the decodings of a torch cell: engine, prompts, images, tokenizer and sampling."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import polars as pl
+import torch
+
+from stages.draft import checkpoint
+from stages.draft.eagle3 import Eagle3Draft
+from stages.engine import sampling
+from stages.engine.batch_decode import BatchEngine
+from stages.engine.device_placement import place_model
+from stages.engine.memory_estimate import MemoryEstimate
+from stages.engine.sampling import SamplingParams
+from stages.params import schema
+from stages.params.benchmark_sections import Workload
+from stages.params.tree_sections import TreeShape
+from stages.runtime import distributed
+from stages.target import chat_template, loading, manifest, vision
+from stages.target.vision import ImagePatches
+
+
+@dataclass(frozen=True)
+class TorchCellContext:
+    """The data that every decoding of a cell needs."""
+
+    params: schema.Params
+    workload: Workload
+    tree: TreeShape
+    ranks: distributed.RankContext
+    engine: BatchEngine
+    images: dict[str, ImagePatches | None]  # by prompt id
+    tokenizer: Any  # None if no text is needed
+    prompts: pl.DataFrame  # workload_prompts.PROMPTS_SCHEMA
+    warmup_prompts: pl.DataFrame
+
+    @property
+    def longest_prompt(self) -> int:
+        """Return the tokens of the longest prompt of a first turn."""
+        return max(int(rows["prompt_ids"].list.len().max() or 0) for rows in (self.prompts, self.warmup_prompts))
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Return the limit of a workload that is decoded prompt by prompt."""
+        assert isinstance(self.workload.max_new_tokens, int), "params.Workload.alone checks it"
+        return self.workload.max_new_tokens
+
+    @property
+    def tree_tuple(self) -> tuple[int, int, int]:
+        return self.tree.num_steps, self.tree.topk, self.tree.num_draft_tokens
+
+
+def build_context(
+    params: schema.Params,
+    workload: Workload,
+    checkpoint_name: str,
+    tree: TreeShape,
+    ranks: distributed.RankContext,
+    prompts: pl.DataFrame,
+    warmup: pl.DataFrame,
+) -> TorchCellContext:
+    """Load target, draft, images and tokenizer."""
+    paths = dict(pl.concat([prompts, warmup]).select("id", "images").iter_rows())
+    folder = manifest.resolve_weights_folder(manifest.read_manifest())
+    # Images are decoded before any clock runs, since a server's client sends them decoded too.
+    images = vision.load_image_patches(folder, params.target.trust_remote_code, paths)
+    engine = _build_engine(params, workload, checkpoint_name, ranks)
+    tokenizer = _load_needed_tokenizer(params, workload, prompts)
+    return TorchCellContext(params, workload, tree, ranks, engine, images, tokenizer, prompts, warmup)
+
+
+def _build_engine(
+    params: schema.Params, workload: Workload, checkpoint_name: str, ranks: distributed.RankContext
+) -> BatchEngine:
+    target, settings = manifest.read_manifest(), params.benchmark
+    first = torch.device(ranks.device).index or 0
+    # The process's own GPU is the first.
+    gpus = [f"cuda:{first + n * settings.processes}" for n in range(settings.num_gpus_per_model)]
+    on_one_device = ranks.device == "cpu" or (len(gpus) == 1 and settings.max_gpu_memory is None)
+    load_device = ranks.device if on_one_device else "cpu"
+    folder = str(manifest.resolve_weights_folder(target))
+    model = loading.load_target(folder, None, params.target.dtype, load_device, params.target.trust_remote_code)
+    if not on_one_device:
+        place_model(model, gpus, settings.max_gpu_memory)
+    config, tensors = checkpoint.read_draft(
+        checkpoint.locate_checkpoint(checkpoint_name), params.made_by(checkpoint_name)
+    )
+    draft = Eagle3Draft.from_checkpoint(config, tensors).to(ranks.device, model.dtype).requires_grad_(False)
+    end_tokens = [] if workload.ignore_eos else target.eos_token_ids
+    return BatchEngine(model, end_tokens, target.feature_layers, draft, settings.tree_scoring)
+
+
+def _load_needed_tokenizer(params: schema.Params, workload: Workload, prompts: pl.DataFrame) -> Any:
+    """Return the tokenizer if answers are graded or have later turns, else None."""
+    if not workload.grade and not prompts["later"].is_not_null().any():
+        return None
+    target = manifest.read_manifest()
+    return chat_template.load_tokenizer(
+        manifest.resolve_weights_folder(target), params.target.trust_remote_code, target.chat_template
+    )
+
+
+def estimate_memory(work: TorchCellContext) -> MemoryEstimate:
+    """Estimate the memory of the largest load, or of the longest prompt alone. Raises ValueError if it can't be decoded."""
+    loads, prompts, world = work.workload.points(), len(work.prompts), work.ranks.world
+    slots = max(-(-min(cap or prompts, prompts) // world) for _, cap in loads)  # of a process
+    tokens = work.longest_prompt + max(length for length, _ in loads)
+    return work.engine.memory(tokens, slots, work.tree_tuple, work.workload.temperature > 0)
+
+
+def make_sampling_params(work: TorchCellContext, prompt_id: str, repeat: int, turn: int) -> SamplingParams | None:
+    """Return the sampling of one answer, seeded by the workload's seed and the answer's place; None at temperature 0."""
+    workload = work.workload
+    seed = f"{workload.seed}:{prompt_id}:{repeat}:{turn}"
+    return sampling.make_sampling_params(workload.temperature, workload.top_p, workload.top_k, seed)

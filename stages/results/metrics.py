@@ -1,0 +1,137 @@
+"""Metrics of benchmark cells, computed in one place for all three benchmark stages; docs/metrics.md defines them.
+
+tau is pooled over verify cycles, its interval over clusters (results/clusters.py).
+
+Letters: N rows (answers or requests), C clusters, R repeats, S num_steps.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from stages.results import clusters, interval
+from stages.trees import acceptance
+
+Row = Mapping[str, Any]  # of one answer: results/torch_records.py, PromptRow
+
+SPEED_COLUMNS = ("output_tokens", "e2e_latency_s", "baseline_output_tokens", "baseline_e2e_latency_s")
+
+
+@dataclass(frozen=True)
+class AcceptanceMetrics:
+    """How many draft tokens a method's verify cycles accepted."""
+
+    tau: float
+    tau_low: float | None  # None with one cluster, or without clusters
+    tau_high: float | None
+    accept_rate: float
+    cycles: int
+    accepted: int
+
+    def compute_node_accept_rate(self, num_draft_tokens: int) -> float:
+        """Return the share of verified draft tokens that were accepted; the root is not one of them."""
+        return self.accepted / max(1, self.cycles * (num_draft_tokens - 1))
+
+
+def pool_acceptance(
+    accepted: Sequence[int] | np.ndarray,
+    cycles: Sequence[int] | np.ndarray,
+    num_steps: int,
+    cluster_names: Sequence[str] | None,
+) -> AcceptanceMetrics:
+    """Pool accepted draft tokens [N] and verify cycles [N]. Without `cluster_names` [N] there is no interval of tau."""
+    drafts, passes = np.asarray(accepted, dtype=np.int64), np.asarray(cycles, dtype=np.int64)
+    tau, ends = acceptance.compute_tau(drafts, passes), None
+    if cluster_names is not None:
+        ends = interval.compute_tau_interval(
+            clusters.sum_by_cluster(cluster_names, drafts), clusters.sum_by_cluster(cluster_names, passes), num_steps
+        )
+    low, high = ends or (None, None)
+    return AcceptanceMetrics(tau, low, high, (tau - 1) / num_steps, int(passes.sum()), int(drafts.sum()))
+
+
+def count_accepted_lengths(accepted: Iterable[Sequence[int]], num_steps: int) -> list[int]:
+    """Return how many cycles accepted 0, 1, ... S draft tokens, from the accepted counts of each answer's cycles."""
+    histogram = np.zeros(num_steps + 1, dtype=np.int64)
+    for counts in accepted:
+        histogram += np.bincount(np.asarray(counts, dtype=np.int64), minlength=num_steps + 1)
+    return histogram.tolist()
+
+
+def add_histograms(histograms: Iterable[Sequence[int]], num_steps: int) -> list[int]:
+    """Add up histograms of at most S + 1 counts."""
+    total = np.zeros(num_steps + 1, dtype=np.int64)
+    for histogram in histograms:
+        total[: len(histogram)] += np.asarray(histogram, dtype=np.int64)
+    return total.tolist()
+
+
+# Of a torch cell, whose rows hold plain and speculative decoding of the same prompt
+
+
+def compute_cell_metrics(
+    rows: Sequence[Row], num_steps: int, num_draft_tokens: int, prompt_set: str
+) -> dict[str, float | None]:
+    """Return the metrics of `torch_records.METRICS`; `prompt_set` is the workload's."""
+    pooled = pool_acceptance(
+        [row["accepted"] for row in rows],
+        [row["cycles"] for row in rows],
+        num_steps,
+        name_clusters(rows, prompt_set),
+    )
+    tokens, seconds, plain_tokens, plain_seconds = (sum(row[column] for row in rows) for column in SPEED_COLUMNS)
+    output_tok_s, baseline_tok_s = tokens / seconds, plain_tokens / plain_seconds
+    speedup_low, speedup_high = interval.compute_speedup_interval(*collect_speed_columns(rows, prompt_set)) or (
+        None,
+        None,
+    )
+    return {
+        "tau": pooled.tau,
+        "tau_low": pooled.tau_low,
+        "tau_high": pooled.tau_high,
+        "accept_rate": pooled.accept_rate,
+        "node_accept_rate": pooled.compute_node_accept_rate(num_draft_tokens),
+        "prefill_latency_s": float(np.mean([row["prefill_latency_s"] for row in rows])),
+        "e2e_latency_s": seconds / len(rows),
+        "output_tok_s": output_tok_s,
+        "baseline_output_tok_s": baseline_tok_s,
+        "speedup": output_tok_s / baseline_tok_s,
+        "speedup_low": speedup_low,
+        "speedup_high": speedup_high,
+        "identical_share": None if rows[0]["identical"] is None else float(np.mean([row["identical"] for row in rows])),
+    }
+
+
+def summarise_repeats(rows: Sequence[Row], prompt_set: str) -> list[dict[str, float]]:
+    """Return the speeds and the speedup of each repeat alone; they show how far the machine drifts."""
+    tokens, seconds, plain_tokens, plain_seconds = (
+        column.sum(0) for column in collect_speed_columns(rows, prompt_set)
+    )  # [R] each
+    speed, plain = tokens / seconds, plain_tokens / plain_seconds
+    return [
+        {"output_tok_s": float(a), "baseline_output_tok_s": float(b), "speedup": float(a / b)}
+        for a, b in zip(speed, plain, strict=True)
+    ]
+
+
+def collect_speed_columns(
+    rows: Sequence[Row], prompt_set: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return SPEED_COLUMNS as [C, R] each, summed over the answers of a cluster in a repeat."""
+    tokens, seconds, plain_tokens, plain_seconds = (sum_by_cluster(rows, name, prompt_set) for name in SPEED_COLUMNS)
+    return tokens, seconds, plain_tokens, plain_seconds
+
+
+def sum_by_cluster(rows: Sequence[Row], column: str, prompt_set: str) -> np.ndarray:
+    """Return a column's sums [C, R]. Rows without a repeat are of one."""
+    values = np.zeros((len(rows), 1 + max(row.get("repeat", 0) for row in rows)), dtype=type(rows[0][column]))
+    for number, row in enumerate(rows):
+        values[number, row.get("repeat", 0)] = row[column]
+    return clusters.sum_by_cluster(name_clusters(rows, prompt_set), values)
+
+
+def name_clusters(rows: Sequence[Row], prompt_set: str) -> list[str]:
+    """Return the cluster of each row [N]."""
+    return [clusters.get_cluster(prompt_set, row["id"]) for row in rows]

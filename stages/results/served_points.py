@@ -1,0 +1,103 @@
+"""Parts of a served cell: its server, fingerprint and memory, and the accepted draft tokens of its points."""
+
+import hashlib
+import json
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from stages.results import load_points, served_records
+from stages.serving import engine_flags, latency, load_checks
+from stages.serving.engine_flags import ServedDraft
+from stages.serving.gpu_memory import GpuMemory
+from stages.serving.load_generator import LoadResult
+from stages.serving.measured_server import Load, MeasuredServer
+
+
+def describe_server(server: MeasuredServer) -> dict[str, Any]:
+    """Return the cell's `server`: its command line, and what it reports of itself."""
+    return {
+        "command": [_shorten_path(word) for word in server.command],
+        "info": {key: _shorten_path(value) for key, value in server.info.items()},
+    }
+
+
+def _shorten_path(word: Any) -> Any:
+    """Return the last two names of an absolute path, since a cell may be published; other values unchanged."""
+    return "/".join(word.split("/")[-2:]) if isinstance(word, str) and word.startswith("/") else word
+
+
+def describe_memory(server: MeasuredServer, gpus: list[GpuMemory]) -> dict[str, Any]:
+    """Return the cell's `memory` (served_records.ServerMemory)."""
+    total = round(sum(gpu.total for gpu in gpus), 2) if gpus else None
+    return (
+        dict.fromkeys(served_records.MEMORY_KEYS)
+        | engine_flags.read_server_memory(server.info)
+        | {"draft": server.measure_draft_gib(), "gpu_total": total}
+        | server.gpu_memory
+    )
+
+
+def build_fingerprint(
+    target: list[Any],
+    setup: engine_flags.ServerSetup,
+    engine_version: Any,
+    requests: list[Any],
+    hardware: dict[str, Any],
+) -> dict[str, Any]:
+    """Return what cell and baseline must share for a speedup.
+
+    Args:
+        target: model, revision and digest of its config.
+        requests: prompts and workload, as JSON values. The context length is left out, since it changes no time.
+    """
+    text = json.dumps(requests, sort_keys=True)
+    return {
+        "target": target,
+        "setup": asdict(setup) | {"folder": target[0], "context_length": None},
+        "engine_version": engine_version,
+        "workload": hashlib.sha256(text.encode()).hexdigest()[:16],
+        "hardware": {key: hardware[key] for key in sorted(hardware) if key != "python"},
+    }
+
+
+def describe_load(
+    server: MeasuredServer, load: Load, repeat: int, num_repeats: int, turns: list[LoadResult], seconds: float
+) -> str:
+    """Return a line for the log."""
+    summary = latency.summarise_load([r for found in turns for r in found.records])
+    cycles, accepted = load_checks.sum_counts(turns)
+    tau = f"tau {(accepted + cycles) / cycles:.3f}, " if cycles else ""
+    which = f" ({repeat + 1} of {num_repeats})" if num_repeats > 1 else ""
+    return (
+        f"{server.config_name}, {load[0]} tokens, {load[1] or 'no limit'} at once{which}: {tau}"
+        f"{summary['output_throughput']:.1f} output tokens/s, {summary['completed']} of {summary['requests']} answered, "
+        f"{seconds:.1f} s"
+    )
+
+
+def compute_acceptance(draft: ServedDraft | None, loads: list[LoadResult], prompt_set: str) -> dict[str, Any] | None:
+    """Return a point's acceptance (served_records.PointAcceptance); None without a draft or without counts.
+
+    docs/metrics.md: "Accepted drafts of a server". vLLM counts over all requests together, so its tau has no interval.
+    """
+    counts = [c for load in loads for c in load_checks.list_counts(load)]
+    if draft is None or not counts:
+        return None
+    records = None if any(load.counters for load in loads) else [r for load in loads for r in load.records if r.counts]
+    return load_points.pool_counts(
+        counts, records, prompt_set, draft.num_steps, draft.num_draft_tokens, _collect_engine_figures(loads)
+    )
+
+
+def _collect_engine_figures(loads: list[LoadResult]) -> dict[str, Any]:
+    """Return the engine's own accept lengths, by its names."""
+    figures: dict[str, Any] = {}
+    for load in loads:
+        figures |= load.engine_figures
+    key = "spec_accept_length"
+    per_request = [r.engine_meta[key] for load in loads for r in load.records if key in r.engine_meta]
+    if per_request:
+        figures[f"{key}, mean over requests"] = float(np.mean(per_request))
+    return figures

@@ -1,0 +1,107 @@
+"""Request records of a load that an engine in this process answers, in the form of a server's (latency.RequestRecord)."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from stages.serving.latency import RequestRecord
+from stages.serving.spec_counters import AcceptanceCounts
+
+
+class EngineStep(Protocol):
+    """A step of an answer: prefill's token, then one verify cycle or plain step after another."""
+
+    @property
+    def tokens(self) -> Sequence[int]: ...
+
+    @property
+    def accepted(self) -> int: ...
+
+
+class LoadEngine(Protocol):
+    """An engine that decodes many requests at once (engine/batch_decode.py)."""
+
+    eos: Any
+
+    @property
+    def records(self) -> bool: ...
+
+    def prepare(self, asks: Any, slots: int, tree: Any, /) -> None: ...
+
+    def together(self, asks: Any, slots: int, tree: Any, /) -> Iterator[Any]: ...
+
+
+def decode_load(
+    engine: LoadEngine,
+    requests: Mapping[str, Any],
+    slots: int,
+    tree: tuple[int, int, int] | None,
+    start_clock: Callable[[], float],
+) -> list[RequestRecord]:
+    """Decode all requests in so many slots and return their records, in order.
+
+    Args:
+        requests: by id, with `prompt` and `max_new_tokens` (engine/batch_decode.py, DecodeRequest).
+        tree: num_steps, topk and num_draft_tokens; None decodes plainly.
+        start_clock: called once the engine is ready; returns the time at which the load starts.
+    """
+    asked = list(requests.values())
+    if asked:
+        engine.prepare(asked, slots, tree)
+        if engine.records:  # prefill all prompts once, uncounted, as timing.time_decode does
+            list(engine.together([request._replace(max_new_tokens=1) for request in asked], slots, tree))
+    started = start_clock()
+    records = [_start_record(name, len(request.prompt)) for name, request in requests.items()]
+    passes = engine.together(asked, slots, tree) if asked else ()
+    accepted = _record_steps(records, passes, started)
+    for record, counts in zip(records, accepted, strict=True):
+        record.ended, record.output_tokens = record.events[-1][0], len(record.ids)
+        record.finish_reason = "stop" if record.ids[-1] in engine.eos else "length"
+        if tree is not None:
+            histogram = [counts[1:].count(length) for length in range(tree[0] + 1)]  # the first step is prefill
+            record.counts = AcceptanceCounts(len(counts) - 1, sum(counts), 0, True, histogram)
+    return records
+
+
+def _start_record(request_id: str, prompt_tokens: int) -> RequestRecord:
+    """Return a record without events, due at the start of the load."""
+    return RequestRecord(
+        id=request_id,
+        due=0.0,
+        sent=0.0,
+        ended=0.0,
+        events=[],
+        has_token_counts=True,
+        input_tokens=prompt_tokens,
+        output_tokens=0,
+        finish_reason=None,
+        failure_reason=None,
+    )
+
+
+def _record_steps(
+    records: list[RequestRecord], passes: Iterable[Iterable[tuple[int, EngineStep | None]]], started: float
+) -> list[list[int]]:
+    """Fill the records from the engine's passes; return the accepted draft tokens of each request's steps.
+
+    A pass holds (request number, step); a step of None means that the request has taken a slot.
+    """
+    accepted: list[list[int]] = [[] for _ in records]
+    for steps in passes:
+        now = time.perf_counter() - started
+        for number, step in steps:
+            record = records[number]
+            if step is None:
+                record.sent = now
+            else:
+                record.events.append((now, len(step.tokens)))
+                record.ids += step.tokens
+                accepted[number].append(step.accepted)
+    return accepted
+
+
+def parse_record(fields: dict[str, Any]) -> RequestRecord:
+    """Return a record from the JSON of `dataclasses.asdict`, as another process sends it."""
+    counts = fields["counts"]
+    events = [(at, tokens) for at, tokens in fields["events"]]
+    return RequestRecord(**fields | {"events": events, "counts": counts and AcceptanceCounts(*counts)})

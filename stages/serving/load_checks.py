@@ -1,0 +1,89 @@
+"""Checks of measured loads: errors for loads that measured something else than was asked, warnings for the rest."""
+
+from typing import Any
+
+from stages.serving.engine_flags import ServedDraft
+from stages.serving.load_generator import LoadResult
+from stages.serving.spec_counters import AcceptanceCounts
+
+MIN_JUDGED_CYCLES = 20  # without one accepted draft token in so many cycles the draft can't be the right one
+
+
+def list_counts(load: LoadResult) -> list[AcceptanceCounts]:
+    """Return the acceptance counts of a load: vLLM's over all requests, else those of each request."""
+    return [load.counters] if load.counters else [r.counts for r in load.records if r.counts]
+
+
+def sum_counts(loads: list[LoadResult]) -> tuple[int, int]:
+    """Return (verify cycles, accepted draft tokens)."""
+    counts = [c for load in loads for c in list_counts(load)]
+    return sum(c.cycles for c in counts), sum(c.accepted for c in counts)
+
+
+def check_answered(load_name: str, load: LoadResult) -> None:
+    """Raises ValueError if every request failed."""
+    failed = [r for r in load.records if r.failure_reason]
+    if len(failed) == len(load.records):
+        raise ValueError(
+            f"{load_name}: all {len(failed)} requests failed, the first: {failed[0].failure_reason}, "
+            f"{failed[0].failure_message}"
+        )
+
+
+def check_drafts_accepted(
+    server_name: str, draft: ServedDraft | None, loads: list[LoadResult], server_info: dict[str, Any], num_prompts: int
+) -> None:
+    """Raises ValueError if a draft is served and no draft token was accepted: no draft is that bad."""
+    if draft is None:
+        return
+    cycles, accepted = sum_counts(loads)
+    if cycles >= MIN_JUDGED_CYCLES and accepted == 0:
+        raise ValueError(
+            f"{server_name}: tau is exactly 1.00, no draft was accepted in {cycles} cycles. The engine drafts from something "
+            f"else than this draft: benchmark_served.server.algorithm is {draft.algorithm}, and with EAGLE SGLang leaves "
+            "out an EAGLE-3 draft's fusion of layers (expected EAGLE3); or the draft is another target's, or its tensors have "
+            "names that the engine passes over; or the target's own answers are noise there (SGLang 0.5.17 looks for lm_head in "
+            "a Qwen3-MoE with tied embeddings). Replay says what to expect: results/replay"
+        )
+    if not cycles and not any(load.counting_errors for load in loads):
+        tokens = sum(r.output_tokens for load in loads for r in load.records)
+        if tokens > num_prompts * 2:
+            raise ValueError(
+                f"{server_name}: the engine reports no accepted drafts; is speculation on? It reports the speculative "
+                f"algorithm {server_info.get('speculative_algorithm', 'unknown')}"
+            )
+
+
+def list_warnings(
+    loads: list[LoadResult],
+    prompt_lengths: list[int],
+    concurrency: int | None,
+    tokens_beyond_prompt: int,
+    cache_tokens: int | None,
+) -> list[str]:
+    """Return the warnings of a point as sentences.
+
+    Args:
+        prompt_lengths: tokens of every prompt.
+        tokens_beyond_prompt: tokens that a request may take in the KV cache beside its prompt: its answer, and a tree.
+        cache_tokens: how many the KV cache holds; None if unknown.
+    """
+    warnings = []
+    failed = [r for load in loads for r in load.records if r.failure_reason]
+    if failed:
+        warnings.append(
+            f"{len(failed)} requests failed and are in no latency, the first: {failed[0].failure_reason}, "
+            f"{failed[0].failure_message}"
+        )
+    if errors := [error for load in loads for error in load.counting_errors]:
+        warnings.append(
+            f"{len(errors)} requests' accepted drafts can't be counted and are in no tau, the first: {errors[0]}"
+        )
+    longest = sorted(prompt_lengths, reverse=True)[: concurrency or len(prompt_lengths)]
+    needed = sum(longest) + len(longest) * tokens_beyond_prompt
+    if cache_tokens is not None and needed > cache_tokens:
+        warnings.append(
+            f"the KV cache holds {cache_tokens} tokens, {needed} would be needed for {len(longest)} of the longest at once: "
+            "some may have waited in the engine, or been put back"
+        )
+    return warnings

@@ -1,0 +1,114 @@
+"""A server configuration under measurement: opened for its loads, and checked to be the one meant."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stages.serving import engine_flags, gpu_memory, http_session, server
+from stages.serving.engine_flags import ServedDraft
+from stages.serving.load_generator import LoadResult
+
+Load = tuple[int, int | None]  # (max_new_tokens, concurrency); None: no limit
+CheckServer = Callable[[], None]  # raises ValueError if the server has ended
+
+
+@dataclass
+class MeasuredServer:
+    """A server configuration of the cell, and what was measured on it."""
+
+    config_name: str  # as benchmark_served.server.base_urls names it
+    checkpoint: str | None = None  # None: without a draft
+    tree_name: str | None = None
+    draft: ServedDraft | None = None
+    speculation_flags: list[str] = field(default_factory=list)
+    loads: dict[Load, list[list[LoadResult]]] = field(default_factory=dict)  # load -> repeat -> turn
+    info: dict[str, Any] = field(default_factory=dict)  # reported by the server
+    command: list[str] = field(default_factory=list)
+    gpu_memory: dict[str, float | None] = field(default_factory=dict)  # GiB
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Return the tokens of the tree, 0 without a draft."""
+        return self.draft.num_draft_tokens if self.draft else 0
+
+    def measure_draft_gib(self) -> float | None:
+        """Return the size of the draft's file: engines don't report the memory of a draft."""
+        if self.draft is None:
+            return None
+        return round((Path(self.draft.folder) / "model.safetensors").stat().st_size / 2**30, 3)
+
+
+@dataclass(frozen=True)
+class ServerPlan:
+    """How the servers of a cell are reached or started, and what they must hold."""
+
+    setup: engine_flags.ServerSetup
+    program: list[str]  # the first words of the command line; empty: the engine's own
+    base_urls: dict[str, str]  # of running servers, by configuration
+    served_model: str
+    api_key: str | None = field(repr=False)
+    request_timeout_s: float
+    start_timeout_s: float
+    num_threads: int
+    section: str  # of params.yaml, for messages
+    max_concurrency: int | None  # of the loads, at most the number of prompts
+    request_tokens: int  # the longest prompt and its answer
+    cache_tokens: int  # of the largest load
+    token_bytes: int  # keys and values of one token
+
+
+@contextlib.contextmanager
+def open_server(plan: ServerPlan, measured: MeasuredServer, log: Path) -> Iterator[tuple[str, CheckServer]]:
+    """Yield (URL, check) of a server of this configuration: a running one, or one started for the block."""
+    setup, name = plan.setup, measured.config_name
+    if name in plan.base_urls:
+        url = http_session.strip_api_path(plan.base_urls[name])
+        asyncio.run(_identify_server(plan, measured, url, lambda: None))
+        yield url, lambda: None
+        return
+    if plan.base_urls:
+        print(f"note: {plan.section}.base_urls has no {name}; starting one", flush=True)
+    before = gpu_memory.list_visible_gpus()
+    if setup.device != "cpu":
+        _check_memory(plan, measured, before[: setup.tp])
+    port = server.find_free_port()
+    measured.command = [*engine_flags.build_setup_command(setup, port, plan.program), *measured.speculation_flags]
+    print(f"starting {setup.engine} for {name}; its log is {log}", flush=True)
+    threads = plan.num_threads if setup.device == "cpu" else None
+    with server.run_server(
+        setup.engine, measured.command, port, setup.folder, log, plan.start_timeout_s, threads=threads, section=plan.section
+    ) as running:  # fmt: skip
+        asyncio.run(_identify_server(plan, measured, running.base_url, running.check_alive))
+        serving = gpu_memory.sum_used_gib(gpu_memory.list_visible_gpus())
+        measured.gpu_memory = {"gpu_before": gpu_memory.sum_used_gib(before), "gpu_serving": serving}
+        yield running.base_url, running.check_alive
+    measured.gpu_memory["gpu_after"] = gpu_memory.wait_for_release(before)
+
+
+def _check_memory(plan: ServerPlan, measured: MeasuredServer, gpus: list[gpu_memory.GpuMemory]) -> None:
+    setup = plan.setup
+    gpu_memory.check_free_memory(gpus, setup.mem_fraction)
+    weights = sum(file.stat().st_size for file in Path(setup.folder).glob("*.safetensors")) / 2**30
+    tokens = min(plan.cache_tokens, setup.max_total_tokens or plan.cache_tokens)
+    need = gpu_memory.MemoryNeed(weights, measured.measure_draft_gib() or 0.0, tokens, plan.token_bytes)
+    gpu_memory.check_weights_fit(need, sum(gpu.total for gpu in gpus) * setup.mem_fraction)
+
+
+async def _identify_server(plan: ServerPlan, measured: MeasuredServer, url: str, check: CheckServer) -> None:
+    """Read what the server reports of itself. Raises ValueError if it is not the one meant."""
+    async with http_session.HttpSession(plan.served_model, plan.request_timeout_s, plan.section, plan.api_key) as http:
+        try:
+            engine = await http.identify_engine(url)
+            measured.info = await engine_flags.fetch_server_info(http, url, engine)
+        except http_session.ExchangeFailedError as error:
+            check()
+            raise ValueError(
+                f"{url} can't be asked: {error}; is it running? Correct {plan.section}.base_urls"
+            ) from None
+    if engine != plan.setup.engine:
+        raise ValueError(f"{url} is served by {engine}, expected {plan.setup.engine}; correct benchmark_served.engine")
+    needed = plan.request_tokens + measured.num_draft_tokens
+    engine_flags.check_server_info(measured.info, measured.draft, plan.max_concurrency, needed)
