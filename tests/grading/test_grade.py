@@ -492,7 +492,7 @@ def guards() -> set[int]:
     """Processes of the sandbox: what a program forks has its command line."""
     found = set()
     for process in psutil.process_iter(["cmdline", "status"]):
-        if process.info["status"] != psutil.STATUS_ZOMBIE and grade.guard.__file__ in (process.info["cmdline"] or []):
+        if process.info["status"] != psutil.STATUS_ZOMBIE and grade.sandbox.__file__ in (process.info["cmdline"] or []):
             found.add(process.pid)
     return found
 
