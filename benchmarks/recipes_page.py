@@ -61,7 +61,8 @@ the meta device, the draft's shape is inferred as `init_draft` does. Hours are a
 989 TFLOP/s, training at 57%, online 59.1% ([training](results/2026-11-21-h200-training.md)); the torch engine at 1.19 ms a layer
 and token, since it waits for Python ([a small target](results/2026-11-21-h200-weather-tiny.md)); servers by the bytes of a step
 at 2.99 TB/s ([decoding](results/2026-11-20-h200-decoding.md)). Answers count at their length limit, and speculative
-decoding as plain. `--dry-run` prints the arithmetic. Mixtures of experts were not measured: a served step is assumed to read the experts that all tokens in flight can meet.
+decoding as plain. `--dry-run` prints the arithmetic. Mixtures of experts were not measured: a served step
+is assumed to read the experts that all tokens in flight can meet.
 
 """
 

@@ -416,7 +416,7 @@ def test_what_users_wrote_is_escaped(made_up: schema.Params) -> None:
 
 def test_published_numbers_stand_beside_ours_where_target_and_tree_agree(made_up: schema.Params) -> None:
     report.main()
-    assert "Beside what was published" not in report.PAGE_FILE.read_text()  # nobody published the embedded target
+    assert "Beside what was published" not in report.PAGE_FILE.read_text()  # the embedded target is not published
     text = (
         Path("params.yaml")
         .read_text()
@@ -648,8 +648,10 @@ def test_the_torch_engines_loads_stand_beside_served_ones(
         found = served_cell("code", "e009", tree, ours, engine="torch", baseline_points=plain, fingerprint={})
         assert served_records.write_served_cell(found) == torch_records.locate_torch_cell("code", "e009", tree)
     report.main()
-    told = capsys.readouterr().out
-    assert "code, checkpoint e009, served by sglang" in told and "code, checkpoint e009, by the torch engine" in told
+    printed = capsys.readouterr().out
+    assert (
+        "code, checkpoint e009, served by sglang" in printed and "code, checkpoint e009, by the torch engine" in printed
+    )
     rows = [
         row
         for row in served_table.read_served_table()

@@ -13,7 +13,7 @@ VERDICTS = (AGREES, DEPENDS, OPEN)
 
 @dataclass(frozen=True)
 class Finding:
-    """What arithmetic on a publication's own numbers gives."""
+    """A result of arithmetic on a publication's own numbers."""
 
     publication: str  # its name
     heading: str

@@ -143,7 +143,7 @@ def name_tree(row: Row) -> str:
 
 @dataclass(frozen=True)
 class CostsPage:
-    """What templates/costs.html.j2 shows; its functions are called there."""
+    """The content of templates/costs.html.j2, with the functions called there."""
 
     launch: list[Row]  # with `tree`, and `command`, the flags as one line
     fits: list["CostFit"]

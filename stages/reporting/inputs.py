@@ -12,7 +12,7 @@ FLOW_STAGES = ("fix_data", "sample_target", "extract_hiddens")
 
 @dataclass(frozen=True)
 class ReportSettings:
-    """What the page shows of params.yaml."""
+    """The values of params.yaml that the page shows."""
 
     title: str
     model: str

@@ -188,7 +188,7 @@ def format_speed(value: float | None) -> str:
 
 @dataclass(frozen=True)
 class MethodsPage:
-    """What templates/methods.html.j2 shows; its function is called there."""
+    """The content of templates/methods.html.j2, with the function called there."""
 
     workload: str
     headings: list[str]

@@ -1,4 +1,4 @@
-"""Where a report comes from and what it took: the commit it was written at, digests, machines, seconds, GPUs, energy."""
+"""The origin and the cost of a report: the commit it was written at, digests, machines, seconds, GPUs, energy."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ KILO, WATT_HOUR = 1000, 3600  # joules of a watt-hour
 
 @dataclass(frozen=True)
 class Provenance:
-    """What the part "Where this comes from" shows."""
+    """The content of the part "Where this comes from"."""
 
     machines: list["MachineGroup"]
     seeds: list[int]
@@ -116,7 +116,7 @@ class StageRunTotals:
 
 @dataclass(frozen=True)
 class StageRunSummary:
-    """What the part "What it took" shows."""
+    """The content of the part "What it took"."""
 
     lines: list[StageRunTotals]  # one per stage, and one per engine and workload of the cells
     all: StageRunTotals

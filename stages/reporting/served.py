@@ -1,4 +1,4 @@
-"""What the report shows of served cells: tables by workload and checkpoint, memory, right answers, the engines' own figures.
+"""The report's part on served cells: tables by workload and checkpoint, memory, right answers, the engines' own figures.
 
 `Row` is a line of results/served.csv (results/served_table.py), as joined or as read back: the terminal's table needs
 nothing else. What the page shows beyond it comes from the cells (results/served_records.py).
@@ -38,7 +38,7 @@ SERVED_HEADINGS = (
 
 @dataclass(frozen=True)
 class ServedPage:
-    """What templates/served.html.j2 shows; its functions are called there."""
+    """The content of templates/served.html.j2, with the functions called there."""
 
     groups: list["ServedGroup"]
     sweeps: list[tuple[LoadSweep, Any]]  # each with its plot as an SVG

@@ -25,7 +25,7 @@ LATER_SIBLING_RANK = 3  # siblings from this rank on are counted together
 
 @dataclass(frozen=True)
 class TreesPage:
-    """What templates/trees.html.j2 shows."""
+    """The content of templates/trees.html.j2."""
 
     steps: int  # of the second plot
     plots: dict[str, Any]
@@ -35,7 +35,7 @@ class TreesPage:
 
 @dataclass(frozen=True)
 class TreeStatisticsLine:
-    """What one tree verifies, promises and accepts in a cycle."""
+    """Nodes that one tree verifies, promises and accepts in a cycle."""
 
     tree: str
     cycles: int

@@ -1,4 +1,4 @@
-"""What a recipe takes: parameters, bytes and GPU-hours, without a GPU, a download or the data.
+"""Estimate of a recipe: parameters, bytes and GPU-hours, without a GPU, a download or the data.
 
     python -m stages.reproduce.estimate RECIPE PARAMS    # JSON: lines to read, disk_bytes, download_bytes, gpu_hours, missing
     python -m stages.reproduce.estimate - PARAMS         # without a recipe: rows as long as extract_hiddens.max_length allows

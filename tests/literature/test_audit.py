@@ -226,7 +226,7 @@ def test_a_verdict_follows_its_numbers(what: str, about: str, before: str, chang
 
 def test_what_the_audit_needs_and_can_t_have() -> None:
     with pytest.raises(ValueError, match=r"expected one tau with .*found \[\]"):
-        audit_findings.get_number(PUBLISHED["eagle3-paper"], "tau", target="nobody's")
+        audit_findings.get_number(PUBLISHED["eagle3-paper"], "tau", target="unpublished")
     twice = PUBLISHED["eagle3-paper"]
     with pytest.raises(ValueError, match="is given twice under"):
         audit_findings.group_cells(replace(twice, rows=(*twice.rows, twice.rows[0])))

@@ -1,4 +1,4 @@
-"""What the report says of costs: the page, the terminal's lines and the files, of a project whose results are made up."""
+"""The report's part on costs: the page, the terminal's lines and the files, of a project whose results are made up."""
 
 import csv
 import json
@@ -203,9 +203,9 @@ def test_served_cells_tell_at_which_concurrency_to_speculate(
     serve([1, 8, 64], dear=2.0)
     report.main()
     launch = prediction.read_launch()
-    told = [(row["engine"], row["timed_on"], row["concurrency"], row["enable"]) for row in launch]
-    assert told[0] == ("sglang", "sglang", 1, True) and ("sglang", "sglang", 64, False) in told
-    assert told[-1] == ("vllm", "torch", 1, True) and len(told) == 4
+    proposed = [(row["engine"], row["timed_on"], row["concurrency"], row["enable"]) for row in launch]
+    assert proposed[0] == ("sglang", "sglang", 1, True) and ("sglang", "sglang", 64, False) in proposed
+    assert proposed[-1] == ("vllm", "torch", 1, True) and len(proposed) == 4
     made = json.loads(prediction.LAUNCH_FILE.read_text())["costs"]
     assert [(one["engine"], one["workload"], len(one["grid"])) for one in made] == [
         ("torch", None, 36),
@@ -253,8 +253,8 @@ def test_one_conversation_has_no_interval_anywhere_on_the_page(
             ends = none | {"speedup_low": None, "speedup_high": None}
             torch_records.write_torch_cell(found | {"metrics": found["metrics"] | ends})
     report.main()
-    told = capsys.readouterr().out
-    assert "one prompt" in told and "can't tell" in told
+    printed = capsys.readouterr().out
+    assert "one prompt" in printed and "can't tell" in printed
     said = words(report.PAGE_FILE.read_text())
     assert "one prompt" in said and "are undecided: the prediction or the cell has no interval" in said
     assert not any(row["enable"] for row in prediction.read_launch())

@@ -1,4 +1,4 @@
-"""Where a report comes from, what it took, how latencies spread: against git, sums by hand, and Python's own quantiles."""
+"""A report's origin and cost, and the spread of latencies: against git, sums by hand, and Python's own quantiles."""
 
 import hashlib
 import re

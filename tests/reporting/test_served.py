@@ -1,4 +1,4 @@
-"""What the report makes of served lines: tables, sweeps and their break-evens, memory, warnings."""
+"""The report's part on served lines: tables, sweeps and their break-evens, memory, warnings."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the report makes of replays: the front, the table of what is promised and kept, and the points that are drawn."""
+"""The report's part on replays: the front, the table of what is promised and kept, and the points that are drawn."""
 
 import itertools
 import random
