@@ -110,7 +110,7 @@ def _run_cell(p: schema.Params, workload: str, name: str, tree_name: str, group:
     if group.first:
         print(f"memory of a process: {memory}", flush=True)
     memory.check(measure_remaining_memory(engine.model, p.benchmark.max_gpu_memory), engine.device)
-    found, said = _measure_prompt_by_prompt(work) if w.alone else _measure_in_loads(work)
+    found, said = _measure_prompt_by_prompt(work) if w.is_sequential else _measure_in_loads(work)
     if not group.first:
         return
     whole = {
@@ -131,7 +131,7 @@ def _run_cell(p: schema.Params, workload: str, name: str, tree_name: str, group:
         "gpus": meter.names(),
         "joules": meter.joules(),
     }
-    file = torch_records.write_torch_cell(whole) if w.alone else served_records.write_served_cell(whole)
+    file = torch_records.write_torch_cell(whole) if w.is_sequential else served_records.write_served_cell(whole)
     print(f"{tree_name} at {name}: {said} -> {file}")
 
 
@@ -139,8 +139,8 @@ def _estimate_memory(work: TorchCellContext) -> MemoryEstimate:
     """What the longest of its loads will take, or the longest prompt alone. Raises ValueError for what can't be decoded."""
     w, world = work.w, work.group.world
     every = len(work.prompts)
-    slots = [-(-min(cap or every, every) // world) for _, cap in w.points()]  # of a process
-    tokens = _find_longest_prompt(work) + max(length for length, _ in w.points())
+    slots = [-(-min(cap or every, every) // world) for _, cap in w.list_loads()]  # of a process
+    tokens = _find_longest_prompt(work) + max(length for length, _ in w.list_loads())
     return work.engine.memory(tokens, max(slots), _get_tree_tuple(work, "speculative"), w.temperature > 0)
 
 
@@ -278,7 +278,7 @@ def _build_engine(p: schema.Params, w: Workload, name: str, group: distributed.R
     )
     if not whole:
         place_model(model, cards, b.max_gpu_memory)
-    config, tensors = checkpoint.read_draft(checkpoint.locate_checkpoint(name), p.made_by(name))
+    config, tensors = checkpoint.read_draft(checkpoint.locate_checkpoint(name), p.get_making_stage(name))
     draft = Eagle3Draft.of(config, tensors).to(group.device, model.dtype).requires_grad_(False)
     eos = [] if w.ignore_eos else made.eos_token_ids
     return BatchEngine(model, eos, made.feature_layers, draft, p.benchmark.tree_scoring)
@@ -313,7 +313,7 @@ def _measure_in_loads(work: TorchCellContext) -> tuple[dict[str, Any], str]:
     """As `_measure_prompt_by_prompt`, with a point for each answer length and concurrency."""
     _warm_up(work)
     points: dict[str, list[Row]] = {kind: [] for kind in DECODING_KINDS}
-    for point in work.w.points():
+    for point in work.w.list_loads():
         repeats = [_run_both_kinds(work, *point, repeat) for repeat in range(work.w.repeats)]
         for kind in DECODING_KINDS:
             points[kind].append(_build_point(work, kind, *point, [both[kind] for both in repeats]))

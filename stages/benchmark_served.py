@@ -105,7 +105,7 @@ def main(workload: str, name: str = "", tree_name: str = "") -> None:
     tree = TreeShape.parse(tree_name) if name else None
     config: dict[str, Any] = {}
     if name:
-        config, _ = checkpoint.read_draft(checkpoint.locate_checkpoint(name), p.made_by(name))
+        config, _ = checkpoint.read_draft(checkpoint.locate_checkpoint(name), p.get_making_stage(name))
     rows, warmup = workload_prompts.read_prompts(workload)
     if w.grade:
         workload_prompts.check_references(workload, rows)
@@ -151,7 +151,7 @@ def _build_setup(
     p: schema.Params, w: Workload, made: manifest.TargetManifest, folder: Path, config: dict[str, Any]
 ) -> engine_flags.ServerSetup:
     s = p.benchmark_served.server
-    most = [cap for _, cap in w.points() if cap is not None]
+    most = [cap for _, cap in w.list_loads() if cap is not None]
     holds = config.get("max_position_embeddings", made.max_position_embeddings)
     return engine_flags.ServerSetup(
         p.benchmark_served.engine, str(folder), p.target.dtype, p.target.device, p.target.trust_remote_code,
@@ -173,7 +173,7 @@ def _load_image_processor(p: schema.Params, folder: Path, rows: pl.DataFrame) ->
 def _count_needed_tokens(work: ServedCellContext, tree: TreeShape | None) -> int:
     """Tokens that the longest request may take: prompt, answer, and a tree beyond it."""
     longest = max(_find_longest_prompt(work), work.warmup["prompt_ids"].list.len().max() or 0)
-    return longest + max(length for length, _ in work.w.points()) + (tree.num_draft_tokens if tree else 0)
+    return longest + max(length for length, _ in work.w.list_loads()) + (tree.num_draft_tokens if tree else 0)
 
 
 def _check_fits(work: ServedCellContext, tree: TreeShape | None, config: dict[str, Any]) -> None:
@@ -203,7 +203,7 @@ def _measure_repeats(work: ServedCellContext, side: MeasuredServer, plain: Measu
     for one, repeats in rounds:
         with _open_server(work, one) as (url, check):
             for number in repeats:
-                for point in work.w.points():
+                for point in work.w.list_loads():
                     begun = time.perf_counter()
                     turns = asyncio.run(_run_load(work, one, url, check, point, number))
                     one.loads.setdefault(point, []).append(turns)
@@ -245,7 +245,7 @@ def _check_weights_fit(work: ServedCellContext, side: MeasuredServer, room: floa
     held = sum(file.stat().st_size for file in work.folder.glob("*.safetensors")) / gib
     draft = _measure_draft_gib(side) or 0.0
     token = 2 * m.num_layers * m.num_key_value_heads * m.head_dim * DTYPE_BYTES[work.p.target.dtype]  # keys and values
-    tokens = max(_get_concurrency(work, cap) * (_find_longest_prompt(work) + length) for length, cap in work.w.points())
+    tokens = max(_get_concurrency(work, cap) * (_find_longest_prompt(work) + length) for length, cap in work.w.list_loads())
     cache = min(tokens, work.setup.max_total_tokens or tokens) * token / gib
     print(
         f"memory: {held:.2f} GiB of weights, {draft:.2f} of the draft, {cache:.2f} of KV cache at most "
@@ -279,7 +279,7 @@ async def _identify_server(work: ServedCellContext, side: MeasuredServer, url: s
             raise ValueError(f"{url} can't be asked: {error}; is it running? Correct {SECTION}.base_urls") from None
     if engine != work.setup.engine:
         raise ValueError(f"{url} is served by {engine}, expected {work.setup.engine}; correct benchmark_served.engine")
-    most = max((cap for _, cap in work.w.points() if cap is not None), default=None)
+    most = max((cap for _, cap in work.w.list_loads() if cap is not None), default=None)
     engine_flags.check_server_info(
         side.said, side.draft, min(most, len(work.rows)) if most else None, _count_needed_tokens(work, side.tree)
     )
@@ -309,7 +309,7 @@ async def _run_load(
 ) -> list[LoadResult]:
     """One repeat of one point: a load for each turn, the later ones asked after the engine's own earlier answers."""
     length, cap = point
-    w, arrivals = work.w, Arrivals(work.w.rate, cap, work.w.seed + number)
+    w, arrivals = work.w, Arrivals(work.w.requests_per_second, cap, work.w.seed + number)
     about = f"{side.config}, {length} tokens, {cap or 'no limit'} at once"
     asks, warmup, loads = (
         _make_first_requests(work, work.rows, length),

@@ -185,7 +185,7 @@ def read_methods(p: schema.Params) -> list[Row]:
 def _list_torch_workloads(p: schema.Params, alone: bool) -> list[str]:
     """The torch engine's workloads that are answered prompt by prompt, or those that are measured in loads."""
     every = p.benchmark.workloads
-    return [name for name in p.benchmark.torch_workloads if every[name].alone == alone]
+    return [name for name in p.benchmark.torch_workloads if every[name].is_sequential == alone]
 
 
 def _get_served_axes(p: schema.Params) -> tuple[list[str], list[str], list[str]]:
@@ -207,7 +207,7 @@ def _predict_speedups(
     timed = [timing_grid.read_timing_grid(name, p.target.model) for name in p.time_trees.checkpoints]
 
     def flags(engine: str, row: Row) -> list[str] | None:
-        config = next((one["draft"] for one in timed if p.alike(one["checkpoint"], row["checkpoint"])), None)
+        config = next((one["draft"] for one in timed if p.have_same_shapes(one["checkpoint"], row["checkpoint"])), None)
         shape = row["steps"], row["topk"], row["tokens"]
         if config is None or engine_flags.explain_unsupported(engine, *shape, config):
             return None
@@ -221,7 +221,7 @@ def _predict_speedups(
     of_servers = [
         line for line in lines if line.cell["engine"] != TORCH_ENGINE
     ]  # the torch engine's cost is its timing grid
-    return costs.predict_and_compare(timed, of_servers, cells, replayed, p.alike, list(temperatures), flags)
+    return costs.predict_and_compare(timed, of_servers, cells, replayed, p.have_same_shapes, list(temperatures), flags)
 
 
 def _read_report(stage: str) -> Row:
@@ -640,7 +640,7 @@ def _group_machines(cells: list[Row]) -> list[Row]:
 
 
 def _draw_plots(p: schema.Params, found: ReportInputs, best: str, rest: list[str]) -> dict[str, str]:
-    rivals = {name for name, segment in p.train_draft.checkpoints.items() if segment.rival}
+    rivals = {name for name, segment in p.train_draft.checkpoints.items() if segment.other_method}
     replays, trained = found.replays, {name: t for name, t in found.trained.items() if name not in rivals}
     drawn = {
         "tokens": partial(plots.draw_tau_by_tokens, trees=replays[best]),

@@ -82,12 +82,12 @@ def _train(p: schema.Params, name: str, group: distributed.RankContext, work: Pa
     tables = manifest.read_embedding_and_head(made)
     if resumed:
         with scratch.reading(work):
-            run = TrainingRun.load(work, made_by, segment.rival, tables[1])
+            run = TrainingRun.load(work, made_by, segment.other_method, tables[1])
             run.log = read_log(work / "log.json", made_by)
-    elif root and segment.rival:
+    elif root and segment.other_method:
         run = TrainingRun.begin(segment, tables[1], settings)
     else:
-        run = TrainingRun.load(parent, made_by, segment.rival, tables[1])
+        run = TrainingRun.load(parent, made_by, segment.other_method, tables[1])
     last = checkpoint.read_progress(parent, made_by)["epoch"] + segment.epochs
     if resumed and group.first:
         print(f"resumed after epoch {run.epoch} from {work}")
@@ -203,10 +203,10 @@ class TrainingRun:
     def begin(cls, segment: Segment, head: Tensor, s: TrainDraft) -> "TrainingRun":
         """A rival untrained, of e000's shapes and vocabulary, with the target's head [V, H]."""
         made, tensors = checkpoint.read_draft(checkpoint.locate_checkpoint(ROOT_CHECKPOINT), "init_draft")
-        assert segment.rival is not None
-        config = method_checkpoint.build_method_config(segment.rival, made, s.dtype, segment.width)
-        draft = registry.TRAINABLE_METHODS[segment.rival].fresh(config, head, tensors["d2t"], tensors["t2d"], s.seed)
-        return cls(draft, config, segment.rival, {}, 0, 0)
+        assert segment.other_method is not None
+        config = method_checkpoint.build_method_config(segment.other_method, made, s.dtype, segment.num_heads)
+        draft = registry.TRAINABLE_METHODS[segment.other_method].fresh(config, head, tensors["d2t"], tensors["t2d"], s.seed)
+        return cls(draft, config, segment.other_method, {}, 0, 0)
 
     def to(self, group: distributed.RankContext, embedding: Tensor, head: Tensor, s: TrainDraft) -> None:
         """Move to the devices, cast, shard, and give the optimizer its state back."""

@@ -276,7 +276,7 @@ def _add_torch_cells(found: RecipeEstimate, p: schema.Params, shape: TargetSize)
         prompts = _count_prompts(p, w) * w.repeats + w.warmup
         cells = len(p.benchmark.checkpoints) * len(p.benchmark.trees)
         seconds, loads = 0.0, []
-        for tokens, cap in w.points():
+        for tokens, cap in w.list_loads():
             at_once = min(prompts, cap or prompts)
             seconds += cells * prompts / at_once * tokens * 2 * step
             loads.append(f"{prompts:,} prompts * {tokens:,} tokens" + (f" / {at_once} at once" if at_once > 1 else ""))
@@ -291,14 +291,14 @@ def _add_served_cells(found: RecipeEstimate, p: schema.Params, shape: TargetSize
         w = p.benchmark.workloads[name]
         prompts = _count_prompts(p, w) + w.warmup
         loads = []
-        for tokens, cap in w.points():
+        for tokens, cap in w.list_loads():
             at_once = min(prompts, cap or prompts)
             context = (w.input_tokens or 0) + tokens
             seconds = prompts / at_once * tokens * _estimate_served_step(p, shape, at_once, context)
             seconds += (
                 prompts * (w.input_tokens or 0) * compute_target_flop(shape, context) / (EXTRACTING_SHARE * PEAK_FLOPS)
             )
-            loads.append(max(seconds, 0 if w.request_rate == "inf" else prompts / w.rate))
+            loads.append(max(seconds, 0 if w.request_rate == "inf" else prompts / w.requests_per_second))
         seconds = cells * (SERVER_START_S + w.repeats * sum(loads)) * served.server.tp
         how = f"{cells} servers * ({SERVER_START_S} s + {w.repeats} * {sum(loads):.0f} s of load): speculative counted as plain"
         found.hours(f"benchmark_served, {name}", seconds, how)
