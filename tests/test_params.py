@@ -96,12 +96,12 @@ every_number = pytest.mark.parametrize("place", NUMBERS, ids=".".join)
 
 
 @pytest.mark.parametrize("text", ["a: " + "[" * 100_000, "- " * 100_000 + "x", "a: " + "[" * 900 + "]" * 900])
-def test_what_is_nested_too_deep_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_too_deep_nesting_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """Bug: a hundred thousand levels ended Python by a segmentation fault in the YAML parser."""
     monkeypatch.chdir(tmp_path)
     Path("params.yaml").write_text(text)
-    said = "params.yaml is not valid YAML: line 1: expected at most 32 levels of nesting, found more; correct it"
-    assert refusal() == said
+    message = "params.yaml is not valid YAML: line 1: expected at most 32 levels of nesting, found more; correct it"
+    assert refusal() == message
     Path("recipe.yaml").write_text(text)
     with pytest.raises(ValueError, match="expected at most 32 levels"):
         schema.read_recipe(Path("recipe.yaml"))
@@ -301,10 +301,12 @@ BAD_VALUES = [
     ("eval_share: 0.15", "eval_share: 1", "fix_data.eval_share: expected less than 1, found 1"),
     ("top_p: 1.0", "top_p: 1.1", "sample_target.top_p: expected less than or equal to 1, found 1.1"),
     ("min_tau: 6.0", "min_tau: 0.9", "check_overfit.min_tau: expected greater than or equal to 1, found 0.9"),
-    ("num_draft_tokens: [4,", "num_draft_tokens: [1,", "replay_trees.num_draft_tokens.0: expected greater than or equal to 2, found 1"),
+    ("num_draft_tokens: [4,", "num_draft_tokens: [1,",
+     "replay_trees.num_draft_tokens.0: expected greater than or equal to 2, found 1"),
     ("tree_scoring: sglang          # how", "tree_scoring: vllm  # how",
      "replay_trees.tree_scoring: expected 'sglang' or 'eagle', found 'vllm'"),
-    ("num_draft_tokens: [2, 4,", "num_draft_tokens: [1, 4,", "time_trees.num_draft_tokens.0: expected greater than or equal to 2, found 1"),
+    ("num_draft_tokens: [2, 4,", "num_draft_tokens: [1, 4,",
+     "time_trees.num_draft_tokens.0: expected greater than or equal to 2, found 1"),
     (MEASURED, "e003\n  trees", "benchmark.checkpoints: expected a valid list, found 'e003'"),
     (MEASURED, "[]\n  trees", "benchmark.checkpoints: expected at least 1 item, found []"),
     ("title: weather-tiny", "title: ''", "report.title: expected at least 1 character, found ''"),
@@ -418,14 +420,17 @@ BAD_CHECKPOINTS = [
     ("[e003, e009]", "[e003, e003]", "replay_trees.checkpoints: e003 is listed twice"),
     ("trace_trees: [t8_1_9,", "trace_trees: [t10_2_32,", "replay_trees.trace_trees: t10_2_32 is listed twice"),
     ("trace_trees: [t8_1_9,", "trace_trees: [t3_2_16,", "replay_trees.trace_trees: t3_2_16 has 15 nodes under the root"),
-    ("checkpoints: [e000] ", "checkpoints: [e001] ", "time_trees.checkpoints: 'e001' is no checkpoint, expected some of e000, e003, e009"),
+    ("checkpoints: [e000] ", "checkpoints: [e001] ",
+     "time_trees.checkpoints: 'e001' is no checkpoint, expected some of e000, e003, e009"),
     ("checkpoints: [e000] ", "checkpoints: [e000, e000] ", "time_trees.checkpoints: e000 is listed twice"),
-    ("  num_steps: [1, 3, 6, 10] ", "  num_steps: [1] ", "time_trees: num_steps [1], topk [1, 2, 4] and num_draft_tokens [2, 4, 8, 16, 32, 64]"),
+    ("  num_steps: [1, 3, 6, 10] ", "  num_steps: [1] ",
+     "time_trees: num_steps [1], topk [1, 2, 4] and num_draft_tokens [2, 4, 8, 16, 32, 64]"),
     ("  checkpoints: {}", f"  checkpoints: {{e003: {PUBLISHED}}}", "import_draft.checkpoints.e003 is made by another stage"),
     ("  checkpoints: {}", f"  checkpoints: {{e000: {PUBLISHED}}}", "import_draft.checkpoints.e000 is made by another stage"),
     ("  checkpoints: {}", f"  checkpoints: {{'1': {PUBLISHED}}}", f"import_draft.checkpoints.1: {NO_NAME} '1'"),
     ("e003: {from: e000,", "e003: {from: theirs,", "train_draft: checkpoints.e003.from is 'theirs', expected one of"),
-    ("sliding_window: null ", "sliding_window: 9 ", "init_draft.sliding_window is 9, expected at least the most steps asked for, 10"),
+    ("sliding_window: null ", "sliding_window: 9 ",
+     "init_draft.sliding_window is 9, expected at least the most steps asked for, 10"),
     ("revision: null                # of", "revision: main # of", "init_draft: revision is 'main', expected null while from"),
     ("draft_config_path: null ", "draft_config_path: /tmp/x.json ", "init_draft.draft_config_path: expected text matching"),
     ("min_tau: 6.0", "min_tau: 8.5",
@@ -514,7 +519,8 @@ def test_segments_of_methods_that_can_not_be_trained(old: str, new: str, start: 
 BAD_ROWS = [
     ({"two": "{method: eagle9, checkpoint: ours, tree: t5_2_8}"},
      "benchmark_methods.with_draft.two.method: expected 'eagle3', 'eagle2', 'eagle' or 'medusa', found 'eagle9'"),
-    ({"two": "{method: ngram, longest: 2, shortest: 1, length: 4}"}, "benchmark_methods.with_draft.two.method: expected 'eagle3'"),
+    ({"two": "{method: ngram, longest: 2, shortest: 1, length: 4}"},
+     "benchmark_methods.with_draft.two.method: expected 'eagle3'"),
     ({"two": "{method: eagle2, checkpoint: ours, tree: t5_2_99}"},
      "benchmark_methods.with_draft.two.tree: t5_2_99 has 98 nodes"),
     ({"two": "{method: eagle2, checkpoint: e009, tree: t5_2_8}"},
@@ -529,7 +535,8 @@ BAD_ROWS = [
      "benchmark_methods.with_draft.fixed.depth is 8, expected at most 7, train_draft.ttt_steps"),
     ({"fixed": "{method: eagle, checkpoint: ours, depth: 2, nodes: 1}"},
      "benchmark_methods.with_draft.fixed.nodes: expected greater than or equal to 2, found 1"),
-    ({"ngram": "{method: eagle3, checkpoint: e009, tree: t5_2_8}"}, "benchmark_methods: ngram is in with_draft and in without_draft"),
+    ({"ngram": "{method: eagle3, checkpoint: e009, tree: t5_2_8}"},
+     "benchmark_methods: ngram is in with_draft and in without_draft"),
 ]  # fmt: skip
 
 
@@ -694,7 +701,9 @@ def test_the_sets_and_scenarios_of_the_docs_are_accepted() -> None:
     found = schema.load_params().benchmark.workloads
     # Seed 002, 2.2: prompts, input and output lengths, requests a second, under way at once.
     assert {
-        name: (w.num_prompts, w.input_tokens, w.list_loads(), w.requests_per_second) for name, w in found.items() if name != "eval"
+        name: (w.num_prompts, w.input_tokens, w.list_loads(), w.requests_per_second)
+        for name, w in found.items()
+        if name != "eval"
     } == {
         "code_gen": (128, 512, [(1024, 64)], float("inf")),
         "chat": (128, 256, [(256, 32)], 8.0),
