@@ -77,7 +77,7 @@ def page() -> str:
         with recipes.merge_recipe(path.stem) as (file, _):
             p = schema.load_params(file)
         shape, found = estimate.read_target_size(p), estimate.estimate_recipe(p, about)
-        draft = sum(estimate.count_draft_parameters(estimate.init_draft.infer(p, shape.made)).values())
+        draft = sum(estimate.count_draft_parameters(estimate.init_draft.infer_config(p, shape.made)).values())
         cells = (
             f"`{path.stem}`", ", ".join(dict.fromkeys(f"`{match.publication}`" for match in about.beside)) or "ours",
             about.status.partition(",")[0], estimate.format_count(shape.parameters), f"{shape.kv_bytes(p.target.dtype):,} B",

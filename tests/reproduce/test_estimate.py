@@ -54,7 +54,7 @@ def test_a_tied_target_has_one_table() -> None:
 def test_training_and_extraction_take_the_hours_that_were_measured() -> None:
     """docs/results/2026-11-21-h200-training.md, Qwen3-8B's shape: 34,250 and 29,595 tokens/s, rows of 2,048."""
     p, shape = shape_of("angelslim-qwen3-8b")
-    draft = estimate.init_draft.infer(p, shape.made)
+    draft = estimate.init_draft.infer_config(p, shape.made)
     flop = estimate.compute_train_flop(shape.made, draft, 7)
     assert flop == pytest.approx(16.46e9, rel=0.03)
     assert estimate.TRAINING_SHARE * estimate.PEAK_FLOPS / flop == pytest.approx(34_250, rel=0.03)
@@ -65,7 +65,7 @@ def test_training_and_extraction_take_the_hours_that_were_measured() -> None:
 
 def test_draft_parameters_are_those_of_its_tensors() -> None:
     p, shape = shape_of("angelslim-qwen3-8b")
-    draft = estimate.init_draft.infer(p, shape.made)
+    draft = estimate.init_draft.infer_config(p, shape.made)
     parts = estimate.count_draft_parameters(draft)
     assert (parts["fc"], parts["head"]) == (3 * 4096 * 4096, 32000 * 4096)
     slowly = sum(
