@@ -102,7 +102,7 @@ def _read_set_prompts(
 
 
 def _make_random_prompts(w: Workload, split: pl.DataFrame) -> list[Row]:
-    """As many prompts as are asked for, and as many to warm up with, of the rows from `begin` to `end`.
+    """As many prompts as are asked for, and as many to warm up with, of the rows from `start` to `stop`.
 
     Lengths are uniform from length_range of the whole to the whole, as in SGLang's bench_serving, and a prompt is a row's
     tokens cut or repeated, as there. Theirs begin where the row does, and ours anywhere in it, each at another place as long
@@ -141,7 +141,7 @@ def _select_prompts(workload: str, w: Workload, there: list[T]) -> tuple[list[T]
     from behind the measured ones, then from before them, and from among them only where that isn't enough.
 
     Raises:
-        ValueError: where none lies from `begin` on.
+        ValueError: where none lies from `start` on.
     """
     taken = there[w.start : w.stop]
     if not taken:
