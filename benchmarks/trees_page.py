@@ -1,7 +1,7 @@
 """Write docs/trees.md: which tree, and why, with figures of our own.   python -m benchmarks.trees_page
 
-Written from the last record that benchmarks/trees_record.py kept; tests/test_trees_page.py compares the committed page with
-what this writes.
+The page is written from the last record of benchmarks/trees_record.py; tests/test_trees_page.py compares the committed page
+with the output.
 """
 
 from collections.abc import Iterable
@@ -206,114 +206,117 @@ def page(r: Record) -> str:
 
 <!-- Written by: python -m benchmarks.trees_page, from docs/results/{r.name}. Edit that file. -->
 
-Which tree to launch, and why: a question that the seed's table asks ([as published](published.md);
-`num_steps_topk_num_draft_tokens`) and leaves open. There 10_2_32 accepts {two9} tokens a cycle and 10_3_32 {three9}, though both
-verify as many drafts over as many steps: why does a third branch cost anything? It needn't: in the same table 12_3_32 ({three3})
-beats 12_2_32 ({two3}).
+Which tree should you launch, and why? The Qwen3-VL weather table ([as published](published.md);
+`num_steps_topk_num_draft_tokens`) raises the question: there 10_2_32 accepts {two9} tokens per cycle and 10_3_32 {three9},
+although both verify the same number of drafts over the same number of steps. A third branch doesn't always cost tau: in the
+same table 12_3_32 ({three3}) beats 12_2_32 ({two3}).
 
-Every figure below but those four is ours: `{r.about["model"]}`, replayed exactly on the {answers(r)} answers of its eval split
-at temperature 0 ([metrics](metrics.md)), {r.about["date"]}, {cpu}, {threads} threads, float32. Three drafts of one training:
-`{HARD}`, after one epoch, guesses badly, `{EASY}`, after nine, well; `{MIDDLE}`, after three, lies between. The target is small
-and its tables are short: how large an effect is here says little about yours, which your own report shows ("Inside some trees").
+All other figures below are ours: `{r.about["model"]}`, replayed exactly on the {answers(r)} answers of its eval split
+at temperature 0 ([metrics](metrics.md)), {r.about["date"]}, {cpu}, {threads} threads, float32. Three drafts of one training run:
+`{HARD}`, after one epoch, is poor, `{EASY}`, after nine, is good, and `{MIDDLE}`, after three, is between them. The target is
+small and its tables are short, so effects may be larger or smaller on yours; your own report shows them ("Inside some trees").
 
 ## What the three numbers do
 
-The draft runs `num_steps` times. The first run records k = `topk` candidates, each later one expands a beam of k nodes by k
-tokens each: **k + (num_steps − 1)·k²** candidates in all. A candidate's score is the product of the draft's probabilities on
-its path. The best `num_draft_tokens − 1` of all candidates are verified: those are the **places**.
+The draft runs `num_steps` times. The first step records k = `topk` candidates, each later step expands a beam of k nodes by
+k tokens each: **k + (num_steps − 1)·k²** candidates in total. A candidate's score is the product of the draft's probabilities on
+its path. The best `num_draft_tokens − 1` of all candidates are verified: the **places** of the tree.
 
 {places(r)}
 
-So `num_steps` is the depth a tree may have, not the one it gets; and between trees of as many places, a larger `topk` means
-more candidates for them, and here a tree less deep.
+So `num_steps` is the maximum depth of a tree, not its actual depth. Among trees with the same number of places, a larger `topk`
+means more candidates, and here a shallower tree.
 
-**topk isn't the tree's width.** A depth may hold k² nodes, of which the beam goes on with k; and a depth whose nodes score
-badly holds fewer than k. Nodes at each depth, on average:
+**topk isn't the tree's width.** A depth may hold up to k² nodes, of which the beam keeps k; a depth whose nodes have low scores
+holds fewer than k. Mean number of nodes at each depth:
 
 {widths(r)}
 
-With `{EASY}`, {beyond[0]} of 10_2_32's nodes come after the two best of their depth, and {beyond[1]} of 10_3_32's after the
+With `{EASY}`, {beyond[0]} of 10_2_32's nodes rank below the two best of their depth, and {beyond[1]} of 10_3_32's below the
 three best.
 
 ## Is 10_2_32 better than 10_3_32?
 
-Not with any of our three drafts. The third branch costs depth, as the seed says, and pays more than it costs:
+Not with any of our three drafts. The third branch costs depth, as the table's authors say, but gains more than it costs:
 
 {question(r, [(d, d) for d in (HARD, MIDDLE, EASY)])}
 
-The interval is over answers, the same ones drawn for both trees. A miss at depth 1 ends the cycle, whatever lies ready below the
-guess: with `{EASY}`, 10_2_32 gets past depth 1 in {past[0]} of its cycles and 10_3_32 in {past[1]}. By a node's rank among its
-parent's children, the share of the nodes verified → of the drafts accepted:
+The interval resamples answers, the same ones for both trees. A miss at depth 1 ends the cycle, whatever the tree holds below:
+with `{EASY}`, 10_2_32 gets past depth 1 in {past[0]} of its cycles and 10_3_32 in {past[1]}. Share of the nodes verified →
+of the drafts accepted, by a node's rank among its parent's children:
 
 {sibling_lines(r, trusted)}
 
 ## When it is
 
-Take `{EASY}` and divide its logits by a temperature, in the trees alone. After each token it guesses in the same order as before
-(a chain of ten accepts {r.tau(EASY, CHAIN):.2f} at every temperature), but its chances promise less or more than they keep:
+Divide the logits of `{EASY}` by a temperature when trees are built. The order of its guesses after each token stays the same
+(a chain of ten accepts {r.tau(EASY, CHAIN):.2f} at every temperature), but its probabilities become too low or too high:
 
 {question(r, [(d, f"{EASY} at {t:g}") for t, d in temperatures])}
 
-From temperature {turns:g} on 10_2_32 is ahead, as in the seed's table, and by the seed's mechanism: third guesses take
-places from deeper nodes. At {flattest:g} (`{flat}`) the tree of 10_3_32 ends at depth {r.trees[flat][THREE]["mean_depth"]:.1f}.
+From temperature {turns:g} on 10_2_32 is ahead, as in the published table, and for the reason its authors give: third guesses
+take places from deeper nodes.
+At {flattest:g} (`{flat}`) the tree of 10_3_32 ends at depth {r.trees[flat][THREE]["mean_depth"]:.1f}.
 
 {sibling_lines(r, [(shape, draft) for shape in (TWO, THREE) for draft in (EASY, flat)])}
 
-10_3_32 loses {falls[1]} of its tau, 10_2_32 {falls[0]}, for want of choice: its {TWO[2] - 1} places are {of_pool[TWO]} of its
+10_3_32 loses {falls[1]} of its tau, but 10_2_32 only {falls[0]}, because it has little choice:
+its {TWO[2] - 1} places are {of_pool[TWO]} of its
 {count_candidates(*TWO[:2])} candidates, those of 10_3_32 {of_pool[THREE]} of {count_candidates(*THREE[:2])}.
 
-**So a small topk guards against scores that can't be trusted.** The sum of a tree's scores is how many drafts it promises. If
-the scores are true, a third guess takes a place only where it is worth more than what it displaces, and nothing that matters
-is crowded out. With 10_3_32 `{HARD}` promises {hard[0]} drafts a cycle and {hard[1]} are accepted, `{EASY}` {easy[0]} and
-{easy[1]}. Nodes by their chance: how many, their mean chance → the share accepted.
+**So a small topk protects against miscalibrated scores.** The sum of a tree's scores is the number of drafts it promises. If
+the scores are calibrated, a third guess takes a place only where it is worth more than the node it displaces. With 10_3_32
+`{HARD}` promises {hard[0]} drafts per cycle and {hard[1]} are accepted, `{EASY}` {easy[0]} and {easy[1]}. Nodes by their path
+probability (chance): number, mean chance → share accepted.
 
 {chance_lines(r, (HARD, EASY, flat))}
 
-`{HARD}` and `{EASY}` promise less than they keep (the target at temperature 0 always says its likeliest token, and the draft
-was trained on all its probabilities), but more chance is more acceptance nearly everywhere. `{flat}`'s chances say
-little: many nodes of hardly any are accepted too.
+`{HARD}` and `{EASY}` promise fewer drafts than are accepted (at temperature 0 the target always chooses its likeliest token,
+and the draft was trained on all its probabilities), but a higher chance means more acceptance nearly everywhere. The chances of
+`{flat}` predict little: many nodes with a very low chance are accepted too.
 
-Whether this was so in the seed's run can't be told from its table, which has no scores and no intervals. A replay of that draft
-would tell.
+The published table has no scores and no intervals, so it can't show whether this explains its numbers. A replay of that draft
+would.
 
 ## When topk ≤ 3 is right
 
-The highest tau of any num_steps up to 12, by topk and by how many tokens may be verified at most:
+The highest tau over all num_steps up to 12, by topk and by the limit on num_draft_tokens:
 
 {budgets(r)}
 
 {lost_lines(r)}
 
-- **Where few tokens are verified**, as at high concurrency: at {BUDGETS[0]} a topk above 3 buys at most
-  {100 * max(lost(r, d, BUDGETS[0]) for d in (HARD, MIDDLE, EASY)):.0f}%. The more places, the larger the topk that fills them
-  well; topk 2 can't fill more than {count_candidates(12, 2)} in twelve steps.
-- **Where the draft is good**: up to {BUDGETS[1]} tokens topk ≤ 3 costs `{EASY}` {100 * lost(r, EASY, BUDGETS[1]):.0f}% and
-  `{HARD}` {100 * lost(r, HARD, BUDGETS[1]):.0f}%. That is the seed's "simple data", and it ends where places abound.
-- **Where scores can't be trusted**: above.
-- **Where draft steps are dear**: k nodes a step aren't free, and tau knows nothing of time. Compare speedups on your engine.
+- **When few tokens are verified**, as at high concurrency: at {BUDGETS[0]} a topk above 3 gains at most
+  {100 * max(lost(r, d, BUDGETS[0]) for d in (HARD, MIDDLE, EASY)):.0f}%. The more places, the larger the best topk;
+  topk 2 can't fill more than {count_candidates(12, 2)} places in twelve steps.
+- **When the draft is good**: up to {BUDGETS[1]} tokens topk ≤ 3 costs `{EASY}` {100 * lost(r, EASY, BUDGETS[1]):.0f}% and
+  `{HARD}` {100 * lost(r, HARD, BUDGETS[1]):.0f}%. This is the "simple data" of the published
+  table; it no longer holds with many places.
+- **When scores are miscalibrated**: see above.
+- **When draft steps are expensive**: k nodes a step aren't free, and tau ignores time. Compare speedups on your engine.
 
-What easy data calls for is depth: of all trees tried `{HARD}` accepts most with {best_tree(r, HARD)}, `{MIDDLE}` with
+Easy data needs depth: of all trees tried `{HARD}` accepts most with {best_tree(r, HARD)}, `{MIDDLE}` with
 {best_tree(r, MIDDLE)}, `{EASY}` with {best_tree(r, EASY)}.
 
 ## Which nodes, and which tokens
 
-Of the accepted drafts, the share that was the tree's best node, the next two, and so on. The last column is about what 32
-tokens buy over 24:
+Share of the accepted drafts by rank in the tree: the best node, the next two, and so on. The last column is roughly the gain of
+32 tokens over 24:
 
 {rank_lines(r)}
 
-Of the answers' tokens, the share that were accepted drafts, by kind (structure is punctuation and white space; letters are a
+Share of the answers' tokens that were accepted drafts, by class (structure is punctuation and white space; letters are a
 table's keys and words, digits most of its values):
 
 {kind_lines(r)}
 
-## Your own
+## Your own trees
 
-`results/replay.csv` has every tree of the grid. For those that `replay_trees.trace_trees` names, the report shows what is promised and
-kept, by chance, length of context, place in the answer and kind of token ([metrics](metrics.md)).
+`results/replay.csv` has every tree of the grid. For the trees of `replay_trees.trace_trees`, the report shows promised and
+accepted drafts by chance, length of context, position in the answer and class of token ([metrics](metrics.md)).
 
-This page's figures again: `e001: {{from: e000, epochs: 1}}` in `train_draft.checkpoints`, `dvc repro train_draft`, `python -m
-benchmarks.trees_record DATE`, `python -m benchmarks.trees_page`.
+To reproduce this page's figures: `e001: {{from: e000, epochs: 1}}` in `train_draft.checkpoints`, `dvc repro train_draft`,
+`python -m benchmarks.trees_record DATE`, `python -m benchmarks.trees_page`.
 """
 
 

@@ -83,7 +83,7 @@ def _build_segments(epochs: list[int], now: Params, found: dict[str, dict[str, A
     names = [f"e{epoch:03d}" for epoch in epochs]
     pairs = zip([ROOT_CHECKPOINT, *names], names, [0, *epochs], epochs, strict=False)
     segments = {name: {"from": start, "epochs": last - first} for start, name, first, last in pairs}
-    others = {name: s.model_dump(by_alias=True) for name, s in now.train_draft.checkpoints.items() if s.rival}
+    others = {name: s.model_dump(by_alias=True) for name, s in now.train_draft.checkpoints.items() if s.other_method}
     found.setdefault("train_draft", {})["checkpoints"] = {**segments, **others}
     lists = {
         "replay_trees": now.replay_trees.checkpoints,

@@ -91,7 +91,7 @@ def _run_cell(
     if ranks.first:
         print(f"memory of a process: {memory}", flush=True)
     memory.check(measure_remaining_memory(work.engine.model, params.benchmark.max_gpu_memory), work.engine.device)
-    measured, summary = _measure_prompt_by_prompt(work) if workload.alone else _measure_in_loads(work)
+    measured, summary = _measure_prompt_by_prompt(work) if workload.is_sequential else _measure_in_loads(work)
     if not ranks.first:
         return
     cell = {
@@ -112,7 +112,7 @@ def _run_cell(
         "gpus": meter.names(),
         "joules": meter.joules(),
     }
-    path = torch_records.write_torch_cell(cell) if workload.alone else served_records.write_served_cell(cell)
+    path = torch_records.write_torch_cell(cell) if workload.is_sequential else served_records.write_served_cell(cell)
     print(f"{tree_name} at {checkpoint_name}: {summary} -> {path}")
 
 
@@ -274,7 +274,7 @@ def _measure_in_loads(work: TorchCellContext) -> tuple[dict[str, Any], str]:
     """Return as `_measure_prompt_by_prompt`, with a point for each answer length and concurrency."""
     _warm_up(work)
     points: dict[str, list[Row]] = {kind: [] for kind in DECODING_KINDS}
-    for load in work.workload.points():
+    for load in work.workload.list_loads():
         repeats = [_run_both_kinds(work, *load, repeat) for repeat in range(work.workload.repeats)]
         for kind in DECODING_KINDS:
             points[kind].append(_build_point(work, kind, *load, [both[kind] for both in repeats]))

@@ -82,7 +82,7 @@ def main(name: str) -> None:
     p = schema.load_params()
     torch.set_num_threads(p.target.num_threads)
     meter, started = gpu_energy.EnergyMeter(p.target.gpus()), time.perf_counter()
-    settings, workload = p.method_row(name), p.benchmark_methods.workload
+    settings, workload = p.get_method_row(name), p.benchmark_methods.workload
     w = get_named(p.benchmark.workloads, workload, "benchmark.workloads")
     prompts, warm = workload_prompts.read_prompts(workload)
     work = _build_context(p, settings, w, pl.concat([prompts, warm]))
@@ -144,7 +144,7 @@ def _build_context(p: schema.Params, settings: MethodRow, w: Workload, prompts: 
     if settings.method == "eagle3":
         assert isinstance(settings, DynamicRow)
         config, tensors = checkpoint.read_draft(
-            checkpoint.locate_checkpoint(settings.checkpoint), p.made_by(settings.checkpoint)
+            checkpoint.locate_checkpoint(settings.checkpoint), p.get_making_stage(settings.checkpoint)
         )
         draft = Eagle3Draft.from_checkpoint(config, tensors).to(p.target.device, model.dtype).requires_grad_(False)
     engine = Engine(model, made.eos_token_ids, made.feature_layers, draft, p.benchmark.tree_scoring)
@@ -168,7 +168,9 @@ def _build_method(p: schema.Params, settings: MethodRow, engine: Engine) -> Draf
         return LookaheadMethod(settings.window, settings.level, settings.guesses, engine.device)
     name = settings.checkpoint
     method = "medusa" if settings.method == "medusa" else "eagle"
-    config, tensors = method_checkpoint.read_method_draft(checkpoint.locate_checkpoint(name), method, p.made_by(name))
+    config, tensors = method_checkpoint.read_method_draft(
+        checkpoint.locate_checkpoint(name), method, p.get_making_stage(name)
+    )
     module = (
         registry.build_draft(config, tensors, engine.head).to(engine.device, engine.model.dtype).requires_grad_(False)
     )

@@ -117,7 +117,7 @@ def _read_draft_config(params: schema.Params, checkpoint_name: str) -> dict[str,
     """Return the draft's config.json, empty for a baseline."""
     if not checkpoint_name:
         return {}
-    config, _ = checkpoint.read_draft(checkpoint.locate_checkpoint(checkpoint_name), params.made_by(checkpoint_name))
+    config, _ = checkpoint.read_draft(checkpoint.locate_checkpoint(checkpoint_name), params.get_making_stage(checkpoint_name))
     return config
 
 
@@ -143,7 +143,7 @@ def _build_setup(
     draft_config: dict[str, Any],
 ) -> engine_flags.ServerSetup:
     settings = params.benchmark_served.server
-    caps = [cap for _, cap in workload.points() if cap is not None]
+    caps = [cap for _, cap in workload.list_loads() if cap is not None]
     positions = draft_config.get("max_position_embeddings", target.max_position_embeddings)
     return engine_flags.ServerSetup(
         engine=params.benchmark_served.engine,
@@ -191,7 +191,7 @@ def _explain_unsupported(work: ServedCellContext, tree: TreeShape | None, draft_
 def _count_request_tokens(work: ServedCellContext) -> int:
     """Return the tokens of the longest prompt and its answer."""
     longest = max(work.longest_prompt, work.warmup_prompts["prompt_ids"].list.len().max() or 0)
-    return longest + max(length for length, _ in work.workload.points())
+    return longest + max(length for length, _ in work.workload.list_loads())
 
 
 def _check_positions(work: ServedCellContext, tree: TreeShape | None, draft_config: dict[str, Any]) -> None:
@@ -227,7 +227,7 @@ def _measure_repeats(work: ServedCellContext, measured: MeasuredServer, baseline
         cell_name = served_records.name_served_cell(work.workload_name, one.checkpoint, one.tree_name)
         with measured_server.open_server(plan, one, LOGS_FOLDER / f"{cell_name}.log") as (url, check):
             for number in numbers:
-                for load in work.workload.points():
+                for load in work.workload.list_loads():
                     started = time.perf_counter()
                     turns = asyncio.run(_run_load(work, one, url, check, load, number))
                     one.loads.setdefault(load, []).append(turns)
@@ -238,7 +238,7 @@ def _measure_repeats(work: ServedCellContext, measured: MeasuredServer, baseline
 
 def _build_server_plan(work: ServedCellContext) -> ServerPlan:
     settings, target, prompts = work.params.benchmark_served.server, work.manifest, len(work.prompts)
-    loads = work.workload.points()
+    loads = work.workload.list_loads()
     caps = [cap for _, cap in loads if cap is not None]
     dtype_bytes = DTYPE_BYTES[work.params.target.dtype]
     return ServerPlan(
@@ -263,7 +263,7 @@ async def _run_load(
 ) -> list[LoadResult]:
     """Run one repeat of one point: a load for each turn; later turns follow the engine's own earlier answers."""
     length, cap = load
-    workload, arrivals = work.workload, Arrivals(work.workload.rate, cap, work.workload.seed + number)
+    workload, arrivals = work.workload, Arrivals(work.workload.requests_per_second, cap, work.workload.seed + number)
     load_name = f"{measured.config_name}, {length} tokens, {cap or 'no limit'} at once"
     requests, warmup = (_make_first_requests(work, rows, length) for rows in (work.prompts, work.warmup_prompts))
     results: list[LoadResult] = []

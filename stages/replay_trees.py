@@ -108,7 +108,7 @@ def main(name: str) -> None:
     started = time.perf_counter()
     made = manifest.read_manifest()
     embedding, _ = manifest.read_embedding_and_head(made)
-    config, tensors = checkpoint.read_draft(checkpoint.locate_checkpoint(name), p.made_by(name))
+    config, tensors = checkpoint.read_draft(checkpoint.locate_checkpoint(name), p.get_making_stage(name))
     _check_draft(name, config, made)
     settings = p.replay_trees
     for tree in [*settings.list_trees(), *settings.traced_trees()]:  # before any answer is read

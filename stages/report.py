@@ -123,7 +123,7 @@ def _get_settings(p: schema.Params) -> ReportSettings:
         title=p.report.title,
         model=p.target.model,
         benchmark_trees=p.benchmark.trees,
-        other_methods={name for name, segment in p.train_draft.checkpoints.items() if segment.rival},
+        other_methods={name for name, segment in p.train_draft.checkpoints.items() if segment.other_method},
         imported={name: source.model_dump() for name, source in p.import_draft.checkpoints.items()},
         params_digest=hashlib.sha256(values.encode()).hexdigest(),
     )
@@ -165,7 +165,7 @@ def read_methods(p: schema.Params) -> list[Row]:
 def _list_torch_workloads(p: schema.Params, alone: bool) -> list[str]:
     """Return the torch engine's workloads that are answered prompt by prompt, or those that are measured in loads."""
     workloads = p.benchmark.workloads
-    return [name for name in p.benchmark.torch_workloads if workloads[name].alone == alone]
+    return [name for name in p.benchmark.torch_workloads if workloads[name].is_sequential == alone]
 
 
 def _get_served_axes(p: schema.Params) -> tuple[list[str], list[str], list[str]]:
@@ -187,7 +187,7 @@ def _predict_speedups(
     timed = [timing_grid.read_timing_grid(name, p.target.model) for name in p.time_trees.checkpoints]
 
     def flags(engine: str, row: Row) -> list[str] | None:
-        config = next((cost["draft"] for cost in timed if p.alike(cost["checkpoint"], row["checkpoint"])), None)
+        config = next((cost["draft"] for cost in timed if p.have_same_shapes(cost["checkpoint"], row["checkpoint"])), None)
         shape = row["steps"], row["topk"], row["tokens"]
         if config is None or engine_flags.explain_unsupported(engine, *shape, config):
             return None
@@ -202,7 +202,7 @@ def _predict_speedups(
     }
     # The torch engine's cost is its timing grid, so its loads derive none.
     server_lines = [line for line in lines if line.cell["engine"] != TORCH_ENGINE]
-    return costs.predict_and_compare(timed, server_lines, cells, replayed, p.alike, list(temperatures), flags)
+    return costs.predict_and_compare(timed, server_lines, cells, replayed, p.have_same_shapes, list(temperatures), flags)
 
 
 # Reports of other stages

@@ -143,7 +143,7 @@ def _plan_splits(p: schema.Params, place: Path, stack: contextlib.ExitStack) -> 
     hot = s.eval_temperature
     splits = []
     for name, source, most, mixture in [
-        ("train", "train", s.train_rows, s.mixture),
+        ("train", "train", s.train_rows, s.temperature_weights),
         ("eval", "eval", s.eval_rows, [(0.0, 1.0)]),
         ("eval_t", "eval", s.eval_rows if hot else 0, [(hot, 1.0)]),
     ]:
@@ -159,7 +159,7 @@ def _plan_splits(p: schema.Params, place: Path, stack: contextlib.ExitStack) -> 
 def _make_backend(work: SamplingContext, stack: contextlib.ExitStack, place: Path) -> Callable[[SampledSplit], None]:
     """What answers questions. The eval split of `keep` too: replay is exact on the target's own words only."""
     s, t = work.p.sample_target, work.p.target
-    if s.backend == "server" or (s.backend == "keep" and s.server.known):
+    if s.backend == "server" or (s.backend == "keep" and s.server.is_configured):
         reach = _open_server_access(work, stack, place)
         return lambda split: asyncio.run(_ask_servers(work, reach, split))
     model = loading.load_target(str(work.folder), None, t.dtype, t.device, t.trust_remote_code)
@@ -694,7 +694,7 @@ def _list_stage_gpus() -> list[int] | None:
     """A server that is started here may take all that there are; one that runs somewhere is nobody's here."""
     p = schema.load_params()
     s = p.sample_target
-    if s.backend == "server" or (s.backend == "keep" and s.server.known):
+    if s.backend == "server" or (s.backend == "keep" and s.server.is_configured):
         return None if s.server.launch and p.target.device != "cpu" else []
     return p.target.gpus()
 

@@ -114,7 +114,7 @@ def _build_engine(p: schema.Params, target: manifest.TargetManifest, name: str) 
     model = loading.load_target(
         str(manifest.resolve_weights_folder(target)), None, p.target.dtype, p.target.device, p.target.trust_remote_code
     )
-    config, tensors = checkpoint.read_draft(checkpoint.locate_checkpoint(name), p.made_by(name))
+    config, tensors = checkpoint.read_draft(checkpoint.locate_checkpoint(name), p.get_making_stage(name))
     draft = Eagle3Draft.from_checkpoint(config, tensors).to(p.target.device, model.dtype).requires_grad_(False)
     return Engine(model, [], target.feature_layers, draft, p.benchmark.tree_scoring), config
 

@@ -88,14 +88,14 @@ def _train_segment(params: schema.Params, name: str, ranks: distributed.RankCont
     embedding, head = manifest.read_embedding_and_head(target_manifest)
     if resumed:
         with scratch.reading(work):
-            draft, progress = _read_draft(work, parent_stage, segment.rival, head)
+            draft, progress = _read_draft(work, parent_stage, segment.other_method, head)
             progress = TrainingProgress(
                 progress.optimizer_state, progress.epoch, progress.step, read_log(work / "log.json", parent_stage)
             )
-    elif segment.from_ == ROOT_CHECKPOINT and segment.rival:
+    elif segment.from_ == ROOT_CHECKPOINT and segment.other_method:
         draft, progress = _initialise_method_draft(segment, head, settings), TrainingProgress({})
     else:
-        draft, progress = _read_draft(parent, parent_stage, segment.rival, head)
+        draft, progress = _read_draft(parent, parent_stage, segment.other_method, head)
     last_epoch = checkpoint.read_progress(parent, parent_stage)["epoch"] + segment.epochs
     if resumed and ranks.first:
         print(f"resumed after epoch {progress.epoch} from {work}")
@@ -179,12 +179,12 @@ def _read_draft(folder: Path, made_by: str, method: str | None, head: Tensor) ->
 
 def _initialise_method_draft(segment: Segment, head: Tensor, settings: TrainDraft) -> DraftModel:
     """Return an untrained draft of another method, with the sizes and the vocabulary of e000; `head` [V, H] is the target's."""
-    assert segment.rival is not None
+    assert segment.other_method is not None
     root, tensors = checkpoint.read_draft(checkpoint.locate_checkpoint(ROOT_CHECKPOINT), "init_draft")
-    config = method_checkpoint.build_method_config(segment.rival, root, settings.dtype, segment.width)
-    method = registry.TRAINABLE_METHODS[segment.rival]
+    config = method_checkpoint.build_method_config(segment.other_method, root, settings.dtype, segment.num_heads)
+    method = registry.TRAINABLE_METHODS[segment.other_method]
     model = method.fresh(config, head, tensors["d2t"], tensors["t2d"], settings.seed)
-    return DraftModel(model, config, segment.rival)
+    return DraftModel(model, config, segment.other_method)
 
 
 def _build_objective(draft: DraftModel, settings: TrainDraft) -> ttt.TrainingObjective:

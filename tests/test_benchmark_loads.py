@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from stages import benchmark, prepare_prompts
 from stages.data import conversations, workload_prompts
 from stages.engine.batch_decode import BatchEngine
-from stages.results import interval, served_points, served_records, torch_records
+from stages.results import interval, served_records, torch_records
 from stages.serving import latency, spec_counters
 from tests.conftest import ROOT, edit_params
 from tests.talking import WORKLOADS
@@ -129,7 +129,7 @@ def test_accepted_drafts_are_pooled_over_prompts_turns_and_repeats() -> None:
                 every.append((repeat, turn, name, record))
     repeats = [[[x[3] for x in every if x[:2] == (repeat, turn)] for turn in range(2)] for repeat in range(2)]
     records = [record for turns in repeats for load in turns for record in load]
-    found = served_points.pool_counts([r.counts for r in records], records, "mt_bench", 3, 6, {})
+    found = load_points.pool_counts([r.counts for r in records], records, "mt_bench", 3, 6, {})
     accepted, cycles = (
         np.array([sum(getattr(x[3].counts, key) for x in every if x[2] == name) for name in "abcde"])
         for key in ("accepted", "cycles")

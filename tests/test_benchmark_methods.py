@@ -283,7 +283,7 @@ def test_a_row_of_drawn_answers_says_what_plain_decoding_says(taught: Path) -> N
 
 
 def test_a_static_tree_follows_the_checkpoints_accuracies(taught: Path) -> None:
-    settings = schema.load_params().method_row("medusa")
+    settings = schema.load_params().get_method_row("medusa")
     assert isinstance(settings, StaticRow)
     config = {"rank_accuracy": [[0.9, 0.05], [0.8, 0.1], [0.7, 0.2]]}
     static = benchmark_methods._build_static_tree(settings, config, torch.device("cpu"))

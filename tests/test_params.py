@@ -96,12 +96,12 @@ every_number = pytest.mark.parametrize("place", NUMBERS, ids=".".join)
 
 
 @pytest.mark.parametrize("text", ["a: " + "[" * 100_000, "- " * 100_000 + "x", "a: " + "[" * 900 + "]" * 900])
-def test_what_is_nested_too_deep_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_too_deep_nesting_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """Bug: a hundred thousand levels ended Python by a segmentation fault in the YAML parser."""
     monkeypatch.chdir(tmp_path)
     Path("params.yaml").write_text(text)
-    said = "params.yaml is not valid YAML: line 1: expected at most 32 levels of nesting, found more; correct it"
-    assert refusal() == said
+    message = "params.yaml is not valid YAML: line 1: expected at most 32 levels of nesting, found more; correct it"
+    assert refusal() == message
     Path("recipe.yaml").write_text(text)
     with pytest.raises(ValueError, match="expected at most 32 levels"):
         schema.read_recipe(Path("recipe.yaml"))
@@ -301,10 +301,12 @@ BAD_VALUES = [
     ("eval_share: 0.15", "eval_share: 1", "fix_data.eval_share: expected less than 1, found 1"),
     ("top_p: 1.0", "top_p: 1.1", "sample_target.top_p: expected less than or equal to 1, found 1.1"),
     ("min_tau: 6.0", "min_tau: 0.9", "check_overfit.min_tau: expected greater than or equal to 1, found 0.9"),
-    ("num_draft_tokens: [4,", "num_draft_tokens: [1,", "replay_trees.num_draft_tokens.0: expected greater than or equal to 2, found 1"),
+    ("num_draft_tokens: [4,", "num_draft_tokens: [1,",
+     "replay_trees.num_draft_tokens.0: expected greater than or equal to 2, found 1"),
     ("tree_scoring: sglang          # how", "tree_scoring: vllm  # how",
      "replay_trees.tree_scoring: expected 'sglang' or 'eagle', found 'vllm'"),
-    ("num_draft_tokens: [2, 4,", "num_draft_tokens: [1, 4,", "time_trees.num_draft_tokens.0: expected greater than or equal to 2, found 1"),
+    ("num_draft_tokens: [2, 4,", "num_draft_tokens: [1, 4,",
+     "time_trees.num_draft_tokens.0: expected greater than or equal to 2, found 1"),
     (MEASURED, "e003\n  trees", "benchmark.checkpoints: expected a valid list, found 'e003'"),
     (MEASURED, "[]\n  trees", "benchmark.checkpoints: expected at least 1 item, found []"),
     ("title: weather-tiny", "title: ''", "report.title: expected at least 1 character, found ''"),
@@ -405,9 +407,9 @@ BAD_CHECKPOINTS = [
     (SECOND, "e009: {from: e010, epochs: 6}",
      "train_draft: checkpoints.e009.from is 'e010', expected one of e000, e003, e009"),
     (SECOND, "e009: {from: e009, epochs: 6}",
-     "train_draft: checkpoints e009 -> e009 go in a circle; start one from e000"),
+     "train_draft: checkpoints e009 -> e009 form a cycle; start one from e000"),
     ("e003: {from: e000,", "e003: {from: e009,",
-     "train_draft: checkpoints e003 -> e009 -> e003 go in a circle; start one from e000"),
+     "train_draft: checkpoints e003 -> e009 -> e003 form a cycle; start one from e000"),
     (SECOND, "e000: {from: e003, epochs: 6}",
      "train_draft: checkpoints.e000 is made by init_draft; choose another name"),
     (MEASURED, "[e003, e003]\n  trees", "benchmark.checkpoints: e003 is listed twice; list each name once"),
@@ -418,15 +420,18 @@ BAD_CHECKPOINTS = [
     ("[e003, e009]", "[e003, e003]", "replay_trees.checkpoints: e003 is listed twice"),
     ("trace_trees: [t8_1_9,", "trace_trees: [t10_2_32,", "replay_trees.trace_trees: t10_2_32 is listed twice"),
     ("trace_trees: [t8_1_9,", "trace_trees: [t3_2_16,", "replay_trees.trace_trees: t3_2_16 has 15 nodes under the root"),
-    ("checkpoints: [e000] ", "checkpoints: [e001] ", "time_trees.checkpoints: 'e001' is none, expected some of e000, e003, e009"),
+    ("checkpoints: [e000] ", "checkpoints: [e001] ",
+     "time_trees.checkpoints: 'e001' is no checkpoint, expected some of e000, e003, e009"),
     ("checkpoints: [e000] ", "checkpoints: [e000, e000] ", "time_trees.checkpoints: e000 is listed twice"),
-    ("  num_steps: [1, 3, 6, 10] ", "  num_steps: [1] ", "time_trees: num_steps [1], topk [1, 2, 4] and num_draft_tokens [2, 4, 8, 16, 32, 64]"),
+    ("  num_steps: [1, 3, 6, 10] ", "  num_steps: [1] ",
+     "time_trees: num_steps [1], topk [1, 2, 4] and num_draft_tokens [2, 4, 8, 16, 32, 64]"),
     ("  checkpoints: {}", f"  checkpoints: {{e003: {PUBLISHED}}}", "import_draft.checkpoints.e003 is made by another stage"),
     ("  checkpoints: {}", f"  checkpoints: {{e000: {PUBLISHED}}}", "import_draft.checkpoints.e000 is made by another stage"),
     ("  checkpoints: {}", f"  checkpoints: {{'1': {PUBLISHED}}}", f"import_draft.checkpoints.1: {NO_NAME} '1'"),
     ("e003: {from: e000,", "e003: {from: theirs,", "train_draft: checkpoints.e003.from is 'theirs', expected one of"),
-    ("sliding_window: null ", "sliding_window: 9 ", "init_draft.sliding_window is 9, expected at least the most steps asked for, 10"),
-    ("revision: null                # of", "revision: main # of", "init_draft: revision is 'main', expected null where from"),
+    ("sliding_window: null ", "sliding_window: 9 ",
+     "init_draft.sliding_window is 9, expected at least the most steps asked for, 10"),
+    ("revision: null                # of", "revision: main # of", "init_draft: revision is 'main', expected null while from"),
     ("draft_config_path: null ", "draft_config_path: /tmp/x.json ", "init_draft.draft_config_path: expected text matching"),
     ("min_tau: 6.0", "min_tau: 8.5",
      "check_overfit.min_tau 8.5 can't be reached: a chain of train_draft.ttt_steps = 7 drafts accepts at most 8"),
@@ -474,21 +479,21 @@ def with_methods(*edits: tuple[str, str], rivals: str = RIVALS, free: str = FREE
 def test_every_method_can_be_named() -> None:
     with_methods()
     found = schema.load_params()
-    assert {name: segment.rival for name, segment in found.train_draft.checkpoints.items()} == {
+    assert {name: segment.other_method for name, segment in found.train_draft.checkpoints.items()} == {
         "e003": None, "e009": None, "ours": "eagle", "heads": "medusa",
     }  # fmt: skip
-    kinds = {name: type(found.method_row(name)).__name__ for name in [*TABLE, "ngram", "lookahead"]}
+    kinds = {name: type(found.get_method_row(name)).__name__ for name in [*TABLE, "ngram", "lookahead"]}
     assert kinds == {
         "two": "DynamicRow", "three": "DynamicRow", "fixed": "StaticRow", "medusa": "StaticRow", "ngram": "NgramRow",
         "lookahead": "LookaheadRow",
     }  # fmt: skip
     with pytest.raises(ValueError, match="benchmark_methods has no 'hydra'; it has two, three, fixed"):
-        found.method_row("hydra")
+        found.get_method_row("hydra")
 
 
 def test_a_segment_may_say_that_it_is_eagle_3s() -> None:
     edited((SECOND, "e009: {from: e003, epochs: 6, method: eagle3}"))
-    assert schema.load_params().train_draft.checkpoints["e009"].rival is None
+    assert schema.load_params().train_draft.checkpoints["e009"].other_method is None
 
 
 BAD_RIVALS = [
@@ -514,7 +519,8 @@ def test_segments_of_methods_that_can_not_be_trained(old: str, new: str, start: 
 BAD_ROWS = [
     ({"two": "{method: eagle9, checkpoint: ours, tree: t5_2_8}"},
      "benchmark_methods.with_draft.two.method: expected 'eagle3', 'eagle2', 'eagle' or 'medusa', found 'eagle9'"),
-    ({"two": "{method: ngram, longest: 2, shortest: 1, length: 4}"}, "benchmark_methods.with_draft.two.method: expected 'eagle3'"),
+    ({"two": "{method: ngram, longest: 2, shortest: 1, length: 4}"},
+     "benchmark_methods.with_draft.two.method: expected 'eagle3'"),
     ({"two": "{method: eagle2, checkpoint: ours, tree: t5_2_99}"},
      "benchmark_methods.with_draft.two.tree: t5_2_99 has 98 nodes"),
     ({"two": "{method: eagle2, checkpoint: e009, tree: t5_2_8}"},
@@ -529,7 +535,8 @@ BAD_ROWS = [
      "benchmark_methods.with_draft.fixed.depth is 8, expected at most 7, train_draft.ttt_steps"),
     ({"fixed": "{method: eagle, checkpoint: ours, depth: 2, nodes: 1}"},
      "benchmark_methods.with_draft.fixed.nodes: expected greater than or equal to 2, found 1"),
-    ({"ngram": "{method: eagle3, checkpoint: e009, tree: t5_2_8}"}, "benchmark_methods: ngram is in with_draft and in without_draft"),
+    ({"ngram": "{method: eagle3, checkpoint: e009, tree: t5_2_8}"},
+     "benchmark_methods: ngram is in with_draft and in without_draft"),
 ]  # fmt: skip
 
 
@@ -602,7 +609,7 @@ def test_a_published_draft_may_be_replayed_and_measured() -> None:
     imported = f"  checkpoints: {{theirs: {PUBLISHED}}}"
     edited(("  checkpoints: {}", imported), ("[e003, e009]", "[theirs]"), (MEASURED, "[theirs]\n  trees"))
     p = schema.load_params()
-    assert p.made_by("theirs") == "import_draft@theirs" and p.made_by("e003") == "train_draft@e003"
+    assert p.get_making_stage("theirs") == "import_draft@theirs" and p.get_making_stage("e003") == "train_draft@e003"
 
 
 def test_the_reachable_min_tau_is_accepted() -> None:
@@ -656,7 +663,7 @@ def test_the_torch_engine_waits_for_no_arrivals() -> None:
 )  # fmt: skip
 def test_one_prompt_at_a_time_has_cells_of_its_own(changes: dict[str, Any], alone: bool) -> None:
     set_value(("benchmark", "workloads", "eval"), workload(**changes))
-    assert schema.load_params().benchmark.workloads["eval"].alone == alone
+    assert schema.load_params().benchmark.workloads["eval"].is_sequential == alone
 
 
 def test_gpus_are_shared_out_among_whole_copies_of_the_target() -> None:
@@ -666,19 +673,19 @@ def test_gpus_are_shared_out_among_whole_copies_of_the_target() -> None:
     edited(*two)
     (line,) = problems()
     assert line.startswith(
-        "benchmark.num_gpus_per_model is 2 with target.device cpu, expected 1: only GPUs hold a part"
+        "benchmark.num_gpus_per_model is 2 with target.device cpu, expected 1: a target is divided over GPUs only"
     )
     edited(("num_gpus_total: 1 ", "num_gpus_total: 6 "), ("num_gpus_per_model: 1 ", "num_gpus_per_model: 4 "))
     (line,) = problems()
-    assert line.startswith("benchmark: num_gpus_total is 6, expected a multiple of num_gpus_per_model, 4: so many GPUs")
+    assert line.startswith("benchmark: num_gpus_total is 6, expected a multiple of num_gpus_per_model, 4, the GPUs")
 
 
 def test_a_sweep_is_every_pair_of_length_and_concurrency() -> None:
     changes = {"max_new_tokens": [10, 128], "concurrency": [1, 4], "request_rate": "inf"}
     set_value(("benchmark", "workloads", "sweep"), workload(**changes))
     found = schema.load_params().benchmark.workloads
-    assert found["sweep"].points() == [(10, 1), (10, 4), (128, 1), (128, 4)]
-    assert found["eval"].points() == [(200, 1)] and found["eval"].rate == float("inf")
+    assert found["sweep"].list_loads() == [(10, 1), (10, 4), (128, 1), (128, 4)]
+    assert found["eval"].list_loads() == [(200, 1)] and found["eval"].requests_per_second == float("inf")
 
 
 def test_the_sets_and_scenarios_of_the_docs_are_accepted() -> None:
@@ -694,7 +701,9 @@ def test_the_sets_and_scenarios_of_the_docs_are_accepted() -> None:
     found = schema.load_params().benchmark.workloads
     # Seed 002, 2.2: prompts, input and output lengths, requests a second, under way at once.
     assert {
-        name: (w.num_prompts, w.input_tokens, w.points(), w.rate) for name, w in found.items() if name != "eval"
+        name: (w.num_prompts, w.input_tokens, w.list_loads(), w.requests_per_second)
+        for name, w in found.items()
+        if name != "eval"
     } == {
         "code_gen": (128, 512, [(1024, 64)], float("inf")),
         "chat": (128, 256, [(256, 32)], 8.0),
@@ -724,7 +733,7 @@ BAD_SETS = [
     ("math", {"from": "/sets/gsm8k", "split": "test"}, "or a dataset's id (owner/name); put it there"),
     ("math", {"from": "openai/gsm8k"}, "from is the dataset openai/gsm8k, expected split to say which part of it"),
     ("math", {"format": "mmlu"}, "expected 'mt_bench', 'gsm8k', 'humaneval', 'alpaca' or 'math500', found 'mmlu'"),
-    ("eval", {}, "sets.eval: eval and random are our own; choose another name"),
+    ("eval", {}, "sets.eval: eval and random are reserved; choose another name"),
 ]
 
 
@@ -833,7 +842,7 @@ def test_an_eval_file_is_in_the_folder_or_the_file_itself() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("eval_rows: null", "eval_rows: 100", "fix_data: eval_rows is 100, expected null where eval_file is null"),
+        ("eval_rows: null", "eval_rows: 100", "fix_data: eval_rows is 100, expected null while eval_file is null"),
         ("min_chars: 1 ", "min_chars: 9000 ", "fix_data: min_chars 9000 is above max_chars 8000; lower it"),
         (
             "near_duplicate_threshold: null",

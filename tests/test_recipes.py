@@ -97,7 +97,7 @@ def test_a_recipe_is_valid_its_graph_resolves_and_what_it_takes_is_known(name: s
     made = {f"train_draft@{name}" for name in p.train_draft.checkpoints}
     made |= {f"import_draft@{name}" for name in p.import_draft.checkpoints}
     assert {stage for stage in stages if stage.partition("_")[0] in ("train", "import")} == made
-    assert made < set(stages["report"]), "report waits for each draft's own report, whoever made it"
+    assert made < set(stages["report"]), "report depends on every draft's report"
 
     shape, found = estimate.read_target_size(p), estimate.estimate_recipe(p, about)
     draft = init_draft.infer_config(p, shape.manifest)
@@ -192,14 +192,14 @@ def test_use_keeps_the_files_mode_and_a_copy_of_the_checkpoints_that_it_replaces
         "train_draft: {checkpoints: {e001: {from: e000, epochs: 1}}}\n"
         "replay_trees: {checkpoints: [e001]}\nbenchmark: {checkpoints: [e001]}\nbenchmark_served: {checkpoints: [e001]}\n"
     )
-    said = use_recipe("mine.yaml")
-    assert "train_draft.checkpoints: e002 -> e001" in said
-    assert said[-1].endswith("to return to it: cp params.yaml.before-mine params.yaml")
+    changes = use_recipe("mine.yaml")
+    assert "train_draft.checkpoints: e002 -> e001" in changes
+    assert changes[-1].endswith("to return to it: cp params.yaml.before-mine params.yaml")
     assert stat.S_IMODE((project / "params.yaml").stat().st_mode) == 0o644
     kept = project / "params.yaml.before-mine"
     assert kept.read_bytes() == before
     shutil.copy(kept, project / "params.yaml")
-    assert use_recipe("mine.yaml")[-1] == said[-1] and not (project / "params.yaml.before-mine-2").exists()
+    assert use_recipe("mine.yaml")[-1] == changes[-1] and not (project / "params.yaml.before-mine-2").exists()
     assert use_recipe("mine.yaml") == []
     edit_params(project, {"train_draft": {"checkpoints": {"e001": {"from": "e000", "epochs": 1}, **again}}})
     assert (
@@ -210,7 +210,7 @@ def test_use_keeps_the_files_mode_and_a_copy_of_the_checkpoints_that_it_replaces
 
 
 @pytest.mark.parametrize(
-    ("recipe", "said"),
+    ("recipe", "message"),
     [
         ("target: {modle: x}", "target.modle: unknown key"),
         ("target", "expected sections with keys"),
@@ -218,10 +218,10 @@ def test_use_keeps_the_files_mode_and_a_copy_of_the_checkpoints_that_it_replaces
         ("benchmark: {checkpoints: [e077]}", "'e077' is not trained"),
     ],
 )
-def test_a_wrong_recipe_changes_nothing(recipe: str, said: str, project: Path) -> None:
+def test_a_wrong_recipe_changes_nothing(recipe: str, message: str, project: Path) -> None:
     before = (project / "params.yaml").read_text()
     (project / "mine.yaml").write_text(recipe)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         use_recipe("mine.yaml")
     assert (project / "params.yaml").read_text() == before
     assert not list(project.glob(".params-*"))

@@ -109,7 +109,7 @@ def test_a_cell_above_temperature_0_accepts_what_the_replay_of_its_answers_says_
     replay_trees.main("e003")
     rows = table()
     assert [(row["temperature"], row["top_p"]) for row in rows] == [("0.0", "")] * 4 + [("0.7", "0.9")] * 4
-    told = {}
+    shares = {}
     for workload, heat in (("eval", "0.0"), ("drawn", "0.7")):
         for tree in ("t3_1_4", "t3_2_6"):
             benchmark.main(workload, "e003", tree)
@@ -123,9 +123,11 @@ def test_a_cell_above_temperature_0_accepts_what_the_replay_of_its_answers_says_
             assert (
                 replay_records.find_replayed_tau(replay_records.read_replay("e003"), found) == found["metrics"]["tau"]
             )
-            told[workload, tree] = found["metrics"]["identical_share"], {a["identical"] for a in found["prompts"]}
-    assert told["eval", "t3_1_4"] == told["eval", "t3_2_6"] == (1.0, {True})
-    assert told["drawn", "t3_1_4"] == told["drawn", "t3_2_6"] == (None, {None}), "not defined where answers are drawn"
+            shares[workload, tree] = found["metrics"]["identical_share"], {a["identical"] for a in found["prompts"]}
+    assert shares["eval", "t3_1_4"] == shares["eval", "t3_2_6"] == (1.0, {True})
+    assert shares["drawn", "t3_1_4"] == shares["drawn", "t3_2_6"] == (None, {None}), (
+        "not defined where answers are drawn"
+    )
 
 
 def test_answers_all_at_temperature_0_are_replayed_alone(project: Path) -> None:

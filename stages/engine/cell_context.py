@@ -43,7 +43,7 @@ class TorchCellContext:
     @property
     def max_new_tokens(self) -> int:
         """Return the limit of a workload that is decoded prompt by prompt."""
-        assert isinstance(self.workload.max_new_tokens, int), "params.Workload.alone checks it"
+        assert isinstance(self.workload.max_new_tokens, int), "params.Workload.is_sequential checks it"
         return self.workload.max_new_tokens
 
     @property
@@ -84,7 +84,7 @@ def _build_engine(
     if not on_one_device:
         place_model(model, gpus, settings.max_gpu_memory)
     config, tensors = checkpoint.read_draft(
-        checkpoint.locate_checkpoint(checkpoint_name), params.made_by(checkpoint_name)
+        checkpoint.locate_checkpoint(checkpoint_name), params.get_making_stage(checkpoint_name)
     )
     draft = Eagle3Draft.from_checkpoint(config, tensors).to(ranks.device, model.dtype).requires_grad_(False)
     end_tokens = [] if workload.ignore_eos else target.eos_token_ids
@@ -103,7 +103,7 @@ def _load_needed_tokenizer(params: schema.Params, workload: Workload, prompts: p
 
 def estimate_memory(work: TorchCellContext) -> MemoryEstimate:
     """Estimate the memory of the largest load, or of the longest prompt alone. Raises ValueError if it can't be decoded."""
-    loads, prompts, world = work.workload.points(), len(work.prompts), work.ranks.world
+    loads, prompts, world = work.workload.list_loads(), len(work.prompts), work.ranks.world
     slots = max(-(-min(cap or prompts, prompts) // world) for _, cap in loads)  # of a process
     tokens = work.longest_prompt + max(length for length, _ in loads)
     return work.engine.memory(tokens, slots, work.tree_tuple, work.workload.temperature > 0)

@@ -1,4 +1,4 @@
-"""The sections of the cells: workloads, and the engines that answer them (benchmark, benchmark_served)."""
+"""The sections of benchmark cells: workloads, and the engines that run them (benchmark, benchmark_served)."""
 
 import math
 from typing import Annotated, Any, Literal
@@ -29,7 +29,7 @@ Rate = Annotated[
 
 
 class Workload(Section):
-    """What is asked, and how requests arrive: docs/workloads.md."""
+    """The prompts of cells, and how requests arrive: docs/workloads.md."""
 
     prompts: Name
     num_prompts: Count | None
@@ -53,21 +53,21 @@ class Workload(Section):
 
     @model_validator(mode="after")
     def keys_agree(self) -> "Workload":
-        drawn = self.prompts == "random"
-        if drawn != (self.input_tokens is not None):
+        is_random = self.prompts == "random"
+        if is_random != (self.input_tokens is not None):
             raise ValueError(
                 f"input_tokens is {self.input_tokens} with prompts: {self.prompts}, expected a number for random, else null: "
                 "other prompts have their own lengths"
             )
-        if drawn and self.num_prompts is None:
-            raise ValueError("num_prompts is null with prompts: random, expected a number: there is no end to them")
-        if not drawn and self.length_range != 1:
+        if is_random and self.num_prompts is None:
+            raise ValueError("num_prompts is null with prompts: random, expected a number: random prompts have no end")
+        if not is_random and self.length_range != 1:
             raise ValueError(
-                f"length_range is {self.length_range} with prompts: {self.prompts}, expected 1: only lengths of random "
-                "prompts are drawn"
+                f"length_range is {self.length_range} with prompts: {self.prompts}, expected 1: only random prompts "
+                "have drawn lengths"
             )
         if self.stop is not None and self.stop <= self.start:
-            raise ValueError(f"stop is {self.stop}, expected more than start, {self.start}; no prompt lies between")
+            raise ValueError(f"stop is {self.stop}, expected more than start, {self.start}; no prompt is between")
         return self
 
     def list_settings(self) -> dict[str, Any]:
@@ -76,28 +76,25 @@ class Workload(Section):
         return {old_names.get(key, key): value for key, value in self.model_dump().items()}
 
     @property
-    def rate(self) -> float:
-        """Requests a second."""
+    def requests_per_second(self) -> float:
         return math.inf if self.request_rate == "inf" else self.request_rate
 
     @property
-    def alone(self) -> bool:
-        """Whether the torch engine answers it prompt by prompt; else it is measured in loads, as a server is."""
-        one = self.concurrency == 1 and not isinstance(self.max_new_tokens, list)
-        return one and self.prompts != "random" and not self.ignore_eos
+    def is_sequential(self) -> bool:
+        """Whether the torch engine runs it prompt by prompt; otherwise it is measured in loads, as on a server."""
+        is_single = self.concurrency == 1 and not isinstance(self.max_new_tokens, list)
+        return is_single and self.prompts != "random" and not self.ignore_eos
 
-    def points(self) -> list[tuple[int, int | None]]:
-        """(max_new_tokens, concurrency) of each load: one, or a sweep."""
+    def list_loads(self) -> list[tuple[int, int | None]]:
+        """Return (max_new_tokens, concurrency) of each load: one, or several in a sweep."""
         lengths = self.max_new_tokens if isinstance(self.max_new_tokens, list) else [self.max_new_tokens]
-        caps: list[int | None] = list(self.concurrency) if isinstance(self.concurrency, list) else [self.concurrency]
-        return [(length, cap) for length in lengths for cap in caps]
+        limits: list[int | None] = list(self.concurrency) if isinstance(self.concurrency, list) else [self.concurrency]
+        return [(length, limit) for length in lengths for limit in limits]
 
 
 class Benchmark(Section):
     workloads: Annotated[dict[Name, Workload], Field(min_length=1)]
-    allow_unsandboxed_code: (
-        bool  # whether HumanEval's answers run where the kernel can't keep them from the user's files
-    )
+    allow_unsandboxed_code: bool  # HumanEval answers run even where the kernel can't keep them from the user's files
     torch_workloads: Names
     tree_scoring: Literal["sglang", "eagle"]
     num_gpus_total: Count
@@ -107,29 +104,29 @@ class Benchmark(Section):
     trees: Annotated[TreeNames, Field(min_length=1)]
 
     @model_validator(mode="after")
-    def the_torch_engine_can_do_it(self) -> "Benchmark":
+    def torch_engine_supports_it(self) -> "Benchmark":
         for name in self.torch_workloads:
             rate = get_named(self.workloads, name, "benchmark.workloads").request_rate
             if rate != "inf":
                 raise ValueError(
-                    f"torch_workloads: workload {name} has request_rate {rate} (expected inf): the torch engine waits for no arrivals; "
-                    "take it out of benchmark.torch_workloads, or serve it (benchmark_served)"
+                    f"torch_workloads: workload {name} has request_rate {rate} (expected inf): the torch engine has no "
+                    "arrival times; take it out of benchmark.torch_workloads, or serve it (benchmark_served)"
                 )
         if self.num_gpus_total % self.num_gpus_per_model:
             raise ValueError(
                 f"num_gpus_total is {self.num_gpus_total}, expected a multiple of num_gpus_per_model, "
-                f"{self.num_gpus_per_model}: so many GPUs hold one copy of the target; correct one of them"
+                f"{self.num_gpus_per_model}, the GPUs that hold one copy of the target; correct one of them"
             )
         return self
 
     @property
     def processes(self) -> int:
-        """Copies of the target, each with a share of the prompts."""
+        """Number of copies of the target, each with a share of the prompts."""
         return self.num_gpus_total // self.num_gpus_per_model
 
 
 class BenchmarkServer(Section):
-    """The engine's server: started for each cell, or one that runs."""
+    """The engine's server: started for each cell, or already running."""
 
     base_urls: dict[
         Annotated[str, Field(pattern=r"^(baseline|[A-Za-z]\w*-t\d+_\d+_\d+)$")],

@@ -1,4 +1,4 @@
-"""The sections of what is asked and answered: fix_data, sample_target, prepare_prompts."""
+"""The sections of prompts and answers: fix_data, sample_target, prepare_prompts."""
 
 import re
 from pathlib import Path
@@ -9,10 +9,10 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from stages.params.section import Count, Name, NonNegative, Positive, Section, Seed, Share, Text
 
 PROMPT_SETS_FOLDER = Path("data/prompt_sets")
-DATASET_ID_PATTERN = r"\w[\w.-]*(/\w[\w.-]*)?"  # the id of one on the Hub
-# As section.ONE_URL, also http://host:6000-6007 for a server on each of those ports.
+DATASET_ID_PATTERN = r"\w[\w.-]*(/\w[\w.-]*)?"  # the id of a dataset on the Hub
+# As section.SERVER_URL_PATTERN, and http://host:6000-6007 for a server on each of those ports.
 SERVER_URLS_PATTERN = r"^https?://[^\s/@?#:]+(:\d{1,5}(-\d{1,5})?)?(/v1)?/?$"
-OWN_PROMPTS = {"eval", "random"}  # the pipeline's own, beside prepare_prompts.sets
+OWN_PROMPTS = {"eval", "random"}  # names that prepare_prompts.sets must not use
 
 
 class FixData(Section):
@@ -35,13 +35,13 @@ class FixData(Section):
             raise ValueError(f"min_chars {self.min_chars} is above max_chars {self.max_chars}; lower it")
         if self.eval_rows is not None and self.eval_file is None:
             raise ValueError(
-                f"eval_rows is {self.eval_rows}, expected null where eval_file is null: the split is then by eval_share; "
-                "name the file whose first rows are meant"
+                f"eval_rows is {self.eval_rows}, expected null while eval_file is null, since the split is then by "
+                "eval_share; set eval_file, or eval_rows to null"
             )
         return self
 
     def eval_path(self) -> Path | None:
-        """Where eval_file lies: in the folder `raw`, or `raw` itself; None where the split is by hash."""
+        """Return the path of eval_file: in the folder `raw`, or `raw` itself; None if the split is by hash."""
         if self.eval_file is None:
             return None
         raw = Path(self.raw)
@@ -49,7 +49,7 @@ class FixData(Section):
 
 
 class SamplingServer(Section):
-    """How sample_target reaches the servers that answer; what only concerns the way there is tracked by no stage."""
+    """The servers of sample_target. Settings of the connection are tracked by no stage."""
 
     launch: Literal["transformers", "sglang", "vllm"] | None
     launch_args: list[str]
@@ -62,7 +62,7 @@ class SamplingServer(Section):
     api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None
 
     @model_validator(mode="after")
-    def one_way_there(self) -> "SamplingServer":
+    def is_launched_or_running(self) -> "SamplingServer":
         if self.launch and self.base_urls:
             raise ValueError(
                 f"launch is {self.launch} and base_urls names {len(self.base_urls)} server(s), expected one of the two: "
@@ -71,12 +71,12 @@ class SamplingServer(Section):
         return self
 
     @property
-    def known(self) -> bool:
+    def is_configured(self) -> bool:
         return bool(self.launch or self.base_urls)
 
 
 class TemperatureShare(Section):
-    """A part of a mixture: of the rows, as many as its weight is of all weights, are drawn at `temperature`."""
+    """A part of a mixture of temperatures; its share of the rows is its weight over the sum of weights."""
 
     temperature: NonNegative
     weight: Positive
@@ -105,9 +105,9 @@ class SampleTarget(Section):
 
     @model_validator(mode="after")
     def backend_has_what_it_needs(self) -> "SampleTarget":
-        if self.backend == "server" and not self.server.known:
+        if self.backend == "server" and not self.server.is_configured:
             raise ValueError(
-                "backend is server, but neither server.launch nor server.base_urls says which; name your servers in "
+                "backend is server, but neither server.launch nor server.base_urls is set; name your servers in "
                 "base_urls, or set launch to transformers, sglang or vllm"
             )
         if self.history == "target" and self.backend != "server":
@@ -118,20 +118,21 @@ class SampleTarget(Section):
         return self
 
     @property
-    def mixture(self) -> list[tuple[float, float]]:
-        """(temperature, weight) of the training rows; one of weight 1 where all have the same."""
+    def temperature_weights(self) -> list[tuple[float, float]]:
+        """(temperature, weight) pairs of the training rows; one pair of weight 1 if all have the same temperature."""
         parts = self.temperature
         return [(p.temperature, p.weight) for p in parts] if isinstance(parts, list) else [(parts, 1.0)]
 
     @property
     def eval_temperature(self) -> float:
-        """Of the second eval set, one number since results are compared at one: the mixture's heaviest above 0, the first
-        of equals; 0 where all of it is greedy."""
-        return max([part for part in self.mixture if part[0] > 0], key=lambda part: part[1], default=(0.0, 0.0))[0]
+        """The temperature of the second eval set: the first of those above 0 with the largest weight; 0 if there is none."""
+        return max(
+            [part for part in self.temperature_weights if part[0] > 0], key=lambda part: part[1], default=(0.0, 0.0)
+        )[0]
 
 
 class PromptSet(Section):
-    """Questions that others ask: a file in data/prompt_sets/, or a Hugging Face dataset's id."""
+    """A public prompt set: a file in data/prompt_sets/, or a Hugging Face dataset's id."""
 
     from_: Annotated[Text, Field(alias="from")]
     name: Text | None
@@ -140,10 +141,10 @@ class PromptSet(Section):
     format: Literal["mt_bench", "gsm8k", "humaneval", "alpaca", "math500"]
 
     @model_validator(mode="after")
-    def a_file_or_an_id(self) -> "PromptSet":
+    def is_file_or_dataset(self) -> "PromptSet":
         if self.is_file and (self.name or self.revision or self.split):
             raise ValueError(
-                f"from is the file {self.from_}, expected name, split and revision to be null: they are of a dataset's id"
+                f"from is the file {self.from_}, expected name, split and revision to be null: they belong to a dataset's id"
             )
         parts = Path(self.from_).parts
         tracked = parts[:2] == PROMPT_SETS_FOLDER.parts and ".." not in parts
@@ -162,7 +163,7 @@ class PromptSet(Section):
 
     @property
     def can_be_graded(self) -> bool:
-        """Whether its own rows say what is right."""
+        """Whether its rows hold what answers are graded by."""
         return self.format in ("gsm8k", "humaneval", "math500")
 
 
@@ -172,5 +173,5 @@ class PreparePrompts(Section):
     @model_validator(mode="after")
     def names_are_free(self) -> "PreparePrompts":
         if taken := sorted(OWN_PROMPTS & set(self.sets)):
-            raise ValueError(f"sets.{taken[0]}: {' and '.join(sorted(OWN_PROMPTS))} are our own; choose another name")
+            raise ValueError(f"sets.{taken[0]}: {' and '.join(sorted(OWN_PROMPTS))} are reserved; choose another name")
         return self

@@ -1,4 +1,4 @@
-"""The sections that make drafts: init_draft, check_overfit, train_draft, import_draft."""
+"""The sections of stages that make drafts: init_draft, check_overfit, train_draft, import_draft."""
 
 from typing import Annotated, Any, Literal
 
@@ -23,13 +23,13 @@ class InitDraft(Section):
     seed: Seed
 
     @model_validator(mode="after")
-    def options_go_together(self) -> "InitDraft":
+    def options_agree(self) -> "InitDraft":
         if self.revision is not None and self.from_ is None:
-            raise ValueError(f"revision is {self.revision!r}, expected null where from is null; name the draft in from")
+            raise ValueError(f"revision is {self.revision!r}, expected null while from is null; name the draft in from")
         if self.qk_norm and self.sliding_window is not None:
             raise ValueError(
-                f"qk_norm is true and sliding_window is {self.sliding_window}, expected one of the two: vLLM, which alone loads drafts with q/k "
-                "norms, gives such a layer no window; set sliding_window to null, or qk_norm to false"
+                f"qk_norm is true and sliding_window is {self.sliding_window}, expected one of the two: only vLLM loads drafts "
+                "with q/k norms, and it gives such a layer no window; set sliding_window to null, or qk_norm to false"
             )
         return self
 
@@ -41,25 +41,25 @@ class CheckOverfit(Section):
 
 
 class Segment(Section):
-    """A saved checkpoint: `epochs` more epochs, starting from the checkpoint named `from`; EAGLE-3's, unless it says a method."""
+    """A saved checkpoint: `epochs` more epochs from the checkpoint `from`; of EAGLE-3 unless it has a key `method`."""
 
     from_: Annotated[Name, Field(alias="from")]
     epochs: Count
 
     @property
-    def rival(self) -> str | None:
-        """The method, where it is another than EAGLE-3."""
-        found = getattr(self, "method", "eagle3")
-        return None if found == "eagle3" else found
+    def other_method(self) -> str | None:
+        """The method, None for EAGLE-3."""
+        method = getattr(self, "method", "eagle3")
+        return None if method == "eagle3" else method
 
     @property
-    def width(self) -> int | None:
-        """How many heads Medusa has; None for others."""
+    def num_heads(self) -> int | None:
+        """Number of Medusa's heads; None for other methods."""
         return getattr(self, "heads", None)
 
 
 class LayerSegment(Segment):
-    method: Literal["eagle3", "eagle", "medusa"]  # the last is OfHeads', and named here for whoever misspells one
+    method: Literal["eagle3", "eagle", "medusa"]  # medusa needs MedusaSegment; listed here for error messages
 
 
 class MedusaSegment(Segment):
@@ -81,11 +81,11 @@ AnySegment = Annotated[
 
 
 def _describe_method(segment: Segment) -> str:
-    return f"{segment.width} heads of medusa" if segment.width else segment.rival or "eagle3"
+    return f"{segment.num_heads} heads of medusa" if segment.num_heads else segment.other_method or "eagle3"
 
 
 class TrainDraft(Section):
-    checkpoints: dict[Name, AnySegment]  # none, where all drafts are imported
+    checkpoints: dict[Name, AnySegment]  # {} if all drafts are imported
     ttt_steps: Count
     ttt_decay: Annotated[float, Field(gt=0, le=1)]
     mask: Literal["aligned", "eagle"]
@@ -112,12 +112,13 @@ class TrainDraft(Section):
                     known = ", ".join([ROOT_CHECKPOINT, *self.checkpoints])
                     raise ValueError(f"checkpoints.{seen[-1]}.from is {parent!r}, expected one of {known}")
                 if parent in seen:
-                    raise ValueError(f"checkpoints {' -> '.join([*seen, parent])} go in a circle; start one from e000")
+                    raise ValueError(f"checkpoints {' -> '.join([*seen, parent])} form a cycle; start one from e000")
                 mine, theirs = self.checkpoints[seen[-1]], self.checkpoints[parent]
-                if (mine.rival, mine.width) != (theirs.rival, theirs.width):
+                if (mine.other_method, mine.num_heads) != (theirs.other_method, theirs.num_heads):
                     raise ValueError(
-                        f"checkpoints.{seen[-1]} is of {_describe_method(mine)} and starts from {parent}, which is of {_describe_method(theirs)}; "
-                        f"expected one method: start it from {ROOT_CHECKPOINT}, whose shapes every method begins with"
+                        f"checkpoints.{seen[-1]} is of {_describe_method(mine)} and starts from {parent}, which is of "
+                        f"{_describe_method(theirs)}; expected one method: start it from {ROOT_CHECKPOINT}, from which every "
+                        "method can start"
                     )
                 seen.append(parent)
         if ROOT_CHECKPOINT in self.checkpoints:
@@ -126,7 +127,7 @@ class TrainDraft(Section):
 
 
 class ImportedCheckpoint(Section):
-    """A published draft taken as a checkpoint; `rope_theta` overrides its config's."""
+    """A published draft used as a checkpoint; `rope_theta` overrides its config's."""
 
     model: Text
     revision: str | None

@@ -1,4 +1,4 @@
-"""A wrong key as one line: what was expected, what was found, what to do."""
+"""Error messages for wrong keys, one line each: expected, found, what to do."""
 
 import re
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from stages.params.section import Section
 
-UNION_TAGS = {  # of places in a form, which no user wrote
+UNION_TAGS = {  # parts of pydantic's locations that are not keys of the file
     "[key]", "a number", "a mixture", "a list", "a text", "a segment", "a segment of a layer", "a segment of heads",
     "a row", "a static row", "a row ahead",
 }  # fmt: skip
@@ -50,11 +50,11 @@ def _list_keys(value: Any, prefix: str = "") -> Iterator[str]:
 
 
 def explain_error(error: Any, whole: type[Section]) -> str:
-    """One pydantic error of `whole` as: key: what was expected, what was found, what to do."""
+    """Explain one pydantic error of `whole` as "key: expected, found, what to do"."""
     place = [str(part) for part in error["loc"] if part not in UNION_TAGS]
     key, kind, found = ".".join(place), error["type"], f"found {error['input']!r}"
     message = error["msg"].removeprefix("Value error, ")
-    if kind == "value_error":  # our own: says all three, and where no section is at fault, the key too
+    if kind == "value_error":  # raised by our validators: already complete
         return f"{key}: {message}" if key else message
     if kind == "extra_forbidden":
         known = ", ".join(_known_keys(place[:-1], whole))
@@ -71,19 +71,19 @@ def explain_error(error: Any, whole: type[Section]) -> str:
         return f"{key}: expected text, {found}"
     if kind == "string_pattern_mismatch":
         return f"{key}: expected text matching {error['ctx']['pattern']}, {found}"
-    # Pydantic's own words: "Input should be greater than 0", "List should have at least 1 item after validation, not 0".
+    # Pydantic's messages: "Input should be greater than 0", "List should have at least 1 item after validation, not 0".
     expected = re.sub(r"^\w+ should (be|have) ", "expected ", message)
     return f"{key}: {re.sub(' after validation.*', '', expected)}, found {error['input']!r}"
 
 
 def explain_yaml(error: Exception) -> str:
-    """The parser's words in one line: the line and what is wrong there, without the address of its manual."""
+    """Explain a parser's error in one line, with the line number."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     return f"line {mark.line + 1}: {problem}; correct it" if mark and problem else f"{error}; correct it"
 
 
 def _known_keys(place: list[str], whole: type[Section]) -> list[str]:
-    """The keys of the section at `place` of `whole`, as written in the file."""
+    """Return the keys of the section at `place` of `whole`, as written in the file."""
     model: Any = whole
     for part in place:
         field = model.model_fields.get(part)
@@ -94,7 +94,7 @@ def _known_keys(place: list[str], whole: type[Section]) -> list[str]:
 
 
 def _sections_in(annotation: Any) -> list[type[Section]]:
-    """The sections an annotation holds, through dict[...], list[...], | and Annotated."""
+    """Return the section classes in an annotation, through dict[...], list[...], | and Annotated."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]
     return [found for inner in get_args(annotation) for found in _sections_in(inner)]

@@ -1,4 +1,4 @@
-"""A full disk as one line, whichever library met it: what was written, how much it needs, what is free, what is kept."""
+"""Explain a full disk in one line, whichever library raised it: the file, bytes needed, bytes free, what is kept."""
 
 import errno
 import re
@@ -7,15 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ERRORS = (errno.ENOSPC, errno.EDQUOT)
-# safetensors, polars and the Hub's client raise errors of their own, with Rust's words for these numbers in them.
+# safetensors, polars and the Hub's client raise their own errors, with Rust's messages for these error numbers.
 WORDS = re.compile(r"No space left on device|Disk quota exceeded|\(os error (?:28|122)\)")
-WRITING = re.compile(
-    r"writing (?P<path>.+), which needs more than (?P<needed>\d+) bytes"
-)  # of stages/runtime/atomic.py
+# The note that stages/runtime/atomic.py adds.
+WRITING = re.compile(r"writing (?P<path>.+), which needs more than (?P<needed>\d+) bytes")
 
 
 def explain_full_disk(error: BaseException) -> str | None:
-    """Return one line on the full disk, or the used quota, that caused `error`; None where none did."""
+    """Return one line about the full disk or used quota that caused `error`; None for other errors."""
     every = list(_causes(error))
     full = next((cause for cause in every if _is_full_disk(cause)), None)
     if full is None:
@@ -38,7 +37,7 @@ def _is_full_disk(error: BaseException) -> bool:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and what it was raised from or during, also where `from None` hides that."""
+    """Yield an error and the errors it was raised from or during, even if `from None` hides them."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -1,4 +1,4 @@
-"""The section of the table of methods: benchmark_methods, by rows of four kinds."""
+"""The section of the methods table, benchmark_methods: four kinds of rows."""
 
 from typing import Annotated, Any, Literal
 
@@ -9,15 +9,17 @@ from stages.params.tree_sections import TreeShape
 
 
 class DynamicRow(Section):
-    """A row of the table of methods: a tree grown by how likely its branches are."""
+    """A row with a dynamic tree: the likeliest branches grow."""
 
-    method: Literal["eagle3", "eagle2", "eagle", "medusa"]  # the last two are StaticRow's: for whoever misspells one
+    method: Literal[
+        "eagle3", "eagle2", "eagle", "medusa"
+    ]  # eagle and medusa need StaticRow; listed here for error messages
     checkpoint: Name
     tree: Annotated[str, AfterValidator(lambda name: TreeShape.parse(name).name)]
 
 
 class StaticRow(Section):
-    """A tree of `nodes`, the root counted, and at most `depth` guesses deep, chosen once by the checkpoint's accuracies."""
+    """A row with a static tree of `nodes` (root counted), at most `depth` deep, chosen by the accuracies of the checkpoint."""
 
     method: Literal["eagle", "medusa"]
     checkpoint: Name
@@ -26,7 +28,7 @@ class StaticRow(Section):
 
 
 class NgramRow(Section):
-    method: Literal["ngram", "lookahead"]  # the last is LookaheadRow's
+    method: Literal["ngram", "lookahead"]  # lookahead needs LookaheadRow; listed here for error messages
     longest: Count
     shortest: Count
     length: Count
@@ -49,13 +51,13 @@ MethodRow = DynamicRow | StaticRow | NgramRow | LookaheadRow
 
 
 def _discriminate_row(value: Any) -> str:
-    """By its method; with an unknown one, or one that stands in the other list, what tells of all that may stand there."""
+    """Return the union tag of a row's method; an unknown method gets the class whose error lists all methods."""
     found = value.get("method") if isinstance(value, dict) else getattr(value, "method", None)
     return {"eagle": "a static row", "medusa": "a static row", "lookahead": "a row ahead"}.get(str(found), "a row")
 
 
 class BenchmarkMethods(Section):
-    """Rows of the table of methods, by names of the user's own."""
+    """Rows of the methods table, by names that the user chose."""
 
     workload: Name
     with_draft: dict[

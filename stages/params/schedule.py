@@ -1,4 +1,4 @@
-"""The section of what Prefect runs at once, and where: schedule."""
+"""The section `schedule`: which stages Prefect runs at once, and where."""
 
 from typing import Annotated, Literal
 
@@ -13,14 +13,14 @@ CountOrAll = Annotated[
 
 
 class StageResources(Section):
-    """What a stage takes of the machine while it runs."""
+    """The resources that a stage occupies while it runs."""
 
     gpus: CountOrAll
     exclusive: bool
 
 
 class Schedule(Section):
-    """What Prefect runs at once, and again: docs/scheduling.md. No stage reads it."""
+    """Concurrency, retries and hosts of stages: docs/scheduling.md. No stage reads it."""
 
     slots: Count
     attempts: Count
@@ -38,7 +38,7 @@ class Schedule(Section):
         return self
 
     def needs(self, stage: str) -> StageResources:
-        """Of a stage of dvc.yaml, a cell too; a file that `dvc add` keeps takes a slot. Raises ValueError for others."""
+        """Return the resources of a stage of dvc.yaml (cells included) or of a `.dvc` file. Raises ValueError for others."""
         if stage.endswith(".dvc"):
             return StageResources(gpus=0, exclusive=False)
         return get_named(self.stages, stage.partition("@")[0], "schedule.stages")

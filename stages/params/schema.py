@@ -2,9 +2,9 @@
 
     python -m stages.params.schema        # check the whole file, as `make run` does before anything starts
 
-Every stage reads its parameters through `load_params()`, which checks the *whole* file: DVC drops keys that are not
-strings without a word, so a misspelt section would otherwise vanish from the graph (research/dvc_prefect.md, 1).
-This file and the sections are in no stage's `deps`: DVC tracks the values, and the code below holds none.
+Every stage reads its parameters through `load_params()`, which checks the *whole* file: DVC silently
+drops keys that are not strings, so a misspelt section would otherwise vanish from the graph. No stage has this package in
+its `deps`: DVC tracks the values, and the code holds no defaults.
 """
 
 import sys
@@ -52,21 +52,29 @@ class Params(Section):
 
     @model_validator(mode="after")
     def sections_agree(self) -> "Params":
+        self._check_checkpoints()
+        self._check_workloads()
+        self._check_method_rows()
+        self._check_depths()
+        return self
+
+    def _check_checkpoints(self) -> None:
+        """Raise ValueError for a name that is made twice, or listed without being made."""
         trained, imported = self.train_draft.checkpoints, self.import_draft.checkpoints
         if taken := [name for name in imported if name in trained or name == ROOT_CHECKPOINT]:
             raise ValueError(f"import_draft.checkpoints.{taken[0]} is made by another stage; choose another name")
+        served = self.benchmark_served
         lists = {
             "replay_trees.checkpoints": self.replay_trees.checkpoints,
             "benchmark.checkpoints": self.benchmark.checkpoints,
-            "benchmark_served.checkpoints": self.benchmark_served.checkpoints
-            if self.benchmark_served.workloads
-            else [],
+            "benchmark_served.checkpoints": served.checkpoints if served.workloads else [],
         }
         for key, names in {**lists, "time_trees.checkpoints": self.time_trees.checkpoints}.items():
             for name in names:
-                if name in trained and (rival := trained[name].rival):
+                if name in trained and (method := trained[name].other_method):
                     raise ValueError(
-                        f"{key}: {name!r} is of {rival}, expected checkpoints of EAGLE-3; name it in benchmark_methods.with_draft"
+                        f"{key}: {name!r} is of {method}, expected checkpoints of EAGLE-3; name it in "
+                        "benchmark_methods.with_draft"
                     )
         for key, names in lists.items():
             for name in names:
@@ -79,24 +87,27 @@ class Params(Section):
         for name in self.time_trees.checkpoints:
             if name not in (timeable := [ROOT_CHECKPOINT, *trained, *imported]):
                 raise ValueError(
-                    f"time_trees.checkpoints: {name!r} is none, expected some of {', '.join(timeable)}; correct it. "
+                    f"time_trees.checkpoints: {name!r} is no checkpoint, expected some of {', '.join(timeable)}; correct it. "
                     f"{ROOT_CHECKPOINT} costs what every trained checkpoint does"
                 )
+
+    def _check_workloads(self) -> None:
+        """Raise ValueError for workloads that no engine or prompt set fits."""
         for name in self.benchmark_served.workloads:
             if name not in self.benchmark.workloads:
                 raise ValueError(
-                    f"benchmark_served.workloads: {name!r} is none, expected some of {', '.join(self.benchmark.workloads)}; "
-                    "correct it, or add it to benchmark.workloads"
+                    f"benchmark_served.workloads: {name!r} is no workload, expected some of "
+                    f"{', '.join(self.benchmark.workloads)}; correct it, or add it to benchmark.workloads"
                 )
         if self.benchmark.num_gpus_per_model > 1 and not self.target.device.startswith("cuda"):
             raise ValueError(
                 f"benchmark.num_gpus_per_model is {self.benchmark.num_gpus_per_model} with target.device {self.target.device}, "
-                "expected 1: only GPUs hold a part of a target each; set target.device to cuda"
+                "expected 1: a target is divided over GPUs only; set target.device to cuda"
             )
         if not self.benchmark.torch_workloads and not self.benchmark_served.workloads:
             raise ValueError(
-                "benchmark.torch_workloads and benchmark_served.workloads are both [], expected a workload in one of them: there would "
-                "be nothing to report"
+                "benchmark.torch_workloads and benchmark_served.workloads are both [], expected a workload in one of them: "
+                "the report would be empty"
             )
         for name, workload in self.benchmark.workloads.items():
             if workload.prompts not in OWN_PROMPTS | set(self.prepare_prompts.sets):
@@ -105,41 +116,34 @@ class Params(Section):
                     f"benchmark.workloads.{name}.prompts is {workload.prompts!r}, expected one of {known}; correct it, or add "
                     "the set to prepare_prompts.sets"
                 )
-            asked = self.prepare_prompts.sets.get(workload.prompts)
-            if workload.grade and not (asked and asked.can_be_graded):
+            prompt_set = self.prepare_prompts.sets.get(workload.prompts)
+            if workload.grade and not (prompt_set and prompt_set.can_be_graded):
                 raise ValueError(
                     f"benchmark.workloads.{name}.grade is true with prompts: {workload.prompts}, expected a set of format gsm8k, "
-                    "humaneval or math500: no other says what is right. Set grade to false"
+                    "humaneval or math500: only these have reference answers. Set grade to false"
                 )
-        self._rows_agree()
+
+    def _check_depths(self) -> None:
+        """Raise ValueError for a tau that can't be reached, or a sliding window shorter than the deepest tree."""
         if self.check_overfit.min_tau > self.train_draft.ttt_steps + 1:
             raise ValueError(
                 f"check_overfit.min_tau {self.check_overfit.min_tau} can't be reached: a chain of train_draft.ttt_steps = "
                 f"{self.train_draft.ttt_steps} drafts accepts at most {self.train_draft.ttt_steps + 1}; lower it"
             )
-        deepest = max(
-            self.train_draft.ttt_steps,
-            *self.replay_trees.num_steps,
-            *self.time_trees.num_steps,
-            *(
-                TreeShape.parse(tree).num_steps
-                for tree in [
-                    *self.replay_trees.trace_trees,
-                    *self.benchmark.trees,
-                    *self.benchmark_served.trees,
-                    *(row.tree for row in self.benchmark_methods.with_draft.values() if isinstance(row, DynamicRow)),
-                ]
-            ),
-        )
-        if self.init_draft.sliding_window is not None and self.init_draft.sliding_window < deepest:
+        rows = self.benchmark_methods.with_draft.values()
+        names = [*self.replay_trees.trace_trees, *self.benchmark.trees, *self.benchmark_served.trees]
+        names += [row.tree for row in rows if isinstance(row, DynamicRow)]
+        depths = [*self.replay_trees.num_steps, *self.time_trees.num_steps]
+        deepest = max(self.train_draft.ttt_steps, *depths, *(TreeShape.parse(name).num_steps for name in names))
+        window = self.init_draft.sliding_window
+        if window is not None and window < deepest:
             raise ValueError(
-                f"init_draft.sliding_window is {self.init_draft.sliding_window}, expected at least the most steps asked for, {deepest}: a step "
-                "would not see its own first; raise it (thousands are usual)"
+                f"init_draft.sliding_window is {window}, expected at least the most steps asked for, {deepest}: a step would "
+                "not attend to its own first; raise it (thousands are usual)"
             )
-        return self
 
-    def _rows_agree(self) -> None:
-        """Of the table of methods: raises ValueError where a row names what isn't there, or another method's."""
+    def _check_method_rows(self) -> None:
+        """Raise ValueError for a row of the methods table with an unknown name, or a checkpoint of another method."""
         table, trained = self.benchmark_methods, self.train_draft.checkpoints
         rows = {**table.with_draft, **table.without_draft}
         if rows and table.workload not in self.benchmark.torch_workloads:
@@ -151,14 +155,14 @@ class Params(Section):
         if isinstance(lengths, list):
             raise ValueError(
                 f"benchmark_methods.workload is {table.workload!r}, whose max_new_tokens is a sweep, {lengths}; expected one "
-                "number: methods answer each question once; name a workload with one, or write it so"
+                "number: each method runs each prompt once; name another workload, or write one number"
             )
         if twice := sorted(set(table.with_draft) & set(table.without_draft)):
             raise ValueError(f"benchmark_methods: {twice[0]} is in with_draft and in without_draft; rename one")
         for name, row in table.with_draft.items():
             key = f"benchmark_methods.with_draft.{name}"
             wanted = "eagle" if row.method == "eagle2" else row.method
-            kinds = {c: segment.rival or "eagle3" for c, segment in trained.items()}
+            kinds = {c: segment.other_method or "eagle3" for c, segment in trained.items()}
             kinds |= dict.fromkeys([ROOT_CHECKPOINT, *self.import_draft.checkpoints], "eagle3")
             if kinds.get(row.checkpoint) != wanted:
                 known = ", ".join(c for c, kind in kinds.items() if kind == wanted) or "none yet"
@@ -169,7 +173,9 @@ class Params(Section):
                     f"one to train_draft.checkpoints{more}"
                 )
             if isinstance(row, StaticRow):
-                deepest = (row.checkpoint in trained and trained[row.checkpoint].width) or self.train_draft.ttt_steps
+                deepest = (
+                    row.checkpoint in trained and trained[row.checkpoint].num_heads
+                ) or self.train_draft.ttt_steps
                 if row.depth > deepest:
                     what = f"the heads of {row.checkpoint}" if row.method == "medusa" else "train_draft.ttt_steps"
                     raise ValueError(
@@ -177,24 +183,24 @@ class Params(Section):
                         "lower it"
                     )
 
-    def method_row(self, name: str) -> MethodRow:
-        """Of the table of methods. Raises ValueError naming those that there are."""
+    def get_method_row(self, name: str) -> MethodRow:
+        """Return a row of the methods table. Raises ValueError with the names that exist."""
         table = self.benchmark_methods
         return get_named({**table.with_draft, **table.without_draft}, name, "benchmark_methods")
 
-    def made_by(self, checkpoint: str) -> str:
-        """The stage that makes a checkpoint's draft."""
+    def get_making_stage(self, checkpoint: str) -> str:
+        """Return the stage that makes a checkpoint's draft."""
         if checkpoint == ROOT_CHECKPOINT:
             return "init_draft"
         return f"{'import' if checkpoint in self.import_draft.checkpoints else 'train'}_draft@{checkpoint}"
 
-    def alike(self, one: str, other: str) -> bool:
-        """Whether two checkpoints' drafts have the same shapes: all that training makes of e000 have its own."""
+    def have_same_shapes(self, one: str, other: str) -> bool:
+        """Return whether two checkpoints' drafts have the same shapes, as e000 and all trained from it do."""
         return one == other or not {one, other} & set(self.import_draft.checkpoints)
 
 
 def read_recipe(path: Path) -> tuple[Recipe | None, dict[str, dict[str, Any]]]:
-    """A recipe's block about itself, where it has one, and its sections of params.yaml.
+    """Return a recipe's block `recipe`, None if it has none, and its sections of params.yaml.
 
     Raises:
         ValueError: naming the file, what was expected and what to do.
@@ -224,16 +230,16 @@ def _check_no_old_keys(path: Path, sections: dict[str, Any]) -> None:
 
 
 def load_params(path: Path = PARAMS_FILE) -> Params:
-    """The whole of params.yaml, checked.
+    """Read params.yaml and check the whole file.
 
     Raises:
         ValueError: naming the file, every wrong key, what was expected and what to do.
     """
     if not path.is_file():
-        raise ValueError(f"{path} not found; run from the project's root, where dvc.yaml lies")
+        raise ValueError(f"{path} not found; run from the project's root, the folder of dvc.yaml")
     try:
         raw = yaml_text.parse(path.read_text(encoding="utf-8"))
-    except (YAMLError, ValueError) as error:  # ValueError: bytes that are no UTF-8, dates that don't exist
+    except (YAMLError, ValueError) as error:  # ValueError: invalid UTF-8, impossible dates
         raise ValueError(f"{path} is not valid YAML: {explain_yaml(error)}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{path}: expected the sections {', '.join(Params.model_fields)}; found {raw!r:.60}")
@@ -246,7 +252,7 @@ def load_params(path: Path = PARAMS_FILE) -> Params:
 
 
 def check_raw_exists(params: Params) -> None:
-    """Raises ValueError where the raw conversations are not there, before any stage spends a minute."""
+    """Raise ValueError for missing raw conversations, before any stage starts."""
     fix = params.fix_data
     raw, evaluation = Path(fix.raw), fix.eval_path()
     if not raw.exists():
@@ -261,7 +267,7 @@ def check_raw_exists(params: Params) -> None:
 
 
 def check_watched(key: str, model: str | None, watch_key: str, watch: str) -> None:
-    """Raise ValueError where `model` is a local folder that DVC does not watch: replaced weights would go unnoticed.
+    """Raise ValueError if `model` is a local folder that DVC does not watch: replaced weights would go unnoticed.
 
     DVC watches `watch`, a dependency of the stage that reads `model`; a Hugging Face id is pinned by its commit instead.
     """
@@ -275,7 +281,7 @@ def check_watched(key: str, model: str | None, watch_key: str, watch: str) -> No
 
 
 def check_draft_vocab(params: Params, vocab_size: int) -> None:
-    """Raises ValueError where the draft's vocabulary would be larger than the target's."""
+    """Raise ValueError for a draft vocabulary larger than the target's."""
     wanted = params.init_draft.draft_vocab_size
     if wanted is not None and wanted > vocab_size:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What all sections of params.yaml are made of: a strict base, and the kinds of values they share."""
+"""The base class of all sections of params.yaml, and the value types they share."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
 
 PARAMS_FILE = Path("params.yaml")
-ROOT_CHECKPOINT = "e000"  # what init_draft makes; every chain of segments starts here
+ROOT_CHECKPOINT = "e000"  # made by init_draft; every chain of segments starts from it
 Count = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -45,7 +45,7 @@ CountOrGrid = Annotated[
 
 
 def get_named(items: Mapping[str, T], name: str, key: str) -> T:
-    """items[name]; raises ValueError naming what `key` of params.yaml does have."""
+    """Return items[name]. Raises ValueError with the names that `key` of params.yaml has."""
     if name not in items:
         raise ValueError(f"{PARAMS_FILE}: {key} has no {name!r}; it has {', '.join(items)}")
     return items[name]

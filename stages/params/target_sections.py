@@ -1,4 +1,4 @@
-"""The sections of the target and of what it computes: target, prepare_target, extract_hiddens."""
+"""The sections of the target: target, prepare_target, extract_hiddens."""
 
 from typing import Annotated, Literal
 
@@ -20,7 +20,7 @@ class Target(Section):
     chat_template: Annotated[str, Field(pattern=r"^[^/]+$")] | None
 
     def gpus(self, processes: int = 1) -> list[int]:
-        """Which of the visible GPUs a stage computes on: the one named, or of several processes each its own."""
+        """Return the visible GPUs of a stage: the one named by `device`, or one for each of several processes."""
         if self.device == "cpu":
             return []
         return [int(self.device.partition(":")[2] or 0)] if processes == 1 else list(range(processes))
@@ -44,10 +44,10 @@ class ExtractHiddens(Section):
     import_: Annotated[Text | None, Field(alias="import")]
 
     @model_validator(mode="after")
-    def one_source(self) -> "ExtractHiddens":
+    def has_one_source(self) -> "ExtractHiddens":
         if self.online and self.import_ is not None:
             raise ValueError(
-                f"online is true and import is {self.import_}, expected one of the two: what is imported lies on a disk "
-                "already; set online to false, or import to null"
+                f"online is true and import is {self.import_}, expected one of the two: imported hidden states are "
+                "stored already; set online to false, or import to null"
             )
         return self

@@ -9,12 +9,12 @@ MOST_LEVELS = 32  # params.yaml has four
 
 
 def parse(text: str) -> Any:
-    """Return what the text says, by the parser DVC uses, so that we see what DVC sees; it also refuses a key given twice.
+    """Parse YAML with the parser that DVC uses, so that both read the same values; it also refuses duplicate keys.
 
     Raises:
-        ValueError: for bytes and dates that don't exist, and for what is nested too deep: the parser composes values by
-            recursion in C, and at a hundred thousand levels ends Python itself.
-        YAMLError: for what is no YAML.
+        ValueError: for invalid bytes and dates, and for too deep nesting: the parser recurses in C, and a hundred thousand
+            levels crash Python.
+        YAMLError: for invalid YAML.
     """
     depth = 0
     for event in YAML(typ="safe").parse(text):

@@ -309,7 +309,7 @@ def _add_torch_cells(result: RecipeEstimate, p: schema.Params, target: TargetSiz
         prompts = _count_prompts(p, workload) * workload.repeats + workload.warmup
         cells = len(p.benchmark.checkpoints) * len(p.benchmark.trees)
         seconds, loads = 0.0, []
-        for tokens, cap in workload.points():
+        for tokens, cap in workload.list_loads():
             at_once = min(prompts, cap or prompts)
             seconds += cells * prompts / at_once * tokens * 2 * step
             loads.append(f"{prompts:,} prompts * {tokens:,} tokens" + (f" / {at_once} at once" if at_once > 1 else ""))
@@ -324,7 +324,7 @@ def _add_served_cells(result: RecipeEstimate, p: schema.Params, target: TargetSi
         workload = p.benchmark.workloads[name]
         prompts = _count_prompts(p, workload) + workload.warmup
         loads = []
-        for tokens, cap in workload.points():
+        for tokens, cap in workload.list_loads():
             at_once = min(prompts, cap or prompts)
             context = (workload.input_tokens or 0) + tokens
             seconds = prompts / at_once * tokens * _estimate_served_step(p, target, at_once, context)
@@ -334,7 +334,7 @@ def _add_served_cells(result: RecipeEstimate, p: schema.Params, target: TargetSi
                 * compute_target_flop(target, context)
                 / (EXTRACTING_SHARE * PEAK_FLOPS)
             )
-            loads.append(max(seconds, 0 if workload.request_rate == "inf" else prompts / workload.rate))
+            loads.append(max(seconds, 0 if workload.request_rate == "inf" else prompts / workload.requests_per_second))
         seconds = cells * (SERVER_START_S + workload.repeats * sum(loads)) * served.server.tp
         load = f"({SERVER_START_S} s + {workload.repeats} * {sum(loads):.0f} s of load)"
         how = f"{cells} servers * {load}: speculative counted as plain"

@@ -150,7 +150,7 @@ def test_what_it_does_not_understand(home: Path, words: list[str], printed: str)
         ("status: maybe", "recipe.status: expected text matching"),
         ("gpu: H20", "recipe.gpu: unknown key; known keys are status, pins, substitutes"),
         ("tolerance: {tau: 1.5}", "recipe.tolerance.tau: expected less than 1, found 1.5"),
-        (f"beside: [{NAMELESS}]", "recipe.beside.0.rows has no target, expected it as a calls it"),
+        (f"beside: [{NAMELESS}]", "recipe.beside.0.rows has no target, expected the name that a uses"),
     ],
 )
 def test_a_wrong_block_is_reported_like_params(home: Path, block: str, printed: str) -> None:

@@ -63,7 +63,8 @@ def looked(draft, embedding, rows, shape: TreeShape, tree_scoring: str) -> TreeC
     ("shape", "options", "tree_scoring"),
     [
         (TreeShape(4, 1, 5), "none", "sglang"), (TreeShape(3, 2, 5), "none", "sglang"), (TreeShape(4, 3, 9), "none", "eagle"),
-        (TreeShape(3, 3, 16), "none", "sglang"), (TreeShape(3, 2, 8), "window", "sglang"), (TreeShape(1, 3, 3), "eagle31", "sglang"),
+        (TreeShape(3, 3, 16), "none", "sglang"), (TreeShape(3, 2, 8), "window", "sglang"),
+        (TreeShape(1, 3, 3), "eagle31", "sglang"),
     ],
 )  # fmt: skip
 def test_every_cycle_holds_the_nodes_of_an_enumerated_tree(shape: TreeShape, options: str, tree_scoring: str) -> None:
@@ -98,7 +99,7 @@ def test_stops_are_the_places_of_the_walk() -> None:
 
 
 def two_cycles() -> TreeCycles:
-    """Of a chain of two drafts on the answer 0 1 2 3 4: one accepted from place 0, two (and the end) from place 2."""
+    """Cycles of a chain of two drafts on the answer 0 1 2 3 4: one accepted at place 0, two (and the end) at place 2."""
     return TreeCycles(
         torch.tensor([0, 0]), torch.tensor([0, 2]), torch.tensor([1, 2]), torch.tensor([[0.5, 0.25], [0.95, 0.9]]),
         torch.tensor([[1, 2], [1, 2]]), torch.ones(2, 2, dtype=torch.int64), torch.ones(2, 2, dtype=torch.int64),
