@@ -16,7 +16,8 @@ import torch
 
 from benchmarks.engine import SMALL_TREES, TREES, draft_for, prompts, say, target
 from stages.engine import device_placement
-from stages.engine.batch_decode import BatchEngine, DecodeRequest, TreeTuple
+from stages.engine.batch_decode import BatchEngine
+from stages.engine.batch_state import DecodeRequest, TreeTuple
 from stages.engine.sampling import SamplingParams
 
 END, ROOM, PROMPT, ANSWER = 7, 48, 512, 64
@@ -59,10 +60,11 @@ def right(args: argparse.Namespace) -> None:
             for n, p in enumerate([*prompts(), *prompts()])
         ]
         for tree in [None, *SMALL_TREES]:
-            alone = answers(engine.together(asks, 1, tree), len(asks))
+            alone = answers(engine.decode_batch(asks, 1, tree), len(asks))
             for slots in (2, 5, 32):
                 same = sum(
-                    a == b for a, b in zip(answers(engine.together(asks, slots, tree), len(asks)), alone, strict=True)
+                    a == b
+                    for a, b in zip(answers(engine.decode_batch(asks, slots, tree), len(asks)), alone, strict=True)
                 )
                 say(
                     f"  {'ok   ' if same == len(asks) else 'OTHER'} {how} {tree}, {slots} at once: {same} of {len(asks)}"
@@ -86,13 +88,13 @@ def loads(args: argparse.Namespace) -> None:
 
 
 def timed(engine: BatchEngine, asks: list[DecodeRequest], slots: int, tree: TreeTuple | None, cuda: bool) -> str:
-    stated = engine.memory(PROMPT + ANSWER, slots, tree)
+    stated = engine.estimate_memory(PROMPT + ANSWER, slots, tree)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    engine.prepare(asks, slots, tree)
-    list(engine.together([ask._replace(max_new_tokens=3) for ask in asks], slots, tree))
+    engine.warm_up(asks, slots, tree)
+    list(engine.decode_batch([ask._replace(max_new_tokens=3) for ask in asks], slots, tree))
     passes, begun, tokens, seen = 0, 0.0, 0, set[int]()
-    for told in engine.together(asks, slots, tree):
+    for told in engine.decode_batch(asks, slots, tree):
         steps = [(number, step) for number, step in told if step]
         if any(number not in seen for number, _ in steps):  # a prefill: counted from the last one on
             seen.update(number for number, _ in steps)
@@ -113,7 +115,7 @@ def on_cards(args: argparse.Namespace) -> None:
     asks = [DecodeRequest(p, ROOM) for p in prompts()]
     for tree in [None, *SMALL_TREES]:
         for slots in (1, 3):
-            both = [answers(engine.together(asks, slots, tree), len(asks)) for engine in (one, two)]
+            both = [answers(engine.decode_batch(asks, slots, tree), len(asks)) for engine in (one, two)]
             say(f"  {'ok   ' if both[0] == both[1] else 'OTHER'} {tree}, {slots} at once, on two cards")
 
 

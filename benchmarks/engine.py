@@ -31,7 +31,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.engine.cuda_graphs import AsyncReadback, time_graph_replay
-from stages.engine.decode import DecodeStep, Engine
+from stages.engine.decode import Engine
+from stages.engine.decode_state import DecodeStep
 from stages.engine.sampling import SamplingParams, compute_probabilities, draw_tokens, draw_uniforms
 
 TREES = [(5, 4, 16), (8, 2, 31), (8, 10, 60)]
@@ -128,17 +129,17 @@ def right(args: argparse.Namespace) -> None:
     asked = prompts()
     for dtype in (torch.float32, torch.bfloat16):
         engine = small(args, dtype)
-        plain = [said(engine.plain(prompt, ROOM)) for prompt in asked]
+        plain = [said(engine.decode_plain(prompt, ROOM)) for prompt in asked]
         same = sum(answer == theirs(engine.model, p) for p, answer in zip(asked[:3], plain, strict=False))
         say(f"{str(dtype)[6:]}: {same} of 3 plain answers as transformers' own")
         for tree in SMALL_TREES:
-            compare(tree, [list(engine.speculative(prompt, ROOM, *tree)) for prompt in asked], plain)
+            compare(tree, [list(engine.decode_speculative(prompt, ROOM, *tree)) for prompt in asked], plain)
 
 
 def compare(name: object, runs: list[list[DecodeStep]], plain: list[list[int]]) -> None:
     same = sum(said(iter(steps)) == answer for steps, answer in zip(runs, plain, strict=True))
     cycles = [step for steps in runs for step in steps[1:]]
-    drafts = sum(step.accepted for step in cycles)
+    drafts = sum(step.num_accepted for step in cycles)
     ends = f"{drafts} drafts accepted in {len(cycles)} cycles, {sum(map(len, plain))} tokens"
     say(f"  {'ok   ' if same == len(plain) else 'OTHER'} {name}: {same} of {len(plain)} as plain, {ends}")
 
@@ -165,21 +166,23 @@ def drawn(args: argparse.Namespace) -> None:
     hows = [[SamplingParams(*how, 10 * n + i) for i in range(len(asked))] for n, how in enumerate(HOT)]
     plain = []
     for how in hows:
-        plain.append([said(engine.plain(p, ROOM, sampling=h)) for p, h in zip(asked, how, strict=True)])
+        plain.append([said(engine.decode_plain(p, ROOM, sampling=h)) for p, h in zip(asked, how, strict=True)])
         same = sum(a == by_hand(engine.model, p, h) for p, h, a in zip(asked[:3], how, plain[-1], strict=False))
         say(f"{how[0][:3]}: {same} of 3 plain answers as the numbers say")
     for tree in SMALL_TREES:
         for how, answers in zip(hows, plain, strict=True):
-            runs = [list(engine.speculative(p, ROOM, *tree, sampling=h)) for p, h in zip(asked, how, strict=True)]
+            runs = [
+                list(engine.decode_speculative(p, ROOM, *tree, sampling=h)) for p, h in zip(asked, how, strict=True)
+            ]
             compare((tree, how[0][:3]), runs, answers)
-        runs = [list(engine.speculative(prompt, ROOM, *tree)) for prompt in asked[:2]]
-        compare((tree, "greedy, in between"), runs, [said(engine.plain(prompt, ROOM)) for prompt in asked[:2]])
+        runs = [list(engine.decode_speculative(prompt, ROOM, *tree)) for prompt in asked[:2]]
+        compare((tree, "greedy, in between"), runs, [said(engine.decode_plain(prompt, ROOM)) for prompt in asked[:2]])
     for vocab in (SMALL, 5008):
         engine = small(args, torch.float32, vocab)
-        engine.blocks = engine.beams = None
+        engine.fused_decoder = engine.fused_draft = None
         for how in (None, SamplingParams(0.7, 0.95, 50, 1)):
-            runs = [list(engine.speculative(prompt, ROOM, 5, 4, 16, sampling=how)) for prompt in asked[:3]]
-            answers = [said(engine.plain(prompt, ROOM, sampling=how)) for prompt in asked[:3]]
+            runs = [list(engine.decode_speculative(prompt, ROOM, 5, 4, 16, sampling=how)) for prompt in asked[:3]]
+            answers = [said(engine.decode_plain(prompt, ROOM, sampling=how)) for prompt in asked[:3]]
             compare(f"by transformers' own modules, {vocab} tokens, {'drawn' if how else 'greedy'}", runs, answers)
 
 
@@ -216,15 +219,15 @@ def decoding(
     draw = torch.Generator().manual_seed(1)
     prompt = torch.randint(0, 151936, (PROMPT,), generator=draw).tolist()
     if tree is None:
-        return engine.plain(prompt, tokens, sampling=how)
-    return engine.speculative(prompt, tokens, *tree, sampling=how)
+        return engine.decode_plain(prompt, tokens, sampling=how)
+    return engine.decode_speculative(prompt, tokens, *tree, sampling=how)
 
 
 def speed(args: argparse.Namespace) -> None:
     engine = big(args)
     weights = sum(p.nbytes for p in engine.model.parameters()) + sum(p.nbytes for p in engine.draft.parameters())
     cuda = args.device == "cuda"
-    say(f"in few kernels: target {engine.blocks is not None}, draft {engine.beams is not None}")
+    say(f"in few kernels: target {engine.fused_decoder is not None}, draft {engine.fused_draft is not None}")
     list(decoding(engine, TREES[-1], CYCLES))  # takes the room that all need
     hot = SamplingParams(0.7, 0.95, 50, 1)
     for tree, how in [*((tree, None) for tree in [None, *TREES]), (None, hot), (TREES[0], hot)]:
@@ -247,7 +250,9 @@ def speed(args: argparse.Namespace) -> None:
         if cuda:
             alone = on_device(engine, tree, how)
             peak = torch.cuda.max_memory_allocated()
-            kept = sum(room.store.nbytes + room.draft_keys.nbytes + room.draft_values.nbytes for room in engine.idle)
+            kept = sum(
+                room.store.nbytes + room.draft_keys.nbytes + room.draft_values.nbytes for room in engine.slots.idle
+            )
             line += f", device alone {alone:.3f} ms; memory: peak {peak / 1e9:.3f} GB, weights {weights / 1e9:.3f}, "
             line += f"KV {kept / 1e9:.3f}, rest {100 * (peak / (weights + kept) - 1):.1f}%"
         say(line)
@@ -282,7 +287,7 @@ def on_device(engine: Engine, tree: Tree | None, how: SamplingParams | None) -> 
     """Milliseconds of a recorded step, by events around 100 of them, the median of five."""
     for _ in decoding(engine, tree, 8, how):
         pass
-    room, found = engine.idle[-1], []
+    room, found = engine.slots.idle[-1], []
     play = room.graphs.played[tree or "plain", None if how is None else how[:3]]
     stand = room.stands[1 if tree is None else tree[0] + 1]
     for _ in range(5):

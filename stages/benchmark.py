@@ -25,8 +25,9 @@ from stages.data import workload_prompts
 from stages.draft import checkpoint
 from stages.draft.eagle3 import Eagle3Draft
 from stages.engine import sampling, timing
-from stages.engine.batch_decode import BatchEngine, DecodeRequest
-from stages.engine.decode import DecodeStep
+from stages.engine.batch_decode import BatchEngine
+from stages.engine.batch_state import DecodeRequest
+from stages.engine.decode_state import DecodeStep
 from stages.engine.device_placement import measure_remaining_memory, place_model
 from stages.engine.memory_estimate import GIB, MemoryEstimate
 from stages.engine.sampling import SamplingParams
@@ -141,7 +142,7 @@ def _estimate_memory(work: TorchCellContext) -> MemoryEstimate:
     every = len(work.prompts)
     slots = [-(-min(cap or every, every) // world) for _, cap in w.points()]  # of a process
     tokens = _find_longest_prompt(work) + max(length for length, _ in w.points())
-    return work.engine.memory(tokens, max(slots), _get_tree_tuple(work, "speculative"), w.temperature > 0)
+    return work.engine.estimate_memory(tokens, max(slots), _get_tree_tuple(work, "speculative"), w.temperature > 0)
 
 
 def _describe_hardware(p: schema.Params) -> dict[str, Any]:
@@ -153,13 +154,13 @@ def _describe_hardware(p: schema.Params) -> dict[str, Any]:
 
 def _measure_prompt_by_prompt(work: TorchCellContext) -> tuple[dict[str, Any], str]:
     """The part of a cell that is measured, and the same in words."""
-    work.engine.expect(_find_longest_prompt(work) + _get_max_new_tokens(work))
+    work.engine.slots.reserve_length(_find_longest_prompt(work) + _get_max_new_tokens(work))
     for question in work.warm.iter_rows(named=True):  # not counted: first calls allocate and pick kernels
         for kind in DECODING_KINDS:
             drawn = _make_sampling_params(work, question["id"], 0, 0)
             list(_start_decoding(work, kind, question["prompt_ids"], question["id"], drawn))
     mine = [
-        (repeat, number, row, [s.accepted for s in cycles], said)
+        (repeat, number, row, [s.num_accepted for s in cycles], said)
         for repeat in range(work.w.repeats)
         for number, question in enumerate(work.prompts.iter_rows(named=True))
         if number % work.group.world == work.group.rank
@@ -218,18 +219,18 @@ def _decode_turns(
             "prompt_tokens": len(ids),
             "output_tokens": len(said),
             "cycles": len(cycles),
-            "accepted": sum(s.accepted for s in cycles),
+            "accepted": sum(s.num_accepted for s in cycles),
             "identical": None if drawn else said == plain_said,
             "divergence_margin": None
             if drawn
             else _measure_divergence_margin(work.engine, ids, work.shown[question["id"]], said, plain_said),
-            "finish_reason": "stop" if said[-1] in work.engine.eos else "length",
-            "prefill_latency_s": mine.first_s,
-            "e2e_latency_s": mine.last_s,
+            "finish_reason": "stop" if said[-1] in work.engine.end_tokens else "length",
+            "prefill_latency_s": mine.prefill_s,
+            "e2e_latency_s": mine.total_s,
             "correct": None,
             "baseline_output_tokens": len(plain_said),
-            "baseline_prefill_latency_s": plain.first_s,
-            "baseline_e2e_latency_s": plain.last_s,
+            "baseline_prefill_latency_s": plain.prefill_s,
+            "baseline_e2e_latency_s": plain.total_s,
             "baseline_correct": None,
         }
         yield row, cycles, {"plain": plain_said, "speculative": said}
@@ -248,8 +249,8 @@ def _start_decoding(
 ) -> Iterator[DecodeStep]:
     most, pictures, tree = _get_max_new_tokens(work), work.shown[name], work.tree
     if kind == "plain":
-        return work.engine.plain(ids, most, pictures, drawn)
-    return work.engine.speculative(ids, most, tree.num_steps, tree.topk, tree.num_draft_tokens, pictures, drawn)
+        return work.engine.decode_plain(ids, most, pictures, drawn)
+    return work.engine.decode_speculative(ids, most, tree.num_steps, tree.topk, tree.num_draft_tokens, pictures, drawn)
 
 
 def _load_needed_tokenizer(p: schema.Params, w: Workload, prompts: pl.DataFrame) -> Any:
@@ -293,7 +294,7 @@ def _measure_divergence_margin(
     shared = next(
         (i for i, (a, b) in enumerate(zip(said, plain_said, strict=False)) if a != b), min(len(said), len(plain_said))
     )
-    return engine.margin(prompt, plain_said[:shared], pictures)
+    return engine.measure_margin(prompt, plain_said[:shared], pictures)
 
 
 # Loads
@@ -343,14 +344,14 @@ def _find_longest_prompt(work: TorchCellContext) -> int:
 def _convert_to_gib(memory: MemoryEstimate) -> dict[str, float]:
     """Of one process, under the names of served.MEMORY."""
     sizes = {"weights": memory.target, "draft": memory.draft, "kv_cache": memory.cache}
-    return {name: round(size / GIB, 3) for name, size in sizes.items()} | {"kv_tokens": memory.tokens}
+    return {name: round(size / GIB, 3) for name, size in sizes.items()} | {"kv_tokens": memory.cache_tokens}
 
 
 def _warm_up(work: TorchCellContext) -> None:
     """Not counted: first calls allocate and pick kernels."""
     asks = [DecodeRequest(row["prompt_ids"], 2, work.shown[row["id"]]) for row in work.warm.iter_rows(named=True)]
     for kind in DECODING_KINDS if asks else ():
-        list(work.engine.together(asks, len(asks), _get_tree_tuple(work, kind)))
+        list(work.engine.decode_batch(asks, len(asks), _get_tree_tuple(work, kind)))
 
 
 def _get_tree_tuple(work: TorchCellContext, kind: str) -> tuple[int, int, int] | None:
@@ -395,10 +396,10 @@ def _run_load(
     asks = [_make_request(work, every[n], length, repeat) for n in numbers]
     own = len(range(group.rank, slots, group.world))
     if asks:
-        work.engine.prepare(asks, own, _get_tree_tuple(work, kind))
-        if work.engine.records:  # all prompts are read once, uncounted, as in timing.timed
+        work.engine.warm_up(asks, own, _get_tree_tuple(work, kind))
+        if work.engine.uses_cuda_graphs:  # all prompts are read once, uncounted, as in timing.timed
             list(
-                work.engine.together([ask._replace(max_new_tokens=1) for ask in asks], own, _get_tree_tuple(work, kind))
+                work.engine.decode_batch([ask._replace(max_new_tokens=1) for ask in asks], own, _get_tree_tuple(work, kind))
             )
     all_gather_json(group, [])  # all begin together
     begun = timing.read_device_clock(group.device)
@@ -409,7 +410,7 @@ def _run_load(
         for n, ask in zip(numbers, asks, strict=True)
     ]
     accepted: list[list[int]] = [[] for _ in asks]  # drafts of each cycle; of the first token, from prefill, 0
-    for told in work.engine.together(asks, own, _get_tree_tuple(work, kind)) if asks else ():
+    for told in work.engine.decode_batch(asks, own, _get_tree_tuple(work, kind)) if asks else ():
         now = time.perf_counter() - begun
         for number, step in told:
             record = records[number]
@@ -418,10 +419,10 @@ def _run_load(
             else:
                 record.events.append((now, len(step.tokens)))
                 record.ids += step.tokens
-                accepted[number].append(step.accepted)
+                accepted[number].append(step.num_accepted)
     for record, drafts in zip(records, accepted, strict=True):
         record.ended, record.output_tokens = record.events[-1][0], len(record.ids)
-        record.finish_reason = "stop" if record.ids[-1] in work.engine.eos else "length"
+        record.finish_reason = "stop" if record.ids[-1] in work.engine.end_tokens else "length"
         if kind == "speculative":
             histogram = np.bincount(drafts[1:], minlength=work.tree.num_steps + 1).tolist()
             record.counts = spec_counters.AcceptanceCounts(len(drafts) - 1, sum(drafts), 0, True, histogram)

@@ -211,7 +211,7 @@ def _served_tau(
 def _too_long(engine: recite.ReciteEngine, tokens: int) -> str | None:
     """What the engine says against so many tokens: of a target whose layers see fewer it decodes none."""
     try:
-        engine.check(tokens)
+        engine.slots.check_length(tokens)
     except ValueError as error:
         return str(error)
     return None

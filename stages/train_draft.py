@@ -205,7 +205,7 @@ class TrainingRun:
         made, tensors = checkpoint.read_draft(checkpoint.locate_checkpoint(ROOT_CHECKPOINT), "init_draft")
         assert segment.rival is not None
         config = method_checkpoint.build_method_config(segment.rival, made, s.dtype, segment.width)
-        draft = registry.TRAINABLE_METHODS[segment.rival].fresh(config, head, tensors["d2t"], tensors["t2d"], s.seed)
+        draft = registry.TRAINABLE_METHODS[segment.rival].initialise(config, head, tensors["d2t"], tensors["t2d"], s.seed)
         return cls(draft, config, segment.rival, {}, 0, 0)
 
     def to(self, group: distributed.RankContext, embedding: Tensor, head: Tensor, s: TrainDraft) -> None:
@@ -216,7 +216,7 @@ class TrainingRun:
         masters = {name.removeprefix("master."): t for name, t in self.saved.items() if name.startswith("master.")}
         self.draft.load_state_dict(masters, strict=False)  # where the checkpoint's own weights are rounded
         self.draft.to(group.device)
-        learn = registry.TRAINABLE_METHODS[self.rival].forward if self.rival else ttt.compute_loss
+        learn = registry.TRAINABLE_METHODS[self.rival].compute_loss if self.rival else ttt.compute_loss
         tables = embedding.to(group.device, dtype), head.to(group.device, dtype)
         self.lesson = TrainingStep(self.draft, *tables, self.objective, learn)
         exact = None

@@ -17,6 +17,7 @@ from stages.draft import checkpoint
 from stages.draft.eagle3 import Eagle3Draft
 from stages.engine import recite
 from stages.engine.decode import Engine
+from stages.engine.slot_pool import SlotPool
 from stages.target import manifest
 from stages.training import adamw
 from tests.conftest import ROOT, edit_params
@@ -53,7 +54,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             rows = []
             for n in range(count):
                 ids = torch.randint(3, V, (PROMPT,), generator=draw).tolist()
-                said = [token for step in engine.plain(ids, ANSWER + n) for token in step.tokens]
+                said = [token for step in engine.decode_plain(ids, ANSWER + n) for token in step.tokens]
                 rows.append({
                     "id": f"{split}{n}.0", "source_row": n, "verdict": "clean", "temperature": 0.0, "top_p": None,
                     "prompt_ids": ids, "answer_ids": said, "finish_reason": "length", "images": None,
@@ -137,7 +138,7 @@ def test_a_target_that_the_engine_does_not_decode_is_judged_by_the_trainer(
     learned: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One whose layers see fewer tokens than the row has is served all the same."""
-    monkeypatch.setattr(Engine, "check", lambda self, tokens: (_ for _ in ()).throw(ValueError("a window of 8")))
+    monkeypatch.setattr(SlotPool, "check_length", lambda self, tokens: (_ for _ in ()).throw(ValueError("a window of 8")))
     check_overfit.main()
     assert (
         "not decoded by the torch engine, only by the trainer's own forward: a window of 8" in capsys.readouterr().out

@@ -115,7 +115,15 @@ class Eagle3Draft(nn.Module):
 
     def __init__(self, config: DraftConfig):
         super().__init__()
-        c = self.config = config
+        self.config = config
+        self._add_layers(config)
+        self.register_buffer(
+            "inverse_frequency", compute_inverse_frequency(config.rope, config.head_dim), persistent=False
+        )
+        self.register_buffer("axes", assign_frequency_axes(config.rope, config.head_dim), persistent=False)
+
+    def _add_layers(self, c: DraftConfig) -> None:
+        """Add the modules with weights, and the vocabulary; EAGLE's draft has others."""
         self.fc = nn.Linear(3 * c.hidden_size, c.hidden_size, bias=False)
         self.midlayer = DraftLayer(c)
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
@@ -126,8 +134,6 @@ class Eagle3Draft(nn.Module):
             self.fc_norm = nn.ModuleList(RMSNorm(c.hidden_size, c.rms_norm_eps) for _ in range(3))
         self.register_buffer("d2t", torch.zeros(c.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(c.vocab_size, dtype=torch.bool))
-        self.register_buffer("inverse_frequency", compute_inverse_frequency(c.rope, c.head_dim), persistent=False)
-        self.register_buffer("axes", assign_frequency_axes(c.rope, c.head_dim), persistent=False)
 
     def _apply(self, fn, recurse=True):
         """Moves and casts as any module, but angles stay float32: a table rounded to bfloat16 is off by whole turns."""

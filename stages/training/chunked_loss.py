@@ -10,8 +10,8 @@ Letters: S states (all steps' positions), N pairs taught, D draft vocabulary, V 
 labels in it.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,17 @@ LK_LAMBDA_DECAY = 3.0
 PAIRS_PER_CHUNK = 16384  # pairs at a time: with a draft vocabulary of 32,000, 1 GB of logits in bfloat16
 
 
+class OutputHead(NamedTuple):
+    """A draft's head, from a step's state to logits over the draft vocabulary."""
+
+    normalise: Callable[[Tensor], Tensor]  # states [..., H] -> the input of the head [..., H]
+    weight: Tensor  # [D, H]
+    d2t: Tensor  # [D] int64 offsets: target id = draft id + d2t[draft id]
+    t2d: Tensor  # [V] bool
+
+
 def compute_chunked_loss(
-    draft: Any,
+    output_head: OutputHead,
     states: Sequence[Tensor],  # L, each [P_k, H], as a step hands them to the next
     pack: Any,  # ttt.Pack
     head: Tensor,  # [V, H]
@@ -31,10 +40,10 @@ def compute_chunked_loss(
     loss: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> total (scalar, differentiable), loss [L] summed over each step's positions, hits [L, P] bool."""
-    normed = draft.readout(torch.cat(list(states)))  # [S, H]
+    normed = output_head.normalise(torch.cat(list(states)))  # [S, H]
     of_state = torch.cat([w.expand(width) for w, width in zip(weights, pack.widths, strict=True)])  # [S]
     total, losses, hits = _ChunkedLoss.apply(
-        normed, draft.lm_head.weight, of_state, pack, head, draft.d2t, draft.t2d, loss
+        normed, output_head.weight, of_state, pack, head, output_head.d2t, output_head.t2d, loss
     )
     by_step = torch.stack([x.sum() for x in losses.split(pack.widths)])
     rows = [nn.functional.pad(x, (0, len(pack.asked) - len(x))) for x in hits.split(pack.widths)]

@@ -226,7 +226,8 @@ def compute_loss(
         states.append(hidden)
     decay = objective.decay ** torch.arange(steps, device=head.device)
     weights = decay / (torch.tensor(pack.counts, device=head.device) if counts is None else counts).clamp(min=1)
-    return LossOutput(*chunked_loss.compute_chunked_loss(draft, states, pack, head, weights, objective.loss))
+    output_head = chunked_loss.OutputHead(draft.readout, draft.lm_head.weight, draft.d2t, draft.t2d)
+    return LossOutput(*chunked_loss.compute_chunked_loss(output_head, states, pack, head, weights, objective.loss))
 
 
 def compute_zero_loss(draft: nn.Module, pack: TrainingPack, steps: int) -> LossOutput:
