@@ -106,8 +106,8 @@ def _searched(model: PreTrainedModel, ask: DecodeRequest, end: int) -> list[int]
     given: dict[str, Tensor] = {}
     if multimodal.is_multimodal(model):
         given["mm_token_type_ids"] = (ids == TOKEN).int()
-    if ask.pictures is not None:
-        given |= {"pixel_values": ask.pictures.values, "image_grid_thw": ask.pictures.grid}
+    if ask.images is not None:
+        given |= {"pixel_values": ask.images.values, "image_grid_thw": ask.images.grid}
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=ask.max_new_tokens, do_sample=False, eos_token_id=end,
         pad_token_id=0, **given,
@@ -268,8 +268,8 @@ def test_slots_write_and_move_rows_as_stores_of_their_own() -> None:
     starts = torch.arange(3)[:, None] * 10
     for seen in (6, 10):
         places = torch.stack([torch.randperm(seen, generator=draws)[:4] for _ in range(3)])  # [B, M]
-        cache = slots.cache((starts + places).flatten(), seen)
-        alone = [store.cache(row, seen) for store, row in zip(apart, places, strict=True)]
+        cache = slots.bind((starts + places).flatten(), seen)
+        alone = [store.bind(row, seen) for store, row in zip(apart, places, strict=True)]
         for number, both in enumerate(shapes):
             new = [torch.randn(3, g, 4, e, generator=draws) for g, e, _ in both]
             found = cache.layers[number].update(*new)
@@ -277,11 +277,11 @@ def test_slots_write_and_move_rows_as_stores_of_their_own() -> None:
                 expected = alone[slot].layers[number].update(*(x[slot : slot + 1] for x in new))
                 assert all(torch.equal(a[slot : slot + 1], b) for a, b in zip(found, expected, strict=True))
         target_rows = torch.stack([torch.randperm(10, generator=draws)[:4] for _ in range(3)])
-        slots.move((starts + places).flatten(), (starts + target_rows).flatten())
+        slots.move_rows((starts + places).flatten(), (starts + target_rows).flatten())
         for store, source, to in zip(apart, places, target_rows, strict=True):
-            store.move(source, to)
+            store.move_rows(source, to)
         for slot, store in enumerate(apart):
-            one = slots.slot(slot, last=False)
+            one = slots.view_slot(slot, writes_tail=False)
             assert all(torch.equal(one.tensors[shape], store.tensors[shape]) for shape in store.tensors)
     assert slots.nbytes == sum(store.nbytes for store in apart)
 
