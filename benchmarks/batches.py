@@ -1,11 +1,11 @@
 """Several prompts at once in the torch engine, on one GPU or more.   python -m benchmarks.batches [--parts right loads cards]
 
-    right   a small target in float32: prompts of many lengths together say what each says alone, greedily and drawn
+    right   a small target in float32: prompts of many lengths together give the tokens of each alone, greedy and sampled
     loads   Qwen3-8B's shape, random weights, bfloat16: tokens/s and time per pass of 1 to --most prompts of 512 tokens at
-            once, plain and with a tree; the memory that was said beforehand beside the peak
+            once, plain and with a tree; the memory estimate and the measured peak
     cards   the small target, and a larger one, on two GPUs: the same tokens as on one; needs two
 
-A random draft is never accepted, which a pass's time does not depend on.
+A random draft is never accepted, which does not change the time of a pass.
 """
 
 import argparse
@@ -44,10 +44,10 @@ def small(device: str) -> BatchEngine:
     return BatchEngine(model.to(device), [END], [2, 3, 4], draft.to(device))
 
 
-def answers(told: Any, count: int) -> list[list[int]]:
+def answers(updates: Any, count: int) -> list[list[int]]:
     found: list[list[int]] = [[] for _ in range(count)]
-    for some in told:
-        for number, step in some:
+    for group in updates:
+        for number, step in group:
             found[number] += step.tokens if step else []
     return found
 
@@ -94,15 +94,15 @@ def timed(engine: BatchEngine, asks: list[DecodeRequest], slots: int, tree: Tree
     engine.warm_up(asks, slots, tree)
     list(engine.decode_batch([ask._replace(max_new_tokens=3) for ask in asks], slots, tree))
     passes, begun, tokens, seen = 0, 0.0, 0, set[int]()
-    for told in engine.decode_batch(asks, slots, tree):
-        steps = [(number, step) for number, step in told if step]
+    for updates in engine.decode_batch(asks, slots, tree):
+        steps = [(number, step) for number, step in updates if step]
         if any(number not in seen for number, _ in steps):  # a prefill: counted from the last one on
             seen.update(number for number, _ in steps)
             passes, begun, tokens = 0, time.perf_counter(), 0
         elif steps:
             passes, tokens = passes + 1, tokens + sum(len(step.tokens) for _, step in steps)
     seconds = time.perf_counter() - begun
-    peak = f", memory: said {stated}, peak {torch.cuda.max_memory_allocated() / 2**30:.2f}" if cuda else ""
+    peak = f", memory: estimated {stated}, peak {torch.cuda.max_memory_allocated() / 2**30:.2f}" if cuda else ""
     each, rate = 1e3 * seconds / max(1, passes), tokens / seconds
     return f"{tree or 'plain'}, {slots} at once: {each:.2f} ms a pass, {rate:.0f} tokens/s{peak}"
 

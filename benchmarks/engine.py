@@ -104,7 +104,7 @@ def draft_for(model, draft_vocab: int) -> Eagle3Draft:
     return draft.requires_grad_(False)
 
 
-def said(steps: Iterator[DecodeStep]) -> list[int]:
+def collect_tokens(steps: Iterator[DecodeStep]) -> list[int]:
     return [token for step in steps for token in step.tokens]
 
 
@@ -129,7 +129,7 @@ def right(args: argparse.Namespace) -> None:
     asked = prompts()
     for dtype in (torch.float32, torch.bfloat16):
         engine = small(args, dtype)
-        plain = [said(engine.decode_plain(prompt, ROOM)) for prompt in asked]
+        plain = [collect_tokens(engine.decode_plain(prompt, ROOM)) for prompt in asked]
         same = sum(answer == theirs(engine.model, p) for p, answer in zip(asked[:3], plain, strict=False))
         say(f"{str(dtype)[6:]}: {same} of 3 plain answers as transformers' own")
         for tree in SMALL_TREES:
@@ -137,7 +137,7 @@ def right(args: argparse.Namespace) -> None:
 
 
 def compare(name: object, runs: list[list[DecodeStep]], plain: list[list[int]]) -> None:
-    same = sum(said(iter(steps)) == answer for steps, answer in zip(runs, plain, strict=True))
+    same = sum(collect_tokens(iter(steps)) == answer for steps, answer in zip(runs, plain, strict=True))
     cycles = [step for steps in runs for step in steps[1:]]
     drafts = sum(step.num_accepted for step in cycles)
     ends = f"{drafts} drafts accepted in {len(cycles)} cycles, {sum(map(len, plain))} tokens"
@@ -166,7 +166,9 @@ def drawn(args: argparse.Namespace) -> None:
     hows = [[SamplingParams(*how, 10 * n + i) for i in range(len(asked))] for n, how in enumerate(HOT)]
     plain = []
     for how in hows:
-        plain.append([said(engine.decode_plain(p, ROOM, sampling=h)) for p, h in zip(asked, how, strict=True)])
+        plain.append(
+            [collect_tokens(engine.decode_plain(p, ROOM, sampling=h)) for p, h in zip(asked, how, strict=True)]
+        )
         same = sum(a == by_hand(engine.model, p, h) for p, h, a in zip(asked[:3], how, plain[-1], strict=False))
         say(f"{how[0][:3]}: {same} of 3 plain answers as the numbers say")
     for tree in SMALL_TREES:
@@ -176,13 +178,17 @@ def drawn(args: argparse.Namespace) -> None:
             ]
             compare((tree, how[0][:3]), runs, answers)
         runs = [list(engine.decode_speculative(prompt, ROOM, *tree)) for prompt in asked[:2]]
-        compare((tree, "greedy, in between"), runs, [said(engine.decode_plain(prompt, ROOM)) for prompt in asked[:2]])
+        compare(
+            (tree, "greedy, in between"),
+            runs,
+            [collect_tokens(engine.decode_plain(prompt, ROOM)) for prompt in asked[:2]],
+        )
     for vocab in (SMALL, 5008):
         engine = small(args, torch.float32, vocab)
         engine.fused_decoder = engine.fused_draft = None
         for how in (None, SamplingParams(0.7, 0.95, 50, 1)):
             runs = [list(engine.decode_speculative(prompt, ROOM, 5, 4, 16, sampling=how)) for prompt in asked[:3]]
-            answers = [said(engine.decode_plain(prompt, ROOM, sampling=how)) for prompt in asked[:3]]
+            answers = [collect_tokens(engine.decode_plain(prompt, ROOM, sampling=how)) for prompt in asked[:3]]
             compare(f"by transformers' own modules, {vocab} tokens, {'drawn' if how else 'greedy'}", runs, answers)
 
 
