@@ -1,11 +1,11 @@
 """Several prompts at once in the torch engine, on one GPU or more.   python -m benchmarks.batches [--parts right loads cards]
 
-    right   a small target in float32: prompts of many lengths together say what each says alone, greedily and drawn
+    right   a small target in float32: prompts of many lengths together give the tokens of each alone, greedy and sampled
     loads   Qwen3-8B's shape, random weights, bfloat16: tokens/s and time per pass of 1 to --most prompts of 512 tokens at
-            once, plain and with a tree; the memory that was said beforehand beside the peak
+            once, plain and with a tree; the memory estimate and the measured peak
     cards   the small target, and a larger one, on two GPUs: the same tokens as on one; needs two
 
-A random draft is never accepted, which a pass's time does not depend on.
+A random draft is never accepted, which does not change the time of a pass.
 """
 
 import argparse
@@ -16,7 +16,8 @@ import torch
 
 from benchmarks.engine import SMALL_TREES, TREES, draft_for, prompts, say, target
 from stages.engine import device_placement
-from stages.engine.batch_decode import BatchEngine, DecodeRequest, TreeTuple
+from stages.engine.batch_decode import BatchEngine
+from stages.engine.batch_state import DecodeRequest, TreeTuple
 from stages.engine.sampling import SamplingParams
 
 END, ROOM, PROMPT, ANSWER = 7, 48, 512, 64
@@ -43,10 +44,10 @@ def small(device: str) -> BatchEngine:
     return BatchEngine(model.to(device), [END], [2, 3, 4], draft.to(device))
 
 
-def answers(told: Any, count: int) -> list[list[int]]:
+def answers(updates: Any, count: int) -> list[list[int]]:
     found: list[list[int]] = [[] for _ in range(count)]
-    for some in told:
-        for number, step in some:
+    for group in updates:
+        for number, step in group:
             found[number] += step.tokens if step else []
     return found
 
@@ -59,10 +60,11 @@ def right(args: argparse.Namespace) -> None:
             for n, p in enumerate([*prompts(), *prompts()])
         ]
         for tree in [None, *SMALL_TREES]:
-            alone = answers(engine.together(asks, 1, tree), len(asks))
+            alone = answers(engine.decode_batch(asks, 1, tree), len(asks))
             for slots in (2, 5, 32):
                 same = sum(
-                    a == b for a, b in zip(answers(engine.together(asks, slots, tree), len(asks)), alone, strict=True)
+                    a == b
+                    for a, b in zip(answers(engine.decode_batch(asks, slots, tree), len(asks)), alone, strict=True)
                 )
                 say(
                     f"  {'ok   ' if same == len(asks) else 'OTHER'} {how} {tree}, {slots} at once: {same} of {len(asks)}"
@@ -86,21 +88,21 @@ def loads(args: argparse.Namespace) -> None:
 
 
 def timed(engine: BatchEngine, asks: list[DecodeRequest], slots: int, tree: TreeTuple | None, cuda: bool) -> str:
-    stated = engine.memory(PROMPT + ANSWER, slots, tree)
+    stated = engine.estimate_memory(PROMPT + ANSWER, slots, tree)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    engine.prepare(asks, slots, tree)
-    list(engine.together([ask._replace(max_new_tokens=3) for ask in asks], slots, tree))
+    engine.warm_up(asks, slots, tree)
+    list(engine.decode_batch([ask._replace(max_new_tokens=3) for ask in asks], slots, tree))
     passes, begun, tokens, seen = 0, 0.0, 0, set[int]()
-    for told in engine.together(asks, slots, tree):
-        steps = [(number, step) for number, step in told if step]
+    for updates in engine.decode_batch(asks, slots, tree):
+        steps = [(number, step) for number, step in updates if step]
         if any(number not in seen for number, _ in steps):  # a prefill: counted from the last one on
             seen.update(number for number, _ in steps)
             passes, begun, tokens = 0, time.perf_counter(), 0
         elif steps:
             passes, tokens = passes + 1, tokens + sum(len(step.tokens) for _, step in steps)
     seconds = time.perf_counter() - begun
-    peak = f", memory: said {stated}, peak {torch.cuda.max_memory_allocated() / 2**30:.2f}" if cuda else ""
+    peak = f", memory: estimated {stated}, peak {torch.cuda.max_memory_allocated() / 2**30:.2f}" if cuda else ""
     each, rate = 1e3 * seconds / max(1, passes), tokens / seconds
     return f"{tree or 'plain'}, {slots} at once: {each:.2f} ms a pass, {rate:.0f} tokens/s{peak}"
 
@@ -113,7 +115,7 @@ def on_cards(args: argparse.Namespace) -> None:
     asks = [DecodeRequest(p, ROOM) for p in prompts()]
     for tree in [None, *SMALL_TREES]:
         for slots in (1, 3):
-            both = [answers(engine.together(asks, slots, tree), len(asks)) for engine in (one, two)]
+            both = [answers(engine.decode_batch(asks, slots, tree), len(asks)) for engine in (one, two)]
             say(f"  {'ok   ' if both[0] == both[1] else 'OTHER'} {tree}, {slots} at once, on two cards")
 
 

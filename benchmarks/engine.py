@@ -1,19 +1,19 @@
 """The torch engine's speed at a real size, on one GPU.   python -m benchmarks.engine [--parts right speed ...]
 
-    right    a small target with a draft that is often accepted: speculative = plain = transformers' own greedy search,
-             token for token in float32, and the share of identical answers in bfloat16
-    drawn    the same at temperature 0.7, with and without top-p and top-k, in one engine by turns: speculative = plain =
-             what the numbers say by transformers' forward, token for token in float32; then by transformers' own modules,
-             with a vocabulary whose best are found the long way
+    right    a small target with a draft that is often accepted: speculative = plain = transformers' greedy search, token for
+             token in float32, and the share of identical answers in bfloat16
+    drawn    the same at temperature 0.7, with and without top-p and top-k, alternating in one engine: speculative = plain =
+             tokens drawn from transformers' forward by the same numbers, in float32; then with transformers' own modules,
+             and with a large vocabulary
     speed    Qwen3-8B's shape, random weights, bfloat16, one prompt of 512 tokens: a plain step and cycles of three trees,
-             greedy, and one tree at temperature 0.7, as a caller sees them and on the device alone; host time, memory
-    kernels  of a plain step and of each cycle the kernels that take longest
-    products the matrix products of that target alone: bytes of weights a second at the rows of each tree
+             greedy, and one tree at temperature 0.7, as a caller measures them and on the device alone; host time, memory
+    kernels  the slowest kernels of a plain step and of each cycle
+    products the matrix products of that target alone: weight bytes a second at the rows of each tree
 
-The floor: a plain step reads 15.63 GB of weights (the embedding left out), 3.56 ms at the 4.39 TB/s at which an H200 reads
-(research/measured_anchors.md); a draft's forward 0.72 GB, 0.164 ms, num_steps of them a cycle. A random draft is never
-accepted, which a cycle's time does not depend on. Prints as it goes; a part that fails says why, and the next is tried;
-one that would begin after --seconds is left out, and said to be.
+The lower bound: a plain step reads 15.63 GB of weights (without the embedding), 3.56 ms at the 4.39 TB/s that an H200
+reads in our measurement; a draft's forward 0.72 GB, 0.164 ms, num_steps of them a cycle. A random draft is never accepted,
+which does not change a cycle's time. Results are printed as they come; after a failed part the next one runs; parts that
+would start after --seconds are skipped and listed.
 """
 
 import argparse
@@ -31,7 +31,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.engine.cuda_graphs import AsyncReadback, time_graph_replay
-from stages.engine.decode import DecodeStep, Engine
+from stages.engine.decode import Engine
+from stages.engine.decode_state import DecodeStep
 from stages.engine.sampling import SamplingParams, compute_probabilities, draw_tokens, draw_uniforms
 
 TREES = [(5, 4, 16), (8, 2, 31), (8, 10, 60)]
@@ -50,7 +51,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--seconds", type=float, default=170, help="no part begins later")
+    parser.add_argument("--seconds", type=float, default=170, help="no part starts later")
     args = parser.parse_args()
     warnings.showwarning = lambda message, *_more, **_named: say(f"warning: {message}")
     say(f"torch {torch.__version__}, {torch.cuda.get_device_name() if args.device == 'cuda' else args.device}")
@@ -103,7 +104,7 @@ def draft_for(model, draft_vocab: int) -> Eagle3Draft:
     return draft.requires_grad_(False)
 
 
-def said(steps: Iterator[DecodeStep]) -> list[int]:
+def collect_tokens(steps: Iterator[DecodeStep]) -> list[int]:
     return [token for step in steps for token in step.tokens]
 
 
@@ -128,17 +129,17 @@ def right(args: argparse.Namespace) -> None:
     asked = prompts()
     for dtype in (torch.float32, torch.bfloat16):
         engine = small(args, dtype)
-        plain = [said(engine.plain(prompt, ROOM)) for prompt in asked]
+        plain = [collect_tokens(engine.decode_plain(prompt, ROOM)) for prompt in asked]
         same = sum(answer == theirs(engine.model, p) for p, answer in zip(asked[:3], plain, strict=False))
         say(f"{str(dtype)[6:]}: {same} of 3 plain answers as transformers' own")
         for tree in SMALL_TREES:
-            compare(tree, [list(engine.speculative(prompt, ROOM, *tree)) for prompt in asked], plain)
+            compare(tree, [list(engine.decode_speculative(prompt, ROOM, *tree)) for prompt in asked], plain)
 
 
 def compare(name: object, runs: list[list[DecodeStep]], plain: list[list[int]]) -> None:
-    same = sum(said(iter(steps)) == answer for steps, answer in zip(runs, plain, strict=True))
+    same = sum(collect_tokens(iter(steps)) == answer for steps, answer in zip(runs, plain, strict=True))
     cycles = [step for steps in runs for step in steps[1:]]
-    drafts = sum(step.accepted for step in cycles)
+    drafts = sum(step.num_accepted for step in cycles)
     ends = f"{drafts} drafts accepted in {len(cycles)} cycles, {sum(map(len, plain))} tokens"
     say(f"  {'ok   ' if same == len(plain) else 'OTHER'} {name}: {same} of {len(plain)} as plain, {ends}")
 
@@ -165,21 +166,29 @@ def drawn(args: argparse.Namespace) -> None:
     hows = [[SamplingParams(*how, 10 * n + i) for i in range(len(asked))] for n, how in enumerate(HOT)]
     plain = []
     for how in hows:
-        plain.append([said(engine.plain(p, ROOM, sampling=h)) for p, h in zip(asked, how, strict=True)])
+        plain.append(
+            [collect_tokens(engine.decode_plain(p, ROOM, sampling=h)) for p, h in zip(asked, how, strict=True)]
+        )
         same = sum(a == by_hand(engine.model, p, h) for p, h, a in zip(asked[:3], how, plain[-1], strict=False))
         say(f"{how[0][:3]}: {same} of 3 plain answers as the numbers say")
     for tree in SMALL_TREES:
         for how, answers in zip(hows, plain, strict=True):
-            runs = [list(engine.speculative(p, ROOM, *tree, sampling=h)) for p, h in zip(asked, how, strict=True)]
+            runs = [
+                list(engine.decode_speculative(p, ROOM, *tree, sampling=h)) for p, h in zip(asked, how, strict=True)
+            ]
             compare((tree, how[0][:3]), runs, answers)
-        runs = [list(engine.speculative(prompt, ROOM, *tree)) for prompt in asked[:2]]
-        compare((tree, "greedy, in between"), runs, [said(engine.plain(prompt, ROOM)) for prompt in asked[:2]])
+        runs = [list(engine.decode_speculative(prompt, ROOM, *tree)) for prompt in asked[:2]]
+        compare(
+            (tree, "greedy, in between"),
+            runs,
+            [collect_tokens(engine.decode_plain(prompt, ROOM)) for prompt in asked[:2]],
+        )
     for vocab in (SMALL, 5008):
         engine = small(args, torch.float32, vocab)
-        engine.blocks = engine.beams = None
+        engine.fused_decoder = engine.fused_draft = None
         for how in (None, SamplingParams(0.7, 0.95, 50, 1)):
-            runs = [list(engine.speculative(prompt, ROOM, 5, 4, 16, sampling=how)) for prompt in asked[:3]]
-            answers = [said(engine.plain(prompt, ROOM, sampling=how)) for prompt in asked[:3]]
+            runs = [list(engine.decode_speculative(prompt, ROOM, 5, 4, 16, sampling=how)) for prompt in asked[:3]]
+            answers = [collect_tokens(engine.decode_plain(prompt, ROOM, sampling=how)) for prompt in asked[:3]]
             compare(f"by transformers' own modules, {vocab} tokens, {'drawn' if how else 'greedy'}", runs, answers)
 
 
@@ -216,16 +225,16 @@ def decoding(
     draw = torch.Generator().manual_seed(1)
     prompt = torch.randint(0, 151936, (PROMPT,), generator=draw).tolist()
     if tree is None:
-        return engine.plain(prompt, tokens, sampling=how)
-    return engine.speculative(prompt, tokens, *tree, sampling=how)
+        return engine.decode_plain(prompt, tokens, sampling=how)
+    return engine.decode_speculative(prompt, tokens, *tree, sampling=how)
 
 
 def speed(args: argparse.Namespace) -> None:
     engine = big(args)
     weights = sum(p.nbytes for p in engine.model.parameters()) + sum(p.nbytes for p in engine.draft.parameters())
     cuda = args.device == "cuda"
-    say(f"in few kernels: target {engine.blocks is not None}, draft {engine.beams is not None}")
-    list(decoding(engine, TREES[-1], CYCLES))  # takes the room that all need
+    say(f"in few kernels: target {engine.fused_decoder is not None}, draft {engine.fused_draft is not None}")
+    list(decoding(engine, TREES[-1], CYCLES))  # allocates the slot that all use
     hot = SamplingParams(0.7, 0.95, 50, 1)
     for tree, how in [*((tree, None) for tree in [None, *TREES]), (None, hot), (TREES[0], hot)]:
         begun = time.perf_counter()
@@ -247,7 +256,10 @@ def speed(args: argparse.Namespace) -> None:
         if cuda:
             alone = on_device(engine, tree, how)
             peak = torch.cuda.max_memory_allocated()
-            kept = sum(room.store.nbytes + room.draft_keys.nbytes + room.draft_values.nbytes for room in engine.idle)
+            kept = sum(
+                slot.target_cache.nbytes + slot.draft_keys.nbytes + slot.draft_values.nbytes
+                for slot in engine.slots.idle
+            )
             line += f", device alone {alone:.3f} ms; memory: peak {peak / 1e9:.3f} GB, weights {weights / 1e9:.3f}, "
             line += f"KV {kept / 1e9:.3f}, rest {100 * (peak / (weights + kept) - 1):.1f}%"
         say(line)
@@ -257,10 +269,10 @@ def speed(args: argparse.Namespace) -> None:
 def waiting() -> Iterator[list[float]]:
     """Inside the block, how long each fetch waited for the device."""
     waits: list[float] = []
-    send = AsyncReadback.send
+    start = AsyncReadback.start
 
-    def timed(mail: AsyncReadback, values: torch.Tensor) -> Callable[[], list[int]]:
-        fetch = send(mail, values)
+    def timed(readback: AsyncReadback, values: torch.Tensor) -> Callable[[], list[int]]:
+        fetch = start(readback, values)
 
         def wait() -> list[int]:
             before = time.perf_counter()
@@ -270,11 +282,11 @@ def waiting() -> Iterator[list[float]]:
 
         return wait
 
-    AsyncReadback.send = timed  # type: ignore[method-assign]
+    AsyncReadback.start = timed  # type: ignore[method-assign]
     try:
         yield waits
     finally:
-        AsyncReadback.send = send  # type: ignore[method-assign]
+        AsyncReadback.start = start  # type: ignore[method-assign]
 
 
 @torch.inference_mode()
@@ -282,19 +294,19 @@ def on_device(engine: Engine, tree: Tree | None, how: SamplingParams | None) -> 
     """Milliseconds of a recorded step, by events around 100 of them, the median of five."""
     for _ in decoding(engine, tree, 8, how):
         pass
-    room, found = engine.idle[-1], []
-    play = room.graphs.played[tree or "plain", None if how is None else how[:3]]
-    stand = room.stands[1 if tree is None else tree[0] + 1]
+    slot, found = engine.slots.idle[-1], []
+    play = slot.graphs.graphs[tree or "plain", None if how is None else how[:3]]
+    state = slot.states[1 if tree is None else tree[0] + 1]
     for _ in range(5):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        before = [tensor.clone() for tensor in stand]
-        begin.record()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before = [tensor.clone() for tensor in state]
+        start.record()
         for _ in range(20):
             play()
         end.record()
         end.synchronize()
-        found.append(begin.elapsed_time(end) / 20)
-        for tensor, value in zip(stand, before, strict=True):
+        found.append(start.elapsed_time(end) / 20)
+        for tensor, value in zip(state, before, strict=True):
             tensor.copy_(value)
     return statistics.median(found)
 
@@ -334,7 +346,7 @@ def kernels(args: argparse.Namespace) -> None:
 
 
 def products(args: argparse.Namespace) -> None:
-    from stages.engine import kernels_triton
+    from stages.engine import kernels_triton, matmul_triton
 
     h = args.hidden
     shapes = {
@@ -348,17 +360,20 @@ def products(args: argparse.Namespace) -> None:
             x, gated = torch.randn(rows, k, dtype=torch.bfloat16, device=args.device), name == "gate_up"
             library = (lambda x, w: kernels_triton.silu_and_mul(F.linear(x, w))) if gated else F.linear
             found = {"library": time_graph_replay(lambda: [library(x, w) for w in weights], x.device)}  # noqa: B023 - called at once
-            for t in kernels_triton.MATMUL_TILINGS:
+            for t in matmul_triton.MATMUL_TILINGS:
                 try:
                     alone = partial(
-                        kernels_triton.stream_matmul, x, gated=gated, tile=t[0], depth=t[1], warps=t[2], stages=t[3]
+                        matmul_triton.stream_matmul, x, gated=gated, tile=t[0], depth=t[1], warps=t[2], stages=t[3]
                     )
                     found[str(t)] = time_graph_replay(partial(list, map(alone, weights)), x.device)
                 except Exception as error:
                     say(f"  {t}: {type(error).__name__} {str(error)[:80]}")
             ranked = sorted((ms * 1e3 / copies, which) for which, ms in found.items())
             line = "; ".join(f"{which} {us:.1f} us {2 * n * k / us / 1e6:.2f} TB/s" for us, which in ranked)
-            taken = kernels_triton._pick_tiling(x, weights[0], gated) or "library"
+            taken = (
+                matmul_triton.pick_tiling(x, weights[0], gated, kernels_triton._run_cublas, kernels_triton.add_rms_norm)
+                or "library"
+            )
             say(f"{name:10} {n:6} x {k:5} {rows:2} rows, the engine takes {taken}: {line}")
 
 

@@ -1,12 +1,12 @@
-"""Every method on one GPU, the torch engine's cells and costs beside them, and SGLang's of the same prompts.
+"""Cells of every method on one GPU by the torch engine, their costs, and SGLang's cells of the same prompts.
 
     python3 -m benchmarks.methods [--recipe weather-tiny-methods] [--device cuda] [--dtype bfloat16] [--kit /tmp/kit]
                                   [--parts methods torch served]
 
-For a machine that has torch but not our installation (a lent GPU), in a copy: it edits params.yaml. Target, drafts and the
-prompts of `eval` lie there already, made by `make run` of the recipe. `served` asks SGLang of shared/gpu's kit the same, one
-request at a time, plain and with EAGLE-3's tree: the other column of what the engine gives and what the method gives. Cells
-lie under results/, from which `python -m stages.report` draws its page; a cell that fails says why, and the next is tried.
+For a rented GPU machine that has torch but not this project's installation, in a copy, because it edits params.yaml. The target,
+drafts and prompts of `eval` must exist, made by `make run` of the recipe. `served` measures SGLang from shared/gpu's kit on the
+same prompts, one request at a time, plainly and with EAGLE-3's tree. Cells are written to results/, from which
+`python -m stages.report` makes its page; after a failed cell the next one runs.
 """
 
 import argparse

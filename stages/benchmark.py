@@ -132,13 +132,13 @@ def _decode_text(work: TorchCellContext, ids: list[int]) -> str:
 
 def _measure_prompt_by_prompt(work: TorchCellContext) -> tuple[dict[str, Any], str]:
     """Return the measured part of a cell, and a summary in words."""
-    work.engine.expect(work.longest_prompt + work.max_new_tokens)
+    work.engine.slots.reserve_length(work.longest_prompt + work.max_new_tokens)
     for question in work.warmup_prompts.iter_rows(named=True):  # not counted: first calls allocate and select kernels
         for kind in DECODING_KINDS:
             drawn = cell_context.make_sampling_params(work, question["id"], 0, 0)
             list(_start_decoding(work, kind, question["prompt_ids"], question["id"], drawn))
     mine = [
-        (repeat, number, row, [step.accepted for step in cycles], outputs)
+        (repeat, number, row, [step.num_accepted for step in cycles], outputs)
         for repeat in range(work.workload.repeats)
         for number, question in enumerate(work.prompts.iter_rows(named=True))
         if number % work.ranks.world == work.ranks.rank
@@ -209,16 +209,16 @@ def _describe_answer(
     return {
         "output_tokens": len(output),
         "cycles": len(cycles),
-        "accepted": sum(step.accepted for step in cycles),
+        "accepted": sum(step.num_accepted for step in cycles),
         "identical": None if drawn else output == plain_output,
         "divergence_margin": margin,
-        "finish_reason": "stop" if output[-1] in work.engine.eos else "length",
-        "prefill_latency_s": speculative.first_s,
-        "e2e_latency_s": speculative.last_s,
+        "finish_reason": "stop" if output[-1] in work.engine.end_tokens else "length",
+        "prefill_latency_s": speculative.prefill_s,
+        "e2e_latency_s": speculative.total_s,
         "correct": None,
         "baseline_output_tokens": len(plain_output),
-        "baseline_prefill_latency_s": plain.first_s,
-        "baseline_e2e_latency_s": plain.last_s,
+        "baseline_prefill_latency_s": plain.prefill_s,
+        "baseline_e2e_latency_s": plain.total_s,
         "baseline_correct": None,
     }
 
@@ -228,8 +228,8 @@ def _start_decoding(
 ) -> Iterator[DecodeStep]:
     images = work.images[prompt_id]
     if kind == "plain":
-        return work.engine.plain(ids, work.max_new_tokens, images, drawn)
-    return work.engine.speculative(ids, work.max_new_tokens, *work.tree_tuple, images, drawn)
+        return work.engine.decode_plain(ids, work.max_new_tokens, images, drawn)
+    return work.engine.decode_speculative(ids, work.max_new_tokens, *work.tree_tuple, images, drawn)
 
 
 def _measure_divergence_margin(
@@ -245,7 +245,7 @@ def _measure_divergence_margin(
         (i for i, (a, b) in enumerate(zip(output, plain_output, strict=False)) if a != b),
         min(len(output), len(plain_output)),
     )
-    return work.engine.margin(prompt, plain_output[:shared], work.images[prompt_id])
+    return work.engine.measure_margin(prompt, plain_output[:shared], work.images[prompt_id])
 
 
 def _grade_rows(work: TorchCellContext, rows: list[Row], outputs: list[OutputsByKind]) -> Row | None:
@@ -295,7 +295,7 @@ def _measure_in_loads(work: TorchCellContext) -> tuple[dict[str, Any], str]:
 def _convert_to_gib(memory: MemoryEstimate) -> dict[str, float]:
     """Return the sizes of one process under the names of `served_records.MEMORY_KEYS`."""
     sizes = {"weights": memory.target, "draft": memory.draft, "kv_cache": memory.cache}
-    return {name: round(size / GIB, 3) for name, size in sizes.items()} | {"kv_tokens": memory.tokens}
+    return {name: round(size / GIB, 3) for name, size in sizes.items()} | {"kv_tokens": memory.cache_tokens}
 
 
 def _warm_up(work: TorchCellContext) -> None:
@@ -303,7 +303,7 @@ def _warm_up(work: TorchCellContext) -> None:
     rows = work.warmup_prompts.iter_rows(named=True)
     requests = [DecodeRequest(row["prompt_ids"], 2, work.images[row["id"]]) for row in rows]
     for kind in DECODING_KINDS if requests else ():
-        list(work.engine.together(requests, len(requests), _get_tree_tuple(work, kind)))
+        list(work.engine.decode_batch(requests, len(requests), _get_tree_tuple(work, kind)))
 
 
 def _get_tree_tuple(work: TorchCellContext, kind: str) -> tuple[int, int, int] | None:

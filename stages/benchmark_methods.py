@@ -1,9 +1,9 @@
-"""benchmark_methods: a row of the table of methods, on the engine's own verifier.   python -m stages.benchmark_methods ROW
+"""benchmark_methods: one row of the table of methods, on the torch engine.   python -m stages.benchmark_methods ROW
 
-EAGLE-3, EAGLE-2, EAGLE, Medusa, lookahead and prompt lookup only differ in who proposes a cycle's tree; the pass that
-verifies it, what is accepted and the cache are the torch engine's, and so is the plain decoding beside each. Of a
-workload's questions the first turns are asked, once, one at a time; nothing is graded, since every method says what
-plain decoding says. docs/methods.md
+EAGLE-3, EAGLE-2, EAGLE, Medusa, lookahead and prompt lookup differ only in how they propose the tree of a cycle. The verify
+pass, acceptance, the cache and the plain decoding that each is compared with are the torch engine's. The first turns of a
+workload's prompts are decoded once, one at a time. Nothing is graded, because every method's output equals plain decoding's.
+docs/methods.md
 """
 
 import time
@@ -20,7 +20,9 @@ from stages.data import workload_prompts
 from stages.draft import checkpoint
 from stages.draft.eagle3 import Eagle3Draft
 from stages.engine import sampling
-from stages.engine.decode import DecodeStep, DraftingMethod, Engine
+from stages.engine.decode import Engine
+from stages.engine.decode_state import DecodeStep
+from stages.engine.proposer import DraftingMethod
 from stages.engine.sampling import SamplingParams
 from stages.engine.timing import time_decode
 from stages.methods import method_checkpoint, registry
@@ -47,35 +49,35 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class MethodRunContext:
-    """A method, ready to decode."""
+    """A method and the prompts' images, ready to decode."""
 
     engine: Engine
-    method: DraftingMethod | None  # None: the engine's own draft, EAGLE-3, with
+    method: DraftingMethod | None  # None: the engine's own EAGLE-3 draft, with `tree`
     tree: TreeShape | None
-    shown: dict[str, ImagePatches | None]  # the pictures of each prompt, by its id
-    w: Workload
+    images: dict[str, ImagePatches | None]  # by prompt id
+    workload: Workload
 
     @property
-    def steps(self) -> int:
-        found = self.method.steps if self.method else self.tree and self.tree.num_steps
-        assert found
-        return found
+    def num_steps(self) -> int:
+        num_steps = self.method.num_steps if self.method else self.tree and self.tree.num_steps
+        assert num_steps
+        return num_steps
 
     @property
-    def most(self) -> int:
-        assert isinstance(self.w.max_new_tokens, int), "params.Params sees to it"
-        return self.w.max_new_tokens
+    def max_new_tokens(self) -> int:
+        assert isinstance(self.workload.max_new_tokens, int), "checked by params.Params"
+        return self.workload.max_new_tokens
 
-    def decoding(self, kind: str, question: Row) -> Iterator[DecodeStep]:
-        ids, most, pictures = question["prompt_ids"], self.most, self.shown[question["id"]]
-        drawn = _make_sampling_params(self.w, question["id"])
+    def start_decoding(self, kind: str, prompt: Row) -> Iterator[DecodeStep]:
+        ids, limit, images = prompt["prompt_ids"], self.max_new_tokens, self.images[prompt["id"]]
+        sampling_params = _make_sampling_params(self.workload, prompt["id"])
         if kind == "plain":
-            return self.engine.plain(ids, most, pictures, drawn)
+            return self.engine.decode_plain(ids, limit, images, sampling_params)
         if self.method is not None:
-            return self.engine.proposed(ids, most, self.method, pictures, drawn)
+            return self.engine.decode_with_method(ids, limit, self.method, images, sampling_params)
         assert self.tree is not None
         shape = self.tree.num_steps, self.tree.topk, self.tree.num_draft_tokens
-        return self.engine.speculative(ids, most, *shape, pictures, drawn)
+        return self.engine.decode_speculative(ids, limit, *shape, images, sampling_params)
 
 
 def main(name: str) -> None:
@@ -87,33 +89,33 @@ def main(name: str) -> None:
     prompts, warm = workload_prompts.read_prompts(workload)
     work = _build_context(p, settings, w, pl.concat([prompts, warm]))
     every = pl.concat([prompts, warm])["prompt_ids"].list.len()
-    work.engine.expect(int(every.max() or 0) + work.most)
-    for question in warm.iter_rows(named=True):  # not counted: first calls allocate and pick kernels
+    work.engine.slots.reserve_length(int(every.max() or 0) + work.max_new_tokens)
+    for prompt in warm.iter_rows(named=True):  # not counted: first calls allocate memory and select kernels
         for kind in DECODING_KINDS:
-            list(work.decoding(kind, question))
+            list(work.start_decoding(kind, prompt))
     rows, accepted = [], []
-    for number, question in enumerate(prompts.iter_rows(named=True)):
+    for number, prompt in enumerate(prompts.iter_rows(named=True)):
         row, cycles = _decode_prompt(
-            work, question, DECODING_KINDS if number % 2 == 0 else DECODING_KINDS[::-1], p.target.device
+            work, prompt, DECODING_KINDS if number % 2 == 0 else DECODING_KINDS[::-1], p.target.device
         )
-        accepted.append([s.accepted for s in cycles])
+        accepted.append([step.num_accepted for step in cycles])
         rows.append(row)
-    found = _compute_metrics(rows, work.steps, w.prompts)
+    measured = _compute_metrics(rows, work.num_steps, w.prompts)
     memory, parameters = _measure_memory(work)
     method_records.write_method_cell(
         {
             "row": name,
             "method": settings.method,
             "checkpoint": getattr(settings, "checkpoint", None),
-            "settings": settings.model_dump(exclude={"method", "checkpoint"}) | {"steps": work.steps},
+            "settings": settings.model_dump(exclude={"method", "checkpoint"}) | {"steps": work.num_steps},
             "workload": workload,
             "engine": "torch",
             "definitions": torch_records.DEFINITIONS,
             "temperature": w.temperature,
             "top_p": w.top_p,
             "top_k": w.top_k,
-            "metrics": found,
-            "histogram": metrics.count_accepted_lengths(accepted, work.steps),
+            "metrics": measured,
+            "histogram": metrics.count_accepted_lengths(accepted, work.num_steps),
             "prompts": rows,
             "memory": memory,
             "parameters": parameters,
@@ -128,17 +130,17 @@ def main(name: str) -> None:
         }
     )
     print(
-        f"{name}: tau {found['tau']:.3f}, speedup {found['speedup']:.2f} -> {method_records.locate_method_cell(name)}"
+        f"{name}: tau {measured['tau']:.3f}, speedup {measured['speedup']:.2f} -> {method_records.locate_method_cell(name)}"
     )
 
 
-# Who proposes
+# Methods
 
 
 def _build_context(p: schema.Params, settings: MethodRow, w: Workload, prompts: pl.DataFrame) -> MethodRunContext:
-    made = manifest.read_manifest()
+    target = manifest.read_manifest()
     model = loading.load_target(
-        str(manifest.resolve_weights_folder(made)), None, p.target.dtype, p.target.device, p.target.trust_remote_code
+        str(manifest.resolve_weights_folder(target)), None, p.target.dtype, p.target.device, p.target.trust_remote_code
     )
     draft = None
     if settings.method == "eagle3":
@@ -147,7 +149,7 @@ def _build_context(p: schema.Params, settings: MethodRow, w: Workload, prompts: 
             checkpoint.locate_checkpoint(settings.checkpoint), p.get_making_stage(settings.checkpoint)
         )
         draft = Eagle3Draft.from_checkpoint(config, tensors).to(p.target.device, model.dtype).requires_grad_(False)
-    engine = Engine(model, made.eos_token_ids, made.feature_layers, draft, p.benchmark.tree_scoring)
+    engine = Engine(model, target.eos_token_ids, target.feature_layers, draft, p.benchmark.tree_scoring)
     tree = TreeShape.parse(settings.tree) if isinstance(settings, DynamicRow) else None
     method = None if draft else _build_method(p, settings, engine)
     images = dict(prompts.select("id", "images").iter_rows())
@@ -155,13 +157,13 @@ def _build_context(p: schema.Params, settings: MethodRow, w: Workload, prompts: 
         engine,
         method,
         tree,
-        vision.load_image_patches(manifest.resolve_weights_folder(made), p.target.trust_remote_code, images),
+        vision.load_image_patches(manifest.resolve_weights_folder(target), p.target.trust_remote_code, images),
         w,
     )
 
 
 def _build_method(p: schema.Params, settings: MethodRow, engine: Engine) -> DraftingMethod:
-    """Raises ValueError where the checkpoint is another method's, or for another target."""
+    """Return the row's method. Raises ValueError where its checkpoint is of another method or for another target."""
     if isinstance(settings, NgramRow):
         return PromptLookupMethod(settings.longest, settings.shortest, settings.length, engine.device)
     if isinstance(settings, LookaheadRow):
@@ -172,7 +174,9 @@ def _build_method(p: schema.Params, settings: MethodRow, engine: Engine) -> Draf
         checkpoint.locate_checkpoint(name), method, p.get_making_stage(name)
     )
     module = (
-        registry.build_draft(config, tensors, engine.head).to(engine.device, engine.model.dtype).requires_grad_(False)
+        registry.build_draft(config, tensors, engine.lm_head)
+        .to(engine.device, engine.model.dtype)
+        .requires_grad_(False)
     )
     if isinstance(settings, DynamicRow):
         tree = TreeShape.parse(settings.tree)
@@ -185,56 +189,57 @@ def _build_method(p: schema.Params, settings: MethodRow, engine: Engine) -> Draf
 
 
 def _build_static_tree(settings: StaticRow, config: Row, device: torch.device) -> StaticTree:
-    """Chosen by how often the checkpoint's guesses were right. Raises ValueError where that is not known so deep."""
+    """Return the best tree by the checkpoint's rank accuracy. Raises ValueError where that was measured less deep."""
     accuracy = config["rank_accuracy"]
     if settings.depth > len(accuracy):
         raise ValueError(
             f"benchmark_methods: depth is {settings.depth}, but {settings.checkpoint} was measured {len(accuracy)} deep, "
             "expected no more (medusa: its heads; eagle: train_draft.ttt_steps); lower it"
         )
-    return StaticTree.of(select_best_branches(accuracy[: settings.depth], settings.nodes - 1), device)
+    return StaticTree.from_paths(select_best_branches(accuracy[: settings.depth], settings.nodes - 1), device)
 
 
 def _measure_memory(work: MethodRunContext) -> tuple[dict[str, int], int]:
-    """Bytes beside the target's own: weights, and what is kept between cycles; and trained parameters."""
-    room, draft = work.engine.idle[0], work.engine.draft
+    """Return bytes of weights and of state kept between cycles, without the target's, and the number of trained parameters."""
+    slot, draft = work.engine.slots.idle[0], work.engine.draft
     if work.method is not None:
-        state = room.proposers[work.method].nbytes
-        return {"weights": work.method.weights, "state": state}, work.method.parameters
+        state = slot.proposers[work.method].nbytes
+        return {"weights": work.method.weight_bytes, "state": state}, work.method.num_parameters
     assert draft is not None
-    state = room.draft_keys.nbytes + room.draft_values.nbytes + room.stands[work.steps + 1].features.nbytes
+    features = slot.states[work.num_steps + 1].features
+    state = slot.draft_keys.nbytes + slot.draft_values.nbytes + features.nbytes
     weights = sum(x.nbytes for x in draft.state_dict().values())
     return {"weights": weights, "state": state}, sum(x.numel() for x in draft.parameters())
 
 
-# What is measured
+# Measurement
 
 
 def _make_sampling_params(w: Workload, name: str) -> SamplingParams | None:
-    """As `benchmark` draws the first repeat's first turn."""
+    """Return the parameters that `benchmark` uses for the first turn of the first repeat."""
     return sampling.make_sampling_params(w.temperature, w.top_p, w.top_k, f"{w.seed}:{name}:0:0")
 
 
 def _decode_prompt(
-    work: MethodRunContext, question: Row, order: tuple[str, ...], device: str
+    work: MethodRunContext, prompt: Row, order: tuple[str, ...], device: str
 ) -> tuple[Row, list[DecodeStep]]:
-    """A prompt's row and its cycles; who goes first changes from prompt to prompt."""
-    both = {kind: time_decode(partial(work.decoding, kind, question), device) for kind in order}
-    mine, plain = both["speculative"], both["plain"]
-    said, plain_said, cycles = mine.tokens, plain.tokens, mine.cycles
+    """Decode a prompt both ways, in `order` -> its row and its cycles."""
+    both = {kind: time_decode(partial(work.start_decoding, kind, prompt), device) for kind in order}
+    speculative, plain = both["speculative"], both["plain"]
+    output, plain_output, cycles = speculative.tokens, plain.tokens, speculative.cycles
     return {
-        "id": question["id"],
-        "prompt_tokens": len(question["prompt_ids"]),
-        "output_tokens": len(said),
+        "id": prompt["id"],
+        "prompt_tokens": len(prompt["prompt_ids"]),
+        "output_tokens": len(output),
         "cycles": len(cycles),
-        "accepted": sum(s.accepted for s in cycles),
-        "identical": said == plain_said,
-        "finish_reason": "stop" if said[-1] in work.engine.eos else "length",
-        "prefill_latency_s": mine.first_s,
-        "e2e_latency_s": mine.last_s,
-        "baseline_output_tokens": len(plain_said),
-        "baseline_prefill_latency_s": plain.first_s,
-        "baseline_e2e_latency_s": plain.last_s,
+        "accepted": sum(s.num_accepted for s in cycles),
+        "identical": output == plain_output,
+        "finish_reason": "stop" if output[-1] in work.engine.end_tokens else "length",
+        "prefill_latency_s": speculative.prefill_s,
+        "e2e_latency_s": speculative.total_s,
+        "baseline_output_tokens": len(plain_output),
+        "baseline_prefill_latency_s": plain.prefill_s,
+        "baseline_e2e_latency_s": plain.total_s,
     }, cycles
 
 

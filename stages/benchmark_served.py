@@ -117,7 +117,9 @@ def _read_draft_config(params: schema.Params, checkpoint_name: str) -> dict[str,
     """Return the draft's config.json, empty for a baseline."""
     if not checkpoint_name:
         return {}
-    config, _ = checkpoint.read_draft(checkpoint.locate_checkpoint(checkpoint_name), params.get_making_stage(checkpoint_name))
+    config, _ = checkpoint.read_draft(
+        checkpoint.locate_checkpoint(checkpoint_name), params.get_making_stage(checkpoint_name)
+    )
     return config
 
 

@@ -231,7 +231,7 @@ def _measure_engine_tau(
 def _find_length_problem(engine: forced_decode.ForcedDecodingEngine, num_tokens: int) -> str | None:
     """Return the engine's message where it does not decode so many tokens, as with layers of a smaller window."""
     try:
-        engine.check(num_tokens)
+        engine.slots.check_length(num_tokens)
     except ValueError as error:
         return str(error)
     return None

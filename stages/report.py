@@ -187,7 +187,9 @@ def _predict_speedups(
     timed = [timing_grid.read_timing_grid(name, p.target.model) for name in p.time_trees.checkpoints]
 
     def flags(engine: str, row: Row) -> list[str] | None:
-        config = next((cost["draft"] for cost in timed if p.have_same_shapes(cost["checkpoint"], row["checkpoint"])), None)
+        config = next(
+            (cost["draft"] for cost in timed if p.have_same_shapes(cost["checkpoint"], row["checkpoint"])), None
+        )
         shape = row["steps"], row["topk"], row["tokens"]
         if config is None or engine_flags.explain_unsupported(engine, *shape, config):
             return None
@@ -202,7 +204,9 @@ def _predict_speedups(
     }
     # The torch engine's cost is its timing grid, so its loads derive none.
     server_lines = [line for line in lines if line.cell["engine"] != TORCH_ENGINE]
-    return costs.predict_and_compare(timed, server_lines, cells, replayed, p.have_same_shapes, list(temperatures), flags)
+    return costs.predict_and_compare(
+        timed, server_lines, cells, replayed, p.have_same_shapes, list(temperatures), flags
+    )
 
 
 # Reports of other stages

@@ -18,7 +18,8 @@ import torch
 from stages.data import conversations
 from stages.draft import checkpoint
 from stages.draft.eagle3 import Eagle3Draft
-from stages.engine.decode import DecodeStep, Engine
+from stages.engine.decode import Engine
+from stages.engine.decode_state import DecodeStep
 from stages.params import schema
 from stages.params.tree_sections import TimeTrees, TreeShape
 from stages.results import cost_fit, interval, timing_grid, torch_records
@@ -41,7 +42,7 @@ def main(name: str) -> None:
     engine, config = _build_engine(p, target, name)
 
     steps = s.warmup + s.cycles
-    plain = partial(engine.plain, prompt, steps + 1)
+    plain = partial(engine.decode_plain, prompt, steps + 1)
     seconds = _time_decodings([plain, *(_make_speculative_decoding(engine, prompt, tree, steps) for tree in trees)], s)
     grid = [
         {"steps": tree.num_steps, "topk": tree.topk, "tokens": tree.num_draft_tokens, "batch": BATCH_SIZE}
@@ -121,7 +122,7 @@ def _build_engine(p: schema.Params, target: manifest.TargetManifest, name: str) 
 
 def _make_speculative_decoding(engine: Engine, prompt: list[int], tree: TreeShape, cycles: int) -> StartDecoding:
     shape = tree.num_steps, tree.topk, tree.num_draft_tokens
-    return partial(engine.speculative, prompt, _count_committed_tokens(tree, cycles), *shape)
+    return partial(engine.decode_speculative, prompt, _count_committed_tokens(tree, cycles), *shape)
 
 
 def _time_decodings(decodings: list[StartDecoding], s: TimeTrees) -> list[list[float]]:

@@ -101,7 +101,7 @@ def _train_segment(params: schema.Params, name: str, ranks: distributed.RankCont
         print(f"resumed after epoch {progress.epoch} from {work}")
 
     hidden_states = HiddenStatesReader(HIDDENS)
-    compute_loss = registry.TRAINABLE_METHODS[draft.method].forward if draft.method else ttt.compute_loss
+    compute_loss = registry.TRAINABLE_METHODS[draft.method].compute_loss if draft.method else ttt.compute_loss
     objective = _build_objective(draft, settings)
     trainer = Trainer(draft.model, embedding, head, objective, compute_loss, settings, ranks, progress)
     del progress  # the trainer has its own copy of the optimizer state
@@ -183,7 +183,7 @@ def _initialise_method_draft(segment: Segment, head: Tensor, settings: TrainDraf
     root, tensors = checkpoint.read_draft(checkpoint.locate_checkpoint(ROOT_CHECKPOINT), "init_draft")
     config = method_checkpoint.build_method_config(segment.other_method, root, settings.dtype, segment.num_heads)
     method = registry.TRAINABLE_METHODS[segment.other_method]
-    model = method.fresh(config, head, tensors["d2t"], tensors["t2d"], settings.seed)
+    model = method.initialise(config, head, tensors["d2t"], tensors["t2d"], settings.seed)
     return DraftModel(model, config, segment.other_method)
 
 

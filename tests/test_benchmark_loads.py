@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from stages import benchmark, prepare_prompts
 from stages.data import conversations, workload_prompts
 from stages.engine.batch_decode import BatchEngine
-from stages.results import interval, served_records, torch_records
+from stages.results import interval, load_points, served_records, torch_records
 from stages.serving import latency, spec_counters
 from tests.conftest import ROOT, edit_params
 from tests.talking import WORKLOADS

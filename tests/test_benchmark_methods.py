@@ -136,7 +136,9 @@ def test_eagles_loss_is_smooth_l1_and_a_tenth_of_the_soft_cross_entropy(tables: 
     embedding, head = tables
     eagle = loaded("eagle1", "eagle", head)
     pack = ttt.TrainingPack.from_rows(rows(), 1, "aligned")
-    found = registry.TRAINABLE_METHODS["eagle"].forward(eagle, pack, embedding, head, ttt.TrainingObjective(1), None)
+    found = registry.TRAINABLE_METHODS["eagle"].compute_loss(
+        eagle, pack, embedding, head, ttt.TrainingObjective(1), None
+    )
     near, soft, hits, taught = 0.0, 0.0, 0, 0
     for row in rows():
         ids = row.ids.long()
@@ -162,7 +164,7 @@ def test_medusas_loss_is_each_heads_cross_entropy_weighed_by_decay(tables: Any) 
     heads = loaded("heads1", "medusa", head)
     kept = heads.t2d.nonzero()[:, 0]
     pack = ttt.TrainingPack.from_rows(rows(), 3, "aligned")
-    found = registry.TRAINABLE_METHODS["medusa"].forward(
+    found = registry.TRAINABLE_METHODS["medusa"].compute_loss(
         heads, pack, embedding, head, ttt.TrainingObjective(3, 0.8), None
     )
     losses, counts = torch.zeros(3), torch.zeros(3)
@@ -189,7 +191,7 @@ def test_untrained_heads_say_what_the_targets_head_says(tables: Any) -> None:
     head = tables[1]
     config, tensors = checkpoint.read_draft(checkpoint.locate_checkpoint("e000"), "init_draft")
     made = method_checkpoint.build_method_config("medusa", config, "float32", 3)
-    heads = registry.TRAINABLE_METHODS["medusa"].fresh(made, head, tensors["d2t"], tensors["t2d"], 0)
+    heads = registry.TRAINABLE_METHODS["medusa"].initialise(made, head, tensors["d2t"], tensors["t2d"], 0)
     hidden = rows()[0].last[5:6]
     expected = (hidden @ head.T)[0, tensors["t2d"]]
     assert all(torch.allclose(logits, expected, atol=1e-5) for logits in heads.logits(hidden))

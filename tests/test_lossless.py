@@ -50,7 +50,7 @@ def said(steps) -> list[int]:
 @pytest.fixture(scope="module")
 def plain(small_run: Path, model, prompts) -> list[list[int]]:
     """What plain decoding says to each prompt. No draft has a part in it."""
-    return [said(engine(small_run, model, "e003").plain(prompt, ROOM)) for prompt in prompts]
+    return [said(engine(small_run, model, "e003").decode_plain(prompt, ROOM)) for prompt in prompts]
 
 
 def test_plain_decoding_is_transformers_own_greedy_search(small_run: Path, prompts, plain) -> None:
@@ -71,11 +71,11 @@ def test_plain_decoding_is_transformers_own_greedy_search(small_run: Path, promp
 @pytest.mark.parametrize("tree", TREES, ids=lambda t: "t{}_{}_{}".format(*t))
 def test_every_tree_says_what_plain_decoding_says(small_run: Path, model, prompts, plain, name: str, tree) -> None:
     for prompt, answer in zip(prompts, plain, strict=True):
-        steps = list(engine(small_run, model, name).speculative(prompt, ROOM, *tree))
+        steps = list(engine(small_run, model, name).decode_speculative(prompt, ROOM, *tree))
         assert said(steps) == answer
         for step in steps[1:]:  # a cycle commits its drafts and one bonus token, unless it was cut at the end
-            assert 0 <= step.accepted <= tree[0]
-            assert len(step.tokens) == step.accepted + 1 or step is steps[-1]
+            assert 0 <= step.num_accepted <= tree[0]
+            assert len(step.tokens) == step.num_accepted + 1 or step is steps[-1]
 
 
 @pytest.mark.parametrize("tree", [(5, 1, 6), (8, 3, 16)], ids=lambda t: "t{}_{}_{}".format(*t))
@@ -83,9 +83,9 @@ def test_drawn_answers_are_those_of_plain_decoding_from_the_same_seed(small_run:
     both, accepted = engine(small_run, model, "e003"), 0
     for seed, prompt in enumerate(prompts):
         drawn = SamplingParams(0.7, 0.95, 50, seed)
-        steps = list(both.speculative(prompt, ROOM, *tree, sampling=drawn))
-        assert said(steps) == said(both.plain(prompt, ROOM, sampling=drawn))
-        accepted += sum(step.accepted for step in steps)
+        steps = list(both.decode_speculative(prompt, ROOM, *tree, sampling=drawn))
+        assert said(steps) == said(both.decode_plain(prompt, ROOM, sampling=drawn))
+        accepted += sum(step.num_accepted for step in steps)
     assert accepted > 5, "nothing is accepted, so nothing is tested"
 
 
@@ -94,9 +94,9 @@ def methods(small_run: Path, model) -> dict[str, Any]:
     """Untrained EAGLE and Medusa, of e000's shapes, and those that need no draft."""
     made, tensors = checkpoint.read_draft(small_run / "drafts/e000", "init_draft")
     table, head, cpu = model.get_input_embeddings().weight, model.get_output_embeddings().weight, torch.device("cpu")
-    static = StaticTree.of(select_best_branches([[0.6, 0.2, 0.1]] * 4, 11), cpu)
+    static = StaticTree.from_paths(select_best_branches([[0.6, 0.2, 0.1]] * 4, 11), cpu)
     fresh = {
-        name: registry.TRAINABLE_METHODS[name].fresh(
+        name: registry.TRAINABLE_METHODS[name].initialise(
             method_checkpoint.build_method_config(name, made, "float32", 4), head, tensors["d2t"], tensors["t2d"], 1
         )
         for name in method_checkpoint.CHECKPOINT_METHODS
@@ -115,12 +115,12 @@ def methods(small_run: Path, model) -> dict[str, Any]:
 def test_every_method_says_what_plain_decoding_says(small_run: Path, model, prompts, plain, methods, name: str) -> None:
     both, accepted = engine(small_run, model, "e000"), 0
     for seed, (prompt, answer) in enumerate(zip(prompts, plain, strict=True)):
-        steps = list(both.proposed(prompt, ROOM, methods[name]))
+        steps = list(both.decode_with_method(prompt, ROOM, methods[name]))
         assert said(steps) == answer
-        accepted += sum(step.accepted for step in steps)
+        accepted += sum(step.num_accepted for step in steps)
         drawn = SamplingParams(0.7, 0.95, 50, seed)
-        assert said(both.proposed(prompt, ROOM, methods[name], sampling=drawn)) == said(
-            both.plain(prompt, ROOM, sampling=drawn)
+        assert said(both.decode_with_method(prompt, ROOM, methods[name], sampling=drawn)) == said(
+            both.decode_plain(prompt, ROOM, sampling=drawn)
         )
     assert accepted > 0, "nothing is accepted, so nothing is tested"
 
@@ -128,7 +128,11 @@ def test_every_method_says_what_plain_decoding_says(small_run: Path, model, prom
 def test_a_trained_draft_is_accepted_more_than_a_random_one(small_run: Path, model, prompts) -> None:
     """Otherwise the lossless tests above could pass with trees that never accept anything."""
     accepted = {
-        name: sum(s.accepted for p in prompts for s in engine(small_run, model, name).speculative(p, ROOM, 8, 2, 16))
+        name: sum(
+            s.num_accepted
+            for p in prompts
+            for s in engine(small_run, model, name).decode_speculative(p, ROOM, 8, 2, 16)
+        )
         for name in ("e000", "e003")
     }
     assert accepted["e003"] > max(50, 2 * accepted["e000"])
@@ -138,8 +142,8 @@ def test_a_trained_draft_is_accepted_more_than_a_random_one(small_run: Path, mod
 def test_the_length_limit_holds_inside_a_cycle(small_run: Path, model, prompts, room: int) -> None:
     both = engine(small_run, model, "e003")
     for prompt in prompts:
-        steps = list(both.speculative(prompt, room, 8, 2, 16))
-        assert said(steps) == said(both.plain(prompt, room))
+        steps = list(both.decode_speculative(prompt, room, 8, 2, 16))
+        assert said(steps) == said(both.decode_plain(prompt, room))
         assert len(said(steps)) <= room
 
 
@@ -152,7 +156,7 @@ def test_a_draft_for_another_target_is_refused_with_the_numbers(small_run: Path,
 
 def test_a_prompt_longer_than_the_target_holds_is_refused_before_the_first_token(small_run: Path, model) -> None:
     with pytest.raises(ValueError, match="max_position_embeddings"):
-        next(engine(small_run, model, "e000").plain([5] * 2000, 100))
+        next(engine(small_run, model, "e000").decode_plain([5] * 2000, 100))
 
 
 def test_fixture_covers_the_whole_eval_split(small_run: Path, prompts) -> None:
@@ -163,6 +167,6 @@ def test_margin_is_the_gap_between_the_two_best_logits(small_run: Path, model, p
     logits = model(torch.tensor([prompts[0]])).logits[0].sort(descending=True).values
     for said in (0, 1, 3):
         left = len(prompts[0]) - said
-        assert engine(small_run, model, "e000").margin(prompts[0][:left], prompts[0][left:]) == pytest.approx(
+        assert engine(small_run, model, "e000").measure_margin(prompts[0][:left], prompts[0][left:]) == pytest.approx(
             (logits[-1, 0] - logits[-1, 1]).item(), abs=1e-4
         )

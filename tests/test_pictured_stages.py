@@ -117,7 +117,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         else:
             for row in rows:
                 seen = eyes.see([str(project / path) for path in row["images"]]) if row["images"] else None
-                decoding = Engine(model, [5], TAPPED).plain(row["prompt_ids"], ROOM, seen)
+                decoding = Engine(model, [5], TAPPED).decode_plain(row["prompt_ids"], ROOM, seen)
                 row["answer_ids"] = [token for step in decoding for token in step.tokens]
         table = pl.DataFrame(rows, schema=conversations.SAMPLED_SCHEMA)
         conversations.write_table(

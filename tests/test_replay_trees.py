@@ -84,7 +84,7 @@ def make_target(seed: int) -> None:
 
 def answered(engine: Engine, work: Any, name: str, prompt: list[int]) -> dict[str, Any]:
     drawn = benchmark._make_sampling_params(work, name, 0, 0)
-    answer = [token for step in engine.plain(prompt, ANSWER, sampling=drawn) for token in step.tokens]
+    answer = [token for step in engine.decode_plain(prompt, ANSWER, sampling=drawn) for token in step.tokens]
     return {
         "id": name, "prompt_ids": prompt, "answer_ids": answer, "finish_reason": "stop" if answer[-1] == END else "length",
         "temperature": work.w.temperature, "top_p": work.w.top_p if drawn else None, "source_row": 0, "verdict": "clean",

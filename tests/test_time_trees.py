@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from stages import time_trees
-from stages.engine.decode import DecodeStep, Engine
+from stages.engine.decode import Engine
+from stages.engine.decode_state import DecodeStep
 from stages.params import schema
 from stages.results import cost_fit, timing_grid
 from tests.conftest import edit_params
@@ -60,7 +61,7 @@ def test_every_round_decodes_each_once_forth_and_back(project: Path, monkeypatch
     """Interleaved, and the one before has ended: what it hooks into the target would slow the next."""
     begun: list[tuple[int, ...]] = []
     open_now = 0
-    plain, speculative = Engine.plain, Engine.speculative
+    plain, speculative = Engine.decode_plain, Engine.decode_speculative
 
     def noted(real: Any, engine: Engine, prompt: list[int], room: int, *shape: int) -> Iterator[DecodeStep]:
         nonlocal open_now

@@ -120,7 +120,15 @@ class Eagle3Draft(nn.Module):
 
     def __init__(self, config: DraftConfig):
         super().__init__()
-        c = self.config = config
+        self.config = config
+        self._add_layers(config)
+        self.register_buffer(
+            "inverse_frequency", compute_inverse_frequency(config.rope, config.head_dim), persistent=False
+        )
+        self.register_buffer("frequency_axes", assign_frequency_axes(config.rope, config.head_dim), persistent=False)
+
+    def _add_layers(self, c: DraftConfig) -> None:
+        """Add the modules with weights, and the vocabulary; EAGLE's draft has others."""
         self.fc = nn.Linear(3 * c.hidden_size, c.hidden_size, bias=False)
         self.midlayer = DraftLayer(c)
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)

@@ -106,7 +106,7 @@ def estimate_memory(work: TorchCellContext) -> MemoryEstimate:
     loads, prompts, world = work.workload.list_loads(), len(work.prompts), work.ranks.world
     slots = max(-(-min(cap or prompts, prompts) // world) for _, cap in loads)  # of a process
     tokens = work.longest_prompt + max(length for length, _ in loads)
-    return work.engine.memory(tokens, slots, work.tree_tuple, work.workload.temperature > 0)
+    return work.engine.estimate_memory(tokens, slots, work.tree_tuple, work.workload.temperature > 0)
 
 
 def make_sampling_params(work: TorchCellContext, prompt_id: str, repeat: int, turn: int) -> SamplingParams | None:

@@ -1,6 +1,6 @@
-"""What a GPU needs to be kept busy: passes recorded once and played, and results fetched by one copy.
+"""CUDA graphs captured once and replayed, and results copied to the host without blocking it.
 
-On the CPU a pass is simply called, and its result is there.
+On the CPU a step is simply called, and its result is available at once.
 """
 
 import math
@@ -13,112 +13,113 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MAX_PENDING_READBACKS = 2  # the step that is read, and the one that was begun before
-WARMUP_CALLS = 2  # calls before a recording: kernels are compiled and picked, workspaces taken
+MAX_PENDING_READBACKS = 2  # the step being read, and the one launched before
+WARMUP_CALLS = 2  # calls before a capture: kernels are compiled and selected, workspaces allocated
 
 
 def measure_free_memory(device: torch.device) -> float:
-    """Bytes that can still be taken: the device's, and what torch holds of it for nobody. Of a CPU it isn't asked."""
+    """Return the bytes that can still be allocated: free on the device, or cached by torch and unused. Infinity on a CPU."""
     if device.type != "cuda":
         return math.inf
-    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + held
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
 
 
 @cache
 def get_capture_stream(device: torch.device) -> Any:
-    """The stream that recordings are made on: one for all of a process, since cuBLAS keeps a workspace for each it ever saw."""
+    """Return the process's only stream for captures, since cuBLAS keeps a workspace for every stream it was used on."""
     return torch.cuda.Stream(device)
 
 
 def time_graph_replay(work: Callable[[], object], device: torch.device, plays: int = 10) -> float:
-    """What `work` takes, recorded and played: the median."""
+    """Return the median milliseconds of `work`, captured and replayed."""
     stream = get_capture_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         work()
     torch.cuda.synchronize(device)
-    graph, found = torch.cuda.CUDAGraph(), []
+    graph, times = torch.cuda.CUDAGraph(), []
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         work()
     for _ in range(1 + plays):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
         graph.replay()
         end.record()
         end.synchronize()
-        found.append(begin.elapsed_time(end))
-    return statistics.median(found[1:])
+        times.append(start.elapsed_time(end))
+    return statistics.median(times[1:])
 
 
 class CudaGraphRunner:
-    """Passes without arguments, which read and write tensors that stay where they are."""
+    """Captures and replays steps without arguments, whose tensors keep their addresses."""
 
-    def __init__(self, device: torch.device):
-        self.records = device.type == "cuda"
+    def __init__(self, device: torch.device, captures: bool | None = None):
+        self.captures = device.type == "cuda" if captures is None else captures
         self.device = device
-        self.played: dict[Hashable, Callable[[], None]] = {}
+        self.graphs: dict[Hashable, Callable[[], None]] = {}
         self.pool: Any = None
 
-    def run(self, key: Hashable, work: Callable[[], None], changed: list[Tensor]) -> None:
-        """Do `work`: play what was recorded under `key`; the first time, record it.
+    def run(self, key: Hashable, step: Callable[[], None], mutated: list[Tensor]) -> None:
+        """Run `step`: replay the graph captured under `key`, after capturing it the first time.
 
-        `changed` are the tensors that it reads and changes: recording calls it, and must leave no trace.
+        `mutated`: the tensors that the step reads and changes. Capturing calls the step, so their values are restored.
         """
-        if not self.records:
-            work()
+        if not self.captures:
+            step()
             return
-        if key not in self.played:
-            self.played[key] = self._recorded(work, changed)
-        self.played[key]()
+        if key not in self.graphs:
+            self.graphs[key] = self._capture(step, mutated)
+        self.graphs[key]()
 
-    def _recorded(self, work: Callable[[], None], changed: list[Tensor]) -> Callable[[], None]:
-        graph, before = torch.cuda.CUDAGraph(), [tensor.clone() for tensor in changed]
+    def _capture(self, step: Callable[[], None], mutated: list[Tensor]) -> Callable[[], None]:
+        graph, before = torch.cuda.CUDAGraph(), [tensor.clone() for tensor in mutated]
         stream = get_capture_stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             for _ in range(WARMUP_CALLS):
-                work()
-                for tensor, value in zip(changed, before, strict=True):
+                step()
+                for tensor, value in zip(mutated, before, strict=True):
                     tensor.copy_(value)
         torch.cuda.synchronize(self.device)
         try:
-            # One pool for all: no pass needs what another left in it.
+            # All graphs share one pool: no step needs another's intermediate results.
             with torch.cuda.graph(graph, pool=self.pool, stream=stream, capture_error_mode="thread_local"):
-                work()
+                step()
         except RuntimeError as error:
-            # A target whose forward waits for the device (a router that asks for counts) can't be recorded.
-            warnings.warn(f"a pass can't be recorded as a CUDA graph and is slower: {error}", stacklevel=3)
+            # A forward pass that waits for the device (a router that reads counts) can't be captured.
+            warnings.warn(f"a pass can't be captured as a CUDA graph and is slower: {error}", stacklevel=3)
             torch.cuda.synchronize(self.device)
-            return work
+            return step
         self.pool = self.pool or graph.pool()
         return graph.replay
 
 
 class AsyncReadback:
-    """Small tensors' values, fetched while the device goes on: at most SLOTS of a size at a time on their way."""
+    """Copies small tensors to the host while the device continues: at most MAX_PENDING_READBACKS of one size at a time."""
 
     def __init__(self, device: torch.device):
-        self.waits = device.type == "cuda"
-        self.boxes: dict[int, list[tuple[Tensor, Any]]] = {}  # by size: a plain step's is smaller than a cycle's
+        self.is_async = device.type == "cuda"
+        self.buffers: dict[int, list[tuple[Tensor, Any]]] = {}  # by size: a plain step's is smaller than a cycle's
 
-    def send(self, values: Tensor) -> Callable[[], list[int]]:
-        """Begin to fetch values [n] int64, as they are once the device has done what it was asked for -> waits for them."""
-        if not self.waits:
+    def start(self, values: Tensor) -> Callable[[], list[int]]:
+        """Start to copy values [n] int64 once queued work is done -> a function that waits for them."""
+        if not self.is_async:
             found = values.tolist()
             return lambda: found
-        boxes = self.boxes.setdefault(len(values), [])
-        boxes.append(boxes.pop(0) if len(boxes) == MAX_PENDING_READBACKS else self.box(len(values)))
-        box, arrived = boxes[-1]
-        box.copy_(values, non_blocking=True)
+        buffers = self.buffers.setdefault(len(values), [])
+        is_full = len(buffers) == MAX_PENDING_READBACKS
+        buffers.append(buffers.pop(0) if is_full else self._allocate_buffer(len(values)))
+        buffer, arrived = buffers[-1]
+        buffer.copy_(values, non_blocking=True)
         arrived.record()
 
         def fetch() -> list[int]:
             arrived.synchronize()
-            return box.tolist()
+            return buffer.tolist()
 
         return fetch
 
-    def box(self, size: int) -> tuple[Tensor, Any]:
-        """Memory that the device writes to by itself, and what tells that it did."""
+    def _allocate_buffer(self, size: int) -> tuple[Tensor, Any]:
+        """Return pinned memory and the event that marks the end of a copy into it."""
         return torch.empty(size, dtype=torch.int64, pin_memory=True), torch.cuda.Event()

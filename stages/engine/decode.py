@@ -1,45 +1,54 @@
 """The torch engine: plain and speculative decoding of one prompt at a time, greedy or sampled, by the same machinery.
 
-Both are generators of `DecodeStep`s, so that the caller holds the clock: the first is the token from prefill, each later one
-what a decoding step (plain) or a verify cycle (speculative) commits. In float32 both yield the same tokens, sampled ones
-too: what is drawn depends on the seed and the token's place alone (engine/sampling.py).
+Both are generators of `DecodeStep`s, so that the caller measures time: the first step is the token from prefill, each later
+one the tokens of a decoding step (plain) or a verify cycle (speculative). In float32 both yield the same tokens, also when
+sampling: a draw depends on the seed and the token's position alone (engine/sampling.py).
 
-A cycle stands at "tokens up to n are in the cache, token n is the bonus token":
+A cycle starts with tokens up to n in the cache; token n is the bonus token:
 
-    extend    the draft reads what the last cycle verified
+    extend    the draft reads the rows that the last cycle verified
     expand    from the draft's state at n - 1, grow candidates; keep the best num_draft_tokens - 1 under the root (token n)
-    verify    one target forward over the tree; node i sees the whole prefix, its ancestors and itself
-    accept    from the root, follow the target's own choice as long as it is in the tree
-    move      keep the accepted path's keys in the cache; its features are what the draft reads next
+    verify    one target forward over the tree; node i attends to the prefix, its ancestors and itself
+    accept    from the root, follow the target's own tokens as long as they are in the tree
+    move      keep the accepted path's keys and values in the cache; its features are the draft's next input
 
-Its shapes are fixed by the tree: the path is padded to R = num_steps + 1 rows, and rows beyond it are overwritten before a
-mask lets them be seen. So a GPU records a cycle once and plays it (`graphs`); what was accepted comes to the host in one
-copy, which is read while the next cycle runs. A plain step is the same with a tree of one node.
+Its shapes depend on the tree only: the path is padded to R = num_steps + 1 rows, and rows beyond it are overwritten before
+a mask admits them. So a GPU captures a cycle once as a CUDA graph and replays it; the host reads the result of a cycle in
+one copy while the next cycle runs. A plain step is the same with a tree of one node.
 
-Other methods than this draft (ngram, lookahead, medusa_trees, eagle_trees) propose their trees as a `Proposer`; verifying,
-accepting and moving are the same, so what one says is what plain decoding says, too.
+Methods other than this draft (stages/methods) propose their trees as a `Proposer`; verify, accept and move are shared, so
+their output also equals plain decoding.
 
-With pictures, prefill enters the target where it takes pixels; what is decoded stands at its index in the cache and `shift`
-more on all three axes, since a picture takes less room there than it has tokens.
+With images, prefill calls the multimodal model; a decoded token has the rotary position `cache index + rope_offset` on all
+three axes, because an image spans fewer positions than it has tokens.
 
-Letters: T tokens of the prompt, n cached tokens, M num_draft_tokens, R rows, L layers, H hidden, V vocabulary.
+Letters: T prompt tokens, n cached tokens, M num_draft_tokens, R path length, L layers, H hidden, V vocabulary.
 """
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from stages.draft.eagle3 import Eagle3Draft, build_prefix_mask, compute_first_state
-from stages.engine.cuda_graphs import AsyncReadback, CudaGraphRunner, measure_free_memory
+from stages.engine.decode_state import (
+    CacheSlot,
+    DecodeState,
+    DecodeStep,
+    PrefillOutput,
+    VerifyOutput,
+    advance_state,
+    compute_rope_positions,
+    count_scratch_rows,
+    read_step,
+)
 from stages.engine.draft_kernels import FusedDraft
-from stages.engine.kv_cache import KVCache, probe_kv_shapes, read_sliding_window
+from stages.engine.kv_cache import KVCache
+from stages.engine.proposer import DraftingMethod
 from stages.engine.sampling import SamplingParams, TokenSampler, draw_uniforms
+from stages.engine.slot_pool import SlotPool
 from stages.engine.target_kernels import FusedDecoder
 from stages.params.tree_sections import TreeShape
 from stages.target.hooks import capture_residual_streams, tap_decoder_inputs
@@ -47,539 +56,394 @@ from stages.target.multimodal import ImagePatchesProtocol, build_multimodal_inpu
 from stages.trees import draft_tree as trees
 from stages.trees.expansion import expand_candidates
 
-CACHE_SIZE_MULTIPLE = 256  # tokens; room is taken in whole multiples, so that few prompts ask for another
-
-
-class DecodeStep(NamedTuple):
-    tokens: list[int]  # committed: accepted drafts, then the bonus token unless it was cut off
-    accepted: int  # how many of them are drafts
-
-
-class PrefillOutput(NamedTuple):
-    """A prompt in the cache."""
-
-    hidden: Tensor  # [T, H] of its tokens, after the final norm
-    embeds: Tensor  # [1, T, H] what the decoder was given, pictures in their place
-    positions: Tensor | None  # [1, T, 3] rotary positions, of a target that sees
-    shift: int  # what is added to a later token's index
-
-
-class DecodeState(NamedTuple):
-    """Where a decoding stands, on the device: all that a cycle reads and changes beside keys and values."""
-
-    length: Tensor  # [1] n: tokens in the cache
-    count: Tensor  # [1] rows that the last cycle verified, of R
-    said: Tensor  # [1] tokens of the answer so far: the place of the next
-    tokens: Tensor  # [R] the token after each; that of the last is the bonus token
-    features: Tensor  # [R, 3H]
-    turns: Tensor  # [R], or [R, 3]: what turns the draft's queries and keys of these rows
-    shift: Tensor  # [1]
-    told: Tensor  # [1 + R] accepted drafts and the tokens, for the host
-
-
-class VerifyOutput(NamedTuple):
-    """What the target made of a tree."""
-
-    choices: Tensor  # [M] its token after each node
-    hidden: Tensor  # [M, H] of each node, after the final norm
-    path: Tensor  # [R] the accepted nodes, the root first; of those past stand.count any
-
-
-class Proposer(Protocol):
-    """What gives each cycle its tree, instead of the engine's own draft: one prompt's at a time.
-
-    `prepare` alone runs on the host; a GPU records the others once, so they are tensors of fixed shapes and keep what they
-    change in `held`.
-    """
-
-    held: list[Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        """Of all that is kept between cycles."""
-        ...
-
-    def begin(self, prompt: list[int], begun: PrefillOutput, stand: DecodeState) -> None:
-        """The prompt is in the cache, and the answer's first token, stand.tokens[0], is known."""
-
-    def prepare(self, stand: DecodeState) -> None:
-        """Before each cycle."""
-
-    def propose(self, stand: DecodeState, seen: int) -> tuple[trees.DraftTree, Tensor]:
-        """A tree and its tokens [M], the root's first; of the cache's rows `seen` may be looked at."""
-        ...
-
-    def learn(self, stand: DecodeState, verdict: VerifyOutput) -> None:
-        """The cycle is over, and `stand` behind it."""
-
-
-class DraftingMethod(Protocol):
-    """A way to propose trees."""
-
-    steps: int  # most drafts that a tree has on a path
-    nodes: int  # M
-    weights: int  # their bytes, of those that aren't the target's
-    parameters: int  # that were trained
-
-    def proposer(self, size: int) -> Proposer:
-        """For a room of `size` tokens."""
-        ...
-
-
-@dataclass
-class CacheSlot:
-    """Where one decoding at a time has its caches, and the passes that were recorded upon them."""
-
-    size: int  # tokens
-    places: Tensor  # [size] 0, 1, 2, ...
-    yes: Tensor  # [1, size] bool, all true
-    numbers: Tensor  # [size] float64: what the answer's tokens are drawn by
-    store: KVCache
-    draft_keys: Tensor  # [1, size, G, E]
-    draft_values: Tensor
-    graphs: CudaGraphRunner
-    mail: AsyncReadback
-    stands: dict[int, DecodeState]  # by R
-    proposers: dict[DraftingMethod, Proposer]
-
 
 class Engine:
-    """A target, and optionally a draft, ready to decode. Raises ValueError where the two can't belong together."""
+    """A target, and optionally a draft, ready to decode. Raises ValueError where the draft does not fit the target."""
 
     def __init__(
         self,
         model: PreTrainedModel,
-        eos: list[int],
+        end_tokens: list[int],
         feature_layers: list[int],
         draft: Eagle3Draft | None = None,
-        semantics: str = "sglang",  # of tree.SEMANTICS
+        tree_scoring: str = "sglang",  # a key of draft_tree.TREE_SCORINGS
     ):
         self.model, self.decoder, self.device = model, model.get_decoder(), model.device
-        self.head = model.get_output_embeddings().weight  # [V, H]
+        self.lm_head = model.get_output_embeddings().weight  # [V, H]
         self.embedding = model.get_input_embeddings().weight  # [V, H]
-        self.eos, self.feature_layers, self.draft, self.semantics = set(eos), feature_layers, draft, semantics
-        if draft and (draft.config.vocab_size, draft.config.hidden_size) != tuple(self.embedding.shape):
+        self.end_tokens, self.feature_layers = set(end_tokens), feature_layers
+        self.draft, self.tree_scoring = draft, tree_scoring
+        if draft:
+            self._check_draft_fits(draft)
+        self.slots = SlotPool(model, draft)
+        self.uses_cuda_graphs = self.slots.uses_cuda_graphs
+        self.fused_decoder = self._build_fused_decoder() if self.uses_cuda_graphs else None
+        self.fused_draft = (
+            FusedDraft.build_if_supported(draft, self.embedding) if draft and self.uses_cuda_graphs else None
+        )
+        self.passes_ahead = int(self.uses_cuda_graphs)  # passes launched before the one before them is read
+
+    def _check_draft_fits(self, draft: Eagle3Draft) -> None:
+        if (draft.config.vocab_size, draft.config.hidden_size) != tuple(self.embedding.shape):
             raise ValueError(
                 f"the draft is for a target of {draft.config.vocab_size} tokens and width {draft.config.hidden_size}; "
                 f"this target has {self.embedding.shape[0]} and {self.embedding.shape[1]}; train a draft for it"
             )
-        read, blocks = draft.fc.in_features // draft.config.hidden_size if draft else 0, len(self.decoder.layers)
-        if draft and (len(feature_layers) != read or not all(0 <= layer < blocks for layer in feature_layers)):
+        wanted, num_blocks = draft.fc.in_features // draft.config.hidden_size, len(self.decoder.layers)
+        if len(self.feature_layers) != wanted or not all(0 <= layer < num_blocks for layer in self.feature_layers):
             raise ValueError(
-                f"the draft reads {read} feature layers of the target, expected as many ids below {blocks}, its blocks; found "
-                f"{feature_layers}; correct target.feature_layers and run prepare_target, or take the draft trained for these"
+                f"the draft reads {wanted} feature layers of the target, expected as many ids below {num_blocks}, its blocks; "
+                f"found {self.feature_layers}; correct target.feature_layers and run prepare_target, or take the draft "
+                "trained for these"
             )
 
-        self.window = read_sliding_window(model)
-        self.shapes, self.idle = probe_kv_shapes(model), list[CacheSlot]()
-        self.expected = (
-            0  # tokens that a prompt and its answer will take at most, as far as is known: room for all at once
-        )
-        apart = {on for both in self.shapes for _, _, on in both} != {self.device}  # on several cards: cards.py
-        self.records = CudaGraphRunner(self.device).records and not apart
-        self.blocks = self._blocks() if self.records else None
-        self.beams = FusedDraft.of(draft, self.embedding) if draft and self.records else None
-        self.ahead = int(self.records)  # how many steps are begun before the one before is read
+    def _build_fused_decoder(self) -> FusedDecoder | None:
+        """Return the target on fused kernels, or None where its architecture is not supported."""
+        cache = KVCache(self.slots.kv_shapes, 8, self.model.dtype, self.device)
+        return FusedDecoder.build_if_supported(self.model, cache)
 
-    def _blocks(self) -> FusedDecoder | None:
-        """The target in few kernels, where it is of the build that they are made for."""
-        return FusedDecoder.of(self.model, KVCache(self.shapes, 8, self.model.dtype, self.device))
-
-    def _forward(
-        self, room: CacheSlot, ids: Tensor, positions: Tensor, sees: Tensor, places: Tensor, seen: int
-    ) -> Tensor:
-        """ids [1, M], positions [1, M], sees [1, 1, M, seen] bool, places [M] -> last hidden [M, H]."""
-        out = self.decoder(
-            input_ids=ids, position_ids=positions, attention_mask=sees, past_key_values=room.store.cache(places, seen),
-            use_cache=True,
-        )  # fmt: skip
-        return out.last_hidden_state[0]
-
-    def _prefill(self, room: CacheSlot, prompt: list[int], pictures: ImagePatchesProtocol | None) -> PrefillOutput:
-        """The whole prompt at once. Raises ValueError where it has not one token for each piece of its pictures."""
-        ids = torch.tensor([prompt], device=self.device)
-        count = ids.shape[1]
-        places = room.places[:count]
-        causal = torch.ones(1, 1, count, count, dtype=torch.bool, device=ids.device).tril()
-        if not is_multimodal(self.model):
-            hidden = self._forward(room, ids, places[None], causal, places, count)
-            return PrefillOutput(hidden, self.embedding[ids], None, 0)
-        view, given = build_multimodal_inputs(self.model, ["the prompt"], [torch.tensor(prompt)], [pictures]), []
-        with tap_decoder_inputs(self.model, lambda embeds, positions: given.append((embeds, positions))):
-            out = self.model.base_model(
-                input_ids=ids, position_ids=view.positions[:, None].to(ids.device), attention_mask=causal,
-                past_key_values=room.store.cache(places, count), use_cache=True, **build_pixel_kwargs(self.model, view),
-            )  # fmt: skip
-        (embeds, positions), shift = given[0], int(view.positions.max()) + 1 - count
-        return PrefillOutput(out.last_hidden_state[0], embeds, positions, shift)
-
-    def _chooser(self, room: CacheSlot, sampling: SamplingParams | None, max_new_tokens: int) -> TokenSampler:
-        """What chooses the answer's tokens, by numbers that lie where a recorded pass finds them."""
-        if sampling is not None:
-            room.numbers[:max_new_tokens] = draw_uniforms(sampling.seed, max_new_tokens)
-        return TokenSampler(sampling, room.numbers)
-
-    def _choose(self, chooser: TokenSampler, hidden: Tensor, places: Tensor) -> Tensor:
-        """The target's choice [M] after each hidden state [M, H], as token number places [M] of the answer."""
-        return chooser.choose(hidden @ self.head.T, places)
+    # Decoding
 
     @torch.inference_mode()
-    def margin(self, prompt: list[int], said: list[int], pictures: ImagePatchesProtocol | None = None) -> float:
-        """The gap between the target's two best logits after `prompt` and what was `said`."""
-        count, more = len(prompt), len(said)
-        with self._room(count + more, 0) as room:
-            begun = self._prefill(room, prompt, pictures)
-            hidden = begun.hidden[-1:]  # [1, H]
-            if said:
-                ids = torch.tensor([said], device=self.device)
+    def measure_margin(self, prompt: list[int], output: list[int], images: ImagePatchesProtocol | None = None) -> float:
+        """Return the gap between the target's two highest logits after `prompt` and `output`."""
+        count, more = len(prompt), len(output)
+        with self.slots.take_slot(count + more, 0) as slot:
+            prefill = self._prefill(slot, prompt, images)
+            hidden = prefill.hidden[-1:]  # [1, H]
+            if output:
+                ids = torch.tensor([output], device=self.device)
                 causal = torch.ones(1, 1, more, count + more, dtype=torch.bool, device=self.device).tril(count)
-                places = room.places[count : count + more]
-                hidden = self._forward(room, ids, places[None] + begun.shift, causal, places, count + more)[-1:]
-        logits = hidden[0] @ self.head.T
+                rows = slot.positions[count : count + more]
+                hidden = self._forward(slot, ids, rows[None] + prefill.rope_offset, causal, rows, count + more)[-1:]
+        logits = hidden[0] @ self.lm_head.T
         first, second = logits.float().topk(2).values.tolist()
         return first - second
 
     @torch.inference_mode()
-    def plain(
+    def decode_plain(
         self,
         prompt: list[int],
         max_new_tokens: int,
-        pictures: ImagePatchesProtocol | None = None,
+        images: ImagePatchesProtocol | None = None,
         sampling: SamplingParams | None = None,
     ) -> Iterator[DecodeStep]:
-        """Autoregressive decoding: one token a step, until an end token or `max_new_tokens`. Without `sampling`, greedy."""
-        with self._room(len(prompt) + max_new_tokens, self.ahead) as room:
-            chooser = self._chooser(room, sampling, max_new_tokens)
-            begun = self._prefill(room, prompt, pictures)
-            stand = self._stand(room, 1, begun, chooser)
+        """Yield one token a step, until an end token or `max_new_tokens`; greedy without `sampling`."""
+        with self.slots.take_slot(len(prompt) + max_new_tokens, self.passes_ahead) as slot:
+            sampler = self._make_sampler(slot, sampling, max_new_tokens)
+            prefill = self._prefill(slot, prompt, images)
+            state = self._start_state(slot, 1, prefill, sampler)
 
-            def step(seen: int) -> None:
-                self._plain_step(room, stand, chooser, seen)
+            def step(visible_length: int) -> None:
+                self._run_plain_step(slot, state, sampler, visible_length)
 
-            key = "plain", chooser.kind
-            yield from self._steps(room, stand, key, step, 1, len(prompt), max_new_tokens)
+            key = "plain", sampler.graph_key
+            yield from self._run_steps(slot, state, key, step, 1, len(prompt), max_new_tokens)
 
     @torch.inference_mode()
-    def speculative(
+    def decode_speculative(
         self,
         prompt: list[int],
         max_new_tokens: int,
         num_steps: int,
         topk: int,
         num_draft_tokens: int,
-        pictures: ImagePatchesProtocol | None = None,
+        images: ImagePatchesProtocol | None = None,
         sampling: SamplingParams | None = None,
     ) -> Iterator[DecodeStep]:
-        """Draft, verify, accept: each step after the first is one cycle. Without `sampling`, greedy.
+        """Yield prefill's token, then one step a cycle; greedy without `sampling`.
 
-        What passes an end token or the length limit is cut off, so the last cycle may come without its bonus token. Raises
-        ValueError for a tree that can't be built, before the first token.
+        Tokens past an end token or `max_new_tokens` are cut off, so the last cycle may come without its bonus token. Raises
+        ValueError for an impossible tree, before the first token.
         """
         assert self.draft is not None
-        trees.check_tree(TreeShape(num_steps, topk, num_draft_tokens), *self._draft_limits())
-        rows, shape = num_steps + 1, (num_steps, topk, num_draft_tokens)
-        spare = max(rows, num_draft_tokens, (num_steps - 1) * topk) + self.ahead * rows
-        with self._room(len(prompt) + max_new_tokens, spare) as room:
-            chooser = self._chooser(room, sampling, max_new_tokens)
-            with capture_residual_streams(self.model, self.feature_layers) as caught:
-                begun = self._prefill(room, prompt, pictures)
-            stand = self._stand(room, rows, begun, chooser)
-            self._enter(room, stand, begun, self._features(caught))
+        trees.check_tree(TreeShape(num_steps, topk, num_draft_tokens), *self._get_draft_limits())
+        path_length, tree = num_steps + 1, (num_steps, topk, num_draft_tokens)
+        spare = count_scratch_rows(*tree) + self.passes_ahead * path_length
+        with self.slots.take_slot(len(prompt) + max_new_tokens, spare) as slot:
+            sampler = self._make_sampler(slot, sampling, max_new_tokens)
+            with capture_residual_streams(self.model, self.feature_layers) as streams:
+                prefill = self._prefill(slot, prompt, images)
+            state = self._start_state(slot, path_length, prefill, sampler)
+            self._prefill_draft(slot, state, prefill, self._join_features(streams))
 
-            def cycle(seen: int) -> None:
-                self._cycle(room, stand, shape, chooser, seen)
+            def cycle(visible_length: int) -> None:
+                self._run_cycle(slot, state, tree, sampler, visible_length)
 
-            key = shape, chooser.kind
-            yield from self._steps(room, stand, key, cycle, num_draft_tokens, len(prompt), max_new_tokens)
+            key = tree, sampler.graph_key
+            yield from self._run_steps(slot, state, key, cycle, num_draft_tokens, len(prompt), max_new_tokens)
 
     @torch.inference_mode()
-    def proposed(
+    def decode_with_method(
         self,
         prompt: list[int],
         max_new_tokens: int,
         method: DraftingMethod,
-        pictures: ImagePatchesProtocol | None = None,
+        images: ImagePatchesProtocol | None = None,
         sampling: SamplingParams | None = None,
     ) -> Iterator[DecodeStep]:
-        """As `speculative`, with the trees of `method`."""
-        rows = method.steps + 1
-        with self._room(len(prompt) + max_new_tokens, max(rows, method.nodes) + self.ahead * rows) as room:
-            chooser = self._chooser(room, sampling, max_new_tokens)
-            begun = self._prefill(room, prompt, pictures)
-            stand = self._stand(room, rows, begun, chooser)
-            if method not in room.proposers:
-                room.proposers[method] = method.proposer(room.size)
-            proposer = room.proposers[method]
-            proposer.begin(prompt, begun, stand)
+        """Yield steps as `decode_speculative` does, with the trees of `method`."""
+        path_length, width = method.num_steps + 1, method.num_draft_tokens
+        spare = max(path_length, width) + self.passes_ahead * path_length
+        with self.slots.take_slot(len(prompt) + max_new_tokens, spare) as slot:
+            sampler = self._make_sampler(slot, sampling, max_new_tokens)
+            prefill = self._prefill(slot, prompt, images)
+            state = self._start_state(slot, path_length, prefill, sampler)
+            if method not in slot.proposers:
+                slot.proposers[method] = method.build_proposer(slot.capacity)
+            proposer = slot.proposers[method]
+            proposer.start(prompt, prefill, state)
 
-            def cycle(seen: int) -> None:
-                tree, ids = proposer.propose(stand, room.size if self.records else seen - method.nodes)
-                proposer.learn(stand, self._judge(room, stand, tree, ids, method.steps, chooser, seen, []))
+            def cycle(visible_length: int) -> None:
+                readable = slot.capacity if self.uses_cuda_graphs else visible_length - width
+                tree, ids = proposer.propose(state, readable)
+                output = self._verify_and_accept(slot, state, tree, ids, method.num_steps, sampler, visible_length, [])
+                proposer.update(state, output)
 
-            key = proposer, chooser.kind
-            yield from self._steps(
-                room, stand, key, cycle, method.nodes, len(prompt), max_new_tokens, lambda: proposer.prepare(stand),
-                proposer.held,
-            )  # fmt: skip
+            yield from self._run_steps(
+                slot,
+                state,
+                (proposer, sampler.graph_key),
+                cycle,
+                width,
+                len(prompt),
+                max_new_tokens,
+                lambda: proposer.prepare(state),
+                proposer.graph_tensors,
+            )
 
-    def _steps(
-        self, room: CacheSlot, stand: DecodeState, key: Hashable, work: Callable[[int], None], width: int, count: int, most: int,
-        prepare: Callable[[], None] = lambda: None, held: Sequence[Tensor] = (),
-    ) -> Iterator[DecodeStep]:  # fmt: skip
-        """Steps of a decoding that stands behind a prompt of `count` tokens: `work` is one, with `width` nodes.
+    def _run_steps(
+        self,
+        slot: CacheSlot,
+        state: DecodeState,
+        key: Hashable,
+        step: Callable[[int], None],
+        num_draft_tokens: int,
+        prompt_length: int,
+        max_new_tokens: int,
+        prepare: Callable[[], None] = lambda: None,
+        graph_tensors: Sequence[Tensor] = (),
+    ) -> Iterator[DecodeStep]:
+        """Yield the steps after a prefill: `step`, given the visible cache length, runs one over `num_draft_tokens` nodes.
 
-        `prepare` comes before each, on the host; `held` is what `work` changes beside the stand.
+        `prepare` runs on the host before each; `graph_tensors` are changed by `step` in addition to the state.
 
-        On a GPU the next one is begun before the last is read: an end token is found one step late, and what was decoded
-        past it is dropped.
+        On a GPU a step is launched before the one before it is read: an end token is found one step late, and the tokens
+        decoded past it are dropped.
         """
-        bonus = int(stand.tokens[0])
+        bonus = int(state.next_tokens[0])
         yield DecodeStep([bonus], 0)
-        done, sent = 1, deque[Callable[[], list[int]]]()
-        while done < most and bonus not in self.eos:
-            while len(sent) <= self.ahead and done + len(sent) < most:
-                seen = room.size if self.records else count + done - 1 + width
+        num_read, launched = 1, deque[Callable[[], list[int]]]()
+        while num_read < max_new_tokens and bonus not in self.end_tokens:
+            while len(launched) <= self.passes_ahead and num_read + len(launched) < max_new_tokens:
+                visible = slot.capacity if self.uses_cuda_graphs else prompt_length + num_read - 1 + num_draft_tokens
                 prepare()
-                room.graphs.run(key, lambda: work(seen), [*stand, *held])  # noqa: B023 - called at once
-                sent.append(room.mail.send(stand.told))
-            accepted, *tokens = sent.popleft()()
-            tokens = tokens[: accepted + 1]
-            committed = self._cut(tokens, most - done)
-            yield DecodeStep(committed, min(accepted, len(committed)))
-            if len(committed) < len(tokens):
+                slot.graphs.run(key, lambda: step(visible), [*state, *graph_tensors])  # noqa: B023 - called at once
+                launched.append(slot.readback.start(state.readback))
+            found, cut = read_step(launched.popleft()(), self.end_tokens, max_new_tokens - num_read)
+            yield found
+            if cut:
                 return
-            done, bonus = done + len(committed), tokens[-1]
+            num_read, bonus = num_read + len(found.tokens), found.tokens[-1]
 
-    def check(self, tokens: int) -> None:
-        """Raises ValueError where prompt and answer take more `tokens` than this target holds or this engine decodes."""
-        limit, window = self.model.config.get_text_config().max_position_embeddings, self.window
-        if window is not None and tokens > window:
-            raise ValueError(
-                f"prompt and answer may take {tokens} tokens, and layers of this target see {window} (sliding_window), which "
-                "the torch engine does not decode with; use shorter prompts, or measure this target by benchmark_served"
-            )
-        if tokens > limit:
-            raise ValueError(
-                f"prompt and answer may take {tokens} tokens, the target holds {limit} (max_position_embeddings); "
-                "lower benchmark.workloads.*.max_new_tokens or use shorter prompts"
-            )
+    # Passes
 
-    def expect(self, tokens: int) -> None:
-        """Prompts and answers of at most so many are to come: room is taken for them at once. Raises ValueError as `check`."""
-        self.check(tokens)
-        self.expected = tokens
+    def _start_state(
+        self, slot: CacheSlot, path_length: int, prefill: PrefillOutput, sampler: TokenSampler
+    ) -> DecodeState:
+        """Return the state after a prefill: the answer's first token is chosen, the draft has the last row still to read."""
+        if path_length not in slot.states:
+            slot.states[path_length] = self.slots.allocate_state(path_length)
+        state = slot.states[path_length]
+        state.cache_length.fill_(prefill.embeds.shape[1])
+        state.num_verified.fill_(1)
+        state.next_tokens[:1] = self._sample(sampler, prefill.hidden[-1:], state.output_length.zero_())
+        state.output_length.fill_(1)
+        state.rope_offset.fill_(prefill.rope_offset)
+        return state
 
-    @contextmanager
-    def _room(self, tokens: int, spare: int) -> Iterator[CacheSlot]:
-        """Room for prompt and answer, and for what is written beyond: an idle one, or a larger one in its place."""
-        self.check(tokens)
-        tokens = max(tokens, self.expected)
-        room = self.idle.pop() if self.idle else None
-        if room is None or room.size < tokens + spare:
-            room = None  # it goes before the new one is taken
-            room = self._new_room(-(-(tokens + spare) // CACHE_SIZE_MULTIPLE) * CACHE_SIZE_MULTIPLE)
-        try:
-            yield room
-        finally:
-            self.idle.append(room)
-
-    def _features(self, caught: list[Tensor]) -> Tensor:
-        """Streams [1, T, H] of a prompt, wherever their blocks lie -> [T, 3H]."""
-        return torch.cat([stream[0].to(self.device) for stream in caught], dim=-1)
-
-    def _graphs(self) -> CudaGraphRunner:
-        found = CudaGraphRunner(self.device)
-        found.records = self.records
-        return found
-
-    def _new_room(self, size: int) -> CacheSlot:
-        """Raises ValueError where a GPU has less memory left than that takes."""
-        like, groups, width = self._draft_cache()
-        self._fits(size, self._draft_bytes(size))
-        return CacheSlot(
-            size,
-            torch.arange(size, device=self.device),
-            torch.ones(1, size, dtype=torch.bool, device=self.device),
-            torch.zeros(size, dtype=torch.float64, device=self.device),
-            KVCache(self.shapes, size, self.model.dtype, self.device, last=not self.records),
-            like.new_zeros(1, size, groups, width),
-            like.new_zeros(1, size, groups, width),
-            self._graphs(),
-            AsyncReadback(self.device),
-            {},
-            {},
-        )
-
-    def _draft_limits(self) -> tuple[int, int | None]:
-        """What of the draft limits its trees: its vocabulary, and its sliding window."""
+    def _get_draft_limits(self) -> tuple[int, int | None]:
+        """Return the draft's limits on trees: its vocabulary size and its sliding window."""
         assert self.draft is not None
         return self.draft.config.draft_vocab_size, self.draft.config.sliding_window
 
-    def _draft_cache(self) -> tuple[Tensor, int, int]:
-        """Of the draft's keys: what they are like, G and E."""
-        if self.draft is None:
-            return self.embedding, 0, 0
-        c = self.draft.config
-        return self.draft.fc.weight, c.num_key_value_heads, c.head_dim
-
-    def _draft_bytes(self, tokens: int) -> int:
-        """Of the draft's keys and values of so many."""
-        like, groups, width = self._draft_cache()
-        return 2 * tokens * groups * width * like.element_size()
-
-    def _fits(self, size: int, drafts: int) -> None:
-        """drafts: the bytes of the draft's keys and values."""
-        need = sum(g * e for both in self.shapes for g, e, _ in both) * size * self.model.dtype.itemsize + drafts
-        if (free := measure_free_memory(self.device)) < need:
-            raise ValueError(
-                f"keys and values of {size} tokens take {need / 2**30:.1f} GiB, {self.device} has {free / 2**30:.1f} GiB left; "
-                "lower benchmark.workloads.*.max_new_tokens, use shorter prompts, or end what else runs there"
-            )
-
-    def _stand(self, room: CacheSlot, rows: int, begun: PrefillOutput, chooser: TokenSampler) -> DecodeState:
-        """Behind the prompt, which was all verified, and the answer's first token; the draft has its last row still to read."""
-        if rows not in room.stands:
-            room.stands[rows] = self._empty_stand(rows)
-        stand = room.stands[rows]
-        stand.length.fill_(begun.embeds.shape[1])
-        stand.count.fill_(1)
-        stand.tokens[:1] = self._choose(chooser, begun.hidden[-1:], stand.said.zero_())
-        stand.said.fill_(1)
-        stand.shift.fill_(begun.shift)
-        return stand
-
-    def _empty_stand(self, rows: int, *slots: int) -> DecodeState:
-        """Of one decoding, or of as many as there are slots, one behind the other."""
-        whole = {"dtype": torch.int64, "device": self.device}
-        axes = () if self.draft is None or self.draft.frequency_axes is None else (3,)
-        width = 3 * self.embedding.shape[1]
-        return DecodeState(
-            length=torch.zeros(*slots, 1, **whole),
-            count=torch.zeros(*slots, 1, **whole),
-            said=torch.zeros(*slots, 1, **whole),
-            tokens=torch.zeros(*slots, rows, **whole),
-            features=torch.zeros(*slots, rows, width, dtype=self.model.dtype, device=self.device),
-            turns=torch.zeros(*slots, rows, *axes, **whole),
-            shift=torch.zeros(*slots, 1, **whole),
-            told=torch.zeros(*slots, 1 + rows, **whole),
+    def _forward(
+        self, slot: CacheSlot, ids: Tensor, positions: Tensor, mask: Tensor, rows: Tensor, visible_length: int
+    ) -> Tensor:
+        """ids [1, M], positions [1, M], mask [1, 1, M, visible_length] bool, rows [M] to write -> last hidden [M, H]."""
+        cache = slot.target_cache.bind(rows, visible_length)
+        out = self.decoder(
+            input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
         )
+        return out.last_hidden_state[0]
 
-    def _enter(self, room: CacheSlot, stand: DecodeState, begun: PrefillOutput, features: Tensor) -> None:
-        """The draft reads the prompt, features [T, 3H]: all of it but the last row, which waits for the first cycle."""
+    def _prefill(self, slot: CacheSlot, prompt: list[int], images: ImagePatchesProtocol | None) -> PrefillOutput:
+        """Read the whole prompt. Raises ValueError where it has not one token for each merged patch of its images."""
+        ids = torch.tensor([prompt], device=self.device)
+        count = ids.shape[1]
+        rows = slot.positions[:count]
+        causal = torch.ones(1, 1, count, count, dtype=torch.bool, device=ids.device).tril()
+        if not is_multimodal(self.model):
+            hidden = self._forward(slot, ids, rows[None], causal, rows, count)
+            return PrefillOutput(hidden, self.embedding[ids], None, 0)
+        inputs = build_multimodal_inputs(self.model, ["the prompt"], [torch.tensor(prompt)], [images])
+        tapped: list[tuple[Tensor, Tensor]] = []
+        with tap_decoder_inputs(self.model, lambda embeds, positions: tapped.append((embeds, positions))):
+            out = self.model.base_model(
+                input_ids=ids,
+                position_ids=inputs.positions[:, None].to(ids.device),
+                attention_mask=causal,
+                past_key_values=slot.target_cache.bind(rows, count),
+                use_cache=True,
+                **build_pixel_kwargs(self.model, inputs),
+            )
+        (embeds, positions), rope_offset = tapped[0], int(inputs.positions.max()) + 1 - count
+        return PrefillOutput(out.last_hidden_state[0], embeds, positions, rope_offset)
+
+    def _make_sampler(self, slot: CacheSlot, sampling: SamplingParams | None, max_new_tokens: int) -> TokenSampler:
+        """Return the answer's sampler; its random numbers are in the slot, where a captured pass reads them."""
+        if sampling is not None:
+            slot.uniforms[:max_new_tokens] = draw_uniforms(sampling.seed, max_new_tokens)
+        return TokenSampler(sampling, slot.uniforms)
+
+    def _sample(self, sampler: TokenSampler, hidden: Tensor, indices: Tensor) -> Tensor:
+        """Return the target's tokens [M] after hidden states [M, H]; indices [M]: their positions in the answer."""
+        return sampler.sample(hidden @ self.lm_head.T, indices)
+
+    def _join_features(self, streams: list[Tensor]) -> Tensor:
+        """Residual streams [1, T, H] of a prompt, on any device -> [T, 3H]."""
+        return torch.cat([stream[0].to(self.device) for stream in streams], dim=-1)
+
+    def _prefill_draft(self, slot: CacheSlot, state: DecodeState, prefill: PrefillOutput, features: Tensor) -> None:
+        """Let the draft read the prompt, features [T, 3H], but for the last row, which the first cycle reads."""
         assert self.draft is not None
         count = len(features)
-        turns = self.draft.get_rope_positions(room.places[None, :count], begun.positions)  # [1, T] or [1, T, 3]
-        stand.features[0], stand.turns[0] = features[-1], turns[0, -1]
+        positions = self.draft.get_rope_positions(
+            slot.positions[None, :count], prefill.positions
+        )  # [1, T] or [1, T, 3]
+        state.features[0], state.rope_positions[0] = features[-1], positions[0, -1]
         if count > 1:
-            self._extend(room, begun.embeds[:, 1:], features[:-1], turns[:, :-1], room.places[: count - 1])
+            rows = slot.positions[: count - 1]
+            self._extend_draft_cache(slot, prefill.embeds[:, 1:], features[:-1], positions[:, :-1], rows)
 
-    def _extend(self, room: CacheSlot, embeds: Tensor, features: Tensor, turns: Tensor, places: Tensor) -> Tensor:
-        """The draft reads rows: embeds [1, R, H] of the tokens after them, their features [R, 3H] -> fused [1, R, H]."""
+    def _extend_draft_cache(
+        self, slot: CacheSlot, embeds: Tensor, features: Tensor, positions: Tensor, rows: Tensor
+    ) -> Tensor:
+        """Write keys and values of rows: embeds [1, R, H] of the tokens after them, features [R, 3H] -> fused [1, R, H]."""
         draft = self.draft
         assert draft is not None
         fused = draft.fuse_features(features.to(draft.fc.weight.dtype))[None]
-        keys, values = draft.compute_keys_values(draft.build_layer_input(embeds, fused), draft.compute_rope(turns))
-        room.draft_keys.index_copy_(1, places, keys)
-        room.draft_values.index_copy_(1, places, values)
+        keys, values = draft.compute_keys_values(draft.build_layer_input(embeds, fused), draft.compute_rope(positions))
+        slot.draft_keys.index_copy_(1, rows, keys)
+        slot.draft_values.index_copy_(1, rows, values)
         return fused
 
-    def _plain_step(self, room: CacheSlot, stand: DecodeState, chooser: TokenSampler, seen: int) -> None:
-        hidden, _ = self._verify(room, stand, stand.tokens, stand.length, room.yes[:, :1], seen, [])
-        stand.tokens.copy_(self._choose(chooser, hidden, stand.said))
-        stand.length.add_(1)
-        stand.said.add_(1)
-        stand.told[1:].copy_(stand.tokens)
+    def _run_plain_step(self, slot: CacheSlot, state: DecodeState, sampler: TokenSampler, visible_length: int) -> None:
+        alone = slot.all_true[:, :1]
+        hidden, _ = self._verify(slot, state, state.next_tokens, state.cache_length, alone, visible_length, [])
+        state.next_tokens.copy_(self._sample(sampler, hidden, state.output_length))
+        state.cache_length.add_(1)
+        state.output_length.add_(1)
+        state.readback[1:].copy_(state.next_tokens)
 
-    def _cycle(
-        self, room: CacheSlot, stand: DecodeState, shape: tuple[int, int, int], chooser: TokenSampler, seen: int
+    def _run_cycle(
+        self,
+        slot: CacheSlot,
+        state: DecodeState,
+        shape: tuple[int, int, int],
+        sampler: TokenSampler,
+        visible_length: int,
     ) -> None:
-        """One cycle, on the device alone."""
-        steps, topk, width = shape
-        tree, ids = self._grow(room, stand, steps, topk, width, room.size if self.records else seen - width)
-        self._judge(room, stand, tree, ids, steps, chooser, seen, self.feature_layers)
+        num_steps, _, num_draft_tokens = shape
+        readable = slot.capacity if self.uses_cuda_graphs else visible_length - num_draft_tokens
+        tree, ids = self._draft_tree(slot, state, shape, readable)
+        self._verify_and_accept(slot, state, tree, ids, num_steps, sampler, visible_length, self.feature_layers)
 
-    def _judge(
-        self, room: CacheSlot, stand: DecodeState, tree: trees.DraftTree, ids: Tensor, steps: int, chooser: TokenSampler, seen: int,
+    def _verify_and_accept(
+        self,
+        slot: CacheSlot,
+        state: DecodeState,
+        tree: trees.DraftTree,
+        ids: Tensor,
+        num_steps: int,
+        sampler: TokenSampler,
+        visible_length: int,
         layers: list[int],
-    ) -> VerifyOutput:  # fmt: skip
-        """Verify, accept, move: a tree, its tokens [M], and the streams entering `layers` that are features."""
+    ) -> VerifyOutput:
+        """Verify a tree with tokens ids [M], accept a path, move its rows; the streams entering `layers` become features."""
         depths = tree.depths[0]  # [M]
-        hidden, streams = self._verify(room, stand, ids, stand.length + depths, tree.ancestor_mask[0], seen, layers)
-        choices = self._choose(chooser, hidden, stand.said + depths)
-        path, count = trees.find_accepted_path(tree, choices[None], steps)
-        path = path[0]  # [R]
-
-        rows = stand.length + room.places[: steps + 1]  # [R]
-        room.store.move(stand.length + path, rows)
-        if streams:
-            stand.features.copy_(torch.cat(streams, dim=-1)[path])
-        stand.turns.copy_(rows if stand.turns.ndim == 1 else (rows + stand.shift)[:, None].expand(-1, 3))
-        stand.tokens.copy_(choices[path])  # what the target chose after a node is the next node's token
-        stand.count.copy_(count)
-        stand.length.add_(count)
-        stand.said.add_(count)
-        stand.told.copy_(torch.cat([count - 1, stand.tokens]))
-        return VerifyOutput(choices, hidden, path)
-
-    def _grow(
-        self, room: CacheSlot, stand: DecodeState, steps: int, topk: int, width: int, seen: int
-    ) -> tuple[trees.DraftTree, Tensor]:
-        """The draft reads the last cycle's rows and grows a tree -> it and its tokens [M], the root's first."""
-        draft, last = self.draft, stand.count - 1
-        assert draft is not None
-        count = len(stand.tokens) if self.records else int(stand.count)
-        tokens, features, read = stand.tokens[:count], stand.features[:count], stand.turns[:count]
-        places = stand.length - stand.count + room.places[:count]
-        if self.beams is not None:
-            keys, values = (x[0].transpose(0, 1) for x in (room.draft_keys, room.draft_values))  # [G, room, E]
-            rows = tokens, features, read, last, places
-            candidates = self.beams.grow(*rows, stand.length, keys, values, steps, topk, self.semantics)
-            tree = trees.build_tree(candidates, width)
-            return tree, torch.cat([tokens[last], tree.tokens[0]])
-        embeds = self.embedding[tokens][None]  # [1, R, H]
-        fused = self._extend(room, embeds, features, read[None], places)
-        keys, values = room.draft_keys[:, :seen], room.draft_values[:, :seen]
-        window, at = draft.config.sliding_window, (stand.length - 1)[None]  # [1, 1]
-        allowed = None if window is None and not self.records else build_prefix_mask(at, seen, window)
-        turns = read[last][None]  # [1, 1] or [1, 1, 3]
-        state = compute_first_state(draft, embeds[:, last], fused[:, last], turns, keys, values, allowed)
-        candidates = expand_candidates(
-            draft, self.embedding, state, turns, keys, values, allowed, steps, topk, self.semantics
+        hidden, streams = self._verify(
+            slot, state, ids, state.cache_length + depths, tree.ancestor_mask[0], visible_length, layers
         )
-        tree = trees.build_tree(candidates, width)
+        target_tokens = self._sample(sampler, hidden, state.output_length + depths)
+        paths, num_verified = trees.find_accepted_path(tree, target_tokens[None], num_steps)
+        path = paths[0]  # [R]
+
+        rows = state.cache_length + slot.positions[: num_steps + 1]  # [R]
+        slot.target_cache.move_rows(state.cache_length + path, rows)
+        if streams:
+            state.features.copy_(torch.cat(streams, dim=-1)[path])
+        state.rope_positions.copy_(compute_rope_positions(rows, state.rope_offset, state.rope_positions))
+        # The target's token after a node on the path is the token of the next node.
+        advance_state(state, target_tokens[path], num_verified, num_verified)
+        return VerifyOutput(target_tokens, hidden, path)
+
+    def _draft_tree(
+        self, slot: CacheSlot, state: DecodeState, shape: tuple[int, int, int], visible_length: int
+    ) -> tuple[trees.DraftTree, Tensor]:
+        """Let the draft read the last cycle's rows and grow a tree -> the tree and its tokens [M], the root's first."""
+        draft, last = self.draft, state.num_verified - 1
+        assert draft is not None
+        num_steps, topk, num_draft_tokens = shape
+        count = len(state.next_tokens) if self.uses_cuda_graphs else int(state.num_verified)
+        tokens, features, positions = state.next_tokens[:count], state.features[:count], state.rope_positions[:count]
+        rows = state.cache_length - state.num_verified + slot.positions[:count]
+        if self.fused_draft is not None:
+            keys, values = (x[0].transpose(0, 1) for x in (slot.draft_keys, slot.draft_values))  # [G, capacity, E]
+            inputs = tokens, features, positions, last, rows, state.cache_length
+            candidates = self.fused_draft.expand_candidates(*inputs, keys, values, num_steps, topk, self.tree_scoring)
+        else:
+            embeds = self.embedding[tokens][None]  # [1, R, H]
+            fused = self._extend_draft_cache(slot, embeds, features, positions[None], rows)
+            window, position = draft.config.sliding_window, (state.cache_length - 1)[None]  # [1, 1]
+            sees_all = window is None and not self.uses_cuda_graphs
+            mask = None if sees_all else build_prefix_mask(position, visible_length, window)
+            prefix = slot.draft_keys[:, :visible_length], slot.draft_values[:, :visible_length], mask
+            last_position = positions[last][None]  # [1, 1] or [1, 1, 3]
+            first = compute_first_state(draft, embeds[:, last], fused[:, last], last_position, *prefix)
+            candidates = expand_candidates(
+                draft, self.embedding, first, last_position, *prefix, num_steps, topk, self.tree_scoring
+            )
+        tree = trees.build_tree(candidates, num_draft_tokens)
         return tree, torch.cat([tokens[last], tree.tokens[0]])
 
     def _verify(
         self,
-        room: CacheSlot,
-        stand: DecodeState,
+        slot: CacheSlot,
+        state: DecodeState,
         ids: Tensor,
-        places: Tensor,
-        tree: Tensor,
-        seen: int,
+        positions: Tensor,
+        ancestor_mask: Tensor,
+        visible_length: int,
         layers: list[int],
     ) -> tuple[Tensor, list[Tensor]]:
-        """The target reads a tree behind the cache: ids [M] at places [M], tree [M, M] of who sees whom.
+        """Run the target over a tree behind the cache: ids [M] at positions [M], ancestor_mask [M, M] bool.
 
         Returns the last hidden [M, H] and the streams [M, H] entering `layers`.
         """
-        rows, positions = stand.length + room.places[: len(ids)], places + stand.shift  # [M] where they lie, and stand
-        if self.blocks is not None:
-            return self.blocks.forward(ids, positions, tree[None], stand.length, rows, room.store, layers)
-        if self.records:
-            mask = (room.places[:seen] < stand.length).repeat(len(ids), 1).index_copy_(1, rows, tree)  # [M, seen]
+        rows, positions = state.cache_length + slot.positions[: len(ids)], positions + state.rope_offset  # [M]
+        if self.fused_decoder is not None:
+            return self.fused_decoder.forward(
+                ids, positions, ancestor_mask[None], state.cache_length, rows, slot.target_cache, layers
+            )
+        if self.uses_cuda_graphs:
+            prefix = (slot.positions[:visible_length] < state.cache_length).repeat(len(ids), 1)  # [M, visible_length]
+            mask = prefix.index_copy_(1, rows, ancestor_mask)
         elif len(ids) == 1:
-            mask = room.yes[:, :seen]
+            mask = slot.all_true[:, :visible_length]
         else:
-            prefix = room.yes[:, : seen - len(ids)].expand(len(ids), -1)
-            mask = torch.cat([prefix, tree], dim=1)
+            prefix = slot.all_true[:, : visible_length - len(ids)].expand(len(ids), -1)
+            mask = torch.cat([prefix, ancestor_mask], dim=1)
         with capture_residual_streams(self.model, layers) as streams:
-            hidden = self._forward(room, ids[None], positions[None], mask[None, None], rows, seen)
+            hidden = self._forward(slot, ids[None], positions[None], mask[None, None], rows, visible_length)
         return hidden, [stream[0].to(self.device) for stream in streams]
-
-    def _cut(self, tokens: list[int], room: int) -> list[int]:
-        """`tokens` up to the first end token, and at most `room` of them."""
-        for place, token in enumerate(tokens[:room]):
-            if token in self.eos:
-                return tokens[: place + 1]
-        return tokens[:room]

@@ -28,16 +28,16 @@ class ForcedDecodingEngine(Engine):
         super().__init__(model, [], feature_layers, draft)
         self.answer = torch.tensor(answer, device=self.device)
 
-    def _choose(self, chooser: TokenSampler, hidden: Tensor, places: Tensor) -> Tensor:
-        return self.answer[places.clamp(max=len(self.answer) - 1)]
+    def _sample(self, sampler: TokenSampler, hidden: Tensor, indices: Tensor) -> Tensor:
+        return self.answer[indices.clamp(max=len(self.answer) - 1)]
 
 
 def measure_chain_tau(
     engine: ForcedDecodingEngine, prompt: list[int], num_steps: int, images: ImagePatchesProtocol | None = None
 ) -> float:
     """Return tau of chains of `num_steps` drafts along the answer. Raises ValueError where it exceeds the engine's capacity."""
-    cycles = [*engine.speculative(prompt, len(engine.answer), num_steps, 1, num_steps + 1, images)][1:]
-    return acceptance.compute_tau(np.array([step.accepted for step in cycles]), np.ones(len(cycles)))
+    cycles = [*engine.decode_speculative(prompt, len(engine.answer), num_steps, 1, num_steps + 1, images)][1:]
+    return acceptance.compute_tau(np.array([step.num_accepted for step in cycles]), np.ones(len(cycles)))
 
 
 @torch.no_grad()

@@ -1,56 +1,32 @@
-"""What lies between the matrix products of a block, and of a step of the draft, as few GPU kernels, in Triton.
+"""The operations between the matrix products of a block, and of a step of the draft, as few Triton kernels.
 
-Decoding is bound by the bytes of weights: a kernel that moves a few kilobytes costs its launch, two microseconds or so,
-hundreds of times a pass. So each of these does all that can be done before the next product. `kernels_torch` has the same
-functions, which these are tested against.
+Decoding is bound by reading weights. A kernel that moves a few kilobytes costs its launch, about two microseconds, hundreds
+of times a pass; so each kernel does everything up to the next product. `kernels_torch` has the same functions and is the
+reference of the tests.
 
 Letters: M tokens, H hidden, A query heads, G key-value heads, R query heads for each, E head width (a power of two), T nodes
 of a tree, P parts of the keys, K topk, D draft vocabulary, V target vocabulary, C candidates.
 """
-
-import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from stages.engine.cuda_graphs import time_graph_replay
+from stages.engine.matmul_triton import pick_tiling, stream_matmul
+from stages.engine.triton_launch import LAUNCH_OPTIONS, wait_for_inputs
 from stages.trees.draft_tree import Candidates, get_step_range
 
-KEYS_PER_BLOCK = 128  # of a block
+KEYS_PER_BLOCK = 128
 PROGRAMS_WANTED = 256  # about two for each multiprocessor
-VOCABULARY_CHUNK = 1024  # of a vocabulary
-# From Hopper on a kernel may start before the one before it has ended, and waits where it first needs what that made.
-PDL_SUPPORTED = (
-    torch.version.hip is None
-    and torch.cuda.is_available()
-    and torch.cuda.get_device_capability() >= (9, 0)
-    and not triton.knobs.runtime.interpret
-)
-LAUNCH_OPTIONS: dict[str, Any] = {"launch_pdl": True} if PDL_SUPPORTED else {}  # other backends don't know the word
-USES_PDL = tl.constexpr(PDL_SUPPORTED)
-PREFETCHED_LINES = tl.constexpr(
-    8
-)  # of 128 bytes, of each row of weights, that a product asks for before its input is there
-LOWEST_KEY = tl.constexpr(-0x7FFFFFFFFFFFFFFF)  # comes after every key
-
-
-@triton.jit
-def _wait_for_inputs():
-    """For all before this kernel; the next one may start meanwhile."""
-    if USES_PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+VOCABULARY_CHUNK = 1024
+LOWEST_KEY = tl.constexpr(-0x7FFFFFFFFFFFFFFF)  # less than every order key
 
 
 @triton.jit
 def _add_rms_norm_kernel(x, more, weight, summed, out, eps, H: tl.constexpr, B: tl.constexpr, ADD: tl.constexpr):
-    _wait_for_inputs()
+    wait_for_inputs()
     m, h = tl.program_id(0).to(tl.int64), tl.arange(0, B)
     inside = h < H
     row = tl.load(x + m * H + h, mask=inside, other=0)
@@ -64,7 +40,7 @@ def _add_rms_norm_kernel(x, more, weight, summed, out, eps, H: tl.constexpr, B: 
 
 
 def add_rms_norm(x: Tensor, weight: Tensor, eps: float, more: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """x + more [M, H], and that normed."""
+    """Return x + more [M, H], and its RMS norm."""
     m, h = x.shape
     out, summed = torch.empty_like(x), x if more is None else torch.empty_like(x)
     block = triton.next_power_of_2(h)
@@ -89,7 +65,7 @@ def _rotate_and_cache_kernel(
     qkv, q_weight, k_weight, cos, sin, rows, q, keys, values, eps, key_g, key_row, value_g, value_row,
     A: tl.constexpr, G: tl.constexpr, E: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    _wait_for_inputs()
+    wait_for_inputs()
     m, a, e = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, E)
     half: tl.constexpr = E // 2
     other = (e + half) % E
@@ -117,13 +93,13 @@ def _rotate_and_cache_kernel(
 def rotate_and_cache(
     qkv: Tensor,  # [M, (A + 2G) * E]
     norms: tuple[Tensor, Tensor, float] | None,  # of queries and of keys [E], and their eps
-    cos: Tensor,  # [M, E], halves alike
+    cos: Tensor,  # [M, E], both halves equal
     sin: Tensor,
-    keys: Tensor,  # [G, room, E], in any order of strides but the last
+    keys: Tensor,  # [G, capacity, E], contiguous in the last dimension
     values: Tensor,
-    rows: Tensor,  # [M] where keys and values go
+    rows: Tensor,  # [M] cache rows for keys and values
 ) -> Tensor:  # [M, A, E]
-    """Queries and keys normed and turned; keys and values into their rows."""
+    """Return normed and rotated queries; write keys, normed and rotated, and values to `rows`."""
     (g, _, e), m = keys.shape, len(qkv)
     a = qkv.shape[1] // e - 2 * g
     q = qkv.new_empty(m, a, e)
@@ -141,7 +117,7 @@ def _attend_tree_kernel(
     G: tl.constexpr, R: tl.constexpr, E: tl.constexpr, P: tl.constexpr, B: tl.constexpr, N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    _wait_for_inputs()
+    wait_for_inputs()
     g, part = tl.program_id(0), tl.program_id(1)
     slot, block = tl.program_id(2) // blocks, tl.program_id(2) % blocks
     n = tl.load(length + slot)
@@ -157,7 +133,7 @@ def _attend_tree_kernel(
     query = tl.load(q + at[:, None] * E + e[None], mask=inside[:, None], other=0)
     highest = tl.full([B], float("-inf"), tl.float32)
     total_weight, sum_ = tl.zeros([B], tl.float32), tl.zeros([B, E], tl.float32)
-    least = tl.load(first + m, mask=inside, other=0)  # the first key that a token sees
+    least = tl.load(first + m, mask=inside, other=0)  # the first key that a token attends to
     for start in range(begin, end, N):
         j = start + tl.arange(0, N)
         there = j < end
@@ -185,7 +161,7 @@ def _attend_tree_kernel(
 
 @triton.jit
 def _merge_key_parts_kernel(parts, lse, out, E: tl.constexpr, P: tl.constexpr):
-    _wait_for_inputs()
+    wait_for_inputs()
     row, p, e = tl.program_id(0).to(tl.int64), tl.arange(0, P), tl.arange(0, E)
     levels = tl.load(lse + row * P + p)
     weights = tl.exp(levels - tl.max(levels, 0))
@@ -195,27 +171,27 @@ def _merge_key_parts_kernel(parts, lse, out, E: tl.constexpr, P: tl.constexpr):
 
 def attend_tree(
     q: Tensor,  # [M, A, E], of B prompts N tokens each
-    keys: Tensor,  # [G, room, E]: of each prompt, from row b * each on, a prefix, and behind it T nodes
+    keys: Tensor,  # [G, capacity, E]: of prompt b, from row b * slot_capacity on, a prefix and behind it T nodes
     values: Tensor,
     length: Tensor,  # [B] tokens of each prefix
-    sees: Tensor,  # [B, N, T] bool, the nodes that each token sees
-    first: Tensor,  # [M] the first token of the prefix that each sees
+    mask: Tensor,  # [B, N, T] bool: the nodes that each token attends to
+    first: Tensor,  # [M] the first row of the prefix that each attends to
     scale: float,
-    each: int = 0,
+    slot_capacity: int = 0,
 ) -> Tensor:  # [M, A, E]
-    """One softmax over prefix and nodes. The keys are dealt to programs in parts, which are merged by their sums of exponents."""
-    (m, a, e), g, (prompts, n, t) = q.shape, keys.shape[0], sees.shape
+    """Attend to prefix and nodes with one softmax; programs take parts of the keys, merged by their log-sum-exp."""
+    (m, a, e), g, (prompts, n, t) = q.shape, keys.shape[0], mask.shape
     rows = n * (a // g)
-    exact = q.dtype == torch.float32  # without matrix units: small blocks, or the compiler takes minutes
+    exact = q.dtype == torch.float32  # no matrix units: small blocks, or compiling takes minutes
     block = 16 if exact else min(32, max(16, triton.next_power_of_2(rows)))
     blocks = triton.cdiv(rows, block)
-    room = each or keys.shape[1]
-    parts = triton.next_power_of_2(max(4, min(room // KEYS_PER_BLOCK, PROGRAMS_WANTED // (g * blocks * prompts))))
+    capacity = slot_capacity or keys.shape[1]
+    parts = triton.next_power_of_2(max(4, min(capacity // KEYS_PER_BLOCK, PROGRAMS_WANTED // (g * blocks * prompts))))
     found = torch.empty(m * a, parts, e, dtype=torch.float32, device=q.device)
     lse = torch.empty(m * a, parts, dtype=torch.float32, device=q.device)
     _attend_tree_kernel[g, parts, blocks * prompts](
-        q, keys, values, sees, length, found, lse, scale, keys.stride(0), keys.stride(1), values.stride(0),
-        values.stride(1), n, first, t, each, blocks, g, a // g, e, parts, block, 16 if exact else KEYS_PER_BLOCK,
+        q, keys, values, mask, length, found, lse, scale, keys.stride(0), keys.stride(1), values.stride(0),
+        values.stride(1), n, first, t, slot_capacity, blocks, g, a // g, e, parts, block, 16 if exact else KEYS_PER_BLOCK,
         "ieee" if exact else "tf32", num_warps=4, num_stages=2, **LAUNCH_OPTIONS,
     )  # fmt: skip
     out = torch.empty_like(q)
@@ -225,7 +201,7 @@ def attend_tree(
 
 @triton.jit
 def _silu_and_mul_kernel(x, out, width, B: tl.constexpr):
-    _wait_for_inputs()
+    wait_for_inputs()
     m, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
     inside = i < width
     gate = tl.load(x + m * 2 * width + i, mask=inside, other=0)
@@ -247,7 +223,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
 def _mix_inputs_kernel(
     embedding, tokens, states, slots, first, second, out, picked, eps, H: tl.constexpr, B: tl.constexpr
 ):
-    _wait_for_inputs()
+    wait_for_inputs()
     m, h = tl.program_id(0).to(tl.int64), tl.arange(0, B)
     inside, of_state = h < H, tl.program_id(1)
     if of_state == 1:
@@ -266,18 +242,18 @@ def mix_inputs(
     embedding: Tensor,  # [V, H]
     tokens: Tensor,  # [M]
     states: Tensor,  # [*, H]
-    slots: Tensor,  # [M] which of the states is each token's
+    parents: Tensor,  # [M] index of each token's state
     weights: tuple[Tensor, Tensor],  # [H] norms of embeddings and of states
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """What the draft's projections read [M, 2H], and the states [M, H] themselves."""
+    """Return the input of the draft's projections [M, 2H], and the selected states [M, H]."""
     m, h = len(tokens), states.shape[1]
     out, picked = states.new_empty(m, 2 * h), states.new_empty(m, h)
     _mix_inputs_kernel[m, 2](
         embedding,
         tokens,
         states,
-        slots,
+        parents,
         *weights,
         out,
         picked,
@@ -292,7 +268,7 @@ def mix_inputs(
 
 @triton.jit
 def _make_order_keys(scores, least, places):
-    """Unique keys: greater where the score is greater, and of equal scores where the place is lower; places <= least."""
+    """Return unique keys, greater for greater scores, and among equal scores for lower places; places <= least."""
     bits = (scores + 0.0).to(tl.int32, bitcast=True)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return (bits.to(tl.int64) << 32) | (least - places).to(tl.int64)
@@ -300,7 +276,7 @@ def _make_order_keys(scores, least, places):
 
 @triton.jit
 def _select_chunk_topk_kernel(logits, keys, peaks, sums, D, K: tl.constexpr, B: tl.constexpr):
-    _wait_for_inputs()
+    wait_for_inputs()
     m, chunk, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     d = chunk * B + tl.arange(0, B)
     inside = d < D
@@ -320,7 +296,7 @@ def _select_topk_kernel(
     keys, peaks, sums, chances, ids, D, chunks,
     K: tl.constexpr, B: tl.constexpr, C: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
-    _wait_for_inputs()
+    wait_for_inputs()
     m, i, c = tl.program_id(0).to(tl.int64), tl.arange(0, B), tl.arange(0, C)
     level = tl.load(peaks + m * chunks + c, mask=c < chunks, other=float("-inf"))
     peak = tl.max(level, 0)
@@ -337,10 +313,10 @@ def _select_topk_kernel(
         key = tl.where(key == found, LOWEST_KEY, key)
 
 
-def select_topk(logits: Tensor, topk: int, semantics: str) -> tuple[Tensor, Tensor]:
-    """logits [M, D] -> what each of the K best tokens adds to a path's score [M, K] float32, and those draft ids [M, K].
+def select_topk(logits: Tensor, topk: int, tree_scoring: str) -> tuple[Tensor, Tensor]:
+    """logits [M, D] -> the factor or term of the K best tokens in a path's score [M, K] float32, and their draft ids [M, K].
 
-    Ordered by logits, which is by chances but where two chances are one number in float32.
+    Ordered by logits: by probabilities, except where two probabilities are equal in float32.
     """
     m, size = logits.shape
     chunks = triton.cdiv(size, VOCABULARY_CHUNK)
@@ -353,7 +329,7 @@ def select_topk(logits: Tensor, topk: int, semantics: str) -> tuple[Tensor, Tens
     ids = torch.empty(m, topk, dtype=torch.int64, device=logits.device)
     _select_topk_kernel[(m,)](
         keys, peaks, sums, chances, ids, size, chunks, topk, triton.next_power_of_2(chunks * topk),
-        triton.next_power_of_2(chunks), semantics == "eagle", num_warps=1, **LAUNCH_OPTIONS,
+        triton.next_power_of_2(chunks), tree_scoring == "eagle", num_warps=1, **LAUNCH_OPTIONS,
     )  # fmt: skip
     return chances, ids
 
@@ -363,7 +339,7 @@ def _extend_beam_kernel(
     beam, numbers, sees, chances, ids, d2t, scores, tokens, parents, new_beam, new_numbers, new_sees, new_tokens, slots,
     first, T, C, own, K: tl.constexpr, W: tl.constexpr, N: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    _wait_for_inputs()
+    wait_for_inputs()
     b, i, t = tl.program_id(0), tl.arange(0, W), tl.arange(0, N)
     at, nodes, pool = b * K, b * K * T, b.to(tl.int64) * C + first  # of this prompt's beam, its table, its candidates
     inside = i < K * K
@@ -390,136 +366,41 @@ def _extend_beam_kernel(
 
 
 def extend_beam(
-    step: int,  # whose nodes are the beams, from 1 on
-    beam: Tensor,  # [B, K] scores of each prompt's, float32
-    numbers: Tensor,  # [B, K] of the beam's nodes among the candidates
-    sees: Tensor,  # [B, K, T] bool: which nodes of all steps each of the beam's sees
-    chances: Tensor,  # [B * K, K] float32, of their successors
+    step: int,  # of the beams' nodes, from 1 on
+    beam: Tensor,  # [B, K] float32 scores
+    numbers: Tensor,  # [B, K] candidate numbers of the beams' nodes
+    mask: Tensor,  # [B, K, T] bool: the nodes of all steps that each beam attends to
+    token_scores: Tensor,  # [B * K, K] float32, of their successors
     ids: Tensor,  # [B * K, K] draft ids
     d2t: Tensor,  # [D]
-    found: Candidates,  # [B, C] each: where the candidates go
-    semantics: str,
+    found: Candidates,  # [B, C] each: receives the candidates
+    tree_scoring: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The successors are candidates, the best K of them the next beam: its scores, numbers and sees, its tokens [B * K], and
-    the places [B * K] that they grew from."""
-    prompts, topk, nodes = sees.shape
-    new, new_sees = torch.empty_like(beam), torch.empty_like(sees)
-    new_numbers, new_tokens, slots = torch.empty(3, prompts, topk, dtype=torch.int64, device=beam.device)
+    """Add the successors to the candidates -> the next beam, the best K: scores, candidate numbers, mask, tokens [B * K], and
+    parents [B * K], the index of the beam that each continues."""
+    prompts, topk, nodes = mask.shape
+    new, new_mask = torch.empty_like(beam), torch.empty_like(mask)
+    new_numbers, new_tokens, parents = torch.empty(3, prompts, topk, dtype=torch.int64, device=beam.device)
     _extend_beam_kernel[(prompts,)](
-        beam, numbers, sees.view(torch.uint8), chances, ids, d2t, found.scores, found.tokens, found.parents, new,
-        new_numbers, new_sees.view(torch.uint8), new_tokens, slots, get_step_range(step, topk)[0], nodes, found.scores.shape[1],
-        step * topk, topk, triton.next_power_of_2(topk * topk), triton.next_power_of_2(nodes), semantics == "eagle",
+        beam, numbers, mask.view(torch.uint8), token_scores, ids, d2t, found.scores, found.tokens, found.parents, new,
+        new_numbers, new_mask.view(torch.uint8), new_tokens, parents, get_step_range(step, topk)[0], nodes, found.scores.shape[1],
+        step * topk, topk, triton.next_power_of_2(topk * topk), triton.next_power_of_2(nodes), tree_scoring == "eagle",
         num_warps=1, **LAUNCH_OPTIONS,
     )  # fmt: skip
-    return new, new_numbers, new_sees, new_tokens.flatten(), slots.flatten()
-
-
-@triton.jit
-def _prefetch_lines(lines):
-    """To be brought near, without waiting for them."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit(do_not_specialize=["M"])  # or each number of rows would be compiled for
-def _stream_matmul_kernel(
-    x, w, y, M, N, K, B: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, GATED: tl.constexpr,
-):  # fmt: skip
-    n, m, d = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, B), tl.arange(0, DEPTH)
-    if USES_PDL:  # the weights wait for nobody
-        gdc_launch_dependents()
-        line = (
-            tl.minimum(n, N - 1).to(tl.int64)[:, None] * K
-            + tl.minimum(64 * tl.arange(0, PREFETCHED_LINES), K - 1)[None]
-        )
-        _prefetch_lines(w + line)
-        if GATED:
-            _prefetch_lines(w + N.to(tl.int64) * K + line)
-        gdc_wait()
-    weights = w + n.to(tl.int64)[:, None] * K + d[None]
-    given = x + m[None] * K + d[:, None]
-    sum_, ups = tl.zeros([TILE, B], tl.float32), tl.zeros([TILE, B], tl.float32)
-    for start in range(0, K, DEPTH):
-        there = (n < N)[:, None] & (start + d < K)[None]
-        row = tl.load(
-            given + start, mask=(m < M)[None] & (start + d < K)[:, None], other=0, eviction_policy="evict_last"
-        )
-        part = tl.load(weights + start, mask=there, other=0, eviction_policy="evict_first")
-        sum_ = tl.dot(part, row, sum_)
-        if GATED:
-            part = tl.load(weights + N.to(tl.int64) * K + start, mask=there, other=0, eviction_policy="evict_first")
-            ups = tl.dot(part, row, ups)
-    kind = y.dtype.element_ty
-    if GATED:
-        wide = sum_.to(kind).to(tl.float32)
-        sum_ = (wide * tl.sigmoid(wide)).to(kind).to(tl.float32) * ups.to(kind).to(tl.float32)
-    tl.store(y + m[None] * N + n[:, None], sum_.to(kind), mask=(n < N)[:, None] & (m < M)[None])
-
-
-def stream_matmul(x: Tensor, w: Tensor, gated: bool, tile: int, depth: int, warps: int, stages: int) -> Tensor:
-    """`matmul`, or `gated_matmul`, for at most 64 tokens: a program streams `tile` rows of weights past all of them."""
-    (m, k), n = x.shape, len(w) // (2 if gated else 1)
-    y = x.new_empty(m, n)
-    rows = max(16, triton.next_power_of_2(m))
-    _stream_matmul_kernel[(triton.cdiv(n, tile),)](
-        x, w, y, m, n, k, rows, tile, depth, gated, num_warps=warps, num_stages=stages, **LAUNCH_OPTIONS
-    )
-    return y
-
-
-MatmulTiling = tuple[int, int, int, int]  # tile, depth, warps, stages
-# cuBLAS reads weights of 34 to 200 MB at 2.4 to 3.7 TB/s on an H200, which copies at 4.4.
-MATMUL_TILINGS: list[MatmulTiling] = [
-    (16, 256, 4, 4),
-    (32, 128, 4, 5),
-    (64, 64, 4, 6),
-    (64, 128, 4, 4),
-    (128, 64, 8, 4),
-    (128, 128, 8, 3),
-]
-MAX_STREAMED_TOKENS = 64  # tokens
-COLD_WEIGHT_BYTES = 128 << 20  # bytes of weights, twice what is kept near
-fastest_tilings: dict[tuple[Any, ...], MatmulTiling | None] = {}  # a tiling, or None for the library
+    return new, new_numbers, new_mask, new_tokens.flatten(), parents.flatten()
 
 
 def matmul(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [M, K] -> x @ w.T + bias [M, N], by whatever is the fastest for this shape."""
-    tiling = _pick_tiling(x, w, False) if bias is None else None
+    """x [M, K] -> x @ w.T + bias [M, N], by the fastest implementation for this shape."""
+    tiling = pick_tiling(x, w, False, _run_cublas, add_rms_norm) if bias is None else None
     return F.linear(x, w, bias) if tiling is None else stream_matmul(x, w, False, *tiling)
 
 
 def gated_matmul(x: Tensor, w: Tensor) -> Tensor:
     """x [M, H], w [2I, H] of gates and then ups -> silu(gate) * up [M, I]."""
-    tiling = _pick_tiling(x, w, True)
-    return silu_and_mul(F.linear(x, w)) if tiling is None else stream_matmul(x, w, True, *tiling)
+    tiling = pick_tiling(x, w, True, _run_cublas, add_rms_norm)
+    return _run_cublas(x, w, True) if tiling is None else stream_matmul(x, w, True, *tiling)
 
 
-def _pick_tiling(x: Tensor, w: Tensor, gated: bool) -> MatmulTiling | None:
-    """Timed at the first call of a shape, so not while a pass is recorded. None: the library's product is the fastest."""
-    if x.element_size() != 2 or len(x) > MAX_STREAMED_TOKENS:
-        return None
-    key = triton.next_power_of_2(max(16, len(x))), x.dtype, x.device, w.shape, gated
-    if key not in fastest_tilings:
-        library = (lambda w: silu_and_mul(F.linear(x, w))) if gated else lambda w: F.linear(x, w)
-        times: dict[MatmulTiling | None, float] = {None: _time_matmul(library, x, w)}
-        for tiling in MATMUL_TILINGS:
-            times[tiling] = _time_matmul(lambda w: stream_matmul(x, w, gated, *tiling), x, w)  # noqa: B023 - called at once
-        fastest_tilings[key] = min(times, key=times.__getitem__)
-    return fastest_tilings[key]
-
-
-def _time_matmul(work: Callable[[Tensor], Tensor], x: Tensor, w: Tensor) -> float:
-    """Milliseconds, recorded, between other kernels and over weights that are not near; what doesn't fit takes for ever."""
-    weights = [w, *(w.clone() for _ in range(COLD_WEIGHT_BYTES // w.nbytes))]
-    one = x.new_ones(x.shape[1])
-
-    def chain() -> None:
-        for weight in weights:
-            add_rms_norm(x, one, 1e-6)
-            work(weight)
-
-    try:
-        return time_graph_replay(chain, x.device) / len(weights)
-    except triton.runtime.errors.OutOfResources:
-        return math.inf
+def _run_cublas(x: Tensor, w: Tensor, gated: bool) -> Tensor:
+    return silu_and_mul(F.linear(x, w)) if gated else F.linear(x, w)

@@ -1,4 +1,4 @@
-"""How long a decoding takes, as its caller sees it."""
+"""Wall-clock times of a decoding, as its caller sees them."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -6,15 +6,15 @@ from typing import NamedTuple
 
 import torch
 
-from stages.engine.decode import DecodeStep
+from stages.engine.decode_state import DecodeStep
 
 
 class TimedDecode(NamedTuple):
-    """All of a decoding."""
+    """The steps of a whole decoding, and its times in seconds."""
 
     steps: list[DecodeStep]
-    first_s: float  # to the token from prefill
-    last_s: float  # to the last token
+    prefill_s: float  # until the token from prefill
+    total_s: float  # until the last token
 
     @property
     def tokens(self) -> list[int]:
@@ -22,18 +22,21 @@ class TimedDecode(NamedTuple):
 
     @property
     def cycles(self) -> list[DecodeStep]:
-        """All but prefill's token."""
+        """All steps but prefill's."""
         return self.steps[1:]
 
 
-def time_decode(begin: Callable[[], Iterator[DecodeStep]], device: str) -> TimedDecode:
-    """On a GPU it is begun once before: the first prompt of a length has kernels picked for it, which can take ten prefills."""
+def time_decode(start: Callable[[], Iterator[DecodeStep]], device: str) -> TimedDecode:
+    """Time the decoding that `start` begins.
+
+    On a GPU a prefill runs once before: the first prompt of a length selects kernels, which can take ten prefills.
+    """
     if device.startswith("cuda"):
-        first_time = begin()
-        next(first_time)
-        del first_time
+        warmup = start()
+        next(warmup)
+        del warmup
     started = read_device_clock(device)
-    decoding = begin()
+    decoding = start()
     steps = [next(decoding)]
     first = read_device_clock(device)
     steps += decoding
@@ -41,7 +44,7 @@ def time_decode(begin: Callable[[], Iterator[DecodeStep]], device: str) -> Timed
 
 
 def read_device_clock(device: str) -> float:
-    """Seconds, once the device has done what it was asked for."""
+    """Return seconds, after the device has finished all queued work."""
     if device.startswith("cuda"):
         torch.cuda.synchronize()
     return time.perf_counter()

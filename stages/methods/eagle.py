@@ -1,35 +1,33 @@
-"""EAGLE: one decoder layer that guesses the target's next hidden state (https://arxiv.org/abs/2401.15077, 2406.16858).
+"""EAGLE: one decoder layer that predicts the target's next hidden state (https://arxiv.org/abs/2401.15077, 2406.16858).
 
-    position p:   embed(token p+1), last hidden of p   --fc, layer-->   hidden guessed of p+1   --head-->   guess for p+2
-    one step on:  embed(guess),     that hidden        --fc, layer-->   ...                                 guess for p+3
+    position p:   embed(token p+1), last hidden of p   --fc, layer-->   predicted hidden of p+1   --head-->   guess for p+2
+    next step:    embed(guess),     that hidden        --fc, layer-->   ...                                   guess for p+3
 
-It reads the target's last hidden state, after the final norm, and has neither that state's norm nor a head of its own; its
-layer has no norm before the attention. Taught: SmoothL1 to the target's hidden state of p+1, and a tenth of the soft
-cross-entropy of what the two make of the target's head; one step, on the target's own hidden states, without the
-authors' noise on them. How it decodes: `eagle_trees`.
+Its input is the target's last hidden state after the final norm; its layer has no norm before the attention, and logits are
+the target's head of its output. The loss is SmoothL1 to the target's hidden state of p+1, plus a tenth of the soft
+cross-entropy between the logits of both; one step, on the target's own hidden states, without the authors' noise.
+Decoding: `eagle_proposer`.
 
-Letters as in `draft`; P taught positions, L steps.
+Letters as in `draft/eagle3.py`; P supervised positions, L steps.
 """
-
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 
-from stages.draft.eagle3 import DraftConfig, DraftMLP, Eagle3Draft, RMSNorm, compute_inverse_frequency
-from stages.target.mrope import assign_frequency_axes
+from stages.draft.eagle3 import DraftConfig, DraftMLP, Eagle3Draft, RMSNorm
 from stages.training import attention_mask, chunked_loss, ttt
 
-CROSS_ENTROPY_WEIGHT = 0.1  # its weight, beside SmoothL1's 1
+CROSS_ENTROPY_WEIGHT = 0.1  # SmoothL1 has weight 1
 
 
 class EagleDraft(Eagle3Draft):
-    """As a Draft, over the target's whole vocabulary; `head` [V, H] is the target's, and nobody's weight."""
+    """A draft over the target's whole vocabulary. `head` [V, H] is the target's: frozen, not registered as a parameter."""
 
     def __init__(self, config: DraftConfig, head: Tensor):
-        nn.Module.__init__(self)
-        c = self.config = config
-        self.head = (head,)  # in a tuple it is no part of the module
+        super().__init__(config)
+        self.head = (head,)  # a tuple, so that the module does not register it
+
+    def _add_layers(self, c: DraftConfig) -> None:
         self.fc = nn.Linear(2 * c.hidden_size, c.hidden_size)
         self.midlayer = nn.Module()
         self.midlayer.self_attn = nn.Module()
@@ -39,22 +37,20 @@ class EagleDraft(Eagle3Draft):
         self.midlayer.self_attn.o_proj = nn.Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
         self.midlayer.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.midlayer.mlp = DraftMLP(c)
-        self.register_buffer("inverse_frequency", compute_inverse_frequency(c.rope, c.head_dim), persistent=False)
-        self.register_buffer("frequency_axes", assign_frequency_axes(c.rope, c.head_dim), persistent=False)
 
     @classmethod
-    def fresh(cls, config: DraftConfig, head: Tensor, seed: int) -> "EagleDraft":
-        """Untrained: drawn from the seed, the fusion such that the guess for p+1 begins near the hidden state of p."""
+    def initialise(cls, config: DraftConfig, head: Tensor, seed: int) -> "EagleDraft":
+        """Return random weights from the seed, with `fc` such that the first prediction for p+1 is near the hidden state of p."""
         torch.manual_seed(seed)
-        made = cls(config, head)
+        draft = cls(config, head)
         with torch.no_grad():
-            for name, weight in made.named_parameters():
+            for name, weight in draft.named_parameters():
                 if weight.ndim == 2:
                     nn.init.normal_(weight, std=0.02)
                 if name == "fc.weight":
                     weight[:, config.hidden_size :] += torch.eye(config.hidden_size)
-            made.fc.bias.zero_()
-        return made
+            draft.fc.bias.zero_()
+        return draft
 
     def fuse_features(self, features: Tensor) -> Tensor:
         return features
@@ -76,13 +72,13 @@ class EagleDraft(Eagle3Draft):
 
 
 def unroll_states(eagle: EagleDraft, pack: ttt.TrainingPack, embedding: Tensor, steps: int) -> list[Tensor]:
-    """`steps` steps from every asked position, fed with the row's own tokens and their own earlier states -> [P_k, H] each."""
+    """Return the states [P_k, H] of `steps` steps from every query token, with the row's own tokens and the states before."""
     last = pack.last.to(eagle.fc.weight.dtype)
-    turning = eagle.get_rope_positions(pack.position, pack.rope_positions)
+    positions = eagle.get_rope_positions(pack.position, pack.rope_positions)
     ids = nn.functional.pad(pack.ids, (0, steps + 1))
     mixed = eagle.build_layer_input(ttt.embed_tokens(pack, ids, embedding, slice(1, len(pack.ids) + 1)), last)
     visible = attention_mask.build_pack_attention(
-        pack, *eagle.compute_keys_values(mixed, eagle.compute_rope(turning)), None
+        pack, *eagle.compute_keys_values(mixed, eagle.compute_rope(positions)), None
     )
     hidden = last.index_select(0, pack.query_tokens)  # [P, H]
     own_keys: list[Tensor] = []
@@ -91,8 +87,8 @@ def unroll_states(eagle: EagleDraft, pack: ttt.TrainingPack, embedding: Tensor, 
     for k, width in enumerate(pack.queries_per_step[:steps]):
         asked = pack.query_tokens[:width]
         mixed = eagle.build_layer_input(ttt.embed_tokens(pack, ids, embedding, asked + 1 + k), hidden[:width])
-        rope = eagle.compute_rope(turning[asked] + k)
-        if k:  # of step 0 it is the prefix's of p
+        rope = eagle.compute_rope(positions[asked] + k)
+        if k:  # at step 0 the query's own key is in the prefix
             key, value = eagle.compute_keys_values(mixed, rope)
             own_keys, own_values = [x[:width] for x in own_keys] + [key], [x[:width] for x in own_values] + [value]
         attended = visible.attend(eagle.compute_queries(mixed, rope), own_keys, own_values)
@@ -102,9 +98,14 @@ def unroll_states(eagle: EagleDraft, pack: ttt.TrainingPack, embedding: Tensor, 
 
 
 def compute_loss(
-    eagle: EagleDraft, pack: ttt.TrainingPack, embedding: Tensor, head: Tensor, objective: ttt.TrainingObjective, counts: Tensor | None = None
-) -> ttt.LossOutput:  # fmt: skip
-    """As ttt.forward, of one step."""
+    eagle: EagleDraft,
+    pack: ttt.TrainingPack,
+    embedding: Tensor,
+    head: Tensor,
+    objective: ttt.TrainingObjective,
+    counts: Tensor | None = None,
+) -> ttt.LossOutput:
+    """Return the loss of one step, as ttt.compute_loss does."""
     assert objective.num_steps == 1
     if not pack.chunks:
         return ttt.compute_zero_loss(eagle, pack, 1)
@@ -113,23 +114,18 @@ def compute_loss(
         min=1
     )  # [1]
     all_ids = torch.zeros(len(head), dtype=torch.int64, device=head.device)
-    view = SimpleNamespace(
-        normalise_output=eagle.normalise_output,
-        lm_head=SimpleNamespace(weight=head),
-        d2t=all_ids,
-        t2d=torch.ones_like(all_ids).bool(),
-    )
+    output_head = chunked_loss.OutputHead(eagle.normalise_output, head, all_ids, torch.ones_like(all_ids).bool())
     total, loss, hits = chunked_loss.compute_chunked_loss(
-        view, [states], pack, head, CROSS_ENTROPY_WEIGHT * share, objective.loss
+        output_head, [states], pack, head, CROSS_ENTROPY_WEIGHT * share, objective.loss
     )
-    wanted = pack.last[pack.query_tokens + 1].to(states.dtype)  # of the position guessed
-    near = nn.functional.smooth_l1_loss(states, wanted, reduction="none").mean(-1).float().sum()
-    return ttt.LossOutput(total + near * share[0], CROSS_ENTROPY_WEIGHT * loss + near.detach(), hits)
+    expected = pack.last[pack.query_tokens + 1].to(states.dtype)  # of the predicted position
+    distance = nn.functional.smooth_l1_loss(states, expected, reduction="none").mean(-1).float().sum()
+    return ttt.LossOutput(total + distance * share[0], CROSS_ENTROPY_WEIGHT * loss + distance.detach(), hits)
 
 
 def predict_top_tokens(
     eagle: EagleDraft, pack: ttt.TrainingPack, embedding: Tensor, head: Tensor, steps: int, count: int
 ) -> list[Tensor]:
-    """Of each step its best `count` ids [P_k, count], where the row's own tokens led there."""
+    """Return each step's `count` likeliest ids [P_k, count], given the row's own tokens before."""
     states = unroll_states(eagle, pack, embedding, steps)
     return [(state @ head.T).topk(count).indices for state in states]

@@ -1,9 +1,9 @@
-"""Methods that look their guesses up on the host: prompt lookup and lookahead need no draft, but lists and dictionaries.
+"""Proposers that look up their guesses on the host, in lists and dictionaries: prompt lookup and lookahead.
 
-Before each cycle the host learns what the last one committed, and writes a tree of guesses where the device reads it: so
-the pass over it may be recorded, while the cycle waits for one copy each way.
+Before each cycle the host reads the tokens that the last one committed, and writes a tree of guesses to tensors of fixed
+addresses. So the verify pass can be captured as a CUDA graph, but each cycle waits for one copy in each direction.
 
-Letters: M nodes, the root counted.
+Letters: M num_draft_tokens (the root counted).
 """
 
 from dataclasses import dataclass
@@ -11,79 +11,79 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stages.engine.decode import DecodeState, PrefillOutput, VerifyOutput
+from stages.engine.decode_state import DecodeState, PrefillOutput, VerifyOutput
 from stages.trees import draft_tree as trees
 
-UNMATCHABLE_TOKEN = -1  # a node's token for acceptance, where no choice shall ever lead there
+UNMATCHABLE_TOKEN = -1  # the expected token of a node that is never accepted
 
 
 @dataclass
 class GuessTree:
-    """M - 1 nodes below the root, on the host; whatever is not set is seen by nobody and accepted never."""
+    """M - 1 nodes below the root, on the host; no other node attends to an unset node, and it is never accepted."""
 
-    tokens: list[int]  # what the target reads
-    wanted: list[int]  # what it must have chosen for the node to be accepted, or NOBODY
+    tokens: list[int]  # read by the target
+    expected_tokens: list[int]  # the target's token for which a node is accepted, or UNMATCHABLE_TOKEN
     parents: list[int]  # node indices, the root's 0
     depths: list[int]
-    sees: Tensor  # [M, M] bool
+    ancestor_mask: Tensor  # [M, M] bool
 
     @classmethod
-    def none(cls, nodes: int) -> "GuessTree":
-        sees = torch.eye(nodes, dtype=torch.bool)
-        sees[:, 0] = True
-        rest = nodes - 1
-        return cls([0] * rest, [UNMATCHABLE_TOKEN] * rest, [0] * rest, [1] * rest, sees)
+    def empty(cls, num_draft_tokens: int) -> "GuessTree":
+        mask = torch.eye(num_draft_tokens, dtype=torch.bool)
+        mask[:, 0] = True
+        rest = num_draft_tokens - 1
+        return cls([0] * rest, [UNMATCHABLE_TOKEN] * rest, [0] * rest, [1] * rest, mask)
 
-    def put(self, node: int, parent: int, token: int) -> None:
-        """A guess at `node`, below `parent`, which has been put before."""
-        self.tokens[node - 1] = self.wanted[node - 1] = token
+    def add_node(self, node: int, parent: int, token: int) -> None:
+        """Set `node` below `parent`, which must be set already."""
+        self.tokens[node - 1] = self.expected_tokens[node - 1] = token
         self.parents[node - 1] = parent
         self.depths[node - 1] = (self.depths[parent - 1] if parent else 0) + 1
-        self.sees[node] |= self.sees[parent]
+        self.ancestor_mask[node] |= self.ancestor_mask[parent]
 
 
 class HostProposer:
-    """A Proposer whose guesses come from `guess`."""
+    """A Proposer whose trees come from `build_guess_tree`, on the host."""
 
-    def __init__(self, nodes: int, device: torch.device):
-        whole = {"dtype": torch.int64, "device": device}
-        self.held: list[Tensor] = []  # no pass changes what another reads
+    def __init__(self, num_draft_tokens: int, device: torch.device):
+        nodes, integer = num_draft_tokens, {"dtype": torch.int64, "device": device}
+        self.graph_tensors: list[Tensor] = []  # no pass changes what another reads
         self.context: list[int] = []  # prompt and answer
-        self.ids = torch.zeros(nodes - 1, **whole)
-        self.choices = torch.zeros(nodes, **whole)  # of the last cycle
+        self.ids = torch.zeros(nodes - 1, **integer)
+        self.target_tokens = torch.zeros(nodes, **integer)  # of the last cycle
         self.tree = trees.DraftTree(
             torch.arange(nodes - 1, device=device)[None],
-            torch.full((1, nodes - 1), UNMATCHABLE_TOKEN, **whole),
-            torch.zeros(1, nodes, **whole),
+            torch.full((1, nodes - 1), UNMATCHABLE_TOKEN, **integer),
+            torch.zeros(1, nodes, **integer),
             torch.zeros(1, nodes, nodes, dtype=torch.bool, device=device),
-            torch.zeros(1, nodes, **whole),
+            torch.zeros(1, nodes, **integer),
         )
 
-    def begin(self, prompt: list[int], begun: PrefillOutput, stand: DecodeState) -> None:
+    def start(self, prompt: list[int], prefill: PrefillOutput, state: DecodeState) -> None:
         self.context = list(prompt)
 
-    def prepare(self, stand: DecodeState) -> None:
-        count, *tokens = torch.cat([stand.count, stand.tokens]).tolist()
+    def prepare(self, state: DecodeState) -> None:
+        count, *tokens = torch.cat([state.num_verified, state.next_tokens]).tolist()
         self.context += tokens[:count]
-        found = self.guess(tokens[:count])
+        found = self.build_guess_tree(tokens[:count])
         self.ids.copy_(torch.tensor(found.tokens))
-        self.tree.tokens[0].copy_(torch.tensor(found.wanted))
+        self.tree.tokens[0].copy_(torch.tensor(found.expected_tokens))
         self.tree.parents[0, 1:].copy_(torch.tensor(found.parents))
         self.tree.depths[0, 1:].copy_(torch.tensor(found.depths))
-        self.tree.ancestor_mask[0].copy_(found.sees)
+        self.tree.ancestor_mask[0].copy_(found.ancestor_mask)
 
-    def guess(self, new: list[int]) -> GuessTree:
-        """What may follow `context`, whose last tokens are `new`."""
+    def build_guess_tree(self, new_tokens: list[int]) -> GuessTree:
+        """Return guesses of what follows `context`, which ends with `new_tokens`."""
         raise NotImplementedError
 
-    def propose(self, stand: DecodeState, seen: int) -> tuple[trees.DraftTree, Tensor]:
-        return self.tree, torch.cat([stand.tokens[stand.count - 1], self.ids])
+    def propose(self, state: DecodeState, visible_length: int) -> tuple[trees.DraftTree, Tensor]:
+        return self.tree, torch.cat([state.next_tokens[state.num_verified - 1], self.ids])
 
-    def learn(self, stand: DecodeState, verdict: VerifyOutput) -> None:
-        self.choices.copy_(verdict.choices)
+    def update(self, state: DecodeState, output: VerifyOutput) -> None:
+        self.target_tokens.copy_(output.target_tokens)
 
     @property
     def nbytes(self) -> int:
-        """Of the device's memory, and of the host's eight for each token that is kept."""
-        tensors = [self.ids, self.choices, *vars(self.tree).values()]
+        """Bytes of device memory, and eight bytes for each token kept on the host."""
+        tensors = [self.ids, self.target_tokens, *vars(self.tree).values()]
         return sum(t.nbytes for t in tensors) + 8 * len(self.context)

@@ -1,16 +1,15 @@
-"""Medusa: K heads that guess the next K tokens from one hidden state, all at once (https://arxiv.org/abs/2401.10774).
+"""Medusa: K heads that predict the next K tokens from one hidden state at once (https://arxiv.org/abs/2401.10774).
 
     last hidden h of position p:   head k:   out_k(h + silu(block_k(h)))   ->  guess for token p + 1 + k,   k = 1 .. K
 
-The blocks begin at zero and the outs as the target's head, so an untrained head says what the target says of token p + 1.
-Outs have the draft's vocabulary, as EAGLE-3's head has. Head k is taught what EAGLE-3's step k - 1 is, on the same
-positions (see `ttt`): the target's distribution of that token, whose draws are the tokens that the paper takes. How it
-decodes: `medusa_trees`.
+Blocks are initialised with zeros and outs with the target's head, so an untrained head predicts the target's token p + 1.
+Outs have the draft's vocabulary, as EAGLE-3's head. The labels of head k are those of EAGLE-3's step k - 1 on the same
+positions (`training/ttt.py`): the target's distribution, where the paper takes a token drawn from it. Decoding:
+`medusa_proposer`.
 
-Letters: K heads, P taught positions, H hidden, D draft vocabulary, V target vocabulary.
+Letters: K heads, P supervised positions, H hidden, D draft vocabulary, V target vocabulary.
 """
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,6 +19,8 @@ from stages.training import chunked_loss, ttt
 
 
 class MedusaDraft(nn.Module):
+    """The heads. `outs` are the linear layers to logits; checkpoints have their tensors by that name."""
+
     d2t: Tensor  # [D] int64 offsets: target id = draft id + d2t[draft id]
     t2d: Tensor  # [V] bool
 
@@ -33,25 +34,25 @@ class MedusaDraft(nn.Module):
         self.register_buffer("t2d", torch.zeros(config["vocab_size"], dtype=torch.bool))
 
     @classmethod
-    def fresh(cls, config: dict[str, Any], head: Tensor, d2t: Tensor, t2d: Tensor) -> "MedusaDraft":
-        """Untrained, of a target with `head` [V, H], with a draft's vocabulary."""
-        made = cls(config)
-        made.d2t.copy_(d2t)
-        made.t2d.copy_(t2d)
+    def initialise(cls, config: dict[str, Any], head: Tensor, d2t: Tensor, t2d: Tensor) -> "MedusaDraft":
+        """Return untrained heads for a target with `head` [V, H], with a draft's vocabulary."""
+        draft = cls(config)
+        draft.d2t.copy_(d2t)
+        draft.t2d.copy_(t2d)
         with torch.no_grad():
-            for block, out in zip(made.blocks, made.outs, strict=True):
+            for block, out in zip(draft.blocks, draft.outs, strict=True):
                 nn.init.zeros_(block.weight)
                 nn.init.zeros_(block.bias)
                 out.weight.copy_(head[d2t + torch.arange(len(d2t))])
-        return made
+        return draft
 
-    def state(self, number: int, hidden: Tensor) -> Tensor:
-        """What head `number`, from 0, reads: hidden [..., H] -> [..., H]."""
-        return hidden + nn.functional.silu(self.blocks[number](hidden))
+    def compute_head_input(self, index: int, hidden: Tensor) -> Tensor:
+        """Return the input [..., H] of out `index`, from 0, for hidden [..., H]."""
+        return hidden + nn.functional.silu(self.blocks[index](hidden))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [1, H] -> [K, D]."""
-        states = [self.state(k, hidden) for k in range(len(self.outs))]
+        states = [self.compute_head_input(k, hidden) for k in range(len(self.outs))]
         return torch.cat([out(state) for out, state in zip(self.outs, states, strict=True)])
 
     def to_target(self, draft_ids: Tensor) -> Tensor:
@@ -60,9 +61,14 @@ class MedusaDraft(nn.Module):
 
 
 def compute_loss(
-    medusa: MedusaDraft, pack: ttt.TrainingPack, embedding: Tensor, head: Tensor, objective: ttt.TrainingObjective, counts: Tensor | None = None
-) -> ttt.LossOutput:  # fmt: skip
-    """As ttt.forward; a step is a head."""
+    medusa: MedusaDraft,
+    pack: ttt.TrainingPack,
+    embedding: Tensor,
+    head: Tensor,
+    objective: ttt.TrainingObjective,
+    counts: Tensor | None = None,
+) -> ttt.LossOutput:
+    """Return the loss as ttt.compute_loss does; a step is a head."""
     if not pack.chunks:
         return ttt.compute_zero_loss(medusa, pack, objective.num_steps)
     decay = objective.decay ** torch.arange(objective.num_steps, device=head.device)
@@ -71,10 +77,12 @@ def compute_loss(
     )
     parts = []
     for k, out in enumerate(medusa.outs):
-        mine = pack.select_step(k)
-        states = medusa.state(k, pack.last[mine.query_tokens].to(out.weight.dtype))
-        view = SimpleNamespace(normalise_output=lambda x: x, lm_head=out, d2t=medusa.d2t, t2d=medusa.t2d)
-        parts.append(chunked_loss.compute_chunked_loss(view, [states], mine, head, weights[k : k + 1], objective.loss))
+        of_head = pack.select_step(k)
+        states = medusa.compute_head_input(k, pack.last[of_head.query_tokens].to(out.weight.dtype))
+        output_head = chunked_loss.OutputHead(_identity, out.weight, medusa.d2t, medusa.t2d)
+        parts.append(
+            chunked_loss.compute_chunked_loss(output_head, [states], of_head, head, weights[k : k + 1], objective.loss)
+        )
     totals, losses, hits = zip(*parts, strict=True)
     wide = [nn.functional.pad(x[0], (0, len(pack.query_tokens) - x.shape[1])) for x in hits]
     return ttt.LossOutput(torch.stack(totals).sum(), torch.cat(losses), torch.stack(wide))
@@ -83,10 +91,14 @@ def compute_loss(
 def predict_top_tokens(
     medusa: MedusaDraft, pack: ttt.TrainingPack, embedding: Tensor, head: Tensor, steps: int, count: int
 ) -> list[Tensor]:
-    """Of each of the first `steps` heads its best `count` target ids [P_k, count], at the positions that it is taught."""
+    """Return the `count` likeliest target ids [P_k, count] of each of the first `steps` heads, at its supervised positions."""
     found = []
     for k, width in enumerate(pack.queries_per_step[:steps]):
         out = medusa.outs[k]
-        logits = out(medusa.state(k, pack.last[pack.query_tokens[:width]].to(out.weight.dtype)))
+        logits = out(medusa.compute_head_input(k, pack.last[pack.query_tokens[:width]].to(out.weight.dtype)))
         found.append(medusa.to_target(logits.topk(count).indices))
     return found
+
+
+def _identity(states: Tensor) -> Tensor:
+    return states

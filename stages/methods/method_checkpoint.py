@@ -1,8 +1,8 @@
-"""Checkpoints of other methods than EAGLE-3: `draft/` with config.json and model.safetensors, `state/` as any checkpoint's.
+"""Checkpoints of EAGLE and Medusa: `draft/` with config.json and model.safetensors, `state/` as for EAGLE-3.
 
-config.json names the method, the shapes, and `rank_accuracy[step][rank]`: how often that guess of that step was the
-row's own token, on rows that were trained on; static trees are chosen by it. EAGLE's tensors have the names of its
-authors' drafts but for the layer's (`midlayer`, as EAGLE-3's); which engine loads them was not tried.
+config.json has the method, the shapes, and `rank_accuracy[step][rank]`: the frequency with which that guess of that step was
+the row's own token, on training rows; static trees are chosen by it. EAGLE's tensors have the names of the authors' drafts
+except for the layer (`midlayer`, as EAGLE-3's); loading them in serving engines is untested.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ CHECKPOINT_METHODS = ("eagle", "medusa")
 
 
 def build_method_config(method: str, draft: dict[str, Any], dtype: str, heads: int | None = None) -> dict[str, Any]:
-    """Of a fresh one, by the EAGLE-3 draft's config.json: its shapes, and Medusa's with its vocabulary too."""
+    """Return the config.json of a new draft, with the shapes of an EAGLE-3 draft's, and for Medusa its vocabulary."""
     assert method in CHECKPOINT_METHODS, method
     shared = {"method": method, "hidden_size": draft["hidden_size"], "vocab_size": draft["vocab_size"]}
     shared |= {"dtype": dtype, "rank_accuracy": None}
@@ -30,7 +30,7 @@ def build_method_config(method: str, draft: dict[str, Any], dtype: str, heads: i
 
 
 def list_method_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every tensor with its shape, by config.json."""
+    """Return the shape of every tensor by name."""
     h = config["hidden_size"]
     if config["method"] == "medusa":
         d, heads = config["draft_vocab_size"], range(config["heads"])
@@ -52,22 +52,22 @@ def list_method_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     }
 
 
-def write_method_draft(place: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def write_method_draft(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     assert not (
         found := checkpoint.find_shape_problem(config, tensors, list_method_shapes)
         or checkpoint.find_nonfinite_values(tensors)
     ), found
-    with atomic.write_folder(place / "draft") as temporary:
+    with atomic.write_folder(folder / "draft") as temporary:
         atomic.write_json(temporary / "config.json", config)
         save_file({name: t.contiguous() for name, t in tensors.items()}, temporary / "model.safetensors")
 
 
-def read_method_draft(place: Path, method: str, made_by: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json and tensors. Raises ValueError where they are missing, another method's, or misshapen."""
-    config = atomic.read_json(place / "draft" / "config.json", made_by)
+def read_method_draft(folder: Path, method: str, made_by: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return config.json and tensors. Raises ValueError where they are missing, of another method, or have wrong shapes."""
+    config = atomic.read_json(folder / "draft" / "config.json", made_by)
     if (found := config.get("method", "eagle3")) != method:
-        raise ValueError(f"{place}/draft is of the method {found}, expected {method}; name a checkpoint of that")
-    tensors = checkpoint.read_tensors(place / "draft" / "model.safetensors", made_by)
+        raise ValueError(f"{folder}/draft is of the method {found}, expected {method}; name a checkpoint of that")
+    tensors = checkpoint.read_tensors(folder / "draft" / "model.safetensors", made_by)
     if wrong := checkpoint.find_shape_problem(config, tensors, list_method_shapes):
-        raise atomic.Broken(f"{place}/draft is no draft of {method}: {wrong}", atomic.rerun(made_by))
+        raise atomic.Broken(f"{folder}/draft is no draft of {method}: {wrong}", atomic.rerun(made_by))
     return config, tensors

@@ -1,54 +1,56 @@
-"""Prompt lookup: what followed the last words when they stood there before (https://github.com/apoorvumang/prompt-lookup-decoding).
+"""Prompt lookup: guess the continuation of an earlier occurrence (https://github.com/apoorvumang/prompt-lookup-decoding).
 
-Of the n-grams that the text so far ends with, the longest that was there before is taken, and of its places the last;
-what followed it is a chain of guesses. No draft, no training, no memory but an index of the text.
+The longest n-gram at the end of the text that occurred before is looked up, and its last earlier occurrence; the tokens after
+that are a chain of guesses. No draft and no training; the only memory is an index of the text.
 """
 
 import torch
 
-from stages.engine.decode import DecodeState, PrefillOutput
+from stages.engine.decode_state import DecodeState, PrefillOutput
 from stages.methods.host_proposer import GuessTree, HostProposer
 
 
 class PromptLookupMethod:
-    """A Method: n-grams of `longest` to `shortest` tokens, `length` guesses."""
+    """A DraftingMethod: n-grams of `max_ngram` to `min_ngram` tokens, chains of `num_steps` guesses."""
 
-    weights = 0  # bytes
-    parameters = 0
+    weight_bytes = 0
+    num_parameters = 0
 
-    def __init__(self, longest: int, shortest: int, length: int, device: torch.device):
-        self.longest, self.shortest, self.device = longest, shortest, device
-        self.steps, self.nodes = length, length + 1
+    def __init__(self, max_ngram: int, min_ngram: int, num_steps: int, device: torch.device):
+        self.max_ngram, self.min_ngram, self.device = max_ngram, min_ngram, device
+        self.num_steps, self.num_draft_tokens = num_steps, num_steps + 1
 
-    def proposer(self, size: int) -> "PromptLookupProposer":
+    def build_proposer(self, capacity: int) -> "PromptLookupProposer":
         return PromptLookupProposer(self)
 
 
 class PromptLookupProposer(HostProposer):
+    """Chains of guesses and the index of n-grams behind them."""
+
     def __init__(self, method: PromptLookupMethod):
-        super().__init__(method.nodes, method.device)
+        super().__init__(method.num_draft_tokens, method.device)
         self.method = method
-        self.after: dict[tuple[int, ...], int] = {}  # an n-gram -> where what last followed it stands
-        self.read = 0  # tokens of the context that are indexed as followers
+        self.followers: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token after its last occurrence
+        self.num_indexed = 0  # tokens of the context that are indexed as followers
 
-    def begin(self, prompt: list[int], begun: PrefillOutput, stand: DecodeState) -> None:
-        super().begin(prompt, begun, stand)
-        self.after, self.read = {}, 0
+    def start(self, prompt: list[int], prefill: PrefillOutput, state: DecodeState) -> None:
+        super().start(prompt, prefill, state)
+        self.followers, self.num_indexed = {}, 0
 
-    def guess(self, new: list[int]) -> GuessTree:
-        context, sizes = self.context, range(self.method.shortest, self.method.longest + 1)
-        for place in range(self.read, len(context)):
+    def build_guess_tree(self, new_tokens: list[int]) -> GuessTree:
+        context, sizes = self.context, range(self.method.min_ngram, self.method.max_ngram + 1)
+        for index in range(self.num_indexed, len(context)):
             for size in sizes:
-                if size <= place:
-                    self.after[tuple(context[place - size : place])] = place
-        self.read = len(context)
-        found = GuessTree.none(self.method.nodes)
-        places = [self.after.get(tuple(context[-size:])) for size in reversed(sizes) if size <= len(context)]
-        known = next((place for place in places if place is not None), len(context))
-        for node, token in enumerate(context[known : known + self.method.steps], 1):
-            found.put(node, node - 1, token)
+                if size <= index:
+                    self.followers[tuple(context[index - size : index])] = index
+        self.num_indexed = len(context)
+        found = GuessTree.empty(self.method.num_draft_tokens)
+        matches = [self.followers.get(tuple(context[-size:])) for size in reversed(sizes) if size <= len(context)]
+        first = next((index for index in matches if index is not None), len(context))
+        for node, token in enumerate(context[first : first + self.method.num_steps], 1):
+            found.add_node(node, node - 1, token)
         return found
 
     @property
     def nbytes(self) -> int:
-        return super().nbytes + sum(8 * (len(words) + 1) for words in self.after)
+        return super().nbytes + sum(8 * (len(ngram) + 1) for ngram in self.followers)

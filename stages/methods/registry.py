@@ -1,6 +1,6 @@
-"""What train_draft learns beside EAGLE-3's draft: EAGLE's layer and Medusa's heads, by name.
+"""Registry of the methods that train_draft trains besides EAGLE-3: EAGLE and Medusa.
 
-Letters: L steps (EAGLE's chain, Medusa's heads), P taught positions, V vocabulary, H hidden.
+Letters: L steps (EAGLE's chain, Medusa's heads), P supervised positions, V vocabulary, H hidden.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,27 +15,31 @@ from stages.methods.eagle import EagleDraft
 from stages.methods.medusa import MedusaDraft
 from stages.training import ttt
 
-MAX_MEASURED_RANKS = 10  # guesses of a step whose accuracy is measured, as Medusa's authors do
+MAX_MEASURED_RANKS = 10  # guesses of a step whose accuracy is measured, as in Medusa's code
 
 LossFunction = Callable[[Any, ttt.TrainingPack, Tensor, Tensor, ttt.TrainingObjective, Tensor | None], ttt.LossOutput]
 
 
 class TrainableMethod(NamedTuple):
-    fresh: Callable[[dict[str, Any], Tensor, Tensor, Tensor, int], nn.Module]  # config, head [V, H], d2t, t2d, seed
-    bare: Callable[[dict[str, Any], Tensor], nn.Module]  # config, head: whatever its weights are
-    forward: LossFunction
-    guesses: Callable[[Any, ttt.TrainingPack, Tensor, Tensor, int, int], list[Tensor]]
+    """Constructors and loss of a method's draft."""
+
+    initialise: Callable[
+        [dict[str, Any], Tensor, Tensor, Tensor, int], nn.Module
+    ]  # config, head [V, H], d2t, t2d, seed
+    build_uninitialised: Callable[[dict[str, Any], Tensor], nn.Module]  # config, head
+    compute_loss: LossFunction
+    predict_top_tokens: Callable[[Any, ttt.TrainingPack, Tensor, Tensor, int, int], list[Tensor]]
 
 
 TRAINABLE_METHODS = {
     "eagle": TrainableMethod(
-        lambda config, head, _d2t, _t2d, seed: EagleDraft.fresh(DraftConfig.from_json(config), head, seed),
+        lambda config, head, _d2t, _t2d, seed: EagleDraft.initialise(DraftConfig.from_json(config), head, seed),
         lambda config, head: EagleDraft(DraftConfig.from_json(config), head),
         eagle.compute_loss,
         eagle.predict_top_tokens,
     ),
     "medusa": TrainableMethod(
-        lambda config, head, d2t, t2d, _seed: MedusaDraft.fresh(config, head, d2t, t2d),
+        lambda config, head, d2t, t2d, _seed: MedusaDraft.initialise(config, head, d2t, t2d),
         lambda config, _head: MedusaDraft(config),
         medusa.compute_loss,
         medusa.predict_top_tokens,
@@ -44,14 +48,14 @@ TRAINABLE_METHODS = {
 
 
 def build_draft(config: dict[str, Any], tensors: dict[str, Tensor], head: Tensor) -> Any:
-    """From a checkpoint's config.json and tensors, and the target's head."""
-    made = TRAINABLE_METHODS[config["method"]].bare(config, head)
-    made.load_state_dict(tensors)
-    return made
+    """Return a draft from a checkpoint's config.json and tensors, and the target's head."""
+    draft = TRAINABLE_METHODS[config["method"]].build_uninitialised(config, head)
+    draft.load_state_dict(tensors)
+    return draft
 
 
 def get_max_steps(config: dict[str, Any], ttt_steps: int) -> int:
-    """How deep its guesses can be measured: EAGLE's as deep as EAGLE-3's are taught."""
+    """Return how many steps of guesses can be measured: Medusa's heads, or for EAGLE the steps that EAGLE-3 trains."""
     return config["heads"] if config["method"] == "medusa" else ttt_steps
 
 
@@ -59,15 +63,15 @@ def get_max_steps(config: dict[str, Any], ttt_steps: int) -> int:
 def measure_rank_accuracy(
     config: dict[str, Any], module: Any, packs: Iterable[ttt.TrainingPack], embedding: Tensor, head: Tensor, steps: int
 ) -> list[list[float]]:
-    """How often each of the best guesses of each step is the row's own token: [L][ranks]; packs are of `steps` steps."""
+    """Return the frequency [L][ranks] with which each guess of each step is the row's own token; packs have `steps` steps."""
     count = min(MAX_MEASURED_RANKS, config["draft_vocab_size"])
-    hits, taught = torch.zeros(steps, count, dtype=torch.float64), torch.zeros(steps, 1, dtype=torch.float64)
+    hits, counts = torch.zeros(steps, count, dtype=torch.float64), torch.zeros(steps, 1, dtype=torch.float64)
     for pack in packs:
         if not pack.chunks:
             continue
-        found = TRAINABLE_METHODS[config["method"]].guesses(module, pack, embedding, head, steps, count)
+        found = TRAINABLE_METHODS[config["method"]].predict_top_tokens(module, pack, embedding, head, steps, count)
         for k, ids in enumerate(found):  # [P_k, count]
-            said = pack.ids[pack.query_tokens[: len(ids)] + 2 + k]
-            hits[k] += (ids == said[:, None]).sum(0).double().cpu()
-            taught[k] += len(ids)
-    return (hits / taught.clamp(min=1)).tolist()
+            labels = pack.ids[pack.query_tokens[: len(ids)] + 2 + k]
+            hits[k] += (ids == labels[:, None]).sum(0).double().cpu()
+            counts[k] += len(ids)
+    return (hits / counts.clamp(min=1)).tolist()

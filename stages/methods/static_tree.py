@@ -1,13 +1,13 @@
-"""Static trees: the same branches in every cycle, chosen once from how often each guess was right.
+"""Static trees: the same branches in every cycle, chosen once by the measured accuracy of each guess.
 
 Medusa (https://arxiv.org/abs/2401.10774, section 2.3.3) and EAGLE (https://arxiv.org/abs/2401.15077) decode with such trees.
-A branch is a path of ranks: (0, 2) is the third likeliest token after the likeliest one. It is right as often as all
-its guesses are, and `accuracy[d][r]` says how often rank r at depth d + 1 is, so a tree of the branches with the greatest
-products has, were depths independent, the greatest expected accept length.
+A branch is a path of ranks: (0, 2) is the third likeliest token after the likeliest one. `accuracy[d][r]` is the frequency
+with which rank r at depth d + 1 is right. If depths were independent, the tree of the branches with the greatest products
+would have the greatest expected accept length.
 
     accuracy [[.6, .2], [.5, .1]], four nodes:     (0,) .6    (0, 0) .30    (1,) .2    (1, 0) .10
 
-Letters: M nodes, the root counted; S depth; K ranks.
+Letters: M num_draft_tokens (the root counted); S depth; K ranks.
 """
 
 import heapq
@@ -24,9 +24,9 @@ RankPath = tuple[int, ...]
 
 
 def select_best_branches(accuracy: Sequence[Sequence[float]], count: int) -> list[RankPath]:
-    """The `count` branches with the greatest products, or all where there are fewer; by depth, then rank.
+    """Return the `count` branches with the greatest products, at most all, ordered by depth, then rank.
 
-    A branch's product is at most its parent's, and those that tie come shallow first: so none comes without its parent.
+    A branch's product is at most its parent's, and ties are broken by depth, so each branch comes with its parent.
     """
     found: list[RankPath] = []
     open_: list[tuple[float, int, RankPath]] = []
@@ -45,50 +45,50 @@ def select_best_branches(accuracy: Sequence[Sequence[float]], count: int) -> lis
 
 
 class TreeLevel(NamedTuple):
-    """The n branches of one depth; Q of them go on."""
+    """The n branches of one depth; Q of them continue."""
 
-    above: Tensor  # [n] which of the branches that went on, one depth above, each continues
+    parent: Tensor  # [n] index of each branch's parent among the branches that continue, one depth above
     rank: Tensor  # [n]
-    inner: Tensor  # [Q] which go on
+    continues: Tensor  # [Q] indices of the branches that continue
 
 
 @dataclass(frozen=True)
 class StaticTree:
-    """Branches as what a cycle needs; node 0 is the root, the others are in the order of `paths`."""
+    """Branches as the tensors of a cycle; node 0 is the root, the others are in the order of `paths`."""
 
     paths: list[RankPath]
-    ranks: Tensor  # [M-1] of each drafted node among its siblings-to-be
+    ranks: Tensor  # [M-1] of each drafted node among its siblings
     parents: Tensor  # [1, M]
-    sees: Tensor  # [1, M, M]
+    ancestor_mask: Tensor  # [1, M, M]
     depths: Tensor  # [1, M]
     levels: list[TreeLevel]
 
     @classmethod
-    def of(cls, paths: list[RankPath], device: torch.device) -> "StaticTree":
-        """`paths` as `select_best_branches` gives them."""
+    def from_paths(cls, paths: list[RankPath], device: torch.device) -> "StaticTree":
+        """Return the tree of paths in the order of `select_best_branches`."""
         number = {(): 0} | {path: place for place, path in enumerate(paths, 1)}
         parents = torch.tensor([[0, *(number[path[:-1]] for path in paths)]], device=device)
-        sees = trees.build_ancestor_mask(parents)
+        mask = trees.build_ancestor_mask(parents)
         ranks = torch.tensor([path[-1] for path in paths], device=device)
-        return cls(paths, ranks, parents, sees, sees.sum(-1) - 1, _build_levels(paths, device))
+        return cls(paths, ranks, parents, mask, mask.sum(-1) - 1, _build_levels(paths, device))
 
     @property
-    def steps(self) -> int:
+    def num_steps(self) -> int:
         return max(map(len, self.paths))
 
     @property
-    def nodes(self) -> int:
+    def num_draft_tokens(self) -> int:
         return len(self.paths) + 1
 
     @property
-    def widest(self) -> int:
-        """How many guesses are asked for at most."""
+    def num_ranks(self) -> int:
+        """Return how many guesses a step needs at most."""
         return max(path[-1] for path in self.paths) + 1
 
-    def tree(self, tokens: Tensor) -> trees.DraftTree:
-        """With tokens [M-1]."""
+    def with_tokens(self, tokens: Tensor) -> trees.DraftTree:
+        """Return the tree with tokens [M-1]."""
         nodes = torch.arange(len(tokens), device=tokens.device)[None]
-        return trees.DraftTree(nodes, tokens[None], self.parents, self.sees, self.depths)
+        return trees.DraftTree(nodes, tokens[None], self.parents, self.ancestor_mask, self.depths)
 
 
 def _build_levels(paths: list[RankPath], device: torch.device) -> list[TreeLevel]:
@@ -96,9 +96,9 @@ def _build_levels(paths: list[RankPath], device: torch.device) -> list[TreeLevel
     above: dict[RankPath, int] = {(): 0}
     for depth in range(1, max(map(len, paths)) + 1):
         here = [path for path in paths if len(path) == depth]
-        going_on = {path[:-1] for path in paths if len(path) == depth + 1}
-        inner = [slot for slot, path in enumerate(here) if path in going_on]
-        columns = [above[path[:-1]] for path in here], [path[-1] for path in here], inner
+        with_children = {path[:-1] for path in paths if len(path) == depth + 1}
+        continues = [index for index, path in enumerate(here) if path in with_children]
+        columns = [above[path[:-1]] for path in here], [path[-1] for path in here], continues
         levels.append(TreeLevel(*(torch.tensor(column, dtype=torch.int64, device=device) for column in columns)))
-        above = {here[slot]: number for number, slot in enumerate(inner)}
+        above = {here[index]: number for number, index in enumerate(continues)}
     return levels

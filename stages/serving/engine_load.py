@@ -15,20 +15,20 @@ class EngineStep(Protocol):
     def tokens(self) -> Sequence[int]: ...
 
     @property
-    def accepted(self) -> int: ...
+    def num_accepted(self) -> int: ...
 
 
 class LoadEngine(Protocol):
     """An engine that decodes many requests at once (engine/batch_decode.py)."""
 
-    eos: Any
+    end_tokens: Any
 
     @property
-    def records(self) -> bool: ...
+    def uses_cuda_graphs(self) -> bool: ...
 
-    def prepare(self, asks: Any, slots: int, tree: Any, /) -> None: ...
+    def warm_up(self, asks: Any, slots: int, tree: Any, /) -> None: ...
 
-    def together(self, asks: Any, slots: int, tree: Any, /) -> Iterator[Any]: ...
+    def decode_batch(self, asks: Any, slots: int, tree: Any, /) -> Iterator[Any]: ...
 
 
 def decode_load(
@@ -47,16 +47,16 @@ def decode_load(
     """
     asked = list(requests.values())
     if asked:
-        engine.prepare(asked, slots, tree)
-        if engine.records:  # prefill all prompts once, uncounted, as timing.time_decode does
-            list(engine.together([request._replace(max_new_tokens=1) for request in asked], slots, tree))
+        engine.warm_up(asked, slots, tree)
+        if engine.uses_cuda_graphs:  # prefill all prompts once, uncounted, as timing.time_decode does
+            list(engine.decode_batch([request._replace(max_new_tokens=1) for request in asked], slots, tree))
     started = start_clock()
     records = [_start_record(name, len(request.prompt)) for name, request in requests.items()]
-    passes = engine.together(asked, slots, tree) if asked else ()
+    passes = engine.decode_batch(asked, slots, tree) if asked else ()
     accepted = _record_steps(records, passes, started)
     for record, counts in zip(records, accepted, strict=True):
         record.ended, record.output_tokens = record.events[-1][0], len(record.ids)
-        record.finish_reason = "stop" if record.ids[-1] in engine.eos else "length"
+        record.finish_reason = "stop" if record.ids[-1] in engine.end_tokens else "length"
         if tree is not None:
             histogram = [counts[1:].count(length) for length in range(tree[0] + 1)]  # the first step is prefill
             record.counts = AcceptanceCounts(len(counts) - 1, sum(counts), 0, True, histogram)
@@ -96,7 +96,7 @@ def _record_steps(
             else:
                 record.events.append((now, len(step.tokens)))
                 record.ids += step.tokens
-                accepted[number].append(step.accepted)
+                accepted[number].append(step.num_accepted)
     return accepted
 
 

@@ -9,8 +9,8 @@ Dimensions: S states (positions of all steps), N supervised pairs, D draft vocab
 chunk, U labels of a chunk.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,15 @@ from stages.training.compile_on_cuda import compile_on_cuda
 
 LK_LAMBDA_DECAY = 3.0
 PAIRS_PER_CHUNK = 16384  # 1 GB of bfloat16 logits at a draft vocabulary of 32,000
+
+
+class OutputHead(NamedTuple):
+    """A draft's head, from a step's state to logits over the draft vocabulary."""
+
+    normalise: Callable[[Tensor], Tensor]  # states [..., H] -> the input of the head [..., H]
+    weight: Tensor  # [D, H]
+    d2t: Tensor  # [D] int64 offsets: target id = draft id + d2t[draft id]
+    t2d: Tensor  # [V] bool
 
 
 def compute_chunked_loss(

@@ -12,9 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from stages.draft.eagle3 import Eagle3Draft
-from stages.engine import batch_decode, decode
-from stages.engine.batch_decode import BatchEngine, DecodeRequest, TreeTuple
-from stages.engine.decode import DecodeStep, Engine
+from stages.engine import batch_state, grouped_attention, slot_pool
+from stages.engine.batch_decode import BatchEngine
+from stages.engine.batch_state import DecodeRequest, TreeTuple
+from stages.engine.decode import Engine
+from stages.engine.decode_state import DecodeStep
 from stages.engine.kv_cache import KVCache, SlottedKVCache
 from stages.engine.sampling import SamplingParams
 from stages.target import loading, multimodal
@@ -41,20 +43,20 @@ def model() -> PreTrainedModel:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """As on a CPU, as a GPU plays what it recorded of transformers' own modules, and there in few kernels."""
     if request.param != "called":
-        for module in (decode, batch_decode):
+        for module in (slot_pool, batch_state):
             monkeypatch.setattr(module, "CudaGraphRunner", Played)
             monkeypatch.setattr(module, "AsyncReadback", Posted)
     if request.param == "played":
-        monkeypatch.setattr(Engine, "_blocks", lambda _: None)
+        monkeypatch.setattr(Engine, "_build_fused_decoder", lambda _: None)
     return request.param
 
 
 @pytest.fixture
 def engine(way: str, model: PreTrainedModel) -> BatchEngine:
     made = BatchEngine(model, [END], [1, 3, 4], draft())
-    assert (made.blocks is not None) == (way == "in blocks")
+    assert (made.fused_decoder is not None) == (way == "in blocks")
     if way == "played":
-        made.beams = None
+        made.fused_draft = None
     return made
 
 
@@ -78,9 +80,9 @@ def steps(told: Any, count: int) -> list[list[DecodeStep]]:
 def alone(engine: Engine, ask: DecodeRequest, tree: TreeTuple | None) -> list[DecodeStep]:
     prompt, most, pictures, how = ask
     return list(
-        engine.plain(prompt, most, pictures, how)
+        engine.decode_plain(prompt, most, pictures, how)
         if tree is None
-        else engine.speculative(prompt, most, *tree, pictures, how)
+        else engine.decode_speculative(prompt, most, *tree, pictures, how)
     )
 
 
@@ -104,8 +106,8 @@ def _searched(model: PreTrainedModel, ask: DecodeRequest, end: int) -> list[int]
     given: dict[str, Tensor] = {}
     if multimodal.is_multimodal(model):
         given["mm_token_type_ids"] = (ids == TOKEN).int()
-    if ask.pictures is not None:
-        given |= {"pixel_values": ask.pictures.values, "image_grid_thw": ask.pictures.grid}
+    if ask.images is not None:
+        given |= {"pixel_values": ask.images.values, "image_grid_thw": ask.images.grid}
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=ask.max_new_tokens, do_sample=False, eos_token_id=end,
         pad_token_id=0, **given,
@@ -119,8 +121,8 @@ def test_together_as_alone(engine: BatchEngine, model: PreTrainedModel, tree: Tr
     one = [alone(engine, ask, tree) for ask in asks()]
     assert said(one) == [searched(model, ask) for ask in asks()]
     for slots in (1, 3, 20):
-        assert steps(engine.together(asks(), slots, tree), 9) == one
-    assert tree is None or sum(step.accepted for some in one for step in some) > 5
+        assert steps(engine.decode_batch(asks(), slots, tree), 9) == one
+    assert tree is None or sum(step.num_accepted for some in one for step in some) > 5
 
 
 def test_a_slot_is_taken_again_when_its_answer_ends(engine: BatchEngine) -> None:
@@ -128,14 +130,14 @@ def test_a_slot_is_taken_again_when_its_answer_ends(engine: BatchEngine) -> None
     for tree in (None, (3, 3, 8)):
         left = [len(answer) for answer in said([alone(engine, ask, tree) for ask in asks()])]
         begun: list[int] = []
-        for some in engine.together(asks(), 3, tree):
+        for some in engine.decode_batch(asks(), 3, tree):
             begun += [number for number, step in some if step is None]
             under_way = [number for number in begun if left[number]]
             assert len(under_way) <= 3 and (len(begun) == 9 or under_way)
             for number, step in some:
                 left[number] -= len(step.tokens) if step else 0
         assert begun == list(range(9)) and not any(left)
-    assert engine.crowd is not None and not engine.crowd.awake.any()
+    assert engine.batch is not None and not engine.batch.active_mask.any()
 
 
 def test_drawn_answers_are_their_own_numbers(engine: BatchEngine, model: PreTrainedModel) -> None:
@@ -147,19 +149,19 @@ def test_drawn_answers_are_their_own_numbers(engine: BatchEngine, model: PreTrai
         ]
         expected = [drawn(model, ask.prompt, ask.sampling) for ask in some if ask.sampling]
         for tree in (None, (5, 4, 16)):
-            assert said(steps(engine.together(some, 3, tree), 5)) == expected
-            assert said(steps(engine.together(asks(5), 3, tree), 5)) == [searched(model, ask) for ask in asks(5)]
+            assert said(steps(engine.decode_batch(some, 3, tree), 5)) == expected
+            assert said(steps(engine.decode_batch(asks(5), 3, tree), 5)) == [searched(model, ask) for ask in asks(5)]
     mixed = [some[0], asks(1)[0]]
     with pytest.raises(ValueError, match=r"share temperature, top-p and top-k; decode others apart"):
-        list(engine.together(mixed, 2, None))
+        list(engine.decode_batch(mixed, 2, None))
 
 
 def test_every_token_in_turn_as_the_end(engine: BatchEngine, model: PreTrainedModel) -> None:
     for end in (0, 3, 10):
-        engine.eos = {end}
+        engine.end_tokens = {end}
         expected = [searched(model, ask, end) for ask in asks()]
         for tree in (None, (5, 4, 16)):
-            assert said(steps(engine.together(asks(), 4, tree), 9)) == expected
+            assert said(steps(engine.decode_batch(asks(), 4, tree), 9)) == expected
 
 
 @pytest.mark.parametrize(
@@ -167,7 +169,7 @@ def test_every_token_in_turn_as_the_end(engine: BatchEngine, model: PreTrainedMo
 )
 def test_every_option_of_a_draft(way: str, model: PreTrainedModel, options: dict[str, Any]) -> None:
     engine = BatchEngine(model, [END], [1, 3, 4], draft(**options))
-    assert steps(engine.together(asks(), 4, (5, 3, 12)), 9) == [alone(engine, ask, (5, 3, 12)) for ask in asks()]
+    assert steps(engine.decode_batch(asks(), 4, (5, 3, 12)), 9) == [alone(engine, ask, (5, 3, 12)) for ask in asks()]
 
 
 def test_experts_route_each_token_as_alone(way: str, tmp_path: Path) -> None:
@@ -178,10 +180,10 @@ def test_experts_route_each_token_as_alone(way: str, tmp_path: Path) -> None:
     draws = random.Random(2)
     some = [DecodeRequest([draws.randrange(7, 80) for _ in range(length)], 24) for length in (3, 17, 9, 30)]
     for tree in (None, WIDE):
-        together = steps(engine.together(some, 3, tree), 4)
+        together = steps(engine.decode_batch(some, 3, tree), 4)
         assert together == [alone(engine, ask, tree) for ask in some]
         assert said(together) == [searched(model, ask, 5) for ask in some]
-    assert sum(step.accepted for one in together for step in one) > 2
+    assert sum(step.num_accepted for one in together for step in one) > 2
 
 
 @pytest.mark.parametrize("name", ["qwen3 vl", "qwen2.5 vl"])
@@ -191,10 +193,10 @@ def test_pictures_of_one_are_not_seen_by_another(way: str, tmp_path: Path, name:
     engine = BatchEngine(model, [5], TAPPED, random_draft(manifest_of(tmp_path)).requires_grad_(False))
     some = [DecodeRequest(ids.tolist(), 24, shown) for ids, shown in documents()]
     for tree in (None, WIDE):
-        together = steps(engine.together(some, 3, tree), 4)
+        together = steps(engine.decode_batch(some, 3, tree), 4)
         assert together == [alone(engine, ask, tree) for ask in some]
         assert said(together) == [searched(model, ask, 5) for ask in some]
-    assert sum(step.accepted for one in together for step in one) > 2
+    assert sum(step.num_accepted for one in together for step in one) > 2
 
 
 def test_what_cannot_be_decoded_is_told_before_the_first_token(
@@ -203,25 +205,25 @@ def test_what_cannot_be_decoded_is_told_before_the_first_token(
     """The last of the prompts, too; a tree; a cache of 3 slots of 256 rows, 1,792 bytes each as in test_decode."""
     long = [*asks(3), DecodeRequest([1] * 500, 20)]
     with pytest.raises(ValueError, match=r"may take 520 tokens, the target holds 512 \(max_position_embeddings\)"):
-        next(engine.together(long, 2, None))
+        next(engine.decode_batch(long, 2, None))
     with pytest.raises(ValueError, match=r"t3_2_99 has 98 nodes under the root, expected at most"):
-        next(engine.together(asks(), 2, (3, 2, 99)))
-    monkeypatch.setattr(decode, "unused", lambda _: 3 * 256 * 1792 - 1)
+        next(engine.decode_batch(asks(), 2, (3, 2, 99)))
+    monkeypatch.setattr(slot_pool, "measure_free_memory", lambda _: 3 * 256 * 1792 - 1)
     with pytest.raises(ValueError, match=r"keys and values of 768 tokens take 0\.0 GiB"):
-        next(engine.together(asks(), 3, (3, 3, 8)))
-    monkeypatch.setattr(decode, "unused", lambda _: 3 * 256 * 1792)
-    assert next(engine.together(asks(), 3, (3, 3, 8))) == [(0, None), (1, None), (2, None)]
+        next(engine.decode_batch(asks(), 3, (3, 3, 8)))
+    monkeypatch.setattr(slot_pool, "measure_free_memory", lambda _: 3 * 256 * 1792)
+    assert next(engine.decode_batch(asks(), 3, (3, 3, 8))) == [(0, None), (1, None), (2, None)]
 
 
 def test_room_is_kept_for_as_many_again(engine: BatchEngine) -> None:
     kept = []
     for slots, tree in ((3, (5, 4, 16)), (3, None), (2, None)):
-        list(engine.together(asks(), slots, tree))
-        kept.append(engine.crowd)
+        list(engine.decode_batch(asks(), slots, tree))
+        kept.append(engine.batch)
     assert kept[0] is kept[1] is not kept[2]
-    engine.expect(300)
-    list(engine.plain([1, 2, 3], 4))
-    assert engine.idle[-1].size >= 300  # so that the longest prompt finds it
+    engine.slots.reserve_length(300)
+    list(engine.decode_plain([1, 2, 3], 4))
+    assert engine.slots.idle[-1].capacity >= 300  # so that the longest prompt finds it
 
 
 def test_room_goes_before_more_is_taken(model: PreTrainedModel) -> None:
@@ -230,11 +232,14 @@ def test_room_goes_before_more_is_taken(model: PreTrainedModel) -> None:
     gc.collect()
     gc.disable()
     try:
-        for decode in (lambda slots: engine.together(asks(), slots, (5, 4, 16)), lambda _: engine.plain([1, 2], 4)):
+        for decode in (
+            lambda slots: engine.decode_batch(asks(), slots, (5, 4, 16)),
+            lambda _: engine.decode_plain([1, 2], 4),
+        ):
             list(decode(2))
-            held = engine.crowd.store if engine.crowd else engine.idle[-1].store
+            held = engine.batch.target_cache if engine.batch else engine.slots.idle[-1].target_cache
             tensors = [weakref.ref(tensor) for tensor in held.tensors.values()]
-            engine.crowd, engine.idle, held = None, [], None
+            engine.batch, engine.slots.idle, held = None, [], None
             assert all(tensor() is None for tensor in tensors)
     finally:
         gc.enable()
@@ -243,13 +248,13 @@ def test_room_goes_before_more_is_taken(model: PreTrainedModel) -> None:
 def test_a_pass_is_recorded_once_for_a_tree_and_a_temperature(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (decode, batch_decode):
+    for module in (slot_pool, batch_state):
         monkeypatch.setattr(module, "CudaGraphRunner", Played)
         monkeypatch.setattr(module, "AsyncReadback", Posted)
     engine = BatchEngine(model, [END], [1, 3, 4], draft())
     for tree in ((5, 4, 16), None, (5, 4, 16), (3, 3, 8)):
-        list(engine.together(asks(), 3, tree))
-    assert engine.crowd and set(engine.crowd.graphs.recorded) == {((5, 4, 16), None), (None, None), ((3, 3, 8), None)}
+        list(engine.decode_batch(asks(), 3, tree))
+    assert engine.batch and set(engine.batch.graphs.recorded) == {((5, 4, 16), None), (None, None), ((3, 3, 8), None)}
 
 
 def test_slots_write_and_move_rows_as_stores_of_their_own() -> None:
@@ -263,8 +268,8 @@ def test_slots_write_and_move_rows_as_stores_of_their_own() -> None:
     starts = torch.arange(3)[:, None] * 10
     for seen in (6, 10):
         places = torch.stack([torch.randperm(seen, generator=draws)[:4] for _ in range(3)])  # [B, M]
-        cache = slots.cache((starts + places).flatten(), seen)
-        alone = [store.cache(row, seen) for store, row in zip(apart, places, strict=True)]
+        cache = slots.bind((starts + places).flatten(), seen)
+        alone = [store.bind(row, seen) for store, row in zip(apart, places, strict=True)]
         for number, both in enumerate(shapes):
             new = [torch.randn(3, g, 4, e, generator=draws) for g, e, _ in both]
             found = cache.layers[number].update(*new)
@@ -272,11 +277,11 @@ def test_slots_write_and_move_rows_as_stores_of_their_own() -> None:
                 expected = alone[slot].layers[number].update(*(x[slot : slot + 1] for x in new))
                 assert all(torch.equal(a[slot : slot + 1], b) for a, b in zip(found, expected, strict=True))
         target_rows = torch.stack([torch.randperm(10, generator=draws)[:4] for _ in range(3)])
-        slots.move((starts + places).flatten(), (starts + target_rows).flatten())
+        slots.move_rows((starts + places).flatten(), (starts + target_rows).flatten())
         for store, source, to in zip(apart, places, target_rows, strict=True):
-            store.move(source, to)
+            store.move_rows(source, to)
         for slot, store in enumerate(apart):
-            one = slots.slot(slot, last=False)
+            one = slots.view_slot(slot, writes_tail=False)
             assert all(torch.equal(one.tensors[shape], store.tensors[shape]) for shape in store.tensors)
     assert slots.nbytes == sum(store.nbytes for store in apart)
 
@@ -287,24 +292,24 @@ def test_grouped_attention_is_that_of_repeated_keys() -> None:
     q, k, v = (torch.randn(3, heads, rows, 8, generator=draws) for heads, rows in ((6, 5), (2, 11), (2, 11)))
     mask = torch.rand(3, 1, 5, 11, generator=draws) < 0.6
     mask[..., 0] = True
-    out, _ = batch_decode._attend_by_key_group(None, q, k, v, mask, scaling=0.3)
+    out, _ = grouped_attention._attend_by_key_group(None, q, k, v, mask, scaling=0.3)
     for head in range(6):
         scores = (q[:, head] @ k[:, head // 3].mT * 0.3).masked_fill(~mask[:, 0], -torch.inf)
         torch.testing.assert_close(out[:, :, head], scores.softmax(-1) @ v[:, head // 3])
     with pytest.raises(ValueError, match="softcap"):
-        batch_decode._attend_by_key_group(None, q, k, v, mask, scaling=0.3, softcap=30.0)
+        grouped_attention._attend_by_key_group(None, q, k, v, mask, scaling=0.3, softcap=30.0)
 
 
 def test_passes_leave_the_attention_as_it_was(engine: BatchEngine) -> None:
     before = engine.decoder.config._attn_implementation
-    told = engine.together(asks(3), 2, (3, 3, 8))
+    told = engine.decode_batch(asks(3), 2, (3, 3, 8))
     next(told)
     told.close()
-    list(engine.together(asks(3), 2, (3, 3, 8)))
+    list(engine.decode_batch(asks(3), 2, (3, 3, 8)))
     assert engine.decoder.config._attn_implementation == before == "sdpa"
 
 
 def test_a_draft_is_not_needed_to_decode_plainly(way: str, model: PreTrainedModel) -> None:
     engine = BatchEngine(model, [END], [])
-    assert said(steps(engine.together(asks(), 4, None), 9)) == [searched(model, ask) for ask in asks()]
+    assert said(steps(engine.decode_batch(asks(), 4, None), 9)) == [searched(model, ask) for ask in asks()]
     assert isinstance(draft(), Eagle3Draft)

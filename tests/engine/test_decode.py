@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config, Qwen3Config, Qwen3NextConfig
 
 from stages.draft.eagle3 import DraftConfig, Eagle3Draft
-from stages.engine import decode
+from stages.engine import slot_pool
 from stages.engine.cuda_graphs import AsyncReadback
 from stages.engine.decode import Engine
 from stages.engine.kv_cache import KVCache, probe_kv_shapes
@@ -27,16 +27,16 @@ TREES = [(1, 1, 2), (4, 1, 5), (3, 3, 8), (5, 4, 16), (2, 3, 13)]
 class Played:
     """Stands in for CUDA graphs: fixed shapes, and a pass that leaves no trace when it is recorded."""
 
-    def __init__(self, device: torch.device):
-        self.records, self.recorded = True, dict[Hashable, Callable[[], None]]()
+    def __init__(self, device: torch.device, captures: bool = True):
+        self.captures, self.recorded = captures, dict[Hashable, Callable[[], None]]()
 
-    def run(self, key: Hashable, work: Callable[[], None], changed: list[Tensor]) -> None:
+    def run(self, key: Hashable, step: Callable[[], None], mutated: list[Tensor]) -> None:
         if key not in self.recorded:
-            before = [tensor.clone() for tensor in changed]
-            work()
-            for tensor, value in zip(changed, before, strict=True):
+            before = [tensor.clone() for tensor in mutated]
+            step()
+            for tensor, value in zip(mutated, before, strict=True):
                 tensor.copy_(value)
-            self.recorded[key] = work
+            self.recorded[key] = step
         self.recorded[key]()
 
 
@@ -45,9 +45,9 @@ class Posted(AsyncReadback):
 
     def __init__(self, device: torch.device):
         super().__init__(device)
-        self.waits = True
+        self.is_async = True
 
-    def box(self, size: int) -> tuple[Tensor, Any]:
+    def _allocate_buffer(self, size: int) -> tuple[Tensor, Any]:
         return torch.empty(size, dtype=torch.int64), SimpleNamespace(record=lambda: None, synchronize=lambda: None)
 
 
@@ -77,18 +77,18 @@ def draft(**options: Any) -> Eagle3Draft:
 def engine(request: pytest.FixtureRequest, model: Any, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """As on a CPU, as on a GPU with transformers' own modules, and there in few kernels."""
     if request.param != "called":
-        monkeypatch.setattr(decode, "Graphs", Played)
-        monkeypatch.setattr(decode, "Mail", Posted)
+        monkeypatch.setattr(slot_pool, "CudaGraphRunner", Played)
+        monkeypatch.setattr(slot_pool, "AsyncReadback", Posted)
         blocks = (
-            FusedDecoder.of(model, KVCache(probe_kv_shapes(model), 8, model.dtype, model.device))
+            FusedDecoder.build_if_supported(model, KVCache(probe_kv_shapes(model), 8, model.dtype, model.device))
             if request.param == "in blocks"
             else None
         )
         assert (blocks is None) == (request.param == "played")
-        monkeypatch.setattr(Engine, "_blocks", lambda _: blocks)
+        monkeypatch.setattr(Engine, "_build_fused_decoder", lambda _: blocks)
     made = Engine(model, [END], [1, 3, 4], draft())
     if request.param == "played":
-        made.beams = None
+        made.fused_draft = None
     return made
 
 
@@ -133,17 +133,17 @@ def said(steps: Any) -> list[int]:
 
 def test_plain_decoding_is_transformers_own(engine: Engine, model: Any) -> None:
     for prompt in prompts():
-        assert said(engine.plain(prompt, ROOM)) == theirs(model, prompt)
+        assert said(engine.decode_plain(prompt, ROOM)) == theirs(model, prompt)
 
 
 @pytest.mark.parametrize("tree", TREES, ids=lambda t: "t{}_{}_{}".format(*t))
 def test_trees_say_what_transformers_says(engine: Engine, model: Any, tree: tuple[int, int, int]) -> None:
     accepted = 0
     for prompt in prompts():
-        steps = list(engine.speculative(prompt, ROOM, *tree))
+        steps = list(engine.decode_speculative(prompt, ROOM, *tree))
         assert said(steps) == theirs(model, prompt)
-        assert all(len(step.tokens) == step.accepted + 1 for step in steps[1:-1])
-        accepted += sum(step.accepted for step in steps[1:])
+        assert all(len(step.tokens) == step.num_accepted + 1 for step in steps[1:-1])
+        accepted += sum(step.num_accepted for step in steps[1:])
     assert accepted or tree == (1, 1, 2)  # otherwise this could pass with trees that never accept anything
 
 
@@ -173,30 +173,30 @@ def test_drawn_answers_follow_their_own_numbers_and_temperature(engine: Engine, 
         how = SamplingParams(temperature, top_p, top_k, seed)
         for prompt in prompts():
             expected = drawn(model, prompt, how)
-            assert said(engine.plain(prompt, ROOM, sampling=how)) == expected
-            steps = list(engine.speculative(prompt, ROOM, 5, 4, 16, sampling=how))
+            assert said(engine.decode_plain(prompt, ROOM, sampling=how)) == expected
+            steps = list(engine.decode_speculative(prompt, ROOM, 5, 4, 16, sampling=how))
             assert said(steps) == expected
-            accepted += sum(step.accepted for step in steps[1:])
-            assert said(engine.speculative(prompt, 7, 5, 4, 16)) == theirs(model, prompt, 7)
+            accepted += sum(step.num_accepted for step in steps[1:])
+            assert said(engine.decode_speculative(prompt, 7, 5, 4, 16)) == theirs(model, prompt, 7)
     assert accepted > 5
 
 
 @pytest.mark.parametrize("room", [1, 2, 3, 7])
 def test_the_length_limit_holds_inside_a_cycle(engine: Engine, model: Any, room: int) -> None:
     for prompt in prompts():
-        assert said(engine.speculative(prompt, room, 5, 4, 16)) == theirs(model, prompt, room)
-        assert said(engine.plain(prompt, room)) == theirs(model, prompt, room)
+        assert said(engine.decode_speculative(prompt, room, 5, 4, 16)) == theirs(model, prompt, room)
+        assert said(engine.decode_plain(prompt, room)) == theirs(model, prompt, room)
 
 
 def test_an_end_token_ends_both_though_it_is_found_late(engine: Engine, model: Any) -> None:
     """Every token in turn as the one that ends: what is decoded past it is dropped, and the next prompt starts clean."""
-    whole = {tuple(prompt): said(Engine(model, [-1], [1, 3, 4]).plain(prompt, ROOM)) for prompt in prompts()}
+    whole = {tuple(prompt): said(Engine(model, [-1], [1, 3, 4]).decode_plain(prompt, ROOM)) for prompt in prompts()}
     for end in range(0, VOCAB, 2):
-        engine.eos = {end}
+        engine.end_tokens = {end}
         for prompt, answer in whole.items():
             cut = answer[: answer.index(end) + 1] if end in answer else answer
-            assert said(engine.plain(list(prompt), ROOM)) == cut
-            assert said(engine.speculative(list(prompt), ROOM, 5, 4, 16)) == cut
+            assert said(engine.decode_plain(list(prompt), ROOM)) == cut
+            assert said(engine.decode_speculative(list(prompt), ROOM, 5, 4, 16)) == cut
 
 
 def test_every_way_to_run_accepts_the_same_drafts(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,20 +206,20 @@ def test_every_way_to_run_accepts_the_same_drafts(model: Any, monkeypatch: pytes
         for way in ("called", "played", "blocks"):
             with monkeypatch.context() as patch:
                 if way != "called":
-                    patch.setattr(decode, "Graphs", Played)
+                    patch.setattr(slot_pool, "CudaGraphRunner", Played)
                 if way == "played":
-                    patch.setattr(Engine, "_blocks", lambda _: None)
+                    patch.setattr(Engine, "_build_fused_decoder", lambda _: None)
                 engine = Engine(model, [END], [1, 3, 4], draft(**options))
-                engine.beams = None if way == "played" else engine.beams
-                found.append([list(engine.speculative(prompt, ROOM, 5, 3, 12)) for prompt in prompts()])
+                engine.fused_draft = None if way == "played" else engine.fused_draft
+                found.append([list(engine.decode_speculative(prompt, ROOM, 5, 3, 12)) for prompt in prompts()])
         assert found[0] == found[1] == found[2]
 
 
 def test_letters_of_two_sizes_and_two_on_their_way() -> None:
     """Bug: boxes were made for the first size that was sent, so a GPU's plain step broke the cycle after it."""
-    mail, fetches = Posted(torch.device("cpu")), []
+    readback, fetches = Posted(torch.device("cpu")), []
     for n in range(7):
-        fetches += [(mail.send(torch.arange(n, n + size)), list(range(n, n + size))) for size in (2, 5)]
+        fetches += [(readback.start(torch.arange(n, n + size)), list(range(n, n + size))) for size in (2, 5)]
         if n:  # two of each size are sent, and the older is read
             for _ in range(2):
                 fetch, expected = fetches.pop(0)
@@ -228,33 +228,33 @@ def test_letters_of_two_sizes_and_two_on_their_way() -> None:
 
 def test_decodings_of_one_engine_do_not_meet(engine: Engine, model: Any) -> None:
     """Each has a room of its own, also where one begins before another has ended, or where one is given up."""
-    given_up = engine.speculative([4, 5, 6], ROOM, 5, 4, 16)
+    given_up = engine.decode_speculative([4, 5, 6], ROOM, 5, 4, 16)
     next(given_up)
     next(given_up)
     given_up.close()
-    both = engine.speculative([1, 2, 3], ROOM, 5, 4, 16), engine.plain([4, 5], ROOM)
+    both = engine.decode_speculative([1, 2, 3], ROOM, 5, 4, 16), engine.decode_plain([4, 5], ROOM)
     found: tuple[list[int], list[int]] = ([], [])
     for pair in zip_longest(*both):
         for step, said_before in zip(pair, found, strict=True):
             said_before.extend(step.tokens if step else [])
     assert found == (theirs(model, [1, 2, 3]), theirs(model, [4, 5]))
-    assert len(engine.idle) == 2
-    assert said(engine.plain([1, 2, 3], ROOM)) == found[0] and len(engine.idle) == 2
+    assert len(engine.slots.idle) == 2
+    assert said(engine.decode_plain([1, 2, 3], ROOM)) == found[0] and len(engine.slots.idle) == 2
 
 
 def test_more_room_is_taken_when_it_is_needed(engine: Engine, model: Any) -> None:
     for length in (3, 300, 5):
         prompt = torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-        assert said(engine.speculative(prompt, 12, 3, 3, 8)) == theirs(model, prompt, 12)
+        assert said(engine.decode_speculative(prompt, 12, 3, 3, 8)) == theirs(model, prompt, 12)
 
 
 def test_too_little_memory_is_told_before_the_first_token(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """6 layers of 2 heads 16 wide, and the draft's: 1,792 bytes a token, keys and values in float32."""
-    monkeypatch.setattr(decode, "unused", lambda _: 1792 * 256 - 1)
+    monkeypatch.setattr(slot_pool, "measure_free_memory", lambda _: 1792 * 256 - 1)
     with pytest.raises(ValueError, match=r"keys and values of 256 tokens take 0\.0 GiB, cpu has 0\.0 GiB left; lower"):
-        next(engine.plain([1, 2, 3], 8))
-    monkeypatch.setattr(decode, "unused", lambda _: 1792 * 256)
-    assert next(engine.plain([1, 2, 3], 8)).tokens
+        next(engine.decode_plain([1, 2, 3], 8))
+    monkeypatch.setattr(slot_pool, "measure_free_memory", lambda _: 1792 * 256)
+    assert next(engine.decode_plain([1, 2, 3], 8)).tokens
 
 
 def test_a_target_that_sees_a_window_is_refused_beyond_it() -> None:
@@ -268,12 +268,15 @@ def test_a_target_that_sees_a_window_is_refused_beyond_it() -> None:
         Qwen2Config(**sizes, sliding_window=20, use_sliding_window=True, max_window_layers=1),
     ):
         narrow = AutoModelForCausalLM.from_config(config).eval()
-        assert len(said(Engine(narrow, [], [0, 0, 1]).plain([1] * 12, 8))) == 8
+        assert len(said(Engine(narrow, [], [0, 0, 1]).decode_plain([1] * 12, 8))) == 8
         with pytest.raises(
             ValueError, match=r"may take 21 tokens, and layers of this target see 20 \(sliding_window\)"
         ):
-            next(Engine(narrow, [], [0, 0, 1]).plain([1] * 13, 8))
-    assert Engine(AutoModelForCausalLM.from_config(Qwen2Config(**sizes, sliding_window=20)), [], []).window is None
+            next(Engine(narrow, [], [0, 0, 1]).decode_plain([1] * 13, 8))
+    assert (
+        Engine(AutoModelForCausalLM.from_config(Qwen2Config(**sizes, sliding_window=20)), [], []).slots.sliding_window
+        is None
+    )
 
 
 def test_a_target_with_another_state_than_keys_and_values_is_refused() -> None:

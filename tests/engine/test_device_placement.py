@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from stages.engine import device_placement
-from stages.engine.batch_decode import BatchEngine, DecodeRequest
+from stages.engine.batch_decode import BatchEngine
+from stages.engine.batch_state import DecodeRequest
 from stages.engine.memory_estimate import GIB, MemoryEstimate
 from stages.engine.sampling import SamplingParams
 from stages.target import loading
@@ -52,11 +53,11 @@ def model(tmp_path: Path) -> Any:
 
 def test_a_model_that_was_placed_says_what_it_said(model: Any) -> None:
     prompt = [11, 7, 42, 30, 9]
-    before = [list(BatchEngine(model, [5], []).plain(prompt, 12)), model(torch.tensor([prompt])).logits]
+    before = [list(BatchEngine(model, [5], []).decode_plain(prompt, 12)), model(torch.tensor([prompt])).logits]
     blocks = list(model.get_decoder().layers)
     device_placement.place_model(model, ["cpu", "cpu", "cpu"])
     assert list(model.get_decoder().layers) == blocks
-    assert list(BatchEngine(model, [5], []).plain(prompt, 12)) == before[0]
+    assert list(BatchEngine(model, [5], []).decode_plain(prompt, 12)) == before[0]
     assert torch.equal(model(torch.tensor([prompt])).logits, before[1])
 
 
@@ -103,21 +104,25 @@ def test_memory_is_said_as_it_is_taken() -> None:
 
     model = test_decode.model.__wrapped__()
     engine, tree = BatchEngine(model, [7], [1, 3, 4], draft()), (5, 4, 16)
-    said = engine.memory(100, 3, tree)
+    said = engine.estimate_memory(100, 3, tree)
     assert said.tokens == 3 * 256 and said.cache == said.tokens * 1792
     asks = [DecodeRequest([1] * 60, 40)] * 4
-    list(engine.together(asks, 3, tree))
-    assert engine.crowd is not None
-    kept = engine.crowd.store.nbytes + engine.crowd.draft_keys.nbytes + engine.crowd.draft_values.nbytes
+    list(engine.decode_batch(asks, 3, tree))
+    assert engine.batch is not None
+    kept = engine.batch.target_cache.nbytes + engine.batch.draft_keys.nbytes + engine.batch.draft_values.nbytes
     assert kept == said.cache
     assert said.target == sum(p.nbytes for p in [*model.parameters(), *model.buffers()])
     assert str(said).endswith(f"{said.total / GIB:.3g} GiB") and "768 tokens" in str(said)
-    less = [engine.memory(100, 1, None), engine.memory(100, 64, tree), engine.memory(100, 64, tree, drawn=True)]
-    assert less[0].work < less[1].work < less[2].work
-    assert engine.memory(200, 1, None).work > less[0].work
-    said.check(said.cache + said.work, torch.device("cpu"))
+    less = [
+        engine.estimate_memory(100, 1, None),
+        engine.estimate_memory(100, 64, tree),
+        engine.estimate_memory(100, 64, tree, samples=True),
+    ]
+    assert less[0].activations < less[1].activations < less[2].activations
+    assert engine.estimate_memory(200, 1, None).activations > less[0].activations
+    said.check(said.cache + said.activations, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"are needed beside the weights, cpu has \S+ GiB left \(\S+ of the target"):
-        said.check(said.cache + said.work - 1, torch.device("cpu"))
+        said.check(said.cache + said.activations - 1, torch.device("cpu"))
     assert MemoryEstimate(1 << 30, 0, 1 << 29, 7, 0).total == 3 << 29
     how = SamplingParams(0.7, 0.9, 5, 1)
-    assert list(engine.together([ask._replace(sampling=how) for ask in asks], 3, tree))
+    assert list(engine.decode_batch([ask._replace(sampling=how) for ask in asks], 3, tree))

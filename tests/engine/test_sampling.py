@@ -136,8 +136,10 @@ def slow(engine: Engine, prompt: list[int], count: int, how: SamplingParams) -> 
 def test_plain_decoding_draws_what_the_numbers_say(engine: Engine, how: str) -> None:
     for seed in range(3):
         drawn = SamplingParams(*HOW[how], seed)
-        assert said(engine.plain(PROMPT, 20, sampling=drawn)) == slow(engine, PROMPT, 20, drawn)
-    assert said(engine.plain(PROMPT, 20, sampling=SamplingParams(1.0, 1.0, 1, 0))) == said(engine.plain(PROMPT, 20))
+        assert said(engine.decode_plain(PROMPT, 20, sampling=drawn)) == slow(engine, PROMPT, 20, drawn)
+    assert said(engine.decode_plain(PROMPT, 20, sampling=SamplingParams(1.0, 1.0, 1, 0))) == said(
+        engine.decode_plain(PROMPT, 20)
+    )
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -146,18 +148,19 @@ def test_every_tree_says_what_plain_decoding_says_from_the_same_seed(engine: Eng
     accepted = 0
     for seed in range(4):
         drawn = SamplingParams(*HOW[how], seed)
-        steps = list(engine.speculative(PROMPT, 30, *tree, sampling=drawn))
-        assert said(steps) == said(engine.plain(PROMPT, 30, sampling=drawn))
-        accepted += sum(step.accepted for step in steps)
+        steps = list(engine.decode_speculative(PROMPT, 30, *tree, sampling=drawn))
+        assert said(steps) == said(engine.decode_plain(PROMPT, 30, sampling=drawn))
+        accepted += sum(step.num_accepted for step in steps)
     assert accepted > 5, "nothing is accepted, so nothing is tested"
 
 
 def test_a_seed_says_the_same_again_and_another_something_else(engine: Engine) -> None:
     answers = [
-        said(engine.speculative(PROMPT, 30, 3, 2, 6, sampling=SamplingParams(1.0, 1.0, None, s))) for s in (4, 4, 5)
+        said(engine.decode_speculative(PROMPT, 30, 3, 2, 6, sampling=SamplingParams(1.0, 1.0, None, s)))
+        for s in (4, 4, 5)
     ]
     assert answers[0] == answers[1] != answers[2]
-    shorter = said(engine.speculative(PROMPT, 11, 3, 2, 6, sampling=SamplingParams(1.0, 1.0, None, 4)))
+    shorter = said(engine.decode_speculative(PROMPT, 11, 3, 2, 6, sampling=SamplingParams(1.0, 1.0, None, 4)))
     assert shorter == answers[0][:11]
 
 
@@ -200,7 +203,7 @@ def refused(engine: Engine, how: tuple[float, float, int | None], tree, runs: in
     known = exact(engine, how)
     counts: Counter[tuple[int, ...]] = Counter()
     for seed in range(runs):
-        answer = said(engine.speculative(PROMPT, LENGTH, *tree, sampling=SamplingParams(*how, seed)))
+        answer = said(engine.decode_speculative(PROMPT, LENGTH, *tree, sampling=SamplingParams(*how, seed)))
         counts.update(tuple(answer[:length]) for length in range(1, LENGTH + 1))
     least = FALSE_ALARM / (2 * (len(known) - 1))
     return any(tail(counts[path], runs, chance) < least for path, chance in known.items() if path)
@@ -237,12 +240,12 @@ def second_try(self: sampling.TokenSampler, logits: Tensor, places: Tensor) -> T
     return torch.where(drafted, first, again)
 
 
-CHOOSE = sampling.TokenSampler.choose
+CHOOSE = sampling.TokenSampler.sample
 
 
 @pytest.mark.parametrize("spoiled", [greedily, too_hot, one_number, second_try])
 def test_a_spoiled_verification_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch, spoiled) -> None:
-    monkeypatch.setattr(sampling.TokenSampler, "choose", spoiled)
+    monkeypatch.setattr(sampling.TokenSampler, "sample", spoiled)
     assert refused(engine, HOW["cool"], (2, 2, 7), RUNS // 3)
 
 
@@ -252,7 +255,7 @@ def test_taking_every_first_guess_is_refused(engine: Engine, monkeypatch: pytest
         choices[:, 0] = tree.tokens[:, 0]
         return torch.tensor([[0, 1, 0]]), torch.tensor([2])
 
-    monkeypatch.setattr(decode.trees, "accept", first_guess)
+    monkeypatch.setattr(decode.trees, "find_accepted_path", first_guess)
     assert refused(engine, HOW["hot"], (2, 2, 7), RUNS // 3)
 
 
@@ -281,10 +284,10 @@ def prompts_of(seed: int, count: int) -> list[list[int]]:
 def live(engine: Engine, prompts: list[list[int]], seeds: range, tree, how) -> tuple[np.ndarray, np.ndarray]:
     """accepted, cycles [prompts] of the engine."""
     runs = [
-        list(engine.speculative(p, ANSWER, *tree, sampling=SamplingParams(*how, s)))[1:]
+        list(engine.decode_speculative(p, ANSWER, *tree, sampling=SamplingParams(*how, s)))[1:]
         for p, s in zip(prompts, seeds, strict=True)
     ]
-    return np.array([sum(s.accepted for s in run) for run in runs]), np.array([len(run) for run in runs])
+    return np.array([sum(s.num_accepted for s in run) for run in runs]), np.array([len(run) for run in runs])
 
 
 @pytest.mark.parametrize("topk", SHAPES)
@@ -292,7 +295,9 @@ def live(engine: Engine, prompts: list[list[int]], seeds: range, tree, how) -> t
 def test_replay_of_a_sampled_answer_equals_decoding_it_as_integers(engine: Engine, how: str, topk: int) -> None:
     """Verification draws from the target alone, so of the same draws live decoding accepts what replay accepts, exactly."""
     prompts = prompts_of(2, 8)
-    answers = [said(engine.plain(p, ANSWER, sampling=SamplingParams(*HOW[how], s))) for s, p in enumerate(prompts)]
+    answers = [
+        said(engine.decode_plain(p, ANSWER, sampling=SamplingParams(*HOW[how], s))) for s, p in enumerate(prompts)
+    ]
     accepted, cycles = replayed(engine, prompts, answers, topk)
     for g, (steps, tokens) in enumerate(SHAPES[topk]):
         found = live(engine, prompts, range(8), (steps, topk, tokens), HOW[how])

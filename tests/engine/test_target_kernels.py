@@ -1,6 +1,7 @@
 """The target in few kernels: against transformers' own forward, and the kernels against torch, interpreted on the CPU."""
 
 import os
+from functools import partial
 from typing import Any
 
 import pytest
@@ -62,14 +63,14 @@ def test_a_tree_behind_a_prompt_is_as_each_of_its_paths_alone(name: str) -> None
     model = made(OF_THE_BUILD[name])
     store = KVCache(probe_kv_shapes(model), 32, torch.float32, torch.device("cpu"))
     with torch.inference_mode():
-        blocks = FusedDecoder.of(model, store)
+        blocks = FusedDecoder.build_if_supported(model, store)
         assert blocks is not None
         prompt, nodes = torch.randint(90, (11,)), torch.randint(90, (len(TREE),))
         causal = torch.ones(1, 1, 11, 11, dtype=torch.bool).tril()
         model.model(
             input_ids=prompt[None],
             attention_mask=causal,
-            past_key_values=store.cache(torch.arange(11), 11),
+            past_key_values=store.bind(torch.arange(11), 11),
             use_cache=True,
         )
         sees, depths = tree_of(TREE)
@@ -86,7 +87,10 @@ def test_a_tree_behind_a_prompt_is_as_each_of_its_paths_alone(name: str) -> None
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_model_of_another_build_is_left_to_its_own_modules(name: str) -> None:
     model = made(OTHERS[name])
-    assert FusedDecoder.of(model, KVCache(probe_kv_shapes(model), 8, torch.float32, torch.device("cpu"))) is None
+    assert (
+        FusedDecoder.build_if_supported(model, KVCache(probe_kv_shapes(model), 8, torch.float32, torch.device("cpu")))
+        is None
+    )
 
 
 # --- kernels --------------------------------------------------------------------------------------------------------
@@ -206,9 +210,7 @@ def test_join(gpu: Any, prompts: int, topk: int, semantics: str) -> None:
             *(torch.zeros(prompts, count, dtype=t, device=DEVICE) for t in (torch.float32, *2 * [torch.int64]))
         )
         numbers = torch.arange(topk, device=DEVICE).repeat(prompts, 1)
-        sees = plain.mark_own_nodes_seen(
-            torch.zeros(prompts, topk, (steps - 1) * topk, dtype=torch.bool, device=DEVICE), 0
-        )
+        sees = plain.admit_own_nodes(torch.zeros(prompts, topk, (steps - 1) * topk, dtype=torch.bool, device=DEVICE), 0)
         beam = (draw(prompts, topk).sigmoid() * 4).round() / 4
         d2t, got = torch.arange(30, device=DEVICE) % 7, []
         for step in (1, 2, 3):
@@ -230,10 +232,13 @@ def test_products_with_a_stream_of_weights(gpu: Any, rows: int, width: int, outp
 
 def test_the_fastest_product_is_taken_and_timed_once(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of half-precision products of few tokens; others are the library's."""
+    from stages.engine import matmul_triton
+
     timed = iter([3.0, 5.0, 2.0, *[float("inf")] * 4])
-    monkeypatch.setattr(gpu, "_time", lambda *_given: next(timed))
-    monkeypatch.setattr(gpu, "fastest", {})
+    monkeypatch.setattr(matmul_triton, "_time_matmul", lambda *_given: next(timed))
+    monkeypatch.setattr(matmul_triton, "fastest_tilings", {})
     x, w = draw(20, 32).half(), draw(48, 32, seed=1).half()
-    assert gpu._tiling(x, w, False) == gpu._tiling(x[:17], w, False) == gpu.TILINGS[1]
-    assert gpu._tiling(x.float(), w.float(), False) is None and gpu._tiling(x.repeat(4, 1), w, False) is None
+    pick = partial(matmul_triton.pick_tiling, gated=False, run_cublas=gpu._run_cublas, add_rms_norm=gpu.add_rms_norm)
+    assert pick(x, w) == pick(x[:17], w) == matmul_triton.MATMUL_TILINGS[1]
+    assert pick(x.float(), w.float()) is None and pick(x.repeat(4, 1), w) is None
     torch.testing.assert_close(gpu.matmul(x, w), plain.matmul(x, w), rtol=2e-3, atol=2e-2)

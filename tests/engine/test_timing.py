@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stages.engine import timing
-from stages.engine.decode import DecodeStep
+from stages.engine.decode_state import DecodeStep
 
 
 @pytest.mark.parametrize(("device", "begun"), [("cpu", 1), ("cuda", 2)])
@@ -30,4 +30,4 @@ def test_on_a_gpu_a_prompt_is_read_once_before_the_clock_runs(
     found = timing.time_decode(decoding, device)
     assert found.tokens == [5, 6, 7] and len(begins) == len(over) == begun
     assert made == [5] * (begun - 1) + [5, 6, 7]
-    assert (found.first_s, found.last_s) == (1.0, 2.0)
+    assert (found.prefill_s, found.total_s) == (1.0, 2.0)

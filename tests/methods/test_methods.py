@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from stages.draft.eagle3 import DraftConfig
-from stages.engine import decode
+from stages.engine import slot_pool
 from stages.engine.decode import Engine
 from stages.engine.sampling import SamplingParams
 from stages.methods.eagle import EagleDraft
@@ -44,7 +44,7 @@ def model() -> Any:
 
 def random_eagle(head: Tensor, vocab: int = VOCAB, hidden: int = H) -> EagleDraft:
     config = DraftConfig(hidden, 96, 4, 2, 16, vocab, vocab, 512, 1e-6, ROPE)
-    return EagleDraft.fresh(config, head, seed=1).requires_grad_(False)
+    return EagleDraft.initialise(config, head, seed=1).requires_grad_(False)
 
 
 def random_heads(head: Tensor, count: int = 3) -> MedusaDraft:
@@ -52,7 +52,7 @@ def random_heads(head: Tensor, count: int = 3) -> MedusaDraft:
     t2d = torch.zeros(VOCAB, dtype=torch.bool)
     t2d[kept] = True
     config = {"hidden_size": H, "vocab_size": VOCAB, "draft_vocab_size": len(kept), "heads": count}
-    made = MedusaDraft.fresh(config, head, kept - torch.arange(len(kept)), t2d).requires_grad_(False)
+    made = MedusaDraft.initialise(config, head, kept - torch.arange(len(kept)), t2d).requires_grad_(False)
     for weight in made.parameters():
         weight += 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(2))
     return made
@@ -61,9 +61,11 @@ def random_heads(head: Tensor, count: int = 3) -> MedusaDraft:
 METHODS = {
     "ngram": lambda model: PromptLookupMethod(3, 1, 5, CPU),
     "lookahead": lambda model: LookaheadMethod(4, 4, 3, CPU),
-    "medusa": lambda model: MedusaMethod(random_heads(model.lm_head.weight), StaticTree.of(PATHS, CPU), H, VOCAB),
+    "medusa": lambda model: MedusaMethod(
+        random_heads(model.lm_head.weight), StaticTree.from_paths(PATHS, CPU), H, VOCAB
+    ),
     "eagle": lambda model: EagleMethod(
-        random_eagle(model.lm_head.weight), model.model.embed_tokens.weight, StaticTree.of(PATHS, CPU), "eagle"
+        random_eagle(model.lm_head.weight), model.model.embed_tokens.weight, StaticTree.from_paths(PATHS, CPU), "eagle"
     ),
     "eagle2": lambda model: EagleMethod(
         random_eagle(model.lm_head.weight), model.model.embed_tokens.weight, (4, 3, 10), "eagle"
@@ -76,9 +78,9 @@ every_method = pytest.mark.parametrize("name", METHODS)
 def engine(request: pytest.FixtureRequest, model: Any, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """As on a CPU, and with the fixed shapes of a GPU."""
     if request.param == "played":
-        monkeypatch.setattr(decode, "Graphs", Played)
-        monkeypatch.setattr(decode, "Mail", Posted)
-        monkeypatch.setattr(Engine, "_blocks", lambda _: None)
+        monkeypatch.setattr(slot_pool, "CudaGraphRunner", Played)
+        monkeypatch.setattr(slot_pool, "AsyncReadback", Posted)
+        monkeypatch.setattr(Engine, "_build_fused_decoder", lambda _: None)
     return Engine(model, [END], [1, 3, 4])
 
 
@@ -86,10 +88,10 @@ def engine(request: pytest.FixtureRequest, model: Any, monkeypatch: pytest.Monke
 def test_greedy_answers_are_transformers_own(engine: Engine, model: Any, name: str) -> None:
     method, accepted = METHODS[name](model), 0
     for prompt in [*prompts(), *prompts()]:  # the second time in a room that was used
-        steps = list(engine.proposed(prompt, ROOM, method))
+        steps = list(engine.decode_with_method(prompt, ROOM, method))
         assert said(steps) == theirs(model, prompt)
-        assert all(len(step.tokens) == step.accepted + 1 for step in steps[1:-1])
-        accepted += sum(step.accepted for step in steps[1:])
+        assert all(len(step.tokens) == step.num_accepted + 1 for step in steps[1:-1])
+        accepted += sum(step.num_accepted for step in steps[1:])
     assert accepted > 5, "nothing is accepted, so nothing is tested"
 
 
@@ -98,9 +100,9 @@ def test_drawn_answers_are_those_of_plain_decoding_by_hand(engine: Engine, model
     method, accepted = METHODS[name](model), 0
     for seed, prompt in enumerate([*prompts(), *prompts()]):
         how = SamplingParams(0.8, 0.95, 6, seed)
-        steps = list(engine.proposed(prompt, ROOM, method, sampling=how))
+        steps = list(engine.decode_with_method(prompt, ROOM, method, sampling=how))
         assert said(steps) == drawn(model, prompt, how)
-        accepted += sum(step.accepted for step in steps[1:])
+        accepted += sum(step.num_accepted for step in steps[1:])
     assert accepted > 5
 
 
@@ -109,7 +111,7 @@ def test_drawn_answers_are_those_of_plain_decoding_by_hand(engine: Engine, model
 def test_the_length_limit_holds(engine: Engine, model: Any, name: str, room: int) -> None:
     method = METHODS[name](model)
     for prompt in prompts():
-        assert said(engine.proposed(prompt, room, method)) == theirs(model, prompt, room)
+        assert said(engine.decode_with_method(prompt, room, method)) == theirs(model, prompt, room)
 
 
 # --- what is proposed, by slow ways ---------------------------------------------------------------------------------
@@ -119,16 +121,16 @@ class Noted:
     """A method, and the trees that it proposed: after how much text, and each as its branches of tokens."""
 
     def __init__(self, method: Any):
-        self.method, self.steps, self.nodes = method, method.steps, method.nodes
+        self.method, self.num_steps, self.num_draft_tokens = method, method.num_steps, method.num_draft_tokens
         self.seen: list[tuple[int, set[tuple[int, ...]]]] = []
 
-    def proposer(self, size: int) -> Any:
-        made = self.method.proposer(size)
+    def build_proposer(self, capacity: int) -> Any:
+        made = self.method.build_proposer(capacity)
         real = made.propose
 
-        def noted(stand: Any, seen: int) -> Any:
-            tree, ids = real(stand, seen)
-            self.seen.append((int(stand.length), branches(tree, ids)))
+        def noted(state: Any, visible_length: int) -> Any:
+            tree, ids = real(state, visible_length)
+            self.seen.append((int(state.cache_length), branches(tree, ids)))
             return tree, ids
 
         made.propose = noted
@@ -156,7 +158,7 @@ def texts(model: Any, method: Any) -> list[tuple[list[int], set[tuple[int, ...]]
     engine, found = Engine(model, [END], [1, 3, 4]), []
     for prompt in prompts():
         noted = Noted(method)
-        whole = prompt + said(engine.proposed(prompt, ROOM, noted))
+        whole = prompt + said(engine.decode_with_method(prompt, ROOM, noted))
         found += [(whole[: length + 1], tree) for length, tree in noted.seen]
     return found
 
@@ -183,10 +185,10 @@ def test_lookahead_keeps_what_the_target_itself_says_after_each_column(model: An
     method, kept = LookaheadMethod(4, 4, 3, CPU), 0
     prompt = prompts()[2]
     engine, noted = Engine(model, [], [1, 3, 4]), Noted(method)
-    text = prompt + said(engine.proposed(prompt, ROOM, noted))
+    text = prompt + said(engine.decode_with_method(prompt, ROOM, noted))
     pool: dict[int, list[tuple[int, ...]]] = {}
-    proposer = engine.idle[0].proposers[noted]
-    first = method.proposer(8)
+    proposer = engine.slots.idle[0].proposers[noted]
+    first = method.build_proposer(8)
     first.begin(prompt, None, None)  # type: ignore[arg-type]
     rows = [list(row) for row in first.rows]
     for number, (length, found) in enumerate(noted.seen):
@@ -210,14 +212,16 @@ def test_lookahead_keeps_what_the_target_itself_says_after_each_column(model: An
 def test_a_lookahead_guess_that_is_right_to_its_end_yields_level_tokens(model: Any) -> None:
     """The authors' code stops one short (research: N - 1)."""
     engine = Engine(model, [END], [1, 3, 4])
-    steps = [step for prompt in prompts() for step in engine.proposed(prompt, ROOM, LookaheadMethod(6, 3, 6, CPU))]
+    steps = [
+        step for prompt in prompts() for step in engine.decode_with_method(prompt, ROOM, LookaheadMethod(6, 3, 6, CPU))
+    ]
     assert max(len(step.tokens) for step in steps) == 3
 
 
 def test_medusa_proposes_the_ranks_of_its_heads_on_the_hidden_state_before_the_root(model: Any) -> None:
     heads = random_heads(model.lm_head.weight)
     kept = heads.t2d.nonzero()[:, 0]
-    for text, found in texts(model, MedusaMethod(heads, StaticTree.of(PATHS, CPU), H, VOCAB)):
+    for text, found in texts(model, MedusaMethod(heads, StaticTree.from_paths(PATHS, CPU), H, VOCAB)):
         hidden = model.model(torch.tensor([text[:-1]])).last_hidden_state[0, -1]
         ranked = []
         for block, out in zip(heads.blocks, heads.outs, strict=True):
@@ -252,7 +256,7 @@ def guessed(eagle: EagleDraft, model: Any, text: list[int], branch: tuple[int, .
 
 def test_eagle_proposes_the_ranks_of_its_layer_written_out(model: Any) -> None:
     eagle = random_eagle(model.lm_head.weight)
-    method = EagleMethod(eagle, model.model.embed_tokens.weight, StaticTree.of(PATHS, CPU), "eagle")
+    method = EagleMethod(eagle, model.model.embed_tokens.weight, StaticTree.from_paths(PATHS, CPU), "eagle")
     cycles = [(text, tree) for text, tree in texts(model, method) if len(text) > 1][::6]
     for text, found in cycles:
         tokens: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
@@ -306,14 +310,14 @@ def test_best_first_finds_the_tree_of_the_greatest_expected_length(seed: int) ->
 def test_heads_of_another_target_are_refused_with_the_numbers(model: Any) -> None:
     heads = random_heads(model.lm_head.weight)
     with pytest.raises(ValueError, match=rf"for a target of {VOCAB} tokens and width {H}; this target has 13 and 64"):
-        MedusaMethod(heads, StaticTree.of(PATHS, CPU), H, 13)
+        MedusaMethod(heads, StaticTree.from_paths(PATHS, CPU), H, 13)
     with pytest.raises(ValueError, match=rf"this target has {VOCAB} and 32; train heads"):
-        MedusaMethod(heads, StaticTree.of(PATHS, CPU), 32, VOCAB)
+        MedusaMethod(heads, StaticTree.from_paths(PATHS, CPU), 32, VOCAB)
 
 
 def test_a_tree_deeper_than_there_are_heads_is_refused(model: Any) -> None:
     with pytest.raises(ValueError, match="the tree is 3 deep, expected at most 2"):
-        MedusaMethod(random_heads(model.lm_head.weight, 2), StaticTree.of(PATHS, CPU), H, VOCAB)
+        MedusaMethod(random_heads(model.lm_head.weight, 2), StaticTree.from_paths(PATHS, CPU), H, VOCAB)
 
 
 def test_an_eagle_of_another_target_is_refused_with_the_numbers(model: Any) -> None:

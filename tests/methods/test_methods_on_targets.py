@@ -35,13 +35,13 @@ def methods(embedding: Any, head: Any, config: DraftConfig, eagle: EagleDraft | 
     vocabulary, hidden = embedding.shape
     shape = {"hidden_size": hidden, "vocab_size": vocabulary, "draft_vocab_size": vocabulary, "heads": STEPS}
     every = torch.zeros(vocabulary, dtype=torch.int64)
-    heads = MedusaDraft.fresh(shape, head, every, torch.ones_like(every).bool()).requires_grad_(False)
-    eagle = eagle or EagleDraft.fresh(config, head, seed=1).requires_grad_(False)
+    heads = MedusaDraft.initialise(shape, head, every, torch.ones_like(every).bool()).requires_grad_(False)
+    eagle = eagle or EagleDraft.initialise(config, head, seed=1).requires_grad_(False)
     return {
         "ngram": PromptLookupMethod(3, 1, 5, CPU),
         "lookahead": LookaheadMethod(4, 3, 3, CPU),
-        "medusa": MedusaMethod(heads, StaticTree.of(PATHS, CPU), hidden, vocabulary),
-        "eagle": EagleMethod(eagle, embedding, StaticTree.of(PATHS, CPU), "sglang"),
+        "medusa": MedusaMethod(heads, StaticTree.from_paths(PATHS, CPU), hidden, vocabulary),
+        "eagle": EagleMethod(eagle, embedding, StaticTree.from_paths(PATHS, CPU), "sglang"),
         "eagle2": EagleMethod(eagle, embedding, (STEPS, 2, 6), "sglang"),
     }
 
@@ -59,9 +59,9 @@ def test_a_target_with_experts() -> None:
     expected = [greedy(model, prompt) for prompt in prompts()]
     for method in methods(model.model.embed_tokens.weight, model.lm_head.weight, shape).values():
         for prompt, answer in zip(prompts(), expected, strict=True):
-            steps = list(engine.proposed(prompt, LONG, method))
+            steps = list(engine.decode_with_method(prompt, LONG, method))
             assert said(steps) == answer
-            accepted += sum(step.accepted for step in steps[1:])
+            accepted += sum(step.num_accepted for step in steps[1:])
     assert accepted > 10
 
 
@@ -81,17 +81,17 @@ def test_a_target_that_sees(tmp_path: Path, name: str) -> None:
     names = {f for f in DraftConfig.__dataclass_fields__ if hasattr(made, f)}
     config = DraftConfig(**{n: getattr(made, n) for n in names}, draft_vocab_size=made.vocab_size)
     engine = Engine(model, [5], TAPPED)
-    answers = [said(engine.plain(ids.tolist(), ROOM, shown)) for ids, shown in documents()]
+    answers = [said(engine.decode_plain(ids.tolist(), ROOM, shown)) for ids, shown in documents()]
     rows = [row(model, ids, shown, answer) for (ids, shown), answer in zip(documents(), answers, strict=True)]
 
-    eagle = EagleDraft.fresh(config, head, seed=1)
+    eagle = EagleDraft.initialise(config, head, seed=1)
     pack, optimizer = (
         ttt.TrainingPack.from_rows(rows[:3], 1, "aligned"),
         torch.optim.AdamW(eagle.parameters(), lr=0.003),
     )
     for _ in range(60):
         optimizer.zero_grad()
-        registry.TRAINABLE_METHODS["eagle"].forward(
+        registry.TRAINABLE_METHODS["eagle"].compute_loss(
             eagle, pack, embedding, head, ttt.TrainingObjective(1), None
         ).total_loss.backward()
         optimizer.step()
@@ -99,20 +99,20 @@ def test_a_target_that_sees(tmp_path: Path, name: str) -> None:
 
     for method in methods(embedding, head, config, eagle).values():
         for (ids, shown), answer in zip(documents(), answers, strict=True):
-            assert said(engine.proposed(ids.tolist(), ROOM, method, shown)) == answer
+            assert said(engine.decode_with_method(ids.tolist(), ROOM, method, shown)) == answer
 
-    chain, accepted = EagleMethod(eagle, embedding, StaticTree.of([(0,), (0, 0), (0, 0, 0)], CPU), "sglang"), 0
+    chain, accepted = EagleMethod(eagle, embedding, StaticTree.from_paths([(0,), (0, 0), (0, 0, 0)], CPU), "sglang"), 0
     for (ids, shown), one in zip(documents(), rows, strict=True):
         alone = ttt.TrainingPack.from_rows([one], STEPS, "aligned")
-        found = registry.TRAINABLE_METHODS["eagle"].guesses(eagle, alone, embedding, head, STEPS, 1)
+        found = registry.TRAINABLE_METHODS["eagle"].predict_top_tokens(eagle, alone, embedding, head, STEPS, 1)
         hits = {  # position -> of each step whether it guesses the answer's token
             int(p): [bool(g[n, 0] == one.ids[p + 2 + k]) for k, g in enumerate(found) if n < len(g)]
             for n, p in enumerate(alone.query_tokens)
         }
         place = len(ids) - 1  # the position before the root
-        for step in list(engine.proposed(ids.tolist(), ROOM, chain, shown))[1:]:
+        for step in list(engine.decode_with_method(ids.tolist(), ROOM, chain, shown))[1:]:
             expected = hits.get(place, [])
             right = next((k for k, hit in enumerate(expected) if not hit), len(expected))
-            assert step.accepted == right
-            place, accepted = place + 1 + step.accepted, accepted + right
+            assert step.num_accepted == right
+            place, accepted = place + 1 + step.num_accepted, accepted + right
     assert accepted > 5, "nothing is accepted, so nothing is compared"

@@ -106,8 +106,8 @@ class Double:
         if (
             not self.speculates or f.speculative_algorithm == "EAGLE"
         ):  # without its fusion an EAGLE-3 draft drafts nonsense
-            return self.engine.plain(ids, most, pictures)
-        return self.engine.speculative(
+            return self.engine.decode_plain(ids, most, pictures)
+        return self.engine.decode_speculative(
             ids, most, f.speculative_num_steps, f.speculative_eagle_topk, f.speculative_num_draft_tokens, pictures
         )
 
@@ -128,9 +128,9 @@ class Double:
             while step is not None:
                 said += step.tokens
                 if not first and self.speculates:
-                    histogram[step.accepted] += 1
-                    self.drafts, self.accepted = self.drafts + 1, self.accepted + step.accepted
-                    for place in range(step.accepted):
+                    histogram[step.num_accepted] += 1
+                    self.drafts, self.accepted = self.drafts + 1, self.accepted + step.num_accepted
+                    for place in range(step.num_accepted):
                         self.positions[place] += 1
                 first, step = False, await queue.get()
                 yield list(said), histogram, step is None
@@ -142,7 +142,7 @@ class Double:
             ids, pictures = self.look(ids, urls)
         response = await opened(request)
         async for said, histogram, last in self.decode(ids, most, pictures):
-            ended = "stop" if said[-1] in self.engine.eos else "length"
+            ended = "stop" if said[-1] in self.engine.end_tokens else "length"
             seen = RECORDED["generate"]["meta_info"]
             meta: dict[str, Any] = {key: seen[key] for key in seen if not key.startswith("spec_")}
             meta |= {"prompt_tokens": len(ids), "completion_tokens": len(said)}
@@ -158,7 +158,7 @@ class Double:
         body = await request.json()
         response, before = await opened(request), 0
         async for said, _, last in self.decode(body["prompt"], body["max_tokens"]):
-            reason = ("stop" if said[-1] in self.engine.eos else "length") if last else None
+            reason = ("stop" if said[-1] in self.engine.end_tokens else "length") if last else None
             choice = {"index": 0, "text": "x", "token_ids": said[before:], "finish_reason": reason}
             usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(said)}
             await event(response, {"choices": [choice], "usage": usage})

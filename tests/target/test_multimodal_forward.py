@@ -182,7 +182,7 @@ class Run:
         self.model, self.made = load(folder, name), described(folder)
         self.prompts = documents()
         self.plain = Engine(self.model, [5], TAPPED)
-        self.answers = [said(self.plain.plain(ids.tolist(), ROOM, shown)) for ids, shown in self.prompts]
+        self.answers = [said(self.plain.decode_plain(ids.tolist(), ROOM, shown)) for ids, shown in self.prompts]
         self.rows = [
             row(self.model, ids, shown, answer) for (ids, shown), answer in zip(self.prompts, self.answers, strict=True)
         ]
@@ -249,9 +249,9 @@ def test_replay_says_what_the_live_engine_accepts(run: Run, tree: tuple[int, int
     engine = Engine(run.model, [5], TAPPED, draft)
     live = []
     for (ids, shown), answer in zip(run.prompts, run.answers, strict=True):
-        steps = list(engine.speculative(ids.tolist(), ROOM, *tree, shown))
+        steps = list(engine.decode_speculative(ids.tolist(), ROOM, *tree, shown))
         assert said(steps) == answer
-        live.append([sum(s.accepted for s in steps[1:]), len(steps) - 1])
+        live.append([sum(s.num_accepted for s in steps[1:]), len(steps) - 1])
     rows = run.rows
     visual = torch.cat([r.visual for r in rows if r.visual is not None])
     ids, features, positions, pictured = (
@@ -276,8 +276,8 @@ def test_training_rolls_what_decoding_rolls(run: Run) -> None:
         while place < len(accepted):
             walked.append(accepted[place])
             place += accepted[place] + 1
-        steps = list(engine.speculative(ids.tolist(), ROOM, STEPS, 1, STEPS + 1, shown))
-        assert walked == [s.accepted for s in steps[1:]][: len(walked)]
+        steps = list(engine.decode_speculative(ids.tolist(), ROOM, STEPS, 1, STEPS + 1, shown))
+        assert walked == [s.num_accepted for s in steps[1:]][: len(walked)]
         assert (
             len(walked) >= len(steps) - 2
         )  # a last cycle may stand on the answer's last token, where nothing is taught
@@ -317,4 +317,6 @@ def test_a_draft_sees_pictures_and_where_they_lie(run: Run) -> None:
 def test_margin_is_the_gap_between_the_two_best_logits(run: Run) -> None:
     for (ids, shown), answer in zip(run.prompts, run.answers, strict=True):
         two = alone(run.model, torch.cat([ids, torch.tensor(answer[:3])]), shown)["logits"][-1].topk(2).values
-        assert run.plain.margin(ids.tolist(), answer[:3], shown) == pytest.approx(float(two[0] - two[1]), abs=1e-4)
+        assert run.plain.measure_margin(ids.tolist(), answer[:3], shown) == pytest.approx(
+            float(two[0] - two[1]), abs=1e-4
+        )

@@ -234,7 +234,7 @@ def test_a_tree_that_can_not_be_built_is_refused_before_anything_is_computed(sha
         replay_answers(draft, embedding, ids, features, torch.tensor([3]), torch.tensor([8]), [TreeShape(*shape)])
     engine = Engine(small_target(CONFIG.vocab_size, 1), [], [1, 2, 3], draft)
     with pytest.raises(ValueError, match=re.escape(says)):
-        next(engine.speculative([1, 2], 5, steps, topk, tokens))
+        next(engine.decode_speculative([1, 2], 5, steps, topk, tokens))
 
 
 def test_a_tree_deeper_than_the_drafts_window_is_refused() -> None:
@@ -249,14 +249,14 @@ def test_a_tree_deeper_than_the_drafts_window_is_refused() -> None:
     rows = draft, embedding, ids, features, torch.tensor([3]), torch.tensor([8])
     engine = BatchEngine(small_target(CONFIG.vocab_size, 1), [], [1, 2, 3], draft)
     for refused in (
-        lambda: replay_answers(*rows, [TreeShape(4, 1, 5), TreeShape(5, 1, 6)]),
-        lambda: next(engine.speculative([1, 2], 5, 5, 1, 6)),
-        lambda: engine.memory(9, 2, (5, 1, 6)),
+        lambda: replay_answers(*rows, [(4, 1, 5), (5, 1, 6)]),
+        lambda: next(engine.decode_speculative([1, 2], 5, 5, 1, 6)),
+        lambda: engine.estimate_memory(9, 2, (5, 1, 6)),
     ):
         with pytest.raises(ValueError, match=says):
             refused()
-    replay_answers(*rows, [TreeShape(4, 1, 5)])
-    assert len(list(engine.speculative([1, 2], 5, 4, 1, 5))) > 1
+    replay_answers(*rows, [(4, 1, 5)])
+    assert len(list(engine.decode_speculative([1, 2], 5, 4, 1, 5))) > 1
 
 
 def test_the_largest_trees_are_built() -> None:
