@@ -400,8 +400,8 @@ def _build_image_body(eyes: vision.CachedImageProcessor, images: list[str], ids:
     """Pictures as SGLang takes them beside ids; it repeats each one's token itself, and where that is done already it
     never answers (0.5.17)."""
     return {
-        "input_ids": vision.collapse_image_tokens(ids, eyes.token, eyes.sizes(images)),
-        "image_data": [eyes.url(path) for path in images],
+        "input_ids": vision.collapse_image_tokens(ids, eyes.image_token_id, eyes.count_image_tokens(images)),
+        "image_data": [eyes.build_data_url(path) for path in images],
     }
 
 

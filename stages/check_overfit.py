@@ -22,7 +22,7 @@ from stages.data import conversations
 from stages.draft import checkpoint
 from stages.draft.eagle3 import Eagle3Draft
 from stages.engine import recite
-from stages.hidden_states import format
+from stages.hidden_states import format, reader
 from stages.hidden_states.reader import HiddenStatesReader
 from stages.params import schema
 from stages.params.section import ROOT_CHECKPOINT
@@ -69,7 +69,7 @@ def _place(p: schema.Params) -> Path:
     settings, t = p.check_overfit.model_dump(exclude={"min_tau"}), p.train_draft
     trained = [t.ttt_steps, t.ttt_decay, t.mask, t.loss, t.grad_clip]
     inputs = [manifest.TARGET_FOLDER, checkpoint.locate_checkpoint(ROOT_CHECKPOINT) / "draft", SAMPLED]
-    digests = [format.digest_folder(HIDDENS), *map(scratch.digest_folder, inputs)]
+    digests = [reader.digest_folder(HIDDENS), *map(scratch.digest_folder, inputs)]
     return scratch.locate_scratch("check_overfit", p.target.model_dump(), settings, trained, digests)
 
 
@@ -156,7 +156,7 @@ def _read_middle_row(
     """
     store, steps = HiddenStatesReader(HIDDENS), p.train_draft.ttt_steps
     order, first = sorted(range(len(store)), key=lambda i: store.lengths[i]), max(0, (len(store) - CANDIDATES) // 2)
-    stored = [store.row(number, torch.float32) for number in order[first : first + CANDIDATES]]
+    stored = [store.read_row(number, torch.float32) for number in order[first : first + CANDIDATES]]
     rows = _seen(p, made, stored) if store.online else iter(stored)
 
     def reachable(row: format.HiddenStatesRow) -> float:
@@ -174,11 +174,16 @@ def _seen(
     live = OnlineTarget.load(str(manifest.resolve_weights_folder(made)), *where, made.feature_layers)
     images = conversations.read_image_paths(SAMPLED, "sample_target")
     for row in rows:
-        view = live.look([row.id], [row.ids], [images.get(row.id)])
+        view = live.build_inputs([row.id], [row.ids], [images.get(row.id)])
         states = live(row.ids.long().to(live.model.device), [len(row.ids)], view)
         row = replace(row, features=states.features.cpu(), last=states.last.cpu())
-        if view is not None and states.visual is not None:
-            row = replace(row, positions=view.positions.T, pictured=view.pictured, visual=states.visual.cpu())
+        if view is not None and states.image_embeddings is not None:
+            row = replace(
+                row,
+                positions=view.positions.T,
+                image_token_mask=view.image_token_mask,
+                image_embeddings=states.image_embeddings.cpu(),
+            )
         yield row
 
 

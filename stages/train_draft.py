@@ -32,7 +32,7 @@ from tqdm import tqdm
 from stages.data import conversations
 from stages.draft import checkpoint
 from stages.draft.eagle3 import Eagle3Draft
-from stages.hidden_states import format
+from stages.hidden_states import format, reader
 from stages.hidden_states.reader import HiddenStatesReader
 from stages.methods import method_checkpoint, registry
 from stages.params import schema
@@ -65,7 +65,7 @@ def _train_checkpoint(p: schema.Params, name: str, group: distributed.RankContex
     segment, settings = get_named(p.train_draft.checkpoints, name, "train_draft.checkpoints"), p.train_draft
     parent = checkpoint.locate_checkpoint(segment.from_)
     work = scratch.locate_scratch(
-        f"train_draft-{name}", _hyper(settings), segment.model_dump(), p.target.model_dump(), format.digest_folder(HIDDENS),
+        f"train_draft-{name}", _hyper(settings), segment.model_dump(), p.target.model_dump(), reader.digest_folder(HIDDENS),
         [scratch.digest_folder(folder) for folder in (manifest.TARGET_FOLDER, parent / "draft", parent / "state")],
     )  # fmt: skip
     with scratch.held(work):
@@ -239,7 +239,7 @@ class TrainingRun:
         s, steps = self.settings, plan_epoch(store.lengths, self.settings, self.epoch)
         started, device = time.perf_counter(), self.group.device
         totals = torch.zeros(3, self.objective.steps, dtype=torch.float64, device=device)  # loss, hits, taught
-        look = self._look if self.live and self.live.eyes else None
+        look = self._look if self.live and self.live.image_processor else None
         reading = prefetch_packs(store, steps, self.objective, self.group, getattr(torch, s.dtype), look)
         for number, packs in enumerate(reading):
             totals += self.learn(packs)
@@ -299,10 +299,15 @@ class TrainingRun:
     def _look(self, pack: ttt.TrainingPack, rows: list[format.HiddenStatesRow]) -> ttt.TrainingPack:
         """A pack with the pictures of its rows, for the live target; called by the threads that read."""
         assert self.live is not None
-        view = self.live.look([r.id for r in rows], [r.ids for r in rows], [self.images.get(r.id) for r in rows])
+        view = self.live.build_inputs(
+            [r.id for r in rows], [r.ids for r in rows], [self.images.get(r.id) for r in rows]
+        )
         assert view is not None
         return replace(
-            pack, view=view, positions=view.positions.T.contiguous(), piece=ttt.number_image_tokens(view.pictured)
+            pack,
+            view=view,
+            positions=view.positions.T.contiguous(),
+            piece=ttt.number_image_tokens(view.image_token_mask),
         )
 
     def _checked(self, totals: Tensor) -> float:
@@ -341,7 +346,7 @@ class TrainingRun:
         objective = ttt.TrainingObjective(steps, s.ttt_decay)
         embedding, head = self.lesson.tables
         module = registry.build_draft(self.config, weights, head).to(self.group.device)
-        look = self._look if self.live and self.live.eyes else None
+        look = self._look if self.live and self.live.image_processor else None
         packs = [[pack] for step in plan_epoch(store.lengths, s, 0) for pack in step][:MAX_MEASURED_PACKS]
         reading = prefetch_packs(store, packs, objective, alone, getattr(torch, s.dtype), look)
         whole = (self._whole(pack) for read in reading for pack in read)
@@ -404,7 +409,7 @@ def prefetch_packs(
     on_gpu = group.device.startswith("cuda")
 
     def made(rows: list[int], mute: bool) -> ttt.TrainingPack:
-        read = [store.row(i, dtype) for i in rows]
+        read = [store.read_row(i, dtype) for i in rows]
         pack = ttt.TrainingPack.of(read, objective.steps, objective.mask, pinned=on_gpu)
         pack = look(pack, read) if look else pack
         return pack.muted() if mute else pack

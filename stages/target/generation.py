@@ -49,8 +49,8 @@ def _build_image_kwargs(model: PreTrainedModel, ids: Tensor, pixels: ImagePatche
     if pixels is None:
         return {}
     return {
-        "pixel_values": pixels.values.to(model.device),
-        "image_grid_thw": pixels.grid.to(model.device),
+        "pixel_values": pixels.pixel_values.to(model.device),
+        "image_grid_thw": pixels.image_grid_thw.to(model.device),
         "mm_token_type_ids": (ids == model.config.image_token_id).int(),  # [B, T], 1 where a picture is
     }
 

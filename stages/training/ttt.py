@@ -137,10 +137,10 @@ def _pack_multimodal(rows: Sequence[Any], pinned: bool) -> dict[str, Tensor]:
     """What rows of a target that sees add to a pack; nothing for text."""
     if getattr(rows[0], "positions", None) is None:
         return {}
-    pictured = torch.cat([r.pictured for r in rows])
+    pictured = torch.cat([r.image_token_mask for r in rows])
     return {
         "positions": torch.cat([r.positions for r in rows]),
-        "visual": _concatenate([r.visual for r in rows], pinned),
+        "visual": _concatenate([r.image_embeddings for r in rows], pinned),
         "piece": number_image_tokens(pictured),
     }
 

@@ -105,7 +105,7 @@ def _searched(model: PreTrainedModel, ask: DecodeRequest, end: int) -> list[int]
     if multimodal.is_multimodal(model):
         given["mm_token_type_ids"] = (ids == TOKEN).int()
     if ask.pictures is not None:
-        given |= {"pixel_values": ask.pictures.values, "image_grid_thw": ask.pictures.grid}
+        given |= {"pixel_values": ask.pictures.pixel_values, "image_grid_thw": ask.pictures.image_grid_thw}
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=ask.max_new_tokens, do_sample=False, eos_token_id=end,
         pad_token_id=0, **given,

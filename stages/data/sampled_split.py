@@ -1,0 +1,63 @@
+"""One split of answers being sampled: its requests, its shards, and the temperature and seed of each request.
+
+Temperatures and seeds follow from `sample_target.seed` and the request's id alone, so they depend neither on order nor on
+concurrency, shards or servers.
+"""
+
+import hashlib
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from stages.data import requests
+from stages.data.parquet_shards import ParquetShardWriter
+from stages.data.requests import TargetRequest
+
+
+@dataclass
+class SampledSplit:
+    """Requests of one kind, and the shards that take their answers."""
+
+    name: str
+    source: Path
+    choice: requests.Choice
+    mixture: list[tuple[float, float]]  # (temperature, weight)
+    shards: ParquetShardWriter
+
+    @property
+    def num_requests(self) -> int:
+        return self.choice.asked
+
+    @property
+    def num_unrequested(self) -> int:
+        """Requests beyond train_rows or eval_rows."""
+        return self.choice.not_asked
+
+    def read_conversations(self) -> Iterator[list[TargetRequest]]:
+        return requests.read_requests(self.source, self.choice)
+
+    def read_unfinished_groups(self, by_conversation: bool) -> Iterator[list[TargetRequest]]:
+        """Yield requests to be sampled in sequence: whole conversations, where later turns quote earlier answers."""
+        for conversation in self.read_conversations():
+            groups = [conversation] if by_conversation else [[request] for request in conversation]
+            yield from (group for group in groups if not all(self.shards.done(q.position) for q in group))
+
+    def drop_request(self, request: TargetRequest, reason: str) -> None:
+        self.shards.settle(request.position, None, {f"dropped/{reason}": 1})
+
+    def draw_temperature(self, seed: int, request_id: str) -> float:
+        """Return the temperature of one request, drawn from the mixture."""
+        cumulative = list(itertools.accumulate(weight for _, weight in self.mixture))
+        at = _hash_to_number(f"{seed}:temperature:{request_id}") / 2**32 * cumulative[-1]
+        return next(temperature for (temperature, _), stop in zip(self.mixture, cumulative, strict=True) if at < stop)
+
+
+def make_seed(seed: int, request_id: str) -> int:
+    """Return the sampling seed of one request."""
+    return _hash_to_number(f"{seed}:{request_id}") >> 1
+
+
+def _hash_to_number(text: str) -> int:
+    """Return one of 2**32 numbers."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
