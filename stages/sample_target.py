@@ -13,7 +13,6 @@ colour. docs/sampling.md
 import asyncio
 import contextlib
 import itertools
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -34,6 +33,7 @@ from stages.runtime.journal import make_journal_key
 from stages.serving import client, http_session, server
 from stages.serving.conversation_sampling import ConversationSampler
 from stages.target import chat_template, generation, loading, manifest, row_preview, served_answers, vision
+from stages.target.prompt_encoder import PromptEncoder
 from stages.telemetry import stage_record
 
 FIXED_FOLDER, SAMPLED_FOLDER, REPORT = Path("data/fixed"), Path("data/sampled"), Path("results/sample_report.json")
@@ -46,7 +46,6 @@ ACCESS_KEYS = {
     "api_key_env",
 }  # change no answer
 MAX_SERVER_RESTARTS = 3  # of a server started here, in one run
-SHARDS_AHEAD = 4  # open at once, beyond what the concurrency needs: one slow row must not fill the memory
 PREVIEW_ROWS = 3  # in the report
 
 
@@ -55,11 +54,9 @@ class SamplingContext:
     """The inputs of every backend."""
 
     p: schema.Params
-    tokenizer: Any
     target: manifest.TargetManifest
     folder: Path  # of the target's weights
-    end_token: int  # closes an answer
-    image_processor: vision.CachedImageProcessor | None  # where the data has images
+    encoder: PromptEncoder
     retries: Counter = field(default_factory=Counter)  # by reason
     server: server.ServerProcess | None = None  # where one was started
 
@@ -73,9 +70,10 @@ def main(*words: str) -> None:
     started = time.perf_counter()
     target = manifest.read_manifest()
     folder = manifest.resolve_weights_folder(target)
-    tokenizer = chat_template.load_tokenizer(folder, p.target.trust_remote_code, target.chat_template)
-    end_token = chat_template.find_end_token(tokenizer, target.eos_token_ids)
-    context = SamplingContext(p, tokenizer, target, folder, end_token, _load_image_processor(p, target, folder))
+    encoder = PromptEncoder.load(
+        target, folder, p.target.trust_remote_code, p.sample_target.thinking, _load_image_processor(p, target, folder)
+    )
+    context = SamplingContext(p, target, folder, encoder)
     settings = p.sample_target.model_dump(exclude={"server": ACCESS_KEYS})
     place = scratch.locate_scratch(
         "sample_target", asdict(target), p.target.model_dump(), settings, scratch.digest_folder(FIXED_FOLDER)
@@ -173,30 +171,14 @@ def _print_split(p: schema.Params, split: SampledSplit) -> None:
 
 def _build_report(context: SamplingContext, splits: list[SampledSplit]) -> dict[str, Any]:
     """Return results/sample_report.json; it includes the counts of shards that earlier, killed runs published."""
-    total: Counter[str] = sum((split.shards.counted for split in splits), Counter())
-
-    def select(kind: str) -> dict[str, int]:
-        return {key.split("/")[1]: n for key, n in sorted(total.items()) if key.startswith(f"{kind}/")}
-
     sampled = SAMPLED_FOLDER / "train"
     rows = conversations.read_table(sampled, conversations.SAMPLED_SCHEMA, "sample_target", PREVIEW_ROWS).to_dicts()
     report: dict[str, Any] = {
-        "rows_in": sum(split.num_requests for split in splits),
-        "rows_out": total["rows"],
-        "dropped": select("dropped"),
-        "not_asked": {split.name: split.num_unrequested for split in splits},  # beyond train_rows or eval_rows
-        "sources": {
-            split.name: {name: asdict(share) for name, share in split.choice.sources.items()} for split in splits
-        },
-        "truncated": {split.name: split.shards.counted["truncated"] for split in splits},
-        "tokens": {split.name: split.shards.counted["tokens"] for split in splits},
-        "shards": {split.name: split.shards.count for split in splits},
-        "token_ids": select("token_ids"),  # by origin
-        "temperatures": select("temperature"),
+        **sampled_split.count_rows(splits),
         "backend": context.p.sample_target.backend,
         "asked_again": dict(context.retries),
         "server_restarts": context.server.restarted if context.server else 0,
-        "preview": [row_preview.describe_row(context.tokenizer, row) for row in rows],
+        "preview": [row_preview.describe_row(context.encoder.tokenizer, row) for row in rows],
     }
     assert report["rows_in"] == report["rows_out"] + sum(report["dropped"].values())
     return report
@@ -210,11 +192,11 @@ def _settle_answer(
     answer: served_answers.SampledAnswer,
 ) -> None:
     """Store an answer's row, or count why it is dropped. Raises ValueError for a mask without or with only trained tokens."""
-    s, eos, processor = context.p.sample_target, context.target.eos_token_ids, context.image_processor
+    s, eos = context.p.sample_target, context.target.eos_token_ids
     is_cut, dropped = answer.finish_reason == "length", None
     if answer.source != "template" and all(token in eos for token in answer.answer_ids):
         dropped = "empty"  # a target may end at once: nothing to learn, and no error
-    elif processor and processor.image_token_id in answer.answer_ids:
+    elif context.encoder.has_image_token(answer.answer_ids):
         dropped = "picture_token_in_answer"  # an image token without an image
     else:
         chat_template.check_loss_mask(request.id, answer.prompt_ids, answer.answer_ids, eos, not is_cut)
@@ -241,38 +223,15 @@ def _settle_answer(
     split.shards.settle(request.position, row, counts)
 
 
-def _encode_prompt(context: SamplingContext, request: TargetRequest, history: list[dict[str, Any]]) -> list[int]:
-    thinking, eos = context.p.sample_target.thinking, context.target.eos_token_ids
-    ids = chat_template.encode_prompt(context.tokenizer, history, thinking, request.tools)
-    chat_template.check_loss_mask(request.id, ids, [context.end_token], eos, complete=False)  # of the prompt only
-    return _expand_images(context, request, ids)
-
-
-def _expand_images(context: SamplingContext, request: TargetRequest, ids: list[int]) -> list[int]:
-    """Return a rendered prompt's ids with each image's token repeated once per image embedding."""
-    processor = context.image_processor
-    if processor is None:
-        return ids
-    try:
-        return vision.expand_image_tokens(ids, processor.image_token_id, processor.count_image_tokens(request.images))
-    except ValueError as error:
-        raise ValueError(f"sample_target: row {request.id}: {error}") from None
-
-
 def _explain_unusable(context: SamplingContext, request: TargetRequest) -> str | None:
     """Return why a request cannot be sampled, as one word that the report counts; decodes its images."""
-    processor = context.image_processor
-    if request.malformed or processor is None:
+    if request.malformed:
         return request.malformed
-    image_token = context.tokenizer.convert_ids_to_tokens(processor.image_token_id)
-    messages = request.messages[: request.turn + 1]
-    if any(image_token in json.dumps(message, ensure_ascii=False) for message in messages):
-        return "picture_token_in_text"  # the target would expect an image there
-    try:
-        processor.count_image_tokens(request.images)
-    except vision.UnreadableImageError:
-        return "image_unreadable"
-    return None
+    return context.encoder.explain_image_problem(request.messages[: request.turn + 1], request.images)
+
+
+def _encode_prompt(context: SamplingContext, request: TargetRequest, history: list[dict[str, Any]]) -> list[int]:
+    return context.encoder.encode_prompt(request.id, history, request.tools, request.images)
 
 
 # In this process
@@ -280,7 +239,8 @@ def _explain_unusable(context: SamplingContext, request: TargetRequest) -> str |
 
 def _generate_split(context: SamplingContext, model: Any, split: SampledSplit) -> None:
     """Sample shard by shard, in batches of one temperature and like prompt lengths, so that little is padding."""
-    s, eos, tokenizer, shards = context.p.sample_target, context.target.eos_token_ids, context.tokenizer, split.shards
+    s, eos, shards = context.p.sample_target, context.target.eos_token_ids, split.shards
+    tokenizer, processor = context.encoder.tokenizer, context.encoder.image_processor
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
     every = itertools.chain.from_iterable(split.read_conversations())
     with tqdm(total=split.num_requests, desc=f"sample {split.name}", unit="row", mininterval=2) as bar:
@@ -295,7 +255,6 @@ def _generate_split(context: SamplingContext, model: Any, split: SampledSplit) -
                 key = make_journal_key(["transformers", prompts, images, settings, seed])
                 journal = shards.journal(number)
                 if key not in journal.done:
-                    processor = context.image_processor
                     patches = processor.load_patches(images) if processor and images else None
                     journal.add(key, generation.generate_answers(model, prompts, *settings, eos, pad, seed, patches))
                 # Settling may publish the shard, which removes its journal.
@@ -332,7 +291,6 @@ def _batch_requests(
 
 def _keep_data_answers(context: SamplingContext, split: SampledSplit) -> None:
     """Store each turn's own answer after the prompt that the target would have had."""
-    s, eos = context.p.sample_target, context.target.eos_token_ids
     for conversation in split.read_conversations():
         missing = [request for request in conversation if not split.shards.done(request.position)]
         if not missing:
@@ -340,7 +298,7 @@ def _keep_data_answers(context: SamplingContext, split: SampledSplit) -> None:
         first, turns = conversation[0], []
         try:
             if not all(request.malformed for request in conversation):
-                turns = chat_template.encode_turns(context.tokenizer, first.messages, eos, s.thinking, first.tools)
+                turns = context.encoder.encode_turns(first.messages, first.tools)
         except ValueError as error:
             name = first.id.rpartition(".")[0]
             raise ValueError(f"sample_target: row {name} (line {first.source_row} of the raw data), {error}") from None
@@ -349,7 +307,7 @@ def _keep_data_answers(context: SamplingContext, split: SampledSplit) -> None:
                 split.drop_request(request, reason)
             else:
                 prompt_ids, answer_ids = turns[request.position - first.position]
-                prompt_ids = _expand_images(context, request, prompt_ids)
+                prompt_ids = context.encoder.expand_images(request.id, prompt_ids, request.images)
                 answer = served_answers.SampledAnswer(prompt_ids, answer_ids, "stop", "template")
                 _settle_answer(context, split, request, None, answer)
 
@@ -386,30 +344,19 @@ def _open_server_access(context: SamplingContext, stack: contextlib.ExitStack, p
 
 
 async def _sample_from_servers(context: SamplingContext, access: ServerAccess, split: SampledSplit) -> None:
-    """Sample a whole split; workers take conversations from one queue."""
+    """Sample a whole split."""
     s, way, shards = context.p.sample_target, context.p.sample_target.server, split.shards
-    ahead = SHARDS_AHEAD + way.concurrency // shards.size
-    from_target = s.history == "target"
-    queue = split.read_unfinished_groups(by_conversation=from_target)
     limits = way.concurrency, way.timeout_s, way.attempts
     with tqdm(total=split.num_requests, desc=f"sample {split.name}", unit="row", mininterval=2) as bar:
         bar.update(sum(map(shards.length, shards.published)))
         async with client.ChatClient(
             access.urls, access.model, *limits, access.api_key, access.engine, access.check
         ) as http:
-            sampler = ConversationSampler(split, _ServedAnswerHandler(context, split), http, bar, from_target)
-
-            async def work() -> None:
-                for group in queue:
-                    while shards.shard(group[0].position) > shards.oldest + ahead:
-                        await asyncio.sleep(0.1)
-                    await sampler.sample_group(group)
-
+            sampler = ConversationSampler(
+                split, _ServedAnswerHandler(context, split), http, bar, history_from_target=s.history == "target"
+            )
             try:
-                with http_session.raise_first_error():
-                    async with asyncio.TaskGroup() as tasks:
-                        for _ in range(min(way.concurrency, split.num_requests)):
-                            tasks.create_task(work())
+                await sampler.sample_all(way.concurrency)
             finally:
                 context.retries.update(http.asked_again)
     if sampler.refused:
@@ -427,11 +374,11 @@ class _ServedAnswerHandler:
         return _explain_unusable(self.context, request)
 
     def build_body(self, request: TargetRequest, history: list[dict[str, Any]]) -> dict[str, Any]:
-        s, processor = self.context.p.sample_target, self.context.image_processor
+        s = self.context.p.sample_target
         return chat_bodies.build_body(
             request,
             history,
-            processor.build_data_url if processor else str,
+            self.context.encoder.build_image_url,
             temperature=self.split.draw_temperature(s.seed, request.id),
             top_p=s.top_p,
             max_tokens=s.max_new_tokens,
@@ -440,51 +387,31 @@ class _ServedAnswerHandler:
         )
 
     def build_engine_options(self, request: TargetRequest, temperature: float) -> dict[str, dict[str, Any]]:
-        eos, pad = self.context.target.eos_token_ids, self.context.tokenizer.pad_token_id
+        eos, pad = self.context.target.eos_token_ids, self.context.encoder.tokenizer.pad_token_id
         max_new_tokens = self.context.p.sample_target.max_new_tokens
         return chat_bodies.build_engine_options(request, temperature, max_new_tokens, eos, pad)
 
     def settle_answer(
         self, request: TargetRequest, history: list[dict[str, Any]], answer: client.ChatAnswer, write: bool
     ) -> bool:
-        context = self.context
-        s, processor = context.p.sample_target, context.image_processor
+        context, encoder = self.context, self.context.encoder
         prompt_ids = _encode_prompt(context, request, history)
-        self._check_prompt(request, history, prompt_ids, answer)
-        recovered = served_answers.recover_token_ids(
-            context.tokenizer, history, request.tools, prompt_ids, answer, context.target.eos_token_ids,
-            context.end_token, s.thinking,
-        )  # fmt: skip
+        served_answers.check_served_prompt(
+            encoder, request.id, prompt_ids, answer, history, request.tools, request.images
+        )
+        recovered = served_answers.recover_token_ids(encoder, history, request.tools, prompt_ids, answer)
         if write and recovered is None:
             self.split.drop_request(request, "token_ids_unknown")
         elif write and recovered:
-            temperature = self.split.draw_temperature(s.seed, request.id)
+            temperature = self.split.draw_temperature(context.p.sample_target.seed, request.id)
             _settle_answer(context, self.split, request, temperature, recovered)
         if not recovered or not recovered.answer_ids or recovered.finish_reason != "stop":
             return False
-        return processor is None or processor.image_token_id not in recovered.answer_ids
-
-    def _check_prompt(
-        self,
-        request: TargetRequest,
-        history: list[dict[str, Any]],
-        prompt_ids: list[int],
-        answer: client.ChatAnswer,
-    ) -> None:
-        processor, served_ids = self.context.image_processor, answer.prompt_ids
-        if served_ids is not None and processor and served_ids.count(processor.image_token_id) == len(request.images):
-            served_ids = _expand_images(self.context, request, served_ids)  # rendered, not yet expanded by the server
-        extras = bool(request.tools) or any({"tool_calls", "reasoning_content"} & set(message) for message in history)
-        hint = "; this row has tools, calls or thoughts, which not every server renders (docs/sampling.md)" * extras
-        hint += "; this row has images, which the server may cut otherwise (docs/sampling.md)" * bool(request.images)
-        served_answers.check_served_prompt(request.id, prompt_ids, served_ids, answer.prompt_tokens, hint)
+        return not encoder.has_image_token(recovered.answer_ids)
 
     def read_log_tail(self) -> str:
         own = self.context.server
         return f"\nThe last lines of its log, {own.log}:\n{server.read_log_tail(own.log)}" if own else ""
-
-
-# Preview
 
 
 def _print_preview(p: schema.Params, *words: str) -> None:
@@ -493,7 +420,7 @@ def _print_preview(p: schema.Params, *words: str) -> None:
         raise ValueError(f"expected no arguments or --preview N, found {' '.join(words)}")
     target, count = manifest.read_manifest(), int(words[1])
     folder = manifest.resolve_weights_folder(target)
-    tokenizer = chat_template.load_tokenizer(folder, p.target.trust_remote_code, target.chat_template)
+    encoder = PromptEncoder.load(target, folder, p.target.trust_remote_code, p.sample_target.thinking)
     sampled, fixed = SAMPLED_FOLDER / "train", FIXED_FOLDER / "train.parquet"
     if sampled.exists():
         print(f"{sampled}, its first {count} rows")
@@ -501,13 +428,12 @@ def _print_preview(p: schema.Params, *words: str) -> None:
     else:
         print(f"{fixed}, {count} of its turns, with the data's own answers; nothing is sampled yet")
         rows = []
-        eos, thinking = target.eos_token_ids, p.sample_target.thinking
         for group in requests.read_requests(fixed, requests.choose(fixed, count)):
-            turns = chat_template.encode_turns(tokenizer, group[0].messages, eos, thinking, group[0].tools)
+            turns = encoder.encode_turns(group[0].messages, group[0].tools)
             pairs = zip(group, turns, strict=False)  # the last conversation may be chosen in part
             rows += [{"id": q.id, "prompt_ids": a, "answer_ids": b} for q, (a, b) in pairs]
     for row in rows:
-        row_preview.print_row(tokenizer, row)
+        row_preview.print_row(encoder.tokenizer, row)
 
 
 def _list_stage_gpus() -> list[int] | None:

@@ -161,7 +161,7 @@ def test_a_server_that_cuts_pictures_otherwise_stops_the_run(project: Path) -> N
     with Fake(lambda b, n: completion("hi", b["model"], usage={"prompt_tokens": 7})) as fake:
         use(project, "server", {"base_urls": [fake.url]})
         with pytest.raises(
-            ValueError, match=r"was prompted with 7 tokens.*this row has pictures, which the server may cut"
+            ValueError, match=r"was prompted with 7 tokens.*this row has images, which the server may cut"
         ):
             sample_target.main()
 

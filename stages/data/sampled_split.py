@@ -6,9 +6,11 @@ concurrency, shards or servers.
 
 import hashlib
 import itertools
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from stages.data import requests
 from stages.data.parquet_shards import ParquetShardWriter
@@ -51,6 +53,29 @@ class SampledSplit:
         cumulative = list(itertools.accumulate(weight for _, weight in self.mixture))
         at = _hash_to_number(f"{seed}:temperature:{request_id}") / 2**32 * cumulative[-1]
         return next(temperature for (temperature, _), stop in zip(self.mixture, cumulative, strict=True) if at < stop)
+
+
+def count_rows(splits: list[SampledSplit]) -> dict[str, Any]:
+    """Return what the report counts, with the counts of shards that earlier, killed runs published."""
+    total: Counter[str] = sum((split.shards.counted for split in splits), Counter())
+
+    def select(kind: str) -> dict[str, int]:
+        return {key.split("/")[1]: n for key, n in sorted(total.items()) if key.startswith(f"{kind}/")}
+
+    return {
+        "rows_in": sum(split.num_requests for split in splits),
+        "rows_out": total["rows"],
+        "dropped": select("dropped"),
+        "not_asked": {split.name: split.num_unrequested for split in splits},
+        "sources": {
+            split.name: {name: asdict(share) for name, share in split.choice.sources.items()} for split in splits
+        },
+        "truncated": {split.name: split.shards.counted["truncated"] for split in splits},
+        "tokens": {split.name: split.shards.counted["tokens"] for split in splits},
+        "shards": {split.name: split.shards.count for split in splits},
+        "token_ids": select("token_ids"),  # by origin
+        "temperatures": select("temperature"),
+    }
 
 
 def make_seed(seed: int, request_id: str) -> int:

@@ -13,6 +13,7 @@ from stages.runtime.journal import make_journal_key
 from stages.serving import client, http_session
 
 MAX_LEADING_REFUSALS = 8  # refused rows, before any answer, that stop a run
+SHARDS_AHEAD = 4  # open at once, beyond what the concurrency needs: one slow row must not fill the memory
 
 
 class AnswerHandler(Protocol):
@@ -52,6 +53,23 @@ class ConversationSampler:
         self.history_from_target = history_from_target
         self.refused: list[str] = []
         self._started, self._tokens = time.perf_counter(), 0
+
+    async def sample_all(self, concurrency: int) -> None:
+        """Sample the split with `concurrency` workers, which take groups from one queue."""
+        shards = self.split.shards
+        ahead = SHARDS_AHEAD + concurrency // shards.size
+        queue = self.split.read_unfinished_groups(by_conversation=self.history_from_target)
+
+        async def work() -> None:
+            for group in queue:
+                while shards.shard(group[0].position) > shards.oldest + ahead:
+                    await asyncio.sleep(0.1)
+                await self.sample_group(group)
+
+        with http_session.raise_first_error():
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(min(concurrency, self.split.num_requests)):
+                    tasks.create_task(work())
 
     async def sample_group(self, group: list[TargetRequest]) -> None:
         """Settle the requests of a group in order. Answers of shards that are already published come from journals."""

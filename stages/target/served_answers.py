@@ -1,9 +1,11 @@
 """Recover the token ids of answers that came from a server, and check that the server rendered the same prompt."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from stages.target import chat_template
+from stages.target.chat_template import Messages
+from stages.target.prompt_encoder import PromptEncoder
 
 
 class ServedAnswer(Protocol):
@@ -20,6 +22,8 @@ class ServedAnswer(Protocol):
     @property
     def completion_tokens(self) -> int | None: ...
     @property
+    def prompt_ids(self) -> list[int] | None: ...
+    @property
     def answer_ids(self) -> list[int] | None: ...
 
 
@@ -34,36 +38,46 @@ class SampledAnswer:
 
 
 def check_served_prompt(
-    row: str, prompt_ids: list[int], served_ids: list[int] | None, served_count: int | None, hint: str
+    encoder: PromptEncoder,
+    row: str,
+    prompt_ids: list[int],
+    answer: ServedAnswer,
+    history: Messages,
+    tools: Messages | None,
+    images: list[str],
 ) -> None:
     """Raise ValueError where the server's prompt differs from ours: its chat template is another, and every row wrong."""
-    if served_ids is None and served_count in (None, len(prompt_ids)):
+    processor, served_ids = encoder.image_processor, answer.prompt_ids
+    if served_ids is not None and processor and served_ids.count(processor.image_token_id) == len(images):
+        served_ids = encoder.expand_images(row, served_ids, images)  # as rendered, before the server's own expansion
+    if served_ids == prompt_ids or (served_ids is None and answer.prompt_tokens in (None, len(prompt_ids))):
         return
-    if served_ids is not None and served_ids == prompt_ids:
-        return
+    extras = bool(tools) or any({"tool_calls", "reasoning_content"} & set(message) for message in history)
+    hint = "; this row has tools, calls or thoughts, which not every server renders (docs/sampling.md)" * extras
+    hint += "; this row has images, which the server may cut otherwise (docs/sampling.md)" * bool(images)
     raise ValueError(
-        f"sample_target: row {row}: the server was prompted with {len(served_ids) if served_ids else served_count} "
-        f"tokens, this tokenizer and its chat template give {len(prompt_ids)}{' others' if served_ids else ''}; let the "
-        f"server use the target's own template, and set sample_target.thinking as it does{hint}"
+        f"sample_target: row {row}: the server was prompted with "
+        f"{len(served_ids) if served_ids else answer.prompt_tokens} tokens, this tokenizer and its chat template give "
+        f"{len(prompt_ids)}{' others' if served_ids else ''}; let the server use the target's own template, and set "
+        f"sample_target.thinking as it does{hint}"
     )
 
 
 def recover_token_ids(
-    tokenizer: Any,
-    history: list[dict[str, Any]],
-    tools: list[dict[str, Any]] | None,
+    encoder: PromptEncoder,
+    history: Messages,
+    tools: Messages | None,
     prompt_ids: list[int],
     answer: ServedAnswer,
-    eos: list[int],
-    end_token: int,
-    thinking: bool | None,
 ) -> SampledAnswer | None:
     """Return the answer's ids: the server's own, or its text tokenised; None where the server's count disagrees."""
-    finish_reason = answer.finish_reason
+    finish_reason, eos, end_token = answer.finish_reason, encoder.eos, encoder.end_token
     if ids := answer.answer_ids:
         lacks_end = finish_reason == "stop" and ids[-1] not in eos
         return SampledAnswer(prompt_ids, [*ids, end_token] if lacks_end else ids, finish_reason, "server")
-    ids = chat_template.encode_answer(tokenizer, history, answer.text, answer.reasoning, eos, thinking, tools)
+    ids = chat_template.encode_answer(
+        encoder.tokenizer, history, answer.text, answer.reasoning, eos, encoder.thinking, tools
+    )
     count = answer.completion_tokens
     if finish_reason == "length" and count == len(ids) + 1:
         finish_reason = "stop"  # the end token was the last that fitted

@@ -163,7 +163,7 @@ def test_broken_pictures_are_told_from_missing_ones(tmp_path: Path) -> None:
              "empty.png": b"", "text.gif": b"GIF89a, it says"}  # fmt: skip
     for name, data in cases.items():
         (tmp_path / name).write_bytes(data)
-        for look in (eyes.count_image_tokens, eyes.see, lambda paths: eyes.build_data_url(paths[0])):
+        for look in (eyes.count_image_tokens, eyes.load_patches, lambda paths: eyes.build_data_url(paths[0])):
             with pytest.raises(vision.UnreadableImageError, match=rf"{name} can't be decoded as an image"):
                 look([str(tmp_path / name)])
     with pytest.raises(vision.UnreadableImageError, match=r"thin\.png can't be cut into patches .*aspect ratio"):
@@ -184,7 +184,7 @@ def test_a_picture_of_too_many_pixels_is_refused_before_it_is_decoded(
     (tmp_path / "bomb.png").write_bytes(png_of(*size))
     monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("it was decoded"))
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("it was decoded"))
-    for look in (eyes.count_image_tokens, eyes.see, lambda paths: eyes.build_data_url(paths[0])):
+    for look in (eyes.count_image_tokens, eyes.load_patches, lambda paths: eyes.build_data_url(paths[0])):
         with pytest.raises(
             vision.UnreadableImageError, match=r"bomb\.png has .*, expected at most 67108864.* make the image smaller"
         ):
