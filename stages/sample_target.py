@@ -58,7 +58,7 @@ class SamplingContext:
     folder: Path  # of the target's weights
     encoder: PromptEncoder
     retries: Counter = field(default_factory=Counter)  # by reason
-    server: server.ServerProcess | None = None  # where one was started
+    local_server: server.ServerProcess | None = None  # where one was started
 
 
 def main(*words: str) -> None:
@@ -177,7 +177,7 @@ def _build_report(context: SamplingContext, splits: list[SampledSplit]) -> dict[
         **sampled_split.count_rows(splits),
         "backend": context.p.sample_target.backend,
         "asked_again": dict(context.retries),
-        "server_restarts": context.server.restarted if context.server else 0,
+        "server_restarts": context.local_server.restarted if context.local_server else 0,
         "preview": [row_preview.describe_row(context.encoder.tokenizer, row) for row in rows],
     }
     assert report["rows_in"] == report["rows_out"] + sum(report["dropped"].values())
@@ -339,8 +339,8 @@ def _open_server_access(context: SamplingContext, stack: contextlib.ExitStack, p
     running = server.run_server(
         s.launch, line, port, folder, log, s.start_timeout_s, restarts=MAX_SERVER_RESTARTS, threads=threads
     )
-    context.server = stack.enter_context(running)
-    return ServerAccess([context.server.base_url], folder, s.launch, context.server.check, None)
+    context.local_server = stack.enter_context(running)
+    return ServerAccess([context.local_server.base_url], folder, s.launch, context.local_server.check, None)
 
 
 async def _sample_from_servers(context: SamplingContext, access: ServerAccess, split: SampledSplit) -> None:
@@ -410,7 +410,7 @@ class _ServedAnswerHandler:
         return not encoder.has_image_token(recovered.answer_ids)
 
     def read_log_tail(self) -> str:
-        own = self.context.server
+        own = self.context.local_server
         return f"\nThe last lines of its log, {own.log}:\n{server.read_log_tail(own.log)}" if own else ""
 
 
