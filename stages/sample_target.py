@@ -1,6 +1,6 @@
 """sample_target: requests -> the target's own answers.   python -m stages.sample_target [--preview N]
 
-Drafts train on the target's own answers, not on the data's: worth about 10% of accept length (docs/sampling.md). Training
+Drafts train on the target's own answers, not on the data's: about 10% more accept length (SpecForge PR 223). Training
 answers are sampled at `temperature`, a number or a mixture; eval answers at temperature 0, with a second set above 0 where
 training has one. Each assistant turn is one row, whose prompt is the conversation before it, rendered by the chat template
 as a server would.

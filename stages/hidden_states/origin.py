@@ -1,6 +1,6 @@
 """Record in `origin.json` which split and which target hidden states belong to.
 
-Without it two targets of one shape, say one trained from two seeds, could not be told apart, and a draft could be measured
+Without it two targets of one shape, say one trained from two seeds, would look alike, and a draft could be measured
 against answers that its target never gave.
 """
 
