@@ -208,9 +208,14 @@ def check_loss_mask(row: str, prompt: list[int], answer: list[int], eos: list[in
 
 
 def encode_answer(
-    tokenizer: Any, messages: Messages, text: str, reasoning: str | None, eos: list[int],
-    thinking: bool | None = None, tools: Messages | None = None,
-) -> list[int]:  # fmt: skip
+    tokenizer: Any,
+    messages: Messages,
+    text: str,
+    reasoning: str | None,
+    eos: list[int],
+    thinking: bool | None = None,
+    tools: Messages | None = None,
+) -> list[int]:
     """Return the ids, without end token, of an answer that a server returned as text.
 
     Thoughts that the server separated go through the template, which writes the text between them and the answer.

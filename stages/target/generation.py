@@ -29,9 +29,11 @@ def generate_answers(
     ids = torch.tensor([[pad] * (length - len(p)) + p for p in prompts], device=model.device)  # [B, T], left-padded
     mask = torch.tensor([[0] * (length - len(p)) + [1] * len(p) for p in prompts], device=model.device)
     torch.manual_seed(seed)
-    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > 0 else {
-        "do_sample": False, "temperature": None, "top_p": None, "top_k": None
-    }  # fmt: skip
+    sampling = (
+        {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+        if temperature > 0
+        else {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    )
     out: Tensor = model.generate(
         input_ids=ids,
         attention_mask=mask,

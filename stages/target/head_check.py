@@ -43,9 +43,13 @@ def load_first_block(source: str, dtype: str, trust_remote_code: bool) -> PreTra
     logging.disable_progress_bar()
     try:
         model = select_auto_class(config).from_pretrained(
-            source, config=config, dtype=getattr(torch, dtype), attn_implementation="sdpa", use_safetensors=True,
+            source,
+            config=config,
+            dtype=getattr(torch, dtype),
+            attn_implementation="sdpa",
+            use_safetensors=True,
             trust_remote_code=trust_remote_code,
-        )  # fmt: skip
+        )
     finally:
         logging.set_verbosity(before)
     return model.eval()
@@ -86,6 +90,10 @@ def compare_head(model: PreTrainedModel, embedding: Tensor, head: Tensor) -> Hea
         return HeadDifference(torch.inf, float(own.abs().max()), 0.0, False, same_head, same_embedding)
     largest = float(own.abs().max())
     return HeadDifference(
-        float((ours - own).abs().max()), largest, TOLERANCE[model.dtype] * largest,
-        bool((ours.argmax(-1) == own.argmax(-1)).all()), same_head, same_embedding,
-    )  # fmt: skip
+        float((ours - own).abs().max()),
+        largest,
+        TOLERANCE[model.dtype] * largest,
+        bool((ours.argmax(-1) == own.argmax(-1)).all()),
+        same_head,
+        same_embedding,
+    )

@@ -33,10 +33,11 @@ def tap_residual_streams(
         return lambda _module, _args, out: keep(k, out[0] if isinstance(out, tuple) else out)
 
     handles = [
-        blocks[i - 1].register_forward_hook(leaving(k)) if i
+        blocks[i - 1].register_forward_hook(leaving(k))
+        if i
         else blocks[0].register_forward_pre_hook(entering(k), with_kwargs=True)
         for k, i in enumerate(sorted(layers))
-    ]  # fmt: skip
+    ]
     try:
         yield
     finally:
