@@ -20,9 +20,8 @@ import polars as pl
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from stages import extract_hiddens as stage
 from stages.data import conversations
-from stages.hidden_states import format
+from stages.hidden_states import extraction, format, shard_plan, sources
 from stages.target import packed_forward
 
 LENGTH, PEAK, LAYERS, H = 2048, 989e12, [2, 18, 33], 4096
@@ -48,15 +47,15 @@ def main() -> None:
     packed = packed_forward.supports_packing(model)
     if args.compile:
         packed_forward.compile_blocks(model, args.batch_tokens)
-    source = stage.HiddenStatesSource(
-        partial(stage._fill_from_target, model, LAYERS, packed),
-        partial(stage._batch_rows, args.batch_tokens, not packed),
+    source = sources.HiddenStatesSource(
+        partial(sources.fill_from_target, model, LAYERS, packed),
+        partial(shard_plan.split_batches, args.batch_tokens, not packed),
         device,
     )
     alone = forward_rate(model, args.batch_tokens, args.profile and rank == 0) if packed else None
     for name in args.dtype:
         dtype = format.DTYPES[name]
-        size = stage.StoredRowSize(H, dtype, None, format.count_token_bytes(H, dtype), 0)
+        size = shard_plan.StoredRowSize(H, dtype, None, format.count_token_bytes(H, dtype), 0)
         folder = Path(tempfile.gettempdir()) / f"aerie-extraction-{name}"
         seconds = []
         for tokens in (4 * args.batch_tokens * world, args.tokens):  # the first warms up
@@ -64,19 +63,19 @@ def main() -> None:
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir()
             table = rows(tokens, args.real)
-            work = stage._plan_shards("train", table, size, args.shard_mib << 20, folder)
+            work = shard_plan.plan_split("train", table, size, args.shard_mib << 20, folder)
             if world > 1:
                 torch.distributed.barrier()
             torch.cuda.synchronize()
             started = time.perf_counter()
-            stage._extract_shards(work[rank::world], source, size, show=False)
+            extraction.extract_shards(work[rank::world], source, size, show=False)
             torch.cuda.synchronize()
             if world > 1:
                 torch.distributed.barrier()
             seconds.append(time.perf_counter() - started)
         if rank:
             continue
-        count = int(table.select(stage._make_length_expr().sum()).item())
+        count = shard_plan.count_tokens(table)
         written = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
         rate = count / seconds[-1]
         found = {

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from benchmarks.extraction import FLOP as TARGET_FLOP
 from benchmarks.extraction import random_target
 from stages.draft.eagle3 import DraftConfig, Eagle3Draft
-from stages.hidden_states import format
+from stages.hidden_states import format, writer
 from stages.hidden_states.reader import HiddenStatesReader
 from stages.params.draft_sections import TrainDraft
 from stages.runtime import distributed
@@ -74,7 +74,7 @@ def _measure(args: argparse.Namespace, scenario: str, group: distributed.RankCon
         half = folder.with_suffix(".half")
         shutil.rmtree(half, ignore_errors=True)
         half.mkdir()
-        format.write_rows(half, rows(args, scenario), torch.bfloat16, 1 << 30)
+        writer.write_rows(half, rows(args, scenario), torch.bfloat16, 1 << 30)
         half.rename(folder)
     while not folder.exists():
         time.sleep(0.5)

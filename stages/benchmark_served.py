@@ -337,8 +337,8 @@ def _build_image_fields(processor: vision.CachedImageProcessor, images: list[str
     SGLang repeats each image's token itself; a prompt in which it is already repeated is never answered (0.5.17).
     """
     return {
-        "input_ids": vision.collapse_image_tokens(ids, processor.token, processor.sizes(images)),
-        "image_data": [processor.url(path) for path in images],
+        "input_ids": vision.collapse_image_tokens(ids, processor.image_token_id, processor.count_image_tokens(images)),
+        "image_data": [processor.build_data_url(path) for path in images],
     }
 
 

@@ -22,7 +22,7 @@ from stages.data import conversations
 from stages.draft import checkpoint
 from stages.draft.eagle3 import Eagle3Draft
 from stages.engine import forced_decode
-from stages.hidden_states import format
+from stages.hidden_states import format, reader
 from stages.hidden_states.reader import HiddenStatesReader
 from stages.params import schema
 from stages.params.section import ROOT_CHECKPOINT
@@ -69,7 +69,7 @@ def _locate_measurement(params: schema.Params) -> Path:
     settings, training = params.check_overfit.model_dump(exclude={"min_tau"}), params.train_draft
     trained = [training.ttt_steps, training.ttt_decay, training.mask, training.loss, training.grad_clip]
     inputs = [manifest.TARGET_FOLDER, checkpoint.locate_checkpoint(ROOT_CHECKPOINT) / "draft", SAMPLED]
-    digests = [format.digest_folder(HIDDENS), *map(scratch.digest_folder, inputs)]
+    digests = [reader.digest_folder(HIDDENS), *map(scratch.digest_folder, inputs)]
     return scratch.locate_scratch("check_overfit", params.target.model_dump(), settings, trained, digests)
 
 
@@ -170,7 +170,7 @@ def _choose_row(
     hidden_states, num_steps = HiddenStatesReader(HIDDENS), params.train_draft.ttt_steps
     by_length = sorted(range(len(hidden_states)), key=lambda i: hidden_states.lengths[i])
     start = max(0, (len(hidden_states) - NUM_CANDIDATES) // 2)
-    stored = [hidden_states.row(number, torch.float32) for number in by_length[start : start + NUM_CANDIDATES]]
+    stored = [hidden_states.read_row(number, torch.float32) for number in by_length[start : start + NUM_CANDIDATES]]
     rows = _compute_hidden_states(params, target_manifest, stored) if hidden_states.online else iter(stored)
 
     def measure(row: format.HiddenStatesRow) -> float:
@@ -190,11 +190,16 @@ def _compute_hidden_states(
     target = OnlineTarget.load(folder, *options, target_manifest.feature_layers)
     image_paths = conversations.read_image_paths(SAMPLED, "sample_target")
     for row in rows:
-        inputs = target.look([row.id], [row.ids], [image_paths.get(row.id)])
+        inputs = target.build_inputs([row.id], [row.ids], [image_paths.get(row.id)])
         states = target(row.ids.long().to(target.model.device), [len(row.ids)], inputs)
         row = replace(row, features=states.features.cpu(), last=states.last.cpu())
-        if inputs is not None and states.visual is not None:
-            row = replace(row, positions=inputs.positions.T, pictured=inputs.pictured, visual=states.visual.cpu())
+        if inputs is not None and states.image_embeddings is not None:
+            row = replace(
+                row,
+                positions=inputs.positions.T,
+                image_token_mask=inputs.image_token_mask,
+                image_embeddings=states.image_embeddings.cpu(),
+            )
         yield row
 
 

@@ -12,7 +12,7 @@ import torch
 
 from stages.draft import checkpoint, config_override, published_formats, vocabulary
 from stages.draft.eagle3 import DraftConfig, Eagle3Draft
-from stages.hidden_states import format
+from stages.hidden_states import format, reader
 from stages.params import schema
 from stages.params.section import ROOT_CHECKPOINT
 from stages.runtime import atomic
@@ -187,7 +187,7 @@ def _build_config(
 def _count_tokens(split: str, vocab_size: int) -> torch.Tensor:
     """Count the tokens of the split's answers: [V] int64. Raises ValueError for ids outside of the target's vocabulary."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for head in format.read_headers(HIDDENS / split):
+    for head in reader.read_headers(HIDDENS / split):
         if len(head.ids) and not 0 <= int(head.ids.min()) <= int(head.ids.max()) < vocab_size:
             raise ValueError(_describe_corrupt_row(HIDDENS / split, head, vocab_size))
         counts += torch.bincount(head.ids[head.mask].to(torch.int64), minlength=vocab_size)
@@ -196,7 +196,7 @@ def _count_tokens(split: str, vocab_size: int) -> torch.Tensor:
 
 def _describe_corrupt_row(folder: Path, head: format.RowHeader, vocab_size: int) -> str:
     """Return the message for a row with token ids outside of the target's vocabulary."""
-    (shard,) = format.read_index(folder).filter(id=head.id)["shard"].unique().to_list()
+    (shard,) = reader.read_index(folder).filter(id=head.id)["shard"].unique().to_list()
     wrong = head.ids[(head.ids < 0) | (head.ids >= vocab_size)]
     return (
         f"{folder / shard}: row {head.id} has {len(wrong)} token ids that the target has not, the first of them {int(wrong[0])}; "

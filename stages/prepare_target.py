@@ -1,8 +1,8 @@
 """prepare_target: model id -> a pinned manifest; or the embedded target.   python -m stages.prepare_target
 
-A Hugging Face id or a local folder is pinned, not copied: its commit, digests and shapes go into target.json; of a local
-folder also a digest of all its weights, which takes 20 s for 16 GB.
-`builtin/NAME` is trained here from a seed and a fixed number of steps, so that the default runs without a download.
+A Hugging Face id or a local folder is pinned, not copied: its commit, digests and shapes go into target.json, for a local
+folder also a digest of all weights (20 s for 16 GB). `builtin/NAME` is trained here, from a seed and for a fixed number of
+steps, so that the default parameters need no download.
 """
 
 import json
@@ -32,32 +32,32 @@ TEMPLATES_FOLDER = Path("templates")
 
 def main() -> None:
     p = schema.load_params()
-    schema.check_raw_exists(p)  # nothing may take a minute before this is known
+    schema.check_raw_exists(p)  # before anything that takes minutes
     schema.check_watched("target.model", p.target.model, "target.watch", p.target.watch)
     torch.set_num_threads(p.target.num_threads)
     started = time.perf_counter()
     template = _read_chat_template(p.target.chat_template)
     with atomic.write_folder(manifest.TARGET_FOLDER) as folder:
-        made = _train_builtin_target(p, folder) if p.target.model.startswith("builtin/") else _pin_target(p, folder)
-        made = replace(made, lm_head_key=p.target.lm_head_key, chat_template=template)
-        _check_tables(p, made, folder)
-        manifest.write_manifest(folder, made)
+        target = _train_builtin_target(p, folder) if p.target.model.startswith("builtin/") else _pin_target(p)
+        target = replace(target, lm_head_key=p.target.lm_head_key, chat_template=template)
+        _check_tables(p, target, folder)
+        manifest.write_manifest(folder, target)
     print(
-        f"target {made.model}: {made.num_layers} layers, {made.hidden_size} wide, {made.vocab_size} tokens, "
-        f"features entering blocks {made.feature_layers} ({time.perf_counter() - started:.0f} s)"
+        f"target {target.model}: {target.num_layers} layers, {target.hidden_size} wide, {target.vocab_size} tokens, "
+        f"features entering blocks {target.feature_layers} ({time.perf_counter() - started:.0f} s)"
     )
 
 
 def _read_chat_template(name: str | None) -> str | None:
-    """The text of the chat template that takes the place of the target's own. Raises ValueError where it can't be."""
+    """Return the text of the chat template that replaces the target's own. Raises ValueError where it is missing or invalid."""
     if name is None:
         return None
     path = TEMPLATES_FOLDER / name
     if not path.is_file():
-        there = ", ".join(sorted(f.name for f in TEMPLATES_FOLDER.glob("*.jinja"))) or "none"
+        known = ", ".join(sorted(f.name for f in TEMPLATES_FOLDER.glob("*.jinja"))) or "none"
         raise ValueError(
-            f"params.yaml: target.chat_template is {name}, expected the name of a file in {TEMPLATES_FOLDER}/, which has {there}; put "
-            "it there, so that an edit of it is noticed"
+            f"params.yaml: target.chat_template is {name}, expected the name of a file in {TEMPLATES_FOLDER}/, which has "
+            f"{known}; put it there, so that an edit of it is noticed"
         )
     text = path.read_text(encoding="utf-8")
     try:
@@ -74,13 +74,13 @@ def _train_builtin_target(p: schema.Params, folder: Path) -> TargetManifest:
         raise ValueError(
             f"params.yaml: target.model builtin/{name} is unknown; there is builtin/{', builtin/'.join(names)}"
         )
-    model, tokenizer, learning = (
+    model, tokenizer, training = (
         _start_multimodal_training(p, folder)
         if name == multimodal_target.TARGET_NAME
         else _start_text_training(p, name)
     )
     with tqdm(total=train.steps, desc="train the target", unit="step", mininterval=2) as bar:
-        for _, loss in learning:
+        for _, loss in training:
             bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
             bar.update()
     logging.disable_progress_bar()
@@ -90,19 +90,19 @@ def _train_builtin_target(p: schema.Params, folder: Path) -> TargetManifest:
 
 
 def _start_text_training(p: schema.Params, name: str) -> tuple[Any, Any, Iterator[tuple[int, float]]]:
-    """A model of text, its tokenizer, and its training, which goes on as it is iterated."""
+    """Return a text model, its tokenizer and its training, an iterator of (step, loss)."""
     train = p.prepare_target
     corpus = text_targets.make_corpus(train.seed)
     tokenizer = text_targets.build_tokenizer(text_targets.render_conversations(corpus[:2000]))
     schema.check_draft_vocab(p, len(tokenizer))
     model = text_targets.build_model(tokenizer, train.seed, name)
     rows = text_targets.encode_conversations(tokenizer, corpus)
-    how = train.seed, train.steps, train.batch_tokens, train.learning_rate
-    return model, tokenizer, text_targets.train_target(model, rows, *how)
+    settings = train.seed, train.steps, train.batch_tokens, train.learning_rate
+    return model, tokenizer, text_targets.train_target(model, rows, *settings)
 
 
 def _start_multimodal_training(p: schema.Params, folder: Path) -> tuple[Any, Any, Iterator[tuple[int, float]]]:
-    """The same of a model that sees; `folder` gets its image processor."""
+    """Return the same for a multimodal model; save its image processor in `folder`."""
     train = p.prepare_target
     corpus = multimodal_target.make_corpus(train.seed)
     tokenizer = multimodal_target.build_tokenizer(corpus[:2000])
@@ -111,22 +111,28 @@ def _start_multimodal_training(p: schema.Params, folder: Path) -> tuple[Any, Any
     processor.save_pretrained(folder)
     model = multimodal_target.build_model(tokenizer, train.seed)
     rows = multimodal_target.encode_conversations(tokenizer, processor, corpus)
-    how = train.seed, train.steps, train.batch_tokens, train.learning_rate
-    more = multimodal_target.make_image_inputs(rows, model.config.image_token_id)
-    return model, tokenizer, text_targets.train_target(model, [(row.ids, row.labels) for row in rows], *how, more)
+    settings = train.seed, train.steps, train.batch_tokens, train.learning_rate
+    image_inputs = multimodal_target.make_image_inputs(rows, model.config.image_token_id)
+    return (
+        model,
+        tokenizer,
+        text_targets.train_target(model, [(row.ids, row.labels) for row in rows], *settings, image_inputs),
+    )
 
 
-def _pin_target(p: schema.Params, folder: Path) -> TargetManifest:
-    """Nothing is copied: only the small files that name the model are read. Raises ValueError where it isn't to be had."""
-    where, revision = Path(p.target.model), None
-    if not where.is_dir():
-        where, revision = _fetch_from_hub(p.target.model, p.target.revision)
-    config = AutoConfig.from_pretrained(where, trust_remote_code=p.target.trust_remote_code)
+def _pin_target(p: schema.Params) -> TargetManifest:
+    """Describe a target from its small files, without copying it. Raises ValueError where it cannot be found."""
+    folder, revision = Path(p.target.model), None
+    if not folder.is_dir():
+        folder, revision = _fetch_from_hub(p.target.model, p.target.revision)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=p.target.trust_remote_code)
     schema.check_draft_vocab(p, config.get_text_config().vocab_size)
-    made = describe_target(p.target.model, revision, config, where, p.target.feature_layers)
+    target = describe_target(p.target.model, revision, config, folder, p.target.feature_layers)
     if revision is not None:
-        return made
-    return replace(made, weights_digest=manifest.digest_weights(where), weights_sample=manifest.sample_weights(where))
+        return target
+    return replace(
+        target, weights_digest=manifest.digest_weights(folder), weights_sample=manifest.sample_weights(folder)
+    )
 
 
 def _fetch_from_hub(model: str, revision: str | None) -> tuple[Path, str]:
@@ -136,7 +142,7 @@ def _fetch_from_hub(model: str, revision: str | None) -> tuple[Path, str]:
         commit = HfApi().model_info(model, revision=revision).sha
         small = ["*.json", "*.txt", "*.model", "*.jinja"]
         return Path(snapshot_download(model, revision=commit, allow_patterns=small)), str(commit)
-    except Exception as error:  # the hub's own errors, and those of whichever HTTP client it uses
+    except Exception as error:  # the hub's errors, and those of its HTTP client
         raise ValueError(
             f"params.yaml: target.model {model} (revision {revision}) is neither a folder here nor to be had from "
             f"Hugging Face ({type(error).__name__}); check the spelling, the network, and HF_TOKEN for gated models"
@@ -146,7 +152,7 @@ def _fetch_from_hub(model: str, revision: str | None) -> tuple[Path, str]:
 def describe_target(
     model: str, revision: str | None, config: PretrainedConfig, folder: Path, feature_layers: list[int] | None
 ) -> TargetManifest:
-    """What `folder`'s small files say of the target. Raises ValueError where the feature layers can't be."""
+    """Return the manifest from the small files of `folder`. Raises ValueError where the feature layers are invalid."""
     shapes = config_facts.read_config_facts(config)
     layers = sorted(feature_layers or config_facts.default_feature_layers(shapes["num_layers"]))
     if len(set(layers)) < 3 or layers[0] < 0 or layers[-1] >= shapes["num_layers"]:
@@ -162,51 +168,53 @@ def describe_target(
         tokenizer_digest=manifest.digest_files(folder, "tokenizer*", "vocab*", "merges.txt", "chat_template*"),
         feature_layers=layers,
         eos_token_ids=_read_eos_token_ids(config, folder),
-        # Positions on three axes are what we know of pictures' places; another class that sees is taken for its text.
+        # Images need three-axis positions; a multimodal class of another kind is used for its text.
         image_token_id=getattr(config, "image_token_id", None) if "mrope_section" in shapes["rope"] else None,
         **shapes,
     )
 
 
-def _check_tables(p: schema.Params, made: TargetManifest, folder: Path) -> None:
-    """Compare what later stages read by name with what the target computes with. What it costs: docs/guide.md
+def _check_tables(p: schema.Params, target: TargetManifest, folder: Path) -> None:
+    """Check that the embedding and head read by name are those the target computes with. Cost: docs/guide.md
 
     Raises ValueError naming the key, the largest difference and the keys of the head's shape.
     """
-    place = manifest.resolve_weights_folder(made, folder)
+    weights = manifest.resolve_weights_folder(target, folder)
     try:
-        embedding, head = manifest.read_embedding_and_head(made, folder)
+        embedding, head = manifest.read_embedding_and_head(target, folder)
     except ValueError as error:
-        raise ValueError(f"{error}. {_fitting(place, made)}") from None
-    key = made.lm_head_key or ("the embedding (tied)" if made.tie_word_embeddings else "lm_head.weight")
+        raise ValueError(f"{error}. {_advise_on_head(weights, target)}") from None
+    key = target.lm_head_key or ("the embedding (tied)" if target.tie_word_embeddings else "lm_head.weight")
     try:
-        model = head_check.load_first_block(str(place), p.target.dtype, p.target.trust_remote_code)
-        found = head_check.compare(model, embedding, head)
-    except Exception as error:  # a class of its own may not run with one block: check_overfit decodes with all of them
-        print(f"the head was not compared: one block of {made.model} alone gives {type(error).__name__}: {error}")
+        model = head_check.load_first_block(str(weights), p.target.dtype, p.target.trust_remote_code)
+        found = head_check.compare_head(model, embedding, head)
+    except Exception as error:  # remote code may not run with one block; check_overfit decodes with all
+        print(f"the head was not compared: one block of {target.model} alone gives {type(error).__name__}: {error}")
         return
     if not found.same_embedding:
         raise ValueError(
-            f"{place}: embed_tokens.weight is another table than the embedding of {type(model).__name__}; later stages would "
+            f"{weights}: embed_tokens.weight is another table than the embedding of {type(model).__name__}; later stages would "
             "give the draft other embeddings than the target has. This target's files can't be read by name"
         )
     if found.agrees:
         return
-    told = (
+    difference = (
         f"of {type(model).__name__}, logits of {head_check.TOKENS} tokens differ from final hidden states times {key} by up to "
         f"{found.logits:.3g} (largest logit {found.largest:.3g}), expected at most {found.allowed:.2g} in {p.target.dtype}"
     )
     if found.same_head and found.same_choice:
         print(
-            f"note: {told}. It is the class's own head, so the class scales or caps its logits; drafts are taught without"
+            f"note: {difference}. It is the class's own head, so the class scales or caps its logits; drafts are taught without"
         )
         return
-    raise ValueError(f"params.yaml: target.lm_head_key is {made.lm_head_key}: {told}. {_fitting(place, made)}")
+    raise ValueError(
+        f"params.yaml: target.lm_head_key is {target.lm_head_key}: {difference}. {_advise_on_head(weights, target)}"
+    )
 
 
-def _fitting(folder: Path, made: TargetManifest) -> str:
-    """What to do about a wrong head, with the names of the tensors in `folder` that have its shape."""
-    shape, found = [made.vocab_size, made.hidden_size], list[str]()
+def _advise_on_head(folder: Path, target: TargetManifest) -> str:
+    """Return advice on a wrong head, with the names of the tensors in `folder` that have its shape."""
+    shape, found = [target.vocab_size, target.hidden_size], list[str]()
     for path in sorted(folder.glob("*.safetensors")):
         with suppress(SafetensorError, OSError), safe_open(path, framework="pt") as tensors:
             found += [key for key in tensors.keys() if tensors.get_slice(key).get_shape() == shape]  # noqa: SIM118
@@ -215,12 +223,12 @@ def _fitting(folder: Path, made: TargetManifest) -> str:
 
 
 def _read_eos_token_ids(config: PretrainedConfig, folder: Path) -> list[int]:
-    """The tokens that end an answer: generation_config.json knows more of them than config.json (Llama-3: three)."""
+    """Return the tokens that end an answer; generation_config.json lists more than config.json (Llama-3: three)."""
     generation = folder / "generation_config.json"
-    said = [json.loads(generation.read_text())] if generation.exists() else []
-    said += [vars(config), vars(config.get_text_config())]
-    found: dict[int, None] = {}  # in the order they are said
-    for ids in (each.get("eos_token_id") for each in said):
+    configs = [json.loads(generation.read_text())] if generation.exists() else []
+    configs += [vars(config), vars(config.get_text_config())]
+    found: dict[int, None] = {}  # a set in order
+    for ids in (each.get("eos_token_id") for each in configs):
         found.update(dict.fromkeys([ids] if isinstance(ids, int) else ids or []))
     if not found:
         raise ValueError(

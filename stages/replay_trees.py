@@ -21,7 +21,7 @@ from tqdm import tqdm
 from stages.data import conversations
 from stages.draft import checkpoint
 from stages.draft.eagle3 import Eagle3Draft, MultimodalFeatures
-from stages.hidden_states import format, origin
+from stages.hidden_states import format, origin, reader
 from stages.params import schema
 from stages.params.tree_sections import ReplayTrees, TreeShape
 from stages.replay import oracle_bounds, token_classes, tree_statistics
@@ -47,7 +47,7 @@ class AnswerSplit:
 
     def read_rows(self, dtype: torch.dtype) -> list[format.HiddenStatesRow]:
         """Return the rows, shortest first."""
-        return sorted(format.read_rows(self.folder, dtype), key=lambda r: len(r.ids))
+        return sorted(reader.read_rows(self.folder, dtype), key=lambda r: len(r.ids))
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def _open_answers(p: schema.Params, split: str, made: manifest.TargetManifest) -
             )
     known = {row["id"]: row["prompt_ids"] + row["answer_ids"] for row in table.iter_rows(named=True)}
     count = 0
-    for row in format.read_headers(HIDDENS / split):
+    for row in reader.read_headers(HIDDENS / split):
         if row.ids.tolist() != known.get(row.id):
             which = "is another answer than" if row.id in known else "is not among"
             raise ValueError(
@@ -294,7 +294,9 @@ def _format_accept_by_depth(cycles_reaching_depth: np.ndarray, cycles: int, num_
 
 def _collate_multimodal(rows: list[format.HiddenStatesRow], device: torch.device) -> MultimodalFeatures | None:
     """Collate the rows' multimodal features; None for a text target."""
-    positions, pictured, visual = zip(*((r.positions, r.pictured, r.visual) for r in rows), strict=True)
+    positions, pictured, visual = zip(
+        *((r.positions, r.image_token_mask, r.image_embeddings) for r in rows), strict=True
+    )
     if positions[0] is None:
         return None
     positions, pictured = (pad_sequence(list(t), batch_first=True) for t in (positions, pictured))

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from stages.data import conversations
 from stages.draft import checkpoint
 from stages.draft.eagle3 import Eagle3Draft
-from stages.hidden_states import format
+from stages.hidden_states import reader
 from stages.hidden_states.reader import HiddenStatesReader
 from stages.methods import method_checkpoint, registry
 from stages.params import schema
@@ -73,7 +73,7 @@ def _train_in_scratch(params: schema.Params, name: str, ranks: distributed.RankC
         _list_tracked_settings(settings),
         segment.model_dump(),
         params.target.model_dump(),
-        format.digest_folder(HIDDENS),
+        reader.digest_folder(HIDDENS),
         [scratch.digest_folder(folder) for folder in folders],
     )
     with scratch.held(work):

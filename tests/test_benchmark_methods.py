@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from stages import benchmark_methods, extract_hiddens, init_draft, prepare_prompts, train_draft
 from stages.data import conversations
 from stages.draft import checkpoint
-from stages.hidden_states import format
+from stages.hidden_states import format, reader
 from stages.methods import method_checkpoint, registry
 from stages.params import schema
 from stages.params.methods_section import StaticRow
@@ -107,7 +107,7 @@ def loaded(name: str, method: str, head: torch.Tensor) -> Any:
 
 
 def rows() -> list[format.HiddenStatesRow]:
-    return list(format.read_rows(Path("data/hiddens/train")))
+    return list(reader.read_rows(Path("data/hiddens/train")))
 
 
 def layer(eagle: Any, embeds: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

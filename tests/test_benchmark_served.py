@@ -298,8 +298,10 @@ def test_pictures_go_with_the_token_ids(tmp_path: Path) -> None:
         paths.append(str(tmp_path / f"{number}.png"))
         Image.new("RGB", (8, 8), colour).save(paths[-1])
     w = Workload.model_validate(LOAD)
-    url = partial(vision.CachedImageProcessor.url, None)  # which needs no target's processor
-    processor = SimpleNamespace(url=url, token=9, sizes=lambda images: [4, 1][: len(images)])
+    url = partial(vision.CachedImageProcessor.build_data_url, None)  # which needs no target's processor
+    processor = SimpleNamespace(
+        build_data_url=url, image_token_id=9, count_image_tokens=lambda images: [4, 1][: len(images)]
+    )
     work: Any = SimpleNamespace(image_processor=processor, workload=w)
     row = {"id": "a", "images": paths, "length_share": 0.5}
     (path, body) = load_generator.build_request(

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from stages import extract_hiddens, prepare_target
 from stages.data import conversations
-from stages.hidden_states import format
+from stages.hidden_states import format, reader, shard_plan
 from stages.target import manifest
 from tests.conftest import ROOT, edit_params
 
@@ -137,7 +137,7 @@ def test_rows_are_those_of_transformers_alone(made: Path, once: dict[str, bytes]
     """Each row by itself, in transformers' own words; all that fit, each once, the longest first."""
     model = AutoModelForCausalLM.from_pretrained(made / "tiny", dtype=torch.float32).eval()
     for split in ("train", "eval"):
-        rows = list(format.read_rows(made / "data/hiddens" / split))
+        rows = list(reader.read_rows(made / "data/hiddens" / split))
         expected = {r["id"]: r for r in sampled(made, split) if len(r["prompt_ids"]) + len(r["answer_ids"]) <= 200}
         assert sorted(r.id for r in rows) == sorted(expected) and len(expected) < ROWS[split] + (split == "eval")
         assert [len(r.ids) for r in rows] == sorted((len(r.ids) for r in rows), reverse=True)
@@ -152,7 +152,7 @@ def test_rows_are_those_of_transformers_alone(made: Path, once: dict[str, bytes]
                 row.features, torch.cat([states[i][0] for i in (2, 3, 4)], -1), rtol=1e-5, atol=1e-5
             )
             torch.testing.assert_close(row.last, states[-1][0], rtol=1e-5, atol=1e-5)
-    assert list(format.read_rows(made / "data/hiddens/eval_t")) == []
+    assert list(reader.read_rows(made / "data/hiddens/eval_t")) == []
     assert len([name for name in once if name.startswith("train/shard")]) >= 2
 
 
@@ -171,8 +171,8 @@ def test_the_files_are_as_large_as_was_said(project: Path, dtype: str, token: in
 def test_fp8_is_float32_rounded_once(project: Path, once: dict[str, bytes], made: Path) -> None:
     run(project, dtype="fp8")
     for row, exact in zip(
-        sorted(format.read_rows(project / "data/hiddens/train"), key=lambda r: r.id),
-        sorted(format.read_rows(made / "data/hiddens/train"), key=lambda r: r.id),
+        sorted(reader.read_rows(project / "data/hiddens/train"), key=lambda r: r.id),
+        sorted(reader.read_rows(made / "data/hiddens/train"), key=lambda r: r.id),
         strict=True,
     ):
         for part in range(3):
@@ -189,7 +189,7 @@ def within_fp8(mine: torch.Tensor, true: torch.Tensor) -> None:
 @pytest.mark.long  # the compiler takes a minute and a half on two cores
 def test_compiled_blocks_say_the_same(project: Path, made: Path, once: dict[str, bytes]) -> None:
     run(project, compile=True)
-    for mine, plain in zip(*(format.read_rows(p / "data/hiddens/eval") for p in (project, made)), strict=True):
+    for mine, plain in zip(*(reader.read_rows(p / "data/hiddens/eval") for p in (project, made)), strict=True):
         torch.testing.assert_close(mine.features, plain.features, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(mine.last, plain.last, rtol=1e-4, atol=1e-5)
 
@@ -197,8 +197,8 @@ def test_compiled_blocks_say_the_same(project: Path, made: Path, once: dict[str,
 @pytest.mark.parametrize(("padded", "expected"), [(False, [range(3), range(3, 5)]), (True, [range(2), range(2, 5)])])
 def test_batches_hold_so_many_tokens(padded: bool, expected: list[range]) -> None:
     """[9, 8, 7 | 6, 5] of 24 tokens; with their padding [9, 9 | 7, 7, 7]."""
-    assert extract_hiddens._batch_rows(24, padded, [9, 8, 7, 6, 5]) == expected
-    assert extract_hiddens._batch_rows(4, padded, [9, 8]) == [range(1), range(1, 2)]
+    assert shard_plan.split_batches(24, padded, [9, 8, 7, 6, 5]) == expected
+    assert shard_plan.split_batches(4, padded, [9, 8]) == [range(1), range(1, 2)]
 
 
 def test_what_does_not_fit_the_disk_stops_before_the_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -312,7 +312,7 @@ def specforge(project: Path, folder: Path, dtype: torch.dtype = torch.float32, s
     """One record a row, as SpecForge names and shapes them (research/specforge.md 2.2)."""
     folder.mkdir()
     for split in ("train", "eval"):
-        for number, row in enumerate(format.read_rows(project / "data/hiddens" / split)):
+        for number, row in enumerate(reader.read_rows(project / "data/hiddens" / split)):
             record = {
                 "input_ids": row.ids.long(),
                 "loss_mask": row.mask.long(),

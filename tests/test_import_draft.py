@@ -16,7 +16,7 @@ from stages import init_draft
 from stages.draft import checkpoint
 from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.engine.decode import Engine
-from stages.hidden_states import format
+from stages.hidden_states import reader
 from stages.params.tree_sections import TreeShape
 from stages.replay.replay import replay_answers
 from stages.target import loading, manifest
@@ -170,7 +170,7 @@ def test_decoding_with_any_option_is_lossless_and_is_what_replay_counts(small_ru
     missing = draft.load_state_dict(tensors, strict=False)
     assert not missing.unexpected_keys and all("norm" in name for name in missing.missing_keys)
     engine = Engine(model, made.eos_token_ids, made.feature_layers, draft)
-    for row in list(format.read_rows(small_run / "data/hiddens/eval"))[:3]:
+    for row in list(reader.read_rows(small_run / "data/hiddens/eval"))[:3]:
         prompt, answer = row.ids[: row.prompt_length].tolist(), row.ids[row.prompt_length :].tolist()
         plain = [t for step in engine.decode_plain(prompt, len(answer)) for t in step.tokens]
         steps = list(engine.decode_speculative(prompt, len(answer), 6, 2, 12))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stages import init_draft
-from stages.hidden_states import format
+from stages.hidden_states import format, writer
 
 V = 40
 
@@ -25,9 +25,9 @@ def test_token_ids_that_the_target_has_not_are_named_with_their_row(
         rows.append(format.HiddenStatesRow(f"row{number}.0", ids, ids > 2, states.repeat(1, 3), states, 3, "stop"))
     folder = Path("data/hiddens/train")
     folder.mkdir(parents=True)
-    format.write_rows(folder, rows[:2], torch.float32, 1 << 20)
+    writer.write_rows(folder, rows[:2], torch.float32, 1 << 20)
     assert init_draft._count_tokens("train", V).sum() == sum(int(row.mask.sum()) for row in rows[:2])
-    format.write_rows(folder, rows, torch.float32, 1 << 20)
+    writer.write_rows(folder, rows, torch.float32, 1 << 20)
     expected = (
         rf"^data/hiddens/train/\S+\.safetensors: row row2\.0 has 1 token ids that the target has not, the first of them "
         rf"{wrong}; expected 0 to 39; run: dvc repro -f -s extract_hiddens"

@@ -31,7 +31,7 @@ from stages import (
 )
 from stages.data import conversations
 from stages.engine.decode import Engine
-from stages.hidden_states import format
+from stages.hidden_states import format, reader, writer
 from stages.params.schema import load_params
 from stages.results import served_records
 from stages.target import loading, manifest
@@ -116,7 +116,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
             rows += [{**rows[1], "id": "train.names", "answer_ids": [7, TOKEN, 8]}]
         else:
             for row in rows:
-                seen = eyes.see([str(project / path) for path in row["images"]]) if row["images"] else None
+                seen = eyes.load_patches([str(project / path) for path in row["images"]]) if row["images"] else None
                 decoding = Engine(model, [5], TAPPED).decode_plain(row["prompt_ids"], ROOM, seen)
                 row["answer_ids"] = [token for step in decoding for token in step.tokens]
         table = pl.DataFrame(rows, schema=conversations.SAMPLED_SCHEMA)
@@ -194,25 +194,27 @@ def test_rows_are_those_of_transformers_alone(made: Path, once: dict[str, bytes]
     )
     for split in ("train", "eval"):
         asked = sampled(made, split)
-        rows = list(format.read_rows(made / "data/hiddens" / split))
+        rows = list(reader.read_rows(made / "data/hiddens" / split))
         assert sorted(r.id for r in rows) == sorted(set(asked) - {"train.names"})
         for row in rows:
             one = asked[row.id]
             assert row.ids.tolist() == one["prompt_ids"] + one["answer_ids"]
-            seen = eyes.see([str(made / path) for path in one["images"]]) if one["images"] else None
+            seen = eyes.load_patches([str(made / path) for path in one["images"]]) if one["images"] else None
             expected = alone(model, row.ids.long(), seen)
             torch.testing.assert_close(row.features, expected["features"], rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(row.last, expected["last"], rtol=1e-5, atol=1e-5)
-            assert row.pictured is not None and torch.equal(row.pictured, row.ids == TOKEN)
-            assert row.visual is not None
-            torch.testing.assert_close(row.visual, expected["embeds"][row.pictured], rtol=1e-5, atol=1e-5)
+            assert row.image_token_mask is not None and torch.equal(row.image_token_mask, row.ids == TOKEN)
+            assert row.image_embeddings is not None
+            torch.testing.assert_close(
+                row.image_embeddings, expected["embeds"][row.image_token_mask], rtol=1e-5, atol=1e-5
+            )
             assert row.positions is not None and int(row.positions.max()) < len(row.ids)
     report = json.loads((made / "results/hiddens_report.json").read_text())
     assert report["dropped"] == {"longer than max_length": 0, "a picture's token in the answer": 1}
     assert report["rows_in"] == 24 and report["rows_out"] == 23
     size = sum(len(data) for name, data in once.items() if name.endswith(".safetensors"))
     pieces = sum(
-        int((r.ids == TOKEN).sum()) for s in ("train", "eval") for r in format.read_rows(made / "data/hiddens" / s)
+        int((r.ids == TOKEN).sum()) for s in ("train", "eval") for r in reader.read_rows(made / "data/hiddens" / s)
     )
     by_hand = report["tokens"] * (4 * H * 4 + 4 + 12 + 2 / 8) + pieces * H * 4
     assert report["bytes"] == pytest.approx(by_hand, abs=1) and size == pytest.approx(by_hand, abs=2 * 1000)
@@ -240,11 +242,11 @@ def test_a_text_targets_hidden_states_are_not_taken_for_pictures(
     for split in ("train", "eval"):
         rows = [
             format.HiddenStatesRow(r.id, r.ids, r.mask, r.features, r.last, r.prompt_length, r.finish_reason)
-            for r in format.read_rows(made / "data/hiddens" / split)
-            if r.visual is not None and not len(r.visual)
+            for r in reader.read_rows(made / "data/hiddens" / split)
+            if r.image_embeddings is not None and not len(r.image_embeddings)
         ]
         (tmp_path / "given" / split).mkdir(parents=True)
-        format.write_rows(tmp_path / "given" / split, rows, torch.float32, 10**9)
+        writer.write_rows(tmp_path / "given" / split, rows, torch.float32, 10**9)
     assert "has no hidden states of" in refused(project, **{"import": str(tmp_path / "given")})
     texts = pl.col("images").is_null()
     (project / "data/sampled").unlink()
@@ -262,7 +264,7 @@ def test_a_target_that_sees_none_refuses_pictures(project: Path) -> None:
     (project / "artifacts").unlink()
     (project / "artifacts/target").mkdir(parents=True)
     (project / "artifacts/target/target.json").write_text(json.dumps({**found, "image_token_id": None}))
-    assert "pictures, expected none for this target" in refused(project)
+    assert "images, expected none for this target" in refused(project)
 
 
 def test_another_threshold_measures_nothing_again_and_retrains_nothing(
@@ -346,7 +348,7 @@ def test_online_the_trainer_shows_the_pictures_itself(project: Path, made: Path,
     learned = load_file(made / "drafts/e003/draft/model.safetensors")
     tau = json.loads((made / "results/overfit_report.json").read_text())["tau"]
     run(project, online=True)
-    assert not any(row.features.shape[1] for row in format.read_rows(project / "data/hiddens/train"))
+    assert not any(row.features.shape[1] for row in reader.read_rows(project / "data/hiddens/train"))
     with chdir(project):
         init_draft.main()
         with declared("check_overfit"):

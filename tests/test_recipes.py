@@ -279,7 +279,7 @@ def test_the_embedded_target_that_sees_reads_maps_it_never_saw(tmp_path: Path, m
         own += zip(drawn[number], table(tokenizer.decode(row["answer_ids"])), strict=False)
         same_size = [k for k, days in enumerate(drawn) if len(days) == len(drawn[number]) and k != number]
         for other in same_size[:1]:
-            seen = eyes.see(rows[other]["images"])
+            seen = eyes.load_patches(rows[other]["images"])
             ((ids, _),) = generation.generate_answers(model, [row["prompt_ids"]], 200, 0.0, 1.0, [end], end, 1, seen)
             swapped += zip(drawn[other], table(tokenizer.decode(ids)), strict=False)
     assert len(own) > 50 and sum(a == b for a, b in own) > 0.8 * len(own)

@@ -161,7 +161,7 @@ def test_a_server_that_cuts_pictures_otherwise_stops_the_run(project: Path) -> N
     with Fake(lambda b, n: completion("hi", b["model"], usage={"prompt_tokens": 7})) as fake:
         use(project, "server", {"base_urls": [fake.url]})
         with pytest.raises(
-            ValueError, match=r"was prompted with 7 tokens.*this row has pictures, which the server may cut"
+            ValueError, match=r"was prompted with 7 tokens.*this row has images, which the server may cut"
         ):
             sample_target.main()
 
@@ -238,7 +238,7 @@ def test_the_preview_shows_rows_with_pictures(project: Path, capsys: pytest.Capt
 def test_a_missing_picture_names_itself_and_what_to_run(project: Path) -> None:
     first = pl.read_parquet("data/fixed/train.parquet")["images"][0][0]
     Path(first).unlink()
-    with pytest.raises(ValueError, match=rf"{first} not found, expected a picture; run: dvc repro fix_data"):
+    with pytest.raises(ValueError, match=rf"{first} not found, expected an image; run: dvc repro fix_data"):
         sample_target.main()
 
 

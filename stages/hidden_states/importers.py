@@ -1,25 +1,28 @@
-"""Hidden states made elsewhere: our own folders, or SpecForge's records as safetensors.   docs/hiddens.md
+"""Read hidden states made elsewhere: folders of this format, or SpecForge's records as safetensors.   docs/hiddens.md
 
-Both are found by what they are of: a row's token ids, and its name too where it has pictures, which ids don't tell apart.
-Everything a row of ours must have is checked as it is read.
+Rows are found by their token ids, and by their name too where they have images, which ids do not tell apart. Shapes, dtypes
+and finiteness are checked on reading.
 
-- Ours: a folder with `index.parquet` and shards, or folders of them (train, eval, eval_t).
-- SpecForge's: one safetensors file a row, with `input_ids` [S], `hidden_state` [1, S, H] (after the final norm) and
-  `aux_hidden_state` [1, S, 3H]. As it writes them they are pickles, which run code when they are read: refused. So are
-  they for a target that sees: they hold neither positions nor what stands in pictures' place.
+- Own format: a folder with `index.parquet` and shards, or folders of them (train, eval, eval_t).
+- SpecForge: one safetensors file per row, with `input_ids` [S], `hidden_state` [1, S, H] (after the final norm) and
+  `aux_hidden_state` [1, S, 3H]. SpecForge writes pickles, which run code when they are read; pickles are refused. So are
+  these records for a multimodal target, since they hold neither positions nor image embeddings.
 """
 
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from stages.hidden_states import format
+from stages.hidden_states import format, reader
 from stages.hidden_states.format import RowHeader, StoredHiddenStates
 from stages.runtime import atomic
 
@@ -33,63 +36,69 @@ CONVERSION_HINT = (
 
 
 def fingerprint_folder(folder: Path) -> list[Any]:
-    """What tells this folder from another or later one without reading all of it."""
+    """Return names, sizes and times of the files, which identify a folder without reading all of it."""
     files = sorted(f for f in folder.rglob("*") if f.is_file())
     return [[str(f.relative_to(folder)), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
 
 
 def find_hidden_states(folder: Path, wanted: dict[str, RowHeader], hidden_size: int) -> ReadStored:
-    """Where every wanted row lies. Raises ValueError where one is missing.
+    """Return a function that reads a wanted row. Raises ValueError where one is missing.
 
-    What is given reads a row and raises ValueError where it is altered, of another shape or not finite.
+    That function raises ValueError where a row is altered, of another shape or not finite.
     """
     if not folder.is_dir():
         raise ValueError(f"params.yaml: {PARAMETER} is {folder}, expected a folder, found none; correct it")
     indexes = sorted(folder.rglob("index.parquet"))
     found = dict(_index_own_folders(indexes) if indexes else _index_specforge_records(folder))
-    of_ids = {_hash_header(head): name for name, head in wanted.items()}
-    if missing := sorted(name for key, name in of_ids.items() if key not in found):
+    names = {_hash_header(header): name for name, header in wanted.items()}
+    if missing := sorted(name for key, name in names.items() if key not in found):
         raise ValueError(
-            f"{PARAMETER}: {folder} has no hidden states of {len(missing)} of {len(of_ids)} rows of data/sampled, the first of them "
-            f"{missing[0]}; expected the same token ids. Extract those too, or from the same sampled rows"
+            f"{PARAMETER}: {folder} has no hidden states of {len(missing)} of {len(names)} rows of data/sampled, the "
+            f"first of them {missing[0]}; expected the same token ids. Extract those too, or from the same sampled rows"
         )
 
-    def given(head: RowHeader) -> StoredHiddenStates:
-        where, pictured, block = found[_hash_header(head)]()
-        _check_stored(where, block, len(head.ids), hidden_size)
-        _check_multimodal(where, head, pictured, block)
-        return block
+    def read(header: RowHeader) -> StoredHiddenStates:
+        candidate = found[_hash_header(header)]()
+        _check_stored(candidate, len(header.ids), hidden_size)
+        _check_multimodal(candidate, header)
+        return candidate.block
 
-    return given
+    return read
 
 
-ReadCandidate = Callable[
-    [], tuple[str, Tensor | None, StoredHiddenStates]
-]  # -> where a row lies, which of its tokens are pictures', the rest
+@dataclass(frozen=True)
+class ImportedRow:
+    """A row as found."""
+
+    location: str  # for messages
+    image_token_mask: Tensor | None
+    block: StoredHiddenStates
+
+
+ReadCandidate = Callable[[], ImportedRow]
 
 
 def _index_own_folders(indexes: list[Path]) -> Iterator[tuple[str, ReadCandidate]]:
     for index in indexes:
-        with _theirs():
-            rows = format.read_index(index.parent)
-        for (name,), held in rows.group_by("shard", maintain_order=True):
+        with _translate_broken():
+            rows = reader.read_index(index.parent)
+        for (name,), group in rows.group_by("shard", maintain_order=True):
             (ids,) = _read_tensors(index.parent / str(name), "ids")
-            for number, entry in enumerate(held.iter_rows(named=True)):
+            for number, entry in enumerate(group.iter_rows(named=True)):
+                row_name = entry["id"] if entry.get("visual_length") else ""
+                key = _hash_ids(ids[entry["offset"] : entry["offset"] + entry["length"]], row_name)
+                yield key, partial(_read_own_row, index.parent, group[number : number + 1])
 
-                def read(
-                    folder: Path = index.parent, row: Any = held[number : number + 1]
-                ) -> tuple[str, Tensor | None, StoredHiddenStates]:
-                    with _theirs():
-                        head, block = next(format.read_stored(folder, row))  # checks its checksum
-                    return f"{folder}: row {head.id}", head.pictured, block
 
-                named = entry["id"] if entry.get("visual_length") else ""
-                yield _hash_ids(ids[entry["offset"] : entry["offset"] + entry["length"]], named), read
+def _read_own_row(folder: Path, row: pl.DataFrame) -> ImportedRow:
+    with _translate_broken():
+        header, block = next(reader.read_stored(folder, row))  # compares the checksum
+    return ImportedRow(f"{folder}: row {header.id}", header.image_token_mask, block)
 
 
 @contextmanager
-def _theirs() -> Iterator[None]:
-    """What is broken in a folder that the user gave no stage of ours makes again, and none of ours may be told to remove it."""
+def _translate_broken() -> Iterator[None]:
+    """Raise ValueError without the advice of `Broken`: no stage makes the user's folder again."""
     try:
         yield
     except atomic.Broken as error:
@@ -101,20 +110,20 @@ def _theirs() -> Iterator[None]:
 def _index_specforge_records(folder: Path) -> Iterator[tuple[str, ReadCandidate]]:
     paths = sorted(folder.rglob("*.safetensors"))
     if not paths:
+        found = f"{PARAMETER}: {folder} holds no index.parquet and no safetensors file"
         pickles = sum(1 for f in folder.rglob("*") if f.suffix in PICKLE_SUFFIXES)
         raise ValueError(
-            f"{PARAMETER}: {folder} holds no index.parquet and no safetensors file, but {pickles} pickles, which run code when they "
-            f"are read; {CONVERSION_HINT}"
+            f"{found}, but {pickles} pickles, which run code when they are read; {CONVERSION_HINT}"
             if pickles
-            else f"{PARAMETER}: {folder} holds no index.parquet and no safetensors file; expected hidden states (docs/hiddens.md)"
+            else f"{found}; expected hidden states (docs/hiddens.md)"
         )
     for path in paths:
+        yield _hash_ids(_read_tensors(path, "input_ids")[0].flatten()), partial(_read_specforge_record, path)
 
-        def read(path: Path = path) -> tuple[str, Tensor | None, StoredHiddenStates]:
-            tensors = _read_tensors(path, "aux_hidden_state", "hidden_state")
-            return str(path), None, StoredHiddenStates(*(t.flatten(0, -2) for t in tensors))
 
-        yield _hash_ids(_read_tensors(path, "input_ids")[0].flatten()), read
+def _read_specforge_record(path: Path) -> ImportedRow:
+    tensors = _read_tensors(path, "aux_hidden_state", "hidden_state")
+    return ImportedRow(str(path), None, StoredHiddenStates(*(t.flatten(0, -2) for t in tensors)))
 
 
 def _read_tensors(path: Path, *names: str) -> list[Tensor]:
@@ -128,44 +137,42 @@ def _read_tensors(path: Path, *names: str) -> list[Tensor]:
         ) from None
 
 
-def _check_stored(where: str, block: StoredHiddenStates, tokens: int, hidden_size: int) -> None:
-    wanted = (tokens, format.NUM_FEATURE_LAYERS * hidden_size), (tokens, hidden_size)
+def _check_stored(row: ImportedRow, tokens: int, hidden_size: int) -> None:
+    block, where = row.block, f"{PARAMETER}: {row.location}"
+    expected = (tokens, format.NUM_FEATURE_LAYERS * hidden_size), (tokens, hidden_size)
     shapes = tuple(block.features.shape), tuple(block.last.shape)
-    if shapes != wanted:
+    if shapes != expected:
         raise ValueError(
-            f"{PARAMETER}: {where} has features and last hidden of shapes {shapes}, expected {wanted} for this target; they are of "
+            f"{where} has features and last hidden of shapes {shapes}, expected {expected} for this target; they are of "
             "another model, or of other layers"
         )
     if block.last.dtype not in format.DTYPES.values() or block.features.dtype != block.last.dtype:
-        raise ValueError(
-            f"{PARAMETER}: {where} is of {block.features.dtype}, {block.last.dtype}; expected {[*format.DTYPES]}"
-        )
-    numbers = [
-        format.decode_numbers(block.features, block.features_scale),
-        format.decode_numbers(block.last, block.last_scale),
-    ]
-    if not all(bool(torch.isfinite(n).all()) for n in numbers):
-        raise ValueError(f"{PARAMETER}: {where} holds NaN or infinity, expected finite hidden states; make them anew")
+        raise ValueError(f"{where} is of {block.features.dtype}, {block.last.dtype}; expected {[*format.DTYPES]}")
+    _check_finite(where, (block.features, block.features_scale), (block.last, block.last_scale))
 
 
-def _check_multimodal(where: str, head: RowHeader, pictured: Tensor | None, block: StoredHiddenStates) -> None:
-    """What a target that sees has beside tokens is there, and is of the same tokens; of another target nothing is."""
-    if head.pictured is None and pictured is None:
+def _check_multimodal(row: ImportedRow, header: RowHeader) -> None:
+    """Check that positions and image embeddings are those of the header's tokens, or absent for a text target."""
+    own, found, where = header.image_token_mask, row.image_token_mask, f"{PARAMETER}: {row.location}"
+    if own is None and found is None:
         return
-    if head.pictured is None or pictured is None or not torch.equal(head.pictured, pictured):
-        told = ["none" if p is None else f"{int(p.sum())} tokens of pictures" for p in (pictured, head.pictured)]
+    if own is None or found is None or not torch.equal(own, found):
+        counts = ["none" if mask is None else f"{int(mask.sum())} image tokens" for mask in (found, own)]
         raise ValueError(
-            f"{PARAMETER}: {where} has positions and embeddings of {told[0]}, expected {told[1]}; they are of another model, or of "
+            f"{where} has positions and embeddings of {counts[0]}, expected {counts[1]}; they are of another model, or of "
             "a form that keeps none: extract them here"
         )
-    if block.visual is not None and not bool(
-        torch.isfinite(format.decode_numbers(block.visual, block.visual_scale)).all()
-    ):
-        raise ValueError(f"{PARAMETER}: {where} holds NaN or infinity, expected finite hidden states; make them anew")
+    if row.block.visual is not None:
+        _check_finite(where, (row.block.visual, row.block.visual_scale))
 
 
-def _hash_header(head: RowHeader) -> str:
-    return _hash_ids(head.ids, head.id if head.pieces else "")
+def _check_finite(where: str, *stored: tuple[Tensor, Tensor | None]) -> None:
+    if not all(bool(torch.isfinite(format.decode_numbers(*numbers)).all()) for numbers in stored):
+        raise ValueError(f"{where} holds NaN or infinity, expected finite hidden states; make them anew")
+
+
+def _hash_header(header: RowHeader) -> str:
+    return _hash_ids(header.ids, header.id if header.num_image_tokens else "")
 
 
 def _hash_ids(ids: Tensor, name: str = "") -> str:

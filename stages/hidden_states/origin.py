@@ -1,7 +1,7 @@
-"""Whose hidden states these are: `origin.json` beside them names their split, and the target that they are of.
+"""Record in `origin.json` which split and which target hidden states belong to.
 
-Two targets of one shape, say the same one trained from another seed, would otherwise pass for each other, and a draft be
-measured against answers that its target never gave.
+Without it two targets of one shape, say one trained from two seeds, would look alike, and a draft could be measured
+against answers that its target never gave.
 """
 
 import hashlib
@@ -14,33 +14,33 @@ from stages.target import manifest
 from stages.target.manifest import TargetManifest
 
 ORIGIN_FILE, EXTRACTING_STAGE = "origin.json", "extract_hiddens"
-SAMPLED_END_BYTES = (
-    1 << 20
-)  # bytes of each file of weights, at its beginning and its end, that tell it from others of its size
+SAMPLED_END_BYTES = 1 << 20  # digested at the start and at the end of each weight file
 
 
-def write_origin(folder: Path, split: str, made: TargetManifest) -> None:
-    atomic.write_json(folder / ORIGIN_FILE, {"split": split, "model": made.model, "target": digest_target(made)})
+def write_origin(folder: Path, split: str, target: TargetManifest) -> None:
+    atomic.write_json(folder / ORIGIN_FILE, {"split": split, "model": target.model, "target": digest_target(target)})
 
 
-def check_origin(folder: Path, split: str, made: TargetManifest) -> None:
-    """Raises ValueError where a folder's hidden states are another split's or another target's."""
+def check_origin(folder: Path, split: str, target: TargetManifest) -> None:
+    """Raise ValueError where a folder's hidden states are another split's or another target's."""
     found = atomic.read_json(folder / ORIGIN_FILE, EXTRACTING_STAGE)
     again = f"run: dvc repro -f -s {EXTRACTING_STAGE}"
     if found.get("split") != split:
         raise ValueError(f"{folder} holds the split {found.get('split')}, expected {split}; {again}")
-    if found.get("target") != digest_target(made):
+    if found.get("target") != digest_target(target):
         raise ValueError(
             f"{folder} holds hidden states of another target, {found.get('model')} ({found.get('target')!s:.12}), expected "
-            f"those of {made.model} as it is in {manifest.TARGET_FOLDER} now ({digest_target(made):.12}); {again}"
+            f"those of {target.model} as it is in {manifest.TARGET_FOLDER} now ({digest_target(target):.12}); {again}"
         )
 
 
-def digest_target(made: TargetManifest) -> str:
-    """A name of the target: of its manifest, and of its weights the files' names, sizes and ends. A whole digest of a large
-    target would take as long as loading it."""
-    total = hashlib.sha256(json.dumps(asdict(made), sort_keys=True).encode())
-    for path in sorted(manifest.resolve_weights_folder(made).glob("*.safetensors")):
+def digest_target(target: TargetManifest) -> str:
+    """Return a digest of the target's manifest and of its weight files' names, sizes and ends.
+
+    A digest of all weights would take as long as loading a large target.
+    """
+    total = hashlib.sha256(json.dumps(asdict(target), sort_keys=True).encode())
+    for path in sorted(manifest.resolve_weights_folder(target).glob("*.safetensors")):
         size = path.stat().st_size
         total.update(f"{path.name}:{size}".encode())
         with path.open("rb") as file:

@@ -1,42 +1,213 @@
-"""Hidden states at random access, as training reads them: any row, when it is its turn, as views of the mapped shards.
+"""Read stored hidden states: all rows in order, or any row at random as training does, as views of the mapped shards.
 
-Nothing is read whole; a row's checksum is compared the first time it is read.
+Shards are mapped, never read whole. A row's checksum is compared the first time the row is read.
 """
 
 import threading
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import polars as pl
 import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from stages.hidden_states import format
+from stages.hidden_states.format import (
+    FP8,
+    INDEX_SCHEMA,
+    MADE_BY,
+    MULTIMODAL_INDEX_SCHEMA,
+    SAFETENSORS_DTYPES,
+    VISUAL_TENSORS,
+    HiddenStatesRow,
+    IndexEntry,
+    RowHeader,
+    StoredHiddenStates,
+    compute_checksum,
+    decode_numbers,
+)
+from stages.runtime import atomic
+from stages.runtime.atomic import Broken
+
+ShardSlices = dict[str, Any]  # tensor name -> safetensors' slice, mapped and unread
 
 
 class HiddenStatesReader:
-    """The rows of one split, by their number in the index. Several threads may read at a time.
+    """The rows of one split, by their number in the index; thread-safe.
 
-    `online`: they have tokens and masks only; the reader is to make the hidden states (see extract_hiddens.online).
+    `online`: rows have tokens and masks only, and the caller computes the hidden states (extract_hiddens.online).
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
-        index = format.read_index(folder)
+        index = read_index(folder)
         self.lengths: list[int] = index["length"].to_list()
-        self._entries = index.to_dicts()
-        self._known: set[int] = set()
-        self._shards: dict[str, dict[str, Any]] = {}
+        self._entries = _list_entries(index)
+        self._verified: set[int] = set()
+        self._shards: dict[str, ShardSlices] = {}
         self._lock = threading.Lock()
-        self.online = bool(self._entries) and format.read_hidden_size(folder / self._entries[0]["shard"]) == 0
+        self.online = bool(self._entries) and read_hidden_size(folder / self._entries[0].shard) == 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def row(self, number: int, dtype: torch.dtype) -> format.HiddenStatesRow:
-        """In the dtype it is stored in, fp8 as `dtype`. Raises ValueError as hiddens.read does."""
+    def read_row(self, number: int, dtype: torch.dtype) -> HiddenStatesRow:
+        """Return a row in its stored dtype, or in `dtype` where it is stored in fp8. Raises ValueError as `read_row` does."""
         entry = self._entries[number]
-        path = self.folder / entry["shard"]
+        path = self.folder / entry.shard
         with self._lock:
-            shard = self._shards[path.name] = self._shards.get(path.name) or format.open_shard(path)
-        head, block = format.read_row(path, entry, shard, known=number in self._known)
-        self._known.add(number)
-        return format.decode_row(head, block, block.last.dtype if block.last_scale is None else dtype)
+            shard = self._shards[path.name] = self._shards.get(path.name) or open_shard(path)
+        header, block = read_row(path, entry, shard, verify=number not in self._verified)
+        self._verified.add(number)
+        return decode_row(header, block, block.last.dtype if block.last_scale is None else dtype)
+
+
+def read_rows(folder: Path, dtype: torch.dtype = torch.float32) -> Iterator[HiddenStatesRow]:
+    """Yield every row in order, verified, its numbers as `dtype` however they are stored.
+
+    Raises ValueError naming the shard and the row, where a shard is missing, cut, altered, or holds NaN or infinity.
+    """
+    for header, block in read_stored(folder, read_index(folder)):
+        yield decode_row(header, block, dtype)
+
+
+def decode_row(header: RowHeader, block: StoredHiddenStates, dtype: torch.dtype) -> HiddenStatesRow:
+    """Return the row with its numbers as `dtype`."""
+    return HiddenStatesRow(
+        **vars(header),
+        features=decode_numbers(block.features, block.features_scale, dtype),
+        last=decode_numbers(block.last, block.last_scale, dtype),
+        positions=block.positions,
+        image_embeddings=None if block.visual is None else decode_numbers(block.visual, block.visual_scale, dtype),
+    )
+
+
+def read_headers(folder: Path) -> Iterator[RowHeader]:
+    """Yield the header of every row in order. Hidden states are not read, so checksums are not compared.
+
+    Raises ValueError naming the shard, where one is missing or cut.
+    """
+    for path, entries in _group_by_shard(folder, read_index(folder)):
+        slices = open_shard(path)
+        for entry in entries:
+            try:
+                header = _read_header(entry, slices)
+            except (SafetensorError, OSError) as error:
+                raise Broken(f"{path} is missing or cut ({error})", atomic.rerun(MADE_BY)) from None
+            if not len(header.ids) == len(header.mask) == entry.length:
+                raise Broken(f"{path}: row {entry.id} lies past its end", atomic.rerun(MADE_BY))
+            yield header
+
+
+def read_stored(folder: Path, rows: pl.DataFrame) -> Iterator[tuple[RowHeader, StoredHiddenStates]]:
+    """Yield the given rows of the index as stored, verified as `read_rows` does."""
+    for path, entries in _group_by_shard(folder, rows):
+        slices = open_shard(path)
+        for entry in entries:
+            yield read_row(path, entry, slices)
+
+
+def read_index(folder: Path) -> pl.DataFrame:
+    """Return index.parquet. Raises ValueError where it is missing, broken or has other columns."""
+    path = folder / "index.parquet"
+    try:
+        index = pl.read_parquet(path)
+    except FileNotFoundError:
+        raise Broken(f"{path} not found", f"run: dvc repro {MADE_BY}") from None
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
+        raise Broken(f"{path} is not readable Parquet ({error})", atomic.rerun(MADE_BY)) from None
+    if index.schema not in (INDEX_SCHEMA, MULTIMODAL_INDEX_SCHEMA):
+        raise Broken(f"{path} has columns {dict(index.schema)}, expected {dict(INDEX_SCHEMA)}", atomic.rerun(MADE_BY))
+    return index
+
+
+def digest_folder(folder: Path) -> str:
+    """Return a short digest of the whole content, from the checksums in the index; resumed runs compare it."""
+    index = read_index(folder)
+    return f"{zlib.crc32(index.write_csv().encode()):08x}"
+
+
+def open_shard(path: Path) -> ShardSlices:
+    """Map the shard's tensors without reading them. Raises ValueError where the shard is missing or cut."""
+    try:
+        shard = safe_open(path, framework="pt")
+        names = ["features", "last", "ids", "mask"]
+        if is_multimodal := "positions" in shard.keys():  # noqa: SIM118 - not a dict
+            names += ["positions", "pictured", "visual"]
+        if shard.get_slice("features").get_dtype() == SAFETENSORS_DTYPES[FP8]:
+            names += ["features_scale", "last_scale", *(["visual_scale"] if is_multimodal else [])]
+        return {name: shard.get_slice(name) for name in names}
+    except (FileNotFoundError, SafetensorError, OSError) as error:
+        raise Broken(f"{path} is missing or cut ({error})", atomic.rerun(MADE_BY)) from None
+
+
+def read_hidden_size(path: Path) -> int:
+    """Return H of a shard; 0 for one with tokens and masks only (extract_hiddens.online)."""
+    return open_shard(path)["last"].get_shape()[1]
+
+
+def read_row(
+    path: Path, entry: IndexEntry, slices: ShardSlices, verify: bool = True
+) -> tuple[RowHeader, StoredHiddenStates]:
+    """Return the row of an index entry as stored, its checksum compared if `verify`.
+
+    Raises ValueError naming the row, where it is not what its entry says, or holds NaN or infinity.
+    """
+    try:
+        is_inside = 0 <= entry.offset <= entry.tokens.stop <= slices["ids"].get_shape()[0]
+        if not (is_inside and _is_visual_range_valid(entry, slices)):
+            raise _make_checksum_error(path, entry)
+        header, block = _read_header(entry, slices), _read_block(entry, slices)
+    except (SafetensorError, OSError) as error:
+        raise Broken(f"{path} is missing or cut ({error})", atomic.rerun(MADE_BY)) from None
+    if verify and compute_checksum(header, block) != entry.checksum:
+        raise _make_checksum_error(path, entry)
+    if not entry.finite:
+        raise Broken(
+            f"{path}: row {entry.id} holds NaN or infinity, expected finite hidden states",
+            "set extract_hiddens.dtype or target.dtype to float32 and run: dvc repro extract_hiddens",
+        )
+    return header, block
+
+
+def _list_entries(rows: pl.DataFrame) -> list[IndexEntry]:
+    return [IndexEntry(**row) for row in rows.iter_rows(named=True)]
+
+
+def _group_by_shard(folder: Path, rows: pl.DataFrame) -> Iterator[tuple[Path, list[IndexEntry]]]:
+    for (name,), group in rows.group_by("shard", maintain_order=True):
+        yield folder / str(name), _list_entries(group)
+
+
+def _make_checksum_error(path: Path, entry: IndexEntry) -> Broken:
+    return Broken(f"{path}: row {entry.id} does not match its checksum", atomic.rerun(MADE_BY))
+
+
+def _is_visual_range_valid(entry: IndexEntry, slices: ShardSlices) -> bool:
+    """Return whether index and shard agree on being multimodal, and the row's image tokens lie in the shard."""
+    if entry.visual_offset is None or "visual" not in slices:
+        return entry.visual_offset is None and "visual" not in slices
+    tokens = entry.image_tokens
+    return 0 <= tokens.start <= tokens.stop <= slices["visual"].get_shape()[0]
+
+
+def _read_block(entry: IndexEntry, slices: ShardSlices) -> StoredHiddenStates:
+    stored = {name: part for name, part in slices.items() if name not in ("ids", "mask", "pictured")}
+    return StoredHiddenStates(
+        **{n: part[entry.image_tokens if n in VISUAL_TENSORS else entry.tokens] for n, part in stored.items()}
+    )
+
+
+def _read_header(entry: IndexEntry, slices: ShardSlices) -> RowHeader:
+    bits = {name: _unpack_bits(slices[name], entry.tokens) for name in ("mask", "pictured") if name in slices}
+    ids = slices["ids"][entry.tokens]
+    return RowHeader(entry.id, ids, bits["mask"], entry.prompt_length, entry.finish_reason, bits.get("pictured"))
+
+
+def _unpack_bits(packed: Any, tokens: slice) -> Tensor:
+    """Return a range of packed bits as [T] bool."""
+    bits = np.unpackbits(packed[tokens.start // 8 : -(-tokens.stop // 8)].numpy())  # eight tokens a byte, across rows
+    return torch.from_numpy(bits[tokens.start % 8 :][: tokens.stop - tokens.start].astype(bool))

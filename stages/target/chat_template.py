@@ -1,13 +1,12 @@
-"""Chat template, token ids and loss mask: what a server would feed the target for a conversation, and what it answered.
+"""Apply chat templates: token ids of prompts and answers, and the loss mask.
 
-Prompts are rendered by the tokenizer's own template, then tokenised as one text, as OpenAI-compatible servers do. Where
-an answer begins and ends is found by rendering the conversation up to it, once ending in the assistant's header and
-once with the answer, never by a pattern over text: it holds for every template that renders an answer after the very
-header it prompts with. An answer is tokenised apart from its prompt, since that is how it came about: no token spans
-the two.
+Prompts are rendered by the tokenizer's template, then tokenised as one text, as OpenAI-compatible servers do. An answer's
+span is found by rendering the conversation up to it, once with the generation prompt and once with the answer, never by a
+pattern over text. So any template works that renders an answer after the header it prompts with. An answer is tokenised
+apart from its prompt, as it was generated: no token spans the two.
 
-The mask of a row is its answer: `encode_turns` gives a row per turn, each with the history that serving would show (Qwen3
-and gpt-oss drop earlier thoughts from it). `encode_conversation` gives all answers of one rendering, for whoever shows it whole.
+The loss mask of a row is its answer. `encode_turns` gives one row per turn, with the history that serving would show (Qwen3
+and gpt-oss drop earlier thoughts). `encode_conversation` gives all answers of one rendering.
 """
 
 import os
@@ -25,14 +24,14 @@ _shapes_by_tokenizer: WeakKeyDictionary[Any, dict[Any, template_spans.TemplateSh
 
 
 def load_tokenizer(source: Any, trust_remote_code: bool, chat_template: str | None) -> Any:
-    """The target's tokenizer, from its folder; `chat_template` takes the place of its own.
+    """Load the target's tokenizer from its folder; `chat_template` replaces its own if given.
 
     Raises:
         ValueError: naming the folder, where its files are missing, cut or broken.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except Exception as error:  # each broken file has another: of JSON, of a missing key, of the Rust library
+    except Exception as error:  # broken files raise many types: JSON errors, KeyError, the Rust library's
         raise ValueError(
             f"{source}: expected the target's config.json and tokenizer, found none that can be read "
             f"({type(error).__name__}: {str(error)[:300]}); get the target's files again, those of a builtin target by: "
@@ -44,30 +43,30 @@ def load_tokenizer(source: Any, trust_remote_code: bool, chat_template: str | No
 
 
 def find_assistant_messages(messages: Messages) -> list[int]:
-    """The indices of the assistant's messages; each is one question for the target."""
+    """Return the indices of the assistant's messages."""
     return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
 
 
 def build_template_kwargs(thinking: bool | None) -> dict[str, bool]:
-    """What the template is told besides the messages; a server gets the same as chat_template_kwargs."""
+    """Return the template's arguments beside the messages; servers take them as chat_template_kwargs."""
     return {} if thinking is None else {"enable_thinking": thinking}
 
 
 def encode_prompt(
     tokenizer: Any, messages: Messages, thinking: bool | None = None, tools: Messages | None = None
 ) -> list[int]:
-    """Token ids of `messages`, and of the `tools` on offer, with the assistant's header after them, ready for its answer."""
+    """Return the token ids of `messages` and `tools`, with the generation prompt."""
     return tokenizer.encode(_render_messages(tokenizer, messages, True, thinking, tools), add_special_tokens=False)
 
 
 def encode_turns(
     tokenizer: Any, messages: Messages, eos: list[int], thinking: bool | None = None, tools: Messages | None = None
 ) -> list[tuple[list[int], list[int]]]:
-    """Per assistant's message, (prompt ids, answer ids with their end token), as if the target had said it.
+    """Return (prompt ids, answer ids with their end token) per assistant message, as if the target had generated it.
 
     Raises:
-        ValueError: naming the message, where the template renders an answer otherwise than after its own header, where
-            it leaves out the end token, or where the text holds one.
+        ValueError: naming the message, where the template does not render an answer after its own header, or where the
+            text holds an end token.
     """
     rows: list[tuple[list[int], list[int]]] = []
     known_text, known_ids = "", list[int]()
@@ -86,7 +85,7 @@ def encode_turns(
         else:
             prompt = tokenizer.encode(before, add_special_tokens=False)
         rows.append((prompt, _encode_until_end(tokenizer, whole[len(before) :], eos, i)))
-        # What ends in a closing token is tokenised the same whatever follows: the next, longer prompt may begin with it.
+        # Text up to a closing token is tokenised alike whatever follows, so the next, longer prompt reuses its ids.
         cut = max((before.rfind(c) + len(c) for c in closing if c in before), default=0)
         last = next((k for k in range(len(prompt) - 1, -1, -1) if prompt[k] in closers), -1)
         known_text, known_ids = (before[:cut], prompt[: last + 1]) if cut and last >= 0 else ("", [])
@@ -96,45 +95,46 @@ def encode_turns(
 def encode_conversation(
     tokenizer: Any, messages: Messages, eos: list[int], thinking: bool | None = None
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """The conversation in one rendering, as token ids, and of each answer the half-open range, end token included."""
+    """Return the ids of a conversation in one rendering, and each answer's half-open token range with its end token."""
     last = find_assistant_messages(messages)[-1] if find_assistant_messages(messages) else -1
     text = _render_messages(tokenizer, messages[: last + 1], False, thinking)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    begins = find_answer_starts(tokenizer, messages, text, thinking)
+    starts = find_answer_starts(tokenizer, messages, text, thinking)
     closers = _find_closers(tokenizer)[0] | set(eos)
-    return encoded["input_ids"], locate_answer_tokens(encoded["input_ids"], encoded["offset_mapping"], begins, closers)
+    return encoded["input_ids"], locate_answer_tokens(encoded["input_ids"], encoded["offset_mapping"], starts, closers)
 
 
 def find_answer_starts(tokenizer: Any, messages: Messages, text: str, thinking: bool | None = None) -> list[int]:
-    """Where in `text`, the whole rendering, each answer begins, in characters."""
+    """Return where each answer starts in `text`, the whole rendering, in characters."""
     known = _find_starts_by_shape(tokenizer, messages, text, thinking)
     return find_starts_by_rendering(tokenizer, messages, text, thinking) if known is None else known
 
 
 def find_starts_by_rendering(tokenizer: Any, messages: Messages, text: str, thinking: bool | None = None) -> list[int]:
-    """`find_answer_starts` for any template and conversation, by rendering each prompt.
+    """Return `find_answer_starts` for any template and conversation, by rendering each prompt.
 
-    The rendering up to an answer, with the assistant's header, is a prefix of the whole, but for what the template
-    writes into the header of the turn to come only: an empty think block. Then the two part at the header's end.
+    The rendering of a prompt is a prefix of the whole, except for text that the template writes only into the header of the
+    next turn, such as an empty think block. Then the two differ from the header's end.
+
+    Raises:
+        ValueError: naming the message, where the template rewrites earlier text once more messages follow.
     """
     found: list[int] = []
-    asked = find_assistant_messages(messages)
-    if not asked:
+    turns = find_assistant_messages(messages)
+    if not turns:
         return found
-    batch = [
-        _duplicate_reasoning_key(messages[:i]) for i in asked
-    ]  # one call for all: half of a call is not the rendering
+    batch = [_duplicate_reasoning_key(messages[:i]) for i in turns]  # in one call, whose overhead is half of the cost
     settings = build_template_kwargs(thinking)
-    heads = tokenizer.apply_chat_template(batch, tokenize=False, add_generation_prompt=True, **settings)
-    for i, before in zip(asked, heads, strict=True):
+    prompts = tokenizer.apply_chat_template(batch, tokenize=False, add_generation_prompt=True, **settings)
+    for i, before in zip(turns, prompts, strict=True):
         if text.startswith(before):
             found.append(len(before))
             continue
-        # The answer may begin as the header would go on: so would a "<b>" where an empty <think> is left out.
+        # The answer may start like the rest of the header ("<b>" where an empty <think> is left out), so another is tried.
         other = [
             *messages[:i],
             {**messages[i], "content": template_spans.CONTENT_MARK},
-            *messages[i + 1 : asked[-1] + 1],
+            *messages[i + 1 : turns[-1] + 1],
         ]
         shared = min(
             _count_shared_characters(before, text),
@@ -144,55 +144,53 @@ def find_starts_by_rendering(tokenizer: Any, messages: Messages, text: str, thin
         if shared <= len(least.rstrip()):
             raise ValueError(
                 f"message {i}: the template rewrites what comes before this answer once more follows it, "
-                f"...{text[shared : shared + 60]!r}; its answers can't be told apart in one rendering"
+                f"...{text[shared : shared + 60]!r}; its answers can't be located in one rendering"
             )
         found.append(shared)
     return found
 
 
 def _find_starts_by_shape(tokenizer: Any, messages: Messages, text: str, thinking: bool | None) -> list[int] | None:
-    """`find_answer_starts` by what is known of conversations of this shape; None where that proves nothing."""
+    """Return `find_answer_starts` from the template's shape; None where the shape does not apply."""
     template = tokenizer.chat_template
     last = (find_assistant_messages(messages) or [-1])[-1]
-    asked = messages[: last + 1]
-    roles, sought = (
-        template_spans.extract_roles(asked),
-        template_spans.find_inspected_texts(template) if isinstance(template, str) else None,
-    )
-    if not roles or sought is None:
+    answered = messages[: last + 1]
+    roles = template_spans.extract_roles(answered)
+    inspected = template_spans.find_inspected_texts(template) if isinstance(template, str) else None
+    if not roles or inspected is None:
         return None
-    learnt = _shapes_by_tokenizer.setdefault(tokenizer, {})
+    shapes = _shapes_by_tokenizer.setdefault(tokenizer, {})
     key = template, thinking, roles
-    if key not in learnt:
-        if len(learnt) >= template_spans.MAX_SHAPES:
-            learnt.clear()
-        learnt[key] = template_spans.learn_template_shape(
+    if key not in shapes:
+        if len(shapes) >= template_spans.MAX_SHAPES:
+            shapes.clear()
+        shapes[key] = template_spans.learn_template_shape(
             roles,
             lambda marked: _render_messages(tokenizer, marked, False, thinking),
             lambda marked, whole: find_starts_by_rendering(tokenizer, marked, whole, thinking),
         )
-    shape = learnt[key]
-    return None if shape is None else template_spans.locate_answer_starts(shape, asked, text, sought)
+    shape = shapes[key]
+    return None if shape is None else template_spans.locate_answer_starts(shape, answered, text, inspected)
 
 
 def locate_answer_tokens(
-    ids: list[int], offsets: list[tuple[int, int]], begins: list[int], closers: set[int] | frozenset[int]
+    ids: list[int], offsets: list[tuple[int, int]], starts: list[int], closers: set[int] | frozenset[int]
 ) -> list[tuple[int, int]]:
-    """Character positions of answers -> token ranges: a search for each, not a walk over all tokens for each."""
-    first = [bisect_left(offsets, (begin,)) for begin in begins]
+    """Return the token ranges of answers that start at these characters, by binary search."""
+    first = [bisect_left(offsets, (start,)) for start in starts]
     ranges = []
     for start, stop in zip(first, [*first[1:], len(ids)], strict=True):
         inside = ids[start:stop]
         ends = [inside.index(token) for token in closers if token in inside]
         end = min(ends, default=stop - start - 1)
-        if stop == len(ids) and ends:  # of the last turn the last one, since its thoughts may have their own
+        if stop == len(ids) and ends:  # the last turn's thoughts may hold closers, so take its last one
             end = stop - start - 1 - min(inside[::-1].index(token) for token in closers if token in inside)
         ranges.append((start, start + end + 1))
     return ranges
 
 
 def check_loss_mask(row: str, prompt: list[int], answer: list[int], eos: list[int], complete: bool = True) -> None:
-    """Raises ValueError naming the row, for a mask that would teach nothing, everything, or never to end."""
+    """Raise ValueError naming the row, for a mask of all zeros, of all ones, or without an end token."""
     if not answer or (complete and all(token in eos for token in answer)):
         raise ValueError(
             f"row {row}: its mask is all zero, expected at least one token to learn: the template renders nothing for "
@@ -210,22 +208,27 @@ def check_loss_mask(row: str, prompt: list[int], answer: list[int], eos: list[in
 
 
 def encode_answer(
-    tokenizer: Any, messages: Messages, text: str, reasoning: str | None, eos: list[int],
-    thinking: bool | None = None, tools: Messages | None = None,
-) -> list[int]:  # fmt: skip
-    """Ids of an answer of which a server gave the text only, without its end token.
+    tokenizer: Any,
+    messages: Messages,
+    text: str,
+    reasoning: str | None,
+    eos: list[int],
+    thinking: bool | None = None,
+    tools: Messages | None = None,
+) -> list[int]:
+    """Return the ids, without end token, of an answer that a server returned as text.
 
-    With its thoughts taken out of the text, both go through the template, which knows what it writes between them.
+    Thoughts that the server separated go through the template, which writes the text between them and the answer.
     """
     if reasoning is None:
         return tokenizer.encode(text, add_special_tokens=False)
-    said = {"role": "assistant", "content": text, "reasoning_content": reasoning}
-    ids = encode_turns(tokenizer, [*messages, said], eos, thinking, tools)[-1][1]
+    message = {"role": "assistant", "content": text, "reasoning_content": reasoning}
+    ids = encode_turns(tokenizer, [*messages, message], eos, thinking, tools)[-1][1]
     return ids[:-1] if ids[-1] in eos else ids
 
 
 def find_end_token(tokenizer: Any, eos: list[int]) -> int:
-    """The end token the template closes an answer with; a target may have several that end it."""
+    """Return the end token with which the template closes an answer; a target may have several."""
     closing, _ = _find_closers(tokenizer)
     probe = encode_turns(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], eos)[0][
         1
@@ -234,7 +237,7 @@ def find_end_token(tokenizer: Any, eos: list[int]) -> int:
 
 
 def _count_shared_characters(a: str, b: str) -> int:
-    """How many characters two texts begin with in common."""
+    """Return the length of the common prefix."""
     return len(os.path.commonprefix([a, b]))  # noqa: RUF071 - characters are what is asked for
 
 
@@ -250,27 +253,26 @@ def _render_messages(
 
 
 def _duplicate_reasoning_key(messages: Messages) -> Messages:
-    """Thoughts under gpt-oss's name too: its template reads `thinking`, the others `reasoning_content`."""
+    """Copy `reasoning_content` to `thinking`, the key that gpt-oss's template reads."""
     return [{**m, "thinking": m["reasoning_content"]} if m.get("reasoning_content") else m for m in messages]
 
 
 def _encode_until_end(tokenizer: Any, text: str, eos: list[int], message: int) -> list[int]:
-    """Ids of `text` up to its end token; what the template writes behind it (a newline) nobody generates."""
+    """Return the ids of `text` up to its end token; text after it (a newline) is never generated."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     end = next((k for k, token in enumerate(ids) if token in eos), None)
     if end is None:
-        return ids  # `check_loss_mask` says so, and names the row
+        return ids  # `check_loss_mask` raises for it, with the row's name
     if tokenizer.decode(ids[end + 1 :]).strip():
         raise ValueError(
             f"message {message} goes on after its end token: {tokenizer.decode(ids[end : end + 20])!r}. Its text "
-            "holds a token "
-            "of the template's own; take it out"
+            "holds a token of the template's own; take it out"
         )
     return ids[: end + 1]
 
 
 def _find_closers(tokenizer: Any) -> tuple[frozenset[int], tuple[str, ...]]:
-    """Special tokens that close an answer in the template's history, as ids; and as text, where tokens can't span them."""
+    """Return special tokens that close an answer in the history: as ids, and as text where no token spans their end."""
     if tokenizer not in _closers_by_tokenizer:
         word = "answer"
         asked = [
@@ -294,7 +296,7 @@ def _find_closers(tokenizer: Any) -> tuple[frozenset[int], tuple[str, ...]]:
 
 
 def _is_token_boundary(tokenizer: Any, closing: str) -> bool:
-    """Whether text is tokenised apart before and after `closing`; a tokenizer that marks the text's beginning does not."""
+    """Return whether text before and after `closing` is tokenised apart; not so for tokenizers that mark a text's start."""
     head, tail = f"a {closing}", "\n b"
     encode = lambda text: tokenizer.encode(text, add_special_tokens=False)  # noqa: E731
     return encode(head + tail) == encode(head) + encode(tail)

@@ -3,30 +3,26 @@
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModel,
-    PretrainedConfig,
-)
+from transformers import AutoModel, PretrainedConfig
 
 from stages.target.mrope import assign_frequency_axes
 
 
 def default_feature_layers(num_layers: int) -> list[int]:
-    """EAGLE-3's three layers, as ids of the residual stream *entering* block i: [2, n//2, n-3] (SGLang, vLLM, EAGLE)."""
+    """Return EAGLE-3's three layers, as ids of the residual stream *entering* block i: [2, n//2, n-3] (SGLang, vLLM, EAGLE)."""
     return [2, num_layers // 2, num_layers - 3]
 
 
 def read_config_facts(whole: PretrainedConfig) -> dict[str, Any]:
-    """The shapes in a config that a draft depends on, under the manifest's names, whatever the class calls them.
+    """Return the shapes that a draft depends on, by the manifest's names, from the text config of a multimodal one.
 
-    A vision-language config keeps them in its text config, except for those it only has outside. Raises ValueError
-    naming the key, where a config has none of the names we know for it.
+    Raises ValueError naming the key, where a config has it under no known name.
     """
     config = whole.get_text_config()
     heads, hidden = _read_required(config, "num_attention_heads"), _read_required(config, "hidden_size")
-    turning = read_rope_parameters(config)
-    if "mrope_section" in turning:
-        turning["mrope_interleaved"] = is_mrope_interleaved(config)
+    rope = read_rope_parameters(config)
+    if "mrope_section" in rope:
+        rope["mrope_interleaved"] = is_mrope_interleaved(config)
     return {
         "hidden_size": hidden,
         "intermediate_size": _read_required(config, "intermediate_size", "moe_intermediate_size"),
@@ -36,22 +32,22 @@ def read_config_facts(whole: PretrainedConfig) -> dict[str, Any]:
         "head_dim": _read_first(config, "head_dim") or hidden // heads,  # absent or null in half of the classes
         "vocab_size": _read_required(config, "vocab_size"),
         "rms_norm_eps": _read_required(config, "rms_norm_eps"),
-        "rope": turning,
+        "rope": rope,
         "max_position_embeddings": _read_required(config, "max_position_embeddings"),
         "tie_word_embeddings": has_tied_embeddings(whole),
     }
 
 
 def has_tied_embeddings(whole: PretrainedConfig) -> bool:
-    """Whether embedding and head are one table. transformers reads the outer config, and its text config where that is silent."""
+    """Return whether embedding and head are one table: by the outer config, else by the text config, as in transformers."""
     outer = _read_first(whole, "tie_word_embeddings")
     return bool(outer if outer is not None else _read_first(whole.get_text_config(), "tie_word_embeddings"))
 
 
 def read_rope_parameters(config: PretrainedConfig) -> dict[str, Any]:
-    """The rotary embedding's parameters in transformers 5's spelling, from either spelling.
+    """Return the rotary embedding's parameters by transformers 5's names.
 
-    Older configs, and those of remote code, say `rope_theta` and `rope_scaling` (whose kind is `rope_type` or `type`).
+    Older configs, and those of remote code, have `rope_theta` and `rope_scaling` (with `rope_type` or `type`).
     """
     found = dict(_read_first(config, "rope_parameters") or {})
     if "rope_theta" not in found:
@@ -65,28 +61,30 @@ def read_rope_parameters(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def is_mrope_interleaved(config: PretrainedConfig) -> bool:
-    """Whether this class deals its frequencies to the three axes in turns (see `mrope`), which few configs say.
+    """Return whether this class assigns frequencies to the three axes interleaved (see `mrope`); few configs tell.
 
-    Asked of its own rotary module: moved on one axis alone, which frequencies turn? Raises ValueError for a third way.
+    Found by moving a token along one axis at a time in the class's own rotary module. Raises ValueError for any layout but
+    chunked and interleaved.
     """
     with torch.device("meta"):
         module = type(AutoModel.from_config(config).rotary_emb)
-    moved = torch.eye(3, dtype=torch.int64)[:, None]  # [3, 1, 3]: the n-th token moved on axis n
+    moved = torch.eye(3, dtype=torch.int64)[:, None]  # [3, 1, 3]: token n moved along axis n
     _, sin = module(config)(torch.empty(1, dtype=torch.float32), moved)  # [1, 3, E], its halves alike
     found = sin[0, :, : sin.shape[-1] // 2].argmax(0)  # [E / 2]
-    for way in (False, True):
+    for interleaved in (False, True):
         if torch.equal(
-            found, assign_frequency_axes({**read_rope_parameters(config), "mrope_interleaved": way}, sin.shape[-1])
+            found,
+            assign_frequency_axes({**read_rope_parameters(config), "mrope_interleaved": interleaved}, sin.shape[-1]),
         ):
-            return way
+            return interleaved
     raise ValueError(
-        f"the target's {module.__name__} deals frequencies to the axes as {found.tolist()}, expected mrope_section "
+        f"the target's {module.__name__} assigns frequencies to the axes as {found.tolist()}, expected mrope_section "
         f"{read_rope_parameters(config)['mrope_section']} chunked or interleaved; such a model can't be a target yet"
     )
 
 
 def _read_first(config: Any, *names: str) -> Any:
-    """The first of these keys that the config has and that is not null."""
+    """Return the first of these keys that is present and not null."""
     return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
 
 

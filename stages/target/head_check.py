@@ -1,9 +1,8 @@
-"""Compare the target's own logits with those that later stages compute: the final hidden state times a table read by name.
+"""Compare the target's own logits with those of later stages: the final hidden state times a head read by name.
 
 Training, replay and the engines of other methods read embedding and head from the target's files without loading it
-(`target.lm_head_key` names the head where its name does not). A wrong table has the right shape and trains a draft of
-noise. The comparison needs no more of the target than its embedding, first block, final norm and head, so that is what is
-loaded: of a target of 8 billion parameters about 3 GB in bfloat16, on the CPU.
+(`target.lm_head_key` names the head where its name is unusual). A wrong table of the right shape trains a draft on noise.
+Only embedding, first block, final norm and head are loaded: about 3 GB in bfloat16 for 8 billion parameters, on the CPU.
 
 Letters: V vocabulary, H hidden.
 """
@@ -19,16 +18,16 @@ from transformers.utils import logging
 from stages.target.loading import select_auto_class
 
 TOKENS = 8
-# Largest difference over largest logit: several times what rounding of hidden states and logits leaves.
+# Largest difference over largest logit: several times the rounding of hidden states and logits.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
-class Difference(NamedTuple):
-    logits: float  # the largest, of the eight tokens' logits
-    largest: float  # logit of the target's own
+class HeadDifference(NamedTuple):
+    logits: float  # the largest, over all tokens
+    largest: float  # of the target's own logits
     allowed: float
-    same_choice: bool  # the likeliest token is the same after all eight
-    same_head: bool  # the table is the class's own head, whatever becomes of its logits
+    same_choice: bool  # equal argmax for all tokens
+    same_head: bool  # the table is the class's own head, though its logits may be scaled or capped
     same_embedding: bool
 
     @property
@@ -37,23 +36,27 @@ class Difference(NamedTuple):
 
 
 def load_first_block(source: str, dtype: str, trust_remote_code: bool) -> PreTrainedModel:
-    """Return the target on the CPU with the first of its blocks alone; what else its files hold is not read."""
-    config = first_block(AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code))
+    """Return the target on the CPU with its first block only; other weights are not read."""
+    config = cut_to_first_block(AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code))
     before = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)  # it lists every tensor of the other blocks as unexpected
     logging.disable_progress_bar()
     try:
         model = select_auto_class(config).from_pretrained(
-            source, config=config, dtype=getattr(torch, dtype), attn_implementation="sdpa", use_safetensors=True,
+            source,
+            config=config,
+            dtype=getattr(torch, dtype),
+            attn_implementation="sdpa",
+            use_safetensors=True,
             trust_remote_code=trust_remote_code,
-        )  # fmt: skip
+        )
     finally:
         logging.set_verbosity(before)
     return model.eval()
 
 
-def first_block(config: PretrainedConfig) -> PretrainedConfig:
-    """Return a copy of a config with one block; lists that have an item for each block keep their first."""
+def cut_to_first_block(config: PretrainedConfig) -> PretrainedConfig:
+    """Return a copy of a config with one block; lists with an item per block keep their first."""
     short = copy.deepcopy(config)
     text = short.get_text_config()
     count = text.num_hidden_layers
@@ -65,8 +68,8 @@ def first_block(config: PretrainedConfig) -> PretrainedConfig:
 
 
 @torch.inference_mode()
-def compare(model: PreTrainedModel, embedding: Tensor, head: Tensor) -> Difference:
-    """Compare on eight tokens; embedding and head are the tables [V, H] float32 that later stages read."""
+def compare_head(model: PreTrainedModel, embedding: Tensor, head: Tensor) -> HeadDifference:
+    """Compare on TOKENS tokens; embedding and head are the tables [V, H] float32 that later stages read."""
     rows = min(len(embedding), model.get_input_embeddings().weight.shape[0])
     ids = torch.arange(TOKENS) * (rows // TOKENS) + rows // (2 * TOKENS)
     ids[ids == getattr(model.config, "image_token_id", None)] = 0
@@ -84,9 +87,13 @@ def compare(model: PreTrainedModel, embedding: Tensor, head: Tensor) -> Differen
         for module, mine in zip(known, (head, embedding), strict=True)
     )
     if ours.shape != own.shape:
-        return Difference(torch.inf, float(own.abs().max()), 0.0, False, same_head, same_embedding)
+        return HeadDifference(torch.inf, float(own.abs().max()), 0.0, False, same_head, same_embedding)
     largest = float(own.abs().max())
-    return Difference(
-        float((ours - own).abs().max()), largest, TOLERANCE[model.dtype] * largest,
-        bool((ours.argmax(-1) == own.argmax(-1)).all()), same_head, same_embedding,
-    )  # fmt: skip
+    return HeadDifference(
+        float((ours - own).abs().max()),
+        largest,
+        TOLERANCE[model.dtype] * largest,
+        bool((ours.argmax(-1) == own.argmax(-1)).all()),
+        same_head,
+        same_embedding,
+    )

@@ -1,7 +1,7 @@
 """Capture the residual streams and inputs of a decoder with forward hooks.
 
-Every class that transformers' Auto classes know is hooked the same way: dense, mixture of experts and vision-language. The
-only requirement is a decoder with a list of `layers`.
+Every class that transformers' Auto classes know is hooked the same way: dense, mixture of experts and vision-language. The only
+requirement is a decoder with a list of `layers`.
 
 Letters: B rows, T tokens, H the target's hidden size.
 """
@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 
 @contextmanager
@@ -23,9 +21,8 @@ def tap_residual_streams(
 ) -> Iterator[None]:
     """Inside the block, each decoder forward calls keep(k, stream) with the residual stream entering the k-th of `layers`.
 
-    That is taken where the block before is left, as `hidden_states[i]` of transformers and as SGLang 0.5.17 captures it.
-    Only deepstack tells the two apart: what Qwen3-VL adds to pictures' tokens between block i - 1 and block i is not in,
-    what it added before is.
+    The stream is taken at the output of block i - 1, as transformers' `hidden_states[i]` and SGLang 0.5.17 do. The two ends
+    differ only under deepstack: what Qwen3-VL adds to image tokens between block i - 1 and block i is left out.
     """
     blocks = model.get_decoder().layers
 
@@ -36,10 +33,11 @@ def tap_residual_streams(
         return lambda _module, _args, out: keep(k, out[0] if isinstance(out, tuple) else out)
 
     handles = [
-        blocks[i - 1].register_forward_hook(leaving(k)) if i
+        blocks[i - 1].register_forward_hook(leaving(k))
+        if i
         else blocks[0].register_forward_pre_hook(entering(k), with_kwargs=True)
         for k, i in enumerate(sorted(layers))
-    ]  # fmt: skip
+    ]
     try:
         yield
     finally:
@@ -49,7 +47,7 @@ def tap_residual_streams(
 
 @contextmanager
 def capture_residual_streams(model: PreTrainedModel, layers: list[int]) -> Iterator[list[Tensor]]:
-    """Inside the block, each decoder forward leaves the residual streams [B, T, H] entering `layers`, low to high."""
+    """Inside the block, each decoder forward appends the residual streams [B, T, H] entering `layers`, low to high."""
     caught: list[Tensor] = []
     with tap_residual_streams(model, layers, lambda _, stream: caught.append(stream)):
         yield caught
@@ -57,9 +55,9 @@ def capture_residual_streams(model: PreTrainedModel, layers: list[int]) -> Itera
 
 @torch.inference_mode()
 def compute_hidden_states(model: PreTrainedModel, ids: Tensor, layers: list[int]) -> tuple[Tensor, Tensor]:
-    """Right-padded ids [B, T] -> features [B, T, 3H] (low, mid, high) and the last hidden [B, T, H] after the final norm.
+    """Return features [B, T, 3H] (low, mid, high) and the last hidden [B, T, H] after the final norm of right-padded ids [B, T].
 
-    No LM head. Rows are causal, so what pads a row's end can't reach its tokens; the caller drops those positions.
+    No LM head. Attention is causal, so padding does not reach a row's tokens; the caller drops the padded positions.
     """
     with capture_residual_streams(model, layers) as caught:
         last = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
@@ -68,13 +66,13 @@ def compute_hidden_states(model: PreTrainedModel, ids: Tensor, layers: list[int]
 
 @contextmanager
 def tap_decoder_inputs(model: PreTrainedModel, keep: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
-    """Inside the block, each forward of a target that sees calls keep(embeds [B, T, H], positions [B, T, 3]).
+    """Inside the block, each forward of a multimodal target calls keep(embeds [B, T, H], positions [B, T, 3]).
 
-    That is what its decoder is given: embeddings with pictures' in their place, and rotary positions.
+    These are its decoder's inputs: embeddings with those of images in place, and rotary positions.
     """
 
     def tap(_module: Any, _args: Any, kwargs: Any) -> None:
-        keep(kwargs["inputs_embeds"], kwargs["position_ids"][-3:].permute(1, 2, 0))  # a fourth is the text's, for masks
+        keep(kwargs["inputs_embeds"], kwargs["position_ids"][-3:].permute(1, 2, 0))  # without the text positions
 
     handle = model.get_decoder().register_forward_pre_hook(tap, with_kwargs=True)
     try:

@@ -13,18 +13,18 @@ from transformers import (
 )
 from transformers.utils import logging
 
-import stages.runtime.torch_warmup  # noqa: F401 - its import is its use
+import stages.runtime.torch_warmup  # noqa: F401 - imported for its effect
 
 
 def load_target(
     source: str, revision: str | None, dtype: str, device: str, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """The target in evaluation mode, without gradients, its weights from safetensors only.
+    """Return the target in evaluation mode, without gradients, its weights from safetensors only.
 
     Raises:
         ValueError: naming the source, where its config or its weights are missing, cut or broken.
     """
-    logging.disable_progress_bar()  # it prints a bar a tensor
+    logging.disable_progress_bar()  # one bar per tensor
     pinned: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(source, **pinned)
@@ -39,13 +39,13 @@ def load_target(
         ) from error
     model = model.to(device).eval().requires_grad_(False)
     for weight in model.parameters():
-        # On the CPU they lie in the mapped file, anywhere, and sums then round otherwise in one process of ten (docs/LOG.md).
+        # Mapped weights on the CPU may be unaligned; sums then round differently in one process of ten (docs/LOG.md).
         if weight.data_ptr() % 64:
             weight.data = weight.data.clone()
     return model
 
 
 def select_auto_class(config: PretrainedConfig) -> Any:
-    """Which of transformers' Auto classes makes this model: a vision-language config names no causal language model."""
-    sees = type(config) in AutoModelForImageTextToText._model_mapping
-    return AutoModelForImageTextToText if sees and hasattr(config, "vision_config") else AutoModelForCausalLM
+    """Return the Auto class of this model: a vision-language config has no causal language model."""
+    is_known = type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if is_known and hasattr(config, "vision_config") else AutoModelForCausalLM

@@ -1,8 +1,8 @@
-"""target.json: which model the target is, pinned, and the shapes that every later stage needs without loading it.
+"""Read and write target.json: the pinned target, and the shapes that later stages need without loading it.
 
-A builtin target's weights lie beside its manifest; any other target stays where Hugging Face keeps it, and the
-manifest holds the commit. Feature layers are ids i meaning *the residual stream entering block i*, which is
-transformers' `hidden_states[i]`; engines count differently, so convert at export, never here.
+A builtin target's weights are next to its manifest; any other target stays in Hugging Face's cache or its own folder, and
+the manifest has the commit or a digest. A feature layer i is *the residual stream entering block i*, transformers'
+`hidden_states[i]`; engines count differently, and export converts.
 """
 
 import hashlib
@@ -21,15 +21,15 @@ from stages.runtime import atomic
 TARGET_FOLDER = Path("artifacts/target")
 MADE_BY = "prepare_target"
 WEIGHTS = "*.safetensors"
-SAMPLE_BYTES, SAMPLE_EVERY = 4096, 4 << 20  # one block of every 4 MiB: of 16 GB 16 MB
+SAMPLE_BYTES, SAMPLE_EVERY = 4096, 4 << 20  # one block in every 4 MiB: 16 MB of 16 GB
 
 
 @dataclass(frozen=True)
 class TargetManifest:
     model: str  # "builtin/NAME", a Hugging Face id, or a local folder
     revision: str | None  # the commit, for a Hugging Face id
-    modality: str  # "text", or "image" for a target that also sees
-    config_digest: str  # sha256 of config.json, and of what says how pictures are cut
+    modality: str  # "text", or "image" for a multimodal target
+    config_digest: str  # sha256 of config.json and of the image processor's configs
     tokenizer_digest: str  # sha256 of the tokenizer's files
     feature_layers: list[int]
     hidden_size: int  # H
@@ -44,13 +44,11 @@ class TargetManifest:
     max_position_embeddings: int
     tie_word_embeddings: bool
     eos_token_ids: list[int]
-    lm_head_key: str | None = None  # the head's tensor, where it is not the one its name and the tie tell
+    lm_head_key: str | None = None  # the head's tensor, where its name is unusual
     chat_template: str | None = None  # Jinja, in place of the tokenizer's own
-    image_token_id: int | None = None  # stands for a piece of a picture, where hidden states hold pictures
-    weights_digest: str | None = (
-        None  # sha256 of a local folder's weights; a hub id's commit pins them, DVC a builtin's
-    )
-    weights_sample: str | None = None  # of some of their bytes: what every stage that loads them compares
+    image_token_id: int | None = None  # where hidden states support images
+    weights_digest: str | None = None  # sha256 of a local folder's weights; else the commit or DVC pins them
+    weights_sample: str | None = None  # digest of a sample of their bytes, compared by every stage that loads them
 
 
 def write_manifest(path: Path, manifest: TargetManifest) -> None:
@@ -58,7 +56,7 @@ def write_manifest(path: Path, manifest: TargetManifest) -> None:
 
 
 def read_manifest(path: Path = TARGET_FOLDER) -> TargetManifest:
-    """Raises ValueError naming the file and the stage to run, where it is missing or of another version."""
+    """Return the manifest. Raises ValueError naming the file and the stage to run, where it is missing or outdated."""
     fields = atomic.read_json(path / "target.json", MADE_BY)
     try:
         return TargetManifest(**fields)
@@ -67,25 +65,25 @@ def read_manifest(path: Path = TARGET_FOLDER) -> TargetManifest:
 
 
 def resolve_weights_folder(manifest: TargetManifest, path: Path = TARGET_FOLDER) -> Path:
-    """The folder that holds config.json, the tokenizer and the weights; a Hugging Face id comes from its local cache.
+    """Return the folder with config.json, tokenizer and weights; of a Hugging Face id the one in its local cache.
 
-    Raises ValueError where a local folder holds other weights than those that prepare_target has seen.
+    Raises ValueError where a local folder's weights have changed since prepare_target.
     """
     if manifest.model.startswith("builtin/"):
         return path
     if Path(manifest.model).is_dir():
         _check_weights(manifest)
         return Path(manifest.model)
-    from huggingface_hub import snapshot_download  # only a hub target needs it, and it costs start-up time
+    from huggingface_hub import snapshot_download  # slow to import, and only hub targets need it
 
     patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
     return Path(snapshot_download(manifest.model, revision=manifest.revision, allow_patterns=patterns))
 
 
 def read_embedding_and_head(manifest: TargetManifest, path: Path = TARGET_FOLDER) -> tuple[Tensor, Tensor]:
-    """The target's embedding [V, H] and output head [V, H] as float32, read without loading the model.
+    """Return the target's embedding [V, H] and output head [V, H] as float32, without loading the model.
 
-    A tied target has one table for both. Raises ValueError where the files hold no such tensors.
+    A tied target has one table for both. Raises ValueError where the files have no such tensors.
     """
     folder = resolve_weights_folder(manifest, path)
     index = folder / "model.safetensors.index.json"
@@ -95,7 +93,7 @@ def read_embedding_and_head(manifest: TargetManifest, path: Path = TARGET_FOLDER
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{index} is cut or broken ({error!r}); get the target's weights anew") from None
     found: dict[str, Tensor] = {}
-    names: dict[str, str] = {}  # embed_tokens, lm_head -> the tensor's whole name
+    names: dict[str, str] = {}  # embed_tokens, lm_head -> the tensor's full name
     for name in files:
         if not (folder / name).exists():
             raise ValueError(f"{folder / name} not found; the target's weights must be safetensors")
@@ -104,9 +102,9 @@ def read_embedding_and_head(manifest: TargetManifest, path: Path = TARGET_FOLDER
                 for key in tensors.keys():  # noqa: SIM118 - not a dict
                     table = _match_table_name(key, manifest.lm_head_key)
                     if table is not None and len(key) <= len(names.get(table, key)):
-                        # The shortest name: a block that predicts further tokens may hold copies under longer ones.
-                        # A copy in torch's own memory, aligned to 64 bytes: on the mapped file, whose tensors begin
-                        # anywhere, sums were rounded otherwise in one process of ten (docs/LOG.md).
+                        # The shortest name: multi-token prediction blocks may hold copies under longer ones.
+                        # Copied to memory aligned to 64 bytes: unaligned tensors of the mapped file round differently
+                        # in one process of ten (docs/LOG.md).
                         numbers = torch.empty(tensors.get_slice(key).get_shape(), dtype=torch.float32)
                         found[table], names[table] = numbers.copy_(tensors.get_tensor(key)), key
         except (SafetensorError, OSError) as error:
@@ -121,7 +119,7 @@ def read_embedding_and_head(manifest: TargetManifest, path: Path = TARGET_FOLDER
 
 
 def _match_table_name(key: str, lm_head_key: str | None) -> str | None:
-    """Which of the two tables a tensor is, by its name; a vision tower's are none."""
+    """Return which of the two tables a tensor is, by its name, or None; a vision tower's tables do not count."""
     if lm_head_key is not None and key == lm_head_key:
         return "lm_head"
     if key.endswith("embed_tokens.weight") and "visual" not in key:
@@ -132,7 +130,7 @@ def _match_table_name(key: str, lm_head_key: str | None) -> str | None:
 def digest_weights(folder: Path) -> str:
     """Return the sha256 of the folder's weights: all bytes of all files, in the order of their names.
 
-    prepare_target alone needs this, once for each set of weights; sha256 reads 0.85 GiB/s of one core (16 GB: 18 s).
+    Only prepare_target needs it; sha256 runs at 0.85 GiB/s on one core (16 GB: 18 s).
     """
     total = hashlib.sha256()
     for file in sorted(folder.glob(WEIGHTS)):
@@ -142,10 +140,10 @@ def digest_weights(folder: Path) -> str:
 
 
 def sample_weights(folder: Path) -> str:
-    """Return a digest of the weights' file names, sizes, and of one block in every SAMPLE_EVERY bytes.
+    """Return a digest of the weights' file names, sizes, and one block in every SAMPLE_EVERY bytes.
 
-    Reads a thousandth of the weights, so that each stage can afford it before it loads them. It tells other weights apart
-    (training moves nearly every element of a matrix); that not one byte differs, only `digest_weights` says.
+    Reading a thousandth is cheap enough for every stage. It detects other weights (training changes nearly every element of
+    a matrix), not a single altered byte: that is `digest_weights`.
     """
     total = hashlib.sha256()
     for file in sorted(folder.glob(WEIGHTS)):
@@ -164,23 +162,23 @@ def _check_weights(manifest: TargetManifest) -> None:
         return
     folder = Path(manifest.model)
     stats = tuple((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(folder.glob(WEIGHTS)))
-    found = _sampled(folder, stats)
+    found = _sample_weights_once(folder, stats)
     if found != manifest.weights_sample:
         raise ValueError(
             f"{folder} holds other weights ({found:.12}) than those that {TARGET_FOLDER}/target.json names "
-            f"({manifest.weights_sample:.12}), of which the present results are; run: dvc repro {MADE_BY}, or put the former "
-            "weights back"
+            f"({manifest.weights_sample:.12}), which present results belong to; run: dvc repro {MADE_BY}, or restore the former "
+            "weights"
         )
 
 
 @cache
-def _sampled(folder: Path, stats: tuple[tuple[str, int, int], ...]) -> str:
-    """The sample of the folder as `stats` describes it: a stage asks for the folder several times."""
+def _sample_weights_once(folder: Path, stats: tuple[tuple[str, int, int], ...]) -> str:
+    """Return the digest of the folder, cached while `stats` are unchanged: stages resolve the folder several times."""
     return sample_weights(folder)
 
 
 def digest_files(folder: Path, *patterns: str) -> str:
-    """sha256 over the names and bytes of the files that match, in the order of their names."""
+    """Return the sha256 over names and bytes of the matching files, in the order of their names."""
     total = hashlib.sha256()
     for file in sorted({f for pattern in patterns for f in folder.glob(pattern)}):
         total.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())

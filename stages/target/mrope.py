@@ -1,10 +1,10 @@
-"""Rotary positions on three axes, time, height and width: which of them turns which frequency.
+"""Assign the frequencies of multimodal RoPE to its three axes: time, height and width.
 
-A target that sees gives a picture's tokens a place in the picture, and text the same place on all axes. Its frequencies
-are dealt to the axes by `mrope_section`, three counts that add up to E/2, in one of two ways:
+A multimodal target's image tokens have positions in the image; text tokens have equal positions on all axes.
+`mrope_section`, three counts that add up to E/2, assigns frequencies to axes in one of two ways:
 
     chunked, Qwen2.5-VL     [2, 1, 1]  ->  t t h w       one section after the other
-    interleaved, Qwen3-VL   [2, 1, 1]  ->  t h w t       in turns, while a section lasts; what is left is time's
+    interleaved, Qwen3-VL   [2, 1, 1]  ->  t h w t       alternating while height and width last; the rest is time's
 
 Letters: E head width.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def assign_frequency_axes(rope: dict[str, Any], head_dim: int) -> Tensor | None:
-    """The axis (0, 1, 2) of each frequency, [E/2] int64, by rope_parameters; None where there is one axis only."""
+    """Return the axis (0, 1, 2) of each frequency, [E/2] int64; None without `mrope_section`."""
     section = rope.get("mrope_section")
     if section is None:
         return None

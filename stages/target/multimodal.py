@@ -1,9 +1,9 @@
-"""Inputs of a multimodal target beside its tokens: pixels and three-axis rotary positions.
+"""Build the inputs of a multimodal target beside its tokens: pixels and three-axis rotary positions.
 
-A multimodal target is called where it takes pixels: it puts the images' embeddings in their tokens' place and, in Qwen3-VL,
-adds to the first residual streams (deepstack). Its own `get_rope_index` gives each token's position on three axes.
+A multimodal target replaces the embeddings of image tokens by the images' own and, in Qwen3-VL, adds to the first residual
+streams (deepstack). Its `get_rope_index` gives each token's position on three axes.
 
-Letters: T tokens of one document, N tokens of several documents end to end.
+Letters: T tokens of one document, N tokens of several documents end to end, P patches, D numbers in a patch, I images.
 """
 
 from collections.abc import Sequence
@@ -12,33 +12,31 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 
 class ImagePatchesProtocol(Protocol):
-    """Of one document, in the order of its tokens (`build_pixel_kwargs.Pixels`)."""
+    """The images of one document, in the order of its tokens (`vision.ImagePatches`)."""
 
     @property
-    def values(self) -> Tensor: ...  # [patches, D]
+    def pixel_values(self) -> Tensor: ...  # [P, D]
 
     @property
-    def grid(self) -> Tensor: ...  # [images, 3] patches in time, height and width
+    def image_grid_thw(self) -> Tensor: ...  # [I, 3] patches in time, height and width
 
 
 @dataclass(frozen=True)
 class MultimodalInputs:
-    """What documents end to end hold beside their tokens, on the CPU."""
+    """Inputs of documents end to end beside their tokens, on the CPU."""
 
     positions: Tensor  # [3, N] int64: rotary positions, each document's from 0
-    pictured: Tensor  # [N] bool: tokens that stand for a piece of a picture
-    values: Tensor | None  # [patches, D] of all pictures
-    grid: Tensor | None  # [images, 3]
+    image_token_mask: Tensor  # [N] bool
+    pixel_values: Tensor | None  # [P, D] of all images
+    image_grid_thw: Tensor | None  # [I, 3]
 
 
 def is_multimodal(model: PreTrainedModel) -> bool:
-    """Whether this target is entered with pixels, and with positions on three axes."""
+    """Return whether this target takes pixels and positions on three axes."""
     return hasattr(model.base_model, "get_rope_index")
 
 
@@ -46,47 +44,49 @@ def build_multimodal_inputs(
     model: PreTrainedModel,
     names: Sequence[str],
     documents: Sequence[Tensor],
-    pictures: Sequence[ImagePatchesProtocol | None],
+    images: Sequence[ImagePatchesProtocol | None],
 ) -> MultimodalInputs:
-    """Documents, ids [T] on the CPU each, with the pictures of each -> what the target is given of them.
+    """Return the inputs of documents, ids [T] on the CPU each, with the patches of each one's images.
 
-    Positions are the target's own. Raises ValueError naming a document that has not one token for each embedding.
+    Positions are the target's own. Raises ValueError naming a document whose image tokens and image embeddings differ in
+    number.
     """
-    whole: Any = model.base_model
-    token, merge = model.config.image_token_id, model.config.vision_config.spatial_merge_size
-    positions, pictured = [], []
-    for name, ids, shown in zip(names, documents, pictures, strict=True):
-        pieces = ids == token
-        needed = 0 if shown is None else int(shown.grid.prod(-1).sum()) // merge**2
-        if int(pieces.sum()) != needed:
+    base_model: Any = model.base_model
+    image_token_id, merge_size = model.config.image_token_id, model.config.vision_config.spatial_merge_size
+    positions, masks = [], []
+    for name, ids, patches in zip(names, documents, images, strict=True):
+        mask = ids == image_token_id
+        grid = None if patches is None else patches.image_grid_thw
+        expected = 0 if grid is None else int(grid.prod(-1).sum()) // merge_size**2
+        if int(mask.sum()) != expected:
             raise ValueError(
-                f"{name} has {int(pieces.sum())} tokens {token} for pictures' pieces, expected {needed} for its "
-                f"{0 if shown is None else len(shown.grid)} pictures; sample it again: dvc repro -f -s sample_target"
+                f"{name} has {int(mask.sum())} image tokens (id {image_token_id}), expected {expected} for its "
+                f"{0 if grid is None else len(grid)} images; sample it again: dvc repro -f -s sample_target"
             )
-        where, _ = whole.get_rope_index(
-            ids[None].long(), mm_token_type_ids=pieces[None].int(), image_grid_thw=None if shown is None else shown.grid
+        rope_index, _ = base_model.get_rope_index(
+            ids[None].long(), mm_token_type_ids=mask[None].int(), image_grid_thw=grid
         )
-        positions.append(where[:, 0])
-        pictured.append(pieces)
-    all_shown = [shown for shown in pictures if shown is not None]
+        positions.append(rope_index[:, 0])
+        masks.append(mask)
+    present = [patches for patches in images if patches is not None]
     return MultimodalInputs(
         torch.cat(positions, dim=1),
-        torch.cat(pictured),
-        torch.cat([shown.values for shown in all_shown]) if all_shown else None,
-        torch.cat([shown.grid for shown in all_shown]) if all_shown else None,
+        torch.cat(masks),
+        torch.cat([patches.pixel_values for patches in present]) if present else None,
+        torch.cat([patches.image_grid_thw for patches in present]) if present else None,
     )
 
 
-def build_pixel_kwargs(model: PreTrainedModel, view: MultimodalInputs) -> dict[str, Tensor]:
-    """The view's pictures under the names by which the model takes them."""
-    if view.values is None or view.grid is None:
+def build_pixel_kwargs(model: PreTrainedModel, inputs: MultimodalInputs) -> dict[str, Tensor]:
+    """Return the images as keyword arguments of the model's forward, on its device."""
+    if inputs.pixel_values is None or inputs.image_grid_thw is None:
         return {}
     return {
-        "pixel_values": copy_to_device(view.values, model.device),
-        "image_grid_thw": copy_to_device(view.grid, model.device),
+        "pixel_values": copy_to_device(inputs.pixel_values, model.device),
+        "image_grid_thw": copy_to_device(inputs.image_grid_thw, model.device),
     }
 
 
 def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The same on `device`, without waiting for what the device has still to do."""
+    """Copy to `device` without waiting for its queued work."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -14,10 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-from transformers import (
-    AttentionInterface,
-    PreTrainedModel,
-)
+from transformers import AttentionInterface, PreTrainedModel
 
 from stages.target.multimodal import (
     MultimodalInputs,
@@ -28,50 +25,51 @@ from stages.target.multimodal import (
 )
 
 DOCUMENT_ATTENTION = "aerie_documents"  # the name of our attention in transformers' registry
-
-
 MAX_FLASH_HEAD_DIM = 256  # the widest head of the flash kernel
 
 
 @torch.inference_mode()
 def forward_documents(
-    model: PreTrainedModel, ids: Tensor, lengths: list[int], packed: bool, view: MultimodalInputs | None = None
+    model: PreTrainedModel, ids: Tensor, lengths: list[int], packed: bool, inputs: MultimodalInputs | None = None
 ) -> Tensor:
-    """Documents end to end, ids [N] -> their last hidden states [N, H] after the final norm. No LM head, no cache.
+    """Return the last hidden states [N, H] after the final norm of documents end to end, ids [N]. No LM head, no cache.
 
-    `packed`: as one row, attention kept inside each document (see `supports_packing`); otherwise as rows padded to the longest,
-    whose padding is dropped. Streams that are `tapped` have the same two layouts: `unpad_stream` makes [N, H] of either.
-    `view` is for a target that sees; without it these are texts.
+    `packed`: run them as one row, attention kept inside each document (see `supports_packing`); otherwise as rows padded to
+    the longest. Tapped streams (`hooks`) have the same layout; `unpad_stream` makes [N, H] of either. `inputs` are those of a
+    multimodal target; without them documents have no images.
     """
-    if view is None and is_multimodal(model):
-        documents = ids.cpu().split(lengths)
-        view = build_multimodal_inputs(
-            model, [f"document {n}" for n in range(len(lengths))], documents, [None] * len(lengths)
-        )
+    if inputs is None and is_multimodal(model):
+        documents, count = ids.cpu().split(lengths), len(lengths)
+        inputs = build_multimodal_inputs(model, [f"document {n}" for n in range(count)], documents, [None] * count)
     rows = ids[None] if packed else pad_sequence(list(ids.split(lengths)), batch_first=True)  # [1, N] or [B, T]
-    given: dict[str, Tensor] = {} if view is None else build_pixel_kwargs(model, view)
+    kwargs: dict[str, Tensor] = {} if inputs is None else build_pixel_kwargs(model, inputs)
     if packed:
-        places = torch.cat([torch.arange(length) for length in lengths])[None]  # [1, N], each document from 0
-        positions = places if view is None else torch.cat([places, view.positions])[:, None]  # [4, 1, N]
-        given["position_ids"] = copy_to_device(positions, ids.device)
-    elif view is not None:
-        by_row = pad_sequence(list(view.positions.T.split(lengths)), batch_first=True)  # [B, T, 3]
-        given["position_ids"] = copy_to_device(by_row.permute(2, 0, 1).contiguous(), ids.device)
-    whole = model.get_decoder() if view is None else model.base_model
+        text_positions = torch.cat([torch.arange(length) for length in lengths])[None]  # [1, N], each document from 0
+        positions = (
+            text_positions if inputs is None else torch.cat([text_positions, inputs.positions])[:, None]  # [4, 1, N]
+        )
+        kwargs["position_ids"] = copy_to_device(positions, ids.device)
+    elif inputs is not None:
+        by_row = pad_sequence(list(inputs.positions.T.split(lengths)), batch_first=True)  # [B, T, 3]
+        kwargs["position_ids"] = copy_to_device(by_row.permute(2, 0, 1).contiguous(), ids.device)
+    forward = model.get_decoder() if inputs is None else model.base_model
     with _separate_documents(model, lengths) if packed else nullcontext():
-        return unpad_stream(whole(input_ids=rows, use_cache=False, **given).last_hidden_state, lengths)
+        return unpad_stream(forward(input_ids=rows, use_cache=False, **kwargs).last_hidden_state, lengths)
 
 
 @contextmanager
 def _separate_documents(model: PreTrainedModel, lengths: list[int]) -> Iterator[None]:
-    """Inside the block the decoder keeps documents of these lengths, in one row, apart; a vision tower is told nothing."""
+    """Inside the block the decoder's attention stays inside documents of these lengths; the vision tower is unchanged."""
     borders = copy_to_device(torch.tensor([0, *lengths]).cumsum(0).int(), model.device)
     longest = max(lengths)
-    told = {  # the names transformers hands down to every attention
-        "cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": longest, "max_length_k": longest,
-    }  # fmt: skip
+    flash_kwargs = {  # transformers passes these to every attention
+        "cu_seq_lens_q": borders,
+        "cu_seq_lens_k": borders,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
     handle = model.get_decoder().register_forward_pre_hook(
-        lambda _module, args, kwargs: (args, {**kwargs, **told}), with_kwargs=True
+        lambda _module, args, kwargs: (args, {**kwargs, **flash_kwargs}), with_kwargs=True
     )
     try:
         with _use_attention(model, DOCUMENT_ATTENTION):
@@ -81,10 +79,10 @@ def _separate_documents(model: PreTrainedModel, lengths: list[int]) -> Iterator[
 
 
 def compile_blocks(model: PreTrainedModel, tokens: int) -> None:
-    """Let torch.compile fuse what lies between the matrix products of a block, one code for all blocks and lengths.
+    """Compile the decoder's blocks with torch.compile, one code for all blocks and lengths.
 
-    Made ready here, on one document of `tokens` tokens: the compiler takes hints from the first shapes it sees, and
-    every process must round as every other.
+    Compilation happens here, on two documents of `tokens` tokens together: the compiler specialises on the first shapes it
+    sees, and every process must round alike.
     """
     for block in model.get_decoder().layers:
         block.forward = torch.compile(block.forward, dynamic=True)
@@ -93,33 +91,33 @@ def compile_blocks(model: PreTrainedModel, tokens: int) -> None:
 
 
 def unpad_stream(stream: Tensor, lengths: list[int]) -> Tensor:
-    """A stream as the decoder has it, [1, N, H] packed or [B, T, H] padded, as [N, H] of the documents end to end."""
+    """Return a decoder stream, [1, N, H] packed or [B, T, H] padded, as [N, H] of the documents end to end."""
     if len(stream) == 1:
         return stream[0]
     return torch.cat([row[:length] for row, length in zip(stream, lengths, strict=True)])
 
 
 def supports_packing(model: PreTrainedModel) -> bool:
-    """Whether this model's classes keep documents apart when they lie end to end in one row: asked of the model itself.
+    """Return whether this model's classes keep packed documents apart, by comparing two documents alone and packed.
 
-    Two short documents, each alone and both together. Most classes take our attention; one that carries state from
-    token to token in another way (a linear attention), or has an attention of its own, shows here, and is padded.
+    Most classes take our attention. Those with state beside attention (linear attention), or an attention of their own,
+    fail the comparison and are padded.
     """
     ids = _make_text_ids(model, torch.arange(24) * 7919 + 11)
     try:
         together = forward_documents(model, ids, [11, 13], packed=True)
         alone = [forward_documents(model, document, [len(document)], packed=False) for document in ids.split([11, 13])]
     except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
-        warnings.warn(f"documents end to end: {type(error).__name__}: {error}", stacklevel=2)
+        warnings.warn(f"packed documents: {type(error).__name__}: {error}", stacklevel=2)
         return False
     difference = (together - torch.cat(alone)).float().norm(dim=-1) / torch.cat(alone).float().norm(dim=-1)  # [24]
-    # Halves round differently in every kernel, and a router may flip for a token; documents that see each other differ
-    # in all tokens of the second, by far more.
+    # Half precision rounds differently in every kernel, and a router may flip for a token; attention across documents
+    # changes all tokens of the second by far more.
     return bool(difference[11:].median() < (1e-3 if model.dtype == torch.float32 else 0.1))
 
 
 def _make_text_ids(model: PreTrainedModel, numbers: Tensor) -> Tensor:
-    """Numbers [N] as token ids on the model's device, none of which stands for a picture."""
+    """Return numbers [N] as token ids on the model's device, without image tokens."""
     ids = numbers % model.get_input_embeddings().num_embeddings
     if is_multimodal(model):
         ids[ids == model.config.image_token_id] = 0
@@ -128,7 +126,7 @@ def _make_text_ids(model: PreTrainedModel, numbers: Tensor) -> Tensor:
 
 @contextmanager
 def _use_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Inside the block the decoder's attention is that of `name`; a vision tower keeps its own."""
+    """Inside the block the decoder uses the attention `name`; a vision tower keeps its own."""
     config = model.get_decoder().config
     before = config._attn_implementation
     config._attn_implementation = name
@@ -150,7 +148,7 @@ def _attend_documents(
     max_length_q: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention [1, N, heads, D] inside each document; transformers calls it as one of its attentions."""
+    """Return causal attention [1, N, heads, D] inside each document; transformers calls it as an attention interface."""
     unknown = sorted(name for name in ("s_aux", "softcap", "position_bias") if others.get(name) is not None)
     if cu_seq_lens_q is None or max_length_q is None or unknown:
         raise NotImplementedError(f"attention with {unknown or 'no document borders'}")
@@ -162,18 +160,26 @@ def _attend_documents(
     ):
         heads_last = (t[0].transpose(0, 1) for t in (query, key, value))  # [N, heads, D] each
         out = torch.ops.aten._flash_attention_forward(
-            *heads_last, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, 0.0, True, False,
-            scale=scaling, window_size_left=None if sliding_window is None else sliding_window - 1,
-        )[0]  # fmt: skip
+            *heads_last,
+            cu_seq_lens_q,
+            cu_seq_lens_q,
+            max_length_q,
+            max_length_q,
+            0.0,
+            True,
+            False,
+            scale=scaling,
+            window_size_left=None if sliding_window is None else sliding_window - 1,
+        )[0]
         return out[None], None
-    return _attend_one_by_one(query, key, value, scaling, sliding_window, cu_seq_lens_q)[None], None
+    return _attend_per_document(query, key, value, scaling, sliding_window, cu_seq_lens_q)[None], None
 
 
-@torch.compiler.disable  # it would be compiled anew for every number of documents
-def _attend_one_by_one(
+@torch.compiler.disable  # it would recompile for every number of documents
+def _attend_per_document(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, borders: Tensor
 ) -> Tensor:
-    """The same where no kernel takes borders (CPUs, float32): a call a document. [N, heads, D]"""
+    """Return causal attention [N, heads, D] with one call per document, where no kernel takes borders (CPU, float32)."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     out = torch.empty_like(query)

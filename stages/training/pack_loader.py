@@ -49,7 +49,7 @@ class PackLoader:
                 yield copier.copy([future.result() for future in pending.popleft()])
 
     def _build_pack(self, rows: list[int], supervised: bool) -> TrainingPack:
-        read = [self.reader.row(i, self.dtype) for i in rows]
+        read = [self.reader.read_row(i, self.dtype) for i in rows]
         on_gpu = self.ranks.device.startswith("cuda")
         pack = TrainingPack.from_rows(read, self.objective.num_steps, self.objective.loss_mask, pinned=on_gpu)
         pack = self.add_images(pack, read) if self.add_images else pack

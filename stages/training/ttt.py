@@ -38,7 +38,7 @@ from stages.training.compile_on_cuda import compile_on_cuda
 
 
 class PackRow(Protocol):
-    """A row with hidden states; rows of a multimodal target also have positions [t, 3], pictured [t] and visual [m, H]."""
+    """A row with hidden states; rows of a multimodal target also have positions [t, 3], image_token_mask [t] and image_embeddings [m, H]."""
 
     @property
     def ids(self) -> Tensor: ...  # [t]
@@ -164,10 +164,10 @@ def _pack_multimodal(rows: Sequence[Any], pinned: bool) -> dict[str, Tensor]:
     """Return the fields of a pack that only rows of a multimodal target have; an empty dict for text."""
     if getattr(rows[0], "positions", None) is None:
         return {}
-    image_token_mask = torch.cat([r.pictured for r in rows])
+    image_token_mask = torch.cat([r.image_token_mask for r in rows])
     return {
         "rope_positions": torch.cat([r.positions for r in rows]),
-        "image_embeddings": _concatenate([r.visual for r in rows], pinned),
+        "image_embeddings": _concatenate([r.image_embeddings for r in rows], pinned),
         "image_token_index": number_image_tokens(image_token_mask),
     }
 

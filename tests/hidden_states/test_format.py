@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from stages.hidden_states import format
+from stages.hidden_states import format, reader, shard_plan, writer
 from stages.hidden_states.format import HiddenStatesRow
 from stages.hidden_states.reader import HiddenStatesReader
 from stages.runtime.atomic import Broken
@@ -54,7 +54,12 @@ def seen(pieces: tuple[int, ...] = PICTURES) -> list[HiddenStatesRow]:
         pictured[torch.randperm(len(row.ids), generator=g)[:count]] = True
         positions = torch.randint(0, 100, (len(row.ids), 3), generator=g, dtype=torch.int32)
         rows.append(
-            replace(row, positions=positions, pictured=pictured, visual=torch.randn(count, H, generator=g) * 100)
+            replace(
+                row,
+                positions=positions,
+                image_token_mask=pictured,
+                image_embeddings=torch.randn(count, H, generator=g) * 100,
+            )
         )
     return rows
 
@@ -63,7 +68,7 @@ def assert_same(found: list[HiddenStatesRow], expected: list[HiddenStatesRow]) -
     assert [r.id for r in found] == [r.id for r in expected]
     for row, was in zip(found, expected, strict=True):
         assert (row.prompt_length, row.finish_reason) == (was.prompt_length, was.finish_reason)
-        for name in ("ids", "mask", "features", "last", "positions", "pictured", "visual"):
+        for name in ("ids", "mask", "features", "last", "positions", "image_token_mask", "image_embeddings"):
             tensor, expect = getattr(row, name), getattr(was, name)
             if expect is None:
                 assert tensor is None
@@ -75,7 +80,7 @@ def assert_same(found: list[HiddenStatesRow], expected: list[HiddenStatesRow]) -
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
     """A folder of rows in three shards or so."""
-    format.write_rows(tmp_path, made_up(), torch.float32, shard_bytes=1_500)
+    writer.write_rows(tmp_path, made_up(), torch.float32, shard_bytes=1_500)
     return tmp_path
 
 
@@ -91,9 +96,9 @@ def shards(folder: Path) -> list[Path]:
 def test_rows_come_back_in_their_order(tmp_path: Path, dtype: torch.dtype, shard_bytes: int) -> None:
     """Bit for bit in float32; in 16 bits as the cast made them, given back as float32."""
     rows = made_up()
-    assert format.write_rows(tmp_path, iter(rows), dtype, shard_bytes) == len(rows)
+    assert writer.write_rows(tmp_path, iter(rows), dtype, shard_bytes) == len(rows)
     cast = [replace(r, features=r.features.to(dtype).float(), last=r.last.to(dtype).float()) for r in rows]
-    assert_same(list(format.read_rows(tmp_path)), cast)
+    assert_same(list(reader.read_rows(tmp_path)), cast)
     if shard_bytes == 1:
         assert len(shards(tmp_path)) == len(rows)
     elif shard_bytes == 10**9:
@@ -107,7 +112,7 @@ def test_heads_are_read_without_their_hidden_states(written: Path) -> None:
     expected = made_up()
 
     def check() -> None:
-        heads = list(format.read_headers(written))
+        heads = list(reader.read_headers(written))
         assert [h.id for h in heads] == [r.id for r in expected]
         for head, row in zip(heads, expected, strict=True):
             assert torch.equal(head.ids, row.ids) and torch.equal(head.mask, row.mask)
@@ -124,7 +129,7 @@ def test_heads_are_read_without_their_hidden_states(written: Path) -> None:
     with pytest.raises(
         ValueError, match=r"shard-00001.safetensors is missing or cut .* dvc repro -f -s extract_hiddens"
     ):
-        list(format.read_headers(written))
+        list(reader.read_headers(written))
 
 
 def test_fp8_rows_come_back_within_its_error(tmp_path: Path) -> None:
@@ -133,8 +138,8 @@ def test_fp8_rows_come_back_within_its_error(tmp_path: Path) -> None:
     for row in rows:
         row.features[:, :H] *= 1e-4
         row.features[:, 2 * H :] *= 1e4
-    assert format.write_rows(tmp_path, iter(rows), format.FP8, 300) == len(rows)
-    for row, was in zip(format.read_rows(tmp_path), rows, strict=True):
+    assert writer.write_rows(tmp_path, iter(rows), format.FP8, 300) == len(rows)
+    for row, was in zip(reader.read_rows(tmp_path), rows, strict=True):
         assert torch.equal(row.last, format.decode_numbers(*format.encode_numbers(was.last, format.FP8)))
         for part in range(3):
             columns = slice(part * H, (part + 1) * H)
@@ -170,8 +175,8 @@ def test_any_number_in_fp8_is_within_its_error(numbers: list[float], factor: flo
 def test_rows_are_read_in_the_dtype_of_the_computation(
     tmp_path: Path, dtype: torch.dtype, compute: torch.dtype
 ) -> None:
-    format.write_rows(tmp_path, made_up(), dtype, 10**9)
-    for row, plain in zip(format.read_rows(tmp_path, compute), format.read_rows(tmp_path), strict=True):
+    writer.write_rows(tmp_path, made_up(), dtype, 10**9)
+    for row, plain in zip(reader.read_rows(tmp_path, compute), reader.read_rows(tmp_path), strict=True):
         assert row.features.dtype == row.last.dtype == compute
         assert torch.equal(row.features, plain.features.to(compute)) and torch.equal(row.last, plain.last.to(compute))
 
@@ -184,19 +189,26 @@ def test_rows_are_read_in_the_dtype_of_the_computation(
 def test_rows_with_pictures_come_back(tmp_path: Path, dtype: torch.dtype, shard_bytes: int) -> None:
     """By both readers: in order, and at random."""
     rows = seen()
-    assert format.write_rows(tmp_path, iter(rows), dtype, shard_bytes) == len(rows)
+    assert writer.write_rows(tmp_path, iter(rows), dtype, shard_bytes) == len(rows)
 
     def cast(numbers: torch.Tensor | None, parts: int = 1) -> torch.Tensor:
         assert numbers is not None
         return format.decode_numbers(*format.encode_numbers(numbers, dtype, parts))
 
-    expected = [replace(r, features=cast(r.features, 3), last=cast(r.last), visual=cast(r.visual)) for r in rows]
-    assert_same(list(format.read_rows(tmp_path)), expected)
+    expected = [
+        replace(r, features=cast(r.features, 3), last=cast(r.last), image_embeddings=cast(r.image_embeddings))
+        for r in rows
+    ]
+    assert_same(list(reader.read_rows(tmp_path)), expected)
     store = HiddenStatesReader(tmp_path)
-    found = [store.row(i, torch.float32) for i in (5, 2, 0, 3, 1, 4)]
+    found = [store.read_row(i, torch.float32) for i in (5, 2, 0, 3, 1, 4)]
     for row in found:
-        assert row.visual is not None and row.visual.dtype == (torch.float32 if dtype == format.FP8 else dtype)
-    as_float = [replace(r, **{n: getattr(r, n).float() for n in ("features", "last", "visual")}) for r in found]
+        assert row.image_embeddings is not None and row.image_embeddings.dtype == (
+            torch.float32 if dtype == format.FP8 else dtype
+        )
+    as_float = [
+        replace(r, **{n: getattr(r, n).float() for n in ("features", "last", "image_embeddings")}) for r in found
+    ]
     assert_same(as_float, [expected[i] for i in (5, 2, 0, 3, 1, 4)])
     assert (len(shards(tmp_path)) == len(rows)) == (shard_bytes == 1)
 
@@ -204,7 +216,7 @@ def test_rows_with_pictures_come_back(tmp_path: Path, dtype: torch.dtype, shard_
 def test_safetensors_reads_shards_with_pictures(tmp_path: Path) -> None:
     """Pieces lie end to end, in the order of the tokens that stand for them; text's shards hold nothing of the kind."""
     rows = seen()
-    format.write_rows(tmp_path, rows, format.FP8, 10**9)
+    writer.write_rows(tmp_path, rows, format.FP8, 10**9)
     tokens, pieces = sum(LENGTHS), sum(PICTURES)
     found = load_file(shards(tmp_path)[0])
     assert {n: (tuple(t.shape), t.dtype) for n, t in found.items() if n not in ("features", "last", "ids", "mask")} == {
@@ -213,30 +225,32 @@ def test_safetensors_reads_shards_with_pictures(tmp_path: Path) -> None:
         "positions": ((tokens, 3), torch.int32), "pictured": ((-(-tokens // 8),), torch.uint8),
     }  # fmt: skip
     bits = "".join(f"{byte:08b}" for byte in found["pictured"].tolist())[:tokens]
-    assert bits == "".join(str(int(b)) for r in rows if r.pictured is not None for b in r.pictured)
+    assert bits == "".join(str(int(b)) for r in rows if r.image_token_mask is not None for b in r.image_token_mask)
     index = pl.read_parquet(tmp_path / "index.parquet")
     assert index["visual_length"].to_list() == list(PICTURES)
     assert index["visual_offset"].to_list() == [0, 2, 2, 7, 16, 19]
     shutil.rmtree(tmp_path)
     tmp_path.mkdir()
-    format.write_rows(tmp_path, made_up(), format.FP8, 10**9)
+    writer.write_rows(tmp_path, made_up(), format.FP8, 10**9)
     assert "visual_length" not in pl.read_parquet(tmp_path / "index.parquet").columns
 
 
 @pytest.mark.parametrize(("dtype", "itemsize", "scale"), [(torch.float32, 4, 0), (torch.float8_e4m3fn, 1, 4)])
 def test_pictures_take_what_is_said(tmp_path: Path, dtype: torch.dtype, itemsize: int, scale: int) -> None:
     """Three int32 and a bit a token more, H numbers a piece."""
-    format.write_rows(tmp_path, seen(), dtype, 10**9)
+    writer.write_rows(tmp_path, seen(), dtype, 10**9)
     tokens, pieces = sum(LENGTHS), sum(PICTURES)
     by_hand = tokens * (4 * H * itemsize + 4 * scale + 4 + 12) + 2 * -(-tokens // 8) + pieces * (H * itemsize + scale)
     assert by_hand <= shards(tmp_path)[0].stat().st_size <= by_hand + 960  # the header names seven tensors, or ten
-    said = tokens * format.count_token_bytes(H, dtype, sees=True) + pieces * format.count_visual_bytes(H, dtype)
+    said = tokens * format.count_token_bytes(H, dtype, is_multimodal=True) + pieces * format.count_visual_bytes(
+        H, dtype
+    )
     assert said == pytest.approx(by_hand, abs=2)
 
 
 def test_any_flipped_bit_of_pictures_is_refused(tmp_path: Path) -> None:
     rows = [replace(seen()[0]), replace(seen()[2])]
-    format.write_rows(tmp_path, rows, torch.float32, 10**9)
+    writer.write_rows(tmp_path, rows, torch.float32, 10**9)
     place = shards(tmp_path)[0]
     whole = place.read_bytes()
     unused = {len(whole) - 1 - n * 3 for n in (0, 1)}  # 21 tokens: bits 2 to 0 of the last byte of both masks
@@ -245,7 +259,7 @@ def test_any_flipped_bit_of_pictures_is_refused(tmp_path: Path) -> None:
         spoilt[byte] ^= 1 << (byte % 3 if byte in unused else byte % 8)
         place.write_bytes(spoilt)
         if byte in unused:
-            assert_same(list(format.read_rows(tmp_path)), rows)
+            assert_same(list(reader.read_rows(tmp_path)), rows)
         else:
             assert str(place) in refused(tmp_path), f"byte {byte}"
 
@@ -253,7 +267,7 @@ def test_any_flipped_bit_of_pictures_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("column", ["visual_offset", "visual_length"])
 @pytest.mark.parametrize("by", [1, -1, 100])
 def test_an_index_that_misplaces_pictures_is_refused(tmp_path: Path, column: str, by: int) -> None:
-    format.write_rows(tmp_path, seen(), torch.float32, 10**9)
+    writer.write_rows(tmp_path, seen(), torch.float32, 10**9)
     place = tmp_path / "index.parquet"
     pl.read_parquet(place).with_columns(pl.col(column) + by).write_parquet(place)
     assert "does not match its checksum" in refused(tmp_path)
@@ -261,7 +275,7 @@ def test_an_index_that_misplaces_pictures_is_refused(tmp_path: Path, column: str
 
 @pytest.mark.parametrize("sees", [True, False])
 def test_an_index_of_the_other_kind_of_target_is_refused(tmp_path: Path, sees: bool) -> None:
-    format.write_rows(tmp_path, seen() if sees else made_up(), torch.float32, 10**9)
+    writer.write_rows(tmp_path, seen() if sees else made_up(), torch.float32, 10**9)
     place = tmp_path / "index.parquet"
     index = pl.read_parquet(place)
     if sees:
@@ -275,15 +289,15 @@ def test_an_index_of_the_other_kind_of_target_is_refused(tmp_path: Path, sees: b
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
 def test_a_picture_with_nan_is_refused_by_its_row(tmp_path: Path, dtype: torch.dtype) -> None:
     rows = seen()
-    assert rows[3].visual is not None
-    rows[3].visual[8, 1] = float("nan")
-    format.write_rows(tmp_path, rows, dtype, 10**9)
+    assert rows[3].image_embeddings is not None
+    rows[3].image_embeddings[8, 1] = float("nan")
+    writer.write_rows(tmp_path, rows, dtype, 10**9)
     assert "row w.3 holds NaN or infinity" in refused(tmp_path)
 
 
 def test_safetensors_reads_our_shards(tmp_path: Path) -> None:
     """The file is written by us, in place, and its header must be theirs."""
-    format.write_rows(tmp_path, made_up(), format.FP8, 10**9)
+    writer.write_rows(tmp_path, made_up(), format.FP8, 10**9)
     tokens = sum(LENGTHS)
     assert {name: (tuple(t.shape), t.dtype) for name, t in load_file(shards(tmp_path)[0]).items()} == {
         "features": ((tokens, 3 * H), torch.float8_e4m3fn), "features_scale": ((tokens, 3), torch.float32),
@@ -295,7 +309,7 @@ def test_safetensors_reads_our_shards(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lengths", [[5, 1, 16, 9], [100], [], [1] * 7])
 @pytest.mark.parametrize("size", [1, 10, 17, 1000])
 def test_a_plan_holds_every_row_once_in_order(lengths: list[int], size: int) -> None:
-    spans = format.plan_shards(lengths, 1.0, size)
+    spans = shard_plan.plan_shards(lengths, 1.0, size)
     assert [i for span in spans for i in span] == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in span) >= size for span in spans[:-1])
     assert all(sum(lengths[i] for i in span[:-1]) < size for span in spans)
@@ -305,9 +319,9 @@ def test_a_shard_may_be_put_in_any_order_by_threads(tmp_path: Path) -> None:
     """As extract_hiddens does; it is the very file that is written row by row."""
     (tmp_path / "plain").mkdir()
     rows = made_up()
-    format.write_rows(tmp_path / "plain", rows, torch.bfloat16, 10**9)
-    shard = format.ShardWriter(
-        tmp_path / format.name_shard(0), [format._make_header(r) for r in rows], H, torch.bfloat16
+    writer.write_rows(tmp_path / "plain", rows, torch.bfloat16, 10**9)
+    shard = writer.ShardWriter(
+        tmp_path / shard_plan.name_shard(0), [writer._make_header(r) for r in rows], H, torch.bfloat16
     )
     with ThreadPoolExecutor(3) as pool:
         for first, end in ((4, 6), (0, 3), (3, 4)):
@@ -315,18 +329,19 @@ def test_a_shard_may_be_put_in_any_order_by_threads(tmp_path: Path) -> None:
                 torch.cat([getattr(r, name) for r in rows[first:end]]).bfloat16() for name in ("features", "last")
             )
             block = format.StoredHiddenStates(features, last)
-            shard.put(first, end - first, block, format.find_finite_tokens(block), pool.map)
-    assert not (tmp_path / format.name_shard(0)).exists()
+            shard.write_block(first, end - first, block, format.find_finite_tokens(block), pool.map)
+    assert not (tmp_path / shard_plan.name_shard(0)).exists()
     entries = shard.commit()
-    assert (tmp_path / format.name_shard(0)).read_bytes() == shards(tmp_path / "plain")[0].read_bytes()
-    assert entries == pl.read_parquet(tmp_path / "plain/index.parquet").to_dicts()
+    assert (tmp_path / shard_plan.name_shard(0)).read_bytes() == shards(tmp_path / "plain")[0].read_bytes()
+    records = [entry.to_record() for entry in entries]
+    assert records == pl.read_parquet(tmp_path / "plain/index.parquet").to_dicts()
 
 
 def test_no_rows_is_an_answer_too(tmp_path: Path) -> None:
     """The split at the sampling temperature has none where that is 0."""
-    assert format.write_rows(tmp_path, [], torch.float32, 10**9) == 0
-    assert list(format.read_rows(tmp_path)) == [] and shards(tmp_path) == []
-    assert len(format.digest_folder(tmp_path)) == 8
+    assert writer.write_rows(tmp_path, [], torch.float32, 10**9) == 0
+    assert list(reader.read_rows(tmp_path)) == [] and shards(tmp_path) == []
+    assert len(reader.digest_folder(tmp_path)) == 8
 
 
 @pytest.mark.parametrize(
@@ -336,7 +351,7 @@ def test_a_token_takes_what_is_said_and_no_padding(
     tmp_path: Path, dtype: torch.dtype, itemsize: int, scales: int
 ) -> None:
     """4H numbers, an int32 and a bit; rivals pad each row to its batch's longest, 3.7 to 4.4 times as much."""
-    format.write_rows(tmp_path, made_up(), dtype, 10**9)
+    writer.write_rows(tmp_path, made_up(), dtype, 10**9)
     tokens = sum(LENGTHS)
     by_hand = tokens * (4 * H * itemsize + scales + 4) + -(-tokens // 8)
     size = shards(tmp_path)[0].stat().st_size
@@ -353,7 +368,7 @@ def test_a_llama_8b_token_in_bfloat16_takes_32_8_kb() -> None:
 def test_shards_are_about_as_large_as_asked(tmp_path: Path) -> None:
     """Closed by the row that fills it: never below, except for the last, and above by less than a row."""
     asked = 1_500
-    format.write_rows(tmp_path, made_up(), torch.float32, asked)
+    writer.write_rows(tmp_path, made_up(), torch.float32, asked)
     tokens = dict(pl.read_parquet(tmp_path / "index.parquet").group_by("shard").agg(pl.col("length").sum()).iter_rows())
     for place in shards(tmp_path)[:-1]:
         size = tokens[place.name] * (4 * H * 4 + 4 + 1 / 8)
@@ -365,12 +380,12 @@ def test_the_mask_is_one_bit_a_token_first_token_highest(tmp_path: Path) -> None
     rows = made_up((3, 8))
     rows[0] = replace(rows[0], mask=torch.tensor([1, 0, 1]).bool())
     rows[1] = replace(rows[1], mask=torch.tensor([1, 1, 0, 0, 1, 0, 0, 1]).bool())
-    format.write_rows(tmp_path, rows, torch.float32, 10**9)
+    writer.write_rows(tmp_path, rows, torch.float32, 10**9)
     with safe_open(shards(tmp_path)[0], framework="pt") as shard:
         assert shard.get_tensor("mask").tolist() == [0b10111001, 0b00100000]
         assert shard.get_tensor("ids").tolist() == rows[0].ids.tolist() + rows[1].ids.tolist()
         assert torch.equal(shard.get_tensor("features")[3:], rows[1].features)
-    assert_same(list(format.read_rows(tmp_path)), rows)
+    assert_same(list(reader.read_rows(tmp_path)), rows)
 
 
 # --- what is altered is refused, by name ----------------------------------------------------------------------------
@@ -379,7 +394,7 @@ def test_the_mask_is_one_bit_a_token_first_token_highest(tmp_path: Path) -> None
 def refused(folder: Path) -> str:
     """The one message of a refused read; it says which stage to run."""
     with pytest.raises(Broken, match=r"run: dvc repro (-f -s )?extract_hiddens") as error:
-        list(format.read_rows(folder))
+        list(reader.read_rows(folder))
     assert str(folder) in str(error.value)
     return str(error.value)
 
@@ -387,7 +402,7 @@ def refused(folder: Path) -> str:
 def test_any_flipped_bit_of_a_shard_is_refused(tmp_path: Path) -> None:
     """One bit in every byte, header and numbers; only bits past the last token's mask mean nothing."""
     rows = made_up((2, 3))
-    format.write_rows(tmp_path, rows, torch.float32, 10**9)
+    writer.write_rows(tmp_path, rows, torch.float32, 10**9)
     place = shards(tmp_path)[0]
     whole = place.read_bytes()
     for byte in range(len(whole)):
@@ -395,7 +410,7 @@ def test_any_flipped_bit_of_a_shard_is_refused(tmp_path: Path) -> None:
         spoilt[byte] ^= 1 << byte % 3
         place.write_bytes(spoilt)
         if byte == len(whole) - 1:  # tokens 0 to 4 have the mask's bits 7 to 3: a lower one means nothing
-            assert_same(list(format.read_rows(tmp_path)), rows)
+            assert_same(list(reader.read_rows(tmp_path)), rows)
         else:
             assert str(place) in refused(tmp_path), f"byte {byte}"
 
@@ -438,13 +453,13 @@ def test_rows_of_whole_shards_come_before_the_broken_one_stops_the_read(written:
     in_first = (
         pl.read_parquet(written / "index.parquet").filter(pl.col("shard") == "shard-00000.safetensors")["id"].to_list()
     )
-    reader, found = format.read_rows(written), []
+    rows, found = reader.read_rows(written), []
     with pytest.raises(ValueError, match=r"shard-00001\.safetensors is missing"):
-        found.extend(row.id for row in reader)  # keeps what came before the error
+        found.extend(row.id for row in rows)  # keeps what came before the error
     assert found == in_first == [row.id for row in made_up()][: len(in_first)] != []
 
 
-READS: list[Callable[[Path], object]] = [lambda folder: list(format.read_rows(folder)), format.digest_folder]
+READS: list[Callable[[Path], object]] = [lambda folder: list(reader.read_rows(folder)), reader.digest_folder]
 by_every_reader = pytest.mark.parametrize("reads", READS, ids=["read", "digest"])
 
 
@@ -513,7 +528,7 @@ def test_what_the_index_alone_says_of_a_row_is_checked_too(written: Path) -> Non
 def test_a_row_with_nan_is_refused_by_name(tmp_path: Path, where: str, number: float, dtype: torch.dtype) -> None:
     rows = made_up()
     getattr(rows[3], where)[4, 2] = number
-    format.write_rows(tmp_path, rows, dtype, 10**9)
+    writer.write_rows(tmp_path, rows, dtype, 10**9)
     assert pl.read_parquet(tmp_path / "index.parquet")["finite"].to_list() == [True, True, True, False, True, True]
     message = refused(tmp_path)
     assert "row w.3 holds NaN or infinity, expected finite hidden states; set extract_hiddens.dtype" in message
@@ -523,7 +538,7 @@ def test_a_number_too_large_for_float16_is_infinity_on_disk_and_refused(tmp_path
     """Finite in the target, infinite after the cast: what was stored counts."""
     rows = made_up()
     rows[1].features[0, 0] = 70_000.0  # float16 ends at 65 504
-    format.write_rows(tmp_path, rows, torch.float16, 10**9)
+    writer.write_rows(tmp_path, rows, torch.float16, 10**9)
     assert "row y.1 holds NaN or infinity" in refused(tmp_path)
 
 
@@ -536,8 +551,8 @@ def test_the_digest_changes_with_any_content_and_only_then(tmp_path: Path) -> No
     def digest(rows: list[HiddenStatesRow], dtype: torch.dtype = torch.float32, shard_bytes: int = 10**9) -> str:
         shutil.rmtree(tmp_path)
         tmp_path.mkdir()
-        format.write_rows(tmp_path, rows, dtype, shard_bytes)
-        return format.digest_folder(tmp_path)
+        writer.write_rows(tmp_path, rows, dtype, shard_bytes)
+        return reader.digest_folder(tmp_path)
 
     base = made_up()
     other = [

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stages.hidden_states import format, importers
+from stages.hidden_states import format, importers, writer
 from tests.hidden_states.test_format import H, made_up, shards
 
 
@@ -35,7 +35,7 @@ def spoil_index(folder: Path) -> None:
 def test_a_broken_import_is_not_said_to_be_removed(tmp_path: Path, spoil: Callable[[Path], None]) -> None:
     """Bug: a flipped bit in the user's own folder said `delete FOLDER and run: dvc repro extract_hiddens`."""
     rows = made_up()
-    format.write_rows(tmp_path, rows, torch.float32, 10**9)
+    writer.write_rows(tmp_path, rows, torch.float32, 10**9)
     spoil(tmp_path)
     heads = {row.id: format.RowHeader(row.id, row.ids, row.mask, row.prompt_length, row.finish_reason) for row in rows}
     with pytest.raises(ValueError, match=r"^extract_hiddens\.import: ") as error:

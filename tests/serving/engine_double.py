@@ -99,7 +99,9 @@ class Double:
             paths = [f"{folder}/{number}" for number in range(len(urls))]
             for path, url in zip(paths, urls, strict=True):
                 Path(path).write_bytes(base64.b64decode(url.partition(",")[2]))
-            return expand_image_tokens(ids, self.eyes.token, self.eyes.sizes(paths)), self.eyes.see(paths)
+            return expand_image_tokens(
+                ids, self.eyes.image_token_id, self.eyes.count_image_tokens(paths)
+            ), self.eyes.load_patches(paths)
 
     def steps(self, ids: list[int], most: int, pictures: Any) -> Iterator[Any]:
         f = self.flags

@@ -73,7 +73,7 @@ def positions_of(shape: tuple[list[tuple[int, int]], list[int]]) -> list[tuple[i
 def alone(model: Any, ids: Tensor, shown: ImagePatches | None) -> dict[str, Tensor]:
     """transformers' own forward of one document."""
     types = (ids == TOKEN).int()[None]
-    given = {} if shown is None else {"pixel_values": shown.values, "image_grid_thw": shown.grid}
+    given = {} if shown is None else {"pixel_values": shown.pixel_values, "image_grid_thw": shown.image_grid_thw}
     with torch.inference_mode():
         whole = model(input_ids=ids[None], mm_token_type_ids=types, output_hidden_states=True, use_cache=False, **given)
     return {
@@ -103,5 +103,5 @@ def forward(model: Any, some: list[tuple[Tensor, ImagePatches | None]], packed: 
         "last": last,
         "embeds": packed_forward.unpad_stream(embeds, lengths),
         "positions": packed_forward.unpad_stream(positions, lengths),
-        "pictured": view.pictured,
+        "pictured": view.image_token_mask,
     }

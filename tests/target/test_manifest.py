@@ -206,7 +206,7 @@ def test_replaced_weights_of_a_local_folder_are_refused_until_they_are_prepared(
     replace_weights(tmp_path)
     for load in (manifest.resolve_weights_folder, manifest.read_embedding_and_head):
         with pytest.raises(
-            ValueError, match=r"holds other weights .* run: dvc repro prepare_target, or put the former"
+            ValueError, match=r"holds other weights .* run: dvc repro prepare_target, or restore the former"
         ):
             load(made)
     after = pinned(tmp_path)

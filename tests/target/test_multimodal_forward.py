@@ -69,7 +69,7 @@ def test_another_picture_is_another_document(tmp_path: Path, name: str) -> None:
     model = load(tmp_path, name)
     ids, shown = document(DOCUMENTS[0], 0)
     assert shown is not None
-    other = ImagePatches(shown.values + 1, shown.grid)
+    other = ImagePatches(shown.pixel_values + 1, shown.image_grid_thw)
     one, two = (forward(model, [(ids, pixels)])["features"] for pixels in (shown, other))
     assert (one - two).norm(dim=-1)[-1] > 1e-4
 
@@ -224,7 +224,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 def test_plain_decoding_is_transformers_own_greedy_search(run: Run) -> None:
     for (ids, shown), answer in zip(run.prompts, run.answers, strict=True):
-        given = {} if shown is None else {"pixel_values": shown.values, "image_grid_thw": shown.grid}
+        given = {} if shown is None else {"pixel_values": shown.pixel_values, "image_grid_thw": shown.image_grid_thw}
         out = run.model.generate(
             ids[None], mm_token_type_ids=(ids == TOKEN).int()[None], attention_mask=torch.ones_like(ids)[None],
             max_new_tokens=ROOM, do_sample=False, eos_token_id=5, pad_token_id=0, **given,
@@ -253,7 +253,7 @@ def test_replay_says_what_the_live_engine_accepts(run: Run, tree: tuple[int, int
         assert said(steps) == answer
         live.append([sum(s.num_accepted for s in steps[1:]), len(steps) - 1])
     rows = run.rows
-    visual = torch.cat([r.visual for r in rows if r.visual is not None])
+    visual = torch.cat([r.image_embeddings for r in rows if r.image_embeddings is not None])
     ids, features, positions, pictured = (
         pad_sequence([getattr(r, name) for r in rows], batch_first=True)
         for name in ("ids", "features", "positions", "pictured")

@@ -18,7 +18,7 @@ def test_texts(tmp_path: Path, name: str) -> None:
     saved(tmp_path, name, False)
     live = OnlineTarget.load(str(tmp_path), "float32", "cpu", False, LAYERS)
     documents = [torch.randint(7, min(V, 80), (length,)) for length in LENGTHS]
-    view = live.look([str(n) for n in range(len(LENGTHS))], documents, [None] * len(LENGTHS))
+    view = live.build_inputs([str(n) for n in range(len(LENGTHS))], documents, [None] * len(LENGTHS))
     assert (view is None) == (name not in multimodal_documents.CLASSES)
     states = live(torch.cat(documents), LENGTHS, view)
     parts = zip(documents, states.features.split(LENGTHS), states.last.split(LENGTHS), strict=True)
@@ -40,16 +40,16 @@ def test_pictures(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) ->
     shown = {str(n): pixels for n, (_, pixels) in enumerate(documents)}
 
     class Eyes:
-        def see(self, paths: list[str]) -> object:
+        def load_patches(self, paths: list[str]) -> object:
             return shown[paths[0]]
 
     live = OnlineTarget(model, LAYERS, Eyes())  # type: ignore[arg-type]
     ids, lengths = [i for i, _ in documents], [len(i) for i, _ in documents]
-    view = live.look(list(shown), ids, [[n] if pixels else None for n, pixels in shown.items()])
+    view = live.build_inputs(list(shown), ids, [[n] if pixels else None for n, pixels in shown.items()])
     assert isinstance(view, multimodal.MultimodalInputs)
     states = live(torch.cat(ids), lengths, view)
     expected = [multimodal_documents.alone(model, *document) for document in documents]
     for key, found in (("features", states.features), ("last", states.last)):
         torch.testing.assert_close(found, torch.cat([e[key] for e in expected]), rtol=1e-4, atol=1e-5)
     seen = torch.cat([e["embeds"][i == multimodal_documents.TOKEN] for e, i in zip(expected, ids, strict=True)])
-    torch.testing.assert_close(states.visual, seen, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(states.image_embeddings, seen, rtol=1e-4, atol=1e-5)

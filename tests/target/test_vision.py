@@ -62,7 +62,7 @@ def theirs(processor: Any, messages: list[dict[str, Any]]) -> Any:
 
 def ours(eyes: vision.CachedImageProcessor, tok: Any, messages: list[dict[str, Any]]) -> list[int]:
     return vision.expand_image_tokens(
-        chat_template.encode_prompt(tok, messages), eyes.token, eyes.sizes(list_images(messages))
+        chat_template.encode_prompt(tok, messages), eyes.image_token_id, eyes.count_image_tokens(list_images(messages))
     )
 
 
@@ -74,10 +74,13 @@ def test_prompts_and_patches_are_transformers_own(kind: str, talks: Any, tmp_pat
         expected = theirs(processor, messages)
         assert ours(eyes, processor.tokenizer, messages) == expected["input_ids"][0].tolist()
         if paths := list_images(messages):
-            seen = eyes.see(paths)
-            assert torch.equal(seen.values, expected["pixel_values"]) and seen.values.dtype == torch.float32
-            assert torch.equal(seen.grid, expected["image_grid_thw"]) and seen.grid.dtype == torch.int64
-            assert eyes.sizes(paths) == (seen.grid.prod(-1) // 4).tolist()
+            seen = eyes.load_patches(paths)
+            assert torch.equal(seen.pixel_values, expected["pixel_values"]) and seen.pixel_values.dtype == torch.float32
+            assert (
+                torch.equal(seen.image_grid_thw, expected["image_grid_thw"])
+                and seen.image_grid_thw.dtype == torch.int64
+            )
+            assert eyes.count_image_tokens(paths) == (seen.image_grid_thw.prod(-1) // 4).tolist()
 
 
 @every_kind
@@ -87,7 +90,7 @@ def test_a_batch_with_pictures_is_answered_as_each_prompt_alone(kind: str, talks
     model = loading.load_target(str(tmp_path / "target"), None, "float32", "cpu")
     eyes, eos = vision.CachedImageProcessor(tmp_path / "target", False), model.config.get_text_config().eos_token_id
     prompts = [ours(eyes, processor.tokenizer, messages) for messages in talks]
-    seen = eyes.see([path for messages in talks for path in list_images(messages)])
+    seen = eyes.load_patches([path for messages in talks for path in list_images(messages)])
     found = generation.generate_answers(model, prompts, 12, 0.0, 1.0, [eos], eos, 1, seen)
     blind = generation.generate_answers(
         model, prompts[2:3], 12, 0.0, 1.0, [eos], eos, 1
@@ -98,7 +101,7 @@ def test_a_batch_with_pictures_is_answered_as_each_prompt_alone(kind: str, talks
         alone = out[0, inputs["input_ids"].shape[1] :].tolist()
         assert ids == generation._cut_at_end_token(alone, [eos])[0]
     assert blind == found[2:3]
-    other = vision.ImagePatches(seen.values.flip(0), seen.grid)
+    other = vision.ImagePatches(seen.pixel_values.flip(0), seen.image_grid_thw)
     assert generation.generate_answers(model, prompts, 12, 0.0, 1.0, [eos], eos, 1, other) != found  # it looks at them
 
 
@@ -107,13 +110,17 @@ def test_each_picture_is_decoded_once_and_few_are_kept(tmp_path: Path, monkeypat
     eyes, plain, opened = vision.CachedImageProcessor(tmp_path / "target", False), vision._open_image, []
     monkeypatch.setattr(vision, "_open_image", lambda path: opened.append(path) or plain(path))
     a, b, c = (picture(tmp_path / f"{n}.png", 64, 64, n) for n in range(3))
-    first = eyes.see([a, b, a])
-    assert eyes.sizes([b, a]) == [4, 4] and opened == [a, b] and torch.equal(first.values[:16], first.values[32:])
-    monkeypatch.setattr(vision, "MAX_CACHED_BYTES", 2 * first.values[:16].nbytes)
-    eyes.see([a]), eyes.see([c]), eyes.see([a])
+    first = eyes.load_patches([a, b, a])
+    assert (
+        eyes.count_image_tokens([b, a]) == [4, 4]
+        and opened == [a, b]
+        and torch.equal(first.pixel_values[:16], first.pixel_values[32:])
+    )
+    monkeypatch.setattr(vision, "MAX_CACHED_BYTES", 2 * first.pixel_values[:16].nbytes)
+    eyes.load_patches([a]), eyes.load_patches([c]), eyes.load_patches([a])
     assert opened == [a, b, c]  # b was the longest unused
-    assert eyes.sizes([b]) == [4] and opened == [a, b, c]
-    assert torch.equal(eyes.see([b]).values, first.values[16:32]) and opened == [a, b, c, b]
+    assert eyes.count_image_tokens([b]) == [4] and opened == [a, b, c]
+    assert torch.equal(eyes.load_patches([b]).pixel_values, first.pixel_values[16:32]) and opened == [a, b, c, b]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +131,7 @@ def test_each_picture_is_decoded_once_and_few_are_kept(tmp_path: Path, monkeypat
 def test_a_server_is_sent_what_is_seen_here(name: str, mode: str, as_it_is: bool, tmp_path: Path) -> None:
     save("qwen3-vl", tmp_path / "target")
     path = picture(tmp_path / name, 50, 70, 3, mode)
-    head, _, data = vision.CachedImageProcessor(tmp_path / "target", False).url(path).partition(";base64,")
+    head, _, data = vision.CachedImageProcessor(tmp_path / "target", False).build_data_url(path).partition(";base64,")
     sent = base64.b64decode(data)
     assert (sent == Path(path).read_bytes()) == as_it_is
     assert head == f"data:image/{Image.open(io.BytesIO(sent)).format.lower()}"  # type: ignore[union-attr]
@@ -138,10 +145,10 @@ def test_a_picture_on_its_side_is_turned_upright_here_and_for_servers(tmp_path: 
     exif[vision.EXIF_ORIENTATION] = 6
     path = picture(tmp_path / "side.jpg", 32, 96, 3, exif=exif)
     eyes = vision.CachedImageProcessor(tmp_path / "target", False)
-    assert eyes.see([path]).grid.tolist() == [[1, 6, 2]]
+    assert eyes.load_patches([path]).image_grid_thw.tolist() == [[1, 6, 2]]
     expected = theirs(processor, talk([path]))
-    assert torch.equal(eyes.see([path]).values, expected["pixel_values"])
-    sent = Image.open(io.BytesIO(base64.b64decode(eyes.url(path).partition(",")[2])))
+    assert torch.equal(eyes.load_patches([path]).pixel_values, expected["pixel_values"])
+    sent = Image.open(io.BytesIO(base64.b64decode(eyes.build_data_url(path).partition(",")[2])))
     assert sent.size == (32, 96) and not sent.getexif()
 
 
@@ -156,13 +163,13 @@ def test_broken_pictures_are_told_from_missing_ones(tmp_path: Path) -> None:
              "empty.png": b"", "text.gif": b"GIF89a, it says"}  # fmt: skip
     for name, data in cases.items():
         (tmp_path / name).write_bytes(data)
-        for look in (eyes.sizes, eyes.see, lambda paths: eyes.url(paths[0])):
-            with pytest.raises(vision.UnreadableImageError, match=rf"{name} can't be decoded as a picture"):
+        for look in (eyes.count_image_tokens, eyes.load_patches, lambda paths: eyes.build_data_url(paths[0])):
+            with pytest.raises(vision.UnreadableImageError, match=rf"{name} can't be decoded as an image"):
                 look([str(tmp_path / name)])
     with pytest.raises(vision.UnreadableImageError, match=r"thin\.png can't be cut into patches .*aspect ratio"):
-        eyes.sizes([picture(tmp_path / "thin.png", 2, 900)])
-    with pytest.raises(ValueError, match=r"gone\.png not found, expected a picture; run: dvc repro fix_data") as error:
-        eyes.see([str(tmp_path / "gone.png")])
+        eyes.count_image_tokens([picture(tmp_path / "thin.png", 2, 900)])
+    with pytest.raises(ValueError, match=r"gone\.png not found, expected an image; run: dvc repro fix_data") as error:
+        eyes.load_patches([str(tmp_path / "gone.png")])
     assert not isinstance(error.value, vision.UnreadableImageError)
 
 
@@ -177,9 +184,9 @@ def test_a_picture_of_too_many_pixels_is_refused_before_it_is_decoded(
     (tmp_path / "bomb.png").write_bytes(png_of(*size))
     monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("it was decoded"))
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("it was decoded"))
-    for look in (eyes.sizes, eyes.see, lambda paths: eyes.url(paths[0])):
+    for look in (eyes.count_image_tokens, eyes.load_patches, lambda paths: eyes.build_data_url(paths[0])):
         with pytest.raises(
-            vision.UnreadableImageError, match=r"bomb\.png has .*, expected at most 67108864.* make the picture smaller"
+            vision.UnreadableImageError, match=r"bomb\.png has .*, expected at most 67108864.* make the image smaller"
         ):
             look([str(tmp_path / "bomb.png")])
 
@@ -193,7 +200,7 @@ def test_a_template_that_shows_no_pictures_is_told() -> None:
     assert vision.expand_image_tokens([1, 9, 2, 9], 9, [3, 1]) == [1, 9, 9, 9, 2, 9]
     assert vision.collapse_image_tokens([1, 9, 9, 9, 2, 9], 9, [3, 1]) == [1, 9, 2, 9]
     assert vision.collapse_image_tokens([9, 9, 9, 9, 2], 9, [3, 1]) == [9, 9, 2]  # one picture behind the other
-    with pytest.raises(ValueError, match="wrote 1 picture tokens, expected 2, one for each picture"):
+    with pytest.raises(ValueError, match="wrote 1 image tokens, expected 2, one for each image"):
         vision.expand_image_tokens([1, 9, 2], 9, [3, 1])
 
 
@@ -202,7 +209,7 @@ def test_targets_that_can_not_see_are_told(tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").unlink()
     path = picture(tmp_path / "a.png", 64, 64)
     with pytest.raises(ValueError, match=r"has no image processor .* expected the preprocessor_config\.json"):
-        vision.CachedImageProcessor(tmp_path, False).see([path])
+        vision.CachedImageProcessor(tmp_path, False).load_patches([path])
     Qwen3Config().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no image_token_id, expected that of a target that sees pictures"):
         vision.CachedImageProcessor(tmp_path, False)

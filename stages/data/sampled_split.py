@@ -1,0 +1,88 @@
+"""One split of answers being sampled: its requests, its shards, and the temperature and seed of each request.
+
+Temperatures and seeds follow from `sample_target.seed` and the request's id alone, so they depend neither on order nor on
+concurrency, shards or servers.
+"""
+
+import hashlib
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from stages.data import requests
+from stages.data.parquet_shards import ParquetShardWriter
+from stages.data.requests import TargetRequest
+
+
+@dataclass
+class SampledSplit:
+    """Requests of one kind, and the shards that take their answers."""
+
+    name: str
+    source: Path
+    choice: requests.RequestSelection
+    mixture: list[tuple[float, float]]  # (temperature, weight)
+    shards: ParquetShardWriter
+
+    @property
+    def num_requests(self) -> int:
+        return self.choice.num_requests
+
+    @property
+    def num_unrequested(self) -> int:
+        """Requests beyond train_rows or eval_rows."""
+        return self.choice.num_unrequested
+
+    def read_conversations(self) -> Iterator[list[TargetRequest]]:
+        return requests.read_requests(self.source, self.choice)
+
+    def read_unfinished_groups(self, by_conversation: bool) -> Iterator[list[TargetRequest]]:
+        """Yield requests to be sampled in sequence: whole conversations, where later turns quote earlier answers."""
+        for conversation in self.read_conversations():
+            groups = [conversation] if by_conversation else [[request] for request in conversation]
+            yield from (group for group in groups if not all(self.shards.is_published(q.position) for q in group))
+
+    def drop_request(self, request: TargetRequest, reason: str) -> None:
+        self.shards.set_row(request.position, None, {f"dropped/{reason}": 1})
+
+    def draw_temperature(self, seed: int, request_id: str) -> float:
+        """Return the temperature of one request, drawn from the mixture."""
+        cumulative = list(itertools.accumulate(weight for _, weight in self.mixture))
+        at = _hash_to_number(f"{seed}:temperature:{request_id}") / 2**32 * cumulative[-1]
+        return next(temperature for (temperature, _), stop in zip(self.mixture, cumulative, strict=True) if at < stop)
+
+
+def count_rows(splits: list[SampledSplit]) -> dict[str, Any]:
+    """Return what the report counts, with the counts of shards that earlier, killed runs published."""
+    total: Counter[str] = sum((split.shards.counts for split in splits), Counter())
+
+    def select(kind: str) -> dict[str, int]:
+        return {key.split("/")[1]: n for key, n in sorted(total.items()) if key.startswith(f"{kind}/")}
+
+    return {
+        "rows_in": sum(split.num_requests for split in splits),
+        "rows_out": total["rows"],
+        "dropped": select("dropped"),
+        "not_asked": {split.name: split.num_unrequested for split in splits},
+        "sources": {
+            split.name: {name: asdict(share) for name, share in split.choice.sources.items()} for split in splits
+        },
+        "truncated": {split.name: split.shards.counts["truncated"] for split in splits},
+        "tokens": {split.name: split.shards.counts["tokens"] for split in splits},
+        "shards": {split.name: split.shards.num_shards for split in splits},
+        "token_ids": select("token_ids"),  # by origin
+        "temperatures": select("temperature"),
+    }
+
+
+def make_seed(seed: int, request_id: str) -> int:
+    """Return the sampling seed of one request."""
+    return _hash_to_number(f"{seed}:{request_id}") >> 1
+
+
+def _hash_to_number(text: str) -> int:
+    """Return one of 2**32 numbers."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")

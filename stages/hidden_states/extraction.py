@@ -1,0 +1,137 @@
+"""Make shards: forward, copy to the host, checksum and write run concurrently."""
+
+import queue
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from stages.hidden_states.format import RowHeader, StoredHiddenStates
+from stages.hidden_states.shard_plan import ShardTask, StoredRowSize, list_lengths
+from stages.hidden_states.sources import HiddenStatesSource
+from stages.hidden_states.writer import ShardWriter, StagingBuffer
+from stages.runtime import atomic
+
+MAX_OPEN_COMMITS = 2  # shards that are synced to disk at once
+WRITER_THREADS = 6  # checksum, write and sync; each releases the GIL
+
+
+def write_tokens_only(task: ShardTask) -> None:
+    """Write a shard of tokens and masks with hidden states of width 0 (extract_hiddens.online)."""
+    task.folder.mkdir(parents=True, exist_ok=True)
+    shard = ShardWriter(task.path, task.make_headers(), 0, torch.float32)
+    empty = torch.empty(shard.offsets[-1], 0)
+    finite = torch.ones(len(empty), dtype=torch.bool)
+    shard.write_block(0, len(shard.headers), StoredHiddenStates(empty, empty), finite)
+    _commit_shard(shard, task, [], {shard})
+
+
+def extract_shards(tasks: list[ShardTask], source: HiddenStatesSource, size: StoredRowSize, show: bool) -> None:
+    """Compute and write the shards of `tasks`, with two staging buffers: one is written while the other is filled."""
+    lengths = [list_lengths(task.rows) for task in tasks]
+    batches = [source.split_batches(each) for each in lengths]
+    buffers = _allocate_buffers(tasks, lengths, batches, source.device, size)
+    stream = torch.cuda.Stream(source.device) if source.device.type == "cuda" else None
+    commits: deque[Future] = deque()
+    unfinished: set[ShardWriter] = set()
+    total = sum(map(sum, lengths))
+    with (
+        ExitStack() as at_exit,  # closed last, when no thread writes any more
+        ThreadPoolExecutor(WRITER_THREADS) as pool,
+        ThreadPoolExecutor(1) as writer,  # batches are written in turn
+        ThreadPoolExecutor(MAX_OPEN_COMMITS) as committer,
+        tqdm(total=total, desc="extract", unit="token", unit_scale=True, mininterval=2) as bar,
+    ):
+        bar.disable = not show
+        at_exit.callback(_discard_shards, unfinished)
+        for task, task_batches in zip(tasks, batches, strict=True):
+            shard, headers = _open_shard(task, size, unfinished)
+            writes: list[Future] = []
+            for batch in task_batches:
+                buffer = buffers.get()
+                for failed in (write for write in writes if write.done()):
+                    failed.result()
+                source.fill_buffer(headers[batch.start : batch.stop], buffer)
+                buffer.start_copy(stream)
+                writes.append(writer.submit(_write_batch, shard, batch, buffer, buffers, pool))
+                bar.update(buffer.num_tokens)
+            commits.append(committer.submit(_commit_shard, shard, task, writes, unfinished))
+            if len(commits) > 2 * MAX_OPEN_COMMITS:  # back-pressure of a slow disk
+                commits.popleft().result()
+        for commit in commits:
+            commit.result()
+
+
+def _allocate_buffers(
+    tasks: list[ShardTask],
+    lengths: list[list[int]],
+    batches: list[list[range]],
+    device: torch.device,
+    size: StoredRowSize,
+) -> "queue.Queue[StagingBuffer]":
+    """Return two buffers, each large enough for any batch."""
+    image_tokens = [size.count_image_tokens(task.rows) for task in tasks]
+    max_tokens, max_image_tokens = (
+        max(sum(row[i] for i in batch) for row, cut in zip(counts, batches, strict=True) for batch in cut)
+        for counts in (lengths, image_tokens)
+    )
+    buffers: queue.Queue[StagingBuffer] = queue.Queue()
+    for _ in range(2):
+        is_multimodal = size.image_token_id is not None
+        buffers.put(StagingBuffer(max_tokens, max_image_tokens, size.hidden_size, size.dtype, is_multimodal, device))
+    return buffers
+
+
+def _open_shard(
+    task: ShardTask, size: StoredRowSize, unfinished: set[ShardWriter]
+) -> tuple[ShardWriter, list[RowHeader]]:
+    task.folder.mkdir(parents=True, exist_ok=True)
+    headers = task.make_headers()
+    with _translate_disk_errors(task.path):
+        shard = ShardWriter(task.path, headers, size.hidden_size, size.dtype)
+    unfinished.add(shard)
+    return shard, headers
+
+
+def _write_batch(
+    shard: ShardWriter,
+    batch: range,
+    buffer: StagingBuffer,
+    buffers: "queue.Queue[StagingBuffer]",
+    pool: ThreadPoolExecutor,
+) -> None:
+    try:
+        block, finite = buffer.wait_for_copy()
+        with _translate_disk_errors(shard.path):
+            shard.write_block(batch.start, len(batch), block, finite, pool.map)
+    finally:
+        buffers.put(buffer)
+
+
+def _commit_shard(shard: ShardWriter, task: ShardTask, writes: list[Future], unfinished: set[ShardWriter]) -> None:
+    for write in writes:
+        write.result()
+    with _translate_disk_errors(shard.path):
+        atomic.write_json(task.entries_path, [entry.to_record() for entry in shard.commit()])
+    unfinished.remove(shard)
+
+
+def _discard_shards(unfinished: set[ShardWriter]) -> None:
+    for shard in unfinished:
+        shard.discard()
+
+
+@contextmanager
+def _translate_disk_errors(path: Path) -> Iterator[None]:
+    """Raise ValueError naming the shard that could not be written; `run_stage` explains a full disk."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise ValueError(
+            f"{path} could not be written ({error}); mend that and run again: finished shards are kept"
+        ) from None

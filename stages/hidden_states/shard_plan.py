@@ -1,0 +1,136 @@
+"""Plan shards and batches from row lengths alone, so that any process, or a later run, makes the same bytes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import torch
+
+from stages.hidden_states.format import RowHeader, count_token_bytes, count_visual_bytes
+from stages.target.manifest import TargetManifest
+
+
+@dataclass(frozen=True)
+class StoredRowSize:
+    """Bytes of rows on disk."""
+
+    hidden_size: int
+    dtype: torch.dtype
+    image_token_id: int | None
+    token_bytes: float
+    image_token_bytes: int  # beyond those of any token
+
+    @classmethod
+    def build(cls, target: TargetManifest, dtype: torch.dtype) -> "StoredRowSize":
+        image_token_id, hidden_size = target.image_token_id, target.hidden_size
+        token_bytes = count_token_bytes(hidden_size, dtype, is_multimodal=image_token_id is not None)
+        return cls(hidden_size, dtype, image_token_id, token_bytes, count_visual_bytes(hidden_size, dtype))
+
+    def count_image_tokens(self, rows: pl.DataFrame) -> list[int]:
+        """Return the number of image tokens of each row."""
+        if self.image_token_id is None:
+            return [0] * len(rows)
+        return rows.select(pl.col("prompt_ids").list.count_matches(self.image_token_id)).to_series().to_list()
+
+    def count_bytes(self, rows: pl.DataFrame) -> float:
+        """Return the bytes of these rows."""
+        return count_tokens(rows) * self.token_bytes + sum(self.count_image_tokens(rows)) * self.image_token_bytes
+
+
+TOKENS_ONLY_SIZE = StoredRowSize(0, torch.float32, None, count_token_bytes(0, torch.float32), 0)
+
+
+@dataclass(frozen=True)
+class ShardTask:
+    """One shard to make: rows of a split, in the order they are stored."""
+
+    split: str
+    number: int
+    rows: pl.DataFrame
+    folder: Path  # unfinished work, on the disk that will hold the shard
+    size: StoredRowSize
+
+    @property
+    def path(self) -> Path:
+        return self.folder / name_shard(self.number)
+
+    @property
+    def entries_path(self) -> Path:
+        """The shard's part of the index, as JSON; written last, so its presence means the shard is complete."""
+        return self.path.with_suffix(".json")
+
+    def is_written(self) -> bool:
+        return self.entries_path.exists() or (self.folder / "index.parquet").exists()
+
+    def make_headers(self) -> list[RowHeader]:
+        return [make_header(row, self.size.image_token_id) for row in self.rows.iter_rows(named=True)]
+
+
+def make_header(row: dict[str, Any], image_token_id: int | None) -> RowHeader:
+    """Return the header of a row of data/sampled."""
+    prompt_length = len(row["prompt_ids"])
+    ids = torch.tensor(row["prompt_ids"] + row["answer_ids"], dtype=torch.int32)
+    return RowHeader(
+        id=row["id"],
+        ids=ids,
+        mask=torch.arange(len(ids)) >= prompt_length,
+        prompt_length=prompt_length,
+        finish_reason=row["finish_reason"],
+        image_token_mask=None if image_token_id is None else ids == image_token_id,
+    )
+
+
+def make_length_expr() -> pl.Expr:
+    """Return the expression of a row's number of tokens."""
+    return pl.col("prompt_ids").list.len() + pl.col("answer_ids").list.len()
+
+
+def list_lengths(rows: pl.DataFrame) -> list[int]:
+    return rows.select(make_length_expr()).to_series().to_list()
+
+
+def count_tokens(rows: pl.DataFrame) -> int:
+    return int(rows.select(make_length_expr().sum()).item() or 0)
+
+
+def plan_split(split: str, table: pl.DataFrame, size: StoredRowSize, shard_bytes: int, folder: Path) -> list[ShardTask]:
+    """Return the shards of a split. Longest rows first: batches hold like lengths, and memory runs out early if at all."""
+    rows = table.sort(make_length_expr(), "id", descending=[True, False])
+    image_tokens = size.count_image_tokens(rows)
+    spans = plan_shards(list_lengths(rows), size.token_bytes, shard_bytes, image_tokens, size.image_token_bytes)
+    return [ShardTask(split, number, rows[span.start : span.stop], folder, size) for number, span in enumerate(spans)]
+
+
+def plan_shards(
+    lengths: Sequence[int],
+    token_bytes: float,
+    shard_bytes: int,
+    image_tokens: Sequence[int] = (),
+    image_token_bytes: int = 0,
+) -> list[range]:
+    """Return the consecutive rows of each shard; the row that reaches `shard_bytes` is a shard's last."""
+    shards, first, size = [], 0, 0.0
+    for number, length in enumerate(lengths):
+        size += length * token_bytes + (image_tokens[number] * image_token_bytes if image_tokens else 0)
+        if size >= shard_bytes:
+            shards.append(range(first, number + 1))
+            first, size = number + 1, 0.0
+    return [*shards, range(first, len(lengths))] if first < len(lengths) else shards
+
+
+def name_shard(number: int) -> str:
+    return f"shard-{number:05d}.safetensors"
+
+
+def split_batches(batch_tokens: int, padded: bool, lengths: list[int]) -> list[range]:
+    """Cut rows, longest first, into batches of at most `batch_tokens` tokens (padding counted if `padded`), or of one row."""
+    batches, first, tokens = [], 0, 0
+    for row, length in enumerate(lengths):
+        size = lengths[first] if padded else length
+        if row > first and tokens + size > batch_tokens:
+            batches.append(range(first, row))
+            first, tokens = row, 0
+        tokens += lengths[first] if padded else length
+    return [*batches, range(first, len(lengths))]

@@ -1,0 +1,74 @@
+"""Encode prompts and answers of rows that may hold images, as the target's server would."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stages.target import chat_template, manifest, vision
+from stages.target.chat_template import Messages
+
+
+@dataclass(frozen=True)
+class PromptEncoder:
+    """A target's tokenizer, chat template and image processor. Errors name the stage's row."""
+
+    tokenizer: Any
+    eos: list[int]
+    end_token: int  # closes an answer
+    thinking: bool | None  # of the chat template
+    image_processor: vision.CachedImageProcessor | None  # where the data has images
+
+    @classmethod
+    def load(
+        cls,
+        target: manifest.TargetManifest,
+        folder: Path,
+        trust_remote_code: bool,
+        thinking: bool | None,
+        image_processor: vision.CachedImageProcessor | None = None,
+    ) -> "PromptEncoder":
+        tokenizer = chat_template.load_tokenizer(folder, trust_remote_code, target.chat_template)
+        end_token = chat_template.find_end_token(tokenizer, target.eos_token_ids)
+        return cls(tokenizer, target.eos_token_ids, end_token, thinking, image_processor)
+
+    def encode_prompt(self, row: str, messages: Messages, tools: Messages | None, images: list[str]) -> list[int]:
+        """Return the ids of a prompt, its images expanded. Raises ValueError naming the row, where it has no ids."""
+        ids = chat_template.encode_prompt(self.tokenizer, messages, self.thinking, tools)
+        chat_template.check_loss_mask(row, ids, [self.end_token], self.eos, complete=False)  # of the prompt only
+        return self.expand_images(row, ids, images)
+
+    def encode_turns(self, messages: Messages, tools: Messages | None) -> list[tuple[list[int], list[int]]]:
+        """Return (prompt ids, answer ids) of each answer that the messages hold, images not expanded."""
+        return chat_template.encode_turns(self.tokenizer, messages, self.eos, self.thinking, tools)
+
+    def expand_images(self, row: str, ids: list[int], images: list[str]) -> list[int]:
+        """Return a rendered prompt's ids with each image's token repeated once per image embedding."""
+        processor = self.image_processor
+        if processor is None:
+            return ids
+        try:
+            return vision.expand_image_tokens(ids, processor.image_token_id, processor.count_image_tokens(images))
+        except ValueError as error:
+            raise ValueError(f"sample_target: row {row}: {error}") from None
+
+    def explain_image_problem(self, messages: Messages, images: list[str]) -> str | None:
+        """Return why the target cannot take these messages and images, as one word, or None; decodes the images."""
+        processor = self.image_processor
+        if processor is None:
+            return None
+        image_token = self.tokenizer.convert_ids_to_tokens(processor.image_token_id)
+        if any(image_token in json.dumps(message, ensure_ascii=False) for message in messages):
+            return "picture_token_in_text"  # the target would expect an image there
+        try:
+            processor.count_image_tokens(images)
+        except vision.UnreadableImageError:
+            return "image_unreadable"
+        return None
+
+    def has_image_token(self, ids: list[int]) -> bool:
+        return self.image_processor is not None and self.image_processor.image_token_id in ids
+
+    def build_image_url(self, path: str) -> str:
+        """Return an image as a `data:` URL, or its path for a text target."""
+        return self.image_processor.build_data_url(path) if self.image_processor else path

@@ -1,0 +1,89 @@
+"""Recover the token ids of answers that came from a server, and check that the server rendered the same prompt."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from stages.target import chat_template
+from stages.target.chat_template import Messages
+from stages.target.prompt_encoder import PromptEncoder
+
+
+class ServedAnswer(Protocol):
+    """An answer as a server returned it (`serving.client.ChatAnswer`)."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def reasoning(self) -> str | None: ...
+    @property
+    def finish_reason(self) -> str: ...
+    @property
+    def prompt_tokens(self) -> int | None: ...
+    @property
+    def completion_tokens(self) -> int | None: ...
+    @property
+    def prompt_ids(self) -> list[int] | None: ...
+    @property
+    def answer_ids(self) -> list[int] | None: ...
+
+
+@dataclass(frozen=True)
+class SampledAnswer:
+    """An answer as token ids."""
+
+    prompt_ids: list[int]
+    answer_ids: list[int]
+    finish_reason: str
+    source: str  # of the ids: "server", or from text with or without a token count to compare
+
+
+def check_served_prompt(
+    encoder: PromptEncoder,
+    row: str,
+    prompt_ids: list[int],
+    answer: ServedAnswer,
+    history: Messages,
+    tools: Messages | None,
+    images: list[str],
+) -> None:
+    """Raise ValueError where the server's prompt differs from ours: its chat template is another, and every row wrong."""
+    processor, served_ids = encoder.image_processor, answer.prompt_ids
+    if served_ids is not None and processor and served_ids.count(processor.image_token_id) == len(images):
+        served_ids = encoder.expand_images(row, served_ids, images)  # as rendered, before the server's own expansion
+    if served_ids == prompt_ids or (served_ids is None and answer.prompt_tokens in (None, len(prompt_ids))):
+        return
+    extras = bool(tools) or any({"tool_calls", "reasoning_content"} & set(message) for message in history)
+    hint = "; this row has tools, calls or thoughts, which not every server renders (docs/sampling.md)" * extras
+    hint += "; this row has images, which the server may cut otherwise (docs/sampling.md)" * bool(images)
+    raise ValueError(
+        f"sample_target: row {row}: the server was prompted with "
+        f"{len(served_ids) if served_ids else answer.prompt_tokens} tokens, this tokenizer and its chat template give "
+        f"{len(prompt_ids)}{' others' if served_ids else ''}; let the server use the target's own template, and set "
+        f"sample_target.thinking as it does{hint}"
+    )
+
+
+def recover_token_ids(
+    encoder: PromptEncoder,
+    history: Messages,
+    tools: Messages | None,
+    prompt_ids: list[int],
+    answer: ServedAnswer,
+) -> SampledAnswer | None:
+    """Return the answer's ids: the server's own, or its text tokenised; None where the server's count disagrees."""
+    finish_reason, eos, end_token = answer.finish_reason, encoder.eos, encoder.end_token
+    if ids := answer.answer_ids:
+        lacks_end = finish_reason == "stop" and ids[-1] not in eos
+        return SampledAnswer(prompt_ids, [*ids, end_token] if lacks_end else ids, finish_reason, "server")
+    ids = chat_template.encode_answer(
+        encoder.tokenizer, history, answer.text, answer.reasoning, eos, encoder.thinking, tools
+    )
+    count = answer.completion_tokens
+    if finish_reason == "length" and count == len(ids) + 1:
+        finish_reason = "stop"  # the end token was the last that fitted
+    if finish_reason == "stop":
+        ids = [*ids, end_token]
+    # Some servers leave the end token out of their count.
+    if count is not None and count not in ((len(ids), len(ids) - 1) if finish_reason == "stop" else (len(ids),)):
+        return None
+    return SampledAnswer(prompt_ids, ids, finish_reason, "text, unchecked" if count is None else "text, as many")
