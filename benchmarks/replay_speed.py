@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from stages.draft.eagle3 import DraftConfig, Eagle3Draft, build_prefix_mask, compute_first_state, encode_prefix
-from stages.params.tree_sections import TreeShape
+from stages.params.tree_shape import TreeShape
 from stages.replay.replay import ReplayOutput, compute_capacity, replay_answers
 from stages.results import interval
 from stages.trees import draft_tree

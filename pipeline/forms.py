@@ -12,7 +12,7 @@ from pipeline import form_limits
 from stages.params.recipe import RECIPES_FOLDER
 from stages.params.schema import Params
 from stages.params.section import ROOT_CHECKPOINT, Count, Name
-from stages.params.tree_sections import TreeShape
+from stages.params.tree_shape import TreeShape
 
 TREE_NAME_PATTERN = r"^t[1-9][0-9]*_[1-9][0-9]*_[1-9][0-9]*$"
 

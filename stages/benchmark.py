@@ -29,7 +29,7 @@ from stages.engine.sampling import SamplingParams
 from stages.grading import grade
 from stages.params import schema
 from stages.params.section import get_named
-from stages.params.tree_sections import TreeShape
+from stages.params.tree_shape import TreeShape
 from stages.results import load_points, metrics, served_records, torch_grades, torch_records
 from stages.runtime import distributed
 from stages.runtime.all_gather import all_gather_json

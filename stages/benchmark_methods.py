@@ -35,7 +35,7 @@ from stages.params import schema
 from stages.params.benchmark_sections import Workload
 from stages.params.methods_section import DynamicRow, LookaheadRow, MethodRow, NgramRow, StaticRow
 from stages.params.section import get_named
-from stages.params.tree_sections import TreeShape
+from stages.params.tree_shape import TreeShape
 from stages.results import interval, method_records, metrics, torch_records
 from stages.target import loading, manifest, vision
 from stages.target.vision import ImagePatches

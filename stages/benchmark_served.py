@@ -22,7 +22,7 @@ from stages.grading import grade
 from stages.params import schema
 from stages.params.benchmark_sections import Workload
 from stages.params.section import get_named
-from stages.params.tree_sections import TreeShape
+from stages.params.tree_shape import TreeShape
 from stages.results import load_points, served_points, served_records, torch_records
 from stages.serving import (
     engine_flags,

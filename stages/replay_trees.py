@@ -23,7 +23,8 @@ from stages.draft import checkpoint
 from stages.draft.eagle3 import Eagle3Draft, MultimodalFeatures
 from stages.hidden_states import format, origin, reader
 from stages.params import schema
-from stages.params.tree_sections import ReplayTrees, TreeShape
+from stages.params.tree_sections import ReplayTrees
+from stages.params.tree_shape import TreeShape
 from stages.replay import oracle_bounds, token_classes, tree_statistics
 from stages.replay.replay import ReplayOutput, compute_capacity, replay_answers
 from stages.results import clusters, interval, replay_records

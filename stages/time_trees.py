@@ -21,7 +21,8 @@ from stages.draft.eagle3 import Eagle3Draft
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeStep
 from stages.params import schema
-from stages.params.tree_sections import TimeTrees, TreeShape
+from stages.params.tree_sections import TimeTrees
+from stages.params.tree_shape import TreeShape
 from stages.results import cost_fit, interval, timing_grid, torch_records
 from stages.target import loading, manifest
 from stages.telemetry.run_stage import run_stage

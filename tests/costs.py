@@ -3,7 +3,8 @@
 import random
 from typing import Any
 
-from stages.params.tree_sections import TimeTrees, TreeShape
+from stages.params.tree_sections import TimeTrees
+from stages.params.tree_shape import TreeShape
 from stages.results import cost_fit, timing_grid
 
 Row = dict[str, Any]

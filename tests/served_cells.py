@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from stages.params.tree_sections import TreeShape
+from stages.params.tree_shape import TreeShape
 from stages.results import served_records, torch_records
 from stages.serving import latency
 

@@ -7,7 +7,7 @@ from pydantic import BaseModel
 
 from stages.literature import comparison
 from stages.params.schema import Params
-from stages.params.tree_sections import TreeShape
+from stages.params.tree_shape import TreeShape
 from stages.results import torch_records
 from tests.conftest import ROOT
 from tests.test_house import section_inside

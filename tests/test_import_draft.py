@@ -17,7 +17,7 @@ from stages.draft import checkpoint
 from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.engine.decode import Engine
 from stages.hidden_states import reader
-from stages.params.tree_sections import TreeShape
+from stages.params.tree_shape import TreeShape
 from stages.replay.replay import replay_answers
 from stages.target import loading, manifest
 from tests.conftest import dvc, edit_params

@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 
 from stages.params import schema
 from stages.params.error_messages import OLD_KEYS
-from stages.params.tree_sections import TreeShape, count_candidates
+from stages.params.tree_shape import TreeShape, count_candidates
 
 ROOT = Path(__file__).parents[1]
 REAL = (ROOT / "params.yaml").read_text(encoding="utf-8")

@@ -23,7 +23,7 @@ from stages.data import conversations
 from stages.draft import checkpoint
 from stages.engine.decode import Engine
 from stages.params import schema
-from stages.params.tree_sections import TreeShape
+from stages.params.tree_shape import TreeShape
 from stages.replay.replay import compute_capacity
 from stages.replay_trees import _batch_rows
 from stages.results import replay_records, torch_records

@@ -18,7 +18,7 @@ from ruamel.yaml import YAML
 from stages import report
 from stages.params import schema
 from stages.params.section import ROOT_CHECKPOINT
-from stages.params.tree_sections import TreeShape
+from stages.params.tree_shape import TreeShape
 from stages.reporting import benchmark_table
 from stages.results import replay_records, served_records, served_table, timing_grid, torch_records
 from stages.runtime import atomic

@@ -40,7 +40,7 @@ from stages.engine.decode_state import (
 from stages.engine.grouped_attention import use_grouped_attention
 from stages.engine.memory_estimate import MemoryEstimate, count_weight_bytes, estimate_activation_bytes
 from stages.engine.sampling import TokenSampler
-from stages.params.tree_sections import TreeShape
+from stages.params.tree_shape import TreeShape
 from stages.target.hooks import capture_residual_streams
 from stages.trees import draft_tree as trees
 from stages.trees.expansion import expand_candidates

@@ -15,7 +15,7 @@ from stages.engine.memory_estimate import MemoryEstimate
 from stages.engine.sampling import SamplingParams
 from stages.params import schema
 from stages.params.benchmark_sections import Workload
-from stages.params.tree_sections import TreeShape
+from stages.params.tree_shape import TreeShape
 from stages.runtime import distributed
 from stages.target import chat_template, loading, manifest, vision
 from stages.target.vision import ImagePatches

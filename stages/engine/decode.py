@@ -50,7 +50,7 @@ from stages.engine.proposer import DraftingMethod
 from stages.engine.sampling import SamplingParams, TokenSampler, draw_uniforms
 from stages.engine.slot_pool import SlotPool
 from stages.engine.target_kernels import FusedDecoder
-from stages.params.tree_sections import TreeShape
+from stages.params.tree_shape import TreeShape
 from stages.target.hooks import capture_residual_streams, tap_decoder_inputs
 from stages.target.multimodal import ImagePatchesProtocol, build_multimodal_inputs, build_pixel_kwargs, is_multimodal
 from stages.trees import draft_tree as trees

@@ -16,7 +16,7 @@ from torch import Tensor
 from stages.draft.eagle3 import Eagle3Draft
 from stages.engine.kernels_torch import admit_own_nodes
 from stages.engine.target_kernels import SUPPORTED_HEAD_DIMS, fuse_linear_weights, select_kernels
-from stages.params.tree_sections import count_candidates
+from stages.params.tree_shape import count_candidates
 from stages.trees.draft_tree import Candidates
 
 

@@ -10,7 +10,7 @@ from stages.draft.eagle3 import attend_prefix_and_ancestors, build_prefix_mask, 
 from stages.engine.decode_state import DecodeState, PrefillOutput, VerifyOutput, compute_rope_positions
 from stages.methods.eagle import EagleDraft
 from stages.methods.static_tree import StaticTree
-from stages.params.tree_sections import TreeShape
+from stages.params.tree_shape import TreeShape
 from stages.trees import draft_tree as trees
 from stages.trees.expansion import expand_candidates
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from stages.params.section import Count, Name, Section
-from stages.params.tree_sections import TreeShape
+from stages.params.tree_shape import TreeShape
 
 
 class DynamicRow(Section):

@@ -24,7 +24,8 @@ from stages.params.recipe import Recipe
 from stages.params.schedule import Schedule
 from stages.params.section import PARAMS_FILE, ROOT_CHECKPOINT, Section, Text, get_named
 from stages.params.target_sections import ExtractHiddens, PrepareTarget, Target
-from stages.params.tree_sections import ReplayTrees, TimeTrees, TreeShape
+from stages.params.tree_sections import ReplayTrees, TimeTrees
+from stages.params.tree_shape import TreeShape
 
 
 class Report(Section):

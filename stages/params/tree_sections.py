@@ -1,12 +1,11 @@
-"""Tree shapes by name, and the sections that list them: replay_trees, time_trees."""
+"""The sections that list trees: replay_trees, time_trees."""
 
-import re
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
 from stages.params.section import Count, Grid, Positive, Section, SomeNames, _check_unique
+from stages.params.tree_shape import TreeShape, count_candidates
 
 MIN_TIMED_TREES = 8  # trees of time_trees: a fit has up to six terms
 
@@ -18,59 +17,6 @@ def _check_tree_names(names: list[str]) -> list[str]:
 
 
 TreeNames = Annotated[list[str], AfterValidator(_check_tree_names), AfterValidator(_check_unique)]
-
-
-def count_candidates(num_steps: int, topk: int) -> int:
-    """Return how many candidates an expansion records: k + (num_steps - 1) * k**2 (SGLang 0.5.17 to 0.5.23), 0 for no step."""
-    return topk + (num_steps - 1) * topk * topk if num_steps else 0
-
-
-@dataclass(frozen=True)
-class TreeShape:
-    """The shape of a draft tree: `t8_2_16` is num_steps 8, topk 2, num_draft_tokens 16 (the root counted, as in SGLang)."""
-
-    num_steps: int
-    topk: int
-    num_draft_tokens: int
-
-    @property
-    def name(self) -> str:
-        return f"t{self.num_steps}_{self.topk}_{self.num_draft_tokens}"
-
-    @property
-    def num_candidates(self) -> int:
-        """How many candidates its expansion records."""
-        return count_candidates(self.num_steps, self.topk)
-
-    @classmethod
-    def parse(cls, name: str) -> "TreeShape":
-        """Parse a name. Raises ValueError for one that names no tree, or a tree that can't be built."""
-        match = re.fullmatch(r"t?([0-9]+)_([0-9]+)_([0-9]+)", name)
-        if not match:
-            raise ValueError(f"{name!r} is not a tree; write t<num_steps>_<topk>_<num_draft_tokens>, as t8_2_16")
-        tree = cls(*map(int, match.groups()))
-        if tree.topk == 1 and tree.num_steps and tree.num_draft_tokens != tree.num_steps + 1:
-            raise ValueError(
-                f"{name}: at topk 1 a tree is a chain of num_steps drafts and the root, as SGLang forces; "
-                f"write t{tree.num_steps}_1_{tree.num_steps + 1}"
-            )
-        tree.check()
-        if tree.name != name:  # a tree has one name: it is part of paths
-            raise ValueError(f"{name!r} is not the name of a tree; write {tree.name}")
-        return tree
-
-    def check(self) -> None:
-        """Raise ValueError for a tree that can't be built with any draft."""
-        if min(self.num_steps, self.topk) < 1 or self.num_draft_tokens < 2:
-            raise ValueError(
-                f"{self.name}: expected num_steps and topk of 1 or more, and num_draft_tokens of 2 or more (root counted)"
-            )
-        if self.num_draft_tokens - 1 > self.num_candidates:
-            raise ValueError(
-                f"{self.name} has {self.num_draft_tokens - 1} nodes under the root, expected at most the topk + (num_steps - 1) "
-                f"* topk**2 = {self.num_candidates} candidates that its expansion records; use at most "
-                f"t{self.num_steps}_{self.topk}_{self.num_candidates + 1}"
-            )
 
 
 class ReplayTrees(Section):

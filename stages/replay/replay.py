@@ -30,7 +30,7 @@ from stages.draft.eagle3 import (
     compute_first_state,
     encode_prefix,
 )
-from stages.params.tree_sections import TreeShape, count_candidates
+from stages.params.tree_shape import TreeShape, count_candidates
 from stages.replay.oracle_bounds import (
     PATH_PROBABILITY_THRESHOLDS,
     choose_integer_type,

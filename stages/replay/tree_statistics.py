@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stages.draft.eagle3 import Eagle3Draft, MultimodalFeatures, build_prefix_mask, compute_first_state, encode_prefix
-from stages.params.tree_sections import TreeShape
+from stages.params.tree_shape import TreeShape
 from stages.replay.token_classes import TOKEN_CLASSES
 from stages.trees.draft_tree import Candidates, select_topk
 from stages.trees.expansion import expand_candidates

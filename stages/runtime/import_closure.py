@@ -1,8 +1,8 @@
 """The import closure of a stage: the files of stages/ that its code consists of, found in the import statements.
 
 It decides what DVC reruns (pipeline/deps.py writes it into dvc.yaml) and which unfinished work a stage may resume
-(stages/runtime/scratch.py digests it). Left out are `stages/params`, whose values DVC tracks, and `stages/telemetry`, which moves
-no result.
+(stages/runtime/scratch.py digests it). Left out are `stages/params`, whose values DVC tracks, but for the shapes of trees, which
+are computed there, and `stages/telemetry`, which moves no result.
 """
 
 import ast
@@ -11,6 +11,7 @@ from pathlib import Path
 
 CODE = "stages"
 NOT_TRACKED = ("stages/params/", "stages/telemetry/")
+TRACKED = {"stages/params/tree_shape.py"}
 TEMPLATES = "templates"  # the page templates of a folder's modules
 BASELINE = "_baseline"  # suffix of a stage of dvc.yaml that runs another stage's module without a draft
 
@@ -29,15 +30,15 @@ def find_import_closure(stage: str, root: Path = Path()) -> set[str]:
         found |= pending
     for folder in {file.rsplit("/", 1)[0] for file in found} - {CODE}:
         found |= {file.relative_to(root).as_posix() for file in (root / folder / TEMPLATES).glob("*") if file.is_file()}
-    return {file for file in found if not file.startswith(NOT_TRACKED)}
+    return {file for file in found if file in TRACKED or not file.startswith(NOT_TRACKED)}
 
 
 @cache
 def find_imported_files(file: str, root: Path = Path()) -> frozenset[str]:
     """Return the files of stages/ that one file imports, anywhere in it.
 
-    `from stages.runtime import atomic` names the module stages/runtime/atomic.py, `from stages.runtime.atomic import write_json` the
-    same one.
+    `from stages.runtime import atomic` names the module stages/runtime/atomic.py, `from stages.runtime.atomic import
+    write_json` the same one.
     """
     named: list[str] = []
     for node in ast.walk(ast.parse((root / file).read_text(encoding="utf-8"))):

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stages.params.tree_sections import TreeShape, count_candidates
+from stages.params.tree_shape import TreeShape, count_candidates
 
 # Up to so many scores in a row, or in all, sorting by unique keys is faster than torch.topk and a check for ties.
 SMALL_ROW, SMALL_TOTAL = 128, 1 << 14

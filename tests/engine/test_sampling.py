@@ -19,7 +19,7 @@ from stages.draft.eagle3 import Eagle3Draft
 from stages.engine import decode, sampling
 from stages.engine.decode import Engine
 from stages.engine.sampling import SamplingParams
-from stages.params.tree_sections import TreeShape
+from stages.params.tree_shape import TreeShape
 from stages.replay.replay import replay_answers
 from stages.results import interval
 from stages.target import generation

@@ -13,7 +13,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from stages.literature import audit, audit_findings, audit_serving, audit_tables, audit_trees, published
 from stages.literature.audit_findings import AGREES, DEPENDS, OPEN, Finding
 from stages.literature.published import Publication, PublishedRow
-from stages.params.tree_sections import count_candidates
+from stages.params.tree_shape import count_candidates
 from tests.conftest import ROOT
 
 PUBLISHED = published.read_publications(ROOT / "published")

@@ -5,7 +5,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from stages.params.tree_sections import TreeShape, count_candidates
+from stages.params.tree_shape import TreeShape, count_candidates
 from stages.replay import oracle_bounds
 from stages.replay.replay import PlaceTables, walk_cycles
 from stages.trees.draft_tree import Candidates, get_step_range

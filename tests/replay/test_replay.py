@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 
 from stages.draft.eagle3 import build_prefix_mask, compute_first_state, encode_prefix
-from stages.params.tree_sections import TreeShape
+from stages.params.tree_shape import TreeShape
 from stages.replay.oracle_bounds import PATH_PROBABILITY_THRESHOLDS
 from stages.replay.replay import MISSING_RANK, find_step_leaders, rank_candidates, replay_answers, walk_cycles
 from stages.trees.draft_tree import TREE_SCORINGS

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from stages.params.tree_sections import TreeShape
+from stages.params.tree_shape import TreeShape
 from stages.replay import token_classes, tree_statistics
 from stages.replay.replay import mark_cycle_starts, replay_answers
 from stages.replay.token_classes import TOKEN_CLASSES

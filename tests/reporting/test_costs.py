@@ -10,7 +10,7 @@ import pytest
 
 from stages import report
 from stages.params import schema
-from stages.params.tree_sections import TreeShape
+from stages.params.tree_shape import TreeShape
 from stages.reporting import costs as shown
 from stages.results import prediction, replay_records, served_records, timing_grid, torch_records
 from stages.serving import engine_flags

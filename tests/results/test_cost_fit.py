@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from stages.params.tree_sections import TreeShape
+from stages.params.tree_shape import TreeShape
 from stages.results import cost_fit
 from stages.results.cost_model import CostModel
 from tests import costs

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from stages.params.tree_sections import TreeShape
+from stages.params.tree_shape import TreeShape
 from stages.results import cost_measured, cost_model, cost_served, prediction, served_table
 from tests import costs
 from tests.results.test_prediction import replay

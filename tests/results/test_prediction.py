@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.params.tree_sections import TreeShape
+from stages.params.tree_shape import TreeShape
 from stages.results import cost_model, prediction
 from tests import costs
 from tests.costs import Row

@@ -15,7 +15,7 @@ from stages.draft import checkpoint
 from stages.draft.eagle3 import DraftConfig, Eagle3Draft, MultimodalFeatures
 from stages.engine.decode import Engine
 from stages.hidden_states import format
-from stages.params.tree_sections import TreeShape
+from stages.params.tree_shape import TreeShape
 from stages.replay.replay import replay_answers
 from stages.target import mrope, multimodal, packed_forward
 from stages.target.vision import ImagePatches

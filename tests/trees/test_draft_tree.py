@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from stages.engine.batch_decode import BatchEngine
 from stages.engine.decode import Engine
-from stages.params.tree_sections import TreeShape
+from stages.params.tree_shape import TreeShape
 from stages.replay.replay import replay_answers
 from stages.trees import draft_tree
 from tests.draft.slow_draft import CONFIG, random_draft, small_target
