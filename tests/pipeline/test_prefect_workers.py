@@ -65,7 +65,7 @@ class Wide(Server):
         (project.root / "secret.txt").write_text("a file that no commit has\n")
         give_params(project)
         edit(project, stages={name: {"gpus": 0, "exclusive": False} for name in ("first", "other", "cell", "last")})
-        edit(project, runner="workers", sent=["cell"])
+        edit(project, runner="workers", remote_stages=["cell"])
         (project.root / "cells").mkdir()
         for n in range(1, CELLS + 1):
             self.cell(project, n)
