@@ -303,10 +303,13 @@ def test_killed_at_random_moments_a_write_leaves_old_or_new(tmp_path: Path, kill
     for _ in range(kills):
         process = start(tmp_path, 0)
         assert process.stdout
-        process.stdout.readline()  # version 1 is whole: from here on it rewrites what lies there
+        for printed in range(
+            1, moments.randint(1, 4) + 1
+        ):  # version 1 is whole: from here on it rewrites what lies there
+            assert process.stdout.readline() == f"{printed}\n"
         time.sleep(moments.uniform(0, 0.05))
         process.kill()
-        printed = [1, *map(int, process.stdout.read().split())][-1]
+        printed = [printed, *map(int, process.stdout.read().split())][-1]
         process.stdout.close()
         assert process.wait() == -signal.SIGKILL
         file, folder = versions(tmp_path)
