@@ -38,11 +38,17 @@ def test_dvc_yaml_lists_the_import_closures() -> None:
     assert deps.render_code_deps(text, ROOT) == text, "dvc.yaml is stale; run: aerie deps --write"
 
 
+def files_of(folder: str) -> set[str]:
+    """Return the modules of a folder and the page templates below it."""
+    templates = {file.relative_to(ROOT).as_posix() for file in (ROOT / folder).rglob("*.j2")}
+    return list_modules(folder, ROOT) | templates
+
+
 @every_stage
 def test_deps_are_the_import_closure(stage: str) -> None:
     """As DVC reads them: files, and folders of which every module is imported."""
     listed = [dep for dep in GRAPH[stage]["deps"] if dep.startswith("stages/")]
-    files = {name for dep in listed for name in ({dep} if dep.endswith((".py", ".j2")) else list_modules(dep, ROOT))}
+    files = {name for dep in listed for name in ({dep} if dep.endswith((".py", ".j2")) else files_of(dep))}
     assert files == find_import_closure(stage, ROOT)
     assert len(listed) == len(set(listed)), f"stages.{stage}.deps lists a file twice"
 
@@ -184,7 +190,17 @@ def reads(stage: str) -> set[str]:
     found |= {
         chain.removeprefix("schema.load_params().") for chain in chains if chain.startswith("schema.load_params().")
     }
-    return {key for key in found if key.split(".")[0] in Params.model_fields}
+    return {key for key in found if is_key(key)}
+
+
+def is_key(chain: str) -> bool:
+    """Return whether the first two names of an attribute chain are a section and one of its keys, not a method or property."""
+    section, _, rest = chain.partition(".")
+    field = Params.model_fields.get(section)
+    model = field and section_inside(field.annotation)[0]
+    if not model or not rest:
+        return field is not None
+    return rest.split(".")[0] in {name for key, f in model.model_fields.items() for name in (key, f.alias or key)}
 
 
 def test_the_reads_of_a_stage_are_found() -> None:
@@ -211,3 +227,33 @@ def test_readme_shows_the_very_table_of_a_kept_run() -> None:
     found = readme_table.BLOCK.search((ROOT / "README.md").read_text(encoding="utf-8"))
     assert found, "README.md has lost its table; run: python -m benchmarks.readme_table DATE DURATION"
     assert found[2].startswith(readme_table.table(ROOT / found[1]))
+
+
+# Prose: words and openings that mark the first layout's dialect. Plain technical English names the subject instead.
+DIALECT = re.compile(
+    r"\b(nobody|nobody's|whoever|learnt by heart|lies beside|stands beside|that sees)\b|^\s*(class )?\"\"\"(Of|What|Whether|Who) ",
+    re.IGNORECASE | re.MULTILINE,
+)
+PROSE = [
+    *(
+        file
+        for folder in ("stages", "pipeline")
+        for file in (ROOT / folder).rglob("*")
+        if file.suffix in (".py", ".j2")
+    ),
+    *(file for file in (ROOT / "docs").glob("*.md") if file.name != "LOG.md"),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "params.yaml", "dvc.yaml")),
+]
+
+
+@pytest.mark.parametrize("file", PROSE, ids=lambda file: str(file.relative_to(ROOT)))
+def test_prose_is_plain_technical_english(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    found = [(text.count("\n", 0, match.start()) + 1, match[0].strip()) for match in DIALECT.finditer(text)]
+    assert not found, f"{file.relative_to(ROOT)}: name the subject, use the field's term: {found}"
+
+
+def test_the_words_of_the_dialect_are_found() -> None:
+    for text in ("nobody's token", '"""Of each turn its row."""', '    """Whether it is."""', "a target that sees"):
+        assert DIALECT.search(text)
+    assert not DIALECT.search('"""Return what of it is finite."""')

@@ -81,7 +81,7 @@ class Workload(Section):
 
     @property
     def is_sequential(self) -> bool:
-        """Whether the torch engine runs it prompt by prompt; otherwise it is measured in loads, as on a server."""
+        """Return whether the torch engine runs it prompt by prompt; otherwise it is measured in loads, as on a server."""
         is_single = self.concurrency == 1 and not isinstance(self.max_new_tokens, list)
         return is_single and self.prompts != "random" and not self.ignore_eos
 

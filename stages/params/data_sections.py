@@ -163,7 +163,7 @@ class PromptSet(Section):
 
     @property
     def can_be_graded(self) -> bool:
-        """Whether its rows hold what answers are graded by."""
+        """Return whether its rows hold references to grade answers by."""
         return self.format in ("gsm8k", "humaneval", "math500")
 
 

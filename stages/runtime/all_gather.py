@@ -1,4 +1,4 @@
-"""What several processes with a share of the work each tell each other: `ranks` says which process this is."""
+"""All-gather JSON values over the processes of torchrun."""
 
 import json
 from typing import Any
@@ -11,7 +11,7 @@ from stages.runtime.distributed import RankContext
 
 
 def all_gather_json(group: RankContext, mine: list[Any]) -> list[Any]:
-    """What each process has, as JSON knows it, one process after the other. All wait for the last of them."""
+    """Return the lists of all ranks, concatenated in the order of ranks. Blocks until every rank has called it."""
     if group.world == 1:
         return mine
     text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(group.device)

@@ -22,10 +22,10 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
 
 
 class Broken(ValueError):
-    """A file of ours that is missing or not whole.
+    """An output of a stage that is missing or incomplete.
 
-    The remedy is of the stage that made it. Whoever reads such a file in another place, unfinished work or a folder of
-    the user's own, gives the remedy of that place beside `found`.
+    The remedy names the stage that makes it. A reader of the same format elsewhere (unfinished work, a user's import folder) raises
+    its own remedy with `found`.
     """
 
     def __init__(self, found: str, remedy: str) -> None:
@@ -40,7 +40,7 @@ def rerun(made_by: str) -> str:
 
 @contextmanager
 def write_file(path: Path) -> Iterator[Path]:
-    """A temporary path to write; it takes `path`'s place when the block ends without an error."""
+    """Yield a temporary path to write, which replaces `path` when the block ends without an error."""
     temporary = _make_temporary_path(path)
     try:
         yield temporary
@@ -56,7 +56,7 @@ def write_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def write_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder to fill; it takes `path`'s place, whole, when the block ends without an error."""
+    """Yield a temporary folder to fill, which replaces `path` as a whole when the block ends without an error."""
     temporary = _make_temporary_path(path)
     temporary.mkdir()
     try:
@@ -146,7 +146,7 @@ def _make_temporary_path(path: Path) -> Path:
 
 
 def _is_another_writer(pid: int) -> bool:
-    """Whether a living process other than this one may own it; two at once is an error, but not ours to mend."""
+    """Return whether a living process other than this one may own it."""
     if pid == os.getpid():
         return False
     try:

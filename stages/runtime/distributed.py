@@ -1,4 +1,4 @@
-"""Several processes, one per device, as torchrun starts them; and one, where it did not."""
+"""Process groups: one process per device, started by torchrun or by `launch_ranks`; or a single process."""
 
 import ctypes
 import os
@@ -19,6 +19,8 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 @dataclass(frozen=True)
 class RankContext:
+    """The rank of this process, the number of processes, and this process's device."""
+
     rank: int
     world: int
     device: str
@@ -30,7 +32,7 @@ class RankContext:
 
 @contextmanager
 def join_process_group(device: str) -> Iterator[RankContext]:
-    """Inside the block the processes of torchrun know each other; `device` cuda becomes each one's own."""
+    """Join the process group of torchrun for the duration of the block; `device` cuda becomes this rank's GPU."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
         yield RankContext(0, 1, device)
@@ -44,7 +46,7 @@ def join_process_group(device: str) -> Iterator[RankContext]:
 
 
 def select_rank_device(device: str) -> str:
-    """The GPU of this process, where it is one of several; else `device`. It is then the current one."""
+    """Return this rank's GPU, else `device`, and make it the current one."""
     if device.startswith("cuda") and "LOCAL_RANK" in os.environ:
         device = f"cuda:{os.environ['LOCAL_RANK']}"
     if device.startswith("cuda:"):
@@ -53,12 +55,14 @@ def select_rank_device(device: str) -> str:
 
 
 def launch_ranks(stage: str, arguments: list[str], processes: int) -> bool:
-    """Run the stage as `processes` processes, as torchrun would start them, and wait; False where this is to be the one.
+    """Run the stage as `processes` ranks, as torchrun does, and wait for them.
 
-    So it is with one process, and where this already is one of several. Over several hosts, start the stage with torchrun
-    or any launcher that sets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    Returns False without starting any if `processes` is 1 or this process already is a rank: the caller then does the work.
+    Over several hosts, start the stage with torchrun or any launcher that sets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR
+    and MASTER_PORT.
 
-    Raises ValueError where one of them fails; it then ends the others.
+    Raises:
+        ValueError: if a rank fails; the others are terminated.
     """
     if processes == 1 or "RANK" in os.environ:
         return False
@@ -77,19 +81,19 @@ def launch_ranks(stage: str, arguments: list[str], processes: int) -> bool:
         failed = [s.returncode for s in started if s.poll()]
     finally:
         for process in started:
-            process.terminate()  # those that have ended don't mind
+            process.terminate()  # no effect on ranks that have ended
     for process in started:
         process.wait()
     if failed:
         raise ValueError(
-            f"{stage}: one of {processes} processes ended with {failed[0]}; what it said is above. What was finished is "
+            f"{stage}: one of {processes} processes ended with {failed[0]}; its output is above. Finished work is "
             f"kept; run again, or set {stage}.processes to 1"
         )
     return True
 
 
 def _die_with_parent() -> None:
-    """On Linux, so that killing the stage leaves no process that goes on writing beside the next run."""
+    """Request SIGKILL when the parent dies (Linux), so that a killed stage leaves no rank that writes beside the next run."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "prctl"):
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

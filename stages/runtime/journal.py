@@ -1,8 +1,7 @@
-"""A journal of finished work: one JSON line per piece, under the digest of what was asked, never rewritten.
+"""A journal of finished work: one JSON line per piece of work, keyed by the digest of its inputs, append only.
 
-A line is in the file as soon as it is written, so a killed process loses nothing that it had in hand; a line cut by the
-kill is taken off when the journal is opened again. What is found is found by content, never by counting lines: pieces
-finish in any order, and an order says nothing about which are missing.
+A line reaches the file as it is written, so a killed process loses no finished piece; a line cut by the kill is dropped
+when the journal is opened again. Pieces are found by key, never by line number, since they finish in any order.
 """
 
 import hashlib
@@ -16,12 +15,12 @@ FSYNC_S = 1.0  # a kill needs no fsync, a power cut does; one a second costs not
 
 
 def make_journal_key(asked: Any) -> str:
-    """The digest of a piece of work, which is anything JSON can write."""
+    """Return the digest of a piece of work, which is anything that JSON can represent."""
     return hashlib.sha256(json.dumps(asked, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:32]
 
 
 class Journal:
-    """What was finished, by key. One process writes at a time."""
+    """Finished pieces of work by key. One process writes at a time."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -34,7 +33,7 @@ class Journal:
         self._synced = time.monotonic()
 
     def add(self, key: str, value: Any) -> None:
-        """Keep `value` under `make_journal_key`; what is there already stays as it is."""
+        """Store `value` under a key of `make_journal_key`; an existing value is kept."""
         if key in self.done:
             return
         line = json.dumps([key, value], ensure_ascii=False, allow_nan=False).encode() + b"\n"

@@ -1,8 +1,8 @@
-"""Elementwise functions of the CPU, each called once before threads share one.
+"""Call each elementwise CPU function once, on import, before several threads share a tensor.
 
-Importing this is its use. MKL picks the code of cos, exp and the like at their first call; where two threads made that call
-at once, one of them now and then computed its half of the tensor by other code, and sums rounded otherwise: one process in
-ten or twenty learned other last bits (docs/LOG.md, 2026-11-21).
+MKL selects the code path of cos, exp and the like at their first call. If two threads make that call at the same time, one
+of them sometimes computes its half of the tensor by another code path, and sums round differently: one process in ten or
+twenty trained to other last bits (docs/LOG.md, 2026-11-21).
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""What GPUs have taken, by the cards' own counters of energy: NVML's, which comes with the driver. No sampling, no thread."""
+"""Energy used by GPUs, from NVML's own energy counters (the library comes with the driver). No sampling, no thread."""
 
 import ctypes
 import os
@@ -9,10 +9,10 @@ NAME_BYTES = 96  # NVML_DEVICE_NAME_V2_BUFFER_SIZE in nvml.h
 
 
 class EnergyMeter:
-    """Of some GPUs, from now on. A counter is of the whole card, whoever else uses it; of a slice (MIG) there is none."""
+    """Energy of some GPUs since the meter was made. A counter covers the whole card, all its users included; MIG slices have none."""
 
     def __init__(self, which: list[int] | None) -> None:
-        """`which` of those that CUDA_VISIBLE_DEVICES names, by their places in it; None: all of them."""
+        """`which` are indices into CUDA_VISIBLE_DEVICES; None: all of them."""
         self._nvml: Any = _load_nvml() if which != [] else None
         cards = _list_visible_handles(self._nvml) if self._nvml else []
         self._cards = cards if which is None else [cards[place] for place in which if place < len(cards)]
@@ -27,7 +27,7 @@ class EnergyMeter:
         return found
 
     def joules(self) -> float | None:
-        """Since it was made, of all of them together; None where there is none, or one doesn't count."""
+        """Return the energy of all GPUs together; None without a GPU, or if one has no counter."""
         now = [self._millijoules(card) for card in self._cards]
         pairs = list(zip(now, self._before, strict=True))
         if not pairs or any(after is None or before is None for after, before in pairs):
@@ -44,7 +44,7 @@ class EnergyMeter:
 
 
 def _load_nvml() -> Any:
-    """NVML, ready; None on a machine without it."""
+    """Return NVML, initialised; None on a machine without it."""
     try:
         nvml = ctypes.CDLL(NVML_LIBRARY)
     except OSError:
@@ -53,7 +53,7 @@ def _load_nvml() -> Any:
 
 
 def _list_visible_handles(nvml: Any) -> list[Any]:
-    """Handles of the GPUs that a process here sees, in its order. CUDA's numbers are NVML's where all are of one kind."""
+    """Return handles of the visible GPUs in CUDA's order, which is NVML's if all GPUs are of one kind."""
     count = ctypes.c_uint()
     if not _succeeded(nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))):
         return []
