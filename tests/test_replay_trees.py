@@ -88,8 +88,8 @@ def answered(engine: Engine, work: Any, name: str, prompt: list[int]) -> dict[st
     answer = [token for step in engine.decode_plain(prompt, ANSWER, sampling=drawn) for token in step.tokens]
     return {
         "id": name, "prompt_ids": prompt, "answer_ids": answer, "finish_reason": "stop" if answer[-1] == END else "length",
-        "temperature": work.workload.temperature, "top_p": work.workload.top_p if drawn else None, "source_row": 0, "verdict": "clean",
-        "images": None,
+        "temperature": work.workload.temperature, "top_p": work.workload.top_p if drawn else None,
+        "source_row": 0, "verdict": "clean", "images": None,
     }  # fmt: skip
 
 

@@ -408,7 +408,8 @@ def pushed(finished: Path, tmp_path: Path) -> Path:
 def cloned(root: Path, to: Path) -> Path:
     """What git has of it: neither DVC's cache nor what the stages made."""
     made = shutil.ignore_patterns("cache", "tmp", "artifacts", "fixed", "sampled", "hiddens", "drafts", "results")
-    shutil.copytree(root, to, ignore=made)
+    code = str(root / "stages")  # where a folder is called results, too
+    shutil.copytree(root, to, ignore=lambda folder, files: set() if folder.startswith(code) else made(folder, files))
     return to
 
 
