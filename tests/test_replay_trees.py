@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from stages import benchmark, extract_hiddens, init_draft, prepare_prompts, prepare_target, replay_trees
 from stages.data import conversations
 from stages.draft import checkpoint
+from stages.engine import cell_context
 from stages.engine.decode import Engine
 from stages.params import schema
 from stages.params.tree_shape import TreeShape
@@ -62,7 +63,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         engine = Engine(small_target(V, 1), target.eos_token_ids, target.feature_layers)
         prompts = torch.randint(0, END, (PROMPTS, 5), generator=torch.Generator().manual_seed(4)).tolist()
         for split, workload in (("train", "eval"), ("eval", "eval"), ("eval_t", "drawn")):
-            work: Any = SimpleNamespace(w=p.benchmark.workloads[workload])
+            work: Any = SimpleNamespace(workload=p.benchmark.workloads[workload])
             rows = [answered(engine, work, f"row{n}.0", prompt) for n, prompt in enumerate(prompts)]
             table = pl.DataFrame(rows, schema=conversations.SAMPLED_SCHEMA)
             conversations.write_table(
@@ -83,12 +84,12 @@ def make_target(seed: int) -> None:
 
 
 def answered(engine: Engine, work: Any, name: str, prompt: list[int]) -> dict[str, Any]:
-    drawn = benchmark._make_sampling_params(work, name, 0, 0)
+    drawn = cell_context.make_sampling_params(work, name, 0, 0)
     answer = [token for step in engine.decode_plain(prompt, ANSWER, sampling=drawn) for token in step.tokens]
     return {
         "id": name, "prompt_ids": prompt, "answer_ids": answer, "finish_reason": "stop" if answer[-1] == END else "length",
-        "temperature": work.w.temperature, "top_p": work.w.top_p if drawn else None, "source_row": 0, "verdict": "clean",
-        "images": None,
+        "temperature": work.workload.temperature, "top_p": work.workload.top_p if drawn else None,
+        "source_row": 0, "verdict": "clean", "images": None,
     }  # fmt: skip
 
 

@@ -218,13 +218,18 @@ RERUNS = [
     Row(
         "stages/engine/decode.py: a comment",
         comments("stages/engine/decode.py"),
-        "time_trees@* benchmark@* report",
+        "check_overfit time_trees@* benchmark@* report",
     ),
     Row(
         "stages/trees/draft_tree.py: a comment",
         comments("stages/trees/draft_tree.py"),
-        "replay_trees@* time_trees@* benchmark@* report",
+        "check_overfit replay_trees@* time_trees@* benchmark@* report",
         back="",
+    ),
+    Row(
+        "stages/target/packed_forward.py: a comment",
+        comments("stages/target/packed_forward.py"),
+        "* -fix_data -prepare_target -sample_target -prepare_prompts@* -benchmark_served_baseline@*",
     ),
     Row(
         "benchmark_served.trees: add t8_2_16",
@@ -239,6 +244,7 @@ RERUNS = [
     Row("stages/report.py: a comment", comments("stages/report.py"), "report"),
     Row("published/table.yaml", comments("published/table.yaml"), "report"),
     Row("stages/params/schema.py: a comment", comments("stages/params/schema.py"), ""),
+    Row("stages/telemetry/gpu_energy.py: a comment", comments("stages/telemetry/gpu_energy.py"), ""),
     Row("README.md", comments("README.md"), ""),
 ]
 
@@ -402,7 +408,8 @@ def pushed(finished: Path, tmp_path: Path) -> Path:
 def cloned(root: Path, to: Path) -> Path:
     """What git has of it: neither DVC's cache nor what the stages made."""
     made = shutil.ignore_patterns("cache", "tmp", "artifacts", "fixed", "sampled", "hiddens", "drafts", "results")
-    shutil.copytree(root, to, ignore=made)
+    code = str(root / "stages")  # where a folder is called results, too
+    shutil.copytree(root, to, ignore=lambda folder, files: set() if folder.startswith(code) else made(folder, files))
     return to
 
 
