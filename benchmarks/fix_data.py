@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from stages.data import toon  # noqa: E402
-from stages.results import torch_records
+from stages.results import torch_records  # noqa: E402
 from stages.toy import damaged_exports  # noqa: E402
 
 MIB = 1 << 20

@@ -18,7 +18,10 @@ REPO = Path(__file__).parents[1]
 TREES = [f"t{s}_{k}_{n}" for s in (4, 5, 6, 7, 8, 9, 10, 12) for k in (2, 3, 4) for n in (6, 8, 10, 12, 14)][:100]
 DVC = [sys.executable, "-m", "dvc"]
 STALE = [sys.executable, "-m", "pipeline", "stale"]
-FLOW = "from pipeline import dvc_graph, flows; dvc_graph.repair_lock(); flows.plan_run(flows.load_params()); assert not dvc_graph.explain_stale()"
+FLOW = (
+    "from pipeline import dvc_graph, flows; dvc_graph.repair_lock(); flows.plan_run(flows.load_params()); "
+    "assert not dvc_graph.explain_stale()"
+)
 
 
 def main() -> None:

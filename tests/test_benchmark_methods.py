@@ -66,7 +66,10 @@ def taught(talking_made: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         "check_overfit": {"min_tau": 1.0},
         "replay_trees": {"checkpoints": ["e003"]},
         "benchmark_served": {"checkpoints": ["e003"]},
-        "benchmark": {"workloads": {"eval": {**WORKLOADS["eval"], "num_prompts": 3, "max_new_tokens": ROOM}}, "torch_workloads": ["eval"]},
+        "benchmark": {
+            "workloads": {"eval": {**WORKLOADS["eval"], "num_prompts": 3, "max_new_tokens": ROOM}},
+            "torch_workloads": ["eval"],
+        },
         "benchmark_methods": {"with_draft": DRAFTED, "without_draft": DRAFTLESS},
     })  # fmt: skip
     with chdir(project):

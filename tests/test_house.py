@@ -231,7 +231,8 @@ def test_readme_shows_the_very_table_of_a_kept_run() -> None:
 
 # Prose: words and openings that mark the first layout's dialect. Plain technical English names the subject instead.
 DIALECT = re.compile(
-    r"\b(nobody|nobody's|whoever|learnt by heart|lies beside|stands beside|that sees)\b|^\s*(class )?\"\"\"(Of|What|Whether|Who) ",
+    r"\b(nobody|nobody's|whoever|learnt by heart|lies beside|stands beside|that sees)\b"
+    r"|^\s*(class )?\"\"\"(Of|What|Whether|Who) ",
     re.IGNORECASE | re.MULTILINE,
 )
 PROSE = [

@@ -24,8 +24,8 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
 class Broken(ValueError):
     """An output of a stage that is missing or incomplete.
 
-    The remedy names the stage that makes it. A reader of the same format elsewhere (unfinished work, a user's import folder) raises
-    its own remedy with `found`.
+    The remedy names the stage that makes it. A reader of the same format elsewhere (unfinished work, a user's import
+    folder) raises its own remedy with `found`.
     """
 
     def __init__(self, found: str, remedy: str) -> None:

@@ -9,7 +9,7 @@ NAME_BYTES = 96  # NVML_DEVICE_NAME_V2_BUFFER_SIZE in nvml.h
 
 
 class EnergyMeter:
-    """Energy of some GPUs since the meter was made. A counter covers the whole card, all its users included; MIG slices have none."""
+    """Energy of some GPUs since the meter was made. A counter covers all users of a card; MIG slices have none."""
 
     def __init__(self, which: list[int] | None) -> None:
         """`which` are indices into CUDA_VISIBLE_DEVICES; None: all of them."""

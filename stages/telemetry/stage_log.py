@@ -37,8 +37,8 @@ class StageRun:
 def log_run(stage: str, arguments: Sequence[str], gpus: list[int] | None) -> Iterator[None]:
     """Append a StageRun to the log when the block ends without an error.
 
-    `gpus` are indices into CUDA_VISIBLE_DEVICES, None for all. A process that writes no outputs logs nothing: torchrun's ranks but
-    the first, and a stage asked only to show something (`--preview`).
+    `gpus` are indices into CUDA_VISIBLE_DEVICES, None for all. A process that writes no outputs logs nothing: torchrun's
+    ranks but the first, and a stage asked only to show something (`--preview`).
     """
     if os.environ.get("RANK", "0") != "0" or any(word.startswith("--") for word in arguments):
         yield

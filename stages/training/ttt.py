@@ -38,7 +38,7 @@ from stages.training.compile_on_cuda import compile_on_cuda
 
 
 class PackRow(Protocol):
-    """A row with hidden states; rows of a multimodal target also have positions [t, 3], image_token_mask [t] and image_embeddings [m, H]."""
+    """A row with hidden states; of a multimodal target also positions [t, 3], image_token_mask [t], image_embeddings [m, H]."""
 
     @property
     def ids(self) -> Tensor: ...  # [t]

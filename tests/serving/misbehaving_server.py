@@ -1,6 +1,6 @@
 """An OpenAI-compatible server that can be told to misbehave. Raw asyncio, so that it can also cut, reset and hang.
 
-python -m tests.serving.misbehaving_server PORT DELAY_S [spread]     # a null server: one answer, after a fixed delay, or one of its own
+python -m tests.serving.misbehaving_server PORT DELAY_S [spread]   # a null server: one answer, after a fixed delay or a drawn one
 python -m tests.serving.misbehaving_server PORT GAP_S stream         # streams as many tokens as are asked for, one each GAP_S
 """
 

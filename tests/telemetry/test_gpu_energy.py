@@ -1,4 +1,4 @@
-"""telemetry/gpu_energy.py and spent.py against a library with NVML's own signatures, compiled here; what a stage leaves behind."""
+"""telemetry/gpu_energy.py against a compiled library with NVML's own signatures, and the line that a stage logs."""
 
 import shutil
 import subprocess
