@@ -72,11 +72,11 @@ def main() -> None:
     header = ("topk", "structures", "seconds", "a minute", "nodes", "peak GiB", "tau from", "to")
     print("".join(f"{word:>12}" for word in header))
     for k in range(1, topk + 1):
-        line(str(k), draft, run, [t for t in trees if t[1] == k])
+        line(str(k), draft, run, [t for t in trees if t.topk == k])
     seconds, nodes, found = line("all", draft, run, trees)
     started = time.perf_counter()
     interval.compute_tau_intervals(
-        found.accepted.cpu().numpy(), found.cycles.cpu().numpy(), [steps for steps, *_ in trees]
+        found.accepted.cpu().numpy(), found.cycles.cpu().numpy(), [t.num_steps for t in trees]
     )
     print(f"intervals of all: {time.perf_counter() - started:.2f} s")
 

@@ -800,7 +800,7 @@ def test_a_file_that_is_no_mapping_is_told_the_sections(text: str, found: str) -
 
 def test_a_missing_file_says_where_to_run() -> None:
     Path("params.yaml").unlink()
-    assert refusal() == "params.yaml not found; run from the project's root, where dvc.yaml lies"
+    assert refusal() == "params.yaml not found; run from the project's root, the folder of dvc.yaml"
     Path("params.yaml").mkdir()
     assert "not found" in refusal()
 

@@ -31,7 +31,7 @@ class OutputHead(NamedTuple):
 
 
 def compute_chunked_loss(
-    draft: Any,
+    output_head: OutputHead,
     states: Sequence[Tensor],  # L recurrent states, each [P_k, H]
     pack: Any,  # ttt.TrainingPack
     head: Tensor,  # [V, H]
@@ -39,10 +39,10 @@ def compute_chunked_loss(
     loss: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the total (scalar, differentiable), the loss [L] summed over the positions of each step, argmax matches [L, P]."""
-    normed = draft.normalise_output(torch.cat(list(states)))  # [S, H]
+    normed = output_head.normalise(torch.cat(list(states)))  # [S, H]
     state_weights = torch.cat([w.expand(count) for w, count in zip(weights, pack.queries_per_step, strict=True)])  # [S]
     total, losses, matches = _ChunkedLoss.apply(
-        normed, draft.lm_head.weight, state_weights, pack, head, draft.d2t, draft.t2d, loss
+        normed, output_head.weight, state_weights, pack, head, output_head.d2t, output_head.t2d, loss
     )
     loss_per_step = torch.stack([x.sum() for x in losses.split(pack.queries_per_step)])
     num_queries = len(pack.query_tokens)

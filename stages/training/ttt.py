@@ -233,7 +233,8 @@ def compute_loss(
     if counts is None:
         counts = torch.tensor(pack.supervised_per_step, device=head.device)
     weights = decay / counts.clamp(min=1)
-    return LossOutput(*chunked_loss.compute_chunked_loss(draft, states, pack, head, weights, objective.loss))
+    output_head = chunked_loss.OutputHead(draft.normalise_output, draft.lm_head.weight, draft.d2t, draft.t2d)
+    return LossOutput(*chunked_loss.compute_chunked_loss(output_head, states, pack, head, weights, objective.loss))
 
 
 def _unroll_states(draft: Eagle3Draft, pack: TrainingPack, embedding: Tensor, num_steps: int) -> list[Tensor]:

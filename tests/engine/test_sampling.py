@@ -221,7 +221,7 @@ def greedily(self: sampling.TokenSampler, logits: Tensor, places: Tensor) -> Ten
 
 def too_hot(self: sampling.TokenSampler, logits: Tensor, places: Tensor) -> Tensor:
     """Forgets the temperature."""
-    return sampling.draw_tokens(logits.softmax(-1), self._numbers[places.clamp(max=LENGTH - 1)])
+    return sampling.draw_tokens(logits.softmax(-1), self._uniforms[places.clamp(max=LENGTH - 1)])
 
 
 def one_number(self: sampling.TokenSampler, logits: Tensor, places: Tensor) -> Tensor:

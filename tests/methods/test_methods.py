@@ -189,7 +189,7 @@ def test_lookahead_keeps_what_the_target_itself_says_after_each_column(model: An
     pool: dict[int, list[tuple[int, ...]]] = {}
     proposer = engine.slots.idle[0].proposers[noted]
     first = method.build_proposer(8)
-    first.begin(prompt, None, None)  # type: ignore[arg-type]
+    first.start(prompt, None, None)  # type: ignore[arg-type]
     rows = [list(row) for row in first.rows]
     for number, (length, found) in enumerate(noted.seen):
         rows[0][0] = text[length]

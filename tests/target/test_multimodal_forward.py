@@ -110,9 +110,11 @@ def test_texts_go_the_same_way(tmp_path: Path, name: str) -> None:
 def test_pictures_that_are_not_the_documents_own_are_refused_by_name(tmp_path: Path) -> None:
     model = load(tmp_path, "qwen3 vl")
     (ids, shown), (_, other) = documents()[0], documents()[2]
-    with pytest.raises(ValueError, match=r"row a has 6 tokens 90 .* expected 8 for its 2 pictures; .* sample_target"):
+    with pytest.raises(
+        ValueError, match=r"row a has 6 image tokens \(id 90\), expected 8 for its 2 images; .* sample_target"
+    ):
         multimodal.build_multimodal_inputs(model, ["row a"], [ids], [other])
-    with pytest.raises(ValueError, match=r"row b has 6 tokens 90 .* expected 0 for its 0 pictures"):
+    with pytest.raises(ValueError, match=r"row b has 6 image tokens \(id 90\), expected 0 for its 0 images"):
         multimodal.build_multimodal_inputs(model, ["row a", "row b"], [ids, ids], [shown, None])
 
 
@@ -256,7 +258,7 @@ def test_replay_says_what_the_live_engine_accepts(run: Run, tree: tuple[int, int
     visual = torch.cat([r.image_embeddings for r in rows if r.image_embeddings is not None])
     ids, features, positions, pictured = (
         pad_sequence([getattr(r, name) for r in rows], batch_first=True)
-        for name in ("ids", "features", "positions", "pictured")
+        for name in ("ids", "features", "positions", "image_token_mask")
     )
     starts = torch.tensor([r.prompt_length for r in rows])
     ends = torch.tensor([len(r.ids) for r in rows])
@@ -302,10 +304,10 @@ def test_company_changes_nothing(run: Run) -> None:
 def test_a_draft_sees_pictures_and_where_they_lie(run: Run) -> None:
     """With the pad token's embedding, or plain positions, it says something else: both matter in what is compared here."""
     one, objective = run.rows[2], ttt.TrainingObjective(STEPS)
-    assert one.visual is not None and one.positions is not None
+    assert one.image_embeddings is not None and one.positions is not None
     pack = ttt.TrainingPack.from_rows([one], STEPS, "aligned")
     blind = ttt.TrainingPack.from_rows([one], STEPS, "aligned")
-    blind.image_embeddings = run.embedding[TOKEN].expand_as(one.visual)
+    blind.image_embeddings = run.embedding[TOKEN].expand_as(one.image_embeddings)
     astray = ttt.TrainingPack.from_rows([one], STEPS, "aligned")
     astray.rope_positions = torch.arange(len(one.ids))[:, None].expand(-1, 3)
     exact, no_pictures, no_places = (

@@ -249,13 +249,13 @@ def test_a_tree_deeper_than_the_drafts_window_is_refused() -> None:
     rows = draft, embedding, ids, features, torch.tensor([3]), torch.tensor([8])
     engine = BatchEngine(small_target(CONFIG.vocab_size, 1), [], [1, 2, 3], draft)
     for refused in (
-        lambda: replay_answers(*rows, [(4, 1, 5), (5, 1, 6)]),
+        lambda: replay_answers(*rows, [TreeShape(4, 1, 5), TreeShape(5, 1, 6)]),
         lambda: next(engine.decode_speculative([1, 2], 5, 5, 1, 6)),
         lambda: engine.estimate_memory(9, 2, (5, 1, 6)),
     ):
         with pytest.raises(ValueError, match=says):
             refused()
-    replay_answers(*rows, [(4, 1, 5)])
+    replay_answers(*rows, [TreeShape(4, 1, 5)])
     assert len(list(engine.decode_speculative([1, 2], 5, 4, 1, 5))) > 1
 
 
