@@ -236,7 +236,7 @@ def test_the_preview_shows_rows_with_pictures(project: Path, capsys: pytest.Capt
 
 
 def test_a_missing_picture_names_itself_and_what_to_run(project: Path) -> None:
-    first = pl.read_parquet("data/fixed/train.parquet")["images"][0][0]
+    first = answers(project, "train")["images"][0][0]  # of the rows that are asked
     Path(first).unlink()
     with pytest.raises(ValueError, match=rf"{first} not found, expected an image; run: dvc repro fix_data"):
         sample_target.main()
