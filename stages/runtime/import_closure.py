@@ -26,11 +26,16 @@ def find_import_closure(stage: str, root: Path = Path()) -> set[str]:
     found = {file.relative_to(root).as_posix() for file in (root / CODE).glob(f"{word}.*") if file.is_file()}
     pending = {file for file in found if file.endswith(".py")}
     while pending:
-        pending = {new for file in pending for new in find_imported_files(file, root)} - found
+        followed = {file for file in pending if _is_tracked(file)}
+        pending = {new for file in followed for new in find_imported_files(file, root)} - found
         found |= pending
     for folder in {file.rsplit("/", 1)[0] for file in found} - {CODE}:
         found |= {file.relative_to(root).as_posix() for file in (root / folder / TEMPLATES).glob("*") if file.is_file()}
-    return {file for file in found if file in TRACKED or not file.startswith(NOT_TRACKED)}
+    return {file for file in found if _is_tracked(file)}
+
+
+def _is_tracked(file: str) -> bool:
+    return file in TRACKED or not file.startswith(NOT_TRACKED)
 
 
 @cache
