@@ -203,7 +203,7 @@ def test_an_order_whose_stage_leaves_the_folder_of_orders_is_refused_before_anyt
         dvc_remote.StageOrder(**ORDER | {"stage": stage})
     unchecked = dvc_remote.StageOrder.model_construct(**ORDER | {"stage": stage})  # as Ray hands one over
     with disable_run_logger():
-        ended = prefect_worker._make_stage(unchecked)
+        ended = prefect_worker._run_order(unchecked)
     assert ended.is_failed() and "stage" in str(ended.message)
     assert precious.read_text() == "mine" and sorted(tmp_path.rglob("*")) == before
 
