@@ -53,7 +53,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             rows = []
             for n in range(count):
                 ids = torch.randint(3, V, (PROMPT,), generator=draw).tolist()
-                output = [token for step in engine.plain(ids, ANSWER + n) for token in step.tokens]
+                output = [token for step in engine.decode_plain(ids, ANSWER + n) for token in step.tokens]
                 rows.append({
                     "id": f"{split}{n}.0", "source_row": n, "verdict": "clean", "temperature": 0.0, "top_p": None,
                     "prompt_ids": ids, "answer_ids": output, "finish_reason": "length", "images": None,
