@@ -15,7 +15,7 @@ from stages import check_overfit, extract_hiddens, init_draft, prepare_target, t
 from stages.data import conversations
 from stages.draft import checkpoint
 from stages.draft.eagle3 import Eagle3Draft
-from stages.engine import forced_decode
+from stages.engine import forced_decode, slot_pool
 from stages.engine.decode import Engine
 from stages.target import manifest
 from stages.training import adamw
@@ -53,7 +53,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             rows = []
             for n in range(count):
                 ids = torch.randint(3, V, (PROMPT,), generator=draw).tolist()
-                output = [token for step in engine.plain(ids, ANSWER + n) for token in step.tokens]
+                output = [token for step in engine.decode_plain(ids, ANSWER + n) for token in step.tokens]
                 rows.append({
                     "id": f"{split}{n}.0", "source_row": n, "verdict": "clean", "temperature": 0.0, "top_p": None,
                     "prompt_ids": ids, "answer_ids": output, "finish_reason": "length", "images": None,
@@ -103,7 +103,7 @@ rope = Eagle3Draft.compute_rope
 
 @pytest.mark.parametrize(
     ("owner", "name", "broken"),
-    [(Engine, "_features", swapped), (Eagle3Draft, "to_target", off_by_one)],
+    [(Engine, "_join_features", swapped), (Eagle3Draft, "to_target", off_by_one)],
     ids=["features", "d2t"],
 )
 def test_inputs_that_differ_in_the_engine_only_fail_the_gate(
@@ -137,7 +137,9 @@ def test_a_target_that_the_engine_does_not_decode_is_measured_by_the_trainer(
     learned: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A target whose window is smaller than the row is not decoded, and the gate still decides."""
-    monkeypatch.setattr(Engine, "check", lambda self, tokens: (_ for _ in ()).throw(ValueError("a window of 8")))
+    monkeypatch.setattr(
+        slot_pool.SlotPool, "check_length", lambda self, tokens: (_ for _ in ()).throw(ValueError("a window of 8"))
+    )
     check_overfit.main()
     assert (
         "not decoded by the torch engine, only by the trainer's own forward: a window of 8" in capsys.readouterr().out
