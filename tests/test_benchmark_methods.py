@@ -292,7 +292,7 @@ def test_a_static_tree_follows_the_checkpoints_accuracies(taught: Path) -> None:
     assert isinstance(settings, StaticRow)
     config = {"rank_accuracy": [[0.9, 0.05], [0.8, 0.1], [0.7, 0.2]]}
     static = benchmark_methods._build_static_tree(settings, config, torch.device("cpu"))
-    assert static.paths[:2] == [(0,), (1,)] and (0, 0, 0) in static.paths and static.nodes == 8
+    assert static.paths[:2] == [(0,), (1,)] and (0, 0, 0) in static.paths and static.num_draft_tokens == 8
     worth = {p: math.prod(config["rank_accuracy"][d][r] for d, r in enumerate(p)) for p in static.paths}
     assert min(worth.values()) >= 0.9 * 0.1 * 0.2
 
@@ -322,7 +322,7 @@ def test_another_methods_checkpoint_is_refused(taught: Path) -> None:
 
 def test_a_misshapen_checkpoint_is_named_tensor_by_tensor(taught: Path, tmp_path: Path) -> None:
     config, tensors = method_checkpoint.read_method_draft(checkpoint.locate_checkpoint("heads1"), "medusa", "a test")
-    wrong = partial(checkpoint.find_shape_problem, expect=method_checkpoint.list_method_shapes)
+    wrong = partial(checkpoint.find_shape_problem, list_shapes=method_checkpoint.list_method_shapes)
     cut = {**tensors, "outs.1.weight": tensors["outs.1.weight"][:-1]}
     assert "outs.1.weight is (89, 128), expected (90, 128)" in wrong(config, cut)
     lacking = {k: t for k, t in tensors.items() if k != "blocks.0.bias"}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from stages.params import schema
+from stages.telemetry import run_stage
 from tests.conftest import EVAL, copy_project, dvc
 
 HOSTILE = ["x; touch ran", "$(touch ran)", "`touch ran`", "x' ; touch ran ; '", 'x" ; touch ran ; "', "x\ntouch ran"]
@@ -89,7 +89,7 @@ def test_dvc_repro_says_which_name_is_wrong(project: Path) -> None:
 
 
 def test_a_stage_finds_its_words_in_its_name(home: Path) -> None:
-    assert schema.split_stage_name(["benchmark@eval-e003-t5_1_6"]) == ["eval", "e003", "t5_1_6"]
-    assert schema.split_stage_name(["a folder@home/dvc.yaml:train_draft@e003"]) == ["e003"]
-    assert schema.split_stage_name(["eval", "e003", "t5_1_6"]) == ["eval", "e003", "t5_1_6"]
-    assert schema.split_stage_name([]) == []
+    assert run_stage.split_stage_name(["benchmark@eval-e003-t5_1_6"]) == ["eval", "e003", "t5_1_6"]
+    assert run_stage.split_stage_name(["a folder@home/dvc.yaml:train_draft@e003"]) == ["e003"]
+    assert run_stage.split_stage_name(["eval", "e003", "t5_1_6"]) == ["eval", "e003", "t5_1_6"]
+    assert run_stage.split_stage_name([]) == []

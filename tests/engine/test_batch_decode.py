@@ -107,7 +107,7 @@ def _searched(model: PreTrainedModel, ask: DecodeRequest, end: int) -> list[int]
     if multimodal.is_multimodal(model):
         given["mm_token_type_ids"] = (ids == TOKEN).int()
     if ask.images is not None:
-        given |= {"pixel_values": ask.images.values, "image_grid_thw": ask.images.grid}
+        given |= {"pixel_values": ask.images.pixel_values, "image_grid_thw": ask.images.image_grid_thw}
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=ask.max_new_tokens, do_sample=False, eos_token_id=end,
         pad_token_id=0, **given,
@@ -254,7 +254,7 @@ def test_a_pass_is_recorded_once_for_a_tree_and_a_temperature(
     engine = BatchEngine(model, [END], [1, 3, 4], draft())
     for tree in ((5, 4, 16), None, (5, 4, 16), (3, 3, 8)):
         list(engine.decode_batch(asks(), 3, tree))
-    assert engine.batch and set(engine.batch.graphs.recorded) == {((5, 4, 16), None), (None, None), ((3, 3, 8), None)}
+    assert engine.batch and set(engine.batch.graphs.graphs) == {((5, 4, 16), None), (None, None), ((3, 3, 8), None)}
 
 
 def test_slots_write_and_move_rows_as_stores_of_their_own() -> None:

@@ -66,8 +66,8 @@ def test_weights_above_the_limit_are_told_with_the_numbers(model: Any) -> None:
     with pytest.raises(
         ValueError, match=r"weights are 0\.0 GiB, 0\.0 of them for cpu, of which 0\.0 may be taken; raise"
     ):
-        device_placement.place_model(model, ["cpu"], most=0.99 * size)
-    device_placement.place_model(model, ["cpu"], most=1.01 * size)
+        device_placement.place_model(model, ["cpu"], max_memory_gib=0.99 * size)
+    device_placement.place_model(model, ["cpu"], max_memory_gib=1.01 * size)
 
 
 def test_what_a_block_is_given_follows_it_and_a_mask_does_so_once() -> None:
@@ -105,7 +105,7 @@ def test_memory_is_said_as_it_is_taken() -> None:
     model = test_decode.model.__wrapped__()
     engine, tree = BatchEngine(model, [7], [1, 3, 4], draft()), (5, 4, 16)
     said = engine.estimate_memory(100, 3, tree)
-    assert said.tokens == 3 * 256 and said.cache == said.tokens * 1792
+    assert said.cache_tokens == 3 * 256 and said.cache == said.cache_tokens * 1792
     asks = [DecodeRequest([1] * 60, 40)] * 4
     list(engine.decode_batch(asks, 3, tree))
     assert engine.batch is not None

@@ -1,6 +1,7 @@
 """Costs and measurements from cells: SGLang-like served cells give a grid and a fit; all against sums by hand."""
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -175,7 +176,7 @@ def torch_cell(tree: str, tau: float, cycle_s: float, **keys: Any) -> Row:
     metrics = {"tau": tau, "speedup": whole, "speedup_low": 0.95 * whole, "speedup_high": 1.1 * whole}
     return {
         "workload": "eval", "checkpoint": "e009", "tree": tree, "engine": "torch", "temperature": 0.0, "metrics": metrics,
-        "prompts": [row, row], "hardware": costs.HARDWARE, **shape.model_dump(),
+        "prompts": [row, row], "hardware": costs.HARDWARE, **asdict(shape),
     } | keys  # fmt: skip
 
 
