@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stages import benchmark, prepare_prompts
+from stages.data import workload_prompts
 from stages.engine import cell_context
 from stages.grading import sandbox
 from stages.results import interval, metrics, torch_records
@@ -83,9 +84,12 @@ def test_who_goes_first_changes_from_prompt_to_prompt_and_from_repeat_to_repeat(
     monkeypatch.setattr(benchmark, "_start_decoding", noted)
     measured(project, "eval", num_prompts=3, repeats=2, warmup=1)
     plain, speculative = "plain", "speculative"
-    warm = [("row3.0", plain), ("row3.0", speculative)]
+    prompts, warmup = workload_prompts.read_prompts("eval")
+    names, (warm_name,) = prompts["id"].to_list(), warmup["id"].to_list()
+    assert len(set(names)) == 3 and warm_name not in names
+    warm = [(warm_name, plain), (warm_name, speculative)]
     orders = [(plain, speculative), (speculative, plain)]
-    expected = [(f"row{n}.0", kind) for repeat in range(2) for n in range(3) for kind in orders[(n + repeat) % 2]]
+    expected = [(names[n], kind) for repeat in range(2) for n in range(3) for kind in orders[(n + repeat) % 2]]
     assert begun == warm + expected
 
 
@@ -222,7 +226,9 @@ def test_a_set_without_answers_is_refused_before_anything_is_decoded(project: Pa
     (project / "data/prompt_sets").mkdir()
     rows = [{"question_id": n, "turns": ["How many?"], "reference": ["#### 5"] if n else None} for n in range(3)]
     (project / "data/prompt_sets/gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(ValueError, match=r"workloads\.gsm8k\.grade is true, but 1 of its 3 prompts have no answer"):
+    with pytest.raises(
+        ValueError, match=r"workloads\.gsm8k\.grade is true, but 1 of its 3 prompts have no reference to grade by"
+    ):
         measured(project, "gsm8k", grade=True)
     assert not Path("results").exists()
 

@@ -77,8 +77,8 @@ def test_every_round_decodes_each_once_forth_and_back(project: Path, monkeypatch
             open_now -= 1
             assert steps == 1 + 1 + 2  # prefill, warm-up, timed
 
-    monkeypatch.setattr(Engine, "plain", lambda *words: noted(plain, *words))
-    monkeypatch.setattr(Engine, "speculative", lambda *words: noted(speculative, *words))
+    monkeypatch.setattr(Engine, "decode_plain", lambda *words: noted(plain, *words))
+    monkeypatch.setattr(Engine, "decode_speculative", lambda *words: noted(speculative, *words))
     time_trees.main("e000")
     each = len(schema.load_params().time_trees.list_trees()) + 1
     rounds = [begun[at : at + each] for at in range(0, len(begun), each)]

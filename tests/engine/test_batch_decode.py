@@ -254,7 +254,7 @@ def test_a_pass_is_recorded_once_for_a_tree_and_a_temperature(
     engine = BatchEngine(model, [END], [1, 3, 4], draft())
     for tree in ((5, 4, 16), None, (5, 4, 16), (3, 3, 8)):
         list(engine.decode_batch(asks(), 3, tree))
-    assert engine.batch and set(engine.batch.graphs.graphs) == {((5, 4, 16), None), (None, None), ((3, 3, 8), None)}
+    assert engine.batch and set(engine.batch.graphs.recorded) == {((5, 4, 16), None), (None, None), ((3, 3, 8), None)}
 
 
 def test_slots_write_and_move_rows_as_stores_of_their_own() -> None:

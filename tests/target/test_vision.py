@@ -211,5 +211,5 @@ def test_targets_that_can_not_see_are_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no image processor .* expected the preprocessor_config\.json"):
         vision.CachedImageProcessor(tmp_path, False).load_patches([path])
     Qwen3Config().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="no image_token_id, expected that of a target that sees pictures"):
+    with pytest.raises(ValueError, match="no image_token_id, expected that of a multimodal target"):
         vision.CachedImageProcessor(tmp_path, False)
