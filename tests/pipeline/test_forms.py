@@ -35,7 +35,7 @@ def test_other_methods_stay_trained(home) -> None:
     recipes.use_recipe("weather-tiny-methods")
     recipes.write_sections(Changes(epochs=[9]).sections(load_params()))
     assert list(load_params().train_draft.checkpoints) == ["e009", "eagle9", "medusa9"]
-    assert load_params().train_draft.checkpoints["medusa9"].width == 5
+    assert load_params().train_draft.checkpoints["medusa9"].num_heads == 5
 
 
 def test_other_keys_go_where_they_belong_and_what_is_empty_stays(home) -> None:
