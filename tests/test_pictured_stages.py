@@ -283,6 +283,9 @@ def test_another_threshold_measures_nothing_again_and_retrains_nothing(
         edit_params(project, {"check_overfit": {"min_tau": 1.25}})
         check_overfit.main()
         assert passed.read_bytes() == before and json.loads(report.read_text())["min_tau"] == 1.25
+        kept = check_overfit._locate_measurement(load_params()) / "measured.json"
+        measured = json.loads(kept.read_text())  # a perfect draft reaches any threshold, so this one is made imperfect
+        kept.write_text(json.dumps(measured | {"engine_tau": 0.9 * measured["perfect_tau"]}))
         edit_params(project, {"check_overfit": {"min_tau": 3.99}})
         with pytest.raises(ValueError, match=r"check_overfit\.min_tau 3\.99"):
             check_overfit.main()
