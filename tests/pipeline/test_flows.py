@@ -217,7 +217,7 @@ def test_changed_parameters_run_in_a_workspace_of_their_own_until_promoted(serve
     assert "| last | ran | params.yaml: report.title modified |" in server.artifacts(run)["outcomes"]["data"]
     assert before == [(root / name).read_text() for name in ("params.yaml", "dvc.lock")]
     (workspace,) = [found.name for found in (root / ".scratch/runs").iterdir()]
-    assert wait_for(lambda: [line for line in server.messages(run) if f"pipeline promote {workspace}" in line])
+    assert wait_for(lambda: [line for line in server.messages(run) if f"aerie promote {workspace}" in line])
 
     def pipeline(*words: str) -> subprocess.CompletedProcess[str]:
         env = os.environ | {"PYTHONPATH": str(REPO), "DVC_SITE_CACHE_DIR": f"{server.home}/site"}

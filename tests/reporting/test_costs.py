@@ -69,7 +69,7 @@ def test_every_replayed_tree_is_predicted_but_those_outside_the_grid(project: sc
     within = [t for t in trees if t.num_steps <= 10 and t.topk <= 4 and t.num_draft_tokens <= 64]
     assert len(rows) == len(within) * len(project.replay_trees.checkpoints) > 300
     for row in rows[::37]:
-        tree = TreeShape(num_steps=row["steps"], topk=row["topk"], num_draft_tokens=row["tokens"])
+        tree = TreeShape(num_steps=int(row["steps"]), topk=int(row["topk"]), num_draft_tokens=int(row["tokens"]))
         by_hand = replayed(tree.name, row["checkpoint"]) * costs.PLAIN_S / costs.seconds(tree)
         assert float(row["speedup"]) == pytest.approx(by_hand)
         assert float(row["low"]) < float(row["speedup"]) < float(row["high"])
