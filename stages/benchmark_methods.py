@@ -52,16 +52,9 @@ class MethodRunContext:
     """A method and the prompts' images, ready to decode."""
 
     engine: Engine
-    method: DraftingMethod | None  # None: the engine's own EAGLE-3 draft, with `tree`
-    tree: TreeShape | None
+    method: DraftingMethod
     images: dict[str, ImagePatches | None]  # by prompt id
     workload: Workload
-
-    @property
-    def num_steps(self) -> int:
-        num_steps = self.method.num_steps if self.method else self.tree and self.tree.num_steps
-        assert num_steps
-        return num_steps
 
     @property
     def max_new_tokens(self) -> int:
@@ -73,11 +66,7 @@ class MethodRunContext:
         sampling_params = _make_sampling_params(self.workload, prompt["id"])
         if kind == "plain":
             return self.engine.decode_plain(ids, limit, images, sampling_params)
-        if self.method is not None:
-            return self.engine.decode_with_method(ids, limit, self.method, images, sampling_params)
-        assert self.tree is not None
-        shape = self.tree.num_steps, self.tree.topk, self.tree.num_draft_tokens
-        return self.engine.decode_speculative(ids, limit, *shape, images, sampling_params)
+        return self.engine.decode_with_method(ids, limit, self.method, images, sampling_params)
 
 
 def main(name: str) -> None:
@@ -100,14 +89,14 @@ def main(name: str) -> None:
         )
         accepted.append([step.num_accepted for step in cycles])
         rows.append(row)
-    measured = _compute_metrics(rows, work.num_steps, w.prompts)
+    measured = _compute_metrics(rows, work.method.num_steps, w.prompts)
     memory, parameters = _measure_memory(work)
     method_records.write_method_cell(
         {
             "row": name,
             "method": settings.method,
             "checkpoint": getattr(settings, "checkpoint", None),
-            "settings": settings.model_dump(exclude={"method", "checkpoint"}) | {"steps": work.num_steps},
+            "settings": settings.model_dump(exclude={"method", "checkpoint"}) | {"steps": work.method.num_steps},
             "workload": workload,
             "engine": "torch",
             "definitions": torch_records.DEFINITIONS,
@@ -115,7 +104,7 @@ def main(name: str) -> None:
             "top_p": w.top_p,
             "top_k": w.top_k,
             "metrics": measured,
-            "histogram": metrics.count_accepted_lengths(accepted, work.num_steps),
+            "histogram": metrics.count_accepted_lengths(accepted, work.method.num_steps),
             "prompts": rows,
             "memory": memory,
             "parameters": parameters,
@@ -150,13 +139,10 @@ def _build_context(p: schema.Params, settings: MethodRow, w: Workload, prompts: 
         )
         draft = Eagle3Draft.from_checkpoint(config, tensors).to(p.target.device, model.dtype).requires_grad_(False)
     engine = Engine(model, target.eos_token_ids, target.feature_layers, draft, p.benchmark.tree_scoring)
-    tree = TreeShape.parse(settings.tree) if isinstance(settings, DynamicRow) else None
-    method = None if draft else _build_method(p, settings, engine)
     images = dict(prompts.select("id", "images").iter_rows())
     return MethodRunContext(
         engine,
-        method,
-        tree,
+        _build_method(p, settings, engine),
         vision.load_image_patches(manifest.resolve_weights_folder(target), p.target.trust_remote_code, images),
         w,
     )
@@ -168,6 +154,9 @@ def _build_method(p: schema.Params, settings: MethodRow, engine: Engine) -> Draf
         return PromptLookupMethod(settings.longest, settings.shortest, settings.length, engine.device)
     if isinstance(settings, LookaheadRow):
         return LookaheadMethod(settings.window, settings.level, settings.guesses, engine.device)
+    tree = TreeShape.parse(settings.tree) if isinstance(settings, DynamicRow) else None
+    if engine.draft is not None and tree is not None:
+        return engine.get_tree_method(tree)
     name = settings.checkpoint
     method = "medusa" if settings.method == "medusa" else "eagle"
     config, tensors = method_checkpoint.read_method_draft(
@@ -179,9 +168,8 @@ def _build_method(p: schema.Params, settings: MethodRow, engine: Engine) -> Draf
         .requires_grad_(False)
     )
     if isinstance(settings, DynamicRow):
-        tree = TreeShape.parse(settings.tree)
-        shape = tree.num_steps, tree.topk, tree.num_draft_tokens
-        return EagleMethod(module, engine.embedding, shape, p.benchmark.tree_scoring)
+        assert tree is not None
+        return EagleMethod(module, engine.embedding, tree, p.benchmark.tree_scoring)
     static = _build_static_tree(settings, config, engine.device)
     if method == "eagle":
         return EagleMethod(module, engine.embedding, static, p.benchmark.tree_scoring)
@@ -201,15 +189,9 @@ def _build_static_tree(settings: StaticRow, config: Row, device: torch.device) -
 
 def _measure_memory(work: MethodRunContext) -> tuple[dict[str, int], int]:
     """Return bytes of weights and of state kept between cycles, without the target's, and the number of trained parameters."""
-    slot, draft = work.engine.slots.idle[0], work.engine.draft
-    if work.method is not None:
-        state = slot.proposers[work.method].nbytes
-        return {"weights": work.method.weight_bytes, "state": state}, work.method.num_parameters
-    assert draft is not None
-    features = slot.states[work.num_steps + 1].features
-    state = slot.draft_keys.nbytes + slot.draft_values.nbytes + features.nbytes
-    weights = sum(x.nbytes for x in draft.state_dict().values())
-    return {"weights": weights, "state": state}, sum(x.numel() for x in draft.parameters())
+    method, slots = work.method, work.engine.slots.idle[0]
+    state = slots.proposers[method].count_state_bytes(slots)
+    return {"weights": method.weight_bytes, "state": state}, method.num_parameters
 
 
 # Measurement

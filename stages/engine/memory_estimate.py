@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from stages.draft.eagle3 import Eagle3Draft
+from stages.params.tree_shape import TreeShape
 
 GIB = 2**30
 CUBLAS_WORKSPACE = 2 * (32 << 20)  # of two streams
@@ -57,22 +58,21 @@ def estimate_activation_bytes(
     draft: Eagle3Draft | None,
     tokens: int,
     num_slots: int,
-    tree: tuple[int, int, int] | None,
+    tree: TreeShape | None,
     samples: bool,
 ) -> int:
     """Return the activations of a prompt's prefill or of a pass over `num_slots` prompts, whichever are more."""
     each, config = model.dtype.itemsize, model.config.get_text_config()
     vocabulary, hidden = model.get_input_embeddings().weight.shape
-    _, topk, num_draft_tokens = tree or (0, 0, 1)
     wide = max(getattr(config, "intermediate_size", 0), compute_routed_width(config))
     prefill = tokens * each * (3 * wide + 6 * hidden)  # [T, I] three times, streams, queries, keys, values
     prefill += tokens * tokens * (1 + each)  # the mask as bool and as additive bias
     if tree is not None:
         prefill += tokens * each * 12 * hidden  # [T, 3H] in parts and joined; the draft's fused input
-    nodes = num_slots * num_draft_tokens
+    nodes = num_slots * (tree.num_draft_tokens if tree else 1)
     cycle = nodes * (each * (3 * wide + 9 * hidden) + vocabulary * (each + (40 if samples else 0)))
     if draft is not None and tree is not None:
-        cycle += num_slots * topk * draft.config.draft_vocab_size * (each + 24)  # float32, sort keys, their sort
+        cycle += num_slots * tree.topk * draft.config.draft_vocab_size * (each + 24)  # float32, sort keys, their sort
     fixed = CUBLAS_WORKSPACE + MATMUL_TIMING_WORKSPACE if model.device.type == "cuda" else 0
     return max(prefill, cycle) + fixed
 
