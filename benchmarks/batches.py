@@ -17,6 +17,7 @@ import torch
 from benchmarks.engine import SMALL_TREES, TREES, draft_for, prompts, say, target
 from stages.engine import device_placement
 from stages.engine.decode import Engine
+from stages.engine.memory_estimate import estimate_memory
 from stages.engine.requests import DecodeRequest
 from stages.engine.sampling import SamplingParams
 from stages.params.tree_shape import TreeShape
@@ -88,7 +89,7 @@ def loads(args: argparse.Namespace) -> None:
 
 
 def timed(engine: Engine, asks: list[DecodeRequest], slots: int, tree: TreeShape | None, cuda: bool) -> str:
-    stated = engine.estimate_memory(PROMPT + ANSWER, slots, tree)
+    stated = estimate_memory(engine, PROMPT + ANSWER, slots, tree)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     engine.warm_up(asks, slots, tree)

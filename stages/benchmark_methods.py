@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import polars as pl
 import torch
 
 from stages.data import workload_prompts
 from stages.draft import checkpoint
-from stages.draft.eagle3 import Eagle3Draft
+from stages.draft.loading import load_draft
 from stages.engine import sampling
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeStep
@@ -36,7 +35,7 @@ from stages.params.benchmark_sections import Workload
 from stages.params.methods_section import DynamicRow, LookaheadRow, MethodRow, NgramRow, StaticRow
 from stages.params.section import get_named
 from stages.params.tree_shape import TreeShape
-from stages.results import interval, method_records, metrics, torch_records
+from stages.results import method_records, metrics, torch_records
 from stages.target import loading, manifest, vision
 from stages.target.vision import ImagePatches
 from stages.telemetry import gpu_energy
@@ -89,14 +88,15 @@ def main(name: str) -> None:
         )
         accepted.append([step.num_accepted for step in cycles])
         rows.append(row)
-    measured = _compute_metrics(rows, work.method.num_steps, w.prompts)
-    memory, parameters = _measure_memory(work)
+    method, slots = work.method, work.engine.slots.idle[0]
+    measured = metrics.compute_cell_metrics(rows, method.num_steps, method.num_draft_tokens, w.prompts)
+    del measured["node_accept_rate"]  # lookahead's window tokens are not there to be accepted
     method_records.write_method_cell(
         {
             "row": name,
             "method": settings.method,
             "checkpoint": getattr(settings, "checkpoint", None),
-            "settings": settings.model_dump(exclude={"method", "checkpoint"}) | {"steps": work.method.num_steps},
+            "settings": settings.model_dump(exclude={"method", "checkpoint"}) | {"steps": method.num_steps},
             "workload": workload,
             "engine": "torch",
             "definitions": torch_records.DEFINITIONS,
@@ -104,10 +104,13 @@ def main(name: str) -> None:
             "top_p": w.top_p,
             "top_k": w.top_k,
             "metrics": measured,
-            "histogram": metrics.count_accepted_lengths(accepted, work.method.num_steps),
+            "histogram": metrics.count_accepted_lengths(accepted, method.num_steps),
             "prompts": rows,
-            "memory": memory,
-            "parameters": parameters,
+            "memory": {
+                "weights": method.weight_bytes,
+                "state": slots.proposers[method].count_state_bytes(slots),
+            },
+            "parameters": method.num_parameters,
             "mixture": any(".experts." in key for key, _ in work.engine.model.named_parameters()),
             "model": p.target.model,
             "hardware": torch_records.describe_hardware(p.target.device, p.target.num_threads),
@@ -134,10 +137,7 @@ def _build_context(p: schema.Params, settings: MethodRow, w: Workload, prompts: 
     draft = None
     if settings.method == "eagle3":
         assert isinstance(settings, DynamicRow)
-        config, tensors = checkpoint.read_draft(
-            checkpoint.locate_checkpoint(settings.checkpoint), p.get_making_stage(settings.checkpoint)
-        )
-        draft = Eagle3Draft.from_checkpoint(config, tensors).to(p.target.device, model.dtype).requires_grad_(False)
+        draft, _ = load_draft(p, settings.checkpoint, p.target.device, model.dtype)
     engine = Engine(model, target.eos_token_ids, target.feature_layers, draft, p.benchmark.tree_scoring)
     images = dict(prompts.select("id", "images").iter_rows())
     return MethodRunContext(
@@ -187,13 +187,6 @@ def _build_static_tree(settings: StaticRow, config: Row, device: torch.device) -
     return StaticTree.from_paths(select_best_branches(accuracy[: settings.depth], settings.nodes - 1), device)
 
 
-def _measure_memory(work: MethodRunContext) -> tuple[dict[str, int], int]:
-    """Return bytes of weights and of state kept between cycles, without the target's, and the number of trained parameters."""
-    method, slots = work.method, work.engine.slots.idle[0]
-    state = slots.proposers[method].count_state_bytes(slots)
-    return {"weights": method.weight_bytes, "state": state}, method.num_parameters
-
-
 # Measurement
 
 
@@ -223,34 +216,6 @@ def _decode_prompt(
         "baseline_prefill_latency_s": plain.prefill_s,
         "baseline_e2e_latency_s": plain.total_s,
     }, cycles
-
-
-def _compute_metrics(rows: list[Row], steps: int, prompts: str) -> dict[str, float | None]:
-    """Return method_cell.METRICS, as docs/metrics.md defines them; `prompts` is the workload's. Intervals as in a cell."""
-    names = metrics.name_clusters(rows, prompts)
-    accepted, cycles = ([row[key] for row in rows] for key in ("accepted", "cycles"))
-    pooled = metrics.pool_acceptance(accepted, cycles, steps, names)
-    ends = interval.compute_speedup_interval(*metrics.collect_speed_columns(rows, prompts)) or (None, None)
-    sums = [np.array([row[name] for row in rows], dtype=float).sum() for name in metrics.SPEED_COLUMNS]
-    prefill, e2e = (float(np.mean([row[name] for row in rows])) for name in ("prefill_latency_s", "e2e_latency_s"))
-    return {
-        "tau": pooled.tau,
-        "tau_low": pooled.tau_low,
-        "tau_high": pooled.tau_high,
-        "accept_rate": pooled.accept_rate,
-        "prefill_latency_s": prefill,
-        "e2e_latency_s": e2e,
-        "output_tok_s": float(sums[0] / sums[1]),
-        "baseline_output_tok_s": float(sums[2] / sums[3]),
-        "speedup": float(_compute_speedup(*sums)),
-        "speedup_low": ends[0],
-        "speedup_high": ends[1],
-        "identical_share": float(np.mean([row["identical"] for row in rows])),
-    }
-
-
-def _compute_speedup(tokens: Any, seconds: Any, plain_tokens: Any, plain_seconds: Any) -> Any:
-    return tokens / seconds / (plain_tokens / plain_seconds)
 
 
 if __name__ == "__main__":

@@ -51,10 +51,8 @@ from stages.engine.decode_state import (
     advance_state,
     compute_rope_positions,
     read_step,
-    round_up_capacity,
 )
 from stages.engine.eagle3_proposer import Eagle3Drafter, Eagle3Method
-from stages.engine.memory_estimate import MemoryEstimate, count_weight_bytes, estimate_activation_bytes
 from stages.engine.proposer import DraftingMethod, Proposer
 from stages.engine.requests import ActiveRequest, ActiveSlots, DecodeRequest, RequestUpdate
 from stages.engine.sampling import SamplingParams, TokenSampler, draw_uniforms
@@ -195,24 +193,6 @@ class Engine:
                 self._prefill_slot(run, 0, 0, requests[0])
                 self._launch_pass(run)
 
-    def estimate_memory(
-        self, tokens: int, num_slots: int, tree: TreeShape | None, samples: bool = False
-    ) -> MemoryEstimate:
-        """Return the memory for `num_slots` prompts of at most `tokens` with their answers; `samples`: above temperature 0.
-
-        Raises ValueError for a length or a tree that can't be decoded at all.
-        """
-        self.slots.check_length(tokens)
-        spare = self._count_spare_rows(self.get_tree_method(tree) if tree else None)
-        cache_tokens = num_slots * round_up_capacity(tokens + spare)
-        return MemoryEstimate(
-            count_weight_bytes(self.model),
-            count_weight_bytes(self.draft),
-            self.slots.count_cache_bytes(cache_tokens),
-            cache_tokens,
-            estimate_activation_bytes(self.model, self.draft, tokens, num_slots, tree, samples),
-        )
-
     def _check_requests(self, requests: Sequence[DecodeRequest], num_slots: int, tree: TreeShape | None) -> int:
         """Return how many slots will be used. Raises ValueError for what can't be decoded."""
         self.slots.check_length(max(request.num_tokens for request in requests))
@@ -256,9 +236,9 @@ class Engine:
         self, requests: Sequence[DecodeRequest], num_slots: int, method: DraftingMethod | None
     ) -> AbstractContextManager[CacheSlots]:
         longest = max(request.num_tokens for request in requests)
-        return self.slots.take_slots(num_slots, longest, self._count_spare_rows(method))
+        return self.slots.take_slots(num_slots, longest, self.count_spare_rows(method))
 
-    def _count_spare_rows(self, method: DraftingMethod | None) -> int:
+    def count_spare_rows(self, method: DraftingMethod | None) -> int:
         """Return the rows of a slot besides those of a prompt and its answer.
 
         A pass writes scratch rows behind the verified ones; passes launched before it was read advance as many more.

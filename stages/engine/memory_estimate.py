@@ -13,6 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from stages.draft.eagle3 import Eagle3Draft
+from stages.engine.decode import Engine
+from stages.engine.decode_state import round_up_capacity
 from stages.params.tree_shape import TreeShape
 
 GIB = 2**30
@@ -53,7 +55,26 @@ def count_weight_bytes(module: nn.Module | None) -> int:
     return 0 if module is None else sum(tensor.nbytes for tensor in [*module.parameters(), *module.buffers()])
 
 
-def estimate_activation_bytes(
+def estimate_memory(
+    engine: Engine, tokens: int, num_slots: int, tree: TreeShape | None, samples: bool = False
+) -> MemoryEstimate:
+    """Return the memory for `num_slots` prompts of at most `tokens` with their answers; `samples`: above temperature 0.
+
+    Raises ValueError for a length or a tree that can't be decoded at all.
+    """
+    engine.slots.check_length(tokens)
+    spare = engine.count_spare_rows(engine.get_tree_method(tree) if tree else None)
+    cache_tokens = num_slots * round_up_capacity(tokens + spare)
+    return MemoryEstimate(
+        count_weight_bytes(engine.model),
+        count_weight_bytes(engine.draft),
+        engine.slots.count_cache_bytes(cache_tokens),
+        cache_tokens,
+        _estimate_activation_bytes(engine.model, engine.draft, tokens, num_slots, tree, samples),
+    )
+
+
+def _estimate_activation_bytes(
     model: PreTrainedModel,
     draft: Eagle3Draft | None,
     tokens: int,

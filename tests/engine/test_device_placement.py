@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from stages.engine import device_placement
 from stages.engine.decode import Engine
-from stages.engine.memory_estimate import GIB, MemoryEstimate
+from stages.engine.memory_estimate import GIB, MemoryEstimate, estimate_memory
 from stages.engine.requests import DecodeRequest
 from stages.engine.sampling import SamplingParams
 from stages.params.tree_shape import TreeShape
@@ -105,7 +105,7 @@ def test_memory_is_said_as_it_is_taken() -> None:
 
     model = test_decode.model.__wrapped__()
     engine, tree = Engine(model, [7], [1, 3, 4], draft()), TreeShape(5, 4, 16)
-    said = engine.estimate_memory(100, 3, tree)
+    said = estimate_memory(engine, 100, 3, tree)
     assert said.cache_tokens == 3 * 256 and said.cache == said.cache_tokens * 1792
     asks = [DecodeRequest([1] * 60, 40)] * 4
     list(engine.decode_batch(asks, 3, tree))
@@ -115,12 +115,12 @@ def test_memory_is_said_as_it_is_taken() -> None:
     assert said.target == sum(p.nbytes for p in [*model.parameters(), *model.buffers()])
     assert str(said).endswith(f"{said.total / GIB:.3g} GiB") and "768 tokens" in str(said)
     less = [
-        engine.estimate_memory(100, 1, None),
-        engine.estimate_memory(100, 64, tree),
-        engine.estimate_memory(100, 64, tree, samples=True),
+        estimate_memory(engine, 100, 1, None),
+        estimate_memory(engine, 100, 64, tree),
+        estimate_memory(engine, 100, 64, tree, samples=True),
     ]
     assert less[0].activations < less[1].activations < less[2].activations
-    assert engine.estimate_memory(200, 1, None).activations > less[0].activations
+    assert estimate_memory(engine, 200, 1, None).activations > less[0].activations
     said.check(said.cache + said.activations, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"are needed beside the weights, cpu has \S+ GiB left \(\S+ of the target"):
         said.check(said.cache + said.activations - 1, torch.device("cpu"))

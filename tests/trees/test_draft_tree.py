@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages.engine.decode import Engine
+from stages.engine.memory_estimate import estimate_memory
 from stages.params.tree_shape import TreeShape
 from stages.replay.replay import replay_answers
 from stages.trees import draft_tree
@@ -250,7 +251,7 @@ def test_a_tree_deeper_than_the_drafts_window_is_refused() -> None:
     for refused in (
         lambda: replay_answers(*rows, [TreeShape(4, 1, 5), TreeShape(5, 1, 6)]),
         lambda: next(engine.decode_speculative([1, 2], 5, 5, 1, 6)),
-        lambda: engine.estimate_memory(9, 2, TreeShape(5, 1, 6)),
+        lambda: estimate_memory(engine, 9, 2, TreeShape(5, 1, 6)),
     ):
         with pytest.raises(ValueError, match=says):
             refused()
