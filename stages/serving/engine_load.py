@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from stages.params.tree_shape import TreeShape
 from stages.serving.latency import RequestRecord
 from stages.serving.spec_counters import AcceptanceCounts
 
@@ -17,6 +16,13 @@ class EngineStep(Protocol):
 
     @property
     def num_accepted(self) -> int: ...
+
+
+class TreeDepth(Protocol):
+    """The shape of a draft tree (params/tree_shape.py), which the engine knows; here only its depth counts."""
+
+    @property
+    def num_steps(self) -> int: ...
 
 
 class LoadEngine(Protocol):
@@ -36,7 +42,7 @@ def decode_load(
     engine: LoadEngine,
     requests: Mapping[str, Any],
     slots: int,
-    tree: TreeShape | None,
+    tree: TreeDepth | None,
     start_clock: Callable[[], float],
 ) -> list[RequestRecord]:
     """Decode all requests in so many slots and return their records, in order.
