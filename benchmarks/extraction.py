@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from stages.data import conversations
 from stages.hidden_states import extraction, format, shard_plan, sources
 from stages.target import packed_forward
+from stages.target.feature_target import FeatureTarget
 
 LENGTH, PEAK, LAYERS, H = 2048, 989e12, [2, 18, 33], 4096
 FLOP = 2 * 6.95e9 + 2 * LENGTH * H * 36  # a token
@@ -44,11 +45,10 @@ def main() -> None:
     if world > 1:
         torch.distributed.init_process_group("gloo")
     model = random_target(device)
-    packed = packed_forward.supports_packing(model)
-    if args.compile:
-        packed_forward.compile_blocks(model, args.batch_tokens)
+    target = FeatureTarget(model, LAYERS, None, args.batch_tokens if args.compile else None)
+    packed = target.supports_packing
     source = sources.HiddenStatesSource(
-        partial(sources.fill_from_target, model, LAYERS, packed),
+        partial(sources.fill_from_target, target, {}),
         partial(shard_plan.split_batches, args.batch_tokens, not packed),
         device,
     )
@@ -68,7 +68,7 @@ def main() -> None:
                 torch.distributed.barrier()
             torch.cuda.synchronize()
             started = time.perf_counter()
-            extraction.extract_shards(work[rank::world], source, size, show=False)
+            extraction.extract_shards(work[rank::world], source, show=False)
             torch.cuda.synchronize()
             if world > 1:
                 torch.distributed.barrier()

@@ -28,7 +28,7 @@ from stages.params import schema
 from stages.params.section import ROOT_CHECKPOINT
 from stages.runtime import atomic, scratch
 from stages.target import loading, manifest, vision
-from stages.target.online import OnlineTarget
+from stages.target.feature_target import FeatureTarget
 from stages.telemetry.run_stage import run_stage
 from stages.training import adamw, ttt
 from stages.trees import acceptance
@@ -185,13 +185,11 @@ def _compute_hidden_states(
     params: schema.Params, target_manifest: manifest.TargetManifest, rows: list[format.HiddenStatesRow]
 ) -> Iterator[format.HiddenStatesRow]:
     """Yield the rows with hidden states computed by the target."""
-    options = (params.target.dtype, params.target.device, params.target.trust_remote_code)
-    folder = str(manifest.resolve_weights_folder(target_manifest))
-    target = OnlineTarget.load(folder, *options, target_manifest.feature_layers)
+    target = FeatureTarget.load(target_manifest, params.target, params.target.device)
     image_paths = conversations.read_image_paths(SAMPLED, "sample_target")
     for row in rows:
-        inputs = target.build_inputs([row.id], [row.ids], [image_paths.get(row.id)])
-        states = target(row.ids.long().to(target.model.device), [len(row.ids)], inputs)
+        inputs = target.build_inputs([row.id], [row.ids], image_paths)
+        states = target.compute_hidden_states(row.ids.long().to(target.model.device), [len(row.ids)], inputs)
         row = replace(row, features=states.features.cpu(), last=states.last.cpu())
         if inputs is not None and states.image_embeddings is not None:
             row = replace(

@@ -68,7 +68,7 @@ def _extract(p: schema.Params, stack: contextlib.ExitStack) -> None:
     for task in (task for task in mine if not task.size.hidden_size):
         extraction.write_tokens_only(task)
     if with_states := [task for task in mine if task.size.hidden_size]:
-        extraction.extract_shards(with_states, sources.open_source(p, target, kept), size, show=rank == 0)
+        extraction.extract_shards(with_states, sources.open_source(p, target, kept), show=rank == 0)
     if not _wait_for_ranks(store, rank, world):
         return
     for split in SPLITS:

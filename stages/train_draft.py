@@ -32,7 +32,7 @@ from stages.params.draft_sections import Segment, TrainDraft
 from stages.params.section import ROOT_CHECKPOINT, get_named
 from stages.runtime import atomic, distributed, scratch
 from stages.target import manifest
-from stages.target.online import OnlineTarget
+from stages.target.feature_target import FeatureTarget
 from stages.telemetry.run_stage import run_stage
 from stages.training import trackers, ttt
 from stages.training.online_packs import OnlinePacks
@@ -194,14 +194,8 @@ def _build_objective(draft: DraftModel, settings: TrainDraft) -> ttt.TrainingObj
 
 def _load_online_target(params: schema.Params, target_manifest: manifest.TargetManifest, device: str) -> OnlinePacks:
     """Load the target onto this process's device."""
-    target = OnlineTarget.load(
-        str(manifest.resolve_weights_folder(target_manifest)),
-        params.target.dtype,
-        device,
-        params.target.trust_remote_code,
-        target_manifest.feature_layers,
-        params.train_draft.batch_tokens if params.extract_hiddens.compile else None,
-    )
+    compile_tokens = params.train_draft.batch_tokens if params.extract_hiddens.compile else None
+    target = FeatureTarget.load(target_manifest, params.target, device, compile_tokens)
     return OnlinePacks(target, conversations.read_image_paths(SAMPLED, "sample_target"))
 
 

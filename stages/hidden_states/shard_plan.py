@@ -28,6 +28,10 @@ class StoredRowSize:
         token_bytes = count_token_bytes(hidden_size, dtype, is_multimodal=image_token_id is not None)
         return cls(hidden_size, dtype, image_token_id, token_bytes, count_visual_bytes(hidden_size, dtype))
 
+    @property
+    def is_multimodal(self) -> bool:
+        return self.image_token_id is not None
+
     def count_image_tokens(self, rows: pl.DataFrame) -> list[int]:
         """Return the number of image tokens of each row."""
         if self.image_token_id is None:

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, replace
 
 from stages.hidden_states.format import HiddenStatesRow
-from stages.target.online import OnlineTarget
-from stages.training.pack_loader import AddImages
+from stages.target.feature_target import FeatureTarget
 from stages.training.ttt import TrainingPack, number_image_tokens
 
 
@@ -12,18 +11,14 @@ from stages.training.ttt import TrainingPack, number_image_tokens
 class OnlinePacks:
     """The target, and the image paths of rows by their ids."""
 
-    target: OnlineTarget
+    target: FeatureTarget
     image_paths: dict[str, list[str]]
 
-    def get_add_images(self) -> AddImages | None:
-        """Return `add_images` for a multimodal target, None for one of text."""
-        return self.add_images if self.target.image_processor else None
-
     def add_images(self, pack: TrainingPack, rows: list[HiddenStatesRow]) -> TrainingPack:
-        """Return the pack with the image inputs of its rows. May be called by several threads."""
-        paths = [self.image_paths.get(row.id) for row in rows]
-        inputs = self.target.build_inputs([row.id for row in rows], [row.ids for row in rows], paths)
-        assert inputs is not None
+        """Return the pack with the image inputs of its rows, if any. May be called by several threads."""
+        inputs = self.target.build_inputs([row.id for row in rows], [row.ids for row in rows], self.image_paths)
+        if inputs is None:
+            return pack
         return replace(
             pack,
             multimodal_inputs=inputs,
@@ -33,5 +28,6 @@ class OnlinePacks:
 
     def fill_hidden_states(self, pack: TrainingPack) -> TrainingPack:
         """Return the pack with hidden states of the target."""
-        states = self.target(pack.ids, pack.lengths, pack.multimodal_inputs)
-        return replace(pack, features=states.features, last=states.last, image_embeddings=states.image_embeddings)
+        return replace(
+            pack, **self.target.compute_hidden_states(pack.ids, pack.lengths, pack.multimodal_inputs)._asdict()
+        )

@@ -1,22 +1,20 @@
 """Loading of packs: rows are read, packed and copied to a GPU by threads while earlier steps are computed."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 
-from stages.hidden_states.format import HiddenStatesRow
 from stages.hidden_states.reader import HiddenStatesReader
 from stages.runtime.distributed import RankContext
+from stages.training.online_packs import OnlinePacks
 from stages.training.pack_plan import share_packs
 from stages.training.ttt import TrainingObjective, TrainingPack
 
 PREFETCHED_STEPS = 3
 READER_THREADS = 4
-
-AddImages = Callable[[TrainingPack, list[HiddenStatesRow]], TrainingPack]
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class PackLoader:
     objective: TrainingObjective
     ranks: RankContext
     dtype: torch.dtype  # of rows stored in fp8
-    add_images: AddImages | None = None  # for an online multimodal target; called by several threads
+    online: OnlinePacks | None = None
 
     def load_steps(self, steps: list[list[list[int]]]) -> Iterator[list[TrainingPack]]:
         """Yield the packs of each step of a plan. Raises ValueError for a broken shard, as HiddenStatesReader."""
@@ -52,7 +50,7 @@ class PackLoader:
         read = [self.reader.read_row(i, self.dtype) for i in rows]
         on_gpu = self.ranks.device.startswith("cuda")
         pack = TrainingPack.from_rows(read, self.objective.num_steps, self.objective.loss_mask, pinned=on_gpu)
-        pack = self.add_images(pack, read) if self.add_images else pack
+        pack = self.online.add_images(pack, read) if self.online else pack
         return pack if supervised else pack.without_supervision()
 
 

@@ -154,8 +154,7 @@ class Trainer:
         ranks: RankContext,
     ):
         """Yield the packs of each step; `fill_hidden_states` completes them where the target is online."""
-        add_images = self.online_packs.get_add_images() if self.online_packs else None
-        return PackLoader(reader, objective, ranks, self.dtype, add_images).load_steps(steps)
+        return PackLoader(reader, objective, ranks, self.dtype, self.online_packs).load_steps(steps)
 
     def fill_hidden_states(self, pack: ttt.TrainingPack) -> ttt.TrainingPack:
         """Return the pack with hidden states, by the online target where there is one."""

@@ -320,9 +320,7 @@ def test_a_shard_may_be_put_in_any_order_by_threads(tmp_path: Path) -> None:
     (tmp_path / "plain").mkdir()
     rows = made_up()
     writer.write_rows(tmp_path / "plain", rows, torch.bfloat16, 10**9)
-    shard = writer.ShardWriter(
-        tmp_path / shard_plan.name_shard(0), [writer._make_header(r) for r in rows], H, torch.bfloat16
-    )
+    shard = writer.ShardWriter(tmp_path / shard_plan.name_shard(0), rows, H, torch.bfloat16)
     with ThreadPoolExecutor(3) as pool:
         for first, end in ((4, 6), (0, 3), (3, 4)):
             features, last = (
