@@ -13,7 +13,7 @@ packs of a step, so their number does not change what is learned. With `extract_
 the target computes those of each pack here.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,15 +83,14 @@ def _train_in_scratch(params: schema.Params, name: str, ranks: distributed.RankC
 def _train_segment(params: schema.Params, name: str, ranks: distributed.RankContext, work: Path) -> None:
     """Train from the parent, or from the last whole epoch in `work`, and write the checkpoint and its report."""
     segment, settings = params.train_draft.checkpoints[name], params.train_draft
-    parent, parent_stage = checkpoint.locate_checkpoint(segment.from_), _name_parent_stage(segment)
+    parent = checkpoint.locate_checkpoint(segment.from_)
+    parent_stage = "init_draft" if segment.from_ == ROOT_CHECKPOINT else f"train_draft@{segment.from_}"
     target_manifest, resumed = manifest.read_manifest(), work.exists()
     embedding, head = manifest.read_embedding_and_head(target_manifest)
     if resumed:
         with scratch.reading(work):
             draft, progress = _read_draft(work, parent_stage, segment.other_method, head)
-            progress = TrainingProgress(
-                progress.optimizer_state, progress.epoch, progress.step, read_log(work / "log.json", parent_stage)
-            )
+            progress = replace(progress, epochs=read_log(work / "log.json", parent_stage))
     elif segment.from_ == ROOT_CHECKPOINT and segment.other_method:
         draft, progress = _initialise_method_draft(segment, head, settings), TrainingProgress({})
     else:
@@ -102,11 +101,14 @@ def _train_segment(params: schema.Params, name: str, ranks: distributed.RankCont
 
     hidden_states = HiddenStatesReader(HIDDENS)
     compute_loss = registry.TRAINABLE_METHODS[draft.method].compute_loss if draft.method else ttt.compute_loss
-    objective = _build_objective(draft, settings)
+    num_steps = {None: settings.ttt_steps, "eagle": 1, "medusa": draft.config.get("heads", 0)}[draft.method]
+    objective = ttt.TrainingObjective(num_steps, settings.ttt_decay, settings.mask, settings.loss)
     trainer = Trainer(draft.model, embedding, head, objective, compute_loss, settings, ranks, progress)
     del progress  # the trainer has its own copy of the optimizer state
     if hidden_states.online:
-        trainer.online_packs = _load_online_target(params, target_manifest, ranks.device)
+        compile_tokens = settings.batch_tokens if params.extract_hiddens.compile else None
+        target = FeatureTarget.load(target_manifest, params.target, ranks.device, compile_tokens)
+        trainer.online_packs = OnlinePacks(target, conversations.read_image_paths(SAMPLED, "sample_target"))
     _train_epochs(trainer, hidden_states, draft, name, work, last_epoch)
     weights, state = trainer.gather_state()
     if not ranks.first:
@@ -140,11 +142,6 @@ def _train_epochs(
                 with atomic.write_folder(work) as temporary:  # weights, state and log of an epoch: all or none
                     _write_checkpoint(temporary, draft, trainer, weights, state)
                     atomic.write_json(temporary / "log.json", [asdict(entry) for entry in trainer.log])
-
-
-def _name_parent_stage(segment: Segment) -> str:
-    """Return the stage that made the parent checkpoint, for messages."""
-    return "init_draft" if segment.from_ == ROOT_CHECKPOINT else f"train_draft@{segment.from_}"
 
 
 def _list_tracked_settings(settings: TrainDraft) -> dict[str, Any]:
@@ -187,18 +184,6 @@ def _initialise_method_draft(segment: Segment, head: Tensor, settings: TrainDraf
     return DraftModel(model, config, segment.other_method)
 
 
-def _build_objective(draft: DraftModel, settings: TrainDraft) -> ttt.TrainingObjective:
-    num_steps = {None: settings.ttt_steps, "eagle": 1, "medusa": draft.config.get("heads", 0)}[draft.method]
-    return ttt.TrainingObjective(num_steps, settings.ttt_decay, settings.mask, settings.loss)
-
-
-def _load_online_target(params: schema.Params, target_manifest: manifest.TargetManifest, device: str) -> OnlinePacks:
-    """Load the target onto this process's device."""
-    compile_tokens = params.train_draft.batch_tokens if params.extract_hiddens.compile else None
-    target = FeatureTarget.load(target_manifest, params.target, device, compile_tokens)
-    return OnlinePacks(target, conversations.read_image_paths(SAMPLED, "sample_target"))
-
-
 def _measure_rank_accuracy(
     trainer: Trainer, hidden_states: HiddenStatesReader, draft: DraftModel, weights: dict[str, Tensor]
 ) -> list[list[float]]:
@@ -233,10 +218,5 @@ def _write_report(name: str, segment: Segment, folder: Path, log: list[EpochLog]
     atomic.write_json(REPORTS_FOLDER / f"{name}.json", report)
 
 
-def _list_stage_gpus() -> list[int]:
-    params = schema.load_params()
-    return params.target.gpus(params.train_draft.processes)
-
-
 if __name__ == "__main__":
-    run_stage(main, _list_stage_gpus)
+    run_stage(main, lambda: (p := schema.load_params()).target.gpus(p.train_draft.processes))
