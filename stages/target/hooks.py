@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -51,17 +50,6 @@ def capture_residual_streams(model: PreTrainedModel, layers: list[int]) -> Itera
     caught: list[Tensor] = []
     with tap_residual_streams(model, layers, lambda _, stream: caught.append(stream)):
         yield caught
-
-
-@torch.inference_mode()
-def compute_hidden_states(model: PreTrainedModel, ids: Tensor, layers: list[int]) -> tuple[Tensor, Tensor]:
-    """Return features [B, T, 3H] (low, mid, high) and the last hidden [B, T, H] after the final norm of right-padded ids [B, T].
-
-    No LM head. Attention is causal, so padding does not reach a row's tokens; the caller drops the padded positions.
-    """
-    with capture_residual_streams(model, layers) as caught:
-        last = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
-    return torch.cat(caught, dim=-1), last
 
 
 @contextmanager

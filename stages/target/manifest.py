@@ -145,9 +145,14 @@ def sample_weights(folder: Path) -> str:
     Reading a thousandth is cheap enough for every stage. It detects other weights (training changes nearly every element of
     a matrix), not a single altered byte: that is `digest_weights`.
     """
+    return _sample_files(tuple((f, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(folder.glob(WEIGHTS))))
+
+
+@cache
+def _sample_files(files: tuple[tuple[Path, int, int], ...]) -> str:
+    """Return the digest of files of these sizes and times, cached: stages resolve the folder several times."""
     total = hashlib.sha256()
-    for file in sorted(folder.glob(WEIGHTS)):
-        size = file.stat().st_size
+    for file, size, _ in files:
         total.update(f"{file.name}\0{size}\0".encode())
         with file.open("rb") as opened:
             for start in (*range(0, size, SAMPLE_EVERY), max(0, size - SAMPLE_BYTES)):
@@ -158,23 +163,13 @@ def sample_weights(folder: Path) -> str:
 
 def _check_weights(manifest: TargetManifest) -> None:
     """Raise ValueError where the local folder's weights are not those of the manifest."""
-    if manifest.weights_sample is None:
-        return
     folder = Path(manifest.model)
-    stats = tuple((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(folder.glob(WEIGHTS)))
-    found = _sample_weights_once(folder, stats)
-    if found != manifest.weights_sample:
+    if manifest.weights_sample is not None and (found := sample_weights(folder)) != manifest.weights_sample:
         raise ValueError(
             f"{folder} holds other weights ({found:.12}) than those that {TARGET_FOLDER}/target.json names "
             f"({manifest.weights_sample:.12}), which present results belong to; run: dvc repro {MADE_BY}, or restore the former "
             "weights"
         )
-
-
-@cache
-def _sample_weights_once(folder: Path, stats: tuple[tuple[str, int, int], ...]) -> str:
-    """Return the digest of the folder, cached while `stats` are unchanged: stages resolve the folder several times."""
-    return sample_weights(folder)
 
 
 def digest_files(folder: Path, *patterns: str) -> str:

@@ -73,9 +73,11 @@ class CachedImageProcessor:
 
     def count_image_tokens(self, paths: Sequence[str]) -> list[int]:
         """Return the number of image tokens of each image. Raises as `load_patches` does."""
-        return [
-            self._token_counts[path] if path in self._token_counts else self._count_image_tokens(path) for path in paths
-        ]
+        for path in paths:
+            if path not in self._token_counts:
+                grid = self._load_image_patches(path).image_grid_thw
+                self._token_counts[path] = int(grid.prod()) // self._processor.merge_size**2
+        return [self._token_counts[path] for path in paths]
 
     def build_data_url(self, path: str) -> str:
         """Return the image, as processed here, as a `data:` URL for a server. Raises as `load_patches` does.
@@ -91,11 +93,6 @@ class CachedImageProcessor:
             image.save(buffer, "PNG")
             data, media_type = buffer.getvalue(), PASSTHROUGH_MEDIA_TYPES["PNG"]
         return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
-
-    def _count_image_tokens(self, path: str) -> int:
-        grid = self._load_image_patches(path).image_grid_thw
-        self._token_counts[path] = int(grid.prod()) // self._processor.merge_size**2
-        return self._token_counts[path]
 
     def _load_image_patches(self, path: str) -> ImagePatches:
         with self._lock:
