@@ -33,7 +33,7 @@ from stages.params.draft_sections import TrainDraft
 from stages.runtime import distributed
 from stages.target.feature_target import FeatureTarget
 from stages.training import ttt
-from stages.training.online_packs import OnlinePacks
+from stages.training.packs import OnlinePacks
 from stages.training.trainer import Trainer, TrainingProgress
 
 DENSE_FLOP, PEAK = 16.46e9, 989e12  # a token at 8B shape; a second

@@ -52,7 +52,7 @@ def _extract(p: schema.Params, stack: contextlib.ExitStack) -> None:
     torch.set_num_threads(p.target.num_threads)
     started = time.perf_counter()
     target = manifest.read_manifest()
-    size = StoredRowSize.build(target, format.DTYPES[e.dtype])
+    size = StoredRowSize(target.hidden_size, format.DTYPES[e.dtype], target.image_token_id)
     tables = {s: conversations.read_table(SAMPLED / s, conversations.SAMPLED_SCHEMA, "sample_target") for s in SPLITS}
     fitting = {s: t.filter(shard_plan.make_length_expr() <= e.max_length) for s, t in tables.items()}
     _check_some_fit(tables, fitting, e.max_length)

@@ -35,8 +35,7 @@ from stages.target import manifest
 from stages.target.feature_target import FeatureTarget
 from stages.telemetry.run_stage import run_stage
 from stages.training import trackers, ttt
-from stages.training.online_packs import OnlinePacks
-from stages.training.pack_plan import plan_epoch
+from stages.training.packs import OnlinePacks, plan_epoch
 from stages.training.trainer import EpochLog, Trainer, TrainingProgress
 
 SAMPLED, HIDDENS, REPORTS_FOLDER = Path("data/sampled/train"), Path("data/hiddens/train"), Path("results/train")

@@ -126,14 +126,12 @@ class ShardWriter:
 def write_rows(folder: Path, rows: Iterable[HiddenStatesRow], dtype: torch.dtype, shard_bytes: int) -> int:
     """Write rows in order into shards of about `shard_bytes`; return their number. The caller makes `folder` atomic."""
     rows, entries = list(rows), list[IndexEntry]()
-    hidden_size, is_multimodal = (rows[0].last.shape[1], rows[0].image_embeddings is not None) if rows else (0, False)
-    spans = plan_shards(
-        [len(row.ids) for row in rows],
-        format.count_token_bytes(hidden_size, dtype, is_multimodal),
-        shard_bytes,
-        [row.num_image_tokens for row in rows],
+    hidden_size = rows[0].last.shape[1] if rows else 0
+    sizes = (
+        format.count_token_bytes(hidden_size, dtype, bool(rows) and rows[0].image_embeddings is not None),
         format.count_visual_bytes(hidden_size, dtype),
     )
+    spans = plan_shards([len(r.ids) for r in rows], [r.num_image_tokens for r in rows], *sizes, shard_bytes)
     for number, span in enumerate(spans):
         own = rows[span.start : span.stop]
         shard = ShardWriter(folder / name_shard(number), own, hidden_size, dtype)

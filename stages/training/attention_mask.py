@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,17 +18,12 @@ from stages.draft.eagle3 import attend_prefix_and_ancestors
 from stages.training.compile_on_cuda import compile_on_cuda
 
 
-class PackAttention(Protocol):
-    """Attention over the prefix keys and values of one pack."""
-
-    def attend(self, query: Tensor, own_keys: list[Tensor], own_values: list[Tensor]) -> Tensor:
-        """Return [Q, A, E] for query [Q, A, E] of the first Q query tokens and S own keys and values, each [Q, G, E]."""
-        ...
-
-
-def build_pack_attention(pack: Any, keys: Tensor, values: Tensor, window: int | None = None) -> PackAttention:
+def build_pack_attention(
+    pack: Any, keys: Tensor, values: Tensor, window: int | None = None
+) -> "_FlexPackAttention | _PaddedPackAttention":
     """Build the attention of a ttt.TrainingPack with keys and values [T, G, E], on the pack's device.
 
+    Its `attend` returns [Q, A, E] for query [Q, A, E] of the first Q query tokens and S own keys and values, each [Q, G, E].
     A window includes the query's own position: step k of position p attends to tokens after p + k - window.
     """
     return (_FlexPackAttention if pack.ids.is_cuda else _PaddedPackAttention).build(pack, keys, values, window)
@@ -106,13 +101,11 @@ def _tabulate_by_row(row_index: Tensor, num_rows: int) -> tuple[Tensor, Tensor, 
     """Group items by row_index [n]: item indices [B, K], valid cells [B, K] bool, and the flat cell of each item [n]."""
     order = torch.sort(row_index, stable=True).indices
     counts = torch.bincount(row_index, minlength=num_rows)
-    column = torch.empty_like(row_index)
-    column[order] = torch.arange(len(row_index)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-    num_columns = max(int(counts.max()), 1)
-    cell = row_index * num_columns + column
-    table = torch.zeros(num_rows * num_columns, dtype=torch.int64)
-    table[cell] = torch.arange(len(row_index))
-    return table.unflatten(0, (num_rows, num_columns)), torch.arange(num_columns) < counts[:, None], cell
+    table = nn.utils.rnn.pad_sequence(list(order.split(counts.tolist())), batch_first=True)
+    is_item = torch.arange(table.shape[1]) < counts[:, None]
+    cell = torch.empty_like(row_index)
+    cell[order] = is_item.flatten().nonzero()[:, 0]
+    return table, is_item, cell
 
 
 FLEX_BLOCK_SIZE = 128

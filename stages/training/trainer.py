@@ -17,9 +17,7 @@ from stages.params.draft_sections import TrainDraft
 from stages.runtime.distributed import RankContext
 from stages.training import trackers, ttt
 from stages.training.adamw import MasterWeightOptimizer
-from stages.training.online_packs import OnlinePacks
-from stages.training.pack_loader import PackLoader
-from stages.training.pack_plan import plan_epoch
+from stages.training.packs import OnlinePacks, PackLoader, plan_epoch
 
 LOG_STEPS = 50  # reading the loss waits for the device
 
