@@ -33,11 +33,11 @@ class HiddenStatesReader:
         self.folder = folder
         index = read_index(folder)
         self.lengths: list[int] = index["length"].to_list()
-        self._entries = _list_entries(index)
+        self._entries = [IndexEntry(**row) for row in index.iter_rows(named=True)]
         self._verified: set[int] = set()
         self._shards: dict[str, ShardSlices] = {}
         self._lock = threading.Lock()
-        self.online = bool(self._entries) and read_hidden_size(folder / self._entries[0].shard) == 0
+        self.online = bool(self._entries) and open_shard(folder / self._entries[0].shard)["last"].get_shape()[1] == 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -124,11 +124,6 @@ def open_shard(path: Path) -> ShardSlices:
         raise Broken(f"{path} is missing or cut ({error})", atomic.rerun(MADE_BY)) from None
 
 
-def read_hidden_size(path: Path) -> int:
-    """Return H of a shard; 0 for one with tokens and masks only (extract_hiddens.online)."""
-    return open_shard(path)["last"].get_shape()[1]
-
-
 def read_row(
     path: Path, entry: IndexEntry, slices: ShardSlices, verify: bool = True
 ) -> tuple[RowHeader, StoredHiddenStates]:
@@ -137,33 +132,24 @@ def read_row(
     Raises ValueError naming the row, where it is not what its entry says, or holds NaN or infinity.
     """
     try:
-        is_inside = 0 <= entry.offset <= entry.tokens.stop <= slices["ids"].get_shape()[0]
-        if not (is_inside and _is_visual_range_valid(entry, slices)):
-            raise _make_checksum_error(path, entry)
-        header, block = _read_header(entry, slices), _read_block(entry, slices)
+        fits = 0 <= entry.offset <= entry.tokens.stop <= slices["ids"].get_shape()[0]
+        fits = fits and _is_visual_range_valid(entry, slices)
+        found = (_read_header(entry, slices), _read_block(entry, slices)) if fits else None
     except (SafetensorError, OSError) as error:
         raise Broken(f"{path} is missing or cut ({error})", atomic.rerun(MADE_BY)) from None
-    if verify and format.compute_checksum(header, block) != entry.checksum:
-        raise _make_checksum_error(path, entry)
+    if found is None or (verify and format.compute_checksum(*found) != entry.checksum):
+        raise Broken(f"{path}: row {entry.id} does not match its checksum", atomic.rerun(MADE_BY))
     if not entry.finite:
         raise Broken(
             f"{path}: row {entry.id} holds NaN or infinity, expected finite hidden states",
             "set extract_hiddens.dtype or target.dtype to float32 and run: dvc repro extract_hiddens",
         )
-    return header, block
-
-
-def _list_entries(rows: pl.DataFrame) -> list[IndexEntry]:
-    return [IndexEntry(**row) for row in rows.iter_rows(named=True)]
+    return found
 
 
 def _group_by_shard(folder: Path, rows: pl.DataFrame) -> Iterator[tuple[Path, list[IndexEntry]]]:
     for (name,), group in rows.group_by("shard", maintain_order=True):
-        yield folder / str(name), _list_entries(group)
-
-
-def _make_checksum_error(path: Path, entry: IndexEntry) -> Broken:
-    return Broken(f"{path}: row {entry.id} does not match its checksum", atomic.rerun(MADE_BY))
+        yield folder / str(name), [IndexEntry(**row) for row in group.iter_rows(named=True)]
 
 
 def _is_visual_range_valid(entry: IndexEntry, slices: ShardSlices) -> bool:
