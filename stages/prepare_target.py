@@ -118,7 +118,9 @@ def _pin_target(p: schema.Params) -> TargetManifest:
     if revision is not None:
         return target
     return replace(
-        target, weights_digest=manifest.digest_weights(folder), weights_sample=manifest.sample_weights(folder)
+        target,
+        weights_digest=manifest.digest_files(folder, manifest.WEIGHTS),
+        weights_sample=manifest.sample_weights(folder),
     )
 
 

@@ -193,7 +193,6 @@ class StagingBuffer:
                 buffer[: len(tensor)].copy_(tensor)
 
     def put_stored(self, block: StoredHiddenStates) -> None:
-        """Store a batch that is already encoded."""
         self.num_tokens, self.num_image_tokens = len(block.features), 0 if block.visual is None else len(block.visual)
         buffers = self._slice_used(self._device_block).tensors()
         for name, tensor in block.tensors().items():

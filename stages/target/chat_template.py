@@ -22,8 +22,7 @@ _closers_by_tokenizer: WeakKeyDictionary[Any, tuple[frozenset[int], tuple[str, .
 def load_tokenizer(source: Any, trust_remote_code: bool, chat_template: str | None) -> Any:
     """Load the target's tokenizer from its folder; `chat_template` replaces its own if given.
 
-    Raises:
-        ValueError: naming the folder, where its files are missing, cut or broken.
+    Raises ValueError naming the folder, where its files are missing, cut or broken.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
@@ -55,9 +54,8 @@ def encode_turns(
 ) -> list[tuple[list[int], list[int]]]:
     """Return (prompt ids, answer ids with their end token) per assistant message, as if the target had generated it.
 
-    Raises:
-        ValueError: naming the message, where the template does not render an answer after its own header, or where the
-            text holds an end token.
+    Raises ValueError naming the message, where the template does not render an answer after its own header, or where the text
+    holds an end token.
     """
     rows: list[tuple[list[int], list[int]]] = []
     known_text, known_ids = "", list[int]()

@@ -127,23 +127,11 @@ def _match_table_name(key: str, lm_head_key: str | None) -> str | None:
     return "lm_head" if lm_head_key is None and key.endswith("lm_head.weight") and "visual" not in key else None
 
 
-def digest_weights(folder: Path) -> str:
-    """Return the sha256 of the folder's weights: all bytes of all files, in the order of their names.
-
-    Only prepare_target needs it; sha256 runs at 0.85 GiB/s on one core (16 GB: 18 s).
-    """
-    total = hashlib.sha256()
-    for file in sorted(folder.glob(WEIGHTS)):
-        with file.open("rb") as opened:
-            total.update(file.name.encode() + b"\0" + hashlib.file_digest(opened, "sha256").digest())
-    return total.hexdigest()
-
-
 def sample_weights(folder: Path) -> str:
     """Return a digest of the weights' file names, sizes, and one block in every SAMPLE_EVERY bytes.
 
     Reading a thousandth is cheap enough for every stage. It detects other weights (training changes nearly every element of
-    a matrix), not a single altered byte: that is `digest_weights`.
+    a matrix), not a single altered byte: that is `digest_files`.
     """
     return _sample_files(tuple((f, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(folder.glob(WEIGHTS))))
 
@@ -173,8 +161,9 @@ def _check_weights(manifest: TargetManifest) -> None:
 
 
 def digest_files(folder: Path, *patterns: str) -> str:
-    """Return the sha256 over names and bytes of the matching files, in the order of their names."""
+    """Return the sha256 over names and bytes of the matching files, in the order of their names: 0.85 GiB/s on one core."""
     total = hashlib.sha256()
     for file in sorted({f for pattern in patterns for f in folder.glob(pattern)}):
-        total.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+        with file.open("rb") as opened:
+            total.update(file.name.encode() + b"\0" + hashlib.file_digest(opened, "sha256").digest())
     return total.hexdigest()

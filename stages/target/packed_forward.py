@@ -63,15 +63,15 @@ def _separate_documents(model: PreTrainedModel, lengths: list[int]) -> Iterator[
     borders = copy_to_device(torch.tensor([0, *lengths]).cumsum(0).int(), model.device)
     flash_kwargs = {f"cu_seq_lens_{x}": borders for x in "qk"} | {f"max_length_{x}": max(lengths) for x in "qk"}
     decoder = model.get_decoder()
-    handle = decoder.register_forward_pre_hook(  # transformers passes these to every attention
+    before = decoder.config._attn_implementation
+    with decoder.register_forward_pre_hook(  # transformers passes these to every attention
         lambda _module, args, kwargs: (args, {**kwargs, **flash_kwargs}), with_kwargs=True
-    )
-    before, decoder.config._attn_implementation = decoder.config._attn_implementation, DOCUMENT_ATTENTION
-    try:
-        yield
-    finally:
-        decoder.config._attn_implementation = before
-        handle.remove()
+    ):
+        decoder.config._attn_implementation = DOCUMENT_ATTENTION
+        try:
+            yield
+        finally:
+            decoder.config._attn_implementation = before
 
 
 def compile_blocks(model: PreTrainedModel, tokens: int) -> None:

@@ -62,9 +62,8 @@ class CachedImageProcessor:
     def load_patches(self, paths: Sequence[str]) -> ImagePatches:
         """Return the patches of at least one image, in the order of `paths`.
 
-        Raises:
-            UnreadableImageError: naming an image that cannot be decoded.
-            ValueError: for one that does not exist, or where the target's image processor cannot be loaded.
+        Raises UnreadableImageError naming an image that cannot be decoded, and ValueError for one that does not exist or where
+        the target's image processor cannot be loaded.
         """
         images = [self._load_image_patches(path) for path in paths]
         return ImagePatches(
@@ -152,8 +151,7 @@ def load_image_patches(
 def expand_image_tokens(ids: list[int], image_token_id: int, counts: list[int]) -> list[int]:
     """Return a rendered prompt's ids with the single token of each image repeated once per image embedding.
 
-    Raises:
-        ValueError: where the template rendered another number of images.
+    Raises ValueError where the template rendered another number of images.
     """
     if (found := ids.count(image_token_id)) != len(counts):
         raise ValueError(

@@ -36,7 +36,6 @@ class EpochLog:
     seconds: float
 
     def list_values(self) -> dict[str, float]:
-        """Return the values that trackers log."""
         by_step = {f"epoch/loss_{k}": x for k, x in enumerate(self.step_loss)}
         by_step |= {f"epoch/accuracy_{k}": x for k, x in enumerate(self.step_accuracy)}
         return {"epoch/loss": self.loss, **by_step, "epoch/tokens_per_s": self.tokens / max(self.seconds, 0.01)}
@@ -68,7 +67,6 @@ class TrainingStep(nn.Module):
         self.tables = (embedding, head)
 
     def forward(self, pack: ttt.TrainingPack, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the fields of ttt.LossOutput."""
         result = self.compute_loss(self.draft, pack, *self.tables, self.objective, counts)
         return result.total_loss, result.loss_per_step, result.argmax_matches
 
@@ -178,7 +176,6 @@ class Trainer:
         return sums
 
     def _get_learning_rate(self) -> float:
-        """Return the learning rate of the next step."""
         return self.settings.learning_rate * min(1.0, (self.step + 1) / max(1, self.settings.warmup_steps))
 
     def _check_loss(self, totals: Tensor) -> float:
