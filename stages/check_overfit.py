@@ -88,11 +88,7 @@ def _learn_row(params: schema.Params) -> OverfitMeasurement:
 
 
 def _train_on_row(
-    params: schema.Params,
-    draft: Eagle3Draft,
-    row: format.HiddenStatesRow,
-    embedding: torch.Tensor,
-    head: torch.Tensor,
+    params: schema.Params, draft: Eagle3Draft, row: format.HiddenStatesRow, embedding: torch.Tensor, head: torch.Tensor
 ) -> list[float]:
     """Train the draft on the row and return the loss of each step."""
     settings, learning_rate = params.train_draft, params.check_overfit.learning_rate

@@ -117,11 +117,8 @@ def _pin_target(p: schema.Params) -> TargetManifest:
     target = describe_target(p.target.model, revision, config, folder, p.target.feature_layers)
     if revision is not None:
         return target
-    return replace(
-        target,
-        weights_digest=manifest.digest_files(folder, manifest.WEIGHTS),
-        weights_sample=manifest.sample_weights(folder),
-    )
+    digest, sample = manifest.digest_files(folder, manifest.WEIGHTS), manifest.sample_weights(folder)
+    return replace(target, weights_digest=digest, weights_sample=sample)
 
 
 def _fetch_from_hub(model: str, revision: str | None) -> tuple[Path, str]:

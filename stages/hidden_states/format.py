@@ -38,12 +38,7 @@ INDEX_SCHEMA = pl.Schema(
 )
 MULTIMODAL_INDEX_SCHEMA = pl.Schema({**INDEX_SCHEMA, "visual_offset": pl.Int64, "visual_length": pl.Int64})
 MADE_BY = "extract_hiddens"
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp8": torch.float8_e4m3fn,
-}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.float8_e4m3fn}
 FP8 = DTYPES["fp8"]
 FP8_MAX = torch.finfo(FP8).max  # 448
 VISUAL_TENSORS = ("visual", "visual_scale")  # one line per image token; all other tensors have one per token
@@ -143,10 +138,7 @@ def list_tensor_shapes(
     tokens: int, image_tokens: int, hidden_size: int, dtype: torch.dtype, is_multimodal: bool
 ) -> dict[str, tuple[torch.dtype, list[int]]]:
     """Return dtype and shape of each tensor of `StoredHiddenStates`, for so many tokens."""
-    shapes = {
-        "features": (dtype, [tokens, NUM_FEATURE_LAYERS * hidden_size]),
-        "last": (dtype, [tokens, hidden_size]),
-    }
+    shapes = {"features": (dtype, [tokens, NUM_FEATURE_LAYERS * hidden_size]), "last": (dtype, [tokens, hidden_size])}
     scales = {
         "features_scale": (torch.float32, [tokens, NUM_FEATURE_LAYERS]),
         "last_scale": (torch.float32, [tokens, 1]),

@@ -125,9 +125,8 @@ def encode_answer(
 def find_end_token(tokenizer: Any, eos: list[int]) -> int:
     """Return the end token with which the template closes an answer; a target may have several."""
     closing, _ = _find_closers(tokenizer)
-    probe = encode_turns(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], eos)[0][
-        1
-    ]
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    _, probe = encode_turns(tokenizer, turns, eos)[0]
     return probe[-1] if probe[-1] in eos else next((token for token in eos if token in closing), eos[0])
 
 
@@ -164,24 +163,17 @@ def _encode_until_end(tokenizer: Any, text: str, eos: list[int], message: int) -
 def _find_closers(tokenizer: Any) -> tuple[frozenset[int], tuple[str, ...]]:
     """Return special tokens that close an answer in the history: as ids, and as text where no token spans their end."""
     if tokenizer not in _closers_by_tokenizer:
-        word = "answer"
-        asked = [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": word},
-            {"role": "user", "content": "b"},
-        ]
+        asked = [{"role": r, "content": c} for r, c in (("user", "a"), ("assistant", "answer"), ("user", "b"))]
         found: set[str] = set()
         for messages in (asked, asked[:2]):
-            behind = _render_messages(tokenizer, messages, False, None).rpartition(word)[2]
+            behind = _render_messages(tokenizer, messages, False, None).rpartition("answer")[2]
             special = tokenizer.get_added_vocab()
             at = {text: behind.find(text) for text in special if text in behind}
             if at:
                 found.add(min(at, key=lambda text: (at[text], -len(text))))
         ids = frozenset(tokenizer.convert_tokens_to_ids(text) for text in found)
-        _closers_by_tokenizer[tokenizer] = (
-            ids,
-            tuple(sorted(text for text in found if _is_token_boundary(tokenizer, text))),
-        )
+        texts = tuple(sorted(text for text in found if _is_token_boundary(tokenizer, text)))
+        _closers_by_tokenizer[tokenizer] = ids, texts
     return _closers_by_tokenizer[tokenizer]
 
 

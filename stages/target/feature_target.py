@@ -42,11 +42,7 @@ class FeatureTarget:
 
     @classmethod
     def load(
-        cls,
-        target: manifest.TargetManifest,
-        settings: Target,
-        device: str,
-        compile_tokens: int | None = None,
+        cls, target: manifest.TargetManifest, settings: Target, device: str, compile_tokens: int | None = None
     ) -> "FeatureTarget":
         folder, trust = str(manifest.resolve_weights_folder(target)), settings.trust_remote_code
         model = loading.load_target(folder, None, settings.dtype, device, trust)
