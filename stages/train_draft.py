@@ -35,7 +35,7 @@ from stages.target import manifest
 from stages.target.feature_target import FeatureTarget
 from stages.telemetry.run_stage import run_stage
 from stages.training import trackers, ttt
-from stages.training.packs import OnlinePacks, plan_epoch
+from stages.training.packs import OnlinePacks, PackLoader, plan_epoch
 from stages.training.trainer import EpochLog, Trainer, TrainingProgress
 
 SAMPLED, HIDDENS, REPORTS_FOLDER = Path("data/sampled/train"), Path("data/hiddens/train"), Path("results/train")
@@ -193,8 +193,9 @@ def _measure_rank_accuracy(
     model = registry.build_draft(draft.config, weights, head).to(device)
     plan = [[pack] for step in plan_epoch(hidden_states.lengths, settings, 0) for pack in step][:MAX_MEASURED_PACKS]
     objective = ttt.TrainingObjective(num_steps, settings.ttt_decay)
-    loaded = trainer.load_packs(hidden_states, plan, objective, distributed.RankContext(0, 1, device))
-    packs = (trainer.fill_hidden_states(pack) for step in loaded for pack in step)
+    ranks = distributed.RankContext(0, 1, device)
+    loader = PackLoader(hidden_states, objective, ranks, trainer.dtype, trainer.online_packs)
+    packs = (trainer.fill_hidden_states(pack) for step in loader.load_steps(plan) for pack in step)
     return registry.measure_rank_accuracy(draft.config, model, packs, embedding, head, num_steps)
 
 

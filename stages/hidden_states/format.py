@@ -123,13 +123,13 @@ class StoredHiddenStates:
     visual: Tensor | None = None  # [M, H]
     visual_scale: Tensor | None = None  # [M, 1] float32
 
-    def select(self, tokens: slice, image_tokens: slice) -> "StoredHiddenStates":
+    def select_tokens(self, tokens: slice, image_tokens: slice) -> "StoredHiddenStates":
         """Return a range of the tokens, and the range of the image tokens among them."""
         return StoredHiddenStates(
-            **{n: t[image_tokens if n in VISUAL_TENSORS else tokens] for n, t in self.tensors().items()}
+            **{n: t[image_tokens if n in VISUAL_TENSORS else tokens] for n, t in self.list_tensors().items()}
         )
 
-    def tensors(self) -> dict[str, Tensor]:
+    def list_tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are present, by name."""
         return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 

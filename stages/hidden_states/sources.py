@@ -63,5 +63,5 @@ def _fill_from_import(
     read: importers.ReadStored, dtype: torch.dtype, headers: Sequence[RowHeader], buffer: StagingBuffer
 ) -> None:
     """Read hidden states made elsewhere; those of the wanted dtype stay equal to the bit."""
-    blocks = [convert_stored(read(header), dtype).tensors() for header in headers]
+    blocks = [convert_stored(read(header), dtype).list_tensors() for header in headers]
     buffer.put_stored(StoredHiddenStates(**{name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}))

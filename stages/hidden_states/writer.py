@@ -82,7 +82,7 @@ class ShardWriter:
         def describe(row: int) -> None:
             tokens = slice(self.offsets[row] - start, self.offsets[row + 1] - start)
             image_tokens = slice(self.visual_offsets[row] - image_start, self.visual_offsets[row + 1] - image_start)
-            part, header = block.select(tokens, image_tokens), self.headers[row]
+            part, header = block.select_tokens(tokens, image_tokens), self.headers[row]
             visual = part.visual if part.visual_scale is None else part.visual_scale
             self.entries[row] = IndexEntry(
                 id=header.id,
@@ -99,7 +99,7 @@ class ShardWriter:
 
         writes: list[Callable[[], None]] = [
             partial(self._write_tensor, name, image_start if name in format.VISUAL_TENSORS else start, tensor)
-            for name, tensor in block.tensors().items()
+            for name, tensor in block.list_tensors().items()
         ]
         list(run(lambda do: do(), writes + [partial(describe, row) for row in range(first, first + count)]))
 
@@ -194,8 +194,8 @@ class StagingBuffer:
 
     def put_stored(self, block: StoredHiddenStates) -> None:
         self.num_tokens, self.num_image_tokens = len(block.features), 0 if block.visual is None else len(block.visual)
-        buffers = self._slice_used(self._device_block).tensors()
-        for name, tensor in block.tensors().items():
+        buffers = self._slice_used(self._device_block).list_tensors()
+        for name, tensor in block.list_tensors().items():
             buffers[name].copy_(tensor)
 
     def start_copy(self, stream: "torch.cuda.Stream | None") -> None:
@@ -206,8 +206,8 @@ class StagingBuffer:
             return
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
-            host = self._slice_used(self._host_block).tensors()
-            for name, tensor in block.tensors().items():
+            host = self._slice_used(self._host_block).list_tensors()
+            for name, tensor in block.list_tensors().items():
                 host[name].copy_(tensor, non_blocking=True)
             self._host_finite[:n].copy_(self._device_finite[:n], non_blocking=True)
             self._copied.record(stream)
@@ -219,7 +219,7 @@ class StagingBuffer:
         return self._slice_used(self._host_block), self._host_finite[: self.num_tokens]
 
     def _slice_used(self, block: StoredHiddenStates) -> StoredHiddenStates:
-        return block.select(slice(self.num_tokens), slice(self.num_image_tokens))
+        return block.select_tokens(slice(self.num_tokens), slice(self.num_image_tokens))
 
 
 def _pack_bits(masks: list[Tensor]) -> Tensor:

@@ -142,12 +142,12 @@ LOSS_CORRUPTIONS: dict[str, Corruption] = {
 }
 
 
-def empty_turn(rng: random.Random, messages: list[Message]) -> list[Message]:
+def _empty_one_turn(rng: random.Random, messages: list[Message]) -> list[Message]:
     turn = rng.randrange(1, len(messages))
     return [{**m, "content": rng.choice(("", " "))} if i == turn else m for i, m in enumerate(messages)]
 
 
-def lost_turn(rng: random.Random, messages: list[Message]) -> list[Message]:
+def _lose_one_turn(rng: random.Random, messages: list[Message]) -> list[Message]:
     """Remove a question or an answer."""
     turn = rng.randrange(1, len(messages))
     return messages[:turn] + messages[turn + 1 :]
@@ -157,9 +157,9 @@ def damage_conversation(rng: random.Random, messages: list[Message]) -> list[Mes
     """Damage a conversation in one turn, most often with one or two corruptions of an answer."""
     chance = rng.random()
     if chance < 0.04:
-        return empty_turn(rng, messages)
+        return _empty_one_turn(rng, messages)
     if chance < 0.07:
-        return lost_turn(rng, messages)
+        return _lose_one_turn(rng, messages)
     if chance < 0.30:
         changes = [rng.choice(list(SURROUNDING_CORRUPTIONS.values()))]
     elif chance < 0.70:

@@ -68,8 +68,8 @@ class MasterWeightOptimizer:
             if master in self._adam.state
         }
 
-    def restore(self, moments: dict[str, Tensor], step: int) -> None:
-        """Restore the `moments` of `get_moments` after `step` steps."""
+    def restore_moments(self, moments: dict[str, Tensor], step: int) -> None:
+        """Continue after `step` steps with the `moments` of `get_moments`."""
         for name, master in self.master_weights.items() if step else ():
             self._adam.state[master] = {
                 "step": torch.tensor(float(step), device=master.device),

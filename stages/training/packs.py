@@ -108,7 +108,7 @@ class PackLoader:
             pending, copier = deque(map(submit, shares[:PREFETCHED_STEPS])), _DeviceCopier(self.ranks.device)
             for number in range(len(shares)):
                 pending.extend(map(submit, shares[number + PREFETCHED_STEPS : number + PREFETCHED_STEPS + 1]))
-                yield copier.copy([future.result() for future in pending.popleft()])
+                yield copier.copy_packs([future.result() for future in pending.popleft()])
 
     def _build_pack(self, rows: list[int], supervised: bool) -> TrainingPack:
         read = [self.reader.read_row(i, self.dtype) for i in rows]
@@ -125,7 +125,7 @@ class _DeviceCopier:
         self.device, self.stream = device, torch.cuda.Stream()
         self.in_flight: deque[tuple[torch.cuda.Event, list[TrainingPack]]] = deque()
 
-    def copy(self, packs: list[TrainingPack]) -> list[TrainingPack]:
+    def copy_packs(self, packs: list[TrainingPack]) -> list[TrainingPack]:
         launched = torch.cuda.Event()
         launched.record()  # completes when all work launched so far has
         self.in_flight.append((launched, packs))  # keeps the pinned memory until its copy has certainly completed

@@ -103,7 +103,7 @@ class Trainer:
         self.optimizer = MasterWeightOptimizer(
             self.draft, settings.learning_rate, settings.weight_decay, master_weights
         )
-        self.optimizer.restore(saved, self.step)
+        self.optimizer.restore_moments(saved, self.step)
 
     def _shard_or_cast(self) -> dict[str, Tensor] | None:
         """Shard the weights by FSDP, or cast them to `dtype` and return the float32 ones; None where the draft keeps them."""
@@ -126,7 +126,8 @@ class Trainer:
         started, steps = time.perf_counter(), plan_epoch(reader.lengths, self.settings, self.epoch)
         # Summed loss, argmax matches and supervised positions of each TTT step.
         totals = torch.zeros(3, self.objective.num_steps, dtype=torch.float64, device=self.ranks.device)
-        for number, packs in enumerate(self.load_packs(reader, steps, self.objective, self.ranks)):
+        loader = PackLoader(reader, self.objective, self.ranks, self.dtype, self.online_packs)
+        for number, packs in enumerate(loader.load_steps(steps)):
             totals += self.train_step(packs)
             bar.update(sum(map(len, steps[number])))
             if number % LOG_STEPS == 0:
@@ -141,16 +142,6 @@ class Trainer:
         self.log.append(entry)
         self.log_step(self.step, entry.list_values())
         bar.set_postfix_str(f"epoch {self.epoch}, loss {entry.loss:.3f}, accuracy {entry.step_accuracy[0]:.2f}")
-
-    def load_packs(
-        self,
-        reader: HiddenStatesReader,
-        steps: list[list[list[int]]],
-        objective: ttt.TrainingObjective,
-        ranks: RankContext,
-    ):
-        """Yield the packs of each step; `fill_hidden_states` completes them where the target is online."""
-        return PackLoader(reader, objective, ranks, self.dtype, self.online_packs).load_steps(steps)
 
     def fill_hidden_states(self, pack: ttt.TrainingPack) -> ttt.TrainingPack:
         """Return the pack with hidden states, by the online target where there is one."""
