@@ -150,7 +150,7 @@ def list_tensor_shapes(
 
 
 class DecodedHiddenStates(NamedTuple):
-    """What a `HiddenStatesRow` has beyond its header."""
+    """The hidden states of a row: the fields that `HiddenStatesRow` adds to its header."""
 
     features: Tensor  # [N, 3H]
     last: Tensor  # [N, H]
