@@ -84,14 +84,14 @@ def main(*words: str) -> None:
 
 def _sample(context: SamplingContext, place: Path, started: float) -> None:
     """Sample all answers that the scratch folder `place` lacks, and publish the splits."""
-    p, s = context.p, context.p.sample_target
+    p = context.p
     with contextlib.ExitStack() as stack:
         splits = _plan_splits(p, place, stack)
         if resumed := sum(split.shards.num_resumed for split in splits):
             print(f"resumed: {resumed} pieces of work were done before, kept in {place}")
         sample_split = _make_backend(context, stack, place)
         for split in splits:
-            if s.backend == "keep" and split.name == "train":
+            if p.sample_target.backend == "keep" and split.name == "train":
                 _keep_data_answers(context, split)
             else:
                 sample_split(split)
@@ -121,13 +121,11 @@ def _load_image_processor(
 
 
 def _plan_splits(p: schema.Params, place: Path, stack: contextlib.ExitStack) -> list[SampledSplit]:
-    s = p.sample_target
-    eval_temperature = s.eval_temperature
-    splits = []
+    s, splits = p.sample_target, []
     for name, source, max_rows, mixture in [
         ("train", "train", s.train_rows, s.temperature_weights),
         ("eval", "eval", s.eval_rows, [(0.0, 1.0)]),
-        ("eval_t", "eval", s.eval_rows if eval_temperature else 0, [(eval_temperature, 1.0)]),
+        ("eval_t", "eval", s.eval_rows if s.eval_temperature else 0, [(s.eval_temperature, 1.0)]),
     ]:
         path = FIXED_FOLDER / f"{source}.parquet"
         choice = requests.select_requests(path, max_rows)
@@ -142,8 +140,8 @@ def _make_backend(context: SamplingContext, stack: contextlib.ExitStack, place: 
     """Return the function that samples a split. `keep` needs one for eval, since replay is exact on own answers only."""
     s, t = context.p.sample_target, context.p.target
     if _uses_servers(s):
-        access = _open_server_access(context, stack, place)
-        return lambda split: asyncio.run(_sample_from_servers(context, access, split))
+        make_client = _open_servers(context, stack, place)
+        return lambda split: asyncio.run(_sample_from_servers(context, make_client, split))
     model = loading.load_target(str(context.folder), None, t.dtype, t.device, t.trust_remote_code)
     return lambda split: _generate_split(context, model, split)
 
@@ -230,10 +228,6 @@ def _explain_unusable(context: SamplingContext, request: TargetRequest) -> str |
     return context.encoder.explain_image_problem(request.messages[: request.answer_index + 1], request.images)
 
 
-def _encode_prompt(context: SamplingContext, request: TargetRequest, history: list[dict[str, Any]]) -> list[int]:
-    return context.encoder.encode_prompt(request.id, history, request.tools, request.images)
-
-
 # In this process
 
 
@@ -274,7 +268,8 @@ def _batch_requests(
         if reason := _explain_unusable(context, request):
             split.drop_request(request, reason)
         else:
-            prompt_ids = _encode_prompt(context, request, request.messages[: request.answer_index])
+            history = request.messages[: request.answer_index]
+            prompt_ids = context.encoder.encode_prompt(request.id, history, request.tools, request.images)
             ready.append((split.draw_temperature(seed, request.id), request, prompt_ids))
     ready.sort(key=lambda one: (one[0], len(one[2])))
     first = 0
@@ -315,22 +310,15 @@ def _keep_data_answers(context: SamplingContext, split: SampledSplit) -> None:
 # From servers
 
 
-@dataclass
-class ServerAccess:
-    """Where the servers are. A client lives as long as an event loop, so each split has its own."""
-
-    urls: list[str]
-    model: str
-    engine: str | None
-    check: Callable[[], None]
-    api_key: str | None
-
-
-def _open_server_access(context: SamplingContext, stack: contextlib.ExitStack, place: Path) -> ServerAccess:
+def _open_servers(
+    context: SamplingContext, stack: contextlib.ExitStack, place: Path
+) -> Callable[[], client.ChatClient]:
+    """Return a function that makes a client, which lives as long as one event loop; start a server if asked to."""
     s, t = context.p.sample_target.server, context.p.target
+    limits = s.concurrency, s.timeout_s, s.attempts
     if s.launch is None:
-        secret = http_session.read_api_key(s.api_key_env, client.PARAMS_SECTION)
-        return ServerAccess(client.expand_urls(s.base_urls), s.model or t.model, None, lambda: None, secret)
+        urls, secret = client.expand_urls(s.base_urls), http_session.read_api_key(s.api_key_env, client.PARAMS_SECTION)
+        return lambda: client.ChatClient(urls, s.model or t.model, *limits, secret)
     folder, port = str(context.folder), server.find_free_port()
     line = server.build_server_command(s.launch, folder, port, t.dtype, t.device, t.trust_remote_code) + s.launch_args
     log = place.parent / f"{s.launch}_server.log"  # outlives the run, to explain a failure
@@ -339,24 +327,21 @@ def _open_server_access(context: SamplingContext, stack: contextlib.ExitStack, p
     running = server.run_server(
         s.launch, line, port, folder, log, s.start_timeout_s, restarts=MAX_SERVER_RESTARTS, threads=threads
     )
-    context.local_server = stack.enter_context(running)
-    return ServerAccess([context.local_server.base_url], folder, s.launch, context.local_server.check_alive, None)
+    own = context.local_server = stack.enter_context(running)
+    return lambda: client.ChatClient([own.base_url], folder, *limits, None, s.launch, own.check_alive)
 
 
-async def _sample_from_servers(context: SamplingContext, access: ServerAccess, split: SampledSplit) -> None:
+async def _sample_from_servers(
+    context: SamplingContext, make_client: Callable[[], client.ChatClient], split: SampledSplit
+) -> None:
     """Sample a whole split."""
-    s, way, shards = context.p.sample_target, context.p.sample_target.server, split.shards
-    limits = way.concurrency, way.timeout_s, way.attempts
+    s, shards, handler = context.p.sample_target, split.shards, _ServedAnswerHandler(context, split)
     with tqdm(total=split.num_requests, desc=f"sample {split.name}", unit="row", mininterval=2) as bar:
         bar.update(sum(map(shards.shard_length, shards.published)))
-        async with client.ChatClient(
-            access.urls, access.model, *limits, access.api_key, access.engine, access.check
-        ) as http:
-            sampler = ConversationSampler(
-                split, _ServedAnswerHandler(context, split), http, bar, history_from_target=s.history == "target"
-            )
+        async with make_client() as http:
+            sampler = ConversationSampler(split, handler, http, bar, history_from_target=s.history == "target")
             try:
-                await sampler.sample_all(way.concurrency)
+                await sampler.sample_all(s.server.concurrency)
             finally:
                 context.retries.update(http.retries_by_reason)
     if sampler.refused:
@@ -395,7 +380,7 @@ class _ServedAnswerHandler:
         self, request: TargetRequest, history: list[dict[str, Any]], answer: client.ChatAnswer, write: bool
     ) -> bool:
         context, encoder = self.context, self.context.encoder
-        prompt_ids = _encode_prompt(context, request, history)
+        prompt_ids = encoder.encode_prompt(request.id, history, request.tools, request.images)
         served_answers.check_served_prompt(
             encoder, request.id, prompt_ids, answer, history, request.tools, request.images
         )
