@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from stages.data import chat_bodies, conversations, requests, sampled_split
+from stages.data import conversations, requests, sampled_split
 from stages.data.parquet_shards import ParquetShardWriter
 from stages.data.requests import TargetRequest
 from stages.data.sampled_split import SampledSplit
@@ -154,18 +154,17 @@ def _uses_servers(s: schema.SampleTarget) -> bool:
 
 def _print_split(p: schema.Params, split: SampledSplit) -> None:
     """Print a summary of a split. Raises ValueError where no row is left."""
-    s, counted = p.sample_target, split.shards.counts
+    s, counted, selection = p.sample_target, split.shards.counts, split.selection
     if not counted["rows"] and split.name != "eval_t":
         raise ValueError(
-            f"sample_target: no row is left in the {split.name} split, expected at least one ({split.num_requests} sampled, "
+            f"sample_target: no row is left in the {split.name} split, expected at least one ({selection.num_requests} sampled, "
             f"{counted['truncated']} cut at max_new_tokens); raise sample_target.{split.name}_rows or max_new_tokens"
         )
     temperatures = " and ".join(f"{temperature:g}" for temperature, _ in split.mixture)
     is_kept = s.backend == "keep" and split.name == "train"
     origin = "of the data" if is_kept else f"at temperature {temperatures}"
     cut = f"{counted['truncated']} cut at {s.max_new_tokens} tokens"
-    left = split.num_unrequested
-    cut += f", {left} questions not asked" if left else ""
+    cut += f", {selection.num_unrequested} questions not asked" if selection.num_unrequested else ""
     print(f"{split.name}: {counted['rows']} answers {origin}, {counted['tokens']} tokens, {cut}")
 
 
@@ -243,7 +242,7 @@ def _generate_split(context: SamplingContext, model: Any, split: SampledSplit) -
     tokenizer, processor = context.encoder.tokenizer, context.encoder.image_processor
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
     every = itertools.chain.from_iterable(split.read_conversations())
-    with tqdm(total=split.num_requests, desc=f"sample {split.name}", unit="row", mininterval=2) as bar:
+    with tqdm(total=split.selection.num_requests, desc=f"sample {split.name}", unit="row", mininterval=2) as bar:
         for number, group in itertools.groupby(every, key=lambda request: shards.shard_of(request.position)):
             if number in shards.published:
                 bar.update(shards.shard_length(number))
@@ -347,7 +346,7 @@ async def _sample_from_servers(context: SamplingContext, access: ServerAccess, s
     """Sample a whole split."""
     s, way, shards = context.p.sample_target, context.p.sample_target.server, split.shards
     limits = way.concurrency, way.timeout_s, way.attempts
-    with tqdm(total=split.num_requests, desc=f"sample {split.name}", unit="row", mininterval=2) as bar:
+    with tqdm(total=split.selection.num_requests, desc=f"sample {split.name}", unit="row", mininterval=2) as bar:
         bar.update(sum(map(shards.shard_length, shards.published)))
         async with client.ChatClient(
             access.urls, access.model, *limits, access.api_key, access.engine, access.check
@@ -375,21 +374,21 @@ class _ServedAnswerHandler:
 
     def build_body(self, request: TargetRequest, history: list[dict[str, Any]]) -> dict[str, Any]:
         s = self.context.p.sample_target
-        return chat_bodies.build_body(
+        return requests.build_chat_body(
             request,
             history,
             self.context.encoder.build_image_url,
+            chat_template.build_template_kwargs(s.thinking),
             temperature=self.split.draw_temperature(s.seed, request.id),
             top_p=s.top_p,
             max_tokens=s.max_new_tokens,
             seed=sampled_split.make_seed(s.seed, request.id),
-            template_kwargs=chat_template.build_template_kwargs(s.thinking),
         )
 
     def build_engine_options(self, request: TargetRequest, temperature: float) -> dict[str, dict[str, Any]]:
         eos, pad = self.context.target.eos_token_ids, self.context.encoder.tokenizer.pad_token_id
         max_new_tokens = self.context.p.sample_target.max_new_tokens
-        return chat_bodies.build_engine_options(request, temperature, max_new_tokens, eos, pad)
+        return requests.build_engine_options(request, temperature, max_new_tokens, eos, pad)
 
     def settle_answer(
         self, request: TargetRequest, history: list[dict[str, Any]], answer: client.ChatAnswer, write: bool

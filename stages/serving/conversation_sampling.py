@@ -68,7 +68,7 @@ class ConversationSampler:
 
         with http_session.raise_first_error():
             async with asyncio.TaskGroup() as tasks:
-                for _ in range(min(concurrency, self.split.num_requests)):
+                for _ in range(min(concurrency, self.split.selection.num_requests)):
                     tasks.create_task(work())
 
     async def sample_group(self, group: list[TargetRequest]) -> None:
