@@ -143,7 +143,7 @@ def convert_to_openai(messages: Messages, build_url: Callable[[str], str]) -> Me
                 {"type": "image_url", "image_url": {"url": build_url(part["image"])}} if "image" in part else part
                 for part in parts
             ]
-        found.append(message | more)
+        found.append(message | more if more else message)
     return found
 
 
@@ -219,7 +219,7 @@ def _build_messages(row: dict[str, Any]) -> Messages:
             waiting = [call["id"] for call in more["tool_calls"]]
         if message["role"] == "tool" and waiting:  # results come in the order of the calls
             more["tool_call_id"] = waiting.pop(0)
-        found.append(message | more)
+        found.append(message | more if more else message)
     return found
 
 
