@@ -335,7 +335,7 @@ def _open_server_access(context: SamplingContext, stack: contextlib.ExitStack, p
     log = place.parent / f"{s.launch}_server.log"  # outlives the run, to explain a failure
     print(f"starting {s.launch} on port {port}; its log is {log}", flush=True)
     threads = t.num_threads if t.device == "cpu" else None
-    running = server.run_server(
+    running = server.ServerProcess(
         s.launch, line, port, folder, log, s.start_timeout_s, restarts=MAX_SERVER_RESTARTS, threads=threads
     )
     context.local_server = stack.enter_context(running)

@@ -91,7 +91,9 @@ def transformers_serve(sampled: Path) -> Iterator[server.ServerProcess]:
     for _ in range(2):
         port = server.find_free_port()
         line = server.build_server_command("transformers", folder, port, "float32", "cpu", False)
-        with server.run_server("transformers", line, port, folder, sampled / "server.log", 120, threads=1) as running:
+        with server.ServerProcess(
+            "transformers", line, port, folder, sampled / "server.log", 120, threads=1
+        ) as running:
             if not (problem := unanswered(running)):
                 yield running
                 return

@@ -21,15 +21,15 @@ class RequestRecord:
     """One request, as the client saw it."""
 
     id: str
-    due: float  # when it arrived; it may have waited before it was sent
-    sent: float
-    ended: float  # the last byte, or the failure
-    events: list[tuple[float, int]]  # [E]: when tokens came, and how many at once
-    has_token_counts: bool  # sent by the server; else an event is a piece of text, taken for one token
-    input_tokens: int
-    output_tokens: int
-    finish_reason: str | None
-    failure_reason: str | None  # a short reason to count by; None: answered
+    due: float = 0.0  # when it arrived; it may have waited before it was sent
+    sent: float = 0.0
+    ended: float = 0.0  # the last byte, or the failure
+    events: list[tuple[float, int]] = field(default_factory=list)  # [E]: when tokens came, and how many at once
+    has_token_counts: bool = True  # sent by the server; else an event is a piece of text, taken for one token
+    input_tokens: int = 0
+    output_tokens: int = 0
+    finish_reason: str | None = None
+    failure_reason: str | None = None  # a short reason to count by; None: answered
     failure_message: str = ""
     text: str = ""
     ids: list[int] = field(default_factory=list)  # of the answer, if the server sends them

@@ -12,6 +12,7 @@ import contextlib
 import gc
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -113,7 +114,13 @@ async def run_load(
         records = await generator.send(requests, arrivals)
         after = await _read_settled_counters(http, url) if engine == "vllm" else None
         found = LoadResult(
-            engine, records, generator.max_in_flight, _count_by_reason(failed), generator.counting_errors, None, {}
+            engine,
+            records,
+            generator.max_in_flight,
+            dict(sorted(Counter(str(r.failure_reason) for r in failed).items())),
+            generator.counting_errors,
+            None,
+            {},
         )
         if before and after:
             _add_counters(found, before, after)
@@ -167,49 +174,26 @@ class LoadGenerator:
                 self.on_request_end()
 
     async def _send_one(self, request: LoadRequest, path: str, body: bytes, due: float) -> RequestRecord:
-        stream, reason, message = AnswerStream(path == "/generate"), None, ""
-        sent = time.perf_counter()
+        record = RequestRecord(request.id, due, sent=time.perf_counter())
+        stream, headers = AnswerStream(record, path == "/generate"), {"Content-Type": "application/json"}
         try:
-            async with self.http.open(
-                self.url, "POST", path, data=body, headers={"Content-Type": "application/json"}
-            ) as response:
+            async with self.http.open(self.url, "POST", path, data=body, headers=headers) as response:
                 if response.status != 200:
                     self.http.check(self.url, await http_session.read_reply(response))
                 async for data in response.content.iter_any():
                     stream.feed(data, time.perf_counter())
             stream.end(time.perf_counter())
-        except http_session.RequestRefusedError as error:
-            reason, message = "refused", str(error)
-        except http_session.ExchangeFailedError as error:
-            reason, message = error.reason, str(error)
-        ended = time.perf_counter()
-        if reason == "connection":
+        except (http_session.RequestRefusedError, http_session.ExchangeFailedError) as error:
+            record.failure_reason, record.failure_message = error.reason, str(error)
+        record.ended = time.perf_counter()
+        if record.failure_reason == "connection":
             self.check()
-        record = RequestRecord(
-            id=request.id,
-            due=due,
-            sent=sent,
-            ended=ended,
-            events=stream.events,
-            has_token_counts=stream.has_token_counts,
-            input_tokens=stream.input_tokens,
-            output_tokens=stream.output_tokens,
-            finish_reason=stream.finish_reason,
-            failure_reason=reason,
-            failure_message=message,
-            text=stream.text,
-            ids=stream.ids,
-            engine_meta=stream.engine_meta,
-        )
-        if not reason:
-            self._count_acceptance(record)
+        elif not record.failure_reason:
+            try:
+                record.counts = spec_counters.count_request(record.engine_meta, record.output_tokens)
+            except ValueError as error:
+                self.counting_errors.append(f"{record.id}: {error}")
         return record
-
-    def _count_acceptance(self, record: RequestRecord) -> None:
-        try:
-            record.counts = spec_counters.count_request(record.engine_meta, record.output_tokens)
-        except ValueError as error:
-            self.counting_errors.append(f"{record.id}: {error}")
 
 
 def build_request(request: LoadRequest, engine: str, model: str) -> tuple[str, bytes]:
@@ -316,10 +300,3 @@ async def _fetch_engine_figures(http: http_session.HttpSession, url: str) -> dic
     except (http_session.ExchangeFailedError, ValueError, KeyError, IndexError, TypeError):
         return {}
     return {name: state[name] for name in ("avg_spec_accept_length",) if state.get(name) is not None}
-
-
-def _count_by_reason(failed: list[RequestRecord]) -> dict[str, int]:
-    return {
-        str(reason): sum(r.failure_reason == reason for r in failed)
-        for reason in sorted({r.failure_reason for r in failed if r.failure_reason})
-    }

@@ -78,7 +78,7 @@ def open_server(plan: ServerPlan, measured: MeasuredServer, log: Path) -> Iterat
     measured.command = [*engine_flags.build_setup_command(setup, port, plan.program), *measured.speculation_flags]
     print(f"starting {setup.engine} for {name}; its log is {log}", flush=True)
     threads = plan.num_threads if setup.device == "cpu" else None
-    with server.run_server(
+    with server.ServerProcess(
         setup.engine, measured.command, port, setup.folder, log, plan.start_timeout_s, threads=threads, section=plan.section
     ) as running:  # fmt: skip
         asyncio.run(_identify_server(plan, measured, running.base_url, running.check_alive))
