@@ -336,7 +336,7 @@ def _open_server_access(context: SamplingContext, stack: contextlib.ExitStack, p
     print(f"starting {s.launch} on port {port}; its log is {log}", flush=True)
     threads = t.num_threads if t.device == "cpu" else None
     running = server.ServerProcess(
-        s.launch, line, port, folder, log, s.start_timeout_s, restarts=MAX_SERVER_RESTARTS, threads=threads
+        s.launch, line, port, log, s.start_timeout_s, restarts=MAX_SERVER_RESTARTS, threads=threads
     )
     context.local_server = stack.enter_context(running)
     return ServerAccess([context.local_server.base_url], folder, s.launch, context.local_server.check_alive, None)

@@ -73,7 +73,7 @@ def running(made: Path) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(made)
         patch.setenv("PYTHONPATH", str(made))
-        with server.ServerProcess("sglang", line, port, "artifacts/target", made / "log", 60):
+        with server.ServerProcess("sglang", line, port, made / "log", 60):
             yield f"http://127.0.0.1:{port}"
 
 

@@ -121,7 +121,7 @@ def _list_requests(row: dict[str, Any], position: int) -> list[TargetRequest]:
     # fix_data does not check the content of `tools`
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         messages, tools, malformed = row["messages"], None, "malformed_tools"
-    found = []
+    found: list[TargetRequest] = []
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
             has_image = any("image" in part for part in _get_content_parts(message))

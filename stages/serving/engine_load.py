@@ -59,7 +59,7 @@ def decode_load(
         record.finish_reason = "stop" if record.ids[-1] in engine.end_tokens else "length"
         if tree is not None:
             histogram = [counts[1:].count(length) for length in range(tree[0] + 1)]  # the first step is prefill
-            record.counts = AcceptanceCounts(len(counts) - 1, sum(counts), 0, True, histogram)
+            record.counts = AcceptanceCounts(len(counts) - 1, sum(counts), True, histogram)
     return records
 
 

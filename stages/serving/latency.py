@@ -4,7 +4,6 @@ Times are seconds of one clock, the client's. Letters: N requests, E token event
 """
 
 import itertools
-import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,19 +96,3 @@ def summarise_distribution(values: list[float]) -> dict[str, float] | None:
         return None
     found = np.percentile(values, PERCENTILES)
     return {"mean": float(np.mean(values))} | {f"p{p}": float(v) for p, v in zip(PERCENTILES, found, strict=True)}
-
-
-def compute_goodput(
-    records: list[RequestRecord],
-    duration_s: float,
-    ttft_s: float = math.inf,
-    tpot_s: float = math.inf,
-    e2e_s: float = math.inf,
-) -> float:
-    """Return the requests/s answered within all limits. An answer of one token has no TPOT to exceed, as in vLLM."""
-    good = [
-        r
-        for r in records
-        if not r.failure_reason and r.ttft_s <= ttft_s and (r.tpot_s or 0.0) <= tpot_s and r.e2e_s <= e2e_s
-    ]
-    return len(good) / duration_s

@@ -69,8 +69,8 @@ class LoadResult:
     max_in_flight: int
     warmup_failed: dict[str, int]  # by reason
     counting_errors: list[str]  # why accepted drafts could not be counted
-    counters: AcceptanceCounts | None  # vLLM's, of all records together
-    engine_figures: dict[str, Any]  # the engine's own, by its names
+    counters: AcceptanceCounts | None = None  # vLLM's, of all records together
+    engine_figures: dict[str, Any] = field(default_factory=dict)  # the engine's own, by its names
 
 
 async def run_load(
@@ -113,15 +113,8 @@ async def run_load(
         generator = LoadGenerator(http, url, engine, check, on_request_end)
         records = await generator.send(requests, arrivals)
         after = await _read_settled_counters(http, url) if engine == "vllm" else None
-        found = LoadResult(
-            engine,
-            records,
-            generator.max_in_flight,
-            dict(sorted(Counter(str(r.failure_reason) for r in failed).items())),
-            generator.counting_errors,
-            None,
-            {},
-        )
+        warmup_failed = dict(sorted(Counter(str(r.failure_reason) for r in failed).items()))
+        found = LoadResult(engine, records, generator.max_in_flight, warmup_failed, generator.counting_errors)
         if before and after:
             _add_counters(found, before, after)
         elif before or after:
@@ -280,15 +273,11 @@ async def _read_settled_counters(http: http_session.HttpSession, url: str) -> Vl
 
 
 def _add_counters(load: LoadResult, before: VllmCounters, after: VllmCounters) -> None:
-    # Failed requests are in vLLM's counters, but their tokens are unknown here.
-    complete = not any(r.failure_reason for r in load.records)
-    tokens = sum(r.output_tokens for r in load.records) if complete else None
     try:
-        load.counters = spec_counters.subtract_counters(before, after, len(load.records), tokens)
+        load.counters = spec_counters.subtract_counters(before, after)
     except ValueError as error:
         load.counting_errors.append(str(error))
-    drafts = after.drafts - before.drafts
-    if drafts:
+    if drafts := after.drafts - before.drafts:
         load.engine_figures["mean_acceptance_length"] = 1 + (after.accepted - before.accepted) / drafts
 
 
@@ -299,4 +288,5 @@ async def _fetch_engine_figures(http: http_session.HttpSession, url: str) -> dic
         state = orjson.loads(reply.body)["internal_states"][0] if reply.status == 200 else {}
     except (http_session.ExchangeFailedError, ValueError, KeyError, IndexError, TypeError):
         return {}
-    return {name: state[name] for name in ("avg_spec_accept_length",) if state.get(name) is not None}
+    length = state.get("avg_spec_accept_length")
+    return {} if length is None else {"avg_spec_accept_length": length}

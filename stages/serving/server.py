@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,6 @@ class ServerProcess:
     engine: str
     line: list[str]
     port: int
-    model: str  # its name in requests
     log: Path
     timeout_s: float  # to get ready
     settle_s: float = STOP_TIMEOUT_S
@@ -51,7 +50,7 @@ class ServerProcess:
     threads: int | None = None  # CPU threads; None: no limit
     section: str = "sample_target.server"  # of params.yaml, for messages
     restarted: int = 0
-    _guard: subprocess.Popen | None = None
+    _guard: subprocess.Popen = field(init=False, repr=False)
 
     @property
     def base_url(self) -> str:
@@ -85,7 +84,7 @@ class ServerProcess:
         """
         if not self._is_listening():  # it is ending, and the guard a moment after it
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process().wait(ENDING_GRACE_S)
+                self._guard.wait(ENDING_GRACE_S)
         while (status := self.get_exit_status()) is not None:
             if self.restarted == self.restarts:
                 raise self._make_error(status)
@@ -113,8 +112,7 @@ class ServerProcess:
             )
 
     def get_exit_status(self) -> int | None:
-        """Return the exit status; None while it runs."""
-        return self._process().poll()
+        return self._guard.poll()
 
     def wait_until_ready(self) -> bool:
         """Wait until the server is ready (True) or has ended (False). Raises ValueError after the start timeout."""
@@ -136,7 +134,7 @@ class ServerProcess:
 
     def stop(self) -> None:
         """Let the guard stop the server and all its descendants: by SIGTERM, then SIGKILL."""
-        guard = self._process()
+        guard = self._guard
         assert guard.stdin is not None
         guard.stdin.close()
         try:
@@ -150,10 +148,6 @@ class ServerProcess:
                 pass
             guard.wait()
 
-    def _process(self) -> subprocess.Popen:
-        assert self._guard is not None, "not started"
-        return self._guard
-
     def _is_listening(self) -> bool:
         with socket.socket() as probe:
             probe.settimeout(1.0)  # a busy server that doesn't answer is listening
@@ -161,9 +155,11 @@ class ServerProcess:
 
     def _make_error(self, status: int) -> ValueError:
         often = f", after {self.restarted} restarts" if self.restarted else ""
+        words, remedy = read_log_tail(self.log, 200), INSTALL_HINTS.get(self.engine)
+        if remedy and ("Missing dependencies for serving" in words or "requires `accelerate`" in words):
+            often += f" for want of packages; run: {remedy}"
         return ValueError(
-            f"the {self.engine} server ended with status {status}{often}{_suggest_remedy(self.engine, self.log)}; its log, "
-            f"{self.log}:\n{read_log_tail(self.log)}"
+            f"the {self.engine} server ended with status {status}{often}; its log, {self.log}:\n{read_log_tail(self.log)}"
         )
 
 
@@ -201,9 +197,3 @@ def read_log_tail(log: Path, lines: int = 20) -> str:
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 20_000))
         return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
-
-
-def _suggest_remedy(engine: str, log: Path) -> str:
-    words = read_log_tail(log, 200)
-    missing = "Missing dependencies for serving" in words or "requires `accelerate`" in words
-    return f" for want of packages; run: {INSTALL_HINTS[engine]}" if missing and engine in INSTALL_HINTS else ""
