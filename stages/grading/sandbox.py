@@ -12,11 +12,13 @@ not passed. Without `allow_unsandboxed` the program runs only if Landlock and se
 import ctypes
 import json
 import os
+import re
 import resource
 import signal
 import struct
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 Numbers = tuple[int | None, int | None]  # of a system call: on x86_64, on aarch64; None where it has no such call
@@ -118,10 +120,8 @@ def main() -> None:
 
 def missing_protections(abi: int, seccomp: bool) -> list[str]:
     """Return what a kernel with Landlock's `abi` (0: without it), with or without seccomp, lacks for the sandbox."""
-    found = []
-    if abi < LANDLOCK_ABI_NEEDED:
-        found.append(f"Landlock ABI {abi}" if abi else "no Landlock")
-    return found if seccomp else [*found, "no seccomp filters"]
+    landlock = [f"Landlock ABI {abi}" if abi else "no Landlock"] if abi < LANDLOCK_ABI_NEEDED else []
+    return landlock if seccomp else [*landlock, "no seccomp filters"]
 
 
 def landlock_abi() -> int:
@@ -164,22 +164,20 @@ def _kill_descendants(child: int) -> None:
                 pass
         except ChildProcessError:
             return
-        for pid in _list_children():
-            os.kill(pid, signal.SIGKILL)  # the pid can't be reused before waitpid
+        for pid, stat in _read_processes("stat"):
+            if stat.rpartition(")")[2].split()[1:2] == [str(os.getpid())]:  # behind its name: state, parent
+                os.kill(pid, signal.SIGKILL)  # a child's pid can't be reused before waitpid
 
 
-def _list_children() -> list[int]:
-    """Return this process's children by their parent in /proc: not every kernel has /proc/self/task/*/children."""
-    found = []
+def _read_processes(name: str) -> Iterator[tuple[int, str]]:
+    """Yield (process, text of its file `name` in /proc): not every kernel has /proc/self/task/*/children."""
     for process in os.listdir("/proc") if sys.platform == "linux" else []:  # noqa: PTH208 - no pathlib: it takes time
-        try:
-            with open(f"/proc/{process}/stat") as file:  # noqa: PTH123
-                parent = int(file.read().rpartition(")")[2].split()[1])
-        except (OSError, ValueError, IndexError):  # no process, or it has ended
-            continue
-        if parent == os.getpid():
-            found.append(int(process))
-    return found
+        if process.isdigit():
+            try:
+                with open(f"/proc/{process}/{name}", errors="replace") as file:  # noqa: PTH123
+                    yield int(process), file.read()
+            except OSError:  # it has ended
+                continue
 
 
 def _read_child(reads: int) -> bytes:
@@ -230,13 +228,9 @@ def _set_limits(job: dict[str, Any]) -> None:
 def _count_user_threads() -> int:
     """Return the number of this user's threads, to which the limit applies; 0 without /proc."""
     found = 0
-    for process in os.listdir("/proc") if sys.platform == "linux" else []:  # noqa: PTH208
-        try:
-            with open(f"/proc/{process}/status") as file:  # noqa: PTH123
-                status = dict(line.split(":", 1) for line in file)
-            found += int(status["Threads"]) if int(status["Uid"].split()[0]) == os.getuid() else 0
-        except (OSError, ValueError, KeyError):  # no process, or it has ended
-            pass
+    for _, text in _read_processes("status"):
+        status = re.search(r"^Uid:\s+(\d+)\b.*^Threads:\s+(\d+)", text, re.DOTALL | re.MULTILINE)
+        found += int(status[2]) if status and int(status[1]) == os.getuid() else 0
     return found
 
 

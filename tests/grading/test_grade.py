@@ -517,3 +517,14 @@ def test_the_samples_references_accept_their_own_solutions(name: str) -> None:
     for problem, row, other in zip(problems, rows, [*rows[1:], rows[0]], strict=True):
         assert problem.reference and grade.grade_answer(problem.reference, row[key])
         assert not grade.grade_answer(problem.reference, other[key])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc")
+def test_processes_whose_names_are_not_utf_8_are_found() -> None:
+    """Bug: a process that named itself by such bytes was passed over, and not killed after its program."""
+    naming = "import ctypes; ctypes.CDLL(None).prctl(15, b'\\xff\\xfe'); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", naming], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout and child.stdout.readline()
+        parents = {pid: stat.rpartition(")")[2].split()[1] for pid, stat in sandbox._read_processes("stat")}
+        child.kill()
+    assert parents[child.pid] == str(os.getpid())
