@@ -18,6 +18,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,8 @@ def _fix(params: Params) -> None:
     finally:
         shutil.rmtree(WAITING_FOLDER, ignore_errors=True)
     seconds = time.perf_counter() - started
-    report |= {"hub": hub_records, "rows_per_second": round(report["rows_in"] / seconds), "seconds": round(seconds, 3)}
+    report["hub"] = {source: asdict(record) for source, record in hub_records.items()}
+    report |= {"rows_per_second": round(report["rows_in"] / seconds), "seconds": round(seconds, 3)}
     atomic.write_json(REPORT, report)
     print(
         f"fix_data: {report['rows_in']} rows = {report['clean']} clean + {report['repaired']} repaired + "
