@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from tqdm import tqdm
@@ -38,21 +38,18 @@ class AnswerHandler(Protocol):
         ...
 
 
+@dataclass
 class ConversationSampler:
-    """A split being sampled from servers. `history_from_target`: later turns quote the target's own answers."""
+    """A split being sampled from servers."""
 
-    def __init__(
-        self,
-        split: SampledSplit,
-        handler: AnswerHandler,
-        http: client.ChatClient,
-        bar: tqdm,
-        history_from_target: bool,
-    ) -> None:
-        self.split, self.handler, self.http, self.bar = split, handler, http, bar
-        self.history_from_target = history_from_target
-        self.refused: list[str] = []
-        self._started, self._tokens = time.perf_counter(), 0
+    split: SampledSplit
+    handler: AnswerHandler
+    http: client.ChatClient
+    bar: tqdm
+    history_from_target: bool  # later turns quote the target's own answers
+    refused: list[str] = field(default_factory=list)
+    _started: float = field(default_factory=time.perf_counter)
+    _tokens: int = 0
 
     async def sample_all(self, concurrency: int) -> None:
         """Sample the split with `concurrency` workers, which take groups from one queue."""

@@ -124,21 +124,18 @@ async def run_load(
     return found
 
 
+@dataclass
 class LoadGenerator:
     """Sends requests to one server."""
 
-    def __init__(
-        self,
-        http: http_session.HttpSession,
-        url: str,
-        engine: str,
-        check: Callable[[], None],
-        on_request_end: Callable[[], object] = lambda: None,
-    ) -> None:
-        self.http, self.url, self.engine, self.check = http, url, engine, check
-        self.on_request_end = on_request_end
-        self.max_in_flight = self._in_flight = 0
-        self.counting_errors: list[str] = []
+    http: http_session.HttpSession
+    url: str
+    engine: str
+    check: Callable[[], None]
+    on_request_end: Callable[[], object] = lambda: None
+    max_in_flight: int = 0
+    counting_errors: list[str] = field(default_factory=list)
+    _in_flight: int = 0
 
     async def send(self, requests: list[LoadRequest], arrivals: Arrivals) -> list[RequestRecord]:
         """Return a record of each request. Requests in flight are dropped when this is cancelled."""
