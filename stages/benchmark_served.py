@@ -33,7 +33,6 @@ from stages.serving import (
     load_checks,
     load_generator,
     measured_server,
-    request_records,
 )
 from stages.serving.load_generator import Arrivals, LoadRequest, LoadResult
 from stages.serving.measured_server import CheckServer, Load, MeasuredServer, ServerPlan
@@ -285,7 +284,7 @@ async def _run_load(
 def _make_next_requests(work: ServedCellContext, loads: list[LoadResult], length: int) -> list[LoadRequest]:
     """Return the next turn of the questions that have one and whose earlier turns were all answered."""
     turn, requests = len(loads), []
-    answers = [{request_records.get_question_id(r): r for r in load.records if not r.failure_reason} for load in loads]
+    answers = [{r.question_id: r for r in load.records if not r.failure_reason} for load in loads]
     for row in workload_prompts.list_rows(work.prompts):
         later = row.later or []
         if len(later) < turn or not all(row.id in of_turn for of_turn in answers):

@@ -53,7 +53,7 @@ class JsonWindow:
         self._position += 1
         return found
 
-    def value(self) -> tuple[Any, str]:
+    def take_value(self) -> tuple[Any, str]:
         """Consume the next value and return (value, its text)."""
         self.peek()
         while True:
@@ -100,7 +100,7 @@ def find_rows_key(start: str, is_row: Callable[[Any], bool]) -> str | None:
         for key in _iterate_keys(window):
             if window.peek() == "[":
                 return key if any(is_row(value) for value, _ in islice(_iterate_values(window), 1)) else None
-            window.value()
+            window.take_value()
     except JsonArrayError:  # perhaps JSON longer than `start`
         return None
     return None
@@ -118,7 +118,7 @@ def iterate_elements(read: Callable[[int], str], key: str, is_row: Callable[[Any
     else:
         for name in _iterate_keys(window):
             if window.peek() != "[":
-                window.value()
+                window.take_value()
             elif name == key:
                 yield from (text for _, text in _iterate_values(window))
             elif any(is_row(value) for value, _ in _iterate_values(window)):
@@ -131,14 +131,14 @@ def _iterate_keys(window: JsonWindow) -> Iterator[str]:
     """Yield the keys of an object; the caller consumes each value before the next key."""
     for _ in _iterate_members(window, "{}"):
         window.expect('"')
-        key, _ = window.value()
+        key, _ = window.take_value()
         window.take(":")
         yield key
 
 
 def _iterate_values(window: JsonWindow) -> Iterator[tuple[Any, str]]:
     """Yield (element, its text) of an array."""
-    return (window.value() for _ in _iterate_members(window, "[]"))
+    return (window.take_value() for _ in _iterate_members(window, "[]"))
 
 
 def _iterate_members(window: JsonWindow, brackets: str) -> Iterator[None]:

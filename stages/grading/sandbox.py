@@ -136,7 +136,7 @@ def has_seccomp() -> bool:
     if sys.platform != "linux" or os.uname().machine not in MACHINES:
         return False
     action = ctypes.c_uint32(REFUSE & 0xFFFF0000)
-    call = _number(SECCOMP_CALL)
+    call = _get_call_number(SECCOMP_CALL)
     return ctypes.CDLL(None).syscall(call, IS_ACTION_AVAILABLE, 0, ctypes.byref(action)) == 0
 
 
@@ -269,18 +269,18 @@ def sandbox_filter() -> list[Instruction]:
     architecture, _ = MACHINES[os.uname().machine]
     code = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, architecture), (RETURN, 0, 0, REFUSE), (LOAD, 0, 0, 0)]
     code += [(AT_LEAST, 0, 1, FIRST_UNKNOWN_CALL), (RETURN, 0, 0, NO_SUCH_CALL)]  # the numbers of x32, too
-    code += _on_call(OPENAT2, [(RETURN, 0, 0, NO_SUCH_CALL)])  # its flags are in memory, which filters can't read
+    code += _match_call(OPENAT2, [(RETURN, 0, 0, NO_SUCH_CALL)])  # its flags are in memory, which filters can't read
     opens: tuple[tuple[Numbers, int], ...] = ((OPEN, 1), (OPENAT, 2))
     for numbers, argument in opens:
-        truncates = [word for mode in (READ_ONLY, NO_ACCESS) for word in _answer(O_TRUNC | mode, REFUSE)]
+        truncates = [word for mode in (READ_ONLY, NO_ACCESS) for word in _match_value(O_TRUNC | mode, REFUSE)]
         masked = [_load_argument(argument), (AND, 0, 0, O_TRUNC | ACCESS_MODE)]
-        code += _on_call(numbers, [*masked, *truncates, (RETURN, 0, 0, ALLOW)])
-    allowed = [word for request in ALLOWED_IOCTLS for word in _answer(request, ALLOW)]
-    code += _on_call(IOCTL, [_load_argument(1), *allowed, (RETURN, 0, 0, REFUSE)])
-    refused = [word for command in DENIED_FCNTLS for word in _answer(command, REFUSE)]
-    code += _on_call(FCNTL, [_load_argument(1), *refused, (RETURN, 0, 0, ALLOW)])
+        code += _match_call(numbers, [*masked, *truncates, (RETURN, 0, 0, ALLOW)])
+    allowed = [word for request in ALLOWED_IOCTLS for word in _match_value(request, ALLOW)]
+    code += _match_call(IOCTL, [_load_argument(1), *allowed, (RETURN, 0, 0, REFUSE)])
+    refused = [word for command in DENIED_FCNTLS for word in _match_value(command, REFUSE)]
+    code += _match_call(FCNTL, [_load_argument(1), *refused, (RETURN, 0, 0, ALLOW)])
     for denied in DENIED.values():
-        code += _on_call(denied, [(RETURN, 0, 0, REFUSE)])
+        code += _match_call(denied, [(RETURN, 0, 0, REFUSE)])
     return [*code, (RETURN, 0, 0, ALLOW)]
 
 
@@ -288,22 +288,22 @@ def load_filter(code: list[Instruction]) -> bool:
     """Put this process and its children under a seccomp filter; return whether the kernel accepted it."""
     instructions = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *one) for one in code))
     program = ctypes.create_string_buffer(struct.pack("@HP", len(code), ctypes.addressof(instructions)))
-    call = _number(SECCOMP_CALL)
+    call = _get_call_number(SECCOMP_CALL)
     return ctypes.CDLL(None).syscall(call, SET_FILTER, 0, ctypes.c_void_p(ctypes.addressof(program))) == 0
 
 
-def _number(numbers: Numbers) -> int | None:
+def _get_call_number(numbers: Numbers) -> int | None:
     """Return a call's number on this machine, which is one of MACHINES."""
     return numbers[MACHINES[os.uname().machine][1]]
 
 
-def _on_call(numbers: Numbers, code: list[Instruction]) -> list[Instruction]:
+def _match_call(numbers: Numbers, code: list[Instruction]) -> list[Instruction]:
     """Return `code`, which ends with an answer, for one call; nothing if this machine has no such call."""
-    number = _number(numbers)
+    number = _get_call_number(numbers)
     return [] if number is None else [(EQUAL, 0, len(code), number), *code]
 
 
-def _answer(value: int, answer: int) -> list[Instruction]:
+def _match_value(value: int, answer: int) -> list[Instruction]:
     """Return the instructions that answer `answer` if the loaded value is `value`."""
     return [(EQUAL, 0, 1, value), (RETURN, 0, 0, answer)]
 

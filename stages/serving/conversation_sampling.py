@@ -117,7 +117,7 @@ class ConversationSampler:
             try:
                 known = asdict(await self.http.complete(body, options))
             except http_session.RequestRefusedError as error:
-                self._refuse(request, error)
+                self._count_refusal(request, error)
                 return None
             except ValueError as error:
                 raise ValueError(f"sample_target: row {request.id}: {error}{self.handler.read_log_tail()}") from None
@@ -126,7 +126,7 @@ class ConversationSampler:
             shards.journal(number).add(key, known)
         return client.ChatAnswer(**known)
 
-    def _refuse(self, request: TargetRequest, error: http_session.RequestRefusedError) -> None:
+    def _count_refusal(self, request: TargetRequest, error: http_session.RequestRefusedError) -> None:
         self.refused.append(f"row {request.id}: {error}")
         if len(self.refused) >= MAX_LEADING_REFUSALS and not self.split.shards.counts["rows"]:
             raise ValueError(

@@ -13,7 +13,6 @@ from stages.serving import server
 from stages.serving.http_session import ExchangeFailedError, HttpSession
 
 ENVIRONMENTS_FOLDER = Path("serving-env")  # one for each engine: make serving-env
-PROGRAM_WORDS = {"sglang": ["sglang", "serve"], "vllm": ["vllm", "serve"]}  # of a command line
 VLLM_BLOCK_TOKENS = 16  # tokens of a block of vLLM's KV cache
 
 
@@ -111,20 +110,16 @@ def _list_sglang_settings(draft: ServedDraft) -> dict[str, Any]:
 
 
 def build_setup_command(setup: ServerSetup, port: int, program: list[str]) -> list[str]:
-    """Return the command line of a server without a draft; `program`, if not empty, replaces the engine's own."""
+    """Return the command line of a server without a draft.
+
+    `program`, if not empty, replaces the engine's own: that of the engine's own environment if it exists, or on the PATH.
+    """
     whole = server.build_server_command(
         setup.engine, setup.folder, port, setup.dtype, setup.device, setup.trust_remote_code
     )
-    first = len(PROGRAM_WORDS[setup.engine])
-    assert whole[:first] == PROGRAM_WORDS[setup.engine], whole
-    return [*(program or _locate_program(setup.engine)), *whole[first:], *setup.build_flags()]
-
-
-def _locate_program(engine: str) -> list[str]:
-    """Return the program of the engine's own environment if it exists, else the name of the one on the PATH."""
-    program, *rest = PROGRAM_WORDS[engine]
-    there = ENVIRONMENTS_FOLDER / engine / "bin" / program
-    return [str(there.absolute()) if there.exists() else program, *rest]
+    own = ENVIRONMENTS_FOLDER / setup.engine / "bin" / whole[0]
+    first = [str(own.absolute()) if own.exists() else whole[0], whole[1]]  # sglang serve, vllm serve
+    return [*(program or first), *whole[2:], *setup.build_flags()]
 
 
 # What a server reports of itself
