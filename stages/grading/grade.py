@@ -145,7 +145,7 @@ def check_sandbox(references: Iterable[str], workload: str, allow_unsandboxed_co
     """
     if allow_unsandboxed_code or all(json.loads(words)["kind"] != "humaneval" for words in references):
         return
-    if missing := sandbox.missing_protections(sandbox.landlock_abi(), sandbox.has_seccomp()):
+    if missing := sandbox.list_missing_protections(sandbox.read_landlock_abi(), sandbox.has_seccomp()):
         raise ValueError(_describe_refusal(missing, f"benchmark.workloads.{workload}.grade is true, which runs"))
 
 

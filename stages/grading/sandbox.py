@@ -118,13 +118,13 @@ def main() -> None:
     print(json.dumps({"passed": passed, "how": how, **found}))
 
 
-def missing_protections(abi: int, seccomp: bool) -> list[str]:
+def list_missing_protections(abi: int, seccomp: bool) -> list[str]:
     """Return what a kernel with Landlock's `abi` (0: without it), with or without seccomp, lacks for the sandbox."""
     landlock = [f"Landlock ABI {abi}" if abi else "no Landlock"] if abi < LANDLOCK_ABI_NEEDED else []
     return landlock if seccomp else [*landlock, "no seccomp filters"]
 
 
-def landlock_abi() -> int:
+def read_landlock_abi() -> int:
     """Return the kernel's Landlock ABI, 0 without Landlock."""
     if sys.platform != "linux":
         return 0
@@ -241,11 +241,11 @@ def enter_sandbox() -> tuple[list[str], list[str]]:
     truncation: seccomp protects the modes of files, Landlock their contents.
     """
     if sys.platform != "linux" or not _call_prctl(NO_NEW_PRIVILEGES, 1):
-        return [], missing_protections(0, False)
-    abi = landlock_abi()
+        return [], list_missing_protections(0, False)
+    abi = read_landlock_abi()
     abi = abi if _restrict_files(abi) else 0
-    seccomp = has_seccomp() and load_filter(sandbox_filter())
-    missing = missing_protections(abi, seccomp)
+    seccomp = has_seccomp() and load_filter(build_filter())
+    missing = list_missing_protections(abi, seccomp)
     protections = [] if missing else ["no files written"]
     return [*protections, *(["no processes", "no network"] if seccomp else [])], missing
 
@@ -264,7 +264,7 @@ def _restrict_files(abi: int) -> bool:
     return not libc.syscall(LANDLOCK_ADD, fd, 1, null, 0) and not libc.syscall(LANDLOCK_RESTRICT, fd, 0)
 
 
-def sandbox_filter() -> list[Instruction]:
+def build_filter() -> list[Instruction]:
     """Return the seccomp filter of graded programs, for this machine."""
     architecture, _ = MACHINES[os.uname().machine]
     code = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, architecture), (RETURN, 0, 0, REFUSE), (LOAD, 0, 0, 0)]
