@@ -205,17 +205,17 @@ def _settle_answer(
     if dropped:
         split.shards.set_row(request.position, None, {f"dropped/{dropped}": 1} | counts)
         return
-    row = {
-        "id": request.id,
-        "prompt_ids": answer.prompt_ids,
-        "answer_ids": answer.answer_ids,
-        "finish_reason": answer.finish_reason,
-        "temperature": temperature,
-        "top_p": s.top_p if temperature else None,
-        "source_row": request.source_row,
-        "verdict": request.verdict,
-        "images": request.images or None,
-    }
+    row = conversations.SampledRow(
+        id=request.id,
+        prompt_ids=answer.prompt_ids,
+        answer_ids=answer.answer_ids,
+        finish_reason=answer.finish_reason,
+        temperature=temperature,
+        top_p=s.top_p if temperature else None,
+        source_row=request.source_row,
+        verdict=request.verdict,
+        images=request.images or None,
+    )
     counts |= {"rows": 1, "tokens": len(answer.answer_ids), f"token_ids/{answer.source}": 1}
     if split.name == "train":
         counts[f"temperature/{'the data' if temperature is None else format(temperature, 'g')}"] = 1

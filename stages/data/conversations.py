@@ -9,6 +9,7 @@ server renders it, and the target's own answer, which is the loss span. A folder
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import polars as pl
@@ -44,6 +45,21 @@ SAMPLED_SCHEMA = pl.Schema(
         "images": pl.List(pl.String),  # paths, in the prompt's order; null without images
     }
 )
+
+
+@dataclass(frozen=True)
+class SampledRow:
+    """A row of SAMPLED_SCHEMA."""
+
+    id: str
+    prompt_ids: list[int]
+    answer_ids: list[int]
+    finish_reason: str
+    temperature: float | None
+    top_p: float | None
+    source_row: int
+    verdict: str
+    images: list[str] | None
 
 
 def write_table(path: Path, rows: pl.DataFrame, schema: pl.Schema) -> None:
