@@ -79,7 +79,6 @@ def stream_table(path: Path, rows: pl.LazyFrame, schema: pl.Schema) -> None:
 
 
 def name_shard(number: int) -> str:
-    """Return the file name of a shard."""
     return f"part-{number:05d}.parquet"
 
 

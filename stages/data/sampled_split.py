@@ -70,7 +70,6 @@ def count_rows(splits: list[SampledSplit]) -> dict[str, Any]:
 
 
 def make_seed(seed: int, request_id: str) -> int:
-    """Return the sampling seed of one request."""
     return _hash_to_number(f"{seed}:{request_id}") >> 1
 
 

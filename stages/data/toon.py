@@ -279,25 +279,17 @@ def _add_header_colon(table: str, expected: ExpectedDocument) -> str:
     return expected.header_pattern.sub(lambda m: m[0].rstrip() + ("" if m["colon"] else ":"), table)
 
 
-def _correct_indent(table: str, expected: ExpectedDocument) -> str:
+def _correct_indent(line: str, expected: ExpectedDocument) -> str:
     """Indent keys by nothing and rows by two spaces: with a single table, depth follows from the kind of line."""
-
-    def indent(line: str) -> str:
-        if expected.is_key(line):
-            return line.strip()
-        return "  " + line.strip() if expected.is_row(line) else line
-
-    return "\n".join(map(indent, table.split("\n")))
+    if expected.is_key(line):
+        return line.strip()
+    return "  " + line.strip() if expected.is_row(line) else line
 
 
-def _remove_trailing_commas(table: str, expected: ExpectedDocument) -> str:
+def _remove_trailing_comma(line: str, expected: ExpectedDocument) -> str:
     """Remove an empty cell past the last column; anything else there might be data."""
-
-    def cut(line: str) -> str:
-        excess = expected.is_row(line) and line.count(",") == len(expected.schema.columns)
-        return line.rstrip().removesuffix(",") if excess else line
-
-    return "\n".join(map(cut, table.split("\n")))
+    excess = expected.is_row(line) and line.count(",") == len(expected.schema.columns)
+    return line.rstrip().removesuffix(",") if excess else line
 
 
 def _replace_typography(table: str) -> str:
@@ -324,8 +316,10 @@ REPAIR_RULES: dict[str, Callable[[str, ExpectedDocument], str]] = {
     "header_space": _remove_header_spaces,
     "old_dialect": _convert_old_dialect,
     "header_colon": _add_header_colon,
-    "indent": _correct_indent,
-    "trailing_comma": _remove_trailing_commas,
+    "indent": lambda table, expected: "\n".join(_correct_indent(line, expected) for line in table.split("\n")),
+    "trailing_comma": lambda table, expected: "\n".join(
+        _remove_trailing_comma(line, expected) for line in table.split("\n")
+    ),
     "typography": lambda table, _: _replace_typography(table),
     "count": _correct_row_count,
 }

@@ -21,7 +21,6 @@ class AnswerHandler(Protocol):
 
     def explain_unusable(self, request: TargetRequest) -> str | None:
         """Return why a request cannot be sampled, as one word for the report, or None."""
-        ...
 
     def build_body(self, request: TargetRequest, history: list[dict[str, Any]]) -> dict[str, Any]: ...
 
@@ -31,11 +30,9 @@ class AnswerHandler(Protocol):
         self, request: TargetRequest, history: list[dict[str, Any]], answer: client.ChatAnswer, write: bool
     ) -> bool:
         """Store the answer's row if `write`; return whether later turns may quote the answer."""
-        ...
 
     def read_log_tail(self) -> str:
         """Return the last lines of the log of a server started here, for a message; empty for other servers."""
-        ...
 
 
 @dataclass

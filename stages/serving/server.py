@@ -193,7 +193,6 @@ def find_free_port() -> int:
 
 
 def read_log_tail(log: Path, lines: int = 20) -> str:
-    """Return the last lines of a log."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 20_000))
         return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
