@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from stages.data import chat_bodies, conversations, requests, sampled_split
+from stages.data import conversations, requests, sampled_split
 from stages.data.parquet_shards import ParquetShardWriter
 from stages.data.requests import TargetRequest
 from stages.data.sampled_split import SampledSplit
@@ -152,18 +152,17 @@ def _uses_servers(s: schema.SampleTarget) -> bool:
 
 def _print_split(p: schema.Params, split: SampledSplit) -> None:
     """Print a summary of a split. Raises ValueError where no row is left."""
-    s, counted = p.sample_target, split.shards.counts
+    s, counted, selection = p.sample_target, split.shards.counts, split.selection
     if not counted["rows"] and split.name != "eval_t":
         raise ValueError(
-            f"sample_target: no row is left in the {split.name} split, expected at least one ({split.num_requests} sampled, "
+            f"sample_target: no row is left in the {split.name} split, expected at least one ({selection.num_requests} sampled, "
             f"{counted['truncated']} cut at max_new_tokens); raise sample_target.{split.name}_rows or max_new_tokens"
         )
     temperatures = " and ".join(f"{temperature:g}" for temperature, _ in split.mixture)
     is_kept = s.backend == "keep" and split.name == "train"
     origin = "of the data" if is_kept else f"at temperature {temperatures}"
     cut = f"{counted['truncated']} cut at {s.max_new_tokens} tokens"
-    left = split.num_unrequested
-    cut += f", {left} questions not asked" if left else ""
+    cut += f", {selection.num_unrequested} questions not asked" if selection.num_unrequested else ""
     print(f"{split.name}: {counted['rows']} answers {origin}, {counted['tokens']} tokens, {cut}")
 
 
@@ -204,17 +203,17 @@ def _settle_answer(
     if dropped:
         split.shards.set_row(request.position, None, {f"dropped/{dropped}": 1} | counts)
         return
-    row = {
-        "id": request.id,
-        "prompt_ids": answer.prompt_ids,
-        "answer_ids": answer.answer_ids,
-        "finish_reason": answer.finish_reason,
-        "temperature": temperature,
-        "top_p": s.top_p if temperature else None,
-        "source_row": request.source_row,
-        "verdict": request.verdict,
-        "images": request.images or None,
-    }
+    row = conversations.SampledRow(
+        id=request.id,
+        prompt_ids=answer.prompt_ids,
+        answer_ids=answer.answer_ids,
+        finish_reason=answer.finish_reason,
+        temperature=temperature,
+        top_p=s.top_p if temperature else None,
+        source_row=request.source_row,
+        verdict=request.verdict,
+        images=request.images or None,
+    )
     counts |= {"rows": 1, "tokens": len(answer.answer_ids), f"token_ids/{answer.source}": 1}
     if split.name == "train":
         counts[f"temperature/{'the data' if temperature is None else format(temperature, 'g')}"] = 1
@@ -237,7 +236,7 @@ def _generate_split(context: SamplingContext, model: Any, split: SampledSplit) -
     tokenizer, processor = context.encoder.tokenizer, context.encoder.image_processor
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
     every = itertools.chain.from_iterable(split.read_conversations())
-    with tqdm(total=split.num_requests, desc=f"sample {split.name}", unit="row", mininterval=2) as bar:
+    with tqdm(total=split.selection.num_requests, desc=f"sample {split.name}", unit="row", mininterval=2) as bar:
         for number, group in itertools.groupby(every, key=lambda request: shards.shard_of(request.position)):
             if number in shards.published:
                 bar.update(shards.shard_length(number))
@@ -324,8 +323,8 @@ def _open_servers(
     log = place.parent / f"{s.launch}_server.log"  # outlives the run, to explain a failure
     print(f"starting {s.launch} on port {port}; its log is {log}", flush=True)
     threads = t.num_threads if t.device == "cpu" else None
-    running = server.run_server(
-        s.launch, line, port, folder, log, s.start_timeout_s, restarts=MAX_SERVER_RESTARTS, threads=threads
+    running = server.ServerProcess(
+        s.launch, line, port, log, s.start_timeout_s, restarts=MAX_SERVER_RESTARTS, threads=threads
     )
     own = context.local_server = stack.enter_context(running)
     return lambda: client.ChatClient([own.base_url], folder, *limits, None, s.launch, own.check_alive)
@@ -336,7 +335,7 @@ async def _sample_from_servers(
 ) -> None:
     """Sample a whole split."""
     s, shards, handler = context.p.sample_target, split.shards, _ServedAnswerHandler(context, split)
-    with tqdm(total=split.num_requests, desc=f"sample {split.name}", unit="row", mininterval=2) as bar:
+    with tqdm(total=split.selection.num_requests, desc=f"sample {split.name}", unit="row", mininterval=2) as bar:
         bar.update(sum(map(shards.shard_length, shards.published)))
         async with make_client() as http:
             sampler = ConversationSampler(split, handler, http, bar, history_from_target=s.history == "target")
@@ -360,21 +359,21 @@ class _ServedAnswerHandler:
 
     def build_body(self, request: TargetRequest, history: list[dict[str, Any]]) -> dict[str, Any]:
         s = self.context.p.sample_target
-        return chat_bodies.build_body(
+        return requests.build_chat_body(
             request,
             history,
             self.context.encoder.build_image_url,
+            chat_template.build_template_kwargs(s.thinking),
             temperature=self.split.draw_temperature(s.seed, request.id),
             top_p=s.top_p,
             max_tokens=s.max_new_tokens,
             seed=sampled_split.make_seed(s.seed, request.id),
-            template_kwargs=chat_template.build_template_kwargs(s.thinking),
         )
 
     def build_engine_options(self, request: TargetRequest, temperature: float) -> dict[str, dict[str, Any]]:
         eos, pad = self.context.target.eos_token_ids, self.context.encoder.tokenizer.pad_token_id
         max_new_tokens = self.context.p.sample_target.max_new_tokens
-        return chat_bodies.build_engine_options(request, temperature, max_new_tokens, eos, pad)
+        return requests.build_engine_options(request, temperature, max_new_tokens, eos, pad)
 
     def settle_answer(
         self, request: TargetRequest, history: list[dict[str, Any]], answer: client.ChatAnswer, write: bool

@@ -121,7 +121,7 @@ def test_accepted_drafts_are_pooled_over_prompts_turns_and_repeats() -> None:
             for turn in range(2):
                 histogram = [draws.randrange(9) for _ in range(4)]
                 told = spec_counters.AcceptanceCounts(
-                    sum(histogram), sum(i * n for i, n in enumerate(histogram)), 0, True, histogram
+                    sum(histogram), sum(i * n for i, n in enumerate(histogram)), True, histogram
                 )
                 record = latency.RequestRecord(
                     f"{name}#{turn}", 0, 0, 1, [(1, 1)], True, 3, 5, "stop", None, counts=told

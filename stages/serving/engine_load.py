@@ -58,7 +58,7 @@ def decode_load(
         if engine.uses_cuda_graphs:  # prefill all prompts once, uncounted, as timing.time_decode does
             list(engine.decode_batch([request._replace(max_new_tokens=1) for request in asked], slots, tree))
     started = start_clock()
-    records = [_start_record(name, len(request.prompt)) for name, request in requests.items()]
+    records = [RequestRecord(name, input_tokens=len(request.prompt)) for name, request in requests.items()]
     passes = engine.decode_batch(asked, slots, tree) if asked else ()
     accepted = _record_steps(records, passes, started)
     for record, counts in zip(records, accepted, strict=True):
@@ -66,24 +66,8 @@ def decode_load(
         record.finish_reason = "stop" if record.ids[-1] in engine.end_tokens else "length"
         if tree is not None:
             histogram = [counts[1:].count(length) for length in range(tree.num_steps + 1)]  # the first step is prefill
-            record.counts = AcceptanceCounts(len(counts) - 1, sum(counts), 0, True, histogram)
+            record.counts = AcceptanceCounts(len(counts) - 1, sum(counts), True, histogram)
     return records
-
-
-def _start_record(request_id: str, prompt_tokens: int) -> RequestRecord:
-    """Return a record without events, due at the start of the load."""
-    return RequestRecord(
-        id=request_id,
-        due=0.0,
-        sent=0.0,
-        ended=0.0,
-        events=[],
-        has_token_counts=True,
-        input_tokens=prompt_tokens,
-        output_tokens=0,
-        finish_reason=None,
-        failure_reason=None,
-    )
 
 
 def _record_steps(
