@@ -28,7 +28,7 @@ def run_graph() -> Iterator[str]:
 def list_stale() -> Iterator[str]:
     """Yield a line for each group of stale stages, and warnings. Raises SystemExit(1) after the last if any is stale."""
     reasons = dvc_graph.explain_stale()
-    yield from versions.warnings()
+    yield from versions.list_warnings()
     yield from _describe(reasons)
     if reasons:
         sys.exit(1)

@@ -1,8 +1,9 @@
 """The graph of stages, as DVC has it: their order, which are stale and why; bring one or all of them up to date.
 
 DVC alone decides whether a stage runs, is restored from the run-cache or stays as it is. Its status is asked in this
-process; what it did with a stage is read from the line it prints. Only this module, pipeline/remote/dvc_remote.py and
-pipeline/checked_dvc.py import DVC; docs/dvc.md describes the behaviour of DVC 3.67.1 that they rely on.
+process; what it did with a stage is read from the line it prints. Only this module, pipeline/remote/dvc_remote.py,
+pipeline/checked_dvc.py and pipeline/dvc_internals.py use DVC; docs/dvc.md describes the behaviour of DVC 3.67.1 that they
+rely on.
 """
 
 import os

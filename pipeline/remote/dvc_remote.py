@@ -5,8 +5,7 @@
 
 A host that gets a StageOrder pulls its files and upstream outputs and nothing else. Results are looked up under the key of
 DVC's run-cache, a hash of the command, the parameters and the bytes of all dependencies, so that nothing made from other
-inputs is taken for a stage's result. Uses private functions of DVC 3.67.1; `tests/pipeline/test_dvc_remote.py` fails where
-another version has changed them.
+inputs is taken for a stage's result.
 """
 
 import gzip
@@ -24,6 +23,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 from ruamel.yaml import YAML
 
+from pipeline import dvc_internals
 from pipeline.dvc_graph import LOCK_FILE, STAGE_NAME, check_stage_name, open_repo
 
 FILES_FOLDER = "aerie"  # the remote's folder of StageOrder.files, beside DVC's own
@@ -194,20 +194,14 @@ def _get_remote_root(repo: Any) -> tuple[Any, str]:
 
 def _locate_run_cache(repo: Any, stage: Any) -> tuple[Path, Any, str]:
     """Return (folder here, the remote's file system, folder there) of the stage's entries in the run-cache."""
-    from dvc.stage.cache import _get_stage_hash
-
-    key = _get_stage_hash(stage)
+    key = dvc_internals.compute_run_cache_key(stage)
     fs, root = _get_remote_root(repo)
-    return Path(repo.stage_cache.cache_dir, key[:2], key), fs, fs.join(root, "runs", key[:2], key)
+    return dvc_internals.locate_run_cache_entries(repo, key), fs, fs.join(root, "runs", key[:2], key)
 
 
 def _is_restorable(repo: Any, stage: Any) -> bool:
     """Return whether DVC can restore the stage without running it, fetching its results from the remote if they are there."""
-    from dvc.stage.cache import _can_hash
-
     stage.save_deps()
-    if not _can_hash(stage):
-        raise ValueError(f"{stage.addressing} can't be made elsewhere, for DVC keeps no run-cache of it")
     here, fs, there = _locate_run_cache(repo, stage)
     if not here.exists():
         for entry in fs.find(there) if fs.exists(there) else []:
@@ -215,14 +209,11 @@ def _is_restorable(repo: Any, stage: Any) -> bool:
             temporary = here.with_name(f"{here.name}.{os.getpid()}")
             fs.get_file(entry, str(temporary))
             os.replace(temporary, here / fs.name(entry))
-    entry = repo.stage_cache._load(stage)
-    if not entry:
-        return False
-    made = repo.stage_cache._create_stage(entry)
-    if not made.outs_cached():
-        for wanted in made.get_used_objs().values():
+    cached = dvc_internals.load_cached_run(repo, stage)
+    if cached and not cached.outs_cached():
+        for wanted in cached.get_used_objs().values():
             repo.cloud.pull(wanted)
-    return bool(made.outs_cached())
+    return bool(cached and cached.outs_cached())
 
 
 def _list_needed_outputs(repo: Any, stage: Any) -> dict[str, Any]:
