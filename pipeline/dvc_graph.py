@@ -261,13 +261,16 @@ def reproduce_stage(
     return outcome
 
 
-def run_all_stages(held_files: Iterable[int] = ()) -> None:
+def run_all_stages(keep_going: bool = False) -> None:
     """Bring every stage up to date with one DVC process, which prints where this process prints.
+
+    With `keep_going`, stages that do not depend on a failed one still run.
 
     Raises:
         StageError: a stage or DVC failed; DVC has printed why.
     """
-    if status := run_command([DVC_MODULE, "--wait-for-lock", "repro"], None, {}, held_files):
+    words = [DVC_MODULE, "--wait-for-lock", "repro", *(["--keep-going"] if keep_going else [])]
+    if status := run_command(words, None, {}, ()):
         raise StageError(
             f"a stage failed (dvc exited with {status}), see above; mend it and run again, what has finished is cached"
         )
