@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
 from pipeline import form_limits
-from stages.params.recipe import RECIPES_FOLDER
+from pipeline.recipes import list_recipes
 from stages.params.schema import Params
 from stages.params.section import ROOT_CHECKPOINT, Count, Name
 from stages.params.tree_shape import TreeShape
@@ -55,7 +55,7 @@ class Changes(BaseModel):
         "the project only where schedule.form_may_set of params.yaml names them",
     )
 
-    def sections(self, now: Params) -> dict[str, dict[str, Any]]:
+    def build_sections(self, now: Params) -> dict[str, dict[str, Any]]:
         """Return the keys by section, as a recipe has them. Raises ValueError for an unknown key, or one a form may not set."""
         found: dict[str, dict[str, Any]] = {}
         for key, value in self.other.items():
@@ -110,16 +110,12 @@ class Sweep(BaseModel):
         default="torch", description="torch; served: benchmark_served.engine's server"
     )
 
-    def sections(self, now: Params) -> dict[str, dict[str, Any]]:
+    def build_sections(self, now: Params) -> dict[str, dict[str, Any]]:
         """Return the keys by section, as a recipe has them."""
         axes = {"trees": self.trees, "checkpoints": self.checkpoints}
         axes |= {("torch_workloads" if self.engine == "torch" else "workloads"): self.workloads}
         section = "benchmark" if self.engine == "torch" else "benchmark_served"
         return {section: {key: names for key, names in axes.items() if names is not None}}
-
-
-def list_recipes() -> list[str]:
-    return sorted(file.stem for file in RECIPES_FOLDER.glob("*.yaml"))
 
 
 def _check_recipe_name(name: str) -> str:

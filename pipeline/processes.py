@@ -140,6 +140,14 @@ def run_module(words: list[str]) -> list[str]:
     return lines
 
 
+def capture_output(command: list[str], folder: Path | None = None) -> str:
+    """Return what a command prints that runs no stage. Raises ValueError with its message if it fails."""
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(f"{' '.join(command[-4:])}: {(done.stderr or done.stdout).strip()}")
+    return done.stdout
+
+
 def end_children() -> None:
     """End every stage that this process runs now. Safe to call twice, and without any stage."""
     with _live_lock:

@@ -21,12 +21,15 @@ from stages.params.recipe import RECIPES_FOLDER
 from stages.params.section import PARAMS_FILE, Section
 
 
+def list_recipes() -> list[str]:
+    return sorted(file.stem for file in RECIPES_FOLDER.glob("*.yaml"))
+
+
 def locate_recipe(name: str) -> Path:
     """Return the recipe's path. Raises ValueError if there is none, naming those there are."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else RECIPES_FOLDER / f"{name}.yaml"
     if not path.is_file():
-        known = ", ".join(sorted(file.stem for file in RECIPES_FOLDER.glob("*.yaml")))
-        raise ValueError(f"there is no recipe {path}; known are {known}")
+        raise ValueError(f"there is no recipe {path}; known are {', '.join(list_recipes())}")
     return path
 
 

@@ -11,13 +11,13 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import psutil
 from ruamel.yaml import YAML
 
@@ -153,9 +153,8 @@ def serve_flows(port: int) -> None:
             schedules=[Cron(s["cron"], timezone=s["timezone"], active=s["active"]) for s in deployment["schedules"]],
             entrypoint_type=EntrypointType.MODULE_PATH,
         )
-    prefect = os.path.relpath(
-        Path(sys.executable).with_name("prefect")
-    )  # the user's terminal may not have .venv activated
+    # By its path: the user's terminal may not have .venv activated.
+    prefect = os.path.relpath(Path(sys.executable).with_name("prefect"))
     show = f"cat {shlex.quote(os.path.relpath(password.get_prefect_home() / password.NAME))}"
     print(
         f"\nopen   http://{HOST}:{port}/deployments   (build -> Run -> Quick run)\n"
@@ -184,10 +183,8 @@ def deploy_stages(deployment: dict[str, Any]) -> None:
     pool = deployment["work_pool"]["name"]
     template = ProcessWorker.get_default_base_job_template()
     with get_client(sync_client=True) as client:
-        try:
+        with suppress(ObjectAlreadyExists):
             client.create_work_pool(WorkPoolCreate(name=pool, type=ProcessWorker.type, base_job_template=template))
-        except ObjectAlreadyExists:
-            pass
         client.create_deployment(
             client.create_flow(prefect_worker.stage),
             deployment["name"],
@@ -212,15 +209,13 @@ def crash_lost_runs() -> None:
     from prefect.states import Crashed, State
 
     # A run of `python -m pipeline.flows` has no deployment, and may be alive.
-    deployed = {"deployment_id": {"is_null_": False}}
     unfinished = FlowRunFilter.model_validate(
-        deployed | {"state": {"type": {"any_": ["PENDING", "RUNNING", "CANCELLING"]}}}
+        {"deployment_id": {"is_null_": False}, "state": {"type": {"any_": ["PENDING", "RUNNING", "CANCELLING"]}}}
     )
+    message = "`make ui` or the machine ended under this run; run it again, what finished is cached"
     with get_client(sync_client=True) as client:
         for run in client.read_flow_runs(flow_run_filter=unfinished):
-            lost: State[None] = Crashed(
-                message="`make ui` or the machine ended under this run; run it again, what finished is cached"
-            )
+            lost: State[None] = Crashed(message=message)
             client.set_flow_run_state(run.id, lost, force=True)
 
 
@@ -248,35 +243,28 @@ def _build_server_command(port: int) -> list[str]:
 def _wait_until_answering(process: subprocess.Popen[bytes], log: Path) -> None:
     # Not /health, which needs no password: the server that answers must be the one started here.
     url = f"{os.environ['PREFECT_API_URL']}/admin/version"
-    request = urllib.request.Request(url, headers=password.build_auth_header(os.environ[password.CLIENT]))
-    direct = urllib.request.build_opener(
-        urllib.request.ProxyHandler({})
-    )  # not through a proxy, whose 127.0.0.1 is another
     deadline = time.monotonic() + START_TIMEOUT_S
-    while process.poll() is None and time.monotonic() < deadline:
-        try:
-            with direct.open(request, timeout=2):
-                return
-        except OSError:
+    headers = password.build_auth_header(os.environ[password.CLIENT])
+    # Not through a proxy, whose 127.0.0.1 is another.
+    with httpx.Client(headers=headers, trust_env=False, timeout=2) as client:
+        while process.poll() is None and time.monotonic() < deadline:
+            with suppress(httpx.TransportError):
+                if client.get(url).is_success:
+                    return
             time.sleep(0.2)
-    ended = (
-        f"ended with {process.returncode}" if process.returncode is not None else f"not up in {START_TIMEOUT_S:.0f} s"
-    )
+    status = process.returncode
+    ended = f"not up in {START_TIMEOUT_S:.0f} s" if status is None else f"ended with {status}"
     tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:])
     raise ValueError(f"the Prefect server: {ended}, nothing answers at {url}. The end of {log}:\n{tail}")
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
     for number, timeout in ((signal.SIGTERM, END_TIMEOUT_S), (signal.SIGKILL, None)):
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
-        except ProcessLookupError:
-            pass
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(timeout)
             return
-        except subprocess.TimeoutExpired:
-            continue
 
 
 def _list_end_signals() -> list[signal.Signals]:

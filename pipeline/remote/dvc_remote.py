@@ -14,7 +14,6 @@ import io
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tarfile
 from pathlib import Path, PurePosixPath
@@ -25,6 +24,7 @@ from ruamel.yaml import YAML
 
 from pipeline import dvc_internals
 from pipeline.dvc_graph import LOCK_FILE, STAGE_NAME, check_stage_name, open_repo
+from pipeline.processes import capture_output
 
 FILES_FOLDER = "aerie"  # the remote's folder of StageOrder.files, beside DVC's own
 UNSENT_FILES = {".dvc", LOCK_FILE.name}  # each host has its own .dvc: the remote's address and credentials
@@ -253,11 +253,8 @@ def _is_within(path: str, folder: str) -> bool:
 
 def _list_tracked_files() -> set[Path]:
     """Return the files that git tracks, with their changes here; untracked ones (an .env) are never sent."""
-    command = ["git", "ls-files", "-z", "--cached", "--", "."]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise ValueError(f"{' '.join(command)}: {done.stderr.strip()}")
-    found = {Path(name) for name in done.stdout.split("\0") if name}
+    listed = capture_output(["git", "ls-files", "-z", "--cached", "--", "."])
+    found = {Path(name) for name in listed.split("\0") if name}
     return {path for path in found if path.is_file() and path.parts[0] not in UNSENT_FILES}
 
 

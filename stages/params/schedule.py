@@ -37,7 +37,7 @@ class Schedule(Section):
             get_named(self.stages, name, "schedule.stages")
         return self
 
-    def needs(self, stage: str) -> StageResources:
+    def get_needs(self, stage: str) -> StageResources:
         """Return the resources of a stage of dvc.yaml (cells included) or of a `.dvc` file. Raises ValueError for others."""
         if stage.endswith(".dvc"):
             return StageResources(gpus=0, exclusive=False)

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 from pydantic import ValidationError, model_validator
 from ruamel.yaml.error import YAMLError
 
-from stages.params import yaml_text
 from stages.params.benchmark_sections import Benchmark, BenchmarkServed
 from stages.params.data_sections import OWN_PROMPTS, FixData, PreparePrompts, SampleTarget
 from stages.params.draft_sections import CheckOverfit, ImportDraft, InitDraft, TrainDraft
@@ -26,6 +25,7 @@ from stages.params.section import PARAMS_FILE, ROOT_CHECKPOINT, Section, Text, g
 from stages.params.target_sections import ExtractHiddens, PrepareTarget, Target
 from stages.params.tree_sections import ReplayTrees, TimeTrees
 from stages.params.tree_shape import TreeShape
+from stages.params.yaml_text import parse_yaml
 
 SectionT = TypeVar("SectionT", bound=Section)
 
@@ -224,7 +224,7 @@ def read_recipe(path: Path) -> tuple[Recipe | None, dict[str, dict[str, Any]]]:
 def _read_sections(path: Path, if_missing: str) -> dict[str, Any]:
     """Return a file's sections, none of them with a key of an earlier version."""
     try:
-        found = yaml_text.parse(path.read_text(encoding="utf-8"))
+        found = parse_yaml(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, IsADirectoryError):
         raise ValueError(f"{path} not found; {if_missing}") from None
     except (YAMLError, ValueError) as error:  # ValueError: invalid UTF-8, impossible dates
