@@ -221,21 +221,15 @@ def publish_results(states: dict[str, State[str]], reasons: dict[str, list[str]]
     if not all(state.is_completed() for state in states.values()):
         return
     for key, table in RESULT_TABLES.items():
-        if rows := _read_table_rows(table):
+        if table.exists():  # not if the run measures nothing on that engine
+            with table.open(encoding="utf-8", newline="") as file:
+                rows = [{name: _shorten_number(cell) for name, cell in row.items()} for row in csv.DictReader(file)]
             description = f"{table}, rounded; the columns are defined in docs/metrics.md"
             create_table_artifact(rows, key=key, description=description)
     if REPORT_PAGE.exists():
         create_link_artifact(
             REPORT_PAGE.resolve().as_uri(), "results/report/index.html", key="report", description="The report"
         )
-
-
-def _read_table_rows(table: Path) -> list[dict[str, str]]:
-    """Return the table's rows, rounded; [] if the run measures nothing on that engine."""
-    if not table.exists():
-        return []
-    with table.open(encoding="utf-8", newline="") as file:
-        return [{name: _shorten_number(cell) for name, cell in row.items()} for row in csv.DictReader(file)]
 
 
 def make_final_state(states: dict[str, State[str]]) -> State[None]:

@@ -17,17 +17,13 @@ from stages.params.tree_shape import TreeShape
 TREE_NAME_PATTERN = r"^t[1-9][0-9]*_[1-9][0-9]*_[1-9][0-9]*$"
 
 
-def _check_tree_name(name: str) -> str:
-    return TreeShape.parse(name).name
-
-
 def _check_rising(epochs: list[int]) -> list[int]:
     if sorted(set(epochs)) != epochs:
         raise ValueError(f"epochs are {epochs}, expected each above the one before: each goes on from it; sort them")
     return epochs
 
 
-TreeName = Annotated[str, Field(pattern=TREE_NAME_PATTERN), AfterValidator(_check_tree_name)]
+TreeName = Annotated[str, Field(pattern=TREE_NAME_PATTERN), AfterValidator(lambda name: TreeShape.parse(name).name)]
 FormTrees = Annotated[list[TreeName], Field(min_length=1)]
 Epochs = Annotated[list[Count], Field(min_length=1), AfterValidator(_check_rising)]
 TREE_NAME_HELP = "tSTEPS_TOPK_TOKENS, as t8_2_16"  # drawn as Markdown, where t<num_steps>_... would be a tag

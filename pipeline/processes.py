@@ -130,8 +130,7 @@ def run_command(
 def run_module(words: list[str]) -> list[str]:
     """Run `python -m` with these words -> its lines of output. `stop_stages` ends it like a stage.
 
-    Raises:
-        StageError: with the end of its output, if it fails.
+    Raises StageError with the end of its output if it fails.
     """
     lines: list[str] = []
     if run_command(words, lines.append, {}, ()):

@@ -61,11 +61,7 @@ def _keep_copy(recipe: str) -> Path:
 
 @contextmanager
 def merge_recipe(name: str) -> Iterator[tuple[Path, list[str]]]:
-    """Yield a temporary file of params.yaml with the recipe's keys, and a line for each key that changed.
-
-    Raises:
-        ValueError: as `use_recipe`.
-    """
+    """Yield a temporary params.yaml with the recipe's keys, and a line for each change. Raises ValueError as `use_recipe`."""
     _, recipe = schema.read_recipe(locate_recipe(name))
     with _write_merged(recipe, f"recipe {name}") as found:
         yield found

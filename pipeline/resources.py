@@ -68,7 +68,11 @@ class ResourcePool:
     def _lock_all(self, needs: StageResources) -> ResourceLease | None:
         lease = ResourceLease(gpus=[] if self.gpus else None)
         kind = fcntl.LOCK_EX if needs.exclusive else fcntl.LOCK_SH
-        locks = [lambda: self._try_lock("machine", kind), self._lock_slot]
+        slots = (f"slot-{number}" for number in range(self.slots))
+        locks = [
+            lambda: self._try_lock("machine", kind),
+            lambda: next(filter(None, map(self._try_lock, slots)), None),
+        ]
         if needs.gpus and not self.gpus:  # such a stage uses all cores; two at once would slow each other down
             locks.append(lambda: self._try_lock("cores"))
         for lock in locks:
@@ -86,9 +90,6 @@ class ResourcePool:
             return lease
         lease.release()
         return None
-
-    def _lock_slot(self) -> TextIO | None:
-        return next(filter(None, (self._try_lock(f"slot-{n}") for n in range(self.slots))), None)
 
     def _try_lock(self, name: str, kind: int = fcntl.LOCK_EX) -> TextIO | None:
         return try_lock(self._folder / f"{name}.lock", kind)

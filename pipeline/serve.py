@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -35,7 +34,8 @@ RUNS_AT_ONCE = 4
 
 def main() -> None:
     for number in _list_end_signals():
-        signal.signal(number, _exit_on_signal)  # as an exception, so that everything started below is ended
+        # As an exception, so that everything started below is ended.
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
         port = read_port()
         end_leftover_server(port)
@@ -47,11 +47,7 @@ def main() -> None:
 
 
 def read_port() -> int:
-    """Return AERIE_PORT, or 4200.
-
-    Raises:
-        ValueError: it is no port.
-    """
+    """Return AERIE_PORT, or 4200. Raises ValueError if it is no port."""
     text = os.environ.get("AERIE_PORT", "4200")
     if not text.isdecimal() or not 0 < int(text) < 65536:
         raise ValueError(f"AERIE_PORT is {text!r}; expected a port, 1 to 65535")
@@ -73,11 +69,7 @@ def end_leftover_server(port: int) -> None:
 
 
 def check_port_free(port: int) -> None:
-    """Check that nothing listens on the port: it could be another project's server, which would take this one's runs.
-
-    Raises:
-        ValueError: something does.
-    """
+    """Raise ValueError if something listens on the port: another project's server would take this one's runs."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -271,10 +263,6 @@ def _list_end_signals() -> list[signal.Signals]:
     """Return the signals of Ctrl-C, kill and a closed terminal that are not ignored, as nohup ignores SIGHUP."""
     numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
     return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-
-
-def _exit_on_signal(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

@@ -77,19 +77,15 @@ def make_workspace(name: str) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     _run_git("worktree", "add", "--detach", str(folder), "HEAD")
     try:
-        _fill_workspace(folder)
+        for path in _list_uncommitted():
+            _copy_file(Path(path), folder / path)
+        share_settings(folder)
+        if (folder / dvc_graph.LOCK_FILE).exists():
+            _run_dvc("checkout", "--quiet", "--force", "--allow-missing", at=folder)
     except BaseException:  # or a retry would find half a workspace
         _run_git("worktree", "remove", "--force", str(folder))
         raise
     return folder
-
-
-def _fill_workspace(folder: Path) -> None:
-    for name in _list_uncommitted():
-        _copy_file(Path(name), folder / name)
-    share_settings(folder)
-    if (folder / dvc_graph.LOCK_FILE).exists():
-        _run_dvc("checkout", "--quiet", "--force", "--allow-missing", at=folder)
 
 
 def share_settings(folder: Path) -> None:
@@ -100,8 +96,9 @@ def share_settings(folder: Path) -> None:
     cache = Path(_run_dvc("cache", "dir").strip()).resolve()
     _run_dvc("cache", "dir", "--local", str(cache), at=folder)
     # Absolute paths: .dvc/config may hold them relative to itself.
-    for name, path in dvc_remote.list_remote_folders().items():
-        _run_dvc("remote", "modify", "--local", name, "url", path, at=folder)
+    for name, path in dvc_remote.list_remotes().items():
+        if Path(path).is_absolute():  # a folder of this machine, or mounted here
+            _run_dvc("remote", "modify", "--local", name, "url", path, at=folder)
     for engine in map(Path, SERVING_ENVIRONMENTS):
         if engine.is_dir():
             (folder / engine).parent.mkdir(exist_ok=True)

@@ -67,8 +67,7 @@ def run_remotely(
 ) -> dvc_graph.Outcome:
     """Run one stage on another host and collect its results, or restore it if a host has run it before.
 
-    Raises:
-        StageError: as `RemoteHosts.run_order`.
+    Raises StageError as `RemoteHosts.run_order`.
     """
     with _transfer_lock:
         lines = processes.run_module(["pipeline.remote.dvc_remote", "offer", name])

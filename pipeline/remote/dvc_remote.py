@@ -89,7 +89,7 @@ def offer_stage(name: str) -> StageOrder | None:
         ValueError: no remote is set, or a push failed.
     """
     with open_repo() as repo:
-        stage = _collect_stage(repo, name)
+        (stage,) = repo.stage.collect(name)
         if _is_restorable(repo, stage):
             return None
         outs = list(_list_needed_outputs(repo, stage).values())
@@ -110,13 +110,10 @@ def offer_stage(name: str) -> StageOrder | None:
 
 
 def collect_stage(name: str) -> None:
-    """Fetch what another host made of the stage into this host's cache.
-
-    Raises:
-        ValueError: the remote has no results made from the inputs here.
-    """
+    """Fetch another host's results of a stage into the cache. Raises ValueError if the remote has none of the inputs here."""
     with open_repo() as repo:
-        if not _is_restorable(repo, _collect_stage(repo, name)):
+        (stage,) = repo.stage.collect(name)
+        if not _is_restorable(repo, stage):
             raise ValueError(
                 f"what a worker made of {name} is not on the remote, or not of what lies here; "
                 "files that changed while it was at work make it so: run again"
@@ -148,14 +145,15 @@ def unpack_order(order: StageOrder) -> None:
         YAML(typ="safe").dump({"schema": "2.0", "stages": order.model_dump(exclude_unset=True)["upstream"]}, file)
     with open_repo() as repo:
         _check_inside(repo)
-        if paths := sorted(_list_needed_outputs(repo, _collect_stage(repo, order.stage))):
+        (stage,) = repo.stage.collect(order.stage)
+        if paths := sorted(_list_needed_outputs(repo, stage)):
             repo.pull(targets=paths)
 
 
 def push_results(name: str) -> None:
     """Push the stage's outputs and its entry of the run-cache to the remote."""
     with open_repo() as repo:
-        stage = _collect_stage(repo, name)
+        (stage,) = repo.stage.collect(name)
         _push_outputs(repo, stage.outs)
         here, fs, there = _locate_run_cache(repo, stage)
         for entry in here.iterdir():
@@ -173,17 +171,6 @@ def list_remotes() -> dict[str, str]:
     """Return the address of every remote by its name."""
     with open_repo() as repo:
         return {name: remote["url"] for name, remote in repo.config["remote"].items()}
-
-
-def list_remote_folders() -> dict[str, str]:
-    """Return the remotes that are folders of this machine, or mounted here."""
-    return {name: url for name, url in list_remotes().items() if Path(url).is_absolute()}
-
-
-def _collect_stage(repo: Any, name: str) -> Any:
-    """Return DVC's stage of that name, the only one."""
-    (stage,) = repo.stage.collect(name)
-    return stage
 
 
 def _get_remote_root(repo: Any) -> tuple[Any, str]:
@@ -222,9 +209,9 @@ def _list_needed_outputs(repo: Any, stage: Any) -> dict[str, Any]:
     found = {}
     for dep in stage.deps:
         for out in outs:
-            if _is_within(dep.fs_path, out.fs_path):
+            if Path(dep.fs_path).is_relative_to(out.fs_path):
                 found[dep.fs_path] = out
-            elif _is_within(out.fs_path, dep.fs_path):
+            elif Path(out.fs_path).is_relative_to(dep.fs_path):
                 found[out.fs_path] = out
     return found
 
@@ -232,7 +219,7 @@ def _list_needed_outputs(repo: Any, stage: Any) -> dict[str, Any]:
 def _check_inside(repo: Any) -> None:
     """Check every output. Raises ValueError if DVC would check one out outside the repository, as a .dvc file can demand."""
     for out in repo.index.outs:
-        if out.use_cache and not _is_within(os.path.realpath(out.fs_path), os.path.realpath(repo.root_dir)):
+        if out.use_cache and not Path(out.fs_path).resolve().is_relative_to(Path(repo.root_dir).resolve()):
             raise ValueError(
                 f"{out.stage.addressing} has the output {out.def_path}, expected one below the project's folder; correct it "
                 "on the host that sent it"
@@ -245,10 +232,6 @@ def _push_outputs(repo: Any, outs: list[Any]) -> None:
         for wanted in out.get_used_objs().values():
             if failed := repo.cloud.push(wanted).failed:
                 raise ValueError(f"{len(failed)} files of {out} could not be pushed; see above, and run again")
-
-
-def _is_within(path: str, folder: str) -> bool:
-    return Path(path).is_relative_to(folder)
 
 
 def _list_tracked_files() -> set[Path]:
@@ -264,8 +247,8 @@ def _list_untracked_inputs(repo: Any, stage: Any) -> set[Path]:
     deps = [Path(dep.fs_path) for dep in stage.deps]
     found = [file for dep in deps for file in ([dep] if dep.is_file() else dep.rglob("*")) if file.is_file()]
     # A watched folder outside the project is each host's own.
-    inner = [file for file in found if _is_within(str(file), repo.root_dir)]
-    return {file.relative_to(repo.root_dir) for file in inner if not any(_is_within(str(file), out) for out in outs)}
+    inner = [file for file in found if file.is_relative_to(repo.root_dir)]
+    return {file.relative_to(repo.root_dir) for file in inner if not any(file.is_relative_to(out) for out in outs)}
 
 
 def _pack_files(files: set[Path]) -> bytes:

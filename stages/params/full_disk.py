@@ -16,7 +16,7 @@ WRITING = re.compile(r"writing (?P<path>.+), which needs more than (?P<needed>\d
 def explain_full_disk(error: BaseException) -> str | None:
     """Return one line about the full disk or used quota that caused `error`; None for other errors."""
     every = list(_list_causes(error))
-    full = next((cause for cause in every if _is_full_disk(cause)), None)
+    full = next((cause for cause in every if getattr(cause, "errno", None) in ERRORS or WORDS.search(str(cause))), None)
     if full is None:
         return None
     notes = [note for cause in every for note in getattr(cause, "__notes__", ())]
@@ -31,10 +31,6 @@ def explain_full_disk(error: BaseException) -> str | None:
         f"({full}). What earlier stages made is kept, and what this one had finished; its partial file is removed. Free "
         "space there and run the same command again"
     )
-
-
-def _is_full_disk(error: BaseException) -> bool:
-    return (isinstance(error, OSError) and error.errno in ERRORS) or bool(WORDS.search(str(error)))
 
 
 def _list_causes(error: BaseException | None) -> Iterator[BaseException]:

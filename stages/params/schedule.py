@@ -2,13 +2,12 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, Tag, model_validator
 
-from stages.params.section import Count, Name, NonNegative, Section, Text, get_named
+from stages.params.section import TEXT_OR_NUMBER, Count, Name, NonNegative, Section, Text, get_named
 
 CountOrAll = Annotated[
-    Annotated[int, Field(ge=0), Tag("a number")] | Annotated[Literal["all"], Tag("a text")],
-    Discriminator(lambda value: "a text" if isinstance(value, str) else "a number"),
+    Annotated[int, Field(ge=0), Tag("a number")] | Annotated[Literal["all"], Tag("a text")], TEXT_OR_NUMBER
 ]
 
 

@@ -10,13 +10,12 @@ from stages.params.tree_shape import TreeShape, count_candidates
 MIN_TIMED_TREES = 8  # trees of time_trees: a fit has up to six terms
 
 
-def _check_tree_names(names: list[str]) -> list[str]:
-    for name in names:
-        TreeShape.parse(name)
-    return names
-
-
-TreeNames = Annotated[list[str], AfterValidator(_check_tree_names), AfterValidator(_check_unique)]
+TreeName = Annotated[str, AfterValidator(lambda name: TreeShape.parse(name).name)]
+TreeNames = Annotated[
+    list[str],
+    AfterValidator(lambda names: [TreeShape.parse(name).name for name in names]),
+    AfterValidator(_check_unique),
+]
 
 
 class TreeGrid(Section):

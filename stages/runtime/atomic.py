@@ -8,7 +8,6 @@ A killed writer leaves its temporary, `.NAME.PID.part`, behind; the next write o
 import csv
 import ctypes
 import glob
-import io
 import json
 import os
 import re
@@ -86,11 +85,10 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
     """Rows under a header, keys that are no column left out. A float keeps every bit: csv writes it by repr."""
-    text = io.StringIO()
-    table = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
-    table.writeheader()
-    table.writerows(rows)
-    write_text(path, text.getvalue())
+    with write_file(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+        table = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
+        table.writeheader()
+        table.writerows(rows)
 
 
 def read_json(path: Path, made_by: str, kind: type = dict) -> Any:
