@@ -1,4 +1,4 @@
-"""What aerie uses of DVC's private functions: the entries of its run-cache, one stage at a time.
+"""The private functions of DVC that aerie calls: for entries of its run-cache, one stage at a time.
 
 DVC's public commands (`dvc push --run-cache`, `dvc pull --run-cache`) transfer every entry of the cache each time, a file for
 each run of each stage, and `StageCache.restore` writes into the workspace. tests/pipeline/test_dvc_internals.py fails where a

@@ -8,7 +8,7 @@ import itertools
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -59,12 +59,10 @@ def _keep_copy(recipe: str) -> Path:
     return kept
 
 
-@contextmanager
-def merge_recipe(name: str) -> Iterator[tuple[Path, list[str]]]:
-    """Yield a temporary params.yaml with the recipe's keys, and a line for each change. Raises ValueError as `use_recipe`."""
+def merge_recipe(name: str) -> AbstractContextManager[tuple[Path, list[str]]]:
+    """Return a context with a temporary params.yaml that has the recipe's keys, and a line for each change. Raises as `use_recipe`."""
     _, recipe = schema.read_recipe(locate_recipe(name))
-    with _write_merged(recipe, f"recipe {name}") as found:
-        yield found
+    return _write_merged(recipe, f"recipe {name}")
 
 
 def write_sections(sections: dict[str, dict[str, Any]]) -> list[str]:

@@ -59,7 +59,7 @@ def _extract(p: schema.Params, stack: contextlib.ExitStack) -> None:
     kept = {s: t.filter(_make_readable_expr(size.image_token_id)) for s, t in fitting.items()}
     _check_images(kept, size.image_token_id)
     place = _locate_scratch(p, target)
-    stack.enter_context(scratch.held(place))
+    stack.enter_context(scratch.lock_scratch(place))
     folder = HIDDENS / f".unfinished-{place.name.rsplit('-', 1)[1]}"
     tasks = _plan_tasks(p, size, kept, folder)
     if rank == 0:
@@ -212,7 +212,7 @@ def _read_entries(task: ShardTask) -> list[IndexEntry]:
     deadline = time.monotonic() + ENTRIES_TIMEOUT_S
     while not task.entries_path.exists() and time.monotonic() < deadline:
         time.sleep(0.2)
-    with scratch.reading(task.folder):
+    with scratch.check_unfinished(task.folder):
         return [IndexEntry(**entry) for entry in atomic.read_json(task.entries_path, "extract_hiddens", list)]
 
 

@@ -55,7 +55,7 @@ DROP_REASONS = {
 def main() -> None:
     params = load_params()
     check_raw_exists(params)
-    with scratch.held(WAITING_FOLDER):
+    with scratch.lock_scratch(WAITING_FOLDER):
         _fix(params)
 
 
