@@ -60,7 +60,7 @@ def _keep_copy(recipe: str) -> Path:
 
 
 def merge_recipe(name: str) -> AbstractContextManager[tuple[Path, list[str]]]:
-    """Return a context with a temporary params.yaml that has the recipe's keys, and a line for each change. Raises as `use_recipe`."""
+    """Return a context with a temporary params.yaml that has the recipe's keys, and a line for each change of a key."""
     _, recipe = schema.read_recipe(locate_recipe(name))
     return _write_merged(recipe, f"recipe {name}")
 
