@@ -24,7 +24,7 @@ def compute_run_cache_key(stage: Any) -> str:
 
 def locate_run_cache_entries(repo: Any, key: str) -> Path:
     """Return the folder of the entries of this key, which may not exist."""
-    return Path(repo.stage_cache._get_cache_dir(key))
+    return Path(repo.stage_cache.cache_dir, key[:2], key)
 
 
 def load_cached_run(repo: Any, stage: Any) -> Any:

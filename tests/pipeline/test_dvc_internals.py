@@ -12,7 +12,6 @@ from tests.pipeline.conftest import Project
 EXPECTED_PARAMETERS = {
     "_can_hash": ["stage"],
     "_get_stage_hash": ["stage"],
-    "StageCache._get_cache_dir": ["self", "key"],
     "StageCache._load": ["self", "stage"],
     "StageCache._create_stage": ["self", "cache", "wdir"],
 }
