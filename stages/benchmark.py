@@ -32,7 +32,6 @@ from stages.params.section import get_named
 from stages.params.tree_shape import TreeShape
 from stages.results import load_points, metrics, served_records, torch_grades, torch_records
 from stages.runtime import distributed
-from stages.runtime.all_gather import all_gather_json
 from stages.serving import engine_load, latency
 from stages.target import chat_template, manifest
 from stages.telemetry import gpu_energy
@@ -145,7 +144,7 @@ def _measure_prompt_by_prompt(work: TorchCellContext) -> tuple[dict[str, Any], s
         for row, cycles, outputs in _decode_turns(work, question, repeat, number)
     ]
     answers = sorted(
-        all_gather_json(work.ranks, mine), key=lambda answer: answer[:2]
+        distributed.all_gather_lists(work.ranks, mine), key=lambda answer: answer[:2]
     )  # turns of a prompt stay in order
     rows: list[Row] = [row for _, _, row, _, _ in answers]
     prompt_set, tree = work.workload.prompts, work.tree
@@ -348,7 +347,7 @@ def _run_load(
     }
 
     def start_clock() -> float:
-        all_gather_json(ranks, [])  # all processes start together
+        distributed.all_gather_lists(ranks, [])  # all processes start together
         return timing.read_device_clock(ranks.device)
 
     own_slots = len(range(ranks.rank, slots, ranks.world))
@@ -356,7 +355,7 @@ def _run_load(
         work.engine, requests, own_slots, None if kind == "plain" else work.tree, start_clock
     )
     mine = [[n, asdict(record)] for n, record in zip(numbers, records, strict=True)]
-    every = sorted(all_gather_json(ranks, mine), key=lambda pair: pair[0])
+    every = sorted(distributed.all_gather_lists(ranks, mine), key=lambda pair: pair[0])
     return [engine_load.parse_record(fields) for _, fields in every]
 
 

@@ -62,7 +62,7 @@ def _extract(p: schema.Params, stack: contextlib.ExitStack) -> None:
         kept = {s: t.filter(readable) for s, t in fitting.items()}
     _check_images(kept, size.image_token_id)
     place = _locate_scratch(p, target)
-    stack.enter_context(scratch.held(place))
+    stack.enter_context(scratch.lock_scratch(place))
     folder = HIDDENS / f".unfinished-{place.name.rsplit('-', 1)[1]}"
     sizes = dict.fromkeys(SPLITS, size) | ({"train": TOKENS_ONLY_SIZE} if e.online else {})
     plans = [shard_plan.plan_split(s, kept[s], sizes[s], e.shard_mib << 20, folder / s) for s in SPLITS]
@@ -196,7 +196,7 @@ def _read_entries(task: ShardTask) -> list[IndexEntry]:
     deadline = time.monotonic() + ENTRIES_TIMEOUT_S
     while not task.entries_path.exists() and time.monotonic() < deadline:
         time.sleep(0.2)
-    with scratch.reading(task.folder):
+    with scratch.check_unfinished(task.folder):
         return [IndexEntry(**entry) for entry in atomic.read_json(task.entries_path, "extract_hiddens", list)]
 
 

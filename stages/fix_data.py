@@ -53,7 +53,7 @@ IS_KEPT = pl.col("fate") <= int(SplitFate.EVAL)
 def main() -> None:
     params = load_params()
     check_raw_exists(params)
-    with scratch.held(WAITING_FOLDER):
+    with scratch.lock_scratch(WAITING_FOLDER):
         _fix(params)
 
 

@@ -78,7 +78,7 @@ def main(*words: str) -> None:
     place = scratch.locate_scratch(
         "sample_target", asdict(target), p.target.model_dump(), settings, scratch.digest_folder(FIXED_FOLDER)
     )
-    with scratch.held(place):
+    with scratch.lock_scratch(place):
         _sample(context, place, started)
 
 

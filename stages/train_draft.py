@@ -75,7 +75,7 @@ def _train_in_scratch(params: schema.Params, name: str, ranks: distributed.RankC
         reader.digest_folder(HIDDENS),
         [scratch.digest_folder(folder) for folder in folders],
     )
-    with scratch.held(work):
+    with scratch.lock_scratch(work):
         _train_segment(params, name, ranks, work)
 
 
@@ -87,7 +87,7 @@ def _train_segment(params: schema.Params, name: str, ranks: distributed.RankCont
     target_manifest, resumed = manifest.read_manifest(), work.exists()
     embedding, head = manifest.read_embedding_and_head(target_manifest)
     if resumed:
-        with scratch.reading(work):
+        with scratch.check_unfinished(work):
             draft, progress = _read_draft(work, parent_stage, segment.other_method, head)
             progress = replace(progress, epochs=read_log(work / "log.json", parent_stage))
     elif segment.from_ == ROOT_CHECKPOINT and segment.other_method:

@@ -39,7 +39,7 @@ class ParquetShardWriter:
         for name in ("parts", "counts", "journals"):
             (folder / name).mkdir(parents=True, exist_ok=True)
         self.published = {n for n in range(self.num_shards) if self._locate_part(n).exists()}
-        with scratch.reading(folder):
+        with scratch.check_unfinished(folder):
             for number in self.published:
                 conversations.read_table(self._locate_part(number), schema, "sample_target")
                 self.counts.update(atomic.read_json(self._locate_counts(number), "sample_target"))
