@@ -139,6 +139,7 @@ def _made_up_cell(chance: random.Random, workload: str, checkpoint: str, tree: T
         "speedup_high": speedup * 1.04, "identical_share": 1.0,
     }  # fmt: skip
     prompt = dict.fromkeys(torch_records.PROMPT_COLUMNS, 0) | {
+        "finish_reason": "stop",
         "baseline_prefill_latency_s": 0.021,
         "baseline_e2e_latency_s": latency,
         "baseline_output_tokens": 120,
@@ -226,9 +227,10 @@ def test_the_table_equals_the_cells_bit_for_bit(made_up: schema.Params) -> None:
         (w, c, t) for w in b.workloads for c in b.checkpoints for t in b.trees
     ]
     for row in rows:
-        metrics = torch_records.read_torch_cell(row["workload"], row["checkpoint"], row["tree"])["metrics"]
-        for name in benchmark_table.METRIC_COLUMNS:
+        metrics = torch_records.read_torch_cell(row["workload"], row["checkpoint"], row["tree"]).metrics
+        for name in set(row) & set(torch_records.METRICS):
             assert float(row[name]).hex() == metrics[name].hex(), name
+        assert len(set(row) & set(torch_records.METRICS)) == 11
 
 
 def test_the_page_shows_what_is_trained_on_and_escapes_it(made_up: schema.Params) -> None:
@@ -273,13 +275,10 @@ def test_cells_above_temperature_0_stand_beside_the_replay_of_answers_drawn_alik
     place = replay_records.locate_replay(checkpoint)
     report.main()
     best = json.loads(report.METRICS_FILE.read_text())["checkpoints"]
-    hot = [
-        row | {"tau": row["tau"] - 0.5, "temperature": 0.7, "top_p": 0.9}
-        for row in replay_records.read_replay(checkpoint)
-    ]
-    replay_records.write_replay(place, [*replay_records.read_replay(checkpoint), *hot])
-    found = torch_records.read_torch_cell("eval", checkpoint, tree.name)
-    cold = next(r["tau"] for r in replay_records.read_replay(checkpoint) if _shape(r) == tree)
+    hot = [row | {"tau": row["tau"] - 0.5, "temperature": 0.7, "top_p": 0.9} for row in _replayed_rows(checkpoint)]
+    replay_records.write_replay(place, [*_replayed_rows(checkpoint), *hot])
+    found = torch_records.read_torch_cell("eval", checkpoint, tree.name).model_dump()
+    cold = replayed(tree.name, checkpoint)
     drawn = {"temperature": 0.7, "top_p": 0.9, "metrics": found["metrics"] | {"identical_share": None}}
     taus = {}
     for name, how in (("greedy", {}), ("drawn", drawn), ("otherwise", drawn | {"top_p": 1.0})):
@@ -299,14 +298,14 @@ def test_cells_above_temperature_0_stand_beside_the_replay_of_answers_drawn_alik
         assert now["mean_replay_tau"] == best[name]["mean_replay_tau"]
     for name in made_up.benchmark.checkpoints:
         for other in made_up.benchmark.trees:
-            torch_records.write_torch_cell(torch_records.read_torch_cell("eval", name, other) | drawn)
+            torch_records.write_torch_cell(torch_records.read_torch_cell("eval", name, other).model_dump() | drawn)
     report.main()
     assert json.loads(report.METRICS_FILE.read_text())["identical_share_min"] is None
     assert "same answers as plain" not in report.PAGE_FILE.read_text()
 
 
-def _shape(row: Row) -> TreeShape:
-    return TreeShape(num_steps=row["steps"], topk=row["topk"], num_draft_tokens=row["tokens"])
+def _replayed_rows(checkpoint: str) -> list[Row]:
+    return [tree.model_dump() for tree in replay_records.read_replay(checkpoint)]
 
 
 def test_the_best_checkpoint_is_the_one_with_the_highest_mean_replayed_tau(made_up: schema.Params) -> None:
@@ -335,7 +334,7 @@ def test_a_missing_cell_is_named_with_what_to_run(made_up: schema.Params) -> Non
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda c: c["metrics"].pop("tau_low"), "lacks the metrics .'tau_low'.; run: dvc repro -f -s benchmark@"),
+        (lambda c: c["metrics"].pop("tau_low"), "lacks .'metrics.tau_low'.; .*; run: dvc repro -f -s benchmark@"),
         (
             lambda c: c.update(definitions="docs/metrics.md, version 0"),
             "version 0, expected docs/metrics.md, version 3",
@@ -371,14 +370,17 @@ def test_a_workload_that_never_drafts_is_no_reason_to_fail(made_up: schema.Param
     """Answers of one token come whole from the prefill: no cycle, an empty histogram."""
     for checkpoint in made_up.benchmark.checkpoints:
         for tree in made_up.benchmark.trees:
-            c = torch_records.read_torch_cell("eval", checkpoint, tree)
+            c = torch_records.read_torch_cell("eval", checkpoint, tree).model_dump()
             torch_records.write_torch_cell(c | {"histogram": [0] * len(c["histogram"])})
     report.main()
     assert '<div class="bars">' not in report.PAGE_FILE.read_text()
 
 
 def test_cells_and_replays_that_params_do_not_list_are_ignored(made_up: schema.Params) -> None:
-    stale = torch_records.read_torch_cell("eval", "e009", "t8_2_16") | {"tree": "t9_2_16", "checkpoint": "e001"}
+    stale = torch_records.read_torch_cell("eval", "e009", "t8_2_16").model_dump() | {
+        "tree": "t9_2_16",
+        "checkpoint": "e001",
+    }
     torch_records.write_torch_cell(stale)
     Path("results/replay/e001.csv").write_text("not,a,replay\n")
     report.main()
@@ -435,7 +437,7 @@ def test_published_numbers_stand_beside_ours_where_target_and_tree_agree(made_up
             if (r["target"], r["bs_steps_topk_ndt"]) == ("Llama-3.1-8B-Instruct", "1,5,1,6")
         )
     best = json.loads(report.METRICS_FILE.read_text())["best_checkpoint"]
-    ours, theirs = torch_records.read_torch_cell("eval", best, "t5_1_6")["metrics"]["tau"], float(point["accept_len"])
+    ours, theirs = torch_records.read_torch_cell("eval", best, "t5_1_6").metrics.tau, float(point["accept_len"])
     line = (
         rf"5_1_6 \(5_1_5\)\|+tau\|+{theirs:.4g}\|+{ours:.4g}\|+{ours / theirs:.2f}\|+{point['draft']}\|+eval, {best}\|"
     )
@@ -485,7 +487,7 @@ def test_what_happens_inside_trees_is_shown_where_any_was_looked_into(made_up: s
 
 def test_a_replay_without_its_cycles_is_named(made_up: schema.Params) -> None:
     replay_records.locate_tree_statistics("e003").unlink()
-    with pytest.raises(ValueError, match=r"e003\.inside\.csv not found; run: dvc repro -f -s replay_trees@e003"):
+    with pytest.raises(ValueError, match=r"e003\.inside\.csv not found; run: dvc repro replay_trees@e003"):
         report.main()
 
 
@@ -508,10 +510,7 @@ def serve(workloads: Row, **benchmark: Any) -> None:
 
 def replayed(tree: str, checkpoint: str = "e009") -> float:
     shape = TreeShape.parse(tree)
-    wanted = shape.num_steps, shape.topk, shape.num_draft_tokens
-    return next(
-        r["tau"] for r in replay_records.read_replay(checkpoint) if (r["steps"], r["topk"], r["tokens"]) == wanted
-    )
+    return next(row.tau for row in replay_records.read_replay(checkpoint) if row.shape == shape)
 
 
 def make_up_served(workload: str, off: float = 1.0, **keys: Any) -> None:
@@ -766,7 +765,9 @@ def test_where_nothing_is_trained_the_page_has_no_curves(made_up: schema.Params)
     for kind in ("e003", "e009"):
         Path(f"results/train/{kind}.json").unlink()
     for tree in made_up.benchmark.trees:
-        torch_records.write_torch_cell(torch_records.read_torch_cell("eval", "e009", tree) | {"checkpoint": "theirs"})
+        torch_records.write_torch_cell(
+            torch_records.read_torch_cell("eval", "e009", tree).model_dump() | {"checkpoint": "theirs"}
+        )
     for kind in (".csv", ".inside.csv"):
         text = Path(f"results/replay/e009{kind}").read_text().replace("e009", "theirs")
         atomic.write_text(Path(f"results/replay/theirs{kind}"), text)

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from stages.literature import comparison, own_beside_published, published
+from stages.literature.comparison import CellRecord
 from stages.literature.published import MEAN_DATASET, UNKNOWN, PublishedRow
 from stages.params import schema
 from stages.params.recipe import PublishedMatch, Recipe, RecipeCells
 from stages.reproduce import estimate
 from stages.results import served_records, torch_records
+from stages.results.served_records import ServedCell
 from stages.runtime import atomic
 from stages.telemetry.run_stage import run_stage
 
@@ -25,7 +27,6 @@ COMPARISON_COLUMNS = (
     "publication", "table", "label", "draft", "dataset", "temperature", "tree", "metric", "unit", "published", "ours", "spread",
     "no_interval", "ratio", "tolerance", "verdict", "why", "taken", "cell",
 )  # fmt: skip
-Cell = dict[str, Any]
 PLAIN_METHOD = "plain"  # the method of published baselines
 SHOWN_COLUMNS = ("draft", "dataset", "T", "tree", "metric", "published", "ours", "ratio", "tolerance", "verdict")
 
@@ -97,8 +98,8 @@ def _build_comparison(
     own = comparison.measure_cell(measure, cell, baseline) if cell else None
     if cell:
         obstacles += comparison.list_obstacles(row, cell, row.metric in match.measures)
-        if cell.get("status") == served_records.UNSUPPORTED:
-            obstacles.append(f"unsupported: {cell['reason']}")
+        if isinstance(cell, ServedCell) and cell.status == served_records.UNSUPPORTED:
+            obstacles.append(f"unsupported: {cell.reason}")
         elif own is None:
             obstacles.append("this cell doesn't hold it, or has no baseline with its fingerprint")
     return comparison.PublishedComparison(
@@ -123,7 +124,7 @@ def _list_substitutes(row: PublishedRow, recipe: Recipe, model: str) -> Iterator
             yield f"another {what}: {text}"
 
 
-def _find_cells(cells: RecipeCells, tree: str | None) -> tuple[str, Cell | None, Cell | None]:
+def _find_cells(cells: RecipeCells, tree: str | None) -> tuple[str, CellRecord | None, CellRecord | None]:
     """Return (the cell's name, the cell, its baseline), None for those that do not exist."""
     workload, checkpoint = cells.workload, cells.checkpoint
     tree = tree if checkpoint else None
@@ -135,10 +136,10 @@ def _find_cells(cells: RecipeCells, tree: str | None) -> tuple[str, Cell | None,
     baseline_file = served_records.locate_served_cell(workload, None, None)
     cell = served_records.read_served_cell(workload, checkpoint, tree) if file.exists() else None
     baseline = served_records.read_served_cell(workload, None, None) if checkpoint and baseline_file.exists() else None
-    if cell and baseline and cell["fingerprint"] != baseline["fingerprint"]:
+    if cell and baseline and cell.fingerprint != baseline.fingerprint:
         baseline = None
-    if cell and cell["baseline_points"]:  # plain decoding was measured in turns with it
-        baseline = cell | {"points": cell["baseline_points"]}
+    if cell and cell.baseline_points:  # plain decoding was measured in turns with it
+        baseline = cell.model_copy(update={"points": cell.baseline_points})
     return file.stem, cell, baseline
 
 

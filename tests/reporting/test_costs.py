@@ -33,7 +33,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> schema.Params:
 
 def decode(checkpoint: str, tree: str, slow: float = 1.0, off: float = 1.0) -> None:
     """Give a torch cell the rows of a decoding: a cycle `slow` times the timed one, a tau `off` times the replayed."""
-    found = torch_records.read_torch_cell("eval", checkpoint, tree)
+    found = torch_records.read_torch_cell("eval", checkpoint, tree).model_dump()
     made = torch_cell(tree, off * replayed(tree, checkpoint), slow * costs.seconds(TreeShape.parse(tree)))
     prompts = [row | made["prompts"][0] for row in found["prompts"]]
     torch_records.write_torch_cell(found | {"prompts": prompts, "metrics": found["metrics"] | made["metrics"]})
@@ -94,7 +94,7 @@ def test_the_flags_are_those_a_server_is_started_with(
     printed = capsys.readouterr().out
     launch = json.loads(prediction.LAUNCH_FILE.read_text())["launch"]
     assert [(row["engine"], row["timed_on"]) for row in launch] == [("sglang", "torch"), ("vllm", "torch")]
-    config = timing_grid.read_timing_grid("e000", project.target.model)["draft"]
+    config = timing_grid.read_timing_grid("e000", project.target.model).draft
     for row in launch:
         shape = row["steps"], row["topk"], row["tokens"]
         draft = engine_flags.ServedDraft(f"drafts/{row['checkpoint']}/draft", "EAGLE3", *shape)
@@ -126,7 +126,7 @@ def test_a_draft_with_a_window_keeps_it(project: schema.Params) -> None:
 def test_where_a_cycle_costs_more_than_it_brings_speculation_is_not_proposed(
     project: schema.Params, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    points = [row | {"cycle_s": 5 * row["cycle_s"]} for row in costs.grid()]
+    points = [row.model_copy(update={"cycle_s": 5 * row.cycle_s}) for row in costs.grid()]
     timing_grid.write_timing_grid(costs.made_up(points=points))
     report.main()
     launch = prediction.read_launch()
@@ -244,12 +244,13 @@ def test_one_conversation_has_no_interval_anywhere_on_the_page(
     none = {"tau_low": None, "tau_high": None}
     for checkpoint in project.replay_trees.checkpoints:
         replay_records.write_replay(
-            replay_records.locate_replay(checkpoint), [row | none for row in replay_records.read_replay(checkpoint)]
+            replay_records.locate_replay(checkpoint),
+            [row.model_dump() | none for row in replay_records.read_replay(checkpoint)],
         )
     for checkpoint in project.benchmark.checkpoints:
         for tree in project.benchmark.trees:
             decode(checkpoint, tree)
-            found = torch_records.read_torch_cell("eval", checkpoint, tree)
+            found = torch_records.read_torch_cell("eval", checkpoint, tree).model_dump()
             ends = none | {"speedup_low": None, "speedup_high": None}
             torch_records.write_torch_cell(found | {"metrics": found["metrics"] | ends})
     report.main()
