@@ -91,8 +91,7 @@ def _build_comparison(
 ) -> comparison.PublishedComparison:
     """Return the comparison, with the recipe's assumptions for settings that the source does not state."""
     assumed = {key: value for key, value in match.assumed.items() if getattr(row.setting, key) == UNKNOWN}
-    setting: Any = replace(row.setting, **assumed)  # type: ignore[arg-type]
-    row = replace(row, setting=setting)
+    row = replace(row, setting=row.setting.model_copy(update=assumed))
     name, cell, baseline = _find_cells(match.cells, row.setting.tree)
     obstacles = list(_list_substitutes(row, recipe, model))
     own = comparison.measure_cell(measure, cell, baseline) if cell else None
