@@ -23,7 +23,7 @@ from benchmarks.trees_record import (
     short,
 )
 from stages.literature import published
-from stages.params.tree_shape import count_candidates
+from stages.params.tree_shape import TreeShape, count_candidates
 
 PAGE = ROOT / "docs/trees.md"
 CHAIN: Shape = (10, 1, 11)

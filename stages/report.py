@@ -15,7 +15,9 @@ from pathlib import Path
 
 from stages.params import schema
 from stages.reporting import benchmark_table, costs, methods, page
+from stages.reporting.benchmark_table import BenchmarkRow
 from stages.reporting.inputs import ReportInputs, ReportSettings, StageReport
+from stages.reporting.methods import MethodRow
 from stages.reporting.summary import METRICS_FILE, PAGE_FILE, format_terminal_table, summarise_results
 from stages.results import (
     method_records,
@@ -30,7 +32,7 @@ from stages.results.method_records import MethodCell
 from stages.results.prediction import PredictedSpeedup
 from stages.results.replay_records import ReplayedTree
 from stages.results.served_records import TORCH_ENGINE
-from stages.results.served_table import ServedTableLine
+from stages.results.served_table import ServedRow, ServedTableLine
 from stages.results.torch_records import TorchCell
 from stages.runtime import atomic
 from stages.telemetry.run_stage import run_stage
@@ -56,7 +58,9 @@ STAGE_REPORTS = {
 
 def main(*arguments: str) -> None:
     if arguments == ("--table",):
-        print(_read_terminal_table())
+        rows, served_rows, method_rows = BenchmarkRow.read_table(), ServedRow.read_table(), MethodRow.read_table()
+        metrics, launch = atomic.read_json(METRICS_FILE, made_by="report"), prediction.read_launch()
+        print(format_terminal_table(rows, served_rows, metrics, launch, method_rows))
     elif arguments == ("--launch",):
         lines = costs.format_launch_table(prediction.read_launch())
         print("\n".join(lines) or f"nothing is predicted; {PAGE_FILE} says why")
@@ -70,29 +74,18 @@ def write_report(p: schema.Params) -> None:
     replayed = {name: replay_records.read_replay(name) for name in p.replay_trees.checkpoints}
     found = read_inputs(p, replayed)
     metrics = summarise_results(found)
-    tables = [benchmark_table.BENCHMARK_TABLE, REPLAY_TABLE, METRICS_FILE, served_table.SERVED_TABLE]
+    served_rows = [line.row for line in found.lines]
+    tables = [BenchmarkRow.TABLE, REPLAY_TABLE, METRICS_FILE, ServedRow.TABLE]
 
-    atomic.write_csv(
-        benchmark_table.BENCHMARK_TABLE, benchmark_table.BENCHMARK_COLUMNS, (row.model_dump() for row in found.rows)
-    )
-    served_table.write_served_table(found.lines)
-    methods.write_method_table(found.methods)
-    prediction.write_predictions(found.predicted.rows, found.predicted.launch, found.predicted.costs)
+    BenchmarkRow.write_table(found.rows)
+    ServedRow.write_table(served_rows)
+    MethodRow.write_table(found.methods)
+    PredictedSpeedup.write_table(found.predicted.rows)
+    prediction.write_launch(found.predicted.launch, found.predicted.costs)
     replay_records.write_replay(REPLAY_TABLE, (tree.model_dump() for trees in replayed.values() for tree in trees))
     atomic.write_json(METRICS_FILE, metrics)
     atomic.write_text(PAGE_FILE, page.render_page(_get_settings(p), found, metrics, tables))
-    served_rows = [line.row for line in found.lines]
     print(format_terminal_table(found.rows, served_rows, metrics, found.predicted.launch, found.methods))
-
-
-def _read_terminal_table() -> str:
-    return format_terminal_table(
-        benchmark_table.read_benchmark_table(),
-        served_table.read_served_table(),
-        atomic.read_json(METRICS_FILE, made_by="report"),
-        prediction.read_launch(),
-        methods.read_method_table(),
-    )
 
 
 def read_inputs(p: schema.Params, replayed: dict[str, list[ReplayedTree]]) -> ReportInputs:

@@ -19,8 +19,9 @@ from stages import report
 from stages.params import schema
 from stages.params.section import ROOT_CHECKPOINT
 from stages.params.tree_shape import TreeShape
-from stages.reporting import benchmark_table
-from stages.results import replay_records, served_records, served_table, timing_grid, torch_records
+from stages.reporting.benchmark_table import BenchmarkRow
+from stages.results import replay_records, served_records, timing_grid, torch_records
+from stages.results.served_table import ServedRow
 from stages.runtime import atomic
 from stages.telemetry import stage_log
 from tests import costs
@@ -221,7 +222,7 @@ def _lines(place: Path) -> list[Row]:
 
 def test_the_table_equals_the_cells_bit_for_bit(made_up: schema.Params) -> None:
     report.main()
-    rows = _lines(benchmark_table.BENCHMARK_TABLE)
+    rows = _lines(BenchmarkRow.TABLE)
     b = made_up.benchmark
     assert [(r["workload"], r["checkpoint"], r["tree"]) for r in rows] == [
         (w, c, t) for w in b.workloads for c in b.checkpoints for t in b.trees
@@ -246,7 +247,7 @@ def test_the_page_shows_what_is_trained_on_and_escapes_it(made_up: schema.Params
 
 def test_columns_come_in_their_order(made_up: schema.Params) -> None:
     report.main()
-    assert benchmark_table.BENCHMARK_TABLE.read_text().splitlines()[0] == (
+    assert BenchmarkRow.TABLE.read_text().splitlines()[0] == (
         "workload,checkpoint,tree,num_steps,topk,num_draft_tokens,tau,tau_low,tau_high,accept_rate,prefill_latency_s,"
         "e2e_latency_s,output_tok_s,speedup,speedup_low,speedup_high,identical_share,replay_tau,engine"
     )
@@ -260,7 +261,7 @@ def test_replayed_tau_stands_beside_the_served_one_where_the_grid_has_the_tree(m
     kept = [line for line in place.read_text().splitlines() if ",8,2,16," not in line]
     place.write_text("\n".join(kept) + "\n")
     report.main()
-    replayed = {(r["checkpoint"], r["tree"]): r["replay_tau"] for r in _lines(benchmark_table.BENCHMARK_TABLE)}
+    replayed = {(r["checkpoint"], r["tree"]): r["replay_tau"] for r in _lines(BenchmarkRow.TABLE)}
     first, other = made_up.benchmark.checkpoints[:2]
     assert replayed[first, "t8_2_16"] == ""
     line = next(line for line in Path(f"results/replay/{other}.csv").read_text().splitlines() if ",8,2,16," in line)
@@ -284,11 +285,7 @@ def test_cells_above_temperature_0_stand_beside_the_replay_of_answers_drawn_alik
     for name, how in (("greedy", {}), ("drawn", drawn), ("otherwise", drawn | {"top_p": 1.0})):
         torch_records.write_torch_cell(found | how)
         report.main()
-        (line,) = (
-            r
-            for r in _lines(benchmark_table.BENCHMARK_TABLE)
-            if (r["checkpoint"], r["tree"]) == (checkpoint, tree.name)
-        )
+        (line,) = (r for r in _lines(BenchmarkRow.TABLE) if (r["checkpoint"], r["tree"]) == (checkpoint, tree.name))
         taus[name] = line["replay_tau"], line["identical_share"]
         assert json.loads(report.METRICS_FILE.read_text())["identical_share_min"] == 1.0
     assert taus == {"greedy": (str(cold), "1.0"), "drawn": (str(cold - 0.5), ""), "otherwise": ("", "")}
@@ -318,7 +315,7 @@ def test_the_best_checkpoint_is_the_one_with_the_highest_mean_replayed_tau(made_
     assert metrics["best_checkpoint"] == max(means, key=means.__getitem__)
     for name, found in metrics["checkpoints"].items():
         assert found["mean_replay_tau"] == pytest.approx(means[name])
-        mine = [row for row in _lines(benchmark_table.BENCHMARK_TABLE) if row["checkpoint"] == name]
+        mine = [row for row in _lines(BenchmarkRow.TABLE) if row["checkpoint"] == name]
         assert found["best_by_tau"]["tau"] == max(float(row["tau"]) for row in mine)
         assert found["best_by_speedup"]["speedup"] == max(float(row["speedup"]) for row in mine)
 
@@ -385,8 +382,8 @@ def test_cells_and_replays_that_params_do_not_list_are_ignored(made_up: schema.P
     Path("results/replay/e001.csv").write_text("not,a,replay\n")
     report.main()
     b = made_up.benchmark
-    assert len(_lines(benchmark_table.BENCHMARK_TABLE)) == len(b.workloads) * len(b.checkpoints) * len(b.trees)
-    for made in (benchmark_table.BENCHMARK_TABLE, report.REPLAY_TABLE, report.PAGE_FILE):
+    assert len(_lines(BenchmarkRow.TABLE)) == len(b.workloads) * len(b.checkpoints) * len(b.trees)
+    for made in (BenchmarkRow.TABLE, report.REPLAY_TABLE, report.PAGE_FILE):
         assert not re.search(r"\be001\b", made.read_text())
 
 
@@ -529,7 +526,7 @@ def test_without_served_workloads_nothing_of_them_is_shown(
     made_up: schema.Params, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report.main()
-    assert served_table.SERVED_TABLE.read_text() == ",".join(served_table.SERVED_TABLE_COLUMNS) + "\n"
+    assert ServedRow.TABLE.read_text() == ",".join(ServedRow.list_keys()) + "\n"
     assert "served" not in json.loads(report.METRICS_FILE.read_text()) and "served by" not in capsys.readouterr().out
     for heading in (">Served</h2>", "When not to speculate", "Servers and their flags", "highest speedup served"):
         assert heading not in report.PAGE_FILE.read_text()
@@ -541,9 +538,7 @@ def test_served_cells_stand_beside_plain_decoding_and_replays(
     serve({"code": {**EVAL, "concurrency": 64, "repeats": 3}})
     make_up_served("code")
     report.main()
-    chain, baseline_row, other = sorted(
-        _lines(served_table.SERVED_TABLE), key=lambda r: (r["tree"] != "t5_1_6", r["tree"])
-    )
+    chain, baseline_row, other = sorted(_lines(ServedRow.TABLE), key=lambda r: (r["tree"] != "t5_1_6", r["tree"]))
     assert (baseline_row["decoding"], other["status"]) == ("plain", "unsupported")
     assert chain["replay_agrees"] == "yes" and float(chain["speedup_low"]) < float(chain["speedup"])
     page = report.PAGE_FILE.read_text()
@@ -618,7 +613,7 @@ def test_a_sweep_says_when_not_to_speculate(made_up: schema.Params) -> None:
     )
     rows = {
         r["concurrency"]: float(r["speedup"])
-        for r in _lines(served_table.SERVED_TABLE)
+        for r in _lines(ServedRow.TABLE)
         if (r["tree"], r["max_new_tokens"]) == ("t5_1_6", "64")
     }
     by_hand = 16 * 4 ** ((rows["16"] - 1) / (rows["16"] - rows["64"]))
@@ -651,11 +646,7 @@ def test_the_torch_engines_loads_stand_beside_served_ones(
     assert (
         "code, checkpoint e009, served by sglang" in printed and "code, checkpoint e009, by the torch engine" in printed
     )
-    rows = [
-        row
-        for row in served_table.read_served_table()
-        if row["decoding"] == "speculative" and row["workload"] == "code"
-    ]
+    rows = [row for row in ServedRow.read_table() if row["decoding"] == "speculative" and row["workload"] == "code"]
     speedups = {(row["engine"], row["tree"], row["concurrency"]): row["speedup"] for row in rows}
     assert len(speedups) == 2 * 2 + 2 * len(p.benchmark.trees)
     assert speedups["torch", "t8_2_16", 8.0] > 1 > speedups["torch", "t8_2_16", 64.0]
@@ -664,7 +655,7 @@ def test_the_torch_engines_loads_stand_beside_served_ones(
     page = words(report.PAGE_FILE.read_text())
     assert "8_2_16 · code, checkpoint e009, torch" in page and "8_2_16 · code, checkpoint e009, sglang" in page
     assert "Slower than plain decoding at 1 of 2 loads" in page and "Faster than plain decoding at all 2 loads" in page
-    assert {row["workload"] for row in csv.DictReader(benchmark_table.BENCHMARK_TABLE.open())} == {"eval"}
+    assert {row["workload"] for row in csv.DictReader(BenchmarkRow.TABLE.open())} == {"eval"}
     costs_of = {
         row["engine"] for row in json.loads(Path("results/launch.json").read_text())["costs"] if row["workload"]
     }
@@ -690,7 +681,7 @@ def test_without_torch_cells_the_report_shows_what_was_served(
     serve({"code": {**EVAL, "concurrency": 64, "repeats": 3}}, torch_workloads=[])
     make_up_served("code")
     report.main()
-    assert _lines(benchmark_table.BENCHMARK_TABLE) == []
+    assert _lines(BenchmarkRow.TABLE) == []
     printed = capsys.readouterr().out
     assert printed.startswith("code, checkpoint e009, served by sglang\nTree_structure")
     report.main("--table")
@@ -724,7 +715,7 @@ def test_published_numbers_stand_beside_served_ones_of_the_same_load(made_up: sc
     report.main()
     page = re.sub(r"<[^>]+>", "|", report.PAGE_FILE.read_text())
     plain, drafted = (
-        next(r for r in _lines(served_table.SERVED_TABLE) if (r["decoding"], r["concurrency"]) == (how, "64"))
+        next(r for r in _lines(ServedRow.TABLE) if (r["decoding"], r["concurrency"]) == (how, "64"))
         for how in ("plain", "speculative")
     )
     assert re.search(rf"plain decoding\|+total_tok_s\|+2847\|+{float(plain['total_throughput']):.4g}\|", page)
@@ -743,7 +734,7 @@ def test_table_is_printed_again_from_disk_alone(made_up: schema.Params, capsys: 
     assert re.search(
         r"^Tree_structure +prefill_latency +spec_accept_rate +e2e_latency +compress ratio", printed, re.MULTILINE
     )
-    row = next(r for r in _lines(benchmark_table.BENCHMARK_TABLE) if r["tree"] == "t8_1_9")
+    row = next(r for r in _lines(BenchmarkRow.TABLE) if r["tree"] == "t8_1_9")
     assert re.search(rf"^8_1_9 \(8_1_8\) .* {float(row['tau']):.2f} ", printed, re.MULTILINE)
     assert "the best checkpoint by tau" in printed
 

@@ -180,11 +180,6 @@ def _audit_engines(weather: Publication) -> Finding:
 # SpecForge's sweep
 
 
-def _normalise_draft_name(cell: PublishedCell) -> str:
-    """Return the draft's name in lower case without spaces: one is misspelt with them."""
-    return (cell.setting.draft or "").replace(" ", "").lower()
-
-
 def _audit_speedup_ratio(sweep: Publication) -> Finding:
     rows = select_cells(sweep, "speedup", "output_tok_s", "baseline_output_tok_s")
     gap = max(abs(c.numbers["output_tok_s"] / c.numbers["baseline_output_tok_s"] - c.numbers["speedup"]) for c in rows)
@@ -199,7 +194,8 @@ def _group_by_tree(sweep: Publication) -> dict[tuple[str, ...], dict[TreeShape, 
     """Return the points by (target, draft, data set, batch), then by tree."""
     groups: dict[tuple[str, ...], dict[TreeShape, PublishedCell]] = {}
     for c in select_cells(sweep, "tau", "speedup"):
-        key = (c.setting.target or "", _normalise_draft_name(c), c.setting.dataset or "", str(c.setting.batch))
+        draft = (c.setting.draft or "").replace(" ", "").lower()  # one is misspelt with spaces
+        key = (c.setting.target or "", draft, c.setting.dataset or "", str(c.setting.batch))
         groups.setdefault(key, {})[c.shape] = c
     return groups
 

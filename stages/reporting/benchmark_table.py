@@ -8,15 +8,15 @@ from pathlib import Path
 
 from stages.reporting.text import ONE_PROMPT, align_columns, format_interval, format_number, format_tree
 from stages.results import replay_records
-from stages.results.record import Record
+from stages.results.record import TableRow
 from stages.results.replay_records import ReplayedTree
 from stages.results.torch_records import TorchCell
 
-BENCHMARK_TABLE = Path("results/benchmark.csv")
 
+class BenchmarkRow(TableRow):
+    """A line of benchmark.csv."""
 
-class BenchmarkRow(Record):
-    """A line of benchmark.csv. Floats keep every bit, so that tau can be compared between machines."""
+    TABLE = Path("results/benchmark.csv")
 
     workload: str
     checkpoint: str
@@ -39,7 +39,6 @@ class BenchmarkRow(Record):
     engine: str
 
 
-BENCHMARK_COLUMNS = BenchmarkRow.list_keys()
 BENCHMARK_HEADINGS = (
     ("Tree_structure", ""), ("prefill_latency", "(s)"), ("spec_accept_rate", "(%)"), ("e2e_latency", "(s)"),
     ("compress ratio", "(tau)"), ("95%", "interval"), ("speedup", ""), ("95%", "interval"), ("identical", "(%)"),
@@ -48,14 +47,12 @@ BENCHMARK_HEADINGS = (
 
 def build_benchmark_row(cell: TorchCell, trees: list[ReplayedTree]) -> BenchmarkRow:
     """Return a cell's line; `trees` are its checkpoint's replayed ones."""
-    figures = cell.metrics.model_dump() | cell.model_dump(include=set(BENCHMARK_COLUMNS))
-    figures["replay_tau"] = replay_records.find_replayed_tau(trees, cell)
-    return BenchmarkRow(**{name: figures[name] for name in BENCHMARK_COLUMNS})
-
-
-def read_benchmark_table() -> list[BenchmarkRow]:
-    """Return the lines of benchmark.csv. Raises ValueError naming the command to run, if it is missing or broken."""
-    return BenchmarkRow.read_csv(BENCHMARK_TABLE, "report")
+    columns = set(BenchmarkRow.list_keys())
+    return BenchmarkRow(
+        **cell.model_dump(include=columns),
+        **cell.metrics.model_dump(include=columns),
+        replay_tau=replay_records.find_replayed_tau(trees, cell),
+    )
 
 
 def format_benchmark_table(rows: list[BenchmarkRow], best_checkpoint: str) -> list[str]:

@@ -10,13 +10,11 @@ from typing import Any
 
 from stages.reporting.text import ONE_PROMPT, align_columns, format_interval, format_number, format_tree
 from stages.results.method_records import MethodCell
-from stages.results.record import Record
+from stages.results.record import TableRow
 from stages.results.served_table import PLAIN, SPECULATIVE, ServedTableLine
 from stages.results.torch_records import TorchCell
 from stages.results.training_records import TrainingReport
-from stages.runtime import atomic
 
-METHOD_TABLE = Path("results/methods.csv")
 BASELINE_ROW = "baseline"  # the row of plain decoding
 NOT_RUN, NOT_MEASURED = "not run", "not measured"
 COMPARED_WAYS = ("autoregressive", "medusa", "eagle3")
@@ -27,8 +25,10 @@ METHOD_HEADINGS = (
 )  # fmt: skip
 
 
-class MethodRow(Record):
-    """A line of results/methods.csv."""
+class MethodRow(TableRow):
+    """A line of the table."""
+
+    TABLE = Path("results/methods.csv")
 
     row: str
     method: str
@@ -110,15 +110,6 @@ def describe_guesses(method: str, settings: Mapping[str, Any]) -> str:
     if method == "lookahead":
         return f"W {settings['window']}, N {settings['level']}, G {settings['guesses']}"
     return f"static, {settings['nodes']} nodes, {settings['steps']} deep"
-
-
-def write_method_table(found: list[MethodRow]) -> None:
-    atomic.write_csv(METHOD_TABLE, MethodRow.list_keys(), (row.model_dump() for row in found))
-
-
-def read_method_table() -> list[MethodRow]:
-    """Return the lines of results/methods.csv. Raises ValueError naming the command to run, if it is missing or broken."""
-    return MethodRow.read_csv(METHOD_TABLE, "report")
 
 
 # The terminal

@@ -131,7 +131,8 @@ def summarise_stage_runs(stages: Mapping[str, StageRun | Cell], cells: Sequence[
 def _sum_runs(stage: str, records: Sequence[StageRun | Cell]) -> StageRunTotals:
     joules = [record.joules for record in records if record.gpus]
     known = [value for value in joules if value is not None]
-    gpus = dict.fromkeys(_count_gpu_names(record.gpus) for record in records if record.gpus)
+    counts = [Counter(record.gpus) for record in records if record.gpus]
+    gpus = dict.fromkeys(", ".join(f"{count} x {name}" for name, count in each.items()) for each in counts)
     return StageRunTotals(
         stage,
         runs=len(records),
@@ -140,10 +141,6 @@ def _sum_runs(stage: str, records: Sequence[StageRun | Cell]) -> StageRunTotals:
         gpus="; ".join(gpus),
         joules=sum(known) if joules and len(known) == len(joules) else None,
     )
-
-
-def _count_gpu_names(names: list[str]) -> str:
-    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
 
 
 def format_energy(joules: float | None) -> str:

@@ -48,11 +48,7 @@ def main(recipe_file: str, params_file: str) -> None:
 def match_published_numbers(
     recipe: Recipe, model: str, publications: dict[str, published.Publication]
 ) -> tuple[list[comparison.PublishedComparison], Counter[str]]:
-    """Return every comparison, and how many numbers have no cell, by reason.
-
-    Raises:
-        ValueError: where the recipe names a publication that does not exist.
-    """
+    """Return every comparison, and how many numbers have no cell, by reason. Raises ValueError for an unknown publication."""
     comparisons: list[comparison.PublishedComparison] = []
     left_out: Counter[str] = Counter()
     for name, group in itertools.groupby(recipe.beside, lambda match: match.publication):
@@ -63,7 +59,8 @@ def match_published_numbers(
         for row in publications[name].rows:
             if row.setting.target not in targets:
                 continue
-            match = next((match for match in matches if _has_settings(row, match.rows)), None)
+            setting = row.setting.model_dump().items()
+            match = next((match for match in matches if match.rows.items() <= setting), None)
             if match is None:
                 left_out[_explain_unmatched(row)] += 1
             elif (measure := match.measures.get(row.metric, row.metric)) not in comparison.MEASURES:
@@ -73,10 +70,6 @@ def match_published_numbers(
             else:
                 comparisons.append(_build_comparison(row, match, measure, recipe, model))
     return comparisons, left_out
-
-
-def _has_settings(row: PublishedRow, wanted: dict[str, str | float | None]) -> bool:
-    return all(getattr(row.setting, key) == value for key, value in wanted.items())
 
 
 def _explain_unmatched(row: PublishedRow) -> str:
@@ -187,7 +180,7 @@ def _format_table(comparisons: list[comparison.PublishedComparison]) -> Iterator
             line["draft"] or "none", ", ".join(filter(None, (line["dataset"], line["label"]))),
             line["temperature"], line["tree"] or "none",
             f"{line['metric']} ({line['unit']})", f"{each.published.value:.{each.published.decimals}f}",
-            *(_format_brief(line[key]) for key in ("ours", "ratio")), f"{each.tolerance:.1%}",
+            *("" if line[key] is None else f"{line[key]:.4g}" for key in ("ours", "ratio")), f"{each.tolerance:.1%}",
             each.verdict + (f" ({marks})" if marks else ""),
         ]  # fmt: skip
         yield f"| {' | '.join(map(str, cells))} |"
@@ -207,10 +200,6 @@ def _build_csv_row(each: comparison.PublishedComparison) -> dict[str, Any]:
         "no_interval": own.no_interval if own else "", "ratio": each.ratio, "tolerance": each.tolerance, "verdict": each.verdict,
         "why": "; ".join(each.obstacles), "taken": "; ".join(each.assumptions), "cell": each.cell,
     }  # fmt: skip
-
-
-def _format_brief(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
 
 
 if __name__ == "__main__":

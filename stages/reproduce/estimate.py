@@ -118,11 +118,7 @@ def estimate_recipe(p: schema.Params, recipe: Recipe) -> RecipeEstimate:
 
 
 def read_target_size(p: schema.Params) -> TargetSize:
-    """Return the target's size.
-
-    Raises:
-        ValueError: where no config of the target is recorded.
-    """
+    """Return the target's size. Raises ValueError where no config of the target is recorded."""
     path = TARGETS_FOLDER / f"{p.target.model.rstrip('/').rsplit('/', 1)[-1]}.json"
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in TARGETS_FOLDER.glob("*.json")))
@@ -251,8 +247,9 @@ def _add_hours(
         compute_target_flop(target, length),
         EXTRACTING_COMPILED_SHARE if p.extract_hiddens.compile else EXTRACTING_SHARE,
     )
+    note = "; measured on dense targets only" if target.mixture else ""
     how = f"{stored:,} rows * {length:,} tokens * {flop / 1e9:.2f} GFLOP at {share:.1%} of {PEAK_FLOPS / 1e12:.0f} TFLOP/s"
-    result.add_hours("extract_hiddens", stored * length * flop / (share * PEAK_FLOPS), how + _note_mixture(target))
+    result.add_hours("extract_hiddens", stored * length * flop / (share * PEAK_FLOPS), how + note)
     if segments := p.train_draft.checkpoints:
         epochs = sum(segment.epochs for segment in segments.values())
         flop, share = compute_train_flop(target.manifest, draft, p.train_draft.ttt_steps), TRAINING_SHARE
@@ -347,10 +344,6 @@ def _estimate_served_step(p: schema.Params, target: TargetSize, at_once: int, co
     return (
         weights * _get_itemsize(p.target.dtype) + at_once * context * target.kv_bytes(p.target.dtype)
     ) / SERVED_BYTES_S
-
-
-def _note_mixture(target: TargetSize) -> str:
-    return "; measured on dense targets only" if target.mixture else ""
 
 
 def _list_missing_files(p: schema.Params) -> list[str]:

@@ -16,17 +16,19 @@ from typing import Any
 from stages.params.tree_shape import TreeShape
 from stages.results import interval
 from stages.results.cost_model import CostModel
-from stages.results.record import Record
+from stages.results.record import Record, TableRow
 from stages.results.replay_records import ReplayedTree, select_temperature
 from stages.results.timing_grid import PlainStepTime, TimingGrid
 from stages.runtime import atomic
 
-PREDICTION_TABLE, LAUNCH_FILE = Path("results/predicted.csv"), Path("results/launch.json")
+LAUNCH_FILE = Path("results/launch.json")
 LAUNCHABLE_ENGINES = ("sglang", "vllm")  # whose flags are known
 
 
-class PredictedSpeedup(Record):
+class PredictedSpeedup(TableRow):
     """The predicted speedup of a tree at one load."""
+
+    TABLE = Path("results/predicted.csv")
 
     engine: str
     workload: str | None  # None for the torch engine, as `max_new_tokens`
@@ -156,11 +158,8 @@ def choose_launches(
     return found
 
 
-def write_predictions(
-    predicted: Iterable[PredictedSpeedup], launch: list[LaunchAdvice], costs: list[TimingGrid]
-) -> None:
-    """Write both files; the launch file also has the timing grids, each with its hardware."""
-    atomic.write_csv(PREDICTION_TABLE, PredictedSpeedup.list_keys(), (row.model_dump() for row in predicted))
+def write_launch(launch: list[LaunchAdvice], costs: list[TimingGrid]) -> None:
+    """Write what to launch, and the timing grids, each with its hardware."""
     content = {"launch": [row.model_dump() for row in launch], "costs": [cost.model_dump() for cost in costs]}
     atomic.write_json(LAUNCH_FILE, content)
 

@@ -1,9 +1,9 @@
 """The base of the records in results/: JSON objects and rows of CSV files, with one reader of each."""
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -64,6 +64,22 @@ class Record(BaseModel):
             return [cls.model_validate({name: text or None for name, text in row.items()}) for row in rows]
         except ValidationError as error:
             raise atomic.Broken(f"{place} has a line that {_explain_error(error)}", atomic.rerun(made_by)) from None
+
+
+class TableRow(Record):
+    """A row of a CSV table of the report."""
+
+    TABLE: ClassVar[Path]
+
+    @classmethod
+    def read_table(cls) -> list[Self]:
+        """Return the rows of the table. Raises ValueError naming the command to run, if it is missing or broken."""
+        return cls.read_csv(cls.TABLE, "report")
+
+    @classmethod
+    def write_table(cls, rows: Iterable[Self]) -> None:
+        """Write the table. Floats keep every bit, so that figures can be compared between machines."""
+        atomic.write_csv(cls.TABLE, cls.list_keys(), (row.model_dump() for row in rows))
 
 
 def _explain_error(error: ValidationError) -> str:

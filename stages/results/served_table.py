@@ -13,12 +13,10 @@ from statistics import fmean
 from typing import Any
 
 from stages.results import interval, replay_records, served_records
-from stages.results.record import Record
+from stages.results.record import TableRow
 from stages.results.replay_records import ReplayedTree
 from stages.results.served_records import LoadPoint, ServedCell
-from stages.runtime import atomic
 
-SERVED_TABLE = Path("results/served.csv")
 SPECULATIVE, PLAIN = "speculative", "plain"
 LoadKey = tuple[int, float]  # (max_new_tokens, concurrency), which is infinite without a limit
 REPLAY_TOLERANCE = 0.1  # of tau, served against replayed
@@ -32,8 +30,10 @@ THROUGHPUT_COLUMNS = ("output_throughput", "total_throughput", "request_throughp
 ACCEPTANCE_COLUMNS = ("tau", "tau_low", "tau_high", "accept_rate", "node_accept_rate")
 
 
-class ServedRow(Record):
-    """A line of results/served.csv; None for unknown values."""
+class ServedRow(TableRow):
+    """A line of the table; None for unknown values."""
+
+    TABLE = Path("results/served.csv")
 
     workload: str
     checkpoint: str | None = None
@@ -99,9 +99,6 @@ class ServedRow(Record):
         return self.status == served_records.RAN
 
 
-SERVED_TABLE_COLUMNS = ServedRow.list_keys()
-
-
 @dataclass(frozen=True)
 class ServedTableLine:
     """A line of the table, with what it was made of."""
@@ -149,15 +146,6 @@ def join_lines(
     return found
 
 
-def write_served_table(found: Iterable[ServedTableLine]) -> None:
-    atomic.write_csv(SERVED_TABLE, SERVED_TABLE_COLUMNS, (line.row.model_dump() for line in found))
-
-
-def read_served_table() -> list[ServedRow]:
-    """Return the lines of results/served.csv. Raises ValueError naming the command to run, if it is missing or broken."""
-    return ServedRow.read_csv(SERVED_TABLE, "report")
-
-
 def _build_plain_lines(cell: ServedCell, points: list[LoadPoint]) -> Iterator[ServedTableLine]:
     if cell.checkpoint is None and cell.status == served_records.UNSUPPORTED:
         yield ServedTableLine(_build_unsupported_row(cell, PLAIN), cell, None)
@@ -177,7 +165,8 @@ def _build_speculative_lines(
     longest = max(point.max_new_tokens for point in cell.points)
     for point in cell.points:
         whole = of_eval and cell.temperature == 0 and point.max_new_tokens == longest
-        plain = _find_point_of_load(point, cell.baseline_points or baseline.points)
+        load, others = (point.max_new_tokens, point.concurrency), cell.baseline_points or baseline.points
+        plain = next((other for other in others if (other.max_new_tokens, other.concurrency) == load), None)
         row = ServedRow(
             **_get_names(cell, SPECULATIVE),
             **_summarise_loads(point),
@@ -261,11 +250,6 @@ def _compare_with_baseline(
         "baseline_accuracy": _get_accuracy(other),
         "identical_share": _compute_identical_share(point, other) if cell.temperature == 0 else None,
     }
-
-
-def _find_point_of_load(point: LoadPoint, others: list[LoadPoint]) -> LoadPoint | None:
-    load = point.max_new_tokens, point.concurrency
-    return next((other for other in others if (other.max_new_tokens, other.concurrency) == load), None)
 
 
 def _explain_no_speedup(cell: ServedCell, point: LoadPoint, baseline: ServedCell, other: LoadPoint | None) -> str:

@@ -77,11 +77,7 @@ def write_timing_grid(grid: TimingGrid) -> Path:
 
 
 def read_timing_grid(checkpoint: str, model: str) -> TimingGrid:
-    """Return the torch engine's grid of a draft for the target `model`.
-
-    Raises:
-        ValueError: naming the file and the command to run, if it is missing, incomplete, or of another draft or target.
-    """
+    """Return the torch engine's grid of a draft for the target `model`. Raises ValueError also if it is of others."""
     place, stage = locate_timing_grid("torch", checkpoint), f"time_trees@{checkpoint}"
     found = TimingGrid.read_json(place, stage, COST_DEFINITIONS)
     target = found.target[0] if found.target else None

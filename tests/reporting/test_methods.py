@@ -8,6 +8,7 @@ import pytest
 from stages import report
 from stages.params import schema
 from stages.reporting import methods
+from stages.reporting.methods import MethodRow
 from stages.results import method_records, torch_records
 from stages.results.method_records import MethodCell
 from stages.results.served_table import ServedRow, ServedTableLine
@@ -75,12 +76,12 @@ def test_training_of_a_draft_that_others_trained_is_not_known() -> None:
 def test_the_table_survives_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"methods\.csv not found; run: dvc repro report"):
-        methods.read_method_table()
+        MethodRow.read_table()
     found = methods.build_method_rows(every_row(), TRAINED)
-    methods.write_method_table(found)
-    assert methods.read_method_table() == found
+    MethodRow.write_table(found)
+    assert MethodRow.read_table() == found
     lines = methods.format_method_table(found)
-    assert methods.format_method_table(methods.read_method_table()) == lines
+    assert methods.format_method_table(MethodRow.read_table()) == lines
     cells = {line.split()[0]: line for line in lines if line}
     assert "dynamic (eagle3)" in cells["dynamic"] and " 5_2_8 " in cells["dynamic"] and "2.20x" in cells["dynamic"]
     assert (
@@ -147,7 +148,7 @@ def test_the_page_shows_both_tables_and_the_csv_has_the_rows(
     page, terminal = Path("results/report/index.html").read_text(), capsys.readouterr().out
     assert "Methods on one verifier" in page and "What the engine gives" in page and "static, 9 nodes, 4 deep" in page
     assert "not measured" in page and "Methods on one verifier, eval" in terminal
-    assert [row["row"] for row in methods.read_method_table()] == ["baseline", "medusa", "dynamic", "ngram"]
+    assert [row["row"] for row in MethodRow.read_table()] == ["baseline", "medusa", "dynamic", "ngram"]
     report.main("--table")
     assert "Methods on one verifier, eval" in capsys.readouterr().out
 
@@ -156,4 +157,4 @@ def test_without_rows_the_page_is_silent(tmp_path: Path, monkeypatch: pytest.Mon
     made_up_project(tmp_path, monkeypatch)
     report.main()
     assert "Methods on one verifier" not in Path("results/report/index.html").read_text()
-    assert methods.read_method_table() == []
+    assert MethodRow.read_table() == []

@@ -10,7 +10,8 @@ import pytest
 
 from stages import report
 from stages.params import schema
-from stages.reporting import benchmark_table, latencies, provenance
+from stages.reporting import latencies, provenance
+from stages.reporting.benchmark_table import BenchmarkRow
 from stages.results import torch_records
 from stages.results.torch_records import Cell
 from stages.telemetry import stage_log
@@ -75,7 +76,7 @@ def test_the_page_names_its_commit_what_differs_from_it_and_the_tables_beside_it
     report.main()
     said = words(report.PAGE_FILE.read_text())
     assert f"written atcommit {head}, with changes in params.yaml (dvc.lock" in said
-    for table in (benchmark_table.BENCHMARK_TABLE, report.REPLAY_TABLE, report.METRICS_FILE):
+    for table in (BenchmarkRow.TABLE, report.REPLAY_TABLE, report.METRICS_FILE):
         assert f"{table}{hashlib.sha256(table.read_bytes()).hexdigest()}" in said
     assert f"draft e003{'ab' * 32}" in said
 

@@ -127,8 +127,9 @@ def test_both_files_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.chdir(tmp_path)
     rows = prediction.predict_speedups(costs.made_up(), "e009", 0.0, [replay("t3_1_4", 3.0), replay("t3_2_8", 4.0)])
     launch = prediction.choose_launches(rows, chains_on_vllm)
-    prediction.write_predictions(rows, launch, [costs.made_up()])
-    with prediction.PREDICTION_TABLE.open(newline="") as lines:
+    PredictedSpeedup.write_table(rows)
+    prediction.write_launch(launch, [costs.made_up()])
+    with PredictedSpeedup.TABLE.open(newline="") as lines:
         assert [float(line["speedup"]).hex() for line in csv.DictReader(lines)] == [r.speedup.hex() for r in rows]
     assert prediction.read_launch() == launch
     assert json.loads(prediction.LAUNCH_FILE.read_text())["costs"][0]["hardware"] == costs.HARDWARE

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from stages.results import interval, served_records, served_table, torch_records
+from stages.results.served_table import ServedRow
 from stages.runtime import atomic
 from tests import served_cells
 from tests.served_cells import FINGERPRINT, Row, made_up, point, replayed_tree
@@ -194,8 +195,8 @@ def test_the_table_holds_every_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     points = [point(64, 4, 0.01, tau=2.9, repeats=2), point(64, None, 0.01, tau=2.8, repeats=2)]
     baseline = made_up("eval", points=[point(64, 4, 0.02, repeats=2)])
     lines = join(baseline, drafted(*points), made_up("eval", "e009", "t8_2_16"))
-    served_table.write_served_table(lines)
-    read = served_table.read_served_table()
+    ServedRow.write_table(line.row for line in lines)
+    read = ServedRow.read_table()
     assert read == [line.row for line in lines]
     assert read[0].rate is None
 
@@ -203,7 +204,7 @@ def test_the_table_holds_every_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_table_that_is_not_there_says_what_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"served\.csv not found; run: dvc repro report"):
-        served_table.read_served_table()
+        ServedRow.read_table()
 
 
 def test_reads_a_baseline_and_every_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
