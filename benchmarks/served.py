@@ -110,10 +110,8 @@ def compare(trees: list[str]) -> list[dict[str, Any]]:
     """Served tau beside replay's, of the same prompts."""
     found, plain = [], served_records.read_served_cell("eval", None, None)["points"][0]
     said = {(r["id"], r["turn"]): r["answer"] for r in plain["requests"]}
-    mine = {
-        f"t{t['steps']}_{t['topk']}_{t['tokens']}": t["tau"]
-        for t in replay_records.select_greedy(replay_records.read_replay(CHECKPOINT))
-    }
+    replayed = replay_records.select_temperature(replay_records.read_replay(CHECKPOINT), 0)
+    mine = {tree.shape.name: tree.tau for tree in replayed}
     print(f"{'tree':10}{'served':>9}{'replay':>9}{'off by':>9}{'same answers':>14}{'cycle ms':>10}{'speedup':>9}")
     for tree in trees:
         cell = served_records.read_served_cell("eval", CHECKPOINT, tree)

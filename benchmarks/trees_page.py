@@ -23,7 +23,7 @@ from benchmarks.trees_record import (
     short,
 )
 from stages.literature import published
-from stages.params.tree_shape import count_candidates
+from stages.params.tree_shape import TreeShape, count_candidates
 
 PAGE = ROOT / "docs/trees.md"
 CHAIN: Shape = (10, 1, 11)
@@ -183,8 +183,8 @@ def sums(r: Record, draft: str, shape: Shape) -> tuple[float, float]:
 def seed(*shapes: Shape, draft: str) -> list[str]:
     """Return the published accept lengths of these trees."""
     rows = published.read_publications(ROOT / "published")["qwen3-vl-weather"].rows
-    found = {published.parse_tree(r.setting): r.value for r in rows if r.metric == "tau" and r.setting.draft == draft}
-    return [f"{found[shape]:g}" for shape in shapes]
+    found = {r.setting.shape: r.value for r in rows if r.metric == "tau" and r.setting.draft == draft}
+    return [f"{found[TreeShape(*shape)]:g}" for shape in shapes]
 
 
 def page(r: Record) -> str:

@@ -46,32 +46,37 @@ def main(name: str) -> None:
     plain = partial(engine.decode_plain, prompt, steps + 1)
     seconds = _time_decodings([plain, *(_make_speculative_decoding(engine, prompt, tree, steps) for tree in trees)], s)
     grid = [
-        {"steps": tree.num_steps, "topk": tree.topk, "tokens": tree.num_draft_tokens, "batch": BATCH_SIZE}
-        | _summarise_median("cycle_s", of_tree)
+        timing_grid.CycleTime(
+            steps=tree.num_steps,
+            topk=tree.topk,
+            tokens=tree.num_draft_tokens,
+            batch=BATCH_SIZE,
+            **_summarise_median("cycle_s", of_tree),
+        )
         for tree, of_tree in zip(trees, seconds[1:], strict=True)
     ]
     fit = cost_fit.fit_cost_model(grid)
     step = _summarise_median("step_s", seconds[0])
     also = {"dtype": p.target.dtype, "semantics": p.benchmark.tree_scoring}
-    record: dict[str, Any] = {
-        "definitions": timing_grid.COST_DEFINITIONS,
-        "engine": "torch",
-        "workload": None,
-        "max_new_tokens": None,
-        "checkpoint": name,
-        "draft": config,
-        "target": [target.model, target.revision, target.config_digest],
-        "settings": s.list_settings() | also,
-        "plain": [{"batch": BATCH_SIZE} | step],
-        "grid": grid,
-        "fit": fit.to_json(),
-        "hardware": torch_records.describe_hardware(p.target.device, p.target.num_threads),
-        "versions": torch_records.list_versions("torch", "transformers"),
-        "seconds": round(time.perf_counter() - started, 2),
-    }
+    record = timing_grid.TimingGrid(
+        definitions=timing_grid.COST_DEFINITIONS,
+        engine="torch",
+        workload=None,
+        max_new_tokens=None,
+        checkpoint=name,
+        draft=config,
+        target=[target.model, target.revision, target.config_digest],
+        settings=s.list_settings() | also,
+        plain=[timing_grid.PlainStepTime(batch=BATCH_SIZE, **step)],
+        grid=grid,
+        fit=fit,
+        hardware=torch_records.describe_hardware(p.target.device, p.target.num_threads),
+        versions=torch_records.list_versions("torch", "transformers"),
+        seconds=round(time.perf_counter() - started, 2),
+    )
     place = timing_grid.write_timing_grid(record)
     print(
-        f"{len(grid)} trees in {record['seconds']:.1f} s: a plain step takes {1000 * step['step_s']:.2f} ms; trees "
+        f"{len(grid)} trees in {record.seconds:.1f} s: a plain step takes {1000 * step['step_s']:.2f} ms; trees "
         f"left out of the fit are predicted within {fit.error:.1%} (root mean square; at worst {fit.error_max:.1%}) -> {place}"
     )
 

@@ -6,8 +6,8 @@ from typing import Any
 from stages.params.tree_sections import TimeTrees
 from stages.params.tree_shape import TreeShape
 from stages.results import cost_fit, timing_grid
+from stages.results.timing_grid import CycleTime, TimingGrid
 
-Row = dict[str, Any]
 TRUTH = {"cycle": 3.0e-3, "step": 0.6e-3, "row": 0.02e-3, "token": 0.05e-3, "sequence": 0.0}  # seconds
 PLAIN_S = 2.4e-3
 HARDWARE = {"cpu": "Made-up CPU, 2 cores", "system": "Linux", "python": "3.11.9"}  # as of test_report's cells
@@ -26,23 +26,23 @@ def seconds(tree: TreeShape, batch: int = 1, truth: dict[str, float] = TRUTH) ->
 
 def grid(
     trees: list[TreeShape] = TREES, batches: tuple[int, ...] = (1,), noise: float = 0.0, truth: dict[str, float] = TRUTH
-) -> list[Row]:
+) -> list[CycleTime]:
     chance = random.Random(5)
     return [
-        {
-            "steps": tree.num_steps, "topk": tree.topk, "tokens": tree.num_draft_tokens, "batch": batch,
-            "cycle_s": seconds(tree, batch, truth) * (1 + chance.gauss(0, noise)), "error": 0.0, "samples": 10,
-        }
+        CycleTime(
+            steps=tree.num_steps, topk=tree.topk, tokens=tree.num_draft_tokens, batch=batch,
+            cycle_s=seconds(tree, batch, truth) * (1 + chance.gauss(0, noise)), error=0.0, samples=10,
+        )
         for batch in batches for tree in trees
     ]  # fmt: skip
 
 
 def made_up(
-    checkpoint: str = "e000", model: str = "builtin/weather-tiny", points: list[Row] | None = None, **keys: Any
-) -> Row:
-    """As cost.KEYS, of the torch engine."""
+    checkpoint: str = "e000", model: str = "builtin/weather-tiny", points: list[CycleTime] | None = None, **keys: Any
+) -> TimingGrid:
+    """Of the torch engine."""
     points = grid() if points is None else points
-    return {
+    made = {
         "definitions": timing_grid.COST_DEFINITIONS,
         "engine": "torch",
         "workload": None,
@@ -53,8 +53,9 @@ def made_up(
         "settings": {"context": 128, "repeats": 5, "dtype": "float32", "semantics": "sglang"},
         "plain": [{"batch": 1, "step_s": PLAIN_S, "error": 0.01, "samples": 10}],
         "grid": points,
-        "fit": cost_fit.fit_cost_model(points).to_json(),
+        "fit": cost_fit.fit_cost_model(points),
         "hardware": HARDWARE,
         "versions": {"torch": "2.13.0"},
         "seconds": 5.1,
-    } | keys
+    }
+    return TimingGrid.model_validate(made | keys)

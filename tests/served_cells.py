@@ -1,11 +1,12 @@
 """Served cells that could be true, for tests: loads are latency.summary of made-up records, so their shape is the real one."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from stages.params.tree_shape import TreeShape
-from stages.results import served_records, torch_records
+from stages.results import served_records, served_table, torch_records
+from stages.results.replay_records import ReplayedTree
 from stages.serving import latency
 
 Row = dict[str, Any]
@@ -110,6 +111,31 @@ def made_up(
         "gpus": ["NVIDIA H200"],
         "joules": 7500.0,
     } | keys
+
+
+def join(
+    cells: Iterable[Row], replayed: dict[str, list[ReplayedTree]] | None = None, of_eval: Iterable[str] = ()
+) -> list[served_table.ServedTableLine]:
+    """Lines of cells that were read, each as `made_up` gives it."""
+    read = [served_records.ServedCell.model_validate(cell) for cell in cells]
+    return served_table.join_lines(read, replayed or {}, set(of_eval))
+
+
+def replayed_tree(
+    name: str, tau: float, low: float | None = None, high: float | None = None, **keys: Any
+) -> ReplayedTree:
+    """A row of a replay whose interval is tau itself unless given."""
+    shape = TreeShape.parse(name)
+    counts = {"accept_rate": 0.5, "cycles": 900, "accepted": 900, "mean_depth": 2.0, "acceptance": "0.5"}
+    bounds = {"tau_oracle": None, "tau_adaptive": None, "temperature": 0.0, "top_p": None}
+    tree = {
+        "checkpoint": "e009",
+        "steps": shape.num_steps,
+        "topk": shape.topk,
+        "tokens": shape.num_draft_tokens,
+        "tau": tau,
+    }
+    return ReplayedTree(**tree | {"tau_low": low or tau, "tau_high": high or tau} | counts | bounds | keys)
 
 
 def sweep(lengths: list[int], caps: list[int], tpot_s: Callable[[int, int], float], **keys: Any) -> list[Row]:

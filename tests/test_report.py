@@ -19,8 +19,9 @@ from stages import report
 from stages.params import schema
 from stages.params.section import ROOT_CHECKPOINT
 from stages.params.tree_shape import TreeShape
-from stages.reporting import benchmark_table
-from stages.results import replay_records, served_records, served_table, timing_grid, torch_records
+from stages.reporting.benchmark_table import BenchmarkRow
+from stages.results import replay_records, served_records, timing_grid, torch_records
+from stages.results.served_table import ServedRow
 from stages.runtime import atomic
 from stages.telemetry import stage_log
 from tests import costs
@@ -139,6 +140,7 @@ def _made_up_cell(chance: random.Random, workload: str, checkpoint: str, tree: T
         "speedup_high": speedup * 1.04, "identical_share": 1.0,
     }  # fmt: skip
     prompt = dict.fromkeys(torch_records.PROMPT_COLUMNS, 0) | {
+        "finish_reason": "stop",
         "baseline_prefill_latency_s": 0.021,
         "baseline_e2e_latency_s": latency,
         "baseline_output_tokens": 120,
@@ -220,15 +222,16 @@ def _lines(place: Path) -> list[Row]:
 
 def test_the_table_equals_the_cells_bit_for_bit(made_up: schema.Params) -> None:
     report.main()
-    rows = _lines(benchmark_table.BENCHMARK_TABLE)
+    rows = _lines(BenchmarkRow.TABLE)
     b = made_up.benchmark
     assert [(r["workload"], r["checkpoint"], r["tree"]) for r in rows] == [
         (w, c, t) for w in b.workloads for c in b.checkpoints for t in b.trees
     ]
     for row in rows:
-        metrics = torch_records.read_torch_cell(row["workload"], row["checkpoint"], row["tree"])["metrics"]
-        for name in benchmark_table.METRIC_COLUMNS:
+        metrics = torch_records.read_torch_cell(row["workload"], row["checkpoint"], row["tree"]).metrics
+        for name in set(row) & set(torch_records.METRICS):
             assert float(row[name]).hex() == metrics[name].hex(), name
+        assert len(set(row) & set(torch_records.METRICS)) == 11
 
 
 def test_the_page_shows_what_is_trained_on_and_escapes_it(made_up: schema.Params) -> None:
@@ -244,7 +247,7 @@ def test_the_page_shows_what_is_trained_on_and_escapes_it(made_up: schema.Params
 
 def test_columns_come_in_their_order(made_up: schema.Params) -> None:
     report.main()
-    assert benchmark_table.BENCHMARK_TABLE.read_text().splitlines()[0] == (
+    assert BenchmarkRow.TABLE.read_text().splitlines()[0] == (
         "workload,checkpoint,tree,num_steps,topk,num_draft_tokens,tau,tau_low,tau_high,accept_rate,prefill_latency_s,"
         "e2e_latency_s,output_tok_s,speedup,speedup_low,speedup_high,identical_share,replay_tau,engine"
     )
@@ -258,7 +261,7 @@ def test_replayed_tau_stands_beside_the_served_one_where_the_grid_has_the_tree(m
     kept = [line for line in place.read_text().splitlines() if ",8,2,16," not in line]
     place.write_text("\n".join(kept) + "\n")
     report.main()
-    replayed = {(r["checkpoint"], r["tree"]): r["replay_tau"] for r in _lines(benchmark_table.BENCHMARK_TABLE)}
+    replayed = {(r["checkpoint"], r["tree"]): r["replay_tau"] for r in _lines(BenchmarkRow.TABLE)}
     first, other = made_up.benchmark.checkpoints[:2]
     assert replayed[first, "t8_2_16"] == ""
     line = next(line for line in Path(f"results/replay/{other}.csv").read_text().splitlines() if ",8,2,16," in line)
@@ -273,23 +276,16 @@ def test_cells_above_temperature_0_stand_beside_the_replay_of_answers_drawn_alik
     place = replay_records.locate_replay(checkpoint)
     report.main()
     best = json.loads(report.METRICS_FILE.read_text())["checkpoints"]
-    hot = [
-        row | {"tau": row["tau"] - 0.5, "temperature": 0.7, "top_p": 0.9}
-        for row in replay_records.read_replay(checkpoint)
-    ]
-    replay_records.write_replay(place, [*replay_records.read_replay(checkpoint), *hot])
-    found = torch_records.read_torch_cell("eval", checkpoint, tree.name)
-    cold = next(r["tau"] for r in replay_records.read_replay(checkpoint) if _shape(r) == tree)
+    hot = [row | {"tau": row["tau"] - 0.5, "temperature": 0.7, "top_p": 0.9} for row in _replayed_rows(checkpoint)]
+    replay_records.write_replay(place, [*_replayed_rows(checkpoint), *hot])
+    found = torch_records.read_torch_cell("eval", checkpoint, tree.name).model_dump()
+    cold = replayed(tree.name, checkpoint)
     drawn = {"temperature": 0.7, "top_p": 0.9, "metrics": found["metrics"] | {"identical_share": None}}
     taus = {}
     for name, how in (("greedy", {}), ("drawn", drawn), ("otherwise", drawn | {"top_p": 1.0})):
         torch_records.write_torch_cell(found | how)
         report.main()
-        (line,) = (
-            r
-            for r in _lines(benchmark_table.BENCHMARK_TABLE)
-            if (r["checkpoint"], r["tree"]) == (checkpoint, tree.name)
-        )
+        (line,) = (r for r in _lines(BenchmarkRow.TABLE) if (r["checkpoint"], r["tree"]) == (checkpoint, tree.name))
         taus[name] = line["replay_tau"], line["identical_share"]
         assert json.loads(report.METRICS_FILE.read_text())["identical_share_min"] == 1.0
     assert taus == {"greedy": (str(cold), "1.0"), "drawn": (str(cold - 0.5), ""), "otherwise": ("", "")}
@@ -299,14 +295,14 @@ def test_cells_above_temperature_0_stand_beside_the_replay_of_answers_drawn_alik
         assert now["mean_replay_tau"] == best[name]["mean_replay_tau"]
     for name in made_up.benchmark.checkpoints:
         for other in made_up.benchmark.trees:
-            torch_records.write_torch_cell(torch_records.read_torch_cell("eval", name, other) | drawn)
+            torch_records.write_torch_cell(torch_records.read_torch_cell("eval", name, other).model_dump() | drawn)
     report.main()
     assert json.loads(report.METRICS_FILE.read_text())["identical_share_min"] is None
     assert "same answers as plain" not in report.PAGE_FILE.read_text()
 
 
-def _shape(row: Row) -> TreeShape:
-    return TreeShape(num_steps=row["steps"], topk=row["topk"], num_draft_tokens=row["tokens"])
+def _replayed_rows(checkpoint: str) -> list[Row]:
+    return [tree.model_dump() for tree in replay_records.read_replay(checkpoint)]
 
 
 def test_the_best_checkpoint_is_the_one_with_the_highest_mean_replayed_tau(made_up: schema.Params) -> None:
@@ -319,7 +315,7 @@ def test_the_best_checkpoint_is_the_one_with_the_highest_mean_replayed_tau(made_
     assert metrics["best_checkpoint"] == max(means, key=means.__getitem__)
     for name, found in metrics["checkpoints"].items():
         assert found["mean_replay_tau"] == pytest.approx(means[name])
-        mine = [row for row in _lines(benchmark_table.BENCHMARK_TABLE) if row["checkpoint"] == name]
+        mine = [row for row in _lines(BenchmarkRow.TABLE) if row["checkpoint"] == name]
         assert found["best_by_tau"]["tau"] == max(float(row["tau"]) for row in mine)
         assert found["best_by_speedup"]["speedup"] == max(float(row["speedup"]) for row in mine)
 
@@ -335,7 +331,7 @@ def test_a_missing_cell_is_named_with_what_to_run(made_up: schema.Params) -> Non
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda c: c["metrics"].pop("tau_low"), "lacks the metrics .'tau_low'.; run: dvc repro -f -s benchmark@"),
+        (lambda c: c["metrics"].pop("tau_low"), "lacks .'metrics.tau_low'.; .*; run: dvc repro -f -s benchmark@"),
         (
             lambda c: c.update(definitions="docs/metrics.md, version 0"),
             "version 0, expected docs/metrics.md, version 3",
@@ -371,20 +367,23 @@ def test_a_workload_that_never_drafts_is_no_reason_to_fail(made_up: schema.Param
     """Answers of one token come whole from the prefill: no cycle, an empty histogram."""
     for checkpoint in made_up.benchmark.checkpoints:
         for tree in made_up.benchmark.trees:
-            c = torch_records.read_torch_cell("eval", checkpoint, tree)
+            c = torch_records.read_torch_cell("eval", checkpoint, tree).model_dump()
             torch_records.write_torch_cell(c | {"histogram": [0] * len(c["histogram"])})
     report.main()
     assert '<div class="bars">' not in report.PAGE_FILE.read_text()
 
 
 def test_cells_and_replays_that_params_do_not_list_are_ignored(made_up: schema.Params) -> None:
-    stale = torch_records.read_torch_cell("eval", "e009", "t8_2_16") | {"tree": "t9_2_16", "checkpoint": "e001"}
+    stale = torch_records.read_torch_cell("eval", "e009", "t8_2_16").model_dump() | {
+        "tree": "t9_2_16",
+        "checkpoint": "e001",
+    }
     torch_records.write_torch_cell(stale)
     Path("results/replay/e001.csv").write_text("not,a,replay\n")
     report.main()
     b = made_up.benchmark
-    assert len(_lines(benchmark_table.BENCHMARK_TABLE)) == len(b.workloads) * len(b.checkpoints) * len(b.trees)
-    for made in (benchmark_table.BENCHMARK_TABLE, report.REPLAY_TABLE, report.PAGE_FILE):
+    assert len(_lines(BenchmarkRow.TABLE)) == len(b.workloads) * len(b.checkpoints) * len(b.trees)
+    for made in (BenchmarkRow.TABLE, report.REPLAY_TABLE, report.PAGE_FILE):
         assert not re.search(r"\be001\b", made.read_text())
 
 
@@ -435,7 +434,7 @@ def test_published_numbers_stand_beside_ours_where_target_and_tree_agree(made_up
             if (r["target"], r["bs_steps_topk_ndt"]) == ("Llama-3.1-8B-Instruct", "1,5,1,6")
         )
     best = json.loads(report.METRICS_FILE.read_text())["best_checkpoint"]
-    ours, theirs = torch_records.read_torch_cell("eval", best, "t5_1_6")["metrics"]["tau"], float(point["accept_len"])
+    ours, theirs = torch_records.read_torch_cell("eval", best, "t5_1_6").metrics.tau, float(point["accept_len"])
     line = (
         rf"5_1_6 \(5_1_5\)\|+tau\|+{theirs:.4g}\|+{ours:.4g}\|+{ours / theirs:.2f}\|+{point['draft']}\|+eval, {best}\|"
     )
@@ -485,7 +484,7 @@ def test_what_happens_inside_trees_is_shown_where_any_was_looked_into(made_up: s
 
 def test_a_replay_without_its_cycles_is_named(made_up: schema.Params) -> None:
     replay_records.locate_tree_statistics("e003").unlink()
-    with pytest.raises(ValueError, match=r"e003\.inside\.csv not found; run: dvc repro -f -s replay_trees@e003"):
+    with pytest.raises(ValueError, match=r"e003\.inside\.csv not found; run: dvc repro replay_trees@e003"):
         report.main()
 
 
@@ -508,10 +507,7 @@ def serve(workloads: Row, **benchmark: Any) -> None:
 
 def replayed(tree: str, checkpoint: str = "e009") -> float:
     shape = TreeShape.parse(tree)
-    wanted = shape.num_steps, shape.topk, shape.num_draft_tokens
-    return next(
-        r["tau"] for r in replay_records.read_replay(checkpoint) if (r["steps"], r["topk"], r["tokens"]) == wanted
-    )
+    return next(row.tau for row in replay_records.read_replay(checkpoint) if row.shape == shape)
 
 
 def make_up_served(workload: str, off: float = 1.0, **keys: Any) -> None:
@@ -530,7 +526,7 @@ def test_without_served_workloads_nothing_of_them_is_shown(
     made_up: schema.Params, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report.main()
-    assert served_table.SERVED_TABLE.read_text() == ",".join(served_table.SERVED_TABLE_COLUMNS) + "\n"
+    assert ServedRow.TABLE.read_text() == ",".join(ServedRow.list_keys()) + "\n"
     assert "served" not in json.loads(report.METRICS_FILE.read_text()) and "served by" not in capsys.readouterr().out
     for heading in (">Served</h2>", "When not to speculate", "Servers and their flags", "highest speedup served"):
         assert heading not in report.PAGE_FILE.read_text()
@@ -542,9 +538,7 @@ def test_served_cells_stand_beside_plain_decoding_and_replays(
     serve({"code": {**EVAL, "concurrency": 64, "repeats": 3}})
     make_up_served("code")
     report.main()
-    chain, baseline_row, other = sorted(
-        _lines(served_table.SERVED_TABLE), key=lambda r: (r["tree"] != "t5_1_6", r["tree"])
-    )
+    chain, baseline_row, other = sorted(_lines(ServedRow.TABLE), key=lambda r: (r["tree"] != "t5_1_6", r["tree"]))
     assert (baseline_row["decoding"], other["status"]) == ("plain", "unsupported")
     assert chain["replay_agrees"] == "yes" and float(chain["speedup_low"]) < float(chain["speedup"])
     page = report.PAGE_FILE.read_text()
@@ -619,7 +613,7 @@ def test_a_sweep_says_when_not_to_speculate(made_up: schema.Params) -> None:
     )
     rows = {
         r["concurrency"]: float(r["speedup"])
-        for r in _lines(served_table.SERVED_TABLE)
+        for r in _lines(ServedRow.TABLE)
         if (r["tree"], r["max_new_tokens"]) == ("t5_1_6", "64")
     }
     by_hand = 16 * 4 ** ((rows["16"] - 1) / (rows["16"] - rows["64"]))
@@ -652,11 +646,7 @@ def test_the_torch_engines_loads_stand_beside_served_ones(
     assert (
         "code, checkpoint e009, served by sglang" in printed and "code, checkpoint e009, by the torch engine" in printed
     )
-    rows = [
-        row
-        for row in served_table.read_served_table()
-        if row["decoding"] == "speculative" and row["workload"] == "code"
-    ]
+    rows = [row for row in ServedRow.read_table() if row["decoding"] == "speculative" and row["workload"] == "code"]
     speedups = {(row["engine"], row["tree"], row["concurrency"]): row["speedup"] for row in rows}
     assert len(speedups) == 2 * 2 + 2 * len(p.benchmark.trees)
     assert speedups["torch", "t8_2_16", 8.0] > 1 > speedups["torch", "t8_2_16", 64.0]
@@ -665,7 +655,7 @@ def test_the_torch_engines_loads_stand_beside_served_ones(
     page = words(report.PAGE_FILE.read_text())
     assert "8_2_16 · code, checkpoint e009, torch" in page and "8_2_16 · code, checkpoint e009, sglang" in page
     assert "Slower than plain decoding at 1 of 2 loads" in page and "Faster than plain decoding at all 2 loads" in page
-    assert {row["workload"] for row in csv.DictReader(benchmark_table.BENCHMARK_TABLE.open())} == {"eval"}
+    assert {row["workload"] for row in csv.DictReader(BenchmarkRow.TABLE.open())} == {"eval"}
     costs_of = {
         row["engine"] for row in json.loads(Path("results/launch.json").read_text())["costs"] if row["workload"]
     }
@@ -691,7 +681,7 @@ def test_without_torch_cells_the_report_shows_what_was_served(
     serve({"code": {**EVAL, "concurrency": 64, "repeats": 3}}, torch_workloads=[])
     make_up_served("code")
     report.main()
-    assert _lines(benchmark_table.BENCHMARK_TABLE) == []
+    assert _lines(BenchmarkRow.TABLE) == []
     printed = capsys.readouterr().out
     assert printed.startswith("code, checkpoint e009, served by sglang\nTree_structure")
     report.main("--table")
@@ -725,7 +715,7 @@ def test_published_numbers_stand_beside_served_ones_of_the_same_load(made_up: sc
     report.main()
     page = re.sub(r"<[^>]+>", "|", report.PAGE_FILE.read_text())
     plain, drafted = (
-        next(r for r in _lines(served_table.SERVED_TABLE) if (r["decoding"], r["concurrency"]) == (how, "64"))
+        next(r for r in _lines(ServedRow.TABLE) if (r["decoding"], r["concurrency"]) == (how, "64"))
         for how in ("plain", "speculative")
     )
     assert re.search(rf"plain decoding\|+total_tok_s\|+2847\|+{float(plain['total_throughput']):.4g}\|", page)
@@ -744,7 +734,7 @@ def test_table_is_printed_again_from_disk_alone(made_up: schema.Params, capsys: 
     assert re.search(
         r"^Tree_structure +prefill_latency +spec_accept_rate +e2e_latency +compress ratio", printed, re.MULTILINE
     )
-    row = next(r for r in _lines(benchmark_table.BENCHMARK_TABLE) if r["tree"] == "t8_1_9")
+    row = next(r for r in _lines(BenchmarkRow.TABLE) if r["tree"] == "t8_1_9")
     assert re.search(rf"^8_1_9 \(8_1_8\) .* {float(row['tau']):.2f} ", printed, re.MULTILINE)
     assert "the best checkpoint by tau" in printed
 
@@ -766,7 +756,9 @@ def test_where_nothing_is_trained_the_page_has_no_curves(made_up: schema.Params)
     for kind in ("e003", "e009"):
         Path(f"results/train/{kind}.json").unlink()
     for tree in made_up.benchmark.trees:
-        torch_records.write_torch_cell(torch_records.read_torch_cell("eval", "e009", tree) | {"checkpoint": "theirs"})
+        torch_records.write_torch_cell(
+            torch_records.read_torch_cell("eval", "e009", tree).model_dump() | {"checkpoint": "theirs"}
+        )
     for kind in (".csv", ".inside.csv"):
         text = Path(f"results/replay/e009{kind}").read_text().replace("e009", "theirs")
         atomic.write_text(Path(f"results/replay/theirs{kind}"), text)

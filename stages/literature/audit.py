@@ -7,7 +7,6 @@ No stage imports this file: the report links the page.
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 from stages.literature import audit_serving, audit_tables, audit_trees, published
@@ -30,33 +29,27 @@ explains it. None of this says that somebody was wrong; it says what to ask befo
 """
 
 
-def audit_publications(publications: dict[str, Publication]) -> list[Finding]:
-    """Return every finding, those of a publication together.
-
-    Raises:
-        ValueError: where a number that an audit needs is missing.
-    """
-
-    def run_audits() -> Iterator[Finding]:
-        yield from audit_trees.audit_tree_tables(publications)
-        yield from audit_tables.audit_all_tables(publications)
-        yield from audit_serving.audit_serving_tables(publications)
-
-    order = list(publications)
-    return sorted(run_audits(), key=lambda finding: order.index(finding.publication))
+def audit_publications(publications: dict[str, Publication]) -> dict[str, list[Finding]]:
+    """Return each publication's findings. Raises ValueError where a number that an audit needs is missing."""
+    found: dict[str, list[Finding]] = {name: [] for name in publications}
+    for list_findings in (
+        audit_trees.list_tree_findings,
+        audit_tables.list_table_findings,
+        audit_serving.list_serving_findings,
+    ):
+        for publication, finding in list_findings(publications):
+            found[publication.name].append(finding)
+    return found
 
 
 def render_page(publications: dict[str, Publication]) -> str:
     """Return docs/published.md."""
     findings = audit_publications(publications)
-    sections = [
-        _format_section(publication, [finding for finding in findings if finding.publication == name])
-        for name, publication in publications.items()
-    ]
+    sections = [_format_section(publication, findings[name]) for name, publication in publications.items()]
     return "\n".join([HEAD, _format_overview(publications, findings), *sections])
 
 
-def _format_overview(publications: dict[str, Publication], findings: list[Finding]) -> str:
+def _format_overview(publications: dict[str, Publication], findings: dict[str, list[Finding]]) -> str:
     """Return a table with a line per publication: how much it holds, what it leaves open, what the audit finds."""
     lines: list[tuple[str, ...]] = [("file", "what", "numbers", "never stated", "findings")]
     for name, publication in publications.items():
@@ -64,7 +57,7 @@ def _format_overview(publications: dict[str, Publication], findings: list[Findin
         undefined = [key for key, metric in publication.metrics.items() if metric.definition == UNKNOWN]
         if undefined:
             never.append(f"what {len(undefined)} of {len(publication.metrics)} metrics mean")
-        counts = Counter(finding.verdict for finding in findings if finding.publication == name)
+        counts = Counter(finding.verdict for finding in findings[name])
         shown = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
         not_stated = ", ".join(never).replace("_", " ")
         lines.append((f"`{name}`", publication.title, f"{len(publication.rows):,}", not_stated, shown))

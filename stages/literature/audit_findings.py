@@ -1,9 +1,10 @@
 """Findings of the audit of published numbers, and the look-ups that audits share."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from stages.literature.published import MEAN_DATASET, UNKNOWN, Publication, PublishedRow, PublishedSetting, parse_tree
+from stages.literature.published import MEAN_DATASET, UNKNOWN, Publication, PublishedRow, PublishedSetting
+from stages.params.tree_shape import TreeShape
 
 AGREES = "agrees"  # the arithmetic gives what is printed
 DEPENDS = "depends"  # something that isn't stated could explain it: the reading says what
@@ -15,11 +16,10 @@ VERDICTS = (AGREES, DEPENDS, OPEN)
 class Finding:
     """A result of arithmetic on a publication's own numbers."""
 
-    publication: str  # its name
     heading: str
     verdict: str  # one of VERDICTS
     arithmetic: str  # sentences in which every number is from a row or computed from rows
-    reading: str  # what would explain it, or what follows
+    reading: str = ""  # what would explain it, or what follows
     table: tuple[tuple[str, ...], ...] = ()  # its first line is the head
 
 
@@ -38,6 +38,22 @@ class PublishedCell:
         s = self.setting
         return format_setting(s, s.target, s.method, s.dataset, s.tree)
 
+    @property
+    def shape(self) -> TreeShape:
+        """Return the shape of its tree. Raises ValueError where no tree is stated."""
+        if not (found := self.setting.shape):
+            place = f"published/{self.publication}.yaml: {self.where}: {self.name}"
+            raise ValueError(f"{place}: no tree, which the audit needs; give it")
+        return found
+
+    def get_setting(self, key: str) -> float:
+        """Return a setting that must be a number. Raises ValueError where it is not stated."""
+        value = getattr(self.setting, key)
+        if not isinstance(value, float):
+            place = f"published/{self.publication}.yaml: {self.where}"
+            raise ValueError(f"{place}: expected a number as {key}, found {value}; give it")
+        return value
+
 
 def format_setting(setting: PublishedSetting, *words: str | None) -> str:
     """Return those words that are stated, and the temperature."""
@@ -45,40 +61,8 @@ def format_setting(setting: PublishedSetting, *words: str | None) -> str:
     return ", ".join(word for word in (*words, temperature) if word and word != UNKNOWN)
 
 
-def get_tree_shape(cell: PublishedCell) -> tuple[int, int, int]:
-    """Return (num_steps, topk, num_draft_tokens) of a cell's tree.
-
-    Raises:
-        ValueError: where no tree is stated.
-    """
-    found = parse_tree(cell.setting)
-    if not found:
-        raise ValueError(
-            f"published/{cell.publication}.yaml: {cell.where}: {cell.name}: no tree, which the audit needs; give it"
-        )
-    return found
-
-
-def get_stated_number(cell: PublishedCell, key: str) -> float:
-    """Return a setting that must be a number.
-
-    Raises:
-        ValueError: where it is not stated.
-    """
-    value = getattr(cell.setting, key)
-    if not isinstance(value, float):
-        raise ValueError(
-            f"published/{cell.publication}.yaml: {cell.where}: expected a number as {key}, found {value}; give it"
-        )
-    return value
-
-
 def group_cells(publication: Publication) -> list[PublishedCell]:
-    """Return the publication's rows, grouped by table and setting.
-
-    Raises:
-        ValueError: where a table gives a number twice under one setting.
-    """
+    """Return the publication's rows by table and setting. Raises ValueError where a number is given twice under one setting."""
     found: dict[tuple[str, PublishedSetting], dict[str, float]] = {}
     for row in publication.rows:
         numbers = found.setdefault((row.where, row.setting), {})
@@ -97,11 +81,7 @@ def select_cells(publication: Publication, *metrics: str) -> list[PublishedCell]
 
 
 def get_number(publication: Publication, metric: str, **settings: object) -> float:
-    """Return the one number of that metric under these settings.
-
-    Raises:
-        ValueError: where the publication has no such number, or several.
-    """
+    """Return the one number of that metric under these settings. Raises ValueError where there is none, or several."""
     found = {
         row.value
         for row in publication.rows
@@ -119,13 +99,8 @@ def group_means(publication: Publication) -> Iterator[tuple[PublishedRow, list[P
     """Yield every printed mean over data sets with the rows it is the mean of."""
     groups: dict[tuple[str, str, PublishedSetting], list[PublishedRow]] = {}
     for row in publication.rows:
-        groups.setdefault((row.where, row.metric, replace(row.setting, dataset=None)), []).append(row)
+        groups.setdefault((row.where, row.metric, row.setting.model_copy(update={"dataset": None})), []).append(row)
     for rows in groups.values():
         printed = [row for row in rows if row.setting.dataset == MEAN_DATASET]
         if printed:
             yield printed[0], [row for row in rows if row.setting.dataset != MEAN_DATASET]
-
-
-def count_candidates(steps: int, topk: int) -> int:
-    """Return how many nodes a draft proposes: topk in the first step, topk² in each later one."""
-    return topk + (steps - 1) * topk**2

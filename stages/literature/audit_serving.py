@@ -11,20 +11,18 @@ from stages.literature.audit_findings import (
     OPEN,
     Finding,
     PublishedCell,
-    count_candidates,
     get_number,
-    get_stated_number,
-    get_tree_shape,
     group_cells,
     select_cells,
 )
 from stages.literature.published import Publication
+from stages.params.tree_shape import count_candidates
 
 CHANGE_METRICS = ("total_tok_s", "ttft_mean_ms", "tpot_mean_ms", "tpot_p99_ms")
 FP16_BYTES = 2
 
 
-def audit_serving_tables(publications: dict[str, Publication]) -> Iterator[Finding]:
+def list_serving_findings(publications: dict[str, Publication]) -> Iterator[tuple[Publication, Finding]]:
     """Yield the findings; those on memory and experts use the target's shape, published/qwen3-30b-a3b-shape.yaml."""
     coder, target = publications["qwen3-coder-h100"], publications["qwen3-30b-a3b-shape"]
     for audit in (
@@ -38,9 +36,9 @@ def audit_serving_tables(publications: dict[str, Publication]) -> Iterator[Findi
         _audit_other_methods,
         _audit_memory_sums,
     ):
-        yield audit(coder)
+        yield coder, audit(coder)
     for audit_against in (_audit_memory_flags, _audit_draft_size, _audit_experts):
-        yield audit_against(coder, target)
+        yield coder, audit_against(coder, target)
 
 
 @dataclass(frozen=True)
@@ -85,8 +83,7 @@ def _list_scenarios(coder: Publication) -> list[ServingScenario]:
 def _build_scenario(cell: PublishedCell) -> ServingScenario:
     s, n = cell.setting, cell.numbers
     prompts, inputs, outputs, rate, concurrency = (
-        get_stated_number(cell, key)
-        for key in ("prompts", "input_tokens", "output_tokens", "request_rate", "concurrency")
+        cell.get_setting(key) for key in ("prompts", "input_tokens", "output_tokens", "request_rate", "concurrency")
     )
     ttft_s, tpot_s = n["ttft_mean_ms"] / 1000, n["tpot_mean_ms"] / 1000
     return ServingScenario(
@@ -111,12 +108,10 @@ def _audit_changes(coder: Publication) -> Finding:
             if round(change) != printed:
                 wrong.append(f"{name} {metric} {change:+.1f}%, printed {printed:+g}%")
     return Finding(
-        coder.name,
         "Changes against their columns",
         DEPENDS if wrong else AGREES,
         f"{right} of {right + len(wrong)} printed changes follow from the two columns beside them"
         + ("." if not wrong else f"; not {'; '.join(wrong)}."),
-        "",
     )
 
 
@@ -130,23 +125,13 @@ def _audit_accept_rate(coder: Publication) -> Finding:
     lines, fits = [], []
     for name, _, fast in _pair_plain_and_speculative(coder):
         rate, tau = fast.numbers["accept_rate"], fast.numbers["tau"]
-        steps, _, tokens = get_tree_shape(fast)
+        steps, tokens = fast.shape.num_steps, fast.shape.num_draft_tokens
         later = tau - 1 - rate  # drafts 2 to num_steps must add this; each is accepted at most as often as the first
         fits.append(0 <= later <= (steps - 1) * rate)
-        lines.append(
-            (
-                name,
-                f"{rate:g}",
-                f"{tau:g}",
-                f"{(tau - 1) / steps:.2f}",
-                f"{(tau - 1) / (tokens - 1):.2f}",
-                f"{tau / tokens:.2f}",
-                f"{compute_chain_tau(rate, steps):.2f}",
-                f"{later:.2f} of at most {(steps - 1) * rate:.2f}",
-            )
-        )
+        rates = (tau - 1) / steps, (tau - 1) / (tokens - 1), tau / tokens, compute_chain_tau(rate, steps)
+        most = f"{later:.2f} of at most {(steps - 1) * rate:.2f}"
+        lines.append((name, f"{rate:g}", f"{tau:g}", *(f"{reading:.2f}" for reading in rates), most))
     return Finding(
-        coder.name,
         "Accept rate against accept length",
         DEPENDS if all(fits) else OPEN,
         "Neither is defined. By the definitions of docs/metrics.md the printed lengths give other rates, and a chain whose every "
@@ -176,7 +161,6 @@ def _audit_requests_in_flight(coder: Publication) -> Finding:
             )
         )  # fmt: skip
     return Finding(
-        coder.name,
         "Throughput against concurrency and TPOT",
         DEPENDS,
         "By Little's law the requests under way are throughput / tokens of a request · (TTFT + TPOT · (outputs − 1)); at most "
@@ -205,7 +189,6 @@ def _audit_arrival_ceiling(coder: Publication) -> Finding:
         lines.append((load.server, f"{mean:.1f} ± {deviation:.1f}", f"{load.request_s:.2f}", *shown))
     rate, outputs = loads[0].rate, loads[0].outputs
     return Finding(
-        coder.name,
         "The arrival rate's ceiling",
         DEPENDS if any(above) else AGREES,
         f"{loads[0].name}'s {rate:g} requests per second of {outputs:.0f} output tokens are {rate * outputs:,.0f} tokens/s for "
@@ -215,19 +198,9 @@ def _audit_arrival_ceiling(coder: Publication) -> Finding:
         "drawn from 1 up would nearly halve the ceilings."
         if any(above)
         else "",
-        (
-            (
-                "server",
-                "last arrival, s",
-                "a request, s",
-                "ceiling, outputs",
-                "two deviations early",
-                "inputs too",
-                "printed",
-            ),
-            *lines,
-        ),
-    )
+        (("server", "last arrival, s", "a request, s", "ceiling, outputs", "two deviations early", "inputs too", "printed"),
+         *lines),
+    )  # fmt: skip
 
 
 def _audit_tpot_by_concurrency(coder: Publication) -> Finding:
@@ -249,7 +222,6 @@ def _audit_tpot_by_concurrency(coder: Publication) -> Finding:
         for load in sorted(loads, key=lambda load: load.concurrency)
     ]  # fmt: skip
     return Finding(
-        coder.name,
         "TPOT against concurrency",
         AGREES if allowed else DEPENDS if whole else OPEN,
         "A step of more requests takes no less time. Plain decoding's TPOT "
@@ -272,7 +244,6 @@ def _audit_speedup(coder: Publication) -> Finding:
         lines.append((name, f"{printed:g}", f"{total:.2f}", f"{tpot:.2f}", f"{tau:g}", f"{tau / tpot:.2f}"))
     rounded = all(line[1] == line[2] for line in lines)
     return Finding(
-        coder.name,
         "Speedup against throughput, TPOT and accept length",
         AGREES if rounded and all(float(line[-1]) > 1 for line in lines) else DEPENDS,
         "The printed speedups are the throughputs' ratio, and stay below the accept lengths:",
@@ -283,19 +254,15 @@ def _audit_speedup(coder: Publication) -> Finding:
 
 def _audit_claims(coder: Publication) -> Finding:
     steps, topk, tokens = (int(get_number(coder, f"flag_{name}")) for name in ("num_steps", "topk", "num_draft_tokens"))
-    named = {
-        "--speculative-num-steps": steps,
-        "--speculative-eagle-topk": topk,
-        "--speculative-num-draft-tokens": tokens,
-    }
+    flags = ("--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens")
+    named = dict(zip(flags, (steps, topk, tokens), strict=True))
     advice = {flag: [get_number(coder, f"advice_{end}", label=flag) for end in ("low", "high")] for flag in named}
     taus = [fast.numbers["tau"] for _, _, fast in _pair_plain_and_speculative(coder)]
     gains = sorted(
-        (get_stated_number(fast, "concurrency"), get_number(coder, "speedup", label=name))
+        (fast.get_setting("concurrency"), get_number(coder, "speedup", label=name))
         for name, _, fast in _pair_plain_and_speculative(coder)
     )
     return Finding(
-        coder.name,
         "Flags against claims",
         DEPENDS,
         "Flags and their advised ranges: "
@@ -312,24 +279,19 @@ def _audit_claims(coder: Publication) -> Finding:
 
 
 def _audit_other_methods(coder: Publication) -> Finding:
-    rates = {
-        str(c.setting.method): c.numbers["accept_rate"] for c in select_cells(coder, "accept_rate", "extra_memory_gb")
-    }
+    cells = {str(c.setting.method): c.numbers for c in select_cells(coder, "accept_rate", "extra_memory_gb")}
+    rates = {method: numbers["accept_rate"] for method, numbers in cells.items()}
     best = rates["EAGLE-3"]
     low, high = (get_number(coder, f"accept_rate_gain_{end}") for end in ("low", "high"))
     gains = {method: 100 * (best / rate - 1) for method, rate in rates.items() if method != "EAGLE-3"}
     inside = [method for method, gain in gains.items() if low <= gain <= high]
-    memory = {
-        str(c.setting.method): c.numbers["extra_memory_gb"]
-        for c in select_cells(coder, "accept_rate", "extra_memory_gb")
-    }
     return Finding(
-        coder.name,
         "Against other methods",
         DEPENDS,
         f"EAGLE-3's accept rate is {low:g}–{high:g}% above that of methods that draft tokens, says section 1.2; by the table of "
         "4.2 it is above " + ", ".join(f"{method} by {gain:.0f}%" for method, gain in gains.items()) + f": inside for "
-        f"{', '.join(inside)}. EAGLE's extra memory is {memory['EAGLE']:g} GB, EAGLE-2's {memory['EAGLE-2']:g} GB, and EAGLE-2 "
+        f"{', '.join(inside)}. EAGLE's extra memory is {cells['EAGLE']['extra_memory_gb']:g} GB, EAGLE-2's "
+        f"{cells['EAGLE-2']['extra_memory_gb']:g} GB, and EAGLE-2 "
         "runs EAGLE's weights.",
         "Which methods are meant, where their figures come from, and what besides weights is in the memory isn't stated.",
     )
@@ -343,7 +305,7 @@ def _audit_memory_sums(coder: Publication) -> Finding:
         whole = whole and abs(sum(parts) - printed) < 0.05
         added = " + ".join(f"{part:g}" for part in parts)
         lines.append(f"{c.setting.method}: {added} = {sum(parts):.1f}, printed {printed:.1f} GB")
-    return Finding(coder.name, "Memory, its sums", AGREES if whole else OPEN, "; ".join(lines) + ".", "")
+    return Finding("Memory, its sums", AGREES if whole else OPEN, "; ".join(lines) + ".")
 
 
 def compute_kv_bytes(tokens: float, target: Publication) -> float:
@@ -362,7 +324,6 @@ def _audit_memory_flags(coder: Publication, target: Publication) -> Finding:
     kv, params = compute_kv_bytes(tokens, target), get_number(target, "params_b")
     weights = params * FP16_BYTES
     return Finding(
-        coder.name,
         "Memory against flags",
         DEPENDS,
         f"--max-total-tokens {tokens:,.0f} at {compute_kv_bytes(1, target) / 1024:.0f} KiB a token is {kv / 1e9:.1f} GB of "
@@ -383,7 +344,6 @@ def _audit_draft_size(coder: Publication, target: Publication) -> Finding:
     hidden, width, experts = (get_number(target, name) for name in ("hidden", "expert_width", "experts"))
     layer = experts * 3 * hidden * width * FP16_BYTES
     return Finding(
-        coder.name,
         "The draft's size",
         DEPENDS,
         f"{memory:g} GB at {FP16_BYTES} bytes are {memory / FP16_BYTES:.1f}e9 parameters, printed as about {about:g}e9, which "
@@ -408,7 +368,6 @@ def _audit_experts(coder: Publication, target: Publication) -> Finding:
     touched = count_touched_experts(tokens, experts, each)
     batch = min(load.concurrency for load in _list_scenarios(coder))
     return Finding(
-        coder.name,
         "Experts read to verify a tree",
         DEPENDS,
         f"One token reads {each:g} of a layer's {experts:g} experts; {tokens:g} tokens of evenly spread choices "

@@ -1,7 +1,7 @@
 """Audits of tables of trees: published/qwen3-vl-weather.yaml and published/specforge-sweep.yaml."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import combinations, pairwise
 from statistics import median
 
@@ -11,16 +11,15 @@ from stages.literature.audit_findings import (
     OPEN,
     Finding,
     PublishedCell,
-    count_candidates,
     get_number,
-    get_tree_shape,
     select_cells,
 )
 from stages.literature.published import Publication
+from stages.params.tree_shape import TreeShape
 
 
-def audit_tree_tables(publications: dict[str, Publication]) -> Iterator[Finding]:
-    weather = publications["qwen3-vl-weather"]
+def list_tree_findings(publications: dict[str, Publication]) -> Iterator[tuple[Publication, Finding]]:
+    weather, sweep = publications["qwen3-vl-weather"], publications["specforge-sweep"]
     for audit in (
         _audit_accept_rate,
         _audit_startable_trees,
@@ -30,10 +29,9 @@ def audit_tree_tables(publications: dict[str, Publication]) -> Iterator[Finding]
         _audit_wider_trees,
         _audit_engines,
     ):
-        yield audit(weather)
-    sweep = publications["specforge-sweep"]
+        yield weather, audit(weather)
     for audit_sweep in (_audit_speedup_ratio, _audit_longer_chains, _audit_chains_against_trees, _audit_baselines):
-        yield audit_sweep(sweep)
+        yield sweep, audit_sweep(sweep)
 
 
 def _read_epoch(cell: PublishedCell) -> str:
@@ -42,21 +40,19 @@ def _read_epoch(cell: PublishedCell) -> str:
 
 def _audit_accept_rate(weather: Publication) -> Finding:
     both = select_cells(weather, "tau", "accept_rate")
-    readings = {
-        "(tau − 1) / num_steps": lambda tau, steps, tokens: (tau - 1) / steps,
-        "(tau − 1) / (num_draft_tokens − 1), SGLang's request": lambda tau, steps, tokens: (tau - 1) / (tokens - 1),
-        "tau / num_draft_tokens, SGLang's log": lambda tau, steps, tokens: tau / tokens,
+    readings: dict[str, Callable[[float, TreeShape], float]] = {
+        "(tau − 1) / num_steps": lambda tau, tree: (tau - 1) / tree.num_steps,
+        "(tau − 1) / (num_draft_tokens − 1), SGLang's request": lambda tau, tree: (
+            (tau - 1) / (tree.num_draft_tokens - 1)
+        ),
+        "tau / num_draft_tokens, SGLang's log": lambda tau, tree: tau / tree.num_draft_tokens,
     }
     gaps = {}
-    for name, reading in readings.items():
-        found = []
-        for cell in both:
-            steps, _, tokens = get_tree_shape(cell)
-            found.append(abs(100 * reading(cell.numbers["tau"], steps, tokens) - cell.numbers["accept_rate"]))
+    for name, read in readings.items():
+        found = [abs(100 * read(c.numbers["tau"], c.shape) - c.numbers["accept_rate"]) for c in both]
         gaps[name] = (median(found), max(found))
     nearest = min(gaps, key=lambda name: gaps[name][1])
     return Finding(
-        weather.name,
         "Accept rate against accept length",
         AGREES,
         f"{len(both)} rows print both. By three readings of accept rate, in points away from what is printed:",
@@ -71,18 +67,17 @@ def _audit_accept_rate(weather: Publication) -> Finding:
 
 def _audit_startable_trees(weather: Publication) -> Finding:
     rows = select_cells(weather, "tau")
-    short = [c for c in rows if get_tree_shape(c)[2] < get_tree_shape(c)[0] + 1]
-    chains = [c for c in rows if get_tree_shape(c)[1] == 1]
+    short = [c for c in rows if c.shape.num_draft_tokens < c.shape.num_steps + 1]
+    chains = [c for c in rows if c.shape.topk == 1]
     return Finding(
-        weather.name,
         "Trees that an engine can start",
         DEPENDS,
         f"{len(short)} of {len(rows)} rows verify fewer tokens than num_steps + 1: "
         + ", ".join(
-            f"{c.setting.label} ({_read_epoch(c)}, {get_tree_shape(c)[2]} < {get_tree_shape(c)[0] + 1})" for c in short
+            f"{c.setting.label} ({_read_epoch(c)}, {c.shape.num_draft_tokens} < {c.shape.num_steps + 1})" for c in short
         )
         + f". {len(chains)} are chains: "
-        + ", ".join(f"{c.setting.label} ({_read_epoch(c)}) verifies {get_tree_shape(c)[2]}" for c in chains)
+        + ", ".join(f"{c.setting.label} ({_read_epoch(c)}) verifies {c.shape.num_draft_tokens}" for c in chains)
         + ".",
         "SGLang 0.5.17 and later refuse the former; there they can be replayed, not served. Chains are named without the root.",
     )
@@ -93,7 +88,6 @@ def _audit_prefill(weather: Publication) -> Finding:
     usual, count = Counter(c.numbers["prefill_latency_s"] for c in rows).most_common(1)[0]
     other = [c for c in rows if c.numbers["prefill_latency_s"] != usual]
     return Finding(
-        weather.name,
         "Prefill against tree",
         OPEN,
         f"The prefill comes before any tree, so it can't depend on one. It is {usual:g} s in {count} of {len(rows)} rows; in the "
@@ -117,7 +111,6 @@ def _audit_cycle_time(weather: Publication) -> Finding:
     by_label = {c.setting.label: time for time, c in zip(times, rows, strict=True)}
     narrow, wide = by_label["10_2_32"], by_label["10_3_32"]
     return Finding(
-        weather.name,
         "End-to-end time against cycles",
         OPEN,
         "Answers to the same prompts at temperature 0 take cycles in proportion to 1 / tau, so (e2e − prefill) · tau is "
@@ -137,7 +130,6 @@ def _audit_epochs(weather: Publication) -> Finding:
     pairs = {label: found for label, found in by_tree.items() if len(found) == 2}
     early = sum(found["ep=3"] > found["ep=9"] for found in pairs.values())
     return Finding(
-        weather.name,
         "Two epochs, the same trees",
         DEPENDS,
         f"{len(pairs)} trees were measured at both epochs; ep=3 accepts more in {early}: "
@@ -151,28 +143,17 @@ def _audit_epochs(weather: Publication) -> Finding:
 def _audit_wider_trees(weather: Publication) -> Finding:
     """Compare trees that differ in topk alone: the table's source asks why wider ones accept less."""
     lines = []
-    for a, b in combinations(select_cells(weather, "tau"), 2):
-        (steps, topk, tokens), (steps_b, topk_b, tokens_b) = get_tree_shape(a), get_tree_shape(b)
-        if (
-            (steps, tokens, _read_epoch(a)) == (steps_b, tokens_b, _read_epoch(b))
-            and topk != topk_b
-            and 1 not in (topk, topk_b)
-        ):
-            narrow, wide = sorted((a, b), key=lambda c: get_tree_shape(c)[1])
-            change = wide.numbers["tau"] - narrow.numbers["tau"]
-            proposed = f"{count_candidates(steps, get_tree_shape(narrow)[1])}, {count_candidates(steps, get_tree_shape(wide)[1])}"
-            lines.append(
-                (
-                    f"{narrow.setting.label} → {wide.setting.label} ({_read_epoch(a)})",
-                    f"{narrow.numbers['tau']:g} → {wide.numbers['tau']:g}",
-                    f"{change:+.2f}",
-                    proposed,
-                    str(tokens - 1),
-                )
-            )
+    for pair in combinations(select_cells(weather, "tau"), 2):
+        narrow, wide = sorted(pair, key=lambda c: c.shape.topk)
+        alike, other = ((c.shape.num_steps, c.shape.num_draft_tokens, _read_epoch(c)) for c in pair)
+        if alike == other and 1 < narrow.shape.topk < wide.shape.topk:
+            before, after = narrow.numbers["tau"], wide.numbers["tau"]
+            name = f"{narrow.setting.label} → {wide.setting.label} ({_read_epoch(narrow)})"
+            proposed = f"{narrow.shape.num_candidates}, {wide.shape.num_candidates}"
+            verified = str(wide.shape.num_draft_tokens - 1)
+            lines.append((name, f"{before:g} → {after:g}", f"{after - before:+.2f}", proposed, verified))
     more = sum(float(line[2]) > 0 for line in lines)
     return Finding(
-        weather.name,
         "Wider trees of the same depth and size",
         DEPENDS,
         f"Of {len(lines)} pairs that differ in topk alone, the wider accepts more in {more}, less in {len(lines) - more}. Most "
@@ -187,7 +168,6 @@ def _audit_engines(weather: Publication) -> Finding:
     eagle, medusa = (get_number(weather, "output_tok_s", method=method) for method in ("EAGLE-3", "Medusa"))
     most = max(c.numbers["tau"] for c in select_cells(weather, "tau"))
     return Finding(
-        weather.name,
         "EAGLE-3 in SGLang against Medusa",
         DEPENDS,
         f"{eagle:g} / {medusa:g} = {eagle / medusa:.1f} times; the highest accept length printed is {most:g}. So acceptance "
@@ -200,29 +180,23 @@ def _audit_engines(weather: Publication) -> Finding:
 # SpecForge's sweep
 
 
-def _normalise_draft_name(cell: PublishedCell) -> str:
-    """Return the draft's name in lower case without spaces: one is misspelt with them."""
-    return (cell.setting.draft or "").replace(" ", "").lower()
-
-
 def _audit_speedup_ratio(sweep: Publication) -> Finding:
     rows = select_cells(sweep, "speedup", "output_tok_s", "baseline_output_tok_s")
     gap = max(abs(c.numbers["output_tok_s"] / c.numbers["baseline_output_tok_s"] - c.numbers["speedup"]) for c in rows)
     return Finding(
-        sweep.name,
         "Speedup against its two rates",
         AGREES if gap < 1e-4 else OPEN,
         f"spec_tps / base_tps is speedup in all of {len(rows)} points, within {gap:.0e}.",
-        "",
     )
 
 
-def _group_by_tree(sweep: Publication) -> dict[tuple[str, ...], dict[tuple[int, int, int], PublishedCell]]:
+def _group_by_tree(sweep: Publication) -> dict[tuple[str, ...], dict[TreeShape, PublishedCell]]:
     """Return the points by (target, draft, data set, batch), then by tree."""
-    groups: dict[tuple[str, ...], dict[tuple[int, int, int], PublishedCell]] = {}
+    groups: dict[tuple[str, ...], dict[TreeShape, PublishedCell]] = {}
     for c in select_cells(sweep, "tau", "speedup"):
-        key = (c.setting.target or "", _normalise_draft_name(c), c.setting.dataset or "", str(c.setting.batch))
-        groups.setdefault(key, {})[get_tree_shape(c)] = c
+        draft = (c.setting.draft or "").replace(" ", "").lower()  # one is misspelt with spaces
+        key = (c.setting.target or "", draft, c.setting.dataset or "", str(c.setting.batch))
+        groups.setdefault(key, {})[c.shape] = c
     return groups
 
 
@@ -230,14 +204,13 @@ def _audit_longer_chains(sweep: Publication) -> Finding:
     """Check that a longer chain accepts no less: at temperature 0 it begins with the shorter one."""
     steps, less = 0, []
     for group in _group_by_tree(sweep).values():
-        chain = [group[tree] for tree in sorted(group) if tree[1] == 1]
+        chain = sorted((c for c in group.values() if c.shape.topk == 1), key=lambda c: c.shape.num_steps)
         for shorter, longer in pairwise(chain):
             steps += 1
             before, after = shorter.numbers["tau"], longer.numbers["tau"]
             if after < before:
                 less.append(f"not {longer.name}: {before:g} → {after:g}")
     return Finding(
-        sweep.name,
         "Longer chains",
         AGREES if not less else DEPENDS,
         "At temperature 0 a longer chain begins with the shorter one, so from the same place it accepts at least as much. "
@@ -250,12 +223,11 @@ def _audit_longer_chains(sweep: Publication) -> Finding:
 def _audit_chains_against_trees(sweep: Publication) -> Finding:
     groups = _group_by_tree(sweep)
     best = [max(group.values(), key=lambda c: c.numbers["speedup"]) for group in groups.values()]
-    chains = sum(get_tree_shape(c)[1] == 1 for c in best)
-    pair = (5, 1, 6), (5, 3, 6)
+    chains = sum(c.shape.topk == 1 for c in best)
+    pair = TreeShape(5, 1, 6), TreeShape(5, 3, 6)
     both = [[group[tree].numbers["tau"] for tree in pair] for group in groups.values() if set(pair) <= set(group)]
     wider = sum(wide > narrow for narrow, wide in both)
     return Finding(
-        sweep.name,
         "Chains against trees",
         AGREES,
         f"A chain is the fastest configuration in {chains} of {len(best)} triples of target, draft and data set. With 6 tokens "
@@ -280,7 +252,6 @@ def _audit_baselines(sweep: Publication) -> Finding:
         )
     lines.sort(key=lambda line: -float(line[-1]))
     return Finding(
-        sweep.name,
         "Baselines over data sets",
         DEPENDS,
         f"{'One baseline' if shared else 'More than one baseline'} for each target and data set, shared by all drafts and trees. "

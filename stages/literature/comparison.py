@@ -8,12 +8,14 @@ without a verdict.
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 from stages.literature.published import UNKNOWN, PublishedRow
 from stages.results import interval
+from stages.results.served_records import LoadPoint, ServedCell
+from stages.results.torch_records import PromptRow, TorchCell
 
 ACCEPTANCE_METRICS = ("tau", "accept_rate", "node_accept_rate")  # depend on what is decoded alone, not on the machine
 ONE_PROMPT = "one prompt"
@@ -80,7 +82,7 @@ class PublishedComparison:
         return (*self.obstacles, *self.assumptions, *([f"ours has no interval: {reason}"] if reason else []))
 
 
-CellRecord = dict[str, Any]
+CellRecord = TorchCell | ServedCell
 # (cell, its baseline cell where it has one) -> the number
 Measure = Callable[[CellRecord, CellRecord | None], MeasuredNumber | None]
 
@@ -102,16 +104,16 @@ def list_obstacles(row: PublishedRow, cell: CellRecord, same_definition: bool) -
         yield f"defined as {row.definition}"
     if setting.temperature == UNKNOWN:
         yield "its temperature isn't stated"
-    elif setting.temperature not in (None, cell["temperature"]):
-        yield f"temperature {setting.temperature} against {cell['temperature']}"
+    elif setting.temperature not in (None, cell.temperature):
+        yield f"temperature {setting.temperature} against {cell.temperature}"
     if row.metric in ACCEPTANCE_METRICS:
         return
-    if setting.engine and cell["engine"] not in setting.engine.lower():  # "torch" is in AngelSlim's PyTorch
-        yield f"engine {setting.engine} against {cell['engine']}"
-    version = cell["versions"].get(cell["engine"], "one that isn't known")
+    if setting.engine and cell.engine not in setting.engine.lower():  # "torch" is in AngelSlim's PyTorch
+        yield f"engine {setting.engine} against {cell.engine}"
+    version = cell.versions.get(cell.engine, "one that isn't known")
     if setting.engine_version not in (None, version):
         yield f"engine version {setting.engine_version} against {version}"
-    machine = cell["hardware"].get("gpu") or cell["hardware"].get("cpu")
+    machine = cell.hardware.get("gpu") or cell.hardware.get("cpu")
     if setting.hardware and not _find_gpu_names(setting.hardware) <= _find_gpu_names(str(machine)):
         yield f"hardware {setting.hardware} against {machine}"
 
@@ -124,43 +126,44 @@ def _find_gpu_names(hardware: str) -> set[str]:
 # Measures
 
 
-def _measure_torch_metric(name: str) -> Measure:
-    def measure(cell: CellRecord, _: CellRecord | None) -> MeasuredNumber | None:
-        if "metrics" not in cell or name not in cell["metrics"]:
-            return None
-        if name in ACCEPTANCE_METRICS:
-            return _measure_acceptance(name, cell, cell["metrics"])
-        if f"{name}_low" in cell["metrics"]:
-            return _read_interval(cell["metrics"], name, 1.0, ONE_PROMPT)
-        return MeasuredNumber(cell["metrics"][name], None, "a torch cell's latencies and tokens/s carry none")
+def _measure_acceptance(name: str) -> Measure:
+    """Measure tau or a rate. A rate is (tau - 1) over a constant, by which its interval is narrower than tau's."""
 
-    return measure
-
-
-def _measure_served_acceptance(name: str) -> Measure:
     def measure(cell: CellRecord, _: CellRecord | None) -> MeasuredNumber | None:
         point = _get_first_point(cell)
-        if point is None or point["acceptance"] is None:
+        figures = cell.metrics if isinstance(cell, TorchCell) else point and point.acceptance
+        if not figures:
             return None
-        return _measure_acceptance(name, cell, point["acceptance"])
+        shape = cell.shape
+        divisor = {"tau": 1, "accept_rate": shape.num_steps, "node_accept_rate": shape.num_draft_tokens - 1}[name]
+        uncounted = "vLLM counts accepted drafts over all requests, not of each"
+        reason = uncounted if cell.engine == "vllm" else ONE_PROMPT
+        return _build_number(figures[name], figures.tau_low, figures.tau_high, reason, divisor)
 
     return measure
 
 
-def _measure_acceptance(name: str, cell: CellRecord, figures: CellRecord) -> MeasuredNumber:
-    """Return tau or a rate. A rate is (tau - 1) over a constant, by which its interval is narrower than tau's."""
-    divisor = 1 if name == "tau" else cell["num_steps"] if name == "accept_rate" else cell["num_draft_tokens"] - 1
-    uncounted = "vLLM counts accepted drafts over all requests, not of each"
-    reason = uncounted if cell["engine"] == "vllm" else ONE_PROMPT
-    return replace(_read_interval(figures, "tau", divisor, reason), value=figures[name])
+def _measure_torch_or(served: Measure, name: str) -> Measure:
+    """Measure a metric of a torch cell's, or `served` of another cell."""
+
+    def measure(cell: CellRecord, baseline: CellRecord | None) -> MeasuredNumber | None:
+        if not isinstance(cell, TorchCell):
+            return served(cell, baseline)
+        metrics = cell.metrics
+        if name == "speedup":
+            return _build_number(metrics.speedup, metrics.speedup_low, metrics.speedup_high, ONE_PROMPT)
+        return MeasuredNumber(metrics[name], None, "a torch cell's latencies and tokens/s carry none")
+
+    return measure
 
 
-def _read_interval(figures: CellRecord, name: str, divisor: float, reason: str) -> MeasuredNumber:
-    """Return a figure with its interval, `name`_low to `name`_high, over `divisor`; `reason` says why it has none."""
-    low, high = figures[f"{name}_low"], figures[f"{name}_high"]
+def _build_number(
+    value: float, low: float | None, high: float | None, reason: str, divisor: float = 1.0
+) -> MeasuredNumber:
+    """Return a figure with the interval low to high over `divisor`; `reason` says why it has none."""
     if low is None or high is None:
-        return MeasuredNumber(figures[name], None, reason)
-    return MeasuredNumber(figures[name], interval.Interval(low, high).half / divisor)
+        return MeasuredNumber(value, None, reason)
+    return MeasuredNumber(value, interval.Interval(low, high).half / divisor)
 
 
 def _measure_loads(*keys: str, factor: float = 1.0) -> Measure:
@@ -170,26 +173,22 @@ def _measure_loads(*keys: str, factor: float = 1.0) -> Measure:
         point = _get_first_point(cell)
         if point is None:
             return None
-        values = []
-        for value in point["loads"]:
-            for key in keys:
-                value = None if value is None else value[key]
-            if value is None:
-                return None
-            values.append(factor * value)
-        return _average_values(values)
+        values: list[Any] = [*point.loads]
+        for key in keys:
+            values = [value and value[key] for value in values]
+        return None if None in values else _average_values([factor * value for value in values])
 
     return measure
 
 
-def _get_first_point(cell: CellRecord) -> dict[str, Any] | None:
-    """Return the cell's point, the first of a sweep."""
-    return cell["points"][0] if cell.get("points") else None
+def _get_first_point(cell: CellRecord) -> LoadPoint | None:
+    """Return a served cell's point, the first of a sweep."""
+    return cell.points[0] if isinstance(cell, ServedCell) and cell.points else None
 
 
 def _average_values(values: list[float], unit: str = "repeat") -> MeasuredNumber:
-    found = interval.compute_mean_interval(values)
-    return MeasuredNumber(fmean(values), found.half) if found else MeasuredNumber(fmean(values), None, f"one {unit}")
+    low, high = interval.compute_mean_interval(values) or (None, None)
+    return _build_number(fmean(values), low, high, f"one {unit}")
 
 
 def _measure_over_baseline(name: str, less: float = 0.0) -> Measure:
@@ -216,7 +215,7 @@ def _measure_memory(key: str) -> Measure:
     """Measure memory in GB; cells have GiB."""
 
     def measure(cell: CellRecord, _: CellRecord | None) -> MeasuredNumber | None:
-        value = cell.get("memory", {}).get(key)
+        value = cell.memory[key] if isinstance(cell, ServedCell) else None
         return None if value is None else MeasuredNumber(value * 2**30 / 1e9, 0.0)
 
     return measure
@@ -230,42 +229,29 @@ def _measure_question_tau(cell: CellRecord, _: CellRecord | None) -> MeasuredNum
 
 def _measure_question_speedup(cell: CellRecord, _: CellRecord | None) -> MeasuredNumber | None:
     """Return the mean over questions of tokens/s, over that of plain decoding: AngelSlim's definition."""
-    own = _sum_by_question(cell, "output_tokens", "e2e_latency_s")
-    plain = _sum_by_question(cell, "baseline_output_tokens", "baseline_e2e_latency_s")
-    if not own:
+    columns = ("output_tokens", "e2e_latency_s", "baseline_output_tokens", "baseline_e2e_latency_s")
+    sums = _sum_by_question(cell, *columns)
+    if not sums:
         return None
-    speeds, plain_speeds = ([tokens / seconds for tokens, seconds in rows] for rows in (own, plain))
-    ends, value = interval.compute_ratio_interval(speeds, plain_speeds), fmean(speeds) / fmean(plain_speeds)
-    return MeasuredNumber(value, ends.half) if ends else MeasuredNumber(value, None, "one question")
+    speeds, plain_speeds = [q[0] / q[1] for q in sums], [q[2] / q[3] for q in sums]
+    low, high = interval.compute_ratio_interval(speeds, plain_speeds) or (None, None)
+    return _build_number(fmean(speeds) / fmean(plain_speeds), low, high, "one question")
 
 
 def _sum_by_question(cell: CellRecord, *columns: str) -> list[list[float]]:
     """Return the columns' sums over each question's turns and repeats, of a torch cell."""
-    sums: dict[str, list[float]] = {}
-    for row in cell.get("prompts", []):
-        so_far = sums.get(row["id"], [0.0] * len(columns))
-        sums[row["id"]] = [total + row[column] for total, column in zip(so_far, columns, strict=True)]
-    return list(sums.values())
-
-
-def _try_torch_then_served(torch: Measure, served: Measure) -> Measure:
-    return lambda cell, baseline: torch(cell, baseline) or served(cell, baseline)
+    rows: dict[str, list[PromptRow]] = {}
+    for row in cell.prompts if isinstance(cell, TorchCell) else ():
+        rows.setdefault(row.id, []).append(row)
+    return [[sum(row[column] for row in turns) for column in columns] for turns in rows.values()]
 
 
 MEASURES: dict[str, Measure] = {
-    "tau": _try_torch_then_served(_measure_torch_metric("tau"), _measure_served_acceptance("tau")),
-    "accept_rate": _try_torch_then_served(
-        _measure_torch_metric("accept_rate"), _measure_served_acceptance("accept_rate")
-    ),
-    "node_accept_rate": _try_torch_then_served(
-        _measure_torch_metric("node_accept_rate"), _measure_served_acceptance("node_accept_rate")
-    ),
-    "prefill_latency_s": _try_torch_then_served(
-        _measure_torch_metric("prefill_latency_s"), _measure_loads("ttft_s", "mean")
-    ),
-    "e2e_latency_s": _try_torch_then_served(_measure_torch_metric("e2e_latency_s"), _measure_loads("e2e_s", "mean")),
-    "output_tok_s": _try_torch_then_served(_measure_torch_metric("output_tok_s"), _measure_loads("output_throughput")),
-    "speedup": _try_torch_then_served(_measure_torch_metric("speedup"), _measure_over_baseline("output_tok_s")),
+    **{name: _measure_acceptance(name) for name in ACCEPTANCE_METRICS},
+    "prefill_latency_s": _measure_torch_or(_measure_loads("ttft_s", "mean"), "prefill_latency_s"),
+    "e2e_latency_s": _measure_torch_or(_measure_loads("e2e_s", "mean"), "e2e_latency_s"),
+    "output_tok_s": _measure_torch_or(_measure_loads("output_throughput"), "output_tok_s"),
+    "speedup": _measure_torch_or(_measure_over_baseline("output_tok_s"), "speedup"),
     "tau_of_questions": _measure_question_tau,
     "speedup_of_questions": _measure_question_speedup,
     "total_tok_s": _measure_loads("total_throughput"),
@@ -273,10 +259,10 @@ MEASURES: dict[str, Measure] = {
     "tpot_mean_ms": _measure_loads("tpot_s", "mean", factor=1e3),
     "tpot_p99_ms": _measure_loads("tpot_s", "p99", factor=1e3),
     "total_speedup": _measure_over_baseline("total_tok_s"),
-    "total_tok_s_change": _measure_over_baseline("total_tok_s", 1),
-    "ttft_mean_ms_change": _measure_over_baseline("ttft_mean_ms", 1),
-    "tpot_mean_ms_change": _measure_over_baseline("tpot_mean_ms", 1),
-    "tpot_p99_ms_change": _measure_over_baseline("tpot_p99_ms", 1),
+    **{
+        f"{name}_change": _measure_over_baseline(name, 1)
+        for name in ("total_tok_s", "ttft_mean_ms", "tpot_mean_ms", "tpot_p99_ms")
+    },
     "memory_weights_gb": _measure_memory("weights"),
     "memory_draft_gb": _measure_memory("draft"),
     "memory_kv_gb": _measure_memory("kv_cache"),

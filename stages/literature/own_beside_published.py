@@ -3,10 +3,10 @@
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from stages.literature.published import UNKNOWN, Publication, PublishedRow
-from stages.results import served_table
+from stages.results.served_table import PLAIN, ServedRow, ServedTableLine
+from stages.results.torch_records import TorchCell, TreeCell
 
 # Metrics that depend on the machine and the engine.
 TIMED_METRICS = (
@@ -22,6 +22,17 @@ SERVED_COLUMNS = {
 }  # fmt: skip
 # Setting of published/*.yaml -> column of results/served.csv.
 LOAD_COLUMNS = {"output_tokens": "max_new_tokens", "concurrency": "concurrency", "batch": "concurrency"}
+
+
+@dataclass(frozen=True)
+class OwnPoint:
+    """The metrics of a torch cell, or of a point of a served one."""
+
+    cell: TreeCell
+    checkpoint: str | None  # None for plain decoding, as `tree`
+    tree: str | None
+    metrics: dict[str, float]  # in the units of published/*.yaml
+    load: ServedRow | None  # the line whose load was measured; None for a torch cell
 
 
 @dataclass(frozen=True)
@@ -57,44 +68,45 @@ def select_target_rows(publications: dict[str, Publication], model: str) -> dict
     return {publication: rows for publication, rows in found.items() if rows}
 
 
-def pair_rows(rows: Iterable[PublishedRow], cells: list[dict[str, Any]]) -> Iterator[PublishedPair]:
-    """Yield each published number with every cell of its tree.
-
-    `cells` as in results/torch_records.py, or as `convert_served_points` returns them. The plain decoding of a torch
-    cell is no cell; that of a served one is, without a tree.
-    """
+def pair_rows(rows: Iterable[PublishedRow], points: list[OwnPoint]) -> Iterator[PublishedPair]:
+    """Yield each published number with every own point of its tree."""
     for row in rows:
         if row.metric == "baseline_output_tok_s":
             continue
-        for cell in cells:
-            if cell["tree"] == row.setting.tree and row.metric in cell["metrics"] and _has_stated_load(row, cell):
+        for point in points:
+            if point.tree == row.setting.tree and row.metric in point.metrics and _has_stated_load(row, point):
                 yield PublishedPair(
                     row,
                     published_value=row.value / 100 if row.unit == "%" else row.value,
-                    own_value=float(cell["metrics"][row.metric]),
-                    workload=cell["workload"],
-                    checkpoint=cell["checkpoint"],
-                    differences=tuple(_explain_differences(row, cell)),
+                    own_value=point.metrics[row.metric],
+                    workload=point.cell.workload,
+                    checkpoint=point.checkpoint,
+                    differences=tuple(_explain_differences(row, point.cell)),
                 )
 
 
-def convert_served_points(lines: Iterable[served_table.ServedTableLine]) -> Iterator[dict[str, Any]]:
-    """Yield the points of served cells in the shape that `pair_rows` takes, with the load they were measured at."""
+def convert_torch_cells(cells: Iterable[TorchCell]) -> Iterator[OwnPoint]:
+    for cell in cells:
+        metrics = {name: value for name, value in cell.metrics if value is not None}
+        yield OwnPoint(cell, cell.checkpoint, cell.tree, metrics, None)
+
+
+def convert_served_points(lines: Iterable[ServedTableLine]) -> Iterator[OwnPoint]:
+    """Yield the points of served cells. One of plain decoding has no tree, also where it was measured in turns with a cell."""
     for line in lines:
-        if not line.point:
-            continue
-        metrics = {
-            name: line.row[column] * factor
-            for name, (column, factor) in SERVED_COLUMNS.items()
-            if line.row[column] is not None
-        }
-        names = {k: line.cell[k] for k in ("workload", "checkpoint", "tree", "engine", "temperature", "hardware")}
-        if line.row["decoding"] == served_table.PLAIN:  # also where it was measured in turns with a cell
-            names |= {"checkpoint": None, "tree": None}
-        yield names | {"metrics": metrics, "load": {k: line.row[k] for k in LOAD_COLUMNS.values()}}
+        if line.point:
+            metrics = {
+                name: line.row[column] * factor
+                for name, (column, factor) in SERVED_COLUMNS.items()
+                if line.row[column] is not None
+            }
+            named = line.row.decoding != PLAIN
+            yield OwnPoint(
+                line.cell, line.cell.checkpoint if named else None, line.cell.tree if named else None, metrics, line.row
+            )
 
 
-def _explain_differences(row: PublishedRow, cell: dict[str, Any]) -> Iterator[str]:
+def _explain_differences(row: PublishedRow, cell: TreeCell) -> Iterator[str]:
     """Yield what differs. Accept lengths depend on what is decoded and how it is counted, times also on machine and engine."""
     if row.definition == UNKNOWN:
         yield "its definition isn't stated"
@@ -102,23 +114,23 @@ def _explain_differences(row: PublishedRow, cell: dict[str, Any]) -> Iterator[st
         yield f"defined as {row.definition}"
     if row.setting.temperature == UNKNOWN:
         yield "its temperature isn't stated"
-    elif row.setting.temperature != cell["temperature"]:
-        yield f"temperature {row.setting.temperature} against {cell['temperature']}"
-    if not _is_same_dataset(row.setting.dataset, cell["workload"]):
-        yield f"data set {row.setting.dataset} against {cell['workload']}"
+    elif row.setting.temperature != cell.temperature:
+        yield f"temperature {row.setting.temperature} against {cell.temperature}"
+    if not _is_same_dataset(row.setting.dataset, cell.workload):
+        yield f"data set {row.setting.dataset} against {cell.workload}"
     if row.metric in TIMED_METRICS:
-        if (row.setting.engine or "").lower() != cell["engine"]:
-            yield f"engine {row.setting.engine} against {cell['engine']}"
-        machine = cell["hardware"].get("gpu") or cell["hardware"].get("cpu")
+        if (row.setting.engine or "").lower() != cell.engine:
+            yield f"engine {row.setting.engine} against {cell.engine}"
+        machine = cell.hardware.get("gpu") or cell.hardware.get("cpu")
         yield f"hardware {row.setting.hardware} against {machine}"
 
 
-def _has_stated_load(row: PublishedRow, cell: dict[str, Any]) -> bool:
-    """Return whether the cell was measured at the load that the published number states; True where either has none."""
-    if "load" not in cell:
-        return True
-    stated = {key: value for key in LOAD_COLUMNS if isinstance(value := getattr(row.setting, key), int | float)}
-    return all(cell["load"][LOAD_COLUMNS[key]] == value for key, value in stated.items())
+def _has_stated_load(row: PublishedRow, point: OwnPoint) -> bool:
+    """Return whether the point was measured at the load that the published number states; True where either has none."""
+    stated = [(column, getattr(row.setting, key)) for key, column in LOAD_COLUMNS.items()]
+    return point.load is None or all(
+        point.load[column] == value for column, value in stated if isinstance(value, float)
+    )
 
 
 def _is_same_dataset(dataset: str | None, workload: str) -> bool:

@@ -10,7 +10,7 @@ import csv
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -21,13 +21,13 @@ from pydantic import (
     PlainValidator,
     StrictInt,
     ValidationError,
-    create_model,
     field_validator,
     model_validator,
 )
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from stages.params.tree_shape import TreeShape
 from stages.results import torch_records
 
 PUBLISHED_FOLDER = Path("published")
@@ -66,33 +66,6 @@ SettingWords = Annotated[str | None, PlainValidator(_check_words)]
 SettingTree = Annotated[str | None, PlainValidator(_check_tree_name)]
 
 
-@dataclass(frozen=True)
-class PublishedSetting:
-    target: SettingWords
-    draft: SettingWords
-    method: SettingWords  # "plain" is decoding without speculation
-    engine: SettingWords
-    engine_version: SettingWords
-    hardware: SettingWords
-    precision: SettingWords
-    tree: SettingTree  # t<num_steps>_<topk>_<num_draft_tokens>, the root counted, as in docs/metrics.md
-    temperature: SettingNumber
-    dataset: SettingWords
-    prompts: SettingNumber
-    input_tokens: SettingNumber
-    output_tokens: SettingNumber
-    batch: SettingNumber
-    concurrency: SettingNumber
-    request_rate: SettingNumber  # requests per second; infinite where all are sent at once
-    label: SettingWords  # the row's own name, as printed
-
-
-SETTING_NAMES = tuple(field.name for field in fields(PublishedSetting))
-
-
-# The schema of a file
-
-
 class _FileSection(BaseModel):
     """Keys and values of a file. Other keys than the fields are errors."""
 
@@ -108,10 +81,38 @@ class _FileSection(BaseModel):
         return found
 
 
-# Some of a PublishedSetting's fields, as a file, a table or a row gives them.
-_SettingValues: Any = create_model(
-    "_SettingValues", __base__=_FileSection, **{field.name: (field.type, None) for field in fields(PublishedSetting)}
-)  # type: ignore[call-overload]
+class PublishedSetting(_FileSection):
+    """The setting of a row. A file, a table and a row each give some of the keys, together all."""
+
+    target: SettingWords = None
+    draft: SettingWords = None
+    method: SettingWords = None  # "plain" is decoding without speculation
+    engine: SettingWords = None
+    engine_version: SettingWords = None
+    hardware: SettingWords = None
+    precision: SettingWords = None
+    tree: SettingTree = None  # t<num_steps>_<topk>_<num_draft_tokens>, the root counted, as in docs/metrics.md
+    temperature: SettingNumber = None
+    dataset: SettingWords = None
+    prompts: SettingNumber = None
+    input_tokens: SettingNumber = None
+    output_tokens: SettingNumber = None
+    batch: SettingNumber = None
+    concurrency: SettingNumber = None
+    request_rate: SettingNumber = None  # requests per second; infinite where all are sent at once
+    label: SettingWords = None  # the row's own name, as printed
+
+    @property
+    def shape(self) -> TreeShape | None:
+        """Return the tree's shape; None where the setting has no tree, or none is stated."""
+        match = TREE_PATTERN.fullmatch(self.tree or "")
+        return TreeShape(*map(int, match.groups())) if match else None
+
+
+SETTING_NAMES = tuple(PublishedSetting.model_fields)
+
+
+# The schema of a file
 
 
 class PublishedMetric(_FileSection):
@@ -131,7 +132,7 @@ class _Source(_FileSection):
 class _Table(_FileSection):
     where: str
     columns: list[Any]
-    settings: _SettingValues = Field(default_factory=_SettingValues)
+    settings: PublishedSetting = PublishedSetting()
     rows: list[Any] | None = None
     csv: str | None = None
 
@@ -146,7 +147,7 @@ class _PublicationFile(_FileSection):
     title: str
     source: _Source
     notes: list[str]
-    settings: _SettingValues
+    settings: PublishedSetting
     metrics: dict[str, PublishedMetric]
     tables: list[_Table]
 
@@ -178,20 +179,15 @@ _EXPECTED = {  # pydantic's type of error -> what a file must have there, and wh
 def _explain_error(error: ValidationError, where: str) -> str:
     """Return the first error in one line: its place below `where`, what was expected, what was found, what to do."""
     first = error.errors()[0]
-    *parents, last = first["loc"] or ("",)
+    keys = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in first["loc"]).removeprefix(".")
     if first["type"] == "missing":
-        return f"{_join_place(where, parents)}: expected {last}, found no {last}; add it"
-    place = _join_place(where, first["loc"])
+        parent, _, last = keys.rpartition(".")
+        return f"{': '.join(filter(None, (where, parent)))}: expected {last}, found no {last}; add it"
+    place = ": ".join(filter(None, (where, keys)))
     if first["type"] in _EXPECTED:
         expected, remedy = _EXPECTED[first["type"]]
         return f"{place}: expected {expected}, found {first['input']!r}; {remedy}"
-    return f"{place}: {first['ctx']['error'] if 'error' in first.get('ctx', {}) else first['msg']}"
-
-
-def _join_place(where: str, keys: Any) -> str:
-    """Return `where` with keys and indices: small.yaml: tables[0].where."""
-    place = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(".")
-    return ": ".join(filter(None, (where, place)))
+    return f"{place}: {first.get('ctx', {}).get('error', first['msg'])}"
 
 
 # Publications
@@ -225,11 +221,7 @@ class Publication:
 
 
 def read_publications(folder: Path = PUBLISHED_FOLDER) -> dict[str, Publication]:
-    """Return every publication by name.
-
-    Raises:
-        ValueError: for the first defect, naming its place.
-    """
+    """Return every publication by name. Raises ValueError for the first defect, naming its place."""
     files = sorted(folder.glob("*.yaml"))
     if not files:
         raise ValueError(f"{folder} holds no publication, expected NAME.yaml files; restore it: git checkout {folder}")
@@ -237,11 +229,7 @@ def read_publications(folder: Path = PUBLISHED_FOLDER) -> dict[str, Publication]
 
 
 def read_publication(path: Path) -> Publication:
-    """Return one publication.
-
-    Raises:
-        ValueError: for the first defect: what was expected, what was found, and where.
-    """
+    """Return one publication. Raises ValueError for the first defect: what was expected, what was found, and where."""
     try:
         content = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
         file = _PublicationFile.model_validate(content)
@@ -258,23 +246,10 @@ def read_publication(path: Path) -> Publication:
         raise ValueError(
             f"{path}: metrics: no table has {', '.join(sorted(unused))}; name the column so, or leave the metric out"
         )
-    source = file.source
+    source, notes = file.source, tuple(file.notes)
     return Publication(
-        path.stem,
-        file.title,
-        source.document,
-        source.url,
-        str(source.date),
-        tuple(file.notes),
-        file.metrics,
-        tuple(rows),
+        path.stem, file.title, source.document, source.url, str(source.date), notes, file.metrics, tuple(rows)
     )
-
-
-def parse_tree(setting: PublishedSetting) -> tuple[int, int, int] | None:
-    """Return (num_steps, topk, num_draft_tokens); None where the setting has no tree, or none is stated."""
-    match = TREE_PATTERN.fullmatch(setting.tree or "")
-    return (int(match[1]), int(match[2]), int(match[3])) if match else None
 
 
 def _read_table(path: Path, file: _PublicationFile, table: _Table, where: str) -> Iterator[PublishedRow]:
@@ -295,7 +270,7 @@ def _read_table(path: Path, file: _PublicationFile, table: _Table, where: str) -
             yield PublishedRow(
                 publication=path.stem,
                 where=table.where,
-                setting=PublishedSetting(**setting),
+                setting=PublishedSetting.model_construct(**setting),
                 metric=name,
                 value=_parse_number(value, metric, f"{place}: {name}"),
                 decimals=metric.decimals,
@@ -322,8 +297,11 @@ def _split_values(
     numbers = []
     for (name, dataset), value in zip(columns, values, strict=True):
         if name == BATCH_AND_TREE:
-            batch, *shape = _parse_batch_and_tree(value, where)
-            own |= {"batch": float(batch), "tree": "t{}_{}_{}".format(*shape)}
+            match = re.fullmatch(r"(\d+),(\d+),(\d+),(\d+)", value)
+            if not match:
+                raise ValueError(f"{where}: expected batch,num_steps,topk,num_draft_tokens as 8,3,1,4, found {value!r}")
+            batch, *shape = map(int, match.groups())
+            own |= {"batch": float(batch), "tree": TreeShape(*shape).name}
         elif name in SETTING_NAMES:
             own[name] = value
         elif value is not None:
@@ -331,16 +309,9 @@ def _split_values(
     if not numbers:
         raise ValueError(f"{where}: expected at least one number, found none; give one, or leave the row out")
     try:
-        return _SettingValues.model_validate(own).model_dump(exclude_unset=True), numbers
+        return PublishedSetting.model_validate(own).model_dump(exclude_unset=True), numbers
     except ValidationError as error:
         raise ValueError(_explain_error(error, where)) from None
-
-
-def _parse_batch_and_tree(value: str, where: str) -> list[int]:
-    match = re.fullmatch(r"(\d+),(\d+),(\d+),(\d+)", value)
-    if not match:
-        raise ValueError(f"{where}: expected batch,num_steps,topk,num_draft_tokens as 8,3,1,4, found {value!r}")
-    return [int(part) for part in match.groups()]
 
 
 def _parse_number(value: Any, metric: PublishedMetric, where: str) -> float:

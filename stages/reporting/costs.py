@@ -14,10 +14,13 @@ from typing import Any
 from stages.reporting import plots
 from stages.reporting.text import align_columns, format_interval, format_number, format_tree
 from stages.results import cost_measured, cost_served, prediction
+from stages.results.cost_measured import ComparedPrediction
+from stages.results.prediction import LaunchAdvice, PredictedSpeedup
+from stages.results.replay_records import ReplayedTree, select_temperature
 from stages.results.served_table import ServedTableLine
+from stages.results.timing_grid import TimingGrid
+from stages.results.torch_records import TorchCell
 
-Row = dict[str, Any]
-Costs = list[Row]
 MAX_TABLE_TREES = 8  # trees of a table on the page
 NO_INTERVAL = "none"  # one conversation was replayed, or the plain step was timed in one repeat
 LAUNCH_HEADINGS = (
@@ -27,21 +30,21 @@ LAUNCH_HEADINGS = (
 
 @dataclass(frozen=True)
 class CostPrediction:
-    costs: Costs  # the torch engine's, then those derived from served cells
-    rows: list[Row]  # as prediction.PREDICTION_COLUMNS
-    launch: list[Row]  # as prediction.choose_launches
-    compared: list[Row]  # predictions and measurements, as cost_measured.compare_torch_cells
+    costs: list[TimingGrid]  # the torch engine's, then those derived from served cells
+    rows: list[PredictedSpeedup]
+    launch: list[LaunchAdvice]
+    compared: list[ComparedPrediction]
     remarks: list[str]  # what isn't predicted or compared, and why
 
 
 def predict_and_compare(
-    timed: Costs,
+    timed: list[TimingGrid],
     lines: list[ServedTableLine],
-    cells: list[Row],
-    replays: Mapping[str, list[Row]],
+    cells: list[TorchCell],
+    replays: Mapping[str, list[ReplayedTree]],
     alike: Callable[[str, str], bool],
     temperatures: Iterable[float],
-    flags: Callable[[str, Row], list[str] | None],
+    flags: Callable[[str, PredictedSpeedup], list[str] | None],
 ) -> CostPrediction:
     """Return the predictions by every cost, and how cells compare with them.
 
@@ -50,47 +53,41 @@ def predict_and_compare(
     prediction.choose_launches.
     """
     served, remarks = cost_served.derive_costs(lines)
-    every = [*timed, *served]
-    rows: list[Row] = []
-    for costs in _group_by_load(every).values():
+    by_load: dict[tuple[Any, ...], list[TimingGrid]] = {}
+    for cost in [*timed, *served]:
+        by_load.setdefault((cost.engine, cost.workload, cost.max_new_tokens), []).append(cost)
+    rows: list[PredictedSpeedup] = []
+    for costs in by_load.values():
         for checkpoint, trees in replays.items():
-            if cost := _find_cost(checkpoint, costs, alike):
-                for temperature in temperatures if cost["engine"] == "torch" else [cost["settings"]["temperature"]]:
-                    rows += prediction.predict_speedups(cost, checkpoint, temperature, trees)
-                    remarks += _explain_left_out(cost, checkpoint, temperature, trees)
-    torch_costs = {name: cost for name in replays if (cost := _find_cost(name, timed, alike))}
-    remarks += [_explain_untimed(name) for name in replays if name not in torch_costs]
+            if nearest := _find_cost(checkpoint, costs, alike):
+                for temperature in temperatures if nearest.engine == "torch" else [nearest.settings["temperature"]]:
+                    rows += prediction.predict_speedups(nearest, checkpoint, temperature, trees)
+                    remarks += _explain_left_out(nearest, checkpoint, temperature, trees)
+    torch_costs = {name: own for name in replays if (own := _find_cost(name, timed, alike))}
+    remarks += [
+        f"{name}: the torch engine has timed no draft of its shapes, so there are no predictions by its costs and no flags; add "
+        "it to time_trees.checkpoints"
+        for name in replays
+        if name not in torch_costs
+    ]
     compared, reasons = cost_measured.compare_torch_cells(torch_costs, cells, rows)
     compared += cost_measured.compare_served_lines(served, lines, replays)
-    return CostPrediction(every, rows, prediction.choose_launches(rows, flags), compared, [*remarks, *reasons])
+    launch = prediction.choose_launches(rows, flags)
+    return CostPrediction([*timed, *served], rows, launch, compared, [*remarks, *reasons])
 
 
-def _group_by_load(costs: Costs) -> dict[tuple[Any, ...], Costs]:
-    found: dict[tuple[Any, ...], Costs] = {}
-    for cost in costs:
-        found.setdefault(tuple(cost[name] for name in prediction.COST_NAME_COLUMNS), []).append(cost)
-    return found
-
-
-def _find_cost(checkpoint: str, costs: Costs, alike: Callable[[str, str], bool]) -> Row | None:
+def _find_cost(checkpoint: str, costs: list[TimingGrid], alike: Callable[[str, str], bool]) -> TimingGrid | None:
     """Return the checkpoint's own cost, or that of a draft of the same shapes; None without either."""
-    own = [cost for cost in costs if cost["checkpoint"] == checkpoint]
-    return next(iter([*own, *(cost for cost in costs if alike(cost["checkpoint"], checkpoint))]), None)
+    own = [cost for cost in costs if cost.checkpoint == checkpoint]
+    return next(iter([*own, *(cost for cost in costs if alike(cost.checkpoint, checkpoint))]), None)
 
 
-def _explain_untimed(checkpoint: str) -> str:
-    return (
-        f"{checkpoint}: the torch engine has timed no draft of its shapes, so there are no predictions by its costs and no "
-        "flags; add it to time_trees.checkpoints"
-    )
-
-
-def _explain_left_out(cost: Row, checkpoint: str, temperature: float, trees: list[Row]) -> list[str]:
-    name, replayed = describe_cost(cost), prediction.select_temperature(trees, temperature)
+def _explain_left_out(cost: TimingGrid, checkpoint: str, temperature: float, trees: list[ReplayedTree]) -> list[str]:
+    name, replayed = describe_cost(cost), select_temperature(trees, temperature)
     if not replayed:
         return [f"{name}: {checkpoint} was not replayed at temperature {temperature:g}, so it has no tau there"]
     if outside := prediction.count_outside_grid(cost, replayed):
-        bounds = prediction.get_grid_bounds(cost["grid"])
+        bounds = prediction.get_grid_bounds(cost)
         axes = ", ".join(
             f"{axis} {low}" + (f" to {high}" if high > low else "") for axis, (low, high) in bounds.items()
         )
@@ -98,44 +95,41 @@ def _explain_left_out(cost: Row, checkpoint: str, temperature: float, trees: lis
     return []
 
 
-def describe_cost(row: Row) -> str:
+def describe_cost(row: TimingGrid | PredictedSpeedup) -> str:
     """Return the name of a cost, or of the cost that a prediction was made by, in words."""
-    load = f", {row['workload']}, {row['max_new_tokens']} tokens" if row["workload"] else ""
-    temperature = f", temperature {row['temperature']:g}" if row.get("temperature") else ""
-    return f"{row.get('timed_on', row['engine'])} engine{load}{temperature}"
+    load = f", {row.workload}, {row.max_new_tokens} tokens" if row.workload else ""
+    drawn = isinstance(row, PredictedSpeedup) and row.temperature
+    engine = row.timed_on if isinstance(row, LaunchAdvice) else row.engine
+    return f"{engine} engine{load}{f', temperature {drawn:g}' if drawn else ''}"
 
 
 # The terminal
 
 
-def format_launch_table(launch: list[Row]) -> list[str]:
+def format_launch_table(launch: list[LaunchAdvice]) -> list[str]:
     """Return what to launch as aligned lines, each followed by its flags."""
     if not launch:
         return []
-    lines = align_columns([LAUNCH_HEADINGS, *map(_format_launch_row, launch)])
-    shown = [lines[0]]
-    for line, row in zip(lines[1:], launch, strict=True):
-        shown += [line, *([f"    {shlex.join(row['flags'])}"] if row["flags"] else [])]
-    others = sorted({row["engine"] for row in launch if row["timed_on"] != row["engine"]})
+    heading, *lines = align_columns([LAUNCH_HEADINGS, *map(_format_launch_row, launch)])
+    shown = ["Predicted: when to speculate, and how", heading]
+    for line, row in zip(lines, launch, strict=True):
+        shown += [line, *([f"    {shlex.join(row.flags)}"] if row.flags else [])]
+    others = sorted({row.engine for row in launch if row.timed_on != row.engine})
     note = f"{' and '.join(others)}: not by costs of their own; serve a few cells (benchmark_served), or measure before use"
-    return ["Predicted: when to speculate, and how", *shown, *([note] if others else [])]
+    return [*shown, *([note] if others else [])]
 
 
-def _format_launch_row(row: Row) -> tuple[str, ...]:
+def _format_launch_row(row: LaunchAdvice) -> tuple[str, ...]:
     return (
-        row["engine"], f"{row['concurrency']:g}", format_advice(row), format_tree(name_tree(row)),
-        row["checkpoint"], format_number(row["tau"]), format_number(row["C"]), f"{row['speedup']:.2f}x",
-        format_interval(row["low"], row["high"], NO_INTERVAL), describe_cost(row),
+        row.engine, f"{row.concurrency:g}", format_advice(row), format_tree(row.shape.name), row.checkpoint,
+        format_number(row.tau), format_number(row.C), f"{row.speedup:.2f}x", format_interval(row.low, row.high, NO_INTERVAL),
+        describe_cost(row),
     )  # fmt: skip
 
 
-def format_advice(row: Row) -> str:
+def format_advice(row: LaunchAdvice) -> str:
     """Return whether to speculate; an interval is needed to tell."""
-    return "yes" if row["enable"] else "can't tell" if row["low"] is None else "no"
-
-
-def name_tree(row: Row) -> str:
-    return f"t{row['steps']}_{row['topk']}_{row['tokens']}"
+    return "yes" if row.enable else "can't tell" if row.low is None else "no"
 
 
 # The page
@@ -143,48 +137,14 @@ def name_tree(row: Row) -> str:
 
 @dataclass(frozen=True)
 class CostsPage:
-    """The content of templates/costs.html.j2, with the functions called there."""
+    """The content of templates/costs.html.j2."""
 
-    launch: list[Row]  # with `tree`, and `command`, the flags as one line
-    fits: list["CostFit"]
-    tops: list["TopTrees"]
-    compared: list[Row]
-    disagreeing: list[Row]  # of them, beyond both intervals
-    undecided: int  # of them, without an interval
+    found: CostPrediction
+    tops: list[tuple[int, list[PredictedSpeedup]]]  # at each load: how many trees were predicted, and the fastest
+    disagreeing: list[ComparedPrediction]  # beyond both intervals
+    undecided: int  # cells that can't be compared for want of an interval
     error: "PredictionError | None"
     svg: Any
-    remarks: list[str]
-    advice: Callable[[Row], str] = format_advice
-    about: Callable[[Row], str] = describe_cost
-    name: Callable[[Row], str] = name_tree
-    none: str = NO_INTERVAL
-
-
-@dataclass(frozen=True)
-class CostFit:
-    """The terms of a fitted cost, and how well it predicts; errors are shares."""
-
-    about: str
-    points: int
-    terms: dict[str, float]  # ms
-    knee: float | None  # rows
-    plain: list[tuple[float, float]]  # (batch, ms of a plain step)
-    error: float  # root mean square over points left out in turn
-    error_max: float
-    residual: float  # root mean square over the points fitted
-    hardware: Row
-    versions: Row
-    settings: Row
-
-
-@dataclass(frozen=True)
-class TopTrees:
-    """The trees with the highest predicted speedups at one load."""
-
-    about: str
-    concurrency: float
-    of: int  # how many trees were predicted there
-    rows: list[Row]
 
 
 @dataclass(frozen=True)
@@ -193,72 +153,49 @@ class PredictionError:
 
     rms: float
     bias: float  # above 0: too high on the whole
-    of: int
 
 
 def build_costs_page(found: CostPrediction, best: str) -> CostsPage:
+    compared = found.compared
     return CostsPage(
-        launch=[row | {"tree": name_tree(row), "command": shlex.join(row["flags"])} for row in found.launch],
-        fits=[_describe_fit(cost) for cost in found.costs],
+        found,
         tops=_select_top_trees(found.rows, best),
-        compared=found.compared,
-        disagreeing=[row for row in found.compared if row["agrees"] is False],
-        undecided=sum(row["agrees"] is None for row in found.compared),
-        error=_summarise_prediction_error(found.compared),
-        svg=plots.render_svg(partial(draw_predictions, rows=found.compared)) if found.compared else None,
-        remarks=found.remarks,
+        disagreeing=[row for row in compared if row.agrees is False],
+        undecided=sum(row.agrees is None for row in compared),
+        error=_summarise_prediction_error(compared) if compared else None,
+        svg=plots.render_svg(partial(draw_predictions, rows=compared)) if compared else None,
     )
 
 
-def _describe_fit(cost: Row) -> CostFit:
-    fit = cost["fit"]
-    return CostFit(
-        about=describe_cost(cost),
-        points=len(cost["grid"]),
-        terms={term: 1000 * seconds for term, seconds in fit["seconds"].items()},
-        knee=fit["knee"],
-        plain=[(row["batch"], 1000 * row["step_s"]) for row in cost["plain"]],
-        error=fit["error"],
-        error_max=fit["error_max"],
-        residual=fit["residual"],
-        hardware=cost["hardware"],
-        versions=cost["versions"],
-        settings=cost["settings"],
-    )
-
-
-def _select_top_trees(rows: list[Row], best: str) -> list[TopTrees]:
+def _select_top_trees(rows: list[PredictedSpeedup], best: str) -> list[tuple[int, list[PredictedSpeedup]]]:
     """Return the fastest trees of each load, of the best checkpoint where it has predictions there."""
-    columns = ("engine", *prediction.LOAD_COLUMNS)
+    by_load: dict[Any, list[PredictedSpeedup]] = {}
+    for row in rows:
+        by_load.setdefault((row.engine, row.load), []).append(row)
     found = []
-    for load in dict.fromkeys(tuple(row[k] for k in columns) for row in rows):
-        group = [row for row in rows if tuple(row[k] for k in columns) == load]
-        group = [row for row in group if row["checkpoint"] == best] or group
-        top = sorted(group, key=lambda row: -row["speedup"])[:MAX_TABLE_TREES]
-        found.append(TopTrees(describe_cost(top[0]), top[0]["concurrency"], len(group), top))
+    for group in by_load.values():
+        shown = [row for row in group if row.checkpoint == best] or group
+        found.append((len(shown), sorted(shown, key=lambda row: -row.speedup)[:MAX_TABLE_TREES]))
     return found
 
 
-def _summarise_prediction_error(compared: list[Row]) -> PredictionError | None:
-    if not compared:
-        return None
-    logs = [math.log(row["predicted"]["speedup"] / row["measured"]["speedup"]) for row in compared]
+def _summarise_prediction_error(compared: list[ComparedPrediction]) -> PredictionError:
+    logs = [math.log(row.predicted.speedup / row.measured.speedup) for row in compared]
     mean, square = sum(logs) / len(logs), sum(x * x for x in logs) / len(logs)
-    return PredictionError(math.sqrt(square), math.exp(mean) - 1, len(logs))
+    return PredictionError(math.sqrt(square), math.exp(mean) - 1)
 
 
-def draw_predictions(axes: Any, rows: list[Row]) -> None:
+def draw_predictions(axes: Any, rows: list[ComparedPrediction]) -> None:
     """Draw predicted against measured speedups with both intervals, a colour per engine."""
-    ends = [row[which]["speedup"] for row in rows for which in ("predicted", "measured")]
+    ends = [side.speedup for row in rows for side in (row.predicted, row.measured)]
     axes.plot([min(ends), max(ends)], [min(ends), max(ends)], color=plots.INK_COLOUR, linewidth=0.8)
-    for engine, colour in zip(dict.fromkeys(row["engine"] for row in rows), plots.SERIES_COLOURS, strict=False):
-        group = [row for row in rows if row["engine"] == engine]
-        xs, ys = ([row[which]["speedup"] for row in group] for which in ("measured", "predicted"))
+    for engine, colour in zip(dict.fromkeys(row.engine for row in rows), plots.SERIES_COLOURS, strict=False):
+        group = [(row.measured, row.predicted) for row in rows if row.engine == engine]
+        xs, ys = [measured.speedup for measured, _ in group], [predicted.speedup for _, predicted in group]
         axes.plot(xs, ys, "o", color=colour, markersize=3, label=engine)
-        for row in group:
-            predicted, measured = row["predicted"], row["measured"]
-            if predicted["low"] is not None:
-                axes.vlines(measured["speedup"], predicted["low"], predicted["high"], color=colour, lw=0.7)
-            if measured["low"] is not None:
-                axes.hlines(predicted["speedup"], measured["low"], measured["high"], color=colour, lw=0.7)
+        for measured, predicted in group:
+            if predicted.low is not None:
+                axes.vlines(measured.speedup, predicted.low, predicted.high, color=colour, lw=0.7)
+            if measured.low is not None:
+                axes.hlines(predicted.speedup, measured.low, measured.high, color=colour, lw=0.7)
     axes.set(xlabel="measured speedup of decoding", ylabel="predicted")

@@ -3,10 +3,17 @@
 from dataclasses import dataclass
 from typing import Any
 
+from stages.reporting.benchmark_table import BenchmarkRow
 from stages.reporting.costs import CostPrediction
+from stages.reporting.methods import EngineSpeeds, MethodRow
+from stages.results.replay_records import ReplayedTree, TreeBucket
+from stages.results.served_records import ServedCell
 from stages.results.served_table import ServedTableLine
+from stages.results.torch_records import Cell, TorchCell
+from stages.results.training_records import ImportReport, TrainingReport
+from stages.telemetry.stage_log import StageRun
 
-Row = dict[str, Any]
+StageReport = dict[str, Any]  # the JSON that a stage reports of itself; the page shows every value
 FLOW_STAGES = ("fix_data", "sample_target", "extract_hiddens")
 
 
@@ -18,7 +25,7 @@ class ReportSettings:
     model: str
     benchmark_trees: list[str]
     other_methods: set[str]  # checkpoints of other methods than EAGLE-3: no curve of theirs is drawn
-    imported: dict[str, Row]  # checkpoint -> its section of import_draft
+    imported: dict[str, dict[str, Any]]  # checkpoint -> its section of import_draft
     params_digest: str  # sha256 of the parameters' values
 
 
@@ -41,19 +48,19 @@ class StageRowCounts:
 class ReportInputs:
     """Everything that was read, and what was derived from it once."""
 
-    cells: list[Row]  # as in stages/results/torch_records.py, in the order of params.yaml
-    rows: list[Row]  # the same, as lines of benchmark.csv
-    replays: dict[str, list[Row]]  # checkpoint -> its trees, replayed at temperature 0
-    tree_statistics: dict[str, list[Row]]  # checkpoint -> buckets of cycles of some trees
-    reports: dict[str, Row]  # stage -> its own report
-    trained: dict[str, Row]  # checkpoint -> its epochs
-    served: list[Row]  # as in stages/results/served_records.py, each workload's baseline first
+    cells: list[TorchCell]  # in the order of params.yaml
+    rows: list[BenchmarkRow]  # the same, as lines of benchmark.csv
+    replays: dict[str, list[ReplayedTree]]  # checkpoint -> its trees, replayed at temperature 0
+    tree_statistics: dict[str, list[TreeBucket]]  # checkpoint -> buckets of cycles of some trees
+    reports: dict[str, StageReport]
+    trained: dict[str, TrainingReport]  # by checkpoint
+    served: list[ServedCell]  # each workload's baseline first
     lines: list[ServedTableLine]  # the same, point by point, joined with their baselines
     predicted: CostPrediction
-    methods: list[Row]  # as methods.METHOD_TABLE_COLUMNS
-    engines: list[Row]  # as methods.compare_engines
-    stage_runs: dict[str, Row]  # stage -> seconds, gpus and joules of its run
-    weights: dict[str, str]  # checkpoint -> digest of the draft's weights
+    methods: list[MethodRow]
+    engines: list[EngineSpeeds]
+    stage_runs: dict[str, StageRun | Cell]  # the last logged run of each stage; cells hold their own figures
+    checkpoints: dict[str, ImportReport]  # trained ones, then imported ones
 
     def count_rows(self) -> list[StageRowCounts]:
         """Return the rows in, out and dropped by reason of each stage that changes how many there are."""
@@ -64,6 +71,6 @@ class ReportInputs:
             found.append(StageRowCounts(stage, report["rows_in"], report["rows_out"], dropped))
         return found
 
-    def select_checkpoint_cells(self, checkpoint: str) -> list[Row]:
+    def select_checkpoint_cells(self, checkpoint: str) -> list[TorchCell]:
         """Return the torch engine's cells of this checkpoint, or all where it has none."""
-        return [cell for cell in self.cells if cell["checkpoint"] == checkpoint] or self.cells
+        return [cell for cell in self.cells if cell.checkpoint == checkpoint] or self.cells

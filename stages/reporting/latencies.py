@@ -6,12 +6,11 @@ from typing import Any
 
 from stages.reporting import plots
 from stages.reporting.served import describe_load, format_group_title
-from stages.reporting.served_sweeps import get_load
 from stages.reporting.text import format_tree
 from stages.results import served_records
+from stages.results.served_records import RequestRow
 from stages.results.served_table import SPECULATIVE, ServedTableLine
-
-Row = dict[str, Any]
+from stages.results.torch_records import TorchCell
 
 PERCENTILES = (10, 50, 90, 99)  # with linear interpolation between two values
 PLAIN_LABEL = "plain decoding"
@@ -42,55 +41,57 @@ class LatencyGroup:
     plots: dict[str, Any]  # kind of latency -> SVG
 
 
-def summarise_torch_cells(cells: list[Row]) -> list[LatencyGroup]:
+def summarise_torch_cells(cells: list[TorchCell]) -> list[LatencyGroup]:
     """Return a group for each workload and checkpoint of the torch engine."""
     found = []
-    for names in dict.fromkeys((cell["workload"], cell["checkpoint"]) for cell in cells):
-        group = [cell for cell in cells if (cell["workload"], cell["checkpoint"]) == names]
-        fastest = max(group, key=lambda cell: cell["metrics"]["baseline_output_tok_s"])
-        answers = {format_tree(cell["tree"]): [_measure_answer(prompt) for prompt in cell["prompts"]] for cell in group}
-        answers |= {PLAIN_LABEL: [_measure_answer(prompt, "baseline_") for prompt in fastest["prompts"]]}
-        about = f"{', '.join(names)}, {fastest['engine']} engine"
+    for names in dict.fromkeys((cell.workload, cell.checkpoint) for cell in cells):
+        group = [cell for cell in cells if (cell.workload, cell.checkpoint) == names]
+        fastest = max(group, key=lambda cell: cell.metrics.baseline_output_tok_s)
+        answers = {
+            format_tree(cell.tree): [
+                _measure_answer(r.e2e_latency_s, r.prefill_latency_s, r.output_tokens) for r in cell.prompts
+            ]
+            for cell in group
+        }
+        answers[PLAIN_LABEL] = [
+            _measure_answer(r.baseline_e2e_latency_s, r.baseline_prefill_latency_s, r.baseline_output_tokens)
+            for r in fastest.prompts
+        ]
+        about = f"{', '.join(names)}, {fastest.engine} engine"
         headings = {"e2e": "answer, s", "ttft": "prefill, ms", "tpot": "a token after it, ms"}
         found.append(_summarise_spread(about, answers, headings))
     return found
 
 
-def _measure_answer(prompt: Row, prefix: str = "") -> AnswerLatencies:
-    e2e, first = prompt[f"{prefix}e2e_latency_s"], prompt[f"{prefix}prefill_latency_s"]
-    later = prompt[f"{prefix}output_tokens"] - 1
-    return AnswerLatencies(e2e, 1000 * first, 1000 * (e2e - first) / later if later > 0 else None)
+def _measure_answer(e2e_s: float, prefill_s: float, tokens: int) -> AnswerLatencies:
+    return AnswerLatencies(e2e_s, 1000 * prefill_s, 1000 * (e2e_s - prefill_s) / (tokens - 1) if tokens > 1 else None)
 
 
 def summarise_served_lines(lines: list[ServedTableLine]) -> list[LatencyGroup]:
     """Return a group for each workload and checkpoint at its heaviest load: the longest answers, and the most at once."""
-    ran = [line for line in lines if line.row["status"] == served_records.RAN]
-    drafted = [line for line in ran if line.row["decoding"] == SPECULATIVE]
+    ran = [line for line in lines if line.row.status == served_records.RAN]
+    drafted = [line for line in ran if line.row.decoding == SPECULATIVE]
     found = []
-    for names in dict.fromkeys((line.row["workload"], line.row["checkpoint"]) for line in drafted):
-        group = [line for line in drafted if (line.row["workload"], line.row["checkpoint"]) == names]
-        heaviest = max(group, key=lambda line: get_load(line.row)).row
-        load = get_load(heaviest)
-        answers = {format_tree(line.row["tree"]): _list_latencies(line) for line in group if get_load(line.row) == load}
-        others = [line for line in ran if line not in drafted and line.row["workload"] == names[0]]
-        if plain := [line for line in others if get_load(line.row) == load]:
-            answers[PLAIN_LABEL] = _list_latencies(max(plain, key=lambda line: line.row["output_throughput"]))
-        about = f"{format_group_title(*names)}, {heaviest['engine']}, {describe_load(heaviest)}"
+    for names in dict.fromkeys((line.row.workload, line.row.checkpoint) for line in drafted):
+        group = [line for line in drafted if (line.row.workload, line.row.checkpoint) == names]
+        heaviest = max(group, key=lambda line: line.row.load).row
+        answers = {
+            format_tree(line.cell.shape.name): _list_latencies(line) for line in group if line.row.load == heaviest.load
+        }
+        others = [line for line in ran if line.row.decoding != SPECULATIVE and line.row.workload == names[0]]
+        if plain := [line for line in others if line.row.load == heaviest.load]:
+            answers[PLAIN_LABEL] = _list_latencies(max(plain, key=lambda line: line.row.output_throughput or 0.0))
+        about = f"{format_group_title(*names)}, {heaviest.engine}, {describe_load(heaviest.load)}"
         found.append(_summarise_spread(about, answers, {"e2e": "request, s", "ttft": "TTFT, ms", "tpot": "TPOT, ms"}))
     return found
 
 
 def _list_latencies(line: ServedTableLine) -> list[AnswerLatencies]:
-    requests = line.point["requests"] if line.point else []
-    return [
-        AnswerLatencies(request["e2e_s"], _to_ms(request["ttft_s"]), _to_ms(request["tpot_s"]))
-        for request in requests
-        if not request["failed"]
-    ]
+    def measure(r: RequestRow) -> AnswerLatencies:
+        ttft, tpot = (None if seconds is None else 1000 * seconds for seconds in (r.ttft_s, r.tpot_s))
+        return AnswerLatencies(r.e2e_s, ttft, tpot)
 
-
-def _to_ms(seconds: float | None) -> float | None:
-    return None if seconds is None else 1000 * seconds
+    return [measure(request) for request in (line.point.requests if line.point else []) if not request.failed]
 
 
 def _summarise_spread(about: str, answers: dict[str, list[AnswerLatencies]], names: dict[str, str]) -> LatencyGroup:

@@ -3,32 +3,21 @@
 docs/methods.md defines the columns.
 """
 
-import csv
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stages.reporting.text import ONE_PROMPT, align_columns, format_interval, format_number, format_tree
+from stages.results.method_records import MethodCell
+from stages.results.record import TableRow
 from stages.results.served_table import PLAIN, SPECULATIVE, ServedTableLine
-from stages.runtime import atomic
+from stages.results.torch_records import TorchCell
+from stages.results.training_records import TrainingReport
 
-Row = dict[str, Any]
-
-METHOD_TABLE = Path("results/methods.csv")
 BASELINE_ROW = "baseline"  # the row of plain decoding
-METRIC_COLUMNS = (
-    "tau", "tau_low", "tau_high", "accept_rate", "output_tok_s", "baseline_output_tok_s", "speedup", "speedup_low",
-    "speedup_high",
-)  # fmt: skip
-METHOD_TABLE_COLUMNS = (
-    "row", "method", "checkpoint", "tree", "workload", *METRIC_COLUMNS, "identical_share", "weights_bytes", "state_bytes",
-    "needs_training", "parameters", "training_s", "moe", "engine",
-)  # fmt: skip
 NOT_RUN, NOT_MEASURED = "not run", "not measured"
-COMPARED_ENGINES = ("torch", "sglang")
 COMPARED_WAYS = ("autoregressive", "medusa", "eagle3")
-TEXT_COLUMNS = {"row", "method", "checkpoint", "tree", "workload", "needs_training", "moe", "engine"}
 METHOD_HEADINGS = (
     ("method", ""), ("tree", ""), ("tau", ""), ("accept_rate", "(%)"), ("speedup", ""), ("95%", "interval"), ("tokens/s", ""),
     ("plain", "tokens/s"), ("identical", "(%)"), ("memory", "weights"), ("memory", "state"), ("needs", "training"),
@@ -36,53 +25,83 @@ METHOD_HEADINGS = (
 )  # fmt: skip
 
 
-def build_method_rows(cells: list[Row], trained: Mapping[str, Row]) -> list[Row]:
-    """Return the lines of methods.csv, plain decoding's first.
+class MethodRow(TableRow):
+    """A line of the table."""
 
-    `cells` as in results/method_records.py; `trained` has each checkpoint's training report.
-    """
+    TABLE = Path("results/methods.csv")
+
+    row: str
+    method: str
+    checkpoint: str | None = None
+    tree: str | None = None  # what the method proposes in a cycle, in a few words
+    workload: str
+    tau: float
+    tau_low: float | None = None
+    tau_high: float | None = None
+    accept_rate: float | None = None
+    output_tok_s: float
+    baseline_output_tok_s: float
+    speedup: float
+    speedup_low: float | None = None
+    speedup_high: float | None = None
+    identical_share: float | None
+    weights_bytes: int
+    state_bytes: int
+    needs_training: str
+    parameters: int
+    training_s: float | None = None  # None for a draft that was not trained here
+    moe: str  # whether the method ran on a target with experts: this run's target has them, or it was not tried
+    engine: str
+
+
+@dataclass(frozen=True)
+class EngineSpeeds:
+    """Tokens/s of a single request, decoded one way; None where not measured."""
+
+    way: str
+    torch: float | None
+    sglang: float | None
+
+
+def build_method_rows(cells: list[MethodCell], trained: Mapping[str, TrainingReport]) -> list[MethodRow]:
+    """Return the lines of methods.csv, plain decoding's first; `trained` by checkpoint."""
     return [_build_baseline_row(cells), *(_build_method_row(cell, trained) for cell in cells)] if cells else []
 
 
-def _build_baseline_row(cells: list[Row]) -> Row:
+def _build_baseline_row(cells: list[MethodCell]) -> MethodRow:
     """Return the line of plain decoding, the fastest of all cells."""
-    fastest = max(cells, key=lambda cell: cell["metrics"]["baseline_output_tok_s"])
-    tok_s = fastest["metrics"]["baseline_output_tok_s"]
-    return dict.fromkeys(METHOD_TABLE_COLUMNS) | {
-        "row": BASELINE_ROW, "method": BASELINE_ROW, "workload": fastest["workload"], "engine": fastest["engine"], "tau": 1.0,
-        "output_tok_s": tok_s, "baseline_output_tok_s": tok_s, "speedup": 1.0, "identical_share": 1.0, "weights_bytes": 0,
-        "state_bytes": 0, "needs_training": "no", "parameters": 0, "moe": _describe_moe(fastest),
-    }  # fmt: skip
+    fastest = max(cells, key=lambda cell: cell.metrics.baseline_output_tok_s)
+    tok_s = fastest.metrics.baseline_output_tok_s
+    return MethodRow(
+        row=BASELINE_ROW, method=BASELINE_ROW, workload=fastest.workload, engine=fastest.engine, tau=1.0, output_tok_s=tok_s,
+        baseline_output_tok_s=tok_s, speedup=1.0, identical_share=1.0, weights_bytes=0, state_bytes=0, needs_training="no",
+        parameters=0, moe="works" if fastest.mixture else NOT_RUN,
+    )  # fmt: skip
 
 
-def _build_method_row(cell: Row, trained: Mapping[str, Row]) -> Row:
-    needs_training = cell["parameters"] > 0
-    return {
-        **{k: cell[k] for k in ("row", "method", "checkpoint", "workload", "parameters", "engine")},
-        **{k: cell["metrics"][k] for k in (*METRIC_COLUMNS, "identical_share")},
-        "tree": describe_guesses(cell["method"], cell["settings"]),
-        "weights_bytes": cell["memory"]["weights"],
-        "state_bytes": cell["memory"]["state"],
-        "needs_training": "yes" if needs_training else "no",
-        "training_s": sum_training_seconds(cell["checkpoint"], trained) if needs_training else 0.0,
-        "moe": _describe_moe(cell),
-    }
+def _build_method_row(cell: MethodCell, trained: Mapping[str, TrainingReport]) -> MethodRow:
+    needs_training = cell.parameters > 0
+    return MethodRow(
+        **cell.model_dump(include={"row", "method", "checkpoint", "workload", "parameters", "engine"}),
+        **cell.metrics.model_dump(exclude={"prefill_latency_s", "e2e_latency_s"}),
+        tree=describe_guesses(cell.method, cell.settings),
+        weights_bytes=cell.memory.weights,
+        state_bytes=cell.memory.state,
+        needs_training="yes" if needs_training else "no",
+        training_s=sum_training_seconds(cell.checkpoint, trained) if needs_training else 0.0,
+        moe="works" if cell.mixture else NOT_RUN,
+    )
 
 
-def _describe_moe(cell: Row) -> str:
-    """Return whether the method ran on a target with experts: this run's target has them, or it was not tried."""
-    return "works" if cell["mixture"] else NOT_RUN
-
-
-def sum_training_seconds(checkpoint: str, trained: Mapping[str, Row]) -> float | None:
+def sum_training_seconds(checkpoint: str | None, trained: Mapping[str, TrainingReport]) -> float | None:
     """Return the seconds of all segments that lead to the checkpoint; None for a draft that was not trained here."""
     seconds, name = None, checkpoint
-    while name in trained:
-        seconds, name = (seconds or 0.0) + trained[name]["seconds"], trained[name]["from"]
+    while name is not None and name in trained:
+        seconds, name = (seconds or 0.0) + trained[name].seconds, trained[name].from_
     return seconds
 
 
-def describe_guesses(method: str, settings: Row) -> str:
+def describe_guesses(method: str, settings: Mapping[str, Any]) -> str:
     """Return what a method proposes in a cycle, in a few words."""
     if "tree" in settings:
         return settings["tree"]
@@ -93,57 +112,31 @@ def describe_guesses(method: str, settings: Row) -> str:
     return f"static, {settings['nodes']} nodes, {settings['steps']} deep"
 
 
-def write_method_table(found: list[Row]) -> None:
-    atomic.write_csv(METHOD_TABLE, METHOD_TABLE_COLUMNS, found)
-
-
-def read_method_table() -> list[Row]:
-    """Return the lines of results/methods.csv with their numbers; [] where the file does not exist."""
-    if not METHOD_TABLE.exists():
-        return []
-    with METHOD_TABLE.open(newline="", encoding="utf-8") as lines:
-        return [{k: _parse_value(k, text) for k, text in line.items()} for line in csv.DictReader(lines)]
-
-
-def _parse_value(column: str, text: str) -> Any:
-    return (text or None) if column in TEXT_COLUMNS else float(text) if text else None
-
-
 # The terminal
 
 
-def format_method_table(found: list[Row]) -> list[str]:
+def format_method_table(found: list[MethodRow]) -> list[str]:
     if not found:
         return []
     return [
-        f"Methods on one verifier, {found[0]['workload']}",
+        f"Methods on one verifier, {found[0].workload}",
         *align_columns([*zip(*METHOD_HEADINGS, strict=True), *map(format_method_row, found)]),
         "",
     ]
 
 
-def format_method_row(row: Row) -> tuple[str, ...]:
+def format_method_row(row: MethodRow) -> tuple[str, ...]:
     """Return a line of the table, as METHOD_HEADINGS."""
-    name = row["row"] if row["row"] == row["method"] else f"{row['row']} ({row['method']})"
-    shape = row["tree"] or "–"
-    no_interval = "–" if row["row"] == BASELINE_ROW else ONE_PROMPT
+    name = row.row if row.row == row.method else f"{row.row} ({row.method})"
+    shape = row.tree or "–"
+    no_interval = "–" if row.row == BASELINE_ROW else ONE_PROMPT
     return (
-        name,
-        format_tree(shape) if shape[0] == "t" else shape,
-        format_number(row["tau"]),
-        format_number(row["accept_rate"], 1, 100),
-        f"{row['speedup']:.2f}x",
-        format_interval(row["speedup_low"], row["speedup_high"], no_interval),
-        f"{row['output_tok_s']:.1f}",
-        format_number(row["baseline_output_tok_s"], 1),
-        format_number(row["identical_share"], 0, 100),
-        format_bytes(row["weights_bytes"]),
-        format_bytes(row["state_bytes"]),
-        row["needs_training"],
-        f"{row['parameters']:,.0f}",
-        format_number(row["training_s"], 0),
-        row["moe"],
-    )
+        name, format_tree(shape) if shape[0] == "t" else shape, format_number(row.tau), format_number(row.accept_rate, 1, 100),
+        f"{row.speedup:.2f}x", format_interval(row.speedup_low, row.speedup_high, no_interval), f"{row.output_tok_s:.1f}",
+        format_number(row.baseline_output_tok_s, 1), format_number(row.identical_share, 0, 100),
+        format_bytes(row.weights_bytes), format_bytes(row.state_bytes), row.needs_training, f"{row.parameters:,.0f}",
+        format_number(row.training_s, 0), row.moe,
+    )  # fmt: skip
 
 
 def format_bytes(count: float) -> str:
@@ -158,8 +151,10 @@ def format_bytes(count: float) -> str:
 # Engines
 
 
-def compare_engines(found: list[Row], cells: Iterable[Row], lines: Iterable[ServedTableLine]) -> list[Row]:
-    """Return a line for each way to decode: `way`, and tokens/s of a single request by engine, None where not measured.
+def compare_engines(
+    found: list[MethodRow], cells: Iterable[TorchCell], lines: Iterable[ServedTableLine]
+) -> list[EngineSpeeds]:
+    """Return a line for each way to decode.
 
     The torch engine's tokens/s are its fastest plain decoding, times the best speedup of the table and of benchmark's
     cells: a speedup is over plain decoding in turns, while the machine may be slower for one row than for another. A
@@ -167,19 +162,19 @@ def compare_engines(found: list[Row], cells: Iterable[Row], lines: Iterable[Serv
     """
     if not found:
         return []
-    workload = found[0]["workload"]
-    measured = [cell["metrics"] for cell in cells if cell["workload"] == workload]
-    speedups = {way: [row["speedup"] for row in found if row["method"] == way] for way in COMPARED_WAYS}
-    speedups["eagle3"] += [metrics["speedup"] for metrics in measured]
-    plain_tok_s = max(row["baseline_output_tok_s"] for row in [*found, *measured])
+    workload = found[0].workload
+    measured = [cell.metrics for cell in cells if cell.workload == workload]
+    speedups = {way: [row.speedup for row in found if row.method == way] for way in COMPARED_WAYS}
+    speedups["eagle3"] += [metrics.speedup for metrics in measured]
+    plain_tok_s = max([row.baseline_output_tok_s for row in found] + [row.baseline_output_tok_s for row in measured])
     torch = {"autoregressive": plain_tok_s} | {way: plain_tok_s * max(some) for way, some in speedups.items() if some}
     ways = {PLAIN: "autoregressive", SPECULATIVE: "eagle3"}
-    served: dict[tuple[str, str], float] = {}
-    for row in (line.row for line in lines):
-        if row["workload"] == workload and row["concurrency"] == 1 and row["output_throughput"] is not None:
-            key = ways[row["decoding"]], row["engine"]
-            served[key] = max(served.get(key, 0.0), row["output_throughput"])
-    return [{"way": way, "torch": torch.get(way), "sglang": served.get((way, "sglang"))} for way in COMPARED_WAYS]
+    served: dict[str, float] = {}
+    for row in (line.row for line in lines if line.row.engine == "sglang"):
+        if row.workload == workload and row.concurrency == 1 and row.output_throughput is not None:
+            way = ways[row.decoding]
+            served[way] = max(served.get(way, 0.0), row.output_throughput)
+    return [EngineSpeeds(way, torch.get(way), served.get(way)) for way in COMPARED_WAYS]
 
 
 def format_speed(value: float | None) -> str:
@@ -188,21 +183,19 @@ def format_speed(value: float | None) -> str:
 
 @dataclass(frozen=True)
 class MethodsPage:
-    """The content of templates/methods.html.j2, with the function called there."""
+    """The content of templates/methods.html.j2."""
 
     workload: str
     headings: list[str]
     lines: list[tuple[tuple[str, ...], bool]]  # (texts, whether its speedup is the highest)
-    engines: list[Row]
-    engine_names: tuple[str, ...] = COMPARED_ENGINES
-    format_speed: Callable[[float | None], str] = format_speed
+    engines: list[EngineSpeeds]
 
 
-def build_methods_page(found: list[Row], engines: list[Row]) -> MethodsPage | None:
+def build_methods_page(found: list[MethodRow], engines: list[EngineSpeeds]) -> MethodsPage | None:
     """Return the page's part; None where no method was measured."""
     if not found:
         return None
     headings = [" ".join(filter(None, parts)) for parts in METHOD_HEADINGS]
-    top_speedup = max(row["speedup"] for row in found)
-    lines = [(format_method_row(row), row["speedup"] == top_speedup) for row in found]
-    return MethodsPage(found[0]["workload"], headings, lines, engines)
+    top_speedup = max(row.speedup for row in found)
+    lines = [(format_method_row(row), row.speedup == top_speedup) for row in found]
+    return MethodsPage(found[0].workload, headings, lines, engines)

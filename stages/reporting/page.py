@@ -1,6 +1,7 @@
 """The report's page: one HTML text without scripts, fonts or pictures from elsewhere. Its templates are in templates/."""
 
 import difflib
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -10,16 +11,19 @@ from typing import Any
 
 from stages.literature import own_beside_published, published
 from stages.reporting import costs, latencies, methods, plots, provenance, served, trees
-from stages.reporting.inputs import ReportInputs, ReportSettings
+from stages.reporting.benchmark_table import BenchmarkRow
+from stages.reporting.inputs import ReportInputs, ReportSettings, StageReport
+from stages.reporting.summary import ResultSummary
 from stages.reporting.text import format_interval, format_number, format_tree
-
-Row = dict[str, Any]
+from stages.results.served_records import RAN
+from stages.results.torch_records import TorchCell
 
 TEMPLATES = Path(__file__).parent / "templates"
+PageContent = dict[str, Any]  # variables of templates/page.html.j2
 
 
-def render_page(settings: ReportSettings, found: ReportInputs, metrics: Row, tables: Iterable[Path]) -> str:
-    """Return the page. `metrics` as in results/metrics.json; `tables` are the files whose digests it shows."""
+def render_page(settings: ReportSettings, found: ReportInputs, metrics: ResultSummary, tables: Iterable[Path]) -> str:
+    """Return the page. `tables` are the files whose digests it shows."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # the terminal's table does without
 
     environment = Environment(
@@ -30,16 +34,27 @@ def render_page(settings: ReportSettings, found: ReportInputs, metrics: Row, tab
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "tree": format_tree,
-        "scalars": _select_scalars,
-        "figure": format_number,
-        "span": format_interval,
-        "load": served.format_load,
+        "advice": costs.format_advice,
         "at": served.describe_load,
+        "command": shlex.join,
+        "cost": costs.describe_cost,
+        "decoding": served.describe_decoding,
         "duration": provenance.format_duration,
         "energy": provenance.format_energy,
+        "engine_figures": served.format_figures,
+        "figure": format_number,
+        "load": served.format_load,
+        "scalars": _select_scalars,
+        "span": format_interval,
+        "speed": methods.format_speed,
+        "speedup_interval": served.format_speedup_interval,
+        "tau_gap": served.explain_tau_gap,
+        "tau_interval": served.format_tau_interval,
+        "title_of": served.format_group_title,
+        "tree": format_tree,
     }
     best = metrics["best_checkpoint"]
+    ran = [cell for cell in found.served if cell.status == RAN]
     return environment.get_template("page.html.j2").render(
         title=settings.title,
         model=settings.model,
@@ -49,55 +64,55 @@ def render_page(settings: ReportSettings, found: ReportInputs, metrics: Row, tab
         **_build_replays(settings, found, metrics),
         **_build_data(found),
         costs=costs.build_costs_page(found.predicted, best),
+        no_interval=costs.NO_INTERVAL,
         methods=methods.build_methods_page(found.methods, found.engines),
-        took=provenance.summarise_stage_runs(
-            found.stage_runs, [*found.cells, *(cell for cell in found.served if cell["status"] == "ran")]
-        ),
+        took=provenance.summarise_stage_runs(found.stage_runs, [*found.cells, *ran]),
         trained=found.trained,
         imported=settings.imported,
-        published=_pair_with_published(settings.model, _select_best_cells(found, best)),
+        published=_pair_with_published(settings.model, found, best),
     )
 
 
-def _build_results(found: ReportInputs, best: str) -> Row:
+def _build_results(found: ReportInputs, best: str) -> PageContent:
     """Return what the parts on measured cells show."""
     cells = found.select_checkpoint_cells(best)
-    names = dict.fromkeys((row["workload"], row["checkpoint"]) for row in found.rows)
+    groups: dict[tuple[str, str], ResultGroup] = {}
+    for cell, row in zip(found.cells, found.rows, strict=True):
+        group = groups.setdefault((row.workload, row.checkpoint), ResultGroup([], []))
+        group.cells.append(cell)
+        group.rows.append(row)
     return {
-        "groups": [_build_result_group(found, workload, checkpoint) for workload, checkpoint in names],
+        "groups": list(groups.values()),
         "served": served.build_served_page(found.served, found.lines) if found.lines else None,
         "latencies": [*latencies.summarise_torch_cells(cells), *latencies.summarise_served_lines(found.lines)],
         "histograms": _select_histograms(cells),
     }
 
 
-def _build_replays(settings: ReportSettings, found: ReportInputs, metrics: Row) -> Row:
+def _build_replays(settings: ReportSettings, found: ReportInputs, metrics: ResultSummary) -> PageContent:
     """Return what the parts on replayed trees and on training show; the next best checkpoint is set against the best."""
-    best = metrics["best_checkpoint"]
-    others = sorted(
-        (name for name in found.replays if name != best),
-        key=lambda name: -metrics["checkpoints"][name]["mean_replay_tau"],
-    )
-    best_trees, other = found.replays[best], others[0] if others else None
-    drawn = {"tokens": partial(plots.draw_tau_by_tokens, trees=best_trees)}
+    best, means = metrics["best_checkpoint"], metrics["checkpoints"]
+    others = sorted(found.replays.keys() - {best}, key=lambda name: -means[name]["mean_replay_tau"])
+    best_trees, duel = found.replays[best], None
     trained = {name: run for name, run in found.trained.items() if name not in settings.other_methods}
-    drawn |= {
+    drawn = {
+        "tokens": partial(plots.draw_tau_by_tokens, trees=best_trees),
         "loss": partial(plots.draw_loss, trained=trained),
         "accuracy": partial(plots.draw_accuracy, trained=trained),
     }
-    if other:
-        pairs = trees.pair_trees(best_trees, found.replays[other])
-        drawn["duel"] = partial(plots.draw_checkpoint_duel, best=best, other=other, pairs=pairs)
+    if others:
+        duel = trees.compare_checkpoints(best, others[0], found.replays)
+        drawn["duel"] = partial(plots.draw_checkpoint_duel, best=best, other=duel.other, pairs=duel.pairs)
     return {
         "trees": len(best_trees),
         "heats": [trees.build_heatmap(best_trees, budget) for budget in trees.choose_budgets(best_trees)],
-        "duel": trees.compare_checkpoints(best, other, found.replays) if other else None,
+        "duel": duel,
         "plots": {name: plots.render_svg(draw) for name, draw in drawn.items()},
         "inside": trees.build_trees_page(best_trees, found.tree_statistics[best], settings.benchmark_trees),
     }
 
 
-def _build_data(found: ReportInputs) -> Row:
+def _build_data(found: ReportInputs) -> PageContent:
     """Return what the part on rows of data shows."""
     fixed = found.reports["fix_data"]
     near_duplicates = (fixed["near_duplicates"] or {}).get("examples", [])
@@ -113,88 +128,52 @@ def _build_data(found: ReportInputs) -> Row:
 
 
 @dataclass(frozen=True)
-class PlainDecoding:
-    """Means over prompts of the fastest plain decoding of a group."""
-
-    prefill_s: float
-    e2e_s: float
-    output_tok_s: float
-
-
-@dataclass(frozen=True)
 class ResultGroup:
     """One table of the torch engine's cells: a workload and a checkpoint, a line per tree."""
 
-    workload: str
-    checkpoint: str
-    temperature: float
-    engine: str
-    prompts: int
-    rows: list[Row]  # lines of benchmark.csv
-    plain: PlainDecoding
-    top_tau: float
-    top_speedup: float
+    cells: list[TorchCell]
+    rows: list[BenchmarkRow]  # the cells' lines of benchmark.csv
 
+    @property
+    def fastest(self) -> TorchCell:
+        """Return the cell with the fastest plain decoding."""
+        return max(self.cells, key=lambda cell: cell.metrics.baseline_output_tok_s)
 
-def _build_result_group(found: ReportInputs, workload: str, checkpoint: str) -> ResultGroup:
-    cells, rows = (
-        [x for x in some if (x["workload"], x["checkpoint"]) == (workload, checkpoint)]
-        for some in (found.cells, found.rows)
-    )
-    fastest = max(cells, key=lambda cell: cell["metrics"]["baseline_output_tok_s"])
-    plain = PlainDecoding(
-        fmean(prompt["baseline_prefill_latency_s"] for prompt in fastest["prompts"]),
-        fmean(prompt["baseline_e2e_latency_s"] for prompt in fastest["prompts"]),
-        fastest["metrics"]["baseline_output_tok_s"],
-    )
-    return ResultGroup(
-        workload, checkpoint, fastest["temperature"], fastest["engine"], len(fastest["prompts"]), rows, plain,
-        max(row["tau"] for row in rows), max(row["speedup"] for row in rows),
-    )  # fmt: skip
+    def average_plain(self, column: str) -> float:
+        """Return the mean over prompts of the fastest plain decoding."""
+        return fmean(prompt[column] for prompt in self.fastest.prompts)
 
 
 @dataclass
 class AcceptanceHistogram:
-    """How many drafts each verify cycle of one cell accepted."""
+    """How many drafts each verify cycle of one cell accepted, and why this cell is shown."""
 
-    workload: str
-    checkpoint: str
-    tree: str
-    reasons: list[str]  # why this tree is shown
-    cycles: int
-    tau: float
-    bars: list[float]  # share of the cycles that accepted 0, 1, 2, … drafts
+    cell: TorchCell
+    reasons: list[str]
 
     @property
-    def why(self) -> str:
-        return ", ".join(self.reasons)
+    def cycles(self) -> int:
+        return sum(self.cell.histogram)
 
     @property
-    def most(self) -> float:
-        return max(self.bars)
+    def bars(self) -> list[float]:
+        """Return the share of the cycles that accepted 0, 1, 2, … drafts."""
+        return [count / self.cycles for count in self.cell.histogram]
 
 
-def _select_histograms(cells: list[Row]) -> list[AcceptanceHistogram]:
+def _select_histograms(cells: list[TorchCell]) -> list[AcceptanceHistogram]:
     """Return the histograms of at most four telling trees; cells without a cycle have none."""
-    chains = [cell for cell in cells if cell["topk"] == 1]
+    chains = [cell for cell in cells if cell.topk == 1]
     picks = [
-        ("highest tau", max(cells, key=lambda cell: cell["metrics"]["tau"], default=None)),
-        ("fastest", max(cells, key=lambda cell: cell["metrics"]["speedup"], default=None)),
-        ("longest chain", max(chains, key=lambda cell: cell["num_steps"], default=None)),
-        ("lowest tau", min(cells, key=lambda cell: cell["metrics"]["tau"], default=None)),
+        ("highest tau", max(cells, key=lambda cell: cell.metrics.tau, default=None)),
+        ("fastest", max(cells, key=lambda cell: cell.metrics.speedup, default=None)),
+        ("longest chain", max(chains, key=lambda cell: cell.num_steps, default=None)),
+        ("lowest tau", min(cells, key=lambda cell: cell.metrics.tau, default=None)),
     ]
     shown: dict[tuple[str, str], AcceptanceHistogram] = {}
     for reason, cell in picks:
-        if not cell or not (cycles := sum(cell["histogram"])):
-            continue
-        key = cell["workload"], cell["tree"]
-        if key in shown:
-            shown[key].reasons.append(reason)
-            continue
-        bars = [count / cycles for count in cell["histogram"]]
-        shown[key] = AcceptanceHistogram(
-            cell["workload"], cell["checkpoint"], cell["tree"], [reason], cycles, cell["metrics"]["tau"], bars
-        )
+        if cell and any(cell.histogram):
+            shown.setdefault((cell.workload, cell.tree), AcceptanceHistogram(cell, [])).reasons.append(reason)
     return list(shown.values())
 
 
@@ -210,20 +189,19 @@ class PublicationSection:
     lines: list[own_beside_published.PublishedPair]
 
 
-def _pair_with_published(model: str, cells: list[Row]) -> list[PublicationSection]:
+def _pair_with_published(model: str, found: ReportInputs, best: str) -> list[PublicationSection]:
+    """Pair published numbers with the best checkpoint's cells, or all where it has none, and its served points."""
+    served_checkpoints = {line.cell.checkpoint for line in found.lines}
+    shown = {best, None} if best in served_checkpoints else served_checkpoints
+    own = [
+        *own_beside_published.convert_torch_cells(found.select_checkpoint_cells(best)),
+        *own_beside_published.convert_served_points(line for line in found.lines if line.cell.checkpoint in shown),
+    ]
     publications = published.read_publications()
     return [
-        PublicationSection(publications[name], len(rows), list(own_beside_published.pair_rows(rows, cells)))
+        PublicationSection(publications[name], len(rows), list(own_beside_published.pair_rows(rows, own)))
         for name, rows in own_beside_published.select_target_rows(publications, model).items()
     ]
-
-
-def _select_best_cells(found: ReportInputs, best: str) -> list[Row]:
-    """Return the best checkpoint's cells, or all where it has none; then its served points, in the same shape."""
-    served_checkpoints = {line.cell["checkpoint"] for line in found.lines}
-    shown = {best, None} if best in served_checkpoints else served_checkpoints
-    lines = (line for line in found.lines if line.cell["checkpoint"] in shown)
-    return [*found.select_checkpoint_cells(best), *own_beside_published.convert_served_points(lines)]
 
 
 # Text
@@ -235,5 +213,5 @@ def diff_lines(before: str, after: str) -> list[tuple[str, str]]:
     return [(line[0], line[1:]) for line in lines][3:]  # without the heading: two file names and the first position
 
 
-def _select_scalars(report: Row) -> Row:
+def _select_scalars(report: StageReport) -> StageReport:
     return {k: v for k, v in report.items() if isinstance(v, int | float | str) and k not in ("rows_in", "rows_out")}

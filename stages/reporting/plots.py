@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-Row = dict[str, Any]
+from stages.results.replay_records import ReplayedTree
+from stages.results.training_records import TrainingReport
 
 INK_COLOUR, FAINT_COLOUR = "#010101", "#020202"
 SERIES_COLOURS = ("#030301", "#030302", "#030303", "#030304", "#030305", "#030306")
@@ -65,19 +66,19 @@ def _cycle_colours() -> Iterator[str]:
     return itertools.cycle(SERIES_COLOURS)
 
 
-def cycle_styles() -> Iterator[Row]:
+def cycle_styles() -> Iterator[dict[str, str]]:
     """Yield a style per series: another colour each, then the same colours with other marks and lines."""
     for marker, line in itertools.cycle((("o", "-"), ("s", "--"), ("^", ":"))):
         for colour in SERIES_COLOURS:
             yield {"color": colour, "marker": marker, "linestyle": line}
 
 
-def draw_tau_by_tokens(axes: Any, trees: list[Row], steps: int | None = None) -> None:
+def draw_tau_by_tokens(axes: Any, trees: list[ReplayedTree], steps: int | None = None) -> None:
     """Draw a line per topk, at the best num_steps of each point or at `steps`. A topk always has the same colour."""
-    for topk, style in zip(sorted({t["topk"] for t in trees}), cycle_styles(), strict=False):
-        points = [t for t in trees if t["topk"] == topk and steps in (None, t["steps"])]
-        tokens = sorted({t["tokens"] for t in points})
-        best = [max(t["tau"] for t in points if t["tokens"] == count) for count in tokens]
+    for topk, style in zip(sorted({t.topk for t in trees}), cycle_styles(), strict=False):
+        points = [t for t in trees if t.topk == topk and steps in (None, t.steps)]
+        tokens = sorted({t.tokens for t in points})
+        best = [max(t.tau for t in points if t.tokens == count) for count in tokens]
         if points:
             axes.plot(tokens, best, **style, label=f"topk {topk}")
     axes.set(
@@ -95,13 +96,13 @@ def draw_checkpoint_duel(axes: Any, best: str, other: str, pairs: list[tuple[flo
     axes.set(xlabel=f"tau with {other}", ylabel=f"tau with {best}")
 
 
-def draw_loss(axes: Any, trained: dict[str, Row]) -> None:
+def draw_loss(axes: Any, trained: dict[str, TrainingReport]) -> None:
     """Draw a line per checkpoint, starting where the checkpoint it continues ended."""
     ends: dict[str, int] = {}
     last: dict[str, float] = {}
     for name, colour in zip(_order_by_parent(trained), _cycle_colours(), strict=False):
-        parent, epochs = trained[name]["from"], trained[name]["epochs"]
-        start, losses = ends.get(parent, 0), [epoch["loss"] for epoch in epochs]
+        parent, epochs = trained[name].from_, trained[name].epochs
+        start, losses = ends.get(parent, 0), [epoch.loss for epoch in epochs]
         joined = [(start, last[parent])] if parent in last else []
         points = [*joined, *enumerate(losses, start + 1)]
         axes.plot(*zip(*points, strict=True), color=colour, label=name)
@@ -110,17 +111,17 @@ def draw_loss(axes: Any, trained: dict[str, Row]) -> None:
     axes.set(xlabel="epoch", ylabel="training loss")
 
 
-def _order_by_parent(trained: dict[str, Row]) -> list[str]:
+def _order_by_parent(trained: dict[str, TrainingReport]) -> list[str]:
     """Return the checkpoints, parents before children."""
     order: list[str] = []
     while len(order) < len(trained):
-        order += [n for n, t in trained.items() if n not in order and (t["from"] in order or t["from"] not in trained)]
+        order += [n for n, t in trained.items() if n not in order and (t.from_ in order or t.from_ not in trained)]
     return order
 
 
-def draw_accuracy(axes: Any, trained: dict[str, Row]) -> None:
+def draw_accuracy(axes: Any, trained: dict[str, TrainingReport]) -> None:
     for name, colour in zip(trained, _cycle_colours(), strict=False):
-        accuracy = [100 * share for share in trained[name]["epochs"][-1]["step_accuracy"]]
+        accuracy = [100 * share for share in trained[name].epochs[-1].step_accuracy]
         axes.plot(range(1, len(accuracy) + 1), accuracy, marker="o", color=colour, label=name)
     axes.set(xlabel="training-time-test step", ylabel="accuracy after the last epoch (%)")
 

@@ -4,17 +4,16 @@ import hashlib
 import json
 import subprocess
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from stages.reporting.inputs import ReportInputs, ReportSettings
-
-Row = dict[str, Any]
-
-KILO, WATT_HOUR = 1000, 3600  # joules of a watt-hour
+from stages.results.served_records import TORCH_ENGINE
+from stages.results.torch_records import Cell
+from stages.telemetry.stage_log import StageRun
 
 
 @dataclass(frozen=True)
@@ -26,9 +25,9 @@ class Provenance:
     digest: str  # of the parameters' values
     commit: "CommitState | None"  # None outside a git repository, or without git
     versions: dict[str, str]
-    target: tuple[Any, ...] | None  # (model, revision, digest of its configuration), as the timing grid has it
+    target: list[str | None] | None  # (model, revision, digest of its configuration), as the timing grid has it
     weights: dict[str, str]
-    tables: dict[str, str]
+    tables: dict[str, str]  # sha256 of each file, by which a page and its tables are known to belong together
 
 
 @dataclass(frozen=True)
@@ -52,19 +51,19 @@ class CommitState:
 def build_provenance(settings: ReportSettings, found: ReportInputs, tables: Iterable[Path]) -> Provenance:
     return Provenance(
         machines=group_machines(found.cells),
-        seeds=sorted({cell["seed"] for cell in [*found.cells, *found.served]}),
+        seeds=sorted({cell.seed for cell in [*found.cells, *found.served]}),
         digest=settings.params_digest,
         commit=read_commit(),
         versions=list_installed_versions("aerie", "matplotlib", "jinja2"),
-        target=next((cost["target"] for cost in found.predicted.costs if cost["target"]), None),
-        weights=found.weights,
-        tables=digest_each_file(tables),
+        target=next((cost.target for cost in found.predicted.costs if cost.target), None),
+        weights={name: report.weights for name, report in found.checkpoints.items()},
+        tables={str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in tables},
     )
 
 
-def group_machines(cells: list[Row]) -> list[MachineGroup]:
+def group_machines(cells: Sequence[Cell]) -> list[MachineGroup]:
     """Return the machines that cells were measured on, most cells first; latencies of different machines do not compare."""
-    counts = Counter(json.dumps([c["hardware"], c["versions"], c["engine"]], sort_keys=True) for c in cells)
+    counts = Counter(json.dumps([c.hardware, c.versions, c.engine], sort_keys=True) for c in cells)
     return [MachineGroup(count, *json.loads(text)) for text, count in counts.most_common()]
 
 
@@ -94,11 +93,6 @@ def list_installed_versions(*packages: str) -> dict[str, str]:
     return found
 
 
-def digest_each_file(files: Iterable[Path]) -> dict[str, str]:
-    """Return the sha256 of each file, by which a page and its tables are known to belong together."""
-    return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-
-
 # Seconds and joules
 
 
@@ -123,47 +117,38 @@ class StageRunSummary:
     counted: bool  # whether any GPU counted its energy
 
 
-def summarise_stage_runs(stages: dict[str, Row], cells: list[Row]) -> StageRunSummary:
-    """Return sums of seconds, GPUs and joules.
-
-    `stages` holds the last logged run of each stage (telemetry/stage_log.py); a cell has the same three keys.
-    """
-    lines = [_sum_runs(name, [record]) for name, record in stages.items()]
-    groups = dict.fromkeys((_get_cell_stage(cell), cell["workload"]) for cell in cells)
-    for stage, workload in groups:
-        members = [cell for cell in cells if (_get_cell_stage(cell), cell["workload"]) == (stage, workload)]
-        lines.append(_sum_runs(f"{stage}, {workload}", members))
+def summarise_stage_runs(stages: Mapping[str, StageRun | Cell], cells: Sequence[Cell]) -> StageRunSummary:
+    """Return sums of seconds, GPUs and joules of the last logged run of each stage, and of the cells."""
+    groups: dict[str, list[StageRun | Cell]] = {name: [run] for name, run in stages.items()}
+    for cell in cells:
+        stage = "benchmark" if cell.engine == TORCH_ENGINE else "benchmark_served"
+        groups.setdefault(f"{stage}, {cell.workload}", []).append(cell)
     every = [*stages.values(), *cells]
-    return StageRunSummary(lines, _sum_runs("all", every), any(record["joules"] is not None for record in every))
+    lines = [_sum_runs(name, records) for name, records in groups.items()]
+    return StageRunSummary(lines, _sum_runs("all", every), any(record.joules is not None for record in every))
 
 
-def _get_cell_stage(cell: Row) -> str:
-    return "benchmark" if cell["engine"] == "torch" else "benchmark_served"
-
-
-def _sum_runs(stage: str, records: list[Row]) -> StageRunTotals:
-    joules = [record["joules"] for record in records if record["gpus"]]
-    gpus = dict.fromkeys(_count_gpu_names(record["gpus"]) for record in records if record["gpus"])
+def _sum_runs(stage: str, records: Sequence[StageRun | Cell]) -> StageRunTotals:
+    joules = [record.joules for record in records if record.gpus]
+    known = [value for value in joules if value is not None]
+    counts = [Counter(record.gpus) for record in records if record.gpus]
+    gpus = dict.fromkeys(", ".join(f"{count} x {name}" for name, count in each.items()) for each in counts)
     return StageRunTotals(
         stage,
         runs=len(records),
-        seconds=sum(record["seconds"] for record in records),
-        gpu_seconds=sum(record["seconds"] * len(record["gpus"]) for record in records),
+        seconds=sum(record.seconds for record in records),
+        gpu_seconds=sum(record.seconds * len(record.gpus) for record in records),
         gpus="; ".join(gpus),
-        joules=None if not joules or None in joules else sum(joules),
+        joules=sum(known) if joules and len(known) == len(joules) else None,
     )
-
-
-def _count_gpu_names(names: list[str]) -> str:
-    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
 
 
 def format_energy(joules: float | None) -> str:
     """Return Wh, from a thousand on kWh, and a dash for None."""
     if joules is None:
         return "–"
-    hours = joules / WATT_HOUR
-    return f"{hours / KILO:.3g} kWh" if hours >= KILO else f"{hours:.3g} Wh"
+    hours = joules / 3600
+    return f"{hours / 1000:.3g} kWh" if hours >= 1000 else f"{hours:.3g} Wh"
 
 
 def format_duration(seconds: float) -> str:

@@ -27,5 +27,4 @@ def format_number(value: float | None, digits: int = 2, times: float = 1.0) -> s
 
 
 def format_interval(low: float | None, high: float | None, missing: str = "") -> str:
-    """Return an interval, or `missing` where an end is None, or "" as in a CSV."""
-    return missing if low in (None, "") or high in (None, "") else f"{low:.2f}-{high:.2f}"
+    return missing if low is None or high is None else f"{low:.2f}-{high:.2f}"

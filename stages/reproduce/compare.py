@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from stages.literature import comparison, own_beside_published, published
+from stages.literature.comparison import CellRecord
 from stages.literature.published import MEAN_DATASET, UNKNOWN, PublishedRow
 from stages.params import schema
 from stages.params.recipe import PublishedMatch, Recipe, RecipeCells
 from stages.reproduce import estimate
 from stages.results import served_records, torch_records
+from stages.results.served_records import ServedCell
 from stages.runtime import atomic
 from stages.telemetry.run_stage import run_stage
 
@@ -25,7 +27,6 @@ COMPARISON_COLUMNS = (
     "publication", "table", "label", "draft", "dataset", "temperature", "tree", "metric", "unit", "published", "ours", "spread",
     "no_interval", "ratio", "tolerance", "verdict", "why", "taken", "cell",
 )  # fmt: skip
-Cell = dict[str, Any]
 PLAIN_METHOD = "plain"  # the method of published baselines
 SHOWN_COLUMNS = ("draft", "dataset", "T", "tree", "metric", "published", "ours", "ratio", "tolerance", "verdict")
 
@@ -47,11 +48,7 @@ def main(recipe_file: str, params_file: str) -> None:
 def match_published_numbers(
     recipe: Recipe, model: str, publications: dict[str, published.Publication]
 ) -> tuple[list[comparison.PublishedComparison], Counter[str]]:
-    """Return every comparison, and how many numbers have no cell, by reason.
-
-    Raises:
-        ValueError: where the recipe names a publication that does not exist.
-    """
+    """Return every comparison, and how many numbers have no cell, by reason. Raises ValueError for an unknown publication."""
     comparisons: list[comparison.PublishedComparison] = []
     left_out: Counter[str] = Counter()
     for name, group in itertools.groupby(recipe.beside, lambda match: match.publication):
@@ -62,7 +59,8 @@ def match_published_numbers(
         for row in publications[name].rows:
             if row.setting.target not in targets:
                 continue
-            match = next((match for match in matches if _has_settings(row, match.rows)), None)
+            setting = row.setting.model_dump().items()
+            match = next((match for match in matches if match.rows.items() <= setting), None)
             if match is None:
                 left_out[_explain_unmatched(row)] += 1
             elif (measure := match.measures.get(row.metric, row.metric)) not in comparison.MEASURES:
@@ -72,10 +70,6 @@ def match_published_numbers(
             else:
                 comparisons.append(_build_comparison(row, match, measure, recipe, model))
     return comparisons, left_out
-
-
-def _has_settings(row: PublishedRow, wanted: dict[str, str | float | None]) -> bool:
-    return all(getattr(row.setting, key) == value for key, value in wanted.items())
 
 
 def _explain_unmatched(row: PublishedRow) -> str:
@@ -90,15 +84,14 @@ def _build_comparison(
 ) -> comparison.PublishedComparison:
     """Return the comparison, with the recipe's assumptions for settings that the source does not state."""
     assumed = {key: value for key, value in match.assumed.items() if getattr(row.setting, key) == UNKNOWN}
-    setting: Any = replace(row.setting, **assumed)  # type: ignore[arg-type]
-    row = replace(row, setting=setting)
+    row = replace(row, setting=row.setting.model_copy(update=assumed))
     name, cell, baseline = _find_cells(match.cells, row.setting.tree)
     obstacles = list(_list_substitutes(row, recipe, model))
     own = comparison.measure_cell(measure, cell, baseline) if cell else None
     if cell:
         obstacles += comparison.list_obstacles(row, cell, row.metric in match.measures)
-        if cell.get("status") == served_records.UNSUPPORTED:
-            obstacles.append(f"unsupported: {cell['reason']}")
+        if isinstance(cell, ServedCell) and cell.status == served_records.UNSUPPORTED:
+            obstacles.append(f"unsupported: {cell.reason}")
         elif own is None:
             obstacles.append("this cell doesn't hold it, or has no baseline with its fingerprint")
     return comparison.PublishedComparison(
@@ -123,7 +116,7 @@ def _list_substitutes(row: PublishedRow, recipe: Recipe, model: str) -> Iterator
             yield f"another {what}: {text}"
 
 
-def _find_cells(cells: RecipeCells, tree: str | None) -> tuple[str, Cell | None, Cell | None]:
+def _find_cells(cells: RecipeCells, tree: str | None) -> tuple[str, CellRecord | None, CellRecord | None]:
     """Return (the cell's name, the cell, its baseline), None for those that do not exist."""
     workload, checkpoint = cells.workload, cells.checkpoint
     tree = tree if checkpoint else None
@@ -135,10 +128,10 @@ def _find_cells(cells: RecipeCells, tree: str | None) -> tuple[str, Cell | None,
     baseline_file = served_records.locate_served_cell(workload, None, None)
     cell = served_records.read_served_cell(workload, checkpoint, tree) if file.exists() else None
     baseline = served_records.read_served_cell(workload, None, None) if checkpoint and baseline_file.exists() else None
-    if cell and baseline and cell["fingerprint"] != baseline["fingerprint"]:
+    if cell and baseline and cell.fingerprint != baseline.fingerprint:
         baseline = None
-    if cell and cell["baseline_points"]:  # plain decoding was measured in turns with it
-        baseline = cell | {"points": cell["baseline_points"]}
+    if cell and cell.baseline_points:  # plain decoding was measured in turns with it
+        baseline = cell.model_copy(update={"points": cell.baseline_points})
     return file.stem, cell, baseline
 
 
@@ -187,7 +180,7 @@ def _format_table(comparisons: list[comparison.PublishedComparison]) -> Iterator
             line["draft"] or "none", ", ".join(filter(None, (line["dataset"], line["label"]))),
             line["temperature"], line["tree"] or "none",
             f"{line['metric']} ({line['unit']})", f"{each.published.value:.{each.published.decimals}f}",
-            *(_format_brief(line[key]) for key in ("ours", "ratio")), f"{each.tolerance:.1%}",
+            *("" if line[key] is None else f"{line[key]:.4g}" for key in ("ours", "ratio")), f"{each.tolerance:.1%}",
             each.verdict + (f" ({marks})" if marks else ""),
         ]  # fmt: skip
         yield f"| {' | '.join(map(str, cells))} |"
@@ -207,10 +200,6 @@ def _build_csv_row(each: comparison.PublishedComparison) -> dict[str, Any]:
         "no_interval": own.no_interval if own else "", "ratio": each.ratio, "tolerance": each.tolerance, "verdict": each.verdict,
         "why": "; ".join(each.obstacles), "taken": "; ".join(each.assumptions), "cell": each.cell,
     }  # fmt: skip
-
-
-def _format_brief(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
 
 
 if __name__ == "__main__":

@@ -77,6 +77,15 @@ class RecipeEstimate:
         self.add_line(what, f"{seconds / 3600:.2g} GPU-hours", how)
 
 
+@dataclass(frozen=True)
+class RowCounts:
+    train: int
+    stored_train: int  # of them those whose hidden states are stored
+    evaluated: int  # rows of one eval set, at most
+    sets: int  # of eval rows
+    length: int  # tokens of a row
+
+
 def main(recipe_file: str, params_file: str) -> None:
     p = schema.load_params(Path(params_file))
     recipe = _describe_params(p) if recipe_file == "-" else schema.read_recipe(Path(recipe_file))[0]
@@ -86,29 +95,20 @@ def main(recipe_file: str, params_file: str) -> None:
 
 def _describe_params(p: schema.Params) -> Recipe:
     """Return the description of a recipe of no other rows than the parameters': each as long as they allow."""
-    longest = p.extract_hiddens.max_length
-    return Recipe(
-        status="validated only",
-        pins={},
-        substitutes={},
-        notes=[],
-        train_rows=None,
-        row_tokens=longest,
-        tolerance={},
-        beside=[],
-    )
+    nothing: dict[str, Any] = {"pins": {}, "substitutes": {}, "notes": [], "tolerance": {}, "beside": [], "train_rows": None}
+    return Recipe(status="validated only", row_tokens=p.extract_hiddens.max_length, **nothing)
 
 
 def estimate_recipe(p: schema.Params, recipe: Recipe) -> RecipeEstimate:
     target = read_target_size(p)
     draft = init_draft.infer_config(p, target.manifest)
-    result = RecipeEstimate(missing=_list_missing_files(p))
+    result, rows = RecipeEstimate(missing=_list_missing_files(p)), _count_rows(p, recipe)
     _add_sizes(result, p, target, draft)
-    _add_disk(result, p, recipe, target, draft)
+    _add_disk(result, p, rows, target, draft)
     if p.target.device == "cpu":
         result.add_line("GPU", "none", "target.device is cpu")
     else:
-        _add_hours(result, p, recipe, target, draft)
+        _add_hours(result, p, rows, target, draft)
         result.add_line("together", f"{result.gpu_hours:.2g} GPU-hours", "of an H200")
     result.add_line("together", f"{result.disk_bytes / GIB:.2f} GiB", "in this folder")
     return result
@@ -118,11 +118,7 @@ def estimate_recipe(p: schema.Params, recipe: Recipe) -> RecipeEstimate:
 
 
 def read_target_size(p: schema.Params) -> TargetSize:
-    """Return the target's size.
-
-    Raises:
-        ValueError: where no config of the target is recorded.
-    """
+    """Return the target's size. Raises ValueError where no config of the target is recorded."""
     path = TARGETS_FOLDER / f"{p.target.model.rstrip('/').rsplit('/', 1)[-1]}.json"
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in TARGETS_FOLDER.glob("*.json")))
@@ -183,27 +179,22 @@ def _add_sizes(result: RecipeEstimate, p: schema.Params, target: TargetSize, dra
 
 
 def _add_disk(
-    result: RecipeEstimate, p: schema.Params, recipe: Recipe, target: TargetSize, draft: dict[str, Any]
+    result: RecipeEstimate, p: schema.Params, rows: RowCounts, target: TargetSize, draft: dict[str, Any]
 ) -> None:
     manifest, total = target.manifest, sum(count_draft_parameters(draft).values())
-    token = _count_token_bytes(p, manifest)
-    length = min(recipe.row_tokens, p.extract_hiddens.max_length)
-    train = 0 if p.extract_hiddens.online else _get_train_rows(p, recipe)
-    sets = 2 if p.sample_target.eval_temperature else 1
-    rows = train + sets * _get_eval_rows(p)
-    how = f"{train:,} + {sets} * {_get_eval_rows(p):,} rows * {length:,} tokens * {token:,.1f} bytes"
-    result.add_disk("hidden states", rows * length * token, how)
-    segments = p.train_draft.checkpoints
-    weights = _get_itemsize(p.train_draft.dtype)
+    token, stored = _count_token_bytes(p, manifest), rows.stored_train + rows.sets * rows.evaluated
+    counts = f"{rows.stored_train:,} + {rows.sets} * {rows.evaluated:,} rows"
+    how = f"{counts} * {rows.length:,} tokens * {token:,.1f} bytes"
+    result.add_disk("hidden states", stored * rows.length * token, how)
+    segments, weights = p.train_draft.checkpoints, _get_itemsize(p.train_draft.dtype)
     # e000 is float32; a segment keeps its draft, float32 weights and two moments, and another set while it runs.
     kept = len(segments) + 1 if segments else 0
     how = f"{format_count(total)} * (4 + {kept} * ({weights} + 12)) bytes"
     result.add_disk("checkpoints", total * (4 + kept * (weights + 12)), how)
     if imported := p.import_draft.checkpoints:
-        result.add_disk(
-            "imported drafts", 2 * total * len(imported), f"{len(imported)} * {format_count(total)} * 2 bytes"
-        )
-        result.download_bytes += 2 * total * len(imported)
+        size = 2 * total * len(imported)
+        result.add_disk("imported drafts", size, f"{len(imported)} * {format_count(total)} * 2 bytes")
+        result.download_bytes += size
     if manifest.model.startswith("builtin/"):
         result.add_disk("target", 4 * target.parameters, f"{format_count(target.parameters)} * 4 bytes")
     else:
@@ -226,8 +217,13 @@ def _count_token_bytes(p: schema.Params, manifest: TargetManifest) -> float:
     return format.count_token_bytes(manifest.hidden_size, dtype, is_multimodal) + visual
 
 
-def _get_train_rows(p: schema.Params, recipe: Recipe) -> int:
-    return p.sample_target.train_rows or recipe.train_rows or 0
+def _count_rows(p: schema.Params, recipe: Recipe) -> RowCounts:
+    train, length = (
+        p.sample_target.train_rows or recipe.train_rows or 0,
+        min(recipe.row_tokens, p.extract_hiddens.max_length),
+    )
+    sets = 2 if p.sample_target.eval_temperature else 1
+    return RowCounts(train, 0 if p.extract_hiddens.online else train, _get_eval_rows(p), sets, length)
 
 
 def _get_eval_rows(p: schema.Params) -> int:
@@ -239,20 +235,18 @@ def _get_eval_rows(p: schema.Params) -> int:
 
 
 def _add_hours(
-    result: RecipeEstimate, p: schema.Params, recipe: Recipe, target: TargetSize, draft: dict[str, Any]
+    result: RecipeEstimate, p: schema.Params, rows: RowCounts, target: TargetSize, draft: dict[str, Any]
 ) -> None:
-    length = min(recipe.row_tokens, p.extract_hiddens.max_length)
-    train, sets = _get_train_rows(p, recipe), 2 if p.sample_target.eval_temperature else 1
-    rows = train + sets * _get_eval_rows(p)
+    length, train = rows.length, rows.train
     if p.sample_target.backend != "keep":
-        _add_sampling(result, p, target, rows, min(length, p.sample_target.max_new_tokens))
-    stored = rows - (train if p.extract_hiddens.online else 0)
-    flop, share = (
-        compute_target_flop(target, length),
-        EXTRACTING_COMPILED_SHARE if p.extract_hiddens.compile else EXTRACTING_SHARE,
-    )
+        _add_sampling(
+            result, p, target, train + rows.sets * rows.evaluated, min(length, p.sample_target.max_new_tokens)
+        )
+    stored, flop = rows.stored_train + rows.sets * rows.evaluated, compute_target_flop(target, length)
+    share = EXTRACTING_COMPILED_SHARE if p.extract_hiddens.compile else EXTRACTING_SHARE
+    note = "; measured on dense targets only" if target.mixture else ""
     how = f"{stored:,} rows * {length:,} tokens * {flop / 1e9:.2f} GFLOP at {share:.1%} of {PEAK_FLOPS / 1e12:.0f} TFLOP/s"
-    result.add_hours("extract_hiddens", stored * length * flop / (share * PEAK_FLOPS), how + _note_mixture(target))
+    result.add_hours("extract_hiddens", stored * length * flop / (share * PEAK_FLOPS), how + note)
     if segments := p.train_draft.checkpoints:
         epochs = sum(segment.epochs for segment in segments.values())
         flop, share = compute_train_flop(target.manifest, draft, p.train_draft.ttt_steps), TRAINING_SHARE
@@ -347,10 +341,6 @@ def _estimate_served_step(p: schema.Params, target: TargetSize, at_once: int, co
     return (
         weights * _get_itemsize(p.target.dtype) + at_once * context * target.kv_bytes(p.target.dtype)
     ) / SERVED_BYTES_S
-
-
-def _note_mixture(target: TargetSize) -> str:
-    return "; measured on dense targets only" if target.mixture else ""
 
 
 def _list_missing_files(p: schema.Params) -> list[str]:

@@ -10,26 +10,16 @@
 cost_fit.py fits the terms. This module does not import numpy, so that the table in the terminal appears at once.
 """
 
-from dataclasses import asdict, dataclass
-from typing import Any
-
+from stages.params.tree_shape import TreeShape
 from stages.results import interval
+from stages.results.record import Record
 
-Row = dict[str, Any]
-
-COST_TERMS = (
-    "cycle",
-    "verify row",
-    "draft step",
-    "sequence",
-    "draft row",
-    "beyond",
-)  # in the order in which a fit adds them
+# In the order in which a fit adds them.
+COST_TERMS = ("cycle", "verify row", "draft step", "sequence", "draft row", "beyond")
 
 
-@dataclass(frozen=True)
-class CostModel:
-    """Fitted terms. The field names are keys of files (results/cost/)."""
+class CostModel(Record):
+    """Fitted terms."""
 
     seconds: dict[str, float]  # of a term, per unit; without terms that the grid can't determine
     knee: int | None  # rows of a verify pass; None without a knee
@@ -45,26 +35,19 @@ class CostModel:
         assert found is not None, "a fit has at least cost_fit.MIN_POINTS points"
         return found
 
-    def to_json(self) -> Row:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, found: Row) -> "CostModel":
-        return cls(**found)
-
-    def predict_cycle_s(self, steps: int, topk: int, tokens: int, batch: int) -> float:
-        given = count_term_units(steps, topk, tokens, batch, self.knee)
+    def predict_cycle_s(self, tree: TreeShape, batch: int) -> float:
+        given = count_term_units(tree, batch, self.knee)
         return sum(seconds * given[term] for term, seconds in self.seconds.items())
 
 
-def count_term_units(steps: int, topk: int, tokens: int, batch: int, knee: int | None) -> dict[str, float]:
+def count_term_units(tree: TreeShape, batch: int, knee: int | None) -> dict[str, float]:
     """Return how many units of each term a cycle has. The first draft step has one row a sequence, each later one topk."""
-    verified = tokens * batch
+    verified = tree.num_draft_tokens * batch
     return {
         "cycle": 1,
         "verify row": verified,
-        "draft step": steps,
+        "draft step": tree.num_steps,
         "sequence": batch,
-        "draft row": (steps - 1) * (topk * batch - 1) + batch - 1,
+        "draft row": (tree.num_steps - 1) * (tree.topk * batch - 1) + batch - 1,
         "beyond": 0 if knee is None else max(0, verified - knee),
     }

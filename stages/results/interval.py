@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -100,7 +99,7 @@ def compute_tau_intervals(accepted: np.ndarray, cycles: np.ndarray, num_steps: S
     with np.errstate(divide="ignore", invalid="ignore"):  # with fewer than two clusters, which give no interval
         middle = drafts.sum(0) / passes.sum(0)
         without = (drafts.sum(0) - drafts) / (passes.sum(0) - passes)
-    half = _jackknife(without, middle, passes).half
+    half = _compute_jackknife_half(without, middle, passes)
     ends = np.stack([middle - half, middle + half]).clip(0, np.asarray(num_steps)) + 1
     return [None if math.isnan(low) else Interval(low, high) for low, high in ends.T.tolist()]
 
@@ -134,7 +133,7 @@ def compute_ratio_interval(above: Sequence[float], below: Sequence[float]) -> In
         return None
     x, y = np.array(above, dtype=float), np.array(below, dtype=float)
     middle, without = np.log(x.sum() / y.sum()), np.log((x.sum() - x) / (y.sum() - y))
-    half = float(_jackknife(without, middle, y).half)
+    half = float(_compute_jackknife_half(without, middle, y))
     return Interval(float(np.exp(middle - half)), float(np.exp(middle + half)))
 
 
@@ -151,26 +150,16 @@ def _compute_log_speedup_half(sums: Sequence[np.ndarray]) -> float:
     without = _compute_log_speedup([total - each for total, each in zip(totals, sums, strict=True)])
     _, seconds, _, plain_seconds = sums
     weights = seconds / seconds.sum() + plain_seconds / plain_seconds.sum()
-    return float(_jackknife(without, _compute_log_speedup(totals), weights).half)
+    return float(_compute_jackknife_half(without, _compute_log_speedup(totals), weights))
 
 
-@dataclass(frozen=True)
-class _Jackknife:
-    """Errors and degrees of freedom; NaN with fewer than two clusters."""
+def _compute_jackknife_half(without: np.ndarray, whole: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Return half of the interval of an estimate `whole` [...]; NaN with fewer than two clusters.
 
-    error: np.ndarray  # [...]
-    freedom: np.ndarray  # [...]
-
-    @property
-    def half(self) -> np.ndarray:
-        from scipy.special import stdtrit
-
-        return stdtrit(self.freedom, (1 + SHARE) / 2) * self.error
-
-
-def _jackknife(without: np.ndarray, whole: np.ndarray, weights: np.ndarray) -> _Jackknife:
-    """Return the error of an estimate `whole` [...] from those `without` each cluster [C, ...], of `weights` [C, ...]."""
+    It follows from the estimates `without` each cluster [C, ...], of `weights` [C, ...].
+    """
     import numpy as np
+    from scipy.special import stdtrit
 
     counted = weights > 0
     clusters = counted.sum(0)
@@ -179,7 +168,7 @@ def _jackknife(without: np.ndarray, whole: np.ndarray, weights: np.ndarray) -> _
     with np.errstate(divide="ignore", invalid="ignore"):
         error = np.sqrt((clusters - 1) / clusters * squares)
         freedom = _compute_degrees_of_freedom(weights / weights.sum(0))
-    return _Jackknife(np.where(enough, error, np.nan), np.where(enough, freedom, np.nan))
+    return np.where(enough, stdtrit(freedom, (1 + SHARE) / 2) * error, np.nan)
 
 
 def _compute_degrees_of_freedom(shares: np.ndarray) -> np.ndarray:

@@ -114,12 +114,7 @@ def pool_counts(
     if records is not None:
         names = [clusters.get_cluster(prompt_set, r.question_id) for r in records]
     pooled = metrics.pool_acceptance([c.accepted for c in counts], [c.cycles for c in counts], num_steps, names)
-    return {
-        "tau": pooled.tau,
-        "tau_low": pooled.tau_low,
-        "tau_high": pooled.tau_high,
-        "accept_rate": pooled.accept_rate,
-        "node_accept_rate": pooled.compute_node_accept_rate(num_draft_tokens),
+    return pooled.list_rates(num_draft_tokens) | {
         "cycles": pooled.cycles,
         "accepted": pooled.accepted,
         "histogram": metrics.add_histograms([c.histogram for c in counts], num_steps),

@@ -30,9 +30,15 @@ class AcceptanceMetrics:
     cycles: int
     accepted: int
 
-    def compute_node_accept_rate(self, num_draft_tokens: int) -> float:
-        """Return the share of verified draft tokens that were accepted; the root is not one of them."""
-        return self.accepted / max(1, self.cycles * (num_draft_tokens - 1))
+    def list_rates(self, num_draft_tokens: int) -> dict[str, float | None]:
+        """Return the figures as cells hold them; the node accept rate is a share of the drafts verified, without the root."""
+        return {
+            "tau": self.tau,
+            "tau_low": self.tau_low,
+            "tau_high": self.tau_high,
+            "accept_rate": self.accept_rate,
+            "node_accept_rate": self.accepted / max(1, self.cycles * (num_draft_tokens - 1)),
+        }
 
 
 def pool_acceptance(
@@ -87,12 +93,7 @@ def compute_cell_metrics(
         None,
         None,
     )
-    return {
-        "tau": pooled.tau,
-        "tau_low": pooled.tau_low,
-        "tau_high": pooled.tau_high,
-        "accept_rate": pooled.accept_rate,
-        "node_accept_rate": pooled.compute_node_accept_rate(num_draft_tokens),
+    return pooled.list_rates(num_draft_tokens) | {
         "prefill_latency_s": float(np.mean([row["prefill_latency_s"] for row in rows])),
         "e2e_latency_s": seconds / len(rows),
         "output_tok_s": output_tok_s,

@@ -8,112 +8,134 @@ one of them is unknown, there is no interval.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stages.results import cost_model, interval
+from stages.params.tree_shape import TreeShape
+from stages.results import interval
+from stages.results.cost_model import CostModel
+from stages.results.record import Record, TableRow
+from stages.results.replay_records import ReplayedTree, select_temperature
+from stages.results.timing_grid import PlainStepTime, TimingGrid
 from stages.runtime import atomic
 
-Row = dict[str, Any]
-
-PREDICTION_TABLE, LAUNCH_FILE = Path("results/predicted.csv"), Path("results/launch.json")
-COST_NAME_COLUMNS = ("engine", "workload", "max_new_tokens")  # the latter two null for the torch engine
-TREE_COLUMNS = ("steps", "topk", "tokens")
-PREDICTION_COLUMNS = (
-    *COST_NAME_COLUMNS,
-    "temperature",
-    "checkpoint",
-    *TREE_COLUMNS,
-    "concurrency",
-    "tau",
-    "tau_low",
-    "tau_high",
-    "C",
-    "speedup",
-    "low",
-    "high",
-)
-LOAD_COLUMNS = (*COST_NAME_COLUMNS[1:], "temperature", "concurrency")
+LAUNCH_FILE = Path("results/launch.json")
 LAUNCHABLE_ENGINES = ("sglang", "vllm")  # whose flags are known
 
 
-def predict_speedups(cost: Row, checkpoint: str, temperature: float, trees: Iterable[Row]) -> list[Row]:
-    """Return a row for each tree within the timing grid and each batch with a plain step.
+class PredictedSpeedup(TableRow):
+    """The predicted speedup of a tree at one load."""
 
-    Args:
-        cost: a timing_grid.TimingGrid.
-        trees: rows of replay_records.
-    """
-    fit, within = cost_model.CostModel.from_json(cost["fit"]), get_grid_bounds(cost["grid"])
-    names = {name: cost[name] for name in COST_NAME_COLUMNS} | {"temperature": temperature, "checkpoint": checkpoint}
-    found = []
+    TABLE = Path("results/predicted.csv")
+
+    engine: str
+    workload: str | None  # None for the torch engine, as `max_new_tokens`
+    max_new_tokens: int | None
+    temperature: float
+    checkpoint: str
+    steps: int
+    topk: int
+    tokens: int
+    concurrency: int
+    tau: float
+    tau_low: float | None
+    tau_high: float | None
+    C: float
+    speedup: float
+    low: float | None
+    high: float | None
+
+    @property
+    def shape(self) -> TreeShape:
+        return TreeShape(self.steps, self.topk, self.tokens)
+
+    @property
+    def load(self) -> tuple[str | None, int | None, float, int]:
+        return self.workload, self.max_new_tokens, self.temperature, self.concurrency
+
+
+class _LaunchedEngine(Record):
+    engine: str
+    timed_on: str  # the engine of the timing grid
+    enable: bool
+
+
+class LaunchAdvice(PredictedSpeedup, _LaunchedEngine):
+    """What to launch at one load: `results/launch.json` has these keys in this order."""
+
+    flags: list[str]  # none if speculation is not worth enabling
+
+
+@dataclass(frozen=True)
+class SpeedupEstimate:
+    """A speedup tau / C, and its 95% interval where it is known."""
+
+    tau: float
+    C: float
+    speedup: float
+    low: float | None
+    high: float | None
+
+
+def predict_speedups(
+    cost: TimingGrid, checkpoint: str, temperature: float, trees: Iterable[ReplayedTree]
+) -> list[PredictedSpeedup]:
+    """Return the prediction for each tree within the timing grid and each batch with a plain step."""
+    within, found = get_grid_bounds(cost), []
     for tree in select_temperature(trees, temperature):
-        tau, ends = get_tau_interval(tree)
-        low, high = ends or (None, None)
-        for plain in cost["plain"]:
-            place = tree["steps"], tree["topk"], tree["tokens"], plain["batch"]
-            if is_inside_grid(within, *place):
-                c = fit.predict_cycle_s(*place) / plain["step_s"]
-                shape = dict(zip((*TREE_COLUMNS, "concurrency"), place, strict=True))
+        for plain in cost.plain:
+            if is_inside_grid(within, tree.shape, plain.batch):
+                cycle_s = cost.fit.predict_cycle_s(tree.shape, plain.batch)
                 found.append(
-                    names
-                    | shape
-                    | {"tau": tau, "tau_low": low, "tau_high": high, "C": c}
-                    | compute_speedup_interval(tau, ends, c, compute_prediction_error(fit, plain))
+                    PredictedSpeedup(
+                        **{name: cost[name] for name in ("engine", "workload", "max_new_tokens")},
+                        temperature=temperature,
+                        checkpoint=checkpoint,
+                        **{name: tree[name] for name in ("steps", "topk", "tokens", "tau_low", "tau_high")},
+                        concurrency=plain.batch,
+                        **vars(estimate_speedup(tree, cycle_s, cost.fit, plain)),
+                    )
                 )
     return found
 
 
-def select_temperature(trees: Iterable[Row], temperature: float) -> list[Row]:
-    """Return the replayed trees of one temperature."""
-    return [tree for tree in trees if tree["temperature"] == temperature]
-
-
-def get_tau_interval(tree: Row) -> tuple[float, interval.Interval | None]:
-    """Return a replayed tau and its interval; None if one conversation was replayed."""
-    ends = [float(tree[end]) for end in ("tau_low", "tau_high") if tree[end] not in ("", None)]
-    return float(tree["tau"]), interval.Interval(*ends) if ends else None
-
-
-def compute_prediction_error(fit: cost_model.CostModel, plain: Row) -> float | None:
-    """Return half of the 95% interval of C, as a share; None if the plain step was timed in one repeat."""
-    of_step = interval.compute_margin(plain["error"], plain["samples"])
-    return None if of_step is None else math.hypot(fit.margin, of_step)
-
-
-def compute_speedup_interval(tau: float, ends: interval.Interval | None, c: float, error: float | None) -> Row:
+def estimate_speedup(tree: ReplayedTree, cycle_s: float, fit: CostModel, plain: PlainStepTime) -> SpeedupEstimate:
     """Return tau / C and its 95% interval: independent errors, as shares (logarithms), add by their squares.
 
-    The interval is None if tau's is, or if the error of C is unknown.
+    The errors are tau's, that of the fit, and that of the plain step. If one is unknown (one conversation was replayed, or the
+    plain step was timed in one repeat) there is no interval.
     """
-    found = tau / c
-    if ends is None or error is None:
-        return {"speedup": found, "low": None, "high": None}
-    down, up = (math.hypot(math.log(a / b), error) for a, b in ((tau, ends.low), (ends.high, tau)))
-    return {"speedup": found, "low": found * math.exp(-down), "high": found * math.exp(up)}
+    c = cycle_s / plain.step_s
+    found, step_error = tree.tau / c, interval.compute_margin(plain.error, plain.samples)
+    if tree.tau_low is None or tree.tau_high is None or step_error is None:
+        return SpeedupEstimate(tree.tau, c, found, None, None)
+    error = math.hypot(fit.margin, step_error)
+    down, up = (math.hypot(math.log(a / b), error) for a, b in ((tree.tau, tree.tau_low), (tree.tau_high, tree.tau)))
+    return SpeedupEstimate(tree.tau, c, found, found * math.exp(-down), found * math.exp(up))
 
 
-def get_grid_bounds(grid: Iterable[Row]) -> dict[str, tuple[int, int]]:
+def get_grid_bounds(cost: TimingGrid) -> dict[str, tuple[int, int]]:
     """Return the smallest and largest timed value of each axis."""
-    rows = list(grid)
-    return {axis: (min(r[axis] for r in rows), max(r[axis] for r in rows)) for axis in (*TREE_COLUMNS, "batch")}
+    axes = {axis: [point[axis] for point in cost.grid] for axis in ("steps", "topk", "tokens", "batch")}
+    return {axis: (min(values), max(values)) for axis, values in axes.items()}
 
 
-def is_inside_grid(within: Mapping[str, tuple[int, int]], *place: int) -> bool:
-    """Return whether a place (steps, topk, tokens, batch) lies within the bounds."""
+def is_inside_grid(within: dict[str, tuple[int, int]], tree: TreeShape, batch: int) -> bool:
+    place = tree.num_steps, tree.topk, tree.num_draft_tokens, batch
     return all(low <= at <= high for at, (low, high) in zip(place, within.values(), strict=True))
 
 
-def count_outside_grid(cost: Row, trees: Iterable[Row]) -> int:
+def count_outside_grid(cost: TimingGrid, trees: Iterable[ReplayedTree]) -> int:
     """Return how many trees lie outside the timing grid at every batch."""
-    within = get_grid_bounds(cost["grid"])
-    batches = [plain["batch"] for plain in cost["plain"]]
-    shapes = [tuple(tree[axis] for axis in TREE_COLUMNS) for tree in trees]
-    return sum(not any(is_inside_grid(within, *shape, batch) for batch in batches) for shape in shapes)
+    within = get_grid_bounds(cost)
+    return sum(not any(is_inside_grid(within, tree.shape, plain.batch) for plain in cost.plain) for tree in trees)
 
 
-def choose_launches(predicted: Iterable[Row], flags: Callable[[str, Row], list[str] | None]) -> list[Row]:
+def choose_launches(
+    predicted: Iterable[PredictedSpeedup], flags: Callable[[str, PredictedSpeedup], list[str] | None]
+) -> list[LaunchAdvice]:
     """Return, for each engine, load and concurrency, the runnable tree with the highest predicted speedup.
 
     An engine without a timing grid of its own uses the torch engine's. A tree is worth enabling if the interval's low end is
@@ -124,33 +146,27 @@ def choose_launches(predicted: Iterable[Row], flags: Callable[[str, Row], list[s
     """
     rows, found = list(predicted), []
     for engine in LAUNCHABLE_ENGINES:
-        timed_on = engine if any(row["engine"] == engine for row in rows) else "torch"
-        mine = [row for row in rows if row["engine"] == timed_on]
-        for load in dict.fromkeys(tuple(row[k] for k in LOAD_COLUMNS) for row in mine):
-            can = [
-                (row, how)
-                for row in mine
-                if tuple(row[k] for k in LOAD_COLUMNS) == load and (how := flags(engine, row))
-            ]
-            if can:
-                best, how = max(can, key=lambda pair: pair[0]["speedup"])
-                shown = {k: v for k, v in best.items() if k != "engine"}
-                enable = best["low"] is not None and best["low"] > 1
-                found.append(
-                    {"engine": engine, "timed_on": timed_on, "enable": enable, **shown, "flags": how if enable else []}
-                )
+        timed_on = engine if any(row.engine == engine for row in rows) else "torch"
+        mine = [row for row in rows if row.engine == timed_on]
+        for load in dict.fromkeys(row.load for row in mine):
+            runnable = [(row, how) for row in mine if row.load == load and (how := flags(engine, row))]
+            if runnable:
+                best, how = max(runnable, key=lambda pair: pair[0].speedup)
+                enable = best.low is not None and best.low > 1
+                advice = {"engine": engine, "timed_on": timed_on, "enable": enable, "flags": how if enable else []}
+                found.append(LaunchAdvice.model_validate(best.model_dump() | advice))
     return found
 
 
-def write_predictions(predicted: Iterable[Row], launch: list[Row], costs: list[Row]) -> None:
-    """Write both files; the launch file also has the timing grids, each with its hardware."""
-    atomic.write_csv(PREDICTION_TABLE, PREDICTION_COLUMNS, predicted)
-    atomic.write_json(LAUNCH_FILE, {"launch": launch, "costs": costs})
+def write_launch(launch: list[LaunchAdvice], costs: list[TimingGrid]) -> None:
+    """Write what to launch, and the timing grids, each with its hardware."""
+    content = {"launch": [row.model_dump() for row in launch], "costs": [cost.model_dump() for cost in costs]}
+    atomic.write_json(LAUNCH_FILE, content)
 
 
-def read_launch() -> list[Row]:
+def read_launch() -> list[LaunchAdvice]:
     """Return what to launch. Raises ValueError naming the command to run, if the file is missing."""
-    found = atomic.read_json(LAUNCH_FILE, made_by="report")
-    if not isinstance(found, dict) or "launch" not in found:
+    found: dict[str, Any] = atomic.read_json(LAUNCH_FILE, made_by="report")
+    if "launch" not in found:
         raise ValueError(f"{LAUNCH_FILE} holds nothing to launch; run: dvc repro -f -s report")
-    return found["launch"]
+    return [LaunchAdvice.model_validate(row) for row in found["launch"]]

@@ -1,15 +1,23 @@
-"""The base of the records that stages write to results/ as JSON."""
+"""The base of the records in results/: JSON objects and rows of CSV files, with one reader of each."""
 
-from collections.abc import Mapping
-from typing import Any
+import csv
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from stages.runtime import atomic
+
 
 class Record(BaseModel):
-    """A JSON object with exactly these keys."""
+    """An object with exactly these keys."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    def __getitem__(self, name: str) -> Any:
+        """Return a field whose name is known at run time only, as a column of a table."""
+        return getattr(self, name)
 
     @classmethod
     def list_keys(cls) -> tuple[str, ...]:
@@ -17,9 +25,67 @@ class Record(BaseModel):
 
     @classmethod
     def check(cls, value: Mapping[str, Any]) -> None:
-        """Raises AssertionError if a key is missing or unknown, at any depth. Values are written as given, never converted."""
+        """Raises AssertionError if `value` is no such record. Values are written as given, never converted."""
         try:
             cls.model_validate(value)
         except ValidationError as error:
-            wrong = [(e["type"], e["loc"]) for e in error.errors() if e["type"] in ("missing", "extra_forbidden")]
-            assert not wrong, f"not a {cls.__name__}: {wrong}"
+            raise AssertionError(f"not a {cls.__name__}: {_explain_error(error)}") from None
+
+    @classmethod
+    def read_json(cls, place: Path, made_by: str, definitions: str | None = None) -> Self:
+        """Read a JSON file.
+
+        Raises:
+            ValueError: naming the file and the stage to run, if it is missing, measured by other `definitions`, or no such
+                record.
+        """
+        found = atomic.read_json(place, made_by)
+        if definitions and (held := found.get("definitions", definitions)) != definitions:
+            raise atomic.Broken(f"{place} is measured by {held}, expected {definitions}", atomic.rerun(made_by))
+        try:
+            return cls.model_validate(found)
+        except ValidationError as error:
+            raise atomic.Broken(f"{place} {_explain_error(error)}", atomic.rerun(made_by)) from None
+
+    @classmethod
+    def read_csv(cls, place: Path, made_by: str) -> list[Self]:
+        """Read the rows of a CSV file, empty values as None. Raises ValueError as `read_json`."""
+        if not place.exists():
+            raise atomic.Broken(f"{place} not found", f"run: dvc repro {made_by}")
+        try:
+            with place.open(newline="", encoding="utf-8") as file:
+                lines = csv.DictReader(file)
+                columns, rows = lines.fieldnames or (), list(lines)
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            raise atomic.Broken(f"{place} can't be read as CSV ({error})", atomic.rerun(made_by)) from None
+        if missing := sorted(set(cls.model_fields) - set(columns)):
+            raise atomic.Broken(f"{place} lacks the columns {missing}", atomic.rerun(made_by))
+        try:
+            return [cls.model_validate({name: text or None for name, text in row.items()}) for row in rows]
+        except ValidationError as error:
+            raise atomic.Broken(f"{place} has a line that {_explain_error(error)}", atomic.rerun(made_by)) from None
+
+
+class TableRow(Record):
+    """A row of a CSV table of the report."""
+
+    TABLE: ClassVar[Path]
+
+    @classmethod
+    def read_table(cls) -> list[Self]:
+        """Return the rows of the table. Raises ValueError naming the command to run, if it is missing or broken."""
+        return cls.read_csv(cls.TABLE, "report")
+
+    @classmethod
+    def write_table(cls, rows: Iterable[Self]) -> None:
+        """Write the table. Floats keep every bit, so that figures can be compared between machines."""
+        atomic.write_csv(cls.TABLE, cls.list_keys(), (row.model_dump() for row in rows))
+
+
+def _explain_error(error: ValidationError) -> str:
+    """Return what is missing, or the first wrong value; places in lists are left out."""
+    places = [".".join(part for part in e["loc"] if isinstance(part, str)) for e in error.errors()]
+    if missing := {place for place, e in zip(places, error.errors(), strict=True) if e["type"] == "missing"}:
+        return f"lacks {sorted(missing)}; it was cut or written by another version"
+    first = error.errors()[0]
+    return f"holds a wrong {places[0]}: {first['msg']}, found {first['input']!r:.60}"

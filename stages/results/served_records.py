@@ -4,11 +4,13 @@ A workload that is a sweep has a point for each answer length and concurrency. A
 draft; the report joins a cell and its baseline only if their fingerprints agree.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from stages.results import torch_records
 from stages.results.record import Record
+from stages.results.torch_records import TreeCell
 from stages.runtime import atomic
 
 RAN, UNSUPPORTED = "ran", "unsupported"
@@ -27,6 +29,11 @@ class ServerMemory(Record):
     gpu_serving: float | None
     gpu_after: float | None
     gpu_total: float | None
+
+    @property
+    def held(self) -> float | None:
+        """Return the GPU memory that the server took."""
+        return None if self.gpu_serving is None or self.gpu_before is None else self.gpu_serving - self.gpu_before
 
 
 class PointAcceptance(Record):
@@ -63,6 +70,12 @@ class RequestRow(Record):
     answer: str | None  # a digest of the answer's ids, or of its text
     correct: bool | None  # null if not graded
 
+    @property
+    def decoding_s(self) -> float:
+        """Return the seconds from the first token to the last of an answered request."""
+        assert self.e2e_s is not None and self.ttft_s is not None, "an answered request has times"
+        return self.e2e_s - self.ttft_s
+
 
 class LoadPoint(Record):
     """One load of a server, repeated."""
@@ -77,37 +90,27 @@ class LoadPoint(Record):
     warnings: list[str]  # sentences
 
 
-class ServedCell(Record):
-    """A cell of `benchmark_served`, or of `benchmark` for a workload of loads."""
+class ServedCell(TreeCell):
+    """A cell of `benchmark_served`, or of `benchmark` for a workload of loads. A baseline's draft is null."""
 
-    workload: str
-    checkpoint: str | None  # of a baseline null, as all of its draft
-    tree: str | None
-    num_steps: int | None
-    topk: int | None
-    num_draft_tokens: int | None
-    engine: str
     status: str
     reason: str | None  # why the engine can't run the configuration; there are then no points
-    definitions: str
-    temperature: float
-    top_p: float
-    top_k: int | None
     fingerprint: dict[str, Any]  # what two cells must share: engine, version, flags but the draft's, prompts, GPU
     server: dict[str, Any]  # command: its line; info: what it reports of itself
     memory: ServerMemory
     points: list[LoadPoint]
     baseline_points: list[LoadPoint]  # if the cell measured its own baseline in alternation (interleave), else empty
-    hardware: dict[str, Any]
-    versions: dict[str, str]
-    seconds: float
-    seed: int
-    gpus: list[str]
-    joules: float | None
+
+    @property
+    def memory_sum(self) -> float | None:
+        """Return the GiB of weights, draft and KV cache; None if one of them is unknown."""
+        memory = self.memory
+        parts = [memory.weights, memory.kv_cache, *([memory.draft] if self.checkpoint else [])]
+        known = [part for part in parts if part is not None]
+        return sum(known) if len(known) == len(parts) else None
 
 
-SERVED_CELL_KEYS, MEMORY_KEYS = ServedCell.list_keys(), ServerMemory.list_keys()
-POINT_KEYS, ACCEPTANCE_KEYS, REQUEST_KEYS = LoadPoint.list_keys(), PointAcceptance.list_keys(), RequestRow.list_keys()
+MEMORY_KEYS = ServerMemory.list_keys()
 
 
 def locate_served_cell(workload: str, checkpoint: str | None, tree: str | None, engine: str | None = None) -> Path:
@@ -135,28 +138,15 @@ def name_served_stage(workload: str, checkpoint: str | None, tree: str | None, e
     )
 
 
-def write_served_cell(found: dict[str, Any]) -> Path:
-    """Write a cell and return its path."""
-    ServedCell.check(found)
-    place = locate_served_cell(found["workload"], found["checkpoint"], found["tree"], found["engine"])
-    atomic.write_json(place, found)
+def write_served_cell(cell: Mapping[str, Any]) -> Path:
+    """Write a cell, which must be a ServedCell, and return its path."""
+    ServedCell.check(cell)
+    place = locate_served_cell(cell["workload"], cell["checkpoint"], cell["tree"], cell["engine"])
+    atomic.write_json(place, cell)
     return place
 
 
-def read_served_cell(
-    workload: str, checkpoint: str | None, tree: str | None, engine: str | None = None
-) -> dict[str, Any]:
-    """Return a cell.
-
-    Raises:
-        ValueError: naming the file and the command to run, if it is missing, incomplete or of other definitions.
-    """
-    config = workload, checkpoint, tree, engine
-    place, made_by = locate_served_cell(*config), name_served_stage(*config)
-    found: dict[str, Any] = atomic.read_json(place, made_by=made_by)
-    if missing := set(SERVED_CELL_KEYS) - set(found):
-        raise ValueError(
-            f"{place} lacks {sorted(missing)}; it was cut or written by another version: dvc repro -f -s {made_by}"
-        )
-    torch_records.check_definitions(place, found["definitions"], made_by)
-    return found
+def read_served_cell(workload: str, checkpoint: str | None, tree: str | None, engine: str | None = None) -> ServedCell:
+    """Read a cell. Raises ValueError as `Cell.read_cell`."""
+    names, config = {"workload": workload, "checkpoint": checkpoint, "tree": tree}, (workload, checkpoint, tree, engine)
+    return ServedCell.read_cell(locate_served_cell(*config), name_served_stage(*config), **names)

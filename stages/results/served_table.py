@@ -4,8 +4,8 @@ A line is a point of a cell. A baseline's point is joined only if both have the 
 (`fingerprint`); otherwise the line names the differences and has no speedup.
 """
 
-import csv
 import itertools
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +13,12 @@ from statistics import fmean
 from typing import Any
 
 from stages.results import interval, replay_records, served_records
-from stages.runtime import atomic
+from stages.results.record import TableRow
+from stages.results.replay_records import ReplayedTree
+from stages.results.served_records import LoadPoint, ServedCell
 
-Row = dict[str, Any]
-
-SERVED_TABLE = Path("results/served.csv")
 SPECULATIVE, PLAIN = "speculative", "plain"
+LoadKey = tuple[int, float]  # (max_new_tokens, concurrency), which is infinite without a limit
 REPLAY_TOLERANCE = 0.1  # of tau, served against replayed
 LATENCY_COLUMNS = {  # column -> (distribution in serving.latency.summarise_load, figure of it)
     "ttft_mean_s": ("ttft_s", "mean"), "ttft_p99_s": ("ttft_s", "p99"),
@@ -28,164 +28,189 @@ LATENCY_COLUMNS = {  # column -> (distribution in serving.latency.summarise_load
 }  # fmt: skip
 THROUGHPUT_COLUMNS = ("output_throughput", "total_throughput", "request_throughput", "mean_at_once")
 ACCEPTANCE_COLUMNS = ("tau", "tau_low", "tau_high", "accept_rate", "node_accept_rate")
-SERVED_TABLE_COLUMNS = (
-    "workload",
-    "checkpoint",
-    "tree",
-    "num_steps",
-    "topk",
-    "num_draft_tokens",
-    "engine",
-    "temperature",
-    "decoding",  # speculative, or plain: with a checkpoint too where it was measured in turns with that cell
-    "status",
-    "max_new_tokens",
-    "concurrency",
-    "request_rate",
-    "repeats",
-    "requests",
-    "completed",
-    *ACCEPTANCE_COLUMNS,
-    "replay_tau",
-    "replay_ratio",
-    "replay_agrees",  # yes, no, or empty if the two need not agree
-    *LATENCY_COLUMNS,
-    *THROUGHPUT_COLUMNS,
-    "baseline_output_throughput",
-    "speedup",
-    "speedup_low",
-    "speedup_high",
-    "identical_share",
-    "accuracy",
-    "baseline_accuracy",
-    "remark",  # why there is no speedup, or no point
-)
-TEXT_COLUMNS = {
-    "workload",
-    "checkpoint",
-    "tree",
-    "engine",
-    "decoding",
-    "status",
-    "replay_agrees",
-    "remark",
-}  # no numbers
+
+
+class ServedRow(TableRow):
+    """A line of the table; None for unknown values."""
+
+    TABLE = Path("results/served.csv")
+
+    workload: str
+    checkpoint: str | None = None
+    tree: str | None = None
+    num_steps: int | None = None
+    topk: int | None = None
+    num_draft_tokens: int | None = None
+    engine: str
+    temperature: float
+    decoding: str  # speculative, or plain: with a checkpoint too where it was measured in turns with that cell
+    status: str
+    max_new_tokens: int | None = None
+    concurrency: int | None = None
+    request_rate: float | str | None = None
+    repeats: int | None = None
+    requests: int | None = None
+    completed: int | None = None
+    tau: float | None = None
+    tau_low: float | None = None
+    tau_high: float | None = None
+    accept_rate: float | None = None
+    node_accept_rate: float | None = None
+    replay_tau: float | None = None
+    replay_ratio: float | None = None
+    replay_agrees: str | None = None  # yes, no, or None if the two need not agree
+    ttft_mean_s: float | None = None
+    ttft_p99_s: float | None = None
+    tpot_mean_s: float | None = None
+    tpot_p50_s: float | None = None
+    tpot_p90_s: float | None = None
+    tpot_p99_s: float | None = None
+    itl_mean_s: float | None = None
+    itl_p99_s: float | None = None
+    e2e_mean_s: float | None = None
+    e2e_p99_s: float | None = None
+    wait_mean_s: float | None = None
+    output_throughput: float | None = None
+    total_throughput: float | None = None
+    request_throughput: float | None = None
+    mean_at_once: float | None = None
+    baseline_output_throughput: float | None = None
+    speedup: float | None = None
+    speedup_low: float | None = None
+    speedup_high: float | None = None
+    identical_share: float | None = None
+    accuracy: float | None = None
+    baseline_accuracy: float | None = None
+    remark: str | None = None  # why there is no speedup, or no point
+
+    @property
+    def load(self) -> LoadKey:
+        assert self.max_new_tokens is not None, "the line of a point has a load"
+        return self.max_new_tokens, math.inf if self.concurrency is None else self.concurrency
+
+    @property
+    def rate(self) -> float | None:
+        """Return requests per second; None where all are sent at once, which the CSV has as empty or inf."""
+        rate = float(self.request_rate or "inf")
+        return None if math.isinf(rate) else rate
+
+    @property
+    def ran(self) -> bool:
+        return self.status == served_records.RAN
 
 
 @dataclass(frozen=True)
 class ServedTableLine:
     """A line of the table, with what it was made of."""
 
-    row: Row  # a line of results/served.csv; None for unknown values
-    cell: Row  # served_records.ServedCell
-    point: Row | None  # served_records.LoadPoint; None if the engine can't run the cell
-    baseline_point: Row | None = None  # of the same load; None for plain lines
+    row: ServedRow
+    cell: ServedCell
+    point: LoadPoint | None  # None if the engine can't run the cell
+    baseline_point: LoadPoint | None = None  # of the same load; None for plain lines
 
 
-def read_served_cells(workloads: Iterable[str], checkpoints: Iterable[str], trees: Iterable[str]) -> list[Row]:
-    """Return, of each workload, a baseline cell and a cell for each checkpoint and tree.
-
-    Raises:
-        ValueError: naming the file and the command to run, if one is missing, incomplete, or not the cell of its name.
-    """
+def read_served_cells(workloads: Iterable[str], checkpoints: Iterable[str], trees: Iterable[str]) -> list[ServedCell]:
+    """Return of each workload a baseline cell and a cell for each checkpoint and tree. Raises ValueError as `Cell.read_cell`."""
     configs = [(None, None), *itertools.product(checkpoints, trees)]
-    return [_read_named_cell(workload, *config) for workload in workloads for config in configs]
+    return [served_records.read_served_cell(workload, *config) for workload in workloads for config in configs]
 
 
-def read_torch_loads(workloads: Iterable[str], checkpoints: Iterable[str], trees: Iterable[str]) -> list[Row]:
-    """Return the torch engine's cells of loads, each with its own baseline. Raises ValueError as `read_served_cells`."""
-    return [
-        _read_named_cell(*names, served_records.TORCH_ENGINE)
-        for names in itertools.product(workloads, checkpoints, trees)
-    ]
-
-
-def _read_named_cell(workload: str, checkpoint: str | None, tree: str | None, engine: str | None = None) -> Row:
-    config = workload, checkpoint, tree, engine
-    found = served_records.read_served_cell(*config)
-    names = [found[k] for k in ("workload", "checkpoint", "tree")]
-    if names != [workload, checkpoint, tree]:
-        again = f"run: dvc repro -f -s {served_records.name_served_stage(*config)}"
-        raise ValueError(
-            f"{served_records.locate_served_cell(*config)} holds the cell {served_records.name_served_cell(*names)}; {again}"
-        )
-    return found
+def read_torch_loads(workloads: Iterable[str], checkpoints: Iterable[str], trees: Iterable[str]) -> list[ServedCell]:
+    """Return the torch engine's cells of loads, each with its own baseline. Raises ValueError as `Cell.read_cell`."""
+    names = itertools.product(workloads, checkpoints, trees)
+    return [served_records.read_served_cell(*cell, served_records.TORCH_ENGINE) for cell in names]
 
 
 def join_lines(
-    cells: Iterable[Row], replayed: Mapping[str, list[Row]], of_eval: Collection[str]
+    cells: Iterable[ServedCell], replayed: Mapping[str, list[ReplayedTree]], of_eval: Collection[str]
 ) -> list[ServedTableLine]:
     """Return the lines of all points.
 
     Args:
         cells: as `read_served_cells` returns them.
-        replayed: rows of replay_records by checkpoint.
+        replayed: trees by checkpoint.
         of_eval: workloads whose prompts were replayed.
     """
     found: list[ServedTableLine] = []
-    baselines: dict[str, Row] = {}
+    baselines: dict[str, ServedCell] = {}
     for cell in cells:
-        if cell["checkpoint"] is None:
-            baselines[cell["workload"]] = cell
-            found += _build_plain_lines(cell, cell["points"])
+        if cell.checkpoint is None:
+            baselines[cell.workload] = cell
+            found += _build_plain_lines(cell, cell.points)
         else:
             # A cell measured in alternation with its own baseline does not need the workload's.
-            baseline = cell if cell["baseline_points"] else baselines[cell["workload"]]
-            found += _build_speculative_lines(cell, baseline, replayed, cell["workload"] in of_eval)
-            found += _build_plain_lines(cell, cell["baseline_points"])
+            baseline = cell if cell.baseline_points else baselines[cell.workload]
+            trees = replayed.get(cell.checkpoint, [])
+            found += _build_speculative_lines(cell, baseline, trees, cell.workload in of_eval)
+            found += _build_plain_lines(cell, cell.baseline_points)
     return found
 
 
-def write_served_table(found: Iterable[ServedTableLine]) -> None:
-    atomic.write_csv(SERVED_TABLE, SERVED_TABLE_COLUMNS, (line.row for line in found))
-
-
-def _build_plain_lines(cell: Row, points: list[Row]) -> Iterator[ServedTableLine]:
-    if cell["checkpoint"] is None and cell["status"] == served_records.UNSUPPORTED:
-        yield ServedTableLine(_build_unmeasured_row(cell, PLAIN), cell, None)
+def _build_plain_lines(cell: ServedCell, points: list[LoadPoint]) -> Iterator[ServedTableLine]:
+    if cell.checkpoint is None and cell.status == served_records.UNSUPPORTED:
+        yield ServedTableLine(_build_unsupported_row(cell, PLAIN), cell, None)
     for point in points:
-        row = _build_measured_row(cell, point, PLAIN)
-        yield ServedTableLine(row | dict.fromkeys(ACCEPTANCE_COLUMNS) | {"accuracy": _get_accuracy(point)}, cell, point)
+        row = ServedRow(**_get_names(cell, PLAIN), **_summarise_loads(point), accuracy=_get_accuracy(point))
+        yield ServedTableLine(row, cell, point)
 
 
 def _build_speculative_lines(
-    cell: Row, baseline: Row, replayed: Mapping[str, list[Row]], of_eval: bool
+    cell: ServedCell, baseline: ServedCell, trees: list[ReplayedTree], of_eval: bool
 ) -> Iterator[ServedTableLine]:
-    replay = replay_records.find_replayed_tau(replayed.get(cell["checkpoint"], []), cell)
-    if cell["status"] == served_records.UNSUPPORTED:
-        yield ServedTableLine(_build_unmeasured_row(cell, SPECULATIVE) | {"replay_tau": replay}, cell, None)
+    replay = replay_records.find_replayed_tau(trees, cell)
+    if cell.status == served_records.UNSUPPORTED:
+        yield ServedTableLine(_build_unsupported_row(cell, SPECULATIVE, replay), cell, None)
         return
     # Only the longest answers of a sweep contain all that was replayed; shorter ones are cut.
-    longest = max(point["max_new_tokens"] for point in cell["points"])
-    for point in cell["points"]:
-        whole = of_eval and cell["temperature"] == 0 and point["max_new_tokens"] == longest
-        row = _build_measured_row(cell, point, SPECULATIVE) | _compare_with_replay(point, replay, whole)
-        plain = _find_point_of_load(point, cell["baseline_points"] or baseline["points"])
-        yield ServedTableLine(row | _compare_with_baseline(cell, point, baseline, plain), cell, point, plain)
+    longest = max(point.max_new_tokens for point in cell.points)
+    for point in cell.points:
+        whole = of_eval and cell.temperature == 0 and point.max_new_tokens == longest
+        load, others = (point.max_new_tokens, point.concurrency), cell.baseline_points or baseline.points
+        plain = next((other for other in others if (other.max_new_tokens, other.concurrency) == load), None)
+        row = ServedRow(
+            **_get_names(cell, SPECULATIVE),
+            **_summarise_loads(point),
+            **_compare_with_replay(point, replay, whole),
+            **_compare_with_baseline(cell, point, baseline, plain),
+        )
+        yield ServedTableLine(row, cell, point, plain)
 
 
 # A line
 
 
-def _build_unmeasured_row(cell: Row, decoding: str) -> Row:
-    known = {k: cell[k] for k in SERVED_TABLE_COLUMNS if k in cell} | {"decoding": decoding}
-    return dict.fromkeys(SERVED_TABLE_COLUMNS) | known | {"remark": f"unsupported: {cell['reason']}"}
+def _get_names(cell: ServedCell, decoding: str) -> dict[str, Any]:
+    names = (
+        "workload",
+        "checkpoint",
+        "tree",
+        "num_steps",
+        "topk",
+        "num_draft_tokens",
+        "engine",
+        "temperature",
+        "status",
+    )
+    return {name: cell[name] for name in names} | {"decoding": decoding}
 
 
-def _build_measured_row(cell: Row, point: Row, decoding: str) -> Row:
-    """Return a line of a point's loads: sums of requests, and the mean over repeats of every other figure."""
-    loads = point["loads"]
-    row = _build_unmeasured_row(cell, decoding) | {
-        k: point[k] for k in ("max_new_tokens", "concurrency", "request_rate")
-    }
-    row |= {"repeats": len(loads), "remark": None} | {
-        k: sum(load[k] for load in loads) for k in ("requests", "completed")
-    }
-    row |= {
-        name: _mean_of_known(load[kind] and load[kind][figure] for load in loads)
-        for name, (kind, figure) in LATENCY_COLUMNS.items()
-    }
-    return row | {name: _mean_of_known(load[name] for load in loads) for name in THROUGHPUT_COLUMNS}
+def _build_unsupported_row(cell: ServedCell, decoding: str, replay: float | None = None) -> ServedRow:
+    return ServedRow(**_get_names(cell, decoding), replay_tau=replay, remark=f"unsupported: {cell.reason}")
+
+
+def _summarise_loads(point: LoadPoint) -> dict[str, Any]:
+    """Return the columns of a point's loads: sums of requests, and the mean over repeats of every other figure."""
+    loads, load_names = point.loads, ("max_new_tokens", "concurrency", "request_rate")
+    return (
+        {name: point[name] for name in load_names}
+        | {"repeats": len(loads)}
+        | {name: sum(load[name] for load in loads) for name in ("requests", "completed")}
+        | {
+            name: _mean_of_known(load[kind] and load[kind][figure] for load in loads)
+            for name, (kind, figure) in LATENCY_COLUMNS.items()
+        }
+        | {name: _mean_of_known(load[name] for load in loads) for name in THROUGHPUT_COLUMNS}
+    )
 
 
 def _mean_of_known(values: Iterable[float | None]) -> float | None:
@@ -194,87 +219,73 @@ def _mean_of_known(values: Iterable[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-def _compare_with_replay(point: Row, replay: float | None, whole: bool) -> Row:
-    found: Row = {k: (point["acceptance"] or {}).get(k) for k in ACCEPTANCE_COLUMNS} | {"replay_tau": replay}
-    if found["tau"] is None or replay is None:
+def _compare_with_replay(point: LoadPoint, replay: float | None, whole: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {"replay_tau": replay}
+    if point.acceptance is None:
         return found
-    ratio = found["tau"] / replay
+    found |= {name: point.acceptance[name] for name in ACCEPTANCE_COLUMNS}
+    if replay is None:
+        return found
+    ratio = point.acceptance.tau / replay
     agrees = ("yes" if abs(ratio - 1) <= REPLAY_TOLERANCE else "no") if whole else None
     return found | {"replay_ratio": ratio, "replay_agrees": agrees}
 
 
-def _compare_with_baseline(cell: Row, point: Row, baseline: Row, other: Row | None) -> Row:
+def _compare_with_baseline(
+    cell: ServedCell, point: LoadPoint, baseline: ServedCell, other: LoadPoint | None
+) -> dict[str, Any]:
     """Return speedup, identical share and accuracies, or why there are none; `other` is the baseline's point."""
-    found: Row = {"accuracy": _get_accuracy(point)}
+    found: dict[str, Any] = {"accuracy": _get_accuracy(point)}
     if why := _explain_no_speedup(cell, point, baseline, other):
         return found | {"remark": f"not compared: {why}"}
     assert other is not None, "_explain_no_speedup returns a reason"
-    ours, theirs = ([load["output_throughput"] for load in p["loads"]] for p in (point, other))
+    ours, theirs = ([load["output_throughput"] for load in p.loads] for p in (point, other))
     speedups = [a / b for a, b in zip(ours, theirs, strict=True)]
     low, high = interval.compute_mean_interval(speedups) or (None, None)
-    found |= {"baseline_output_throughput": fmean(theirs), "speedup": fmean(speedups)}
-    found |= {"speedup_low": low, "speedup_high": high, "baseline_accuracy": _get_accuracy(other)}
-    return found | {"identical_share": _compute_identical_share(point, other) if cell["temperature"] == 0 else None}
+    return found | {
+        "baseline_output_throughput": fmean(theirs),
+        "speedup": fmean(speedups),
+        "speedup_low": low,
+        "speedup_high": high,
+        "baseline_accuracy": _get_accuracy(other),
+        "identical_share": _compute_identical_share(point, other) if cell.temperature == 0 else None,
+    }
 
 
-def _find_point_of_load(point: Row, others: list[Row]) -> Row | None:
-    load = point["max_new_tokens"], point["concurrency"]
-    return next((other for other in others if (other["max_new_tokens"], other["concurrency"]) == load), None)
-
-
-def _explain_no_speedup(cell: Row, point: Row, baseline: Row, other: Row | None) -> str:
+def _explain_no_speedup(cell: ServedCell, point: LoadPoint, baseline: ServedCell, other: LoadPoint | None) -> str:
     """Return why cell and baseline can't be compared, empty if they can. A cell's own baseline ran on the same server."""
-    if not cell["baseline_points"]:
-        if baseline["status"] == served_records.UNSUPPORTED:
-            return f"the baseline is unsupported: {baseline['reason']}"
-        if differs := list(_list_fingerprint_differences(cell["fingerprint"], baseline["fingerprint"])):
+    if not cell.baseline_points:
+        if baseline.status == served_records.UNSUPPORTED:
+            return f"the baseline is unsupported: {baseline.reason}"
+        if differs := list(_list_differences(cell.fingerprint, baseline.fingerprint)):
             return f"the baseline differs in {'; '.join(differs)}"
     if other is None:
-        return f"the baseline has no load of {point['max_new_tokens']} tokens at concurrency {point['concurrency']}"
-    if (mine := len(point["loads"])) != (theirs := len(other["loads"])):
+        return f"the baseline has no load of {point.max_new_tokens} tokens at concurrency {point.concurrency}"
+    if (mine := len(point.loads)) != (theirs := len(other.loads)):
         return f"the baseline has {theirs} repeats, this cell {mine}"
-    for name, loads in (("the baseline", other["loads"]), ("this cell", point["loads"])):
+    for name, loads in (("the baseline", other.loads), ("this cell", point.loads)):
         if not all(load["output_throughput"] for load in loads):
             return f"{name} answered nothing"
     return ""
 
 
-def _list_fingerprint_differences(mine: Any, theirs: Any, name: str = "fingerprint") -> Iterator[str]:
-    """Yield the keys that differ, with both values, the cell's first; nested keys are joined by dots."""
+def _list_differences(mine: Any, theirs: Any, name: str = "") -> Iterator[str]:
+    """Yield the keys of two fingerprints that differ, with both values, the first's first; nested keys are joined by dots."""
     if isinstance(mine, dict) and isinstance(theirs, dict):
-        above = "" if name == "fingerprint" else f"{name}."
         for key in dict.fromkeys([*mine, *theirs]):
-            yield from _list_fingerprint_differences(mine.get(key), theirs.get(key), f"{above}{key}")
+            yield from _list_differences(mine.get(key), theirs.get(key), f"{name}.{key}" if name else key)
     elif mine != theirs:
         yield f"{name} ({mine!s:.60} against {theirs!s:.60})"
 
 
-def _compute_identical_share(point: Row, other: Row) -> float | None:
+def _compute_identical_share(point: LoadPoint, other: LoadPoint) -> float | None:
     """Return the share of identical answers among the requests answered by both."""
     ours, theirs = (
-        {(r["repeat"], r["id"], r["turn"]): r["answer"] for r in one["requests"] if not r["failed"]}
-        for one in (point, other)
+        {(r.repeat, r.id, r.turn): r.answer for r in one.requests if not r.failed} for one in (point, other)
     )
     same = [ours[key] == theirs[key] for key in ours.keys() & theirs.keys()]
     return fmean(same) if same else None
 
 
-def _get_accuracy(point: Row) -> float | None:
-    return point["quality"] and point["quality"]["accuracy"]
-
-
-# Reading the table
-
-
-def read_served_table() -> list[Row]:
-    """Return the lines of results/served.csv. Raises ValueError naming the command to run, if it is missing."""
-    if not SERVED_TABLE.exists():
-        raise ValueError(f"{SERVED_TABLE} not found; run: dvc repro report")
-    with SERVED_TABLE.open(newline="", encoding="utf-8") as file:
-        return [{k: _parse_value(k, v) for k, v in row.items()} for row in csv.DictReader(file)]
-
-
-def _parse_value(column: str, text: str) -> str | float | None:
-    if not text:
-        return None
-    return text if column in TEXT_COLUMNS else float(text)
+def _get_accuracy(point: LoadPoint) -> float | None:
+    return point.quality["accuracy"] if point.quality else None

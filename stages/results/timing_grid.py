@@ -4,13 +4,16 @@ A grid belongs to an engine on a machine, a target, and the shapes of a draft, w
 engine the report derives the same record from served cells (results/cost_served.py) and keeps it in results/launch.json.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import MinLen
+
+from stages.params.tree_shape import TreeShape
+from stages.results.cost_model import CostModel
 from stages.results.record import Record
 from stages.runtime import atomic
-
-Row = dict[str, Any]
 
 COSTS_FOLDER = Path("results/cost")
 COST_DEFINITIONS = "docs/cost.md, version 1"
@@ -36,6 +39,10 @@ class CycleTime(Record):
     error: float | None
     samples: int
 
+    @property
+    def shape(self) -> TreeShape:
+        return TreeShape(self.steps, self.topk, self.tokens)
+
 
 class TimingGrid(Record):
     """The times of one engine with one draft."""
@@ -50,60 +57,41 @@ class TimingGrid(Record):
     settings: dict[
         str, Any
     ]  # what else changes times: dtype, semantics, context (tokens before the first cycle), repeats
-    plain: list[PlainStepTime]
-    grid: list[CycleTime]
-    fit: dict[str, Any]  # cost_model.CostModel
+    plain: Annotated[list[PlainStepTime], MinLen(1)]
+    grid: Annotated[list[CycleTime], MinLen(1)]
+    fit: CostModel
     hardware: dict[str, Any]
     versions: dict[str, str]
     seconds: float
-
-
-COST_KEYS, PLAIN_COLUMNS, GRID_COLUMNS = TimingGrid.list_keys(), PlainStepTime.list_keys(), CycleTime.list_keys()
 
 
 def locate_timing_grid(engine: str, checkpoint: str) -> Path:
     return COSTS_FOLDER / f"{engine}-{checkpoint}.json"
 
 
-def check_timing_grid(cost: Row) -> Row:
-    """Return `cost`, which must be a TimingGrid."""
-    TimingGrid.check(cost)
-    return cost
-
-
-def write_timing_grid(cost: Row) -> Path:
+def write_timing_grid(grid: TimingGrid) -> Path:
     """Write a grid and return its path."""
-    place = locate_timing_grid(cost["engine"], cost["checkpoint"])
-    atomic.write_json(place, check_timing_grid(cost))
+    place = locate_timing_grid(grid.engine, grid.checkpoint)
+    atomic.write_json(place, grid.model_dump())
     return place
 
 
-def read_timing_grid(checkpoint: str, model: str) -> Row:
-    """Return the torch engine's grid of a draft for the target `model`.
-
-    Raises:
-        ValueError: naming the file and the command to run, if it is missing, incomplete, or of another draft or target.
-    """
+def read_timing_grid(checkpoint: str, model: str) -> TimingGrid:
+    """Return the torch engine's grid of a draft for the target `model`. Raises ValueError also if it is of others."""
     place, stage = locate_timing_grid("torch", checkpoint), f"time_trees@{checkpoint}"
-    found: Row = atomic.read_json(place, made_by=stage)
-    again = f"run: dvc repro -f -s {stage}"
-    if missing := set(COST_KEYS) - set(found):
-        raise ValueError(f"{place} lacks {sorted(missing)}; it was cut or written by another version; {again}")
-    for name, columns in (("plain", PLAIN_COLUMNS), ("grid", GRID_COLUMNS)):
-        if not found[name] or any(set(columns) - set(row) for row in found[name]):
-            raise ValueError(f"{place}: {name} is empty or lacks some of {', '.join(columns)}; {again}")
-    if found["definitions"] != COST_DEFINITIONS:
-        raise ValueError(f"{place} is measured by {found['definitions']}, expected {COST_DEFINITIONS}; {again}")
+    found = TimingGrid.read_json(place, stage, COST_DEFINITIONS)
+    target = found.target[0] if found.target else None
     for what, has, wanted in (
-        ("the draft of checkpoint", found["checkpoint"], checkpoint),
-        ("drafts of the target", found["target"][0], model),
+        ("the draft of checkpoint", found.checkpoint, checkpoint),
+        ("drafts of the target", target, model),
     ):
         if has != wanted:
-            raise ValueError(f"{place} has timed {what} {has}, expected {wanted}: its costs are another's; {again}")
+            problem = f"{place} has timed {what} {has}, expected {wanted}: its costs are another's"
+            raise atomic.Broken(problem, atomic.rerun(stage))
     return found
 
 
-def list_hardware_differences(one: Row, other: Row) -> list[str]:
+def list_hardware_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Return the keys in which two machines differ, with both values; Python's version is ignored."""
     keys = (key for key in dict.fromkeys([*one, *other]) if key != "python")
     return [f"{key} ({one.get(key)} against {other.get(key)})" for key in keys if one.get(key) != other.get(key)]

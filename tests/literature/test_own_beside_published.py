@@ -1,22 +1,25 @@
 """Published numbers beside our own: which agree in target and tree, and what still differs."""
 
-from typing import Any
-
 import pytest
 
 from stages.literature import own_beside_published, published
-from stages.results import served_table, torch_records
+from stages.results import torch_records
+from stages.results.torch_records import CellMetrics, TorchCell
 from tests.conftest import ROOT
-from tests.served_cells import made_up, point
+from tests.served_cells import join, made_up, point
 
 PUBLISHED = published.read_publications(ROOT / "published")
 
 
-def ours(tree: str, workload: str = "eval", temperature: float = 0.0, **metrics: float) -> dict[str, Any]:
-    return {
-        "workload": workload, "checkpoint": "e009", "tree": tree, "engine": "torch", "temperature": temperature,
-        "metrics": dict.fromkeys(torch_records.METRICS, 1.0) | metrics, "hardware": {"cpu": "one core", "gpu": "H200"},
-    }  # fmt: skip
+def ours(
+    tree: str, workload: str = "eval", temperature: float = 0.0, **metrics: float
+) -> own_beside_published.OwnPoint:
+    cell = TorchCell.model_construct(
+        workload=workload, checkpoint="e009", tree=tree, engine="torch", temperature=temperature,
+        metrics=CellMetrics(**dict.fromkeys(torch_records.METRICS, 1.0) | metrics), hardware={"cpu": "one core", "gpu": "H200"},
+    )  # fmt: skip
+    (point_,) = own_beside_published.convert_torch_cells([cell])
+    return point_
 
 
 @pytest.mark.parametrize(
@@ -77,10 +80,8 @@ def test_served_points_are_compared_in_the_publications_units_and_at_its_load() 
     baseline = made_up("random", points=[point(1024, 64, 0.02), point(1024, 32, 0.02)], temperature=1.0)
     drafts = [point(1024, 64, 0.01, tau=2.9, tree="t5_8_32"), point(1024, 32, 0.01, tau=2.9, tree="t5_8_32")]
     cell_ = made_up("random", "e009", "t5_8_32", drafts, baseline_points=[point(1024, 64, 0.03)])
-    cells = list(own_beside_published.convert_served_points(served_table.join_lines([baseline, cell_], {}, set())))
-    assert [(c["checkpoint"], c["tree"]) for c in cells] == [(None, None)] * 2 + [("e009", "t5_8_32")] * 2 + [
-        (None, None)
-    ]
+    cells = list(own_beside_published.convert_served_points(join([baseline, cell_])))
+    assert [(c.checkpoint, c.tree) for c in cells] == [(None, None)] * 2 + [("e009", "t5_8_32")] * 2 + [(None, None)]
     rows = [r for r in PUBLISHED["qwen3-coder-h100"].rows if r.setting.output_tokens == 1024]
     found = {(line.published.metric, line.checkpoint): line for line in own_beside_published.pair_rows(rows, cells)}
     load = drafts[0]["loads"][0]

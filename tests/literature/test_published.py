@@ -1,6 +1,7 @@
 """Published numbers: what was copied is all there, and every slip of a copyist is one clear error."""
 
 import csv
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from stages.literature import published
+from stages.params.tree_shape import TreeShape
 from stages.results import torch_records
 from tests.conftest import ROOT
 
@@ -47,7 +49,7 @@ def test_a_row_of_the_seed_table() -> None:
     assert [(row.metric, row.value) for row in rows] == [
         ("prefill_latency_s", 0.21), ("accept_rate", 31), ("e2e_latency_s", 0.63), ("tau", 4.05),
     ]  # fmt: skip
-    assert published.parse_tree(rows[0].setting) == (10, 3, 32)
+    assert rows[0].setting.shape == TreeShape(10, 3, 32)
     assert (rows[0].setting.temperature, rows[0].setting.prompts) == ("unknown", 100)
 
 
@@ -55,8 +57,8 @@ def test_chains_count_their_root() -> None:
     """The notes write 8_1_8 and 16_1_16; SGLang verifies steps + 1 tokens."""
     for publication in PUBLISHED.values():
         for row in publication.rows:
-            shape = published.parse_tree(row.setting)
-            assert not shape or shape[1] != 1 or shape[2] == shape[0] + 1, row
+            shape = row.setting.shape
+            assert not shape or shape.topk != 1 or shape.num_draft_tokens == shape.num_steps + 1, row
 
 
 def test_a_metric_on_a_data_set_is_a_row_on_it() -> None:
@@ -76,7 +78,7 @@ def test_the_sweep_is_its_csv() -> None:
     assert len(points) == 440 and len(rows) == 4 * 440
     for metric, column in {"tau": "accept_len", "speedup": "speedup", "output_tok_s": "spec_tps"}.items():
         assert [row.value for row in rows if row.metric == metric] == [float(point[column]) for point in points]
-    shapes = {"{:.0f},{},{},{}".format(row.setting.batch, *published.parse_tree(row.setting)) for row in rows}
+    shapes = {"{:.0f},{},{},{}".format(row.setting.batch, *astuple(row.setting.shape)) for row in rows}
     assert shapes == {point["bs_steps_topk_ndt"] for point in points}
 
 

@@ -13,6 +13,7 @@ from stages.params import schema
 from stages.params.tree_shape import TreeShape
 from stages.reporting import costs as shown
 from stages.results import prediction, replay_records, served_records, timing_grid, torch_records
+from stages.results.prediction import PredictedSpeedup
 from stages.serving import engine_flags
 from tests import costs
 from tests.conftest import EVAL, edit_params
@@ -33,7 +34,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> schema.Params:
 
 def decode(checkpoint: str, tree: str, slow: float = 1.0, off: float = 1.0) -> None:
     """Give a torch cell the rows of a decoding: a cycle `slow` times the timed one, a tau `off` times the replayed."""
-    found = torch_records.read_torch_cell("eval", checkpoint, tree)
+    found = torch_records.read_torch_cell("eval", checkpoint, tree).model_dump()
     made = torch_cell(tree, off * replayed(tree, checkpoint), slow * costs.seconds(TreeShape.parse(tree)))
     prompts = [row | made["prompts"][0] for row in found["prompts"]]
     torch_records.write_torch_cell(found | {"prompts": prompts, "metrics": found["metrics"] | made["metrics"]})
@@ -64,7 +65,7 @@ def table(place: Path) -> list[Row]:
 
 def test_every_replayed_tree_is_predicted_but_those_outside_the_grid(project: schema.Params) -> None:
     report.main()
-    rows = table(prediction.PREDICTION_TABLE)
+    rows = table(PredictedSpeedup.TABLE)
     trees = project.replay_trees.list_trees()
     within = [t for t in trees if t.num_steps <= 10 and t.topk <= 4 and t.num_draft_tokens <= 64]
     assert len(rows) == len(within) * len(project.replay_trees.checkpoints) > 300
@@ -94,13 +95,13 @@ def test_the_flags_are_those_a_server_is_started_with(
     printed = capsys.readouterr().out
     launch = json.loads(prediction.LAUNCH_FILE.read_text())["launch"]
     assert [(row["engine"], row["timed_on"]) for row in launch] == [("sglang", "torch"), ("vllm", "torch")]
-    config = timing_grid.read_timing_grid("e000", project.target.model)["draft"]
+    config = timing_grid.read_timing_grid("e000", project.target.model).draft
     for row in launch:
         shape = row["steps"], row["topk"], row["tokens"]
         draft = engine_flags.ServedDraft(f"drafts/{row['checkpoint']}/draft", "EAGLE3", *shape)
         assert row["enable"] and row["flags"] == engine_flags.build_speculation_flags(row["engine"], draft, config)
         assert engine_flags.explain_unsupported(row["engine"], *shape, config) is None
-    mine = [row for row in table(prediction.PREDICTION_TABLE) if int(row["tokens"]) > int(row["steps"])]
+    mine = [row for row in table(PredictedSpeedup.TABLE) if int(row["tokens"]) > int(row["steps"])]
     assert launch[0]["speedup"] == max(float(row["speedup"]) for row in mine)
     assert launch[1]["speedup"] == max(float(row["speedup"]) for row in mine if row["topk"] == "1")
     report.main("--launch")
@@ -126,7 +127,7 @@ def test_a_draft_with_a_window_keeps_it(project: schema.Params) -> None:
 def test_where_a_cycle_costs_more_than_it_brings_speculation_is_not_proposed(
     project: schema.Params, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    points = [row | {"cycle_s": 5 * row["cycle_s"]} for row in costs.grid()]
+    points = [row.model_copy(update={"cycle_s": 5 * row.cycle_s}) for row in costs.grid()]
     timing_grid.write_timing_grid(costs.made_up(points=points))
     report.main()
     launch = prediction.read_launch()
@@ -143,15 +144,13 @@ def test_an_untimed_import_has_no_prediction_and_a_reason(project: schema.Params
     Path("results/replay/theirs.csv").write_text(text)
     replay_records.write_tree_statistics("theirs", [])
     report.main()
-    assert {row["checkpoint"] for row in table(prediction.PREDICTION_TABLE)} == {"e003", "e009"}
+    assert {row["checkpoint"] for row in table(PredictedSpeedup.TABLE)} == {"e003", "e009"}
     assert "theirs: the torch engine has timed no draft of its shapes" in words(report.PAGE_FILE.read_text())
     edit_params(Path(), {"time_trees": {"checkpoints": ["e000", "theirs"]}})
     timing_grid.write_timing_grid(costs.made_up("theirs", points=costs.grid(truth=costs.TRUTH | {"step": 1e-3})))
     report.main()
     chain = {
-        row["checkpoint"]: row
-        for row in table(prediction.PREDICTION_TABLE)
-        if row["steps"] == "8" and row["topk"] == "1"
+        row["checkpoint"]: row for row in table(PredictedSpeedup.TABLE) if row["steps"] == "8" and row["topk"] == "1"
     }
     assert (
         float(chain["theirs"]["C"]) > 1.2 * float(chain["e009"]["C"]) == pytest.approx(1.2 * float(chain["e003"]["C"]))
@@ -211,7 +210,7 @@ def test_served_cells_tell_at_which_concurrency_to_speculate(
         ("torch", None, 36),
         ("sglang", "sweep", 21),
     ]
-    rows = [row for row in table(prediction.PREDICTION_TABLE) if row["engine"] == "sglang"]
+    rows = [row for row in table(PredictedSpeedup.TABLE) if row["engine"] == "sglang"]
     assert {row["concurrency"] for row in rows} == {"1", "8", "64"}
     assert {(int(row["steps"]) >= 3, int(row["tokens"]) >= 4, int(row["tokens"]) <= 32) for row in rows} == {
         (True,) * 3
@@ -232,7 +231,7 @@ def test_too_few_served_cells_say_why_there_is_no_cost(project: schema.Params) -
 
 def test_nothing_to_launch_is_no_table(project: schema.Params, capsys: pytest.CaptureFixture[str]) -> None:
     assert shown.format_launch_table([]) == []
-    prediction.write_predictions([], [], [])
+    prediction.write_launch([], [])
     report.main("--launch")
     assert capsys.readouterr().out == "nothing is predicted; results/report/index.html says why\n"
 
@@ -244,12 +243,13 @@ def test_one_conversation_has_no_interval_anywhere_on_the_page(
     none = {"tau_low": None, "tau_high": None}
     for checkpoint in project.replay_trees.checkpoints:
         replay_records.write_replay(
-            replay_records.locate_replay(checkpoint), [row | none for row in replay_records.read_replay(checkpoint)]
+            replay_records.locate_replay(checkpoint),
+            [row.model_dump() | none for row in replay_records.read_replay(checkpoint)],
         )
     for checkpoint in project.benchmark.checkpoints:
         for tree in project.benchmark.trees:
             decode(checkpoint, tree)
-            found = torch_records.read_torch_cell("eval", checkpoint, tree)
+            found = torch_records.read_torch_cell("eval", checkpoint, tree).model_dump()
             ends = none | {"speedup_low": None, "speedup_high": None}
             torch_records.write_torch_cell(found | {"metrics": found["metrics"] | ends})
     report.main()

@@ -1,7 +1,6 @@
 """The table of methods: what the cells say and what training took, and the engine's part beside the method's."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,14 +8,18 @@ import pytest
 from stages import report
 from stages.params import schema
 from stages.reporting import methods
+from stages.reporting.methods import MethodRow
 from stages.results import method_records, torch_records
+from stages.results.method_records import MethodCell
+from stages.results.served_table import ServedRow, ServedTableLine
+from stages.results.torch_records import CellMetrics, TorchCell
+from stages.results.training_records import TrainingReport
 from tests.conftest import edit_params
 from tests.test_report import made_up_project, make_up_spent
 
 TRAINED = {
-    "e003": {"from": "e000", "seconds": 30.0},
-    "e009": {"from": "e003", "seconds": 60.0},
-    "heads": {"from": "e000", "seconds": 25.0},
+    name: TrainingReport.model_validate({"from": parent, "seconds": seconds, "epochs": [], "weights": ""})
+    for name, parent, seconds in (("e003", "e000", 30.0), ("e009", "e003", 60.0), ("heads", "e000", 25.0))
 }
 DRAFTED = {
     "medusa": {"method": "medusa", "checkpoint": "heads", "depth": 4, "nodes": 9},
@@ -37,22 +40,22 @@ def made_up_row(
         "row": row, "method": settings["method"], "checkpoint": draft, "workload": "eval", "engine": "torch",
         "settings": {k: v for k, v in settings.items() if k not in ("method", "checkpoint")} | {"steps": 4},
         "definitions": torch_records.DEFINITIONS, "temperature": 0.0, "top_p": 1.0, "top_k": None, "metrics": metrics,
-        "histogram": [1, 2], "prompts": [dict.fromkeys(method_records.METHOD_PROMPT_COLUMNS, 0)],
+        "histogram": [1, 2],
+        "prompts": [dict.fromkeys(method_records.METHOD_PROMPT_COLUMNS, 0) | {"id": "q", "finish_reason": "stop"}],
         "memory": {"weights": 3 * 2**20 if draft else 0, "state": 1536}, "parameters": 786432 if draft else 0,
         "mixture": mixture, "model": "builtin/weather-tiny", "hardware": {"cpu": "a chip", "threads": 1, "system": "Linux"},
         "versions": {"torch": "2"}, "seconds": 3.0, "seed": 1, "gpus": [], "joules": None,
     }  # fmt: skip
 
 
-def every_row(**how: Any) -> list[dict[str, Any]]:
+def every_row(**how: Any) -> list[MethodCell]:
     speeds = {"medusa": 380.0, "dynamic": 440.0, "ngram": 250.0}
-    return [made_up_row(name, speeds[name], row, **how) for name, row in {**DRAFTED, **DRAFTLESS}.items()]
+    return [MethodCell(**made_up_row(name, speeds[name], row, **how)) for name, row in {**DRAFTED, **DRAFTLESS}.items()]
 
 
 def test_rows_are_the_cells_and_training_is_that_of_the_whole_chain() -> None:
     found = methods.build_method_rows(every_row(), TRAINED)
     assert [row["row"] for row in found] == ["baseline", "medusa", "dynamic", "ngram"]
-    assert all(set(row) == set(methods.METHOD_TABLE_COLUMNS) for row in found)
     by = {row["row"]: row for row in found}
     assert (by["baseline"]["speedup"], by["baseline"]["output_tok_s"], by["baseline"]["parameters"]) == (1.0, 200.0, 0)
     assert {name: row["training_s"] for name, row in by.items()} == {
@@ -72,12 +75,13 @@ def test_training_of_a_draft_that_others_trained_is_not_known() -> None:
 
 def test_the_table_survives_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert methods.read_method_table() == []
+    with pytest.raises(ValueError, match=r"methods\.csv not found; run: dvc repro report"):
+        MethodRow.read_table()
     found = methods.build_method_rows(every_row(), TRAINED)
-    methods.write_method_table(found)
-    assert methods.read_method_table() == found
+    MethodRow.write_table(found)
+    assert MethodRow.read_table() == found
     lines = methods.format_method_table(found)
-    assert methods.format_method_table(methods.read_method_table()) == lines
+    assert methods.format_method_table(MethodRow.read_table()) == lines
     cells = {line.split()[0]: line for line in lines if line}
     assert "dynamic (eagle3)" in cells["dynamic"] and " 5_2_8 " in cells["dynamic"] and "2.20x" in cells["dynamic"]
     assert (
@@ -93,25 +97,32 @@ def test_bytes_have_the_unit_that_fits(count: int, said: str) -> None:
 
 def served(decoding: str, speed: float | None, **changes: Any) -> Any:
     row = {"workload": "eval", "engine": "sglang", "decoding": decoding, "concurrency": 1, "output_throughput": speed}
-    return SimpleNamespace(row=row | changes)
+    return ServedTableLine(ServedRow(**row | {"temperature": 0.0, "status": "ran"} | changes), None, None)
+
+
+def benchmark_cell(workload: str, **metrics: float) -> TorchCell:
+    figures = CellMetrics.model_construct(**metrics)
+    return TorchCell.model_construct(workload=workload, metrics=figures)
 
 
 def test_the_engines_part_beside_the_methods() -> None:
     found = methods.build_method_rows(every_row(), TRAINED)
     nothing = methods.compare_engines(found, [], [])
     assert nothing == [
-        {"way": "autoregressive", "torch": 200.0, "sglang": None},
-        {"way": "medusa", "torch": pytest.approx(380.0), "sglang": None},
-        {"way": "eagle3", "torch": pytest.approx(440.0), "sglang": None},
+        methods.EngineSpeeds("autoregressive", 200.0, None),
+        methods.EngineSpeeds("medusa", pytest.approx(380.0), None),
+        methods.EngineSpeeds("eagle3", pytest.approx(440.0), None),
     ]
-    cells = [{"workload": "eval", "metrics": {"speedup": 2.5, "baseline_output_tok_s": 210.0}},
-             {"workload": "chat", "metrics": {"speedup": 9.0, "baseline_output_tok_s": 999.0}}]  # fmt: skip
+    cells = [
+        benchmark_cell(workload, speedup=speedup, baseline_output_tok_s=plain)
+        for workload, speedup, plain in (("eval", 2.5, 210.0), ("chat", 9.0, 999.0))
+    ]
     lines = [
         served("plain", 600.0), served("speculative", 900.0), served("speculative", 1000.0), served("speculative", None),
         served("speculative", 9999.0, concurrency=8), served("plain", 9999.0, workload="chat"),
         served("speculative", 9999.0, engine="vllm"),
     ]  # fmt: skip
-    both = {row["way"]: (row["torch"], row["sglang"]) for row in methods.compare_engines(found, cells, lines)}
+    both = {row.way: (row.torch, row.sglang) for row in methods.compare_engines(found, cells, lines)}
     assert both == {"autoregressive": (210.0, 600.0), "medusa": (210.0 * 1.9, None), "eagle3": (210.0 * 2.5, 1000.0)}
     assert methods.compare_engines([], cells, lines) == [] and methods.format_speed(None) == "not measured"
 
@@ -132,12 +143,12 @@ def test_the_page_shows_both_tables_and_the_csv_has_the_rows(
     with pytest.raises(ValueError, match=r"method-medusa\.json not found; run: dvc repro benchmark_methods@medusa"):
         report.main()
     for row in every_row():
-        method_records.write_method_cell(row)
+        method_records.write_method_cell(row.model_dump())
     report.main()
     page, terminal = Path("results/report/index.html").read_text(), capsys.readouterr().out
     assert "Methods on one verifier" in page and "What the engine gives" in page and "static, 9 nodes, 4 deep" in page
     assert "not measured" in page and "Methods on one verifier, eval" in terminal
-    assert [row["row"] for row in methods.read_method_table()] == ["baseline", "medusa", "dynamic", "ngram"]
+    assert [row["row"] for row in MethodRow.read_table()] == ["baseline", "medusa", "dynamic", "ngram"]
     report.main("--table")
     assert "Methods on one verifier, eval" in capsys.readouterr().out
 
@@ -146,4 +157,4 @@ def test_without_rows_the_page_is_silent(tmp_path: Path, monkeypatch: pytest.Mon
     made_up_project(tmp_path, monkeypatch)
     report.main()
     assert "Methods on one verifier" not in Path("results/report/index.html").read_text()
-    assert methods.read_method_table() == []
+    assert MethodRow.read_table() == []

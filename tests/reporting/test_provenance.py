@@ -10,11 +10,13 @@ import pytest
 
 from stages import report
 from stages.params import schema
-from stages.reporting import benchmark_table, latencies, provenance
+from stages.reporting import latencies, provenance
+from stages.reporting.benchmark_table import BenchmarkRow
 from stages.results import torch_records
+from stages.results.torch_records import Cell
 from stages.telemetry import stage_log
 from tests.conftest import EVAL
-from tests.test_report import TREES, Row, made_up_project, make_up_served, make_up_spent, serve, words
+from tests.test_report import TREES, made_up_project, make_up_served, make_up_spent, serve, words
 from tests.test_sharing import git
 
 
@@ -23,14 +25,17 @@ def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> schema.Params:
     return made_up_project(tmp_path, monkeypatch)
 
 
-def record(seconds: float, joules: float | None, *gpus: str) -> Row:
-    return {"seconds": seconds, "gpus": list(gpus), "joules": joules}
+def run(seconds: float, joules: float | None, *gpus: str) -> stage_log.StageRun:
+    return stage_log.StageRun("", 0, 1, {}, seconds, list(gpus), joules)
+
+
+def cell(engine: str, seconds: float, joules: float | None, *gpus: str) -> Cell:
+    return Cell.model_construct(engine=engine, workload="eval", seconds=seconds, gpus=list(gpus), joules=joules)
 
 
 def test_sums_are_those_by_hand() -> None:
-    cells = [{"engine": "torch", "workload": "eval"} | record(10, 100.0, "A") for _ in range(3)]
-    cells += [{"engine": "sglang", "workload": "eval"} | record(5, None, "B", "B")]
-    stages = {"fix_data": record(2, None), "train_draft@e003": record(100, 3600.0, "A", "A")}
+    cells = [cell("torch", 10, 100.0, "A") for _ in range(3)] + [cell("sglang", 5, None, "B", "B")]
+    stages = {"fix_data": run(2, None), "train_draft@e003": run(100, 3600.0, "A", "A")}
     took = provenance.summarise_stage_runs(stages, cells)
     assert [(line.stage, line.runs, line.seconds, line.gpus, line.joules) for line in took.lines] == [
         ("fix_data", 1, 2, "", None),
@@ -71,7 +76,7 @@ def test_the_page_names_its_commit_what_differs_from_it_and_the_tables_beside_it
     report.main()
     said = words(report.PAGE_FILE.read_text())
     assert f"written atcommit {head}, with changes in params.yaml (dvc.lock" in said
-    for table in (benchmark_table.BENCHMARK_TABLE, report.REPLAY_TABLE, report.METRICS_FILE):
+    for table in (BenchmarkRow.TABLE, report.REPLAY_TABLE, report.METRICS_FILE):
         assert f"{table}{hashlib.sha256(table.read_bytes()).hexdigest()}" in said
     assert f"draft e003{'ab' * 32}" in said
 
@@ -94,8 +99,8 @@ def test_percentiles_are_those_of_the_answers(made_up: schema.Params) -> None:
     assert [row.tree for row in group.rows][-1] == "plain decoding" and len(group.plots) == 3
     spread = [0.1 * (n + 1) for n in range(12)]
     found = torch_records.read_torch_cell("eval", "e003", "t8_2_16")
-    for prompt, seconds in zip(found["prompts"], spread, strict=True):
-        prompt |= {"e2e_latency_s": seconds, "prefill_latency_s": seconds / 10, "output_tokens": 11}
+    for prompt, seconds in zip(found.prompts, spread, strict=True):
+        prompt.e2e_latency_s, prompt.prefill_latency_s, prompt.output_tokens = seconds, seconds / 10, 11
     (group,) = latencies.summarise_torch_cells([found])
     hundredths = statistics.quantiles(spread, n=100, method="inclusive")
     by_hand = [hundredths[share - 1] for share in latencies.PERCENTILES]
@@ -110,7 +115,8 @@ def test_percentiles_are_those_of_the_answers(made_up: schema.Params) -> None:
 
 def test_answers_of_one_token_have_no_time_a_token(made_up: schema.Params) -> None:
     found = torch_records.read_torch_cell("eval", "e003", "t8_2_16")
-    found["prompts"] = [prompt | {"output_tokens": 1, "baseline_output_tokens": 1} for prompt in found["prompts"]]
+    for prompt in found.prompts:
+        prompt.output_tokens = prompt.baseline_output_tokens = 1
     (group,) = latencies.summarise_torch_cells([found])
     assert set(group.plots) == {"e2e", "ttft"} and group.rows[0].percentiles["tpot"] is None
 
@@ -121,18 +127,18 @@ def test_requests_of_the_heaviest_load_are_shown_and_failed_ones_are_not(made_up
     serve({"code": {**EVAL, "concurrency": 64, "repeats": 3}})
     make_up_served("code")
     broken = served_records.read_served_cell("code", "e009", TREES[0])
-    broken["points"][0]["requests"][0]["failed"] = "timeout"
-    served_records.write_served_cell(broken)
+    broken.points[0].requests[0].failed = "timeout"
+    served_records.write_served_cell(broken.model_dump())
     cells = served_table.read_served_cells(["code"], ["e009"], TREES)
     lines = served_table.join_lines(cells, {"e009": replay_records.read_replay("e009")}, set())
     (group,) = latencies.summarise_served_lines(lines)
-    asked = broken["points"][0]["requests"]
+    asked = broken.points[0].requests
     assert group.about == "code, checkpoint e009, sglang, 200 tokens, 64 at once"
     assert [(row.tree, row.answers) for row in group.rows] == [
         ("5_1_6 (5_1_5)", len(asked) - 1),
         ("plain decoding", len(asked)),
     ]
-    values = [1000 * request["ttft_s"] for request in asked[1:]]
+    values = [1000 * request.ttft_s for request in asked[1:]]
     assert (group.rows[0].percentiles["ttft"] or [])[1] == pytest.approx(statistics.median(values))
 
 

@@ -7,27 +7,36 @@ import pytest
 
 from stages.reporting import served, served_sweeps
 from stages.results import served_table
-from tests.served_cells import Row, made_up, point
+from stages.results.served_records import ServedCell
+from stages.results.served_table import ServedRow
+from tests.served_cells import Row, join, made_up, point
 
 
-def rows_of(*cells: Row) -> list[Row]:
-    return [line.row for line in served_table.join_lines(cells, {}, set())]
+def rows_of(*cells: Row) -> list[ServedRow]:
+    return [line.row for line in join(cells)]
 
 
-def with_speedups(speedups: dict[tuple[int, int | None], float], tree: str = "t5_1_6", **keys: Any) -> list[Row]:
+def with_speedups(speedups: dict[tuple[int, int | None], float], tree: str = "t5_1_6", **keys: Any) -> list[ServedRow]:
     """Lines of a sweep, joined, with just these speedups: (tokens, concurrency) -> speedup."""
     return [
-        dict.fromkeys(served_table.SERVED_TABLE_COLUMNS)
-        | {
-            "workload": "sweep",
-            "checkpoint": "e009",
-            "tree": tree,
-            "decoding": served_table.SPECULATIVE,
-            "status": "ran",
-        }
-        | {"max_new_tokens": tokens, "concurrency": cap, "request_rate": "inf", "speedup": speedup, "engine": "sglang"}
-        | {"requests": 8, "completed": 8, "temperature": 0.0}
-        | keys
+        ServedRow(
+            **{
+                "workload": "sweep",
+                "checkpoint": "e009",
+                "tree": tree,
+                "decoding": served_table.SPECULATIVE,
+                "status": "ran",
+            }
+            | {
+                "max_new_tokens": tokens,
+                "concurrency": cap,
+                "request_rate": "inf",
+                "speedup": speedup,
+                "engine": "sglang",
+            }
+            | {"requests": 8, "completed": 8, "temperature": 0.0}
+            | keys
+        )
         for (tokens, cap), speedup in speedups.items()
     ]
 
@@ -44,7 +53,7 @@ def test_a_sweeps_break_evens_come_from_its_points() -> None:
     assert sweep.by_cap[0].startswith("at concurrency 16: slower up to an answer length of ")
     assert sweep.by_cap[1].startswith("at concurrency 64: slower at every answer length")
     assert len(sweep.by_cap) == 2  # at concurrency 1 there is one length only
-    assert [served.format_load(row) for row in sweep.slower] == ["10 x 16", "10 x 64", "1000 x 64"]
+    assert [served.format_load(row.load) for row in sweep.slower] == ["10 x 16", "10 x 64", "1000 x 64"]
     (even,) = served_sweeps.build_sweeps(with_speedups({(10, 4): 0.8, (1000, 4): 1.2}))
     assert (even.by_length, even.by_cap) == (
         [],
@@ -55,8 +64,8 @@ def test_a_sweeps_break_evens_come_from_its_points() -> None:
 
 def test_the_heat_table_has_a_place_for_every_load_and_knows_doubt() -> None:
     rows = with_speedups({(10, 4): 0.5, (10, None): 1.25, (20, 4): 1.1})
-    rows[2] |= {"speedup_low": 0.9, "speedup_high": 1.3}
-    rows[0] |= {"speedup_low": 0.4, "speedup_high": 0.6}
+    rows[2].speedup_low, rows[2].speedup_high = 0.9, 1.3
+    rows[0].speedup_low, rows[0].speedup_high = 0.4, 0.6
     (sweep,) = served_sweeps.build_sweeps(rows)
     assert sweep.caps == [4, math.inf]
     first, second = sweep.heat
@@ -90,7 +99,7 @@ def test_the_best_plain_decoding_is_always_in_the_table() -> None:
     assert [served.describe_decoding(row) for row in group.rows] == ["5_1_6 (5_1_5)", "plain decoding", "8_2_16"]
     assert group.rows[1]["output_throughput"] == fast["loads"][0]["output_throughput"]
     (alone,) = served.group_tables(rows_of(made_up("eval", points=[slow])))
-    assert (served.format_group_title(alone.workload, alone.checkpoint), len(alone.rows)) == ("eval", 1)
+    assert (alone.title, len(alone.rows)) == ("eval", 1)
 
 
 def test_loads_stand_in_order_with_their_trees_and_plain_decoding() -> None:
@@ -100,7 +109,7 @@ def test_loads_stand_in_order_with_their_trees_and_plain_decoding() -> None:
         made_up("eval", "e009", tree, [point(*load, 0.01, tau=2.9) for load in loads]) for tree in ("t8_2_16", "t5_1_6")
     ]
     (group,) = served.group_tables(rows_of(baseline, *cells))
-    assert [served.format_load(row) for row in group.rows] == [
+    assert [served.format_load(row.load) for row in group.rows] == [
         load for load in ("16 x 1", "16 x 8", "16 x no limit", "64 x 4") for _ in range(3)
     ]
     assert [served.describe_decoding(row) for row in group.rows[:3]] == ["8_2_16", "5_1_6 (5_1_5)", "plain decoding"]
@@ -140,15 +149,16 @@ def test_a_long_sweep_is_left_to_the_table_on_disk() -> None:
 
 def test_memory_sums_what_is_known() -> None:
     cells = [
-        made_up("eval", points=[point(64, 4, 0.02)]),
-        made_up("eval", "e009", "t5_1_6", [point(64, 4, 0.01, tau=2.9)]),
+        ServedCell(**made_up("eval", points=[point(64, 4, 0.02)])),
+        ServedCell(**made_up("eval", "e009", "t5_1_6", [point(64, 4, 0.01, tau=2.9)])),
     ]
     plain, drafted = served.tabulate_memory(cells)["eval"]
-    assert (plain.server, plain.sum) == ("plain decoding", pytest.approx(3.2 + 101.9))
-    assert (drafted.sum, drafted.held) == (pytest.approx(3.2 + 0.3 + 100.1), pytest.approx(117.5))
-    cells[1]["memory"] |= {"draft": None, "gpu_before": None}
-    assert [(m.sum, m.held) for m in served.tabulate_memory(cells)["eval"][1:]] == [(None, None)]
-    assert served.tabulate_memory([made_up("eval", "e009", "t8_2_16")]) == {}
+    assert (plain.tree, plain.memory_sum) == (None, pytest.approx(3.2 + 101.9))
+    assert (drafted.memory_sum, drafted.memory.held) == (pytest.approx(3.2 + 0.3 + 100.1), pytest.approx(117.5))
+    cells[1].memory.draft = cells[1].memory.gpu_before = None
+    (unknown,) = served.tabulate_memory(cells)["eval"][1:]
+    assert (unknown.memory_sum, unknown.memory.held) == (None, None)
+    assert served.tabulate_memory([ServedCell(**made_up("eval", "e009", "t8_2_16"))]) == {}
 
 
 def test_failed_requests_and_the_cells_warnings_are_listed() -> None:
@@ -156,37 +166,37 @@ def test_failed_requests_and_the_cells_warnings_are_listed() -> None:
     lost["loads"][0] |= {"failed": {"timeout": 2}}
     lost["loads"][1] |= {"failed": {"timeout": 1, "cut": 1}}
     baseline = made_up("eval", points=[point(64, 4, 0.02, repeats=2)])
-    found = served.list_warnings(
-        served_table.join_lines([baseline, made_up("eval", "e009", "t5_1_6", [lost])], {}, set())
-    )
-    assert [w.text for w in found] == ["the GPU was not empty", "16 requests, of them failed: timeout 3, cut 1"]
+    found = served.list_warnings(join([baseline, made_up("eval", "e009", "t5_1_6", [lost])]))
+    assert [text for _, text in found] == ["the GPU was not empty", "16 requests, of them failed: timeout 3, cut 1"]
 
 
 def test_the_engines_figures_stand_beside_ours() -> None:
     baseline = made_up("eval", points=[point(64, 4, 0.02)])
-    (e,) = served.list_engine_figures(
-        served_table.join_lines([baseline, made_up("eval", "e009", "t5_1_6", [point(64, 4, 0.01, tau=2.9)])], {}, set())
+    (line,) = served.list_counted_lines(
+        join([baseline, made_up("eval", "e009", "t5_1_6", [point(64, 4, 0.01, tau=2.9)])])
     )
-    assert (e.acceptance["tau"], e.reported) == (2.9, "spec_accept_length 2.97, avg_spec_accept_length 2.91")
+    said = "spec_accept_length 2.97, avg_spec_accept_length 2.91"
+    assert line.point.acceptance.tau == 2.9 and served.format_figures(line.point.acceptance.engine) == said
 
 
 def test_quality_and_commands() -> None:
     baseline = made_up("eval", points=[point(64, 4, 0.02, accuracy=0.5)])
     cell = made_up("eval", "e009", "t5_1_6", [point(64, 4, 0.01, tau=2.9, accuracy=0.25)])
     cell["server"]["command"] = None
-    lines = served_table.join_lines([baseline, cell], {}, set())
-    _, graded = served.list_graded_points(lines)
-    assert (graded.quality["correct"], graded.quality["accuracy"], graded.baseline_accuracy) == (2, 0.25, 0.5)
-    assert [s.command for s in served.list_server_commands([baseline, cell])] == [
-        "python3 -m sglang.launch_server",
-        None,
-    ]
+    lines, cells = join([baseline, cell]), [ServedCell(**baseline), ServedCell(**cell)]
+    _, graded = served.build_served_page(cells, lines).graded
+    quality = graded.point.quality
+    assert (quality["correct"], quality["accuracy"], graded.row.baseline_accuracy) == (2, 0.25, 0.5)
+    assert [command for _, command in served.list_server_commands(cells)] == ["python3 -m sglang.launch_server", None]
 
 
 def test_a_missing_interval_is_told_with_its_reason() -> None:
     """Bug: the cell of the table was empty, as if nothing were amiss."""
     (row,) = with_speedups({(64, 4): 1.5}, tau=2.5)
-    assert (served.tau_span(row), served.speedup_span(row)) == ("one prompt", "one repeat")
-    assert served.tau_span(row | {"engine": "vllm"}) == "not by request"
-    assert served.tau_span(row | {"tau_low": 2.0, "tau_high": 3.0}) == "2.00-3.00"
-    assert served.tau_span(row | {"tau": None}) == served.speedup_span(row | {"speedup": None}) == ""
+    assert (served.format_tau_interval(row), served.format_speedup_interval(row)) == ("one prompt", "one repeat")
+    (vllm,) = with_speedups({(64, 4): 1.5}, tau=2.5, engine="vllm")
+    assert served.format_tau_interval(vllm) == "not by request"
+    (known,) = with_speedups({(64, 4): 1.5}, tau=2.5, tau_low=2.0, tau_high=3.0)
+    assert served.format_tau_interval(known) == "2.00-3.00"
+    (nothing,) = with_speedups({(64, 4): None})
+    assert served.format_tau_interval(nothing) == served.format_speedup_interval(nothing) == ""

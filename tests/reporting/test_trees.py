@@ -9,30 +9,22 @@ from matplotlib.figure import Figure
 
 from stages.reporting import trees
 from stages.reporting.plots import cycle_styles, draw_tau_by_tokens
-
-Row = dict[str, Any]
-
-
-def tree(steps: int, topk: int, tokens: int, tau: float) -> Row:
-    return {"steps": steps, "topk": topk, "tokens": tokens, "tau": tau}
+from stages.results.replay_records import ReplayedTree, TreeBucket
 
 
-def some_trees(seed: int) -> list[Row]:
+def tree(steps: int, topk: int, tokens: int, tau: float) -> ReplayedTree:
+    return ReplayedTree.model_construct(steps=steps, topk=topk, tokens=tokens, tau=tau)
+
+
+def some_trees(seed: int) -> list[ReplayedTree]:
     chance = random.Random(seed)
     shapes = itertools.product((2, 5, 8), (1, 2, 3), (4, 8, 16))
     return [tree(*shape, round(chance.uniform(1, 3), 1)) for shape in shapes]
 
 
-def bucket(name: str, what: str, where: str, **counts: float | None) -> Row:
-    return {
-        "tree": name,
-        "by": what,
-        "bucket": where,
-        "cycles": None,
-        "nodes": None,
-        "promised": None,
-        "accepted": 0,
-    } | counts
+def bucket(name: str, what: str, where: str, **counts: float | None) -> TreeBucket:
+    known = {"cycles": None, "nodes": None, "promised": None, "accepted": 0} | counts
+    return TreeBucket(checkpoint="e003", tree=name, by=what, bucket=where, **known)
 
 
 def lines(draw: Any, *arguments: Any) -> dict[str, list[tuple[float, float]]]:
@@ -80,8 +72,8 @@ def test_the_table_adds_rows_and_siblings_up() -> None:
     (line,) = trees.build_statistics_table(inside)
     assert (line.tree, line.cycles, line.tau, line.nodes) == ("t2_3_6", 4, 2.5, 5)
     assert (line.promised, line.accepted, line.kept) == (2, 1.5, 0.75)
-    assert [s.nodes for s in line.siblings] == [0.4, 0.3, 0.3]
-    assert [s.accepted for s in line.siblings] == [pytest.approx(n / 6) for n in (4, 1, 1)]
+    assert [nodes for nodes, _ in line.siblings] == [0.4, 0.3, 0.3]
+    assert [accepted for _, accepted in line.siblings] == [pytest.approx(n / 6) for n in (4, 1, 1)]
 
 
 def test_lengths_are_drawn_at_the_same_places_and_few_cycles_are_not() -> None:

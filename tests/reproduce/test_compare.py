@@ -16,6 +16,7 @@ from stages.results import served_records, torch_records
 from stages.runtime import atomic
 
 pytestmark = pytest.mark.usefixtures("home")
+RUN = {"top_p": 1.0, "top_k": None, "seconds": 1.0, "seed": 0, "gpus": [], "joules": None}
 H20 = {"gpu": "NVIDIA H20", "cpu": "one core"}
 
 
@@ -31,13 +32,13 @@ def torch_cell(workload: str, tree: str = "t6_10_60", **changes: Any) -> None:
         dict.fromkeys(torch_records.PROMPT_COLUMNS, 0) | {
             "id": name, "cycles": cycles, "accepted": accepted, "output_tokens": 10 * cycles,
             "e2e_latency_s": 0.1 * cycles / speed, "baseline_output_tokens": 10 * cycles,
-            "baseline_e2e_latency_s": 0.1 * cycles,
+            "baseline_e2e_latency_s": 0.1 * cycles, "finish_reason": "stop",
         }
         for name, cycles, accepted, speed in (("a", 6, 22, 2.0), ("a", 4, 8, 2.0), ("b", 20, 40, 3.0))
     ]  # fmt: skip
-    found = dict.fromkeys(torch_records.CELL_KEYS) | {
-        "workload": workload, "checkpoint": "theirs", "tree": tree, "num_steps": 6, "num_draft_tokens": 60,
-        "engine": "torch", "temperature": 0.0,
+    found = RUN | {
+        "workload": workload, "checkpoint": "theirs", "tree": tree, "num_steps": 6, "topk": 10, "num_draft_tokens": 60,
+        "engine": "torch", "temperature": 0.0, "histogram": [], "repeats": [], "quality": None,
         "metrics": dict.fromkeys(torch_records.METRICS, 1.0) | {"tau": 3.7, "tau_low": 3.6, "tau_high": 3.8}, "prompts": rows,
         "hardware": H20, "versions": {"torch": "2.13.0"}, "definitions": torch_records.DEFINITIONS,
     }  # fmt: skip
@@ -51,15 +52,24 @@ def served_cell(workload: str, checkpoint: str | None, tree: str | None, rate: f
         {"output_throughput": r, "total_throughput": 2 * r, "ttft_s": times, "tpot_s": times, "e2e_s": times}
         for r in (0.95 * rate, 1.05 * rate)
     ]
-    acceptance = dict.fromkeys(served_records.ACCEPTANCE_KEYS) | {
-        "tau": 2.0, "tau_low": 1.98, "tau_high": 2.02, "accept_rate": 0.5, "node_accept_rate": 0.5,
+    acceptance = {
+        "tau": 2.0, "tau_low": 1.98, "tau_high": 2.02, "accept_rate": 0.5, "node_accept_rate": 0.5, "cycles": 10,
+        "accepted": 10, "histogram": [], "clipped": True, "engine": {},
     }  # fmt: skip
-    point = dict.fromkeys(served_records.POINT_KEYS) | {
+    point = {
+        "max_new_tokens": 64,
+        "concurrency": None,
+        "request_rate": None,
+        "quality": None,
+        "warnings": [],
         "loads": loads,
         "acceptance": acceptance if checkpoint else None,
         "requests": [],
     }
-    found = dict.fromkeys(served_records.SERVED_CELL_KEYS) | {
+    found = RUN | {
+        "topk": 1,
+        "reason": None,
+        "server": {},
         "workload": workload,
         "checkpoint": checkpoint,
         "tree": tree,
@@ -74,7 +84,7 @@ def served_cell(workload: str, checkpoint: str | None, tree: str | None, rate: f
         "hardware": H20,
         "versions": {"vllm": "0.11.2"},
         "definitions": torch_records.DEFINITIONS,
-        "fingerprint": "f",
+        "fingerprint": {"version": "f"},
     }
     served_records.write_served_cell(found | changes)
 
@@ -185,7 +195,7 @@ def test_another_target_is_no_twin_whatever_the_recipe_says() -> None:
 
 
 def test_a_baseline_of_another_fingerprint_is_no_baseline() -> None:
-    served_cell("code_gen", None, None, 1400.0, engine="sglang", fingerprint="other")
+    served_cell("code_gen", None, None, 1400.0, engine="sglang", fingerprint={"version": "other"})
     served_cell("code_gen", "theirs", "t5_8_32", 2800.0, engine="sglang")
     sides, _ = sides_of("qwen3-coder-30b-a3b")
     change = side(sides, "total_tok_s_change", label="Code Gen")
@@ -195,7 +205,7 @@ def test_a_baseline_of_another_fingerprint_is_no_baseline() -> None:
 def test_a_baseline_measured_in_turns_with_the_cell_is_its_own() -> None:
     served_cell("code_gen", None, None, 9999.0, engine="sglang")
     served_cell("code_gen", "other", "t5_8_32", 1000.0, engine="sglang")
-    slow = served_records.read_served_cell("code_gen", "other", "t5_8_32")["points"]
+    slow = served_records.read_served_cell("code_gen", "other", "t5_8_32").model_dump()["points"]
     served_cell("code_gen", "theirs", "t5_8_32", 2800.0, engine="sglang", baseline_points=slow)
     sides, _ = sides_of("qwen3-coder-30b-a3b")
     assert side(sides, "speedup", label="Code Gen").own == comparison.MeasuredNumber(

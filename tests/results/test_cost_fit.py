@@ -9,6 +9,7 @@ import pytest
 from stages.params.tree_shape import TreeShape
 from stages.results import cost_fit
 from stages.results.cost_model import CostModel
+from stages.results.timing_grid import CycleTime
 from tests import costs
 
 BATCHED = costs.TRUTH | {"sequence": 0.3e-3}
@@ -37,7 +38,7 @@ def test_the_error_on_points_left_out_is_that_on_points_never_seen() -> None:
     unseen = [
         TreeShape.parse(name) for name in ("t2_1_3", "t5_3_12", "t8_2_24", "t4_4_48", "t7_3_20", "t9_1_10", "t2_4_6")
     ]
-    off = [found.predict_cycle_s(t.num_steps, t.topk, t.num_draft_tokens, 1) / costs.seconds(t) - 1 for t in unseen]
+    off = [found.predict_cycle_s(t, 1) / costs.seconds(t) - 1 for t in unseen]
     assert max(map(abs, off)) < found.margin
     assert found.margin == pytest.approx(2.03 * found.error, rel=0.01)  # Student's t of 35 degrees
 
@@ -45,7 +46,7 @@ def test_the_error_on_points_left_out_is_that_on_points_never_seen() -> None:
 def test_left_out_points_are_predicted_without_themselves() -> None:
     """A grid whose one tree is ten times as slow as its terms say: that point is not in its own prediction."""
     points = costs.grid()
-    points[17]["cycle_s"] *= 10
+    points[17].cycle_s *= 10
     alone = cost_fit.fit_cost_model(points)
     true = costs.seconds(costs.TREES[17])
     assert alone.left_out_s[17] == pytest.approx(true) and alone.error_max == pytest.approx(0.9)
@@ -56,26 +57,25 @@ def test_terms_of_a_batch_are_told_from_the_others() -> None:
     assert found.seconds["sequence"] == pytest.approx(BATCHED["sequence"])
     assert found.seconds["verify row"] == pytest.approx(BATCHED["token"])
     unseen = TreeShape.parse("t5_3_12")
-    assert found.predict_cycle_s(5, 3, 12, 8) == pytest.approx(costs.seconds(unseen, 8, BATCHED))
+    assert found.predict_cycle_s(unseen, 8) == pytest.approx(costs.seconds(unseen, 8, BATCHED))
 
 
 def test_a_knee_is_found_where_computing_outlasts_reading() -> None:
     """Up to 64 rows a verify pass costs what its weights cost to read, beyond it each row more."""
     points = costs.grid(batches=(1, 4, 16), truth=costs.TRUTH | {"token": 0.0})
     for point in points:
-        point["cycle_s"] += 0.04e-3 * max(0, point["tokens"] * point["batch"] - 64)
+        point.cycle_s += 0.04e-3 * max(0, point.tokens * point.batch - 64)
     found = cost_fit.fit_cost_model(points)
     assert found.knee == 64 and found.seconds["beyond"] == pytest.approx(0.04e-3)
-    assert found.predict_cycle_s(6, 2, 20, 1) == pytest.approx(
-        costs.seconds(TreeShape.parse("t6_2_20"), 1, costs.TRUTH | {"token": 0.0})
-    )
+    unseen = TreeShape.parse("t6_2_20")
+    assert found.predict_cycle_s(unseen, 1) == pytest.approx(costs.seconds(unseen, 1, costs.TRUTH | {"token": 0.0}))
 
 
 def test_no_term_is_negative() -> None:
     """Wide trees that were timed faster than narrow ones, by accident: the fit doesn't promise less for more."""
     points = costs.grid()
     for point in points:
-        point["cycle_s"] *= 1 - 0.004 * point["tokens"]
+        point.cycle_s *= 1 - 0.004 * point.tokens
     assert min(cost_fit.fit_cost_model(points).seconds.values()) >= 0
 
 
@@ -83,7 +83,7 @@ def test_few_points_bear_few_terms() -> None:
     """Three concurrencies of one tree: what is steps and what is rows can't be told, and needn't."""
     tree = TreeShape.parse("t5_4_16")
     found = cost_fit.fit_cost_model(costs.grid([tree], batches=(1, 8, 32), truth=BATCHED))
-    assert found.predict_cycle_s(5, 4, 16, 8) == pytest.approx(costs.seconds(tree, 8, BATCHED))
+    assert found.predict_cycle_s(tree, 8) == pytest.approx(costs.seconds(tree, 8, BATCHED))
     assert found.left_out_s[1] == pytest.approx(costs.seconds(tree, 8, BATCHED))
 
 
@@ -94,8 +94,7 @@ def test_what_vllm_measured_is_predicted_from_the_other_lengths() -> None:
     implied = {2: 1.44, 3: 1.61, 4: 1.76, 5: 1.94, 6: 2.06, 7: 2.15}
     speedup = {2: 1.637, 3: 1.729, 4: 1.746, 5: 1.712, 6: 1.683, 7: 1.648}
     points = [
-        {"steps": k, "topk": 1, "tokens": k + 1, "batch": 1, "cycle_s": c, "error": 0.0, "samples": 1}
-        for k, c in implied.items()
+        CycleTime(steps=k, topk=1, tokens=k + 1, batch=1, cycle_s=c, error=0.0, samples=1) for k, c in implied.items()
     ]
     found = cost_fit.fit_cost_model(points)
     assert found.error_max < 0.045
@@ -107,14 +106,14 @@ def test_too_few_points_and_times_that_are_none_are_refused() -> None:
     with pytest.raises(ValueError, match="has 2 points, expected at least 3"):
         cost_fit.fit_cost_model(costs.grid()[:2])
     points = costs.grid()
-    points[3]["cycle_s"] = 0.0
+    points[3].cycle_s = 0.0
     with pytest.raises(ValueError, match=r"cycle of 0.0 s, expected more than 0"):
         cost_fit.fit_cost_model(points)
 
 
 def test_a_fit_survives_json() -> None:
     found = cost_fit.fit_cost_model(costs.grid(noise=0.02))
-    assert CostModel.from_json(found.to_json()) == found
+    assert CostModel.model_validate_json(found.model_dump_json()) == found
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from stages.params.tree_shape import TreeShape
-from stages.results import cost_measured, cost_model, cost_served, prediction, served_table
+from stages.results import cost_measured, cost_served, prediction, served_table
+from stages.results.served_records import LoadPoint
+from stages.results.torch_records import CellMetrics, MethodPromptRow, TorchCell
 from tests import costs
-from tests.results.test_prediction import replay
-from tests.served_cells import FINGERPRINT, made_up, point
+from tests.served_cells import FINGERPRINT, join, made_up, point
+from tests.served_cells import replayed_tree as replay
 
 Row = dict[str, Any]
 TREES = ("t5_1_6", "t8_2_16", "t5_4_16", "t8_1_9", "t10_2_32", "t3_1_4")
@@ -39,7 +41,7 @@ def baseline(caps: tuple[int, ...] = CAPS, **keys: Any) -> Row:
 
 
 def lines(*cells: Row) -> list[served_table.ServedTableLine]:
-    return served_table.join_lines(cells, REPLAYS, {"eval"})
+    return join(cells, REPLAYS, {"eval"})
 
 
 def by_hand(rows: list[Row], count: str, less: int = 0) -> float:
@@ -54,31 +56,31 @@ def by_hand(rows: list[Row], count: str, less: int = 0) -> float:
 def test_a_cycle_is_decoding_by_cycles_and_a_step_is_the_baselines_by_tokens() -> None:
     chain, tree, other, plain = drafted("t5_1_6"), drafted("t8_2_16"), drafted("t5_4_16"), baseline()
     (found,), why = cost_served.derive_costs(lines(plain, chain, tree, other))
-    assert why == [] and (found["engine"], found["workload"], found["max_new_tokens"]) == ("sglang", "eval", TOKENS)
-    assert (found["target"], found["hardware"], found["versions"]) == (None, chain["hardware"], {"sglang": "0.5.17"})
+    assert why == [] and (found.engine, found.workload, found.max_new_tokens) == ("sglang", "eval", TOKENS)
+    assert (found.target, found.hardware, found.versions) == (None, chain["hardware"], {"sglang": "0.5.17"})
     for cell in (chain, tree, other):
         for taken in cell["points"]:
             shape = cell["num_steps"], cell["topk"], cell["num_draft_tokens"], taken["concurrency"]
-            (row,) = (r for r in found["grid"] if (r["steps"], r["topk"], r["tokens"], r["batch"]) == shape)
-            assert row["cycle_s"] == pytest.approx(by_hand(taken["requests"], "cycles")) and row["samples"] == 2
-    for taken, row in zip(plain["points"], found["plain"], strict=True):
-        assert row["step_s"] == pytest.approx(by_hand(taken["requests"], "output_tokens", 1))
-        assert row["batch"] == taken["concurrency"] and 0 < row["error"] < 0.1
+            (row,) = (r for r in found.grid if (r.steps, r.topk, r.tokens, r.batch) == shape)
+            assert row.cycle_s == pytest.approx(by_hand(taken["requests"], "cycles")) and row.samples == 2
+    for taken, row in zip(plain["points"], found.plain, strict=True):
+        assert row.step_s == pytest.approx(by_hand(taken["requests"], "output_tokens", 1))
+        assert row.batch == taken["concurrency"] and 0 < row.error < 0.1
 
 
 def test_a_fit_of_served_cells_predicts_a_tree_that_was_not_served() -> None:
     (found,), _ = cost_served.derive_costs(lines(baseline(), *map(drafted, TREES)))
-    fit = cost_model.CostModel.from_json(found["fit"])
+    fit = found.fit
     for name in ("t6_2_16", "t7_1_8", "t8_3_24"):
         tree = TreeShape.parse(name)
         for batch in CAPS:
-            cycle = fit.predict_cycle_s(tree.num_steps, tree.topk, tree.num_draft_tokens, batch)
+            cycle = fit.predict_cycle_s(tree, batch)
             assert cycle == pytest.approx(costs.seconds(tree, batch), rel=0.06), (name, batch)
     assert fit.error < 0.05
     row = next(
-        r for r in prediction.predict_speedups(found, "e009", 0.0, [replay("t6_2_16", 3.9)]) if r["concurrency"] == 8
+        r for r in prediction.predict_speedups(found, "e009", 0.0, [replay("t6_2_16", 3.9)]) if r.concurrency == 8
     )
-    assert row["speedup"] == pytest.approx(3.9 * plain_s(8) / costs.seconds(TreeShape.parse("t6_2_16"), 8), rel=0.08)
+    assert row.speedup == pytest.approx(3.9 * plain_s(8) / costs.seconds(TreeShape.parse("t6_2_16"), 8), rel=0.08)
 
 
 def test_at_a_high_concurrency_speculation_is_not_proposed() -> None:
@@ -86,9 +88,9 @@ def test_at_a_high_concurrency_speculation_is_not_proposed() -> None:
     (found,), _ = cost_served.derive_costs(lines(baseline(), *map(drafted, TREES)))
     rows = prediction.predict_speedups(found, "e009", 0.0, REPLAYS["e009"])
     told = {
-        r["concurrency"]: r["enable"]
+        r.concurrency: r.enable
         for r in prediction.choose_launches(rows, lambda engine, row: [engine])
-        if r["engine"] == "sglang"
+        if r.engine == "sglang"
     }
     truth = {
         cap: max(TAUS[t] * plain_s(cap) / costs.seconds(TreeShape.parse(t), cap) for t in TREES) for cap in CAPS
@@ -102,23 +104,20 @@ def test_an_engine_that_counts_over_all_requests_gives_the_same_cycle() -> None:
     for taken in counted["points"]:
         taken["requests"] = [r | {"cycles": None, "accepted": None} for r in taken["requests"]]
     for one, other in zip(per_request["points"], counted["points"], strict=True):
-        (found,) = cost_served.compute_cycle_seconds(other)
+        (found,) = cost_served.compute_cycle_seconds(LoadPoint(**other))
         total = sum(r["e2e_s"] - r["ttft_s"] for r in one["requests"]) / sum(r["cycles"] for r in one["requests"])
         assert found == pytest.approx(total)
 
 
 def test_what_failed_is_in_no_cost() -> None:
     taken = drafted("t5_1_6")["points"][0]
-    clean = cost_served.compute_cycle_seconds(taken)
+    clean = cost_served.compute_cycle_seconds(LoadPoint(**taken))
     lost = {"failed": "timeout", "ttft_s": None, "e2e_s": None, "tpot_s": None, "cycles": None}
-    assert (
-        cost_served.compute_cycle_seconds(taken | {"requests": [*taken["requests"], taken["requests"][0] | lost]})
-        == clean
-    )
+    with_lost = taken | {"requests": [*taken["requests"], taken["requests"][0] | lost]}
+    assert cost_served.compute_cycle_seconds(LoadPoint(**with_lost)) == clean
     uncounted = [r | {"cycles": None} for r in taken["requests"]] + [taken["requests"][0] | lost]
-    assert (
-        cost_served.compute_cycle_seconds(taken | {"requests": uncounted}) == []
-    )  # the load's cycles hold those of the lost one
+    point_ = LoadPoint(**taken | {"requests": uncounted})
+    assert cost_served.compute_cycle_seconds(point_) == []  # the load's cycles hold those of the lost one
 
 
 @pytest.mark.parametrize(
@@ -155,13 +154,12 @@ def test_a_served_point_is_judged_by_the_other_points() -> None:
     made, _ = cost_served.derive_costs(every)
     rows = cost_measured.compare_served_lines(made, every, REPLAYS)
     assert len(rows) == len(TREES) * len(CAPS)
-    fit = made[0]["fit"]
-    for row, left_out, point_ in zip(rows, fit["left_out_s"], made[0]["grid"], strict=True):
-        step = next(p["step_s"] for p in made[0]["plain"] if p["batch"] == point_["batch"])
-        assert row["predicted"]["C"] == pytest.approx(left_out / step)
-        assert row["measured"]["C"] == pytest.approx(point_["cycle_s"] / step)
-        assert row["measured"]["speedup"] == pytest.approx(step / (point_["cycle_s"] / TAUS[row["tree"]]), rel=0.06)
-        assert row["agrees"] and row["apart"] is None
+    for row, left_out, point_ in zip(rows, made[0].fit.left_out_s, made[0].grid, strict=True):
+        step = next(p.step_s for p in made[0].plain if p.batch == point_.batch)
+        assert pytest.approx(left_out / step) == row.predicted.C
+        assert pytest.approx(point_.cycle_s / step) == row.measured.C
+        assert row.measured.speedup == pytest.approx(step / (point_.cycle_s / TAUS[row.tree]), rel=0.06)
+        assert row.agrees and row.apart is None
 
 
 def torch_cell(tree: str, tau: float, cycle_s: float, **keys: Any) -> Row:
@@ -180,27 +178,29 @@ def torch_cell(tree: str, tau: float, cycle_s: float, **keys: Any) -> Row:
     } | keys  # fmt: skip
 
 
-def compared(cell: Row, **keys: Any) -> tuple[list[Row], list[str]]:
+def compared(cell: Row, **keys: Any) -> tuple[list[cost_measured.ComparedPrediction], list[str]]:
     timed = costs.made_up(**keys)
     guesses = prediction.predict_speedups(timed, "e009", 0.0, REPLAYS["e009"])
-    return cost_measured.compare_torch_cells({"e009": timed}, [cell], guesses)
+    prompts = [MethodPromptRow.model_construct(**row) for row in cell["prompts"]]
+    measured = {"metrics": CellMetrics.model_construct(**cell["metrics"]), "prompts": prompts}
+    return cost_measured.compare_torch_cells({"e009": timed}, [TorchCell.model_construct(**cell | measured)], guesses)
 
 
 def test_a_torch_cell_is_measured_without_its_prefill() -> None:
     cycle = costs.seconds(TreeShape.parse("t8_2_16"))
     ((row,), why) = compared(torch_cell("t8_2_16", 4.0, cycle))
-    assert why == [] and row["agrees"]
-    found = row["measured"]
-    assert found["C"] == pytest.approx(cycle / costs.PLAIN_S) == row["predicted"]["C"]
-    assert found["speedup"] == pytest.approx(4.0 * costs.PLAIN_S / cycle) == row["predicted"]["speedup"]
-    assert found["whole"] < found["speedup"] and found["low"] == pytest.approx(0.95 * found["speedup"])
+    assert why == [] and row.agrees
+    found = row.measured
+    assert found.C == pytest.approx(cycle / costs.PLAIN_S) == row.predicted.C
+    assert found.speedup == pytest.approx(4.0 * costs.PLAIN_S / cycle) == row.predicted.speedup
+    assert found.whole < found.speedup and found.low == pytest.approx(0.95 * found.speedup)
 
 
 @pytest.mark.parametrize(("tau", "slow", "apart"), [(4.0, 1.5, "C"), (2.5, 1.1, "tau"), (4.0, 1.02, None)])
 def test_where_they_disagree_it_says_by_which_of_the_two(tau: float, slow: float, apart: str | None) -> None:
     ((row,), _) = compared(torch_cell("t8_2_16", tau, slow * costs.seconds(TreeShape.parse("t8_2_16"))))
-    assert row["apart"] == apart and row["agrees"] is (apart is None)
-    log = math.log(row["predicted"]["speedup"] / row["measured"]["speedup"])
+    assert row.apart == apart and row.agrees is (apart is None)
+    log = math.log(row.predicted.speedup / row.measured.speedup)
     assert log == pytest.approx(math.log(slow * 4.0 / tau), abs=0.02)
 
 

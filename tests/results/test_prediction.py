@@ -8,63 +8,57 @@ from pathlib import Path
 import pytest
 
 from stages.params.tree_shape import TreeShape
-from stages.results import cost_model, prediction
+from stages.results import prediction
+from stages.results.prediction import PredictedSpeedup
 from tests import costs
-from tests.costs import Row
-
-
-def replay(name: str, tau: float, low: float | None = None, high: float | None = None, **keys: object) -> Row:
-    """As replays.read gives it: what isn't computed with is text."""
-    tree = TreeShape.parse(name)
-    shape = {"steps": tree.num_steps, "topk": tree.topk, "tokens": tree.num_draft_tokens}
-    drawn = {"temperature": 0.0, "top_p": None}
-    return shape | {"tau": tau, "tau_low": str(low or tau), "tau_high": str(high or tau)} | drawn | keys
+from tests.served_cells import replayed_tree as replay
 
 
 def test_a_speedup_is_tau_over_the_cost_of_a_cycle_in_plain_steps() -> None:
     trees = [replay("t5_3_12", 4.2), replay("t8_1_9", 3.0)]
     found = prediction.predict_speedups(costs.made_up(), "e009", 0.0, trees)
     for row, tree in zip(found, trees, strict=True):
-        cycle = costs.seconds(TreeShape(num_steps=tree["steps"], topk=tree["topk"], num_draft_tokens=tree["tokens"]))
-        assert row["C"] == pytest.approx(cycle / costs.PLAIN_S)
-        assert row["speedup"] == pytest.approx(tree["tau"] / (cycle / costs.PLAIN_S))
-        assert (row["engine"], row["checkpoint"], row["concurrency"]) == ("torch", "e009", 1)
-    assert set(found[0]) == set(prediction.PREDICTION_COLUMNS)
+        cycle = costs.seconds(tree.shape)
+        assert pytest.approx(cycle / costs.PLAIN_S) == row.C
+        assert row.speedup == pytest.approx(tree.tau / (cycle / costs.PLAIN_S))
+        assert (row.engine, row.checkpoint, row.concurrency) == ("torch", "e009", 1)
 
 
 def test_the_interval_joins_those_of_tau_of_the_fit_and_of_the_plain_step() -> None:
     """Each alone first, then all: shares of independent errors add by their squares."""
     exact, noisy = costs.made_up(), costs.made_up(points=costs.grid(noise=0.03))
-    still = {"plain": [exact["plain"][0] | {"error": 0.0}]}
-    (tau_alone,) = prediction.predict_speedups(exact | still, "e009", 0.0, [replay("t5_3_12", 4.0, 3.6, 4.8)])
-    assert tau_alone["low"] / tau_alone["speedup"] == pytest.approx(0.9)
-    assert tau_alone["high"] / tau_alone["speedup"] == pytest.approx(1.2)
-    margin = cost_model.CostModel.from_json(noisy["fit"]).margin
-    (fit_alone,) = prediction.predict_speedups(noisy | still, "e009", 0.0, [replay("t5_3_12", 4.0)])
-    assert math.log(fit_alone["high"] / fit_alone["speedup"]) == pytest.approx(margin)
+    still = {"plain": [exact.plain[0].model_copy(update={"error": 0.0})]}
+    (tau_alone,) = prediction.predict_speedups(
+        exact.model_copy(update=still), "e009", 0.0, [replay("t5_3_12", 4.0, 3.6, 4.8)]
+    )
+    assert tau_alone.low / tau_alone.speedup == pytest.approx(0.9)
+    assert tau_alone.high / tau_alone.speedup == pytest.approx(1.2)
+    margin = noisy.fit.margin
+    (fit_alone,) = prediction.predict_speedups(noisy.model_copy(update=still), "e009", 0.0, [replay("t5_3_12", 4.0)])
+    assert math.log(fit_alone.high / fit_alone.speedup) == pytest.approx(margin)
     (all_three,) = prediction.predict_speedups(noisy, "e009", 0.0, [replay("t5_3_12", 4.0, 3.6, 4.8)])
     joined = math.sqrt(
         math.log(4.0 / 3.6) ** 2 + margin**2 + (2.2622 * 0.01) ** 2
     )  # Student's t: the plain step has ten samples
-    assert all_three["low"] == pytest.approx(all_three["speedup"] * math.exp(-joined), rel=1e-6)
+    assert all_three.low == pytest.approx(all_three.speedup * math.exp(-joined), rel=1e-6)
 
 
 def test_without_the_spread_of_tau_or_of_the_plain_step_there_is_no_interval_and_no_yes() -> None:
     """Bug: a plain step timed in one repeat counted as exact, and the prediction's interval was too narrow."""
     (one_conversation,) = prediction.predict_speedups(
-        costs.made_up(), "e009", 0.0, [replay("t5_3_12", 4.0) | {"tau_low": "", "tau_high": ""}]
+        costs.made_up(), "e009", 0.0, [replay("t5_3_12", 4.0).model_copy(update={"tau_low": None, "tau_high": None})]
     )
     once = {"plain": [{"batch": 1, "step_s": costs.PLAIN_S, "error": None, "samples": 1}]}
     (one_repeat,) = prediction.predict_speedups(costs.made_up(**once), "e009", 0.0, [replay("t5_3_12", 4.0, 3.9, 4.1)])
     for row in (one_conversation, one_repeat):
-        assert (row["low"], row["high"]) == (None, None) and row["speedup"] > 1
-        assert not any(found["enable"] for found in prediction.choose_launches([row], chains_on_vllm))
+        assert (row.low, row.high) == (None, None) and row.speedup > 1
+        assert not any(found.enable for found in prediction.choose_launches([row], chains_on_vllm))
 
 
 def test_nothing_is_extrapolated() -> None:
     trees = [replay(name, 4.0) for name in ("t11_2_16", "t10_5_16", "t10_4_65", "t10_4_64", "t1_1_2")]
     found = prediction.predict_speedups(costs.made_up(), "e009", 0.0, trees)
-    assert [(r["steps"], r["topk"], r["tokens"]) for r in found] == [(10, 4, 64), (1, 1, 2)]
+    assert [(r.steps, r.topk, r.tokens) for r in found] == [(10, 4, 64), (1, 1, 2)]
     assert prediction.count_outside_grid(costs.made_up(), trees) == 3
 
 
@@ -72,36 +66,30 @@ def test_a_batch_without_a_plain_step_is_not_predicted() -> None:
     points = costs.grid(batches=(1, 4, 16))
     plain = [{"batch": b, "step_s": costs.PLAIN_S * b, "error": 0.0, "samples": 1} for b in (1, 16, 64)]
     found = prediction.predict_speedups(costs.made_up(points=points, plain=plain), "e009", 0.0, [replay("t3_2_8", 3.0)])
-    assert [row["concurrency"] for row in found] == [1, 16]
+    assert [row.concurrency for row in found] == [1, 16]
     at_16 = costs.seconds(TreeShape.parse("t3_2_8"), 16) / (16 * costs.PLAIN_S)
-    assert found[1]["speedup"] == pytest.approx(3.0 / at_16)
+    assert found[1].speedup == pytest.approx(3.0 / at_16)
 
 
 def test_trees_of_the_temperature_alone_are_taken() -> None:
     trees = [replay("t3_2_8", 3.0), replay("t3_2_8", 2.0, temperature=0.7), replay("t3_2_4", 2.5, temperature=0.0)]
-    taus = {
-        t: [r["tau"] for r in prediction.predict_speedups(costs.made_up(), "e009", t, trees)] for t in (0.0, 0.7, 1.0)
-    }
+    taus = {t: [r.tau for r in prediction.predict_speedups(costs.made_up(), "e009", t, trees)] for t in (0.0, 0.7, 1.0)}
     assert taus == {0.0: [3.0, 2.5], 0.7: [2.0], 1.0: []}
 
 
 # --- what to launch ---------------------------------------------------------------------------------------------------
 
 
-def guess(name: str, speedup: float, low: float, **keys: object) -> Row:
+def guess(name: str, speedup: float, low: float, **keys: object) -> PredictedSpeedup:
     tree = TreeShape.parse(name)
-    row = dict.fromkeys(prediction.PREDICTION_COLUMNS) | {
-        "engine": "torch",
-        "checkpoint": "e009",
-        "concurrency": 1,
-        "temperature": 0.0,
-    }
-    shape = {"steps": tree.num_steps, "topk": tree.topk, "tokens": tree.num_draft_tokens}
-    return row | shape | {"tau": 4.0, "C": 2.0, "speedup": speedup, "low": low, "high": speedup + 0.1} | keys
+    row = {"engine": "torch", "workload": None, "max_new_tokens": None, "checkpoint": "e009", "concurrency": 1}
+    shape = {"steps": tree.num_steps, "topk": tree.topk, "tokens": tree.num_draft_tokens, "temperature": 0.0}
+    figures = {"tau": 4.0, "tau_low": None, "tau_high": None, "C": 2.0, "speedup": speedup}
+    return PredictedSpeedup(**row | shape | figures | {"low": low, "high": speedup + 0.1} | keys)
 
 
-def chains_on_vllm(engine: str, row: Row) -> list[str] | None:
-    return None if engine == "vllm" and row["topk"] > 1 else ["--tree", f"{row['steps']}_{row['topk']}"]
+def chains_on_vllm(engine: str, row: PredictedSpeedup) -> list[str] | None:
+    return None if engine == "vllm" and row.topk > 1 else ["--tree", f"{row.steps}_{row.topk}"]
 
 
 def test_the_fastest_tree_that_an_engine_can_run_is_proposed() -> None:
@@ -139,9 +127,10 @@ def test_both_files_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.chdir(tmp_path)
     rows = prediction.predict_speedups(costs.made_up(), "e009", 0.0, [replay("t3_1_4", 3.0), replay("t3_2_8", 4.0)])
     launch = prediction.choose_launches(rows, chains_on_vllm)
-    prediction.write_predictions(rows, launch, [costs.made_up()])
-    with prediction.PREDICTION_TABLE.open(newline="") as lines:
-        assert [float(line["speedup"]).hex() for line in csv.DictReader(lines)] == [r["speedup"].hex() for r in rows]
+    PredictedSpeedup.write_table(rows)
+    prediction.write_launch(launch, [costs.made_up()])
+    with PredictedSpeedup.TABLE.open(newline="") as lines:
+        assert [float(line["speedup"]).hex() for line in csv.DictReader(lines)] == [r.speedup.hex() for r in rows]
     assert prediction.read_launch() == launch
     assert json.loads(prediction.LAUNCH_FILE.read_text())["costs"][0]["hardware"] == costs.HARDWARE
     prediction.LAUNCH_FILE.write_text("{}")

@@ -8,28 +8,29 @@ from typing import Any
 import pytest
 
 from stages.results import interval, served_records, served_table, torch_records
+from stages.results.served_table import ServedRow
 from stages.runtime import atomic
-from tests.served_cells import FINGERPRINT, Row, made_up, point
+from tests import served_cells
+from tests.served_cells import FINGERPRINT, Row, made_up, point, replayed_tree
 
-GREEDY = {"temperature": 0.0, "top_p": None}
 REPLAYS = {
     "e009": [
-        {"steps": 5, "topk": 1, "tokens": 6, "tau": 3.0} | GREEDY,
-        {"steps": 8, "topk": 2, "tokens": 16, "tau": 4.0} | GREEDY,
-        {"steps": 5, "topk": 1, "tokens": 6, "tau": 2.5, "temperature": 0.7, "top_p": 0.9},
+        replayed_tree("t5_1_6", 3.0),
+        replayed_tree("t8_2_16", 4.0),
+        replayed_tree("t5_1_6", 2.5, temperature=0.7, top_p=0.9),
     ]
 }
 
 
 def join(*cells: Row, of_eval: bool = True) -> list[served_table.ServedTableLine]:
-    return served_table.join_lines(cells, REPLAYS, {"eval"} if of_eval else set())
+    return served_cells.join(cells, REPLAYS, {"eval"} if of_eval else ())
 
 
 def drafted(*points: Row, **keys: Any) -> Row:
     return made_up("eval", "e009", "t5_1_6", list(points), **keys)
 
 
-def only(lines: list[served_table.ServedTableLine]) -> Row:
+def only(lines: list[served_table.ServedTableLine]) -> served_table.ServedRow:
     (row,) = (line.row for line in lines if line.row["decoding"] == served_table.SPECULATIVE)
     return row
 
@@ -75,7 +76,6 @@ def test_points_are_joined_by_answer_length_and_concurrency() -> None:
             "not compared: the baseline differs in flags.mem_fraction (0.8 against 0.7); gpu (NVIDIA H200 against NVIDIA H100)",
         ),
         ({"fingerprint": {k: v for k, v in FINGERPRINT.items() if k != "prompts"}}, {}, "prompts (3f1c against None)"),
-        ({"fingerprint": "a digest"}, {"fingerprint": "another"}, "differs in fingerprint (another against a digest)"),
         ({"points": [point(64, 8, 0.02)]}, {}, "not compared: the baseline has no load of 64 tokens at concurrency 4"),
         ({"points": [point(64, 4, 0.02, repeats=2)]}, {}, "not compared: the baseline has 2 repeats, this cell 1"),
         (
@@ -195,17 +195,16 @@ def test_the_table_holds_every_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     points = [point(64, 4, 0.01, tau=2.9, repeats=2), point(64, None, 0.01, tau=2.8, repeats=2)]
     baseline = made_up("eval", points=[point(64, 4, 0.02, repeats=2)])
     lines = join(baseline, drafted(*points), made_up("eval", "e009", "t8_2_16"))
-    served_table.write_served_table(lines)
-    read = served_table.read_served_table()
-    assert tuple(read[0]) == served_table.SERVED_TABLE_COLUMNS
-    for line, row in zip(lines, read, strict=True):
-        assert row == line.row | ({"request_rate": float("inf")} if line.point else {})
+    ServedRow.write_table(line.row for line in lines)
+    read = ServedRow.read_table()
+    assert read == [line.row for line in lines]
+    assert read[0].rate is None
 
 
 def test_a_table_that_is_not_there_says_what_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"served\.csv not found; run: dvc repro report"):
-        served_table.read_served_table()
+        ServedRow.read_table()
 
 
 def test_reads_a_baseline_and_every_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +214,7 @@ def test_reads_a_baseline_and_every_cell(tmp_path: Path, monkeypatch: pytest.Mon
     served_records.write_served_cell(made_up("eval", "e009", "t8_2_16"))
     served_records.write_served_cell(drafted(point(64, 4, 0.01, tau=2.9)))
     found = served_table.read_served_cells(["eval"], ["e009"], ["t5_1_6", "t8_2_16"])
-    assert [(c["checkpoint"], c["tree"]) for c in found] == [(None, None), ("e009", "t5_1_6"), ("e009", "t8_2_16")]
+    assert [(c.checkpoint, c.tree) for c in found] == [(None, None), ("e009", "t5_1_6"), ("e009", "t8_2_16")]
     assert served_table.read_served_cells([], ["e009"], ["t5_1_6"]) == []
     with pytest.raises(ValueError, match=r"dvc repro benchmark_served@eval-e009-t5_4_16"):
         served_table.read_served_cells(["eval"], ["e009"], ["t5_4_16"])

@@ -32,8 +32,8 @@ def test_a_missing_one_says_what_to_run() -> None:
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        ({"grid": []}, "grid is empty or lacks some of steps, topk"),
-        ({"plain": [{"batch": 1}]}, "plain is empty or lacks some of batch, step_s"),
+        ({"grid": []}, "holds a wrong grid: List should have at least 1 item"),
+        ({"plain": [{"batch": 1}]}, r"lacks \['plain.error', 'plain.samples', 'plain.step_s'\]"),
         ({"definitions": "docs/cost.md, version 0"}, "version 0, expected docs/cost.md, version 1"),
         ({"checkpoint": "theirs"}, "has timed the draft of checkpoint theirs, expected e000: its costs are another's"),
         ({"target": ["Qwen/Qwen3-8B", None, ""]}, "has timed drafts of the target Qwen/Qwen3-8B, expected builtin/weather-tiny"),

@@ -50,7 +50,7 @@ def made_up() -> dict[str, Any]:
 def test_a_cell_comes_back_as_it_went() -> None:
     place = torch_records.write_torch_cell(made_up())
     assert str(place) == "results/cells/eval-e003-t8_2_16.json"  # dvc.yaml's outs name it so
-    assert torch_records.read_torch_cell("eval", "e003", "t8_2_16") == made_up()
+    assert torch_records.read_torch_cell("eval", "e003", "t8_2_16") == torch_records.TorchCell(**made_up())
 
 
 def test_a_cell_is_written_as_given_to_the_byte() -> None:
@@ -99,7 +99,10 @@ def test_cells_measured_by_an_older_definition_are_refused_by_name() -> None:
     said = r"is measured by docs/metrics\.md, version 2, expected docs/metrics\.md, version 3; run: dvc repro -f -s "
     with pytest.raises(ValueError, match=rf"eval-e003-t8_2_16\.json {said}benchmark@eval-e003-t8_2_16$"):
         torch_records.read_torch_cell("eval", "e003", "t8_2_16")
-    row = dict.fromkeys(method_records.METHOD_CELL_KEYS) | {"row": "ngram", "definitions": "docs/metrics.md, version 2"}
+    row = dict.fromkeys(method_records.MethodCell.list_keys()) | {
+        "row": "ngram",
+        "definitions": "docs/metrics.md, version 2",
+    }
     atomic.write_json(method_records.locate_method_cell("ngram"), row)
     with pytest.raises(ValueError, match=rf"method-ngram\.json {said}benchmark_methods_baseline@ngram$"):
         method_records.read_method_cell("ngram", "benchmark_methods_baseline@ngram")

@@ -1,0 +1,36 @@
+"""What the report shows of results/train/NAME.json: a checkpoint's training, or its import."""
+
+from pathlib import Path
+
+from pydantic import Field
+
+from stages.results.record import Record
+from stages.runtime import atomic
+
+
+class TrainingEpoch(Record, extra="ignore"):
+    loss: float
+    step_accuracy: list[float]
+
+
+class ImportReport(Record, extra="ignore"):
+    weights: str  # digest of the draft's
+
+
+class TrainingReport(ImportReport, extra="ignore"):
+    from_: str = Field(alias="from")  # the checkpoint that it continues
+    epochs: list[TrainingEpoch]
+    seconds: float
+
+
+def read_import(checkpoint: str) -> ImportReport:
+    return ImportReport.read_json(Path(f"results/train/{checkpoint}.json"), f"import_draft@{checkpoint}")
+
+
+def read_training(checkpoint: str, parent: str) -> TrainingReport:
+    """Return the report of a checkpoint trained from `parent`. Raises ValueError naming the file and the stage to run."""
+    place, stage = Path(f"results/train/{checkpoint}.json"), f"train_draft@{checkpoint}"
+    found = TrainingReport.read_json(place, stage)
+    if found.from_ != parent:
+        raise atomic.Broken(f"{place} starts from {found.from_}, expected {parent}", f"run: dvc repro {stage}")
+    return found
