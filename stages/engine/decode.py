@@ -16,7 +16,7 @@ Its shapes depend on the tree only: the path is padded to R = num_steps + 1 rows
 a mask admits them. So a GPU captures a cycle once as a CUDA graph and replays it; the host reads the result of a cycle in
 one copy while the next cycle runs. A plain step is the same with a tree of one node.
 
-Who proposes trees is a `Proposer`: the engine's own draft (eagle3_proposer.py) or another method (stages/methods). Verify,
+A `Proposer` proposes the trees: the engine's own draft (eagle3_proposer.py) or another method (stages/methods). Verify,
 accept and move are shared, so the output of all equals plain decoding.
 
 Several prompts, each with its own length, are decoded in slots. A prompt is prefilled alone, in its slot; a step or a cycle
