@@ -145,7 +145,7 @@ def test_without_a_command_the_help_is_shown_and_the_status_is_1(capsys: pytest.
 
 
 @pytest.mark.parametrize("words", [["start"], ["worker", "--limit", "0"], ["worker", "--limit", "many"], ["drop"]])
-def test_words_that_it_does_not_know_end_with_1_and_name_the_help(words: list[str]) -> None:
+def test_unknown_arguments_end_with_1_and_name_the_help(words: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.run_command_line(words)
     assert isinstance(ended.value.code, str)

@@ -73,7 +73,7 @@ def test_a_stage_runs_then_stays_then_comes_back_from_the_cache(project):
     assert (project.root / "results/benchmark.csv").read_text() == before
 
 
-def test_a_stage_that_prints_another_verdict_fools_nobody(project):
+def test_a_stage_that_prints_another_outcome_does_not_change_the_outcome(project):
     project.script("first", """print("Stage 'first' didn't change, skipping")""")
     assert dvc_graph.reproduce_stage("first", print) == Outcome.RAN
 
@@ -134,7 +134,7 @@ def test_after_a_failure_stages_that_do_not_need_it_still_run_if_asked(project, 
 
 
 @pytest.mark.parametrize("first", ["", "signal.signal(signal.SIGTERM, signal.SIG_IGN)"], ids=["polite", "stubborn"])
-def test_end_children_ends_the_command_and_dvc_keeps_its_house(project, monkeypatch, first):
+def test_end_children_ends_the_command_and_dvc_leaves_a_valid_lock(project, monkeypatch, first):
     monkeypatch.setattr(processes, "COMMAND_GRACE_S", 0.5)
     dvc_graph.reproduce_stage("first", print)
     project.sleeper("middle", first)
@@ -199,7 +199,7 @@ def test_what_another_process_works_on_may_be_stale(project):
 
 
 @pytest.mark.parametrize("cut", ["", "schema: '2.0'\nstages:\n  first:\n    cmd: 'pyth"])
-def test_a_cut_lock_file_comes_back_from_git_or_goes_and_nothing_runs_again(project, cut: str):
+def test_a_truncated_lock_file_is_restored_from_git_or_removed_and_nothing_runs_again(project, cut: str):
     lock = project.root / "dvc.lock"
     run_all()
     assert dvc_graph.repair_lock() is None
@@ -214,7 +214,7 @@ def test_a_cut_lock_file_comes_back_from_git_or_goes_and_nothing_runs_again(proj
     assert lock.read_text() == whole and dvc_graph.explain_stale() == {}
 
 
-def test_only_a_failure_that_may_pass_says_so(project):
+def test_only_a_transient_failure_is_marked_so(project):
     for words, transient in (("ReadTimeout: no answer", True), ("aerie: a wrong number", False)):
         project.script("first", f"sys.exit({words!r})")
         with pytest.raises(processes.StageError) as failure:

@@ -143,7 +143,7 @@ def test_the_archive_is_the_same_whenever_it_is_made_and_a_broken_one_is_refused
         dvc_remote.unpack_order(one)
 
 
-def test_a_file_that_dvc_keeps_goes_by_the_remote_and_one_nobody_keeps_in_the_archive(
+def test_files_tracked_by_dvc_travel_through_the_remote_and_untracked_ones_in_the_archive(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     give_params(project)
@@ -261,7 +261,7 @@ def test_without_a_remote_it_says_how_to_add_one(project: Project) -> None:
         dvc_remote.check_remote()
 
 
-def test_as_commands(project: Project, tmp_path: Path) -> None:
+def test_offer_and_collect_as_commands(project: Project, tmp_path: Path) -> None:
     give_params(project)
     subprocess.run(
         [sys.executable, "-m", "dvc", "remote", "add", "-q", "-d", "store", str(tmp_path / "store")], check=True

@@ -235,7 +235,7 @@ def test_changed_parameters_run_in_a_workspace_of_their_own_until_promoted(serve
     assert "there is no run" in pipeline("drop", workspace).stderr
 
 
-def test_a_failure_that_may_pass_is_tried_again_and_another_is_not(server: Server) -> None:
+def test_a_transient_failure_is_retried_and_another_is_not(server: Server) -> None:
     once = "import pathlib; tried = pathlib.Path('tried.log'); again = tried.exists(); tried.touch()"
     server.project.script("middle", f"{once}\nagain or sys.exit('requests.exceptions.ConnectionError: no route')")
     run = server.run()

@@ -38,7 +38,7 @@ def test_other_methods_stay_trained(home) -> None:
     assert load_params().train_draft.checkpoints["medusa9"].num_heads == 5
 
 
-def test_other_keys_go_where_they_belong_and_what_is_empty_stays(home) -> None:
+def test_other_keys_are_set_and_empty_fields_change_nothing(home) -> None:
     before = load_params()
     changes = Changes(trees=["t5_1_6"], other={"train_draft.learning_rate": 0.0003, "sample_target.server.attempts": 2})
     assert recipes.write_sections(changes.build_sections(before)) == [
@@ -57,14 +57,14 @@ def test_other_keys_go_where_they_belong_and_what_is_empty_stays(home) -> None:
         ("train.seed", "is no key"),
     ],
 )
-def test_a_key_that_is_none_is_refused_and_params_yaml_stays(home, key: str, message: str) -> None:
+def test_an_unknown_key_is_refused_and_params_yaml_stays(home, key: str, message: str) -> None:
     before = (home / "params.yaml").read_text()
     with pytest.raises(ValueError, match=message):
         recipes.write_sections(Changes(other={key: 1}).build_sections(load_params()))
     assert (home / "params.yaml").read_text() == before
 
 
-def test_a_sweep_of_either_engine(home) -> None:
+def test_a_sweep_sets_the_keys_of_its_engine(home) -> None:
     axes = {"trees": ["t8_2_16"], "checkpoints": ["e003"], "workloads": ["eval"]}
     assert Sweep(**axes).build_sections(load_params()) == {
         "benchmark": {"trees": ["t8_2_16"], "checkpoints": ["e003"], "torch_workloads": ["eval"]}
@@ -81,7 +81,7 @@ def test_a_sweep_of_either_engine(home) -> None:
         ({"epochs": [9, 3]}, "sort them"),
     ],
 )
-def test_what_cannot_be_is_refused(given: dict, message: str) -> None:
+def test_impossible_fields_are_refused(given: dict, message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         Changes(**given)
 
@@ -238,7 +238,7 @@ def _open_keys(annotation: object, key: str, pattern: bool = False) -> Iterator[
             yield from _open_keys(inner, key, pattern)
 
 
-def test_every_key_that_takes_any_text_or_switches_something_is_looked_at() -> None:
+def test_every_key_of_free_text_or_a_switch_is_classified() -> None:
     """A new key must be named in pipeline/form_limits.py, or above as one that does no harm."""
     found = set(_open_keys(Params, ""))
     limited = {*form_limits.REFUSED, *form_limits.PATHS}

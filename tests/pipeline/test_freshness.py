@@ -40,7 +40,7 @@ def by_dvc() -> set[str]:
     return set(json.loads(status))
 
 
-def test_where_nothing_changed_dvc_is_not_even_loaded(done: Project) -> None:
+def test_without_a_change_dvc_is_not_imported(done: Project) -> None:
     (done.root / "more/__pycache__/one.pyc").write_text("written by an import")
     code = (
         "import sys; from pipeline import dvc_graph as g; print(g.explain_stale(), list(g.list_stages()), g.repair_lock()); "
@@ -68,7 +68,7 @@ CHANGES: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_after_any_change_it_is_dvc_that_says(done: Project, change: str) -> None:
+def test_after_any_change_dvc_is_asked(done: Project, change: str) -> None:
     CHANGES[change]()
     stale = dvc_graph.explain_stale()
     assert stale and set(stale) == by_dvc()
@@ -76,7 +76,7 @@ def test_after_any_change_it_is_dvc_that_says(done: Project, change: str) -> Non
     assert dvc_graph.explain_stale() == {} and freshness.read_fresh_stages() and by_dvc() == set()
 
 
-def test_what_dvc_does_not_mind_is_asked_about_once(done: Project) -> None:
+def test_a_change_without_effect_for_dvc_is_asked_about_once(done: Project) -> None:
     os.utime("raw.csv")
     assert freshness.read_fresh_stages() is None
     assert dvc_graph.explain_stale() == {} and freshness.read_fresh_stages()
@@ -100,7 +100,9 @@ def test_a_change_while_dvc_looks_is_seen_afterwards(done: Project, monkeypatch:
     assert set(dvc_graph.explain_stale()) == {"first"}
 
 
-def test_it_is_one_of_a_folder_and_of_a_version(done: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_record_is_of_one_version_of_dvc_and_a_broken_one_is_ignored(
+    done: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert freshness.read_fresh_stages()
     monkeypatch.setattr(freshness, "version", lambda name: "0.0")
     assert freshness.read_fresh_stages() is None
@@ -130,7 +132,9 @@ def test_stale_says_what_and_why_and_fails_where_something_is(done: Project) -> 
     assert asked() == (1, "stale: first, middle, last (it is new)\n")
 
 
-def test_a_line_of_it_has_three_changes_and_how_many_more(done: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_of_stale_shows_three_changes_and_the_number_of_others(
+    done: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A new clone's first lines were 20,000 letters of files."""
     changes = [f"{n}.py modified" for n in range(5)]
     monkeypatch.setattr(dvc_graph, "explain_stale", lambda: {"last": changes})

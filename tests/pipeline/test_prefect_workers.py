@@ -185,7 +185,7 @@ def test_a_worker_has_fetched_what_its_cells_need_and_nothing_else(wide: Wide) -
         assert not list((wide.root / name / ".scratch/sent").glob("cell@*/*"))
 
 
-def test_what_was_made_anywhere_is_not_made_again(wide: Wide) -> None:
+def test_a_stage_that_ran_on_any_host_does_not_run_again(wide: Wide) -> None:
     """Here all is gone, as in a new clone; the remote has it."""
     wide.project.git("stash", "-q", "-u")
     shutil.rmtree(wide.project.root / ".dvc/cache")
@@ -197,7 +197,7 @@ def test_what_was_made_anywhere_is_not_made_again(wide: Wide) -> None:
     assert (wide.project.root / "results/cells/2.csv").read_text() == "tree,tau\n2\n"
 
 
-def test_what_fails_on_a_worker_is_told_here_and_the_rest_is_made(wide: Wide) -> None:
+def test_a_failure_on_a_worker_is_reported_here_and_other_stages_run(wide: Wide) -> None:
     wide.cell(wide.project, 1, "time.sleep(1)")
     wide.cell(wide.project, 2, "sys.exit('aerie: out of cheese')")
     run = wide.run()
@@ -209,7 +209,7 @@ def test_what_fails_on_a_worker_is_told_here_and_the_rest_is_made(wide: Wide) ->
     assert len(wide.sent(run)) == 2
 
 
-def test_cancelling_ends_what_workers_do_for_the_run(wide: Wide) -> None:
+def test_cancelling_ends_the_stages_on_workers(wide: Wide) -> None:
     wide.sleeps()
     run = wide.run()
     command = wide.sleeping(run)
@@ -247,7 +247,7 @@ def test_a_worker_killed_outright_leaves_no_stage_and_another_makes_it(wide: Wid
 
 
 @pytest.mark.long
-def test_a_host_that_is_gone_is_noticed_and_another_makes_its_stage(wide: Wide) -> None:
+def test_a_lost_host_is_detected_and_another_runs_its_stage(wide: Wide) -> None:
     """Nothing was left there to say so: the run of the lost worker says it runs for ever."""
     wide.sleeps()
     run = wide.run()

@@ -75,14 +75,14 @@ def test_cells_are_made_on_both_nodes_and_dvc_lock_is_whole(wide: Wide) -> None:
     assert wide.ended(wide.run())["message"] == f"{CELLS + 3} stages: {CELLS + 3} unchanged"
 
 
-def test_what_fails_there_is_told_here(wide: Wide) -> None:
+def test_a_failure_on_the_cluster_is_reported_here(wide: Wide) -> None:
     wide.cell(wide.project, 2, "sys.exit('aerie: out of cheese')")
     run = wide.run()
     assert wide.ended(run)["message"].startswith("see the log of cell@2; ")
     assert wait_for(lambda: [line for line in wide.messages(run) if "made on Ray" in line and "out of cheese" in line])
 
 
-def test_cancelling_ends_what_is_made_there(wide: Wide) -> None:
+def test_cancelling_ends_the_stages_on_the_cluster(wide: Wide) -> None:
     wide.sleeps()
     run = wide.run()
     command = wide.sleeping(run)

@@ -77,7 +77,7 @@ def test_a_dry_run_changes_and_runs_nothing(home: Path, ran: list[str], capsys: 
 
 
 @pytest.mark.usefixtures("here")
-def test_it_takes_the_recipe_runs_all_it_can_and_lays_results_beside(
+def test_it_applies_the_recipe_runs_all_stages_it_can_and_compares_results(
     home: Path, ran: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """After a failure DVC goes on with other stages (test_dvc_graph.py); the table is of what is there, and the exit tells."""
@@ -131,7 +131,7 @@ def test_comparing_needs_no_gpu_and_leaves_params_alone(
         (["reproduce", "mine.yaml"], "mine.yaml has no block `recipe`, expected one that says what it reproduces"),
     ],
 )
-def test_what_it_does_not_understand(home: Path, words: list[str], printed: str) -> None:
+def test_wrong_arguments_of_reproduce(home: Path, words: list[str], printed: str) -> None:
     (home / "mine.yaml").write_text("report: {title: mine}\n")
     with pytest.raises(SystemExit, match=printed):
         run_command_line(words)

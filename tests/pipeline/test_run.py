@@ -81,7 +81,7 @@ def test_all_stages_run_by_one_dvc_and_a_second_run_finds_nothing_stale(project:
     assert (again.returncode, again.stdout) == (0, "nothing is stale\n")
 
 
-def test_a_cut_dvc_lock_is_healed_and_the_run_goes_on(committed: Project) -> None:
+def test_a_truncated_dvc_lock_is_repaired_and_the_run_continues(committed: Project) -> None:
     """Bug: `make run` met a dvc.lock that a kill had cut with a traceback, where the flow takes the last commit's."""
     committed.script("last", "# edited")
     lock_file = committed.root / "dvc.lock"
@@ -171,7 +171,7 @@ held.__enter__()
 """
 
 
-def test_a_stage_that_a_killed_dvc_has_left_is_not_worked_beside(project: Project) -> None:
+def test_no_second_process_runs_a_stage_that_a_killed_dvc_has_left(project: Project) -> None:
     """Bug: after `kill -9` of a plain `dvc repro` the stage worked on, and the next run took up the same scratch folder."""
     project.script("first", f"{SCRATCH}\nPath = __import__('pathlib').Path\nPath('asleep').write_text(str(os.getpid()))\n"
                             "while not os.path.exists('go'): time.sleep(0.02)")  # fmt: skip

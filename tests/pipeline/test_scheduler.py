@@ -74,7 +74,7 @@ def test_four_cells_are_at_work_at_once_and_no_more(tmp_path: Path) -> None:
     assert watch.asked == [cells]  # all that the first has woken, in one question
 
 
-def test_a_timed_cell_is_alone(tmp_path: Path) -> None:
+def test_an_exclusive_stage_runs_alone(tmp_path: Path) -> None:
     """Also where it could begin before the others: they go first, and then it has the machine to itself."""
     names = ["timed1", "other1", "timed2", "other2"]
     watch = Watch(set(names))
@@ -85,7 +85,7 @@ def test_a_timed_cell_is_alone(tmp_path: Path) -> None:
     assert watch.events.index("timed1 begins") > max(watch.events.index(f"other{n} ends") for n in (1, 2))
 
 
-def test_what_is_made_elsewhere_takes_nothing_here(tmp_path: Path) -> None:
+def test_remote_stages_take_no_resources_of_this_machine(tmp_path: Path) -> None:
     """All at once with a timed one here, though there is one slot; five wait for each other."""
     away = frozenset(f"cell{n}" for n in range(4))
     watch = Watch({*away, "cell-here"}, together=5)
@@ -132,13 +132,13 @@ def test_a_run_that_waits_for_the_machine_keeps_others_from_beginning(tmp_path: 
     assert theirs.try_lease(ANY)
 
 
-def test_what_needs_a_failed_stage_is_told_no_reason_and_the_rest_runs(tmp_path: Path) -> None:
+def test_stages_below_a_failed_one_get_no_reasons_and_the_others_run(tmp_path: Path) -> None:
     watch = Watch({"a", "b", "c"}, fails=frozenset("ac"))  # c: as Prefect says of a stage that is not ready
     watch.run({"a": [], "b": [], "c": ["a"]}, dict.fromkeys("abc", ANY), ResourcePool(1, [], tmp_path))
     assert "b ends" in watch.events and "c begins" not in watch.events
 
 
-def test_what_is_below_an_unchanged_stage_is_not_asked_again(tmp_path: Path) -> None:
+def test_stages_below_an_unchanged_one_are_not_explained_again(tmp_path: Path) -> None:
     watch = Watch({"b"})
     watch.run({"a": [], "b": ["a"], "c": ["b"]}, dict.fromkeys("abc", ANY), ResourcePool(1, [], tmp_path))
     assert watch.asked == [["c"]] and watch.events == ["b begins", "b ends"]

@@ -46,7 +46,7 @@ def ran(stage: str, at: int = AT, **other: str) -> None:
         log.write(json.dumps(asdict(run)) + "\n")
 
 
-def test_nothing_is_said_of_what_these_versions_have_made() -> None:
+def test_artifacts_of_the_installed_versions_give_no_warning() -> None:
     assert versions.list_warnings() == []
     ran("init_draft")
     assert versions.list_warnings() == []
@@ -105,7 +105,7 @@ def test_log_and_lock_are_read_only_where_one_has_changed(monkeypatch: pytest.Mo
     assert versions.list_warnings() != found
 
 
-def test_stale_says_so_and_nothing_is_stale_all_the_same(
+def test_stale_warns_of_other_versions_although_nothing_is_stale(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(dvc_graph, "explain_stale", dict)

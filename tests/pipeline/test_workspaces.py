@@ -20,7 +20,7 @@ def in_git(project):
     return project
 
 
-def test_it_begins_with_what_lies_here_and_nothing_in_it_is_stale(in_git, monkeypatch) -> None:
+def test_a_new_workspace_has_the_files_here_and_no_stale_stage(in_git, monkeypatch) -> None:
     in_git.script("last", "# edited")
     (in_git.root / "new.py").write_text("new\n")
     (in_git.root / "raw.csv").unlink()
@@ -32,12 +32,12 @@ def test_it_begins_with_what_lies_here_and_nothing_in_it_is_stale(in_git, monkey
     assert (made / "middle.csv").stat().st_size and not (made / ".dvc/cache").exists()
 
 
-def test_a_file_that_is_gone_here_is_gone_there(in_git) -> None:
+def test_a_file_deleted_here_is_missing_in_the_workspace(in_git) -> None:
     (in_git.root / "first.py").unlink()
     assert not (workspaces.make_workspace("one") / "first.py").exists()
 
 
-def test_one_that_could_not_be_made_is_not_there_for_a_retry(in_git) -> None:
+def test_a_workspace_that_could_not_be_created_is_removed(in_git) -> None:
     (in_git.root / "dvc.lock").write_text("schema: [")
     with pytest.raises(ValueError, match="checkout"):
         workspaces.make_workspace("one")

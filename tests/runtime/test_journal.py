@@ -15,7 +15,7 @@ from stages.runtime.journal import Journal, make_journal_key
 ROOT = Path(__file__).parents[2]
 
 
-def test_what_was_added_is_there_again(tmp_path: Path) -> None:
+def test_added_entries_are_read_again(tmp_path: Path) -> None:
     place = tmp_path / "deep/journal"
     with Journal(place) as journal:
         journal.add("b", {"text": "zwölf\n"})
@@ -26,7 +26,7 @@ def test_what_was_added_is_there_again(tmp_path: Path) -> None:
         assert journal.resumed == 2
 
 
-def test_a_cut_at_any_byte_costs_one_piece_at_most(tmp_path: Path) -> None:
+def test_a_cut_at_any_byte_loses_at_most_one_entry(tmp_path: Path) -> None:
     place = tmp_path / "journal"
     with Journal(place) as journal:
         for n in range(3):
@@ -41,7 +41,7 @@ def test_a_cut_at_any_byte_costs_one_piece_at_most(tmp_path: Path) -> None:
             assert journal.done["new"] == cut
 
 
-def test_a_break_in_the_middle_is_named(tmp_path: Path) -> None:
+def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
     place = tmp_path / "journal"
     place.write_bytes(b'["a",1]\n["b",\n["c",3]\n')
     with pytest.raises(
@@ -55,7 +55,7 @@ def test_the_key_is_of_the_content() -> None:
     assert make_journal_key({"a": 1}) != make_journal_key({"a": 2})
 
 
-def test_killed_writers_lose_nothing_they_said_was_done(tmp_path: Path) -> None:
+def test_killed_writers_lose_no_finished_entry(tmp_path: Path) -> None:
     place = tmp_path / "journal"
     writes = (
         "import sys; from pathlib import Path; from stages.runtime.journal import Journal\n"

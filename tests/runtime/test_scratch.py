@@ -16,7 +16,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_same_work_has_the_same_place_and_any_other_its_own() -> None:
+def test_equal_work_has_an_equal_scratch_folder_and_other_work_another() -> None:
     """Names, numbers and the order of inputs count; the order of keys in a section doesn't."""
     work = ("train_draft-e003", {"seed": 1, "lr": 0.1}, ["abc", "def"])
     assert scratch.locate_scratch(*work) == scratch.locate_scratch(
@@ -38,7 +38,9 @@ def test_the_same_work_has_the_same_place_and_any_other_its_own() -> None:
     )
 
 
-def test_only_code_that_the_stage_imports_changes_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_code_that_the_stage_imports_changes_the_scratch_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bug: every loaded module of `stages` was digested, so a comment elsewhere threw half a night's training away."""
     files = {
         "stages/train_draft.py": "from stages.training import loss\nfrom stages.params import schema\n",
@@ -63,7 +65,7 @@ def test_only_code_that_the_stage_imports_changes_the_place(tmp_path: Path, monk
     assert scratch.locate_scratch("train_draft-e003", 1) != before
 
 
-def test_done_forgets_this_stage_only_with_what_killed_writers_left() -> None:
+def test_remove_scratch_removes_the_work_of_this_stage_only_and_leftovers_of_killed_writers() -> None:
     """Bug: a folder left by a killed writer, `.train_draft-e003-….PID.part`, stayed once a parameter was edited."""
     work = scratch.locate_scratch("train_draft-e003", 1)
     gone = [work, scratch.locate_scratch("train_draft-e003", 2), work.with_name(f".{work.name}.77.part")]
@@ -145,7 +147,7 @@ def test_of_several_ranks_the_first_holds_the_folder_for_all(monkeypatch: pytest
     first.wait()
 
 
-def test_a_folder_that_is_written_anew_or_forgotten_stays_held() -> None:
+def test_a_folder_that_is_replaced_or_removed_stays_locked() -> None:
     """train_draft swaps its scratch folder for a new one after each epoch: a lock on the folder itself would go with it."""
     work = scratch.locate_scratch("train_draft-e003", 1)
     with scratch.lock_scratch(work):

@@ -42,14 +42,14 @@ def cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def test_joules_are_the_difference_of_the_cards_own_counters(cards: None) -> None:
+def test_joules_are_the_difference_of_the_gpus_own_counters(cards: None) -> None:
     meter = EnergyMeter([0, 1])
     assert meter.names() == ["Card", "Other"]
     assert meter.joules() == 3.0  # a look each, since the first
     assert EnergyMeter([1]).joules() == 1.5
 
 
-def test_a_card_that_counts_nothing_makes_the_sum_unknown(cards: None) -> None:
+def test_a_gpu_without_an_energy_counter_makes_the_sum_unknown(cards: None) -> None:
     meter = EnergyMeter(None)
     assert meter.names() == ["Card", "Other", "Other"] and meter.joules() is None
 
@@ -65,7 +65,7 @@ def test_a_card_that_counts_nothing_makes_the_sum_unknown(cards: None) -> None:
         ("0", [], []),
     ],
 )
-def test_the_cards_are_those_that_cuda_would_show(
+def test_the_gpus_are_those_that_cuda_would_show(
     cards: None, monkeypatch: pytest.MonkeyPatch, visible: str, which: list[int] | None, names: list[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
