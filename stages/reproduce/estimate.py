@@ -95,7 +95,14 @@ def main(recipe_file: str, params_file: str) -> None:
 
 def _describe_params(p: schema.Params) -> Recipe:
     """Return the description of a recipe of no other rows than the parameters': each as long as they allow."""
-    nothing: dict[str, Any] = {"pins": {}, "substitutes": {}, "notes": [], "tolerance": {}, "beside": [], "train_rows": None}
+    nothing: dict[str, Any] = {
+        "pins": {},
+        "substitutes": {},
+        "notes": [],
+        "tolerance": {},
+        "beside": [],
+        "train_rows": None,
+    }
     return Recipe(status="validated only", row_tokens=p.extract_hiddens.max_length, **nothing)
 
 
