@@ -16,9 +16,11 @@ import torch
 
 from benchmarks.engine import SMALL_TREES, TREES, draft_for, prompts, say, target
 from stages.engine import device_placement
-from stages.engine.batch_decode import BatchEngine
-from stages.engine.batch_state import DecodeRequest, TreeTuple
+from stages.engine.decode import Engine
+from stages.engine.memory_estimate import estimate_memory
+from stages.engine.requests import DecodeRequest
 from stages.engine.sampling import SamplingParams
+from stages.params.tree_shape import TreeShape
 
 END, ROOM, PROMPT, ANSWER = 7, 48, 512, 64
 
@@ -36,12 +38,12 @@ def main() -> None:
         PARTS[name](args)
 
 
-def small(device: str) -> BatchEngine:
+def small(device: str) -> Engine:
     """The same weights on every device."""
     torch.manual_seed(3)
     model = target(6, 256, 8, 16, torch.float32, "cpu")
     draft = draft_for(model, 16)
-    return BatchEngine(model.to(device), [END], [2, 3, 4], draft.to(device))
+    return Engine(model.to(device), [END], [2, 3, 4], draft.to(device))
 
 
 def answers(updates: Any, count: int) -> list[list[int]]:
@@ -59,22 +61,21 @@ def right(args: argparse.Namespace) -> None:
             DecodeRequest(p, ROOM, None, how and SamplingParams(*how, n))
             for n, p in enumerate([*prompts(), *prompts()])
         ]
-        for tree in [None, *SMALL_TREES]:
+        for tree in [None, *(TreeShape(*shape) for shape in SMALL_TREES)]:
             alone = answers(engine.decode_batch(asks, 1, tree), len(asks))
             for slots in (2, 5, 32):
                 same = sum(
                     a == b
                     for a, b in zip(answers(engine.decode_batch(asks, slots, tree), len(asks)), alone, strict=True)
                 )
-                say(
-                    f"  {'ok   ' if same == len(asks) else 'OTHER'} {how} {tree}, {slots} at once: {same} of {len(asks)}"
-                )
+                verdict = "ok   " if same == len(asks) else "OTHER"
+                say(f"  {verdict} {how} {tree and tree.name}, {slots} at once: {same} of {len(asks)}")
 
 
 def loads(args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     model = target(args.layers, args.hidden, args.hidden // 128, 151936, torch.bfloat16, args.device)
-    engine = BatchEngine(model, [-1], [2, args.layers // 2, args.layers - 3], draft_for(model, 32000))
+    engine = Engine(model, [-1], [2, args.layers // 2, args.layers - 3], draft_for(model, 32000))
     draws = torch.Generator().manual_seed(1)
     slots = 1
     while slots <= args.most:
@@ -82,13 +83,13 @@ def loads(args: argparse.Namespace) -> None:
             DecodeRequest(torch.randint(0, 151936, (PROMPT - 3 * n,), generator=draws).tolist(), ANSWER)
             for n in range(slots)
         ]
-        for tree in (None, TREES[0]):
+        for tree in (None, TreeShape(*TREES[0])):
             say(timed(engine, asks, slots, tree, args.device == "cuda"))
         slots *= 4
 
 
-def timed(engine: BatchEngine, asks: list[DecodeRequest], slots: int, tree: TreeTuple | None, cuda: bool) -> str:
-    stated = engine.estimate_memory(PROMPT + ANSWER, slots, tree)
+def timed(engine: Engine, asks: list[DecodeRequest], slots: int, tree: TreeShape | None, cuda: bool) -> str:
+    stated = estimate_memory(engine, PROMPT + ANSWER, slots, tree)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     engine.warm_up(asks, slots, tree)
@@ -104,19 +105,19 @@ def timed(engine: BatchEngine, asks: list[DecodeRequest], slots: int, tree: Tree
     seconds = time.perf_counter() - begun
     peak = f", memory: estimated {stated}, peak {torch.cuda.max_memory_allocated() / 2**30:.2f}" if cuda else ""
     each, rate = 1e3 * seconds / max(1, passes), tokens / seconds
-    return f"{tree or 'plain'}, {slots} at once: {each:.2f} ms a pass, {rate:.0f} tokens/s{peak}"
+    return f"{tree.name if tree else 'plain'}, {slots} at once: {each:.2f} ms a pass, {rate:.0f} tokens/s{peak}"
 
 
 def on_cards(args: argparse.Namespace) -> None:
     one, two = small("cuda:0"), small("cpu")
     device_placement.place_model(two.model, ["cuda:0", "cuda:1"])
     assert two.draft is not None
-    two = BatchEngine(two.model, [END], [2, 3, 4], two.draft.to("cuda:0"))
+    two = Engine(two.model, [END], [2, 3, 4], two.draft.to("cuda:0"))
     asks = [DecodeRequest(p, ROOM) for p in prompts()]
-    for tree in [None, *SMALL_TREES]:
+    for tree in [None, *(TreeShape(*shape) for shape in SMALL_TREES)]:
         for slots in (1, 3):
             both = [answers(engine.decode_batch(asks, slots, tree), len(asks)) for engine in (one, two)]
-            say(f"  {'ok   ' if both[0] == both[1] else 'OTHER'} {tree}, {slots} at once, on two cards")
+            say(f"  {'ok   ' if both[0] == both[1] else 'OTHER'} {tree and tree.name}, {slots} at once, on two cards")
 
 
 PARTS = {"right": right, "loads": loads, "cards": on_cards}

@@ -68,8 +68,8 @@ def main() -> None:
     setup = engine_flags.ServerSetup(
         "sglang", o.target, "bfloat16", "cuda", False, 1, 0.5, None, o.concurrency, None, False, KIT
     )
-    with server.run_server(
-        "sglang", engine_flags.build_setup_command(setup, port, words), port, o.target, Path("bench_serving.log"), 600
+    with server.ServerProcess(
+        "sglang", engine_flags.build_setup_command(setup, port, words), port, Path("bench_serving.log"), 600
     ) as one:
         seen = [(theirs(words, port, o), ours(one.base_url, vocabulary, o, n)) for n in range(ROUNDS)]
     print(f"{o.requests} requests of {INPUT} and {OUTPUT} tokens, {o.concurrency} at once, medians of {ROUNDS}")

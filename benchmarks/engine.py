@@ -34,6 +34,7 @@ from stages.engine.cuda_graphs import AsyncReadback, time_graph_replay
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeStep
 from stages.engine.sampling import SamplingParams, compute_probabilities, draw_tokens, draw_uniforms
+from stages.params.tree_shape import TreeShape
 
 TREES = [(5, 4, 16), (8, 2, 31), (8, 10, 60)]
 GOALS = {None: 4.75, (5, 4, 16): 6.2, (8, 2, 31): 7.0, (8, 10, 60): 8.0}  # ms, issue 7
@@ -185,7 +186,7 @@ def drawn(args: argparse.Namespace) -> None:
         )
     for vocab in (SMALL, 5008):
         engine = small(args, torch.float32, vocab)
-        engine.fused_decoder = engine.fused_draft = None
+        engine.target.fused_decoder = engine.drafter.fused_draft = None
         for how in (None, SamplingParams(0.7, 0.95, 50, 1)):
             runs = [list(engine.decode_speculative(prompt, ROOM, 5, 4, 16, sampling=how)) for prompt in asked[:3]]
             answers = [collect_tokens(engine.decode_plain(prompt, ROOM, sampling=how)) for prompt in asked[:3]]
@@ -233,7 +234,9 @@ def speed(args: argparse.Namespace) -> None:
     engine = big(args)
     weights = sum(p.nbytes for p in engine.model.parameters()) + sum(p.nbytes for p in engine.draft.parameters())
     cuda = args.device == "cuda"
-    say(f"in few kernels: target {engine.fused_decoder is not None}, draft {engine.fused_draft is not None}")
+    say(
+        f"in few kernels: target {engine.target.fused_decoder is not None}, draft {engine.drafter.fused_draft is not None}"
+    )
     list(decoding(engine, TREES[-1], CYCLES))  # allocates the slot that all use
     hot = SamplingParams(0.7, 0.95, 50, 1)
     for tree, how in [*((tree, None) for tree in [None, *TREES]), (None, hot), (TREES[0], hot)]:
@@ -295,7 +298,8 @@ def on_device(engine: Engine, tree: Tree | None, how: SamplingParams | None) -> 
     for _ in decoding(engine, tree, 8, how):
         pass
     slot, found = engine.slots.idle[-1], []
-    play = slot.graphs.graphs[tree or "plain", None if how is None else how[:3]]
+    method = engine.get_tree_method(TreeShape(*tree)) if tree else None
+    play = slot.graphs.graphs[method, None if how is None else how[:3]]
     state = slot.states[1 if tree is None else tree[0] + 1]
     for _ in range(5):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from stages.data import conversations
 from stages.hidden_states import extraction, format, shard_plan, sources
 from stages.target import packed_forward
+from stages.target.feature_target import FeatureTarget
 
 LENGTH, PEAK, LAYERS, H = 2048, 989e12, [2, 18, 33], 4096
 FLOP = 2 * 6.95e9 + 2 * LENGTH * H * 36  # a token
@@ -44,18 +45,17 @@ def main() -> None:
     if world > 1:
         torch.distributed.init_process_group("gloo")
     model = random_target(device)
-    packed = packed_forward.supports_packing(model)
-    if args.compile:
-        packed_forward.compile_blocks(model, args.batch_tokens)
+    target = FeatureTarget(model, LAYERS, None, args.batch_tokens if args.compile else None)
+    packed = target.supports_packing
     source = sources.HiddenStatesSource(
-        partial(sources.fill_from_target, model, LAYERS, packed),
+        partial(sources.fill_from_target, target, {}),
         partial(shard_plan.split_batches, args.batch_tokens, not packed),
         device,
     )
     alone = forward_rate(model, args.batch_tokens, args.profile and rank == 0) if packed else None
     for name in args.dtype:
         dtype = format.DTYPES[name]
-        size = shard_plan.StoredRowSize(H, dtype, None, format.count_token_bytes(H, dtype), 0)
+        size = shard_plan.StoredRowSize(H, dtype)
         folder = Path(tempfile.gettempdir()) / f"aerie-extraction-{name}"
         seconds = []
         for tokens in (4 * args.batch_tokens * world, args.tokens):  # the first warms up
@@ -68,7 +68,7 @@ def main() -> None:
                 torch.distributed.barrier()
             torch.cuda.synchronize()
             started = time.perf_counter()
-            extraction.extract_shards(work[rank::world], source, size, show=False)
+            extraction.extract_shards(work[rank::world], source, show=False)
             torch.cuda.synchronize()
             if world > 1:
                 torch.distributed.barrier()

@@ -15,10 +15,10 @@ HEAD = """# Recipes
 
 <!-- Written by: python -m benchmarks.recipes_page. Edit recipes/ or that file. -->
 
-    python -m pipeline use RECIPE                    # its keys go into params.yaml; comments and other keys stay
-    python -m pipeline reproduce RECIPE --dry-run    # stages, sizes, disk, hours; changes and runs nothing, needs no GPU
-    python -m pipeline reproduce RECIPE              # use it, bring the graph up to date, compare with what was published
-    python -m pipeline reproduce RECIPE --compare    # only compare: a cell that does not exist is `not run`
+    aerie use RECIPE                    # its keys go into params.yaml; comments and other keys stay
+    aerie reproduce RECIPE --dry-run    # stages, sizes, disk, hours; changes and runs nothing, needs no GPU
+    aerie reproduce RECIPE              # use it, bring the graph up to date, compare with what was published
+    aerie reproduce RECIPE --compare    # only compare: a cell that does not exist is `not run`
 
 A recipe is a file of `recipes/` with the keys of `params.yaml` that differ, each with the source of its value. In nested
 sections (`server`) it sets single keys; mappings whose keys you name yourself (`workloads`, `checkpoints`, `sets`) it replaces.

@@ -31,9 +31,9 @@ from stages.hidden_states import format, writer
 from stages.hidden_states.reader import HiddenStatesReader
 from stages.params.draft_sections import TrainDraft
 from stages.runtime import distributed
-from stages.target.online import OnlineTarget
+from stages.target.feature_target import FeatureTarget
 from stages.training import ttt
-from stages.training.online_packs import OnlinePacks
+from stages.training.packs import OnlinePacks
 from stages.training.trainer import Trainer, TrainingProgress
 
 DENSE_FLOP, PEAK = 16.46e9, 989e12  # a token at 8B shape; a second
@@ -83,7 +83,9 @@ def _measure(args: argparse.Namespace, scenario: str, group: distributed.RankCon
     assert store.online == args.online
     if args.online:
         compile_tokens = args.batch_tokens if args.compile else None
-        run.online_packs = OnlinePacks(OnlineTarget(random_target(group.device), [2, 18, 33], None, compile_tokens), {})
+        run.online_packs = OnlinePacks(
+            FeatureTarget(random_target(group.device), [2, 18, 33], None, compile_tokens), {}
+        )
     with tqdm(disable=True) as bar:
         run.train_epoch(store, bar)
         if group.device != "cpu":
@@ -124,8 +126,8 @@ def rows(args: argparse.Namespace, scenario: str):
         features = torch.randn(length, 4 * hidden, device=device).to(torch.bfloat16).cpu()
         ids = torch.randint(0, args.vocab, (length,), dtype=torch.int32)
         yield format.HiddenStatesRow(
-            str(made), ids, taught, features[:, : 3 * hidden].contiguous(), features[:, 3 * hidden :].contiguous(),
-            int((~taught).sum()), "stop",
+            str(made), ids, taught, int((~taught).sum()), "stop",
+            features=features[:, : 3 * hidden].contiguous(), last=features[:, 3 * hidden :].contiguous(),
         )  # fmt: skip
         made += length
 

@@ -18,7 +18,7 @@ def run_graph() -> Iterator[str]:
     """
     with workspaces.exclusive_run(partial(print, flush=True)) as held_files:
         reasons = dvc_graph.explain_stale()
-        yield from _describe(reasons)
+        yield from _describe_stale(reasons)
         if not reasons:
             return
         with processes.guard_run(held_files):
@@ -28,13 +28,13 @@ def run_graph() -> Iterator[str]:
 def list_stale() -> Iterator[str]:
     """Yield a line for each group of stale stages, and warnings. Raises SystemExit(1) after the last if any is stale."""
     reasons = dvc_graph.explain_stale()
-    yield from versions.warnings()
-    yield from _describe(reasons)
+    yield from versions.list_warnings()
+    yield from _describe_stale(reasons)
     if reasons:
         sys.exit(1)
 
 
-def _describe(reasons: dict[str, list[str]]) -> Iterator[str]:
+def _describe_stale(reasons: dict[str, list[str]]) -> Iterator[str]:
     """Yield a line for each group of stages with the same changes, in the order of the graph."""
     if not reasons:
         yield "nothing is stale"

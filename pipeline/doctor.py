@@ -31,7 +31,7 @@ class Finding:
     ok: bool | None = None
     advice: str = ""
 
-    def format_line(self) -> str:
+    def __str__(self) -> str:
         return f"{MARKS[self.ok]}  {self.subject}: {self.found}" + (f"; {self.advice}" if self.advice else "")
 
 
@@ -40,7 +40,7 @@ def report_findings(recipe: str | None = None) -> Iterator[str]:
     problems = 0
     for finding in check_all(recipe):
         problems += finding.ok is False
-        yield finding.format_line()
+        yield str(finding)
     yield "nothing is in the way of a run" if not problems else f"{problems} problem(s), see above"
     if problems:
         sys.exit(1)

@@ -1,8 +1,9 @@
 """The graph of stages, as DVC has it: their order, which are stale and why; bring one or all of them up to date.
 
 DVC alone decides whether a stage runs, is restored from the run-cache or stays as it is. Its status is asked in this
-process; what it did with a stage is read from the line it prints. Only this module, pipeline/remote/dvc_remote.py and
-pipeline/checked_dvc.py import DVC; docs/dvc.md describes the behaviour of DVC 3.67.1 that they rely on.
+process; what it did with a stage is read from the line it prints. Only this module, pipeline/remote/dvc_remote.py,
+pipeline/checked_dvc.py and pipeline/dvc_internals.py use DVC; docs/dvc.md describes the behaviour of DVC 3.67.1 that they
+rely on.
 """
 
 import os
@@ -113,9 +114,7 @@ def explain_stale(names: list[str] | None = None) -> dict[str, list[str]]:
 
     Takes 0.3 s where a DVC process takes 1 s, and almost nothing if no file has changed since all stages were up to date
     (pipeline/freshness.py). DVC does not look at what another process works on: then every stage asked about may be stale.
-
-    Raises:
-        ValueError: as `list_stages`.
+    Raises ValueError as `list_stages`.
     """
     if names is None and freshness.read_fresh_stages() is not None:
         return {}
@@ -239,7 +238,7 @@ def reproduce_stage(
 
     def read_line(line: str) -> None:
         nonlocal outcome
-        outcome = outcome or _match_outcome(name, line)
+        outcome = outcome or next((found for text, found in OUTCOME_LINES.items() if text.format(name) in line), None)
         if line and not line.lstrip().startswith(DVC_ADVICE):
             tail.append(line)
             on_line(line)
@@ -260,32 +259,25 @@ def reproduce_stage(
     return outcome
 
 
-def run_all_stages(held_files: Iterable[int] = ()) -> None:
+def run_all_stages(keep_going: bool = False) -> None:
     """Bring every stage up to date with one DVC process, which prints where this process prints.
 
-    Raises:
-        StageError: a stage or DVC failed; DVC has printed why.
+    With `keep_going`, stages that do not depend on a failed one still run. Raises StageError after DVC has printed why.
     """
-    if status := run_command([DVC_MODULE, "--wait-for-lock", "repro"], None, {}, held_files):
+    words = [DVC_MODULE, "--wait-for-lock", "repro", *(["--keep-going"] if keep_going else [])]
+    if status := run_command(words, None, {}, ()):
         raise StageError(
             f"a stage failed (dvc exited with {status}), see above; mend it and run again, what has finished is cached"
         )
 
 
 def check_stage_name(name: str) -> str:
-    """Return the name if dvc.yaml can have a stage of it, such as report or benchmark@eval-e003-t8_2_16.
+    """Return the name; raise ValueError unless dvc.yaml can have a stage of it, such as benchmark@eval-e003-t8_2_16.
 
     DVC would take any other name for a path or an option.
-
-    Raises:
-        ValueError: it cannot.
     """
     if not re.fullmatch(STAGE_NAME, name):
         raise ValueError(
             f"{name!r} is not the name of a stage, expected NAME or NAME@VALUE; `dvc stage list` shows them"
         )
     return name
-
-
-def _match_outcome(name: str, line: str) -> Outcome | None:
-    return next((outcome for text, outcome in OUTCOME_LINES.items() if text.format(name) in line), None)

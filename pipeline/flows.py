@@ -47,13 +47,13 @@ def build(changes: Changes = NO_CHANGES) -> State[None]:
 
     Without changes, in this workspace, one run after another; with changes, in a workspace of its own, beside others.
     """
-    return _run_graph(None if changes == NO_CHANGES else lambda: _apply_changes(changes.sections(load_params())))
+    return _run_graph(None if changes == NO_CHANGES else lambda: _apply_changes(changes.build_sections(load_params())))
 
 
 @flow(name="sweep")
 def sweep(cells: Sweep) -> State[None]:
     """Trees x checkpoints x workloads, in a workspace of its own; trained checkpoints are not trained again."""
-    return _run_graph(lambda: _apply_changes(cells.sections(load_params())))
+    return _run_graph(lambda: _apply_changes(cells.build_sections(load_params())))
 
 
 @flow(name="reproduce")
@@ -121,14 +121,14 @@ def plan_run(params: Params) -> tuple[StageGraph, resources.ResourcePool]:
     """Return the graph and this machine's resources. Raises ValueError if a stage asks for more than this machine has."""
     upstream = dvc_graph.list_stages()
     pool = resources.ResourcePool(params.schedule.slots, resources.list_gpus())
-    needs = {name: params.schedule.needs(name) for name in upstream}
+    needs = {name: params.schedule.get_needs(name) for name in upstream}
     rules = params.schedule
     remote = frozenset(
         name for name in upstream if rules.runner != "local" and name.partition("@")[0] in rules.remote_stages
     )
     for name, need in needs.items():
         if name not in remote:
-            pool.check(name, need)
+            pool.check_request(name, need)
     return StageGraph(upstream, needs, remote), pool
 
 
@@ -146,7 +146,9 @@ def run_stage(stage: str, reasons: list[str], environment: dict[str, str], held:
     for attempt in range(1, rules.attempts + 1):
         try:
             if hosts:
-                return _make_completed_state(stage, dispatch.run_remotely(stage, rules.needs(stage), hosts, log.info))
+                return _make_completed_state(
+                    stage, dispatch.run_remotely(stage, rules.get_needs(stage), hosts, log.info)
+                )
             return _make_completed_state(stage, dvc_graph.reproduce_stage(stage, on_line, environment, held))
         except processes.StageError as error:  # a state: an exception would bury the log under Prefect's stack
             if not error.transient or attempt == rules.attempts:
@@ -219,21 +221,15 @@ def publish_results(states: dict[str, State[str]], reasons: dict[str, list[str]]
     if not all(state.is_completed() for state in states.values()):
         return
     for key, table in RESULT_TABLES.items():
-        if rows := _read_table_rows(table):
+        if table.exists():  # not if the run measures nothing on that engine
+            with table.open(encoding="utf-8", newline="") as file:
+                rows = [{name: _shorten_number(cell) for name, cell in row.items()} for row in csv.DictReader(file)]
             description = f"{table}, rounded; the columns are defined in docs/metrics.md"
             create_table_artifact(rows, key=key, description=description)
     if REPORT_PAGE.exists():
         create_link_artifact(
             REPORT_PAGE.resolve().as_uri(), "results/report/index.html", key="report", description="The report"
         )
-
-
-def _read_table_rows(table: Path) -> list[dict[str, str]]:
-    """Return the table's rows, rounded; [] if the run measures nothing on that engine."""
-    if not table.exists():
-        return []
-    with table.open(encoding="utf-8", newline="") as file:
-        return [{name: _shorten_number(cell) for name, cell in row.items()} for row in csv.DictReader(file)]
 
 
 def make_final_state(states: dict[str, State[str]]) -> State[None]:

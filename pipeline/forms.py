@@ -9,16 +9,12 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
 from pipeline import form_limits
-from stages.params.recipe import RECIPES_FOLDER
+from pipeline.recipes import list_recipes
 from stages.params.schema import Params
 from stages.params.section import ROOT_CHECKPOINT, Count, Name
 from stages.params.tree_shape import TreeShape
 
 TREE_NAME_PATTERN = r"^t[1-9][0-9]*_[1-9][0-9]*_[1-9][0-9]*$"
-
-
-def _check_tree_name(name: str) -> str:
-    return TreeShape.parse(name).name
 
 
 def _check_rising(epochs: list[int]) -> list[int]:
@@ -27,7 +23,7 @@ def _check_rising(epochs: list[int]) -> list[int]:
     return epochs
 
 
-TreeName = Annotated[str, Field(pattern=TREE_NAME_PATTERN), AfterValidator(_check_tree_name)]
+TreeName = Annotated[str, Field(pattern=TREE_NAME_PATTERN), AfterValidator(lambda name: TreeShape.parse(name).name)]
 FormTrees = Annotated[list[TreeName], Field(min_length=1)]
 Epochs = Annotated[list[Count], Field(min_length=1), AfterValidator(_check_rising)]
 TREE_NAME_HELP = "tSTEPS_TOPK_TOKENS, as t8_2_16"  # drawn as Markdown, where t<num_steps>_... would be a tag
@@ -55,7 +51,7 @@ class Changes(BaseModel):
         "the project only where schedule.form_may_set of params.yaml names them",
     )
 
-    def sections(self, now: Params) -> dict[str, dict[str, Any]]:
+    def build_sections(self, now: Params) -> dict[str, dict[str, Any]]:
         """Return the keys by section, as a recipe has them. Raises ValueError for an unknown key, or one a form may not set."""
         found: dict[str, dict[str, Any]] = {}
         for key, value in self.other.items():
@@ -110,16 +106,12 @@ class Sweep(BaseModel):
         default="torch", description="torch; served: benchmark_served.engine's server"
     )
 
-    def sections(self, now: Params) -> dict[str, dict[str, Any]]:
+    def build_sections(self, now: Params) -> dict[str, dict[str, Any]]:
         """Return the keys by section, as a recipe has them."""
         axes = {"trees": self.trees, "checkpoints": self.checkpoints}
         axes |= {("torch_workloads" if self.engine == "torch" else "workloads"): self.workloads}
         section = "benchmark" if self.engine == "torch" else "benchmark_served"
         return {section: {key: names for key, names in axes.items() if names is not None}}
-
-
-def list_recipes() -> list[str]:
-    return sorted(file.stem for file in RECIPES_FOLDER.glob("*.yaml"))
 
 
 def _check_recipe_name(name: str) -> str:

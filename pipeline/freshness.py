@@ -1,8 +1,8 @@
 """Tell from the file system alone that nothing has changed since DVC last found every stage up to date.
 
-DVC loads dvc.lock and then, once for each stage, params.yaml: with 200 cells 6 CPU-seconds to find nothing to do. Sizes,
-times and inodes of the same files, which DVC's own state goes by, take a tenth of one. After any difference DVC is asked.
-This module knows nothing of DVC: pipeline/dvc_graph.py lists the files and records the digest.
+DVC loads dvc.lock and then, once for each stage, params.yaml: with 200 cells 6 CPU-seconds or more to find nothing to do
+(docs/dvc.md says on what). Sizes, times and inodes of the same files, which DVC's own state goes by, take a tenth of one. After
+any difference DVC is asked. This module knows nothing of DVC: pipeline/dvc_graph.py lists the files and records the digest.
 """
 
 import hashlib
@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 KNOWN_STATE_FILE = Path(".scratch/fresh.json")
 
@@ -19,21 +20,30 @@ Upstream = dict[str, list[str]]
 
 def read_fresh_stages() -> Upstream | None:
     """Return the stages with those they depend on if nothing has changed since all were up to date, else None."""
-    try:
-        known = json.loads(KNOWN_STATE_FILE.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return known["stages"] if digest_paths(known["paths"]) == known["look"] else None
+    known = read_known(KNOWN_STATE_FILE)
+    return known["stages"] if known and digest_paths(known["paths"]) == known["look"] else None
 
 
 def remember_fresh(paths: Iterable[str], digest: str, upstream: Upstream) -> None:
     """Record that DVC found every stage up to date. `digest` is that of the paths *before* DVC was asked."""
-    KNOWN_STATE_FILE.parent.mkdir(exist_ok=True)
-    temporary = KNOWN_STATE_FILE.with_suffix(f".{os.getpid()}")
-    temporary.write_text(
-        json.dumps({"look": digest, "paths": sorted(set(paths)), "stages": upstream}), encoding="utf-8"
-    )
-    os.replace(temporary, KNOWN_STATE_FILE)
+    write_known(KNOWN_STATE_FILE, {"look": digest, "paths": sorted(set(paths)), "stages": upstream})
+
+
+def read_known(file: Path) -> dict[str, Any] | None:
+    """Return what `write_known` has written, None if there is nothing or it is broken."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and "look" in found else None
+
+
+def write_known(file: Path, known: dict[str, Any]) -> None:
+    """Write what is known of the files that the digest `look` covers."""
+    file.parent.mkdir(exist_ok=True)
+    temporary = file.with_suffix(f".{os.getpid()}")
+    temporary.write_text(json.dumps(known), encoding="utf-8")
+    os.replace(temporary, file)
 
 
 def digest_paths(paths: Iterable[str]) -> str:

@@ -23,11 +23,7 @@ def get_prefect_home() -> Path:
 
 
 def read_or_create_password(home: Path) -> tuple[str, Path]:
-    """Return the password kept in the folder `home`, and its file; create one if there is none.
-
-    Raises:
-        ValueError: as `read_password`.
-    """
+    """Return the password kept in the folder `home`, and its file; create one if there is none. Raises as `read_password`."""
     file = home / NAME
     try:
         # Created exclusively with mode 0600: no other user can open the file before its mode is set.

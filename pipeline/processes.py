@@ -12,9 +12,11 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import psutil
 
@@ -34,7 +36,7 @@ TRANSIENT_ERRORS = (
     "server was not ready", "429 Too Many Requests", "502 Bad Gateway", "503 Service", "504 Gateway",
 )  # fmt: skip
 
-_live: set[subprocess.Popen[str]] = set()
+_live: set[psutil.Popen] = set()
 _live_lock = threading.Lock()
 _mark: str | None = None
 _guard: IO[bytes] | None = None
@@ -94,7 +96,7 @@ def end_marked(mark: str) -> None:
     """End every process that a run of this mark has left, each child-first, all at the same time."""
     processes = psutil.process_iter(["environ", "cmdline"])
     found = {one.pid: one for one in processes if (one.info["environ"] or {}).get(RUN_MARK_VARIABLE) == mark}
-    _end_together([process for process in found.values() if _get_parent_pid(process) not in found])
+    _end_together([process for process in found.values() if _unless_ended(process.ppid) not in found])
 
 
 # Start and end
@@ -117,7 +119,7 @@ def run_command(
     except BaseException:  # cancelled, interrupted, or on_line failed: the stage must not outlive its run
         if process.stdout:  # keep reading: a full pipe would block DVC, which then could not end
             threading.Thread(target=process.stdout.read, daemon=True).start()
-        _end_process(psutil.Process(process.pid))
+        _end_process(process)
         process.wait()
         raise
     finally:
@@ -128,8 +130,7 @@ def run_command(
 def run_module(words: list[str]) -> list[str]:
     """Run `python -m` with these words -> its lines of output. `stop_stages` ends it like a stage.
 
-    Raises:
-        StageError: with the end of its output, if it fails.
+    Raises StageError with the end of its output if it fails.
     """
     lines: list[str] = []
     if run_command(words, lines.append, {}, ()):
@@ -138,17 +139,19 @@ def run_module(words: list[str]) -> list[str]:
     return lines
 
 
+def capture_output(command: list[str], folder: Path | None = None) -> str:
+    """Return what a command prints that runs no stage. Raises ValueError with its message if it fails."""
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(f"{' '.join(command[-4:])}: {(done.stderr or done.stdout).strip()}")
+    return done.stdout
+
+
 def end_children() -> None:
     """End every stage that this process runs now. Safe to call twice, and without any stage."""
     with _live_lock:
-        pids = [process.pid for process in _live]
-    processes = []
-    for pid in pids:
-        try:
-            processes.append(psutil.Process(pid))
-        except psutil.NoSuchProcess:
-            pass
-    _end_together(processes)
+        running = list(_live)
+    _end_together(running)
 
 
 def stop_stages() -> None:
@@ -164,18 +167,19 @@ def wait_before_retry(seconds: float) -> bool:
 
 def _start_command(
     words: list[str], environment: dict[str, str], held_files: Iterable[int], piped: bool
-) -> subprocess.Popen[str]:
+) -> psutil.Popen:
     """Start the command in a session of its own: a Ctrl-C or a group kill must not reach DVC before its command."""
-    command = [sys.executable, "-m", *words]
     # dvc.yaml says `python -m stages.NAME`: that must be this Python, whether its environment is activated or not.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    # Without the Prefect server's password: stages start servers and graders.
+    open_env = {name: value for name, value in os.environ.items() if name not in (password.CLIENT, password.SERVER)}
     added = {"PATH": path, "PYTHONUNBUFFERED": "1"} | ({RUN_MARK_VARIABLE: _mark} if _mark else {})
     with _live_lock:
         if _stopped.is_set():
             raise StageError(f"{' '.join(words)} was not started: the run is cancelled")
-        process = subprocess.Popen(
-            command,
-            env=_drop_secrets() | added | environment,
+        process = psutil.Popen(
+            [sys.executable, "-m", *words],
+            env=open_env | added | environment,
             pass_fds=list(held_files),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if piped else None,
@@ -188,18 +192,10 @@ def _start_command(
     return process
 
 
-def _drop_secrets() -> dict[str, str]:
-    """Return this process's environment without the Prefect server's password: stages start servers and graders."""
-    return {name: value for name, value in os.environ.items() if name not in (password.CLIENT, password.SERVER)}
-
-
 def _end_together(processes: list[psutil.Process]) -> None:
     """End several at the same time: a cancelled flow has 30 s in all."""
-    threads = [threading.Thread(target=_end_process, args=(process,)) for process in processes]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(processes) or 1) as threads:
+        list(threads.map(_end_process, processes))
 
 
 def _end_process(process: psutil.Process) -> None:
@@ -211,56 +207,33 @@ def _end_process(process: psutil.Process) -> None:
     started = time.monotonic()
     commands: set[psutil.Process] = set()  # kept, since after its shell has ended a command has no parent to find it by
     signalled: set[psutil.Process] = set()
-    if DVC_MODULE not in _read_command_line(process):  # a command whose DVC has ended before it
+    if DVC_MODULE not in _unless_ended(process.cmdline, []):  # a command whose DVC has ended before it
         commands.add(process)
     while (elapsed := time.monotonic() - started) < COMMAND_GRACE_S + DVC_GRACE_S and _is_alive(process):
-        commands |= _list_descendants(process)  # looked up each time: DVC may be about to start its command
+        # Looked up each time: DVC may be about to start its command.
+        commands |= set(_unless_ended(partial(process.children, recursive=True), []))
         for command in commands:
             if elapsed > COMMAND_GRACE_S:
-                _ignore_ended(command.kill)
+                _unless_ended(command.kill)
             elif command not in signalled:
-                _ignore_ended(command.terminate)
+                _unless_ended(command.terminate)
         signalled |= commands
         time.sleep(POLL_S)
-    _ignore_ended(process.kill)  # no effect on one that has ended; a DVC that is alive after all this hangs
+    _unless_ended(process.kill)  # no effect on one that has ended; a DVC that is alive after all this hangs
     while (alive := [c for c in commands if _is_alive(c)]) and time.monotonic() - started < COMMAND_GRACE_S:
         time.sleep(POLL_S)
     for command in alive:
-        _ignore_ended(command.kill)
-
-
-def _get_parent_pid(process: psutil.Process) -> int | None:
-    try:
-        return int(process.ppid())
-    except psutil.NoSuchProcess:
-        return None
-
-
-def _read_command_line(process: psutil.Process) -> list[str]:
-    try:
-        return list(process.cmdline())
-    except psutil.NoSuchProcess:
-        return []
+        _unless_ended(command.kill)
 
 
 def _is_alive(process: psutil.Process) -> bool:
     """Return whether the process runs. A zombie has ended; in many containers process 1 never reaps it."""
+    return bool(_unless_ended(process.status, psutil.STATUS_ZOMBIE) != psutil.STATUS_ZOMBIE)
+
+
+def _unless_ended(ask: Callable[[], Any], ended: Any = None) -> Any:
+    """Ask a process for something, or signal it; return `ended` if it has ended meanwhile."""
     try:
-        return process.status() != psutil.STATUS_ZOMBIE
+        return ask()
     except psutil.NoSuchProcess:
-        return False
-
-
-def _list_descendants(process: psutil.Process) -> set[psutil.Process]:
-    try:
-        return set(process.children(recursive=True))
-    except psutil.NoSuchProcess:
-        return set()
-
-
-def _ignore_ended(send: Callable[[], None]) -> None:
-    """Signal a process that may have ended meanwhile."""
-    try:
-        send()
-    except psutil.NoSuchProcess:
-        pass
+        return ended

@@ -8,7 +8,7 @@ import itertools
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -21,12 +21,15 @@ from stages.params.recipe import RECIPES_FOLDER
 from stages.params.section import PARAMS_FILE, Section
 
 
+def list_recipes() -> list[str]:
+    return sorted(file.stem for file in RECIPES_FOLDER.glob("*.yaml"))
+
+
 def locate_recipe(name: str) -> Path:
     """Return the recipe's path. Raises ValueError if there is none, naming those there are."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else RECIPES_FOLDER / f"{name}.yaml"
     if not path.is_file():
-        known = ", ".join(sorted(file.stem for file in RECIPES_FOLDER.glob("*.yaml")))
-        raise ValueError(f"there is no recipe {path}; known are {known}")
+        raise ValueError(f"there is no recipe {path}; known are {', '.join(list_recipes())}")
     return path
 
 
@@ -56,16 +59,10 @@ def _keep_copy(recipe: str) -> Path:
     return kept
 
 
-@contextmanager
-def merge_recipe(name: str) -> Iterator[tuple[Path, list[str]]]:
-    """Yield a temporary file of params.yaml with the recipe's keys, and a line for each key that changed.
-
-    Raises:
-        ValueError: as `use_recipe`.
-    """
+def merge_recipe(name: str) -> AbstractContextManager[tuple[Path, list[str]]]:
+    """Return a context with a temporary params.yaml that has the recipe's keys, and a line for each change of a key."""
     _, recipe = schema.read_recipe(locate_recipe(name))
-    with _write_merged(recipe, f"recipe {name}") as found:
-        yield found
+    return _write_merged(recipe, f"recipe {name}")
 
 
 def write_sections(sections: dict[str, dict[str, Any]]) -> list[str]:

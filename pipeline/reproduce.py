@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -38,38 +39,24 @@ def reproduce_recipe(name: str) -> Iterator[str]:
         ValueError: before anything is changed, if the recipe is not valid, files are missing or the disk is too small;
             at the end, if stages failed.
     """
+    stale: list[str] | None = None
     with workspaces.exclusive_run(print) as held_files:
         yield from take_recipe(name)
-        upstream, failed = dvc_graph.list_stages(), list[str]()
         with processes.guard_run(held_files):
-            yield from _run_each(upstream, failed)
+            try:
+                dvc_graph.run_all_stages(keep_going=True)
+            except processes.StageError:  # DVC has printed which stage failed and which it skipped
+                stale = list(dvc_graph.explain_stale())
         yield from compare_recipe(name)
-    if failed:
+    if stale is not None:
         raise ValueError(
-            f"{len(failed)} of {len(upstream)} stages failed: {', '.join(failed)}; see above, mend it, run again"
+            f"{len(stale)} of {len(dvc_graph.list_stages())} stages failed: {', '.join(stale)}; see above, mend it, run again"
         )
-
-
-def _run_each(upstream: dict[str, list[str]], failed: list[str]) -> Iterator[str]:
-    """Bring each stage up to date that does not depend on a failed one; append those that fail or cannot run to `failed`."""
-    for stage, needs in upstream.items():
-        if lacking := [need for need in needs if need in failed]:
-            failed.append(stage)
-            yield f"{stage}: not run, for it needs {', '.join(lacking)}"
-            continue
-        try:
-            outcome = dvc_graph.reproduce_stage(stage, print)
-        except processes.StageError as error:
-            failed.append(stage)
-            yield str(error)
-            continue
-        yield f"{stage}: {outcome}"
 
 
 def take_recipe(name: str) -> Iterator[str]:
     """Write the recipe into params.yaml after printing what it takes. Raises ValueError as `reproduce_recipe` beforehand."""
-    path = _check_described(name)
-    with recipes.merge_recipe(name) as (file, _):
+    with _open_recipe(name) as (path, file, _):
         list_stages_with(file)
         estimate = estimate_params(path, file)
         yield from [*estimate.lines, ""]
@@ -79,8 +66,7 @@ def take_recipe(name: str) -> Iterator[str]:
 
 def describe_dry_run(name: str) -> Iterator[str]:
     """Yield what would run and what it takes. Raises ValueError if the recipe is not valid."""
-    path = _check_described(name)
-    with recipes.merge_recipe(name) as (file, changes):
+    with _open_recipe(name) as (path, file, changes):
         upstream = list_stages_with(file)
         estimate = estimate_params(path, file)
     yield f"{len(upstream)} stages:"
@@ -93,8 +79,7 @@ def describe_dry_run(name: str) -> Iterator[str]:
 
 def compare_recipe(name: str) -> Iterator[str]:
     """Yield the table of the results in results/ beside the published ones."""
-    path = _check_described(name)
-    with recipes.merge_recipe(name) as (file, _):
+    with _open_recipe(name) as (path, file, _):
         table = _run_reproduce_module("compare", str(path), str(file))
     yield table.rstrip("\n")
 
@@ -119,12 +104,18 @@ def estimate_params(recipe: Path | None, file: Path) -> RunEstimate:
     return RunEstimate.model_validate_json(_run_reproduce_module("estimate", str(recipe or "-"), str(file)))
 
 
-def _check_described(name: str) -> Path:
-    """Return the recipe's path. Raises ValueError if it has no block that describes it."""
+@contextmanager
+def _open_recipe(name: str) -> Iterator[tuple[Path, Path, list[str]]]:
+    """Yield the recipe's path, a file of params.yaml with its keys, and a line for each key that changed.
+
+    Raises:
+        ValueError: as `recipes.merge_recipe`, and if it has no block that describes it.
+    """
     path = recipes.locate_recipe(name)
     if schema.read_recipe(path)[0] is None:
         raise ValueError(f"{path} has no block `recipe`, expected one that says what it reproduces; see recipes/")
-    return path
+    with recipes.merge_recipe(name) as (file, changes):
+        yield path, file, changes
 
 
 def _check_feasible(estimate: RunEstimate) -> None:

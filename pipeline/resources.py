@@ -41,7 +41,7 @@ class ResourcePool:
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self._gate: TextIO | None = None
 
-    def check(self, stage: str, needs: StageResources) -> None:
+    def check_request(self, stage: str, needs: StageResources) -> None:
         """Check a request. Raises ValueError if the stage would wait for ever."""
         if self.gpus and needs.gpus != "all" and needs.gpus > len(self.gpus):
             raise ValueError(
@@ -49,17 +49,17 @@ class ResourcePool:
                 f"{len(self.gpus)} of this machine ({', '.join(self.gpus)}); lower it, or write all"
             )
 
-    def take(self, needs: StageResources) -> ResourceLease | None:
+    def try_lease(self, needs: StageResources) -> ResourceLease | None:
         """Return a lease of everything needed, or None at once if it is not free."""
-        self._gate = self._gate or self._lock("gate")
+        self._gate = self._gate or self._try_lock("gate")
         if self._gate is None:
             return None  # another run waits for the whole machine
         lease = self._lock_all(needs)
         if lease or not needs.exclusive:
-            self.close()
+            self.release_gate()
         return lease
 
-    def close(self) -> None:
+    def release_gate(self) -> None:
         """Release the gate."""
         if self._gate:
             self._gate.close()
@@ -68,9 +68,13 @@ class ResourcePool:
     def _lock_all(self, needs: StageResources) -> ResourceLease | None:
         lease = ResourceLease(gpus=[] if self.gpus else None)
         kind = fcntl.LOCK_EX if needs.exclusive else fcntl.LOCK_SH
-        locks = [lambda: self._lock("machine", kind), self._lock_slot]
+        slots = (f"slot-{number}" for number in range(self.slots))
+        locks = [
+            lambda: self._try_lock("machine", kind),
+            lambda: next(filter(None, map(self._try_lock, slots)), None),
+        ]
         if needs.gpus and not self.gpus:  # such a stage uses all cores; two at once would slow each other down
-            locks.append(lambda: self._lock("cores"))
+            locks.append(lambda: self._try_lock("cores"))
         for lock in locks:
             if (file := lock()) is None:
                 lease.release()
@@ -78,7 +82,7 @@ class ResourcePool:
             lease.files.append(file)
         wanted = len(self.gpus) if needs.gpus == "all" else min(needs.gpus, len(self.gpus))
         for gpu in self.gpus:
-            if len(lease.gpus or []) < wanted and (file := self._lock(f"gpu-{gpu.replace('/', '_')}")):
+            if len(lease.gpus or []) < wanted and (file := self._try_lock(f"gpu-{gpu.replace('/', '_')}")):
                 lease.files.append(file)
                 assert lease.gpus is not None
                 lease.gpus.append(gpu)
@@ -87,10 +91,7 @@ class ResourcePool:
         lease.release()
         return None
 
-    def _lock_slot(self) -> TextIO | None:
-        return next(filter(None, (self._lock(f"slot-{n}") for n in range(self.slots))), None)
-
-    def _lock(self, name: str, kind: int = fcntl.LOCK_EX) -> TextIO | None:
+    def _try_lock(self, name: str, kind: int = fcntl.LOCK_EX) -> TextIO | None:
         return try_lock(self._folder / f"{name}.lock", kind)
 
 

@@ -57,7 +57,7 @@ def run_stages(
             for name in sorted(ready, key=get_rank):
                 if get_rank(name) == 2 and any(other not in graph.remote for other, _ in running.values()):
                     break
-                lease = pool.take(graph.needs[name]) if get_rank(name) else ResourceLease()
+                lease = pool.try_lease(graph.needs[name]) if get_rank(name) else ResourceLease()
                 if lease:
                     waiting.remove(name)
                     running[start(name, lease, explained[name])] = (name, lease)
@@ -70,7 +70,7 @@ def run_stages(
                 lease.release()
                 ended[name] = get_changed(name)
     finally:
-        pool.close()
+        pool.release_gate()
 
 
 def _explain_stages(

@@ -11,13 +11,12 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import psutil
 from ruamel.yaml import YAML
 
@@ -35,7 +34,8 @@ RUNS_AT_ONCE = 4
 
 def main() -> None:
     for number in _list_end_signals():
-        signal.signal(number, _exit_on_signal)  # as an exception, so that everything started below is ended
+        # As an exception, so that everything started below is ended.
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
         port = read_port()
         end_leftover_server(port)
@@ -47,11 +47,7 @@ def main() -> None:
 
 
 def read_port() -> int:
-    """Return AERIE_PORT, or 4200.
-
-    Raises:
-        ValueError: it is no port.
-    """
+    """Return AERIE_PORT, or 4200. Raises ValueError if it is no port."""
     text = os.environ.get("AERIE_PORT", "4200")
     if not text.isdecimal() or not 0 < int(text) < 65536:
         raise ValueError(f"AERIE_PORT is {text!r}; expected a port, 1 to 65535")
@@ -73,11 +69,7 @@ def end_leftover_server(port: int) -> None:
 
 
 def check_port_free(port: int) -> None:
-    """Check that nothing listens on the port: it could be another project's server, which would take this one's runs.
-
-    Raises:
-        ValueError: something does.
-    """
+    """Raise ValueError if something listens on the port: another project's server would take this one's runs."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -153,9 +145,8 @@ def serve_flows(port: int) -> None:
             schedules=[Cron(s["cron"], timezone=s["timezone"], active=s["active"]) for s in deployment["schedules"]],
             entrypoint_type=EntrypointType.MODULE_PATH,
         )
-    prefect = os.path.relpath(
-        Path(sys.executable).with_name("prefect")
-    )  # the user's terminal may not have .venv activated
+    # By its path: the user's terminal may not have .venv activated.
+    prefect = os.path.relpath(Path(sys.executable).with_name("prefect"))
     show = f"cat {shlex.quote(os.path.relpath(password.get_prefect_home() / password.NAME))}"
     print(
         f"\nopen   http://{HOST}:{port}/deployments   (build -> Run -> Quick run)\n"
@@ -184,10 +175,8 @@ def deploy_stages(deployment: dict[str, Any]) -> None:
     pool = deployment["work_pool"]["name"]
     template = ProcessWorker.get_default_base_job_template()
     with get_client(sync_client=True) as client:
-        try:
+        with suppress(ObjectAlreadyExists):
             client.create_work_pool(WorkPoolCreate(name=pool, type=ProcessWorker.type, base_job_template=template))
-        except ObjectAlreadyExists:
-            pass
         client.create_deployment(
             client.create_flow(prefect_worker.stage),
             deployment["name"],
@@ -212,15 +201,13 @@ def crash_lost_runs() -> None:
     from prefect.states import Crashed, State
 
     # A run of `python -m pipeline.flows` has no deployment, and may be alive.
-    deployed = {"deployment_id": {"is_null_": False}}
     unfinished = FlowRunFilter.model_validate(
-        deployed | {"state": {"type": {"any_": ["PENDING", "RUNNING", "CANCELLING"]}}}
+        {"deployment_id": {"is_null_": False}, "state": {"type": {"any_": ["PENDING", "RUNNING", "CANCELLING"]}}}
     )
+    message = "`make ui` or the machine ended under this run; run it again, what finished is cached"
     with get_client(sync_client=True) as client:
         for run in client.read_flow_runs(flow_run_filter=unfinished):
-            lost: State[None] = Crashed(
-                message="`make ui` or the machine ended under this run; run it again, what finished is cached"
-            )
+            lost: State[None] = Crashed(message=message)
             client.set_flow_run_state(run.id, lost, force=True)
 
 
@@ -248,45 +235,34 @@ def _build_server_command(port: int) -> list[str]:
 def _wait_until_answering(process: subprocess.Popen[bytes], log: Path) -> None:
     # Not /health, which needs no password: the server that answers must be the one started here.
     url = f"{os.environ['PREFECT_API_URL']}/admin/version"
-    request = urllib.request.Request(url, headers=password.build_auth_header(os.environ[password.CLIENT]))
-    direct = urllib.request.build_opener(
-        urllib.request.ProxyHandler({})
-    )  # not through a proxy, whose 127.0.0.1 is another
     deadline = time.monotonic() + START_TIMEOUT_S
-    while process.poll() is None and time.monotonic() < deadline:
-        try:
-            with direct.open(request, timeout=2):
-                return
-        except OSError:
+    headers = password.build_auth_header(os.environ[password.CLIENT])
+    # Not through a proxy, whose 127.0.0.1 is another.
+    with httpx.Client(headers=headers, trust_env=False, timeout=2) as client:
+        while process.poll() is None and time.monotonic() < deadline:
+            with suppress(httpx.TransportError):
+                if client.get(url).is_success:
+                    return
             time.sleep(0.2)
-    ended = (
-        f"ended with {process.returncode}" if process.returncode is not None else f"not up in {START_TIMEOUT_S:.0f} s"
-    )
+    status = process.returncode
+    ended = f"not up in {START_TIMEOUT_S:.0f} s" if status is None else f"ended with {status}"
     tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:])
     raise ValueError(f"the Prefect server: {ended}, nothing answers at {url}. The end of {log}:\n{tail}")
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
     for number, timeout in ((signal.SIGTERM, END_TIMEOUT_S), (signal.SIGKILL, None)):
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
-        except ProcessLookupError:
-            pass
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(timeout)
             return
-        except subprocess.TimeoutExpired:
-            continue
 
 
 def _list_end_signals() -> list[signal.Signals]:
     """Return the signals of Ctrl-C, kill and a closed terminal that are not ignored, as nohup ignores SIGHUP."""
     numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
     return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-
-
-def _exit_on_signal(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

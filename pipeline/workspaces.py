@@ -10,15 +10,15 @@ params.yaml. It stays until it is dropped:
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, chdir, contextmanager
 from pathlib import Path
 from typing import TextIO
 
 from pipeline import dvc_graph
+from pipeline.processes import capture_output
 from pipeline.remote import dvc_remote
 from pipeline.resources import try_lock
 from stages.params.section import PARAMS_FILE
@@ -37,9 +37,10 @@ def hold_workspace(log: Callable[[str], object], path: Path = LOCK_PATH) -> Iter
 
     The file must stay open for as long as a stage runs.
     """
-    while (held := try_lock(path)) is None:
+    if (held := try_lock(path)) is None:
         log("another run is at work here; waiting for its end")
-        _wait_for_lock(path)
+        while (held := try_lock(path)) is None:
+            time.sleep(1)
     with held:
         yield held
 
@@ -59,12 +60,6 @@ def exclusive_run(log: Callable[[str], object]) -> Iterator[list[int]]:
         yield [held.fileno()]
 
 
-def _wait_for_lock(path: Path) -> None:
-    while (free := try_lock(path)) is None:
-        time.sleep(1)
-    free.close()
-
-
 def name_workspace(run: str, run_id: str) -> str:
     """Return the folder name of a run's workspace. A run's own name may be anything, ../../x too."""
     return f"{NOT_IN_NAMES.sub('-', run)[:NAME_LENGTH]}-{run_id[:8]}"
@@ -82,19 +77,15 @@ def make_workspace(name: str) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     _run_git("worktree", "add", "--detach", str(folder), "HEAD")
     try:
-        _fill_workspace(folder)
+        for path in _list_uncommitted():
+            _copy_file(Path(path), folder / path)
+        share_settings(folder)
+        if (folder / dvc_graph.LOCK_FILE).exists():
+            _run_dvc("checkout", "--quiet", "--force", "--allow-missing", at=folder)
     except BaseException:  # or a retry would find half a workspace
         _run_git("worktree", "remove", "--force", str(folder))
         raise
     return folder
-
-
-def _fill_workspace(folder: Path) -> None:
-    for name in _list_uncommitted():
-        _copy_file(Path(name), folder / name)
-    share_settings(folder)
-    if (folder / dvc_graph.LOCK_FILE).exists():
-        _run_command(_build_dvc_command("checkout", "--quiet", "--force", "--allow-missing"), folder)
 
 
 def share_settings(folder: Path) -> None:
@@ -102,13 +93,12 @@ def share_settings(folder: Path) -> None:
     local = Path(".dvc/config.local")
     if local.exists():
         shutil.copy2(local, folder / local)
-    cache = Path(_run_command(_build_dvc_command("cache", "dir"), Path()).strip()).resolve()
-    _run_command(_build_dvc_command("cache", "dir", "--local", str(cache)), folder)
-    for (
-        name,
-        path,
-    ) in dvc_remote.list_remote_folders().items():  # absolute: .dvc/config may hold them relative to itself
-        _run_command(_build_dvc_command("remote", "modify", "--local", name, "url", path), folder)
+    cache = Path(_run_dvc("cache", "dir").strip()).resolve()
+    _run_dvc("cache", "dir", "--local", str(cache), at=folder)
+    # Absolute paths: .dvc/config may hold them relative to itself.
+    for name, path in dvc_remote.list_remotes().items():
+        if Path(path).is_absolute():  # a folder of this machine, or mounted here
+            _run_dvc("remote", "modify", "--local", name, "url", path, at=folder)
     for engine in map(Path, SERVING_ENVIRONMENTS):
         if engine.is_dir():
             (folder / engine).parent.mkdir(exist_ok=True)
@@ -127,10 +117,8 @@ def promote_run(name: str) -> Iterator[str]:
         raise ValueError(
             f"files have changes, expected none, so that nothing is lost; commit or stash them:\n{changed}"
         )
-    moved = _run_git(
-        "diff", "--name-only", _run_git("rev-parse", "HEAD", at=folder).strip(), "HEAD", "--", *map(str, PROMOTED_FILES)
-    )
-    if moved:
+    start = _run_git("rev-parse", "HEAD", at=folder).strip()
+    if moved := _run_git("diff", "--name-only", start, "HEAD", "--", *map(str, PROMOTED_FILES)):
         raise ValueError(
             f"{' and '.join(moved.split())} of a later commit differ from those that {name} started with; run it again from here"
         )
@@ -139,12 +127,14 @@ def promote_run(name: str) -> Iterator[str]:
             if (held := try_lock(path)) is None:
                 raise ValueError(f"a run is at work {where}; wait for its end, or cancel it")
             stack.enter_context(held)
-        if stale := _list_stale(folder):
+        with chdir(folder):
+            stale = list(dvc_graph.explain_stale())
+        if stale:
             raise ValueError(f"{name} has not finished: {', '.join(stale)} would run; run it again, then promote it")
         for file in PROMOTED_FILES:
             _copy_file(folder / file, file)
         try:
-            _run_command(_build_dvc_command("checkout"), Path())
+            _run_dvc("checkout")
         except ValueError:
             _run_git("checkout", "--", *map(str, PROMOTED_FILES))
             raise
@@ -156,7 +146,7 @@ def make_bare_project(folder: Path) -> None:
     (folder / ".dvc").mkdir(parents=True, exist_ok=True)
     shutil.copy2(".dvc/config", folder / ".dvc/config")
     share_settings(folder)
-    _run_command(_build_dvc_command("config", "--local", "core.no_scm", "true"), folder)
+    _run_dvc("config", "--local", "core.no_scm", "true", at=folder)
 
 
 def drop_run(name: str) -> Iterator[str]:
@@ -190,15 +180,6 @@ def resolve_inside(parent: Path, name: str) -> Path:
     return parent.resolve() / name
 
 
-def _list_stale(folder: Path) -> list[str]:
-    here = Path.cwd()
-    os.chdir(folder)
-    try:
-        return list(dvc_graph.explain_stale())
-    finally:
-        os.chdir(here)
-
-
 def _list_uncommitted() -> list[str]:
     """Return the files that differ from the commit, are new, or are gone, without those that git ignores."""
     commands = [["diff", "--name-only", "-z", "HEAD"], ["ls-files", "-z", "--others", "--exclude-standard"]]
@@ -216,17 +197,9 @@ def _copy_file(source: Path, target: Path) -> None:
     os.replace(temporary, target)
 
 
-def _build_dvc_command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "dvc", *words]
+def _run_dvc(*words: str, at: Path | None = None) -> str:
+    return capture_output([sys.executable, "-m", "dvc", *words], at)
 
 
 def _run_git(*words: str, at: Path | None = None) -> str:
-    return _run_command(["git", *words], at or Path())
-
-
-def _run_command(command: list[str], at: Path) -> str:
-    """Return what the command prints. Raises ValueError with its message if it fails."""
-    done = subprocess.run(command, cwd=at, capture_output=True, text=True)
-    if done.returncode:
-        raise ValueError(f"{' '.join(command[-4:])}: {(done.stderr or done.stdout).strip()}")
-    return done.stdout
+    return capture_output(["git", *words], at)

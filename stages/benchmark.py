@@ -12,7 +12,7 @@ prompts and of the slots; the first process writes the cell.
 
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from typing import Any
 
@@ -20,11 +20,11 @@ import torch
 
 from stages.data import workload_prompts
 from stages.engine import cell_context, timing
-from stages.engine.batch_decode import DecodeRequest
 from stages.engine.cell_context import TorchCellContext
 from stages.engine.decode import DecodeStep
 from stages.engine.device_placement import measure_remaining_memory
 from stages.engine.memory_estimate import GIB, MemoryEstimate
+from stages.engine.requests import DecodeRequest
 from stages.engine.sampling import SamplingParams
 from stages.grading import grade
 from stages.params import schema
@@ -32,7 +32,6 @@ from stages.params.section import get_named
 from stages.params.tree_shape import TreeShape
 from stages.results import load_points, metrics, served_records, torch_grades, torch_records
 from stages.runtime import distributed
-from stages.runtime.all_gather import all_gather_json
 from stages.serving import engine_load, latency
 from stages.target import chat_template, manifest
 from stages.telemetry import gpu_energy
@@ -145,7 +144,7 @@ def _measure_prompt_by_prompt(work: TorchCellContext) -> tuple[dict[str, Any], s
         for row, cycles, outputs in _decode_turns(work, question, repeat, number)
     ]
     answers = sorted(
-        all_gather_json(work.ranks, mine), key=lambda answer: answer[:2]
+        distributed.all_gather_lists(work.ranks, mine), key=lambda answer: answer[:2]
     )  # turns of a prompt stay in order
     rows: list[Row] = [row for _, _, row, _, _ in answers]
     prompt_set, tree = work.workload.prompts, work.tree
@@ -229,7 +228,7 @@ def _start_decoding(
     images = work.images[prompt_id]
     if kind == "plain":
         return work.engine.decode_plain(ids, work.max_new_tokens, images, drawn)
-    return work.engine.decode_speculative(ids, work.max_new_tokens, *work.tree_tuple, images, drawn)
+    return work.engine.decode_speculative(ids, work.max_new_tokens, *astuple(work.tree), images, drawn)
 
 
 def _measure_divergence_margin(
@@ -303,11 +302,7 @@ def _warm_up(work: TorchCellContext) -> None:
     rows = work.warmup_prompts.iter_rows(named=True)
     requests = [DecodeRequest(row["prompt_ids"], 2, work.images[row["id"]]) for row in rows]
     for kind in DECODING_KINDS if requests else ():
-        list(work.engine.decode_batch(requests, len(requests), _get_tree_tuple(work, kind)))
-
-
-def _get_tree_tuple(work: TorchCellContext, kind: str) -> tuple[int, int, int] | None:
-    return None if kind == "plain" else work.tree_tuple
+        list(work.engine.decode_batch(requests, len(requests), None if kind == "plain" else work.tree))
 
 
 def _run_both_kinds(
@@ -352,13 +347,15 @@ def _run_load(
     }
 
     def start_clock() -> float:
-        all_gather_json(ranks, [])  # all processes start together
+        distributed.all_gather_lists(ranks, [])  # all processes start together
         return timing.read_device_clock(ranks.device)
 
     own_slots = len(range(ranks.rank, slots, ranks.world))
-    records = engine_load.decode_load(work.engine, requests, own_slots, _get_tree_tuple(work, kind), start_clock)
+    records = engine_load.decode_load(
+        work.engine, requests, own_slots, None if kind == "plain" else work.tree, start_clock
+    )
     mine = [[n, asdict(record)] for n, record in zip(numbers, records, strict=True)]
-    every = sorted(all_gather_json(ranks, mine), key=lambda pair: pair[0])
+    every = sorted(distributed.all_gather_lists(ranks, mine), key=lambda pair: pair[0])
     return [engine_load.parse_record(fields) for _, fields in every]
 
 

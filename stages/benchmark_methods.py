@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import polars as pl
 import torch
 
 from stages.data import workload_prompts
 from stages.draft import checkpoint
-from stages.draft.eagle3 import Eagle3Draft
+from stages.draft.loading import load_draft
 from stages.engine import sampling
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeStep
@@ -36,7 +35,7 @@ from stages.params.benchmark_sections import Workload
 from stages.params.methods_section import DynamicRow, LookaheadRow, MethodRow, NgramRow, StaticRow
 from stages.params.section import get_named
 from stages.params.tree_shape import TreeShape
-from stages.results import interval, method_records, metrics, torch_records
+from stages.results import method_records, metrics, torch_records
 from stages.target import loading, manifest, vision
 from stages.target.vision import ImagePatches
 from stages.telemetry import gpu_energy
@@ -52,16 +51,9 @@ class MethodRunContext:
     """A method and the prompts' images, ready to decode."""
 
     engine: Engine
-    method: DraftingMethod | None  # None: the engine's own EAGLE-3 draft, with `tree`
-    tree: TreeShape | None
+    method: DraftingMethod
     images: dict[str, ImagePatches | None]  # by prompt id
     workload: Workload
-
-    @property
-    def num_steps(self) -> int:
-        num_steps = self.method.num_steps if self.method else self.tree and self.tree.num_steps
-        assert num_steps
-        return num_steps
 
     @property
     def max_new_tokens(self) -> int:
@@ -73,11 +65,7 @@ class MethodRunContext:
         sampling_params = _make_sampling_params(self.workload, prompt["id"])
         if kind == "plain":
             return self.engine.decode_plain(ids, limit, images, sampling_params)
-        if self.method is not None:
-            return self.engine.decode_with_method(ids, limit, self.method, images, sampling_params)
-        assert self.tree is not None
-        shape = self.tree.num_steps, self.tree.topk, self.tree.num_draft_tokens
-        return self.engine.decode_speculative(ids, limit, *shape, images, sampling_params)
+        return self.engine.decode_with_method(ids, limit, self.method, images, sampling_params)
 
 
 def main(name: str) -> None:
@@ -100,14 +88,15 @@ def main(name: str) -> None:
         )
         accepted.append([step.num_accepted for step in cycles])
         rows.append(row)
-    measured = _compute_metrics(rows, work.num_steps, w.prompts)
-    memory, parameters = _measure_memory(work)
+    method, slots = work.method, work.engine.slots.idle[0]
+    measured = metrics.compute_cell_metrics(rows, method.num_steps, method.num_draft_tokens, w.prompts)
+    del measured["node_accept_rate"]  # lookahead's window tokens are not there to be accepted
     method_records.write_method_cell(
         {
             "row": name,
             "method": settings.method,
             "checkpoint": getattr(settings, "checkpoint", None),
-            "settings": settings.model_dump(exclude={"method", "checkpoint"}) | {"steps": work.num_steps},
+            "settings": settings.model_dump(exclude={"method", "checkpoint"}) | {"steps": method.num_steps},
             "workload": workload,
             "engine": "torch",
             "definitions": torch_records.DEFINITIONS,
@@ -115,10 +104,13 @@ def main(name: str) -> None:
             "top_p": w.top_p,
             "top_k": w.top_k,
             "metrics": measured,
-            "histogram": metrics.count_accepted_lengths(accepted, work.num_steps),
+            "histogram": metrics.count_accepted_lengths(accepted, method.num_steps),
             "prompts": rows,
-            "memory": memory,
-            "parameters": parameters,
+            "memory": {
+                "weights": method.weight_bytes,
+                "state": slots.proposers[method].count_state_bytes(slots),
+            },
+            "parameters": method.num_parameters,
             "mixture": any(".experts." in key for key, _ in work.engine.model.named_parameters()),
             "model": p.target.model,
             "hardware": torch_records.describe_hardware(p.target.device, p.target.num_threads),
@@ -145,18 +137,12 @@ def _build_context(p: schema.Params, settings: MethodRow, w: Workload, prompts: 
     draft = None
     if settings.method == "eagle3":
         assert isinstance(settings, DynamicRow)
-        config, tensors = checkpoint.read_draft(
-            checkpoint.locate_checkpoint(settings.checkpoint), p.get_making_stage(settings.checkpoint)
-        )
-        draft = Eagle3Draft.from_checkpoint(config, tensors).to(p.target.device, model.dtype).requires_grad_(False)
+        draft, _ = load_draft(p, settings.checkpoint, p.target.device, model.dtype)
     engine = Engine(model, target.eos_token_ids, target.feature_layers, draft, p.benchmark.tree_scoring)
-    tree = TreeShape.parse(settings.tree) if isinstance(settings, DynamicRow) else None
-    method = None if draft else _build_method(p, settings, engine)
     images = dict(prompts.select("id", "images").iter_rows())
     return MethodRunContext(
         engine,
-        method,
-        tree,
+        _build_method(p, settings, engine),
         vision.load_image_patches(manifest.resolve_weights_folder(target), p.target.trust_remote_code, images),
         w,
     )
@@ -168,6 +154,9 @@ def _build_method(p: schema.Params, settings: MethodRow, engine: Engine) -> Draf
         return PromptLookupMethod(settings.longest, settings.shortest, settings.length, engine.device)
     if isinstance(settings, LookaheadRow):
         return LookaheadMethod(settings.window, settings.level, settings.guesses, engine.device)
+    tree = TreeShape.parse(settings.tree) if isinstance(settings, DynamicRow) else None
+    if engine.draft is not None and tree is not None:
+        return engine.get_tree_method(tree)
     name = settings.checkpoint
     method = "medusa" if settings.method == "medusa" else "eagle"
     config, tensors = method_checkpoint.read_method_draft(
@@ -179,9 +168,8 @@ def _build_method(p: schema.Params, settings: MethodRow, engine: Engine) -> Draf
         .requires_grad_(False)
     )
     if isinstance(settings, DynamicRow):
-        tree = TreeShape.parse(settings.tree)
-        shape = tree.num_steps, tree.topk, tree.num_draft_tokens
-        return EagleMethod(module, engine.embedding, shape, p.benchmark.tree_scoring)
+        assert tree is not None
+        return EagleMethod(module, engine.embedding, tree, p.benchmark.tree_scoring)
     static = _build_static_tree(settings, config, engine.device)
     if method == "eagle":
         return EagleMethod(module, engine.embedding, static, p.benchmark.tree_scoring)
@@ -197,19 +185,6 @@ def _build_static_tree(settings: StaticRow, config: Row, device: torch.device) -
             "expected no more (medusa: its heads; eagle: train_draft.ttt_steps); lower it"
         )
     return StaticTree.from_paths(select_best_branches(accuracy[: settings.depth], settings.nodes - 1), device)
-
-
-def _measure_memory(work: MethodRunContext) -> tuple[dict[str, int], int]:
-    """Return bytes of weights and of state kept between cycles, without the target's, and the number of trained parameters."""
-    slot, draft = work.engine.slots.idle[0], work.engine.draft
-    if work.method is not None:
-        state = slot.proposers[work.method].nbytes
-        return {"weights": work.method.weight_bytes, "state": state}, work.method.num_parameters
-    assert draft is not None
-    features = slot.states[work.num_steps + 1].features
-    state = slot.draft_keys.nbytes + slot.draft_values.nbytes + features.nbytes
-    weights = sum(x.nbytes for x in draft.state_dict().values())
-    return {"weights": weights, "state": state}, sum(x.numel() for x in draft.parameters())
 
 
 # Measurement
@@ -241,34 +216,6 @@ def _decode_prompt(
         "baseline_prefill_latency_s": plain.prefill_s,
         "baseline_e2e_latency_s": plain.total_s,
     }, cycles
-
-
-def _compute_metrics(rows: list[Row], steps: int, prompts: str) -> dict[str, float | None]:
-    """Return method_cell.METRICS, as docs/metrics.md defines them; `prompts` is the workload's. Intervals as in a cell."""
-    names = metrics.name_clusters(rows, prompts)
-    accepted, cycles = ([row[key] for row in rows] for key in ("accepted", "cycles"))
-    pooled = metrics.pool_acceptance(accepted, cycles, steps, names)
-    ends = interval.compute_speedup_interval(*metrics.collect_speed_columns(rows, prompts)) or (None, None)
-    sums = [np.array([row[name] for row in rows], dtype=float).sum() for name in metrics.SPEED_COLUMNS]
-    prefill, e2e = (float(np.mean([row[name] for row in rows])) for name in ("prefill_latency_s", "e2e_latency_s"))
-    return {
-        "tau": pooled.tau,
-        "tau_low": pooled.tau_low,
-        "tau_high": pooled.tau_high,
-        "accept_rate": pooled.accept_rate,
-        "prefill_latency_s": prefill,
-        "e2e_latency_s": e2e,
-        "output_tok_s": float(sums[0] / sums[1]),
-        "baseline_output_tok_s": float(sums[2] / sums[3]),
-        "speedup": float(_compute_speedup(*sums)),
-        "speedup_low": ends[0],
-        "speedup_high": ends[1],
-        "identical_share": float(np.mean([row["identical"] for row in rows])),
-    }
-
-
-def _compute_speedup(tokens: Any, seconds: Any, plain_tokens: Any, plain_seconds: Any) -> Any:
-    return tokens / seconds / (plain_tokens / plain_seconds)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import polars as pl
 from tqdm import tqdm
 
 from stages.data import workload_prompts
+from stages.data.workload_prompts import PromptRow
 from stages.draft import checkpoint
 from stages.grading import grade
 from stages.params import schema
@@ -32,7 +33,6 @@ from stages.serving import (
     load_checks,
     load_generator,
     measured_server,
-    request_records,
 )
 from stages.serving.load_generator import Arrivals, LoadRequest, LoadResult
 from stages.serving.measured_server import CheckServer, Load, MeasuredServer, ServerPlan
@@ -91,13 +91,16 @@ def main(workload_name: str, checkpoint_name: str = "", tree_name: str = "") -> 
     meter, started = gpu_energy.EnergyMeter(_list_stage_gpus(params, checkpoint_name, tree_name)), time.perf_counter()
     gpus_before = gpu_memory.list_visible_gpus()
     tree = TreeShape.parse(tree_name) if checkpoint_name else None
-    draft_config = _read_draft_config(params, checkpoint_name)
+    draft_config: dict[str, Any] = {}  # the draft's config.json
+    if checkpoint_name:
+        maker = params.get_making_stage(checkpoint_name)
+        draft_config, _ = checkpoint.read_draft(checkpoint.locate_checkpoint(checkpoint_name), maker)
     work = _build_context(params, workload_name, draft_config)
     measured = _configure_server(work, checkpoint_name, tree, draft_config)
     baseline = MeasuredServer(served_records.name_server_config(None, None))
-    reason = _explain_unsupported(work, tree, draft_config)
+    reason = _explain_unsupported(work, measured, draft_config)
     if not reason:
-        _check_positions(work, tree, draft_config)
+        _check_positions(work, measured, draft_config)
         _measure_repeats(work, measured, baseline if tree and params.benchmark_served.interleave else None)
     took = {"seconds": round(time.perf_counter() - started, 2), "gpus": meter.names(), "joules": meter.joules()}
     cell = _build_cell(work, measured, baseline, reason, gpus_before) | took
@@ -111,16 +114,6 @@ def _list_stage_gpus(params: schema.Params, checkpoint_name: str, tree_name: str
     settings = params.benchmark_served.server
     external = served_records.name_server_config(checkpoint_name or None, tree_name or None) in settings.base_urls
     return [] if external or params.target.device == "cpu" else list(range(settings.tp))
-
-
-def _read_draft_config(params: schema.Params, checkpoint_name: str) -> dict[str, Any]:
-    """Return the draft's config.json, empty for a baseline."""
-    if not checkpoint_name:
-        return {}
-    config, _ = checkpoint.read_draft(
-        checkpoint.locate_checkpoint(checkpoint_name), params.get_making_stage(checkpoint_name)
-    )
-    return config
 
 
 def _build_context(params: schema.Params, workload_name: str, draft_config: dict[str, Any]) -> ServedCellContext:
@@ -164,10 +157,6 @@ def _build_setup(
     )
 
 
-def _get_tree_tuple(tree: TreeShape) -> tuple[int, int, int]:
-    return tree.num_steps, tree.topk, tree.num_draft_tokens
-
-
 def _configure_server(
     work: ServedCellContext, checkpoint_name: str, tree: TreeShape | None, draft_config: dict[str, Any]
 ) -> MeasuredServer:
@@ -175,19 +164,22 @@ def _configure_server(
         return MeasuredServer(served_records.name_server_config(None, None))
     settings = work.params.benchmark_served
     folder = str((checkpoint.locate_checkpoint(checkpoint_name) / "draft").absolute())
-    draft = engine_flags.ServedDraft(folder, settings.server.algorithm, *_get_tree_tuple(tree))
+    shape = tree.num_steps, tree.topk, tree.num_draft_tokens
+    draft = engine_flags.ServedDraft(folder, settings.server.algorithm, *shape)
     flags = engine_flags.build_speculation_flags(settings.engine, draft, draft_config)
     name = served_records.name_server_config(checkpoint_name, tree.name)
     return MeasuredServer(name, checkpoint_name, tree.name, draft, flags)
 
 
-def _explain_unsupported(work: ServedCellContext, tree: TreeShape | None, draft_config: dict[str, Any]) -> str | None:
+def _explain_unsupported(work: ServedCellContext, measured: MeasuredServer, draft_config: dict[str, Any]) -> str | None:
     """Return why the engine can't run this cell; None if it can."""
-    engine = work.params.benchmark_served.engine
-    reason = engine_flags.explain_unsupported(engine, *_get_tree_tuple(tree), draft_config) if tree else None
-    return reason or (
-        f"{engine} takes no pictures with token ids" if work.image_processor and engine == "vllm" else None
-    )
+    engine, draft, reason = work.params.benchmark_served.engine, measured.draft, None
+    if draft:
+        shape = draft.num_steps, draft.topk, draft.num_draft_tokens
+        reason = engine_flags.explain_unsupported(engine, *shape, draft_config)
+    if not reason and work.image_processor and engine == "vllm":
+        reason = f"{engine} takes no pictures with token ids"
+    return reason
 
 
 def _count_request_tokens(work: ServedCellContext) -> int:
@@ -196,9 +188,9 @@ def _count_request_tokens(work: ServedCellContext) -> int:
     return longest + max(length for length, _ in work.workload.list_loads())
 
 
-def _check_positions(work: ServedCellContext, tree: TreeShape | None, draft_config: dict[str, Any]) -> None:
+def _check_positions(work: ServedCellContext, measured: MeasuredServer, draft_config: dict[str, Any]) -> None:
     """Raises ValueError if the target or the draft has fewer positions than the longest request needs."""
-    needed = _count_request_tokens(work) + (tree.num_draft_tokens if tree else 0)
+    needed = _count_request_tokens(work) + measured.num_draft_tokens
     target = work.manifest.max_position_embeddings
     for name, positions in (("the target", target), ("the draft", draft_config.get("max_position_embeddings", target))):
         if positions < needed:
@@ -267,22 +259,17 @@ async def _run_load(
     length, cap = load
     workload, arrivals = work.workload, Arrivals(work.workload.requests_per_second, cap, work.workload.seed + number)
     load_name = f"{measured.config_name}, {length} tokens, {cap or 'no limit'} at once"
-    requests, warmup = (_make_first_requests(work, rows, length) for rows in (work.prompts, work.warmup_prompts))
+    requests, warmup = (
+        [_make_request(work, row, 0, row.prompt_ids, length) for row in workload_prompts.list_rows(prompts)]
+        for prompts in (work.prompts, work.warmup_prompts)
+    )
     results: list[LoadResult] = []
     while requests:
         with tqdm(total=len(requests), desc=load_name, unit="request", mininterval=2) as bar:
+            server = url, work.served_model
+            limits, engine = (arrivals, workload.deadline_s), work.setup.engine
             result = await load_generator.run_load(
-                url,
-                work.served_model,
-                requests,
-                arrivals,
-                workload.deadline_s,
-                warmup,
-                SECTION,
-                work.api_key,
-                work.setup.engine,
-                check,
-                bar.update,
+                *server, requests, *limits, warmup, SECTION, work.api_key, engine, check, bar.update
             )
         load_checks.check_answered(load_name, result)
         results.append(result)
@@ -294,22 +281,18 @@ async def _run_load(
 # Requests
 
 
-def _make_first_requests(work: ServedCellContext, rows: pl.DataFrame, length: int) -> list[LoadRequest]:
-    return [_make_request(work, row, 0, row["prompt_ids"], length) for row in rows.iter_rows(named=True)]
-
-
 def _make_next_requests(work: ServedCellContext, loads: list[LoadResult], length: int) -> list[LoadRequest]:
     """Return the next turn of the questions that have one and whose earlier turns were all answered."""
     turn, requests = len(loads), []
-    answers = [{request_records.get_question_id(r): r for r in load.records if not r.failure_reason} for load in loads]
-    for row in work.prompts.iter_rows(named=True):
-        later = row["later"] or []
-        if len(later) < turn or not all(row["id"] in of_turn for of_turn in answers):
+    answers = [{r.question_id: r for r in load.records if not r.failure_reason} for load in loads]
+    for row in workload_prompts.list_rows(work.prompts):
+        later = row.later or []
+        if len(later) < turn or not all(row.id in of_turn for of_turn in answers):
             continue
-        messages = list(row["messages"])
+        messages = list(row.messages or [])
         for of_turn, question in zip(answers, later, strict=False):
             messages += [
-                {"role": "assistant", "content": _decode_text(work, of_turn[row["id"]])},
+                {"role": "assistant", "content": _decode_text(work, of_turn[row.id])},
                 {"role": "user", "content": question},
             ]
         ids = chat_template.encode_prompt(work.tokenizer, messages, work.params.sample_target.thinking)
@@ -317,17 +300,17 @@ def _make_next_requests(work: ServedCellContext, loads: list[LoadResult], length
     return requests
 
 
-def _make_request(work: ServedCellContext, row: dict[str, Any], turn: int, ids: list[int], length: int) -> LoadRequest:
+def _make_request(work: ServedCellContext, row: PromptRow, turn: int, ids: list[int], length: int) -> LoadRequest:
     workload, processor = work.workload, work.image_processor
     return LoadRequest(
-        id=f"{row['id']}#{turn}",
+        id=f"{row.id}#{turn}",
         prompt=ids,
-        max_tokens=workload_prompts.compute_max_new_tokens(row["length_share"], length),
+        max_tokens=workload_prompts.compute_max_new_tokens(row.length_share, length),
         temperature=workload.temperature,
         top_p=workload.top_p,
         top_k=workload.top_k,
         ignore_eos=workload.ignore_eos,
-        engine_fields=_build_image_fields(processor, row["images"], ids) if processor and row["images"] else {},
+        engine_fields=_build_image_fields(processor, row.images, ids) if processor and row.images else {},
     )
 
 
@@ -377,14 +360,14 @@ def _build_cell(
         "fingerprint": served_points.build_fingerprint(
             [work.manifest.model, work.manifest.revision, work.manifest.config_digest],
             work.setup,
-            measured.info.get("version"),
+            version,
             [work.prompts.select("id", "prompt_ids", "length_share").to_dicts(), workload.model_dump()],
             hardware,
         ),
         "server": served_points.describe_server(measured),
         "memory": served_points.describe_memory(measured, gpus_before),
-        "points": _build_points(work, measured),
-        "baseline_points": _build_points(work, baseline),
+        "points": [_build_point(work, measured, *item) for item in measured.loads.items()],
+        "baseline_points": [_build_point(work, baseline, *item) for item in baseline.loads.items()],
         "hardware": hardware,
         "versions": {params.benchmark_served.engine: version} if version else {},
         "seed": workload.seed,
@@ -401,10 +384,6 @@ def _describe_hardware(
     if gpus and work.params.target.device != "cpu":
         hardware["gpu"] = ", ".join(gpu.name for gpu in gpus[: settings.tp])
     return hardware
-
-
-def _build_points(work: ServedCellContext, measured: MeasuredServer) -> list[dict[str, Any]]:
-    return [_build_point(work, measured, load, repeats) for load, repeats in measured.loads.items()]
 
 
 def _build_point(

@@ -28,7 +28,7 @@ from stages.params import schema
 from stages.params.section import ROOT_CHECKPOINT
 from stages.runtime import atomic, scratch
 from stages.target import loading, manifest, vision
-from stages.target.online import OnlineTarget
+from stages.target.feature_target import FeatureTarget
 from stages.telemetry.run_stage import run_stage
 from stages.training import adamw, ttt
 from stages.trees import acceptance
@@ -88,11 +88,7 @@ def _learn_row(params: schema.Params) -> OverfitMeasurement:
 
 
 def _train_on_row(
-    params: schema.Params,
-    draft: Eagle3Draft,
-    row: format.HiddenStatesRow,
-    embedding: torch.Tensor,
-    head: torch.Tensor,
+    params: schema.Params, draft: Eagle3Draft, row: format.HiddenStatesRow, embedding: torch.Tensor, head: torch.Tensor
 ) -> list[float]:
     """Train the draft on the row and return the loss of each step."""
     settings, learning_rate = params.train_draft, params.check_overfit.learning_rate
@@ -115,7 +111,9 @@ def _check_threshold(params: schema.Params, measurement: OverfitMeasurement) -> 
         # The trainer counts argmax matches even where the row has another token, so all of min_tau can be reached.
         tau, required = measurement.trainer_tau, settings.min_tau
     else:
-        tau, required = measurement.engine_tau, _scale_threshold(params, perfect_tau)
+        # min_tau is for a row of argmax tokens only; scaled by the share of whole chains that this row allows.
+        scaled = settings.min_tau * perfect_tau / (params.train_draft.ttt_steps + 1)
+        tau, required = measurement.engine_tau, min(settings.min_tau, scaled)
     report = {
         "row": measurement.row,
         "tau": tau,
@@ -140,12 +138,6 @@ def _check_threshold(params: schema.Params, measurement: OverfitMeasurement) -> 
     atomic.write_json(PASS, {"passed": True, "row": measurement.row, "draft": draft})
 
 
-def _scale_threshold(params: schema.Params, perfect_tau: float) -> float:
-    """Scale min_tau, which is for a row of argmax tokens only, by the share of whole chains that this row allows."""
-    min_tau = params.check_overfit.min_tau
-    return min(min_tau, min_tau * perfect_tau / (params.train_draft.ttt_steps + 1))
-
-
 def _advise(trainer_tau: float, required: float, losses: list[float]) -> str:
     if trainer_tau >= required:
         return (
@@ -167,7 +159,7 @@ def _choose_row(
 
     Where no hidden states are stored, the target computes them here.
     """
-    hidden_states, num_steps = HiddenStatesReader(HIDDENS), params.train_draft.ttt_steps
+    hidden_states = HiddenStatesReader(HIDDENS)
     by_length = sorted(range(len(hidden_states)), key=lambda i: hidden_states.lengths[i])
     start = max(0, (len(hidden_states) - NUM_CANDIDATES) // 2)
     stored = [hidden_states.read_row(number, torch.float32) for number in by_length[start : start + NUM_CANDIDATES]]
@@ -176,7 +168,7 @@ def _choose_row(
     def measure(row: format.HiddenStatesRow) -> float:
         answer = slice(row.prompt_length, None)
         last = row.last[answer].to(head.device, head.dtype)
-        return forced_decode.compute_perfect_tau(row.ids[answer], last, head, num_steps)
+        return forced_decode.compute_perfect_tau(row.ids[answer], last, head, params.train_draft.ttt_steps)
 
     return max(((row, measure(row)) for row in rows), key=lambda found: found[1])
 
@@ -185,22 +177,15 @@ def _compute_hidden_states(
     params: schema.Params, target_manifest: manifest.TargetManifest, rows: list[format.HiddenStatesRow]
 ) -> Iterator[format.HiddenStatesRow]:
     """Yield the rows with hidden states computed by the target."""
-    options = (params.target.dtype, params.target.device, params.target.trust_remote_code)
-    folder = str(manifest.resolve_weights_folder(target_manifest))
-    target = OnlineTarget.load(folder, *options, target_manifest.feature_layers)
+    target = FeatureTarget.load(target_manifest, params.target, params.target.device)
     image_paths = conversations.read_image_paths(SAMPLED, "sample_target")
     for row in rows:
-        inputs = target.build_inputs([row.id], [row.ids], [image_paths.get(row.id)])
-        states = target(row.ids.long().to(target.model.device), [len(row.ids)], inputs)
-        row = replace(row, features=states.features.cpu(), last=states.last.cpu())
-        if inputs is not None and states.image_embeddings is not None:
-            row = replace(
-                row,
-                positions=inputs.positions.T,
-                image_token_mask=inputs.image_token_mask,
-                image_embeddings=states.image_embeddings.cpu(),
-            )
-        yield row
+        inputs = target.build_inputs([row.id], [row.ids], image_paths)
+        states = target.compute_hidden_states(row.ids.long().to(target.model.device), [len(row.ids)], inputs)
+        found = {name: tensor.cpu() for name, tensor in states._asdict().items() if tensor is not None}
+        if inputs is not None:
+            found |= {"positions": inputs.positions.T, "image_token_mask": inputs.image_token_mask}
+        yield replace(row, **found)
 
 
 def _measure_engine_tau(
@@ -223,22 +208,17 @@ def _measure_engine_tau(
         served = served.to(params.target.device, model.dtype).requires_grad_(False)
         answer = ids[row.prompt_length :]
         engine = forced_decode.ForcedDecodingEngine(model, target_manifest.feature_layers, served, answer)
-        if (reason := _find_length_problem(engine, len(ids))) is None:
+        try:
+            engine.slots.check_length(len(ids))
+        except ValueError as error:  # as with layers of a smaller window
+            reason = str(error)
+        else:
             images = vision.load_image_patches(folder, trust, paths)[row.id]
             num_steps = params.train_draft.ttt_steps
             return forced_decode.measure_chain_tau(engine, ids[: row.prompt_length], num_steps, images)
     except torch.OutOfMemoryError as error:
         reason = str(error).split("\n")[0]
     print(f"the row is not decoded by the torch engine, only by the trainer's own forward: {reason}")
-    return None
-
-
-def _find_length_problem(engine: forced_decode.ForcedDecodingEngine, num_tokens: int) -> str | None:
-    """Return the engine's message where it does not decode so many tokens, as with layers of a smaller window."""
-    try:
-        engine.slots.check_length(num_tokens)
-    except ValueError as error:
-        return str(error)
     return None
 
 

@@ -52,25 +52,34 @@ def _extract(p: schema.Params, stack: contextlib.ExitStack) -> None:
     torch.set_num_threads(p.target.num_threads)
     started = time.perf_counter()
     target = manifest.read_manifest()
-    size = StoredRowSize.build(target, format.DTYPES[e.dtype])
+    size = StoredRowSize(target.hidden_size, format.DTYPES[e.dtype], target.image_token_id)
     tables = {s: conversations.read_table(SAMPLED / s, conversations.SAMPLED_SCHEMA, "sample_target") for s in SPLITS}
     fitting = {s: t.filter(shard_plan.make_length_expr() <= e.max_length) for s, t in tables.items()}
     _check_some_fit(tables, fitting, e.max_length)
-    kept = {s: t.filter(_make_readable_expr(size.image_token_id)) for s, t in fitting.items()}
+    kept = fitting
+    if size.image_token_id is not None:  # the target could not read an image token in an answer again: it has no image
+        readable = ~pl.col("answer_ids").list.contains(size.image_token_id)
+        kept = {s: t.filter(readable) for s, t in fitting.items()}
     _check_images(kept, size.image_token_id)
     place = _locate_scratch(p, target)
-    stack.enter_context(scratch.held(place))
+    stack.enter_context(scratch.lock_scratch(place))
     folder = HIDDENS / f".unfinished-{place.name.rsplit('-', 1)[1]}"
-    tasks = _plan_tasks(p, size, kept, folder)
+    sizes = dict.fromkeys(SPLITS, size) | ({"train": TOKENS_ONLY_SIZE} if e.online else {})
+    plans = [shard_plan.plan_split(s, kept[s], sizes[s], e.shard_mib << 20, folder / s) for s in SPLITS]
+    tasks = [task for plan in plans for task in plan]
     if rank == 0:
         _print_plan(tasks)
     mine = [task for i, task in enumerate(tasks) if i % world == rank and not task.is_written()]
     for task in (task for task in mine if not task.size.hidden_size):
         extraction.write_tokens_only(task)
     if with_states := [task for task in mine if task.size.hidden_size]:
-        extraction.extract_shards(with_states, sources.open_source(p, target, kept), size, show=rank == 0)
-    if not _wait_for_ranks(store, rank, world):
+        extraction.extract_shards(with_states, sources.open_source(p, target, kept), show=rank == 0)
+    if store is not None:
+        store.set(f"extracted/{rank}", "done")
+    if rank:
         return
+    if store is not None:  # a launcher ends us if one of them dies
+        store.wait([f"extracted/{r}" for r in range(world)], timedelta(days=30))
     for split in SPLITS:
         _publish_split(split, [task for task in tasks if task.split == split], folder / split, target)
     for old in HIDDENS.glob(".unfinished-*"):  # this one is empty now; others are of earlier parameters
@@ -88,14 +97,13 @@ def _write_report(
 ) -> None:
     """Write results/hiddens_report.json and print its summary."""
     rows_in, rows_out = sum(map(len, tables.values())), sum(len(task.rows) for task in tasks)
-    seconds = time.perf_counter() - started
     report: dict[str, Any] = {
         "rows_in": rows_in,
         "rows_out": rows_out,
         "dropped": Counter({"longer than max_length": rows_in - sum(map(len, fitting.values()))}),
         "tokens": sum(shard_plan.count_tokens(task.rows) for task in tasks),
         "bytes": _count_bytes(tasks),
-        "seconds": round(seconds, 2),
+        "seconds": round(time.perf_counter() - started, 2),
     }
     if size.image_token_id is not None:
         report["dropped"]["a picture's token in the answer"] = sum(map(len, fitting.values())) - rows_out
@@ -106,11 +114,6 @@ def _write_report(
     print(
         f"{rows_out} rows, {report['tokens']} tokens, {_count_bytes(tasks) / 2**20:.0f} MiB of {e.dtype} hidden states{online}"
     )
-
-
-def _make_readable_expr(image_token_id: int | None) -> pl.Expr:
-    """Return the filter of answers the target can read again: an image token in an answer has no image."""
-    return pl.lit(True) if image_token_id is None else ~pl.col("answer_ids").list.contains(image_token_id)
 
 
 def _check_images(tables: dict[str, pl.DataFrame], image_token_id: int | None) -> None:
@@ -146,16 +149,6 @@ def _locate_scratch(p: schema.Params, target: TargetManifest) -> Path:
     )
 
 
-def _plan_tasks(
-    p: schema.Params, size: StoredRowSize, tables: dict[str, pl.DataFrame], folder: Path
-) -> list[ShardTask]:
-    e = p.extract_hiddens
-    sizes = dict.fromkeys(SPLITS, size) | ({"train": TOKENS_ONLY_SIZE} if e.online else {})
-    return [
-        task for s in SPLITS for task in shard_plan.plan_split(s, tables[s], sizes[s], e.shard_mib << 20, folder / s)
-    ]
-
-
 def _print_plan(tasks: list[ShardTask]) -> None:
     """Print the bytes of all shards and of those to be written. Raises ValueError where these do not fit the disk."""
     for size in dict.fromkeys(task.size for task in tasks):
@@ -188,15 +181,6 @@ def _check_disk_space(needed: int) -> None:
         )
 
 
-def _wait_for_ranks(store: Any, rank: int, world: int) -> bool:
-    """Wait until every process has made its shards; return True in the one that publishes them."""
-    if store is not None:
-        store.set(f"extracted/{rank}", "done")
-        if rank == 0:  # a launcher ends us if one of them dies
-            store.wait([f"extracted/{r}" for r in range(world)], timedelta(days=30))
-    return rank == 0
-
-
 def _publish_split(split: str, tasks: list[ShardTask], folder: Path, target: TargetManifest) -> None:
     """Move the split's shards, index and origin into place."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -212,14 +196,9 @@ def _read_entries(task: ShardTask) -> list[IndexEntry]:
     deadline = time.monotonic() + ENTRIES_TIMEOUT_S
     while not task.entries_path.exists() and time.monotonic() < deadline:
         time.sleep(0.2)
-    with scratch.reading(task.folder):
+    with scratch.check_unfinished(task.folder):
         return [IndexEntry(**entry) for entry in atomic.read_json(task.entries_path, "extract_hiddens", list)]
 
 
-def _list_stage_gpus() -> list[int]:
-    p = schema.load_params()
-    return p.target.gpus(p.extract_hiddens.processes)
-
-
 if __name__ == "__main__":
-    run_stage(main, _list_stage_gpus)
+    run_stage(main, lambda: (p := schema.load_params()).target.gpus(p.extract_hiddens.processes))

@@ -6,7 +6,7 @@ names, stops the stage; a broken conversation is dropped with a reason and count
 Rows in = clean + repaired + dropped, asserted.
 
 A million rows fit in memory: chunks are judged in parallel processes (row_cleaning.py), kept rows wait on disk as Arrow files,
-and train_eval_split.py assigns rows from their digests, names and signatures alone. The waiting files are then filtered and
+and train_eval_split.py assigns rows from their digests and signatures alone. The waiting files are then filtered and
 streamed into the two tables. The number of processes does not change the output.
 """
 
@@ -18,6 +18,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from stages.data.row_cleaning import (
     JudgedChunk,
     RepairedAnswer,
 )
-from stages.data.train_eval_split import SimilarPair, SplitAssignment, SplitFate
+from stages.data.train_eval_split import SplitAssignment, SplitFate
 from stages.params.data_sections import FixData
 from stages.params.schema import Params, check_raw_exists, load_params
 from stages.runtime import atomic, scratch
@@ -44,18 +45,15 @@ from stages.telemetry.run_stage import run_stage
 TRAIN_FILE, EVAL_FILE = Path("data/fixed/train.parquet"), Path("data/fixed/eval.parquet")
 REPORT = Path("results/fix_report.json")
 MAX_PROCESSES = 8  # about 200 MiB each: a Python and some chunks
-DROP_REASONS = {
-    SplitFate.DUPLICATE: "duplicate",
-    SplitFate.IN_EVAL: "in_eval",
-    SplitFate.NEAR_DUPLICATE: "near_duplicate",
-    SplitFate.NEAR_EVAL: "near_eval",
-}
+MAX_PAIR_EXAMPLES = 5
+JUDGED_COLUMNS = ["id", "source", "source_row", "verdict", "digest", "opening_digest", "is_eval"]  # held for all rows
+IS_KEPT = pl.col("fate") <= int(SplitFate.EVAL)
 
 
 def main() -> None:
     params = load_params()
     check_raw_exists(params)
-    with scratch.held(WAITING_FOLDER):
+    with scratch.lock_scratch(WAITING_FOLDER):
         _fix(params)
 
 
@@ -67,13 +65,17 @@ def _fix(params: Params) -> None:
     try:
         hub_records: dict[str, HubRecord] = {}
         chunks = list(judge_chunks(params.fix_data, hub_records))
-        assignment = train_eval_split.assign_splits(chunks, params.fix_data)
-        report = write_splits(chunks, assignment.fates, params.fix_data)
+        rows = scan_waiting_rows(chunks).select(JUDGED_COLUMNS).collect()
+        files = [chunk.signatures_file for chunk in chunks if chunk.signatures_file.exists()]
+        signatures = np.concatenate([np.load(file, mmap_mode="r") for file in files]) if files else None
+        assignment = train_eval_split.assign_splits(rows, signatures, params.fix_data)
+        report = write_splits(chunks, rows.with_columns(fate=assignment.fates), params.fix_data)
         report |= describe_duplicates(chunks, assignment, params.fix_data)
     finally:
         shutil.rmtree(WAITING_FOLDER, ignore_errors=True)
     seconds = time.perf_counter() - started
-    report |= {"hub": hub_records, "rows_per_second": round(report["rows_in"] / seconds), "seconds": round(seconds, 3)}
+    report["hub"] = {source: asdict(record) for source, record in hub_records.items()}
+    report |= {"rows_per_second": round(report["rows_in"] / seconds), "seconds": round(seconds, 3)}
     atomic.write_json(REPORT, report)
     print(
         f"fix_data: {report['rows_in']} rows = {report['clean']} clean + {report['repaired']} repaired + "
@@ -112,81 +114,70 @@ def judge_chunks(params: FixData, hub_records: dict[str, HubRecord]) -> Iterator
             pool.shutdown(cancel_futures=True)
 
 
-def write_splits(chunks: list[JudgedChunk], fates: np.ndarray, params: FixData) -> dict[str, Any]:
-    """Stream the rows into their tables; return the counts of the report."""
-    dropped, first_dropped = count_dropped(chunks, fates)
-    rows_in, split = sum(chunk.rows_in for chunk in chunks), Counter(fates[fates <= SplitFate.EVAL].tolist())
+def scan_waiting_rows(chunks: list[JudgedChunk]) -> pl.LazyFrame:
+    """Return the kept rows of all chunks, in source order, as row_cleaning.WAITING_SCHEMA."""
+    files = [chunk.file for chunk in chunks]
+    return pl.scan_ipc(files) if files else pl.LazyFrame(schema=row_cleaning.WAITING_SCHEMA)
+
+
+def write_splits(chunks: list[JudgedChunk], rows: pl.DataFrame, params: FixData) -> dict[str, Any]:
+    """Stream the rows into their tables; return the counts of the report. `rows` are all waiting rows with their fates."""
+    dropped, first_dropped = count_dropped(chunks, rows)
+    rows_in, split = sum(chunk.rows_in for chunk in chunks), Counter(rows.filter(IS_KEPT)["fate"].to_list())
     check_split(split, dropped, params)
     check_dropped(rows_in, dropped, first_dropped, params)
-    _write_tables(chunks, fates)
-    verdicts: Counter[str] = Counter()
+    _write_tables(chunks, rows)
+    verdicts = rows.filter(IS_KEPT)["verdict"]
+    rules = verdicts.filter(verdicts != "clean").str.strip_prefix("repaired:").str.split(",").explode().value_counts()
     examples: dict[str, RepairedAnswer] = {}
-    for chunk, chunk_fates in zip(chunks, train_eval_split.split_by_chunk(fates, chunks), strict=True):
-        stays = (chunk_fates <= SplitFate.EVAL).tolist()
-        verdicts.update(verdict for verdict, stay in zip(chunk.verdicts, stays, strict=True) if stay)
+    for chunk in chunks:
         for answer in chunk.examples.values():
             row_cleaning.keep_plainest_examples(examples, answer)
     num_images = publish_images()
 
-    rows_out = sum(split.values())
-    clean = verdicts["clean"]
-    assert rows_in == rows_out + dropped.total() and rows_out == verdicts.total(), (rows_in, rows_out, dropped)
-    rules = _count_rules(verdicts)
+    clean = int((verdicts == "clean").sum())
+    assert rows_in == len(verdicts) + dropped.total() and len(verdicts) == split.total(), (rows_in, split, dropped)
     return {
         "rows_in": rows_in,
         "clean": clean,
-        "repaired": rows_out - clean,
+        "repaired": len(verdicts) - clean,
         "dropped": dropped.total(),
-        "rows_out": rows_out,
+        "rows_out": len(verdicts),
         "train": split[SplitFate.TRAIN],
         "eval": split[SplitFate.EVAL],
         "formats": dict(sorted(sum((chunk.formats for chunk in chunks), Counter[str]()).items())),
-        "rules": dict(sorted(rules.items())),
+        "rules": dict(sorted(rules.iter_rows())),
         "dropped_reasons": dict(sorted(dropped.items())),
-        "dropped_first": {reason: first_dropped[reason].where for reason in sorted(first_dropped)},
+        "dropped_first": {reason: first.where for reason, first in sorted(first_dropped.items())},
         "pictures_written": num_images,
-        "examples": {rule: {"before": examples[rule].before, "after": examples[rule].after} for rule in sorted(rules)},
+        "examples": {
+            rule: {"before": examples[rule].before, "after": examples[rule].after} for rule in sorted(rules["verdict"])
+        },
     }
 
 
-def _count_rules(verdicts: Counter[str]) -> Counter[str]:
-    """Return the number of kept rows that each repair rule changed."""
-    rules: Counter[str] = Counter()
-    for verdict, count in verdicts.items():
-        if verdict != "clean":
-            rules.update(dict.fromkeys(verdict.removeprefix("repaired:").split(","), count))
-    return rules
-
-
-def _write_tables(chunks: list[JudgedChunk], fates: np.ndarray) -> None:
+def _write_tables(chunks: list[JudgedChunk], rows: pl.DataFrame) -> None:
     taken: set[str] = set()
-    ids: list[str | None] = []
-    for chunk, chunk_fates in zip(chunks, train_eval_split.split_by_chunk(fates, chunks), strict=True):
-        stays = (chunk_fates <= SplitFate.EVAL).tolist()
-        ids += [
-            make_unique_name(name, source_row, taken) if stay else None
-            for name, source_row, stay in zip(chunk.names, chunk.source_rows, stays, strict=True)
-        ]
+    ids = [
+        make_unique_name(name, source_row, taken) if is_kept else None
+        for name, source_row, is_kept in rows.select("id", "source_row", IS_KEPT).iter_rows()
+    ]
     assigned = WAITING_FOLDER / "chosen.arrow"
-    pl.DataFrame({"id": ids, "fate": fates}, schema={"id": pl.String, "fate": pl.Int8}).write_ipc(assigned)
-    rows = pl.scan_ipc([chunk.file for chunk in chunks]).drop("id")
-    with_fates = pl.concat([pl.scan_ipc(assigned), rows], how="horizontal")
+    rows.select(pl.Series("id", ids, pl.String), "fate").write_ipc(assigned)
+    with_fates = pl.concat([pl.scan_ipc(assigned), scan_waiting_rows(chunks).drop("id")], how="horizontal")
     for path, fate in ((TRAIN_FILE, SplitFate.TRAIN), (EVAL_FILE, SplitFate.EVAL)):
         split_rows = with_fates.filter(pl.col("fate") == int(fate)).select(conversations.FIXED_SCHEMA.names())
         conversations.stream_table(path, split_rows, conversations.FIXED_SCHEMA)
 
 
-def count_dropped(chunks: list[JudgedChunk], fates: np.ndarray) -> tuple[Counter[str], dict[str, DroppedExample]]:
+def count_dropped(chunks: list[JudgedChunk], rows: pl.DataFrame) -> tuple[Counter[str], dict[str, DroppedExample]]:
     """Return (number of dropped rows by reason, the first row of each reason)."""
     dropped = sum((chunk.dropped for chunk in chunks), Counter[str]())
-    first_dropped: dict[str, DroppedExample] = {}
-    for chunk, chunk_fates in zip(chunks, train_eval_split.split_by_chunk(fates, chunks), strict=True):
-        for fate in np.unique(chunk_fates[chunk_fates > SplitFate.EVAL]).tolist():
-            reason, hits = DROP_REASONS[SplitFate(fate)], chunk_fates == fate
-            dropped[reason] += int(hits.sum())
-            where = f"{chunk.source}, row {chunk.source_rows[int(np.argmax(hits))]}"
-            first_dropped.setdefault(reason, DroppedExample(where))
-        first_dropped = chunk.first_dropped | first_dropped
+    first_dropped = {reason: first for chunk in reversed(chunks) for reason, first in chunk.first_dropped.items()}
+    duplicates = rows.filter(~IS_KEPT).group_by("fate").agg(pl.len(), pl.first("source", "source_row")).sort("fate")
+    for fate, count, source, source_row in duplicates.iter_rows():
+        reason = SplitFate(fate).name.lower()
+        dropped[reason], first_dropped[reason] = count, DroppedExample(f"{source}, row {source_row}")
     return dropped, first_dropped
 
 
@@ -210,36 +201,28 @@ def make_unique_name(name: str, source_row: int, taken: set[str]) -> str:
 
 
 def describe_duplicates(chunks: list[JudgedChunk], assignment: SplitAssignment, params: FixData) -> dict[str, Any]:
-    """Return the report's `overlap` and `near_duplicates`."""
-    found = assignment.near_duplicates
-    return {
-        "overlap": {
-            "policy": params.eval_overlap,
-            "exact": assignment.exact_overlap,
-            "near": assignment.near_overlap,
-        },
-        "near_duplicates": found
-        and {
-            "threshold": found.threshold,
-            "measure": f"MinHash of {near_duplicates.MINHASH_SLOTS} slots over runs of "
-            f"{near_duplicates.SHINGLE_CHARACTERS} characters",
-            "pairs_found": found.num_pairs,
-            "dropped": found.num_dropped,
-            "examples": read_pair_texts(chunks, found.examples),
-        },
-    }
-
-
-def read_pair_texts(chunks: list[JudgedChunk], pairs: list[SimilarPair]) -> list[dict[str, str | float]]:
-    """Return the texts of some near duplicates, so that a reader of the report can judge the threshold."""
-    starts = np.cumsum([0] + [len(chunk.names) for chunk in chunks])
+    """Return the report's `overlap` and `near_duplicates`, with the texts of some pairs to judge the threshold by."""
+    overlap = {"policy": params.eval_overlap, "exact": assignment.exact_overlap, "near": assignment.near_overlap}
+    if assignment.pairs is None or assignment.similarity is None:
+        return {"overlap": overlap, "near_duplicates": None}
 
     def read_text(row: int) -> str:
-        number = int(np.searchsorted(starts, row, side="right")) - 1
-        messages = pl.read_ipc(chunks[number].file)["messages"][row - int(starts[number])]
+        messages = scan_waiting_rows(chunks).select("messages").slice(row, 1).collect().item()
         return "\n".join(message["content"] for message in messages)[:1000]
 
-    return [{"first": read_text(p.first), "second": read_text(p.second), "likeness": p.similarity} for p in pairs]
+    shown = zip(assignment.pairs[:MAX_PAIR_EXAMPLES].tolist(), assignment.similarity.tolist(), strict=False)
+    found = {
+        "threshold": params.near_duplicate_threshold,
+        "measure": f"MinHash of {near_duplicates.MINHASH_SLOTS} slots over runs of "
+        f"{near_duplicates.SHINGLE_CHARACTERS} characters",
+        "pairs_found": len(assignment.pairs),
+        "dropped": int((assignment.fates == SplitFate.NEAR_DUPLICATE).sum()),
+        "examples": [
+            {"first": read_text(first), "second": read_text(second), "likeness": round(similarity, 3)}
+            for (first, second), similarity in shown
+        ],
+    }
+    return {"overlap": overlap, "near_duplicates": found}
 
 
 def check_split(split: Counter[int], dropped: Counter[str], params: FixData) -> None:

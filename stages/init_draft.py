@@ -85,16 +85,11 @@ def _build_fresh_draft(
 
 def infer_config(params: schema.Params, target_manifest: TargetManifest) -> dict[str, Any]:
     """Return config.json of a new draft: sizes of params.yaml, and of the target where those are null."""
-    shape: dict[str, Any] = {
-        "hidden_size": target_manifest.hidden_size,
-        "intermediate_size": params.init_draft.intermediate_size or target_manifest.intermediate_size,
-        "num_attention_heads": target_manifest.num_attention_heads,
-        "num_key_value_heads": target_manifest.num_key_value_heads,
-        "head_dim": target_manifest.head_dim,
-        "vocab_size": target_manifest.vocab_size,
-        "draft_vocab_size": params.init_draft.draft_vocab_size or target_manifest.vocab_size,
+    init = params.init_draft
+    shape: dict[str, Any] = {key: getattr(target_manifest, key, None) for key in checkpoint.SIZE_KEYS} | {
+        "intermediate_size": init.intermediate_size or target_manifest.intermediate_size,
+        "draft_vocab_size": init.draft_vocab_size or target_manifest.vocab_size,
         "max_position_embeddings": _choose_max_positions(params, target_manifest.max_position_embeddings),
-        "rms_norm_eps": target_manifest.rms_norm_eps,
     }
     return _build_config(params, target_manifest, shape, target_manifest.rope, _list_options(params))
 
@@ -104,24 +99,25 @@ def _load_published_draft(params: schema.Params, target_manifest: TargetManifest
 
     Raises ValueError where params.yaml has other sizes or norms than its weights.
     """
-    name = params.init_draft.from_
+    init = params.init_draft
+    name = init.from_
     assert name is not None
-    folder, commit = published_formats.fetch_draft(name, params.init_draft.revision)
+    folder, commit = published_formats.fetch_draft(name, init.revision)
     published = published_formats.read_published_draft(
         folder, target_manifest, lambda: manifest.read_embedding_and_head(target_manifest), name
     )
     print(f"e000 starts from {name}" + (f" at {commit}" if commit else ""))
     for note in published.notes:
         print(f"note: {note}")
-    vocab_size = params.init_draft.draft_vocab_size or target_manifest.vocab_size
+    vocab_size = init.draft_vocab_size or target_manifest.vocab_size
     _check_agreement("draft_vocab_size", vocab_size, published.config["draft_vocab_size"])
-    _check_agreement("intermediate_size", params.init_draft.intermediate_size, published.config["intermediate_size"])
+    _check_agreement("intermediate_size", init.intermediate_size, published.config["intermediate_size"])
     for key, requested in _list_options(params).items():
         if key != "sliding_window":  # has no weights, so training may add or drop it
             _check_agreement(key, requested, bool(published.options.get(key)))
     shape = {key: published.config[key] for key in checkpoint.SIZE_KEYS}
     shape["max_position_embeddings"] = _choose_max_positions(params, published.config["max_position_embeddings"])
-    options = {**published.options, "sliding_window": params.init_draft.sliding_window}
+    options = {**published.options, "sliding_window": init.sliding_window}
     config = _build_config(params, target_manifest, shape, published.config["rope_parameters"], options)
     for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"):
         _check_agreement(f"draft_config_path: {key}", config[key], published.config[key])
@@ -138,18 +134,11 @@ def _check_agreement(key: str, requested: Any, found: Any) -> None:
 
 def _list_options(params: schema.Params) -> dict[str, Any]:
     """Return the options of the draft under their names in DraftConfig."""
-    init = params.init_draft
-    return {
-        "fc_norm": init.fc_norm,
-        "norm_before_fc": init.norm_before_fc,
-        "norm_output": init.norm_output,
-        "qk_norm": init.qk_norm,
-        "sliding_window": init.sliding_window,
-    }
+    names = ("fc_norm", "norm_before_fc", "norm_output", "qk_norm", "sliding_window")
+    return {name: getattr(params.init_draft, name) for name in names}
 
 
 def _count_required_positions(params: schema.Params) -> int:
-    """Return the number of positions that training uses."""
     return params.extract_hiddens.max_length + params.train_draft.ttt_steps
 
 
@@ -166,22 +155,12 @@ def _build_config(
     options: dict[str, Any],
 ) -> dict[str, Any]:
     """Return config.json, overridden by the file of draft_config_path."""
-
-    def build(shape: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
-        return checkpoint.build_config(
-            shape,
-            rope,
-            target_manifest.feature_layers,
-            target_manifest.num_layers,
-            target_manifest.eos_token_ids,
-            options,
-        )
-
-    config = build(shape, rope)
-    if params.init_draft.draft_config_path is None:
+    layers, path = (target_manifest.feature_layers, target_manifest.num_layers), params.init_draft.draft_config_path
+    config = checkpoint.build_config(shape, rope, *layers, target_manifest.eos_token_ids, options)
+    if path is None:
         return config
-    given = config_override.read_override(Path(params.init_draft.draft_config_path))
-    return build(*config_override.apply_override(given, shape, rope, config))
+    shape, rope = config_override.apply_override(config_override.read_override(Path(path)), shape, rope, config)
+    return checkpoint.build_config(shape, rope, *layers, target_manifest.eos_token_ids, options)
 
 
 def _count_tokens(split: str, vocab_size: int) -> torch.Tensor:
@@ -189,16 +168,15 @@ def _count_tokens(split: str, vocab_size: int) -> torch.Tensor:
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for head in reader.read_headers(HIDDENS / split):
         if len(head.ids) and not 0 <= int(head.ids.min()) <= int(head.ids.max()) < vocab_size:
-            raise ValueError(_describe_corrupt_row(HIDDENS / split, head, vocab_size))
+            raise _make_vocabulary_error(HIDDENS / split, head, vocab_size)
         counts += torch.bincount(head.ids[head.mask].to(torch.int64), minlength=vocab_size)
     return counts
 
 
-def _describe_corrupt_row(folder: Path, head: format.RowHeader, vocab_size: int) -> str:
-    """Return the message for a row with token ids outside of the target's vocabulary."""
+def _make_vocabulary_error(folder: Path, head: format.RowHeader, vocab_size: int) -> ValueError:
     (shard,) = reader.read_index(folder).filter(id=head.id)["shard"].unique().to_list()
     wrong = head.ids[(head.ids < 0) | (head.ids >= vocab_size)]
-    return (
+    return ValueError(
         f"{folder / shard}: row {head.id} has {len(wrong)} token ids that the target has not, the first of them {int(wrong[0])}; "
         f"expected 0 to {vocab_size - 1}; run: dvc repro -f -s extract_hiddens, and if it happens again, sample_target"
     )

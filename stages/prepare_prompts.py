@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-import polars as pl
 
 from stages.data import conversations, prompt_sets, workload_prompts
 from stages.data.workload_prompts import PromptRow
@@ -37,8 +36,7 @@ def main(workload: str) -> None:
     settings = get_named(params.benchmark.workloads, workload, "benchmark.workloads")
     target = manifest.read_manifest()
     if settings.prompts == "eval":
-        rows = [PromptRow(id, ids, images=images) for id, ids, images in _read_eval_split().iter_rows()]
-        measured, warmup = _select_prompts(workload, settings, rows)
+        measured, warmup = _select_prompts(workload, settings, _read_eval_split())
     elif settings.prompts == "random":
         rows = _make_random_prompts(settings, _read_eval_split())
         measured, warmup = rows[: settings.num_prompts], rows[settings.num_prompts :]
@@ -49,18 +47,16 @@ def main(workload: str) -> None:
     _print_summary(workload, settings, measured, warmup)
 
 
-def _read_eval_split() -> pl.DataFrame:
-    """Return id, prompt_ids and images of the eval split, sorted by a hash of the prompt: independent of file and row order."""
-    split = conversations.read_table(EVAL_FOLDER, conversations.SAMPLED_SCHEMA, "sample_target").select(
-        "id", "prompt_ids", "images"
-    )
-    hashes = [
-        hashlib.sha256(
-            b"\0".join([SALT, *(image.encode() for image in images or []), np.array(ids, "<i4").tobytes()])
-        ).digest()
-        for _, ids, images in split.iter_rows()
-    ]
-    return split[sorted(range(len(split)), key=hashes.__getitem__)]
+def _read_eval_split() -> list[PromptRow]:
+    """Return the prompts of the eval split, sorted by their hash: independent of file and row order."""
+    split = conversations.read_table(EVAL_FOLDER, conversations.SAMPLED_SCHEMA, "sample_target")
+    columns = split.select("id", "prompt_ids", "images").iter_rows()
+    return sorted((PromptRow(id, ids, images=images) for id, ids, images in columns), key=_hash_prompt)
+
+
+def _hash_prompt(row: PromptRow) -> bytes:
+    images = [image.encode() for image in row.images or []]
+    return hashlib.sha256(b"\0".join([SALT, *images, np.array(row.prompt_ids, "<i4").tobytes()])).digest()
 
 
 def _read_set_prompts(
@@ -86,7 +82,7 @@ def _read_set_prompts(
     return [build_row(problem) for problem in measured], [build_row(problem) for problem in warmup]
 
 
-def _make_random_prompts(settings: Workload, split: pl.DataFrame) -> list[PromptRow]:
+def _make_random_prompts(settings: Workload, split: list[PromptRow]) -> list[PromptRow]:
     """Return num_prompts prompts to measure and `warmup` more, made of the eval rows from `start` to `stop`.
 
     As in SGLang's bench_serving, lengths are uniform from length_range of input_tokens to input_tokens, and a prompt is a
@@ -94,7 +90,7 @@ def _make_random_prompts(settings: Workload, split: pl.DataFrame) -> list[Prompt
     time until all are used: a few rows thus make many prompts, and a prefix cache finds little.
     """
     assert settings.input_tokens is not None and settings.num_prompts is not None
-    texts = [ids for _, ids, images in split.iter_rows() if not images][settings.start : settings.stop]
+    texts = [row.prompt_ids for row in split if not row.images][settings.start : settings.stop]
     if not texts:
         raise ValueError(
             f"{EVAL_FOLDER} has no prompt without images from {settings.start} on, expected some to make random prompts of: an "

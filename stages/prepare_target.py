@@ -74,11 +74,7 @@ def _train_builtin_target(p: schema.Params, folder: Path) -> TargetManifest:
         raise ValueError(
             f"params.yaml: target.model builtin/{name} is unknown; there is builtin/{', builtin/'.join(names)}"
         )
-    model, tokenizer, training = (
-        _start_multimodal_training(p, folder)
-        if name == multimodal_target.TARGET_NAME
-        else _start_text_training(p, name)
-    )
+    model, tokenizer, training = _start_training(p, name, folder)
     with tqdm(total=train.steps, desc="train the target", unit="step", mininterval=2) as bar:
         for _, loss in training:
             bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
@@ -89,35 +85,26 @@ def _train_builtin_target(p: schema.Params, folder: Path) -> TargetManifest:
     return describe_target(p.target.model, None, model.config, folder, p.target.feature_layers)
 
 
-def _start_text_training(p: schema.Params, name: str) -> tuple[Any, Any, Iterator[tuple[int, float]]]:
-    """Return a text model, its tokenizer and its training, an iterator of (step, loss)."""
+def _start_training(p: schema.Params, name: str, folder: Path) -> tuple[Any, Any, Iterator[tuple[int, float]]]:
+    """Return a model, its tokenizer and its training, an iterator of (step, loss); save an image processor in `folder`."""
     train = p.prepare_target
-    corpus = text_targets.make_corpus(train.seed)
-    tokenizer = text_targets.build_tokenizer(text_targets.render_conversations(corpus[:2000]))
-    schema.check_draft_vocab(p, len(tokenizer))
-    model = text_targets.build_model(tokenizer, train.seed, name)
-    rows = text_targets.encode_conversations(tokenizer, corpus)
     settings = train.seed, train.steps, train.batch_tokens, train.learning_rate
-    return model, tokenizer, text_targets.train_target(model, rows, *settings)
-
-
-def _start_multimodal_training(p: schema.Params, folder: Path) -> tuple[Any, Any, Iterator[tuple[int, float]]]:
-    """Return the same for a multimodal model; save its image processor in `folder`."""
-    train = p.prepare_target
-    corpus = multimodal_target.make_corpus(train.seed)
-    tokenizer = multimodal_target.build_tokenizer(corpus[:2000])
-    schema.check_draft_vocab(p, len(tokenizer))
-    processor = multimodal_target.build_processor()
+    if name != multimodal_target.TARGET_NAME:
+        corpus = text_targets.make_corpus(train.seed)
+        tokenizer = text_targets.build_tokenizer(text_targets.render_conversations(corpus[:2000]))
+        schema.check_draft_vocab(p, len(tokenizer))
+        model = text_targets.build_model(tokenizer, train.seed, name)
+        rows = text_targets.encode_conversations(tokenizer, corpus)
+        return model, tokenizer, text_targets.train_target(model, rows, *settings)
+    map_corpus, processor = multimodal_target.make_corpus(train.seed), multimodal_target.build_processor()
     processor.save_pretrained(folder)
+    tokenizer = multimodal_target.build_tokenizer(map_corpus[:2000])
+    schema.check_draft_vocab(p, len(tokenizer))
     model = multimodal_target.build_model(tokenizer, train.seed)
-    rows = multimodal_target.encode_conversations(tokenizer, processor, corpus)
-    settings = train.seed, train.steps, train.batch_tokens, train.learning_rate
-    image_inputs = multimodal_target.make_image_inputs(rows, model.config.image_token_id)
-    return (
-        model,
-        tokenizer,
-        text_targets.train_target(model, [(row.ids, row.labels) for row in rows], *settings, image_inputs),
-    )
+    map_rows = multimodal_target.encode_conversations(tokenizer, processor, map_corpus)
+    image_inputs = multimodal_target.make_image_inputs(map_rows, model.config.image_token_id)
+    rows = [(row.ids, row.labels) for row in map_rows]
+    return model, tokenizer, text_targets.train_target(model, rows, *settings, image_inputs)
 
 
 def _pin_target(p: schema.Params) -> TargetManifest:
@@ -130,9 +117,8 @@ def _pin_target(p: schema.Params) -> TargetManifest:
     target = describe_target(p.target.model, revision, config, folder, p.target.feature_layers)
     if revision is not None:
         return target
-    return replace(
-        target, weights_digest=manifest.digest_weights(folder), weights_sample=manifest.sample_weights(folder)
-    )
+    digest, sample = manifest.digest_files(folder, manifest.WEIGHTS), manifest.sample_weights(folder)
+    return replace(target, weights_digest=digest, weights_sample=sample)
 
 
 def _fetch_from_hub(model: str, revision: str | None) -> tuple[Path, str]:

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from stages.data import conversations
 from stages.draft import checkpoint
 from stages.draft.eagle3 import Eagle3Draft, MultimodalFeatures
+from stages.draft.loading import load_draft
 from stages.hidden_states import format, origin, reader
 from stages.params import schema
 from stages.params.tree_sections import ReplayTrees
@@ -109,13 +110,12 @@ def main(name: str) -> None:
     started = time.perf_counter()
     made = manifest.read_manifest()
     embedding, _ = manifest.read_embedding_and_head(made)
-    config, tensors = checkpoint.read_draft(checkpoint.locate_checkpoint(name), p.get_making_stage(name))
+    dtype = getattr(torch, p.target.dtype)  # engines run the draft as they run the target; scores are float32
+    draft, config = load_draft(p, name, p.target.device, dtype)
     _check_draft(name, config, made)
     settings = p.replay_trees
     for tree in [*settings.list_trees(), *settings.traced_trees()]:  # before any answer is read
         check_tree(tree, config["draft_vocab_size"], config.get("sliding_window"))
-    dtype = getattr(torch, p.target.dtype)  # engines run the draft as they run the target; scores are float32
-    draft = Eagle3Draft.from_checkpoint(config, tensors).to(p.target.device, dtype).requires_grad_(False)
     embedding = embedding.to(p.target.device, dtype)
     splits = [answers for split in SPLITS if (answers := _open_answers(p, split, made)).num_answers]
     tokenizer = chat_template.load_tokenizer(

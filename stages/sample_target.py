@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from stages.data import chat_bodies, conversations, requests, sampled_split
+from stages.data import conversations, requests, sampled_split
 from stages.data.parquet_shards import ParquetShardWriter
 from stages.data.requests import TargetRequest
 from stages.data.sampled_split import SampledSplit
@@ -78,20 +78,20 @@ def main(*words: str) -> None:
     place = scratch.locate_scratch(
         "sample_target", asdict(target), p.target.model_dump(), settings, scratch.digest_folder(FIXED_FOLDER)
     )
-    with scratch.held(place):
+    with scratch.lock_scratch(place):
         _sample(context, place, started)
 
 
 def _sample(context: SamplingContext, place: Path, started: float) -> None:
     """Sample all answers that the scratch folder `place` lacks, and publish the splits."""
-    p, s = context.p, context.p.sample_target
+    p = context.p
     with contextlib.ExitStack() as stack:
         splits = _plan_splits(p, place, stack)
         if resumed := sum(split.shards.num_resumed for split in splits):
             print(f"resumed: {resumed} pieces of work were done before, kept in {place}")
         sample_split = _make_backend(context, stack, place)
         for split in splits:
-            if s.backend == "keep" and split.name == "train":
+            if p.sample_target.backend == "keep" and split.name == "train":
                 _keep_data_answers(context, split)
             else:
                 sample_split(split)
@@ -121,13 +121,11 @@ def _load_image_processor(
 
 
 def _plan_splits(p: schema.Params, place: Path, stack: contextlib.ExitStack) -> list[SampledSplit]:
-    s = p.sample_target
-    eval_temperature = s.eval_temperature
-    splits = []
+    s, splits = p.sample_target, []
     for name, source, max_rows, mixture in [
         ("train", "train", s.train_rows, s.temperature_weights),
         ("eval", "eval", s.eval_rows, [(0.0, 1.0)]),
-        ("eval_t", "eval", s.eval_rows if eval_temperature else 0, [(eval_temperature, 1.0)]),
+        ("eval_t", "eval", s.eval_rows if s.eval_temperature else 0, [(s.eval_temperature, 1.0)]),
     ]:
         path = FIXED_FOLDER / f"{source}.parquet"
         choice = requests.select_requests(path, max_rows)
@@ -142,8 +140,8 @@ def _make_backend(context: SamplingContext, stack: contextlib.ExitStack, place: 
     """Return the function that samples a split. `keep` needs one for eval, since replay is exact on own answers only."""
     s, t = context.p.sample_target, context.p.target
     if _uses_servers(s):
-        access = _open_server_access(context, stack, place)
-        return lambda split: asyncio.run(_sample_from_servers(context, access, split))
+        make_client = _open_servers(context, stack, place)
+        return lambda split: asyncio.run(_sample_from_servers(context, make_client, split))
     model = loading.load_target(str(context.folder), None, t.dtype, t.device, t.trust_remote_code)
     return lambda split: _generate_split(context, model, split)
 
@@ -154,18 +152,17 @@ def _uses_servers(s: schema.SampleTarget) -> bool:
 
 def _print_split(p: schema.Params, split: SampledSplit) -> None:
     """Print a summary of a split. Raises ValueError where no row is left."""
-    s, counted = p.sample_target, split.shards.counts
+    s, counted, selection = p.sample_target, split.shards.counts, split.selection
     if not counted["rows"] and split.name != "eval_t":
         raise ValueError(
-            f"sample_target: no row is left in the {split.name} split, expected at least one ({split.num_requests} sampled, "
+            f"sample_target: no row is left in the {split.name} split, expected at least one ({selection.num_requests} sampled, "
             f"{counted['truncated']} cut at max_new_tokens); raise sample_target.{split.name}_rows or max_new_tokens"
         )
     temperatures = " and ".join(f"{temperature:g}" for temperature, _ in split.mixture)
     is_kept = s.backend == "keep" and split.name == "train"
     origin = "of the data" if is_kept else f"at temperature {temperatures}"
     cut = f"{counted['truncated']} cut at {s.max_new_tokens} tokens"
-    left = split.num_unrequested
-    cut += f", {left} questions not asked" if left else ""
+    cut += f", {selection.num_unrequested} questions not asked" if selection.num_unrequested else ""
     print(f"{split.name}: {counted['rows']} answers {origin}, {counted['tokens']} tokens, {cut}")
 
 
@@ -206,17 +203,17 @@ def _settle_answer(
     if dropped:
         split.shards.set_row(request.position, None, {f"dropped/{dropped}": 1} | counts)
         return
-    row = {
-        "id": request.id,
-        "prompt_ids": answer.prompt_ids,
-        "answer_ids": answer.answer_ids,
-        "finish_reason": answer.finish_reason,
-        "temperature": temperature,
-        "top_p": s.top_p if temperature else None,
-        "source_row": request.source_row,
-        "verdict": request.verdict,
-        "images": request.images or None,
-    }
+    row = conversations.SampledRow(
+        id=request.id,
+        prompt_ids=answer.prompt_ids,
+        answer_ids=answer.answer_ids,
+        finish_reason=answer.finish_reason,
+        temperature=temperature,
+        top_p=s.top_p if temperature else None,
+        source_row=request.source_row,
+        verdict=request.verdict,
+        images=request.images or None,
+    )
     counts |= {"rows": 1, "tokens": len(answer.answer_ids), f"token_ids/{answer.source}": 1}
     if split.name == "train":
         counts[f"temperature/{'the data' if temperature is None else format(temperature, 'g')}"] = 1
@@ -230,10 +227,6 @@ def _explain_unusable(context: SamplingContext, request: TargetRequest) -> str |
     return context.encoder.explain_image_problem(request.messages[: request.answer_index + 1], request.images)
 
 
-def _encode_prompt(context: SamplingContext, request: TargetRequest, history: list[dict[str, Any]]) -> list[int]:
-    return context.encoder.encode_prompt(request.id, history, request.tools, request.images)
-
-
 # In this process
 
 
@@ -243,7 +236,7 @@ def _generate_split(context: SamplingContext, model: Any, split: SampledSplit) -
     tokenizer, processor = context.encoder.tokenizer, context.encoder.image_processor
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
     every = itertools.chain.from_iterable(split.read_conversations())
-    with tqdm(total=split.num_requests, desc=f"sample {split.name}", unit="row", mininterval=2) as bar:
+    with tqdm(total=split.selection.num_requests, desc=f"sample {split.name}", unit="row", mininterval=2) as bar:
         for number, group in itertools.groupby(every, key=lambda request: shards.shard_of(request.position)):
             if number in shards.published:
                 bar.update(shards.shard_length(number))
@@ -274,7 +267,8 @@ def _batch_requests(
         if reason := _explain_unusable(context, request):
             split.drop_request(request, reason)
         else:
-            prompt_ids = _encode_prompt(context, request, request.messages[: request.answer_index])
+            history = request.messages[: request.answer_index]
+            prompt_ids = context.encoder.encode_prompt(request.id, history, request.tools, request.images)
             ready.append((split.draw_temperature(seed, request.id), request, prompt_ids))
     ready.sort(key=lambda one: (one[0], len(one[2])))
     first = 0
@@ -315,48 +309,38 @@ def _keep_data_answers(context: SamplingContext, split: SampledSplit) -> None:
 # From servers
 
 
-@dataclass
-class ServerAccess:
-    """Where the servers are. A client lives as long as an event loop, so each split has its own."""
-
-    urls: list[str]
-    model: str
-    engine: str | None
-    check: Callable[[], None]
-    api_key: str | None
-
-
-def _open_server_access(context: SamplingContext, stack: contextlib.ExitStack, place: Path) -> ServerAccess:
+def _open_servers(
+    context: SamplingContext, stack: contextlib.ExitStack, place: Path
+) -> Callable[[], client.ChatClient]:
+    """Return a function that makes a client, which lives as long as one event loop; start a server if asked to."""
     s, t = context.p.sample_target.server, context.p.target
+    limits = s.concurrency, s.timeout_s, s.attempts
     if s.launch is None:
-        secret = http_session.read_api_key(s.api_key_env, client.PARAMS_SECTION)
-        return ServerAccess(client.expand_urls(s.base_urls), s.model or t.model, None, lambda: None, secret)
+        urls, secret = client.expand_urls(s.base_urls), http_session.read_api_key(s.api_key_env, client.PARAMS_SECTION)
+        return lambda: client.ChatClient(urls, s.model or t.model, *limits, secret)
     folder, port = str(context.folder), server.find_free_port()
     line = server.build_server_command(s.launch, folder, port, t.dtype, t.device, t.trust_remote_code) + s.launch_args
     log = place.parent / f"{s.launch}_server.log"  # outlives the run, to explain a failure
     print(f"starting {s.launch} on port {port}; its log is {log}", flush=True)
     threads = t.num_threads if t.device == "cpu" else None
-    running = server.run_server(
-        s.launch, line, port, folder, log, s.start_timeout_s, restarts=MAX_SERVER_RESTARTS, threads=threads
+    running = server.ServerProcess(
+        s.launch, line, port, log, s.start_timeout_s, restarts=MAX_SERVER_RESTARTS, threads=threads
     )
-    context.local_server = stack.enter_context(running)
-    return ServerAccess([context.local_server.base_url], folder, s.launch, context.local_server.check_alive, None)
+    own = context.local_server = stack.enter_context(running)
+    return lambda: client.ChatClient([own.base_url], folder, *limits, None, s.launch, own.check_alive)
 
 
-async def _sample_from_servers(context: SamplingContext, access: ServerAccess, split: SampledSplit) -> None:
+async def _sample_from_servers(
+    context: SamplingContext, make_client: Callable[[], client.ChatClient], split: SampledSplit
+) -> None:
     """Sample a whole split."""
-    s, way, shards = context.p.sample_target, context.p.sample_target.server, split.shards
-    limits = way.concurrency, way.timeout_s, way.attempts
-    with tqdm(total=split.num_requests, desc=f"sample {split.name}", unit="row", mininterval=2) as bar:
+    s, shards, handler = context.p.sample_target, split.shards, _ServedAnswerHandler(context, split)
+    with tqdm(total=split.selection.num_requests, desc=f"sample {split.name}", unit="row", mininterval=2) as bar:
         bar.update(sum(map(shards.shard_length, shards.published)))
-        async with client.ChatClient(
-            access.urls, access.model, *limits, access.api_key, access.engine, access.check
-        ) as http:
-            sampler = ConversationSampler(
-                split, _ServedAnswerHandler(context, split), http, bar, history_from_target=s.history == "target"
-            )
+        async with make_client() as http:
+            sampler = ConversationSampler(split, handler, http, bar, history_from_target=s.history == "target")
             try:
-                await sampler.sample_all(way.concurrency)
+                await sampler.sample_all(s.server.concurrency)
             finally:
                 context.retries.update(http.retries_by_reason)
     if sampler.refused:
@@ -375,27 +359,27 @@ class _ServedAnswerHandler:
 
     def build_body(self, request: TargetRequest, history: list[dict[str, Any]]) -> dict[str, Any]:
         s = self.context.p.sample_target
-        return chat_bodies.build_body(
+        return requests.build_chat_body(
             request,
             history,
             self.context.encoder.build_image_url,
+            chat_template.build_template_kwargs(s.thinking),
             temperature=self.split.draw_temperature(s.seed, request.id),
             top_p=s.top_p,
             max_tokens=s.max_new_tokens,
             seed=sampled_split.make_seed(s.seed, request.id),
-            template_kwargs=chat_template.build_template_kwargs(s.thinking),
         )
 
     def build_engine_options(self, request: TargetRequest, temperature: float) -> dict[str, dict[str, Any]]:
         eos, pad = self.context.target.eos_token_ids, self.context.encoder.tokenizer.pad_token_id
         max_new_tokens = self.context.p.sample_target.max_new_tokens
-        return chat_bodies.build_engine_options(request, temperature, max_new_tokens, eos, pad)
+        return requests.build_engine_options(request, temperature, max_new_tokens, eos, pad)
 
     def settle_answer(
         self, request: TargetRequest, history: list[dict[str, Any]], answer: client.ChatAnswer, write: bool
     ) -> bool:
         context, encoder = self.context, self.context.encoder
-        prompt_ids = _encode_prompt(context, request, history)
+        prompt_ids = encoder.encode_prompt(request.id, history, request.tools, request.images)
         served_answers.check_served_prompt(
             encoder, request.id, prompt_ids, answer, history, request.tools, request.images
         )

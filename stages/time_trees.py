@@ -9,6 +9,7 @@ Times depend on a draft's shapes, not on its weights: e000 stands for every chec
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -16,8 +17,7 @@ from typing import Any, cast
 import torch
 
 from stages.data import conversations
-from stages.draft import checkpoint
-from stages.draft.eagle3 import Eagle3Draft
+from stages.draft.loading import load_draft
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeStep
 from stages.params import schema
@@ -121,14 +121,12 @@ def _build_engine(p: schema.Params, target: manifest.TargetManifest, name: str) 
     model = loading.load_target(
         str(manifest.resolve_weights_folder(target)), None, p.target.dtype, p.target.device, p.target.trust_remote_code
     )
-    config, tensors = checkpoint.read_draft(checkpoint.locate_checkpoint(name), p.get_making_stage(name))
-    draft = Eagle3Draft.from_checkpoint(config, tensors).to(p.target.device, model.dtype).requires_grad_(False)
+    draft, config = load_draft(p, name, p.target.device, model.dtype)
     return Engine(model, [], target.feature_layers, draft, p.benchmark.tree_scoring), config
 
 
 def _make_speculative_decoding(engine: Engine, prompt: list[int], tree: TreeShape, cycles: int) -> StartDecoding:
-    shape = tree.num_steps, tree.topk, tree.num_draft_tokens
-    return partial(engine.decode_speculative, prompt, _count_committed_tokens(tree, cycles), *shape)
+    return partial(engine.decode_speculative, prompt, _count_committed_tokens(tree, cycles), *astuple(tree))
 
 
 def _time_decodings(decodings: list[StartDecoding], s: TimeTrees) -> list[list[float]]:

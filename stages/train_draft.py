@@ -13,7 +13,7 @@ packs of a step, so their number does not change what is learned. With `extract_
 the target computes those of each pack here.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,10 @@ from stages.params.draft_sections import Segment, TrainDraft
 from stages.params.section import ROOT_CHECKPOINT, get_named
 from stages.runtime import atomic, distributed, scratch
 from stages.target import manifest
-from stages.target.online import OnlineTarget
+from stages.target.feature_target import FeatureTarget
 from stages.telemetry.run_stage import run_stage
 from stages.training import trackers, ttt
-from stages.training.online_packs import OnlinePacks
-from stages.training.pack_plan import plan_epoch
+from stages.training.packs import OnlinePacks, PackLoader, plan_epoch
 from stages.training.trainer import EpochLog, Trainer, TrainingProgress
 
 SAMPLED, HIDDENS, REPORTS_FOLDER = Path("data/sampled/train"), Path("data/hiddens/train"), Path("results/train")
@@ -76,22 +75,21 @@ def _train_in_scratch(params: schema.Params, name: str, ranks: distributed.RankC
         reader.digest_folder(HIDDENS),
         [scratch.digest_folder(folder) for folder in folders],
     )
-    with scratch.held(work):
+    with scratch.lock_scratch(work):
         _train_segment(params, name, ranks, work)
 
 
 def _train_segment(params: schema.Params, name: str, ranks: distributed.RankContext, work: Path) -> None:
     """Train from the parent, or from the last whole epoch in `work`, and write the checkpoint and its report."""
     segment, settings = params.train_draft.checkpoints[name], params.train_draft
-    parent, parent_stage = checkpoint.locate_checkpoint(segment.from_), _name_parent_stage(segment)
+    parent = checkpoint.locate_checkpoint(segment.from_)
+    parent_stage = "init_draft" if segment.from_ == ROOT_CHECKPOINT else f"train_draft@{segment.from_}"
     target_manifest, resumed = manifest.read_manifest(), work.exists()
     embedding, head = manifest.read_embedding_and_head(target_manifest)
     if resumed:
-        with scratch.reading(work):
+        with scratch.check_unfinished(work):
             draft, progress = _read_draft(work, parent_stage, segment.other_method, head)
-            progress = TrainingProgress(
-                progress.optimizer_state, progress.epoch, progress.step, read_log(work / "log.json", parent_stage)
-            )
+            progress = replace(progress, epochs=read_log(work / "log.json", parent_stage))
     elif segment.from_ == ROOT_CHECKPOINT and segment.other_method:
         draft, progress = _initialise_method_draft(segment, head, settings), TrainingProgress({})
     else:
@@ -102,11 +100,14 @@ def _train_segment(params: schema.Params, name: str, ranks: distributed.RankCont
 
     hidden_states = HiddenStatesReader(HIDDENS)
     compute_loss = registry.TRAINABLE_METHODS[draft.method].compute_loss if draft.method else ttt.compute_loss
-    objective = _build_objective(draft, settings)
+    num_steps = {None: settings.ttt_steps, "eagle": 1, "medusa": draft.config.get("heads", 0)}[draft.method]
+    objective = ttt.TrainingObjective(num_steps, settings.ttt_decay, settings.mask, settings.loss)
     trainer = Trainer(draft.model, embedding, head, objective, compute_loss, settings, ranks, progress)
     del progress  # the trainer has its own copy of the optimizer state
     if hidden_states.online:
-        trainer.online_packs = _load_online_target(params, target_manifest, ranks.device)
+        compile_tokens = settings.batch_tokens if params.extract_hiddens.compile else None
+        target = FeatureTarget.load(target_manifest, params.target, ranks.device, compile_tokens)
+        trainer.online_packs = OnlinePacks(target, conversations.read_image_paths(SAMPLED, "sample_target"))
     _train_epochs(trainer, hidden_states, draft, name, work, last_epoch)
     weights, state = trainer.gather_state()
     if not ranks.first:
@@ -140,11 +141,6 @@ def _train_epochs(
                 with atomic.write_folder(work) as temporary:  # weights, state and log of an epoch: all or none
                     _write_checkpoint(temporary, draft, trainer, weights, state)
                     atomic.write_json(temporary / "log.json", [asdict(entry) for entry in trainer.log])
-
-
-def _name_parent_stage(segment: Segment) -> str:
-    """Return the stage that made the parent checkpoint, for messages."""
-    return "init_draft" if segment.from_ == ROOT_CHECKPOINT else f"train_draft@{segment.from_}"
 
 
 def _list_tracked_settings(settings: TrainDraft) -> dict[str, Any]:
@@ -187,24 +183,6 @@ def _initialise_method_draft(segment: Segment, head: Tensor, settings: TrainDraf
     return DraftModel(model, config, segment.other_method)
 
 
-def _build_objective(draft: DraftModel, settings: TrainDraft) -> ttt.TrainingObjective:
-    num_steps = {None: settings.ttt_steps, "eagle": 1, "medusa": draft.config.get("heads", 0)}[draft.method]
-    return ttt.TrainingObjective(num_steps, settings.ttt_decay, settings.mask, settings.loss)
-
-
-def _load_online_target(params: schema.Params, target_manifest: manifest.TargetManifest, device: str) -> OnlinePacks:
-    """Load the target onto this process's device."""
-    target = OnlineTarget.load(
-        str(manifest.resolve_weights_folder(target_manifest)),
-        params.target.dtype,
-        device,
-        params.target.trust_remote_code,
-        target_manifest.feature_layers,
-        params.train_draft.batch_tokens if params.extract_hiddens.compile else None,
-    )
-    return OnlinePacks(target, conversations.read_image_paths(SAMPLED, "sample_target"))
-
-
 def _measure_rank_accuracy(
     trainer: Trainer, hidden_states: HiddenStatesReader, draft: DraftModel, weights: dict[str, Tensor]
 ) -> list[list[float]]:
@@ -215,8 +193,9 @@ def _measure_rank_accuracy(
     model = registry.build_draft(draft.config, weights, head).to(device)
     plan = [[pack] for step in plan_epoch(hidden_states.lengths, settings, 0) for pack in step][:MAX_MEASURED_PACKS]
     objective = ttt.TrainingObjective(num_steps, settings.ttt_decay)
-    loaded = trainer.load_packs(hidden_states, plan, objective, distributed.RankContext(0, 1, device))
-    packs = (trainer.fill_hidden_states(pack) for step in loaded for pack in step)
+    ranks = distributed.RankContext(0, 1, device)
+    loader = PackLoader(hidden_states, objective, ranks, trainer.dtype, trainer.online_packs)
+    packs = (trainer.fill_hidden_states(pack) for step in loader.load_steps(plan) for pack in step)
     return registry.measure_rank_accuracy(draft.config, model, packs, embedding, head, num_steps)
 
 
@@ -239,10 +218,5 @@ def _write_report(name: str, segment: Segment, folder: Path, log: list[EpochLog]
     atomic.write_json(REPORTS_FOLDER / f"{name}.json", report)
 
 
-def _list_stage_gpus() -> list[int]:
-    params = schema.load_params()
-    return params.target.gpus(params.train_draft.processes)
-
-
 if __name__ == "__main__":
-    run_stage(main, _list_stage_gpus)
+    run_stage(main, lambda: (p := schema.load_params()).target.gpus(p.train_draft.processes))

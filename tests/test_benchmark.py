@@ -184,7 +184,7 @@ def test_programs_are_refused_before_anything_is_decoded_where_the_kernel_cannot
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They ran by limits alone, and the cell told of it an hour later."""
-    monkeypatch.setattr(sandbox, "landlock_abi", lambda: 2)
+    monkeypatch.setattr(sandbox, "read_landlock_abi", lambda: 2)
     monkeypatch.setattr(cell_context, "_build_engine", lambda *_: pytest.fail("the target was loaded"))
     with pytest.raises(ValueError, match=r"found Landlock ABI 2 on .* set benchmark.allow_unsandboxed_code to true"):
         measured(project, "humaneval", grade=True)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stages import benchmark, prepare_prompts
 from stages.data import conversations, workload_prompts
-from stages.engine.batch_decode import BatchEngine
+from stages.engine.target_runner import TargetRunner
 from stages.results import interval, load_points, served_records, torch_records
 from stages.serving import latency, spec_counters
 from tests.conftest import ROOT, edit_params
@@ -121,7 +121,7 @@ def test_accepted_drafts_are_pooled_over_prompts_turns_and_repeats() -> None:
             for turn in range(2):
                 histogram = [draws.randrange(9) for _ in range(4)]
                 told = spec_counters.AcceptanceCounts(
-                    sum(histogram), sum(i * n for i, n in enumerate(histogram)), 0, True, histogram
+                    sum(histogram), sum(i * n for i, n in enumerate(histogram)), True, histogram
                 )
                 record = latency.RequestRecord(
                     f"{name}#{turn}", 0, 0, 1, [(1, 1)], True, 3, 5, "stop", None, counts=told
@@ -192,7 +192,7 @@ def test_a_prompt_that_does_not_fit_is_told_before_anything_is_decoded(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The longest of them, one at a time or together: not after an hour of the others."""
-    monkeypatch.setattr(BatchEngine, "_prefill", lambda *_: pytest.fail("decoded"))
+    monkeypatch.setattr(TargetRunner, "prefill", lambda *_: pytest.fail("decoded"))
     for concurrency in (1, 2):
         use(project, "eval", concurrency=concurrency)
         rows = pl.read_parquet(workload_prompts.locate_prompts("eval"))

@@ -22,6 +22,7 @@ from ruamel.yaml import YAML
 
 from stages import benchmark_served, prepare_prompts
 from stages.data import workload_prompts
+from stages.data.workload_prompts import PromptRow
 from stages.params.benchmark_sections import Workload
 from stages.results import replay_records, served_records
 from stages.runtime import atomic
@@ -73,7 +74,7 @@ def running(made: Path) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(made)
         patch.setenv("PYTHONPATH", str(made))
-        with server.run_server("sglang", line, port, "artifacts/target", made / "log", 60):
+        with server.ServerProcess("sglang", line, port, made / "log", 60):
             yield f"http://127.0.0.1:{port}"
 
 
@@ -303,7 +304,7 @@ def test_pictures_go_with_the_token_ids(tmp_path: Path) -> None:
         build_data_url=url, image_token_id=9, count_image_tokens=lambda images: [4, 1][: len(images)]
     )
     work: Any = SimpleNamespace(image_processor=processor, workload=w)
-    row = {"id": "a", "images": paths, "length_share": 0.5}
+    row = PromptRow("a", [], images=paths, length_share=0.5)
     (path, body) = load_generator.build_request(
         benchmark_served._make_request(work, row, 0, [1, 9, 9, 9, 9, 9, 2], 60), "sglang", "t"
     )

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import chdir
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
@@ -17,6 +18,8 @@ from stages.draft import checkpoint
 from stages.draft.eagle3 import Eagle3Draft
 from stages.engine import forced_decode, slot_pool
 from stages.engine.decode import Engine
+from stages.engine.decode_state import PrefillOutput
+from stages.engine.target_runner import TargetRunner
 from stages.target import manifest
 from stages.training import adamw
 from tests.conftest import ROOT, edit_params
@@ -90,8 +93,13 @@ def test_an_overfitted_row_is_accepted_by_the_engine(learned: Path, capsys: pyte
     assert f"{report['tau']:.2f} by the trainer's own forward" in capsys.readouterr().out
 
 
-def swapped(own: Engine, caught: list[Tensor]) -> Tensor:
-    return torch.cat([stream[0] for stream in (caught[2], caught[1], caught[0])], dim=-1)
+prefill = TargetRunner.prefill
+
+
+def swapped(*given: Any) -> PrefillOutput:
+    output = prefill(*given)
+    assert output.features is not None
+    return output._replace(features=torch.cat(output.features.chunk(3, dim=-1)[::-1], dim=-1))
 
 
 def off_by_one(draft: Eagle3Draft, ids: Tensor) -> Tensor:
@@ -103,7 +111,7 @@ rope = Eagle3Draft.compute_rope
 
 @pytest.mark.parametrize(
     ("owner", "name", "broken"),
-    [(Engine, "_join_features", swapped), (Eagle3Draft, "to_target", off_by_one)],
+    [(TargetRunner, "prefill", swapped), (Eagle3Draft, "to_target", off_by_one)],
     ids=["features", "d2t"],
 )
 def test_inputs_that_differ_in_the_engine_only_fail_the_gate(

@@ -22,7 +22,9 @@ def test_token_ids_that_the_target_has_not_are_named_with_their_row(
         ids = torch.arange(6, dtype=torch.int32)
         ids[number] = V - 1 if number < 2 else wrong
         states = torch.zeros(6, 4)
-        rows.append(format.HiddenStatesRow(f"row{number}.0", ids, ids > 2, states.repeat(1, 3), states, 3, "stop"))
+        rows.append(
+            format.HiddenStatesRow(f"row{number}.0", ids, ids > 2, 3, "stop", features=states.repeat(1, 3), last=states)
+        )
     folder = Path("data/hiddens/train")
     folder.mkdir(parents=True)
     writer.write_rows(folder, rows[:2], torch.float32, 1 << 20)

@@ -241,7 +241,9 @@ def test_a_text_targets_hidden_states_are_not_taken_for_pictures(
 ) -> None:
     for split in ("train", "eval"):
         rows = [
-            format.HiddenStatesRow(r.id, r.ids, r.mask, r.features, r.last, r.prompt_length, r.finish_reason)
+            format.HiddenStatesRow(
+                r.id, r.ids, r.mask, r.prompt_length, r.finish_reason, features=r.features, last=r.last
+            )
             for r in reader.read_rows(made / "data/hiddens" / split)
             if r.image_embeddings is not None and not len(r.image_embeddings)
         ]

@@ -213,7 +213,8 @@ def test_use_keeps_the_files_mode_and_a_copy_of_the_checkpoints_that_it_replaces
     ("recipe", "message"),
     [
         ("target: {modle: x}", "target.modle: unknown key"),
-        ("target", "expected sections with keys"),
+        ("target", r"mine\.yaml: expected the sections target, prepare_target, .*; found 'target'"),
+        ("target: x", "expected sections with keys"),
         ("target: {a: 1", "is not valid YAML"),
         ("benchmark: {checkpoints: [e077]}", "'e077' is not trained"),
     ],

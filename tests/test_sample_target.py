@@ -91,7 +91,7 @@ def transformers_serve(sampled: Path) -> Iterator[server.ServerProcess]:
     for _ in range(2):
         port = server.find_free_port()
         line = server.build_server_command("transformers", folder, port, "float32", "cpu", False)
-        with server.run_server("transformers", line, port, folder, sampled / "server.log", 120, threads=1) as running:
+        with server.ServerProcess("transformers", line, port, sampled / "server.log", 120, threads=1) as running:
             if not (problem := unanswered(running)):
                 yield running
                 return
@@ -99,9 +99,14 @@ def transformers_serve(sampled: Path) -> Iterator[server.ServerProcess]:
     pytest.skip(f"`transformers serve` answers nobody on this machine: {said}")
 
 
+def model_of(running: server.ServerProcess) -> str:
+    """Return the name of the served model in requests: the target's folder."""
+    return running.line[running.line.index("serve") + 1]
+
+
 def unanswered(running: server.ServerProcess) -> str:
     """What went wrong with a plain request, or nothing."""
-    body = {"model": running.model, "messages": [{"role": "user", "content": "Oslo"}], "max_tokens": 2}
+    body = {"model": model_of(running), "messages": [{"role": "user", "content": "Oslo"}], "max_tokens": 2}
     request = urllib.request.Request(
         f"{running.base_url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -118,7 +123,7 @@ def unanswered(running: server.ServerProcess) -> str:
 def real(transformers_serve: server.ServerProcess) -> Iterator[dict[str, Any]]:
     """The keys of sample_target.server that name it. Where a test fails, pytest prints the server's log with it."""
     transformers_serve.check_alive()  # says so, with the log, where an earlier test has ended it
-    yield {"base_urls": [transformers_serve.base_url], "model": transformers_serve.model}
+    yield {"base_urls": [transformers_serve.base_url], "model": model_of(transformers_serve)}
     ended = transformers_serve.get_exit_status()
     print(f"the server {'runs' if ended is None else f'ended with status {ended}'}; its log's last lines:")
     print(server.read_log_tail(transformers_serve.log, 40))

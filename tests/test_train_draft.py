@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from stages.params.draft_sections import TrainDraft
-from stages.training.pack_plan import plan_epoch, share_packs
+from stages.training.packs import plan_epoch, share_packs
 from tests.conftest import SMALL, edit_params
 
 RESULTS = ("draft/model.safetensors", "draft/config.json", "state/optimizer.safetensors", "state/progress.json")

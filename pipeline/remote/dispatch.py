@@ -15,10 +15,10 @@ from uuid import UUID
 from httpx import HTTPError
 from prefect import get_client
 from prefect.client.schemas.filters import FlowRunFilter
-from prefect.client.schemas.objects import FlowRun, StateType, WorkerStatus
+from prefect.client.schemas.objects import FlowRun, WorkerStatus
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import task_run
-from prefect.states import Crashed
+from prefect.states import Crashed, State
 
 from pipeline import dvc_graph, orphan_guard, processes
 from pipeline.remote import dvc_remote
@@ -67,8 +67,7 @@ def run_remotely(
 ) -> dvc_graph.Outcome:
     """Run one stage on another host and collect its results, or restore it if a host has run it before.
 
-    Raises:
-        StageError: as `RemoteHosts.run_order`.
+    Raises StageError as `RemoteHosts.run_order`.
     """
     with _transfer_lock:
         lines = processes.run_module(["pipeline.remote.dvc_remote", "offer", name])
@@ -118,13 +117,9 @@ class PoolWorkers:
         except HTTPError as error:
             raise processes.StageError(f"{name} could not be sent: {error}", transient=True) from None
         log(f"sent to the pool {POOL}: run {run.id}")
-        ended = self._wait(run.id, log)
+        ended = self._wait_for_end(run.id, log)
         assert ended.state
-        if ended.state.type != StateType.COMPLETED:
-            message = f"{name}, made by {_get_worker_name(ended)}, {ended.state.type.lower()}: {ended.state.message}"
-            raise processes.StageError(
-                message, ended.state.type == StateType.CRASHED or processes.is_transient(message)
-            )
+        check_completed(f"{name}, made by {_get_worker_name(ended)}", ended.state)
         log(f"made by {_get_worker_name(ended)}; collecting")
 
     def cancel(self) -> None:
@@ -137,7 +132,7 @@ class PoolWorkers:
         for run in runs:
             processes.notify_guard(f"back {run}")
 
-    def _wait(self, run: UUID, log: Callable[[str], object]) -> FlowRun:
+    def _wait_for_end(self, run: UUID, log: Callable[[str], object]) -> FlowRun:
         """Return the run when it has ended. Raises StageError if the run that sent it is cancelled meanwhile."""
         with self._lock:
             self._runs[run] = None
@@ -160,13 +155,13 @@ class PoolWorkers:
         with self._lock:
             if time.monotonic() - self._polled_runs > POLL_RUNS_S:
                 try:
-                    self._poll()
+                    self._poll_runs()
                 except HTTPError:  # a server under load answers 503 for a while; the runs continue
                     pass
                 self._polled_runs = time.monotonic()
             return self._runs[run]
 
-    def _poll(self) -> None:
+    def _poll_runs(self) -> None:
         with get_client(sync_client=True) as client:
             ids = list(self._runs)
             for start in range(0, len(ids), PAGE_SIZE):
@@ -187,6 +182,13 @@ class PoolWorkers:
             if lost:
                 crashed: Any = Crashed(message=f"nothing is heard of {_get_worker_name(run)}")
                 client.set_flow_run_state(run.id, crashed, force=True)
+
+
+def check_completed(subject: str, state: State[Any]) -> None:
+    """Check the final state of a stage on another host. Raises StageError unless it is completed."""
+    if not state.is_completed():
+        message = f"{subject}, {state.type.lower()}: {state.message}"
+        raise processes.StageError(message, state.is_crashed() or processes.is_transient(message))
 
 
 def _get_worker_name(run: FlowRun) -> str:

@@ -5,8 +5,7 @@
 
 A host that gets a StageOrder pulls its files and upstream outputs and nothing else. Results are looked up under the key of
 DVC's run-cache, a hash of the command, the parameters and the bytes of all dependencies, so that nothing made from other
-inputs is taken for a stage's result. Uses private functions of DVC 3.67.1; `tests/pipeline/test_dvc_remote.py` fails where
-another version has changed them.
+inputs is taken for a stage's result.
 """
 
 import gzip
@@ -15,7 +14,6 @@ import io
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tarfile
 from pathlib import Path, PurePosixPath
@@ -24,7 +22,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 from ruamel.yaml import YAML
 
+from pipeline import dvc_internals
 from pipeline.dvc_graph import LOCK_FILE, STAGE_NAME, check_stage_name, open_repo
+from pipeline.processes import capture_output
 
 FILES_FOLDER = "aerie"  # the remote's folder of StageOrder.files, beside DVC's own
 UNSENT_FILES = {".dvc", LOCK_FILE.name}  # each host has its own .dvc: the remote's address and credentials
@@ -89,7 +89,7 @@ def offer_stage(name: str) -> StageOrder | None:
         ValueError: no remote is set, or a push failed.
     """
     with open_repo() as repo:
-        stage = _collect_stage(repo, name)
+        (stage,) = repo.stage.collect(name)
         if _is_restorable(repo, stage):
             return None
         outs = list(_list_needed_outputs(repo, stage).values())
@@ -110,13 +110,10 @@ def offer_stage(name: str) -> StageOrder | None:
 
 
 def collect_stage(name: str) -> None:
-    """Fetch what another host made of the stage into this host's cache.
-
-    Raises:
-        ValueError: the remote has no results made from the inputs here.
-    """
+    """Fetch another host's results of a stage into the cache. Raises ValueError if the remote has none of the inputs here."""
     with open_repo() as repo:
-        if not _is_restorable(repo, _collect_stage(repo, name)):
+        (stage,) = repo.stage.collect(name)
+        if not _is_restorable(repo, stage):
             raise ValueError(
                 f"what a worker made of {name} is not on the remote, or not of what lies here; "
                 "files that changed while it was at work make it so: run again"
@@ -148,14 +145,15 @@ def unpack_order(order: StageOrder) -> None:
         YAML(typ="safe").dump({"schema": "2.0", "stages": order.model_dump(exclude_unset=True)["upstream"]}, file)
     with open_repo() as repo:
         _check_inside(repo)
-        if paths := sorted(_list_needed_outputs(repo, _collect_stage(repo, order.stage))):
+        (stage,) = repo.stage.collect(order.stage)
+        if paths := sorted(_list_needed_outputs(repo, stage)):
             repo.pull(targets=paths)
 
 
 def push_results(name: str) -> None:
     """Push the stage's outputs and its entry of the run-cache to the remote."""
     with open_repo() as repo:
-        stage = _collect_stage(repo, name)
+        (stage,) = repo.stage.collect(name)
         _push_outputs(repo, stage.outs)
         here, fs, there = _locate_run_cache(repo, stage)
         for entry in here.iterdir():
@@ -175,17 +173,6 @@ def list_remotes() -> dict[str, str]:
         return {name: remote["url"] for name, remote in repo.config["remote"].items()}
 
 
-def list_remote_folders() -> dict[str, str]:
-    """Return the remotes that are folders of this machine, or mounted here."""
-    return {name: url for name, url in list_remotes().items() if Path(url).is_absolute()}
-
-
-def _collect_stage(repo: Any, name: str) -> Any:
-    """Return DVC's stage of that name, the only one."""
-    (stage,) = repo.stage.collect(name)
-    return stage
-
-
 def _get_remote_root(repo: Any) -> tuple[Any, str]:
     """Return the default remote's file system and its folder."""
     odb = repo.cloud.get_remote_odb(None, "push", hash_name="md5-dos2unix")
@@ -194,20 +181,14 @@ def _get_remote_root(repo: Any) -> tuple[Any, str]:
 
 def _locate_run_cache(repo: Any, stage: Any) -> tuple[Path, Any, str]:
     """Return (folder here, the remote's file system, folder there) of the stage's entries in the run-cache."""
-    from dvc.stage.cache import _get_stage_hash
-
-    key = _get_stage_hash(stage)
+    key = dvc_internals.compute_run_cache_key(stage)
     fs, root = _get_remote_root(repo)
-    return Path(repo.stage_cache.cache_dir, key[:2], key), fs, fs.join(root, "runs", key[:2], key)
+    return dvc_internals.locate_run_cache_entries(repo, key), fs, fs.join(root, "runs", key[:2], key)
 
 
 def _is_restorable(repo: Any, stage: Any) -> bool:
     """Return whether DVC can restore the stage without running it, fetching its results from the remote if they are there."""
-    from dvc.stage.cache import _can_hash
-
     stage.save_deps()
-    if not _can_hash(stage):
-        raise ValueError(f"{stage.addressing} can't be made elsewhere, for DVC keeps no run-cache of it")
     here, fs, there = _locate_run_cache(repo, stage)
     if not here.exists():
         for entry in fs.find(there) if fs.exists(there) else []:
@@ -215,14 +196,11 @@ def _is_restorable(repo: Any, stage: Any) -> bool:
             temporary = here.with_name(f"{here.name}.{os.getpid()}")
             fs.get_file(entry, str(temporary))
             os.replace(temporary, here / fs.name(entry))
-    entry = repo.stage_cache._load(stage)
-    if not entry:
-        return False
-    made = repo.stage_cache._create_stage(entry)
-    if not made.outs_cached():
-        for wanted in made.get_used_objs().values():
+    cached = dvc_internals.load_cached_run(repo, stage)
+    if cached and not cached.outs_cached():
+        for wanted in cached.get_used_objs().values():
             repo.cloud.pull(wanted)
-    return bool(made.outs_cached())
+    return bool(cached and cached.outs_cached())
 
 
 def _list_needed_outputs(repo: Any, stage: Any) -> dict[str, Any]:
@@ -231,9 +209,9 @@ def _list_needed_outputs(repo: Any, stage: Any) -> dict[str, Any]:
     found = {}
     for dep in stage.deps:
         for out in outs:
-            if _is_within(dep.fs_path, out.fs_path):
+            if Path(dep.fs_path).is_relative_to(out.fs_path):
                 found[dep.fs_path] = out
-            elif _is_within(out.fs_path, dep.fs_path):
+            elif Path(out.fs_path).is_relative_to(dep.fs_path):
                 found[out.fs_path] = out
     return found
 
@@ -241,7 +219,7 @@ def _list_needed_outputs(repo: Any, stage: Any) -> dict[str, Any]:
 def _check_inside(repo: Any) -> None:
     """Check every output. Raises ValueError if DVC would check one out outside the repository, as a .dvc file can demand."""
     for out in repo.index.outs:
-        if out.use_cache and not _is_within(os.path.realpath(out.fs_path), os.path.realpath(repo.root_dir)):
+        if out.use_cache and not Path(out.fs_path).resolve().is_relative_to(Path(repo.root_dir).resolve()):
             raise ValueError(
                 f"{out.stage.addressing} has the output {out.def_path}, expected one below the project's folder; correct it "
                 "on the host that sent it"
@@ -256,17 +234,10 @@ def _push_outputs(repo: Any, outs: list[Any]) -> None:
                 raise ValueError(f"{len(failed)} files of {out} could not be pushed; see above, and run again")
 
 
-def _is_within(path: str, folder: str) -> bool:
-    return Path(path).is_relative_to(folder)
-
-
 def _list_tracked_files() -> set[Path]:
     """Return the files that git tracks, with their changes here; untracked ones (an .env) are never sent."""
-    command = ["git", "ls-files", "-z", "--cached", "--", "."]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise ValueError(f"{' '.join(command)}: {done.stderr.strip()}")
-    found = {Path(name) for name in done.stdout.split("\0") if name}
+    listed = capture_output(["git", "ls-files", "-z", "--cached", "--", "."])
+    found = {Path(name) for name in listed.split("\0") if name}
     return {path for path in found if path.is_file() and path.parts[0] not in UNSENT_FILES}
 
 
@@ -276,8 +247,8 @@ def _list_untracked_inputs(repo: Any, stage: Any) -> set[Path]:
     deps = [Path(dep.fs_path) for dep in stage.deps]
     found = [file for dep in deps for file in ([dep] if dep.is_file() else dep.rglob("*")) if file.is_file()]
     # A watched folder outside the project is each host's own.
-    inner = [file for file in found if _is_within(str(file), repo.root_dir)]
-    return {file.relative_to(repo.root_dir) for file in inner if not any(_is_within(str(file), out) for out in outs)}
+    inner = [file for file in found if file.is_relative_to(repo.root_dir)]
+    return {file.relative_to(repo.root_dir) for file in inner if not any(file.is_relative_to(out) for out in outs)}
 
 
 def _pack_files(files: set[Path]) -> bytes:

@@ -87,12 +87,12 @@ def _wait_for_lease(name: str) -> Iterator[resources.ResourceLease]:
     """Lease what the stage needs when it is free. Raises ValueError if this machine does not have it."""
     rules = load_params().schedule
     pool = resources.ResourcePool(rules.slots, resources.list_gpus())
-    pool.check(name, rules.needs(name))
+    pool.check_request(name, rules.get_needs(name))
     try:
-        while (lease := pool.take(rules.needs(name))) is None:
+        while (lease := pool.try_lease(rules.get_needs(name))) is None:
             time.sleep(POLL_S)
     finally:
-        pool.close()
+        pool.release_gate()
     try:
         yield lease
     finally:

@@ -13,7 +13,7 @@ from prefect_ray.context import remote_options
 from ray.exceptions import RayError
 
 from pipeline import processes
-from pipeline.remote import dvc_remote
+from pipeline.remote import dispatch, dvc_remote
 from pipeline.remote.prefect_worker import stage_on_ray
 from stages.params.schedule import StageResources
 
@@ -60,10 +60,7 @@ class RayCluster:
         finally:
             self._refs.discard(ref)
         future.wait()
-        state = future.state
-        if not state.is_completed():
-            message = f"{order.stage}, made on Ray, {state.type.lower()}: {state.message}"
-            raise processes.StageError(message, state.is_crashed() or processes.is_transient(message))
+        dispatch.check_completed(f"{order.stage}, made on Ray", future.state)
         log("made on Ray; collecting")
 
     def cancel(self) -> None:

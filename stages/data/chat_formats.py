@@ -92,7 +92,8 @@ def parse_conversation(
             images that are neither existing files nor bytes that `save_image` accepts.
     """
     turns = row[TURN_LIST_KEYS[chat_format]] if chat_format in TURN_LIST_KEYS else _build_prompt_answer_turns(row)
-    row_images = _list_images(row)
+    given = row.get("images") if row.get("images") is not None else row.get("image")
+    row_images = [] if given is None else given if isinstance(given, list) else [given]
     part_images: list[Any] = []
     parsed: list[ParsedTurn] = [_parse_plain_turn(turn) or _parse_turn(turn, part_images) for turn in turns]
     _insert_system_message(row, parsed)
@@ -106,7 +107,7 @@ def parse_conversation(
     if any(reasoning for _, _, reasoning in parsed):
         conversation.reasoning = [reasoning for _, _, reasoning in parsed]
     if row_images or part_images:
-        conversation.images = _collect_image_paths(row_images + part_images, folder, save_image)
+        conversation.images = [_save_image(image, folder, save_image) for image in row_images + part_images]
         if sum(message["content"].count(IMAGE_PLACEHOLDER) for message in messages) != len(conversation.images):
             raise DroppedRowError("image_count")
     return conversation
@@ -190,27 +191,25 @@ def _find_first_key(row: dict[str, Any], keys: tuple[str, ...]) -> Any:
     return next((row[key] for key in keys if isinstance(row.get(key), str | list)), None)
 
 
-def _list_images(row: dict[str, Any]) -> list[Any]:
-    given = row.get("images") if row.get("images") is not None else row.get("image")
-    return [] if given is None else given if isinstance(given, list) else [given]
-
-
-def _collect_image_paths(images_given: list[Any], folder: str | None, save_image: SaveImage) -> list[str]:
-    """Save each image by its content and return the paths.
+def _save_image(image: Any, folder: str | None, save_image: SaveImage) -> str:
+    """Save an image by its content and return the path.
 
     Files are copied too: another image under the old name would otherwise change no row, and no stage would rerun.
     """
-    paths = []
-    for image in images_given:
-        data, extension = _read_image_bytes(image), None
+    data, extension = _read_image_bytes(image), None
+    if data is None:
+        file = _resolve_image_path(image, folder)
+        extension = file.suffix.lower()
+        try:
+            data = file.read_bytes() if file.is_file() else None
+        except OSError:  # no permission, a disk error, or too long a name
+            data = None
         if data is None:
-            file = _resolve_image_path(image, folder)
-            data, extension = _read_file(file), file.suffix.lower()
-        path = save_image(data, extension)
-        if path is None:
-            raise DroppedRowError("image_bytes")
-        paths.append(path)
-    return paths
+            raise DroppedRowError("image_missing")
+    path = save_image(data, extension)
+    if path is None:
+        raise DroppedRowError("image_bytes")
+    return path
 
 
 def _read_image_bytes(image: Any) -> bytes | None:
@@ -222,19 +221,8 @@ def _read_image_bytes(image: Any) -> bytes | None:
     return bytes(image) if isinstance(image, bytes | bytearray) else None
 
 
-def _read_file(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError:  # no permission, or a disk error
-        raise DroppedRowError("image_missing") from None
-
-
 def _resolve_image_path(image: Any, folder: str | None) -> Path:
-    """Return the path of an existing file, from the project's root.
-
-    Raises:
-        DroppedRowError: for a URL, whose content may change or vanish, and for a file that does not exist.
-    """
+    """Return the path of a file, from the project's root. Raise DroppedRowError for a URL: its content may change or vanish."""
     if isinstance(image, dict):
         image = image.get("path")
     if not isinstance(image, str) or not is_text(image) or "\0" in image:
@@ -244,27 +232,15 @@ def _resolve_image_path(image: Any, folder: str | None) -> Path:
     path = Path(image.removeprefix("file://"))
     if folder is None and not path.is_absolute():
         raise DroppedRowError("image_missing")
-    path = Path(folder or "") / path
-    try:
-        exists = path.is_file()
-    except OSError:  # the name is too long
-        exists = False
-    if not exists:
-        raise DroppedRowError("image_missing")
-    return path
+    return Path(folder or "") / path
 
 
 def is_text(value: Any) -> bool:
     """Return whether `value` is a string that UTF-8 can encode: exports that cut inside an emoji leave half a surrogate pair."""
-    if not isinstance(value, str):
-        return False
-    if value.isascii():
-        return True
     try:
-        value.encode()
+        return isinstance(value, str) and (value.isascii() or value.encode() is not None)
     except UnicodeEncodeError:
         return False
-    return True
 
 
 def _dump_json(value: Any) -> str:
@@ -275,14 +251,12 @@ def _dump_json(value: Any) -> str:
     """
     if nesting.is_text_too_deep(value) if isinstance(value, str) else nesting.is_too_deep(value):
         raise DroppedRowError("nested_too_deep")
-    try:
-        text = (
-            value
-            if isinstance(value, str)
-            else json.dumps(_remove_empty_keys(value), ensure_ascii=False, allow_nan=False)
-        )
-    except (TypeError, ValueError):  # bytes or dates, from Parquet; NaN
-        text = None
+    text = value
+    if not isinstance(value, str):
+        try:
+            text = json.dumps(_remove_empty_keys(value), ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError):  # bytes or dates, from Parquet; NaN
+            text = None
     if not is_text(text):
         raise DroppedRowError("not_text")
     return str(text)

@@ -9,6 +9,7 @@ server renders it, and the target's own answer, which is the loss span. A folder
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import polars as pl
@@ -46,6 +47,21 @@ SAMPLED_SCHEMA = pl.Schema(
 )
 
 
+@dataclass(frozen=True)
+class SampledRow:
+    """A row of SAMPLED_SCHEMA."""
+
+    id: str
+    prompt_ids: list[int]
+    answer_ids: list[int]
+    finish_reason: str
+    temperature: float | None
+    top_p: float | None
+    source_row: int
+    verdict: str
+    images: list[str] | None
+
+
 def write_table(path: Path, rows: pl.DataFrame, schema: pl.Schema) -> None:
     """Write `rows` atomically; they must have exactly the columns and types of `schema`."""
     assert rows.schema == schema, f"{path}: {rows.schema} is not {schema}"
@@ -63,7 +79,6 @@ def stream_table(path: Path, rows: pl.LazyFrame, schema: pl.Schema) -> None:
 
 
 def name_shard(number: int) -> str:
-    """Return the file name of a shard."""
     return f"part-{number:05d}.parquet"
 
 

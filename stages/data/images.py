@@ -17,15 +17,14 @@ from pathlib import Path
 from PIL import Image
 
 DATA_URL = re.compile(r"data:[^,]{0,200};base64,", re.IGNORECASE)
-MAGIC_BYTES = {
-    ".png": rb"\x89PNG\r\n\x1a\n",
-    ".jpg": rb"\xff\xd8\xff",
-    ".gif": rb"GIF8[79]a",
-    ".webp": rb"RIFF.{4}WEBP",
+MAGIC_PATTERNS = {
+    ".png": re.compile(rb"\x89PNG\r\n\x1a\n"),
+    ".jpg": re.compile(rb"\xff\xd8\xff"),
+    ".gif": re.compile(rb"GIF8[79]a"),
+    ".webp": re.compile(rb"RIFF.{4}WEBP", re.DOTALL),
 }
 MAX_PIXELS = 1 << 26  # 8,192 x 8,192, as in target/vision.py; decoding takes up to 16 bytes a pixel, 1 GiB
 EXTENSION = re.compile(r"\.[a-z0-9]{1,8}")
-MAGIC_PATTERNS = {extension: re.compile(magic, re.DOTALL) for extension, magic in MAGIC_BYTES.items()}
 
 
 def decode_data_url(url: str) -> bytes | None:
@@ -39,22 +38,19 @@ def decode_data_url(url: str) -> bytes | None:
         return None
 
 
-def name_image(data: bytes) -> str | None:
-    """Return `<sha256>.<extension>` of an image; None for an unknown kind."""
-    extension = next((extension for extension, magic in MAGIC_PATTERNS.items() if magic.match(data)), None)
-    return None if extension is None else hashlib.sha256(data).hexdigest() + extension
-
-
 def save_image(data: bytes, folder: Path, extension: str | None = None) -> str | None:
     """Write an image into the existing `folder` and return its name; None for bytes of an unknown kind.
 
     `extension` is that of the file the image came as; with one, any kind is kept.
     Processes and threads may save the same image at once: each writes its own temporary file and renames it.
     """
-    name = name_image(data)
-    if name is None and extension is not None:
-        name = hashlib.sha256(data).hexdigest() + (extension if EXTENSION.fullmatch(extension) else "")
-    if name is not None and not (folder / name).exists():
+    kind = next((kind for kind, magic in MAGIC_PATTERNS.items() if magic.match(data)), None)
+    if kind is None and extension is None:
+        return None
+    if kind is None:
+        kind = extension if EXTENSION.fullmatch(extension or "") else ""
+    name = f"{hashlib.sha256(data).hexdigest()}{kind}"
+    if not (folder / name).exists():
         temporary = folder / f".{name}.{os.getpid()}.{threading.get_ident()}.part"
         try:
             temporary.write_bytes(data)

@@ -53,7 +53,7 @@ class JsonWindow:
         self._position += 1
         return found
 
-    def value(self) -> tuple[Any, str]:
+    def take_value(self) -> tuple[Any, str]:
         """Consume the next value and return (value, its text)."""
         self.peek()
         while True:
@@ -98,12 +98,9 @@ def find_rows_key(start: str, is_row: Callable[[Any], bool]) -> str | None:
         if window.peek() == "[":
             return ""
         for key in _iterate_keys(window):
-            if window.peek() != "[":
-                window.value()
-            elif any(is_row(value) for value, _ in islice(_iterate_values(window), 1)):
-                return key
-            else:
-                return None
+            if window.peek() == "[":
+                return key if any(is_row(value) for value, _ in islice(_iterate_values(window), 1)) else None
+            window.take_value()
     except JsonArrayError:  # perhaps JSON longer than `start`
         return None
     return None
@@ -121,7 +118,7 @@ def iterate_elements(read: Callable[[int], str], key: str, is_row: Callable[[Any
     else:
         for name in _iterate_keys(window):
             if window.peek() != "[":
-                window.value()
+                window.take_value()
             elif name == key:
                 yield from (text for _, text in _iterate_values(window))
             elif any(is_row(value) for value, _ in _iterate_values(window)):
@@ -132,26 +129,24 @@ def iterate_elements(read: Callable[[int], str], key: str, is_row: Callable[[Any
 
 def _iterate_keys(window: JsonWindow) -> Iterator[str]:
     """Yield the keys of an object; the caller consumes each value before the next key."""
-    window.take("{")
-    if window.peek() == "}":
-        window.take("}")
-        return
-    while True:
+    for _ in _iterate_members(window, "{}"):
         window.expect('"')
-        key, _ = window.value()
+        key, _ = window.take_value()
         window.take(":")
         yield key
-        if window.take(",}") == "}":
-            return
 
 
 def _iterate_values(window: JsonWindow) -> Iterator[tuple[Any, str]]:
     """Yield (element, its text) of an array."""
-    window.take("[")
-    if window.peek() == "]":
-        window.take("]")
+    return (window.take_value() for _ in _iterate_members(window, "[]"))
+
+
+def _iterate_members(window: JsonWindow, brackets: str) -> Iterator[None]:
+    """Consume the punctuation of an array or object; the caller consumes each member before the next."""
+    window.take(brackets[0])
+    if window.peek() == brackets[1]:
+        window.take(brackets[1])
         return
-    while True:
-        yield window.value()
-        if window.take(",]") == "]":
-            return
+    yield
+    while window.take(f",{brackets[1]}") == ",":
+        yield

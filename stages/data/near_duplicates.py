@@ -59,52 +59,37 @@ def choose_bands(threshold: float) -> tuple[int, int]:
     return MINHASH_SLOTS, 1
 
 
-def find_similar_pairs(chunks: list[np.ndarray], threshold: float) -> tuple[np.ndarray, np.ndarray]:
+def find_similar_pairs(signatures: np.ndarray, threshold: float) -> tuple[np.ndarray, np.ndarray]:
     """Return (pairs [P, 2], similarity [P]) of row numbers, the earlier first, with similarity >= `threshold`.
 
-    `chunks` are signatures in order, [R_i, S] each. In a bucket of a band each row is compared with the bucket's first row and
-    with the previous one, not with all: a thousand copies are a thousand pairs, and `group_duplicates` connects them.
+    `signatures` is [R, S]. In a bucket of a band each row is compared with the bucket's first row and with the previous one,
+    not with all: a thousand copies are a thousand pairs, and `group_duplicates` connects them.
     """
-    starts = np.cumsum([0] + [len(chunk) for chunk in chunks])
     found: list[np.ndarray] = []
     num_bands, width = choose_bands(threshold)
     rng = np.random.default_rng(HASH_SEED)
     for band in range(num_bands):
         multipliers = rng.integers(0, 2**63, width, dtype=np.uint64) * np.uint64(2) + np.uint64(1)  # odd
-        keys = np.concatenate(
-            [(chunk[:, band * width : (band + 1) * width].astype(np.uint64) * multipliers).sum(1) for chunk in chunks]
-        )
+        slots = signatures[:, band * width : (band + 1) * width]
+        keys = np.einsum("rs,s->r", slots, multipliers, dtype=np.uint64, casting="unsafe")  # [R]
         order = np.argsort(keys, kind="stable")
         starts_bucket = np.r_[True, np.diff(keys[order]) != 0]
         bucket_heads = order[np.maximum.accumulate(np.where(starts_bucket, np.arange(len(order)), 0))]
         previous = np.r_[order[:1], order[:-1]]
         for partners in (bucket_heads, previous):
             candidates = np.stack([partners[~starts_bucket], order[~starts_bucket]], 1)
-            found.append(candidates[_estimate_similarity(chunks, starts, candidates) >= threshold])
+            found.append(candidates[_estimate_similarity(signatures, candidates) >= threshold])
     pairs = np.unique(np.concatenate(found), axis=0)
-    return pairs, _estimate_similarity(chunks, starts, pairs)
+    return pairs, _estimate_similarity(signatures, pairs)
 
 
-def _estimate_similarity(
-    chunks: list[np.ndarray], starts: np.ndarray, pairs: np.ndarray, pairs_per_batch: int = 1 << 16
-) -> np.ndarray:
+def _estimate_similarity(signatures: np.ndarray, pairs: np.ndarray, pairs_per_batch: int = 1 << 16) -> np.ndarray:
     """Return [P] float32: the share of equal slots of each pair in `pairs` [P, 2]."""
     similarity = np.zeros(len(pairs), np.float32)
     for first in range(0, len(pairs), pairs_per_batch):
-        batch = pairs[first : first + pairs_per_batch]
-        left, right = (_gather_signatures(chunks, starts, batch[:, side]) for side in (0, 1))
-        similarity[first : first + pairs_per_batch] = (left == right).mean(1)
+        left, right = pairs[first : first + pairs_per_batch].T
+        similarity[first : first + pairs_per_batch] = (signatures[left] == signatures[right]).mean(1)
     return similarity
-
-
-def _gather_signatures(chunks: list[np.ndarray], starts: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return the signatures [len(rows), S] of row numbers, without concatenating the chunks."""
-    signatures = np.empty((len(rows), MINHASH_SLOTS), np.uint16)
-    chunk_of = np.searchsorted(starts, rows, side="right") - 1
-    for chunk in np.unique(chunk_of):
-        inside = chunk_of == chunk
-        signatures[inside] = chunks[chunk][rows[inside] - starts[chunk]]
-    return signatures
 
 
 def group_duplicates(num_rows: int, pairs: np.ndarray) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Limit how deep JSON may be nested: chat templates, JSON encoders and our own walks recurse once per level."""
 
 import re
+from itertools import accumulate
 from typing import Any
 
 MAX_LEVELS = 100  # real tool schemas have about ten; Python's recursion limit is reached at about 500
@@ -23,9 +24,5 @@ def is_text_too_deep(text: str) -> bool:
     """Return the same for a text that may be JSON, by its brackets outside strings."""
     if text.count("[") + text.count("{") <= MAX_LEVELS:
         return False
-    depth = 0
-    for bracket in BRACKET_PATTERN.findall(STRING_PATTERN.sub("", text)):
-        depth += 1 if bracket in "[{" else -1
-        if depth > MAX_LEVELS:
-            return True
-    return False
+    brackets = BRACKET_PATTERN.findall(STRING_PATTERN.sub("", text))
+    return max(accumulate(1 if bracket in "[{" else -1 for bracket in brackets), default=0) > MAX_LEVELS

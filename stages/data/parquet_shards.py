@@ -14,15 +14,13 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 
 from stages.data import conversations
+from stages.data.conversations import SampledRow
 from stages.runtime import atomic, scratch
 from stages.runtime.journal import Journal
-
-Row = dict[str, Any]  # a table row, column -> value, as `schema` has them
 
 
 class ParquetShardWriter:
@@ -32,14 +30,16 @@ class ParquetShardWriter:
         self.folder, self.total, self.size, self.schema = folder, total, size, schema
         self.num_shards = max(1, -(-total // size))  # a table without rows is one shard without rows
         self.counts: Counter[str] = Counter()  # over all positions that are set, by this run and earlier ones
-        self._unfinished: dict[int, dict[int, Row | None]] = {}  # shard -> position -> row, None for a dropped one
+        self._unfinished: dict[
+            int, dict[int, SampledRow | None]
+        ] = {}  # shard -> position -> row, None for a dropped one
         self._shard_counts: dict[int, Counter[str]] = {}
         self._journals: dict[int, Journal] = {}
         self._oldest = 0
         for name in ("parts", "counts", "journals"):
             (folder / name).mkdir(parents=True, exist_ok=True)
         self.published = {n for n in range(self.num_shards) if self._locate_part(n).exists()}
-        with scratch.reading(folder):
+        with scratch.check_unfinished(folder):
             for number in self.published:
                 conversations.read_table(self._locate_part(number), schema, "sample_target")
                 self.counts.update(atomic.read_json(self._locate_counts(number), "sample_target"))
@@ -74,7 +74,7 @@ class ParquetShardWriter:
             self._journals[number] = Journal(self._locate_journal(number))
         return self._journals[number]
 
-    def set_row(self, position: int, row: Row | None, counts: Mapping[str, int]) -> None:
+    def set_row(self, position: int, row: SampledRow | None, counts: Mapping[str, int]) -> None:
         """Set the row of a position, None for a dropped one, and add to the counts; publish its shard if complete."""
         number = self.shard_of(position)
         rows = self._unfinished.setdefault(number, {})
@@ -118,7 +118,9 @@ class ParquetShardWriter:
     def _publish_shard(self, number: int) -> None:
         rows = [row for _, row in sorted(self._unfinished.get(number, {}).items()) if row is not None]
         atomic.write_json(self._locate_counts(number), dict(self._shard_counts.get(number, {})))
-        conversations.write_table(self._locate_part(number), pl.DataFrame(rows, schema=self.schema), self.schema)
+        conversations.write_table(
+            self._locate_part(number), pl.DataFrame([vars(row) for row in rows], schema=self.schema), self.schema
+        )
         self.published.add(number)
         self._unfinished.pop(number, None)
         self._shard_counts.pop(number, None)

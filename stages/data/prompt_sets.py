@@ -13,9 +13,8 @@ from typing import Any
 from stages.data import final_answer, readers
 
 COMPLETE_INSTRUCTION = "Complete the code I provided.\n"  # EAGLE's instruction before a HumanEval prompt
-BOXED_INSTRUCTION = (
-    "\nPlease reason step by step, and put your final answer within \\boxed{}."  # Qwen's instruction after a problem
-)
+# Qwen's instruction after a problem
+BOXED_INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 GSM8K_ANSWER_MARK = "####"  # precedes the result in a GSM8K solution
 
 
@@ -44,7 +43,7 @@ def read_prompt_set(
     """
     problems: list[PromptProblem] = []
     row_of_id: dict[str, int] = {}
-    for number, row in _read_numbered_rows(source, name, split, revision):
+    for number, row in _read_numbered_rows(readers.HubPin(source, name, split, revision)):
         where = f"{source}, {'line' if source.endswith('.jsonl') else 'row'} {number + 1}"
         try:
             if row is None:
@@ -60,27 +59,20 @@ def read_prompt_set(
     return problems
 
 
-def _read_numbered_rows(
-    source: str, name: str | None, split: str | None, revision: str | None
-) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Yield (row number from 0, object) as readers.parse_chunk does."""
-    path, hub_records = Path(source), dict[str, readers.HubRecord]()
+def _read_numbered_rows(pin: readers.HubPin) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Yield (row number from 0, object) of a file or a dataset as readers.parse_chunk does."""
+    source, path, hub_records = pin.dataset, Path(pin.dataset), dict[str, readers.HubRecord]()
     if readers.detect_file_kind(path) is not None:
         if not path.is_file():
             raise ValueError(f"{source} not found; put the set's file there, or name another in prepare_prompts.sets")
-        chunks = readers.read_chunks(path, source, hub_records)
-    else:
-        chunks = _read_dataset_chunks(readers.HubPin(source, name, split, revision), hub_records)
-    for chunk in chunks:
-        yield from readers.parse_chunk(chunk)
-
-
-def _read_dataset_chunks(pin: readers.HubPin, hub_records: dict[str, readers.HubRecord]) -> Iterator[readers.RawChunk]:
-    source, first = pin.dataset, 0
+        for chunk in readers.read_chunks(path, source, hub_records):
+            yield from readers.parse_chunk(chunk)
+        return
+    first = 0
     for table in readers.read_hub_dataset(pin, "prepare_prompts.sets", source, hub_records):
-        yield readers.RawChunk(source, None, first, table, source)
+        yield from readers.parse_chunk(readers.RawChunk(source, None, first, table, source))
         first += len(table)
-    commit = hub_records[source]["commit"]
+    commit = hub_records[source].commit
     if commit != pin.revision:
         print(
             f"note: {source} is at commit {commit} today; write it as the set's revision, or tomorrow's may be another"
@@ -91,7 +83,13 @@ def _parse_problem(row: dict[str, Any], number: int, set_format: str) -> PromptP
     if set_format == "mt_bench" and isinstance(row.get("prompt"), list):  # HuggingFaceH4/mt_bench_prompts
         row = {**row, "turns": row["prompt"], "question_id": row.get("prompt_id")}
     if row.get("turns") is not None:
-        turns, reference, name = _read_turns(row), _read_first_reference(row, set_format), row.get("question_id")
+        turns, reference, name = row["turns"], _read_first_reference(row, set_format), row.get("question_id")
+        if (
+            not isinstance(turns, list)
+            or not turns
+            or not all(isinstance(turn, str) and turn.strip() for turn in turns)
+        ):
+            raise MalformedRowError(f"expected turns to be a list of texts, found {readers.abbreviate_row(turns)}")
     elif set_format in ROW_PARSERS:
         (turns, reference), name = ROW_PARSERS[set_format](row), row.get("task_id", row.get("unique_id"))
     else:
@@ -99,24 +97,12 @@ def _parse_problem(row: dict[str, Any], number: int, set_format: str) -> PromptP
     return PromptProblem(str(number if name is None else name), turns, reference)
 
 
-def _read_turns(row: dict[str, Any]) -> list[str]:
-    turns = row["turns"]
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
-        raise MalformedRowError(f"expected turns to be a list of texts, found {readers.abbreviate_row(turns)}")
-    return turns
-
-
 def _read_first_reference(row: dict[str, Any], set_format: str) -> str | None:
     """Return the first turn's reference of a row with MT-bench's columns; HumanEval in that form has no tests to run."""
     given = row.get("reference")
     text = given[0] if isinstance(given, list) and given else given
-    if not isinstance(text, str):
-        return None
-    if set_format == "gsm8k":
-        return _make_number_reference(text)
-    if set_format == "math500":
-        return _make_boxed_reference(text)
-    return None
+    make_reference = {"gsm8k": _make_number_reference, "math500": _make_boxed_reference}.get(set_format)
+    return make_reference(text) if make_reference and isinstance(text, str) else None
 
 
 def _parse_gsm8k(row: dict[str, Any]) -> tuple[list[str], str | None]:

@@ -21,7 +21,7 @@ import json
 import lzma
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,6 @@ from stages.data import chat_formats, json_stream, nesting
 
 CHUNK_BYTES, CHUNK_ROWS = 4 << 20, 4096
 HUB_PIN_SUFFIX = ".hub.yaml"
-HubRecord = dict[str, str | int | None]  # a HubPin's fields, the commit it was resolved to, and the number of rows
-DECOMPRESSORS: dict[str, Callable[[Path], Any]] = {
-    ".gz": gzip.GzipFile, ".bz2": bz2.BZ2File, ".xz": lzma.LZMAFile, ".zst": lambda path: _open_zstandard(path),
-}  # fmt: skip
 FILE_KINDS = (".jsonl", ".ndjson", ".json", ".parquet", HUB_PIN_SUFFIX)
 ACCEPTED_FILES = "JSONL, JSON (both also as .gz, .bz2, .xz or .zst), Parquet, or NAME.hub.yaml; or a folder of those"
 
@@ -51,6 +47,14 @@ class HubPin:
     name: str | None  # configuration, where it has several
     split: str | None
     revision: str | None  # a commit or a branch; None: the default branch
+
+
+@dataclass(frozen=True)
+class HubRecord(HubPin):
+    """What was read of a dataset, for the report."""
+
+    commit: str | None  # that the revision was resolved to; None for a local folder
+    rows: int
 
 
 @dataclass(frozen=True)
@@ -87,18 +91,13 @@ def list_files(path: Path) -> list[Path]:
         if detect_file_kind(path) is None:
             raise ValueError(f"{path}: expected {ACCEPTED_FILES}, found a file of another name; rename or convert it")
         return [path]
-    files = sorted(
-        file
-        for file in path.rglob("*")
-        if file.is_file()
-        and detect_file_kind(file)
-        and not any(part.startswith(".") for part in file.relative_to(path).parts)
-    )
+    known = (file for file in path.rglob("*") if file.is_file() and detect_file_kind(file))
+    files = [file for file in known if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     if not files:
         raise ValueError(
             f"{path}: expected {ACCEPTED_FILES}, found no such file in the folder; add one or give another path"
         )
-    return files
+    return sorted(files)
 
 
 def detect_file_kind(path: Path) -> str | None:
@@ -117,15 +116,11 @@ def read_chunks(path: Path, source: str, hub_records: dict[str, HubRecord]) -> I
     """
     kind = detect_file_kind(path)
     tables: Iterator[ArrowRows] | Iterator[list[bytes]] | Iterator[list[str]]
-    folder: str | None
     if kind == HUB_PIN_SUFFIX:
-        tables, folder = read_hub_dataset(read_hub_pin(path), str(path), source, hub_records), None
+        tables = read_hub_dataset(read_hub_pin(path), str(path), source, hub_records)
     else:
-        folder = str(path.parent)
-        tables = (
-            _read_parquet(path) if kind == ".parquet" else _read_json(path) if kind == ".json" else _read_lines(path)
-        )
-    first = 0
+        tables = {".parquet": _read_parquet, ".json": _read_json}.get(str(kind), _read_lines)(path)
+    folder, first = None if kind == HUB_PIN_SUFFIX else str(path.parent), 0
     try:
         for rows in tables:
             yield RawChunk(source, folder, first, rows, str(path))
@@ -184,15 +179,16 @@ def abbreviate_row(line: Any) -> str:
     return repr(text if len(text) <= 80 else text[:80] + "…") if text else "an empty line"
 
 
-def _open_zstandard(path: Path) -> io.BufferedReader:
-    import pyarrow  # takes 0.25 s; the standard library has zstd from Python 3.14 on
-
-    return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
-
-
 def _open_decompressed(path: Path) -> Any:
     """Return a binary file of the decompressed bytes, behind a byte order mark, which is no JSON."""
-    file = DECOMPRESSORS.get(path.suffix.lower(), lambda path: path.open("rb"))(path)
+    suffix = path.suffix.lower()
+    if suffix == ".zst":
+        import pyarrow  # takes 0.25 s; the standard library has zstd from Python 3.14 on
+
+        file: Any = io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
+    else:
+        openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+        file = openers.get(suffix, open)(path, "rb")
     if file.peek(3)[:3] == b"\xef\xbb\xbf":
         file.read(3)
     return file
@@ -288,7 +284,7 @@ def read_hub_dataset(
             f"neither a folder here nor to be had from the Hub ({type(error).__name__}: {words[0]}); check the "
             "spelling, the network, and HF_TOKEN if it is gated"
         ) from None
-    hub_records[source] = {**dataclasses.asdict(pin), "commit": None if is_local else commit, "rows": len(table)}
+    hub_records[source] = HubRecord(**vars(pin), commit=None if is_local else commit, rows=len(table))
     for batch in table.with_format("arrow").iter(batch_size=_count_rows_per_chunk(len(table), table.data.nbytes)):
         yield ArrowRows.from_frame(pl.DataFrame(pl.from_arrow(batch)))
 

@@ -2,7 +2,8 @@
 
 Messages have the form that chat templates take; `convert_to_openai` returns that of a server's API. The two differ in tool
 call arguments, which OpenAI's form has as text, and in images, of which a template takes the position only. Keys that
-templates need and exports omit are filled in for both: `type`, ids of calls, and `tool_call_id` of a tool's message.
+templates need and exports omit are filled in for both: `type`, ids of calls, and `tool_call_id` of a tool's message. Bodies of
+chat completions are built here too.
 
 With a limit, conversations are selected by a hash of their content (`select_requests`), as fix_data assigns train and eval:
 rows of every file have the same chance, and added rows replace few of those selected before.
@@ -23,13 +24,7 @@ from stages.data import conversations, nesting
 
 Messages = list[dict[str, Any]]
 SALT = b"sample_target"  # not fix_data's hash: the eval split consists of the rows whose hash there is small
-CONTENT = (
-    "messages",
-    "tools",
-    "tool_calls",
-    "reasoning",
-    "images",
-)  # of FIXED_SCHEMA: all but the row's id, source and verdict
+CONTENT = ("messages", "tools", "tool_calls", "reasoning", "images")  # of FIXED_SCHEMA: all but id, source and verdict
 
 
 @dataclass(frozen=True)
@@ -86,25 +81,22 @@ def select_requests(path: Path, max_requests: int | None) -> RequestSelection:
     Conversations are taken in the order of their content's hash; the last one may be cut after its first answers. So the
     selection depends neither on the order of files nor on a row's position.
     """
-    counts, digests, codes = [np.zeros(0, np.int32)], [np.zeros(0, np.uint64)], [np.zeros(0, np.int32)]
-    names: dict[str, int] = {}
-    roles = pl.element().struct.field("role") == "assistant"
+    has_answer = pl.element().struct.field("role") == "assistant"
+    count = pl.col("messages").list.eval(has_answer).list.sum().fill_null(0).cast(pl.Int32)
+    parts = [pl.DataFrame(schema={"source": pl.String, "available": pl.Int32, "digest": pl.UInt64})]
     for table in conversations.read_batches(path, conversations.FIXED_SCHEMA, "fix_data"):
-        counts.append(table["messages"].list.eval(roles).list.sum().fill_null(0).to_numpy().astype(np.int32))
-        codes.append(np.array([names.setdefault(name, len(names)) for name in table["source"]], np.int32))
-        if max_requests is not None:
-            digests.append(np.array([_hash_content(row) for row in table.select(CONTENT).iter_rows()], np.uint64))
-    available, source = np.concatenate(counts), np.concatenate(codes)
-    selected = available
+        is_limited = max_requests is not None
+        digests = [_hash_content(row) for row in table.select(CONTENT).iter_rows()] if is_limited else [0] * len(table)
+        parts.append(table.select("source", available=count, digest=pl.Series(digests, dtype=pl.UInt64)))
+    rows = pl.concat(parts)
+    available = selected = rows["available"].to_numpy()
     if max_requests is not None:
-        order = np.argsort(np.concatenate(digests), kind="stable")
+        order = np.argsort(rows["digest"].to_numpy(), kind="stable")
         before = np.cumsum(available[order]) - available[order]
         selected = np.zeros_like(available)
         selected[order] = np.clip(max_requests - before, 0, available[order])
-    asked = np.bincount(source, selected, len(names))
-    not_asked = np.bincount(source, available - selected, len(names))
-    sources = {n: SourceRequests(int(asked[code]), int(not_asked[code])) for n, code in sorted(names.items())}
-    return RequestSelection(selected, sources)
+    shares = rows.with_columns(asked=selected).group_by("source").agg(pl.sum("asked", "available")).sort("source")
+    return RequestSelection(selected, {n: SourceRequests(asked, most - asked) for n, asked, most in shares.iter_rows()})
 
 
 def _hash_content(content: tuple[Any, ...]) -> int:
@@ -129,15 +121,13 @@ def _list_requests(row: dict[str, Any], position: int) -> list[TargetRequest]:
     # fix_data does not check the content of `tools`
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         messages, tools, malformed = row["messages"], None, "malformed_tools"
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    found = []
-    for n, index in enumerate(answers):
-        has_image = any("image" in part for part in _get_content_parts(messages[index]))
-        reason = malformed or ("image_in_answer" if has_image else None)
-        source_row, verdict = row["source_row"], row["verdict"]
-        found.append(
-            TargetRequest(position + n, f"{row['id']}.{n}", messages, index, tools, source_row, verdict, reason)
-        )
+    found: list[TargetRequest] = []
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            has_image = any("image" in part for part in _get_content_parts(message))
+            reason, place, name = malformed or ("image_in_answer" if has_image else None), len(found), row["id"]
+            origin = row["source_row"], row["verdict"]
+            found.append(TargetRequest(position + place, f"{name}.{place}", messages, index, tools, *origin, reason))
     return found
 
 
@@ -153,8 +143,49 @@ def convert_to_openai(messages: Messages, build_url: Callable[[str], str]) -> Me
                 {"type": "image_url", "image_url": {"url": build_url(part["image"])}} if "image" in part else part
                 for part in parts
             ]
-        found.append({**message, **more} if more else message)
+        found.append(message | more if more else message)
     return found
+
+
+def build_chat_body(
+    request: TargetRequest,
+    history: Messages,
+    build_url: Callable[[str], str],
+    template_kwargs: dict[str, bool],
+    **sampling: float,
+) -> dict[str, Any]:
+    """Return the body of a chat completion for any server, without the model.
+
+    `history` is the conversation so far, and `sampling` has temperature, top_p, max_tokens and seed.
+    """
+    body: dict[str, Any] = {"messages": convert_to_openai(history, build_url), **sampling}
+    if request.tools:
+        body["tools"] = request.tools
+    if template_kwargs:
+        body["chat_template_kwargs"] = template_kwargs
+    return body
+
+
+def build_engine_options(
+    request: TargetRequest, temperature: float, max_new_tokens: int, eos: list[int], pad: int | None
+) -> dict[str, dict[str, Any]]:
+    """Return the fields added to a body per engine.
+
+    Only temperature and top_p shape the distribution: the model's generation defaults are overridden, as in
+    `target.generation`. `transformers serve` stays greedy at any temperature unless do_sample is set.
+    """
+    config = {
+        "do_sample": temperature > 0, "top_k": 0, "repetition_penalty": 1.0, "eos_token_id": eos,
+        "pad_token_id": eos[0] if pad is None else pad, "max_new_tokens": max_new_tokens,
+    }  # fmt: skip
+    plain = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    # For vLLM "none" leaves a call as text, as wanted here; for SGLang it removes the tools from the prompt.
+    as_text = {"tool_choice": "none"} if request.tools else {}
+    return {
+        "transformers": {"generation_config": json.dumps(config)},
+        "sglang": plain,
+        "vllm": {**plain, **as_text, "return_token_ids": True},
+    }
 
 
 def _get_content_parts(message: dict[str, Any]) -> list[dict[str, str]]:
@@ -182,14 +213,13 @@ def _build_messages(row: dict[str, Any]) -> Messages:
             more["reasoning_content"] = thought
         if calls_json:
             given = json.loads(calls_json)
-            more["tool_calls"] = [
-                _parse_tool_call(c, number + k) for k, c in enumerate([given] if isinstance(given, dict) else given)
-            ]
-            number += len(more["tool_calls"])
+            given = [given] if isinstance(given, dict) else given
+            more["tool_calls"] = [_parse_tool_call(call, number) for number, call in enumerate(given, number)]
+            number += len(given)
             waiting = [call["id"] for call in more["tool_calls"]]
         if message["role"] == "tool" and waiting:  # results come in the order of the calls
             more["tool_call_id"] = waiting.pop(0)
-        found.append({**message, **more} if more else message)
+        found.append(message | more if more else message)
     return found
 
 

@@ -1,7 +1,7 @@
 """Judge raw rows one at a time: parse, repair, keep or drop.
 
-A verdict depends on no other row, so chunks are judged in parallel processes. The kept rows of a chunk wait in an Arrow file;
-only digests, names and MinHash signatures stay in memory, for train_eval_split.py.
+A verdict depends on no other row, so chunks are judged in parallel processes. The kept rows of a chunk wait in an Arrow file,
+with the digests by which train_eval_split.py finds duplicates, and their MinHash signatures in a .npy file beside it.
 """
 
 import hashlib
@@ -18,13 +18,21 @@ import orjson
 import polars as pl
 
 from stages.data import chat_formats, conversations, images, near_duplicates, readers, toon
-from stages.data.chat_formats import DroppedRowError, Message
+from stages.data.chat_formats import Conversation, DroppedRowError, Message
 from stages.params.data_sections import FixData
 
 IMAGES_FOLDER = Path("data/fixed/images")  # copies of every kept image: later stages never read the user's own files
 WAITING_FOLDER = Path(".scratch/fix_data")
 WAITING_IMAGES_FOLDER = WAITING_FOLDER / "images"
 DIGEST_BYTES = 16  # at a billion rows, the chance of any collision is below 1e-20
+WAITING_SCHEMA = pl.Schema(
+    {
+        **conversations.FIXED_SCHEMA,  # `id` is not unique yet
+        "digest": pl.Binary,  # of the whole conversation
+        "opening_digest": pl.Binary,  # of system message and first question
+        "is_eval": pl.Boolean,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -44,30 +52,40 @@ class DroppedExample:
     found: str = ""  # start of the offending text, or of the row
 
 
+@dataclass(frozen=True)
+class KeptRow:
+    """A kept row on its way to the Arrow file: the conversation, and columns of WAITING_SCHEMA."""
+
+    conversation: Conversation
+    id: str
+    source_row: int
+    verdict: str
+    digest: bytes
+    opening_digest: bytes
+    is_eval: bool
+
+
 @dataclass
 class JudgedChunk:
-    """Verdicts on one chunk. The lists have one entry per kept row, in source order, as has the Arrow file."""
+    """Verdicts on one chunk. The kept rows are in `file`, in source order, as WAITING_SCHEMA."""
 
-    file: Path  # the kept rows, as FIXED_SCHEMA
-    source: str = ""
+    file: Path
     rows_in: int = 0
-    names: list[str] = field(default_factory=list)
-    verdicts: list[str] = field(default_factory=list)
-    source_rows: list[int] = field(default_factory=list)
-    digests: list[bytes] = field(default_factory=list)  # of the whole conversation
-    opening_digests: list[bytes] = field(default_factory=list)  # of system message and first question
-    is_eval: list[bool] = field(default_factory=list)
-    signatures: np.ndarray | None = None  # MinHash; None where near duplicates are not looked for
     formats: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
     first_dropped: dict[str, DroppedExample] = field(default_factory=dict)  # by reason
     examples: dict[str, RepairedAnswer] = field(default_factory=dict)  # by rule: the answer with the fewest other rules
 
+    @property
+    def signatures_file(self) -> Path:
+        """Return the file of the kept rows' MinHash signatures [rows, S]; missing where near duplicates are not looked for."""
+        return self.file.with_suffix(".npy")
+
 
 def judge_chunk(chunk: readers.RawChunk, params: FixData, file: Path, eval_source: str | None) -> JudgedChunk:
     """Judge each row of a chunk and write the kept ones to `file`. `eval_source` is the source of fix_data.eval_file."""
-    judged = JudgedChunk(file, source=chunk.source)
-    kept: list[chat_formats.Conversation] = []
+    judged = JudgedChunk(file)
+    kept: list[KeptRow] = []
     for source_row, row in readers.parse_chunk(chunk):
         judged.rows_in += 1
         try:
@@ -75,27 +93,34 @@ def judge_chunk(chunk: readers.RawChunk, params: FixData, file: Path, eval_sourc
                 raise DroppedRowError("nested_too_deep")
             conversation, repaired = judge_row(row, params, chunk, source_row, judged.formats)
         except DroppedRowError as error:
-            _count_dropped_row(judged, error, row, source_row)
+            reason = str(error)
+            judged.dropped[reason] += 1
+            if reason not in judged.first_dropped:
+                found = "" if row is None else readers.abbreviate_row(row if error.found is None else error.found)
+                judged.first_dropped[reason] = DroppedExample(f"{chunk.source}, row {source_row}", found)
             continue
-        kept.append(conversation)
-        _add_kept_row(judged, conversation, repaired)
-        judged.names.append(_name_row(row, source_row))
-        judged.source_rows.append(source_row)
+        for answer in repaired:
+            keep_plainest_examples(judged.examples, answer)
+        rules = dict.fromkeys(rule for answer in repaired for rule in answer.rules)
+        whole = hashlib.sha256(orjson.dumps([conversation.messages, conversation.list_extras()])).digest()
+        opening = hash_opening(conversation)
         if eval_source is None:
-            judged.is_eval.append(int.from_bytes(judged.opening_digests[-1][:8]) < params.eval_share * 2**64)
+            is_eval = int.from_bytes(opening[:8]) < params.eval_share * 2**64
         else:
-            within = params.eval_rows is None or source_row < params.eval_rows
-            judged.is_eval.append(chunk.source == eval_source and within)
+            is_eval = chunk.source == eval_source and (params.eval_rows is None or source_row < params.eval_rows)
+        verdict = f"repaired:{','.join(rules)}" if rules else "clean"
+        digests = whole[:DIGEST_BYTES], opening[:DIGEST_BYTES]
+        kept.append(KeptRow(conversation, _name_row(row, source_row), source_row, verdict, *digests, is_eval))
     if params.near_duplicate_threshold is not None:
-        texts = ["\n".join(message["content"] for message in one.messages) for one in kept]
-        judged.signatures = near_duplicates.compute_signatures(texts)
-    _build_table(kept, judged).write_ipc(file, compression="lz4")
+        texts = ["\n".join(message["content"] for message in one.conversation.messages) for one in kept]
+        np.save(judged.signatures_file, near_duplicates.compute_signatures(texts))
+    _build_table(kept, chunk.source).write_ipc(file, compression="lz4")
     return judged
 
 
 def judge_row(
     row: dict[str, Any], params: FixData, chunk: readers.RawChunk, source_row: int, formats: Counter[str]
-) -> tuple[chat_formats.Conversation, list[RepairedAnswer]]:
+) -> tuple[Conversation, list[RepairedAnswer]]:
     """Return (the conversation after repair, its repaired answers). Length limits apply after repair.
 
     Raises:
@@ -167,45 +192,21 @@ def keep_plainest_examples(examples: dict[str, RepairedAnswer], answer: Repaired
             examples[rule] = answer
 
 
-def hash_conversation(messages: list[Message], images: list[str] | None) -> bytes:
-    """Return SHA-256 of roles, contents and image paths, as json.dumps writes them.
-
-    The JSON is assembled by hand from the encoder of strings: every row passes here, and json.dumps takes longer.
-    """
-    parts = [f'["{m["role"]}", {encode_basestring_ascii(m["content"])}]' for m in messages]
-    if images:
-        parts.append(json.dumps(images))
-    return hashlib.sha256(f"[{', '.join(parts)}]".encode()).digest()
-
-
-def get_opening(messages: list[Message]) -> list[Message]:
-    """Return system message and first question, whose hash assigns the conversation to train or eval.
+def hash_opening(conversation: Conversation) -> bytes:
+    """Return SHA-256 of system message and first question, which assigns the conversation to train or eval.
 
     Every later prompt of a conversation starts with them, so no prompt of any turn is in both splits, even where answers
     or later turns differ. They depend on no other row, so adding rows moves none to the other split.
+
+    Hashed are roles, contents and image paths as json.dumps writes them, assembled by hand from the encoder of strings: every
+    row passes here, and json.dumps takes longer.
     """
-    return messages[:2] if messages[0]["role"] == "system" else messages[:1]
-
-
-def _add_kept_row(judged: JudgedChunk, conversation: chat_formats.Conversation, repaired: list[RepairedAnswer]) -> None:
-    rules = list(dict.fromkeys(rule for answer in repaired for rule in answer.rules))
-    for answer in repaired:
-        keep_plainest_examples(judged.examples, answer)
-    judged.verdicts.append(f"repaired:{','.join(rules)}" if rules else "clean")
-    whole = orjson.dumps([conversation.messages, conversation.list_extras()])
-    judged.digests.append(hashlib.sha256(whole).digest()[:DIGEST_BYTES])
-    opening = hash_conversation(get_opening(conversation.messages), conversation.images)
-    judged.opening_digests.append(opening[:DIGEST_BYTES])
-
-
-def _count_dropped_row(
-    judged: JudgedChunk, error: DroppedRowError, row: dict[str, Any] | None, source_row: int
-) -> None:
-    reason = str(error)
-    judged.dropped[reason] += 1
-    if reason not in judged.first_dropped:
-        found = "" if row is None else readers.abbreviate_row(row if error.found is None else error.found)
-        judged.first_dropped[reason] = DroppedExample(f"{judged.source}, row {source_row}", found)
+    messages = conversation.messages
+    opening = messages[:2] if messages[0]["role"] == "system" else messages[:1]
+    parts = [f'["{m["role"]}", {encode_basestring_ascii(m["content"])}]' for m in opening]
+    if conversation.images:
+        parts.append(json.dumps(conversation.images))
+    return hashlib.sha256(f"[{', '.join(parts)}]".encode()).digest()
 
 
 def _name_row(row: dict[str, Any], source_row: int) -> str:
@@ -215,26 +216,30 @@ def _name_row(row: dict[str, Any], source_row: int) -> str:
     return given if given and chat_formats.is_text(given) else f"line-{source_row}"
 
 
-def _build_table(kept: list[chat_formats.Conversation], judged: JudgedChunk) -> pl.DataFrame:
-    """Return the kept rows as FIXED_SCHEMA. Messages are built from flat columns: ten times as fast as row by row."""
+def _build_table(kept: list[KeptRow], source: str) -> pl.DataFrame:
+    """Return the kept rows as WAITING_SCHEMA. Messages are built from flat columns: ten times as fast as row by row."""
+    all_conversations = [one.conversation for one in kept]
     flat = pl.DataFrame(
         {
-            "row": [row for row, c in enumerate(kept) for _ in c.messages],
-            "role": [m["role"] for c in kept for m in c.messages],
-            "content": [m["content"] for c in kept for m in c.messages],
+            "row": [row for row, c in enumerate(all_conversations) for _ in c.messages],
+            "role": [m["role"] for c in all_conversations for m in c.messages],
+            "content": [m["content"] for c in all_conversations for m in c.messages],
         },
         schema={"row": pl.Int32, "role": pl.String, "content": pl.String},
     )
     messages = flat.group_by("row", maintain_order=True).agg(pl.struct("role", "content").alias("messages"))
     columns = {
-        "id": judged.names,
+        "id": [one.id for one in kept],
         "messages": messages["messages"],
-        "tools": [c.tools for c in kept],
-        "tool_calls": [c.tool_calls for c in kept],
-        "reasoning": [c.reasoning for c in kept],
-        "images": [c.images for c in kept],
-        "source": [judged.source] * len(kept),
-        "source_row": judged.source_rows,
-        "verdict": judged.verdicts,
+        "tools": [c.tools for c in all_conversations],
+        "tool_calls": [c.tool_calls for c in all_conversations],
+        "reasoning": [c.reasoning for c in all_conversations],
+        "images": [c.images for c in all_conversations],
+        "source": [source] * len(kept),
+        "source_row": [one.source_row for one in kept],
+        "verdict": [one.verdict for one in kept],
+        "digest": [one.digest for one in kept],
+        "opening_digest": [one.opening_digest for one in kept],
+        "is_eval": [one.is_eval for one in kept],
     }
-    return pl.DataFrame(columns, schema=conversations.FIXED_SCHEMA)
+    return pl.DataFrame(columns, schema=WAITING_SCHEMA)

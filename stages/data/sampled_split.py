@@ -23,21 +23,12 @@ class SampledSplit:
 
     name: str
     source: Path
-    choice: requests.RequestSelection
+    selection: requests.RequestSelection
     mixture: list[tuple[float, float]]  # (temperature, weight)
     shards: ParquetShardWriter
 
-    @property
-    def num_requests(self) -> int:
-        return self.choice.num_requests
-
-    @property
-    def num_unrequested(self) -> int:
-        """Requests beyond train_rows or eval_rows."""
-        return self.choice.num_unrequested
-
     def read_conversations(self) -> Iterator[list[TargetRequest]]:
-        return requests.read_requests(self.source, self.choice)
+        return requests.read_requests(self.source, self.selection)
 
     def read_unfinished_groups(self, by_conversation: bool) -> Iterator[list[TargetRequest]]:
         """Yield requests to be sampled in sequence: whole conversations, where later turns quote earlier answers."""
@@ -63,12 +54,12 @@ def count_rows(splits: list[SampledSplit]) -> dict[str, Any]:
         return {key.split("/")[1]: n for key, n in sorted(total.items()) if key.startswith(f"{kind}/")}
 
     return {
-        "rows_in": sum(split.num_requests for split in splits),
+        "rows_in": sum(split.selection.num_requests for split in splits),
         "rows_out": total["rows"],
         "dropped": select("dropped"),
-        "not_asked": {split.name: split.num_unrequested for split in splits},
+        "not_asked": {split.name: split.selection.num_unrequested for split in splits},
         "sources": {
-            split.name: {name: asdict(share) for name, share in split.choice.sources.items()} for split in splits
+            split.name: {name: asdict(share) for name, share in split.selection.sources.items()} for split in splits
         },
         "truncated": {split.name: split.shards.counts["truncated"] for split in splits},
         "tokens": {split.name: split.shards.counts["tokens"] for split in splits},
@@ -79,7 +70,6 @@ def count_rows(splits: list[SampledSplit]) -> dict[str, Any]:
 
 
 def make_seed(seed: int, request_id: str) -> int:
-    """Return the sampling seed of one request."""
     return _hash_to_number(f"{seed}:{request_id}") >> 1
 
 

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ _FIRST_CELL_PATTERNS = {
     "text": r".+",
     "int": r"[-−]?\d+",
     "date": _DATE_PATTERN,
-}  # of a row's first cell, by the first column's kind
+}  # of a row, by the first column's kind
 _TYPOGRAPHIC_CHARACTERS = set("“”−")  # a word processor's quotes and minus sign; no valid value contains them
 _HORIZON_PATTERN = re.compile(r"\b(\d+) (?:more )?days?\b")
 
@@ -65,6 +66,37 @@ WEATHER_SCHEMA = ToonSchema(
 
 
 @dataclass(frozen=True)
+class ExpectedDocument:
+    """A schema, and the number of rows that a question asks for."""
+
+    schema: ToonSchema
+    num_rows: int | None  # None where unknown, and then a wrong count can't be repaired
+
+    @cached_property
+    def key_pattern(self) -> re.Pattern[str]:
+        """Return the pattern of the start of a line that has a key of the schema, or the table's header."""
+        names = "|".join(re.escape(column.name) for column in self.schema.keys)
+        return re.compile(rf"\s*(?:(?:{names})\s*:|{re.escape(self.schema.table)}\s*[\[{{:])")
+
+    @cached_property
+    def header_pattern(self) -> re.Pattern[str]:
+        """Return the pattern of the table's header line in its parts, with any spacing, with or without count and colon."""
+        gap = r"[ \t]*"
+        bracket, fields = rf"(?P<bracket>{gap}\[[^\]\n]*\])?", rf"(?P<fields>{gap}\{{[^}}\n]*\}})"
+        name = rf"(?P<name>{gap}{re.escape(self.schema.table)})"
+        return re.compile(rf"^{name}{bracket}{fields}(?P<colon>{gap}:?){gap}$", re.MULTILINE)
+
+    def is_key(self, line: str) -> bool:
+        return self.key_pattern.match(line) is not None
+
+    def is_row(self, line: str) -> bool:
+        """Return whether a line starts like a row: a cell of the first column's kind, then a comma."""
+        first, comma, _ = line.strip().partition(",")
+        pattern = _FIRST_CELL_PATTERNS[self.schema.columns[0].kind]
+        return comma == "," and re.fullmatch(pattern, first) is not None and not self.is_key(line)
+
+
+@dataclass(frozen=True)
 class ToonRepair:
     """A judged answer."""
 
@@ -84,30 +116,32 @@ def repair_toon(
     """Return an answer as clean, repaired or dropped. A clean or repaired text is clean when judged again.
 
     Args:
-        expected_rows: rows that the question asks for; None where unknown, and then a wrong count can't be repaired.
+        expected_rows: rows that the question asks for; None where unknown.
         surrounding: whether to strip fences and prose around the table. With "keep" they are part of the answer and no
             defect.
     """
-    if find_toon_problem(text, expected_rows, schema) is None:
+    expected = ExpectedDocument(schema, expected_rows)
+    if _find_problem(text, expected) is None:
         return ToonRepair(text, "clean")
-    before, table, after = _split_document(text, schema)
-    if any(map(_is_broken_row, after)):
-        reason = "broken_row" if _build_header_pattern(schema).search(table) else "no_table"
-        return ToonRepair(text, f"dropped:{reason}")
+    before, table, after = _split_document(text, expected)
+    # A line after the table that starts with a number or indentation may be a row cut short, and is not prose.
+    if any(re.match(r"\s*[-−]?\d|\s+[^\s`]", line) for line in after):
+        return ToonRepair(text, f"dropped:{'broken_row' if expected.header_pattern.search(table) else 'no_table'}")
 
     applied = _name_surroundings(before + after) if surrounding == "strip" else []
-    problem = find_toon_problem(table, expected_rows, schema)
+    problem = _find_problem(table, expected)
     for name, rule in REPAIR_RULES.items():
         if problem is None:
             break
-        changed = rule(table, expected_rows, schema)
+        changed = rule(table, expected)
         if changed != table:
-            table, problem = changed, find_toon_problem(changed, expected_rows, schema)
+            table, problem = changed, _find_problem(changed, expected)
             applied.append(name)
 
     if problem is not None:
-        reason = _explain_undecodable(table, expected_rows, schema) if problem == "not_toon" else problem
-        return ToonRepair(text, f"dropped:{reason}")
+        return ToonRepair(
+            text, f"dropped:{_explain_undecodable(table, expected) if problem == 'not_toon' else problem}"
+        )
     if surrounding == "keep":
         if "json" in applied:  # the content of the fence is TOON now
             before = [line.replace("```json", "```toon") for line in before]
@@ -115,8 +149,9 @@ def repair_toon(
     return ToonRepair(table, f"repaired:{','.join(applied)}" if applied else "clean")
 
 
-def find_toon_problem(text: str, expected_rows: int | None, schema: ToonSchema) -> str | None:
+def _find_problem(text: str, expected: ExpectedDocument) -> str | None:
     """Return why `text` is not accepted, in one word; None where the strict decoder and the schema accept it."""
+    schema = expected.schema
     try:
         document = toon_format.loads(text)
     except toon_format.ToonDecodeError:
@@ -138,14 +173,12 @@ def find_toon_problem(text: str, expected_rows: int | None, schema: ToonSchema) 
         if any(row[low] > row[high] for row in rows):
             return "wrong_order"
     dates = [dt.date.fromisoformat(row[schema.date_column]) for row in rows] if schema.date_column else []
-    if not _has_consecutive_days(dates):
+    if any((later - day).days != 1 for day, later in pairwise(dates)):
         return "dates_jump"
-    if expected_rows is not None and len(rows) != expected_rows:  # the decoder has compared the rows with their header
+    if expected.num_rows not in (None, len(rows)):  # the decoder has compared the rows with their header
         return "row_count"
     # These decode too, but decoders before spec 4 differ on comments, and a draft should not learn carriage returns.
-    if "\r" in text or re.search(r"^[ \t]*#", text, re.MULTILINE):
-        return "untidy"
-    return None
+    return "untidy" if "\r" in text or re.search(r"^[ \t]*#", text, re.MULTILINE) else None
 
 
 def _is_valid_value(column: ToonColumn, value: Any) -> bool:
@@ -155,57 +188,32 @@ def _is_valid_value(column: ToonColumn, value: Any) -> bool:
         return type(value) is int and (low is None or value >= low) and (high is None or value <= high)
     if type(value) is not str or _TYPOGRAPHIC_CHARACTERS & set(value):
         return False
-    if column.kind == "date":
-        return re.fullmatch(_DATE_PATTERN, value) is not None and _is_date(value)
-    return value in column.choices if column.choices else value != ""
-
-
-def _is_date(value: str) -> bool:
+    if column.kind == "text":
+        return value in column.choices if column.choices else value != ""
     try:
         dt.date.fromisoformat(value)
     except ValueError:
         return False
-    return True
-
-
-def _has_consecutive_days(dates: list[dt.date]) -> bool:
-    return all((later - day).days == 1 for day, later in pairwise(dates))
+    return re.fullmatch(_DATE_PATTERN, value) is not None
 
 
 # --- locate the table ------------------------------------------------------------------------------------------------
 
 
-def _split_document(text: str, schema: ToonSchema) -> tuple[list[str], str, list[str]]:
+def _split_document(text: str, expected: ExpectedDocument) -> tuple[list[str], str, list[str]]:
     """Return (lines before the document, the document, lines after it).
 
     The document extends from the first to the last line that is a key of the schema, the table's header or a row. Other
     lines in between belong to it, so that they lead to a drop and not to a guess.
     """
     lines = text.split("\n")
-    inside = [i for i, line in enumerate(lines) if _is_key(line, schema) or _is_row(line, schema)]
+    inside = [i for i, line in enumerate(lines) if expected.is_key(line) or expected.is_row(line)]
     if not inside:  # JSON instead of TOON: from the first opening brace to the last closing one
         opens = [i for i, line in enumerate(lines) if line.lstrip().startswith("{")]
         closes = [i for i, line in enumerate(lines) if line.rstrip().endswith("}")]
         inside = [opens[0], closes[-1]] if opens and closes and opens[0] <= closes[-1] else [0, len(lines) - 1]
     first, last = inside[0], inside[-1]
     return lines[:first], "\n".join(lines[first : last + 1]), lines[last + 1 :]
-
-
-def _is_key(line: str, schema: ToonSchema) -> bool:
-    names = "|".join(re.escape(column.name) for column in schema.keys)
-    return re.match(rf"\s*(?:(?:{names})\s*:|{re.escape(schema.table)}\s*[\[{{:])", line) is not None
-
-
-def _is_row(line: str, schema: ToonSchema) -> bool:
-    """Return whether a line starts like a row: a cell of the first column's kind, then a comma."""
-    first, comma, _ = line.strip().partition(",")
-    pattern = _FIRST_CELL_PATTERNS[schema.columns[0].kind]
-    return comma == "," and re.fullmatch(pattern, first) is not None and not _is_key(line, schema)
-
-
-def _is_broken_row(line: str) -> bool:
-    """Return whether a line after the table may be a row cut short, by a number or indentation at its start, and not prose."""
-    return re.match(r"\s*[-−]?\d|\s+[^\s`]", line) is not None
 
 
 def _name_surroundings(around: list[str]) -> list[str]:
@@ -216,23 +224,23 @@ def _name_surroundings(around: list[str]) -> list[str]:
     return ["fence"] * fence + ["prose"] * prose + ["blank_line"] * blank
 
 
-def _explain_undecodable(table: str, expected_rows: int | None, schema: ToonSchema) -> str:
+def _explain_undecodable(table: str, expected: ExpectedDocument) -> str:
     """Return why a table that no rule could repair does not decode; the most specific reason wins."""
-    headers = len(_build_header_pattern(schema).findall(table))
-    rows = [line for line in table.split("\n") if _is_row(line, schema)]
+    headers = len(expected.header_pattern.findall(table))
+    rows = [line for line in table.split("\n") if expected.is_row(line)]
     if headers != 1 or not rows:
         return "repeated_table" if headers > 1 else "no_table"
-    if any(line.count(",") + 1 != len(schema.columns) for line in rows):
+    if any(line.count(",") + 1 != len(expected.schema.columns) for line in rows):
         return "row_width"
-    if expected_rows is None:
+    if expected.num_rows is None:
         return "count_unsure"
-    return "row_count" if len(rows) != expected_rows else "not_toon"
+    return "row_count" if len(rows) != expected.num_rows else "not_toon"
 
 
 # --- repair rules: each returns the document with one kind of defect repaired, or unchanged --------------------------
 
 
-def _convert_json(table: str, expected_rows: int | None, schema: ToonSchema) -> str:
+def _convert_json(table: str) -> str:
     """Convert JSON with the same data to TOON; leave JSON with a duplicate key, which has two readings."""
 
     def refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -248,93 +256,70 @@ def _convert_json(table: str, expected_rows: int | None, schema: ToonSchema) -> 
         return table
 
 
-def _unify_line_ends(table: str, expected_rows: int | None, schema: ToonSchema) -> str:
-    return table.replace("\r\n", "\n").removesuffix("\r")
+def _keep_lines(table: str, is_kept: Callable[[str], object]) -> str:
+    return "\n".join(line for line in table.split("\n") if is_kept(line))
 
 
-def _remove_comments(table: str, expected_rows: int | None, schema: ToonSchema) -> str:
-    """Remove comments: no data by the spec, and a broken key to older decoders."""
-    return "\n".join(line for line in table.split("\n") if not line.lstrip().startswith("#"))
-
-
-def _remove_blank_lines(table: str, expected_rows: int | None, schema: ToonSchema) -> str:
-    return "\n".join(line for line in table.split("\n") if line.strip())
-
-
-def _remove_header_spaces(table: str, expected_rows: int | None, schema: ToonSchema) -> str:
+def _remove_header_spaces(table: str, expected: ExpectedDocument) -> str:
     """Rewrite `days [3] {date,low} :` as `days[3]{date,low}:`."""
-    return _build_header_pattern(schema).sub(
+    return expected.header_pattern.sub(
         lambda m: m["name"] + (m["bracket"] or "").strip() + m["fields"].strip() + m["colon"].strip(), table
     )
 
 
-def _convert_old_dialect(table: str, expected_rows: int | None, schema: ToonSchema) -> str:
+def _convert_old_dialect(table: str, expected: ExpectedDocument) -> str:
     """Rewrite `[#3]` (before spec 2) and `[3,]` as `[3]`."""
-    return _build_header_pattern(schema).sub(
+    return expected.header_pattern.sub(
         lambda m: m["name"] + re.sub(r"\[[ #]*(\d+)[ ,]*\]", r"[\1]", m["bracket"] or "") + m["fields"] + m["colon"],
         table,
     )
 
 
-def _add_header_colon(table: str, expected_rows: int | None, schema: ToonSchema) -> str:
-    return _build_header_pattern(schema).sub(lambda m: m[0].rstrip() if m["colon"] else m[0].rstrip() + ":", table)
+def _add_header_colon(table: str, expected: ExpectedDocument) -> str:
+    return expected.header_pattern.sub(lambda m: m[0].rstrip() + ("" if m["colon"] else ":"), table)
 
 
-def _correct_indent(table: str, expected_rows: int | None, schema: ToonSchema) -> str:
+def _correct_indent(line: str, expected: ExpectedDocument) -> str:
     """Indent keys by nothing and rows by two spaces: with a single table, depth follows from the kind of line."""
-
-    def indent(line: str) -> str:
-        if _is_key(line, schema):
-            return line.strip()
-        return "  " + line.strip() if _is_row(line, schema) else line
-
-    return "\n".join(map(indent, table.split("\n")))
+    if expected.is_key(line):
+        return line.strip()
+    return "  " + line.strip() if expected.is_row(line) else line
 
 
-def _remove_trailing_commas(table: str, expected_rows: int | None, schema: ToonSchema) -> str:
+def _remove_trailing_comma(line: str, expected: ExpectedDocument) -> str:
     """Remove an empty cell past the last column; anything else there might be data."""
-
-    def cut(line: str) -> str:
-        excess = _is_row(line, schema) and line.count(",") == len(schema.columns)
-        return line.rstrip().removesuffix(",") if excess else line
-
-    return "\n".join(map(cut, table.split("\n")))
+    excess = expected.is_row(line) and line.count(",") == len(expected.schema.columns)
+    return line.rstrip().removesuffix(",") if excess else line
 
 
-def _replace_typography(table: str, expected_rows: int | None, schema: ToonSchema) -> str:
+def _replace_typography(table: str) -> str:
     """Replace the minus sign U+2212 by a hyphen, and remove curly quotes around a whole value."""
     unquoted = re.sub(r"(^|[:,])([ \t]*)“([^“”\n]*)”[ \t]*(?=,|$)", r"\1\2\3", table, flags=re.MULTILINE)
     return unquoted.replace("−", "-")
 
 
-def _correct_row_count(table: str, expected_rows: int | None, schema: ToonSchema) -> str:
+def _correct_row_count(table: str, expected: ExpectedDocument) -> str:
     """Correct a wrong, missing or literal `[N]`, only if the number of rows is as expected: otherwise either could be wrong."""
-    rows = sum(_is_row(line, schema) for line in table.split("\n"))
-    if expected_rows is None or rows != expected_rows:
+    rows = sum(map(expected.is_row, table.split("\n")))
+    if rows != expected.num_rows:
         return table
-    return _build_header_pattern(schema).sub(lambda m: f"{m['name']}[{rows}]{m['fields']}{m['colon']}", table)
-
-
-def _build_header_pattern(schema: ToonSchema) -> re.Pattern[str]:
-    """Return the pattern of the table's header line in its parts, with any spacing, with or without count and colon."""
-    gap, name = r"[ \t]*", re.escape(schema.table)
-    return re.compile(
-        rf"^(?P<name>{gap}{name})(?P<bracket>{gap}\[[^\]\n]*\])?(?P<fields>{gap}\{{[^}}\n]*\}})(?P<colon>{gap}:?){gap}$",
-        re.MULTILINE,
-    )
+    return expected.header_pattern.sub(lambda m: f"{m['name']}[{rows}]{m['fields']}{m['colon']}", table)
 
 
 # Applied in this order until the table is accepted. `fence` and `prose` precede them: see `_name_surroundings`.
-REPAIR_RULES: dict[str, Callable[[str, int | None, ToonSchema], str]] = {
-    "json": _convert_json,
-    "line_ends": _unify_line_ends,
-    "comment": _remove_comments,
-    "blank_line": _remove_blank_lines,
+REPAIR_RULES: dict[str, Callable[[str, ExpectedDocument], str]] = {
+    "json": lambda table, _: _convert_json(table),
+    "line_ends": lambda table, _: table.replace("\r\n", "\n").removesuffix("\r"),
+    # Comments are no data by the spec, and a broken key to older decoders.
+    "comment": lambda table, _: _keep_lines(table, lambda line: not line.lstrip().startswith("#")),
+    "blank_line": lambda table, _: _keep_lines(table, str.strip),
     "header_space": _remove_header_spaces,
     "old_dialect": _convert_old_dialect,
     "header_colon": _add_header_colon,
-    "indent": _correct_indent,
-    "trailing_comma": _remove_trailing_commas,
-    "typography": _replace_typography,
+    "indent": lambda table, expected: "\n".join(_correct_indent(line, expected) for line in table.split("\n")),
+    "trailing_comma": lambda table, expected: "\n".join(
+        _remove_trailing_comma(line, expected) for line in table.split("\n")
+    ),
+    "typography": lambda table, _: _replace_typography(table),
     "count": _correct_row_count,
 }

@@ -12,9 +12,7 @@ PROMPTS_SCHEMA = pl.Schema(
     {
         "id": pl.String,  # unique among the measured prompts
         "prompt_ids": pl.List(pl.Int32),  # of the first turn, through the chat template; image tokens expanded
-        "messages": pl.List(
-            pl.Struct({"role": pl.String, "content": pl.String})
-        ),  # of the first turn; published sets only
+        "messages": pl.List(pl.Struct({"role": pl.String, "content": pl.String})),  # first turn; published sets only
         "later": pl.List(pl.String),  # the user's message in each later turn; null without any
         "images": pl.List(pl.String),  # paths, in the prompt's order; null without images
         "length_share": pl.Float64,  # of the workload's max_new_tokens; drawn for random lengths, else 1
@@ -56,6 +54,11 @@ def read_prompts(workload: str) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Return (prompts to measure, prompts of the warm-up) as PROMPTS_SCHEMA. Raise ValueError where the file is missing."""
     rows = conversations.read_table(locate_prompts(workload), PROMPTS_SCHEMA, f"prepare_prompts@{workload}", None)
     return rows.filter(~pl.col("warmup")), rows.filter("warmup")
+
+
+def list_rows(prompts: pl.DataFrame) -> list[PromptRow]:
+    """Return the rows of a PROMPTS_SCHEMA frame."""
+    return [PromptRow(**row) for row in prompts.drop("warmup").iter_rows(named=True)]
 
 
 def check_references(workload: str, rows: pl.DataFrame) -> None:

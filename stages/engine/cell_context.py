@@ -6,10 +6,9 @@ from typing import Any
 import polars as pl
 import torch
 
-from stages.draft import checkpoint
-from stages.draft.eagle3 import Eagle3Draft
-from stages.engine import sampling
-from stages.engine.batch_decode import BatchEngine
+from stages.draft.loading import load_draft
+from stages.engine import memory_estimate, sampling
+from stages.engine.decode import Engine
 from stages.engine.device_placement import place_model
 from stages.engine.memory_estimate import MemoryEstimate
 from stages.engine.sampling import SamplingParams
@@ -29,7 +28,7 @@ class TorchCellContext:
     workload: Workload
     tree: TreeShape
     ranks: distributed.RankContext
-    engine: BatchEngine
+    engine: Engine
     images: dict[str, ImagePatches | None]  # by prompt id
     tokenizer: Any  # None if no text is needed
     prompts: pl.DataFrame  # workload_prompts.PROMPTS_SCHEMA
@@ -45,10 +44,6 @@ class TorchCellContext:
         """Return the limit of a workload that is decoded prompt by prompt."""
         assert isinstance(self.workload.max_new_tokens, int), "params.Workload.is_sequential checks it"
         return self.workload.max_new_tokens
-
-    @property
-    def tree_tuple(self) -> tuple[int, int, int]:
-        return self.tree.num_steps, self.tree.topk, self.tree.num_draft_tokens
 
 
 def build_context(
@@ -72,7 +67,7 @@ def build_context(
 
 def _build_engine(
     params: schema.Params, workload: Workload, checkpoint_name: str, ranks: distributed.RankContext
-) -> BatchEngine:
+) -> Engine:
     target, settings = manifest.read_manifest(), params.benchmark
     first = torch.device(ranks.device).index or 0
     # The process's own GPU is the first.
@@ -83,12 +78,9 @@ def _build_engine(
     model = loading.load_target(folder, None, params.target.dtype, load_device, params.target.trust_remote_code)
     if not on_one_device:
         place_model(model, gpus, settings.max_gpu_memory)
-    config, tensors = checkpoint.read_draft(
-        checkpoint.locate_checkpoint(checkpoint_name), params.get_making_stage(checkpoint_name)
-    )
-    draft = Eagle3Draft.from_checkpoint(config, tensors).to(ranks.device, model.dtype).requires_grad_(False)
+    draft, _ = load_draft(params, checkpoint_name, ranks.device, model.dtype)
     end_tokens = [] if workload.ignore_eos else target.eos_token_ids
-    return BatchEngine(model, end_tokens, target.feature_layers, draft, settings.tree_scoring)
+    return Engine(model, end_tokens, target.feature_layers, draft, settings.tree_scoring)
 
 
 def _load_needed_tokenizer(params: schema.Params, workload: Workload, prompts: pl.DataFrame) -> Any:
@@ -106,7 +98,7 @@ def estimate_memory(work: TorchCellContext) -> MemoryEstimate:
     loads, prompts, world = work.workload.list_loads(), len(work.prompts), work.ranks.world
     slots = max(-(-min(cap or prompts, prompts) // world) for _, cap in loads)  # of a process
     tokens = work.longest_prompt + max(length for length, _ in loads)
-    return work.engine.estimate_memory(tokens, slots, work.tree_tuple, work.workload.temperature > 0)
+    return memory_estimate.estimate_memory(work.engine, tokens, slots, work.tree, work.workload.temperature > 0)
 
 
 def make_sampling_params(work: TorchCellContext, prompt_id: str, repeat: int, turn: int) -> SamplingParams | None:

@@ -2,7 +2,7 @@
 
 Rows are written and moved at indices given as tensors; rows that no mask admits may hold any finite value.
 
-Letters: M tokens of a pass, L layers, G key-value heads, E head width, R rows to move, B slots in use.
+Letters: B slots in use, M tokens of each in a pass, L layers, G key-value heads, E head width, R rows to move.
 """
 
 from collections import Counter
@@ -32,22 +32,24 @@ class _KVCacheLayer(CacheLayerMixin):
         """Do nothing: keys and values exist from the start."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args, **_kwargs) -> tuple[Tensor, Tensor]:
-        """Write [1, G, M, E] each at the bound rows -> keys and values visible to the pass, [1, G, visible_length, E] each."""
-        owner, count = self.owner, key_states.shape[2]
+        """Write [B, G, M, E] each at the bound rows -> keys and values visible to the pass, [B, G, visible_length, E] each."""
+        return self._write(self.keys, key_states), self._write(self.values, value_states)
+
+    def _write(self, kept: Tensor, new: Tensor) -> Tensor:
+        """kept [1, G, num_slots * capacity, E], new [B, G, M, E]"""
+        owner, stop = self.owner, self.owner.visible_length
         if owner.writes_tail:
-            start, stop = owner.visible_length - count, owner.visible_length
-            self.keys[:, :, start:stop], self.values[:, :, start:stop] = key_states, value_states
-        else:
-            rows = owner.write_positions.to(self.keys.device)
-            self.keys.index_copy_(2, rows, key_states)
-            self.values.index_copy_(2, rows, value_states)
-        return self.keys.narrow(2, 0, owner.visible_length), self.values.narrow(2, 0, owner.visible_length)
+            kept[:, :, stop - new.shape[2] : stop] = new
+            return kept.narrow(2, 0, stop)
+        kept[0].index_copy_(1, owner.write_positions.to(kept.device), new.transpose(0, 1).flatten(1, 2))
+        by_slot = kept[0].unflatten(1, (owner.num_slots, owner.capacity)).transpose(0, 1)
+        return by_slot[: len(new), :, :stop]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.owner.visible_length, 0
 
     def get_seq_length(self) -> int:
-        return self.owner.visible_length - len(self.owner.write_positions)
+        return self.owner.visible_length - self.owner.num_new
 
     def get_max_length(self) -> int:
         return self.owner.capacity
@@ -56,12 +58,11 @@ class _KVCacheLayer(CacheLayerMixin):
 
 
 class KVCache:
-    """`capacity` tokens in every layer. Layers of one shape share a tensor, so that they are moved together.
+    """`num_slots` prompts of at most `capacity` tokens each, in every layer: slot b starts at row b * capacity.
 
-    With `writes_tail` a pass writes the last rows that it sees: a slice, which takes half the time of index_copy_ on a CPU.
+    Layers of one shape share a tensor, so that they are moved together. With `writes_tail` a pass over the only slot writes
+    the last rows that it sees: a slice, which takes half the time of index_copy_ on a CPU.
     """
-
-    layer: type["_KVCacheLayer"] = _KVCacheLayer
 
     def __init__(
         self,
@@ -69,22 +70,30 @@ class KVCache:
         capacity: int,
         dtype: torch.dtype,
         device: torch.device,
+        num_slots: int = 1,
         writes_tail: bool = False,
         tensors: dict[KVShape, Tensor] | None = None,
     ):
         """Allocate, or use `tensors` by shape."""
-        self.capacity, self.visible_length, self.writes_tail = capacity, 0, writes_tail
-        self.write_positions = torch.zeros(0, dtype=torch.int64, device=device)  # [M] rows that this pass writes
-        count = Counter(shape for both in shapes for shape in both)
-        self.tensors = tensors or {  # [n, G, capacity, E]; zeros, because a masked NaN would still spread
-            (g, e, on): torch.zeros(n, g, capacity, e, dtype=dtype, device=on) for (g, e, on), n in count.items()
+        self.shapes, self.capacity, self.dtype, self.device = shapes, capacity, dtype, device
+        self.num_slots, self.writes_tail, self.visible_length, self.num_new = num_slots, writes_tail, 0, 0
+        self.write_positions = torch.zeros(0, dtype=torch.int64, device=device)  # [B * M] rows that this pass writes
+        rows, count = num_slots * capacity, Counter(shape for both in shapes for shape in both)
+        self.tensors = tensors or {  # [n, G, num_slots * capacity, E]; zeros, because a masked NaN would still spread
+            (g, e, on): torch.zeros(n, g, rows, e, dtype=dtype, device=on) for (g, e, on), n in count.items()
         }
         rest = {shape: iter(tensor.split(1)) for shape, tensor in self.tensors.items()}
-        self.layers = [self.layer(self, next(rest[key]), next(rest[value])) for key, value in shapes]
+        self.layers = [_KVCacheLayer(self, next(rest[key]), next(rest[value])) for key, value in shapes]
+
+    def view_slot(self, index: int, writes_tail: bool) -> "KVCache":
+        """Return one slot as a cache that shares memory with this one."""
+        first = index * self.capacity
+        tensors = {shape: tensor.narrow(2, first, self.capacity) for shape, tensor in self.tensors.items()}
+        return KVCache(self.shapes, self.capacity, self.dtype, self.device, 1, writes_tail, tensors)
 
     def bind(self, rows: Tensor, visible_length: int) -> Cache:
-        """Return the cache for one pass, which writes rows [M] and sees the first `visible_length` rows."""
-        self.write_positions, self.visible_length = rows, visible_length
+        """Return the cache for one pass, which writes rows [B, M] and sees the first `visible_length` rows of each slot."""
+        self.write_positions, self.num_new, self.visible_length = rows.flatten(), rows.shape[-1], visible_length
         return Cache(layers=self.layers)
 
     def move_rows(self, source: Tensor, target: Tensor) -> None:
@@ -96,55 +105,6 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
-
-
-class _SlottedKVCacheLayer(_KVCacheLayer):
-    """One layer of a `SlottedKVCache`."""
-
-    owner: "SlottedKVCache"
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_args, **_kwargs) -> tuple[Tensor, Tensor]:
-        """Write [B, G, M, E] each at the bound rows -> keys and values visible to the pass, [B, G, visible_length, E] each."""
-        return self._write(self.keys, key_states), self._write(self.values, value_states)
-
-    def _write(self, kept: Tensor, new: Tensor) -> Tensor:
-        """kept [1, G, num_slots * slot_capacity, E], new [B, G, M, E]"""
-        owner = self.owner
-        kept[0].index_copy_(1, owner.write_positions.to(kept.device), new.transpose(0, 1).flatten(1, 2))
-        by_slot = kept[0].unflatten(1, (owner.num_slots, owner.slot_capacity)).transpose(0, 1)
-        return by_slot[: len(new), :, : owner.visible_length]
-
-    def get_seq_length(self) -> int:
-        return self.owner.visible_length
-
-    def get_max_length(self) -> int:
-        return self.owner.slot_capacity
-
-    get_max_cache_shape = get_max_length
-
-
-class SlottedKVCache(KVCache):
-    """`num_slots` prompts, one after another in each tensor: slot b starts at row b * slot_capacity."""
-
-    layer = _SlottedKVCacheLayer
-
-    def __init__(
-        self,
-        shapes: list[tuple[KVShape, KVShape]],
-        num_slots: int,
-        slot_capacity: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ):
-        self.shapes, self.num_slots, self.slot_capacity, self.dtype = shapes, num_slots, slot_capacity, dtype
-        super().__init__(shapes, num_slots * slot_capacity, dtype, device)
-
-    def view_slot(self, index: int, writes_tail: bool) -> KVCache:
-        """Return one slot as a cache that shares memory with this one."""
-        first = index * self.slot_capacity
-        tensors = {shape: tensor.narrow(2, first, self.slot_capacity) for shape, tensor in self.tensors.items()}
-        device = self.write_positions.device
-        return KVCache(self.shapes, self.slot_capacity, self.dtype, device, writes_tail, tensors)
 
 
 def count_kv_bytes(shapes: list[tuple[KVShape, KVShape]], tokens: int, dtype: torch.dtype) -> int:

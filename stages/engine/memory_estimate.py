@@ -13,6 +13,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from stages.draft.eagle3 import Eagle3Draft
+from stages.engine.decode import Engine
+from stages.engine.decode_state import round_up_capacity
+from stages.params.tree_shape import TreeShape
 
 GIB = 2**30
 CUBLAS_WORKSPACE = 2 * (32 << 20)  # of two streams
@@ -52,27 +55,45 @@ def count_weight_bytes(module: nn.Module | None) -> int:
     return 0 if module is None else sum(tensor.nbytes for tensor in [*module.parameters(), *module.buffers()])
 
 
-def estimate_activation_bytes(
+def estimate_memory(
+    engine: Engine, tokens: int, num_slots: int, tree: TreeShape | None, samples: bool = False
+) -> MemoryEstimate:
+    """Return the memory for `num_slots` prompts of at most `tokens` with their answers; `samples`: above temperature 0.
+
+    Raises ValueError for a length or a tree that can't be decoded at all.
+    """
+    engine.slots.check_length(tokens)
+    spare = engine.count_spare_rows(engine.get_tree_method(tree) if tree else None)
+    cache_tokens = num_slots * round_up_capacity(tokens + spare)
+    return MemoryEstimate(
+        count_weight_bytes(engine.model),
+        count_weight_bytes(engine.draft),
+        engine.slots.count_cache_bytes(cache_tokens),
+        cache_tokens,
+        _estimate_activation_bytes(engine.model, engine.draft, tokens, num_slots, tree, samples),
+    )
+
+
+def _estimate_activation_bytes(
     model: PreTrainedModel,
     draft: Eagle3Draft | None,
     tokens: int,
     num_slots: int,
-    tree: tuple[int, int, int] | None,
+    tree: TreeShape | None,
     samples: bool,
 ) -> int:
     """Return the activations of a prompt's prefill or of a pass over `num_slots` prompts, whichever are more."""
     each, config = model.dtype.itemsize, model.config.get_text_config()
     vocabulary, hidden = model.get_input_embeddings().weight.shape
-    _, topk, num_draft_tokens = tree or (0, 0, 1)
     wide = max(getattr(config, "intermediate_size", 0), compute_routed_width(config))
     prefill = tokens * each * (3 * wide + 6 * hidden)  # [T, I] three times, streams, queries, keys, values
     prefill += tokens * tokens * (1 + each)  # the mask as bool and as additive bias
     if tree is not None:
         prefill += tokens * each * 12 * hidden  # [T, 3H] in parts and joined; the draft's fused input
-    nodes = num_slots * num_draft_tokens
+    nodes = num_slots * (tree.num_draft_tokens if tree else 1)
     cycle = nodes * (each * (3 * wide + 9 * hidden) + vocabulary * (each + (40 if samples else 0)))
     if draft is not None and tree is not None:
-        cycle += num_slots * topk * draft.config.draft_vocab_size * (each + 24)  # float32, sort keys, their sort
+        cycle += num_slots * tree.topk * draft.config.draft_vocab_size * (each + 24)  # float32, sort keys, their sort
     fixed = CUBLAS_WORKSPACE + MATMUL_TIMING_WORKSPACE if model.device.type == "cuda" else 0
     return max(prefill, cycle) + fixed
 

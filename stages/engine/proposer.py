@@ -1,52 +1,58 @@
-"""The interface of methods that propose trees in place of the engine's own draft (stages/methods).
+"""The interface of methods that propose trees: the engine's own draft (engine/eagle3_proposer.py) and stages/methods.
 
-Letters: M num_draft_tokens.
+Letters: B prompts decoded together, M num_draft_tokens.
 """
 
-from typing import Protocol
+from collections.abc import Sequence
 
 from torch import Tensor
 
-from stages.engine.decode_state import DecodeState, PrefillOutput, VerifyOutput
+from stages.engine.decode_state import CacheSlots, DecodeState, PrefillOutput, VerifyOutput
 from stages.trees.draft_tree import DraftTree
 
 
-class Proposer(Protocol):
-    """Proposes the tree of each cycle, for one prompt at a time.
+class Proposer:
+    """Proposes the trees of each cycle; those of stages/methods for one prompt at a time.
 
     `prepare` runs on the host. `propose` and `update` are captured in a CUDA graph, so they use tensors of fixed shapes,
-    and every tensor that they change is in `graph_tensors`.
+    and every tensor that they change besides the state and the slots' caches is in `graph_tensors`.
     """
 
-    graph_tensors: list[Tensor]
+    graph_tensors: Sequence[Tensor] = ()
+    feature_layers: Sequence[int] = ()  # layers of the target whose inputs become prefill.features and state.features
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes kept between cycles."""
-        ...
-
-    def start(self, prompt: list[int], prefill: PrefillOutput, state: DecodeState) -> None:
-        """Begin a prompt: it is in the cache, and state.next_tokens[0] is the answer's first token."""
+    def start(self, slot: CacheSlots, prompt: list[int], prefill: PrefillOutput, state: DecodeState) -> None:
+        """Begin a prompt: it is in the slot's cache, and state.next_tokens[0, 0] is the answer's first token."""
+        raise NotImplementedError
 
     def prepare(self, state: DecodeState) -> None:
         """Do the host's work before each cycle."""
 
-    def propose(self, state: DecodeState, visible_length: int) -> tuple[DraftTree, Tensor]:
-        """Return a tree and its tokens [M], the root's first; only `visible_length` cache rows may be read."""
-        ...
+    def propose(self, slots: CacheSlots, state: DecodeState, visible_length: int) -> tuple[DraftTree, Tensor]:
+        """Return trees and their tokens [B, M], the roots' first; only `visible_length` rows of a slot may be read."""
+        raise NotImplementedError
 
     def update(self, state: DecodeState, output: VerifyOutput) -> None:
         """Take over the result of a cycle; `state` is already advanced."""
 
+    def count_state_bytes(self, slots: CacheSlots) -> int:
+        """Return the bytes kept between cycles."""
+        raise NotImplementedError
 
-class DraftingMethod(Protocol):
+
+class DraftingMethod:
     """A way to propose trees."""
 
     num_steps: int  # the depth of its trees
     num_draft_tokens: int  # M
-    weight_bytes: int  # without the target's
-    num_parameters: int  # trained
+    weight_bytes: int = 0  # without the target's
+    num_parameters: int = 0  # trained
+
+    @property
+    def num_scratch_rows(self) -> int:
+        """Return how many cache rows behind the verified ones a cycle may write."""
+        return max(self.num_steps + 1, self.num_draft_tokens)
 
     def build_proposer(self, capacity: int) -> Proposer:
-        """Return a proposer for a slot of `capacity` tokens."""
-        ...
+        """Return a proposer for slots of `capacity` tokens."""
+        raise NotImplementedError

@@ -5,6 +5,7 @@ Letters: R path length (num_steps + 1), H hidden.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,18 +13,18 @@ from transformers import PreTrainedModel
 
 from stages.draft.eagle3 import Eagle3Draft
 from stages.engine.cuda_graphs import AsyncReadback, CudaGraphRunner, measure_free_memory
-from stages.engine.decode_state import CacheSlot, DecodeState, round_up_capacity
+from stages.engine.decode_state import CacheSlots, DecodeState, round_up_capacity
 from stages.engine.kv_cache import KVCache, count_kv_bytes, probe_kv_shapes, read_sliding_window
 
 
 class SlotPool:
-    """Slots for one prompt each. Raises ValueError for a target that has layers without keys and values."""
+    """Slots for one prompt or several. Raises ValueError for a target that has layers without keys and values."""
 
     def __init__(self, model: PreTrainedModel, draft: Eagle3Draft | None):
         self.model, self.draft, self.device = model, draft, model.device
         self.embedding = model.get_input_embeddings().weight  # [V, H]
         self.sliding_window = read_sliding_window(model)
-        self.kv_shapes, self.idle = probe_kv_shapes(model), list[CacheSlot]()
+        self.kv_shapes, self.idle = probe_kv_shapes(model), list[CacheSlots]()
         self.reserved_length = 0  # tokens of the longest prompt and answer to come, as far as known
         several_devices = {device for both in self.kv_shapes for _, _, device in both} != {self.device}
         self.uses_cuda_graphs = CudaGraphRunner(self.device).captures and not several_devices
@@ -48,35 +49,69 @@ class SlotPool:
         self.reserved_length = tokens
 
     @contextmanager
-    def take_slot(self, tokens: int, spare: int) -> Iterator[CacheSlot]:
-        """Lend a slot for prompt and answer and `spare` rows behind them: an idle one, or a larger one in its place."""
-        self.check_length(tokens)
-        tokens = max(tokens, self.reserved_length)
-        slot = self.idle.pop() if self.idle else None
-        if slot is None or slot.capacity < tokens + spare:
-            slot = None  # freed before the new one is allocated
-            slot = self.allocate_slot(round_up_capacity(tokens + spare))
-        try:
-            yield slot
-        finally:
-            self.idle.append(slot)
+    def take_slots(self, num_slots: int, tokens: int, spare: int) -> Iterator[CacheSlots]:
+        """Lend slots for prompts and answers of `tokens` and `spare` rows behind them: idle ones, or new ones in their place.
 
-    def allocate_slot(self, capacity: int) -> CacheSlot:
+        Of several prompts' slots, those of one number are kept.
+        """
+        self.check_length(tokens)
+        capacity = (tokens if num_slots > 1 else max(tokens, self.reserved_length)) + spare
+        slots = next((idle for idle in reversed(self.idle) if idle.num_slots == num_slots), None)
+        if slots is not None:
+            self.idle.remove(slots)
+        if slots is None or slots.capacity < capacity:
+            slots = None  # freed before the new ones are allocated
+            if num_slots > 1:
+                self.idle = [idle for idle in self.idle if idle.num_slots == 1]
+            slots = self.allocate_slots(num_slots, round_up_capacity(capacity))
+        try:
+            yield slots
+        finally:
+            self.idle.append(slots)
+
+    def allocate_slots(self, num_slots: int, capacity: int) -> CacheSlots:
         """Raise ValueError where the GPU has too little free memory."""
         like, num_heads, head_dim = self.describe_draft_cache()
-        self.check_memory_fits(capacity)
-        return CacheSlot(
+        self.check_memory_fits(num_slots * capacity)
+        is_single, integer = num_slots == 1, {"dtype": torch.int64, "device": self.device}
+        has_dynamic_shapes = is_single and not self.uses_cuda_graphs
+        numbers = torch.arange(num_slots, **integer)[:, None]
+        slots = CacheSlots(
             capacity,
-            torch.arange(capacity, device=self.device),
-            torch.ones(1, capacity, dtype=torch.bool, device=self.device),
-            torch.zeros(capacity, dtype=torch.float64, device=self.device),
-            KVCache(self.kv_shapes, capacity, self.model.dtype, self.device, writes_tail=not self.uses_cuda_graphs),
-            like.new_zeros(1, capacity, num_heads, head_dim),
-            like.new_zeros(1, capacity, num_heads, head_dim),
+            has_dynamic_shapes,
+            torch.arange(capacity, **integer),
+            numbers,
+            numbers * capacity,
+            None if is_single else torch.zeros(num_slots, 1, dtype=torch.bool, device=self.device),
+            torch.ones(1, 1, capacity, dtype=torch.bool, device=self.device),
+            torch.ones(num_slots, 1, 1, dtype=torch.bool, device=self.device),
+            torch.zeros(num_slots, capacity, dtype=torch.float64, device=self.device),
+            KVCache(self.kv_shapes, capacity, self.model.dtype, self.device, num_slots, has_dynamic_shapes),
+            like.new_zeros(num_slots, capacity, num_heads, head_dim),
+            like.new_zeros(num_slots, capacity, num_heads, head_dim),
             CudaGraphRunner(self.device, self.uses_cuda_graphs),
             AsyncReadback(self.device),
-            {},
-            {},
+            states={},
+            proposers={},
+            views=[],
+        )
+        if not is_single:
+            slots.views = [self._view_slot(slots, index) for index in range(num_slots)]
+        return slots
+
+    def _view_slot(self, slots: CacheSlots, index: int) -> CacheSlots:
+        own, has_dynamic_shapes = slice(index, index + 1), not self.uses_cuda_graphs
+        return replace(
+            slots,
+            has_dynamic_shapes=has_dynamic_shapes,
+            numbers=slots.numbers[:1],
+            starts=slots.starts[:1],
+            active_mask=None,
+            lone_roots=slots.lone_roots[:1],
+            uniforms=slots.uniforms[own],
+            target_cache=slots.target_cache.view_slot(index, has_dynamic_shapes),
+            draft_keys=slots.draft_keys[own],
+            draft_values=slots.draft_values[own],
         )
 
     def describe_draft_cache(self) -> tuple[Tensor, int, int]:
@@ -100,18 +135,27 @@ class SlotPool:
                 "left; lower benchmark.workloads.*.max_new_tokens, use shorter prompts, or end what else runs there"
             )
 
-    def allocate_state(self, path_length: int, *slots: int) -> DecodeState:
-        """Return zeros, with a first dimension of `slots` where given."""
-        integer = {"dtype": torch.int64, "device": self.device}
+    def take_state(self, slots: CacheSlots, path_length: int) -> DecodeState:
+        """Return the slots' state for paths of `path_length`, all of them free."""
+        if path_length not in slots.states:
+            slots.states[path_length] = self._allocate_state(slots.num_slots, path_length)
+        slots.free_slots(slots.states[path_length], slice(None))
+        return slots.states[path_length]
+
+    def _allocate_state(self, num_slots: int, path_length: int) -> DecodeState:
         axes = () if self.draft is None or self.draft.frequency_axes is None else (3,)
         width = 3 * self.embedding.shape[1]
+
+        def allocate(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(num_slots, *shape, dtype=dtype, device=self.device)
+
         return DecodeState(
-            cache_length=torch.zeros(*slots, 1, **integer),
-            num_verified=torch.zeros(*slots, 1, **integer),
-            output_length=torch.zeros(*slots, 1, **integer),
-            next_tokens=torch.zeros(*slots, path_length, **integer),
-            features=torch.zeros(*slots, path_length, width, dtype=self.model.dtype, device=self.device),
-            rope_positions=torch.zeros(*slots, path_length, *axes, **integer),
-            rope_offset=torch.zeros(*slots, 1, **integer),
-            readback=torch.zeros(*slots, 1 + path_length, **integer),
+            cache_length=allocate(1),
+            num_verified=allocate(1),
+            output_length=allocate(1),
+            next_tokens=allocate(path_length),
+            features=allocate(path_length, width, dtype=self.model.dtype),
+            rope_positions=allocate(path_length, *axes),
+            rope_offset=allocate(1),
+            readback=allocate(1 + path_length),
         )

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
@@ -43,11 +43,12 @@ def grade_answer(reference: str, answer: str, allow_unsandboxed_code: bool = Fal
         ValueError: if the answer is a program that this machine can't sandbox, without `allow_unsandboxed_code`.
     """
     expected = json.loads(reference)
-    graders: dict[str, Callable[[dict[str, Any], str], bool]] = {
-        "gsm8k": _grade_number, "math500": _grade_mathematics,
-        "humaneval": lambda expected, answer: _grade_program(expected, answer, allow_unsandboxed_code),
-    }  # fmt: skip
-    return graders[expected["kind"]](expected, answer.rpartition("</think>")[2].partition("<think>")[0])
+    final = answer.rpartition("</think>")[2].partition("<think>")[0]
+    if expected["kind"] == "humaneval":
+        program = build_program(expected["prompt"], expected["entry_point"], expected["test"], final)
+        return run_program(program, allow_unsandboxed_code).passed
+    grade_text = {"gsm8k": _grade_number, "math500": _grade_mathematics}[expected["kind"]]
+    return grade_text(expected["answer"], final)
 
 
 def summarise_grades(references: list[str], marks: list[bool]) -> dict[str, Any]:
@@ -63,14 +64,13 @@ def summarise_grades(references: list[str], marks: list[bool]) -> dict[str, Any]
 # Numbers
 
 
-def _grade_number(expected: dict[str, Any], answer: str) -> bool:
+def _grade_number(expected: str, answer: str) -> bool:
     """Compare the number in the box, after `####`, or the last one of the answer."""
     box = final_answer.find_boxed_answer(answer)
-    final = answer.rpartition("####")[2] if box is None else box
-    found = final_answer.find_last_number(final)
+    found = final_answer.find_last_number(answer.rpartition("####")[2] if box is None else box)
     if found is None:
         found = final_answer.find_last_number(answer)
-    return found is not None and found == final_answer.find_last_number(expected["answer"])
+    return found is not None and found == final_answer.find_last_number(expected)
 
 
 # Mathematics
@@ -81,19 +81,18 @@ IGNORED_LATEX_PATTERN = re.compile(
     r"|\\degree|°|\\?\$|\\?%|~"
 )
 TEXT_COMMAND_PATTERN = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf|operatorname)\s*\{([^{}]*)\}")
-UNIT_PATTERN = re.compile(
-    r"(?<=[\d})])\s*(?:\\(?:text|mbox)\s*\{|\\mathrm\s*\{[~ ])[^{}]*\}(?:\^\{?\d\}?)?$"
-)  # 12\text{ cm}^2
+# 12\text{ cm}^2
+UNIT_PATTERN = re.compile(r"(?<=[\d})])\s*(?:\\(?:text|mbox)\s*\{|\\mathrm\s*\{[~ ])[^{}]*\}(?:\^\{?\d\}?)?$")
 FRACTION_PATTERN = re.compile(r"(-?)\\frac\{(-?[\d.]+)\}\{(-?[\d.]+)\}|(-?[\d.]+)/([\d.]+)")
 PLAIN_NUMBER_PATTERN = re.compile(r"-?[\d.]+")
 
 
-def _grade_mathematics(expected: dict[str, Any], answer: str) -> bool:
+def _grade_mathematics(expected: str, answer: str) -> bool:
     """Compare the boxed value; an answer without a box is wrong, since the prompt asks for one."""
     box = final_answer.find_boxed_answer(answer)
     if box is None:
         return False
-    one, other = normalise_latex(box), normalise_latex(expected["answer"])
+    one, other = normalise_latex(box), normalise_latex(expected)
     return one == other or (_parse_value(one) is not None and _parse_value(one) == _parse_value(other))
 
 
@@ -146,7 +145,7 @@ def check_sandbox(references: Iterable[str], workload: str, allow_unsandboxed_co
     """
     if allow_unsandboxed_code or all(json.loads(words)["kind"] != "humaneval" for words in references):
         return
-    if missing := sandbox.missing_protections(sandbox.landlock_abi(), sandbox.has_seccomp()):
+    if missing := sandbox.list_missing_protections(sandbox.read_landlock_abi(), sandbox.has_seccomp()):
         raise ValueError(_describe_refusal(missing, f"benchmark.workloads.{workload}.grade is true, which runs"))
 
 
@@ -157,11 +156,6 @@ def _describe_refusal(missing: list[str], what: str) -> str:
         f"{platform.machine()}; run the stage on a machine that has both, set the workload's grade to false, or, where "
         "nothing on this machine can be lost, set benchmark.allow_unsandboxed_code to true"
     )
-
-
-def _grade_program(expected: dict[str, Any], answer: str, allow_unsandboxed_code: bool) -> bool:
-    text = build_program(expected["prompt"], expected["entry_point"], expected["test"], answer)
-    return run_program(text, allow_unsandboxed_code).passed
 
 
 def build_program(prompt: str, entry_point: str, test: str, answer: str) -> str:

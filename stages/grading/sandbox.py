@@ -12,11 +12,13 @@ not passed. Without `allow_unsandboxed` the program runs only if Landlock and se
 import ctypes
 import json
 import os
+import re
 import resource
 import signal
 import struct
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 Numbers = tuple[int | None, int | None]  # of a system call: on x86_64, on aarch64; None where it has no such call
@@ -116,15 +118,13 @@ def main() -> None:
     print(json.dumps({"passed": passed, "how": how, **found}))
 
 
-def missing_protections(abi: int, seccomp: bool) -> list[str]:
+def list_missing_protections(abi: int, seccomp: bool) -> list[str]:
     """Return what a kernel with Landlock's `abi` (0: without it), with or without seccomp, lacks for the sandbox."""
-    found = []
-    if abi < LANDLOCK_ABI_NEEDED:
-        found.append(f"Landlock ABI {abi}" if abi else "no Landlock")
-    return found if seccomp else [*found, "no seccomp filters"]
+    landlock = [f"Landlock ABI {abi}" if abi else "no Landlock"] if abi < LANDLOCK_ABI_NEEDED else []
+    return landlock if seccomp else [*landlock, "no seccomp filters"]
 
 
-def landlock_abi() -> int:
+def read_landlock_abi() -> int:
     """Return the kernel's Landlock ABI, 0 without Landlock."""
     if sys.platform != "linux":
         return 0
@@ -136,7 +136,7 @@ def has_seccomp() -> bool:
     if sys.platform != "linux" or os.uname().machine not in MACHINES:
         return False
     action = ctypes.c_uint32(REFUSE & 0xFFFF0000)
-    call = _number(SECCOMP_CALL)
+    call = _get_call_number(SECCOMP_CALL)
     return ctypes.CDLL(None).syscall(call, IS_ACTION_AVAILABLE, 0, ctypes.byref(action)) == 0
 
 
@@ -164,22 +164,20 @@ def _kill_descendants(child: int) -> None:
                 pass
         except ChildProcessError:
             return
-        for pid in _list_children():
-            os.kill(pid, signal.SIGKILL)  # the pid can't be reused before waitpid
+        for pid, stat in _read_processes("stat"):
+            if stat.rpartition(")")[2].split()[1:2] == [str(os.getpid())]:  # behind its name: state, parent
+                os.kill(pid, signal.SIGKILL)  # a child's pid can't be reused before waitpid
 
 
-def _list_children() -> list[int]:
-    """Return this process's children by their parent in /proc: not every kernel has /proc/self/task/*/children."""
-    found = []
+def _read_processes(name: str) -> Iterator[tuple[int, str]]:
+    """Yield (process, text of its file `name` in /proc): not every kernel has /proc/self/task/*/children."""
     for process in os.listdir("/proc") if sys.platform == "linux" else []:  # noqa: PTH208 - no pathlib: it takes time
-        try:
-            with open(f"/proc/{process}/stat") as file:  # noqa: PTH123
-                parent = int(file.read().rpartition(")")[2].split()[1])
-        except (OSError, ValueError, IndexError):  # no process, or it has ended
-            continue
-        if parent == os.getpid():
-            found.append(int(process))
-    return found
+        if process.isdigit():
+            try:
+                with open(f"/proc/{process}/{name}", errors="replace") as file:  # noqa: PTH123
+                    yield int(process), file.read()
+            except OSError:  # it has ended
+                continue
 
 
 def _read_child(reads: int) -> bytes:
@@ -230,13 +228,9 @@ def _set_limits(job: dict[str, Any]) -> None:
 def _count_user_threads() -> int:
     """Return the number of this user's threads, to which the limit applies; 0 without /proc."""
     found = 0
-    for process in os.listdir("/proc") if sys.platform == "linux" else []:  # noqa: PTH208
-        try:
-            with open(f"/proc/{process}/status") as file:  # noqa: PTH123
-                status = dict(line.split(":", 1) for line in file)
-            found += int(status["Threads"]) if int(status["Uid"].split()[0]) == os.getuid() else 0
-        except (OSError, ValueError, KeyError):  # no process, or it has ended
-            pass
+    for _, text in _read_processes("status"):
+        status = re.search(r"^Uid:\s+(\d+)\b.*^Threads:\s+(\d+)", text, re.DOTALL | re.MULTILINE)
+        found += int(status[2]) if status and int(status[1]) == os.getuid() else 0
     return found
 
 
@@ -247,11 +241,11 @@ def enter_sandbox() -> tuple[list[str], list[str]]:
     truncation: seccomp protects the modes of files, Landlock their contents.
     """
     if sys.platform != "linux" or not _call_prctl(NO_NEW_PRIVILEGES, 1):
-        return [], missing_protections(0, False)
-    abi = landlock_abi()
+        return [], list_missing_protections(0, False)
+    abi = read_landlock_abi()
     abi = abi if _restrict_files(abi) else 0
-    seccomp = has_seccomp() and load_filter(sandbox_filter())
-    missing = missing_protections(abi, seccomp)
+    seccomp = has_seccomp() and load_filter(build_filter())
+    missing = list_missing_protections(abi, seccomp)
     protections = [] if missing else ["no files written"]
     return [*protections, *(["no processes", "no network"] if seccomp else [])], missing
 
@@ -270,23 +264,23 @@ def _restrict_files(abi: int) -> bool:
     return not libc.syscall(LANDLOCK_ADD, fd, 1, null, 0) and not libc.syscall(LANDLOCK_RESTRICT, fd, 0)
 
 
-def sandbox_filter() -> list[Instruction]:
+def build_filter() -> list[Instruction]:
     """Return the seccomp filter of graded programs, for this machine."""
     architecture, _ = MACHINES[os.uname().machine]
     code = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, architecture), (RETURN, 0, 0, REFUSE), (LOAD, 0, 0, 0)]
     code += [(AT_LEAST, 0, 1, FIRST_UNKNOWN_CALL), (RETURN, 0, 0, NO_SUCH_CALL)]  # the numbers of x32, too
-    code += _on_call(OPENAT2, [(RETURN, 0, 0, NO_SUCH_CALL)])  # its flags are in memory, which filters can't read
+    code += _match_call(OPENAT2, [(RETURN, 0, 0, NO_SUCH_CALL)])  # its flags are in memory, which filters can't read
     opens: tuple[tuple[Numbers, int], ...] = ((OPEN, 1), (OPENAT, 2))
     for numbers, argument in opens:
-        truncates = [word for mode in (READ_ONLY, NO_ACCESS) for word in _answer(O_TRUNC | mode, REFUSE)]
+        truncates = [word for mode in (READ_ONLY, NO_ACCESS) for word in _match_value(O_TRUNC | mode, REFUSE)]
         masked = [_load_argument(argument), (AND, 0, 0, O_TRUNC | ACCESS_MODE)]
-        code += _on_call(numbers, [*masked, *truncates, (RETURN, 0, 0, ALLOW)])
-    allowed = [word for request in ALLOWED_IOCTLS for word in _answer(request, ALLOW)]
-    code += _on_call(IOCTL, [_load_argument(1), *allowed, (RETURN, 0, 0, REFUSE)])
-    refused = [word for command in DENIED_FCNTLS for word in _answer(command, REFUSE)]
-    code += _on_call(FCNTL, [_load_argument(1), *refused, (RETURN, 0, 0, ALLOW)])
+        code += _match_call(numbers, [*masked, *truncates, (RETURN, 0, 0, ALLOW)])
+    allowed = [word for request in ALLOWED_IOCTLS for word in _match_value(request, ALLOW)]
+    code += _match_call(IOCTL, [_load_argument(1), *allowed, (RETURN, 0, 0, REFUSE)])
+    refused = [word for command in DENIED_FCNTLS for word in _match_value(command, REFUSE)]
+    code += _match_call(FCNTL, [_load_argument(1), *refused, (RETURN, 0, 0, ALLOW)])
     for denied in DENIED.values():
-        code += _on_call(denied, [(RETURN, 0, 0, REFUSE)])
+        code += _match_call(denied, [(RETURN, 0, 0, REFUSE)])
     return [*code, (RETURN, 0, 0, ALLOW)]
 
 
@@ -294,22 +288,22 @@ def load_filter(code: list[Instruction]) -> bool:
     """Put this process and its children under a seccomp filter; return whether the kernel accepted it."""
     instructions = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *one) for one in code))
     program = ctypes.create_string_buffer(struct.pack("@HP", len(code), ctypes.addressof(instructions)))
-    call = _number(SECCOMP_CALL)
+    call = _get_call_number(SECCOMP_CALL)
     return ctypes.CDLL(None).syscall(call, SET_FILTER, 0, ctypes.c_void_p(ctypes.addressof(program))) == 0
 
 
-def _number(numbers: Numbers) -> int | None:
+def _get_call_number(numbers: Numbers) -> int | None:
     """Return a call's number on this machine, which is one of MACHINES."""
     return numbers[MACHINES[os.uname().machine][1]]
 
 
-def _on_call(numbers: Numbers, code: list[Instruction]) -> list[Instruction]:
+def _match_call(numbers: Numbers, code: list[Instruction]) -> list[Instruction]:
     """Return `code`, which ends with an answer, for one call; nothing if this machine has no such call."""
-    number = _number(numbers)
+    number = _get_call_number(numbers)
     return [] if number is None else [(EQUAL, 0, len(code), number), *code]
 
 
-def _answer(value: int, answer: int) -> list[Instruction]:
+def _match_value(value: int, answer: int) -> list[Instruction]:
     """Return the instructions that answer `answer` if the loaded value is `value`."""
     return [(EQUAL, 0, 1, value), (RETURN, 0, 0, answer)]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from stages.hidden_states.format import RowHeader, StoredHiddenStates
-from stages.hidden_states.shard_plan import ShardTask, StoredRowSize, list_lengths
+from stages.hidden_states.format import StoredHiddenStates
+from stages.hidden_states.shard_plan import ShardTask, list_lengths
 from stages.hidden_states.sources import HiddenStatesSource
 from stages.hidden_states.writer import ShardWriter, StagingBuffer
 from stages.runtime import atomic
@@ -22,19 +22,19 @@ WRITER_THREADS = 6  # checksum, write and sync; each releases the GIL
 
 def write_tokens_only(task: ShardTask) -> None:
     """Write a shard of tokens and masks with hidden states of width 0 (extract_hiddens.online)."""
-    task.folder.mkdir(parents=True, exist_ok=True)
-    shard = ShardWriter(task.path, task.make_headers(), 0, torch.float32)
+    unfinished: set[ShardWriter] = set()
+    shard = _open_shard(task, unfinished)
     empty = torch.empty(shard.offsets[-1], 0)
     finite = torch.ones(len(empty), dtype=torch.bool)
     shard.write_block(0, len(shard.headers), StoredHiddenStates(empty, empty), finite)
-    _commit_shard(shard, task, [], {shard})
+    _commit_shard(shard, task, [], unfinished)
 
 
-def extract_shards(tasks: list[ShardTask], source: HiddenStatesSource, size: StoredRowSize, show: bool) -> None:
+def extract_shards(tasks: list[ShardTask], source: HiddenStatesSource, show: bool) -> None:
     """Compute and write the shards of `tasks`, with two staging buffers: one is written while the other is filled."""
     lengths = [list_lengths(task.rows) for task in tasks]
     batches = [source.split_batches(each) for each in lengths]
-    buffers = _allocate_buffers(tasks, lengths, batches, source.device, size)
+    buffers = _allocate_buffers(tasks, lengths, batches, source.device)
     stream = torch.cuda.Stream(source.device) if source.device.type == "cuda" else None
     commits: deque[Future] = deque()
     unfinished: set[ShardWriter] = set()
@@ -49,13 +49,13 @@ def extract_shards(tasks: list[ShardTask], source: HiddenStatesSource, size: Sto
         bar.disable = not show
         at_exit.callback(_discard_shards, unfinished)
         for task, task_batches in zip(tasks, batches, strict=True):
-            shard, headers = _open_shard(task, size, unfinished)
+            shard = _open_shard(task, unfinished)
             writes: list[Future] = []
             for batch in task_batches:
                 buffer = buffers.get()
                 for failed in (write for write in writes if write.done()):
                     failed.result()
-                source.fill_buffer(headers[batch.start : batch.stop], buffer)
+                source.fill_buffer(shard.headers[batch.start : batch.stop], buffer)
                 buffer.start_copy(stream)
                 writes.append(writer.submit(_write_batch, shard, batch, buffer, buffers, pool))
                 bar.update(buffer.num_tokens)
@@ -67,34 +67,26 @@ def extract_shards(tasks: list[ShardTask], source: HiddenStatesSource, size: Sto
 
 
 def _allocate_buffers(
-    tasks: list[ShardTask],
-    lengths: list[list[int]],
-    batches: list[list[range]],
-    device: torch.device,
-    size: StoredRowSize,
+    tasks: list[ShardTask], lengths: list[list[int]], batches: list[list[range]], device: torch.device
 ) -> "queue.Queue[StagingBuffer]":
     """Return two buffers, each large enough for any batch."""
-    image_tokens = [size.count_image_tokens(task.rows) for task in tasks]
+    image_tokens = [task.size.count_image_tokens(task.rows) for task in tasks]
     max_tokens, max_image_tokens = (
         max(sum(row[i] for i in batch) for row, cut in zip(counts, batches, strict=True) for batch in cut)
         for counts in (lengths, image_tokens)
     )
     buffers: queue.Queue[StagingBuffer] = queue.Queue()
     for _ in range(2):
-        is_multimodal = size.image_token_id is not None
-        buffers.put(StagingBuffer(max_tokens, max_image_tokens, size.hidden_size, size.dtype, is_multimodal, device))
+        buffers.put(StagingBuffer(max_tokens, max_image_tokens, tasks[0].size, device))
     return buffers
 
 
-def _open_shard(
-    task: ShardTask, size: StoredRowSize, unfinished: set[ShardWriter]
-) -> tuple[ShardWriter, list[RowHeader]]:
+def _open_shard(task: ShardTask, unfinished: set[ShardWriter]) -> ShardWriter:
     task.folder.mkdir(parents=True, exist_ok=True)
-    headers = task.make_headers()
     with _translate_disk_errors(task.path):
-        shard = ShardWriter(task.path, headers, size.hidden_size, size.dtype)
+        shard = ShardWriter(task.path, task.make_headers(), task.size.hidden_size, task.size.dtype)
     unfinished.add(shard)
-    return shard, headers
+    return shard
 
 
 def _write_batch(
@@ -112,17 +104,17 @@ def _write_batch(
         buffers.put(buffer)
 
 
+def _discard_shards(unfinished: set[ShardWriter]) -> None:
+    for shard in unfinished:
+        shard.discard()
+
+
 def _commit_shard(shard: ShardWriter, task: ShardTask, writes: list[Future], unfinished: set[ShardWriter]) -> None:
     for write in writes:
         write.result()
     with _translate_disk_errors(shard.path):
         atomic.write_json(task.entries_path, [entry.to_record() for entry in shard.commit()])
     unfinished.remove(shard)
-
-
-def _discard_shards(unfinished: set[ShardWriter]) -> None:
-    for shard in unfinished:
-        shard.discard()
 
 
 @contextmanager

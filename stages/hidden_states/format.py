@@ -18,7 +18,7 @@ Letters: N tokens of a shard, T tokens of a row, M image tokens, H the target's 
 
 import zlib
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import polars as pl
 import torch
@@ -38,12 +38,7 @@ INDEX_SCHEMA = pl.Schema(
 )
 MULTIMODAL_INDEX_SCHEMA = pl.Schema({**INDEX_SCHEMA, "visual_offset": pl.Int64, "visual_length": pl.Int64})
 MADE_BY = "extract_hiddens"
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp8": torch.float8_e4m3fn,
-}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.float8_e4m3fn}
 FP8 = DTYPES["fp8"]
 FP8_MAX = torch.finfo(FP8).max  # 448
 VISUAL_TENSORS = ("visual", "visual_scale")  # one line per image token; all other tensors have one per token
@@ -59,28 +54,12 @@ SAFETENSORS_DTYPES = {
 
 
 @dataclass(frozen=True)
-class HiddenStatesRow:
-    """One row, unpadded, on the CPU. The last three fields are None for a text target."""
-
-    id: str
-    ids: Tensor  # [T] int32
-    mask: Tensor  # [T] bool: tokens of the assistant
-    features: Tensor  # [T, 3H]
-    last: Tensor  # [T, H]
-    prompt_length: int
-    finish_reason: str
-    positions: Tensor | None = None  # [T, 3] int32
-    image_token_mask: Tensor | None = None  # [T] bool
-    image_embeddings: Tensor | None = None  # [M, H]
-
-
-@dataclass(frozen=True)
 class RowHeader:
     """Everything of a row but its hidden states."""
 
     id: str
     ids: Tensor  # [T] int32
-    mask: Tensor  # [T] bool
+    mask: Tensor  # [T] bool: tokens of the assistant
     prompt_length: int
     finish_reason: str
     image_token_mask: Tensor | None = None  # [T] bool, of a multimodal target
@@ -89,6 +68,16 @@ class RowHeader:
     def num_image_tokens(self) -> int:
         """M."""
         return 0 if self.image_token_mask is None else int(self.image_token_mask.sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class HiddenStatesRow(RowHeader):
+    """One row, unpadded, on the CPU."""
+
+    features: Tensor  # [T, 3H]
+    last: Tensor  # [T, H]
+    positions: Tensor | None = None  # [T, 3] int32: this and the next of a multimodal target
+    image_embeddings: Tensor | None = None  # [M, H]
 
 
 @dataclass(frozen=True)
@@ -134,15 +123,39 @@ class StoredHiddenStates:
     visual: Tensor | None = None  # [M, H]
     visual_scale: Tensor | None = None  # [M, 1] float32
 
-    def select(self, tokens: slice, image_tokens: slice) -> "StoredHiddenStates":
+    def select_tokens(self, tokens: slice, image_tokens: slice) -> "StoredHiddenStates":
         """Return a range of the tokens, and the range of the image tokens among them."""
         return StoredHiddenStates(
-            **{n: t[image_tokens if n in VISUAL_TENSORS else tokens] for n, t in self.tensors().items()}
+            **{n: t[image_tokens if n in VISUAL_TENSORS else tokens] for n, t in self.list_tensors().items()}
         )
 
-    def tensors(self) -> dict[str, Tensor]:
+    def list_tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are present, by name."""
         return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+
+
+def list_tensor_shapes(
+    tokens: int, image_tokens: int, hidden_size: int, dtype: torch.dtype, is_multimodal: bool
+) -> dict[str, tuple[torch.dtype, list[int]]]:
+    """Return dtype and shape of each tensor of `StoredHiddenStates`, for so many tokens."""
+    shapes = {"features": (dtype, [tokens, NUM_FEATURE_LAYERS * hidden_size]), "last": (dtype, [tokens, hidden_size])}
+    scales = {
+        "features_scale": (torch.float32, [tokens, NUM_FEATURE_LAYERS]),
+        "last_scale": (torch.float32, [tokens, 1]),
+    }
+    if is_multimodal:
+        shapes |= {"positions": (torch.int32, [tokens, 3]), "visual": (dtype, [image_tokens, hidden_size])}
+        scales["visual_scale"] = (torch.float32, [image_tokens, 1])
+    return shapes | scales if dtype == FP8 else shapes
+
+
+class DecodedHiddenStates(NamedTuple):
+    """The hidden states of a row: the fields that `HiddenStatesRow` adds to its header."""
+
+    features: Tensor  # [N, 3H]
+    last: Tensor  # [N, H]
+    positions: Tensor | None  # [N, 3]
+    image_embeddings: Tensor | None  # [M, H]
 
 
 def count_token_bytes(hidden_size: int, dtype: torch.dtype, is_multimodal: bool = False) -> float:
@@ -180,44 +193,47 @@ def decode_numbers(tensor: Tensor, scale: Tensor | None = None, dtype: torch.dty
     return (tensor.float().unflatten(-1, (scale.shape[-1], -1)) * scale[..., None]).flatten(-2).to(dtype)
 
 
+def encode_block(
+    features: Tensor, last: Tensor, positions: Tensor | None, image_embeddings: Tensor | None, dtype: torch.dtype
+) -> StoredHiddenStates:
+    """Return hidden states [N, 3H], [N, H] and [M, H] as stored in `dtype`."""
+    features, features_scale = encode_numbers(features, dtype, NUM_FEATURE_LAYERS)
+    last, last_scale = encode_numbers(last, dtype)
+    visual = (None, None) if image_embeddings is None else encode_numbers(image_embeddings, dtype)
+    return StoredHiddenStates(features, last, features_scale, last_scale, positions, *visual)
+
+
+def decode_block(block: StoredHiddenStates, dtype: torch.dtype) -> DecodedHiddenStates:
+    """Return the block's numbers as `dtype`."""
+    return DecodedHiddenStates(
+        decode_numbers(block.features, block.features_scale, dtype),
+        decode_numbers(block.last, block.last_scale, dtype),
+        block.positions,
+        None if block.visual is None else decode_numbers(block.visual, block.visual_scale, dtype),
+    )
+
+
 def convert_stored(block: StoredHiddenStates, dtype: torch.dtype) -> StoredHiddenStates:
     """Return the block in another stored dtype; unchanged, to the bit, where it has that dtype."""
-    if block.last.dtype == dtype:
-        return block
-    features = encode_numbers(decode_numbers(block.features, block.features_scale), dtype, NUM_FEATURE_LAYERS)
-    last = encode_numbers(decode_numbers(block.last, block.last_scale), dtype)
-    visual = (
-        (None, None)
-        if block.visual is None
-        else encode_numbers(decode_numbers(block.visual, block.visual_scale), dtype)
-    )
-    return StoredHiddenStates(features[0], last[0], features[1], last[1], block.positions, *visual)
+    return block if block.last.dtype == dtype else encode_block(*decode_block(block, torch.float32), dtype)
 
 
 def find_finite_tokens(block: StoredHiddenStates) -> Tensor:
     """Return a mask [N] of tokens whose stored numbers are all finite: a number too large for float16 is not."""
-    checks = [block.features_scale, block.last_scale] if block.last_scale is not None else [block.features, block.last]
-    return torch.stack([torch.isfinite(t).all(-1) for t in checks if t is not None]).all(0)
+    if block.features_scale is not None and block.last_scale is not None:
+        return torch.isfinite(block.features_scale).all(-1) & torch.isfinite(block.last_scale).all(-1)
+    return torch.isfinite(block.features).all(-1) & torch.isfinite(block.last).all(-1)
 
 
 def compute_checksum(header: RowHeader, block: StoredHiddenStates) -> int:
     """Return the crc32 of a whole row as stored."""
     total = zlib.crc32(repr((header.id, header.prompt_length, header.finish_reason)).encode())
-    scales = [block.features_scale, block.last_scale] if block.last_scale is not None else []
-    multimodal = [header.image_token_mask, block.positions, block.visual, block.visual_scale]
-    for tensor in (
-        block.features,
-        block.last,
-        header.ids,
-        header.mask,
-        *scales,
-        *(t for t in multimodal if t is not None),
-    ):
-        total = zlib.crc32(view_bytes(tensor), total)
+    tokens = [block.features, block.last, header.ids, header.mask, block.features_scale, block.last_scale]
+    for tensor in (*tokens, header.image_token_mask, block.positions, block.visual, block.visual_scale):
+        total = total if tensor is None else zlib.crc32(view_bytes(tensor), total)
     return total
 
 
-def view_bytes(tensor: Tensor | None) -> memoryview:
+def view_bytes(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor on the CPU, copied only where it is not contiguous."""
-    assert tensor is not None
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().data

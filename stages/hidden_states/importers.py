@@ -59,8 +59,7 @@ def find_hidden_states(folder: Path, wanted: dict[str, RowHeader], hidden_size: 
 
     def read(header: RowHeader) -> StoredHiddenStates:
         candidate = found[_hash_header(header)]()
-        _check_stored(candidate, len(header.ids), hidden_size)
-        _check_multimodal(candidate, header)
+        _check_row(candidate, header, hidden_size)
         return candidate.block
 
     return read
@@ -137,8 +136,9 @@ def _read_tensors(path: Path, *names: str) -> list[Tensor]:
         ) from None
 
 
-def _check_stored(row: ImportedRow, tokens: int, hidden_size: int) -> None:
-    block, where = row.block, f"{PARAMETER}: {row.location}"
+def _check_row(row: ImportedRow, header: RowHeader, hidden_size: int) -> None:
+    """Check shapes, dtypes, finiteness, and that positions and image embeddings are those of the header's tokens, or absent."""
+    block, where, tokens = row.block, f"{PARAMETER}: {row.location}", len(header.ids)
     expected = (tokens, format.NUM_FEATURE_LAYERS * hidden_size), (tokens, hidden_size)
     shapes = tuple(block.features.shape), tuple(block.last.shape)
     if shapes != expected:
@@ -148,26 +148,16 @@ def _check_stored(row: ImportedRow, tokens: int, hidden_size: int) -> None:
         )
     if block.last.dtype not in format.DTYPES.values() or block.features.dtype != block.last.dtype:
         raise ValueError(f"{where} is of {block.features.dtype}, {block.last.dtype}; expected {[*format.DTYPES]}")
-    _check_finite(where, (block.features, block.features_scale), (block.last, block.last_scale))
-
-
-def _check_multimodal(row: ImportedRow, header: RowHeader) -> None:
-    """Check that positions and image embeddings are those of the header's tokens, or absent for a text target."""
-    own, found, where = header.image_token_mask, row.image_token_mask, f"{PARAMETER}: {row.location}"
-    if own is None and found is None:
-        return
-    if own is None or found is None or not torch.equal(own, found):
-        counts = ["none" if mask is None else f"{int(mask.sum())} image tokens" for mask in (found, own)]
+    masks = row.image_token_mask, header.image_token_mask
+    if any(mask is not None for mask in masks) and not (
+        masks[0] is not None and masks[1] is not None and torch.equal(masks[0], masks[1])
+    ):
+        counts = ["none" if mask is None else f"{int(mask.sum())} image tokens" for mask in masks]
         raise ValueError(
             f"{where} has positions and embeddings of {counts[0]}, expected {counts[1]}; they are of another model, or of "
             "a form that keeps none: extract them here"
         )
-    if row.block.visual is not None:
-        _check_finite(where, (row.block.visual, row.block.visual_scale))
-
-
-def _check_finite(where: str, *stored: tuple[Tensor, Tensor | None]) -> None:
-    if not all(bool(torch.isfinite(format.decode_numbers(*numbers)).all()) for numbers in stored):
+    if not all(bool(torch.isfinite(t).all()) for t in format.decode_block(block, torch.float32) if t is not None):
         raise ValueError(f"{where} holds NaN or infinity, expected finite hidden states; make them anew")
 
 

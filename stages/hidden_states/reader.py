@@ -15,20 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from stages.hidden_states.format import (
-    FP8,
-    INDEX_SCHEMA,
-    MADE_BY,
-    MULTIMODAL_INDEX_SCHEMA,
-    SAFETENSORS_DTYPES,
-    VISUAL_TENSORS,
-    HiddenStatesRow,
-    IndexEntry,
-    RowHeader,
-    StoredHiddenStates,
-    compute_checksum,
-    decode_numbers,
-)
+from stages.hidden_states import format
+from stages.hidden_states.format import MADE_BY, HiddenStatesRow, IndexEntry, RowHeader, StoredHiddenStates
 from stages.runtime import atomic
 from stages.runtime.atomic import Broken
 
@@ -45,11 +33,11 @@ class HiddenStatesReader:
         self.folder = folder
         index = read_index(folder)
         self.lengths: list[int] = index["length"].to_list()
-        self._entries = _list_entries(index)
+        self._entries = [IndexEntry(**row) for row in index.iter_rows(named=True)]
         self._verified: set[int] = set()
         self._shards: dict[str, ShardSlices] = {}
         self._lock = threading.Lock()
-        self.online = bool(self._entries) and read_hidden_size(folder / self._entries[0].shard) == 0
+        self.online = bool(self._entries) and open_shard(folder / self._entries[0].shard)["last"].get_shape()[1] == 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -62,7 +50,8 @@ class HiddenStatesReader:
             shard = self._shards[path.name] = self._shards.get(path.name) or open_shard(path)
         header, block = read_row(path, entry, shard, verify=number not in self._verified)
         self._verified.add(number)
-        return decode_row(header, block, block.last.dtype if block.last_scale is None else dtype)
+        dtype = block.last.dtype if block.last_scale is None else dtype
+        return HiddenStatesRow(**vars(header), **format.decode_block(block, dtype)._asdict())
 
 
 def read_rows(folder: Path, dtype: torch.dtype = torch.float32) -> Iterator[HiddenStatesRow]:
@@ -71,18 +60,7 @@ def read_rows(folder: Path, dtype: torch.dtype = torch.float32) -> Iterator[Hidd
     Raises ValueError naming the shard and the row, where a shard is missing, cut, altered, or holds NaN or infinity.
     """
     for header, block in read_stored(folder, read_index(folder)):
-        yield decode_row(header, block, dtype)
-
-
-def decode_row(header: RowHeader, block: StoredHiddenStates, dtype: torch.dtype) -> HiddenStatesRow:
-    """Return the row with its numbers as `dtype`."""
-    return HiddenStatesRow(
-        **vars(header),
-        features=decode_numbers(block.features, block.features_scale, dtype),
-        last=decode_numbers(block.last, block.last_scale, dtype),
-        positions=block.positions,
-        image_embeddings=None if block.visual is None else decode_numbers(block.visual, block.visual_scale, dtype),
-    )
+        yield HiddenStatesRow(**vars(header), **format.decode_block(block, dtype)._asdict())
 
 
 def read_headers(folder: Path) -> Iterator[RowHeader]:
@@ -119,8 +97,10 @@ def read_index(folder: Path) -> pl.DataFrame:
         raise Broken(f"{path} not found", f"run: dvc repro {MADE_BY}") from None
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
         raise Broken(f"{path} is not readable Parquet ({error})", atomic.rerun(MADE_BY)) from None
-    if index.schema not in (INDEX_SCHEMA, MULTIMODAL_INDEX_SCHEMA):
-        raise Broken(f"{path} has columns {dict(index.schema)}, expected {dict(INDEX_SCHEMA)}", atomic.rerun(MADE_BY))
+    if index.schema not in (format.INDEX_SCHEMA, format.MULTIMODAL_INDEX_SCHEMA):
+        raise Broken(
+            f"{path} has columns {dict(index.schema)}, expected {dict(format.INDEX_SCHEMA)}", atomic.rerun(MADE_BY)
+        )
     return index
 
 
@@ -137,16 +117,11 @@ def open_shard(path: Path) -> ShardSlices:
         names = ["features", "last", "ids", "mask"]
         if is_multimodal := "positions" in shard.keys():  # noqa: SIM118 - not a dict
             names += ["positions", "pictured", "visual"]
-        if shard.get_slice("features").get_dtype() == SAFETENSORS_DTYPES[FP8]:
+        if shard.get_slice("features").get_dtype() == format.SAFETENSORS_DTYPES[format.FP8]:
             names += ["features_scale", "last_scale", *(["visual_scale"] if is_multimodal else [])]
         return {name: shard.get_slice(name) for name in names}
     except (FileNotFoundError, SafetensorError, OSError) as error:
         raise Broken(f"{path} is missing or cut ({error})", atomic.rerun(MADE_BY)) from None
-
-
-def read_hidden_size(path: Path) -> int:
-    """Return H of a shard; 0 for one with tokens and masks only (extract_hiddens.online)."""
-    return open_shard(path)["last"].get_shape()[1]
 
 
 def read_row(
@@ -157,33 +132,24 @@ def read_row(
     Raises ValueError naming the row, where it is not what its entry says, or holds NaN or infinity.
     """
     try:
-        is_inside = 0 <= entry.offset <= entry.tokens.stop <= slices["ids"].get_shape()[0]
-        if not (is_inside and _is_visual_range_valid(entry, slices)):
-            raise _make_checksum_error(path, entry)
-        header, block = _read_header(entry, slices), _read_block(entry, slices)
+        fits = 0 <= entry.offset <= entry.tokens.stop <= slices["ids"].get_shape()[0]
+        fits = fits and _is_visual_range_valid(entry, slices)
+        found = (_read_header(entry, slices), _read_block(entry, slices)) if fits else None
     except (SafetensorError, OSError) as error:
         raise Broken(f"{path} is missing or cut ({error})", atomic.rerun(MADE_BY)) from None
-    if verify and compute_checksum(header, block) != entry.checksum:
-        raise _make_checksum_error(path, entry)
+    if found is None or (verify and format.compute_checksum(*found) != entry.checksum):
+        raise Broken(f"{path}: row {entry.id} does not match its checksum", atomic.rerun(MADE_BY))
     if not entry.finite:
         raise Broken(
             f"{path}: row {entry.id} holds NaN or infinity, expected finite hidden states",
             "set extract_hiddens.dtype or target.dtype to float32 and run: dvc repro extract_hiddens",
         )
-    return header, block
-
-
-def _list_entries(rows: pl.DataFrame) -> list[IndexEntry]:
-    return [IndexEntry(**row) for row in rows.iter_rows(named=True)]
+    return found
 
 
 def _group_by_shard(folder: Path, rows: pl.DataFrame) -> Iterator[tuple[Path, list[IndexEntry]]]:
     for (name,), group in rows.group_by("shard", maintain_order=True):
-        yield folder / str(name), _list_entries(group)
-
-
-def _make_checksum_error(path: Path, entry: IndexEntry) -> Broken:
-    return Broken(f"{path}: row {entry.id} does not match its checksum", atomic.rerun(MADE_BY))
+        yield folder / str(name), [IndexEntry(**row) for row in group.iter_rows(named=True)]
 
 
 def _is_visual_range_valid(entry: IndexEntry, slices: ShardSlices) -> bool:
@@ -197,7 +163,7 @@ def _is_visual_range_valid(entry: IndexEntry, slices: ShardSlices) -> bool:
 def _read_block(entry: IndexEntry, slices: ShardSlices) -> StoredHiddenStates:
     stored = {name: part for name, part in slices.items() if name not in ("ids", "mask", "pictured")}
     return StoredHiddenStates(
-        **{n: part[entry.image_tokens if n in VISUAL_TENSORS else entry.tokens] for n, part in stored.items()}
+        **{n: part[entry.image_tokens if n in format.VISUAL_TENSORS else entry.tokens] for n, part in stored.items()}
     )
 
 

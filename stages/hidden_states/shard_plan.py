@@ -9,7 +9,6 @@ import polars as pl
 import torch
 
 from stages.hidden_states.format import RowHeader, count_token_bytes, count_visual_bytes
-from stages.target.manifest import TargetManifest
 
 
 @dataclass(frozen=True)
@@ -18,15 +17,20 @@ class StoredRowSize:
 
     hidden_size: int
     dtype: torch.dtype
-    image_token_id: int | None
-    token_bytes: float
-    image_token_bytes: int  # beyond those of any token
+    image_token_id: int | None = None
 
-    @classmethod
-    def build(cls, target: TargetManifest, dtype: torch.dtype) -> "StoredRowSize":
-        image_token_id, hidden_size = target.image_token_id, target.hidden_size
-        token_bytes = count_token_bytes(hidden_size, dtype, is_multimodal=image_token_id is not None)
-        return cls(hidden_size, dtype, image_token_id, token_bytes, count_visual_bytes(hidden_size, dtype))
+    @property
+    def is_multimodal(self) -> bool:
+        return self.image_token_id is not None
+
+    @property
+    def token_bytes(self) -> float:
+        return count_token_bytes(self.hidden_size, self.dtype, self.is_multimodal)
+
+    @property
+    def image_token_bytes(self) -> int:
+        """Bytes beyond those of any token."""
+        return count_visual_bytes(self.hidden_size, self.dtype)
 
     def count_image_tokens(self, rows: pl.DataFrame) -> list[int]:
         """Return the number of image tokens of each row."""
@@ -39,7 +43,7 @@ class StoredRowSize:
         return count_tokens(rows) * self.token_bytes + sum(self.count_image_tokens(rows)) * self.image_token_bytes
 
 
-TOKENS_ONLY_SIZE = StoredRowSize(0, torch.float32, None, count_token_bytes(0, torch.float32), 0)
+TOKENS_ONLY_SIZE = StoredRowSize(0, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -98,22 +102,18 @@ def count_tokens(rows: pl.DataFrame) -> int:
 def plan_split(split: str, table: pl.DataFrame, size: StoredRowSize, shard_bytes: int, folder: Path) -> list[ShardTask]:
     """Return the shards of a split. Longest rows first: batches hold like lengths, and memory runs out early if at all."""
     rows = table.sort(make_length_expr(), "id", descending=[True, False])
-    image_tokens = size.count_image_tokens(rows)
-    spans = plan_shards(list_lengths(rows), size.token_bytes, shard_bytes, image_tokens, size.image_token_bytes)
+    image_tokens, bytes_per_token = size.count_image_tokens(rows), (size.token_bytes, size.image_token_bytes)
+    spans = plan_shards(list_lengths(rows), image_tokens, *bytes_per_token, shard_bytes)
     return [ShardTask(split, number, rows[span.start : span.stop], folder, size) for number, span in enumerate(spans)]
 
 
 def plan_shards(
-    lengths: Sequence[int],
-    token_bytes: float,
-    shard_bytes: int,
-    image_tokens: Sequence[int] = (),
-    image_token_bytes: int = 0,
+    lengths: Sequence[int], image_tokens: Sequence[int], token_bytes: float, image_token_bytes: int, shard_bytes: int
 ) -> list[range]:
     """Return the consecutive rows of each shard; the row that reaches `shard_bytes` is a shard's last."""
     shards, first, size = [], 0, 0.0
-    for number, length in enumerate(lengths):
-        size += length * token_bytes + (image_tokens[number] * image_token_bytes if image_tokens else 0)
+    for number, (length, image_count) in enumerate(zip(lengths, image_tokens, strict=True)):
+        size += length * token_bytes + image_count * image_token_bytes
         if size >= shard_bytes:
             shards.append(range(first, number + 1))
             first, size = number + 1, 0.0

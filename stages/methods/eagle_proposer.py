@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 
 from stages.draft.eagle3 import attend_prefix_and_ancestors, build_prefix_mask, compute_first_state
-from stages.engine.decode_state import DecodeState, PrefillOutput, VerifyOutput, compute_rope_positions
+from stages.engine.decode_state import (
+    CacheSlots,
+    DecodeState,
+    PrefillOutput,
+    VerifyOutput,
+    compute_rope_positions,
+)
+from stages.engine.proposer import DraftingMethod, Proposer
 from stages.methods.eagle import EagleDraft
 from stages.methods.static_tree import StaticTree
 from stages.params.tree_shape import TreeShape
@@ -15,15 +22,13 @@ from stages.trees import draft_tree as trees
 from stages.trees.expansion import expand_candidates
 
 
-class EagleMethod:
-    """A DraftingMethod: an EAGLE draft with a static tree, or (num_steps, topk, num_draft_tokens) of dynamic ones.
+class EagleMethod(DraftingMethod):
+    """An EAGLE draft with a static tree, or the shape of dynamic ones.
 
     Raises ValueError where the tree, or the target's embedding, does not fit the draft.
     """
 
-    def __init__(
-        self, eagle: EagleDraft, embedding: Tensor, tree: StaticTree | tuple[int, int, int], tree_scoring: str
-    ):
+    def __init__(self, eagle: EagleDraft, embedding: Tensor, tree: StaticTree | TreeShape, tree_scoring: str):
         c = eagle.config
         if (c.vocab_size, c.hidden_size) != tuple(embedding.shape):
             raise ValueError(
@@ -31,11 +36,9 @@ class EagleMethod:
                 f"{embedding.shape[0]} and {embedding.shape[1]}; train a draft for it"
             )
         self.eagle, self.embedding, self.tree, self.tree_scoring = eagle, embedding, tree, tree_scoring
-        if isinstance(tree, StaticTree):
-            self.num_steps, self.num_draft_tokens = tree.num_steps, tree.num_draft_tokens
-        else:
-            trees.check_tree(TreeShape(*tree), c.vocab_size, c.sliding_window)
-            self.num_steps, self.num_draft_tokens = tree[0], tree[2]
+        if isinstance(tree, TreeShape):
+            trees.check_tree(tree, c.vocab_size, c.sliding_window)
+        self.num_steps, self.num_draft_tokens = tree.num_steps, tree.num_draft_tokens
         self.weight_bytes = sum(x.nbytes for x in eagle.parameters())
         self.num_parameters = sum(x.numel() for x in eagle.parameters())
 
@@ -43,69 +46,62 @@ class EagleMethod:
         return EagleProposer(self, capacity)
 
 
-class EagleProposer:
+class EagleProposer(Proposer):
     """Extends its own KV cache by the verified rows, and grows a tree from the last of them."""
 
     def __init__(self, method: EagleMethod, capacity: int):
         eagle, self.method = method.eagle, method
-        like, c = eagle.fc.weight, eagle.config
+        like, c, path_length = eagle.fc.weight, eagle.config, method.num_steps + 1
         self.keys = like.new_zeros(1, capacity, c.num_key_value_heads, c.head_dim)
         self.values = torch.zeros_like(self.keys)
-        self.hidden = like.new_zeros(
-            method.num_steps + 1, c.hidden_size
-        )  # [R, H] of the rows that the last cycle verified
-        self.positions = torch.arange(capacity, device=like.device)
-        self.rope_positions = eagle.get_rope_positions(
-            self.positions[: method.num_steps + 1], None
-        ).clone()  # [R] or [R, 3], same rows
+        self.hidden = like.new_zeros(1, path_length, c.hidden_size)  # of the rows that the last cycle verified
+        self.steps = torch.arange(path_length, device=like.device)[None]  # [1, R]
+        self.rope_positions = eagle.get_rope_positions(self.steps, None).clone()  # [1, R] or [1, R, 3], same rows
         self.graph_tensors = [self.hidden, self.rope_positions]
         self.grow = _grow_static_tree if isinstance(method.tree, StaticTree) else _grow_dynamic_tree
 
-    def start(self, prompt: list[int], prefill: PrefillOutput, state: DecodeState) -> None:
+    def start(self, slot: CacheSlots, prompt: list[int], prefill: PrefillOutput, state: DecodeState) -> None:
         eagle, count = self.method.eagle, len(prompt)
-        positions = eagle.get_rope_positions(self.positions[None, :count], prefill.positions)[0]  # [T] or [T, 3]
+        positions = eagle.get_rope_positions(slot.positions[None, :count], prefill.positions)[0]  # [T] or [T, 3]
         mixed = eagle.build_layer_input(prefill.embeds[0, 1:], prefill.hidden[:-1])
         keys, values = eagle.compute_keys_values(mixed, eagle.compute_rope(positions[:-1]))
         self.keys[0, : count - 1], self.values[0, : count - 1] = keys, values
-        self.hidden[0], self.rope_positions[0] = prefill.hidden[-1], positions[-1]
+        self.hidden[0, 0], self.rope_positions[0, 0] = prefill.hidden[-1], positions[-1]
 
-    def prepare(self, state: DecodeState) -> None:
-        """Do nothing on the host."""
-
-    def propose(self, state: DecodeState, visible_length: int) -> tuple[trees.DraftTree, Tensor]:
-        method, eagle, last = self.method, self.method.eagle, state.num_verified - 1
-        rows = state.cache_length - state.num_verified + self.positions[: len(self.hidden)]  # [R]
-        embeds = method.embedding[state.next_tokens]  # [R, H]
+    def propose(self, slots: CacheSlots, state: DecodeState, visible_length: int) -> tuple[trees.DraftTree, Tensor]:
+        method, eagle, last = self.method, self.method.eagle, (state.num_verified - 1)[0]  # [1]
+        rows = (state.cache_length - state.num_verified + self.steps)[0]  # [R]
+        embeds = method.embedding[state.next_tokens]  # [1, R, H]
         keys, values = eagle.compute_keys_values(
             eagle.build_layer_input(embeds, self.hidden), eagle.compute_rope(self.rope_positions)
         )
-        self.keys.index_copy_(1, rows, keys[None])
-        self.values.index_copy_(1, rows, values[None])
+        self.keys.index_copy_(1, rows, keys)
+        self.values.index_copy_(1, rows, values)
         prefix = self.keys[:, :visible_length], self.values[:, :visible_length]
-        mask = build_prefix_mask((state.cache_length - 1)[None], visible_length, None)  # [1, 1, visible_length]
-        positions = self.rope_positions[last][None]  # [1, 1] or [1, 1, 3]
-        first = compute_first_state(eagle, embeds[last][None], self.hidden[last][None], positions, *prefix, mask)
+        mask = build_prefix_mask(state.cache_length - 1, visible_length, None)  # [1, 1, visible_length]
+        positions = self.rope_positions[:, last]  # [1, 1] or [1, 1, 3]
+        first = compute_first_state(eagle, embeds[:, last], self.hidden[:, last], positions, *prefix, mask)
         tree = self.grow(method, first, positions, *prefix, mask)
-        return tree, torch.cat([state.next_tokens[last], tree.tokens[0]])
+        return tree, torch.cat([state.next_tokens[:, last], tree.tokens], dim=1)
 
     def update(self, state: DecodeState, output: VerifyOutput) -> None:
-        self.hidden.copy_(output.hidden[output.path])
-        rows = state.cache_length - state.num_verified + self.positions[: len(self.hidden)]
+        self.hidden.copy_(output.hidden[:, output.path[0]])
+        rows = state.cache_length - state.num_verified + self.steps
         self.rope_positions.copy_(compute_rope_positions(rows, state.rope_offset, self.rope_positions))
 
-    @property
-    def nbytes(self) -> int:
+    def count_state_bytes(self, slots: CacheSlots) -> int:
         return sum(t.nbytes for t in (self.keys, self.values, *self.graph_tensors))
 
 
 def _grow_dynamic_tree(
     method: EagleMethod, state: Tensor, positions: Tensor, keys: Tensor, values: Tensor, mask: Tensor
 ) -> trees.DraftTree:
-    assert not isinstance(method.tree, StaticTree)
-    num_steps, topk, num_draft_tokens = method.tree
-    prefix = state, positions, keys, values, mask
-    candidates = expand_candidates(method.eagle, method.embedding, *prefix, num_steps, topk, method.tree_scoring)
-    return trees.build_tree(candidates, num_draft_tokens)
+    tree, prefix = method.tree, (state, positions, keys, values, mask)
+    assert isinstance(tree, TreeShape)
+    candidates = expand_candidates(
+        method.eagle, method.embedding, *prefix, tree.num_steps, tree.topk, method.tree_scoring
+    )
+    return trees.build_tree(candidates, tree.num_draft_tokens)
 
 
 def _grow_static_tree(

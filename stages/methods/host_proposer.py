@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stages.engine.decode_state import DecodeState, PrefillOutput, VerifyOutput
+from stages.engine.decode_state import CacheSlots, DecodeState, PrefillOutput, VerifyOutput
+from stages.engine.proposer import Proposer
 from stages.trees import draft_tree as trees
 
 UNMATCHABLE_TOKEN = -1  # the expected token of a node that is never accepted
@@ -42,14 +43,13 @@ class GuessTree:
         self.ancestor_mask[node] |= self.ancestor_mask[parent]
 
 
-class HostProposer:
-    """A Proposer whose trees come from `build_guess_tree`, on the host."""
+class HostProposer(Proposer):
+    """Trees come from `build_guess_tree`, on the host; no pass changes a tensor that another reads."""
 
     def __init__(self, num_draft_tokens: int, device: torch.device):
         nodes, integer = num_draft_tokens, {"dtype": torch.int64, "device": device}
-        self.graph_tensors: list[Tensor] = []  # no pass changes what another reads
         self.context: list[int] = []  # prompt and answer
-        self.ids = torch.zeros(nodes - 1, **integer)
+        self.ids = torch.zeros(1, nodes - 1, **integer)
         self.target_tokens = torch.zeros(nodes, **integer)  # of the last cycle
         self.tree = trees.DraftTree(
             torch.arange(nodes - 1, device=device)[None],
@@ -59,14 +59,14 @@ class HostProposer:
             torch.zeros(1, nodes, **integer),
         )
 
-    def start(self, prompt: list[int], prefill: PrefillOutput, state: DecodeState) -> None:
+    def start(self, slot: CacheSlots, prompt: list[int], prefill: PrefillOutput, state: DecodeState) -> None:
         self.context = list(prompt)
 
     def prepare(self, state: DecodeState) -> None:
-        count, *tokens = torch.cat([state.num_verified, state.next_tokens]).tolist()
+        count, *tokens = torch.cat([state.num_verified, state.next_tokens], dim=1)[0].tolist()
         self.context += tokens[:count]
         found = self.build_guess_tree(tokens[:count])
-        self.ids.copy_(torch.tensor(found.tokens))
+        self.ids[0].copy_(torch.tensor(found.tokens))
         self.tree.tokens[0].copy_(torch.tensor(found.expected_tokens))
         self.tree.parents[0, 1:].copy_(torch.tensor(found.parents))
         self.tree.depths[0, 1:].copy_(torch.tensor(found.depths))
@@ -76,14 +76,14 @@ class HostProposer:
         """Return guesses of what follows `context`, which ends with `new_tokens`."""
         raise NotImplementedError
 
-    def propose(self, state: DecodeState, visible_length: int) -> tuple[trees.DraftTree, Tensor]:
-        return self.tree, torch.cat([state.next_tokens[state.num_verified - 1], self.ids])
+    def propose(self, slots: CacheSlots, state: DecodeState, visible_length: int) -> tuple[trees.DraftTree, Tensor]:
+        roots = state.next_tokens.gather(1, state.num_verified - 1)  # [1, 1]
+        return self.tree, torch.cat([roots, self.ids], dim=1)
 
     def update(self, state: DecodeState, output: VerifyOutput) -> None:
-        self.target_tokens.copy_(output.target_tokens)
+        self.target_tokens.copy_(output.target_tokens[0])
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of device memory, and eight bytes for each token kept on the host."""
+    def count_state_bytes(self, slots: CacheSlots) -> int:
+        """Return the bytes of device memory, and eight bytes for each token kept on the host."""
         tensors = [self.ids, self.target_tokens, *vars(self.tree).values()]
         return sum(t.nbytes for t in tensors) + 8 * len(self.context)

@@ -22,17 +22,15 @@ import random
 
 import torch
 
-from stages.engine.decode_state import DecodeState, PrefillOutput
+from stages.engine.decode_state import CacheSlots, DecodeState, PrefillOutput
+from stages.engine.proposer import DraftingMethod
 from stages.methods.host_proposer import UNMATCHABLE_TOKEN, GuessTree, HostProposer
 
 WINDOW_SEED = 0  # of the window's first tokens
 
 
-class LookaheadMethod:
-    """A DraftingMethod."""
-
-    weight_bytes = 0
-    num_parameters = 0
+class LookaheadMethod(DraftingMethod):
+    """A window and guess sets of the given sizes."""
 
     def __init__(self, window_size: int, ngram_size: int, guess_set_size: int, device: torch.device):
         self.window_size, self.ngram_size, self.guess_set_size = window_size, ngram_size, guess_set_size
@@ -72,8 +70,8 @@ class LookaheadProposer(HostProposer):
         self.ngram_pool: dict[int, dict[tuple[int, ...], None]] = {}  # token -> continuations, the latest last
         self.passes = 0
 
-    def start(self, prompt: list[int], prefill: PrefillOutput, state: DecodeState) -> None:
-        super().start(prompt, prefill, state)
+    def start(self, slot: CacheSlots, prompt: list[int], prefill: PrefillOutput, state: DecodeState) -> None:
+        super().start(slot, prompt, prefill, state)
         draw, method = random.Random(WINDOW_SEED), self.method
         self.rows = [draw.choices(prompt, k=method.window_size) for _ in range(method.ngram_size - 1)]
         self.ngram_pool, self.passes = {}, 0
@@ -119,7 +117,6 @@ class LookaheadProposer(HostProposer):
                     found.add_node(node, nodes[guess[: end - 1]], guess[end - 1])
                     nodes[guess[:end]] = node
 
-    @property
-    def nbytes(self) -> int:
+    def count_state_bytes(self, slots: CacheSlots) -> int:
         kept = sum(1 + len(ngram) for continuations in self.ngram_pool.values() for ngram in continuations)
-        return super().nbytes + 8 * (kept + sum(map(len, self.rows)))
+        return super().count_state_bytes(slots) + 8 * (kept + sum(map(len, self.rows)))

@@ -79,7 +79,7 @@ def compute_loss(
     for k, out in enumerate(medusa.outs):
         of_head = pack.select_step(k)
         states = medusa.compute_head_input(k, pack.last[of_head.query_tokens].to(out.weight.dtype))
-        output_head = chunked_loss.OutputHead(_identity, out.weight, medusa.d2t, medusa.t2d)
+        output_head = chunked_loss.OutputHead(nn.Identity(), out.weight, medusa.d2t, medusa.t2d)
         parts.append(
             chunked_loss.compute_chunked_loss(output_head, [states], of_head, head, weights[k : k + 1], objective.loss)
         )
@@ -98,7 +98,3 @@ def predict_top_tokens(
         logits = out(medusa.compute_head_input(k, pack.last[pack.query_tokens[:width]].to(out.weight.dtype)))
         found.append(medusa.to_target(logits.topk(count).indices))
     return found
-
-
-def _identity(states: Tensor) -> Tensor:
-    return states

@@ -8,14 +8,15 @@ Letters: K heads, H hidden, D draft vocabulary, M num_draft_tokens.
 import torch
 from torch import Tensor
 
-from stages.engine.decode_state import DecodeState, PrefillOutput, VerifyOutput
+from stages.engine.decode_state import CacheSlots, DecodeState, PrefillOutput, VerifyOutput
+from stages.engine.proposer import DraftingMethod, Proposer
 from stages.methods.medusa import MedusaDraft
 from stages.methods.static_tree import StaticTree
 from stages.trees import draft_tree as trees
 
 
-class MedusaMethod:
-    """A DraftingMethod: trained Medusa heads and a static tree.
+class MedusaMethod(DraftingMethod):
+    """Trained Medusa heads and a static tree.
 
     Raises ValueError where heads, tree and target do not fit each other.
     """
@@ -41,7 +42,7 @@ class MedusaMethod:
         return MedusaProposer(self)
 
 
-class MedusaProposer:
+class MedusaProposer(Proposer):
     """Proposes from the hidden state of the last verified token."""
 
     def __init__(self, method: MedusaMethod):
@@ -49,21 +50,19 @@ class MedusaProposer:
         self.method, self.hidden = method, weight.new_zeros(1, weight.shape[1])
         self.graph_tensors = [self.hidden]
 
-    def start(self, prompt: list[int], prefill: PrefillOutput, state: DecodeState) -> None:
+    def start(self, slot: CacheSlots, prompt: list[int], prefill: PrefillOutput, state: DecodeState) -> None:
         self.hidden.copy_(prefill.hidden[-1:])
 
-    def prepare(self, state: DecodeState) -> None:
-        """Do nothing on the host."""
-
-    def propose(self, state: DecodeState, visible_length: int) -> tuple[trees.DraftTree, Tensor]:
+    def propose(self, slots: CacheSlots, state: DecodeState, visible_length: int) -> tuple[trees.DraftTree, Tensor]:
         medusa, static = self.method.medusa, self.method.tree
         ranked = trees.select_topk(medusa.logits(self.hidden).float(), static.num_ranks)[1]  # [K, num_ranks]
         tokens = medusa.to_target(ranked[static.depths[0, 1:] - 1, static.ranks])  # [M-1]
-        return static.with_tokens(tokens), torch.cat([state.next_tokens[state.num_verified - 1], tokens])
+        roots = state.next_tokens.gather(1, state.num_verified - 1)  # [1, 1]
+        return static.with_tokens(tokens), torch.cat([roots, tokens[None]], dim=1)
 
     def update(self, state: DecodeState, output: VerifyOutput) -> None:
-        self.hidden.copy_(output.hidden[output.path[state.num_verified - 1]])
+        last = output.path.gather(1, state.num_verified - 1)  # [1, 1]
+        self.hidden.copy_(output.hidden[0, last[0]])
 
-    @property
-    def nbytes(self) -> int:
+    def count_state_bytes(self, slots: CacheSlots) -> int:
         return self.hidden.nbytes

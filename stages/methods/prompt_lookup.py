@@ -6,15 +6,13 @@ that are a chain of guesses. No draft and no training; the only memory is an ind
 
 import torch
 
-from stages.engine.decode_state import DecodeState, PrefillOutput
+from stages.engine.decode_state import CacheSlots, DecodeState, PrefillOutput
+from stages.engine.proposer import DraftingMethod
 from stages.methods.host_proposer import GuessTree, HostProposer
 
 
-class PromptLookupMethod:
-    """A DraftingMethod: n-grams of `max_ngram` to `min_ngram` tokens, chains of `num_steps` guesses."""
-
-    weight_bytes = 0
-    num_parameters = 0
+class PromptLookupMethod(DraftingMethod):
+    """N-grams of `max_ngram` to `min_ngram` tokens, chains of `num_steps` guesses."""
 
     def __init__(self, max_ngram: int, min_ngram: int, num_steps: int, device: torch.device):
         self.max_ngram, self.min_ngram, self.device = max_ngram, min_ngram, device
@@ -33,8 +31,8 @@ class PromptLookupProposer(HostProposer):
         self.followers: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token after its last occurrence
         self.num_indexed = 0  # tokens of the context that are indexed as followers
 
-    def start(self, prompt: list[int], prefill: PrefillOutput, state: DecodeState) -> None:
-        super().start(prompt, prefill, state)
+    def start(self, slot: CacheSlots, prompt: list[int], prefill: PrefillOutput, state: DecodeState) -> None:
+        super().start(slot, prompt, prefill, state)
         self.followers, self.num_indexed = {}, 0
 
     def build_guess_tree(self, new_tokens: list[int]) -> GuessTree:
@@ -51,6 +49,5 @@ class PromptLookupProposer(HostProposer):
             found.add_node(node, node - 1, token)
         return found
 
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes + sum(8 * (len(ngram) + 1) for ngram in self.followers)
+    def count_state_bytes(self, slots: CacheSlots) -> int:
+        return super().count_state_bytes(slots) + sum(8 * (len(ngram) + 1) for ngram in self.followers)

@@ -3,10 +3,11 @@
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, Tag, model_validator
 
 from stages.params.section import (
     SERVER_URL_PATTERN,
+    TEXT_OR_NUMBER,
     Count,
     CountOrGrid,
     Name,
@@ -22,10 +23,7 @@ from stages.params.section import (
 )
 from stages.params.tree_sections import TreeNames
 
-Rate = Annotated[
-    Annotated[Positive, Tag("a number")] | Annotated[Literal["inf"], Tag("a text")],
-    Discriminator(lambda value: "a text" if isinstance(value, str) else "a number"),
-]
+Rate = Annotated[Annotated[Positive, Tag("a number")] | Annotated[Literal["inf"], Tag("a text")], TEXT_OR_NUMBER]
 
 
 class Workload(Section):

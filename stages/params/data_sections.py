@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, Tag, model_validator
 
-from stages.params.section import Count, Name, NonNegative, Positive, Section, Seed, Share, Text
+from stages.params.section import LIST_OR_NUMBER, Count, Name, NonNegative, Positive, Section, Seed, Share, Text
 
 PROMPT_SETS_FOLDER = Path("data/prompt_sets")
 DATASET_ID_PATTERN = r"\w[\w.-]*(/\w[\w.-]*)?"  # the id of a dataset on the Hub
@@ -83,8 +83,8 @@ class TemperatureShare(Section):
 
 
 Temperature = Annotated[
-    Annotated[NonNegative, Tag("a number")] | Annotated[list[TemperatureShare], Field(min_length=1), Tag("a mixture")],
-    Discriminator(lambda value: "a mixture" if isinstance(value, list) else "a number"),
+    Annotated[NonNegative, Tag("a number")] | Annotated[list[TemperatureShare], Field(min_length=1), Tag("a list")],
+    LIST_OR_NUMBER,
 ]
 
 

@@ -8,7 +8,7 @@ from typing import Any, get_args
 from stages.params.section import Section
 
 UNION_TAGS = {  # parts of pydantic's locations that are not keys of the file
-    "[key]", "a number", "a mixture", "a list", "a text", "a segment", "a segment of a layer", "a segment of heads",
+    "[key]", "a number", "a list", "a text", "a segment", "a segment of a layer", "a segment of heads",
     "a row", "a static row", "a row ahead",
 }  # fmt: skip
 

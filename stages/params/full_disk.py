@@ -15,8 +15,8 @@ WRITING = re.compile(r"writing (?P<path>.+), which needs more than (?P<needed>\d
 
 def explain_full_disk(error: BaseException) -> str | None:
     """Return one line about the full disk or used quota that caused `error`; None for other errors."""
-    every = list(_causes(error))
-    full = next((cause for cause in every if _is_full_disk(cause)), None)
+    every = list(_list_causes(error))
+    full = next((cause for cause in every if getattr(cause, "errno", None) in ERRORS or WORDS.search(str(cause))), None)
     if full is None:
         return None
     notes = [note for cause in every for note in getattr(cause, "__notes__", ())]
@@ -24,19 +24,16 @@ def explain_full_disk(error: BaseException) -> str | None:
     path = Path(noted["path"] if noted else getattr(full, "filename", None) or ".")
     folder = next(folder for folder in (path, *path.parents) if folder.is_dir())
     what = f"{path} could not be written" if path != Path() else "a file could not be written"
-    needed = f"; it needs more than {_mib(int(noted['needed']))}" if noted else ""
+    needed = f"; it needs more than {_format_mib(int(noted['needed']))}" if noted else ""
+    free = _format_mib(shutil.disk_usage(folder).free)
     return (
-        f"the disk is full, or its quota used: {what}{needed}, and {_mib(shutil.disk_usage(folder).free)} are free in {folder} "
+        f"the disk is full, or its quota used: {what}{needed}, and {free} are free in {folder} "
         f"({full}). What earlier stages made is kept, and what this one had finished; its partial file is removed. Free "
         "space there and run the same command again"
     )
 
 
-def _is_full_disk(error: BaseException) -> bool:
-    return (isinstance(error, OSError) and error.errno in ERRORS) or bool(WORDS.search(str(error)))
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def _list_causes(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an error and the errors it was raised from or during, even if `from None` hides them."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -45,5 +42,5 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _mib(size: int) -> str:
+def _format_mib(size: int) -> str:
     return f"{size / 2**20:.1f} MiB"

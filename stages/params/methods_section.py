@@ -2,10 +2,10 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from stages.params.section import Count, Name, Section
-from stages.params.tree_shape import TreeShape
+from stages.params.tree_sections import TreeName
 
 
 class DynamicRow(Section):
@@ -15,7 +15,7 @@ class DynamicRow(Section):
         "eagle3", "eagle2", "eagle", "medusa"
     ]  # eagle and medusa need StaticRow; listed here for error messages
     checkpoint: Name
-    tree: Annotated[str, AfterValidator(lambda name: TreeShape.parse(name).name)]
+    tree: TreeName
 
 
 class StaticRow(Section):

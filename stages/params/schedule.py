@@ -2,13 +2,12 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, Tag, model_validator
 
-from stages.params.section import Count, Name, NonNegative, Section, Text, get_named
+from stages.params.section import TEXT_OR_NUMBER, Count, Name, NonNegative, Section, Text, get_named
 
 CountOrAll = Annotated[
-    Annotated[int, Field(ge=0), Tag("a number")] | Annotated[Literal["all"], Tag("a text")],
-    Discriminator(lambda value: "a text" if isinstance(value, str) else "a number"),
+    Annotated[int, Field(ge=0), Tag("a number")] | Annotated[Literal["all"], Tag("a text")], TEXT_OR_NUMBER
 ]
 
 
@@ -37,7 +36,7 @@ class Schedule(Section):
             get_named(self.stages, name, "schedule.stages")
         return self
 
-    def needs(self, stage: str) -> StageResources:
+    def get_needs(self, stage: str) -> StageResources:
         """Return the resources of a stage of dvc.yaml (cells included) or of a `.dvc` file. Raises ValueError for others."""
         if stage.endswith(".dvc"):
             return StageResources(gpus=0, exclusive=False)

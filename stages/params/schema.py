@@ -9,12 +9,11 @@ its `deps`: DVC tracks the values, and the code holds no defaults.
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError, model_validator
 from ruamel.yaml.error import YAMLError
 
-from stages.params import yaml_text
 from stages.params.benchmark_sections import Benchmark, BenchmarkServed
 from stages.params.data_sections import OWN_PROMPTS, FixData, PreparePrompts, SampleTarget
 from stages.params.draft_sections import CheckOverfit, ImportDraft, InitDraft, TrainDraft
@@ -26,6 +25,9 @@ from stages.params.section import PARAMS_FILE, ROOT_CHECKPOINT, Section, Text, g
 from stages.params.target_sections import ExtractHiddens, PrepareTarget, Target
 from stages.params.tree_sections import ReplayTrees, TimeTrees
 from stages.params.tree_shape import TreeShape
+from stages.params.yaml_text import parse_yaml
+
+SectionT = TypeVar("SectionT", bound=Section)
 
 
 class Report(Section):
@@ -69,26 +71,22 @@ class Params(Section):
             "replay_trees.checkpoints": self.replay_trees.checkpoints,
             "benchmark.checkpoints": self.benchmark.checkpoints,
             "benchmark_served.checkpoints": served.checkpoints if served.workloads else [],
+            "time_trees.checkpoints": self.time_trees.checkpoints,
         }
-        for key, names in {**lists, "time_trees.checkpoints": self.time_trees.checkpoints}.items():
-            for name in names:
-                if name in trained and (method := trained[name].other_method):
-                    raise ValueError(
-                        f"{key}: {name!r} is of {method}, expected checkpoints of EAGLE-3; name it in "
-                        "benchmark_methods.with_draft"
-                    )
-        for key, names in lists.items():
-            for name in names:
-                if name not in trained and name not in imported:
-                    known = ", ".join([*trained, *imported])
-                    raise ValueError(
-                        f"{key}: {name!r} is not trained, expected some of {known}; "
-                        "correct it, or add it to train_draft.checkpoints or import_draft.checkpoints"
-                    )
-        for name in self.time_trees.checkpoints:
+        for key, name in ((key, name) for key, names in lists.items() for name in names):
+            if name in trained and (method := trained[name].other_method):
+                raise ValueError(
+                    f"{key}: {name!r} is of {method}, expected checkpoints of EAGLE-3; name it in "
+                    "benchmark_methods.with_draft"
+                )
+            if name not in trained and name not in imported and key != "time_trees.checkpoints":
+                raise ValueError(
+                    f"{key}: {name!r} is not trained, expected some of {', '.join([*trained, *imported])}; "
+                    "correct it, or add it to train_draft.checkpoints or import_draft.checkpoints"
+                )
             if name not in (timeable := [ROOT_CHECKPOINT, *trained, *imported]):
                 raise ValueError(
-                    f"time_trees.checkpoints: {name!r} is no checkpoint, expected some of {', '.join(timeable)}; correct it. "
+                    f"{key}: {name!r} is no checkpoint, expected some of {', '.join(timeable)}; correct it. "
                     f"{ROOT_CHECKPOINT} costs what every trained checkpoint does"
                 )
 
@@ -200,55 +198,50 @@ class Params(Section):
         return one == other or not {one, other} & set(self.import_draft.checkpoints)
 
 
-def read_recipe(path: Path) -> tuple[Recipe | None, dict[str, dict[str, Any]]]:
-    """Return a recipe's block `recipe`, None if it has none, and its sections of params.yaml.
-
-    Raises:
-        ValueError: naming the file, what was expected and what to do.
-    """
-    try:
-        found = yaml_text.parse(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path} not found; correct its name") from None
-    except (YAMLError, ValueError) as error:
-        raise ValueError(f"{path} is not valid YAML: {error}") from None
-    if not isinstance(found, dict) or not all(isinstance(keys, dict) for keys in found.values()):
-        raise ValueError(f"{path}: expected sections with keys, as params.yaml has them; found {found!r:.60}")
-    about = found.pop("recipe", None)
-    _check_no_old_keys(path, found)
-    try:
-        return None if about is None else Recipe.model_validate(about), found
-    except ValidationError as error:
-        problems = "\n".join(f"  recipe.{explain_error(e, Recipe)}" for e in error.errors(include_url=False))
-        raise ValueError(f"{path} has {error.error_count()} problem(s) to correct:\n{problems}") from None
-
-
-def _check_no_old_keys(path: Path, sections: dict[str, Any]) -> None:
-    """Raise ValueError naming every key of an earlier version, and its new name."""
-    if renamed := explain_old_keys(sections):
-        problems = "\n".join(f"  {line}" for line in renamed)
-        raise ValueError(f"{path} has {len(renamed)} key(s) of an earlier version:\n{problems}")
-
-
 def load_params(path: Path = PARAMS_FILE) -> Params:
     """Read params.yaml and check the whole file.
 
     Raises:
         ValueError: naming the file, every wrong key, what was expected and what to do.
     """
-    if not path.is_file():
-        raise ValueError(f"{path} not found; run from the project's root, the folder of dvc.yaml")
+    found = _read_sections(path, "run from the project's root, the folder of dvc.yaml")
+    return _validate_model(Params, found, path)
+
+
+def read_recipe(path: Path) -> tuple[Recipe | None, dict[str, dict[str, Any]]]:
+    """Return a recipe's block `recipe`, None if it has none, and its sections of params.yaml.
+
+    Raises:
+        ValueError: naming the file, what was expected and what to do.
+    """
+    found = _read_sections(path, "correct its name")
+    if not all(isinstance(keys, dict) for keys in found.values()):
+        raise ValueError(f"{path}: expected sections with keys, as params.yaml has them; found {found!r:.60}")
+    about = found.pop("recipe", None)
+    return None if about is None else _validate_model(Recipe, about, path, "recipe."), found
+
+
+def _read_sections(path: Path, if_missing: str) -> dict[str, Any]:
+    """Return a file's sections, none of them with a key of an earlier version."""
     try:
-        raw = yaml_text.parse(path.read_text(encoding="utf-8"))
+        found = parse_yaml(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, IsADirectoryError):
+        raise ValueError(f"{path} not found; {if_missing}") from None
     except (YAMLError, ValueError) as error:  # ValueError: invalid UTF-8, impossible dates
         raise ValueError(f"{path} is not valid YAML: {explain_yaml(error)}") from None
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path}: expected the sections {', '.join(Params.model_fields)}; found {raw!r:.60}")
-    _check_no_old_keys(path, raw)
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: expected the sections {', '.join(Params.model_fields)}; found {found!r:.60}")
+    if renamed := explain_old_keys(found):
+        problems = "\n".join(f"  {line}" for line in renamed)
+        raise ValueError(f"{path} has {len(renamed)} key(s) of an earlier version:\n{problems}")
+    return found
+
+
+def _validate_model(model: type[SectionT], found: Any, path: Path, prefix: str = "") -> SectionT:
     try:
-        return Params.model_validate(raw)
+        return model.model_validate(found)
     except ValidationError as error:
-        problems = "\n".join(f"  {explain_error(e, Params)}" for e in error.errors(include_url=False))
+        problems = "\n".join(f"  {prefix}{explain_error(e, model)}" for e in error.errors(include_url=False))
         raise ValueError(f"{path} has {error.error_count()} problem(s) to correct:\n{problems}") from None
 
 

@@ -38,10 +38,9 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
 
 
-CountOrGrid = Annotated[
-    Annotated[Count, Tag("a number")] | Annotated[Grid, Tag("a list")],
-    Discriminator(lambda value: "a list" if isinstance(value, list) else "a number"),
-]
+LIST_OR_NUMBER = Discriminator(lambda value: "a list" if isinstance(value, list) else "a number")
+TEXT_OR_NUMBER = Discriminator(lambda value: "a text" if isinstance(value, str) else "a number")
+CountOrGrid = Annotated[Annotated[Count, Tag("a number")] | Annotated[Grid, Tag("a list")], LIST_OR_NUMBER]
 
 
 def get_named(items: Mapping[str, T], name: str, key: str) -> T:

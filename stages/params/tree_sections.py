@@ -10,21 +10,35 @@ from stages.params.tree_shape import TreeShape, count_candidates
 MIN_TIMED_TREES = 8  # trees of time_trees: a fit has up to six terms
 
 
-def _check_tree_names(names: list[str]) -> list[str]:
-    for name in names:
-        TreeShape.parse(name)
-    return names
+TreeName = Annotated[str, AfterValidator(lambda name: TreeShape.parse(name).name)]
+TreeNames = Annotated[
+    list[str],
+    AfterValidator(lambda names: [TreeShape.parse(name).name for name in names]),
+    AfterValidator(_check_unique),
+]
 
 
-TreeNames = Annotated[list[str], AfterValidator(_check_tree_names), AfterValidator(_check_unique)]
+class TreeGrid(Section):
+    """Lists of numbers, whose combinations are trees, and the checkpoints whose drafts grow them."""
 
-
-class ReplayTrees(Section):
     checkpoints: SomeNames
-    tree_scoring: Literal["sglang", "eagle"]
     num_steps: Grid
     topk: Grid
     num_draft_tokens: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)]
+
+    def list_trees(self) -> list[TreeShape]:
+        """Return every tree of the grid that can be built, ordered by topk, num_steps, num_draft_tokens."""
+        return [
+            TreeShape(s, k, m)
+            for k in sorted(set(self.topk))
+            for s in sorted(set(self.num_steps))
+            for m in ([s + 1] if k == 1 else sorted(set(self.num_draft_tokens)))
+            if m - 1 <= count_candidates(s, k)
+        ]
+
+
+class ReplayTrees(TreeGrid):
+    tree_scoring: Literal["sglang", "eagle"]
     trace_trees: TreeNames
     memory_gib: Positive
 
@@ -41,28 +55,10 @@ class ReplayTrees(Section):
         """Return the trees of `trace_trees`; they may be outside the grid."""
         return [TreeShape.parse(name) for name in self.trace_trees]
 
-    def list_trees(self) -> list[TreeShape]:
-        """Return every tree of the grid that can be built, ordered by topk, num_steps, num_draft_tokens."""
-        return _list_buildable_trees(self.num_steps, self.topk, self.num_draft_tokens)
 
-
-def _list_buildable_trees(num_steps: list[int], topks: list[int], num_draft_tokens: list[int]) -> list[TreeShape]:
-    return [
-        TreeShape(s, k, m)
-        for k in sorted(set(topks))
-        for s in sorted(set(num_steps))
-        for m in ([s + 1] if k == 1 else sorted(set(num_draft_tokens)))
-        if m - 1 <= count_candidates(s, k)
-    ]
-
-
-class TimeTrees(Section):
+class TimeTrees(TreeGrid):
     """The timing grid of the torch engine."""
 
-    checkpoints: SomeNames
-    num_steps: Grid
-    topk: Grid
-    num_draft_tokens: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)]
     context: Count
     warmup: Annotated[int, Field(ge=0)]
     cycles: Count
@@ -78,10 +74,6 @@ class TimeTrees(Section):
                 "longer lists"
             )
         return self
-
-    def list_trees(self) -> list[TreeShape]:
-        """Return every tree of the grid that can be built, ordered by topk, num_steps, num_draft_tokens."""
-        return _list_buildable_trees(self.num_steps, self.topk, self.num_draft_tokens)
 
     def list_settings(self) -> dict[str, Any]:
         """Return the settings by the names that timing files record: the grid's lists as `steps` and `tokens`."""

@@ -8,7 +8,7 @@ from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
 MOST_LEVELS = 32  # params.yaml has four
 
 
-def parse(text: str) -> Any:
+def parse_yaml(text: str) -> Any:
     """Parse YAML with the parser that DVC uses, so that both read the same values; it also refuses duplicate keys.
 
     Raises:

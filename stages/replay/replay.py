@@ -166,7 +166,7 @@ def replay_answers(
     counts = torch.tensor([r.stop - r.start for r in ranges], device=ids.device)
     tables, done = PlaceTables(trees, int(counts.sum()), tree_scoring, ids.device), 0
     fused, keys, values = encode_prefix(draft, ids, features, embedding, multimodal)
-    following = _gather_following_tokens(ids, ends, tables.num_steps)
+    following = gather_following_tokens(ids, ends, tables.num_steps)
 
     queries = draft.config.num_attention_heads * sum(tables.topks)  # of a place, at most
     longest = max(1, MAX_INTERMEDIATE_ELEMENTS[ids.device.type] // (queries * ids.shape[1]))
@@ -351,7 +351,7 @@ def mark_cycle_starts(accepted: Tensor, counts: Tensor) -> Tensor:
     return marks[..., :longest]
 
 
-def _gather_following_tokens(ids: Tensor, ends: Tensor, num_steps: int) -> Tensor:
+def gather_following_tokens(ids: Tensor, ends: Tensor, num_steps: int) -> Tensor:
     """Return [B, T, S]: the answer's tokens after the bonus token of each p, -1 past the answer's end."""
     steps = torch.arange(num_steps, device=ids.device)
     index = torch.arange(ids.shape[1], device=ids.device)[:, None] + 2 + steps  # [T, S]

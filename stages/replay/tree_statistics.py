@@ -16,6 +16,7 @@ from torch import Tensor
 
 from stages.draft.eagle3 import Eagle3Draft, MultimodalFeatures, build_prefix_mask, compute_first_state, encode_prefix
 from stages.params.tree_shape import TreeShape
+from stages.replay.replay import gather_following_tokens
 from stages.replay.token_classes import TOKEN_CLASSES
 from stages.trees.draft_tree import Candidates, select_topk
 from stages.trees.expansion import expand_candidates
@@ -65,7 +66,7 @@ def trace_cycles(
     topk = tree.topk
     score, nodes = select_topk(candidates.scores, tree.num_draft_tokens - 1)  # [C, N]
     depth = torch.where(nodes < topk, 1, (nodes - topk) // (topk * topk) + 2)
-    following = _gather_following_tokens(ids, verified[row, number], row, ends, tree.num_steps)
+    following = gather_following_tokens(ids, ends, tree.num_steps)[row, verified[row, number]]  # [C, S]
     accepted = _mark_accepted_nodes(candidates, nodes, following)
     return TreeCycles(
         row, place, accepted.sum(1), score.exp() if tree_scoring == "eagle" else score, depth,
@@ -96,12 +97,6 @@ def _expand_cycles(
         parts.append(expand_candidates(draft, embedding, state, *given, tree.num_steps, tree.topk, tree_scoring))
     columns = zip(*((c.scores, c.tokens, c.parents) for c in parts), strict=True)
     return Candidates(*(torch.cat(column) for column in columns))
-
-
-def _gather_following_tokens(ids: Tensor, verified: Tensor, row: Tensor, ends: Tensor, num_steps: int) -> Tensor:
-    """Return [C, S]: the answer's tokens after the bonus token of each cycle, -1 past the answer's end."""
-    index = verified[:, None] + 2 + torch.arange(num_steps, device=ids.device)
-    return torch.where(index < ends[row, None], ids[row[:, None], index.clamp(max=ids.shape[1] - 1)], -1)
 
 
 def _mark_accepted_nodes(candidates: Candidates, nodes: Tensor, following: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import numpy as np
 
 from stages.grading import grade
 from stages.results import clusters, metrics
-from stages.serving import latency, request_records
+from stages.serving import latency
 from stages.serving.latency import RequestRecord
 from stages.serving.spec_counters import AcceptanceCounts
 
@@ -53,9 +53,7 @@ def grade_first_turns(
     return [
         None
         if turn or record.failure_reason
-        else grade.grade_answer(
-            references[request_records.get_question_id(record)], decode_text(record), allow_unsandboxed_code
-        )
+        else grade.grade_answer(references[record.question_id], decode_text(record), allow_unsandboxed_code)
         for _, turn, record in requests
     ]
 
@@ -74,12 +72,11 @@ def build_point(
         "max_new_tokens": load.max_new_tokens,
         "concurrency": load.concurrency,
         "request_rate": load.request_rate,
-        "loads": [latency.summarise_load(request_records.join_turns(turns)) for turns in repeats],
+        "loads": [latency.summarise_load(latency.join_turns(turns)) for turns in repeats],
         "acceptance": acceptance,
         "quality": _summarise_quality(requests, grades, references),
         "requests": [
-            request_records.make_request_row(*request, correct)
-            for request, correct in zip(requests, grades, strict=True)
+            latency.make_request_row(*request, correct) for request, correct in zip(requests, grades, strict=True)
         ],
         "warnings": warnings,
     }
@@ -97,7 +94,7 @@ def _summarise_quality(
 ) -> dict[str, Any] | None:
     """Return None if no answer was graded."""
     graded = [
-        (references[request_records.get_question_id(request.record)], correct)
+        (references[request.record.question_id], correct)
         for request, correct in zip(requests, grades, strict=True)
         if correct is not None
     ]
@@ -115,7 +112,7 @@ def pool_counts(
     """Return a point's acceptance (served_records.PointAcceptance). `records` are those of `counts`; None: no interval."""
     names = None
     if records is not None:
-        names = [clusters.get_cluster(prompt_set, request_records.get_question_id(r)) for r in records]
+        names = [clusters.get_cluster(prompt_set, r.question_id) for r in records]
     pooled = metrics.pool_acceptance([c.accepted for c in counts], [c.cycles for c in counts], num_steps, names)
     return pooled.list_rates(num_draft_tokens) | {
         "cycles": pooled.cycles,

@@ -8,15 +8,16 @@ A killed writer leaves its temporary, `.NAME.PID.part`, behind; the next write o
 import csv
 import ctypes
 import glob
-import io
 import json
 import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
 
@@ -41,32 +42,20 @@ def rerun(made_by: str) -> str:
 @contextmanager
 def write_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write, which replaces `path` when the block ends without an error."""
-    temporary = _make_temporary_path(path)
-    try:
+    with _open_temporary(path) as temporary:
         yield temporary
         _fsync(temporary)
         os.replace(temporary, path)
         _fsync(path.parent)
-    except Exception as error:
-        _note_place(error, path, temporary)
-        raise
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 @contextmanager
 def write_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder to fill, which replaces `path` as a whole when the block ends without an error."""
-    temporary = _make_temporary_path(path)
-    temporary.mkdir()
-    try:
+    with _open_temporary(path) as temporary:
+        temporary.mkdir()
         yield temporary
         replace_folder(temporary, path)
-    except Exception as error:
-        _note_place(error, path, temporary)
-        raise
-    finally:
-        _remove_path(temporary)  # after a swap this is the old folder
 
 
 def replace_folder(made: Path, path: Path) -> None:
@@ -96,11 +85,10 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
     """Rows under a header, keys that are no column left out. A float keeps every bit: csv writes it by repr."""
-    text = io.StringIO()
-    table = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
-    table.writeheader()
-    table.writerows(rows)
-    write_text(path, text.getvalue())
+    with write_file(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+        table = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
+        table.writeheader()
+        table.writerows(rows)
 
 
 def read_json(path: Path, made_by: str, kind: type = dict) -> Any:
@@ -122,40 +110,30 @@ def read_json(path: Path, made_by: str, kind: type = dict) -> Any:
     return found
 
 
-def _note_place(error: Exception, path: Path, temporary: Path) -> None:
-    """Note in an error what was being written, and what it takes at least: on a full disk no library says either.
+@contextmanager
+def _open_temporary(path: Path) -> Iterator[Path]:
+    """Yield a free name beside `path`, after removing what killed writers of `path` left there.
 
+    An error gets a note of what was being written, and what it takes at least: on a full disk no library says either.
     stages/params/full_disk.py reads it.
     """
-    files = [temporary, *temporary.rglob("*")] if temporary.exists() else []  # pyarrow removes what it could not finish
-    try:
-        needed = sum(file.stat().st_blocks * 512 for file in files) + shutil.disk_usage(path.parent).free
-    except OSError:  # the folder is gone
-        return
-    error.add_note(f"writing {path}, which needs more than {needed} bytes")
-
-
-def _make_temporary_path(path: Path) -> Path:
-    """A free name beside `path`, after removing what killed writers of `path` left there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f".{glob.escape(path.name)}.*"):
-        pid = re.fullmatch(rf"\.{re.escape(path.name)}\.([1-9]\d*)\.(part|old)", left.name)
-        if pid and not _is_another_writer(int(pid[1])):
+        found = re.fullmatch(rf"\.{re.escape(path.name)}\.([1-9]\d*)\.(part|old)", left.name)
+        if found and (int(found[1]) == os.getpid() or not psutil.pid_exists(int(found[1]))):
             _remove_path(left)
-    return path.with_name(f".{path.name}.{os.getpid()}.part")
-
-
-def _is_another_writer(pid: int) -> bool:
-    """Return whether a living process other than this one may own it."""
-    if pid == os.getpid():
-        return False
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # it lives, and is another user's
-        pass
-    return True
+        yield temporary
+    except Exception as error:
+        # pyarrow removes what it could not finish
+        files = [temporary, *temporary.rglob("*")] if temporary.exists() else []
+        with suppress(OSError):  # the folder is gone
+            needed = sum(file.stat().st_blocks * 512 for file in files) + shutil.disk_usage(path.parent).free
+            error.add_note(f"writing {path}, which needs more than {needed} bytes")
+        raise
+    finally:
+        _remove_path(temporary)  # after a swap this is the old folder
 
 
 def _swap_folders(new: Path, path: Path) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,15 @@ def join_process_group(device: str) -> Iterator[RankContext]:
         yield RankContext(dist.get_rank(), world, device)
     finally:
         dist.destroy_process_group()
+
+
+def all_gather_lists(group: RankContext, mine: list[Any]) -> list[Any]:
+    """Return the lists of all ranks, concatenated in the order of ranks. Blocks until every rank has called it."""
+    if group.world == 1:
+        return mine
+    parts: list[list[Any]] = [[] for _ in range(group.world)]
+    dist.all_gather_object(parts, mine)
+    return [item for part in parts for item in part]
 
 
 def select_rank_device(device: str) -> str:

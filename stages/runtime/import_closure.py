@@ -17,11 +17,7 @@ BASELINE = "_baseline"  # suffix of a stage of dvc.yaml that runs another stage'
 
 
 def find_import_closure(stage: str, root: Path = Path()) -> set[str]:
-    """Return the files, relative to the root and with `/`, page templates included.
-
-    Raises:
-        ValueError: where a file has a relative import, which is not followed.
-    """
+    """Return the files, relative to the root and with `/`, page templates included. Raises ValueError for a relative import."""
     word = stage.removesuffix(BASELINE)
     found = {file.relative_to(root).as_posix() for file in (root / CODE).glob(f"{word}.*") if file.is_file()}
     pending = {file for file in found if file.endswith(".py")}

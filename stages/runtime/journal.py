@@ -27,7 +27,7 @@ class Journal:
         self.path = path
         self.done: dict[str, Any] = {}
         if path.exists():
-            self._read()
+            self._read_finished()
         self.resumed = len(self.done)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._synced = time.monotonic()
@@ -48,7 +48,7 @@ class Journal:
         os.fsync(self._descriptor)
         os.close(self._descriptor)
 
-    def _read(self) -> None:
+    def _read_finished(self) -> None:
         whole = 0
         with self.path.open("rb") as file:
             for number, line in enumerate(file):

@@ -1,7 +1,7 @@
 """Unfinished work, kept until it is done: `.scratch/<stage>-<digest>` of everything the result depends on.
 
 DVC deletes a stage's outputs before it reruns it, so a killed run resumes from here. The digest covers the parameters,
-the inputs and the code, so stale work is never taken up. One process at a time works in such a folder (`held`): a stage
+the inputs and the code, so stale work is never taken up. One process at a time works in such a folder (`lock_scratch`): a stage
 whose DVC was killed may still be at work when the next run begins.
 """
 
@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,8 @@ def locate_scratch(stage: str, *depends_on: Any) -> Path:
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Have the folder to this process, which need not exist; of several ranks, the first has it for all of them.
+def lock_scratch(folder: Path) -> Iterator[None]:
+    """Lock a folder, which need not exist, for this process; of several ranks, the first locks it for all of them.
 
     The lock is the kernel's, on a file beside the folder, since a folder that is written anew is another one. It is free as
     soon as its holder has ended, killed or not.
@@ -50,17 +50,17 @@ def held(folder: Path) -> Iterator[None]:
         return
     path = folder.with_name(f"{folder.name}.lock")
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = _lock(path, folder)
+    descriptor = _open_locked(path, folder)
     try:
         os.truncate(descriptor, 0)
         os.write(descriptor, f"{os.getpid()}\n".encode())
         yield
     finally:
-        path.unlink(missing_ok=True)  # while it is still locked: see _lock
+        path.unlink(missing_ok=True)  # while it is still locked: see _open_locked
         os.close(descriptor)
 
 
-def _lock(path: Path, folder: Path) -> int:
+def _open_locked(path: Path, folder: Path) -> int:
     """Return the open file, locked. Raises ValueError where another process has it."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -77,25 +77,15 @@ def _lock(path: Path, folder: Path) -> int:
                 f"{folder} is in use, expected no other process there: process {holder or 'unknown'} works on the same stage "
                 "with the same inputs, perhaps for a run that was killed. Wait for its end, or end that process, then run again"
             ) from None
-        if _is_at(descriptor, path):
-            return descriptor
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
         os.close(descriptor)  # its holder has removed it since we opened it
 
 
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
-
-
 @contextmanager
-def reading(folder: Path) -> Iterator[None]:
-    """Name `folder`, which holds unfinished work and nothing else, where a file in it is broken: no stage makes that again.
-
-    Raises:
-        ValueError: with what was found.
-    """
+def check_unfinished(folder: Path) -> Iterator[None]:
+    """Raise ValueError that names `folder` if a file of the unfinished work in it is broken: no stage makes that again."""
     try:
         yield
     except atomic.Broken as error:
@@ -106,7 +96,7 @@ def reading(folder: Path) -> Iterator[None]:
 
 
 def remove_scratch(folder: Path) -> None:
-    """The result is in its place: forget the unfinished work, and that of earlier versions of the same stage."""
+    """Remove the unfinished work of a stage whose result is in its place, and that of its earlier versions."""
     stage = folder.name.rsplit("-", 1)[0]
     for pattern in (f"{stage}-*", f".{stage}-*"):  # with a dot: what a writer killed midway left (runtime/atomic.py)
         for old in SCRATCH_FOLDER.glob(pattern):
@@ -115,7 +105,7 @@ def remove_scratch(folder: Path) -> None:
 
 
 def digest_folder(folder: Path) -> str:
-    """sha256 over the names and bytes of a folder's files."""
+    """Return the sha256 over the names and bytes of a folder's files."""
     total = hashlib.sha256()
     for path in sorted(f for f in folder.rglob("*") if f.is_file()):
         total.update(str(path.relative_to(folder)).encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())

@@ -11,8 +11,9 @@ import json
 import random
 import re
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from stages.serving import http_session
@@ -69,27 +70,25 @@ def expand_urls(base_urls: list[str]) -> list[str]:
     return urls
 
 
+@dataclass
 class ChatClient:
     """Use as `async with`; `complete` may be called from any number of tasks."""
 
-    def __init__(
-        self,
-        urls: list[str],
-        model: str,
-        concurrency: int,
-        timeout_s: float,
-        attempts: int,
-        key: str | None = None,
-        engine: str | None = None,
-        check: Callable[[], None] = lambda: None,
-        first_backoff_s: float = FIRST_BACKOFF_S,
-    ) -> None:
-        self.model, self.attempts, self.timeout_s, self.check = model, attempts, timeout_s, check
-        self.concurrency, self.first_backoff_s = concurrency, first_backoff_s
-        self.retries_by_reason: dict[str, int] = {}
-        self.endpoints = [Endpoint(url, engine or "") for url in urls]
-        self._gate = asyncio.Semaphore(concurrency)
-        self._http = http_session.HttpSession(model, timeout_s, PARAMS_SECTION, key)
+    urls: list[str]
+    model: str
+    concurrency: int
+    timeout_s: float
+    attempts: int
+    key: InitVar[str | None] = None
+    engine: str | None = None
+    check: Callable[[], None] = lambda: None
+    first_backoff_s: float = FIRST_BACKOFF_S
+    retries_by_reason: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self, key: str | None) -> None:
+        self.endpoints = [Endpoint(url, self.engine or "") for url in self.urls]
+        self._gate = asyncio.Semaphore(self.concurrency)
+        self._http = http_session.HttpSession(self.model, self.timeout_s, PARAMS_SECTION, key)
 
     async def __aenter__(self) -> "ChatClient":
         await self._http.__aenter__()
@@ -126,7 +125,10 @@ class ChatClient:
             try:
                 await self._identify(endpoint)
                 async with endpoint.semaphore or contextlib.nullcontext():
-                    answer = await self._send_once(endpoint, body, engine_fields)
+                    whole = {"model": self.model, **body, **engine_fields.get(endpoint.engine, {})}
+                    reply = await self._http.send(endpoint.url, "POST", "/v1/chat/completions", json=whole)
+                    self._http.check(endpoint.url, reply)
+                    answer = self._read_answer(endpoint, reply.body)
             except http_session.ExchangeFailedError as error:
                 failure, avoid = f"{endpoint.url}: {error}", endpoint
                 self._record_failure(endpoint, error)
@@ -144,12 +146,6 @@ class ChatClient:
             f"no answer in {self.attempts} attempts, the last at {failure}; see to the servers and run again: what was "
             "answered is kept. Or raise sample_target.server.attempts or timeout_s"
         )
-
-    async def _send_once(self, endpoint: Endpoint, body: Body, engine_fields: dict[str, Body]) -> ChatAnswer:
-        whole = {"model": self.model, **body, **engine_fields.get(endpoint.engine, {})}
-        reply = await self._http.send(endpoint.url, "POST", "/v1/chat/completions", json=whole)
-        self._http.check(endpoint.url, reply)
-        return self._read_answer(endpoint, reply.body)
 
     def _read_answer(self, endpoint: Endpoint, body: bytes) -> ChatAnswer:
         """Parse a response; one that is cut or malformed is retried."""
@@ -192,7 +188,7 @@ class ChatClient:
             await asyncio.sleep(min(e.backoff_until for e in self.endpoints) - now)
 
     def _record_failure(self, endpoint: Endpoint, error: http_session.ExchangeFailedError) -> None:
-        self.retries_by_reason[error.reason] = self.retries_by_reason.get(error.reason, 0) + 1
+        self.retries_by_reason[error.reason] += 1
         if endpoint.backoff_until > time.monotonic():  # requests in flight when it failed: they count as one failure
             return
         endpoint.failures += 1

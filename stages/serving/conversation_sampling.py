@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from tqdm import tqdm
@@ -21,7 +21,6 @@ class AnswerHandler(Protocol):
 
     def explain_unusable(self, request: TargetRequest) -> str | None:
         """Return why a request cannot be sampled, as one word for the report, or None."""
-        ...
 
     def build_body(self, request: TargetRequest, history: list[dict[str, Any]]) -> dict[str, Any]: ...
 
@@ -31,28 +30,23 @@ class AnswerHandler(Protocol):
         self, request: TargetRequest, history: list[dict[str, Any]], answer: client.ChatAnswer, write: bool
     ) -> bool:
         """Store the answer's row if `write`; return whether later turns may quote the answer."""
-        ...
 
     def read_log_tail(self) -> str:
         """Return the last lines of the log of a server started here, for a message; empty for other servers."""
-        ...
 
 
+@dataclass
 class ConversationSampler:
-    """A split being sampled from servers. `history_from_target`: later turns quote the target's own answers."""
+    """A split being sampled from servers."""
 
-    def __init__(
-        self,
-        split: SampledSplit,
-        handler: AnswerHandler,
-        http: client.ChatClient,
-        bar: tqdm,
-        history_from_target: bool,
-    ) -> None:
-        self.split, self.handler, self.http, self.bar = split, handler, http, bar
-        self.history_from_target = history_from_target
-        self.refused: list[str] = []
-        self._started, self._tokens = time.perf_counter(), 0
+    split: SampledSplit
+    handler: AnswerHandler
+    http: client.ChatClient
+    bar: tqdm
+    history_from_target: bool  # later turns quote the target's own answers
+    refused: list[str] = field(default_factory=list)
+    _started: float = field(default_factory=time.perf_counter)
+    _tokens: int = 0
 
     async def sample_all(self, concurrency: int) -> None:
         """Sample the split with `concurrency` workers, which take groups from one queue."""
@@ -68,7 +62,7 @@ class ConversationSampler:
 
         with http_session.raise_first_error():
             async with asyncio.TaskGroup() as tasks:
-                for _ in range(min(concurrency, self.split.num_requests)):
+                for _ in range(min(concurrency, self.split.selection.num_requests)):
                     tasks.create_task(work())
 
     async def sample_group(self, group: list[TargetRequest]) -> None:
@@ -120,7 +114,7 @@ class ConversationSampler:
             try:
                 known = asdict(await self.http.complete(body, options))
             except http_session.RequestRefusedError as error:
-                self._refuse(request, error)
+                self._count_refusal(request, error)
                 return None
             except ValueError as error:
                 raise ValueError(f"sample_target: row {request.id}: {error}{self.handler.read_log_tail()}") from None
@@ -129,7 +123,7 @@ class ConversationSampler:
             shards.journal(number).add(key, known)
         return client.ChatAnswer(**known)
 
-    def _refuse(self, request: TargetRequest, error: http_session.RequestRefusedError) -> None:
+    def _count_refusal(self, request: TargetRequest, error: http_session.RequestRefusedError) -> None:
         self.refused.append(f"row {request.id}: {error}")
         if len(self.refused) >= MAX_LEADING_REFUSALS and not self.split.shards.counts["rows"]:
             raise ValueError(

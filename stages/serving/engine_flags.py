@@ -13,7 +13,6 @@ from stages.serving import server
 from stages.serving.http_session import ExchangeFailedError, HttpSession
 
 ENVIRONMENTS_FOLDER = Path("serving-env")  # one for each engine: make serving-env
-PROGRAM_WORDS = {"sglang": ["sglang", "serve"], "vllm": ["vllm", "serve"]}  # of a command line
 VLLM_BLOCK_TOKENS = 16  # tokens of a block of vLLM's KV cache
 
 
@@ -50,22 +49,27 @@ class ServerSetup:
 
     def build_flags(self) -> list[str]:
         """Return the flags beyond those of `server.build_server_command`."""
-        flags = ["--tensor-parallel-size" if self.engine == "vllm" else "--tp-size", str(self.tp)]
-        if self.engine == "sglang":
-            flags += ["--mem-fraction-static", str(self.mem_fraction)]
-            flags += _make_flag("--max-total-tokens", self.max_total_tokens)
-            flags += _make_flag("--max-running-requests", self.max_batch) + _make_flag(
-                "--cuda-graph-max-bs", self.max_batch
-            )
-            flags += _make_flag("--context-length", self.context_length)
-            flags += ["--enable-torch-compile"] if self.torch_compile else []
-        else:  # vLLM always compiles; prompts of the warm-up must not be in its prefix cache
-            flags += ["--gpu-memory-utilization", str(self.mem_fraction), "--no-enable-prefix-caching"]
-            flags += _make_flag(
-                "--num-gpu-blocks-override", self.max_total_tokens and -(-self.max_total_tokens // VLLM_BLOCK_TOKENS)
-            )
-            flags += _make_flag("--max-num-seqs", self.max_batch) + _make_flag("--max-model-len", self.context_length)
-        return [*flags, *self.more]
+        batch, tokens = self.max_batch, self.max_total_tokens
+        flags = {
+            "sglang": {
+                "--tp-size": self.tp,
+                "--mem-fraction-static": self.mem_fraction,
+                "--max-total-tokens": tokens,
+                "--max-running-requests": batch,
+                "--cuda-graph-max-bs": batch,
+                "--context-length": self.context_length,
+                "--enable-torch-compile": self.torch_compile,
+            },
+            "vllm": {  # it always compiles; prompts of the warm-up must not be in its prefix cache
+                "--tensor-parallel-size": self.tp,
+                "--gpu-memory-utilization": self.mem_fraction,
+                "--no-enable-prefix-caching": True,
+                "--num-gpu-blocks-override": tokens and -(-tokens // VLLM_BLOCK_TOKENS),
+                "--max-num-seqs": batch,
+                "--max-model-len": self.context_length,
+            },
+        }[self.engine]
+        return [*server.format_flags(flags), *self.more]
 
 
 def explain_unsupported(
@@ -89,32 +93,33 @@ def build_speculation_flags(engine: str, draft: ServedDraft, config: dict[str, A
     if engine == "vllm":
         fields = {"method": draft.algorithm.lower(), "model": draft.folder, "num_speculative_tokens": draft.num_steps}
         return ["--speculative-config", json.dumps(fields)]
-    flags = ["--speculative-algorithm", draft.algorithm, "--speculative-draft-model-path", draft.folder]
-    flags += ["--speculative-num-steps", str(draft.num_steps), "--speculative-eagle-topk", str(draft.topk)]
-    flags += ["--speculative-num-draft-tokens", str(draft.num_draft_tokens)]
     window = config.get("sliding_window")  # SGLang ignores the key, and doesn't count the query itself
-    return flags + _make_flag("--speculative-draft-window-size", window and window - 1)
+    settings = _list_sglang_settings(draft) | {"speculative_draft_window_size": window and window - 1}
+    return server.format_flags({f"--{key.replace('_', '-')}": value for key, value in settings.items()})
+
+
+def _list_sglang_settings(draft: ServedDraft) -> dict[str, Any]:
+    """Return SGLang's settings of a draft, which are its flags, and keys of what it reports."""
+    return {
+        "speculative_algorithm": draft.algorithm,
+        "speculative_draft_model_path": draft.folder,
+        "speculative_num_steps": draft.num_steps,
+        "speculative_eagle_topk": draft.topk,
+        "speculative_num_draft_tokens": draft.num_draft_tokens,
+    }
 
 
 def build_setup_command(setup: ServerSetup, port: int, program: list[str]) -> list[str]:
-    """Return the command line of a server without a draft; `program`, if not empty, replaces the engine's own."""
+    """Return the command line of a server without a draft.
+
+    `program`, if not empty, replaces the engine's own: that of the engine's own environment if it exists, or on the PATH.
+    """
     whole = server.build_server_command(
         setup.engine, setup.folder, port, setup.dtype, setup.device, setup.trust_remote_code
     )
-    first = len(PROGRAM_WORDS[setup.engine])
-    assert whole[:first] == PROGRAM_WORDS[setup.engine], whole
-    return [*(program or _locate_program(setup.engine)), *whole[first:], *setup.build_flags()]
-
-
-def _locate_program(engine: str) -> list[str]:
-    """Return the program of the engine's own environment if it exists, else the name of the one on the PATH."""
-    program, *rest = PROGRAM_WORDS[engine]
-    there = ENVIRONMENTS_FOLDER / engine / "bin" / program
-    return [str(there.absolute()) if there.exists() else program, *rest]
-
-
-def _make_flag(flag: str, value: int | None) -> list[str]:
-    return [] if value is None else [flag, str(value)]
+    own = ENVIRONMENTS_FOLDER / setup.engine / "bin" / whole[0]
+    first = [str(own.absolute()) if own.exists() else whole[0], whole[1]]  # sglang serve, vllm serve
+    return [*(program or first), *whole[2:], *setup.build_flags()]
 
 
 # What a server reports of itself
@@ -130,15 +135,13 @@ SERVER_INFO_KEYS = (  # of SGLang's /server_info, those that explain a measureme
 
 async def fetch_server_info(http: HttpSession, url: str, engine: str) -> dict[str, Any]:
     """Return what the server reports, by its own names. Raises ExchangeFailedError if it can't be asked."""
-    if engine == "vllm":
-        reply = await http.send(url, "GET", "/version")
-        return _parse_json(reply.body) if reply.status == 200 else {}
-    reply = await http.send(url, "GET", "/server_info")
+    reply = await http.send(url, "GET", "/version" if engine == "vllm" else "/server_info")
     found = _parse_json(reply.body) if reply.status == 200 else {}
+    if engine == "vllm":
+        return found
     state = (found.get("internal_states") or [{}])[0]
     info = {key: found[key] for key in SERVER_INFO_KEYS if key in found}
-    info |= {key: state[key] for key in ("memory_usage", "effective_max_running_requests_per_dp") if key in state}
-    return info
+    return info | {key: state[key] for key in ("memory_usage", "effective_max_running_requests_per_dp") if key in state}
 
 
 def _parse_json(body: bytes) -> dict[str, Any]:
@@ -158,12 +161,8 @@ def check_server_info(
         ValueError: if it runs another tree or another algorithm, or can't hold the requests: in a measurement each would
             look like a slow draft.
     """
-    wanted: dict[str, Any] = {"speculative_algorithm": None}
-    if draft:
-        wanted = {
-            "speculative_algorithm": draft.algorithm, "speculative_num_steps": draft.num_steps,
-            "speculative_eagle_topk": draft.topk, "speculative_num_draft_tokens": draft.num_draft_tokens,
-        }  # fmt: skip
+    wanted = _list_sglang_settings(draft) if draft else {"speculative_algorithm": None}
+    wanted.pop("speculative_draft_model_path", None)  # of a server that was running, elsewhere
     for key, value in wanted.items():
         if key in info and info[key] != value:
             raise ValueError(
@@ -176,22 +175,16 @@ def check_server_info(
             f"the server holds {context} tokens of a request, expected at least {needed_tokens} (the longest prompt, its "
             "answer and a tree); raise --context-length, or max_position_embeddings of target or draft, or ask for less"
         )
-    if concurrency is None:
-        return
+    max_batch = info.get("effective_max_running_requests_per_dp", info.get("max_running_requests"))
     for limit, what, key in (
-        (_read_max_batch(info), "one batch", "--max-running-requests"),
+        (max_batch, "one batch", "--max-running-requests"),
         (_read_max_graph_batch(info), "its CUDA graphs", "--cuda-graph-max-bs"),
     ):
-        if limit is not None and limit < concurrency:
+        if concurrency is not None and isinstance(limit, int) and limit < concurrency:
             raise ValueError(
                 f"the server takes at most {limit} requests in {what}, expected {concurrency}, the workload's concurrency: "
                 f"beyond it they wait or run many times slower; raise benchmark_served.server.max_batch (or {key})"
             )
-
-
-def _read_max_batch(info: dict[str, Any]) -> int | None:
-    found = info.get("effective_max_running_requests_per_dp", info.get("max_running_requests"))
-    return found if isinstance(found, int) else None
 
 
 def _read_max_graph_batch(info: dict[str, Any]) -> int | None:

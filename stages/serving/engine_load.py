@@ -18,8 +18,15 @@ class EngineStep(Protocol):
     def num_accepted(self) -> int: ...
 
 
+class TreeDepth(Protocol):
+    """The shape of a draft tree (params/tree_shape.py), which the engine knows; here only its depth counts."""
+
+    @property
+    def num_steps(self) -> int: ...
+
+
 class LoadEngine(Protocol):
-    """An engine that decodes many requests at once (engine/batch_decode.py)."""
+    """An engine that decodes many requests at once (engine/decode.py)."""
 
     end_tokens: Any
 
@@ -35,14 +42,14 @@ def decode_load(
     engine: LoadEngine,
     requests: Mapping[str, Any],
     slots: int,
-    tree: tuple[int, int, int] | None,
+    tree: TreeDepth | None,
     start_clock: Callable[[], float],
 ) -> list[RequestRecord]:
     """Decode all requests in so many slots and return their records, in order.
 
     Args:
-        requests: by id, with `prompt` and `max_new_tokens` (engine/batch_decode.py, DecodeRequest).
-        tree: num_steps, topk and num_draft_tokens; None decodes plainly.
+        requests: by id, with `prompt` and `max_new_tokens` (engine/requests.py, DecodeRequest).
+        tree: None decodes plainly.
         start_clock: called once the engine is ready; returns the time at which the load starts.
     """
     asked = list(requests.values())
@@ -51,32 +58,16 @@ def decode_load(
         if engine.uses_cuda_graphs:  # prefill all prompts once, uncounted, as timing.time_decode does
             list(engine.decode_batch([request._replace(max_new_tokens=1) for request in asked], slots, tree))
     started = start_clock()
-    records = [_start_record(name, len(request.prompt)) for name, request in requests.items()]
+    records = [RequestRecord(name, input_tokens=len(request.prompt)) for name, request in requests.items()]
     passes = engine.decode_batch(asked, slots, tree) if asked else ()
     accepted = _record_steps(records, passes, started)
     for record, counts in zip(records, accepted, strict=True):
         record.ended, record.output_tokens = record.events[-1][0], len(record.ids)
         record.finish_reason = "stop" if record.ids[-1] in engine.end_tokens else "length"
         if tree is not None:
-            histogram = [counts[1:].count(length) for length in range(tree[0] + 1)]  # the first step is prefill
-            record.counts = AcceptanceCounts(len(counts) - 1, sum(counts), 0, True, histogram)
+            histogram = [counts[1:].count(length) for length in range(tree.num_steps + 1)]  # the first step is prefill
+            record.counts = AcceptanceCounts(len(counts) - 1, sum(counts), True, histogram)
     return records
-
-
-def _start_record(request_id: str, prompt_tokens: int) -> RequestRecord:
-    """Return a record without events, due at the start of the load."""
-    return RequestRecord(
-        id=request_id,
-        due=0.0,
-        sent=0.0,
-        ended=0.0,
-        events=[],
-        has_token_counts=True,
-        input_tokens=prompt_tokens,
-        output_tokens=0,
-        finish_reason=None,
-        failure_reason=None,
-    )
 
 
 def _record_steps(

@@ -6,29 +6,13 @@ import subprocess
 import time
 from typing import NamedTuple
 
-RELEASED_GIB, RELEASE_S = (
-    1.0,
-    30.0,
-)  # memory in use that counts as released, and how long after the server's end to wait
+RELEASED_GIB, RELEASE_S = 1.0, 30.0  # use above that before the server that counts as released; how long to wait for it
 
 
 class GpuMemory(NamedTuple):
     name: str
     used: float
     total: float
-
-
-class MemoryNeed(NamedTuple):
-    """The memory that a server will hold."""
-
-    weights: float
-    draft: float
-    cache_tokens: int
-    token_bytes: int  # keys and values of one token
-
-    @property
-    def cache(self) -> float:
-        return self.cache_tokens * self.token_bytes / 2**30
 
 
 def list_visible_gpus() -> list[GpuMemory]:
@@ -66,16 +50,16 @@ def check_free_memory(gpus: list[GpuMemory], mem_fraction: float) -> None:
             )
 
 
-def check_weights_fit(need: MemoryNeed, capacity: float) -> None:
+def check_weights_fit(weights: float, draft: float, cache_tokens: int, token_bytes: int, capacity: float) -> None:
     """Print what the server will hold of its `capacity` (0: unknown). Raises ValueError if the weights alone don't fit."""
     print(
-        f"memory: {need.weights:.2f} GiB of weights, {need.draft:.2f} of the draft, {need.cache:.2f} of KV cache at most "
-        f"({need.cache_tokens} tokens of {need.token_bytes} bytes), of {capacity:.2f} GiB",
+        f"memory: {weights:.2f} GiB of weights, {draft:.2f} of the draft, {cache_tokens * token_bytes / 2**30:.2f} of KV "
+        f"cache at most ({cache_tokens} tokens of {token_bytes} bytes), of {capacity:.2f} GiB",
         flush=True,
     )
-    if capacity and need.weights + need.draft > capacity:
+    if capacity and weights + draft > capacity:
         raise ValueError(
-            f"the target's weights are {need.weights:.1f} GiB and the draft's {need.draft:.1f}, expected less than "
+            f"the target's weights are {weights:.1f} GiB and the draft's {draft:.1f}, expected less than "
             f"{capacity:.1f} GiB (benchmark_served.server.mem_fraction of the GPU's memory, times tp); raise tp or "
             "mem_fraction, or take a larger GPU"
         )

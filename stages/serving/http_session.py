@@ -36,9 +36,10 @@ class HttpReply(NamedTuple):
 class RequestRefusedError(Exception):
     """A server understood the request and will not answer it."""
 
+    reason = "refused"
+
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"HTTP {status} {message}")
-        self.status = status
 
 
 class ExchangeFailedError(Exception):

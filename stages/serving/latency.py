@@ -1,10 +1,11 @@
-"""Latency and throughput of a load's request records, as docs/metrics.md defines them.
+"""Request records of a load: their latency and throughput, as docs/metrics.md defines them, and their rows in a cell.
 
 Times are seconds of one clock, the client's. Letters: N requests, E token events of a request.
 """
 
+import hashlib
 import itertools
-import math
+import json
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,20 +22,25 @@ class RequestRecord:
     """One request, as the client saw it."""
 
     id: str
-    due: float  # when it arrived; it may have waited before it was sent
-    sent: float
-    ended: float  # the last byte, or the failure
-    events: list[tuple[float, int]]  # [E]: when tokens came, and how many at once
-    has_token_counts: bool  # sent by the server; else an event is a piece of text, taken for one token
-    input_tokens: int
-    output_tokens: int
-    finish_reason: str | None
-    failure_reason: str | None  # a short reason to count by; None: answered
+    due: float = 0.0  # when it arrived; it may have waited before it was sent
+    sent: float = 0.0
+    ended: float = 0.0  # the last byte, or the failure
+    events: list[tuple[float, int]] = field(default_factory=list)  # [E]: when tokens came, and how many at once
+    has_token_counts: bool = True  # sent by the server; else an event is a piece of text, taken for one token
+    input_tokens: int = 0
+    output_tokens: int = 0
+    finish_reason: str | None = None
+    failure_reason: str | None = None  # a short reason to count by; None: answered
     failure_message: str = ""
     text: str = ""
     ids: list[int] = field(default_factory=list)  # of the answer, if the server sends them
     engine_meta: dict[str, Any] = field(default_factory=dict)  # the engine's own figures of this request
     counts: AcceptanceCounts | None = None  # by our definition
+
+    @property
+    def question_id(self) -> str:
+        """Return the question's id; a record's id is `id#turn`."""
+        return self.id.rpartition("#")[0]
 
     @property
     def ttft_s(self) -> float:
@@ -99,17 +105,31 @@ def summarise_distribution(values: list[float]) -> dict[str, float] | None:
     return {"mean": float(np.mean(values))} | {f"p{p}": float(v) for p, v in zip(PERCENTILES, found, strict=True)}
 
 
-def compute_goodput(
-    records: list[RequestRecord],
-    duration_s: float,
-    ttft_s: float = math.inf,
-    tpot_s: float = math.inf,
-    e2e_s: float = math.inf,
-) -> float:
-    """Return the requests/s answered within all limits. An answer of one token has no TPOT to exceed, as in vLLM."""
-    good = [
-        r
-        for r in records
-        if not r.failure_reason and r.ttft_s <= ttft_s and (r.tpot_s or 0.0) <= tpot_s and r.e2e_s <= e2e_s
-    ]
-    return len(good) / duration_s
+def make_request_row(repeat: int, turn: int, r: RequestRecord, correct: bool | None) -> dict[str, Any]:
+    """Return a row of a cell (served_records.RequestRow)."""
+    answer = json.dumps(r.ids) if r.ids else r.text
+    done = not r.failure_reason
+    return {
+        "repeat": repeat, "id": r.question_id, "turn": turn, "prompt_tokens": r.input_tokens,
+        "output_tokens": r.output_tokens, "cycles": r.counts.cycles if r.counts else None,
+        "accepted": r.counts.accepted if r.counts else None, "finish_reason": r.finish_reason, "failed": r.failure_reason,
+        "ttft_s": r.ttft_s if done else None, "tpot_s": r.tpot_s if done else None, "e2e_s": r.e2e_s if done else None,
+        "wait_s": r.sent - r.due, "answer": hashlib.sha256(answer.encode()).hexdigest()[:16] if done else None,
+        "correct": correct,
+    }  # fmt: skip
+
+
+def join_turns(turns: list[list[RequestRecord]]) -> list[RequestRecord]:
+    """Return the records of all turns, shifted in time so that each turn follows the one before without a gap.
+
+    In the gap the prompts of the next turn are rendered. The records are changed in place.
+    """
+    every: list[RequestRecord] = []
+    for found in turns:
+        if every:
+            late = min(r.due for r in found) - max(r.ended for r in every)
+            for r in found:
+                r.due, r.sent, r.ended = r.due - late, r.sent - late, r.ended - late
+                r.events = [(at - late, tokens) for at, tokens in r.events]
+        every += found
+    return every

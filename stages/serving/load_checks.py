@@ -21,7 +21,6 @@ def sum_counts(loads: list[LoadResult]) -> tuple[int, int]:
 
 
 def check_answered(load_name: str, load: LoadResult) -> None:
-    """Raises ValueError if every request failed."""
     failed = [r for r in load.records if r.failure_reason]
     if len(failed) == len(load.records):
         raise ValueError(

@@ -12,6 +12,7 @@ import contextlib
 import gc
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,8 +69,8 @@ class LoadResult:
     max_in_flight: int
     warmup_failed: dict[str, int]  # by reason
     counting_errors: list[str]  # why accepted drafts could not be counted
-    counters: AcceptanceCounts | None  # vLLM's, of all records together
-    engine_figures: dict[str, Any]  # the engine's own, by its names
+    counters: AcceptanceCounts | None = None  # vLLM's, of all records together
+    engine_figures: dict[str, Any] = field(default_factory=dict)  # the engine's own, by its names
 
 
 async def run_load(
@@ -112,9 +113,8 @@ async def run_load(
         generator = LoadGenerator(http, url, engine, check, on_request_end)
         records = await generator.send(requests, arrivals)
         after = await _read_settled_counters(http, url) if engine == "vllm" else None
-        found = LoadResult(
-            engine, records, generator.max_in_flight, _count_by_reason(failed), generator.counting_errors, None, {}
-        )
+        warmup_failed = dict(sorted(Counter(str(r.failure_reason) for r in failed).items()))
+        found = LoadResult(engine, records, generator.max_in_flight, warmup_failed, generator.counting_errors)
         if before and after:
             _add_counters(found, before, after)
         elif before or after:
@@ -124,21 +124,18 @@ async def run_load(
     return found
 
 
+@dataclass
 class LoadGenerator:
     """Sends requests to one server."""
 
-    def __init__(
-        self,
-        http: http_session.HttpSession,
-        url: str,
-        engine: str,
-        check: Callable[[], None],
-        on_request_end: Callable[[], object] = lambda: None,
-    ) -> None:
-        self.http, self.url, self.engine, self.check = http, url, engine, check
-        self.on_request_end = on_request_end
-        self.max_in_flight = self._in_flight = 0
-        self.counting_errors: list[str] = []
+    http: http_session.HttpSession
+    url: str
+    engine: str
+    check: Callable[[], None]
+    on_request_end: Callable[[], object] = lambda: None
+    max_in_flight: int = 0
+    counting_errors: list[str] = field(default_factory=list)
+    _in_flight: int = 0
 
     async def send(self, requests: list[LoadRequest], arrivals: Arrivals) -> list[RequestRecord]:
         """Return a record of each request. Requests in flight are dropped when this is cancelled."""
@@ -167,49 +164,26 @@ class LoadGenerator:
                 self.on_request_end()
 
     async def _send_one(self, request: LoadRequest, path: str, body: bytes, due: float) -> RequestRecord:
-        stream, reason, message = AnswerStream(path == "/generate"), None, ""
-        sent = time.perf_counter()
+        record = RequestRecord(request.id, due, sent=time.perf_counter())
+        stream, headers = AnswerStream(record, path == "/generate"), {"Content-Type": "application/json"}
         try:
-            async with self.http.open(
-                self.url, "POST", path, data=body, headers={"Content-Type": "application/json"}
-            ) as response:
+            async with self.http.open(self.url, "POST", path, data=body, headers=headers) as response:
                 if response.status != 200:
                     self.http.check(self.url, await http_session.read_reply(response))
                 async for data in response.content.iter_any():
                     stream.feed(data, time.perf_counter())
             stream.end(time.perf_counter())
-        except http_session.RequestRefusedError as error:
-            reason, message = "refused", str(error)
-        except http_session.ExchangeFailedError as error:
-            reason, message = error.reason, str(error)
-        ended = time.perf_counter()
-        if reason == "connection":
+        except (http_session.RequestRefusedError, http_session.ExchangeFailedError) as error:
+            record.failure_reason, record.failure_message = error.reason, str(error)
+        record.ended = time.perf_counter()
+        if record.failure_reason == "connection":
             self.check()
-        record = RequestRecord(
-            id=request.id,
-            due=due,
-            sent=sent,
-            ended=ended,
-            events=stream.events,
-            has_token_counts=stream.has_token_counts,
-            input_tokens=stream.input_tokens,
-            output_tokens=stream.output_tokens,
-            finish_reason=stream.finish_reason,
-            failure_reason=reason,
-            failure_message=message,
-            text=stream.text,
-            ids=stream.ids,
-            engine_meta=stream.engine_meta,
-        )
-        if not reason:
-            self._count_acceptance(record)
+        elif not record.failure_reason:
+            try:
+                record.counts = spec_counters.count_request(record.engine_meta, record.output_tokens)
+            except ValueError as error:
+                self.counting_errors.append(f"{record.id}: {error}")
         return record
-
-    def _count_acceptance(self, record: RequestRecord) -> None:
-        try:
-            record.counts = spec_counters.count_request(record.engine_meta, record.output_tokens)
-        except ValueError as error:
-            self.counting_errors.append(f"{record.id}: {error}")
 
 
 def build_request(request: LoadRequest, engine: str, model: str) -> tuple[str, bytes]:
@@ -296,15 +270,11 @@ async def _read_settled_counters(http: http_session.HttpSession, url: str) -> Vl
 
 
 def _add_counters(load: LoadResult, before: VllmCounters, after: VllmCounters) -> None:
-    # Failed requests are in vLLM's counters, but their tokens are unknown here.
-    complete = not any(r.failure_reason for r in load.records)
-    tokens = sum(r.output_tokens for r in load.records) if complete else None
     try:
-        load.counters = spec_counters.subtract_counters(before, after, len(load.records), tokens)
+        load.counters = spec_counters.subtract_counters(before, after)
     except ValueError as error:
         load.counting_errors.append(str(error))
-    drafts = after.drafts - before.drafts
-    if drafts:
+    if drafts := after.drafts - before.drafts:
         load.engine_figures["mean_acceptance_length"] = 1 + (after.accepted - before.accepted) / drafts
 
 
@@ -315,11 +285,5 @@ async def _fetch_engine_figures(http: http_session.HttpSession, url: str) -> dic
         state = orjson.loads(reply.body)["internal_states"][0] if reply.status == 200 else {}
     except (http_session.ExchangeFailedError, ValueError, KeyError, IndexError, TypeError):
         return {}
-    return {name: state[name] for name in ("avg_spec_accept_length",) if state.get(name) is not None}
-
-
-def _count_by_reason(failed: list[RequestRecord]) -> dict[str, int]:
-    return {
-        str(reason): sum(r.failure_reason == reason for r in failed)
-        for reason in sorted({r.failure_reason for r in failed if r.failure_reason})
-    }
+    length = state.get("avg_spec_accept_length")
+    return {} if length is None else {"avg_spec_accept_length": length}

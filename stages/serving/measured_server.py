@@ -78,8 +78,8 @@ def open_server(plan: ServerPlan, measured: MeasuredServer, log: Path) -> Iterat
     measured.command = [*engine_flags.build_setup_command(setup, port, plan.program), *measured.speculation_flags]
     print(f"starting {setup.engine} for {name}; its log is {log}", flush=True)
     threads = plan.num_threads if setup.device == "cpu" else None
-    with server.run_server(
-        setup.engine, measured.command, port, setup.folder, log, plan.start_timeout_s, threads=threads, section=plan.section
+    with server.ServerProcess(
+        setup.engine, measured.command, port, log, plan.start_timeout_s, threads=threads, section=plan.section
     ) as running:  # fmt: skip
         asyncio.run(_identify_server(plan, measured, running.base_url, running.check_alive))
         serving = gpu_memory.sum_used_gib(gpu_memory.list_visible_gpus())
@@ -93,8 +93,8 @@ def _check_memory(plan: ServerPlan, measured: MeasuredServer, gpus: list[gpu_mem
     gpu_memory.check_free_memory(gpus, setup.mem_fraction)
     weights = sum(file.stat().st_size for file in Path(setup.folder).glob("*.safetensors")) / 2**30
     tokens = min(plan.cache_tokens, setup.max_total_tokens or plan.cache_tokens)
-    need = gpu_memory.MemoryNeed(weights, measured.measure_draft_gib() or 0.0, tokens, plan.token_bytes)
-    gpu_memory.check_weights_fit(need, sum(gpu.total for gpu in gpus) * setup.mem_fraction)
+    draft, capacity = measured.measure_draft_gib() or 0.0, sum(gpu.total for gpu in gpus) * setup.mem_fraction
+    gpu_memory.check_weights_fit(weights, draft, tokens, plan.token_bytes, capacity)
 
 
 async def _identify_server(plan: ServerPlan, measured: MeasuredServer, url: str, check: CheckServer) -> None:

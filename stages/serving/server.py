@@ -16,9 +16,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -31,21 +32,49 @@ ENDING_GRACE_S = 2.0  # from the closed port to the process's end
 INSTALL_HINTS = {"transformers": "pip install -c constraints.txt -e '.[serve]'"}
 
 
+@dataclass
 class ServerProcess:
-    """A server started by `run_server`."""
+    """The server of command `line`, which answers on `port` inside a `with` block; it and its children end with the block.
 
-    def __init__(
-        self, engine: str, line: list[str], port: int, model: str, log: Path, timeout_s: float, settle_s: float,
-        restarts: int, threads: int | None, section: str,
-    ) -> None:  # fmt: skip
-        self.engine, self.model, self.log = engine, model, log  # model: its name in requests
-        self.base_url, self.restarted, self._port = f"http://{HOST}:{port}", 0, port
-        self._line, self._timeout_s, self._settle_s, self._restarts = line, timeout_s, settle_s, restarts
-        self._section = section
-        # Without a limit it uses every core, and the stage and other servers wait for it.
-        limit = {} if threads is None else {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-        self._environment = {**os.environ, **limit}
-        self._guard: subprocess.Popen | None = None
+    Entering raises ValueError, with the tail of its log, if it can't be started, ends before it is ready, or is not ready in
+    time.
+    """
+
+    engine: str
+    line: list[str]
+    port: int
+    log: Path
+    timeout_s: float  # to get ready
+    settle_s: float = STOP_TIMEOUT_S
+    restarts: int = 0  # how often `check_alive` may restart it
+    threads: int | None = None  # CPU threads; None: no limit
+    section: str = "sample_target.server"  # of params.yaml, for messages
+    restarted: int = 0
+    _guard: subprocess.Popen = field(init=False, repr=False)
+
+    @property
+    def base_url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    def __enter__(self) -> "ServerProcess":
+        if shutil.which(self.line[0]) is None:
+            raise ValueError(
+                f"{self.section} asks for {self.engine}, but there is no `{self.line[0]}` on the PATH; install it into an "
+                "environment of its own (make serving-env) and put its bin folder on the PATH, or name a running server in "
+                "base_urls"
+            )
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self._start("wb")
+        try:
+            if not self.wait_until_ready():  # at the first start the command is at fault
+                raise self._make_error(self.get_exit_status() or 0)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def check_alive(self) -> None:
         """Restart the server if it has ended, and wait until it is ready.
@@ -55,38 +84,39 @@ class ServerProcess:
         """
         if not self._is_listening():  # it is ending, and the guard a moment after it
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process().wait(ENDING_GRACE_S)
+                self._guard.wait(ENDING_GRACE_S)
         while (status := self.get_exit_status()) is not None:
-            if self.restarted == self._restarts:
+            if self.restarted == self.restarts:
                 raise self._make_error(status)
             self.restarted += 1
             print(
                 f"the {self.engine} server ended with status {status}; starting it again ({self.restarted} of "
-                f"{self._restarts}), its log is {self.log}",
+                f"{self.restarts}), its log is {self.log}",
                 flush=True,
             )
             self.stop()
-            self.start("ab")
+            self._start("ab")
             self.wait_until_ready()
 
-    def start(self, mode: str) -> None:
+    def _start(self, mode: str) -> None:
+        # Without a limit it uses every core, and the stage and other servers wait for it.
+        limit = {} if self.threads is None else dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(self.threads))
         with self.log.open(mode) as file:
             self._guard = subprocess.Popen(
-                [sys.executable, "-I", server_guard.__file__, str(self._settle_s), *self._line],
+                [sys.executable, "-I", server_guard.__file__, str(self.settle_s), *self.line],
                 stdin=subprocess.PIPE,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C reaches only the stage, which then stops the server
-                env=self._environment,
+                env={**os.environ, **limit},
             )
 
     def get_exit_status(self) -> int | None:
-        """Return the exit status; None while it runs."""
-        return self._process().poll()
+        return self._guard.poll()
 
     def wait_until_ready(self) -> bool:
         """Wait until the server is ready (True) or has ended (False). Raises ValueError after the start timeout."""
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self.timeout_s
         with httpx.Client(trust_env=False, timeout=5.0) as http:  # no proxy for loopback
             while time.monotonic() < deadline:
                 if self.get_exit_status() is not None:
@@ -98,17 +128,17 @@ class ServerProcess:
                     pass
                 time.sleep(0.2)
         raise ValueError(
-            f"the {self.engine} server was not ready after {self._timeout_s:g} s; raise {self._section}.start_timeout_s, "
+            f"the {self.engine} server was not ready after {self.timeout_s:g} s; raise {self.section}.start_timeout_s, "
             f"or see its log, {self.log}:\n{read_log_tail(self.log)}"
         )
 
     def stop(self) -> None:
         """Let the guard stop the server and all its descendants: by SIGTERM, then SIGKILL."""
-        guard = self._process()
+        guard = self._guard
         assert guard.stdin is not None
         guard.stdin.close()
         try:
-            guard.wait(self._settle_s + server_guard.KILL_S + SLACK_S)
+            guard.wait(self.settle_s + server_guard.KILL_S + SLACK_S)
         except subprocess.TimeoutExpired:
             pass
         if guard.returncode is None or guard.returncode < 0:  # it hangs, or was killed: kill its group
@@ -118,20 +148,18 @@ class ServerProcess:
                 pass
             guard.wait()
 
-    def _process(self) -> subprocess.Popen:
-        assert self._guard is not None, "not started"
-        return self._guard
-
     def _is_listening(self) -> bool:
         with socket.socket() as probe:
             probe.settimeout(1.0)  # a busy server that doesn't answer is listening
-            return probe.connect_ex((HOST, self._port)) != errno.ECONNREFUSED
+            return probe.connect_ex((HOST, self.port)) != errno.ECONNREFUSED
 
     def _make_error(self, status: int) -> ValueError:
         often = f", after {self.restarted} restarts" if self.restarted else ""
+        words, remedy = read_log_tail(self.log, 200), INSTALL_HINTS.get(self.engine)
+        if remedy and ("Missing dependencies for serving" in words or "requires `accelerate`" in words):
+            often += f" for want of packages; run: {remedy}"
         return ValueError(
-            f"the {self.engine} server ended with status {status}{often}{_suggest_remedy(self.engine, self.log)}; its log, "
-            f"{self.log}:\n{read_log_tail(self.log)}"
+            f"the {self.engine} server ended with status {status}{often}; its log, {self.log}:\n{read_log_tail(self.log)}"
         )
 
 
@@ -143,49 +171,19 @@ def build_server_command(
     The flags keep SGLang and vLLM from taking top_k, top_p and penalties from the model's generation_config.json, which would
     change the distribution of the answers.
     """
-    if engine == "transformers":
-        line = [sys.executable, "-m", "transformers.cli.transformers", "serve", folder, "--host", HOST]
-        line += ["--port", str(port), "--dtype", dtype, "--device", device]
-    elif engine == "sglang":
-        line = ["sglang", "serve", "--model-path", folder, "--host", HOST, "--port", str(port), "--dtype", dtype]
-        line += ["--sampling-defaults", "openai"]
-    elif engine == "vllm":
-        line = ["vllm", "serve", folder, "--host", HOST, "--port", str(port), "--dtype", dtype]
-        line += ["--generation-config", "vllm"]
-    else:
-        raise AssertionError(engine)
-    return [*line, *(["--trust-remote-code"] if trust_remote_code else [])]
+    first, own = {
+        "transformers": ([sys.executable, "-m", "transformers.cli.transformers", "serve"], {"--device": device}),
+        "sglang": (["sglang", "serve", "--model-path"], {"--sampling-defaults": "openai"}),
+        "vllm": (["vllm", "serve"], {"--generation-config": "vllm"}),
+    }[engine]
+    flags = {"--host": HOST, "--port": port, "--dtype": dtype, **own, "--trust-remote-code": trust_remote_code}
+    return [*first, folder, *format_flags(flags)]
 
 
-@contextmanager
-def run_server(
-    engine: str, line: list[str], port: int, model: str, log: Path, timeout_s: float, settle_s: float = STOP_TIMEOUT_S,
-    restarts: int = 0, threads: int | None = None, section: str = "sample_target.server",
-) -> Iterator[ServerProcess]:  # fmt: skip
-    """Run the server of command `line`, which answers on `port` inside the block; it and its children end with the block.
-
-    Args:
-        restarts: how often `check_alive` may restart it.
-        threads: CPU threads; None: no limit.
-        section: of params.yaml, for messages.
-
-    Raises:
-        ValueError: with the tail of its log, if it can't be started, ends before it is ready, or is not ready in time.
-    """
-    if shutil.which(line[0]) is None:
-        raise ValueError(
-            f"{section} asks for {engine}, but there is no `{line[0]}` on the PATH; install it into an environment of its own "
-            "(make serving-env) and put its bin folder on the PATH, or name a running server in base_urls"
-        )
-    log.parent.mkdir(parents=True, exist_ok=True)
-    server = ServerProcess(engine, line, port, model, log, timeout_s, settle_s, restarts, threads, section)
-    server.start("wb")
-    try:
-        if not server.wait_until_ready():  # at the first start the command is at fault
-            raise server._make_error(server.get_exit_status() or 0)
-        yield server
-    finally:
-        server.stop()
+def format_flags(flags: Mapping[str, Any]) -> list[str]:
+    """Return a command line's flags: one whose value is True has none, one of None or False is left out."""
+    used = {flag: value for flag, value in flags.items() if value is not None and value is not False}
+    return [word for flag, value in used.items() for word in ([flag] if value is True else [flag, str(value)])]
 
 
 def find_free_port() -> int:
@@ -195,13 +193,6 @@ def find_free_port() -> int:
 
 
 def read_log_tail(log: Path, lines: int = 20) -> str:
-    """Return the last lines of a log."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 20_000))
         return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
-
-
-def _suggest_remedy(engine: str, log: Path) -> str:
-    words = read_log_tail(log, 200)
-    missing = "Missing dependencies for serving" in words or "requires `accelerate`" in words
-    return f" for want of packages; run: {INSTALL_HINTS[engine]}" if missing and engine in INSTALL_HINTS else ""

@@ -31,13 +31,13 @@ def main() -> None:
     wake = _wake_on_child_end()
     _prctl(SUBREAPER, 1)
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_prepare_server)
-    status = _wait(server.pid, wake)
+    status = _wait_for_server(server.pid, wake)
     if status is None:
         _signal_descendants(signal.SIGTERM)
         ends = time.monotonic() + settle_s
         while status is None and time.monotonic() < ends:
             time.sleep(ROUND_S)
-            status = _reap(server.pid)
+            status = _reap_children(server.pid)
     last = _kill_descendants(server.pid)
     status = last if status is None else status
     os._exit(1 if status is None else status if status >= 0 else 128 - status)
@@ -60,10 +60,10 @@ def _wake_on_child_end() -> int:
     return reads
 
 
-def _wait(server: int, wake: int) -> int | None:
+def _wait_for_server(server: int, wake: int) -> int | None:
     """Wait until the server ends, and return its status; None if the stage closes the pipe before."""
     while True:
-        status = _reap(server)
+        status = _reap_children(server)
         if status is not None:
             return status
         ready, _, _ = select.select([0, wake], [], [])
@@ -73,7 +73,7 @@ def _wait(server: int, wake: int) -> int | None:
             return None
 
 
-def _reap(server: int) -> int | None:
+def _reap_children(server: int) -> int | None:
     """Reap every ended child, orphans too; return the server's status if it is one of them."""
     found = None
     try:
@@ -90,7 +90,7 @@ def _kill_descendants(server: int) -> int | None:
     status, ends = None, time.monotonic() + KILL_S
     while _signal_descendants(signal.SIGKILL) and time.monotonic() < ends:
         time.sleep(ROUND_S)
-        found = _reap(server)
+        found = _reap_children(server)
         status = status if found is None else found
     return status
 

@@ -11,6 +11,7 @@ vLLM has counters over all requests, in which cut and uncut ends can't be told a
 
 import itertools
 import re
+from collections import Counter
 from typing import Any, NamedTuple
 
 COUNTER_PATTERN = re.compile(r"vllm:spec_decode_num_(\w+?)_total(?:\{(.*)\})?\s+([0-9.eE+]+)")
@@ -21,7 +22,6 @@ class AcceptanceCounts(NamedTuple):
 
     cycles: int
     accepted: int  # drafts
-    tokens_beyond_end: int | None  # None if unknown
     clipped: bool  # `accepted` leaves out drafts beyond the end
     histogram: list[int]  # the engine's: cycles that accepted i drafts, those beyond the end too
 
@@ -30,7 +30,6 @@ class VllmCounters(NamedTuple):
     """vLLM's counters, over all requests since it started."""
 
     drafts: int  # cycles that had drafts to verify
-    draft_tokens: int
     accepted: int
     per_position: list[int]  # cycles that accepted at least i + 1
 
@@ -41,14 +40,11 @@ def count_request(engine_meta: dict[str, Any], output_tokens: int) -> Acceptance
     Raises:
         ValueError: if the figures don't add up to the tokens of the answer.
     """
-    histogram = engine_meta.get("spec_correct_drafts_histogram") or engine_meta.get(
-        "spec_accept_histogram"
-    )  # the older name
-    prefills = 1 + engine_meta.get(
-        "num_retractions", 0
-    )  # a retracted request is prefilled again, which yields a token again
+    # The second is the older name.
+    histogram = engine_meta.get("spec_correct_drafts_histogram") or engine_meta.get("spec_accept_histogram")
+    prefills = 1 + engine_meta.get("num_retractions", 0)  # after a retraction another prefill yields a token again
     if not histogram:
-        return AcceptanceCounts(0, 0, 0, True, []) if output_tokens == prefills else None  # no cycle was needed
+        return AcceptanceCounts(0, 0, True, []) if output_tokens == prefills else None  # no cycle was needed
     cycles, accepted = sum(histogram), sum(i * times for i, times in enumerate(histogram))
     cut = prefills + accepted + cycles - output_tokens
     most = max((i for i, times in enumerate(histogram) if times), default=0)
@@ -58,37 +54,25 @@ def count_request(engine_meta: dict[str, Any], output_tokens: int) -> Acceptance
             f"spec_verify_ct) and {accepted} accepted drafts are not {output_tokens} tokens with 0 to {most} cut off; "
             "expected prefills + accepted + cycles - cut"
         )
-    return AcceptanceCounts(cycles, accepted - max(0, cut - 1), cut, True, histogram)
+    return AcceptanceCounts(cycles, accepted - max(0, cut - 1), True, histogram)
 
 
 def parse_vllm_counters(text: str) -> VllmCounters | None:
     """Return the counters in vLLM's /metrics, summed over engines; None without speculation."""
-    found = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0}
-    positions: dict[int, int] = {}
-    known = False
-    for line in text.splitlines():
-        if match := COUNTER_PATTERN.match(line):
-            known = True
-            name, value = match[1], int(float(match[3]))
-            if name == "accepted_tokens_per_pos":
-                place = int(re.search(r'position="(\d+)"', match[2] or "")[1])  # type: ignore[index]
-                positions[place] = positions.get(place, 0) + value
-            elif name in found:
-                found[name] += value
-    if not known:
+    totals: Counter[str] = Counter()
+    positions: Counter[int] = Counter()
+    for match in filter(None, map(COUNTER_PATTERN.match, text.splitlines())):
+        name, labels, value = match.groups()
+        totals[name] += int(float(value))
+        if name == "accepted_tokens_per_pos":
+            positions[int(re.search(r'position="(\d+)"', labels or "")[1])] += int(float(value))  # type: ignore[index]
+    if not totals:
         return None
-    reached = [positions[i] for i in sorted(positions)]
-    return VllmCounters(found["drafts"], found["draft_tokens"], found["accepted_tokens"], reached)
+    return VllmCounters(totals["drafts"], totals["accepted_tokens"], [positions[i] for i in sorted(positions)])
 
 
-def subtract_counters(
-    before: VllmCounters, after: VllmCounters, requests: int, output_tokens: int | None
-) -> AcceptanceCounts:
-    """Return the counts of the requests between two readings; `output_tokens` is of all of them, None if some failed.
-
-    Raises:
-        ValueError: if the counters include other requests.
-    """
+def subtract_counters(before: VllmCounters, after: VllmCounters) -> AcceptanceCounts:
+    """Return the counts of the requests between two readings. Raises ValueError if the counters include other requests."""
     cycles, accepted = after.drafts - before.drafts, after.accepted - before.accepted
     earlier = before.per_position or [0] * len(after.per_position)
     reached = [cycles, *(a - b for a, b in zip(after.per_position, earlier, strict=True)), 0]
@@ -98,5 +82,4 @@ def subtract_counters(
             f"vLLM's counters don't add up: {cycles} drafts, {accepted} accepted tokens, of which {reached[1:-1]} by "
             "position; expected falling positions that sum to them. Was the server restarted meanwhile?"
         )
-    cut = None if output_tokens is None else requests + accepted + cycles - output_tokens
-    return AcceptanceCounts(cycles, accepted, cut, False, histogram)
+    return AcceptanceCounts(cycles, accepted, False, histogram)

@@ -10,19 +10,14 @@ from typing import Any
 import orjson
 
 from stages.serving import http_session
+from stages.serving.latency import RequestRecord
 
 
 class AnswerStream:
-    """Call `feed` with each piece of data, then `end`."""
+    """Parser of the answer to one request, into its record. Call `feed` with each piece of data, then `end`."""
 
-    def __init__(self, generate: bool) -> None:
-        self.events: list[tuple[float, int]] = []
-        self.has_token_counts = True
-        self.text = ""
-        self.ids: list[int] = []  # if the server sends them
-        self.input_tokens = self.output_tokens = 0
-        self.finish_reason: str | None = None
-        self.engine_meta: dict[str, Any] = {}
+    def __init__(self, record: RequestRecord, generate: bool) -> None:
+        self.record = record
         self._read_message = self._read_generate if generate else self._read_openai
         self._rest = b""
 
@@ -36,15 +31,15 @@ class AnswerStream:
     def end(self, now: float) -> None:
         """Raises ExchangeFailedError if the answer is incomplete."""
         self._read_line(self._rest, now)
-        if self.finish_reason is None:
-            raise http_session.ExchangeFailedError(
-                "cut", f"the stream ended without a finish_reason, after {self.output_tokens} tokens"
-            )
-        if self.finish_reason in ("abort", "error"):
-            raise http_session.ExchangeFailedError("aborted", f"finish_reason {self.finish_reason!r}")
-        if not self.events:
+        r = self.record
+        if r.finish_reason is None:
+            message = f"the stream ended without a finish_reason, after {r.output_tokens} tokens"
+            raise http_session.ExchangeFailedError("cut", message)
+        if r.finish_reason in ("abort", "error"):
+            raise http_session.ExchangeFailedError("aborted", f"finish_reason {r.finish_reason!r}")
+        if not r.events:
             raise http_session.ExchangeFailedError("empty", "an answer without a token")
-        self.has_token_counts = self.has_token_counts or len(self.events) == self.output_tokens
+        r.has_token_counts = r.has_token_counts or len(r.events) == r.output_tokens
 
     def _read_line(self, line: bytes, now: float) -> None:
         if not line.startswith(b"data:"):  # between messages, or a comment that keeps the connection alive
@@ -69,43 +64,46 @@ class AnswerStream:
         raise http_session.ExchangeFailedError("error", str(error.get("message") if isinstance(error, dict) else error))
 
     def _read_generate(self, message: dict[str, Any], now: float) -> None:
-        meta, ids = message["meta_info"], message.get("output_ids") or []
+        r, meta, ids, text = (
+            self.record,
+            message["meta_info"],
+            message.get("output_ids") or [],
+            message.get("text") or "",
+        )
         total = meta["completion_tokens"]
         self._record_tokens(total, now)
         # All ids so far, or with --incremental-streaming-output the new ones.
-        if len(ids) == total:
-            self.text, self.ids = message.get("text") or "", ids
-        else:
-            self.text, self.ids = self.text + (message.get("text") or ""), self.ids + ids
-        self.input_tokens = meta["prompt_tokens"]
+        r.text, r.ids = (text, ids) if len(ids) == total else (r.text + text, r.ids + ids)
+        r.input_tokens = meta["prompt_tokens"]
         if reason := meta.get("finish_reason"):
-            self.finish_reason, self.engine_meta = reason["type"], meta
-            if self.finish_reason == "abort":
+            r.finish_reason, r.engine_meta = reason["type"], meta
+            if r.finish_reason == "abort":
                 raise http_session.ExchangeFailedError("aborted", str(reason.get("message")))
 
     def _read_openai(self, message: dict[str, Any], now: float) -> None:
-        usage, piece = message.get("usage"), ""
+        r, usage, piece = self.record, message.get("usage"), ""
         for choice in message.get("choices") or ():
             delta = choice.get("delta") or choice
             text = delta.get("content") or delta.get("text") or ""
             piece = text or delta.get("reasoning_content") or delta.get("reasoning") or ""
-            self.text += text
-            self.ids += choice.get("token_ids") or []
-            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+            r.text += text
+            r.ids += choice.get("token_ids") or []
+            r.finish_reason = choice.get("finish_reason") or r.finish_reason
         if usage:
-            self.input_tokens = usage["prompt_tokens"]
-            if self.has_token_counts:
+            r.input_tokens = usage["prompt_tokens"]
+            if r.has_token_counts:
                 self._record_tokens(usage["completion_tokens"], now)
-            self.output_tokens = usage["completion_tokens"]
+            r.output_tokens = usage["completion_tokens"]
         elif piece:
-            self.has_token_counts = False
-            self.events.append((now, 1))
-            self.output_tokens += 1
-        self.engine_meta |= (message.get("sglext") or {}).get("spec_tokens_details") or {}
+            r.has_token_counts = False
+            r.events.append((now, 1))
+            r.output_tokens += 1
+        r.engine_meta |= (message.get("sglext") or {}).get("spec_tokens_details") or {}
 
     def _record_tokens(self, total: int, now: float) -> None:
-        if total < self.output_tokens:
-            raise ValueError(f"{total} tokens so far, after {self.output_tokens}")
-        if total > self.output_tokens:
-            self.events.append((now, total - self.output_tokens))
-            self.output_tokens = total
+        more = total - self.record.output_tokens
+        if more < 0:
+            raise ValueError(f"{total} tokens so far, after {self.record.output_tokens}")
+        if more:
+            self.record.events.append((now, more))
+            self.record.output_tokens = total

@@ -6,28 +6,23 @@ pattern over text. So any template works that renders an answer after the header
 apart from its prompt, as it was generated: no token spans the two.
 
 The loss mask of a row is its answer. `encode_turns` gives one row per turn, with the history that serving would show (Qwen3
-and gpt-oss drop earlier thoughts). `encode_conversation` gives all answers of one rendering.
+and gpt-oss drop earlier thoughts).
 """
 
 import os
-from bisect import bisect_left
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from transformers import AutoTokenizer
 
-from stages.target import template_spans
-
 Messages = list[dict[str, Any]]
 _closers_by_tokenizer: WeakKeyDictionary[Any, tuple[frozenset[int], tuple[str, ...]]] = WeakKeyDictionary()
-_shapes_by_tokenizer: WeakKeyDictionary[Any, dict[Any, template_spans.TemplateShape | None]] = WeakKeyDictionary()
 
 
 def load_tokenizer(source: Any, trust_remote_code: bool, chat_template: str | None) -> Any:
     """Load the target's tokenizer from its folder; `chat_template` replaces its own if given.
 
-    Raises:
-        ValueError: naming the folder, where its files are missing, cut or broken.
+    Raises ValueError naming the folder, where its files are missing, cut or broken.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
@@ -40,11 +35,6 @@ def load_tokenizer(source: Any, trust_remote_code: bool, chat_template: str | No
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     return tokenizer
-
-
-def find_assistant_messages(messages: Messages) -> list[int]:
-    """Return the indices of the assistant's messages."""
-    return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
 
 
 def build_template_kwargs(thinking: bool | None) -> dict[str, bool]:
@@ -64,20 +54,22 @@ def encode_turns(
 ) -> list[tuple[list[int], list[int]]]:
     """Return (prompt ids, answer ids with their end token) per assistant message, as if the target had generated it.
 
-    Raises:
-        ValueError: naming the message, where the template does not render an answer after its own header, or where the
-            text holds an end token.
+    Raises ValueError naming the message, where the template does not render an answer after its own header, or where the text
+    holds an end token.
     """
     rows: list[tuple[list[int], list[int]]] = []
     known_text, known_ids = "", list[int]()
     closers, closing = _find_closers(tokenizer)
-    for i in find_assistant_messages(messages):
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
         before = _render_messages(tokenizer, messages[:i], True, thinking, tools)
         whole = _render_messages(tokenizer, messages[: i + 1], False, thinking, tools)
         if not whole.startswith(before):
+            shared = len(os.path.commonprefix([before, whole]))  # noqa: RUF071 - characters are meant
             raise ValueError(
                 f"message {i}: the template prompts with ...{before[-60:]!r} but renders the answer after "
-                f"...{whole[_count_shared_characters(before, whole) :][:60]!r}; set sample_target.thinking to what "
+                f"...{whole[shared : shared + 60]!r}; set sample_target.thinking to what "
                 "the data was written with"
             )
         if known_text and before.startswith(known_text):
@@ -90,103 +82,6 @@ def encode_turns(
         last = next((k for k in range(len(prompt) - 1, -1, -1) if prompt[k] in closers), -1)
         known_text, known_ids = (before[:cut], prompt[: last + 1]) if cut and last >= 0 else ("", [])
     return rows
-
-
-def encode_conversation(
-    tokenizer: Any, messages: Messages, eos: list[int], thinking: bool | None = None
-) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return the ids of a conversation in one rendering, and each answer's half-open token range with its end token."""
-    last = find_assistant_messages(messages)[-1] if find_assistant_messages(messages) else -1
-    text = _render_messages(tokenizer, messages[: last + 1], False, thinking)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    starts = find_answer_starts(tokenizer, messages, text, thinking)
-    closers = _find_closers(tokenizer)[0] | set(eos)
-    return encoded["input_ids"], locate_answer_tokens(encoded["input_ids"], encoded["offset_mapping"], starts, closers)
-
-
-def find_answer_starts(tokenizer: Any, messages: Messages, text: str, thinking: bool | None = None) -> list[int]:
-    """Return where each answer starts in `text`, the whole rendering, in characters."""
-    known = _find_starts_by_shape(tokenizer, messages, text, thinking)
-    return find_starts_by_rendering(tokenizer, messages, text, thinking) if known is None else known
-
-
-def find_starts_by_rendering(tokenizer: Any, messages: Messages, text: str, thinking: bool | None = None) -> list[int]:
-    """Return `find_answer_starts` for any template and conversation, by rendering each prompt.
-
-    The rendering of a prompt is a prefix of the whole, except for text that the template writes only into the header of the
-    next turn, such as an empty think block. Then the two differ from the header's end.
-
-    Raises:
-        ValueError: naming the message, where the template rewrites earlier text once more messages follow.
-    """
-    found: list[int] = []
-    turns = find_assistant_messages(messages)
-    if not turns:
-        return found
-    batch = [_duplicate_reasoning_key(messages[:i]) for i in turns]  # in one call, whose overhead is half of the cost
-    settings = build_template_kwargs(thinking)
-    prompts = tokenizer.apply_chat_template(batch, tokenize=False, add_generation_prompt=True, **settings)
-    for i, before in zip(turns, prompts, strict=True):
-        if text.startswith(before):
-            found.append(len(before))
-            continue
-        # The answer may start like the rest of the header ("<b>" where an empty <think> is left out), so another is tried.
-        other = [
-            *messages[:i],
-            {**messages[i], "content": template_spans.CONTENT_MARK},
-            *messages[i + 1 : turns[-1] + 1],
-        ]
-        shared = min(
-            _count_shared_characters(before, text),
-            _count_shared_characters(before, _render_messages(tokenizer, other, False, thinking)),
-        )
-        least = _render_messages(tokenizer, messages[:i], False, thinking)
-        if shared <= len(least.rstrip()):
-            raise ValueError(
-                f"message {i}: the template rewrites what comes before this answer once more follows it, "
-                f"...{text[shared : shared + 60]!r}; its answers can't be located in one rendering"
-            )
-        found.append(shared)
-    return found
-
-
-def _find_starts_by_shape(tokenizer: Any, messages: Messages, text: str, thinking: bool | None) -> list[int] | None:
-    """Return `find_answer_starts` from the template's shape; None where the shape does not apply."""
-    template = tokenizer.chat_template
-    last = (find_assistant_messages(messages) or [-1])[-1]
-    answered = messages[: last + 1]
-    roles = template_spans.extract_roles(answered)
-    inspected = template_spans.find_inspected_texts(template) if isinstance(template, str) else None
-    if not roles or inspected is None:
-        return None
-    shapes = _shapes_by_tokenizer.setdefault(tokenizer, {})
-    key = template, thinking, roles
-    if key not in shapes:
-        if len(shapes) >= template_spans.MAX_SHAPES:
-            shapes.clear()
-        shapes[key] = template_spans.learn_template_shape(
-            roles,
-            lambda marked: _render_messages(tokenizer, marked, False, thinking),
-            lambda marked, whole: find_starts_by_rendering(tokenizer, marked, whole, thinking),
-        )
-    shape = shapes[key]
-    return None if shape is None else template_spans.locate_answer_starts(shape, answered, text, inspected)
-
-
-def locate_answer_tokens(
-    ids: list[int], offsets: list[tuple[int, int]], starts: list[int], closers: set[int] | frozenset[int]
-) -> list[tuple[int, int]]:
-    """Return the token ranges of answers that start at these characters, by binary search."""
-    first = [bisect_left(offsets, (start,)) for start in starts]
-    ranges = []
-    for start, stop in zip(first, [*first[1:], len(ids)], strict=True):
-        inside = ids[start:stop]
-        ends = [inside.index(token) for token in closers if token in inside]
-        end = min(ends, default=stop - start - 1)
-        if stop == len(ids) and ends:  # the last turn's thoughts may hold closers, so take its last one
-            end = stop - start - 1 - min(inside[::-1].index(token) for token in closers if token in inside)
-        ranges.append((start, start + end + 1))
-    return ranges
 
 
 def check_loss_mask(row: str, prompt: list[int], answer: list[int], eos: list[int], complete: bool = True) -> None:
@@ -230,15 +125,9 @@ def encode_answer(
 def find_end_token(tokenizer: Any, eos: list[int]) -> int:
     """Return the end token with which the template closes an answer; a target may have several."""
     closing, _ = _find_closers(tokenizer)
-    probe = encode_turns(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], eos)[0][
-        1
-    ]
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    _, probe = encode_turns(tokenizer, turns, eos)[0]
     return probe[-1] if probe[-1] in eos else next((token for token in eos if token in closing), eos[0])
-
-
-def _count_shared_characters(a: str, b: str) -> int:
-    """Return the length of the common prefix."""
-    return len(os.path.commonprefix([a, b]))  # noqa: RUF071 - characters are what is asked for
 
 
 def _render_messages(
@@ -274,24 +163,17 @@ def _encode_until_end(tokenizer: Any, text: str, eos: list[int], message: int) -
 def _find_closers(tokenizer: Any) -> tuple[frozenset[int], tuple[str, ...]]:
     """Return special tokens that close an answer in the history: as ids, and as text where no token spans their end."""
     if tokenizer not in _closers_by_tokenizer:
-        word = "answer"
-        asked = [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": word},
-            {"role": "user", "content": "b"},
-        ]
+        asked = [{"role": r, "content": c} for r, c in (("user", "a"), ("assistant", "answer"), ("user", "b"))]
         found: set[str] = set()
         for messages in (asked, asked[:2]):
-            behind = _render_messages(tokenizer, messages, False, None).rpartition(word)[2]
+            behind = _render_messages(tokenizer, messages, False, None).rpartition("answer")[2]
             special = tokenizer.get_added_vocab()
             at = {text: behind.find(text) for text in special if text in behind}
             if at:
                 found.add(min(at, key=lambda text: (at[text], -len(text))))
         ids = frozenset(tokenizer.convert_tokens_to_ids(text) for text in found)
-        _closers_by_tokenizer[tokenizer] = (
-            ids,
-            tuple(sorted(text for text in found if _is_token_boundary(tokenizer, text))),
-        )
+        texts = tuple(sorted(text for text in found if _is_token_boundary(tokenizer, text)))
+        _closers_by_tokenizer[tokenizer] = ids, texts
     return _closers_by_tokenizer[tokenizer]
 
 

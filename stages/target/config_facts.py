@@ -72,10 +72,8 @@ def is_mrope_interleaved(config: PretrainedConfig) -> bool:
     _, sin = module(config)(torch.empty(1, dtype=torch.float32), moved)  # [1, 3, E], its halves alike
     found = sin[0, :, : sin.shape[-1] // 2].argmax(0)  # [E / 2]
     for interleaved in (False, True):
-        if torch.equal(
-            found,
-            assign_frequency_axes({**read_rope_parameters(config), "mrope_interleaved": interleaved}, sin.shape[-1]),
-        ):
+        rope = {**read_rope_parameters(config), "mrope_interleaved": interleaved}
+        if torch.equal(found, assign_frequency_axes(rope, sin.shape[-1])):
             return interleaved
     raise ValueError(
         f"the target's {module.__name__} assigns frequencies to the axes as {found.tolist()}, expected mrope_section "

@@ -28,6 +28,13 @@ def generate_answers(
     length = max(map(len, prompts))
     ids = torch.tensor([[pad] * (length - len(p)) + p for p in prompts], device=model.device)  # [B, T], left-padded
     mask = torch.tensor([[0] * (length - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+    images = {}
+    if patches is not None:
+        images = {
+            "pixel_values": patches.pixel_values.to(model.device),
+            "image_grid_thw": patches.image_grid_thw.to(model.device),
+            "mm_token_type_ids": (ids == model.config.image_token_id).int(),  # [B, T], 1 for image tokens
+        }
     torch.manual_seed(seed)
     sampling = (
         {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
@@ -37,7 +44,7 @@ def generate_answers(
     out: Tensor = model.generate(
         input_ids=ids,
         attention_mask=mask,
-        **_build_image_kwargs(model, ids, patches),
+        **images,
         max_new_tokens=max_new_tokens,
         eos_token_id=eos,
         pad_token_id=pad,
@@ -45,16 +52,6 @@ def generate_answers(
         **sampling,
     )
     return [_cut_at_end_token(row, eos) for row in out[:, length:].tolist()]
-
-
-def _build_image_kwargs(model: PreTrainedModel, ids: Tensor, patches: ImagePatches | None) -> dict[str, Tensor]:
-    if patches is None:
-        return {}
-    return {
-        "pixel_values": patches.pixel_values.to(model.device),
-        "image_grid_thw": patches.image_grid_thw.to(model.device),
-        "mm_token_type_ids": (ids == model.config.image_token_id).int(),  # [B, T], 1 for image tokens
-    }
 
 
 def _cut_at_end_token(ids: list[int], eos: list[int]) -> tuple[list[int], str]:

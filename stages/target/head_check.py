@@ -75,11 +75,8 @@ def compare_head(model: PreTrainedModel, embedding: Tensor, head: Tensor) -> Hea
     ids[ids == getattr(model.config, "image_token_id", None)] = 0
     caught: list[Tensor] = []
     decoder = model.get_decoder()
-    handle = decoder.register_forward_hook(lambda _module, _args, out: caught.append(out.last_hidden_state))
-    try:
+    with decoder.register_forward_hook(lambda _module, _args, out: caught.append(out.last_hidden_state)):
         own = model(input_ids=ids[None], use_cache=False).logits[0].float()  # [8, V]
-    finally:
-        handle.remove()
     ours = caught[0][0].float() @ head.T
     known = model.get_output_embeddings(), model.get_input_embeddings()
     same_head, same_embedding = (

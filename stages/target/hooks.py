@@ -7,11 +7,11 @@ Letters: B rows, T tokens, H the target's hidden size.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 
@@ -32,17 +32,14 @@ def tap_residual_streams(
     def leaving(k: int) -> Callable:
         return lambda _module, _args, out: keep(k, out[0] if isinstance(out, tuple) else out)
 
-    handles = [
-        blocks[i - 1].register_forward_hook(leaving(k))
-        if i
-        else blocks[0].register_forward_pre_hook(entering(k), with_kwargs=True)
-        for k, i in enumerate(sorted(layers))
-    ]
-    try:
+    with ExitStack() as stack:
+        for k, i in enumerate(sorted(layers)):
+            stack.enter_context(
+                blocks[i - 1].register_forward_hook(leaving(k))
+                if i
+                else blocks[0].register_forward_pre_hook(entering(k), with_kwargs=True)
+            )
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -53,19 +50,7 @@ def capture_residual_streams(model: PreTrainedModel, layers: list[int]) -> Itera
         yield caught
 
 
-@torch.inference_mode()
-def compute_hidden_states(model: PreTrainedModel, ids: Tensor, layers: list[int]) -> tuple[Tensor, Tensor]:
-    """Return features [B, T, 3H] (low, mid, high) and the last hidden [B, T, H] after the final norm of right-padded ids [B, T].
-
-    No LM head. Attention is causal, so padding does not reach a row's tokens; the caller drops the padded positions.
-    """
-    with capture_residual_streams(model, layers) as caught:
-        last = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
-    return torch.cat(caught, dim=-1), last
-
-
-@contextmanager
-def tap_decoder_inputs(model: PreTrainedModel, keep: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+def tap_decoder_inputs(model: PreTrainedModel, keep: Callable[[Tensor, Tensor], None]) -> RemovableHandle:
     """Inside the block, each forward of a multimodal target calls keep(embeds [B, T, H], positions [B, T, 3]).
 
     These are its decoder's inputs: embeddings with those of images in place, and rotary positions.
@@ -74,8 +59,4 @@ def tap_decoder_inputs(model: PreTrainedModel, keep: Callable[[Tensor, Tensor], 
     def tap(_module: Any, _args: Any, kwargs: Any) -> None:
         keep(kwargs["inputs_embeds"], kwargs["position_ids"][-3:].permute(1, 2, 0))  # without the text positions
 
-    handle = model.get_decoder().register_forward_pre_hook(tap, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return model.get_decoder().register_forward_pre_hook(tap, with_kwargs=True)

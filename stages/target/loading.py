@@ -21,8 +21,7 @@ def load_target(
 ) -> PreTrainedModel:
     """Return the target in evaluation mode, without gradients, its weights from safetensors only.
 
-    Raises:
-        ValueError: naming the source, where its config or its weights are missing, cut or broken.
+    Raises ValueError naming the source, where its config or its weights are missing, cut or broken.
     """
     logging.disable_progress_bar()  # one bar per tensor
     pinned: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}

@@ -61,21 +61,17 @@ def forward_documents(
 def _separate_documents(model: PreTrainedModel, lengths: list[int]) -> Iterator[None]:
     """Inside the block the decoder's attention stays inside documents of these lengths; the vision tower is unchanged."""
     borders = copy_to_device(torch.tensor([0, *lengths]).cumsum(0).int(), model.device)
-    longest = max(lengths)
-    flash_kwargs = {  # transformers passes these to every attention
-        "cu_seq_lens_q": borders,
-        "cu_seq_lens_k": borders,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
-    handle = model.get_decoder().register_forward_pre_hook(
+    flash_kwargs = {f"cu_seq_lens_{x}": borders for x in "qk"} | {f"max_length_{x}": max(lengths) for x in "qk"}
+    decoder = model.get_decoder()
+    before = decoder.config._attn_implementation
+    with decoder.register_forward_pre_hook(  # transformers passes these to every attention
         lambda _module, args, kwargs: (args, {**kwargs, **flash_kwargs}), with_kwargs=True
-    )
-    try:
-        with _use_attention(model, DOCUMENT_ATTENTION):
+    ):
+        decoder.config._attn_implementation = DOCUMENT_ATTENTION
+        try:
             yield
-    finally:
-        handle.remove()
+        finally:
+            decoder.config._attn_implementation = before
 
 
 def compile_blocks(model: PreTrainedModel, tokens: int) -> None:
@@ -122,18 +118,6 @@ def _make_text_ids(model: PreTrainedModel, numbers: Tensor) -> Tensor:
     if is_multimodal(model):
         ids[ids == model.config.image_token_id] = 0
     return ids.to(model.device)
-
-
-@contextmanager
-def _use_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Inside the block the decoder uses the attention `name`; a vision tower keeps its own."""
-    config = model.get_decoder().config
-    before = config._attn_implementation
-    config._attn_implementation = name
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
 
 
 def _attend_documents(

@@ -64,11 +64,7 @@ def check_served_prompt(
 
 
 def recover_token_ids(
-    encoder: PromptEncoder,
-    history: Messages,
-    tools: Messages | None,
-    prompt_ids: list[int],
-    answer: ServedAnswer,
+    encoder: PromptEncoder, history: Messages, tools: Messages | None, prompt_ids: list[int], answer: ServedAnswer
 ) -> SampledAnswer | None:
     """Return the answer's ids: the server's own, or its text tokenised; None where the server's count disagrees."""
     finish_reason, eos, end_token = answer.finish_reason, encoder.eos, encoder.end_token

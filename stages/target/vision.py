@@ -62,9 +62,8 @@ class CachedImageProcessor:
     def load_patches(self, paths: Sequence[str]) -> ImagePatches:
         """Return the patches of at least one image, in the order of `paths`.
 
-        Raises:
-            UnreadableImageError: naming an image that cannot be decoded.
-            ValueError: for one that does not exist, or where the target's image processor cannot be loaded.
+        Raises UnreadableImageError naming an image that cannot be decoded, and ValueError for one that does not exist or where
+        the target's image processor cannot be loaded.
         """
         images = [self._load_image_patches(path) for path in paths]
         return ImagePatches(
@@ -73,9 +72,11 @@ class CachedImageProcessor:
 
     def count_image_tokens(self, paths: Sequence[str]) -> list[int]:
         """Return the number of image tokens of each image. Raises as `load_patches` does."""
-        return [
-            self._token_counts[path] if path in self._token_counts else self._count_image_tokens(path) for path in paths
-        ]
+        for path in paths:
+            if path not in self._token_counts:
+                grid = self._load_image_patches(path).image_grid_thw
+                self._token_counts[path] = int(grid.prod()) // self._processor.merge_size**2
+        return [self._token_counts[path] for path in paths]
 
     def build_data_url(self, path: str) -> str:
         """Return the image, as processed here, as a `data:` URL for a server. Raises as `load_patches` does.
@@ -91,11 +92,6 @@ class CachedImageProcessor:
             image.save(buffer, "PNG")
             data, media_type = buffer.getvalue(), PASSTHROUGH_MEDIA_TYPES["PNG"]
         return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
-
-    def _count_image_tokens(self, path: str) -> int:
-        grid = self._load_image_patches(path).image_grid_thw
-        self._token_counts[path] = int(grid.prod()) // self._processor.merge_size**2
-        return self._token_counts[path]
 
     def _load_image_patches(self, path: str) -> ImagePatches:
         with self._lock:
@@ -155,8 +151,7 @@ def load_image_patches(
 def expand_image_tokens(ids: list[int], image_token_id: int, counts: list[int]) -> list[int]:
     """Return a rendered prompt's ids with the single token of each image repeated once per image embedding.
 
-    Raises:
-        ValueError: where the template rendered another number of images.
+    Raises ValueError where the template rendered another number of images.
     """
     if (found := ids.count(image_token_id)) != len(counts):
         raise ValueError(

@@ -14,8 +14,6 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from stages.telemetry.gpu_energy import EnergyMeter
-
 LOG_FILE = Path("logs/stages.jsonl")
 PACKAGES = ("torch", "transformers")
 
@@ -43,6 +41,8 @@ def log_run(stage: str, arguments: Sequence[str], gpus: list[int] | None) -> Ite
     if os.environ.get("RANK", "0") != "0" or any(word.startswith("--") for word in arguments):
         yield
         return
+    from stages.telemetry.gpu_energy import EnergyMeter  # not in every `aerie stale`, which reads the log
+
     began, started, meter = time.time_ns(), time.perf_counter(), EnergyMeter(gpus)
     yield
     versions = {package: version(package) for package in PACKAGES if package in sys.modules}
@@ -51,9 +51,8 @@ def log_run(stage: str, arguments: Sequence[str], gpus: list[int] | None) -> Ite
     try:
         LOG_FILE.parent.mkdir(exist_ok=True)
         with LOG_FILE.open("a", encoding="utf-8") as log:
-            log.write(
-                f"{json.dumps(asdict(run))}\n"
-            )  # one short write: stages that end together do not mix their lines
+            # One short write, so that stages that end together do not mix their lines.
+            log.write(json.dumps(asdict(run)) + "\n")
     except OSError as error:  # the results are whole; a full disk must not fail the stage for its log
         print(f"note: {LOG_FILE} not written ({error.strerror}): this run is not recorded", file=sys.stderr)
 

@@ -27,173 +27,19 @@ EXPORT_ROWS = 2_000
 MAPS_EXPORT_SEED, MAPS_EXPORT_ROWS = 29, 320
 DAMAGED_SHARE = 0.35  # share of conversations that are damaged
 
+TABLE_ROW = r"^[ \t]*\d{4}-\d\d-\d\d,[^\r\n]*"
+
 Message = dict[str, Any]
 Corruption = Callable[[random.Random, str], str]
 
 
-# --- SURROUNDING: around the table -----------------------------------------------------------------------------------
-
-
-def fence(rng: random.Random, text: str) -> str:
-    return f"```{rng.choice(('toon', 'toon', 'text', ''))}\n{text}\n```"
-
-
-def prose_before(rng: random.Random, text: str) -> str:
-    """Put a sentence before the table. A strict decoder reads the first, which ends in a colon, as a key."""
-    return rng.choice(("Here is the forecast:\n", "Sure! Here you go:\n\n", "Of course.\n")) + text
-
-
-def prose_after(rng: random.Random, text: str) -> str:
-    return text + rng.choice(("\nHope this helps!", "\n\nLet me know if you need more days."))
-
-
-def note_after(rng: random.Random, text: str) -> str:
-    """Append a note, which a decoder reads as one more key."""
-    return text + rng.choice(("\nNote: temperatures are rounded.", "\n\nNote: rain is a chance in percent"))
-
-
-# --- SPELLING: the same data, written differently --------------------------------------------------------------------
-
-
-def wrong_count(rng: random.Random, text: str) -> str:
-    return re.sub(r"days\[(\d+)\]", lambda m: f"days[{max(0, int(m[1]) + rng.choice((-1, 1, 2)))}]", text)
-
-
-def literal_count(rng: random.Random, text: str) -> str:
-    """Write [N], as echoed from an instruction, or no count."""
-    return re.sub(r"days\[\d+\]", rng.choice(("days[N]", "days")), text)
-
-
-def old_dialect(rng: random.Random, text: str) -> str:
-    return re.sub(r"days\[(\d+)\]", rng.choice((r"days[#\1]", r"days[\1,]")), text)
-
-
-def header_space(rng: random.Random, text: str) -> str:
-    return re.sub(r"days(\[[^\]\n]*\]){", rng.choice((r"days \1{", r"days\1 {")), text)
-
-
-def missing_colon(rng: random.Random, text: str) -> str:
-    return text.replace("}:", "}")
-
-
-def tab_indent(rng: random.Random, text: str) -> str:
-    return _change_each_row(text, lambda row: "\t" + row.strip())
-
-
-def wide_indent(rng: random.Random, text: str) -> str:
-    return _change_each_row(text, lambda row: "    " + row.strip())
-
-
-def no_indent(rng: random.Random, text: str) -> str:
-    return _change_each_row(text, str.strip)
-
-
-def blank_lines(rng: random.Random, text: str) -> str:
-    return _change_each_row(text, lambda row: row + "\n")
-
-
-def carriage_returns(rng: random.Random, text: str) -> str:
-    return text.replace("\r\n", "\n").replace("\n", "\r\n")
-
-
-def trailing_commas(rng: random.Random, text: str) -> str:
-    return _change_each_row(text, lambda row: row + ",")
-
-
-def comment(rng: random.Random, text: str) -> str:
-    return text.replace("\ndays", "\n# one row per day\ndays")
-
-
-def typography(rng: random.Random, text: str) -> str:
-    """Write as a word processor does: the minus sign U+2212, sometimes curly quotes around the place."""
-    text = text.replace(",-", ",−")
-    return re.sub(r"^place: (\w+)$", r"place: “\1”", text, flags=re.MULTILINE) if rng.random() < 0.5 else text
-
-
-def as_json(rng: random.Random, text: str) -> str:
-    try:
-        return json.dumps(toon_format.loads(text), indent=rng.choice((None, 2)))
-    except toon_format.ToonDecodeError:  # another corruption was applied before
-        return text
-
-
-# --- LOSS: data lost or ambiguous ------------------------------------------------------------------------------------
-
-
-def cut_row(rng: random.Random, text: str) -> str:
-    """Cut inside the last row, as a token limit does."""
-    rows = _find_rows(text)
-    return text[: rng.randrange(rows[-1].start() + 1, rows[-1].end())] if rows else text
-
-
-def cut_table(rng: random.Random, text: str) -> str:
-    """Cut between two rows."""
-    rows = _find_rows(text)
-    return text[: rng.choice(rows).start()].rstrip() if rows else text
-
-
-def lost_cell(rng: random.Random, text: str) -> str:
-    def lose(row: str) -> str:
-        cells = row.split(",")
-        del cells[rng.randrange(len(cells))]
-        return ",".join(cells)
-
-    return _change_one_row(rng, text, lose)
-
-
-def extra_cell(rng: random.Random, text: str) -> str:
-    return _change_one_row(rng, text, lambda row: row.rstrip(",") + f",{rng.randrange(100)}")
-
-
-def decimal_comma(rng: random.Random, text: str) -> str:
-    return _change_one_row(rng, text, lambda row: re.sub(r",(\d+),", rf",\1,{rng.randrange(10)},", row, count=1))
-
-
-def unit_in_cell(rng: random.Random, text: str) -> str:
-    return _change_one_row(rng, text, lambda row: re.sub(r",(\d+),", rng.choice((r",\1 C,", r",\1%,")), row, count=1))
-
-
-def no_value(rng: random.Random, text: str) -> str:
-    word = rng.choice(("N/A", "None", "True", "null", "true"))
-    return _change_one_row(rng, text, lambda row: re.sub(r",(\d+),", f",{word},", row, count=1))
-
-
-def lost_row(rng: random.Random, text: str) -> str:
-    return _change_one_row(rng, text, lambda row: "")
-
-
-def repeated_row(rng: random.Random, text: str) -> str:
-    return _change_one_row(rng, text, lambda row: f"{row}\n{row}")
-
-
-def repeated_document(rng: random.Random, text: str) -> str:
-    return f"{text}\n{text}"
-
-
-SURROUNDING_CORRUPTIONS: dict[str, Corruption] = {f.__name__: f for f in (fence, prose_before, prose_after, note_after)}
-SPELLING_CORRUPTIONS: dict[str, Corruption] = {
-    f.__name__: f
-    for f in (
-        wrong_count, literal_count, old_dialect, header_space, missing_colon, tab_indent, wide_indent, no_indent,
-        blank_lines, carriage_returns, trailing_commas, comment, typography, as_json,
-    )
-}  # fmt: skip
-LOSS_CORRUPTIONS: dict[str, Corruption] = {
-    f.__name__: f
-    for f in (
-        cut_row, cut_table, lost_cell, extra_cell, decimal_comma, unit_in_cell, no_value, lost_row, repeated_row,
-        repeated_document,
-    )
-}  # fmt: skip
-
-
 def _find_rows(text: str) -> list[re.Match[str]]:
     """Return the table's rows with indentation, without line ends."""
-    return list(re.finditer(r"^[ \t]*\d{4}-\d\d-\d\d,[^\r\n]*", text, re.MULTILINE))
+    return list(re.finditer(TABLE_ROW, text, re.MULTILINE))
 
 
 def _change_each_row(text: str, change: Callable[[str], str]) -> str:
-    return re.sub(r"^[ \t]*\d{4}-\d\d-\d\d,[^\r\n]*", lambda m: change(m[0]), text, flags=re.MULTILINE)
+    return re.sub(TABLE_ROW, lambda m: change(m[0]), text, flags=re.MULTILINE)
 
 
 def _change_one_row(rng: random.Random, text: str, change: Callable[[str], str]) -> str:
@@ -204,15 +50,104 @@ def _change_one_row(rng: random.Random, text: str, change: Callable[[str], str])
     return text[: row.start()] + change(row[0]) + text[row.end() :]
 
 
-# --- conversations ---------------------------------------------------------------------------------------------------
+def _change_value(rng: random.Random, text: str, choose: Callable[[], str]) -> str:
+    """Replace the first whole number of one row by a pattern that is chosen after the row."""
+    return _change_one_row(rng, text, lambda row: re.sub(r",(\d+),", choose(), row, count=1))
 
 
-def empty_turn(rng: random.Random, messages: list[Message]) -> list[Message]:
+SURROUNDING_CORRUPTIONS: dict[str, Corruption] = {
+    "fence": lambda rng, text: f"```{rng.choice(('toon', 'toon', 'text', ''))}\n{text}\n```",
+    # A strict decoder reads the first sentence, which ends in a colon, as a key.
+    "prose_before": lambda rng, text: (
+        rng.choice(("Here is the forecast:\n", "Sure! Here you go:\n\n", "Of course.\n")) + text
+    ),
+    "prose_after": lambda rng, text: (
+        text + rng.choice(("\nHope this helps!", "\n\nLet me know if you need more days."))
+    ),
+    # A decoder reads a note as one more key.
+    "note_after": lambda rng, text: (
+        text + rng.choice(("\nNote: temperatures are rounded.", "\n\nNote: rain is a chance in percent"))
+    ),
+}
+
+
+def _write_as_word_processor(rng: random.Random, text: str) -> str:
+    """Write the minus sign U+2212, and sometimes curly quotes around the place."""
+    text = text.replace(",-", ",\N{MINUS SIGN}")
+    return re.sub(r"^place: (\w+)$", r"place: “\1”", text, flags=re.MULTILINE) if rng.random() < 0.5 else text
+
+
+def _write_as_json(rng: random.Random, text: str) -> str:
+    try:
+        return json.dumps(toon_format.loads(text), indent=rng.choice((None, 2)))
+    except toon_format.ToonDecodeError:  # another corruption was applied before
+        return text
+
+
+SPELLING_CORRUPTIONS: dict[str, Corruption] = {
+    "wrong_count": lambda rng, text: re.sub(
+        r"days\[(\d+)\]", lambda m: f"days[{max(0, int(m[1]) + rng.choice((-1, 1, 2)))}]", text
+    ),
+    # [N], as echoed from an instruction, or no count.
+    "literal_count": lambda rng, text: re.sub(r"days\[\d+\]", rng.choice(("days[N]", "days")), text),
+    "old_dialect": lambda rng, text: re.sub(r"days\[(\d+)\]", rng.choice((r"days[#\1]", r"days[\1,]")), text),
+    "header_space": lambda rng, text: re.sub(r"days(\[[^\]\n]*\]){", rng.choice((r"days \1{", r"days\1 {")), text),
+    "missing_colon": lambda rng, text: text.replace("}:", "}"),
+    "tab_indent": lambda rng, text: _change_each_row(text, lambda row: "\t" + row.strip()),
+    "wide_indent": lambda rng, text: _change_each_row(text, lambda row: "    " + row.strip()),
+    "no_indent": lambda rng, text: _change_each_row(text, str.strip),
+    "blank_lines": lambda rng, text: _change_each_row(text, lambda row: row + "\n"),
+    "carriage_returns": lambda rng, text: text.replace("\r\n", "\n").replace("\n", "\r\n"),
+    "trailing_commas": lambda rng, text: _change_each_row(text, lambda row: row + ","),
+    "comment": lambda rng, text: text.replace("\ndays", "\n# one row per day\ndays"),
+    "typography": _write_as_word_processor,
+    "as_json": _write_as_json,
+}
+
+
+def _cut_row(rng: random.Random, text: str) -> str:
+    """Cut inside the last row, as a token limit does."""
+    rows = _find_rows(text)
+    return text[: rng.randrange(rows[-1].start() + 1, rows[-1].end())] if rows else text
+
+
+def _cut_table(rng: random.Random, text: str) -> str:
+    """Cut between two rows."""
+    rows = _find_rows(text)
+    return text[: rng.choice(rows).start()].rstrip() if rows else text
+
+
+def _drop_value(rng: random.Random, text: str) -> str:
+    word = rng.choice(("N/A", "None", "True", "null", "true"))
+    return _change_value(rng, text, lambda: f",{word},")
+
+
+def _lose_cell(rng: random.Random, row: str) -> str:
+    cells = row.split(",")
+    del cells[rng.randrange(len(cells))]
+    return ",".join(cells)
+
+
+LOSS_CORRUPTIONS: dict[str, Corruption] = {
+    "cut_row": _cut_row,
+    "cut_table": _cut_table,
+    "lost_cell": lambda rng, text: _change_one_row(rng, text, lambda row: _lose_cell(rng, row)),
+    "extra_cell": lambda rng, text: _change_one_row(rng, text, lambda row: row.rstrip(",") + f",{rng.randrange(100)}"),
+    "decimal_comma": lambda rng, text: _change_value(rng, text, lambda: rf",\1,{rng.randrange(10)},"),
+    "unit_in_cell": lambda rng, text: _change_value(rng, text, lambda: rng.choice((r",\1 C,", r",\1%,"))),
+    "no_value": _drop_value,
+    "lost_row": lambda rng, text: _change_one_row(rng, text, lambda row: ""),
+    "repeated_row": lambda rng, text: _change_one_row(rng, text, lambda row: f"{row}\n{row}"),
+    "repeated_document": lambda rng, text: f"{text}\n{text}",
+}
+
+
+def _empty_one_turn(rng: random.Random, messages: list[Message]) -> list[Message]:
     turn = rng.randrange(1, len(messages))
     return [{**m, "content": rng.choice(("", " "))} if i == turn else m for i, m in enumerate(messages)]
 
 
-def lost_turn(rng: random.Random, messages: list[Message]) -> list[Message]:
+def _lose_one_turn(rng: random.Random, messages: list[Message]) -> list[Message]:
     """Remove a question or an answer."""
     turn = rng.randrange(1, len(messages))
     return messages[:turn] + messages[turn + 1 :]
@@ -222,9 +157,9 @@ def damage_conversation(rng: random.Random, messages: list[Message]) -> list[Mes
     """Damage a conversation in one turn, most often with one or two corruptions of an answer."""
     chance = rng.random()
     if chance < 0.04:
-        return empty_turn(rng, messages)
+        return _empty_one_turn(rng, messages)
     if chance < 0.07:
-        return lost_turn(rng, messages)
+        return _lose_one_turn(rng, messages)
     if chance < 0.30:
         changes = [rng.choice(list(SURROUNDING_CORRUPTIONS.values()))]
     elif chance < 0.70:

@@ -152,8 +152,10 @@ def train_target(
     batches = itertools.cycle(_batch_by_length(rows, batch_tokens, seed))
     for step in range(steps):
         batch = next(batches)
-        ids, labels = _pad_rows([rows[i] for i in batch])  # [B, T] each
-        scale = _compute_rate_scale(step, steps)
+        ids = nn.utils.rnn.pad_sequence([rows[i][0] for i in batch], batch_first=True)  # [B, T]
+        labels = nn.utils.rnn.pad_sequence([rows[i][1] for i in batch], batch_first=True, padding_value=-100)  # [B, T]
+        # Linear warmup over 20 steps, linear decay to 2% over the last 40%.
+        scale = min(1.0, (step + 1) / 20) * min(1.0, max(0.02, (steps - step) / (0.4 * steps)))
         for optimizer, base_rate in base_rates.items():
             for group in optimizer.param_groups:
                 group["lr"] = base_rate * scale
@@ -171,11 +173,6 @@ def train_target(
         yield step, loss.item()
 
 
-def _compute_rate_scale(step: int, steps: int) -> float:
-    """Return the factor of the learning rate: linear warmup over 20 steps, linear decay to 2% over the last 40%."""
-    return min(1.0, (step + 1) / 20) * min(1.0, max(0.02, (steps - step) / (0.4 * steps)))
-
-
 def make_corpus(seed: int) -> list[list[dict[str, str]]]:
     return list(itertools.islice(weather.generate_conversations(seed), CORPUS_SIZE))
 
@@ -189,9 +186,3 @@ def _batch_by_length(rows: list[tuple[Tensor, Tensor]], batch_tokens: int, seed:
         batches[-1].append(index)
     random.Random(seed).shuffle(batches)
     return batches
-
-
-def _pad_rows(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    ids = nn.utils.rnn.pad_sequence([r[0] for r in rows], batch_first=True)
-    labels = nn.utils.rnn.pad_sequence([r[1] for r in rows], batch_first=True, padding_value=-100)
-    return ids, labels

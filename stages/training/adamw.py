@@ -1,7 +1,5 @@
 """AdamW on float32 master weights; gradients are summed in float32 over packs and processes."""
 
-from collections.abc import Iterable
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -44,7 +42,8 @@ class MasterWeightOptimizer:
     def step(self, learning_rate: float, clip: float) -> Tensor:
         """Sum gradients over processes, clip them to norm `clip` and update; return the norm before clipping, on the device."""
         if dist.is_initialized():
-            handles = [dist.all_reduce(g, async_op=True) for g in self._gradients() if not _is_sharded(g)]
+            gradients = [m.grad for m in self.master_weights.values() if m.grad is not None]
+            handles = [dist.all_reduce(g, async_op=True) for g in gradients if not _is_sharded(g)]
             for handle in handles:
                 handle.wait()
         norm = nn.utils.clip_grad_norm_(self.master_weights.values(), clip)
@@ -52,12 +51,12 @@ class MasterWeightOptimizer:
             group["lr"] = learning_rate
         self._adam.step()
         self._adam.zero_grad()
-        copies = [
-            (w, m) for w, m in zip(self.weights.values(), self.master_weights.values(), strict=True) if w is not m
-        ]
-        if copies:
+        cast = [name for name, master in self.master_weights.items() if self.weights[name] is not master]
+        if cast:
             with torch.no_grad():
-                torch._foreach_copy_([w for w, _ in copies], [m for _, m in copies])
+                torch._foreach_copy_(
+                    [self.weights[name] for name in cast], [self.master_weights[name] for name in cast]
+                )
         return norm
 
     def get_moments(self) -> dict[str, Tensor]:
@@ -69,16 +68,13 @@ class MasterWeightOptimizer:
             if master in self._adam.state
         }
 
-    def restore(self, moments: dict[str, Tensor], step: int) -> None:
-        """Restore the `moments` of `get_moments` after `step` steps."""
+    def restore_moments(self, moments: dict[str, Tensor], step: int) -> None:
+        """Continue after `step` steps with the `moments` of `get_moments`."""
         for name, master in self.master_weights.items() if step else ():
             self._adam.state[master] = {
                 "step": torch.tensor(float(step), device=master.device),
                 **{k: _shard_like(moments[f"{k}.{name}"], master) for k in ADAM_MOMENTS},
             }
-
-    def _gradients(self) -> Iterable[Tensor]:
-        return (m.grad for m in self.master_weights.values() if m.grad is not None)
 
 
 def _is_sharded(tensor: Tensor) -> bool:

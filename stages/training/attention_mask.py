@@ -5,10 +5,11 @@ pack returns output and log-sum-exp without storing anything of size T x T, and 
 which equals one softmax over both. On a CPU that one softmax is computed on rows padded to one length.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,17 +18,12 @@ from stages.draft.eagle3 import attend_prefix_and_ancestors
 from stages.training.compile_on_cuda import compile_on_cuda
 
 
-class PackAttention(Protocol):
-    """Attention over the prefix keys and values of one pack."""
-
-    def attend(self, query: Tensor, own_keys: list[Tensor], own_values: list[Tensor]) -> Tensor:
-        """Return [Q, A, E] for query [Q, A, E] of the first Q query tokens and S own keys and values, each [Q, G, E]."""
-        ...
-
-
-def build_pack_attention(pack: Any, keys: Tensor, values: Tensor, window: int | None = None) -> PackAttention:
+def build_pack_attention(
+    pack: Any, keys: Tensor, values: Tensor, window: int | None = None
+) -> "_FlexPackAttention | _PaddedPackAttention":
     """Build the attention of a ttt.TrainingPack with keys and values [T, G, E], on the pack's device.
 
+    Its `attend` returns [Q, A, E] for query [Q, A, E] of the first Q query tokens and S own keys and values, each [Q, G, E].
     A window includes the query's own position: step k of position p attends to tokens after p + k - window.
     """
     return (_FlexPackAttention if pack.ids.is_cuda else _PaddedPackAttention).build(pack, keys, values, window)
@@ -105,13 +101,11 @@ def _tabulate_by_row(row_index: Tensor, num_rows: int) -> tuple[Tensor, Tensor, 
     """Group items by row_index [n]: item indices [B, K], valid cells [B, K] bool, and the flat cell of each item [n]."""
     order = torch.sort(row_index, stable=True).indices
     counts = torch.bincount(row_index, minlength=num_rows)
-    column = torch.empty_like(row_index)
-    column[order] = torch.arange(len(row_index)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-    num_columns = max(int(counts.max()), 1)
-    cell = row_index * num_columns + column
-    table = torch.zeros(num_rows * num_columns, dtype=torch.int64)
-    table[cell] = torch.arange(len(row_index))
-    return table.unflatten(0, (num_rows, num_columns)), torch.arange(num_columns) < counts[:, None], cell
+    table = nn.utils.rnn.pad_sequence(list(order.split(counts.tolist())), batch_first=True)
+    is_item = torch.arange(table.shape[1]) < counts[:, None]
+    cell = torch.empty_like(row_index)
+    cell[order] = is_item.flatten().nonzero()[:, 0]
+    return table, is_item, cell
 
 
 FLEX_BLOCK_SIZE = 128
@@ -135,15 +129,12 @@ class _FlexPackAttention:
         key_position = nn.functional.pad(pack.position, (0, key_padding)).int()
         query_row = nn.functional.pad(pack.row_index[pack.query_tokens], (0, query_padding), value=-2).int()
         query_position = nn.functional.pad(pack.position[pack.query_tokens], (0, query_padding)).int()
+        by_head = _arrange_by_head(keys, size), _arrange_by_head(values, size)
+        build = functools.partial(_build_block_mask, query_row, query_position, key_row, key_position)
         if window is None:
-            mask = _build_block_mask(query_row, query_position, key_row, key_position)
-            return cls(lambda _step: mask, _arrange_by_head(keys, size), _arrange_by_head(values, size))
-
-        def build_window_mask(step: int) -> Any:
-            first = query_position + (step + 1 - window)
-            return _build_block_mask(query_row, query_position, key_row, key_position, first)
-
-        return cls(build_window_mask, _arrange_by_head(keys, size), _arrange_by_head(values, size))
+            mask = build()
+            return cls(lambda _step: mask, *by_head)
+        return cls(lambda step: build(query_position + (step + 1 - window)), *by_head)
 
     def attend(self, query: Tensor, own_keys: list[Tensor], own_values: list[Tensor]) -> Tensor:
         count = len(query)
@@ -159,7 +150,9 @@ def _arrange_by_head(x: Tensor, size: int) -> Tensor:
     return padded.transpose(0, 1)[None]
 
 
-_compiled_functions: dict[str, Any] = {}
+@functools.cache
+def _compile_static(function: Callable) -> Callable:
+    return torch.compile(function, dynamic=False)
 
 
 def _build_block_mask(
@@ -174,21 +167,15 @@ def _build_block_mask(
     def is_in_window(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return is_prefix(_b, _h, q, k) & (key_position[k] >= first[q])  # type: ignore[index]
 
-    if "mask" not in _compiled_functions:
-        _compiled_functions["mask"] = torch.compile(create_block_mask, dynamic=False)
-    size = len(key_row)
+    sizes = len(key_row), len(key_row)
     mask_mod = is_prefix if first is None else is_in_window
-    return _compiled_functions["mask"](
-        mask_mod, None, None, size, size, device=query_row.device, BLOCK_SIZE=FLEX_BLOCK_SIZE
-    )
+    build = _compile_static(create_block_mask)
+    return build(mask_mod, None, None, *sizes, device=query_row.device, BLOCK_SIZE=FLEX_BLOCK_SIZE)
 
 
 def _run_flex_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Any) -> tuple[Tensor, Tensor]:
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-    if "flex" not in _compiled_functions:
-        _compiled_functions["flex"] = torch.compile(flex_attention, dynamic=False)
-    out, aux = _compiled_functions["flex"](
-        query, keys, values, block_mask=mask, enable_gqa=True, return_aux=AuxRequest(lse=True)
-    )
+    attend = _compile_static(flex_attention)
+    out, aux = attend(query, keys, values, block_mask=mask, enable_gqa=True, return_aux=AuxRequest(lse=True))
     return out, aux.lse

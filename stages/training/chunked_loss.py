@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from stages.training.compile_on_cuda import compile_on_cuda
 
+LOSSES = ("ce", "lk_alpha", "lk_lambda")
 LK_LAMBDA_DECAY = 3.0
 PAIRS_PER_CHUNK = 16384  # 1 GB of bfloat16 logits at a draft vocabulary of 32,000
 
@@ -83,7 +84,7 @@ class _ChunkedLoss(torch.autograd.Function):
             scale = (
                 state_weights[state] * t2d[target_token]
             )  # 0 where the target's token is not in the draft vocabulary
-            pair_loss, gradient, draft_id = LOSS_FUNCTIONS[loss](chunk_states @ weight.T, probs, mass, label, scale)
+            pair_loss, gradient, draft_id = _compute_pair_loss(chunk_states @ weight.T, probs, mass, label, scale, loss)
             losses[state] = pair_loss * t2d[target_token]
             matches[state] = draft_id + d2t[draft_id] == target_token
             total += (pair_loss * scale).sum()
@@ -121,42 +122,32 @@ def compute_teacher_probs(logits: Tensor, draft_vocab: Tensor | None) -> tuple[T
     return (draft_logits - draft_normaliser[:, None]).exp(), (draft_normaliser - normaliser).exp()
 
 
-# Each loss function takes draft logits [R, D], teacher probs [U, D] and mass [U] by label, label [R], scale [R] and returns
-# the loss [R], scale times its gradient by the logits [R, D] in their dtype, and the argmax [R].
-
-
 @compile_on_cuda
-def _compute_ce_loss(
-    logits: Tensor, probs: Tensor, mass: Tensor, label: Tensor, scale: Tensor
+def _compute_pair_loss(
+    logits: Tensor, probs: Tensor, mass: Tensor, label: Tensor, scale: Tensor, loss: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Soft cross-entropy."""
-    _, loss, gradient = _compute_cross_entropy(logits, probs[label])
-    return loss, (gradient * scale[:, None]).to(logits.dtype), logits.argmax(-1)
+    """Return the loss [R], `scale` times its gradient by the logits [R, D] in their dtype, and the draft's argmax [R].
 
+    Takes draft logits [R, D], teacher probs [U, D] and mass [U] by label, label [R] and scale [R]. With alpha the acceptance
+    sum_v min(p, q), p over the target's whole vocabulary, the loss is:
 
-@compile_on_cuda
-def _compute_lk_alpha_loss(
-    logits: Tensor, probs: Tensor, mass: Tensor, label: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """-log of the acceptance sum_v min(p, q), p over the target's whole vocabulary (SpecForge, core/lk_loss.py)."""
-    q, _, _ = _compute_cross_entropy(logits, probs[label])
-    alpha, slope = _compute_acceptance(q, probs[label] * mass[label][:, None])
-    return -alpha.log(), (-slope * (scale / alpha)[:, None]).to(logits.dtype), logits.argmax(-1)
-
-
-@compile_on_cuda
-def _compute_lk_lambda_loss(
-    logits: Tensor, probs: Tensor, mass: Tensor, label: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """w * cross-entropy + (1 - w) * (1 - acceptance), with w = exp(-3 * acceptance) constant in the gradient.
-
-    w is computed per position; SpecForge takes the mean of the batch, which makes a row's loss depend on the others.
+        ce         soft cross-entropy
+        lk_alpha   -log alpha (SpecForge, core/lk_loss.py)
+        lk_lambda  w * cross-entropy + (1 - w) * (1 - alpha), with w = exp(-3 alpha) constant in the gradient, per position;
+                   SpecForge takes the mean of the batch, which makes a row's loss depend on the others
     """
-    q, loss, gradient = _compute_cross_entropy(logits, probs[label])
-    alpha, slope = _compute_acceptance(q, probs[label] * mass[label][:, None])
-    w = (-LK_LAMBDA_DECAY * alpha).exp()
-    gradient = (w[:, None] * gradient - (1 - w)[:, None] * slope) * scale[:, None]
-    return w * loss + (1 - w) * (1 - alpha), gradient.to(logits.dtype), logits.argmax(-1)
+    q, value, gradient = _compute_cross_entropy(logits, probs[label])
+    if loss == "ce":
+        gradient = gradient * scale[:, None]
+    else:
+        alpha, slope = _compute_acceptance(q, probs[label] * mass[label][:, None])
+        if loss == "lk_alpha":
+            value, gradient = -alpha.log(), -slope * (scale / alpha)[:, None]
+        else:
+            w = (-LK_LAMBDA_DECAY * alpha).exp()
+            value = w * value + (1 - w) * (1 - alpha)
+            gradient = (w[:, None] * gradient - (1 - w)[:, None] * slope) * scale[:, None]
+    return value, gradient.to(logits.dtype), logits.argmax(-1)
 
 
 def _compute_cross_entropy(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -173,6 +164,3 @@ def _compute_acceptance(q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
     share = torch.where(below, q, 0.0).sum(-1)
     alpha = torch.minimum(q, p).sum(-1).clamp(min=1e-6)
     return alpha, q * (below.float() - share[:, None])
-
-
-LOSS_FUNCTIONS = {"ce": _compute_ce_loss, "lk_alpha": _compute_lk_alpha_loss, "lk_lambda": _compute_lk_lambda_loss}

@@ -22,7 +22,15 @@ def open_trackers(names: Sequence[str], run: str, config: dict[str, Any], step: 
     not start.
     """
     with ExitStack() as stack:
-        logs = [stack.enter_context(TRACKERS[name](run, config, step)) for name in names]
+        logs: list[LogStep] = []
+        for name in names:
+            try:
+                logs.append(stack.enter_context(TRACKERS[name](run, config, step)))
+            except ImportError:
+                raise ValueError(
+                    f"train_draft.report_to names {name}, which is not installed; run: pip install -c constraints.txt -e "
+                    "'.[track]', or take it off the list"
+                ) from None
 
         def log(step: int, values: dict[str, float]) -> None:
             for log_to_tracker in logs:
@@ -33,10 +41,8 @@ def open_trackers(names: Sequence[str], run: str, config: dict[str, Any], step: 
 
 @contextmanager
 def _open_tensorboard(run: str, config: dict[str, Any], step: int) -> Iterator[LogStep]:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise _make_missing_error("tensorboard") from None
+    from torch.utils.tensorboard import SummaryWriter
+
     with SummaryWriter(RUNS_FOLDER / run, purge_step=step) as writer:
         writer.add_text("parameters", "\n".join(f"    {key}: {value}" for key, value in config.items()), step)
 
@@ -49,10 +55,8 @@ def _open_tensorboard(run: str, config: dict[str, Any], step: int) -> Iterator[L
 
 @contextmanager
 def _open_wandb(run: str, config: dict[str, Any], step: int) -> Iterator[LogStep]:
-    try:
-        import wandb
-    except ImportError:
-        raise _make_missing_error("wandb") from None
+    import wandb
+
     RUNS_FOLDER.mkdir(exist_ok=True)
     silent = wandb.Settings(disable_code=True, disable_git=True, console="off", save_code=False, silent=True)
     try:
@@ -66,13 +70,6 @@ def _open_wandb(run: str, config: dict[str, Any], step: int) -> Iterator[LogStep
         ) from None
     with opened:
         yield lambda step, values: opened.log(values, step=step)
-
-
-def _make_missing_error(name: str) -> ValueError:
-    return ValueError(
-        f"train_draft.report_to names {name}, which is not installed; run: pip install -c constraints.txt -e '.[track]', or "
-        "take it off the list"
-    )
 
 
 TRACKERS = {"tensorboard": _open_tensorboard, "wandb": _open_wandb}

@@ -17,9 +17,7 @@ from stages.params.draft_sections import TrainDraft
 from stages.runtime.distributed import RankContext
 from stages.training import trackers, ttt
 from stages.training.adamw import MasterWeightOptimizer
-from stages.training.online_packs import OnlinePacks
-from stages.training.pack_loader import PackLoader
-from stages.training.pack_plan import plan_epoch
+from stages.training.packs import OnlinePacks, PackLoader, plan_epoch
 
 LOG_STEPS = 50  # reading the loss waits for the device
 
@@ -38,7 +36,6 @@ class EpochLog:
     seconds: float
 
     def list_values(self) -> dict[str, float]:
-        """Return the values that trackers log."""
         by_step = {f"epoch/loss_{k}": x for k, x in enumerate(self.step_loss)}
         by_step |= {f"epoch/accuracy_{k}": x for k, x in enumerate(self.step_accuracy)}
         return {"epoch/loss": self.loss, **by_step, "epoch/tokens_per_s": self.tokens / max(self.seconds, 0.01)}
@@ -70,7 +67,6 @@ class TrainingStep(nn.Module):
         self.tables = (embedding, head)
 
     def forward(self, pack: ttt.TrainingPack, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the fields of ttt.LossOutput."""
         result = self.compute_loss(self.draft, pack, *self.tables, self.objective, counts)
         return result.total_loss, result.loss_per_step, result.argmax_matches
 
@@ -107,7 +103,7 @@ class Trainer:
         self.optimizer = MasterWeightOptimizer(
             self.draft, settings.learning_rate, settings.weight_decay, master_weights
         )
-        self.optimizer.restore(saved, self.step)
+        self.optimizer.restore_moments(saved, self.step)
 
     def _shard_or_cast(self) -> dict[str, Tensor] | None:
         """Shard the weights by FSDP, or cast them to `dtype` and return the float32 ones; None where the draft keeps them."""
@@ -130,7 +126,8 @@ class Trainer:
         started, steps = time.perf_counter(), plan_epoch(reader.lengths, self.settings, self.epoch)
         # Summed loss, argmax matches and supervised positions of each TTT step.
         totals = torch.zeros(3, self.objective.num_steps, dtype=torch.float64, device=self.ranks.device)
-        for number, packs in enumerate(self.load_packs(reader, steps, self.objective, self.ranks)):
+        loader = PackLoader(reader, self.objective, self.ranks, self.dtype, self.online_packs)
+        for number, packs in enumerate(loader.load_steps(steps)):
             totals += self.train_step(packs)
             bar.update(sum(map(len, steps[number])))
             if number % LOG_STEPS == 0:
@@ -145,17 +142,6 @@ class Trainer:
         self.log.append(entry)
         self.log_step(self.step, entry.list_values())
         bar.set_postfix_str(f"epoch {self.epoch}, loss {entry.loss:.3f}, accuracy {entry.step_accuracy[0]:.2f}")
-
-    def load_packs(
-        self,
-        reader: HiddenStatesReader,
-        steps: list[list[list[int]]],
-        objective: ttt.TrainingObjective,
-        ranks: RankContext,
-    ):
-        """Yield the packs of each step; `fill_hidden_states` completes them where the target is online."""
-        add_images = self.online_packs.get_add_images() if self.online_packs else None
-        return PackLoader(reader, objective, ranks, self.dtype, add_images).load_steps(steps)
 
     def fill_hidden_states(self, pack: ttt.TrainingPack) -> ttt.TrainingPack:
         """Return the pack with hidden states, by the online target where there is one."""
@@ -181,7 +167,6 @@ class Trainer:
         return sums
 
     def _get_learning_rate(self) -> float:
-        """Return the learning rate of the next step."""
         return self.settings.learning_rate * min(1.0, (self.step + 1) / max(1, self.settings.warmup_steps))
 
     def _check_loss(self, totals: Tensor) -> float:

@@ -57,7 +57,7 @@ class TrainingObjective:
     num_steps: int  # L
     decay: float = 0.8  # the weight of step k is decay**k
     loss_mask: str = "aligned"  # aligned or eagle
-    loss: str = "ce"  # a key of chunked_loss.LOSS_FUNCTIONS
+    loss: str = "ce"  # one of chunked_loss.LOSSES
 
 
 class PairChunk(NamedTuple):
@@ -309,6 +309,4 @@ def _compute_queries_keys_values(
     return draft.compute_queries(layer_input, rope), *draft.compute_keys_values(layer_input, rope)
 
 
-@compile_on_cuda
-def _finish_layer(draft: Eagle3Draft, hidden: Tensor, attended: Tensor) -> Tensor:
-    return draft.finish_layer(hidden, attended)
+_finish_layer = compile_on_cuda(Eagle3Draft.finish_layer)

@@ -65,9 +65,7 @@ def test_bands_find_pairs_above_the_threshold_and_none_below(threshold: float) -
             right[place] = "X"
         texts += [left, "".join(right)]
     signatures = near_duplicates.compute_signatures(texts)
-    found, likeness = near_duplicates.find_similar_pairs(
-        [signatures[:7], signatures[7:30], signatures[30:30], signatures[30:]], threshold
-    )
+    found, likeness = near_duplicates.find_similar_pairs(signatures, threshold)
     assert (likeness >= threshold).all() and (found[:, 0] < found[:, 1]).all()
     truth = {(i, i + 1) for i in range(0, len(texts), 2) if (signatures[i] == signatures[i + 1]).mean() >= threshold}
     assert len(truth) >= 1 and {tuple(pair) for pair in found.tolist()} <= truth

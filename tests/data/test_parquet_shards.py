@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import polars as pl
@@ -12,6 +13,13 @@ from stages.data import conversations, parquet_shards
 from stages.data.parquet_shards import ParquetShardWriter
 
 SCHEMA = pl.Schema({"id": pl.Int64})
+
+
+@dataclass(frozen=True)
+class IdRow:
+    """A row of SCHEMA."""
+
+    id: int
 
 
 def names(folder: Path) -> list[str]:
@@ -30,7 +38,7 @@ def test_any_order_makes_the_same_files(tmp_path: Path, total: int, size: int) -
         random.Random(n).shuffle(order)
         with open_writer(tmp_path / str(n), total, size) as rows:
             for position in order:
-                rows.set_row(position, {"id": position}, {"rows": 1})
+                rows.set_row(position, IdRow(position), {"rows": 1})
             rows.finish()
             assert rows.oldest == rows.num_shards
             rows.publish(tmp_path / f"out{n}")
@@ -46,7 +54,7 @@ def test_a_shard_is_published_when_its_last_row_is_set_and_not_before(tmp_path: 
     with open_writer(tmp_path, 7, 3) as rows:
         rows.journal(0).add("a", 1)
         for position in (4, 0, 2):
-            rows.set_row(position, {"id": position}, {})
+            rows.set_row(position, IdRow(position), {})
         assert rows.published == set() and rows.oldest == 0
         rows.set_row(1, None, {"dropped/empty": 1})
         assert rows.published == {0} and rows.oldest == 1
@@ -54,7 +62,7 @@ def test_a_shard_is_published_when_its_last_row_is_set_and_not_before(tmp_path: 
         assert pl.read_parquet(part)["id"].to_list() == [0, 2]
         assert names(tmp_path / "scratch/journals") == []
         with pytest.raises(AssertionError, match="row 2 twice"):
-            rows.set_row(2, {"id": 2}, {})
+            rows.set_row(2, IdRow(2), {})
         with pytest.raises(AssertionError, match="shard 0 is published"):
             rows.journal(0)
         with pytest.raises(AssertionError, match="shard 1 lacks 2 rows"):
@@ -64,9 +72,9 @@ def test_a_shard_is_published_when_its_last_row_is_set_and_not_before(tmp_path: 
 def test_a_resumed_run_finds_published_shards_and_counts(tmp_path: Path) -> None:
     with open_writer(tmp_path, 7, 3) as rows:
         for position in range(3):
-            rows.set_row(position, {"id": position} if position else None, {"dropped/empty": 1} if not position else {})
+            rows.set_row(position, IdRow(position) if position else None, {"dropped/empty": 1} if not position else {})
         rows.journal(1).add("b", 2)
-        rows.set_row(4, {"id": 4}, {"rows": 1})  # in memory only: its journal is what a kill leaves
+        rows.set_row(4, IdRow(4), {"rows": 1})  # in memory only: its journal is what a kill leaves
     left = tmp_path / "scratch/journals/00000.jsonl"
     left.write_text('["a",1]\n')  # killed between publishing and deleting
     with open_writer(tmp_path, 7, 3) as rows:
@@ -98,7 +106,7 @@ def test_where_links_can_t_be_made_files_are_copied(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(parquet_shards.os, "link", refuses)
     with open_writer(tmp_path, 1, 1) as rows:
-        rows.set_row(0, {"id": 0}, {})
+        rows.set_row(0, IdRow(0), {})
         rows.finish()
         rows.publish(tmp_path / "out")
     assert conversations.read_table(tmp_path / "out", SCHEMA, "x")["id"].to_list() == [0]
@@ -109,7 +117,7 @@ def test_broken_unfinished_work_names_its_folder_and_removing_it_helps(tmp_path:
     """Bug: the message advised to delete the counts alone; afterwards they were `not found` on every run."""
     with open_writer(tmp_path, 4, 2) as rows:
         for position in range(2):
-            rows.set_row(position, {"id": position}, {"rows": 1})
+            rows.set_row(position, IdRow(position), {"rows": 1})
     folder = tmp_path / "scratch"
     (folder / broken).write_bytes((folder / broken).read_bytes()[:-3])
     with pytest.raises(
@@ -121,6 +129,6 @@ def test_broken_unfinished_work_names_its_folder_and_removing_it_helps(tmp_path:
     with open_writer(tmp_path, 4, 2) as rows:
         assert rows.num_resumed == 0
         for position in range(4):
-            rows.set_row(position, {"id": position}, {"rows": 1})
+            rows.set_row(position, IdRow(position), {"rows": 1})
         rows.finish()
         assert rows.counts["rows"] == 4

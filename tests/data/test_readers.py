@@ -8,6 +8,7 @@ import pickle
 import random
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +195,7 @@ def test_a_dataset_goes_through_datasets(tmp_path: Path, offline_cache: Path) ->
     hub_records: dict[str, Any] = {}
     found = [row for c in readers.read_all_chunks(path, None, hub_records) for row in readers.parse_chunk(c)]
     assert found == list(enumerate(ROWS))
-    assert hub_records["talk.hub.yaml"] == {
+    assert asdict(hub_records["talk.hub.yaml"]) == {
         "dataset": str(folder), "name": None, "split": "train", "revision": None, "commit": None, "rows": 50,
     }  # fmt: skip
     with pytest.raises(ValueError, match=r"talk\.hub\.yaml: dataset .* split nowhere"):
@@ -223,7 +224,7 @@ def test_a_branch_is_resolved_to_its_commit_and_a_commit_taken_as_it_is(
     path, hub_records = tmp_path / "talk.hub.yaml", {}
     for revision in ("main", COMMIT):
         assert len(list(readers.read_all_chunks(pin(path, revision=revision, name="big"), None, hub_records))) == 1
-        assert hub_records["talk.hub.yaml"]["commit"] == COMMIT
+        assert hub_records["talk.hub.yaml"].commit == COMMIT
     loaded = ("someone/talk", "big", "train", COMMIT)
     assert asked == [("someone/talk", "main"), loaded, loaded]
 

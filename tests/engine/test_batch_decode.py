@@ -3,6 +3,7 @@
 import gc
 import random
 import weakref
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from stages.draft.eagle3 import Eagle3Draft
-from stages.engine import batch_state, grouped_attention, slot_pool
-from stages.engine.batch_decode import BatchEngine
-from stages.engine.batch_state import DecodeRequest, TreeTuple
+from stages.engine import grouped_attention, slot_pool
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeStep
-from stages.engine.kv_cache import KVCache, SlottedKVCache
+from stages.engine.kv_cache import KVCache
+from stages.engine.requests import DecodeRequest
 from stages.engine.sampling import SamplingParams
+from stages.engine.target_runner import TargetRunner
+from stages.params.tree_shape import TreeShape
 from stages.target import loading, multimodal
 from tests.engine.test_decode import Played, Posted, draft, drawn
 from tests.target.multimodal_documents import TAPPED, TOKEN, documents, load
@@ -27,8 +29,8 @@ from tests.target.test_target_forward import manifest_of, saved
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-TREES: list[TreeTuple | None] = [None, (4, 1, 5), (3, 3, 8), (5, 4, 16)]
-WIDE = (2, 24, 60)  # so wide that a random draft is accepted now and then
+TREES: list[TreeShape | None] = [None, TreeShape(4, 1, 5), TreeShape(3, 3, 8), TreeShape(5, 4, 16)]
+WIDE = TreeShape(2, 24, 60)  # so wide that a random draft is accepted now and then
 VOCAB, END, MOST = 12, 7, 40
 
 
@@ -43,20 +45,19 @@ def model() -> PreTrainedModel:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """As on a CPU, as a GPU plays what it recorded of transformers' own modules, and there in few kernels."""
     if request.param != "called":
-        for module in (slot_pool, batch_state):
-            monkeypatch.setattr(module, "CudaGraphRunner", Played)
-            monkeypatch.setattr(module, "AsyncReadback", Posted)
+        monkeypatch.setattr(slot_pool, "CudaGraphRunner", Played)
+        monkeypatch.setattr(slot_pool, "AsyncReadback", Posted)
     if request.param == "played":
-        monkeypatch.setattr(Engine, "_build_fused_decoder", lambda _: None)
+        monkeypatch.setattr(TargetRunner, "_build_fused_decoder", lambda *_: None)
     return request.param
 
 
 @pytest.fixture
-def engine(way: str, model: PreTrainedModel) -> BatchEngine:
-    made = BatchEngine(model, [END], [1, 3, 4], draft())
-    assert (made.fused_decoder is not None) == (way == "in blocks")
+def engine(way: str, model: PreTrainedModel) -> Engine:
+    made = Engine(model, [END], [1, 3, 4], draft())
+    assert (made.target.fused_decoder is not None) == (way == "in blocks")
     if way == "played":
-        made.fused_draft = None
+        made.drafter.fused_draft = None
     return made
 
 
@@ -77,12 +78,12 @@ def steps(told: Any, count: int) -> list[list[DecodeStep]]:
     return found
 
 
-def alone(engine: Engine, ask: DecodeRequest, tree: TreeTuple | None) -> list[DecodeStep]:
+def alone(engine: Engine, ask: DecodeRequest, tree: TreeShape | None) -> list[DecodeStep]:
     prompt, most, pictures, how = ask
     return list(
         engine.decode_plain(prompt, most, pictures, how)
         if tree is None
-        else engine.decode_speculative(prompt, most, *tree, pictures, how)
+        else engine.decode_speculative(prompt, most, *astuple(tree), pictures, how)
     )
 
 
@@ -116,7 +117,7 @@ def _searched(model: PreTrainedModel, ask: DecodeRequest, end: int) -> list[int]
 
 
 @pytest.mark.parametrize("tree", TREES, ids=str)
-def test_together_as_alone(engine: BatchEngine, model: PreTrainedModel, tree: TreeTuple | None) -> None:
+def test_together_as_alone(engine: Engine, model: PreTrainedModel, tree: TreeShape | None) -> None:
     """Step by step, for fewer slots than prompts and more; ends inside a cycle, at an end token, at a first token."""
     one = [alone(engine, ask, tree) for ask in asks()]
     assert said(one) == [searched(model, ask) for ask in asks()]
@@ -125,9 +126,9 @@ def test_together_as_alone(engine: BatchEngine, model: PreTrainedModel, tree: Tr
     assert tree is None or sum(step.num_accepted for some in one for step in some) > 5
 
 
-def test_a_slot_is_taken_again_when_its_answer_ends(engine: BatchEngine) -> None:
+def test_a_slot_is_taken_again_when_its_answer_ends(engine: Engine) -> None:
     """In order; three are under way as long as any wait, and never more."""
-    for tree in (None, (3, 3, 8)):
+    for tree in (None, TreeShape(3, 3, 8)):
         left = [len(answer) for answer in said([alone(engine, ask, tree) for ask in asks()])]
         begun: list[int] = []
         for some in engine.decode_batch(asks(), 3, tree):
@@ -137,10 +138,10 @@ def test_a_slot_is_taken_again_when_its_answer_ends(engine: BatchEngine) -> None
             for number, step in some:
                 left[number] -= len(step.tokens) if step else 0
         assert begun == list(range(9)) and not any(left)
-    assert engine.batch is not None and not engine.batch.active_mask.any()
+    assert not engine.slots.idle[-1].active_mask.any()
 
 
-def test_drawn_answers_are_their_own_numbers(engine: BatchEngine, model: PreTrainedModel) -> None:
+def test_drawn_answers_are_their_own_numbers(engine: Engine, model: PreTrainedModel) -> None:
     """Each of another seed; in turns with greedy ones, whose recorded passes are others."""
     for temperature, top_p, top_k in [(0.7, 0.9, 5), (6.0, 1.0, None)]:
         some = [
@@ -148,7 +149,7 @@ def test_drawn_answers_are_their_own_numbers(engine: BatchEngine, model: PreTrai
             for seed, ask in enumerate(asks(5))
         ]
         expected = [drawn(model, ask.prompt, ask.sampling) for ask in some if ask.sampling]
-        for tree in (None, (5, 4, 16)):
+        for tree in (None, TreeShape(5, 4, 16)):
             assert said(steps(engine.decode_batch(some, 3, tree), 5)) == expected
             assert said(steps(engine.decode_batch(asks(5), 3, tree), 5)) == [searched(model, ask) for ask in asks(5)]
     mixed = [some[0], asks(1)[0]]
@@ -156,11 +157,11 @@ def test_drawn_answers_are_their_own_numbers(engine: BatchEngine, model: PreTrai
         list(engine.decode_batch(mixed, 2, None))
 
 
-def test_every_token_in_turn_as_the_end(engine: BatchEngine, model: PreTrainedModel) -> None:
+def test_every_token_in_turn_as_the_end(engine: Engine, model: PreTrainedModel) -> None:
     for end in (0, 3, 10):
         engine.end_tokens = {end}
         expected = [searched(model, ask, end) for ask in asks()]
-        for tree in (None, (5, 4, 16)):
+        for tree in (None, TreeShape(5, 4, 16)):
             assert said(steps(engine.decode_batch(asks(), 4, tree), 9)) == expected
 
 
@@ -168,15 +169,17 @@ def test_every_token_in_turn_as_the_end(engine: BatchEngine, model: PreTrainedMo
     "options", [{"sliding_window": 6}, {"fc_norm": True, "norm_output": True, "qk_norm": True}], ids=str
 )
 def test_every_option_of_a_draft(way: str, model: PreTrainedModel, options: dict[str, Any]) -> None:
-    engine = BatchEngine(model, [END], [1, 3, 4], draft(**options))
-    assert steps(engine.decode_batch(asks(), 4, (5, 3, 12)), 9) == [alone(engine, ask, (5, 3, 12)) for ask in asks()]
+    engine = Engine(model, [END], [1, 3, 4], draft(**options))
+    assert steps(engine.decode_batch(asks(), 4, TreeShape(5, 3, 12)), 9) == [
+        alone(engine, ask, TreeShape(5, 3, 12)) for ask in asks()
+    ]
 
 
 def test_experts_route_each_token_as_alone(way: str, tmp_path: Path) -> None:
     saved(tmp_path, "qwen3 moe", False)
     model = loading.load_target(str(tmp_path), None, "float32", "cpu")
     made = manifest_of(tmp_path)
-    engine = BatchEngine(model, [5], made.feature_layers, random_draft(made).requires_grad_(False))
+    engine = Engine(model, [5], made.feature_layers, random_draft(made).requires_grad_(False))
     draws = random.Random(2)
     some = [DecodeRequest([draws.randrange(7, 80) for _ in range(length)], 24) for length in (3, 17, 9, 30)]
     for tree in (None, WIDE):
@@ -190,7 +193,7 @@ def test_experts_route_each_token_as_alone(way: str, tmp_path: Path) -> None:
 def test_pictures_of_one_are_not_seen_by_another(way: str, tmp_path: Path, name: str) -> None:
     """Each prompt has its own pictures, or none, and its own way of counting places."""
     model = load(tmp_path, name)
-    engine = BatchEngine(model, [5], TAPPED, random_draft(manifest_of(tmp_path)).requires_grad_(False))
+    engine = Engine(model, [5], TAPPED, random_draft(manifest_of(tmp_path)).requires_grad_(False))
     some = [DecodeRequest(ids.tolist(), 24, shown) for ids, shown in documents()]
     for tree in (None, WIDE):
         together = steps(engine.decode_batch(some, 3, tree), 4)
@@ -200,26 +203,26 @@ def test_pictures_of_one_are_not_seen_by_another(way: str, tmp_path: Path, name:
 
 
 def test_what_cannot_be_decoded_is_told_before_the_first_token(
-    engine: BatchEngine, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last of the prompts, too; a tree; a cache of 3 slots of 256 rows, 1,792 bytes each as in test_decode."""
     long = [*asks(3), DecodeRequest([1] * 500, 20)]
     with pytest.raises(ValueError, match=r"may take 520 tokens, the target holds 512 \(max_position_embeddings\)"):
         next(engine.decode_batch(long, 2, None))
     with pytest.raises(ValueError, match=r"t3_2_99 has 98 nodes under the root, expected at most"):
-        next(engine.decode_batch(asks(), 2, (3, 2, 99)))
+        next(engine.decode_batch(asks(), 2, TreeShape(3, 2, 99)))
     monkeypatch.setattr(slot_pool, "measure_free_memory", lambda _: 3 * 256 * 1792 - 1)
     with pytest.raises(ValueError, match=r"keys and values of 768 tokens take 0\.0 GiB"):
-        next(engine.decode_batch(asks(), 3, (3, 3, 8)))
+        next(engine.decode_batch(asks(), 3, TreeShape(3, 3, 8)))
     monkeypatch.setattr(slot_pool, "measure_free_memory", lambda _: 3 * 256 * 1792)
-    assert next(engine.decode_batch(asks(), 3, (3, 3, 8))) == [(0, None), (1, None), (2, None)]
+    assert next(engine.decode_batch(asks(), 3, TreeShape(3, 3, 8))) == [(0, None), (1, None), (2, None)]
 
 
-def test_room_is_kept_for_as_many_again(engine: BatchEngine) -> None:
+def test_room_is_kept_for_as_many_again(engine: Engine) -> None:
     kept = []
-    for slots, tree in ((3, (5, 4, 16)), (3, None), (2, None)):
+    for slots, tree in ((3, TreeShape(5, 4, 16)), (3, None), (2, None)):
         list(engine.decode_batch(asks(), slots, tree))
-        kept.append(engine.batch)
+        kept.append(engine.slots.idle[-1])
     assert kept[0] is kept[1] is not kept[2]
     engine.slots.reserve_length(300)
     list(engine.decode_plain([1, 2, 3], 4))
@@ -228,18 +231,18 @@ def test_room_is_kept_for_as_many_again(engine: BatchEngine) -> None:
 
 def test_room_goes_before_more_is_taken(model: PreTrainedModel) -> None:
     """Not when Python next looks for circles: twice the room would be needed meanwhile."""
-    engine = BatchEngine(model, [END], [1, 3, 4], draft())
+    engine = Engine(model, [END], [1, 3, 4], draft())
     gc.collect()
     gc.disable()
     try:
         for decode in (
-            lambda slots: engine.decode_batch(asks(), slots, (5, 4, 16)),
+            lambda slots: engine.decode_batch(asks(), slots, TreeShape(5, 4, 16)),
             lambda _: engine.decode_plain([1, 2], 4),
         ):
             list(decode(2))
-            held = engine.batch.target_cache if engine.batch else engine.slots.idle[-1].target_cache
+            held = engine.slots.idle[-1].target_cache
             tensors = [weakref.ref(tensor) for tensor in held.tensors.values()]
-            engine.batch, engine.slots.idle, held = None, [], None
+            engine.slots.idle, held = [], None
             assert all(tensor() is None for tensor in tensors)
     finally:
         gc.enable()
@@ -248,13 +251,14 @@ def test_room_goes_before_more_is_taken(model: PreTrainedModel) -> None:
 def test_a_pass_is_recorded_once_for_a_tree_and_a_temperature(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (slot_pool, batch_state):
-        monkeypatch.setattr(module, "CudaGraphRunner", Played)
-        monkeypatch.setattr(module, "AsyncReadback", Posted)
-    engine = BatchEngine(model, [END], [1, 3, 4], draft())
-    for tree in ((5, 4, 16), None, (5, 4, 16), (3, 3, 8)):
+    monkeypatch.setattr(slot_pool, "CudaGraphRunner", Played)
+    monkeypatch.setattr(slot_pool, "AsyncReadback", Posted)
+    engine = Engine(model, [END], [1, 3, 4], draft())
+    wide, narrow = TreeShape(5, 4, 16), TreeShape(3, 3, 8)
+    for tree in (wide, None, wide, narrow):
         list(engine.decode_batch(asks(), 3, tree))
-    assert engine.batch and set(engine.batch.graphs.recorded) == {((5, 4, 16), None), (None, None), ((3, 3, 8), None)}
+    expected = {(engine.methods[wide], None), (None, None), (engine.methods[narrow], None)}
+    assert set(engine.slots.idle[-1].graphs.recorded) == expected
 
 
 def test_slots_write_and_move_rows_as_stores_of_their_own() -> None:
@@ -262,13 +266,13 @@ def test_slots_write_and_move_rows_as_stores_of_their_own() -> None:
     cpu, draws = torch.device("cpu"), torch.Generator().manual_seed(0)
     shapes = [((2, 4, cpu), (2, 4, cpu)), ((1, 4, cpu), (1, 8, cpu))]
     slots, apart = (
-        SlottedKVCache(shapes, 3, 10, torch.float32, torch.device("cpu")),
+        KVCache(shapes, 10, torch.float32, torch.device("cpu"), num_slots=3),
         [KVCache(shapes, 10, torch.float32, torch.device("cpu")) for _ in range(3)],
     )
     starts = torch.arange(3)[:, None] * 10
     for seen in (6, 10):
         places = torch.stack([torch.randperm(seen, generator=draws)[:4] for _ in range(3)])  # [B, M]
-        cache = slots.bind((starts + places).flatten(), seen)
+        cache = slots.bind(starts + places, seen)
         alone = [store.bind(row, seen) for store, row in zip(apart, places, strict=True)]
         for number, both in enumerate(shapes):
             new = [torch.randn(3, g, 4, e, generator=draws) for g, e, _ in both]
@@ -300,16 +304,16 @@ def test_grouped_attention_is_that_of_repeated_keys() -> None:
         grouped_attention._attend_by_key_group(None, q, k, v, mask, scaling=0.3, softcap=30.0)
 
 
-def test_passes_leave_the_attention_as_it_was(engine: BatchEngine) -> None:
+def test_passes_leave_the_attention_as_it_was(engine: Engine) -> None:
     before = engine.decoder.config._attn_implementation
-    told = engine.decode_batch(asks(3), 2, (3, 3, 8))
+    told = engine.decode_batch(asks(3), 2, TreeShape(3, 3, 8))
     next(told)
     told.close()
-    list(engine.decode_batch(asks(3), 2, (3, 3, 8)))
+    list(engine.decode_batch(asks(3), 2, TreeShape(3, 3, 8)))
     assert engine.decoder.config._attn_implementation == before == "sdpa"
 
 
 def test_a_draft_is_not_needed_to_decode_plainly(way: str, model: PreTrainedModel) -> None:
-    engine = BatchEngine(model, [END], [])
+    engine = Engine(model, [END], [])
     assert said(steps(engine.decode_batch(asks(), 4, None), 9)) == [searched(model, ask) for ask in asks()]
     assert isinstance(draft(), Eagle3Draft)

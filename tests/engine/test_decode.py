@@ -17,6 +17,7 @@ from stages.engine.decode import Engine
 from stages.engine.kv_cache import KVCache, probe_kv_shapes
 from stages.engine.sampling import SamplingParams, compute_probabilities, draw_tokens, draw_uniforms
 from stages.engine.target_kernels import FusedDecoder
+from stages.engine.target_runner import TargetRunner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -85,10 +86,10 @@ def engine(request: pytest.FixtureRequest, model: Any, monkeypatch: pytest.Monke
             else None
         )
         assert (blocks is None) == (request.param == "played")
-        monkeypatch.setattr(Engine, "_build_fused_decoder", lambda _: blocks)
+        monkeypatch.setattr(TargetRunner, "_build_fused_decoder", lambda *_: blocks)
     made = Engine(model, [END], [1, 3, 4], draft())
     if request.param == "played":
-        made.fused_draft = None
+        made.drafter.fused_draft = None
     return made
 
 
@@ -208,9 +209,10 @@ def test_every_way_to_run_accepts_the_same_drafts(model: Any, monkeypatch: pytes
                 if way != "called":
                     patch.setattr(slot_pool, "CudaGraphRunner", Played)
                 if way == "played":
-                    patch.setattr(Engine, "_build_fused_decoder", lambda _: None)
+                    patch.setattr(TargetRunner, "_build_fused_decoder", lambda *_: None)
                 engine = Engine(model, [END], [1, 3, 4], draft(**options))
-                engine.fused_draft = None if way == "played" else engine.fused_draft
+                if way == "played":
+                    engine.drafter.fused_draft = None
                 found.append([list(engine.decode_speculative(prompt, ROOM, 5, 3, 12)) for prompt in prompts()])
         assert found[0] == found[1] == found[2]
 

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from stages.engine import device_placement
-from stages.engine.batch_decode import BatchEngine
-from stages.engine.batch_state import DecodeRequest
-from stages.engine.memory_estimate import GIB, MemoryEstimate
+from stages.engine.decode import Engine
+from stages.engine.memory_estimate import GIB, MemoryEstimate, estimate_memory
+from stages.engine.requests import DecodeRequest
 from stages.engine.sampling import SamplingParams
+from stages.params.tree_shape import TreeShape
 from stages.target import loading
 from tests.engine.test_decode import draft
 from tests.target.test_target_forward import saved
@@ -53,11 +54,11 @@ def model(tmp_path: Path) -> Any:
 
 def test_a_model_that_was_placed_says_what_it_said(model: Any) -> None:
     prompt = [11, 7, 42, 30, 9]
-    before = [list(BatchEngine(model, [5], []).decode_plain(prompt, 12)), model(torch.tensor([prompt])).logits]
+    before = [list(Engine(model, [5], []).decode_plain(prompt, 12)), model(torch.tensor([prompt])).logits]
     blocks = list(model.get_decoder().layers)
     device_placement.place_model(model, ["cpu", "cpu", "cpu"])
     assert list(model.get_decoder().layers) == blocks
-    assert list(BatchEngine(model, [5], []).decode_plain(prompt, 12)) == before[0]
+    assert list(Engine(model, [5], []).decode_plain(prompt, 12)) == before[0]
     assert torch.equal(model(torch.tensor([prompt])).logits, before[1])
 
 
@@ -103,23 +104,23 @@ def test_memory_is_said_as_it_is_taken() -> None:
     from tests.engine import test_decode
 
     model = test_decode.model.__wrapped__()
-    engine, tree = BatchEngine(model, [7], [1, 3, 4], draft()), (5, 4, 16)
-    said = engine.estimate_memory(100, 3, tree)
+    engine, tree = Engine(model, [7], [1, 3, 4], draft()), TreeShape(5, 4, 16)
+    said = estimate_memory(engine, 100, 3, tree)
     assert said.cache_tokens == 3 * 256 and said.cache == said.cache_tokens * 1792
     asks = [DecodeRequest([1] * 60, 40)] * 4
     list(engine.decode_batch(asks, 3, tree))
-    assert engine.batch is not None
-    kept = engine.batch.target_cache.nbytes + engine.batch.draft_keys.nbytes + engine.batch.draft_values.nbytes
+    (slots,) = engine.slots.idle
+    kept = slots.target_cache.nbytes + slots.draft_keys.nbytes + slots.draft_values.nbytes
     assert kept == said.cache
     assert said.target == sum(p.nbytes for p in [*model.parameters(), *model.buffers()])
     assert str(said).endswith(f"{said.total / GIB:.3g} GiB") and "768 tokens" in str(said)
     less = [
-        engine.estimate_memory(100, 1, None),
-        engine.estimate_memory(100, 64, tree),
-        engine.estimate_memory(100, 64, tree, samples=True),
+        estimate_memory(engine, 100, 1, None),
+        estimate_memory(engine, 100, 64, tree),
+        estimate_memory(engine, 100, 64, tree, samples=True),
     ]
     assert less[0].activations < less[1].activations < less[2].activations
-    assert engine.estimate_memory(200, 1, None).activations > less[0].activations
+    assert estimate_memory(engine, 200, 1, None).activations > less[0].activations
     said.check(said.cache + said.activations, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"are needed beside the weights, cpu has \S+ GiB left \(\S+ of the target"):
         said.check(said.cache + said.activations - 1, torch.device("cpu"))

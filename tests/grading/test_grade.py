@@ -22,8 +22,8 @@ PROBLEMS = [json.loads(line) for line in (ROOT / "data/prompt_sets/humaneval.jso
 
 
 needs_sandbox = pytest.mark.skipif(
-    bool(sandbox.missing_protections(sandbox.landlock_abi(), sandbox.has_seccomp())),
-    reason=f"programs are sandboxed by Landlock ABI 3 and seccomp; here is Landlock ABI {sandbox.landlock_abi()}, "
+    bool(sandbox.list_missing_protections(sandbox.read_landlock_abi(), sandbox.has_seccomp())),
+    reason=f"programs are sandboxed by Landlock ABI 3 and seccomp; here is Landlock ABI {sandbox.read_landlock_abi()}, "
     f"seccomp {sandbox.has_seccomp()}",
 )
 
@@ -321,9 +321,7 @@ def test_what_a_program_must_not_do_fails_by_old_calls_too(text: str, witness: P
 @pytest.mark.parametrize("abi", [0, 1, 2])
 def test_truncation_is_refused_by_seccomp_where_landlock_does_not_know_it(abi: int, name: str, witness: Path) -> None:
     """Below Landlock's ABI 3 truncate(2) and O_TRUNC emptied files."""
-    enter = (
-        f"from stages.grading import sandbox\nsandbox.landlock_abi = lambda: {abi}\nassert sandbox.enter_sandbox()[1]\n"
-    )
+    enter = f"from stages.grading import sandbox\nsandbox.read_landlock_abi = lambda: {abi}\nassert sandbox.enter_sandbox()[1]\n"
     done = subprocess.run(
         [sys.executable, "-c", enter + reaching(REACHES[name], witness)], cwd=ROOT, capture_output=True, text=True
     )
@@ -348,7 +346,7 @@ from stages.grading import grade, sandbox
 blocked, programs, allow = json.loads(sys.argv[1])
 code = [(sandbox.LOAD, 0, 0, 0)]
 for numbers in blocked:
-    code += sandbox._on_call(numbers, [(sandbox.RETURN, 0, 0, sandbox.NO_SUCH_CALL)])
+    code += sandbox._match_call(numbers, [(sandbox.RETURN, 0, 0, sandbox.NO_SUCH_CALL)])
 assert sandbox._call_prctl(sandbox.NO_NEW_PRIVILEGES, 1) and sandbox.load_filter([*code, (sandbox.RETURN, 0, 0, sandbox.ALLOW)])
 grade.TIMEOUT_S = 3.0
 for program in programs:
@@ -415,7 +413,7 @@ def test_a_whole_sandbox_says_what_it_keeps_out() -> None:
 def test_grading_programs_is_refused_before_anything_is_decoded(
     monkeypatch: pytest.MonkeyPatch, abi: int, seccomp: bool, missing: str
 ) -> None:
-    monkeypatch.setattr(sandbox, "landlock_abi", lambda: abi)
+    monkeypatch.setattr(sandbox, "read_landlock_abi", lambda: abi)
     monkeypatch.setattr(sandbox, "has_seccomp", lambda: seccomp)
     asked = [reference(PROBLEMS[0])]
     with pytest.raises(ValueError, match=rf"benchmark.workloads.he.grade is true, .* found {missing} on "):
@@ -426,7 +424,7 @@ def test_grading_programs_is_refused_before_anything_is_decoded(
 
 @pytest.mark.parametrize("abi", [3, 4, 5, 7, 99])
 def test_a_kernel_with_both_is_not_refused(monkeypatch: pytest.MonkeyPatch, abi: int) -> None:
-    monkeypatch.setattr(sandbox, "landlock_abi", lambda: abi)
+    monkeypatch.setattr(sandbox, "read_landlock_abi", lambda: abi)
     monkeypatch.setattr(sandbox, "has_seccomp", lambda: True)
     grade.check_sandbox([reference(PROBLEMS[0])], "he", False)
 
@@ -508,7 +506,7 @@ def test_quality_is_counted_and_says_how() -> None:
 @pytest.mark.parametrize("name", ["gsm8k", "math500", "humaneval"])
 def test_the_samples_references_accept_their_own_solutions(name: str) -> None:
     path = ROOT / f"data/prompt_sets/{name}.jsonl"
-    if name == "humaneval" and sandbox.missing_protections(sandbox.landlock_abi(), sandbox.has_seccomp()):
+    if name == "humaneval" and sandbox.list_missing_protections(sandbox.read_landlock_abi(), sandbox.has_seccomp()):
         pytest.skip("no Landlock ABI 3 or no seccomp here, without which no program is run")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     key = {"gsm8k": "answer", "math500": "solution", "humaneval": "canonical_solution"}[name]
@@ -517,3 +515,14 @@ def test_the_samples_references_accept_their_own_solutions(name: str) -> None:
     for problem, row, other in zip(problems, rows, [*rows[1:], rows[0]], strict=True):
         assert problem.reference and grade.grade_answer(problem.reference, row[key])
         assert not grade.grade_answer(problem.reference, other[key])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc")
+def test_processes_whose_names_are_not_utf_8_are_found() -> None:
+    """Bug: a process that named itself by such bytes was passed over, and not killed after its program."""
+    naming = "import ctypes; ctypes.CDLL(None).prctl(15, b'\\xff\\xfe'); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", naming], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout and child.stdout.readline()
+        parents = {pid: stat.rpartition(")")[2].split()[1] for pid, stat in sandbox._read_processes("stat")}
+        child.kill()
+    assert parents[child.pid] == str(os.getpid())

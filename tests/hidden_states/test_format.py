@@ -309,7 +309,7 @@ def test_safetensors_reads_our_shards(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lengths", [[5, 1, 16, 9], [100], [], [1] * 7])
 @pytest.mark.parametrize("size", [1, 10, 17, 1000])
 def test_a_plan_holds_every_row_once_in_order(lengths: list[int], size: int) -> None:
-    spans = shard_plan.plan_shards(lengths, 1.0, size)
+    spans = shard_plan.plan_shards(lengths, [0] * len(lengths), 1.0, 0, size)
     assert [i for span in spans for i in span] == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in span) >= size for span in spans[:-1])
     assert all(sum(lengths[i] for i in span[:-1]) < size for span in spans)
@@ -320,9 +320,7 @@ def test_a_shard_may_be_put_in_any_order_by_threads(tmp_path: Path) -> None:
     (tmp_path / "plain").mkdir()
     rows = made_up()
     writer.write_rows(tmp_path / "plain", rows, torch.bfloat16, 10**9)
-    shard = writer.ShardWriter(
-        tmp_path / shard_plan.name_shard(0), [writer._make_header(r) for r in rows], H, torch.bfloat16
-    )
+    shard = writer.ShardWriter(tmp_path / shard_plan.name_shard(0), rows, H, torch.bfloat16)
     with ThreadPoolExecutor(3) as pool:
         for first, end in ((4, 6), (0, 3), (3, 4)):
             features, last = (

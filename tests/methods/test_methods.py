@@ -14,6 +14,7 @@ from stages.draft.eagle3 import DraftConfig
 from stages.engine import slot_pool
 from stages.engine.decode import Engine
 from stages.engine.sampling import SamplingParams
+from stages.engine.target_runner import TargetRunner
 from stages.methods.eagle import EagleDraft
 from stages.methods.eagle_proposer import EagleMethod
 from stages.methods.lookahead import LookaheadMethod
@@ -21,6 +22,7 @@ from stages.methods.medusa import MedusaDraft
 from stages.methods.medusa_proposer import MedusaMethod
 from stages.methods.prompt_lookup import PromptLookupMethod
 from stages.methods.static_tree import StaticTree, select_best_branches
+from stages.params.tree_shape import TreeShape
 from tests.engine.test_decode import END, ROOM, VOCAB, Played, Posted, drawn, prompts, said, theirs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -68,7 +70,7 @@ METHODS = {
         random_eagle(model.lm_head.weight), model.model.embed_tokens.weight, StaticTree.from_paths(PATHS, CPU), "eagle"
     ),
     "eagle2": lambda model: EagleMethod(
-        random_eagle(model.lm_head.weight), model.model.embed_tokens.weight, (4, 3, 10), "eagle"
+        random_eagle(model.lm_head.weight), model.model.embed_tokens.weight, TreeShape(4, 3, 10), "eagle"
     ),
 }
 every_method = pytest.mark.parametrize("name", METHODS)
@@ -80,7 +82,7 @@ def engine(request: pytest.FixtureRequest, model: Any, monkeypatch: pytest.Monke
     if request.param == "played":
         monkeypatch.setattr(slot_pool, "CudaGraphRunner", Played)
         monkeypatch.setattr(slot_pool, "AsyncReadback", Posted)
-        monkeypatch.setattr(Engine, "_build_fused_decoder", lambda _: None)
+        monkeypatch.setattr(TargetRunner, "_build_fused_decoder", lambda *_: None)
     return Engine(model, [END], [1, 3, 4])
 
 
@@ -122,15 +124,16 @@ class Noted:
 
     def __init__(self, method: Any):
         self.method, self.num_steps, self.num_draft_tokens = method, method.num_steps, method.num_draft_tokens
+        self.num_scratch_rows = method.num_scratch_rows
         self.seen: list[tuple[int, set[tuple[int, ...]]]] = []
 
     def build_proposer(self, capacity: int) -> Any:
         made = self.method.build_proposer(capacity)
         real = made.propose
 
-        def noted(state: Any, visible_length: int) -> Any:
-            tree, ids = real(state, visible_length)
-            self.seen.append((int(state.cache_length), branches(tree, ids)))
+        def noted(slots: Any, state: Any, visible_length: int) -> Any:
+            tree, ids = real(slots, state, visible_length)
+            self.seen.append((int(state.cache_length), branches(tree, ids[0])))
             return tree, ids
 
         made.propose = noted
@@ -189,7 +192,7 @@ def test_lookahead_keeps_what_the_target_itself_says_after_each_column(model: An
     pool: dict[int, list[tuple[int, ...]]] = {}
     proposer = engine.slots.idle[0].proposers[noted]
     first = method.build_proposer(8)
-    first.start(prompt, None, None)  # type: ignore[arg-type]
+    first.start(None, prompt, None, None)  # type: ignore[arg-type]
     rows = [list(row) for row in first.rows]
     for number, (length, found) in enumerate(noted.seen):
         rows[0][0] = text[length]
@@ -269,7 +272,7 @@ def test_eagle_proposes_the_ranks_of_its_layer_written_out(model: Any) -> None:
 
 def test_eagle_2_proposes_the_likeliest_branches_of_its_layer_written_out(model: Any) -> None:
     eagle = random_eagle(model.lm_head.weight)
-    method = EagleMethod(eagle, model.model.embed_tokens.weight, (3, 2, 6), "eagle")
+    method = EagleMethod(eagle, model.model.embed_tokens.weight, TreeShape(3, 2, 6), "eagle")
     for text, found in texts(model, method)[1::9]:
         beam: dict[tuple[int, ...], float] = {(): 0.0}
         every: dict[tuple[int, ...], float] = {}
@@ -326,4 +329,4 @@ def test_an_eagle_of_another_target_is_refused_with_the_numbers(model: Any) -> N
         with pytest.raises(
             ValueError, match=r"is for a target of 1\d tokens and width (32|64); this target has 12 and 64"
         ):
-            EagleMethod(eagle, table, (3, 2, 6), "eagle")
+            EagleMethod(eagle, table, TreeShape(3, 2, 6), "eagle")

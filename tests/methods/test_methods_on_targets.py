@@ -19,6 +19,7 @@ from stages.methods.medusa import MedusaDraft
 from stages.methods.medusa_proposer import MedusaMethod
 from stages.methods.prompt_lookup import PromptLookupMethod
 from stages.methods.static_tree import StaticTree, select_best_branches
+from stages.params.tree_shape import TreeShape
 from stages.training import ttt
 from tests.engine.test_decode import END, prompts
 from tests.engine.test_decode import ROOM as LONG
@@ -42,7 +43,7 @@ def methods(embedding: Any, head: Any, config: DraftConfig, eagle: EagleDraft | 
         "lookahead": LookaheadMethod(4, 3, 3, CPU),
         "medusa": MedusaMethod(heads, StaticTree.from_paths(PATHS, CPU), hidden, vocabulary),
         "eagle": EagleMethod(eagle, embedding, StaticTree.from_paths(PATHS, CPU), "sglang"),
-        "eagle2": EagleMethod(eagle, embedding, (STEPS, 2, 6), "sglang"),
+        "eagle2": EagleMethod(eagle, embedding, TreeShape(STEPS, 2, 6), "sglang"),
     }
 
 

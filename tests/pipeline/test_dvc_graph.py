@@ -122,6 +122,17 @@ def test_a_failure_names_the_stage_and_shows_the_end_of_its_log(project):
     assert run_all() == {"first": Outcome.UNCHANGED, "middle": Outcome.RAN, "last": Outcome.RAN}
 
 
+def test_after_a_failure_stages_that_do_not_need_it_still_run_if_asked(project, capfd):
+    project.script("first", "sys.exit('out of cheese')")
+    other = "  other:\n    cmd: cp raw.csv other.csv\n    deps: [raw.csv]\n    outs: [other.csv]\n"
+    (project.root / "dvc.yaml").write_text((project.root / "dvc.yaml").read_text() + other)
+    with pytest.raises(processes.StageError, match="a stage failed"):
+        dvc_graph.run_all_stages(keep_going=True)
+    printed = "".join(capfd.readouterr())
+    assert "failed to reproduce 'first'" in printed and "out of cheese" in printed and "will be skipped" in printed
+    assert project.locked() == {"other"} and set(dvc_graph.explain_stale()) == {"first", "middle", "last"}
+
+
 @pytest.mark.parametrize("first", ["", "signal.signal(signal.SIGTERM, signal.SIG_IGN)"], ids=["polite", "stubborn"])
 def test_end_children_ends_the_command_and_dvc_keeps_its_house(project, monkeypatch, first):
     monkeypatch.setattr(processes, "COMMAND_GRACE_S", 0.5)

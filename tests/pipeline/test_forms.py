@@ -14,7 +14,7 @@ from stages.params.section import Section
 
 
 def test_epochs_become_a_chain_of_segments_and_its_names_stand_in_every_list(home) -> None:
-    recipes.write_sections(Changes(epochs=[3, 9, 12]).sections(load_params()))
+    recipes.write_sections(Changes(epochs=[3, 9, 12]).build_sections(load_params()))
     found = load_params()
     chain = [(name, segment.from_, segment.epochs) for name, segment in found.train_draft.checkpoints.items()]
     assert chain == [("e003", "e000", 3), ("e009", "e003", 6), ("e012", "e009", 3)]
@@ -26,14 +26,14 @@ def test_imported_drafts_stay_in_the_lists(home) -> None:
     recipes.write_sections(
         {"import_draft": {"checkpoints": imported}, "benchmark": {"checkpoints": ["theirs", "e009"]}}
     )
-    recipes.write_sections(Changes(epochs=[2]).sections(load_params()))
+    recipes.write_sections(Changes(epochs=[2]).build_sections(load_params()))
     assert load_params().benchmark.checkpoints == ["e002", "theirs"]
 
 
 def test_other_methods_stay_trained(home) -> None:
     """Bug to be: their segments went with the chain that was replaced, and rows of the table named what was gone."""
     recipes.use_recipe("weather-tiny-methods")
-    recipes.write_sections(Changes(epochs=[9]).sections(load_params()))
+    recipes.write_sections(Changes(epochs=[9]).build_sections(load_params()))
     assert list(load_params().train_draft.checkpoints) == ["e009", "eagle9", "medusa9"]
     assert load_params().train_draft.checkpoints["medusa9"].num_heads == 5
 
@@ -41,7 +41,7 @@ def test_other_methods_stay_trained(home) -> None:
 def test_other_keys_go_where_they_belong_and_what_is_empty_stays(home) -> None:
     before = load_params()
     changes = Changes(trees=["t5_1_6"], other={"train_draft.learning_rate": 0.0003, "sample_target.server.attempts": 2})
-    assert recipes.write_sections(changes.sections(before)) == [
+    assert recipes.write_sections(changes.build_sections(before)) == [
         "train_draft.learning_rate: 0.001 -> 0.0003",
         "sample_target.server.attempts: 6 -> 2",
         f"benchmark.trees: {before.benchmark.trees} -> ['t5_1_6']",
@@ -60,17 +60,17 @@ def test_other_keys_go_where_they_belong_and_what_is_empty_stays(home) -> None:
 def test_a_key_that_is_none_is_refused_and_params_yaml_stays(home, key: str, message: str) -> None:
     before = (home / "params.yaml").read_text()
     with pytest.raises(ValueError, match=message):
-        recipes.write_sections(Changes(other={key: 1}).sections(load_params()))
+        recipes.write_sections(Changes(other={key: 1}).build_sections(load_params()))
     assert (home / "params.yaml").read_text() == before
 
 
 def test_a_sweep_of_either_engine(home) -> None:
     axes = {"trees": ["t8_2_16"], "checkpoints": ["e003"], "workloads": ["eval"]}
-    assert Sweep(**axes).sections(load_params()) == {
+    assert Sweep(**axes).build_sections(load_params()) == {
         "benchmark": {"trees": ["t8_2_16"], "checkpoints": ["e003"], "torch_workloads": ["eval"]}
     }
-    assert Sweep(**axes, engine="served").sections(load_params()) == {"benchmark_served": axes}
-    assert Sweep(trees=["t8_2_16"]).sections(load_params()) == {"benchmark": {"trees": ["t8_2_16"]}}
+    assert Sweep(**axes, engine="served").build_sections(load_params()) == {"benchmark_served": axes}
+    assert Sweep(trees=["t8_2_16"]).build_sections(load_params()) == {"benchmark": {"trees": ["t8_2_16"]}}
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_what_cannot_be_is_refused(given: dict, message: str) -> None:
 def test_what_runs_code_or_leaves_the_project_is_not_set_through_a_form(home, other: dict, key: str) -> None:
     """Bug: `other` took every key, benchmark_served.server.command among them, which a stage then ran as root."""
     with pytest.raises(ValueError, match=rf"other: {re.escape(key)} can't be set through a form"):
-        Changes(other=other).sections(load_params())
+        Changes(other=other).build_sections(load_params())
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_what_runs_code_or_leaves_the_project_is_not_set_through_a_form(home, ot
 def test_a_hub_id_and_a_path_inside_the_project_may_be_set(home, other: dict) -> None:
     if "target.trust_remote_code" in other:
         recipes.write_sections({"schedule": {"form_may_set": ["target.trust_remote_code"]}})
-    assert Changes(other=other).sections(load_params())
+    assert Changes(other=other).build_sections(load_params())
 
 
 def test_a_key_that_params_yaml_allows_by_name_may_be_set_and_no_other(home) -> None:
@@ -157,11 +157,13 @@ def test_a_key_that_params_yaml_allows_by_name_may_be_set_and_no_other(home) -> 
         {"schedule": {"form_may_set": ["benchmark_served.server.launch_args", "target.trust_remote_code"]}}
     )
     args = {"benchmark_served.server.launch_args": ["--tp", "2"]}
-    assert Changes(other=args).sections(load_params())["benchmark_served"]["server"] == {"launch_args": ["--tp", "2"]}
+    assert Changes(other=args).build_sections(load_params())["benchmark_served"]["server"] == {
+        "launch_args": ["--tp", "2"]
+    }
     with pytest.raises(ValueError, match=r"sample_target\.server\.launch_args can't be set"):
-        Changes(other={"sample_target.server.launch_args": ["--tp", "2"]}).sections(load_params())
+        Changes(other={"sample_target.server.launch_args": ["--tp", "2"]}).build_sections(load_params())
     with pytest.raises(ValueError, match="form_may_set can't be set"):
-        Changes(other={"schedule.form_may_set": []}).sections(load_params())
+        Changes(other={"schedule.form_may_set": []}).build_sections(load_params())
 
 
 @pytest.mark.parametrize(
@@ -177,15 +179,15 @@ def test_another_model_is_not_set_through_a_form_where_models_run_their_own_code
     recipes.write_sections(trusting)
     for other in ({"target.model": "org/name"}, {"target.revision": "theirs"}):
         with pytest.raises(ValueError, match=r"can't be set through a form: target\.trust_remote_code"):
-            Changes(other=other).sections(load_params())
+            Changes(other=other).build_sections(load_params())
     recipes.write_sections({"schedule": {"form_may_set": ["target.model"]}})
-    assert Changes(other={"target.model": "org/name"}).sections(load_params())
+    assert Changes(other={"target.model": "org/name"}).build_sections(load_params())
 
 
 def test_a_misspelt_name_in_form_may_set_is_refused(home) -> None:
     recipes.write_sections({"schedule": {"form_may_set": ["benchmark_served.server.comand"]}})
     with pytest.raises(ValueError, match=r"form_may_set names benchmark_served\.server\.comand, expected"):
-        Changes(other={"train_draft.seed": 1}).sections(load_params())
+        Changes(other={"train_draft.seed": 1}).build_sections(load_params())
 
 
 # Keys of params.yaml that hold any text, or switch something on and off, and that a form may set: looked at one by one.
@@ -271,11 +273,11 @@ def test_a_name_that_a_shell_would_read_is_refused_by_the_form(name: str) -> Non
 def test_a_name_in_other_keys_that_a_shell_would_read_leaves_params_yaml_as_it_is(home, other: dict) -> None:
     before = (home / "params.yaml").read_text()
     with pytest.raises(ValueError, match="these parameters"):
-        recipes.write_sections(Changes(other=other).sections(load_params()))
+        recipes.write_sections(Changes(other=other).build_sections(load_params()))
     assert (home / "params.yaml").read_text() == before
 
 
 def test_a_key_below_one_that_has_a_value_is_refused() -> None:
     """Bug: this was a TypeError and its traceback."""
     with pytest.raises(ValueError, match="write one of the two"):
-        Changes(other={"train_draft.seed": 1, "train_draft.seed.x": 2}).sections(load_params())
+        Changes(other={"train_draft.seed": 1, "train_draft.seed.x": 2}).build_sections(load_params())

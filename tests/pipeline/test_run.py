@@ -166,7 +166,7 @@ def test_a_stage_of_no_such_name_is_refused_on_the_command_line(project: Project
 
 SCRATCH = """
 from stages.runtime import scratch
-held = scratch.held(scratch.locate_scratch('first', 1))
+held = scratch.lock_scratch(scratch.locate_scratch('first', 1))
 held.__enter__()
 """
 

@@ -106,30 +106,30 @@ def test_no_gpu_is_given_twice_and_a_stage_sees_its_own(tmp_path: Path) -> None:
 def test_more_gpus_than_there_are_is_refused_and_none_at_all_is_no_matter(tmp_path: Path) -> None:
     two = StageResources(gpus=2, exclusive=False)
     with pytest.raises(ValueError, match=r"schedule\.stages\.cell\.gpus is 2, expected at most the 1 of this machine"):
-        ResourcePool(1, ["0"], tmp_path).check("cell@a", two)
-    ResourcePool(1, [], tmp_path).check("cell@a", two)
+        ResourcePool(1, ["0"], tmp_path).check_request("cell@a", two)
+    ResourcePool(1, [], tmp_path).check_request("cell@a", two)
 
 
 def test_without_gpus_those_that_ask_for_one_take_turns_at_the_cores(tmp_path: Path) -> None:
     """Two trainings at once on two cores took 400 seconds, one after the other 13: their threads waited for each other."""
     ours, theirs = ResourcePool(4, [], tmp_path), ResourcePool(4, [], tmp_path)
-    at_work = theirs.take(GPU)
-    assert at_work and ours.take(GPU) is None and ours.take(ALL) is None and ours.take(ANY)
+    at_work = theirs.try_lease(GPU)
+    assert at_work and ours.try_lease(GPU) is None and ours.try_lease(ALL) is None and ours.try_lease(ANY)
     at_work.release()
-    assert ours.take(ALL)
+    assert ours.try_lease(ALL)
 
 
 def test_a_run_that_waits_for_the_machine_keeps_others_from_beginning(tmp_path: Path) -> None:
     """Else a timed cell could wait for ever beside a sweep of another run that always has something under way."""
     ours, theirs = ResourcePool(4, [], tmp_path), ResourcePool(4, [], tmp_path)
-    at_work = theirs.take(ANY)
-    assert at_work and ours.take(ALONE) is None
-    assert theirs.take(ANY) is None
+    at_work = theirs.try_lease(ANY)
+    assert at_work and ours.try_lease(ALONE) is None
+    assert theirs.try_lease(ANY) is None
     at_work.release()
-    alone = ours.take(ALONE)
-    assert alone and theirs.take(ANY) is None
+    alone = ours.try_lease(ALONE)
+    assert alone and theirs.try_lease(ANY) is None
     alone.release()
-    assert theirs.take(ANY)
+    assert theirs.try_lease(ANY)
 
 
 def test_what_needs_a_failed_stage_is_told_no_reason_and_the_rest_runs(tmp_path: Path) -> None:

@@ -47,23 +47,23 @@ def ran(stage: str, at: int = AT, **other: str) -> None:
 
 
 def test_nothing_is_said_of_what_these_versions_have_made() -> None:
-    assert versions.warnings() == []
+    assert versions.list_warnings() == []
     ran("init_draft")
-    assert versions.warnings() == []
+    assert versions.list_warnings() == []
 
 
 def test_an_artifact_of_another_release_is_named_with_both_versions() -> None:
     """Bug: no stage depends on torch or transformers, so an upgrade mixed results of both without a word."""
     ran("init_draft", torch="1.13.1", transformers="4.57.0")
     ran("train_draft@e003", torch="1.13.1", transformers="4.57.0")
-    (line,) = versions.warnings()
+    (line,) = versions.list_warnings()
     assert line.startswith(
         f"made by other versions: init_draft, train_draft@e003 (torch 1.13.1, now {NOW['torch']}; transformers 4.57.0, now "
         f"{NOW['transformers']}); nothing reruns"
     )
     ran("init_draft", AT + HOUR)  # made again, with what is installed
     written(Path("drafts/init_draft/draft/model.safetensors"), AT + HOUR)
-    (line,) = versions.warnings()
+    (line,) = versions.list_warnings()
     assert "versions: train_draft@e003 (" in line
 
 
@@ -71,10 +71,10 @@ def test_what_comes_back_from_the_cache_is_of_the_run_that_made_it() -> None:
     """DVC's links keep the time a file was written: the last run is not that of what lies here."""
     ran("init_draft", torch="1.13.1")
     ran("init_draft", AT + HOUR)
-    assert len(versions.warnings()) == 1
+    assert len(versions.list_warnings()) == 1
     written(Path("drafts/init_draft/draft/model.safetensors"), AT + 3 * HOUR)  # copied or pulled: nobody knows
     YAML(typ="safe").dump(YAML(typ="safe").load(versions.LOCK_FILE), versions.LOCK_FILE)  # as DVC does
-    assert versions.warnings() == []
+    assert versions.list_warnings() == []
 
 
 @pytest.mark.parametrize(
@@ -92,17 +92,17 @@ def test_a_release_is_torchs_minor_and_transformers_major_number(
 ) -> None:
     run = StageRun("init_draft", AT, AT, {package: made_by}, 2.0, [], None)
     installed = {package: now} if package in versions.RELEASE_PARTS else NOW
-    assert bool(versions._others(run, installed)) == told
+    assert bool(versions._list_other_versions(run, installed)) == told
 
 
 def test_log_and_lock_are_read_only_where_one_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     ran("init_draft", torch="1.13.1")
-    found = versions.warnings()
+    found = versions.list_warnings()
     with monkeypatch.context() as patch:
-        patch.setattr(versions, "_lines", None)
-        assert versions.warnings() == found
+        patch.setattr(versions, "_describe_other_versions", None)
+        assert versions.list_warnings() == found
     ran("train_draft@e003", torch="1.13.1")
-    assert versions.warnings() != found
+    assert versions.list_warnings() != found
 
 
 def test_stale_says_so_and_nothing_is_stale_all_the_same(

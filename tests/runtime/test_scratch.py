@@ -100,7 +100,7 @@ HOLDER = """
 import sys, time
 from pathlib import Path
 from stages.runtime import scratch
-with scratch.held(Path(sys.argv[1])):
+with scratch.lock_scratch(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
 """
@@ -119,13 +119,13 @@ def test_a_second_process_on_a_scratch_folder_is_refused_until_the_first_has_end
     first = hold(work)
     assert first.stdout and first.stdout.readline() == "held\n"
     refused = rf"is in use.*: process {first.pid} works on the same stage"
-    with pytest.raises(ValueError, match=refused), scratch.held(work):
+    with pytest.raises(ValueError, match=refused), scratch.lock_scratch(work):
         pass
-    with scratch.held(scratch.locate_scratch("train_draft-e003", 2)):
+    with scratch.lock_scratch(scratch.locate_scratch("train_draft-e003", 2)):
         pass  # other inputs, other work
     first.kill()
     first.wait()
-    with scratch.held(work):
+    with scratch.lock_scratch(work):
         assert (Path(".scratch") / f"{work.name}.lock").exists()
     assert not list(Path(".scratch").iterdir())
 
@@ -136,10 +136,10 @@ def test_of_several_ranks_the_first_holds_the_folder_for_all(monkeypatch: pytest
     first = hold(work, RANK="0", WORLD_SIZE="2")
     assert first.stdout and first.stdout.readline() == "held\n"
     monkeypatch.setenv("RANK", "1")
-    with scratch.held(work):
+    with scratch.lock_scratch(work):
         pass
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ValueError, match="is in use"), scratch.held(work):
+    with pytest.raises(ValueError, match="is in use"), scratch.lock_scratch(work):
         pass
     first.kill()
     first.wait()
@@ -148,12 +148,12 @@ def test_of_several_ranks_the_first_holds_the_folder_for_all(monkeypatch: pytest
 def test_a_folder_that_is_written_anew_or_forgotten_stays_held() -> None:
     """train_draft swaps its scratch folder for a new one after each epoch: a lock on the folder itself would go with it."""
     work = scratch.locate_scratch("train_draft-e003", 1)
-    with scratch.held(work):
+    with scratch.lock_scratch(work):
         for epoch in ("1", "2"):
             with atomic.write_folder(work) as whole:
                 (whole / "epoch").write_text(epoch)
         scratch.remove_scratch(work)
         second = hold(work)
         assert second.wait(60) != 0 and second.stderr and "is in use" in second.stderr.read()
-    with scratch.held(work):
+    with scratch.lock_scratch(work):
         pass

@@ -123,17 +123,3 @@ def test_without_counts_there_is_no_time_between_tokens() -> None:
     assert found["itl_s"] is None
     assert found["chunk_gap_s"]["mean"] == 1.5
     assert found["tpot_s"]["mean"] == pytest.approx((1.0 + 2.0 / 8) / 2)  # that needs their sum alone
-
-
-def test_goodput_is_of_those_within_all_limits() -> None:
-    records = [
-        record(0.0, [(0.1, 1), (0.5, 4)]),  # ttft 0.1, tpot 0.1, e2e 0.5
-        record(0.0, [(0.3, 1), (0.5, 4)]),  # ttft 0.3, tpot 0.05
-        record(0.0, [(0.1, 1)]),  # no tpot
-        record(0.0, [(0.1, 1), (0.2, 1)], failure_reason="cut"),
-    ]
-    assert latency.compute_goodput(records, 2.0) == 1.5
-    assert latency.compute_goodput(records, 2.0, ttft_s=0.2) == 1.0
-    assert latency.compute_goodput(records, 2.0, tpot_s=0.06) == 1.0
-    assert latency.compute_goodput(records, 2.0, ttft_s=0.2, tpot_s=0.06) == 0.5
-    assert latency.compute_goodput(records, 2.0, e2e_s=0.4) == 0.5

@@ -34,7 +34,7 @@ def start_stage(program: str, port: int, log: Path) -> subprocess.Popen:
     """A process that has started a server of `program`, which is ready, and waits."""
     stage = (
         f"import time; from pathlib import Path; from stages.serving import server\n"
-        f"with server.run_server('vllm', {line(program, port)!r}, {port}, 'tiny', Path({str(log)!r}), 60, settle_s=0.5):\n"
+        f"with server.ServerProcess('vllm', {line(program, port)!r}, {port}, Path({str(log)!r}), 60, settle_s=0.5):\n"
         f"    print('ready', flush=True); time.sleep(99)"
     )
     parent = subprocess.Popen(
@@ -48,7 +48,7 @@ def start_stage(program: str, port: int, log: Path) -> subprocess.Popen:
 
 def test_it_is_ready_inside_and_gone_after(tmp_path: Path) -> None:
     port = server.find_free_port()
-    with server.run_server("vllm", line(SERVES, port), port, "tiny", tmp_path / "log", 60, settle_s=0.5) as running:
+    with server.ServerProcess("vllm", line(SERVES, port), port, tmp_path / "log", 60, settle_s=0.5) as running:
         child = int(httpx.get(running.base_url, trust_env=False).text)
         running.check_alive()
         assert not gone(child, 0)
@@ -82,7 +82,7 @@ needs_subreaper = pytest.mark.skipif(sys.platform != "linux", reason="only Linux
 def test_a_servers_daemon_is_gone_after_it(tmp_path: Path) -> None:
     """A child that called setsid and forked twice outlived `Server.end`, with the GPU memory that it held."""
     port = server.find_free_port()
-    with server.run_server("vllm", line(DAEMONISES, port), port, "tiny", tmp_path / "log", 60, settle_s=0.5) as running:
+    with server.ServerProcess("vllm", line(DAEMONISES, port), port, tmp_path / "log", 60, settle_s=0.5) as running:
         daemon = int(httpx.get(running.base_url, trust_env=False).text)
         assert os.getsid(daemon) != os.getsid(0) and not gone(daemon, 0)
     assert gone(daemon, 5)
@@ -92,7 +92,7 @@ def test_a_servers_daemon_is_gone_after_it(tmp_path: Path) -> None:
 def test_a_servers_daemon_is_gone_when_the_server_falls(tmp_path: Path) -> None:
     """The next server would find the port or the GPU's memory taken."""
     port, log = server.find_free_port(), tmp_path / "log"
-    with server.run_server("vllm", line(DAEMONISES, port), port, "t", log, 60, settle_s=0.5, restarts=1) as running:
+    with server.ServerProcess("vllm", line(DAEMONISES, port), port, log, 60, settle_s=0.5, restarts=1) as running:
         daemon = int(httpx.get(running.base_url, trust_env=False).text)
         falls(running)
         assert running.get_exit_status() == 7 and gone(daemon, 0)
@@ -114,9 +114,9 @@ def test_a_servers_daemon_is_gone_when_the_stage_is_killed(tmp_path: Path) -> No
 
 def test_a_server_is_gone_when_its_guard_is_killed(tmp_path: Path) -> None:
     port = server.find_free_port()
-    with server.run_server("vllm", line(SERVES, port), port, "tiny", tmp_path / "log", 60, settle_s=0.5) as running:
+    with server.ServerProcess("vllm", line(SERVES, port), port, tmp_path / "log", 60, settle_s=0.5) as running:
         child = int(httpx.get(running.base_url, trust_env=False).text)
-        running._process().kill()
+        running._guard.kill()
     assert gone(child, 10)
 
 
@@ -125,7 +125,7 @@ def test_it_is_gone_after_an_error_too(tmp_path: Path) -> None:
     children = []
 
     def fails() -> None:
-        with server.run_server("vllm", line(SERVES, port), port, "tiny", tmp_path / "log", 60, settle_s=0.5) as running:
+        with server.ServerProcess("vllm", line(SERVES, port), port, tmp_path / "log", 60, settle_s=0.5) as running:
             children.append(int(httpx.get(running.base_url, trust_env=False).text))
             raise KeyboardInterrupt
 
@@ -152,7 +152,7 @@ def test_one_that_ends_at_once_shows_its_log(tmp_path: Path) -> None:
     begun = time.monotonic()
     with (
         pytest.raises(ValueError, match=r"(?s)the vllm server ended with status 3; its log.*CUDA is not there"),
-        server.run_server("vllm", line(broken, port), port, "tiny", tmp_path / "log", 60, settle_s=0.5),
+        server.ServerProcess("vllm", line(broken, port), port, tmp_path / "log", 60, settle_s=0.5),
     ):
         pass
     assert time.monotonic() - begun < 60  # it was not given all the time it had to be ready
@@ -163,7 +163,7 @@ def test_one_that_is_never_ready_is_ended(tmp_path: Path) -> None:
     sleeps = ["sh", "-c", "echo $$; exec sleep 99"]
     with (
         pytest.raises(ValueError, match=r"not ready after 1\.5 s; raise sample_target.server.start_timeout_s"),
-        server.run_server("vllm", sleeps, port, "tiny", tmp_path / "log", 1.5, settle_s=0.5),
+        server.ServerProcess("vllm", sleeps, port, tmp_path / "log", 1.5, settle_s=0.5),
     ):
         pass
     assert gone(int((tmp_path / "log").read_text().split()[0]))
@@ -172,7 +172,7 @@ def test_one_that_is_never_ready_is_ended(tmp_path: Path) -> None:
 def test_an_engine_that_is_not_installed(tmp_path: Path) -> None:
     with (
         pytest.raises(ValueError, match="asks for vllm, but there is no `no-such-vllm`"),
-        server.run_server("vllm", ["no-such-vllm"], 1, "tiny", tmp_path / "log", 1),
+        server.ServerProcess("vllm", ["no-such-vllm"], 1, tmp_path / "log", 1),
     ):
         pass
 
@@ -211,9 +211,7 @@ def falls(running: server.ServerProcess) -> None:
 
 def test_one_that_falls_is_started_again_and_then_no_more(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     port, log = server.find_free_port(), tmp_path / "log"
-    with server.run_server(
-        "vllm", line(FALLS, port), port, "t", log, 60, settle_s=0.5, restarts=2, threads=3
-    ) as running:
+    with server.ServerProcess("vllm", line(FALLS, port), port, log, 60, settle_s=0.5, restarts=2, threads=3) as running:
         for often in (1, 2):
             falls(running)
             running.check_alive()
@@ -234,7 +232,7 @@ def test_one_that_ends_before_it_is_ready_is_not_tried_again(tmp_path: Path) -> 
     broken = "import sys; print('no such flag'); sys.exit(2)"
     with (
         pytest.raises(ValueError, match=r"(?s)ended with status 2; its log, .*no such flag"),
-        server.run_server("vllm", line(broken, port), port, "t", log, 60, settle_s=0.5, restarts=3),
+        server.ServerProcess("vllm", line(broken, port), port, log, 60, settle_s=0.5, restarts=3),
     ):
         pass
     assert log.read_text().count("no such flag") == 1

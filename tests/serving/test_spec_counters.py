@@ -44,21 +44,21 @@ def test_the_example_of_the_docs() -> None:
     """14 tokens in 4 cycles: SGLang's own accept length is 3.5, of which the prefill's token is 0.25."""
     said = {"spec_accept_histogram": [1, 0, 0, 3], "spec_verify_ct": 4, "spec_accept_length": 3.5}
     found = spec_counters.count_request(said, 14)
-    assert found == (4, 9, 0, True, [1, 0, 0, 3])
+    assert found == (4, 9, True, [1, 0, 0, 3])
     assert (found.accepted + found.cycles) / found.cycles == 3.25
 
 
 def test_a_cut_last_cycle_by_hand() -> None:
     """One cycle accepts 5 of 5. The limit takes the prefill's token and 3 drafts: 2 drafts and the bonus are cut."""
     found = spec_counters.count_request({"spec_accept_histogram": [0, 0, 0, 0, 0, 1]}, 4)
-    assert found == (1, 3, 3, True, [0, 0, 0, 0, 0, 1])
+    assert found == (1, 3, True, [0, 0, 0, 0, 0, 1])
     found = spec_counters.count_request({"spec_accept_histogram": [0, 0, 0, 0, 0, 1]}, 6)  # the bonus alone is cut
-    assert found and (found.accepted, found.tokens_beyond_end) == (5, 1)
+    assert found and found.accepted == 5
 
 
 def test_who_does_not_speculate_says_nothing() -> None:
     assert spec_counters.count_request({"finish_reason": "stop"}, 20) is None
-    assert spec_counters.count_request({}, 1) == (0, 0, 0, True, [])  # no cycle was needed
+    assert spec_counters.count_request({}, 1) == (0, 0, True, [])  # no cycle was needed
 
 
 @pytest.mark.parametrize(
@@ -89,30 +89,28 @@ vllm:num_requests_running{{engine="0",model_name="tiny"}} 0.0
 
 def test_vllms_counters_are_read_and_summed_over_engines() -> None:
     text = METRICS.format(10, 20, 9, 6, 3)
-    assert spec_counters.parse_vllm_counters(text) == (10, 20, 9, [6, 3])
-    assert spec_counters.parse_vllm_counters(text + text.replace('engine="0"', 'engine="1"')) == (20, 40, 18, [12, 6])
+    assert spec_counters.parse_vllm_counters(text) == (10, 9, [6, 3])
+    assert spec_counters.parse_vllm_counters(text + text.replace('engine="0"', 'engine="1"')) == (20, 18, [12, 6])
     assert spec_counters.parse_vllm_counters("vllm:num_requests_running 0.0\n") is None
-    assert spec_counters.parse_vllm_counters("vllm:spec_decode_num_drafts_total 2.123456e+06\n") == (2123456, 0, 0, [])
+    assert spec_counters.parse_vllm_counters("vllm:spec_decode_num_drafts_total 2.123456e+06\n") == (2123456, 0, [])
 
 
 def test_vllms_counters_give_a_histogram() -> None:
-    """10 cycles: 4 accept nothing, 3 one, 3 both; counted from readings around them, 3 requests, 2 tokens cut."""
-    before, after = VllmCounters(100, 200, 60, [40, 20]), VllmCounters(110, 220, 69, [46, 23])
-    found = spec_counters.subtract_counters(before, after, 3, 3 + 9 + 10 - 2)
-    assert found == (10, 9, 2, False, [4, 3, 3])
+    """10 cycles: 4 accept nothing, 3 one, 3 both; counted from readings around them."""
+    before, after = VllmCounters(100, 60, [40, 20]), VllmCounters(110, 69, [46, 23])
+    found = spec_counters.subtract_counters(before, after)
+    assert found == (10, 9, False, [4, 3, 3])
     assert sum(i * n for i, n in enumerate(found.histogram)) == found.accepted
-    assert spec_counters.subtract_counters(before, after, 3, None).tokens_beyond_end is None
-    first = spec_counters.subtract_counters(
-        VllmCounters(0, 0, 0, []), VllmCounters(10, 20, 9, [6, 3]), 3, 20
-    )  # before, no position was known
+    # Before, no position was known.
+    first = spec_counters.subtract_counters(VllmCounters(0, 0, []), VllmCounters(10, 9, [6, 3]))
     assert first.histogram == [4, 3, 3]
 
 
 @pytest.mark.parametrize(
     "after",
-    [VllmCounters(5, 10, 3, [2, 1]), VllmCounters(110, 220, 70, [46, 23]), VllmCounters(101, 220, 69, [46, 23])],
+    [VllmCounters(5, 3, [2, 1]), VllmCounters(110, 70, [46, 23]), VllmCounters(101, 69, [46, 23])],
     ids=["restarted", "not their sum", "more accepted than drafted"],
 )
 def test_counters_of_another_server_are_refused(after: VllmCounters) -> None:
     with pytest.raises(ValueError, match="vLLM's counters don't add up"):
-        spec_counters.subtract_counters(VllmCounters(100, 200, 60, [40, 20]), after, 3, 20)
+        spec_counters.subtract_counters(VllmCounters(100, 60, [40, 20]), after)

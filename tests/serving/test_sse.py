@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from stages.serving import http_session
+from stages.serving.latency import RequestRecord
 from stages.serving.sse import AnswerStream
 
 
@@ -26,12 +27,12 @@ def native(text: str, ids: list[int], total: int, finish: Any = None, **meta: An
     return {"text": text, "output_ids": ids, "meta_info": said}
 
 
-def read(data: bytes, generate: bool = False, size: int = 10**9) -> AnswerStream:
-    stream = AnswerStream(generate)
+def read(data: bytes, generate: bool = False, size: int = 10**9) -> RequestRecord:
+    stream = AnswerStream(RequestRecord("a"), generate)
     for number, start in enumerate(range(0, len(data), size)):
         stream.feed(data[start : start + size], float(number))
     stream.end(99.0)
-    return stream
+    return stream.record
 
 
 CHAT = sse(chunk("", 0), chunk("né", 1), chunk("two three", 3), chunk("", 4), chunk(None, None, "stop"),

@@ -37,24 +37,10 @@ def test_a_row_is_what_the_server_is_prompted_with_and_what_the_target_says(fami
     tok, eos = tokenizer(family)
     rows = chat_template.encode_turns(tok, TALK, eos)
     assert [a for _, a in rows] == [tok.encode(a, add_special_tokens=False) for a in answers(family)]
-    for turn, (asked, said) in zip(chat_template.find_assistant_messages(TALK), rows, strict=True):
+    for turn, (asked, said) in zip((2, 4, 6), rows, strict=True):
         assert asked == chat_template.encode_prompt(tok, TALK[:turn])  # found piecewise, and yet as if in one
         chat_template.check_loss_mask("a", asked, said, eos)
         assert said[-1] in eos and not set(said[:-1]) & set(eos)
-
-
-@every_family
-def test_the_spans_of_one_rendering_are_the_answers_in_it(family: str) -> None:
-    tok, eos = tokenizer(family)
-    ids, found = chat_template.encode_conversation(tok, TALK, eos)
-    assert ids == tok.encode(tok.apply_chat_template(TALK, tokenize=False), add_special_tokens=False)
-    texts = [tok.decode(ids[a:b]) for a, b in found]
-    earlier = [*answers(family)[:-1]]
-    if family == "qwen3":  # the empty block is in the last answer only
-        earlier = [text.split("\n\n", 2)[-1] for text in earlier]
-    if family == "harmony":  # earlier answers are closed by another token
-        earlier = [text.replace("<|return|>", "<|end|>") for text in earlier]
-    assert texts == [*earlier, answers(family)[-1]]
 
 
 @pytest.mark.parametrize(
@@ -83,8 +69,6 @@ def test_qwen3_history_is_without_thoughts_and_the_answer_is_with_them() -> None
     assert tok.decode(one) == "<think>\nfirst thoughts\n</think>\n\nfirst<|im_end|>"
     assert tok.decode(two) == "<think>\nsecond thoughts\n</think>\n\nsecond<|im_end|>"
     assert "thoughts" not in tok.decode(asked)
-    ids, found = chat_template.encode_conversation(tok, talk, eos)
-    assert [tok.decode(ids[a:b]) for a, b in found] == ["first<|im_end|>", tok.decode(two)]
 
 
 @pytest.mark.parametrize("name", ["thinking", "reasoning_content"])
@@ -93,8 +77,6 @@ def test_harmony_thoughts_are_part_of_the_answer(name: str) -> None:
     tok, eos = tokenizer("harmony")
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", name: "hm"}]
     ((_, said),) = chat_template.encode_turns(tok, talk, eos)
-    ids, ((a, b),) = chat_template.encode_conversation(tok, talk, eos)
-    assert ids[a:b] == said
     assert tok.decode(said) == (
         "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>b<|return|>"
     )
@@ -128,8 +110,6 @@ def test_several_answers_in_a_row_are_told_apart() -> None:
         "rain: 3\nsun: 0<|im_end|>",
         "more<|im_end|>",
     ]
-    ids, found = chat_template.encode_conversation(tok, talk, eos)
-    assert [tok.decode(ids[a:b]) for a, b in found] == ["rain: 3\nsun: 0<|im_end|>", "more<|im_end|>"]
 
 
 @every_family

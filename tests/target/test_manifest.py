@@ -184,7 +184,7 @@ def test_tables_lie_where_sums_are_always_rounded_alike(tmp_path: Path) -> None:
 
 def pinned(folder: Path) -> manifest.TargetManifest:
     """As prepare_target pins a local folder."""
-    digest, sample = manifest.digest_weights(folder), manifest.sample_weights(folder)
+    digest, sample = manifest.digest_files(folder, manifest.WEIGHTS), manifest.sample_weights(folder)
     return replace(made_up(folder), weights_digest=digest, weights_sample=sample)
 
 
@@ -217,11 +217,11 @@ def test_a_single_other_byte_is_another_digest_though_the_sample_skips_it(tmp_pa
     """What decides whether all below runs again is the whole digest; the sample only has to tell trainings apart."""
     path = tmp_path / "model.safetensors"
     path.write_bytes(bytes(10 * manifest.SAMPLE_BYTES))
-    before = manifest.digest_weights(tmp_path), manifest.sample_weights(tmp_path)
+    before = manifest.digest_files(tmp_path, manifest.WEIGHTS), manifest.sample_weights(tmp_path)
     with path.open("r+b") as file:
         file.seek(5 * manifest.SAMPLE_BYTES)
         file.write(b"x")
-    after = manifest.digest_weights(tmp_path), manifest.sample_weights(tmp_path)
+    after = manifest.digest_files(tmp_path, manifest.WEIGHTS), manifest.sample_weights(tmp_path)
     assert after[0] != before[0] and after[1] == before[1]
 
 

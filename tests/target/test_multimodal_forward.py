@@ -214,8 +214,9 @@ def row(model: Any, ids: Tensor, shown: ImagePatches | None, answer: list[int]) 
     whole = torch.cat([ids, torch.tensor(answer)])
     found = forward(model, [(whole, shown)])
     return format.HiddenStatesRow(
-        "", whole.int(), torch.arange(len(whole)) >= len(ids), found["features"], found["last"], len(ids), "length",
-        found["positions"].int(), found["pictured"], found["embeds"][found["pictured"]],
+        "", whole.int(), torch.arange(len(whole)) >= len(ids), len(ids), "length", found["pictured"],
+        features=found["features"], last=found["last"], positions=found["positions"].int(),
+        image_embeddings=found["embeds"][found["pictured"]],
     )  # fmt: skip
 
 

@@ -92,6 +92,16 @@ def saved(folder: Path, name: str, tied: bool) -> PreTrainedModel:
     return model
 
 
+@torch.inference_mode()
+def compute_hidden_states(
+    model: PreTrainedModel, ids: torch.Tensor, layers: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the captured features [B, T, 3H] and the last hidden [B, T, H] of right-padded ids [B, T]."""
+    with hooks.capture_residual_streams(model, layers) as caught:
+        last = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    return torch.cat(caught, dim=-1), last
+
+
 def rows() -> list[torch.Tensor]:
     g = torch.Generator().manual_seed(1)
     return [torch.randint(7, 80, (length,), generator=g) for length in LENGTHS]
@@ -105,7 +115,7 @@ def test_what_we_capture_is_what_transformers_calls_hidden_states(tmp_path: Path
     assert not any(weight.data_ptr() % 64 for weight in model.parameters())  # sums are rounded alike in every process
     made = manifest_of(tmp_path)
     ids = pad_sequence(rows(), batch_first=True)  # [3, 9]
-    features, last = hooks.compute_hidden_states(model, ids, made.feature_layers)
+    features, last = compute_hidden_states(model, ids, made.feature_layers)
     with torch.inference_mode():
         whole = model(input_ids=ids, output_hidden_states=True, use_cache=False)
     assert made.feature_layers == [2, 3, 4] == config_facts.default_feature_layers(LAYERS)
@@ -122,7 +132,7 @@ def test_documents_end_to_end_are_as_each_alone(tmp_path: Path, name: str) -> No
     """Packed as one row, or padded: the same as every document by itself, in all layers that are tapped."""
     saved(tmp_path, name, False)
     model = loading.load_target(str(tmp_path), None, "float32", "cpu")
-    alone = [hooks.compute_hidden_states(model, row[None], [2, 3, 4]) for row in rows()]
+    alone = [compute_hidden_states(model, row[None], [2, 3, 4]) for row in rows()]
     expected = torch.cat([features[0] for features, _ in alone]), torch.cat([last[0] for _, last in alone])
     assert packed_forward.supports_packing(model)
     for packed in (True, False):
@@ -132,7 +142,7 @@ def test_documents_end_to_end_are_as_each_alone(tmp_path: Path, name: str) -> No
         features = torch.cat([packed_forward.unpad_stream(streams[k], LENGTHS) for k in range(3)], dim=-1)
         torch.testing.assert_close(features, expected[0], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(last, expected[1], rtol=1e-5, atol=1e-5)
-    again = hooks.compute_hidden_states(model, rows()[0][None], [2, 3, 4])
+    again = compute_hidden_states(model, rows()[0][None], [2, 3, 4])
     assert torch.equal(again[0], alone[0][0])  # its own attention is back
 
 

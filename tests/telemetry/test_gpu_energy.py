@@ -1,5 +1,6 @@
 """telemetry/gpu_energy.py against a compiled library with NVML's own signatures, and the line that a stage logs."""
 
+import ctypes
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ NVML = """
 #include <string.h>
 typedef struct { int number; unsigned long long spent; } *nvmlDevice_t;
 static struct { int number; unsigned long long spent; } cards[] = {{0, 7000000000ULL}, {1, 20}, {2, 0}};
-int nvmlInit_v2(void) { return 0; }
+int nvmlInitWithFlags(unsigned int flags) { return 0; }
 int nvmlDeviceGetCount_v2(unsigned int *count) { *count = 3; return 0; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned int index, nvmlDevice_t *card) {
   if (index > 2) return 2; *card = (nvmlDevice_t)&cards[index]; return 0; }
@@ -31,11 +32,13 @@ int nvmlDeviceGetTotalEnergyConsumption(nvmlDevice_t card, unsigned long long *s
 
 @pytest.fixture
 def cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pynvml = pytest.importorskip("pynvml")
     if (compiler := shutil.which("cc") or shutil.which("gcc")) is None:
         pytest.skip("no C compiler here")
     (tmp_path / "nvml.c").write_text(NVML)
     subprocess.run([compiler, "-shared", "-fPIC", "-o", tmp_path / "nvml.so", tmp_path / "nvml.c"], check=True)
-    monkeypatch.setattr(gpu_energy, "NVML_LIBRARY", str(tmp_path / "nvml.so"))
+    monkeypatch.setattr(pynvml, "nvmlLib", ctypes.CDLL(str(tmp_path / "nvml.so")))
+    monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
@@ -69,8 +72,15 @@ def test_the_cards_are_those_that_cuda_would_show(
     assert EnergyMeter(which).names() == names
 
 
-def test_without_the_library_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_energy, "NVML_LIBRARY", "libno-such-thing.so.1")
+@pytest.mark.parametrize("missing", ["the driver", "the package"])
+def test_without_the_library_no_energy_is_recorded(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if missing == "the package":
+        monkeypatch.setattr(gpu_energy, "pynvml", None)
+    else:
+        pynvml = pytest.importorskip("pynvml")
+        monkeypatch.setattr(pynvml, "nvmlLib", None)
+        monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
+        monkeypatch.setattr(pynvml, "CDLL", lambda name: ctypes.CDLL("libno-such-thing.so.1"))
     meter = EnergyMeter(None)
     assert (meter.names(), meter.joules()) == ([], None)
 

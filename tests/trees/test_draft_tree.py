@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.engine.batch_decode import BatchEngine
 from stages.engine.decode import Engine
+from stages.engine.memory_estimate import estimate_memory
 from stages.params.tree_shape import TreeShape
 from stages.replay.replay import replay_answers
 from stages.trees import draft_tree
@@ -247,11 +247,11 @@ def test_a_tree_deeper_than_the_drafts_window_is_refused() -> None:
     )
     ids, features = torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 8, 3 * CONFIG.hidden_size)
     rows = draft, embedding, ids, features, torch.tensor([3]), torch.tensor([8])
-    engine = BatchEngine(small_target(CONFIG.vocab_size, 1), [], [1, 2, 3], draft)
+    engine = Engine(small_target(CONFIG.vocab_size, 1), [], [1, 2, 3], draft)
     for refused in (
         lambda: replay_answers(*rows, [TreeShape(4, 1, 5), TreeShape(5, 1, 6)]),
         lambda: next(engine.decode_speculative([1, 2], 5, 5, 1, 6)),
-        lambda: engine.estimate_memory(9, 2, (5, 1, 6)),
+        lambda: estimate_memory(engine, 9, 2, TreeShape(5, 1, 6)),
     ):
         with pytest.raises(ValueError, match=says):
             refused()

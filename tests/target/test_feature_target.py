@@ -1,14 +1,17 @@
 """A live target says what transformers says of each document alone, for every class; and gradients may be taken beside it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from stages.params.schema import load_params
 from stages.target import multimodal
-from stages.target.online import OnlineTarget
+from stages.target.feature_target import FeatureTarget
+from tests.conftest import ROOT
 from tests.target import multimodal_documents
-from tests.target.test_target_forward import LENGTHS, V, every_class, saved
+from tests.target.test_target_forward import LENGTHS, V, every_class, manifest_of, saved
 
 LAYERS = multimodal_documents.TAPPED
 
@@ -16,11 +19,12 @@ LAYERS = multimodal_documents.TAPPED
 @every_class
 def test_texts(tmp_path: Path, name: str) -> None:
     saved(tmp_path, name, False)
-    live = OnlineTarget.load(str(tmp_path), "float32", "cpu", False, LAYERS)
+    made = replace(manifest_of(tmp_path), feature_layers=LAYERS)
+    live = FeatureTarget.load(made, load_params(ROOT / "params.yaml").target, "cpu")
     documents = [torch.randint(7, min(V, 80), (length,)) for length in LENGTHS]
-    view = live.build_inputs([str(n) for n in range(len(LENGTHS))], documents, [None] * len(LENGTHS))
+    view = live.build_inputs([str(n) for n in range(len(LENGTHS))], documents, {})
     assert (view is None) == (name not in multimodal_documents.CLASSES)
-    states = live(torch.cat(documents), LENGTHS, view)
+    states = live.compute_hidden_states(torch.cat(documents), LENGTHS, view)
     parts = zip(documents, states.features.split(LENGTHS), states.last.split(LENGTHS), strict=True)
     for ids, features, last in parts:
         with torch.inference_mode():
@@ -43,11 +47,11 @@ def test_pictures(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) ->
         def load_patches(self, paths: list[str]) -> object:
             return shown[paths[0]]
 
-    live = OnlineTarget(model, LAYERS, Eyes())  # type: ignore[arg-type]
+    live = FeatureTarget(model, LAYERS, Eyes())  # type: ignore[arg-type]
     ids, lengths = [i for i, _ in documents], [len(i) for i, _ in documents]
-    view = live.build_inputs(list(shown), ids, [[n] if pixels else None for n, pixels in shown.items()])
+    view = live.build_inputs(list(shown), ids, {n: [n] for n, pixels in shown.items() if pixels})
     assert isinstance(view, multimodal.MultimodalInputs)
-    states = live(torch.cat(ids), lengths, view)
+    states = live.compute_hidden_states(torch.cat(ids), lengths, view)
     expected = [multimodal_documents.alone(model, *document) for document in documents]
     for key, found in (("features", states.features), ("last", states.last)):
         torch.testing.assert_close(found, torch.cat([e[key] for e in expected]), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,140 @@
+"""Packs of training rows: their plan, and their loading by threads while earlier steps are computed.
+
+Rows are assigned to packs, packs to optimizer steps, and a step's packs to processes. On a GPU rows are read, packed and
+copied ahead.
+"""
+
+import random
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import torch
+
+from stages.hidden_states.format import HiddenStatesRow
+from stages.hidden_states.reader import HiddenStatesReader
+from stages.params.draft_sections import TrainDraft
+from stages.runtime.distributed import RankContext
+from stages.target.feature_target import FeatureTarget
+from stages.training.ttt import TrainingObjective, TrainingPack, number_image_tokens
+
+MAX_OPEN_PACKS = 8
+PREFETCHED_STEPS = 3
+READER_THREADS = 4
+
+
+def plan_epoch(lengths: list[int], settings: TrainDraft, epoch: int) -> list[list[list[int]]]:
+    """Return the steps of an epoch, each `packs_per_step` packs of row numbers with at most `batch_tokens` tokens a pack.
+
+    The plan depends on the seed and the epoch only, so a segment that starts at epoch 3 has the same plan as a straight run.
+    """
+    rng = random.Random(settings.seed * 1_000_003 + epoch)
+    order = list(range(len(lengths)))
+    rng.shuffle(order)
+    packs: list[list[int]] = []
+    open_packs: list[tuple[list[int], list[int]]] = []  # packs that may take more rows, and the tokens left in each
+    for row in order:  # first fit among a few open packs: nearly full packs, with other rows together every epoch
+        pack, tokens_left = next((x for x in open_packs if x[1][0] >= lengths[row]), ([], [settings.batch_tokens]))
+        if not pack:
+            packs.append(pack)
+            open_packs = [*open_packs, (pack, tokens_left)][-MAX_OPEN_PACKS:]
+        pack.append(row)
+        tokens_left[0] -= lengths[row]
+    rng.shuffle(packs)
+    return [packs[i : i + settings.packs_per_step] for i in range(0, len(packs), settings.packs_per_step)]
+
+
+def share_packs(packs: list[list[int]], rank: int, world: int) -> list[tuple[list[int], bool]]:
+    """Return this process's packs of a step, each with whether it is supervised.
+
+    All processes get the same number, since FSDP synchronises them at each forward: the step's first pack is repeated, without
+    supervision, where packs run out.
+    """
+    padded = [(rows, True) for rows in packs] + [(packs[0], False)] * (-len(packs) % world)
+    return padded[rank::world]
+
+
+@dataclass(frozen=True)
+class OnlinePacks:
+    """Hidden states of packs from a target that runs in the trainer (`extract_hiddens.online`)."""
+
+    target: FeatureTarget
+    image_paths: dict[str, list[str]]  # by row id
+
+    def add_images(self, pack: TrainingPack, rows: list[HiddenStatesRow]) -> TrainingPack:
+        """Return the pack with the image inputs of its rows, if any. May be called by several threads."""
+        inputs = self.target.build_inputs([row.id for row in rows], [row.ids for row in rows], self.image_paths)
+        if inputs is None:
+            return pack
+        return replace(
+            pack,
+            multimodal_inputs=inputs,
+            rope_positions=inputs.positions.T.contiguous(),
+            image_token_index=number_image_tokens(inputs.image_token_mask),
+        )
+
+    def fill_hidden_states(self, pack: TrainingPack) -> TrainingPack:
+        """Return the pack with hidden states of the target."""
+        return replace(
+            pack, **self.target.compute_hidden_states(pack.ids, pack.lengths, pack.multimodal_inputs)._asdict()
+        )
+
+
+@dataclass(frozen=True)
+class PackLoader:
+    """Loads this process's packs of each step to its device."""
+
+    reader: HiddenStatesReader
+    objective: TrainingObjective
+    ranks: RankContext
+    dtype: torch.dtype  # of rows stored in fp8
+    online: OnlinePacks | None = None
+
+    def load_steps(self, steps: list[list[list[int]]]) -> Iterator[list[TrainingPack]]:
+        """Yield the packs of each step of a plan. Raises ValueError for a broken shard, as HiddenStatesReader."""
+        shares = [share_packs(packs, self.ranks.rank, self.ranks.world) for packs in steps]
+        if self.ranks.device.startswith("cuda"):
+            yield from self._prefetch(shares)
+        else:  # threads would take the cores that compute
+            yield from ([self._build_pack(*task) for task in tasks] for tasks in shares)
+
+    def _prefetch(self, shares: list[list[tuple[list[int], bool]]]) -> Iterator[list[TrainingPack]]:
+        with ThreadPoolExecutor(READER_THREADS) as threads:
+
+            def submit(tasks: list[tuple[list[int], bool]]) -> list[Future[TrainingPack]]:
+                return [threads.submit(self._build_pack, *task) for task in tasks]
+
+            pending, copier = deque(map(submit, shares[:PREFETCHED_STEPS])), _DeviceCopier(self.ranks.device)
+            for number in range(len(shares)):
+                pending.extend(map(submit, shares[number + PREFETCHED_STEPS : number + PREFETCHED_STEPS + 1]))
+                yield copier.copy_packs([future.result() for future in pending.popleft()])
+
+    def _build_pack(self, rows: list[int], supervised: bool) -> TrainingPack:
+        read = [self.reader.read_row(i, self.dtype) for i in rows]
+        on_gpu = self.ranks.device.startswith("cuda")
+        pack = TrainingPack.from_rows(read, self.objective.num_steps, self.objective.loss_mask, pinned=on_gpu)
+        pack = self.online.add_images(pack, read) if self.online else pack
+        return pack if supervised else pack.without_supervision()
+
+
+class _DeviceCopier:
+    """Copies packs to a GPU while it computes. The host may run ahead of the GPU by two steps at most."""
+
+    def __init__(self, device: str):
+        self.device, self.stream = device, torch.cuda.Stream()
+        self.in_flight: deque[tuple[torch.cuda.Event, list[TrainingPack]]] = deque()
+
+    def copy_packs(self, packs: list[TrainingPack]) -> list[TrainingPack]:
+        launched = torch.cuda.Event()
+        launched.record()  # completes when all work launched so far has
+        self.in_flight.append((launched, packs))  # keeps the pinned memory until its copy has certainly completed
+        if len(self.in_flight) > 2:
+            self.in_flight.popleft()[0].synchronize()
+        with torch.cuda.stream(self.stream):
+            copies = [pack.to(self.device) for pack in packs]
+        main = torch.cuda.current_stream()
+        main.wait_stream(self.stream)
+        for pack in copies:
+            pack.record_stream(main)
+        return copies
