@@ -180,6 +180,15 @@ def _audit_requests_in_flight(coder: Publication) -> Finding:
 def _audit_arrival_ceiling(coder: Publication) -> Finding:
     loads = [load for load in _list_scenarios(coder) if load.rate != float("inf")]
     lines, above = [], []
+    head = (
+        "server",
+        "last arrival, s",
+        "a request, s",
+        "ceiling, outputs",
+        "two deviations early",
+        "inputs too",
+        "printed",
+    )
     for load in loads:
         mean, deviation = load.arrivals_s
         ceilings = [load.ceiling(load.outputs, mean), load.ceiling(load.outputs, max(0.0, mean - 2 * deviation))]
@@ -198,9 +207,8 @@ def _audit_arrival_ceiling(coder: Publication) -> Finding:
         "drawn from 1 up would nearly halve the ceilings."
         if any(above)
         else "",
-        (("server", "last arrival, s", "a request, s", "ceiling, outputs", "two deviations early", "inputs too", "printed"),
-         *lines),
-    )  # fmt: skip
+        (head, *lines),
+    )
 
 
 def _audit_tpot_by_concurrency(coder: Publication) -> Finding:

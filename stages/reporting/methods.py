@@ -131,12 +131,22 @@ def format_method_row(row: MethodRow) -> tuple[str, ...]:
     shape = row.tree or "–"
     no_interval = "–" if row.row == BASELINE_ROW else ONE_PROMPT
     return (
-        name, format_tree(shape) if shape[0] == "t" else shape, format_number(row.tau), format_number(row.accept_rate, 1, 100),
-        f"{row.speedup:.2f}x", format_interval(row.speedup_low, row.speedup_high, no_interval), f"{row.output_tok_s:.1f}",
-        format_number(row.baseline_output_tok_s, 1), format_number(row.identical_share, 0, 100),
-        format_bytes(row.weights_bytes), format_bytes(row.state_bytes), row.needs_training, f"{row.parameters:,.0f}",
-        format_number(row.training_s, 0), row.moe,
-    )  # fmt: skip
+        name,
+        format_tree(shape) if shape[0] == "t" else shape,
+        format_number(row.tau),
+        format_number(row.accept_rate, 1, 100),
+        f"{row.speedup:.2f}x",
+        format_interval(row.speedup_low, row.speedup_high, no_interval),
+        f"{row.output_tok_s:.1f}",
+        format_number(row.baseline_output_tok_s, 1),
+        format_number(row.identical_share, 0, 100),
+        format_bytes(row.weights_bytes),
+        format_bytes(row.state_bytes),
+        row.needs_training,
+        f"{row.parameters:,.0f}",
+        format_number(row.training_s, 0),
+        row.moe,
+    )
 
 
 def format_bytes(count: float) -> str:

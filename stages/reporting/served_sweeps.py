@@ -132,8 +132,8 @@ def _build_speedup_plot(by_load: RowsByLoad, lengths: list[int], caps: list[floa
         series = {cap: [(tokens, by_load.get((tokens, cap))) for tokens in lengths] for cap in caps}
     else:
         return None
-    lines = [
-        plots.SpeedupLine(f"{name:g}", [(x, _get_speedup(row), row.speedup_low, row.speedup_high) for x, row in points if row])
-        for name, points in series.items()
-    ]  # fmt: skip
+    lines = []
+    for name, places in series.items():
+        points = [(x, _get_speedup(row), row.speedup_low, row.speedup_high) for x, row in places if row]
+        lines.append(plots.SpeedupLine(f"{name:g}", points))
     return SpeedupPlot([line for line in lines if line.points], axis, unit)

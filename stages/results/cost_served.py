@@ -81,12 +81,13 @@ def _build_cost(lines: list[ServedTableLine]) -> TimingGrid:
 
 
 def _build_grid(lines: list[ServedTableLine]) -> list[CycleTime]:
-    return [
-        CycleTime(steps=tree.num_steps, topk=tree.topk, tokens=tree.num_draft_tokens, batch=line.row.concurrency or 0,
-                  **_summarise_times("cycle_s", cycles))
-        for line in lines
-        if line.point and (cycles := compute_cycle_seconds(line.point)) and (tree := line.cell.shape)
-    ]  # fmt: skip
+    found = []
+    for line in lines:
+        if line.point and (cycles := compute_cycle_seconds(line.point)):
+            tree, batch = line.cell.shape, line.row.concurrency or 0
+            shape = {"steps": tree.num_steps, "topk": tree.topk, "tokens": tree.num_draft_tokens, "batch": batch}
+            found.append(CycleTime.model_validate(shape | _summarise_times("cycle_s", cycles)))
+    return found
 
 
 def _build_plain_steps(lines: list[ServedTableLine]) -> list[PlainStepTime]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from stages.results import load_points, served_records
+from stages.results import load_points, metrics, served_records
 from stages.serving import engine_flags, latency, load_checks
 from stages.serving.engine_flags import ServedDraft
 from stages.serving.gpu_memory import GpuMemory
@@ -68,7 +68,7 @@ def describe_load(
     """Return a line for the log."""
     summary = latency.summarise_load([r for found in turns for r in found.records])
     cycles, accepted = load_checks.sum_counts(turns)
-    tau = f"tau {(accepted + cycles) / cycles:.3f}, " if cycles else ""
+    tau = f"tau {metrics.pool_acceptance([accepted], [cycles], 1, None).tau:.3f}, " if cycles else ""
     which = f" ({repeat + 1} of {num_repeats})" if num_repeats > 1 else ""
     return (
         f"{server.config_name}, {load[0]} tokens, {load[1] or 'no limit'} at once{which}: {tau}"
