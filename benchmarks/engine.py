@@ -134,7 +134,7 @@ def right(args: argparse.Namespace) -> None:
         same = sum(answer == theirs(engine.model, p) for p, answer in zip(asked[:3], plain, strict=False))
         say(f"{str(dtype)[6:]}: {same} of 3 plain answers as transformers' own")
         for tree in SMALL_TREES:
-            compare(tree, [list(engine.decode_speculative(prompt, ROOM, *tree)) for prompt in asked], plain)
+            compare(tree, [list(engine.decode_speculative(prompt, ROOM, TreeShape(*tree))) for prompt in asked], plain)
 
 
 def compare(name: object, runs: list[list[DecodeStep]], plain: list[list[int]]) -> None:
@@ -175,10 +175,11 @@ def drawn(args: argparse.Namespace) -> None:
     for tree in SMALL_TREES:
         for how, answers in zip(hows, plain, strict=True):
             runs = [
-                list(engine.decode_speculative(p, ROOM, *tree, sampling=h)) for p, h in zip(asked, how, strict=True)
+                list(engine.decode_speculative(p, ROOM, TreeShape(*tree), sampling=h))
+                for p, h in zip(asked, how, strict=True)
             ]
             compare((tree, how[0][:3]), runs, answers)
-        runs = [list(engine.decode_speculative(prompt, ROOM, *tree)) for prompt in asked[:2]]
+        runs = [list(engine.decode_speculative(prompt, ROOM, TreeShape(*tree))) for prompt in asked[:2]]
         compare(
             (tree, "greedy, in between"),
             runs,
@@ -188,7 +189,9 @@ def drawn(args: argparse.Namespace) -> None:
         engine = small(args, torch.float32, vocab)
         engine.target.fused_decoder = engine.drafter.fused_draft = None
         for how in (None, SamplingParams(0.7, 0.95, 50, 1)):
-            runs = [list(engine.decode_speculative(prompt, ROOM, 5, 4, 16, sampling=how)) for prompt in asked[:3]]
+            runs = [
+                list(engine.decode_speculative(prompt, ROOM, TreeShape(5, 4, 16), sampling=how)) for prompt in asked[:3]
+            ]
             answers = [collect_tokens(engine.decode_plain(prompt, ROOM, sampling=how)) for prompt in asked[:3]]
             compare(f"by transformers' own modules, {vocab} tokens, {'drawn' if how else 'greedy'}", runs, answers)
 
@@ -227,7 +230,7 @@ def decoding(
     prompt = torch.randint(0, 151936, (PROMPT,), generator=draw).tolist()
     if tree is None:
         return engine.decode_plain(prompt, tokens, sampling=how)
-    return engine.decode_speculative(prompt, tokens, *tree, sampling=how)
+    return engine.decode_speculative(prompt, tokens, TreeShape(*tree), sampling=how)
 
 
 def speed(args: argparse.Namespace) -> None:

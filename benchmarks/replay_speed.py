@@ -23,7 +23,7 @@ from stages.draft.eagle3 import DraftConfig, Eagle3Draft, build_prefix_mask, com
 from stages.params.tree_shape import TreeShape
 from stages.replay.replay import ReplayOutput, compute_capacity, replay_answers
 from stages.results import interval
-from stages.trees import draft_tree
+from stages.trees import acceptance, draft_tree
 from stages.trees.expansion import expand_candidates
 
 PEAK = {"float32": 67e12, "bfloat16": 989e12}  # FLOP/s of an H200 (its data sheet; float32 without TF32)
@@ -227,7 +227,7 @@ def step_by_step(
         kept = draft_tree.build_tree(grown, tokens)
         choices = [said[bonus + d + 1] if bonus + d + 1 < end else -1 for d in kept.depths[0].tolist()]
         chosen = torch.tensor([choices], device=ids.device)
-        depth = int(draft_tree.find_accepted_path(kept, chosen, steps)[1]) - 1
+        depth = int(acceptance.find_accepted_path(kept, chosen, steps)[1]) - 1
         accepted, cycles, bonus = accepted + depth, cycles + 1, bonus + depth + 1
     return accepted, cycles
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from stages.runtime.import_closure import find_import_closure, list_modules
 
 DVC_FILE = Path("dvc.yaml")
-WIDTH = 118
+WIDTH = 128
 
 _STAGE = re.compile(r"^  ([a-z_]+):\s*(?:#.*)?$", re.MULTILINE)
 _CODE = re.compile(r"^(?P<indent> +)# code, written by: aerie deps --write\n(?P<deps>(?:(?! *\]).*\n)*)", re.MULTILINE)

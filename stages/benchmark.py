@@ -12,7 +12,7 @@ prompts and of the slots; the first process writes the cell.
 
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -228,7 +228,7 @@ def _start_decoding(
     images = work.images[prompt_id]
     if kind == "plain":
         return work.engine.decode_plain(ids, work.max_new_tokens, images, drawn)
-    return work.engine.decode_speculative(ids, work.max_new_tokens, *astuple(work.tree), images, drawn)
+    return work.engine.decode_speculative(ids, work.max_new_tokens, work.tree, images, drawn)
 
 
 def _measure_divergence_margin(

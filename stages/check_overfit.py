@@ -31,7 +31,7 @@ from stages.target import loading, manifest, vision
 from stages.target.feature_target import FeatureTarget
 from stages.telemetry.run_stage import run_stage
 from stages.training import adamw, ttt
-from stages.trees import acceptance
+from stages.trees import accept_length
 
 SAMPLED, HIDDENS = Path("data/sampled/train"), Path("data/hiddens/train")
 REPORT, PASS = Path("results/overfit_report.json"), Path("results/overfit_pass.json")
@@ -233,7 +233,7 @@ def measure_chain_tau(
     position, total, cycles = 0, 0, 0
     while position < len(accepted):
         total, cycles, position = total + accepted[position], cycles + 1, position + accepted[position] + 1
-    return acceptance.compute_tau(torch.tensor([total]).numpy(), torch.tensor([cycles]).numpy())
+    return accept_length.compute_tau(torch.tensor([total]).numpy(), torch.tensor([cycles]).numpy())
 
 
 if __name__ == "__main__":

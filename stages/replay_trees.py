@@ -31,7 +31,7 @@ from stages.replay.replay import ReplayOutput, compute_capacity, replay_answers
 from stages.results import clusters, interval, replay_records
 from stages.target import chat_template, manifest
 from stages.telemetry.run_stage import run_stage
-from stages.trees import acceptance
+from stages.trees import accept_length
 from stages.trees.draft_tree import check_tree
 
 HIDDENS, SAMPLED = Path("data/hiddens"), Path("data/sampled")
@@ -152,7 +152,7 @@ def _build_replay_rows(
     found: list[dict[str, Any]] = []
     for g, tree in enumerate(grid):
         accepted, cycles = counts.accepted[:, g], counts.cycles[:, g]
-        tau = acceptance.compute_tau(accepted, cycles)
+        tau = accept_length.compute_tau(accepted, cycles)
         low, high = intervals[g] or (None, None)
         found.append(
             {
@@ -170,7 +170,7 @@ def _build_replay_rows(
                 "acceptance": _format_accept_by_depth(
                     counts.cycles_reaching_depth[g], int(cycles.sum()), tree.num_steps
                 ),
-                "tau_oracle": acceptance.compute_tau(*counts.oracle[:, g]),
+                "tau_oracle": accept_length.compute_tau(*counts.oracle[:, g]),
                 "tau_adaptive": oracle_bounds.interpolate_adaptive_tau(
                     threshold_sums[tree.topk][:, :, tree.num_steps - 1], tree.num_draft_tokens
                 ),

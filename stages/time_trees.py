@@ -9,7 +9,6 @@ Times depend on a draft's shapes, not on its weights: e000 stands for every chec
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -126,7 +125,7 @@ def _build_engine(p: schema.Params, target: manifest.TargetManifest, name: str) 
 
 
 def _make_speculative_decoding(engine: Engine, prompt: list[int], tree: TreeShape, cycles: int) -> StartDecoding:
-    return partial(engine.decode_speculative, prompt, _count_committed_tokens(tree, cycles), *astuple(tree))
+    return partial(engine.decode_speculative, prompt, _count_committed_tokens(tree, cycles), tree)
 
 
 def _time_decodings(decodings: list[StartDecoding], s: TimeTrees) -> list[list[float]]:

@@ -173,7 +173,7 @@ def test_decoding_with_any_option_is_lossless_and_is_what_replay_counts(small_ru
     for row in list(reader.read_rows(small_run / "data/hiddens/eval"))[:3]:
         prompt, answer = row.ids[: row.prompt_length].tolist(), row.ids[row.prompt_length :].tolist()
         plain = [t for step in engine.decode_plain(prompt, len(answer)) for t in step.tokens]
-        steps = list(engine.decode_speculative(prompt, len(answer), 6, 2, 12))
+        steps = list(engine.decode_speculative(prompt, len(answer), TreeShape(6, 2, 12)))
         assert [t for step in steps for t in step.tokens] == plain == answer
         accepted, cycles, *_ = replay_answers(
             draft, engine.embedding, row.ids[None].long(), row.features[None], torch.tensor([row.prompt_length]),

@@ -19,6 +19,7 @@ from stages.methods.lookahead import LookaheadMethod
 from stages.methods.medusa_proposer import MedusaMethod
 from stages.methods.prompt_lookup import PromptLookupMethod
 from stages.methods.static_tree import StaticTree, select_best_branches
+from stages.params.tree_shape import TreeShape
 from stages.target import loading, manifest
 
 TREES = [(1, 1, 2), (5, 1, 6), (8, 2, 16), (8, 3, 16), (5, 4, 16), (10, 3, 32), (8, 2, 8)]
@@ -71,7 +72,7 @@ def test_plain_decoding_is_transformers_own_greedy_search(small_run: Path, promp
 @pytest.mark.parametrize("tree", TREES, ids=lambda t: "t{}_{}_{}".format(*t))
 def test_every_tree_says_what_plain_decoding_says(small_run: Path, model, prompts, plain, name: str, tree) -> None:
     for prompt, answer in zip(prompts, plain, strict=True):
-        steps = list(engine(small_run, model, name).decode_speculative(prompt, ROOM, *tree))
+        steps = list(engine(small_run, model, name).decode_speculative(prompt, ROOM, TreeShape(*tree)))
         assert said(steps) == answer
         for step in steps[1:]:  # a cycle commits its drafts and one bonus token, unless it was cut at the end
             assert 0 <= step.num_accepted <= tree[0]
@@ -83,7 +84,7 @@ def test_drawn_answers_are_those_of_plain_decoding_from_the_same_seed(small_run:
     both, accepted = engine(small_run, model, "e003"), 0
     for seed, prompt in enumerate(prompts):
         drawn = SamplingParams(0.7, 0.95, 50, seed)
-        steps = list(both.decode_speculative(prompt, ROOM, *tree, sampling=drawn))
+        steps = list(both.decode_speculative(prompt, ROOM, TreeShape(*tree), sampling=drawn))
         assert said(steps) == said(both.decode_plain(prompt, ROOM, sampling=drawn))
         accepted += sum(step.num_accepted for step in steps)
     assert accepted > 5, "nothing is accepted, so nothing is tested"
@@ -131,7 +132,7 @@ def test_a_trained_draft_is_accepted_more_than_a_random_one(small_run: Path, mod
         name: sum(
             s.num_accepted
             for p in prompts
-            for s in engine(small_run, model, name).decode_speculative(p, ROOM, 8, 2, 16)
+            for s in engine(small_run, model, name).decode_speculative(p, ROOM, TreeShape(8, 2, 16))
         )
         for name in ("e000", "e003")
     }
@@ -142,7 +143,7 @@ def test_a_trained_draft_is_accepted_more_than_a_random_one(small_run: Path, mod
 def test_the_length_limit_holds_inside_a_cycle(small_run: Path, model, prompts, room: int) -> None:
     both = engine(small_run, model, "e003")
     for prompt in prompts:
-        steps = list(both.decode_speculative(prompt, room, 8, 2, 16))
+        steps = list(both.decode_speculative(prompt, room, TreeShape(8, 2, 16)))
         assert said(steps) == said(both.decode_plain(prompt, room))
         assert len(said(steps)) <= room
 

@@ -60,7 +60,8 @@ from stages.engine.slot_pool import SlotPool
 from stages.engine.target_runner import TargetRunner
 from stages.params.tree_shape import TreeShape
 from stages.target.multimodal import ImagePatchesProtocol
-from stages.trees import draft_tree as trees
+from stages.trees import acceptance
+from stages.trees.draft_tree import DraftTree
 
 
 @dataclass(frozen=True)
@@ -143,9 +144,7 @@ class Engine:
         self,
         prompt: list[int],
         max_new_tokens: int,
-        num_steps: int,
-        topk: int,
-        num_draft_tokens: int,
+        tree: TreeShape,
         images: ImagePatchesProtocol | None = None,
         sampling: SamplingParams | None = None,
     ) -> Iterator[DecodeStep]:
@@ -154,7 +153,7 @@ class Engine:
         Tokens past an end token or `max_new_tokens` are cut off, so the last cycle may come without its bonus token. Raises
         ValueError for an impossible tree, before the first token.
         """
-        method = self.get_tree_method(TreeShape(num_steps, topk, num_draft_tokens))
+        method = self.get_tree_method(tree)
         yield from self._decode_alone(DecodeRequest(prompt, max_new_tokens, images, sampling), method)
 
     @torch.inference_mode()
@@ -369,7 +368,7 @@ class Engine:
         state.readback[:, 1:].copy_(state.next_tokens)
 
     def _verify_and_accept(
-        self, run: DecodingRun, state: DecodeState, tree: trees.DraftTree, ids: Tensor, visible_length: int
+        self, run: DecodingRun, state: DecodeState, tree: DraftTree, ids: Tensor, visible_length: int
     ) -> VerifyOutput:
         """Verify trees with tokens ids [B, M], accept paths, move their rows; streams of feature layers become features."""
         slots, (num_slots, path_length) = run.slots, state.next_tokens.shape
@@ -383,7 +382,7 @@ class Engine:
             run.feature_layers,
         )
         target_tokens = self._sample_nodes(run, hidden, state.output_length + tree.depths)  # [B, M]
-        path, lengths = trees.find_accepted_path(tree, target_tokens, path_length - 1)  # [B, R], [B]
+        path, lengths = acceptance.find_accepted_path(tree, target_tokens, path_length - 1)  # [B, R], [B]
         num_verified = moved = lengths[:, None]
         if slots.active_mask is not None:
             active = slots.active_mask[:num_slots]

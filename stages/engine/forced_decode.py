@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 from stages.draft.eagle3 import Eagle3Draft
 from stages.engine.decode import Engine
 from stages.engine.sampling import TokenSampler
+from stages.params.tree_shape import TreeShape
 from stages.target.multimodal import ImagePatchesProtocol
-from stages.trees import acceptance
+from stages.trees import accept_length
 
 
 class ForcedDecodingEngine(Engine):
@@ -36,8 +37,10 @@ def measure_chain_tau(
     engine: ForcedDecodingEngine, prompt: list[int], num_steps: int, images: ImagePatchesProtocol | None = None
 ) -> float:
     """Return tau of chains of `num_steps` drafts along the answer. Raises ValueError where it exceeds the engine's capacity."""
-    cycles = [*engine.decode_speculative(prompt, len(engine.answer), num_steps, 1, num_steps + 1, images)][1:]
-    return acceptance.compute_tau(np.array([step.num_accepted for step in cycles]), np.ones(len(cycles)))
+    cycles = [*engine.decode_speculative(prompt, len(engine.answer), TreeShape(num_steps, 1, num_steps + 1), images)][
+        1:
+    ]
+    return accept_length.compute_tau(np.array([step.num_accepted for step in cycles]), np.ones(len(cycles)))
 
 
 @torch.no_grad()
@@ -54,4 +57,4 @@ def compute_perfect_tau(answer: Tensor, last: Tensor, head: Tensor, num_steps: i
         chain = matches[bonus : bonus + num_steps]
         num_accepted = chain.index(False) if False in chain else len(chain)
         bonus, accepted, cycles = bonus + num_accepted + 1, accepted + num_accepted, cycles + 1
-    return acceptance.compute_tau(np.array(accepted), np.array(cycles))
+    return accept_length.compute_tau(np.array(accepted), np.array(cycles))

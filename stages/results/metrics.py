@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from stages.results import clusters, interval
-from stages.trees import acceptance
+from stages.trees import accept_length
 
 Row = Mapping[str, Any]  # of one answer: results/torch_records.py, PromptRow
 
@@ -49,7 +49,7 @@ def pool_acceptance(
 ) -> AcceptanceMetrics:
     """Pool accepted draft tokens [N] and verify cycles [N]. Without `cluster_names` [N] there is no interval of tau."""
     drafts, passes = np.asarray(accepted, dtype=np.int64), np.asarray(cycles, dtype=np.int64)
-    tau, ends = acceptance.compute_tau(drafts, passes), None
+    tau, ends = accept_length.compute_tau(drafts, passes), None
     if cluster_names is not None:
         ends = interval.compute_tau_interval(
             clusters.sum_by_cluster(cluster_names, drafts), clusters.sum_by_cluster(cluster_names, passes), num_steps

@@ -19,7 +19,7 @@ DEFINITIONS = "docs/metrics.md, version 3"
 
 
 class Cell(Record):
-    """What a cell of any benchmark stage says of what it measured, and on what."""
+    """The fields that cells of all benchmark stages share: what was measured, on which hardware and versions."""
 
     workload: str
     checkpoint: str | None

@@ -1,4 +1,4 @@
-"""What the report shows of results/train/NAME.json: a checkpoint's training, or its import."""
+"""Records of results/train/NAME.json that the report shows: a checkpoint's training, or its import."""
 
 from pathlib import Path
 

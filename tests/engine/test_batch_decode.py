@@ -3,7 +3,6 @@
 import gc
 import random
 import weakref
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +82,7 @@ def alone(engine: Engine, ask: DecodeRequest, tree: TreeShape | None) -> list[De
     return list(
         engine.decode_plain(prompt, most, pictures, how)
         if tree is None
-        else engine.decode_speculative(prompt, most, *astuple(tree), pictures, how)
+        else engine.decode_speculative(prompt, most, tree, pictures, how)
     )
 
 

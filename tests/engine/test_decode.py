@@ -18,6 +18,7 @@ from stages.engine.kv_cache import KVCache, probe_kv_shapes
 from stages.engine.sampling import SamplingParams, compute_probabilities, draw_tokens, draw_uniforms
 from stages.engine.target_kernels import FusedDecoder
 from stages.engine.target_runner import TargetRunner
+from stages.params.tree_shape import TreeShape
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -141,7 +142,7 @@ def test_plain_decoding_is_transformers_own(engine: Engine, model: Any) -> None:
 def test_trees_say_what_transformers_says(engine: Engine, model: Any, tree: tuple[int, int, int]) -> None:
     accepted = 0
     for prompt in prompts():
-        steps = list(engine.decode_speculative(prompt, ROOM, *tree))
+        steps = list(engine.decode_speculative(prompt, ROOM, TreeShape(*tree)))
         assert said(steps) == theirs(model, prompt)
         assert all(len(step.tokens) == step.num_accepted + 1 for step in steps[1:-1])
         accepted += sum(step.num_accepted for step in steps[1:])
@@ -175,17 +176,17 @@ def test_drawn_answers_follow_their_own_numbers_and_temperature(engine: Engine, 
         for prompt in prompts():
             expected = drawn(model, prompt, how)
             assert said(engine.decode_plain(prompt, ROOM, sampling=how)) == expected
-            steps = list(engine.decode_speculative(prompt, ROOM, 5, 4, 16, sampling=how))
+            steps = list(engine.decode_speculative(prompt, ROOM, TreeShape(5, 4, 16), sampling=how))
             assert said(steps) == expected
             accepted += sum(step.num_accepted for step in steps[1:])
-            assert said(engine.decode_speculative(prompt, 7, 5, 4, 16)) == theirs(model, prompt, 7)
+            assert said(engine.decode_speculative(prompt, 7, TreeShape(5, 4, 16))) == theirs(model, prompt, 7)
     assert accepted > 5
 
 
 @pytest.mark.parametrize("room", [1, 2, 3, 7])
 def test_the_length_limit_holds_inside_a_cycle(engine: Engine, model: Any, room: int) -> None:
     for prompt in prompts():
-        assert said(engine.decode_speculative(prompt, room, 5, 4, 16)) == theirs(model, prompt, room)
+        assert said(engine.decode_speculative(prompt, room, TreeShape(5, 4, 16))) == theirs(model, prompt, room)
         assert said(engine.decode_plain(prompt, room)) == theirs(model, prompt, room)
 
 
@@ -197,7 +198,7 @@ def test_an_end_token_ends_both_though_it_is_found_late(engine: Engine, model: A
         for prompt, answer in whole.items():
             cut = answer[: answer.index(end) + 1] if end in answer else answer
             assert said(engine.decode_plain(list(prompt), ROOM)) == cut
-            assert said(engine.decode_speculative(list(prompt), ROOM, 5, 4, 16)) == cut
+            assert said(engine.decode_speculative(list(prompt), ROOM, TreeShape(5, 4, 16))) == cut
 
 
 def test_every_way_to_run_accepts_the_same_drafts(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +214,9 @@ def test_every_way_to_run_accepts_the_same_drafts(model: Any, monkeypatch: pytes
                 engine = Engine(model, [END], [1, 3, 4], draft(**options))
                 if way == "played":
                     engine.drafter.fused_draft = None
-                found.append([list(engine.decode_speculative(prompt, ROOM, 5, 3, 12)) for prompt in prompts()])
+                found.append(
+                    [list(engine.decode_speculative(prompt, ROOM, TreeShape(5, 3, 12))) for prompt in prompts()]
+                )
         assert found[0] == found[1] == found[2]
 
 
@@ -230,11 +233,11 @@ def test_letters_of_two_sizes_and_two_on_their_way() -> None:
 
 def test_decodings_of_one_engine_do_not_meet(engine: Engine, model: Any) -> None:
     """Each has a room of its own, also where one begins before another has ended, or where one is given up."""
-    given_up = engine.decode_speculative([4, 5, 6], ROOM, 5, 4, 16)
+    given_up = engine.decode_speculative([4, 5, 6], ROOM, TreeShape(5, 4, 16))
     next(given_up)
     next(given_up)
     given_up.close()
-    both = engine.decode_speculative([1, 2, 3], ROOM, 5, 4, 16), engine.decode_plain([4, 5], ROOM)
+    both = engine.decode_speculative([1, 2, 3], ROOM, TreeShape(5, 4, 16)), engine.decode_plain([4, 5], ROOM)
     found: tuple[list[int], list[int]] = ([], [])
     for pair in zip_longest(*both):
         for step, said_before in zip(pair, found, strict=True):
@@ -247,7 +250,7 @@ def test_decodings_of_one_engine_do_not_meet(engine: Engine, model: Any) -> None
 def test_more_room_is_taken_when_it_is_needed(engine: Engine, model: Any) -> None:
     for length in (3, 300, 5):
         prompt = torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-        assert said(engine.decode_speculative(prompt, 12, 3, 3, 8)) == theirs(model, prompt, 12)
+        assert said(engine.decode_speculative(prompt, 12, TreeShape(3, 3, 8))) == theirs(model, prompt, 12)
 
 
 def test_too_little_memory_is_told_before_the_first_token(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from stages.replay.replay import replay_answers
 from stages.results import interval
 from stages.target import generation
 from stages.target.hooks import capture_residual_streams
-from stages.trees import acceptance
+from stages.trees import accept_length
 from stages.trees.draft_tree import DraftTree
 from tests.draft.slow_draft import CONFIG, scatter, small_target
 
@@ -148,7 +148,7 @@ def test_every_tree_says_what_plain_decoding_says_from_the_same_seed(engine: Eng
     accepted = 0
     for seed in range(4):
         drawn = SamplingParams(*HOW[how], seed)
-        steps = list(engine.decode_speculative(PROMPT, 30, *tree, sampling=drawn))
+        steps = list(engine.decode_speculative(PROMPT, 30, TreeShape(*tree), sampling=drawn))
         assert said(steps) == said(engine.decode_plain(PROMPT, 30, sampling=drawn))
         accepted += sum(step.num_accepted for step in steps)
     assert accepted > 5, "nothing is accepted, so nothing is tested"
@@ -156,11 +156,13 @@ def test_every_tree_says_what_plain_decoding_says_from_the_same_seed(engine: Eng
 
 def test_a_seed_says_the_same_again_and_another_something_else(engine: Engine) -> None:
     answers = [
-        said(engine.decode_speculative(PROMPT, 30, 3, 2, 6, sampling=SamplingParams(1.0, 1.0, None, s)))
+        said(engine.decode_speculative(PROMPT, 30, TreeShape(3, 2, 6), sampling=SamplingParams(1.0, 1.0, None, s)))
         for s in (4, 4, 5)
     ]
     assert answers[0] == answers[1] != answers[2]
-    shorter = said(engine.decode_speculative(PROMPT, 11, 3, 2, 6, sampling=SamplingParams(1.0, 1.0, None, 4)))
+    shorter = said(
+        engine.decode_speculative(PROMPT, 11, TreeShape(3, 2, 6), sampling=SamplingParams(1.0, 1.0, None, 4))
+    )
     assert shorter == answers[0][:11]
 
 
@@ -203,7 +205,7 @@ def refused(engine: Engine, how: tuple[float, float, int | None], tree, runs: in
     known = exact(engine, how)
     counts: Counter[tuple[int, ...]] = Counter()
     for seed in range(runs):
-        answer = said(engine.decode_speculative(PROMPT, LENGTH, *tree, sampling=SamplingParams(*how, seed)))
+        answer = said(engine.decode_speculative(PROMPT, LENGTH, TreeShape(*tree), sampling=SamplingParams(*how, seed)))
         counts.update(tuple(answer[:length]) for length in range(1, LENGTH + 1))
     least = FALSE_ALARM / (2 * (len(known) - 1))
     return any(tail(counts[path], runs, chance) < least for path, chance in known.items() if path)
@@ -255,7 +257,7 @@ def test_taking_every_first_guess_is_refused(engine: Engine, monkeypatch: pytest
         choices[:, 0] = tree.tokens[:, 0]
         return torch.tensor([[0, 1, 0]]), torch.tensor([2])
 
-    monkeypatch.setattr(decode.trees, "find_accepted_path", first_guess)
+    monkeypatch.setattr(decode.acceptance, "find_accepted_path", first_guess)
     assert refused(engine, HOW["hot"], (2, 2, 7), RUNS // 3)
 
 
@@ -284,7 +286,7 @@ def prompts_of(seed: int, count: int) -> list[list[int]]:
 def live(engine: Engine, prompts: list[list[int]], seeds: range, tree, how) -> tuple[np.ndarray, np.ndarray]:
     """accepted, cycles [prompts] of the engine."""
     runs = [
-        list(engine.decode_speculative(p, ANSWER, *tree, sampling=SamplingParams(*how, s)))[1:]
+        list(engine.decode_speculative(p, ANSWER, TreeShape(*tree), sampling=SamplingParams(*how, s)))[1:]
         for p, s in zip(prompts, seeds, strict=True)
     ]
     return np.array([sum(s.num_accepted for s in run) for run in runs]), np.array([len(run) for run in runs])
@@ -327,7 +329,7 @@ def trajectories(
 def spread(accepted: np.ndarray, cycles: np.ndarray) -> tuple[float, float]:
     """tau and its standard error, from the interval that is reported."""
     found = interval.compute_tau_interval(accepted, cycles, 3)
-    return acceptance.compute_tau(accepted, cycles), found.half / interval.compute_t_quantile(len(cycles) - 1)
+    return accept_length.compute_tau(accepted, cycles), found.half / interval.compute_t_quantile(len(cycles) - 1)
 
 
 @pytest.mark.long

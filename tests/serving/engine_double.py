@@ -109,9 +109,10 @@ class Double:
             not self.speculates or f.speculative_algorithm == "EAGLE"
         ):  # without its fusion an EAGLE-3 draft drafts nonsense
             return self.engine.decode_plain(ids, most, pictures)
-        return self.engine.decode_speculative(
-            ids, most, f.speculative_num_steps, f.speculative_eagle_topk, f.speculative_num_draft_tokens, pictures
-        )
+        from stages.params.tree_shape import TreeShape
+
+        tree = TreeShape(f.speculative_num_steps, f.speculative_eagle_topk, f.speculative_num_draft_tokens)
+        return self.engine.decode_speculative(ids, most, tree, pictures)
 
     async def decode(self, ids: list[int], most: int, pictures: Any = None) -> Any:
         """(tokens so far, histogram, whether that is all) after each step."""

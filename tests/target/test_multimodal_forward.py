@@ -252,7 +252,7 @@ def test_replay_says_what_the_live_engine_accepts(run: Run, tree: tuple[int, int
     engine = Engine(run.model, [5], TAPPED, draft)
     live = []
     for (ids, shown), answer in zip(run.prompts, run.answers, strict=True):
-        steps = list(engine.decode_speculative(ids.tolist(), ROOM, *tree, shown))
+        steps = list(engine.decode_speculative(ids.tolist(), ROOM, TreeShape(*tree), shown))
         assert said(steps) == answer
         live.append([sum(s.num_accepted for s in steps[1:]), len(steps) - 1])
     rows = run.rows
@@ -279,7 +279,7 @@ def test_training_rolls_what_decoding_rolls(run: Run) -> None:
         while place < len(accepted):
             walked.append(accepted[place])
             place += accepted[place] + 1
-        steps = list(engine.decode_speculative(ids.tolist(), ROOM, STEPS, 1, STEPS + 1, shown))
+        steps = list(engine.decode_speculative(ids.tolist(), ROOM, TreeShape(STEPS, 1, STEPS + 1), shown))
         assert walked == [s.num_accepted for s in steps[1:]][: len(walked)]
         assert (
             len(walked) >= len(steps) - 2

@@ -14,7 +14,7 @@ from stages.engine.decode import Engine
 from stages.engine.memory_estimate import estimate_memory
 from stages.params.tree_shape import TreeShape
 from stages.replay.replay import replay_answers
-from stages.trees import draft_tree
+from stages.trees import acceptance, draft_tree
 from tests.draft.slow_draft import CONFIG, random_draft, small_target
 
 VOCAB = 5
@@ -135,7 +135,7 @@ def test_the_target_accepts_its_own_path_as_far_as_it_is_in_the_tree(shape, choi
     while (*walked, chosen(walked)) in paths:
         walked = (*walked, chosen(walked))
     steps = drawn[2]
-    path, count = draft_tree.find_accepted_path(kept, torch.tensor([[chosen(p) for p in paths]]), steps)
+    path, count = acceptance.find_accepted_path(kept, torch.tensor([[chosen(p) for p in paths]]), steps)
     assert path.shape == (1, steps + 1) and count.item() == len(walked) + 1
     assert [paths[n] for n in path[0, : len(walked) + 1]] == [walked[:i] for i in range(len(walked) + 1)]
     assert not path[0, len(walked) + 1 :].any()
@@ -234,7 +234,7 @@ def test_a_tree_that_can_not_be_built_is_refused_before_anything_is_computed(sha
         replay_answers(draft, embedding, ids, features, torch.tensor([3]), torch.tensor([8]), [TreeShape(*shape)])
     engine = Engine(small_target(CONFIG.vocab_size, 1), [], [1, 2, 3], draft)
     with pytest.raises(ValueError, match=re.escape(says)):
-        next(engine.decode_speculative([1, 2], 5, steps, topk, tokens))
+        next(engine.decode_speculative([1, 2], 5, TreeShape(steps, topk, tokens)))
 
 
 def test_a_tree_deeper_than_the_drafts_window_is_refused() -> None:
@@ -250,13 +250,13 @@ def test_a_tree_deeper_than_the_drafts_window_is_refused() -> None:
     engine = Engine(small_target(CONFIG.vocab_size, 1), [], [1, 2, 3], draft)
     for refused in (
         lambda: replay_answers(*rows, [TreeShape(4, 1, 5), TreeShape(5, 1, 6)]),
-        lambda: next(engine.decode_speculative([1, 2], 5, 5, 1, 6)),
+        lambda: next(engine.decode_speculative([1, 2], 5, TreeShape(5, 1, 6))),
         lambda: estimate_memory(engine, 9, 2, TreeShape(5, 1, 6)),
     ):
         with pytest.raises(ValueError, match=says):
             refused()
     replay_answers(*rows, [TreeShape(4, 1, 5)])
-    assert len(list(engine.decode_speculative([1, 2], 5, 4, 1, 5))) > 1
+    assert len(list(engine.decode_speculative([1, 2], 5, TreeShape(4, 1, 5)))) > 1
 
 
 def test_the_largest_trees_are_built() -> None:

@@ -1,0 +1,12 @@
+"""Accept length (tau), as docs/metrics.md defines it; its confidence interval is in results/interval.py.
+
+tau = (accepted drafts + verify cycles) / verify cycles, pooled over all cycles of all prompts. The bonus token counts, the
+token from prefill does not; a last cycle cut by the end of sequence or the length limit counts as one.
+"""
+
+import numpy as np
+
+
+def compute_tau(accepted: np.ndarray, cycles: np.ndarray) -> float:
+    """Return tau pooled over prompts, from accepted drafts [P] and verify cycles [P] of each; 1.0 without any cycle."""
+    return float((accepted.sum() + cycles.sum()) / cycles.sum()) if cycles.sum() else 1.0
