@@ -51,7 +51,7 @@ class HubPin:
 
 @dataclass(frozen=True)
 class HubRecord(HubPin):
-    """What was read of a dataset, for the report."""
+    """The commit and the number of rows that were read of a dataset, for the report."""
 
     commit: str | None  # that the revision was resolved to; None for a local folder
     rows: int
