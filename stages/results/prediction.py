@@ -63,7 +63,7 @@ class _LaunchedEngine(Record):
 
 
 class LaunchAdvice(PredictedSpeedup, _LaunchedEngine):
-    """What to launch at one load: `results/launch.json` has these keys in this order."""
+    """The tree to launch at one load; `results/launch.json` has these keys in this order."""
 
     flags: list[str]  # none if speculation is not worth enabling
 

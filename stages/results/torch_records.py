@@ -19,7 +19,7 @@ DEFINITIONS = "docs/metrics.md, version 3"
 
 
 class Cell(Record):
-    """What a cell of any benchmark stage says of what it measured, and on what."""
+    """The keys that cells of all benchmark stages have: names, sampling, machine and cost."""
 
     workload: str
     checkpoint: str | None

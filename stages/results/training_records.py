@@ -1,4 +1,4 @@
-"""What the report shows of results/train/NAME.json: a checkpoint's training, or its import."""
+"""The parts of results/train/NAME.json that the report shows: of a checkpoint's training, or of its import."""
 
 from pathlib import Path
 
