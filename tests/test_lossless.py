@@ -105,7 +105,7 @@ def methods(small_run: Path, model) -> dict[str, Any]:
     eagle, medusa = (fresh[name].requires_grad_(False) for name in method_checkpoint.CHECKPOINT_METHODS)
     return {
         "eagle": EagleMethod(eagle, table, static, "sglang"),
-        "eagle2": EagleMethod(eagle, table, (5, 2, 8), "sglang"),
+        "eagle2": EagleMethod(eagle, table, TreeShape(5, 2, 8), "sglang"),
         "medusa": MedusaMethod(medusa, static, table.shape[1], table.shape[0]),
         "lookahead": LookaheadMethod(5, 4, 5, cpu),
         "ngram": PromptLookupMethod(3, 1, 8, cpu),
