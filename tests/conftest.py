@@ -59,10 +59,10 @@ SMALL = {
 
 # Files of a minute or more, the longest first, and not two in a row that wait for small_run. Another order is only slower.
 LONG = [
-    "test_train_draft", "test_prefect_workers", "test_sample_target", "test_benchmark_served", "test_extract_hiddens",
-    "test_import_draft",
-    "test_reruns", "test_bad_input", "test_flows", "test_lossless", "test_pictured_stages", "test_sharing", "test_load",
-    "test_multimodal_forward", "test_sampling",
+    "test_train_draft", "test_prefect_workers", "test_browser", "test_reruns", "test_sample_target", "test_benchmark_served",
+    "test_flows", "test_batch_decode", "test_sampling", "test_extract_hiddens", "test_dvc_graph", "test_freshness",
+    "test_prepare_prompts", "test_lossless", "test_report", "test_import_draft", "test_security", "test_load_generator",
+    "test_bad_input", "test_pictured_stages", "test_sharing", "test_multimodal_forward",
 ]  # fmt: skip
 
 
