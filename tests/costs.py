@@ -40,7 +40,7 @@ def grid(
 def made_up(
     checkpoint: str = "e000", model: str = "builtin/weather-tiny", points: list[CycleTime] | None = None, **keys: Any
 ) -> TimingGrid:
-    """Of the torch engine."""
+    """Return a made-up timing grid of the torch engine; `keys` replace its fields."""
     points = grid() if points is None else points
     made = {
         "definitions": timing_grid.COST_DEFINITIONS,
