@@ -21,7 +21,7 @@ def run_graph() -> Iterator[str]:
         yield from _describe_stale(reasons)
         if not reasons:
             return
-        with processes.guard_run(held_files):
+        with processes.guard_run(held_files), processes.preload_stages(len(reasons)):
             dvc_graph.run_all_stages()
 
 

@@ -99,6 +99,7 @@ def _run_graph(change: Callable[[], None] | None, publish: Callable[[], None] = 
         try:
             stack.enter_context(processes.guard_run(held))
             reasons = dvc_graph.explain_stale()
+            stack.enter_context(processes.preload_stages(len(reasons)))
             publish_plan(reasons)
             states = run_stale_stages(graph, reasons, pool, hosts)
         except BaseException:  # a cancelled flow: its tasks are on other threads, which get no signal

@@ -16,15 +16,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO, Any
 
 import psutil
 
 from pipeline import password
+from stages.telemetry import fork_server
 
 COMMAND_GRACE_S = 5.0  # seconds between SIGTERM and SIGKILL for a stage's command
 DVC_GRACE_S = 15.0  # seconds for DVC to write its lock file after that; Prefect kills a cancelled flow after 30
 POLL_S = 0.05  # seconds
+FEWEST_PRELOADED = 3  # stages of a run
 TAIL_LINES = 10  # of a failed stage in its state, which Prefect prints twice; the log above it has all
 RUN_MARK_VARIABLE = "AERIE_RUN"  # environment variable of every process that a run has started
 DVC_MODULE = "pipeline.checked_dvc"  # in the command line of a DVC process, and of none that it started
@@ -83,6 +86,40 @@ def guard_run(held_files: Iterable[int] = ()) -> Iterator[None]:
         guard.stdout.read()  # until it has ended and freed the files it shares
         guard.stdout.close()
         _mark = None
+
+
+@contextmanager
+def preload_stages(number: int) -> Iterator[None]:
+    """Have the stages that this process starts forked from one that has imported torch (stages/telemetry/fork_server.py).
+
+    Does nothing for fewer than FEWEST_PRELOADED stages: the import takes as long as in a stage. Until it is done, beside the
+    first stages, they start as without it. Needs Linux, for process handles.
+    """
+    if number < FEWEST_PRELOADED or not hasattr(os, "pidfd_open"):
+        yield
+        return
+    with TemporaryDirectory(prefix="aerie-") as folder:  # readable by this user only
+        address = str(Path(folder) / "fork_server")
+        mark = {RUN_MARK_VARIABLE: _mark} if _mark else {}
+        # torch counts GPUs at import through NVML, since a process that has initialised CUDA cannot be forked.
+        environment = os.environ | mark | {"PYTHONUNBUFFERED": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+        server = subprocess.Popen(
+            [sys.executable, "-m", "stages.telemetry.fork_server", address],
+            env={name: value for name, value in environment.items() if name not in (password.CLIENT, password.SERVER)},
+            stdin=subprocess.PIPE,  # the server ends with this pipe
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,  # a stage that cannot import torch says so itself
+            start_new_session=True,
+        )
+        os.environ[fork_server.ADDRESS_VARIABLE] = address
+        try:
+            yield
+        finally:
+            del os.environ[fork_server.ADDRESS_VARIABLE]
+            assert server.stdin
+            server.stdin.close()
+            server.terminate()  # it may still be importing
+            server.wait()
 
 
 def notify_guard(line: str) -> None:

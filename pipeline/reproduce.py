@@ -42,7 +42,7 @@ def reproduce_recipe(name: str) -> Iterator[str]:
     stale: list[str] | None = None
     with workspaces.exclusive_run(print) as held_files:
         yield from take_recipe(name)
-        with processes.guard_run(held_files):
+        with processes.guard_run(held_files), processes.preload_stages(len(dvc_graph.list_stages())):
             try:
                 dvc_graph.run_all_stages(keep_going=True)
             except processes.StageError:  # DVC has printed which stage failed and which it skipped

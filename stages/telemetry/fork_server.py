@@ -1,0 +1,174 @@
+"""Start stages in processes forked from one that has imported torch and transformers: 0.1 s each instead of seconds.
+
+    aerie run ── starts ──> fork server: imports PRELOADED once, then waits at a Unix socket
+      └─ DVC ── python -m stages.benchmark ... ──> client: sends its words, environment, folder and open files
+                                                      └──> the server forks; the fork runs the stage, the client waits
+
+The command lines of dvc.yaml are unchanged. Without the variable AERIE_FORK_SERVER, or before the server listens, they run
+where they are started. Only packages of others are preloaded, never a module of aerie, so a fork runs the code that lies in
+its folder, as a new process does.
+
+A stage has a session of its own. A signal to the client goes to the whole session; the end of the client ends it.
+"""
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import struct
+import sys
+import warnings
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ADDRESS_VARIABLE = "AERIE_FORK_SERVER"
+# What most stages import. Not polars: it starts threads, which a fork does not have.
+PRELOADED = ("torch", "transformers.modeling_utils", "transformers.models.qwen3.modeling_qwen3")
+FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STANDARD_FILES = (0, 1, 2)
+LENGTH = struct.Struct("!I")  # of a request, before it
+
+
+@dataclass(frozen=True)
+class StageRequest:
+    """A command line `python -m MODULE WORDS`, and where it runs."""
+
+    module: str
+    words: list[str]
+    folder: str
+    environment: dict[str, str]
+
+
+# The client
+
+
+def run_forked() -> None:
+    """Run the stage of this process's command line in a fork and exit with its status.
+
+    Return without doing anything where this process is no `python -m stages.NAME`, or no server listens.
+    """
+    address = os.environ.pop(ADDRESS_VARIABLE)
+    if sys.orig_argv[1:2] != ["-m"] or not sys.orig_argv[2].startswith("stages."):
+        return
+    request = StageRequest(sys.orig_argv[2], sys.orig_argv[3:], str(Path.cwd()), dict(os.environ))
+    message = json.dumps(asdict(request)).encode()
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(address)
+    except OSError:
+        return
+    socket.send_fds(connection, [LENGTH.pack(len(message))], STANDARD_FILES)
+    connection.sendall(message)
+    for number in FORWARDED_SIGNALS:
+        signal.signal(number, lambda number, frame: connection.sendall(bytes([number])))
+    status = connection.recv(1)  # Python takes it up again after a signal
+    if not status:
+        print("aerie: the fork server ended before the stage; run again", file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(status[0] if status else 1)
+
+
+# The server
+
+
+def serve(listener: socket.socket) -> StageRequest:
+    """Fork for each client -> in a fork the client's request. The server itself exits when its standard input ends."""
+    selector = selectors.DefaultSelector()
+    selector.register(listener, selectors.EVENT_READ)
+    selector.register(STANDARD_FILES[0], selectors.EVENT_READ)
+    clients: dict[int, socket.socket] = {}  # by the process id of their stage
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is listener:
+                if request := _fork_stage(listener.accept()[0], selector, clients):
+                    return request
+            elif key.data is None:  # the run has ended; if it was killed, its guard ends what is left
+                os._exit(0)
+            elif key.data in clients:  # else the stage's end was read just before its client's
+                if key.fileobj is clients[key.data]:
+                    _signal_stage(clients[key.data], key.data, selector)
+                else:
+                    _report_end(key.data, clients.pop(key.data), key.fd, selector)
+
+
+def _fork_stage(
+    client: socket.socket, selector: selectors.BaseSelector, clients: dict[int, socket.socket]
+) -> StageRequest | None:
+    """Read a client's request and fork -> the request in the fork, None in the server."""
+    length, files, _, _ = socket.recv_fds(client, LENGTH.size, len(STANDARD_FILES))
+    message = client.recv(LENGTH.unpack(length)[0], socket.MSG_WAITALL) if length else b""
+    try:
+        request = StageRequest(**json.loads(message))
+    except ValueError:  # the client was killed meanwhile
+        client.close()
+        return None
+    with warnings.catch_warnings(action="ignore"):  # of the threads of OpenBLAS, which ends and restarts them at a fork
+        stage = os.fork()
+    if stage == 0:
+        os.setpgid(0, 0)
+        selector.close()
+        for inherited in (client, *clients.values()):
+            inherited.close()
+        for number, file in zip(STANDARD_FILES, files, strict=True):
+            os.dup2(file, number)
+    else:
+        os.setpgid(stage, stage)  # in both, since either may be first
+        clients[stage] = client
+        selector.register(client, selectors.EVENT_READ, stage)
+        selector.register(os.pidfd_open(stage), selectors.EVENT_READ, stage)
+    for file in files:
+        os.close(file)
+    return request if stage == 0 else None
+
+
+def _signal_stage(client: socket.socket, stage: int, selector: selectors.BaseSelector) -> None:
+    """Pass a client's signal on to its stage and that one's children; kill them where the client has been killed."""
+    received = client.recv(1)
+    if not received:
+        selector.unregister(client)
+    os.killpg(stage, received[0] if received else signal.SIGKILL)
+
+
+def _report_end(stage: int, client: socket.socket, handle: int, selector: selectors.BaseSelector) -> None:
+    """Reap an ended stage and send its exit status to its client."""
+    code = os.waitstatus_to_exitcode(os.waitpid(stage, 0)[1])
+    selector.unregister(handle)
+    os.close(handle)
+    if client in selector.get_map():
+        selector.unregister(client)
+    with client, suppress(OSError):  # of a client that was killed
+        client.send(bytes([code if code >= 0 else 128 - code]))  # 128 + the signal that ended it, as a shell says it
+
+
+def _become(request: StageRequest) -> None:
+    """Make this fork what a new process of the request would be, without a module of aerie loaded."""
+    os.environ.clear()
+    os.environ.update(request.environment)
+    os.chdir(request.folder)
+    sys.path[0] = request.folder
+    sys.argv = ["-m", *request.words]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "stages"]:
+        del sys.modules[name]
+    importlib.invalidate_caches()
+
+
+def main() -> None:
+    (address,) = sys.argv[1:]
+    for module in PRELOADED:
+        importlib.import_module(module)
+    gc.freeze()  # or each fork would copy the memory of all modules when it collects garbage and when it ends: 1.5 s
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        request = serve(listener)
+    _become(request)
+    runpy.run_module(request.module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
