@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 from ruamel.yaml import YAML
+
+from stages.telemetry import fork_server
 
 ROOT = Path(__file__).parent.parent
 
@@ -124,7 +127,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def torch_server() -> Iterator[str]:
+    """The address of a process that has imported torch, from which stages fork: 5 s of a core less for each start.
+
+    Without effect on a test that does not hand it to its stages, as `forked_stages` does.
+    """
+    with tempfile.TemporaryDirectory() as folder:  # a socket's path is short
+        address = Path(folder) / "socket"
+        command = [sys.executable, "-m", "stages.telemetry.fork_server", str(address)]
+        with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE) as server:
+            while not address.exists():
+                assert server.poll() is None
+                time.sleep(0.05)
+            yield str(address)
+            assert server.stdin
+            server.stdin.close()
+
+
+@pytest.fixture(scope="module")
+def forked_stages(torch_server: str) -> Iterator[None]:
+    """Let the stages that a file's tests start, `python -m stages.NAME`, fork. Not for tests of the start itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(fork_server.ADDRESS_VARIABLE, torch_server)
+        yield
+
+
+@pytest.fixture(scope="session")
+def small_run(tmp_path_factory: pytest.TempPathFactory, torch_server: str) -> Path:
     """A copy of the project in which the whole graph has run, small. Read it; copy it before you change it.
 
     Made by the first process that asks (xdist's have a common folder above their own); the others wait for it.
@@ -139,7 +168,8 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             edit_params(copy_project(project), SMALL)
             opened = project.with_suffix(".opened")  # which files each stage opens: tests/opened/watch.py
             opened.mkdir()
-            done = dvc(project, "repro", AERIE_OPENED=str(opened), PYTHONPATH=str(ROOT / "tests" / "opened"))
+            more = {"AERIE_OPENED": str(opened), "PYTHONPATH": str(ROOT / "tests" / "opened")}
+            done = dvc(project, "repro", **more, **{fork_server.ADDRESS_VARIABLE: torch_server})
             ended.write_text("" if done.returncode == 0 else f"{done.stdout}\n{done.stderr}")
     assert not ended.read_text(), ended.read_text()
     return project

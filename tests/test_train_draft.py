@@ -16,7 +16,13 @@ from stages.params.draft_sections import TrainDraft
 from stages.training.packs import plan_epoch, share_packs
 from tests.conftest import SMALL, edit_params
 
+pytestmark = pytest.mark.usefixtures("forked_stages")
 RESULTS = ("draft/model.safetensors", "draft/config.json", "state/optimizer.safetensors", "state/progress.json")
+
+
+def epochs(number: int) -> dict[str, dict]:
+    """Return parameters by which `straight` has this many."""
+    return {"checkpoints": SMALL["train_draft"]["checkpoints"] | {"straight": {"from": "e000", "epochs": number}}}
 
 
 @pytest.fixture
@@ -25,6 +31,25 @@ def project(small_run: Path, tmp_path: Path) -> Path:
     project = tmp_path / "project"
     shutil.copytree(small_run, project, ignore=shutil.ignore_patterns(".dvc", ".git", "straight*", ".scratch"))
     return project
+
+
+@pytest.fixture(scope="module")
+def killed_project(small_run: Path, forked_stages: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, where `straight` was killed after its first epoch. Copy it before you change it."""
+    project = tmp_path_factory.mktemp("killed") / "project"
+    shutil.copytree(small_run, project, ignore=shutil.ignore_patterns(".dvc", ".git", "straight*", ".scratch"))
+    process = start(project)
+    while not list((project / ".scratch").glob("train_draft-straight-*/log.json")):
+        assert process.poll() is None, "no epoch was saved"
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    return project
+
+
+@pytest.fixture
+def killed(killed_project: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(killed_project, tmp_path / "killed")
 
 
 def start(project: Path) -> subprocess.Popen:
@@ -65,15 +90,8 @@ def test_fifty_kills_end_where_an_undisturbed_run_does(project: Path, small_run:
         assert same_as_undisturbed(project, small_run)
 
 
-def test_it_resumes_rather_than_starts_again(project: Path) -> None:
-    process = start(project)
-    deadline = time.monotonic() + 120
-    while not list((project / ".scratch").glob("train_draft-straight-*/log.json")):
-        assert time.monotonic() < deadline and process.poll() is None, "no epoch was saved"
-        time.sleep(0.05)
-    process.kill()
-    process.wait()
-    assert "resumed after epoch" in kill_and_finish(project, kills=0, seed=0)
+def test_it_resumes_rather_than_starts_again(killed: Path) -> None:
+    assert "resumed after epoch" in kill_and_finish(killed, kills=0, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -87,40 +105,28 @@ def test_it_resumes_rather_than_starts_again(project: Path) -> None:
     ],
 )
 def test_broken_unfinished_work_names_its_folder_and_removing_that_leads_on(
-    project: Path, file: str, content: bytes | None
+    killed: Path, file: str, content: bytes | None
 ) -> None:
     """Bug: the message was `delete it and run: dvc repro init_draft`, after which the same file was `not found` for good."""
-    process = start(project)
-    while not (found := list((project / ".scratch").glob("train_draft-straight-*/log.json"))):
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.kill()
-    process.wait()
-    work = found[0].parent
+    (work,) = (killed / ".scratch").glob("train_draft-straight-*")
     (work / file).unlink()
     if content is not None:
         (work / file).write_bytes(content)
-    process = start(project)
+    process = start(killed)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 1 and "Traceback" not in output
-    assert f"{work.relative_to(project) / file}" in output and "init_draft" not in output
-    assert f"remove the folder {work.relative_to(project)}, which holds nothing else, and run again" in output
+    assert f"{work.relative_to(killed) / file}" in output and "init_draft" not in output
+    assert f"remove the folder {work.relative_to(killed)}, which holds nothing else, and run again" in output
     shutil.rmtree(work)
-    assert "resumed" not in kill_and_finish(project, kills=0, seed=0)
+    assert "resumed" not in kill_and_finish(killed, kills=0, seed=0)
 
 
-def test_work_of_other_parameters_is_not_taken_up(project: Path) -> None:
+def test_work_of_other_parameters_is_not_taken_up(killed: Path) -> None:
     """SpecForge's caches silently went stale; here the digest covers parameters, inputs and code."""
-    process = start(project)
-    while not list((project / ".scratch").glob("train_draft-straight-*/log.json")):
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.kill()
-    process.wait()
-    text = (project / "params.yaml").read_text()
+    text = (killed / "params.yaml").read_text()
     assert "ttt_decay: 0.8" in text
-    (project / "params.yaml").write_text(text.replace("ttt_decay: 0.8", "ttt_decay: 0.7"))
-    assert "resumed" not in kill_and_finish(project, kills=0, seed=0)
+    (killed / "params.yaml").write_text(text.replace("ttt_decay: 0.8", "ttt_decay: 0.7"))
+    assert "resumed" not in kill_and_finish(killed, kills=0, seed=0)
 
 
 def settings(batch_tokens: int, packs_per_step: int = 1) -> TrainDraft:
@@ -155,13 +161,9 @@ def test_every_pack_is_shared_out_once_and_all_processes_get_as_many(world: int)
     assert sorted(rows for s in shares for rows, supervised in s if supervised) == packs
 
 
-# One epoch of `straight`, where what is compared differs from the first step on.
-SHORT = {"checkpoints": SMALL["train_draft"]["checkpoints"] | {"straight": {"from": "e000", "epochs": 1}}}
-
-
 def test_two_processes_learn_what_one_does(project: Path, small_run: Path) -> None:
     """Same packs, same loss, weights equal but for the order of sums; and the state is whole: one process goes on from it."""
-    edit_params(project, {"train_draft": {"packs_per_step": 3, **SHORT}})
+    edit_params(project, {"train_draft": {"packs_per_step": 3, **epochs(1)}})
     alone = finish(project)
     one = load_file(project / "drafts/straight/draft/model.safetensors")
     for parallel in ("ddp", "fsdp"):
@@ -179,7 +181,7 @@ def test_two_processes_learn_what_one_does(project: Path, small_run: Path) -> No
 
 def test_online_learns_what_stored_hidden_states_teach(project: Path) -> None:
     """The trainer runs the target itself: no hidden states of training rows on disk, the same weights but for how sums round."""
-    edit_params(project, {"extract_hiddens": {"online": True}, "train_draft": {"packs_per_step": 2, **SHORT}})
+    edit_params(project, {"extract_hiddens": {"online": True}, "train_draft": {"packs_per_step": 2, **epochs(1)}})
     stored = finish(project)
     before = load_file(project / "drafts/straight/draft/model.safetensors")
     tau = json.loads((project / "results/overfit_report.json").read_text())["tau"]
