@@ -3,9 +3,9 @@
     python -m benchmarks.seed_spread /tmp/seeds --seeds 5 6 7 [--jobs 3]
 
 Makes hidden states once in a copy of this project, then for each seed a copy in which the draft is initialised and trained with
-it, and replays every tree. What lies in FOLDER/base already, as answers from another machine, is taken as it is. Appends a row for each seed, checkpoint and tree to SPREAD.csv in the folder, with the kind of CPU, so
-that runs on several machines can be put together. Needs torch, but neither DVC nor Prefect. The rows of two machines are
-docs/results/2026-11-22-seed-spread.csv.
+it, and replays every tree. What lies in FOLDER/base already, as answers from another machine, is taken as it is. Appends a row
+for each seed, checkpoint and tree to SPREAD.csv in the folder, with the kind of CPU, so that runs on several machines can be
+put together. Needs torch, but neither DVC nor Prefect. Of two machines: docs/results/2026-11-22-seed-spread.csv.
 """
 
 import argparse
