@@ -72,13 +72,9 @@ def measure(project: Path, prompts: list[list[int]]) -> dict[str, list[str]]:
         replayed = {
             tree.shape: tree.tau for tree in replay_records.select_temperature(replay_records.read_replay("shipped"), 0)
         }
-        return {
-            name: [
-                f"{decoded_tau(engine, TreeShape.parse(name), prompts, answers):.2f}",
-                f"{replayed[TreeShape.parse(name)]:.2f}",
-            ]
-            for name in TREES
-        }
+        shapes = {name: TreeShape.parse(name) for name in TREES}
+        decoded = {name: decoded_tau(engine, shape, prompts, answers) for name, shape in shapes.items()}
+        return {name: [f"{decoded[name]:.2f}", f"{replayed[shape]:.2f}"] for name, shape in shapes.items()}
 
 
 def write_answers(prompts: list[list[int]], answers: list[list[int]], end: list[int]) -> None:

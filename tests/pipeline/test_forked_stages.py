@@ -26,9 +26,8 @@ def started(project: Project) -> Iterator[subprocess.Popen[str]]:
     server = project.root / "stages/telemetry/fork_server.py"
     text = server.read_text()
     begin = text.index("PRELOADED = (")
-    server.write_text(
-        f"{text[:begin]}PRELOADED = (){text[text.index(')', begin) + 1 :]}"
-    )  # importing torch takes longer than DVC
+    # Nothing: importing torch takes longer than DVC takes to start the first stage.
+    server.write_text(f"{text[:begin]}PRELOADED = (){text[text.index(')', begin) + 1 :]}")
     (project.root / "stages/sleeper.py").write_text(SLEEPER)
     more = "".join(f"  more{number}:\n    cmd: python -c ''\n    deps: [first.csv]\n" for number in range(3))
     (project.root / "dvc.yaml").write_text(GRAPH.replace("python first.py", "python -m stages.sleeper") + more)
