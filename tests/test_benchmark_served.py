@@ -22,7 +22,7 @@ from ruamel.yaml import YAML
 
 from stages import benchmark_served, prepare_prompts
 from stages.data import workload_prompts
-from stages.data.workload_prompts import PromptRow
+from stages.data.workload_prompts import WorkloadPrompt
 from stages.params.benchmark_sections import Workload
 from stages.results import replay_records, served_records
 from stages.runtime import atomic
@@ -304,7 +304,7 @@ def test_pictures_go_with_the_token_ids(tmp_path: Path) -> None:
         build_data_url=url, image_token_id=9, count_image_tokens=lambda images: [4, 1][: len(images)]
     )
     work: Any = SimpleNamespace(image_processor=processor, workload=w)
-    row = PromptRow("a", [], images=paths, length_share=0.5)
+    row = WorkloadPrompt("a", [], images=paths, length_share=0.5)
     (path, body) = load_generator.build_request(
         benchmark_served._make_request(work, row, 0, [1, 9, 9, 9, 9, 9, 2], 60), "sglang", "t"
     )

@@ -13,6 +13,7 @@ from annotated_types import MinLen
 from stages.params.tree_shape import TreeShape
 from stages.results.cost_model import CostModel
 from stages.results.record import Record
+from stages.results.torch_records import Hardware
 from stages.runtime import atomic
 
 COSTS_FOLDER = Path("results/cost")
@@ -60,7 +61,7 @@ class TimingGrid(Record):
     plain: Annotated[list[PlainStepTime], MinLen(1)]
     grid: Annotated[list[CycleTime], MinLen(1)]
     fit: CostModel
-    hardware: dict[str, Any]
+    hardware: Hardware
     versions: dict[str, str]
     seconds: float
 
