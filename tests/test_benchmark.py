@@ -173,9 +173,8 @@ def test_of_each_repeat_its_own_speedup() -> None:
         mine = [row for row in rows if row.repeat == number]
         plain = sum(r.baseline_output_tokens for r in mine) / sum(r.baseline_e2e_latency_s for r in mine)
         speed = sum(r.output_tokens for r in mine) / sum(r.e2e_latency_s for r in mine)
-        assert found.model_dump() == pytest.approx(
-            {"output_tok_s": speed, "baseline_output_tok_s": plain, "speedup": speed / plain}
-        )
+        expected = {"output_tok_s": speed, "baseline_output_tok_s": plain, "speedup": speed / plain}
+        assert found.model_dump() == pytest.approx(expected)
 
 
 # --- grades ---------------------------------------------------------------------------------------------------------

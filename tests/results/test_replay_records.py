@@ -8,15 +8,9 @@ from stages.results import replay_records
 from stages.results.replay_records import TreeBucket
 
 ROW = {
-    "checkpoint": "e003",
-    "tree": "t8_2_16",
-    "by": "context",
-    "bucket": "64-96",
-    "cycles": 3,
-    "nodes": 45,
-    "promised": 4.5,
-    "accepted": 6,
-}
+    "checkpoint": "e003", "tree": "t8_2_16", "by": "context", "bucket": "64-96",
+    "cycles": 3, "nodes": 45, "promised": 4.5, "accepted": 6,
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
