@@ -171,8 +171,10 @@ def _build_report(context: SamplingContext, splits: list[SampledSplit]) -> dict[
     """Return results/sample_report.json; it includes the counts of shards that earlier, killed runs published."""
     sampled = SAMPLED_FOLDER / "train"
     rows = conversations.read_table(sampled, conversations.SAMPLED_SCHEMA, "sample_target", PREVIEW_ROWS)
-    report: dict[str, Any] = {
-        **sampled_split.count_rows(splits),
+    counts = sampled_split.count_rows(splits)
+    assert counts.rows_in == counts.rows_out + sum(counts.dropped.values())
+    return {
+        **asdict(counts),
         "backend": context.p.sample_target.backend,
         "asked_again": dict(context.retries),
         "server_restarts": context.local_server.restarted if context.local_server else 0,
@@ -181,8 +183,6 @@ def _build_report(context: SamplingContext, splits: list[SampledSplit]) -> dict[
             for row in rows.select(PREVIEW_COLUMNS).iter_rows()
         ],
     }
-    assert report["rows_in"] == report["rows_out"] + sum(report["dropped"].values())
-    return report
 
 
 def _settle_answer(
