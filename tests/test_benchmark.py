@@ -37,7 +37,7 @@ def measured(project: Path, name: str, **changes: Any) -> dict[str, Any]:
     edit_params(project, {"benchmark": {"workloads": {**WORKLOADS, name: {**WORKLOADS[name], **changes}}}})
     prepare_prompts.main(name)
     benchmark.main(name, "e003", "t3_2_6")
-    return torch_records.read_torch_cell(name, "e003", "t3_2_6")
+    return torch_records.read_torch_cell(name, "e003", "t3_2_6").model_dump()
 
 
 def greedy(model: Any, ids: list[int]) -> list[int]:

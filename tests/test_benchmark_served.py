@@ -168,7 +168,7 @@ def test_a_later_turn_is_asked_after_the_engines_own_answer(project: Path, runni
     benchmark_served.main("talk", "e003", "t5_1_6")
     (point,) = served_records.read_served_cell("talk", "e003", "t5_1_6")["points"]
     turns = [r["turn"] for r in point["requests"]]
-    assert turns == [0, 0, 0, 1, 1, 1] and point["loads"][0]["requests"] == 6
+    assert turns == [0, 0, 0, 1, 1, 1] and point["loads"][0].requests == 6
     rows, _ = workload_prompts.read_prompts("talk")
     for first, second, row in zip(
         point["requests"][:3], point["requests"][3:], rows.iter_rows(named=True), strict=True
