@@ -51,9 +51,8 @@ def measure(project: Path, prompts: list[list[int]]) -> dict[str, list[str]]:
         "replay_trees": {
             "checkpoints": ["shipped"], "num_steps": [5, 8, 10], "num_draft_tokens": [8, 16, 32], "trace_trees": [],
         },
-        "time_trees": {"checkpoints": []},
         "benchmark": {"checkpoints": ["shipped"], "trees": TREES},
-        "benchmark_served": {"checkpoints": []},
+        "benchmark_served": {"checkpoints": ["shipped"]},
     })  # fmt: skip
     with chdir(project):
         prepare_target.main()
