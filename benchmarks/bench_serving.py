@@ -13,6 +13,7 @@ import random
 import statistics
 import subprocess
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.served import KIT, command
@@ -45,7 +46,7 @@ def ours(url: str, vocabulary: int, o: argparse.Namespace, seed: int) -> dict[st
     found = asyncio.run(
         load_generator.run_load(url, o.target, asks, arrivals, 600, asks[:1], "benchmark", engine="sglang")
     )
-    told = latency.summarise_load(found.records)
+    told = asdict(latency.summarise_load(found.records))
     assert told["completed"] == o.requests, told["failed"]
     milli = {
         f"{part}_{name}_ms": 1000 * told[f"{name}_s"][part]

@@ -14,6 +14,7 @@ import math
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from typing import Any
 
 import httpx
@@ -40,12 +41,12 @@ def measured(port: int, dialect: str, engine: str, at_once: int, tokens: int, ro
     )
     cpu = time.process_time() - cpu
     told = latency.summarise_load(found.records)
-    assert told["completed"] == len(wanted), told["failed"]
+    assert told.completed == len(wanted), told.failed
     events = sum(len(r.events) for r in found.records) + len(warm) * WARM_TOKENS
     result = {
-        "dialect": dialect, "events": events, "events_per_s": round(told["output_throughput"]),
+        "dialect": dialect, "events": events, "events_per_s": round(told.output_throughput),
         "cpu_ms_per_event": round(1e3 * cpu / events, 4),
-        "itl_ms": {name: round(1e3 * value, 2) for name, value in told["itl_s"].items()},
+        "itl_ms": {name: round(1e3 * value, 2) for name, value in asdict(told.itl_s).items()},
     }  # fmt: skip
     if dialect != "generate":
         late = [

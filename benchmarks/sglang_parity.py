@@ -96,7 +96,7 @@ def theirs(folder: Path) -> list[Tensor]:
 
 def ours(folder: Path, dtype: str, layers: list[int]) -> list[Tensor]:
     """The same by transformers, all prompts end to end in one forward as extract_hiddens has them: [T, 3H] each."""
-    model = loading.load_target(str(folder / "target"), None, dtype, "cuda" if torch.cuda.is_available() else "cpu")
+    model = loading.load_target(str(folder / "target"), dtype, "cuda" if torch.cuda.is_available() else "cpu")
     packed = packed_forward.supports_packing(model)
     streams: dict[int, Tensor] = {}
     ids = torch.cat([torch.tensor(p) for p in prompts()]).to(model.device)

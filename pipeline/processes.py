@@ -27,7 +27,7 @@ from stages.telemetry import fork_server
 COMMAND_GRACE_S = 5.0  # seconds between SIGTERM and SIGKILL for a stage's command
 DVC_GRACE_S = 15.0  # seconds for DVC to write its lock file after that; Prefect kills a cancelled flow after 30
 POLL_S = 0.05  # seconds
-FEWEST_PRELOADED = 3  # stages of a run
+FEWEST_PRELOADED = 4  # stages of a run
 TAIL_LINES = 10  # of a failed stage in its state, which Prefect prints twice; the log above it has all
 RUN_MARK_VARIABLE = "AERIE_RUN"  # environment variable of every process that a run has started
 DVC_MODULE = "pipeline.checked_dvc"  # in the command line of a DVC process, and of none that it started

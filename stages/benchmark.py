@@ -14,11 +14,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
 from stages.data import workload_prompts
+from stages.data.workload_prompts import WorkloadPrompt
 from stages.engine import cell_context, timing
 from stages.engine.cell_context import TorchCellContext
 from stages.engine.decode import DecodeStep
@@ -31,6 +31,8 @@ from stages.params import schema
 from stages.params.section import get_named
 from stages.params.tree_shape import TreeShape
 from stages.results import load_points, metrics, served_records, torch_grades, torch_records
+from stages.results.served_records import LoadPoint, LoadsMeasurement
+from stages.results.torch_records import PromptRow, TorchMeasurement
 from stages.runtime import distributed
 from stages.serving import engine_load, latency
 from stages.target import chat_template, manifest
@@ -39,7 +41,6 @@ from stages.telemetry.run_stage import run_stage
 
 DECODING_KINDS = ("plain", "speculative")
 
-Row = dict[str, Any]
 OutputsByKind = dict[str, list[int]]  # token ids of an answer, by kind of decoding
 
 
@@ -103,7 +104,7 @@ def _run_cell(
         "temperature": workload.temperature,
         "top_p": workload.top_p,
         "top_k": workload.top_k,
-        **measured,
+        **measured.model_dump(),
         "hardware": _describe_hardware(params),
         "versions": torch_records.list_versions("torch", "transformers"),
         "seconds": round(time.perf_counter() - started, 2),
@@ -115,7 +116,7 @@ def _run_cell(
     print(f"{tree_name} at {checkpoint_name}: {summary} -> {path}")
 
 
-def _describe_hardware(params: schema.Params) -> dict[str, Any]:
+def _describe_hardware(params: schema.Params) -> torch_records.Hardware:
     hardware = torch_records.describe_hardware(params.target.device, params.target.num_threads)
     total = params.benchmark.num_gpus_total
     return hardware | ({"num_gpus_total": total} if total > 1 else {})
@@ -129,97 +130,97 @@ def _decode_text(work: TorchCellContext, ids: list[int]) -> str:
 # Prompt by prompt
 
 
-def _measure_prompt_by_prompt(work: TorchCellContext) -> tuple[dict[str, Any], str]:
+def _measure_prompt_by_prompt(work: TorchCellContext) -> tuple[TorchMeasurement, str]:
     """Return the measured part of a cell, and a summary in words."""
     work.engine.slots.reserve_length(work.longest_prompt + work.max_new_tokens)
-    for question in work.warmup_prompts.iter_rows(named=True):  # not counted: first calls allocate and select kernels
+    for question in workload_prompts.list_rows(
+        work.warmup_prompts
+    ):  # not counted: first calls allocate and select kernels
         for kind in DECODING_KINDS:
-            drawn = cell_context.make_sampling_params(work, question["id"], 0, 0)
-            list(_start_decoding(work, kind, question["prompt_ids"], question["id"], drawn))
+            drawn = cell_context.make_sampling_params(work, question.id, 0, 0)
+            list(_start_decoding(work, kind, question.prompt_ids, question.id, drawn))
     mine = [
         (repeat, number, row, [step.num_accepted for step in cycles], outputs)
         for repeat in range(work.workload.repeats)
-        for number, question in enumerate(work.prompts.iter_rows(named=True))
+        for number, question in enumerate(workload_prompts.list_rows(work.prompts))
         if number % work.ranks.world == work.ranks.rank
         for row, cycles, outputs in _decode_turns(work, question, repeat, number)
     ]
     answers = sorted(
         distributed.all_gather_lists(work.ranks, mine), key=lambda answer: answer[:2]
     )  # turns of a prompt stay in order
-    rows: list[Row] = [row for _, _, row, _, _ in answers]
+    rows = [row for _, _, row, _, _ in answers]
     prompt_set, tree = work.workload.prompts, work.tree
     found = metrics.compute_cell_metrics(rows, tree.num_steps, tree.num_draft_tokens, prompt_set)
-    measured = {
-        "metrics": found,
-        "repeats": metrics.summarise_repeats(rows, prompt_set),
-        "quality": _grade_rows(work, rows, [outputs for *_, outputs in answers]),
-        "histogram": metrics.count_accepted_lengths([accepted for _, _, _, accepted, _ in answers], tree.num_steps),
-        "prompts": rows,
-    }
-    share = found["identical_share"]
+    measured = TorchMeasurement(
+        metrics=found,
+        repeats=metrics.summarise_repeats(rows, prompt_set),
+        quality=_grade_rows(work, rows, [outputs for *_, outputs in answers]),
+        histogram=metrics.count_accepted_lengths([accepted for _, _, _, accepted, _ in answers], tree.num_steps),
+        prompts=rows,
+    )
+    share = found.identical_share
     identical = "" if share is None else f"identical {share:.0%} of "
-    return measured, f"tau {found['tau']:.3f}, speedup {found['speedup']:.2f}, {identical}{len(rows)} answers"
+    return measured, f"tau {found.tau:.3f}, speedup {found.speedup:.2f}, {identical}{len(rows)} answers"
 
 
 def _decode_turns(
-    work: TorchCellContext, question: Row, repeat: int, number: int
-) -> Iterator[tuple[Row, list[DecodeStep], OutputsByKind]]:
+    work: TorchCellContext, question: WorkloadPrompt, repeat: int, number: int
+) -> Iterator[tuple[PromptRow, list[DecodeStep], OutputsByKind]]:
     """Yield (row of the cell, verify cycles, outputs) for each turn.
 
     The kind of decoding that goes first alternates over prompts, repeats and turns.
     """
-    messages, ids, answer = question["messages"], question["prompt_ids"], ""
-    for turn, user_text in enumerate([None, *(question["later"] or [])]):
+    messages, ids, answer = question.messages or [], question.prompt_ids, ""
+    for turn, user_text in enumerate([None, *(question.later or [])]):
         if user_text is not None:
             messages = [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": user_text}]
             ids = chat_template.encode_prompt(work.tokenizer, messages, work.params.sample_target.thinking)
         order = DECODING_KINDS if (number + repeat + turn) % 2 == 0 else DECODING_KINDS[::-1]
-        drawn = cell_context.make_sampling_params(work, question["id"], repeat, turn)
+        drawn = cell_context.make_sampling_params(work, question.id, repeat, turn)
         timed = {
             kind: timing.time_decode(
-                partial(_start_decoding, work, kind, ids, question["id"], drawn), work.params.target.device
+                partial(_start_decoding, work, kind, ids, question.id, drawn), work.params.target.device
             )
             for kind in order
         }
-        row = {
-            "id": question["id"],
-            "repeat": repeat,
-            "turn": turn,
-            "prompt_tokens": len(ids),
-            **_describe_answer(work, ids, question["id"], drawn, timed["speculative"], timed["plain"]),
-        }
         outputs = {kind: decoded.tokens for kind, decoded in timed.items()}
-        yield row, timed["speculative"].cycles, outputs
+        yield _build_row(work, question.id, repeat, turn, ids, drawn, timed), timed["speculative"].cycles, outputs
         if work.tokenizer is not None:
             answer = _decode_text(work, outputs["plain"])
 
 
-def _describe_answer(
+def _build_row(
     work: TorchCellContext,
-    prompt: list[int],
     prompt_id: str,
+    repeat: int,
+    turn: int,
+    prompt: list[int],
     drawn: SamplingParams | None,
-    speculative: timing.TimedDecode,
-    plain: timing.TimedDecode,
-) -> Row:
-    """Return the part of a row that was measured."""
-    output, plain_output, cycles = speculative.tokens, plain.tokens, speculative.cycles
-    margin = None if drawn else _measure_divergence_margin(work, prompt, prompt_id, output, plain_output)
-    return {
-        "output_tokens": len(output),
-        "cycles": len(cycles),
-        "accepted": sum(step.num_accepted for step in cycles),
-        "identical": None if drawn else output == plain_output,
-        "divergence_margin": margin,
-        "finish_reason": "stop" if output[-1] in work.engine.end_tokens else "length",
-        "prefill_latency_s": speculative.prefill_s,
-        "e2e_latency_s": speculative.total_s,
-        "correct": None,
-        "baseline_output_tokens": len(plain_output),
-        "baseline_prefill_latency_s": plain.prefill_s,
-        "baseline_e2e_latency_s": plain.total_s,
-        "baseline_correct": None,
-    }
+    timed: dict[str, timing.TimedDecode],
+) -> PromptRow:
+    """Return the row of an answer, not yet graded; `timed` is by kind of decoding."""
+    speculative, plain = timed["speculative"], timed["plain"]
+    output, plain_output = speculative.tokens, plain.tokens
+    return PromptRow(
+        id=prompt_id,
+        repeat=repeat,
+        turn=turn,
+        prompt_tokens=len(prompt),
+        output_tokens=len(output),
+        cycles=len(speculative.cycles),
+        accepted=sum(step.num_accepted for step in speculative.cycles),
+        identical=None if drawn else output == plain_output,
+        divergence_margin=None if drawn else _measure_divergence_margin(work, prompt, prompt_id, output, plain_output),
+        finish_reason="stop" if output[-1] in work.engine.end_tokens else "length",
+        prefill_latency_s=speculative.prefill_s,
+        e2e_latency_s=speculative.total_s,
+        correct=None,
+        baseline_output_tokens=len(plain_output),
+        baseline_prefill_latency_s=plain.prefill_s,
+        baseline_e2e_latency_s=plain.total_s,
+        baseline_correct=None,
+    )
 
 
 def _start_decoding(
@@ -247,7 +248,9 @@ def _measure_divergence_margin(
     return work.engine.measure_margin(prompt, plain_output[:shared], work.images[prompt_id])
 
 
-def _grade_rows(work: TorchCellContext, rows: list[Row], outputs: list[OutputsByKind]) -> Row | None:
+def _grade_rows(
+    work: TorchCellContext, rows: list[PromptRow], outputs: list[OutputsByKind]
+) -> torch_records.TorchQuality | None:
     """Grade first turns, after the last clock has stopped. Return the cell's `quality`, None if nothing is graded."""
     if not work.workload.grade:
         return None
@@ -263,44 +266,52 @@ def _grade_rows(work: TorchCellContext, rows: list[Row], outputs: list[OutputsBy
 class TurnRequest:
     """A turn of a question."""
 
-    question: Row  # workload_prompts.PROMPTS_SCHEMA
+    question: WorkloadPrompt
     turn: int
     messages: list[dict[str, str]] | None  # None for random prompts
     ids: list[int]
 
 
-def _measure_in_loads(work: TorchCellContext) -> tuple[dict[str, Any], str]:
+def _measure_in_loads(work: TorchCellContext) -> tuple[LoadsMeasurement, str]:
     """Return as `_measure_prompt_by_prompt`, with a point for each answer length and concurrency."""
     _warm_up(work)
-    points: dict[str, list[Row]] = {kind: [] for kind in DECODING_KINDS}
+    points: dict[str, list[LoadPoint]] = {kind: [] for kind in DECODING_KINDS}
     for load in work.workload.list_loads():
         repeats = [_run_both_kinds(work, *load, repeat) for repeat in range(work.workload.repeats)]
         for kind in DECODING_KINDS:
             points[kind].append(_build_point(work, kind, *load, [both[kind] for both in repeats]))
-    target, estimate = manifest.read_manifest(), cell_context.estimate_memory(work)
-    measured: Row = {
-        "status": served_records.RAN,
-        "reason": None,
-        "fingerprint": {"target": [target.model, target.revision, target.config_digest]},  # the baseline is its own
-        "server": {"command": [], "info": {}},
-        "memory": dict.fromkeys(served_records.MEMORY_KEYS) | _convert_to_gib(estimate),
-        "points": points["speculative"],
-        "baseline_points": points["plain"],
-    }
+    target = manifest.read_manifest()
+    measured = LoadsMeasurement(
+        status=served_records.RAN,
+        reason=None,
+        fingerprint={"target": [target.model, target.revision, target.config_digest]},  # the baseline is its own
+        server=served_records.ServerDescription(command=[], info={}),
+        memory=_describe_memory(cell_context.estimate_memory(work)),
+        points=points["speculative"],
+        baseline_points=points["plain"],
+    )
     summary = [load_points.describe_point(*pair) for pair in zip(points["speculative"], points["plain"], strict=True)]
     return measured, "; ".join(summary)
 
 
-def _convert_to_gib(memory: MemoryEstimate) -> dict[str, float]:
-    """Return the sizes of one process under the names of `served_records.MEMORY_KEYS`."""
-    sizes = {"weights": memory.target, "draft": memory.draft, "kv_cache": memory.cache}
-    return {name: round(size / GIB, 3) for name, size in sizes.items()} | {"kv_tokens": memory.cache_tokens}
+def _describe_memory(memory: MemoryEstimate) -> served_records.ServerMemory:
+    """Return the estimated sizes of one process."""
+    return served_records.ServerMemory(
+        weights=round(memory.target / GIB, 3),
+        draft=round(memory.draft / GIB, 3),
+        kv_cache=round(memory.cache / GIB, 3),
+        kv_tokens=memory.cache_tokens,
+        gpu_before=None,
+        gpu_serving=None,
+        gpu_after=None,
+        gpu_total=None,
+    )
 
 
 def _warm_up(work: TorchCellContext) -> None:
     """Decode two tokens of each warm-up prompt: first calls allocate and select kernels."""
-    rows = work.warmup_prompts.iter_rows(named=True)
-    requests = [DecodeRequest(row["prompt_ids"], 2, work.images[row["id"]]) for row in rows]
+    prompts = workload_prompts.list_rows(work.warmup_prompts)
+    requests = [DecodeRequest(prompt.prompt_ids, 2, work.images[prompt.id]) for prompt in prompts]
     for kind in DECODING_KINDS if requests else ():
         list(work.engine.decode_batch(requests, len(requests), None if kind == "plain" else work.tree))
 
@@ -310,7 +321,8 @@ def _run_both_kinds(
 ) -> dict[str, list[list[latency.RequestRecord]]]:
     """Run one repeat of one point: by kind of decoding, a load for each turn. The first kind alternates."""
     records: dict[str, list[list[latency.RequestRecord]]] = {kind: [] for kind in DECODING_KINDS}
-    requests = [TurnRequest(row, 0, row["messages"], row["prompt_ids"]) for row in work.prompts.iter_rows(named=True)]
+    prompts = workload_prompts.list_rows(work.prompts)
+    requests = [TurnRequest(prompt, 0, prompt.messages, prompt.prompt_ids) for prompt in prompts]
     while requests:
         for kind in DECODING_KINDS if (repeat + requests[0].turn) % 2 == 0 else DECODING_KINDS[::-1]:
             records[kind].append(_run_load(work, kind, requests, length, cap, repeat))
@@ -324,7 +336,7 @@ def _list_next_turns(
     """Return the next turns of the questions that have one."""
     requests: list[TurnRequest] = []
     for request, record in zip(answered, records, strict=True):
-        later = request.question["later"] or []
+        later = request.question.later or []
         if request.messages is not None and len(later) > request.turn:
             answer = {"role": "assistant", "content": _decode_text(work, record.ids)}
             messages = [*request.messages, answer, {"role": "user", "content": later[request.turn]}]
@@ -343,7 +355,7 @@ def _run_load(
     ranks, slots = work.ranks, min(cap or len(turns), len(turns))
     numbers = [n for n in range(len(turns)) if n % slots % ranks.world == ranks.rank]
     requests = {
-        f"{turns[n].question['id']}#{turns[n].turn}": _make_request(work, turns[n], length, repeat) for n in numbers
+        f"{turns[n].question.id}#{turns[n].turn}": _make_request(work, turns[n], length, repeat) for n in numbers
     }
 
     def start_clock() -> float:
@@ -354,22 +366,20 @@ def _run_load(
     records = engine_load.decode_load(
         work.engine, requests, own_slots, None if kind == "plain" else work.tree, start_clock
     )
-    mine = [[n, asdict(record)] for n, record in zip(numbers, records, strict=True)]
-    every = sorted(distributed.all_gather_lists(ranks, mine), key=lambda pair: pair[0])
-    return [engine_load.parse_record(fields) for _, fields in every]
+    mine = list(zip(numbers, records, strict=True))
+    return [record for _, record in sorted(distributed.all_gather_lists(ranks, mine), key=lambda pair: pair[0])]
 
 
 def _make_request(work: TorchCellContext, request: TurnRequest, length: int, repeat: int) -> DecodeRequest:
-    prompt_id = request.question["id"]
-    max_new_tokens = workload_prompts.compute_max_new_tokens(request.question["length_share"], length)
+    prompt_id = request.question.id
+    max_new_tokens = workload_prompts.compute_max_new_tokens(request.question.length_share, length)
     drawn = cell_context.make_sampling_params(work, prompt_id, repeat, request.turn)
     return DecodeRequest(request.ids, max_new_tokens, work.images[prompt_id], drawn)
 
 
 def _build_point(
     work: TorchCellContext, kind: str, length: int, cap: int | None, repeats: load_points.RepeatRecords
-) -> Row:
-    """Return a point of the cell (served_records.LoadPoint)."""
+) -> LoadPoint:
     requests = load_points.list_requests(repeats)
     references = dict(work.prompts.select("id", "reference").iter_rows())
     grades: list[bool | None] = [None] * len(requests)

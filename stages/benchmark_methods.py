@@ -10,12 +10,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import polars as pl
 import torch
 
 from stages.data import workload_prompts
+from stages.data.workload_prompts import WorkloadPrompt
 from stages.draft import checkpoint
 from stages.draft.loading import load_draft
 from stages.engine import sampling
@@ -36,14 +36,13 @@ from stages.params.methods_section import DynamicRow, LookaheadRow, MethodRow, N
 from stages.params.section import get_named
 from stages.params.tree_shape import TreeShape
 from stages.results import method_records, metrics, torch_records
+from stages.results.torch_records import MethodPromptRow
 from stages.target import loading, manifest, vision
 from stages.target.vision import ImagePatches
 from stages.telemetry import gpu_energy
 from stages.telemetry.run_stage import run_stage
 
 DECODING_KINDS = ("plain", "speculative")
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -60,9 +59,9 @@ class MethodRunContext:
         assert isinstance(self.workload.max_new_tokens, int), "checked by params.Params"
         return self.workload.max_new_tokens
 
-    def start_decoding(self, kind: str, prompt: Row) -> Iterator[DecodeStep]:
-        ids, limit, images = prompt["prompt_ids"], self.max_new_tokens, self.images[prompt["id"]]
-        sampling_params = _make_sampling_params(self.workload, prompt["id"])
+    def start_decoding(self, kind: str, prompt: WorkloadPrompt) -> Iterator[DecodeStep]:
+        ids, limit, images = prompt.prompt_ids, self.max_new_tokens, self.images[prompt.id]
+        sampling_params = _make_sampling_params(self.workload, prompt.id)
         if kind == "plain":
             return self.engine.decode_plain(ids, limit, images, sampling_params)
         return self.engine.decode_with_method(ids, limit, self.method, images, sampling_params)
@@ -78,11 +77,11 @@ def main(name: str) -> None:
     work = _build_context(p, settings, w, pl.concat([prompts, warm]))
     every = pl.concat([prompts, warm])["prompt_ids"].list.len()
     work.engine.slots.reserve_length(int(every.max() or 0) + work.max_new_tokens)
-    for prompt in warm.iter_rows(named=True):  # not counted: first calls allocate memory and select kernels
+    for prompt in workload_prompts.list_rows(warm):  # not counted: first calls allocate memory and select kernels
         for kind in DECODING_KINDS:
             list(work.start_decoding(kind, prompt))
     rows, accepted = [], []
-    for number, prompt in enumerate(prompts.iter_rows(named=True)):
+    for number, prompt in enumerate(workload_prompts.list_rows(prompts)):
         row, cycles = _decode_prompt(
             work, prompt, DECODING_KINDS if number % 2 == 0 else DECODING_KINDS[::-1], p.target.device
         )
@@ -90,7 +89,6 @@ def main(name: str) -> None:
         rows.append(row)
     method, slots = work.method, work.engine.slots.idle[0]
     measured = metrics.compute_cell_metrics(rows, method.num_steps, method.num_draft_tokens, w.prompts)
-    del measured["node_accept_rate"]  # lookahead's window tokens are not there to be accepted
     method_records.write_method_cell(
         {
             "row": name,
@@ -103,9 +101,9 @@ def main(name: str) -> None:
             "temperature": w.temperature,
             "top_p": w.top_p,
             "top_k": w.top_k,
-            "metrics": measured,
+            "metrics": measured.model_dump(include=set(method_records.METHOD_METRICS)),
             "histogram": metrics.count_accepted_lengths(accepted, method.num_steps),
-            "prompts": rows,
+            "prompts": [row.model_dump() for row in rows],
             "memory": {
                 "weights": method.weight_bytes,
                 "state": slots.proposers[method].count_state_bytes(slots),
@@ -122,7 +120,7 @@ def main(name: str) -> None:
         }
     )
     print(
-        f"{name}: tau {measured['tau']:.3f}, speedup {measured['speedup']:.2f} -> {method_records.locate_method_cell(name)}"
+        f"{name}: tau {measured.tau:.3f}, speedup {measured.speedup:.2f} -> {method_records.locate_method_cell(name)}"
     )
 
 
@@ -132,7 +130,7 @@ def main(name: str) -> None:
 def _build_context(p: schema.Params, settings: MethodRow, w: Workload, prompts: pl.DataFrame) -> MethodRunContext:
     target = manifest.read_manifest()
     model = loading.load_target(
-        str(manifest.resolve_weights_folder(target)), None, p.target.dtype, p.target.device, p.target.trust_remote_code
+        str(manifest.resolve_weights_folder(target)), p.target.dtype, p.target.device, p.target.trust_remote_code
     )
     draft = None
     if settings.method == "eagle3":
@@ -170,15 +168,14 @@ def _build_method(p: schema.Params, settings: MethodRow, engine: Engine) -> Draf
     if isinstance(settings, DynamicRow):
         assert tree is not None
         return EagleMethod(module, engine.embedding, tree, p.benchmark.tree_scoring)
-    static = _build_static_tree(settings, config, engine.device)
+    static = _build_static_tree(settings, config["rank_accuracy"], engine.device)
     if method == "eagle":
         return EagleMethod(module, engine.embedding, static, p.benchmark.tree_scoring)
     return MedusaMethod(module, static, *reversed(engine.embedding.shape))
 
 
-def _build_static_tree(settings: StaticRow, config: Row, device: torch.device) -> StaticTree:
+def _build_static_tree(settings: StaticRow, accuracy: list[list[float]], device: torch.device) -> StaticTree:
     """Return the best tree by the checkpoint's rank accuracy. Raises ValueError where that was measured less deep."""
-    accuracy = config["rank_accuracy"]
     if settings.depth > len(accuracy):
         raise ValueError(
             f"benchmark_methods: depth is {settings.depth}, but {settings.checkpoint} was measured {len(accuracy)} deep, "
@@ -196,26 +193,27 @@ def _make_sampling_params(w: Workload, name: str) -> SamplingParams | None:
 
 
 def _decode_prompt(
-    work: MethodRunContext, prompt: Row, order: tuple[str, ...], device: str
-) -> tuple[Row, list[DecodeStep]]:
+    work: MethodRunContext, prompt: WorkloadPrompt, order: tuple[str, ...], device: str
+) -> tuple[MethodPromptRow, list[DecodeStep]]:
     """Decode a prompt both ways, in `order` -> its row and its cycles."""
     both = {kind: time_decode(partial(work.start_decoding, kind, prompt), device) for kind in order}
     speculative, plain = both["speculative"], both["plain"]
     output, plain_output, cycles = speculative.tokens, plain.tokens, speculative.cycles
-    return {
-        "id": prompt["id"],
-        "prompt_tokens": len(prompt["prompt_ids"]),
-        "output_tokens": len(output),
-        "cycles": len(cycles),
-        "accepted": sum(s.num_accepted for s in cycles),
-        "identical": output == plain_output,
-        "finish_reason": "stop" if output[-1] in work.engine.end_tokens else "length",
-        "prefill_latency_s": speculative.prefill_s,
-        "e2e_latency_s": speculative.total_s,
-        "baseline_output_tokens": len(plain_output),
-        "baseline_prefill_latency_s": plain.prefill_s,
-        "baseline_e2e_latency_s": plain.total_s,
-    }, cycles
+    row = MethodPromptRow(
+        id=prompt.id,
+        prompt_tokens=len(prompt.prompt_ids),
+        output_tokens=len(output),
+        cycles=len(cycles),
+        accepted=sum(s.num_accepted for s in cycles),
+        identical=output == plain_output,
+        finish_reason="stop" if output[-1] in work.engine.end_tokens else "length",
+        prefill_latency_s=speculative.prefill_s,
+        e2e_latency_s=speculative.total_s,
+        baseline_output_tokens=len(plain_output),
+        baseline_prefill_latency_s=plain.prefill_s,
+        baseline_e2e_latency_s=plain.total_s,
+    )
+    return row, cycles
 
 
 if __name__ == "__main__":

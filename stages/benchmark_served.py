@@ -8,7 +8,7 @@ engine can't run gives a cell of status "unsupported"; a server that would measu
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import polars as pl
 from tqdm import tqdm
 
 from stages.data import workload_prompts
-from stages.data.workload_prompts import PromptRow
+from stages.data.workload_prompts import WorkloadPrompt
 from stages.draft import checkpoint
 from stages.grading import grade
 from stages.params import schema
@@ -82,6 +82,15 @@ class ServedCellContext:
         return int(self.prompts["prompt_ids"].list.len().max())
 
 
+@dataclass(frozen=True)
+class StageCost:
+    """What a stage took, as its cell holds it; the field names are the cell's keys."""
+
+    seconds: float
+    gpus: list[str]
+    joules: float | None
+
+
 def main(workload_name: str, checkpoint_name: str = "", tree_name: str = "") -> None:
     if bool(checkpoint_name) != bool(tree_name):
         raise ValueError(
@@ -102,11 +111,11 @@ def main(workload_name: str, checkpoint_name: str = "", tree_name: str = "") -> 
     if not reason:
         _check_positions(work, measured, draft_config)
         _measure_repeats(work, measured, baseline if tree and params.benchmark_served.interleave else None)
-    took = {"seconds": round(time.perf_counter() - started, 2), "gpus": meter.names(), "joules": meter.joules()}
-    cell = _build_cell(work, measured, baseline, reason, gpus_before) | took
-    path = served_records.write_served_cell(cell)
-    name = served_records.name_served_cell(cell["workload"], cell["checkpoint"], cell["tree"])
-    print(f"{name}: {cell['status']}{': ' + cell['reason'] if cell['reason'] else ''} -> {path}")
+    took = StageCost(round(time.perf_counter() - started, 2), meter.names(), meter.joules())
+    path = _write_cell(work, measured, baseline, reason, gpus_before, took)
+    name = served_records.name_served_cell(workload_name, measured.checkpoint, measured.tree_name)
+    status = f"{served_records.UNSUPPORTED}: {reason}" if reason else served_records.RAN
+    print(f"{name}: {status} -> {path}")
 
 
 def _list_stage_gpus(params: schema.Params, checkpoint_name: str, tree_name: str) -> list[int]:
@@ -300,7 +309,7 @@ def _make_next_requests(work: ServedCellContext, loads: list[LoadResult], length
     return requests
 
 
-def _make_request(work: ServedCellContext, row: PromptRow, turn: int, ids: list[int], length: int) -> LoadRequest:
+def _make_request(work: ServedCellContext, row: WorkloadPrompt, turn: int, ids: list[int], length: int) -> LoadRequest:
     workload, processor = work.workload, work.image_processor
     return LoadRequest(
         id=f"{row.id}#{turn}",
@@ -333,17 +342,18 @@ def _decode_text(work: ServedCellContext, record: latency.RequestRecord) -> str:
 # The cell
 
 
-def _build_cell(
+def _write_cell(
     work: ServedCellContext,
     measured: MeasuredServer,
     baseline: MeasuredServer,
     reason: str | None,
     gpus_before: list[gpu_memory.GpuMemory],
-) -> dict[str, Any]:
+    took: StageCost,
+) -> Path:
     params, workload, draft = work.params, work.workload, measured.draft
     hardware = _describe_hardware(work, measured, gpus_before)
     version = measured.info.get("version")
-    return {
+    cell = {
         "workload": work.workload_name,
         "checkpoint": measured.checkpoint,
         "tree": measured.tree_name,
@@ -364,19 +374,21 @@ def _build_cell(
             [work.prompts.select("id", "prompt_ids", "length_share").to_dicts(), workload.model_dump()],
             hardware,
         ),
-        "server": served_points.describe_server(measured),
-        "memory": served_points.describe_memory(measured, gpus_before),
-        "points": [_build_point(work, measured, *item) for item in measured.loads.items()],
-        "baseline_points": [_build_point(work, baseline, *item) for item in baseline.loads.items()],
+        "server": served_points.describe_server(measured).model_dump(),
+        "memory": served_points.describe_memory(measured, gpus_before).model_dump(),
+        "points": [_build_point(work, measured, *item).model_dump() for item in measured.loads.items()],
+        "baseline_points": [_build_point(work, baseline, *item).model_dump() for item in baseline.loads.items()],
         "hardware": hardware,
         "versions": {params.benchmark_served.engine: version} if version else {},
         "seed": workload.seed,
+        **asdict(took),
     }
+    return served_records.write_served_cell(cell)
 
 
 def _describe_hardware(
     work: ServedCellContext, measured: MeasuredServer, gpus: list[gpu_memory.GpuMemory]
-) -> dict[str, Any]:
+) -> torch_records.Hardware:
     settings = work.params.benchmark_served.server
     if measured.config_name in settings.base_urls:
         return {"server": "one that was running; what it runs on isn't known"}
@@ -388,7 +400,7 @@ def _describe_hardware(
 
 def _build_point(
     work: ServedCellContext, measured: MeasuredServer, load: Load, repeats: list[list[LoadResult]]
-) -> dict[str, Any]:
+) -> served_records.LoadPoint:
     length, cap = load
     records = [[result.records for result in turns] for turns in repeats]
     requests = load_points.list_requests(records)
@@ -404,7 +416,7 @@ def _build_point(
         work.prompts["prompt_ids"].list.len().to_list(),
         cap,
         length + measured.num_draft_tokens,
-        engine_flags.read_server_memory(measured.info)["kv_tokens"],
+        engine_flags.read_server_memory(measured.info).kv_tokens,
     )
     return load_points.build_point(
         load_points.PointLoad(length, cap, work.workload.request_rate),

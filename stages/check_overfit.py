@@ -203,7 +203,7 @@ def _measure_engine_tau(
     paths = {row.id: conversations.read_image_paths(SAMPLED, "sample_target").get(row.id)}
     trust = params.target.trust_remote_code
     try:
-        model = loading.load_target(folder, None, params.target.dtype, params.target.device, trust)
+        model = loading.load_target(folder, params.target.dtype, params.target.device, trust)
         served = Eagle3Draft.from_checkpoint(config, draft.state_dict())
         served = served.to(params.target.device, model.dtype).requires_grad_(False)
         answer = ids[row.prompt_length :]

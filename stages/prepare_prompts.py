@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 
 from stages.data import conversations, prompt_sets, workload_prompts
-from stages.data.workload_prompts import PromptRow
+from stages.data.workload_prompts import WorkloadPrompt
 from stages.params import schema
 from stages.params.benchmark_sections import Workload
 from stages.params.section import PARAMS_FILE, get_named
@@ -47,21 +47,21 @@ def main(workload: str) -> None:
     _print_summary(workload, settings, measured, warmup)
 
 
-def _read_eval_split() -> list[PromptRow]:
+def _read_eval_split() -> list[WorkloadPrompt]:
     """Return the prompts of the eval split, sorted by their hash: independent of file and row order."""
     split = conversations.read_table(EVAL_FOLDER, conversations.SAMPLED_SCHEMA, "sample_target")
     columns = split.select("id", "prompt_ids", "images").iter_rows()
-    return sorted((PromptRow(id, ids, images=images) for id, ids, images in columns), key=_hash_prompt)
+    return sorted((WorkloadPrompt(id, ids, images=images) for id, ids, images in columns), key=_hash_prompt)
 
 
-def _hash_prompt(row: PromptRow) -> bytes:
+def _hash_prompt(row: WorkloadPrompt) -> bytes:
     images = [image.encode() for image in row.images or []]
     return hashlib.sha256(b"\0".join([SALT, *images, np.array(row.prompt_ids, "<i4").tobytes()])).digest()
 
 
 def _read_set_prompts(
     params: schema.Params, workload: str, settings: Workload, target: manifest.TargetManifest
-) -> tuple[list[PromptRow], list[PromptRow]]:
+) -> tuple[list[WorkloadPrompt], list[WorkloadPrompt]]:
     """Return (prompts to measure, prompts of the warm-up) of a published set: each first turn is one user message."""
     from stages.target import chat_template  # transformers takes seconds, and the eval split does not need it
 
@@ -71,18 +71,18 @@ def _read_set_prompts(
         manifest.resolve_weights_folder(target), params.target.trust_remote_code, target.chat_template
     )
 
-    def build_row(problem: prompt_sets.PromptProblem) -> PromptRow:
+    def build_row(problem: prompt_sets.PromptProblem) -> WorkloadPrompt:
         first, *rest = problem.turns
         messages = [{"role": "user", "content": first}]
         ids = chat_template.encode_prompt(tokenizer, messages, params.sample_target.thinking)
         later = rest if rest and settings.turns == "all" else None
-        return PromptRow(problem.id, ids, messages=messages, later=later, reference=problem.reference)
+        return WorkloadPrompt(problem.id, ids, messages=messages, later=later, reference=problem.reference)
 
     measured, warmup = _select_prompts(workload, settings, problems)
     return [build_row(problem) for problem in measured], [build_row(problem) for problem in warmup]
 
 
-def _make_random_prompts(settings: Workload, split: list[PromptRow]) -> list[PromptRow]:
+def _make_random_prompts(settings: Workload, split: list[WorkloadPrompt]) -> list[WorkloadPrompt]:
     """Return num_prompts prompts to measure and `warmup` more, made of the eval rows from `start` to `stop`.
 
     As in SGLang's bench_serving, lengths are uniform from length_range of input_tokens to input_tokens, and a prompt is a
@@ -108,7 +108,7 @@ def _make_random_prompts(settings: Workload, split: list[PromptRow]) -> list[Pro
         row = int(np.searchsorted(stops, start, side="right"))
         first = start - int(stops[row] - len(texts[row]))
         ids = itertools.islice(itertools.cycle(texts[row]), first, first + length)
-        rows.append(PromptRow(f"random.{number}", list(ids), length_share=share))
+        rows.append(WorkloadPrompt(f"random.{number}", list(ids), length_share=share))
     return rows
 
 
@@ -137,7 +137,7 @@ def _select_prompts(workload: str, settings: Workload, available: list[T]) -> tu
     return measured, list(itertools.islice(itertools.chain(others, itertools.cycle(measured)), settings.warmup))
 
 
-def _check_prompts_fit(workload: str, rows: list[PromptRow], max_positions: int) -> None:
+def _check_prompts_fit(workload: str, rows: list[WorkloadPrompt], max_positions: int) -> None:
     """Raise ValueError for a prompt that leaves no room for an answer, before a server is started for it."""
     for row in rows:
         if (count := len(row.prompt_ids)) >= max_positions:
@@ -148,7 +148,9 @@ def _check_prompts_fit(workload: str, rows: list[PromptRow], max_positions: int)
             )
 
 
-def _print_summary(workload: str, settings: Workload, measured: list[PromptRow], warmup: list[PromptRow]) -> None:
+def _print_summary(
+    workload: str, settings: Workload, measured: list[WorkloadPrompt], warmup: list[WorkloadPrompt]
+) -> None:
     counts = [len(row.prompt_ids) for row in measured]
     later = sum(len(row.later or []) for row in measured)
     turns = f", {later} later turns" if later else ""

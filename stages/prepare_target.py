@@ -1,8 +1,9 @@
 """prepare_target: model id -> a pinned manifest; or the embedded target.   python -m stages.prepare_target
 
 A Hugging Face id or a local folder is pinned, not copied: its commit, digests and shapes go into target.json, for a local
-folder also a digest of all weights (20 s for 16 GB). `builtin/NAME` is trained here, from a seed and for a fixed number of
-steps, so that the default parameters need no download.
+folder also a digest of all weights (20 s for 16 GB). The default parameters need no download: builtin/weather-tiny is copied
+from the repository (stages/toy/shipped_target.py), other `builtin/NAME` are trained here, from a seed and for a fixed number
+of steps.
 """
 
 import json
@@ -25,7 +26,7 @@ from stages.runtime import atomic
 from stages.target import config_facts, head_check, manifest
 from stages.target.manifest import TargetManifest
 from stages.telemetry.run_stage import run_stage
-from stages.toy import multimodal_target, text_targets
+from stages.toy import multimodal_target, shipped_target, text_targets
 
 TEMPLATES_FOLDER = Path("templates")
 
@@ -38,7 +39,7 @@ def main() -> None:
     started = time.perf_counter()
     template = _read_chat_template(p.target.chat_template)
     with atomic.write_folder(manifest.TARGET_FOLDER) as folder:
-        target = _train_builtin_target(p, folder) if p.target.model.startswith("builtin/") else _pin_target(p)
+        target = _make_builtin_target(p, folder) if p.target.model.startswith("builtin/") else _pin_target(p)
         target = replace(target, lm_head_key=p.target.lm_head_key, chat_template=template)
         _check_tables(p, target, folder)
         manifest.write_manifest(folder, target)
@@ -67,22 +68,33 @@ def _read_chat_template(name: str | None) -> str | None:
     return text
 
 
-def _train_builtin_target(p: schema.Params, folder: Path) -> TargetManifest:
-    name, train = p.target.model.removeprefix("builtin/"), p.prepare_target
+def _make_builtin_target(p: schema.Params, folder: Path) -> TargetManifest:
+    name = p.target.model.removeprefix("builtin/")
     names = (*text_targets.TARGET_NAMES, multimodal_target.TARGET_NAME)
     if name not in names:
         raise ValueError(
             f"params.yaml: target.model builtin/{name} is unknown; there is builtin/{', builtin/'.join(names)}"
         )
+    if p.prepare_target.weights == "shipped":
+        settings = p.prepare_target.model_dump(exclude={"weights"})
+        shipped_target.copy_files(name, shipped_target.TrainingSettings(**settings), folder)
+        schema.check_draft_vocab(p, AutoConfig.from_pretrained(folder).vocab_size)
+    else:
+        _train_builtin_target(p, name, folder)
+    config = AutoConfig.from_pretrained(folder)
+    return describe_target(p.target.model, None, config, folder, p.target.feature_layers)
+
+
+def _train_builtin_target(p: schema.Params, name: str, folder: Path) -> None:
     model, tokenizer, training = _start_training(p, name, folder)
-    with tqdm(total=train.steps, desc="train the target", unit="step", mininterval=2) as bar:
+    schema.check_draft_vocab(p, len(tokenizer))
+    with tqdm(total=p.prepare_target.steps, desc="train the target", unit="step", mininterval=2) as bar:
         for _, loss in training:
             bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
             bar.update()
     logging.disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return describe_target(p.target.model, None, model.config, folder, p.target.feature_layers)
 
 
 def _start_training(p: schema.Params, name: str, folder: Path) -> tuple[Any, Any, Iterator[tuple[int, float]]]:
@@ -90,16 +102,10 @@ def _start_training(p: schema.Params, name: str, folder: Path) -> tuple[Any, Any
     train = p.prepare_target
     settings = train.seed, train.steps, train.batch_tokens, train.learning_rate
     if name != multimodal_target.TARGET_NAME:
-        corpus = text_targets.make_corpus(train.seed)
-        tokenizer = text_targets.build_tokenizer(text_targets.render_conversations(corpus[:2000]))
-        schema.check_draft_vocab(p, len(tokenizer))
-        model = text_targets.build_model(tokenizer, train.seed, name)
-        rows = text_targets.encode_conversations(tokenizer, corpus)
-        return model, tokenizer, text_targets.train_target(model, rows, *settings)
+        return text_targets.start_training(name, *settings)
     map_corpus, processor = multimodal_target.make_corpus(train.seed), multimodal_target.build_processor()
     processor.save_pretrained(folder)
     tokenizer = multimodal_target.build_tokenizer(map_corpus[:2000])
-    schema.check_draft_vocab(p, len(tokenizer))
     model = multimodal_target.build_model(tokenizer, train.seed)
     map_rows = multimodal_target.encode_conversations(tokenizer, processor, map_corpus)
     image_inputs = multimodal_target.make_image_inputs(map_rows, model.config.image_token_id)

@@ -8,7 +8,7 @@ decoding, with an interval over conversations.
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from stages.params.tree_shape import TreeShape
 from stages.replay import oracle_bounds, token_classes, tree_statistics
 from stages.replay.replay import ReplayOutput, compute_capacity, replay_answers
 from stages.results import clusters, interval, replay_records
+from stages.results.replay_records import ReplayedTree, TreeBucket
 from stages.target import chat_template, manifest
 from stages.telemetry.run_stage import run_stage
 from stages.trees import accept_length
@@ -59,8 +60,12 @@ class TreeTraces:
     statistics: dict[TreeShape, tree_statistics.TreeStatistics]
     tokenizer: Any
 
-    def rows(self) -> Iterator[dict[str, Any]]:
-        return ({"tree": tree.name} | row for tree, counted in self.statistics.items() for row in counted.rows())
+    def list_buckets(self, checkpoint: str) -> list[TreeBucket]:
+        return [
+            TreeBucket(checkpoint=checkpoint, tree=tree.name, **asdict(bucket))
+            for tree, counted in self.statistics.items()
+            for bucket in counted.list_buckets()
+        ]
 
     def add_batch(self, tree: TreeShape, cycles: tree_statistics.TreeCycles, batch: "ReplayBatch") -> None:
         """Count the cycles of one tree in a batch of rows."""
@@ -126,19 +131,19 @@ def main(name: str) -> None:
         _build_replay_rows(name, draft, embedding, answers, settings, None if answers.temperature else traces)
         for answers in splits
     ]
-    replay_records.write_replay(replay_records.locate_replay(name), [row for table in tables for row in table])
-    replay_records.write_tree_statistics(name, traces.rows())
-    best = max(tables[0], key=lambda row: row["tau"])
+    ReplayedTree.write_csv(replay_records.locate_replay(name), [row for table in tables for row in table])
+    TreeBucket.write_csv(replay_records.locate_tree_statistics(name), traces.list_buckets(name))
+    best = max(tables[0], key=lambda tree: tree.tau)
     sets = " and ".join(f"{answers.num_answers} answers at temperature {answers.temperature:g}" for answers in splits)
     print(
         f"{name}: {len(tables[0])} trees on {sets} in {time.perf_counter() - started:.1f} s; best at temperature 0 "
-        f"t{best['steps']}_{best['topk']}_{best['tokens']}, tau {best['tau']:.3f}"
+        f"{best.shape.name}, tau {best.tau:.3f}"
     )
 
 
 def _build_replay_rows(
     name: str, draft: Eagle3Draft, embedding, answers: AnswerSplit, settings: ReplayTrees, traces: TreeTraces | None
-) -> list[dict[str, Any]]:
+) -> list[ReplayedTree]:
     """Replay every tree on a split's answers -> table rows; statistics inside some trees go to `traces`."""
     grid = settings.list_trees()
     trees = list(dict.fromkeys([*grid, *(traces.statistics if traces else ())]))
@@ -149,34 +154,32 @@ def _build_replay_rows(
     intervals = interval.compute_tau_intervals(*sums, [tree.num_steps for tree in trees])
     topks = sorted({tree.topk for tree in trees})
     threshold_sums = dict(zip(topks, counts.adaptive.swapaxes(0, 1), strict=True))  # topk -> [3, thresholds, steps]
-    found: list[dict[str, Any]] = []
+    found: list[ReplayedTree] = []
     for g, tree in enumerate(grid):
         accepted, cycles = counts.accepted[:, g], counts.cycles[:, g]
         tau = accept_length.compute_tau(accepted, cycles)
         low, high = intervals[g] or (None, None)
         found.append(
-            {
-                "checkpoint": name,
-                "steps": tree.num_steps,
-                "topk": tree.topk,
-                "tokens": tree.num_draft_tokens,
-                "tau": tau,
-                "tau_low": low,
-                "tau_high": high,
-                "accept_rate": (tau - 1) / tree.num_steps,
-                "cycles": int(cycles.sum()),
-                "accepted": int(accepted.sum()),
-                "mean_depth": float(counts.summed_tree_depth[g] / max(1, cycles.sum())),
-                "acceptance": _format_accept_by_depth(
-                    counts.cycles_reaching_depth[g], int(cycles.sum()), tree.num_steps
-                ),
-                "tau_oracle": accept_length.compute_tau(*counts.oracle[:, g]),
-                "tau_adaptive": oracle_bounds.interpolate_adaptive_tau(
+            ReplayedTree(
+                checkpoint=name,
+                steps=tree.num_steps,
+                topk=tree.topk,
+                tokens=tree.num_draft_tokens,
+                tau=tau,
+                tau_low=low,
+                tau_high=high,
+                accept_rate=(tau - 1) / tree.num_steps,
+                cycles=int(cycles.sum()),
+                accepted=int(accepted.sum()),
+                mean_depth=float(counts.summed_tree_depth[g] / max(1, cycles.sum())),
+                acceptance=_format_accept_by_depth(counts.cycles_reaching_depth[g], int(cycles.sum()), tree.num_steps),
+                tau_oracle=accept_length.compute_tau(*counts.oracle[:, g]),
+                tau_adaptive=oracle_bounds.interpolate_adaptive_tau(
                     threshold_sums[tree.topk][:, :, tree.num_steps - 1], tree.num_draft_tokens
                 ),
-                "temperature": answers.temperature,
-                "top_p": answers.top_p,
-            }
+                temperature=answers.temperature,
+                top_p=answers.top_p,
+            )
         )
     return found
 

@@ -82,7 +82,7 @@ def write_report(p: schema.Params) -> None:
     MethodRow.write_table(found.methods)
     PredictedSpeedup.write_table(found.predicted.rows)
     prediction.write_launch(found.predicted.launch, found.predicted.costs)
-    replay_records.write_replay(REPLAY_TABLE, (tree.model_dump() for trees in replayed.values() for tree in trees))
+    ReplayedTree.write_csv(REPLAY_TABLE, (tree for trees in replayed.values() for tree in trees))
     atomic.write_json(METRICS_FILE, metrics)
     atomic.write_text(PAGE_FILE, page.render_page(_get_settings(p), found, metrics, tables))
     print(format_terminal_table(found.rows, served_rows, metrics, found.predicted.launch, found.methods))

@@ -47,6 +47,7 @@ ACCESS_KEYS = {
 }  # change no answer
 MAX_SERVER_RESTARTS = 3  # of a server started here, in one run
 PREVIEW_ROWS = 3  # in the report
+PREVIEW_COLUMNS = ("id", "prompt_ids", "answer_ids", "finish_reason")
 
 
 @dataclass
@@ -142,7 +143,7 @@ def _make_backend(context: SamplingContext, stack: contextlib.ExitStack, place: 
     if _uses_servers(s):
         make_client = _open_servers(context, stack, place)
         return lambda split: asyncio.run(_sample_from_servers(context, make_client, split))
-    model = loading.load_target(str(context.folder), None, t.dtype, t.device, t.trust_remote_code)
+    model = loading.load_target(str(context.folder), t.dtype, t.device, t.trust_remote_code)
     return lambda split: _generate_split(context, model, split)
 
 
@@ -169,16 +170,19 @@ def _print_split(p: schema.Params, split: SampledSplit) -> None:
 def _build_report(context: SamplingContext, splits: list[SampledSplit]) -> dict[str, Any]:
     """Return results/sample_report.json; it includes the counts of shards that earlier, killed runs published."""
     sampled = SAMPLED_FOLDER / "train"
-    rows = conversations.read_table(sampled, conversations.SAMPLED_SCHEMA, "sample_target", PREVIEW_ROWS).to_dicts()
-    report: dict[str, Any] = {
-        **sampled_split.count_rows(splits),
+    rows = conversations.read_table(sampled, conversations.SAMPLED_SCHEMA, "sample_target", PREVIEW_ROWS)
+    counts = sampled_split.count_rows(splits)
+    assert counts.rows_in == counts.rows_out + sum(counts.dropped.values())
+    return {
+        **asdict(counts),
         "backend": context.p.sample_target.backend,
         "asked_again": dict(context.retries),
         "server_restarts": context.local_server.restarted if context.local_server else 0,
-        "preview": [row_preview.describe_row(context.encoder.tokenizer, row) for row in rows],
+        "preview": [
+            asdict(row_preview.describe_row(context.encoder.tokenizer, *row))
+            for row in rows.select(PREVIEW_COLUMNS).iter_rows()
+        ],
     }
-    assert report["rows_in"] == report["rows_out"] + sum(report["dropped"].values())
-    return report
 
 
 def _settle_answer(
@@ -408,16 +412,17 @@ def _print_preview(p: schema.Params, *words: str) -> None:
     sampled, fixed = SAMPLED_FOLDER / "train", FIXED_FOLDER / "train.parquet"
     if sampled.exists():
         print(f"{sampled}, its first {count} rows")
-        rows = conversations.read_table(sampled, conversations.SAMPLED_SCHEMA, "sample_target", count).to_dicts()
+        table = conversations.read_table(sampled, conversations.SAMPLED_SCHEMA, "sample_target", count)
+        rows = list(table.select(PREVIEW_COLUMNS).iter_rows())
     else:
         print(f"{fixed}, {count} of its turns, with the data's own answers; nothing is sampled yet")
         rows = []
         for group in requests.read_requests(fixed, requests.select_requests(fixed, count)):
             turns = encoder.encode_turns(group[0].messages, group[0].tools)
             pairs = zip(group, turns, strict=False)  # the last conversation may be chosen in part
-            rows += [{"id": q.id, "prompt_ids": a, "answer_ids": b} for q, (a, b) in pairs]
+            rows += [(q.id, *ids, "the data") for q, ids in pairs]
     for row in rows:
-        row_preview.print_row(encoder.tokenizer, row)
+        row_preview.print_row(encoder.tokenizer, *row)
 
 
 def _list_stage_gpus() -> list[int] | None:

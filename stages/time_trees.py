@@ -118,7 +118,7 @@ def _count_committed_tokens(tree: TreeShape, cycles: int) -> int:
 def _build_engine(p: schema.Params, target: manifest.TargetManifest, name: str) -> tuple[Engine, dict[str, Any]]:
     """Return an engine that no end token stops, and its draft's config.json."""
     model = loading.load_target(
-        str(manifest.resolve_weights_folder(target)), None, p.target.dtype, p.target.device, p.target.trust_remote_code
+        str(manifest.resolve_weights_folder(target)), p.target.dtype, p.target.device, p.target.trust_remote_code
     )
     draft, config = load_draft(p, name, p.target.device, model.dtype)
     return Engine(model, [], target.feature_layers, draft, p.benchmark.tree_scoring), config

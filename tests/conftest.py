@@ -24,11 +24,9 @@ EVAL = YAML(typ="safe").load((ROOT / "params.yaml").read_text())["benchmark"]["w
 # the threads wait for each other in turn. Before torch is imported, here and in what tests start.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-# What makes the whole graph run in a minute or two. The target says little sense, which no test minds: lossless, exact and
-# resumable must hold for any target. `straight` is e001 and then e003 in one go.
+# What makes the whole graph run in a minute or two. `straight` is e001 and then e003 in one go.
 SMALL = {
     "target": {"num_threads": 1},
-    "prepare_target": {"steps": 40},
     "sample_target": {"train_rows": 32, "eval_rows": 6, "max_new_tokens": 40},
     "check_overfit": {"steps": 60, "min_tau": 1.5},
     "train_draft": {

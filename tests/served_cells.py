@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from typing import Any
 
 from stages.params.tree_shape import TreeShape
@@ -58,7 +59,7 @@ def point(
         "max_new_tokens": tokens,
         "concurrency": cap,
         "request_rate": "inf",
-        "loads": [latency.summarise_load(load) for load in taken],
+        "loads": [asdict(latency.summarise_load(load)) for load in taken],
         "acceptance": None if tau is None else acceptance(tau, tree or "t5_1_6", sum(row["cycles"] for row in rows)),
         "quality": None if accuracy is None else quality,
         "requests": rows,

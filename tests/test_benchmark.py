@@ -16,6 +16,7 @@ from stages.data import workload_prompts
 from stages.engine import cell_context
 from stages.grading import sandbox
 from stages.results import interval, metrics, torch_records
+from stages.results.torch_records import PromptRow
 from tests.conftest import ROOT, edit_params
 from tests.talking import WORKLOADS
 
@@ -36,7 +37,7 @@ def measured(project: Path, name: str, **changes: Any) -> dict[str, Any]:
     edit_params(project, {"benchmark": {"workloads": {**WORKLOADS, name: {**WORKLOADS[name], **changes}}}})
     prepare_prompts.main(name)
     benchmark.main(name, "e003", "t3_2_6")
-    return torch_records.read_torch_cell(name, "e003", "t3_2_6")
+    return torch_records.read_torch_cell(name, "e003", "t3_2_6").model_dump()
 
 
 def greedy(model: Any, ids: list[int]) -> list[int]:
@@ -126,12 +127,14 @@ def test_drawn_answers_are_the_seeds_and_each_repeat_draws_its_own(project: Path
 # --- the speedup's interval -----------------------------------------------------------------------------------------
 
 
-def rows_of(prompts: int, repeats: int, turns: int, draw: random.Random) -> list[dict[str, Any]]:
+def rows_of(prompts: int, repeats: int, turns: int, draw: random.Random) -> list[PromptRow]:
     return [
-        {
-            "id": f"q{p}", "repeat": r, "turn": t, "output_tokens": draw.randrange(5, 90), "e2e_latency_s": draw.uniform(1, 2),
-            "baseline_output_tokens": draw.randrange(5, 90), "baseline_e2e_latency_s": draw.uniform(2, 5),
-        }
+        PromptRow(
+            id=f"q{p}", repeat=r, turn=t, output_tokens=draw.randrange(5, 90), e2e_latency_s=draw.uniform(1, 2),
+            baseline_output_tokens=draw.randrange(5, 90), baseline_e2e_latency_s=draw.uniform(2, 5),
+            prompt_tokens=7, cycles=10, accepted=20, identical=True, divergence_margin=None, finish_reason="stop",
+            prefill_latency_s=0.1, baseline_prefill_latency_s=0.1, correct=None, baseline_correct=None,
+        )
         for r in range(repeats) for p in range(prompts) for t in range(turns)
     ]  # fmt: skip
 
@@ -140,7 +143,7 @@ def rows_of(prompts: int, repeats: int, turns: int, draw: random.Random) -> list
 def test_the_speedups_interval_is_over_prompts_and_repeats(prompts: int, repeats: int, turns: int) -> None:
     rows = rows_of(prompts, repeats, turns, random.Random(3))
     low, high = interval.compute_speedup_interval(*metrics.collect_speed_columns(rows, "mt_bench"))
-    total = {key: sum(row[key] for row in rows) for key in rows[0] if key not in ("id", "repeat", "turn")}
+    total = {key: sum(row[key] for row in rows) for key in metrics.SPEED_COLUMNS}
     speedup = total["output_tokens"] / total["e2e_latency_s"]
     speedup /= total["baseline_output_tokens"] / total["baseline_e2e_latency_s"]
     assert low < speedup < high and low * high == pytest.approx(speedup**2), "the same share to both sides"
@@ -150,31 +153,28 @@ def test_one_prompt_has_no_interval_of_its_speedup() -> None:
     """Bug: one prompt decoded once had an interval of zero width, as if its speedup were certain."""
     for repeats in (1, 5):
         rows = rows_of(1, repeats, 1, random.Random(3))
-        found = metrics.compute_cell_metrics([row | made_up_counts() for row in rows], 3, 6, "mt_bench")
+        found = metrics.compute_cell_metrics(rows, 3, 6, "mt_bench")
         assert [found[key] for key in ("tau_low", "tau_high", "speedup_low", "speedup_high")] == [None] * 4
 
 
 def test_turns_of_one_conversation_are_one_cluster_of_the_eval_split() -> None:
     """Bug: of the eval split each turn of a conversation is a row, and each counted as independent."""
-    rows = [row | made_up_counts() for row in rows_of(6, 1, 1, random.Random(3))]
-    turns = [row | {"id": f"{row['id']}.{turn}"} for row in rows for turn in range(4)]
+    rows = rows_of(6, 1, 1, random.Random(3))
+    turns = [row.model_copy(update={"id": f"{row.id}.{turn}"}) for row in rows for turn in range(4)]
     once = metrics.compute_cell_metrics(rows, 3, 6, "mt_bench")
     often = metrics.compute_cell_metrics(turns, 3, 6, "eval")
     for name in ("tau_low", "tau_high", "speedup_low", "speedup_high"):
         assert often[name] == pytest.approx(once[name])
 
 
-def made_up_counts() -> dict[str, Any]:
-    return {"cycles": 10, "accepted": 20, "prefill_latency_s": 0.1, "identical": True}
-
-
 def test_of_each_repeat_its_own_speedup() -> None:
     rows = rows_of(4, 3, 2, random.Random(5))
     for number, found in enumerate(metrics.summarise_repeats(rows, "mt_bench")):
-        mine = [row for row in rows if row["repeat"] == number]
-        plain = sum(r["baseline_output_tokens"] for r in mine) / sum(r["baseline_e2e_latency_s"] for r in mine)
-        speed = sum(r["output_tokens"] for r in mine) / sum(r["e2e_latency_s"] for r in mine)
-        assert found == pytest.approx({"output_tok_s": speed, "baseline_output_tok_s": plain, "speedup": speed / plain})
+        mine = [row for row in rows if row.repeat == number]
+        plain = sum(r.baseline_output_tokens for r in mine) / sum(r.baseline_e2e_latency_s for r in mine)
+        speed = sum(r.output_tokens for r in mine) / sum(r.e2e_latency_s for r in mine)
+        expected = {"output_tok_s": speed, "baseline_output_tok_s": plain, "speedup": speed / plain}
+        assert found.model_dump() == pytest.approx(expected)
 
 
 # --- grades ---------------------------------------------------------------------------------------------------------

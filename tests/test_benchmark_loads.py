@@ -37,7 +37,7 @@ def use(project: Path, name: str, benchmark_: dict[str, Any] | None = None, **ch
 def measured(project: Path, name: str, **changes: Any) -> dict[str, Any]:
     use(project, name, **changes)
     benchmark.main(name, *NAMES)
-    return served_records.read_served_cell(name, *NAMES, served_records.TORCH_ENGINE)
+    return served_records.read_served_cell(name, *NAMES, served_records.TORCH_ENGINE).model_dump()
 
 
 def alone(project: Path, name: str, **changes: Any) -> list[dict[str, Any]]:

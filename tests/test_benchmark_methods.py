@@ -290,10 +290,10 @@ def test_a_row_of_drawn_answers_says_what_plain_decoding_says(taught: Path) -> N
 def test_a_static_tree_follows_the_checkpoints_accuracies(taught: Path) -> None:
     settings = schema.load_params().get_method_row("medusa")
     assert isinstance(settings, StaticRow)
-    config = {"rank_accuracy": [[0.9, 0.05], [0.8, 0.1], [0.7, 0.2]]}
-    static = benchmark_methods._build_static_tree(settings, config, torch.device("cpu"))
+    accuracy = [[0.9, 0.05], [0.8, 0.1], [0.7, 0.2]]
+    static = benchmark_methods._build_static_tree(settings, accuracy, torch.device("cpu"))
     assert static.paths[:2] == [(0,), (1,)] and (0, 0, 0) in static.paths and static.num_draft_tokens == 8
-    worth = {p: math.prod(config["rank_accuracy"][d][r] for d, r in enumerate(p)) for p in static.paths}
+    worth = {p: math.prod(accuracy[d][r] for d, r in enumerate(p)) for p in static.paths}
     assert min(worth.values()) >= 0.9 * 0.1 * 0.2
 
 

@@ -22,7 +22,7 @@ from ruamel.yaml import YAML
 
 from stages import benchmark_served, prepare_prompts
 from stages.data import workload_prompts
-from stages.data.workload_prompts import PromptRow
+from stages.data.workload_prompts import WorkloadPrompt
 from stages.params.benchmark_sections import Workload
 from stages.results import replay_records, served_records
 from stages.runtime import atomic
@@ -168,7 +168,7 @@ def test_a_later_turn_is_asked_after_the_engines_own_answer(project: Path, runni
     benchmark_served.main("talk", "e003", "t5_1_6")
     (point,) = served_records.read_served_cell("talk", "e003", "t5_1_6")["points"]
     turns = [r["turn"] for r in point["requests"]]
-    assert turns == [0, 0, 0, 1, 1, 1] and point["loads"][0]["requests"] == 6
+    assert turns == [0, 0, 0, 1, 1, 1] and point["loads"][0].requests == 6
     rows, _ = workload_prompts.read_prompts("talk")
     for first, second, row in zip(
         point["requests"][:3], point["requests"][3:], rows.iter_rows(named=True), strict=True
@@ -304,7 +304,7 @@ def test_pictures_go_with_the_token_ids(tmp_path: Path) -> None:
         build_data_url=url, image_token_id=9, count_image_tokens=lambda images: [4, 1][: len(images)]
     )
     work: Any = SimpleNamespace(image_processor=processor, workload=w)
-    row = PromptRow("a", [], images=paths, length_share=0.5)
+    row = WorkloadPrompt("a", [], images=paths, length_share=0.5)
     (path, body) = load_generator.build_request(
         benchmark_served._make_request(work, row, 0, [1, 9, 9, 9, 9, 9, 2], 60), "sglang", "t"
     )

@@ -164,7 +164,7 @@ def test_decoding_with_any_option_is_lossless_and_is_what_replay_counts(small_ru
     """A random draft over the target's whole vocabulary, its state near the trained one's, so that some is accepted."""
     chosen = OPTIONS[options] | ({"sliding_window": 8} if "sliding_window" in OPTIONS[options] else {})
     made = manifest.read_manifest(small_run / "artifacts/target")
-    model = loading.load_target(str(small_run / "artifacts/target"), None, "float32", "cpu")
+    model = loading.load_target(str(small_run / "artifacts/target"), "float32", "cpu")
     config, tensors = checkpoint.read_draft(small_run / "drafts/e003", "train_draft@e003")
     draft = Eagle3Draft(DraftConfig(**{**vars(DraftConfig.from_json(config)), **chosen})).requires_grad_(False)
     missing = draft.load_state_dict(tensors, strict=False)

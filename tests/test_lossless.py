@@ -35,7 +35,7 @@ def prompts(small_run: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def model(small_run: Path):
-    return loading.load_target(str(small_run / "artifacts/target"), None, "float32", "cpu")
+    return loading.load_target(str(small_run / "artifacts/target"), "float32", "cpu")
 
 
 def engine(small_run: Path, model, name: str) -> Engine:

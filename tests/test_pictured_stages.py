@@ -102,7 +102,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (project / folder).mkdir(parents=True)
     manifest.write_manifest(project / "artifacts/target", made)
     model, eyes = (
-        loading.load_target(str(project / "tiny"), None, "float32", "cpu"),
+        loading.load_target(str(project / "tiny"), "float32", "cpu"),
         CachedImageProcessor(str(project / "tiny"), False),
     )
     rng = random.Random(0)
@@ -189,7 +189,7 @@ def sampled(project: Path, split: str) -> dict[str, dict[str, Any]]:
 
 def test_rows_are_those_of_transformers_alone(made: Path, once: dict[str, bytes]) -> None:
     model, eyes = (
-        loading.load_target(str(made / "tiny"), None, "float32", "cpu"),
+        loading.load_target(str(made / "tiny"), "float32", "cpu"),
         CachedImageProcessor(str(made / "tiny"), False),
     )
     for split in ("train", "eval"):

@@ -239,7 +239,7 @@ def test_the_embedded_experts_learn_and_are_a_target_like_any_other(tmp_path: Pa
     losses = [loss for _, loss in text_targets.train_target(model, rows, 7, 6, 512, 0.03)]
     assert losses[-1] < losses[0]
     model.eval().save_pretrained(tmp_path)
-    loaded = loading.load_target(str(tmp_path), None, "float32", "cpu")
+    loaded = loading.load_target(str(tmp_path), "float32", "cpu")
     ids = torch.cat([rows[0][0], rows[1][0]])
     lengths = [len(rows[0][0]), len(rows[1][0])]
     with torch.inference_mode():
@@ -263,7 +263,7 @@ def test_the_embedded_target_that_sees_reads_maps_it_never_saw(tmp_path: Path, m
     sample_target.main()
     tokenizer = AutoTokenizer.from_pretrained("artifacts/target")
     model, eyes = (
-        loading.load_target("artifacts/target", None, "float32", "cpu"),
+        loading.load_target("artifacts/target", "float32", "cpu"),
         vision.CachedImageProcessor("artifacts/target", False),
     )
     (end,) = {model.config.get_text_config().eos_token_id}

@@ -21,6 +21,7 @@ from stages.params.section import ROOT_CHECKPOINT
 from stages.params.tree_shape import TreeShape
 from stages.reporting.benchmark_table import BenchmarkRow
 from stages.results import replay_records, served_records, timing_grid, torch_records
+from stages.results.replay_records import ReplayedTree, TreeBucket
 from stages.results.served_table import ServedRow
 from stages.runtime import atomic
 from stages.telemetry import stage_log
@@ -75,7 +76,7 @@ def make_up_results(p: schema.Params) -> None:
                 ",".join(map(str, (checkpoint, *shape, tau, tau - 0.1, tau + 0.1, rate, *counted, tau, "", 0.0, "")))
             )
         atomic.write_text(Path(f"results/replay/{checkpoint}.csv"), "\n".join(lines) + "\n")
-        replay_records.write_tree_statistics(checkpoint, [])
+        TreeBucket.write_csv(replay_records.locate_tree_statistics(checkpoint), [])
         epochs = [
             {
                 "epoch": e,
@@ -113,15 +114,23 @@ def make_up_import(name: str) -> None:
     atomic.write_json(Path(f"results/train/{name}.json"), {"checkpoint": name, "weights": "cd" * 32})
 
 
-def made_up_inside(trees: list[TreeShape]) -> list[Row]:
+def made_up_inside(checkpoint: str, trees: list[TreeShape]) -> list[TreeBucket]:
     """Buckets that could be true: 60 cycles a tree, half of what is promised is kept."""
     buckets = {
         "row": ("q1.0", "q2.0"), "context": ("64-96", "96-128"), "answer": ("0-8", "8-12"), "after": ("digits", "letters"),
         "token": ("digits", "structure"), "sibling": ("1", "2", "3"), "chance": ("0.01-0.02", "0.9-1"),
     }  # fmt: skip
     return [
-        {"tree": tree.name, "by": what, "bucket": bucket, "cycles": "" if what in ("sibling", "chance") else 30}
-        | {"nodes": 30 * (tree.num_draft_tokens - 1), "promised": 80.0, "accepted": 40}
+        TreeBucket(
+            checkpoint=checkpoint,
+            tree=tree.name,
+            by=what,
+            bucket=bucket,
+            promised=80.0,
+            accepted=40,
+            cycles=None if what in ("sibling", "chance") else 30,
+            nodes=30 * (tree.num_draft_tokens - 1),
+        )
         for tree in trees
         for what, names in buckets.items()
         for bucket in names
@@ -276,8 +285,9 @@ def test_cells_above_temperature_0_stand_beside_the_replay_of_answers_drawn_alik
     place = replay_records.locate_replay(checkpoint)
     report.main()
     best = json.loads(report.METRICS_FILE.read_text())["checkpoints"]
-    hot = [row | {"tau": row["tau"] - 0.5, "temperature": 0.7, "top_p": 0.9} for row in _replayed_rows(checkpoint)]
-    replay_records.write_replay(place, [*_replayed_rows(checkpoint), *hot])
+    trees = replay_records.read_replay(checkpoint)
+    hot = [row.model_copy(update={"tau": row.tau - 0.5, "temperature": 0.7, "top_p": 0.9}) for row in trees]
+    ReplayedTree.write_csv(place, [*trees, *hot])
     found = torch_records.read_torch_cell("eval", checkpoint, tree.name).model_dump()
     cold = replayed(tree.name, checkpoint)
     drawn = {"temperature": 0.7, "top_p": 0.9, "metrics": found["metrics"] | {"identical_share": None}}
@@ -299,10 +309,6 @@ def test_cells_above_temperature_0_stand_beside_the_replay_of_answers_drawn_alik
     report.main()
     assert json.loads(report.METRICS_FILE.read_text())["identical_share_min"] is None
     assert "same answers as plain" not in report.PAGE_FILE.read_text()
-
-
-def _replayed_rows(checkpoint: str) -> list[Row]:
-    return [tree.model_dump() for tree in replay_records.read_replay(checkpoint)]
 
 
 def test_the_best_checkpoint_is_the_one_with_the_highest_mean_replayed_tau(made_up: schema.Params) -> None:
@@ -474,7 +480,8 @@ def test_what_happens_inside_trees_is_shown_where_any_was_looked_into(made_up: s
     report.main()
     assert "Inside some trees" not in report.PAGE_FILE.read_text()
     for name in made_up.replay_trees.checkpoints:
-        replay_records.write_tree_statistics(name, made_up_inside(made_up.replay_trees.traced_trees()))
+        buckets = made_up_inside(name, made_up.replay_trees.traced_trees())
+        TreeBucket.write_csv(replay_records.locate_tree_statistics(name), buckets)
     report.main()
     page = report.PAGE_FILE.read_text()
     assert page.count("<svg") == PLOTS + INSIDE and "#0303" not in page

@@ -84,7 +84,7 @@ def test_rows_name_their_pictures_and_hold_a_token_for_each_embedding(project: P
 def test_the_target_saw_them(project: Path) -> None:
     """Each eval answer is `generate`'s on the processor's own output; and another one with the picture's colours inverted."""
     _, processor = save("qwen3-vl", project / "again")
-    model = loading.load_target("tiny", None, "float32", "cpu")
+    model = loading.load_target("tiny", "float32", "cpu")
     end, changed = model.config.get_text_config().eos_token_id, 0
     for row in answers(project, "eval").to_dicts():
         text = processor.tokenizer.decode(row["prompt_ids"])

@@ -55,7 +55,6 @@ def sampled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     project = copy_project(tmp_path_factory.mktemp("sampled"))
     edit_params(project, {
         "target": {"num_threads": 1},  # two processes of two threads on two cores would wait for each other
-        "prepare_target": {"steps": 30},
         "sample_target": {"train_rows": 6, "eval_rows": 3, "max_new_tokens": 24, "shard_size": 4},
     })  # fmt: skip
     before = Path.cwd()

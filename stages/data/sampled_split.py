@@ -8,13 +8,12 @@ import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from stages.data import requests
 from stages.data.parquet_shards import ParquetShardWriter
-from stages.data.requests import TargetRequest
+from stages.data.requests import SourceRequests, TargetRequest
 
 
 @dataclass
@@ -46,27 +45,41 @@ class SampledSplit:
         return next(temperature for (temperature, _), stop in zip(self.mixture, cumulative, strict=True) if at < stop)
 
 
-def count_rows(splits: list[SampledSplit]) -> dict[str, Any]:
-    """Return what the report counts, with the counts of shards that earlier, killed runs published."""
+@dataclass(frozen=True)
+class SampleCounts:
+    """The counts of results/sample_report.json. By split are those of each; the others are of all splits together."""
+
+    rows_in: int
+    rows_out: int
+    dropped: dict[str, int]  # by reason
+    not_asked: dict[str, int]  # by split
+    sources: dict[str, dict[str, SourceRequests]]  # by split and file
+    truncated: dict[str, int]  # by split
+    tokens: dict[str, int]  # by split
+    shards: dict[str, int]  # by split
+    token_ids: dict[str, int]  # by origin
+    temperatures: dict[str, int]  # by temperature
+
+
+def count_rows(splits: list[SampledSplit]) -> SampleCounts:
+    """Count all rows, those of shards that earlier, killed runs published too."""
     total: Counter[str] = sum((split.shards.counts for split in splits), Counter())
 
     def select(kind: str) -> dict[str, int]:
         return {key.split("/")[1]: n for key, n in sorted(total.items()) if key.startswith(f"{kind}/")}
 
-    return {
-        "rows_in": sum(split.selection.num_requests for split in splits),
-        "rows_out": total["rows"],
-        "dropped": select("dropped"),
-        "not_asked": {split.name: split.selection.num_unrequested for split in splits},
-        "sources": {
-            split.name: {name: asdict(share) for name, share in split.selection.sources.items()} for split in splits
-        },
-        "truncated": {split.name: split.shards.counts["truncated"] for split in splits},
-        "tokens": {split.name: split.shards.counts["tokens"] for split in splits},
-        "shards": {split.name: split.shards.num_shards for split in splits},
-        "token_ids": select("token_ids"),  # by origin
-        "temperatures": select("temperature"),
-    }
+    return SampleCounts(
+        rows_in=sum(split.selection.num_requests for split in splits),
+        rows_out=total["rows"],
+        dropped=select("dropped"),
+        not_asked={split.name: split.selection.num_unrequested for split in splits},
+        sources={split.name: dict(split.selection.sources) for split in splits},
+        truncated={split.name: split.shards.counts["truncated"] for split in splits},
+        tokens={split.name: split.shards.counts["tokens"] for split in splits},
+        shards={split.name: split.shards.num_shards for split in splits},
+        token_ids=select("token_ids"),
+        temperatures=select("temperature"),
+    )
 
 
 def make_seed(seed: int, request_id: str) -> int:

@@ -23,7 +23,7 @@ PROMPTS_SCHEMA = pl.Schema(
 
 
 @dataclass(frozen=True)
-class PromptRow:
+class WorkloadPrompt:
     """One prompt of a workload; the fields are columns of PROMPTS_SCHEMA."""
 
     id: str
@@ -44,7 +44,7 @@ def compute_max_new_tokens(length_share: float, max_new_tokens: int) -> int:
     return max(1, round(length_share * max_new_tokens))
 
 
-def write_prompts(workload: str, measured: list[PromptRow], warmup: list[PromptRow]) -> None:
+def write_prompts(workload: str, measured: list[WorkloadPrompt], warmup: list[WorkloadPrompt]) -> None:
     """Write the prompts to measure and those of the warm-up."""
     rows = [vars(row) | {"warmup": flag} for part, flag in ((measured, False), (warmup, True)) for row in part]
     conversations.write_table(locate_prompts(workload), pl.DataFrame(rows, schema=PROMPTS_SCHEMA), PROMPTS_SCHEMA)
@@ -56,9 +56,9 @@ def read_prompts(workload: str) -> tuple[pl.DataFrame, pl.DataFrame]:
     return rows.filter(~pl.col("warmup")), rows.filter("warmup")
 
 
-def list_rows(prompts: pl.DataFrame) -> list[PromptRow]:
+def list_rows(prompts: pl.DataFrame) -> list[WorkloadPrompt]:
     """Return the rows of a PROMPTS_SCHEMA frame."""
-    return [PromptRow(**row) for row in prompts.drop("warmup").iter_rows(named=True)]
+    return [WorkloadPrompt(**row) for row in prompts.drop("warmup").iter_rows(named=True)]
 
 
 def check_references(workload: str, rows: pl.DataFrame) -> None:

@@ -75,7 +75,7 @@ def _build_engine(
     on_one_device = ranks.device == "cpu" or (len(gpus) == 1 and settings.max_gpu_memory is None)
     load_device = ranks.device if on_one_device else "cpu"
     folder = str(manifest.resolve_weights_folder(target))
-    model = loading.load_target(folder, None, params.target.dtype, load_device, params.target.trust_remote_code)
+    model = loading.load_target(folder, params.target.dtype, load_device, params.target.trust_remote_code)
     if not on_one_device:
         place_model(model, gpus, settings.max_gpu_memory)
     draft, _ = load_draft(params, checkpoint_name, ranks.device, model.dtype)

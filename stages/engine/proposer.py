@@ -3,6 +3,7 @@
 Letters: B prompts decoded together, M num_draft_tokens.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from stages.engine.decode_state import CacheSlots, DecodeState, PrefillOutput, V
 from stages.trees.draft_tree import DraftTree
 
 
-class Proposer:
+class Proposer(ABC):
     """Proposes the trees of each cycle; those of stages/methods for one prompt at a time.
 
     `prepare` runs on the host. `propose` and `update` are captured in a CUDA graph, so they use tensors of fixed shapes,
@@ -21,26 +22,26 @@ class Proposer:
     graph_tensors: Sequence[Tensor] = ()
     feature_layers: Sequence[int] = ()  # layers of the target whose inputs become prefill.features and state.features
 
+    @abstractmethod
     def start(self, slot: CacheSlots, prompt: list[int], prefill: PrefillOutput, state: DecodeState) -> None:
         """Begin a prompt: it is in the slot's cache, and state.next_tokens[0, 0] is the answer's first token."""
-        raise NotImplementedError
 
-    def prepare(self, state: DecodeState) -> None:
+    def prepare(self, state: DecodeState) -> None:  # noqa: B027 - most methods have no such work
         """Do the host's work before each cycle."""
 
+    @abstractmethod
     def propose(self, slots: CacheSlots, state: DecodeState, visible_length: int) -> tuple[DraftTree, Tensor]:
         """Return trees and their tokens [B, M], the roots' first; only `visible_length` rows of a slot may be read."""
-        raise NotImplementedError
 
-    def update(self, state: DecodeState, output: VerifyOutput) -> None:
+    def update(self, state: DecodeState, output: VerifyOutput) -> None:  # noqa: B027 - some keep nothing
         """Take over the result of a cycle; `state` is already advanced."""
 
+    @abstractmethod
     def count_state_bytes(self, slots: CacheSlots) -> int:
         """Return the bytes kept between cycles."""
-        raise NotImplementedError
 
 
-class DraftingMethod:
+class DraftingMethod(ABC):
     """A way to propose trees."""
 
     num_steps: int  # the depth of its trees
@@ -53,6 +54,6 @@ class DraftingMethod:
         """Return how many cache rows behind the verified ones a cycle may write."""
         return max(self.num_steps + 1, self.num_draft_tokens)
 
+    @abstractmethod
     def build_proposer(self, capacity: int) -> Proposer:
         """Return a proposer for slots of `capacity` tokens."""
-        raise NotImplementedError

@@ -21,6 +21,7 @@ from typing import Any
 
 from stages.data import final_answer
 from stages.grading import sandbox
+from stages.grading.grade_summary import GradeSummary
 
 TIMEOUT_S = 10.0  # of one program, by the clock and of processor time
 SLACK_S = 20.0  # for the sandbox to start, and to kill what is left
@@ -51,14 +52,14 @@ def grade_answer(reference: str, answer: str, allow_unsandboxed_code: bool = Fal
     return grade_text(expected["answer"], final)
 
 
-def summarise_grades(references: list[str], marks: list[bool]) -> dict[str, Any]:
-    """Return how many of one or more answers were graded and are right, their share, and the method."""
+def summarise_grades(references: list[str], marks: list[bool]) -> GradeSummary:
+    """Return the grades of one or more answers."""
     kind = json.loads(references[0])["kind"]
     how = f"{kind}: {GRADING_METHODS[kind]}"
     if kind == "humaneval":
         protections = _probe_protections()
         how += f"; run with {', '.join(protections)}" if protections else "; run with no sandbox but limits"
-    return {"graded": len(marks), "correct": sum(marks), "accuracy": sum(marks) / len(marks), "how": how}
+    return GradeSummary(len(marks), sum(marks), sum(marks) / len(marks), how)
 
 
 # Numbers

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 import torch
@@ -69,21 +68,24 @@ class ShardTask:
         return self.entries_path.exists() or (self.folder / "index.parquet").exists()
 
     def make_headers(self) -> list[RowHeader]:
-        return [make_header(row, self.size.image_token_id) for row in self.rows.iter_rows(named=True)]
+        return make_headers(self.rows, self.size.image_token_id)
 
 
-def make_header(row: dict[str, Any], image_token_id: int | None) -> RowHeader:
-    """Return the header of a row of data/sampled."""
-    prompt_length = len(row["prompt_ids"])
-    ids = torch.tensor(row["prompt_ids"] + row["answer_ids"], dtype=torch.int32)
-    return RowHeader(
-        id=row["id"],
-        ids=ids,
-        mask=torch.arange(len(ids)) >= prompt_length,
-        prompt_length=prompt_length,
-        finish_reason=row["finish_reason"],
-        image_token_mask=None if image_token_id is None else ids == image_token_id,
-    )
+def make_headers(rows: pl.DataFrame, image_token_id: int | None) -> list[RowHeader]:
+    """Return the headers of rows of data/sampled."""
+    headers = []
+    for row_id, prompt, answer, reason in rows.select("id", "prompt_ids", "answer_ids", "finish_reason").iter_rows():
+        ids = torch.tensor(prompt + answer, dtype=torch.int32)
+        header = RowHeader(
+            id=row_id,
+            ids=ids,
+            mask=torch.arange(len(ids)) >= len(prompt),
+            prompt_length=len(prompt),
+            finish_reason=reason,
+            image_token_mask=None if image_token_id is None else ids == image_token_id,
+        )
+        headers.append(header)
+    return headers
 
 
 def make_length_expr() -> pl.Expr:

@@ -10,7 +10,7 @@ import torch
 
 from stages.hidden_states import importers
 from stages.hidden_states.format import DTYPES, RowHeader, StoredHiddenStates, convert_stored
-from stages.hidden_states.shard_plan import make_header, split_batches
+from stages.hidden_states.shard_plan import make_headers, split_batches
 from stages.hidden_states.writer import StagingBuffer
 from stages.params import schema
 from stages.runtime import distributed
@@ -31,9 +31,8 @@ class HiddenStatesSource:
 def open_source(p: schema.Params, target: TargetManifest, tables: dict[str, pl.DataFrame]) -> HiddenStatesSource:
     """Load the target, or find the hidden states that extract_hiddens.import names."""
     e = p.extract_hiddens
-    rows = (row for table in tables.values() for row in table.iter_rows(named=True))
     if e.import_ is not None:
-        wanted = {row["id"]: make_header(row, target.image_token_id) for row in rows}
+        wanted = {header.id: header for rows in tables.values() for header in make_headers(rows, target.image_token_id)}
         read = importers.find_hidden_states(Path(e.import_), wanted, target.hidden_size)
         split, fill = partial(split_batches, e.batch_tokens, False), partial(_fill_from_import, read, DTYPES[e.dtype])
         return HiddenStatesSource(fill, split, torch.device("cpu"))
@@ -42,7 +41,10 @@ def open_source(p: schema.Params, target: TargetManifest, tables: dict[str, pl.D
     packed = features.supports_packing
     if not packed:
         print(f"{target.model}: attention does not support packed documents; padding rows of like lengths", flush=True)
-    image_paths = {row["id"]: row["images"] for row in rows if row["images"]} if features.image_processor else {}
+    image_paths: dict[str, list[str]] = {}
+    if features.image_processor:
+        for rows in tables.values():
+            image_paths |= {name: paths for name, paths in rows.select("id", "images").iter_rows() if paths}
     fill = partial(fill_from_target, features, image_paths)
     return HiddenStatesSource(fill, partial(split_batches, e.batch_tokens, not packed), features.model.device)
 

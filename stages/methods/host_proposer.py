@@ -6,6 +6,7 @@ addresses. So the verify pass can be captured as a CUDA graph, but each cycle wa
 Letters: M num_draft_tokens (the root counted).
 """
 
+from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -72,9 +73,9 @@ class HostProposer(Proposer):
         self.tree.depths[0, 1:].copy_(torch.tensor(found.depths))
         self.tree.ancestor_mask[0].copy_(found.ancestor_mask)
 
+    @abstractmethod
     def build_guess_tree(self, new_tokens: list[int]) -> GuessTree:
         """Return guesses of what follows `context`, which ends with `new_tokens`."""
-        raise NotImplementedError
 
     def propose(self, slots: CacheSlots, state: DecodeState, visible_length: int) -> tuple[trees.DraftTree, Tensor]:
         roots = state.next_tokens.gather(1, state.num_verified - 1)  # [1, 1]

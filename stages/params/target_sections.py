@@ -27,6 +27,7 @@ class Target(Section):
 
 
 class PrepareTarget(Section):
+    weights: Literal["shipped", "train"]
     seed: Seed
     steps: Count
     batch_tokens: Count

@@ -7,8 +7,9 @@ Letters: B rows, T tokens, P places of a row's answer, C cycles of all rows, M n
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -120,6 +121,18 @@ def _rank_within_depth(depth: Tensor) -> Tensor:
     return torch.gather(ranks, 2, depth[..., None] - 1)[..., 0]
 
 
+@dataclass(frozen=True)
+class CountedBucket:
+    """Counts of the cycles or nodes of a bucket; those that its grouping doesn't have are None."""
+
+    by: str  # the grouping
+    bucket: str
+    cycles: int | None
+    nodes: int | None
+    promised: float | None
+    accepted: int
+
+
 class TreeStatistics:
     """Counts of one tree by (grouping, bucket): cycles, verified nodes, their summed path probabilities, accepted drafts.
 
@@ -155,18 +168,18 @@ class TreeStatistics:
         self._count_nodes("chance", chances, probabilities.__getitem__, cycles)
         self._count_tokens(cycles, root, ids, ends, classes)
 
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield a table row for each bucket, in order; counts that a grouping doesn't have are None."""
+    def list_buckets(self) -> Iterator[CountedBucket]:
+        """Yield the buckets, in order."""
         for (grouping, bucket), counts in sorted(self.counts.items(), key=lambda item: _make_sort_key(*item[0])):
             cycles, nodes, promised, accepted = counts.tolist()
-            yield {
-                "by": grouping,
-                "bucket": bucket,
-                "cycles": None if grouping in NODE_GROUPINGS else int(cycles),
-                "nodes": None if grouping == "token" else int(nodes),
-                "promised": None if grouping == "token" else promised,
-                "accepted": int(accepted),
-            }
+            yield CountedBucket(
+                by=grouping,
+                bucket=bucket,
+                cycles=None if grouping in NODE_GROUPINGS else int(cycles),
+                nodes=None if grouping == "token" else int(nodes),
+                promised=None if grouping == "token" else promised,
+                accepted=int(accepted),
+            )
 
     def _count_cycles(self, grouping: str, buckets: Sequence[str], cycles: TreeCycles) -> None:
         promised, nodes = cycles.path_probability.double().sum(1), cycles.path_probability.shape[1]

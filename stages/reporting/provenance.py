@@ -8,11 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from stages.reporting.inputs import ReportInputs, ReportSettings
 from stages.results.served_records import TORCH_ENGINE
-from stages.results.torch_records import Cell
+from stages.results.torch_records import Cell, Hardware
 from stages.telemetry.stage_log import StageRun
 
 
@@ -35,7 +34,7 @@ class MachineGroup:
     """Cells that were measured with the same hardware, versions and engine."""
 
     cells: int
-    hardware: dict[str, Any]
+    hardware: Hardware
     versions: dict[str, str]
     engine: str
 

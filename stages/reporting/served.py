@@ -257,7 +257,7 @@ def list_warnings(lines: list[ServedTableLine]) -> list[tuple[ServedTableLine, s
     for line in lines:
         if not line.point:
             continue
-        failed = sum((Counter(load["failed"]) for load in line.point.loads), Counter())
+        failed = sum((Counter(load.failed) for load in line.point.loads), Counter())
         lost = [f"{line.row.requests} requests, of them failed: {', '.join(f'{k} {n}' for k, n in failed.items())}"]
         found += [(line, text) for text in [*line.point.warnings, *(lost if failed else [])]]
     return found
@@ -268,9 +268,8 @@ def list_server_commands(cells: list[ServedCell]) -> list[tuple[str, str | None]
     found = []
     for cell in cells:
         if cell.status == served_records.RAN and cell.engine != served_records.TORCH_ENGINE:
-            command = cell.server["command"]
             name = served_records.name_served_cell(cell.workload, cell.checkpoint, cell.tree)
-            found.append((name, shlex.join(command) if isinstance(command, list) else command))
+            found.append((name, shlex.join(cell.server.command) or None))
     return found
 
 

@@ -3,13 +3,17 @@
 A point is one answer length at one concurrency. Its records are nested lists: of each repeat, of each turn, of each request.
 """
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from stages.grading import grade
+from stages.grading.grade_summary import GradeSummary
 from stages.results import clusters, metrics
+from stages.results.served_records import LoadPoint, PointAcceptance, RequestRow
 from stages.serving import latency
 from stages.serving.latency import RequestRecord
 from stages.serving.spec_counters import AcceptanceCounts
@@ -63,35 +67,56 @@ def build_point(
     repeats: RepeatRecords,
     grades: list[bool | None],
     references: Mapping[str, str],
-    acceptance: dict[str, Any] | None,
+    acceptance: PointAcceptance | None,
     warnings: list[str],
-) -> dict[str, Any]:
-    """Return a point (served_records.LoadPoint). `grades` has one entry for each of `list_requests`."""
+) -> LoadPoint:
+    """Return a point. `grades` has one entry for each of `list_requests`."""
     requests = list_requests(repeats)
-    return {
-        "max_new_tokens": load.max_new_tokens,
-        "concurrency": load.concurrency,
-        "request_rate": load.request_rate,
-        "loads": [latency.summarise_load(latency.join_turns(turns)) for turns in repeats],
-        "acceptance": acceptance,
-        "quality": _summarise_quality(requests, grades, references),
-        "requests": [
-            latency.make_request_row(*request, correct) for request, correct in zip(requests, grades, strict=True)
-        ],
-        "warnings": warnings,
-    }
+    return LoadPoint(
+        max_new_tokens=load.max_new_tokens,
+        concurrency=load.concurrency,
+        request_rate=load.request_rate,
+        loads=[latency.summarise_load(latency.join_turns(turns)) for turns in repeats],
+        acceptance=acceptance,
+        quality=_summarise_quality(requests, grades, references),
+        requests=[make_request_row(request, correct) for request, correct in zip(requests, grades, strict=True)],
+        warnings=warnings,
+    )
 
 
-def describe_point(point: Mapping[str, Any], baseline: Mapping[str, Any]) -> str:
+def make_request_row(request: PointRequest, correct: bool | None) -> RequestRow:
+    r = request.record
+    answer, done = json.dumps(r.ids) if r.ids else r.text, not r.failure_reason
+    return RequestRow(
+        repeat=request.repeat,
+        id=r.question_id,
+        turn=request.turn,
+        prompt_tokens=r.input_tokens,
+        output_tokens=r.output_tokens,
+        cycles=r.counts.cycles if r.counts else None,
+        accepted=r.counts.accepted if r.counts else None,
+        finish_reason=r.finish_reason,
+        failed=r.failure_reason,
+        ttft_s=r.ttft_s if done else None,
+        tpot_s=r.tpot_s if done else None,
+        e2e_s=r.e2e_s if done else None,
+        wait_s=r.sent - r.due,
+        answer=hashlib.sha256(answer.encode()).hexdigest()[:16] if done else None,
+        correct=correct,
+    )
+
+
+def describe_point(point: LoadPoint, baseline: LoadPoint) -> str:
     """Return a point's tau and speeds in words."""
-    speed, plain = (float(np.mean([load["output_throughput"] for load in p["loads"]])) for p in (point, baseline))
-    load = f"{point['max_new_tokens']} tokens, {point['concurrency'] or 'all'} at once"
-    return f"{load}: tau {point['acceptance']['tau']:.3f}, {speed:.1f} tokens/s, plain {plain:.1f}"
+    assert point.acceptance is not None, "the point of a draft has counts"
+    speed, plain = (float(np.mean([load.output_throughput for load in p.loads])) for p in (point, baseline))
+    load = f"{point.max_new_tokens} tokens, {point.concurrency or 'all'} at once"
+    return f"{load}: tau {point.acceptance.tau:.3f}, {speed:.1f} tokens/s, plain {plain:.1f}"
 
 
 def _summarise_quality(
     requests: Sequence[PointRequest], grades: list[bool | None], references: Mapping[str, str]
-) -> dict[str, Any] | None:
+) -> GradeSummary | None:
     """Return None if no answer was graded."""
     graded = [
         (references[request.record.question_id], correct)
@@ -108,16 +133,17 @@ def pool_counts(
     num_steps: int,
     num_draft_tokens: int,
     engine_figures: dict[str, Any],
-) -> dict[str, Any]:
-    """Return a point's acceptance (served_records.PointAcceptance). `records` are those of `counts`; None: no interval."""
+) -> PointAcceptance:
+    """Return a point's acceptance. `records` are those of `counts`; None: no interval."""
     names = None
     if records is not None:
         names = [clusters.get_cluster(prompt_set, r.question_id) for r in records]
     pooled = metrics.pool_acceptance([c.accepted for c in counts], [c.cycles for c in counts], num_steps, names)
-    return pooled.list_rates(num_draft_tokens) | {
-        "cycles": pooled.cycles,
-        "accepted": pooled.accepted,
-        "histogram": metrics.add_histograms([c.histogram for c in counts], num_steps),
-        "clipped": all(c.clipped for c in counts),
-        "engine": engine_figures,
-    }
+    return PointAcceptance(
+        **dict(pooled.build_rates(num_draft_tokens)),
+        cycles=pooled.cycles,
+        accepted=pooled.accepted,
+        histogram=metrics.add_histograms([c.histogram for c in counts], num_steps),
+        clipped=all(c.clipped for c in counts),
+        engine=engine_figures,
+    )

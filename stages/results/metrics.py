@@ -5,16 +5,16 @@ tau is pooled over verify cycles, its interval over clusters (results/clusters.p
 Letters: N rows (answers or requests), C clusters, R repeats, S num_steps.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from stages.results import clusters, interval
+from stages.results.torch_records import CellMetrics, MethodPromptRow, PromptRow, RepeatSpeeds, TreeAcceptanceRates
 from stages.trees import accept_length
 
-Row = Mapping[str, Any]  # of one answer: results/torch_records.py, PromptRow
+AnswerRows = Sequence[PromptRow | MethodPromptRow]
 
 SPEED_COLUMNS = ("output_tokens", "e2e_latency_s", "baseline_output_tokens", "baseline_e2e_latency_s")
 
@@ -30,15 +30,15 @@ class AcceptanceMetrics:
     cycles: int
     accepted: int
 
-    def list_rates(self, num_draft_tokens: int) -> dict[str, float | None]:
+    def build_rates(self, num_draft_tokens: int) -> TreeAcceptanceRates:
         """Return the figures as cells hold them; the node accept rate is a share of the drafts verified, without the root."""
-        return {
-            "tau": self.tau,
-            "tau_low": self.tau_low,
-            "tau_high": self.tau_high,
-            "accept_rate": self.accept_rate,
-            "node_accept_rate": self.accepted / max(1, self.cycles * (num_draft_tokens - 1)),
-        }
+        return TreeAcceptanceRates(
+            tau=self.tau,
+            tau_low=self.tau_low,
+            tau_high=self.tau_high,
+            accept_rate=self.accept_rate,
+            node_accept_rate=self.accepted / max(1, self.cycles * (num_draft_tokens - 1)),
+        )
 
 
 def pool_acceptance(
@@ -77,62 +77,54 @@ def add_histograms(histograms: Iterable[Sequence[int]], num_steps: int) -> list[
 # Of a torch cell, whose rows hold plain and speculative decoding of the same prompt
 
 
-def compute_cell_metrics(
-    rows: Sequence[Row], num_steps: int, num_draft_tokens: int, prompt_set: str
-) -> dict[str, float | None]:
-    """Return the metrics of `torch_records.METRICS`; `prompt_set` is the workload's."""
+def compute_cell_metrics(rows: AnswerRows, num_steps: int, num_draft_tokens: int, prompt_set: str) -> CellMetrics:
+    """Return the metrics of a tree, or of a method's drafts as if they were nodes; `prompt_set` is the workload's."""
     pooled = pool_acceptance(
-        [row["accepted"] for row in rows],
-        [row["cycles"] for row in rows],
-        num_steps,
-        name_clusters(rows, prompt_set),
+        [row.accepted for row in rows], [row.cycles for row in rows], num_steps, name_clusters(rows, prompt_set)
     )
     tokens, seconds, plain_tokens, plain_seconds = (sum(row[column] for row in rows) for column in SPEED_COLUMNS)
     output_tok_s, baseline_tok_s = tokens / seconds, plain_tokens / plain_seconds
-    speedup_low, speedup_high = interval.compute_speedup_interval(*collect_speed_columns(rows, prompt_set)) or (
-        None,
-        None,
+    low, high = interval.compute_speedup_interval(*collect_speed_columns(rows, prompt_set)) or (None, None)
+    identical = [row.identical for row in rows if row.identical is not None]
+    return CellMetrics(
+        **dict(pooled.build_rates(num_draft_tokens)),
+        prefill_latency_s=float(np.mean([row.prefill_latency_s for row in rows])),
+        e2e_latency_s=seconds / len(rows),
+        output_tok_s=output_tok_s,
+        baseline_output_tok_s=baseline_tok_s,
+        speedup=output_tok_s / baseline_tok_s,
+        speedup_low=low,
+        speedup_high=high,
+        identical_share=float(np.mean(identical)) if identical else None,
     )
-    return pooled.list_rates(num_draft_tokens) | {
-        "prefill_latency_s": float(np.mean([row["prefill_latency_s"] for row in rows])),
-        "e2e_latency_s": seconds / len(rows),
-        "output_tok_s": output_tok_s,
-        "baseline_output_tok_s": baseline_tok_s,
-        "speedup": output_tok_s / baseline_tok_s,
-        "speedup_low": speedup_low,
-        "speedup_high": speedup_high,
-        "identical_share": None if rows[0]["identical"] is None else float(np.mean([row["identical"] for row in rows])),
-    }
 
 
-def summarise_repeats(rows: Sequence[Row], prompt_set: str) -> list[dict[str, float]]:
+def summarise_repeats(rows: AnswerRows, prompt_set: str) -> list[RepeatSpeeds]:
     """Return the speeds and the speedup of each repeat alone; they show how far the machine drifts."""
     tokens, seconds, plain_tokens, plain_seconds = (
         column.sum(0) for column in collect_speed_columns(rows, prompt_set)
     )  # [R] each
     speed, plain = tokens / seconds, plain_tokens / plain_seconds
     return [
-        {"output_tok_s": float(a), "baseline_output_tok_s": float(b), "speedup": float(a / b)}
+        RepeatSpeeds(output_tok_s=float(a), baseline_output_tok_s=float(b), speedup=float(a / b))
         for a, b in zip(speed, plain, strict=True)
     ]
 
 
-def collect_speed_columns(
-    rows: Sequence[Row], prompt_set: str
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def collect_speed_columns(rows: AnswerRows, prompt_set: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return SPEED_COLUMNS as [C, R] each, summed over the answers of a cluster in a repeat."""
     tokens, seconds, plain_tokens, plain_seconds = (sum_by_cluster(rows, name, prompt_set) for name in SPEED_COLUMNS)
     return tokens, seconds, plain_tokens, plain_seconds
 
 
-def sum_by_cluster(rows: Sequence[Row], column: str, prompt_set: str) -> np.ndarray:
-    """Return a column's sums [C, R]. Rows without a repeat are of one."""
-    values = np.zeros((len(rows), 1 + max(row.get("repeat", 0) for row in rows)), dtype=type(rows[0][column]))
+def sum_by_cluster(rows: AnswerRows, column: str, prompt_set: str) -> np.ndarray:
+    """Return a column's sums [C, R]."""
+    values = np.zeros((len(rows), 1 + max(row.repeat for row in rows)), dtype=type(rows[0][column]))
     for number, row in enumerate(rows):
-        values[number, row.get("repeat", 0)] = row[column]
+        values[number, row.repeat] = row[column]
     return clusters.sum_by_cluster(name_clusters(rows, prompt_set), values)
 
 
-def name_clusters(rows: Sequence[Row], prompt_set: str) -> list[str]:
+def name_clusters(rows: AnswerRows, prompt_set: str) -> list[str]:
     """Return the cluster of each row [N]."""
-    return [clusters.get_cluster(prompt_set, row["id"]) for row in rows]
+    return [clusters.get_cluster(prompt_set, row.id) for row in rows]

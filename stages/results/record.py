@@ -48,6 +48,11 @@ class Record(BaseModel):
             raise atomic.Broken(f"{place} {_explain_error(error)}", atomic.rerun(made_by)) from None
 
     @classmethod
+    def write_csv(cls, place: Path, rows: Iterable[Self]) -> None:
+        """Write rows of a CSV file. Floats keep every bit, so that figures can be compared between machines."""
+        atomic.write_csv(place, cls.list_keys(), (row.model_dump() for row in rows))
+
+    @classmethod
     def read_csv(cls, place: Path, made_by: str) -> list[Self]:
         """Read the rows of a CSV file, empty values as None. Raises ValueError as `read_json`."""
         if not place.exists():
@@ -78,8 +83,7 @@ class TableRow(Record):
 
     @classmethod
     def write_table(cls, rows: Iterable[Self]) -> None:
-        """Write the table. Floats keep every bit, so that figures can be compared between machines."""
-        atomic.write_csv(cls.TABLE, cls.list_keys(), (row.model_dump() for row in rows))
+        cls.write_csv(cls.TABLE, rows)
 
 
 def _explain_error(error: ValidationError) -> str:

@@ -4,9 +4,9 @@
 answers sampled above it. `<checkpoint>.inside.csv`: statistics of the cycles of some trees at temperature 0, a row a bucket.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from stages.params.tree_shape import TreeShape
 from stages.results.record import Record
@@ -71,10 +71,6 @@ def locate_replay(checkpoint: str) -> Path:
     return REPLAY_FOLDER / f"{checkpoint}.csv"
 
 
-def write_replay(place: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    atomic.write_csv(place, REPLAY_COLUMNS, rows)
-
-
 def read_replay(checkpoint: str) -> list[ReplayedTree]:
     """Return a checkpoint's trees at each temperature. Raises ValueError naming the file and the stage to run."""
     place, stage = locate_replay(checkpoint), f"replay_trees@{checkpoint}"
@@ -102,11 +98,6 @@ def find_replayed_tau(trees: Iterable[ReplayedTree], cell: SampledTree) -> float
 
 def locate_tree_statistics(checkpoint: str) -> Path:
     return REPLAY_FOLDER / f"{checkpoint}.inside.csv"
-
-
-def write_tree_statistics(checkpoint: str, rows: Iterable[Mapping[str, Any]]) -> None:
-    named = ({"checkpoint": checkpoint} | dict(row) for row in rows)
-    atomic.write_csv(locate_tree_statistics(checkpoint), TREE_STATISTICS_COLUMNS, named)
 
 
 def read_tree_statistics(checkpoint: str) -> list[TreeBucket]:

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from stages.results import load_points, metrics, served_records
+from stages.results import load_points, metrics
+from stages.results.served_records import PointAcceptance, ServerDescription, ServerMemory
+from stages.results.torch_records import Hardware
 from stages.serving import engine_flags, latency, load_checks
 from stages.serving.engine_flags import ServedDraft
 from stages.serving.gpu_memory import GpuMemory
@@ -15,12 +17,11 @@ from stages.serving.load_generator import LoadResult
 from stages.serving.measured_server import Load, MeasuredServer
 
 
-def describe_server(server: MeasuredServer) -> dict[str, Any]:
-    """Return the cell's `server`: its command line, and what it reports of itself."""
-    return {
-        "command": [_shorten_path(word) for word in server.command],
-        "info": {key: _shorten_path(value) for key, value in server.info.items()},
-    }
+def describe_server(server: MeasuredServer) -> ServerDescription:
+    return ServerDescription(
+        command=[_shorten_path(word) for word in server.command],
+        info={key: _shorten_path(value) for key, value in server.info.items()},
+    )
 
 
 def _shorten_path(word: Any) -> Any:
@@ -28,14 +29,12 @@ def _shorten_path(word: Any) -> Any:
     return "/".join(word.split("/")[-2:]) if isinstance(word, str) and word.startswith("/") else word
 
 
-def describe_memory(server: MeasuredServer, gpus: list[GpuMemory]) -> dict[str, Any]:
-    """Return the cell's `memory` (served_records.ServerMemory)."""
-    total = round(sum(gpu.total for gpu in gpus), 2) if gpus else None
-    return (
-        dict.fromkeys(served_records.MEMORY_KEYS)
-        | engine_flags.read_server_memory(server.info)
-        | {"draft": server.measure_draft_gib(), "gpu_total": total}
-        | server.gpu_memory
+def describe_memory(server: MeasuredServer, gpus: list[GpuMemory]) -> ServerMemory:
+    return ServerMemory(
+        **asdict(engine_flags.read_server_memory(server.info)),
+        draft=server.measure_draft_gib(),
+        gpu_total=round(sum(gpu.total for gpu in gpus), 2) if gpus else None,
+        **asdict(server.gpu_memory),
     )
 
 
@@ -44,7 +43,7 @@ def build_fingerprint(
     setup: engine_flags.ServerSetup,
     engine_version: Any,
     requests: list[Any],
-    hardware: dict[str, Any],
+    hardware: Hardware,
 ) -> dict[str, Any]:
     """Return what cell and baseline must share for a speedup.
 
@@ -72,13 +71,13 @@ def describe_load(
     which = f" ({repeat + 1} of {num_repeats})" if num_repeats > 1 else ""
     return (
         f"{server.config_name}, {load[0]} tokens, {load[1] or 'no limit'} at once{which}: {tau}"
-        f"{summary['output_throughput']:.1f} output tokens/s, {summary['completed']} of {summary['requests']} answered, "
+        f"{summary.output_throughput:.1f} output tokens/s, {summary.completed} of {summary.requests} answered, "
         f"{seconds:.1f} s"
     )
 
 
-def compute_acceptance(draft: ServedDraft | None, loads: list[LoadResult], prompt_set: str) -> dict[str, Any] | None:
-    """Return a point's acceptance (served_records.PointAcceptance); None without a draft or without counts.
+def compute_acceptance(draft: ServedDraft | None, loads: list[LoadResult], prompt_set: str) -> PointAcceptance | None:
+    """Return a point's acceptance; None without a draft or without counts.
 
     docs/metrics.md: "Accepted drafts of a server". vLLM counts over all requests together, so its tau has no interval.
     """

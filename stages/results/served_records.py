@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from stages.grading.grade_summary import GradeSummary
 from stages.results import torch_records
 from stages.results.record import Record
-from stages.results.torch_records import TreeCell
+from stages.results.torch_records import TreeAcceptanceRates, TreeCell
 from stages.runtime import atomic
+from stages.serving.load_summary import LoadSummary
 
 RAN, UNSUPPORTED = "ran", "unsupported"
 # The engine whose loads are cells of `benchmark`: without a server, plain decoding alternating with each load.
@@ -36,14 +38,9 @@ class ServerMemory(Record):
         return None if self.gpu_serving is None or self.gpu_before is None else self.gpu_serving - self.gpu_before
 
 
-class PointAcceptance(Record):
-    """Accepted draft tokens of a point."""
+class PointAcceptance(TreeAcceptanceRates):
+    """Accepted draft tokens of a point. If the engine counts over all requests, tau has no interval."""
 
-    tau: float
-    tau_low: float | None  # null with one conversation, and if the engine counts over all requests
-    tau_high: float | None
-    accept_rate: float
-    node_accept_rate: float
     cycles: int
     accepted: int
     histogram: list[int]  # the engine's: cycles that accepted i draft tokens, those beyond the answer's end too
@@ -83,23 +80,34 @@ class LoadPoint(Record):
     max_new_tokens: int
     concurrency: int | None
     request_rate: float | str | None  # requests/s, or "inf"
-    loads: list[dict[str, Any]]  # serving.latency.summarise_load of each repeat
+    loads: list[LoadSummary]  # of each repeat
     acceptance: PointAcceptance | None  # null without a draft
-    quality: dict[str, Any] | None  # {graded, correct, accuracy, how}; null if not graded
+    quality: GradeSummary | None  # null if not graded
     requests: list[RequestRow]  # of all repeats
     warnings: list[str]  # sentences
 
 
-class ServedCell(TreeCell):
-    """A cell of `benchmark_served`, or of `benchmark` for a workload of loads. A baseline's draft is null."""
+class ServerDescription(Record):
+    """The server of a cell."""
+
+    command: list[str]  # empty for the torch engine, and for a server that was already running
+    info: dict[str, Any]  # what it reports of itself
+
+
+class LoadsMeasurement(Record):
+    """What is measured of a workload in loads."""
 
     status: str
     reason: str | None  # why the engine can't run the configuration; there are then no points
     fingerprint: dict[str, Any]  # what two cells must share: engine, version, flags but the draft's, prompts, GPU
-    server: dict[str, Any]  # command: its line; info: what it reports of itself
+    server: ServerDescription
     memory: ServerMemory
     points: list[LoadPoint]
     baseline_points: list[LoadPoint]  # if the cell measured its own baseline in alternation (interleave), else empty
+
+
+class ServedCell(LoadsMeasurement, TreeCell):
+    """A cell of `benchmark_served`, or of `benchmark` for a workload of loads. A baseline's draft is null."""
 
     @property
     def memory_sum(self) -> float | None:

@@ -204,12 +204,12 @@ def _summarise_loads(point: LoadPoint) -> dict[str, Any]:
     return (
         {name: point[name] for name in load_names}
         | {"repeats": len(loads)}
-        | {name: sum(load[name] for load in loads) for name in ("requests", "completed")}
+        | {name: sum(getattr(load, name) for load in loads) for name in ("requests", "completed")}
         | {
-            name: _mean_of_known(load[kind] and load[kind][figure] for load in loads)
+            name: _mean_of_known(getattr(getattr(load, kind), figure, None) for load in loads)
             for name, (kind, figure) in LATENCY_COLUMNS.items()
         }
-        | {name: _mean_of_known(load[name] for load in loads) for name in THROUGHPUT_COLUMNS}
+        | {name: _mean_of_known(getattr(load, name) for load in loads) for name in THROUGHPUT_COLUMNS}
     )
 
 
@@ -239,7 +239,7 @@ def _compare_with_baseline(
     if why := _explain_no_speedup(cell, point, baseline, other):
         return found | {"remark": f"not compared: {why}"}
     assert other is not None, "_explain_no_speedup returns a reason"
-    ours, theirs = ([load["output_throughput"] for load in p.loads] for p in (point, other))
+    ours, theirs = ([load.output_throughput for load in p.loads] for p in (point, other))
     speedups = [a / b for a, b in zip(ours, theirs, strict=True)]
     low, high = interval.compute_mean_interval(speedups) or (None, None)
     return found | {
@@ -264,7 +264,7 @@ def _explain_no_speedup(cell: ServedCell, point: LoadPoint, baseline: ServedCell
     if (mine := len(point.loads)) != (theirs := len(other.loads)):
         return f"the baseline has {theirs} repeats, this cell {mine}"
     for name, loads in (("the baseline", other.loads), ("this cell", point.loads)):
-        if not all(load["output_throughput"] for load in loads):
+        if not all(load.output_throughput for load in loads):
             return f"{name} answered nothing"
     return ""
 
@@ -288,4 +288,4 @@ def _compute_identical_share(point: LoadPoint, other: LoadPoint) -> float | None
 
 
 def _get_accuracy(point: LoadPoint) -> float | None:
-    return point.quality["accuracy"] if point.quality else None
+    return point.quality.accuracy if point.quality else None

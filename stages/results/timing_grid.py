@@ -4,7 +4,6 @@ A grid belongs to an engine on a machine, a target, and the shapes of a draft, w
 engine the report derives the same record from served cells (results/cost_served.py) and keeps it in results/launch.json.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +12,7 @@ from annotated_types import MinLen
 from stages.params.tree_shape import TreeShape
 from stages.results.cost_model import CostModel
 from stages.results.record import Record
+from stages.results.torch_records import Hardware
 from stages.runtime import atomic
 
 COSTS_FOLDER = Path("results/cost")
@@ -60,7 +60,7 @@ class TimingGrid(Record):
     plain: Annotated[list[PlainStepTime], MinLen(1)]
     grid: Annotated[list[CycleTime], MinLen(1)]
     fit: CostModel
-    hardware: dict[str, Any]
+    hardware: Hardware
     versions: dict[str, str]
     seconds: float
 
@@ -91,7 +91,7 @@ def read_timing_grid(checkpoint: str, model: str) -> TimingGrid:
     return found
 
 
-def list_hardware_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+def list_hardware_differences(one: Hardware, other: Hardware) -> list[str]:
     """Return the keys in which two machines differ, with both values; Python's version is ignored."""
     keys = (key for key in dict.fromkeys([*one, *other]) if key != "python")
     return [f"{key} ({one.get(key)} against {other.get(key)})" for key in keys if one.get(key) != other.get(key)]

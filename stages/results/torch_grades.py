@@ -1,18 +1,18 @@
 """Grades of the answers of a torch cell."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from stages.grading import grade
+from stages.results.torch_records import PromptRow, TorchQuality
 
 
 def grade_rows(
-    rows: Sequence[dict[str, Any]],
+    rows: Sequence[PromptRow],
     outputs: Sequence[Mapping[str, list[int]]],
     references: Mapping[str, str],
     decode_text: Callable[[list[int]], str],
     allow_unsandboxed_code: bool,
-) -> dict[str, Any]:
+) -> TorchQuality:
     """Fill in `correct` and `baseline_correct` of first turns, and return the cell's `quality`.
 
     Args:
@@ -20,13 +20,18 @@ def grade_rows(
         outputs: token ids of each row's answers, by kind of decoding.
         references: by prompt id.
     """
-    first = [(row, output) for row, output in zip(rows, outputs, strict=True) if row["turn"] == 0]
-    for row, output in first:
-        for kind, column in (("plain", "baseline_correct"), ("speculative", "correct")):
-            text = decode_text(output[kind])
-            row[column] = grade.grade_answer(references[row["id"]], text, allow_unsandboxed_code)
-    graded = [references[row["id"]] for row, _ in first]
-    return {
-        "plain": grade.summarise_grades(graded, [row["baseline_correct"] for row, _ in first]),
-        "speculative": grade.summarise_grades(graded, [row["correct"] for row, _ in first]),
-    }
+
+    def grade_output(row: PromptRow, ids: list[int]) -> bool:
+        return grade.grade_answer(references[row.id], decode_text(ids), allow_unsandboxed_code)
+
+    graded, plain, speculative = [], [], []
+    for row, output in zip(rows, outputs, strict=True):
+        if row.turn == 0:
+            row.baseline_correct = grade_output(row, output["plain"])
+            row.correct = grade_output(row, output["speculative"])
+            graded.append(references[row.id])
+            plain.append(row.baseline_correct)
+            speculative.append(row.correct)
+    return TorchQuality(
+        plain=grade.summarise_grades(graded, plain), speculative=grade.summarise_grades(graded, speculative)
+    )

@@ -8,14 +8,18 @@ import platform
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
+from stages.grading.grade_summary import GradeSummary
 from stages.params.tree_shape import TreeShape
 from stages.results.record import Record
 from stages.runtime import atomic
 
 CELLS_FOLDER = Path("results/cells")
 DEFINITIONS = "docs/metrics.md, version 3"
+
+
+Hardware = dict[str, str | int]  # cpu, threads, system, python, gpu; what is not known is left out
 
 
 class Cell(Record):
@@ -28,7 +32,7 @@ class Cell(Record):
     temperature: float
     top_p: float
     top_k: int | None  # null: all tokens
-    hardware: dict[str, Any]
+    hardware: Hardware
     versions: dict[str, str]
     seconds: float
     seed: int
@@ -63,13 +67,24 @@ class TreeCell(Cell):
         return TreeShape(self.num_steps, self.topk, self.num_draft_tokens)
 
 
-class MethodMetrics(Record):
-    """The metrics of a method, as docs/metrics.md defines them; latencies are means over answers."""
+class AcceptanceRates(Record):
+    """How many draft tokens the verify cycles accepted."""
 
     tau: float
-    tau_low: float | None  # ends of intervals are null with one conversation
+    tau_low: float | None  # ends of intervals are null with one conversation, and without conversations
     tau_high: float | None
     accept_rate: float
+
+
+class TreeAcceptanceRates(AcceptanceRates):
+    """Those of a tree. A method's drafts need not be nodes: lookahead's window tokens are not there to be accepted."""
+
+    node_accept_rate: float
+
+
+class SpeedMetrics(Record):
+    """Speculative decoding beside plain decoding of the same prompts; latencies are means over answers."""
+
     prefill_latency_s: float
     e2e_latency_s: float
     output_tok_s: float
@@ -80,14 +95,29 @@ class MethodMetrics(Record):
     identical_share: float | None  # null above temperature 0
 
 
-class CellMetrics(MethodMetrics):
-    """The metrics of a tree. A method's drafts need not be nodes: lookahead's window tokens are not there to be accepted."""
+# pydantic lists the fields of the last base first: a cell has its acceptance before its speeds.
 
-    node_accept_rate: float
+
+class MethodMetrics(SpeedMetrics, AcceptanceRates):
+    """The metrics of a method, as docs/metrics.md defines them."""
+
+
+class CellMetrics(SpeedMetrics, TreeAcceptanceRates):
+    """The metrics of a tree."""
+
+
+class RepeatSpeeds(Record):
+    """The speeds of one repeat."""
+
+    output_tok_s: float
+    baseline_output_tok_s: float
+    speedup: float
 
 
 class MethodPromptRow(Record):
     """An answer; methods decode each prompt once, and are not graded."""
+
+    repeat: ClassVar[int] = 0
 
     id: str
     prompt_tokens: int
@@ -103,17 +133,46 @@ class MethodPromptRow(Record):
     baseline_e2e_latency_s: float
 
 
-class PromptRow(MethodPromptRow):
-    """An answer of a cell of `benchmark`."""
+class PromptRow(Record):
+    """An answer of a cell of `benchmark`: a method's fields, and which of the prompt's answers it is, its margin and grades."""
 
+    id: str
     repeat: int  # from 0, as `turn`
     turn: int
+    prompt_tokens: int
+    output_tokens: int
+    cycles: int
+    accepted: int
+    identical: bool | None
     divergence_margin: float | None  # between the target's two best logits where the answers part; null if they don't
+    finish_reason: str
+    prefill_latency_s: float
+    e2e_latency_s: float
     correct: bool | None  # null if not graded
+    baseline_output_tokens: int
+    baseline_prefill_latency_s: float
+    baseline_e2e_latency_s: float
     baseline_correct: bool | None
 
 
-class TorchCell(TreeCell):
+class TorchQuality(Record):
+    """Grades of the first turns' answers."""
+
+    plain: GradeSummary
+    speculative: GradeSummary
+
+
+class TorchMeasurement(Record):
+    """What is measured of prompts decoded one by one."""
+
+    metrics: CellMetrics
+    repeats: list[RepeatSpeeds]
+    quality: TorchQuality | None  # null if not graded
+    histogram: list[int]  # verify cycles that accepted i draft tokens
+    prompts: list[PromptRow]
+
+
+class TorchCell(TorchMeasurement, TreeCell):
     """A cell of `benchmark`."""
 
     checkpoint: str
@@ -121,11 +180,6 @@ class TorchCell(TreeCell):
     num_steps: int
     topk: int
     num_draft_tokens: int
-    metrics: CellMetrics
-    histogram: list[int]  # verify cycles that accepted i draft tokens
-    prompts: list[PromptRow]
-    repeats: list[dict[str, float]]  # speeds and speedup of each repeat, named as in CellMetrics
-    quality: dict[str, Any] | None  # {plain, speculative: {graded, correct, accuracy, how}}; null if not graded
 
 
 METRICS, PROMPT_COLUMNS, CELL_KEYS = CellMetrics.list_keys(), PromptRow.list_keys(), TorchCell.list_keys()
@@ -150,7 +204,7 @@ def read_torch_cell(workload: str, checkpoint: str, tree: str) -> TorchCell:
     return TorchCell.read_cell(locate_torch_cell(workload, checkpoint, tree), stage, **names)
 
 
-def describe_hardware(device: str, num_threads: int) -> dict[str, Any]:
+def describe_hardware(device: str, num_threads: int) -> Hardware:
     """Return the machine in comparable words: processor, cores, threads used, GPU; never a host name."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
@@ -159,7 +213,12 @@ def describe_hardware(device: str, num_threads: int) -> dict[str, Any]:
             line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
         ]
         model = f"{names[0]}, {len(names)} cores" if names else model
-    hardware = {"cpu": model, "threads": num_threads, "system": platform.system(), "python": platform.python_version()}
+    hardware: Hardware = {
+        "cpu": model,
+        "threads": num_threads,
+        "system": platform.system(),
+        "python": platform.python_version(),
+    }
     if device.startswith("cuda"):
         import torch  # only here, since reports read cells without torch
 

@@ -187,6 +187,15 @@ def check_server_info(
             )
 
 
+@dataclass(frozen=True)
+class ReportedMemory:
+    """What a server reports of its memory; None for what it doesn't."""
+
+    weights: float | None  # GiB
+    kv_cache: float | None  # GiB
+    kv_tokens: int | None  # that the cache holds
+
+
 def _read_max_graph_batch(info: dict[str, Any]) -> int | None:
     """Return the largest batch with CUDA graphs; None if it uses none, or doesn't report it."""
     decode = (info.get("cuda_graph_config") or {}).get("decode") or {}
@@ -196,7 +205,6 @@ def _read_max_graph_batch(info: dict[str, Any]) -> int | None:
     return max(captured) if captured else decode.get("max_bs")
 
 
-def read_server_memory(info: dict[str, Any]) -> dict[str, Any]:
-    """Return the GiB of weights and KV cache, and the tokens it holds; None for what the server doesn't report."""
+def read_server_memory(info: dict[str, Any]) -> ReportedMemory:
     used = info.get("memory_usage") or {}
-    return {"weights": used.get("weight"), "kv_cache": used.get("kvcache"), "kv_tokens": used.get("token_capacity")}
+    return ReportedMemory(used.get("weight"), used.get("kvcache"), used.get("token_capacity"))

@@ -89,10 +89,3 @@ def _record_steps(
                 record.ids += step.tokens
                 accepted[number].append(step.num_accepted)
     return accepted
-
-
-def parse_record(fields: dict[str, Any]) -> RequestRecord:
-    """Return a record from the JSON of `dataclasses.asdict`, as another process sends it."""
-    counts = fields["counts"]
-    events = [(at, tokens) for at, tokens in fields["events"]]
-    return RequestRecord(**fields | {"events": events, "counts": counts and AcceptanceCounts(*counts)})

@@ -1,20 +1,17 @@
-"""Request records of a load: their latency and throughput, as docs/metrics.md defines them, and their rows in a cell.
+"""Request records of a load: their latency and throughput, as docs/metrics.md defines them.
 
 Times are seconds of one clock, the client's. Letters: N requests, E token events of a request.
 """
 
-import hashlib
 import itertools
-import json
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from stages.serving.load_summary import LatencyDistribution, LoadSummary
 from stages.serving.spec_counters import AcceptanceCounts
-
-PERCENTILES = (50, 90, 99)
 
 
 @dataclass
@@ -67,56 +64,37 @@ class RequestRecord:
         return [gap / tokens for gap, (_, tokens) in gaps for _ in range(tokens)]
 
 
-def summarise_load(records: list[RequestRecord]) -> dict[str, Any]:
-    """Return the figures of N >= 1 records, from when the first was due to when the last ended.
-
-    A distribution without values is None, not 0.
-    """
+def summarise_load(records: list[RequestRecord]) -> LoadSummary:
+    """Return the figures of N >= 1 records."""
     done = [r for r in records if not r.failure_reason]
     duration_s = max(r.ended for r in records) - min(r.due for r in records)
     given, taken = sum(r.input_tokens for r in done), sum(r.output_tokens for r in done)
-    return {
-        "requests": len(records),
-        "completed": len(done),
-        "failed": dict(Counter(r.failure_reason for r in records if r.failure_reason)),
-        "duration_s": duration_s,
-        "input_tokens": given,
-        "output_tokens": taken,
-        "request_throughput": len(done) / duration_s,
-        "output_throughput": taken / duration_s,
-        "total_throughput": (given + taken) / duration_s,
-        "mean_at_once": sum(r.e2e_s for r in done) / duration_s,
-        "ttft_s": summarise_distribution([r.ttft_s for r in done]),
-        "tpot_s": summarise_distribution([s for r in done if (s := r.tpot_s) is not None]),
-        "itl_s": summarise_distribution([s for r in done for s in r.token_gaps_s()])
-        if all(r.has_token_counts for r in done)
-        else None,
-        "chunk_gap_s": summarise_distribution([s for r in done for s in r.chunk_gaps_s()]),
-        "e2e_s": summarise_distribution([r.e2e_s for r in done]),
-        "wait_s": summarise_distribution([r.sent - r.due for r in done]),
-    }
+    counted = all(r.has_token_counts for r in done)
+    return LoadSummary(
+        requests=len(records),
+        completed=len(done),
+        failed=dict(Counter(r.failure_reason for r in records if r.failure_reason)),
+        duration_s=duration_s,
+        input_tokens=given,
+        output_tokens=taken,
+        request_throughput=len(done) / duration_s,
+        output_throughput=taken / duration_s,
+        total_throughput=(given + taken) / duration_s,
+        mean_at_once=sum(r.e2e_s for r in done) / duration_s,
+        ttft_s=summarise_distribution([r.ttft_s for r in done]),
+        tpot_s=summarise_distribution([s for r in done if (s := r.tpot_s) is not None]),
+        itl_s=summarise_distribution([s for r in done for s in r.token_gaps_s()]) if counted else None,
+        chunk_gap_s=summarise_distribution([s for r in done for s in r.chunk_gaps_s()]),
+        e2e_s=summarise_distribution([r.e2e_s for r in done]),
+        wait_s=summarise_distribution([r.sent - r.due for r in done]),
+    )
 
 
-def summarise_distribution(values: list[float]) -> dict[str, float] | None:
+def summarise_distribution(values: list[float]) -> LatencyDistribution | None:
     """Return mean and percentiles, interpolated linearly as in numpy, SGLang and vLLM; None without values."""
     if not values:
         return None
-    found = np.percentile(values, PERCENTILES)
-    return {"mean": float(np.mean(values))} | {f"p{p}": float(v) for p, v in zip(PERCENTILES, found, strict=True)}
-
-
-def make_request_row(repeat: int, turn: int, r: RequestRecord, correct: bool | None) -> dict[str, Any]:
-    """Return a row of a cell (served_records.RequestRow)."""
-    answer = json.dumps(r.ids) if r.ids else r.text
-    done = not r.failure_reason
-    return {
-        "repeat": repeat, "id": r.question_id, "turn": turn, "prompt_tokens": r.input_tokens,
-        "output_tokens": r.output_tokens, "cycles": r.counts.cycles if r.counts else None,
-        "accepted": r.counts.accepted if r.counts else None, "finish_reason": r.finish_reason, "failed": r.failure_reason,
-        "ttft_s": r.ttft_s if done else None, "tpot_s": r.tpot_s if done else None, "e2e_s": r.e2e_s if done else None,
-        "wait_s": r.sent - r.due, "answer": hashlib.sha256(answer.encode()).hexdigest()[:16] if done else None,
-        "correct": correct,
-    }  # fmt: skip
+    return LatencyDistribution(float(np.mean(values)), *np.percentile(values, (50, 90, 99)).tolist())
 
 
 def join_turns(turns: list[list[RequestRecord]]) -> list[RequestRecord]:

@@ -16,6 +16,15 @@ CheckServer = Callable[[], None]  # raises ValueError if the server has ended
 
 
 @dataclass
+class UsedGpuMemory:
+    """GiB used on the server's GPUs, None if unknown."""
+
+    gpu_before: float | None = None
+    gpu_serving: float | None = None
+    gpu_after: float | None = None
+
+
+@dataclass
 class MeasuredServer:
     """A server configuration of the cell, and what was measured on it."""
 
@@ -27,7 +36,7 @@ class MeasuredServer:
     loads: dict[Load, list[list[LoadResult]]] = field(default_factory=dict)  # load -> repeat -> turn
     info: dict[str, Any] = field(default_factory=dict)  # reported by the server
     command: list[str] = field(default_factory=list)
-    gpu_memory: dict[str, float | None] = field(default_factory=dict)  # GiB
+    gpu_memory: UsedGpuMemory = field(default_factory=UsedGpuMemory)
 
     @property
     def num_draft_tokens(self) -> int:
@@ -83,9 +92,9 @@ def open_server(plan: ServerPlan, measured: MeasuredServer, log: Path) -> Iterat
     ) as running:  # fmt: skip
         asyncio.run(_identify_server(plan, measured, running.base_url, running.check_alive))
         serving = gpu_memory.sum_used_gib(gpu_memory.list_visible_gpus())
-        measured.gpu_memory = {"gpu_before": gpu_memory.sum_used_gib(before), "gpu_serving": serving}
+        measured.gpu_memory = UsedGpuMemory(gpu_memory.sum_used_gib(before), serving)
         yield running.base_url, running.check_alive
-    measured.gpu_memory["gpu_after"] = gpu_memory.wait_for_release(before)
+    measured.gpu_memory.gpu_after = gpu_memory.wait_for_release(before)
 
 
 def _check_memory(plan: ServerPlan, measured: MeasuredServer, gpus: list[gpu_memory.GpuMemory]) -> None:

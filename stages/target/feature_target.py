@@ -45,7 +45,7 @@ class FeatureTarget:
         cls, target: manifest.TargetManifest, settings: Target, device: str, compile_tokens: int | None = None
     ) -> "FeatureTarget":
         folder, trust = str(manifest.resolve_weights_folder(target)), settings.trust_remote_code
-        model = loading.load_target(folder, None, settings.dtype, device, trust)
+        model = loading.load_target(folder, settings.dtype, device, trust)
         processor = None if target.image_token_id is None else CachedImageProcessor(folder, trust)
         return cls(model, target.feature_layers, processor, compile_tokens)
 

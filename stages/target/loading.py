@@ -16,19 +16,20 @@ from transformers.utils import logging
 import stages.runtime.torch_warmup  # noqa: F401 - imported for its effect
 
 
-def load_target(
-    source: str, revision: str | None, dtype: str, device: str, trust_remote_code: bool = False
-) -> PreTrainedModel:
+def load_target(source: str, dtype: str, device: str, trust_remote_code: bool = False) -> PreTrainedModel:
     """Return the target in evaluation mode, without gradients, its weights from safetensors only.
 
     Raises ValueError naming the source, where its config or its weights are missing, cut or broken.
     """
     logging.disable_progress_bar()  # one bar per tensor
-    pinned: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
-        config = AutoConfig.from_pretrained(source, **pinned)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         model = select_auto_class(config).from_pretrained(
-            source, dtype=getattr(torch, dtype), attn_implementation="sdpa", use_safetensors=True, **pinned
+            source,
+            dtype=getattr(torch, dtype),
+            attn_implementation="sdpa",
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
         )
     except (OSError, SafetensorError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(

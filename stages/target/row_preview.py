@@ -2,31 +2,46 @@
 
 import os
 import re
+from dataclasses import dataclass
 from typing import Any
 
 MAX_CHARACTERS = 1600  # shown of a prompt or an answer in the report
 
 
-def describe_row(tokenizer: Any, row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of data/sampled as text for the report, which has no tokenizer; long texts without their middle."""
-    return {
-        "id": row["id"],
-        "prompt": _clip_text(decode_prompt(tokenizer, row["prompt_ids"])),
-        "answer": _clip_text(tokenizer.decode(row["answer_ids"])),
-        "prompt_tokens": len(row["prompt_ids"]),
-        "answer_tokens": len(row["answer_ids"]),
-        "finish_reason": row["finish_reason"],
-    }
+@dataclass(frozen=True)
+class RowPreview:
+    """A row of data/sampled as text, as results/sample_report.json holds it."""
+
+    id: str
+    prompt: str
+    answer: str
+    prompt_tokens: int
+    answer_tokens: int
+    finish_reason: str
 
 
-def print_row(tokenizer: Any, row: dict[str, Any]) -> None:
-    """Print a row with its answer, the tokens trained on, in colour."""
+def describe_row(
+    tokenizer: Any, row_id: str, prompt_ids: list[int], answer_ids: list[int], finish_reason: str
+) -> RowPreview:
+    """Return a row for the report, which has no tokenizer; long texts without their middle."""
+    return RowPreview(
+        id=row_id,
+        prompt=_clip_text(decode_prompt(tokenizer, prompt_ids)),
+        answer=_clip_text(tokenizer.decode(answer_ids)),
+        prompt_tokens=len(prompt_ids),
+        answer_tokens=len(answer_ids),
+        finish_reason=finish_reason,
+    )
+
+
+def print_row(tokenizer: Any, row_id: str, prompt_ids: list[int], answer_ids: list[int], ending: str) -> None:
+    """Print a row with its answer, the tokens trained on, in colour; `ending` is its finish reason."""
     start, stop = ("[[", "]]") if os.environ.get("NO_COLOR") else ("\x1b[30;42m", "\x1b[0m")
-    supervised, total = len(row["answer_ids"]), len(row["prompt_ids"]) + len(row["answer_ids"])
-    print(f"\n--- {row['id']}: {supervised} of {total} tokens are trained on, {row.get('finish_reason', 'the data')}")
+    supervised, total = len(answer_ids), len(prompt_ids) + len(answer_ids)
+    print(f"\n--- {row_id}: {supervised} of {total} tokens are trained on, {ending}")
     # Coloured line by line, since a terminal would otherwise paint the margin too.
-    answer = "\n".join(f"{start}{line}{stop}" for line in tokenizer.decode(row["answer_ids"]).split("\n"))
-    print(decode_prompt(tokenizer, row["prompt_ids"]) + answer)
+    answer = "\n".join(f"{start}{line}{stop}" for line in tokenizer.decode(answer_ids).split("\n"))
+    print(decode_prompt(tokenizer, prompt_ids) + answer)
 
 
 def decode_prompt(tokenizer: Any, ids: list[int]) -> str:

@@ -35,6 +35,17 @@ CHAT_TEMPLATE = (
 PRETOKENIZER_PATTERN = r"\p{N}|[^\S\n]?\p{L}+|\n[ ]*|[^\s\p{L}\p{N}]+|\s+"
 
 
+def start_training(
+    name: str, seed: int, steps: int, batch_tokens: int, learning_rate: float
+) -> tuple[PreTrainedModel, PreTrainedTokenizerFast, Iterator[tuple[int, float]]]:
+    """Return a target of TARGET_NAMES, its tokenizer, and its training, an iterator of (step, loss)."""
+    corpus = make_corpus(seed)
+    tokenizer = build_tokenizer(render_conversations(corpus[:2000]))
+    model = build_model(tokenizer, seed, name)
+    rows = encode_conversations(tokenizer, corpus)
+    return model, tokenizer, train_target(model, rows, seed, steps, batch_tokens, learning_rate)
+
+
 def build_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer on the texts of `render_conversations`, with ChatML as its template."""
     bpe = Tokenizer(models.BPE())

@@ -176,7 +176,7 @@ def test_every_option_of_a_draft(way: str, model: PreTrainedModel, options: dict
 
 def test_experts_route_each_token_as_alone(way: str, tmp_path: Path) -> None:
     saved(tmp_path, "qwen3 moe", False)
-    model = loading.load_target(str(tmp_path), None, "float32", "cpu")
+    model = loading.load_target(str(tmp_path), "float32", "cpu")
     made = manifest_of(tmp_path)
     engine = Engine(model, [5], made.feature_layers, random_draft(made).requires_grad_(False))
     draws = random.Random(2)

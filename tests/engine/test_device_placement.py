@@ -49,7 +49,7 @@ def test_no_card_holds_more_than_its_share_and_a_block() -> None:
 @pytest.fixture
 def model(tmp_path: Path) -> Any:
     saved(tmp_path, "qwen3", False)
-    return loading.load_target(str(tmp_path), None, "float32", "cpu")
+    return loading.load_target(str(tmp_path), "float32", "cpu")
 
 
 def test_a_model_that_was_placed_says_what_it_said(model: Any) -> None:

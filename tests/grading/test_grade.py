@@ -16,6 +16,7 @@ import pytest
 
 from stages.data import prompt_sets
 from stages.grading import grade, sandbox
+from stages.grading.grade_summary import GradeSummary
 
 ROOT = Path(__file__).parents[2]
 PROBLEMS = [json.loads(line) for line in (ROOT / "data/prompt_sets/humaneval.jsonl").read_text().splitlines()]
@@ -496,10 +497,9 @@ def guards() -> set[int]:
 
 
 def test_quality_is_counted_and_says_how() -> None:
-    assert grade.summarise_grades([right("gsm8k", "1")] * 4, [True, False, True, True]) == {
-        "graded": 4, "correct": 3, "accuracy": 0.75, "how": "gsm8k: exact match of the last number",
-    }  # fmt: skip
-    how = grade.summarise_grades([reference(PROBLEMS[0])], [False])["how"]
+    found = grade.summarise_grades([right("gsm8k", "1")] * 4, [True, False, True, True])
+    assert found == GradeSummary(4, 3, 0.75, "gsm8k: exact match of the last number")
+    how = grade.summarise_grades([reference(PROBLEMS[0])], [False]).how
     assert how.startswith("humaneval: pass@1; run with ")
 
 

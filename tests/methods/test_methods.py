@@ -13,10 +13,12 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from stages.draft.eagle3 import DraftConfig
 from stages.engine import slot_pool
 from stages.engine.decode import Engine
+from stages.engine.proposer import DraftingMethod, Proposer
 from stages.engine.sampling import SamplingParams
 from stages.engine.target_runner import TargetRunner
 from stages.methods.eagle import EagleDraft
 from stages.methods.eagle_proposer import EagleMethod
+from stages.methods.host_proposer import HostProposer
 from stages.methods.lookahead import LookaheadMethod
 from stages.methods.medusa import MedusaDraft
 from stages.methods.medusa_proposer import MedusaMethod
@@ -330,3 +332,18 @@ def test_an_eagle_of_another_target_is_refused_with_the_numbers(model: Any) -> N
             ValueError, match=r"is for a target of 1\d tokens and width (32|64); this target has 12 and 64"
         ):
             EagleMethod(eagle, table, TreeShape(3, 2, 6), "eagle")
+
+
+@pytest.mark.parametrize(
+    ("base", "given", "lacks"),
+    [
+        (DraftingMethod, (), "build_proposer"),
+        (Proposer, ("start", "propose"), "count_state_bytes"),
+        (HostProposer, (), "build_guess_tree"),
+    ],
+)
+def test_a_method_without_a_part_is_refused_when_it_is_made(base: type, given: tuple[str, ...], lacks: str) -> None:
+    """Its first answer would otherwise raise NotImplementedError, after the target was loaded."""
+    half = type("Half", (base,), {name: lambda self: None for name in given})
+    with pytest.raises(TypeError, match=f"abstract method.* {lacks}"):
+        half()

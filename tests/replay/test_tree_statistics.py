@@ -111,7 +111,7 @@ def tallied() -> dict[tuple[str, str], tuple[float | None, ...]]:
     tally = TreeStatistics()
     ids, kind = torch.tensor([[9, 9, 9, 9, 9, 9, 9, 0, 1, 2, 3, 4]]), torch.tensor([0, 1, 2, 1, 0] + [2] * 5)
     tally.add(two_cycles(), ["q1"], ids, torch.tensor([7]), torch.tensor([12]), kind)
-    return {(r["by"], r["bucket"]): tuple(r[k] for k in tree_statistics.COUNT_COLUMNS) for r in tally.rows()}
+    return {(b.by, b.bucket): tuple(getattr(b, k) for k in tree_statistics.COUNT_COLUMNS) for b in tally.list_buckets()}
 
 
 def test_a_tally_adds_up_by_hand() -> None:
@@ -180,4 +180,4 @@ def test_an_answer_without_cycles_has_nothing_inside() -> None:
     assert len(cycles.row) == 0 and cycles.accepted_nodes.shape == (0, 4)
     tally = TreeStatistics()
     tally.add(cycles, ["q1"], ids, torch.tensor([4]), torch.tensor([5]), torch.zeros(20, dtype=torch.int64))
-    assert list(tally.rows()) == []
+    assert list(tally.list_buckets()) == []

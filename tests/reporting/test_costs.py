@@ -142,7 +142,7 @@ def test_an_untimed_import_has_no_prediction_and_a_reason(project: schema.Params
     make_up_import("theirs")
     text = Path("results/replay/e009.csv").read_text().replace("e009", "theirs")
     Path("results/replay/theirs.csv").write_text(text)
-    replay_records.write_tree_statistics("theirs", [])
+    replay_records.TreeBucket.write_csv(replay_records.locate_tree_statistics("theirs"), [])
     report.main()
     assert {row["checkpoint"] for row in table(PredictedSpeedup.TABLE)} == {"e003", "e009"}
     assert "theirs: the torch engine has timed no draft of its shapes" in words(report.PAGE_FILE.read_text())
@@ -242,9 +242,9 @@ def test_one_conversation_has_no_interval_anywhere_on_the_page(
     """Bug: with one prompt the ends were equal, and the page and the terminal showed a certainty."""
     none = {"tau_low": None, "tau_high": None}
     for checkpoint in project.replay_trees.checkpoints:
-        replay_records.write_replay(
+        replay_records.ReplayedTree.write_csv(
             replay_records.locate_replay(checkpoint),
-            [row.model_dump() | none for row in replay_records.read_replay(checkpoint)],
+            [row.model_copy(update=none) for row in replay_records.read_replay(checkpoint)],
         )
     for checkpoint in project.benchmark.checkpoints:
         for tree in project.benchmark.trees:

@@ -53,7 +53,8 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     timing_grid.write_timing_grid(costs.made_up(model=model))
     p = schema.load_params()
     for name in p.replay_trees.checkpoints:
-        replay_records.write_tree_statistics(name, made_up_inside(p.replay_trees.traced_trees()))
+        buckets = made_up_inside(name, p.replay_trees.traced_trees())
+        replay_records.TreeBucket.write_csv(replay_records.locate_tree_statistics(name), buckets)
     serve({"code": {**EVAL, "concurrency": 64, "repeats": 3}})
     make_up_served("code", off=0.7)
     report.main()

@@ -182,11 +182,11 @@ def test_the_engines_figures_stand_beside_ours() -> None:
 def test_quality_and_commands() -> None:
     baseline = made_up("eval", points=[point(64, 4, 0.02, accuracy=0.5)])
     cell = made_up("eval", "e009", "t5_1_6", [point(64, 4, 0.01, tau=2.9, accuracy=0.25)])
-    cell["server"]["command"] = None
+    cell["server"]["command"] = []
     lines, cells = join([baseline, cell]), [ServedCell(**baseline), ServedCell(**cell)]
     _, graded = served.build_served_page(cells, lines).graded
     quality = graded.point.quality
-    assert (quality["correct"], quality["accuracy"], graded.row.baseline_accuracy) == (2, 0.25, 0.5)
+    assert (quality.correct, quality.accuracy, graded.row.baseline_accuracy) == (2, 0.25, 0.5)
     assert [command for _, command in served.list_server_commands(cells)] == ["python3 -m sglang.launch_server", None]
 
 

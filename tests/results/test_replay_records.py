@@ -5,8 +5,12 @@ from pathlib import Path
 import pytest
 
 from stages.results import replay_records
+from stages.results.replay_records import TreeBucket
 
-ROW = {"tree": "t8_2_16", "by": "context", "bucket": "64-96", "cycles": 3, "nodes": 45, "promised": 4.5, "accepted": 6}
+ROW = {
+    "checkpoint": "e003", "tree": "t8_2_16", "by": "context", "bucket": "64-96",
+    "cycles": 3, "nodes": 45, "promised": 4.5, "accepted": 6,
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -16,14 +20,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_buckets_come_back_as_they_were(here: None) -> None:
     of_nodes = {**ROW, "by": "depth", "bucket": "2", "cycles": None}
-    replay_records.write_tree_statistics("e003", [ROW, of_nodes])
-    assert replay_records.read_tree_statistics("e003") == [
-        replay_records.TreeBucket(checkpoint="e003", **row) for row in (ROW, of_nodes)
-    ]
+    buckets = [TreeBucket(**row) for row in (ROW, of_nodes)]
+    TreeBucket.write_csv(replay_records.locate_tree_statistics("e003"), buckets)
+    assert replay_records.read_tree_statistics("e003") == buckets
 
 
 def test_no_tree_looked_into_is_no_row(here: None) -> None:
-    replay_records.write_tree_statistics("e003", [])
+    TreeBucket.write_csv(replay_records.locate_tree_statistics("e003"), [])
     assert replay_records.read_tree_statistics("e003") == []
 
 

@@ -40,7 +40,7 @@ def made_up() -> dict[str, Any]:
         "versions": {"torch": "2"},
         "seconds": 1.5,
         "seed": 0,
-        "repeats": [{"speedup": 2.0}],
+        "repeats": [{"output_tok_s": 3.0, "baseline_output_tok_s": 1.5, "speedup": 2.0}],
         "quality": None,
         "gpus": [],
         "joules": None,

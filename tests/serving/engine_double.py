@@ -65,7 +65,7 @@ def engine(flags: argparse.Namespace) -> Any:
     if flags.speculative_draft_model_path:
         config, tensors = checkpoint.read_draft(Path(flags.speculative_draft_model_path).parent, "its stage")
         draft = Eagle3Draft.from_checkpoint(config, tensors).requires_grad_(False)
-    model = loading.load_target(flags.model_path, None, "float32", "cpu", False)
+    model = loading.load_target(flags.model_path, "float32", "cpu", False)
     return Engine(model, made.eos_token_ids, made.feature_layers, draft)
 
 

@@ -111,7 +111,9 @@ def test_what_a_real_server_said_of_itself() -> None:
             return SimpleNamespace(status=200, body=body)
 
     said = asyncio.run(engine_flags.fetch_server_info(cast(Any, Http()), "http://x", "sglang"))
-    assert engine_flags.read_server_memory(said) == {"weights": 0.002, "kv_cache": 60.836, "kv_tokens": 36451920}
+    assert engine_flags.read_server_memory(said) == engine_flags.ReportedMemory(
+        weights=0.002, kv_cache=60.836, kv_tokens=36451920
+    )
     engine_flags.check_server_info(said, engine_flags.ServedDraft("drafts/e009/draft", "EAGLE3", 5, 4, 16), 64, 1600)
     for draft, at_once, problem in (
         (engine_flags.ServedDraft("drafts/e009/draft", "EAGLE3", 5, 4, 16), 65, "at most 64 requests in one batch"),

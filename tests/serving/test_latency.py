@@ -1,6 +1,7 @@
 """Latency and throughput from hand-made events, against slow and obvious counting."""
 
 import random
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ def test_a_request_by_hand() -> None:
 def test_one_token_has_no_time_per_token() -> None:
     r = record(1.0, [(1.5, 1)])
     assert r.tpot_s is None and r.chunk_gaps_s() == [] and r.token_gaps_s() == []
-    found = latency.summarise_load([r])
+    found = asdict(latency.summarise_load([r]))
     assert found["tpot_s"] is None and found["itl_s"] is None
     assert found["ttft_s"] == {"mean": 0.5, "p50": 0.5, "p90": 0.5, "p99": 0.5}
 
@@ -82,7 +83,7 @@ def test_a_summary_is_what_counting_token_by_token_gives(seed: int) -> None:
         truth["e2e_s"].append(r.events[-1][0] - r.sent)
         if r.output_tokens > 1:
             truth["tpot_s"].append((r.events[-1][0] - r.events[0][0]) / (r.output_tokens - 1))
-    found = latency.summarise_load(records)
+    found = asdict(latency.summarise_load(records))
     for name, values in truth.items():
         assert found[name]["mean"] == pytest.approx(sum(values) / len(values)), name
         for percent in (50, 90, 99):
@@ -102,13 +103,15 @@ def test_a_summary_is_what_counting_token_by_token_gives(seed: int) -> None:
 
 def test_what_failed_lengthens_the_run_and_gives_no_tokens() -> None:
     good, bad = record(0.0, [(1.0, 1), (2.0, 1)]), record(0.0, [(1.0, 50)], failure_reason="timeout", ended=10.0)
-    found = latency.summarise_load([good, bad])
+    found = asdict(latency.summarise_load([good, bad]))
     assert found["duration_s"] == 10.0 and found["output_throughput"] == 0.2 and found["total_throughput"] == 1.2
     assert found["ttft_s"]["mean"] == 1.0
 
 
 def test_where_all_failed_there_is_no_latency() -> None:
-    found = latency.summarise_load([record(0.0, [], failure_reason=why, ended=0.7) for why in ("http 500", "cut")])
+    found = asdict(
+        latency.summarise_load([record(0.0, [], failure_reason=why, ended=0.7) for why in ("http 500", "cut")])
+    )
     assert found["failed"] == {"http 500": 1, "cut": 1} and found["completed"] == 0
     assert found["ttft_s"] is None and found["output_throughput"] == 0.0
 
@@ -119,7 +122,7 @@ def test_without_counts_there_is_no_time_between_tokens() -> None:
         record(0.0, [(1.0, 1), (2.0, 1)]),
         record(0.0, [(1.0, 1), (3.0, 1)], has_token_counts=False, output_tokens=9),
     )
-    found = latency.summarise_load([known, guessed])
+    found = asdict(latency.summarise_load([known, guessed]))
     assert found["itl_s"] is None
     assert found["chunk_gap_s"]["mean"] == 1.5
     assert found["tpot_s"]["mean"] == pytest.approx((1.0 + 2.0 / 8) / 2)  # that needs their sum alone

@@ -80,15 +80,15 @@ def test_times_and_tokens_are_those_of_the_schedule(engine: str, prompt: Any, mo
         assert record.e2e_s >= sent[3] - arrived >= SCHEDULE[3][0] - SCHEDULE[0][0]
         assert len(record.token_gaps_s()) == 8
     told = latency.summarise_load(found.records)
-    assert told["output_tokens"] == 18
-    assert told["duration_s"] >= fake.streams[1][3] - fake.arrived[0]
+    assert told.output_tokens == 18
+    assert told.duration_s >= fake.streams[1][3] - fake.arrived[0]
 
 
 def test_a_server_that_does_not_count_is_not_believed_to_send_tokens() -> None:
     with Fake(lambda *_: Streamed(SCHEDULE, counts=False)) as fake:
         found = run(fake.url, asks(2))
     assert all(r.output_tokens == 9 and not r.has_token_counts and len(r.events) == 4 for r in found.records)
-    assert latency.summarise_load(found.records)["itl_s"] is None
+    assert latency.summarise_load(found.records).itl_s is None
 
 
 def test_arrivals_are_a_poisson_process_of_that_rate() -> None:
@@ -154,7 +154,7 @@ def test_failures_are_counted_by_reason_and_none_is_lost() -> None:
     assert "400" in found.records[2].failure_message and "too long" in found.records[8].failure_message
     assert [r.output_tokens for r in found.records[4:10]] == [2, 2, 2, 2, 2, 2]  # what had come until then
     told = latency.summarise_load(found.records)
-    assert told["completed"] == 1 and sum(told["failed"].values()) == len(said) - 1
+    assert told.completed == 1 and sum(told.failed.values()) == len(said) - 1
     assert len(fake.bodies) == len(said)  # nothing is asked again
 
 

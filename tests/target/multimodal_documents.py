@@ -26,7 +26,7 @@ DOCUMENTS: list[tuple[list[tuple[int, int]], list[int]]] = [
 
 def load(folder: Path, name: str) -> Any:
     saved(folder, name, False)
-    return loading.load_target(str(folder), None, "float32", "cpu")
+    return loading.load_target(str(folder), "float32", "cpu")
 
 
 def document(shape: tuple[list[tuple[int, int]], list[int]], seed: int) -> tuple[Tensor, ImagePatches | None]:

@@ -111,7 +111,7 @@ def rows() -> list[torch.Tensor]:
 def test_what_we_capture_is_what_transformers_calls_hidden_states(tmp_path: Path, name: str, tied: bool) -> None:
     """Entering block i; the last one after the final norm, so that the head's table makes the model's logits of it."""
     saved(tmp_path, name, tied)
-    model = loading.load_target(str(tmp_path), None, "float32", "cpu")
+    model = loading.load_target(str(tmp_path), "float32", "cpu")
     assert not any(weight.data_ptr() % 64 for weight in model.parameters())  # sums are rounded alike in every process
     made = manifest_of(tmp_path)
     ids = pad_sequence(rows(), batch_first=True)  # [3, 9]
@@ -131,7 +131,7 @@ def test_what_we_capture_is_what_transformers_calls_hidden_states(tmp_path: Path
 def test_documents_end_to_end_are_as_each_alone(tmp_path: Path, name: str) -> None:
     """Packed as one row, or padded: the same as every document by itself, in all layers that are tapped."""
     saved(tmp_path, name, False)
-    model = loading.load_target(str(tmp_path), None, "float32", "cpu")
+    model = loading.load_target(str(tmp_path), "float32", "cpu")
     alone = [compute_hidden_states(model, row[None], [2, 3, 4]) for row in rows()]
     expected = torch.cat([features[0] for features, _ in alone]), torch.cat([last[0] for _, last in alone])
     assert packed_forward.supports_packing(model)
@@ -149,7 +149,7 @@ def test_documents_end_to_end_are_as_each_alone(tmp_path: Path, name: str) -> No
 def test_a_model_that_does_not_keep_documents_apart_is_found_out(tmp_path: Path) -> None:
     """A class that ignores the borders would let documents see each other: it is padded instead."""
     saved(tmp_path, "qwen3", False)
-    model = loading.load_target(str(tmp_path), None, "float32", "cpu")
+    model = loading.load_target(str(tmp_path), "float32", "cpu")
     borders = packed_forward._attend_documents
 
     def blind(*args: Any, cu_seq_lens_q: torch.Tensor, **kwargs: Any) -> Any:
@@ -173,7 +173,7 @@ def test_a_model_that_does_not_keep_documents_apart_is_found_out(tmp_path: Path)
 def test_blocks_are_compiled_once_for_all_lengths(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block compiled anew for each layer or batch would soon meet the compiler's limit, and run uncompiled."""
     saved(tmp_path, name, False)
-    model = loading.load_target(str(tmp_path), None, "float32", "cpu")
+    model = loading.load_target(str(tmp_path), "float32", "cpu")
     plain = packed_forward.forward_documents(model, torch.cat(rows()), LENGTHS, True)
     compiled: list[int] = []
 

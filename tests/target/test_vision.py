@@ -87,7 +87,7 @@ def test_prompts_and_patches_are_transformers_own(kind: str, talks: Any, tmp_pat
 def test_a_batch_with_pictures_is_answered_as_each_prompt_alone(kind: str, talks: Any, tmp_path: Path) -> None:
     """Prompts of other lengths, pictures of other sizes, none at all; against `generate` on the processor's own output."""
     _, processor = save(kind, tmp_path / "target")
-    model = loading.load_target(str(tmp_path / "target"), None, "float32", "cpu")
+    model = loading.load_target(str(tmp_path / "target"), "float32", "cpu")
     eyes, eos = vision.CachedImageProcessor(tmp_path / "target", False), model.config.get_text_config().eos_token_id
     prompts = [ours(eyes, processor.tokenizer, messages) for messages in talks]
     seen = eyes.load_patches([path for messages in talks for path in list_images(messages)])

@@ -1,0 +1,109 @@
+"""The embedded target whose weights are part of the repository, so that every machine decodes the same one.
+
+    python -m stages.toy.shipped_target     # trains it anew by the settings of training.json, a minute or two
+
+The folder holds what `save_pretrained` writes, and training.json. Training on another kind of CPU gives other weights of the
+same loss, since sums round otherwise there.
+"""
+
+import hashlib
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from stages.target import manifest
+from stages.toy import text_targets, weather
+
+FOLDER = Path("data/targets")
+NAME = "weather-tiny"
+RECORD_NAME = "training.json"
+LAST_STEPS = 20  # of the recorded loss
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """The keys of prepare_target in params.yaml that decide what is trained."""
+
+    seed: int
+    steps: int
+    batch_tokens: int
+    learning_rate: float
+
+
+@dataclass(frozen=True)
+class TrainingRecord:
+    """What made the shipped weights."""
+
+    settings: TrainingSettings
+    loss: float  # mean of the last LAST_STEPS steps
+    weights_digest: str  # sha256, as in target.json
+    corpus_digest: str  # sha256 of the training texts
+    code_digest: str  # sha256 of the modules that generate the texts and train
+    torch_version: str
+
+
+def read_record() -> TrainingRecord:
+    found = json.loads((FOLDER / NAME / RECORD_NAME).read_text(encoding="utf-8"))
+    return TrainingRecord(**found | {"settings": TrainingSettings(**found["settings"])})
+
+
+def copy_files(name: str, settings: TrainingSettings, folder: Path) -> None:
+    """Copy the shipped target of this name into `folder`.
+
+    Raises:
+        ValueError: it is not shipped, was trained with other settings, or its weights were changed.
+    """
+    if name != NAME:
+        raise ValueError(
+            f"params.yaml: prepare_target.weights is shipped, and the weights of builtin/{name} are not part of this "
+            f"repository, only those of builtin/{NAME}; set prepare_target.weights: train"
+        )
+    record = read_record()
+    for key, shipped in asdict(record.settings).items():
+        if (wanted := getattr(settings, key)) != shipped:
+            raise ValueError(
+                f"params.yaml: prepare_target.{key} is {wanted}, and the shipped weights were trained with {shipped}; set "
+                "prepare_target.weights: train"
+            )
+    source = FOLDER / name
+    if manifest.digest_files(source, manifest.WEIGHTS) != record.weights_digest:
+        raise ValueError(
+            f"{source} does not hold the weights that its {RECORD_NAME} describes; restore it with git checkout {source}, "
+            "or set prepare_target.weights: train"
+        )
+    for file in source.iterdir():
+        if file.name != RECORD_NAME:
+            shutil.copyfile(file, folder / file.name)
+
+
+def digest_corpus(seed: int) -> str:
+    texts = text_targets.render_conversations(text_targets.make_corpus(seed))
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()
+
+
+def train_anew(settings: TrainingSettings, folder: Path) -> TrainingRecord:
+    """Train and save the target in `folder` -> the record of it, which is written there too."""
+    torch.set_num_threads(1)
+    model, tokenizer, training = text_targets.start_training(NAME, **asdict(settings))
+    losses = [loss for _, loss in tqdm(training, "train the target", settings.steps)]
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    code = b"".join(Path(str(module.__file__)).read_bytes() for module in (text_targets, weather))
+    record = TrainingRecord(
+        settings,
+        sum(losses[-LAST_STEPS:]) / LAST_STEPS,
+        manifest.digest_files(folder, manifest.WEIGHTS),
+        digest_corpus(settings.seed),
+        hashlib.sha256(code).hexdigest(),
+        torch.__version__.partition("+")[0],
+    )
+    (folder / RECORD_NAME).write_text(json.dumps(asdict(record), indent=1) + "\n", encoding="utf-8")
+    return record
+
+
+if __name__ == "__main__":
+    print(train_anew(read_record().settings, FOLDER / NAME))

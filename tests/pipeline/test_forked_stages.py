@@ -1,0 +1,56 @@
+"""Stages that a run forks (stages/telemetry/fork_server.py) end with the run as those that it starts."""
+
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from tests.conftest import gone
+from tests.pipeline.conftest import GRAPH, REPO, Project
+from tests.pipeline.test_run import RUN, read_until
+
+SLEEPER = """
+import os, time
+print("asleep", os.getpid(), os.getppid(), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def started(project: Project) -> Iterator[subprocess.Popen[str]]:
+    """A run of more stages than the fewest for which a server is started; the first one is a module that sleeps."""
+    shutil.copytree(REPO / "stages", project.root / "stages", ignore=shutil.ignore_patterns("__pycache__"))
+    server = project.root / "stages/telemetry/fork_server.py"
+    text = server.read_text()
+    begin = text.index("PRELOADED = (")
+    # Nothing: importing torch takes longer than DVC takes to start the first stage.
+    server.write_text(f"{text[:begin]}PRELOADED = (){text[text.index(')', begin) + 1 :]}")
+    (project.root / "stages/sleeper.py").write_text(SLEEPER)
+    more = "".join(f"  more{number}:\n    cmd: python -c ''\n    deps: [first.csv]\n" for number in range(3))
+    (project.root / "dvc.yaml").write_text(GRAPH.replace("python first.py", "python -m stages.sleeper") + more)
+    run = subprocess.Popen([*RUN, *VERBOSE], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    yield run
+    run.kill()
+    run.wait()
+
+
+VERBOSE: list[str] = []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_forked_stage_ends_with_its_run(started: subprocess.Popen[str], number: signal.Signals) -> None:
+    stage, server = map(int, read_until(started, "asleep").split()[1:3])
+    assert "stages.telemetry.fork_server" in psutil.Process(server).cmdline()
+    assert psutil.Process(stage).environ()["AERIE_RUN"]  # by which the guard finds it
+    started.send_signal(number)
+    assert started.wait(60) == (-number if number == signal.SIGKILL else 128 + number)
+    assert gone(stage) and gone(server)
+
+
+def test_a_forked_stage_that_fails_fails_the_run(started: subprocess.Popen[str]) -> None:
+    stage = int(read_until(started, "asleep").split()[1])
+    psutil.Process(stage).kill()
+    assert started.wait(60) == 1

@@ -1,0 +1,100 @@
+"""The embedded target in data/targets: what made it, and that prepare_target gives every machine the same one."""
+
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from stages import prepare_target
+from stages.target import manifest
+from stages.toy import shipped_target, text_targets
+from tests.conftest import ROOT, edit_params
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(ROOT / "data/targets", tmp_path / "data/targets")
+    (tmp_path / "data/raw").mkdir()
+    (tmp_path / "data/raw/weather_toon.jsonl").touch()
+    shutil.copy(ROOT / "params.yaml", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_target_is_a_copy_of_the_shipped_one(project: Path) -> None:
+    prepare_target.main()
+    for file in (ROOT / "data/targets/weather-tiny").iterdir():
+        copy = project / "artifacts/target" / file.name
+        assert copy.exists() == (file.name != "training.json")
+        assert not copy.exists() or copy.read_bytes() == file.read_bytes()
+    assert manifest.read_manifest().model == "builtin/weather-tiny"
+
+
+def test_the_record_is_of_what_the_parameters_and_the_code_train() -> None:
+    record = shipped_target.read_record()
+    assert record.corpus_digest == shipped_target.digest_corpus(record.settings.seed)
+    corpus = text_targets.make_corpus(record.settings.seed)
+    tokenizer = text_targets.build_tokenizer(text_targets.render_conversations(corpus[:2000]))
+    shipped = AutoTokenizer.from_pretrained(ROOT / "data/targets/weather-tiny")
+    assert shipped.get_vocab() == tokenizer.get_vocab() and shipped.chat_template == tokenizer.chat_template
+    model = AutoModelForCausalLM.from_pretrained(ROOT / "data/targets/weather-tiny")
+    built = text_targets.build_model(tokenizer, record.settings.seed)
+    assert {name: weight.shape for name, weight in model.state_dict().items()} == {
+        name: weight.shape for name, weight in built.state_dict().items()
+    }
+    assert sum(file.stat().st_size for file in (ROOT / "data/targets").rglob("*.safetensors")) < 5_000_000
+
+
+def test_the_shipped_weights_have_the_recorded_loss(one_thread: None) -> None:
+    """On conversations that they were not trained on: no weights of other training would."""
+    model = AutoModelForCausalLM.from_pretrained(ROOT / "data/targets/weather-tiny")
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "data/targets/weather-tiny")
+    rows = text_targets.encode_conversations(tokenizer, text_targets.make_corpus(8)[:40])
+    losses, tokens = 0.0, 0
+    with torch.no_grad():
+        for ids, labels in rows:
+            logits = model(input_ids=ids[None]).logits[0, :-1]
+            losses += float(torch.nn.functional.cross_entropy(logits, labels[1:], reduction="sum"))
+            tokens += int((labels[1:] != -100).sum())
+    assert losses / tokens == pytest.approx(shipped_target.read_record().loss, rel=0.1)
+
+
+def test_other_settings_than_the_shipped_ones_are_refused(project: Path) -> None:
+    edit_params(project, {"prepare_target": {"steps": 299}})
+    with pytest.raises(
+        ValueError, match=r"prepare_target\.steps is 299, .* trained with 300; set prepare_target\.weights"
+    ):
+        prepare_target.main()
+
+
+def test_a_target_that_is_not_shipped_is_refused(project: Path) -> None:
+    edit_params(project, {"target": {"model": "builtin/weather-tiny-moe"}})
+    with pytest.raises(ValueError, match=r"weather-tiny-moe are not part .* set prepare_target\.weights: train"):
+        prepare_target.main()
+
+
+def test_changed_weights_are_refused(project: Path) -> None:
+    weights = project / "data/targets/weather-tiny/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    with pytest.raises(ValueError, match=r"does not hold the weights .* restore it with git checkout"):
+        prepare_target.main()
+
+
+def test_training_here_makes_a_target_of_the_same_shape(project: Path) -> None:
+    edit_params(project, {"prepare_target": {"weights": "train", "steps": 1}})
+    prepare_target.main()
+    trained = manifest.read_manifest()
+    edit_params(project, {"prepare_target": {"weights": "shipped", "steps": 300}})
+    prepare_target.main()
+    assert trained == replace(manifest.read_manifest(), weights_digest=trained.weights_digest)
+
+
+@pytest.mark.long
+def test_training_anew_reaches_the_shipped_loss(tmp_path: Path) -> None:
+    record = shipped_target.read_record()
+    again = shipped_target.train_anew(record.settings, tmp_path)
+    assert again.loss == pytest.approx(record.loss, rel=0.05)
+    assert asdict(again)["corpus_digest"] == record.corpus_digest
