@@ -1,8 +1,10 @@
 """Training as a stage: killed at any moment it resumes, and ends bit for bit where an undisturbed run ends."""
 
 import json
+import os
 import random
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -52,9 +54,9 @@ def killed(killed_project: Path, tmp_path: Path) -> Path:
     return shutil.copytree(killed_project, tmp_path / "killed")
 
 
-def start(project: Path) -> subprocess.Popen:
-    command = [sys.executable, "-m", "stages.train_draft", "straight"]
-    return subprocess.Popen(command, cwd=project, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def start(project: Path, **more: str) -> subprocess.Popen:
+    command, env = [sys.executable, "-m", "stages.train_draft", "straight"], os.environ | more
+    return subprocess.Popen(command, cwd=project, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def kill_and_finish(project: Path, kills: int, seed: int) -> str:
@@ -108,7 +110,8 @@ def test_broken_unfinished_work_names_its_folder_and_removing_that_leads_on(
     killed: Path, file: str, content: bytes | None
 ) -> None:
     """Bug: the message was `delete it and run: dvc repro init_draft`, after which the same file was `not found` for good."""
-    (work,) = (killed / ".scratch").glob("train_draft-straight-*")
+    (log,) = (killed / ".scratch").glob("train_draft-straight-*/log.json")
+    work = log.parent
     (work / file).unlink()
     if content is not None:
         (work / file).write_bytes(content)
@@ -169,7 +172,7 @@ def test_two_processes_learn_what_one_does(project: Path, small_run: Path) -> No
     for parallel in ("ddp", "fsdp"):
         shutil.rmtree(project / "drafts/straight")
         edit_params(project, {"train_draft": {"processes": 2, "parallel": parallel}})
-        together = finish(project)
+        together = finish_as_ranks(project)
         two = load_file(project / "drafts/straight/draft/model.safetensors")
         assert alone["epochs"][-1]["loss"] == pytest.approx(together["epochs"][-1]["loss"], rel=1e-4), parallel
         assert two.keys() == one.keys()
@@ -215,6 +218,18 @@ def test_bfloat16_keeps_float32_masters_and_goes_on_from_them(project: Path) -> 
     draft = load_file(project / "drafts/straight/draft/model.safetensors")
     assert draft["fc.weight"].dtype == torch.bfloat16
     assert torch.equal(draft["fc.weight"], straight["master.fc.weight"].bfloat16())
+
+
+def finish_as_ranks(project: Path) -> dict:
+    """As torchrun starts two processes; the test of online training has the stage start its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [start(project, **group, RANK=rank, LOCAL_RANK=rank) for rank in "01"]
+    outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "".join(outputs)
+    return json.loads((project / "results/train/straight.json").read_text())
 
 
 def run(project: Path, stage: str, *arguments: str) -> None:
