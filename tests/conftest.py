@@ -133,7 +133,8 @@ def torch_server() -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:  # a socket's path is short
         address = Path(folder) / "socket"
         command = [sys.executable, "-m", "stages.telemetry.fork_server", str(address)]
-        with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE) as server:
+        env = os.environ | {"PYTHONPATH": str(ROOT)}
+        with subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.PIPE) as server:
             while not address.exists():
                 assert server.poll() is None
                 time.sleep(0.05)

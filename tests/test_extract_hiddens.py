@@ -3,7 +3,6 @@
 import io
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from stages import extract_hiddens, prepare_target
 from stages.data import conversations
 from stages.hidden_states import format, reader, shard_plan
 from stages.target import manifest
+from stages.telemetry import fork_server
 from tests.conftest import ROOT, edit_params
 
 H = 32
@@ -79,6 +79,9 @@ def project(made: Path, tmp_path: Path) -> Path:
     (tmp_path / "params.yaml").write_text((made / "params.yaml").read_text())
     (tmp_path / "results").mkdir()
     return tmp_path
+
+
+pytestmark = pytest.mark.usefixtures("forked_stages")
 
 
 def start(project: Path, **env: str) -> subprocess.Popen:
@@ -234,17 +237,14 @@ def test_ranks_of_another_launcher_make_the_same_bytes(project: Path, once: dict
 
 def killed(project: Path, rng: random.Random, when: Callable[[], bool]) -> bool:
     """Whether it was killed, with all of its processes, a random moment after `when` came true."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "stages.extract_hiddens"], cwd=project, start_new_session=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    process = start(project)
     while process.poll() is None and not when():
         time.sleep(0.001)
     time.sleep(rng.random() * 0.02)
     alive = process.poll() is None
     if alive:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+        process.kill()
+    process.communicate()  # until nobody holds its output any more
     return alive
 
 
@@ -272,8 +272,9 @@ def test_what_was_killed_goes_on_to_the_same_bytes(project: Path, once: dict[str
     kill_and_go_on(project, 0, 1, once)
 
 
-def test_no_process_outlives_the_stage(project: Path) -> None:
+def test_no_process_outlives_the_stage(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed alone, as DVC or a user kills it: its ranks would else go on writing beside the next run."""
+    monkeypatch.delenv(fork_server.ADDRESS_VARIABLE)
     edit_params(project, {"extract_hiddens": {"processes": 2}})
     parent = start(project)
     deadline = time.monotonic() + 60

@@ -23,6 +23,7 @@ from stages.target import loading, manifest
 from tests.conftest import dvc, edit_params
 from tests.draft.slow_draft import OPTIONS
 
+pytestmark = pytest.mark.usefixtures("forked_stages")
 IMPORTED = {"theirs": {"model": "from_others", "revision": None, "rope_theta": None}}
 
 

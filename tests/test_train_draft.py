@@ -45,7 +45,7 @@ def killed_project(small_run: Path, forked_stages: None, tmp_path_factory: pytes
         assert process.poll() is None, "no epoch was saved"
         time.sleep(0.02)
     process.kill()
-    process.wait()
+    process.communicate()  # until nobody holds its output any more
     return project
 
 
@@ -66,7 +66,7 @@ def kill_and_finish(project: Path, kills: int, seed: int) -> str:
         process = start(project)
         time.sleep(rng.uniform(1.0, 6.0))
         process.kill()
-        process.wait()
+        process.communicate()
     process = start(project)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
