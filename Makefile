@@ -50,8 +50,9 @@ check: $(VENV)/.installed-test
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Three on two cores: a third of the long files' time is waiting, for servers, workers and a browser.
 test: check
-	$(IN_VENV) pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(IN_VENV) pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test-long: $(VENV)/.installed-test
 	$(IN_VENV) pytest -m long

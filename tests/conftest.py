@@ -58,10 +58,11 @@ SMALL = {
     "benchmark_served": {"checkpoints": ["e003"]},
 }
 
-# Files of a minute or more, the longest first, and not two in a row that wait for small_run. Another order is only slower.
+# Files of half a minute or more at rest. First those that wait most, for servers and workers; then the longest, and not two in
+# a row that wait for small_run. Another order is only slower.
 LONG = [
-    "test_train_draft", "test_prefect_workers", "test_browser", "test_reruns", "test_sample_target", "test_benchmark_served",
-    "test_flows", "test_batch_decode", "test_sampling", "test_extract_hiddens", "test_dvc_graph", "test_freshness",
+    "test_prefect_workers", "test_train_draft", "test_browser", "test_reruns", "test_flows", "test_sample_target",
+    "test_benchmark_served", "test_batch_decode", "test_sampling", "test_dvc_graph", "test_freshness", "test_extract_hiddens",
     "test_prepare_prompts", "test_lossless", "test_report", "test_import_draft", "test_security", "test_load_generator",
     "test_bad_input", "test_pictured_stages", "test_sharing", "test_multimodal_forward",
 ]  # fmt: skip

@@ -354,6 +354,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory, recorder: Recorder) -> Pa
     (root / "published").mkdir()
     (root / "published" / "table.yaml").touch()
     shutil.copy(REPO / "data/nothing", root / "data/nothing")
+    (root / "data/targets").mkdir()
+    (root / "data/targets/weights").touch()
     (root / "data" / "raw").mkdir()
     (root / "data" / "raw" / "rows.jsonl").write_text("{}\n")
     assert recorder.repro(root) == names(root)
