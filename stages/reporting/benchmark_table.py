@@ -26,7 +26,9 @@ from stages.results.torch_records import TorchCell
 
 NO_INTERVAL = "no interval"  # of a prediction: docs/cost.md says when
 REPLAYED_MARK = " *"
-REPLAYED_NOTE = "* not measured: tau replayed over the eval split (measured: over the workload's prompts), speedup predicted (docs/cost.md)"
+REPLAYED_NOTE = (
+    "* not measured: tau replayed over the eval split (measured: over the workload's prompts), speedup predicted"
+)
 
 
 class BenchmarkRow(TableRow):
