@@ -1,50 +1,106 @@
-"""Write the README's table from a run of the embedded default.   python -m benchmarks.readme_table 2026-11-21 "4 min 15 s"
+"""Write the README's picture and table from a run of the embedded default.
 
-Copies results/benchmark.csv to docs/results/DATE-weather-tiny.csv and writes the table, with date, hardware and the time
-`make run` took, between the README's markers. tests/test_house.py compares the two.
+    python -m benchmarks.readme_table 2026-11-21 "4 min 15 s" --seed-spread 0.2
+
+Copies results/benchmark.csv to docs/results/DATE-weather-tiny.csv, draws it (benchmarks/readme_picture.py), and writes the
+picture and the table, with date, hardware and the time `make run` took, between the README's markers. tests/test_house.py
+compares the table with its record.
 """
 
-import csv
+import argparse
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
+
+from benchmarks import readme_picture
+from stages.reporting.benchmark_table import BenchmarkRow
+from stages.reporting.text import format_interval, format_number, format_spread
 
 README, RECORDS = Path("README.md"), Path("docs/results")
 HEAD = (
     "| Tree_structure | prefill_latency (s) | spec_accept_rate (%) | e2e_latency (s) | compress ratio (↑) | speedup |"
 )
+NO_BREAK = str.maketrans({" ": "\N{NO-BREAK SPACE}", "-": "\N{NON-BREAKING HYPHEN}"})  # a figure stays on one line
+REPLAYED = (
+    "{names}: replayed, not measured. tau is over the whole eval split (a measured tau: over the workload's prompts), the "
+    "speedup is [predicted](docs/cost.md)."
+)
 BLOCK = re.compile(r"<!-- table (\S+) -->\n(.*?)<!-- /table -->", re.DOTALL)
 
 
 def table(record: Path) -> str:
-    """Return the table of a copied benchmark.csv: the last checkpoint first, trees without their letter."""
-    with record.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    lines = [HEAD, "|---|---|---|---|---|---|"]
-    for checkpoint in sorted({r["checkpoint"] for r in rows}, reverse=True):
-        lines.append(f"| **{checkpoint}** | | | | | |")
-        for r in (r for r in rows if r["checkpoint"] == checkpoint):
-            seconds = [f"{float(r[k]):.3f}" for k in ("prefill_latency_s", "e2e_latency_s")]
-            rate, tau, speedup = 100 * float(r["accept_rate"]), float(r["tau"]), float(r["speedup"])
-            cells = [r["tree"][1:], seconds[0], f"{rate:.1f}", seconds[1], f"{tau:.2f}", f"{speedup:.2f}"]
-            lines.append(f"| {' | '.join(cells)} |")
+    """Return the picture and the table of a copied benchmark.csv: the last checkpoint first, trees without their letter."""
+    rows = BenchmarkRow.read_csv(record, "report")
+    picture = (RECORDS / record.name).with_suffix(".svg").as_posix()
+    lines = [f"![tau and speedup by tree, with 95% intervals]({picture})", "", HEAD]
+    lines.append("|" + "---|" * (HEAD.count("|") - 1))
+    for checkpoint in sorted({row.checkpoint for row in rows}, reverse=True):
+        group = [row for row in rows if row.checkpoint == checkpoint]
+        mark = ", replayed" if any(row.is_replayed for row in group) else ""
+        lines += [f"| **{checkpoint}**{mark} | | | | | |", *map(_format_row, group)]
     return "\n".join(lines) + "\n"
 
 
-def main(date: str, duration: str) -> None:
-    record = RECORDS / f"{date}-weather-tiny.csv"
-    shutil.copyfile("results/benchmark.csv", record)
-    with record.open(newline="") as file:
-        first = next(csv.DictReader(file))
-    cell = json.loads(Path(f"results/cells/{first['workload']}-{first['checkpoint']}-{first['tree']}.json").read_text())
-    hardware = cell["hardware"]
-    text = README.read_text()
-    caption = f"{date}, {hardware['cpu']}, {hardware['threads']} threads, float32; `make run` took {duration} after installing."
-    block = f"<!-- table {record} -->\n{table(record)}\n{caption}\n<!-- /table -->"
-    README.write_text(re.sub(r"<!-- table.*?<!-- /table -->", lambda _: block, text, flags=re.DOTALL))
+def _format_row(row: BenchmarkRow) -> str:
+    cells = [
+        row.tree[1:],
+        format_number(row.prefill_latency_s, 3),
+        f"{100 * row.accept_rate:.1f}",
+        format_number(row.e2e_latency_s, 3),
+        f"{row.tau:.2f} {format_spread(row.tau, row.tau_low, row.tau_high, row.why_no_interval)}".translate(NO_BREAK),
+        _format_speedup(row).translate(NO_BREAK),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _format_speedup(row: BenchmarkRow) -> str:
+    if row.speedup is None:
+        return format_number(None)
+    value = f"**{row.speedup:.2f}**" if row.is_faster else f"{row.speedup:.2f}"
+    return f"{value} ({format_interval(row.speedup_low, row.speedup_high, row.why_no_interval)})"
+
+
+def caption(rows: list[BenchmarkRow], date: str, duration: str, seed_spread: str | None) -> str:
+    """Return the sentences below the table. Raises ValueError if no row is measured."""
+    first = next((row for row in rows if not row.is_replayed), None)
+    if first is None:
+        raise ValueError(
+            "results/benchmark.csv has no measured row, expected at least one; name checkpoints in params.yaml"
+        )
+    cell = json.loads(Path(f"results/cells/{first.workload}-{first.checkpoint}-{first.tree}.json").read_text())
+    hardware, names = cell["hardware"], sorted({row.checkpoint for row in rows if row.is_replayed})
+    shares = [row.identical_share for row in rows if row.identical_share is not None]
+    sentences = [
+        f"{date}, {hardware['cpu']}, {hardware['threads']} threads, float32; `make run` took {duration} after installing.",
+        "± and brackets are 95% intervals; a speedup whose interval lies above 1 is bold.",
+        *([_describe_identical(min(shares))] if shares else []),
+        *([f"tau moves by about {seed_spread} with the seed of training."] if seed_spread else []),
+        *([REPLAYED.format(names=", ".join(names))] if names else []),
+    ]
+    return "\n".join(sentences)
+
+
+def _describe_identical(share: float) -> str:
+    if share == 1:
+        return "Every measured answer is identical to plain decoding's."
+    return f"Of each tree's answers at least {100 * share:.0f}% are identical to plain decoding's."
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("date", help="of the run, as 2026-11-21")
+    parser.add_argument("duration", help="of `make run` after installing, in words")
+    parser.add_argument("--seed-spread", metavar="TAU", help="how far tau moves with the seed of training, as 0.2")
+    asked = parser.parse_args()
+    record = RECORDS / f"{asked.date}-weather-tiny.csv"
+    shutil.copyfile(BenchmarkRow.TABLE, record)
+    readme_picture.write_picture(record)
+    below = caption(BenchmarkRow.read_csv(record, "report"), asked.date, asked.duration, asked.seed_spread)
+    block = f"<!-- table {record} -->\n{table(record)}\n{below}\n<!-- /table -->"
+    text = README.read_text(encoding="utf-8")
+    README.write_text(re.sub(r"<!-- table.*?<!-- /table -->", lambda _: block, text, flags=re.DOTALL), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from stages.params import schema
+from stages.params.tree_shape import TreeShape
 from stages.reporting import benchmark_table, costs, methods, page
 from stages.reporting.benchmark_table import BenchmarkRow
 from stages.reporting.inputs import ReportInputs, ReportSettings, StageReport
@@ -77,7 +78,7 @@ def write_report(p: schema.Params) -> None:
     served_rows = [line.row for line in found.lines]
     tables = [BenchmarkRow.TABLE, REPLAY_TABLE, METRICS_FILE, ServedRow.TABLE]
 
-    BenchmarkRow.write_table(found.rows)
+    BenchmarkRow.write_table(found.table_rows)
     ServedRow.write_table(served_rows)
     MethodRow.write_table(found.methods)
     PredictedSpeedup.write_table(found.predicted.rows)
@@ -85,7 +86,7 @@ def write_report(p: schema.Params) -> None:
     ReplayedTree.write_csv(REPLAY_TABLE, (tree for trees in replayed.values() for tree in trees))
     atomic.write_json(METRICS_FILE, metrics)
     atomic.write_text(PAGE_FILE, page.render_page(_get_settings(p), found, metrics, tables))
-    print(format_terminal_table(found.rows, served_rows, metrics, found.predicted.launch, found.methods))
+    print(format_terminal_table(found.table_rows, served_rows, metrics, found.predicted.launch, found.methods))
 
 
 def read_inputs(p: schema.Params, replayed: dict[str, list[ReplayedTree]]) -> ReportInputs:
@@ -100,19 +101,22 @@ def read_inputs(p: schema.Params, replayed: dict[str, list[ReplayedTree]]) -> Re
         name: training_records.read_training(name, segment.from_) for name, segment in p.train_draft.checkpoints.items()
     }
     imported = {name: training_records.read_import(name) for name in p.import_draft.checkpoints}
-    lines = served_table.join_lines(served_cells, replayed, _list_replayable_workloads(p))
+    replayable = _select_replayable(p, [*served.workloads, *loads])
+    lines = served_table.join_lines(served_cells, replayed, replayable)
     method_cells = read_methods(p)
     method_rows = methods.build_method_rows(method_cells, trained)
+    predicted = _predict_speedups(p, cells, lines, replayed)
     return ReportInputs(
         cells=cells,
         rows=[benchmark_table.build_benchmark_row(cell, replayed.get(cell.checkpoint, [])) for cell in cells],
+        replayed_rows=_build_replayed_rows(p, replayed, predicted.rows),
         replays={name: replay_records.select_temperature(trees, 0) for name, trees in replayed.items()},
         tree_statistics={name: replay_records.read_tree_statistics(name) for name in p.replay_trees.checkpoints},
         reports={stage: _read_stage_report(stage) for stage in STAGE_REPORTS},
         trained=trained,
         served=served_cells,
         lines=lines,
-        predicted=_predict_speedups(p, cells, lines, replayed),
+        predicted=predicted,
         methods=method_rows,
         engines=methods.compare_engines(method_rows, cells, lines),
         stage_runs=_read_stage_runs(p) | {f"benchmark_methods@{cell.row}": cell for cell in method_cells},
@@ -160,10 +164,26 @@ def _list_torch_workloads(p: schema.Params, alone: bool) -> list[str]:
     return [name for name in p.benchmark.torch_workloads if workloads[name].is_sequential == alone]
 
 
-def _list_replayable_workloads(p: schema.Params) -> set[str]:
+def _select_replayable(p: schema.Params, names: Iterable[str]) -> list[str]:
     """Return the workloads of the eval split that stop at the end token: no replay has text beyond it."""
-    workloads, loaded = p.benchmark.workloads, [*p.benchmark_served.workloads, *_list_torch_workloads(p, alone=False)]
-    return {name for name in loaded if workloads[name].prompts == "eval" and not workloads[name].ignore_eos}
+    workloads = p.benchmark.workloads
+    return [name for name in names if workloads[name].prompts == "eval" and not workloads[name].ignore_eos]
+
+
+def _build_replayed_rows(
+    p: schema.Params, replayed: dict[str, list[ReplayedTree]], predicted: list[PredictedSpeedup]
+) -> list[BenchmarkRow]:
+    """Return a row for each tree of benchmark.trees with each replayed checkpoint that has no cells."""
+    guesses, rows = prediction.index_torch_predictions(predicted), []
+    for name in _select_replayable(p, _list_torch_workloads(p, alone=True)):
+        for checkpoint in (each for each in replayed if each not in p.benchmark.checkpoints):
+            alike = replay_records.select_sampled_alike(replayed[checkpoint], p.benchmark.workloads[name])
+            by_shape = {tree.shape: tree for tree in alike}
+            for tree in (by_shape.get(TreeShape.parse(each)) for each in p.benchmark.trees):
+                if tree:
+                    guess = guesses.get((tree.temperature, checkpoint, tree.shape))
+                    rows.append(benchmark_table.build_replayed_row(name, tree, guess))
+    return rows
 
 
 def _predict_speedups(

@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 from ruamel.yaml import YAML
 
-from benchmarks import readme_table
+from benchmarks import readme_picture, readme_table
 from pipeline import deps
 from stages.params.schema import Params, load_params
 from stages.runtime.import_closure import find_import_closure, find_imported_files, list_modules
@@ -227,6 +227,19 @@ def test_readme_shows_the_very_table_of_a_kept_run() -> None:
     found = readme_table.BLOCK.search((ROOT / "README.md").read_text(encoding="utf-8"))
     assert found, "README.md has lost its table; run: python -m benchmarks.readme_table DATE DURATION"
     assert found[2].startswith(readme_table.table(ROOT / found[1]))
+
+
+def test_readme_shows_a_picture_of_the_same_run() -> None:
+    """A picture of another run than the table would be believed; a large one, or one that asks a host, would not be shown."""
+    found = readme_table.BLOCK.search((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert found
+    record = ROOT / found[1]
+    picture = record.with_suffix(".svg")
+    text = picture.read_text(encoding="utf-8")
+    assert f"]({picture.relative_to(ROOT).as_posix()})" in found[2] and picture.stat().st_size < 60_000
+    assert f"<desc>{readme_picture.describe_origin(record)}</desc>" in text
+    assert not re.search(r"<script|<image|@import|url\((?!#)|(?<!xmlns=\")(?<!xlink=\")https?:", text)
+    assert "#0101" not in text and "prefers-color-scheme: dark" in text
 
 
 # Prose: words and openings that mark the first layout's dialect. Plain technical English names the subject instead.

@@ -21,6 +21,7 @@ from stages.params.section import ROOT_CHECKPOINT
 from stages.params.tree_shape import TreeShape
 from stages.reporting.benchmark_table import BenchmarkRow
 from stages.results import replay_records, served_records, timing_grid, torch_records
+from stages.results.prediction import PredictedSpeedup
 from stages.results.replay_records import ReplayedTree, TreeBucket
 from stages.results.served_table import ServedRow
 from stages.runtime import atomic
@@ -46,9 +47,15 @@ def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> schema.Params:
 
 
 def made_up_project(folder: Path, monkeypatch: pytest.MonkeyPatch) -> schema.Params:
-    """A project whose results are made up, with the repository's own params.yaml; we stand in it from now on."""
+    """A project whose results are made up; we stand in it from now on.
+
+    It has the repository's own params.yaml, but for cells of every checkpoint.
+    """
     monkeypatch.chdir(folder)
-    Path("params.yaml").write_bytes((ROOT / "params.yaml").read_bytes())
+    text = (ROOT / "params.yaml").read_text()
+    text, found = re.subn(r"\[e009\] .*(\n  trees: \[t8_1_9,)", r"[e003, e009]\1", text)
+    assert found == 1, "benchmark.checkpoints is no longer [e009] with a comment"
+    Path("params.yaml").write_text(text)
     shutil.copytree(ROOT / "published", "published")
     p = schema.load_params()
     make_up_results(p)
@@ -257,7 +264,7 @@ def test_the_page_shows_what_is_trained_on_and_escapes_it(made_up: schema.Params
 def test_columns_come_in_their_order(made_up: schema.Params) -> None:
     report.main()
     assert BenchmarkRow.TABLE.read_text().splitlines()[0] == (
-        "workload,checkpoint,tree,num_steps,topk,num_draft_tokens,tau,tau_low,tau_high,accept_rate,prefill_latency_s,"
+        "workload,checkpoint,tree,num_steps,topk,num_draft_tokens,source,tau,tau_low,tau_high,accept_rate,prefill_latency_s,"
         "e2e_latency_s,output_tok_s,speedup,speedup_low,speedup_high,identical_share,replay_tau,engine"
     )
     joined = report.REPLAY_TABLE.read_text().splitlines()
@@ -309,6 +316,150 @@ def test_cells_above_temperature_0_stand_beside_the_replay_of_answers_drawn_alik
     report.main()
     assert json.loads(report.METRICS_FILE.read_text())["identical_share_min"] is None
     assert "same answers as plain" not in report.PAGE_FILE.read_text()
+
+
+@pytest.fixture
+def half_measured(made_up: schema.Params) -> schema.Params:
+    """The project with the repository's own params.yaml: e009 has cells, e003 was replayed only."""
+    Path("params.yaml").write_bytes((ROOT / "params.yaml").read_bytes())
+    for place in torch_records.CELLS_FOLDER.glob("*-e003-*"):
+        place.unlink()
+    return schema.load_params()
+
+
+def test_a_checkpoint_without_cells_has_replayed_tau_and_predicted_speedup(
+    half_measured: schema.Params, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report.main()
+    rows = _lines(BenchmarkRow.TABLE)
+    trees = half_measured.benchmark.trees
+    assert [(r["checkpoint"], r["tree"], r["source"]) for r in rows] == [
+        *(("e009", tree, "measured") for tree in trees),
+        *(("e003", tree, "replayed") for tree in trees),
+    ]
+    predicted = {
+        (r["checkpoint"], f"t{r['steps']}_{r['topk']}_{r['tokens']}"): r for r in _lines(PredictedSpeedup.TABLE)
+    }
+    replayed_trees = {tree.shape.name: tree for tree in replay_records.read_replay("e003")}
+    for row in rows[len(trees) :]:
+        guess, tree = predicted["e003", row["tree"]], replayed_trees[row["tree"]]
+        assert float(row["tau"]) == float(row["replay_tau"]) == tree.tau
+        assert (float(row["tau_low"]), float(row["tau_high"])) == (tree.tau_low, tree.tau_high)
+        assert float(row["accept_rate"]) == tree.accept_rate
+        assert [row[name] for name in ("speedup", "speedup_low", "speedup_high")] == [
+            guess[name] for name in ("speedup", "low", "high")
+        ]
+        timed = "prefill_latency_s", "e2e_latency_s", "output_tok_s", "identical_share"
+        assert {row[name] for name in timed} == {""} and row["engine"] == "torch"
+    found = json.loads(report.METRICS_FILE.read_text())
+    assert found["cells"] == len(trees) and "best_by_tau" not in found["checkpoints"]["e003"]
+    printed = capsys.readouterr().out
+    first, last = rows[0], rows[-1]
+    assert re.search(rf"^8_1_9 \(8_1_8\) +\d.* {float(first['tau']):.2f} .*100$", printed, re.MULTILINE)
+    assert re.search(
+        rf"^10_3_32 \* +– .* – .* {float(last['tau']):.2f} ± 0.10 +{float(last['speedup']):.2f}x \(.*–$",
+        printed,
+        re.MULTILINE,
+    )
+    assert printed.count("* not measured: tau replayed over the eval split") == 1
+    assert printed.count("plain decoding, at its best") == 1
+    report.main("--table")
+    assert capsys.readouterr().out == printed
+    said = words(report.PAGE_FILE.read_text())
+    assert "replayed · eval, not measured: tau of the whole eval split, predicted speedup" in said
+    assert said.count("A table tagged “replayed” has no cells") == 1
+
+
+def test_a_replayed_tree_outside_the_timing_grid_has_no_speedup(
+    half_measured: schema.Params, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timed = [point for point in costs.grid() if point["steps"] <= 6]
+    timing_grid.write_timing_grid(costs.made_up(model=half_measured.target.model, points=timed))
+    report.main()
+    rows = {row["tree"]: row for row in _lines(BenchmarkRow.TABLE) if row["source"] == "replayed"}
+    assert {tree for tree, row in rows.items() if not row["speedup"]} == {
+        tree for tree in half_measured.benchmark.trees if TreeShape.parse(tree).num_steps > 6
+    }
+    assert re.search(r"^10_3_32 \* .* ± 0.10 +– +–$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_tree_that_was_not_replayed_has_no_line(half_measured: schema.Params) -> None:
+    edit_params(Path(), {"replay_trees": {"topk": [1, 2]}})
+    place = replay_records.locate_replay("e003")
+    replay_records.write_replay(place, [row for row in _replayed_rows("e003") if row["topk"] <= 2])
+    report.main()
+    rows = [row["tree"] for row in _lines(BenchmarkRow.TABLE) if row["source"] == "replayed"]
+    assert rows == [tree for tree in half_measured.benchmark.trees if TreeShape.parse(tree).topk <= 2]
+
+
+@pytest.mark.parametrize(
+    ("workload", "taken"),
+    [
+        ({}, "cold"),
+        ({"temperature": 0.7, "top_p": 0.9}, "hot"),
+        ({"temperature": 0.7, "top_p": 1.0}, None),
+        ({"temperature": 0.7, "top_p": 0.9, "top_k": 20}, None),
+        ({"prompts": "gsm8k"}, None),
+        ({"ignore_eos": True}, None),
+        ({"concurrency": 8}, None),
+    ],
+)
+def test_only_what_replay_has_answers_of_is_in_the_table(
+    half_measured: schema.Params, workload: Row, taken: str | None
+) -> None:
+    """Other prompts, text beyond the end, and answers drawn otherwise have no replay; loads have a table of their own."""
+    hot = [row | {"tau": row["tau"] - 0.5, "temperature": 0.7, "top_p": 0.9} for row in _replayed_rows("e003")]
+    replay_records.write_replay(replay_records.locate_replay("e003"), [*_replayed_rows("e003"), *hot])
+    edit_params(
+        Path(),
+        {
+            "benchmark": {
+                "workloads": {"eval": EVAL, "other": {**EVAL, **workload}}, "torch_workloads": ["other"],
+                "checkpoints": ["e009"], "trees": ["t8_2_16"],
+            }
+        },
+    )  # fmt: skip
+    make_up_spent("prepare_prompts-other")
+    p = schema.load_params()
+    replays = {name: replay_records.read_replay(name) for name in p.replay_trees.checkpoints}
+    rows = report._build_replayed_rows(p, replays, [])
+    cold = replayed("t8_2_16", "e003")
+    expected = {"cold": [cold], "hot": [cold - 0.5], None: []}[taken]
+    assert [(row.workload, row.checkpoint, row.tau) for row in rows] == [("other", "e003", tau) for tau in expected]
+
+
+def test_a_speedup_is_emphasised_only_where_its_interval_lies_above_1(
+    half_measured: schema.Params, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the highest speedup of a table was coloured, also where it was below 1 or its interval held 1."""
+    for tree, low in (("t8_2_16", 0.97), ("t5_1_6", 1.0), ("t10_2_32", None)):
+        found = torch_records.read_torch_cell("eval", "e009", tree).model_dump()
+        ends = {"speedup_low": low, "speedup_high": low and found["metrics"]["speedup_high"]}
+        torch_records.write_torch_cell(found | {"metrics": found["metrics"] | ends})
+    report.main()
+    printed = capsys.readouterr().out
+    assert "\033" not in printed
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    report.main("--table")
+    bold = capsys.readouterr().out
+    rows = _lines(BenchmarkRow.TABLE)
+    faster = [row for row in rows if float(row["speedup_low"] or 0) > 1]
+    others = {(row["checkpoint"], row["tree"]) for row in rows if row not in faster}
+    assert faster and others == {("e009", tree) for tree in ("t8_2_16", "t5_1_6", "t10_2_32")}
+    assert re.findall(r"\033\[1m(.*?)\033\[0m", bold) == [
+        f"{float(r['speedup']):.2f}x ({float(r['speedup_low']):.2f}-{float(r['speedup_high']):.2f})" for r in faster
+    ]
+    assert re.sub(r"\033\[\dm", "", bold) == printed
+    monkeypatch.setenv("NO_COLOR", "1")
+    report.main("--table")
+    assert capsys.readouterr().out == printed
+    page = report.PAGE_FILE.read_text()
+    results = page[page.index('id="results"') : page.index('id="latencies"')]
+    assert re.findall(r'<td class="top">([\d.]+)×', results) == [f"{float(row['speedup']):.2f}" for row in faster]
+
+
+def _replayed_rows(checkpoint: str) -> list[Row]:
+    return [tree.model_dump() for tree in replay_records.read_replay(checkpoint)]
 
 
 def test_the_best_checkpoint_is_the_one_with_the_highest_mean_replayed_tau(made_up: schema.Params) -> None:

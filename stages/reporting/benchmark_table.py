@@ -1,20 +1,38 @@
 """The table of the torch engine's cells: lines of results/benchmark.csv, and the terminal's text made of them.
 
+Trees that were replayed and not measured have a line too, with the tau of replay and the predicted speedup.
 docs/metrics.md defines the columns. The first six of the terminal's table are those of the EAGLE-3 table for Qwen3-VL
 (published/qwen3-vl-weather.yaml).
 """
 
 from pathlib import Path
+from typing import Literal
 
-from stages.reporting.text import ONE_PROMPT, align_columns, format_interval, format_number, format_tree
+from stages.reporting.text import (
+    ONE_PROMPT,
+    align_columns,
+    embolden,
+    format_interval,
+    format_number,
+    format_spread,
+    format_tree,
+)
 from stages.results import replay_records
+from stages.results.prediction import PredictedSpeedup
 from stages.results.record import TableRow
 from stages.results.replay_records import ReplayedTree
+from stages.results.served_records import TORCH_ENGINE
 from stages.results.torch_records import TorchCell
+
+NO_INTERVAL = "no interval"  # of a prediction: docs/cost.md says when
+REPLAYED_MARK = " *"
+REPLAYED_NOTE = (
+    "* not measured: tau replayed over the eval split (measured: over the workload's prompts), speedup predicted"
+)
 
 
 class BenchmarkRow(TableRow):
-    """A line of benchmark.csv."""
+    """A line of benchmark.csv: a cell, or a replayed tree without one."""
 
     TABLE = Path("results/benchmark.csv")
 
@@ -24,24 +42,38 @@ class BenchmarkRow(TableRow):
     num_steps: int
     topk: int
     num_draft_tokens: int
+    source: Literal["measured", "replayed"]
     tau: float
     tau_low: float | None
     tau_high: float | None
     accept_rate: float
-    prefill_latency_s: float
-    e2e_latency_s: float
-    output_tok_s: float
-    speedup: float
+    prefill_latency_s: float | None  # None of a replayed tree, as the next two
+    e2e_latency_s: float | None
+    output_tok_s: float | None
+    speedup: float | None  # None of a replayed tree outside the timing grid
     speedup_low: float | None
     speedup_high: float | None
     identical_share: float | None
     replay_tau: float | None
     engine: str
 
+    @property
+    def is_replayed(self) -> bool:
+        return self.source == "replayed"
+
+    @property
+    def is_faster(self) -> bool:
+        """Return whether the speedup's interval lies above 1; False without an interval."""
+        return self.speedup_low is not None and self.speedup_low > 1
+
+    @property
+    def why_no_interval(self) -> str:
+        return NO_INTERVAL if self.is_replayed else ONE_PROMPT
+
 
 BENCHMARK_HEADINGS = (
     ("Tree_structure", ""), ("prefill_latency", "(s)"), ("spec_accept_rate", "(%)"), ("e2e_latency", "(s)"),
-    ("compress ratio", "(tau)"), ("95%", "interval"), ("speedup", ""), ("95%", "interval"), ("identical", "(%)"),
+    ("compress ratio", "(tau, ± 95%)"), ("speedup", "(95% interval)"), ("identical", "(%)"),
 )  # fmt: skip
 
 
@@ -51,29 +83,66 @@ def build_benchmark_row(cell: TorchCell, trees: list[ReplayedTree]) -> Benchmark
     return BenchmarkRow(
         **cell.model_dump(include=columns),
         **cell.metrics.model_dump(include=columns),
+        source="measured",
         replay_tau=replay_records.find_replayed_tau(trees, cell),
     )
 
 
+def build_replayed_row(workload: str, tree: ReplayedTree, predicted: PredictedSpeedup | None) -> BenchmarkRow:
+    """Return the line of a tree without a cell; `predicted` is its speedup at the workload's temperature."""
+    shape = tree.shape
+    return BenchmarkRow(
+        **tree.model_dump(include={"checkpoint", "topk", "tau", "tau_low", "tau_high", "accept_rate"}),
+        workload=workload,
+        tree=shape.name,
+        num_steps=shape.num_steps,
+        num_draft_tokens=shape.num_draft_tokens,
+        source="replayed",
+        prefill_latency_s=None,
+        e2e_latency_s=None,
+        output_tok_s=None,
+        speedup=predicted.speedup if predicted else None,
+        speedup_low=predicted.low if predicted else None,
+        speedup_high=predicted.high if predicted else None,
+        identical_share=None,
+        replay_tau=tree.tau,
+        engine=TORCH_ENGINE,
+    )
+
+
 def format_benchmark_table(rows: list[BenchmarkRow], best_checkpoint: str) -> list[str]:
-    """Return the terminal's lines, a table per workload and checkpoint."""
+    """Return the terminal's lines, a table per workload and checkpoint; speedups surely above 1 are bold on a terminal."""
     lines = []
     for workload, checkpoint in dict.fromkeys((row.workload, row.checkpoint) for row in rows):
         group = [row for row in rows if (row.workload, row.checkpoint) == (workload, checkpoint)]
         mark = ", the best checkpoint by tau" if checkpoint == best_checkpoint else ""
-        plain_tok_s = max(row.output_tok_s / row.speedup for row in group)
-        lines += [
-            f"{workload}, checkpoint {checkpoint}{mark}",
-            *align_columns([*zip(*BENCHMARK_HEADINGS, strict=True), *map(_format_benchmark_row, group)]),
-            f"plain decoding, at its best: {plain_tok_s:.1f} tokens/s",
-            "",
-        ]
+        lines += [f"{workload}, checkpoint {checkpoint}{mark}", *_align_benchmark_rows(group)]
+        if plain_tok_s := [row.output_tok_s / row.speedup for row in group if row.output_tok_s and row.speedup]:
+            lines.append(f"plain decoding, at its best: {max(plain_tok_s):.1f} tokens/s")
+        lines += [*([REPLAYED_NOTE] if any(row.is_replayed for row in group) else []), ""]
     return lines
+
+
+def _align_benchmark_rows(group: list[BenchmarkRow]) -> list[str]:
+    heads = list(zip(*BENCHMARK_HEADINGS, strict=True))
+    lines = align_columns([*heads, *map(_format_benchmark_row, group)])
+    bold = [
+        line.replace(speedup := _format_speedup(row), embolden(speedup)) if row.is_faster else line
+        for row, line in zip(group, lines[len(heads) :], strict=True)
+    ]
+    return [*lines[: len(heads)], *bold]
 
 
 def _format_benchmark_row(row: BenchmarkRow) -> tuple[str, ...]:
     return (
-        format_tree(row.tree), f"{row.prefill_latency_s:.3f}", f"{100 * row.accept_rate:.1f}", f"{row.e2e_latency_s:.3f}",
-        f"{row.tau:.2f}", format_interval(row.tau_low, row.tau_high, ONE_PROMPT), f"{row.speedup:.2f}x",
-        format_interval(row.speedup_low, row.speedup_high, ONE_PROMPT), format_number(row.identical_share, 0, 100),
+        format_tree(row.tree) + REPLAYED_MARK * row.is_replayed, format_number(row.prefill_latency_s, 3),
+        f"{100 * row.accept_rate:.1f}", format_number(row.e2e_latency_s, 3),
+        f"{row.tau:.2f} {format_spread(row.tau, row.tau_low, row.tau_high, row.why_no_interval)}",
+        _format_speedup(row), format_number(row.identical_share, 0, 100),
     )  # fmt: skip
+
+
+def _format_speedup(row: BenchmarkRow) -> str:
+    if row.speedup is None:
+        return format_number(None)
+    return f"{row.speedup:.2f}x ({format_interval(row.speedup_low, row.speedup_high, row.why_no_interval)})"

@@ -50,6 +50,7 @@ class ReportInputs:
 
     cells: list[TorchCell]  # in the order of params.yaml
     rows: list[BenchmarkRow]  # the same, as lines of benchmark.csv
+    replayed_rows: list[BenchmarkRow]  # its further lines: replayed trees without a cell
     replays: dict[str, list[ReplayedTree]]  # checkpoint -> its trees, replayed at temperature 0
     tree_statistics: dict[str, list[TreeBucket]]  # checkpoint -> buckets of cycles of some trees
     reports: dict[str, StageReport]
@@ -61,6 +62,11 @@ class ReportInputs:
     engines: list[EngineSpeeds]
     stage_runs: dict[str, StageRun | Cell]  # the last logged run of each stage; cells hold their own figures
     checkpoints: dict[str, ImportReport]  # trained ones, then imported ones
+
+    @property
+    def table_rows(self) -> list[BenchmarkRow]:
+        """Return all lines of benchmark.csv."""
+        return [*self.rows, *self.replayed_rows]
 
     def count_rows(self) -> list[StageRowCounts]:
         """Return the rows in, out and dropped by reason of each stage that changes how many there are."""

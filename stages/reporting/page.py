@@ -14,7 +14,7 @@ from stages.reporting import costs, latencies, methods, plots, provenance, serve
 from stages.reporting.benchmark_table import BenchmarkRow
 from stages.reporting.inputs import ReportInputs, ReportSettings, StageReport
 from stages.reporting.summary import ResultSummary
-from stages.reporting.text import format_interval, format_number, format_tree
+from stages.reporting.text import format_interval, format_number, format_spread, format_tree
 from stages.results.served_records import RAN
 from stages.results.torch_records import TorchCell
 
@@ -46,6 +46,7 @@ def render_page(settings: ReportSettings, found: ReportInputs, metrics: ResultSu
         "load": served.format_load,
         "scalars": _select_scalars,
         "span": format_interval,
+        "spread": format_spread,
         "speed": methods.format_speed,
         "speedup_interval": served.format_speedup_interval,
         "tau_gap": served.explain_tau_gap,
@@ -74,15 +75,10 @@ def render_page(settings: ReportSettings, found: ReportInputs, metrics: ResultSu
 
 
 def _build_results(found: ReportInputs, best: str) -> PageContent:
-    """Return what the parts on measured cells show."""
+    """Return what the parts on measured cells show, and on trees that were replayed instead."""
     cells = found.select_checkpoint_cells(best)
-    groups: dict[tuple[str, str], ResultGroup] = {}
-    for cell, row in zip(found.cells, found.rows, strict=True):
-        group = groups.setdefault((row.workload, row.checkpoint), ResultGroup([], []))
-        group.cells.append(cell)
-        group.rows.append(row)
     return {
-        "groups": list(groups.values()),
+        "groups": _group_results(found),
         "served": served.build_served_page(found.served, found.lines) if found.lines else None,
         "latencies": [*latencies.summarise_torch_cells(cells), *latencies.summarise_served_lines(found.lines)],
         "histograms": _select_histograms(cells),
@@ -129,10 +125,16 @@ def _build_data(found: ReportInputs) -> PageContent:
 
 @dataclass(frozen=True)
 class ResultGroup:
-    """One table of the torch engine's cells: a workload and a checkpoint, a line per tree."""
+    """One table of the torch engine: a workload and a checkpoint, a line per tree."""
 
-    cells: list[TorchCell]
-    rows: list[BenchmarkRow]  # the cells' lines of benchmark.csv
+    workload: str
+    checkpoint: str
+    cells: list[TorchCell]  # none if the trees were only replayed
+    rows: list[BenchmarkRow]  # the lines of benchmark.csv
+
+    @property
+    def top_tau(self) -> float:
+        return max(row.tau for row in self.rows)
 
     @property
     def fastest(self) -> TorchCell:
@@ -142,6 +144,16 @@ class ResultGroup:
     def average_plain(self, column: str) -> float:
         """Return the mean over prompts of the fastest plain decoding."""
         return fmean(prompt[column] for prompt in self.fastest.prompts)
+
+
+def _group_results(found: ReportInputs) -> list[ResultGroup]:
+    groups: dict[tuple[str, str], ResultGroup] = {}
+    for row in found.table_rows:
+        key = row.workload, row.checkpoint
+        groups.setdefault(key, ResultGroup(*key, [], [])).rows.append(row)
+    for cell in found.cells:
+        groups[cell.workload, cell.checkpoint].cells.append(cell)
+    return list(groups.values())
 
 
 @dataclass

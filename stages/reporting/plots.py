@@ -38,7 +38,6 @@ def render_svg(draw: Callable[[Any], None], height: float = 3.3) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    text = io.StringIO()
     with rc_context(MATPLOTLIB_STYLE):
         figure = Figure(figsize=(4.7, height), layout="tight")
         axes = figure.subplots()
@@ -47,15 +46,21 @@ def render_svg(draw: Callable[[Any], None], height: float = 3.3) -> Any:
         axes.margins(x=0.03)
         if labels := axes.get_legend_handles_labels()[1]:
             axes.legend(ncols=count_legend_columns(len(labels)), handlelength=1.5, columnspacing=1)
-        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Type": None, "Format": None})
-    svg = text.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
+        svg = save_svg(figure)
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"|(?<=<svg) width="[^"]*"| height="[^"]*"(?= viewBox)', "", svg)
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
+    return Markup(svg)  # matplotlib has escaped every text in it
+
+
+def save_svg(figure: Any) -> str:
+    """Return a figure as an SVG element whose colours are CSS variables, without prologue and metadata."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Type": None, "Format": None})
+    svg = text.getvalue()
+    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     for colour, variable in CSS_VARIABLES.items():
         svg = svg.replace(colour, variable)
-    return Markup(svg)  # matplotlib has escaped every text in it
+    return svg
 
 
 def count_legend_columns(series: int) -> int:

@@ -1,4 +1,9 @@
-"""Words and columns that the page and the terminal share."""
+"""Words and columns that the page, the terminal and the README share."""
+
+import os
+import sys
+
+from stages.results.interval import Interval
 
 ONE_PROMPT, ONE_REPEAT, UNCOUNTED = "one prompt", "one repeat", "not by request"  # why a figure has no interval
 
@@ -28,3 +33,18 @@ def format_number(value: float | None, digits: int = 2, times: float = 1.0) -> s
 
 def format_interval(low: float | None, high: float | None, missing: str = "") -> str:
     return missing if low is None or high is None else f"{low:.2f}-{high:.2f}"
+
+
+def format_spread(value: float, low: float | None, high: float | None, missing: str) -> str:
+    """Return what follows a value that has an interval: "± 0.21".
+
+    An interval that was clipped is not symmetric, and written as its ends, "(1.00-1.21)"; without one it is the reason.
+    """
+    if low is None or high is None or abs((low + high) / 2 - value) >= 0.005:
+        return f"({format_interval(low, high, missing)})"
+    return f"± {Interval(low, high).half:.2f}"
+
+
+def embolden(text: str) -> str:
+    """Return the text in bold if standard output is a terminal, and unchanged otherwise or where NO_COLOR is set."""
+    return f"\033[1m{text}\033[0m" if sys.stdout.isatty() and "NO_COLOR" not in os.environ else text

@@ -92,11 +92,7 @@ def compare_torch_cells(
     costs: dict[str, TimingGrid], cells: Iterable[TorchCell], guesses: Iterable[PredictedSpeedup]
 ) -> tuple[list[ComparedPrediction], list[str]]:
     """Return torch cells compared with predictions, and why others can't be; `costs` are timing grids by checkpoint."""
-    by_tree = {
-        (guess.temperature, guess.checkpoint, guess.shape): guess
-        for guess in guesses
-        if guess.engine == "torch" and guess.concurrency == 1
-    }
+    by_tree = prediction.index_torch_predictions(guesses)
     made, why = [], []
     for cell in cells:
         timed = costs.get(cell.checkpoint)

@@ -116,6 +116,17 @@ def estimate_speedup(tree: ReplayedTree, cycle_s: float, fit: CostModel, plain: 
     return SpeedupEstimate(tree.tau, c, found, found * math.exp(-down), found * math.exp(up))
 
 
+def index_torch_predictions(
+    predicted: Iterable[PredictedSpeedup],
+) -> dict[tuple[float, str, TreeShape], PredictedSpeedup]:
+    """Return the torch engine's predictions of one prompt at a time, by temperature, checkpoint and tree."""
+    return {
+        (row.temperature, row.checkpoint, row.shape): row
+        for row in predicted
+        if row.engine == "torch" and row.concurrency == 1
+    }
+
+
 def get_grid_bounds(cost: TimingGrid) -> dict[str, tuple[int, int]]:
     """Return the smallest and largest timed value of each axis."""
     axes = {axis: [point[axis] for point in cost.grid] for axis in ("steps", "topk", "tokens", "batch")}

@@ -40,15 +40,24 @@ class ReplayedTree(Record):
         return TreeShape(self.steps, self.topk, self.tokens)
 
 
-class SampledTree(Protocol):
+class Sampling(Protocol):
+    """How the answers of a cell or a workload are sampled."""
+
+    @property
+    def temperature(self) -> float: ...
+
+    @property
+    def top_p(self) -> float: ...
+
+    @property
+    def top_k(self) -> int | None: ...
+
+
+class SampledTree(Sampling, Protocol):
     """The tree of a cell, and how the cell samples."""
 
     @property
     def shape(self) -> TreeShape: ...
-
-    temperature: float
-    top_p: float
-    top_k: int | None
 
 
 class TreeBucket(Record):
@@ -85,15 +94,17 @@ def select_temperature(trees: Iterable[ReplayedTree], temperature: float) -> lis
     return [tree for tree in trees if tree.temperature == temperature]
 
 
-def find_replayed_tau(trees: Iterable[ReplayedTree], cell: SampledTree) -> float | None:
-    """Return the replayed tau of a cell's tree on answers sampled as the cell samples; None if there is none.
+def select_sampled_alike(trees: Iterable[ReplayedTree], sampling: Sampling) -> list[ReplayedTree]:
+    """Return the trees on answers sampled so: at temperature 0, or above it with the same top-p and without top-k."""
+    alike = select_temperature(trees, sampling.temperature)
+    if not sampling.temperature:
+        return alike
+    return [tree for tree in alike if tree.top_p == sampling.top_p and sampling.top_k is None]
 
-    Answers are sampled alike at temperature 0, or above it with the same top-p and without top-k.
-    """
-    alike = select_temperature(trees, cell.temperature)
-    if cell.temperature:
-        alike = [tree for tree in alike if tree.top_p == cell.top_p and cell.top_k is None]
-    return next((tree.tau for tree in alike if tree.shape == cell.shape), None)
+
+def find_replayed_tau(trees: Iterable[ReplayedTree], cell: SampledTree) -> float | None:
+    """Return the replayed tau of a cell's tree on answers sampled as the cell samples; None if there is none."""
+    return next((tree.tau for tree in select_sampled_alike(trees, cell) if tree.shape == cell.shape), None)
 
 
 def locate_tree_statistics(checkpoint: str) -> Path:
