@@ -9,16 +9,17 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import chdir, contextmanager
+from contextlib import chdir, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from operator import getitem
 from pathlib import Path
 from typing import Any
 
 import dpath
+import dvc.rwlock
 import dvc.stage.run
 import pytest
 from dvc.exceptions import ReproductionError
@@ -310,19 +311,26 @@ def names(root: Path) -> set[str]:
         return {stage.addressing for stage in repo.index.stages}
 
 
+def parse_json_or_yaml(parse: Callable[[str, str], Any], text: str, path: str) -> Any:
+    return json.loads(text) if text.startswith("{") else parse(text, path)
+
+
 @pytest.fixture(scope="module")
 def recorder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DVC_SITE_CACHE_DIR", str(tmp_path_factory.mktemp("site")))
         made = Recorder()
         patch.setattr(dvc.stage.run, "cmd_run", made)
-        # dvc.lock is read and written whole after each stage, its comments kept: two thirds of the time here. JSON is YAML.
-        patch.setattr(_yaml, "parse_yaml_for_update", _yaml.parse_yaml)
+        # dvc.lock is read and written whole after each stage, its comments kept: two thirds of the time here. So as JSON.
+        parse = _yaml.parse_yaml
+        patch.setattr(_yaml, "parse_yaml_for_update", lambda text, path: parse_json_or_yaml(parse, text, path))
         patch.setattr(_yaml, "_dump", json.dump)
         # params.yaml is read once for each stage, and every leaf of it looked at for every key: half of the rest.
         patch.setattr(dpath, "get", lambda tree, key, separator: reduce(getitem, key.split(separator), tree))
-        parse = lru_cache(maxsize=8)(_yaml.parse_yaml)
-        patch.setattr(_yaml, "parse_yaml", lambda text, path: deepcopy(parse(text, path)))
+        cached = lru_cache(maxsize=8)(partial(parse_json_or_yaml, parse))
+        patch.setattr(_yaml, "parse_yaml", lambda text, path: deepcopy(cached(text, path)))
+        # Locks against other processes, of which there are none: an eighth.
+        patch.setattr(dvc.rwlock, "rwlock", lambda *_, **__: nullcontext())
         yield made
 
 
