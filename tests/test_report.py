@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
+from pipeline.cli import run_command_line
 from stages import report
 from stages.params import schema
 from stages.params.section import ROOT_CHECKPOINT
@@ -724,12 +725,11 @@ def test_published_numbers_stand_beside_served_ones_of_the_same_load(made_up: sc
     assert re.search(r"\|5_8_32\|+accept_rate\|+0.78\|+0.38\|", page)
 
 
-def test_table_is_printed_again_from_disk_alone(made_up: schema.Params, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("made_up")
+def test_the_table_is_kept_as_it_was_printed(capsys: pytest.CaptureFixture[str]) -> None:
     report.main()
     printed = capsys.readouterr().out
-    for gone in (torch_records.CELLS_FOLDER, Path("results/replay")):
-        gone.rename(gone.with_suffix(".gone"))
-    report.main("--table")
+    run_command_line(["table"])
     assert capsys.readouterr().out == printed
     assert re.search(
         r"^Tree_structure +prefill_latency +spec_accept_rate +e2e_latency +compress ratio", printed, re.MULTILINE
@@ -739,13 +739,13 @@ def test_table_is_printed_again_from_disk_alone(made_up: schema.Params, capsys: 
     assert "the best checkpoint by tau" in printed
 
 
-def test_table_without_a_benchmark_says_what_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_without_a_report_says_what_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"benchmark\.csv not found; run: dvc repro report"):
-        report.main("--table")
+    with pytest.raises(SystemExit, match=r"table\.txt not found; run: aerie run"):
+        run_command_line(["table"])
 
 
-def test_table_starts_without_the_heavy_libraries() -> None:
+def test_the_advice_starts_without_the_heavy_libraries() -> None:
     code = "import sys, stages.report; print(*{'matplotlib', 'jinja2', 'polars', 'torch', 'numpy'} & set(sys.modules))"
     heavy = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert heavy.stdout.split() == []
