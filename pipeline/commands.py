@@ -50,9 +50,11 @@ def run_graph(verbose: bool = False) -> Iterator[str]:
         if reasons:
             with processes.guard_run(held_files):
                 dvc_graph.run_all_stages(stages, verbose=verbose)
-    if not (verbose and reasons):  # the report stage has printed it
-        yield from _read_results()
-    yield from ["", *WHAT_NEXT] if reasons else []
+        if not (verbose and reasons):  # the report stage has printed it
+            yield from _read_results()
+        if reasons:
+            yield from ["", *WHAT_NEXT]
+            dvc_graph.explain_stale()  # seconds, here instead of in the next run, which then takes none
 
 
 def _read_valid_params() -> bool:

@@ -1,4 +1,4 @@
-"""What `dvc repro` prints: which stage begins, with which outcome, and what is worth a line.
+"""The output of `dvc repro`: which stage begins, with which outcome, and what is worth a line.
 
 DVC prints an outcome line before a stage's command prints anything, then the command's own lines, then its own again.
 """

@@ -131,7 +131,7 @@ def _read_lines(process: psutil.Popen) -> Iterator[str]:
     """Yield the lines of a command's output as they come, until it has ended.
 
     What it has left running is ended then: the stage of a DVC that was killed outright holds the pipe open. A thread
-    reads, on which nobody waits: after an interruption a full pipe would block DVC, which then could not end.
+    reads, and goes on after an interruption: a full pipe would block DVC, which then could not end.
     """
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
