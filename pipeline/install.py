@@ -153,4 +153,7 @@ def describe_phase(line: str) -> str | None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except KeyboardInterrupt:
+        sys.exit("aerie: interrupted; run the same again: complete downloads are kept")

@@ -685,7 +685,7 @@ def test_without_torch_cells_the_report_shows_what_was_served(
     assert _lines(BenchmarkRow.TABLE) == []
     printed = capsys.readouterr().out
     assert printed.startswith("code, checkpoint e009, served by sglang\nTree_structure")
-    assert TABLE_FILE.read_text() == printed
+    assert report.TABLE_FILE.read_text() == printed
     page = report.PAGE_FILE.read_text()
     assert (
         'id="served"' in page
