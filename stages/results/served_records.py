@@ -118,9 +118,6 @@ class ServedCell(LoadsMeasurement, TreeCell):
         return sum(known) if len(known) == len(parts) else None
 
 
-MEMORY_KEYS = ServerMemory.list_keys()
-
-
 def locate_served_cell(workload: str, checkpoint: str | None, tree: str | None, engine: str | None = None) -> Path:
     """Return a cell's path. A baseline has neither checkpoint nor tree; cells of the torch engine's loads lie with its others."""
     if engine == TORCH_ENGINE:

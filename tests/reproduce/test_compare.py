@@ -80,7 +80,7 @@ def served_cell(workload: str, checkpoint: str | None, tree: str | None, rate: f
         "status": served_records.RAN,
         "points": [point],
         "baseline_points": [],
-        "memory": dict.fromkeys(served_records.MEMORY_KEYS),
+        "memory": dict.fromkeys(served_records.ServerMemory.list_keys()),
         "hardware": H20,
         "versions": {"vllm": "0.11.2"},
         "definitions": torch_records.DEFINITIONS,
