@@ -95,7 +95,7 @@ class ServerDescription(Record):
 
 
 class LoadsMeasurement(Record):
-    """What is measured of a workload in loads."""
+    """The measured part of a cell: a workload in loads."""
 
     status: str
     reason: str | None  # why the engine can't run the configuration; there are then no points

@@ -163,7 +163,7 @@ class TorchQuality(Record):
 
 
 class TorchMeasurement(Record):
-    """What is measured of prompts decoded one by one."""
+    """The measured part of a cell: prompts decoded one by one."""
 
     metrics: CellMetrics
     repeats: list[RepeatSpeeds]
