@@ -74,7 +74,7 @@ def make_up_results(p: schema.Params) -> None:
                     _made_up_cell(chance, workload, checkpoint, TreeShape.parse(name), skill[checkpoint])
                 )
     for checkpoint, segment in p.train_draft.checkpoints.items():
-        lines = [",".join(replay_records.REPLAY_COLUMNS)]
+        lines = [",".join(ReplayedTree.list_keys())]
         for tree in p.replay_trees.list_trees():
             tau = _tau(skill[checkpoint], tree) + chance.uniform(-0.15, 0.15)
             rate = (tau - 1) / tree.num_steps
@@ -269,7 +269,7 @@ def test_columns_come_in_their_order(made_up: schema.Params) -> None:
         "e2e_latency_s,output_tok_s,speedup,speedup_low,speedup_high,identical_share,replay_tau,engine"
     )
     joined = report.REPLAY_TABLE.read_text().splitlines()
-    assert joined[0] == ",".join(replay_records.REPLAY_COLUMNS)
+    assert joined[0] == ",".join(ReplayedTree.list_keys())
     assert len(joined) - 1 == len(made_up.replay_trees.list_trees()) * len(made_up.train_draft.checkpoints)
 
 
