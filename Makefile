@@ -5,31 +5,31 @@
 # make test    every check and test; make test-long: whole runs
 #
 # After make run, .venv/bin/aerie --help lists every other command. Another Python: make run PYTHON=python3.12
+# PyTorch for CPUs, a sixth of the download: make run TORCH=cpu; for a CUDA release: TORCH=cu130. Pip though uv is there: UV=
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 IN_VENV := PATH="$(CURDIR)/$(BIN):$$PATH"
-PIP := PIP_ROOT_USER_ACTION=ignore $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
+TORCH ?=
+UV ?= $(shell command -v uv)
+# A file for each choice: with another TORCH torch is installed anew, without one whatever is there stays.
+INSTALLED := $(VENV)/.installed$(TORCH:%=-torch-%)
 SUPPORTED := import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 13) or sys.exit( \
   "aerie: needs Python 3.11, 3.12 or 3.13; $(PYTHON) is %d.%d. Name another one: make PYTHON=python3.12" % v)
 
 .PHONY: run ui worker check test test-long clean serving-env
 
-# A second run must be quick: no pip, and the table only if the report stage has not printed it.
-run: $(VENV)/.installed
-	@$(BIN)/python -m stages.params.schema
-	@touch $(VENV)/.started
+# A second run must be quick: no installer, one start of Python.
+run: $(INSTALLED)
 	@$(BIN)/python -m pipeline run
-	@echo; if test results/report/index.html -nt $(VENV)/.started; then echo "the table is above; the page is results/report/index.html"; \
-	  else $(BIN)/python -m stages.report --table; fi
 
-ui: $(VENV)/.installed
+ui: $(INSTALLED)
 	@$(IN_VENV) python -m pipeline.serve
 
 # Works in the folder in which it is started.
 WORKER_LIMIT ?= 1
-worker: $(VENV)/.installed
+worker: $(INSTALLED)
 	@$(IN_VENV) python -m pipeline.start_worker --limit $(WORKER_LIMIT)
 
 ENGINE ?= sglang
@@ -62,14 +62,13 @@ clean:
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info build
 	find . -name __pycache__ -type d -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "aerie: $(PYTHON) not found; name another one: make PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -c '$(SUPPORTED)'
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing into $(VENV): minutes the first time, and once more when pyproject.toml or constraints.txt change"
-	@$(PIP) install -c constraints.txt -e .
-	@touch $@
+	@$(PYTHON) pipeline/install.py --torch "$(TORCH)" --uv "$(UV)"
+	@rm -f $(VENV)/.installed-torch-*
+	@touch $(VENV)/.installed $@
 
-$(VENV)/.installed-test: $(VENV)/.installed
-	@$(PIP) install -c constraints.txt -e '.[test]'
+$(VENV)/.installed-test: $(INSTALLED)
+	@$(PYTHON) pipeline/install.py --uv "$(UV)" --extra test
 	@touch $@

@@ -57,16 +57,18 @@ def describe_program() -> None:
 
 
 @app.command()
-def run() -> None:
-    """Bring every stage up to date.
+def run(
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print all that DVC and the stages print.")] = False,
+) -> None:
+    """Bring every stage up to date and print the table.
 
-    The report stage prints the table. A second run in the same folder waits for the first. An interrupted run keeps
-    what has finished; run again to go on.
-    `make run` installs what is missing first, and prints the table even if nothing was stale.
+    A line for each stage when it has ended; what it printed is in logs/STAGE.log, and shown if it fails. A second run in
+    the same folder waits for the first. An interrupted run keeps what has finished; run again to go on.
+    `make run` installs what is missing first.
     """
     from pipeline import commands
 
-    _print_lines(commands.run_graph())
+    _print_lines(commands.run_graph(verbose))
 
 
 @app.command()
@@ -162,7 +164,9 @@ def launch() -> None:
 @app.command()
 def table() -> None:
     """Print the table of the results here. Runs nothing."""
-    _exec_module("stages.report", "--table")
+    from pipeline import commands
+
+    _print_lines(commands.read_table())
 
 
 @app.command()

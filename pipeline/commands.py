@@ -1,46 +1,109 @@
-"""Bring the whole graph up to date, or list what is stale, each as lines to print."""
+"""Bring the whole graph up to date, or list what is stale, each as lines to print.
+
+With nothing to do the answer takes no DVC: everything but pipeline/freshness.py is imported where there is something.
+"""
 
 import sys
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
-from pipeline import dvc_graph, processes, versions, workspaces
+from pipeline import freshness
 
-MAX_SHOWN_CHANGES = 3  # of one line; a stage's log and Prefect's pages have all of them
+TABLE_FILE = Path("results/report/table.txt")  # by the report stage
+VALID_PARAMS_FILE = Path(".scratch/valid_params.json")
+# What the check of params.yaml depends on, besides data; stages.params has the first as PARAMS_FILE, and pydantic, 0.2 s.
+CHECKED_PATHS = ("params.yaml", "stages/params")
+MAX_SHOWN_CHANGES = 3  # of one line; Prefect's pages have all of them
+NOTHING_STALE = "nothing is stale"
+
+WHAT_NEXT = (
+    "What next",
+    "  your data      fix_data.raw in params.yaml: docs/data.md",
+    "  your target    target.model in params.yaml: docs/guide.md",
+    "  a recipe       .venv/bin/aerie use weather-tiny-vl, or another of recipes/: docs/recipes.md",
+    "  the pages      make ui: every stage with its log, forms for sweeps: docs/scheduling.md",
+    "  the advice     .venv/bin/aerie launch: which draft and tree to serve, or none: docs/cost.md",
+)
 
 
-def run_graph() -> Iterator[str]:
-    """Bring every stage up to date with one DVC process, which prints to this process's output.
+def run_graph(verbose: bool = False) -> Iterator[str]:
+    """Check params.yaml, bring every stage up to date with one DVC process, and yield the table.
+
+    With `verbose` DVC and the stages print to this process's output instead of a line for each stage.
 
     Raises:
-        ValueError: dvc.yaml or params.yaml cannot be read, or dvc.lock cannot be repaired.
+        ValueError: params.yaml is not valid, dvc.yaml cannot be read, or dvc.lock cannot be repaired.
         StageError: a stage failed.
     """
+    if _read_valid_params() and freshness.read_fresh_stages() is not None:
+        yield NOTHING_STALE
+        yield from _read_results()
+        return
+    from pipeline import dvc_graph, processes, workspaces  # 0.2 s
+
+    _check_params()
     with workspaces.exclusive_run(partial(print, flush=True)) as held_files:
         reasons = dvc_graph.explain_stale()
-        yield from _describe_stale(reasons)
-        if not reasons:
-            return
-        with processes.guard_run(held_files), processes.preload_stages(len(reasons)):
-            dvc_graph.run_all_stages()
+        stages = dvc_graph.list_stages()
+        yield from _describe_stale(reasons, list(stages))
+        if reasons:
+            with processes.guard_run(held_files), processes.preload_stages(len(reasons)):
+                dvc_graph.run_all_stages(stages, verbose=verbose)
+        if not (verbose and reasons):  # the report stage has printed it
+            yield from _read_results()
+        if reasons:
+            yield from ["", *WHAT_NEXT]
+            dvc_graph.explain_stale()  # seconds, here instead of in the next run, which then takes none
+
+
+def _read_valid_params() -> bool:
+    """Return whether params.yaml and its schema are as they were when params.yaml was last found valid."""
+    known = freshness.read_known(VALID_PARAMS_FILE)
+    return known is not None and known["look"] == freshness.digest_paths(CHECKED_PATHS)
+
+
+def _check_params() -> None:
+    """Check the whole params.yaml. Raises ValueError naming every wrong key, before any stage starts."""
+    from stages.params import schema  # 0.2 s
+
+    digest = freshness.digest_paths(CHECKED_PATHS)
+    schema.check_params(schema.load_params())
+    freshness.write_known(VALID_PARAMS_FILE, {"look": digest})
+
+
+def _read_results() -> Iterator[str]:
+    """Yield the table of the results; nothing where a graph has none."""
+    if TABLE_FILE.exists():
+        yield ""
+        yield from read_table()
+
+
+def read_table() -> Iterator[str]:
+    """Yield the table of the last report. Raises ValueError if there is none."""
+    if not TABLE_FILE.exists():
+        raise ValueError(f"{TABLE_FILE} not found; run: aerie run")
+    yield TABLE_FILE.read_text(encoding="utf-8").rstrip("\n")
 
 
 def list_stale() -> Iterator[str]:
     """Yield a line for each group of stale stages, and warnings. Raises SystemExit(1) after the last if any is stale."""
+    from pipeline import dvc_graph, versions
+
     reasons = dvc_graph.explain_stale()
     yield from versions.list_warnings()
-    yield from _describe_stale(reasons)
+    yield from _describe_stale(reasons, list(dvc_graph.list_stages()) if reasons else [])
     if reasons:
         sys.exit(1)
 
 
-def _describe_stale(reasons: dict[str, list[str]]) -> Iterator[str]:
-    """Yield a line for each group of stages with the same changes, in the order of the graph."""
+def _describe_stale(reasons: dict[str, list[str]], stages: list[str]) -> Iterator[str]:
+    """Yield a line for each group of stages with the same changes, in the order of the graph, `stages`."""
     if not reasons:
-        yield "nothing is stale"
+        yield NOTHING_STALE
         return
     grouped: dict[str, list[str]] = {}
-    for name in filter(reasons.get, dvc_graph.list_stages()):
+    for name in filter(reasons.get, stages):
         grouped.setdefault(_summarise_changes(reasons[name]), []).append(name)
     for summary, names in grouped.items():
         yield f"stale: {', '.join(names)} ({summary})"

@@ -11,9 +11,8 @@ import re
 import shutil
 import subprocess
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -23,33 +22,9 @@ from ruamel.yaml.error import YAMLError
 
 from pipeline import freshness
 from pipeline.checked_dvc import check_cached_copies
+from pipeline.dvc_output import OUTCOME_LINES, DvcOutput, Outcome
 from pipeline.processes import DVC_MODULE, TAIL_LINES, StageError, is_transient, run_command
-
-
-class Outcome(StrEnum):
-    """DVC's three ways of bringing a stage up to date."""
-
-    RAN = "ran"
-    RESTORED = "restored"  # from the run-cache: the same command was run on the same inputs before
-    UNCHANGED = "unchanged"
-
-
-# What DVC 3 prints about a stage, before the stage's own command prints anything.
-OUTCOME_LINES = {
-    "Running stage '{}'": Outcome.RAN,
-    "Verifying data sources in stage: '{}'": Outcome.RAN,  # a file put under DVC by `dvc add` and changed since
-    "Stage '{}' is cached - skipping run": Outcome.RESTORED,
-    "'{}' didn't change, skipping": Outcome.UNCHANGED,
-}
-
-# What DVC 3 advises after each stage about git and remotes: half of a run's log, and no information.
-DVC_ADVICE = (
-    "To track the changes with git, run:",
-    "git add ",
-    "To enable auto staging, run:",
-    "dvc config core.autostage true",
-    "Use `dvc push` to send your updates to remote storage.",
-)
+from pipeline.run_display import RunDisplay, locate_log
 
 # The name of a stage in dvc.yaml, for a stage with a list also @VALUE; never a folder or an option.
 STAGE_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_-]*(@[A-Za-z0-9_][A-Za-z0-9_.-]*)?$"
@@ -225,7 +200,7 @@ def reproduce_stage(
     environment: dict[str, str] | None = None,
     held_files: Iterable[int] = (),
 ) -> Outcome:
-    """Bring one stage up to date, not the stages it depends on. Lines of its log go to `on_line`, without DVC's advice.
+    """Bring one stage up to date, not the stages it depends on. Lines of its log go to `on_line`, without DVC's noise.
 
     `environment` is added to this process's own; the open files `held_files`, and locks on them, stay open until DVC has
     ended.
@@ -236,38 +211,46 @@ def reproduce_stage(
     outcome: Outcome | None = None
     tail: deque[str] = deque(maxlen=TAIL_LINES)
 
-    def read_line(line: str) -> None:
+    def begin(_: str, found: Outcome) -> None:
         nonlocal outcome
-        outcome = outcome or next((found for text, found in OUTCOME_LINES.items() if text.format(name) in line), None)
-        if line and not line.lstrip().startswith(DVC_ADVICE):
-            tail.append(line)
-            on_line(line)
+        outcome = found
+
+    def read_line(line: str) -> None:
+        tail.append(line)
+        on_line(line)
 
     # --wait-for-lock, which must come before `repro`: without it a stage that has *finished* is lost if DVC does not get
     # its lock within 3 s.
     words = [DVC_MODULE, "--wait-for-lock", "repro", "--single-item", name]
-    if status := run_command(words, read_line, environment or {}, held_files):
+    if status := run_command(words, DvcOutput([name], begin, read_line), environment or {}, held_files):
         log = "\n".join(tail)
         raise StageError(
             f"stage {name} failed (dvc exited with {status}); mend it and run again, what has finished is cached. "
             f"The end of its log:\n{log}",
             is_transient(log),
         )
-    assert outcome, (
-        f"dvc printed none of {list(OUTCOME_LINES)} for {name}; has a new version changed its messages? {list(tail)}"
-    )
+    expected = [text.pattern for text in OUTCOME_LINES]
+    assert outcome, f"dvc printed none of {expected} for {name}; has a new version changed them? {list(tail)}"
     return outcome
 
 
-def run_all_stages(keep_going: bool = False) -> None:
-    """Bring every stage up to date with one DVC process, which prints where this process prints.
+def run_all_stages(stages: Collection[str], keep_going: bool = False, verbose: bool = False) -> None:
+    """Bring every stage, all of `stages`, up to date with one DVC process: a line for each, its output in logs/.
 
-    With `keep_going`, stages that do not depend on a failed one still run. Raises StageError after DVC has printed why.
+    With `verbose` DVC and the stages print where this process prints, and no logs are written. With `keep_going`, stages
+    that do not depend on a failed one still run. Raises StageError after the end of a failed stage's log was printed.
     """
     words = [DVC_MODULE, "--wait-for-lock", "repro", *(["--keep-going"] if keep_going else [])]
-    if status := run_command(words, None, {}, ()):
+    if verbose:
+        status, logs = run_command(words, None, {}, ()), ""
+    else:
+        with RunDisplay(stages) as display:
+            status = run_command(words, DvcOutput(stages, display.begin, display.show), {}, ())
+            display.finish(status)
+        logs = "".join(f" and {locate_log(name)}" for name in display.failed)
+    if status:
         raise StageError(
-            f"a stage failed (dvc exited with {status}), see above; mend it and run again, what has finished is cached"
+            f"a stage failed (dvc exited with {status}), see above{logs}; mend it and run again, what has finished is cached"
         )
 
 

@@ -6,6 +6,7 @@ finds and ends them if the run is killed outright.
 """
 
 import os
+import queue
 import subprocess
 import sys
 import threading
@@ -28,6 +29,7 @@ COMMAND_GRACE_S = 5.0  # seconds between SIGTERM and SIGKILL for a stage's comma
 DVC_GRACE_S = 15.0  # seconds for DVC to write its lock file after that; Prefect kills a cancelled flow after 30
 POLL_S = 0.05  # seconds
 FEWEST_PRELOADED = 4  # stages of a run
+LEFT_OUTPUT_S = 1.0  # seconds to wait for more output of a command before asking whether it has ended
 TAIL_LINES = 10  # of a failed stage in its state, which Prefect prints twice; the log above it has all
 RUN_MARK_VARIABLE = "AERIE_RUN"  # environment variable of every process that a run has started
 DVC_MODULE = "pipeline.checked_dvc"  # in the command line of a DVC process, and of none that it started
@@ -149,19 +151,52 @@ def run_command(
     """
     process = _start_command(words, environment, held_files, piped=on_line is not None)
     try:
-        if on_line and process.stdout:
-            for line in map(str.rstrip, process.stdout):
+        if on_line:
+            for line in _read_lines(process):
                 on_line(line)
         return process.wait()
     except BaseException:  # cancelled, interrupted, or on_line failed: the stage must not outlive its run
-        if process.stdout:  # keep reading: a full pipe would block DVC, which then could not end
-            threading.Thread(target=process.stdout.read, daemon=True).start()
         _end_process(process)
         process.wait()
         raise
     finally:
         with _live_lock:
             _live.discard(process)
+
+
+def _read_lines(process: psutil.Popen) -> Iterator[str]:
+    """Yield the lines of a command's output as they come, until it has ended.
+
+    What it has left running is ended then: the stage of a DVC that was killed outright holds the pipe open. A thread
+    reads, and goes on after an interruption: a full pipe would block DVC, which then could not end.
+    """
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in process.stdout:
+            lines.put(line.rstrip())
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    has_ended = False
+    while True:
+        try:
+            if (line := lines.get(timeout=LEFT_OUTPUT_S)) is None:
+                return
+            yield line
+        except queue.Empty:
+            if has_ended:  # the pipe is open in a process of another session; the run's guard ends it
+                return
+        if not has_ended and process.poll() is not None:
+            has_ended = True
+            _end_together([one for one in psutil.process_iter() if _get_session(one.pid) == process.pid])
+
+
+def _get_session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except (ProcessLookupError, PermissionError):
+        return None
 
 
 def run_module(words: list[str]) -> list[str]:

@@ -7,8 +7,8 @@ from typing import Any
 
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 
-# A line of tqdm: 45%|####  | 9/20 [00:10<00:12, 1.02row/s]
-PROGRESS_PATTERN = re.compile(r"(?P<percent>\d+)%\|.*\| (?P<counts>\d.*)")
+from pipeline.dvc_output import PROGRESS_PATTERN
+
 PROGRESS_INTERVAL_S = 3.0
 
 

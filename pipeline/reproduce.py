@@ -44,8 +44,8 @@ def reproduce_recipe(name: str) -> Iterator[str]:
         yield from take_recipe(name)
         with processes.guard_run(held_files), processes.preload_stages(len(dvc_graph.list_stages())):
             try:
-                dvc_graph.run_all_stages(keep_going=True)
-            except processes.StageError:  # DVC has printed which stage failed and which it skipped
+                dvc_graph.run_all_stages(dvc_graph.list_stages(), keep_going=True)
+            except processes.StageError:  # which stage failed and which were skipped is printed
                 stale = list(dvc_graph.explain_stale())
         yield from compare_recipe(name)
     if stale is not None:

@@ -135,7 +135,7 @@ def _measure_prompt_by_prompt(work: TorchCellContext) -> tuple[TorchMeasurement,
     work.engine.slots.reserve_length(work.longest_prompt + work.max_new_tokens)
     for question in workload_prompts.list_rows(
         work.warmup_prompts
-    ):  # not counted: first calls allocate and select kernels
+    ):  # uncounted: first calls allocate and select kernels
         for kind in DECODING_KINDS:
             drawn = cell_context.make_sampling_params(work, question.id, 0, 0)
             list(_start_decoding(work, kind, question.prompt_ids, question.id, drawn))

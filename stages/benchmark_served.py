@@ -84,7 +84,7 @@ class ServedCellContext:
 
 @dataclass(frozen=True)
 class StageCost:
-    """What a stage took, as its cell holds it; the field names are the cell's keys."""
+    """Time, GPUs and energy of a stage; the field names are keys of its cell."""
 
     seconds: float
     gpus: list[str]

@@ -1,11 +1,10 @@
 """report: cells, replays and every stage's own report -> the table, the plots, one page.   python -m stages.report
 
-    python -m stages.report --table    # print the table from the files in results/, without writing anything
-    python -m stages.report --launch   # likewise when to speculate, with which tree and which flags
+    python -m stages.report --launch   # print when to speculate, with which tree and which flags, without writing anything
 
 Cells and replays are those that params.yaml lists, never a glob: files of removed ones stay on disk. docs/metrics.md
 defines the columns. This file reads and writes; stages/reporting makes the page of what was read. matplotlib and Jinja2
-are imported where they are used, since `--table` must answer at once.
+are imported where they are used, since `--launch` must answer at once.
 """
 
 import hashlib
@@ -19,7 +18,7 @@ from stages.reporting import benchmark_table, costs, methods, page
 from stages.reporting.benchmark_table import BenchmarkRow
 from stages.reporting.inputs import ReportInputs, ReportSettings, StageReport
 from stages.reporting.methods import MethodRow
-from stages.reporting.summary import METRICS_FILE, PAGE_FILE, format_terminal_table, summarise_results
+from stages.reporting.summary import METRICS_FILE, PAGE_FILE, TABLE_FILE, format_terminal_table, summarise_results
 from stages.results import (
     method_records,
     prediction,
@@ -58,15 +57,11 @@ STAGE_REPORTS = {
 
 
 def main(*arguments: str) -> None:
-    if arguments == ("--table",):
-        rows, served_rows, method_rows = BenchmarkRow.read_table(), ServedRow.read_table(), MethodRow.read_table()
-        metrics, launch = atomic.read_json(METRICS_FILE, made_by="report"), prediction.read_launch()
-        print(format_terminal_table(rows, served_rows, metrics, launch, method_rows))
-    elif arguments == ("--launch",):
+    if arguments == ("--launch",):
         lines = costs.format_launch_table(prediction.read_launch())
         print("\n".join(lines) or f"nothing is predicted; {PAGE_FILE} says why")
     elif arguments:
-        raise ValueError(f"report takes --table, --launch or nothing; found {' '.join(arguments)}")
+        raise ValueError(f"report takes --launch or nothing; found {' '.join(arguments)}")
     else:
         write_report(schema.load_params())
 
@@ -86,7 +81,9 @@ def write_report(p: schema.Params) -> None:
     ReplayedTree.write_csv(REPLAY_TABLE, (tree for trees in replayed.values() for tree in trees))
     atomic.write_json(METRICS_FILE, metrics)
     atomic.write_text(PAGE_FILE, page.render_page(_get_settings(p), found, metrics, tables))
-    print(format_terminal_table(found.table_rows, served_rows, metrics, found.predicted.launch, found.methods))
+    table = format_terminal_table(found.table_rows, served_rows, metrics, found.predicted.launch, found.methods)
+    atomic.write_text(TABLE_FILE, f"{table}\n")
+    print(table)
 
 
 def read_inputs(p: schema.Params, replayed: dict[str, list[ReplayedTree]]) -> ReportInputs:

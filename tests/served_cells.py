@@ -102,7 +102,7 @@ def made_up(
         "top_k": None,
         "fingerprint": FINGERPRINT,
         "server": {"command": ["python3", "-m", "sglang.launch_server", *flags], "info": {"version": "0.5.17"}},
-        "memory": draft | gpu if points else dict.fromkeys(served_records.MEMORY_KEYS),
+        "memory": draft | gpu if points else dict.fromkeys(served_records.ServerMemory.list_keys()),
         "points": points or [],
         "baseline_points": [],
         "hardware": {"cpu": "Made-up CPU", "gpu": "NVIDIA H200", "threads": 16},

@@ -10,12 +10,12 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 from stages.literature.published import UNKNOWN, PublishedRow
 from stages.results import interval
 from stages.results.served_records import LoadPoint, ServedCell
 from stages.results.torch_records import PromptRow, TorchCell
+from stages.serving.load_summary import LoadSummary
 
 ACCEPTANCE_METRICS = ("tau", "accept_rate", "node_accept_rate")  # depend on what is decoded alone, not on the machine
 ONE_PROMPT = "one prompt"
@@ -166,17 +166,16 @@ def _build_number(
     return MeasuredNumber(value, interval.Interval(low, high).half / divisor)
 
 
-def _measure_loads(*keys: str, factor: float = 1.0) -> Measure:
-    """Measure a figure of each load's summary: the mean over repeats, with the 95% interval of their mean."""
+def _measure_loads(get_figure: Callable[[LoadSummary], float | None], factor: float = 1.0) -> Measure:
+    """Measure a figure of each load: the mean over repeats, with the 95% interval of their mean."""
 
     def measure(cell: CellRecord, _: CellRecord | None) -> MeasuredNumber | None:
         point = _get_first_point(cell)
         if point is None:
             return None
-        values: list[Any] = [*point.loads]
-        for key in keys:
-            values = [value and value[key] for value in values]
-        return None if None in values else _average_values([factor * value for value in values])
+        figures = [get_figure(load) for load in point.loads]
+        values = [factor * figure for figure in figures if figure is not None]
+        return _average_values(values) if len(values) == len(figures) else None
 
     return measure
 
@@ -248,16 +247,20 @@ def _sum_by_question(cell: CellRecord, *columns: str) -> list[list[float]]:
 
 MEASURES: dict[str, Measure] = {
     **{name: _measure_acceptance(name) for name in ACCEPTANCE_METRICS},
-    "prefill_latency_s": _measure_torch_or(_measure_loads("ttft_s", "mean"), "prefill_latency_s"),
-    "e2e_latency_s": _measure_torch_or(_measure_loads("e2e_s", "mean"), "e2e_latency_s"),
-    "output_tok_s": _measure_torch_or(_measure_loads("output_throughput"), "output_tok_s"),
+    "prefill_latency_s": _measure_torch_or(
+        _measure_loads(lambda load: load.ttft_s.mean if load.ttft_s else None), "prefill_latency_s"
+    ),
+    "e2e_latency_s": _measure_torch_or(
+        _measure_loads(lambda load: load.e2e_s.mean if load.e2e_s else None), "e2e_latency_s"
+    ),
+    "output_tok_s": _measure_torch_or(_measure_loads(lambda load: load.output_throughput), "output_tok_s"),
     "speedup": _measure_torch_or(_measure_over_baseline("output_tok_s"), "speedup"),
     "tau_of_questions": _measure_question_tau,
     "speedup_of_questions": _measure_question_speedup,
-    "total_tok_s": _measure_loads("total_throughput"),
-    "ttft_mean_ms": _measure_loads("ttft_s", "mean", factor=1e3),
-    "tpot_mean_ms": _measure_loads("tpot_s", "mean", factor=1e3),
-    "tpot_p99_ms": _measure_loads("tpot_s", "p99", factor=1e3),
+    "total_tok_s": _measure_loads(lambda load: load.total_throughput),
+    "ttft_mean_ms": _measure_loads(lambda load: load.ttft_s.mean if load.ttft_s else None, factor=1e3),
+    "tpot_mean_ms": _measure_loads(lambda load: load.tpot_s.mean if load.tpot_s else None, factor=1e3),
+    "tpot_p99_ms": _measure_loads(lambda load: load.tpot_s.p99 if load.tpot_s else None, factor=1e3),
     "total_speedup": _measure_over_baseline("total_tok_s"),
     **{
         f"{name}_change": _measure_over_baseline(name, 1)

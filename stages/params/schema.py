@@ -1,6 +1,6 @@
 """params.yaml, typed and strict: one section, one frozen class (stages/params). No torch, no defaults.
 
-    python -m stages.params.schema        # check the whole file, as `make run` does before anything starts
+    python -m stages.params.schema        # check the whole file, as `aerie run` does before anything starts
 
 Every stage reads its parameters through `load_params()`, which checks the *whole* file: DVC silently
 drops keys that are not strings, so a misspelt section would otherwise vanish from the graph. No stage has this package in
@@ -260,6 +260,12 @@ def check_raw_exists(params: Params) -> None:
         )
 
 
+def check_params(params: Params) -> None:
+    """Check what params.yaml names on this machine. Raises ValueError for missing data and unwatched folders."""
+    check_raw_exists(params)
+    check_watched("target.model", params.target.model, "target.watch", params.target.watch)
+
+
 def check_watched(key: str, model: str | None, watch_key: str, watch: str) -> None:
     """Raise ValueError if `model` is a local folder that DVC does not watch: replaced weights would go unnoticed.
 
@@ -286,8 +292,7 @@ def check_draft_vocab(params: Params, vocab_size: int) -> None:
 
 def main() -> None:
     params = load_params()
-    check_raw_exists(params)
-    check_watched("target.model", params.target.model, "target.watch", params.target.watch)
+    check_params(params)
     b, served = params.benchmark, params.benchmark_served
     cells = len(b.torch_workloads) * len(b.checkpoints) * len(b.trees)
     cells += len(served.workloads) * (1 + len(served.checkpoints) * len(served.trees))

@@ -11,7 +11,6 @@ from typing import Literal
 from stages.reporting.text import (
     ONE_PROMPT,
     align_columns,
-    embolden,
     format_interval,
     format_number,
     format_spread,
@@ -124,13 +123,8 @@ def format_benchmark_table(rows: list[BenchmarkRow], best_checkpoint: str) -> li
 
 
 def _align_benchmark_rows(group: list[BenchmarkRow]) -> list[str]:
-    heads = list(zip(*BENCHMARK_HEADINGS, strict=True))
-    lines = align_columns([*heads, *map(_format_benchmark_row, group)])
-    bold = [
-        line.replace(speedup := _format_speedup(row), embolden(speedup)) if row.is_faster else line
-        for row, line in zip(group, lines[len(heads) :], strict=True)
-    ]
-    return [*lines[: len(heads)], *bold]
+    heads = zip(*BENCHMARK_HEADINGS, strict=True)
+    return align_columns([*heads, *map(_format_benchmark_row, group)])
 
 
 def _format_benchmark_row(row: BenchmarkRow) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from stages.results.served_table import ServedRow
 ResultSummary = dict[str, Any]  # the content of results/metrics.json
 METRICS_FILE = Path("results/metrics.json")
 PAGE_FILE = Path("results/report/index.html")
+TABLE_FILE = Path("results/report/table.txt")  # what `aerie run` and `aerie table` print
 
 
 def summarise_results(found: ReportInputs) -> ResultSummary:

@@ -1,8 +1,5 @@
 """Words and columns that the page, the terminal and the README share."""
 
-import os
-import sys
-
 from stages.results.interval import Interval
 
 ONE_PROMPT, ONE_REPEAT, UNCOUNTED = "one prompt", "one repeat", "not by request"  # why a figure has no interval
@@ -43,8 +40,3 @@ def format_spread(value: float, low: float | None, high: float | None, missing: 
     if low is None or high is None or abs((low + high) / 2 - value) >= 0.005:
         return f"({format_interval(low, high, missing)})"
     return f"± {Interval(low, high).half:.2f}"
-
-
-def embolden(text: str) -> str:
-    """Return the text in bold if standard output is a terminal, and unchanged otherwise or where NO_COLOR is set."""
-    return f"\033[1m{text}\033[0m" if sys.stdout.isatty() and "NO_COLOR" not in os.environ else text

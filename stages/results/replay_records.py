@@ -73,9 +73,6 @@ class TreeBucket(Record):
     accepted: int
 
 
-REPLAY_COLUMNS, TREE_STATISTICS_COLUMNS = ReplayedTree.list_keys(), TreeBucket.list_keys()
-
-
 def locate_replay(checkpoint: str) -> Path:
     return REPLAY_FOLDER / f"{checkpoint}.csv"
 

@@ -95,7 +95,7 @@ class ServerDescription(Record):
 
 
 class LoadsMeasurement(Record):
-    """What is measured of a workload in loads."""
+    """The measured part of a cell: a workload in loads."""
 
     status: str
     reason: str | None  # why the engine can't run the configuration; there are then no points
@@ -116,9 +116,6 @@ class ServedCell(LoadsMeasurement, TreeCell):
         parts = [memory.weights, memory.kv_cache, *([memory.draft] if self.checkpoint else [])]
         known = [part for part in parts if part is not None]
         return sum(known) if len(known) == len(parts) else None
-
-
-MEMORY_KEYS = ServerMemory.list_keys()
 
 
 def locate_served_cell(workload: str, checkpoint: str | None, tree: str | None, engine: str | None = None) -> Path:

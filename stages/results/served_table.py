@@ -20,7 +20,7 @@ from stages.results.served_records import LoadPoint, ServedCell
 SPECULATIVE, PLAIN = "speculative", "plain"
 LoadKey = tuple[int, float]  # (max_new_tokens, concurrency), which is infinite without a limit
 REPLAY_TOLERANCE = 0.1  # of tau, served against replayed
-LATENCY_COLUMNS = {  # column -> (distribution in serving.latency.summarise_load, figure of it)
+LATENCY_COLUMNS = {  # column -> (distribution of serving/load_summary.py, figure of it)
     "ttft_mean_s": ("ttft_s", "mean"), "ttft_p99_s": ("ttft_s", "p99"),
     "tpot_mean_s": ("tpot_s", "mean"), "tpot_p50_s": ("tpot_s", "p50"), "tpot_p90_s": ("tpot_s", "p90"),
     "tpot_p99_s": ("tpot_s", "p99"), "itl_mean_s": ("itl_s", "mean"), "itl_p99_s": ("itl_s", "p99"),

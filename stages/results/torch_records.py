@@ -163,7 +163,7 @@ class TorchQuality(Record):
 
 
 class TorchMeasurement(Record):
-    """What is measured of prompts decoded one by one."""
+    """The measured part of a cell: prompts decoded one by one."""
 
     metrics: CellMetrics
     repeats: list[RepeatSpeeds]
@@ -182,7 +182,7 @@ class TorchCell(TorchMeasurement, TreeCell):
     num_draft_tokens: int
 
 
-METRICS, PROMPT_COLUMNS, CELL_KEYS = CellMetrics.list_keys(), PromptRow.list_keys(), TorchCell.list_keys()
+METRICS, PROMPT_COLUMNS = CellMetrics.list_keys(), PromptRow.list_keys()
 
 
 def locate_torch_cell(workload: str, checkpoint: str, tree: str) -> Path:

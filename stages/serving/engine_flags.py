@@ -189,7 +189,7 @@ def check_server_info(
 
 @dataclass(frozen=True)
 class ReportedMemory:
-    """What a server reports of its memory; None for what it doesn't."""
+    """Memory as a server reports it; None for what it doesn't report."""
 
     weights: float | None  # GiB
     kv_cache: float | None  # GiB

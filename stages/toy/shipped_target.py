@@ -36,7 +36,7 @@ class TrainingSettings:
 
 @dataclass(frozen=True)
 class TrainingRecord:
-    """What made the shipped weights."""
+    """Settings, loss and digests of the shipped weights."""
 
     settings: TrainingSettings
     loss: float  # mean of the last LAST_STEPS steps

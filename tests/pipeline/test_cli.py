@@ -50,7 +50,9 @@ def test_python_m_pipeline_shows_the_help_of_aerie() -> None:
 @pytest.mark.parametrize(
     ("words", "module", "function", "given"),
     [
-        (["run"], commands, "run_graph", ()),
+        (["run"], commands, "run_graph", (False,)),
+        (["run", "--verbose"], commands, "run_graph", (True,)),
+        (["table"], commands, "read_table", ()),
         (["stale"], commands, "list_stale", ()),
         (["use", "weather-tiny"], recipes, "use_recipe", ("weather-tiny",)),
         (["reproduce", "weather-tiny"], reproduce, "reproduce_recipe", ("weather-tiny",)),
@@ -87,7 +89,6 @@ def test_a_command_prints_the_lines_of_its_function(
     ("words", "module"),
     [
         (["launch"], ["stages.report", "--launch"]),
-        (["table"], ["stages.report", "--table"]),
         (["ui"], ["pipeline.serve"]),
         (["worker"], ["pipeline.start_worker", "--limit", "1"]),
         (["worker", "--limit", "3"], ["pipeline.start_worker", "--limit", "3"]),
@@ -117,7 +118,7 @@ def test_a_command_becomes_the_module_that_make_runs(
 def test_what_the_user_can_correct_ends_with_one_line_and_1(
     error: Exception, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail() -> list[str]:
+    def fail(verbose: bool) -> list[str]:
         raise error
 
     monkeypatch.setattr(commands, "run_graph", fail)
@@ -129,7 +130,7 @@ def test_what_the_user_can_correct_ends_with_one_line_and_1(
 def test_ctrl_c_ends_with_130_and_says_that_nothing_is_lost(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt() -> list[str]:
+    def interrupt(verbose: bool) -> list[str]:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(commands, "run_graph", interrupt)

@@ -1,6 +1,7 @@
 """pipeline/dvc_graph.py against a real DVC: the order, the three outcomes, a failure, and an end that leaves nothing."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -127,8 +128,10 @@ def test_after_a_failure_stages_that_do_not_need_it_still_run_if_asked(project, 
     other = "  other:\n    cmd: cp raw.csv other.csv\n    deps: [raw.csv]\n    outs: [other.csv]\n"
     (project.root / "dvc.yaml").write_text((project.root / "dvc.yaml").read_text() + other)
     with pytest.raises(processes.StageError, match="a stage failed"):
-        dvc_graph.run_all_stages(keep_going=True)
+        dvc_graph.run_all_stages(dvc_graph.list_stages(), keep_going=True)
     printed = "".join(capfd.readouterr())
+    assert re.search(r"^first +failed after", printed, re.MULTILINE)
+    assert re.search(r"^other +\d+\.\d s$", printed, re.MULTILINE)
     assert "failed to reproduce 'first'" in printed and "out of cheese" in printed and "will be skipped" in printed
     assert project.locked() == {"other"} and set(dvc_graph.explain_stale()) == {"first", "middle", "last"}
 
@@ -165,6 +168,17 @@ def test_a_stage_ends_when_its_reader_fails(project):
     with pytest.raises(ConnectionError):
         dvc_graph.reproduce_stage("first", stumble)
     assert commands and gone(commands[0].pid)
+
+
+def test_a_stage_ends_when_its_dvc_is_killed_outright(project):
+    """Bug: the reader of its output waited for the stage's end, which held the pipe open."""
+    project.sleeper("first")
+    watched = Watched("first")
+    command = watched.sleeping()
+    (dvc,) = [one for one in psutil.Process().children() if processes.DVC_MODULE in one.cmdline()]
+    dvc.kill()
+    watched.thread.join(60)
+    assert gone(command.pid, 0) and "stage first failed (dvc exited with -9)" in str(watched.problem)
 
 
 def test_why_names_the_parameter_the_file_and_what_is_gone(project):

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from tests.conftest import gone
-from tests.pipeline.conftest import GRAPH, REPO, Project
+from tests.pipeline.conftest import GRAPH, REPO, Project, give_params
 from tests.pipeline.test_run import RUN, read_until
 
 SLEEPER = """
@@ -22,6 +22,7 @@ time.sleep(600)
 @pytest.fixture
 def started(project: Project) -> Iterator[subprocess.Popen[str]]:
     """A run of more stages than the fewest for which a server is started; the first one is a module that sleeps."""
+    give_params(project)
     shutil.copytree(REPO / "stages", project.root / "stages", ignore=shutil.ignore_patterns("__pycache__"))
     server = project.root / "stages/telemetry/fork_server.py"
     text = server.read_text()
@@ -31,13 +32,10 @@ def started(project: Project) -> Iterator[subprocess.Popen[str]]:
     (project.root / "stages/sleeper.py").write_text(SLEEPER)
     more = "".join(f"  more{number}:\n    cmd: python -c ''\n    deps: [first.csv]\n" for number in range(3))
     (project.root / "dvc.yaml").write_text(GRAPH.replace("python first.py", "python -m stages.sleeper") + more)
-    run = subprocess.Popen([*RUN, *VERBOSE], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    run = subprocess.Popen([*RUN, "--verbose"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     yield run
     run.kill()
     run.wait()
-
-
-VERBOSE: list[str] = []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

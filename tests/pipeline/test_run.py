@@ -1,6 +1,7 @@
 """`make run`'s command: one DVC for all stages, guarded, with a dvc.lock that is healed first."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,12 +12,20 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline import processes, workspaces
+from pipeline import commands, processes, workspaces
 from pipeline.resources import try_lock
+from pipeline.run_display import locate_log
 from tests.conftest import gone
-from tests.pipeline.conftest import REPO, Project
+from tests.pipeline.conftest import REPO, Project, give_params
 
 RUN = [sys.executable, "-m", "pipeline", "run"]
+
+
+@pytest.fixture
+def project(project: Project) -> Project:
+    """With a params.yaml, which a run checks first."""
+    give_params(project)
+    return project
 
 
 @pytest.fixture
@@ -39,13 +48,26 @@ def started(project: Project) -> Iterator[list[subprocess.Popen[str]]]:
         one.wait(60)
 
 
-def run() -> subprocess.CompletedProcess[str]:
-    return subprocess.run(RUN, capture_output=True, text=True)
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*RUN, *words], capture_output=True, text=True)
 
 
-def start(started: list[subprocess.Popen[str]]) -> subprocess.Popen[str]:
-    started.append(subprocess.Popen(RUN, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+def start(started: list[subprocess.Popen[str]], *words: str) -> subprocess.Popen[str]:
+    started.append(subprocess.Popen([*RUN, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     return started[-1]
+
+
+def find_sleeper(stage: str) -> int:
+    """Return the process id that a stage at work has written into its log."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        text = locate_log(stage).read_text() if locate_log(stage).exists() else ""
+        if found := [
+            line for line in text.splitlines(keepends=True) if line.startswith("asleep") and line.endswith("\n")
+        ]:
+            return int(found[0].split()[1])
+        time.sleep(0.02)
+    raise AssertionError(f"{stage} never slept")
 
 
 def read_until(process: subprocess.Popen[str], text: str) -> str:
@@ -73,9 +95,11 @@ def test_all_stages_run_by_one_dvc_and_a_second_run_finds_nothing_stale(project:
     project.script("middle", "print('dvc is', open(f'/proc/{os.getppid()}/stat').read().split()[3])")
     project.script("last", "print('dvc is', open(f'/proc/{os.getppid()}/stat').read().split()[3])")
     done = run()
-    assert done.returncode == 0 and "Running stage 'last'" in done.stdout
+    assert done.returncode == 0 and re.search(r"^last +\d+\.\d s$", done.stdout, re.MULTILINE)
     assert done.stdout.startswith("stale: first, middle, last (it is new)\n")
-    dvcs = [line for line in done.stdout.splitlines() if line.startswith("dvc is ")]
+    logs = [locate_log(stage).read_text() for stage in ("middle", "last")]
+    assert "Running stage 'last'" in logs[1]
+    dvcs = [line for log in logs for line in log.splitlines() if line.startswith("dvc is ")]
     assert len(dvcs) == 2 and len(set(dvcs)) == 1
     again = run()
     assert (again.returncode, again.stdout) == (0, "nothing is stale\n")
@@ -109,7 +133,7 @@ def test_a_stage_does_not_outlive_a_dvc_that_is_killed_outright(
     """Bug: after `kill -9` of dvc the stage worked on, and the next `make run` worked beside it on the same files."""
     project.sleeper("first")
     one = start(started)
-    stage = int(read_until(one, "asleep").split()[1])
+    stage = find_sleeper("first")
     find_dvc(one).kill()
     assert one.wait(60) == 1 and gone(stage, 0)
     project.script("first")
@@ -122,7 +146,7 @@ def test_a_stage_does_not_outlive_a_run_that_is_killed_outright_and_the_next_run
     """Bug: `make run` had no guard; its lock must be free only when what it has left is gone."""
     project.sleeper("first", "signal.signal(signal.SIGTERM, signal.SIG_IGN)")
     one = start(started)
-    stage = int(read_until(one, "asleep").split()[1])
+    stage = find_sleeper("first")
     one.kill()
     one.wait()
     project.script("first")
@@ -131,19 +155,32 @@ def test_a_stage_does_not_outlive_a_run_that_is_killed_outright_and_the_next_run
     assert "another run is at work here" in read_until(second, "at work")
     assert gone(stage)
     rest = second.stdout.read() if second.stdout else ""
-    assert second.wait(60) == 0 and "Running stage 'last'" in rest
+    assert second.wait(60) == 0 and re.search(r"^last +\d+\.\d s$", rest, re.MULTILINE)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_ends_its_stage_without_a_traceback(
+def test_an_interrupted_run_ends_its_stage_without_a_traceback_and_the_next_goes_on(
     project: Project, started: list[subprocess.Popen[str]], number: signal.Signals
 ) -> None:
-    project.sleeper("first")
+    project.sleeper("middle")
     one = start(started)
-    stage = int(read_until(one, "asleep").split()[1])
+    stage = find_sleeper("middle")
     one.send_signal(number)
     rest = one.stdout.read() if one.stdout else ""
     assert one.wait(60) == 128 + number and "Traceback" not in rest and gone(stage, 0)
+    project.script("middle")
+    done = run()
+    assert done.returncode == 0 and "stale: middle, last" in done.stdout
+
+
+def test_a_verbose_run_interrupted_ends_its_stage_too(project: Project, started: list[subprocess.Popen[str]]) -> None:
+    project.sleeper("first")
+    one = start(started, "--verbose")
+    stage = int(read_until(one, "asleep").split()[1])
+    one.send_signal(signal.SIGINT)
+    rest = one.stdout.read() if one.stdout else ""
+    assert one.wait(60) == 130 and "Traceback" not in rest and gone(stage, 0)
+    assert not locate_log("first").exists()
 
 
 def test_a_failed_stage_and_a_broken_graph_end_the_run_with_one_line(project: Project) -> None:
@@ -152,9 +189,48 @@ def test_a_failed_stage_and_a_broken_graph_end_the_run_with_one_line(project: Pr
     done = run()
     assert done.returncode == 1 and "out of cheese" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("aerie: a stage failed (dvc exited with")
+    assert "see above and logs/middle.log" in done.stderr and "middle" in done.stdout.splitlines()[-1]
+    assert "out of cheese" in run("--verbose").stderr
     (project.root / "dvc.yaml").write_text("stages: [")
     done = run()
     assert done.returncode == 1 and done.stderr.startswith("aerie: ") and "Traceback" not in done.stderr
+
+
+def test_a_wrong_params_yaml_is_refused_before_any_stage_runs(project: Project) -> None:
+    """Also where nothing is stale: the key may be one that no stage is watched for."""
+    assert run().returncode == run().returncode == 0
+    text = Path("params.yaml").read_text()
+    Path("params.yaml").write_text(text.replace("retry_pause_s:", "retry_pauze_s:"))
+    done = run()
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "schedule.retry_pauze_s: unknown key" in done.stderr and "Traceback" not in done.stderr
+    Path("params.yaml").write_text(text)
+    assert run().stdout == "nothing is stale\n"
+
+
+def test_the_table_and_what_next_come_last(project: Project) -> None:
+    write = f"os.makedirs('results/report', exist_ok=True)\nopen({str(commands.TABLE_FILE)!r}, 'w').write('tau 2.5\\n')"
+    project.script("last", write)
+    lines = run().stdout.splitlines()
+    assert lines[-9:] == ["", "tau 2.5", "", *commands.WHAT_NEXT]
+    again = run()
+    assert again.stdout == "nothing is stale\n\ntau 2.5\n"
+
+
+def test_what_next_names_five_things_that_exist() -> None:
+    assert len(commands.WHAT_NEXT) == 6
+    named = re.findall(r"docs/\w+\.md", "\n".join(commands.WHAT_NEXT))
+    assert len(named) == 5 and all((REPO / name).is_file() for name in named)
+    assert (REPO / "recipes/weather-tiny-vl.yaml").is_file() and "\nui:" in (REPO / "Makefile").read_text()
+
+
+def test_with_nothing_to_do_neither_dvc_nor_pydantic_is_imported(project: Project) -> None:
+    """`make run` with nothing stale started Python three times, and took 4.2 s on a slow machine; right after a run more."""
+    assert run().returncode == 0
+    code = "import sys; from pipeline import commands; print(*commands.run_graph(), sep='; '); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    first, modules = done.stdout.splitlines()
+    assert first == "nothing is stale" and not {"dvc", "pydantic", "torch", "ruamel.yaml"} & set(modules.split())
 
 
 @pytest.mark.parametrize("name", ["../x", "no such", "x:y"])

@@ -47,9 +47,12 @@ def torch_cell(workload: str, tree: str = "t6_10_60", **changes: Any) -> None:
 
 def served_cell(workload: str, checkpoint: str | None, tree: str | None, rate: float, **changes: Any) -> None:
     """Two loads, a tenth apart in throughput."""
-    times = {"mean": 0.02, "p99": 0.05}
+    times = {"mean": 0.02, "p50": 0.02, "p90": 0.04, "p99": 0.05}
+    counts = {"requests": 8, "completed": 8, "failed": {}, "duration_s": 1.0, "input_tokens": 80, "output_tokens": 80}
     loads = [
-        {"output_throughput": r, "total_throughput": 2 * r, "ttft_s": times, "tpot_s": times, "e2e_s": times}
+        {**counts, "output_throughput": r, "total_throughput": 2 * r, "request_throughput": r / 10, "mean_at_once": 8.0}
+        | dict.fromkeys(("ttft_s", "tpot_s", "e2e_s"), times)
+        | dict.fromkeys(("itl_s", "chunk_gap_s", "wait_s"))
         for r in (0.95 * rate, 1.05 * rate)
     ]
     acceptance = {
@@ -69,7 +72,7 @@ def served_cell(workload: str, checkpoint: str | None, tree: str | None, rate: f
     found = RUN | {
         "topk": 1,
         "reason": None,
-        "server": {},
+        "server": {"command": [], "info": {}},
         "workload": workload,
         "checkpoint": checkpoint,
         "tree": tree,
@@ -80,7 +83,7 @@ def served_cell(workload: str, checkpoint: str | None, tree: str | None, rate: f
         "status": served_records.RAN,
         "points": [point],
         "baseline_points": [],
-        "memory": dict.fromkeys(served_records.MEMORY_KEYS),
+        "memory": dict.fromkeys(served_records.ServerMemory.list_keys()),
         "hardware": H20,
         "versions": {"vllm": "0.11.2"},
         "definitions": torch_records.DEFINITIONS,

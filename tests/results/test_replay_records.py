@@ -37,11 +37,11 @@ def test_no_tree_looked_into_is_no_row(here: None) -> None:
         ("", r"lacks the columns \['accepted', 'bucket', 'by', "),
         ("checkpoint,tree,by,bucket,cycles,nodes,promised\n", r"lacks the columns \['accepted'\]"),
         (
-            ",".join(replay_records.TREE_STATISTICS_COLUMNS) + "\ne003,t8_2_16,context,64-96,many,45,4.5,6\n",
+            ",".join(TreeBucket.list_keys()) + "\ne003,t8_2_16,context,64-96,many,45,4.5,6\n",
             "has a line that holds a wrong cycles: .*found 'many'",
         ),
         (
-            ",".join(replay_records.TREE_STATISTICS_COLUMNS) + "\ne003,t8_2_16,context\n",
+            ",".join(TreeBucket.list_keys()) + "\ne003,t8_2_16,context\n",
             "has a line that holds a wrong bucket: .*found None",
         ),
     ],

@@ -1,0 +1,67 @@
+"""The output of `dvc repro`: which stage begins, with which outcome, and what is worth a line.
+
+DVC prints an outcome line before a stage's command prints anything, then the command's own lines, then its own again.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from enum import StrEnum
+
+
+class Outcome(StrEnum):
+    """DVC's three ways of bringing a stage up to date."""
+
+    RAN = "ran"
+    RESTORED = "restored"  # from the run-cache: the same command was run on the same inputs before
+    UNCHANGED = "unchanged"
+
+
+OUTCOME_LINES = {
+    re.compile(r"Running stage '(.+)'"): Outcome.RAN,
+    re.compile(r"Verifying data sources in stage: '(.+)'"): Outcome.RAN,  # put under DVC by `dvc add`, changed since
+    re.compile(r"Stage '(.+)' is cached - skipping run"): Outcome.RESTORED,
+    re.compile(r"(?:Stage )?'(.+)' didn't change, skipping"): Outcome.UNCHANGED,
+}
+
+# What says nothing: DVC's advice about git and remotes after each stage, and that data without pictures has no pictures.
+NOISE = (
+    "To track the changes with git, run:",
+    "git add ",
+    "To enable auto staging, run:",
+    "dvc config core.autostage true",
+    "Use `dvc push` to send your updates to remote storage.",
+)
+EMPTY_OUTPUT = re.compile(r"WARNING: '.+' is empty\.")
+
+# A line of tqdm: 45%|####  | 9/20 [00:10<00:12, 1.02row/s]
+PROGRESS_PATTERN = re.compile(r"(?P<percent>\d+)%\|.*\| (?P<counts>\d.*)")
+
+NOTICE = re.compile(r"(note|warning|WARNING|ERROR): ")  # by a stage or by DVC
+# How DVC reports the failure of a stage with --keep-going, and at its end the failures of all.
+FAILURE = re.compile(r"WARNING: failed to run: |WARNING: output '.+' does not exist")
+CONCLUSION = "ERROR: failed to reproduce"
+
+
+class DvcOutput:
+    """A reader of the lines of one DVC process."""
+
+    def __init__(
+        self, stages: Iterable[str], begin: Callable[[str, Outcome], object], on_line: Callable[[str], object]
+    ) -> None:
+        """Call `begin` when one of the stages begins and `on_line` with each line that is neither empty nor noise."""
+        self._waiting = set(stages)
+        self._begin, self._on_line = begin, on_line
+
+    def __call__(self, line: str) -> None:
+        if found := self._match_outcome(line):
+            self._waiting.discard(found[0])  # once: a stage may print such a line itself
+            self._begin(*found)
+        if line and not line.lstrip().startswith(NOISE) and not EMPTY_OUTPUT.fullmatch(line):
+            self._on_line(line)
+
+    def _match_outcome(self, line: str) -> tuple[str, Outcome] | None:
+        for pattern, outcome in OUTCOME_LINES.items():
+            # In a folder other than the project's DVC puts `dvc.yaml:` before the name.
+            if (found := pattern.match(line)) and (name := found[1].rpartition(":")[2]) in self._waiting:
+                return name, outcome
+        return None

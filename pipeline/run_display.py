@@ -1,0 +1,154 @@
+"""A run as a person sees it: a line for each stage that has ended, notes and warnings at once, the rest in logs/STAGE.log."""
+
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Collection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from pipeline.dvc_output import CONCLUSION, FAILURE, NOTICE, PROGRESS_PATTERN, Outcome
+
+LOGS_FOLDER = Path("logs")
+TAIL_LINES = 30  # of the log of a stage that failed
+REFRESH_PER_S = 1  # of the bar; it must cost a timed stage nothing
+
+
+class RunDisplay:
+    """Takes the events and lines of one DVC process; as a context manager, since a bar and a log are open meanwhile."""
+
+    def __init__(self, stages: Collection[str]) -> None:
+        self.counts: Counter[Outcome] = Counter()
+        self.failed: list[str] = []
+        self._width = max(map(len, stages), default=0)
+        self._bar = _open_bar(len(stages)) if sys.stdout.isatty() else None
+        self._stage: str | None = None
+        self._outcome = Outcome.UNCHANGED
+        self._log: TextIO | None = None
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._has_failed = self._concluded = False
+        self._since = 0.0
+
+    def __enter__(self) -> Self:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar:
+            self._bar.stop()
+        self._close_log()
+
+    def begin(self, stage: str, outcome: Outcome) -> None:
+        """End the stage before and begin this one."""
+        self._end()
+        self._stage, self._outcome, self._since, self._has_failed = stage, outcome, time.monotonic(), False
+        self._tail.clear()
+        if outcome == Outcome.RAN:
+            self._open_log(stage)
+        if self._bar:
+            self._bar.update(self._bar.task_ids[0], description=stage)
+
+    def show(self, line: str) -> None:
+        """Write a line to the running stage's log; show it if it is a note or a warning, or of no stage."""
+        if found := PROGRESS_PATTERN.search(line):
+            if self._bar:
+                self._bar.update(self._bar.task_ids[0], description=f"{self._stage} {found['percent']}%")
+            if found["percent"] != "100":
+                return
+        self._tail.append(line)
+        self._write_log(line)
+        if self._stage is None:
+            self._print(line)
+        elif line.startswith(CONCLUSION):
+            self._concluded = True
+            if f"{self._stage}'" in line:
+                self._has_failed = True
+            else:  # with --keep-going, of stages before this one
+                self._print(line)
+        elif FAILURE.match(line):
+            self._has_failed = True
+        elif NOTICE.match(line):
+            self._print(f"{self._stage}: {line}")
+
+    def finish(self, status: int) -> None:
+        """End the last stage; it is the one that failed if DVC failed, or was killed, and did not name others."""
+        self._has_failed |= bool(status) and not self._concluded
+        self._end()
+
+    def _end(self) -> None:
+        """Print the line of the stage that has ended; the end of its log if it failed."""
+        if self._stage is None:
+            return
+        self._close_log()
+        self.counts[self._outcome] += 1
+        duration = format_duration(time.monotonic() - self._since)
+        if self._has_failed:
+            self.failed.append(self._stage)
+            self._print(
+                f"{self._stage:<{self._width}}   failed after {duration}; the end of {locate_log(self._stage)}:"
+            )
+            self._print("\n".join(f"  {line}" for line in self._tail), error=True)
+        elif self._outcome == Outcome.RAN:
+            self._print(f"{self._stage:<{self._width}} {duration:>12}")
+        elif self._outcome == Outcome.RESTORED:
+            self._print(f"{self._stage:<{self._width}} {'restored':>12}")
+        if self._bar:
+            self._bar.advance(self._bar.task_ids[0])
+        self._stage = None
+
+    def _open_log(self, stage: str) -> None:
+        try:
+            LOGS_FOLDER.mkdir(exist_ok=True)
+            self._log = locate_log(stage).open("w", encoding="utf-8", buffering=1)
+        except OSError as error:
+            self._give_up_log(error)
+
+    def _write_log(self, line: str) -> None:
+        try:
+            if self._log:
+                self._log.write(f"{line}\n")
+        except OSError as error:
+            self._give_up_log(error)
+
+    def _give_up_log(self, error: OSError) -> None:
+        """Go on without the log: a full disk must stop the stage by its own error, with its own message."""
+        self._print(f"note: {locate_log(str(self._stage))} not written ({error.strerror})")
+        self._close_log()
+
+    def _close_log(self) -> None:
+        log, self._log = self._log, None
+        try:
+            if log:
+                log.close()
+        except OSError:  # what was not written when the disk was full; said already
+            pass
+
+    def _print(self, text: str, error: bool = False) -> None:
+        if self._bar:
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(text, file=sys.stderr if error else sys.stdout, flush=True)
+
+
+def locate_log(stage: str) -> Path:
+    """Return the file with everything that a stage printed in its last run."""
+    return LOGS_FOLDER / f"{stage.replace('/', '_')}.log"
+
+
+def format_duration(seconds: float) -> str:
+    """Return `14.2 s` or `5 min 12 s`."""
+    whole = round(seconds)
+    return f"{seconds:.1f} s" if whole < 60 else f"{whole // 60} min {whole % 60} s"
+
+
+def _open_bar(total: int) -> Any:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # 0.1 s
+
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    bar = Progress(*columns, transient=True, refresh_per_second=REFRESH_PER_S)
+    bar.add_task("", total=total)
+    return bar

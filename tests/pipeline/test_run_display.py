@@ -1,0 +1,141 @@
+"""A run's output for a person: a line a stage, its own output in a log, notes at once, the end of the log on a failure."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pipeline import run_display
+from pipeline.dvc_output import DvcOutput, Outcome
+from pipeline.run_display import RunDisplay, format_duration, locate_log
+
+STAGES = ("fix_data", "train_draft@e003", "report")
+
+# As DVC 3.67.1 prints with two stages that run, one restored, in a git repository.
+OUTPUT = """\
+Running stage 'fix_data':
+> python -m stages.fix_data
+rows in 100, rows out 98
+note: the set is at commit abc today
+WARNING: 'data/fixed/images' is empty.
+Generating lock file 'dvc.lock'
+Updating lock file 'dvc.lock'
+
+Stage 'train_draft@e003' is cached - skipping run, checking out outputs
+Updating lock file 'dvc.lock'
+
+Running stage 'report':
+> python -m stages.report
+Running stage 'fix_data':
+draw:  45%|####5     | 9/20 [00:10<00:12,  1.02row/s]
+draw: 100%|##########| 20/20 [00:20<00:00,  1.02row/s]
+WARNING: the cached copy of a.csv does not have the bytes it was kept with: it is damaged
+Updating lock file 'dvc.lock'
+
+To track the changes with git, run:
+
+\tgit add dvc.lock
+Use `dvc push` to send your updates to remote storage.
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def show(text: str, status: int = 0) -> RunDisplay:
+    with RunDisplay(STAGES) as display:
+        reader = DvcOutput(STAGES, display.begin, display.show)
+        for line in text.splitlines():
+            reader(line)
+        display.finish(status)
+    return display
+
+
+def test_a_line_a_stage_and_the_warnings(capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: `make run` printed 300 lines, of which five were: 'data/fixed/images' is empty."""
+    counts = show(OUTPUT).counts
+    lines = [re.sub(r"\d+\.\d s", "N s", line) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        "fix_data: note: the set is at commit abc today",
+        "fix_data                N s",
+        "train_draft@e003     restored",
+        "report: WARNING: the cached copy of a.csv does not have the bytes it was kept with: it is damaged",
+        "report                  N s",
+    ]
+    assert counts == {Outcome.RAN: 2, Outcome.RESTORED: 1}
+
+
+def test_the_log_has_all_that_the_stage_printed_and_of_a_bar_the_last_line() -> None:
+    show(OUTPUT)
+    assert locate_log("report").read_text().splitlines() == [
+        "Running stage 'report':",
+        "> python -m stages.report",
+        "Running stage 'fix_data':",
+        "draw: 100%|##########| 20/20 [00:20<00:00,  1.02row/s]",
+        "WARNING: the cached copy of a.csv does not have the bytes it was kept with: it is damaged",
+        "Updating lock file 'dvc.lock'",
+    ]
+    assert not locate_log("train_draft@e003").exists()  # it printed nothing; the log of the run that made it stays
+
+
+FAILED = """\
+Running stage 'fix_data':
+> python -m stages.fix_data
+aerie: data/raw is empty
+{}"""
+
+
+def test_a_failure_shows_the_end_of_the_log_and_where_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    end = "ERROR: failed to reproduce 'fix_data': failed to run: python -m stages.fix_data, exited with 1\n"
+    assert show(FAILED.format(end), 255).failed == ["fix_data"]
+    printed = capsys.readouterr()
+    assert "failed after" in printed.out and "the end of logs/fix_data.log:" in printed.out
+    assert printed.err.splitlines()[-2:] == ["  aerie: data/raw is empty", f"  {end.rstrip()}"]
+
+
+def test_a_dvc_that_is_killed_has_failed_with_its_stage() -> None:
+    assert show(FAILED.format(""), -9).failed == ["fix_data"]
+
+
+def test_with_keep_going_the_failed_stage_is_named_and_the_last_one_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    end = (
+        "WARNING: failed to run: python -m stages.fix_data, exited with 1\n"
+        "WARNING: Stage 'report' will be skipped due to this failure\n"
+        "Running stage 'train_draft@e003':\nUpdating lock file 'dvc.lock'\nERROR: failed to reproduce 'fix_data'\n"
+    )
+    assert show(FAILED.format(end), 255).failed == ["fix_data"]
+    printed = capsys.readouterr()
+    assert "fix_data: WARNING: Stage 'report' will be skipped due to this failure" in printed.out
+    assert re.search(r"^train_draft@e003 +\d\.\d s$", printed.out, re.MULTILINE) and "data/raw is empty" in printed.err
+
+
+def test_what_dvc_says_before_any_stage_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    show("ERROR: unexpected error - disk I/O\n", 255)
+    assert capsys.readouterr().out == "ERROR: unexpected error - disk I/O\n"
+
+
+def test_a_log_that_can_not_be_written_is_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    """A full disk stops the stage by its own error; the display must not stop it first."""
+    Path("logs").write_text("no folder")
+    assert show(OUTPUT).failed == []
+    assert "note: logs/fix_data.log not written (File exists)" in capsys.readouterr().out
+
+
+def test_on_a_terminal_a_bar_names_the_running_stage(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_display.sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    show(OUTPUT)
+    printed = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
+    assert re.search(r"[\r\n]train_draft@e003 +restored\n", printed) and re.search(r"report 100% .* [23]/3 ", printed)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.04, "0.0 s"), (59.4, "59.4 s"), (59.7, "1 min 0 s"), (312, "5 min 12 s")]
+)
+def test_durations_are_in_seconds_or_minutes(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
