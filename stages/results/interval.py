@@ -163,11 +163,11 @@ def _compute_jackknife_half(without: np.ndarray, whole: np.ndarray, weights: np.
 
     counted = weights > 0
     clusters = counted.sum(0)
-    squares = (np.where(counted, without - whole, 0.0) ** 2).sum(0)
+    squares = _sum_clusters(np.where(counted, without - whole, 0.0) ** 2)
     enough = clusters > 1
     with np.errstate(divide="ignore", invalid="ignore"):
         error = np.sqrt((clusters - 1) / clusters * squares)
-        freedom = _compute_degrees_of_freedom(weights / weights.sum(0))
+        freedom = _compute_degrees_of_freedom(weights / _sum_clusters(weights))
     return np.where(enough, stdtrit(freedom, (1 + SHARE) / 2) * error, np.nan)
 
 
@@ -178,11 +178,21 @@ def _compute_degrees_of_freedom(shares: np.ndarray) -> np.ndarray:
     If those figures have equal variance, it has the mean tr B and the variance 2 tr B^2, and so (tr B)^2 / tr B^2 degrees.
     """
     weights = (shares / (1 - shares)) ** 2
-    s, w = (shares**2).sum(0), weights.sum(0)
-    cross, squares = (weights * shares).sum(0), (weights**2).sum(0)
+    s, w = _sum_clusters(shares**2), _sum_clusters(weights)
+    cross, squares = _sum_clusters(weights * shares), _sum_clusters(weights**2)
     trace = w - 2 * cross + w * s
     of_square = (
-        (1 + 2 * s) * squares - 4 * (weights**2 * shares).sum(0) + 2 * w * (weights * shares**2).sum(0)
+        (1 + 2 * s) * squares - 4 * _sum_clusters(weights**2 * shares) + 2 * w * _sum_clusters(weights * shares**2)
         + 2 * cross**2 - 4 * w * s * cross + (w * s) ** 2
     )  # fmt: skip
     return trace**2 / of_square
+
+
+def _sum_clusters(values: np.ndarray) -> np.ndarray:
+    """Return the sum over clusters [C, ...] -> [...], in the same order whatever is beside a column.
+
+    `sum(0)` adds a single column in another order than several: the last digit of an interval then depends on other trees.
+    """
+    import numpy as np
+
+    return np.cumsum(np.concatenate([np.zeros((1, *values.shape[1:])), values]), axis=0)[-1]

@@ -98,6 +98,16 @@ def test_the_interval_of_tau_covers_at_other_sizes(size: int) -> None:
     assert coverage(skewed(), size) >= 0.93
 
 
+def test_a_trees_interval_is_the_same_to_the_bit_beside_others_and_alone() -> None:
+    """Bug: a replayed and a measured tree with the same counts had intervals that differed in their last digit."""
+    draws = np.random.default_rng(0)
+    for clusters_drawn in range(2, 40):
+        cycles = draws.integers(5, 40, (clusters_drawn, 3))
+        accepted = draws.integers(0, 4, (clusters_drawn, 3)) * cycles
+        alone = [interval.compute_tau_interval(accepted[:, tree], cycles[:, tree], 5) for tree in range(3)]
+        assert interval.compute_tau_intervals(accepted, cycles, [5, 5, 5]) == alone
+
+
 def test_fewer_than_two_clusters_have_no_interval() -> None:
     """Bug: one prompt had an interval of zero width."""
     one, none = np.array([9]), np.array([0])
