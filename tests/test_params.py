@@ -288,7 +288,7 @@ def test_eval_is_at_one_temperature(temperature: Any, of_eval: float) -> None:
 
 
 BAD_VALUES = [
-    ("num_threads: 1", "num_threads: 1.0", "target.num_threads: expected a valid integer, found 1.0"),
+    ("num_threads: 2", "num_threads: 2.0", "target.num_threads: expected a valid integer, found 2.0"),
     ("dtype: float32 ", "dtype: float8 ", "target.dtype: expected 'float32', 'bfloat16' or 'float16', found 'float8'"),
     ("device: cpu", "device: gpu", r"target.device: expected text matching ^(cpu|cuda(:\d+)?)$, found 'gpu'"),
     ("feature_layers: null", "feature_layers: [1, 2]",

@@ -144,6 +144,19 @@ def test_other_programs_start_as_ever(project: Path, environment: dict[str, str]
     assert client.communicate()[0] == f"{client.pid} False\n"
 
 
+@pytest.mark.parametrize(
+    ("given", "spins"),
+    [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+)
+def test_waiting_threads_sleep_soon_unless_the_user_says_otherwise(
+    project: Path, environment: dict[str, str], given: dict[str, str], spins: str | None
+) -> None:
+    """Bug: two threads that spin while they wait made training eight times slower beside other work."""
+    (project / "stages/spins.py").write_text("import os; print(os.environ.get('GOMP_SPINCOUNT'))")
+    clean = {name: value for name, value in environment.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    assert run(project, clean | given, "stages.spins").stdout == f"{spins}\n"
+
+
 def test_a_run_of_few_stages_preloads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(fork_server.ADDRESS_VARIABLE, raising=False)
     with processes.preload_stages(processes.FEWEST_PRELOADED - 1):
