@@ -112,5 +112,8 @@ def _list_output_paths(cache: Path, out: dict[str, Any], oid: str) -> list[str]:
 if __name__ == "__main__":
     from dvc.cli import main
 
+    from pipeline.dvc_internals import use_libyaml_for_lock_file
+
     check_cached_copies()
+    use_libyaml_for_lock_file()
     sys.exit(main(sys.argv[1:]))

@@ -11,6 +11,7 @@ its folder, as a new process does.
 A stage has a session of its own. A signal to the client goes to the whole session; the end of the client ends it.
 """
 
+import atexit
 import gc
 import importlib
 import json
@@ -21,6 +22,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import warnings
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -168,6 +170,12 @@ def main() -> None:
         request = serve(listener)
     _become(request)
     runpy.run_module(request.module, run_name="__main__", alter_sys=True)
+    # A stage that ended well leaves here; taking the interpreter apart would copy the memory it shares with the server: 0.4 s.
+    threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing ends its forks: wait for threads, call atexit, flush
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

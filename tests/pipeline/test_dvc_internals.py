@@ -1,13 +1,19 @@
 """pipeline/dvc_internals.py: DVC's private functions are those of the version that it was written for."""
 
 import inspect
+import io
+import json
+from collections import OrderedDict
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
+from ruamel.yaml import YAML
 
 from pipeline import dvc_graph, dvc_internals
-from tests.pipeline.conftest import Project
+from tests.conftest import dvc
+from tests.pipeline.conftest import REPO, Project
 
 EXPECTED_PARAMETERS = {
     "_can_hash": ["stage"],
@@ -57,3 +63,45 @@ def test_a_stage_without_a_run_cache_is_refused_by_name(project: Project) -> Non
         (stage,) = repo.stage.collect("first")
         with pytest.raises(ValueError, match="first can't be made elsewhere"):
             dvc_internals.compute_run_cache_key(stage)
+
+
+VALUES = {
+    "schema": "2.0",
+    "stages": OrderedDict(
+        a={"cmd": 'python -m stages.a "$DVC_STAGE"', "none": None, "list": [None, 1, 0.001, 1.5e-9, True, [], {}]},
+        b={
+            "text": ["x: y", "  lead", "yes", "1e3", "null", "", "#", "ü" * 50, "long " * 40, "\\"],
+            "z": 1,
+            "a": {"b": None},
+        },
+    ),
+}
+
+
+def test_libyaml_writes_the_bytes_that_dvc_writes() -> None:
+    from dvc.utils.serialize._yaml import _dump
+
+    committed = YAML(typ="safe").load((REPO / "dvc.lock").read_text())
+    for data in (VALUES, committed):
+        ours, theirs = io.StringIO(), io.StringIO()
+        dvc_internals.dump_with_libyaml(data, ours)
+        _dump(data, theirs)
+        assert ours.getvalue() == theirs.getvalue()
+        assert YAML(typ="safe").load(ours.getvalue()) == json.loads(json.dumps(data))
+
+
+def test_a_run_and_dvc_alone_write_the_same_lock_file(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dvc import dvcfile
+
+    calls: list[Any] = []
+    dump = dvc_internals.dump_with_libyaml
+    monkeypatch.setattr(dvcfile, "modify_yaml", dvcfile.modify_yaml)  # back to DVC's after the test
+    dvc_internals.use_libyaml_for_lock_file()
+    monkeypatch.setattr(dvc_internals, "dump_with_libyaml", lambda *given: (calls.append(given), dump(*given)))
+    with dvc_graph.open_repo() as repo:
+        repo.reproduce()
+    assert calls
+    fast = Path("dvc.lock").read_text()
+    Path("dvc.lock").unlink()
+    assert dvc(project.root, "repro", "--force").returncode == 0
+    assert Path("dvc.lock").read_text() == fast

@@ -26,6 +26,12 @@ STAGES = {
         print(sys.argv[1:], os.getcwd(), os.environ["WORD"], own.TEXT, "AERIE_FORK_SERVER" in os.environ)
         print("forked" if "sndhdr_of_no_stage" in sys.modules else "started", file=sys.stderr)
     """,
+    "late": """
+        import atexit, threading, time
+        atexit.register(lambda: print("at exit"))
+        threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+        print("main")
+    """,
     "fail": "raise LookupError('of this stage')",
     "refuse": "import sys; sys.exit('aerie: refused')",
     "killed": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
@@ -95,6 +101,11 @@ def test_a_fork_runs_the_code_that_lies_there_now(project: Path, environment: di
     run(project, environment, "stages.describe")
     (project / "stages/own.py").write_text("TEXT = 'edited'  # another size, or byte code of this second stays valid")
     assert " edited " in run(project, environment, "stages.describe").stdout
+
+
+def test_threads_and_exit_functions_of_a_stage_run_to_their_end(project: Path, environment: dict[str, str]) -> None:
+    done = run(project, environment, "stages.late")
+    assert (done.stdout, done.returncode) == ("main\nthread\nat exit\n", 0)
 
 
 @pytest.mark.parametrize("served", [True, False])
