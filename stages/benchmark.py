@@ -77,7 +77,7 @@ def _run_cell(
     tree_name: str,
     ranks: distributed.RankContext,
 ) -> None:
-    torch.set_num_threads(params.target.num_threads)
+    torch.set_num_threads(params.benchmark.num_threads)
     gpus = params.target.gpus(params.benchmark.num_gpus_total)
     meter, started = gpu_energy.EnergyMeter(gpus), time.perf_counter()
     tree = TreeShape.parse(tree_name)
@@ -117,7 +117,7 @@ def _run_cell(
 
 
 def _describe_hardware(params: schema.Params) -> torch_records.Hardware:
-    hardware = torch_records.describe_hardware(params.target.device, params.target.num_threads)
+    hardware = torch_records.describe_hardware(params.target.device, params.benchmark.num_threads)
     total = params.benchmark.num_gpus_total
     return hardware | ({"num_gpus_total": total} if total > 1 else {})
 

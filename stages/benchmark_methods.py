@@ -69,7 +69,7 @@ class MethodRunContext:
 
 def main(name: str) -> None:
     p = schema.load_params()
-    torch.set_num_threads(p.target.num_threads)
+    torch.set_num_threads(p.benchmark.num_threads)
     meter, started = gpu_energy.EnergyMeter(p.target.gpus()), time.perf_counter()
     settings, workload = p.get_method_row(name), p.benchmark_methods.workload
     w = get_named(p.benchmark.workloads, workload, "benchmark.workloads")
@@ -111,7 +111,7 @@ def main(name: str) -> None:
             "parameters": method.num_parameters,
             "mixture": any(".experts." in key for key, _ in work.engine.model.named_parameters()),
             "model": p.target.model,
-            "hardware": torch_records.describe_hardware(p.target.device, p.target.num_threads),
+            "hardware": torch_records.describe_hardware(p.target.device, p.benchmark.num_threads),
             "versions": torch_records.list_versions("torch", "transformers"),
             "seconds": round(time.perf_counter() - started, 2),
             "seed": w.seed,

@@ -34,7 +34,7 @@ StartDecoding = Callable[[], Iterator[DecodeStep]]
 
 def main(name: str) -> None:
     p = schema.load_params()
-    torch.set_num_threads(p.target.num_threads)
+    torch.set_num_threads(p.benchmark.num_threads)
     started = time.perf_counter()
     target, s = manifest.read_manifest(), p.time_trees
     prompt, trees = _build_prompt(s.context, target.image_token_id), s.list_trees()
@@ -69,7 +69,7 @@ def main(name: str) -> None:
         plain=[timing_grid.PlainStepTime(batch=BATCH_SIZE, **step)],
         grid=grid,
         fit=fit,
-        hardware=torch_records.describe_hardware(p.target.device, p.target.num_threads),
+        hardware=torch_records.describe_hardware(p.target.device, p.benchmark.num_threads),
         versions=torch_records.list_versions("torch", "transformers"),
         seconds=round(time.perf_counter() - started, 2),
     )

@@ -95,6 +95,7 @@ class Benchmark(Section):
     allow_unsandboxed_code: bool  # HumanEval answers run even where the kernel can't keep them from the user's files
     torch_workloads: Names
     tree_scoring: Literal["sglang", "eagle"]
+    num_threads: Count
     num_gpus_total: Count
     num_gpus_per_model: Count
     max_gpu_memory: Positive | None
