@@ -70,9 +70,10 @@ def caption(rows: list[BenchmarkRow], date: str, duration: str, seed_spread: str
         )
     cell = json.loads(Path(f"results/cells/{first.workload}-{first.checkpoint}-{first.tree}.json").read_text())
     hardware, names = cell["hardware"], sorted({row.checkpoint for row in rows if row.is_replayed})
+    threads = "1 thread" if hardware["threads"] == 1 else f"{hardware['threads']} threads"
     shares = [row.identical_share for row in rows if row.identical_share is not None]
     sentences = [
-        f"{date}, {hardware['cpu']}, decoding on {hardware['threads']} thread{'s' * (hardware['threads'] > 1)}, float32; `make run` took {duration} after installing.",
+        f"{date}, {hardware['cpu']}, decoding on {threads}, float32; `make run` took {duration} after installing.",
         "± and brackets are 95% intervals; a speedup whose interval lies above 1 is bold.",
         *([_describe_identical(min(shares))] if shares else []),
         *([f"tau moves by about {seed_spread} with the seed of training."] if seed_spread else []),

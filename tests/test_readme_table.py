@@ -69,7 +69,10 @@ def test_the_table_has_intervals_and_marks_what_was_replayed(run: Path, monkeypa
     ]
     assert "Of each tree's answers at least 98% are identical to plain decoding's." in block[2]
     assert {line.count("|") for line in block[2].splitlines() if line.startswith("|")} == {7}
-    assert "2026-11-22, Made-up CPU, 2 cores, 2 threads, float32; `make run` took 3 min after installing." in block[2]
+    assert (
+        "2026-11-22, Made-up CPU, 2 cores, decoding on 2 threads, float32; `make run` took 3 min after installing."
+        in block[2]
+    )
     assert "e003: replayed, not measured." in block[2]
 
 
