@@ -38,7 +38,7 @@ GRID = {
 }  # fmt: skip
 PAIR = {"num_steps": [10], "topk": [1, 2, 3], "num_draft_tokens": [32], "trace_trees": GRID["trace_trees"][:2]}
 TREES = ("draft", "steps", "topk", "tokens", "tau", "tau_low", "tau_high", "cycles", "accepted", "mean_depth")
-INSIDE = ("draft", *replay_records.TREE_STATISTICS_COLUMNS[1:])
+INSIDE = ("draft", *replay_records.TreeBucket.list_keys()[1:])
 
 
 # Recording

@@ -146,7 +146,7 @@ WAYS_OUT = {
     "recurses without end": "def f():\n    f()\nf()",
     "crashes": "import ctypes\nctypes.string_at(0)",
     "eats memory at once": "x = bytearray(3 << 30)",
-    "eats memory bit by bit": "x = []\nwhile True:\n    x.append(bytearray(1 << 22))",
+    "eats memory bit by bit": "x = []\nwhile True:\n    x.append(bytes(1 << 22))",
 }
 
 

@@ -1,8 +1,9 @@
 """pipeline/dvc_internals.py: DVC's private functions are those of the version that it was written for."""
 
 import inspect
-import io
 import json
+import subprocess
+import sys
 from collections import OrderedDict
 from importlib.metadata import version
 from pathlib import Path
@@ -78,16 +79,26 @@ VALUES = {
 }
 
 
-def test_libyaml_writes_the_bytes_that_dvc_writes() -> None:
-    from dvc.utils.serialize._yaml import _dump
+DUMP_BOTH = """
+import io, json, sys
+from pipeline.dvc_internals import dump_with_libyaml
+from dvc.utils.serialize._yaml import _dump
+for data in json.load(sys.stdin):
+    written = [io.StringIO(), io.StringIO()]
+    dump_with_libyaml(data, written[0]), _dump(data, written[1])
+    print(json.dumps([text.getvalue() for text in written]))
+"""
 
+
+def test_libyaml_writes_the_bytes_that_dvc_writes() -> None:
+    """In a process of its own, as a run's DVC is: other modules teach ruamel.yaml to write nulls."""
     committed = YAML(typ="safe").load((REPO / "dvc.lock").read_text())
-    for data in (VALUES, committed):
-        ours, theirs = io.StringIO(), io.StringIO()
-        dvc_internals.dump_with_libyaml(data, ours)
-        _dump(data, theirs)
-        assert ours.getvalue() == theirs.getvalue()
-        assert YAML(typ="safe").load(ours.getvalue()) == json.loads(json.dumps(data))
+    both = json.dumps([VALUES, committed])
+    done = subprocess.run([sys.executable, "-c", DUMP_BOTH], input=both, capture_output=True, text=True, check=True)
+    for line, data in zip(done.stdout.splitlines(), json.loads(both), strict=True):
+        ours, theirs = json.loads(line)
+        assert ours == theirs
+        assert YAML(typ="safe").load(ours) == data
 
 
 def test_a_run_and_dvc_alone_write_the_same_lock_file(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
