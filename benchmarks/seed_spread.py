@@ -11,7 +11,6 @@ put together. Needs torch, but neither DVC nor Prefect. Of two machines: docs/re
 import argparse
 import csv
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -110,5 +109,4 @@ def print_spread(rows: list[list[object]]) -> None:
 
 
 if __name__ == "__main__":
-    print(platform.processor() or platform.machine())
     main()

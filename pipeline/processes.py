@@ -102,12 +102,10 @@ def preload_stages(number: int) -> Iterator[None]:
         return
     with TemporaryDirectory(prefix="aerie-") as folder:  # readable by this user only
         address = str(Path(folder) / "fork_server")
-        mark = {RUN_MARK_VARIABLE: _mark} if _mark else {}
-        # torch counts GPUs at import through NVML, since a process that has initialised CUDA cannot be forked.
-        environment = os.environ | mark | {"PYTHONUNBUFFERED": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         server = subprocess.Popen(
             [sys.executable, "-m", "stages.telemetry.fork_server", address],
-            env={name: value for name, value in environment.items() if name not in (password.CLIENT, password.SERVER)},
+            # torch counts GPUs at import through NVML, since a process that has initialised CUDA cannot be forked.
+            env=_build_environment() | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
             stdin=subprocess.PIPE,  # the server ends with this pipe
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,  # a stage that cannot import torch says so itself
@@ -237,21 +235,25 @@ def wait_before_retry(seconds: float) -> bool:
     return not _stopped.wait(seconds)
 
 
-def _start_command(
-    words: list[str], environment: dict[str, str], held_files: Iterable[int], piped: bool
-) -> psutil.Popen:
-    """Start the command in a session of its own: a Ctrl-C or a group kill must not reach DVC before its command."""
+def _build_environment() -> dict[str, str]:
+    """Return the environment of DVC, of what it starts and of the fork server, with the run's mark."""
     # dvc.yaml says `python -m stages.NAME`: that must be this Python, whether its environment is activated or not.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     # Without the Prefect server's password: stages start servers and graders.
     open_env = {name: value for name, value in os.environ.items() if name not in (password.CLIENT, password.SERVER)}
-    added = {"PATH": path, "PYTHONUNBUFFERED": "1"} | ({RUN_MARK_VARIABLE: _mark} if _mark else {})
+    return open_env | {"PATH": path, "PYTHONUNBUFFERED": "1"} | ({RUN_MARK_VARIABLE: _mark} if _mark else {})
+
+
+def _start_command(
+    words: list[str], environment: dict[str, str], held_files: Iterable[int], piped: bool
+) -> psutil.Popen:
+    """Start the command in a session of its own: a Ctrl-C or a group kill must not reach DVC before its command."""
     with _live_lock:
         if _stopped.is_set():
             raise StageError(f"{' '.join(words)} was not started: the run is cancelled")
         process = psutil.Popen(
             [sys.executable, "-m", *words],
-            env=open_env | added | environment,
+            env=_build_environment() | environment,
             pass_fds=list(held_files),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if piped else None,

@@ -42,15 +42,16 @@ def reproduce_recipe(name: str) -> Iterator[str]:
     stale: list[str] | None = None
     with workspaces.exclusive_run(print) as held_files:
         yield from take_recipe(name)
-        with processes.guard_run(held_files), processes.preload_stages(len(dvc_graph.list_stages())):
+        stages = dvc_graph.list_stages()
+        with processes.guard_run(held_files), processes.preload_stages(len(stages)):
             try:
-                dvc_graph.run_all_stages(dvc_graph.list_stages(), keep_going=True)
+                dvc_graph.run_all_stages(stages, keep_going=True)
             except processes.StageError:  # which stage failed and which were skipped is printed
                 stale = list(dvc_graph.explain_stale())
         yield from compare_recipe(name)
     if stale is not None:
         raise ValueError(
-            f"{len(stale)} of {len(dvc_graph.list_stages())} stages failed: {', '.join(stale)}; see above, mend it, run again"
+            f"{len(stale)} of {len(stages)} stages failed: {', '.join(stale)}; see above, mend it, run again"
         )
 
 

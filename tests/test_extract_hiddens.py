@@ -244,7 +244,7 @@ def killed(project: Path, rng: random.Random, when: Callable[[], bool]) -> bool:
     alive = process.poll() is None
     if alive:
         process.kill()
-    process.communicate()  # until nobody holds its output any more
+    process.communicate()  # until every process that holds its output has ended
     return alive
 
 

@@ -329,7 +329,7 @@ def recorder(tmp_path_factory: pytest.TempPathFactory) -> Any:
         patch.setattr(dpath, "get", lambda tree, key, separator: reduce(getitem, key.split(separator), tree))
         cached = lru_cache(maxsize=8)(partial(parse_json_or_yaml, parse))
         patch.setattr(_yaml, "parse_yaml", lambda text, path: deepcopy(cached(text, path)))
-        # Locks against other processes, of which there are none: an eighth.
+        # DVC's locks, which take an eighth of the time; no other process works in this project.
         patch.setattr(dvc.rwlock, "rwlock", lambda *_, **__: nullcontext())
         yield made
 

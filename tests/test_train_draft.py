@@ -45,7 +45,7 @@ def killed_project(small_run: Path, forked_stages: None, tmp_path_factory: pytes
         assert process.poll() is None, "no epoch was saved"
         time.sleep(0.02)
     process.kill()
-    process.communicate()  # until nobody holds its output any more
+    process.communicate()  # until every process that holds its output has ended
     return project
 
 

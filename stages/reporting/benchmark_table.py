@@ -110,7 +110,7 @@ def build_replayed_row(workload: str, tree: ReplayedTree, predicted: PredictedSp
 
 
 def format_benchmark_table(rows: list[BenchmarkRow], best_checkpoint: str) -> list[str]:
-    """Return the terminal's lines, a table per workload and checkpoint; speedups surely above 1 are bold on a terminal."""
+    """Return the terminal's lines, a table per workload and checkpoint."""
     lines = []
     for workload, checkpoint in dict.fromkeys((row.workload, row.checkpoint) for row in rows):
         group = [row for row in rows if (row.workload, row.checkpoint) == (workload, checkpoint)]

@@ -1,4 +1,4 @@
-"""Start stages in processes forked from one that has imported torch and transformers: 0.1 s each instead of seconds.
+"""Start stages in processes forked from one that has imported torch and transformers: 0.3 s each instead of seconds.
 
     aerie run ── starts ──> fork server: imports PRELOADED once, then waits at a Unix socket
       └─ DVC ── python -m stages.benchmark ... ──> client: sends its words, environment, folder and open files
@@ -8,7 +8,7 @@ The command lines of dvc.yaml are unchanged. Without the variable AERIE_FORK_SER
 where they are started. Only packages of others are preloaded, never a module of aerie, so a fork runs the code that lies in
 its folder, as a new process does.
 
-A stage has a session of its own. A signal to the client goes to the whole session; the end of the client ends it.
+A stage has a process group of its own. A signal to the client goes to the whole group; the end of the client ends it.
 """
 
 import atexit

@@ -114,7 +114,7 @@ def test_an_environment_that_was_cut_gets_its_pip(tmp_path: Path, monkeypatch: p
 
 FAKE = """\
 import sys
-print("Obtaining file:///work/aerie")
+print("Obtaining file:///src/aerie")
 print("Requirement already satisfied: numpy in ./.venv")
 print("Downloading torch-2.13.0.whl (526.6 MB)")
 print("Downloading six-1.17.0-py2.py3-none-any.whl (11 kB)")
