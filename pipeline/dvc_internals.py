@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ruamel.yaml import YAML
+from ruamel.yaml.representer import SafeRepresenter
 
 
 def compute_run_cache_key(stage: Any) -> str:
@@ -65,17 +66,32 @@ def use_libyaml_for_lock_file() -> None:
     dvcfile.modify_yaml.is_fast = True
 
 
+class _LockFileRepresenter(SafeRepresenter):
+    """Writes mappings in their order, and each null as a string that occurs nowhere else.
+
+    A class of its own: `add_representer` changes a class, and SafeRepresenter is that of every YAML(typ="safe") in the process.
+    """
+
+    null = uuid.uuid4().hex
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.sort_base_mapping_type_on_output = False
+
+
+_LockFileRepresenter.add_representer(type(None), lambda to, _: to.represent_str(to.null))
+_LockFileRepresenter.add_representer(OrderedDict, lambda to, mapping: to.represent_dict(mapping))
+
+
 def dump_with_libyaml(data: Any, stream: TextIO) -> None:
     """Write what DVC's own `_dump` writes, but for the quotes of strings with quotes or line ends.
 
     That leaves nulls out, also the space before them in a mapping.
     """
     yaml: Any = YAML(typ="safe")
-    null = uuid.uuid4().hex
     yaml.default_flow_style = False
-    yaml.sort_base_mapping_type_on_output = False
-    yaml.representer.add_representer(type(None), lambda to, _: to.represent_str(null))
-    yaml.representer.add_representer(OrderedDict, lambda to, mapping: to.represent_dict(mapping))
+    yaml.Representer = _LockFileRepresenter
     text = io.StringIO()
     yaml.dump(data, text)
+    null = _LockFileRepresenter.null
     stream.write(text.getvalue().replace(f": {null}\n", ":\n").replace(null, ""))

@@ -15,6 +15,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
+from ruamel.yaml.representer import RoundTripRepresenter
 
 from stages.params import schema
 from stages.params.recipe import RECIPES_FOLDER
@@ -88,11 +89,18 @@ def _write_merged(sections: dict[str, dict[str, Any]], label: str) -> Iterator[t
         Path(file.name).unlink(missing_ok=True)
 
 
+class _NullRepresenter(RoundTripRepresenter):
+    """Writes null as `null`. A class of its own: `add_representer` changes a class, and DVC's YAML has the other one."""
+
+
+_NullRepresenter.add_representer(type(None), lambda to, _: to.represent_scalar("tag:yaml.org,2002:null", "null"))
+
+
 def _merge_sections(recipe: dict[str, dict[str, Any]]) -> tuple[str, list[str]]:
     """Return the text of params.yaml with the recipe's keys, its comments kept, and a line for each key that changed."""
     yaml = YAML()
     yaml.width = 200  # long comments and lists stay on their lines
-    yaml.representer.add_representer(type(None), lambda r, _: r.represent_scalar("tag:yaml.org,2002:null", "null"))
+    yaml.Representer = _NullRepresenter
     whole = yaml.load(PARAMS_FILE.read_text(encoding="utf-8"))
     changes = [line for section, keys in recipe.items() for line in _set_key(whole, section, keys, schema.Params, "")]
     text = io.StringIO()

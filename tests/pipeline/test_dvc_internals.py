@@ -1,20 +1,19 @@
 """pipeline/dvc_internals.py: DVC's private functions are those of the version that it was written for."""
 
 import inspect
-import json
-import subprocess
-import sys
 from collections import OrderedDict
 from importlib.metadata import version
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from dvc.utils.serialize._yaml import _dump
 from ruamel.yaml import YAML
 
-from pipeline import dvc_graph, dvc_internals
+from pipeline import dvc_graph, dvc_internals, recipes
 from tests.conftest import dvc
-from tests.pipeline.conftest import REPO, Project
+from tests.pipeline.conftest import REPO, Project, give_params
 
 EXPECTED_PARAMETERS = {
     "_can_hash": ["stage"],
@@ -79,26 +78,25 @@ VALUES = {
 }
 
 
-DUMP_BOTH = """
-import io, json, sys
-from pipeline.dvc_internals import dump_with_libyaml
-from dvc.utils.serialize._yaml import _dump
-for data in json.load(sys.stdin):
-    written = [io.StringIO(), io.StringIO()]
-    dump_with_libyaml(data, written[0]), _dump(data, written[1])
-    print(json.dumps([text.getvalue() for text in written]))
-"""
-
-
 def test_libyaml_writes_the_bytes_that_dvc_writes() -> None:
-    """In a process of its own, as a run's DVC is: other modules teach ruamel.yaml to write nulls."""
     committed = YAML(typ="safe").load((REPO / "dvc.lock").read_text())
-    both = json.dumps([VALUES, committed])
-    done = subprocess.run([sys.executable, "-c", DUMP_BOTH], input=both, capture_output=True, text=True, check=True)
-    for line, data in zip(done.stdout.splitlines(), json.loads(both), strict=True):
-        ours, theirs = json.loads(line)
-        assert ours == theirs
-        assert YAML(typ="safe").load(ours) == data
+    for data in (VALUES, committed):
+        ours, theirs = StringIO(), StringIO()
+        dvc_internals.dump_with_libyaml(data, ours)
+        _dump(data, theirs)
+        assert ours.getvalue() == theirs.getvalue()
+        assert YAML(typ="safe").load(ours.getvalue()) == data
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("safe", "{a: 1, b: null}\n"), ("rt", "b:\na: 1\n")])
+def test_no_writer_changes_how_others_write_nulls(kind: str, expected: str, project: Project) -> None:
+    """Bug: one process's lock file, then its recipe: `train_rows: null` became a string of 32 digits in the recipe."""
+    give_params(project)
+    dvc_internals.dump_with_libyaml({"a": None}, StringIO())
+    recipes.write_sections({"report": {"title": "x"}})
+    written = StringIO()
+    YAML(typ=kind).dump({"b": None, "a": 1}, written)
+    assert written.getvalue() == expected
 
 
 def test_a_run_and_dvc_alone_write_the_same_lock_file(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
