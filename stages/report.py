@@ -14,7 +14,7 @@ from pathlib import Path
 
 from stages.params import schema
 from stages.params.tree_shape import TreeShape
-from stages.reporting import benchmark_table, costs, methods, page
+from stages.reporting import benchmark_table, costs, methods, page, timing_noise, verdict
 from stages.reporting.benchmark_table import BenchmarkRow
 from stages.reporting.inputs import ReportInputs, ReportSettings, StageReport
 from stages.reporting.methods import MethodRow
@@ -81,7 +81,8 @@ def write_report(p: schema.Params) -> None:
     ReplayedTree.write_csv(REPLAY_TABLE, (tree for trees in replayed.values() for tree in trees))
     atomic.write_json(METRICS_FILE, metrics)
     atomic.write_text(PAGE_FILE, page.render_page(_get_settings(p), found, metrics, tables))
-    table = format_terminal_table(found.table_rows, served_rows, metrics, found.predicted.launch, found.methods)
+    launch = found.predicted.launch
+    table = format_terminal_table(found.table_rows, served_rows, metrics, launch, found.methods, found.verdict)
     atomic.write_text(TABLE_FILE, f"{table}\n")
     print(table)
 
@@ -103,6 +104,7 @@ def read_inputs(p: schema.Params, replayed: dict[str, list[ReplayedTree]]) -> Re
     method_cells = read_methods(p)
     method_rows = methods.build_method_rows(method_cells, trained)
     predicted = _predict_speedups(p, cells, lines, replayed)
+    remarks = timing_noise.find_timing_remarks(cells, method_cells, lines, predicted.costs)
     return ReportInputs(
         cells=cells,
         rows=[benchmark_table.build_benchmark_row(cell, replayed.get(cell.checkpoint, [])) for cell in cells],
@@ -118,6 +120,16 @@ def read_inputs(p: schema.Params, replayed: dict[str, list[ReplayedTree]]) -> Re
         engines=methods.compare_engines(method_rows, cells, lines),
         stage_runs=_read_stage_runs(p) | {f"benchmark_methods@{cell.row}": cell for cell in method_cells},
         checkpoints=trained | imported,
+        verdict=verdict.build_verdict(
+            predicted.launch,
+            predicted.rows,
+            cells,
+            [line.row for line in lines],
+            method_rows,
+            remarks,
+            _select_replayable(p, p.benchmark.workloads),
+            replayed,
+        ),
     )
 
 

@@ -42,6 +42,8 @@ class PublishedPair:
     published: PublishedRow
     published_value: float  # in the unit of own_value
     own_value: float
+    own_low: float | None  # the ends of its interval; None where it has none
+    own_high: float | None
     workload: str
     checkpoint: str | None  # None for plain decoding
     differences: tuple[str, ...]  # why the two need not agree
@@ -79,6 +81,8 @@ def pair_rows(rows: Iterable[PublishedRow], points: list[OwnPoint]) -> Iterator[
                     row,
                     published_value=row.value / 100 if row.unit == "%" else row.value,
                     own_value=point.metrics[row.metric],
+                    own_low=point.metrics.get(f"{row.metric}_low"),
+                    own_high=point.metrics.get(f"{row.metric}_high"),
                     workload=point.cell.workload,
                     checkpoint=point.checkpoint,
                     differences=tuple(_explain_differences(row, point.cell)),
@@ -99,6 +103,12 @@ def convert_served_points(lines: Iterable[ServedTableLine]) -> Iterator[OwnPoint
                 name: line.row[column] * factor
                 for name, (column, factor) in SERVED_COLUMNS.items()
                 if line.row[column] is not None
+            }
+            metrics |= {
+                f"{name}_{end}": line.row[f"{column}_{end}"]
+                for name, (column, _) in SERVED_COLUMNS.items()
+                for end in ("low", "high")
+                if column in ("tau", "speedup") and line.row[f"{column}_{end}"] is not None
             }
             named = line.row.decoding != PLAIN
             yield OwnPoint(

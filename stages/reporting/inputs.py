@@ -6,6 +6,7 @@ from typing import Any
 from stages.reporting.benchmark_table import BenchmarkRow
 from stages.reporting.costs import CostPrediction
 from stages.reporting.methods import EngineSpeeds, MethodRow
+from stages.reporting.verdict import Verdict
 from stages.results.replay_records import ReplayedTree, TreeBucket
 from stages.results.served_records import ServedCell
 from stages.results.served_table import ServedTableLine
@@ -62,6 +63,7 @@ class ReportInputs:
     engines: list[EngineSpeeds]
     stage_runs: dict[str, StageRun | Cell]  # the last logged run of each stage; cells hold their own figures
     checkpoints: dict[str, ImportReport]  # trained ones, then imported ones
+    verdict: Verdict
 
     @property
     def table_rows(self) -> list[BenchmarkRow]:

@@ -53,6 +53,11 @@ class MethodRow(TableRow):
     moe: str  # whether the method ran on a target with experts: this run's target has them, or it was not tried
     engine: str
 
+    @property
+    def is_faster(self) -> bool:
+        """Return whether the speedup's interval lies above 1; False without an interval."""
+        return self.speedup_low is not None and self.speedup_low > 1
+
 
 @dataclass(frozen=True)
 class EngineSpeeds:
@@ -197,7 +202,7 @@ class MethodsPage:
 
     workload: str
     headings: list[str]
-    lines: list[tuple[tuple[str, ...], bool]]  # (texts, whether its speedup is the highest)
+    lines: list[tuple[tuple[str, ...], bool]]  # (texts, whether it is faster than plain decoding)
     engines: list[EngineSpeeds]
 
 
@@ -206,6 +211,5 @@ def build_methods_page(found: list[MethodRow], engines: list[EngineSpeeds]) -> M
     if not found:
         return None
     headings = [" ".join(filter(None, parts)) for parts in METHOD_HEADINGS]
-    top_speedup = max(row.speedup for row in found)
-    lines = [(format_method_row(row), row.speedup == top_speedup) for row in found]
+    lines = [(format_method_row(row), row.is_faster) for row in found]
     return MethodsPage(found[0].workload, headings, lines, engines)

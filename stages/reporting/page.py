@@ -60,6 +60,10 @@ def render_page(settings: ReportSettings, found: ReportInputs, metrics: ResultSu
         title=settings.title,
         model=settings.model,
         metrics=metrics,
+        verdict=found.verdict,
+        badge=best
+        if metrics["checkpoints"][best]["mean_replay_tau"] > 1
+        else None,  # a draft that accepts nothing has none
         provenance=provenance.build_provenance(settings, found, tables),
         **_build_results(found, best),
         **_build_replays(settings, found, metrics),

@@ -95,7 +95,6 @@ class ServedGroup:
     rows: list[ServedRow]
     loads: list[LoadKey]
     top_tau: float | None
-    top_speedup: float | None
 
     @property
     def first(self) -> ServedRow:
@@ -130,8 +129,7 @@ def _build_group(rows: list[ServedRow], checkpoint: str | None) -> ServedGroup:
     lines += [row for row in trees if not row.ran]
     lines += [row for row in rows if row.decoding == PLAIN and not row.ran]
     top_tau = max((row.tau for row in ran if row.tau is not None), default=None)
-    top_speedup = max((row.speedup for row in ran if row.speedup is not None), default=None)
-    return ServedGroup(checkpoint, lines, loads, top_tau, top_speedup)
+    return ServedGroup(checkpoint, lines, loads, top_tau)
 
 
 def select_best_plain(rows: list[ServedRow]) -> dict[LoadKey, ServedRow]:
@@ -218,11 +216,13 @@ def explain_tau_gap(row: ServedRow) -> str:
 
 
 def summarise_served(rows: list[ServedRow]) -> dict[str, Any]:
-    """Return what results/metrics.json has of served cells."""
+    """Return what results/metrics.json has of served cells; the best is one whose interval lies above 1, or null."""
     ran = [row for row in rows if row.decoding == SPECULATIVE and row.ran]
     joined = [row for row in ran if row.speedup is not None]
-    first = max(joined, key=lambda row: row.speedup or 0.0, default=None)
-    names = ("workload", "checkpoint", "tree", "max_new_tokens", "concurrency", "tau", "speedup")
+    faster = [row for row in joined if row.is_faster]
+    first = max(faster, key=lambda row: row.speedup or 0.0, default=None)
+    load = ("workload", "checkpoint", "tree", "max_new_tokens", "concurrency")
+    names = (*load, "tau", "speedup", "speedup_low", "speedup_high")
     return {
         "points": len(ran),
         "plain_points": sum(row.decoding == PLAIN and row.ran for row in rows),

@@ -8,6 +8,7 @@ from stages.reporting import costs, methods, served
 from stages.reporting.benchmark_table import BenchmarkRow, format_benchmark_table
 from stages.reporting.inputs import ReportInputs
 from stages.reporting.methods import MethodRow
+from stages.reporting.verdict import Verdict
 from stages.results import torch_records
 from stages.results.prediction import LaunchAdvice
 from stages.results.served_table import ServedRow
@@ -26,6 +27,7 @@ def summarise_results(found: ReportInputs) -> ResultSummary:
     means = {name: fmean(tree.tau for tree in trees) for name, trees in found.replays.items()}
     shares = [row.identical_share for row in found.rows if row.identical_share is not None]
     summary = {
+        "verdict": {"kind": found.verdict.kind, "text": found.verdict.headline},
         "best_checkpoint": max(means, key=lambda name: means[name]),
         "checkpoints": {
             name: {"mean_replay_tau": means[name]} | _summarise_checkpoint(name, found) for name in found.replays
@@ -40,13 +42,19 @@ def summarise_results(found: ReportInputs) -> ResultSummary:
 
 
 def _summarise_checkpoint(checkpoint: str, found: ReportInputs) -> ResultSummary:
-    """Return the checkpoint's best replayed tree, and its best measured ones where it has cells."""
+    """Return the checkpoint's best replayed tree, and its best measured ones where it has cells.
+
+    Best by speedup is a tree whose interval lies above 1; null where no tree has such a one.
+    """
     top = max(found.replays[checkpoint], key=lambda tree: tree.tau)
     summary: ResultSummary = {"best_replayed": {"tree": top.shape.name, "tau": top.tau}}
     cells = [row for row in found.rows if row.checkpoint == checkpoint]
-    for metric in ("tau", "speedup") if cells else ():
-        first = max(cells, key=lambda row: row[metric])
-        summary[f"best_by_{metric}"] = {k: first[k] for k in ("workload", "tree", "tau", "speedup")}
+    if cells:
+        faster = [row for row in cells if row.is_faster]
+        names = ("workload", "tree", "tau", "speedup", "speedup_low", "speedup_high")
+        for metric, rows in (("tau", cells), ("speedup", faster)):
+            first = max(rows, key=lambda row: row[metric], default=None)
+            summary[f"best_by_{metric}"] = first and {name: first[name] for name in names}
     return summary
 
 
@@ -56,9 +64,12 @@ def format_terminal_table(
     metrics: ResultSummary,
     launch: list[LaunchAdvice],
     method_rows: list[MethodRow],
+    verdict: Verdict,
 ) -> str:
-    """Return aligned text: the torch engine's cells, served cells, methods, and what to launch."""
+    """Return aligned text: the verdict, the torch engine's cells, served cells, methods, and what to launch."""
     lines = [
+        *verdict.list_lines(),
+        "",
         *format_benchmark_table(rows, metrics["best_checkpoint"]),
         *served.format_served_table(served_rows),
         *methods.format_method_table(method_rows),

@@ -19,9 +19,16 @@ from stages.results.torch_records import TorchCell
 
 @dataclass(frozen=True)
 class MeasuredSpeedup(SpeedupEstimate):
-    """The speedup of decoding, and that of whole answers."""
+    """The speedup of decoding, that of whole answers, and the seconds of a step of plain decoding."""
 
     whole: float
+    plain_step_s: float
+
+    @property
+    def whole_interval(self) -> tuple[float | None, float | None]:
+        """Return the ends of the interval of `whole`."""
+        low, high = (None if end is None else end * self.whole / self.speedup for end in (self.low, self.high))
+        return low, high
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,8 @@ def measure_torch_cell(cell: TorchCell) -> MeasuredSpeedup | None:
     if min(cycles, tokens, plain_tokens) < 1:
         return None
     step, ends = plain / plain_tokens, (metrics.speedup_low, metrics.speedup_high)
-    return _build_measurement(metrics.tau, seconds / cycles / step, step * tokens / seconds, metrics.speedup, ends)
+    decoding = step * tokens / seconds
+    return _build_measurement(metrics.tau, seconds / cycles / step, decoding, metrics.speedup, ends, step)
 
 
 def measure_served_line(line: ServedTableLine) -> MeasuredSpeedup | None:
@@ -77,15 +85,16 @@ def measure_served_line(line: ServedTableLine) -> MeasuredSpeedup | None:
     if not (cycles and steps and own):
         return None
     ends = row.speedup_low, row.speedup_high
-    return _build_measurement(row.tau, fmean(cycles) / fmean(steps), fmean(steps) / fmean(own), row.speedup, ends)
+    step = fmean(steps)
+    return _build_measurement(row.tau, fmean(cycles) / step, step / fmean(own), row.speedup, ends, step)
 
 
 def _build_measurement(
-    tau: float, c: float, decoding: float, whole: float, ends: tuple[float | None, float | None]
+    tau: float, c: float, decoding: float, whole: float, ends: tuple[float | None, float | None], plain_step_s: float
 ) -> MeasuredSpeedup:
     """Return a measurement; `ends` are those of the interval of `whole`, the speedup of whole answers."""
     low, high = (None if end is None else decoding * end / whole for end in ends)
-    return MeasuredSpeedup(tau, c, decoding, low, high, whole)
+    return MeasuredSpeedup(tau, c, decoding, low, high, whole, plain_step_s)
 
 
 def compare_torch_cells(

@@ -34,6 +34,11 @@ class MethodCell(Cell):
     mixture: bool  # the target is a mixture of experts
     model: str
 
+    @property
+    def process_share(self) -> float | None:
+        """Return the CPU time of the process as a share of the wall time of all answers; None on a GPU."""
+        return torch_records.compute_process_share(self.prompts)
+
 
 METHOD_METRICS, METHOD_PROMPT_COLUMNS = MethodMetrics.list_keys(), MethodPromptRow.list_keys()
 

@@ -52,6 +52,11 @@ class PredictedSpeedup(TableRow):
         return TreeShape(self.steps, self.topk, self.tokens)
 
     @property
+    def is_faster(self) -> bool:
+        """Return whether the interval lies above 1; False without one."""
+        return self.low is not None and self.low > 1
+
+    @property
     def load(self) -> tuple[str | None, int | None, float, int]:
         return self.workload, self.max_new_tokens, self.temperature, self.concurrency
 
@@ -163,7 +168,7 @@ def choose_launches(
             runnable = [(row, how) for row in mine if row.load == load and (how := flags(engine, row))]
             if runnable:
                 best, how = max(runnable, key=lambda pair: pair[0].speedup)
-                enable = best.low is not None and best.low > 1
+                enable = best.is_faster
                 advice = {"engine": engine, "timed_on": timed_on, "enable": enable, "flags": how if enable else []}
                 found.append(LaunchAdvice.model_validate(best.model_dump() | advice))
     return found

@@ -11,7 +11,7 @@ from typing import Any
 from stages.grading.grade_summary import GradeSummary
 from stages.results import torch_records
 from stages.results.record import Record
-from stages.results.torch_records import TreeAcceptanceRates, TreeCell
+from stages.results.torch_records import StoppingRecord, TreeAcceptanceRates, TreeCell
 from stages.runtime import atomic
 from stages.serving.load_summary import LoadSummary
 
@@ -85,6 +85,10 @@ class LoadPoint(Record):
     quality: GradeSummary | None  # null if not graded
     requests: list[RequestRow]  # of all repeats
     warnings: list[str]  # sentences
+    process_share: float | None = (
+        None  # CPU time of the torch engine's process / wall time; null on a GPU and of a server
+    )
+    stopping: StoppingRecord | None = None  # of a speedup over the cell's own baseline; null without `until`
 
 
 class ServerDescription(Record):

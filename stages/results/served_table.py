@@ -95,6 +95,11 @@ class ServedRow(TableRow):
         return None if math.isinf(rate) else rate
 
     @property
+    def is_faster(self) -> bool:
+        """Return whether the speedup's interval lies above 1; False without an interval."""
+        return self.speedup_low is not None and self.speedup_low > 1
+
+    @property
     def ran(self) -> bool:
         return self.status == served_records.RAN
 

@@ -5,10 +5,10 @@ not by what lies in the folder: cells that were removed from params.yaml stay on
 """
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from stages.grading.grade_summary import GradeSummary
 from stages.params.tree_shape import TreeShape
@@ -131,6 +131,8 @@ class MethodPromptRow(Record):
     baseline_output_tokens: int
     baseline_prefill_latency_s: float
     baseline_e2e_latency_s: float
+    process_s: float | None = None  # CPU time of this process meanwhile, of all threads; null on a GPU
+    baseline_process_s: float | None = None
 
 
 class PromptRow(Record):
@@ -153,6 +155,8 @@ class PromptRow(Record):
     baseline_prefill_latency_s: float
     baseline_e2e_latency_s: float
     baseline_correct: bool | None
+    process_s: float | None = None  # as a method's
+    baseline_process_s: float | None = None
 
 
 class TorchQuality(Record):
@@ -160,6 +164,14 @@ class TorchQuality(Record):
 
     plain: GradeSummary
     speculative: GradeSummary
+
+
+class StoppingRecord(Record):
+    """How many repeats a measurement took, and why no more."""
+
+    repeats: int
+    rule: Literal["repeats", "half_width", "most_repeats"]  # the key of the workload that ended it
+    half_width: float | None  # of the speedup's interval, as a share of the speedup; null without an interval
 
 
 class TorchMeasurement(Record):
@@ -170,6 +182,7 @@ class TorchMeasurement(Record):
     quality: TorchQuality | None  # null if not graded
     histogram: list[int]  # verify cycles that accepted i draft tokens
     prompts: list[PromptRow]
+    stopping: StoppingRecord | None = None  # null in cells measured before it was recorded
 
 
 class TorchCell(TorchMeasurement, TreeCell):
@@ -180,6 +193,11 @@ class TorchCell(TorchMeasurement, TreeCell):
     num_steps: int
     topk: int
     num_draft_tokens: int
+
+    @property
+    def process_share(self) -> float | None:
+        """Return the CPU time of the process as a share of the wall time of all answers; None on a GPU."""
+        return compute_process_share(self.prompts)
 
 
 METRICS, PROMPT_COLUMNS = CellMetrics.list_keys(), PromptRow.list_keys()
@@ -202,6 +220,13 @@ def read_torch_cell(workload: str, checkpoint: str, tree: str) -> TorchCell:
     names = {"workload": workload, "checkpoint": checkpoint, "tree": tree}
     stage = f"benchmark@{workload}-{checkpoint}-{tree}"
     return TorchCell.read_cell(locate_torch_cell(workload, checkpoint, tree), stage, **names)
+
+
+def compute_process_share(rows: Sequence[PromptRow | MethodPromptRow]) -> float | None:
+    """Return CPU time / wall time of plain and other decoding together; None where an answer has no CPU time."""
+    process_s = [row[name] for row in rows for name in ("process_s", "baseline_process_s")]
+    wall_s = sum(row.e2e_latency_s + row.baseline_e2e_latency_s for row in rows)
+    return None if None in process_s or not wall_s else sum(process_s) / wall_s
 
 
 def describe_hardware(device: str, num_threads: int) -> Hardware:

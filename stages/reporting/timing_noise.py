@@ -1,0 +1,169 @@
+"""Times that a busy machine may have spoilt, each with the command that measures them again: docs/metrics.md, "Noise".
+
+Plain decoding of the same prompts takes as long beside one tree as beside another. So it is compared between cells, and with
+the plain step of the timing grid; a prefill is compared likewise. On a CPU a cell also has its process's own time.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from statistics import median
+
+from stages.results import cost_measured, interval, served_records, timing_grid
+from stages.results.method_records import MethodCell
+from stages.results.served_table import SPECULATIVE, ServedTableLine
+from stages.results.timing_grid import TimingGrid
+from stages.results.torch_records import TorchCell
+
+FAR_PREFILL = 2.0  # times the neighbours' median
+BEYOND = "more than its speedup's interval"
+BUSY_SHARE = 0.8  # of the wall time that a process computed; below it another process had the CPU
+
+
+@dataclass(frozen=True)
+class TimedCell:
+    """The times of a cell at one load."""
+
+    stage: str  # of dvc.yaml
+    label: str
+    peers: tuple[object, ...]  # cells with equal ones decode the same prompts plainly on the same machine
+    plain_tok_s: float
+    low: float | None  # the ends of the speedup's interval, as shares of it; None without one
+    high: float | None
+    prefill_s: float | None = None  # None where it holds waiting in a queue
+    plain_step_s: float | None = None  # None where no timing grid has such a step
+    process_share: float | None = None  # of the wall time; None on a GPU
+
+    def allows(self, ratio: float, margin: float = 0.0) -> bool:
+        """Return whether a ratio of plain speeds lies within the speedup's interval, widened by `margin`; True without one."""
+        return self.low is None or self.high is None or self.low - margin <= ratio <= self.high + margin
+
+
+@dataclass(frozen=True)
+class TimingRemark:
+    """What is odd about the times of a stage."""
+
+    stage: str
+    text: str
+
+    @property
+    def command(self) -> str:
+        """Return the command that measures it again."""
+        return f"aerie rerun {self.stage}"
+
+    def __str__(self) -> str:
+        return f"{self.text}; again: {self.command}"
+
+
+def find_timing_remarks(
+    cells: list[TorchCell],
+    methods: Iterable[MethodCell],
+    lines: Iterable[ServedTableLine],
+    grids: Iterable[TimingGrid],
+) -> list[TimingRemark]:
+    """Return what is odd about the times of each torch cell, method, point of loads, and timing grid of the torch engine."""
+    timed = [*map(time_torch_cell, cells), *map(time_method, methods), *filter(None, map(time_line, lines))]
+    found: dict[tuple[str, str], list[str]] = {(cell.stage, cell.label): [] for cell in timed}
+    for stage, label, reason in (*_compare_with_grids(cells, grids), *_compare_with_peers(timed), *_list_busy(timed)):
+        found.setdefault((stage, label), []).append(reason)
+    return [
+        TimingRemark(stage, f"{label}: {'; '.join(reasons)}") for (stage, label), reasons in found.items() if reasons
+    ]
+
+
+def time_torch_cell(cell: TorchCell) -> TimedCell:
+    """Return the times of a cell whose prompts were answered one by one."""
+    found, decoding = cell.metrics, cost_measured.measure_torch_cell(cell)
+    return TimedCell(
+        stage=f"benchmark@{cell.workload}-{cell.checkpoint}-{cell.tree}",
+        label=f"{cell.tree} with {cell.checkpoint} ({cell.workload})",
+        peers=(cell.workload, cell.engine, *sorted(cell.hardware.items())),
+        plain_tok_s=found.baseline_output_tok_s,
+        low=found.speedup_low and found.speedup_low / found.speedup,
+        high=found.speedup_high and found.speedup_high / found.speedup,
+        prefill_s=found.prefill_latency_s,
+        plain_step_s=decoding and decoding.plain_step_s,
+        process_share=cell.process_share,
+    )
+
+
+def time_method(cell: MethodCell) -> TimedCell:
+    """Return the times of a row of the table of methods."""
+    found = cell.metrics
+    return TimedCell(
+        stage=f"benchmark_methods{'' if cell.checkpoint else '_baseline'}@{cell.row}",
+        label=f"{cell.row} ({cell.workload})",
+        peers=("methods", cell.workload, cell.engine, *sorted(cell.hardware.items())),
+        plain_tok_s=found.baseline_output_tok_s,
+        low=found.speedup_low and found.speedup_low / found.speedup,
+        high=found.speedup_high and found.speedup_high / found.speedup,
+        prefill_s=found.prefill_latency_s,
+        process_share=cell.process_share,
+    )
+
+
+def time_line(line: ServedTableLine) -> TimedCell | None:
+    """Return the times of a point of loads; None without a speedup. Its requests wait in a queue before their prefill."""
+    row, cell = line.row, line.cell
+    if row.decoding != SPECULATIVE or not row.speedup or not row.baseline_output_throughput:
+        return None
+    at = f"{row.max_new_tokens} tokens, {row.concurrency or 'all'} at once"
+    return TimedCell(
+        stage=served_records.name_served_stage(row.workload, row.checkpoint, row.tree, row.engine),
+        label=f"{row.tree} with {row.checkpoint} ({row.workload}, {at})",
+        peers=(row.workload, row.engine, row.max_new_tokens, row.concurrency, *sorted(cell.hardware.items())),
+        plain_tok_s=row.baseline_output_throughput,
+        low=row.speedup_low and row.speedup_low / row.speedup,
+        high=row.speedup_high and row.speedup_high / row.speedup,
+        process_share=line.point.process_share if line.point else None,
+    )
+
+
+OddTime = tuple[str, str, str]  # stage, label, what is odd
+
+
+def _compare_with_peers(timed: list[TimedCell]) -> Iterator[OddTime]:
+    """Yield the cells whose plain decoding or prefill is far from the median of the others that decode the same."""
+    for cell in timed:
+        others = [other for other in timed if other.peers == cell.peers and other is not cell]
+        if not others:
+            continue
+        usual = median(other.plain_tok_s for other in others)
+        if not cell.allows(cell.plain_tok_s / usual):
+            gap = _describe_gap(cell.plain_tok_s / usual)
+            text = f"plain decoding, {cell.plain_tok_s:.0f} tokens/s, is {gap} its neighbours' {usual:.0f}"
+            yield cell.stage, cell.label, f"{text}, {BEYOND}"
+        prefills = [other.prefill_s for other in others if other.prefill_s]
+        if cell.prefill_s and prefills and not 1 / FAR_PREFILL <= cell.prefill_s / median(prefills) <= FAR_PREFILL:
+            text = f"a prefill of {cell.prefill_s:.3f} s beside its neighbours' {median(prefills):.3f}"
+            yield cell.stage, cell.label, text
+
+
+def _compare_with_grids(cells: list[TorchCell], grids: Iterable[TimingGrid]) -> Iterator[OddTime]:
+    """Yield the cells whose plain step is not the timing grid's; the grid itself where it is alone against most of them."""
+    for grid in grids:
+        plain = next((step for step in grid.plain if step.batch == 1), None)
+        margin = plain and interval.compute_margin(plain.error, plain.samples)
+        mine = [cell for cell in cells if not timing_grid.list_hardware_differences(grid.hardware, cell.hardware)]
+        steps = [(timed, timed.plain_step_s) for timed in map(time_torch_cell, mine) if timed.plain_step_s]
+        if plain is None or margin is None or not steps:
+            continue
+        off = [(cell, step_s) for cell, step_s in steps if not cell.allows(plain.step_s / step_s, margin)]
+        if len(steps) > 2 and 2 * len(off) > len(steps):
+            usual = median(step_s for _, step_s in steps)
+            text = f"its plain step, {1000 * plain.step_s:.2f} ms, is {_describe_gap(plain.step_s / usual)} that of most cells"
+            yield f"time_trees@{grid.checkpoint}", f"time_trees at {grid.checkpoint}", f"{text}, {1000 * usual:.2f} ms"
+            continue
+        for cell, step_s in off:
+            text = f"a plain step of {1000 * step_s:.2f} ms is {_describe_gap(step_s / plain.step_s)} time_trees'"
+            yield cell.stage, cell.label, f"{text} {1000 * plain.step_s:.2f}, {BEYOND}"
+
+
+def _list_busy(timed: list[TimedCell]) -> Iterator[OddTime]:
+    for cell in timed:
+        if cell.process_share is not None and cell.process_share < BUSY_SHARE:
+            text = f"another process had the CPU: this one computed {cell.process_share:.0%} of the wall time"
+            yield cell.stage, cell.label, text
+
+
+def _describe_gap(ratio: float) -> str:
+    return f"{abs(ratio - 1):.0%} {'above' if ratio > 1 else 'below'}"

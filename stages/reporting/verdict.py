@@ -1,0 +1,304 @@
+"""The verdict: what to launch at each load, or not to speculate, in one line that a reader can act on.
+
+The page, the terminal's table and results/metrics.json, which `pipeline` reads, have it from here. It rests on intervals: a
+speedup counts only where the low end of its interval is above 1.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal
+
+from stages.reporting.methods import BASELINE_ROW, MethodRow
+from stages.reporting.timing_noise import TimingRemark
+from stages.results import served_records
+from stages.results.prediction import LaunchAdvice, PredictedSpeedup
+from stages.results.replay_records import ReplayedTree
+from stages.results.served_records import TORCH_ENGINE
+from stages.results.served_table import SPECULATIVE, ServedRow
+from stages.results.torch_records import TorchCell
+
+VerdictKind = Literal["launch", "plain", "noisy", "disputed", "unknown"]
+MAX_LINES = 6  # groups of loads; further ones are counted
+NOTHING_TIMED = (
+    "No speedup is known: no tree was timed or predicted; list trees in benchmark.trees, or a checkpoint in "
+    "time_trees.checkpoints"
+)
+NOTHING_ACCEPTED = "no draft token was accepted; is it this target's draft, vocabulary and chat template?"
+NOISY = "Timings are too noisy to say"
+
+
+@dataclass(frozen=True)
+class VerdictLoad:
+    """The load that a speedup is of."""
+
+    engine: str  # on which it was timed
+    workload: str | None  # None: a prediction by the torch engine's costs, whose tau is the eval split's
+    max_new_tokens: int | None  # None where the torch engine answers prompt by prompt
+    temperature: float
+    concurrency: int | None  # None: no limit
+
+    @property
+    def at_once(self) -> str:
+        return "without a limit" if self.concurrency is None else f"at {self.concurrency:g} at once"
+
+    @property
+    def place(self) -> str:
+        """Return what the loads of a sweep share, in words; empty where the torch engine answers prompt by prompt."""
+        return f" ({self.engine}, {self.workload}, {self.max_new_tokens} tokens)" if self.max_new_tokens else ""
+
+
+@dataclass(frozen=True)
+class SpeedupEvidence:
+    """A predicted or measured speedup of one tree with one checkpoint."""
+
+    tree: str
+    checkpoint: str
+    speedup: float
+    low: float | None
+    high: float | None
+    stage: str | None = None  # that measured it; None of a prediction
+
+    @property
+    def name(self) -> str:
+        return f"{self.tree} with {self.checkpoint}"
+
+    @property
+    def is_faster(self) -> bool:
+        """Return whether the interval lies above 1; False without one."""
+        return self.low is not None and self.low > 1
+
+    @property
+    def is_slower(self) -> bool:
+        """Return whether the interval lies below 1; False without one."""
+        return self.high is not None and self.high < 1
+
+    def __str__(self) -> str:
+        ends = "no interval" if self.low is None or self.high is None else f"{self.low:.2f} to {self.high:.2f}"
+        return f"{self.speedup:.2f}x ({ends})"
+
+
+@dataclass(frozen=True)
+class VerdictLine:
+    """What to do at one load."""
+
+    load: VerdictLoad
+    kind: VerdictKind
+    advice: str  # "Launch t8_2_16 with e009", "Do not speculate"
+    evidence: str
+    more: str = ""  # further evidence, or what to run
+
+    @property
+    def group(self) -> tuple[str, str, str]:
+        """Return what lines that are told as one share."""
+        return self.kind, self.advice, self.load.place
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer of a run."""
+
+    kind: VerdictKind
+    headline: str
+    more: tuple[str, ...]  # other loads, engines and methods
+    warnings: tuple[str, ...]
+
+    def list_lines(self) -> list[str]:
+        """Return the terminal's lines."""
+        return [self.headline, *self.more, *(f"! {line}" for line in self.warnings)]
+
+
+def build_verdict(
+    launch: list[LaunchAdvice],
+    predicted: list[PredictedSpeedup],
+    cells: list[TorchCell],
+    served: list[ServedRow],
+    method_rows: list[MethodRow],
+    remarks: list[TimingRemark],
+    replayable: Collection[str],
+    replays: Mapping[str, list[ReplayedTree]],
+) -> Verdict:
+    """Return the verdict.
+
+    `replays` are by checkpoint; `replayable` are the workloads whose prompts were replayed: predictions hold for these.
+    """
+    lines = judge_loads(_collect_predicted(launch, predicted), _collect_measured(cells, served), replayable)
+    groups = [list(group) for _, group in groupby(lines, key=lambda line: line.group)]
+    told = [_format_group(group) for group in groups[:MAX_LINES]]
+    if len(groups) > MAX_LINES:
+        told.append(f"{len(groups) - MAX_LINES} more groups of loads are in results/served.csv and results/launch.json")
+    warnings = [*_warn_of_measured(cells, served), *_warn_of_replays(replays), *map(str, remarks)]
+    more = [*told[1:], *_describe_other_engines(launch), *_summarise_methods(method_rows)]
+    return Verdict(
+        lines[0].kind if lines else "unknown", told[0] if told else NOTHING_TIMED, tuple(more), tuple(warnings)
+    )
+
+
+# Evidence
+
+Predictions = dict[VerdictLoad, SpeedupEvidence]
+Measurements = dict[VerdictLoad, list[SpeedupEvidence]]
+
+
+def _collect_predicted(launch: Iterable[LaunchAdvice], predicted: Iterable[PredictedSpeedup]) -> Predictions:
+    """Return the fastest predicted tree of each load, of those that an engine can run where any can."""
+    found: dict[VerdictLoad, PredictedSpeedup] = {}
+    for rows in (launch, predicted):
+        known = set(found)
+        for row in rows:
+            engine = row.timed_on if isinstance(row, LaunchAdvice) else row.engine
+            load = VerdictLoad(engine, row.workload, row.max_new_tokens, row.temperature, row.concurrency)
+            if load not in known and (load not in found or row.speedup > found[load].speedup):
+                found[load] = row
+    return {
+        load: SpeedupEvidence(row.shape.name, row.checkpoint, row.speedup, row.low, row.high)
+        for load, row in found.items()
+    }
+
+
+def _collect_measured(cells: Iterable[TorchCell], served: Iterable[ServedRow]) -> Measurements:
+    """Return the measured trees of each load."""
+    found: Measurements = {}
+    for cell in cells:
+        speeds = cell.metrics
+        load = VerdictLoad(cell.engine, cell.workload, None, cell.temperature, 1)
+        ends = speeds.speedup_low, speeds.speedup_high
+        stage = f"benchmark@{cell.workload}-{cell.checkpoint}-{cell.tree}"
+        found.setdefault(load, []).append(SpeedupEvidence(cell.tree, cell.checkpoint, speeds.speedup, *ends, stage))
+    for row in served:
+        if row.decoding == SPECULATIVE and row.speedup is not None and row.rate is None:
+            load = VerdictLoad(row.engine, row.workload, row.max_new_tokens, row.temperature, row.concurrency)
+            stage = served_records.name_served_stage(row.workload, row.checkpoint, row.tree, row.engine)
+            names, ends = (str(row.tree), str(row.checkpoint)), (row.speedup_low, row.speedup_high)
+            found.setdefault(load, []).append(SpeedupEvidence(*names, row.speedup, *ends, stage))
+    return found
+
+
+def judge_loads(guesses: Predictions, measured: Measurements, replayable: Collection[str]) -> list[VerdictLine]:
+    """Return a line for each measured load, and for each predicted one that was not measured."""
+    lines, used = [], set()
+    for load, found in measured.items():
+        torch = VerdictLoad(TORCH_ENGINE, None, None, load.temperature, load.concurrency)
+        key = torch if load.engine == TORCH_ENGINE and load.workload in replayable else load
+        used.add(key)
+        lines.append(judge_load(load, guesses.get(key), found))
+    return [*lines, *(judge_load(load, guess, []) for load, guess in guesses.items() if load not in used)]
+
+
+def judge_load(load: VerdictLoad, guess: SpeedupEvidence | None, measured: list[SpeedupEvidence]) -> VerdictLine:
+    """Return what to do at a load. What was measured of a tree outweighs what is predicted of it."""
+    every = [*([guess] if guess else []), *measured]
+    best = max(measured or every, key=lambda one: one.speedup)
+    faster = max((one for one in measured if one.is_faster), key=lambda one: one.speedup, default=None)
+    if guess and guess.is_faster:
+        own = next((one for one in measured if one.name == guess.name), None)
+        return _judge_prediction(load, guess, own, faster, best)
+    if faster:
+        return VerdictLine(load, "launch", f"Launch {faster.name}", f"measured {faster}")
+    said = f"the best {'measured' if best.stage else 'predicted'}, {best.name}, is {best}"
+    if all(one.low is None for one in every):
+        return VerdictLine(load, "unknown", "No speedup is sure", said, "ask more prompts, or take three repeats")
+    if best.speedup <= 1 or all(one.is_slower for one in every):
+        return VerdictLine(load, "plain", "Do not speculate", said)
+    return VerdictLine(load, "noisy", NOISY, said, _advise_more(load, best))
+
+
+def _judge_prediction(
+    load: VerdictLoad,
+    guess: SpeedupEvidence,
+    own: SpeedupEvidence | None,
+    faster: SpeedupEvidence | None,
+    best: SpeedupEvidence,
+) -> VerdictLine:
+    """Return what to do where a tree is predicted to be faster.
+
+    `own` is that tree's measurement, `faster` the fastest tree that was measured to be faster, `best` the fastest measured.
+    """
+    launch, predicted = f"Launch {guess.name}", f"predicted {guess}"
+    if own and own.is_faster:
+        return VerdictLine(load, "launch", launch, predicted, f"measured {own}")
+    if own and faster:
+        more = f"{guess.name} is predicted {guess}, but measured {own}"
+        return VerdictLine(load, "launch", f"Launch {faster.name}", f"measured {faster}", more)
+    if faster:
+        name = faster.tree if faster.checkpoint == guess.checkpoint else faster.name
+        return VerdictLine(load, "launch", launch, predicted, f"measured {name} {faster}")
+    if best is guess:
+        return VerdictLine(load, "launch", launch, predicted, "not measured here: measure it before you rely on it")
+    said = f"{guess.name} is predicted {guess}, but the best measured, {best.name}, is {best}"
+    if best.is_slower:
+        return VerdictLine(load, "disputed", "Prediction and measurement disagree", said, _advise_more(load, best))
+    return VerdictLine(load, "noisy", NOISY, said, _advise_more(load, best))
+
+
+def _advise_more(load: VerdictLoad, best: SpeedupEvidence) -> str:
+    again = f"aerie rerun {best.stage} on an idle machine, or " if best.stage else ""
+    more = f"benchmark.workloads.{load.workload}.until" if load.workload else "time_trees.repeats"
+    return f"{again}raise {more}" if more.endswith("repeats") else f"{again}set {more}"
+
+
+# Words
+
+
+def _format_group(group: list[VerdictLine]) -> str:
+    """Return one text for lines that give the same advice; the evidence is that of the first."""
+    line = group[0]
+    load, more = line.load, f"; {line.more}" if line.more else ""
+    if len(group) > 1:
+        limits = [f"{one.load.concurrency:g}" if one.load.concurrency else "no limit" for one in group]
+        at = f"at {', '.join(limits[:-1])} and {limits[-1]} at once{load.place}"
+        return f"{line.advice} {at}: {line.evidence} {load.at_once}{more}"
+    if line.kind == "launch":
+        return f"{line.advice}: {line.evidence} {load.at_once}{load.place}{more}"
+    return f"{line.advice} {load.at_once}{load.place}: {line.evidence}{more}"
+
+
+def _describe_other_engines(launch: list[LaunchAdvice]) -> list[str]:
+    """Return the pick of each engine that can't run the fastest tree of a load, as vLLM, which takes chains."""
+    told = []
+    for row in launch:
+        others = [other for other in launch if other.load == row.load and other.timed_on == row.timed_on]
+        top = max(others, key=lambda other: other.speedup)
+        if row.enable and row.shape != top.shape:
+            pick = SpeedupEvidence(row.shape.name, row.checkpoint, row.speedup, row.low, row.high)
+            told.append(f"On {row.engine}: {pick.name}, predicted {pick} at {row.concurrency:g} at once")
+    return told
+
+
+def _summarise_methods(method_rows: list[MethodRow]) -> list[str]:
+    """Return the fastest method of the table of methods, if any is faster than plain decoding."""
+    rows = [row for row in method_rows if row.row != BASELINE_ROW]
+    sure = [row for row in rows if row.is_faster]
+    if not sure:
+        return ["Of the methods none is clearly faster than plain decoding"] if rows else []
+    top = max(sure, key=lambda row: row.speedup)
+    found = f"{top.speedup:.2f}x ({top.speedup_low:.2f} to {top.speedup_high:.2f})"
+    return [f"Of {len(rows)} methods the fastest is {top.row}: measured {found}"]
+
+
+def _warn_of_measured(cells: list[TorchCell], served: list[ServedRow]) -> list[str]:
+    """Return warnings of drafts that accept nothing, and of measurements of which every one is slower than plain decoding."""
+    taus = [(f"{cell.workload}-{cell.checkpoint}-{cell.tree}", cell.metrics.tau) for cell in cells]
+    taus += [
+        (f"{row.workload}-{row.checkpoint}-{row.tree}", row.tau)
+        for row in served
+        if row.decoding == SPECULATIVE and row.tau is not None
+    ]
+    found = []
+    if idle := list(dict.fromkeys(name for name, tau in taus if tau == 1)):
+        text = f"tau is exactly 1.00 in {', '.join(idle[:3])}{' and others' if len(idle) > 3 else ''}"
+        found.append(f"{text}: {NOTHING_ACCEPTED}")
+    speedups = [cell.metrics.speedup for cell in cells]
+    speedups += [row.speedup for row in served if row.decoding == SPECULATIVE and row.speedup is not None]
+    if speedups and max(speedups) < 1:
+        found.append(f"every measured tree is slower than plain decoding, the best at {max(speedups):.2f}x")
+    return found
+
+
+def _warn_of_replays(replays: Mapping[str, list[ReplayedTree]]) -> list[str]:
+    """Return a warning for each checkpoint that no tree gains anything with."""
+    return [
+        f"tau of {name} is exactly 1.00 in every replayed tree: {NOTHING_ACCEPTED}"
+        for name, trees in replays.items()
+        if all(tree.tau == 1 for tree in trees)
+    ]
