@@ -84,6 +84,23 @@ def stale() -> None:
 
 
 @app.command()
+def rerun(
+    cell: Annotated[
+        str,
+        typer.Argument(metavar="CELL", help="As the report names it: benchmark@eval-e009-t8_2_16, or its file's name."),
+    ],
+) -> None:
+    """Measure one cell again, though nothing it depends on has changed.
+
+    For times that the report doubts, on a machine that is idle now. The old cell is kept if the stage fails. Run
+    `aerie run` afterwards for the table.
+    """
+    from pipeline import rerun as steps
+
+    _print_lines(steps.rerun_cell(cell))
+
+
+@app.command()
 def use(recipe: Recipe) -> None:
     """Write a recipe's keys into params.yaml. Comments and other keys stay.
 

@@ -199,11 +199,12 @@ def reproduce_stage(
     on_line: Callable[[str], object],
     environment: dict[str, str] | None = None,
     held_files: Iterable[int] = (),
+    force: bool = False,
 ) -> Outcome:
     """Bring one stage up to date, not the stages it depends on. Lines of its log go to `on_line`, without DVC's noise.
 
-    `environment` is added to this process's own; the open files `held_files`, and locks on them, stay open until DVC has
-    ended.
+    With `force` it runs even if nothing has changed. `environment` is added to this process's own; the open files
+    `held_files`, and locks on them, stay open until DVC has ended.
 
     Raises:
         StageError: with the end of the log, if the stage or DVC failed.
@@ -221,7 +222,7 @@ def reproduce_stage(
 
     # --wait-for-lock, which must come before `repro`: without it a stage that has *finished* is lost if DVC does not get
     # its lock within 3 s.
-    words = [DVC_MODULE, "--wait-for-lock", "repro", "--single-item", name]
+    words = [DVC_MODULE, "--wait-for-lock", "repro", "--single-item", *(["--force"] if force else []), name]
     if status := run_command(words, DvcOutput([name], begin, read_line), environment or {}, held_files):
         log = "\n".join(tail)
         raise StageError(
@@ -232,6 +233,23 @@ def reproduce_stage(
     expected = [text.pattern for text in OUTCOME_LINES]
     assert outcome, f"dvc printed none of {expected} for {name}; has a new version changed them? {list(tail)}"
     return outcome
+
+
+def list_outputs(stages: Collection[str]) -> dict[str, list[str]]:
+    """Return the outputs of every stage of these groups: `benchmark` has benchmark@eval-e003-t8_2_16 and others."""
+    with open_repo() as repo:
+        named = {_get_stage_name(stage): stage for stage in repo.index.stages}
+        return {
+            name: [os.path.relpath(out.fs_path) for out in stage.outs]
+            for name, stage in named.items()
+            if name.partition("@")[0] in stages
+        }
+
+
+def restore_outputs(name: str) -> None:
+    """Bring back a stage's last outputs from the cache, as dvc.lock has them."""
+    with open_repo() as repo:
+        repo.checkout(targets=[name], force=True, allow_missing=True)
 
 
 def run_all_stages(stages: Collection[str], keep_going: bool = False, verbose: bool = False) -> None:

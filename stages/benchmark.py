@@ -30,9 +30,10 @@ from stages.grading import grade
 from stages.params import schema
 from stages.params.section import get_named
 from stages.params.tree_shape import TreeShape
-from stages.results import load_points, metrics, served_records, torch_grades, torch_records
+from stages.results import load_points, metrics, served_records, stopping, torch_grades, torch_records
 from stages.results.served_records import LoadPoint, LoadsMeasurement
-from stages.results.torch_records import PromptRow, TorchMeasurement
+from stages.results.stopping import RepeatRule
+from stages.results.torch_records import PromptRow, StoppingRecord, TorchMeasurement
 from stages.runtime import distributed
 from stages.serving import engine_load, latency
 from stages.target import chat_template, manifest
@@ -44,10 +45,19 @@ DECODING_KINDS = ("plain", "speculative")
 OutputsByKind = dict[str, list[int]]  # token ids of an answer, by kind of decoding
 
 
+@dataclass(frozen=True)
+class TorchAnswer:
+    """An answer, decoded both ways."""
+
+    row: PromptRow
+    accepted: list[int]  # drafts in each verify cycle
+    outputs: OutputsByKind
+
+
 def main(workload_name: str, checkpoint_name: str, tree_name: str) -> None:
     params = schema.load_params()
     processes = params.benchmark.processes
-    _check_gpus(params)
+    cell_context.check_gpus(params)
     try:
         launched = distributed.launch_ranks("benchmark", [workload_name, checkpoint_name, tree_name], processes)
     except ValueError:
@@ -58,16 +68,6 @@ def main(workload_name: str, checkpoint_name: str, tree_name: str) -> None:
     if not launched:
         with distributed.join_process_group(params.target.device) as ranks:
             _run_cell(params, workload_name, checkpoint_name, tree_name, ranks)
-
-
-def _check_gpus(params: schema.Params) -> None:
-    """Raises ValueError if fewer GPUs are visible than the stage is to use."""
-    needed = params.benchmark.num_gpus_total
-    if needed > 1 and params.target.device.startswith("cuda") and (found := torch.cuda.device_count()) < needed:
-        raise ValueError(
-            f"benchmark.num_gpus_total is {needed}, this stage sees {found} GPUs; lower it, or raise "
-            "schedule.stages.benchmark.gpus (CUDA_VISIBLE_DEVICES, where you set it)"
-        )
 
 
 def _run_cell(
@@ -139,35 +139,48 @@ def _measure_prompt_by_prompt(work: TorchCellContext) -> tuple[TorchMeasurement,
         for kind in DECODING_KINDS:
             drawn = cell_context.make_sampling_params(work, question.id, 0, 0)
             list(_start_decoding(work, kind, question.prompt_ids, question.id, drawn))
-    mine = [
-        (repeat, number, row, [step.num_accepted for step in cycles], outputs)
-        for repeat in range(work.workload.repeats)
-        for number, question in enumerate(workload_prompts.list_rows(work.prompts))
-        if number % work.ranks.world == work.ranks.rank
-        for row, cycles, outputs in _decode_turns(work, question, repeat, number)
-    ]
-    answers = sorted(
-        distributed.all_gather_lists(work.ranks, mine), key=lambda answer: answer[:2]
-    )  # turns of a prompt stay in order
-    rows = [row for _, _, row, _, _ in answers]
     prompt_set, tree = work.workload.prompts, work.tree
+    answers: list[TorchAnswer] = []
+    ended: StoppingRecord | None = None
+    while ended is None:
+        repeat = answers[-1].row.repeat + 1 if answers else 0
+        answers += _decode_repeat(work, repeat)
+        rows = [answer.row for answer in answers]
+        ended = _judge_repeats(work, repeat + 1, metrics.measure_half_width(rows, prompt_set))
     found = metrics.compute_cell_metrics(rows, tree.num_steps, tree.num_draft_tokens, prompt_set)
     measured = TorchMeasurement(
         metrics=found,
         repeats=metrics.summarise_repeats(rows, prompt_set),
-        quality=_grade_rows(work, rows, [outputs for *_, outputs in answers]),
-        histogram=metrics.count_accepted_lengths([accepted for _, _, _, accepted, _ in answers], tree.num_steps),
+        quality=_grade_rows(work, rows, [answer.outputs for answer in answers]),
+        histogram=metrics.count_accepted_lengths([answer.accepted for answer in answers], tree.num_steps),
         prompts=rows,
+        stopping=ended,
     )
     share = found.identical_share
     identical = "" if share is None else f"identical {share:.0%} of "
     return measured, f"tau {found.tau:.3f}, speedup {found.speedup:.2f}, {identical}{len(rows)} answers"
 
 
-def _decode_turns(
-    work: TorchCellContext, question: WorkloadPrompt, repeat: int, number: int
-) -> Iterator[tuple[PromptRow, list[DecodeStep], OutputsByKind]]:
-    """Yield (row of the cell, verify cycles, outputs) for each turn.
+def _judge_repeats(work: TorchCellContext, repeats: int, half_width: float | None) -> StoppingRecord | None:
+    """Return why the cell ends after so many repeats, None while it goes on; all processes find the same."""
+    rule = RepeatRule(work.workload.fewest_repeats, work.workload.most_repeats, work.workload.half_width)
+    return rule.judge(repeats, half_width, prints=work.ranks.first)
+
+
+def _decode_repeat(work: TorchCellContext, repeat: int) -> list[TorchAnswer]:
+    """Decode every prompt once both ways, divided over processes; return the answers of all processes."""
+    mine = [
+        (number, answer)
+        for number, question in enumerate(workload_prompts.list_rows(work.prompts))
+        if number % work.ranks.world == work.ranks.rank
+        for answer in _decode_turns(work, question, repeat, number)
+    ]
+    every = distributed.all_gather_lists(work.ranks, mine)
+    return [answer for _, answer in sorted(every, key=lambda pair: pair[0])]  # turns of a prompt stay in order
+
+
+def _decode_turns(work: TorchCellContext, question: WorkloadPrompt, repeat: int, number: int) -> Iterator[TorchAnswer]:
+    """Yield the answer of each turn.
 
     The kind of decoding that goes first alternates over prompts, repeats and turns.
     """
@@ -185,7 +198,8 @@ def _decode_turns(
             for kind in order
         }
         outputs = {kind: decoded.tokens for kind, decoded in timed.items()}
-        yield _build_row(work, question.id, repeat, turn, ids, drawn, timed), timed["speculative"].cycles, outputs
+        row = _build_row(work, question.id, repeat, turn, ids, drawn, timed)
+        yield TorchAnswer(row, [step.num_accepted for step in timed["speculative"].cycles], outputs)
         if work.tokenizer is not None:
             answer = _decode_text(work, outputs["plain"])
 
@@ -211,7 +225,9 @@ def _build_row(
         cycles=len(speculative.cycles),
         accepted=sum(step.num_accepted for step in speculative.cycles),
         identical=None if drawn else output == plain_output,
-        divergence_margin=None if drawn else _measure_divergence_margin(work, prompt, prompt_id, output, plain_output),
+        divergence_margin=None
+        if drawn
+        else cell_context.measure_divergence_margin(work, prompt, prompt_id, output, plain_output),
         finish_reason="stop" if output[-1] in work.engine.end_tokens else "length",
         prefill_latency_s=speculative.prefill_s,
         e2e_latency_s=speculative.total_s,
@@ -220,6 +236,8 @@ def _build_row(
         baseline_prefill_latency_s=plain.prefill_s,
         baseline_e2e_latency_s=plain.total_s,
         baseline_correct=None,
+        process_s=speculative.process_s,
+        baseline_process_s=plain.process_s,
     )
 
 
@@ -230,22 +248,6 @@ def _start_decoding(
     if kind == "plain":
         return work.engine.decode_plain(ids, work.max_new_tokens, images, drawn)
     return work.engine.decode_speculative(ids, work.max_new_tokens, work.tree, images, drawn)
-
-
-def _measure_divergence_margin(
-    work: TorchCellContext, prompt: list[int], prompt_id: str, output: list[int], plain_output: list[int]
-) -> float | None:
-    """Return the target's logit margin where two answers part, None if they don't.
-
-    A near-tie is rounding, a wide margin a defect.
-    """
-    if output == plain_output:
-        return None
-    shared = next(
-        (i for i, (a, b) in enumerate(zip(output, plain_output, strict=False)) if a != b),
-        min(len(output), len(plain_output)),
-    )
-    return work.engine.measure_margin(prompt, plain_output[:shared], work.images[prompt_id])
 
 
 def _grade_rows(
@@ -277,9 +279,9 @@ def _measure_in_loads(work: TorchCellContext) -> tuple[LoadsMeasurement, str]:
     _warm_up(work)
     points: dict[str, list[LoadPoint]] = {kind: [] for kind in DECODING_KINDS}
     for load in work.workload.list_loads():
-        repeats = [_run_both_kinds(work, *load, repeat) for repeat in range(work.workload.repeats)]
+        found = _repeat_load(work, *load)
         for kind in DECODING_KINDS:
-            points[kind].append(_build_point(work, kind, *load, [both[kind] for both in repeats]))
+            points[kind].append(_build_point(work, kind, *load, found))
     target = manifest.read_manifest()
     measured = LoadsMeasurement(
         status=served_records.RAN,
@@ -314,6 +316,32 @@ def _warm_up(work: TorchCellContext) -> None:
     requests = [DecodeRequest(prompt.prompt_ids, 2, work.images[prompt.id]) for prompt in prompts]
     for kind in DECODING_KINDS if requests else ():
         list(work.engine.decode_batch(requests, len(requests), None if kind == "plain" else work.tree))
+
+
+@dataclass(frozen=True)
+class RepeatedLoad:
+    """One load, repeated."""
+
+    records: dict[str, load_points.RepeatRecords]  # by kind of decoding
+    process_share: (
+        float | None
+    )  # CPU time of this process / wall time; None on a GPU, and where processes wait for others
+    stopping: StoppingRecord
+
+
+def _repeat_load(work: TorchCellContext, length: int, cap: int | None) -> RepeatedLoad:
+    """Run one point until it was repeated often enough."""
+    records: dict[str, load_points.RepeatRecords] = {kind: [] for kind in DECODING_KINDS}
+    started, process_started, ended = time.perf_counter(), time.process_time(), None
+    while ended is None:
+        both = _run_both_kinds(work, length, cap, len(records["plain"]))
+        for kind in DECODING_KINDS:
+            records[kind].append(both[kind])
+        speeds = [load_points.list_throughputs(records[kind]) for kind in ("speculative", "plain")]
+        ended = _judge_repeats(work, len(records["plain"]), stopping.measure_half_width(*speeds))
+    share = (time.process_time() - process_started) / (time.perf_counter() - started)
+    is_alone_on_cpu = work.ranks.world == 1 and not work.params.target.device.startswith("cuda")
+    return RepeatedLoad(records, share if is_alone_on_cpu else None, ended)
 
 
 def _run_both_kinds(
@@ -377,9 +405,8 @@ def _make_request(work: TorchCellContext, request: TurnRequest, length: int, rep
     return DecodeRequest(request.ids, max_new_tokens, work.images[prompt_id], drawn)
 
 
-def _build_point(
-    work: TorchCellContext, kind: str, length: int, cap: int | None, repeats: load_points.RepeatRecords
-) -> LoadPoint:
+def _build_point(work: TorchCellContext, kind: str, length: int, cap: int | None, found: RepeatedLoad) -> LoadPoint:
+    repeats = found.records[kind]
     requests = load_points.list_requests(repeats)
     references = dict(work.prompts.select("id", "reference").iter_rows())
     grades: list[bool | None] = [None] * len(requests)
@@ -395,7 +422,7 @@ def _build_point(
             counts, records, work.workload.prompts, tree.num_steps, tree.num_draft_tokens, {}
         )
     prompts = len(work.prompts)
-    return load_points.build_point(
+    point = load_points.build_point(
         load_points.PointLoad(length, cap, work.workload.request_rate),
         repeats,
         grades,
@@ -403,6 +430,7 @@ def _build_point(
         acceptance,
         [f"{prompts} prompts, so never {cap} at once"] if cap and cap > prompts else [],
     )
+    return point.model_copy(update={"process_share": found.process_share, "stopping": found.stopping})
 
 
 if __name__ == "__main__":

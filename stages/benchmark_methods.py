@@ -212,6 +212,8 @@ def _decode_prompt(
         baseline_output_tokens=len(plain_output),
         baseline_prefill_latency_s=plain.prefill_s,
         baseline_e2e_latency_s=plain.total_s,
+        process_s=speculative.process_s,
+        baseline_process_s=plain.process_s,
     )
     return row, cycles
 

@@ -25,6 +25,8 @@ from stages.params.benchmark_sections import Workload
 from stages.params.section import get_named
 from stages.params.tree_shape import TreeShape
 from stages.results import load_points, served_points, served_records, torch_records
+from stages.results.stopping import RepeatRule
+from stages.results.torch_records import StoppingRecord
 from stages.serving import (
     engine_flags,
     gpu_memory,
@@ -108,11 +110,12 @@ def main(workload_name: str, checkpoint_name: str = "", tree_name: str = "") -> 
     measured = _configure_server(work, checkpoint_name, tree, draft_config)
     baseline = MeasuredServer(served_records.name_server_config(None, None))
     reason = _explain_unsupported(work, measured, draft_config)
+    ended = None
     if not reason:
         _check_positions(work, measured, draft_config)
-        _measure_repeats(work, measured, baseline if tree and params.benchmark_served.interleave else None)
+        ended = _measure_repeats(work, measured, baseline if tree and params.benchmark_served.interleave else None)
     took = StageCost(round(time.perf_counter() - started, 2), meter.names(), meter.joules())
-    path = _write_cell(work, measured, baseline, reason, gpus_before, took)
+    path = _write_cell(work, measured, baseline, reason, ended, gpus_before, took)
     name = served_records.name_served_cell(workload_name, measured.checkpoint, measured.tree_name)
     status = f"{served_records.UNSUPPORTED}: {reason}" if reason else served_records.RAN
     print(f"{name}: {status} -> {path}")
@@ -213,30 +216,39 @@ def _check_positions(work: ServedCellContext, measured: MeasuredServer, draft_co
 # Measuring
 
 
-def _measure_repeats(work: ServedCellContext, measured: MeasuredServer, baseline: MeasuredServer | None) -> None:
-    """Measure all repeats of all points.
+def _measure_repeats(
+    work: ServedCellContext, measured: MeasuredServer, baseline: MeasuredServer | None
+) -> StoppingRecord | None:
+    """Measure all repeats of all points; return why there are no more, None without `baseline`.
 
     With `baseline` each repeat also has a server without a draft, in alternating order, so that a drifting machine affects
     both alike.
     """
-    repeats = list(range(work.workload.repeats))
-    if baseline is None:
-        rounds = [(measured, repeats)]
-    else:
-        pair = (baseline, measured)
-        rounds = [(one, [n]) for n in repeats for one in (pair if n % 2 == 0 else reversed(pair))]
     plan = _build_server_plan(work)
-    for one, numbers in rounds:
-        cell_name = served_records.name_served_cell(work.workload_name, one.checkpoint, one.tree_name)
-        with measured_server.open_server(plan, one, LOGS_FOLDER / f"{cell_name}.log") as (url, check):
-            for number in numbers:
-                for load in work.workload.list_loads():
-                    started = time.perf_counter()
-                    turns = asyncio.run(_run_load(work, one, url, check, load, number))
-                    one.loads.setdefault(load, []).append(turns)
-                    took_s = time.perf_counter() - started
-                    line = served_points.describe_load(one, load, number, work.workload.repeats, turns, took_s)
-                    print(line, flush=True)
+    if baseline is None:
+        _measure_on_server(work, plan, measured, list(range(work.workload.repeats)))
+        return None
+    rule = RepeatRule(work.workload.fewest_repeats, work.workload.most_repeats, work.workload.half_width)
+    pair, number, ended = (baseline, measured), 0, None
+    while ended is None:
+        for one in pair if number % 2 == 0 else reversed(pair):
+            _measure_on_server(work, plan, one, [number])
+        number += 1
+        ended = rule.judge(number, served_points.measure_widest_half(measured, baseline))
+    return ended
+
+
+def _measure_on_server(work: ServedCellContext, plan: ServerPlan, one: MeasuredServer, numbers: list[int]) -> None:
+    """Run these repeats of all points on one server."""
+    cell_name = served_records.name_served_cell(work.workload_name, one.checkpoint, one.tree_name)
+    with measured_server.open_server(plan, one, LOGS_FOLDER / f"{cell_name}.log") as (url, check):
+        for number in numbers:
+            for load in work.workload.list_loads():
+                started = time.perf_counter()
+                turns = asyncio.run(_run_load(work, one, url, check, load, number))
+                one.loads.setdefault(load, []).append(turns)
+                took = turns, time.perf_counter() - started
+                print(served_points.describe_load(one, load, number, work.workload.most_repeats, *took), flush=True)
 
 
 def _build_server_plan(work: ServedCellContext) -> ServerPlan:
@@ -347,6 +359,7 @@ def _write_cell(
     measured: MeasuredServer,
     baseline: MeasuredServer,
     reason: str | None,
+    ended: StoppingRecord | None,
     gpus_before: list[gpu_memory.GpuMemory],
     took: StageCost,
 ) -> Path:
@@ -371,12 +384,18 @@ def _write_cell(
             [work.manifest.model, work.manifest.revision, work.manifest.config_digest],
             work.setup,
             version,
-            [work.prompts.select("id", "prompt_ids", "length_share").to_dicts(), workload.model_dump()],
+            [
+                work.prompts.select("id", "prompt_ids", "length_share").to_dicts(),
+                workload.model_dump(exclude={"until"}),
+            ],
             hardware,
         ),
         "server": served_points.describe_server(measured).model_dump(),
         "memory": served_points.describe_memory(measured, gpus_before).model_dump(),
-        "points": [_build_point(work, measured, *item).model_dump() for item in measured.loads.items()],
+        "points": [
+            _build_point(work, measured, *item).model_copy(update={"stopping": ended}).model_dump()
+            for item in measured.loads.items()
+        ],
         "baseline_points": [_build_point(work, baseline, *item).model_dump() for item in baseline.loads.items()],
         "hardware": hardware,
         "versions": {params.benchmark_served.engine: version} if version else {},

@@ -577,10 +577,11 @@ def test_published_numbers_stand_beside_ours_where_target_and_tree_agree(made_up
             if (r["target"], r["bs_steps_topk_ndt"]) == ("Llama-3.1-8B-Instruct", "1,5,1,6")
         )
     best = json.loads(report.METRICS_FILE.read_text())["best_checkpoint"]
-    ours, theirs = torch_records.read_torch_cell("eval", best, "t5_1_6").metrics.tau, float(point["accept_len"])
-    line = (
-        rf"5_1_6 \(5_1_5\)\|+tau\|+{theirs:.4g}\|+{ours:.4g}\|+{ours / theirs:.2f}\|+{point['draft']}\|+eval, {best}\|"
-    )
+    own = torch_records.read_torch_cell("eval", best, "t5_1_6").metrics
+    ours, theirs = own.tau, float(point["accept_len"])
+    ends = rf"\({own.tau_low:.2f}-{own.tau_high:.2f}\)"
+    values = rf"{theirs:.4g}\|+{ours:.4g} \|{ends}\|+{ours / theirs:.2f}"
+    line = rf"5_1_6 \(5_1_5\)\|+tau\|+{values}\|+{point['draft']}\|+eval, {best}\|"
     assert re.search(line, page)
     assert "its definition isn&#39;t stated" in page
 
@@ -827,7 +828,8 @@ def test_without_torch_cells_the_report_shows_what_was_served(
     report.main()
     assert _lines(BenchmarkRow.TABLE) == []
     printed = capsys.readouterr().out
-    assert printed.startswith("code, checkpoint e009, served by sglang\nTree_structure")
+    assert printed.startswith("Launch t5_1_6 with e009: ") and "(sglang, code, 200 tokens)" in printed.splitlines()[0]
+    assert "\n\ncode, checkpoint e009, served by sglang\nTree_structure" in printed
     assert report.TABLE_FILE.read_text() == printed
     page = report.PAGE_FILE.read_text()
     assert (

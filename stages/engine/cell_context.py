@@ -106,3 +106,29 @@ def make_sampling_params(work: TorchCellContext, prompt_id: str, repeat: int, tu
     workload = work.workload
     seed = f"{workload.seed}:{prompt_id}:{repeat}:{turn}"
     return sampling.make_sampling_params(workload.temperature, workload.top_p, workload.top_k, seed)
+
+
+def check_gpus(params: schema.Params) -> None:
+    """Raises ValueError if fewer GPUs are visible than the stage is to use."""
+    needed = params.benchmark.num_gpus_total
+    if needed > 1 and params.target.device.startswith("cuda") and (found := torch.cuda.device_count()) < needed:
+        raise ValueError(
+            f"benchmark.num_gpus_total is {needed}, this stage sees {found} GPUs; lower it, or raise "
+            "schedule.stages.benchmark.gpus (CUDA_VISIBLE_DEVICES, where you set it)"
+        )
+
+
+def measure_divergence_margin(
+    work: TorchCellContext, prompt: list[int], prompt_id: str, output: list[int], plain_output: list[int]
+) -> float | None:
+    """Return the target's logit margin where two answers part, None if they don't.
+
+    A near-tie is rounding, a wide margin a defect.
+    """
+    if output == plain_output:
+        return None
+    shared = next(
+        (i for i, (a, b) in enumerate(zip(output, plain_output, strict=False)) if a != b),
+        min(len(output), len(plain_output)),
+    )
+    return work.engine.measure_margin(prompt, plain_output[:shared], work.images[prompt_id])

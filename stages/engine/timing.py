@@ -15,6 +15,7 @@ class TimedDecode(NamedTuple):
     steps: list[DecodeStep]
     prefill_s: float  # until the token from prefill
     total_s: float  # until the last token
+    process_s: float | None  # CPU time of this process meanwhile, of all threads; None on a GPU
 
     @property
     def tokens(self) -> list[int]:
@@ -35,12 +36,14 @@ def time_decode(start: Callable[[], Iterator[DecodeStep]], device: str) -> Timed
         warmup = start()
         next(warmup)
         del warmup
-    started = read_device_clock(device)
+    process_started, started = time.process_time(), read_device_clock(device)
     decoding = start()
     steps = [next(decoding)]
     first = read_device_clock(device)
     steps += decoding
-    return TimedDecode(steps, first - started, read_device_clock(device) - started)
+    total_s = read_device_clock(device) - started
+    process_s = None if device.startswith("cuda") else time.process_time() - process_started
+    return TimedDecode(steps, first - started, total_s, process_s)
 
 
 def read_device_clock(device: str) -> float:

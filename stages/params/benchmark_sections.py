@@ -26,6 +26,16 @@ from stages.params.tree_sections import TreeNames
 Rate = Annotated[Annotated[Positive, Tag("a number")] | Annotated[Literal["inf"], Tag("a text")], TEXT_OR_NUMBER]
 
 
+FEWEST_COMPARED_REPEATS = 3  # an interval over two repeats is 12.7 standard errors to either side
+
+
+class RepeatUntil(Section):
+    """Repeats until the speedup is known well enough: docs/workloads.md."""
+
+    half_width: Share  # of the speedup's 95% interval, as a share of the speedup
+    most_repeats: Annotated[int, Field(ge=FEWEST_COMPARED_REPEATS)]
+
+
 class Workload(Section):
     """The prompts of cells, and how requests arrive: docs/workloads.md."""
 
@@ -45,6 +55,7 @@ class Workload(Section):
     concurrency: CountOrGrid | None
     warmup: Annotated[int, Field(ge=0)]
     repeats: Count
+    until: RepeatUntil | None = None  # the one key with a default, since recipes of workloads are older
     deadline_s: Positive
     grade: bool
     seed: Seed
@@ -64,6 +75,10 @@ class Workload(Section):
                 f"length_range is {self.length_range} with prompts: {self.prompts}, expected 1: only random prompts "
                 "have drawn lengths"
             )
+        if self.until and self.until.most_repeats < self.repeats:
+            raise ValueError(
+                f"until.most_repeats is {self.until.most_repeats}, expected at least repeats, {self.repeats}, the fewest"
+            )
         if self.stop is not None and self.stop <= self.start:
             raise ValueError(f"stop is {self.stop}, expected more than start, {self.start}; no prompt is between")
         return self
@@ -72,6 +87,20 @@ class Workload(Section):
         """Return the settings by the names that the fingerprints of cells hash: `start` and `stop` as `begin` and `end`."""
         old_names = {"start": "begin", "stop": "end"}
         return {old_names.get(key, key): value for key, value in self.model_dump().items()}
+
+    @property
+    def fewest_repeats(self) -> int:
+        """Return the repeats before a measurement may end."""
+        return max(self.repeats, FEWEST_COMPARED_REPEATS) if self.until else self.repeats
+
+    @property
+    def most_repeats(self) -> int:
+        return self.until.most_repeats if self.until else self.repeats
+
+    @property
+    def half_width(self) -> float | None:
+        """Return how well the speedup is to be known; None where the number of repeats is fixed."""
+        return self.until.half_width if self.until else None
 
     @property
     def requests_per_second(self) -> float:

@@ -98,6 +98,11 @@ class Params(Section):
                     f"benchmark_served.workloads: {name!r} is no workload, expected some of "
                     f"{', '.join(self.benchmark.workloads)}; correct it, or add it to benchmark.workloads"
                 )
+            if self.benchmark.workloads[name].until and not self.benchmark_served.interleave:
+                raise ValueError(
+                    f"benchmark.workloads.{name}.until is set and the workload served, expected benchmark_served.interleave: "
+                    "true: only beside its own baseline a cell knows its speedup while it measures; set it, or until to null"
+                )
         if self.benchmark.num_gpus_per_model > 1 and not self.target.device.startswith("cuda"):
             raise ValueError(
                 f"benchmark.num_gpus_per_model is {self.benchmark.num_gpus_per_model} with target.device {self.target.device}, "

@@ -81,7 +81,7 @@ def time_torch_cell(cell: TorchCell) -> TimedCell:
         low=found.speedup_low and found.speedup_low / found.speedup,
         high=found.speedup_high and found.speedup_high / found.speedup,
         prefill_s=found.prefill_latency_s,
-        plain_step_s=decoding and decoding.plain_step_s,
+        plain_step_s=decoding.plain_step_s if decoding else None,
         process_share=cell.process_share,
     )
 
@@ -142,7 +142,7 @@ def _compare_with_grids(cells: list[TorchCell], grids: Iterable[TimingGrid]) -> 
     """Yield the cells whose plain step is not the timing grid's; the grid itself where it is alone against most of them."""
     for grid in grids:
         plain = next((step for step in grid.plain if step.batch == 1), None)
-        margin = plain and interval.compute_margin(plain.error, plain.samples)
+        margin = interval.compute_margin(plain.error, plain.samples) if plain else None
         mine = [cell for cell in cells if not timing_grid.list_hardware_differences(grid.hardware, cell.hardware)]
         steps = [(timed, timed.plain_step_s) for timed in map(time_torch_cell, mine) if timed.plain_step_s]
         if plain is None or margin is None or not steps:

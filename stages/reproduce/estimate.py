@@ -307,7 +307,7 @@ def _add_torch_cells(result: RecipeEstimate, p: schema.Params, target: TargetSiz
     step = TORCH_LAYER_S * target.manifest.num_layers
     for name in p.benchmark.torch_workloads:
         workload = p.benchmark.workloads[name]
-        prompts = _count_prompts(p, workload) * workload.repeats + workload.warmup
+        prompts = _count_prompts(p, workload) * workload.most_repeats + workload.warmup
         cells = len(p.benchmark.checkpoints) * len(p.benchmark.trees)
         seconds, loads = 0.0, []
         for tokens, cap in workload.list_loads():
@@ -336,8 +336,8 @@ def _add_served_cells(result: RecipeEstimate, p: schema.Params, target: TargetSi
                 / (EXTRACTING_SHARE * PEAK_FLOPS)
             )
             loads.append(max(seconds, 0 if workload.request_rate == "inf" else prompts / workload.requests_per_second))
-        seconds = cells * (SERVER_START_S + workload.repeats * sum(loads)) * served.server.tp
-        load = f"({SERVER_START_S} s + {workload.repeats} * {sum(loads):.0f} s of load)"
+        seconds = cells * (SERVER_START_S + workload.most_repeats * sum(loads)) * served.server.tp
+        load = f"({SERVER_START_S} s + {workload.most_repeats} * {sum(loads):.0f} s of load)"
         how = f"{cells} servers * {load}: speculative counted as plain"
         result.add_hours(f"benchmark_served, {name}", seconds, how)
 

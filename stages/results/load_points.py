@@ -47,6 +47,11 @@ def list_requests(repeats: RepeatRecords) -> list[PointRequest]:
     ]
 
 
+def list_throughputs(repeats: RepeatRecords) -> list[float]:
+    """Return the output tokens/s of each repeat."""
+    return [latency.summarise_load(latency.join_turns(turns)).output_throughput for turns in repeats]
+
+
 def grade_first_turns(
     requests: Sequence[PointRequest],
     references: Mapping[str, str],

@@ -99,6 +99,14 @@ def compute_cell_metrics(rows: AnswerRows, num_steps: int, num_draft_tokens: int
     )
 
 
+def measure_half_width(rows: AnswerRows, prompt_set: str) -> float | None:
+    """Return half of the speedup's interval as a share of the speedup; None without an interval."""
+    columns = collect_speed_columns(rows, prompt_set)
+    tokens, seconds, plain_tokens, plain_seconds = (float(column.sum()) for column in columns)
+    speedup = tokens / seconds / (plain_tokens / plain_seconds)
+    return interval.compute_relative_half(interval.compute_speedup_interval(*columns), speedup)
+
+
 def summarise_repeats(rows: AnswerRows, prompt_set: str) -> list[RepeatSpeeds]:
     """Return the speeds and the speedup of each repeat alone; they show how far the machine drifts."""
     tokens, seconds, plain_tokens, plain_seconds = (

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from stages.results import load_points, metrics
+from stages.results import load_points, metrics, stopping
 from stages.results.served_records import PointAcceptance, ServerDescription, ServerMemory
 from stages.results.torch_records import Hardware
 from stages.serving import engine_flags, latency, load_checks
@@ -59,6 +59,19 @@ def build_fingerprint(
         "workload": hashlib.sha256(text.encode()).hexdigest()[:16],
         "hardware": {key: hardware[key] for key in sorted(hardware) if key != "python"},
     }
+
+
+def measure_widest_half(measured: MeasuredServer, baseline: MeasuredServer) -> float | None:
+    """Return the widest of the loads' speedup intervals, as half of it and a share; None where a load has none."""
+    halves = []
+    for load in measured.loads:
+        ours, theirs = (
+            load_points.list_throughputs([[result.records for result in turns] for turns in one.loads[load]])
+            for one in (measured, baseline)
+        )
+        halves.append(stopping.measure_half_width(ours, theirs))
+    known = [half for half in halves if half is not None]
+    return max(known) if len(known) == len(halves) else None
 
 
 def describe_load(

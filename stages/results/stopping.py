@@ -1,0 +1,47 @@
+"""When a cell has been repeated often enough: docs/workloads.md, "until"."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Literal
+
+from stages.results import interval
+from stages.results.torch_records import StoppingRecord
+
+
+@dataclass(frozen=True)
+class RepeatRule:
+    """The repeats of a workload: `repeats` and `until` of params.yaml."""
+
+    fewest: int
+    most: int
+    half_width: (
+        float | None
+    )  # of the speedup's interval, as a share of the speedup; None: `most` repeats whatever it is
+
+    def judge(self, repeats: int, half_width: float | None, prints: bool = True) -> StoppingRecord | None:
+        """Return why a measurement of this half-width ends after so many repeats; None while it goes on.
+
+        Where the number of repeats is not fixed, a line says how far it is, unless `prints` is False.
+        """
+        wanted = self.half_width
+        if wanted is not None and prints:
+            known = "no interval yet" if half_width is None else f"speedup known to ±{half_width:.1%}"
+            print(f"repeat {repeats} of at most {self.most}: {known}, wanted ±{wanted:.1%}", flush=True)
+        if wanted is not None and half_width is not None and repeats >= self.fewest and half_width <= wanted:
+            return StoppingRecord(repeats=repeats, rule="half_width", half_width=half_width)
+        if repeats >= self.most:
+            ended_by: Literal["repeats", "most_repeats"] = "repeats" if wanted is None else "most_repeats"
+            return StoppingRecord(repeats=repeats, rule=ended_by, half_width=half_width)
+        return None
+
+
+def measure_half_width(ours: Sequence[float], theirs: Sequence[float]) -> float | None:
+    """Return half of the interval of a load's speedup, as a share of it; from output tokens/s of each repeat.
+
+    None with fewer than two repeats, or where one answered nothing.
+    """
+    if not all(theirs):
+        return None
+    speedups = [a / b for a, b in zip(ours, theirs, strict=True)]
+    return interval.compute_relative_half(interval.compute_mean_interval(speedups), fmean(speedups))
