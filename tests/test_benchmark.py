@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,6 +104,46 @@ def test_repeats_move_no_count_and_no_interval_of_tau(project: Path) -> None:
     assert thrice["histogram"] == [3 * n for n in once["histogram"]]
     assert len(thrice["repeats"]) == 3 and len(once["repeats"]) == 1
     assert once["repeats"][0]["speedup"] == once["metrics"]["speedup"]
+
+
+def test_repeats_end_when_the_speedup_is_known_or_the_budget_is_spent(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One real run of each: nothing is as narrow as a millionth, and anything is narrower than itself twice over."""
+    fixed = measured(project, "eval")
+    assert fixed["stopping"]["rule"] == "repeats" and fixed["stopping"]["repeats"] == 1
+    spent = measured(project, "eval", until={"half_width": 1e-6, "most_repeats": 4})
+    assert (spent["stopping"]["rule"], spent["stopping"]["repeats"], len(spent["repeats"])) == ("most_repeats", 4, 4)
+    assert capsys.readouterr().out.count("wanted ±0.0%") == 4
+    ends, speedup = spent["metrics"], spent["metrics"]["speedup"]
+    half = (ends["speedup_high"] - ends["speedup_low"]) / 2 / speedup
+    assert spent["stopping"]["half_width"] == pytest.approx(half, rel=1e-12) and half > 1e-6
+    assert [row["repeat"] for row in spent["prompts"]] == [n for n in range(4) for _ in range(5)]
+
+
+def test_a_speedup_that_is_known_ends_the_repeats_but_not_before_the_third(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    halves = iter([0.01, 0.02, 0.06, None, 0.05])
+    monkeypatch.setattr(metrics, "measure_half_width", lambda rows, prompt_set: next(halves))
+    found = measured(project, "eval", until={"half_width": 0.05, "most_repeats": 8})
+    assert found["stopping"] == {"repeats": 5, "rule": "half_width", "half_width": 0.05}
+
+
+def test_on_a_cpu_each_answer_has_its_processs_own_time(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that sleeps while it decodes has used less CPU than time has passed."""
+    busy = torch_records.TorchCell.model_validate(measured(project, "eval")).process_share
+    assert busy is not None and busy > 0
+    real = benchmark._start_decoding
+
+    def sleepy(*words: Any) -> Any:
+        for step in real(*words):
+            time.sleep(0.01)
+            yield step
+
+    monkeypatch.setattr(benchmark, "_start_decoding", sleepy)
+    slept = torch_records.TorchCell.model_validate(measured(project, "eval")).process_share
+    assert slept is not None and slept < 0.8
 
 
 def test_drawn_answers_are_the_seeds_and_each_repeat_draws_its_own(project: Path) -> None:

@@ -184,7 +184,8 @@ def timeless(found: Any) -> Any:
     if not isinstance(found, dict):
         return found
     timed = ("_s", "_tok_s", "seconds", "throughput", "mean_at_once")
-    left_out = {"speedup", "speedup_low", "speedup_high", "repeats", "memory"}  # the last is of one process
+    left_out = {"speedup", "speedup_low", "speedup_high", "repeats", "stopping"}
+    left_out |= {"memory", "process_share"}  # of one process
     return {k: timeless(v) for k, v in found.items() if not k.endswith(timed) and k not in left_out}
 
 

@@ -186,11 +186,44 @@ def test_every_problem_is_told_at_once() -> None:
 # --- values ---------------------------------------------------------------------------------------------------------
 
 
-@every_key
-def test_a_mapping_is_no_value_of_any_key(place: tuple[str, ...]) -> None:
+UNTIL = ("benchmark", "workloads", "eval", "until")  # null or a mapping
+
+
+@pytest.mark.parametrize("place", [place for place in LEAVES if place != UNTIL], ids=".".join)
+def test_a_mapping_is_no_value_of_any_other_key(place: tuple[str, ...]) -> None:
     set_value(place, {"a": 1})
     (line,) = problems()
     assert line.startswith(".".join(place) + ": expected ") and "found {'a': 1}" in line
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        ({"a": 1}, ".a: unknown key; known keys are half_width, most_repeats"),
+        ({"half_width": 0.05}, ".most_repeats: missing"),
+        ({"half_width": 0, "most_repeats": 8}, ".half_width: expected a number above 0"),
+        ({"half_width": 0.05, "most_repeats": 2}, ".most_repeats: expected "),
+        (0.05, ": expected "),
+    ],
+)
+def test_until_is_a_half_width_and_a_budget_of_three_repeats_and_more(value: Any, found: str) -> None:
+    set_value(UNTIL, value)
+    assert any(line.startswith(".".join(UNTIL) + found) for line in problems()), problems()
+
+
+def test_the_budget_is_no_less_than_the_fewest_repeats() -> None:
+    set_value(UNTIL, {"half_width": 0.05, "most_repeats": 4})
+    set_value((*UNTIL[:-1], "repeats"), 5)
+    assert problems() == ["benchmark.workloads.eval: until.most_repeats is 4, expected at least repeats, 5, the fewest"]
+
+
+def test_a_served_workload_repeats_until_only_beside_its_own_baseline() -> None:
+    set_value(UNTIL, {"half_width": 0.05, "most_repeats": 8})
+    assert schema.load_params().benchmark.workloads["eval"].fewest_repeats == 3
+    set_value(("benchmark_served", "workloads"), ["eval"])
+    assert "expected benchmark_served.interleave: true" in refusal()
+    set_value(("benchmark_served", "interleave"), True)
+    schema.load_params()
 
 
 @every_number

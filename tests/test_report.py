@@ -1,6 +1,7 @@
 """report: the table says what the cells say, bit for bit; it reads what params.yaml lists; the page needs no network."""
 
 import csv
+import html
 import json
 import math
 import random
@@ -445,6 +446,64 @@ def test_a_speedup_is_emphasised_only_where_its_interval_lies_above_1(half_measu
     page = report.PAGE_FILE.read_text()
     results = page[page.index('id="results"') : page.index('id="latencies"')]
     assert re.findall(r'<td class="top">([\d.]+)×', results) == [f"{float(row['speedup']):.2f}" for row in faster]
+
+
+def test_a_cell_measured_beside_a_busy_process_is_marked_and_named_at_the_top(
+    made_up: schema.Params, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = torch_records.locate_torch_cell("eval", "e009", "t8_2_16")
+    found = json.loads(place.read_text())
+    for row in found["prompts"]:
+        row |= {"process_s": row["process_s"] / 2, "baseline_process_s": row["baseline_process_s"] / 2}
+    place.write_text(json.dumps(found))
+    report.main()
+    printed, page = capsys.readouterr().out, report.PAGE_FILE.read_text()
+    (told,) = [line for line in printed.splitlines() if "another process had the CPU" in line]
+    assert told.endswith("computed 50% of the wall time; again: aerie rerun benchmark@eval-e009-t8_2_16")
+    assert printed.splitlines().index(told) < printed.splitlines().index("")
+    assert len(re.findall(r"^8_2_16 ! ", printed, re.MULTILINE)) == 1
+    assert html.escape(told.removeprefix("! ")) in page and page.count('">!</span></th>') == 1
+    verdict = json.loads(report.METRICS_FILE.read_text())["verdict"]
+    assert verdict["kind"] == "launch" and printed.startswith(f"{verdict['text']}\n")
+    assert f"<h1>{made_up.report.title}</h1>" in page and f'<p class="headline">{verdict["text"]}.</p>' in page
+
+
+def test_speedups_that_are_not_clear_of_1_are_no_headline_and_no_colour(
+    made_up: schema.Params, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: on a busy machine 1.74x was printed in bold colour under a headline, with an interval from 0.72 to 3.53."""
+    for place in torch_records.CELLS_FOLDER.glob("*.json"):
+        found = json.loads(place.read_text())
+        found["metrics"] |= {"speedup": 1.74, "speedup_low": 0.72, "speedup_high": 3.53}
+        place.write_text(json.dumps(found))
+    report.main()
+    metrics, page = json.loads(report.METRICS_FILE.read_text()), report.PAGE_FILE.read_text()
+    assert metrics["verdict"]["kind"] == "noisy"
+    assert all(found["best_by_speedup"] is None for found in metrics["checkpoints"].values())
+    assert "none is clearly above 1" in page
+    results = page[page.index('id="results"') : page.index('id="latencies"')]
+    assert not re.findall(r'<td class="top">[\d.]+×', results) and "1.74× <small>(0.72-3.53)</small>" in results
+
+
+def test_a_draft_that_accepts_nothing_has_a_warning_and_no_badge(
+    made_up: schema.Params, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for place in torch_records.CELLS_FOLDER.glob("*.json"):
+        found = json.loads(place.read_text())
+        found["metrics"] |= {"tau": 1.0, "speedup": 0.5, "speedup_low": 0.4, "speedup_high": 0.6}
+        place.write_text(json.dumps(found))
+    for name in made_up.replay_trees.checkpoints:
+        trees = [tree.model_copy(update={"tau": 1.0, "tau_low": 1.0}) for tree in replay_records.read_replay(name)]
+        ReplayedTree.write_csv(replay_records.locate_replay(name), trees)
+    report.main()
+    printed, page = capsys.readouterr().out, report.PAGE_FILE.read_text()
+    assert "! tau is exactly 1.00 in eval-e003-t8_1_9, " in printed
+    assert "! tau of e009 is exactly 1.00 in every replayed tree: no draft token was accepted" in printed
+    assert "! every measured tree is slower than plain decoding, the best at 0.50x" in printed
+    assert printed.startswith("Do not speculate at 1 at once: ")
+    assert "best by tau" not in page and "the best checkpoint by tau" not in printed
+    results = page[page.index('id="results"') : page.index('id="latencies"')]
+    assert 'class="top"' not in results
 
 
 def test_the_best_checkpoint_is_the_one_with_the_highest_mean_replayed_tau(made_up: schema.Params) -> None:

@@ -55,7 +55,7 @@ class Workload(Section):
     concurrency: CountOrGrid | None
     warmup: Annotated[int, Field(ge=0)]
     repeats: Count
-    until: RepeatUntil | None = None  # the one key with a default, since recipes of workloads are older
+    until: RepeatUntil | None  # None: `repeats`, no more
     deadline_s: Positive
     grade: bool
     seed: Seed

@@ -5,6 +5,7 @@ docs/metrics.md defines the columns. The first six of the terminal's table are t
 (published/qwen3-vl-weather.yaml).
 """
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +26,7 @@ from stages.results.torch_records import TorchCell
 
 NO_INTERVAL = "no interval"  # of a prediction: docs/cost.md says when
 REPLAYED_MARK = " *"
+DOUBTED_MARK, DOUBTED_NOTE = " !", "! its times are in doubt, as the lines at the top say"
 REPLAYED_NOTE = (
     "* not measured: tau replayed over the eval split (measured: over the workload's prompts), speedup predicted"
 )
@@ -55,6 +57,11 @@ class BenchmarkRow(TableRow):
     identical_share: float | None
     replay_tau: float | None
     engine: str
+
+    @property
+    def stage(self) -> str:
+        """Return the stage of dvc.yaml that a measured line is of."""
+        return f"benchmark@{self.workload}-{self.checkpoint}-{self.tree}"
 
     @property
     def is_replayed(self) -> bool:
@@ -109,27 +116,32 @@ def build_replayed_row(workload: str, tree: ReplayedTree, predicted: PredictedSp
     )
 
 
-def format_benchmark_table(rows: list[BenchmarkRow], best_checkpoint: str) -> list[str]:
-    """Return the terminal's lines, a table per workload and checkpoint."""
+def format_benchmark_table(
+    rows: list[BenchmarkRow], best_checkpoint: str | None, doubted: Collection[str] = ()
+) -> list[str]:
+    """Return the terminal's lines, a table per workload and checkpoint. `doubted` are stages whose times are odd."""
     lines = []
     for workload, checkpoint in dict.fromkeys((row.workload, row.checkpoint) for row in rows):
         group = [row for row in rows if (row.workload, row.checkpoint) == (workload, checkpoint)]
         mark = ", the best checkpoint by tau" if checkpoint == best_checkpoint else ""
-        lines += [f"{workload}, checkpoint {checkpoint}{mark}", *_align_benchmark_rows(group)]
+        lines += [f"{workload}, checkpoint {checkpoint}{mark}", *_align_benchmark_rows(group, doubted)]
         if plain_tok_s := [row.output_tok_s / row.speedup for row in group if row.output_tok_s and row.speedup]:
             lines.append(f"plain decoding, at its best: {max(plain_tok_s):.1f} tokens/s")
+        if any(row.stage in doubted for row in group):
+            lines.append(DOUBTED_NOTE)
         lines += [*([REPLAYED_NOTE] if any(row.is_replayed for row in group) else []), ""]
     return lines
 
 
-def _align_benchmark_rows(group: list[BenchmarkRow]) -> list[str]:
+def _align_benchmark_rows(group: list[BenchmarkRow], doubted: Collection[str]) -> list[str]:
     heads = zip(*BENCHMARK_HEADINGS, strict=True)
-    return align_columns([*heads, *map(_format_benchmark_row, group)])
+    return align_columns([*heads, *(_format_benchmark_row(row, row.stage in doubted) for row in group)])
 
 
-def _format_benchmark_row(row: BenchmarkRow) -> tuple[str, ...]:
+def _format_benchmark_row(row: BenchmarkRow, is_doubted: bool) -> tuple[str, ...]:
     return (
-        format_tree(row.tree) + REPLAYED_MARK * row.is_replayed, format_number(row.prefill_latency_s, 3),
+        format_tree(row.tree) + REPLAYED_MARK * row.is_replayed + DOUBTED_MARK * is_doubted,
+        format_number(row.prefill_latency_s, 3),
         f"{100 * row.accept_rate:.1f}", format_number(row.e2e_latency_s, 3),
         f"{row.tau:.2f} {format_spread(row.tau, row.tau_low, row.tau_high, row.why_no_interval)}",
         _format_speedup(row), format_number(row.identical_share, 0, 100),

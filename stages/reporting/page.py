@@ -13,8 +13,9 @@ from stages.literature import own_beside_published, published
 from stages.reporting import costs, latencies, methods, plots, provenance, served, trees
 from stages.reporting.benchmark_table import BenchmarkRow
 from stages.reporting.inputs import ReportInputs, ReportSettings, StageReport
-from stages.reporting.summary import ResultSummary
+from stages.reporting.summary import ResultSummary, get_badge
 from stages.reporting.text import format_interval, format_number, format_spread, format_tree
+from stages.reporting.verdict import MAX_WARNINGS
 from stages.results.served_records import RAN
 from stages.results.torch_records import TorchCell
 
@@ -61,9 +62,8 @@ def render_page(settings: ReportSettings, found: ReportInputs, metrics: ResultSu
         model=settings.model,
         metrics=metrics,
         verdict=found.verdict,
-        badge=best
-        if metrics["checkpoints"][best]["mean_replay_tau"] > 1
-        else None,  # a draft that accepts nothing has none
+        max_warnings=MAX_WARNINGS,
+        badge=get_badge(metrics),
         provenance=provenance.build_provenance(settings, found, tables),
         **_build_results(found, best),
         **_build_replays(settings, found, metrics),
@@ -139,6 +139,14 @@ class ResultGroup:
     @property
     def top_tau(self) -> float:
         return max(row.tau for row in self.rows)
+
+    @property
+    def asked(self) -> str:
+        """Return how many prompts were answered, and how often where that was more than once."""
+        prompts = len({row.id for cell in self.cells for row in cell.prompts})
+        repeats = sorted({1 + max(row.repeat for row in cell.prompts) for cell in self.cells})
+        more = f", {' to '.join(map(str, dict.fromkeys((repeats[0], repeats[-1]))))} repeats" if repeats[-1] > 1 else ""
+        return f"{prompts} prompts{more}"
 
     @property
     def fastest(self) -> TorchCell:

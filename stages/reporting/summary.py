@@ -58,6 +58,12 @@ def _summarise_checkpoint(checkpoint: str, found: ReportInputs) -> ResultSummary
     return summary
 
 
+def get_badge(metrics: ResultSummary) -> str | None:
+    """Return the best checkpoint; None where the best of them accepts nothing, which is a warning and no badge."""
+    best: str = metrics["best_checkpoint"]
+    return best if metrics["checkpoints"][best]["mean_replay_tau"] > 1 else None
+
+
 def format_terminal_table(
     rows: list[BenchmarkRow],
     served_rows: list[ServedRow],
@@ -70,7 +76,7 @@ def format_terminal_table(
     lines = [
         *verdict.list_lines(),
         "",
-        *format_benchmark_table(rows, metrics["best_checkpoint"]),
+        *format_benchmark_table(rows, get_badge(metrics), verdict.doubted),
         *served.format_served_table(served_rows),
         *methods.format_method_table(method_rows),
         *([*costs.format_launch_table(launch), ""] if launch else []),

@@ -12,10 +12,9 @@ from stages.results import cost_measured, interval, served_records, timing_grid
 from stages.results.method_records import MethodCell
 from stages.results.served_table import SPECULATIVE, ServedTableLine
 from stages.results.timing_grid import TimingGrid
-from stages.results.torch_records import TorchCell
+from stages.results.torch_records import StoppingRecord, TorchCell
 
 FAR_PREFILL = 2.0  # times the neighbours' median
-BEYOND = "more than its speedup's interval"
 BUSY_SHARE = 0.8  # of the wall time that a process computed; below it another process had the CPU
 
 
@@ -32,6 +31,7 @@ class TimedCell:
     prefill_s: float | None = None  # None where it holds waiting in a queue
     plain_step_s: float | None = None  # None where no timing grid has such a step
     process_share: float | None = None  # of the wall time; None on a GPU
+    stopping: StoppingRecord | None = None
 
     def allows(self, ratio: float, margin: float = 0.0) -> bool:
         """Return whether a ratio of plain speeds lies within the speedup's interval, widened by `margin`; True without one."""
@@ -63,7 +63,7 @@ def find_timing_remarks(
     """Return what is odd about the times of each torch cell, method, point of loads, and timing grid of the torch engine."""
     timed = [*map(time_torch_cell, cells), *map(time_method, methods), *filter(None, map(time_line, lines))]
     found: dict[tuple[str, str], list[str]] = {(cell.stage, cell.label): [] for cell in timed}
-    for stage, label, reason in (*_compare_with_grids(cells, grids), *_compare_with_peers(timed), *_list_busy(timed)):
+    for stage, label, reason in _list_odd_times(cells, timed, grids):
         found.setdefault((stage, label), []).append(reason)
     return [
         TimingRemark(stage, f"{label}: {'; '.join(reasons)}") for (stage, label), reasons in found.items() if reasons
@@ -83,6 +83,7 @@ def time_torch_cell(cell: TorchCell) -> TimedCell:
         prefill_s=found.prefill_latency_s,
         plain_step_s=decoding.plain_step_s if decoding else None,
         process_share=cell.process_share,
+        stopping=cell.stopping,
     )
 
 
@@ -115,6 +116,7 @@ def time_line(line: ServedTableLine) -> TimedCell | None:
         low=row.speedup_low and row.speedup_low / row.speedup,
         high=row.speedup_high and row.speedup_high / row.speedup,
         process_share=line.point.process_share if line.point else None,
+        stopping=line.point.stopping if line.point else None,
     )
 
 
@@ -131,7 +133,7 @@ def _compare_with_peers(timed: list[TimedCell]) -> Iterator[OddTime]:
         if not cell.allows(cell.plain_tok_s / usual):
             gap = _describe_gap(cell.plain_tok_s / usual)
             text = f"plain decoding, {cell.plain_tok_s:.0f} tokens/s, is {gap} its neighbours' {usual:.0f}"
-            yield cell.stage, cell.label, f"{text}, {BEYOND}"
+            yield cell.stage, cell.label, text
         prefills = [other.prefill_s for other in others if other.prefill_s]
         if cell.prefill_s and prefills and not 1 / FAR_PREFILL <= cell.prefill_s / median(prefills) <= FAR_PREFILL:
             text = f"a prefill of {cell.prefill_s:.3f} s beside its neighbours' {median(prefills):.3f}"
@@ -155,7 +157,14 @@ def _compare_with_grids(cells: list[TorchCell], grids: Iterable[TimingGrid]) -> 
             continue
         for cell, step_s in off:
             text = f"a plain step of {1000 * step_s:.2f} ms is {_describe_gap(step_s / plain.step_s)} time_trees'"
-            yield cell.stage, cell.label, f"{text} {1000 * plain.step_s:.2f}, {BEYOND}"
+            yield cell.stage, cell.label, f"{text} {1000 * plain.step_s:.2f}"
+
+
+def _list_odd_times(cells: list[TorchCell], timed: list[TimedCell], grids: Iterable[TimingGrid]) -> Iterator[OddTime]:
+    yield from _compare_with_grids(cells, grids)
+    yield from _compare_with_peers(timed)
+    yield from _list_busy(timed)
+    yield from _list_unsure(timed)
 
 
 def _list_busy(timed: list[TimedCell]) -> Iterator[OddTime]:
@@ -163,6 +172,15 @@ def _list_busy(timed: list[TimedCell]) -> Iterator[OddTime]:
         if cell.process_share is not None and cell.process_share < BUSY_SHARE:
             text = f"another process had the CPU: this one computed {cell.process_share:.0%} of the wall time"
             yield cell.stage, cell.label, text
+
+
+def _list_unsure(timed: list[TimedCell]) -> Iterator[OddTime]:
+    """Yield the cells that spent their repeats before their speedup was known as well as `until` asks."""
+    for cell in timed:
+        if cell.stopping and cell.stopping.rule == "most_repeats":
+            half = cell.stopping.half_width
+            known = "without an interval" if half is None else f"at ±{half:.0%} of its speedup"
+            yield cell.stage, cell.label, f"its {cell.stopping.repeats} repeats, the most, were spent {known}"
 
 
 def _describe_gap(ratio: float) -> str:

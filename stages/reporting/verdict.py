@@ -19,6 +19,7 @@ from stages.results.served_table import SPECULATIVE, ServedRow
 from stages.results.torch_records import TorchCell
 
 VerdictKind = Literal["launch", "plain", "noisy", "disputed", "unknown"]
+MAX_WARNINGS = 5  # shown outright
 MAX_LINES = 6  # groups of loads; further ones are counted
 NOTHING_TIMED = (
     "No speedup is known: no tree was timed or predicted; list trees in benchmark.trees, or a checkpoint in "
@@ -102,10 +103,13 @@ class Verdict:
     headline: str
     more: tuple[str, ...]  # other loads, engines and methods
     warnings: tuple[str, ...]
+    doubted: frozenset[str]  # stages whose times are odd
 
     def list_lines(self) -> list[str]:
         """Return the terminal's lines."""
-        return [self.headline, *self.more, *(f"! {line}" for line in self.warnings)]
+        left_out = len(self.warnings) - MAX_WARNINGS
+        shown = [f"! {line}" for line in self.warnings[:MAX_WARNINGS]]
+        return [self.headline, *self.more, *shown, *([f"! and {left_out} more, on the page"] if left_out > 0 else [])]
 
 
 def build_verdict(
@@ -130,7 +134,11 @@ def build_verdict(
     warnings = [*_warn_of_measured(cells, served), *_warn_of_replays(replays), *map(str, remarks)]
     more = [*told[1:], *_describe_other_engines(launch), *_summarise_methods(method_rows)]
     return Verdict(
-        lines[0].kind if lines else "unknown", told[0] if told else NOTHING_TIMED, tuple(more), tuple(warnings)
+        kind=lines[0].kind if lines else "unknown",
+        headline=told[0] if told else NOTHING_TIMED,
+        more=tuple(more),
+        warnings=tuple(warnings),
+        doubted=frozenset(remark.stage for remark in remarks),
     )
 
 

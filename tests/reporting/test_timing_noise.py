@@ -1,0 +1,85 @@
+"""Times that are odd beside others of the same work, and what is said of them."""
+
+import pytest
+
+from stages.reporting.timing_noise import find_timing_remarks
+from stages.results.served_table import ServedTableLine
+from stages.results.torch_records import StoppingRecord, TorchCell
+from tests import costs
+from tests.served_cells import join, point
+from tests.served_cells import made_up as served_cell
+from tests.torch_cells import timed_cell
+
+TREES = ("t5_1_6", "t5_2_8", "t8_2_16", "t10_2_32")
+
+
+def say(*cells: TorchCell, lines: list[ServedTableLine] | None = None) -> list[str]:
+    return list(map(str, find_timing_remarks(list(cells), [], lines or [], [costs.made_up()])))
+
+
+def test_nothing_is_said_of_an_even_machine() -> None:
+    """Plain decoding that varies by a few per cent lies within every interval."""
+    assert say(*(timed_cell(tree, step_s=costs.PLAIN_S * (1 + 0.02 * n)) for n, tree in enumerate(TREES))) == []
+
+
+def test_plain_decoding_far_from_the_neighbours_and_the_timing_grid_is_told_with_the_command() -> None:
+    cells = [timed_cell(tree) for tree in TREES[1:]]
+    (told,) = say(timed_cell("t5_1_6", step_s=1.5 * costs.PLAIN_S), *cells)
+    assert told.startswith("t5_1_6 with e009 (eval): a plain step of 3.60 ms is 50% above time_trees' 2.40")
+    assert "; plain decoding, 273 tokens/s, is 32% below its neighbours' 404" in told
+    assert told.endswith("; again: aerie rerun benchmark@eval-e009-t5_1_6")
+
+
+def test_what_the_cells_own_interval_allows_is_no_remark() -> None:
+    cells = [timed_cell(tree) for tree in TREES[1:]]
+    assert say(timed_cell("t5_1_6", 1.74, 0.72, 3.53, step_s=1.4 * costs.PLAIN_S), *cells) == []
+
+
+def test_a_prefill_far_from_the_neighbours_is_told() -> None:
+    """Bug: 0.312 s stood beside 0.006 s without a word."""
+    slow = timed_cell("t5_1_6", 1.5, 0.2, 9.0, prefill_s=0.312)
+    (told,) = say(slow, *(timed_cell(tree, prefill_s=0.006) for tree in TREES[1:]))
+    assert "a prefill of 0.312 s beside its neighbours' 0.006" in told
+
+
+def test_a_timing_grid_that_most_cells_contradict_is_named_itself() -> None:
+    (told,) = say(*(timed_cell(tree, step_s=2 * costs.PLAIN_S) for tree in TREES))
+    assert told.startswith("time_trees at e000: its plain step, 2.40 ms, is 50% below that of most cells, 4.80 ms")
+    assert told.endswith("aerie rerun time_trees@e000")
+
+
+@pytest.mark.parametrize(("share", "told"), [(0.6, True), (0.9, False), (1.8, False), (None, False)])
+def test_a_process_that_did_not_have_the_cpu_is_told(share: float | None, told: bool) -> None:
+    """More than one thread takes more CPU time than wall time; a GPU has none."""
+    found = say(*(timed_cell(tree) for tree in TREES[1:]), timed_cell("t5_1_6", process_share=share))
+    assert [
+        "another process had the CPU: this one computed 60% of the wall time; again: aerie rerun benchmark@eval-e009-t5_1_6"
+        in each
+        for each in found
+    ] == [True] * told
+
+
+def test_cells_of_another_machine_or_workload_are_no_neighbours() -> None:
+    other = timed_cell("t5_2_8", step_s=3 * costs.PLAIN_S).model_copy(update={"hardware": {"cpu": "another"}})
+    assert say(timed_cell("t5_1_6"), other, timed_cell("t8_2_16", workload="gsm8k")) == []
+
+
+def test_a_load_beside_a_busy_process_is_told_and_its_baseline_compared() -> None:
+    cells = []
+    for tree, plain_s in (("t5_1_6", 0.02), ("t5_2_8", 0.02), ("t8_2_16", 0.02), ("t8_1_9", 0.05)):
+        made = point(64, 8, 0.01, 2.0, tree, repeats=3) | {"process_share": 0.5 if tree == "t5_1_6" else 1.0}
+        plain = [point(64, 8, plain_s, repeats=3)]
+        cells.append(served_cell("load", "e009", tree, [made], engine="torch", baseline_points=plain))
+    busy, slow = say(lines=join(cells))
+    assert busy.startswith("t5_1_6 with e009 (load, 64 tokens, 8 at once): another process had the CPU")
+    assert slow.startswith("t8_1_9 with e009 (load, 64 tokens, 8 at once): plain decoding, ")
+    assert slow.endswith("aerie rerun benchmark@load-e009-t8_1_9")
+
+
+def test_a_budget_that_did_not_suffice_is_told() -> None:
+    stopping = StoppingRecord(repeats=8, rule="most_repeats", half_width=0.123)
+    cells = [timed_cell(tree) for tree in TREES]
+    cells[0] = cells[0].model_copy(update={"stopping": stopping})
+    cells[1] = cells[1].model_copy(update={"stopping": stopping.model_copy(update={"rule": "half_width"})})
+    (told,) = say(*cells)
+    assert "t5_1_6 with e009 (eval): its 8 repeats, the most, were spent at ±12% of its speedup; again" in told

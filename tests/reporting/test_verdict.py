@@ -1,0 +1,204 @@
+"""The verdict of made-up results: what it advises, and that no number whose interval holds 1 is advised."""
+
+from typing import Any
+
+import pytest
+
+from stages.reporting import verdict
+from stages.reporting.methods import MethodRow
+from stages.reporting.timing_noise import TimingRemark
+from stages.reporting.verdict import Verdict
+from stages.results.prediction import LaunchAdvice, PredictedSpeedup
+from stages.results.served_table import ServedRow
+from stages.results.torch_records import TorchCell
+from tests.torch_cells import timed_cell
+
+
+def predict(speedup: float, low: float | None, high: float | None, **changes: Any) -> PredictedSpeedup:
+    values: dict[str, Any] = {
+        "engine": "torch", "workload": None, "max_new_tokens": None, "temperature": 0.0, "checkpoint": "e009", "steps": 6,
+        "topk": 4, "tokens": 32, "concurrency": 1, "tau": 4.0, "tau_low": 3.9, "tau_high": 4.1, "C": 2.5, "speedup": speedup,
+        "low": low, "high": high,
+    }  # fmt: skip
+    return PredictedSpeedup.model_validate(values | changes)
+
+
+def advise(row: PredictedSpeedup, engine: str = "sglang") -> LaunchAdvice:
+    more = {"engine": engine, "timed_on": row.engine, "enable": row.is_faster, "flags": []}
+    return LaunchAdvice.model_validate(row.model_dump() | more)
+
+
+def serve(concurrency: int, speedup: float, low: float | None, high: float | None, **changes: Any) -> ServedRow:
+    values: dict[str, Any] = {
+        "workload": "code", "checkpoint": "e009", "tree": "t8_3_16", "engine": "sglang", "temperature": 0.0,
+        "decoding": "speculative", "status": "ran", "max_new_tokens": 200, "concurrency": concurrency, "tau": 3.0,
+        "speedup": speedup, "speedup_low": low, "speedup_high": high,
+    }  # fmt: skip
+    return ServedRow.model_validate(values | changes)
+
+
+def give(
+    predicted: list[PredictedSpeedup] | None = None,
+    cells: list[TorchCell] | None = None,
+    served: list[ServedRow] | None = None,
+    methods: list[MethodRow] | None = None,
+    remarks: list[TimingRemark] | None = None,
+    launch: list[LaunchAdvice] | None = None,
+) -> Verdict:
+    rows = predicted or []
+    launch = launch or list(map(advise, rows))
+    return verdict.build_verdict(launch, rows, cells or [], served or [], methods or [], remarks or [], ["eval"], {})
+
+
+def test_a_prediction_and_a_measurement_that_agree_are_one_line() -> None:
+    found = give(
+        [predict(1.62, 1.24, 2.12)], [timed_cell("t8_3_16", 1.48, 1.15, 1.96), timed_cell("t5_1_6", 1.9, 0.8, 4.0)]
+    )
+    assert (found.kind, found.more, found.warnings) == ("launch", (), ())
+    assert found.headline == (
+        "Launch t6_4_32 with e009: predicted 1.62x (1.24 to 2.12) at 1 at once; measured t8_3_16 1.48x (1.15 to 1.96)"
+    )
+
+
+def test_the_predicted_trees_own_measurement_is_shown_before_others() -> None:
+    cells = [timed_cell("t6_4_32", 1.4, 1.2, 1.7), timed_cell("t8_3_16", 1.5, 1.3, 1.8)]
+    assert give([predict(1.6, 1.2, 2.1)], cells).headline.endswith("; measured 1.40x (1.20 to 1.70)")
+
+
+def test_a_tree_that_was_measured_as_no_faster_is_not_launched_on_its_prediction() -> None:
+    cells = [timed_cell("t6_4_32", 1.0, 0.8, 1.3), timed_cell("t8_3_16", 1.5, 1.3, 1.8)]
+    assert give([predict(1.6, 1.2, 2.1)], cells).headline == (
+        "Launch t8_3_16 with e009: measured 1.50x (1.30 to 1.80) at 1 at once; t6_4_32 with e009 is predicted 1.60x "
+        "(1.20 to 2.10), but measured 1.00x (0.80 to 1.30)"
+    )
+
+
+def test_what_was_not_measured_says_so() -> None:
+    found = give([predict(1.6, 1.2, 2.1)])
+    assert found.kind == "launch" and found.headline.endswith("; not measured here: measure it before you rely on it")
+
+
+def test_measurements_without_predictions() -> None:
+    cells = [timed_cell("t8_3_16", 1.5, 1.3, 1.8, checkpoint="e003"), timed_cell("t5_1_6", 1.2, 1.1, 1.3)]
+    assert give(cells=cells).headline == "Launch t8_3_16 with e003: measured 1.50x (1.30 to 1.80) at 1 at once"
+
+
+@pytest.mark.parametrize(("speedup", "low", "high"), [(0.83, 0.7, 0.95), (0.98, 0.8, 1.2)])
+def test_where_plain_decoding_is_as_fast_the_verdict_is_not_to_speculate(
+    speedup: float, low: float, high: float
+) -> None:
+    found = give([predict(0.9, 0.8, 1.05)], [timed_cell("t8_3_16", speedup, low, high)])
+    ends = f"{speedup:.2f}x ({low:.2f} to {high:.2f})"
+    assert found.kind == "plain"
+    assert found.headline == f"Do not speculate at 1 at once: the best measured, t8_3_16 with e009, is {ends}"
+    assert found.warnings == (f"every measured tree is slower than plain decoding, the best at {speedup:.2f}x",)
+
+
+def test_an_interval_that_holds_1_is_never_the_advice() -> None:
+    """Bug: on a busy machine 1.74x, with an interval from 0.72 to 3.53, was the headline's best."""
+    found = give(cells=[timed_cell("t5_1_6", 1.74, 0.72, 3.53), timed_cell("t8_3_16", 1.4, 0.9, 2.0)])
+    assert found.kind == "noisy" and "Launch" not in found.headline
+    assert found.headline == (
+        "Timings are too noisy to say at 1 at once: the best measured, t5_1_6 with e009, is 1.74x (0.72 to 3.53); aerie rerun "
+        "benchmark@eval-e009-t5_1_6 on an idle machine, or set benchmark.workloads.eval.until"
+    )
+
+
+def test_a_prediction_that_no_measurement_bears_out() -> None:
+    guess = [predict(1.6, 1.2, 2.1)]
+    assert give(guess, [timed_cell("t5_1_6", 1.2, 0.9, 1.6)]).kind == "noisy"
+    found = give(guess, [timed_cell("t5_1_6", 0.8, 0.7, 0.9)])
+    assert found.kind == "disputed" and found.headline.startswith(
+        "Prediction and measurement disagree at 1 at once: t6_4_32"
+    )
+
+
+def test_a_speedup_without_an_interval_is_not_sure() -> None:
+    found = give(cells=[timed_cell("t5_1_6", 1.74, None, None)])
+    assert found.kind == "unknown"
+    assert found.headline.startswith(
+        "No speedup is sure at 1 at once: the best measured, t5_1_6 with e009, is 1.74x (no interval)"
+    )
+
+
+def test_nothing_timed() -> None:
+    found = give()
+    assert found.kind == "unknown" and found.list_lines() == [verdict.NOTHING_TIMED]
+
+
+def test_each_load_of_a_server_has_its_advice_and_alike_ones_are_one_line() -> None:
+    rows = [
+        serve(n, speedup, speedup - 0.1, speedup + 0.1) for n, speedup in ((1, 1.8), (8, 1.5), (32, 0.8), (64, 0.7))
+    ]
+    found = give(served=[*rows, serve(8, 1.2, 1.1, 1.3, tree="t5_1_6"), serve(1, 9, 8, 10, decoding="plain")])
+    assert found.kind == "launch"
+    faster, slower = found.list_lines()
+    place = "(sglang, code, 200 tokens)"
+    assert faster == f"Launch t8_3_16 with e009 at 1 and 8 at once {place}: measured 1.80x (1.70 to 1.90) at 1 at once"
+    best = "the best measured, t8_3_16 with e009, is 0.80x (0.70 to 0.90)"
+    assert slower == f"Do not speculate at 32 and 64 at once {place}: {best} at 32 at once"
+
+
+def test_a_servers_own_prediction_belongs_to_its_load_and_the_torch_engines_to_its_own() -> None:
+    own = predict(1.3, 1.1, 1.5, engine="sglang", workload="code", max_new_tokens=200, concurrency=8)
+    found = give([own, predict(1.6, 1.2, 2.1)], [timed_cell("t8_3_16")], [serve(8, 1.2, 1.05, 1.4)])
+    torch, served = found.list_lines()
+    assert torch.startswith("Launch t6_4_32 with e009: predicted 1.60x") and "at 1 at once; measured t8_3_16" in torch
+    assert served == (
+        "Launch t6_4_32 with e009: predicted 1.30x (1.10 to 1.50) at 8 at once (sglang, code, 200 tokens); measured t8_3_16 "
+        "1.20x (1.05 to 1.40)"
+    )
+
+
+def test_predictions_hold_for_replayed_prompts_only() -> None:
+    found = give([predict(1.6, 1.2, 2.1)], [timed_cell("t8_3_16", workload="gsm8k")])
+    assert [line.partition(":")[0] for line in found.list_lines()] == [
+        "Launch t8_3_16 with e009",
+        "Launch t6_4_32 with e009",
+    ]
+
+
+def test_an_engine_that_cannot_run_the_fastest_tree_has_its_own() -> None:
+    fast, chain = predict(1.6, 1.2, 2.1), predict(1.3, 1.1, 1.5, topk=1, tokens=7)
+    found = give([fast, chain], launch=[advise(fast), advise(chain, "vllm")])
+    assert found.more == ("On vllm: t6_1_7 with e009, predicted 1.30x (1.10 to 1.50) at 1 at once",)
+
+
+def test_many_loads_are_counted() -> None:
+    rows = [serve(n, 1.5 if n % 2 else 0.5, 1.4 if n % 2 else 0.4, 1.6 if n % 2 else 0.6) for n in range(1, 13)]
+    lines = give(served=rows).list_lines()
+    assert len(lines) == verdict.MAX_LINES + 1 and lines[-1].startswith(
+        "6 more groups of loads are in results/served.csv"
+    )
+
+
+def test_methods_are_told_by_the_fastest_that_is_sure() -> None:
+    values: dict[str, Any] = {
+        "method": "ngram", "workload": "eval", "tau": 2.0, "output_tok_s": 300.0, "baseline_output_tok_s": 200.0,
+        "identical_share": 1.0, "weights_bytes": 0, "state_bytes": 0, "needs_training": "no", "parameters": 0, "moe": "not run",
+        "engine": "torch",
+    }  # fmt: skip
+    rows = [
+        MethodRow(row=row, speedup=speedup, speedup_low=low, speedup_high=speedup + 0.3, **values)
+        for row, speedup, low in (("baseline", 1.0, None), ("ngram", 1.2, 1.1), ("lookahead", 1.9, 0.9))
+    ]
+    assert give(methods=rows).more == ("Of 2 methods the fastest is ngram: measured 1.20x (1.10 to 1.50)",)
+    assert give(methods=[rows[0], rows[2]]).more == ("Of the methods none is clearly faster than plain decoding",)
+
+
+def test_a_draft_that_accepts_nothing_and_odd_times_are_warnings() -> None:
+    remark = TimingRemark("benchmark@eval-e009-t5_1_6", "t5_1_6: odd")
+    found = give(cells=[timed_cell("t5_1_6", 0.5, 0.4, 0.6, tau=1.0)], remarks=[remark])
+    idle, slow, odd = found.warnings
+    assert idle.startswith("tau is exactly 1.00 in eval-e009-t5_1_6: no draft token was accepted")
+    assert (
+        slow.startswith("every measured tree is slower")
+        and odd == "t5_1_6: odd; again: aerie rerun benchmark@eval-e009-t5_1_6"
+    )
+    assert found.list_lines()[1:] == [f"! {line}" for line in found.warnings]
+
+
+def test_many_warnings_are_counted_in_the_terminal() -> None:
+    remarks = [TimingRemark(f"benchmark@{n}", f"{n}: odd") for n in range(9)]
+    lines = give(cells=[timed_cell("t5_1_6")], remarks=remarks).list_lines()
+    assert len(lines) == 1 + verdict.MAX_WARNINGS + 1 and lines[-1] == "! and 4 more, on the page"
