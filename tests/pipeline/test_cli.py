@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import typer
 
-from pipeline import cli, commands, deps, doctor, dvc_graph, processes, recipes, reproduce, workspaces
+from pipeline import cli, commands, deps, doctor, dvc_graph, processes, recipes, reproduce, rerun, workspaces
 from tests.conftest import ROOT
 
 BIN = Path(sys.executable).parent
 COMMANDS = (
-    "run", "stale", "use", "reproduce", "promote", "drop", "pull", "launch", "table", "ui", "worker", "deps", "doctor",
+    "run", "stale", "rerun", "use", "reproduce", "promote", "drop", "pull", "launch", "table", "ui", "worker", "deps", "doctor",
 )  # fmt: skip
 
 
@@ -54,6 +54,7 @@ def test_python_m_pipeline_shows_the_help_of_aerie() -> None:
         (["run", "--verbose"], commands, "run_graph", (True,)),
         (["table"], commands, "read_table", ()),
         (["stale"], commands, "list_stale", ()),
+        (["rerun", "eval-e009-t5_1_6"], rerun, "rerun_cell", ("eval-e009-t5_1_6",)),
         (["use", "weather-tiny"], recipes, "use_recipe", ("weather-tiny",)),
         (["reproduce", "weather-tiny"], reproduce, "reproduce_recipe", ("weather-tiny",)),
         (["reproduce", "weather-tiny", "--dry-run"], reproduce, "describe_dry_run", ("weather-tiny",)),
