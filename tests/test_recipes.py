@@ -22,7 +22,6 @@ from pipeline.recipes import use_recipe
 from stages import fix_data, init_draft, prepare_target, sample_target
 from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.literature import published
-from stages.literature.own_beside_published import normalise_model_name
 from stages.params import schema
 from stages.reproduce import estimate
 from stages.target import generation, loading, packed_forward, vision
@@ -117,9 +116,9 @@ def test_what_a_recipe_reproduces_is_published_and_has_a_cell(name: str, project
     for match in about.beside:
         rows = [r for r in publications[match.publication].rows if _is_of(r.setting, match.rows)]
         assert rows, f"{match.publication} has no row of {match.rows}"
-        assert "target" in about.substitutes or normalise_model_name(p.target.model) == normalise_model_name(
-            str(match.rows["target"])
-        )
+        assert "target" in about.substitutes or published.normalise_model_name(
+            p.target.model
+        ) == published.normalise_model_name(str(match.rows["target"]))
         assert match.cells.workload in p.benchmark.workloads
         temperatures = {match.assumed.get("temperature", row.setting.temperature) for row in rows}
         assert temperatures == {p.benchmark.workloads[match.cells.workload].temperature}

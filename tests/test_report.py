@@ -58,7 +58,6 @@ def made_up_project(folder: Path, monkeypatch: pytest.MonkeyPatch) -> schema.Par
     text, found = re.subn(r"\[e009\] .*(\n  trees: \[t8_1_9,)", r"[e003, e009]\1", text)
     assert found == 1, "benchmark.checkpoints is no longer [e009] with a comment"
     Path("params.yaml").write_text(text)
-    shutil.copytree(ROOT / "published", "published")
     p = schema.load_params()
     make_up_results(p)
     return p
@@ -615,36 +614,6 @@ def test_what_users_wrote_is_escaped(made_up: schema.Params) -> None:
     assert "&lt;b&gt;hot" in report.PAGE_FILE.read_text()
 
 
-def test_published_numbers_stand_beside_ours_where_target_and_tree_agree(made_up: schema.Params) -> None:
-    report.main()
-    assert "Beside what was published" not in report.PAGE_FILE.read_text()  # the embedded target is not published
-    text = (
-        Path("params.yaml")
-        .read_text()
-        .replace("model: builtin/weather-tiny ", "model: meta-llama/Llama-3.1-8B-Instruct ")
-    )
-    Path("params.yaml").write_text(text)
-    timing_grid.write_timing_grid(costs.made_up(model="meta-llama/Llama-3.1-8B-Instruct"))
-    report.main()
-    page = re.sub(r"<[^>]+>", "|", report.PAGE_FILE.read_text())
-    assert "Beside what was published" in page and "EAGLE-3, the paper" in page and "https:" not in page
-    assert "none of a tree measured here" in page  # the paper's chains are of two and three drafts
-    with Path("published/specforge-sweep.csv").open(newline="") as lines:
-        point = next(
-            r
-            for r in csv.DictReader(lines)
-            if (r["target"], r["bs_steps_topk_ndt"]) == ("Llama-3.1-8B-Instruct", "1,5,1,6")
-        )
-    best = json.loads(report.METRICS_FILE.read_text())["best_checkpoint"]
-    own = torch_records.read_torch_cell("eval", best, "t5_1_6").metrics
-    ours, theirs = own.tau, float(point["accept_len"])
-    ends = rf"\({own.tau_low:.2f}-{own.tau_high:.2f}\)"
-    values = rf"{theirs:.4g}\|+{ours:.4g} \|{ends}\|+{ours / theirs:.2f}"
-    line = rf"5_1_6 \(5_1_5\)\|+tau\|+{values}\|+{point['draft']}\|+eval, {best}\|"
-    assert re.search(line, page)
-    assert "its definition isn&#39;t stated" in page
-
-
 def test_rows_that_do_not_add_up_are_shown(made_up: schema.Params, capsys: pytest.CaptureFixture[str]) -> None:
     atomic.write_json(Path("results/sample_report.json"), _made_up_report("sample_target") | {"rows_out": 250})
     report.main()
@@ -898,34 +867,6 @@ def test_without_torch_cells_the_report_shows_what_was_served(
         and "verify cycle</h3>" not in page
     )
     assert json.loads(report.METRICS_FILE.read_text())["identical_share_min"] is None
-
-
-def test_published_numbers_stand_beside_served_ones_of_the_same_load(made_up: schema.Params) -> None:
-    edit_params(Path(), {"target": {"model": "Qwen/Qwen3-Coder-30B-A3B-Instruct"}})
-    timing_grid.write_timing_grid(costs.made_up(model="Qwen/Qwen3-Coder-30B-A3B-Instruct"))
-    serve({"code": {**EVAL, "max_new_tokens": 1024, "concurrency": [32, 64], "repeats": 2}})
-    edit_params(Path(), {"benchmark_served": {"trees": ["t5_8_32"]}})
-    served_records.write_served_cell(
-        served_cell("code", points=sweep([1024], [32, 64], lambda tokens, cap: 0.02, repeats=2))
-    )
-    served_records.write_served_cell(
-        served_cell(
-            "code",
-            "e009",
-            "t5_8_32",
-            sweep([1024], [32, 64], lambda tokens, cap: 0.01, repeats=2, tau=2.9, tree="t5_8_32"),
-        )
-    )
-    report.main()
-    page = re.sub(r"<[^>]+>", "|", report.PAGE_FILE.read_text())
-    plain, drafted = (
-        next(r for r in _lines(ServedRow.TABLE) if (r["decoding"], r["concurrency"]) == (how, "64"))
-        for how in ("plain", "speculative")
-    )
-    assert re.search(rf"plain decoding\|+total_tok_s\|+2847\|+{float(plain['total_throughput']):.4g}\|", page)
-    assert re.search(rf"\|5_8_32\|+total_tok_s\|+5324\|+{float(drafted['total_throughput']):.4g}\|", page)
-    assert re.search(rf"\|5_8_32\|+tpot_p99_ms\|+18.7\|+{1000 * float(drafted['tpot_p99_s']):.4g}\|", page)
-    assert re.search(r"\|5_8_32\|+accept_rate\|+0.78\|+0.38\|", page)
 
 
 @pytest.mark.usefixtures("made_up")

@@ -38,6 +38,11 @@ TREE_PATTERN = re.compile(r"t(\d+)_(\d+)_(\d+)")
 BATCH_AND_TREE = "batch_and_tree"
 
 
+def normalise_model_name(model: str | None) -> str:
+    """Return a model's name in lower case without its owner or folder, and without the suffix "-instruct"."""
+    return (model or "").rstrip("/").rsplit("/", 1)[-1].lower().removesuffix("-instruct")
+
+
 # Settings
 
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from stages.reporting import plots
+from stages.reporting.plots import PlotPoint
 from stages.reporting.text import align_columns, format_interval, format_number, format_tree
 from stages.results import cost_measured, cost_served, prediction
 from stages.results.cost_measured import ComparedPrediction
@@ -163,8 +164,12 @@ def build_costs_page(found: CostPrediction, best: str) -> CostsPage:
         disagreeing=[row for row in compared if row.agrees is False],
         undecided=sum(row.agrees is None for row in compared),
         error=_summarise_prediction_error(compared) if compared else None,
-        svg=plots.render_svg(partial(draw_predictions, rows=compared)) if compared else None,
+        svg=_draw_compared(compared) if compared else None,
     )
+
+
+def _draw_compared(compared: list[ComparedPrediction]) -> Any:
+    return plots.render_svg(partial(draw_predictions, rows=compared), "Predicted against measured speedup")
 
 
 def _select_top_trees(rows: list[PredictedSpeedup], best: str) -> list[tuple[int, list[PredictedSpeedup]]]:
@@ -185,7 +190,7 @@ def _summarise_prediction_error(compared: list[ComparedPrediction]) -> Predictio
     return PredictionError(math.sqrt(square), math.exp(mean) - 1)
 
 
-def draw_predictions(axes: Any, rows: list[ComparedPrediction]) -> None:
+def draw_predictions(axes: Any, rows: list[ComparedPrediction]) -> list[PlotPoint]:
     """Draw predicted against measured speedups with both intervals, a colour per engine."""
     ends = [side.speedup for row in rows for side in (row.predicted, row.measured)]
     axes.plot([min(ends), max(ends)], [min(ends), max(ends)], color=plots.INK_COLOUR, linewidth=0.8)
@@ -199,3 +204,10 @@ def draw_predictions(axes: Any, rows: list[ComparedPrediction]) -> None:
             if measured.low is not None:
                 axes.hlines(predicted.speedup, measured.low, measured.high, color=colour, lw=0.7)
     axes.set(xlabel="measured speedup of decoding", ylabel="predicted")
+    return [_tell_prediction(row) for row in rows]
+
+
+def _tell_prediction(row: ComparedPrediction) -> PlotPoint:
+    measured, predicted = row.measured.speedup, row.predicted.speedup
+    name = f"{format_tree(row.tree)}, {row.checkpoint}"
+    return PlotPoint(measured, predicted, f"{name}: measured {measured:.2f}×, predicted {predicted:.2f}×")

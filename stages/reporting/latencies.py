@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 from stages.reporting import plots
+from stages.reporting.plots import PlotPoint
 from stages.reporting.served import describe_load, format_group_title
 from stages.reporting.text import format_tree
 from stages.results import served_records
@@ -39,6 +40,15 @@ class LatencyGroup:
     names: dict[str, str]  # kind of latency -> heading
     rows: list[LatencyLine]
     plots: dict[str, Any]  # kind of latency -> SVG
+
+    @property
+    def headings(self) -> list[str | tuple[str, str]]:
+        """Return the heads of the table of percentiles."""
+        return [
+            "Tree_structure",
+            "answers",
+            *((name, f"p{share}") for name in self.names.values() for share in PERCENTILES),
+        ]
 
 
 def summarise_torch_cells(cells: list[TorchCell]) -> list[LatencyGroup]:
@@ -100,6 +110,7 @@ def _summarise_spread(about: str, answers: dict[str, list[AnswerLatencies]], nam
     drawn = {
         name: plots.render_svg(
             partial(draw_latencies, rows=[row for row in shown if row.percentiles[name]], name=name, label=label),
+            f"Latencies, {about}: {label}",
             1 + len(shown) / 4,
         )
         for name, label in names.items()
@@ -118,9 +129,9 @@ def _compute_percentiles(answers: list[AnswerLatencies], names: dict[str, str]) 
     return found
 
 
-def draw_latencies(axes: Any, rows: list[LatencyLine], name: str, label: str) -> None:
+def draw_latencies(axes: Any, rows: list[LatencyLine], name: str, label: str) -> list[PlotPoint]:
     """Draw a line per row, the first on top: from the 10th percentile to the 90th, a dot at the median, a tick at the 99th."""
-    heights = range(len(rows))
+    heights, told = range(len(rows)), []
     for height, row in zip(heights, rows, strict=True):
         percentiles = row.percentiles[name]
         assert percentiles, f"{row.tree} has no {name}"
@@ -129,7 +140,10 @@ def draw_latencies(axes: Any, rows: list[LatencyLine], name: str, label: str) ->
         axes.hlines(height, low, high, color=colour, linewidth=2.2)
         axes.plot(middle, height, "o", color=colour, markersize=5)
         axes.plot(last, height, "|", color=colour, markersize=7)
+        shares = ", ".join(f"p{share} {value:.4g}" for share, value in zip(PERCENTILES, percentiles, strict=True))
+        told.append(PlotPoint(middle, height, f"{row.tree}, {label}: {shares}"))
     axes.set_yticks(heights, [row.tree for row in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(left=0)
     axes.set(xlabel=label)
+    return told

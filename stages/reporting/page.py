@@ -1,6 +1,8 @@
 """The report's page: one HTML text without scripts, fonts or pictures from elsewhere. Its templates are in templates/."""
 
+import base64
 import difflib
+import hashlib
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,8 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from stages.literature import own_beside_published, published
-from stages.reporting import costs, latencies, methods, plots, provenance, served, trees
+from stages.reporting import costs, latencies, methods, overview, plots, provenance, served, trees
 from stages.reporting.benchmark_table import BenchmarkRow
 from stages.reporting.inputs import ReportInputs, ReportSettings, StageReport
 from stages.reporting.summary import ResultSummary, get_badge
@@ -26,6 +27,7 @@ PageContent = dict[str, Any]  # variables of templates/page.html.j2
 def render_page(settings: ReportSettings, found: ReportInputs, metrics: ResultSummary, tables: Iterable[Path]) -> str:
     """Return the page. `tables` are the files whose digests it shows."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # the terminal's table does without
+    from markupsafe import Markup
 
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
@@ -57,6 +59,7 @@ def render_page(settings: ReportSettings, found: ReportInputs, metrics: ResultSu
     }
     best = metrics["best_checkpoint"]
     ran = [cell for cell in found.served if cell.status == RAN]
+    script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
     return environment.get_template("page.html.j2").render(
         title=settings.title,
         model=settings.model,
@@ -64,8 +67,11 @@ def render_page(settings: ReportSettings, found: ReportInputs, metrics: ResultSu
         verdict=found.verdict,
         max_warnings=MAX_WARNINGS,
         badge=get_badge(metrics),
+        best=best,
+        script=Markup(script),
+        script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         provenance=provenance.build_provenance(settings, found, tables),
-        **_build_results(found, best),
+        **_build_results(settings, found, best),
         **_build_replays(settings, found, metrics),
         **_build_data(found),
         costs=costs.build_costs_page(found.predicted, best),
@@ -74,15 +80,20 @@ def render_page(settings: ReportSettings, found: ReportInputs, metrics: ResultSu
         took=provenance.summarise_stage_runs(found.stage_runs, [*found.cells, *ran]),
         trained=found.trained,
         imported=settings.imported,
-        published=_pair_with_published(settings.model, found, best),
     )
 
 
-def _build_results(found: ReportInputs, best: str) -> PageContent:
+def _build_results(settings: ReportSettings, found: ReportInputs, best: str) -> PageContent:
     """Return what the parts on measured cells show, and on trees that were replayed instead."""
     cells = found.select_checkpoint_cells(best)
+    groups = _group_results(found)
+    main = _select_main_group(groups, best)
     return {
-        "groups": _group_results(found),
+        "main": main,
+        "others": [group for group in groups if group is not main],
+        "overview": overview.build_overview(
+            found.replays[best], settings.benchmark_trees, main.rows if main else [], found.predicted.rows
+        ),
         "served": served.build_served_page(found.served, found.lines) if found.lines else None,
         "latencies": [*latencies.summarise_torch_cells(cells), *latencies.summarise_served_lines(found.lines)],
         "histograms": _select_histograms(cells),
@@ -95,19 +106,20 @@ def _build_replays(settings: ReportSettings, found: ReportInputs, metrics: Resul
     others = sorted(found.replays.keys() - {best}, key=lambda name: -means[name]["mean_replay_tau"])
     best_trees, duel = found.replays[best], None
     trained = {name: run for name, run in found.trained.items() if name not in settings.other_methods}
-    drawn = {
-        "tokens": partial(plots.draw_tau_by_tokens, trees=best_trees),
-        "loss": partial(plots.draw_loss, trained=trained),
-        "accuracy": partial(plots.draw_accuracy, trained=trained),
+    drawn: dict[str, tuple[str, plots.DrawPlot]] = {
+        "tokens": ("tau against num_draft_tokens", partial(plots.draw_tau_by_tokens, trees=best_trees)),
+        "loss": ("Training loss per epoch", partial(plots.draw_loss, trained=trained)),
+        "accuracy": ("Accuracy per training-time-test step", partial(plots.draw_accuracy, trained=trained)),
     }
     if others:
         duel = trees.compare_checkpoints(best, others[0], found.replays)
-        drawn["duel"] = partial(plots.draw_checkpoint_duel, best=best, other=duel.other, pairs=duel.pairs)
+        draw_duel = partial(plots.draw_checkpoint_duel, best=best, other=duel.other, pairs=duel.pairs)
+        drawn["duel"] = (f"tau with {best} against tau with {duel.other}", draw_duel)
     return {
         "trees": len(best_trees),
         "heats": [trees.build_heatmap(best_trees, budget) for budget in trees.choose_budgets(best_trees)],
         "duel": duel,
-        "plots": {name: plots.render_svg(draw) for name, draw in drawn.items()},
+        "plots": {name: plots.render_svg(draw, title) for name, (title, draw) in drawn.items()},
         "inside": trees.build_trees_page(best_trees, found.tree_statistics[best], settings.benchmark_trees),
     }
 
@@ -168,6 +180,11 @@ def _group_results(found: ReportInputs) -> list[ResultGroup]:
     return list(groups.values())
 
 
+def _select_main_group(groups: list[ResultGroup], best: str) -> ResultGroup | None:
+    """Return the group that the summary shows: of the best checkpoint where it has any, and measured if one is."""
+    return max(groups, key=lambda group: (group.checkpoint == best, bool(group.cells)), default=None)
+
+
 @dataclass
 class AcceptanceHistogram:
     """How many drafts each verify cycle of one cell accepted, and why this cell is shown."""
@@ -199,33 +216,6 @@ def _select_histograms(cells: list[TorchCell]) -> list[AcceptanceHistogram]:
         if cell and any(cell.histogram):
             shown.setdefault((cell.workload, cell.tree), AcceptanceHistogram(cell, [])).reasons.append(reason)
     return list(shown.values())
-
-
-# Published numbers
-
-
-@dataclass(frozen=True)
-class PublicationSection:
-    """A publication that has numbers of this target."""
-
-    publication: published.Publication
-    numbers: int  # how many of them are of this target
-    lines: list[own_beside_published.PublishedPair]
-
-
-def _pair_with_published(model: str, found: ReportInputs, best: str) -> list[PublicationSection]:
-    """Pair published numbers with the best checkpoint's cells, or all where it has none, and its served points."""
-    served_checkpoints = {line.cell.checkpoint for line in found.lines}
-    shown = {best, None} if best in served_checkpoints else served_checkpoints
-    own = [
-        *own_beside_published.convert_torch_cells(found.select_checkpoint_cells(best)),
-        *own_beside_published.convert_served_points(line for line in found.lines if line.cell.checkpoint in shown),
-    ]
-    publications = published.read_publications()
-    return [
-        PublicationSection(publications[name], len(rows), list(own_beside_published.pair_rows(rows, own)))
-        for name, rows in own_beside_published.select_target_rows(publications, model).items()
-    ]
 
 
 # Text

@@ -1,4 +1,4 @@
-"""Plots of the page, as inline SVGs.
+"""Plots of the page, as inline SVGs, each with an overlay of points that name their numbers.
 
 matplotlib draws with placeholder colours, which are replaced by CSS variables, so that plots follow the light, dark and
 print styles. matplotlib is imported where it draws: the terminal's table must appear at once.
@@ -7,7 +7,7 @@ print styles. matplotlib is imported where it draws: the terminal's table must a
 import io
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +28,26 @@ MATPLOTLIB_STYLE = {
 }  # fmt: skip
 
 
-def render_svg(draw: Callable[[Any], None], height: float = 3.3) -> Any:
-    """Return what `draw` draws on its axes as SVG markup, 4.7 by `height` inches.
+@dataclass(frozen=True)
+class PlotPoint:
+    """A point of a plot, in its axes' units, and what is told where it is pointed at."""
 
-    The XML prologue, metadata, name spaces, the fixed size and group ids are removed: one page holds several plots.
+    x: float
+    y: float
+    text: str
+
+
+# Draws on matplotlib's axes; returns the points that tell their numbers.
+DrawPlot = Callable[[Any], Sequence[PlotPoint]]
+
+
+def render_svg(draw: DrawPlot, title: str, height: float = 3.3) -> Any:
+    """Return what `draw` draws as markup, 4.7 by `height` inches: a picture with a title, and its points over it.
+
+    The XML prologue, metadata, name spaces, the fixed size and group ids are removed: one page holds several plots. The
+    points are an SVG of their own, since what is inside an element of role img is hidden from screen readers.
     """
-    from markupsafe import Markup
+    from markupsafe import Markup, escape
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -42,14 +56,35 @@ def render_svg(draw: Callable[[Any], None], height: float = 3.3) -> Any:
         figure = Figure(figsize=(4.7, height), layout="tight")
         axes = figure.subplots()
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-        draw(axes)
+        points = draw(axes)
         axes.margins(x=0.03)
         if labels := axes.get_legend_handles_labels()[1]:
             axes.legend(ncols=count_legend_columns(len(labels)), handlelength=1.5, columnspacing=1)
         svg = save_svg(figure)
+    overlay = _render_points(points, axes, svg, title)
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"|(?<=<svg) width="[^"]*"| height="[^"]*"(?= viewBox)', "", svg)
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
-    return Markup(svg)  # matplotlib has escaped every text in it
+    svg = svg.replace("<svg ", '<svg role="img" ', 1).replace(">", f">\n<title>{escape(title)}</title>", 1)
+    return Markup(f'<div class="plot">{svg}{overlay}</div>')  # matplotlib has escaped every text in it
+
+
+def _render_points(points: Sequence[PlotPoint], axes: Any, svg: str, title: str) -> str:
+    """Return an SVG of the size of `svg` with a circle per point; axes must have been drawn, which sets their place."""
+    from markupsafe import escape
+
+    size = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)
+    assert size, "matplotlib writes a viewBox"
+    width, height = map(float, size.groups())
+    to_figure = axes.transData + axes.figure.transFigure.inverted()
+    circles = []
+    for point in dict.fromkeys(points):
+        x, y = to_figure.transform((point.x, point.y))
+        place = f'cx="{width * x:.1f}" cy="{height * (1 - y):.1f}" r="7"'
+        circles.append(f"<circle {place}><title>{escape(point.text)}</title></circle>")
+    if not circles:
+        return ""
+    label = escape(f"Points of: {title}")
+    return f'<svg class="points" role="group" aria-label="{label}" {size[0]}>{"".join(circles)}</svg>'
 
 
 def save_svg(figure: Any) -> str:
@@ -78,20 +113,29 @@ def cycle_styles() -> Iterator[dict[str, str]]:
             yield {"color": colour, "marker": marker, "linestyle": line}
 
 
-def draw_tau_by_tokens(axes: Any, trees: list[ReplayedTree], steps: int | None = None) -> None:
+def tell_tree(tree: ReplayedTree, more: str = "") -> PlotPoint:
+    """Return the point of a tree in a plot of tau against num_draft_tokens; `more` is added to its text."""
+    interval = "" if tree.tau_low is None or tree.tau_high is None else f" ({tree.tau_low:.2f}-{tree.tau_high:.2f})"
+    return PlotPoint(tree.tokens, tree.tau, f"{tree.shape.name[1:]}: tau {tree.tau:.2f}{interval}{more}")
+
+
+def draw_tau_by_tokens(axes: Any, trees: list[ReplayedTree], steps: int | None = None) -> list[PlotPoint]:
     """Draw a line per topk, at the best num_steps of each point or at `steps`. A topk always has the same colour."""
+    told = []
     for topk, style in zip(sorted({t.topk for t in trees}), cycle_styles(), strict=False):
         points = [t for t in trees if t.topk == topk and steps in (None, t.steps)]
         tokens = sorted({t.tokens for t in points})
-        best = [max(t.tau for t in points if t.tokens == count) for count in tokens]
+        best = [max((t for t in points if t.tokens == count), key=lambda t: t.tau) for count in tokens]
         if points:
-            axes.plot(tokens, best, **style, label=f"topk {topk}")
+            axes.plot(tokens, [t.tau for t in best], **style, label=f"topk {topk}")
+            told += map(tell_tree, best)
     axes.set(
         xlabel="num_draft_tokens", ylabel=f"tau, at {'the best num_steps' if steps is None else f'num_steps {steps}'}"
     )
+    return told
 
 
-def draw_checkpoint_duel(axes: Any, best: str, other: str, pairs: list[tuple[float, float, int]]) -> None:
+def draw_checkpoint_duel(axes: Any, best: str, other: str, pairs: list[tuple[float, float, int]]) -> list[PlotPoint]:
     """Draw a point per tree; `pairs` as trees.pair_trees returns them."""
     ends = [min(min(x, y) for x, y, _ in pairs), max(max(x, y) for x, y, _ in pairs)]
     axes.plot(ends, ends, color=INK_COLOUR, linewidth=0.8)
@@ -99,12 +143,14 @@ def draw_checkpoint_duel(axes: Any, best: str, other: str, pairs: list[tuple[flo
         points = [(y, x) for x, y, k in pairs if k == topk]
         axes.plot(*zip(*points, strict=True), "o", color=colour, markersize=3, label=f"topk {topk}")
     axes.set(xlabel=f"tau with {other}", ylabel=f"tau with {best}")
+    return [PlotPoint(y, x, f"topk {k}: tau {x:.2f} with {best}, {y:.2f} with {other}") for x, y, k in pairs]
 
 
-def draw_loss(axes: Any, trained: dict[str, TrainingReport]) -> None:
+def draw_loss(axes: Any, trained: dict[str, TrainingReport]) -> list[PlotPoint]:
     """Draw a line per checkpoint, starting where the checkpoint it continues ended."""
     ends: dict[str, int] = {}
     last: dict[str, float] = {}
+    told = []
     for name, colour in zip(_order_by_parent(trained), _cycle_colours(), strict=False):
         parent, epochs = trained[name].from_, trained[name].epochs
         start, losses = ends.get(parent, 0), [epoch.loss for epoch in epochs]
@@ -113,7 +159,9 @@ def draw_loss(axes: Any, trained: dict[str, TrainingReport]) -> None:
         axes.plot(*zip(*points, strict=True), color=colour, label=name)
         axes.plot(points[-1][0], points[-1][1], "o", color=colour)
         ends[name], last[name] = start + len(epochs), losses[-1]
+        told += [PlotPoint(epoch, loss, f"{name}: loss {loss:.4f} after epoch {epoch}") for epoch, loss in points]
     axes.set(xlabel="epoch", ylabel="training loss")
+    return told
 
 
 def _order_by_parent(trained: dict[str, TrainingReport]) -> list[str]:
@@ -124,11 +172,16 @@ def _order_by_parent(trained: dict[str, TrainingReport]) -> list[str]:
     return order
 
 
-def draw_accuracy(axes: Any, trained: dict[str, TrainingReport]) -> None:
+def draw_accuracy(axes: Any, trained: dict[str, TrainingReport]) -> list[PlotPoint]:
+    told = []
     for name, colour in zip(trained, _cycle_colours(), strict=False):
         accuracy = [100 * share for share in trained[name].epochs[-1].step_accuracy]
         axes.plot(range(1, len(accuracy) + 1), accuracy, marker="o", color=colour, label=name)
+        told += [
+            PlotPoint(step, share, f"{name}: {share:.1f}% at step {step}") for step, share in enumerate(accuracy, 1)
+        ]
     axes.set(xlabel="training-time-test step", ylabel="accuracy after the last epoch (%)")
+    return told
 
 
 @dataclass(frozen=True)
@@ -139,7 +192,7 @@ class SpeedupLine:
     points: list[tuple[float, float, float | None, float | None]]  # (x, speedup, low, high); None of one repeat
 
 
-def draw_speedups(axes: Any, lines: list[SpeedupLine], axis: str, unit: str) -> None:
+def draw_speedups(axes: Any, lines: list[SpeedupLine], axis: str, unit: str) -> list[PlotPoint]:
     from matplotlib.ticker import NullLocator
 
     ticks = sorted({x for line in lines for x, *_ in line.points})
@@ -153,3 +206,10 @@ def draw_speedups(axes: Any, lines: list[SpeedupLine], axis: str, unit: str) -> 
     axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set(xlabel=axis, ylabel="speedup over plain decoding")
+    return [
+        PlotPoint(
+            x, y, f"{line.name} {unit}, {axis} {x:g}: {y:.2f}×" + ("" if low is None else f" ({low:.2f}-{high:.2f})")
+        )
+        for line in lines
+        for x, y, low, high in line.points
+    ]

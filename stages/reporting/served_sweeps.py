@@ -57,9 +57,16 @@ class LoadSweep:
     by_cap: list[str]  # break-evens along the answer length, one sentence per concurrency
     plot: SpeedupPlot | None
 
+    @property
+    def cap_names(self) -> list[str]:
+        """Return the concurrencies as the heat table heads them; inf is a load without a limit."""
+        return ["no limit" if math.isinf(cap) else f"{cap:g}" for cap in self.caps]
+
     def draw(self) -> Any:
         """Return the plot as an SVG; None where the sweep has no axis."""
-        return self.plot and plots.render_svg(partial(plots.draw_speedups, **vars(self.plot)))
+        return self.plot and plots.render_svg(
+            partial(plots.draw_speedups, **vars(self.plot)), f"Speedup of {self.name} over {self.plot.axis}"
+        )
 
 
 def build_sweeps(rows: list[ServedRow]) -> list[LoadSweep]:

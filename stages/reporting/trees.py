@@ -5,14 +5,21 @@ docs/metrics.md and docs/trees.md define the figures of replayed trees and of th
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from stages.params.tree_shape import TreeShape
-from stages.reporting import plots
-from stages.reporting.plots import INK_COLOUR, SERIES_COLOURS, count_legend_columns, cycle_styles
+from stages.reporting.plots import (
+    INK_COLOUR,
+    SERIES_COLOURS,
+    DrawPlot,
+    PlotPoint,
+    count_legend_columns,
+    cycle_styles,
+    draw_tau_by_tokens,
+    render_svg,
+)
 from stages.reporting.text import format_tree
 from stages.results.replay_records import ReplayedTree, TreeBucket
 
@@ -52,20 +59,29 @@ class TreeStatisticsLine:
 def build_trees_page(trees: list[ReplayedTree], statistics: list[TreeBucket], benchmark_trees: list[str]) -> TreesPage:
     """Return the page's part. Its plots of what happens inside trees are left out where no tree was traced."""
     steps = choose_steps(trees, benchmark_trees)
-    drawn: dict[str, Callable[[Any], None]] = {
-        "front": partial(draw_front, trees=trees),
-        "at_steps": partial(plots.draw_tau_by_tokens, trees=trees, steps=steps),
+    drawn: dict[str, tuple[str, DrawPlot]] = {
+        "at_steps": (
+            f"tau against num_draft_tokens at num_steps {steps}",
+            partial(draw_tau_by_tokens, trees=trees, steps=steps),
+        )
     }
     table = build_statistics_table(statistics)
     if table:
         by_length = partial(draw_tau_by_length, statistics=statistics)
         drawn |= {
-            "context": partial(by_length, what="context", label="tokens before the drafts, from"),
-            "answer": partial(by_length, what="answer", label="place in the answer, from"),
-            "kinds": partial(draw_token_classes, statistics=statistics),
-            "chances": partial(draw_calibration, statistics=statistics),
+            "context": (
+                "tau by length of context",
+                partial(by_length, what="context", label="tokens before the drafts, from"),
+            ),
+            "answer": (
+                "tau by place in the answer",
+                partial(by_length, what="answer", label="place in the answer, from"),
+            ),
+            "kinds": ("Tokens accepted as drafts, by kind", partial(draw_token_classes, statistics=statistics)),
+            "chances": ("Share accepted against the draft's chance", partial(draw_calibration, statistics=statistics)),
         }
-    return TreesPage(steps, {name: plots.render_svg(draw) for name, draw in drawn.items()}, table, MIN_BUCKET_COUNT)
+    svgs = {name: render_svg(draw, title) for name, (title, draw) in drawn.items()}
+    return TreesPage(steps, svgs, table, MIN_BUCKET_COUNT)
 
 
 # Which tree
@@ -208,58 +224,56 @@ def summarise_siblings(rows: list[TreeBucket]) -> list[tuple[float, float]]:
 # Plots
 
 
-def draw_front(axes: Any, trees: list[ReplayedTree]) -> None:
-    for topk, style in zip(sorted({t.topk for t in trees}), cycle_styles(), strict=False):
-        points = [t for t in select_best_steps(trees) if t.topk == topk]
-        marks_only = style | {"linestyle": "none", "markersize": 3}
-        axes.plot([t.tokens for t in points], [t.tau for t in points], **marks_only, label=f"topk {topk}")
-    front = find_front(trees)
-    axes.plot([t.tokens for t in front], [t.tau for t in front], color=INK_COLOUR, linewidth=0.9, zorder=1)
-    for tree in thin_front(front):
-        where = {"xytext": (0, 6), "textcoords": "offset points", "ha": "right", "va": "bottom", "fontsize": 8}
-        axes.annotate(tree.shape.name[1:], (tree.tokens, tree.tau), **where)
-    top, low = max(t.tau for t in trees), min(t.tau for t in select_best_steps(trees))
-    axes.set(xlabel="num_draft_tokens, verified in a cycle", ylabel="tau, at the best num_steps")
-    axes.set_ylim(top=top + 0.12 * (top - low + 0.1))
-
-
-def draw_tau_by_length(axes: Any, statistics: list[TreeBucket], what: str, label: str) -> None:
+def draw_tau_by_length(axes: Any, statistics: list[TreeBucket], what: str, label: str) -> list[PlotPoint]:
     """Draw a line per tree: tau of the cycles that start in each bucket of `what` with at least MIN_BUCKET_COUNT cycles."""
     lines = {
         tree: [row for row in rows if (row.cycles or 0) >= MIN_BUCKET_COUNT]
         for tree, rows in group_by_tree(statistics, what).items()
     }
+    told: list[PlotPoint] = []
     lows = sorted({_get_lower_edge(row) for rows in lines.values() for row in rows})
     for (tree, rows), style in zip(lines.items(), cycle_styles(), strict=False):
         taus = [1 + row.accepted / (row.cycles or 1) for row in rows]
-        axes.plot([lows.index(_get_lower_edge(row)) for row in rows], taus, **style, label=format_tree(tree))
+        places = [lows.index(_get_lower_edge(row)) for row in rows]
+        axes.plot(places, taus, **style, label=format_tree(tree))
+        told += [
+            PlotPoint(place, tau, f"{format_tree(tree)}, {row.bucket}: tau {tau:.2f}, {row.cycles} cycles")
+            for place, tau, row in zip(places, taus, rows, strict=True)
+        ]
     every = 1 + len(lows) // 9
     axes.set_xticks(range(0, len(lows), every), [f"{low:g}–" for low in lows[::every]])
     axes.set(xlabel=label, ylabel="tau")
+    return told
 
 
-def draw_token_classes(axes: Any, statistics: list[TreeBucket]) -> None:
+def draw_token_classes(axes: Any, statistics: list[TreeBucket]) -> list[PlotPoint]:
     """Draw bars: the share of the answers' tokens of each class that were accepted drafts."""
     trees = group_by_tree(statistics, "token")
     totals = {row.bucket: (row.cycles or 0) + row.accepted for rows in trees.values() for row in rows}
     names, width = list(totals), 0.8 / len(trees)
+    told: list[PlotPoint] = []
     for number, ((tree, rows), style) in enumerate(zip(trees.items(), cycle_styles(), strict=False)):
         accepted = {row.bucket: 100 * row.accepted / totals[row.bucket] for row in rows}
         lefts = [at + width * (number - (len(trees) - 1) / 2) for at in range(len(names))]
         heights = [accepted.get(name, 0.0) for name in names]
         shade = 0.6 ** (number // len(SERIES_COLOURS))  # paler where the colours start again
         axes.bar(lefts, heights, width * 0.9, color=style["color"], alpha=shade, label=format_tree(tree))
+        told += [
+            PlotPoint(left, height, f"{format_tree(tree)}, {name}: {height:.1f}% accepted")
+            for left, height, name in zip(lefts, heights, names, strict=True)
+        ]
     axes.set_xticks(range(len(names)), [f"{name}\n{totals[name]:,.0f} tokens" for name in names])
     axes.set_yticks(range(0, 101, 20))
     legend_lines = math.ceil(len(trees) / count_legend_columns(len(trees)))
     axes.set(ylabel="accepted as drafts (%)", ylim=(0, 105 + 14 * legend_lines))
     axes.grid(visible=False, axis="x")
+    return told
 
 
-def draw_calibration(axes: Any, statistics: list[TreeBucket]) -> None:
+def draw_calibration(axes: Any, statistics: list[TreeBucket]) -> list[PlotPoint]:
     """Draw a line per tree: the share of nodes accepted against their mean path probability, both logarithmic."""
     axes.set(xscale="log", yscale="log")
-    values = [1.0]
+    values, told = [1.0], []
     for (tree, rows), style in zip(group_by_tree(statistics, "chance").items(), cycle_styles(), strict=False):
         points = [
             (row.promised / row.nodes, row.accepted / row.nodes)
@@ -267,12 +281,14 @@ def draw_calibration(axes: Any, statistics: list[TreeBucket]) -> None:
             if row.nodes and row.nodes >= MIN_BUCKET_COUNT and row.accepted and row.promised
         ]
         values += [x for point in points for x in point]
+        told += [PlotPoint(x, y, f"{format_tree(tree)}: {y:.3g} accepted at a chance of {x:.3g}") for x, y in points]
         if points:
             axes.plot(*zip(*points, strict=True), **style, label=format_tree(tree))
     axes.plot([min(values), 1], [min(values), 1], color=INK_COLOUR, linewidth=0.8)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:g}")
     axes.set(xlabel="the draft's chance of a node", ylabel="share accepted")
+    return told
 
 
 def _get_lower_edge(row: TreeBucket) -> float:

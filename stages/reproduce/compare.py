@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stages.literature import comparison, own_beside_published, published
+from stages.literature import comparison, published
 from stages.literature.comparison import CellRecord
 from stages.literature.published import MEAN_DATASET, UNKNOWN, PublishedRow
 from stages.params import schema
@@ -108,7 +108,7 @@ def _build_comparison(
 def _list_substitutes(row: PublishedRow, recipe: Recipe, model: str) -> Iterator[str]:
     """Yield what the recipe substitutes for the publication's own. Another draft does not concern plain decoding."""
     substitutes: dict[str, str] = {str(what): text for what, text in recipe.substitutes.items()}
-    normalise = own_beside_published.normalise_model_name
+    normalise = published.normalise_model_name
     if normalise(model) != normalise(row.setting.target):
         substitutes.setdefault("target", f"{model} against {row.setting.target}")
     for what, text in substitutes.items():

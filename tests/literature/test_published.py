@@ -192,3 +192,16 @@ def test_a_csv_beside_the_file(tmp_path: Path) -> None:
         (tmp_path / "points.csv").write_text(f"config,tau\n{line}\n")
         with pytest.raises(ValueError, match=rf"points\.csv, row 1.*{said}"):
             published.read_publication(path)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("Qwen/Qwen3-8B", "qwen3-8b"),
+        ("/data/models/qwen3-8b/", "qwen3-8b"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        (None, ""),
+    ],
+)
+def test_a_models_name_is_that_of_its_hub_id_or_folder(model: str | None, name: str) -> None:
+    assert published.normalise_model_name(model) == name

@@ -66,7 +66,7 @@ def test_the_page_names_its_commit_what_differs_from_it_and_the_tables_beside_it
     report.main()
     assert "no commit: this is no git repository" in report.PAGE_FILE.read_text()
     git(Path(), "init", "-q")
-    git(Path(), "add", "params.yaml", "published")
+    git(Path(), "add", "params.yaml")
     git(Path(), "commit", "-qm", "one")
     head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
     report.main()

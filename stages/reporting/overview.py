@@ -1,0 +1,155 @@
+"""The page's summary: tau against verified tokens with the chosen trees marked, their speedup beside, and all trees.
+
+Replays are those of the best checkpoint at temperature 0; predictions are the torch engine's, of one prompt at a time.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from stages.params.tree_shape import TreeShape
+from stages.reporting import plots
+from stages.reporting.benchmark_table import BenchmarkRow
+from stages.reporting.plots import INK_COLOUR, PlotPoint, cycle_styles, tell_tree
+from stages.reporting.text import format_interval
+from stages.reporting.trees import find_front, select_best_steps, thin_front
+from stages.results.prediction import PredictedSpeedup, index_torch_predictions
+from stages.results.replay_records import ReplayedTree
+
+PLOT_HEIGHT = 2.75  # inches; two plots and the main table fit on one screen
+# In points: the axes, about, and the place that a name takes on them.
+AXES_WIDTH, AXES_HEIGHT, NAME_WIDTH, NAME_HEIGHT, NAME_SIZE = 300, 150, 36, 9, 8
+
+
+@dataclass(frozen=True)
+class TreeLine:
+    """A tree of the grid: replayed, and where they exist its prediction and its cell."""
+
+    replayed: ReplayedTree
+    predicted: PredictedSpeedup | None
+    measured: BenchmarkRow | None
+
+    @property
+    def is_chosen(self) -> bool:
+        return self.measured is not None
+
+
+@dataclass(frozen=True)
+class Overview:
+    """The content of templates/summary.html.j2, and of the table of all trees."""
+
+    trees: list[TreeLine]
+    plots: dict[str, Any]  # "speedup" is left out where no speedup is known
+
+
+def build_overview(
+    trees: list[ReplayedTree], chosen: list[str], rows: list[BenchmarkRow], predicted: Iterable[PredictedSpeedup]
+) -> Overview:
+    """Return the summary of one checkpoint's `trees`. `chosen` are names to mark, `rows` the lines of the main table."""
+    guesses = index_torch_predictions(predicted)
+    cells = {row.tree: row for row in rows if not row.is_replayed}
+    lines = [
+        TreeLine(tree, guesses.get((tree.temperature, tree.checkpoint, tree.shape)), cells.get(tree.shape.name))
+        for tree in trees
+    ]
+    marked = [tree for tree in trees if tree.shape.name in chosen]
+    drawn = {
+        "tau": plots.render_svg(
+            partial(draw_chosen_trees, trees=trees, chosen=marked), "tau against verified tokens", PLOT_HEIGHT
+        )
+    }
+    if cells or any(line.predicted for line in lines):
+        drawn["speedup"] = plots.render_svg(
+            partial(draw_tree_speedups, lines=lines, cells=list(cells.values())),
+            "speedup against verified tokens",
+            PLOT_HEIGHT,
+        )
+    return Overview(lines, drawn)
+
+
+def draw_chosen_trees(axes: Any, trees: list[ReplayedTree], chosen: list[ReplayedTree]) -> list[PlotPoint]:
+    """Draw a point per topk and num_draft_tokens, the front as a line, and a ring and a name around each chosen tree.
+
+    Without chosen trees some of the front are named.
+    """
+    best = select_best_steps(trees)
+    for topk, style in zip(sorted({t.topk for t in trees}), cycle_styles(), strict=False):
+        points = [t for t in best if t.topk == topk]
+        marks_only = style | {"linestyle": "none", "markersize": 3}
+        axes.plot([t.tokens for t in points], [t.tau for t in points], **marks_only, label=f"topk {topk}")
+    front = find_front(trees)
+    axes.plot([t.tokens for t in front], [t.tau for t in front], color=INK_COLOUR, linewidth=0.9, zorder=1)
+    ring = {"markersize": 8, "markerfacecolor": "none", "color": INK_COLOUR, "linestyle": "none"}
+    axes.plot([t.tokens for t in chosen], [t.tau for t in chosen], "o", **ring)
+    top, low = max(t.tau for t in trees), min(t.tau for t in best)
+    axes.set(xlabel="num_draft_tokens, verified in a cycle", ylabel="tau")
+    axes.set_ylim(top=top + 0.05 * (top - low + 0.1))
+    _annotate_names(axes, [(t.shape.name[1:], t.tokens, t.tau) for t in chosen or thin_front(front)])
+    return [tell_tree(tree) for tree in [*best, *chosen]]
+
+
+def draw_tree_speedups(axes: Any, lines: list[TreeLine], cells: list[BenchmarkRow]) -> list[PlotPoint]:
+    """Draw measured speedups with their intervals and names, and the fastest prediction at each num_draft_tokens."""
+    told: list[PlotPoint] = []
+    named: list[tuple[str, float, float]] = []
+    axes.axhline(1, color=INK_COLOUR, linewidth=0.8)
+    styles = dict(zip(sorted({line.replayed.topk for line in lines}), cycle_styles(), strict=False))
+    if fastest := _select_fastest(line.predicted for line in lines if line.predicted):
+        xs, ys = [row.tokens for row in fastest], [row.speedup for row in fastest]
+        axes.plot(xs, ys, color=INK_COLOUR, linewidth=0.9, linestyle=":", label="fastest predicted")
+        told += [_tell_speedup(row.tokens, row.shape, row.speedup, row.low, row.high, "predicted") for row in fastest]
+    for place, row in zip(_spread_places(cells), cells, strict=True):
+        if row.speedup is None:
+            continue
+        colour = styles[row.topk]["color"] if row.topk in styles else INK_COLOUR
+        axes.plot(place, row.speedup, styles.get(row.topk, {}).get("marker", "o"), color=colour, markersize=5)
+        if row.speedup_low is not None:
+            axes.vlines(place, row.speedup_low, row.speedup_high, color=colour, linewidth=0.9)
+        named.append((row.tree[1:], place, row.speedup))
+        shape = TreeShape.parse(row.tree)
+        told.append(_tell_speedup(place, shape, row.speedup, row.speedup_low, row.speedup_high, "measured"))
+    axes.set(xlabel="num_draft_tokens, verified in a cycle", ylabel="speedup over plain decoding")
+    _annotate_names(axes, named)
+    return told
+
+
+def _annotate_names(axes: Any, points: list[tuple[str, float, float]]) -> None:
+    """Write names (name, x, y) to the right of their points, from the top down, moved down where one would cover another."""
+    (low, high), (left, right) = axes.get_ylim(), axes.get_xlim()
+    placed: list[tuple[float, float]] = []
+    for name, x, y in sorted(points, key=lambda point: -point[2]):
+        column, height = AXES_WIDTH * (x - left) / (right - left), AXES_HEIGHT * (y - low) / (high - low)
+        at = height
+        while any(abs(column - c) < NAME_WIDTH and abs(at - h) < NAME_HEIGHT for c, h in placed):
+            at -= 1
+        placed.append((column, at))
+        where = {"textcoords": "offset points", "ha": "left", "va": "center", "fontsize": NAME_SIZE}
+        axes.annotate(name, (x, y), xytext=(7, at - height), **where)
+
+
+def _select_fastest(rows: Iterable[PredictedSpeedup]) -> list[PredictedSpeedup]:
+    """Return the fastest prediction of each num_draft_tokens, in their order."""
+    fastest: dict[int, PredictedSpeedup] = {}
+    for row in rows:
+        if row.tokens not in fastest or row.speedup > fastest[row.tokens].speedup:
+            fastest[row.tokens] = row
+    return [fastest[tokens] for tokens in sorted(fastest)]
+
+
+def _spread_places(cells: list[BenchmarkRow]) -> list[float]:
+    """Return where on the axis each cell is drawn: cells of as many tokens side by side, so that intervals stay apart."""
+    counts, seen, places = Counter(row.num_draft_tokens for row in cells), Counter[int](), []
+    for row in cells:
+        tokens = row.num_draft_tokens
+        places.append(tokens + 0.9 * (seen[tokens] - (counts[tokens] - 1) / 2))
+        seen[tokens] += 1
+    return places
+
+
+def _tell_speedup(
+    place: float, shape: TreeShape, speedup: float, low: float | None, high: float | None, how: str
+) -> PlotPoint:
+    interval = format_interval(low, high)
+    return PlotPoint(place, speedup, f"{shape.name[1:]}: {speedup:.2f}×{f' ({interval})' if interval else ''}, {how}")
