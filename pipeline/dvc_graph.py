@@ -25,6 +25,7 @@ from pipeline.checked_dvc import check_cached_copies
 from pipeline.dvc_output import OUTCOME_LINES, DvcOutput, Outcome
 from pipeline.processes import DVC_MODULE, TAIL_LINES, StageError, is_transient, run_command
 from pipeline.run_display import RunDisplay, locate_log
+from stages.params.spelling import suggest_name
 
 # The name of a stage in dvc.yaml, for a stage with a list also @VALUE; never a folder or an option.
 STAGE_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_-]*(@[A-Za-z0-9_][A-Za-z0-9_.-]*)?$"
@@ -144,6 +145,9 @@ def pull_inputs(name: str) -> list[str]:
     """
     check_stage_name(name)
     with open_repo() as repo:
+        known = [_get_stage_name(stage) for stage in repo.index.stages]
+        if not any(one == name or one.startswith(f"{name}@") for one in known):
+            raise ValueError(f"there is no stage {name}{suggest_name(name, known)}; `dvc stage list` shows them all")
         inputs = [dep.fs_path for stage in repo.stage.collect(name) for dep in stage.deps if dep.protocol == "local"]
         missing = [
             out.fs_path

@@ -15,6 +15,7 @@ from ruamel.yaml import YAML
 
 from stages.params import schema
 from stages.params.error_messages import OLD_KEYS
+from stages.params.spelling import suggest_name
 from stages.params.tree_shape import TreeShape, count_candidates
 
 ROOT = Path(__file__).parents[1]
@@ -168,7 +169,26 @@ def test_a_misspelt_section_is_named_both_ways() -> None:
     """DVC would drop the stage without a word."""
     edited(("train_draft:", "trian_draft:"))
     found = problems()
-    assert [line.split(";")[0] for line in found] == ["train_draft: missing", "trian_draft: unknown key"]
+    assert [line.split(";")[0] for line in found] == [
+        "train_draft: missing",
+        "trian_draft: unknown key (did you mean train_draft?)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("found", "nearest"),
+    [("lerning_rate", "learning_rate"), ("e0009", "e009"), ("t8_2_61", ""), ("e010", ""), ("colour", "")],
+)
+def test_the_nearest_name_is_suggested_and_none_with_another_number(found: str, nearest: str) -> None:
+    known = ["learning_rate", "warmup_steps", "e003", "e009", "t8_2_16"]
+    assert suggest_name(found, known) == (f" (did you mean {nearest}?)" if nearest else "")
+
+
+def test_a_misspelt_key_gets_the_nearest_known_one() -> None:
+    set_value(("train_draft", "lerning_rate"), 0.1)
+    assert problems()[0].startswith(
+        "train_draft.lerning_rate: unknown key (did you mean learning_rate?); known keys are"
+    )
 
 
 def test_a_key_that_is_no_text_is_refused_at_the_top_too() -> None:
@@ -626,7 +646,7 @@ def workload(**changes: Any) -> dict[str, Any]:
 
 RANDOM = {"prompts": "random", "input_tokens": 512, "concurrency": 64, "length_range": 0.5}
 BAD_WORKLOADS = [
-    ({"prompts": "mtbench"}, "benchmark.workloads.chat.prompts is 'mtbench', expected one of eval, random, alpaca, gsm8k"),
+    ({"prompts": "mtbench"}, "benchmark.workloads.chat.prompts is 'mtbench' (did you mean mt_bench?), expected one of eval, random, alpaca, gsm8k"),
     ({"grade": True}, "benchmark.workloads.chat.grade is true with prompts: eval, expected a set of format gsm8k, humaneval"),
     ({"prompts": "alpaca", "grade": True}, "benchmark.workloads.chat.grade is true with prompts: alpaca, expected a set of"),
     ({"input_tokens": 5}, "benchmark.workloads.chat: input_tokens is 5 with prompts: eval, expected a number for random"),

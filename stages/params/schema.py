@@ -22,6 +22,7 @@ from stages.params.methods_section import BenchmarkMethods, DynamicRow, MethodRo
 from stages.params.recipe import Recipe
 from stages.params.schedule import Schedule
 from stages.params.section import PARAMS_FILE, ROOT_CHECKPOINT, Section, Text, get_named
+from stages.params.spelling import suggest_name
 from stages.params.target_sections import ExtractHiddens, PrepareTarget, Target
 from stages.params.tree_sections import ReplayTrees, TimeTrees
 from stages.params.tree_shape import TreeShape
@@ -81,12 +82,14 @@ class Params(Section):
                 )
             if name not in trained and name not in imported and key != "time_trees.checkpoints":
                 raise ValueError(
-                    f"{key}: {name!r} is not trained, expected some of {', '.join([*trained, *imported])}; "
-                    "correct it, or add it to train_draft.checkpoints or import_draft.checkpoints"
+                    f"{key}: {name!r} is not trained{suggest_name(name, [*trained, *imported])}, expected some of "
+                    f"{', '.join([*trained, *imported])}; correct it, or add it to train_draft.checkpoints or "
+                    "import_draft.checkpoints"
                 )
             if name not in (timeable := [ROOT_CHECKPOINT, *trained, *imported]):
                 raise ValueError(
-                    f"{key}: {name!r} is no checkpoint, expected some of {', '.join(timeable)}; correct it. "
+                    f"{key}: {name!r} is no checkpoint{suggest_name(name, timeable)}, expected some of "
+                    f"{', '.join(timeable)}; correct it. "
                     f"{ROOT_CHECKPOINT} costs what every trained checkpoint does"
                 )
 
@@ -95,7 +98,8 @@ class Params(Section):
         for name in self.benchmark_served.workloads:
             if name not in self.benchmark.workloads:
                 raise ValueError(
-                    f"benchmark_served.workloads: {name!r} is no workload, expected some of "
+                    f"benchmark_served.workloads: {name!r} is no workload"
+                    f"{suggest_name(name, self.benchmark.workloads)}, expected some of "
                     f"{', '.join(self.benchmark.workloads)}; correct it, or add it to benchmark.workloads"
                 )
         if self.benchmark.num_gpus_per_model > 1 and not self.target.device.startswith("cuda"):
@@ -110,9 +114,10 @@ class Params(Section):
             )
         for name, workload in self.benchmark.workloads.items():
             if workload.prompts not in OWN_PROMPTS | set(self.prepare_prompts.sets):
-                known = ", ".join([*sorted(OWN_PROMPTS), *self.prepare_prompts.sets])
+                known = [*sorted(OWN_PROMPTS), *self.prepare_prompts.sets]
                 raise ValueError(
-                    f"benchmark.workloads.{name}.prompts is {workload.prompts!r}, expected one of {known}; correct it, or add "
+                    f"benchmark.workloads.{name}.prompts is {workload.prompts!r}"
+                    f"{suggest_name(workload.prompts, known)}, expected one of {', '.join(known)}; correct it, or add "
                     "the set to prepare_prompts.sets"
                 )
             prompt_set = self.prepare_prompts.sets.get(workload.prompts)
