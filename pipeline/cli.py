@@ -7,6 +7,7 @@ need when they run: importing typer takes 0.05 s, Prefect 1 s, and torch is neve
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -265,7 +266,7 @@ def run_command_line(words: list[str]) -> None:
     """Run one command. Raises SystemExit with a line `aerie: ...` for anything the user can correct."""
     from pipeline.processes import StageError
 
-    command = typer.main.get_command(app)
+    command, started = typer.main.get_command(app), time.time()
     try:
         if not words:
             command(["--help"], prog_name="aerie", standalone_mode=False)
@@ -279,7 +280,9 @@ def run_command_line(words: list[str]) -> None:
     except typer.Abort:  # how typer before 0.20 reports Ctrl-C
         status = INTERRUPTED
     if status == INTERRUPTED:
-        print("aerie: interrupted; what has finished is cached, run again to go on", file=sys.stderr)
+        from pipeline import commands
+
+        print(f"aerie: {commands.describe_stop(words, started)}", file=sys.stderr)
     if status:
         sys.exit(status)
 

@@ -134,6 +134,14 @@ class RunDisplay:
             print(text, file=sys.stderr if error else sys.stdout, flush=True)
 
 
+def show_line(line: str) -> None:
+    """Print a line of a stage; a bar's line over the one before on a terminal, and only its last line into a file."""
+    found = PROGRESS_PATTERN.search(line)
+    is_drawn = found is not None and found["percent"] != "100"
+    if not is_drawn or sys.stdout.isatty():
+        print(line, end="\r" if is_drawn else "\n", flush=True)
+
+
 def locate_log(stage: str) -> Path:
     """Return the file with everything that a stage printed in its last run."""
     return LOGS_FOLDER / f"{stage.replace('/', '_')}.log"
