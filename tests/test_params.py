@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
-from stages.params import schema
+from stages.params import gpus, schema
 from stages.params.error_messages import OLD_KEYS
 from stages.params.spelling import suggest_name
 from stages.params.tree_shape import TreeShape, count_candidates
@@ -182,6 +182,35 @@ def test_a_misspelt_section_is_named_both_ways() -> None:
 def test_the_nearest_name_is_suggested_and_none_with_another_number(found: str, nearest: str) -> None:
     known = ["learning_rate", "warmup_steps", "e003", "e009", "t8_2_16"]
     assert suggest_name(found, known) == (f" (did you mean {nearest}?)" if nearest else "")
+
+
+@pytest.mark.parametrize("model", ["/nowhere/qwen", "./qwen", "../qwen", "~/qwen"])
+def test_a_target_folder_that_is_missing_is_named_before_any_stage(model: str) -> None:
+    """Bug: it was looked for on Hugging Face, and the message was about the network."""
+    set_value(("target", "model"), model)
+    with pytest.raises(ValueError, match=rf"^params\.yaml: target\.model is {model}, expected a folder, found none"):
+        schema.check_target(schema.load_params())
+
+
+def test_cuda_without_a_gpu_is_refused_before_any_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: `device: cuda` on a machine without CUDA ended in a traceback of torch, after the data had been made."""
+    set_value(("target", "device"), "cuda")
+    monkeypatch.setattr(gpus, "GPU_DEVICES", ("/nowhere/*",))
+    monkeypatch.setattr(gpus.shutil, "which", lambda name: None)
+    with pytest.raises(
+        ValueError, match=r"target\.device is cuda, expected a GPU, found none .*; set target\.device: cpu"
+    ):
+        schema.check_target(schema.load_params())
+    for runner in ("workers", "ray"):  # other hosts may have one
+        set_value(("target", "device"), "cuda")
+        other = schema.load_params()
+        schema.check_target(other.model_copy(update={"schedule": other.schedule.model_copy(update={"runner": runner})}))
+    monkeypatch.setattr(gpus.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    schema.check_target(schema.load_params())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES"):
+        schema.check_target(schema.load_params())
 
 
 def test_a_misspelt_key_gets_the_nearest_known_one() -> None:

@@ -18,6 +18,7 @@ from stages.params.benchmark_sections import Benchmark, BenchmarkServed
 from stages.params.data_sections import OWN_PROMPTS, FixData, PreparePrompts, SampleTarget
 from stages.params.draft_sections import CheckOverfit, ImportDraft, InitDraft, TrainDraft
 from stages.params.error_messages import explain_error, explain_old_keys, explain_yaml
+from stages.params.gpus import may_have_gpu
 from stages.params.methods_section import BenchmarkMethods, DynamicRow, MethodRow, StaticRow
 from stages.params.recipe import Recipe
 from stages.params.schedule import Schedule
@@ -266,9 +267,25 @@ def check_raw_exists(params: Params) -> None:
 
 
 def check_params(params: Params) -> None:
-    """Check what params.yaml names on this machine. Raises ValueError for missing data and unwatched folders."""
+    """Check what params.yaml names on this machine. Raises ValueError for missing data, folders and GPUs."""
     check_raw_exists(params)
-    check_watched("target.model", params.target.model, "target.watch", params.target.watch)
+    check_target(params)
+
+
+def check_target(params: Params) -> None:
+    """Raise ValueError for a target whose folder is missing or not watched, or a device that this machine lacks."""
+    model, device = params.target.model, params.target.device
+    if model.startswith(("/", "./", "../", "~")) and not Path(model).is_dir():
+        raise ValueError(
+            f"{PARAMS_FILE}: target.model is {model}, expected a folder, found none there; correct the path (~ is not "
+            "expanded), or name a Hugging Face id (owner/name) or builtin/weather-tiny"
+        )
+    check_watched("target.model", model, "target.watch", params.target.watch)
+    if device != "cpu" and params.schedule.runner == "local" and not may_have_gpu():
+        raise ValueError(
+            f"{PARAMS_FILE}: target.device is {device}, expected a GPU, found none on this machine or none that "
+            "CUDA_VISIBLE_DEVICES leaves visible; set target.device: cpu, or run where there is one"
+        )
 
 
 def check_watched(key: str, model: str | None, watch_key: str, watch: str) -> None:
