@@ -104,8 +104,8 @@ def describe_stop(words: list[str], since: float) -> str:
     from stages.telemetry import unfinished
 
     again = "make run" if words == ["run"] and "MAKELEVEL" in os.environ else " ".join(["aerie", *words])
-    if notes := unfinished.describe_notes(since):
-        return f"stopped; `{again}` goes on {' and '.join(notes)}"
+    if notes := unfinished.list_notes(since):
+        return f"stopped; `{again}` goes on {' and '.join(f'{where} of {stage}' for stage, where in notes.items())}"
     return f"stopped; what has finished is kept, `{again}` goes on with the rest"
 
 

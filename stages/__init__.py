@@ -19,7 +19,7 @@ def _end_interrupted(kind: type[BaseException], error: BaseException, trace: Tra
     os._exit(130)
 
 
-if sys.orig_argv[1:2] == ["-m"] and sys.orig_argv[2].startswith("stages."):
+if sys.argv[:1] == ["-m"]:  # Python is about to run a module of this package, python -m stages.NAME
     sys.excepthook = _end_interrupted
 
 if "AERIE_FORK_SERVER" in os.environ:  # set by `aerie run` for the commands of dvc.yaml

@@ -53,8 +53,7 @@ def run_stage(main: Callable[..., None], list_gpus: Callable[[], list[int] | Non
 
 def describe_stop(stage: str, since: float) -> str:
     """Return a line on where the stage, which began at `since`, goes on after Ctrl-C."""
-    kept = unfinished.describe_notes(since)
-    return f"{stage} stopped; run again to go on " + (" and ".join(kept) if kept else "from its beginning")
+    return f"{stage} stopped; run again to go on {unfinished.list_notes(since).get(stage, 'from its beginning')}"
 
 
 def split_stage_name(words: list[str]) -> list[str]:

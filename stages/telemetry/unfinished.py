@@ -21,7 +21,8 @@ def begin_stage(stage: str) -> None:
 def end_stage() -> None:
     """Remove the stage's note, since its result is whole."""
     if _stage is not None:
-        _locate_note(_stage).unlink(missing_ok=True)
+        with suppress(OSError):
+            _locate_note(_stage).unlink()
 
 
 def note_progress(where: str) -> None:
@@ -33,14 +34,14 @@ def note_progress(where: str) -> None:
         _locate_note(_stage).write_text(where, encoding="utf-8")
 
 
-def describe_notes(since: float) -> list[str]:
-    """Return "after epoch 4 of train_draft@e009" for each note written after `since`, a `time.time()`; the oldest first."""
+def list_notes(since: float) -> dict[str, str]:
+    """Return the notes written after `since`, a `time.time()`, by their stages; the oldest first."""
     found = []
     for path in NOTES_FOLDER.glob("*"):
         with suppress(OSError):
             if (written := path.stat().st_mtime) >= since and (where := path.read_text(encoding="utf-8")):
-                found.append((written, f"{where} of {path.name}"))
-    return [text for _, text in sorted(found)]
+                found.append((written, path.name, where))
+    return {stage: where for _, stage, where in sorted(found)}
 
 
 def _locate_note(stage: str) -> Path:
