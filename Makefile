@@ -1,12 +1,12 @@
-# make run     install what is missing, run what is stale, print the table
-# make ui      the same graph in Prefect's pages
-# make worker  run stages for runs of another host: docs/scheduling.md
-# make serving-env         SGLang in an environment of its own; ENGINE=vllm: vLLM
-# make test    every check and test; make test-long: whole runs
-#
-# After make run, .venv/bin/aerie --help lists every other command. Another Python: make run PYTHON=python3.12
-# PyTorch for CPUs, a sixth of the download: make run TORCH=cpu; for a CUDA release: TORCH=cu130. Pip though uv is there: UV=
+# `make help` lists the targets and variables: the lines that begin with ##, and what follows ## behind a target.
 
+## variables:
+##   PYTHON=python3.12  another Python for .venv: 3.11, 3.12 or 3.13
+##   TORCH=cpu          PyTorch for CPUs, a sixth of the download; TORCH=cu130: for that CUDA release
+##   UV=                install with pip though uv is there
+##   WORKER_LIMIT=2     stages at a time of `make worker`
+##   ENGINE=vllm        the engine of `make serving-env`; otherwise sglang
+##   AERIE_PORT=4300    the port of `make ui`; otherwise 4200
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,25 +18,33 @@ INSTALLED := $(VENV)/.installed$(TORCH:%=-torch-%)
 SUPPORTED := import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 13) or sys.exit( \
   "aerie: needs Python 3.11, 3.12 or 3.13; $(PYTHON) is %d.%d. Name another one: make PYTHON=python3.12" % v)
 
-.PHONY: run ui worker check test test-long clean serving-env
+.PHONY: run ui worker check test test-long clean serving-env help
 
 # A second run must be quick: no installer, one start of Python.
-run: $(INSTALLED)
+run: $(INSTALLED) ## install what is missing, run what is stale, print the table
 	@$(BIN)/python -m pipeline run
 
-ui: $(INSTALLED)
+help: ## this list
+	@echo "targets; make alone is make run:"
+	@awk -F ':[^#]*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@echo
+	@sed -n 's/^## //p' $(firstword $(MAKEFILE_LIST))
+	@echo
+	@echo "every other command: $(BIN)/aerie --help"
+
+ui: $(INSTALLED) ## the same graph in Prefect's pages, until Ctrl-C
 	@$(IN_VENV) python -m pipeline.serve
 
 # Works in the folder in which it is started.
 WORKER_LIMIT ?= 1
-worker: $(INSTALLED)
+worker: $(INSTALLED) ## run stages for runs of another host: docs/scheduling.md
 	@$(IN_VENV) python -m pipeline.start_worker --limit $(WORKER_LIMIT)
 
 ENGINE ?= sglang
 SERVING := serving-env/$(ENGINE)
 
 # Environments of their own, never imported: their torch and transformers differ from this project's.
-serving-env: $(SERVING)/.installed
+serving-env: $(SERVING)/.installed ## install SGLang, or vLLM, in an environment of its own: 10 GB
 
 $(SERVING)/.installed: serving-env/$(ENGINE).txt
 	@test -x $(SERVING)/bin/python || $(PYTHON) -m venv $(SERVING)
@@ -44,21 +52,20 @@ $(SERVING)/.installed: serving-env/$(ENGINE).txt
 	@PIP_ROOT_USER_ACTION=ignore $(SERVING)/bin/python -m pip -q --disable-pip-version-check --no-input install -r $<
 	@touch $@
 
-check: $(VENV)/.installed-test
+check: $(VENV)/.installed-test ## linters and type checks
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 # Three on two cores: a third of the long files' time is waiting, for servers, workers and a browser.
-test: check
+test: check ## these and every test but whole runs
 	$(IN_VENV) pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-test-long: $(VENV)/.installed-test
+test-long: $(VENV)/.installed-test ## whole runs
 	$(IN_VENV) pytest -m long
 
-# Removes caches and byte code; .venv, .scratch (unfinished training) and DVC's files stay.
-clean:
+clean: ## remove caches and byte code; .venv, .scratch (unfinished training) and DVC's files stay
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info build
 	find . -name __pycache__ -type d -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
 

@@ -7,14 +7,18 @@ need when they run: importing typer takes 0.05 s, Prefect 1 s, and torch is neve
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
+from pipeline.command_help import GroupedCommands
+
 app = typer.Typer(
     name="aerie",
+    cls=GroupedCommands,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -65,6 +69,8 @@ def run(
     A line for each stage when it has ended; what it printed is in logs/STAGE.log, and shown if it fails. A second run in
     the same folder waits for the first. An interrupted run keeps what has finished; run again to go on.
     `make run` installs what is missing first.
+
+    Example: aerie run after an edit of params.yaml; aerie run --verbose > run.txt keeps every line.
     """
     from pipeline import commands
 
@@ -77,6 +83,8 @@ def stale() -> None:
 
     Exits with 1 if there are any. Also warns of artifacts made with another release of torch or transformers, which
     are not stale for that.
+
+    Example: aerie stale after an edit of params.yaml, before aerie run.
     """
     from pipeline import commands
 
@@ -105,6 +113,8 @@ def use(recipe: Recipe) -> None:
     """Write a recipe's keys into params.yaml. Comments and other keys stay.
 
     The previous params.yaml is kept beside it, and the last line says how to return to it.
+
+    Example: aerie use weather-tiny-vl, then aerie run.
     """
     from pipeline import recipes
 
@@ -126,6 +136,8 @@ def reproduce(
     Writes the recipe into params.yaml, brings every stage up to date and prints the results beside the published ones.
     Refuses before changing anything if files are missing or the disk is too small. If a stage fails, those that do not
     need it still run.
+
+    Example: aerie reproduce angelslim-qwen3-8b --dry-run, then the same without --dry-run.
     """
     from pipeline import reproduce as steps
 
@@ -141,6 +153,8 @@ def promote(name: Run) -> None:
 
     That is a run with a workspace of its own, as Prefect's forms start them. Refuses while tracked files have
     changes, while a run is at work, and if the run has not finished.
+
+    Example: aerie promote sweep-1a2b3c4d
     """
     from pipeline import workspaces
 
@@ -152,6 +166,8 @@ def drop(name: Run) -> None:
     """Remove the workspace of a run.
 
     The DVC cache keeps its results.
+
+    Example: aerie drop sweep-1a2b3c4d
     """
     from pipeline import workspaces
 
@@ -163,6 +179,8 @@ def pull(stage: Stage) -> None:
     """Fetch the missing inputs of a stage from the DVC remote.
 
     Prints their paths.
+
+    Example: aerie pull train_draft@e009, then dvc repro --single-item train_draft@e009.
     """
     from pipeline import dvc_graph
 
@@ -174,13 +192,18 @@ def launch() -> None:
     """Print the advised draft, tree and engine flags.
 
     From the results here, which also tell whether to speculate at all.
+
+    Example: aerie launch after aerie run.
     """
     _exec_module("stages.report", "--launch")
 
 
 @app.command()
 def table() -> None:
-    """Print the table of the results here. Runs nothing."""
+    """Print the table of the results here. Runs nothing.
+
+    Example: aerie table > table.txt
+    """
     from pipeline import commands
 
     _print_lines(commands.read_table())
@@ -192,6 +215,8 @@ def ui() -> None:
 
     Serves the deployments of prefect.yaml on this machine only, on port 4200, or the one in AERIE_PORT.
     docs/scheduling.md
+
+    Example: AERIE_PORT=4300 aerie ui, then open the address that it prints.
     """
     _exec_module("pipeline.serve")
 
@@ -201,6 +226,8 @@ def worker(limit: Annotated[int, typer.Option(min=1, help="Stages at a time.")] 
     """Execute stages for runs of another host, until Ctrl-C.
 
     Needs PREFECT_API_URL of that host's server and its password in AERIE_PASSWORD_FILE. docs/scheduling.md
+
+    Example: PREFECT_API_URL=http://head:4200/api AERIE_PASSWORD_FILE=password aerie worker --limit 2
     """
     _exec_module("pipeline.start_worker", "--limit", str(limit))
 
@@ -210,6 +237,8 @@ def deps(write: Annotated[bool, typer.Option("--write", help="Rewrite the lines 
     """Check the code dependencies in dvc.yaml.
 
     They must be the import closures of the stages. Exits with 1 if they differ.
+
+    Example: aerie deps --write after a changed import.
     """
     from pipeline import deps as code_deps
 
@@ -229,6 +258,8 @@ def doctor(recipe: OptionalRecipe = None) -> None:
     """Check packages, GPUs, engines, files and disk.
 
     Changes and downloads nothing. Exits with 1 if something that a run needs is missing.
+
+    Example: aerie doctor, or aerie doctor angelslim-qwen3-8b before that recipe.
     """
     from pipeline import doctor as checks
 
@@ -252,7 +283,7 @@ def run_command_line(words: list[str]) -> None:
     """Run one command. Raises SystemExit with a line `aerie: ...` for anything the user can correct."""
     from pipeline.processes import StageError
 
-    command = typer.main.get_command(app)
+    command, started = typer.main.get_command(app), time.time()
     try:
         if not words:
             command(["--help"], prog_name="aerie", standalone_mode=False)
@@ -266,7 +297,9 @@ def run_command_line(words: list[str]) -> None:
     except typer.Abort:  # how typer before 0.20 reports Ctrl-C
         status = INTERRUPTED
     if status == INTERRUPTED:
-        print("aerie: interrupted; what has finished is cached, run again to go on", file=sys.stderr)
+        from pipeline import commands
+
+        print(f"aerie: {commands.describe_stop(words, started)}", file=sys.stderr)
     if status:
         sys.exit(status)
 

@@ -3,8 +3,10 @@
 With nothing to do the answer takes no DVC: everything but pipeline/freshness.py is imported where there is something.
 """
 
+import itertools
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +32,7 @@ WHAT_NEXT = (
 def run_graph(verbose: bool = False) -> Iterator[str]:
     """Check params.yaml, bring every stage up to date with one DVC process, and yield the table.
 
-    With `verbose` DVC and the stages print to this process's output instead of a line for each stage.
+    With `verbose` all that the stages print is shown instead of a line for each stage.
 
     Raises:
         ValueError: params.yaml is not valid, dvc.yaml cannot be read, or dvc.lock cannot be repaired.
@@ -46,7 +48,7 @@ def run_graph(verbose: bool = False) -> Iterator[str]:
     with workspaces.exclusive_run(partial(print, flush=True)) as held_files:
         reasons = dvc_graph.explain_stale()
         stages = dvc_graph.list_stages()
-        yield from _describe_stale(reasons, list(stages))
+        yield from _describe_stale(reasons, stages)
         if reasons:
             with processes.guard_run(held_files), processes.preload_stages(len(reasons)):
                 dvc_graph.run_all_stages(stages, verbose=verbose)
@@ -92,13 +94,26 @@ def list_stale() -> Iterator[str]:
 
     reasons = dvc_graph.explain_stale()
     yield from versions.list_warnings()
-    yield from _describe_stale(reasons, list(dvc_graph.list_stages()) if reasons else [])
+    yield from _describe_stale(reasons, dvc_graph.list_stages() if reasons else {})
     if reasons:
         sys.exit(1)
 
 
-def _describe_stale(reasons: dict[str, list[str]], stages: list[str]) -> Iterator[str]:
-    """Yield a line for each group of stages with the same changes, in the order of the graph, `stages`."""
+def describe_stop(words: list[str], since: float) -> str:
+    """Return a line on where the command `aerie WORDS`, which began at `since`, goes on after Ctrl-C."""
+    from stages.telemetry import unfinished
+
+    again = "make run" if words == ["run"] and "MAKELEVEL" in os.environ else " ".join(["aerie", *words])
+    if notes := unfinished.list_notes(since):
+        return f"stopped; `{again}` goes on {' and '.join(f'{where} of {stage}' for stage, where in notes.items())}"
+    return f"stopped; what has finished is kept, `{again}` goes on with the rest"
+
+
+def _describe_stale(reasons: dict[str, list[str]], stages: dict[str, list[str]]) -> Iterator[str]:
+    """Yield a line for each group of stages with the same changes, and one for those that may run after them.
+
+    `stages` are all of the graph, each with those it depends on, in its order.
+    """
     if not reasons:
         yield NOTHING_STALE
         return
@@ -107,6 +122,24 @@ def _describe_stale(reasons: dict[str, list[str]], stages: list[str]) -> Iterato
         grouped.setdefault(_summarise_changes(reasons[name]), []).append(name)
     for summary, names in grouped.items():
         yield f"stale: {', '.join(names)} ({summary})"
+    if below := _list_below(reasons, stages):
+        yield f"and up to {len(below)} below, if what they read changes: {', '.join(_shorten_names(below))}"
+
+
+def _list_below(stale: Container[str], stages: dict[str, list[str]]) -> list[str]:
+    """Return the stages that are not stale and depend on one that is, over any number of steps, in the order of the graph."""
+    reached: dict[str, None] = {}
+    for name, needs in stages.items():
+        if name not in stale and any(need in stale or need in reached for need in needs):
+            reached[name] = None
+    return list(reached)
+
+
+def _shorten_names(names: list[str]) -> Iterator[str]:
+    """Yield the names; for more than MAX_SHOWN_CHANGES in turn of one name before the @, that and their number."""
+    for stage, group in itertools.groupby(names, key=lambda name: name.partition("@")[0]):
+        alike = list(group)
+        yield from [f"{stage} ({len(alike)})"] if len(alike) > MAX_SHOWN_CHANGES else alike
 
 
 def _summarise_changes(changes: list[str]) -> str:

@@ -6,6 +6,7 @@ pipeline/checked_dvc.py and pipeline/dvc_internals.py use DVC; docs/dvc.md descr
 rely on.
 """
 
+import logging
 import os
 import re
 import shutil
@@ -24,7 +25,8 @@ from pipeline import freshness
 from pipeline.checked_dvc import check_cached_copies
 from pipeline.dvc_output import OUTCOME_LINES, DvcOutput, Outcome
 from pipeline.processes import DVC_MODULE, TAIL_LINES, StageError, is_transient, run_command
-from pipeline.run_display import RunDisplay, locate_log
+from pipeline.run_display import RunDisplay, locate_log, show_line
+from stages.params.spelling import suggest_name
 
 # The name of a stage in dvc.yaml, for a stage with a list also @VALUE; never a folder or an option.
 STAGE_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_-]*(@[A-Za-z0-9_][A-Za-z0-9_.-]*)?$"
@@ -64,6 +66,8 @@ def open_repo(root: Path | None = None) -> Iterator[Any]:
     from dvc.repo import Repo  # 0.4 s
 
     check_cached_copies()
+    # Its bars, of which it draws one for each file of each stage on a terminal: they follow this logger's level.
+    logging.getLogger("dvc.progress").setLevel(logging.CRITICAL)
     try:
         with Repo(root, _wait_for_lock=True) as repo:
             yield repo
@@ -144,6 +148,9 @@ def pull_inputs(name: str) -> list[str]:
     """
     check_stage_name(name)
     with open_repo() as repo:
+        known = [_get_stage_name(stage) for stage in repo.index.stages]
+        if not any(one == name or one.startswith(f"{name}@") for one in known):
+            raise ValueError(f"there is no stage {name}{suggest_name(name, known)}; `dvc stage list` shows them all")
         inputs = [dep.fs_path for stage in repo.stage.collect(name) for dep in stage.deps if dep.protocol == "local"]
         missing = [
             out.fs_path
@@ -255,12 +262,12 @@ def restore_outputs(name: str) -> None:
 def run_all_stages(stages: Collection[str], keep_going: bool = False, verbose: bool = False) -> None:
     """Bring every stage, all of `stages`, up to date with one DVC process: a line for each, its output in logs/.
 
-    With `verbose` DVC and the stages print where this process prints, and no logs are written. With `keep_going`, stages
+    With `verbose` all that the stages print is shown, without DVC's advice, and no logs are written. With `keep_going`, stages
     that do not depend on a failed one still run. Raises StageError after the end of a failed stage's log was printed.
     """
     words = [DVC_MODULE, "--wait-for-lock", "repro", *(["--keep-going"] if keep_going else [])]
     if verbose:
-        status, logs = run_command(words, None, {}, ()), ""
+        status, logs = run_command(words, DvcOutput(stages, lambda *_: None, show_line), {}, ()), ""
     else:
         with RunDisplay(stages) as display:
             status = run_command(words, DvcOutput(stages, display.begin, display.show), {}, ())

@@ -140,18 +140,17 @@ def end_marked(mark: str) -> None:
 
 
 def run_command(
-    words: list[str], on_line: Callable[[str], object] | None, environment: dict[str, str], held_files: Iterable[int]
+    words: list[str], on_line: Callable[[str], object], environment: dict[str, str], held_files: Iterable[int]
 ) -> int:
     """Run `python -m` with these words to its end -> its exit status.
 
-    Each line of output goes to `on_line`; without one the command prints where this process prints. `environment` is
-    added to this process's own; the open files `held_files`, and locks on them, stay open until the command has ended.
+    Each line of output goes to `on_line`. `environment` is added to this process's own; the
+    open files `held_files`, and locks on them, stay open until the command has ended.
     """
-    process = _start_command(words, environment, held_files, piped=on_line is not None)
+    process = _start_command(words, environment, held_files)
     try:
-        if on_line:
-            for line in _read_lines(process):
-                on_line(line)
+        for line in _read_lines(process):
+            on_line(line)
         return process.wait()
     except BaseException:  # cancelled, interrupted, or on_line failed: the stage must not outlive its run
         _end_process(process)
@@ -244,9 +243,7 @@ def _build_environment() -> dict[str, str]:
     return open_env | {"PATH": path, "PYTHONUNBUFFERED": "1"} | ({RUN_MARK_VARIABLE: _mark} if _mark else {})
 
 
-def _start_command(
-    words: list[str], environment: dict[str, str], held_files: Iterable[int], piped: bool
-) -> psutil.Popen:
+def _start_command(words: list[str], environment: dict[str, str], held_files: Iterable[int]) -> psutil.Popen:
     """Start the command in a session of its own: a Ctrl-C or a group kill must not reach DVC before its command."""
     with _live_lock:
         if _stopped.is_set():
@@ -256,8 +253,8 @@ def _start_command(
             env=_build_environment() | environment,
             pass_fds=list(held_files),
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE if piped else None,
-            stderr=subprocess.STDOUT if piped else None,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             encoding="utf-8",
             errors="replace",
             start_new_session=True,

@@ -20,6 +20,7 @@ from ruamel.yaml.representer import RoundTripRepresenter
 from stages.params import schema
 from stages.params.recipe import RECIPES_FOLDER
 from stages.params.section import PARAMS_FILE, Section
+from stages.params.spelling import suggest_name
 
 
 def list_recipes() -> list[str]:
@@ -30,7 +31,8 @@ def locate_recipe(name: str) -> Path:
     """Return the recipe's path. Raises ValueError if there is none, naming those there are."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else RECIPES_FOLDER / f"{name}.yaml"
     if not path.is_file():
-        raise ValueError(f"there is no recipe {path}; known are {', '.join(list_recipes())}")
+        known = list_recipes()
+        raise ValueError(f"there is no recipe {path}{suggest_name(path.stem, known)}; known are {', '.join(known)}")
     return path
 
 

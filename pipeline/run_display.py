@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 from pipeline.dvc_output import CONCLUSION, FAILURE, NOTICE, PROGRESS_PATTERN, Outcome
+from pipeline.stage_summaries import summarise_stage
 
 LOGS_FOLDER = Path("logs")
 TAIL_LINES = 30  # of the log of a stage that failed
@@ -93,12 +94,16 @@ class RunDisplay:
             )
             self._print("\n".join(f"  {line}" for line in self._tail), error=True)
         elif self._outcome == Outcome.RAN:
-            self._print(f"{self._stage:<{self._width}} {duration:>12}")
+            self._print_outcome(duration)
         elif self._outcome == Outcome.RESTORED:
-            self._print(f"{self._stage:<{self._width}} {'restored':>12}")
+            self._print_outcome("restored")
         if self._bar:
             self._bar.advance(self._bar.task_ids[0])
         self._stage = None
+
+    def _print_outcome(self, how: str) -> None:
+        """Print the line of a stage that went well, with what it made."""
+        self._print(f"{self._stage:<{self._width}} {how:>12}   {summarise_stage(str(self._stage))}".rstrip())
 
     def _open_log(self, stage: str) -> None:
         try:
@@ -132,6 +137,14 @@ class RunDisplay:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
             print(text, file=sys.stderr if error else sys.stdout, flush=True)
+
+
+def show_line(line: str) -> None:
+    """Print a line of a stage; a bar's line over the one before on a terminal, and only its last line into a file."""
+    found = PROGRESS_PATTERN.search(line)
+    is_drawn = found is not None and found["percent"] != "100"
+    if not is_drawn or sys.stdout.isatty():
+        print(line, end="\r" if is_drawn else "\n", flush=True)
 
 
 def locate_log(stage: str) -> Path:

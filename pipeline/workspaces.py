@@ -22,6 +22,7 @@ from pipeline.processes import capture_output
 from pipeline.remote import dvc_remote
 from pipeline.resources import try_lock
 from stages.params.section import PARAMS_FILE
+from stages.params.spelling import suggest_name
 
 RUNS_FOLDER = Path(".scratch/runs")
 LOCK_PATH = Path(".scratch/run.lock")
@@ -163,7 +164,8 @@ def locate_run(name: str) -> Path:
     """Return the folder of a run's workspace. Raises ValueError if there is none, naming those there are."""
     known = sorted(found.name for found in RUNS_FOLDER.glob("*") if found.is_dir())
     if name not in known:
-        raise ValueError(f"there is no run {name} in {RUNS_FOLDER}; there are {', '.join(known) or 'none'}")
+        nearest = suggest_name(name, known)
+        raise ValueError(f"there is no run {name} in {RUNS_FOLDER}{nearest}; there are {', '.join(known) or 'none'}")
     return resolve_inside(RUNS_FOLDER, name)
 
 

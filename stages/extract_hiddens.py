@@ -30,6 +30,7 @@ from stages.params import schema
 from stages.runtime import atomic, distributed, scratch
 from stages.target import manifest
 from stages.target.manifest import TargetManifest
+from stages.telemetry import unfinished
 from stages.telemetry.run_stage import run_stage
 
 SAMPLED, HIDDENS, REPORT = Path("data/sampled"), Path("data/hiddens"), Path("results/hiddens_report.json")
@@ -73,7 +74,8 @@ def _extract(p: schema.Params, stack: contextlib.ExitStack) -> None:
     for task in (task for task in mine if not task.size.hidden_size):
         extraction.write_tokens_only(task)
     if with_states := [task for task in mine if task.size.hidden_size]:
-        extraction.extract_shards(with_states, sources.open_source(p, target, kept), show=rank == 0)
+        source = sources.open_source(p, target, kept)
+        extraction.extract_shards(with_states, source, rank == 0, lambda: _note_progress(tasks))
     if store is not None:
         store.set(f"extracted/{rank}", "done")
     if rank:
@@ -162,6 +164,11 @@ def _print_plan(tasks: list[ShardTask]) -> None:
     _check_disk_space(_count_bytes(todo))
     if len(todo) < len(tasks):
         print(f"resumed: {len(tasks) - len(todo)} of {len(tasks)} shards were done before")
+        _note_progress(tasks)
+
+
+def _note_progress(tasks: list[ShardTask]) -> None:
+    unfinished.note_progress(f"after {sum(task.is_written() for task in tasks)} of {len(tasks)} shards")
 
 
 def _count_bytes(tasks: list[ShardTask]) -> int:

@@ -13,6 +13,7 @@ streamed into the two tables. The number of processes does not change the output
 import multiprocessing
 import os
 import shutil
+import signal
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -100,7 +101,10 @@ def judge_chunks(params: FixData, hub_records: dict[str, HubRecord]) -> Iterator
         waiting: deque[Future[JudgedChunk]] = deque()
         try:
             for job in jobs:
+                # Ctrl-C reaches all of a terminal's processes; those started here inherit that it is blocked, and end with this.
+                signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
                 waiting.append(pool.submit(row_cleaning.judge_chunk, *job))
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
                 if len(waiting) > 2 * workers:
                     yield waiting.popleft().result()
             while waiting:

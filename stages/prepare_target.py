@@ -23,24 +23,34 @@ from transformers.utils import logging
 
 from stages.params import schema
 from stages.runtime import atomic
-from stages.target import config_facts, head_check, manifest
+from stages.target import chat_template, config_facts, head_check, manifest
 from stages.target.manifest import TargetManifest
 from stages.telemetry.run_stage import run_stage
 from stages.toy import multimodal_target, shipped_target, text_targets
 
 TEMPLATES_FOLDER = Path("templates")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+    "*.tiktoken",
+    "spiece.model",
+)
 
 
 def main() -> None:
     p = schema.load_params()
     schema.check_raw_exists(p)  # before anything that takes minutes
-    schema.check_watched("target.model", p.target.model, "target.watch", p.target.watch)
+    schema.check_target(p)
     torch.set_num_threads(p.target.num_threads)
     started = time.perf_counter()
     template = _read_chat_template(p.target.chat_template)
     with atomic.write_folder(manifest.TARGET_FOLDER) as folder:
         target = _make_builtin_target(p, folder) if p.target.model.startswith("builtin/") else _pin_target(p)
         target = replace(target, lm_head_key=p.target.lm_head_key, chat_template=template)
+        _check_chat_template(p, target, folder)
         _check_tables(p, target, folder)
         manifest.write_manifest(folder, target)
     print(
@@ -164,6 +174,26 @@ def describe_target(
         image_token_id=getattr(config, "image_token_id", None) if "mrope_section" in shapes["rope"] else None,
         **shapes,
     )
+
+
+def _check_chat_template(p: schema.Params, target: TargetManifest, folder: Path) -> None:
+    """Raise ValueError for a target without a tokenizer or chat template that work: sampling would fail on it, much later."""
+    source, key = manifest.resolve_weights_folder(target, folder), f"params.yaml: target.model {target.model}"
+    if not any(path for name in TOKENIZER_FILES for path in source.glob(name)):
+        raise ValueError(
+            f"{key} has no tokenizer, expected one of {', '.join(TOKENIZER_FILES)} in {source}; copy the tokenizer's files there"
+        )
+    tokenizer = chat_template.load_tokenizer(source, p.target.trust_remote_code, target.chat_template)
+    advice = "write one to templates/NAME.jinja and set target.chat_template: NAME.jinja"
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"{key} has no chat template, expected one in its tokenizer_config.json or chat_template.jinja, by which "
+            f"conversations become prompts (a base model has none); take its instruct version, or {advice}"
+        )
+    try:
+        chat_template.encode_prompt(tokenizer, [{"role": "user", "content": "Hello"}])
+    except jinja2.TemplateError as error:
+        raise ValueError(f"{key}: its chat template can't render a question ({error}); {advice}") from None
 
 
 def _check_tables(p: schema.Params, target: TargetManifest, folder: Path) -> None:

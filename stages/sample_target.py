@@ -34,6 +34,7 @@ from stages.serving import client, http_session, server
 from stages.serving.conversation_sampling import ConversationSampler
 from stages.target import chat_template, generation, loading, manifest, row_preview, served_answers, vision
 from stages.target.prompt_encoder import PromptEncoder
+from stages.telemetry import unfinished
 from stages.telemetry.run_stage import run_stage
 
 FIXED_FOLDER, SAMPLED_FOLDER, REPORT = Path("data/fixed"), Path("data/sampled"), Path("results/sample_report.json")
@@ -222,6 +223,7 @@ def _settle_answer(
     if split.name == "train":
         counts[f"temperature/{'the data' if temperature is None else format(temperature, 'g')}"] = 1
     split.shards.set_row(request.position, row, counts)
+    unfinished.note_progress(f"after {split.shards.num_set} of {split.selection.num_requests} answers of {split.name}")
 
 
 def _explain_unusable(context: SamplingContext, request: TargetRequest) -> str | None:

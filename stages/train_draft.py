@@ -33,6 +33,7 @@ from stages.params.section import ROOT_CHECKPOINT, get_named
 from stages.runtime import atomic, distributed, scratch
 from stages.target import manifest
 from stages.target.feature_target import FeatureTarget
+from stages.telemetry import unfinished
 from stages.telemetry.run_stage import run_stage
 from stages.training import trackers, ttt
 from stages.training.packs import OnlinePacks, PackLoader, plan_epoch
@@ -97,6 +98,7 @@ def _train_segment(params: schema.Params, name: str, ranks: distributed.RankCont
     last_epoch = checkpoint.read_progress(parent, parent_stage)["epoch"] + segment.epochs
     if resumed and ranks.first:
         print(f"resumed after epoch {progress.epoch} from {work}")
+        unfinished.note_progress(f"after epoch {progress.epoch}")
 
     hidden_states = HiddenStatesReader(HIDDENS)
     compute_loss = registry.TRAINABLE_METHODS[draft.method].compute_loss if draft.method else ttt.compute_loss
@@ -141,6 +143,7 @@ def _train_epochs(
                 with atomic.write_folder(work) as temporary:  # weights, state and log of an epoch: all or none
                     _write_checkpoint(temporary, draft, trainer, weights, state)
                     atomic.write_json(temporary / "log.json", [asdict(entry) for entry in trainer.log])
+                unfinished.note_progress(f"after epoch {trainer.epoch}")
 
 
 def _list_tracked_settings(settings: TrainDraft) -> dict[str, Any]:

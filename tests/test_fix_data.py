@@ -104,8 +104,15 @@ def test_every_kept_row_equals_the_undamaged_conversation(home: Path) -> None:
     train, evaluation, _ = outcome()
     stream = weather.generate_conversations(damaged_exports.EXPORT_SEED)
     clean = [next(stream) for _ in range(damaged_exports.EXPORT_ROWS)]
-    for identifier, messages in pl.concat([train, evaluation]).select("id", "messages").iter_rows():
+    trimmed = []
+    for identifier, messages, verdict in pl.concat([train, evaluation]).select("id", "messages", "verdict").iter_rows():
         truth = clean[int(identifier.split("-")[1])]
+        if "opening_answer" in verdict:
+            trimmed.append(identifier)
+            truth = [truth[0], *truth[1 - len(messages) :]]
+        if "closing_question" in verdict:
+            trimmed.append(identifier)
+            truth = truth[: len(messages)]
         assert [m["role"] for m in messages] == [m["role"] for m in truth], identifier
         for message, was in zip(messages, truth, strict=True):
             if message["role"] != "assistant":
@@ -113,6 +120,7 @@ def test_every_kept_row_equals_the_undamaged_conversation(home: Path) -> None:
                 continue
             decoded = toon_format.loads(message["content"])
             assert decoded == toons.loads(message["content"]) == toon_format.loads(was["content"]), identifier
+    assert len(trimmed) == 2  # of 18 exports that lost a turn; the others lost one in the middle, or all but one
 
 
 def test_no_prompt_is_in_both_splits(home: Path) -> None:
@@ -162,6 +170,7 @@ def test_the_split_is_a_hash_of_the_opening_and_stays_so(home: Path) -> None:
 
 ASK = "Forecast for Oslo, 1 day."
 CUT = TABLE.removesuffix(",snow")
+SAY_HELLO = {"from": "gpt", "value": "Hello! Which place?"}
 ROWS = [
     ("clean", row(ASK, TABLE), "clean"),
     ("no system message", row(ASK, TABLE, system=None), "clean"),
@@ -175,7 +184,12 @@ ROWS = [
     ("blank question", row(" \n", TABLE), "empty_turn"),
     ("empty system message", row(ASK, TABLE, system=""), "empty_turn"),
     ("no answer", row(ASK), "wrong_turns"),
-    ("ends in a question", row(ASK, TABLE, "1 more day?"), "wrong_turns"),
+    ("ends in a question", row(ASK, TABLE, "1 more day?"), "repaired:closing_question"),
+    ("ends in a blank question", row(ASK, TABLE, " "), "repaired:closing_question"),
+    ("begins with a greeting", {"conversations": [SAY_HELLO, *row(ASK, TABLE, system=None)["conversations"]]},
+     "repaired:opening_answer"),
+    ("all three", {"conversations": [SAY_HELLO, *row(ASK, f"```\n{TABLE}\n```", "Thanks!", system=None)["conversations"]]},
+     "repaired:closing_question,opening_answer,fence"),
     ("only a system message", row(), "wrong_turns"),
     ("no turns", row(system=None), "wrong_turns"),
     ("answer first", {"conversations": row(ASK, TABLE)["conversations"][:0:-1]}, "wrong_turns"),
@@ -204,6 +218,21 @@ def test_verdict_of_a_row(home: Path, raw: dict[str, Any], verdict: str) -> None
         assert [m["content"] for m in kept["messages"].to_list()[0] if m["role"] == "assistant"][-1] == TABLE
     else:
         assert kept.height == 0 and report["dropped_reasons"] == {verdict: 1}
+
+
+def test_a_closing_thanks_and_an_opening_greeting_are_cut_off_and_counted(home: Path) -> None:
+    """Bug: a conversation that ends in "thanks", as half of some chat exports do, was dropped whole as wrong_turns."""
+    thanks, greeted = row(ASK, TABLE, "Thanks!"), {"conversations": [SAY_HELLO, *row(ASK, TABLE)["conversations"][1:]]}
+    write_raw([*questions(30), thanks, greeted])
+    train, evaluation, report = outcome()
+    found = dict(pl.concat([train, evaluation]).select("source_row", "messages").iter_rows())
+    asked = [{"role": "user", "content": ASK}, {"role": "assistant", "content": TABLE}]
+    assert found[30] == [{"role": "system", "content": "Weather desk."}, *asked] and found[31] == asked
+    assert report["rules"] == {"closing_question": 1, "opening_answer": 1} and report["dropped"] == 0
+    assert report["examples"]["closing_question"] == {"before": "Thanks!", "after": ""}
+    set_params(dangling_turns="drop")
+    train, evaluation, report = outcome()
+    assert report["dropped_reasons"] == {"wrong_turns": 2} and report["rules"] == {}
 
 
 def test_duplicates_are_found_after_repair(home: Path) -> None:

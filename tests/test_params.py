@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
-from stages.params import schema
+from stages.params import gpus, schema
 from stages.params.error_messages import OLD_KEYS
+from stages.params.spelling import suggest_name
 from stages.params.tree_shape import TreeShape, count_candidates
 
 ROOT = Path(__file__).parents[1]
@@ -168,7 +169,55 @@ def test_a_misspelt_section_is_named_both_ways() -> None:
     """DVC would drop the stage without a word."""
     edited(("train_draft:", "trian_draft:"))
     found = problems()
-    assert [line.split(";")[0] for line in found] == ["train_draft: missing", "trian_draft: unknown key"]
+    assert [line.split(";")[0] for line in found] == [
+        "train_draft: missing",
+        "trian_draft: unknown key (did you mean train_draft?)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("found", "nearest"),
+    [("lerning_rate", "learning_rate"), ("e0009", "e009"), ("t8_2_61", ""), ("e010", ""), ("colour", "")],
+)
+def test_the_nearest_name_is_suggested_and_none_with_another_number(found: str, nearest: str) -> None:
+    known = ["learning_rate", "warmup_steps", "e003", "e009", "t8_2_16"]
+    assert suggest_name(found, known) == (f" (did you mean {nearest}?)" if nearest else "")
+
+
+@pytest.mark.parametrize("model", ["/nowhere/qwen", "./qwen", "../qwen", "~/qwen"])
+def test_a_target_folder_that_is_missing_is_named_before_any_stage(model: str) -> None:
+    """Bug: it was looked for on Hugging Face, and the message was about the network."""
+    set_value(("target", "model"), model)
+    with pytest.raises(ValueError, match=rf"^params\.yaml: target\.model is {model}, expected a folder, found none"):
+        schema.check_target(schema.load_params())
+
+
+def test_cuda_without_a_gpu_is_refused_before_any_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: `device: cuda` on a machine without CUDA ended in a traceback of torch, after the data had been made."""
+    set_value(("target", "device"), "cuda")
+    monkeypatch.setattr(gpus, "GPU_DEVICES", ("/nowhere/*",))
+    monkeypatch.setattr(gpus.shutil, "which", lambda name: None)
+    with pytest.raises(
+        ValueError, match=r"target\.device is cuda, expected a GPU, found none .*; set target\.device: cpu"
+    ):
+        schema.check_target(schema.load_params())
+    for runner in ("workers", "ray"):  # other hosts may have one
+        set_value(("target", "device"), "cuda")
+        other = schema.load_params()
+        schema.check_target(other.model_copy(update={"schedule": other.schedule.model_copy(update={"runner": runner})}))
+    monkeypatch.setattr(gpus.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    schema.check_target(schema.load_params())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES"):
+        schema.check_target(schema.load_params())
+
+
+def test_a_misspelt_key_gets_the_nearest_known_one() -> None:
+    set_value(("train_draft", "lerning_rate"), 0.1)
+    assert problems()[0].startswith(
+        "train_draft.lerning_rate: unknown key (did you mean learning_rate?); known keys are"
+    )
 
 
 def test_a_key_that_is_no_text_is_refused_at_the_top_too() -> None:
@@ -659,7 +708,7 @@ def workload(**changes: Any) -> dict[str, Any]:
 
 RANDOM = {"prompts": "random", "input_tokens": 512, "concurrency": 64, "length_range": 0.5}
 BAD_WORKLOADS = [
-    ({"prompts": "mtbench"}, "benchmark.workloads.chat.prompts is 'mtbench', expected one of eval, random, alpaca, gsm8k"),
+    ({"prompts": "mtbench"}, "benchmark.workloads.chat.prompts is 'mtbench' (did you mean mt_bench?), expected"),
     ({"grade": True}, "benchmark.workloads.chat.grade is true with prompts: eval, expected a set of format gsm8k, humaneval"),
     ({"prompts": "alpaca", "grade": True}, "benchmark.workloads.chat.grade is true with prompts: alpaca, expected a set of"),
     ({"input_tokens": 5}, "benchmark.workloads.chat: input_tokens is 5 with prompts: eval, expected a number for random"),

@@ -101,6 +101,44 @@ def pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: PreTrainedMod
     return tmp_path / "mine"
 
 
+def test_a_target_without_tokenizer_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: it came to light in sample_target only, as a failure of a library."""
+    folder = pinned(tmp_path, monkeypatch, LlamaForCausalLM(LlamaConfig(**LLAMA)))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    with pytest.raises(
+        ValueError, match=r"target\.model mine has no tokenizer, expected one of tokenizer\.json.* in mine; copy"
+    ):
+        prepare_target.main()
+    assert not manifest.TARGET_FOLDER.exists()
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, r"target\.model mine has no chat template, .* set target\.chat_template: NAME\.jinja"),
+        (
+            "{{ raise_exception('no system message') }}",
+            r"its chat template can't render a question \(no system message\); write",
+        ),
+    ],
+)
+def test_a_target_without_a_working_chat_template_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str | None, message: str
+) -> None:
+    """Bug: a base model without a chat template failed an hour later, in sample_target, with a traceback."""
+    folder = pinned(tmp_path, monkeypatch, LlamaForCausalLM(LlamaConfig(**LLAMA)))
+    tokenizer = text_targets.build_tokenizer(["a b c"])
+    tokenizer.chat_template = template
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(ValueError, match=message):
+        prepare_target.main()
+    (tmp_path / "templates/own.jinja").write_text(text_targets.CHAT_TEMPLATE)
+    edit_params(tmp_path, {"target": {"chat_template": "own.jinja"}})
+    prepare_target.main()
+
+
 def with_copies(folder: Path, **more: torch.Tensor) -> None:
     weights = load_file(folder / "model.safetensors")
     save_file(weights | more, folder / "model.safetensors", {"format": "pt"})

@@ -7,7 +7,7 @@ or a missing image drop the row with a one-word reason.
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ ROLE_NAMES = {
 ROLE_LETTERS = {"system": "s", "user": "u", "assistant": "a", "call": "c", "tool": "t"}
 # An optional system message, then turns: a question, tool calls each with their results, and an answer.
 TURN_ORDER = re.compile(r"s?(u(c+t+)*[ac])*u(c+t+)*[ac]")
+# What `trim` cuts off, around what is left: answers before the first question, questions after the last answer.
+DANGLING_TURNS = re.compile(r"s?(?P<opening_answer>a*)(u.*[ac])(?P<closing_question>u*)")
 
 
 class DroppedRowError(Exception):
@@ -48,6 +50,9 @@ class Conversation:
     tool_calls: list[str | None] | None = None  # per message, JSON; None where no message has any
     reasoning: list[str | None] | None = None  # per message
     images: list[str] | None = None  # paths, in the order of their placeholders in the text
+    trimmed: dict[str, str] = field(
+        default_factory=dict
+    )  # opening_answer, closing_question -> the text that was cut off
 
     def list_extras(self) -> list[Any]:
         """Return tools, tool calls, reasoning and images; an empty list where a row has none of them."""
@@ -81,10 +86,15 @@ def describe_format(chat_format: str) -> str:
 
 
 def parse_conversation(
-    row: dict[str, Any], chat_format: str, folder: str | None, save_image: SaveImage = lambda data, extension: None
+    row: dict[str, Any],
+    chat_format: str,
+    folder: str | None,
+    save_image: SaveImage = lambda data, extension: None,
+    trim: bool = False,
 ) -> Conversation:
     """Return a row's turns as messages, with its tools, calls, reasoning and images.
 
+    With `trim`, answers before the first question and questions after the last answer are cut off, with their images.
     `folder` is where relative image paths start; None: there are no files. `save_image` stores an image's bytes.
 
     Raises:
@@ -97,18 +107,20 @@ def parse_conversation(
     part_images: list[Any] = []
     parsed: list[ParsedTurn] = [_parse_plain_turn(turn) or _parse_turn(turn, part_images) for turn in turns]
     _insert_system_message(row, parsed)
+    given_images = row_images + part_images
+    trimmed, given_images = _trim_dangling_turns(parsed, given_images) if trim else ({}, given_images)
     _check_turn_order(parsed)
     messages = [message for message, _, _ in parsed]
-    conversation = Conversation(messages)
+    conversation = Conversation(messages, trimmed=trimmed)
     if tools := row.get("tools"):
         conversation.tools = _dump_json(tools)
     if any(calls for _, calls, _ in parsed):
         conversation.tool_calls = [calls for _, calls, _ in parsed]
     if any(reasoning for _, _, reasoning in parsed):
         conversation.reasoning = [reasoning for _, _, reasoning in parsed]
-    if row_images or part_images:
-        conversation.images = [_save_image(image, folder, save_image) for image in row_images + part_images]
-        if sum(message["content"].count(IMAGE_PLACEHOLDER) for message in messages) != len(conversation.images):
+    if given_images:
+        conversation.images = [_save_image(image, folder, save_image) for image in given_images]
+        if sum(message["content"].count(IMAGE_PLACEHOLDER) for message in messages) != len(given_images):
             raise DroppedRowError("image_count")
     return conversation
 
@@ -120,6 +132,29 @@ def _insert_system_message(row: dict[str, Any], parsed: list[ParsedTurn]) -> Non
         if not is_text(system):
             raise DroppedRowError("not_text")
         parsed.insert(0, ({"role": "system", "content": system}, None, None))
+
+
+def _trim_dangling_turns(parsed: list[ParsedTurn], images: list[Any]) -> tuple[dict[str, str], list[Any]]:
+    """Cut dangling turns off `parsed` -> the text of each kind that was cut, and the images of the turns that are left.
+
+    Turns between which none is a question with an answer stay as they are, for the check of their order.
+    """
+    letters = "".join(ROLE_LETTERS["call" if calls else message["role"]] for message, calls, _ in parsed)
+    found = DANGLING_TURNS.fullmatch(letters)
+    if not found:
+        return {}, images
+    trimmed: dict[str, str] = {}
+    for kind in (
+        "closing_question",
+        "opening_answer",
+    ):  # from the end, so that places in `letters` stay those in `parsed`
+        place = slice(*found.span(kind))
+        if cut := parsed[place]:
+            trimmed[kind] = text = "\n".join(message["content"] for message, _, _ in cut)
+            num_images = text.count(IMAGE_PLACEHOLDER)
+            images = images[num_images:] if kind == "opening_answer" else images[: max(0, len(images) - num_images)]
+            del parsed[place]
+    return trimmed, images
 
 
 def _check_turn_order(parsed: list[ParsedTurn]) -> None:

@@ -46,7 +46,8 @@ class ParquetShardWriter:
         for number in self.published:
             self._locate_journal(number).unlink(missing_ok=True)  # left by a run killed between publishing and deleting
         unfinished = {int(path.stem) for path in (folder / "journals").glob("*.jsonl")}
-        self.num_resumed = sum(map(self.shard_length, self.published))
+        self.num_set = sum(map(self.shard_length, self.published))  # positions with a row, or dropped
+        self.num_resumed = self.num_set
         self.num_resumed += sum(self.journal(number).resumed for number in unfinished)
 
     def shard_of(self, position: int) -> int:
@@ -82,6 +83,7 @@ class ParquetShardWriter:
             f"row {position} twice"
         )
         rows[position] = row
+        self.num_set += 1
         self._shard_counts.setdefault(number, Counter()).update(counts)
         self.counts.update(counts)
         # A shard without kept rows waits for `finish`: its cause, such as failing servers, may be mended by then.

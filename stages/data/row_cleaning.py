@@ -37,7 +37,7 @@ WAITING_SCHEMA = pl.Schema(
 
 @dataclass(frozen=True)
 class RepairedAnswer:
-    """One repaired answer, shown in the report."""
+    """One repaired answer, or turns that were cut off (`after` is ""), shown in the report."""
 
     before: str
     after: str
@@ -121,7 +121,7 @@ def judge_chunk(chunk: readers.RawChunk, params: FixData, file: Path, eval_sourc
 def judge_row(
     row: dict[str, Any], params: FixData, chunk: readers.RawChunk, source_row: int, formats: Counter[str]
 ) -> tuple[Conversation, list[RepairedAnswer]]:
-    """Return (the conversation after repair, its repaired answers). Length limits apply after repair.
+    """Return (the conversation after repair, its repaired answers and cut turns). Length limits apply after repair.
 
     Raises:
         DroppedRowError: with the reason.
@@ -137,7 +137,8 @@ def judge_row(
             f"as fix_data.format: {chat_format} says, found {readers.abbreviate_row(row)}; choose another format "
             f"(auto, {', '.join(chat_formats.CHAT_FORMATS)}) or mend the file"
         )
-    conversation = chat_formats.parse_conversation(row, chat_format, chunk.folder, save_waiting_image)
+    trim = params.dangling_turns == "trim"
+    conversation = chat_formats.parse_conversation(row, chat_format, chunk.folder, save_waiting_image, trim)
     if any(images.is_too_large(locate_waiting_image(path)) for path in conversation.images or []):
         raise DroppedRowError("image_too_large")
     repaired = repair_answers(conversation.messages, params.surrounding_text) if params.answers == "toon" else []
@@ -148,7 +149,8 @@ def judge_row(
         raise DroppedRowError("too_long")
     if length < params.min_chars:
         raise DroppedRowError("too_short")
-    return conversation, repaired
+    trimmed = [RepairedAnswer(text, "", [kind]) for kind, text in sorted(conversation.trimmed.items())]
+    return conversation, [*trimmed, *repaired]
 
 
 def save_waiting_image(data: bytes, extension: str | None) -> str | None:

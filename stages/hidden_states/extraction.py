@@ -2,7 +2,7 @@
 
 import queue
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -30,8 +30,13 @@ def write_tokens_only(task: ShardTask) -> None:
     _commit_shard(shard, task, [], unfinished)
 
 
-def extract_shards(tasks: list[ShardTask], source: HiddenStatesSource, show: bool) -> None:
-    """Compute and write the shards of `tasks`, with two staging buffers: one is written while the other is filled."""
+def extract_shards(
+    tasks: list[ShardTask], source: HiddenStatesSource, show: bool, on_written: Callable[[], None] = lambda: None
+) -> None:
+    """Compute and write the shards of `tasks`, with two staging buffers: one is written while the other is filled.
+
+    `on_written` is called after each shard, from another thread.
+    """
     lengths = [list_lengths(task.rows) for task in tasks]
     batches = [source.split_batches(each) for each in lengths]
     buffers = _allocate_buffers(tasks, lengths, batches, source.device)
@@ -59,7 +64,7 @@ def extract_shards(tasks: list[ShardTask], source: HiddenStatesSource, show: boo
                 buffer.start_copy(stream)
                 writes.append(writer.submit(_write_batch, shard, batch, buffer, buffers, pool))
                 bar.update(buffer.num_tokens)
-            commits.append(committer.submit(_commit_shard, shard, task, writes, unfinished))
+            commits.append(committer.submit(_commit_shard, shard, task, writes, unfinished, on_written))
             if len(commits) > 2 * MAX_OPEN_COMMITS:  # back-pressure of a slow disk
                 commits.popleft().result()
         for commit in commits:
@@ -109,12 +114,19 @@ def _discard_shards(unfinished: set[ShardWriter]) -> None:
         shard.discard()
 
 
-def _commit_shard(shard: ShardWriter, task: ShardTask, writes: list[Future], unfinished: set[ShardWriter]) -> None:
+def _commit_shard(
+    shard: ShardWriter,
+    task: ShardTask,
+    writes: list[Future],
+    unfinished: set[ShardWriter],
+    on_written: Callable[[], None] = lambda: None,
+) -> None:
     for write in writes:
         write.result()
     with _translate_disk_errors(shard.path):
         atomic.write_json(task.entries_path, [entry.to_record() for entry in shard.commit()])
     unfinished.remove(shard)
+    on_written()
 
 
 @contextmanager

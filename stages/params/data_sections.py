@@ -20,6 +20,7 @@ class FixData(Section):
     format: Literal["auto", "sharegpt", "ultrachat", "messages", "prompt_answer"]
     answers: Literal["toon", "text"]
     surrounding_text: Literal["strip", "keep"]
+    dangling_turns: Literal["trim", "drop"]
     min_chars: Count
     max_chars: Count
     max_dropped_share: Annotated[float, Field(ge=0, lt=1)] | None

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from stages.params.section import ROOT_CHECKPOINT, Count, Name, NonNegative, Positive, Section, Seed, Text
+from stages.params.spelling import suggest_name
 
 
 class InitDraft(Section):
@@ -109,8 +110,11 @@ class TrainDraft(Section):
             seen = [name]
             while (parent := self.checkpoints[seen[-1]].from_) != ROOT_CHECKPOINT:
                 if parent not in self.checkpoints:
-                    known = ", ".join([ROOT_CHECKPOINT, *self.checkpoints])
-                    raise ValueError(f"checkpoints.{seen[-1]}.from is {parent!r}, expected one of {known}")
+                    known = [ROOT_CHECKPOINT, *self.checkpoints]
+                    raise ValueError(
+                        f"checkpoints.{seen[-1]}.from is {parent!r}{suggest_name(parent, known)}, expected one of "
+                        f"{', '.join(known)}"
+                    )
                 if parent in seen:
                     raise ValueError(f"checkpoints {' -> '.join([*seen, parent])} form a cycle; start one from e000")
                 mine, theirs = self.checkpoints[seen[-1]], self.checkpoints[parent]

@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from typing import Any, get_args
 
 from stages.params.section import Section
+from stages.params.spelling import suggest_name
 
 UNION_TAGS = {  # parts of pydantic's locations that are not keys of the file
     "[key]", "a number", "a list", "a text", "a segment", "a segment of a layer", "a segment of heads",
@@ -57,8 +58,9 @@ def explain_error(error: Any, whole: type[Section]) -> str:
     if kind == "value_error":  # raised by our validators: already complete
         return f"{key}: {message}" if key else message
     if kind == "extra_forbidden":
-        known = ", ".join(_known_keys(place[:-1], whole))
-        return f"{key}: unknown key; known keys are {known}. Correct the spelling, or leave the key out"
+        known = _known_keys(place[:-1], whole)
+        nearest = suggest_name(place[-1], known)
+        return f"{key}: unknown key{nearest}; known keys are {', '.join(known)}. Correct the spelling, or leave the key out"
     if kind == "missing":
         return f"{key}: missing; the code holds no defaults, so write it (git show HEAD:params.yaml has one)"
     if kind in ("model_type", "dict_type"):

@@ -18,10 +18,12 @@ from stages.params.benchmark_sections import Benchmark, BenchmarkServed
 from stages.params.data_sections import OWN_PROMPTS, FixData, PreparePrompts, SampleTarget
 from stages.params.draft_sections import CheckOverfit, ImportDraft, InitDraft, TrainDraft
 from stages.params.error_messages import explain_error, explain_old_keys, explain_yaml
+from stages.params.gpus import may_have_gpu
 from stages.params.methods_section import BenchmarkMethods, DynamicRow, MethodRow, StaticRow
 from stages.params.recipe import Recipe
 from stages.params.schedule import Schedule
 from stages.params.section import PARAMS_FILE, ROOT_CHECKPOINT, Section, Text, get_named
+from stages.params.spelling import suggest_name
 from stages.params.target_sections import ExtractHiddens, PrepareTarget, Target
 from stages.params.tree_sections import ReplayTrees, TimeTrees
 from stages.params.tree_shape import TreeShape
@@ -81,12 +83,14 @@ class Params(Section):
                 )
             if name not in trained and name not in imported and key != "time_trees.checkpoints":
                 raise ValueError(
-                    f"{key}: {name!r} is not trained, expected some of {', '.join([*trained, *imported])}; "
-                    "correct it, or add it to train_draft.checkpoints or import_draft.checkpoints"
+                    f"{key}: {name!r} is not trained{suggest_name(name, [*trained, *imported])}, expected some of "
+                    f"{', '.join([*trained, *imported])}; correct it, or add it to train_draft.checkpoints or "
+                    "import_draft.checkpoints"
                 )
             if name not in (timeable := [ROOT_CHECKPOINT, *trained, *imported]):
                 raise ValueError(
-                    f"{key}: {name!r} is no checkpoint, expected some of {', '.join(timeable)}; correct it. "
+                    f"{key}: {name!r} is no checkpoint{suggest_name(name, timeable)}, expected some of "
+                    f"{', '.join(timeable)}; correct it. "
                     f"{ROOT_CHECKPOINT} costs what every trained checkpoint does"
                 )
 
@@ -95,7 +99,8 @@ class Params(Section):
         for name in self.benchmark_served.workloads:
             if name not in self.benchmark.workloads:
                 raise ValueError(
-                    f"benchmark_served.workloads: {name!r} is no workload, expected some of "
+                    f"benchmark_served.workloads: {name!r} is no workload"
+                    f"{suggest_name(name, self.benchmark.workloads)}, expected some of "
                     f"{', '.join(self.benchmark.workloads)}; correct it, or add it to benchmark.workloads"
                 )
             if self.benchmark.workloads[name].until and not self.benchmark_served.interleave:
@@ -115,9 +120,10 @@ class Params(Section):
             )
         for name, workload in self.benchmark.workloads.items():
             if workload.prompts not in OWN_PROMPTS | set(self.prepare_prompts.sets):
-                known = ", ".join([*sorted(OWN_PROMPTS), *self.prepare_prompts.sets])
+                known = [*sorted(OWN_PROMPTS), *self.prepare_prompts.sets]
                 raise ValueError(
-                    f"benchmark.workloads.{name}.prompts is {workload.prompts!r}, expected one of {known}; correct it, or add "
+                    f"benchmark.workloads.{name}.prompts is {workload.prompts!r}"
+                    f"{suggest_name(workload.prompts, known)}, expected one of {', '.join(known)}; correct it, or add "
                     "the set to prepare_prompts.sets"
                 )
             prompt_set = self.prepare_prompts.sets.get(workload.prompts)
@@ -266,9 +272,25 @@ def check_raw_exists(params: Params) -> None:
 
 
 def check_params(params: Params) -> None:
-    """Check what params.yaml names on this machine. Raises ValueError for missing data and unwatched folders."""
+    """Check what params.yaml names on this machine. Raises ValueError for missing data, folders and GPUs."""
     check_raw_exists(params)
-    check_watched("target.model", params.target.model, "target.watch", params.target.watch)
+    check_target(params)
+
+
+def check_target(params: Params) -> None:
+    """Raise ValueError for a target whose folder is missing or not watched, or a device that this machine lacks."""
+    model, device = params.target.model, params.target.device
+    if model.startswith(("/", "./", "../", "~")) and not Path(model).is_dir():
+        raise ValueError(
+            f"{PARAMS_FILE}: target.model is {model}, expected a folder, found none there; correct the path (~ is not "
+            "expanded), or name a Hugging Face id (owner/name) or builtin/weather-tiny"
+        )
+    check_watched("target.model", model, "target.watch", params.target.watch)
+    if device != "cpu" and params.schedule.runner == "local" and not may_have_gpu():
+        raise ValueError(
+            f"{PARAMS_FILE}: target.device is {device}, expected a GPU, found none on this machine or none that "
+            "CUDA_VISIBLE_DEVICES leaves visible; set target.device: cpu, or run where there is one"
+        )
 
 
 def check_watched(key: str, model: str | None, watch_key: str, watch: str) -> None:

@@ -6,6 +6,8 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
 
+from stages.params.spelling import suggest_name
+
 PARAMS_FILE = Path("params.yaml")
 ROOT_CHECKPOINT = "e000"  # made by init_draft; every chain of segments starts from it
 Count = Annotated[int, Field(gt=0)]
@@ -46,5 +48,5 @@ CountOrGrid = Annotated[Annotated[Count, Tag("a number")] | Annotated[Grid, Tag(
 def get_named(items: Mapping[str, T], name: str, key: str) -> T:
     """Return items[name]. Raises ValueError with the names that `key` of params.yaml has."""
     if name not in items:
-        raise ValueError(f"{PARAMS_FILE}: {key} has no {name!r}; it has {', '.join(items)}")
+        raise ValueError(f"{PARAMS_FILE}: {key} has no {name!r}{suggest_name(name, items)}; it has {', '.join(items)}")
     return items[name]

@@ -4,23 +4,28 @@ This module is no dependency of any stage (pipeline/deps.py leaves the folder ou
 """
 
 import inspect
+import os
+import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
-from stages.params.full_disk import explain_full_disk
 from stages.params.schema import load_params
-from stages.telemetry import stage_log
+from stages.telemetry import stage_log, unfinished
+from stages.telemetry.machine_errors import explain_machine_error
+
+INTERRUPTED = 128 + signal.SIGINT  # exit status after Ctrl-C
 
 
 def run_stage(main: Callable[..., None], list_gpus: Callable[[], list[int] | None] = list) -> None:
     """Run a stage's `main` with the words of the command line and log the run.
 
     `list_gpus` gives the GPUs whose energy is counted, as indices into CUDA_VISIBLE_DEVICES; None for all. An error that the
-    user can correct is printed as one message, and the process exits with 1.
+    user can correct is printed as one message, and the process exits with 1; after Ctrl-C with 130.
     """
-    signature = inspect.signature(main)
+    signature, started = inspect.signature(main), time.time()
     try:
         words = split_stage_name(sys.argv[1:])
         try:
@@ -29,14 +34,26 @@ def run_stage(main: Callable[..., None], list_gpus: Callable[[], list[int] | Non
             wanted = " ".join(name.upper() for name in signature.parameters) or "no arguments"
             raise ValueError(f"expected {wanted}, found {' '.join(words) or 'none'}") from None
         is_stage = Path(sys.argv[0]).parent.name == "stages"  # stages/reproduce is started like one and is none
+        if is_stage:
+            unfinished.begin_stage(_stage_name(sys.argv))
         with stage_log.log_run(_stage_name(sys.argv), words, list_gpus()) if is_stage else nullcontext():
             main(*words)
+        unfinished.end_stage()
+    except KeyboardInterrupt:
+        if os.environ.get("RANK") is None:  # the process that has started the ranks says it for them
+            print(f"aerie: {describe_stop(_stage_name(sys.argv), started)}", file=sys.stderr)
+        sys.exit(INTERRUPTED)
     except Exception as error:
-        if full := explain_full_disk(error):
-            sys.exit(f"aerie: {full}")
+        if problem := explain_machine_error(error, _stage_name(sys.argv)):
+            sys.exit(f"aerie: {problem}")
         if isinstance(error, ValueError):
             sys.exit(f"aerie: {error}")
         raise
+
+
+def describe_stop(stage: str, since: float) -> str:
+    """Return a line on where the stage, which began at `since`, goes on after Ctrl-C."""
+    return f"{stage} stopped; run again to go on {unfinished.list_notes(since).get(stage, 'from its beginning')}"
 
 
 def split_stage_name(words: list[str]) -> list[str]:

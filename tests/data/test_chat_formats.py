@@ -92,6 +92,30 @@ def test_images_by_path(tmp_path: Path) -> None:
     assert found.images == kept and found.messages[0]["content"] == "<image>What?"
 
 
+def test_images_of_turns_that_are_cut_off_go_with_them() -> None:
+    def ask(name: str) -> dict[str, Any]:
+        return {"role": "user", "content": [{"type": "image", "image": f"data:image/png;base64,{name}"}]}
+
+    turns = [{**ask("AAAA"), "role": "assistant"}, ask("BBBB"), PLAIN[1], ask("CCCC")]
+    found = chat_formats.parse_conversation(
+        {"messages": turns}, "messages", None, lambda data, extension: data.hex(), trim=True
+    )
+    assert found.images == ["041041"] and found.messages == [{"role": "user", "content": "<image>"}, PLAIN[1]]
+    assert found.trimmed == {"opening_answer": "<image>", "closing_question": "<image>"}
+
+
+@pytest.mark.parametrize("letters", ["u", "a", "au", "uaau", "uu", "sua", "uat"])
+def test_trimming_makes_no_other_order_right(letters: str) -> None:
+    """Only turns at the ends are cut off; what is out of order between them drops the row as before."""
+    roles = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+    row = {"messages": [{"role": roles[letter], "content": letter} for letter in letters]}
+    if letters == "sua":
+        assert chat_formats.parse_conversation(row, "messages", None, trim=True).trimmed == {}
+        return
+    with pytest.raises(chat_formats.DroppedRowError, match="wrong_turns"):
+        chat_formats.parse_conversation(row, "messages", None, trim=True)
+
+
 def parts(url: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}, PLAIN[1]]}
 

@@ -9,7 +9,19 @@ from pathlib import Path
 import pytest
 import typer
 
-from pipeline import cli, commands, deps, doctor, dvc_graph, processes, recipes, reproduce, rerun, workspaces
+from pipeline import (
+    cli,
+    command_help,
+    commands,
+    deps,
+    doctor,
+    dvc_graph,
+    processes,
+    recipes,
+    reproduce,
+    rerun,
+    workspaces,
+)
 from tests.conftest import ROOT
 
 BIN = Path(sys.executable).parent
@@ -25,13 +37,33 @@ def read_help(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_the_help_lists_every_command_with_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
     whole = read_help(capsys)
-    listed = whole[whole.index("Commands:") :]
+    listed = whole[whole.index("Run the pipeline:") :]
     for name in COMMANDS:
         assert re.search(rf" {name} [A-Z]", listed), name
         shown = read_help(capsys, name)
         assert shown.startswith(f"Usage: aerie {name} ") and len(shown) > 60, name
+        assert re.search(rf" Example: (\w+=\S+ )*aerie {name}\b", shown), name
     assert "aerie reproduce angelslim-qwen3-8b --dry-run" in whole and "docs/guide.md" in whole
     assert set(typer.main.get_command(cli.app).commands) == set(COMMANDS)  # type: ignore[attr-defined]
+
+
+def test_the_help_groups_the_commands_and_leaves_none_out(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.run_command_line(["--help"])
+    shown = capsys.readouterr().out
+    listed = re.findall(r"^(?:\w[\w ]+:|  (\w+)  +[A-Z].*)$", shown[shown.index("Run the pipeline:") :], re.MULTILINE)
+    assert sorted(filter(None, listed)) == sorted(COMMANDS)
+    assert set(COMMANDS) <= {name for names in command_help.GROUPS.values() for name in names}
+    places = [shown.index(f"\n{title}:\n") for title in command_help.GROUPS]
+    assert places == sorted(places)
+
+
+def test_make_help_lists_every_target_and_variable() -> None:
+    shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    makefile = (ROOT / "Makefile").read_text()
+    targets = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
+    assert targets and set(re.findall(r"^  make ([a-z-]+) +\S", shown, re.MULTILINE)) == set(targets[1].split())
+    for name in re.findall(r"^(\w+) \?=", makefile, re.MULTILINE):
+        assert re.search(rf"^  {name}=\S* +\S", shown, re.MULTILINE), name
 
 
 def test_python_m_pipeline_is_the_same_program() -> None:
@@ -137,7 +169,8 @@ def test_ctrl_c_ends_with_130_and_says_that_nothing_is_lost(
     monkeypatch.setattr(commands, "run_graph", interrupt)
     with pytest.raises(SystemExit) as ended:
         cli.run_command_line(["run"])
-    assert ended.value.code == 130 and "run again to go on" in capsys.readouterr().err
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "aerie: stopped; what has finished is kept, `aerie run` goes on with the rest\n"
 
 
 def test_without_a_command_the_help_is_shown_and_the_status_is_1(capsys: pytest.CaptureFixture[str]) -> None:

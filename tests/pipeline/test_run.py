@@ -15,6 +15,7 @@ import pytest
 from pipeline import commands, processes, workspaces
 from pipeline.resources import try_lock
 from pipeline.run_display import locate_log
+from stages.telemetry import unfinished
 from tests.conftest import gone
 from tests.pipeline.conftest import REPO, Project, give_params
 
@@ -162,12 +163,18 @@ def test_a_stage_does_not_outlive_a_run_that_is_killed_outright_and_the_next_run
 def test_an_interrupted_run_ends_its_stage_without_a_traceback_and_the_next_goes_on(
     project: Project, started: list[subprocess.Popen[str]], number: signal.Signals
 ) -> None:
-    project.sleeper("middle")
+    notes = unfinished.NOTES_FOLDER
+    notes.mkdir(parents=True)
+    (notes / "last").write_text("after epoch 9")  # of an earlier run
+    os.utime(notes / "last", (1, 1))
+    project.sleeper("middle", f"open('{notes}/middle', 'w').write('after epoch 4')")
     one = start(started)
     stage = find_sleeper("middle")
     one.send_signal(number)
     rest = one.stdout.read() if one.stdout else ""
     assert one.wait(60) == 128 + number and "Traceback" not in rest and gone(stage, 0)
+    if number == signal.SIGINT:
+        assert rest.splitlines()[-1] == "aerie: stopped; `aerie run` goes on after epoch 4 of middle"
     project.script("middle")
     done = run()
     assert done.returncode == 0 and "stale: middle, last" in done.stdout
@@ -183,6 +190,26 @@ def test_a_verbose_run_interrupted_ends_its_stage_too(project: Project, started:
     assert not locate_log("first").exists()
 
 
+def test_a_verbose_run_prints_no_advice_of_dvc(committed: Project) -> None:
+    """Bug: after each stage five lines of DVC's about git, and about an empty folder."""
+    committed.script("middle", "print('new')")
+    done = run("--verbose")
+    assert done.returncode == 0 and "this is middle" in done.stdout and done.stderr == ""
+    assert not [word for word in ("git add", "dvc push", "autostage", "To track", "is empty") if word in done.stdout]
+
+
+def test_what_may_run_below_the_stale_stages_is_named() -> None:
+    """Bug: `aerie stale` named one stage, and twenty ran."""
+    cells = [f"benchmark@eval-e009-t{n}_1_{n + 1}" for n in range(1, 6)]
+    below = {"train@e003": ["fix"], "train@e009": ["train@e003"]} | {cell: ["train@e009"] for cell in cells}
+    stages = {"other": [], "fix": [], **below, "report": cells}
+    assert list(commands._describe_stale({"fix": ["fix.py modified"]}, stages)) == [
+        "stale: fix (fix.py modified)",
+        "and up to 8 below, if what they read changes: train@e003, train@e009, benchmark (5), report",
+    ]
+    assert list(commands._describe_stale({"report": ["a", "b"]}, stages)) == ["stale: report (a; b)"]
+
+
 def test_a_failed_stage_and_a_broken_graph_end_the_run_with_one_line(project: Project) -> None:
     """Bug: DVC's error about a broken dvc.yaml came as a traceback."""
     project.script("middle", "sys.exit('out of cheese')")
@@ -190,7 +217,7 @@ def test_a_failed_stage_and_a_broken_graph_end_the_run_with_one_line(project: Pr
     assert done.returncode == 1 and "out of cheese" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("aerie: a stage failed (dvc exited with")
     assert "see above and logs/middle.log" in done.stderr and "middle" in done.stdout.splitlines()[-1]
-    assert "out of cheese" in run("--verbose").stderr
+    assert "out of cheese" in run("--verbose").stdout
     (project.root / "dvc.yaml").write_text("stages: [")
     done = run()
     assert done.returncode == 1 and done.stderr.startswith("aerie: ") and "Traceback" not in done.stderr

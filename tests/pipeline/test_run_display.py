@@ -87,6 +87,29 @@ aerie: data/raw is empty
 {}"""
 
 
+@pytest.mark.parametrize(
+    ("is_terminal", "printed"),
+    [
+        (False, "rows in\ndraw: 100%|##| 2/2 [00:01]\n"),
+        (True, "rows in\ndraw:  50%|# | 1/2 [00:01]\rdraw: 100%|##| 2/2 [00:01]\n"),
+    ],
+)
+def test_a_verbose_run_draws_a_bar_over_itself_and_writes_its_end_into_a_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_terminal: bool, printed: str
+) -> None:
+    monkeypatch.setattr(run_display.sys.stdout, "isatty", lambda: is_terminal, raising=False)
+    for line in ("rows in", "draw:  50%|# | 1/2 [00:01]", "draw: 100%|##| 2/2 [00:01]"):
+        run_display.show_line(line)
+    assert capsys.readouterr().out == printed
+
+
+def test_a_line_says_what_the_stage_made(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("results/train").mkdir(parents=True)
+    Path("results/train/e003.json").write_text('{"epochs": [{"epoch": 3, "loss": 1.92, "step_accuracy": [0.61, 0.4]}]}')
+    show(OUTPUT)
+    assert "train_draft@e003     restored   epoch 3, loss 1.92, 61% of first drafts right\n" in capsys.readouterr().out
+
+
 def test_a_failure_shows_the_end_of_the_log_and_where_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     end = "ERROR: failed to reproduce 'fix_data': failed to run: python -m stages.fix_data, exited with 1\n"
     assert show(FAILED.format(end), 255).failed == ["fix_data"]

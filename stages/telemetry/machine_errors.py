@@ -1,0 +1,57 @@
+"""Explain in one line what the machine lacks: disk, memory, a GPU, or permission. No torch: errors are known by name and text."""
+
+import errno
+import re
+
+from stages.params.full_disk import explain_full_disk
+
+# What takes less memory in each stage; with the first word of a stage's name in dvc.yaml.
+LESS_MEMORY = {
+    "prepare_target": "target.dtype: bfloat16, or target.device: cpu",
+    "sample_target": "a smaller sample_target.batch_size or max_new_tokens",
+    "extract_hiddens": "a smaller extract_hiddens.batch_tokens",
+    "init_draft": "a smaller init_draft.draft_vocab_size",
+    "check_overfit": "a smaller init_draft.draft_vocab_size or train_draft.ttt_steps",
+    "train_draft": "a smaller train_draft.batch_tokens (with more packs_per_step the steps stay as large), or parallel: fsdp",
+    "replay_trees": "a smaller replay_trees.memory_gib",
+    "time_trees": "a smaller time_trees.context or largest num_draft_tokens",
+    "benchmark": "a smaller concurrency or max_new_tokens of the workload, or a larger benchmark.num_gpus_per_model",
+    "benchmark_served": "a smaller benchmark_served.server.mem_fraction or max_batch",
+    "benchmark_methods": "a smaller max_new_tokens of benchmark_methods.workload",
+}
+OUT_OF_MEMORY = re.compile(
+    r"CUDA out of memory|not enough memory|can't allocate memory|Cannot allocate memory|std::bad_alloc"
+)
+NO_GPU = re.compile(
+    r"Found no NVIDIA driver|not compiled with CUDA|No CUDA GPUs are available|no CUDA-capable device|invalid device ordinal"
+    r"|driver on your system is too old|CUDA driver version is insufficient"
+)
+NOT_PERMITTED = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def explain_machine_error(error: BaseException, stage: str) -> str | None:
+    """Return one line about what this machine lacks for `stage`, and what to set; None for any other error."""
+    if full := explain_full_disk(error):
+        return full
+    message = " ".join(str(error).split())
+    name = type(error).__name__
+    if isinstance(error, MemoryError) or name == "OutOfMemoryError" or _matches(OUT_OF_MEMORY, error):
+        less = LESS_MEMORY.get(
+            stage.partition("@")[0].removesuffix("_baseline"), "smaller sizes of the stage's section"
+        )
+        return (
+            f"{stage} is out of memory ({message[:200] or name}); set {less} in params.yaml, or end what else uses it"
+        )
+    if _matches(NO_GPU, error):
+        return (
+            f"{stage} cannot use the GPU that target.device names ({message[:200]}); set target.device: cpu in params.yaml, or "
+            "install a driver and its PyTorch: make run TORCH=cu130"
+        )
+    if isinstance(error, OSError) and error.errno in NOT_PERMITTED and error.filename:
+        return f"{error.filename}: {error.strerror}; make it readable and writable for this user, and run again"
+    return None
+
+
+def _matches(pattern: re.Pattern[str], error: BaseException) -> bool:
+    """Return whether the error is torch's or the system's (not ours, which are ValueErrors), and says this."""
+    return isinstance(error, RuntimeError | AssertionError | OSError) and bool(pattern.search(str(error)))

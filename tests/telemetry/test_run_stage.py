@@ -1,0 +1,118 @@
+"""How a stage ends that its user stopped, or that met a machine without what it needs: one line, and a status."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from stages.telemetry import run_stage, unfinished
+from tests.conftest import ROOT, copy_project
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch.cuda.OutOfMemoryError, which is known by its name."""
+
+
+ERRORS = [
+    (OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has"), "train_draft@e009 is out of memory (CUDA"),
+    (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "set a smaller train_draft.batch_tokens"),
+    (MemoryError(), "train_draft@e009 is out of memory (MemoryError); set a smaller train_draft.batch_tokens"),
+    (RuntimeError("Found no NVIDIA driver on your system. Please"), "set target.device: cpu in params.yaml"),
+    (AssertionError("Torch not compiled with CUDA enabled"), "make run TORCH=cu130"),
+    (PermissionError(errno.EACCES, "Permission denied", "data/raw/x"), "data/raw/x: Permission denied; make it readable"),
+    (OSError(errno.ENOSPC, "No space left on device", "results/x"), "the disk is full, or its quota used: "),
+    (ValueError("expected 5, found 6"), "expected 5, found 6"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "stages/train_draft.py"), "e009"])
+    monkeypatch.setattr(unfinished, "_stage", None)
+
+
+def fail(error: BaseException) -> object:
+    """Run a stage that raises `error` -> the status or message it exits with."""
+
+    def main(name: str) -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as ended:
+        run_stage.run_stage(main)
+    return ended.value.code
+
+
+@pytest.mark.parametrize(("error", "line"), ERRORS, ids=[type(error).__name__ for error, _ in ERRORS])
+def test_what_the_machine_lacks_is_one_line_with_what_to_set(started: None, error: Exception, line: str) -> None:
+    """Bug: out of memory, a missing GPU and a file of another user ended in tracebacks."""
+    message = fail(error)
+    assert isinstance(message, str) and message.startswith("aerie: ") and "\n" not in message and line in message
+
+
+def test_our_own_mistakes_keep_their_traceback(started: None) -> None:
+    def main(name: str) -> None:
+        raise KeyError("of ours")
+
+    with pytest.raises(KeyError):
+        run_stage.run_stage(main)
+
+
+def test_ctrl_c_says_where_the_stage_goes_on(started: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: a traceback through torch, and no word on what is kept."""
+    assert fail(KeyboardInterrupt()) == 130
+    assert capsys.readouterr().err == "aerie: train_draft@e009 stopped; run again to go on from its beginning\n"
+
+    def main(name: str) -> None:
+        unfinished.note_progress("after epoch 3")
+        unfinished.note_progress("after epoch 4")
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as ended:
+        run_stage.run_stage(main)
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "aerie: train_draft@e009 stopped; run again to go on after epoch 4\n"
+    assert unfinished.list_notes(time.time() + 60) == {}  # an older one is of another run
+    run_stage.run_stage(lambda name: unfinished.note_progress("after epoch 5"))
+    assert unfinished.list_notes(0) == {}  # it has ended well
+
+
+def test_a_rank_says_nothing_and_writes_no_note_but_the_first(
+    started: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert fail(KeyboardInterrupt()) == 130 and capsys.readouterr().err == ""
+    assert unfinished._stage is None
+
+
+def test_a_note_that_can_not_be_written_fails_nothing(started: None) -> None:
+    Path(".scratch").write_text("no folder")
+    run_stage.run_stage(lambda name: unfinished.note_progress("after epoch 5"))
+
+
+@pytest.mark.parametrize("wait_s", [0.05, 0.4, 1.2, 2.5])
+def test_ctrl_c_at_any_time_of_a_stage_prints_no_traceback(tmp_path: Path, wait_s: float) -> None:
+    """Bug: Ctrl-C while torch or polars is imported printed their frames, and each of fix_data's processes printed its own."""
+    copy_project(tmp_path)
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    env.pop("AERIE_FORK_SERVER", None)
+    with subprocess.Popen(
+        [sys.executable, "-X", "importtime", "-m", "stages.fix_data"],
+        cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    ) as stage:  # fmt: skip
+        assert stage.stderr
+        lines = []
+        for line in stage.stderr:
+            lines.append(line)
+            if line.rstrip().endswith("| stages"):  # from here on Ctrl-C is ours
+                break
+        time.sleep(wait_s)
+        os.killpg(stage.pid, signal.SIGINT)
+        rest = [line for line in stage.stderr if not line.startswith("import time:")]
+        assert stage.wait(60) in (0, 130) and "Traceback" not in "".join(rest)
+        assert stage.returncode == 0 or (len(rest) == 1 and rest[0].startswith("aerie: ")), rest
