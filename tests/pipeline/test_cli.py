@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from pipeline import cli, commands, deps, doctor, dvc_graph, processes, recipes, reproduce, workspaces
+from pipeline import cli, commands, deps, doctor, dvc_graph, processes, promotion, recipes, reproduce, workspaces
 from tests.conftest import ROOT
 
 BIN = Path(sys.executable).parent
@@ -58,7 +58,7 @@ def test_python_m_pipeline_shows_the_help_of_aerie() -> None:
         (["reproduce", "weather-tiny"], reproduce, "reproduce_recipe", ("weather-tiny",)),
         (["reproduce", "weather-tiny", "--dry-run"], reproduce, "describe_dry_run", ("weather-tiny",)),
         (["reproduce", "--compare", "weather-tiny"], reproduce, "compare_recipe", ("weather-tiny",)),
-        (["promote", "a-run"], workspaces, "promote_run", ("a-run",)),
+        (["promote", "a-run"], promotion, "promote_run", ("a-run",)),
         (["drop", "a-run"], workspaces, "drop_run", ("a-run",)),
         (["pull", "train_draft@e009"], dvc_graph, "pull_inputs", ("train_draft@e009",)),
         (["deps", "--write"], deps, "write_code_deps", ()),
